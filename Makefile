@@ -1,0 +1,45 @@
+# Two commands do everything on a fresh machine: `make demo` and `make test`. Nothing here needs root.
+SHELL := /bin/bash
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+# Another wheel index for torch, e.g. TORCH_INDEX=<url of a CUDA wheel index>
+TORCH_INDEX ?=
+# One thread per rank: eight ranks share the cores, and the zygote must stay single-threaded.
+export OMP_NUM_THREADS ?= 1
+export OPENBLAS_NUM_THREADS ?= 1
+
+.PHONY: help setup preflight demo test check clean
+
+help:  ## list the targets
+	@grep -E '^[a-z0-9-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 16
+
+preflight:
+	@command -v $(PYTHON) >/dev/null || { echo "make: $(PYTHON) not found. Install it: apt-get install python3 python3-venv"; exit 20; }
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 10))' || { echo "make: Python 3.10 or newer is needed, found $$($(PYTHON) --version)"; exit 20; }
+	@$(PYTHON) -c 'import venv, ensurepip' 2>/dev/null || { echo "make: the venv module is missing. Install it: apt-get install python3-venv"; exit 20; }
+
+# torch first, by itself and by its exact version, so that nothing else pulls another build.
+$(VENV)/.ready: pyproject.toml constraints.txt | preflight
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/pip install --quiet $(if $(TORCH_INDEX),--index-url $(TORCH_INDEX)) "$$(grep '^torch==' constraints.txt)"
+	$(BIN)/pip install --quiet -c constraints.txt -e '.[fast,trainer,data,test,dev]'
+	touch $@
+
+setup: $(VENV)/.ready  ## create .venv with everything pinned
+
+demo: setup  ## train 2x2x2 on real text, kill a rank, lose nothing
+	$(BIN)/python -m flashckpt.trainer.demo
+
+test: setup  ## run the tests
+	$(BIN)/python -m pytest
+
+check: setup  ## ruff, mypy, codespell
+	@for link in sampler trainer daemon; do test -L flashckpt/$$link || { echo "flashckpt/$$link is not a symbolic link: check out again with git config core.symlinks true"; exit 21; }; done
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy flashckpt tests benchmarks
+	$(BIN)/codespell
+
+clean:  ## remove .venv and everything that was generated
+	rm -rf $(VENV) build dist *.egg-info out

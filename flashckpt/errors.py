@@ -1,0 +1,170 @@
+"""Every error that reaches a user: one hierarchy, each class with a stable exit code.
+
+The text of an error answers, in this order: what is wrong with the user's thing, what was found
+and what was expected (with units), what state was left behind, and what to do now.
+Torch-free; imported by every other part of the project.
+"""
+
+from __future__ import annotations
+
+
+class FlashckptError(Exception):
+    """Base of all errors of this project.
+
+    Args:
+        problem: One sentence: what is wrong with the user's thing.
+        found: What was found, with units.
+        expected: What was expected, with units.
+        state: What was left behind ("Nothing was written.").
+        remedy: What to do now, a command where there is one.
+    """
+
+    exit_code = 1
+
+    def __init__(self, problem: str, *, found: str = "", expected: str = "", state: str = "", remedy: str = "") -> None:
+        """Keep the parts, so that callers can test them and JSON output can carry them."""
+        self.problem, self.found, self.expected = problem, found, expected
+        self.state, self.remedy = state, remedy
+        super().__init__(self.render())
+
+    def render(self) -> str:
+        """Return the whole message, one labelled line per part that is known."""
+        lines = [self.problem]
+        parts = (("found", self.found), ("expected", self.expected), ("state", self.state), ("to do", self.remedy))
+        lines += [f"  {label + ':':<10}{text}" for label, text in parts if text]
+        lines.append(f"  exit code {self.exit_code}")
+        return "\n".join(lines)
+
+    def __reduce__(self) -> tuple[object, ...]:
+        """Rebuild from the parts (exceptions with keyword arguments do not copy by default)."""
+        return _rebuild, (type(self), self.problem, self.found, self.expected, self.state, self.remedy)
+
+
+def _rebuild(
+    cls: type[FlashckptError], problem: str, found: str, expected: str, state: str, remedy: str
+) -> FlashckptError:
+    return cls(problem, found=found, expected=expected, state=state, remedy=remedy)
+
+
+class ConfigError(FlashckptError):
+    """A setting, argument or configuration file is wrong."""
+
+    exit_code = 10
+
+
+class LayoutError(FlashckptError):
+    """A parallel layout does not divide: heads by tp, world by dp x tp x pp, layers by stages."""
+
+    exit_code = 11
+
+
+class DataError(FlashckptError):
+    """Training data is missing, empty, damaged, or not the data the state was recorded with."""
+
+    exit_code = 12
+
+
+class RootError(FlashckptError):
+    """The checkpoint root cannot be used: missing, unwritable, unreachable, or not ours."""
+
+    exit_code = 13
+
+
+class SharedMemoryError(FlashckptError):
+    """Host shared memory is too small or cannot be reserved."""
+
+    exit_code = 14
+
+
+class JobInUseError(FlashckptError):
+    """Another live process holds this job, segment or root."""
+
+    exit_code = 15
+
+
+class UnsupportedStateError(FlashckptError):
+    """A tracked value or tensor cannot be held (its key is named)."""
+
+    exit_code = 16
+
+
+class ReplicaMismatchError(FlashckptError):
+    """Replicas that were declared equal differ (the tensor is named)."""
+
+    exit_code = 17
+
+
+class FenceError(FlashckptError):
+    """State was changed while it was copied; that snapshot was discarded."""
+
+    exit_code = 18
+
+
+class SamplerStateError(FlashckptError):
+    """A sampler was resumed on other data, another seed, or in the wrong order of calls."""
+
+    exit_code = 19
+
+
+class NoCheckpointError(FlashckptError):
+    """No checkpoint or snapshot is there that answers the request."""
+
+    exit_code = 30
+
+
+class ShardGapError(FlashckptError):
+    """The shards that exist do not cover the state that is wanted."""
+
+    exit_code = 31
+
+
+class DamagedError(FlashckptError):
+    """Bytes do not match their digest, or a manifest, index or object is broken or missing."""
+
+    exit_code = 32
+
+
+class RestartBudgetError(FlashckptError):
+    """Too many restarts, or the same error at the same step twice."""
+
+    exit_code = 33
+
+
+class HangError(FlashckptError):
+    """No training step within the hang timeout."""
+
+    exit_code = 34
+
+
+class FencedError(FlashckptError):
+    """A newer generation of the job exists; this process may not write any more."""
+
+    exit_code = 35
+
+
+class FormatVersionError(FlashckptError):
+    """Written by a newer major format version than this program reads."""
+
+    exit_code = 36
+
+
+class DisagreementError(FlashckptError):
+    """Ranks disagree on what to restore, or on the structure of the state."""
+
+    exit_code = 37
+
+
+class PersistError(FlashckptError):
+    """A persist failed; training and the memory tier went on."""
+
+    exit_code = 40
+
+
+class StoreError(FlashckptError):
+    """One storage operation failed after its retries (the object is named)."""
+
+    exit_code = 41
+
+
+RESUME_EXIT_CODE = 75
+"""Exit code that means "stopped on request with state kept: start me again" (EX_TEMPFAIL)."""

@@ -1,0 +1,70 @@
+"""Named crash points: the places where a test kills the process with SIGKILL.
+
+Every write whose half-done state somebody could see has a point before and after it. A test
+enumerates `CRASH_POINTS`, so a new point cannot be added without being killed at. In production
+`crash_point` costs one comparison with None.
+
+Set FLASHCKPT_CRASH_AT=name (first time), name:3 (third time) or name:3:rank5 (third time, rank 5
+only) to kill the process there.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+
+CRASH_POINTS: dict[str, str] = {
+    # memory tier, writer (training process)
+    "slot.before-writing": "lease taken, header still old",
+    "slot.after-writing": "header says WRITING, no byte copied",
+    "slot.during-copy": "some chunks copied",
+    "slot.before-manifest": "all chunks copied, manifest area still old",
+    "slot.before-complete": "manifest written, header still WRITING",
+    "slot.after-complete": "header says COMPLETE",
+    # segment life
+    "segment.before-reserve": "file exists, no superblock",
+    "segment.before-rename": "superblock written under the temporary name",
+    # readers (restore)
+    "restore.before-read": "restore point chosen, nothing read",
+    "restore.during-read": "some ranges copied into live state",
+    "restore.before-lineage": "state read, abandoned slots not yet marked",
+    "restore.after-lineage": "abandoned slots marked",
+    # generation claim
+    "generation.before-claim": "number chosen, nothing written",
+    "generation.after-claim": "number claimed on the root, not known to the node",
+    # daemon
+    "persist.before-intent": "candidate pinned, intent not written",
+    "persist.after-intent": "intent written, no data",
+    "persist.during-pack": "part of a pack written",
+    "persist.before-index": "packs durable, index not written",
+    "persist.before-manifest": "index durable, MANIFEST not written",
+    "persist.after-manifest": "MANIFEST committed, slot still pinned",
+    "persist.before-prune": "commit done, nothing pruned",
+    "persist.during-prune": "MANIFEST of an old checkpoint deleted, its data still there",
+}
+
+_armed: str | None = os.environ.get("FLASHCKPT_CRASH_AT")
+_hits = 0
+
+
+def arm(spec: str | None) -> None:
+    """Set the crash point of this process (tests that fork use this instead of the environment)."""
+    global _armed, _hits
+    _armed, _hits = spec, 0
+
+
+def crash_point(name: str) -> None:
+    """Kill this process with SIGKILL if `name` is the armed crash point; do nothing otherwise."""
+    if _armed is None:
+        return
+    wanted, _, rest = _armed.partition(":")
+    if wanted not in CRASH_POINTS or name not in CRASH_POINTS:
+        msg = f"unknown crash point {wanted if wanted not in CRASH_POINTS else name!r}"
+        raise ValueError(msg)
+    count, _, where = rest.partition(":")
+    if name != wanted or (where and where != f"rank{os.environ.get('RANK', '0')}"):
+        return
+    global _hits  # noqa: PLW0603
+    _hits += 1
+    if _hits == int(count or 1):
+        os.kill(os.getpid(), signal.SIGKILL)

@@ -1,0 +1,36 @@
+"""Settings that must hold before numpy or torch are imported, and the leak check every test gets."""
+
+from __future__ import annotations
+
+import os
+
+# One thread: ranks are forked from this process, and a libgomp pool does not survive a fork.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
+
+import contextlib
+import shutil
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+
+@pytest.fixture
+def shm_dir() -> Iterator[Path]:
+    """A memory directory of this test's own, on tmpfs; fails the test if a forgotten file keeps it."""
+    base = Path("/dev/shm") if os.access("/dev/shm", os.W_OK) else Path(tempfile.gettempdir())
+    path = Path(tempfile.mkdtemp(prefix="flashckpt-test-", dir=base))
+    yield path
+    shutil.rmtree(path, ignore_errors=True)
+
+
+@pytest.fixture(autouse=True)
+def _own_memory_tier(shm_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """No test touches the machine's real memory tier, and none inherits a launcher's variables."""
+    monkeypatch.setenv("FLASHCKPT_SHM_DIR", str(shm_dir))
+    for name in [key for key in os.environ if key.startswith("FLASHCKPT_") and key != "FLASHCKPT_SHM_DIR"]:
+        monkeypatch.delenv(name)
+    with contextlib.suppress(KeyError):
+        monkeypatch.delenv("RANK")
