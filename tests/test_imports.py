@@ -1,0 +1,87 @@
+"""The direction of imports, and what may not be imported at all, held as tests."""
+
+from __future__ import annotations
+
+import ast
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parent.parent
+TORCH_HALF = {"tracked", "staging", "exchange", "checkpointer"}
+LAUNCHER = {"agent", "zygote", "context", "run"}
+
+
+def modules(folder: str) -> list[Path]:
+    """Return the Python files of one top-level folder, without following the links inside flashckpt/."""
+    found = [p for p in (ROOT / folder).rglob("*.py") if not any(q.is_symlink() for q in p.relative_to(ROOT).parents)]
+    assert found
+    return [p for p in found if not any((ROOT / q).is_symlink() for q in p.relative_to(ROOT).parents)]
+
+
+def imported(path: Path) -> set[str]:
+    """Return every dotted name that a file imports, at module level or inside functions."""
+    names: set[str] = set()
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Import):
+            names |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0, f"{path}: relative import"
+            names |= {node.module or ""} | {f"{node.module}.{alias.name}" for alias in node.names}
+    return names
+
+
+def under(names: set[str], package: str) -> set[str]:
+    return {name for name in names if name == package or name.startswith(package + ".")}
+
+
+@pytest.mark.parametrize("other", ["flashckpt.sampler", "flashckpt.trainer", "flashckpt.daemon"])
+def test_engine_imports_none_of_the_other_three(other):
+    for path in modules("flashckpt"):
+        assert not under(imported(path), other), f"{path.name} imports {other}"
+
+
+def test_sampler_imports_nothing_of_ours_but_errors():
+    for path in modules("sampler"):
+        ours = under(imported(path), "flashckpt")
+        allowed = under(ours, "flashckpt.sampler") | under(ours, "flashckpt.errors") | {"flashckpt"}
+        assert ours <= allowed, f"{path.name} imports {sorted(ours - allowed)}"
+
+
+def test_daemon_does_not_import_trainer_or_sampler():
+    for path in modules("daemon"):
+        names = imported(path)
+        assert not under(names, "flashckpt.trainer"), path.name
+
+
+@pytest.mark.parametrize("folder", ["flashckpt", "sampler", "trainer", "daemon"])
+def test_nothing_pickles(folder):
+    """No pickle on disk, in shared memory or on a socket; torch.load and torch.save would be pickle by another name."""
+    for path in modules(folder):
+        names = imported(path)
+        for banned in ("pickle", "cloudpickle", "dill", "marshal", "shelve"):
+            assert not under(names, banned), f"{path.name} imports {banned}"
+        calls = {ast.unparse(node.func) for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, ast.Call)}
+        banned_calls = {"torch.load", "torch.save"} if "bench" not in path.parts else {"torch.load"}
+        objects = {call for call in calls if call.endswith(("_object", "_object_list"))}
+        assert not (calls & banned_calls), f"{path.name} calls {calls & banned_calls}"
+        assert not objects, f"{path.name} calls {objects}, which pickles"
+
+
+@pytest.mark.parametrize("module", ["flashckpt", "flashckpt.cli", "flashckpt.daemon.service"])
+def test_torch_is_not_imported_by(module):
+    """The daemon and the command start in tenths of a second and hold no device context."""
+    code = f"import sys, {module}; sys.exit('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+
+
+def test_bare_import_of_a_linked_package_is_refused():
+    """`import sampler` from the repository root would make a second copy of every class."""
+    for name in ("sampler", "trainer", "daemon"):
+        result = subprocess.run(
+            [sys.executable, "-c", f"import {name}"], cwd=ROOT, capture_output=True, text=True, check=False
+        )
+        assert result.returncode != 0
+        assert f"import this package as flashckpt.{name}" in result.stderr
