@@ -1,0 +1,29 @@
+"""Digests of byte ranges: xxh3 per chunk, hashed right behind the copy. Proves corruption, not tampering. Pure."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import xxhash
+
+CHUNK_BYTES = 1 << 20
+"""Bytes per digest: at 1 MiB a chunk is hashed while it is still in cache (1.2x a bare copy, 1.4x in a second pass)."""
+NAME = "xxh3_64"
+
+
+def digest(view: Any) -> int:
+    """Return the u64 digest of one C-contiguous buffer (bytes, memoryview, ndarray). Releases the GIL."""
+    return int(xxhash.xxh3_64_intdigest(view))
+
+
+def chunk_count(nbytes: int) -> int:
+    """Return how many digests a shard of `nbytes` has (0 for an empty one)."""
+    return -(-nbytes // CHUNK_BYTES)
+
+
+def chunk_digests(view: Any) -> np.ndarray:
+    """Return np.uint64[chunk_count], one digest per CHUNK_BYTES of one shard's bytes; the last chunk may be short."""
+    raw = memoryview(view).cast("B")
+    starts = range(0, raw.nbytes, CHUNK_BYTES)
+    return np.array([digest(raw[start : start + CHUNK_BYTES]) for start in starts], np.uint64)

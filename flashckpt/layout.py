@@ -1,0 +1,136 @@
+"""Shards as boxes in a global index space, and where they lie in a data area. Pure: no I/O, no torch."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import msgpack
+import numpy as np
+import xxhash
+
+from flashckpt.errors import UnsupportedStateError
+
+ITEMSIZE: dict[str, int] = {
+    "bool": 1,
+    "uint8": 1,
+    "int8": 1,
+    "uint16": 2,
+    "int16": 2,
+    "uint32": 4,
+    "int32": 4,
+    "uint64": 8,
+    "int64": 8,
+    "float16": 2,
+    "bfloat16": 2,
+    "float32": 4,
+    "float64": 8,
+    "complex32": 4,
+    "complex64": 8,
+    "complex128": 16,
+    "float8_e4m3fn": 1,
+    "float8_e4m3fnuz": 1,
+    "float8_e5m2": 1,
+    "float8_e5m2fnuz": 1,
+    "float8_e8m0fnu": 1,
+    "float4_e2m1fn_x2": 1,
+}
+"""Bytes per element of every dtype a shard may have, by the name torch prints after `torch.`."""
+
+ALIGN_LARGE = 4096
+"""Large shards start on a page: O_DIRECT needs 512 bytes (64 gives EINVAL)."""
+ALIGN_SMALL = 64
+SMALL_BYTES = 65536
+"""Shards up to this size are packed together, larger ones start at ALIGN_LARGE."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Shard:
+    """One rank's N-d box of a global tensor.
+
+    Attributes:
+        fqn: Name of the global tensor, equal on all ranks that hold a part of it.
+        dtype: A key of ITEMSIZE.
+        global_shape: Elements per dimension of the whole tensor; `()` for a 0-d tensor.
+        offsets: First element of the box, per dimension.
+        lengths: Elements of the box, per dimension; a zero makes an empty box.
+        replica: 0 is the copy that is persisted, k the k-th replica of the same box.
+    """
+
+    fqn: str
+    dtype: str
+    global_shape: tuple[int, ...]
+    offsets: tuple[int, ...]
+    lengths: tuple[int, ...]
+    replica: int = 0
+
+    def __post_init__(self) -> None:
+        if self.dtype not in ITEMSIZE:
+            raise UnsupportedStateError(f"tensor {self.fqn!r} has a dtype that cannot be held", found=self.dtype)
+        if not len(self.global_shape) == len(self.offsets) == len(self.lengths) or any(
+            o < 0 or n < 0 or o + n > g for g, o, n in zip(self.global_shape, self.offsets, self.lengths, strict=True)
+        ):
+            raise UnsupportedStateError(
+                f"shard of {self.fqn!r} does not lie in its tensor",
+                found=f"offsets {self.offsets}, lengths {self.lengths}",
+                expected=f"a box inside {self.global_shape}",
+            )
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the local box, row-major and contiguous."""
+        return math.prod(self.lengths) * ITEMSIZE[self.dtype]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Placement:
+    """Where each shard starts in a data area.
+
+    Attributes:
+        offsets: np.int64[n], byte offset per shard, in the order given to `place`.
+        total: Bytes of the data area, a multiple of ALIGN_LARGE.
+    """
+
+    offsets: np.ndarray
+    total: int
+
+
+def round_up(nbytes: int, align: int) -> int:
+    """Return the smallest multiple of `align` that is at least `nbytes`."""
+    return -(-nbytes // align) * align
+
+
+def place(shards: Sequence[Shard]) -> Placement:
+    """Return where the shards lie: large ones first, each on its own page, then the small ones packed together.
+
+    Deterministic in the order of `shards`; boxes never overlap; empty ones take no room.
+    """
+    offsets = np.zeros(len(shards), np.int64)
+    sizes = [shard.nbytes for shard in shards]
+    cursor = 0
+    for i, size in enumerate(sizes):
+        if size > SMALL_BYTES:
+            offsets[i], cursor = cursor, round_up(cursor + size, ALIGN_LARGE)
+    for i, size in enumerate(sizes):
+        if size <= SMALL_BYTES:
+            offsets[i], cursor = cursor, round_up(cursor + size, ALIGN_SMALL)
+    return Placement(offsets=offsets, total=round_up(cursor, ALIGN_LARGE))
+
+
+def intersect(
+    a_offsets: Sequence[int], a_lengths: Sequence[int], b_offsets: Sequence[int], b_lengths: Sequence[int]
+) -> tuple[tuple[int, ...], tuple[int, ...]] | None:
+    """Return (offsets, lengths) of the common box in global coordinates, or None if it is empty."""
+    offsets = tuple(max(a, b) for a, b in zip(a_offsets, b_offsets, strict=True))
+    ends = zip(a_offsets, a_lengths, b_offsets, b_lengths, strict=True)
+    lengths = tuple(min(a + n, b + m) - o for (a, n, b, m), o in zip(ends, offsets, strict=True))
+    if any(n <= 0 for n in lengths):
+        return None
+    return offsets, lengths
+
+
+def layout_hash(shards: Sequence[Shard]) -> int:
+    """Return a u64 over names, dtypes, boxes and their order: stable over processes, machines and releases."""
+    rows = [[s.fqn, s.dtype, s.global_shape, s.offsets, s.lengths, s.replica] for s in shards]
+    return int(xxhash.xxh3_64_intdigest(msgpack.packb(rows)))
