@@ -53,7 +53,7 @@ class ShardTable:
         fqn_ids: dict[str, int] = {}
         dtype_ids: dict[str, int] = {}
         nbytes = np.array([s.nbytes for s in shards], np.int64)
-        columns = {
+        columns: dict[str, np.ndarray] = {
             "fqn_id": np.array([fqn_ids.setdefault(s.fqn, len(fqn_ids)) for s in shards], np.uint32),
             "dtype_id": np.array([dtype_ids.setdefault(s.dtype, len(dtype_ids)) for s in shards], np.uint8),
             "ndim": np.array([len(s.lengths) for s in shards], np.uint8),
@@ -110,7 +110,7 @@ class ShardTable:
 
     def fqn(self, row: int) -> str:
         """Return the name of the tensor that `row` is a part of."""
-        return self.fqns[self.fqn_id[row]]
+        return self.fqns[int(self.fqn_id[row])]
 
     def shard(self, row: int) -> Shard:
         """Return row `row` as a Shard."""
@@ -170,7 +170,8 @@ def _chunks(nbytes: np.ndarray) -> np.ndarray:
 
 def _first_chunks(nbytes: np.ndarray) -> np.ndarray:
     ends = np.cumsum(_chunks(nbytes), dtype=np.int64)
-    return np.concatenate((np.zeros(1, np.int64), ends[:-1])) if len(nbytes) else np.zeros(0, np.int64)
+    starts: np.ndarray = ends - _chunks(nbytes)
+    return starts
 
 
 def _ranges(starts: np.ndarray, counts: np.ndarray) -> np.ndarray:
@@ -178,7 +179,8 @@ def _ranges(starts: np.ndarray, counts: np.ndarray) -> np.ndarray:
     counts = counts.astype(np.int64)
     ends = np.cumsum(counts)
     total = int(ends[-1]) if len(ends) else 0
-    return np.arange(total, dtype=np.int64) + np.repeat(starts - (ends - counts), counts)
+    indexes: np.ndarray = np.arange(total, dtype=np.int64) + np.repeat(starts - (ends - counts), counts)
+    return indexes
 
 
 def _first_of_each_box(table: ShardTable, ids: np.ndarray, seen: set[tuple[int, bytes, bytes]]) -> np.ndarray:

@@ -1,0 +1,90 @@
+"""Boxes, their intersection and their places in a data area."""
+
+from __future__ import annotations
+
+import itertools
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from flashckpt.errors import UnsupportedStateError
+from flashckpt.layout import ALIGN_LARGE, ALIGN_SMALL, SMALL_BYTES, Shard, intersect, layout_hash, place
+
+
+def shard(fqn: str, *lengths: int, dtype: str = "float32", offsets: tuple[int, ...] | None = None) -> Shard:
+    offsets = offsets or (0,) * len(lengths)
+    whole = tuple(o + n for o, n in zip(offsets, lengths, strict=True))
+    return Shard(fqn=fqn, dtype=dtype, global_shape=whole, offsets=offsets, lengths=lengths)
+
+
+def test_bytes_of_a_box_count_elements_and_dtype() -> None:
+    assert shard("a", 3, 5).nbytes == 60
+    assert shard("a", 3, 5, dtype="bfloat16").nbytes == 30
+    assert shard("a", dtype="complex128").nbytes == 16
+    assert shard("a", 3, 0).nbytes == 0
+
+
+@pytest.mark.parametrize("box", [((1,), (4,)), ((-1,), (2,)), ((0, 0), (1, 1))])
+def test_a_box_outside_its_tensor_is_refused_by_name(box: Any) -> None:
+    with pytest.raises(UnsupportedStateError, match=r"model\.w"):
+        Shard(fqn="model.w", dtype="float32", global_shape=(4,), offsets=box[0], lengths=box[1])
+
+
+def test_an_unknown_dtype_is_refused_by_name() -> None:
+    with pytest.raises(UnsupportedStateError, match=r"(?s)model\.w.*qint8"):
+        shard("model.w", 3, dtype="qint8")
+
+
+@given(st.lists(st.integers(0, 3 * SMALL_BYTES), max_size=30))
+def test_places_are_aligned_and_never_overlap(sizes: Any) -> None:
+    shards = [shard(f"t{i}", size, dtype="uint8") for i, size in enumerate(sizes)]
+    placement = place(shards)
+    taken = []
+    for size, offset in zip(sizes, placement.offsets.tolist(), strict=True):
+        assert offset % (ALIGN_LARGE if size > SMALL_BYTES else ALIGN_SMALL) == 0
+        if size:
+            taken.append((offset, offset + size))
+    taken.sort()
+    assert all(a[1] <= b[0] for a, b in itertools.pairwise(taken))
+    assert placement.total % ALIGN_LARGE == 0
+    assert not taken or taken[-1][1] <= placement.total
+
+
+boxes = st.lists(st.tuples(st.integers(0, 6), st.integers(0, 6)), min_size=0, max_size=3)
+
+
+@given(st.data())
+def test_the_common_box_holds_exactly_the_common_elements(data: Any) -> None:
+    a = data.draw(boxes)
+    b = data.draw(st.lists(st.tuples(st.integers(0, 6), st.integers(0, 6)), min_size=len(a), max_size=len(a)))
+
+    def mask(box: Any) -> Any:
+        out = np.zeros((12,) * len(a), bool)
+        out[tuple(slice(o, o + n) for o, n in box)] = True
+        return out
+
+    common = intersect([o for o, _ in a], [n for _, n in a], [o for o, _ in b], [n for _, n in b])
+    expected = mask(a) & mask(b)
+    if common is None:
+        assert not expected.any()
+    else:
+        assert np.array_equal(mask(list(zip(*common, strict=True))), expected)
+
+
+def test_layout_hash_is_frozen_and_sees_every_field() -> None:
+    base = Shard(fqn="w", dtype="float32", global_shape=(8, 4), offsets=(0, 0), lengths=(4, 4))
+    others = [
+        Shard(fqn="v", dtype="float32", global_shape=(8, 4), offsets=(0, 0), lengths=(4, 4)),
+        Shard(fqn="w", dtype="int32", global_shape=(8, 4), offsets=(0, 0), lengths=(4, 4)),
+        Shard(fqn="w", dtype="float32", global_shape=(9, 4), offsets=(0, 0), lengths=(4, 4)),
+        Shard(fqn="w", dtype="float32", global_shape=(8, 4), offsets=(4, 0), lengths=(4, 4)),
+        Shard(fqn="w", dtype="float32", global_shape=(8, 4), offsets=(0, 0), lengths=(2, 4)),
+        Shard(fqn="w", dtype="float32", global_shape=(8, 4), offsets=(0, 0), lengths=(4, 4), replica=1),
+    ]
+    hashes = {layout_hash([s]) for s in [base, *others]}
+    assert len(hashes) == 7
+    assert layout_hash([base, others[0]]) != layout_hash([others[0], base])
+    assert layout_hash([base]) == 14967543578775886577, "golden"

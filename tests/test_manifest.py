@@ -1,0 +1,207 @@
+"""The manifest's bytes: what goes in comes out, nothing damaged or newer is ever read as good."""
+
+from __future__ import annotations
+
+import math
+import random
+import struct
+import time
+from typing import Any
+
+import msgpack
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from flashckpt.digest import CHUNK_BYTES, chunk_digests, digest
+from flashckpt.errors import DamagedError, DisagreementError, FormatVersionError, UnsupportedStateError
+from flashckpt.layout import Shard, place
+from flashckpt.manifest import Manifest, ShardTable, decode_manifest, encode_manifest, encode_table, merge
+
+
+def shards_of(rank: int) -> list[Shard]:
+    return [
+        Shard(fqn="w", dtype="float32", global_shape=(8, 4), offsets=(4 * rank, 0), lengths=(4, 4)),
+        Shard(fqn="scalar", dtype="int64", global_shape=(), offsets=(), lengths=(), replica=rank),
+        Shard(fqn="empty", dtype="bool", global_shape=(0, 3), offsets=(0, 0), lengths=(0, 3)),
+        Shard(
+            fqn=f"big.{rank}", dtype="uint8", global_shape=(2 * CHUNK_BYTES + 1,), offsets=(0,),
+            lengths=(2 * CHUNK_BYTES + 1,),
+        ),
+    ]  # fmt: skip
+
+
+def manifest(rank: int = 0, **changes: Any) -> Manifest:
+    shards = shards_of(rank)
+    table = ShardTable.from_shards(shards, place(shards).offsets)
+    fields: dict[str, Any] = {
+        "job": "run", "generation": 3, "step": 120, "parent": (2, 100), "world_size": 2, "rank": rank,
+        "writers": [0, 1], "coordinates": {"pp": 0, "tp": rank}, "table": table,
+        "digests": np.arange(table.chunks, dtype=np.uint64) + np.uint64(100 * rank),
+        "values": {"lr": 0.1, f"rng@rank{rank}": b"\x00\xff", "groups": [{"betas": (0.9, 0.95), 3: None}]},
+        "objects": [],
+    }  # fmt: skip
+    return Manifest(**(fields | changes))
+
+
+def same(a: Manifest, b: Manifest) -> bool:
+    return encode_manifest(a) == encode_manifest(b)
+
+
+def test_a_manifest_comes_back_as_it_was() -> None:
+    m = manifest()
+    back = decode_manifest(memoryview(encode_manifest(m)))
+    assert same(m, back)
+    assert back.identity == (3, 120)
+    assert back.parent == (2, 100)
+    assert back.values == m.values
+    assert back.values["groups"][0]["betas"] == (0.9, 0.95)
+    assert [back.table.shard(i) for i in range(4)] == shards_of(0)
+    assert back.table.rows("scalar") == [1]
+    assert back.table.rows("absent") == ()
+    assert back.table.first_chunk.tolist() == [0, 1, 2, 2]
+    assert back.table.chunks == 5
+
+
+def test_a_cached_table_gives_the_same_bytes() -> None:
+    m = manifest()
+    assert encode_manifest(m, table_bytes=encode_table(m.table)) == encode_manifest(m)
+
+
+json_like = st.recursive(
+    st.none() | st.booleans() | st.integers(-(2**200), 2**200) | st.floats(allow_nan=False) | st.text() | st.binary(),
+    lambda v: st.lists(v, max_size=4) | st.dictionaries(st.text() | st.integers(0, 9), v, max_size=4)
+    | st.lists(v, max_size=4).map(tuple),
+    max_leaves=12,
+)  # fmt: skip
+
+
+@given(st.dictionaries(st.text(), json_like, max_size=4))
+def test_values_keep_type_and_bits(values: Any) -> None:
+    back = decode_manifest(encode_manifest(manifest(values=values))).values
+    assert back == values
+    assert repr(back) == repr(values)
+
+
+def test_nan_and_signed_zero_keep_their_bits() -> None:
+    back = decode_manifest(encode_manifest(manifest(values={"a": math.nan, "b": -0.0}))).values
+    assert math.isnan(back["a"])
+    assert math.copysign(1, back["b"]) == -1
+
+
+@pytest.mark.parametrize("bad", [{1, 2}, object(), np.float64(1.0), np.zeros(2), 1j, lambda: 0])
+def test_a_value_of_another_type_is_refused_by_its_key(bad: Any) -> None:
+    with pytest.raises(UnsupportedStateError, match=r"optimizer\.groups\[1\]\.lr"):
+        encode_manifest(manifest(values={"ok": 1, "optimizer": {"groups": [{}, {"lr": bad}]}}))
+
+
+def test_any_flipped_byte_is_found() -> None:
+    good = encode_manifest(manifest())
+    rng = random.Random(1)
+    for position in [*range(40), *(rng.randrange(len(good)) for _ in range(300))]:
+        bad = bytearray(good)
+        bad[position] ^= 1 << rng.randrange(8)
+        with pytest.raises((DamagedError, FormatVersionError)):
+            decode_manifest(bad)
+
+
+def test_a_manifest_cut_short_or_with_a_tail_is_refused() -> None:
+    good = encode_manifest(manifest())
+    for bad in (b"", good[:7], good[:31], good[:-1], good + b"\0"):
+        with pytest.raises(DamagedError):
+            decode_manifest(bad)
+
+
+def sealed(body: bytes, *, major: int = 1, minor: int = 0) -> bytes:
+    prefix = struct.pack("<8sHHIQ", b"FCKMANIF", major, minor, 0, len(body))
+    return prefix + struct.pack("<Q", digest(prefix + body)) + body
+
+
+def test_an_unknown_minor_version_with_new_keys_is_read_and_an_unknown_major_refused() -> None:
+    body = msgpack.unpackb(encode_manifest(manifest())[32:])
+    newer = msgpack.packb(body | {"something_new": [1, 2]})
+    assert decode_manifest(sealed(newer, minor=9)).step == 120
+    with pytest.raises(FormatVersionError, match=r"2\.0"):
+        decode_manifest(sealed(newer, major=2))
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"table": b"\xc0"},
+        {"digests": b""},
+        {"digest": "md5"},
+        {"parent": 7},
+        {"chunk_bytes": 4096},
+        {"values": b"\xc1"},
+    ],
+)
+def test_a_sealed_manifest_that_breaks_the_schema_is_damaged_not_a_crash(change: Any) -> None:
+    body = msgpack.unpackb(encode_manifest(manifest())[32:])
+    with pytest.raises(DamagedError):
+        decode_manifest(sealed(msgpack.packb(body | change)))
+
+
+def test_columns_that_do_not_fit_together_are_damaged() -> None:
+    m = manifest()
+    body = msgpack.unpackb(encode_manifest(m)[32:])
+    table = msgpack.unpackb(body["table"])
+    for change in ({"fqn_id": b""}, {"fqns": ["w"]}, {"dtypes": ["qint", "a", "b", "c"]}, {"lengths": b"\0" * 8}):
+        with pytest.raises(DamagedError):
+            decode_manifest(sealed(msgpack.packb(body | {"table": msgpack.packb(table | change)})))
+
+
+def test_merge_keeps_one_copy_of_equal_boxes_and_renumbers_objects_and_digests() -> None:
+    a, b = manifest(0, objects=["a0", "a1"]), manifest(1, objects=["b0"])
+    both = merge([b, a])
+    assert (both.rank, both.writers, both.objects) == (-1, [0, 1], ["a0", "a1", "b0"])
+    names = [both.table.fqn(i) for i in range(len(both.table))]
+    assert names == ["w", "scalar", "empty", "big.0", "w", "big.1"]
+    assert both.table.object_id.tolist() == [0, 0, 0, 0, 2, 2]
+    assert both.table.rows("w") == [0, 4]
+    assert both.table.shard(4) == shards_of(1)[0]
+    row = both.table.rows("big.1")[0]
+    first = int(both.table.first_chunk[row])
+    assert both.digests[first : first + 3].tolist() == [102, 103, 104]
+    assert both.digests[int(both.table.first_chunk[4])] == 100
+    assert set(both.values) == {"lr", "groups", "rng@rank0", "rng@rank1"}
+    assert same(both, decode_manifest(encode_manifest(both)))
+
+
+def test_merge_loses_no_value_where_ranks_differ() -> None:
+    a, b = manifest(0, values={"k": 1}), manifest(1, values={"k": 1.0})
+    assert merge([a, b]).values == {"k": 1, "k@rank1": 1.0}
+
+
+def test_merge_of_different_snapshots_is_refused() -> None:
+    for change in ({"step": 121}, {"generation": 4}, {"parent": None}, {"job": "other"}, {"world_size": 3}):
+        with pytest.raises(DisagreementError):
+            merge([manifest(0), manifest(1, **change)])
+
+
+def test_digests_never_straddle_shards_and_the_last_chunk_may_be_short() -> None:
+    data = np.random.default_rng(0).integers(0, 255, 2 * CHUNK_BYTES + 5, np.uint8)
+    found = chunk_digests(data)
+    assert found.tolist() == [digest(data[i * CHUNK_BYTES : (i + 1) * CHUNK_BYTES]) for i in range(3)]
+    assert chunk_digests(b"").size == 0
+    assert digest(b"") == 0x2D06800538D394C2, "golden: xxh3_64 of nothing, seed 0"
+
+
+def test_twenty_thousand_tensors_cost_milliseconds_per_snapshot() -> None:
+    shards = [
+        Shard(fqn=f"model.layers.{i}.weight", dtype="float32", global_shape=(64, 8), offsets=(0, 0), lengths=(64, 8))
+        for i in range(20_000)
+    ]
+    table = ShardTable.from_shards(shards, place(shards).offsets)
+    m = manifest(table=table, digests=np.zeros(table.chunks, np.uint64))
+    cached = encode_table(table)
+    best = min(_seconds(lambda: encode_manifest(m, table_bytes=cached)) for _ in range(5))
+    assert best < 0.1, f"{best:.4f} s"
+    assert _seconds(lambda: decode_manifest(encode_manifest(m))) < 2
+
+
+def _seconds(work: Any) -> float:
+    start = time.perf_counter()
+    work()
+    return time.perf_counter() - start
