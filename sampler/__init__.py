@@ -3,3 +3,26 @@
 if not __name__.startswith("flashckpt."):  # a bare `import sampler` would make a second copy of every class
     msg = f"import this package as flashckpt.sampler, not as {__name__!r}"
     raise ImportError(msg)
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+from flashckpt.sampler.permutation import Permutation
+
+if TYPE_CHECKING:
+    from flashckpt.sampler.batch import ElasticBatchSampler
+    from flashckpt.sampler.sampler import ElasticSampler
+
+_LAZY = {  # these import torch (the Sampler base type); the permutation does not need it
+    "ElasticBatchSampler": "flashckpt.sampler.batch",
+    "ElasticSampler": "flashckpt.sampler.sampler",
+}
+
+__all__ = ["ElasticBatchSampler", "ElasticSampler", "Permutation"]
+
+
+def __getattr__(name: str) -> Any:
+    """Import a public name on first use."""
+    if name not in _LAZY:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(import_module(_LAZY[name]), name)

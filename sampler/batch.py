@@ -1,0 +1,71 @@
+"""Micro-batches of an elastic sampler, for `DataLoader(batch_sampler=...)`."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from itertools import islice
+from typing import Any
+
+from torch.utils.data import Sampler
+
+from flashckpt.errors import LayoutError
+from flashckpt.sampler.sampler import ElasticSampler
+
+
+class ElasticBatchSampler(Sampler[list[int]]):
+    """Cut a replica's samples into micro-batches; state and commits are the sampler's.
+
+    Args:
+        sampler: The elastic sampler. If it has no global batch size, it gets
+            batch_size * accumulation * dp_size.
+        batch_size: Samples of one micro-batch of one replica.
+        accumulation: Micro-batches per optimizer step.
+
+    Raises:
+        LayoutError: the global batch is not a multiple of batch_size * dp_size.
+    """
+
+    flashckpt_replicated = True
+
+    def __init__(self, sampler: ElasticSampler, batch_size: int, accumulation: int | None = None) -> None:
+        self.sampler, self.batch_size = sampler, batch_size
+        step = batch_size * sampler.dp_size
+        if sampler.global_batch_size is None:
+            sampler.set_global_batch_size(step * (accumulation or 1))
+        size = sampler.global_batch_size or 0
+        if size % step or (accumulation is not None and size != step * accumulation):
+            raise LayoutError(
+                "the global batch is not made of whole micro-batches",
+                found=f"global batch of {size} samples; micro-batch {batch_size}, accumulation {accumulation}, "
+                f"{sampler.dp_size} replicas",
+                expected="global batch = micro-batch * accumulation * replicas",
+            )
+
+    @property
+    def accumulation(self) -> int:
+        """Micro-batches of the next optimizer step."""
+        return (self.sampler.global_batch_size or 0) // (self.batch_size * self.sampler.dp_size)
+
+    def __iter__(self) -> Iterator[list[int]]:
+        iterator = iter(self.sampler)
+        return iter(lambda: list(islice(iterator, self.batch_size)), [])
+
+    def __len__(self) -> int:
+        """Micro-batches of this replica in one epoch."""
+        return (len(self.sampler) + self.batch_size - 1) // self.batch_size
+
+    def set_epoch(self, epoch: int) -> None:
+        """See `ElasticSampler.set_epoch`."""
+        self.sampler.set_epoch(epoch)
+
+    def commit(self, samples: int | None = None) -> None:
+        """See `ElasticSampler.commit`."""
+        self.sampler.commit(samples)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the sampler's state."""
+        return self.sampler.state_dict()
+
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+        """Load the sampler's state."""
+        self.sampler.load_state_dict(state_dict)

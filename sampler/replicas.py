@@ -1,0 +1,65 @@
+"""Which data-parallel replica this process belongs to, and whether the ranks of one replica see the same samples."""
+
+from __future__ import annotations
+
+import sys
+from typing import Any
+
+from flashckpt.errors import LayoutError
+
+
+def resolve(dp_rank: int | None, dp_size: int | None, mesh: Any = None) -> tuple[int, int]:
+    """Return (dp rank, dp size) from explicit numbers, from a device mesh, or (0, 1) for a single process.
+
+    Args:
+        dp_rank: Index of this replica; tensor- and pipeline-parallel ranks of one replica share it.
+        dp_size: Number of replicas.
+        mesh: A DeviceMesh with named dimensions; those whose name begins with "dp" count, outermost first.
+
+    Raises:
+        LayoutError: the numbers are missing, contradictory or out of range.
+    """
+    if mesh is not None:
+        if dp_rank is not None or dp_size is not None:
+            raise LayoutError("give either a mesh or dp_rank and dp_size", found="both", expected="one of the two")
+        return _from_mesh(mesh)
+    if dp_rank is None and dp_size is None:
+        world = _world_size()
+        if world > 1:
+            raise LayoutError(
+                "the sampler must know its data-parallel rank",
+                found=f"no dp_rank and dp_size in a world of {world} ranks",
+                expected="dp_rank=, dp_size= or mesh= (the global rank is wrong where a replica has several ranks)",
+                remedy="without tensor or pipeline parallelism pass num_replicas=world_size, rank=rank",
+            )
+        return 0, 1
+    if dp_rank is None or dp_size is None or not 0 <= dp_rank < dp_size:
+        raise LayoutError(
+            "data-parallel rank and size do not fit",
+            found=f"rank {dp_rank}, size {dp_size}",
+            expected="0 <= rank < size",
+        )
+    return dp_rank, dp_size
+
+
+def _from_mesh(mesh: Any) -> tuple[int, int]:
+    names = mesh.mesh_dim_names or ()
+    rank, size = 0, 1
+    for dimension, name in enumerate(names):
+        if name.startswith("dp"):
+            rank = rank * mesh.size(dimension) + mesh.get_local_rank(dimension)
+            size *= mesh.size(dimension)
+    if not any(name.startswith("dp") for name in names):
+        raise LayoutError(
+            "the mesh has no data-parallel dimension",
+            found=f"dimensions {tuple(names)}",
+            expected='names that begin with "dp" (dp, dp_replicate, dp_shard; size 1 is fine)',
+        )
+    return rank, size
+
+
+def _world_size() -> int:
+    distributed = sys.modules.get("torch.distributed")
+    if distributed is None or not distributed.is_available() or not distributed.is_initialized():
+        return 1
+    return int(distributed.get_world_size())

@@ -1,0 +1,112 @@
+"""What a sampler records: plain integers and strings, the same on every rank, under 200 bytes."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from flashckpt.errors import SamplerStateError
+
+STATE_VERSION = 1
+_INTEGERS = ("version", "seed", "epoch", "offset", "length", "fingerprint")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SamplerState:
+    """Where training stands in which order of which data.
+
+    Args:
+        seed: Key of the order.
+        epoch: The epoch the next sample belongs to.
+        offset: Samples of that epoch that are trained, over all ranks.
+        length: Samples of one epoch.
+        fingerprint: Identity of the data, 0 where the data set gives none.
+        order: Kind and version of the order, e.g. "global:feistel8.1".
+        segments: What changed on the way, e.g. ("skip", first, last).
+    """
+
+    seed: int
+    epoch: int
+    offset: int
+    length: int
+    fingerprint: int
+    order: str
+    segments: tuple[tuple[Any, ...], ...] = ()
+    version: int = STATE_VERSION
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return the state as plain values (JSON and msgpack can hold it)."""
+        return {
+            "version": self.version,
+            "seed": self.seed,
+            "epoch": self.epoch,
+            "offset": self.offset,
+            "length": self.length,
+            "fingerprint": self.fingerprint,
+            "order": self.order,
+            "segments": [list(segment) for segment in self.segments],
+        }
+
+    @classmethod
+    def from_dict(cls, state: Mapping[str, Any]) -> SamplerState:
+        """Return the state that `to_dict` gave.
+
+        Raises:
+            SamplerStateError: it is not a sampler state, or a newer version wrote it.
+        """
+        wanted = (*_INTEGERS, "order", "segments")
+        if not isinstance(state, Mapping) or set(state) != set(wanted):
+            keys = str(sorted(state)) if isinstance(state, Mapping) else type(state).__name__
+            raise _unreadable("this is not the state of an elastic sampler", keys, ", ".join(wanted))
+        if state["version"] != STATE_VERSION:
+            raise _unreadable("the sampler state has another version", str(state["version"]), str(STATE_VERSION))
+        for name in _INTEGERS:
+            if isinstance(state[name], bool) or not isinstance(state[name], int):
+                raise _unreadable(f"{name} of the sampler state is not an integer", repr(state[name]), "an integer")
+        if not (state["epoch"] >= 0 and 0 <= state["offset"] < max(1, state["length"])):
+            found = f"epoch {state['epoch']}, offset {state['offset']}, length {state['length']}"
+            raise _unreadable("the sampler state has no such position", found, "0 <= offset < length")
+        segments = tuple(tuple(segment) for segment in state["segments"])
+        return cls(**{name: state[name] for name in _INTEGERS}, order=str(state["order"]), segments=segments)
+
+
+def _unreadable(problem: str, found: str, expected: str) -> SamplerStateError:
+    return SamplerStateError(
+        problem,
+        found=found,
+        expected=expected,
+        state="The sampler keeps its position.",
+        remedy="pass what ElasticSampler.state_dict() returned",
+    )
+
+
+def check_same(state: SamplerState, own: SamplerState) -> None:
+    """Refuse a state that belongs to other data, another seed or another order; both sides are named."""
+    for name, label in (
+        ("length", "samples per epoch"),
+        ("fingerprint", "data set fingerprint"),
+        ("seed", "seed"),
+        ("order", "order"),
+    ):
+        recorded, here = getattr(state, name), getattr(own, name)
+        if recorded != here:
+            raise SamplerStateError(
+                f"the sampler was resumed with another {label}",
+                found=f"{label} {here} in this run",
+                expected=f"{label} {recorded} as recorded (epoch {state.epoch}, offset {state.offset})",
+                state="The sampler keeps its position; nothing was loaded.",
+                remedy="resume with the same data, seed and order, or start a new run on purpose without the sampler state",
+            )
+
+
+def fingerprint_of(value: object) -> int:
+    """Return 63 bits that identify a data set: of an explicit value, or of its `fingerprint`; 0 when it has none."""
+    if not isinstance(value, (int, str, bytes)) or isinstance(value, bool):
+        value = getattr(value, "fingerprint", None) or getattr(value, "_fingerprint", None)
+        value = value() if callable(value) else value
+        if value is None:
+            return 0
+    data = value if isinstance(value, bytes) else str(value).encode()
+    return int.from_bytes(hashlib.blake2b(data, digest_size=8).digest(), "little") >> 1
