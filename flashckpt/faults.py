@@ -41,6 +41,11 @@ CRASH_POINTS: dict[str, str] = {
     "persist.after-manifest": "MANIFEST committed, slot still pinned",
     "persist.before-prune": "commit done, nothing pruned",
     "persist.during-prune": "MANIFEST of an old checkpoint deleted, its data still there",
+    # trainer: preparing the corpus
+    "corpus.before-index": "all token files written, index.json not written",
+    # every object a directory store publishes
+    "store.before-publish": "temporary file durable, not yet under its name",
+    "store.after-publish": "object under its name, directory not yet synced",
 }
 
 _armed: str | None = os.environ.get("FLASHCKPT_CRASH_AT")

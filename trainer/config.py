@@ -1,0 +1,372 @@
+"""One TOML file = one run: read into frozen dataclasses, overridden by `--section.key value`.
+
+Torch-free, so that a wrong file is refused before anything slow is imported.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+import os
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, get_args, get_origin, get_type_hints
+
+from flashckpt.errors import ConfigError
+
+if sys.version_info >= (3, 11):
+    import tomllib
+else:
+    import tomli as tomllib
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ModelConfig:
+    """A Llama-like model. `ffn` and `dim` count elements; `vocab` 256 means byte tokens."""
+
+    vocab: int = 256
+    dim: int = 64
+    layers: int = 4
+    heads: int = 4
+    kv_heads: int = 2
+    ffn: int = 192
+    rope_base: float = 10000.0
+    norm_eps: float = 1e-5
+    dropout: float = 0.0
+    experts: int = 0
+    experts_per_token: int = 2
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ParallelConfig:
+    """Degrees of the mesh ("pp", "dp_replicate", "dp_shard", "tp"); `dp_shard` -1 fills up to the world size."""
+
+    pp: int = 1
+    dp_replicate: int = 1
+    dp_shard: int = -1
+    tp: int = 1
+    sequence_parallel: bool = True
+    loss_parallel: bool = False
+    data_parallel: str = "fsdp"
+    schedule: str = "1F1B"
+    stages_per_rank: int = 0
+    layers_per_stage: tuple[int, ...] = ()
+    activation_checkpoint: str = "none"
+    timeout_s: float = 120.0
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class TrainConfig:
+    """Sizes of a step: `global_batch` and `micro_batch` count samples, `seq_len` tokens."""
+
+    steps: int = 100
+    seq_len: int = 64
+    global_batch: int = 16
+    micro_batch: int = 1
+    seed: int = 1
+    precision: str = "float32"
+    device: str = "auto"
+    deterministic: bool = False
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class OptimConfig:
+    """AdamW and its schedule; the rate is a pure function of the step. 0 switches a clip off."""
+
+    lr: float = 3e-3
+    min_lr: float = 3e-4
+    warmup_steps: int = 10
+    schedule: str = "cosine"
+    decay_steps: int = 0
+    beta1: float = 0.9
+    beta2: float = 0.95
+    eps: float = 1e-8
+    weight_decay: float = 0.1
+    clip_norm: float = 1.0
+    clip_value: float = 0.0
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class DataConfig:
+    """`source`: "stdlib", or file patterns of your own text; `holdout_every`: each n-th file is held out."""
+
+    source: tuple[str, ...] = ("stdlib",)
+    folder: str = "data/stdlib"
+    holdout_every: int = 20
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class CheckpointConfig:
+    """Where and how often; an empty `root` trains without checkpoints. Intervals in steps."""
+
+    root: str = ""
+    snapshot_every: int = 5
+    persist_every: int = 250
+    keep_last: int = 3
+    job: str = ""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class GuardConfig:
+    """What to do about non-finite values and loss spikes. `window` in steps; `spike_mads` in median deviations."""
+
+    max_skipped: int = 5
+    on_spike: str = "warn"
+    window: int = 32
+    spike_mads: float = 12.0
+    max_rollbacks: int = 3
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class EvalConfig:
+    """Evaluation on the held-out files of each channel; `every` 0 switches it off. `batches` per channel."""
+
+    every: int = 0
+    batches: int = 2
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class LogConfig:
+    """Where the trace goes; `peak_tflops` (of one device) makes MFU printable."""
+
+    folder: str = "out/run"
+    every: int = 1
+    tensorboard: bool = False
+    peak_tflops: float = 0.0
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RunConfig:
+    """Everything that one run is."""
+
+    model: ModelConfig = field(default_factory=ModelConfig)
+    parallel: ParallelConfig = field(default_factory=ParallelConfig)
+    train: TrainConfig = field(default_factory=TrainConfig)
+    optim: OptimConfig = field(default_factory=OptimConfig)
+    data: DataConfig = field(default_factory=DataConfig)
+    checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
+    guard: GuardConfig = field(default_factory=GuardConfig)
+    eval: EvalConfig = field(default_factory=EvalConfig)
+    log: LogConfig = field(default_factory=LogConfig)
+
+
+CHOICES = {
+    "parallel.data_parallel": ("fsdp", "ddp"),
+    "train.precision": ("float32", "bfloat16"),
+    "train.device": ("auto", "cpu", "cuda"),
+    "optim.schedule": ("constant", "cosine", "linear", "wsd"),
+    "guard.on_spike": ("warn", "skip", "rollback"),
+}
+MINIMUM = {
+    "train.steps": 1, "train.seq_len": 2, "train.global_batch": 1, "train.micro_batch": 1,
+    "model.vocab": 256, "model.dim": 2, "model.layers": 1, "model.heads": 1, "model.kv_heads": 1, "model.ffn": 1,
+    "checkpoint.snapshot_every": 1, "checkpoint.persist_every": 1, "checkpoint.keep_last": 1,
+    "data.holdout_every": 2, "guard.window": 4, "log.every": 1,
+}  # fmt: skip
+
+
+def read_config(path: str | os.PathLike[str] | None, overrides: Sequence[str] = ()) -> RunConfig:
+    """Return the run that a TOML file and `--section.key value` words describe.
+
+    Args:
+        path: The file; None for the defaults.
+        overrides: Command-line words, `--a.b value` or `--a.b=value`, applied last.
+
+    Raises:
+        ConfigError: unreadable file, unknown key (the nearest name is given), wrong type or value.
+    """
+    values = _read_toml(Path(path)) if path else {}
+    for key, text in split_overrides(overrides):
+        section, _, name = key.partition(".")
+        if not name:
+            raise _unknown(key, [f"{s}.{n}" for s in _sections() for n in _fields(s)])
+        target = values.setdefault(section, {})
+        if isinstance(target, dict):
+            target[name] = _parse(key, text)
+    return from_values(values)
+
+
+def from_values(values: Mapping[str, Any]) -> RunConfig:
+    """Return the RunConfig of nested plain values (TOML, or the values stored with a checkpoint)."""
+    for section, content in values.items():
+        if section not in _sections():
+            raise _unknown(section, list(_sections()))
+        if not isinstance(content, Mapping):
+            raise ConfigError(f"[{section}] is not a table", found=repr(content), expected=f"[{section}] with key = value")
+    config = RunConfig(**{section: _build(section, dict(content)) for section, content in values.items()})
+    _check_values(config)
+    return config
+
+
+def to_values(config: RunConfig) -> dict[str, dict[str, Any]]:
+    """Return nested plain values (msgpack and TOML types); `from_values` is the way back."""
+    return {s: {k: list(v) if isinstance(v, tuple) else v for k, v in d.items()} for s, d in dataclasses.asdict(config).items()}
+
+
+def to_toml(config: RunConfig) -> str:
+    """Return the run as TOML text that `read_config` reads back to the same value."""
+    lines: list[str] = []
+    for section, content in to_values(config).items():
+        lines += [f"[{section}]", *(f"{key} = {_literal(value)}" for key, value in content.items()), ""]
+    return "\n".join(lines)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Change:
+    """One setting that differs between a recorded run and this one; `severity` is error, warning or note."""
+
+    key: str
+    before: Any
+    now: Any
+    severity: str
+
+
+# What a change means on resume: the first matching prefix decides, everything else is a note.
+SEVERITY = (
+    ("model.dropout", "warning"), ("model.", "error"), ("train.seq_len", "error"), ("train.seed", "error"),
+    ("train.global_batch", "warning"), ("train.micro_batch", "warning"), ("train.precision", "warning"),
+    ("optim.", "warning"), ("parallel.timeout_s", "note"), ("parallel.", "warning"), ("data.", "warning"),
+)  # fmt: skip
+
+
+def compare(before: Mapping[str, Any], now: RunConfig) -> list[Change]:
+    """Return what changed between the values recorded with a checkpoint and this run, in order of sections."""
+    changes = []
+    for section, content in to_values(now).items():
+        old = before.get(section, {})
+        for key, value in content.items():
+            if key in old and old[key] != value:
+                name = f"{section}.{key}"
+                severity = next((level for prefix, level in SEVERITY if name.startswith(prefix)), "note")
+                changes.append(Change(key=name, before=old[key], now=value, severity=severity))
+    return changes
+
+
+def refuse_changes(changes: Sequence[Change]) -> None:
+    """Raise ConfigError if one of the changes makes the recorded state unusable."""
+    bad = [change for change in changes if change.severity == "error"]
+    if bad:
+        raise ConfigError(
+            f"this run cannot resume: {', '.join(change.key for change in bad)} changed since the checkpoint",
+            found=", ".join(f"{change.key} = {change.now}" for change in bad),
+            expected=", ".join(f"{change.key} = {change.before}" for change in bad),
+            state="Nothing was trained; the checkpoint is untouched.",
+            remedy="set the recorded value again, or start a new run with another checkpoint.root",
+        )
+
+
+def split_overrides(words: Sequence[str]) -> list[tuple[str, str]]:
+    """Return (key, text) pairs of `--a.b value` and `--a.b=value` words."""
+    pairs: list[tuple[str, str]] = []
+    rest = list(words)
+    while rest:
+        word = rest.pop(0)
+        if not word.startswith("--"):
+            raise ConfigError(f"unexpected argument {word!r}", expected="--section.key value", remedy="see --help")
+        key, equals, text = word[2:].partition("=")
+        if not equals:
+            if not rest:
+                raise ConfigError(f"--{key} has no value", expected=f"--{key} VALUE")
+            text = rest.pop(0)
+        pairs.append((key.replace("-", "_"), text))
+    return pairs
+
+
+def _read_toml(path: Path) -> dict[str, Any]:
+    try:
+        with path.open("rb") as file:
+            return tomllib.load(file)
+    except OSError as error:
+        raise ConfigError(
+            f"the configuration {path} cannot be read", found=error.strerror or str(error), remedy="give --config FILE.toml"
+        ) from error
+    except tomllib.TOMLDecodeError as error:
+        raise ConfigError(f"the configuration {path} is not TOML", found=str(error), expected="[section] and key = value") from error
+
+
+def _sections() -> dict[str, type[Any]]:
+    return dict(get_type_hints(RunConfig))
+
+
+def _fields(section: str) -> dict[str, Any]:
+    return get_type_hints(_sections()[section])
+
+
+def _build(section: str, content: dict[str, Any]) -> Any:
+    types = _fields(section)
+    for name in content:
+        if name not in types:
+            raise _unknown(f"{section}.{name}", [f"{section}.{known}" for known in types])
+    return _sections()[section](**{k: _coerce(f"{section}.{k}", types[k], v) for k, v in content.items()})
+
+
+def _coerce(key: str, wanted: Any, value: Any) -> Any:
+    if get_origin(wanted) is tuple:
+        item = get_args(wanted)[0]
+        parts = value if isinstance(value, list | tuple) else [value]
+        return tuple(_coerce(key, item, part) for part in parts)
+    if wanted is float and isinstance(value, int) and not isinstance(value, bool):
+        return float(value)
+    if type(value) is not wanted:
+        raise ConfigError(f"{key} has the wrong type", found=repr(value), expected=wanted.__name__)
+    return value
+
+
+def _parse(key: str, text: str) -> Any:
+    section, _, name = key.partition(".")
+    if section not in _sections():
+        raise _unknown(key, [f"{s}.{n}" for s in _sections() for n in _fields(s)])
+    wanted = _fields(section).get(name)
+    if wanted is None:
+        raise _unknown(key, [f"{section}.{known}" for known in _fields(section)])
+    if get_origin(wanted) is tuple:
+        return [_scalar(key, get_args(wanted)[0], part) for part in text.split(",") if part]
+    return _scalar(key, wanted, text)
+
+
+def _scalar(key: str, wanted: type[Any], text: str) -> Any:
+    try:
+        if wanted is bool:
+            return {"true": True, "false": False, "1": True, "0": False}[text.lower()]
+        return wanted(text)
+    except (ValueError, KeyError) as error:
+        raise ConfigError(f"--{key} has the wrong type", found=repr(text), expected=wanted.__name__) from error
+
+
+def _literal(value: Any) -> str:
+    if isinstance(value, bool):
+        return "true" if value else "false"
+    if isinstance(value, str):
+        return '"' + value.replace("\\", "\\\\").replace('"', '\\"') + '"'
+    if isinstance(value, list):
+        return "[" + ", ".join(_literal(part) for part in value) + "]"
+    return repr(value)
+
+
+def _unknown(key: str, known: Sequence[str]) -> ConfigError:
+    nearest = difflib.get_close_matches(key, known, n=1, cutoff=0.5)
+    if not nearest:  # the right name in the wrong section
+        nearest = [name for name in known if name.rpartition(".")[2] == key.rpartition(".")[2]][:1]
+    return ConfigError(
+        f"unknown setting {key!r}",
+        found=key,
+        expected=f"{nearest[0]} (the nearest name)" if nearest else f"one of {', '.join(known)}",
+        state="Nothing was started.",
+        remedy="correct the name; --print-config shows every setting with its value",
+    )
+
+
+def _check_values(config: RunConfig) -> None:
+    values = to_values(config)
+    for key, choices in CHOICES.items():
+        section, _, name = key.partition(".")
+        if values[section][name] not in choices:
+            raise ConfigError(f"{key} has no such choice", found=repr(values[section][name]), expected=" | ".join(choices))
+    for key, least in MINIMUM.items():
+        section, _, name = key.partition(".")
+        if values[section][name] < least:
+            raise ConfigError(f"{key} is too small", found=str(values[section][name]), expected=f"{least} or more")
+    if not 0.0 <= config.model.dropout < 1.0:
+        raise ConfigError("model.dropout is out of range", found=str(config.model.dropout), expected="0.0 up to, not including, 1.0")

@@ -1,0 +1,99 @@
+"""What to do about a bad step: non-finite values are skipped on all ranks, loss spikes are judged.
+
+Pure decisions from numbers that every rank has alike; so every rank decides the same.
+"""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections.abc import Mapping
+from typing import Any
+
+from flashckpt.errors import FlashckptError
+from flashckpt.trainer.config import GuardConfig
+
+
+class DivergedError(FlashckptError):
+    """Training diverged: too many non-finite steps in a row, or too many rollbacks."""
+
+    exit_code = 50
+
+
+class Guard:
+    """Counts skipped steps and judges the loss against a window of recent ones.
+
+    Its state is part of every checkpoint, so a resumed run decides as the unbroken one.
+    """
+
+    flashckpt_replicated = True
+
+    def __init__(self, config: GuardConfig) -> None:
+        self.config = config
+        self.window: list[float] = []
+        self.skipped = 0
+        self.in_a_row = 0
+        self.rollbacks = 0
+
+    def admit(self, loss: float, norm: float, *, step: int) -> bool:
+        """Return whether the optimizer may step.
+
+        Raises:
+            DivergedError: `max_skipped` steps in a row were not finite.
+        """
+        if math.isfinite(loss) and math.isfinite(norm):
+            self.in_a_row = 0
+            return True
+        self.skipped += 1
+        self.in_a_row += 1
+        if self.in_a_row >= self.config.max_skipped:
+            raise DivergedError(
+                f"loss or gradient was not finite for {self.in_a_row} steps in a row",
+                found=f"step {step}: loss {loss}, gradient norm {norm}",
+                expected="finite numbers",
+                state="The parameters are those of the last finite step.",
+                remedy="lower optim.lr, raise optim.warmup_steps, or look at the samples of these steps in the trace",
+            )
+        return False
+
+    def is_spike(self, loss: float) -> bool:
+        """Return whether `loss` lies far outside the window: median +- `spike_mads` median deviations."""
+        if len(self.window) < self.config.window:
+            return False
+        middle = statistics.median(self.window)
+        deviation = statistics.median(abs(value - middle) for value in self.window)
+        return abs(loss - middle) > self.config.spike_mads * max(deviation, 0.01 * abs(middle))
+
+    def record(self, loss: float) -> None:
+        """Add an accepted step's loss to the window."""
+        self.window = [*self.window, loss][-self.config.window :]
+
+    def count_rollback(self, *, step: int, loss: float) -> None:
+        """Count one rollback.
+
+        Raises:
+            DivergedError: `max_rollbacks` are used up.
+        """
+        self.rollbacks += 1
+        if self.rollbacks > self.config.max_rollbacks:
+            raise DivergedError(
+                f"the loss spiked again after {self.config.max_rollbacks} rollbacks",
+                found=f"step {step}: loss {loss}",
+                expected=f"about {statistics.median(self.window):.4f}",
+                remedy="lower optim.lr, or look at the samples in spikes.jsonl",
+            )
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the counters and the window."""
+        return {
+            "window": list(self.window),
+            "skipped": self.skipped,
+            "in_a_row": self.in_a_row,
+            "rollbacks": self.rollbacks,
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Continue with recorded counters."""
+        self.window = [float(value) for value in state["window"]]
+        self.skipped, self.in_a_row = int(state["skipped"]), int(state["in_a_row"])
+        self.rollbacks = int(state["rollbacks"])

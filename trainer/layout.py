@@ -1,0 +1,247 @@
+"""Arithmetic of the parallel layout: degrees, stages, and every way in which they can fail to divide.
+
+Pure and torch-free: a layout that cannot work is refused before torch is imported.
+"""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from flashckpt.errors import LayoutError
+from flashckpt.trainer.config import RunConfig
+
+MESH_NAMES = ("pp", "dp_replicate", "dp_shard", "tp")
+SINGLE_STAGE = ("1F1B", "GPipe")
+MULTI_STAGE = ("Interleaved1F1B", "LoopedBFS", "InterleavedZeroBubble", "ZBVZeroBubble", "DualPipeV")
+V_SHAPED = ("ZBVZeroBubble", "DualPipeV")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Layout:
+    """A layout that divides. `micro_batches` per data-parallel rank and step; `stage_layers[i]`: layers of stage i."""
+
+    pp: int
+    dp_replicate: int
+    dp_shard: int
+    tp: int
+    schedule: str
+    stages_per_rank: int
+    stage_layers: tuple[tuple[int, ...], ...]
+    micro_batches: int
+    local_batch: int
+
+    @property
+    def dp(self) -> int:
+        """Number of data-parallel ranks: each reads its own samples."""
+        return self.dp_replicate * self.dp_shard
+
+    @property
+    def world(self) -> int:
+        """Number of ranks."""
+        return self.pp * self.dp * self.tp
+
+    @property
+    def stages(self) -> int:
+        """Number of pipeline stages over all ranks."""
+        return len(self.stage_layers)
+
+    @property
+    def bubble(self) -> float:
+        """Idle share of a 1F1B step: (p - 1) / (m + p - 1)."""
+        return (self.pp - 1) / (self.micro_batches + self.pp - 1)
+
+    def stages_of(self, pp_rank: int) -> tuple[int, ...]:
+        """Return the stages that a pipeline rank holds, in the order the schedule wants them."""
+        if self.schedule in V_SHAPED and self.pp > 1:
+            return (pp_rank, self.stages - 1 - pp_rank)
+        return tuple(pp_rank + i * self.pp for i in range(self.stages_per_rank))
+
+    def last_stage_rank(self) -> int:
+        """Return the pipeline rank that holds the last stage, and so the loss."""
+        return next(r for r in range(self.pp) if self.stages - 1 in self.stages_of(r))
+
+    def describe(self) -> str:
+        """Return one line for people."""
+        dp = f"DP {self.dp_shard}" if self.dp_replicate == 1 else f"DP {self.dp_replicate}x{self.dp_shard} (HSDP)"
+        pp = f"PP {self.pp}" + (f" ({self.schedule}, {self.stages} stages)" if self.pp > 1 else "")
+        return f"{dp} x TP {self.tp} x {pp}, {self.micro_batches} micro-batches"
+
+
+def resolve_layout(config: RunConfig, world: int) -> Layout:
+    """Return the layout of a run on `world` ranks.
+
+    Raises:
+        LayoutError: something does not divide; the message names both numbers.
+    """
+    degrees = _degrees(config, world)
+    _check_model(config, degrees["tp"])
+    schedule = _schedule_name(config.parallel.schedule)
+    per_rank = _stages_per_rank(config, schedule, degrees["pp"])
+    stages = per_rank * degrees["pp"]
+    local_batch, micro_batches = _batches(config, degrees["dp_replicate"] * degrees["dp_shard"])
+    layout = Layout(
+        **degrees,
+        schedule=schedule,
+        stages_per_rank=per_rank,
+        stage_layers=stage_layers(config.model.layers, stages, config.parallel.layers_per_stage),
+        micro_batches=micro_batches,
+        local_batch=local_batch,
+    )
+    _check_schedule(layout)
+    check_recompute(config.parallel.activation_checkpoint)
+    return layout
+
+
+def stage_layers(layers: int, stages: int, override: Sequence[int] = ()) -> tuple[tuple[int, ...], ...]:
+    """Return the global layer numbers of each stage.
+
+    Layers that are left over go to the middle stages first: the first stage also has the embedding
+    and the last the head, which count about as one layer each.
+
+    Raises:
+        LayoutError: fewer layers than stages, or an override that does not add up.
+    """
+    if layers < stages:
+        raise LayoutError(
+            "there are fewer layers than pipeline stages",
+            found=f"model.layers = {layers}, {stages} stages",
+            expected=f"at least {stages} layers",
+            remedy="lower parallel.pp or parallel.stages_per_rank, or add layers",
+        )
+    counts = list(override) or [layers // stages] * stages
+    if override and (len(counts) != stages or sum(counts) != layers or min(counts) < 1):
+        raise LayoutError(
+            "parallel.layers_per_stage does not fit",
+            found=f"{counts}: {len(counts)} stages, {sum(counts)} layers",
+            expected=f"{stages} numbers of at least 1 that add up to {layers}",
+        )
+    order = [*range(1, stages - 1), 0, stages - 1]
+    for i in range(layers - sum(counts)):
+        counts[order[i % stages]] += 1
+    starts = [sum(counts[:i]) for i in range(stages)]
+    return tuple(tuple(range(start, start + count)) for start, count in zip(starts, counts, strict=True))
+
+
+def check_recompute(mode: str) -> int:
+    """Return n of "every:n" (1 for "full", 0 for "none" and "ffn").
+
+    Raises:
+        LayoutError: the mode is not known.
+    """
+    if mode in ("none", "ffn"):
+        return 0
+    if mode == "full":
+        return 1
+    name, _, number = mode.partition(":")
+    if name == "every" and number.isdigit() and int(number) > 0:
+        return int(number)
+    raise LayoutError(
+        "parallel.activation_checkpoint has no such mode", found=repr(mode), expected="none | full | ffn | every:N"
+    )
+
+
+def _degrees(config: RunConfig, world: int) -> dict[str, int]:
+    p = config.parallel
+    degrees = {"pp": p.pp, "dp_replicate": p.dp_replicate, "dp_shard": p.dp_shard, "tp": p.tp}
+    for name, degree in degrees.items():
+        if degree < 1 and not (name == "dp_shard" and degree == -1):
+            raise LayoutError(f"parallel.{name} is not a degree", found=str(degree), expected="1 or more")
+    if p.dp_shard == -1:
+        degrees["dp_shard"] = max(1, world // (p.pp * p.dp_replicate * p.tp))
+    product = degrees["pp"] * degrees["dp_replicate"] * degrees["dp_shard"] * degrees["tp"]
+    if product != world:
+        raise LayoutError(
+            "the layout does not fill the world",
+            found=f"{world} ranks, pp {p.pp} x dp_replicate {p.dp_replicate} x dp_shard {p.dp_shard} x tp {p.tp}",
+            expected=f"{product} ranks, or degrees whose product is {world}",
+            state="Nothing was started.",
+            remedy=f"start with --nproc-per-node {product}, or change [parallel]; dp_shard = -1 fills up",
+        )
+    if p.data_parallel == "ddp" and (p.tp > 1 or degrees["dp_shard"] > 1):
+        raise LayoutError(
+            "data_parallel = ddp goes with tp = 1 and dp_shard = 1 only",
+            found=f"tp = {p.tp}, dp_shard = {degrees['dp_shard']}",
+            expected="tp = 1, dp_shard = 1, dp_replicate = N",
+            remedy="use data_parallel = fsdp: DDP over tensor parallel runs, but with wrong gradient norms",
+        )
+    return degrees
+
+
+def _check_model(config: RunConfig, tp: int) -> None:
+    model, train = config.model, config.train
+    divided = {"model.heads": model.heads, "model.kv_heads": model.kv_heads, "model.ffn": model.ffn, "model.vocab": model.vocab}
+    if config.parallel.sequence_parallel:
+        divided["train.seq_len (sequence parallel)"] = train.seq_len
+    for name, value in divided.items():
+        _divides(name, value, "parallel.tp", tp)
+    _divides("model.dim", model.dim, "model.heads", model.heads)
+    _divides("model.heads", model.heads, "model.kv_heads", model.kv_heads)
+    if (model.dim // model.heads) % 2:
+        raise LayoutError("the head dimension is odd", found=f"{model.dim // model.heads}", expected="even (rotary pairs)")
+
+
+def _batches(config: RunConfig, dp: int) -> tuple[int, int]:
+    train = config.train
+    _divides("train.global_batch", train.global_batch, "dp x train.micro_batch", dp * train.micro_batch)
+    local = train.global_batch // dp
+    return local, local // train.micro_batch
+
+
+def _schedule_name(name: str) -> str:
+    known = {known.lower(): known for known in (*SINGLE_STAGE, *MULTI_STAGE)}
+    if name.lower() not in known:
+        nearest = difflib.get_close_matches(name.lower(), known, n=1)
+        raise LayoutError(
+            f"unknown pipeline schedule {name!r}",
+            found=name,
+            expected=f"{known[nearest[0]]} (the nearest name)" if nearest else " | ".join(known.values()),
+            remedy=f"choose one of {', '.join(known.values())}",
+        )
+    return known[name.lower()]
+
+
+def _stages_per_rank(config: RunConfig, schedule: str, pp: int) -> int:
+    wanted = config.parallel.stages_per_rank
+    if pp == 1:
+        return 1
+    default = 1 if schedule in SINGLE_STAGE else 2
+    fixed = schedule in SINGLE_STAGE or schedule in V_SHAPED
+    if wanted < 0 or (fixed and wanted not in (0, default)):
+        raise LayoutError(
+            f"parallel.stages_per_rank does not fit schedule {schedule}", found=str(wanted), expected=f"{default} (or 0: choose)"
+        )
+    return wanted or default
+
+
+def _check_schedule(layout: Layout) -> None:
+    if layout.pp == 1:
+        return
+    micro, stages = layout.micro_batches, layout.stages
+    rounds = max(1, micro // layout.pp)
+    if layout.schedule in ("Interleaved1F1B", "InterleavedZeroBubble") and micro % rounds:
+        raise LayoutError(
+            f"{layout.schedule} wants whole rounds of micro-batches",
+            found=f"{micro} micro-batches, pp = {layout.pp}",
+            expected=f"a multiple of {rounds}",
+            remedy="change train.global_batch or train.micro_batch",
+        )
+    least = {"1F1B": stages, "DualPipeV": stages}.get(layout.schedule, 1)
+    if micro < least:
+        raise LayoutError(
+            f"{layout.schedule} needs at least as many micro-batches as stages",
+            found=f"{micro} micro-batches, {stages} stages",
+            expected=f"{least} or more micro-batches",
+            remedy="raise train.global_batch, or lower train.micro_batch or parallel.pp",
+        )
+
+
+def _divides(name: str, value: int, by_name: str, by: int) -> None:
+    if value % by:
+        raise LayoutError(
+            f"{name} is not divisible by {by_name}",
+            found=f"{name} = {value}, {by_name} = {by}",
+            expected=f"{name} a multiple of {by}",
+            state="Nothing was started.",
+        )

@@ -1,0 +1,150 @@
+"""The trace (one JSON line per step), the progress line, and what they are made of."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import time
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from flashckpt.trainer.config import ModelConfig
+from flashckpt.trainer.model import count_parameters
+
+TRACE = "trace.jsonl"
+ABANDONED = "abandoned.jsonl"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class StepRecord:
+    """One finished step. Losses in nats per token; `seconds` of wall clock; `samples`: digest of the global batch."""
+
+    step: int
+    loss: float
+    norm: float
+    rate: float
+    tokens: int
+    samples: str
+    seconds: float
+    channels: dict[str, float] = field(default_factory=dict)
+    skipped: bool = False
+    stall_ms: float = 0.0
+
+    def to_line(self) -> str:
+        """Return one JSON line; the loss is also given bit for bit, as `float.hex()`."""
+        return json.dumps(
+            {
+                "step": self.step,
+                "loss": self.loss.hex(),
+                "loss_nats": round(self.loss, 6),
+                "norm": self.norm.hex(),
+                "lr": self.rate,
+                "tokens": self.tokens,
+                "samples": self.samples,
+                "channels": {name: round(value, 6) for name, value in self.channels.items()},
+                "skipped": self.skipped,
+                "seconds": round(self.seconds, 4),
+                "stall_ms": round(self.stall_ms, 3),
+                "time": round(time.time(), 3),
+            }
+        )
+
+
+class Trace:
+    """The trace file of a run: no step twice, whatever crashes lie between.
+
+    Lines behind the restored step are moved to `abandoned.jsonl`, so what a crash cost stays visible.
+
+    Args:
+        folder: The run's log folder; created.
+        after: Step that was restored; later lines are abandoned. 0 starts the trace anew.
+    """
+
+    def __init__(self, folder: str | os.PathLike[str], after: int) -> None:
+        path = Path(folder)
+        path.mkdir(parents=True, exist_ok=True)
+        kept, lost = _split(path / TRACE, after)
+        if lost:
+            with (path / ABANDONED).open("a") as file:
+                file.writelines(lost)
+        temporary = path / f"{TRACE}.tmp"
+        temporary.write_text("".join(kept))
+        temporary.replace(path / TRACE)
+        self._file = (path / TRACE).open("a", buffering=1)
+        self.dropped = 0
+
+    def write(self, record: StepRecord) -> None:
+        """Append one step; a full disk costs the line, never the run."""
+        try:
+            self._file.write(record.to_line() + "\n")
+        except OSError:
+            self.dropped += 1
+
+    def close(self) -> None:
+        """Close the file."""
+        self._file.close()
+
+
+def read_trace(path: str | os.PathLike[str]) -> list[dict[str, Any]]:
+    """Return the whole lines of a trace; a line that is being written is left out."""
+    try:
+        text = Path(path).read_text()
+    except FileNotFoundError:
+        return []
+    return [json.loads(line) for line in text.splitlines(keepends=True) if line.endswith("\n")]
+
+
+def _split(path: Path, after: int) -> tuple[list[str], list[str]]:
+    try:
+        lines = path.read_text().splitlines(keepends=True)
+    except FileNotFoundError:
+        return [], []
+    whole = [line for line in lines if line.endswith("\n")]  # a torn last line is the step that never finished
+    kept = [line for line in whole if json.loads(line)["step"] <= after]
+    return kept, whole[len(kept) :]
+
+
+def flops_per_token(model: ModelConfig, seq_len: int) -> float:
+    """Return training FLOPs per token, 6 N + 12 L H Q T (PaLM, appendix B)."""
+    return 6.0 * count_parameters(model) + 12.0 * model.layers * model.dim * seq_len
+
+
+class ProgressLine:
+    """One line per step on standard error: rewritten in place on a terminal, appended elsewhere.
+
+    Args:
+        steps: Steps of the whole run.
+        every: Print each n-th step.
+        peak_tflops: Peak of one device, for MFU; 0: not known.
+        flops: FLOPs per token.
+        world: Number of devices.
+    """
+
+    def __init__(self, *, steps: int, every: int, peak_tflops: float = 0.0, flops: float = 0.0, world: int = 1) -> None:
+        self._steps, self._every, self._peak, self._flops, self._world = steps, every, peak_tflops, flops, world
+        self._out = sys.stderr
+        self._pace_s = 0.0
+
+    def show(self, record: StepRecord, batch_tokens: int) -> None:
+        """Print `record` if it is its turn."""
+        self._pace_s = record.seconds if not self._pace_s else 0.8 * self._pace_s + 0.2 * record.seconds
+        if record.step % self._every and record.step != self._steps:
+            return
+        line = self.text(record, batch_tokens)
+        self._out.write(f"\r\x1b[K{line}" if self._out.isatty() else line + "\n")
+        if self._out.isatty() and record.step == self._steps:
+            self._out.write("\n")
+        self._out.flush()
+
+    def text(self, record: StepRecord, batch_tokens: int) -> str:
+        """Return the line."""
+        rate = batch_tokens / record.seconds if record.seconds > 0 else 0.0
+        mfu = f"{rate * self._flops / (self._peak * 1e12 * self._world):.1%}" if self._peak else "n/a"
+        left_s = int(self._pace_s * (self._steps - record.step))
+        skipped = "  skipped" if record.skipped else ""
+        return (
+            f"step {record.step}/{self._steps}  loss {record.loss:.4f}  gnorm {record.norm:.2f}  lr {record.rate:.1e}  "
+            f"tok/s {rate:,.0f}  mfu {mfu}  snap {record.stall_ms:.1f} ms  eta {left_s // 60}m{left_s % 60:02d}s{skipped}"
+        )

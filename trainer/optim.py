@@ -1,0 +1,110 @@
+"""AdamW groups, the learning rate as a pure function of the step, and one gradient norm over all meshes."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor, Partial, Replicate
+
+from flashckpt.trainer.config import OptimConfig
+from flashckpt.trainer.parallel import Parallel, local_tensor
+
+
+def build_optimizers(config: OptimConfig, parts: Iterable[nn.Module]) -> list[torch.optim.AdamW]:
+    """Return one AdamW per local model part; norms and embeddings are not decayed."""
+    return [_build(config, part) for part in parts]
+
+
+def _build(config: OptimConfig, part: nn.Module) -> torch.optim.AdamW:
+    decayed, plain = [], []
+    for name, parameter in part.named_parameters():
+        (plain if parameter.dim() < 2 or "tok_embeddings" in name else decayed).append(parameter)
+    groups = [
+        {"params": decayed, "weight_decay": config.weight_decay},
+        {"params": plain, "weight_decay": 0.0},
+    ]
+    return torch.optim.AdamW(
+        [group for group in groups if group["params"]],
+        lr=config.lr,
+        betas=(config.beta1, config.beta2),
+        eps=config.eps,
+        foreach=False,  # norms and matrices may live on different meshes, which the fused forms refuse
+    )
+
+
+def learning_rate(config: OptimConfig, step: int, steps: int) -> float:
+    """Return the rate of optimizer step `step` (from 1): warm-up, then the chosen shape down to `min_lr`.
+
+    A pure function of the step, so nothing of it is state. `decay_steps` 0 means: all after the warm-up
+    (for "wsd": the last fifth of the run).
+    """
+    if step <= config.warmup_steps:
+        return config.lr * step / config.warmup_steps
+    if config.schedule == "constant":
+        return config.lr
+    span = config.decay_steps or (max(1, steps // 5) if config.schedule == "wsd" else max(1, steps - config.warmup_steps))
+    start = steps - span if config.schedule == "wsd" else config.warmup_steps
+    done = min(1.0, max(0.0, (step - start) / span))
+    shape = 0.5 * (1.0 + math.cos(math.pi * done)) if config.schedule == "cosine" else 1.0 - done
+    return config.min_lr + (config.lr - config.min_lr) * shape
+
+
+def set_rate(optimizers: Iterable[torch.optim.Optimizer], rate: float) -> None:
+    """Set the learning rate of every group."""
+    for optimizer in optimizers:
+        for group in optimizer.param_groups:
+            group["lr"] = rate
+
+
+def settle_gradients(parallel: Parallel) -> None:
+    """Give each gradient its parameter's placement (DDP with one rank may leave partial sums)."""
+    for parameter in parallel.parameters():
+        grad = parameter.grad
+        if isinstance(grad, DTensor) and isinstance(parameter, DTensor) and grad.placements != parameter.placements:
+            parameter.grad = grad.redistribute(placements=parameter.placements)
+
+
+def local_square_sum(parallel: Parallel) -> Tensor:
+    """Return this rank's share of the squared gradient norm, float64 scalar; every element counts once in the world.
+
+    The sum of it over all ranks is the whole norm: one collective, one value for all, where norms
+    reduced one mesh dimension after another may differ between ranks and let replicas drift.
+    """
+    total = torch.zeros((), dtype=torch.float64, device=parallel.device)
+    first = parallel.coordinate("dp_replicate") == 0
+    for parameter in parallel.parameters():
+        if parameter.grad is not None and first and _owns(parameter.grad):
+            total += local_tensor(parameter.grad).detach().double().square().sum()
+    return total
+
+
+def _owns(grad: Tensor) -> bool:
+    if not isinstance(grad, DTensor):
+        return True  # plain gradients exist under DDP only, where dp_replicate is the only dimension that repeats
+    coordinate = grad.device_mesh.get_coordinate() or []
+    for placement, index in zip(grad.placements, coordinate, strict=True):
+        assert not isinstance(placement, Partial), "settle_gradients() runs first"
+        if isinstance(placement, Replicate) and index != 0:
+            return False
+    return True
+
+
+def clip_gradients(parallel: Parallel, norm: float, limit: float) -> None:
+    """Scale all gradients so that their norm is at most `limit` (0: leave them)."""
+    if limit <= 0 or norm <= limit:
+        return
+    factor = limit / (norm + 1e-6)
+    for parameter in parallel.parameters():
+        if parameter.grad is not None:
+            local_tensor(parameter.grad).mul_(factor)
+
+
+def clamp_gradients(parallel: Parallel, limit: float) -> None:
+    """Clip every gradient element to [-limit, limit] (0: leave them)."""
+    if limit > 0:
+        for parameter in parallel.parameters():
+            if parameter.grad is not None:
+                local_tensor(parameter.grad).clamp_(-limit, limit)

@@ -1,0 +1,210 @@
+"""Applies a layout to the model: mesh, pipeline stages, tensor + sequence parallel, FSDP2 / HSDP / DDP.
+
+Order: build the stage -> weights by name -> tensor parallel -> activation checkpointing -> data parallel.
+The mesh always has four dimensions, size-1 ones kept, and `fully_shard` is applied even to one
+rank: one code path, and every parameter is a DTensor that knows its global offset.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.distributed.pipelining import PipelineStage
+from torch.distributed.pipelining.schedules import get_schedule_class
+from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.distributed.tensor.parallel import (
+    ColwiseParallel,
+    ParallelStyle,
+    PrepareModuleInput,
+    RowwiseParallel,
+    SequenceParallel,
+    parallelize_module,
+)
+
+from flashckpt.trainer.config import RunConfig
+from flashckpt.trainer.layout import MESH_NAMES, Layout, check_recompute
+from flashckpt.trainer.model import Transformer, initialise
+
+
+@dataclass(frozen=True, kw_only=True)
+class Parallel:
+    """What one rank holds of a parallel model.
+
+    Attributes:
+        parts: One Transformer per local stage (DDP-wrapped under data_parallel = ddp).
+        stages: Global stage number of each part.
+        dp_rank: Which slice of the global batch this rank reads.
+        has_first: Whether a part takes tokens; has_last: whether one computes the loss.
+        reporter: Whether this is the one rank that writes traces: last stage, data rank 0, tensor rank 0.
+    """
+
+    layout: Layout
+    mesh: DeviceMesh
+    device: torch.device
+    parts: list[nn.Module]
+    stages: tuple[int, ...]
+    dp_rank: int
+    has_first: bool
+    has_last: bool
+    reporter: bool
+
+    def coordinate(self, name: str) -> int:
+        """Return this rank's coordinate along one mesh dimension."""
+        return int(self.mesh[name].get_local_rank())
+
+    def schedule(self, loss: Callable[[Tensor, Tensor], Tensor]) -> Any:
+        """Return the torch pipeline schedule over the local stages, which computes `loss` in the last."""
+        group = self.mesh["pp"].get_group()
+        built = [
+            PipelineStage(part, stage, self.layout.stages, self.device, group=group)
+            for stage, part in zip(self.stages, self.parts, strict=True)
+        ]
+        cls: Any = get_schedule_class(self.layout.schedule)
+        held: Any = built[0] if self.layout.stages_per_rank == 1 else built
+        return cls(held, n_microbatches=self.layout.micro_batches, loss_fn=loss, scale_grads=True)
+
+    def parameters(self) -> list[nn.Parameter]:
+        """Return the parameters of all local parts, in a fixed order."""
+        return [parameter for part in self.parts for parameter in part.parameters()]
+
+
+def build_parallel(config: RunConfig, layout: Layout, device: torch.device) -> Parallel:
+    """Build this rank's part of the model. Collective: every rank of the world calls it."""
+    sizes = (layout.pp, layout.dp_replicate, layout.dp_shard, layout.tp)
+    mesh = init_device_mesh(device.type, sizes, mesh_dim_names=MESH_NAMES)
+    pp_rank = mesh["pp"].get_local_rank()
+    dp_rank = mesh["dp_replicate"].get_local_rank() * layout.dp_shard + mesh["dp_shard"].get_local_rank()
+    stages = layout.stages_of(pp_rank)
+    has_last = layout.stages - 1 in stages
+    return Parallel(
+        layout=layout,
+        mesh=mesh,
+        device=device,
+        parts=[_build_part(config, layout, mesh, device, stage) for stage in stages],
+        stages=stages,
+        dp_rank=dp_rank,
+        has_first=0 in stages,
+        has_last=has_last,
+        reporter=has_last and dp_rank == 0 and mesh["tp"].get_local_rank() == 0,
+    )
+
+
+def build_stage(config: RunConfig, layout: Layout, stage: int) -> Transformer:
+    """Return one stage with its initial weights, not yet sharded."""
+    part = Transformer(
+        config.model,
+        config.train.seq_len,
+        layers=layout.stage_layers[stage],
+        first=stage == 0,
+        last=stage == layout.stages - 1,
+    )
+    initialise(part, config.train.seed, config.model.layers)
+    return part
+
+
+def _build_part(config: RunConfig, layout: Layout, mesh: DeviceMesh, device: torch.device, stage: int) -> nn.Module:
+    part = build_stage(config, layout, stage).to(device)
+    if layout.tp > 1:
+        _tensor_parallel(part, mesh["tp"], config)
+    mode = config.parallel.activation_checkpoint
+    part.set_recompute(mode, check_recompute(mode))
+    if config.parallel.data_parallel == "ddp":
+        # find_unused_parameters: the buckets are then never rebuilt after the first backward, and a
+        # resumed run adds gradients in the same order as the unbroken one.
+        group = mesh["dp_replicate"].get_group()
+        return nn.parallel.DistributedDataParallel(part, process_group=group, find_unused_parameters=True)
+    _fully_shard(part, mesh, config, layout)
+    return part
+
+
+def _fully_shard(part: Transformer, mesh: DeviceMesh, config: RunConfig, layout: Layout) -> None:
+    dp_mesh = mesh["dp_replicate", "dp_shard"] if layout.dp_replicate > 1 else mesh["dp_shard"]
+    policy = MixedPrecisionPolicy()
+    if config.train.precision == "bfloat16":
+        # The sharded float32 parameter is the master copy: one copy is held and stored, not two.
+        policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+    reshard = layout.pp == 1  # with pipelines, gathering again for every micro-batch costs more than it frees
+    for block in part.layers.values():
+        fully_shard(block, mesh=dp_mesh, reshard_after_forward=reshard, mp_policy=policy)
+    fully_shard(part, mesh=dp_mesh, reshard_after_forward=reshard, mp_policy=policy)
+
+
+def _tensor_parallel(part: Transformer, mesh: DeviceMesh, config: RunConfig) -> None:
+    sequence = config.parallel.sequence_parallel
+    stream = Shard(1) if sequence else Replicate()
+    plan: dict[str, ParallelStyle] = {}
+    if part.tok_embeddings is not None:
+        plan["tok_embeddings"] = RowwiseParallel(input_layouts=Replicate(), output_layouts=stream)
+    if part.norm is not None:
+        plan["norm"] = SequenceParallel() if sequence else ReplicatedNorm()
+        keep = config.parallel.loss_parallel
+        plan["output"] = ColwiseParallel(
+            input_layouts=stream, output_layouts=Shard(-1) if keep else Replicate(), use_local_output=not keep
+        )
+    parallelize_module(part, mesh, plan)
+    for block in part.layers.values():
+        parallelize_module(block, mesh, _block_plan(sequence=sequence))
+
+
+def _block_plan(*, sequence: bool) -> dict[str, ParallelStyle]:
+    stream = Shard(1) if sequence else Replicate()
+    plan: dict[str, ParallelStyle] = {
+        "attention.wq": ColwiseParallel(),
+        "attention.wk": ColwiseParallel(),
+        "attention.wv": ColwiseParallel(),
+        "attention.wo": RowwiseParallel(output_layouts=stream),
+        "feed_forward.w1": ColwiseParallel(),
+        "feed_forward.w3": ColwiseParallel(),
+        "feed_forward.w2": RowwiseParallel(output_layouts=stream),
+    }
+    if not sequence:
+        return plan | {"attention_norm": ReplicatedNorm(), "ffn_norm": ReplicatedNorm()}
+    return plan | {
+        "attention_norm": SequenceParallel(),
+        "ffn_norm": SequenceParallel(),
+        "attention": PrepareModuleInput(
+            input_layouts=(Shard(1), None), desired_input_layouts=(Replicate(), None)
+        ),
+        "feed_forward": PrepareModuleInput(input_layouts=(Shard(1),), desired_input_layouts=(Replicate(),)),
+    }
+
+
+class ReplicatedNorm(ParallelStyle):
+    """Tensor parallel without sequence parallel: norm weights become replicated DTensors.
+
+    Then every parameter lives on the same mesh: one optimizer, one gradient norm.
+    """
+
+    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
+        for name, parameter in list(module.named_parameters(recurse=False)):
+            replica = DTensor.from_local(parameter.detach(), device_mesh, [Replicate()], run_check=False)
+            module.register_parameter(name, nn.Parameter(replica))
+
+        def enter(_module: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...]:
+            return tuple(DTensor.from_local(arg, device_mesh, [Replicate()], run_check=False) for arg in args)
+
+        def leave(_module: nn.Module, _args: tuple[Any, ...], out: Any) -> Any:
+            return out.to_local(grad_placements=[Replicate()])  # the gradient that arrives is whole on every rank
+
+        module.register_forward_pre_hook(enter)
+        module.register_forward_hook(leave)
+        return module
+
+
+def set_gradient_sync(part: nn.Module, *, sync: bool) -> None:
+    """Choose whether the next backward reduces gradients (the last micro-batch) or keeps adding them up."""
+    if isinstance(part, FSDPModule):
+        part.set_requires_gradient_sync(sync)
+    elif isinstance(part, nn.parallel.DistributedDataParallel):
+        part.require_backward_grad_sync = sync
+
+
+def local_tensor(value: Tensor) -> Tensor:
+    """Return the local part of a DTensor, or the tensor itself; no communication."""
+    return value.to_local() if isinstance(value, DTensor) else value
