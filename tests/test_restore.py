@@ -1,0 +1,231 @@
+"""Every restored byte is verified and right, whichever source it comes from and whatever is damaged on the way."""
+
+from __future__ import annotations
+
+import itertools
+from math import prod
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from flashckpt import restore
+from flashckpt.digest import CHUNK_BYTES, chunk_digests
+from flashckpt.errors import DamagedError, ShardGapError
+from flashckpt.layout import ITEMSIZE, Shard, place
+from flashckpt.manifest import Manifest
+from flashckpt.restore import RestoreCounts, Target, fill
+from flashckpt.sources import Source, StorageSource
+from flashckpt.store import open_store
+from flashckpt.table import ShardTable
+
+Box = tuple[tuple[int, ...], tuple[int, ...]]
+
+
+class Packs:
+    """Global tensors and their shards in one pack per group, written without the persist code."""
+
+    def __init__(self, root: Path, *, seed: int = 0) -> None:
+        self.store = open_store(root)
+        self.rng = np.random.default_rng(seed)
+        self.arrays: dict[str, np.ndarray] = {}
+        self.root = root
+
+    def array(self, fqn: str, shape: tuple[int, ...], dtype: str = "float32") -> np.ndarray:
+        if fqn not in self.arrays:
+            raw = self.rng.integers(0, 256, prod(shape) * ITEMSIZE[dtype], dtype=np.uint8)
+            self.arrays[fqn] = raw.view(f"V{ITEMSIZE[dtype]}").reshape(shape)
+        return self.arrays[fqn]
+
+    def cut(self, shard: Shard) -> bytes:
+        box = tuple(slice(a, a + n) for a, n in zip(shard.offsets, shard.lengths, strict=True))
+        return self.array(shard.fqn, shard.global_shape, shard.dtype)[box].tobytes()
+
+    def source(self, prefix: str, groups: list[list[Shard]]) -> StorageSource:
+        shards, offsets, objects = [], [], []
+        for number, group in enumerate(groups):
+            placement = place(group)
+            pack = bytearray(placement.total)
+            for shard, at in zip(group, placement.offsets, strict=True):
+                pack[at : at + shard.nbytes] = self.cut(shard)
+            self.store.put_object(f"{prefix}/r{number}.fck", [memoryview(pack)])
+            shards += group
+            offsets += placement.offsets.tolist()
+            objects += [number] * len(group)
+        digests = [chunk_digests(self.cut(shard)) for shard in shards]
+        manifest = Manifest(
+            job="j",
+            generation=1,
+            step=5,
+            parent=None,
+            world_size=len(groups),
+            rank=-1,
+            writers=list(range(len(groups))),
+            coordinates={},
+            table=ShardTable.from_shards(shards, offsets, object_ids=objects),
+            digests=np.concatenate(digests) if digests else np.zeros(0, np.uint64),
+            objects=[f"r{number}.fck" for number in range(len(groups))],
+        )
+        return StorageSource(self.store, manifest, prefix)
+
+    def flip(self, key: str, at: int) -> None:
+        path = self.root / key
+        raw = bytearray(path.read_bytes())
+        raw[at] ^= 1
+        path.write_bytes(raw)
+
+
+@pytest.fixture
+def packs(tmp_path: Path) -> Packs:
+    return Packs(tmp_path / "root")
+
+
+def shard(fqn: str, shape: tuple[int, ...], box: Box | None = None, dtype: str = "float32") -> Shard:
+    at, lengths = box or (tuple(0 for _ in shape), shape)
+    return Shard(fqn=fqn, dtype=dtype, global_shape=shape, offsets=at, lengths=lengths)
+
+
+def rows(fqn: str, shape: tuple[int, ...], parts: int, dim: int = 0, dtype: str = "float32") -> list[Shard]:
+    edges = [shape[dim] * k // parts for k in range(parts + 1)]
+    boxes = []
+    for a, b in itertools.pairwise(edges):
+        at, lengths = [0] * len(shape), list(shape)
+        at[dim], lengths[dim] = a, b - a
+        boxes.append((tuple(at), tuple(lengths)))
+    return [shard(fqn, shape, box, dtype) for box in boxes]
+
+
+def restored(packs: Packs, wanted: list[Shard], sources: list[Source], **options: int) -> RestoreCounts:
+    buffers = [bytearray(b"\xaa" * one.nbytes) for one in wanted]
+    targets = [Target(shard=one, buffer=memoryview(buffer)) for one, buffer in zip(wanted, buffers, strict=True)]
+    counts = fill(targets, sources, **options)
+    for one, buffer in zip(wanted, buffers, strict=True):
+        assert bytes(buffer) == packs.cut(one), one
+    assert sum(counts.needed_bytes.values()) == sum(one.nbytes for one in wanted)
+    return counts
+
+
+@pytest.mark.parametrize(("held", "wanted"), [((4, 0), (4, 0)), ((4, 0), (3, 1)), ((2, 1), (5, 0)), ((3, 1), (1, 0))])
+def test_other_split_is_restored_bitwise(packs: Packs, held: tuple[int, int], wanted: tuple[int, int]) -> None:
+    shape = (1111, 1234)
+    small = [shard(f"s{k}", (k + 1,)) for k in range(50)]
+    groups = [[one, *small[k :: held[0]]] for k, one in enumerate(rows("w", shape, *held))]
+    source = packs.source("step", groups)
+    counts = restored(packs, rows("w", shape, *wanted) + small, [source], threads=3)
+    assert counts.damaged == []
+    assert counts.read_s > 0
+    assert counts.verify_s > 0
+
+
+@settings(max_examples=40, deadline=None)
+@given(st.data())
+def test_any_box_from_any_grid_with_small_jobs(tmp_path_factory: pytest.TempPathFactory, data: st.DataObject) -> None:
+    packs = Packs(tmp_path_factory.mktemp("root"))
+    shape = tuple(data.draw(st.lists(st.integers(1, 90), min_size=1, max_size=3)))
+    dtype = data.draw(st.sampled_from(("uint8", "float32", "complex128")))
+    dim, parts = data.draw(st.integers(0, len(shape) - 1)), data.draw(st.integers(1, 4))
+    source = packs.source("step", [[one] for one in rows("w", shape, parts, dim, dtype)])
+    at = tuple(data.draw(st.integers(0, n - 1)) for n in shape)
+    box = at, tuple(data.draw(st.integers(0, n - a)) for n, a in zip(shape, at, strict=True))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(restore, "MAX_RUNS", data.draw(st.sampled_from((1, 7, 1 << 16))))
+        restored(packs, [shard("w", shape, box, dtype)], [source], threads=1)
+
+
+def test_reads_at_most_the_needed_bytes_rounded_to_chunks(packs: Packs) -> None:
+    shape = (64, CHUNK_BYTES // 8)  # 32 MiB: two rows per chunk
+    source = packs.source("step", [[shard("w", shape)]])
+    counts = restored(packs, [shard("w", shape, ((5, 0), (2, 17)))], [source])
+    assert counts.read_bytes == {"storage": 2 * CHUNK_BYTES}
+    assert counts.needed_bytes == {"storage": 2 * 17 * 4}
+
+
+def test_strided_column_reads_only_chunks_that_hold_it(packs: Packs) -> None:
+    shape = (6, 5 * CHUNK_BYTES // 4)  # one row is 5 chunks; a narrow column touches one chunk of each
+    source = packs.source("step", [[shard("w", shape)]])
+    counts = restored(packs, [shard("w", shape, ((0, 300), (6, 10)))], [source])
+    assert counts.read_bytes == {"storage": 6 * CHUNK_BYTES}
+
+
+def test_neighbours_are_read_in_one_request(packs: Packs) -> None:
+    small = [shard(f"s{k}", (100,)) for k in range(200)]
+    source = packs.source("step", [small])
+    assert restored(packs, small, [source]).requests == {"storage": 1}
+
+
+def test_flipped_bit_falls_back_for_that_chunk_only_and_is_named(packs: Packs) -> None:
+    shape = (12, CHUNK_BYTES // 4)
+    near, far = packs.source("near", [[shard("w", shape)]]), packs.source("far", [[one] for one in rows("w", shape, 3)])
+    packs.flip("near/r0.fck", 7 * CHUNK_BYTES + 5)
+    far.tier = "peer"
+    counts = restored(packs, [shard("w", shape)], [near, far])
+    assert counts.needed_bytes == {"storage": 11 * CHUNK_BYTES, "peer": CHUNK_BYTES}
+    assert counts.fallback_bytes == CHUNK_BYTES
+    (message,) = counts.damaged
+    assert "'w' is damaged in near (ranks 0)" in message
+    assert "far (ranks 0-2) instead" in message
+
+
+def test_damage_in_a_strided_read_falls_back_bitwise(packs: Packs) -> None:
+    shape = (40, 3, CHUNK_BYTES // 32)
+    near, far = packs.source("near", [[shard("w", shape)]]), packs.source("far", [rows("w", shape, 4, 2)])
+    packs.flip("near/r0.fck", 2 * CHUNK_BYTES + 9)
+    counts = restored(packs, rows("w", shape, 3, 2), [near, far])
+    assert len(counts.damaged) >= 1
+    assert 0 < counts.fallback_bytes <= CHUNK_BYTES
+
+
+def test_vanished_object_is_replaced_by_the_next_source(packs: Packs) -> None:
+    near, far = packs.source("near", [rows("w", (999, 999), 2)]), packs.source("far", [[shard("w", (999, 999))]])
+    (packs.root / "near/r0.fck").unlink()
+    counts = restored(packs, [shard("w", (999, 999))], [near, far])
+    assert counts.fallback_bytes == 999 * 999 * 4
+
+
+def test_truncated_object_is_replaced_and_its_intact_head_is_used(packs: Packs) -> None:
+    shape = (20, CHUNK_BYTES // 4)
+    near, far = packs.source("near", [[shard("w", shape)]]), packs.source("far", [[shard("w", shape)]])
+    with (packs.root / "near/r0.fck").open("r+b") as file:
+        file.truncate(18 * CHUNK_BYTES + 7)
+    counts = restored(packs, [shard("w", shape)], [near, far])
+    assert counts.fallback_bytes == 2 * CHUNK_BYTES
+
+
+def test_damage_without_another_source_is_an_error_that_names_it(packs: Packs) -> None:
+    source = packs.source("step", [rows("w", (100, 100), 2)])
+    packs.flip("step/r0.fck", 3)
+    with pytest.raises(DamagedError, match="'w' is damaged in step") as error:
+        restored(packs, [shard("w", (100, 100))], [source])
+    assert "no other source holds these bytes" in str(error.value)
+
+
+def test_gap_is_found_before_anything_is_written(packs: Packs) -> None:
+    source = packs.source("step", [rows("w", (100, 100), 2)[:1]])
+    buffer = bytearray(b"\xaa" * 40000)
+    with pytest.raises(ShardGapError, match=r"first index \[50, 0\].*ranks 0"):
+        fill([Target(shard=shard("w", (100, 100)), buffer=memoryview(buffer))], [source])
+    assert set(buffer) == {0xAA}
+
+
+def test_empty_and_zero_dimensional_shards(packs: Packs) -> None:
+    scalar, empty = shard("step", (), dtype="int64"), shard("none", (0, 7))
+    source = packs.source("step", [[scalar, empty]])
+    restored(packs, [scalar, empty, shard("w", (4, 4), ((2, 0), (0, 4)))], [source])
+
+
+def test_extra_memory_is_bounded_by_a_job_per_thread(packs: Packs) -> None:
+    import tracemalloc
+
+    shape = (4096, 16384)  # 64 MiB of bytes, read as columns, so that every byte goes through scratch
+    source = packs.source("step", [[shard("w", shape, dtype="uint8")]])
+    wanted = shard("w", shape, ((0, 0), (4096, 16000)), "uint8")
+    buffer = bytearray(wanted.nbytes)
+    tracemalloc.start()
+    try:
+        fill([Target(shard=wanted, buffer=memoryview(buffer))], [source], threads=2)
+        peak = tracemalloc.get_traced_memory()[1]
+    finally:
+        tracemalloc.stop()
+    assert peak < 2 * restore.JOB_BYTES + (4 << 20)
