@@ -1,0 +1,1 @@
+"""`flashckpt plan`: how often to snapshot and to persist, and what failures will cost. Torch-free."""
