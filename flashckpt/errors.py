@@ -166,5 +166,11 @@ class StoreError(FlashckptError):
     exit_code = 41
 
 
+class ObjectMissingError(StoreError):
+    """An object that was asked for by name is not in the store."""
+
+    exit_code = 42
+
+
 RESUME_EXIT_CODE = 75
 """Exit code that means "stopped on request with state kept: start me again" (EX_TEMPFAIL)."""

@@ -1,0 +1,228 @@
+"""Durable writing of one large local file: O_DIRECT from page-aligned memory, or buffered where that is refused.
+
+Measured (docs/storage.md): 16 MiB extents by two threads reach the disk with 10 to 20 times less
+CPU than buffered writes and leave the page cache to the trainer. Needs of O_DIRECT: memory, file
+offset and length in multiples of the block size. Slots and packs are laid out in pages, so that
+nothing is copied; what is not aligned goes through one aligned bounce buffer per thread.
+"""
+
+from __future__ import annotations
+
+import errno
+import mmap
+import os
+import queue
+import threading
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+
+import numpy as np
+
+EXTENT_BYTES = 16 << 20
+PAGE_BYTES = 4096
+WRITERS = 2
+
+_NO_DIRECT = (errno.EINVAL, errno.EOPNOTSUPP, errno.ENOTSUP)
+
+
+def write_durable(path: Path, parts: Iterable[memoryview], nbytes: int | None) -> int:
+    """Create `path` with the bytes of `parts`, fsync and close it; return its size in bytes.
+
+    A file that could not be written whole is left to the caller to remove: after a failed fsync the
+    kernel may have dropped the dirty pages, so the only mend is to write everything again.
+
+    Raises:
+        OSError: as the kernel said it (ENOSPC, EIO, EROFS, ...).
+    """
+    fd, direct = _open(path)
+    try:
+        if nbytes:
+            _reserve(fd, nbytes)
+        try:
+            written = _write_extents(fd, parts, direct=direct)
+        except OSError as error:
+            if not direct or error.errno not in _NO_DIRECT:
+                raise
+            # open accepted O_DIRECT and the first write refused it (some FUSE and network file systems)
+            os.close(fd)
+            fd, direct = os.open(path, os.O_WRONLY | os.O_TRUNC | os.O_CLOEXEC), False
+            written = _write_extents(fd, parts, direct=False)
+        os.ftruncate(fd, written)
+        os.fsync(fd)
+        if not direct:
+            os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)
+    finally:
+        os.close(fd)
+    return written
+
+
+def read_direct(path: Path, start: int, out: memoryview) -> int:
+    """Fill `out` from `start` with O_DIRECT where both are aligned, buffered otherwise; return bytes read."""
+    aligned = not (start % PAGE_BYTES or len(out) % PAGE_BYTES or _address(out) % PAGE_BYTES)
+    if aligned and len(out) >= 1 << 20:
+        try:
+            fd = os.open(path, os.O_RDONLY | os.O_DIRECT | os.O_CLOEXEC)
+        except OSError as error:
+            if error.errno not in _NO_DIRECT:
+                raise
+        else:
+            try:
+                return _read_all(fd, start, out)
+            except OSError as error:
+                if error.errno not in _NO_DIRECT:
+                    raise
+            finally:
+                os.close(fd)
+    fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+    try:
+        return _read_all(fd, start, out)
+    finally:
+        os.close(fd)
+
+
+def extents(parts: Iterable[memoryview], nbytes: int = EXTENT_BYTES) -> Iterator[tuple[int, memoryview]]:
+    """Yield (offset in the file, view) of at most `nbytes` each, in order; parts are cut, never joined."""
+    offset = 0
+    for part in parts:
+        flat = part.cast("B") if part.ndim != 1 or part.format != "B" else part
+        for begin in range(0, len(flat), nbytes):
+            piece = flat[begin : begin + nbytes]
+            yield offset, piece
+            offset += len(piece)
+
+
+def _open(path: Path) -> tuple[int, bool]:
+    flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC
+    try:
+        return os.open(path, flags | os.O_DIRECT, 0o644), True
+    except OSError as error:
+        if error.errno not in _NO_DIRECT:
+            raise
+        return os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o644), False
+
+
+def _reserve(fd: int, nbytes: int) -> None:
+    """Take the room at once, so that a full disk is found before anything is written."""
+    try:
+        os.posix_fallocate(fd, 0, nbytes)
+    except OSError as error:
+        if error.errno not in (*_NO_DIRECT, errno.ENOSYS):
+            raise
+
+
+class _Writers:
+    """Threads that write extents, with as many queued as there are threads; the first error stops all."""
+
+    def __init__(self, fd: int, *, direct: bool) -> None:
+        self._fd, self._direct = fd, direct
+        self._queue: queue.Queue[tuple[int, memoryview] | None] = queue.Queue(maxsize=WRITERS)
+        self.error: BaseException | None = None
+        self._threads = [
+            threading.Thread(target=self._work, name=f"flashckpt-write-{index}", daemon=True)
+            for index in range(WRITERS)
+        ]
+        for thread in self._threads:
+            thread.start()
+
+    def put(self, item: tuple[int, memoryview]) -> None:
+        self._queue.put(item)  # cannot block for ever: after an error the workers go on to drain
+        if self.error is not None:
+            raise self.error
+
+    def finish(self) -> None:
+        for _ in self._threads:
+            self._queue.put(None)
+        for thread in self._threads:
+            thread.join()
+
+    def _work(self) -> None:
+        bounce: mmap.mmap | None = None
+        try:
+            while (item := self._queue.get()) is not None:
+                if self.error is not None:
+                    continue
+                try:
+                    offset, view = item
+                    if not self._direct or _is_aligned(offset, view):
+                        _write_all(self._fd, view, offset)
+                    else:
+                        bounce = bounce or mmap.mmap(-1, EXTENT_BYTES)
+                        _write_bounced(self._fd, view, offset, bounce)
+                except BaseException as error:  # noqa: BLE001 -- handed to the thread that owns the write
+                    self.error = error
+                del item
+        finally:
+            if bounce is not None:
+                bounce.close()
+
+
+def _write_extents(fd: int, parts: Iterable[memoryview], *, direct: bool) -> int:
+    writers, end = _Writers(fd, direct=direct), 0
+    try:
+        for offset, view in _aligned_extents(parts) if direct else extents(parts):
+            writers.put((offset, view))
+            end = offset + len(view)
+    finally:
+        writers.finish()
+    if writers.error is not None:
+        raise writers.error
+    return end
+
+
+def _aligned_extents(parts: Iterable[memoryview]) -> Iterator[tuple[int, memoryview]]:
+    """Yield extents that start at page offsets; parts of odd length are joined in memory of our own."""
+    offset, carry = 0, bytearray()
+    for _, view in extents(parts):
+        if not carry and len(view) % PAGE_BYTES == 0:
+            yield offset, view
+            offset += len(view)
+            continue
+        carry += view
+        whole = len(carry) - len(carry) % PAGE_BYTES
+        if whole >= EXTENT_BYTES or (whole and whole == len(carry)):
+            block = memoryview(bytes(memoryview(carry)[:whole]))
+            del carry[:whole]
+            for begin in range(0, whole, EXTENT_BYTES):
+                piece = block[begin : begin + EXTENT_BYTES]
+                yield offset, piece
+                offset += len(piece)
+    for begin in range(0, len(carry), EXTENT_BYTES):
+        piece = memoryview(bytes(memoryview(carry)[begin : begin + EXTENT_BYTES]))
+        yield offset, piece
+        offset += len(piece)
+
+
+def _is_aligned(offset: int, view: memoryview) -> bool:
+    return not (offset % PAGE_BYTES or len(view) % PAGE_BYTES or _address(view) % PAGE_BYTES)
+
+
+def _address(view: memoryview) -> int:
+    return int(np.frombuffer(view, dtype=np.uint8).__array_interface__["data"][0]) if len(view) else 0
+
+
+def _write_all(fd: int, view: memoryview, offset: int) -> None:
+    while len(view):
+        count = os.pwrite(fd, view, offset)
+        view, offset = view[count:], offset + count
+
+
+def _write_bounced(fd: int, view: memoryview, offset: int, bounce: mmap.mmap) -> None:
+    """Copy into aligned memory, padded with zeros to a page; the padding is cut off by ftruncate."""
+    length = len(view)
+    padded = -(-length // PAGE_BYTES) * PAGE_BYTES
+    target = np.frombuffer(bounce, dtype=np.uint8)
+    np.copyto(target[:length], np.frombuffer(view, dtype=np.uint8))
+    target[length:padded] = 0
+    del target
+    with memoryview(bounce) as whole, whole[:padded] as block:
+        _write_all(fd, block, offset)
+
+
+def _read_all(fd: int, start: int, out: memoryview) -> int:
+    done = 0
+    while done < len(out):
+        count = os.preadv(fd, [out[done:]], start + done)
+        if count == 0:
+            break
+        done += count
+    return done
