@@ -1,0 +1,78 @@
+"""OFD locks as proof that a holder lives: they end with the process, and never cross a fork.
+
+A lock says nothing about data: what may be read is decided by headers and digests alone.
+An open-file-description lock is shared by every descriptor of that description, so a lease opens its
+own descriptor, which is never mapped (mmap keeps a duplicate) and is closed in forked children.
+"""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import os
+import struct
+import threading
+import weakref
+from pathlib import Path
+
+_FLOCK = struct.Struct("hhqqi")  # l_type, l_whence, l_start, l_len, l_pid: native alignment of struct flock
+_GUARD = threading.Lock()  # no fork between opening a lock descriptor and knowing it
+_OPEN: weakref.WeakSet[Lease] = weakref.WeakSet()
+
+
+class Lease:
+    """A descriptor of its own on `path`, for locks on single bytes; `close()` ends them all."""
+
+    def __init__(self, path: str | Path, *, create: bool = False) -> None:
+        flags = os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW | (os.O_CREAT if create else 0)
+        with _GUARD:
+            self.fd = os.open(path, flags, 0o600)
+            _OPEN.add(self)
+
+    def exclusive(self, byte: int) -> bool:
+        """Try to lock one byte for this lease alone; False if another lease holds it."""
+        return self._set(fcntl.F_WRLCK, byte)
+
+    def shared(self, byte: int) -> bool:
+        """Try to lock one byte together with other sharers; False if it is held exclusively."""
+        return self._set(fcntl.F_RDLCK, byte)
+
+    def release(self, byte: int) -> None:
+        """Give one byte back."""
+        if self.fd >= 0:
+            self._set(fcntl.F_UNLCK, byte)
+
+    def held_by_other(self, byte: int) -> bool:
+        """Return whether another lease holds the byte, shared or exclusively; takes nothing."""
+        request = _FLOCK.pack(fcntl.F_WRLCK, os.SEEK_SET, byte, 1, 0)
+        answer = fcntl.fcntl(self.fd, fcntl.F_OFD_GETLK, request)
+        return bool(_FLOCK.unpack(answer)[0] != fcntl.F_UNLCK)
+
+    def close(self) -> None:
+        """End every lock of this lease."""
+        with _GUARD:
+            fd, self.fd = self.fd, -1
+            _OPEN.discard(self)
+        if fd >= 0:
+            os.close(fd)
+
+    def _set(self, kind: int, byte: int) -> bool:
+        try:
+            fcntl.fcntl(self.fd, fcntl.F_OFD_SETLK, _FLOCK.pack(kind, os.SEEK_SET, byte, 1, 0))
+        except OSError as error:
+            if error.errno in (errno.EAGAIN, errno.EACCES):
+                return False
+            raise
+        return True
+
+
+def _close_in_child() -> None:
+    """A forked child must hold no lease, or it would keep its rank alive for everyone who asks (tried)."""
+    for lease in list(_OPEN):
+        os.close(lease.fd)
+        lease.fd = -1
+    _OPEN.clear()
+    _GUARD.release()
+
+
+os.register_at_fork(before=_GUARD.acquire, after_in_parent=_GUARD.release, after_in_child=_close_in_child)

@@ -1,0 +1,140 @@
+"""How much host memory may still be reserved on a tmpfs: its free space, the machine, every ancestor cgroup."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+from pathlib import Path
+
+from flashckpt.errors import SharedMemoryError
+
+_NO_LIMIT = 1 << 60  # cgroup v1 writes "no limit" as a huge number
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Room:
+    """Bytes that may still be taken, and by what they are limited."""
+
+    nbytes: int
+    limit: str
+
+
+def rooms(path: Path, *, proc: Path = Path("/proc")) -> list[Room]:
+    """Return every limit on new pages of a file under `path` (an existing folder), smallest room first."""
+    fs = os.statvfs(path)
+    found = [Room(nbytes=fs.f_bavail * fs.f_frsize, limit=f"free space of the file system of {path}")]
+    found += _machine(proc)
+    found += cgroup_rooms(proc=proc)
+    return sorted(found, key=lambda room: room.nbytes)
+
+
+def check_room(path: Path, need: int, *, what: str, gc_job: str = "", proc: Path = Path("/proc")) -> None:
+    """Raise SharedMemoryError if `need` bytes may not be taken under `path`; reserves nothing.
+
+    The error names need, room, what limits it, and the remedies.
+    """
+    least = rooms(path, proc=proc)[0]
+    if need > least.nbytes:
+        raise too_little(path, need, least, what=what, job=gc_job)
+
+
+def too_little(path: Path, need: int, least: Room, *, what: str, job: str = "") -> SharedMemoryError:
+    """Return the error for `need` bytes that do not fit into `least`."""
+    gib = -(-need // (1 << 30)) + 1
+    return SharedMemoryError(
+        f"too little host memory for the snapshots of {what}",
+        found=f"room for {least.nbytes} bytes ({least.nbytes / 2**30:.2f} GiB): {least.limit}",
+        expected=f"{need} bytes ({need / 2**30:.2f} GiB) under {path}",
+        state="Nothing of this job was kept in memory; snapshots of other jobs are untouched.",
+        remedy=(
+            "list and remove the snapshots of dead jobs: flashckpt gc --dry-run, then flashckpt gc; "
+            "or take fewer slots: Checkpointer(..., slots=2); or make the file system larger: "
+            f"mount -o remount,size={gib}G {path.anchor}dev/shm (docker: --shm-size={gib}g, Kubernetes: a memory "
+            "emptyDir on /dev/shm and a higher memory limit)"
+            + (f"; this job is {job!r}" if job else "")
+        ),
+    )  # fmt: skip
+
+
+def cgroup_rooms(*, proc: Path = Path("/proc")) -> list[Room]:
+    """Return the room under every limited memory cgroup that this process is in, v1 and v2, ancestors included."""
+    found = []
+    for folder, top, version in _cgroup_folders(proc):
+        while True:
+            room = _room_v2(folder) if version == 2 else _room_v1(folder)
+            if room is not None:
+                found.append(room)
+            if folder == top or top not in folder.parents:
+                break
+            folder = folder.parent  # noqa: PLW2901 -- the walk up is what the loop is for
+    return found
+
+
+def _cgroup_folders(proc: Path) -> list[tuple[Path, Path, int]]:
+    """Return (own folder, mount point, version) of the memory hierarchies."""
+    lines = _read(proc / "self" / "cgroup").splitlines()
+    found = []
+    for line in lines:
+        _, _, rest = line.partition(":")
+        controllers, _, path = rest.partition(":")
+        version = 2 if not controllers else 1
+        if version == 1 and "memory" not in controllers.split(","):
+            continue
+        for root, mount in _mounts(proc, version):
+            relative = path if root == "/" else path.removeprefix(root)
+            folder = Path(mount + "/" + relative.lstrip("/")) if relative != "/" else Path(mount)
+            # inside a container the path may name the host's hierarchy: then the mount point is our own group
+            found.append(
+                (folder if folder.is_dir() and ".." not in folder.parts else Path(mount), Path(mount), version)
+            )
+    return found
+
+
+def _mounts(proc: Path, version: int) -> list[tuple[str, str]]:
+    found = []
+    for line in _read(proc / "self" / "mountinfo").splitlines():
+        left, _, right = line.partition(" - ")
+        kind, _, options = right.partition(" ")
+        fields = left.split()
+        if len(fields) < 5:
+            continue
+        if (version == 2 and kind == "cgroup2") or (version == 1 and kind == "cgroup" and "memory" in options):
+            found.append((fields[3], fields[4].replace("\\040", " ")))
+    return found
+
+
+def _room_v2(folder: Path) -> Room | None:
+    limit = _read(folder / "memory.max").strip()
+    if not limit or limit == "max":
+        return None
+    used = int(_read(folder / "memory.current") or 0) - _reclaimable(folder, "inactive_file", "active_file")
+    return Room(nbytes=max(0, int(limit) - used), limit=f"memory.max of cgroup {folder}")
+
+
+def _room_v1(folder: Path) -> Room | None:
+    limit = int(_read(folder / "memory.limit_in_bytes") or _NO_LIMIT)
+    if limit >= _NO_LIMIT:
+        return None
+    used = int(_read(folder / "memory.usage_in_bytes") or 0)
+    used -= _reclaimable(folder, "total_inactive_file", "total_active_file")
+    return Room(nbytes=max(0, limit - used), limit=f"memory.limit_in_bytes of cgroup {folder}")
+
+
+def _reclaimable(folder: Path, *names: str) -> int:
+    """Bytes of file cache that the kernel gives back before it kills; tmpfs pages are not among them."""
+    pairs = (line.split() for line in _read(folder / "memory.stat").splitlines())
+    return sum(int(pair[1]) for pair in pairs if len(pair) == 2 and pair[0] in names)
+
+
+def _machine(proc: Path) -> list[Room]:
+    for line in _read(proc / "meminfo").splitlines():
+        if line.startswith("MemAvailable:"):
+            return [Room(nbytes=int(line.split()[1]) * 1024, limit="MemAvailable of the machine")]
+    return []
+
+
+def _read(path: Path) -> str:
+    try:
+        return path.read_text()
+    except OSError:
+        return ""
