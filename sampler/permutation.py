@@ -1,9 +1,10 @@
 """A keyed permutation of [0, n) with random access both ways, in O(1) memory.
 
-Large n: an unbalanced alternating Feistel network on (n - 1).bit_length() bits with cycle walking. Each
-round XORs one half with a hash of the other, so the network is a bijection whatever the hash does;
-values outside [0, n) are sent through again, at most two passes on average because the block is never
-twice n. Halves have at most 31 bits, so all rounds run in uint32, where numpy vectorises the multiply.
+Large n: an alternating Feistel network over a rectangle of `rows` x 2**right_bits cells that holds n. Each
+round adds to one coordinate a hash of the other (modulo the rows, or by XOR), so the network is a
+bijection whatever the hash does. Only the last row may be partly outside [0, n): at most one value in 256
+is sent through again (cycle walking), whatever n is; a network on whole bits walks twice for n = 2**k + 1.
+Both coordinates fit in 31 bits, so the rounds run in uint32, where numpy vectorises.
 Small n (below 2**16): a table, sorted by a counter-based generator of our own. numpy's generators are not
 used anywhere: their streams may change between versions, and an order that checkpoints rely on may not.
 """
@@ -12,7 +13,7 @@ from __future__ import annotations
 
 import hashlib
 import operator
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from functools import cached_property
 from typing import Protocol, overload
 
@@ -22,20 +23,19 @@ import numpy.typing as npt
 from flashckpt.errors import SamplerStateError
 
 Int64Array = npt.NDArray[np.int64]
-UInt64Array = npt.NDArray[np.uint64]
-UInt32Array = npt.NDArray[np.uint32]
+Rounds = list[tuple[int, int]]
 
-PERMUTATION_ID = "feistel8.1"
+PERMUTATION_ID = "feistel10.1"
 """Recorded in every sampler state; a change of any constant of this file needs a new one."""
 
-ROUNDS = 8
+ROUNDS = 10
 MAX_LENGTH = 1 << 62
 TABLE_BELOW = 1 << 16
-CHUNK = 1 << 14  # indices per pass: all scratch arrays together stay in the second-level cache
+CHUNK = 1 << 15  # indices per pass: all scratch arrays together stay in the second-level cache
 
 _MULTIPLY_1, _MULTIPLY_2 = 0x7FEB352D, 0x846CA68B  # 32-bit mixers with low bias
 _GOLDEN, _MIX_1, _MIX_2 = 0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9, 0x94D049BB133111EB  # splitmix64
-_MASK_32, _MASK_64 = (1 << 32) - 1, (1 << 64) - 1
+_MASK_32 = (1 << 32) - 1
 
 
 class Bijection(Protocol):
@@ -69,85 +69,94 @@ class Network:
     """The Feistel network on [0, n), n >= 2. Exposed for tests, which run it with fewer rounds and at small n.
 
     Args:
-        n: Number of values.
-        keys: One 32-bit key per round.
+        n: Number of values, up to 2**62.
+        keys: One 32-bit key per round; even rounds change the row, odd ones the column.
     """
 
-    def __init__(self, n: int, keys: list[int]) -> None:
-        bits = max(2, (n - 1).bit_length())  # not ceil(log2(n - 1)), which loses a bit at n = 2**k + 1
-        self._n, self._keys = n, keys
-        self._right_bits = bits - bits // 2
+    def __init__(self, n: int, keys: Sequence[int]) -> None:
+        self._n = n
+        self._right_bits = max(1, (n - 1).bit_length() // 2)
         self._right_mask = (1 << self._right_bits) - 1
-        self._shifts = (32 - bits // 2, 32 - self._right_bits)  # even rounds change the left half
+        self._rows = -(-n >> self._right_bits)  # ceil(n / columns), at most 2**31
+        self._rounds = list(enumerate(keys))
 
     def forward(self, index: int) -> int:
         """Return the value at `index`."""
-        return self._walk(index, list(enumerate(self._keys)))
+        return self._walk(index, self._rounds, 1)
 
     def backward(self, value: int) -> int:
         """Return the index of `value`."""
-        return self._walk(value, list(enumerate(self._keys))[::-1])
+        return self._walk(value, self._rounds[::-1], -1)
 
     def forward_array(self, indices: Int64Array) -> Int64Array:
         """Return the values at `indices` (1-d)."""
-        return self._walk_array(indices, list(enumerate(self._keys)))
+        return self._walk_array(indices, self._rounds, 1)
 
     def backward_array(self, values: Int64Array) -> Int64Array:
         """Return the indices of `values` (1-d)."""
-        return self._walk_array(values, list(enumerate(self._keys))[::-1])
+        return self._walk_array(values, self._rounds[::-1], -1)
 
-    def _walk(self, value: int, rounds: list[tuple[int, int]]) -> int:
+    def _walk(self, value: int, rounds: Rounds, sign: int) -> int:
         while True:
-            halves = [value >> self._right_bits, value & self._right_mask]
+            row, column = value >> self._right_bits, value & self._right_mask
             for number, key in rounds:
-                target = number & 1
-                mixed = ((halves[1 - target] ^ key) * _MULTIPLY_1) & _MASK_32
+                mixed = (((column, row)[number & 1] ^ key) * _MULTIPLY_1) & _MASK_32
                 mixed = ((mixed ^ (mixed >> 16)) * _MULTIPLY_2) & _MASK_32
-                halves[target] ^= mixed >> self._shifts[target]
-            value = (halves[0] << self._right_bits) | halves[1]
+                if number & 1:
+                    column ^= mixed >> (32 - self._right_bits)
+                else:
+                    row = (row + sign * (mixed * self._rows >> 32)) % self._rows
+            value = (row << self._right_bits) | column
             if value < self._n:
                 return value
 
-    def _walk_array(self, values: Int64Array, rounds: list[tuple[int, int]]) -> Int64Array:
+    def _walk_array(self, values: Int64Array, rounds: Rounds, sign: int) -> Int64Array:
         out = np.empty(len(values), np.int64)
         for start in range(0, len(values), CHUNK):
-            block = self._pass(values[start : start + CHUNK], rounds)
+            block = self._pass(values[start : start + CHUNK], rounds, sign)
             outside = np.flatnonzero(block >= self._n)
-            walking = block[outside]
             while len(outside):
-                walking = self._pass(walking, rounds)
-                landed = walking < self._n
-                block[outside[landed]] = walking[landed]
-                outside, walking = outside[~landed], walking[~landed]
+                block[outside] = self._pass(block[outside], rounds, sign)
+                outside = outside[block[outside] >= self._n]
             out[start : start + CHUNK] = block
         return out
 
-    def _pass(self, values: Int64Array, rounds: list[tuple[int, int]]) -> Int64Array:
+    def _pass(self, values: Int64Array, rounds: Rounds, sign: int) -> Int64Array:
         """Send every value through the network once; results may lie outside [0, n)."""
         unsigned = values.view(np.uint64)
-        left = (unsigned >> np.uint64(self._right_bits)).astype(np.uint32)
-        right = (unsigned & np.uint64(self._right_mask)).astype(np.uint32)
-        halves = (left, right)
-        mixed, shifted = np.empty_like(left), np.empty_like(left)
+        row = (unsigned >> np.uint64(self._right_bits)).astype(np.uint32)
+        column = (unsigned & np.uint64(self._right_mask)).astype(np.uint32)
+        rows, shift = np.uint32(self._rows), np.uint32(32 - self._right_bits)
+        mixed, scratch, wide = np.empty_like(row), np.empty_like(row), np.empty(len(row), np.uint64)
         for number, key in rounds:
-            target = number & 1
-            np.bitwise_xor(halves[1 - target], np.uint32(key), out=mixed)
+            np.bitwise_xor(row if number & 1 else column, np.uint32(key), out=mixed)
             np.multiply(mixed, np.uint32(_MULTIPLY_1), out=mixed)
-            np.right_shift(mixed, np.uint32(16), out=shifted)
-            np.bitwise_xor(mixed, shifted, out=mixed)
+            np.right_shift(mixed, np.uint32(16), out=scratch)
+            np.bitwise_xor(mixed, scratch, out=mixed)
             np.multiply(mixed, np.uint32(_MULTIPLY_2), out=mixed)
-            np.right_shift(mixed, np.uint32(self._shifts[target]), out=mixed)
-            np.bitwise_xor(halves[target], mixed, out=halves[target])
-        joined = left.astype(np.uint64)
+            if number & 1:
+                np.right_shift(mixed, shift, out=mixed)
+                np.bitwise_xor(column, mixed, out=column)
+                continue
+            np.multiply(mixed, np.uint64(rows), out=wide)  # the high word is uniform in [0, rows)
+            np.right_shift(wide, np.uint64(32), out=wide)
+            if sign > 0:
+                np.add(row, wide, out=row, casting="unsafe")
+                np.subtract(row, rows, out=scratch)  # wraps to a large value where row < rows
+            else:
+                np.subtract(row, wide, out=row, casting="unsafe")  # wraps where row < wide
+                np.add(row, rows, out=scratch)
+            np.minimum(row, scratch, out=row)
+        joined = row.astype(np.uint64)
         np.left_shift(joined, np.uint64(self._right_bits), out=joined)
-        np.bitwise_or(joined, right, out=joined)
+        np.bitwise_or(joined, column, out=joined)
         return joined.view(np.int64)
 
 
 class Table:
     """A materialised permutation for small n: positions sorted by 64 random bits each (128 KiB at most)."""
 
-    def __init__(self, n: int, keys: list[int]) -> None:
+    def __init__(self, n: int, keys: Sequence[int]) -> None:
         state = np.arange(1, n + 1, dtype=np.uint64) * np.uint64(_GOLDEN) + np.uint64(keys[0] | keys[1] << 32)
         state = (state ^ (state >> np.uint64(30))) * np.uint64(_MIX_1)
         state = (state ^ (state >> np.uint64(27))) * np.uint64(_MIX_2)
