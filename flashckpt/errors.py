@@ -172,5 +172,11 @@ class ObjectMissingError(StoreError):
     exit_code = 42
 
 
+class DivergedError(FlashckptError):
+    """Training diverged: too many non-finite steps in a row, or too many rollbacks."""
+
+    exit_code = 50
+
+
 RESUME_EXIT_CODE = 75
 """Exit code that means "stopped on request with state kept: start me again" (EX_TEMPFAIL)."""

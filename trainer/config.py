@@ -194,7 +194,9 @@ def from_values(values: Mapping[str, Any]) -> RunConfig:
         if section not in _sections():
             raise _unknown(section, list(_sections()))
         if not isinstance(content, Mapping):
-            raise ConfigError(f"[{section}] is not a table", found=repr(content), expected=f"[{section}] with key = value")
+            raise ConfigError(
+                f"[{section}] is not a table", found=repr(content), expected=f"[{section}] with key = value"
+            )
     config = RunConfig(**{section: _build(section, dict(content)) for section, content in values.items()})
     _check_values(config)
     return config
@@ -202,7 +204,10 @@ def from_values(values: Mapping[str, Any]) -> RunConfig:
 
 def to_values(config: RunConfig) -> dict[str, dict[str, Any]]:
     """Return nested plain values (msgpack and TOML types); `from_values` is the way back."""
-    return {s: {k: list(v) if isinstance(v, tuple) else v for k, v in d.items()} for s, d in dataclasses.asdict(config).items()}
+    return {
+        s: {k: list(v) if isinstance(v, tuple) else v for k, v in d.items()}
+        for s, d in dataclasses.asdict(config).items()
+    }
 
 
 def to_toml(config: RunConfig) -> str:
@@ -280,10 +285,14 @@ def _read_toml(path: Path) -> dict[str, Any]:
             return tomllib.load(file)
     except OSError as error:
         raise ConfigError(
-            f"the configuration {path} cannot be read", found=error.strerror or str(error), remedy="give --config FILE.toml"
+            f"the configuration {path} cannot be read",
+            found=error.strerror or str(error),
+            remedy="give --config FILE.toml",
         ) from error
     except tomllib.TOMLDecodeError as error:
-        raise ConfigError(f"the configuration {path} is not TOML", found=str(error), expected="[section] and key = value") from error
+        raise ConfigError(
+            f"the configuration {path} is not TOML", found=str(error), expected="[section] and key = value"
+        ) from error
 
 
 def _sections() -> dict[str, type[Any]]:
@@ -363,10 +372,14 @@ def _check_values(config: RunConfig) -> None:
     for key, choices in CHOICES.items():
         section, _, name = key.partition(".")
         if values[section][name] not in choices:
-            raise ConfigError(f"{key} has no such choice", found=repr(values[section][name]), expected=" | ".join(choices))
+            raise ConfigError(
+                f"{key} has no such choice", found=repr(values[section][name]), expected=" | ".join(choices)
+            )
     for key, least in MINIMUM.items():
         section, _, name = key.partition(".")
         if values[section][name] < least:
             raise ConfigError(f"{key} is too small", found=str(values[section][name]), expected=f"{least} or more")
     if not 0.0 <= config.model.dropout < 1.0:
-        raise ConfigError("model.dropout is out of range", found=str(config.model.dropout), expected="0.0 up to, not including, 1.0")
+        raise ConfigError(
+            "model.dropout is out of range", found=str(config.model.dropout), expected="0.0 up to, not including, 1.0"
+        )

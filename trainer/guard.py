@@ -10,14 +10,8 @@ import statistics
 from collections.abc import Mapping
 from typing import Any
 
-from flashckpt.errors import FlashckptError
+from flashckpt.errors import DivergedError
 from flashckpt.trainer.config import GuardConfig
-
-
-class DivergedError(FlashckptError):
-    """Training diverged: too many non-finite steps in a row, or too many rollbacks."""
-
-    exit_code = 50
 
 
 class Guard:

@@ -171,7 +171,12 @@ def _degrees(config: RunConfig, world: int) -> dict[str, int]:
 
 def _check_model(config: RunConfig, tp: int) -> None:
     model, train = config.model, config.train
-    divided = {"model.heads": model.heads, "model.kv_heads": model.kv_heads, "model.ffn": model.ffn, "model.vocab": model.vocab}
+    divided = {
+        "model.heads": model.heads,
+        "model.kv_heads": model.kv_heads,
+        "model.ffn": model.ffn,
+        "model.vocab": model.vocab,
+    }
     if config.parallel.sequence_parallel:
         divided["train.seq_len (sequence parallel)"] = train.seq_len
     for name, value in divided.items():
@@ -179,7 +184,9 @@ def _check_model(config: RunConfig, tp: int) -> None:
     _divides("model.dim", model.dim, "model.heads", model.heads)
     _divides("model.heads", model.heads, "model.kv_heads", model.kv_heads)
     if (model.dim // model.heads) % 2:
-        raise LayoutError("the head dimension is odd", found=f"{model.dim // model.heads}", expected="even (rotary pairs)")
+        raise LayoutError(
+            "the head dimension is odd", found=f"{model.dim // model.heads}", expected="even (rotary pairs)"
+        )
 
 
 def _batches(config: RunConfig, dp: int) -> tuple[int, int]:
@@ -210,7 +217,9 @@ def _stages_per_rank(config: RunConfig, schedule: str, pp: int) -> int:
     fixed = schedule in SINGLE_STAGE or schedule in V_SHAPED
     if wanted < 0 or (fixed and wanted not in (0, default)):
         raise LayoutError(
-            f"parallel.stages_per_rank does not fit schedule {schedule}", found=str(wanted), expected=f"{default} (or 0: choose)"
+            f"parallel.stages_per_rank does not fit schedule {schedule}",
+            found=str(wanted),
+            expected=f"{default} (or 0: choose)",
         )
     return wanted or default
 

@@ -92,7 +92,8 @@ class Block(nn.Module):
     def _both(self, x: Tensor, table: Tensor) -> Tensor:
         x = x + self.dropout(self.attention(self.attention_norm(x), table))
         if self.recompute == "ffn" and self.training:
-            return x + checkpoint(self._ffn, x, use_reentrant=False)
+            recomputed: Tensor = checkpoint(self._ffn, x, use_reentrant=False)
+            return x + recomputed
         return x + self._ffn(x)
 
     def _ffn(self, x: Tensor) -> Tensor:
@@ -111,7 +112,13 @@ class Transformer(nn.Module):
     """
 
     def __init__(
-        self, config: ModelConfig, seq_len: int, *, layers: Sequence[int] | None = None, first: bool = True, last: bool = True
+        self,
+        config: ModelConfig,
+        seq_len: int,
+        *,
+        layers: Sequence[int] | None = None,
+        first: bool = True,
+        last: bool = True,
     ) -> None:
         super().__init__()
         numbers = range(config.layers) if layers is None else layers
@@ -134,6 +141,7 @@ class Transformer(nn.Module):
     def set_recompute(self, mode: str, every: int) -> None:
         """Choose activation checkpointing: "ffn" for all blocks, else "full" for each `every`-th (0: none)."""
         for number, block in self.layers.items():
+            assert isinstance(block, Block)
             full = every > 0 and int(number) % every == 0
             block.recompute = "ffn" if mode == "ffn" else "full" if full else "none"
 
@@ -149,7 +157,11 @@ def initialise(model: nn.Module, seed: int, layers: int) -> None:
             if parameter.dim() < 2:
                 parameter.fill_(1.0)
                 continue
-            std = INIT_STD / (2 * layers) ** 0.5 if name.endswith(("attention.wo.weight", "w2.weight", "experts.w2")) else INIT_STD
+            std = (
+                INIT_STD / (2 * layers) ** 0.5
+                if name.endswith(("attention.wo.weight", "w2.weight", "experts.w2"))
+                else INIT_STD
+            )
             generator = torch.Generator().manual_seed(name_seed(seed, name))
             parameter.copy_(torch.randn(parameter.shape, generator=generator) * std)
 

@@ -19,7 +19,8 @@ def build_optimizers(config: OptimConfig, parts: Iterable[nn.Module]) -> list[to
 
 
 def _build(config: OptimConfig, part: nn.Module) -> torch.optim.AdamW:
-    decayed, plain = [], []
+    decayed: list[nn.Parameter] = []
+    plain: list[nn.Parameter] = []
     for name, parameter in part.named_parameters():
         (plain if parameter.dim() < 2 or "tok_embeddings" in name else decayed).append(parameter)
     groups = [
@@ -45,7 +46,9 @@ def learning_rate(config: OptimConfig, step: int, steps: int) -> float:
         return config.lr * step / config.warmup_steps
     if config.schedule == "constant":
         return config.lr
-    span = config.decay_steps or (max(1, steps // 5) if config.schedule == "wsd" else max(1, steps - config.warmup_steps))
+    span = config.decay_steps or (
+        max(1, steps // 5) if config.schedule == "wsd" else max(1, steps - config.warmup_steps)
+    )
     start = steps - span if config.schedule == "wsd" else config.warmup_steps
     done = min(1.0, max(0.0, (step - start) / span))
     shape = 0.5 * (1.0 + math.cos(math.pi * done)) if config.schedule == "cosine" else 1.0 - done
@@ -84,7 +87,7 @@ def local_square_sum(parallel: Parallel) -> Tensor:
 def _owns(grad: Tensor) -> bool:
     if not isinstance(grad, DTensor):
         return True  # plain gradients exist under DDP only, where dp_replicate is the only dimension that repeats
-    coordinate = grad.device_mesh.get_coordinate() or []
+    coordinate: list[int] = grad.device_mesh.get_coordinate() or []
     for placement, index in zip(grad.placements, coordinate, strict=True):
         assert not isinstance(placement, Partial), "settle_gradients() runs first"
         if isinstance(placement, Replicate) and index != 0:

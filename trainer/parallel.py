@@ -168,9 +168,7 @@ def _block_plan(*, sequence: bool) -> dict[str, ParallelStyle]:
     return plan | {
         "attention_norm": SequenceParallel(),
         "ffn_norm": SequenceParallel(),
-        "attention": PrepareModuleInput(
-            input_layouts=(Shard(1), None), desired_input_layouts=(Replicate(), None)
-        ),
+        "attention": PrepareModuleInput(input_layouts=(Shard(1), None), desired_input_layouts=(Replicate(), None)),
         "feed_forward": PrepareModuleInput(input_layouts=(Shard(1),), desired_input_layouts=(Replicate(),)),
     }
 

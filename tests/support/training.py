@@ -1,0 +1,79 @@
+"""Small training runs for tests: a corpus of three channels, and ranks that train a few steps in a layout."""
+
+from __future__ import annotations
+
+import hashlib
+from pathlib import Path
+from typing import Any
+
+from flashckpt.trainer.config import RunConfig, from_values
+
+
+def write_corpus(folder: Path) -> list[str]:
+    """Write a little real text and return the `data.source` that names it."""
+    import pydoc_data.topics
+
+    topics = sorted(pydoc_data.topics.topics.items())
+    for number, (name, text) in enumerate(topics):
+        channel = "ab"[number % 2]
+        (folder / channel).mkdir(parents=True, exist_ok=True)
+        (folder / channel / f"{name.replace('/', '_')}.txt").write_text(text)
+    return [f"even={folder}/a/*.txt", f"odd={folder}/b/*.txt"]
+
+
+def run_config(folder: Path, **sections: dict[str, Any]) -> RunConfig:
+    """Return a small run whose data, trace and checkpoints lie in `folder`; sections override it key by key."""
+    values: dict[str, dict[str, Any]] = {
+        "model": {"dim": 32, "layers": 4, "heads": 4, "kv_heads": 2, "ffn": 64},
+        "train": {"steps": 4, "seq_len": 16, "global_batch": 16, "micro_batch": 2, "device": "cpu"},
+        "optim": {"warmup_steps": 2},
+        "data": {"source": [f"text={folder}/text/*.txt"], "folder": str(folder / "tokens")},
+        "log": {"folder": str(folder / "log"), "every": 1000},
+    }
+    for section, content in sections.items():
+        values[section] = {**values.get(section, {}), **content}
+    return from_values(values)
+
+
+def train_rank(rank: int, values: dict[str, Any], steps: int) -> dict[str, Any]:
+    """Train `steps` steps in this rank without checkpoints; losses and norms as float.hex()."""
+    import os
+
+    from flashckpt.trainer.loop import Trainer, prepare, process_group
+
+    config = from_values(values)
+    layout = prepare(config, int(os.environ["WORLD_SIZE"]))
+    with process_group(config) as device:
+        trainer = Trainer(config, layout, device)
+        records = [trainer.one_step() for _ in range(steps)]
+        return {
+            "losses": [record.loss.hex() for record in records],
+            "norms": [record.norm.hex() for record in records],
+            "samples": [record.samples for record in records],
+            "channels": [record.channels for record in records],
+            "reporter": trainer.parallel.reporter,
+            "parameters": parameter_digest(trainer),
+        }
+
+
+def parameter_digest(trainer: Any) -> str:
+    """Return a digest of this rank's local parameters and optimizer state."""
+    import torch
+
+    from flashckpt.trainer.parallel import local_tensor
+
+    sha = hashlib.sha256()
+    for optimizer in trainer.optimizers:
+        for group in optimizer.param_groups:
+            for parameter in group["params"]:
+                state = optimizer.state.get(parameter, {})
+                for value in (parameter, *(state[key] for key in sorted(state))):
+                    sha.update(
+                        local_tensor(value.detach()).contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
+                    )
+    return sha.hexdigest()[:16]
+
+
+def floats(values: list[str]) -> list[float]:
+    """Return the numbers of float.hex() strings."""
+    return [float.fromhex(value) for value in values]

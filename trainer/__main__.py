@@ -1,0 +1,92 @@
+"""`python -m flashckpt.trainer --config FILE.toml [--section.key value ...]`, alone or under dlrun."""
+
+from __future__ import annotations
+
+import logging
+import os
+import sys
+from collections.abc import Sequence
+
+from flashckpt.errors import FlashckptError
+from flashckpt.trainer.config import RunConfig, read_config, to_toml
+from flashckpt.trainer.layout import resolve_layout
+
+USAGE = """Usage: python -m flashckpt.trainer [--config FILE.toml] [--section.key VALUE ...]
+
+  Train a Llama-like model on real text, in one process or under dlrun:
+
+    python -m flashckpt.trainer --config configs/tiny.toml
+    dlrun --nproc-per-node 8 -m flashckpt.trainer --config configs/3d.toml --train.steps 50
+
+Options:
+  --config FILE.toml     the run; every setting has a default
+  --section.key VALUE    override one setting, e.g. --parallel.tp 2
+  --print-config         print the resolved run as TOML, and end
+  --help                 this text
+
+Exit codes: 0 done, 75 stopped on request with state kept (start again to go on), 10 configuration,
+  11 layout, 12 data, 13 checkpoint root, 14 shared memory; others: docs/trainer.md.
+"""
+
+
+def main(words: Sequence[str] | None = None) -> int:
+    """Run the command line and return its exit code."""
+    logging.basicConfig(level=logging.INFO, format=f"[rank {os.environ.get('RANK', '0')}] %(name)s: %(message)s")
+    rest = list(sys.argv[1:] if words is None else words)
+    if "--help" in rest or "-h" in rest:
+        _say(USAGE)
+        return 0
+    try:
+        return _run(rest)
+    except FlashckptError as error:
+        if _speaks():
+            sys.stderr.write(f"{type(error).__name__}: {error}\n")
+            sys.stderr.flush()
+        return error.exit_code
+
+
+def _run(words: list[str]) -> int:
+    show = _take_flag(words, "--print-config")
+    config = read_config(_take_value(words, "--config"), words)
+    if show:
+        _say(to_toml(config))
+        return 0
+    resolve_layout(config, int(os.environ.get("WORLD_SIZE", "1")))  # refused before torch is imported
+    return _train(config)
+
+
+def _train(config: RunConfig) -> int:
+    from flashckpt.trainer.loop import train
+
+    return train(config)
+
+
+def _speaks() -> bool:
+    # Every rank meets the same error; one of them tells it.
+    return os.environ.get("RANK", "0") == "0"
+
+
+def _say(text: str) -> None:
+    if _speaks():
+        sys.stdout.write(text)
+
+
+def _take_flag(words: list[str], name: str) -> bool:
+    if name in words:
+        words.remove(name)
+        return True
+    return False
+
+
+def _take_value(words: list[str], name: str) -> str | None:
+    for i, word in enumerate(words):
+        if word == name and i + 1 < len(words):
+            del words[i]
+            return words.pop(i)
+        if word.startswith(f"{name}="):
+            return words.pop(i).partition("=")[2]
+    return None
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,259 @@
+"""The training loop. Its order is what makes a resume exact.
+
+1. next batch: behind the committed position of the sampler, which only a finished step moves
+2. forward and backward; loss, channel losses and gradient norm in one collective
+3. guard, clip by value, clip by norm, optimizer step or skip; the rate is a function of the step
+4. the step is finished: `Checkpointer.step` commits the position and takes the snapshot
+5. trace, evaluation, stop request
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import time
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from datetime import timedelta
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+from torch._C._distributed_c10d import HashStore
+
+from flashckpt.errors import RESUME_EXIT_CODE
+from flashckpt.trainer.config import RunConfig, compare, refuse_changes, to_values
+from flashckpt.trainer.corpus import prepare_corpus
+from flashckpt.trainer.data import TokenDataset, TrainingData, ids_digest
+from flashckpt.trainer.guard import Guard
+from flashckpt.trainer.layout import Layout, resolve_layout
+from flashckpt.trainer.metrics import ProgressLine, StepRecord, Trace, flops_per_token
+from flashckpt.trainer.model import name_seed
+from flashckpt.trainer.optim import build_optimizers, clamp_gradients, clip_gradients, learning_rate, set_rate
+from flashckpt.trainer.parallel import build_parallel
+from flashckpt.trainer.step import Totals, TrainStep
+
+if TYPE_CHECKING:
+    from flashckpt import Checkpointer
+
+logger = logging.getLogger(__name__)
+
+
+class RunRecord:
+    """The resolved configuration and the token count, recorded with every snapshot and compared on resume."""
+
+    flashckpt_replicated = True
+
+    def __init__(self, config: RunConfig) -> None:
+        self.config = config
+        self.tokens = 0
+        self.before: dict[str, Any] | None = None
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return plain values."""
+        return {"config": to_values(self.config), "tokens": self.tokens}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Keep what was recorded; refuse a run that cannot continue it.
+
+        Raises:
+            ConfigError: a dimension of the model, the sequence length or the seed differs.
+        """
+        self.before, self.tokens = dict(state["config"]), int(state["tokens"])
+        changes = compare(self.before, self.config)
+        refuse_changes(changes)
+        if os.environ.get("RANK", "0") == "0":
+            for change in changes:
+                level = logging.WARNING if change.severity == "warning" else logging.INFO
+                logger.log(level, "%s changed since the checkpoint: %r -> %r", change.key, change.before, change.now)
+
+
+class Trainer:
+    """One rank of one run.
+
+    Args:
+        config: The run.
+        layout: What `resolve_layout` gave for it.
+        device: This rank's device.
+    """
+
+    def __init__(self, config: RunConfig, layout: Layout, device: torch.device) -> None:
+        self.config, self.layout = config, layout
+        dataset = TokenDataset(config.data.folder, "train", config.train.seq_len)
+        self.parallel = build_parallel(config, layout, device)
+        self.optimizers = build_optimizers(config.optim, self.parallel.parts)
+        self.data = TrainingData(
+            dataset,
+            dp_rank=self.parallel.dp_rank,
+            dp_size=layout.dp,
+            global_batch=config.train.global_batch,
+            seed=config.train.seed,
+        )
+        self.train_step = TrainStep(
+            self.parallel, dataset.channels, config.train.seq_len, loss_parallel_on=config.parallel.loss_parallel
+        )
+        self.guard = Guard(config.guard)
+        self.record = RunRecord(config)
+        self.done = 0
+        self._seed_rng()
+
+    def _seed_rng(self) -> None:
+        # Without sequence parallelism the tensor-parallel ranks hold the same activations: same dropout.
+        tp = self.parallel.coordinate("tp") if self.config.parallel.sequence_parallel else 0
+        name = f"rng:{self.parallel.coordinate('pp')}:{self.parallel.dp_rank}:{tp}"
+        torch.manual_seed(name_seed(self.config.train.seed, name))
+
+    def run(self) -> int:
+        """Train to the last step; return the exit code (0, or 75: start me again)."""
+        ckpt = self._restore()
+        trace = Trace(self.config.log.folder, self.done) if self.parallel.reporter else None
+        progress = self._progress()
+        code = 0
+        try:
+            while self.done < self.config.train.steps:
+                record = self.one_step(ckpt)
+                if trace is not None:
+                    trace.write(record)
+                    progress.show(record, self._batch_tokens())
+                if ckpt is not None and ckpt.should_stop:
+                    code = RESUME_EXIT_CODE
+                    break
+        finally:
+            if trace is not None:
+                trace.close()
+        if ckpt is not None:
+            ckpt.wait()
+            ckpt.close()
+        return code
+
+    def one_step(self, ckpt: Checkpointer | None = None) -> StepRecord:
+        """Train one step and return what it was. Collective."""
+        began = time.perf_counter()
+        step = self.done + 1
+        batch = self.data.next()
+        samples = ids_digest(self.data.global_ids()) if self.parallel.reporter else ""
+        totals = self.train_step.backward(batch)
+        rate = learning_rate(self.config.optim, step, self.config.train.steps)
+        accepted = self._apply(totals, rate, step)
+        self.done = step
+        self.record.tokens += self._batch_tokens()
+        stall_ms = self._commit(ckpt, step)
+        return StepRecord(
+            step=step,
+            loss=totals.loss,
+            norm=totals.norm,
+            rate=rate,
+            tokens=self.record.tokens,
+            samples=samples,
+            channels=totals.channels,
+            skipped=not accepted,
+            seconds=time.perf_counter() - began,
+            stall_ms=stall_ms,
+        )
+
+    def _apply(self, totals: Totals, rate: float, step: int) -> bool:
+        if not self.guard.admit(totals.loss, totals.norm, step=step):
+            return False
+        clamp_gradients(self.parallel, self.config.optim.clip_value)
+        clip_gradients(self.parallel, totals.norm, self.config.optim.clip_norm)
+        set_rate(self.optimizers, rate)
+        for optimizer in self.optimizers:
+            optimizer.step()
+        self.guard.record(totals.loss)
+        return True
+
+    def _commit(self, ckpt: Checkpointer | None, step: int) -> float:
+        if ckpt is None:
+            self.data.sampler.commit()
+            return 0.0
+        began = time.perf_counter()
+        ckpt.step(step)  # commits the sampler's position, then records it with everything else
+        return (time.perf_counter() - began) * 1e3
+
+    def _restore(self) -> Checkpointer | None:
+        if not self.config.checkpoint.root:
+            return None
+        ckpt = self._checkpointer()
+        report = ckpt.restore()
+        self.done = 0 if report is None else report.step
+        return ckpt
+
+    def _checkpointer(self) -> Checkpointer:
+        from flashckpt import Checkpointer
+
+        settings = self.config.checkpoint
+        ckpt = Checkpointer(
+            settings.root,
+            snapshot_every=settings.snapshot_every,
+            persist_every=settings.persist_every,
+            keep_last=settings.keep_last,
+            job=settings.job or None,
+        )
+        ckpt.track(
+            model=self.parallel.parts,
+            optimizer=self.optimizers,
+            sampler=self.data.sampler,
+            rng=True,
+            run=self.record,
+            guard=self.guard,
+            mesh=self.parallel.mesh,
+        )
+        return ckpt
+
+    def _batch_tokens(self) -> int:
+        return self.config.train.global_batch * self.config.train.seq_len
+
+    def _progress(self) -> ProgressLine:
+        return ProgressLine(
+            steps=self.config.train.steps,
+            every=self.config.log.every,
+            peak_tflops=self.config.log.peak_tflops,
+            flops=flops_per_token(self.config.model, self.config.train.seq_len),
+            world=self.layout.world,
+        )
+
+
+def prepare(config: RunConfig, world: int) -> Layout:
+    """Check everything that can be wrong before a process group exists, and prepare the corpus.
+
+    Raises:
+        LayoutError: the layout does not divide.
+        DataError: the corpus is missing or empty.
+    """
+    layout = resolve_layout(config, world)
+    prepare_corpus(config.data.folder, config.data.source, config.data.holdout_every)
+    TokenDataset(config.data.folder, "train", config.train.seq_len)
+    return layout
+
+
+def train(config: RunConfig) -> int:
+    """Train this rank of a run to its end and return the exit code."""
+    layout = prepare(config, int(os.environ.get("WORLD_SIZE", "1")))
+    with process_group(config) as device:
+        return Trainer(config, layout, device).run()
+
+
+@contextmanager
+def process_group(config: RunConfig) -> Iterator[torch.device]:
+    """Join the process group (or make one of a single rank) and yield this rank's device."""
+    wanted = config.train.device
+    device = torch.device("cuda" if wanted == "cuda" or (wanted == "auto" and torch.cuda.is_available()) else "cpu")
+    if device.type == "cuda":
+        device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")) % torch.cuda.device_count())
+        torch.cuda.set_device(device)
+    else:
+        torch.set_num_threads(1)
+    torch.use_deterministic_algorithms(config.train.deterministic)
+    if dist.is_initialized():
+        yield device
+        return
+    timeout = timedelta(seconds=config.parallel.timeout_s)
+    backend = "nccl" if device.type == "cuda" else "gloo"
+    if "RANK" in os.environ:
+        dist.init_process_group(backend, timeout=timeout)
+    else:
+        dist.init_process_group(backend, store=HashStore(), rank=0, world_size=1, timeout=timeout)
+    try:
+        yield device
+    finally:
+        dist.destroy_process_group()

@@ -1,0 +1,131 @@
+"""One forward and backward over the micro-batches of a step, in any layout, and its totals in one collective."""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import warnings
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor.parallel import loss_parallel
+
+from flashckpt.trainer.data import Batch
+from flashckpt.trainer.model import per_token_loss
+from flashckpt.trainer.optim import local_square_sum, settle_gradients
+from flashckpt.trainer.parallel import Parallel, set_gradient_sync
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Totals:
+    """What every rank knows after backward, the same on all: loss in nats per token, gradient norm, loss per channel."""
+
+    loss: float
+    norm: float
+    channels: dict[str, float]
+
+
+class TrainStep:
+    """Runs forward and backward; the optimizer is the caller's.
+
+    Args:
+        parallel: This rank's parts.
+        channels: Names of the data channels, in the order of their numbers.
+        seq_len: Tokens of a sample.
+        loss_parallel_on: Whether logits stay sharded over the vocabulary.
+    """
+
+    def __init__(
+        self, parallel: Parallel, channels: Sequence[str], seq_len: int, *, loss_parallel_on: bool = False
+    ) -> None:
+        self._parallel, self._channels, self._tokens = parallel, list(channels), seq_len
+        self._sharded_loss = loss_parallel_on and parallel.layout.tp > 1
+        self._schedule: Any = parallel.schedule(self._loss) if parallel.layout.pp > 1 else None
+        self._parts: list[tuple[Tensor, Tensor]] = []  # (summed loss, channel) per sample, one entry per micro-batch
+
+    def backward(self, batch: Batch) -> Totals:
+        """Leave the gradients of the global batch in the parameters and return the totals of the step. Collective."""
+        self._parts.clear()
+        for parameter in self._parallel.parameters():
+            parameter.grad = None
+        tokens, targets = batch.tokens.to(self._parallel.device), batch.targets.to(self._parallel.device)
+        with self._context():
+            if self._schedule is None:
+                self._accumulate(tokens, targets)
+            else:
+                self._run_schedule(tokens, targets, backward=True)
+        settle_gradients(self._parallel)
+        return self._reduce(local_square_sum(self._parallel))
+
+    @torch.no_grad()
+    def evaluate(self, batch: Batch) -> dict[str, float]:
+        """Return the loss per channel in nats per token, without gradients. Collective."""
+        self._parts.clear()
+        tokens, targets = batch.tokens.to(self._parallel.device), batch.targets.to(self._parallel.device)
+        with self._context():
+            if self._schedule is None:
+                for x, y in self._micro(tokens, targets):
+                    self._loss(self._parallel.parts[0](x), y)
+            else:
+                self._run_schedule(tokens, targets, backward=False)
+        return self._reduce(torch.zeros((), dtype=torch.float64, device=self._parallel.device)).channels
+
+    @contextmanager
+    def _context(self) -> Iterator[None]:
+        with warnings.catch_warnings(), loss_parallel() if self._sharded_loss else contextlib.nullcontext():
+            # The logits of a tensor-parallel head are a view of a DTensor; the loss never writes into them.
+            warnings.filterwarnings("ignore", message="FSDP2-wrapped module .* returned a view")
+            yield
+
+    def _micro(self, tokens: Tensor, targets: Tensor) -> list[tuple[Tensor, Tensor]]:
+        count = self._parallel.layout.micro_batches
+        return list(zip(tokens.chunk(count), targets.chunk(count), strict=True))
+
+    def _accumulate(self, tokens: Tensor, targets: Tensor) -> None:
+        part = self._parallel.parts[0]
+        pairs = self._micro(tokens, targets)
+        for number, (x, y) in enumerate(pairs):
+            set_gradient_sync(part, sync=number == len(pairs) - 1)
+            (self._loss(part(x), y) / len(pairs)).backward()  # type: ignore[no-untyped-call]  # untyped in torch
+
+    def _run_schedule(self, tokens: Tensor, targets: Tensor, *, backward: bool) -> None:
+        run = self._schedule.step if backward else self._schedule.eval
+        first, last = self._parallel.has_first, self._parallel.has_last
+        inputs = (tokens,) if first else ()
+        run(*inputs, target=targets if last else None, losses=[] if last else None)
+
+    def _loss(self, logits: Tensor, targets: Tensor) -> Tensor:
+        losses = per_token_loss(logits, targets[:, :-1])
+        with torch.no_grad():
+            whole = losses.full_tensor() if isinstance(losses, DTensor) else losses
+            per_sample = whole.detach().double().view(targets.shape[0], -1).sum(1)
+            self._parts.append((per_sample, targets[:, -1]))
+        return losses.mean()
+
+    def _channel_sums(self) -> Tensor:
+        """Return loss sums and token counts per channel, (2, C); zero where another rank reports them."""
+        sums = torch.zeros(2, len(self._channels), dtype=torch.float64, device=self._parallel.device)
+        if self._parallel.has_last and self._parallel.coordinate("tp") == 0:
+            # A pipeline calls the loss once more beforehand, on empty tensors, to learn its shape.
+            for losses, channel in self._parts[-self._parallel.layout.micro_batches :]:
+                sums[0].index_add_(0, channel, losses)
+                sums[1].index_add_(0, channel, torch.full_like(losses, self._tokens))
+        return sums
+
+    def _reduce(self, square_sum: Tensor) -> Totals:
+        # Everything in one all-reduce over the world: the ranks then hold the same bits and decide alike.
+        vector = torch.cat([self._channel_sums().flatten(), square_sum.reshape(1)])
+        dist.all_reduce(vector)
+        *flat, square = vector.tolist()
+        sums, counts = flat[: len(self._channels)], flat[len(self._channels) :]
+        return Totals(
+            loss=sum(sums) / max(1.0, sum(counts)),
+            norm=math.sqrt(square) if square >= 0 else math.nan,
+            channels={n: s / c for n, s, c in zip(self._channels, sums, counts, strict=True) if c},
+        )
