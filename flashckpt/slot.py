@@ -114,6 +114,7 @@ def choose_slot(
     *,
     pinned: Collection[int],
     common: Collection[tuple[int, int]],
+    hopeless: Collection[tuple[int, int]] = (),
     superseded: tuple[int, int] | None = None,
 ) -> int | None:
     """Return the slot that the next snapshot may overwrite, or None: skip it and count it (invariant M1).
@@ -125,6 +126,7 @@ def choose_slot(
         headers: One per slot.
         pinned: Slots under a reader's lease or being written; never chosen.
         common: Identities that every rank of the job is known to hold COMPLETE.
+        hopeless: Identities that can never become common (`watermark.Known`): they protect nothing.
         superseded: Identity of a committed checkpoint this life was restored from; COMPLETE
             slots at or before it are free.
     """
@@ -138,6 +140,7 @@ def choose_slot(
         if i not in pinned
         and (
             (newest_common is not None and h.identity < newest_common)
+            or h.identity in hopeless
             or (superseded is not None and h.identity <= superseded)
         )
     ]

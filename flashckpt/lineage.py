@@ -1,0 +1,89 @@
+"""Which snapshots every rank holds, which one is newest, and which were abandoned. Pure.
+
+Restoring (g, s) abandons every (g' <= g, step > s), and whole generations between g and the new one. A
+generation's record names its parent, the identity it was restored from. None (a fresh start, or a life that
+ended before it had restored) abandons nothing: a claim alone must never hide a snapshot.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SlotRecord:
+    """One COMPLETE slot as its node publishes it.
+
+    Attributes:
+        rank: Global rank that took it.
+        node: Where it lies.
+        generation, step: Identity of the snapshot.
+        world_size: Ranks of its worker group.
+        layout_hash: Of its segment.
+        parent: What its generation was restored from.
+    """
+
+    rank: int
+    node: int
+    generation: int
+    step: int
+    world_size: int
+    layout_hash: int = 0
+    parent: tuple[int, int] | None = None
+
+    @property
+    def identity(self) -> tuple[int, int]:
+        """(generation, step)."""
+        return self.generation, self.step
+
+
+class HasLineage(Protocol):
+    """What is looked at in a generation record."""
+
+    @property
+    def generation(self) -> int:
+        """Number of the worker group's life."""
+
+    @property
+    def parent(self) -> tuple[int, int] | None:
+        """What it was restored from; None for a fresh start, or if it never came to restore."""
+
+
+def common(records: Iterable[SlotRecord], world_size: int | None = None) -> list[tuple[int, int]]:
+    """Return the identities that every rank of their worker group holds, newest first.
+
+    Args:
+        records: COMPLETE slots of all nodes; several of one rank (replicas) count once.
+        world_size: Only identities taken by a worker group of this size; any if None.
+    """
+    ranks: dict[tuple[tuple[int, int], int], set[int]] = defaultdict(set)
+    for record in records:
+        ranks[record.identity, record.world_size].add(record.rank)
+    found = {
+        identity
+        for (identity, size), held in ranks.items()
+        if size > 0 and held >= set(range(size)) and (world_size is None or size == world_size)
+    }
+    return sorted(found, reverse=True)
+
+
+def is_abandoned(identity: tuple[int, int], generations: Iterable[HasLineage]) -> bool:
+    """Return whether a later generation was restored from before `identity`."""
+    generation, step = identity
+    for record in generations:
+        if record.generation <= generation or record.parent is None:
+            continue
+        parent_generation, parent_step = record.parent
+        if parent_generation < generation:  # restored from before this generation: all of it was abandoned
+            return True
+        if step > parent_step:
+            return True
+    return False
+
+
+def newest(identities: Iterable[tuple[int, int]], generations: Sequence[HasLineage] = ()) -> tuple[int, int] | None:
+    """Return the identity of the highest generation, then the highest step, that was not abandoned."""
+    return max((i for i in identities if not is_abandoned(i, generations)), default=None)
