@@ -96,7 +96,7 @@ class MemorySource:
     """One slot of a segment on this node, held by a lease while this object lives.
 
     Args:
-        segment: An attached segment; it must outlive this object.
+        segment: An attached segment; it may be closed afterwards.
         slot: Index of the slot.
         identity: (generation, step) that the slot must hold; any if None.
 
@@ -109,12 +109,11 @@ class MemorySource:
 
     def __init__(self, segment: Segment, slot: int, *, identity: tuple[int, int] | None = None) -> None:
         self._pin: Pin | None = segment.pin(slot)
-        self._segment, self._slot = segment, slot
+        self._slot = slot
         self.meter = Meter()
         self.name = f"rank {segment.spec.rank} (memory)"
         if self._pin is None:
             raise self._gone("it holds no complete snapshot any more")
-        self._sequence = self._pin.header.sequence
         try:
             self.manifest = self._pin.manifest()
         except BaseException:
@@ -162,7 +161,7 @@ class MemorySource:
 
     def check(self) -> None:
         """See Source: the header is read again (a lease holds writers off, but is never the proof)."""
-        if self._segment.header(self._slot).sequence != self._sequence:
+        if self._pin is None or not self._pin.is_current():
             raise self._gone("it was overwritten while it was read")
 
     def close(self) -> None:

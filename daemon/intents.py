@@ -1,0 +1,246 @@
+"""Which snapshot is persisted next: one decision for the whole job, kept as small objects on the root.
+
+Daemons that skip on their own diverge and commit next to nothing. So one *intent* is open at a time:
+every daemon persists exactly that snapshot and keeps its slots pinned until MANIFEST or an abandon mark
+exists. While none is open, every daemon pins a candidate and says so in its *ready* record; once all
+pin the same snapshot, the leader (the node of the lowest rank) opens the intent. The others take over
+by themselves when it does not. All writes are conditional or idempotent, so two leaders do no harm.
+
+    intents/g000003-s000000120             the intent
+    intents/g000003-s000000120.abandoned   it will never be committed
+    intents/ready-g000003/r00008           what the node whose lowest rank is 8 has pinned
+
+The upper half is pure; `IntentStore` does the I/O.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import msgpack
+
+from flashckpt.errors import DamagedError, ObjectMissingError
+from flashckpt.store import Store
+
+Identity = tuple[int, int]
+PREFIX = "intents/"
+_KEY = re.compile(r"^intents/g(\d{6,})-s(\d{9,})(\.abandoned)?$")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Intent:
+    """One snapshot that every daemon of the job persists.
+
+    Args:
+        generation: Of the snapshot.
+        step: Of the snapshot.
+        writers: Ranks whose slots make it up.
+        reason: "policy", "request" (failure, stop, end) or "orphaned" (nobody lives any more).
+    """
+
+    generation: int
+    step: int
+    writers: tuple[int, ...]
+    reason: str = "policy"
+
+    @property
+    def identity(self) -> Identity:
+        """(generation, step)."""
+        return self.generation, self.step
+
+    @property
+    def key(self) -> str:
+        """Its object on the root."""
+        return intent_key(self.identity)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Ready:
+    """What one node offers while no intent is open.
+
+    Args:
+        ranks: Ranks whose slots lie on this node; the lowest one names the node.
+        world_size: Of their worker group.
+        pinned: The snapshot it holds pinned, None while it waits for one.
+        at_least: It asks all nodes for the first persist step from (generation, step) on: the highest wins.
+        complete: All snapshots that every rank of this node holds now.
+        urgent: It was asked to persist now: any common snapshot will do, not only one of a persist step.
+    """
+
+    ranks: tuple[int, ...]
+    world_size: int
+    pinned: Identity | None = None
+    at_least: Identity = (0, 0)
+    complete: tuple[Identity, ...] = ()
+    urgent: bool = False
+
+
+def intent_key(identity: Identity) -> str:
+    """Return the key of the intent of one snapshot."""
+    return f"{PREFIX}g{identity[0]:06d}-s{identity[1]:09d}"
+
+
+def covers_world(readies: Collection[Ready]) -> bool:
+    """Return whether the nodes together hold every rank of one world."""
+    worlds = {ready.world_size for ready in readies}
+    ranks = {rank for ready in readies for rank in ready.ranks}
+    return len(worlds) == 1 and ranks == set(range(worlds.pop()))
+
+
+def choose_intent(readies: Collection[Ready], floor: Identity = (0, 0)) -> tuple[Identity, str] | None:
+    """Return the snapshot to open an intent for and the reason, or None while the nodes do not agree yet.
+
+    With an urgent request the newest snapshot that all nodes hold is taken; else all must have pinned the
+    same. Nothing at or below `floor` (committed or given up) is chosen again.
+    """
+    if not covers_world(readies):
+        return None
+    if any(ready.urgent for ready in readies):
+        shared = set.intersection(*({*ready.complete} for ready in readies))
+        best = max(shared, default=floor)
+        return (best, "request") if best > floor else None
+    pinned = {ready.pinned for ready in readies}
+    (only,) = pinned if len(pinned) == 1 else (None,)
+    return None if only is None or only <= floor else (only, "policy")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Search:
+    """How one node looks for the snapshot that all nodes can pin.
+
+    Args:
+        target: It wants the first persist step from here on; the highest target of all nodes wins.
+        misses: How often a target was already overwritten here when this node heard of it.
+    """
+
+    target: Identity = (0, 0)
+    misses: int = 0
+
+
+def next_candidate(
+    search: Search,
+    *,
+    flagged: Sequence[Identity],
+    newest: Identity,
+    floor: Identity,
+    others: Collection[Ready],
+    spacing: int = 1,
+) -> tuple[Search, Identity | None]:
+    """Return how to go on and what to pin now (None: wait).
+
+    A target that this node hears of before reaching it is safe: the first persist step from there on is
+    the same one on every node. A target that it has overwritten already is answered by one that lies
+    ahead, twice as far with each miss, until all nodes hear of it in time.
+
+    Args:
+        search: Result of the last call; a new one after each intent.
+        flagged: Complete snapshots of persist steps on this node, ascending.
+        newest: The newest complete snapshot of any kind.
+        floor: Only snapshots above this count (committed or given up).
+        others: Ready records of the other nodes.
+        spacing: Steps between two persist steps, as far as seen.
+    """
+    usable = [identity for identity in flagged if identity > floor]
+    if not others:
+        best = max(usable, default=None)
+        return replace(search, target=best or search.target), best
+    heard = max((ready.at_least for ready in others), default=(0, 0))
+    if heard > max(search.target, floor):
+        if heard not in usable and newest >= heard:
+            ahead = (newest[0], newest[1] + spacing * 2 ** min(search.misses, 16))
+            return Search(target=max(ahead, heard), misses=search.misses + 1), None
+        search = replace(search, target=heard)
+    if search.target <= floor:
+        best = max(usable, default=None)
+        return replace(search, target=best or search.target), best
+    return search, next((identity for identity in usable if identity >= search.target), None)
+
+
+class IntentStore:
+    """Intents and ready records on one root. Errors are the store's (RootError, StoreError)."""
+
+    def __init__(self, store: Store) -> None:
+        self._store = store
+
+    def listed(self) -> tuple[list[Identity], set[Identity]]:
+        """Return the identities of all intents, ascending, and which of them have an abandon mark (one listing)."""
+        intents: set[Identity] = set()
+        abandoned: set[Identity] = set()
+        for info in self._store.list(PREFIX):
+            if match := _KEY.match(info.key):
+                (abandoned if match[3] else intents).add((int(match[1]), int(match[2])))
+        return sorted(intents), abandoned
+
+    def open(self, intent: Intent) -> bool:
+        """Write the intent unless it exists; True if this call did."""
+        fields = {"writers": list(intent.writers), "reason": intent.reason}
+        return self._store.put_if_absent(intent.key, bytes(msgpack.packb(fields)))
+
+    def read(self, identity: Identity) -> Intent | None:
+        """Return one intent, None where it is gone (closed and cleared)."""
+        key = intent_key(identity)
+        try:
+            fields = msgpack.unpackb(self._store.get(key))
+            writers = tuple(int(rank) for rank in fields["writers"])
+            return Intent(generation=identity[0], step=identity[1], writers=writers, reason=str(fields["reason"]))
+        except ObjectMissingError:
+            return None
+        except (ValueError, KeyError, TypeError, msgpack.UnpackException) as error:
+            raise DamagedError(f"An intent is damaged: {key}", found=str(error)) from error
+
+    def abandon(self, identity: Identity, why: str) -> None:
+        """Mark an intent that can never be committed, e.g. since a snapshot of it is gone from memory."""
+        self._store.put_if_absent(f"{intent_key(identity)}.abandoned", why.encode())
+
+    def is_abandoned(self, identity: Identity) -> bool:
+        """Return whether the mark is there."""
+        return self._store.head(f"{intent_key(identity)}.abandoned") is not None
+
+    def clear(self, up_to: Identity) -> None:
+        """Remove intents and marks below `up_to`: they are closed."""
+        for info in self._store.list(PREFIX):
+            if (match := _KEY.match(info.key)) and (int(match[1]), int(match[2])) < up_to:
+                self._store.delete(info.key)
+
+    def publish(self, generation: int, ready: Ready) -> None:
+        """Put this node's ready record."""
+        fields = {name: getattr(ready, name) for name in Ready.__slots__}
+        self._store.put(f"{_ready_prefix(generation)}r{min(ready.ranks):05d}", bytes(msgpack.packb(fields)))
+
+    def readies(self, generation: int) -> list[Ready]:
+        """Return the ready records of all nodes."""
+        found = []
+        for info in self._store.list(_ready_prefix(generation)):
+            try:
+                found.append(_decode_ready(self._store.get(info.key)))
+            except ObjectMissingError:
+                continue
+        return found
+
+    def clear_ready(self, generation: int) -> None:
+        """Remove the ready records of a generation."""
+        for info in self._store.list(_ready_prefix(generation)):
+            self._store.delete(info.key)
+
+
+def _ready_prefix(generation: int) -> str:
+    return f"{PREFIX}ready-g{generation:06d}/"
+
+
+def _decode_ready(data: bytes) -> Ready:
+    try:
+        fields: dict[str, Any] = msgpack.unpackb(data)
+        pinned = fields["pinned"]
+        return Ready(
+            ranks=tuple(fields["ranks"]),
+            world_size=int(fields["world_size"]),
+            pinned=None if pinned is None else (int(pinned[0]), int(pinned[1])),
+            at_least=(int(fields["at_least"][0]), int(fields["at_least"][1])),
+            complete=tuple((int(g), int(s)) for g, s in fields["complete"]),
+            urgent=bool(fields["urgent"]),
+        )
+    except (ValueError, KeyError, TypeError, IndexError, msgpack.UnpackException) as error:
+        raise DamagedError("A ready record of a node is damaged", found=str(error)) from error

@@ -1,0 +1,70 @@
+"""What wakes the daemon: inotify on small directories, polling where that fails. Never what it believes.
+
+The daemon's truth is a scan of slot headers each second; an event only makes the next scan come sooner.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Sequence
+from pathlib import Path
+
+from watchdog.events import FileSystemEvent, FileSystemEventHandler
+from watchdog.observers import Observer
+from watchdog.observers.api import BaseObserver
+from watchdog.observers.polling import PollingObserver
+
+_log = logging.getLogger(__name__)
+_WAKING = ("created", "modified", "moved", "closed")
+
+
+class Wakeup(FileSystemEventHandler):
+    """An event that files in `folders` set; `wait` returns at the first of them or after its time.
+
+    Args:
+        folders: Existing directories; not watched recursively.
+        poll_s: Seconds between two looks where inotify cannot be had.
+    """
+
+    def __init__(self, folders: Sequence[Path], *, poll_s: float = 0.2) -> None:
+        super().__init__()
+        self._event = threading.Event()
+        self._folders, self._poll_s = folders, poll_s
+        self.is_polling = False
+        self._observer = self._started(Observer())
+
+    def wait(self, timeout_s: float) -> bool:
+        """Wait at most `timeout_s` seconds; True if something happened."""
+        woken = self._event.wait(timeout_s)
+        self._event.clear()
+        return woken
+
+    def wake(self) -> None:
+        """Make the current or next `wait` return."""
+        self._event.set()
+
+    def close(self) -> None:
+        """Stop the observer and join its thread."""
+        self._observer.stop()
+        self._observer.join()
+
+    def on_any_event(self, event: FileSystemEvent) -> None:
+        """Wake on every change; opening or reading a file is none."""
+        if event.event_type in _WAKING:
+            self._event.set()
+
+    def _started(self, observer: BaseObserver) -> BaseObserver:
+        try:
+            self._schedule(observer)
+        except OSError as error:  # no inotify instance or watch left, or not supported here
+            _log.warning("inotify is not available (%s): looking for changes every %s s", error, self._poll_s)
+            self.is_polling = True
+            observer = PollingObserver(timeout=self._poll_s)
+            self._schedule(observer)
+        return observer
+
+    def _schedule(self, observer: BaseObserver) -> None:
+        for folder in self._folders:
+            observer.schedule(self, str(folder), recursive=False)
+        observer.start()
