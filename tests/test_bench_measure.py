@@ -33,8 +33,13 @@ def test_interleaved_cases_take_turns_and_no_case_is_always_first() -> None:
     assert {one[0] for one in rounds[1:]} == {"a", "b", "c"}
 
 
+def nap() -> int:
+    time.sleep(0.02)
+    return 7
+
+
 def test_timings_hold_wall_and_cpu_and_result() -> None:
-    asleep = measure.timed(lambda: [time.sleep(0.02), 7][1])
+    asleep = measure.timed(nap)
     assert asleep.wall_s >= 0.02
     assert asleep.value == 7
     busy = measure.timed(lambda: sum(range(3_000_000)))

@@ -5,14 +5,11 @@ takes host memory along (the node is lost) and is restored from storage, the oth
 from memory. In between, work is done in snapshot periods of `snapshot_s` useful seconds plus a
 stall; every `persist_every`-th snapshot is persisted beside training.
 
-For one tier with period S (wall time), failure rate l, restart time R and a delay D until a captured
-state can be restored, the expected wall time per period is exactly
-
-    E = (1/l + R') (exp(l S) - 1) exp(l D),        R' = (exp(l R) - 1) / l
-
-(R' is a restart that may itself be struck). The memory tier gives the mean wall time per unit of
-running, which stretches the storage tier's period and delay; the storage tier is the same formula
-again. docs/benchmarking.md derives it; the tests hold it to a Monte-Carlo simulation.
+The expectation is that of a Markov chain over snapshot periods, each of which ends in success, in a process failure
+(the same period again) or in a lost node (back to the last committed checkpoint); restarts can be struck themselves.
+With one tier it is Daly's (1/l + R) (exp(l S) - 1). What is captured can be restored only after a delay D, and a
+failure within it costs one more period: a factor exp(l D). docs/benchmarking.md derives it; the tests hold it to a
+Monte-Carlo simulation that shares no formula with it.
 """
 
 from __future__ import annotations
@@ -125,26 +122,45 @@ def expected_s(work_s: float, rate: float) -> float:
     return math.expm1(rate * work_s) / rate if rate > 0 else work_s
 
 
-def _tier_s(period_s: float, delay_s: float, rate: float, restart_s: float, stretch: float = 1.0) -> float:
-    """Return the expected wall time per period of one tier (the formula of the module)."""
-    exponent = rate * stretch * (period_s + delay_s)
-    if exponent > _HUGE or math.isinf(stretch) or math.isinf(restart_s):
-        return math.inf
-    per_failure = stretch * period_s if rate <= 0 else math.expm1(rate * stretch * period_s) / rate
-    attempts = math.expm1(rate * stretch * period_s)
-    return (per_failure + restart_s * attempts) * math.exp(rate * stretch * delay_s)
+@dataclass(frozen=True, slots=True)
+class _Restart:
+    """Expected seconds of a restart from memory, its chance to end in a lost node, seconds of one from storage."""
+
+    memory_s: float
+    lost: float
+    storage_s: float
+
+
+def _restart(failures: Failures, costs: Costs) -> _Restart:
+    """Return what a restart really takes: a failure during it starts it again, a lost node turns it into the long one."""
+    rate = failures.memory_rate + failures.storage_rate
+    struck = -math.expm1(-rate * costs.restart_memory_s)
+    through = 1 - struck * failures.memory_rate / rate
+    return _Restart(
+        memory_s=struck / rate / through,
+        lost=struck * failures.storage_rate / rate / through,
+        storage_s=expected_s(costs.restart_storage_s, rate),
+    )
 
 
 def running_share(failures: Failures, costs: Costs) -> float:
     """Return the share of wall time that is not spent in restarts (work, stall and recompute together)."""
-    memory, storage = failures.memory_rate, failures.storage_rate
-    rate = memory + storage
-    from_storage_s = expected_s(costs.restart_storage_s, rate)
-    struck = -math.expm1(-rate * costs.restart_memory_s)  # a restart from memory is struck before it is through
-    again = struck * memory / rate
-    from_memory_s = (struck / rate) / (1 - again)
-    node_lost = (struck * storage / rate) / (1 - again)
-    return 1 / (1 + memory * (from_memory_s + node_lost * from_storage_s) + storage * from_storage_s)
+    restart = _restart(failures, costs)
+    after_process_s = restart.memory_s + restart.lost * restart.storage_s
+    return 1 / (1 + failures.memory_rate * after_process_s + failures.storage_rate * restart.storage_s)
+
+
+def _snapshot_period(failures: Failures, costs: Costs, period_s: float) -> tuple[float, float]:
+    """Return (expected seconds, -log of the chance of success) of one period, until it is through or a node is lost."""
+    restart = _restart(failures, costs)
+    rate = failures.memory_rate + failures.storage_rate
+    struck = -math.expm1(-rate * period_s)
+    process = struck * failures.memory_rate / rate
+    through = 1 - process * (1 - restart.lost)
+    seconds = (struck / rate + process * restart.memory_s) / through
+    # A failure before the newest snapshot is staged costs one more period, in time and in exposure.
+    again = math.exp(min(_HUGE, failures.memory_rate * costs.staged_s))
+    return seconds * again, max(0.0, rate * period_s + math.log(through)) * again
 
 
 def forecast(failures: Failures, costs: Costs, *, snapshot_s: float, persist_every: int) -> Forecast:
@@ -157,24 +173,21 @@ def forecast(failures: Failures, costs: Costs, *, snapshot_s: float, persist_eve
         persist_every: Snapshots per persist, at least 1. Exact for `persist_s` up to the persist interval: a persist
             that takes longer delays the next one, which the caller has to rule out (`best` does).
     """
-    period_s = snapshot_s + costs.stall_s
-    memory_restart_s = expected_s(costs.restart_memory_s, failures.memory_rate)
-    per_snapshot_s = _tier_s(period_s, costs.staged_s, failures.memory_rate, memory_restart_s)
-    stretch = per_snapshot_s / period_s
-    wall_s = _tier_s(
-        persist_every * period_s + costs.persist_stall_s,
-        # The persist itself runs in wall time; only the period is stretched by process failures.
-        (costs.persist_s + costs.staged_s) / stretch if math.isfinite(stretch) else math.inf,
-        failures.storage_rate,
-        expected_s(costs.restart_storage_s, failures.memory_rate + failures.storage_rate),
-        stretch,
-    )
+    stall_s = costs.stall_s + costs.persist_stall_s / persist_every
+    seconds, exposure = _snapshot_period(failures, costs, snapshot_s + stall_s)
+    storage_s = _restart(failures, costs).storage_s
+    delay = failures.storage_rate * (costs.persist_s + costs.staged_s)
+    if persist_every * exposure + delay > _HUGE or math.isinf(storage_s):
+        wall_s = math.inf
+    else:
+        lost = -math.expm1(-exposure)
+        attempts = math.expm1(persist_every * exposure)
+        visits = attempts / lost if lost > 0 else persist_every
+        wall_s = (seconds * visits + storage_s * attempts) * math.exp(delay)
     running = running_share(failures, costs)
-    goodput = persist_every * snapshot_s / wall_s
-    stall = (persist_every * costs.stall_s + costs.persist_stall_s) / wall_s
-    return Forecast(
-        goodput=goodput, stall=stall, recompute=max(0.0, running - goodput - stall), restart=1 - running
-    )
+    goodput, stall = persist_every * snapshot_s / wall_s, persist_every * stall_s / wall_s
+    recompute = max(0.0, running - goodput - stall)
+    return Forecast(goodput=goodput, stall=stall, recompute=recompute, restart=1 - running)
 
 
 def best(

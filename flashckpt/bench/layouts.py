@@ -1,0 +1,315 @@
+"""Shard tables of real models from their hyper-parameters and a TP x PP x DP x ZeRO layout. Pure, torch-free.
+
+The state is what mixed-precision training keeps: bfloat16 weights and float32 master weights, first and second
+moments, 14 bytes per parameter. Boxes follow torch's own parallelism: TP cuts rows or columns, ZeRO / FSDP cuts the
+TP-local box along dimension 0, pipeline stages hold consecutive layers. Ranks count TP fastest, then DP, then PP.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Collection, Iterator
+from dataclasses import dataclass, replace
+from functools import cache
+
+from flashckpt.errors import LayoutError
+from flashckpt.layout import Shard
+
+BYTES_PER_PARAMETER = 14
+WEIGHT = ("model.{}", "bfloat16")
+OPTIMIZER = (
+    ("optimizer.{}.master", "float32"),
+    ("optimizer.{}.exp_avg", "float32"),
+    ("optimizer.{}.exp_avg_sq", "float32"),
+)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Tensor:
+    """One weight: name, global shape, the dimension TP cuts (None: every TP rank holds it), and its layer.
+
+    `layer` is -1 for what the first pipeline stage holds and `layers` for what the last one holds.
+    """
+
+    name: str
+    shape: tuple[int, ...]
+    tp_dim: int | None
+    layer: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Model:
+    """A Llama-like dense transformer; untied embedding and output, no biases."""
+
+    name: str
+    layers: int
+    hidden: int
+    ffn: int
+    kv: int
+    vocab: int
+
+    def tensors(self) -> Iterator[Tensor]:
+        """Yield every weight; `kv` is the width of the key and of the value projection."""
+        yield Tensor(name="tok_embeddings.weight", shape=(self.vocab, self.hidden), tp_dim=0, layer=-1)
+        for layer in range(self.layers):
+            for name, shape, tp_dim in (
+                ("attention.wq.weight", (self.hidden, self.hidden), 0),
+                ("attention.wk.weight", (self.kv, self.hidden), 0),
+                ("attention.wv.weight", (self.kv, self.hidden), 0),
+                ("attention.wo.weight", (self.hidden, self.hidden), 1),
+                ("feed_forward.w1.weight", (self.ffn, self.hidden), 0),
+                ("feed_forward.w2.weight", (self.hidden, self.ffn), 1),
+                ("feed_forward.w3.weight", (self.ffn, self.hidden), 0),
+                ("attention_norm.weight", (self.hidden,), None),
+                ("ffn_norm.weight", (self.hidden,), None),
+            ):
+                yield Tensor(name=f"layers.{layer}.{name}", shape=shape, tp_dim=tp_dim, layer=layer)
+        yield Tensor(name="norm.weight", shape=(self.hidden,), tp_dim=None, layer=self.layers)
+        yield Tensor(name="output.weight", shape=(self.vocab, self.hidden), tp_dim=0, layer=self.layers)
+
+    @property
+    def parameters(self) -> int:
+        """Number of parameters, counted over `tensors`."""
+        return sum(math.prod(tensor.shape) for tensor in self.tensors())
+
+
+MODELS = {
+    "llama3-8b": Model(name="llama3-8b", layers=32, hidden=4096, ffn=14336, kv=1024, vocab=128256),
+    "llama3-70b": Model(name="llama3-70b", layers=80, hidden=8192, ffn=28672, kv=1024, vocab=128256),
+    "llama3-405b": Model(name="llama3-405b", layers=126, hidden=16384, ffn=53248, kv=1024, vocab=128256),
+    # no published model: the hyper-parameters of the benchmark table (192 heads, 32 of keys and values)
+    "llama-1t": Model(name="llama-1t", layers=128, hidden=25872, ffn=98304, kv=4312, vocab=128256),
+}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Layout:
+    """A model cut over `tp` x `pp` x `dp` ranks.
+
+    Attributes:
+        model: What is cut.
+        tp: Tensor-parallel ranks.
+        pp: Pipeline stages.
+        dp: Data-parallel ranks.
+        zero: 0 nothing is cut over DP, 1 the optimizer state is, 3 the weights are as well.
+    """
+
+    model: Model
+    tp: int
+    pp: int
+    dp: int
+    zero: int
+
+    def __post_init__(self) -> None:
+        if min(self.tp, self.pp, self.dp) < 1 or self.zero not in (0, 1, 3):
+            raise LayoutError(
+                "This layout makes no sense.",
+                found=f"tp {self.tp}, pp {self.pp}, dp {self.dp}, zero {self.zero}",
+                expected="tp, pp and dp of at least 1; zero 0, 1 or 3",
+            )
+        narrow = min(self.model.hidden, self.model.ffn, self.model.kv, self.model.vocab)
+        if self.pp > self.model.layers or self.tp > narrow:
+            raise LayoutError(
+                f"{self.model.name} cannot be cut that often.",
+                found=f"{self.pp} stages for {self.model.layers} layers, {self.tp} TP ranks for a width of {narrow}",
+                expected="at most one stage per layer and one TP rank per row",
+            )
+
+    @property
+    def ranks(self) -> int:
+        """World size."""
+        return self.tp * self.pp * self.dp
+
+    @property
+    def total_bytes(self) -> int:
+        """Bytes of a whole checkpoint; what is replicated counts once."""
+        return self.model.parameters * BYTES_PER_PARAMETER
+
+    def coordinates(self, rank: int) -> dict[str, int]:
+        """Return the mesh coordinate of a rank: TP fastest, then DP, then PP."""
+        return {
+            "pp": rank // (self.tp * self.dp),
+            "dp": rank // self.tp % self.dp,
+            "tp": rank % self.tp,
+        }
+
+
+DEFAULTS = {
+    "llama3-8b": Layout(model=MODELS["llama3-8b"], tp=1, pp=1, dp=8, zero=3),
+    "llama3-70b": Layout(model=MODELS["llama3-70b"], tp=8, pp=1, dp=8, zero=3),
+    "llama3-405b": Layout(model=MODELS["llama3-405b"], tp=8, pp=32, dp=2, zero=1),
+    "llama-1t": Layout(model=MODELS["llama-1t"], tp=8, pp=64, dp=2, zero=1),
+}
+"""The layouts of the published table of checkpoint sizes."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Published:
+    """One row of the published table, and why ours differs."""
+
+    layout: str
+    stated: str
+    stated_bytes: int
+    why: str
+
+
+PUBLISHED = (
+    Published(
+        layout="llama3-8b",
+        stated="105 GB",
+        stated_bytes=105 * 10**9,
+        why="the stated figure is our bytes in GiB: 8.03e9 parameters x 14 bytes",
+    ),
+    Published(
+        layout="llama3-70b",
+        stated="912 GB",
+        stated_bytes=912 * 10**9,
+        why="GiB as well, and keys and values half as wide there (128 heads instead of 64): 69.88e9 x 14 = 911 GiB",
+    ),
+    Published(
+        layout="llama3-405b",
+        stated="5.29 TB",
+        stated_bytes=5290 * 10**9,
+        why="thousands of GiB: 405.85e9 x 14 = 5,292 GiB",
+    ),
+    Published(
+        layout="llama-1t",
+        stated="18 TB",
+        stated_bytes=18 * 10**12,
+        why="an earlier form of that model had as many heads of keys and values as of queries: 1.326e12 x 14 = 18.6 TB",
+    ),
+)
+
+
+def cut(length: int, parts: int, index: int) -> tuple[int, int]:
+    """Return (offset, length) of part `index` as torch.chunk cuts: equal parts, the last ones shorter or empty."""
+    size = -(-length // parts)
+    start = min(index * size, length)
+    return start, min(start + size, length) - start
+
+
+def stage_layers(layers: int, stages: int, stage: int) -> range:
+    """Return the layers of a pipeline stage; the first stages hold the ones that are left over."""
+    size, extra = divmod(layers, stages)
+    start = stage * size + min(stage, extra)
+    return range(start, start + size + (stage < extra))
+
+
+def rank_shards(layout: Layout, rank: int, present: Collection[int] | None = None) -> list[Shard]:
+    """Return the shards that a rank holds.
+
+    Args:
+        layout: The model and how it is cut.
+        rank: 0 <= rank < layout.ranks.
+        present: Ranks that take part when only some of the layout run (the first node); replicas are assigned to
+            them. None: all.
+
+    Returns:
+        Weights, then optimizer state; `replica` is 0 where this rank persists the box.
+    """
+    where = layout.coordinates(rank)
+    layers = stage_layers(layout.model.layers, layout.pp, where["pp"])
+    mine = set(layers) | ({-1} if where["pp"] == 0 else set())
+    mine |= {layout.model.layers} if where["pp"] == layout.pp - 1 else set()
+    shards = []
+    for kind, zero in ((WEIGHT, 3), *((kind, 1) for kind in OPTIMIZER)):
+        for index, tensor in enumerate(tensor for tensor in _tensors(layout.model) if tensor.layer in mine):
+            shards.append(
+                _shard(layout, where, tensor, kind, over_dp=layout.zero >= zero, index=index, present=present)
+            )
+    return [shard for shard in shards if shard.nbytes]
+
+
+@cache
+def _tensors(model: Model) -> tuple[Tensor, ...]:
+    return tuple(model.tensors())
+
+
+def _shard(
+    layout: Layout,
+    where: dict[str, int],
+    tensor: Tensor,
+    kind: tuple[str, str],
+    *,
+    over_dp: bool,
+    index: int,
+    present: Collection[int] | None,
+) -> Shard:
+    """Return the box of one tensor on one rank."""
+    offsets, lengths = [0] * len(tensor.shape), list(tensor.shape)
+    if tensor.tp_dim is not None:
+        offsets[tensor.tp_dim], lengths[tensor.tp_dim] = cut(tensor.shape[tensor.tp_dim], layout.tp, where["tp"])
+    if over_dp:
+        start, length = cut(lengths[0], layout.dp, where["dp"])
+        offsets[0], lengths[0] = offsets[0] + start, length
+    holders = [
+        (dp, tp)
+        for dp in ([where["dp"]] if over_dp else range(layout.dp))
+        for tp in (range(layout.tp) if tensor.tp_dim is None else [where["tp"]])
+        if present is None or _rank_of(layout, where["pp"], dp, tp) in present
+    ]
+    # Tensors are dealt out whole to their replicas in turn: layers repeat, so the bytes come out even.
+    owner = index % len(holders)
+    replica = (holders.index((where["dp"], where["tp"])) - owner) % len(holders)
+    return Shard(
+        fqn=kind[0].format(tensor.name),
+        dtype=kind[1],
+        global_shape=tensor.shape,
+        offsets=tuple(offsets),
+        lengths=tuple(lengths),
+        replica=replica,
+    )
+
+
+def _rank_of(layout: Layout, pp: int, dp: int, tp: int) -> int:
+    return (pp * layout.dp + dp) * layout.tp + tp
+
+
+def held_bytes(shards: Collection[Shard]) -> int:
+    """Return the bytes a rank keeps in memory."""
+    return sum(shard.nbytes for shard in shards)
+
+
+def persisted_bytes(shards: Collection[Shard]) -> int:
+    """Return the bytes a rank writes to storage."""
+    return sum(shard.nbytes for shard in shards if shard.replica == 0)
+
+
+def scaled(layout: Layout, factor: float) -> Layout:
+    """Return the layout of a smaller model with about `factor` of the bytes and the same kinds of shards.
+
+    Layers, widths and the vocabulary shrink together (a cube root each for layers and width, and twice that for the
+    vocabulary), so that the mix of large and small tensors stays that of the model; there is at least one layer per
+    stage, and widths stay multiples of what TP and DP cut.
+
+    Raises:
+        LayoutError: `factor` is not in (0, 1], or nothing would be left to cut.
+    """
+    if not 0 < factor <= 1:
+        raise LayoutError("--scale must be above 0 and at most 1.", found=f"{factor:g}", expected="for example 1/64")
+    model, unit = layout.model, max(8, layout.tp * layout.dp)
+    if factor == 1:
+        return layout
+    layers = max(layout.pp, round(model.layers * factor ** (1 / 3)))
+    width = math.sqrt(factor * model.layers / layers)
+
+    def narrow(length: int, share: float) -> int:
+        return max(unit, round(length * share / unit) * unit)
+
+    hidden = narrow(model.hidden, width)
+    smaller = replace(
+        model,
+        layers=layers,
+        hidden=hidden,
+        ffn=narrow(model.ffn, width),
+        kv=min(hidden, narrow(model.kv, width)),
+        vocab=narrow(model.vocab, min(1.0, factor * model.hidden / hidden)),
+    )
+    result = replace(layout, model=smaller)
+    if result.total_bytes > 2 * max(factor * layout.total_bytes, 1):
+        raise LayoutError(
+            f"{model.name} cannot be made that small on {layout.tp} x {layout.pp} x {layout.dp} ranks.",
+            found=f"scale {factor:g}",
+            expected=f"at least about {result.total_bytes / layout.total_bytes:.2g} (one layer per stage, {unit} rows per tensor)",
+        )
+    return result
