@@ -1,0 +1,175 @@
+"""Who failed first, and what its exit code means: turns the exits of a worker group into one report."""
+
+from __future__ import annotations
+
+import json
+import re
+import signal
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+_ECHO = re.compile(
+    r"connection closed|connection reset|connection refused|connectfullmesh|broken pipe|socket closed"
+    r"|closed by peer|remote process exited|timed out waiting|heartbeat monitor|no route to host",
+    re.IGNORECASE,
+)
+_MEANING = {
+    1: "an exception or an exit(1) in the script",
+    2: "wrong command line, or an exit(2) in the script",
+    126: "the command was found but may not be executed",
+    127: "the command was not found",
+    128: "the shell or a device runtime gave up (128)",
+}
+_SIGNALS = {
+    signal.SIGKILL: "killed from outside",
+    signal.SIGTERM: "asked to stop from outside",
+    signal.SIGSEGV: "native crash: invalid memory access",
+    signal.SIGABRT: "native crash: abort, often a failed assertion in C++ or CUDA",
+    signal.SIGBUS: "native crash: a mapped file or shared memory ended under it",
+    signal.SIGFPE: "native crash: arithmetic",
+    signal.SIGILL: "native crash: the binary does not fit this processor",
+    signal.SIGINT: "interrupted",
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Exit:
+    """One worker's end. `code` is negative for a signal; `at_ns` is wall-clock time, of the error file if any."""
+
+    local_rank: int
+    rank: int
+    pid: int
+    code: int
+    at_ns: int
+    summary: str = ""
+    traceback: str = ""
+
+    @property
+    def failed(self) -> bool:
+        """Whether the worker ended badly."""
+        return self.code != 0
+
+    @property
+    def is_echo(self) -> bool:
+        """Whether it only noticed that another rank had gone ("connection closed by peer")."""
+        return bool(_ECHO.search(self.summary))
+
+
+@dataclass(frozen=True, kw_only=True)
+class FailureReport:
+    """The first failing rank of one generation and what is known of it; `step` is -1 where nobody counted."""
+
+    first: Exit
+    host: str
+    cause: str
+    others: Sequence[Exit] = ()
+    step: int = -1
+    log_lines: Sequence[str] = ()
+    log_path: str = ""
+    error_files: dict[int, str] = field(default_factory=dict)
+
+    def render(self, action: str) -> str:
+        """Return the report as the lines a user reads; `action` says what is done about it."""
+        step = f" at step {self.step}" if self.step >= 0 else ""
+        lines = [f"rank {self.first.rank} (local {self.first.local_rank}, pid {self.first.pid}) on {self.host}"]
+        lines[0] += f" failed first{step}: {self.cause}"
+        if self.first.traceback:
+            lines += ["  | " + line for line in self.first.traceback.rstrip().splitlines()]
+        if self.log_lines:
+            lines.append(f"  last {len(self.log_lines)} lines of {self.log_path}:")
+            lines += ["  > " + line for line in self.log_lines]
+        if self.others:
+            lines.append(self._others())
+        lines.append(f"  -> {action}")
+        return "\n".join(lines)
+
+    def _others(self) -> str:
+        ranks = ",".join(str(item.rank) for item in self.others)
+        files = [self.error_files[item.rank] for item in self.others if item.rank in self.error_files]
+        where = f" (tracebacks: {files[0]}{', ...' if len(files) > 1 else ''})" if files else ""
+        return f"  after it: rank{'s' if len(self.others) > 1 else ''} {ranks}{where}"
+
+
+def first_failure(exits: Sequence[Exit]) -> Exit:
+    """Return the exit that caused the others: no echo before an echo, then the earliest.
+
+    A rank that is killed leaves no error file, and its peers' "connection closed" may be dated before
+    its own end is seen: so exits by signal and true errors rank before echoes whatever their time.
+    """
+    return min((item for item in exits if item.failed), key=lambda item: (item.is_echo, item.at_ns, item.rank))
+
+
+def describe_exit(code: int, *, oom_kills: int = 0) -> str:
+    """Return an exit code in words: "signal 9 (SIGKILL, exit code 137): killed from outside".
+
+    Args:
+        code: Negative for a signal, as Python's subprocess counts, or 128 + n as shells do.
+        oom_kills: How many processes of this control group the kernel killed for memory meanwhile.
+    """
+    signum = -code if code < 0 else code - 128
+    if (code < 0 or code > 128) and signum in set(signal.Signals):
+        name = signal.Signals(signum)
+        meaning = _SIGNALS.get(name, "ended by a signal")
+        if name is signal.SIGKILL:
+            meaning = "out of memory: the kernel's OOM killer of this control group" if oom_kills else meaning
+            meaning += "" if oom_kills else " (no OOM kill was counted in this control group)"
+        return f"signal {signum} ({name.name}, exit code {128 + signum}): {meaning}"
+    return f"exit code {code}: {_MEANING.get(code, 'the script ended with this code')}"
+
+
+def read_error(path: str) -> tuple[str, str, int]:
+    """Return (summary, traceback, time in ns) of an error file; empty and 0 where there is none or half of one."""
+    try:
+        file = Path(path)
+        message = json.loads(file.read_text(encoding="utf-8"))["message"]
+        at_ns = file.stat().st_mtime_ns
+    except (OSError, ValueError, KeyError, TypeError):
+        return "", "", 0
+    if isinstance(message, str):
+        return message, message, at_ns
+    extra = message.get("extraInfo") or {}
+    return str(message.get("message", "")), str(extra.get("py_callstack", "")), at_ns
+
+
+def tail(path: str, *, lines: int = 20, max_bytes: int = 65536) -> list[str]:
+    """Return the last lines of a log file, [] where it cannot be read; reads at most `max_bytes`."""
+    try:
+        with Path(path).open("rb") as file:
+            size = file.seek(0, 2)
+            file.seek(max(0, size - max_bytes))
+            text = file.read().decode(errors="replace")
+    except OSError:
+        return []
+    return text.splitlines()[-lines:]
+
+
+def oom_kills() -> int:
+    """Return how many OOM kills this process's control group has counted (0 where it cannot be read)."""
+    try:
+        groups = Path("/proc/self/cgroup").read_text(encoding="utf-8").splitlines()
+    except OSError:
+        return 0
+    for line in groups:
+        _, controllers, path = line.split(":", 2)
+        if controllers == "":
+            return _counter(Path("/sys/fs/cgroup") / path.lstrip("/") / "memory.events")
+        if "memory" in controllers.split(","):
+            return _counter(Path("/sys/fs/cgroup/memory") / path.lstrip("/") / "memory.oom_control")
+    return 0
+
+
+def _counter(path: Path) -> int:
+    try:
+        for line in path.read_text(encoding="utf-8").splitlines():
+            if line.startswith("oom_kill "):
+                return int(line.split()[1])
+    except (OSError, ValueError):
+        return 0
+    return 0
+
+
+def fingerprint(item: Exit) -> str:
+    """Return what makes two failures the same: the traceback without addresses, or the exit code."""
+    text = item.traceback or item.summary or f"exit {item.code}"
+    return re.sub(r"0x[0-9a-f]+|\b\d{4,}\b", "#", text)

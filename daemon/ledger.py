@@ -1,0 +1,103 @@
+"""The ledger: one JSON line per failure, saying where the seconds between it and the next step went."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any, Protocol
+
+PHASES = ("detect", "stop", "rendezvous", "fork", "init", "restore", "first_step", "recompute")
+
+
+class Stamps(Protocol):
+    """What the ledger reads of a control row: CLOCK_MONOTONIC nanoseconds, 0 where not reached yet."""
+
+    rank: int
+    step: int
+    generation: int
+    entered: int
+    initialised: int
+    restore_started: int
+    restored: int
+    first_step: int
+    restored_step: int
+
+
+@dataclass(kw_only=True)
+class Failure:
+    """One failure and the restart after it; `seconds` fills while the new generation comes up."""
+
+    time: str
+    host: str
+    restart: int
+    rank: int
+    cause: str
+    step: int
+    detected_ns: int
+    seconds: dict[str, float] = field(default_factory=dict)
+    forked_ns: int = 0
+    steps_lost: int = -1
+    restored_step: int = -1
+    total_s: float = -1.0
+    outcome: str = "restarted"
+
+    def line(self) -> str:
+        """Return the JSON line."""
+        data = asdict(self)
+        del data["detected_ns"], data["forked_ns"]
+        data["seconds"] = {name: round(self.seconds[name], 4) for name in PHASES if name in self.seconds}
+        return json.dumps(data, sort_keys=True)
+
+
+def advance(failure: Failure, rows: Sequence[Stamps], now_ns: int) -> bool:
+    """Fill the phases of the new generation from its control rows; True once the lost steps are trained again.
+
+    Only rows stamped after the fork count: earlier ones belong to the generation that failed.
+    """
+    fresh = [row for row in rows if row.entered >= failure.forked_ns > 0]
+    if not fresh or len(fresh) < len(rows) or not all(row.first_step for row in fresh):
+        return False
+    marks = {name: max(getattr(row, name) for row in fresh) for name in ("initialised", "restored", "first_step")}
+    begun = max(marks["initialised"], failure.forked_ns)
+    restored = max(marks["restored"], begun)
+    failure.seconds["init"] = (begun - failure.forked_ns) / 1e9
+    failure.seconds["restore"] = (restored - begun) / 1e9
+    failure.seconds["first_step"] = max(0, marks["first_step"] - restored) / 1e9
+    failure.total_s = round((marks["first_step"] - failure.detected_ns) / 1e9, 4)
+    failure.restored_step = max(row.restored_step for row in fresh)
+    failure.steps_lost = max(0, failure.step - max(failure.restored_step, 0)) if failure.step >= 0 else -1
+    if min(row.step for row in fresh) < failure.step:
+        return False
+    failure.seconds["recompute"] = max(0, now_ns - marks["first_step"]) / 1e9
+    return True
+
+
+class Ledger:
+    """Appends lines to every path it was given; a path that cannot be written costs a line, never the job."""
+
+    def __init__(self, *paths: str | Path) -> None:
+        self.paths: list[Path] = [Path(path) for path in paths if path]
+
+    def append(self, failure: Failure) -> None:
+        """Append one line; each is one write, so that several agents may share a file."""
+        data = (failure.line() + "\n").encode()
+        for path in self.paths:
+            with contextlib.suppress(OSError):
+                fd = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o600)
+                try:
+                    os.write(fd, data)
+                finally:
+                    os.close(fd)
+
+
+def read(path: str | Path) -> list[dict[str, Any]]:
+    """Return the records of a ledger; a last line cut short by a crash is left out."""
+    records = []
+    for line in Path(path).read_text(encoding="utf-8").splitlines():
+        with contextlib.suppress(ValueError):
+            records.append(json.loads(line))
+    return records

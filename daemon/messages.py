@@ -1,0 +1,54 @@
+"""Messages between dlrun and its zygote: length-prefixed JSON on a socket pair, nothing executable.
+
+Environment variables may hold bytes that are not UTF-8; JSON carries the surrogate escapes through.
+"""
+
+from __future__ import annotations
+
+import json
+import socket
+import struct
+from typing import Any
+
+_LENGTH = struct.Struct("<I")
+MAX_BYTES = 64 << 20
+"""Longest message that is accepted: environments of all ranks of one node fit many times over."""
+
+
+def send(sock: socket.socket, message: dict[str, Any]) -> None:
+    """Send one message; raises OSError when the other side has gone."""
+    body = json.dumps(message).encode()
+    sock.sendall(_LENGTH.pack(len(body)) + body)
+
+
+def receive(sock: socket.socket) -> dict[str, Any] | None:
+    """Return the next message, or None when the other side has closed (also in mid-message)."""
+    head = _read(sock, _LENGTH.size)
+    if head is None:
+        return None
+    (nbytes,) = _LENGTH.unpack(head)
+    if nbytes > MAX_BYTES:
+        msg = f"a message of {nbytes} bytes is longer than {MAX_BYTES}"
+        raise ValueError(msg)
+    body = _read(sock, nbytes)
+    if body is None:
+        return None
+    message = json.loads(body)
+    if not isinstance(message, dict):
+        msg = f"expected a message object, found {type(message).__name__}"
+        raise TypeError(msg)
+    return message
+
+
+def _read(sock: socket.socket, nbytes: int) -> bytes | None:
+    parts: list[bytes] = []
+    while nbytes:
+        try:
+            part = sock.recv(min(nbytes, 1 << 20))
+        except ConnectionResetError:
+            return None
+        if not part:
+            return None
+        parts.append(part)
+        nbytes -= len(part)
+    return b"".join(parts)

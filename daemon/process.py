@@ -1,0 +1,101 @@
+"""Linux process plumbing: death signals, subreaping, and the waits that use them (torch-free)."""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import os
+import select
+import signal
+import time
+from pathlib import Path
+
+_PR_SET_PDEATHSIG = 1
+_PR_SET_CHILD_SUBREAPER = 36
+_libc = ctypes.CDLL(None, use_errno=True)
+
+
+def _prctl(option: int, value: int) -> None:
+    if _libc.prctl(option, value, 0, 0, 0) != 0:
+        errno = ctypes.get_errno()
+        raise OSError(errno, f"prctl({option}): {os.strerror(errno)}")
+
+
+def die_with_parent() -> None:
+    """Have the kernel send SIGKILL to this process when the thread that is its parent ends.
+
+    The caller checks its parent again afterwards: the parent may have died just before.
+    """
+    _prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+
+
+def become_subreaper() -> None:
+    """Make this process the parent of every orphan among its descendants."""
+    _prctl(_PR_SET_CHILD_SUBREAPER, 1)
+
+
+def adopt_parent(parent: int, *, deadline_s: float = 30.0) -> None:
+    """Wait until `parent` is this process's parent, then die with it; ends the process if it never is."""
+    end = time.monotonic() + deadline_s
+    while os.getppid() != parent:
+        if time.monotonic() > end:
+            os._exit(1)
+        time.sleep(0.0005)
+    die_with_parent()
+    if os.getppid() != parent:
+        os._exit(1)
+
+
+def thread_count() -> int:
+    """Return the number of threads of this process as the kernel sees it."""
+    return sum(1 for _ in Path("/proc/self/task").iterdir())
+
+
+def kill_group(pid: int, signum: int, *, reaped: bool = False) -> None:
+    """Send a signal to the whole process group of a child.
+
+    A child that has not made its group yet gets the signal itself; not one that was `reaped`, whose
+    number may belong to somebody else by now.
+    """
+    try:
+        os.killpg(pid, signum)
+    except ProcessLookupError:
+        if not reaped:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signum)
+    except PermissionError:
+        pass  # only members that changed their user are left
+
+
+def wait_readable(fds: list[int], timeout_s: float | None) -> list[int]:
+    """Return those of `fds` (pidfds, sockets, pipes) that are ready within `timeout_s` seconds."""
+    poller = select.poll()
+    for fd in fds:
+        poller.register(fd, select.POLLIN)
+    ready = poller.poll(None if timeout_s is None else max(0.0, timeout_s) * 1000)
+    return [fd for fd, _ in ready]
+
+
+def exit_code(pidfd: int) -> int | None:
+    """Reap a child by its pidfd and return its exit code (negative: signal), None while it runs."""
+    try:
+        result = os.waitid(os.P_PIDFD, pidfd, os.WEXITED | os.WNOHANG)
+    except ChildProcessError:
+        return -signal.SIGKILL  # somebody else reaped it: that it ended is all we know
+    if result is None:
+        return None
+    return result.si_status if result.si_code == os.CLD_EXITED else -result.si_status
+
+
+def reap_strays(known: set[int]) -> int:
+    """Reap ended orphans that a subreaper inherited, leaving the children in `known` alone; return how many."""
+    reaped = 0
+    while True:
+        try:
+            result = os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT)
+        except ChildProcessError:
+            return reaped
+        if result is None or result.si_pid in known:
+            return reaped
+        os.waitid(os.P_PID, result.si_pid, os.WEXITED | os.WNOHANG)
+        reaped += 1

@@ -1,0 +1,200 @@
+"""`dlrun`: torchrun with a restart of tenths of a second. Also `python -m flashckpt.daemon.run`.
+
+Accepts every torchrun flag in both spellings and every PET_* variable, and a few of its own. The
+order of the start is the point: torch is imported once, with one thread; the zygote is forked from
+this process before anything else has started, and imports the rest while the agent rendezvous.
+"""
+
+from __future__ import annotations
+
+import argparse
+import atexit
+import logging
+import os
+import shutil
+import signal
+import sys
+import uuid
+from typing import TYPE_CHECKING, Any
+
+from flashckpt.daemon import zygote
+from flashckpt.errors import RESUME_EXIT_CODE, FlashckptError
+
+if TYPE_CHECKING:
+    from flashckpt.daemon.agent import Outcome
+    from flashckpt.daemon.nursery import Nursery
+
+_log = logging.getLogger("flashckpt.dlrun")
+_OWN = "dlrun"
+
+
+def get_args_parser() -> argparse.ArgumentParser:
+    """Return torchrun's parser with dlrun's own options added."""
+    with zygote.single_threaded_imports():
+        from torch.distributed import run as torchrun
+        from torch.distributed.argparse_util import check_env, env
+    parser = torchrun.get_args_parser()
+    parser.prog = _OWN
+    parser.description = "Launch and keep alive a distributed PyTorch job (every torchrun option, and dlrun's own)"
+    own = parser.add_argument_group(_OWN)
+    own.add_argument(
+        "--no-zygote",
+        "--no_zygote",
+        action=check_env,
+        help="Start every worker as a fresh interpreter (seconds per restart) instead of forking it.",
+    )
+    own.add_argument(
+        "--grace-timeout",
+        "--grace_timeout",
+        action=env,
+        type=float,
+        default=60.0,
+        help="Seconds an agreed stop (SIGTERM, SIGINT) may take before the workers are killed.",
+    )
+    own.add_argument(
+        "--ledger",
+        action=env,
+        type=str,
+        default="",
+        help="File that gets one JSON line per failure: where the seconds of the restart went.",
+    )
+    return parser
+
+
+def parse_args(args: list[str] | None) -> argparse.Namespace:
+    """Parse a command line (default: sys.argv)."""
+    return get_args_parser().parse_args(args)
+
+
+def run(args: argparse.Namespace, nursery: Nursery | None = None) -> Outcome:
+    """Run the job of these settings; the counterpart of torch.distributed.run.run."""
+    from torch.distributed import run as torchrun
+
+    from flashckpt.daemon.agent import AgentOptions, launch
+    from flashckpt.daemon.nursery import Nursery
+
+    named = _fill_rendezvous(args)
+    config, command, command_args = torchrun.config_from_args(args)
+    timeout = args.shutdown_timeout
+    if timeout is None:
+        timeout = float(os.environ.get("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", "0"))
+    options = AgentOptions(
+        job=args.rdzv_id if named else "", survivors_s=timeout, grace_s=args.grace_timeout, ledger=args.ledger
+    )
+    nursery = nursery or Nursery(disabled=_unfit_command(args))
+    nursery.prepare()
+    outcome = launch(config, command, command_args, nursery=nursery, options=options)
+    if (
+        not args.log_dir and config.logs_specs is not None
+    ):  # torch made a temporary one; after a failure its error files are what one wants to read
+        shutil.rmtree(config.logs_specs.root_log_dir, ignore_errors=True)
+    return outcome
+
+
+def _fill_rendezvous(args: argparse.Namespace) -> bool:
+    """Choose the rendezvous as torchrun does; return whether the user named the job by --rdzv-id."""
+    from torch.distributed import run as torchrun
+
+    named = args.rdzv_id not in ("", "none")
+    alone = torchrun.parse_min_max_nnodes(args.nnodes)[1] == 1
+    implicit = args.rdzv_backend == "static" and not args.rdzv_endpoint and args.master_port is None and alone
+    if args.standalone or implicit:
+        named = named and not args.standalone
+        args.rdzv_backend, args.rdzv_endpoint = "c10d", "localhost:0"
+        args.rdzv_id = args.rdzv_id if named else str(uuid.uuid4())
+    if args.master_port is None:
+        args.master_port = 29500
+    return named
+
+
+def _unfit_command(args: argparse.Namespace) -> str:
+    """Return why this command line cannot be forked from a zygote, or ""."""
+    if args.no_zygote:
+        return "--no-zygote"
+    if args.no_python and not args.run_path:
+        return "--no-python: the command is not a Python script"
+    interpreter = os.environ.get("PYTHON_EXEC", sys.executable)
+    if interpreter != sys.executable and not args.run_path:
+        return f"PYTHON_EXEC names another interpreter ({interpreter})"
+    return ""
+
+
+def main(args: list[str] | None = None) -> int:
+    """Run dlrun; returns its exit code (docs/launching.md lists them).
+
+    With an explicit `args` (tests, embedding) errors of the workers are raised as torchrun raises
+    them, and the zygote is a process of its own; as a program it is forked from this process.
+    """
+    if args is not None:
+        run(parse_args(args))
+        return 0
+    _set_up_log()
+    try:
+        parsed = parse_args(None)
+        nursery = _fork_zygote(parsed)
+    except FlashckptError as error:
+        return _fail(error)
+    if isinstance(nursery, dict):  # this is a worker now: nothing of dlrun is left above it but this frame
+        from flashckpt.daemon.worker import run_worker
+
+        return run_worker(nursery)
+    code = _run_program(parsed, nursery)
+    atexit._run_exitfuncs()  # noqa: SLF001 -- then out: tearing down torch module by module takes half a second
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)
+
+
+def _fork_zygote(parsed: argparse.Namespace) -> Nursery | dict[str, Any]:
+    from flashckpt.daemon.nursery import Nursery
+
+    reason = _unfit_command(parsed)
+    if not reason and not zygote.unfit():
+        return Nursery.forked()
+    if reason:
+        _log.info("workers are started as fresh interpreters: %s", reason)
+    return Nursery(disabled=reason)
+
+
+def _run_program(parsed: argparse.Namespace, nursery: Nursery) -> int:
+    from torch.distributed.elastic.multiprocessing import SignalException
+    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, record
+
+    try:
+        outcome = record(run)(parsed, nursery)
+    except ChildFailedError as error:
+        rank, first = error.get_first_failure()
+        _log.error("the job failed: rank %d ended with %d", rank, first.exitcode)
+        return 1
+    except SignalException as error:
+        _log.error("stopped by %s", signal.Signals(error.sigval).name)
+        return 128 + int(error.sigval)
+    except FlashckptError as error:
+        return _fail(error)
+    return RESUME_EXIT_CODE if outcome is not None and outcome.resume else 0
+
+
+def _fail(error: FlashckptError) -> int:
+    _log.error("%s: %s", type(error).__name__, error)
+    return error.exit_code
+
+
+def _set_up_log() -> None:
+    handler = logging.StreamHandler(sys.stderr)
+    handler.setFormatter(logging.Formatter("[dlrun] %(message)s"))
+    _log.addHandler(handler)
+    _log.setLevel(os.environ.get("FLASHCKPT_LOGLEVEL", "INFO"))
+    _log.propagate = False
+
+
+def __getattr__(name: str) -> Any:
+    """Offer the rest of torch.distributed.run's names, for code that imports them from its launcher."""
+    if name.startswith("__"):
+        raise AttributeError(name)
+    from torch.distributed import run as torchrun
+
+    return getattr(torchrun, name)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

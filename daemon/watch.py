@@ -1,0 +1,119 @@
+"""The agent's eyes on the job: its own directory, the job directory, the control page, the daemon.
+
+Everything here works, by doing nothing, for scripts that know nothing of flashckpt.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import shutil
+import tempfile
+import time
+from pathlib import Path
+
+from flashckpt.control import Control, ControlRow
+from flashckpt.errors import FlashckptError
+from flashckpt.job import JobDirectory, memory_root
+from flashckpt.lease import Lease
+
+_log = logging.getLogger("flashckpt.dlrun")
+_DAEMON_CHECK_S = 1.0
+
+
+class JobWatch:
+    """Finds the job directory that local rank 0 names, keeps its daemon alive, reads its control page."""
+
+    def __init__(self) -> None:
+        self._base = memory_root().parent / f"flashckpt-agents-{os.getuid()}"
+        self._base.mkdir(mode=0o700, parents=True, exist_ok=True)
+        _sweep(self._base)
+        self.agent_dir, self._lock = _make_agent_dir(self._base)
+        self.job: JobDirectory | None = None
+        self._live: Lease | None = None
+        self._control: Control | None = None
+        self._checked_s = 0.0
+
+    def stacks_file(self, local_rank: int) -> Path:
+        """Return where a rank writes the stacks of its threads when asked."""
+        return self.agent_dir / f"stacks-{local_rank}"
+
+    def tick(self) -> None:
+        """Look for the job directory; once it is there, hold its live lock and keep its daemon alive."""
+        job, now = self._find(), time.monotonic()
+        if job is None or now - self._checked_s < _DAEMON_CHECK_S:
+            return
+        self._checked_s = now
+        try:
+            job.ensure_daemon()
+        except OSError as error:
+            _log.warning("the persisting daemon cannot be started: %s", error)
+
+    def _find(self) -> JobDirectory | None:
+        """Return the job directory once local rank 0 has named it."""
+        if self.job is not None:
+            return self.job
+        try:
+            path = Path((self.agent_dir / "job").read_text(encoding="utf-8").strip())
+            self.job = JobDirectory.open(path.name, create=False)
+            self._live = self.job.hold_live()
+        except (OSError, FlashckptError):
+            return None
+        return self.job
+
+    def control(self) -> Control | None:
+        """Return the shared control page, None where no rank has made one."""
+        job = self._find()
+        if self._control is None and job is not None:
+            try:
+                self._control = Control.open(job.control_path)
+            except (OSError, FlashckptError):
+                return None
+            self._control.stop_after = -1  # one of an earlier launch that was killed while it stopped
+        return self._control
+
+    def rows(self, pids: set[int]) -> list[ControlRow]:
+        """Return the control rows of these processes."""
+        control = self.control()
+        if control is None:
+            return []
+        return [row for row in (control.row(i) for i in range(control.rows)) if row.pid in pids]
+
+    def request(self, name: str) -> None:
+        """Leave a request (`persist-now`, `ended`) for the daemon."""
+        job = self._find()
+        if job is not None:
+            with contextlib.suppress(OSError):
+                job.request(name)
+
+    def close(self) -> None:
+        """Give the locks back and remove the agent's directory."""
+        for lease in (self._live, self._lock):
+            if lease is not None:
+                lease.close()
+        shutil.rmtree(self.agent_dir, ignore_errors=True)
+        with contextlib.suppress(OSError):
+            self._base.rmdir()
+
+
+def _make_agent_dir(base: Path) -> tuple[Path, Lease]:
+    """Return a locked directory; another agent's sweep may take one in the instant before it is locked."""
+    while True:
+        folder = Path(tempfile.mkdtemp(prefix=f"{os.getpid()}-", dir=base))
+        lease = Lease(folder / "lock", create=True)
+        if lease.exclusive(0) and (folder / "lock").exists():
+            return folder, lease
+        lease.close()
+
+
+def _sweep(base: Path) -> None:
+    """Remove the directories of agents that were killed: nobody holds their lock any more."""
+    for folder in base.iterdir():
+        try:
+            lease = Lease(folder / "lock")
+        except OSError:
+            continue  # being made just now
+        if lease.exclusive(0):
+            shutil.rmtree(folder, ignore_errors=True)
+        lease.close()
