@@ -9,24 +9,20 @@ become visible: what a digest does not confirm is not read. Byte tables are in d
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import mmap
 import os
 import threading
 import time
 from dataclasses import replace
 from pathlib import Path
-from types import TracebackType
-from typing import Any
-
-import numpy as np
 
 from flashckpt import room
 from flashckpt.digest import digest
 from flashckpt.errors import DamagedError, JobInUseError, SharedMemoryError
 from flashckpt.faults import crash_point
 from flashckpt.lease import Lease
-from flashckpt.manifest import Manifest, decode_manifest
+from flashckpt.pin import Pin
+from flashckpt.segment_file import address_of, check_place, describe_process, lay_out, touch
 from flashckpt.slot import (
     HEADER_COPY_BYTES,
     SlotHeader,
@@ -51,7 +47,6 @@ __all__ = ["Pin", "Segment", "SegmentSpec", "SlotHeader", "SlotPinned", "SlotSta
 
 RESERVE_BYTES = 64 << 20
 _OWNER_BYTE = 0  # slot k is byte 1 + k
-_MADV_POPULATE_WRITE = 23
 _TEMPORARY = ".tmp"
 
 
@@ -103,7 +98,7 @@ class Segment:
         try:
             crash_point("segment.before-reserve")
             block = Superblock(spec=spec, uid=os.getuid(), boot_id=boot_id(), created_ns=time.time_ns())
-            _lay_out(fd, spec)
+            lay_out(fd, spec)
             os.pwrite(fd, encode_superblock(block), 0)
             segment = cls(temporary, fd, block, writable=True)
             segment.own()
@@ -133,7 +128,7 @@ class Segment:
         fd = os.open(path, (os.O_RDWR if writable else os.O_RDONLY) | os.O_CLOEXEC | os.O_NOFOLLOW)
         try:
             block = decode_superblock(os.pread(fd, OWNER_AT, 0), path=str(path))
-            _check_place(fd, block, path)
+            check_place(fd, block, path)
             return cls(path, fd, block, writable=writable)
         except BaseException:
             os.close(fd)
@@ -146,13 +141,13 @@ class Segment:
             SharedMemoryError: The file system or a cgroup has no room. A segment without a snapshot is removed.
         """
         assert self._map is not None, "attach(writable=True)"
-        address = _address(self._map)
+        address = address_of(self._map)
         for start in range(0, self.spec.nbytes, RESERVE_BYTES):
             if self._fd < 0 or (stop is not None and stop.is_set()):
                 return
             size = min(RESERVE_BYTES, self.spec.nbytes - start)
             self._reserve_step(start, size)
-            _touch(self._map, address, start, size)
+            touch(self._map, address, start, size)
 
     def close(self) -> None:
         """Give up ownership and unmap; buffers that are still in use keep the mapping until they go."""
@@ -207,7 +202,7 @@ class Segment:
         pid = decode_owner(os.pread(self._fd, 64, OWNER_AT))
         raise JobInUseError(
             f"job {self.spec.job!r} is already running on this node",
-            found=f"rank {self.spec.rank} is held by {_describe(pid)}",
+            found=f"rank {self.spec.rank} is held by {describe_process(pid)}",
             expected="one live process per rank of a job",
             state="Nothing was changed.",
             remedy="stop the other run, or give this one another id: job='...' or FLASHCKPT_JOB_ID",
@@ -283,7 +278,7 @@ class Segment:
         if same_file and lease.shared(1 + slot):
             header = self.header(slot)  # again: it may have been overwritten before the lease was ours
             if header.is_complete:
-                return Pin(self, slot, header, lease)
+                return Pin(self.path, self.spec, os.dup(self._fd), slot=slot, header=header, lease=lease)
         lease.close()
         return None
 
@@ -378,152 +373,8 @@ class SlotWriter:
         self._segment._lease.release(1 + self.slot)  # noqa: SLF001 -- one unit with its segment
 
 
-class Pin:
-    """A shared lease on a COMPLETE slot: its owner will not overwrite it while this process lives or until `close()`.
-
-    Attributes:
-        slot: Slot number.
-        header: The COMPLETE header.
-        spec: Of the segment.
-        path: Of the segment.
-    """
-
-    def __init__(self, segment: Segment, slot: int, header: SlotHeader, lease: Lease) -> None:
-        """Made by `Segment.pin`. Uses its own descriptor from here on: the segment may be closed."""
-        self.slot, self.header, self.spec, self.path = slot, header, segment.spec, segment.path
-        self._lease = lease
-        self._fd = os.dup(segment._fd)  # noqa: SLF001 -- not the lease's: mmap keeps a duplicate, and with it the lock
-        self._data: mmap.mmap | None = None
-        self._view: memoryview | None = None
-
-    def manifest_bytes(self) -> bytes:
-        """Return the verified bytes of the manifest.
-
-        Raises:
-            DamagedError: They do not match the digest in the header, or the header has changed.
-        """
-        raw = os.pread(self._fd, self.header.manifest_bytes, self.spec.manifest_at(self.slot))
-        if len(raw) != self.header.manifest_bytes or digest(raw) != self.header.manifest_digest:
-            raise DamagedError(
-                f"the snapshot of step {self.header.step} in memory is damaged",
-                found=f"manifest digest {digest(raw):016x}",
-                expected=f"{self.header.manifest_digest:016x} (slot {self.slot} of {self.path})",
-                state="It was left as it is and is not restored.",
-            )
-        if not self.is_current():
-            raise DamagedError(
-                f"the snapshot of step {self.header.step} was abandoned while it was read",
-                found=f"slot {self.slot} of {self.path} has a newer header",
-                state="Nothing was taken from it.",
-            )
-        return raw
-
-    def manifest(self) -> Manifest:
-        """Return the verified manifest; errors as `manifest_bytes`."""
-        return decode_manifest(self.manifest_bytes())
-
-    def is_current(self) -> bool:
-        """Whether the header is still the one that was pinned (not abandoned meanwhile)."""
-        page = os.pread(self._fd, PAGE, self.spec.header_at(self.slot))
-        return newest_copy(page)[0] == self.header
-
-    @property
-    def data(self) -> memoryview:
-        """Read-only bytes of the data area, mapped whole on first use (3 GB/s fault by fault, 10 populated)."""
-        if self._view is None:
-            at, used = self.spec.data_at(self.slot), self.header.data_bytes
-            lead = at % mmap.ALLOCATIONGRANULARITY  # 0 unless the machine's pages are larger than 4 KiB
-            flags = mmap.MAP_SHARED | mmap.MAP_POPULATE
-            size = max(1, lead + used)
-            self._data = mmap.mmap(self._fd, size, flags=flags, prot=mmap.PROT_READ, offset=at - lead)
-            self._view = memoryview(self._data)[lead : lead + used]
-        return self._view
-
-    def close(self) -> None:
-        """Give the slot back."""
-        if self._view is not None:
-            with contextlib.suppress(BufferError):
-                self._view.release()
-        if self._data is not None:
-            with contextlib.suppress(BufferError):
-                self._data.close()
-        self._view = self._data = None
-        self._lease.close()
-        fd, self._fd = self._fd, -1
-        if fd >= 0:
-            os.close(fd)
-
-    def __enter__(self) -> Pin:  # noqa: PYI034 -- Self is not in typing before Python 3.11
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, value: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.close()
-
-
-def _lay_out(fd: int, spec: SegmentSpec) -> None:
-    """Give the file its size, and pages to everything that is read before the rest is reserved."""
-    os.ftruncate(fd, spec.nbytes)
-    try:
-        for at in (0, *(spec.header_at(slot) for slot in range(spec.slots))):
-            os.posix_fallocate(fd, at, PAGE)
-    except OSError as error:
-        raise SharedMemoryError(
-            "not even the headers of a segment fit into shared memory", found=str(error), remedy="flashckpt gc"
-        ) from error
-
-
 def _undo(segment: Segment | None, fd: int) -> None:
     if segment is None:
         os.close(fd)
     else:
         segment.close()
-
-
-def _check_place(fd: int, block: Superblock, path: Path) -> None:
-    """Refuse a segment that is cut short (reading it would be SIGBUS), another user's, or of an earlier boot."""
-    status = os.fstat(fd)
-    left = "It was left as it is."
-    if status.st_size != block.spec.nbytes:
-        raise DamagedError(
-            f"segment {path} has the wrong size", found=f"{status.st_size} bytes", expected=f"{block.spec.nbytes} bytes",
-            state=left,
-        )  # fmt: skip
-    if status.st_uid != os.getuid() or block.uid != os.getuid():
-        raise DamagedError(
-            f"segment {path} belongs to another user",
-            found=f"file of uid {status.st_uid}, made by uid {block.uid}",
-            expected=f"uid {os.getuid()}",
-            state=left,
-        )
-    if block.boot_id != boot_id():
-        raise DamagedError(
-            f"segment {path} is of an earlier boot of this machine",
-            found=block.boot_id.hex(),
-            expected=boot_id().hex(),
-            state=left,
-            remedy="remove it: flashckpt gc",
-        )
-
-
-def _describe(pid: int) -> str:
-    try:
-        words = Path(f"/proc/{pid}/cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace").strip()
-    except OSError:
-        words = ""
-    return f"process {pid}" + (f" ({words[:120]})" if words else "")
-
-
-def _address(mapping: mmap.mmap) -> int:
-    """Return where the mapping starts; keeps no export of it, so that it can be closed."""
-    return int(np.frombuffer(mapping, np.uint8).ctypes.data)
-
-
-def _touch(mapping: mmap.mmap, address: int, start: int, size: int) -> None:
-    """Map every page now, so that the first snapshot is as fast as the second (1.4 GB/s untouched, 11 warm)."""
-    madvise: Any = ctypes.CDLL(None, use_errno=True).madvise  # not mmap.madvise: that one holds the GIL
-    if madvise(ctypes.c_void_p(address + start), ctypes.c_size_t(size), _MADV_POPULATE_WRITE) == 0:
-        return
-    pages = np.frombuffer(mapping, np.uint8)[start : start + size : PAGE]  # kernels before 5.14
-    int(pages.sum())
