@@ -172,14 +172,16 @@ def _write_extents(fd: int, parts: Iterable[memoryview], *, direct: bool) -> int
 def _aligned_extents(parts: Iterable[memoryview]) -> Iterator[tuple[int, memoryview]]:
     """Yield extents that start at page offsets; parts of odd length are joined in memory of our own."""
     offset, carry = 0, bytearray()
-    for _, view in extents(parts):
-        if not carry and len(view) % PAGE_BYTES == 0:
-            yield offset, view
-            offset += len(view)
-            continue
+    for _, part in extents(parts):
+        view = part
+        if not carry:
+            whole = len(view) - len(view) % PAGE_BYTES
+            if whole:
+                yield offset, view[:whole]
+                offset, view = offset + whole, view[whole:]
         carry += view
-        whole = len(carry) - len(carry) % PAGE_BYTES
-        if whole >= EXTENT_BYTES or (whole and whole == len(carry)):
+        if len(carry) >= EXTENT_BYTES or len(carry) % PAGE_BYTES == 0:
+            whole = len(carry) - len(carry) % PAGE_BYTES
             block = memoryview(bytes(memoryview(carry)[:whole]))
             del carry[:whole]
             for begin in range(0, whole, EXTENT_BYTES):

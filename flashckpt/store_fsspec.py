@@ -68,10 +68,13 @@ class FsspecStore:
 
         def send(fs: Any) -> None:
             self._make_parent(fs, key)
+            if self._in_memory():  # shows a file from its first byte and has no way to take it back
+                fs.pipe_file(self._path(key), b"".join(view for _, view in extents(parts, PART_BYTES)))
+                return
             file = fs.open(self._path(key), "wb", block_size=PART_BYTES)
             try:
                 for _, view in extents(parts, PART_BYTES):
-                    file.write(view if self._takes_views(fs) else bytes(view))
+                    file.write(bytes(view))
             except BaseException:
                 _discard(file)
                 raise
@@ -119,6 +122,9 @@ class FsspecStore:
                 return []
             return sorted(e["name"].rstrip("/").rpartition("/")[2] for e in entries if e["type"] == "directory")
 
+        if self._in_memory():  # keeps empty directories, which no object store has
+            inside = (info.key[len(prefix) :] for info in self.list(prefix))
+            return sorted({key.partition("/")[0] for key in inside if "/" in key})
         found: Names = self._do(prefix, names)
         return found
 
@@ -179,11 +185,11 @@ class FsspecStore:
         if not self._is_bucket_root(parent):
             fs.makedirs(parent, exist_ok=True)
 
-    def _takes_views(self, fs: Any) -> bool:
-        return "memory" in fs.protocol if isinstance(fs.protocol, tuple) else fs.protocol == "memory"
+    def _in_memory(self) -> bool:
+        return self.url.startswith("memory:")
 
     def _is_bucket_root(self, path: str) -> bool:
-        return "/" not in path.strip("/") and not self.url.startswith("memory:")
+        return "/" not in path.strip("/") and not self._in_memory()
 
     def _path(self, key: str) -> str:
         return f"{self._root}/{key}" if key else self._root

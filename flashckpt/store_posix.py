@@ -210,7 +210,7 @@ class PosixStore:
         found = error.strerror or str(error)
         if isinstance(error, FileNotFoundError):
             raise ObjectMissingError(f"the object {key} of {self.url} is missing", found=found) from error
-        if error.errno in (errno.EROFS, errno.EACCES, errno.EPERM, errno.ENOTDIR):
+        if error.errno in (errno.EROFS, errno.EACCES, errno.EPERM, errno.ENOTDIR, errno.EEXIST):
             raise RootError(
                 f"cannot {verb} {name}",
                 found=found,

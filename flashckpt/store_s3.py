@@ -83,7 +83,9 @@ class S3Store:
         """Raise RootError unless the bucket is there, the credentials hold and, with `write`, writing works."""
         self._run("", lambda s3: s3.list_objects_v2(Bucket=self.bucket, Prefix=self._key(""), MaxKeys=1))
         if write:
-            self._create(f"probe/{secrets.token_hex(8)}", b"flashckpt")
+            key = f"probe/{secrets.token_hex(8)}"
+            self.put(key, b"flashckpt")
+            self.delete(key)
 
     def put(self, key: str, data: bytes) -> None:
         """Publish a small object by one PUT."""

@@ -1,0 +1,99 @@
+"""S3 servers for the store tests: moto's in this process tree, or a real one named by the environment."""
+
+from __future__ import annotations
+
+import contextlib
+import secrets
+import socket
+import subprocess
+import sys
+import urllib.request
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from flashckpt.store import Store, open_store
+from support.ranks import wait_for
+
+
+@dataclass
+class Server:
+    """An S3 endpoint with one bucket; `stop` and `start` keep its port."""
+
+    endpoint: str
+    key: str = "test"
+    secret: str = "testtest"
+    bucket: str = field(default_factory=lambda: f"flashckpt-{secrets.token_hex(4)}")
+    process: subprocess.Popen[bytes] | None = None
+
+    def options(self, **changed: Any) -> dict[str, Any]:
+        base = {
+            "endpoint_url": self.endpoint,
+            "key": self.key,
+            "secret": self.secret,
+            "client_kwargs": {"region_name": "us-east-1"},
+            "retries": 3,
+            "timeout_s": 20.0,
+        }
+        return {**base, **changed}
+
+    def open(self, path: str, **changed: Any) -> Store:
+        return open_store(f"s3://{changed.pop('bucket', self.bucket)}/{path}", **self.options(**changed))
+
+    def client(self) -> Any:
+        import boto3
+        from botocore.config import Config
+
+        return boto3.client(
+            "s3",
+            endpoint_url=self.endpoint,
+            aws_access_key_id=self.key,
+            aws_secret_access_key=self.secret,
+            region_name="us-east-1",
+            config=Config(s3={"addressing_style": "path"}),
+        )
+
+    def make_bucket(self) -> None:
+        self.client().create_bucket(Bucket=self.bucket)
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+@contextlib.contextmanager
+def moto_server() -> Iterator[Server]:
+    """Start moto's server in a process of its own and make a bucket."""
+    port = free_port()
+    server = Server(endpoint=f"http://127.0.0.1:{port}")
+    start_moto(server, port)
+    try:
+        server.make_bucket()
+        yield server
+    finally:
+        stop(server)
+
+
+def start_moto(server: Server, port: int) -> None:
+    program = Path(sys.executable).with_name("moto_server")
+    server.process = subprocess.Popen(
+        [str(program), "-H", "127.0.0.1", "-p", str(port)], stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
+    )
+    wait_for(lambda: answers(server.endpoint), deadline_s=60, what="moto's server")
+
+
+def stop(server: Server) -> None:
+    if server.process is not None:
+        server.process.kill()
+        server.process.wait(30)
+        server.process = None
+
+
+def answers(endpoint: str) -> bool:
+    with contextlib.suppress(OSError):
+        urllib.request.urlopen(endpoint, timeout=5).close()
+        return True
+    return False
