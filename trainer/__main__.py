@@ -7,7 +7,7 @@ import os
 import sys
 from collections.abc import Sequence
 
-from flashckpt.errors import FlashckptError
+from flashckpt.errors import ConfigError, DataError, FlashckptError, LayoutError
 from flashckpt.trainer.config import RunConfig, read_config, to_toml
 from flashckpt.trainer.layout import resolve_layout
 
@@ -39,7 +39,7 @@ def main(words: Sequence[str] | None = None) -> int:
     try:
         return _run(rest)
     except FlashckptError as error:
-        if _speaks():
+        if _first_to_tell(error):
             sys.stderr.write(f"{type(error).__name__}: {error}\n")
             sys.stderr.flush()
         return error.exit_code
@@ -61,13 +61,28 @@ def _train(config: RunConfig) -> int:
     return train(config)
 
 
-def _speaks() -> bool:
-    # Every rank meets the same error; one of them tells it.
-    return os.environ.get("RANK", "0") == "0"
+def _first_to_tell(error: FlashckptError) -> bool:
+    """Return whether this rank tells the error: every rank may meet it, and the first that does speaks.
+
+    The first, not rank 0: dlrun ends all ranks as soon as one of them has failed.
+    """
+    folder, life = os.environ.get("FLASHCKPT_AGENT_DIR"), os.environ.get("FLASHCKPT_RESTART", "0")
+    if folder is None:
+        return os.environ.get("RANK", "0") == "0" or not isinstance(error, ConfigError | LayoutError | DataError)
+    try:
+        fd = os.open(
+            f"{folder}/told-{life}-{error.exit_code}", os.O_CREAT | os.O_EXCL | os.O_WRONLY | os.O_CLOEXEC, 0o600
+        )
+    except FileExistsError:
+        return False
+    except OSError:
+        return True
+    os.close(fd)
+    return True
 
 
 def _say(text: str) -> None:
-    if _speaks():
+    if os.environ.get("RANK", "0") == "0":
         sys.stdout.write(text)
 
 

@@ -9,12 +9,14 @@
 
 from __future__ import annotations
 
+import json
 import logging
 import os
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from datetime import timedelta
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -34,7 +36,7 @@ from flashckpt.trainer.parallel import build_parallel
 from flashckpt.trainer.step import Totals, TrainStep
 
 if TYPE_CHECKING:
-    from flashckpt import Checkpointer
+    from flashckpt import Checkpointer, RestoreReport
 
 logger = logging.getLogger(__name__)
 
@@ -175,7 +177,9 @@ class Trainer:
             return None
         ckpt = self._checkpointer()
         report = ckpt.restore()
-        self.done = 0 if report is None else report.step
+        if report is not None:
+            self.done = report.step
+            note_restore(self.config.log.folder, report)
         return ckpt
 
     def _checkpointer(self) -> Checkpointer:
@@ -231,6 +235,24 @@ def train(config: RunConfig) -> int:
     layout = prepare(config, int(os.environ.get("WORLD_SIZE", "1")))
     with process_group(config) as device:
         return Trainer(config, layout, device).run()
+
+
+def note_restore(folder: str, report: RestoreReport) -> None:
+    """Append this rank's restore to `restores.jsonl`; each line is one write, so ranks may share the file."""
+    line = {
+        "generation": report.life,
+        "rank": int(os.environ.get("RANK", "0")),
+        "step": report.step,
+        "bytes": dict(report.tier_bytes),
+        "seconds": round(float(report.seconds.get("total", 0.0)), 4),
+        "exact": report.is_same_layout,
+    }
+    Path(folder).mkdir(parents=True, exist_ok=True)
+    fd = os.open(Path(folder) / "restores.jsonl", os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o644)
+    try:
+        os.write(fd, (json.dumps(line) + "\n").encode())
+    finally:
+        os.close(fd)
 
 
 @contextmanager

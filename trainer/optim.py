@@ -87,7 +87,7 @@ def local_square_sum(parallel: Parallel) -> Tensor:
 def _owns(grad: Tensor) -> bool:
     if not isinstance(grad, DTensor):
         return True  # plain gradients exist under DDP only, where dp_replicate is the only dimension that repeats
-    coordinate: list[int] = grad.device_mesh.get_coordinate() or []
+    coordinate = list(grad.device_mesh.get_coordinate() or [])
     for placement, index in zip(grad.placements, coordinate, strict=True):
         assert not isinstance(placement, Partial), "settle_gradients() runs first"
         if isinstance(placement, Replicate) and index != 0:
