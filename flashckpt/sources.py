@@ -14,6 +14,7 @@ from typing import Protocol
 
 import numpy as np
 
+from flashckpt.compression import PackedObjects
 from flashckpt.digest import CHUNK_BYTES, digest
 from flashckpt.errors import DamagedError
 from flashckpt.manifest import Manifest
@@ -197,7 +198,7 @@ class StorageSource:
     in_place = False
 
     def __init__(self, store: Store, manifest: Manifest, prefix: str) -> None:
-        self._store, self._prefix = store, prefix
+        self._packs, self._prefix = PackedObjects(store), prefix
         self.manifest = manifest
         self.meter = Meter()
         self.name = f"{prefix} (ranks {_ranks(manifest.writers)})"
@@ -244,7 +245,7 @@ class StorageSource:
         table = self.manifest.table
         key = f"{self._prefix}/{self.manifest.objects[int(table.object_id[row])]}"
         t0 = time.perf_counter()
-        self._store.get_range(key, int(table.byte_offset[row]) + start, out)
+        self._packs.get_range(key, int(table.byte_offset[row]) + start, out)
         self.meter.add(len(out), time.perf_counter() - t0, 0.0)
 
     def _buffer(self, nbytes: int) -> memoryview:

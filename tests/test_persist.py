@@ -188,7 +188,7 @@ def test_killed_writer_leaves_the_last_commit_and_the_next_one_finishes(store: S
     assert [info.step for info in list_checkpoints(store)] == [20, 10]
     assert_equal(store, prefix_of(1, 20), [pin])
     sweep(store)
-    assert not [path for path in Path(store.url).rglob("*.tmp")]
+    assert not list(Path(store.url).rglob("*.tmp"))
 
 
 def test_pack_truncated_before_the_commit_is_named(store: Store):
