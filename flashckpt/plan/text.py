@@ -74,7 +74,9 @@ def _steps(choice: Mapping[str, Any]) -> str:
 
 def size_table(plan: Mapping[str, Any]) -> Table:
     """Return the forecast at other sizes, each with its own best intervals."""
-    table = Table(title="the same costs at other sizes", box=box.SIMPLE_HEAD, title_justify="left")
+    table = Table(
+        title="the same costs at other sizes", padding=(0, 1, 0, 0), box=box.SIMPLE_HEAD, title_justify="left"
+    )
     for name in (
         "GPUs",
         "MTBF",
@@ -95,7 +97,12 @@ def size_table(plan: Mapping[str, Any]) -> Table:
 
 def wrong_table(plan: Mapping[str, Any]) -> Table:
     """Return what a wrong interval costs."""
-    table = Table(title="goodput with the interval off by a factor", box=box.SIMPLE_HEAD, title_justify="left")
+    table = Table(
+        title="goodput with the interval off by a factor",
+        padding=(0, 1, 0, 0),
+        box=box.SIMPLE_HEAD,
+        title_justify="left",
+    )
     for name in ("factor", "of the snapshots", "of the persists"):
         table.add_column(name, justify="right", no_wrap=True)
     for row in plan["wrong_interval"]:
