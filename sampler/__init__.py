@@ -7,18 +7,30 @@ if not __name__.startswith("flashckpt."):  # a bare `import sampler` would make 
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
+from flashckpt.sampler.block import BlockPermutation
+from flashckpt.sampler.mixture import Mixture
 from flashckpt.sampler.permutation import Permutation
+from flashckpt.sampler.replicas import check_same_samples
+from flashckpt.sampler.stream import Order
 
 if TYPE_CHECKING:
     from flashckpt.sampler.batch import ElasticBatchSampler
     from flashckpt.sampler.sampler import ElasticSampler
 
-_LAZY = {  # these import torch (the Sampler base type); the permutation does not need it
+_LAZY = {  # these import torch (the Sampler base type) or open files; the permutation needs neither
     "ElasticBatchSampler": "flashckpt.sampler.batch",
     "ElasticSampler": "flashckpt.sampler.sampler",
 }
 
-__all__ = ["ElasticBatchSampler", "ElasticSampler", "Permutation"]
+__all__ = [
+    "BlockPermutation",
+    "ElasticBatchSampler",
+    "ElasticSampler",
+    "Mixture",
+    "Order",
+    "Permutation",
+    "check_same_samples",
+]
 
 
 def __getattr__(name: str) -> Any:

@@ -3,13 +3,42 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from itertools import islice
 from typing import Any
 
 from torch.utils.data import Sampler
 
 from flashckpt.errors import LayoutError
+from flashckpt.sampler.iterator import ElasticIterator
 from flashckpt.sampler.sampler import ElasticSampler
+
+
+class ElasticBatchIterator(Iterator[list[int]]):
+    """Micro-batches of one iteration.
+
+    Args:
+        iterator: The walk through the epoch.
+        size: Samples of a micro-batch.
+    """
+
+    def __init__(self, iterator: ElasticIterator, size: int) -> None:
+        self._iterator, self._size = iterator, size
+
+    def __iter__(self) -> ElasticBatchIterator:
+        return self
+
+    def __next__(self) -> list[int]:
+        batch = self._iterator.next_batch(self._size)
+        if not batch:
+            raise StopIteration
+        return batch
+
+    def state_dict(self) -> dict[str, Any]:
+        """See `ElasticIterator.state_dict`."""
+        return self._iterator.state_dict()
+
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+        """See `ElasticIterator.load_state_dict`."""
+        self._iterator.load_state_dict(state_dict)
 
 
 class ElasticBatchSampler(Sampler[list[int]]):
@@ -32,8 +61,9 @@ class ElasticBatchSampler(Sampler[list[int]]):
         step = batch_size * sampler.dp_size
         if sampler.global_batch_size is None:
             sampler.set_global_batch_size(step * (accumulation or 1))
-        size = sampler.global_batch_size or 0
-        if size % step or (accumulation is not None and size != step * accumulation):
+        for size in sampler.global_batch_sizes:
+            if size % step == 0 and accumulation in {None, size // step}:
+                continue
             raise LayoutError(
                 "the global batch is not made of whole micro-batches",
                 found=f"global batch of {size} samples; micro-batch {batch_size}, accumulation {accumulation}, "
@@ -46,9 +76,8 @@ class ElasticBatchSampler(Sampler[list[int]]):
         """Micro-batches of the next optimizer step."""
         return (self.sampler.global_batch_size or 0) // (self.batch_size * self.sampler.dp_size)
 
-    def __iter__(self) -> Iterator[list[int]]:
-        iterator = iter(self.sampler)
-        return iter(lambda: list(islice(iterator, self.batch_size)), [])
+    def __iter__(self) -> ElasticBatchIterator:
+        return ElasticBatchIterator(iter(self.sampler), self.batch_size)
 
     def __len__(self) -> int:
         """Micro-batches of this replica in one epoch."""

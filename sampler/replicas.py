@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import hashlib
 import sys
 from typing import Any
 
-from flashckpt.errors import LayoutError
+import numpy as np
+import numpy.typing as npt
+
+from flashckpt.errors import LayoutError, ReplicaMismatchError
 
 
 def resolve(dp_rank: int | None, dp_size: int | None, mesh: Any = None) -> tuple[int, int]:
@@ -63,3 +67,34 @@ def _world_size() -> int:
     if distributed is None or not distributed.is_available() or not distributed.is_initialized():
         return 1
     return int(distributed.get_world_size())
+
+
+def check_same_samples(ids: npt.ArrayLike, group: Any = None, *, device: Any = None) -> None:
+    """Compare a hash of sample ids over a process group: a debug check for the ranks of one replica.
+
+    A collective: every rank of `group` calls it with the ids of its batch.
+
+    Args:
+        ids: Sample ids of this rank's batch, in order.
+        group: The group whose ranks must see the same samples (tensor- and pipeline-parallel peers).
+        device: Where the group's backend wants its tensors; default: host memory.
+
+    Raises:
+        ReplicaMismatchError: the ranks hold different ids; raised on every rank of the group.
+    """
+    import torch
+    import torch.distributed as dist
+
+    data = np.ascontiguousarray(ids, dtype="<i8").tobytes()
+    own = int.from_bytes(hashlib.blake2b(data, digest_size=8).digest(), "little") >> 1
+    gathered = [torch.zeros(1, dtype=torch.int64, device=device) for _ in range(dist.get_world_size(group))]
+    dist.all_gather(gathered, torch.tensor([own], dtype=torch.int64, device=device), group=group)
+    hashes = [int(value.item()) for value in gathered]
+    different = [rank for rank, value in enumerate(hashes) if value != hashes[0]]
+    if different:
+        raise ReplicaMismatchError(
+            "ranks of one data-parallel replica hold different samples",
+            found=f"ranks {different} of the group differ from its rank 0 (hashes {[f'{h:016x}' for h in hashes]})",
+            expected="the same sample ids on every rank of the group",
+            remedy="pass the data-parallel rank to the sampler (dp_rank= or mesh=), not the global rank",
+        )

@@ -9,35 +9,20 @@ same set of samples whatever the layout. Iterators run ahead of the position and
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterable, Iterator, Mapping, Sized
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping, Sized
 from typing import Any
 
-import numpy as np
-import numpy.typing as npt
 from torch.utils.data import Sampler
 
 from flashckpt.errors import ConfigError, DataError, LayoutError, SamplerStateError
-from flashckpt.sampler.permutation import MAX_LENGTH
+from flashckpt.sampler.cursor import Cursor, TailCounts
+from flashckpt.sampler.iterator import ElasticIterator
+from flashckpt.sampler.mixture import Mixture, MixtureStream
+from flashckpt.sampler.permutation import MAX_LENGTH, Int64Array
 from flashckpt.sampler.replicas import resolve
-from flashckpt.sampler.schedule import BatchSizes, Skips
-from flashckpt.sampler.state import SamplerState, check_same, fingerprint_of
-from flashckpt.sampler.stream import EpochStream, Stream
-
-Int64Array = npt.NDArray[np.int64]
-
-TAILS = ("span", "short", "pad", "drop")
-_FIRST_CHUNK, _CHUNK = 64, 1 << 14  # ids made at once: few for a quick first batch, then many
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class TailCounts:
-    """What the end of the current epoch does, in samples over all replicas, seen from the committed position."""
-
-    remaining: int
-    padded: int = 0
-    dropped: int = 0
-    borrowed: int = 0
+from flashckpt.sampler.schedule import BatchSizes
+from flashckpt.sampler.state import SamplerState, fingerprint_of
+from flashckpt.sampler.stream import EpochStream, Order, Stream
 
 
 class ElasticSampler(Sampler[int]):
@@ -47,7 +32,7 @@ class ElasticSampler(Sampler[int]):
     the committed position and ends as `tail` says. The position moves only in `commit()`.
 
     Args:
-        dataset: The data set, or just its length.
+        dataset: The data set, a `Mixture`, or just a length.
         num_replicas: The same as `dp_size`.
         rank: The same as `dp_rank`: the index of the data-parallel replica, not the global rank.
         shuffle: False means order="sequential".
@@ -58,7 +43,8 @@ class ElasticSampler(Sampler[int]):
         mesh: A DeviceMesh to take both from (dimensions named "dp...").
         global_batch_size: Samples of one optimizer step over all replicas and micro-batches. Without it
             `commit` must be told how many samples a step trained.
-        order: "global" or "sequential".
+        order: "global" (full shuffle), "block" (block-local shuffle, for storage read in blocks), "sequential",
+            or an `Order` with sizes.
         tail: What happens where the epoch does not divide: "span" (default: the last batch goes on into the
             next epoch), "short" (the last batch is smaller, replicas differ by at most one sample), "pad"
             (samples of this epoch are repeated), "drop" (the rest is left out).
@@ -88,97 +74,86 @@ class ElasticSampler(Sampler[int]):
         dp_size: int | None = None,
         mesh: Any = None,
         global_batch_size: int | None = None,
-        order: str = "global",
+        order: str | Order = "global",
         tail: str | None = None,
         fingerprint: int | str | bytes | None = None,
         ramp_up: Iterable[tuple[int, int]] = (),
         auto_commit: bool = False,
     ) -> None:
-        length = dataset if isinstance(dataset, int) else len(dataset)
-        if not 1 <= length <= MAX_LENGTH:
-            raise DataError("the data set is empty", found=f"{length} samples", expected="1 to 2**62 samples")
         self.dp_rank, self.dp_size = resolve(_either(dp_rank, rank), _either(dp_size, num_replicas), mesh)
-        self.seed, self.tail = seed, tail or ("drop" if drop_last else "span")
-        if self.tail not in TAILS:
-            raise ConfigError("unknown tail", found=repr(tail), expected=", ".join(TAILS))
-        self._stream: Stream = EpochStream(length, seed=seed, order=order if shuffle else "sequential")
-        data = dataset if fingerprint is None and not isinstance(dataset, int) else fingerprint
-        self.fingerprint = 0 if data is None else fingerprint_of(data)
-        self._sizes: BatchSizes | None = None
-        if global_batch_size is not None:
-            self.set_global_batch_size(global_batch_size, ramp_up=ramp_up)
-        self._skips = Skips()
-        self._position = 0
+        self.seed = seed
+        identity = dataset if fingerprint is None and not isinstance(dataset, int) else fingerprint
+        self.cursor = Cursor(
+            _stream_of(dataset, seed, _order_of(order, shuffle=shuffle)),
+            seed=seed,
+            fingerprint=0 if identity is None else fingerprint_of(identity),
+            tail=tail or ("drop" if drop_last else "span"),
+            unit=self.dp_size,
+        )
+        self._mixture = dataset if isinstance(dataset, Mixture) else None
         self._auto_commit = auto_commit
         self._touched = False  # a commit or a load has happened
         self._spent_at: int | None = None  # an iterator ran out here and nothing was committed since
         self._running: weakref.ref[ElasticIterator] | None = None
+        if global_batch_size is not None:
+            self.set_global_batch_size(global_batch_size, ramp_up=ramp_up)
 
     # -- where it stands
 
     @property
     def length(self) -> int:
         """Samples of one epoch."""
-        return self._stream.length
+        return self.cursor.length
 
     @property
     def epoch(self) -> int:
         """The epoch of the next sample to be trained."""
-        return self._position // self.length
+        return self.cursor.epoch
 
     @property
     def offset(self) -> int:
         """Samples of this epoch that are trained, over all replicas."""
-        return self._position % self.length
+        return self.cursor.offset
 
     @property
     def position(self) -> int:
         """Samples since the start of epoch 0: epoch * length + offset."""
-        return self._position
+        return self.cursor.position
 
     @property
     def global_batch_size(self) -> int | None:
         """Samples of the next optimizer step over all replicas; None where it was not given."""
-        return None if self._sizes is None else self._sizes.at(self._position)
+        return None if self.cursor.sizes is None else self.cursor.sizes.at(self.position)
 
-    def set_global_batch_size(self, samples: int, *, ramp_up: Iterable[tuple[int, int]] = ()) -> None:
-        """Change the global batch from the committed position on; the global order stays as it is."""
-        sizes = BatchSizes.of(samples, ramp_up)
-        for _, size in sizes.steps:
-            if size % self.dp_size:
-                raise LayoutError(
-                    "the global batch does not divide over the replicas",
-                    found=f"global batch of {size} samples, {self.dp_size} replicas",
-                    expected="a multiple of the number of replicas",
-                )
-        self._sizes = sizes
+    @property
+    def global_batch_sizes(self) -> list[int]:
+        """All sizes of the schedule, ramp-up included."""
+        return [] if self.cursor.sizes is None else [size for _, size in self.cursor.sizes.steps]
 
     def __len__(self) -> int:
         """Samples of this replica in one epoch; the same after a resume, so schedulers may rely on it."""
-        if self.tail == "short":
+        if self.cursor.tail == "short":
             return (self.length - self.dp_rank + self.dp_size - 1) // self.dp_size
         unit = self.global_batch_size or self.dp_size
-        batches = self.length // unit if self.tail == "drop" else -(-self.length // unit)
+        batches = self.length // unit if self.cursor.tail == "drop" else -(-self.length // unit)
         return batches * unit // self.dp_size
 
     def tail_counts(self) -> TailCounts:
         """Return what is left of this epoch, and what is padded, dropped or taken from the next one at its end."""
-        left, planned = self._left(self._position), self._planned(self._position)
-        more, less = max(0, planned - left), max(0, left - planned)
-        borrowed = more if self.tail == "span" else 0
-        return TailCounts(remaining=left, padded=more - borrowed, dropped=less, borrowed=borrowed)
+        return self.cursor.tail_counts()
 
     def next_ids(self) -> Int64Array:
         """Return this replica's sample ids of the next global batch (needs global_batch_size); nothing moves."""
-        size = self._size_of_step(None)
-        iterator = ElasticIterator(self, self._position)
-        return iterator.ids(0, max(0, -(-(min(size, iterator.total) - self.dp_rank) // self.dp_size)))
+        walk = ElasticIterator(self, self.position)
+        size = min(self._size_of_step(None), walk.total)
+        return walk.ids(0, max(0, -(-(size - self.dp_rank) // self.dp_size)))
 
     # -- iterating
 
     def __iter__(self) -> ElasticIterator:
         self._check_spent()
-        iterator = ElasticIterator(self, self._position)
+        self.cursor.settle(self.position)
+        iterator = ElasticIterator(self, self.position)
         self._running = weakref.ref(iterator)
         return iterator
 
@@ -198,7 +173,7 @@ class ElasticSampler(Sampler[int]):
                 remedy="start the loop at sampler.epoch: for epoch in range(sampler.epoch, epochs)",
             )
         if epoch != self.epoch:
-            self._position = epoch * self.length
+            self.cursor.settle(epoch * self.length)
 
     # -- the committed position
 
@@ -211,22 +186,20 @@ class ElasticSampler(Sampler[int]):
         Raises:
             SamplerStateError: more is committed than this replica's iterator has handed out.
         """
-        left = self._left(self._position)
+        left = self.cursor.left(self.position)
         count = self._size_of_step(samples)
-        if self.tail != "span":
-            if self.tail == "short" and samples is not None and samples > left:
-                raise _too_many(samples, f"{left} samples are left of epoch {self.epoch}")
-            count = min(count, left)
-        target = self._skips.advance(self._position, count)
-        running = self._running() if self._running else None
-        if running is not None and running.handed_out and target > running.position:
+        if self.cursor.tail in {"short", "drop"} and samples is not None and samples > left:
+            raise _too_many(samples, f"{left} samples are left of epoch {self.epoch}")
+        target = self.cursor.skips.advance(self.position, count if self.cursor.tail == "span" else min(count, left))
+        running = self._active()
+        if running is not None and target > running.position:
             raise _too_many(count, f"this replica's iterator has handed out up to position {running.position}")
-        self._position = self._normal(target)
+        self.cursor.settle(target)
         self._touched, self._spent_at = True, None
 
     def state_dict(self) -> dict[str, Any]:
         """Return the committed position and what it refers to: the same on every rank, under 200 bytes."""
-        return self._state().to_dict()
+        return self.cursor.state().to_dict()
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Continue at a recorded position.
@@ -235,32 +208,98 @@ class ElasticSampler(Sampler[int]):
             SamplerStateError: the state is of other data, another seed or order, or an iterator is running.
         """
         state = SamplerState.from_dict(state_dict)
-        check_same(state, self._state())
-        running = self._running() if self._running else None
-        if running is not None and running.handed_out and not running.exhausted:
-            raise SamplerStateError(
-                "a sampler state is loaded while an iterator is running",
-                found=f"an iterator that has handed out {running.handed_out} samples of this replica",
-                expected="load_state_dict before iter()",
-                state="The sampler keeps its position; nothing was loaded.",
-                remedy="restore before the loader is iterated; to go back on purpose, drop the loader's iterator first",
-            )
-        self._skips = Skips(spans=tuple((int(s[1]), int(s[2])) for s in state.segments if s[0] == "skip"))
-        self._position = state.epoch * self.length + state.offset
+        self._check_idle("a sampler state is loaded")
+        self.cursor.adopt(state)
         self._touched, self._spent_at, self._running = True, None, None
 
-    # -- internals
+    # -- changes on the way (each on every rank, at the same position)
 
-    def _state(self) -> SamplerState:
-        return SamplerState(
-            seed=self.seed,
-            epoch=self.epoch,
-            offset=self.offset,
-            length=self.length,
-            fingerprint=self.fingerprint,
-            order=self._stream.name,
-            segments=tuple(("skip", first, last) for first, last in self._skips.spans),
-        )
+    def set_global_batch_size(self, samples: int, *, ramp_up: Iterable[tuple[int, int]] = ()) -> None:
+        """Change the global batch from the committed position on; the global order stays as it is.
+
+        Args:
+            samples: Samples of one optimizer step over all replicas and micro-batches.
+            ramp_up: (position, size) pairs: other sizes for batches that begin at or behind a stream position.
+
+        Raises:
+            LayoutError: a size does not divide over the replicas.
+            SamplerStateError: an iterator is running (it has planned its end; use `ramp_up`).
+        """
+        self._check_idle("the global batch size is changed")
+        sizes = BatchSizes.of(samples, ramp_up)
+        for _, size in sizes.steps:
+            if size % self.dp_size:
+                raise LayoutError(
+                    "the global batch does not divide over the replicas",
+                    found=f"global batch of {size} samples, {self.dp_size} replicas",
+                    expected="a multiple of the number of replicas",
+                )
+        self.cursor.sizes = sizes
+
+    def skip(self, first: int, last: int) -> None:
+        """Leave out the stream positions `first` to `last` (exclusive): the bad batches behind a loss spike.
+
+        Call it behind a restore to a snapshot before them. It is part of the state.
+
+        Raises:
+            SamplerStateError: some of them are trained already, or an iterator is running.
+            ConfigError: the span is empty.
+        """
+        self._check_ahead("positions are skipped", first)
+        self.cursor.skips = self.cursor.skips.with_span(first, last)
+        self.cursor.settle(self.position)
+
+    def set_weights(self, weights: Mapping[str, int], *, start: int | None = None) -> None:
+        """Change the weights of a mixture from stream position `start` (default: the committed one) on.
+
+        It is part of the state; each source goes on where it is.
+
+        Raises:
+            SamplerStateError: `start` is trained already, or an iterator is running.
+            ConfigError: the sampler walks no mixture, or the names are not its sources.
+        """
+        stream = self.cursor.stream
+        if self._mixture is None or not isinstance(stream, MixtureStream) or set(weights) != set(self._mixture.names):
+            raise ConfigError(
+                "weights do not fit the mixture",
+                found=f"weights for {sorted(weights)}",
+                expected=f"one for each of {self._mixture.names if self._mixture else 'no sources: not a mixture'}",
+            )
+        place = self.position if start is None else start
+        self._check_ahead("weights are changed", place)
+        stream.set_weights(place, [weights[name] for name in self._mixture.names])
+
+    def source_counts(self) -> dict[str, int]:
+        """Return the samples of each source of a mixture that are trained, skipped ones not counted."""
+        stream = self.cursor.stream
+        if self._mixture is None or not isinstance(stream, MixtureStream):
+            return {}
+        return dict(zip(self._mixture.names, stream.counts(self.position, self.cursor.skips), strict=True))
+
+    # -- for its iterators
+
+    def ran_out(self, start: int, total: int) -> None:
+        """Note that an iteration from `start` on handed out its last sample."""
+        if self.position != start or not total:
+            return
+        if self._auto_commit:
+            behind = self.cursor.skips.advance(start, total)
+            self.cursor.settle(behind if self.cursor.tail == "span" else self.cursor.epoch_end(start))
+            self._touched = True
+        else:
+            self._spent_at = start
+
+    def jump(self, position: int) -> int:
+        """Make `position` the committed one, as a stateful loader was restored; return where it came to lie."""
+        self.cursor.settle(position)
+        self._touched, self._spent_at = True, None
+        return self.position
+
+    # -- checks
+
+    def _active(self) -> ElasticIterator | None:
+        running = self._running() if self._running else None
+        return running if running is not None and running.handed_out else None
 
     def _size_of_step(self, samples: int | None) -> int:
         size = self.global_batch_size if samples is None else samples
@@ -273,102 +312,53 @@ class ElasticSampler(Sampler[int]):
             )
         return size
 
-    def _epoch_end(self, position: int) -> int:
-        return (position // self.length + 1) * self.length
-
-    def _left(self, position: int) -> int:
-        return self._skips.count(position, self._epoch_end(position))
-
-    def _planned(self, position: int) -> int:
-        """Return how many samples, over all replicas, an iterator that begins at `position` hands out."""
-        if self.tail == "short":
-            return self._left(position)
-        sizes = self._sizes or BatchSizes.of(self.dp_size)
-        return sizes.cover(position, self._epoch_end(position), self._skips, whole=self.tail != "drop")
-
-    def _normal(self, position: int) -> int:
-        """Return `position`, or the next epoch's start where nothing of this one will be handed out."""
-        if position % self.length and self._left(position) == 0:
-            return self._epoch_end(position)
-        if self.tail == "drop" and position % self.length and self._planned(position) == 0:
-            return self._epoch_end(position)
-        return position
-
     def _check_spent(self) -> None:
-        if self._spent_at is None or self._spent_at != self._position:
+        if self._spent_at is None or self._spent_at != self.position:
             return
         raise SamplerStateError(
             "the sampler was iterated to its end and never committed",
-            found=f"position {self._position} (epoch {self.epoch}, offset {self.offset}) before and after",
+            found=f"position {self.position} (epoch {self.epoch}, offset {self.offset}) before and after",
             expected="commit() after every optimizer step",
             state="Nothing of the last iteration counts as trained; a restart would repeat it.",
             remedy="track the sampler and call ckpt.step(), or sampler.commit(samples), or pass auto_commit=True",
         )
 
-    def _ran_out(self, start: int, total: int) -> None:
-        if self._auto_commit and self._position == start:
-            whole = self.tail == "span"
-            self._position = self._skips.advance(start, total) if whole else self._epoch_end(start)
-            self._touched = True
-        elif self._position == start and total:
-            self._spent_at = start
+    def _check_idle(self, what: str) -> None:
+        running = self._active()
+        if running is not None and not running.exhausted:
+            raise SamplerStateError(
+                f"{what} while an iterator is running",
+                found=f"an iterator that has handed out {running.handed_out} samples of this replica",
+                expected="the call before iter()",
+                state="The sampler keeps its position; nothing was changed.",
+                remedy="restore before the loader is iterated; to go back on purpose, drop the loader's iterator first",
+            )
+
+    def _check_ahead(self, what: str, position: int) -> None:
+        self._check_idle(what)
+        if position < self.position:
+            raise SamplerStateError(
+                f"{what} that are trained already",
+                found=f"from position {position}",
+                expected=f"from the committed position {self.position} on",
+                state="Nothing was changed.",
+                remedy="restore a snapshot before them first",
+            )
 
 
-class ElasticIterator(Iterator[int]):
-    """One replica's walk from a position to the end of its epoch; holds no state that anybody records."""
+def _order_of(order: str | Order, *, shuffle: bool) -> Order:
+    if not shuffle:
+        return Order(kind="sequential")
+    return order if isinstance(order, Order) else Order(kind=order)
 
-    def __init__(self, sampler: ElasticSampler, start: int) -> None:
-        self._sampler, self._start = sampler, start
-        self.total = sampler._planned(start)  # noqa: SLF001 - the iterator is the sampler's other half
-        rank, size = sampler.dp_rank, sampler.dp_size
-        self._own = max(0, (self.total - rank + size - 1) // size)
-        self._made, self._chunk, self._at = 0, [0][:0], 0
-        self.exhausted = False
 
-    def __iter__(self) -> ElasticIterator:
-        return self
-
-    def __next__(self) -> int:
-        try:
-            value = self._chunk[self._at]
-        except IndexError:
-            return self._refill()
-        self._at += 1
-        return value
-
-    @property
-    def handed_out(self) -> int:
-        """Samples this replica has handed out."""
-        return self._made - len(self._chunk) + self._at
-
-    @property
-    def position(self) -> int:
-        """The stream position behind the last sample that any replica can have handed out by now."""
-        used = min(self.handed_out * self._sampler.dp_size, self.total)
-        return self._sampler._skips.advance(self._start, used)  # noqa: SLF001 - as above
-
-    def ids(self, first: int, last: int) -> Int64Array:
-        """Return the ids of this replica's samples `first` to `last` (exclusive) of the iteration."""
-        sampler = self._sampler
-        ordinals = np.arange(first, last, dtype=np.int64) * sampler.dp_size + sampler.dp_rank
-        left = sampler._left(self._start)  # noqa: SLF001 - as above
-        if sampler.tail == "pad" and len(ordinals) and ordinals[-1] >= left:
-            begin = self._start // sampler.length * sampler.length
-            padding = begin + (ordinals - left) % sampler.length
-            used = sampler._skips.positions(self._start, np.minimum(ordinals, max(0, left - 1)))  # noqa: SLF001 - as above
-            return sampler._stream.take(np.where(ordinals >= left, padding, used))  # noqa: SLF001 - as above
-        return sampler._stream.take(sampler._skips.positions(self._start, ordinals))  # noqa: SLF001 - as above
-
-    def _refill(self) -> int:
-        if self._made >= self._own:
-            if not self.exhausted:
-                self.exhausted = True
-                self._sampler._ran_out(self._start, self.total)  # noqa: SLF001 - as above
-            raise StopIteration
-        last = min(self._own, self._made + (_CHUNK if self._made else _FIRST_CHUNK))
-        self._chunk, self._at = self.ids(self._made, last).tolist(), 1
-        self._made = last
-        return self._chunk[0]
+def _stream_of(dataset: Sized | int, seed: int, order: Order) -> Stream:
+    if isinstance(dataset, Mixture):
+        return dataset.stream(seed=seed, order=order)
+    length = dataset if isinstance(dataset, int) else len(dataset)
+    if not 1 <= length <= MAX_LENGTH:
+        raise DataError("the data set is empty", found=f"{length} samples", expected="1 to 2**62 samples")
+    return EpochStream(length, seed=seed, order=order)
 
 
 def _either(one: int | None, other: int | None) -> int | None:

@@ -10,6 +10,7 @@ from typing import Any
 from flashckpt.errors import SamplerStateError
 
 STATE_VERSION = 1
+Segment = tuple[Any, ...]
 _INTEGERS = ("version", "seed", "epoch", "offset", "length", "fingerprint")
 
 
@@ -24,7 +25,8 @@ class SamplerState:
         length: Samples of one epoch.
         fingerprint: Identity of the data, 0 where the data set gives none.
         order: Kind and version of the order, e.g. "global:feistel8.1".
-        segments: What changed on the way, e.g. ("skip", first, last).
+        segments: What changes on the way: ("skip", first, last), ("batch", position, samples),
+            ("weights", position, weight, weight, ...).
     """
 
     seed: int
@@ -33,7 +35,7 @@ class SamplerState:
     length: int
     fingerprint: int
     order: str
-    segments: tuple[tuple[Any, ...], ...] = ()
+    segments: tuple[Segment, ...] = ()
     version: int = STATE_VERSION
 
     def to_dict(self) -> dict[str, Any]:
@@ -68,8 +70,16 @@ class SamplerState:
         if not (state["epoch"] >= 0 and 0 <= state["offset"] < max(1, state["length"])):
             found = f"epoch {state['epoch']}, offset {state['offset']}, length {state['length']}"
             raise _unreadable("the sampler state has no such position", found, "0 <= offset < length")
-        segments = tuple(tuple(segment) for segment in state["segments"])
+        segments = tuple(_segment(segment) for segment in state["segments"])
         return cls(**{name: state[name] for name in _INTEGERS}, order=str(state["order"]), segments=segments)
+
+
+def _segment(segment: Any) -> Segment:
+    lengths = {"skip": 3, "batch": 3, "weights": len(segment)}
+    kind, *numbers = segment
+    if len(segment) != lengths.get(kind) or not numbers or any(type(number) is not int for number in numbers):
+        raise _unreadable("a segment of the sampler state is not known", repr(segment), ", ".join(lengths))
+    return (str(kind), *numbers)
 
 
 def _unreadable(problem: str, found: str, expected: str) -> SamplerStateError:

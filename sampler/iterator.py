@@ -1,0 +1,124 @@
+"""One replica's walk through an epoch. It runs ahead of what is trained and records nothing."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any, Protocol
+
+import numpy as np
+
+from flashckpt.errors import SamplerStateError
+from flashckpt.sampler.cursor import Cursor
+from flashckpt.sampler.permutation import Int64Array
+
+FIRST_CHUNK, CHUNK = 64, 1 << 14  # ids made at once: few for a quick first batch, then many
+
+
+class Plan(Protocol):
+    """What the walk needs to know of its sampler."""
+
+    dp_rank: int
+    dp_size: int
+    cursor: Cursor
+
+    def ran_out(self, start: int, total: int) -> None:
+        """Note that an iteration from `start` on handed out its last sample."""
+        ...
+
+    def jump(self, position: int) -> int:
+        """Make `position` the committed one (a stateful loader was restored); return where it came to lie."""
+        ...
+
+
+class ElasticIterator(Iterator[int]):
+    """Sample ids of one replica from a position to the end of its epoch.
+
+    Args:
+        plan: The sampler.
+        start: Stream position of the first sample (of replica 0).
+    """
+
+    def __init__(self, plan: Plan, start: int) -> None:
+        self._plan = plan
+        self.exhausted = False
+        self._begin(start)
+
+    def _begin(self, start: int) -> None:
+        rank, size = self._plan.dp_rank, self._plan.dp_size
+        self._start, self.total = start, self._plan.cursor.planned(start)
+        if start + self.total >= 1 << 62:
+            raise SamplerStateError(
+                "the sample stream is at its end", found=f"position {start}", expected="below 2**62"
+            )
+        self._own = max(0, (self.total - rank + size - 1) // size)
+        self._chunk: list[int] = []
+        self._made = self._at = 0
+
+    def __iter__(self) -> ElasticIterator:
+        return self
+
+    def __next__(self) -> int:
+        if self._at == len(self._chunk):
+            self._refill()
+        value = self._chunk[self._at]
+        self._at += 1
+        return value
+
+    def next_batch(self, size: int) -> list[int]:
+        """Return the next `size` ids of this replica; fewer at the end of the epoch, none behind it."""
+        batch = self._chunk[self._at : self._at + size]
+        self._at += len(batch)
+        while len(batch) < size and self._made < self._own:
+            self._refill()
+            more = self._chunk[: size - len(batch)]
+            self._at = len(more)
+            batch += more
+        if not batch:
+            self._finish()
+        return batch
+
+    @property
+    def handed_out(self) -> int:
+        """Samples this replica has handed out."""
+        return self._made - len(self._chunk) + self._at
+
+    @property
+    def position(self) -> int:
+        """The stream position behind the last sample that any replica can have handed out by now."""
+        done = self.handed_out
+        return self._plan.cursor.reached(self._start, self.total if done >= self._own else done * self._plan.dp_size)
+
+    def ids(self, first: int, last: int) -> Int64Array:
+        """Return the ids of this replica's samples `first` to `last` (exclusive) of the iteration."""
+        cursor, start = self._plan.cursor, self._start
+        ordinals = np.arange(first, last, dtype=np.int64) * self._plan.dp_size + self._plan.dp_rank
+        if cursor.tail != "pad" or not len(ordinals) or ordinals[-1] < (left := cursor.left(start)):
+            return cursor.stream.take(cursor.skips.positions(start, ordinals))
+        epoch = start // cursor.length * cursor.length
+        padding = epoch + (ordinals - left) % cursor.length  # samples of this epoch again, from its start
+        used = cursor.skips.positions(start, np.minimum(ordinals, max(0, left - 1)))
+        return cursor.stream.take(np.where(ordinals >= left, padding, used))
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return how far this iterator has come, for a loader that records what it has delivered."""
+        return {"position": self.position}
+
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+        """Continue where a loader had delivered to; that becomes the committed position."""
+        position = state_dict["position"]
+        if not isinstance(position, int) or position < 0:
+            raise SamplerStateError("not a position", found=repr(position), expected="an integer from 0 on")
+        self._begin(self._plan.jump(position))
+
+    def _refill(self) -> None:
+        if self._made >= self._own:
+            self._finish()
+            raise StopIteration
+        last = min(self._own, self._made + (CHUNK if self._made else FIRST_CHUNK))
+        self._chunk, self._at = self.ids(self._made, last).tolist(), 0
+        self._made = last
+
+    def _finish(self) -> None:
+        if not self.exhausted:
+            self.exhausted = True
+            self._plan.ran_out(self._start, self.total)
