@@ -186,13 +186,14 @@ def owns_generation(store: Store, claim: GenerationClaim) -> bool:
 
 def read_generations(store: Store) -> list[GenerationClaim]:
     """Return all claims of a root, lowest number first; a claim that cannot be read is an error (never skipped)."""
-    keys = [info.key for info in store.list(GENERATIONS)]
+    keys = [info.key for info in store.list(GENERATIONS) if info.key.rpartition("/")[2].isdigit()]
     return sorted(parallel(lambda key: _read_claim(store, key), keys), key=lambda claim: claim.generation)
 
 
 def newest_generation(store: Store) -> int:
     """Return the highest number claimed on the root or used by a checkpoint folder; 0 where there is none."""
-    claimed = [int(info.key.rpartition("/")[2]) for info in store.list(GENERATIONS)]
+    names = [info.key.rpartition("/")[2] for info in store.list(GENERATIONS)]
+    claimed = [int(name) for name in names if name.isdigit()]
     used = [identity[0] for name in store.folders() if (identity := parse_prefix(name))]
     return max([*claimed, *used], default=0)
 

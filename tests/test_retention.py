@@ -1,0 +1,301 @@
+"""What is kept, what is deleted, in which order, and who is never deleted under."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from support.slots import make_pin, shard
+
+from flashckpt import faults
+from flashckpt.checkpoints import (
+    CheckpointInfo,
+    GenerationClaim,
+    claim_generation,
+    list_checkpoints,
+    list_uncommitted,
+    newest_checkpoint,
+    newest_generation,
+    owns_generation,
+    read_generations,
+    read_manifest,
+)
+from flashckpt.errors import DamagedError, NoCheckpointError
+from flashckpt.intents import (
+    Intent,
+    abandon_intent,
+    abandoned_reason,
+    close_intent,
+    list_intents,
+    put_intent,
+)
+from flashckpt.persist import MANIFEST, commit, persist_slot, prefix_of
+from flashckpt.retention import (
+    TOMBSTONE_AGE_S,
+    Policy,
+    ReadLease,
+    choose_expired,
+    keep,
+    leased_prefixes,
+    prune,
+    reading,
+    sweep,
+    unkeep,
+)
+from flashckpt.store import Store, open_store
+
+
+@pytest.fixture
+def store(tmp_path: Path) -> Store:
+    return open_store(tmp_path / "root")
+
+
+def make(store: Store, *steps: int, generation: int = 1, parent: tuple[int, int] | None = None) -> None:
+    for step in steps:
+        prefix = prefix_of(generation, step)
+        persist_slot(make_pin([shard("w", (40_000,))], step=step, generation=generation, parent=parent), store, prefix)
+        commit(store, prefix, [0])
+
+
+def steps_of(store: Store) -> list[int]:
+    return [info.step for info in list_checkpoints(store)][::-1]
+
+
+def info(generation: int, step: int) -> CheckpointInfo:
+    return CheckpointInfo(prefix=prefix_of(generation, step), generation=generation, step=step)
+
+
+IDENTITIES = st.lists(st.tuples(st.integers(1, 4), st.integers(0, 60)), unique=True, max_size=20)
+
+
+@given(
+    identities=IDENTITIES,
+    keep_last=st.integers(0, 6),
+    keep_every=st.none() | st.integers(1, 20),
+    data=st.data(),
+)
+def test_newest_valid_marked_and_leased_ones_always_stay(
+    identities: list[tuple[int, int]], keep_last: int, keep_every: int | None, data: st.DataObject
+):
+    infos = [info(*identity) for identity in identities]
+    some = st.sets(st.sampled_from(identities)) if identities else st.just(set())
+    abandoned, marked, leased = data.draw(some), data.draw(some), data.draw(some)
+    expired = choose_expired(
+        infos,
+        Policy(keep_last=keep_last, keep_every=keep_every),
+        abandoned=abandoned,
+        kept={prefix_of(*i) for i in marked},
+        leased={prefix_of(*i) for i in leased},
+    )
+    gone = {i.identity for i in expired}
+    live = sorted(set(identities) - abandoned, reverse=True)
+    assert not gone & (marked | leased)
+    assert not gone & set(live[: max(1, keep_last)])
+    if keep_every:
+        assert all(step % keep_every for _, step in gone - abandoned)
+    free = {i for i in live[max(1, keep_last) :] if not (keep_every and i[1] % keep_every == 0)} - marked - leased
+    assert free <= gone
+    assert choose_expired(infos, Policy(keep_last=None)) == []
+
+
+def test_policy_keeps_the_last_the_multiples_and_the_marked(store: Store):
+    make(store, 5, 10, 15, 20, 25, 30, 35)
+    keep(store, prefix_of(1, 5))
+    would = prune(store, Policy(keep_last=2, keep_every=20), dry_run=True)
+    assert steps_of(store) == [5, 10, 15, 20, 25, 30, 35]
+    swept = prune(store, Policy(keep_last=2, keep_every=20))
+    assert steps_of(store) == [5, 20, 30, 35]
+    assert swept.checkpoints == would.checkpoints == tuple(prefix_of(1, s) for s in (10, 15, 25))
+    assert swept.nbytes > 3 * 160_000
+    unkeep(store, prefix_of(1, 5))
+    prune(store, Policy(keep_last=1))
+    assert steps_of(store) == [35]
+    prune(store, Policy(keep_last=0))
+    assert steps_of(store) == [35]
+
+
+def test_mark_on_a_checkpoint_that_is_not_there_is_refused(store: Store):
+    make(store, 5)
+    with pytest.raises(NoCheckpointError, match="step-000000006"):
+        keep(store, prefix_of(1, 6))
+
+
+def test_checkpoints_that_a_later_generation_left_behind_go_first(store: Store):
+    make(store, 10, 20, 30)
+    assert claim_generation(store, GenerationClaim(generation=1, token="a", parent=None))
+    assert claim_generation(store, GenerationClaim(generation=2, token="b", parent=(1, 10)))
+    make(store, 15, generation=2, parent=(1, 10))
+    newest = newest_checkpoint(store)
+    assert newest is not None
+    assert newest.identity == (2, 15)
+    prune(store, Policy(keep_last=2))
+    assert [i.identity for i in list_checkpoints(store)] == [(2, 15), (1, 10)]
+
+
+def test_reader_holds_its_checkpoint_against_retention_until_it_lets_go(store: Store):
+    make(store, 10, 20, 30)
+    with reading(store, prefix_of(1, 10)) as (manifest, lease):
+        assert manifest.step == 10
+        lease.renew()
+        prune(store, Policy(keep_last=1))
+        assert steps_of(store) == [10, 30]
+    prune(store, Policy(keep_last=1))
+    assert steps_of(store) == [30]
+    assert store.list("leases/") == []
+
+
+def test_dead_readers_lease_expires(store: Store):
+    make(store, 10, 20)
+    ReadLease(store, prefix_of(1, 10), seconds=100)
+    prune(store, Policy(keep_last=1))
+    assert steps_of(store) == [10, 20]
+    prune(store, Policy(keep_last=1), now_s=time.time() + 101)
+    assert steps_of(store) == [20]
+    sweep(store, now_s=time.time() + 101)
+    assert store.list("leases/") == []
+
+
+def test_lease_taken_during_the_deletion_keeps_the_data(store: Store, monkeypatch: pytest.MonkeyPatch):
+    """The reader looked at MANIFEST just before it was deleted: it may read on."""
+    make(store, 10, 20)
+    taken: list[ReadLease] = []
+
+    def between(name: str) -> None:
+        if name == "persist.during-prune":
+            taken.append(ReadLease(store, prefix_of(1, 10)))
+
+    monkeypatch.setattr("flashckpt.retention.crash_point", between)
+    assert prune(store, Policy(keep_last=1)).checkpoints == ()
+    assert store.head(f"{prefix_of(1, 10)}/r00000.p0.fck") is not None
+    assert sweep(store, older_than_s=0).orphans == ()
+    with pytest.raises(NoCheckpointError), reading(store, prefix_of(1, 10)):
+        pass
+    taken[0].close()
+    assert sweep(store).orphans == (prefix_of(1, 10),)
+    assert store.head(f"{prefix_of(1, 10)}/r00000.p0.fck") is None
+
+
+@pytest.mark.parametrize("point", ["persist.before-prune", "persist.during-prune", "store.before-publish"])
+def test_killed_while_pruning_no_half_checkpoint_is_visible_and_the_sweep_finishes(store: Store, point: str):
+    make(store, 10, 20, 30)
+    pid = os.fork()
+    if pid == 0:
+        try:
+            faults.arm(point)
+            prune(store, Policy(keep_last=1))
+        finally:
+            os._exit(1)
+    assert os.WTERMSIG(os.waitpid(pid, 0)[1]) == signal.SIGKILL
+    for entry in list_checkpoints(store):
+        merged = read_manifest(store, entry)
+        assert all(store.head(f"{entry.prefix}/{name}") for name in merged.objects)
+    prune(store, Policy(keep_last=1))
+    sweep(store)
+    assert steps_of(store) == [30]
+    left = [i.key for i in store.list("step-") if not i.key.startswith(prefix_of(1, 30))]
+    assert all(key.endswith(MANIFEST) for key in left)
+    sweep(store, now_s=time.time() + TOMBSTONE_AGE_S + 1)
+    assert store.folders() == [prefix_of(1, 30)]
+    assert not list(Path(store.url).rglob("*.tmp"))
+
+
+def test_uncommitted_folder_is_swept_only_when_nobody_can_need_it(store: Store):
+    persist_slot(make_pin([shard("w", (9,))], step=10), store, prefix_of(1, 10))
+    persist_slot(make_pin([shard("w", (9,))], step=40), store, prefix_of(1, 40))
+    assert list_uncommitted(store) == [prefix_of(1, 10), prefix_of(1, 40)]
+    assert sweep(store, older_than_s=0).orphans == ()  # nothing is committed: nothing is certain
+    make(store, 20)
+    assert sweep(store).orphans == ()  # too young
+    put_intent(store, Intent(generation=1, step=10, writers=(0,)))
+    assert sweep(store, older_than_s=0).orphans == ()  # an intent is open
+    close_intent(store, 1, 10)
+    would = sweep(store, older_than_s=0, dry_run=True)
+    assert would.orphans == (prefix_of(1, 10),)
+    assert len(store.list(prefix_of(1, 10))) == 2
+    assert sweep(store, older_than_s=0).orphans == (prefix_of(1, 10),)
+    assert [i.key for i in store.list(prefix_of(1, 10))] == [f"{prefix_of(1, 10)}/{MANIFEST}"]
+    assert list_uncommitted(store) == [prefix_of(1, 40)]  # newer than the newest commit: it may still come
+
+
+def test_damaged_manifest_is_never_swept(store: Store):
+    make(store, 10, 20)
+    path = Path(store.url) / prefix_of(1, 10) / MANIFEST
+    path.write_bytes(path.read_bytes()[:-1])
+    assert sweep(store, older_than_s=0).orphans == ()
+    assert (path.parent / "r00000.p0.fck").exists()
+
+
+def test_generation_is_claimed_once_and_known_again_by_its_token(store: Store):
+    mine = GenerationClaim(generation=4, token="mine", parent=(3, 120), world_size=8, created_s=5.0)
+    assert newest_generation(store) == 0
+    assert claim_generation(store, mine)
+    assert not claim_generation(store, GenerationClaim(generation=4, token="theirs"))
+    assert claim_generation(store, mine)  # the answer to the first try was lost
+    assert owns_generation(store, mine)
+    assert read_generations(store) == [mine]
+    assert newest_generation(store) == 4
+    make(store, 10, generation=7)
+    assert newest_generation(store) == 7
+    store.put("generations/000005", b"\x93garbage")
+    with pytest.raises(DamagedError, match="000005"):
+        read_generations(store)
+
+
+@pytest.mark.parametrize("point", ["generation.before-claim", "generation.after-claim", "store.before-publish"])
+def test_killed_while_claiming_the_next_life_claims_a_number_of_its_own(store: Store, point: str):
+    pid = os.fork()
+    if pid == 0:
+        try:
+            faults.arm(point)
+            claim_generation(store, GenerationClaim(generation=1, token="dead"))
+        finally:
+            os._exit(1)
+    assert os.WTERMSIG(os.waitpid(pid, 0)[1]) == signal.SIGKILL
+    number = newest_generation(store) + 1
+    assert claim_generation(store, GenerationClaim(generation=number, token="next"))
+    assert number == (2 if point == "generation.after-claim" else 1)
+
+
+def test_intent_is_decided_once_taken_over_and_closed(store: Store):
+    intent = Intent(generation=3, step=120, writers=(0, 1, 5), leader="node0", created_s=1.5)
+    assert put_intent(store, intent)
+    assert not put_intent(store, Intent(generation=3, step=120, writers=(0,)))
+    assert list_intents(store) == [intent]
+    later = Intent(generation=3, step=140, writers=(0, 1, 5))
+    put_intent(store, later)
+    assert list_intents(store) == [later, intent]
+    assert abandoned_reason(store, 3, 120) is None
+    abandon_intent(store, 3, 120, "rank 5 lost its slot")
+    assert abandoned_reason(store, 3, 120) == "rank 5 lost its slot"
+    assert list_intents(store) == [later]
+    close_intent(store, 3, 120)
+    close_intent(store, 3, 140)
+    assert store.list("intents/") == []
+
+
+@pytest.mark.parametrize("point", ["persist.before-intent", "persist.after-intent", "store.before-publish"])
+def test_killed_while_deciding_the_next_leader_decides_or_finds_the_decision(store: Store, point: str):
+    intent = Intent(generation=3, step=120, writers=(0,))
+    pid = os.fork()
+    if pid == 0:
+        try:
+            faults.arm(point)
+            put_intent(store, intent)
+        finally:
+            os._exit(1)
+    assert os.WTERMSIG(os.waitpid(pid, 0)[1]) == signal.SIGKILL
+    put_intent(store, intent)
+    assert list_intents(store) == [intent]
+
+
+def test_leases_are_by_checkpoint(store: Store):
+    first, second = ReadLease(store, prefix_of(1, 10)), ReadLease(store, prefix_of(1, 10))
+    first.close()
+    assert leased_prefixes(store) == {prefix_of(1, 10)}
+    second.close()
+    assert leased_prefixes(store) == set()
