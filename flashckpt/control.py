@@ -113,12 +113,10 @@ class ControlRow:
         return int(struct.unpack_from("q", self._map, self._at + _INT_FIELDS[name])[0])
 
     def __setattr__(self, name: str, value: Any) -> None:
-        if name == "complete":
-            self.publish(Published.of(value))
-        elif name in _INT_FIELDS:
+        if name in _INT_FIELDS:
             struct.pack_into("q", self._map, self._at + _INT_FIELDS[name], int(value))
         else:
-            raise AttributeError(name)
+            object.__setattr__(self, name, value)
 
     @property
     def published(self) -> Published | None:
@@ -138,6 +136,10 @@ class ControlRow:
         """Identities of this rank's COMPLETE snapshots, newest first; [] if they are not known."""
         known = self.published
         return [] if known is None else list(known.complete)
+
+    @complete.setter
+    def complete(self, identities: Iterable[tuple[int, int]]) -> None:
+        self.publish(Published.of(identities))
 
     def publish(self, what: Published) -> None:
         """Set what this rank holds. A digest ties it to the row's generation: set that one first."""

@@ -1,0 +1,133 @@
+"""The control file: rows that a killed rank, or an earlier occupant, can never leave wrong."""
+
+from __future__ import annotations
+
+import os
+import signal
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from support.memory import ended, fork
+
+from flashckpt.control import (
+    MAX_COMPLETE,
+    PAGE,
+    ROW_BYTES,
+    Control,
+    Published,
+    decode_published,
+    encode_published,
+)
+from flashckpt.errors import DamagedError
+
+
+@pytest.fixture
+def control(shm_dir: Path) -> Control:
+    return Control.open(shm_dir / "control", rows=3)
+
+
+def test_a_new_file_says_no_stop_and_knows_nobodys_snapshots(control: Any) -> None:
+    assert control.stop_after == -1
+    assert control.rows == 3
+    assert [control.row(i).published for i in range(3)] == [None] * 3
+    assert [control.row(i).complete for i in range(3)] == [[], [], []]
+
+
+def test_what_one_process_writes_another_reads(control: Any, shm_dir: Any) -> None:
+    def rank() -> None:
+        row = Control.open(shm_dir / "control").row(1)
+        row.clear()
+        row.rank, row.pid, row.generation, row.step = 5, os.getpid(), 2, 120
+        row.heartbeat_ns, row.paused, row.restored_step = 10**18, 1, 100
+        row.complete = [(2, 115), (2, 120)]
+
+    assert ended(fork(rank)) == 0
+    row = control.row(1)
+    assert (row.rank, row.generation, row.step, row.heartbeat_ns) == (5, 2, 120, 10**18)
+    assert (row.paused, row.restored_step) == (1, 100)
+    assert row.complete == [(2, 120), (2, 115)]
+    assert control.row(0).published is None
+    control.stop_after = 125
+    assert Control.open(shm_dir / "control").stop_after == 125
+
+
+def test_unknown_fields_and_rows_are_refused(control: Any) -> None:
+    with pytest.raises(AttributeError):
+        control.row(0).stepp = 1
+    with pytest.raises(AttributeError):
+        _ = control.row(0).stepp
+    for index in (-1, 3):
+        with pytest.raises(IndexError):
+            control.row(index)
+
+
+def test_a_row_is_512_bytes_and_rows_do_not_touch(control: Any) -> None:
+    names = [name for name in vars(type(control.row(0)))["__annotations__"] if not name.startswith("_")]
+    for name in names:
+        setattr(control.row(1), name, -1)
+    control.row(1).publish(Published.of([(2**62, 2**62)] * MAX_COMPLETE, (2**62, 2**62)))
+    assert control.row(1).complete == [(2**62, 2**62)] * MAX_COMPLETE
+    assert all(getattr(control.row(i), name) == 0 for i in (0, 2) for name in names)
+
+
+def test_a_list_of_another_generation_counts_as_unknown(control: Any) -> None:
+    row = control.row(0)
+    row.generation = 2
+    row.complete = [(2, 10)]
+    row.generation = 3
+    assert row.published is None
+    row.complete = [(2, 10)]
+    assert row.complete == [(2, 10)]
+
+
+def test_rank_killed_at_any_instant_of_publishing_leaves_an_old_a_new_or_an_unknown_list(shm_dir: Any) -> None:
+    path = shm_dir / "control"
+    allowed = {(), *(tuple((1, s) for s in range(n, n - 3, -1)) for n in range(10, 10**6))}
+    for _ in range(15):
+        Control.open(path, rows=1).row(0).clear()
+        told, tell = os.pipe()
+
+        def publish_on(tell: int = tell) -> None:
+            row = Control.open(path).row(0)
+            row.generation = 1
+            for n in range(10, 10**6):
+                row.complete = [(1, n), (1, n - 1), (1, n - 2)]
+                if n == 200:
+                    os.write(tell, b"x")
+
+        child = fork(publish_on)
+        os.read(told, 1)
+        row = Control.open(path).row(0)
+        seen = [tuple(row.complete) for _ in range(200)]
+        os.kill(child, signal.SIGKILL)
+        ended(child)
+        os.close(told)
+        os.close(tell)
+        assert allowed.issuperset(seen)
+        assert tuple(row.complete) in allowed
+
+
+pairs = st.tuples(st.integers(-1, 2**40), st.integers(-1, 2**40))
+
+
+@given(st.lists(pairs, max_size=12), st.none() | pairs)
+def test_published_lists_survive_their_bytes(identities: Any, passed: Any) -> None:
+    what = Published.of(identities, passed)
+    assert decode_published(encode_published(what)) == what
+    assert list(what.complete) == sorted(identities, reverse=True)[:MAX_COMPLETE]
+    assert all(i <= what.passed for i in what.complete)
+
+
+def test_growing_keeps_rows_and_opening_something_else_is_refused(control: Any, shm_dir: Any) -> None:
+    control.row(2).step = 77
+    bigger = Control.open(shm_dir / "control", rows=8)
+    assert (bigger.rows, bigger.row(2).step, bigger.stop_after) == (8, 77, -1)
+    assert os.path.getsize(shm_dir / "control") == PAGE + 8 * ROW_BYTES  # noqa: PTH202 -- one number
+    (shm_dir / "other").write_bytes(b"x" * 8192)
+    with pytest.raises(DamagedError):
+        Control.open(shm_dir / "other")
+    with pytest.raises(FileNotFoundError):
+        Control.open(shm_dir / "absent")

@@ -1,0 +1,231 @@
+"""The job directory, its records and locks, and the id under which a job finds it again."""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from support.memory import ended, fork
+from support.ranks import wait_for
+
+from flashckpt.errors import ConfigError, DamagedError, FormatVersionError
+from flashckpt.identity import job_id, root_digest, root_url
+from flashckpt.job import DaemonStatus, GenerationRecord, JobConfig, JobDirectory, memory_root
+
+# -- identity -------------------------------------------------------------------------------------------
+
+
+def test_the_id_is_the_first_that_is_given(monkeypatch: Any) -> None:
+    for name in ("SLURM_JOB_ID", "JOBSET_UID", "JOB_UID"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("JOBSET_UID", "abc")
+    assert job_id("/r") == "jobset-abc"
+    monkeypatch.setenv("SLURM_JOB_ID", "17")
+    assert job_id("/r") == "slurm-17"
+    monkeypatch.setenv("FLASHCKPT_JOB_ID", "named")
+    assert job_id("/r") == "named"
+    assert job_id("/r", "explicit") == "explicit"
+
+
+def test_without_a_name_the_root_and_the_user_are_the_job(monkeypatch: Any, tmp_path: Any) -> None:
+    for name in ("SLURM_JOB_ID", "JOBSET_UID", "JOB_UID"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "random-per-launch")
+    monkeypatch.chdir(tmp_path)
+    assert job_id("out") == job_id(str(tmp_path / "out")) == job_id(f"file://{tmp_path}/out/")
+    assert job_id("out") != job_id("out2")
+    assert job_id("s3://bucket/run") == job_id("s3://bucket/run/")
+    assert root_url("s3://bucket/run/") == "s3://bucket/run"
+    assert root_digest("out") == root_digest(str(tmp_path / "out"))
+    before = job_id("out")
+    monkeypatch.setattr(os, "getuid", lambda: 54321)
+    assert job_id("out") != before
+
+
+@pytest.mark.parametrize("bad", ["../up", "a/b", ".hidden", "sp ace", "x" * 129, "-flag"])
+def test_an_id_that_cannot_name_a_directory_is_refused(bad: Any) -> None:
+    with pytest.raises(ConfigError, match="job="):
+        job_id("/r", bad)
+
+
+# -- directory and records ------------------------------------------------------------------------------
+
+
+def test_a_directory_is_private_and_found_again() -> None:
+    directory = JobDirectory.open("j1")
+    assert directory.path == memory_root() / "j1"
+    assert directory.path.stat().st_mode & 0o777 == 0o700
+    assert JobDirectory.open("j1", create=False).path == directory.path
+    with pytest.raises(FileNotFoundError):
+        JobDirectory.open("absent", create=False)
+    assert not (memory_root() / "absent").exists()
+
+
+def test_a_directory_that_others_can_open_is_refused() -> None:
+    directory = JobDirectory.open("j1")
+    directory.path.chmod(0o755)
+    with pytest.raises(ConfigError, match="FLASHCKPT_SHM_DIR"):
+        JobDirectory.open("j1")
+
+
+def test_records_come_back_and_absent_ones_are_none() -> None:
+    directory = JobDirectory.open("j1")
+    assert directory.read_config() is None
+    assert directory.read_generation() is None
+    assert directory.read_status() is None
+    config = JobConfig(job="j1", root="s3://b/r", storage_options={"key": "v", "n": 1}, keep_every=100, world_size=8)
+    record = GenerationRecord(generation=3, token="t", parent=(2, 40), world_size=8, claimed=True)
+    status = DaemonStatus(committed=(3, 60), failures=2, error="disk full", lag=1)
+    directory.write_config(config)
+    directory.write_generation(record)
+    directory.write_status(status)
+    assert directory.read_config() == config
+    assert directory.read_generation() == record
+    assert directory.read_status() == status
+    assert not list(directory.path.glob(".*"))
+
+
+def test_records_hold_no_secret_for_others() -> None:
+    directory = JobDirectory.open("j1")
+    directory.write_config(JobConfig(job="j1", root="/r", storage_options={"secret": "x"}))
+    assert (directory.path / "job.msgpack").stat().st_mode & 0o077 == 0
+
+
+def test_damaged_or_newer_records_are_refused() -> None:
+    directory = JobDirectory.open("j1")
+    directory.write_generation(GenerationRecord(generation=3))
+    path = directory.path / "generation.msgpack"
+    good = path.read_bytes()
+    for bad, error in (
+        (b"", DamagedError),
+        (good[:-1], DamagedError),
+        (good[:-1] + b"\x00", DamagedError),
+        (good[:8] + b"\x02" + good[9:], FormatVersionError),
+    ):
+        path.write_bytes(bad)
+        with pytest.raises(error):
+            directory.read_generation()
+
+
+def test_writer_of_a_record_killed_at_any_instant_leaves_the_old_or_the_new_one() -> None:
+    directory = JobDirectory.open("j1")
+    directory.write_generation(GenerationRecord(generation=0, token="t" * 5000))
+    for _ in range(10):
+
+        def write_on() -> None:
+            for n in range(1, 10**6):
+                directory.write_generation(GenerationRecord(generation=n, token="t" * 5000))
+
+        child = fork(write_on)
+        seen: set[int] = set()
+
+        def advanced(seen: set[int] = seen) -> bool:
+            record = directory.read_generation()
+            assert record is not None
+            seen.add(record.generation)
+            return len(seen) > 5
+
+        wait_for(advanced, what="records")
+        os.kill(child, signal.SIGKILL)
+        ended(child)
+        assert directory.read_generation() is not None
+
+
+def test_segments_are_found_by_scanning_and_nothing_else_is_taken_for_one() -> None:
+    directory = JobDirectory.open("j1")
+    wanted = [directory.segment_path(rank, h) for rank, h in ((0, 5), (0, 2**64 - 1), (12, 7))]
+    for path in (*wanted, directory.path / ".r00000-0000000000000005.seg.1.tmp", directory.path / "r0.seg"):
+        path.touch()
+    assert directory.segments() == sorted(wanted)
+
+
+# -- locks ----------------------------------------------------------------------------------------------
+
+
+def test_life_is_known_by_lock_and_ends_with_the_process() -> None:
+    directory = JobDirectory.open("j1")
+    assert not directory.anyone_alive()
+
+    def rank() -> None:
+        directory.hold_live()
+        signal.pause()
+
+    first, second = fork(rank), fork(rank)
+    wait_for(directory.anyone_alive, what="a live rank")
+    for pid in (first, second):
+        os.kill(pid, signal.SIGKILL)
+        ended(pid)
+    assert not directory.anyone_alive()
+
+
+def test_only_one_daemon_holds_the_lock() -> None:
+    directory = JobDirectory.open("j1")
+    lease = directory.hold_daemon()
+    assert lease is not None
+    assert directory.daemon_alive()
+    assert directory.hold_daemon() is None
+    lease.close()
+    assert not directory.daemon_alive()
+
+
+DAEMON = """
+import os, sys, time
+from pathlib import Path
+from flashckpt.job import JobDirectory
+directory = JobDirectory(Path(sys.argv[-1]))
+lease = directory.hold_daemon()
+print("torch" in sys.modules, lease is None, flush=True)
+if lease is not None:
+    (directory.path / f"pid-{os.getpid()}").touch()
+    while not (directory.path / "stop").exists():
+        time.sleep(0.01)
+"""
+
+
+def test_the_daemon_is_started_once_detached_and_in_its_own_session(monkeypatch: Any, tmp_path: Any) -> None:
+    """A stand-in for the service module, started the way the real one is."""
+    program = tmp_path / "python"
+    program.write_text(f'#!/bin/sh\nexec {sys.executable} {tmp_path}/daemon.py "$@"\n')
+    program.chmod(0o755)
+    (tmp_path / "daemon.py").write_text(DAEMON)
+    monkeypatch.setattr(sys, "executable", str(program))
+    directory = JobDirectory.open("j1")
+
+    def starter() -> None:
+        directory.ensure_daemon()
+        wait_for(directory.daemon_alive, what="the daemon")
+
+    starters = [fork(starter) for _ in range(3)]
+    assert [ended(pid) for pid in starters] == [0, 0, 0]
+    wait_for(lambda: list(directory.path.glob("pid-*")), what="the daemon's file")
+    directory.ensure_daemon()
+    (found,) = directory.path.glob("pid-*")
+    pid = int(found.name.removeprefix("pid-"))
+    assert os.getsid(pid) != os.getsid(0)
+    assert Path(f"/proc/{pid}/fd/0").readlink() == Path("/dev/null")
+    (directory.path / "stop").touch()
+    wait_for(lambda: not directory.daemon_alive(), what="its end")
+    wait_for(lambda: not Path(f"/proc/{pid}").exists() or _is_zombie(pid), what="its exit")
+
+
+def _is_zombie(pid: int) -> bool:
+    try:
+        return ") Z" in Path(f"/proc/{pid}/stat").read_text()
+    except OSError:
+        return True
+
+
+def test_events_and_requests_are_files() -> None:
+    directory = JobDirectory.open("j1")
+    directory.notify(3)
+    before = directory.event_path(3).stat().st_mtime_ns
+    os.utime(directory.event_path(3), ns=(0, 0))
+    directory.notify(3)
+    assert directory.event_path(3).stat().st_mtime_ns >= before
+    directory.request("persist-now")
+    directory.request("persist-now")
+    assert directory.request_path("persist-now").exists()

@@ -1,0 +1,90 @@
+"""The choice of the restore point: newest common snapshot, never an abandoned one."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from flashckpt.lineage import SlotRecord, common, is_abandoned, newest
+
+
+@dataclass(frozen=True)
+class Life:
+    generation: int
+    parent: tuple[int, int] | None = None
+
+
+def record(rank: int, generation: int, step: int, world_size: int = 2, node: int = 0) -> SlotRecord:
+    return SlotRecord(rank=rank, node=node, generation=generation, step=step, world_size=world_size)
+
+
+def test_only_what_every_rank_holds_is_common() -> None:
+    records = [record(0, 1, 10), record(0, 1, 15), record(1, 1, 10), record(1, 1, 20)]
+    assert common(records) == [(1, 10)]
+    assert common([*records, record(1, 1, 15)]) == [(1, 15), (1, 10)]
+    assert common([]) == []
+
+
+def test_the_same_step_of_two_generations_is_never_mixed() -> None:
+    assert common([record(0, 1, 10), record(1, 2, 10)]) == []
+
+
+def test_a_replica_of_one_rank_does_not_stand_for_another() -> None:
+    assert common([record(0, 1, 10), record(0, 1, 10, node=1)]) == []
+
+
+def test_worlds_of_different_size_are_counted_by_their_own() -> None:
+    records = [record(r, 1, 10, 2) for r in range(2)] + [record(r, 2, 20, 4) for r in range(4)]
+    assert common(records) == [(2, 20), (1, 10)]
+    assert common(records, 2) == [(1, 10)]
+    assert common([*records[:3]]) == [(1, 10)]
+
+
+def test_the_highest_generation_wins_over_the_highest_step() -> None:
+    assert newest([(1, 900), (2, 30)]) == (2, 30)
+    assert newest([]) is None
+
+
+def test_what_was_abandoned_is_never_chosen_again() -> None:
+    """Generation 2 was restored from (1, 20): a late commit of (1, 30) by an old daemon is not chosen."""
+    lives = [Life(1), Life(2, (1, 20))]
+    assert newest([(1, 20), (1, 30)], lives) == (1, 20)
+    assert is_abandoned((1, 21), lives)
+    assert not is_abandoned((1, 20), lives)
+    assert not is_abandoned((2, 25), lives)
+
+
+def test_a_generation_between_the_parent_and_its_child_is_abandoned_whole() -> None:
+    lives = [Life(1), Life(2, (1, 20)), Life(3, (1, 10))]
+    assert newest([(1, 10), (1, 20), (2, 5), (2, 30)], lives) == (1, 10)
+
+
+def test_a_claim_alone_hides_nothing() -> None:
+    """A generation that died before it had restored, or whose parent is unknown, abandons no snapshot."""
+    assert newest([(1, 20)], [Life(1), Life(2), Life(3)]) == (1, 20)
+
+
+@given(st.data())
+def test_along_any_history_the_choice_stays_on_the_line_of_the_living(data: Any) -> None:
+    """Replay: each life restores the newest choice; a snapshot off the present line is never chosen later."""
+    lives: list[Life] = []
+    held: list[tuple[int, int]] = []
+    line: dict[tuple[int, int], bool] = {}
+    for generation in range(1, data.draw(st.integers(2, 6))):
+        parent = newest(held, lives)
+        assert parent is None or line[parent]
+        lives.append(Life(generation, parent))
+        if parent is not None:  # a fresh start abandons nothing
+            for identity in line:
+                line[identity] &= identity[0] <= parent[0] and identity[1] <= parent[1]
+        step = parent[1] if parent else 0
+        for _ in range(data.draw(st.integers(0, 4))):
+            step += data.draw(st.integers(1, 3))
+            line[generation, step] = True
+            if data.draw(st.booleans()):
+                held.append((generation, step))
+        late = [i for i in line if i not in held]  # daemons of any generation commit late
+        held += [i for i in late if data.draw(st.booleans())]

@@ -1,0 +1,121 @@
+"""What all ranks are known to hold: on one node through rows, between nodes through a store."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from flashckpt.control import Control, Published
+from flashckpt.watermark import Watermark, known_of
+
+
+class Store:
+    """A store in a dict; `get` of an absent key would wait for ever, so it fails here."""
+
+    def __init__(self) -> None:
+        self.keys: dict[str, bytes] = {}
+
+    def set(self, key: str, value: Any, /) -> None:
+        self.keys[key] = value
+
+    def get(self, key: str, /) -> bytes:
+        return self.keys[key]
+
+    def check(self, keys: list[str], /) -> bool:
+        return all(key in self.keys for key in keys)
+
+
+@pytest.fixture
+def control(shm_dir: Path) -> Control:
+    return Control.open(shm_dir / "control", rows=2)
+
+
+def marks(control: Control, generation: int = 2, restored: Any = None, **world: Any) -> list[Watermark]:
+    sizes = {"world_size": 2, "local_world_size": 2} | world
+    return [
+        Watermark(control=control, local_rank=r, rank=r, generation=generation, restored=restored, **sizes)
+        for r in range(2)
+    ]
+
+
+def test_nothing_is_common_until_everybody_has_published(control: Any) -> None:
+    a, b = marks(control)
+    a.publish([(2, 10), (2, 5)])
+    assert a.common() == []
+    b.publish([(2, 5)])
+    assert a.common() == b.common() == [(2, 5)]
+
+
+def test_a_row_of_a_dead_generation_does_not_count(control: Any) -> None:
+    """The previous occupants both held (1, 50); only one of the new ranks has started."""
+    for mark in marks(control, generation=1):
+        mark.publish([(1, 50)])
+    a, _ = marks(control)
+    a.publish([(1, 50), (2, 60)])
+    assert a.common() == []
+
+
+def test_a_row_whose_generation_was_set_before_its_list_does_not_count(control: Any) -> None:
+    for mark in marks(control, generation=1):
+        mark.publish([(1, 50)])
+    for i in range(2):
+        control.row(i).generation, control.row(i).rank = 2, i
+    assert marks(control)[0].common() == []
+
+
+def test_between_nodes_the_store_carries_the_lists_and_is_never_waited_for() -> None:
+    store = Store()
+    a, b = (
+        Watermark(control=None, local_rank=0, rank=r, world_size=2, local_world_size=1, generation=2, store=store)
+        for r in range(2)
+    )
+    a.publish([(2, 10)])
+    assert a.common() == []
+    b.publish([(2, 10), (2, 5)])
+    assert a.common() == [(2, 10)]
+    c = Watermark(control=None, local_rank=0, rank=0, world_size=2, local_world_size=1, generation=3, store=store)
+    assert c.common() == [], "keys of an earlier generation do not count"
+
+
+def test_ranks_that_lost_different_snapshots_do_not_wait_for_each_other(control: Any) -> None:
+    """Two slots; rank 0 discards step 45, rank 1 holds it: without `passed` nobody could ever overwrite."""
+    a, b = marks(control)
+    a.publish([(2, 40)], passed=(2, 45))
+    b.publish([(2, 45), (2, 40)])
+    known = b.known()
+    assert known.common == ((2, 40),)
+    assert known.hopeless == {(2, 45)}
+
+
+def test_what_a_rank_has_not_come_to_yet_is_not_hopeless(control: Any) -> None:
+    a, b = marks(control)
+    a.publish([(2, 40)])
+    b.publish([(2, 45), (2, 40)])
+    assert b.known().hopeless == frozenset()
+
+
+def test_passing_is_remembered_when_later_lists_are_published(control: Any) -> None:
+    a, b = marks(control)
+    a.publish([(2, 40)], passed=(2, 45))
+    a.publish([(2, 40)])
+    b.publish([(2, 45), (2, 40)])
+    assert b.known().hopeless == {(2, 45)}
+
+
+def test_the_snapshot_restored_from_counts_as_common_even_on_a_rank_with_an_empty_memory(control: Any) -> None:
+    """A replaced node holds nothing; the others may still free what is older than the restore point."""
+    a, b = marks(control, restored=(1, 40))
+    a.publish([(1, 40), (1, 35)])
+    b.publish([])
+    assert a.common() == [(1, 40)]
+    assert (1, 40) not in a.known().hopeless
+    b.publish([(2, 45)])
+    assert (1, 40) not in a.known().hopeless, "never given up before something newer is common"
+    assert a.known().common == ((1, 40),)
+
+
+def test_known_of_nobody_is_nothing() -> None:
+    assert known_of([]).common == ()
+    assert known_of([None, Published.of([(1, 1)])]).common == ()
