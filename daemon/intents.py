@@ -6,16 +6,15 @@ exists. While none is open, every daemon pins a candidate and says so in its *re
 pin the same snapshot, the leader (the node of the lowest rank) opens the intent. The others take over
 by themselves when it does not. All writes are conditional or idempotent, so two leaders do no harm.
 
-    intents/g000003-s000000120             the intent
-    intents/g000003-s000000120.abandoned   it will never be committed
-    intents/ready-g000003/r00008           what the node whose lowest rank is 8 has pinned
+    intents/000003-000000120             the intent (flashckpt.intents)
+    intents/000003-000000120.abandoned   it will never be committed
+    intents/ready-000003/r00008          what the node whose lowest rank is 8 has pinned
 
-The upper half is pure; `IntentStore` does the I/O.
+The decisions are pure functions; the last functions read and write ready records.
 """
 
 from __future__ import annotations
 
-import re
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -23,38 +22,11 @@ from typing import Any
 import msgpack
 
 from flashckpt.errors import DamagedError, ObjectMissingError
+from flashckpt.intents import INTENTS
 from flashckpt.store import Store
 
 Identity = tuple[int, int]
-PREFIX = "intents/"
-_KEY = re.compile(r"^intents/g(\d{6,})-s(\d{9,})(\.abandoned)?$")
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Intent:
-    """One snapshot that every daemon of the job persists.
-
-    Args:
-        generation: Of the snapshot.
-        step: Of the snapshot.
-        writers: Ranks whose slots make it up.
-        reason: "policy", "request" (failure, stop, end) or "orphaned" (nobody lives any more).
-    """
-
-    generation: int
-    step: int
-    writers: tuple[int, ...]
-    reason: str = "policy"
-
-    @property
-    def identity(self) -> Identity:
-        """(generation, step)."""
-        return self.generation, self.step
-
-    @property
-    def key(self) -> str:
-        """Its object on the root."""
-        return intent_key(self.identity)
+READY = f"{INTENTS}ready-"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -76,11 +48,6 @@ class Ready:
     at_least: Identity = (0, 0)
     complete: tuple[Identity, ...] = ()
     urgent: bool = False
-
-
-def intent_key(identity: Identity) -> str:
-    """Return the key of the intent of one snapshot."""
-    return f"{PREFIX}g{identity[0]:06d}-s{identity[1]:09d}"
 
 
 def covers_world(readies: Collection[Ready]) -> bool:
@@ -159,75 +126,33 @@ def next_candidate(
     return search, next((identity for identity in usable if identity >= search.target), None)
 
 
-class IntentStore:
-    """Intents and ready records on one root. Errors are the store's (RootError, StoreError)."""
+def publish_ready(store: Store, generation: int, ready: Ready) -> None:
+    """Put this node's ready record, named by its lowest rank."""
+    fields = {name: getattr(ready, name) for name in Ready.__slots__}
+    store.put(f"{_ready_prefix(generation)}r{min(ready.ranks):05d}", bytes(msgpack.packb(fields)))
 
-    def __init__(self, store: Store) -> None:
-        self._store = store
 
-    def listed(self) -> tuple[list[Identity], set[Identity]]:
-        """Return the identities of all intents, ascending, and which of them have an abandon mark (one listing)."""
-        intents: set[Identity] = set()
-        abandoned: set[Identity] = set()
-        for info in self._store.list(PREFIX):
-            if match := _KEY.match(info.key):
-                (abandoned if match[3] else intents).add((int(match[1]), int(match[2])))
-        return sorted(intents), abandoned
-
-    def open(self, intent: Intent) -> bool:
-        """Write the intent unless it exists; True if this call did."""
-        fields = {"writers": list(intent.writers), "reason": intent.reason}
-        return self._store.put_if_absent(intent.key, bytes(msgpack.packb(fields)))
-
-    def read(self, identity: Identity) -> Intent | None:
-        """Return one intent, None where it is gone (closed and cleared)."""
-        key = intent_key(identity)
+def read_readies(store: Store, generation: int) -> list[Ready]:
+    """Return the ready records of all nodes in one generation."""
+    found = []
+    for info in store.list(_ready_prefix(generation)):
         try:
-            fields = msgpack.unpackb(self._store.get(key))
-            writers = tuple(int(rank) for rank in fields["writers"])
-            return Intent(generation=identity[0], step=identity[1], writers=writers, reason=str(fields["reason"]))
+            found.append(_decode_ready(store.get(info.key)))
         except ObjectMissingError:
-            return None
-        except (ValueError, KeyError, TypeError, msgpack.UnpackException) as error:
-            raise DamagedError(f"An intent is damaged: {key}", found=str(error)) from error
+            continue
+    return found
 
-    def abandon(self, identity: Identity, why: str) -> None:
-        """Mark an intent that can never be committed, e.g. since a snapshot of it is gone from memory."""
-        self._store.put_if_absent(f"{intent_key(identity)}.abandoned", why.encode())
 
-    def is_abandoned(self, identity: Identity) -> bool:
-        """Return whether the mark is there."""
-        return self._store.head(f"{intent_key(identity)}.abandoned") is not None
-
-    def clear(self, up_to: Identity) -> None:
-        """Remove intents and marks below `up_to`: they are closed."""
-        for info in self._store.list(PREFIX):
-            if (match := _KEY.match(info.key)) and (int(match[1]), int(match[2])) < up_to:
-                self._store.delete(info.key)
-
-    def publish(self, generation: int, ready: Ready) -> None:
-        """Put this node's ready record."""
-        fields = {name: getattr(ready, name) for name in Ready.__slots__}
-        self._store.put(f"{_ready_prefix(generation)}r{min(ready.ranks):05d}", bytes(msgpack.packb(fields)))
-
-    def readies(self, generation: int) -> list[Ready]:
-        """Return the ready records of all nodes."""
-        found = []
-        for info in self._store.list(_ready_prefix(generation)):
-            try:
-                found.append(_decode_ready(self._store.get(info.key)))
-            except ObjectMissingError:
-                continue
-        return found
-
-    def clear_ready(self, generation: int) -> None:
-        """Remove the ready records of a generation."""
-        for info in self._store.list(_ready_prefix(generation)):
-            self._store.delete(info.key)
+def clear_readies(store: Store, below: int) -> None:
+    """Remove the ready records of generations before `below`."""
+    for info in store.list(READY):
+        number = info.key[len(READY) :].partition("/")[0]
+        if number.isdigit() and int(number) < below:
+            store.delete(info.key)
 
 
 def _ready_prefix(generation: int) -> str:
-    return f"{PREFIX}ready-g{generation:06d}/"
+    return f"{READY}{generation:06d}/"
 
 
 def _decode_ready(data: bytes) -> Ready:

@@ -1,0 +1,343 @@
+"""The storage side of the daemon: agree on a snapshot, flush it, keep house. Every error is raised to the loop.
+
+`turn` is called again and again; between two calls everything that matters is on the root or in slot
+headers, so a daemon that is killed anywhere is replaced by the next one, which goes on from there.
+"""
+
+from __future__ import annotations
+
+import itertools
+import logging
+import os
+import socket
+import time
+from collections.abc import Sequence
+
+from flashckpt.checkpoints import newest_checkpoint
+from flashckpt.daemon.flush import Flush, Outcome
+from flashckpt.daemon.intents import (
+    Ready,
+    Search,
+    choose_intent,
+    clear_readies,
+    next_candidate,
+    publish_ready,
+    read_readies,
+)
+from flashckpt.daemon.scan import Identity, View, pin_all, release
+from flashckpt.errors import DamagedError, DisagreementError, PersistError, ShardGapError
+from flashckpt.generations import Claim, check_fence, read_claims
+from flashckpt.intents import Intent, abandon_intent, close_intent, list_intents, put_intent
+from flashckpt.job import GenerationRecord, JobConfig
+from flashckpt.lineage import is_abandoned
+from flashckpt.persist import PersistOptions, missing_writers
+from flashckpt.retention import Policy, prune, sweep
+from flashckpt.segment import Pin
+from flashckpt.store import Store, open_store
+
+SWEEP_EVERY_S = 1800.0
+INTENT_PATIENCE_S = 600.0
+"""Seconds that the leader waits for the writers of other nodes before it gives an intent up."""
+_log = logging.getLogger(__name__)
+
+
+class Persisting:
+    """What one daemon does on the root of its job.
+
+    Args:
+        config: The job.
+
+    Attributes:
+        committed: Newest committed identity of this root, as far as known.
+        flush: The open intent that this node works on.
+        skipped: Persist steps that were seen complete here and left out, since another was being persisted.
+    """
+
+    def __init__(self, config: JobConfig) -> None:
+        self.config = config
+        self.committed: Identity | None = None
+        self.flush: Flush | None = None
+        self.skipped = 0
+        self._store: Store | None = None
+        self._floor: Identity = (0, -1)  # nothing at or below it is persisted any more
+        self._known = False  # whether the root was looked at since the connection was opened
+        self._asked = False
+        self._search = Search()
+        self._pinned: dict[int, Pin] = {}
+        self._candidate: Identity | None = None
+        self._seen: set[Identity] = set()
+        self._said: Ready | None = None
+        self._swept_s = 0.0
+
+    # -- one turn ---------------------------------------------------------------------------------------
+
+    def turn(self, view: View, record: GenerationRecord, *, urgent: bool) -> None:
+        """Do what can be done now; returns quickly except for small storage operations.
+
+        Args:
+            view: This node's slots.
+            record: The current generation of the job.
+            urgent: Persist the newest common snapshot now, whether it is of a persist step or not.
+
+        Raises:
+            RootError, StoreError, FencedError, DamagedError, PersistError, OSError: nothing was made
+                visible by halves; call `turn` again later.
+        """
+        self.hold(view, urgent=urgent)
+        if not self._known and (self._candidate is None and not urgent and not view.slots):
+            return
+        store = self._connected(record)
+        if self.flush is None:
+            self._decide(store, view, record, urgent=urgent)
+        if self.flush is not None:
+            self._drive(store, view, record)
+        if self.flush is None:
+            self._keep_house(store)
+
+    def hold(self, view: View, *, urgent: bool = False) -> None:
+        """Keep the candidate pinned without touching the root (also while the root cannot be reached)."""
+        flagged = [identity for identity in view.flagged() if identity > self._floor]
+        self._seen.update(flagged)
+        if self.flush is not None or self._others(view):
+            return
+        best = max(view.complete() if urgent else flagged, default=None)
+        if best is not None and best > self._floor and best != self._candidate:
+            self._pin(view, best)
+
+    def is_idle(self, view: View, *, urgent: bool) -> bool:
+        """Return whether nothing is left to persist that this node holds."""
+        wanted = view.complete() if urgent else view.flagged()
+        return self.flush is None and not any(identity > self._floor for identity in wanted)
+
+    @property
+    def floor(self) -> Identity:
+        """Identity up to which nothing is left to persist."""
+        return self._floor
+
+    def disconnect(self) -> None:
+        """Drop the connection (unless it is in use), so that the next one reads credentials anew."""
+        if self._store is not None and (self.flush is None or not self.flush.is_writing):
+            self._store.close()
+            self._store = None
+
+    def close(self) -> None:
+        """Give everything back; waits for writes in progress."""
+        if self.flush is not None:
+            self.flush.close()
+            self.flush = None
+        self._unpin()
+        self.disconnect()
+
+    # -- agreement --------------------------------------------------------------------------------------
+
+    def _connected(self, record: GenerationRecord) -> Store:
+        if self._store is None:
+            self._store = open_store(self.config.root, **self.config.storage_options)
+            if self.flush is not None:
+                self.flush.use(self._store)
+        if not self._known:
+            claims = read_claims(self._store)
+            newest = newest_checkpoint(self._store, generations=[*claims, _claim(record)])
+            if newest is not None:
+                self.committed = newest.identity
+                self._floor = max(self._floor, newest.identity)
+            self._known = True
+        return self._store
+
+    def _others(self, view: View) -> bool:
+        """Whether the newest generation here has ranks on other nodes."""
+        newest = max((held.header.generation for held in view.slots), default=0)
+        return not view.is_whole(newest)
+
+    def _decide(self, store: Store, view: View, record: GenerationRecord, *, urgent: bool) -> None:
+        """Adopt the open intent, or open one if this node may and the nodes agree."""
+        alone = not self._others(view)
+        if not (alone and self._asked) and self._adopt(store, view, record):
+            return
+        self._asked = True  # a node that has all ranks is the only one that opens intents from here on
+        if alone:
+            if self._candidate is not None:
+                self._open(store, self._candidate, tuple(range(view.world_size(self._candidate[0]))), record)
+                self._adopt_own(store, view)
+            return
+        self._agree(store, view, record, urgent=urgent)
+
+    def _agree(self, store: Store, view: View, record: GenerationRecord, *, urgent: bool) -> None:
+        generation = max(held.header.generation for held in view.slots)
+        ranks = view.ranks(generation)
+        readies = {min(ready.ranks): ready for ready in read_readies(store, generation)}
+        readies.pop(min(ranks), None)
+        flagged, complete = view.flagged(), view.complete()
+        self._search, wanted = next_candidate(
+            self._search,
+            flagged=flagged,
+            newest=max(complete, default=(0, -1)),
+            floor=self._floor,
+            others=[ready for ready in readies.values() if ready.world_size == view.world_size(generation)],
+            spacing=_spacing(flagged),
+        )
+        if wanted != self._candidate:
+            self._unpin()
+            if wanted is not None:
+                self._pin(view, wanted)
+        mine = Ready(
+            ranks=ranks,
+            world_size=view.world_size(generation),
+            pinned=self._candidate,
+            at_least=self._search.target,
+            complete=tuple(complete),
+            urgent=urgent,
+        )
+        if mine != self._said:
+            publish_ready(store, generation, mine)
+            self._said = mine
+        nodes = [mine, *readies.values()]
+        chosen = choose_intent(nodes, self._floor)
+        if chosen is not None and min(ranks) == min(min(ready.ranks) for ready in nodes):
+            self._open(store, chosen[0], tuple(range(mine.world_size)), record)
+            self._adopt(store, view, record)
+
+    def _open(self, store: Store, identity: Identity, writers: Sequence[int], record: GenerationRecord) -> None:
+        check_fence(store, _claim(record))
+        intent = Intent(
+            generation=identity[0],
+            step=identity[1],
+            writers=tuple(writers),
+            leader=f"{socket.gethostname()} pid {os.getpid()}",
+            created_s=time.time(),
+        )
+        put_intent(store, intent)
+
+    def _adopt_own(self, store: Store, view: View) -> None:
+        """Start the flush of the intent that was just opened for the pinned candidate."""
+        assert self._candidate is not None
+        generation, step = self._candidate
+        intent = Intent(generation=generation, step=step, writers=tuple(range(view.world_size(generation))))
+        self._start(store, intent, self._take_pins())
+
+    def _adopt(self, store: Store, view: View, record: GenerationRecord) -> bool:
+        """Start or join the newest open intent of the root; True if there is one for this node to wait for."""
+        for intent in list_intents(store):
+            if intent.identity <= self._floor:
+                close_intent(store, *intent.identity)
+                continue
+            if is_abandoned(intent.identity, [_claim(record)]):
+                abandon_intent(store, *intent.identity, reason="its lineage was abandoned by a restore")
+                continue
+            return self._join(store, view, intent)
+        return False
+
+    def _join(self, store: Store, view: View, intent: Intent) -> bool:
+        here = intent.writers if self.config.node_count <= 1 else set(intent.writers) & {*view.ranks(intent.generation)}
+        todo = missing_writers(store, intent.prefix, sorted(here))
+        if intent.identity == self._candidate and {*todo} <= self._pinned.keys():
+            self._start(store, intent, self._take_pins())
+            return True
+        pins = pin_all(view, intent.identity, todo)
+        if pins is not None:
+            self._unpin()
+            self._start(store, intent, pins)
+            return True
+        lost = [rank for rank in todo if not view.may_hold(rank, intent.identity)]
+        if not lost:
+            return True  # it is not complete here yet
+        abandon_intent(store, *intent.identity, reason=f"ranks {lost} no longer hold the snapshot in memory")
+        self._floor = max(self._floor, intent.identity)
+        return False
+
+    # -- flush ------------------------------------------------------------------------------------------
+
+    def _start(self, store: Store, intent: Intent, pins: dict[int, Pin]) -> None:
+        self.flush = Flush(intent, pins, store, PersistOptions(compression=self.config.compression))
+
+    def _drive(self, store: Store, view: View, record: GenerationRecord) -> None:
+        flush = self.flush
+        assert flush is not None
+        try:
+            if not flush.write():
+                return
+            check_fence(store, _claim(record))
+            place = self._place(flush.intent, view)
+            outcome = flush.settle(place=place)
+        except (DamagedError, PersistError, ShardGapError, DisagreementError) as error:
+            if not flush.may_retry(error):
+                abandon_intent(store, *flush.intent.identity, reason=error.problem)
+                self._end(Outcome.GIVEN_UP)
+            raise
+        if outcome is Outcome.WAITING:
+            if flush.waited_s > INTENT_PATIENCE_S and place == 0:
+                abandon_intent(store, *flush.intent.identity, reason="other writers did not finish")
+            return
+        self._end(outcome)
+        if outcome is Outcome.COMMITTED and place == 0:
+            close_intent(store, *flush.intent.identity)
+            self._retain(store)
+
+    def _place(self, intent: Intent, view: View) -> int:
+        """This node's place in the order of those that may commit: 0 for the node of the lowest writer."""
+        here = view.ranks(intent.generation)
+        if not here or min(here) == min(intent.writers):
+            return 0
+        return 1 + min(here) // max(len(here), 1)
+
+    def _end(self, outcome: Outcome) -> None:
+        assert self.flush is not None
+        identity = self.flush.intent.identity
+        seconds = time.monotonic() - self.flush.started_s
+        self.flush.close()
+        self.flush = None
+        self._floor = max(self._floor, identity)
+        if outcome is Outcome.COMMITTED:
+            self.committed = max(self.committed or identity, identity)
+        older = {seen for seen in self._seen if seen <= identity}
+        self._seen -= older
+        self.skipped += len(older - ({identity} if outcome is Outcome.COMMITTED else set()))
+        self._search = Search()
+        _log.info("step %s of generation %s: %s after %.1f s", identity[1], identity[0], outcome.value, seconds)
+
+    def _retain(self, store: Store) -> None:
+        """Apply retention; what fails here is tried again after the next commit."""
+        done = prune(store, Policy(keep_last=self.config.keep_last, keep_every=self.config.keep_every))
+        if done.checkpoints:
+            _log.info("pruned %s (%d bytes)", ", ".join(done.checkpoints), done.nbytes)
+
+    def _keep_house(self, store: Store) -> None:
+        """Remove what dead writers left, at the start and now and then."""
+        if time.monotonic() - self._swept_s < SWEEP_EVERY_S and self._swept_s:
+            return
+        self._swept_s = time.monotonic()
+        sweep(store)
+        if self.committed is not None:
+            clear_readies(store, self.committed[0])
+
+    # -- pins -------------------------------------------------------------------------------------------
+
+    def _pin(self, view: View, identity: Identity) -> None:
+        pins = pin_all(view, identity, sorted(view.holders(identity)))
+        if pins is None:
+            return
+        self._unpin()
+        self._pinned, self._candidate = pins, identity
+
+    def _take_pins(self) -> dict[int, Pin]:
+        pins, self._pinned, self._candidate = self._pinned, {}, None
+        return pins
+
+    def _unpin(self) -> None:
+        release(self._pinned)
+        self._candidate = None
+
+
+def _claim(record: GenerationRecord) -> Claim:
+    return Claim(
+        generation=record.generation,
+        token=record.token,
+        parent=record.parent,
+        world_size=record.world_size,
+        created_s=time.time(),
+    )
+
+
+def _spacing(flagged: Sequence[Identity]) -> int:
+    steps = [step for _, step in flagged]
+    return max((b - a for a, b in itertools.pairwise(steps)), default=1) or 1

@@ -1,0 +1,242 @@
+"""The persisting daemon of one job on one node: `python -m flashckpt.daemon.service <job directory>`.
+
+A process of its own, in its own session, without torch. It wakes on events and once a second, reads the
+slot headers, and does what `Persisting` decides. It never stops training and never unlinks a segment
+that a restart could use. A second daemon for the same directory ends at once.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import shutil
+import signal
+import sys
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from types import FrameType
+
+from flashckpt.daemon.persisting import Persisting
+from flashckpt.daemon.retire import retire
+from flashckpt.daemon.scan import View, scan
+from flashckpt.daemon.wakeup import Wakeup
+from flashckpt.errors import FlashckptError
+from flashckpt.job import DaemonStatus, GenerationRecord, JobDirectory
+from flashckpt.lease import Lease
+
+SCAN_S = 1.0
+"""Seconds between two scans without an event."""
+BUSY_S = 0.05
+"""Seconds between two looks while a flush is going on."""
+BACKOFF_S = (0.5, 1.0, 2.0, 5.0, 10.0, 15.0)
+"""Seconds to wait after the first, second, ... failure in a row."""
+_log = logging.getLogger("flashckpt.daemon")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Times:
+    """How long the daemon stays, in seconds, from the environment.
+
+    Args:
+        linger_s: After the last rank and agent, once its work is done (FLASHCKPT_DAEMON_LINGER).
+        patience_s: After the last rank and agent, while storage keeps failing (FLASHCKPT_DAEMON_PATIENCE).
+    """
+
+    linger_s: float = 30.0
+    patience_s: float = 600.0
+
+    @classmethod
+    def from_environment(cls) -> Times:
+        """Read the variables."""
+        return cls(
+            linger_s=float(os.environ.get("FLASHCKPT_DAEMON_LINGER") or cls.linger_s),
+            patience_s=float(os.environ.get("FLASHCKPT_DAEMON_PATIENCE") or cls.patience_s),
+        )
+
+
+class Daemon:
+    """The loop. `turn` is one pass over everything; `run` repeats it until the work is done.
+
+    Args:
+        directory: The job directory.
+        lock: The daemon's lease on it.
+        times: When to end.
+    """
+
+    def __init__(self, directory: JobDirectory, lock: Lease, times: Times) -> None:
+        self.directory = directory
+        self.persisting: Persisting | None = None
+        self.error = ""
+        self._lock, self._times = lock, times
+        self._failures = self._in_a_row = 0
+        self._again_s = 0.0
+        self._alive_s = time.monotonic()
+        self._stopping = False
+        self._ended_generation: int | None = None
+        self._status = DaemonStatus()
+        self._wakeup = Wakeup([directory.path / "events", directory.path / "requests"])
+
+    def run(self) -> None:
+        """Turn until the work is done and nobody lives, or a signal came and nothing is pending."""
+        try:
+            while not self.turn():
+                flushing = self.persisting is not None and self.persisting.flush is not None and not self.error
+                self._wakeup.wait(BUSY_S if flushing else SCAN_S)
+        finally:
+            self.close()
+
+    def turn(self) -> bool:
+        """Look at everything once and act; True when the daemon should end."""
+        config, record = self.directory.read_config(), self.directory.read_generation()
+        alive = self.directory.anyone_alive()
+        if alive:
+            self._alive_s = time.monotonic()
+        silent_s = time.monotonic() - self._alive_s
+        if config is None or record is None:
+            return self._stopping or silent_s > self._times.linger_s or not self.directory.path.exists()
+        if self.persisting is None or self.persisting.config != config:
+            if self.persisting is not None:
+                self.persisting.close()
+            self.persisting = Persisting(config)
+        view = scan(self.directory, [record])
+        urgent = self._urgent(view, alive=alive)
+        self._persist(self.persisting, view, record, urgent=urgent)
+        retire(view, record, self.persisting.committed)
+        self._answer(self.persisting, view)
+        self._report(self.persisting, view)
+        return self._finished(self.persisting, view, record, alive=alive, urgent=urgent, silent_s=silent_s)
+
+    def stop(self, number: int, frame: FrameType | None) -> None:
+        """Signal handler: end as soon as nothing is pending."""
+        del number, frame
+        self._stopping = True
+        self._wakeup.wake()
+
+    def close(self) -> None:
+        """Give everything back."""
+        if self.persisting is not None:
+            self.persisting.close()
+        self._wakeup.close()
+        self._lock.close()
+
+    # -- parts of a turn --------------------------------------------------------------------------------
+
+    def _urgent(self, view: View, *, alive: bool) -> bool:
+        """Whether the newest common snapshot is wanted now: on request, at the end, or when nobody lives any more."""
+        asked = any(self.directory.request_path(name).exists() for name in ("persist-now", "ended"))
+        return asked or (not alive and bool(view.slots))
+
+    def _persist(self, persisting: Persisting, view: View, record: GenerationRecord, *, urgent: bool) -> None:
+        if time.monotonic() < self._again_s:
+            persisting.hold(view, urgent=urgent)
+            return
+        try:
+            persisting.turn(view, record, urgent=urgent)
+        except (FlashckptError, OSError) as error:
+            self._failed(persisting, error)
+            return
+        if self._in_a_row and (persisting.flush is None or not persisting.flush.is_writing):
+            _log.info("persisting works again")
+            self._in_a_row, self.error = 0, ""
+
+    def _failed(self, persisting: Persisting, error: Exception) -> None:
+        """Remember a failure; log it when it is another one than before."""
+        self._failures += 1
+        wait_s = BACKOFF_S[min(self._in_a_row, len(BACKOFF_S) - 1)]
+        self._in_a_row += 1
+        self._again_s = time.monotonic() + wait_s
+        first = str(error).splitlines()[0]
+        if first != self.error.partition("\n")[0]:
+            _log.error("persisting fails, training goes on and it is tried again by itself: %s", error)
+        self.error = str(error)
+        persisting.disconnect()
+
+    def _answer(self, persisting: Persisting, view: View) -> None:
+        """Take a request away once nothing newer than what is committed is left here."""
+        if persisting.is_idle(view, urgent=True):
+            self.directory.request_path("persist-now").unlink(missing_ok=True)
+
+    def _report(self, persisting: Persisting, view: View) -> None:
+        lag = sum(identity > persisting.floor for identity in view.flagged())
+        status = DaemonStatus(
+            committed=persisting.committed,
+            failures=self._failures,
+            error=self.error,
+            lag=lag,
+            pid=os.getpid(),
+            updated_ns=self._status.updated_ns,
+        )
+        now = time.time_ns()
+        if status != self._status or now - self._status.updated_ns > 10**9:
+            self._status = DaemonStatus(**{**vars(status), "updated_ns": now})
+            with contextlib.suppress(OSError):  # tmpfs full: the next turn tries again
+                self.directory.write_status(self._status)
+
+    def _finished(
+        self,
+        persisting: Persisting,
+        view: View,
+        record: GenerationRecord,
+        *,
+        alive: bool,
+        urgent: bool,
+        silent_s: float,
+    ) -> bool:
+        idle = persisting.is_idle(view, urgent=urgent)
+        if self.directory.request_path("ended").exists():
+            if self._ended_generation not in (None, record.generation):  # the job was started again meanwhile
+                self.directory.request_path("ended").unlink(missing_ok=True)
+                self._ended_generation = None
+                return False
+            self._ended_generation = record.generation
+            if idle and not alive:
+                return self._remove()
+        if self._stopping and persisting.flush is None:
+            return True
+        if alive:
+            return False
+        return silent_s > (self._times.linger_s if idle else max(self._times.linger_s, self._times.patience_s))
+
+    def _remove(self) -> bool:
+        """Remove the directory of a job that ended cleanly; False if somebody came to life at the last moment."""
+        live = Lease(self.directory.live_path, create=True)
+        try:
+            if not live.exclusive(0):
+                return False
+            gone = self.directory.path.with_name(f".{self.directory.path.name}.ended-{os.getpid()}")
+            self.directory.path.rename(gone)
+        finally:
+            live.close()
+        shutil.rmtree(gone, ignore_errors=True)
+        _log.info("job %s ended: its memory was given back", self.directory.job)
+        return True
+
+
+def main(arguments: list[str]) -> int:
+    """Run the daemon of the job directory in `arguments`; 0 also where another one already lives."""
+    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s %(message)s")
+    if len(arguments) != 1:
+        sys.stderr.write("usage: python -m flashckpt.daemon.service JOB_DIRECTORY\n")
+        return 2
+    with contextlib.suppress(PermissionError):  # already the leader of a session
+        os.setsid()
+    directory = JobDirectory(Path(arguments[0]))
+    try:
+        lock = directory.hold_daemon()
+        if lock is None:
+            return 0
+        daemon = Daemon(directory, lock, Times.from_environment())
+    except FileNotFoundError:
+        return 0  # the job ended and its directory went before we started
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, daemon.stop)
+    signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    _log.info("daemon of job %s, pid %d", directory.job, os.getpid())
+    daemon.run()
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
