@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -33,8 +33,8 @@ def daemon_of(job: FakeJob, times: Times = QUICK) -> Iterator[Daemon]:
         daemon.close()
 
 
-def turn_until(daemon: Daemon, condition, what: str) -> None:
-    def once():
+def turn_until(daemon: Daemon, condition: Callable[[], object], what: str) -> None:
+    def once() -> object:
         daemon.turn()
         return condition()
 
@@ -82,3 +82,80 @@ def test_persist_step_is_committed_bitwise_and_others_are_not(job: FakeJob) -> N
 def test_daemon_process_runs_without_torch() -> None:
     code = "import flashckpt.daemon.service, sys; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+
+
+def test_job_that_ended_cleanly_is_persisted_and_leaves_no_memory(
+    job: FakeJob, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("FLASHCKPT_DAEMON_LINGER", "0.2")
+    job.directory.ensure_daemon()
+    job.step(10, persist=True)
+    wait_for(lambda: steps(job) == [10], what="the commit")
+    job.step(15)
+    job.directory.request("ended")
+    job.die()
+    wait_for(lambda: not job.directory.path.exists(), what="the job directory to go")
+    assert steps(job) == [10, 15]
+    assert [p for p in job.directory.path.parent.iterdir() if "fake" in p.name] == []
+
+
+def test_all_ranks_killed_newest_common_snapshot_is_persisted_and_memory_kept(job: FakeJob) -> None:
+    job.step(5)
+    job.ranks[0].snapshot(1, 7, persist=True)
+    job.die()
+    with daemon_of(job) as daemon:
+        turn_until(daemon, lambda: steps(job) == [5], "the commit")
+        assert wait_for(daemon.turn, what="the daemon to end")
+    assert_bitwise(job, 5)
+    assert len(job.directory.segments()) == 2
+
+
+def test_persist_now_request_persists_a_snapshot_of_no_persist_step(job: FakeJob) -> None:
+    job.step(5)
+    with daemon_of(job) as daemon:
+        daemon.turn()
+        assert steps(job) == []
+        job.directory.request("persist-now")
+        turn_until(daemon, lambda: not job.directory.request_path("persist-now").exists(), "the request")
+    assert steps(job) == [5]
+
+
+def test_another_run_claimed_the_generation_nothing_is_persisted(job: FakeJob) -> None:
+    from flashckpt.generations import Claim, try_claim
+
+    store = open_store(job.root)
+    assert try_claim(store, Claim(generation=1, token="other"))
+    job.step(10, persist=True)
+    with daemon_of(job) as daemon:
+        turn_until(daemon, lambda: "belongs to another run" in daemon.error, "the fence")
+        assert store.folders("") == ["generations"]
+        job.restart(2, (1, 10))
+        turn_until(daemon, lambda: steps(job) == [10], "the commit under a generation of our own")
+
+
+def test_newer_generation_on_the_root_fences_the_older_daemon(job: FakeJob) -> None:
+    from flashckpt.generations import Claim, try_claim
+
+    store = open_store(job.root)
+    assert try_claim(store, Claim(generation=7, token="newer"))
+    job.step(10, persist=True)
+    with daemon_of(job) as daemon:
+        turn_until(daemon, lambda: "generation 7 was claimed" in daemon.error, "the fence")
+        assert store.list("step") == []
+
+
+def test_segments_of_an_earlier_layout_go_once_the_new_world_has_a_common_snapshot(job: FakeJob) -> None:
+    job.step(10)
+    job.die()
+    after = FakeJob(job.root, world=3, generation=2, parent=(1, 10))
+    try:
+        with daemon_of(after) as daemon:
+            daemon.turn()
+            after.ranks[0].snapshot(2, 15, persist=False, parent=(1, 10))
+            after.ranks[1].snapshot(2, 15, persist=False, parent=(1, 10))
+            daemon.turn()
+            assert len(job.directory.segments()) == 5
+            after.ranks[2].snapshot(2, 15, persist=False, parent=(1, 10))
+            turn_until(daemon, lambda: len(job.directory.segments()) == 3, "the retirement")
+    finally:
+        after.die()
