@@ -15,6 +15,7 @@ from typing import Protocol
 import numpy as np
 
 from flashckpt.compression import PackedObjects
+from flashckpt.compression import PackedObjects
 from flashckpt.digest import CHUNK_BYTES, digest
 from flashckpt.errors import DamagedError
 from flashckpt.manifest import Manifest
