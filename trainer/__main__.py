@@ -21,6 +21,7 @@ USAGE = """Usage: python -m flashckpt.trainer [--config FILE.toml] [--section.ke
 Options:
   --config FILE.toml     the run; every setting has a default
   --section.key VALUE    override one setting, e.g. --parallel.tp 2
+  --check                train 3 steps in this layout and 3 in one process, compare, and end
   --print-config         print the resolved run as TOML, and end
   --help                 this text
 
@@ -47,18 +48,31 @@ def main(words: Sequence[str] | None = None) -> int:
 
 def _run(words: list[str]) -> int:
     show = _take_flag(words, "--print-config")
+    check_only = _take_flag(words, "--check")
     config = read_config(_take_value(words, "--config"), words)
     if show:
         _say(to_toml(config))
         return 0
     resolve_layout(config, int(os.environ.get("WORLD_SIZE", "1")))  # refused before torch is imported
-    return _train(config)
+    return _check(config) if check_only else _train(config)
 
 
 def _train(config: RunConfig) -> int:
     from flashckpt.trainer.loop import train
 
     return train(config)
+
+
+def _check(config: RunConfig) -> int:
+    from flashckpt.trainer.check import check
+
+    result = check(config)
+    if result is not None:
+        _say(
+            "this layout trains as one process does: within 3 steps losses differ by "
+            f"{result.loss:.1e}, gradient norms by {result.norm:.1e}\n"
+        )
+    return 0
 
 
 def _first_to_tell(error: FlashckptError) -> bool:

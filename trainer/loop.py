@@ -9,6 +9,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import logging
 import os
@@ -27,12 +28,14 @@ from flashckpt.errors import RESUME_EXIT_CODE
 from flashckpt.trainer.config import RunConfig, compare, refuse_changes, to_values
 from flashckpt.trainer.corpus import prepare_corpus
 from flashckpt.trainer.data import TokenDataset, TrainingData, ids_digest
+from flashckpt.trainer.evaluate import Evaluator
 from flashckpt.trainer.guard import Guard
 from flashckpt.trainer.layout import Layout, resolve_layout
-from flashckpt.trainer.metrics import ProgressLine, StepRecord, Trace, flops_per_token
+from flashckpt.trainer.metrics import StepRecord
 from flashckpt.trainer.model import name_seed
 from flashckpt.trainer.optim import build_optimizers, clamp_gradients, clip_gradients, learning_rate, set_rate
 from flashckpt.trainer.parallel import build_parallel
+from flashckpt.trainer.reporter import Reporter
 from flashckpt.trainer.step import Totals, TrainStep
 
 if TYPE_CHECKING:
@@ -96,6 +99,7 @@ class Trainer:
         )
         self.guard = Guard(config.guard)
         self.record = RunRecord(config)
+        self.reporter: Reporter | None = None
         self.done = 0
         self._seed_rng()
 
@@ -108,25 +112,35 @@ class Trainer:
     def run(self) -> int:
         """Train to the last step; return the exit code (0, or 75: start me again)."""
         ckpt = self._restore()
-        trace = Trace(self.config.log.folder, self.done) if self.parallel.reporter else None
-        progress = self._progress()
-        code = 0
+        if self.parallel.reporter:
+            self.reporter = Reporter(self.config, world=self.layout.world, after=self.done)
         try:
-            while self.done < self.config.train.steps:
-                record = self.one_step(ckpt)
-                if trace is not None:
-                    trace.write(record)
-                    progress.show(record, self._batch_tokens())
-                if ckpt is not None and ckpt.should_stop:
-                    code = RESUME_EXIT_CODE
-                    break
+            code = self._train(ckpt)
         finally:
-            if trace is not None:
-                trace.close()
+            if self.reporter is not None:
+                self.reporter.close()
         if ckpt is not None:
             ckpt.wait()
             ckpt.close()
         return code
+
+    def _train(self, ckpt: Checkpointer | None) -> int:
+        evaluator = Evaluator(self.config, self.parallel) if self.config.eval.every else None
+        while self.done < self.config.train.steps:
+            record = self.one_step(ckpt)
+            if self.reporter is not None:
+                self.reporter.step(record)
+            if ckpt is not None and ckpt.should_stop:
+                return RESUME_EXIT_CODE
+            if evaluator is not None and self.done % self.config.eval.every == 0:
+                self._evaluate(evaluator, ckpt)
+        return 0
+
+    def _evaluate(self, evaluator: Evaluator, ckpt: Checkpointer | None) -> None:
+        with contextlib.nullcontext() if ckpt is None else ckpt.paused():
+            scores = evaluator.scores()
+        if self.reporter is not None:
+            self.reporter.scores(self.done, scores)
 
     def one_step(self, ckpt: Checkpointer | None = None) -> StepRecord:
         """Train one step and return what it was. Collective."""
@@ -207,15 +221,6 @@ class Trainer:
     def _batch_tokens(self) -> int:
         return self.config.train.global_batch * self.config.train.seq_len
 
-    def _progress(self) -> ProgressLine:
-        return ProgressLine(
-            steps=self.config.train.steps,
-            every=self.config.log.every,
-            peak_tflops=self.config.log.peak_tflops,
-            flops=flops_per_token(self.config.model, self.config.train.seq_len),
-            world=self.layout.world,
-        )
-
 
 def prepare(config: RunConfig, world: int) -> Layout:
     """Check everything that can be wrong before a process group exists, and prepare the corpus.
@@ -256,7 +261,7 @@ def note_restore(folder: str, report: RestoreReport) -> None:
 
 
 @contextmanager
-def process_group(config: RunConfig) -> Iterator[torch.device]:
+def process_group(config: RunConfig, *, alone: bool = False) -> Iterator[torch.device]:
     """Join the process group (or make one of a single rank) and yield this rank's device."""
     wanted = config.train.device
     device = torch.device("cuda" if wanted == "cuda" or (wanted == "auto" and torch.cuda.is_available()) else "cpu")
@@ -266,12 +271,12 @@ def process_group(config: RunConfig) -> Iterator[torch.device]:
     else:
         torch.set_num_threads(1)
     torch.use_deterministic_algorithms(config.train.deterministic)
-    if dist.is_initialized():
+    if dist.is_initialized() and not alone:
         yield device
         return
     timeout = timedelta(seconds=config.parallel.timeout_s)
     backend = "nccl" if device.type == "cuda" else "gloo"
-    if "RANK" in os.environ:
+    if "RANK" in os.environ and not alone:
         dist.init_process_group(backend, timeout=timeout)
     else:
         dist.init_process_group(backend, store=HashStore(), rank=0, world_size=1, timeout=timeout)

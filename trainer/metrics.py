@@ -53,32 +53,36 @@ class StepRecord:
 
 
 class Trace:
-    """The trace file of a run: no step twice, whatever crashes lie between.
+    """A JSONL file of a run with one line per step: no step twice, whatever crashes lie between.
 
-    Lines behind the restored step are moved to `abandoned.jsonl`, so what a crash cost stays visible.
+    Lines behind the restored step are moved to another file, so what a crash cost stays visible.
 
     Args:
         folder: The run's log folder; created.
         after: Step that was restored; later lines are abandoned. 0 starts the trace anew.
+        name: The file.
+        abandoned: The file for abandoned lines.
     """
 
-    def __init__(self, folder: str | os.PathLike[str], after: int) -> None:
+    def __init__(
+        self, folder: str | os.PathLike[str], after: int, *, name: str = TRACE, abandoned: str = ABANDONED
+    ) -> None:
         path = Path(folder)
         path.mkdir(parents=True, exist_ok=True)
-        kept, lost = _split(path / TRACE, after)
+        kept, lost = _split(path / name, after)
         if lost:
-            with (path / ABANDONED).open("a") as file:
+            with (path / abandoned).open("a") as file:
                 file.writelines(lost)
-        temporary = path / f"{TRACE}.tmp"
+        temporary = path / f"{name}.tmp"
         temporary.write_text("".join(kept))
-        temporary.replace(path / TRACE)
-        self._file = (path / TRACE).open("a", buffering=1)
+        temporary.replace(path / name)
+        self._file = (path / name).open("a", buffering=1)
         self.dropped = 0
 
-    def write(self, record: StepRecord) -> None:
-        """Append one step; a full disk costs the line, never the run."""
+    def write(self, line: str) -> None:
+        """Append one JSON line; a full disk costs the line, never the run."""
         try:
-            self._file.write(record.to_line() + "\n")
+            self._file.write(line + "\n")
         except OSError:
             self.dropped += 1
 

@@ -1,0 +1,112 @@
+"""The pure parts: learning rate, guard, trace, weights by name, FLOPs."""
+
+from __future__ import annotations
+
+import json
+import math
+
+import pytest
+import torch
+
+from flashckpt.errors import DivergedError
+from flashckpt.trainer.config import GuardConfig, ModelConfig, OptimConfig, from_values
+from flashckpt.trainer.guard import Guard
+from flashckpt.trainer.layout import resolve_layout
+from flashckpt.trainer.metrics import ProgressLine, StepRecord, Trace, flops_per_token, read_trace
+from flashckpt.trainer.model import Transformer, count_parameters, initialise
+from flashckpt.trainer.optim import learning_rate
+from flashckpt.trainer.parallel import build_stage
+
+RECORD = {"norm": 1.0, "rate": 0.1, "tokens": 64, "samples": "ab", "seconds": 0.5}
+
+
+@pytest.mark.parametrize("shape", ["constant", "cosine", "linear", "wsd"])
+def test_the_rate_warms_up_and_ends_where_it_should(shape):
+    config = OptimConfig(lr=1.0, min_lr=0.1, warmup_steps=10, schedule=shape)
+    rates = [learning_rate(config, step, 100) for step in range(1, 101)]
+    assert rates[:10] == pytest.approx([0.1 * (i + 1) for i in range(10)])
+    assert max(rates) == 1.0
+    assert rates[-1] == pytest.approx(1.0 if shape == "constant" else 0.1)
+    assert rates[10:] == sorted(rates[10:], reverse=True)
+    assert rates[79] == 1.0 if shape in ("constant", "wsd") else rates[79] < 1.0
+
+
+def test_non_finite_steps_are_refused_and_too_many_in_a_row_end_the_run():
+    guard = Guard(GuardConfig(max_skipped=3))
+    assert guard.admit(1.0, 2.0, step=1)
+    assert not guard.admit(math.nan, 2.0, step=2)
+    assert not guard.admit(1.0, math.inf, step=3)
+    assert guard.admit(1.0, 1.0, step=4)
+    assert not guard.admit(math.nan, 1.0, step=5)
+    assert not guard.admit(math.nan, 1.0, step=6)
+    with pytest.raises(DivergedError, match="3 steps in a row"):
+        guard.admit(math.nan, 1.0, step=7)
+    assert guard.skipped == 5
+
+
+@pytest.mark.parametrize("loss", [8.0, 0.1])
+def test_a_loss_far_off_the_window_is_a_spike_both_ways(loss):
+    guard = Guard(GuardConfig(window=8))
+    for i in range(8):
+        assert not guard.is_spike(loss)  # a window that is not full judges nobody
+        guard.record(3.0 + 0.01 * (-1) ** i)
+    assert guard.is_spike(loss)
+    assert not guard.is_spike(3.05)
+    resumed = Guard(GuardConfig(window=8))
+    resumed.load_state_dict(guard.state_dict())
+    assert resumed.state_dict() == guard.state_dict()
+
+
+def test_rollbacks_are_bounded():
+    guard = Guard(GuardConfig(max_rollbacks=1))
+    guard.record(3.0)
+    guard.count_rollback(step=5, loss=9.0)
+    with pytest.raises(DivergedError, match="after 1 rollbacks"):
+        guard.count_rollback(step=6, loss=9.0)
+
+
+def test_a_resumed_trace_has_no_step_twice_and_keeps_what_was_lost(tmp_path):
+    trace = Trace(tmp_path, 0)
+    for step in range(1, 6):
+        trace.write(StepRecord(step=step, loss=1.0 / step, **RECORD).to_line())
+    trace.close()
+    with (tmp_path / "trace.jsonl").open("a") as file:
+        file.write('{"step": 6, "loss"')  # killed in the middle of a line
+    trace = Trace(tmp_path, 3)
+    trace.write(StepRecord(step=4, loss=0.25, **RECORD).to_line())
+    trace.close()
+    lines = read_trace(tmp_path / "trace.jsonl")
+    assert [line["step"] for line in lines] == [1, 2, 3, 4]
+    assert lines[2]["loss"] == (1 / 3).hex()
+    assert [json.loads(line)["step"] for line in (tmp_path / "abandoned.jsonl").read_text().splitlines()] == [4, 5]
+
+
+def test_the_progress_line_says_what_a_user_wants_to_know():
+    line = ProgressLine(steps=100, every=1, peak_tflops=1.0, flops=1e9, world=2)
+    record = StepRecord(step=10, loss=2.5, stall_ms=0.4, **RECORD)
+    line.show(record, batch_tokens=1000)
+    text = line.text(record, batch_tokens=1000)
+    assert text.startswith(
+        "step 10/100  loss 2.5000  gnorm 1.00  lr 1.0e-01  tok/s 2,000  mfu 100.0%  snap 0.4 ms  eta 0m45s"
+    )
+
+
+def test_weights_do_not_depend_on_the_layout():
+    config = from_values({"model": {"dim": 16, "ffn": 32}, "parallel": {"pp": 2, "schedule": "Interleaved1F1B"}})
+    layout = resolve_layout(config, 2)
+    whole = Transformer(config.model, config.train.seq_len)
+    initialise(whole, config.train.seed, config.model.layers)
+    parts = {}
+    for stage in range(layout.stages):
+        part = dict(build_stage(config, layout, stage).named_parameters())
+        assert not parts.keys() & part.keys()  # names are global: stages never collide
+        parts |= part
+    assert parts.keys() == dict(whole.named_parameters()).keys()
+    assert all(torch.equal(parts[name], parameter) for name, parameter in whole.named_parameters())
+
+
+def test_parameter_count_and_flops_follow_the_model():
+    config = ModelConfig(dim=32, heads=4, kv_heads=2, ffn=48, layers=3)
+    model = Transformer(config, 16)
+    assert count_parameters(config) == sum(p.numel() for p in model.parameters())
+    assert flops_per_token(config, 16) == 6 * count_parameters(config) + 12 * 3 * 32 * 16
