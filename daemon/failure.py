@@ -124,12 +124,11 @@ def read_error(path: str) -> tuple[str, str, int]:
         file = Path(path)
         message = json.loads(file.read_text(encoding="utf-8"))["message"]
         at_ns = file.stat().st_mtime_ns
+        if isinstance(message, str):
+            return message, message, at_ns
+        return str(message["message"]), str(message["extraInfo"]["py_callstack"]), at_ns
     except (OSError, ValueError, KeyError, TypeError):
         return "", "", 0
-    if isinstance(message, str):
-        return message, message, at_ns
-    extra = message.get("extraInfo") or {}
-    return str(message.get("message", "")), str(extra.get("py_callstack", "")), at_ns
 
 
 def tail(path: str, *, lines: int = 20, max_bytes: int = 65536) -> list[str]:

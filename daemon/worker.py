@@ -107,10 +107,15 @@ def physical_cores() -> int:
 
 
 def _reseed() -> None:
-    """Give numpy fresh entropy, as at its import; torch starts with its fixed seed, and `random` reseeds itself."""
+    """Give numpy's and torch's CPU generator entropy of their own, as a fresh import does; `random` reseeds itself.
+
+    Device generators are made at their first use, after the fork.
+    """
     import numpy as np
+    import torch
 
     np.random.seed()  # noqa: NPY002 -- the global generator is what scripts inherit
+    torch.default_generator.seed()
 
 
 def _register_stacks(path: str) -> None:

@@ -1,0 +1,134 @@
+"""Run dlrun as a user does, on small scripts, and watch what it prints."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+TRAIN = """
+import os, sys, time
+import torch, torch.distributed as dist
+
+folder, steps, pause = sys.argv[1], int(sys.argv[2]), float(sys.argv[3])
+dist.init_process_group("gloo")
+rank, life = dist.get_rank(), os.environ.get("FLASHCKPT_RESTART", "none")
+model = torch.nn.Linear(4, 4)
+optimizer = torch.optim.AdamW(model.parameters())
+for step in range(steps):
+    one = torch.ones(1)
+    dist.all_reduce(one)
+    model(torch.ones(2, 4)).sum().backward()
+    optimizer.step()
+    time.sleep(pause)
+    if step == 0:
+        open(f"{folder}/life{life}-rank{rank}", "w").write(f"{os.getpid()} {int(one)} {time.time()}")
+    while step == steps - 1 and not os.path.exists(f"{folder}/finish"):
+        time.sleep(0.01)
+dist.destroy_process_group()
+"""
+
+
+class Launch:
+    """A running dlrun with its output in a file."""
+
+    def __init__(self, process: subprocess.Popen[bytes], log: Path) -> None:
+        self.process, self.log = process, log
+
+    @property
+    def output(self) -> str:
+        return self.log.read_text(errors="replace")
+
+    def wait(self, deadline_s: float = 60.0) -> int:
+        """Wait for the end and return the exit code; the output is shown if it takes too long."""
+        try:
+            return self.process.wait(deadline_s)
+        except subprocess.TimeoutExpired:
+            raise AssertionError(f"dlrun still runs after {deadline_s} s:\n{self.output}") from None
+
+    def until(self, condition: Callable[[], Any], what: str, deadline_s: float = 60.0) -> Any:
+        """Poll until `condition()` is truthy; fail with the output if dlrun ends or the time is over."""
+        end = time.monotonic() + deadline_s
+        while time.monotonic() < end:
+            if value := condition():
+                return value
+            if self.process.poll() is not None:
+                break
+            time.sleep(0.005)
+        raise AssertionError(f"waited in vain for {what} (exit code {self.process.poll()}):\n{self.output}")
+
+
+@contextmanager
+def dlrun(folder: Path, *args: object, env: dict[str, str] | None = None, torchrun: bool = False) -> Iterator[Launch]:
+    """Start `dlrun ARGS` (or torchrun, to compare) in a session of its own; killed whole at the end."""
+    log = folder / "output.log"
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "TMPDIR": str(folder), **(env or {})}
+    module = "torch.distributed.run" if torchrun else "flashckpt.daemon.run"
+    with log.open("wb") as stream:
+        process = subprocess.Popen(
+            [sys.executable, "-m", module, *map(str, args)],
+            stdout=stream,
+            stderr=stream,
+            cwd=folder,
+            env=environment,
+            start_new_session=True,
+        )
+    try:
+        yield Launch(process, log)
+    finally:
+        if process.poll() is None:
+            os.killpg(process.pid, signal.SIGKILL)
+            process.wait()
+
+
+def run_dlrun(folder: Path, *args: object, deadline_s: float = 60.0, **kwargs: Any) -> tuple[int, str]:
+    """Run dlrun to its end; return exit code and output."""
+    with dlrun(folder, *args, **kwargs) as launch:
+        return launch.wait(deadline_s), launch.output
+
+
+def first_steps(folder: Path, life: int, world: int) -> dict[int, int] | None:
+    """Return the pid of every rank that has trained its first step in this life, None until all have."""
+    pids = {}
+    for rank in range(world):
+        try:
+            words = (folder / f"life{life}-rank{rank}").read_text().split()
+        except FileNotFoundError:
+            return None
+        if len(words) != 3:
+            return None
+        assert int(words[1]) == world
+        pids[rank] = int(words[0])
+    return pids
+
+
+def processes_of(folder: Path) -> dict[int, str]:
+    """Return every live process (not a zombie) that mentions `folder` in its arguments or working directory."""
+    found = {}
+    for entry in Path("/proc").iterdir():
+        if not entry.name.isdigit():
+            continue
+        try:
+            state = re.sub(r"^.*\) ", "", (entry / "stat").read_text())[0]
+            command = (entry / "cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace")
+            cwd = str((entry / "cwd").readlink())
+        except OSError:
+            continue
+        if state != "Z" and int(entry.name) != os.getpid() and (str(folder) in command or cwd == str(folder)):
+            found[int(entry.name)] = command
+    return found
+
+
+def alive(pid: int) -> bool:
+    """Return whether a process lives; a zombie does not."""
+    try:
+        return re.sub(r"^.*\) ", "", Path(f"/proc/{pid}/stat").read_text())[0] != "Z"
+    except OSError:
+        return False

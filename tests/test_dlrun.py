@@ -1,0 +1,252 @@
+"""dlrun end to end, on scripts that know nothing of flashckpt: kills at every process, and what is said of them."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+from pathlib import Path
+
+import pytest
+from support.dlrun import TRAIN, alive, dlrun, first_steps, processes_of, run_dlrun
+from support.ranks import wait_for
+
+
+@pytest.fixture
+def train(tmp_path: Path) -> Path:
+    path = tmp_path / "train.py"
+    path.write_text(TRAIN)
+    return path
+
+
+def script(tmp_path: Path, text: str) -> Path:
+    path = tmp_path / "script.py"
+    path.write_text(text)
+    return path
+
+
+def test_rank_killed_five_times_in_a_row_all_ranks_train_again_each_time(tmp_path: Path, train: Path) -> None:
+    """SIGKILL of another rank per life, gloo: the generation after each kill trains, with all four ranks."""
+    flags = ("--standalone", "--nproc-per-node=4", "--max_restarts", 5)
+    with dlrun(tmp_path, *flags, train, tmp_path, 100000, 0.002) as launch:
+        seen: set[int] = set()
+        for life in range(6):
+            pids = launch.until(lambda life=life: first_steps(tmp_path, life, 4), f"all ranks of life {life}")
+            assert not seen & set(pids.values())
+            seen |= set(pids.values())
+            if life < 5:
+                os.kill(pids[life % 4], signal.SIGKILL)
+                launch.until(lambda life=life: f"rank {life % 4} " in launch.output, "the failing rank's name")
+        launch.process.send_signal(signal.SIGTERM)
+        assert launch.wait() == 128 + signal.SIGTERM
+    assert launch.output.count("signal 9 (SIGKILL, exit code 137)") == 5
+    assert "Traceback" not in launch.output  # the peers' "connection closed" stays out of the way
+    assert not processes_of(tmp_path)
+    assert not list(tmp_path.glob("flashckpt-agents*"))
+
+
+def test_zygote_killed_workers_live_on_and_the_next_life_has_a_new_one(tmp_path: Path, train: Path) -> None:
+    """SIGKILL of the zygote costs no step; the restart after it forks from a new zygote."""
+    with dlrun(tmp_path, "--nproc-per-node=2", "--max-restarts=1", train, tmp_path, 100000, 0.002) as launch:
+        pids = launch.until(lambda: first_steps(tmp_path, 0, 2), "the first life")
+        children = _children(launch.process.pid)
+        zygote = (children - set(pids.values())).pop()
+        os.kill(zygote, signal.SIGKILL)
+        wait_for(lambda: not alive(zygote), what="the zygote's end")
+        assert all(alive(pid) for pid in pids.values())
+        os.kill(pids[1], signal.SIGKILL)
+        again = launch.until(lambda: first_steps(tmp_path, 1, 2), "the second life")
+        assert _children(launch.process.pid) >= set(again.values())
+    assert "fresh interpreters" not in launch.output
+
+
+def test_agent_killed_workers_and_zygote_die_with_it(tmp_path: Path, train: Path) -> None:
+    with dlrun(tmp_path, "--nproc-per-node=2", train, tmp_path, 100000, 0.002) as launch:
+        pids = launch.until(lambda: first_steps(tmp_path, 0, 2), "the first life")
+        everything = _children(launch.process.pid) | set(pids.values())
+        os.kill(launch.process.pid, signal.SIGKILL)
+        wait_for(lambda: not any(alive(pid) for pid in everything), what="the end of all children")
+    wait_for(lambda: not processes_of(tmp_path), what="no process left")
+
+
+def test_rank_dies_with_its_forked_children(tmp_path: Path) -> None:
+    """A dataloader's workers do not outlive their killed rank: they would hold its memory and locks."""
+    path = script(
+        tmp_path,
+        "import os, sys, time\n"
+        "if os.fork() == 0: time.sleep(600)\n"
+        "open(f'{sys.argv[1]}/up', 'w').close()\n"
+        "time.sleep(600)\n",
+    )
+    with dlrun(tmp_path, path, tmp_path) as launch:
+        launch.until((tmp_path / "up").exists, "the script")
+        ranks = [pid for pid in processes_of(tmp_path) if os.getpgid(pid) == pid and pid != launch.process.pid]
+        worker = next(pid for pid in ranks if _children(pid))
+        os.kill(worker, signal.SIGKILL)
+        assert launch.wait() == 1
+    assert not processes_of(tmp_path)
+
+
+def _children(pid: int) -> set[int]:
+    path = Path(f"/proc/{pid}/task/{pid}/children")
+    return {int(word) for word in path.read_text().split()}
+
+
+def test_exception_in_one_rank_is_named_with_its_traceback_and_without_record(tmp_path: Path) -> None:
+    path = script(
+        tmp_path,
+        "import os, torch.distributed as dist, torch\n"
+        "dist.init_process_group('gloo')\n"
+        "def explode():\n"
+        "    raise ValueError('the learning rate is a fish')\n"
+        "dist.barrier()\n"
+        "if dist.get_rank() == 1: explode()\n"
+        "dist.all_reduce(torch.ones(1))\n",
+    )
+    code, output = run_dlrun(tmp_path, "--nproc-per-node=3", path)
+    assert code == 1
+    assert output.count("rank 1 (local 1") == 1
+    assert "failed first" in output
+    assert output.count("ValueError: the learning rate is a fish") == 1
+    assert "in explode" in output
+    assert "run_worker" not in output
+    assert "Connection" not in output
+
+
+@pytest.mark.parametrize(
+    ("body", "words"),
+    [
+        ("import sys; sys.exit(7)", "exit code 7"),
+        ("import os; os.abort()", "signal 6 (SIGABRT, exit code 134)"),
+        ("import ctypes; ctypes.string_at(0)", "signal 11 (SIGSEGV, exit code 139)"),
+        ("raise SystemExit('no data')", "exit code 1"),
+        ("import nothing_of_that_name", "ModuleNotFoundError"),
+        ("def f(:", "SyntaxError"),
+    ],
+)
+def test_exit_is_described_in_words(tmp_path: Path, body: str, words: str) -> None:
+    code, output = run_dlrun(tmp_path, script(tmp_path, body))
+    assert (code, words in output) == (1, True), output
+
+
+def test_missing_script_ends_at_once_and_names_it(tmp_path: Path) -> None:
+    code, output = run_dlrun(tmp_path, tmp_path / "absent.py")
+    assert code == 1
+    assert "absent.py" in output
+    assert "exit code 2" in output
+
+
+ENVIRONMENT = """
+import json, os, random, sys, time, torch, numpy as np
+names = ["RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "GROUP_RANK", "GROUP_WORLD_SIZE", "ROLE_RANK",
+         "ROLE_NAME", "ROLE_WORLD_SIZE", "MASTER_ADDR", "TORCHELASTIC_RESTART_COUNT", "TORCHELASTIC_MAX_RESTARTS",
+         "OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "TORCHELASTIC_USE_AGENT_STORE", "CUDA_VISIBLE_DEVICES", "MINE"]
+out = {name: os.environ.get(name) for name in names}
+out |= {"argv": sys.argv[1:], "path": sys.path[0], "threads": torch.get_num_threads(), "name": __name__,
+        "file": __file__, "main": sys.modules["__main__"].__dict__ is globals(),
+        "stdout": [sys.stdout.write_through, sys.stdout.encoding, sys.stdout.name],
+        "spec": __spec__ is None}
+open(f"{sys.argv[1]}/env{os.environ['RANK']}", "w").write(json.dumps(out))
+random_values = (random.random(), np.random.rand(), torch.rand(1).item())
+open(f"{sys.argv[1]}/random{os.environ['RANK']}", "w").write(json.dumps(random_values))
+kept_open = open(f"{sys.argv[1]}/unflushed{os.environ['RANK']}", "w")
+kept_open.write("flushed at exit")
+"""
+
+
+def test_forked_worker_sees_what_torchruns_worker_sees(tmp_path: Path) -> None:
+    """Environment, arguments, path, threads, streams and torch's seed equal those of a fresh interpreter."""
+    seen = {}
+    for launcher in ("dlrun", "torchrun"):
+        folder = tmp_path / launcher
+        folder.mkdir()
+        path = script(folder, ENVIRONMENT)
+        flags = ("--nproc-per-node", 2, "--max-restarts=3", "--role=trainer")
+        env = {"OMP_NUM_THREADS": "2", "MINE": "a b"}
+        code, output = run_dlrun(folder, *flags, path, folder, "--x", "y", env=env, torchrun=launcher == "torchrun")
+        assert code == 0, output
+        records = [json.loads((folder / f"env{rank}").read_text()) for rank in range(2)]
+        seen[launcher] = json.loads(json.dumps(records).replace(str(folder), "FOLDER"))
+        assert (folder / "unflushed1").read_text() == "flushed at exit"
+    for forked, fresh in zip(seen["dlrun"], seen["torchrun"], strict=True):
+        assert {key: (forked[key], fresh[key]) for key in forked if forked[key] != fresh[key]} == {}
+    values = [json.loads((tmp_path / "dlrun" / f"random{rank}").read_text()) for rank in range(2)]
+    assert not set(values[0]) & set(values[1])
+
+
+def test_no_python_command_is_spawned_and_dlrun_says_why(tmp_path: Path) -> None:
+    code, output = run_dlrun(tmp_path, "--nproc-per-node=2", "--no-python", "/bin/sh", "-c", "echo rank-$RANK")
+    assert code == 0
+    assert "rank-0" in output
+    assert "rank-1" in output
+    assert "--no-python: the command is not a Python script" in output
+
+
+def test_spawned_python_workers_restart_too(tmp_path: Path, train: Path) -> None:
+    """--no-zygote: fresh interpreters, the same agent: a killed rank comes back, the agent's death ends all."""
+    flags = ("--no-zygote", "--nproc-per-node=2", "--max-restarts=1")
+    with dlrun(tmp_path, *flags, train, tmp_path, 100000, 0.002) as launch:
+        pids = launch.until(lambda: first_steps(tmp_path, 0, 2), "the first life")
+        os.kill(pids[0], signal.SIGKILL)
+        again = launch.until(lambda: first_steps(tmp_path, 1, 2), "the second life")
+        os.kill(launch.process.pid, signal.SIGKILL)
+        wait_for(lambda: not any(alive(pid) for pid in again.values()), what="the workers' end")
+
+
+def test_module_redirects_tee_and_log_dir_work_as_in_torchrun(tmp_path: Path) -> None:
+    (tmp_path / "pack").mkdir()
+    (tmp_path / "pack" / "__init__.py").write_text("")
+    (tmp_path / "pack" / "go.py").write_text(
+        "import os, sys\nprint('out', os.environ['RANK'], sys.argv[1])\nprint('err', file=sys.stderr)\n"
+        "assert __name__ == '__main__' and __spec__.name == 'pack.go'\n"
+    )
+    flags = ("--nproc_per_node=2", "--log-dir", tmp_path / "logs", "-r", "3", "--tee", "0:1", "-m", "pack.go", "word")
+    code, output = run_dlrun(tmp_path, *flags)
+    assert code == 0, output
+    assert "[default0]:out 0 word" in output
+    assert "out 1 word" not in output
+    logs = sorted(
+        str(path.relative_to(tmp_path / "logs")).split("/", 1)[1] for path in tmp_path.glob("logs/*/*/*/*.log")
+    )
+    assert logs == [f"attempt_0/{rank}/{name}.log" for rank in range(2) for name in ("stderr", "stdout")]
+    assert next(tmp_path.glob("logs/*/attempt_0/1/stdout.log")).read_text() == "out 1 word\n"
+
+
+def test_failing_ranks_last_log_lines_are_shown_and_every_life_has_its_logs(tmp_path: Path) -> None:
+    path = script(
+        tmp_path,
+        "import os, sys\nfor i in range(30): print('line', i, file=sys.stderr)\n"
+        "sys.exit(3 if os.environ['FLASHCKPT_RESTART'] == '0' else 0)\n",
+    )
+    flags = ("--max-restarts=1", "--log-dir", tmp_path / "logs", "-r", "2")
+    code, output = run_dlrun(tmp_path, *flags, path)
+    assert code == 0, output
+    assert "> line 29" in output
+    assert "> line 10" in output
+    assert "> line 9\n" not in output
+    assert {path.name for path in tmp_path.glob("logs/*/attempt_*")} == {"attempt_0", "attempt_1"}
+
+
+def test_sigterm_reaches_scripts_that_know_nothing_of_flashckpt(tmp_path: Path) -> None:
+    """Without a job directory dlrun forwards the signal as torchrun does, and waits for the handlers."""
+    path = script(
+        tmp_path,
+        "import signal, sys, time\n"
+        "def stop(*_):\n    open(f'{sys.argv[1]}/handled', 'w').close(); sys.exit(0)\n"
+        "signal.signal(signal.SIGTERM, stop)\nopen(f'{sys.argv[1]}/up', 'w').close()\ntime.sleep(600)\n",
+    )
+    with dlrun(tmp_path, path, tmp_path) as launch:
+        launch.until((tmp_path / "up").exists, "the script")
+        launch.process.send_signal(signal.SIGTERM)
+        assert launch.wait() == 128 + signal.SIGTERM
+    assert (tmp_path / "handled").exists()
+
+
+def test_pet_variables_and_unknown_flags(tmp_path: Path) -> None:
+    path = script(tmp_path, "import os; print('world', os.environ['WORLD_SIZE'])")
+    code, output = run_dlrun(tmp_path, path, env={"PET_NPROC_PER_NODE": "2"})
+    assert code == 0
+    assert output.count("world 2") == 2
+    code, output = run_dlrun(tmp_path, "--nproc-per-nod3", "2", path)
+    assert code == 2
+    assert "--nproc-per-nod3" in output
