@@ -4,11 +4,15 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import math
 import os
 import signal
 import threading
 import types
 from collections.abc import Callable, Sequence
+
+MAX_AHEAD = 1000
+"""Most steps between the highest one done and the one to stop after."""
 
 _log = logging.getLogger("flashckpt.dlrun")
 
@@ -24,7 +28,7 @@ def stop_step(steps: Sequence[int], *, step_s: float, margin_s: float = 0.1) -> 
         step_s: Seconds per step; 0 where it is not known yet.
         margin_s: Seconds in which no rank may reach the chosen step.
     """
-    ahead = 1 if step_s <= 0 else max(1, round(margin_s / step_s + 0.5))
+    ahead = 1 if step_s <= 0 else min(MAX_AHEAD, max(1, math.ceil(margin_s / max(step_s, 1e-6))))
     return max(steps) + ahead
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import signal
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -31,12 +32,12 @@ def test_rank_killed_five_times_in_a_row_all_ranks_train_again_each_time(tmp_pat
     with dlrun(tmp_path, *flags, train, tmp_path, 100000, 0.002) as launch:
         seen: set[int] = set()
         for life in range(6):
-            pids = launch.until(lambda life=life: first_steps(tmp_path, life, 4), f"all ranks of life {life}")
+            pids = launch.until(partial(first_steps, tmp_path, life, 4), f"all ranks of life {life}")
             assert not seen & set(pids.values())
             seen |= set(pids.values())
             if life < 5:
                 os.kill(pids[life % 4], signal.SIGKILL)
-                launch.until(lambda life=life: f"rank {life % 4} " in launch.output, "the failing rank's name")
+                launch.until(partial(launch.says, f"rank {life % 4} "), "the failing rank's name")
         launch.process.send_signal(signal.SIGTERM)
         assert launch.wait() == 128 + signal.SIGTERM
     assert launch.output.count("signal 9 (SIGKILL, exit code 137)") == 5

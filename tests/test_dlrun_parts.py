@@ -10,6 +10,7 @@ import subprocess
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -190,7 +191,7 @@ def test_exit_code_tells_running_exited_and_killed() -> None:
         pidfd = os.pidfd_open(pid)
         assert exit_code(pidfd) is None
         os.close(opener)
-        codes.append(wait_for(lambda pidfd=pidfd: exit_code(pidfd), what="the child's end"))
+        codes.append(wait_for(partial(exit_code, pidfd), what="the child's end"))
         os.close(pidfd)
         os.close(gate)
     assert codes == [5, -9]

@@ -46,6 +46,9 @@ class Launch:
     def output(self) -> str:
         return self.log.read_text(errors="replace")
 
+    def says(self, text: str) -> bool:
+        return text in self.output
+
     def wait(self, deadline_s: float = 60.0) -> int:
         """Wait for the end and return the exit code; the output is shown if it takes too long."""
         try:
