@@ -10,9 +10,9 @@ import enum
 import time
 from concurrent.futures import Future, ThreadPoolExecutor
 
-from flashckpt.daemon.scan import release
 from flashckpt.errors import DamagedError, FencedError, PersistError
 from flashckpt.intents import Intent, abandoned_reason
+from flashckpt.node_view import release
 from flashckpt.persist import MANIFEST, PersistOptions, commit, missing_writers, persist_slot
 from flashckpt.segment import Pin
 from flashckpt.store import Store

@@ -24,12 +24,12 @@ from flashckpt.daemon.intents import (
     publish_ready,
     read_readies,
 )
-from flashckpt.daemon.scan import Identity, View, pin_all, release
 from flashckpt.errors import DamagedError, DisagreementError, PersistError, ShardGapError
 from flashckpt.generations import Claim, check_fence, read_claims
 from flashckpt.intents import Intent, abandon_intent, close_intent, list_intents, put_intent
 from flashckpt.job import GenerationRecord, JobConfig
 from flashckpt.lineage import is_abandoned
+from flashckpt.node_view import Identity, View, pin_all, release
 from flashckpt.persist import PersistOptions, missing_writers
 from flashckpt.retention import Policy, prune, sweep
 from flashckpt.segment import Pin

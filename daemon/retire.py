@@ -5,9 +5,9 @@ from __future__ import annotations
 import contextlib
 import logging
 
-from flashckpt.daemon.scan import Held, Identity, View
 from flashckpt.errors import DamagedError, FormatVersionError, JobInUseError
 from flashckpt.job import GenerationRecord
+from flashckpt.node_view import Held, Identity, View
 from flashckpt.segment import Segment
 
 _log = logging.getLogger(__name__)

@@ -20,11 +20,11 @@ from types import FrameType
 
 from flashckpt.daemon.persisting import Persisting
 from flashckpt.daemon.retire import retire
-from flashckpt.daemon.scan import View, scan
 from flashckpt.daemon.wakeup import Wakeup
 from flashckpt.errors import FlashckptError
 from flashckpt.job import DaemonStatus, GenerationRecord, JobDirectory
 from flashckpt.lease import Lease
+from flashckpt.node_view import View, scan
 
 SCAN_S = 1.0
 """Seconds between two scans without an event."""

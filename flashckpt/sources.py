@@ -15,7 +15,6 @@ from typing import Protocol
 import numpy as np
 
 from flashckpt.compression import PackedObjects
-from flashckpt.compression import PackedObjects
 from flashckpt.digest import CHUNK_BYTES, digest
 from flashckpt.errors import DamagedError
 from flashckpt.manifest import Manifest
@@ -121,7 +120,8 @@ class MemorySource:
         except BaseException:
             self.close()
             raise
-        self._data = self._pin.data
+        self._mapped: memoryview | None = None
+        self._lock = threading.Lock()
         if identity is not None and self.manifest.identity != identity:
             self.close()
             raise self._gone(f"it holds step {self.manifest.step} of generation {self.manifest.generation}")
@@ -131,11 +131,12 @@ class MemorySource:
         table = self.manifest.table
         base, end = int(table.byte_offset[row]), int(table.nbytes[row])
         into, stop = np.frombuffer(out, np.uint8), start + len(out)
+        data = self._data()
         copy_s = verify_s = 0.0
         for chunk in range(start // CHUNK_BYTES, -(-stop // CHUNK_BYTES)):
             first, last = chunk * CHUNK_BYTES, min((chunk + 1) * CHUNK_BYTES, end)
             low, high = max(first, start), min(last, stop)
-            held = self._data[base + first : base + last]
+            held = data[base + first : base + last]
             t0 = time.perf_counter()
             if (low, high) != (first, last):  # a part: only the whole chunk has a digest
                 self._verify(row, chunk, held)
@@ -152,10 +153,11 @@ class MemorySource:
     def views(self, spans: Sequence[Span]) -> list[memoryview]:
         """See Source: the slot's own bytes, verified in place."""
         t0 = time.perf_counter()
+        data = self._data()
         found = []
         for span in spans:
             base = int(self.manifest.table.byte_offset[span.row])
-            view = self._data[base + span.start : base + span.stop]
+            view = data[base + span.start : base + span.stop]
             verify_chunks(self, span, view)
             found.append(view)
         self.meter.add(sum(map(len, found)), 0.0, time.perf_counter() - t0)
@@ -169,9 +171,18 @@ class MemorySource:
     def close(self) -> None:
         """Release the lease."""
         if self._pin is not None:
-            self._data = memoryview(b"")
+            self._mapped = None
             self._pin.close()
             self._pin = None
+
+    def _data(self) -> memoryview:
+        """Return the slot's data, mapped at the first read: a source that nothing is read from costs no page table."""
+        with self._lock:
+            if self._mapped is None:
+                if self._pin is None:
+                    raise self._gone("the lease was given up")
+                self._mapped = self._pin.data
+            return self._mapped
 
     def _verify(self, row: int, chunk: int, view: memoryview) -> None:
         expected = int(self.manifest.digests[self.manifest.table.first_chunk[row] + chunk])

@@ -1,4 +1,4 @@
-"""What the slots of this node hold: the daemon's only truth, read from their headers. Takes no lock."""
+"""What the slots of this node hold, read from their headers: what the daemon and the command believe. Takes no lock."""
 
 from __future__ import annotations
 
