@@ -135,3 +135,53 @@ def alive(pid: int) -> bool:
         return re.sub(r"^.*\) ", "", Path(f"/proc/{pid}/stat").read_text())[0] != "Z"
     except OSError:
         return False
+
+
+ENGINE = """
+import os, sys, time
+import torch, torch.distributed as dist
+from flashckpt import Checkpointer
+
+folder, steps, pause = sys.argv[1], int(sys.argv[2]), float(sys.argv[3])
+dist.init_process_group("gloo")
+rank, life = dist.get_rank(), os.environ["FLASHCKPT_RESTART"]
+torch.manual_seed(1)
+model = torch.nn.Linear(4, 4)
+optimizer = torch.optim.AdamW(model.parameters())
+ckpt = Checkpointer(f"{folder}/root", snapshot_every=2, persist_every=50)
+ckpt.track(model=model, optimizer=optimizer, replicated_over="world")
+report = ckpt.restore()
+first = report.step if report else 0
+for step in range(first + 1, steps + 1):
+    optimizer.zero_grad()
+    loss = model(torch.full((2, 4), float(step % 7))).square().sum()
+    loss.backward()
+    for parameter in model.parameters():
+        dist.all_reduce(parameter.grad)
+    optimizer.step()
+    ckpt.step(step)
+    with open(f"{folder}/trace{rank}", "a") as file:
+        file.write(f"{life} {step} {loss.item().hex()}\\n")
+    if step == first + 1:
+        open(f"{folder}/life{life}-rank{rank}", "w").write(f"{os.getpid()} {dist.get_world_size()} {first}")
+    if ckpt.should_stop:
+        break
+    if os.path.exists(f"{folder}/explode") and rank == 1 and step >= 10:
+        raise ValueError("the same thing again")
+    time.sleep(pause)
+ckpt.wait()
+ckpt.close()
+dist.destroy_process_group()
+"""
+
+
+def traces(folder: Path, world: int) -> list[dict[int, set[str]]]:
+    """Return per rank: step -> every loss that was seen for it, in whatever life."""
+    ranks = []
+    for rank in range(world):
+        seen: dict[int, set[str]] = {}
+        for line in (folder / f"trace{rank}").read_text().splitlines():
+            _, step, loss = line.split()
+            seen.setdefault(int(step), set()).add(loss)
+        ranks.append(seen)
+    return ranks

@@ -1,0 +1,133 @@
+"""dlrun together with the engine: restores, the ledger, agreed stops, the daemon it keeps alive."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+from functools import partial
+from pathlib import Path
+
+import pytest
+from support.dlrun import ENGINE, Launch, alive, dlrun, first_steps, processes_of, run_dlrun, traces
+from support.ranks import wait_for
+
+from flashckpt.errors import RESUME_EXIT_CODE
+from flashckpt.job import memory_root
+
+
+@pytest.fixture
+def train(tmp_path: Path) -> Path:
+    path = tmp_path / "train.py"
+    path.write_text(ENGINE)
+    return path
+
+
+def step_of(folder: Path, rank: int) -> int:
+    try:
+        return int((folder / f"trace{rank}").read_text().split()[-2])
+    except (OSError, IndexError, ValueError):
+        return -1
+
+
+def reaches(folder: Path, step: int) -> bool:
+    return step_of(folder, 0) >= step
+
+
+def until_step(launch: Launch, folder: Path, step: int) -> None:
+    launch.until(partial(reaches, folder, step), f"step {step}")
+
+
+def nothing_left(folder: Path) -> bool:
+    """No process, no agent directory, no job directory of this test."""
+    return not processes_of(folder) and not list(memory_root().parent.glob("*/*"))
+
+
+def test_killed_rank_restores_from_memory_and_the_ledger_says_where_the_time_went(tmp_path: Path, train: Path) -> None:
+    flags = ("--nproc-per-node=2", "--max-restarts=2", "--ledger", tmp_path / "ledger.jsonl")
+    with dlrun(tmp_path, *flags, train, tmp_path, 60, 0.01) as launch:
+        until_step(launch, tmp_path, 20)
+        pids = first_steps(tmp_path, 0, 2)
+        assert pids is not None
+        os.kill(pids[1], signal.SIGKILL)
+        assert launch.wait() == 0
+    (record,) = [json.loads(line) for line in (tmp_path / "ledger.jsonl").read_text().splitlines()]
+    assert (record["rank"], record["restart"], record["outcome"]) == (1, 1, "restarted")
+    assert record["step"] >= 20
+    assert 0 <= record["steps_lost"] <= 5
+    assert set(record["seconds"]) == {
+        "detect",
+        "stop",
+        "rendezvous",
+        "fork",
+        "init",
+        "restore",
+        "first_step",
+        "recompute",
+    }
+    assert all(seconds >= 0 for seconds in record["seconds"].values())
+    assert f"failed first at step {record['step']}" in launch.output
+    for seen in traces(tmp_path, 2):
+        assert sorted(seen) == list(range(1, 61))
+        assert all(len(losses) == 1 for losses in seen.values())  # the same loss in both lives, bit for bit
+    wait_for(partial(nothing_left, tmp_path), what="a clean end that leaves nothing", deadline_s=40)
+
+
+def test_sigterm_all_ranks_stop_after_the_same_step_and_the_next_launch_goes_on(tmp_path: Path, train: Path) -> None:
+    """An agreed stop: one step for all ranks, persisted, exit code 75; a second signal does not cut it short."""
+    with dlrun(tmp_path, "--nproc-per-node=2", train, tmp_path, 100000, 0.01) as launch:
+        until_step(launch, tmp_path, 10)
+        launch.process.send_signal(signal.SIGTERM)
+        launch.until(partial(launch.says, "all ranks stop after step"), "the agreement")
+        launch.process.send_signal(signal.SIGTERM)
+        launch.process.send_signal(signal.SIGINT)
+        assert launch.wait() == RESUME_EXIT_CODE
+    stopped = {step_of(tmp_path, rank) for rank in range(2)}
+    assert len(stopped) == 1
+    (step,) = stopped
+    assert list((tmp_path / "root").glob(f"step-{step:09d}.g*/MANIFEST"))
+    code, output = run_dlrun(tmp_path, "--nproc-per-node=2", train, tmp_path, step + 3, 0.0)
+    assert code == 0, output
+    assert (tmp_path / "life0-rank0").read_text().split()[2] == str(step)
+    for seen in traces(tmp_path, 2):
+        assert sorted(seen) == list(range(1, step + 4))
+    wait_for(partial(nothing_left, tmp_path), what="a clean end that leaves nothing", deadline_s=40)
+
+
+def test_daemon_killed_a_new_one_persists(tmp_path: Path, train: Path) -> None:
+    with dlrun(tmp_path, "--nproc-per-node=2", train, tmp_path, 100000, 0.005) as launch:
+        first = launch.until(partial(daemon_of, launch, tmp_path), "the daemon")
+        os.kill(first, signal.SIGKILL)
+        wait_for(lambda: not alive(first), what="the daemon's end")
+        second = launch.until(partial(daemon_of, launch, tmp_path), "a new daemon")
+        assert second != first
+        launch.until(lambda: list((tmp_path / "root").glob("step-*/MANIFEST")), "a checkpoint")
+        launch.process.send_signal(signal.SIGTERM)
+        assert launch.wait() == RESUME_EXIT_CODE
+
+
+def daemon_of(launch: Launch, folder: Path) -> int:
+    """Return the pid of the live daemon of this test's job, 0 where there is none."""
+    del launch
+    for pid, command in processes_of(memory_root()).items():
+        if "flashckpt.daemon.service" in command:
+            return pid
+    del folder
+    return 0
+
+
+def test_agent_killed_the_daemon_persists_what_is_complete_and_the_next_launch_restores(
+    tmp_path: Path, train: Path
+) -> None:
+    with dlrun(tmp_path, "--nproc-per-node=2", train, tmp_path, 100000, 0.01) as launch:
+        until_step(launch, tmp_path, 10)
+        pids = first_steps(tmp_path, 0, 2) or {}
+        os.kill(launch.process.pid, signal.SIGKILL)
+        wait_for(lambda: not any(alive(pid) for pid in pids.values()), what="the workers' end")
+    reached = step_of(tmp_path, 0)
+    code, output = run_dlrun(tmp_path, "--nproc-per-node=2", train, tmp_path, reached + 3, 0.0)
+    assert code == 0, output
+    restored = int((tmp_path / "life0-rank0").read_text().split()[2])
+    assert reached - 5 <= restored <= reached + 1
+    for seen in traces(tmp_path, 2):
+        assert all(len(losses) == 1 for losses in seen.values())
