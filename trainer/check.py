@@ -76,6 +76,8 @@ def check(config: RunConfig) -> CheckResult | None:
         del trainer
     if not is_first:
         return None
+    if dist.is_initialized():  # a group that the caller made: the reference needs one of its own
+        dist.destroy_process_group()
     alone = single_process(config)
     with process_group(alone, alone=True) as device:
         reference = Trainer(alone, resolve_layout(alone, 1), device)

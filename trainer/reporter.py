@@ -105,4 +105,4 @@ def _open_board(folder: str, after: int) -> Any:
         logger.warning("log.tensorboard is on, but tensorboard is not installed: pip install 'flashckpt[trainer]'")
         return None
     # purge_step: curves of steps that a crash took back are cut, so none is drawn twice
-    return SummaryWriter(log_dir=f"{folder}/tensorboard", purge_step=after + 1) 
+    return SummaryWriter(log_dir=f"{folder}/tensorboard", purge_step=after + 1)

@@ -77,3 +77,28 @@ def parameter_digest(trainer: Any) -> str:
 def floats(values: list[str]) -> list[float]:
     """Return the numbers of float.hex() strings."""
     return [float.fromhex(value) for value in values]
+
+
+def run_rank(rank: int, values: dict[str, Any], kill: dict[str, int] | None = None) -> int:
+    """Run the whole loop in this rank, with checkpoints; `kill`: {"rank", "step"} dies by SIGKILL inside that step.
+
+    Death comes between backward and the optimizer step: the middle of a step.
+    """
+    import os
+    import signal
+
+    from flashckpt.trainer.loop import Trainer, prepare, process_group
+
+    config = from_values(values)
+    layout = prepare(config, int(os.environ["WORLD_SIZE"]))
+    with process_group(config) as device:
+        trainer = Trainer(config, layout, device)
+        apply = trainer._apply
+
+        def apply_or_die(totals: Any, rate: float, step: int) -> bool:
+            if kill is not None and (kill["rank"], kill["step"]) == (rank, step):
+                os.kill(os.getpid(), signal.SIGKILL)
+            return apply(totals, rate, step)
+
+        trainer._apply = apply_or_die  # type: ignore[method-assign]  # the place where a test kills
+        return trainer.run()

@@ -1,0 +1,139 @@
+"""A run that was killed goes on to the same trace, bit for bit, whichever rank died and wherever the state was."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import signal
+
+import pytest
+from support.ranks import run_ranks, values, wait_for
+from support.training import run_config, run_rank, write_corpus
+
+import flashckpt.checkpointer  # noqa: F401 -- imported before the fork, so that ranks start in 0.2 s
+from flashckpt.job import JobDirectory, memory_root
+from flashckpt.trainer import loop  # noqa: F401 -- the same
+from flashckpt.trainer.config import to_values
+from flashckpt.trainer.demo_report import compare_traces, read_restores
+from flashckpt.trainer.metrics import read_trace
+
+STEPS = 9
+KILL_AT = 7
+SNAPSHOT = 6  # the newest snapshot that is complete on all ranks when step 7 dies
+SMALL = (4, {"pp": 2, "dp_shard": 2})
+
+
+class Job:
+    """One small job and its unbroken twin."""
+
+    def __init__(self, folder, source, world, parallel, **sections):
+        self.folder, self.world = folder, world
+        self._source, self._sections = source, {"parallel": parallel, **sections}
+
+    def values(self, name, **more):
+        sections = {
+            **self._sections,
+            "model": {"dropout": 0.1, "dim": 32, "layers": 2, "heads": 4, "kv_heads": 2, "ffn": 64},
+            "train": {"steps": STEPS, "seq_len": 16, "global_batch": 8, "micro_batch": 2, "device": "cpu"},
+            "data": {"source": self._source, "folder": str(self.folder / "tokens")},
+            "log": {"folder": str(self.folder / name), "every": 1000},
+        }
+        root = {
+            "root": str(self.folder / name / "root"),
+            "job": f"test-{name}",
+            "snapshot_every": 2,
+            "persist_every": 4,
+        }
+        sections["checkpoint"] = root if name != "untracked" else {}
+        for section, content in more.items():
+            sections[section] = {**sections.get(section, {}), **content}
+        return to_values(run_config(self.folder, **sections))
+
+    def train(self, name, **more):
+        assert values(run_ranks(run_rank, self.world, self.values(name, **more), timeout_s=100)) == [0] * self.world
+        return self.trace(name)
+
+    def kill(self, name, rank, **more):
+        kill = {"rank": rank, "step": KILL_AT}
+        results = run_ranks(run_rank, self.world, self.values(name, **more), kill, timeout_s=100)
+        assert results[rank].signal == signal.SIGKILL
+
+    def trace(self, name):
+        return read_trace(self.folder / name / "trace.jsonl")
+
+    def memory(self, name):
+        return memory_root() / f"test-{name}"
+
+
+@pytest.fixture(scope="module")
+def text(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("resume")
+    return folder, write_corpus(folder / "text")
+
+
+@pytest.fixture(scope="module")
+def untracked(text):
+    """The unbroken trace of the small layout, without any checkpoint."""
+    return Job(*text, *SMALL).train("untracked")
+
+
+def check_same(one, other):
+    result = compare_traces(one, other, STEPS)
+    assert result.identical, result.first
+    assert [line["step"] for line in other] == list(range(1, STEPS + 1))
+
+
+def test_a_tracked_run_has_the_trace_of_an_untracked_one_from_the_first_step(text, untracked):
+    check_same(untracked, Job(*text, *SMALL).train("tracked"))
+
+
+@pytest.mark.parametrize("rank", range(SMALL[0]))
+def test_rank_killed_in_a_step_restart_from_memory_same_trace(rank, text, untracked):
+    job, name = Job(*text, *SMALL), f"rank{rank}"
+    job.kill(name, rank)
+    check_same(untracked, job.train(name))
+    (restored,) = read_restores(job.folder / name)
+    assert (restored.step, restored.ranks, set(restored.tiers)) == (SNAPSHOT, SMALL[0], {"memory"})
+    lost = [json.loads(line)["step"] for line in (job.folder / name / "abandoned.jsonl").read_text().splitlines()]
+    assert lost in ([], [KILL_AT])  # the step that died is in the trace only if the reporting rank was past it
+
+
+def test_rank_killed_and_memory_gone_restart_from_storage_same_trace(text, untracked):
+    job = Job(*text, *SMALL)
+    job.kill("lost", 1)
+    root = job.folder / "lost" / "root"
+    wait_for(lambda: list(root.glob("step-000000004.*/MANIFEST")), what="the checkpoint of step 4")
+    directory = JobDirectory.open("test-lost", create=False)
+    wait_for(lambda: not directory.anyone_alive(), what="the ranks to be gone")
+    from flashckpt.trainer.demo_run import stop_daemon
+
+    stop_daemon(directory)
+    shutil.rmtree(directory.path)
+    check_same(untracked, job.train("lost"))
+    (restored,) = read_restores(job.folder / "lost")
+    assert set(restored.tiers) == {"storage"}
+    assert restored.step in (4, SNAPSHOT)
+
+
+def test_a_run_that_ends_leaves_nothing_in_memory(text, untracked):
+    job = Job(*text, *SMALL)
+    job.train("clean")
+    wait_for(lambda: not job.memory("clean").exists(), what="the job's memory to be given back")
+    assert list((job.folder / "clean" / "root").glob("*/MANIFEST"))
+
+
+def test_a_changed_dimension_on_resume_is_refused_with_one_error(text, untracked):
+    job = Job(*text, *SMALL)
+    job.kill("changed", 0)
+    results = run_ranks(run_rank, job.world, job.values("changed", model={"dim": 64}), timeout_s=100)
+    assert any("model.dim changed since the checkpoint" in result.error for result in results)
+
+
+def test_2x2x2_rank_killed_in_a_step_restart_from_memory_same_trace(text):
+    world, parallel = 8, {"pp": 2, "dp_shard": 2, "tp": 2}
+    job = Job(*text, world, parallel)
+    unbroken = job.train("eight-untracked", checkpoint={"root": ""})
+    job.kill("eight", 5)
+    check_same(unbroken, job.train("eight"))
+    (restored,) = read_restores(job.folder / "eight")
+    assert (restored.step, restored.ranks, set(restored.tiers)) == (SNAPSHOT, 8, {"memory"})
