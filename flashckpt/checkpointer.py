@@ -1,0 +1,359 @@
+"""The public class: track, restore, step. Names are frozen; docs/engine.md says what each promises."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import sys
+import time
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+import torch
+from typing_extensions import Self
+
+from flashckpt import exchange, memory
+from flashckpt.errors import ConfigError, FlashckptError, PersistError
+from flashckpt.identity import job_id, root_digest, root_url
+from flashckpt.job import JobConfig, JobDirectory
+from flashckpt.life import Life
+from flashckpt.placement import current_world
+from flashckpt.report import RestoreReport
+from flashckpt.restore_point import Inventory, local_world
+from flashckpt.restoring import Course, Outcome, Request
+from flashckpt.settings import Settings
+from flashckpt.store import is_process_local
+from flashckpt.tracked import Tracked
+
+_log = logging.getLogger("flashckpt")
+
+
+class Checkpointer:
+    """Snapshots of training state in host memory, persisted by a daemon, restored after a crash.
+
+    Args:
+        root: URL or path of the checkpoint root, e.g. "s3://bucket/run" or "/data/run".
+        snapshot_every: Steps between snapshots in memory.
+        persist_every: Steps between checkpoints on storage; a snapshot is always taken there.
+        keep_last: Checkpoints to keep; None keeps all.
+        keep_every: Also keep every checkpoint whose step is a multiple of this.
+        job: Job id; by default FLASHCKPT_JOB_ID, the scheduler's id, or a digest of the root.
+        slots: Snapshots in memory per rank, or "auto" for 3 where they fit and else 2.
+        storage_options: Passed to the store.
+        compression: "off", "zstd" or "auto", of persisted chunks.
+
+    Attributes:
+        on_snapshot: Called as f(step) in the copy thread when a snapshot is COMPLETE.
+        on_commit: Called as f(generation, step) from `step()` when a checkpoint was committed.
+        on_restore: Called as f(report) at the end of `restore()`.
+        on_failure: Called as f(error) in the copy thread when a snapshot was discarded.
+
+    Raises:
+        ConfigError: An argument is wrong; RootError: the root is of a kind that no daemon could reach.
+    """
+
+    on_snapshot: Callable[[int], None] | None = None
+    on_commit: Callable[[int, int], None] | None = None
+    on_restore: Callable[[RestoreReport], None] | None = None
+    on_failure: Callable[[Exception], None] | None = None
+
+    def __init__(
+        self,
+        root: str,
+        *,
+        snapshot_every: int = 5,
+        persist_every: int = 250,
+        keep_last: int | None = 3,
+        keep_every: int | None = None,
+        job: str | None = None,
+        slots: int | str = "auto",
+        storage_options: Mapping[str, Any] | None = None,
+        compression: str = "off",
+    ) -> None:
+        self._entered_ns = time.monotonic_ns()
+        root = str(root)
+        if is_process_local(root):
+            raise ConfigError(
+                f"the root {root!r} lives inside one process, so that no daemon and no restarted rank could reach it",
+                expected="a path, or a URL of storage that all nodes reach",
+                remedy="use a directory, e.g. /tmp/run",
+            )
+        self._settings = Settings(
+            root=root_url(root),
+            job=job_id(root, job),
+            snapshot_every=snapshot_every,
+            persist_every=persist_every,
+            keep_last=keep_last,
+            keep_every=keep_every,
+            slots=slots,
+            storage_options=dict(storage_options or {}),
+            compression=compression,
+        )
+        self._tracked = Tracked(current_world())
+        self._mesh: Any = None
+        self._replicated_over: Any = None
+        self._life: Life | None = None
+        self._hooks: list[Any] = []
+
+    # -- what is tracked ---------------------------------------------------------------------------------
+
+    def track(
+        self,
+        *,
+        rng: bool = False,
+        mesh: Any = None,
+        replicated_over: Any = None,
+        fenced: tuple[str, ...] | list[str] = (),
+        **things: Any,
+    ) -> None:
+        """Name the objects whose state is taken and restored; may be called several times before `restore()`.
+
+        Args:
+            rng: Take the random number generators (torch CPU and CUDA, Python, numpy) of each rank.
+            mesh: DeviceMesh of all ranks: names per-rank state by coordinate, and declares that plain tensors
+                of one name are equal on all ranks of a pipeline stage.
+            replicated_over: "world", a process group or a list of ranks over which plain tensors are equal.
+            fenced: Names of things that change only inside the `step()` of a tracked optimizer, or never
+                between `ckpt.step()` and `ckpt.fence()`: they are copied beside the next forward/backward.
+            **things: Modules, torch optimizers, lists of them, or objects with state_dict/load_state_dict. An
+                object with `flashckpt_replicated = True` has one state for all ranks.
+
+        Raises:
+            ConfigError: A name is taken, a thing has no state, or an optimizer has foreign parameters.
+        """
+        if self._life is not None:
+            raise ConfigError("track() after restore()", remedy="track everything first, then call restore()")
+        self._mesh = mesh if mesh is not None else self._mesh
+        self._replicated_over = replicated_over if replicated_over is not None else self._replicated_over
+        self._tracked.rng = self._tracked.rng or rng
+        for name, thing in things.items():
+            if thing is not None:
+                self._tracked.add(name, thing, fenced=name in fenced)
+        for optimizer in self._tracked.all_optimizers()[len(self._hooks) :]:
+            self._hooks.append(optimizer.register_step_pre_hook(lambda *_: self.fence()))
+
+    # -- restore -----------------------------------------------------------------------------------------
+
+    def restore(
+        self,
+        step: int | None = None,
+        generation: int | None = None,
+        root: str | None = None,
+        only: str | None = None,
+        strict: bool = True,
+    ) -> RestoreReport | None:
+        """Restore the newest state that every rank can reach, and begin a new life of the job. Collective.
+
+        Memory is looked at first, then storage; a restart under a living agent that memory covers never
+        waits for storage. Call it once, after `track()` and before the first `step()`, on every rank.
+
+        Args:
+            step: Exactly this step; later ones are abandoned.
+            generation: Only from this generation.
+            root: Read from another root (a warm start); memory is not looked at.
+            only: Pattern over names, e.g. "model.*"; what does not match stays as it is. A new lineage begins.
+            strict: Names that no source has are an error; otherwise they stay as they are and are reported.
+
+        Returns:
+            What was restored and how; None on a fresh start.
+
+        Raises:
+            NoCheckpointError: The wanted step exists nowhere.
+            ShardGapError: What exists does not cover the state; names the first tensor.
+            DamagedError: No intact copy of some bytes is left.
+            SharedMemoryError: Too little memory for two snapshots.
+        """
+        if self._life is not None:
+            raise ConfigError("restore() was called twice", remedy="call it once, before the first step()")
+        initialised_ns = time.monotonic_ns()
+        settings, tracked = self._settings, self._tracked
+        tracked.world = current_world(self._mesh, self._replicated_over)
+        _print_notices(tracked.world.rank)
+        directory = JobDirectory.open(settings.job)
+        request = Request(
+            root=settings.root if root is None else root_url(str(root)),
+            own_root=root is None,
+            step=step,
+            generation=generation,
+            only=only,
+            strict=strict,
+        )
+        course = Course(
+            tracked=tracked,
+            directory=directory,
+            job=settings.job,
+            options=settings.storage_options,
+            request=request,
+        )
+        rank_memory = memory.RankMemory(
+            directory,
+            root_digest=root_digest(settings.root),
+            rank=tracked.world.rank,
+            pin_host=torch.cuda.is_available() and torch.cuda.is_initialized(),  # type: ignore[no-untyped-call]  # torch leaves it without types
+        )
+        inventories = self._open_memory(course, rank_memory)
+        outcome = course.run(inventories)
+        self._begin(directory, rank_memory, outcome, initialised_ns)
+        report = outcome.report
+        if report is not None:
+            _log.info("%s", report)
+            if self.on_restore is not None:
+                self.on_restore(report)
+        return report
+
+    def _open_memory(self, course: Course, rank_memory: memory.RankMemory) -> list[Inventory]:
+        """Learn what all ranks have and need, then reserve this rank's segment in the background."""
+        tracked, settings = self._tracked, self._settings
+        captured = tracked.capture()
+        structure = tracked.structure(captured)
+        need = memory.need_of(structure.reserved(), value_bytes=len(repr(captured.values)))
+        is_there = course.directory.segment_path(tracked.world.rank, need.layout).exists()
+        inventories = course.inventory(0 if is_there else need.slot_bytes, memory.free_bytes(course.directory))
+        mates = local_world(inventories, tracked.world.rank)
+        missing = sum(inventories[r].need_bytes for r in mates)
+        slots = memory.slots_for(missing, min(inventories[r].free_bytes for r in mates), settings.slot_count)
+        rank_memory.open(need, slots=slots, job=settings.job)
+        course.own = rank_memory.segment
+        assert rank_memory.segment is not None
+        slots = rank_memory.segment.spec.slots
+        if mates[0] == tracked.world.rank:
+            fallback = " (3 did not fit)" if slots < 3 and settings.slot_count is None else ""
+            total = need.slot_bytes * slots * len(mates) / 2**30
+            _log.info(
+                "snapshots: %d slots%s of %.3f GiB for each of %d ranks, about %.3f GiB of this node's memory, in %s",
+                slots, fallback, need.slot_bytes / 2**30, len(mates), total, course.directory.path,
+            )  # fmt: skip
+        return inventories
+
+    def _begin(
+        self, directory: JobDirectory, rank_memory: memory.RankMemory, outcome: Outcome, initialised_ns: int
+    ) -> None:
+        settings, world = self._settings, self._tracked.world
+        mates = local_world(outcome.inventories, world.rank)
+        nodes = list(dict.fromkeys(i.node for i in outcome.inventories))
+        config = JobConfig(
+            job=settings.job,
+            root=settings.root,
+            storage_options=settings.storage_options,
+            keep_last=settings.keep_last,
+            keep_every=settings.keep_every,
+            persist_every=settings.persist_every,
+            compression=settings.compression,
+            world_size=world.size,
+            node_count=len(nodes),
+            node=nodes.index(outcome.inventories[world.rank].node),
+        )
+        self._life = Life(
+            tracked=self._tracked,
+            directory=directory,
+            memory=rank_memory,
+            settings=settings,
+            outcome=outcome,
+            mates=mates,
+            on_snapshot=lambda s: self.on_snapshot(s) if self.on_snapshot is not None else None,
+            on_failure=lambda e: self.on_failure(e) if self.on_failure is not None else None,
+            on_commit=lambda g, s: self.on_commit(g, s) if self.on_commit is not None else None,
+        )
+        self._life.begin(config, entered_ns=self._entered_ns, initialised_ns=initialised_ns)
+
+    # -- the training loop -------------------------------------------------------------------------------
+
+    def step(self, step: int, samples: int | None = None) -> None:
+        """Say that optimizer step `step` is done; take a snapshot if one is due. No collective, no large copy.
+
+        Args:
+            step: Number of the step just completed, starting at 1.
+            samples: Global samples that the step consumed; None lets the tracked sampler say it.
+
+        Raises:
+            ConfigError: `restore()` was not called.
+            SharedMemoryError: The memory that was promised could not be reserved.
+        """
+        self._alive().step(step, samples)
+
+    def fence(self) -> None:
+        """Return when parameters and optimizer state may be changed. Tracked optimizers call it by themselves."""
+        if self._life is not None:
+            self._life.fence()
+
+    @property
+    def should_stop(self) -> bool:
+        """Whether every rank is to end after the step just done (its snapshot is taken and persisted)."""
+        return self._life is not None and self._life.should_stop
+
+    def heartbeat(self) -> None:
+        """Say that this rank lives and makes progress other than steps."""
+        self._alive().heartbeat()
+
+    @contextlib.contextmanager
+    def paused(self) -> Iterator[None]:
+        """Say that no step is to be expected inside the `with` block (evaluation, data preparation)."""
+        life = self._alive()
+        life.pause(paused=True)
+        try:
+            yield
+        finally:
+            life.pause(paused=False)
+
+    def wait(self, timeout: float | None = None) -> None:
+        """Return when every persist step taken so far is committed on storage, or something newer is.
+
+        Args:
+            timeout: Seconds; None waits without limit while a daemon lives.
+
+        Raises:
+            PersistError: The last persist failed, no daemon lives, or the time is over.
+        """
+        self._alive().wait(timeout)
+
+    def close(self) -> None:
+        """Finish the snapshot under way and give the memory up. The daemon removes it when all ranks ended cleanly.
+
+        Called while an exception travels, or after `should_stop`, it keeps everything for the next start.
+        """
+        for hook in self._hooks:
+            hook.remove()
+        self._hooks.clear()
+        life, self._life = self._life, None
+        if life is None:
+            return
+        clean = sys.exc_info()[0] is None and not life.should_stop
+        life.close()
+        if clean and not life.has_agent:
+            with contextlib.suppress(RuntimeError):  # a rank that died meanwhile: then the job did not end cleanly
+                exchange.all_gather(True)  # noqa: FBT003 -- one bit: this rank ended cleanly
+                life.end()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    # -- views -------------------------------------------------------------------------------------------
+
+    @property
+    def stats(self) -> dict[str, float]:
+        """Counters and seconds of this rank: snapshots, skipped, discarded, call_s, fence_s, copy_s, complete_s, ..."""
+        return dict(self._alive().stats)
+
+    def _alive(self) -> Life:
+        if self._life is None:
+            raise ConfigError(
+                "restore() was not called",
+                expected="track(), then restore(), then step() after every optimizer step",
+                remedy="call ckpt.restore() once before the loop; on a fresh start it returns None",
+            )
+        return self._life
+
+
+def _print_notices(rank: int) -> None:
+    """Show notices on rank 0's standard output where the program has not set up logging itself."""
+    if rank == 0 and not _log.hasHandlers():
+        handler = logging.StreamHandler(sys.stdout)
+        handler.setFormatter(logging.Formatter("[flashckpt] %(message)s"))
+        _log.addHandler(handler)
+        _log.setLevel(logging.INFO)
+
+
+__all__ = ["Checkpointer", "FlashckptError", "PersistError"]

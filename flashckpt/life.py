@@ -1,0 +1,292 @@
+"""One life of the worker group on one rank: from `restore()` to `close()`."""
+
+from __future__ import annotations
+
+import logging
+import os
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch.distributed as dist
+
+from flashckpt import memory
+from flashckpt.control import Control, ControlRow
+from flashckpt.errors import DamagedError, PersistError
+from flashckpt.job import DaemonStatus, JobConfig, JobDirectory
+from flashckpt.restoring import Outcome
+from flashckpt.settings import Settings
+from flashckpt.staging import Identity, Plan, Snapshot, Stager
+from flashckpt.tracked import Captured, Tracked
+from flashckpt.watermark import Watermark
+
+_log = logging.getLogger("flashckpt")
+RESERVE_WAIT_S = 2.0
+"""How long an ordinary snapshot waits for memory that is still being reserved, before it is skipped."""
+SLOT_WAIT_S = 30.0
+"""How long a persist step waits for a slot that may be overwritten."""
+_POLL_S = 0.002
+
+
+@dataclass(eq=False, kw_only=True)
+class Life:
+    """What `Checkpointer` delegates to between restore and close.
+
+    Attributes:
+        mates: Global ranks of this node, ascending; the first one writes the node's records.
+        stats: Counters and seconds, for people and benchmarks.
+    """
+
+    tracked: Tracked
+    directory: JobDirectory
+    memory: memory.RankMemory
+    settings: Settings
+    outcome: Outcome
+    mates: Sequence[int]
+    on_snapshot: Callable[[int], None]
+    on_failure: Callable[[Exception], None]
+    on_commit: Callable[[int, int], None]
+    stats: dict[str, float] = field(default_factory=dict)
+
+    def begin(self, config: JobConfig, *, entered_ns: int, initialised_ns: int) -> None:
+        """Announce the job on this node, start the daemon where no agent does, and take the control row."""
+        world, record = self.tracked.world, self.outcome.record
+        self._lease = self.directory.hold_live()
+        if self._is_first:
+            self.directory.request_path("ended").unlink(missing_ok=True)
+            self.directory.write_config(config)
+            self._announce()
+        control = self._control = Control.open(self.directory.control_path, rows=len(self.mates))
+        self._local_rank = self.mates.index(world.rank)
+        row = self._row = control.row(self._local_rank)
+        row.clear()
+        row.rank, row.pid, row.world_size = world.rank, os.getpid(), world.size
+        row.generation = record.generation
+        row.entered, row.initialised = entered_ns, initialised_ns
+        row.restored_step = self.outcome.report.step if self.outcome.report else -1
+        row.step = max(row.restored_step, 0)
+        row.restored = row.heartbeat_ns = time.monotonic_ns()
+        row.restore_started = initialised_ns
+        self._watermark = Watermark(
+            control=control,
+            local_rank=self._local_rank,
+            rank=world.rank,
+            world_size=world.size,
+            local_world_size=len(self.mates),
+            generation=record.generation,
+            store=_c10d_store() if world.size > len(self.mates) else None,
+        )
+        self._watermark.publish(self.memory.complete())
+        self._stager = Stager(self._completed, self._failed)
+        self._plan: Plan | None = None
+        self._fresh: tuple[Any, ...] = ()
+        self._persisted: tuple[int, int] | None = None
+        self._committed: tuple[int, int] | None = None
+
+    @property
+    def _is_first(self) -> bool:
+        return self.mates[0] == self.tracked.world.rank
+
+    @property
+    def has_agent(self) -> bool:
+        """Whether dlrun watches over this rank and its daemon."""
+        return bool(os.environ.get("FLASHCKPT_AGENT_DIR"))
+
+    def _announce(self) -> None:
+        if not self.has_agent:
+            self.directory.ensure_daemon()
+            return
+        path = Path(os.environ["FLASHCKPT_AGENT_DIR"]) / "job"
+        temporary = path.with_name(f".job.{os.getpid()}")
+        temporary.write_text(str(self.directory.path))
+        temporary.replace(path)
+
+    # -- step --------------------------------------------------------------------------------------------
+
+    def step(self, step: int, samples: int | None) -> None:
+        """As `Checkpointer.step`."""
+        began = time.perf_counter()
+        for thing in self.tracked.objects.values():
+            if callable(commit := getattr(thing, "commit", None)):
+                commit(samples)
+        row, now = self._row, time.monotonic_ns()
+        row.step, row.heartbeat_ns = step, now
+        if not row.first_step:
+            row.first_step = now
+        stopping = self._control.stop_after == step
+        if not (stopping or self.settings.is_due(step)):
+            return
+        self._stager.finish()
+        self._count("finish_s", time.perf_counter() - began)
+        self._take(step, persist=stopping or self.settings.is_persist(step))
+        self._watch_commits()
+        self._count("call_s", time.perf_counter() - began)
+
+    def _take(self, step: int, *, persist: bool) -> None:
+        captured = self.tracked.capture()
+        plan, captured = self._current_plan(captured)
+        if not self.memory.wait_ready(None if persist else RESERVE_WAIT_S):
+            self._skip(step, "its memory is still being reserved")
+            return
+        record = self.outcome.record
+        identity = Identity(
+            job=self.settings.job,
+            generation=record.generation,
+            step=step,
+            parent=record.parent,
+            world_size=self.tracked.world.size,
+            rank=self.tracked.world.rank,
+            coordinates=self.tracked.world.coordinates,
+            persist=persist,
+        )
+        writer = self._writer(identity)
+        if writer is None:
+            self._skip(step, "every slot holds a snapshot that is still needed")
+            return
+        self._stager.start(plan, writer, captured, identity)
+        if persist:
+            self._persisted = (record.generation, step)
+
+    def _writer(self, identity: Identity) -> Any:
+        end = time.monotonic() + (SLOT_WAIT_S if identity.persist else 0.0)
+        while True:
+            writer = self.memory.begin(
+                generation=identity.generation,
+                step=identity.step,
+                world_size=identity.world_size,
+                persist=identity.persist,
+                parent=identity.parent,
+                common=self._watermark.common(),
+                superseded=self.outcome.superseded,
+            )
+            if writer is not None or time.monotonic() >= end:
+                return writer
+            time.sleep(_POLL_S)
+
+    def _current_plan(self, captured: Captured) -> tuple[Plan, Captured]:
+        """Return the plan for the state as it is; made anew only if its structure changed."""
+        fresh = tuple((name, t.dtype, t.shape) for name, t in captured.tensors.items())
+        if self._plan is not None and fresh == self._fresh and self.tracked.holds():
+            return self._plan, captured
+        structure = self.tracked.structure(captured)
+        captured = self.tracked.capture()  # again: state that has just appeared has values too
+        plan = self._plan = Plan(structure)
+        self._fresh = tuple((name, t.dtype, t.shape) for name, t in captured.tensors.items())
+        need = memory.need_of(structure.shards, value_bytes=len(repr(captured.values)))
+        if not self.memory.fits(need):
+            _log.info("the state has another structure now: %d tensors, a new segment", len(structure.rows))
+            need = memory.need_of(structure.reserved(), value_bytes=len(repr(captured.values)))
+            self.memory.open(need, slots=self.settings.slot_count, job=self.settings.job)
+        return plan, captured
+
+    def _skip(self, step: int, why: str) -> None:
+        self._count("skipped", 1)
+        _log.warning("no snapshot of step %d: %s", step, why)
+
+    def _count(self, name: str, value: float) -> None:
+        self.stats[name] = self.stats.get(name, 0.0) + value
+
+    # -- copy thread -------------------------------------------------------------------------------------
+
+    def _completed(self, snapshot: Snapshot) -> None:
+        self._watermark.publish(self.memory.complete())
+        self.directory.notify(self.tracked.world.rank)
+        self._count("snapshots", 1)
+        self._count("copy_s", snapshot.copied_s - snapshot.started_s)
+        self._count("complete_s", snapshot.done_s - snapshot.started_s)
+        self._count("copy_cpu_s", snapshot.cpu_s)
+        self.on_snapshot(snapshot.identity.step)
+
+    def _failed(self, snapshot: Snapshot, error: Exception) -> None:
+        self._count("discarded", 1)
+        _log.error(
+            "[gen %d | rank %d | step %d] snapshot discarded: %s",
+            snapshot.identity.generation, snapshot.identity.rank, snapshot.identity.step, error,
+        )  # fmt: skip
+        self.on_failure(error)
+
+    # -- everything else ---------------------------------------------------------------------------------
+
+    def fence(self) -> None:
+        """As `Checkpointer.fence`."""
+        began = time.perf_counter()
+        self._stager.fence()
+        self._count("fence_s", time.perf_counter() - began)
+
+    @property
+    def should_stop(self) -> bool:
+        """As `Checkpointer.should_stop`."""
+        after = self._control.stop_after
+        return after >= 0 and self._row.step >= after
+
+    def heartbeat(self) -> None:
+        """As `Checkpointer.heartbeat`."""
+        self._row.heartbeat_ns = time.monotonic_ns()
+
+    def pause(self, *, paused: bool) -> None:
+        """Begin or end a time without steps."""
+        self._row.paused = int(paused)
+        self.heartbeat()
+
+    def _status(self) -> DaemonStatus | None:
+        try:
+            return self.directory.read_status()
+        except DamagedError:
+            return None
+
+    def _watch_commits(self) -> None:
+        status = self._status()
+        if status is not None and status.committed not in (None, self._committed):
+            assert status.committed is not None
+            self._committed = status.committed
+            self.on_commit(*status.committed)
+
+    def wait(self, timeout: float | None) -> None:
+        """As `Checkpointer.wait`."""
+        self._stager.finish()
+        wanted, end = self._persisted, None if timeout is None else time.monotonic() + timeout
+        if wanted is None:
+            return
+        without_daemon = 0
+        while True:
+            status = self._status()
+            if status is not None and status.committed is not None and status.committed >= wanted:
+                self._watch_commits()
+                return
+            if status is not None and status.error:
+                raise self._not_durable(wanted, status.error)
+            without_daemon = 0 if self.directory.daemon_alive() else without_daemon + 1
+            if without_daemon > 15 / _POLL_S / 10:
+                raise self._not_durable(wanted, "no daemon of this job lives on this node")
+            if end is not None and time.monotonic() > end:
+                raise self._not_durable(wanted, f"not committed after {timeout} s")
+            time.sleep(_POLL_S * 10)
+
+    def _not_durable(self, wanted: tuple[int, int], found: str) -> PersistError:
+        return PersistError(
+            f"step {wanted[1]} of generation {wanted[0]} is not on storage",
+            found=found,
+            state="Its snapshot is in host memory; training may go on.",
+            remedy=f"look at the storage and at {self.directory.path}/daemon.log",
+        )
+
+    def close(self) -> None:
+        """Finish the snapshot under way and let go of everything; files stay."""
+        self._stager.close()
+        self.memory.release()
+        self._lease.close()
+
+    def end(self) -> None:
+        """Tell the daemon that the job ended cleanly (first rank of the node; dlrun does it where it runs)."""
+        if self._is_first:
+            self.directory.request("ended")
+
+
+def _c10d_store() -> Any:
+    """Return the store behind the default process group: how nodes tell each other what they hold."""
+    return dist.distributed_c10d._get_default_store()  # noqa: SLF001 -- there is no public way to the store
+
+
+__all__ = ["ControlRow", "Life"]

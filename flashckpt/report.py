@@ -1,0 +1,50 @@
+"""What a restore did: one object, one line. Torch-free."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RestoreReport:
+    """What `Checkpointer.restore()` returns.
+
+    Attributes:
+        step: The optimizer step that was restored; training goes on with the next one.
+        generation: The generation that took the snapshot.
+        life: The generation that begins now.
+        tier_bytes: Bytes that went into live state, by tier: "memory", "peer", "storage".
+        seconds: Seconds per phase: inventory, decide, plan, read, values, lineage, total.
+        missing: Names that were wanted and are in no source (only with strict=False).
+        unexpected: Names in the source that nothing wanted.
+        damaged: One sentence per range that came from another source than planned.
+        is_same_layout: Whether this rank's shards are the ones that were taken ("exact"), or were cut anew
+            ("state-exact").
+    """
+
+    step: int
+    generation: int
+    life: int
+    tier_bytes: Mapping[str, int] = field(default_factory=dict)
+    seconds: Mapping[str, float] = field(default_factory=dict)
+    missing: tuple[str, ...] = ()
+    unexpected: tuple[str, ...] = ()
+    damaged: tuple[str, ...] = ()
+    is_same_layout: bool = True
+
+    @property
+    def tier(self) -> str:
+        """The tier that most bytes came from."""
+        return max(self.tier_bytes, key=lambda t: self.tier_bytes[t], default="none")
+
+    def __str__(self) -> str:
+        parts = ", ".join(f"{n / 1e6:.1f} MB from {tier}" for tier, n in self.tier_bytes.items() if n) or "no bytes"
+        promise = "same layout" if self.is_same_layout else "another layout"
+        total = self.seconds.get("total", 0.0)
+        line = f"restored step {self.step} of generation {self.generation}: {parts} in {total:.3f} s ({promise})"
+        if self.damaged:
+            line += f"; {len(self.damaged)} damaged ranges were read elsewhere"
+        if self.missing:
+            line += f"; {len(self.missing)} names were missing"
+        return line
