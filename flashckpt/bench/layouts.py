@@ -8,9 +8,10 @@ TP-local box along dimension 0, pipeline stages hold consecutive layers. Ranks c
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import cache
+from typing import Any
 
 from flashckpt.errors import LayoutError
 from flashckpt.layout import Shard
@@ -313,3 +314,48 @@ def scaled(layout: Layout, factor: float) -> Layout:
             expected=f"at least about {result.total_bytes / layout.total_bytes:.2g} (one layer per stage, {unit} rows per tensor)",
         )
     return result
+
+
+def shards_of(table: Mapping[str, Any], rank: int) -> list[Shard]:
+    """Return the shards of one rank of a table description, as processes hand it to each other.
+
+    Args:
+        table: `uniform_bytes` for one flat float32 tensor per rank; or the fields of a Layout with `model` as the
+            fields of a Model, and `ranks`, how many of its first ranks take part.
+        rank: Which.
+    """
+    if "uniform_bytes" in table:
+        return uniform(int(table["uniform_bytes"]), rank, int(table["ranks"]))
+    fields = {key: value for key, value in table.items() if key != "ranks"}
+    layout = Layout(**{**fields, "model": Model(**table["model"])})
+    present = range(int(table["ranks"]))
+    shards = rank_shards(layout, rank, present)
+    return shards if len(present) == layout.ranks else [_own_tensor(shard) for shard in shards]
+
+
+def uniform(nbytes: int, rank: int, ranks: int) -> list[Shard]:
+    """Return float32 shards of at most 64 MiB each, `nbytes` in all, of tensors cut along dimension 0."""
+    shards: list[Shard] = []
+    left = nbytes // 4
+    while left > 0:
+        size = min(left, 16 << 20)
+        name = f"state.{len(shards)}"
+        shards.append(
+            Shard(fqn=name, dtype="float32", global_shape=(size * ranks,), offsets=(size * rank,), lengths=(size,))
+        )
+        left -= size
+    return shards
+
+
+def _own_tensor(shard: Shard) -> Shard:
+    """Return the box as a tensor of its own: a checkpoint of some ranks only would have gaps otherwise."""
+    name = f"{shard.fqn}[{','.join(map(str, shard.offsets))}]"
+    nothing = (0,) * len(shard.offsets)
+    return Shard(
+        fqn=name,
+        dtype=shard.dtype,
+        global_shape=shard.lengths,
+        offsets=nothing,
+        lengths=shard.lengths,
+        replica=shard.replica,
+    )

@@ -1,0 +1,253 @@
+"""`flashckpt bench job` and `bench shm`: snapshot, persist, commit and restore at a real model's shard layout.
+
+Real processes run the product's own code: ranks stage into slots and restore from them, one torch-free
+process per node persists them, as the daemon does. This module starts them, gives the orders, and gathers.
+Time is the maximum over ranks, throughput the minimum.
+"""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from flashckpt.bench.layouts import Layout, held_bytes, persisted_bytes, shards_of
+from flashckpt.bench.measure import interleave, median, summarise
+from flashckpt.bench.scratch import Scratch
+from flashckpt.bench.worker import Workers
+from flashckpt.errors import ConfigError
+
+GENERATION = 1
+MOST_RANKS = 256
+Progress = Callable[[str, int], None]
+"""Called with what is going on and how many bytes are through so far."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class JobRun:
+    """What to run.
+
+    Attributes:
+        table: Description of the shards, see `layouts.shards_of`.
+        ranks: Processes.
+        rounds: Measured rounds.
+        slots: Snapshots per rank in memory.
+        peers: Names of `peers.NAMES` to run in the same rounds; [] for none.
+        compression: As for `PersistOptions`.
+        drop_caches: Also drop the caches of the whole machine before cold reads (root).
+    """
+
+    table: Mapping[str, Any]
+    ranks: int
+    rounds: int = 5
+    slots: int = 2
+    peers: Sequence[str] = ()
+    compression: str = "off"
+    drop_caches: bool = False
+
+
+def table_of(layout: Layout, ranks: int) -> dict[str, Any]:
+    """Return the description of a layout of which the first `ranks` take part.
+
+    Raises:
+        ConfigError: More ranks than the layout has, or than this program starts on one machine.
+    """
+    if not 1 <= ranks <= min(layout.ranks, MOST_RANKS):
+        raise ConfigError(
+            "--ranks is out of range.",
+            found=f"{ranks}",
+            expected=f"1 to {min(layout.ranks, MOST_RANKS)} ({layout.model.name} is cut over {layout.ranks})",
+        )
+    return {**asdict(layout), "ranks": ranks}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Need:
+    """Bytes a run takes: slots in shared memory, live state and targets in private memory, checkpoints on storage."""
+
+    shared_bytes: int
+    private_bytes: int
+    storage_bytes: int
+
+
+def need_of(run: JobRun) -> Need:
+    """Return what a run will take, before anything is started."""
+    parts = [shards_of(run.table, rank) for rank in range(run.ranks)]
+    held = sum(held_bytes(part) for part in parts)
+    written = sum(persisted_bytes(part) for part in parts)
+    margin = 2 << 20
+    return Need(
+        shared_bytes=run.slots * (held + run.ranks * margin),
+        private_bytes=(3 if run.peers else 2) * held + run.ranks * (300 << 20),
+        # a checkpoint and the one before it, or a peer's files, which are removed after each round
+        storage_bytes=2 * written + (held if run.peers else 0) + (64 << 20),
+    )
+
+
+@dataclass
+class _Gathered:
+    """What the rounds brought, by name; one value per round, or per rank and round."""
+
+    values: dict[str, list[float]] = field(default_factory=dict)
+    ranks: dict[str, list[list[float]]] = field(default_factory=dict)
+    parts: dict[str, list[float]] = field(default_factory=lambda: {"write": [], "read": []})
+
+    def add(self, name: str, *values: float) -> None:
+        self.values.setdefault(name, []).extend(values)
+
+    def add_ranks(self, name: str, values: Sequence[float]) -> None:
+        """Keep the value of each rank, and the slowest as the value of the round."""
+        self.ranks.setdefault(name, []).append(list(values))
+        self.add(name, max(values))
+
+
+class Job:
+    """The processes of one run.
+
+    Args:
+        run: What to run.
+        memory: Directory of the segments.
+        scratch: Where to persist; None measures memory only.
+        progress: Told what goes on.
+    """
+
+    def __init__(self, run: JobRun, memory: Path, scratch: Scratch | None, progress: Progress) -> None:
+        self.run, self.memory, self.scratch, self._progress = run, memory, scratch, progress
+        self.workers = Workers(memory)
+        self.found, self.first = _Gathered(), _Gathered()
+        self._step = 0
+        self._bytes = 0
+        self.cold: Mapping[str, Any] = {}
+        self._prefix = ""
+
+    def start(self) -> None:
+        """Start all processes and wait until they hold their state and their slots."""
+        segments = [str(self.memory / f"r{rank:05d}.seg") for rank in range(self.run.ranks)]
+        where = {"url": self.scratch.url, "options": dict(self.scratch.options)} if self.scratch else {}
+        common = {"table": dict(self.run.table), "job": self.memory.name, "slots": self.run.slots, **where}
+        for rank, segment in enumerate(segments):
+            config = {**common, "rank": rank, "ranks": self.run.ranks, "segment": segment}
+            self.workers.start("flashckpt.bench.rank", f"rank {rank}", config)
+        self.ranks = list(range(self.run.ranks))
+        self.persister: list[int] = []
+        if self.scratch:
+            config = {**where, "segments": segments, "compression": self.run.compression}
+            self.persister = [self.workers.start("flashckpt.bench.persister", "persister", config)]
+        everybody = self.ranks + self.persister
+        self._progress("starting processes, making data", 0)
+        self.workers.answers(everybody)
+        self.sizes = self.workers.ask(self.ranks, "ready")
+        self._progress("reserving memory", 0)
+        self.touch = self.workers.ask(self.ranks, "reserve")
+        self.workers.ask(self.ranks, "alone", seconds=0.3)
+
+    def cycle(self, found: _Gathered) -> None:
+        """One round: snapshot, restore from memory, persist and commit, restore from storage, remove."""
+        self._step += 1
+        held = sum(size["held_bytes"] for size in self.sizes)
+        self._say("snapshot")
+        common = [[GENERATION, self._step - 1]] if self._step > 1 else []
+        taken = self.workers.ask(self.ranks, "snapshot", step=self._step, common=common)
+        for name in ("call_s", "restorable_s", "copied_s", "cpu_s", "beside_s"):
+            found.add_ranks(name, [answer[name] for answer in taken])
+        found.add_ranks("stall_s", [answer["call_s"] + answer["beside_s"] for answer in taken])
+        self._say("restore from memory", held)
+        restored = self.workers.ask(self.ranks, "restore_memory", step=self._step)
+        found.add_ranks("restored_memory_s", [answer["wall_s"] for answer in restored])
+        for name in ("map_s", "verify_s", "copy_s"):
+            found.add_ranks(f"memory_{name}", [answer[name] for answer in restored])
+        self.workers.ask(self.ranks, "verify")
+        if self.scratch is not None:
+            self._persist(found, held)
+
+    def _persist(self, found: _Gathered, held: int) -> None:
+        self._say("persist and commit", held)
+        (written,) = self.workers.ask(self.persister, "persist", generation=GENERATION, step=self._step)
+        self._prefix = written["prefix"]
+        found.add_ranks("persist_s", written["ranks_s"])
+        for name in ("written_s", "commit_s", "durable_s", "cpu_s", "peak_extra_bytes"):
+            found.add(f"node_{name}", written[name])
+        found.parts["write"] += written["parts_s"]
+        self._say("restore from storage", held)
+        self._restore(found)
+        self.workers.ask(self.persister, "remove", prefix=self._prefix)
+        self._say("restored", held)
+
+    def _restore(self, found: _Gathered) -> None:
+        assert self.scratch is not None
+        directory = None if self.scratch.directory is None else str(self.scratch.directory)
+        (self.cold,) = self.workers.ask(self.persister, "make_cold", directory=directory, drop=self.run.drop_caches)
+        restored = self.workers.ask(self.ranks, "restore_storage", prefix=self._prefix)
+        found.add_ranks("restored_storage_s", [answer["wall_s"] for answer in restored])
+        for name in ("list_s", "manifest_s", "read_s", "verify_s", "copy_s", "cpu_s"):
+            found.add_ranks(f"storage_{name}", [answer[name] for answer in restored])
+        found.parts["read"] += [value for answer in restored for value in answer["parts_s"]]
+        self.workers.ask(self.ranks, "verify")
+
+    def beside(self) -> float:
+        """Persist once more while all ranks compute; return by how much their steps got longer (share)."""
+        self._say("persist beside training")
+        flag = self.memory / "stop"
+        self._step += 1
+        self.workers.ask(self.ranks, "snapshot", step=self._step, common=[[GENERATION, self._step - 1]])
+        self.workers.tell(self.ranks, "work", until=str(flag))
+        try:
+            (written,) = self.workers.ask(self.persister, "persist", generation=GENERATION, step=self._step)
+        finally:
+            flag.touch()
+        worked = self.workers.answers(self.ranks)
+        self.workers.ask(self.persister, "remove", prefix=written["prefix"])
+        return max(0.0, median([answer["uplift"] for answer in worked]))
+
+    def peer(self, name: str) -> Mapping[str, float]:
+        """Let every rank write its state with another library; return the slowest rank's seconds."""
+        assert self.scratch is not None
+        assert self.scratch.directory is not None
+        self._say(name)
+        folder = self.scratch.directory / f"peer-{name}"
+        folder.mkdir()
+        try:
+            answers = self.workers.ask(self.ranks, "peer", name=name, directory=str(folder))
+        finally:
+            shutil.rmtree(folder, ignore_errors=True)
+        return {key: max(answer[key] for answer in answers) for key in ("blocked_s", "written_s", "durable_s")}
+
+    def measure(self) -> dict[str, Any]:
+        """Run a first round, the measured rounds, and the peers among them; return the results."""
+        self.cycle(self.first)
+        peers: dict[str, Any] = {}
+        if self.run.peers:
+            cases: dict[str, Callable[[], Any]] = {name: partial(self.peer, name) for name in self.run.peers}
+            timings = interleave({"flashckpt": lambda: self.cycle(self.found), **cases}, self.run.rounds, warmup=0)
+            for name in self.run.peers:
+                runs = [timing.value for timing in timings[name]]
+                peers[name] = {key: summarise([one[key] for one in runs]) for key in runs[0]}
+        else:
+            interleave({"flashckpt": lambda: self.cycle(self.found)}, self.run.rounds)
+        uplift = self.beside() if self.scratch is not None else None
+        self.workers.finish()
+        from flashckpt.bench.job_results import results
+
+        return results(self, uplift, peers)
+
+    def _say(self, what: str, nbytes: int = 0) -> None:
+        self._bytes += nbytes
+        self._progress(what, self._bytes)
+
+    def bytes_in_all(self) -> int:
+        """Return how many bytes `progress` will have been told in the end."""
+        held: int = sum(size["held_bytes"] for size in self.sizes)
+        return held * (4 if self.scratch else 1) * (self.run.rounds + 1)
+
+
+def run_job(run: JobRun, memory: Path, scratch: Scratch | None, progress: Progress) -> dict[str, Any]:
+    """Run everything and return the results; all processes have ended when this returns or raises."""
+    job = Job(run, memory, scratch, progress)
+    try:
+        job.start()
+        return job.measure()
+    finally:
+        job.workers.close()

@@ -1,0 +1,87 @@
+"""From what the rounds brought to the document: summaries, rates, and what `flashckpt plan` needs. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+from flashckpt.bench.measure import median, summarise
+
+if TYPE_CHECKING:
+    from flashckpt.bench.job import Job, _Gathered
+
+
+def results(job: Job, uplift: float | None, peers: dict[str, Any]) -> dict[str, Any]:
+    """Return the results of a run whose processes have answered everything."""
+    found, sizes = job.found, job.sizes
+    held = [size["held_bytes"] for size in sizes]
+    written = [size["persisted_bytes"] for size in sizes]
+    made: dict[str, Any] = {
+        "ranks": len(sizes),
+        "tensors": sum(size["tensors"] for size in sizes),
+        "state_bytes": sum(held),
+        "rank_bytes": max(held),
+        "verified": True,
+        "first": {name: values[0] for name, values in job.first.values.items()},
+        "first_touch_bytes_per_s": min(one["bytes"] / one["seconds"] for one in job.touch),
+        "first_touch_s": max(one["seconds"] for one in job.touch),
+        "stall_ms": summarise([1e3 * value for value in _flat(found, "stall_s")]),
+        "call_ms": summarise([1e3 * value for value in _flat(found, "call_s")]),
+        "summary_s": {name: summarise(values) for name, values in found.values.items() if name.endswith("_s")},
+        "slowest_over_median": {name: _skew(rounds) for name, rounds in found.ranks.items() if len(held) > 1},
+        "rank_bytes_per_s": {
+            "snapshot": _per_rank(found, "restorable_s", held),
+            "restore from memory": _per_rank(found, "restored_memory_s", held),
+        },
+        "bytes_per_s": {
+            "snapshot": _rates(found.values["restorable_s"], sum(held)),
+            "restore from memory": _rates(found.values["restored_memory_s"], sum(held)),
+        },
+        "rates": {
+            # what one rank gets while all of them copy, from the slowest: with the hash, so a little less than a copy
+            "copy_bytes_per_s": max(held) / median(found.values["copied_s"]),
+            "slowdown": median(found.values["beside_s"]) / max(median(found.values["copied_s"]), 1e-9),
+            "call_s": median(found.values["call_s"]),
+        },
+        "parts_s": found.parts,
+        "peers": peers,
+    }
+    if job.scratch is not None:
+        _add_storage(made, found, held, written)
+        made["cold"] = dict(job.cold)
+        made["rates"]["persist_uplift"] = made["step_uplift"] = uplift
+    return made
+
+
+def _add_storage(made: dict[str, Any], found: _Gathered, held: Sequence[int], written: Sequence[int]) -> None:
+    total = sum(written)
+    made["persisted_bytes"] = total
+    made["rank_bytes_per_s"]["persist"] = _per_rank(found, "persist_s", written)
+    made["rank_bytes_per_s"]["restore from storage"] = _per_rank(found, "restored_storage_s", held)
+    made["bytes_per_s"]["durable"] = _rates(found.values["node_durable_s"], total)
+    made["bytes_per_s"]["restore from storage"] = _rates(found.values["restored_storage_s"], sum(held))
+    made["rates"]["write_bytes_per_s"] = total / median(found.values["node_durable_s"])
+    made["rates"]["read_bytes_per_s"] = sum(held) / median(found.values["restored_storage_s"])
+    made["persist_cpu_s_per_gb"] = summarise([1e9 * value / total for value in found.values["node_cpu_s"]])
+    made["persist_peak_extra_bytes"] = max(found.values["node_peak_extra_bytes"])
+    made["parts_ms"] = {
+        name: summarise([1e3 * value for value in values]) for name, values in found.parts.items() if values
+    }
+
+
+def _flat(found: _Gathered, name: str) -> list[float]:
+    return [value for one in found.ranks[name] for value in one]
+
+
+def _per_rank(found: _Gathered, name: str, sizes: Sequence[int]) -> list[float]:
+    """Return each rank's bytes per second, the median over rounds."""
+    return [size / median([one[rank] for one in found.ranks[name]]) for rank, size in enumerate(sizes)]
+
+
+def _rates(seconds: Sequence[float], nbytes: int) -> Any:
+    return summarise([nbytes / value for value in seconds])
+
+
+def _skew(rounds: Sequence[Sequence[float]]) -> float:
+    """Return the slowest rank over the median rank, the median over rounds."""
+    return median([max(one) / max(median(one), 1e-12) for one in rounds])

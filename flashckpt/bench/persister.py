@@ -1,0 +1,107 @@
+"""The persister of `flashckpt bench job`: one process per node, without torch, as the daemon is.
+
+Run as `python -m flashckpt.bench.persister` by `flashckpt.bench.job`.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+from flashckpt.bench.host import drop_caches, evict, peak_memory
+from flashckpt.bench.measure import cpu_seconds
+from flashckpt.bench.timed_store import timed
+from flashckpt.bench.worker import Command, serve
+from flashckpt.errors import NoCheckpointError
+from flashckpt.persist import PersistOptions, commit, persist_slot, prefix_of
+from flashckpt.segment import Pin, Segment
+from flashckpt.store import open_store
+
+WRITERS_AT_ONCE = 4  # as in the daemon
+
+
+class Persister:
+    """Persists the slots of all ranks of this node and commits.
+
+    Args:
+        config: Storage URL, options, compression, segment paths by rank.
+    """
+
+    def __init__(self, config: Mapping[str, Any]) -> None:
+        self.config = config
+        self.store, self.times = timed(open_store(config["url"], **config["options"]))
+
+    def commands(self) -> dict[str, Command]:
+        """Return what the parent may order."""
+        return {"persist": self.persist, "make_cold": self.make_cold, "remove": self.remove}
+
+    def persist(self, generation: int, step: int) -> Mapping[str, Any]:
+        """Pin every rank's slot of this snapshot, write packs and indexes, commit."""
+        prefix = prefix_of(generation, step)
+        options = PersistOptions(compression=self.config["compression"])
+        pins = [_pin(Path(path), (generation, step)) for path in self.config["segments"]]
+        self.times.written_s = []
+        cpu, started = cpu_seconds(), time.perf_counter()
+
+        def one(pin: Pin) -> float:
+            begin = time.perf_counter()
+            persist_slot(pin, self.store, prefix, options=options)
+            return time.perf_counter() - begin
+
+        try:
+            with peak_memory() as peak, ThreadPoolExecutor(WRITERS_AT_ONCE) as pool:
+                ranks_s = list(pool.map(one, pins))
+            written = time.perf_counter()
+            commit(self.store, prefix, list(range(len(pins))))
+        finally:
+            for pin in pins:
+                pin.close()
+        now = time.perf_counter()
+        return {
+            "prefix": prefix,
+            "ranks_s": ranks_s,
+            "written_s": written - started,
+            "commit_s": now - written,
+            "durable_s": now - started,
+            "cpu_s": cpu_seconds() - cpu,
+            "peak_extra_bytes": peak.extra_bytes,
+            "parts_s": self.times.written_s,
+        }
+
+    def make_cold(self, directory: str | None, drop: bool) -> Mapping[str, Any]:
+        """Put the written files out of the page cache; say what is left there, and what could not be done."""
+        if directory is None:
+            return {"how": "not possible: caches are the server's", "cached_share": None}
+        files = [path for path in Path(directory).rglob("*") if path.is_file()]
+        shares = [(evict(path), path.stat().st_size) for path in files]
+        total = sum(size for _, size in shares) or 1
+        share = sum(share * size for share, size in shares) / total
+        dropped = drop and drop_caches()
+        how = "files evicted by posix_fadvise, checked by mincore" + (
+            ", caches of the machine dropped" if dropped else ""
+        )
+        return {"how": how, "cached_share": share, "dropped": dropped}
+
+    def remove(self, prefix: str) -> Mapping[str, Any]:
+        """Delete one checkpoint, so that the run never needs room for more than two."""
+        for info in self.store.list(f"{prefix}/"):
+            self.store.delete(info.key)
+        return {}
+
+
+def _pin(path: Path, identity: tuple[int, int]) -> Pin:
+    segment = Segment.attach(path)
+    try:
+        for slot, header in enumerate(segment.headers()):
+            if header.is_complete and header.identity == identity and (pin := segment.pin(slot)) is not None:
+                return pin
+    finally:
+        segment.close()
+    raise NoCheckpointError(f"{path} does not hold the snapshot that was to be persisted", found=f"{identity}")
+
+
+if __name__ == "__main__":
+    serve(lambda config: Persister(config).commands())
