@@ -1,0 +1,159 @@
+"""`flashckpt gc`: removal of what nobody needs any more, in memory and on storage. Shows before it removes."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import shutil
+import time
+from pathlib import Path
+from typing import Any
+
+import click
+from rich.console import Group
+
+from flashckpt.cli_common import (
+    human_age,
+    human_bytes,
+    jobs_on_this_machine,
+    json_option,
+    new_table,
+    open_root,
+    parse_options,
+    show,
+)
+from flashckpt.errors import JobInUseError, NoCheckpointError
+from flashckpt.job import JobDirectory, memory_root
+from flashckpt.retention import Policy, prune, sweep
+
+KEEP_DEAD_S = 24 * 3600.0
+
+
+@click.command()
+@click.argument("root", required=False)
+@click.option("-o", "options", metavar="KEY=VALUE", multiple=True, help="Storage option of ROOT.")
+@click.option("--apply", "do_it", is_flag=True, help="Remove; without it only show what would be removed.")
+@click.option("--job", help="Remove the memory of this dead job, however young it is.")
+@click.option("--keep-last", type=click.IntRange(min=1), help="With ROOT: prune to this many newest checkpoints.")
+@click.option("--keep-every", type=click.IntRange(min=1), help="With ROOT: also keep steps divisible by this.")
+@json_option
+def gc(
+    *,
+    root: str | None,
+    options: tuple[str, ...],
+    do_it: bool,
+    job: str | None,
+    keep_last: int | None,
+    keep_every: int | None,
+    as_json: bool,
+) -> None:
+    """Show, and with --apply remove, what nobody needs any more.
+
+    Without ROOT: memory of jobs that are dead for longer than FLASHCKPT_KEEP_DEAD (24 h), or of --job.
+    With ROOT: unfinished checkpoints, temporary objects, expired leases; with --keep-last also old checkpoints.
+
+    Examples:
+      flashckpt gc
+      flashckpt gc --job run7 --apply
+      flashckpt gc /checkpoints/run7 --keep-last 3 --apply
+    """
+    parse_options(options)
+    memory = collect_memory(job, do_it=do_it) if root is None or job is not None else []
+    storage: dict[str, Any] = {}
+    if root is not None:
+        store = open_root(root, options)
+        swept = sweep(store, dry_run=not do_it)
+        pruned = None
+        if keep_last is not None:
+            pruned = prune(store, Policy(keep_last=keep_last, keep_every=keep_every), dry_run=not do_it)
+        storage = {
+            "orphans": swept.orphans,
+            "temporary": swept.temporary,
+            "checkpoints": pruned.checkpoints if pruned else (),
+            "nbytes": swept.nbytes + (pruned.nbytes if pruned else 0),
+        }
+    document = {"applied": do_it, "memory": memory, "storage": storage}
+    show(document, as_json=as_json, table=lambda: _page(document))
+
+
+def collect_memory(job: str | None, *, do_it: bool) -> list[dict[str, Any]]:
+    """Return the dead jobs whose memory may go, removing it if asked.
+
+    Args:
+        job: Only this job, whatever its age; None: every job that is dead for FLASHCKPT_KEEP_DEAD seconds.
+        do_it: Remove.
+
+    Raises:
+        NoCheckpointError: `job` is not here.
+        JobInUseError: `job` is alive.
+    """
+    if job is not None and not (memory_root() / job).is_dir():
+        raise NoCheckpointError(f"No job {job!r} in this machine's memory", remedy="flashckpt status")
+    limit_s = float(os.environ.get("FLASHCKPT_KEEP_DEAD") or KEEP_DEAD_S)
+    found = []
+    for directory in jobs_on_this_machine():
+        if job not in (None, directory.job):
+            continue
+        alive = directory.anyone_alive() or directory.daemon_alive()
+        if alive and job is not None:
+            raise JobInUseError(f"Job {job!r} is alive", state="Nothing was removed.", remedy="stop it first")
+        age_s = time.time() - _touched_s(directory)
+        if alive or (job is None and age_s < limit_s):
+            continue
+        nbytes = sum(path.stat().st_blocks * 512 for path in directory.segments())
+        found.append({"job": directory.job, "path": str(directory.path), "age_s": age_s, "nbytes": nbytes})
+        if do_it:
+            _remove(directory)
+    return found + ([] if job else _leftovers(do_it=do_it))
+
+
+def _leftovers(*, do_it: bool) -> list[dict[str, Any]]:
+    """Directories of ended jobs whose removal was cut short."""
+    found = []
+    base = memory_root()
+    for path in sorted(base.glob(".*.ended-*")) if base.is_dir() else []:
+        nbytes = sum(part.stat().st_blocks * 512 for part in path.rglob("*") if part.is_file())
+        found.append(
+            {"job": path.name, "path": str(path), "age_s": time.time() - path.stat().st_mtime, "nbytes": nbytes}
+        )
+        if do_it:
+            shutil.rmtree(path, ignore_errors=True)
+    return found
+
+
+def _touched_s(directory: JobDirectory) -> float:
+    """Return when the job last did something here."""
+    paths: list[Path] = [directory.path, *directory.segments(), *(directory.path / "events").glob("*")]
+    times = []
+    for path in paths:
+        with contextlib.suppress(FileNotFoundError):
+            times.append(path.stat().st_mtime)
+    return max(times)
+
+
+def _remove(directory: JobDirectory) -> None:
+    """Remove one job's memory, under its daemon's lock, so that none starts in between."""
+    lock = directory.hold_daemon()
+    if lock is None:
+        raise JobInUseError(f"Job {directory.job!r} has just come to life", state="Its memory was kept.")
+    try:
+        gone = directory.path.with_name(f".{directory.job}.ended-{os.getpid()}")
+        directory.path.rename(gone)
+        shutil.rmtree(gone, ignore_errors=True)
+    finally:
+        lock.close()
+
+
+def _page(document: dict[str, Any]) -> Group:
+    word = "removed" if document["applied"] else "would be removed (--apply removes it)"
+    table = new_table("WHAT", "NAME", ">SIZE", ">DEAD FOR")
+    for one in document["memory"]:
+        table.add_row("memory", one["job"], human_bytes(one["nbytes"]), human_age(one["age_s"]))
+    storage = document["storage"]
+    for key in ("orphans", "temporary", "checkpoints"):
+        for name in storage.get(key, ()):
+            table.add_row({"orphans": "unfinished"}.get(key, key.removesuffix("s")), name, "", "")
+    if not table.row_count:
+        return Group("nothing to remove")
+    nbytes = storage.get("nbytes", 0) + sum(one["nbytes"] for one in document["memory"])
+    return Group(table, f"{human_bytes(nbytes)} {word}")

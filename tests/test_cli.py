@@ -1,0 +1,238 @@
+"""The `flashckpt` command: what it prints, its JSON, its exit codes, and one clear message per bad root."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import click.testing
+import pytest
+from support.memory_tier import FakeJob
+from support.ranks import wait_for
+
+from flashckpt import cli
+from flashckpt.checkpoints import GenerationClaim, claim_generation, list_checkpoints
+from flashckpt.daemon.service import Daemon, Times
+from flashckpt.store import open_store
+
+Captured = pytest.CaptureFixture[str]
+
+
+def run(*arguments: str, capsys: Captured) -> tuple[int, str, str]:
+    """Run the command in this process; return (exit code, stdout, stderr)."""
+    with pytest.raises(SystemExit) as done:
+        cli.main(list(arguments))
+    out = capsys.readouterr()
+    return int(done.value.code or 0), out.out, out.err
+
+
+def run_json(*arguments: str, capsys: Captured) -> tuple[int, Any]:
+    code, out, _ = run(*arguments, "--json", capsys=capsys)
+    return code, json.loads(out)
+
+
+@pytest.fixture
+def job(tmp_path: Path) -> Iterator[FakeJob]:
+    """A job with steps 10 and 20 committed and 25 in memory."""
+    fake = FakeJob(str(tmp_path / "root"), shapes={"model.layers.0.w": (600, 1000), "model.layers.0.b": (7,)})
+    lock = fake.directory.hold_daemon()
+    assert lock is not None
+    daemon = Daemon(fake.directory, lock, Times(linger_s=0.0))
+    store = open_store(fake.root)
+    for step in (10, 20):
+        fake.step(step, persist=True)
+        wait_for(lambda: daemon.turn() or any(i.step == step for i in list_checkpoints(store)), what="a commit")  # noqa: B023
+    fake.step(25)
+    daemon.turn()
+    daemon.close()
+    yield fake
+    fake.die()
+
+
+def test_ls_shows_storage_and_memory_newest_first(job: FakeJob, capsys: Captured) -> None:
+    code, document = run_json("ls", job.root, capsys=capsys)
+    assert code == 0
+    rows = [(row["step"], row["tier"], row["state"]) for row in document["checkpoints"]]
+    assert rows[0] == (25, "memory", "snapshot")
+    assert [row for row in rows if row[1] == "storage"] == [(20, "storage", "committed"), (10, "storage", "committed")]
+    code, out, _ = run("ls", job.root, capsys=capsys)
+    assert code == 0
+    assert "committed" in out
+    assert out.splitlines()[0].split()[:4] == ["STEP", "GEN", "TIER", "STATE"]
+
+
+def test_ls_marks_abandoned_unfinished_and_kept(job: FakeJob, capsys: Captured) -> None:
+    store = open_store(job.root)
+    assert claim_generation(store, GenerationClaim(generation=2, token="x", parent=(1, 10)))
+    store.put_object("step-000000030.g2/r00000.p0.fck", [memoryview(b"half")])
+    assert run("keep", job.root, "10", capsys=capsys)[0] == 0
+    rows = run_json("ls", job.root, capsys=capsys)[1]["checkpoints"]
+    found = {(row["step"], row["state"], row["kept"]) for row in rows if row["tier"] == "storage"}
+    assert found == {(10, "committed", True), (20, "abandoned", False), (30, "unfinished", False)}
+
+
+def test_inspect_shows_tensors_layout_and_values(job: FakeJob, capsys: Captured) -> None:
+    code, document = run_json("inspect", job.root, "--step", "10", capsys=capsys)
+    assert code == 0
+    assert (document["step"], document["generation"], document["world_size"]) == (10, 1, 2)
+    weights = next(t for t in document["tensors"] if t["fqn"] == "model.layers.0.w")
+    assert weights == {
+        "fqn": "model.layers.0.w", "dtype": "float32", "shape": [600, 1000], "shards": 2, "nbytes": 2400000,
+    }  # fmt: skip
+    assert document["values"] == {"step": 10}
+    assert sum(document["writer_bytes"].values()) == document["nbytes"]
+    code, out, _ = run("inspect", job.root, capsys=capsys)
+    assert "w  float32 600x1000  2.4 MB in 2 shards" in out
+    assert "step 20, generation 1, a fresh start" in out
+
+
+def test_verify_intact_then_a_flipped_bit_is_named(job: FakeJob, capsys: Captured) -> None:
+    code, document = run_json("verify", job.root, "--all", capsys=capsys)
+    assert code == 0
+    assert [c["damaged"] for c in document["checkpoints"]] == [[], []]
+    pack = Path(job.root) / "step-000000020.g1/r00001.p0.fck"
+    raw = bytearray(pack.read_bytes())
+    raw[1_100_000] ^= 4
+    pack.write_bytes(raw)
+    code, document = run_json("verify", job.root, capsys=capsys)
+    assert code == 32
+    (damage,) = document["checkpoints"][0]["damaged"]
+    assert damage["tensor"] == "model.layers.0.w"
+    assert "object r00001.p0.fck" in damage["problem"]
+    assert "1048576 to 1200000" in damage["problem"]
+    assert run("verify", job.root, "--step", "10", capsys=capsys)[0] == 0
+
+
+def test_verify_missing_pack_is_named(job: FakeJob, capsys: Captured) -> None:
+    (Path(job.root) / "step-000000020.g1/r00000.p0.fck").unlink()
+    code, out, _ = run("verify", job.root, capsys=capsys)
+    assert code == 32
+    assert "r00000.p0.fck" in out
+
+
+def test_diff_counts_differing_elements_and_equal_ones(job: FakeJob, capsys: Captured) -> None:
+    code, document = run_json("diff", job.root, "10", "20", capsys=capsys)
+    assert code == 1
+    assert {t["fqn"]: (t["elements"], 0 < t["max_abs"] < 1) for t in document["tensors"]} == {
+        "model.layers.0.w": (600000, True),
+        "model.layers.0.b": (7, True),
+    }
+    assert document["values"] == {"step": [10, 20]}
+    code, document = run_json("diff", job.root, "20", "20", capsys=capsys)
+    assert (code, document["equal"], document["tensors"]) == (0, 2, [])
+
+
+def test_status_shows_snapshot_commit_and_lag(job: FakeJob, capsys: Captured) -> None:
+    code, document = run_json("status", capsys=capsys)
+    (one,) = document["jobs"]
+    assert code == 0
+    assert (one["job"], one["alive"], one["snapshot"], one["committed"]) == ("fake", True, [1, 25], [1, 20])
+    assert "fake" in run("status", capsys=capsys)[1]
+
+
+def test_gc_shows_first_and_removes_only_dead_jobs(
+    job: FakeJob, capsys: Captured, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("FLASHCKPT_KEEP_DEAD", "0.0001")
+    assert run_json("gc", capsys=capsys)[1]["memory"] == []
+    code, document = run_json("gc", "--job", "fake", "--apply", capsys=capsys)
+    assert (code, document["error"]["type"]) == (15, "JobInUseError")
+    job.die()
+    assert [one["job"] for one in run_json("gc", capsys=capsys)[1]["memory"]] == ["fake"]
+    assert job.directory.path.exists()
+    assert run("gc", "--apply", capsys=capsys)[0] == 0
+    assert not job.directory.path.exists()
+    assert "nothing to remove" in run("gc", capsys=capsys)[1]
+
+
+def test_gc_keeps_a_job_that_died_just_now(job: FakeJob, capsys: Captured) -> None:
+    job.die()
+    assert run_json("gc", "--apply", capsys=capsys)[1]["memory"] == []
+    assert job.directory.path.exists()
+
+
+def test_gc_prunes_a_root_on_request(job: FakeJob, capsys: Captured) -> None:
+    document = run_json("gc", job.root, "--keep-last", "1", capsys=capsys)[1]
+    assert document["storage"]["checkpoints"] == ["step-000000010.g1"]
+    assert len(list_checkpoints(open_store(job.root))) == 2
+    assert run("gc", job.root, "--keep-last", "1", "--apply", capsys=capsys)[0] == 0
+    assert [i.step for i in list_checkpoints(open_store(job.root))] == [20]
+
+
+def _newer_version(root: Path) -> None:
+    for path in root.glob("step-*/MANIFEST"):
+        raw = bytearray(path.read_bytes())
+        raw[8] = 99
+        path.write_bytes(raw)
+
+
+def _damaged(root: Path) -> None:
+    for path in root.glob("step-*/MANIFEST"):
+        path.write_bytes(path.read_bytes()[:-3])
+
+
+def _foreign(root: Path) -> None:
+    (root / "holiday.jpg").write_bytes(b"x")
+
+
+@pytest.mark.parametrize(
+    ("make", "code", "words"),
+    [
+        (None, 13, "does not exist"),
+        (lambda root: None, 30, "is empty"),
+        (_foreign, 30, "is not a checkpoint root"),
+    ],
+)
+def test_bad_root_gives_one_clear_message(
+    tmp_path: Path, capsys: Captured, make: Callable[[Path], None] | None, code: int, words: str
+) -> None:
+    root = tmp_path / "bad"
+    if make is not None:
+        root.mkdir()
+        make(root)
+    for command in ("ls", "inspect", "verify"):
+        found, out, err = run(command, str(root), capsys=capsys)
+        assert (found, out) == (code, "")
+        assert words in err.splitlines()[0]
+        assert f"exit code {code}" in err
+        assert run_json(command, str(root), capsys=capsys)[1]["error"]["exit_code"] == code
+
+
+@pytest.mark.parametrize(("spoil", "words"), [(_newer_version, "format"), (_damaged, "damaged")])
+def test_root_with_unusable_manifests_says_so_and_ls_still_lists_it(
+    job: FakeJob, capsys: Captured, spoil: Callable[[Path], None], words: str
+) -> None:
+    spoil(Path(job.root))
+    code, out, _ = run("ls", job.root, capsys=capsys)
+    assert code == 0
+    assert words in out
+    code, out, err = run("inspect", job.root, capsys=capsys)
+    assert code in (32, 36)
+    assert words in err
+
+
+def test_wrong_usage_and_help(capsys: Captured) -> None:
+    assert run("frobnicate", capsys=capsys)[0] == 2
+    assert run("ls", capsys=capsys)[0] == 2
+    for name in cli.COMMANDS:
+        result = click.testing.CliRunner().invoke(cli.group, [name, "--help"])
+        assert result.exit_code == 0, result.output
+        assert "--json" in result.output
+    code, out, _ = run("--help", capsys=capsys)
+    assert code == 0
+    assert all(name in out for name in cli.COMMANDS)
+
+
+def test_command_starts_without_torch() -> None:
+    script = (
+        "import sys\nfrom flashckpt import cli\nfrom importlib import import_module\n"
+        "for where, _ in cli.COMMANDS.values(): import_module(where.partition(':')[0])\n"
+        "sys.exit('torch' in sys.modules)"
+    )
+    done = subprocess.run([sys.executable, "-c", script], check=False, env={**os.environ})
+    assert done.returncode == 0
