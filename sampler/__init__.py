@@ -15,20 +15,42 @@ from flashckpt.sampler.stream import Order
 
 if TYPE_CHECKING:
     from flashckpt.sampler.batch import ElasticBatchSampler
+    from flashckpt.sampler.columns import ArrowRows, ParquetRows
+    from flashckpt.sampler.lines import JsonLines, TextLines, build_line_index
+    from flashckpt.sampler.packing import PackedWindows, build_packing
     from flashckpt.sampler.sampler import ElasticSampler
+    from flashckpt.sampler.tokens import MegatronFile, TokenFile
 
-_LAZY = {  # these import torch (the Sampler base type) or open files; the permutation needs neither
-    "ElasticBatchSampler": "flashckpt.sampler.batch",
-    "ElasticSampler": "flashckpt.sampler.sampler",
+_LAZY = {  # these import torch (the Sampler base type) or read files; the permutation needs neither
+    "ArrowRows": "columns",
+    "ElasticBatchSampler": "batch",
+    "ElasticSampler": "sampler",
+    "JsonLines": "lines",
+    "MegatronFile": "tokens",
+    "PackedWindows": "packing",
+    "ParquetRows": "columns",
+    "TextLines": "lines",
+    "TokenFile": "tokens",
+    "build_line_index": "lines",
+    "build_packing": "packing",
 }
 
 __all__ = [
+    "ArrowRows",
     "BlockPermutation",
     "ElasticBatchSampler",
     "ElasticSampler",
+    "JsonLines",
+    "MegatronFile",
     "Mixture",
     "Order",
+    "PackedWindows",
+    "ParquetRows",
     "Permutation",
+    "TextLines",
+    "TokenFile",
+    "build_line_index",
+    "build_packing",
     "check_same_samples",
 ]
 
@@ -37,4 +59,4 @@ def __getattr__(name: str) -> Any:
     """Import a public name on first use."""
     if name not in _LAZY:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(import_module(_LAZY[name]), name)
+    return getattr(import_module(f"flashckpt.sampler.{_LAZY[name]}"), name)

@@ -101,14 +101,16 @@ class ElasticIterator(Iterator[int]):
 
     def state_dict(self) -> dict[str, Any]:
         """Return how far this iterator has come, for a loader that records what it has delivered."""
-        return {"position": self.position}
+        return {"position": self.position, "ended": self.handed_out >= self._own}
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Continue where a loader had delivered to; that becomes the committed position."""
-        position = state_dict["position"]
+        position = state_dict.get("position")
         if not isinstance(position, int) or position < 0:
             raise SamplerStateError("not a position", found=repr(position), expected="an integer from 0 on")
         self._begin(self._plan.jump(position))
+        if state_dict["ended"]:  # its epoch was through: nothing more from this iterator, the next one goes on
+            self._own, self.exhausted = 0, True
 
     def _refill(self) -> None:
         if self._made >= self._own:
