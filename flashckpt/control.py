@@ -21,8 +21,8 @@ from flashckpt.errors import DamagedError
 
 MAGIC = b"FCKCTRL1"
 PAGE, ROW_BYTES = 4096, 512
-MAX_COMPLETE = 8
-"""Identities published per row: more slots than that publish their newest."""
+MAX_COMPLETE = 16
+"""Identities published per rank (8 slots in each of two layouts); of more, the newest."""
 _STOP_AT = 16
 
 _INT_FIELDS: dict[str, int] = {  # name -> byte offset in the row; signed 64-bit
@@ -61,6 +61,11 @@ class Published:
         """Return it with the newest MAX_COMPLETE of `identities`; `passed` is at least the newest of them."""
         complete = tuple(sorted(identities, reverse=True))[:MAX_COMPLETE]
         return cls(complete=complete, passed=max([(-1, -1), *complete, *([passed] if passed else [])]))
+
+    def lacks(self, identity: tuple[int, int]) -> bool:
+        """Return whether the rank does not hold `identity` and never will."""
+        is_listed = len(self.complete) < MAX_COMPLETE or identity > self.complete[-1]  # a full list may be cut
+        return is_listed and identity <= self.passed and identity not in self.complete
 
 
 def encode_published(what: Published) -> bytes:

@@ -52,6 +52,14 @@ class HasLineage(Protocol):
         """What it was restored from; None for a fresh start, or if it never came to restore."""
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Life:
+    """The lineage of one generation, by itself."""
+
+    generation: int
+    parent: tuple[int, int] | None = None
+
+
 def common(records: Iterable[SlotRecord], world_size: int | None = None) -> list[tuple[int, int]]:
     """Return the identities that every rank of their worker group holds, newest first.
 

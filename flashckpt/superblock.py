@@ -27,7 +27,7 @@ class SegmentSpec:
         job: Job id, at most 256 bytes of UTF-8.
         root_digest: u64 over the absolute root URL; another root under the same job id is refused.
         rank: Global rank of the owner.
-        slots: Snapshots it can hold, 2 or more (1 holds no previous snapshot while one is written).
+        slots: Snapshots it can hold, 2 to 8 (1 holds no previous snapshot while one is written).
         manifest_capacity: Bytes of each slot's manifest area, rounded up to pages.
         data_capacity: Bytes of each slot's data area, rounded up to pages.
         layout_hash: u64 of the shards it holds (`layout.layout_hash`).
@@ -42,8 +42,8 @@ class SegmentSpec:
     layout_hash: int
 
     def __post_init__(self) -> None:
-        if not 2 <= self.slots <= 64:
-            raise ConfigError("the number of slots is wrong", found=f"slots={self.slots}", expected="2 to 64")
+        if not 2 <= self.slots <= 8:
+            raise ConfigError("the number of slots is wrong", found=f"slots={self.slots}", expected="2 to 8")
         if len(self.job.encode()) > 256:
             raise ConfigError("the job id is too long", found=f"{len(self.job.encode())} bytes", expected="up to 256")
         object.__setattr__(self, "manifest_capacity", round_up(self.manifest_capacity, PAGE))

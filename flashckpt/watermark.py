@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 from flashckpt.control import Control, Published, decode_published, encode_published
+from flashckpt.lineage import Life, is_abandoned
 
 _PREFIX = "flashckpt/complete"
 
@@ -41,6 +42,8 @@ class Watermark:
         local_world_size: Ranks of this node, rows 0 to local_world_size - 1 of the control file.
         store: The process group's store; None if all ranks are on this node.
         restored: Identity of the snapshot *in memory* that this life was restored from.
+        parent: Identity this life was restored from, in memory or on storage; `restored` if not given.
+            Snapshots off this line are not published, even before their slots are marked EMPTY.
     """
 
     def __init__(
@@ -54,12 +57,14 @@ class Watermark:
         generation: int,
         store: KeyValueStore | None = None,
         restored: tuple[int, int] | None = None,
+        parent: tuple[int, int] | None = None,
     ) -> None:
         """Publishes nothing yet."""
         self._control, self._local_rank, self._local_world_size = control, local_rank, local_world_size
         self._rank, self._world_size, self._generation = rank, world_size, generation
         self._store = store if world_size > local_world_size else None
         self._restored = restored
+        self._line = [Life(generation=generation, parent=parent or restored)]
         self._passed = (-1, -1)
 
     def publish(self, identities: Iterable[tuple[int, int]], *, passed: tuple[int, int] | None = None) -> None:
@@ -72,7 +77,7 @@ class Watermark:
         """
         if passed is not None:
             self._passed = max(self._passed, passed)
-        mine = Published.of(identities, self._passed)
+        mine = Published.of((i for i in identities if not is_abandoned(i, self._line)), self._passed)
         if self._control is not None:
             row = self._control.row(self._local_rank)
             if row.generation != self._generation or row.rank != self._rank:
@@ -136,7 +141,7 @@ def known_of(held: Sequence[Published | None], *, restored: tuple[int, int] | No
     """
     lists = [part for part in held if part is not None]
     everything = {identity for part in lists for identity in part.complete}
-    hopeless = {i for i in everything if i != restored and any(i <= p.passed and i not in p.complete for p in lists)}
+    hopeless = {i for i in everything if i != restored and any(p.lacks(i) for p in lists)}
     common: set[tuple[int, int]] = {restored} if restored is not None else set()
     if lists and len(lists) == len(held):
         common |= set.intersection(*(set(part.complete) for part in lists))

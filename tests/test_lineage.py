@@ -2,19 +2,12 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Any
 
 from hypothesis import given
 from hypothesis import strategies as st
 
-from flashckpt.lineage import SlotRecord, common, is_abandoned, newest
-
-
-@dataclass(frozen=True)
-class Life:
-    generation: int
-    parent: tuple[int, int] | None = None
+from flashckpt.lineage import Life, SlotRecord, common, is_abandoned, newest
 
 
 def record(rank: int, generation: int, step: int, world_size: int = 2, node: int = 0) -> SlotRecord:
@@ -50,7 +43,7 @@ def test_the_highest_generation_wins_over_the_highest_step() -> None:
 
 def test_what_was_abandoned_is_never_chosen_again() -> None:
     """Generation 2 was restored from (1, 20): a late commit of (1, 30) by an old daemon is not chosen."""
-    lives = [Life(1), Life(2, (1, 20))]
+    lives = [Life(generation=1), Life(generation=2, parent=(1, 20))]
     assert newest([(1, 20), (1, 30)], lives) == (1, 20)
     assert is_abandoned((1, 21), lives)
     assert not is_abandoned((1, 20), lives)
@@ -58,13 +51,13 @@ def test_what_was_abandoned_is_never_chosen_again() -> None:
 
 
 def test_a_generation_between_the_parent_and_its_child_is_abandoned_whole() -> None:
-    lives = [Life(1), Life(2, (1, 20)), Life(3, (1, 10))]
+    lives = [Life(generation=1), Life(generation=2, parent=(1, 20)), Life(generation=3, parent=(1, 10))]
     assert newest([(1, 10), (1, 20), (2, 5), (2, 30)], lives) == (1, 10)
 
 
 def test_a_claim_alone_hides_nothing() -> None:
     """A generation that died before it had restored, or whose parent is unknown, abandons no snapshot."""
-    assert newest([(1, 20)], [Life(1), Life(2), Life(3)]) == (1, 20)
+    assert newest([(1, 20)], [Life(generation=1), Life(generation=2), Life(generation=3)]) == (1, 20)
 
 
 @given(st.data())
@@ -76,7 +69,7 @@ def test_along_any_history_the_choice_stays_on_the_line_of_the_living(data: Any)
     for generation in range(1, data.draw(st.integers(2, 6))):
         parent = newest(held, lives)
         assert parent is None or line[parent]
-        lives.append(Life(generation, parent))
+        lives.append(Life(generation=generation, parent=parent))
         if parent is not None:  # a fresh start abandons nothing
             for identity in line:
                 line[identity] &= identity[0] <= parent[0] and identity[1] <= parent[1]

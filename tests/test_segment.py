@@ -81,7 +81,7 @@ def test_a_closed_segment_leaves_buffers_in_use_alone(path: Any) -> None:
 
 
 def test_one_slot_is_refused() -> None:
-    with pytest.raises(ConfigError, match="2 to 64"):
+    with pytest.raises(ConfigError, match="2 to 8"):
         spec_of(slots=1)
 
 

@@ -119,3 +119,12 @@ def test_the_snapshot_restored_from_counts_as_common_even_on_a_rank_with_an_empt
 def test_known_of_nobody_is_nothing() -> None:
     assert known_of([]).common == ()
     assert known_of([None, Published.of([(1, 1)])]).common == ()
+
+
+def test_an_abandoned_snapshot_is_not_published_even_before_its_slot_is_marked(control: Any) -> None:
+    """All ranks hold (1, 30); this life was restored from (1, 10). Were (1, 30) common, (1, 10) could go."""
+    a, b = marks(control, restored=(1, 10))
+    for mark in (a, b):
+        mark.publish([(1, 30), (1, 10)])
+    assert a.common() == [(1, 10)]
+    assert control.row(0).complete == [(1, 10)]
