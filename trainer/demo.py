@@ -27,7 +27,14 @@ from flashckpt.errors import ConfigError, FlashckptError
 from flashckpt.trainer.config import RunConfig, read_config
 from flashckpt.trainer.corpus import prepare_corpus
 from flashckpt.trainer.demo_progress import Progress
-from flashckpt.trainer.demo_report import Comparison, compare_traces, draw, read_restores, recovery_table
+from flashckpt.trainer.demo_report import (
+    Comparison,
+    compare_traces,
+    draw,
+    read_restores,
+    recovery_facts,
+    recovery_table,
+)
 from flashckpt.trainer.demo_run import DemoRun, forget_job
 from flashckpt.trainer.layout import resolve_layout
 
@@ -172,9 +179,11 @@ class Demo:
     def _tell_recovery(self, crash: Crash) -> None:
         failures = ledger.read(self.crash.ledger) if self.crash.ledger.exists() else []
         restores = read_restores(self.crash.folder)
-        failure: dict[str, Any] = failures[0] if failures else {"rank": self.plan.kill_rank}
-        failure.setdefault("steps_lost", crash.after - crash.restored)
-        self.console.print(recovery_table(failure, restores[0] if restores else None, crash.seconds))
+        failure: dict[str, Any] = failures[0] if failures else {}
+        self.console.print()
+        self.console.print(recovery_table(failure.get("seconds", {}), crash.seconds))
+        for fact in recovery_facts(failure, restores[0] if restores else None, crash.after - crash.restored):
+            self.console.print(f"  {fact}")
 
     def _conclude(self, first: Crash, second: Crash, began: float) -> int:
         say = self.console.print

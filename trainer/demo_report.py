@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from rich.box import SIMPLE
 from rich.table import Table
 
 from flashckpt.trainer.metrics import ABANDONED, TRACE, read_trace
@@ -72,15 +73,16 @@ class Restored:
 
 def read_restores(folder: Path) -> list[Restored]:
     """Return the restores of a run in order, from the lines that every rank wrote."""
-    lives: dict[int, list[dict[str, Any]]] = {}
+    # A generation that reached neither storage nor surviving memory is counted anew: the launch tells them apart.
+    lives: dict[tuple[str, int], list[dict[str, Any]]] = {}
     try:
         lines = (folder / "restores.jsonl").read_text().splitlines()
     except FileNotFoundError:
         return []
     for line in lines:
         record = json.loads(line)
-        lives.setdefault(record["generation"], []).append(record)
-    return [_sum(records) for _, records in sorted(lives.items())]
+        lives.setdefault((record["launch"], record["generation"]), []).append(record)
+    return [_sum(records) for records in lives.values()]
 
 
 def _sum(records: Sequence[Mapping[str, Any]]) -> Restored:
@@ -93,29 +95,31 @@ def _sum(records: Sequence[Mapping[str, Any]]) -> Restored:
     )
 
 
-def recovery_table(failure: Mapping[str, Any], restored: Restored | None, measured_s: float) -> Table:
+def recovery_table(seconds: Mapping[str, float], measured_s: float) -> Table:
     """Return the table of one recovery.
 
     Args:
-        failure: The ledger's line.
-        restored: What the ranks read.
+        seconds: Seconds per phase, from the ledger.
         measured_s: Seconds from the kill to the end of the next trained step, by the demo's own clock.
     """
-    table = Table(title="From the kill to the next trained step", title_justify="left", title_style="bold")
+    table = Table(title="From the kill to the next trained step", title_justify="left", title_style="bold", box=SIMPLE)
     table.add_column("phase")
     table.add_column("seconds", justify="right")
-    seconds = failure.get("seconds", {})
     for name, text in PHASES.items():
         if name in seconds:
             table.add_row(text, f"{seconds[name]:.3f}")
     table.add_section()
-    table.add_row("all of it, by the demo's clock", f"{measured_s:.3f}")
-    table.add_section()
-    table.add_row("died", f"rank {failure.get('rank', '?')} ({failure.get('cause', '?')})")
-    table.add_row("steps lost", str(failure.get("steps_lost", "?")))
-    if restored is not None:
-        table.add_row("restored", f"step {restored.step}: {restored.text()}")
+    table.add_row("in all, by the demo's own clock", f"{measured_s:.3f}", style="bold")
     return table
+
+
+def recovery_facts(failure: Mapping[str, Any], restored: Restored | None, lost: int) -> list[str]:
+    """Return lines for people: who died, what it cost, where the state came from."""
+    cause = str(failure.get("cause", "?")).partition(":")[0]
+    facts = [f"died       rank {failure.get('rank', '?')}: {cause}", f"steps lost {lost}"]
+    if restored is not None:
+        facts.append(f"restored   step {restored.step} by {restored.ranks} ranks: {restored.text()}")
+    return facts
 
 
 def draw(folder: Path, picture: Path, marks: Sequence[tuple[int, int, str]]) -> None:

@@ -245,6 +245,7 @@ def train(config: RunConfig) -> int:
 def note_restore(folder: str, report: RestoreReport) -> None:
     """Append this rank's restore to `restores.jsonl`; each line is one write, so ranks may share the file."""
     line = {
+        "launch": os.environ.get("TORCHELASTIC_RUN_ID", str(os.getppid())),
         "generation": report.life,
         "rank": int(os.environ.get("RANK", "0")),
         "step": report.step,
