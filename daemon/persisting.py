@@ -308,6 +308,7 @@ class Persisting:
         self._swept_s = time.monotonic()
         sweep(store)
         if self.committed is not None:
+            self._retain(store)  # a daemon before us may have died between its commit and this
             clear_readies(store, self.committed[0])
 
     # -- pins -------------------------------------------------------------------------------------------

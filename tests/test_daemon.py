@@ -2,59 +2,17 @@
 
 from __future__ import annotations
 
-import contextlib
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from support.memory_tier import FakeJob, FakeRank
+from support.daemons import assert_bitwise, daemon_of, steps, turn_until
+from support.memory_tier import FakeJob
 from support.ranks import wait_for
 
-from flashckpt.checkpoints import list_checkpoints, read_manifest
-from flashckpt.daemon.service import Daemon, Times
-from flashckpt.restore import Target, fill
-from flashckpt.sources import StorageSource
 from flashckpt.store import open_store
-
-QUICK = Times(linger_s=0.0, patience_s=0.0)
-
-
-@contextlib.contextmanager
-def daemon_of(job: FakeJob, times: Times = QUICK) -> Iterator[Daemon]:
-    """A daemon in this process, turned by hand."""
-    lock = job.directory.hold_daemon()
-    assert lock is not None
-    daemon = Daemon(job.directory, lock, times)
-    try:
-        yield daemon
-    finally:
-        daemon.close()
-
-
-def turn_until(daemon: Daemon, condition: Callable[[], object], what: str) -> None:
-    def once() -> object:
-        daemon.turn()
-        return condition()
-
-    wait_for(once, what=what)
-
-
-def steps(job: FakeJob) -> list[int]:
-    return sorted(info.step for info in list_checkpoints(open_store(job.root)))
-
-
-def assert_bitwise(job: FakeJob, step: int, generation: int = 1) -> None:
-    """The checkpoint holds exactly what the ranks held, verified through the restore path."""
-    store = open_store(job.root)
-    (info,) = [i for i in list_checkpoints(store) if i.identity == (generation, step)]
-    source = StorageSource(store, read_manifest(store, info), info.prefix)
-    for rank in job.ranks:
-        for shard in rank.shards:
-            buffer = bytearray(shard.nbytes)
-            fill([Target(shard=shard, buffer=memoryview(buffer))], [source])
-            assert bytes(buffer) == FakeRank.bytes_of(shard, generation, step)
 
 
 @pytest.fixture
@@ -73,7 +31,7 @@ def test_persist_step_is_committed_bitwise_and_others_are_not(job: FakeJob) -> N
         for _ in range(3):
             daemon.turn()
     assert steps(job) == [10]
-    assert_bitwise(job, 10)
+    assert_bitwise(job, (1, 10))
     status = job.directory.read_status()
     assert status is not None
     assert (status.committed, status.failures, status.lag) == ((1, 10), 0, 0)
@@ -106,7 +64,7 @@ def test_all_ranks_killed_newest_common_snapshot_is_persisted_and_memory_kept(jo
     with daemon_of(job) as daemon:
         turn_until(daemon, lambda: steps(job) == [5], "the commit")
         assert wait_for(daemon.turn, what="the daemon to end")
-    assert_bitwise(job, 5)
+    assert_bitwise(job, (1, 5))
     assert len(job.directory.segments()) == 2
 
 

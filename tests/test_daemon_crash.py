@@ -1,0 +1,172 @@
+"""A daemon killed, doubled or frozen at the worst moment: nothing half visible, nothing lost, the next one finishes."""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import pytest
+from support.daemons import (
+    QUICK,
+    assert_all_bitwise,
+    assert_bitwise,
+    daemon_of,
+    forked,
+    identities,
+    steps,
+    turn_until,
+)
+from support.memory_tier import FakeJob
+from support.ranks import wait_for
+
+from flashckpt.daemon import flush, service
+from flashckpt.faults import CRASH_POINTS
+from flashckpt.lease import Lease
+from flashckpt.persist import persist_slot
+from flashckpt.store import open_store
+
+POINTS = [name for name in CRASH_POINTS if name.split(".")[0] in ("persist", "generation", "store")]
+
+
+@pytest.fixture
+def job(tmp_path: Path) -> Iterator[FakeJob]:
+    fake = FakeJob(str(tmp_path / "root"), keep_last=1)
+    yield fake
+    fake.die()
+
+
+@pytest.mark.parametrize("point", POINTS)
+def test_daemon_killed_at_point_nothing_half_visible_and_the_next_one_finishes(job: FakeJob, point: str) -> None:
+    job.step(10, persist=True)
+    with daemon_of(job) as daemon:
+        turn_until(daemon, lambda: identities(job) == [(1, 10)], "the first commit")
+    job.restart(2, (1, 10))  # so that a claim is made, too
+    job.step(20, persist=True)
+    with forked(job, crash_at=point) as doomed:
+        doomed.wait_killed()
+    assert set(identities(job)) <= {(1, 10), (2, 20)}
+    assert identities(job), "the last commit is always there"
+    assert_all_bitwise(job)
+
+    with daemon_of(job) as daemon:
+        turn_until(daemon, lambda: identities(job) == [(2, 20)], "the second commit, and the first one pruned")
+        turn_until(daemon, lambda: daemon.persisting is not None and daemon.persisting.flush is None, "the end of work")
+        turn_until(daemon, lambda: not list(Path(job.root).rglob("step-000000010*/*.fck")), "the data of step 10 to go")
+    assert_bitwise(job, (2, 20))
+    assert not [
+        path for path in Path(job.root).rglob("*.tmp*") if "step-000000020" not in str(path)
+    ] or point.startswith(("store", "persist.during-pack")), "only what the sweep removes by age may be left"
+
+
+def test_daemon_killed_after_intent_and_slots_overwritten_intent_is_given_up(job: FakeJob) -> None:
+    job.step(10, persist=True)
+    with forked(job, crash_at="persist.after-intent") as doomed:
+        doomed.wait_killed()
+    for step in (15, 20, 25):
+        assert job.step(step, persist=step == 25)
+    with daemon_of(job) as daemon:
+        turn_until(daemon, lambda: identities(job) == [(1, 25)], "the commit of the next persist step")
+    assert_bitwise(job, (1, 25))
+    assert (1, 10) not in identities(job)
+
+
+def test_daemon_killed_with_all_indexes_written_next_one_commits_without_the_slots(job: FakeJob) -> None:
+    job.step(10, persist=True)
+    with forked(job, crash_at="persist.before-manifest") as doomed:
+        doomed.wait_killed()
+    for step in (15, 20, 25):
+        assert job.step(step)
+    with daemon_of(job) as daemon:
+        turn_until(daemon, lambda: identities(job) == [(1, 10)], "the commit")
+    assert_bitwise(job, (1, 10))
+
+
+def test_second_daemon_of_a_directory_ends_at_once(job: FakeJob) -> None:
+    with forked(job, times=service.Times()):
+        wait_for(job.directory.daemon_alive, what="the first daemon")
+        assert service.main([str(job.directory.path)]) == 0
+
+
+def test_two_daemons_at_once_exactly_one_commit_and_it_is_whole(job: FakeJob, tmp_path: Path) -> None:
+    """As after a lock that did not hold: everything either of them writes may be repeated."""
+    job.step(10, persist=True)
+    other_lock = Lease(tmp_path / "other", create=True)
+    other_lock.exclusive(0)
+    second = service.Daemon(job.directory, other_lock, QUICK)
+    try:
+        with daemon_of(job) as first:
+            for step in (20, 30, 40):
+                turn_until(first, lambda: second.turn() or (first.persisting and second.persisting), "both")
+                assert job.step(step, persist=True)
+                turn_until(first, lambda: second.turn() or step in steps(job), "a commit")  # noqa: B023
+    finally:
+        second.close()
+    assert_all_bitwise(job)
+    assert (second.error, first.error) == ("", "")
+
+
+def _stop_before_writing() -> None:
+    """In the child: stop for good when the first slot is to be written, as a paused container or a lost VM does."""
+    real, first = persist_slot, threading.Lock()
+
+    def frozen(*args: Any, **kwargs: Any) -> object:
+        if first.acquire(blocking=False):
+            os.kill(os.getpid(), signal.SIGSTOP)
+        return real(*args, **kwargs)
+
+    mock.patch.object(flush, "persist_slot", frozen).start()  # in a child of its own, which ends with it
+
+
+def test_daemon_frozen_across_a_restart_elsewhere_is_fenced_when_it_wakes(
+    job: FakeJob, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Generation 1 freezes while it persists step 10; the job goes on from step 5 on another machine."""
+    job.step(5, persist=True)
+    with daemon_of(job) as daemon:
+        turn_until(daemon, lambda: identities(job) == [(1, 5)], "the commit")
+    job.step(10, persist=True)
+    with forked(job, prepare=_stop_before_writing) as frozen:
+        frozen.wait_stopped()
+        elsewhere = tmp_path / "other-machine"
+        elsewhere.mkdir()
+        monkeypatch.setenv("FLASHCKPT_SHM_DIR", str(elsewhere))
+        after = FakeJob(job.root, generation=2, parent=(1, 5))
+        try:
+            after.step(8, persist=True)
+            with daemon_of(after) as daemon:
+                turn_until(daemon, lambda: (2, 8) in identities(job), "the commit elsewhere")
+            frozen.kill(signal.SIGCONT)
+            wait_for(lambda: (s := job.directory.read_status()) and "generation 2 was claimed" in s.error, what="fence")
+        finally:
+            after.die()
+    assert (1, 10) not in identities(job)
+    assert_bitwise(after, (2, 8))
+
+
+def test_sigterm_while_a_flush_is_pending_finishes_it_first(job: FakeJob) -> None:
+    job.step(10, persist=True)
+    with forked(job, prepare=_stop_before_writing) as daemon:
+        daemon.wait_stopped()
+        daemon.kill(signal.SIGTERM)
+        daemon.kill(signal.SIGCONT)
+        wait_for(lambda: daemon.poll() is not None, what="the daemon to end")
+        assert os.WIFEXITED(daemon.status or 0)
+    assert identities(job) == [(1, 10)]
+    assert_bitwise(job, (1, 10))
+
+
+def test_temporary_files_of_a_killed_daemon_go_with_the_sweep(job: FakeJob) -> None:
+    from flashckpt.retention import sweep
+
+    job.step(10, persist=True)
+    with forked(job, crash_at="persist.during-pack") as doomed:
+        doomed.wait_killed()
+    store = open_store(job.root)
+    assert list(Path(job.root).rglob("*.tmp*"))
+    sweep(store, older_than_s=-1)
+    assert not list(Path(job.root).rglob("*.tmp*"))
