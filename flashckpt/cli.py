@@ -23,6 +23,7 @@ COMMANDS: dict[str, tuple[str, str]] = {
     "keep": ("flashckpt.cli_keep:keep", "Keep a checkpoint whatever the retention policy says."),
     "gc": ("flashckpt.cli_gc:gc", "Remove what nobody needs: dead jobs' memory, orphans, expired checkpoints."),
     "status": ("flashckpt.cli_status:status", "Show the jobs on this machine: last snapshot, last persist, failures."),
+    "bench": ("flashckpt.cli_bench:bench", "Measure memory and storage the way flashckpt uses them."),
     "plan": ("flashckpt.cli_plan:plan", "Advise on intervals from measured or assumed costs."),
 }
 

@@ -11,6 +11,7 @@ import click
 
 from flashckpt.bench.layouts import DEFAULTS
 from flashckpt.bench.quantity import DURATION, SHARE, SIZE
+from flashckpt.cli_common import console
 from flashckpt.errors import ConfigError
 from flashckpt.plan.model import Costs
 
@@ -106,21 +107,19 @@ def _rates(options: dict[str, Any]) -> Any:
 
 
 def _show(document: dict[str, Any], json_path: Path | None) -> None:
-    from rich.console import Console
-
     from flashckpt.bench.measure import write_json
     from flashckpt.plan.text import headline, provenance, size_table, wrong_table
 
     if json_path is not None and str(json_path) == "-":
         click.echo(json.dumps(document, indent=1))
         return
-    console = Console(highlight=False, soft_wrap=True)
+    out = console()
     for line in headline(document):
-        console.print(line, markup=False)
-    console.print("rates:")
+        out.print(line, markup=False)
+    out.print("rates:")
     for line in provenance(document):
-        console.print(line, markup=False)
-    console.print(size_table(document))
-    console.print(wrong_table(document))
+        out.print(line, markup=False)
+    out.print(size_table(document))
+    out.print(wrong_table(document))
     if json_path is not None:
         write_json(json_path, document)

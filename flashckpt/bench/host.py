@@ -14,6 +14,8 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any
 
+from flashckpt.room import cgroup_rooms
+
 LIBRARIES = ("flashckpt", "torch", "numpy", "fsspec", "s3fs", "obstore", "zstandard", "xxhash", "safetensors")
 
 
@@ -46,6 +48,12 @@ def file_system(path: Path) -> dict[str, str]:
             options = sorted(set(fields[5].split(",")) | set(tail[2].split(",")))
             best = {"mount": str(mount), "type": tail[0], "device": tail[1], "options": ",".join(options)}
     return best
+
+
+def available_bytes() -> int:
+    """Return the private memory that can be had, by /proc/meminfo and every cgroup of this process."""
+    rooms = [room.nbytes for room in cgroup_rooms()]
+    return min([_meminfo().get("MemAvailable", 0) * 1024, *rooms])
 
 
 def _meminfo() -> dict[str, int]:

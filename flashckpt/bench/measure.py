@@ -87,7 +87,7 @@ class Timing:
 def cpu_seconds() -> float:
     """Return user + system seconds of this process, all its threads and the children it has waited for."""
     times = os.times()
-    return times.user + times.system + times.children_user + times.children_system
+    return time.process_time() + times.children_user + times.children_system
 
 
 def timed(run: Callable[[], Any]) -> Timing:

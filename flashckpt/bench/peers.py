@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-NAMES = ("torch.save", "dcp.save", "dcp.async_save", "safetensors")
+from flashckpt.bench.peers_names import NAMES
 
 
 def write(state: dict[str, torch.Tensor], *, rank: int, name: str, directory: str) -> Mapping[str, Any]:

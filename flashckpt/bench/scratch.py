@@ -26,6 +26,8 @@ from flashckpt.room import check_room
 from flashckpt.store import Store, is_process_local, open_store
 
 FOLDER = "flashckpt-bench-"
+HIDDEN = f".{FOLDER}"
+"""Prefix in the memory tier, where names without a dot are jobs."""
 MARKER = "owner.json"
 FORGOTTEN_S = 24 * 3600.0
 """A marker of another machine is believed to be alive this long."""
@@ -228,7 +230,7 @@ def memory(need_bytes: int, *, what: str) -> Iterator[Path]:
         root.mkdir(mode=0o700, parents=True, exist_ok=True)
     except OSError as error:
         raise SharedMemoryError(f"{root} cannot be made.", found=str(error), remedy="set FLASHCKPT_SHM_DIR") from error
-    for left in root.glob(f"{FOLDER}*"):
+    for left in root.glob(f"{HIDDEN}*"):
         try:
             marker = json.loads((left / MARKER).read_text())
         except (OSError, ValueError):
@@ -237,7 +239,7 @@ def memory(need_bytes: int, *, what: str) -> Iterator[Path]:
         if not is_alive(marker):
             shutil.rmtree(left, ignore_errors=True)
     check_room(root, need_bytes, what=what)
-    path = root / f"{FOLDER}{secrets.token_hex(6)}"
+    path = root / f"{HIDDEN}{secrets.token_hex(6)}"
     path.mkdir(mode=0o700)
     try:
         (path / MARKER).write_text(json.dumps(owner()))
