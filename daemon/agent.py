@@ -16,34 +16,37 @@ import contextlib
 import logging
 import os
 import signal
-import socket
 import sys
 import time
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass, replace
-from datetime import datetime, timezone
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from types import ModuleType
-from typing import Any
+from typing import Any, NoReturn
 
 from torch._C._distributed_c10d import PrefixStore, TCPStore
-from torch.distributed import run as torchrun
 from torch.distributed.elastic.agent.server import local_elastic_agent
 from torch.distributed.elastic.agent.server.api import RunResult, WorkerGroup, WorkerSpec, WorkerState
 from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
 from torch.distributed.elastic.metrics.api import put_metric
 from torch.distributed.elastic.multiprocessing import PContext, SignalException, start_processes
+from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
 from torch.distributed.elastic.rendezvous import RendezvousHandler, RendezvousInfo, RendezvousStoreInfo
 from torch.distributed.elastic.rendezvous.dynamic_rendezvous import DynamicRendezvousHandler
 from torch.distributed.elastic.rendezvous.static_tcp_rendezvous import StaticTCPRendezvous
 from torch.distributed.launcher import api as launcher_api
 
-from flashckpt.daemon import failure as failures
-from flashckpt.daemon.context import ScriptCommand, WorkerContext
-from flashckpt.daemon.ledger import Failure, Ledger, advance
+from flashckpt.control import ControlRow
+from flashckpt.daemon import hang
+from flashckpt.daemon.budget import REFILL_STEPS, Budget, Verdict
+from flashckpt.daemon.context import WorkerContext, bindings, script_commands
+from flashckpt.daemon.failure import FailureReport, fingerprint
+from flashckpt.daemon.hang import Pace
 from flashckpt.daemon.nursery import Nursery
 from flashckpt.daemon.process import become_subreaper, reap_strays
-from flashckpt.daemon.stop import StopSignals, stop_step
+from flashckpt.daemon.reporting import Reporter, hang_states
+from flashckpt.daemon.stop import AgreedStop, StopSignals
 from flashckpt.daemon.watch import JobWatch
+from flashckpt.errors import HangError, RestartBudgetError
 
 _log = logging.getLogger("flashckpt.dlrun")
 _TICK_S = 0.2
@@ -58,20 +61,25 @@ class AgentOptions:
         survivors_s: Seconds that survivors of a failure get between SIGTERM and SIGKILL; 0 kills at once.
         grace_s: Seconds an agreed stop may take before the workers are killed.
         ledger: A file that gets one JSON line per failure, besides the job directory's own.
+        hang_s: Seconds without a step that count as a hang; 0 switches it off, None learns it from the steps.
+        refill_steps: New steps between two failures that give the restart budget back; 0 never.
     """
 
     job: str = ""
     survivors_s: float = 0.0
     grace_s: float = 60.0
     ledger: str = ""
+    hang_s: float | None = None
+    refill_steps: int = REFILL_STEPS
 
 
 @dataclass(kw_only=True)
 class Outcome:
-    """How the launch ended, for the exit code."""
+    """How the launch ended, for the exit code: stopped on request, hanging, or by an error that repeats itself."""
 
     resume: bool = False
-    stopped_by: int = 0
+    hang: str = ""
+    repeats: str = ""
 
 
 class FreshStores(RendezvousHandler):
@@ -167,12 +175,11 @@ class DlrunAgent(LocalElasticAgent):
         spec.rdzv_handler = self._stores
         super().__init__(spec, *args, **kwargs)
         self._nursery, self._options, self._outcome = nursery, options, outcome
+        self._budget = Budget(spec.max_restarts, refill_steps=options.refill_steps)
         self._lives = 0
         self._failures = 0
-        self._pending: Failure | None = None
         self._rendezvous_s = 0.0
-        self._stopping_until: float | None = None
-        self._pace = (0.0, -1, 0.0)  # (time, highest step then, seconds per step)
+        self._pace = Pace()
 
     # -- life of the agent
 
@@ -182,7 +189,8 @@ class DlrunAgent(LocalElasticAgent):
         names = os.environ.get("TORCHELASTIC_SIGNALS_TO_HANDLE", "SIGTERM,SIGINT,SIGHUP,SIGQUIT")
         self._signals = StopSignals(names, _raise_signal)
         self._watch = JobWatch()
-        self._ledger = Ledger(self._options.ledger)
+        self._stop = AgreedStop(self._watch, self._options.grace_s)
+        self._reporter = Reporter(self._watch, self._options.ledger)
         self._signals.install()
         try:
             result: RunResult = super().run(role)
@@ -193,7 +201,7 @@ class DlrunAgent(LocalElasticAgent):
         finally:
             if self._outcome.resume or sys.exc_info()[0] is not None:
                 self._watch.request("persist-now")
-            self._finish_ledger("ended")
+            self._reporter.finish("ended")
             self._nursery.close()
             self._watch.close()
             self._signals.restore()
@@ -207,7 +215,7 @@ class DlrunAgent(LocalElasticAgent):
             put_metric(f"workers.{role}.remaining_restarts", self._remaining_restarts)
             put_metric(f"workers.{role}.{result.state.name.lower()}", 1)
             if result.state is WorkerState.SUCCEEDED:
-                self._mark_stopped()
+                self._outcome.resume = self._stop.has_stopped(self._rows())
                 self._exit_barrier()  # type: ignore[no-untyped-call]  # torch leaves it untyped
                 return result
             if result.state is WorkerState.HEALTHY:
@@ -218,21 +226,22 @@ class DlrunAgent(LocalElasticAgent):
                 return result
 
     def _supervise(self, group: WorkerGroup) -> RunResult:
-        """Return when the workers have ended or failed, or (HEALTHY) when other nodes want to join."""
+        """Return when the workers have ended, failed or hang, or (HEALTHY) when other nodes want to join."""
         context = self._pcontext
         assert context is not None
         self._signals.supervising = True
         try:
             while True:
                 if self._signals.received:
-                    self._stop_together(group)
+                    self._on_stop_signal(group)
                 result: RunResult = self._monitor_workers(group)
                 group.state = result.state
                 if result.state is not WorkerState.HEALTHY:
                     return result
-                if self._stores.num_nodes_waiting() > 0 and self._stopping_until is None:
+                if self._stores.num_nodes_waiting() > 0 and not self._stop.is_under_way:
                     return result
-                self._tick()
+                if (hanging := self._tick(context)) is not None:
+                    return hanging
                 self._wait(context)
         finally:
             self._signals.supervising = False
@@ -244,21 +253,20 @@ class DlrunAgent(LocalElasticAgent):
         else:
             time.sleep(self._worker_group.spec.monitor_interval)
 
-    def _tick(self) -> None:
-        """Do what is due several times a second: find the job, keep its daemon, follow its steps."""
+    def _tick(self, context: PContext) -> RunResult | None:
+        """Do what is due several times a second; returns a result if the ranks hang."""
         self._watch.tick()
         rows = self._rows()
-        if not rows:
-            return
-        highest, now = max(row.step for row in rows), time.monotonic()
-        before_s, before, _ = self._pace
-        if highest > before:
-            self._pace = (now, highest, (now - before_s) / (highest - before) if before >= 0 else 0.0)
-        pending = self._pending
-        if pending is not None and advance(pending, rows, time.monotonic_ns()):
-            self._finish_ledger("restarted")
+        if not rows or not isinstance(context, WorkerContext):
+            return None
+        self._pace.see(time.monotonic(), max(row.step for row in rows))
+        self._reporter.tick(rows)
+        limit_s = hang.timeout_s(self._pace.step_s, self._options.hang_s)
+        if self._stop.is_under_way or not hang.is_hanging(rows, time.monotonic_ns(), limit_s):
+            return None
+        return self._end_hang(context, rows, limit_s)
 
-    def _rows(self) -> list[Any]:
+    def _rows(self) -> list[ControlRow]:
         return self._watch.rows(set(self._pcontext.pids().values())) if self._pcontext else []
 
     # -- generations
@@ -271,9 +279,9 @@ class DlrunAgent(LocalElasticAgent):
     def _start_workers(self, worker_group: WorkerGroup) -> dict[int, Any]:
         with _replaced(local_elastic_agent, "start_processes", self._start_context):
             pids: dict[int, Any] = super()._start_workers(worker_group)
-        if self._pending is not None and isinstance(self._pcontext, WorkerContext):
-            self._pending.seconds |= {"rendezvous": self._rendezvous_s, "fork": self._pcontext.fork_s}
-            self._pending.forked_ns = time.monotonic_ns() - int(self._pcontext.fork_s * 1e9)
+        if isinstance(self._pcontext, WorkerContext):
+            self._reporter.started(rendezvous_s=self._rendezvous_s, fork_s=self._pcontext.fork_s)
+        self._pace = Pace()
         return pids
 
     def _start_context(
@@ -297,7 +305,7 @@ class DlrunAgent(LocalElasticAgent):
             nursery=self._nursery,
             scripts=scripts,
             survivors_s=self._options.survivors_s,
-            cpus=_bindings(numa_options, len(args)),
+            cpus=bindings(numa_options, len(args)),
             entrypoint=entrypoint if isinstance(entrypoint, str) else sys.executable,
             args=args if isinstance(entrypoint, str) else {rank: ("-u", *item) for rank, item in args.items()},
             envs=envs,
@@ -335,136 +343,73 @@ class DlrunAgent(LocalElasticAgent):
 
     def _after_failure(self, group: WorkerGroup, result: RunResult) -> bool:
         """Report the failure and restart; False if the group is not restarted."""
-        report = self._report(result)
-        restart = self._remaining_restarts > 0 and self._stopping_until is None
-        left = f"{self._remaining_restarts - 1} of {group.spec.max_restarts} restarts are left"
-        action = f"restarting all workers ({left})" if restart else "no restart is left: the job ends"
-        if self._stopping_until is not None:
-            action = "the job was asked to stop: it ends"
+        context, hung = self._pcontext, bool(self._outcome.hang)
+        report = None
+        if isinstance(context, WorkerContext) and result.is_failed() and not hung:
+            report = self._reporter.failure(context, self._rows(), restart=self._lives + 1)
+        verdict = self._judge(report)
+        action = verdict.reason
         if report is not None:
             _log.error("%s", report.render(action))
+        elif hung:
+            _log.error("%s\n  -> %s", self._outcome.hang, action)
         self._watch.request("persist-now")
-        if not restart:
+        if not verdict.restart:
+            self._outcome.repeats = action if verdict.repeats else ""
             self._stop_workers(group)
             group.state = WorkerState.FAILED
-            self._finish_ledger("ended")
+            self._reporter.finish("ended")
             return False
-        self._remaining_restarts -= 1
+        self._outcome.hang = ""
+        self._remaining_restarts = self._budget.left
         self._failures += 1
         self._lives += 1
         self._restart_workers(group)
         return True
 
-    def _report(self, result: RunResult) -> failures.FailureReport | None:
-        context = self._pcontext
-        if not isinstance(context, WorkerContext) or not result.is_failed():
-            return None
-        exits = [item for item in context.exits() if item.failed]
-        first = failures.first_failure(exits)
-        step = max((row.step for row in self._rows() if row.pid == first.pid), default=-1)
-        log_path = context.stderrs[first.local_rank] or context.stdouts[first.local_rank]
-        files = {item.rank: context.error_files[item.local_rank] for item in exits if item.traceback}
-        report = failures.FailureReport(
-            first=first,
-            host=socket.gethostname(),
-            cause=failures.describe_exit(first.code, oom_kills=failures.oom_kills()),
-            others=[item for item in exits if item is not first],
-            step=step,
-            log_lines=failures.tail(log_path) if log_path else (),
-            log_path=log_path,
-            error_files=files,
-        )
-        self._open_ledger(report, context)
-        return report
+    def _judge(self, report: FailureReport | None) -> Verdict:
+        if self._stop.is_under_way:
+            return Verdict(restart=False, reason="the job was asked to stop: it ends")
+        if self._remaining_restarts < self._budget.left:  # torch took them away: a rank is stuck in the kernel
+            return Verdict(restart=False, reason="a rank is stuck in the kernel: a new one would meet the same device")
+        if report is None:
+            return self._budget.spend(fingerprint="", step=self._pace.highest)
+        own_error = bool(report.first.traceback) and not report.first.is_echo
+        return self._budget.spend(fingerprint=fingerprint(report.first) if own_error else "", step=report.step)
 
-    def _open_ledger(self, report: failures.FailureReport, context: WorkerContext) -> None:
-        self._finish_ledger("failed again")
-        detect_s = (time.time_ns() - report.first.at_ns) / 1e9 - (time.monotonic() - context.detected_s)
-        self._pending = Failure(
-            time=datetime.now(timezone.utc).isoformat(timespec="milliseconds"),
-            host=report.host,
-            restart=self._lives + 1,
-            rank=report.first.rank,
-            cause=report.cause,
-            step=report.step,
-            detected_ns=int(context.detected_s * 1e9),
-            seconds={"detect": max(0.0, detect_s), "stop": context.stopped_s - context.detected_s},
+    def _end_hang(self, context: WorkerContext, rows: Sequence[ControlRow], limit_s: float) -> RunResult:
+        """Write down all stacks, then kill every rank; the odd one counts as the one that failed."""
+        silent_s = (time.monotonic_ns() - min(row.heartbeat_ns for row in rows)) / 1e9
+        states = hang_states(self._watch, context.pids(), rows)
+        self._outcome.hang = hang.render(states, silent_s=silent_s, limit_s=limit_s)
+        context.abort()
+        self._reporter.hang(context, states, self._outcome.hang, restart=self._lives + 1)
+        suspect = (hang.odd_ranks(states) or [states[0].rank])[0]
+        worker = next(worker for worker in self._worker_group.workers if worker.global_rank == suspect)
+        failed = ProcessFailure(
+            local_rank=worker.local_rank, pid=int(worker.id), exitcode=-signal.SIGKILL, error_file=""
         )
-
-    def _finish_ledger(self, outcome: str) -> None:
-        if self._pending is None:
-            return
-        if self._watch.job is not None:
-            own = self._watch.job.path / "ledger.jsonl"
-            self._ledger.paths = [own, *(path for path in self._ledger.paths if path != own)]
-        self._ledger.append(replace(self._pending, outcome=outcome))
-        self._pending = None
+        failed.message = self._outcome.hang
+        return RunResult(state=WorkerState.FAILED, failures={suspect: failed})
 
     # -- stopping
 
-    def _stop_together(self, group: WorkerGroup) -> None:
+    def _on_stop_signal(self, group: WorkerGroup) -> None:
         """Agree with the ranks on the step to stop after; without flashckpt in them, stop as torchrun does."""
         number = self._signals.received[0]
-        if self._stopping_until is not None:
-            if time.monotonic() > self._stopping_until:
-                _log.error("the workers did not stop in %.0f s: they are killed", self._options.grace_s)
-                self._outcome.resume = True
-                _raise_signal(number)
-            return
-        control = self._watch.control()
-        steps = [row.step for row in self._rows() if row.step >= 0]
-        if control is None or len(steps) < group.spec.local_world_size:
+        if self._stop.is_late:
+            _log.error("the workers did not stop in %.0f s: they are killed", self._options.grace_s)
+            self._outcome.resume = True
             _raise_signal(number)
-        assert control is not None
-        control.stop_after = stop_step(steps, step_s=self._pace[2])
-        self._stopping_until = time.monotonic() + self._options.grace_s
-        name = signal.Signals(number).name
-        _log.warning("%s: all ranks stop after step %d, their state is kept", name, control.stop_after)
-
-    def _mark_stopped(self) -> None:
-        """After a clean end: note whether the workers ended because they were asked to."""
-        control = self._watch.control()
-        if self._stopping_until is None or control is None:
+        if self._stop.is_under_way:
             return
-        highest = max((row.step for row in self._rows()), default=-1)
-        self._outcome.resume = highest >= control.stop_after
-        control.stop_after = -1
-        self._outcome.stopped_by = self._signals.received[0]
+        step = self._stop.begin(self._rows(), ranks=group.spec.local_world_size, step_s=self._pace.step_s)
+        if step is None:
+            _raise_signal(number)
+        _log.warning("%s: all ranks stop after step %d, their state is kept", signal.Signals(number).name, step)
 
 
-def script_commands(
-    entrypoint: Callable[..., Any] | str, args: dict[int, tuple[Any, ...]]
-) -> dict[int, ScriptCommand] | None:
-    """Return what a forked worker can run in place of this command, None if it must be spawned."""
-    if entrypoint is torchrun.run_script_path:
-        return {rank: ScriptCommand(argv=tuple(map(str, item)), module=False) for rank, item in args.items()}
-    if entrypoint != sys.executable:
-        return None
-    commands = {}
-    for rank, item in args.items():
-        words = [str(word) for word in item]
-        if words[:1] != ["-u"]:
-            return None
-        module = words[1:2] == ["-m"]
-        rest = words[2:] if module else words[1:]
-        if not rest or rest[0].startswith("-"):
-            return None
-        commands[rank] = ScriptCommand(argv=tuple(rest), module=module)
-    return commands
-
-
-def _bindings(numa_options: Any, count: int) -> dict[int, list[int]]:
-    """Return the processors of each local rank under --numa-binding, {} without it."""
-    if numa_options is None:
-        return {}
-    from torch.numa.binding import _get_logical_cpus_to_bind_to
-
-    return {
-        rank: sorted(_get_logical_cpus_to_bind_to(gpu_index=rank, numa_options=numa_options)) for rank in range(count)
-    }
-
-
-def _raise_signal(number: int) -> None:
+def _raise_signal(number: int) -> NoReturn:
     name = signal.Signals(number)
     msg = f"Process {os.getpid()} got signal: {name}"
     raise SignalException(msg, sigval=name)
@@ -487,6 +432,8 @@ def launch(
 
     Raises:
         ChildFailedError: workers failed and no restart was left.
+        RestartBudgetError: the same error came at the same step twice.
+        HangError: the ranks hang, and no restart was left.
         SignalException: dlrun was asked to stop and the workers could not agree on a step.
     """
     outcome = Outcome()
@@ -500,5 +447,11 @@ def launch(
         except SignalException:
             if not outcome.resume:
                 raise
+        except ChildFailedError as error:
+            if outcome.repeats:
+                raise RestartBudgetError(outcome.repeats, remedy="mend the script; its traceback is above") from error
+            if outcome.hang:
+                raise HangError(outcome.hang, state="All ranks were killed.") from error
+            raise
     reap_strays(set())
     return outcome

@@ -7,11 +7,13 @@ import logging
 import os
 import signal
 import subprocess
+import sys
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from torch.distributed import run as torchrun
 from torch.distributed.elastic.multiprocessing.api import PContext, RunProcsResult
 from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 
@@ -192,6 +194,12 @@ class WorkerContext(PContext):
         failures[first.local_rank].timestamp = min(failure.timestamp for failure in failures.values())
         return RunProcsResult(failures=failures, stdouts=self.stdouts, stderrs=self.stderrs)
 
+    def abort(self) -> None:
+        """Kill every worker: they hang."""
+        self.detected_s = time.monotonic()
+        self.close(signal.SIGKILL, 0)
+        self.stopped_s = time.monotonic()
+
     def _failure(self, item: Exit) -> ProcessFailure:
         path = self.error_files.get(item.local_rank, "") if item.traceback or item.summary else ""
         return ProcessFailure(local_rank=item.local_rank, pid=item.pid, exitcode=item.code, error_file=path)
@@ -226,6 +234,38 @@ class WorkerContext(PContext):
         while (left := [worker for worker in workers if not worker.ended]) and time.monotonic() < end:
             wait_readable([worker.pidfd for worker in left], end - time.monotonic())
             self._running()
+
+
+def script_commands(
+    entrypoint: Callable[..., Any] | str, args: dict[int, tuple[Any, ...]]
+) -> dict[int, ScriptCommand] | None:
+    """Return what a forked worker can run in place of this command, None if it must be spawned."""
+    if entrypoint is torchrun.run_script_path:
+        return {rank: ScriptCommand(argv=tuple(map(str, item)), module=False) for rank, item in args.items()}
+    if entrypoint != sys.executable:
+        return None
+    commands = {}
+    for rank, item in args.items():
+        words = [str(word) for word in item]
+        if words[:1] != ["-u"]:
+            return None
+        module = words[1:2] == ["-m"]
+        rest = words[2:] if module else words[1:]
+        if not rest or rest[0].startswith("-"):
+            return None
+        commands[rank] = ScriptCommand(argv=tuple(rest), module=module)
+    return commands
+
+
+def bindings(numa_options: Any, count: int) -> dict[int, list[int]]:
+    """Return the processors of each local rank under --numa-binding, {} without it."""
+    if numa_options is None:
+        return {}
+    from torch.numa.binding import _get_logical_cpus_to_bind_to
+
+    return {
+        rank: sorted(_get_logical_cpus_to_bind_to(gpu_index=rank, numa_options=numa_options)) for rank in range(count)
+    }
 
 
 def _die_with_dlrun(parent: int) -> Callable[[], None]:

@@ -18,6 +18,7 @@ import uuid
 from typing import TYPE_CHECKING, Any
 
 from flashckpt.daemon import zygote
+from flashckpt.daemon.budget import REFILL_STEPS
 from flashckpt.errors import RESUME_EXIT_CODE, FlashckptError
 
 if TYPE_CHECKING:
@@ -58,6 +59,22 @@ def get_args_parser() -> argparse.ArgumentParser:
         default="",
         help="File that gets one JSON line per failure: where the seconds of the restart went.",
     )
+    own.add_argument(
+        "--hang-timeout",
+        "--hang_timeout",
+        action=env,
+        type=float,
+        default=None,
+        help="Seconds without a step that count as a hang; 0: never. Default: 20 median steps, at least 60 s.",
+    )
+    own.add_argument(
+        "--refill-steps",
+        "--refill_steps",
+        action=env,
+        type=int,
+        default=REFILL_STEPS,
+        help="New steps between two failures that give all of --max-restarts back; 0: never, as in torchrun.",
+    )
     return parser
 
 
@@ -79,7 +96,12 @@ def run(args: argparse.Namespace, nursery: Nursery | None = None) -> Outcome:
     if timeout is None:
         timeout = float(os.environ.get("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", "0"))
     options = AgentOptions(
-        job=args.rdzv_id if named else "", survivors_s=timeout, grace_s=args.grace_timeout, ledger=args.ledger
+        job=args.rdzv_id if named else "",
+        survivors_s=timeout,
+        grace_s=args.grace_timeout,
+        ledger=args.ledger,
+        hang_s=args.hang_timeout,
+        refill_steps=args.refill_steps,
     )
     nursery = nursery or Nursery(disabled=_unfit_command(args))
     nursery.prepare()

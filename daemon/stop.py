@@ -8,8 +8,12 @@ import math
 import os
 import signal
 import threading
+import time
 import types
 from collections.abc import Callable, Sequence
+
+from flashckpt.control import ControlRow
+from flashckpt.daemon.watch import JobWatch
 
 MAX_AHEAD = 1000
 """Most steps between the highest one done and the one to stop after."""
@@ -30,6 +34,50 @@ def stop_step(steps: Sequence[int], *, step_s: float, margin_s: float = 0.1) -> 
     """
     ahead = 1 if step_s <= 0 else min(MAX_AHEAD, max(1, math.ceil(margin_s / max(step_s, 1e-6))))
     return max(steps) + ahead
+
+
+class AgreedStop:
+    """One stop of this node's ranks after one step, from the request to the exit code."""
+
+    def __init__(self, watch: JobWatch, grace_s: float) -> None:
+        self._watch, self._grace_s = watch, grace_s
+        self._until: float | None = None
+        self._step = -1
+
+    @property
+    def is_under_way(self) -> bool:
+        """Whether the ranks were told to stop."""
+        return self._until is not None
+
+    @property
+    def is_late(self) -> bool:
+        """Whether the ranks have not stopped within the grace time."""
+        return self._until is not None and time.monotonic() > self._until
+
+    def begin(self, rows: Sequence[ControlRow], *, ranks: int, step_s: float) -> int | None:
+        """Tell the ranks to stop; returns the step, or None if they cannot be told.
+
+        Args:
+            rows: The control rows of this node's live ranks.
+            ranks: How many ranks this node has: one without a row knows nothing of flashckpt.
+            step_s: Seconds per step, 0 where unknown.
+        """
+        control = self._watch.control()
+        steps = [row.step for row in rows if row.step >= 0]
+        if control is None or len(steps) < ranks:
+            return None
+        self._step = stop_step(steps, step_s=step_s)
+        control.stop_after = self._step
+        self._until = time.monotonic() + self._grace_s
+        return self._step
+
+    def has_stopped(self, rows: Sequence[ControlRow]) -> bool:
+        """After a clean end: whether the ranks ended because they were asked to. Takes the request back."""
+        control = self._watch.control()
+        if self._until is None or control is None:
+            return False
+        control.stop_after = -1
+        return max((row.step for row in rows), default=-1) >= self._step
 
 
 class StopSignals:

@@ -12,6 +12,8 @@ import pytest
 from support.dlrun import TRAIN, alive, dlrun, first_steps, processes_of, run_dlrun
 from support.ranks import wait_for
 
+pytestmark = pytest.mark.timeout(300)  # two cores that others use too
+
 
 @pytest.fixture
 def train(tmp_path: Path) -> Path:

@@ -12,8 +12,10 @@ import pytest
 from support.dlrun import ENGINE, Launch, alive, dlrun, first_steps, processes_of, run_dlrun, traces
 from support.ranks import wait_for
 
-from flashckpt.errors import RESUME_EXIT_CODE
+from flashckpt.errors import RESUME_EXIT_CODE, HangError, RestartBudgetError
 from flashckpt.job import memory_root
+
+pytestmark = pytest.mark.timeout(300)  # two cores that others use too
 
 
 @pytest.fixture
@@ -131,3 +133,44 @@ def test_agent_killed_the_daemon_persists_what_is_complete_and_the_next_launch_r
     assert reached - 5 <= restored <= reached + 1
     for seen in traces(tmp_path, 2):
         assert all(len(losses) == 1 for losses in seen.values())
+
+
+def test_same_error_at_the_same_step_twice_is_the_scripts_and_stops(tmp_path: Path, train: Path) -> None:
+    """Ten restarts are left, but the traceback and the step are those of the failure before."""
+    (tmp_path / "explode").touch()
+    code, output = run_dlrun(tmp_path, "--nproc-per-node=2", "--max-restarts=10", train, tmp_path, 40, 0.0)
+    assert code == RestartBudgetError.exit_code, output
+    assert output.count("ValueError: the same thing again") == 2
+    assert "the same error at step 11 twice" in output
+
+
+def test_stopped_rank_is_a_hang_it_is_named_and_the_group_restarts(tmp_path: Path, train: Path) -> None:
+    """SIGSTOP of one rank: the others wait in a collective; the stopped one gives no stack and is the suspect."""
+    flags = ("--nproc-per-node=3", "--max-restarts=1", "--hang-timeout=1.5", "--ledger", tmp_path / "ledger.jsonl")
+    with dlrun(tmp_path, *flags, train, tmp_path, 100000, 0.005) as launch:
+        until_step(launch, tmp_path, 10)
+        pids = first_steps(tmp_path, 0, 3) or {}
+        os.kill(pids[1], signal.SIGSTOP)
+        launch.until(partial(first_steps, tmp_path, 1, 3), "the next life")
+        launch.process.send_signal(signal.SIGTERM)
+        assert launch.wait() == RESUME_EXIT_CODE
+    assert "look at rank 1" in launch.output
+    assert "rank 1 (step" in launch.output
+    assert "gives no stack: state T (stopped)" in launch.output
+    assert "all_reduce" in launch.output
+    record = json.loads((tmp_path / "ledger.jsonl").read_text().splitlines()[0])
+    assert (record["rank"], record["cause"][:5]) == (1, "hang:")
+
+
+def test_rank_in_an_endless_loop_is_a_hang_and_without_restarts_the_job_ends(tmp_path: Path, train: Path) -> None:
+    """The rank whose stack differs from all others is named, with the line it loops in."""
+    text = train.read_text().replace(
+        "    if ckpt.should_stop:",
+        "    def endless():\n        while True: pass\n    if rank == 2 and step == 8: endless()\n    if ckpt.should_stop:",
+    )
+    train.write_text(text)
+    code, output = run_dlrun(tmp_path, "--nproc-per-node=3", "--hang-timeout=1.5", train, tmp_path, 100, 0.0)
+    assert code == HangError.exit_code, output
+    assert "look at rank 2" in output
+    assert "endless (" in output
+    assert "rank 0 (step 8), 1 (step 8):" in output or "rank 0 (step 9), 1 (step 9):" in output

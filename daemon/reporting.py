@@ -1,0 +1,93 @@
+"""What dlrun says and writes down of a failure: the report a user reads, the ledger's line, a hang's stacks."""
+
+from __future__ import annotations
+
+import socket
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from datetime import datetime, timezone
+from typing import Any
+
+from flashckpt.daemon import failure as failures
+from flashckpt.daemon import hang
+from flashckpt.daemon.context import WorkerContext
+from flashckpt.daemon.ledger import Failure, Ledger, advance
+from flashckpt.daemon.watch import JobWatch
+
+
+class Reporter:
+    """Keeps the open record of the last failure until the new generation has trained its lost steps again."""
+
+    def __init__(self, watch: JobWatch, ledger_path: str) -> None:
+        self._watch = watch
+        self._ledger = Ledger(ledger_path)
+        self._pending: Failure | None = None
+        self._oom_kills = failures.oom_kills()
+
+    def failure(self, context: WorkerContext, rows: Sequence[Any], *, restart: int) -> failures.FailureReport:
+        """Name the first failing rank of a generation and open its ledger record."""
+        exits = [item for item in context.exits() if item.failed]
+        first = failures.first_failure(exits)
+        before, self._oom_kills = self._oom_kills, failures.oom_kills()
+        log_path = context.stderrs[first.local_rank] or context.stdouts[first.local_rank]
+        report = failures.FailureReport(
+            first=first,
+            host=socket.gethostname(),
+            cause=failures.describe_exit(first.code, oom_kills=self._oom_kills - before),
+            others=[item for item in exits if item is not first],
+            step=max((row.step for row in rows if row.pid == first.pid), default=-1),
+            log_lines=failures.tail(log_path) if log_path and not first.traceback else (),
+            log_path=log_path,
+            error_files={item.rank: context.error_files[item.local_rank] for item in exits if item.traceback},
+        )
+        detect_s = (time.time_ns() - first.at_ns) / 1e9 - (time.monotonic() - context.detected_s)
+        self._open(report.cause, first.rank, report.step, restart=restart, detect_s=detect_s, context=context)
+        return report
+
+    def hang(self, context: WorkerContext, states: Sequence[hang.RankState], text: str, *, restart: int) -> None:
+        """Open the ledger record of a hang."""
+        odd = hang.odd_ranks(states)
+        rank = odd[0] if odd else -1
+        step = max(state.step for state in states)
+        self._open(f"hang: {text.splitlines()[0]}", rank, step, restart=restart, detect_s=0.0, context=context)
+
+    def _open(self, cause: str, rank: int, step: int, *, restart: int, detect_s: float, context: WorkerContext) -> None:
+        self.finish("failed again")
+        self._pending = Failure(
+            time=datetime.now(timezone.utc).isoformat(timespec="milliseconds"),
+            host=socket.gethostname(),
+            restart=restart,
+            rank=rank,
+            cause=cause,
+            step=step,
+            detected_ns=int(context.detected_s * 1e9),
+            seconds={"detect": max(0.0, detect_s), "stop": context.stopped_s - context.detected_s},
+        )
+
+    def started(self, *, rendezvous_s: float, fork_s: float) -> None:
+        """Note how long the new generation took to rendezvous and to fork, in seconds."""
+        if self._pending is not None:
+            self._pending.seconds |= {"rendezvous": rendezvous_s, "fork": fork_s}
+            self._pending.forked_ns = time.monotonic_ns() - int(fork_s * 1e9)
+
+    def tick(self, rows: Sequence[Any]) -> None:
+        """Follow the new generation; write the line once its lost steps are trained again."""
+        if self._pending is not None and advance(self._pending, rows, time.monotonic_ns()):
+            self.finish("restarted")
+
+    def finish(self, outcome: str) -> None:
+        """Write the open record, if there is one."""
+        if self._pending is None:
+            return
+        if self._watch.job is not None:
+            own = self._watch.job.path / "ledger.jsonl"
+            self._ledger.paths = [own, *(path for path in self._ledger.paths if path != own)]
+        self._ledger.append(replace(self._pending, outcome=outcome))
+        self._pending = None
+
+
+def hang_states(watch: JobWatch, workers: Mapping[int, int], rows: Sequence[Any]) -> list[hang.RankState]:
+    """Collect the stacks of this node's ranks."""
+    files = {local_rank: watch.stacks_file(local_rank) for local_rank in workers}
+    return hang.states_of(rows, hang.collect(workers, files), workers)
