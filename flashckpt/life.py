@@ -77,6 +77,8 @@ class Life:
             local_world_size=len(self.mates),
             generation=record.generation,
             store=_c10d_store() if world.size > len(self.mates) else None,
+            restored=record.parent if self.outcome.superseded is None else None,
+            parent=record.parent,
         )
         self._watermark.publish(self.memory.complete())
         self._stager = Stager(self._completed, self._failed)
@@ -158,7 +160,7 @@ class Life:
                 world_size=identity.world_size,
                 persist=identity.persist,
                 parent=identity.parent,
-                common=self._watermark.common(),
+                known=self._watermark.known(),
                 superseded=self.outcome.superseded,
             )
             if writer is not None or time.monotonic() >= end:
@@ -183,6 +185,8 @@ class Life:
 
     def _skip(self, step: int, why: str) -> None:
         self._count("skipped", 1)
+        # said to the others: ranks that lost different snapshots would keep each other's slots for ever
+        self._watermark.publish(self.memory.complete(), passed=(self.outcome.record.generation, step))
         _log.warning("no snapshot of step %d: %s", step, why)
 
     def _count(self, name: str, value: float) -> None:
@@ -201,6 +205,8 @@ class Life:
 
     def _failed(self, snapshot: Snapshot, error: Exception) -> None:
         self._count("discarded", 1)
+        identity = (snapshot.identity.generation, snapshot.identity.step)
+        self._watermark.publish(self.memory.complete(), passed=identity)
         _log.error(
             "[gen %d | rank %d | step %d] snapshot discarded: %s",
             snapshot.identity.generation, snapshot.identity.rank, snapshot.identity.step, error,
@@ -251,6 +257,7 @@ class Life:
             return
         without_daemon = 0
         while True:
+            self.heartbeat()  # slow storage is no hang
             status = self._status()
             if status is not None and status.committed is not None and status.committed >= wanted:
                 self._watch_commits()
@@ -275,6 +282,7 @@ class Life:
     def close(self) -> None:
         """Finish the snapshot under way and let go of everything; files stay."""
         self._stager.close()
+        self.pause(paused=True)  # no step is to be expected any more
         self.memory.release()
         self._lease.close()
 

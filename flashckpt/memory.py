@@ -6,7 +6,7 @@ import contextlib
 import logging
 import threading
 import time
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -19,6 +19,7 @@ from flashckpt.job import JobDirectory
 from flashckpt.layout import Shard, layout_hash, place
 from flashckpt.manifest import ShardTable, encode_table
 from flashckpt.segment import Segment, SegmentSpec, SlotPinned, SlotWriter, choose_slot
+from flashckpt.watermark import Known
 
 _log = logging.getLogger("flashckpt")
 MANIFEST_SLACK_BYTES = 256 << 10
@@ -188,14 +189,16 @@ class RankMemory:
         world_size: int,
         persist: bool,
         parent: tuple[int, int] | None,
-        common: Collection[tuple[int, int]],
+        known: Known,
         superseded: tuple[int, int] | None,
     ) -> SlotWriter | None:
         """Return a writer on the slot that may be overwritten, or None if there is none (invariant M1, pins)."""
         assert self.segment is not None
         segment, busy = self.segment, set(self.segment.busy())
         while True:
-            slot = choose_slot(segment.headers(), pinned=busy, common=common, superseded=superseded)
+            slot = choose_slot(
+                segment.headers(), pinned=busy, common=known.common, hopeless=known.hopeless, superseded=superseded
+            )
             if slot is None:
                 return None
             try:
