@@ -99,8 +99,9 @@ def next_candidate(
     """Return how to go on and what to pin now (None: wait).
 
     A target that this node hears of before reaching it is safe: the first persist step from there on is
-    the same one on every node. A target that it has overwritten already is answered by one that lies
-    ahead, twice as far with each miss, until all nodes hear of it in time.
+    the same one on every node. A target that it has overwritten already is answered by what it holds
+    instead, and from the second miss on by one that lies ahead, twice as far each time, until all nodes
+    hear of it in time.
 
     Args:
         search: Result of the last call; a new one after each intent.
@@ -114,9 +115,12 @@ def next_candidate(
     if not others:
         best = max(usable, default=None)
         return replace(search, target=best or search.target), best
-    heard = max((ready.at_least for ready in others), default=(0, 0))
+    heard = max(max(ready.at_least, ready.pinned or (0, 0)) for ready in others)
     if heard > max(search.target, floor):
         if heard not in usable and newest >= heard:
+            best = max(usable, default=heard)
+            if not search.misses and best > heard:  # the others may still hold, or have yet to reach, ours
+                return Search(target=best, misses=1), best
             ahead = (newest[0], newest[1] + spacing * 2 ** min(search.misses, 16))
             return Search(target=max(ahead, heard), misses=search.misses + 1), None
         search = replace(search, target=heard)

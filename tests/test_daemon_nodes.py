@@ -1,0 +1,237 @@
+"""Several nodes: one decision per job, whatever their speed; a lost leader is taken over."""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from support.daemons import assert_bitwise, daemon_of, identities
+from support.memory_tier import FakeJob
+from support.ranks import wait_for
+
+from flashckpt.daemon import flush
+from flashckpt.daemon.intents import Identity, Ready, Search, choose_intent, next_candidate
+from flashckpt.daemon.service import Daemon
+from flashckpt.faults import CRASH_POINTS
+from flashckpt.persist import persist_slot
+from flashckpt.segment import Pin
+
+assert "persist.after-intent" in CRASH_POINTS
+NODES = 3
+
+
+@pytest.fixture
+def nodes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[list[FakeJob]]:
+    """One job on three nodes of two ranks each: three memory tiers, one root."""
+    monkeypatch.setattr(flush, "TAKEOVER_S", 0.0)
+    made = []
+    for node in range(NODES):
+        memory = tmp_path / f"node{node}"
+        memory.mkdir()
+        monkeypatch.setenv("FLASHCKPT_SHM_DIR", str(memory))
+        made.append(
+            FakeJob(str(tmp_path / "root"), world=2 * NODES, ranks=[2 * node, 2 * node + 1], nodes=NODES, node=node)
+        )
+    for job in made[1:]:
+        job.record = made[0].record
+        job.directory.write_generation(job.record)
+    yield made
+    for job in made:
+        job.die()
+
+
+@contextlib.contextmanager
+def daemons_of(nodes: list[FakeJob]) -> Iterator[list[Daemon]]:
+    with contextlib.ExitStack() as stack:
+        yield [stack.enter_context(daemon_of(node)) for node in nodes]
+
+
+def turn_all(daemons: list[Daemon], condition: Callable[[], object], what: str) -> None:
+    def once() -> object:
+        for daemon in daemons:
+            daemon.turn()
+        return condition()
+
+    wait_for(once, what=what)
+
+
+def test_all_nodes_persist_the_same_step_and_it_is_whole(nodes: list[FakeJob]) -> None:
+    with daemons_of(nodes) as daemons:
+        for job in nodes:
+            job.step(10, persist=True)
+        turn_all(daemons, lambda: identities(nodes[0]) == [(1, 10)], "the commit")
+        turn_all(daemons, lambda: all(d.persisting and d.persisting.flush is None for d in daemons), "all to unpin")
+        assert [d.error for d in daemons] == ["", "", ""]
+    assert_bitwise(nodes, (1, 10))
+
+
+class _Clock:
+    """Makes a persist take a number of steps of training: time is what the loop says."""
+
+    def __init__(self, durations: dict[int, int]) -> None:
+        self.durations, self.now = durations, 0
+        self.changed = threading.Condition()
+
+    def persist(self, pin: Pin, *args: Any, **kwargs: Any) -> object:
+        with self.changed:
+            end = self.now + self.durations[pin.header.rank // 2]
+            self.changed.wait_for(lambda: self.now >= end, timeout=30)
+        return persist_slot(pin, *args, **kwargs)
+
+    def tick(self) -> None:
+        with self.changed:
+            self.now += 1
+            self.changed.notify_all()
+
+
+def test_three_daemons_of_different_speed_all_slower_than_the_interval_still_commit(
+    nodes: list[FakeJob], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Persist steps come every 4 steps; a persist takes 6, 9 and 14; daemons look every 1, 2 and 3 steps."""
+    clock = _Clock({0: 6, 1: 9, 2: 14})
+    monkeypatch.setattr(flush, "persist_slot", clock.persist)
+    with daemons_of(nodes) as daemons:
+        for step in range(1, 161):
+            for job in nodes:
+                assert job.step(step, persist=step % 4 == 0), "training is never slowed, no snapshot is skipped"
+            clock.tick()
+            for node, daemon in enumerate(daemons):
+                if step % (node + 1) == 0:
+                    daemon.turn()
+        clock.now = 10**6
+        clock.tick()
+        turn_all(daemons, lambda: all(d.persisting and d.persisting.flush is None for d in daemons), "the last commit")
+        skipped = daemons[0].persisting.skipped if daemons[0].persisting else 0
+        assert [d.error for d in daemons] == ["", "", ""]
+    done = identities(nodes[0])
+    assert len(done) >= 3, done  # keep_last is 3: what was committed before was pruned
+    assert done[-1][1] >= 120
+    assert skipped >= 10
+    for identity in done:
+        assert_bitwise(nodes, identity)
+
+
+def test_leader_lost_after_its_index_is_taken_over(nodes: list[FakeJob], monkeypatch: pytest.MonkeyPatch) -> None:
+    with contextlib.ExitStack() as stack:
+        leader = stack.enter_context(daemon_of(nodes[0]))
+        others = [stack.enter_context(daemon_of(node)) for node in nodes[1:]]
+        for job in nodes:
+            job.step(10, persist=True)
+        turn_all([*others, leader], lambda: leader.persisting and leader.persisting.flush, "the intent")
+        assert leader.persisting is not None
+        assert leader.persisting.flush is not None
+        wait_for(leader.persisting.flush.write, what="the leader's own slots")
+        turn_all(others, lambda: identities(nodes[0]) == [(1, 10)], "another node to commit")
+    assert_bitwise(nodes, (1, 10))
+
+
+def test_leader_lost_before_its_index_next_daemon_of_its_node_finishes(nodes: list[FakeJob]) -> None:
+    with daemons_of(nodes[1:]) as others:
+        with daemon_of(nodes[0]) as leader:
+            for job in nodes:
+                job.step(10, persist=True)
+            with pytest.MonkeyPatch.context() as patch:
+                patch.setattr(flush.Flush, "write", lambda self: False)
+                turn_all([*others, leader], lambda: leader.persisting and leader.persisting.flush, "the intent")
+        turn_all(others, lambda: all(d.persisting and d.persisting.flush for d in others), "the others to join")
+        assert identities(nodes[0]) == []
+        with daemon_of(nodes[0]) as again:
+            turn_all([*others, again], lambda: identities(nodes[0]) == [(1, 10)], "the commit")
+    assert_bitwise(nodes, (1, 10))
+
+
+def test_snapshot_gone_on_one_node_intent_is_given_up_by_all_and_the_next_one_is_committed(
+    nodes: list[FakeJob],
+) -> None:
+    with daemons_of(nodes) as daemons:
+        for job in nodes:
+            job.step(10, persist=True)
+        for job in nodes[2:]:  # far ahead: step 10 is overwritten before its daemon hears of the intent
+            for step in (11, 12, 13):
+                job.step(step)
+        daemons[0].turn(), daemons[1].turn()
+        for step in range(11, 21):
+            for job in nodes:
+                if step > 13 or job is not nodes[2]:
+                    job.step(step, persist=step == 20)
+        turn_all(daemons, lambda: identities(nodes[0]) == [(1, 20)], "the commit of step 20")
+    assert_bitwise(nodes, (1, 20))
+
+
+def test_persist_now_on_every_node_takes_the_newest_common_snapshot(nodes: list[FakeJob]) -> None:
+    with daemons_of(nodes) as daemons:
+        for job in nodes:
+            job.step(5)
+        nodes[0].step(6)
+        nodes[1].step(6)
+        for job in nodes:
+            job.directory.request("persist-now")
+        turn_all(daemons, lambda: identities(nodes[0]) == [(1, 5)], "the commit")
+    assert_bitwise(nodes, (1, 5))
+
+
+# -- the pure decisions ----------------------------------------------------------------------------------
+
+
+def ready(ranks: tuple[int, ...], pinned: Identity | None, **more: object) -> Ready:
+    return Ready(ranks=ranks, world_size=4, pinned=pinned, **more)  # type: ignore[arg-type]  # its fields
+
+
+def test_no_intent_without_every_rank_or_without_agreement() -> None:
+    assert choose_intent([ready((0, 1), (1, 10))]) is None
+    assert choose_intent([ready((0, 1), (1, 10)), ready((2, 3), (1, 20))]) is None
+    assert choose_intent([ready((0, 1), (1, 10)), ready((2, 3), None)]) is None
+    both = [ready((0, 1), (1, 10)), ready((2, 3), (1, 10))]
+    assert choose_intent(both) == ((1, 10), "policy")
+    assert choose_intent(both, floor=(1, 10)) is None
+
+
+def test_urgent_request_takes_the_newest_shared_snapshot() -> None:
+    one = ready((0, 1), (1, 10), complete=((1, 10), (1, 12), (1, 13)), urgent=True)
+    two = ready((2, 3), None, complete=((1, 10), (1, 12)))
+    assert choose_intent([one, two]) == ((1, 12), "request")
+    assert choose_intent([one, two], floor=(1, 12)) is None
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    every=st.integers(1, 6),
+    looks=st.lists(st.integers(1, 40), min_size=2, max_size=5),
+    ahead=st.lists(st.integers(0, 3), min_size=5, max_size=5),
+)
+def test_nodes_that_ask_the_root_at_any_rate_end_up_pinning_the_same_snapshot(
+    every: int, looks: list[int], ahead: list[int]
+) -> None:
+    """Slots are looked at in each step, the root every `looks` steps; what a node has overwritten is gone."""
+    count = len(looks)
+    searches = [Search()] * count
+    pins: list[Identity | None] = [None] * count
+    held: list[list[Identity]] = [[] for _ in looks]
+    heard: list[list[Ready]] = [[] for _ in looks]
+    said: dict[int, Ready] = {}
+    for step in range(1, 3000):
+        for node in range(count):
+            slots = [i for i in held[node] if i != pins[node]][-2:]  # three slots, one pinned
+            held[node] = sorted({*slots, (1, step + ahead[node]), *(pin for pin in [pins[node]] if pin)})
+            asks = step % looks[node] == 0
+            if asks:
+                heard[node] = [one for other, one in said.items() if other != node]
+            searches[node], pins[node] = next_candidate(
+                searches[node],
+                flagged=[i for i in held[node] if i[1] % every == 0],
+                newest=held[node][-1],
+                floor=(0, 0),
+                others=heard[node] or [Ready(ranks=(99,), world_size=count)],
+                spacing=every,
+            )
+            if asks:
+                said[node] = Ready(ranks=(node,), world_size=count, pinned=pins[node], at_least=searches[node].target)
+        if len(said) == count and choose_intent(said.values()) is not None and len(set(pins)) == 1:
+            return
+    raise AssertionError(f"no agreement in 3000 steps: {pins}, {searches}")
