@@ -8,6 +8,7 @@ and layouts, and lose nodes. Only shared memory itself is replaced by lists of h
 from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 from typing import Any
 
 from hypothesis import HealthCheck, settings
@@ -15,9 +16,10 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from flashckpt.control import Published
-from flashckpt.gc import is_retirable
+from flashckpt.daemon.retire import superseded
 from flashckpt.job import GenerationRecord
 from flashckpt.lineage import SlotRecord, common, is_abandoned, newest
+from flashckpt.node_view import Held, View
 from flashckpt.slot import SlotHeader, SlotState, choose_slot
 from flashckpt.watermark import Known, known_of
 
@@ -189,15 +191,21 @@ class M1(RuleBasedStateMachine):
         if held:
             self.storage.add(held[which % len(held)])
 
-    @rule(pick=st.integers(0, 2))
-    def retire(self, pick: int) -> None:
-        """The daemon of a node unlinks segments that no live rank uses and that something newer supersedes."""
-        rank = self.ranks[pick % len(self.ranks)]
-        current = {(r.rank, r.memory.layout) for r in self.ranks}
-        for key, memory in list(self.memories.items()):
-            newest_common = rank.known.common[0] if rank.known.common else None
-            if key not in current and is_retirable(memory.complete, newest_common=newest_common):
-                del self.memories[key]
+    @rule(with_storage=st.booleans())
+    def retire(self, with_storage: bool) -> None:
+        """The daemon unlinks segments that no live rank uses and that something newer supersedes."""
+        held = [
+            Held(path=Path(f"{rank}-{layout}"), slot=slot, rank=rank, header=header)
+            for (rank, layout), memory in self.memories.items()
+            for slot, header in enumerate(memory.headers)
+            if header.sequence
+        ]
+        committed = max(self.storage, default=None) if with_storage else None
+        used = {f"{r.rank}-{r.memory.layout}" for r in self.ranks}
+        for one in superseded(View(slots=held, lineage=self.lives), self.lives[-1], committed):
+            if one.path.name not in used:
+                rank, layout = one.path.name.split("-")
+                del self.memories[int(rank), int(layout)]
 
     # -- crashes ---------------------------------------------------------------------------------------
 
