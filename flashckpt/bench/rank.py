@@ -20,6 +20,7 @@ from flashckpt.bench.measure import cpu_seconds, median
 from flashckpt.bench.timed_store import timed
 from flashckpt.bench.worker import Command, serve
 from flashckpt.checkpoints import read_manifest
+from flashckpt.digest import digest
 from flashckpt.errors import DamagedError
 from flashckpt.layout import Shard
 from flashckpt.placement import Box
@@ -47,7 +48,7 @@ class Rank:
         torch.set_num_threads(1)
         self.config, self.rank = config, int(config["rank"])
         self.shards = sorted(shards_of(config["table"], self.rank), key=lambda s: (s.fqn, s.offsets))
-        self.tensors = [_tensor(shard, 1000 * self.rank + i) for i, shard in enumerate(self.shards)]
+        self.tensors = [_tensor(shard) for shard in self.shards]
         self.plan = Plan(_structure(self.shards, self.tensors))
         self.segment: Segment | None = None
         self.stager = Stager(lambda _: None, lambda _, __: None)
@@ -222,10 +223,10 @@ def _bytes(tensor: torch.Tensor) -> Any:
     return tensor.view(torch.uint8).flatten().numpy()
 
 
-def _tensor(shard: Shard, seed: int) -> torch.Tensor:
-    """Return a tensor of the shard's local box with realistic bits; 0-d shapes do not occur."""
+def _tensor(shard: Shard) -> torch.Tensor:
+    """Return a tensor of the shard's local box with realistic bits, the same on every rank that holds that box."""
     tensor = torch.empty(shard.lengths, dtype=getattr(torch, shard.dtype))
-    fill_data(memoryview(_bytes(tensor)), shard.dtype, seed)
+    fill_data(memoryview(_bytes(tensor)), shard.dtype, digest(f"{shard.fqn}{shard.offsets}".encode()))
     return tensor
 
 
