@@ -1,0 +1,74 @@
+"""The training script of benchmarks/restart.py: one and the same under torchrun and dlrun.
+
+Every rank owns its own share of the state and reduces one number per step over gloo. It writes one
+JSON line per phase, so that the restart can be cut into phases from outside.
+"""
+
+import time
+
+ENTERED = time.time()
+
+import json  # noqa: E402 -- the time of the first line is the measurement
+import os  # noqa: E402
+import sys  # noqa: E402
+from pathlib import Path  # noqa: E402
+
+import torch  # noqa: E402
+import torch.distributed as dist  # noqa: E402
+
+IMPORTED = time.time()
+
+
+def save(path: str, state: dict) -> None:
+    torch.save(state, f"{path}.part")
+    Path(f"{path}.part").replace(path)
+
+
+def main() -> None:
+    folder, engine, state_bytes = sys.argv[1], sys.argv[2], int(sys.argv[3])
+    marks = {"entered": ENTERED, "imported": IMPORTED}
+    dist.init_process_group("gloo")
+    rank = dist.get_rank()
+    marks["initialised"] = time.time()
+    width = max(16, state_bytes // 3 // 4 // 256)  # parameter, and AdamW's two moments, float32
+    model = torch.nn.Linear(256, width, bias=False)
+    optimizer = torch.optim.AdamW(model.parameters(), foreach=True)
+    marks["built"] = time.time()
+    first, path = 0, f"{os.environ['BENCH_SHM']}/state{rank}"
+    ckpt = None
+    if engine == "flashckpt":
+        from flashckpt import Checkpointer
+
+        ckpt = Checkpointer(f"{folder}/root", snapshot_every=5, persist_every=10**9)
+        ckpt.track(model=model, optimizer=optimizer)
+        report = ckpt.restore()
+        first = report.step if report else 0
+    elif Path(path).exists():
+        state = torch.load(path)
+        model.load_state_dict(state["model"])
+        optimizer.load_state_dict(state["optimizer"])
+        first = state["step"]
+    marks["restored"] = time.time()
+    step = first
+    while not Path(f"{folder}/finish{step}").exists():
+        step += 1
+        optimizer.zero_grad()
+        model(torch.ones(1, 256)).sum().backward()
+        dist.all_reduce(torch.ones(1))
+        optimizer.step()
+        if ckpt is not None:
+            ckpt.step(step)
+        elif step % 5 == 0:
+            save(path, {"model": model.state_dict(), "optimizer": optimizer.state_dict(), "step": step})
+        if step == first + 1:
+            marks["stepped"] = time.time()
+            line = json.dumps({"rank": rank, "pid": os.getpid(), "first": first, **marks})
+            with Path(f"{folder}/marks").open("a") as file:
+                file.write(line + "\n")
+        if step == first + 12:
+            Path(f"{folder}/ready-{os.getpid()}").touch()
+        time.sleep(0.02)
+
+
+if __name__ == "__main__":
+    main()
