@@ -101,7 +101,7 @@ def test_rank_killed_and_memory_gone_restart_from_storage_same_trace(text, untra
     job = Job(*text, *SMALL)
     job.kill("lost", 1)
     root = job.folder / "lost" / "root"
-    wait_for(lambda: list(root.glob("step-000000004.*/MANIFEST")), what="the checkpoint of step 4")
+    wait_for(lambda: list(root.glob("*/MANIFEST")), what="a checkpoint on storage")
     directory = JobDirectory.open("test-lost", create=False)
     wait_for(lambda: not directory.anyone_alive(), what="the ranks to be gone")
     from flashckpt.trainer.demo_run import stop_daemon

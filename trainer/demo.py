@@ -246,10 +246,10 @@ def read_plan(words: Sequence[str]) -> Plan:
     parser.add_argument("--config", type=Path, default=DEFAULT_CONFIG, help="the run, on 8 ranks")
     parser.add_argument("--steps", type=int, default=40, help="steps of the run [%(default)s]")
     parser.add_argument(
-        "--kill-after", type=int, default=23, help="SIGKILL in the middle of the step after [%(default)s]"
+        "--kill-after", type=int, default=28, help="SIGKILL in the middle of the step after [%(default)s]"
     )
     parser.add_argument("--kill-rank", type=int, default=5, help="which rank [%(default)s]")
-    parser.add_argument("--lose-after", type=int, default=32, help="lose the machine after this step [%(default)s]")
+    parser.add_argument("--lose-after", type=int, default=34, help="lose the machine after this step [%(default)s]")
     args = parser.parse_args(words)
     config: RunConfig = read_config(args.config)
     least = config.checkpoint.snapshot_every
