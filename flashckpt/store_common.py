@@ -28,10 +28,10 @@ def require_restartable(parts: Iterable[memoryview]) -> Iterable[memoryview]:
     return parts
 
 
-def publish_unconditional(store: Store, key: str, data: bytes, *, settle_s: float = SETTLE_S) -> bool:
+def publish_unconditional(store: Store, key: str, data: bytes) -> bool:
     """Publish `data` under `key` where the store ignores conditions; return whether ours is what stayed.
 
-    Look, write, wait, read back: of two writers within `settle_s` seconds the last one wins and the
+    Look, write, wait, read back: of two writers within SETTLE_S seconds the last one wins and the
     first learns it. Two writers further apart than that cannot collide, because the second one sees
     the object. A writer that stalls for longer between look and write can still replace an object:
     MANIFESTs of one (generation, step) are equal byte for byte, so that harms nothing, and
@@ -40,7 +40,7 @@ def publish_unconditional(store: Store, key: str, data: bytes, *, settle_s: floa
     if store.head(key) is not None:
         return False
     store.put(key, data)
-    time.sleep(settle_s)
+    time.sleep(SETTLE_S)
     return store.get(key) == data
 
 

@@ -20,7 +20,7 @@ from typing import NoReturn
 from flashckpt.errors import DamagedError, ObjectMissingError, RootError, StoreError
 from flashckpt.faults import crash_point
 from flashckpt.store import SWEEP_AGE_S, Names, ObjectInfo, Objects, check_key
-from flashckpt.store_common import publish_unconditional, require_restartable
+from flashckpt.store_common import publish_unconditional, require_restartable, warn_unconditional
 from flashckpt.store_direct import read_direct, write_durable
 
 _TEMPORARY = ".tmp"
@@ -41,6 +41,8 @@ class PosixStore:
         """Whether hard links work here, so that exactly one of several committers wins."""
         if self._can_link is None:
             self._can_link = self._probe_link()
+            if not self._can_link:
+                warn_unconditional(self.url)
         return self._can_link
 
     def check(self, *, write: bool = True) -> None:

@@ -131,7 +131,7 @@ class S3Store:
                 ]
             return found
 
-        return sorted(self._run(prefix, pages), key=lambda info: str(info.key))
+        return sorted(self._run(prefix, pages, is_paged=True), key=lambda info: str(info.key))
 
     def folders(self, prefix: str = "") -> Names:
         """Return the common prefixes directly under `prefix`."""
@@ -144,7 +144,7 @@ class S3Store:
                 found += [entry["Prefix"][len(start) :].strip("/") for entry in page.get("CommonPrefixes", ())]
             return found
 
-        return sorted(self._run(prefix, pages))
+        return sorted(self._run(prefix, pages, is_paged=True))
 
     def head(self, key: str) -> ObjectInfo | None:
         """Return size and time of an object."""
@@ -181,7 +181,7 @@ class S3Store:
                         swept.append(f"{upload['Key']} (upload {upload['UploadId']})")
             return swept
 
-        swept: Names = self._run("", abort)
+        swept: Names = self._run("", abort, is_paged=True)
         return swept
 
     def close(self) -> None:
@@ -298,9 +298,9 @@ class S3Store:
     def _info(self, key: str, nbytes: int, modified: Any) -> ObjectInfo:
         return ObjectInfo(key=key[len(self._key("")) :], nbytes=nbytes, mtime=modified.timestamp())
 
-    def _run(self, key: str, ask: Callable[[Any], Awaitable[Any]]) -> Any:
-        """Run one small request with retries."""
-        return self._call(key, lambda s3: self._retry(key, lambda: ask(s3)))
+    def _run(self, key: str, ask: Callable[[Any], Awaitable[Any]], *, is_paged: bool = False) -> Any:
+        """Run one small request, or one paged listing, with retries."""
+        return self._call(key, lambda s3: self._retry(key, lambda: ask(s3), is_paged=is_paged))
 
     def _call(self, key: str, work: Callable[[Any], Awaitable[Any]]) -> Any:
         """Run `work(client)` on the event loop of s3fs and translate its errors."""
@@ -345,10 +345,12 @@ class S3Store:
             self._pid = os.getpid()
         return self._fs
 
-    async def _retry(self, key: str, ask: Callable[[], Awaitable[Any]]) -> Any:
+    async def _retry(self, key: str, ask: Callable[[], Awaitable[Any]], *, is_paged: bool = False) -> Any:
+        limit_s = None if is_paged else 2 * self._timeout_s  # pages are GETs, each under read_timeout
         for attempt in range(self._retries):
             try:
-                return await ask()
+                # aiohttp waits for "100 Continue" without a limit: a server that stalls there would hold us for ever
+                return await asyncio.wait_for(_as_coroutine(ask), limit_s)
             except FlashckptError:
                 raise
             except Exception as error:
@@ -425,6 +427,10 @@ def _drain(head: list[bytes], rest: Iterator[bytes]) -> Iterator[bytes]:
     while head:
         yield head.pop(0)
     yield from rest
+
+
+async def _as_coroutine(ask: Callable[[], Awaitable[Any]]) -> Any:
+    return await ask()
 
 
 def _response(error: BaseException) -> dict[str, Any]:

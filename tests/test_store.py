@@ -11,17 +11,18 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from support.s3 import Server, moto_server
+from support.s3 import Server, s3_server
 
 from flashckpt.errors import DamagedError, ObjectMissingError
 from flashckpt.store import PART_BYTES, Store, open_store
 
-BACKENDS = ("posix", "memory", "s3fs", "obstore")
+S3_BACKENDS = ("s3fs", "obstore")
+BACKENDS = S3_BACKENDS if "S3_TEST_ENDPOINT" in os.environ else ("posix", "memory", *S3_BACKENDS)
 
 
 @pytest.fixture(scope="module")
 def server() -> Iterator[Server]:
-    with moto_server() as started:
+    with s3_server() as started:
         yield started
 
 

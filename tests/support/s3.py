@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import secrets
 import socket
 import subprocess
@@ -25,6 +26,7 @@ class Server:
     key: str = "test"
     secret: str = "testtest"
     bucket: str = field(default_factory=lambda: f"flashckpt-{secrets.token_hex(4)}")
+    is_real: bool = False
     process: subprocess.Popen[bytes] | None = None
 
     def options(self, **changed: Any) -> dict[str, Any]:
@@ -62,6 +64,19 @@ def free_port() -> int:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         return int(probe.getsockname()[1])
+
+
+@contextlib.contextmanager
+def s3_server() -> Iterator[Server]:
+    """Give the server named by S3_TEST_ENDPOINT (`make test-s3`: a real one), else moto's, with a new bucket."""
+    endpoint = os.environ.get("S3_TEST_ENDPOINT")
+    if endpoint is None:
+        with moto_server() as server:
+            yield server
+        return
+    server = Server(endpoint=endpoint, is_real=True)
+    server.make_bucket()
+    yield server
 
 
 @contextlib.contextmanager
