@@ -65,7 +65,8 @@ def test_nothing_pickles(folder):
             assert not under(names, banned), f"{path.name} imports {banned}"
         calls = {ast.unparse(node.func) for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, ast.Call)}
         banned_calls = {"torch.load", "torch.save"} if "bench" not in path.parts else {"torch.load"}
-        objects = {call for call in calls if call.endswith(("_object", "_object_list"))}
+        ends = ("_object", "_object_list")  # of the collectives; put_object is a store's
+        objects = {call for call in calls if call.endswith(ends) and not call.endswith(".put_object")}
         assert not (calls & banned_calls), f"{path.name} calls {calls & banned_calls}"
         assert not objects, f"{path.name} calls {objects}, which pickles"
 
