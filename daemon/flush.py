@@ -43,12 +43,16 @@ class Flush:
         pins: Leases on the slots of this node's writers, by rank; may lack ranks whose index is already there.
         store: The root.
         options: Passed to `persist_slot`.
+
+    Attributes:
+        has_waited: Whether the other writers were not done when this node was.
     """
 
     def __init__(self, intent: Intent, pins: dict[int, Pin], store: Store, options: PersistOptions) -> None:
         self.intent, self.pins = intent, pins
         self.prefix = intent.prefix
         self.started_s = time.monotonic()
+        self.has_waited = False
         self._options = options
         self._todo = sorted(pins)
         self._futures: dict[int, Future[object]] = {}
@@ -93,6 +97,7 @@ class Flush:
             if abandoned_reason(self._store, *self.intent.identity) is not None:
                 return Outcome.GIVEN_UP
             if self.waited_s < place * TAKEOVER_S or missing_writers(self._store, prefix, writers):
+                self.has_waited = True
                 return Outcome.WAITING
         try:
             commit(self._store, prefix, writers)  # one that is there already is verified

@@ -36,6 +36,8 @@ from flashckpt.segment import Pin
 from flashckpt.store import Store, open_store
 
 SWEEP_EVERY_S = 1800.0
+ROOT_LOOK_S = 0.5
+"""Seconds between two looks at the root while this node waits for others: events come with every snapshot."""
 INTENT_PATIENCE_S = 600.0
 """Seconds that the leader waits for the writers of other nodes before it gives an intent up."""
 _log = logging.getLogger(__name__)
@@ -68,6 +70,8 @@ class Persisting:
         self._seen: set[Identity] = set()
         self._said: Ready | None = None
         self._swept_s = 0.0
+        self._looked_s = float("-inf")
+        self._heard: list[Ready] = []
 
     # -- one turn ---------------------------------------------------------------------------------------
 
@@ -97,17 +101,19 @@ class Persisting:
     def hold(self, view: View, *, urgent: bool = False) -> None:
         """Keep the candidate pinned without touching the root (also while the root cannot be reached)."""
         flagged = [identity for identity in view.flagged() if identity > self._floor]
+        whole = [identity for identity in (view.complete() if urgent else flagged) if view.is_whole(identity[0])]
         self._seen.update(flagged)
         if self.flush is not None or self._others(view):
             return
-        best = max(view.complete() if urgent else flagged, default=None)
+        best = max(whole, default=None)
         if best is not None and best > self._floor and best != self._candidate:
             self._pin(view, best)
 
     def is_idle(self, view: View, *, urgent: bool) -> bool:
         """Return whether nothing is left to persist that this node holds."""
         wanted = view.complete() if urgent else view.flagged()
-        return self.flush is None and not any(identity > self._floor for identity in wanted)
+        possible = [identity for identity in wanted if self.config.node_count > 1 or view.is_whole(identity[0])]
+        return self.flush is None and not any(identity > self._floor for identity in possible)
 
     @property
     def floor(self) -> Identity:
@@ -146,13 +152,16 @@ class Persisting:
 
     def _others(self, view: View) -> bool:
         """Whether the newest generation here has ranks on other nodes."""
+        if self.config.node_count <= 1:
+            return False
         newest = max((held.header.generation for held in view.slots), default=0)
         return not view.is_whole(newest)
 
     def _decide(self, store: Store, view: View, record: GenerationRecord, *, urgent: bool) -> None:
         """Adopt the open intent, or open one if this node may and the nodes agree."""
         alone = not self._others(view)
-        if not (alone and self._asked) and self._adopt(store, view, record):
+        look = not self._asked or (not alone and self._may_look())
+        if look and self._adopt(store, view, record):
             return
         self._asked = True  # a node that has all ranks is the only one that opens intents from here on
         if alone:
@@ -160,20 +169,30 @@ class Persisting:
                 self._open(store, self._candidate, tuple(range(view.world_size(self._candidate[0]))), record)
                 self._adopt_own(store, view)
             return
-        self._agree(store, view, record, urgent=urgent)
+        if view.slots:
+            self._agree(store, view, record, urgent=urgent, look=look)
 
-    def _agree(self, store: Store, view: View, record: GenerationRecord, *, urgent: bool) -> None:
+    def _may_look(self) -> bool:
+        """Whether the root may be asked again; asking it with every event would be many requests for nothing."""
+        now = time.monotonic()
+        if now - self._looked_s < ROOT_LOOK_S:
+            return False
+        self._looked_s = now
+        return True
+
+    def _agree(self, store: Store, view: View, record: GenerationRecord, *, urgent: bool, look: bool) -> None:
+        """Pin what the nodes converge on, say so, and open the intent once they agree and this node leads."""
         generation = max(held.header.generation for held in view.slots)
         ranks = view.ranks(generation)
-        readies = {min(ready.ranks): ready for ready in read_readies(store, generation)}
-        readies.pop(min(ranks), None)
+        if look:
+            self._heard = [ready for ready in read_readies(store, generation) if min(ready.ranks) != min(ranks)]
         flagged, complete = view.flagged(), view.complete()
         self._search, wanted = next_candidate(
             self._search,
             flagged=flagged,
             newest=max(complete, default=(0, -1)),
             floor=self._floor,
-            others=[ready for ready in readies.values() if ready.world_size == view.world_size(generation)],
+            others=self._heard or [Ready(ranks=ranks, world_size=0)],
             spacing=_spacing(flagged),
         )
         if wanted != self._candidate:
@@ -188,11 +207,11 @@ class Persisting:
             complete=tuple(complete),
             urgent=urgent,
         )
-        if mine != self._said:
+        if look and mine != self._said:
             publish_ready(store, generation, mine)
             self._said = mine
-        nodes = [mine, *readies.values()]
-        chosen = choose_intent(nodes, self._floor)
+        nodes = [mine, *self._heard]
+        chosen = choose_intent(nodes, self._floor) if look else None
         if chosen is not None and min(ranks) == min(min(ready.ranks) for ready in nodes):
             self._open(store, chosen[0], tuple(range(mine.world_size)), record)
             self._adopt(store, view, record)
@@ -254,7 +273,7 @@ class Persisting:
         flush = self.flush
         assert flush is not None
         try:
-            if not flush.write():
+            if not flush.write() or (flush.has_waited and not self._may_look()):
                 return
             check_fence(store, _claim(record))
             place = self._place(flush.intent, view)

@@ -15,7 +15,7 @@ from support.daemons import assert_bitwise, daemon_of, identities
 from support.memory_tier import FakeJob
 from support.ranks import wait_for
 
-from flashckpt.daemon import flush
+from flashckpt.daemon import flush, persisting
 from flashckpt.daemon.intents import Identity, Ready, Search, choose_intent, next_candidate
 from flashckpt.daemon.service import Daemon
 from flashckpt.faults import CRASH_POINTS
@@ -30,6 +30,7 @@ NODES = 3
 def nodes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[list[FakeJob]]:
     """One job on three nodes of two ranks each: three memory tiers, one root."""
     monkeypatch.setattr(flush, "TAKEOVER_S", 0.0)
+    monkeypatch.setattr(persisting, "ROOT_LOOK_S", 0.0)
     made = []
     for node in range(NODES):
         memory = tmp_path / f"node{node}"
