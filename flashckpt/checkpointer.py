@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from typing_extensions import Self
 
-from flashckpt import exchange, memory
+from flashckpt import exchange, memory, replicas
 from flashckpt.errors import ConfigError, FlashckptError, PersistError
 from flashckpt.identity import job_id, root_digest, root_url
 from flashckpt.job import JobConfig, JobDirectory
@@ -191,9 +191,14 @@ class Checkpointer:
             rank=tracked.world.rank,
             pin_host=torch.cuda.is_available() and torch.cuda.is_initialized(),  # type: ignore[no-untyped-call]  # torch leaves it without types
         )
-        inventories = self._open_memory(course, rank_memory)
-        outcome = course.run(inventories)
-        self._begin(directory, rank_memory, outcome, initialised_ns)
+        try:
+            outcome = course.run(self._open_memory(course, rank_memory))
+            if outcome.report is None:
+                replicas.verify(tracked.structure(tracked.capture()))
+            self._begin(directory, rank_memory, outcome, initialised_ns)
+        except BaseException:
+            rank_memory.release()  # restore() may be called again, with other wishes
+            raise
         report = outcome.report
         if report is not None:
             _log.info("%s", report)

@@ -1,0 +1,420 @@
+"""The engine on one rank: the fence, every kind of tensor, changes of structure, what a user meets."""
+
+from __future__ import annotations
+
+import copy
+import logging
+import threading
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from support.engine import agent_dir, digest, net, segments, train
+from torch import nn
+
+from flashckpt import Checkpointer, staging
+from flashckpt.errors import ConfigError, FenceError, NoCheckpointError, ShardGapError, UnsupportedStateError
+
+
+@pytest.fixture(autouse=True)
+def _agent(monkeypatch: pytest.MonkeyPatch, shm_dir: Path) -> None:
+    monkeypatch.setenv("FLASHCKPT_AGENT_DIR", "")  # restored after the test
+    agent_dir()
+
+
+def crash(ckpt: Checkpointer) -> None:
+    """End this rank's life without a clean end: what is in memory stays."""
+    life = ckpt._life
+    assert life is not None
+    life.close()
+
+
+@pytest.fixture
+def gate(monkeypatch: pytest.MonkeyPatch) -> threading.Event:
+    """Holds the copy thread back at its first tensor while it is cleared."""
+    opened_gate = threading.Event()
+    opened_gate.set()
+    real = staging.copy_and_hash
+
+    def held(*args: Any) -> None:
+        assert opened_gate.wait(30)
+        real(*args)
+
+    monkeypatch.setattr(staging, "copy_and_hash", held)
+    return opened_gate
+
+
+class Holder:
+    """Any object with state."""
+
+    def __init__(self, **state: Any) -> None:
+        self.state = state
+
+    def state_dict(self) -> dict[str, Any]:
+        return self.state
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.state = state
+
+
+def opened(root: Path, **things: Any) -> Checkpointer:
+    ckpt = Checkpointer(str(root), snapshot_every=1, job="t")
+    ckpt.track(**things)
+    ckpt.restore()
+    return ckpt
+
+
+def test_a_tracked_run_has_the_trace_of_an_untracked_one_from_the_first_step(tmp_path: Path) -> None:
+    assert train(0, "plain", str(tmp_path), 6)["digests"] == train(0, "plain", None, 6)["digests"]
+
+
+def test_a_run_that_died_goes_on_bit_for_bit_from_memory(tmp_path: Path) -> None:
+    whole = train(0, "plain", None, 8)
+    train(0, "plain", str(tmp_path), 5)
+    resumed = train(0, "plain", str(tmp_path), 8)
+    assert resumed["first"] == 5
+    assert resumed["restored"] == whole["digests"]["5"]
+    assert resumed["losses"] == {s: whole["losses"][s] for s in ("6", "7", "8")}
+    assert set(resumed["tiers"]) == {"memory"}
+
+
+EVERY_DTYPE = [
+    torch.bool, torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64, torch.float16, torch.bfloat16,
+    torch.float32, torch.float64, torch.complex64, torch.complex128, torch.float8_e4m3fn, torch.float8_e5m2,
+    torch.uint16, torch.uint32, torch.uint64,
+]  # fmt: skip
+
+
+def test_every_kind_of_tensor_comes_back_bit_for_bit(tmp_path: Path) -> None:
+    def make(seed: int) -> nn.Module:
+        generator = torch.Generator().manual_seed(seed)
+        model = nn.Module()
+        for dtype in EVERY_DTYPE:
+            raw = torch.randint(0, 2, (48,), generator=generator, dtype=torch.uint8)
+            name = "of_" + str(dtype).removeprefix("torch.")
+            model.register_buffer(name, raw.bool() if dtype is torch.bool else raw.view(dtype))
+        base = torch.randn(40, 30, generator=generator)
+        model.register_buffer("transposed", base.t())
+        model.register_buffer("strided", base[::2, ::3])
+        model.register_buffer("overlap_a", base[:30])
+        model.register_buffer("overlap_b", base[10:])
+        model.register_buffer("conj", torch.view_as_complex(torch.randn(5, 2, generator=generator)).conj())
+        model.register_buffer("scalar", torch.randn((), generator=generator))
+        model.register_buffer("nothing", torch.empty(0, 7))
+        model.register_buffer("large", torch.randn(700, 500, generator=generator))
+        model.register_buffer("nan", torch.tensor([float("nan"), -0.0, float("inf")]) * (seed + 1))
+        return model
+
+    model = make(1)
+    ckpt = opened(tmp_path, model=model)
+    ckpt.step(1)
+    crash(ckpt)
+    other = make(2)
+    crash(opened(tmp_path, model=other))
+    for (name, a), (_, b) in zip(model.named_buffers(), other.named_buffers(), strict=True):
+        assert (a.dtype, a.shape) == (b.dtype, b.shape), name
+        x, y = (t.resolve_conj().contiguous().reshape(-1).view(torch.uint8) for t in (a, b))
+        assert torch.equal(x, y), name
+
+
+def test_a_change_of_parameters_while_they_are_copied_discards_the_snapshot_and_names_the_tensor(
+    tmp_path: Path, gate: threading.Event
+) -> None:
+    model = nn.Linear(20, 20)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    failures: list[Exception] = []
+    ckpt = opened(tmp_path, model=model, optimizer=optimizer)
+    ckpt.on_failure = failures.append
+    ckpt.step(1)
+    ckpt.fence()
+    kept = digest(model, optimizer)
+    gate.clear()
+    ckpt.step(2)
+    with torch.no_grad():
+        model.weight.mul_(2)  # what a foreign optimizer, or clipping of parameters, does
+    gate.set()
+    ckpt.step(3)
+    ckpt.fence()
+    crash(ckpt)
+    assert isinstance(failures[0], FenceError)
+    assert "model.weight" in str(failures[0])
+    assert "step 2" in str(failures[0])
+    kept_3 = digest(model, optimizer)
+    assert kept_3 != kept
+    fresh = nn.Linear(20, 20)
+    other = torch.optim.SGD(fresh.parameters(), lr=0.1)
+    crash(opened(tmp_path, model=fresh, optimizer=other))
+    assert digest(fresh, other) == kept_3, "step 3 is intact, and step 2 never existed"
+
+
+def test_an_average_of_weights_that_is_updated_right_after_the_step_is_in_the_snapshot_as_it_was(
+    tmp_path: Path,
+) -> None:
+    model = nn.Linear(300, 300)
+    average = copy.deepcopy(model)
+    optimizer = torch.optim.AdamW(model.parameters())
+    ckpt = opened(tmp_path, model=model, optimizer=optimizer, ema=average)
+    ckpt.step(1)
+    before = digest(average, optimizer)
+    with torch.no_grad():
+        average.weight.lerp_(torch.ones(300, 300), 0.5)
+    crash(ckpt)
+    again = copy.deepcopy(model)
+    crash(opened(tmp_path, model=model, optimizer=optimizer, ema=again))
+    assert digest(again, optimizer) == before
+
+
+def test_a_fenced_average_that_is_updated_too_early_is_refused(tmp_path: Path, gate: threading.Event) -> None:
+    average = nn.Linear(20, 20)
+    failures: list[Exception] = []
+    ckpt = Checkpointer(str(tmp_path), snapshot_every=1, job="t")
+    ckpt.track(ema=average, fenced=["ema"])
+    ckpt.restore()
+    ckpt.on_failure = failures.append
+    gate.clear()
+    ckpt.step(1)
+    with torch.no_grad():
+        average.weight.add_(1)
+    gate.set()
+    crash(ckpt)
+    assert "ema.weight" in str(failures[0])
+
+
+@pytest.mark.parametrize("options", [{"fused": True}, {"foreach": True}, {"foreach": False}])
+def test_an_optimizer_that_is_not_tracked_and_steps_too_early_is_caught(
+    tmp_path: Path, options: dict[str, Any], gate: threading.Event
+) -> None:
+    model = nn.Linear(15, 15)
+    tracked = torch.optim.AdamW(model.parameters(), **options)
+    model(torch.randn(2, 15)).sum().backward()
+    tracked.step()
+    failures: list[Exception] = []
+    ckpt = opened(tmp_path, model=model, optimizer=tracked)
+    ckpt.on_failure = failures.append
+    for hook in ckpt._hooks:
+        hook.remove()
+    ckpt._hooks.clear()
+    gate.clear()
+    ckpt.step(1)
+    tracked.step()
+    gate.set()
+    crash(ckpt)
+    assert isinstance(failures[0], FenceError)
+
+
+def test_several_optimizers_are_fenced_by_the_first_that_steps(tmp_path: Path) -> None:
+    model = nn.Sequential(nn.Linear(900, 900), nn.Linear(900, 900))
+    first, second = (torch.optim.SGD(part.parameters(), lr=0.1, momentum=0.9) for part in model)
+    failures: list[Exception] = []
+    ckpt = opened(tmp_path, model=model, optimizer=[first, second])
+    ckpt.on_failure = failures.append
+    for step in range(1, 6):
+        model(torch.randn(1, 900)).sum().backward()
+        second.step()
+        first.step()
+        ckpt.step(step)
+    assert ckpt.stats["snapshots"] >= 4
+    crash(ckpt)
+    assert not failures
+
+
+def test_optimizers_inside_the_backward_are_fenced_by_the_first_hook(tmp_path: Path) -> None:
+    model = nn.Sequential(*[nn.Linear(700, 700, bias=False) for _ in range(4)])
+    optimizers = {p: torch.optim.SGD([p], lr=0.01) for p in model.parameters()}
+
+    def hook(parameter: Any) -> None:
+        optimizers[parameter].step()
+        optimizers[parameter].zero_grad()
+
+    for parameter in model.parameters():
+        parameter.register_post_accumulate_grad_hook(hook)  # type: ignore[no-untyped-call]  # torch leaves it without types
+    failures: list[Exception] = []
+    ckpt = opened(tmp_path, model=model, optimizer=list(optimizers.values()))
+    ckpt.on_failure = failures.append
+    for step in range(1, 6):
+        model(torch.randn(1, 700)).sum().backward()
+        ckpt.step(step)
+    crash(ckpt)
+    assert not failures
+
+
+def test_a_step_skipped_by_the_loss_scaler_leaves_a_snapshot_as_good_as_any(tmp_path: Path) -> None:
+    model = nn.Linear(20, 20)
+    optimizer = torch.optim.AdamW(model.parameters())
+    scaler = torch.amp.GradScaler("cpu", init_scale=4.0)
+    ckpt = opened(tmp_path, model=model, optimizer=optimizer, scaler=scaler)
+    for step, factor in enumerate((1.0, float("inf"), 1.0), start=1):
+        optimizer.zero_grad()
+        scaler.scale(model(torch.ones(1, 20)).sum() * factor).backward()
+        scaler.step(optimizer)
+        scaler.update()
+        ckpt.step(step)
+    crash(ckpt)
+    kept, scale = digest(model, optimizer), scaler.get_scale()
+    other = nn.Linear(20, 20)
+    fresh, again = torch.optim.AdamW(other.parameters()), torch.amp.GradScaler("cpu", init_scale=4.0)
+    crash(opened(tmp_path, model=other, optimizer=fresh, scaler=again))
+    assert digest(other, fresh) == kept
+    assert again.get_scale() == scale == 2.0
+
+
+def test_state_that_appears_and_parameters_that_are_added_or_frozen_are_in_the_next_snapshot(tmp_path: Path) -> None:
+    model = nn.Sequential(nn.Linear(50, 50), nn.Linear(50, 50))
+    model[1].requires_grad_(requires_grad=False)
+    optimizer = torch.optim.AdamW(model.parameters())
+
+    def one(step: int, ckpt: Checkpointer) -> None:
+        model(torch.randn(2, 50)).sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        ckpt.step(step)
+
+    ckpt = opened(tmp_path, model=model, optimizer=optimizer)
+    one(1, ckpt)
+    model[1].requires_grad_(requires_grad=True)
+    one(2, ckpt)
+    model.append(nn.Linear(50, 3000))
+    optimizer.add_param_group({"params": list(model[2].parameters()), "lr": 0.5})
+    one(3, ckpt)
+    crash(ckpt)
+    kept = digest(model, optimizer)
+    other = nn.Sequential(nn.Linear(50, 50), nn.Linear(50, 50), nn.Linear(50, 3000))
+    groups: Any = [{"params": [*other[0].parameters(), *other[1].parameters()]}, {"params": other[2].parameters()}]
+    fresh = torch.optim.AdamW(groups)
+    again = opened(tmp_path, model=other, optimizer=fresh)
+    crash(again)
+    assert digest(other, fresh) == kept
+    assert fresh.param_groups[1]["lr"] == 0.5
+
+
+def test_objects_with_state_come_back_with_tensors_and_values(tmp_path: Path) -> None:
+    thing = Holder(
+        count=3, window=[1.5, float("nan")], mean=torch.randn(5), nested={"a": (1, "x"), 7: torch.ones(2, 2)}
+    )
+    scheduled = torch.optim.SGD(nn.Linear(1, 1).parameters(), lr=1.0)
+    schedule = torch.optim.lr_scheduler.CosineAnnealingLR(scheduled, 10)
+    for _ in range(3):
+        scheduled.step()
+        schedule.step()
+    ckpt = opened(tmp_path, thing=thing, schedule=schedule)
+    ckpt.step(1)
+    mean = thing.state["mean"].clone()
+    thing.state["mean"].zero_()
+    crash(ckpt)
+    other = Holder(count=0, window=[], mean=torch.zeros(5), nested={"a": (0, ""), 7: torch.zeros(2, 2)})
+    fresh = torch.optim.lr_scheduler.CosineAnnealingLR(torch.optim.SGD(nn.Linear(1, 1).parameters(), lr=1.0), 10)
+    crash(opened(tmp_path, thing=other, schedule=fresh))
+    assert torch.equal(other.state["mean"], mean), "copied before step() returned"
+    assert other.state["nested"]["a"] == (1, "x")
+    assert torch.equal(other.state["nested"][7], torch.ones(2, 2))
+    assert fresh.state_dict() == schedule.state_dict()
+
+
+def test_a_tied_model_restores_into_an_untied_one(tmp_path: Path) -> None:
+    def make(*, tied: bool) -> nn.Sequential:
+        model = nn.Sequential(nn.Linear(6, 6, bias=False), nn.Linear(6, 6, bias=False))
+        if tied:
+            model[1].weight = model[0].weight
+        return model
+
+    model = make(tied=True)
+    ckpt = opened(tmp_path, model=model)
+    ckpt.step(1)
+    crash(ckpt)
+    other = make(tied=False)
+    crash(opened(tmp_path, model=other))
+    assert all(torch.equal(p, next(model.parameters())) for p in other.parameters())
+
+
+def test_a_name_that_no_snapshot_has_is_an_error_unless_it_is_allowed(tmp_path: Path) -> None:
+    ckpt = opened(tmp_path, model=nn.Sequential(nn.Linear(3, 3)))
+    ckpt.step(1)
+    crash(ckpt)
+    larger = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3))
+    with pytest.raises(ShardGapError, match=r"model\.1\.bias"):
+        opened(tmp_path, model=larger)
+    lenient = Checkpointer(str(tmp_path), snapshot_every=1, job="t")
+    lenient.track(model=larger)
+    report = lenient.restore(strict=False)
+    crash(lenient)
+    assert report is not None
+    assert report.missing == ("model.1.bias", "model.1.weight")
+
+
+def test_an_abandoned_step_is_never_chosen_again(tmp_path: Path) -> None:
+    model = nn.Linear(4, 4)
+
+    def life(step: int | None, *steps: int) -> int:
+        ckpt = Checkpointer(str(tmp_path), snapshot_every=1, job="t")
+        ckpt.track(model=model)
+        report = ckpt.restore(step=step)
+        for s in steps:
+            ckpt.step(s)
+        crash(ckpt)
+        return report.step if report else 0
+
+    assert life(None, 1, 2, 3) == 0
+    assert life(2) == 2
+    assert life(None) == 2, "step 3 of generation 1 was abandoned"
+    with pytest.raises(NoCheckpointError):
+        life(3)
+
+
+def test_a_loop_without_restore_is_told_what_to_do(tmp_path: Path) -> None:
+    ckpt = Checkpointer(str(tmp_path), job="t")
+    with pytest.raises(ConfigError, match=r"restore\(\) was not called"):
+        ckpt.step(1)
+    with pytest.raises(ConfigError, match="memory://"):
+        Checkpointer("memory://x")
+
+
+def test_a_meta_tensor_is_refused_before_training(tmp_path: Path) -> None:
+    with pytest.raises(UnsupportedStateError, match=r"model\.weight"):
+        opened(tmp_path, model=nn.Linear(2, 2, device="meta"))
+
+
+def test_memory_for_three_slots_is_missing_and_two_are_taken_and_said(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    from flashckpt import memory
+
+    need = 2 * 4 * 250_000
+    monkeypatch.setattr(memory, "free_bytes", lambda _: int(need * 2.9))
+    with caplog.at_level(logging.INFO, logger="flashckpt"):
+        ckpt = opened(tmp_path, model=nn.Linear(500, 500, bias=False), other=nn.Linear(500, 500, bias=False))
+    crash(ckpt)
+    lines = [r.message for r in caplog.records if "slots" in r.message]
+    assert len(lines) == 1
+    assert "2 slots (3 did not fit)" in lines[0]
+
+
+def test_a_clean_end_asks_for_removal_and_a_crash_does_not(
+    tmp_path: Path, shm_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ckpt = opened(tmp_path, model=nn.Linear(2, 2))
+    ckpt.step(1)
+    crash(ckpt)
+    assert segments(shm_dir)
+    assert not list(shm_dir.rglob("ended"))
+    again = opened(tmp_path, model=nn.Linear(2, 2))
+    monkeypatch.delenv("FLASHCKPT_AGENT_DIR")
+    again.close()
+    assert list(shm_dir.rglob("ended"))
+
+
+def test_twenty_thousand_tensors_are_staged_and_restored(tmp_path: Path) -> None:
+    model = nn.ParameterList([torch.full((3,), float(i)) for i in range(20_000)])
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    ckpt = opened(tmp_path, model=model, optimizer=optimizer)
+    ckpt.step(1)
+    ckpt.step(2)
+    crash(ckpt)
+    other = nn.ParameterList([torch.zeros(3) for _ in range(20_000)])
+    crash(opened(tmp_path, model=other, optimizer=torch.optim.SGD(other.parameters(), lr=0.1)))
+    assert all(torch.equal(a, b) for a, b in zip(model, other, strict=True))
+
+
+def test_the_layout_net_of_the_rank_tests_is_deterministic() -> None:
+    first, second = (next(net().parameters()) for _ in range(2))
+    assert torch.equal(first, second)

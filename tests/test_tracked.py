@@ -1,0 +1,213 @@
+"""What is tracked, under which names, and what is refused."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from flashckpt import optimizer_state, rng, trees
+from flashckpt.errors import ConfigError, UnsupportedStateError
+from flashckpt.placement import Box, contiguous_runs, current_world, owners
+from flashckpt.structure import Structure
+from flashckpt.tracked import Tracked
+
+
+def tracked(**things: object) -> Tracked:
+    found = Tracked(current_world())
+    for name, thing in things.items():
+        found.add(name, thing)
+    return found
+
+
+def structure(found: Tracked) -> Structure:
+    found.structure(found.capture())
+    return found.structure(found.capture())
+
+
+def names(found: Tracked) -> list[str]:
+    return [row.entry.fqn for row in structure(found).rows]
+
+
+def one_step(model: nn.Module, optimizer: torch.optim.Optimizer, shape: tuple[int, ...] = (4, 4)) -> None:
+    model(torch.randn(shape)).sum().backward()
+    optimizer.step()
+
+
+def test_parts_of_a_pipeline_merge_under_global_names() -> None:
+    class Stage(nn.Module):
+        def __init__(self, *layers: int) -> None:
+            super().__init__()
+            self.layers = nn.ModuleDict({str(i): nn.Linear(2, 2) for i in layers})
+
+    assert names(tracked(model=[Stage(0), Stage(3)])) == [
+        "model.layers.0.bias", "model.layers.0.weight", "model.layers.3.bias", "model.layers.3.weight"
+    ]  # fmt: skip
+    with pytest.raises(ConfigError, match=r"model\.layers\.0\.weight"):
+        names(tracked(model=[Stage(0), Stage(0)]))
+
+
+def test_wrapper_segments_are_stripped_and_a_module_named_module_is_not() -> None:
+    from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
+
+    inner = nn.Module()
+    inner.module = checkpoint_wrapper(nn.Linear(2, 2, bias=False))
+    compiled = torch.compile(inner, backend="eager")
+    assert names(tracked(model=compiled)) == ["model.module.weight"]
+
+
+def test_tied_parameters_are_held_once_with_an_alias() -> None:
+    model = nn.Sequential(nn.Linear(4, 4, bias=False), nn.Linear(4, 4, bias=False))
+    model[1].weight = model[0].weight
+    found = tracked(model=model)
+    assert names(found) == ["model.0.weight"]
+    assert found.capture().values["aliases"] == {"model.1.weight": "model.0.weight"}
+
+
+def test_parameters_that_share_one_storage_are_held_once_each_with_optimizer_state_of_its_own() -> None:
+    model = nn.Sequential(nn.Linear(4, 4, bias=False), nn.Linear(4, 4, bias=False))
+    model[1].weight = nn.Parameter(next(model[0].parameters()).data)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    one_step(model, optimizer)
+    assert names(tracked(model=model, optimizer=optimizer)) == [
+        "model.0.weight", "optimizer.0.weight.momentum_buffer", "optimizer.1.weight.momentum_buffer"
+    ]  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        torch.optim.AdamW,
+        lambda p: torch.optim.Adam(p, amsgrad=True),
+        lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9),
+        lambda p: torch.optim.SGD(p, lr=0.1),
+        torch.optim.Adagrad,
+        torch.optim.RMSprop,
+    ],
+)
+def test_the_forecast_of_optimizer_state_is_what_the_first_step_makes(make: Any) -> None:
+    model = nn.Linear(4, 4)
+    optimizer = make(model.parameters())
+    found = tracked(model=model, optimizer=optimizer)
+    forecast = structure(found).reserved()
+    one_step(model, optimizer)
+    assert structure(found).shards == forecast
+    assert not structure(found).forecast
+
+
+def test_a_changed_structure_is_seen_and_an_unchanged_one_is_not_planned_again() -> None:
+    model = nn.Sequential(nn.Linear(4, 4))
+    optimizer = torch.optim.AdamW(model.parameters())
+    found = tracked(model=model, optimizer=optimizer)
+    structure(found)
+    assert found.holds()
+    one_step(model, optimizer)
+    assert not found.holds(), "state appeared"
+    structure(found)
+    one_step(model, optimizer)
+    assert found.holds()
+    model.append(nn.Linear(4, 4))
+    assert not found.holds(), "a layer was added"
+    structure(found)
+    model[0].weight = nn.Parameter(torch.zeros(4, 4))
+    assert not found.holds(), "a parameter was replaced"
+
+
+def test_a_parameter_of_no_tracked_module_is_refused_with_its_optimizer() -> None:
+    foreign = nn.Parameter(torch.zeros(3))
+    with pytest.raises(ConfigError, match="optimizer"):
+        structure(tracked(model=nn.Linear(2, 2), optimizer=torch.optim.SGD([foreign], lr=0.1)))
+
+
+@pytest.mark.parametrize(
+    "tensor",
+    [torch.empty(3, device="meta"), torch.eye(3).to_sparse()],
+)
+def test_a_tensor_without_plain_bytes_is_refused_by_its_key(tensor: torch.Tensor) -> None:
+    model = nn.Module()
+    model.register_buffer("odd", tensor)
+    with pytest.raises(UnsupportedStateError, match=r"model\.odd"):
+        structure(tracked(model=model))
+
+
+def test_a_value_that_cannot_be_held_is_refused_by_its_key() -> None:
+    class Thing:
+        def state_dict(self) -> dict[str, Any]:
+            return {"deep": [1, {"bad": object()}]}
+
+        def load_state_dict(self, state: dict[str, Any]) -> None: ...
+
+    with pytest.raises(UnsupportedStateError, match=r"thing@rank0\.deep\.1\.bad"):
+        tracked(thing=Thing()).capture()
+
+
+def test_a_thing_without_state_is_refused_by_its_name() -> None:
+    with pytest.raises(ConfigError, match="number"):
+        tracked(number=3)
+    found = tracked(model=nn.Linear(1, 1))
+    with pytest.raises(ConfigError, match="taken"):
+        found.add("model", nn.Linear(1, 1))
+
+
+def test_a_state_dict_comes_back_as_it_was() -> None:
+    import numpy as np
+
+    tree: dict[str, Any] = {
+        "t": torch.arange(3), "n": np.arange(4.0).reshape(2, 2), "s": np.float32(1.5), "tuple": (1, (2, "x")),
+        "ints": {1: "a", (2, 3): b"z"}, "dtype": torch.bfloat16, "device": torch.device("cpu"), "none": None,
+        "inf": float("inf"), "big": 1 << 100, "size": torch.Size((2, 3)),
+    }  # fmt: skip
+    skeleton, tensors = trees.take_apart(tree, "thing")
+    assert sorted(tensors) == ["thing.n", "thing.t"]
+    back = trees.put_together(skeleton, tensors.__getitem__)
+    assert torch.equal(back.pop("t"), tree.pop("t"))
+    assert np.array_equal(back.pop("n"), tree.pop("n"))
+    assert tuple(back.pop("size")) == tuple(tree.pop("size"))
+    assert back == tree
+
+
+def test_hyperparameters_follow_their_parameters_through_another_order_of_groups() -> None:
+    model = nn.Sequential(nn.Linear(2, 2, bias=False), nn.Linear(2, 2, bias=False))
+    a, b = model[0].weight, model[1].weight
+    old = torch.optim.SGD([{"params": [a], "lr": 0.1}, {"params": [b], "lr": 0.2}], lr=1.0)
+    new = torch.optim.SGD([{"params": [b]}, {"params": [a]}], lr=1.0)
+    named = {id(a): "0.weight", id(b): "1.weight"}
+    value, _ = optimizer_state.groups([old], optimizer_state.group_names([old], named), "optimizer.groups")
+    assert optimizer_state.restore_groups([new], named, [value], None) == []
+    assert [g["lr"] for g in new.param_groups] == [0.2, 0.1]
+
+
+def test_random_state_comes_back_bit_for_bit() -> None:
+    import random
+
+    import numpy as np
+
+    def draw() -> list[float]:
+        return [*torch.randn(3).tolist(), random.gauss(0, 1), *np.random.standard_normal(3).tolist()]  # noqa: NPY002 -- the global generator is what is captured
+
+    draw()
+    state = rng.capture()
+    first = draw()
+    assert rng.capture() != state
+    rng.restore(state)
+    assert draw() == first
+
+
+def test_pieces_of_a_strided_shard_become_runs() -> None:
+    assert contiguous_runs([0, 1, 4, 5, 6]) == [(0, 2), (4, 3)]
+    assert contiguous_runs([]) == [(0, 0)]
+
+
+def test_replicas_are_persisted_by_ranks_of_equal_load() -> None:
+    sizes = [(f"t{i}", 100 - i) for i in range(40)]
+    chosen = owners(sizes, 4)
+    load = [sum(n for name, n in sizes if chosen[name] == r) for r in range(4)]
+    assert max(load) - min(load) < 100
+    assert owners(list(reversed(sizes)), 4) == chosen
+
+
+def test_a_box_knows_where_it_starts_in_its_tensor() -> None:
+    (row,) = structure(tracked(model=nn.Linear(3, 2, bias=False))).rows
+    assert row.box == Box(global_shape=(2, 3), offsets=(0, 0), lengths=(2, 3), starts=(0, 0))
