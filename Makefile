@@ -9,7 +9,7 @@ TORCH_INDEX ?=
 export OMP_NUM_THREADS ?= 1
 export OPENBLAS_NUM_THREADS ?= 1
 
-.PHONY: help setup preflight demo test check clean
+.PHONY: help setup preflight demo test test-s3 check clean
 
 help:  ## list the targets
 	@grep -E '^[a-z0-9-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 16
@@ -33,6 +33,19 @@ demo: setup  ## train 2x2x2 on real text, kill a rank, lose nothing
 
 test: setup  ## run the tests
 	$(BIN)/python -m pytest
+
+test-s3: setup  ## the storage tests against a real S3 server (needs root: installs Ceph radosgw by apt)
+	tests/s3/radosgw.sh install
+	@dir=$$(mktemp -d /var/tmp/flashckpt-s3.XXXXXX); export PYTHON=$(BIN)/python; \
+	trap 'tests/s3/radosgw.sh stop $$dir/rgw; rmdir $$dir' EXIT; \
+	port=$$($(BIN)/python -c 'import socket; s = socket.socket(); s.bind(("127.0.0.1", 0)); print(s.getsockname()[1])'); \
+	endpoint=$$(tests/s3/radosgw.sh start $$dir/rgw $$port) || exit 1; echo "radosgw answers at $$endpoint"; \
+	S3_TEST_ENDPOINT=$$endpoint $(BIN)/python -m pytest tests/test_store.py tests/test_store_faults.py
+
+KILLS ?= 300
+SEED ?=
+torture: setup  ## kill at random instants for minutes (KILLS=300 SEED=7), prove each restore
+	PYTHONPATH=tests:. $(BIN)/python tests/torture.py --kills $(KILLS) $(if $(SEED),--seed $(SEED))
 
 check: setup  ## ruff, mypy, codespell
 	@for link in sampler trainer daemon; do test -L flashckpt/$$link || { echo "flashckpt/$$link is not a symbolic link: check out again with git config core.symlinks true"; exit 21; }; done

@@ -219,7 +219,7 @@ class M1(RuleBasedStateMachine):
         self.layout = max(m.layout for m in self.memories.values()) if self.memories else 0
         self._restart(self.restorable(), world, self.layout + swap, marked)
 
-    @precondition(lambda self: common(self.records()))
+    @precondition(lambda self: bool(common(self.records())))
     @rule(which=st.integers(0, 5), marked=st.sets(st.integers(0, 2)))
     def restore_an_older_one(self, which: int, marked: set[int]) -> None:
         """The user asks for an earlier step: everything after it is abandoned."""

@@ -56,7 +56,7 @@ def take(
     parent: tuple[int, int] | None = None,
     persist: bool = False,
     sizes: tuple[int, ...] = SIZES,
-    source_step: int | None = None,
+    truth: list[np.ndarray] | None = None,
 ) -> SlotHeader:
     """Take one snapshot as the copy threads do: chunk by chunk, each digest right behind its copy."""
     rank = segment.spec.rank
@@ -66,8 +66,9 @@ def take(
     shards, digests = shards_of(rank, sizes), []
     placement = place(shards)
     target = np.frombuffer(writer.data, np.uint8)
-    truth = bytes_of(rank, step if source_step is None else source_step, sizes)
-    for data, at in zip(truth, placement.offsets.tolist(), strict=True):
+    for data, at in zip(
+        truth if truth is not None else bytes_of(rank, step, sizes), placement.offsets.tolist(), strict=True
+    ):
         for start in range(0, len(data), CHUNK_BYTES):
             chunk = data[start : start + CHUNK_BYTES]
             target[at + start : at + start + len(chunk)] = chunk
@@ -90,14 +91,16 @@ def take(
     return writer.commit(encode_manifest(manifest))
 
 
-def verified(pin: Pin) -> int:
+def verified(pin: Pin, truth: list[np.ndarray] | None = None) -> int:
     """Return the step whose true bytes the pinned slot holds; fail on any byte of another step."""
     manifest = pin.manifest()
     sizes = tuple(int(n) for n in manifest.table.nbytes)
-    for row, truth in enumerate(bytes_of(manifest.rank, manifest.step, sizes)):
+    wanted = truth if truth is not None else bytes_of(manifest.rank, manifest.step, sizes)
+    assert len(wanted) == len(manifest.table)
+    for row, data in enumerate(wanted):
         at, n = int(manifest.table.byte_offset[row]), int(manifest.table.nbytes[row])
         found = np.frombuffer(pin.data[at : at + n], np.uint8)
-        assert np.array_equal(found, truth), f"row {row} of step {manifest.step} is torn"
+        assert np.array_equal(found, data), f"row {row} of step {manifest.step} is torn"
         first = int(manifest.table.first_chunk[row])
         expected = manifest.digests[first : first + -(-n // CHUNK_BYTES)]
         assert np.array_equal(chunk_digests(found), expected)
