@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+from typing import Any
 
 import pytest
 from support.ranks import run_ranks, values
@@ -86,7 +87,7 @@ def test_check_accepts_a_right_layout_and_refuses_a_wrong_one(text, wrong):
 
 
 def test_a_loss_that_is_not_a_number_never_agrees():
-    record = {"norm": 1.0, "rate": 0.1, "tokens": 1, "samples": "", "seconds": 1.0, "step": 1}
+    record: dict[str, Any] = {"norm": 1.0, "rate": 0.1, "tokens": 1, "samples": "", "seconds": 1.0, "step": 1}
     good, bad = StepRecord(loss=1.0, **record), StepRecord(loss=math.nan, **record)
     assert compare_records([good], [good], 1e-6).agrees
     assert not compare_records([bad], [good], 1e-6).agrees

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+from typing import Any
 
 import pytest
 import torch
@@ -17,7 +18,7 @@ from flashckpt.trainer.model import Transformer, count_parameters, initialise
 from flashckpt.trainer.optim import learning_rate
 from flashckpt.trainer.parallel import build_stage
 
-RECORD = {"norm": 1.0, "rate": 0.1, "tokens": 64, "samples": "ab", "seconds": 0.5}
+RECORD: dict[str, Any] = {"norm": 1.0, "rate": 0.1, "tokens": 64, "samples": "ab", "seconds": 0.5}
 
 
 @pytest.mark.parametrize("shape", ["constant", "cosine", "linear", "wsd"])

@@ -24,7 +24,7 @@ import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import HashStore
 
-from flashckpt.errors import RESUME_EXIT_CODE
+from flashckpt.errors import RESUME_EXIT_CODE, ConfigError, FlashckptError
 from flashckpt.trainer.config import RunConfig, compare, refuse_changes, to_values
 from flashckpt.trainer.corpus import prepare_corpus
 from flashckpt.trainer.data import TokenDataset, TrainingData, ids_digest
@@ -190,11 +190,27 @@ class Trainer:
         if not self.config.checkpoint.root:
             return None
         ckpt = self._checkpointer()
-        report = ckpt.restore()
+        try:
+            report = ckpt.restore()
+        except FlashckptError as error:
+            self._explain(error)
+            raise
         if report is not None:
             self.done = report.step
             note_restore(self.config.log.folder, report)
         return ckpt
+
+    def _explain(self, error: FlashckptError) -> None:
+        """Raise ConfigError instead of `error` if the run was changed into one that cannot take up the state."""
+        from flashckpt.trainer.recorded import recorded_config
+
+        settings = self.config.checkpoint
+        before = recorded_config(settings.root, settings.job or None)
+        if before is not None:
+            try:
+                refuse_changes(compare(before, self.config))
+            except ConfigError as clearer:
+                raise clearer from error
 
     def _checkpointer(self) -> Checkpointer:
         from flashckpt import Checkpointer

@@ -1,0 +1,57 @@
+"""Finds the configuration that was recorded with the newest state of a run, to explain why it cannot be restored."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from typing import Any
+
+from flashckpt.checkpoints import list_checkpoints, read_manifest
+from flashckpt.errors import FlashckptError
+from flashckpt.identity import job_id
+from flashckpt.job import JobDirectory
+from flashckpt.manifest import Manifest
+from flashckpt.segment import Segment
+from flashckpt.slot import SlotState
+from flashckpt.store import open_store
+
+RECORD = "run"
+
+
+def recorded_config(root: str, job: str | None) -> dict[str, Any] | None:
+    """Return the recorded values of the newest snapshot or checkpoint; None where nothing readable is."""
+    found = [*_in_memory(root, job), *_on_storage(root)]
+    newest = max(found, key=lambda manifest: manifest.identity, default=None)
+    if newest is None:
+        return None
+    record = newest.values.get(RECORD)
+    return dict(record["config"]) if isinstance(record, dict) and "config" in record else None
+
+
+def _in_memory(root: str, job: str | None) -> Iterator[Manifest]:
+    with contextlib.suppress(FlashckptError, OSError):
+        for path in JobDirectory.open(job_id(root, job), create=False).segments():
+            with contextlib.suppress(FlashckptError, OSError):
+                yield from _of_segment(Segment.attach(path))
+
+
+def _of_segment(segment: Segment) -> Iterator[Manifest]:
+    try:
+        for slot, header in enumerate(segment.headers()):
+            pin = segment.pin(slot) if header.state == SlotState.COMPLETE else None
+            if pin is not None:
+                try:
+                    yield pin.manifest()
+                finally:
+                    pin.close()
+    finally:
+        segment.close()
+
+
+def _on_storage(root: str) -> Iterator[Manifest]:
+    with contextlib.suppress(FlashckptError, OSError):
+        store = open_store(root)
+        for info in list_checkpoints(store):
+            if not info.problem:
+                yield read_manifest(store, info)
+                return
