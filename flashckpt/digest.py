@@ -17,6 +17,14 @@ def digest(view: Any) -> int:
     return int(xxhash.xxh3_64_intdigest(view))
 
 
+def digest_of(*views: Any) -> int:
+    """Return the digest of several buffers one after another, without joining them."""
+    state = xxhash.xxh3_64()
+    for view in views:
+        state.update(view)
+    return int(state.intdigest())
+
+
 def chunk_count(nbytes: int) -> int:
     """Return how many digests a shard of `nbytes` has (0 for an empty one)."""
     return -(-nbytes // CHUNK_BYTES)
@@ -24,6 +32,9 @@ def chunk_count(nbytes: int) -> int:
 
 def chunk_digests(view: Any) -> np.ndarray:
     """Return np.uint64[chunk_count], one digest per CHUNK_BYTES of one shard's bytes; the last chunk may be short."""
-    raw = memoryview(view).cast("B")
+    raw = memoryview(view)
+    if not raw.nbytes:  # cannot be cast
+        return np.zeros(0, np.uint64)
+    raw = raw.cast("B")
     starts = range(0, raw.nbytes, CHUNK_BYTES)
     return np.array([digest(raw[start : start + CHUNK_BYTES]) for start in starts], np.uint64)
