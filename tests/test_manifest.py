@@ -184,7 +184,9 @@ def test_digests_never_straddle_shards_and_the_last_chunk_may_be_short() -> None
     data = np.random.default_rng(0).integers(0, 255, 2 * CHUNK_BYTES + 5, np.uint8)
     found = chunk_digests(data)
     assert found.tolist() == [digest(data[i * CHUNK_BYTES : (i + 1) * CHUNK_BYTES]) for i in range(3)]
-    assert chunk_digests(b"").size == 0
+    for empty in (b"", np.zeros((0, 3)), np.zeros((3, 0), np.uint8)):
+        assert chunk_digests(empty).size == 0
+    assert chunk_digests(np.array(1.0)).size == 1
     assert digest(b"") == 0x2D06800538D394C2, "golden: xxh3_64 of nothing, seed 0"
 
 

@@ -1,0 +1,179 @@
+"""Golden files of format version 1: what was written once is read for ever, and written the same way.
+
+A change that breaks one of these needs a new version and a new folder; the old files stay and stay readable.
+`python tests/test_format.py FOLDER` writes the files of the present version.
+"""
+
+from __future__ import annotations
+
+import os
+import struct
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import msgpack
+import numpy as np
+import pytest
+
+from flashckpt import control, job, slot, superblock
+from flashckpt.control import Control, Published
+from flashckpt.digest import chunk_digests, digest
+from flashckpt.errors import FormatVersionError
+from flashckpt.job import DaemonStatus, GenerationRecord, JobConfig, JobDirectory
+from flashckpt.layout import Shard, place
+from flashckpt.manifest import Manifest, ShardTable, decode_manifest, encode_manifest, merge
+from flashckpt.segment import Segment
+from flashckpt.slot import SlotHeader, SlotState
+from flashckpt.superblock import SegmentSpec, Superblock
+
+V1 = Path(__file__).parent / "format" / "v1"
+
+HEADERS = [
+    SlotHeader(sequence=9, generation=3, step=120, state=SlotState.COMPLETE, world_size=2, rank=1, persist=True,
+               parent=(2, 100), manifest_bytes=777, manifest_digest=0x1122334455667788, data_bytes=4096),
+    SlotHeader(sequence=2**63, generation=1, step=0, state=SlotState.WRITING, world_size=1, rank=0),
+    SlotHeader(),
+]  # fmt: skip
+BLOCK = Superblock(
+    spec=SegmentSpec(job="run-Ω", root_digest=2**64 - 2, rank=1, slots=2, manifest_capacity=4096,
+                     data_capacity=4096, layout_hash=0xABCDEF0123456789),
+    uid=1000, boot_id=bytes(range(16)), created_ns=1_790_000_000_123_456_789,
+)  # fmt: skip
+CONFIG = JobConfig(job="j", root="s3://b/r", storage_options={"endpoint": "x", "n": 1}, keep_every=100, world_size=8)
+RECORD = GenerationRecord(generation=3, token="t0k", parent=(2, 40), world_size=8, claimed=True)
+STATUS = DaemonStatus(committed=(3, 60), failures=2, error="disk full", lag=1, pid=7, updated_ns=5)
+
+
+def data_of(rank: int) -> list[np.ndarray]:
+    return [np.arange(8, dtype="<f4").reshape(4, 2) + rank, np.array(7, "<i8"), np.zeros((0, 3), np.uint8)]
+
+
+def manifest(rank: int, *, objects: tuple[str, ...] = ()) -> Manifest:
+    shards = [
+        Shard(fqn="w", dtype="float32", global_shape=(8, 2), offsets=(4 * rank, 0), lengths=(4, 2)),
+        Shard(fqn="step", dtype="int64", global_shape=(), offsets=(), lengths=(), replica=rank),
+        Shard(fqn="empty", dtype="bool", global_shape=(0, 3), offsets=(0, 0), lengths=(0, 3)),
+    ]
+    return Manifest(
+        job="run-Ω", generation=3, step=120, parent=(2, 100), world_size=2, rank=rank, writers=[0, 1],
+        coordinates={"dp": rank, "tp": 0}, table=ShardTable.from_shards(shards, place(shards).offsets),
+        digests=np.concatenate([chunk_digests(np.ascontiguousarray(d)) for d in data_of(rank)]),
+        values={"lr": 0.1, "betas": (0.9, 0.95), "big": 2**100, "none": None, f"rng@rank{rank}": b"\x00\xff"},
+        objects=list(objects),
+    )  # fmt: skip
+
+
+def merged() -> Manifest:
+    return merge([manifest(0, objects=("r00000.p0.fck",)), manifest(1, objects=("r00001.p0.fck",))])
+
+
+def pieces() -> dict[str, bytes]:
+    """Every small structure of the memory tier as its bytes; the key is the file name."""
+    return {
+        "superblock": superblock.encode_superblock(BLOCK),
+        "owner": superblock.encode_owner(4711, 123_456_789),
+        "slot-manifest": encode_manifest(manifest(1)),
+        "merged-manifest": encode_manifest(merged()),
+        "published": control.encode_published(Published.of([(3, 120), (2, 100)], (3, 125))),
+        **{f"header-{i}": slot.encode_header(header) for i, header in enumerate(HEADERS)},
+    }
+
+
+@pytest.mark.parametrize("name", pieces())
+def test_the_bytes_of_version_1_are_written_as_they_always_were(name: str) -> None:
+    assert pieces()[name] == (V1 / name).read_bytes()
+
+
+def test_version_1_is_read() -> None:
+    raw = {name: (V1 / name).read_bytes() for name in pieces()}
+    assert superblock.decode_superblock(raw["superblock"], path="x") == BLOCK
+    assert superblock.decode_owner(raw["owner"]) == 4711
+    assert [slot.decode_header(raw[f"header-{i}"]) for i in range(3)] == HEADERS
+    assert control.decode_published(raw["published"]) == Published(complete=((3, 120), (2, 100)), passed=(3, 125))
+    one, both = decode_manifest(raw["slot-manifest"]), decode_manifest(raw["merged-manifest"])
+    assert (one.identity, one.parent, one.rank, one.coordinates) == ((3, 120), (2, 100), 1, {"dp": 1, "tp": 0})
+    assert one.values == manifest(1).values
+    assert one.values["betas"] == (0.9, 0.95)
+    assert [one.table.shard(i) for i in range(3)] == [manifest(1).table.shard(i) for i in range(3)]
+    assert one.digests.tolist() == manifest(1).digests.tolist()
+    assert (both.rank, both.objects, both.table.object_id.tolist()) == (-1, merged().objects, [0, 0, 0, 1])
+
+
+def whole_segment(path: Path) -> None:
+    segment = Segment.create(path, BLOCK.spec)
+    writer = segment.begin(1, generation=3, step=120, world_size=2, persist=True, parent=(2, 100))
+    m = manifest(1)
+    for row, data in enumerate(data_of(1)):
+        at = int(m.table.byte_offset[row])
+        writer.data[at : at + data.nbytes] = data.tobytes()
+    writer.commit(encode_manifest(m))
+    segment.begin(0, generation=3, step=125, world_size=2, persist=False, parent=(2, 100))
+    segment.close()
+
+
+def test_a_whole_segment_of_version_1_is_attached_and_read(shm_dir: Path) -> None:
+    path = shm_dir / "r00001.seg"
+    raw = (V1 / "segment").read_bytes()
+    block = superblock.decode_superblock(raw, path=str(path))
+    here = replace(block, uid=os.getuid(), boot_id=superblock.boot_id())  # else it is refused, as it must be
+    path.write_bytes(superblock.encode_superblock(here) + raw[2048:])
+    segment = Segment.attach(path)
+    assert [h.state for h in segment.headers()] == [SlotState.WRITING, SlotState.COMPLETE]
+    assert segment.pin(0) is None
+    pin = segment.pin(1)
+    assert pin is not None
+    with pin:
+        m = pin.manifest()
+        for row, data in enumerate(data_of(1)):
+            at = int(m.table.byte_offset[row])
+            assert bytes(pin.data[at : at + data.nbytes]) == data.tobytes()
+    segment.close()
+
+
+def test_control_and_record_files_of_version_1_are_read(shm_dir: Path) -> None:
+    directory = JobDirectory.open("j")
+    for name in ("job.msgpack", "generation.msgpack", "daemon.msgpack", "control"):
+        (directory.path / name).write_bytes((V1 / name).read_bytes())
+    assert directory.read_config() == CONFIG
+    assert directory.read_generation() == RECORD
+    assert directory.read_status() == STATUS
+    mapped = Control.open(directory.control_path)
+    assert (mapped.rows, mapped.stop_after) == (2, 130)
+    row = mapped.row(1)
+    assert (row.rank, row.generation, row.step, row.complete) == (5, 3, 120, [(3, 120), (2, 100)])
+
+
+def test_a_record_of_a_newer_minor_version_is_read_without_its_new_keys() -> None:
+    directory = JobDirectory.open("j")
+    directory.write_generation(RECORD)
+    path = directory.path / "generation.msgpack"
+    body = msgpack.unpackb(path.read_bytes()[24:]) | {"new_in_1_9": 1}
+    packed = msgpack.packb(body)
+    frame = job._FRAME.pack(b"FCKRECRD", 1, 9, 0, digest(packed))
+    path.write_bytes(frame + packed)
+    assert directory.read_generation() == RECORD
+    path.write_bytes(frame[:8] + struct.pack("<H", 2) + frame[10:] + packed)
+    with pytest.raises(FormatVersionError):
+        directory.read_generation()
+
+
+def write_all(folder: Path) -> None:
+    folder.mkdir(parents=True, exist_ok=True)
+    for name, raw in pieces().items():
+        (folder / name).write_bytes(raw)
+    whole_segment(folder / "segment")
+    directory = JobDirectory(folder)
+    directory.write_config(CONFIG)
+    directory.write_generation(RECORD)
+    directory.write_status(STATUS)
+    mapped = Control.open(directory.control_path, rows=2)
+    mapped.stop_after = 130
+    row = mapped.row(1)
+    row.clear()
+    row.rank, row.generation, row.step = 5, 3, 120
+    row.complete = [(3, 120), (2, 100)]
+
+
+if __name__ == "__main__":
+    write_all(Path(sys.argv[1]))
