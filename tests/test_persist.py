@@ -75,7 +75,7 @@ def assert_equal(store: Store, prefix: str, pins: list[FakePin]) -> None:
 
 
 @pytest.mark.parametrize("pack_bytes", [64 << 10, 1 << 20, 256 << 20])
-def test_snapshot_is_read_back_bit_for_bit(store: Store, pack_bytes: int):
+def test_snapshot_is_read_back_bit_for_bit(store: Store, pack_bytes: int) -> None:
     pin = make_pin(SHARDS)
     prefix = persist_all(store, [pin], pack_bytes=pack_bytes)
     assert_equal(store, prefix, [pin])
@@ -85,7 +85,7 @@ def test_snapshot_is_read_back_bit_for_bit(store: Store, pack_bytes: int):
     assert info.nbytes == sum(s.nbytes for s in SHARDS)
 
 
-def test_rows_of_other_replicas_are_not_written(store: Store):
+def test_rows_of_other_replicas_are_not_written(store: Store) -> None:
     first = [shard("a", (50_000,)), shard("b", (50_000,), replica=1), shard("c", (9,)), shard("d", (9,), replica=1)]
     second = [shard("a", (50_000,), replica=1), shard("b", (50_000,)), shard("c", (9,), replica=1), shard("d", (9,))]
     pins = [make_pin(first, rank=0, world_size=2), make_pin(second, rank=1, world_size=2)]
@@ -95,7 +95,7 @@ def test_rows_of_other_replicas_are_not_written(store: Store):
     assert written < 50_000 * 4 * 2 + 4 * 4096
 
 
-def test_commit_waits_for_every_writer(store: Store):
+def test_commit_waits_for_every_writer(store: Store) -> None:
     pins = [make_pin([shard(f"t{rank}", (100,))], rank=rank, world_size=2) for rank in range(2)]
     persist_slot(pins[0], store, "step-000000010.g1")
     assert missing_writers(store, "step-000000010.g1", [0, 1]) == [1]
@@ -107,7 +107,7 @@ def test_commit_waits_for_every_writer(store: Store):
     assert not commit(store, "step-000000010.g1", [0, 1])
 
 
-def test_gap_between_the_writers_is_refused(store: Store):
+def test_gap_between_the_writers_is_refused(store: Store) -> None:
     half = shard("w", (100, 8), offsets=(0, 0), lengths=(50, 8))
     persist_slot(make_pin([half]), store, "step-000000010.g1")
     with pytest.raises(ShardGapError, match="'w'"):
@@ -115,7 +115,7 @@ def test_gap_between_the_writers_is_refused(store: Store):
     assert list_checkpoints(store) == []
 
 
-def test_bad_byte_in_the_slot_commits_nothing(store: Store):
+def test_bad_byte_in_the_slot_commits_nothing(store: Store) -> None:
     pin = make_pin(SHARDS)
     pin.row(3)[200_000] ^= 1
     with pytest.raises(DamagedError, match="'half' is damaged in the snapshot of step 10"):
@@ -123,7 +123,7 @@ def test_bad_byte_in_the_slot_commits_nothing(store: Store):
     assert store.list() == []
 
 
-def test_abandoned_slot_writes_no_index(store: Store):
+def test_abandoned_slot_writes_no_index(store: Store) -> None:
     pin = make_pin(SHARDS)
     pin.current = False
     with pytest.raises(PersistError, match="abandoned"):
@@ -131,7 +131,7 @@ def test_abandoned_slot_writes_no_index(store: Store):
     assert missing_writers(store, "step-000000010.g1", [0]) == [0]
 
 
-def test_concurrent_committers_of_one_checkpoint_exactly_one_wins(store: Store):
+def test_concurrent_committers_of_one_checkpoint_exactly_one_wins(store: Store) -> None:
     pin = make_pin(SHARDS)
     persist_slot(pin, store, "step-000000010.g1")
     wins: list[bool] = []
@@ -173,7 +173,7 @@ POINTS = [
 
 
 @pytest.mark.parametrize("point", POINTS)
-def test_killed_writer_leaves_the_last_commit_and_the_next_one_finishes(store: Store, point: str):
+def test_killed_writer_leaves_the_last_commit_and_the_next_one_finishes(store: Store, point: str) -> None:
     earlier = make_pin(SHARDS, step=10)
     persist_all(store, [earlier])
     pin = make_pin(SHARDS, step=20)
@@ -191,7 +191,7 @@ def test_killed_writer_leaves_the_last_commit_and_the_next_one_finishes(store: S
     assert not list(Path(store.url).rglob("*.tmp"))
 
 
-def test_pack_truncated_before_the_commit_is_named(store: Store):
+def test_pack_truncated_before_the_commit_is_named(store: Store) -> None:
     persist_slot(make_pin(SHARDS), store, "step-000000010.g1")
     path = Path(store.url) / "step-000000010.g1/r00000.p0.fck"
     os.truncate(path, path.stat().st_size - 4096 * 20)
@@ -203,7 +203,7 @@ def test_pack_truncated_before_the_commit_is_named(store: Store):
     assert list_checkpoints(store) == []
 
 
-def test_index_with_a_flipped_bit_is_named_and_written_again(store: Store):
+def test_index_with_a_flipped_bit_is_named_and_written_again(store: Store) -> None:
     pin = make_pin(SHARDS)
     persist_slot(pin, store, "step-000000010.g1")
     path = Path(store.url) / "step-000000010.g1" / index_name(0)
@@ -217,7 +217,7 @@ def test_index_with_a_flipped_bit_is_named_and_written_again(store: Store):
 
 
 @pytest.mark.parametrize("fault", ["flip", "truncate", "empty"])
-def test_damaged_manifest_is_no_checkpoint_and_the_older_one_is_offered(store: Store, fault: str):
+def test_damaged_manifest_is_no_checkpoint_and_the_older_one_is_offered(store: Store, fault: str) -> None:
     persist_all(store, [make_pin(SHARDS, step=10)])
     persist_all(store, [make_pin(SHARDS, step=20)])
     path = Path(store.url) / prefix_of(1, 20) / MANIFEST
@@ -236,7 +236,7 @@ def test_damaged_manifest_is_no_checkpoint_and_the_older_one_is_offered(store: S
         read_manifest(store, broken)
 
 
-def test_swept_checkpoint_cannot_be_committed_by_a_late_writer(store: Store):
+def test_swept_checkpoint_cannot_be_committed_by_a_late_writer(store: Store) -> None:
     late = make_pin(SHARDS, step=10)
     persist_slot(late, store, prefix_of(1, 10))
     persist_all(store, [make_pin(SHARDS, step=20)])
@@ -249,7 +249,7 @@ def test_swept_checkpoint_cannot_be_committed_by_a_late_writer(store: Store):
 
 
 @pytest.mark.parametrize("compression", ["zstd", "zstd:5", "auto"])
-def test_compressed_packs_restore_any_range(store: Store, compression: str):
+def test_compressed_packs_restore_any_range(store: Store, compression: str) -> None:
     pin = make_pin([shard("w", (600, 1000)), shard("b", (17,)), shard("h", (99_999,), dtype="bfloat16")], smooth=True)
     prefix = persist_all(store, [pin], compression=compression, pack_bytes=1 << 20)
     assert_equal(store, prefix, [pin])
@@ -268,7 +268,7 @@ def test_compressed_packs_restore_any_range(store: Store, compression: str):
 
 
 @pytest.mark.parametrize("where", ["frame", "directory", "footer", "truncated"])
-def test_damaged_compressed_pack_is_named(store: Store, where: str):
+def test_damaged_compressed_pack_is_named(store: Store, where: str) -> None:
     pin = make_pin([shard("w", (600, 1000))], smooth=True)
     prefix = persist_all(store, [pin], compression="zstd")
     path = Path(store.url) / prefix / "r00000.p0.fcz"
@@ -287,7 +287,7 @@ def test_damaged_compressed_pack_is_named(store: Store, where: str):
     assert named or (where == "frame" and int(chunk_digests(out)[0]) != int(merged.digests[0]))
 
 
-def test_full_disk_is_named_leaves_nothing_and_the_next_persist_succeeds(tmp_path: Path):
+def test_full_disk_is_named_leaves_nothing_and_the_next_persist_succeeds(tmp_path: Path) -> None:
     pin = make_pin(SHARDS)
     store = open_store(tmp_path / "root")
 
@@ -313,7 +313,7 @@ def test_full_disk_is_named_leaves_nothing_and_the_next_persist_succeeds(tmp_pat
     assert_equal(store, "step-000000010.g1", [pin])
 
 
-def test_root_that_is_a_file_is_named(tmp_path: Path):
+def test_root_that_is_a_file_is_named(tmp_path: Path) -> None:
     (tmp_path / "root").write_text("not a directory")
     store = open_store(tmp_path / "root")
     with pytest.raises(RootError, match="root"):
@@ -322,7 +322,7 @@ def test_root_that_is_a_file_is_named(tmp_path: Path):
         persist_slot(make_pin(SHARDS), store, "step-000000010.g1")
 
 
-def test_packs_hold_every_row_once_within_their_size(store: Store):
+def test_packs_hold_every_row_once_within_their_size(store: Store) -> None:
     pin = make_pin([shard(f"t{index}", (1 + 977 * index,)) for index in range(60)])
     table = pin.manifest().table
     packs = plan_packs(table, len(pin.data), 256 << 10)

@@ -81,7 +81,7 @@ IDENTITIES = st.lists(st.tuples(st.integers(1, 4), st.integers(0, 60)), unique=T
 )
 def test_newest_valid_marked_and_leased_ones_always_stay(
     identities: list[tuple[int, int]], keep_last: int, keep_every: int | None, data: st.DataObject
-):
+) -> None:
     infos = [info(*identity) for identity in identities]
     some = st.sets(st.sampled_from(identities)) if identities else st.just(set())
     abandoned, marked, leased = data.draw(some), data.draw(some), data.draw(some)
@@ -103,7 +103,7 @@ def test_newest_valid_marked_and_leased_ones_always_stay(
     assert choose_expired(infos, Policy(keep_last=None)) == []
 
 
-def test_policy_keeps_the_last_the_multiples_and_the_marked(store: Store):
+def test_policy_keeps_the_last_the_multiples_and_the_marked(store: Store) -> None:
     make(store, 5, 10, 15, 20, 25, 30, 35)
     keep(store, prefix_of(1, 5))
     would = prune(store, Policy(keep_last=2, keep_every=20), dry_run=True)
@@ -119,13 +119,13 @@ def test_policy_keeps_the_last_the_multiples_and_the_marked(store: Store):
     assert steps_of(store) == [35]
 
 
-def test_mark_on_a_checkpoint_that_is_not_there_is_refused(store: Store):
+def test_mark_on_a_checkpoint_that_is_not_there_is_refused(store: Store) -> None:
     make(store, 5)
     with pytest.raises(NoCheckpointError, match="step-000000006"):
         keep(store, prefix_of(1, 6))
 
 
-def test_checkpoints_that_a_later_generation_left_behind_go_first(store: Store):
+def test_checkpoints_that_a_later_generation_left_behind_go_first(store: Store) -> None:
     make(store, 10, 20, 30)
     assert claim_generation(store, GenerationClaim(generation=1, token="a", parent=None))
     assert claim_generation(store, GenerationClaim(generation=2, token="b", parent=(1, 10)))
@@ -137,7 +137,7 @@ def test_checkpoints_that_a_later_generation_left_behind_go_first(store: Store):
     assert [i.identity for i in list_checkpoints(store)] == [(2, 15), (1, 10)]
 
 
-def test_reader_holds_its_checkpoint_against_retention_until_it_lets_go(store: Store):
+def test_reader_holds_its_checkpoint_against_retention_until_it_lets_go(store: Store) -> None:
     make(store, 10, 20, 30)
     with reading(store, prefix_of(1, 10)) as (manifest, lease):
         assert manifest.step == 10
@@ -149,7 +149,7 @@ def test_reader_holds_its_checkpoint_against_retention_until_it_lets_go(store: S
     assert store.list("leases/") == []
 
 
-def test_dead_readers_lease_expires(store: Store):
+def test_dead_readers_lease_expires(store: Store) -> None:
     make(store, 10, 20)
     ReadLease(store, prefix_of(1, 10), seconds=100)
     prune(store, Policy(keep_last=1))
@@ -160,7 +160,7 @@ def test_dead_readers_lease_expires(store: Store):
     assert store.list("leases/") == []
 
 
-def test_lease_taken_during_the_deletion_keeps_the_data(store: Store, monkeypatch: pytest.MonkeyPatch):
+def test_lease_taken_during_the_deletion_keeps_the_data(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
     """The reader looked at MANIFEST just before it was deleted: it may read on."""
     make(store, 10, 20)
     taken: list[ReadLease] = []
@@ -181,7 +181,7 @@ def test_lease_taken_during_the_deletion_keeps_the_data(store: Store, monkeypatc
 
 
 @pytest.mark.parametrize("point", ["persist.before-prune", "persist.during-prune", "store.before-publish"])
-def test_killed_while_pruning_no_half_checkpoint_is_visible_and_the_sweep_finishes(store: Store, point: str):
+def test_killed_while_pruning_no_half_checkpoint_is_visible_and_the_sweep_finishes(store: Store, point: str) -> None:
     make(store, 10, 20, 30)
     pid = os.fork()
     if pid == 0:
@@ -204,7 +204,7 @@ def test_killed_while_pruning_no_half_checkpoint_is_visible_and_the_sweep_finish
     assert not list(Path(store.url).rglob("*.tmp"))
 
 
-def test_uncommitted_folder_is_swept_only_when_nobody_can_need_it(store: Store):
+def test_uncommitted_folder_is_swept_only_when_nobody_can_need_it(store: Store) -> None:
     persist_slot(make_pin([shard("w", (9,))], step=10), store, prefix_of(1, 10))
     persist_slot(make_pin([shard("w", (9,))], step=40), store, prefix_of(1, 40))
     assert list_uncommitted(store) == [prefix_of(1, 10), prefix_of(1, 40)]
@@ -222,7 +222,7 @@ def test_uncommitted_folder_is_swept_only_when_nobody_can_need_it(store: Store):
     assert list_uncommitted(store) == [prefix_of(1, 40)]  # newer than the newest commit: it may still come
 
 
-def test_damaged_manifest_is_never_swept(store: Store):
+def test_damaged_manifest_is_never_swept(store: Store) -> None:
     make(store, 10, 20)
     path = Path(store.url) / prefix_of(1, 10) / MANIFEST
     path.write_bytes(path.read_bytes()[:-1])
@@ -230,7 +230,7 @@ def test_damaged_manifest_is_never_swept(store: Store):
     assert (path.parent / "r00000.p0.fck").exists()
 
 
-def test_generation_is_claimed_once_and_known_again_by_its_token(store: Store):
+def test_generation_is_claimed_once_and_known_again_by_its_token(store: Store) -> None:
     mine = GenerationClaim(generation=4, token="mine", parent=(3, 120), world_size=8, created_s=5.0)
     assert newest_generation(store) == 0
     assert claim_generation(store, mine)
@@ -247,7 +247,7 @@ def test_generation_is_claimed_once_and_known_again_by_its_token(store: Store):
 
 
 @pytest.mark.parametrize("point", ["generation.before-claim", "generation.after-claim", "store.before-publish"])
-def test_killed_while_claiming_the_next_life_claims_a_number_of_its_own(store: Store, point: str):
+def test_killed_while_claiming_the_next_life_claims_a_number_of_its_own(store: Store, point: str) -> None:
     pid = os.fork()
     if pid == 0:
         try:
@@ -261,7 +261,7 @@ def test_killed_while_claiming_the_next_life_claims_a_number_of_its_own(store: S
     assert number == (2 if point == "generation.after-claim" else 1)
 
 
-def test_intent_is_decided_once_taken_over_and_closed(store: Store):
+def test_intent_is_decided_once_taken_over_and_closed(store: Store) -> None:
     intent = Intent(generation=3, step=120, writers=(0, 1, 5), leader="node0", created_s=1.5)
     assert put_intent(store, intent)
     assert not put_intent(store, Intent(generation=3, step=120, writers=(0,)))
@@ -279,7 +279,7 @@ def test_intent_is_decided_once_taken_over_and_closed(store: Store):
 
 
 @pytest.mark.parametrize("point", ["persist.before-intent", "persist.after-intent", "store.before-publish"])
-def test_killed_while_deciding_the_next_leader_decides_or_finds_the_decision(store: Store, point: str):
+def test_killed_while_deciding_the_next_leader_decides_or_finds_the_decision(store: Store, point: str) -> None:
     intent = Intent(generation=3, step=120, writers=(0,))
     pid = os.fork()
     if pid == 0:
@@ -293,7 +293,7 @@ def test_killed_while_deciding_the_next_leader_decides_or_finds_the_decision(sto
     assert list_intents(store) == [intent]
 
 
-def test_leases_are_by_checkpoint(store: Store):
+def test_leases_are_by_checkpoint(store: Store) -> None:
     first, second = ReadLease(store, prefix_of(1, 10)), ReadLease(store, prefix_of(1, 10))
     first.close()
     assert leased_prefixes(store) == {prefix_of(1, 10)}

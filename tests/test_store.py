@@ -42,7 +42,7 @@ def store(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Store]:
 class TestConformance:
     """One class for all backends; a server that is not a mock runs the same tests by `make test-s3`."""
 
-    def test_small_object_is_read_back_and_replaced(self, store: Store):
+    def test_small_object_is_read_back_and_replaced(self, store: Store) -> None:
         store.put("a/b", b"one")
         store.put("a/b", b"two")
         assert store.get("a/b") == b"two"
@@ -50,7 +50,7 @@ class TestConformance:
         assert info is not None
         assert (info.key, info.nbytes) == ("a/b", 3)
 
-    def test_missing_object_is_named(self, store: Store):
+    def test_missing_object_is_named(self, store: Store) -> None:
         assert store.head("nothing/here") is None
         with pytest.raises(ObjectMissingError, match="nothing/here"):
             store.get("nothing/here")
@@ -58,13 +58,13 @@ class TestConformance:
             store.get_range("nothing/here", 0, memoryview(bytearray(4)))
         store.delete("nothing/here")
 
-    def test_conditional_put_keeps_the_first(self, store: Store):
+    def test_conditional_put_keeps_the_first(self, store: Store) -> None:
         assert store.is_conditional
         assert store.put_if_absent("claim", b"first")
         assert not store.put_if_absent("claim", b"second")
         assert store.get("claim") == b"first"
 
-    def test_concurrent_committers_exactly_one_wins(self, store: Store):
+    def test_concurrent_committers_exactly_one_wins(self, store: Store) -> None:
         assert store.is_conditional
         wins: list[bytes] = []
         barrier = threading.Barrier(8)
@@ -83,7 +83,7 @@ class TestConformance:
         assert store.get("MANIFEST") == wins[0]
 
     @pytest.mark.parametrize("nbytes", [0, 1, 5000, PART_BYTES, 2 * PART_BYTES + 4097])
-    def test_large_object_is_read_back_by_range(self, store: Store, nbytes: int):
+    def test_large_object_is_read_back_by_range(self, store: Store, nbytes: int) -> None:
         data = np.random.default_rng(nbytes).integers(0, 256, nbytes, dtype=np.uint8)
         cuts = sorted({0, 3, nbytes // 3, nbytes // 2 // 4096 * 4096, nbytes})
         parts = [data.data[a:b] for a, b in itertools.pairwise(cuts) if 0 <= a < b <= nbytes]
@@ -96,17 +96,17 @@ class TestConformance:
             store.get_range("big", start, out.data)
             assert np.array_equal(out, data[start : start + length])
 
-    def test_object_of_unknown_size_is_streamed(self, store: Store):
+    def test_object_of_unknown_size_is_streamed(self, store: Store) -> None:
         store.put_object("unknown", [memoryview(b"abc"), memoryview(b"defgh")])
         assert store.get("unknown") == b"abcdefgh"
 
-    def test_truncated_object_is_damaged_not_short(self, store: Store):
+    def test_truncated_object_is_damaged_not_short(self, store: Store) -> None:
         store.put("short", b"12345")
         for start in (0, 3, 9):
             with pytest.raises(DamagedError, match=r"short.*truncated"):
                 store.get_range("short", start, memoryview(bytearray(10)))
 
-    def test_failing_source_publishes_nothing(self, store: Store):
+    def test_failing_source_publishes_nothing(self, store: Store) -> None:
         class Failing:
             def __iter__(self) -> Iterator[memoryview]:
                 yield memoryview(bytes(PART_BYTES))
@@ -119,11 +119,11 @@ class TestConformance:
         assert store.list("x/") == []
         assert store.sweep(older_than_s=0) == []
 
-    def test_generator_that_cannot_start_again_is_refused(self, store: Store):
+    def test_generator_that_cannot_start_again_is_refused(self, store: Store) -> None:
         with pytest.raises(ValueError, match="iterated again"):
             store.put_object("x", (memoryview(b"1") for _ in range(2)))
 
-    def test_listing_is_by_prefix_and_sorted(self, store: Store):
+    def test_listing_is_by_prefix_and_sorted(self, store: Store) -> None:
         for key in ("s-1/MANIFEST", "s-1/r0.idx", "s-10/r0.idx", "LATEST", "s-1/deep/er"):
             store.put(key, b"x")
         assert [info.key for info in store.list("s-1/")] == ["s-1/MANIFEST", "s-1/deep/er", "s-1/r0.idx"]
@@ -139,19 +139,19 @@ class TestConformance:
         assert store.list("absent/") == []
         assert store.folders("absent/") == []
 
-    def test_deleted_object_is_gone(self, store: Store):
+    def test_deleted_object_is_gone(self, store: Store) -> None:
         store.put("s/a", b"x")
         store.delete("s/a")
         assert store.head("s/a") is None
         assert store.list("s/") == []
         assert store.folders() == []
 
-    def test_check_of_a_usable_root(self, store: Store):
+    def test_check_of_a_usable_root(self, store: Store) -> None:
         store.check(write=True)
         store.check(write=False)
         assert [info.key for info in store.list()] == []
 
-    def test_forked_child_uses_the_store_of_its_parent(self, store: Store):
+    def test_forked_child_uses_the_store_of_its_parent(self, store: Store) -> None:
         if store.url.startswith("memory:"):
             pytest.skip("memory:// lives in one process")
         store.put("parent", b"parent")

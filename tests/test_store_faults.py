@@ -52,6 +52,10 @@ def blob(parts: int) -> list[memoryview]:
     return [memoryview(bytes([number]) * PART_BYTES) for number in range(parts)]
 
 
+def writes(store: Store) -> list[Callable[[], None]]:
+    return [store.check, lambda: store.put("a", b"x"), lambda: store.put_object("a", blob(2))]
+
+
 def unfinished(server: Server) -> list[str]:
     return [u["Key"] for u in server.client().list_multipart_uploads(Bucket=server.bucket).get("Uploads") or ()]
 
@@ -60,7 +64,7 @@ def unfinished(server: Server) -> list[str]:
 
 
 @both
-def test_missing_bucket_is_named(server: Server, backend: str):
+def test_missing_bucket_is_named(server: Server, backend: str) -> None:
     store = server.open("run", bucket="flashckpt-no-such-bucket", backend=backend)
     operations: list[Callable[[], object]] = [
         store.check,
@@ -101,13 +105,13 @@ class Refusing(http.server.BaseHTTPRequestHandler):
 
 @both
 @pytest.mark.parametrize("code", ["InvalidAccessKeyId", "SignatureDoesNotMatch", "ExpiredToken", "AccessDenied"])
-def test_refused_credentials_are_named_without_retries(backend: str, code: str):
+def test_refused_credentials_are_named_without_retries(backend: str, code: str) -> None:
     handler = type("Handler", (Refusing,), {"code": code, "status": 400 if code == "ExpiredToken" else 403})
     with http.server.ThreadingHTTPServer(("127.0.0.1", 0), handler) as refusing:
         thread = threading.Thread(target=refusing.serve_forever, daemon=True)
         thread.start()
         store = Server(endpoint=f"http://127.0.0.1:{refusing.server_port}").open("run", backend=backend)
-        for operation in (store.check, lambda: store.put("a", b"x"), lambda: store.put_object("a", blob(2))):
+        for operation in writes(store):
             with pytest.raises(RootError, match=r"credentials for s3://.* were refused") as caught:
                 operation()
             assert code in caught.value.found
@@ -119,7 +123,7 @@ def test_refused_credentials_are_named_without_retries(backend: str, code: str):
 @pytest.mark.skipif(not REAL, reason="moto does not check signatures; runs in make test-s3")
 @both
 @pytest.mark.parametrize("wrong", [{"key": "nobody"}, {"secret": "wrong"}])
-def test_wrong_credentials_are_refused_by_a_real_server(server: Server, backend: str, wrong: dict[str, str]):
+def test_wrong_credentials_are_refused_by_a_real_server(server: Server, backend: str, wrong: dict[str, str]) -> None:
     store = server.open("run", backend=backend, **wrong)
     with pytest.raises(RootError, match=r"credentials for s3://.* were refused"):
         store.check()
@@ -127,7 +131,7 @@ def test_wrong_credentials_are_refused_by_a_real_server(server: Server, backend:
 
 
 @both
-def test_no_credentials_at_all_are_named(backend: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
+def test_no_credentials_at_all_are_named(backend: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     for name in [name for name in os.environ if name.startswith("AWS_")]:
         monkeypatch.delenv(name)
     monkeypatch.setenv("AWS_SHARED_CREDENTIALS_FILE", str(tmp_path / "none"))
@@ -139,7 +143,7 @@ def test_no_credentials_at_all_are_named(backend: str, monkeypatch: pytest.Monke
     store.close()
 
 
-def test_rotated_credentials_are_followed(monkeypatch: pytest.MonkeyPatch):
+def test_rotated_credentials_are_followed(monkeypatch: pytest.MonkeyPatch) -> None:
     chain = CredentialChain("s3://bucket/run")
     for key in ("first", "second"):
         monkeypatch.setenv("AWS_ACCESS_KEY_ID", key)
@@ -150,10 +154,10 @@ def test_rotated_credentials_are_followed(monkeypatch: pytest.MonkeyPatch):
 
 
 @both
-def test_unreachable_endpoint_is_named_within_its_retries(backend: str):
+def test_unreachable_endpoint_is_named_within_its_retries(backend: str) -> None:
     nobody = Server(endpoint=f"http://127.0.0.1:{free_port()}")
     store = nobody.open("run", backend=backend, retries=2)
-    for operation in (store.check, lambda: store.put("a", b"x"), lambda: store.put_object("a", blob(2))):
+    for operation in writes(store):
         with pytest.raises(StoreError, match=r"endpoint of s3://.* cannot be reached"):
             operation()
     store.close()
@@ -170,12 +174,12 @@ def test_unreachable_endpoint_is_named_within_its_retries(backend: str):
         ("/tmp/run", {"key": "x"}, "takes no storage options"),
     ],
 )
-def test_url_that_cannot_be_a_root_is_refused(url: str, options: dict[str, str], message: str):
+def test_url_that_cannot_be_a_root_is_refused(url: str, options: dict[str, str], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         open_store(url, **options).check()
 
 
-def test_memory_roots_are_known_as_such():
+def test_memory_roots_are_known_as_such() -> None:
     assert is_process_local("memory://run")
     assert not is_process_local("s3://b/run")
     assert not is_process_local("/tmp/run")
@@ -187,7 +191,7 @@ def test_memory_roots_are_known_as_such():
 @both
 def test_server_stopped_and_restarted_in_mid_upload_the_upload_completes(
     server: Server, proxy: Proxy, backend: str, tmp_path: Path
-):
+) -> None:
     store = through(proxy, server, tmp_path.name, backend=backend, retries=8)
     seen = threading.Event()
 
@@ -216,7 +220,7 @@ def test_server_stopped_and_restarted_in_mid_upload_the_upload_completes(
 @both
 def test_server_that_stays_away_fails_the_upload_and_the_next_one_succeeds(
     server: Server, proxy: Proxy, backend: str, tmp_path: Path
-):
+) -> None:
     store = through(proxy, server, tmp_path.name, backend=backend, retries=2)
 
     class Parts:
@@ -240,7 +244,7 @@ def test_server_that_stays_away_fails_the_upload_and_the_next_one_succeeds(
 
 
 @both
-def test_answer_cut_in_its_body_is_read_again(server: Server, proxy: Proxy, backend: str, tmp_path: Path):
+def test_answer_cut_in_its_body_is_read_again(server: Server, proxy: Proxy, backend: str, tmp_path: Path) -> None:
     data = np.random.default_rng(1).integers(0, 256, 5 << 20, dtype=np.uint8)
     store = through(proxy, server, tmp_path.name, backend=backend, retries=6)
     store.put_object("big", [data.data], data.nbytes)
@@ -253,7 +257,7 @@ def test_answer_cut_in_its_body_is_read_again(server: Server, proxy: Proxy, back
 
 
 @both
-def test_server_that_never_answers_is_given_up(server: Server, proxy: Proxy, backend: str, tmp_path: Path):
+def test_server_that_never_answers_is_given_up(server: Server, proxy: Proxy, backend: str, tmp_path: Path) -> None:
     store = through(proxy, server, tmp_path.name, backend=backend, retries=2, timeout_s=0.5)
     proxy.is_stalled = True
     begin = time.monotonic()
@@ -267,7 +271,7 @@ def test_server_that_never_answers_is_given_up(server: Server, proxy: Proxy, bac
 
 
 @both
-def test_slow_server_only_takes_longer(server: Server, proxy: Proxy, backend: str, tmp_path: Path):
+def test_slow_server_only_takes_longer(server: Server, proxy: Proxy, backend: str, tmp_path: Path) -> None:
     store = through(proxy, server, tmp_path.name, backend=backend)
     proxy.bytes_s = 30e6
     store.put_object("big", blob(3), 3 * PART_BYTES)
@@ -289,7 +293,9 @@ persist_slot(pin, server.open(sys.argv[3], backend=sys.argv[4]), "step-000000010
 
 
 @both
-def test_killed_in_mid_upload_nothing_is_visible_and_the_sweep_aborts_it(server: Server, backend: str, tmp_path: Path):
+def test_killed_in_mid_upload_nothing_is_visible_and_the_sweep_aborts_it(
+    server: Server, backend: str, tmp_path: Path
+) -> None:
     root = Path(__file__).parent
     done = subprocess.run(
         [sys.executable, "-c", PERSIST, server.endpoint, server.bucket, tmp_path.name, backend],
@@ -325,7 +331,7 @@ print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before)
 
 
 @both
-def test_memory_of_an_upload_is_bounded_by_the_parts_in_flight(server: Server, backend: str, tmp_path: Path):
+def test_memory_of_an_upload_is_bounded_by_the_parts_in_flight(server: Server, backend: str, tmp_path: Path) -> None:
     root = Path(__file__).parent
     done = subprocess.run(
         [sys.executable, "-c", MEMORY, server.endpoint, server.bucket, tmp_path.name, backend],
@@ -359,7 +365,7 @@ class Lagging(PosixStore):
         return [info for info in super().list(prefix) if info.key not in hidden]
 
 
-def test_listing_that_lags_delays_the_commit_but_never_falsifies_it(tmp_path: Path):
+def test_listing_that_lags_delays_the_commit_but_never_falsifies_it(tmp_path: Path) -> None:
     store = Lagging(tmp_path)
     persist_slot(make_pin([shard("w", (999,))]), store, prefix_of(1, 10))
     store.behind = 1
@@ -374,7 +380,7 @@ def test_listing_that_lags_delays_the_commit_but_never_falsifies_it(tmp_path: Pa
 @both
 def test_server_that_ignores_conditions_is_found_out_and_one_claimer_wins(
     server: Server, backend: str, tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
-):
+) -> None:
     monkeypatch.setattr("flashckpt.store_common.SETTLE_S", 0.2)
     stores = [server.open(tmp_path.name, backend=backend) for _ in range(2)]
     for store in stores:  # as rclone's server does: accepts the condition and overwrites
@@ -402,7 +408,7 @@ def test_server_that_ignores_conditions_is_found_out_and_one_claimer_wins(
 
 
 @both
-def test_checkpoint_goes_to_s3_and_back(server: Server, backend: str, tmp_path: Path):
+def test_checkpoint_goes_to_s3_and_back(server: Server, backend: str, tmp_path: Path) -> None:
     store = server.open(tmp_path.name, backend=backend)
     pins = [make_pin([shard(f"t{rank}", (300_000,))], rank=rank, world_size=2) for rank in range(2)]
     for pin in pins:
@@ -419,7 +425,7 @@ def test_checkpoint_goes_to_s3_and_back(server: Server, backend: str, tmp_path: 
 # -- directories ------------------------------------------------------------------------------------
 
 
-def test_failed_fsync_rewrites_the_whole_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def test_failed_fsync_rewrites_the_whole_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     store = open_store(tmp_path)
     calls: list[str] = []
     real = os.fsync
@@ -438,7 +444,7 @@ def test_failed_fsync_rewrites_the_whole_file(tmp_path: Path, monkeypatch: pytes
     assert [path.name for path in tmp_path.iterdir()] == ["a"]
 
 
-def test_fsync_that_fails_again_is_reported_and_nothing_stays(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def test_fsync_that_fails_again_is_reported_and_nothing_stays(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def failing(fd: int) -> None:
         raise OSError(5, "Input/output error")
 
@@ -450,7 +456,9 @@ def test_fsync_that_fails_again_is_reported_and_nothing_stays(tmp_path: Path, mo
 
 
 @pytest.mark.parametrize("when", ["open", "write"])
-def test_file_system_without_direct_io_is_written_buffered(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, when: str):
+def test_file_system_without_direct_io_is_written_buffered(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, when: str
+) -> None:
     real_open, real_write = os.open, os.pwrite
     direct: set[int] = set()
 
@@ -478,7 +486,7 @@ def test_file_system_without_direct_io_is_written_buffered(tmp_path: Path, monke
 
 def test_file_system_without_hard_links_falls_back_to_one_writer(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-):
+) -> None:
     def refusing(*_: object) -> None:
         raise OSError(1, "Operation not permitted")
 
@@ -493,7 +501,7 @@ def test_file_system_without_hard_links_falls_back_to_one_writer(
     assert [path.name for path in tmp_path.iterdir()] == ["a"]
 
 
-def test_temporary_file_of_a_dead_writer_is_swept_at_once_and_a_living_ones_stays(tmp_path: Path):
+def test_temporary_file_of_a_dead_writer_is_swept_at_once_and_a_living_ones_stays(tmp_path: Path) -> None:
     store = PosixStore(tmp_path)
     dead = subprocess.Popen([sys.executable, "-c", ""])
     dead.wait()
@@ -512,7 +520,7 @@ def test_temporary_file_of_a_dead_writer_is_swept_at_once_and_a_living_ones_stay
 @pytest.mark.root
 @pytest.mark.skipif(os.geteuid() != 0, reason="mounts a small file system")
 @pytest.mark.parametrize("fault", ["full", "read-only"])
-def test_full_and_read_only_file_systems_are_named_and_mend(tmp_path: Path, fault: str):
+def test_full_and_read_only_file_systems_are_named_and_mend(tmp_path: Path, fault: str) -> None:
     size = "1m" if fault == "full" else "64m"
     mounted = subprocess.run(
         ["mount", "-t", "tmpfs", "-o", f"size={size}", "flashckpt-test", str(tmp_path)],
