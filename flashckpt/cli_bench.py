@@ -82,7 +82,7 @@ def store_command(url: str, **options: Any) -> None:
     with _measuring("store", {"url": _plain(url), **_said(options)}, options) as finish:
         with (
             scratch.storage(url, need_bytes(run), options=given, keep=options["keep"]) as place,
-            _progress(run.rounds * run.size_bytes * (3 if place.directory else 2)) as told,
+            _progress() as told,
         ):
             results, paths = run_store(run, place, told), [place.directory] if place.directory else []
         finish(results, paths)
@@ -197,7 +197,7 @@ def _run_job(kind: str, run: Any, url: str | None, options: Mapping[str, Any]) -
         with (
             scratch.memory(need.shared_bytes, what=f"bench {kind}") as memory,
             storage as place,
-            _progress(None) as told,
+            _progress() as told,
         ):
             results = run_job(run, memory, place, told)
             paths = [memory, *([place.directory] if place and place.directory else [])]
@@ -253,7 +253,7 @@ def _finish(made: Mapping[str, Any], options: Mapping[str, Any]) -> None:
 
 
 @contextmanager
-def _progress(total_bytes: int | None) -> Iterator[Callable[[str, int], None]]:
+def _progress() -> Iterator[Callable[[str, int, int | None], None]]:
     """Show what is going on, bytes, rate and time left, on a terminal's standard error."""
     from rich.console import Console
     from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn, TransferSpeedColumn
@@ -266,8 +266,8 @@ def _progress(total_bytes: int | None) -> Iterator[Callable[[str, int], None]]:
         TimeRemainingColumn(),
     )
     with Progress(*columns, console=Console(stderr=True), transient=True) as progress:
-        task = progress.add_task("starting", total=total_bytes)
-        yield lambda what, done: progress.update(task, description=what, completed=done)
+        task = progress.add_task("starting", total=None)
+        yield lambda what, done, total: progress.update(task, description=what, completed=done, total=total)
 
 
 def _check(options: Mapping[str, Any], **limits: tuple[int, int]) -> None:

@@ -97,9 +97,8 @@ def test_plan_takes_the_measured_rates(job: dict[str, Any]) -> None:
     assert made["rates"]["sources"]["copy_bytes_per_s"].startswith("measured by bench job")
 
 
-def test_job_killed_in_the_middle_leaves_ranks_dead_and_is_removed_by_the_next_run(tmp_path: Path) -> None:
-    """SIGKILL of the parent: its ranks die with it, and the next run on the place removes what lay there."""
-    url = tmp_path / "storage"
+def running_shm() -> tuple[subprocess.Popen[str], list[int]]:
+    """Start a long `bench shm` of two ranks; return it with its host and rank pids once the slots exist."""
     command = [
         sys.executable,
         "-m",
@@ -113,27 +112,61 @@ def test_job_killed_in_the_middle_leaves_ranks_dead_and_is_removed_by_the_next_r
         "--rounds",
         "900",
     ]
-    process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True)
     deadline = time.monotonic() + 120
-    while not list(memory_root().glob(".flashckpt-bench-*/r*.seg")):
-        assert time.monotonic() < deadline, "no segment appeared"
-        assert process.poll() is None
+    while len(list(memory_root().glob(".flashckpt-bench-*/r*.seg"))) < 2:
+        assert time.monotonic() < deadline, "no segments appeared"
+        assert process.poll() is None, process.communicate()
         time.sleep(0.05)
-    children = [int(pid) for pid in Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()]
-    assert len(children) == 2
-    process.send_signal(signal.SIGKILL)
-    process.wait()
-    while any(_runs(pid) for pid in children):
-        assert time.monotonic() < deadline, "a rank outlived its parent"
+    (host,) = children_of(process.pid)
+    ranks = children_of(host)
+    assert len(ranks) == 2
+    return process, [host, *ranks]
+
+
+def wait_until_dead(pids: list[int]) -> None:
+    deadline = time.monotonic() + 60
+    while any(_runs(pid) for pid in pids):
+        assert time.monotonic() < deadline, "a process outlived its parent"
         time.sleep(0.05)
+
+
+def test_benchmark_killed_in_the_middle_leaves_no_process_and_the_next_run_removes_the_rest(tmp_path: Path) -> None:
+    process, pids = running_shm()
+    process.kill()
+    process.communicate()
+    wait_until_dead(pids)
     assert left(memory_root())
-    result_of(tmp_path / "x.json", "store", str(url), "--size", "1MiB", "--rounds", "1", "--small", "1")
+    result_of(tmp_path / "x.json", "store", str(tmp_path / "s"), "--size", "1MiB", "--rounds", "1", "--small", "1")
     assert left(memory_root())  # a store run needs no memory tier and leaves it alone
     from flashckpt.bench import scratch
 
     with scratch.memory(1, what="test"):
         pass
     assert not left(memory_root())
+
+
+def test_rank_killed_in_the_middle_is_one_clear_error_and_leaves_nothing() -> None:
+    process, pids = running_shm()
+    os.kill(pids[-1], signal.SIGKILL)
+    _, said = process.communicate(timeout=60)
+    assert process.returncode == 1
+    assert "process of the benchmark died" in said
+    wait_until_dead(pids)
+    assert not left(memory_root())
+
+
+def test_ctrl_c_in_the_middle_leaves_nothing() -> None:
+    process, pids = running_shm()
+    process.send_signal(signal.SIGINT)
+    process.communicate(timeout=60)
+    assert process.returncode == 130
+    wait_until_dead(pids)
+    assert not left(memory_root())
+
+
+def children_of(pid: int) -> list[int]:
+    return [int(child) for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
 
 
 def _runs(pid: int) -> bool:

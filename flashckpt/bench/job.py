@@ -22,8 +22,8 @@ from flashckpt.errors import ConfigError
 
 GENERATION = 1
 MOST_RANKS = 256
-Progress = Callable[[str, int], None]
-"""Called with what is going on and how many bytes are through so far."""
+Progress = Callable[[str, int, int | None], None]
+"""Called with what is going on, how many bytes are through so far, and how many there will be (None: unknown yet)."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -128,19 +128,20 @@ class Job:
         segments = [str(self.memory / f"r{rank:05d}.seg") for rank in range(self.run.ranks)]
         where = {"url": self.scratch.url, "options": dict(self.scratch.options)} if self.scratch else {}
         common = {"table": dict(self.run.table), "job": self.memory.name, "slots": self.run.slots, **where}
-        for rank, segment in enumerate(segments):
-            config = {**common, "rank": rank, "ranks": self.run.ranks, "segment": segment}
-            self.workers.start("flashckpt.bench.rank", f"rank {rank}", config)
-        self.ranks = list(range(self.run.ranks))
+        configs = {
+            f"rank {rank}": {**common, "rank": rank, "ranks": self.run.ranks, "segment": segment}
+            for rank, segment in enumerate(segments)
+        }
+        self.ranks = self.workers.start("flashckpt.bench.rank", configs)
         self.persister: list[int] = []
         if self.scratch:
             config = {**where, "segments": segments, "compression": self.run.compression}
-            self.persister = [self.workers.start("flashckpt.bench.persister", "persister", config)]
+            self.persister = self.workers.start("flashckpt.bench.persister", {"persister": config})
         everybody = self.ranks + self.persister
-        self._progress("starting processes, making data", 0)
+        self._progress("starting processes, making data", 0, None)
         self.workers.answers(everybody)
         self.sizes = self.workers.ask(self.ranks, "ready")
-        self._progress("reserving memory", 0)
+        self._progress("reserving memory", 0, None)
         self.touch = self.workers.ask(self.ranks, "reserve")
         self.workers.ask(self.ranks, "alone", seconds=0.3)
 
@@ -235,9 +236,9 @@ class Job:
 
     def _say(self, what: str, nbytes: int = 0) -> None:
         self._bytes += nbytes
-        self._progress(what, self._bytes)
+        self._progress(what, self._bytes, self._bytes_in_all())
 
-    def bytes_in_all(self) -> int:
+    def _bytes_in_all(self) -> int:
         """Return how many bytes `progress` will have been told in the end."""
         held: int = sum(size["held_bytes"] for size in self.sizes)
         return held * (4 if self.scratch else 1) * (self.run.rounds + 1)

@@ -61,6 +61,7 @@ def draw_bench(document: Mapping[str, Any], path: Path) -> None:
             places = [rank + number * width for rank in range(len(values))]
             axis.bar(places, [value / 1e9 for value in values], width, label=name)
         axis.set_xlabel("rank")
+        axis.set_xticks([rank + 0.4 - width / 2 for rank in range(len(values))], [str(r) for r in range(len(values))])
         axis.set_ylabel("GB/s")
         axis.legend()
     finish(drawing, path)

@@ -36,6 +36,8 @@ from flashckpt.restore import Target, fill
 from flashckpt.sources import StorageSource
 from flashckpt.store import PART_BYTES, PARTS_IN_FLIGHT
 
+Progress = Callable[[str, int, int | None], None]
+"""Called with what is going on, the bytes so far, and how many there will be."""
 GENERATION = 1
 SMALL_BYTES = 4096
 _TOO_FAST = 0.5  # of a plain copy in memory: no device is that fast and durable
@@ -111,7 +113,7 @@ class StoreBench:
         progress: Told what goes on and the bytes so far.
     """
 
-    def __init__(self, run: StoreRun, scratch: Scratch, progress: Callable[[str, int], None]) -> None:
+    def __init__(self, run: StoreRun, scratch: Scratch, progress: Progress) -> None:
         self.run, self.scratch, self._progress = run, scratch, progress
         self.store, self.times = timed(scratch.open())
         self.slot = _HeldSlot(run.size_bytes)
@@ -122,6 +124,7 @@ class StoreBench:
         self._out = memoryview(mmap.mmap(-1, len(self.slot.data)))
         self._blank()  # touched once, here: page faults are not the storage's
         self._round = self._bytes = 0
+        self._total = run.rounds * len(self.slot.data) * (2 if scratch.directory is None else 3)
 
     def cases(self) -> dict[str, Callable[[], Any]]:
         """Return the cases that this place allows, by name."""
@@ -136,7 +139,7 @@ class StoreBench:
         with self._clock("raw_write_s"):
             self.store.put_object(key, views, len(data))
         self._cool()
-        self._progress("raw read", self._bytes)
+        self._progress("raw read", self._bytes, self._total)
         with self._clock("raw_read_s"), ThreadPoolExecutor(PARTS_IN_FLIGHT) as pool:
             done = pool.map(lambda at: self.store.get_range(key, at, self._out[at : at + PART_BYTES]), parts)
             for _ in done:
@@ -159,7 +162,7 @@ class StoreBench:
         self._note("write_cpu_s", cpu_seconds() - cpu)
         self._note("peak_extra_bytes", peak.extra_bytes)
         self._cool()
-        self._progress("flashckpt read", self._bytes)
+        self._progress("flashckpt read", self._bytes, self._total)
         targets = [
             Target(shard=shard, buffer=self._out[at : at + shard.nbytes])
             for shard, at in zip(self.slot.shards, self.slot.offsets, strict=True)
@@ -214,7 +217,7 @@ class StoreBench:
 
     def _next(self, what: str) -> int:
         self._round += 1
-        self._progress(what, self._bytes)
+        self._progress(what, self._bytes, self._total)
         return self._round
 
     @contextmanager
@@ -248,7 +251,7 @@ class StoreBench:
         self._blank()
 
 
-def run_store(run: StoreRun, scratch: Scratch, progress: Callable[[str, int], None]) -> dict[str, Any]:
+def run_store(run: StoreRun, scratch: Scratch, progress: Progress) -> dict[str, Any]:
     """Run every case in turns and return the results."""
     bench = StoreBench(run, scratch, progress)
     with _warnings() as said:

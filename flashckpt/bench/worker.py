@@ -14,8 +14,9 @@ import subprocess
 import sys
 import traceback
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any, NoReturn, TextIO
 
 from flashckpt import errors
 from flashckpt.errors import FlashckptError
@@ -25,15 +26,42 @@ Command = Callable[..., Mapping[str, Any]]
 
 
 def serve(make: Callable[[dict[str, Any]], Mapping[str, Command]]) -> None:
-    """Run in the worker: build the commands from the first line, then answer every further line until end of input."""
-    parent = int(sys.argv[1])
+    """Run in the host process: fork one worker per pair of descriptors on the command line, and wait for them.
+
+    The host has imported what its workers need, once for all of them, and is single-threaded.
+    """
+    parent, *pairs = sys.argv[1:]
+    _die_with(int(parent))
+    ends = [tuple(map(int, pair.split(":"))) for pair in pairs]
+    host, children = os.getpid(), []
+    for orders, answers in ends:
+        if child := os.fork():
+            children.append(child)
+            continue
+        _die_with(host)
+        for other in {fd for pair in ends for fd in pair} - {orders, answers}:
+            os.close(other)
+        _work(make, orders, answers)
+        os._exit(0)
+    for pair in ends:
+        for fd in pair:
+            os.close(fd)
+    for child in children:
+        os.waitpid(child, 0)  # its CPU time becomes ours, and ours the benchmark's
+
+
+def _die_with(parent: int) -> None:
+    """Let this process be killed when its parent dies, also if that has just happened."""
     ctypes.CDLL(None).prctl(_PDEATHSIG, signal.SIGKILL)
     if os.getppid() != parent:
-        return
-    out = os.fdopen(os.dup(1), "w", buffering=1)
-    os.dup2(2, 1)  # what libraries print does not become an answer
+        os._exit(1)
+
+
+def _work(make: Callable[[dict[str, Any]], Mapping[str, Command]], orders: int, answers: int) -> None:
+    """Build the commands from the first line, then answer every further line until end of input."""
+    out = os.fdopen(answers, "w", buffering=1)
     commands: Mapping[str, Command] = {}
-    for number, line in enumerate(sys.stdin):
+    for number, line in enumerate(os.fdopen(orders)):
         order = json.loads(line)
         try:
             if number == 0:
@@ -49,6 +77,14 @@ def serve(make: Callable[[dict[str, Any]], Mapping[str, Command]]) -> None:
         out.write(json.dumps(answer) + "\n")
 
 
+@dataclass(frozen=True, slots=True)
+class _Worker:
+    name: str
+    log: Path
+    orders: TextIO
+    answers: TextIO
+
+
 class Workers:
     """Some worker processes and what is asked of them.
 
@@ -58,27 +94,33 @@ class Workers:
 
     def __init__(self, logs: Path) -> None:
         self._logs = logs
-        self._processes: list[subprocess.Popen[str]] = []
-        self._names: list[str] = []
+        self._hosts: list[subprocess.Popen[bytes]] = []
+        self._workers: list[_Worker] = []
 
-    def start(self, module: str, name: str, config: Mapping[str, Any]) -> int:
-        """Start `python -m module` and send it its configuration; return its number."""
+    def start(self, module: str, configs: Mapping[str, Mapping[str, Any]]) -> list[int]:
+        """Start `python -m module` with one worker per name in `configs`; return their numbers."""
+        pipes = [(os.pipe(), os.pipe()) for _ in configs]  # orders, answers
+        theirs = [(orders[0], answers[1]) for orders, answers in pipes]
+        log = self._logs / f"{module}.log"
         environment = {**os.environ, "OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}
-        with (self._logs / f"{name}.log").open("w") as log:
-            process = subprocess.Popen(
-                [sys.executable, "-m", module, str(os.getpid())],
-                stdin=subprocess.PIPE,
-                stdout=subprocess.PIPE,
-                stderr=log,
-                text=True,
-                bufsize=1,
+        with log.open("w") as errors_to:
+            host = subprocess.Popen(
+                [sys.executable, "-m", module, str(os.getpid()), *(f"{r}:{w}" for r, w in theirs)],
+                stdin=subprocess.DEVNULL,
+                stdout=errors_to,
+                stderr=errors_to,
                 env=environment,
+                pass_fds=[fd for pair in theirs for fd in pair],
                 start_new_session=True,  # Ctrl-C goes to the parent alone, which ends the others in order
             )
-        self._processes.append(process)
-        self._names.append(name)
-        self._send(len(self._processes) - 1, config)
-        return len(self._processes) - 1
+        self._hosts.append(host)
+        first = len(self._workers)
+        for (name, config), (orders, answers) in zip(configs.items(), pipes, strict=True):
+            os.close(orders[0])
+            os.close(answers[1])
+            self._workers.append(_Worker(name, log, os.fdopen(orders[1], "w", buffering=1), os.fdopen(answers[0])))
+            self._send(len(self._workers) - 1, config)
+        return list(range(first, len(self._workers)))
 
     def ask(self, workers: Sequence[int], do: str, **order: Any) -> list[dict[str, Any]]:
         """Give the same order to several workers at once and return their answers, in the order of `workers`.
@@ -104,53 +146,48 @@ class Workers:
 
     def close(self) -> None:
         """End all workers; what they were doing is of no use any more."""
-        for process in self._processes:
-            process.kill()
-        for process in self._processes:
-            for pipe in (process.stdin, process.stdout):
-                if pipe is not None:
-                    with contextlib.suppress(BrokenPipeError):  # an order that it did not live to read
-                        pipe.close()
-            process.wait()
-        self._processes = []
+        for host in self._hosts:
+            host.kill()  # and its workers with it
+        for host in self._hosts:
+            host.wait()
+        for worker in self._workers:
+            with contextlib.suppress(BrokenPipeError):  # an order that it did not live to read
+                worker.orders.close()
+            worker.answers.read()  # until the last of them has died
+            worker.answers.close()
+        self._hosts, self._workers = [], []
 
     def finish(self) -> None:
         """Let idle workers end by themselves, so that their CPU time counts as ours."""
-        for process in self._processes:
-            assert process.stdin is not None
-            process.stdin.close()
-        for process in self._processes:
-            process.wait()
+        for worker in self._workers:
+            worker.orders.close()
+        for host in self._hosts:
+            host.wait()
 
     def _send(self, number: int, order: Mapping[str, Any]) -> None:
-        stdin = self._processes[number].stdin
-        assert stdin is not None
         try:
-            stdin.write(json.dumps(order) + "\n")
-            stdin.flush()
+            self._workers[number].orders.write(json.dumps(order) + "\n")
         except BrokenPipeError:
             self._died(number)
 
     def _answer(self, number: int) -> dict[str, Any]:
-        stdout = self._processes[number].stdout
-        assert stdout is not None
-        line = stdout.readline()
+        line = self._workers[number].answers.readline()
         if not line:
             self._died(number)
         answer: dict[str, Any] = json.loads(line)
         return answer
 
     def _died(self, number: int) -> NoReturn:
-        code = self._processes[number].wait()
-        tail = (self._logs / f"{self._names[number]}.log").read_text()[-2000:].strip()
+        worker = self._workers[number]
+        tail = worker.log.read_text()[-2000:].strip()
         raise FlashckptError(
-            f"The {self._names[number]} process of the benchmark died.",
-            found=f"signal {-code}" if code < 0 else f"exit code {code}" + (f"; {tail}" if tail else ""),
+            f"The {worker.name} process of the benchmark died.",
+            found=tail or "no message: it may have been killed for memory",
             state="What was written is removed.",
-            remedy="a smaller --scale or fewer --ranks if it was killed for memory",
+            remedy="a smaller --scale or fewer --ranks",
         )
 
     def _raise(self, number: int, answer: dict[str, Any]) -> NoReturn:
         kind = getattr(errors, str(answer.pop("error")), FlashckptError)
-        problem = f"{self._names[number]}: {answer.pop('problem')}"
+        problem = f"{self._workers[number].name}: {answer.pop('problem')}"
         raise kind(problem, **answer)
