@@ -5,6 +5,7 @@ from __future__ import annotations
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -15,7 +16,7 @@ from flashckpt.trainer.layout import MULTI_STAGE, SINGLE_STAGE, resolve_layout, 
 CONFIGS = sorted((Path(__file__).parent.parent / "configs").glob("*.toml"))
 
 
-def test_the_printed_config_is_read_back_to_the_same_run(tmp_path):
+def test_the_printed_config_is_read_back_to_the_same_run(tmp_path: Any) -> None:
     run = from_values(
         {"parallel": {"layers_per_stage": [1, 3]}, "data": {"source": ['a "b"\\c']}, "log": {"tensorboard": True}}
     )
@@ -24,7 +25,7 @@ def test_the_printed_config_is_read_back_to_the_same_run(tmp_path):
     assert from_values(to_values(run)) == run
 
 
-def test_words_on_the_command_line_win_over_the_file(tmp_path):
+def test_words_on_the_command_line_win_over_the_file(tmp_path: Any) -> None:
     (tmp_path / "run.toml").write_text("[train]\nsteps = 3\nseed = 4\n")
     words = ["--train.steps", "9", "--optim.lr=1", "--parallel.sequence-parallel", "false", "--data.source", "a,b"]
     run = read_config(tmp_path / "run.toml", words)
@@ -47,7 +48,7 @@ def test_words_on_the_command_line_win_over_the_file(tmp_path):
         (["--model.dropout", "1.0"], "0.0 up to, not including, 1.0"),
     ],
 )
-def test_a_wrong_word_is_refused_and_the_right_one_named(words, expected):
+def test_a_wrong_word_is_refused_and_the_right_one_named(words: Any, expected: Any) -> None:
     with pytest.raises(ConfigError) as caught:
         read_config(None, words)
     assert caught.value.expected == expected
@@ -56,24 +57,24 @@ def test_a_wrong_word_is_refused_and_the_right_one_named(words, expected):
 @pytest.mark.parametrize(
     "text", ["[train]\nsteps = 1.5", "[train]\nsteps = true", "[trian]\nsteps = 1", "train = 3", "[train"]
 )
-def test_a_wrong_file_is_refused(tmp_path, text):
+def test_a_wrong_file_is_refused(tmp_path: Any, text: Any) -> None:
     (tmp_path / "run.toml").write_text(text)
     with pytest.raises(ConfigError):
         read_config(tmp_path / "run.toml")
 
 
-def test_a_missing_file_is_refused(tmp_path):
+def test_a_missing_file_is_refused(tmp_path: Any) -> None:
     with pytest.raises(ConfigError, match="cannot be read"):
         read_config(tmp_path / "none.toml")
 
 
 @pytest.mark.parametrize("path", CONFIGS, ids=lambda path: path.stem)
-def test_every_shipped_config_is_valid(path):
+def test_every_shipped_config_is_valid(path: Any) -> None:
     run = read_config(path)
     resolve_layout(run, 8 if run.parallel.pp > 1 else 1)
 
 
-def test_a_changed_dimension_is_an_error_and_a_changed_rate_a_warning():
+def test_a_changed_dimension_is_an_error_and_a_changed_rate_a_warning() -> None:
     before = to_values(from_values({}))
     now = from_values({"model": {"dim": 128}, "optim": {"lr": 1.0}, "parallel": {"tp": 2}, "log": {"every": 7}})
     changes = {change.key: change.severity for change in compare(before, now)}
@@ -106,12 +107,12 @@ def test_a_changed_dimension_is_an_error_and_a_changed_rate_a_warning():
         ({"parallel": {"pp": 2, "schedule": "ZBVZeroBubble", "stages_per_rank": 3}}, 2, "stages_per_rank"),
     ],
 )
-def test_a_layout_that_does_not_divide_is_refused_before_torch(sections, world, named):
+def test_a_layout_that_does_not_divide_is_refused_before_torch(sections: Any, world: Any, named: Any) -> None:
     with pytest.raises(LayoutError, match=named):
         resolve_layout(from_values(sections), world)
 
 
-def test_every_schedule_that_torch_knows_by_name_is_known():
+def test_every_schedule_that_torch_knows_by_name_is_known() -> None:
     import inspect
     import re
 
@@ -123,7 +124,7 @@ def test_every_schedule_that_torch_knows_by_name_is_known():
     assert named - {"PipelineScheduleSingle", "PipelineScheduleMulti"} == known
 
 
-def test_stages_cover_every_layer_once_and_spare_the_ends():
+def test_stages_cover_every_layer_once_and_spare_the_ends() -> None:
     assert stage_layers(4, 2) == ((0, 1), (2, 3))
     assert stage_layers(6, 4) == ((0,), (1, 2), (3, 4), (5,))
     assert stage_layers(4, 2, [1, 3]) == ((0,), (1, 2, 3))
@@ -132,7 +133,7 @@ def test_stages_cover_every_layer_once_and_spare_the_ends():
             assert [n for stage in stage_layers(layers, stages) for n in stage] == list(range(layers))
 
 
-def test_v_shaped_schedules_give_the_first_rank_the_last_stage():
+def test_v_shaped_schedules_give_the_first_rank_the_last_stage() -> None:
     layout = resolve_layout(from_values({"parallel": {"pp": 2, "schedule": "zbvzerobubble"}}), 2)
     assert (layout.stages_of(0), layout.stages_of(1), layout.last_stage_rank()) == ((0, 3), (1, 2), 0)
 
@@ -144,7 +145,7 @@ def test_v_shaped_schedules_give_the_first_rank_the_last_stage():
         (["--parallel.pp", "2"], 11, "does not fill the world"),
     ],
 )
-def test_the_command_ends_with_one_message_and_the_code_before_torch(words, code, text):
+def test_the_command_ends_with_one_message_and_the_code_before_torch(words: Any, code: Any, text: Any) -> None:
     script = "import sys; from flashckpt.trainer.__main__ import main; c = main(sys.argv[1:]); assert 'torch' not in sys.modules; sys.exit(c)"
     done = subprocess.run([sys.executable, "-c", script, *words], capture_output=True, text=True, check=False)
     assert (done.returncode, done.stderr.count("exit code")) == (code, 1)
@@ -152,7 +153,7 @@ def test_the_command_ends_with_one_message_and_the_code_before_torch(words, code
     assert "Traceback" not in done.stderr
 
 
-def test_the_error_of_many_ranks_is_told_once(tmp_path, monkeypatch, capsys):
+def test_the_error_of_many_ranks_is_told_once(tmp_path: Any, monkeypatch: Any, capsys: Any) -> None:
     from flashckpt.trainer.__main__ import main
 
     monkeypatch.setenv("FLASHCKPT_AGENT_DIR", str(tmp_path))
@@ -163,8 +164,8 @@ def test_the_error_of_many_ranks_is_told_once(tmp_path, monkeypatch, capsys):
     assert capsys.readouterr().err.count("LayoutError") == 1
 
 
-def test_exit_codes_are_distinct():
-    def family(cls):
+def test_exit_codes_are_distinct() -> None:
+    def family(cls: Any) -> Any:
         return [cls, *(d for c in cls.__subclasses__() for d in family(c))]
 
     codes = [cls.exit_code for cls in family(FlashckptError)]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import signal
+from typing import Any
 
 import numpy as np
 import pytest
@@ -17,12 +18,12 @@ from flashckpt.trainer.data import TokenDataset, TrainingData, ids_digest
 
 
 @pytest.fixture(scope="module")
-def stdlib(tmp_path_factory):
+def stdlib(tmp_path_factory: Any) -> Any:
     folder = tmp_path_factory.mktemp("stdlib")
     return folder, prepare_corpus(folder, ["stdlib"], 20)
 
 
-def test_the_python_library_gives_three_channels_in_two_splits(stdlib):
+def test_the_python_library_gives_three_channels_in_two_splits(stdlib: Any) -> None:
     folder, index = stdlib
     tokens = {(e["split"], e["channel"]): e["tokens"] for e in index["sets"].values()}
     assert {channel for _, channel in tokens} == {"code", "doc", "prose"}
@@ -31,7 +32,7 @@ def test_the_python_library_gives_three_channels_in_two_splits(stdlib):
     assert TokenDataset(folder, "train", 64).channels == ["code", "doc", "prose"]
 
 
-def test_preparing_twice_gives_the_same_fingerprint_and_another_source_another(tmp_path):
+def test_preparing_twice_gives_the_same_fingerprint_and_another_source_another(tmp_path: Any) -> None:
     source = write_corpus(tmp_path / "text")
     first = prepare_corpus(tmp_path / "one", source, 5)
     stamp = (tmp_path / "one" / "index.json").stat().st_mtime_ns
@@ -41,7 +42,7 @@ def test_preparing_twice_gives_the_same_fingerprint_and_another_source_another(t
     assert prepare_corpus(tmp_path / "one", source[:1], 5)["fingerprint"] != first["fingerprint"]
 
 
-def test_killed_before_the_index_nothing_is_prepared_and_the_next_call_finishes(tmp_path):
+def test_killed_before_the_index_nothing_is_prepared_and_the_next_call_finishes(tmp_path: Any) -> None:
     source = write_corpus(tmp_path / "text")
     pid = os.fork()
     if pid == 0:
@@ -55,7 +56,7 @@ def test_killed_before_the_index_nothing_is_prepared_and_the_next_call_finishes(
     assert read_index(tmp_path / "tokens")["sets"]
 
 
-def test_a_token_file_that_was_cut_short_is_prepared_again(tmp_path):
+def test_a_token_file_that_was_cut_short_is_prepared_again(tmp_path: Any) -> None:
     source = write_corpus(tmp_path / "text")
     index = prepare_corpus(tmp_path / "tokens", source, 5)
     name = next(iter(index["sets"]))
@@ -65,7 +66,7 @@ def test_a_token_file_that_was_cut_short_is_prepared_again(tmp_path):
     assert prepare_corpus(tmp_path / "tokens", source, 5) == index
 
 
-def test_missing_and_empty_text_are_refused(tmp_path):
+def test_missing_and_empty_text_are_refused(tmp_path: Any) -> None:
     with pytest.raises(DataError, match="no file matches"):
         prepare_corpus(tmp_path / "tokens", [f"{tmp_path}/none/*.txt"], 5)
     (tmp_path / "blank.txt").write_text(" \n")
@@ -77,13 +78,13 @@ def test_missing_and_empty_text_are_refused(tmp_path):
         TokenDataset(tmp_path / "tokens", "train", 64)
 
 
-def test_a_folder_that_cannot_be_made_is_refused(tmp_path):
+def test_a_folder_that_cannot_be_made_is_refused(tmp_path: Any) -> None:
     (tmp_path / "file").write_text("")
     with pytest.raises(DataError, match="cannot be written"):
         prepare_corpus(tmp_path / "file" / "tokens", ["stdlib"], 5)
 
 
-def test_a_sample_is_its_window_of_the_text_with_its_channel(tmp_path):
+def test_a_sample_is_its_window_of_the_text_with_its_channel(tmp_path: Any) -> None:
     source = write_corpus(tmp_path / "text")
     index = prepare_corpus(tmp_path / "tokens", source, 5)
     data = TokenDataset(tmp_path / "tokens", "train", 16)
@@ -98,7 +99,7 @@ def test_a_sample_is_its_window_of_the_text_with_its_channel(tmp_path):
         assert batch.targets[row].tolist() == [*expected[1:], data.channels.index(channel)]
 
 
-def test_replicas_read_the_same_global_batch_in_any_number(tmp_path):
+def test_replicas_read_the_same_global_batch_in_any_number(tmp_path: Any) -> None:
     prepare_corpus(tmp_path / "tokens", write_corpus(tmp_path / "text"), 5)
     dataset = TokenDataset(tmp_path / "tokens", "train", 16)
     for _ in range(2):
@@ -113,6 +114,6 @@ def test_replicas_read_the_same_global_batch_in_any_number(tmp_path):
     assert ids_digest([1, 2]) != ids_digest([2, 1])
 
 
-def test_the_index_is_plain_json(stdlib):
+def test_the_index_is_plain_json(stdlib: Any) -> None:
     folder, index = stdlib
     assert json.loads((folder / "index.json").read_text()) == index

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 from support.ranks import run_ranks, values
 from support.training import floats, run_config, train_rank, write_corpus
@@ -31,26 +33,26 @@ LAYOUTS = {
 
 
 @pytest.fixture(scope="module")
-def corpus(tmp_path_factory):
+def corpus(tmp_path_factory: Any) -> Any:
     folder = tmp_path_factory.mktemp("layouts")
     return folder, write_corpus(folder / "text")
 
 
-def train(corpus, world, parallel, **sections):
+def train(corpus: Any, world: Any, parallel: Any, **sections: Any) -> Any:
     folder, source = corpus
     config = run_config(folder, parallel=parallel, data={"source": source}, **sections)
     return values(run_ranks(train_rank, world, to_values(config), STEPS, timeout_s=100))
 
 
-def batch_for(name):
+def batch_for(name: Any) -> Any:
     return {"global_batch": 12, "micro_batch": 2} if name == "ddp3" else {}
 
 
 @pytest.fixture(scope="module")
-def one_process(corpus, request):
+def one_process(corpus: Any, request: Any) -> Any:
     cache = {}
 
-    def get(name):
+    def get(name: Any) -> Any:
         key = str(batch_for(name))
         if key not in cache:
             cache[key] = train(corpus, 1, {}, train=batch_for(name))[0]
@@ -60,12 +62,12 @@ def one_process(corpus, request):
 
 
 @pytest.fixture(autouse=True)
-def _memory(monkeypatch, tmp_path):
+def _memory(monkeypatch: Any, tmp_path: Any) -> None:
     monkeypatch.setenv("FLASHCKPT_SHM_DIR", str(tmp_path))
 
 
 @pytest.mark.parametrize("name", LAYOUTS)
-def test_layout_trains_as_one_process(name, corpus, one_process):
+def test_layout_trains_as_one_process(name: Any, corpus: Any, one_process: Any) -> None:
     world, parallel = LAYOUTS[name]
     ranks = train(corpus, world, parallel, train=batch_for(name))
     wanted = one_process(name)
@@ -79,13 +81,13 @@ def test_layout_trains_as_one_process(name, corpus, one_process):
         assert mine == pytest.approx(theirs, abs=2e-6)
 
 
-def test_bfloat16_keeps_the_loss_near(corpus, one_process):
+def test_bfloat16_keeps_the_loss_near(corpus: Any, one_process: Any) -> None:
     ranks = train(corpus, 2, {}, train={"precision": "bfloat16"})
     assert floats(ranks[0]["losses"]) == pytest.approx(floats(one_process("")["losses"]), abs=2e-2)
     assert ranks[0]["losses"] != one_process("")["losses"]
 
 
-def test_same_run_twice_is_the_same_bit_for_bit_and_another_seed_is_not(corpus):
+def test_same_run_twice_is_the_same_bit_for_bit_and_another_seed_is_not(corpus: Any) -> None:
     first, second = (train(corpus, 2, {"pp": 2}, model={"dropout": 0.1}) for _ in range(2))
     other = train(corpus, 2, {"pp": 2}, model={"dropout": 0.1}, train={"seed": 2})
     assert first == second

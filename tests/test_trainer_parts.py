@@ -22,7 +22,7 @@ RECORD: dict[str, Any] = {"norm": 1.0, "rate": 0.1, "tokens": 64, "samples": "ab
 
 
 @pytest.mark.parametrize("shape", ["constant", "cosine", "linear", "wsd"])
-def test_the_rate_warms_up_and_ends_where_it_should(shape):
+def test_the_rate_warms_up_and_ends_where_it_should(shape: Any) -> None:
     config = OptimConfig(lr=1.0, min_lr=0.1, warmup_steps=10, schedule=shape)
     rates = [learning_rate(config, step, 100) for step in range(1, 101)]
     assert rates[:10] == pytest.approx([0.1 * (i + 1) for i in range(10)])
@@ -32,7 +32,7 @@ def test_the_rate_warms_up_and_ends_where_it_should(shape):
     assert rates[79] == 1.0 if shape in ("constant", "wsd") else rates[79] < 1.0
 
 
-def test_non_finite_steps_are_refused_and_too_many_in_a_row_end_the_run():
+def test_non_finite_steps_are_refused_and_too_many_in_a_row_end_the_run() -> None:
     guard = Guard(GuardConfig(max_skipped=3))
     assert guard.admit(1.0, 2.0, step=1)
     assert not guard.admit(math.nan, 2.0, step=2)
@@ -46,7 +46,7 @@ def test_non_finite_steps_are_refused_and_too_many_in_a_row_end_the_run():
 
 
 @pytest.mark.parametrize("loss", [8.0, 0.1])
-def test_a_loss_far_off_the_window_is_a_spike_both_ways(loss):
+def test_a_loss_far_off_the_window_is_a_spike_both_ways(loss: Any) -> None:
     guard = Guard(GuardConfig(window=8))
     for i in range(8):
         assert not guard.is_spike(loss)  # a window that is not full judges nobody
@@ -58,7 +58,7 @@ def test_a_loss_far_off_the_window_is_a_spike_both_ways(loss):
     assert resumed.state_dict() == guard.state_dict()
 
 
-def test_rollbacks_are_bounded():
+def test_rollbacks_are_bounded() -> None:
     guard = Guard(GuardConfig(max_rollbacks=1))
     guard.record(3.0)
     guard.count_rollback(step=5, loss=9.0)
@@ -66,7 +66,7 @@ def test_rollbacks_are_bounded():
         guard.count_rollback(step=6, loss=9.0)
 
 
-def test_a_resumed_trace_has_no_step_twice_and_keeps_what_was_lost(tmp_path):
+def test_a_resumed_trace_has_no_step_twice_and_keeps_what_was_lost(tmp_path: Any) -> None:
     trace = Trace(tmp_path, 0)
     for step in range(1, 6):
         trace.write(StepRecord(step=step, loss=1.0 / step, **RECORD).to_line())
@@ -82,7 +82,7 @@ def test_a_resumed_trace_has_no_step_twice_and_keeps_what_was_lost(tmp_path):
     assert [json.loads(line)["step"] for line in (tmp_path / "abandoned.jsonl").read_text().splitlines()] == [4, 5]
 
 
-def test_the_progress_line_says_what_a_user_wants_to_know():
+def test_the_progress_line_says_what_a_user_wants_to_know() -> None:
     line = ProgressLine(steps=100, every=1, peak_tflops=1.0, flops=1e9, world=2)
     record = StepRecord(step=10, loss=2.5, stall_ms=0.4, **RECORD)
     line.show(record, batch_tokens=1000)
@@ -92,12 +92,12 @@ def test_the_progress_line_says_what_a_user_wants_to_know():
     )
 
 
-def test_weights_do_not_depend_on_the_layout():
+def test_weights_do_not_depend_on_the_layout() -> None:
     config = from_values({"model": {"dim": 16, "ffn": 32}, "parallel": {"pp": 2, "schedule": "Interleaved1F1B"}})
     layout = resolve_layout(config, 2)
     whole = Transformer(config.model, config.train.seq_len)
     initialise(whole, config.train.seed, config.model.layers)
-    parts = {}
+    parts: dict[str, torch.Tensor] = {}
     for stage in range(layout.stages):
         part = dict(build_stage(config, layout, stage).named_parameters())
         assert not parts.keys() & part.keys()  # names are global: stages never collide
@@ -106,7 +106,7 @@ def test_weights_do_not_depend_on_the_layout():
     assert all(torch.equal(parts[name], parameter) for name, parameter in whole.named_parameters())
 
 
-def test_parameter_count_and_flops_follow_the_model():
+def test_parameter_count_and_flops_follow_the_model() -> None:
     config = ModelConfig(dim=32, heads=4, kv_heads=2, ffn=48, layers=3)
     model = Transformer(config, 16)
     assert count_parameters(config) == sum(p.numel() for p in model.parameters())

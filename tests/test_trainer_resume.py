@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import shutil
 import signal
+from typing import Any
 
 import pytest
 from support.ranks import run_ranks, values, wait_for
@@ -25,11 +26,11 @@ SMALL = (4, {"pp": 2, "dp_shard": 2})
 class Job:
     """One small job and its unbroken twin."""
 
-    def __init__(self, folder, source, world, parallel, **sections):
-        self.folder, self.world = folder, world
-        self._source, self._sections = source, {"parallel": parallel, **sections}
+    def __init__(self, text: Any, world: Any, parallel: Any, **sections: Any) -> None:
+        self.folder, self.world = text[0], world
+        self._source, self._sections = text[1], {"parallel": parallel, **sections}
 
-    def values(self, name, **more):
+    def values(self, name: Any, **more: Any) -> Any:
         sections = {
             **self._sections,
             "model": {"dropout": 0.1, "dim": 32, "layers": 2, "heads": 4, "kv_heads": 2, "ffn": 64},
@@ -48,47 +49,47 @@ class Job:
             sections[section] = {**sections.get(section, {}), **content}
         return to_values(run_config(self.folder, **sections))
 
-    def train(self, name, **more):
+    def train(self, name: Any, **more: Any) -> Any:
         assert values(run_ranks(run_rank, self.world, self.values(name, **more), timeout_s=100)) == [0] * self.world
         return self.trace(name)
 
-    def kill(self, name, rank, **more):
+    def kill(self, name: Any, rank: Any, **more: Any) -> None:
         kill = {"rank": rank, "step": KILL_AT}
         results = run_ranks(run_rank, self.world, self.values(name, **more), kill, timeout_s=100)
         assert results[rank].signal == signal.SIGKILL
 
-    def trace(self, name):
+    def trace(self, name: Any) -> Any:
         return read_trace(self.folder / name / "trace.jsonl")
 
-    def memory(self, name):
+    def memory(self, name: Any) -> Any:
         return memory_root() / f"test-{name}"
 
 
 @pytest.fixture(scope="module")
-def text(tmp_path_factory):
+def text(tmp_path_factory: Any) -> Any:
     folder = tmp_path_factory.mktemp("resume")
     return folder, write_corpus(folder / "text")
 
 
 @pytest.fixture(scope="module")
-def untracked(text):
+def untracked(text: Any) -> Any:
     """The unbroken trace of the small layout, without any checkpoint."""
-    return Job(*text, *SMALL).train("untracked")
+    return Job(text, *SMALL).train("untracked")
 
 
-def check_same(one, other):
+def check_same(one: Any, other: Any) -> None:
     result = compare_traces(one, other, STEPS)
     assert result.identical, result.first
     assert [line["step"] for line in other] == list(range(1, STEPS + 1))
 
 
-def test_a_tracked_run_has_the_trace_of_an_untracked_one_from_the_first_step(text, untracked):
-    check_same(untracked, Job(*text, *SMALL).train("tracked"))
+def test_a_tracked_run_has_the_trace_of_an_untracked_one_from_the_first_step(text: Any, untracked: Any) -> None:
+    check_same(untracked, Job(text, *SMALL).train("tracked"))
 
 
 @pytest.mark.parametrize("rank", range(SMALL[0]))
-def test_rank_killed_in_a_step_restart_from_memory_same_trace(rank, text, untracked):
-    job, name = Job(*text, *SMALL), f"rank{rank}"
+def test_rank_killed_in_a_step_restart_from_memory_same_trace(rank: Any, text: Any, untracked: Any) -> None:
+    job, name = Job(text, *SMALL), f"rank{rank}"
     job.kill(name, rank)
     check_same(untracked, job.train(name))
     (restored,) = read_restores(job.folder / name)
@@ -97,8 +98,8 @@ def test_rank_killed_in_a_step_restart_from_memory_same_trace(rank, text, untrac
     assert [line["step"] for line in read_trace(job.folder / name / "abandoned.jsonl")] in ([], [KILL_AT])
 
 
-def test_rank_killed_and_memory_gone_restart_from_storage_same_trace(text, untracked):
-    job = Job(*text, *SMALL)
+def test_rank_killed_and_memory_gone_restart_from_storage_same_trace(text: Any, untracked: Any) -> None:
+    job = Job(text, *SMALL)
     job.kill("lost", 1)
     root = job.folder / "lost" / "root"
     wait_for(lambda: list(root.glob("*/MANIFEST")), what="a checkpoint on storage")
@@ -114,23 +115,23 @@ def test_rank_killed_and_memory_gone_restart_from_storage_same_trace(text, untra
     assert restored.step in (4, SNAPSHOT)
 
 
-def test_a_run_that_ends_leaves_nothing_in_memory(text, untracked):
-    job = Job(*text, *SMALL)
+def test_a_run_that_ends_leaves_nothing_in_memory(text: Any, untracked: Any) -> None:
+    job = Job(text, *SMALL)
     job.train("clean")
     wait_for(lambda: not job.memory("clean").exists(), what="the job's memory to be given back")
     assert list((job.folder / "clean" / "root").glob("*/MANIFEST"))
 
 
-def test_a_changed_dimension_on_resume_is_refused_with_one_error(text, untracked):
-    job = Job(*text, *SMALL)
+def test_a_changed_dimension_on_resume_is_refused_with_one_error(text: Any, untracked: Any) -> None:
+    job = Job(text, *SMALL)
     job.kill("changed", 0)
     results = run_ranks(run_rank, job.world, job.values("changed", model={"dim": 64}), timeout_s=100)
     assert any("model.dim changed since the checkpoint" in result.error for result in results)
 
 
-def test_2x2x2_rank_killed_in_a_step_restart_from_memory_same_trace(text):
+def test_2x2x2_rank_killed_in_a_step_restart_from_memory_same_trace(text: Any) -> None:
     world, parallel = 8, {"pp": 2, "dp_shard": 2, "tp": 2}
-    job = Job(*text, world, parallel)
+    job = Job(text, world, parallel)
     unbroken = job.train("eight-untracked", checkpoint={"root": ""})
     job.kill("eight", 5)
     check_same(unbroken, job.train("eight"))
