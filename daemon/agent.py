@@ -21,16 +21,17 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from types import ModuleType
-from typing import Any, NoReturn
+from typing import Any, NoReturn, cast
 
 from torch._C._distributed_c10d import PrefixStore, TCPStore
+from torch.distributed import DistError
 from torch.distributed.elastic.agent.server import local_elastic_agent
 from torch.distributed.elastic.agent.server.api import RunResult, WorkerGroup, WorkerSpec, WorkerState
 from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
 from torch.distributed.elastic.metrics.api import put_metric
 from torch.distributed.elastic.multiprocessing import PContext, SignalException, start_processes
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
-from torch.distributed.elastic.rendezvous import RendezvousHandler, RendezvousInfo, RendezvousStoreInfo
+from torch.distributed.elastic.rendezvous import RendezvousError, RendezvousHandler, RendezvousInfo, RendezvousStoreInfo
 from torch.distributed.elastic.rendezvous.dynamic_rendezvous import DynamicRendezvousHandler
 from torch.distributed.elastic.rendezvous.static_tcp_rendezvous import StaticTCPRendezvous
 from torch.distributed.launcher import api as launcher_api
@@ -44,9 +45,9 @@ from flashckpt.daemon.hang import Pace
 from flashckpt.daemon.nursery import Nursery
 from flashckpt.daemon.process import become_subreaper, reap_strays
 from flashckpt.daemon.reporting import Reporter, hang_states
-from flashckpt.daemon.stop import AgreedStop, StopSignals
+from flashckpt.daemon.stop import AgreedStop, Group, StopSignals, Store
 from flashckpt.daemon.watch import JobWatch
-from flashckpt.errors import HangError, RestartBudgetError
+from flashckpt.errors import FlashckptError, HangError, RestartBudgetError
 
 _log = logging.getLogger("flashckpt.dlrun")
 _TICK_S = 0.2
@@ -80,6 +81,12 @@ class Outcome:
     resume: bool = False
     hang: str = ""
     repeats: str = ""
+
+
+class RendezvousLostError(FlashckptError):
+    """The rendezvous store cannot be reached, so that nodes cannot find each other any more."""
+
+    exit_code = 1
 
 
 class FreshStores(RendezvousHandler):
@@ -198,6 +205,9 @@ class DlrunAgent(LocalElasticAgent):
             if not result.is_failed() and not self._outcome.resume:
                 self._watch.request("ended")
             return result
+        except SignalException:
+            self._outcome.resume = self._watch.control() is not None  # a flashckpt job: its state is kept
+            raise
         finally:
             if self._outcome.resume or sys.exc_info()[0] is not None:
                 self._watch.request("persist-now")
@@ -232,8 +242,7 @@ class DlrunAgent(LocalElasticAgent):
         self._signals.supervising = True
         try:
             while True:
-                if self._signals.received:
-                    self._on_stop_signal(group)
+                self._stop_together(group)
                 result: RunResult = self._monitor_workers(group)
                 group.state = result.state
                 if result.state is not WorkerState.HEALTHY:
@@ -394,19 +403,35 @@ class DlrunAgent(LocalElasticAgent):
 
     # -- stopping
 
-    def _on_stop_signal(self, group: WorkerGroup) -> None:
-        """Agree with the ranks on the step to stop after; without flashckpt in them, stop as torchrun does."""
-        number = self._signals.received[0]
-        if self._stop.is_late:
-            _log.error("the workers did not stop in %.0f s: they are killed", self._options.grace_s)
-            self._outcome.resume = True
-            _raise_signal(number)
-        if self._stop.is_under_way:
+    def _others(self, group: WorkerGroup) -> Group | None:
+        rank, size, store = group.group_rank, group.group_world_size, cast("Store | None", self._store)
+        if rank is None or size is None or store is None or size == 1:
+            return None
+        return Group(store=store, rank=rank, size=size)
+
+    def _stop_together(self, group: WorkerGroup) -> None:
+        """Agree with all ranks on the step to stop after; without flashckpt in them, stop as torchrun does."""
+        others = self._others(group)
+        store = others.store if others is not None else None
+        signals = self._signals.received
+        if signals and not self._stop.is_under_way:
+            if self._watch.control() is None:
+                _raise_signal(signals[0])
+            self._stop.ask(store)
+        elif store is not None:
+            self._stop.hear(store)
+        if not self._stop.is_under_way:
             return
-        step = self._stop.begin(self._rows(), ranks=group.spec.local_world_size, step_s=self._pace.step_s)
-        if step is None:
-            _raise_signal(number)
-        _log.warning("%s: all ranks stop after step %d, their state is kept", signal.Signals(number).name, step)
+        if self._stop.is_late:
+            _log.error(
+                "the workers did not stop in %.0f s: they are killed, what is in memory is kept", self._options.grace_s
+            )
+            _raise_signal(signals[0] if signals else signal.SIGTERM)
+        pace_s = self._pace.at_least_s(time.monotonic())
+        step = self._stop.advance(self._rows(), ranks=group.spec.local_world_size, step_s=pace_s, group=others)
+        if step is not None:
+            why = signal.Signals(signals[0]).name if signals else "another node was asked to stop"
+            _log.warning("%s: all ranks stop after step %d, their state is kept", why, step)
 
 
 def _raise_signal(number: int) -> NoReturn:
@@ -447,6 +472,15 @@ def launch(
         except SignalException:
             if not outcome.resume:
                 raise
+        except (RendezvousError, DistError) as error:
+            if "rendezvous" not in type(error).__name__.lower() and config.max_nodes == 1:
+                raise
+            raise RendezvousLostError(
+                f"the agent at {config.rdzv_endpoint} hosted the rendezvous store and cannot be reached, or it closed",
+                found=f"{type(error).__name__}: {error}",
+                state="The workers of this node were ended; complete snapshots are persisted by the daemon.",
+                remedy="start the job again; docs/launching.md says how to keep the store on a node that does not train",
+            ) from error
         except ChildFailedError as error:
             if outcome.repeats:
                 raise RestartBudgetError(outcome.repeats, remedy="mend the script; its traceback is above") from error

@@ -55,6 +55,10 @@ class Pace:
         """Highest step seen; -1 before the first."""
         return self._last[1] if self._last is not None else -1
 
+    def at_least_s(self, now_s: float) -> float:
+        """Return seconds per step, or how long the present one has taken where none was seen to end."""
+        return self.step_s or (now_s - self._last[0] if self._last is not None else 0.0)
+
     @property
     def step_s(self) -> float:
         """Median seconds per step; 0 before two steps were seen."""

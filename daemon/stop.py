@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import logging
 import math
 import os
@@ -11,33 +12,63 @@ import threading
 import time
 import types
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Protocol
 
 from flashckpt.control import ControlRow
 from flashckpt.daemon.watch import JobWatch
 
+_REQUEST, _STEPS, _AFTER = "flashckpt/stop/request", "flashckpt/stop/steps", "flashckpt/stop/after"
+_STORE_MARGIN_S = 1.5  # several looks of every agent, and the way through the store
 MAX_AHEAD = 1000
 """Most steps between the highest one done and the one to stop after."""
 
 _log = logging.getLogger("flashckpt.dlrun")
 
 
-def stop_step(steps: Sequence[int], *, step_s: float, margin_s: float = 0.1) -> int:
-    """Return the step after which every rank stops: beyond the highest one, so that none has passed it.
+class Store(Protocol):
+    """What the agreement needs of a c10d store."""
 
-    Ranks read the number after they have published their step. One step beyond the highest is enough
-    where a step takes longer than the write of the number; faster ones get `margin_s` seconds of steps.
+    def set(self, key: str, value: str) -> None:
+        """Set a key."""
+
+    def get(self, key: str) -> bytes:
+        """Return a key's value, waiting for it."""
+
+    def check(self, keys: list[str]) -> bool:
+        """Return whether all keys are set."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Group:
+    """The agents of one round: their store, this one's rank and how many there are."""
+
+    store: Store
+    rank: int
+    size: int
+
+
+def stop_step(steps: Sequence[int], *, step_s: float, margin_s: float = 0.1) -> int:
+    """Return the step after which every rank stops: so far ahead that none can have passed it.
+
+    A rank may end its present step right after its number was read, and then needs `step_s` for each
+    further one; the number must reach it within `margin_s`.
 
     Args:
         steps: The step each rank completed last.
-        step_s: Seconds per step; 0 where it is not known yet.
-        margin_s: Seconds in which no rank may reach the chosen step.
+        step_s: Seconds per step, at least; 0 counts as a millisecond.
+        margin_s: Seconds from reading the steps until every rank can see the number.
     """
-    ahead = 1 if step_s <= 0 else min(MAX_AHEAD, max(1, math.ceil(margin_s / max(step_s, 1e-6))))
-    return max(steps) + ahead
+    return max(steps) + 1 + min(MAX_AHEAD, math.ceil(margin_s / max(step_s, 1e-3)))
 
 
 class AgreedStop:
-    """One stop of this node's ranks after one step, from the request to the exit code."""
+    """One stop of all ranks after one step, from the request to the exit code.
+
+    On one node the agent reads the steps and writes the number. Between nodes the agents agree through
+    the store of the round: anybody's request, then every node's highest step, then the number that
+    group rank 0 makes of them; each agent looks several times a second.
+    """
 
     def __init__(self, watch: JobWatch, grace_s: float) -> None:
         self._watch, self._grace_s = watch, grace_s
@@ -46,7 +77,7 @@ class AgreedStop:
 
     @property
     def is_under_way(self) -> bool:
-        """Whether the ranks were told to stop."""
+        """Whether a stop was asked for."""
         return self._until is not None
 
     @property
@@ -54,30 +85,61 @@ class AgreedStop:
         """Whether the ranks have not stopped within the grace time."""
         return self._until is not None and time.monotonic() > self._until
 
-    def begin(self, rows: Sequence[ControlRow], *, ranks: int, step_s: float) -> int | None:
-        """Tell the ranks to stop; returns the step, or None if they cannot be told.
+    def ask(self, store: Store | None) -> None:
+        """Ask all nodes to stop; `store` is None where this node is the only one."""
+        self._note()
+        if store is not None:
+            store.set(_REQUEST, "1")
+
+    def _note(self) -> None:
+        if self._until is None:
+            self._until = time.monotonic() + self._grace_s
+
+    def hear(self, store: Store) -> bool:
+        """Return whether some node asked for a stop."""
+        if self._until is None and store.check([_REQUEST]):
+            self._note()
+        return self._until is not None
+
+    def advance(self, rows: Sequence[ControlRow], *, ranks: int, step_s: float, group: Group | None) -> int | None:
+        """Do the next part of the agreement; returns the step once, when this node's ranks are told it.
 
         Args:
-            rows: The control rows of this node's live ranks.
-            ranks: How many ranks this node has: one without a row knows nothing of flashckpt.
-            step_s: Seconds per step, 0 where unknown.
+            rows: The control rows of this node's live ranks; until there are `ranks` of them nothing is agreed.
+            ranks: How many ranks this node has.
+            step_s: Seconds per step, at least.
+            group: The other nodes; None where there are none.
         """
         control = self._watch.control()
-        steps = [row.step for row in rows if row.step >= 0]
-        if control is None or len(steps) < ranks:
+        if self._step >= 0 or control is None or len(rows) < ranks:
             return None
-        self._step = stop_step(steps, step_s=step_s)
-        control.stop_after = self._step
-        self._until = time.monotonic() + self._grace_s
-        return self._step
+        steps = [row.step for row in rows]
+        step = stop_step(steps, step_s=step_s) if group is None else _agree(group, max(steps), step_s)
+        if step is not None:
+            self._step = control.stop_after = step
+        return step
 
     def has_stopped(self, rows: Sequence[ControlRow]) -> bool:
         """After a clean end: whether the ranks ended because they were asked to. Takes the request back."""
         control = self._watch.control()
-        if self._until is None or control is None:
+        if self._step < 0 or control is None:
             return False
         control.stop_after = -1
         return max((row.step for row in rows), default=-1) >= self._step
+
+
+def _agree(group: Group, highest: int, step_s: float) -> int | None:
+    mine = f"{_STEPS}{group.rank}"
+    if not group.store.check([mine]):
+        group.store.set(mine, json.dumps([highest, step_s]))
+    if group.store.check([_AFTER]):
+        return int(group.store.get(_AFTER))
+    every = [f"{_STEPS}{rank}" for rank in range(group.size)]
+    if group.rank == 0 and group.store.check(every):
+        said = [json.loads(group.store.get(key)) for key in every]
+        step = stop_step([one[0] for one in said], step_s=min(one[1] for one in said), margin_s=_STORE_MARGIN_S)
+        group.store.set(_AFTER, str(step))
+    return None  # also group rank 0 reads it back, a moment later: all see one number
 
 
 class StopSignals:

@@ -1,0 +1,355 @@
+"""What PyTorch's own launcher tests expect of torchrun, asked of dlrun (docs/launching.md lists each of them).
+
+Called in process as `main(args)`, as PyTorch's tests call torchrun's. In a file and a pytest process of
+its own (`make test-launcher`): the agent leaves threads behind, and other tests fork.
+"""
+
+from __future__ import annotations
+
+import io
+import multiprocessing as mp
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from contextlib import redirect_stdout
+from pathlib import Path
+from unittest import mock
+
+import pytest
+import torch
+from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+from torch.distributed.launcher.api import LaunchConfig
+
+from flashckpt.daemon import run as dlrun
+
+pytestmark = pytest.mark.timeout(300)
+
+SCRIPT = """
+import argparse, os, pathlib
+parser = argparse.ArgumentParser()
+parser.add_argument("--touch-file-dir")
+parser.add_argument("--fail", action="store_true")
+args = parser.parse_args()
+names = ["RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK", "ROLE_RANK", "ROLE_WORLD_SIZE",
+         "MASTER_ADDR", "MASTER_PORT", "TORCHELASTIC_RESTART_COUNT", "TORCHELASTIC_MAX_RESTARTS",
+         "TORCHELASTIC_RUN_ID", "TORCHELASTIC_ERROR_FILE"]
+missing = [name for name in names if name not in os.environ]
+assert not missing, missing
+assert os.environ["PARENT_SENTINEL"] == "here"
+if args.fail:
+    raise RuntimeError("failed on purpose")
+pathlib.Path(args.touch_file_dir, os.environ["RANK"]).touch()
+"""
+SHELL = '#!/bin/sh\nset -e\necho "creating $1/$RANK"\ntouch "$1/$RANK"\n'
+INIT = """
+import sys
+import torch.distributed as dist
+import os
+method = sys.argv[1]
+if method.startswith("tcp"):
+    dist.init_process_group("gloo", init_method=method, rank=int(os.environ["RANK"]), world_size=int(os.environ["WORLD_SIZE"]))
+else:
+    dist.init_process_group("gloo", init_method=method)
+assert dist.is_torchelastic_launched()
+dist.barrier()
+dist.destroy_process_group()
+"""
+
+
+@pytest.fixture(autouse=True)
+def _environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in [name for name in os.environ if name.startswith("PET_")]:
+        monkeypatch.delenv(name)
+    monkeypatch.setenv("PARENT_SENTINEL", "here")
+
+
+@pytest.fixture
+def touched(tmp_path: Path) -> Path:
+    path = tmp_path / "touched"
+    path.mkdir()
+    return path
+
+
+@pytest.fixture
+def script(tmp_path: Path) -> str:
+    path = tmp_path / "script.py"
+    path.write_text(SCRIPT)
+    return str(path)
+
+
+@pytest.fixture
+def shell(tmp_path: Path) -> str:
+    path = tmp_path / "script.sh"
+    path.write_text(SHELL)
+    path.chmod(0o755)
+    return str(path)
+
+
+@pytest.fixture
+def init(tmp_path: Path) -> str:
+    path = tmp_path / "init.py"
+    path.write_text(INIT)
+    return str(path)
+
+
+def free_port() -> int:
+    with socket.socket() as sock:
+        sock.bind(("localhost", 0))
+        return int(sock.getsockname()[1])
+
+
+def names(folder: Path) -> set[str]:
+    return {path.name for path in folder.iterdir()}
+
+
+def ranks(count: int) -> set[str]:
+    return {str(rank) for rank in range(count)}
+
+
+BASE = ["--nnodes=1", "--nproc-per-node=4", "--monitor-interval=1", "--start-method=spawn"]
+ELASTIC = [
+    "--nnodes=1:2",
+    "--nproc-per-node=2",
+    "--rdzv-backend=c10d",
+    "--rdzv-conf=join_timeout=5,last_call_timeout=1,timeout=5",
+]
+
+
+def test_user_script_python(script: str, touched: Path) -> None:
+    dlrun.main([*BASE, "--rdzv-id=one", script, f"--touch-file-dir={touched}"])
+    assert names(touched) == ranks(4)
+
+
+def test_user_script_python_with_master_address_and_port(script: str, touched: Path) -> None:
+    address = ["--master-addr=localhost", f"--master-port={free_port()}", "--node-rank=0"]
+    dlrun.main([*BASE, *address, script, f"--touch-file-dir={touched}"])
+    assert names(touched) == ranks(4)
+
+
+def test_user_script_bash_and_no_python_excludes_module(shell: str, touched: Path) -> None:
+    with pytest.raises(ValueError, match="--no-python"):
+        dlrun.main([*BASE, "--no-python", "--module", shell, str(touched)])
+    dlrun.main([*BASE, "--no-python", shell, str(touched)])
+    assert names(touched) == ranks(4)
+
+
+def test_default_number_of_processes_is_one(shell: str, touched: Path) -> None:
+    dlrun.main(["--nnodes=1", "--rdzv-id=x", "--no-python", shell, str(touched)])
+    assert names(touched) == ranks(1)
+
+
+def test_settings_from_environment(shell: str, touched: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    values = {"NNODES": "1", "NPROC_PER_NODE": "4", "RDZV_ID": "x", "MONITOR_INTERVAL": "1", "START_METHOD": "spawn"}
+    for name, value in {**values, "NO_PYTHON": "1", "MODULE": "1"}.items():
+        monkeypatch.setenv(f"PET_{name}", value)
+    with pytest.raises(ValueError, match="--no-python"):
+        dlrun.main([shell, str(touched)])
+    monkeypatch.setenv("PET_MODULE", "0")
+    dlrun.main([shell, str(touched)])
+    assert names(touched) == ranks(4)
+
+
+def test_number_of_processes_auto_is_the_processor_count(shell: str, touched: Path) -> None:
+    with mock.patch("torch.accelerator.is_available", return_value=False):
+        dlrun.main(["--nnodes=1", "--nproc-per-node=auto", "--no-python", shell, str(touched)])
+    assert names(touched) == ranks(torch._utils.cpu_count() or 0)
+
+
+def test_number_of_processes_gpu_is_the_device_count(shell: str, touched: Path) -> None:
+    with (
+        mock.patch("torch.cuda.is_available", return_value=True),
+        mock.patch("torch.cuda.device_count", return_value=3),
+    ):
+        dlrun.main(["--nnodes=1", "--nproc-per-node=gpu", "--no-python", shell, str(touched)])
+    assert names(touched) == ranks(3)
+
+
+def test_number_of_processes_unknown_word(shell: str, touched: Path) -> None:
+    with pytest.raises(ValueError, match="unknown"):
+        dlrun.main(["--nnodes=1", "--nproc-per-node=unknown", "--no-python", shell, str(touched)])
+
+
+def test_elastic_with_one_of_two_nodes(script: str, touched: Path) -> None:
+    dlrun.main(
+        [*ELASTIC, f"--rdzv-endpoint=localhost:{free_port()}", "--rdzv-id=x", script, f"--touch-file-dir={touched}"]
+    )
+    assert names(touched) == ranks(2)
+
+
+def test_elastic_two_agents(script: str, touched: Path) -> None:
+    args = [*ELASTIC, f"--rdzv-endpoint=localhost:{free_port()}", "--rdzv-id=x", script, f"--touch-file-dir={touched}"]
+    args[0] = "--nnodes=2"
+    other = subprocess.Popen([sys.executable, "-m", "flashckpt.daemon.run", *args])
+    dlrun.main(args)
+    assert other.wait(60) == 0
+    assert names(touched) == ranks(4)
+
+
+def test_worker_exception_is_raised_and_recorded_once(script: str) -> None:
+    endpoint = f"--rdzv-endpoint=localhost:{free_port()}"
+    with (
+        mock.patch("torch.distributed.elastic.events.record") as record,
+        pytest.raises(ChildFailedError) as caught,
+    ):
+        dlrun.main([*ELASTIC, endpoint, "--rdzv-id=x", "--max-restarts=0", script, "--fail"])
+    record.assert_called_once()
+    _, first = caught.value.get_first_failure()
+    assert "failed on purpose" in str(caught.value)
+    assert first.exitcode == 1
+
+
+def test_agent_exception_is_raised_and_recorded_once(script: str, touched: Path) -> None:
+    class BrokenError(Exception):
+        pass
+
+    target = "torch.distributed.elastic.agent.server.local_elastic_agent.LocalElasticAgent._rendezvous"
+    with (
+        mock.patch("torch.distributed.elastic.events.record") as record,
+        mock.patch(target, side_effect=BrokenError),
+        pytest.raises(BrokenError),
+    ):
+        dlrun.main([*BASE, "--rdzv-id=x", script, f"--touch-file-dir={touched}"])
+    record.assert_called_once()
+
+
+def test_rendezvous_is_shut_down_once_after_success(script: str, touched: Path) -> None:
+    from torch.distributed.elastic.rendezvous.dynamic_rendezvous import DynamicRendezvousHandler as Handler
+
+    with mock.patch.object(Handler, "shutdown", autospec=True, side_effect=Handler.shutdown) as shutdown:
+        dlrun.main([*BASE, "--rdzv-id=x", script, f"--touch-file-dir={touched}"])
+    shutdown.assert_called_once()
+
+
+def test_standalone(script: str, touched: Path) -> None:
+    dlrun.main([*BASE, "--standalone", script, f"--touch-file-dir={touched}"])
+    assert names(touched) == ranks(4)
+
+
+def test_run_path(script: str, touched: Path) -> None:
+    dlrun.main(["--run-path", *BASE, script, f"--touch-file-dir={touched}"])
+    assert names(touched) == ranks(4)
+
+
+def test_min_and_max_nodes_are_parsed() -> None:
+    parse = dlrun.parse_min_max_nnodes
+    assert parse("1") == (1, 1)
+    assert parse("2:20") == (2, 20)
+    with pytest.raises(RuntimeError):
+        parse("2:20:30")
+
+
+def test_logs_specs_entry_point_must_exist(script: str) -> None:
+    with pytest.raises(ValueError, match="DOESNOT_EXIST"):
+        dlrun.main(["--run-path", "--logs_specs=DOESNOT_EXIST", script])
+
+
+@pytest.mark.parametrize("method", ["tcp", "env"])
+def test_init_method_with_master_address(init: str, method: str) -> None:
+    port = free_port()
+    url = "env://" if method == "env" else f"tcp://localhost:{port}"
+    address = ["--master-addr=localhost", f"--master-port={port}"]
+    dlrun.main(["--run-path", "--nnodes=1", "--nproc-per-node=4", *address, init, url])
+
+
+def test_log_lines_are_captured_with_the_prefix_of_the_template(shell: str, touched: Path) -> None:
+    captured = io.StringIO()
+    template = {"TORCHELASTIC_LOG_LINE_PREFIX_TEMPLATE": "[rank${rank}]: "}
+    with redirect_stdout(captured), mock.patch.dict(os.environ, template):
+        dlrun.main([*BASE, "--redirect=3", "--tee=3", "--no-python", shell, str(touched)])
+    assert all(f"[rank{rank}]: creating " in captured.getvalue() for rank in range(4))
+
+
+# -- LocalElasticAgent: what its tests expect of an agent with one node
+
+
+def launch(tmp_path: Path, text: str, *flags: str) -> None:
+    path = tmp_path / "agent_script.py"
+    path.write_text(text)
+    dlrun.main([*flags, str(path), str(tmp_path)])
+
+
+def test_agent_restarts_up_to_the_limit_and_counts_them(tmp_path: Path) -> None:
+    text = (
+        "import os, pathlib, sys\n"
+        "pathlib.Path(sys.argv[1], 'count' + os.environ['TORCHELASTIC_RESTART_COUNT']).touch()\n"
+        "sys.exit(0 if os.environ['TORCHELASTIC_RESTART_COUNT'] == '2' else 1)\n"
+    )
+    launch(tmp_path, text, "--max-restarts=2")
+    assert {f"count{n}" for n in range(3)} <= names(tmp_path)
+    with pytest.raises(ChildFailedError):
+        launch(tmp_path, text, "--max-restarts=1")
+
+
+def test_agent_failure_of_one_rank_ends_the_others(tmp_path: Path) -> None:
+    text = "import os, sys, time\nif os.environ['RANK'] == '1': sys.exit(9)\ntime.sleep(600)\n"
+    begun = time.monotonic()
+    with pytest.raises(ChildFailedError) as caught:
+        launch(tmp_path, text, "--nproc-per-node=3")
+    assert time.monotonic() - begun < 60
+    assert set(caught.value.failures) == {1}
+    assert caught.value.failures[1].exitcode == 9
+
+
+def test_agent_shutdown_timeout_is_obeyed_on_a_failure(tmp_path: Path) -> None:
+    """A survivor that ignores SIGTERM costs --shutdown-timeout, not torchrun's 30 s."""
+    text = (
+        "import os, pathlib, signal, sys, time\n"
+        "if os.environ['RANK'] == '0':\n"
+        "    signal.signal(signal.SIGTERM, lambda *_: pathlib.Path(sys.argv[1], 'asked').touch())\n"
+        "    pathlib.Path(sys.argv[1], 'ready').touch()\n"
+        "    while True: time.sleep(1)\n"
+        "while not pathlib.Path(sys.argv[1], 'ready').exists(): time.sleep(0.01)\n"
+        "pathlib.Path(sys.argv[1], 'failed').write_text(str(time.time()))\n"
+        "os._exit(1)\n"
+    )
+    with pytest.raises(ChildFailedError):
+        launch(tmp_path, text, "--nproc-per-node=2", "--shutdown-timeout=2")
+    waited = time.time() - float((tmp_path / "failed").read_text())
+    assert (tmp_path / "asked").exists()
+    assert 1.5 < waited < 20
+
+
+def test_agent_forwards_signals_and_puts_handlers_back(tmp_path: Path) -> None:
+    text = "import pathlib, sys, time\npathlib.Path(sys.argv[1], 'up').touch()\ntime.sleep(600)\n"
+    path = tmp_path / "agent_script.py"
+    path.write_text(text)
+    before = signal.getsignal(signal.SIGTERM)
+    child = mp.get_context("fork").Process(target=_signal_when, args=(tmp_path / "up", os.getpid()))
+    child.start()
+    with pytest.raises(Exception, match="got signal"):
+        dlrun.main(["--nproc-per-node=2", str(path), str(tmp_path)])
+    child.join()
+    assert signal.getsignal(signal.SIGTERM) is before
+
+
+def _signal_when(path: Path, pid: int) -> None:
+    while not path.exists():
+        time.sleep(0.01)
+    os.kill(pid, signal.SIGTERM)
+
+
+def test_names_of_torchruns_module_are_offered() -> None:
+    for name in (
+        "parse_args",
+        "get_args_parser",
+        "config_from_args",
+        "run",
+        "elastic_launch",
+        "run_script_path",
+        "record",
+    ):
+        assert callable(getattr(dlrun, name))
+    assert dlrun.LaunchConfig is LaunchConfig
+    assert dlrun.parse_args(["--nproc_per_node", "2", "--rdzv_backend=c10d", "x.py"]).nproc_per_node == "2"
+
+
+def test_every_torchrun_flag_in_every_spelling_is_known() -> None:
+    from torch.distributed import run as torchrun
+
+    ours = dlrun.get_args_parser()._option_string_actions
+    theirs = torchrun.get_args_parser()._option_string_actions
+    assert set(theirs) <= set(ours)
+    assert {name: type(action) for name, action in theirs.items()} == {name: type(ours[name]) for name in theirs}

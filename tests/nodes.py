@@ -1,0 +1,121 @@
+"""Many nodes (make test-nodes; root): a node dies and comes back, a link is cut, the store's host dies, stops.
+
+Nodes are network namespaces with their own addresses, host names and memory tiers; storage is shared.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from functools import partial
+from pathlib import Path
+
+import pytest
+from support.dlrun import ENGINE, traces
+from support.nodes import Nodes, nodes
+
+from flashckpt.errors import RESUME_EXIT_CODE
+
+pytestmark = [pytest.mark.timeout(600), pytest.mark.skipif(os.geteuid() != 0, reason="network namespaces need root")]
+
+FLAGS = ("--nproc-per-node=2", "--max-restarts=3")
+
+
+@pytest.fixture
+def train(tmp_path: Path) -> Path:
+    path = tmp_path / "train.py"
+    path.write_text(ENGINE.replace("life{life}", "life{os.environ['WORLD_SIZE']}.{report.life if report else 1}"))
+    return path
+
+
+def reached(folder: Path, rank: int, step: int) -> bool:
+    try:
+        return int((folder / f"trace{rank}").read_text().split()[-2]) >= step
+    except (OSError, IndexError, ValueError):
+        return False
+
+
+def lived(folder: Path, world: int) -> set[int]:
+    """Generations in which all `world` ranks have trained a step."""
+    found: dict[int, int] = {}
+    for path in folder.glob(f"life{world}.*-rank*"):
+        generation = int(path.name.split(".")[1].split("-")[0])
+        found[generation] = found.get(generation, 0) + 1
+    return {generation for generation, ranks in found.items() if ranks == world}
+
+
+def grew(folder: Path, world: int, after: int) -> int | None:
+    later = [generation for generation in lived(folder, world) if generation > after]
+    return max(later, default=None)
+
+
+def start_all(them: Nodes, train: Path, count: int, nnodes: str, steps: int = 100000, pause: float = 0.01) -> None:
+    for node in range(count):
+        them.start(node, *FLAGS, train, them.folder, steps, pause, nnodes=nnodes)
+
+
+def test_node_killed_the_job_shrinks_and_grows_when_it_returns(tmp_path: Path, train: Path) -> None:
+    """3 nodes of 2 ranks, at least 2: state of the dead node comes from its peers' copies or from storage."""
+    with nodes(tmp_path, 3) as them:
+        start_all(them, train, 3, "2:3")
+        them.until(lambda: lived(tmp_path, 6), "6 ranks")
+        them.until(partial(reached, tmp_path, 0, 60), "a persisted step")
+        them.kill(2)
+        small = them.until(partial(grew, tmp_path, 4, 1), "4 ranks")
+        them.until(lambda: not reached(tmp_path, 0, 10**9) and grew(tmp_path, 4, 1), "steps of 4 ranks")
+        them.start(2, *FLAGS, train, tmp_path, 100000, 0.01, nnodes="2:3")
+        them.until(partial(grew, tmp_path, 6, small), "6 ranks again")
+        assert all(them.processes[node].poll() is None for node in range(3))
+    for seen in traces(tmp_path, 4):
+        repeated = {step: losses for step, losses in seen.items() if len(losses) > 1}
+        assert not repeated, repeated
+
+
+def test_rank_killed_on_one_node_all_nodes_restart_and_keep_their_ranks(tmp_path: Path, train: Path) -> None:
+    with nodes(tmp_path, 2) as them:
+        start_all(them, train, 2, "2")
+        them.until(lambda: lived(tmp_path, 4), "4 ranks")
+        pids = [int((tmp_path / f"life4.1-rank{rank}").read_text().split()[0]) for rank in range(4)]
+        hosts = [_host(pid) for pid in pids]
+        os.kill(pids[3], signal.SIGKILL)
+        again = them.until(partial(grew, tmp_path, 4, 1), "4 ranks again")
+        after = [int((tmp_path / f"life4.{again}-rank{rank}").read_text().split()[0]) for rank in range(4)]
+        assert [_host(pid) for pid in after] == hosts
+        assert "signal 9 (SIGKILL" in them.log(1) + them.log(0)
+
+
+def _host(pid: int) -> str:
+    """The network namespace of a process: which node it runs on."""
+    return str(Path(f"/proc/{pid}/ns/net").readlink())
+
+
+def test_sigterm_on_one_node_all_nodes_stop_after_the_same_step(tmp_path: Path, train: Path) -> None:
+    with nodes(tmp_path, 2) as them:
+        start_all(them, train, 2, "2")
+        them.until(partial(reached, tmp_path, 0, 20), "20 steps")
+        them.processes[1].send_signal(signal.SIGTERM)
+        assert [them.wait(node) for node in range(2)] == [RESUME_EXIT_CODE] * 2, them.log(0) + them.log(1)
+    last = {int((tmp_path / f"trace{rank}").read_text().split()[-2]) for rank in range(4)}
+    assert len(last) == 1
+
+
+def test_host_of_the_store_dies_the_others_end_with_a_clear_error(tmp_path: Path, train: Path) -> None:
+    with nodes(tmp_path, 2) as them:
+        start_all(them, train, 2, "1:2")
+        them.until(lambda: lived(tmp_path, 4), "4 ranks")
+        them.kill(0)
+        assert them.wait(1) == 1
+        assert "hosted the rendezvous store" in them.log(1)
+
+
+def test_link_cut_for_20_seconds_training_goes_on_after_it(tmp_path: Path, train: Path) -> None:
+    with nodes(tmp_path, 2) as them:
+        start_all(them, train, 2, "2")
+        them.until(partial(reached, tmp_path, 0, 20), "20 steps")
+        before = int((tmp_path / "trace0").read_text().split()[-2])
+        them.link(1, up=False)
+        end = time.monotonic() + 20
+        them.until(lambda: time.monotonic() > end, "20 s without the link")
+        them.link(1, up=True)
+        them.until(partial(reached, tmp_path, 0, before + 50), "steps after the cut")
