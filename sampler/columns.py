@@ -157,7 +157,7 @@ class ParquetRows(RowGroups):
     def _reader(self, source: Any) -> Any:
         import pyarrow.parquet
 
-        return pyarrow.parquet.ParquetFile(source)
+        return pyarrow.parquet.ParquetFile(source, page_checksum_verification=True)
 
     def _group_count(self, reader: Any) -> int:
         return int(reader.metadata.num_row_groups)

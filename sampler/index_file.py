@@ -9,6 +9,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import secrets
 import struct
 from collections.abc import Mapping
 from typing import Any
@@ -85,7 +86,7 @@ def write(url: str, data: bytes, storage_options: Mapping[str, Any] | None = Non
         filesystem.pipe_file(key, data)
         return
     path = local_path(url)
-    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    temporary = path.with_name(f".{path.name}.{secrets.token_hex(6)}.tmp")
     try:
         with temporary.open("wb") as file:
             file.write(data)

@@ -138,7 +138,7 @@ class Network:
                 np.right_shift(mixed, shift, out=mixed)
                 np.bitwise_xor(column, mixed, out=column)
                 continue
-            np.multiply(mixed, np.uint64(rows), out=wide)  # the high word is uniform in [0, rows)
+            np.multiply(mixed, np.uint64(rows), out=wide, dtype=np.uint64)  # the high word is uniform in [0, rows)
             np.right_shift(wide, np.uint64(32), out=wide)
             if sign > 0:
                 np.add(row, wide, out=row, casting="unsafe")
@@ -154,14 +154,16 @@ class Network:
 
 
 class Table:
-    """A materialised permutation for small n: positions sorted by 64 random bits each (128 KiB at most)."""
+    """A materialised permutation for small n: positions sorted by 48 random bits each (128 KiB at most)."""
 
     def __init__(self, n: int, keys: Sequence[int]) -> None:
         state = np.arange(1, n + 1, dtype=np.uint64) * np.uint64(_GOLDEN) + np.uint64(keys[0] | keys[1] << 32)
         state = (state ^ (state >> np.uint64(30))) * np.uint64(_MIX_1)
         state = (state ^ (state >> np.uint64(27))) * np.uint64(_MIX_2)
-        # Equal keys (once in 2**33 tables) keep their order: still a permutation, still deterministic.
-        self._values = np.argsort(state ^ (state >> np.uint64(31)), kind="stable").astype(np.uint16)
+        # 48 random bits above the position: keys are distinct, so every sort gives the same order.
+        keyed = (state ^ (state >> np.uint64(31))) & ~np.uint64(0xFFFF) | np.arange(n, dtype=np.uint64)
+        keyed.sort()
+        self._values = keyed.astype(np.uint16)
 
     @cached_property
     def _indices(self) -> npt.NDArray[np.uint16]:

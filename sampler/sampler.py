@@ -81,7 +81,7 @@ class ElasticSampler(Sampler[int]):
         auto_commit: bool = False,
     ) -> None:
         self.dp_rank, self.dp_size = resolve(_either(dp_rank, rank), _either(dp_size, num_replicas), mesh)
-        self.seed = seed
+        self.dataset, self.shuffle, self.seed = dataset, shuffle, seed
         identity = dataset if fingerprint is None and not isinstance(dataset, int) else fingerprint
         self.cursor = Cursor(
             _stream_of(dataset, seed, _order_of(order, shuffle=shuffle)),
@@ -129,6 +129,26 @@ class ElasticSampler(Sampler[int]):
     def global_batch_sizes(self) -> list[int]:
         """All sizes of the schedule, ramp-up included."""
         return [] if self.cursor.sizes is None else [size for _, size in self.cursor.sizes.steps]
+
+    @property
+    def rank(self) -> int:
+        """The same as `dp_rank`."""
+        return self.dp_rank
+
+    @property
+    def num_replicas(self) -> int:
+        """The same as `dp_size`."""
+        return self.dp_size
+
+    @property
+    def num_samples(self) -> int:
+        """The same as len()."""
+        return len(self)
+
+    @property
+    def drop_last(self) -> bool:
+        """Whether tail is "drop"."""
+        return self.cursor.tail == "drop"
 
     def __len__(self) -> int:
         """Samples of this replica in one epoch; the same after a resume, so schedulers may rely on it."""
