@@ -7,9 +7,12 @@ MANIFEST is created once. The pins are held until it is committed or given up.
 from __future__ import annotations
 
 import enum
+import logging
+import threading
 import time
 from concurrent.futures import Future, ThreadPoolExecutor
 
+from flashckpt.daemon.logs import speaking_of
 from flashckpt.errors import DamagedError, FencedError, PersistError
 from flashckpt.intents import Intent, abandoned_reason
 from flashckpt.node_view import release
@@ -22,6 +25,7 @@ WRITERS_AT_ONCE = 4
 TAKEOVER_S = 5.0
 """Seconds that a node waits for the leader, times its place among the nodes, before it commits by itself."""
 
+_log = logging.getLogger(__name__)
 ATTEMPTS = 4
 """Times that damaged data is written again before the snapshot is given up."""
 
@@ -46,6 +50,7 @@ class Flush:
 
     Attributes:
         has_waited: Whether the other writers were not done when this node was.
+        persisted_bytes: Bytes of tensors whose index this node has written.
     """
 
     def __init__(self, intent: Intent, pins: dict[int, Pin], store: Store, options: PersistOptions) -> None:
@@ -53,12 +58,14 @@ class Flush:
         self.prefix = intent.prefix
         self.started_s = time.monotonic()
         self.has_waited = False
+        self.persisted_bytes = 0
         self._options = options
         self._todo = sorted(pins)
         self._futures: dict[int, Future[object]] = {}
         self._pool = ThreadPoolExecutor(WRITERS_AT_ONCE, thread_name_prefix="flashckpt-persist")
         self._written_s: float | None = None
         self._attempts = 0
+        self._lock = threading.Lock()
         self._store = store
 
     def use(self, store: Store) -> None:
@@ -131,7 +138,15 @@ class Flush:
         release(self.pins)
 
     def _persist(self, rank: int) -> object:
-        pinned = self.pins[rank]
-        if not pinned.is_current():
-            raise PersistError(f"the snapshot of rank {rank}, step {self.intent.step}, was abandoned")
-        return persist_slot(pinned, self._store, self.prefix, options=self._options)
+        pinned, started = self.pins[rank], time.monotonic()
+        with speaking_of(generation=self.intent.generation, rank=rank, step=self.intent.step):
+            if not pinned.is_current():
+                raise PersistError(f"the snapshot of rank {rank}, step {self.intent.step}, was abandoned")
+            index = persist_slot(pinned, self._store, self.prefix, options=self._options)
+            nbytes = int(index.table.nbytes.sum())
+            _log.info(
+                "wrote %.1f MB in %d packs in %.2f s", nbytes / 1e6, len(index.objects), time.monotonic() - started
+            )
+        with self._lock:
+            self.persisted_bytes += nbytes
+        return index

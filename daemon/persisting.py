@@ -12,6 +12,7 @@ import os
 import socket
 import time
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 from flashckpt.checkpoints import newest_checkpoint
 from flashckpt.daemon.flush import Flush, Outcome
@@ -24,6 +25,7 @@ from flashckpt.daemon.intents import (
     publish_ready,
     read_readies,
 )
+from flashckpt.daemon.logs import speaking_of
 from flashckpt.errors import DamagedError, DisagreementError, PersistError, ShardGapError
 from flashckpt.generations import Claim, check_fence, read_claims
 from flashckpt.intents import Intent, abandon_intent, close_intent, list_intents, put_intent
@@ -43,6 +45,16 @@ INTENT_PATIENCE_S = 600.0
 _log = logging.getLogger(__name__)
 
 
+@dataclass(kw_only=True)
+class Totals:
+    """Counters since this daemon started; `persisted_bytes` are bytes of tensors, `persist_seconds` of commits."""
+
+    commits: int = 0
+    given_up: int = 0
+    persisted_bytes: int = 0
+    persist_seconds: float = 0.0
+
+
 class Persisting:
     """What one daemon does on the root of its job.
 
@@ -52,6 +64,8 @@ class Persisting:
     Attributes:
         committed: Newest committed identity of this root, as far as known.
         flush: The open intent that this node works on.
+        committed_s: time.monotonic() of the last commit that this daemon saw.
+        totals: Counters.
         skipped: Persist steps that were seen complete here and left out, since another was being persisted.
     """
 
@@ -60,6 +74,8 @@ class Persisting:
         self.committed: Identity | None = None
         self.flush: Flush | None = None
         self.skipped = 0
+        self.committed_s: float | None = None
+        self.totals = Totals()
         self._store: Store | None = None
         self._floor: Identity = (0, -1)  # nothing at or below it is persisted any more
         self._known = False  # whether the root was looked at since the connection was opened
@@ -303,16 +319,24 @@ class Persisting:
         assert self.flush is not None
         identity = self.flush.intent.identity
         seconds = time.monotonic() - self.flush.started_s
+        nbytes = self.flush.persisted_bytes
         self.flush.close()
         self.flush = None
         self._floor = max(self._floor, identity)
         if outcome is Outcome.COMMITTED:
             self.committed = max(self.committed or identity, identity)
+            self.committed_s = time.monotonic()
+            self.totals.commits += 1
+            self.totals.persist_seconds += seconds
+        else:
+            self.totals.given_up += 1
+        self.totals.persisted_bytes += nbytes
         older = {seen for seen in self._seen if seen <= identity}
         self._seen -= older
         self.skipped += len(older - ({identity} if outcome is Outcome.COMMITTED else set()))
         self._search = Search()
-        _log.info("step %s of generation %s: %s after %.1f s", identity[1], identity[0], outcome.value, seconds)
+        with speaking_of(generation=identity[0], step=identity[1]):
+            _log.info("%s after %.1f s, %d bytes from this node", outcome.value, seconds, nbytes)
 
     def _retain(self, store: Store) -> None:
         """Apply retention; what fails here is tried again after the next commit."""

@@ -14,10 +14,13 @@ import shutil
 import signal
 import sys
 import time
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
 
+from flashckpt.daemon import metrics
+from flashckpt.daemon.logs import configure, speaking_of
 from flashckpt.daemon.persisting import Persisting
 from flashckpt.daemon.retire import retire
 from flashckpt.daemon.wakeup import Wakeup
@@ -76,6 +79,8 @@ class Daemon:
         self._stopping = False
         self._ended_generation: int | None = None
         self._status = DaemonStatus()
+        self._numbers: dict[str, float] = {}
+        self.endpoint: metrics.Endpoint | None = None
         self._wakeup = Wakeup([directory.path / "events", directory.path / "requests"])
 
     def run(self) -> None:
@@ -100,13 +105,20 @@ class Daemon:
             if self.persisting is not None:
                 self.persisting.close()
             self.persisting = Persisting(config)
+            if self.endpoint is None:
+                self.endpoint = metrics.serve(self, job=config.job, node=config.node)
         view = scan(self.directory, [record])
         urgent = self._urgent(view, alive=alive)
-        self._persist(self.persisting, view, record, urgent=urgent)
-        retire(view, record, self.persisting.committed)
+        with speaking_of(generation=record.generation, step=max(view.complete(), default=(0, 0))[1]):
+            self._persist(self.persisting, view, record, urgent=urgent)
+            retire(view, record, self.persisting.committed)
         self._answer(self.persisting, view)
-        self._report(self.persisting, view)
+        self._report(self.persisting, view, alive=alive)
         return self._finished(self.persisting, view, record, alive=alive, urgent=urgent, silent_s=silent_s)
+
+    def numbers(self) -> Mapping[str, float]:
+        """Return what `metrics` shows, as of the last turn."""
+        return self._numbers
 
     def stop(self, number: int, frame: FrameType | None) -> None:
         """Signal handler: end as soon as nothing is pending."""
@@ -116,6 +128,8 @@ class Daemon:
 
     def close(self) -> None:
         """Give everything back."""
+        if self.endpoint is not None:
+            self.endpoint.close()
         if self.persisting is not None:
             self.persisting.close()
         self._wakeup.close()
@@ -158,7 +172,7 @@ class Daemon:
         if persisting.is_idle(view, urgent=True):
             self.directory.request_path("persist-now").unlink(missing_ok=True)
 
-    def _report(self, persisting: Persisting, view: View) -> None:
+    def _report(self, persisting: Persisting, view: View, *, alive: bool) -> None:
         lag = sum(identity > persisting.floor for identity in view.flagged())
         status = DaemonStatus(
             committed=persisting.committed,
@@ -168,11 +182,32 @@ class Daemon:
             pid=os.getpid(),
             updated_ns=self._status.updated_ns,
         )
+        self._numbers = self._measured(persisting, view, alive=alive, lag=lag)
         now = time.time_ns()
         if status != self._status or now - self._status.updated_ns > 10**9:
             self._status = DaemonStatus(**{**vars(status), "updated_ns": now})
             with contextlib.suppress(OSError):  # tmpfs full: the next turn tries again
                 self.directory.write_status(self._status)
+
+    def _measured(self, persisting: Persisting, view: View, *, alive: bool, lag: int) -> dict[str, float]:
+        newest = max(view.complete(), default=None)
+        found = {
+            "lag_persist_steps": lag,
+            "persisting": persisting.flush is not None,
+            "failing": bool(self.error),
+            "segment_bytes": view.reserved_bytes,
+            "ranks_alive": alive,
+            "failures": self._failures,
+            "skipped_persist_steps": persisting.skipped,
+            **vars(persisting.totals),
+        }
+        if newest is not None:
+            found |= {"snapshot_generation": newest[0], "snapshot_step": newest[1]}
+        if persisting.committed is not None:
+            found |= {"committed_generation": persisting.committed[0], "committed_step": persisting.committed[1]}
+        if persisting.committed_s is not None:
+            found["committed_age_seconds"] = time.monotonic() - persisting.committed_s
+        return {name: float(value) for name, value in found.items()}
 
     def _finished(
         self,
@@ -216,7 +251,7 @@ class Daemon:
 
 def main(arguments: list[str]) -> int:
     """Run the daemon of the job directory in `arguments`; 0 also where another one already lives."""
-    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s %(message)s")
+    configure()
     if len(arguments) != 1:
         sys.stderr.write("usage: python -m flashckpt.daemon.service JOB_DIRECTORY\n")
         return 2

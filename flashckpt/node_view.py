@@ -35,10 +35,12 @@ class View:
     Args:
         slots: Every slot that was ever written.
         lineage: Generations of the job as far as known here; snapshots they abandoned are left out.
+        reserved_bytes: Shared memory of all segments.
     """
 
     slots: Sequence[Held]
     lineage: Sequence[HasLineage] = ()
+    reserved_bytes: int = 0
     _holders: dict[Identity, dict[int, Held]] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -97,11 +99,13 @@ class View:
 def scan(directory: JobDirectory, lineage: Sequence[HasLineage] = ()) -> View:
     """Read the headers of all segments in the job directory; unreadable ones are left out and said."""
     slots: list[Held] = []
+    reserved = 0
     for path in directory.segments():
         with contextlib.ExitStack() as stack:
             try:
                 segment = stack.enter_context(contextlib.closing(Segment.attach(path)))
                 headers = segment.headers()
+                reserved += path.stat().st_blocks * 512
             except FileNotFoundError:
                 continue
             except (DamagedError, FormatVersionError, OSError) as error:
@@ -112,7 +116,7 @@ def scan(directory: JobDirectory, lineage: Sequence[HasLineage] = ()) -> View:
                 for slot, header in enumerate(headers)
                 if header.sequence
             ]
-    return View(slots=slots, lineage=lineage)
+    return View(slots=slots, lineage=lineage, reserved_bytes=reserved)
 
 
 def pin(held: Held) -> Pin | None:

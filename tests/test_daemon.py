@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import re
 import subprocess
 import sys
+import urllib.request
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -117,3 +119,45 @@ def test_segments_of_an_earlier_layout_go_once_the_new_world_has_a_common_snapsh
             turn_until(daemon, lambda: len(job.directory.segments()) == 3, "the retirement")
     finally:
         after.die()
+
+
+def test_metrics_on_loopback_only_where_asked_for(job: FakeJob, monkeypatch: pytest.MonkeyPatch) -> None:
+    job.step(10, persist=True)
+    with daemon_of(job) as daemon:
+        daemon.turn()
+        assert daemon.endpoint is None
+    monkeypatch.setenv("FLASHCKPT_METRICS_PORT", "0")
+    with daemon_of(job) as daemon:
+        turn_until(daemon, lambda: steps(job) == [10], "the commit")
+        job.step(15)
+        turn_until(daemon, lambda: daemon.numbers()["snapshot_step"] == 15, "the next snapshot")
+        assert daemon.endpoint is not None
+        text = urllib.request.urlopen(f"http://127.0.0.1:{daemon.endpoint.port}/metrics").read().decode()
+    labels = '{job="fake",node="0"}'
+    for line in (
+        f"flashckpt_committed_step{labels} 10.0",
+        f"flashckpt_snapshot_step{labels} 15.0",
+        f"flashckpt_lag_persist_steps{labels} 0.0",
+        f"flashckpt_failing{labels} 0.0",
+        f"flashckpt_failures_total{labels} 0.0",
+        "# HELP flashckpt_commits_total Checkpoints committed, as seen by this daemon.",
+        "# TYPE flashckpt_segment_bytes gauge",
+    ):
+        assert line in text.splitlines(), text
+
+
+def test_log_lines_carry_generation_rank_and_step(job: FakeJob) -> None:
+    job.directory.ensure_daemon()
+    job.step(10, persist=True)
+    wait_for(lambda: steps(job) == [10], what="the commit")
+    job.directory.request("ended")
+    log = job.directory.path / "daemon.log"
+
+    def lines() -> str:
+        return log.read_text()
+
+    wait_for(lambda: "committed after" in lines(), what="the line")
+    assert re.search(r"INFO \[gen 1 \| rank 1 \| step 10\] wrote 0\.0 MB in 1 packs in", lines())
+    assert re.search(r"INFO \[gen 1 \| rank - \| step 10\] committed after", lines())
+    job.die()
+    wait_for(lambda: not job.directory.path.exists(), what="the daemon to end")

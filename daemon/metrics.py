@@ -1,0 +1,100 @@
+"""Prometheus metrics of the daemon, on a loopback port, only where FLASHCKPT_METRICS_PORT is set."""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Iterable, Mapping
+from typing import Protocol
+
+from prometheus_client import CollectorRegistry, start_http_server
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
+from prometheus_client.metrics_core import Metric
+
+_log = logging.getLogger(__name__)
+LABELS = ("job", "node")
+
+
+class Observed(Protocol):
+    """What is shown: numbers by name, read at each scrape."""
+
+    def numbers(self) -> Mapping[str, float]:
+        """Return the current value of every name in GAUGES and COUNTERS that is known."""
+
+
+GAUGES = {
+    "committed_step": "Step of the newest committed checkpoint.",
+    "committed_generation": "Generation of the newest committed checkpoint.",
+    "committed_age_seconds": "Seconds since this daemon last saw a commit.",
+    "snapshot_step": "Step of the newest snapshot that every rank of this node holds in memory.",
+    "snapshot_generation": "Generation of that snapshot.",
+    "lag_persist_steps": "Persist steps that are complete in memory and not committed.",
+    "persisting": "1 while a snapshot is being persisted.",
+    "failing": "1 while the last attempt to persist failed.",
+    "segment_bytes": "Shared memory reserved by the segments of this node.",
+    "ranks_alive": "1 while a rank or agent of the job lives on this node.",
+}
+COUNTERS = {
+    "commits": "Checkpoints committed, as seen by this daemon.",
+    "given_up": "Snapshots whose persist was given up.",
+    "skipped_persist_steps": "Persist steps left out because another one was being persisted.",
+    "failures": "Attempts to persist that failed.",
+    "persisted_bytes": "Bytes of tensors in snapshots that this node persisted.",
+    "persist_seconds": "Seconds from intent to commit, summed over commits.",
+}
+
+
+class _Collector:
+    def __init__(self, observed: Observed, labels: tuple[str, str]) -> None:
+        self._observed, self._labels = observed, labels
+
+    def collect(self) -> Iterable[Metric]:
+        """Yield one family per known number."""
+        numbers = self._observed.numbers()
+        for name, text in GAUGES.items():
+            if name in numbers:
+                gauge = GaugeMetricFamily(f"flashckpt_{name}", text, labels=LABELS)
+                gauge.add_metric(self._labels, numbers[name])
+                yield gauge
+        for name, text in COUNTERS.items():
+            if name in numbers:
+                counter = CounterMetricFamily(f"flashckpt_{name}", text, labels=LABELS)
+                counter.add_metric(self._labels, numbers[name])
+                yield counter
+
+
+class Endpoint:
+    """A metrics endpoint until `close`.
+
+    Attributes:
+        port: On 127.0.0.1.
+    """
+
+    def __init__(self, observed: Observed, *, job: str, node: int, port: int) -> None:
+        registry = CollectorRegistry()
+        registry.register(_Collector(observed, (job, str(node))))
+        self._server, self._thread = start_http_server(port, addr="127.0.0.1", registry=registry)
+        self.port = int(self._server.server_port)
+
+    def close(self) -> None:
+        """Stop serving and join the thread."""
+        self._server.shutdown()
+        self._server.server_close()
+        self._thread.join()
+
+
+def serve(observed: Observed, *, job: str, node: int) -> Endpoint | None:
+    """Start the endpoint if FLASHCKPT_METRICS_PORT is set, None where it is not.
+
+    Node k of several on one machine takes port + k. A port that is taken is said and costs only the metrics.
+    """
+    wanted = os.environ.get("FLASHCKPT_METRICS_PORT")
+    if not wanted:
+        return None
+    try:
+        endpoint = Endpoint(observed, job=job, node=node, port=int(wanted) + node if int(wanted) else 0)
+    except (OSError, ValueError, OverflowError) as error:
+        _log.warning("no metrics: port %s on 127.0.0.1 cannot be used (%s)", wanted, error)
+        return None
+    _log.info("metrics at http://127.0.0.1:%d/metrics", endpoint.port)
+    return endpoint
