@@ -7,6 +7,7 @@ A change that breaks one of these needs a new version and a new folder; the old 
 from __future__ import annotations
 
 import os
+import re
 import struct
 import sys
 from dataclasses import replace
@@ -156,6 +157,29 @@ def test_a_record_of_a_newer_minor_version_is_read_without_its_new_keys() -> Non
     path.write_bytes(frame[:8] + struct.pack("<H", 2) + frame[10:] + packed)
     with pytest.raises(FormatVersionError):
         directory.read_generation()
+
+
+def test_the_byte_tables_of_the_documentation_have_no_gaps_and_fit_the_code() -> None:
+    text = (V1.parents[2] / "docs" / "format.md").read_text()
+    ends = []
+    for table in text.split("| offset | bytes | what |\n|---|---|---|\n")[1:]:
+        rows = [line.split("|")[1:3] for line in table.split("\n\n")[0].splitlines() if line.startswith("|")]
+        cursor = int(rows[0][0])
+        for offset, size in rows:
+            assert int(offset) == cursor, f"gap at {offset}"
+            cursor += int(size)
+        ends.append(cursor)
+    assert ends == [2048, 24, slot.HEADER_BYTES, 32, control.PAGE, 128 + 24 + 16 * (1 + control.MAX_COMPLETE), 24, 40]
+
+
+def test_every_test_that_the_documentation_names_exists() -> None:
+    folder = V1.parents[1]
+    text = (folder.parent / "docs" / "format.md").read_text()
+    sources = "".join(path.read_text() for path in folder.glob("test_*.py"))
+    named = set(re.findall(r"\btest_\w+", text))
+    assert len(named) > 10
+    for name in named:
+        assert (folder / f"{name}.py").exists() or f"def {name}(" in sources, name
 
 
 def write_all(folder: Path) -> None:
