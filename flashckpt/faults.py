@@ -24,7 +24,8 @@ CRASH_POINTS: dict[str, str] = {
     # segment life
     "segment.before-reserve": "file exists, no superblock",
     "segment.before-rename": "superblock written under the temporary name",
-    # readers (restore)
+    "segment.after-rename": "the segment has its name, and the temporary one still",
+    # readers: restore
     "restore.before-read": "restore point chosen, nothing read",
     "restore.during-read": "some ranges copied into live state",
     "restore.before-lineage": "state read, abandoned slots not yet marked",

@@ -22,7 +22,7 @@ from flashckpt.errors import DamagedError, JobInUseError, SharedMemoryError
 from flashckpt.faults import crash_point
 from flashckpt.lease import Lease
 from flashckpt.pin import Pin
-from flashckpt.segment_file import address_of, check_place, describe_process, lay_out, touch
+from flashckpt.segment_file import address_of, check_place, describe_process, is_at, lay_out, sweep_temporary, touch
 from flashckpt.slot import (
     HEADER_COPY_BYTES,
     SlotHeader,
@@ -92,6 +92,7 @@ class Segment:
         """
         path = Path(path)
         room.check_room(path.parent, spec.nbytes * together, what=f"job {spec.job!r}, rank {spec.rank}")
+        sweep_temporary(path, _TEMPORARY)
         temporary = path.with_name(f".{path.name}.{os.getpid()}.{os.urandom(4).hex()}{_TEMPORARY}")
         fd = os.open(temporary, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
         segment = None
@@ -105,6 +106,7 @@ class Segment:
             crash_point("segment.before-rename")
             os.link(temporary, path)  # not rename: an existing segment may hold the only snapshot of a rank
             segment.path = path
+            crash_point("segment.after-rename")
         except BaseException as error:
             _undo(segment, fd)
             if isinstance(error, FileExistsError):
@@ -184,7 +186,7 @@ class Segment:
         if not self._lease.exclusive(_OWNER_BYTE):
             self.refuse_if_owned()
             raise JobInUseError(f"segment {self.path} was just taken by another process")
-        if os.fstat(self._lease.fd).st_nlink == 0:
+        if not is_at(self.path, self._lease.fd):
             self._lease.release(_OWNER_BYTE)
             raise FileNotFoundError(self.path)
         self._owned = True
