@@ -25,7 +25,7 @@ CRASH_POINTS: dict[str, str] = {
     "segment.before-reserve": "file exists, no superblock",
     "segment.before-rename": "superblock written under the temporary name",
     "segment.after-rename": "the segment has its name, and the temporary one still",
-    # readers: restore
+    # the readers, that is restore
     "restore.before-read": "restore point chosen, nothing read",
     "restore.during-read": "some ranges copied into live state",
     "restore.before-lineage": "state read, abandoned slots not yet marked",
