@@ -1,0 +1,156 @@
+"""Restores from slots in shared memory: verified, any layout, storage for what memory lacks, sources left intact."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from support.daemons import daemon_of, steps, turn_until
+from support.memory_tier import FakeJob, FakeRank, split
+
+from flashckpt import faults
+from flashckpt.checkpoints import list_checkpoints, read_manifest
+from flashckpt.errors import DamagedError, ShardGapError
+from flashckpt.layout import Shard
+from flashckpt.restore import RestoreCounts, Target, fill
+from flashckpt.segment import Segment
+from flashckpt.sources import MemorySource, Source, StorageSource
+from flashckpt.store import open_store
+
+SHAPES = {"w": (3000, 1000), "b": (13,)}  # w: 12 MB, 6 chunks per rank
+
+
+@pytest.fixture
+def job(tmp_path: Path) -> Iterator[FakeJob]:
+    fake = FakeJob(str(tmp_path / "root"), shapes=SHAPES)
+    fake.step(10, persist=True)
+    yield fake
+    fake.die()
+
+
+@contextlib.contextmanager
+def sources_of(job: FakeJob, identity: tuple[int, int] = (1, 10)) -> Iterator[list[Source]]:
+    """Every slot of the job directory that holds the snapshot, by rank."""
+    with contextlib.ExitStack() as stack:
+        found: list[Source] = []
+        for path in job.directory.segments():
+            with contextlib.closing(Segment.attach(path)) as segment:
+                for slot, header in enumerate(segment.headers()):
+                    if header.is_complete and header.identity == identity:
+                        found.append(MemorySource(segment, slot, identity=identity))
+                        stack.callback(found[-1].close)
+        yield found
+
+
+def storage_of(job: FakeJob) -> StorageSource:
+    with daemon_of(job) as daemon:
+        turn_until(daemon, lambda: steps(job) == [10], "the commit")
+    store = open_store(job.root)
+    (info,) = list_checkpoints(store)
+    return StorageSource(store, read_manifest(store, info), info.prefix)
+
+
+def wanted(ranks: int) -> list[Shard]:
+    return [shard for fqn, shape in SHAPES.items() for shard in split(fqn, shape, ranks)]
+
+
+def restored(shards: list[Shard], sources: list[Source], threads: int = 2) -> RestoreCounts:
+    buffers = [bytearray(b"\xaa" * shard.nbytes) for shard in shards]
+    targets = [Target(shard=s, buffer=memoryview(b)) for s, b in zip(shards, buffers, strict=True)]
+    counts = fill(targets, sources, threads=threads)
+    for shard, buffer in zip(shards, buffers, strict=True):
+        assert bytes(buffer) == FakeRank.bytes_of(shard, 1, 10)
+    return counts
+
+
+def flip(job: FakeJob, rank: int, at: int) -> None:
+    segment = job.ranks[rank].segment
+    slot = next(k for k, header in enumerate(segment.headers()) if header.identity == (1, 10))
+    with segment.path.open("r+b") as file:
+        file.seek(segment.spec.data_at(slot) + at)
+        raw = file.read(1)
+        file.seek(-1, os.SEEK_CUR)
+        file.write(bytes([raw[0] ^ 1]))
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 3, 5])
+def test_any_number_of_ranks_restores_from_two_bitwise_and_only_from_memory(job: FakeJob, ranks: int) -> None:
+    with sources_of(job) as sources:
+        counts = restored(wanted(ranks), sources)
+    assert counts.needed_bytes == {"memory": 12_000_052}
+    assert counts.damaged == []
+
+
+def test_segment_of_one_rank_gone_exactly_its_part_comes_from_storage(job: FakeJob) -> None:
+    storage = storage_of(job)
+    with sources_of(job) as sources:
+        counts = restored(wanted(3), [sources[0], storage])
+    first = sum(shard.nbytes for shard in job.ranks[0].shards)
+    assert counts.needed_bytes == {"memory": first, "storage": 12_000_052 - first}
+    with sources_of(job) as sources, pytest.raises(ShardGapError, match=r"'w'.*\n.*first index \[1500, 0\].*rank 0"):
+        restored(wanted(3), sources[:1])
+
+
+def test_flipped_bit_in_a_slot_that_chunk_comes_from_storage(job: FakeJob) -> None:
+    storage = storage_of(job)
+    flip(job, 1, 3_000_000)
+    with sources_of(job) as sources:
+        counts = restored(wanted(2), [*sources, storage])
+    assert counts.needed_bytes["storage"] == 1 << 20
+    (message,) = counts.damaged
+    assert "'w' is damaged in rank 1 (memory)" in message
+    with sources_of(job) as sources, pytest.raises(DamagedError, match="'w' is damaged in rank 1"):
+        restored(wanted(2), sources)
+
+
+def test_flipped_bit_that_a_strided_read_does_not_need_is_found_all_the_same(job: FakeJob) -> None:
+    """A chunk is believed as a whole or not at all."""
+    flip(job, 0, 4 * 999)  # last column of the first row
+    shard = Shard(fqn="w", dtype="float32", global_shape=(3000, 1000), offsets=(0, 0), lengths=(3000, 10))
+    with sources_of(job) as sources, pytest.raises(DamagedError, match="bytes 0 to 1048576"):
+        restored([shard], sources)
+
+
+def test_snapshot_abandoned_while_it_is_read_is_replaced_by_storage(job: FakeJob) -> None:
+    storage = storage_of(job)
+    with sources_of(job) as sources:
+        segment = job.ranks[0].segment
+        segment.mark_empty(next(k for k, h in enumerate(segment.headers()) if h.identity == (1, 10)))
+        counts = restored(wanted(2), [*sources, storage])
+    assert counts.needed_bytes["storage"] >= sum(shard.nbytes for shard in job.ranks[0].shards)
+    assert any("no longer there: rank 0 (memory)" in message for message in counts.damaged)
+
+
+def test_slot_without_the_snapshot_is_refused(job: FakeJob) -> None:
+    segment = job.ranks[0].segment
+    slot = next(k for k, header in enumerate(segment.headers()) if header.identity == (1, 10))
+    with pytest.raises(DamagedError, match="no longer there"):
+        MemorySource(segment, slot, identity=(1, 11))
+    with pytest.raises(DamagedError, match="holds no complete snapshot"):
+        MemorySource(segment, (slot + 1) % 3)
+    assert segment.busy() == set()
+
+
+@pytest.mark.parametrize("point", ["restore.before-read", "restore.during-read"])
+def test_restore_killed_at_point_leaves_every_source_intact(job: FakeJob, point: str) -> None:
+    storage = storage_of(job)
+    pid = os.fork()
+    if pid == 0:
+        try:
+            signal.setitimer(signal.ITIMER_REAL, 0)
+            faults.arm(point)
+            with sources_of(job) as sources:
+                restored(wanted(3), [sources[0], storage])
+        finally:
+            os._exit(0)
+    status = os.waitpid(pid, 0)[1]
+    assert os.WIFSIGNALED(status)
+    assert os.WTERMSIG(status) == signal.SIGKILL
+    with sources_of(job) as sources:
+        assert restored(wanted(2), sources).damaged == []
+    assert restored(wanted(2), [storage]).damaged == []
+    assert all(rank.segment.busy() == set() for rank in job.ranks)
