@@ -21,7 +21,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from types import ModuleType
-from typing import Any, NoReturn, cast
+from typing import Any, NoReturn
 
 from torch._C._distributed_c10d import PrefixStore, TCPStore
 from torch.distributed import DistError
@@ -45,7 +45,7 @@ from flashckpt.daemon.hang import Pace
 from flashckpt.daemon.nursery import Nursery
 from flashckpt.daemon.process import become_subreaper, reap_strays
 from flashckpt.daemon.reporting import Reporter, hang_states
-from flashckpt.daemon.stop import AgreedStop, Group, StopSignals, Store
+from flashckpt.daemon.stop import AgreedStop, Group, StopSignals
 from flashckpt.daemon.watch import JobWatch
 from flashckpt.errors import FlashckptError, HangError, RestartBudgetError
 
@@ -404,10 +404,10 @@ class DlrunAgent(LocalElasticAgent):
     # -- stopping
 
     def _others(self, group: WorkerGroup) -> Group | None:
-        rank, size, store = group.group_rank, group.group_world_size, cast("Store | None", self._store)
-        if rank is None or size is None or store is None or size == 1:
-            return None
-        return Group(store=store, rank=rank, size=size)
+        rank: Any = group.group_rank  # torch declares these None and fills them at the rendezvous
+        size: Any = group.group_world_size
+        store: Any = self._store
+        return None if store is None or size in {None, 1} else Group(store=store, rank=rank, size=size)
 
     def _stop_together(self, group: WorkerGroup) -> None:
         """Agree with all ranks on the step to stop after; without flashckpt in them, stop as torchrun does."""

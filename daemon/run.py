@@ -198,7 +198,9 @@ def _run_program(parsed: argparse.Namespace, nursery: Nursery) -> int:
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, record
 
     try:
-        outcome = record(run)(parsed, nursery)
+        # @record copies the first error file to the launcher's own, for schedulers that ask for one
+        start = record(run) if os.environ.get("TORCHELASTIC_ERROR_FILE") else run
+        outcome = start(parsed, nursery)
     except ChildFailedError as error:
         rank, first = error.get_first_failure()
         _log.error("the job failed: rank %d ended with %d", rank, first.exitcode)
