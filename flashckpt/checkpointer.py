@@ -7,6 +7,7 @@ import logging
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -18,6 +19,7 @@ from flashckpt.identity import job_id, root_digest, root_url
 from flashckpt.job import JobConfig, JobDirectory
 from flashckpt.life import Life
 from flashckpt.placement import current_world
+from flashckpt.reader import Reader
 from flashckpt.report import RestoreReport
 from flashckpt.restore_point import Inventory, local_world
 from flashckpt.restoring import Course, Outcome, Request
@@ -130,7 +132,7 @@ class Checkpointer:
             if thing is not None:
                 self._tracked.add(name, thing, fenced=name in fenced)
         for optimizer in self._tracked.all_optimizers()[len(self._hooks) :]:
-            self._hooks.append(optimizer.register_step_pre_hook(lambda *_: self.fence()))
+            self._hooks.append(optimizer.register_step_pre_hook(self._before_optimizer_step))
 
     # -- restore -----------------------------------------------------------------------------------------
 
@@ -150,7 +152,8 @@ class Checkpointer:
         Args:
             step: Exactly this step; later ones are abandoned.
             generation: Only from this generation.
-            root: Read from another root (a warm start); memory is not looked at.
+            root: Read from another root (a warm start) instead of what this job has. `restore() or
+                restore(root=...)` does so only where this job has nothing yet.
             only: Pattern over names, e.g. "model.*"; what does not match stays as it is. A new lineage begins.
             strict: Names that no source has are an error; otherwise they stay as they are and are reported.
 
@@ -163,28 +166,46 @@ class Checkpointer:
             DamagedError: No intact copy of some bytes is left.
             SharedMemoryError: Too little memory for two snapshots.
         """
-        if self._life is not None:
-            raise ConfigError("restore() was called twice", remedy="call it once, before the first step()")
-        initialised_ns = time.monotonic_ns()
-        settings, tracked = self._settings, self._tracked
-        tracked.world = current_world(self._mesh, self._replicated_over)
-        _print_notices(tracked.world.rank)
-        directory = JobDirectory.open(settings.job)
         request = Request(
-            root=settings.root if root is None else root_url(str(root)),
-            own_root=root is None,
+            root=self._settings.root if root is None else root_url(str(root)),
             step=step,
             generation=generation,
             only=only,
             strict=strict,
         )
-        course = Course(
-            tracked=tracked,
-            directory=directory,
-            job=settings.job,
-            options=settings.storage_options,
-            request=request,
-        )
+        if self._life is not None:
+            report: RestoreReport | None = self._warm_start_after(request, given=root is not None)
+        else:
+            report = self._begin(request, warm=root is not None)
+        if report is not None:
+            _log.info("%s", report)
+            if self.on_restore is not None:
+                self.on_restore(report)
+        return report
+
+    def _warm_start_after(self, request: Request, *, given: bool) -> RestoreReport:
+        """Fill the state of a job that found nothing of its own: `restore() or restore(root=...)`."""
+        life = self._alive()
+        if not given or life.outcome.report is not None or life.has_stepped:
+            raise ConfigError(
+                "restore() was called twice",
+                expected="one call before the first step(), or restore(root=...) after one that returned None",
+            )
+        return self._read(request)
+
+    def _read(self, request: Request) -> RestoreReport:
+        options = self._settings.storage_options
+        return Course(tracked=self._tracked, directory=None, options=options, request=request).read()
+
+    def _begin(self, request: Request, *, warm: bool) -> RestoreReport | None:
+        initialised_ns = time.monotonic_ns()
+        settings, tracked = self._settings, self._tracked
+        tracked.world = current_world(self._mesh, self._replicated_over)
+        _print_notices(tracked.world.rank)
+        report = self._read(request) if warm else None
+        directory = JobDirectory.open(settings.job)
+        own = Request(root=settings.root) if warm else request
+        course = Course(tracked=tracked, directory=directory, options=settings.storage_options, request=own)
         rank_memory = memory.RankMemory(
             directory,
             root_digest=root_digest(settings.root),
@@ -192,28 +213,24 @@ class Checkpointer:
             pin_host=torch.cuda.is_available() and torch.cuda.is_initialized(),  # type: ignore[no-untyped-call]  # torch leaves it without types
         )
         try:
-            outcome = course.run(self._open_memory(course, rank_memory))
-            if outcome.report is None:
+            inventories = self._open_memory(course, directory, rank_memory)
+            outcome = course.start_anew(inventories) if warm else course.run(inventories)
+            if outcome.report is None and not warm:
                 replicas.verify(tracked.structure(tracked.capture()))
-            self._begin(directory, rank_memory, outcome, initialised_ns)
+            self._live(directory, rank_memory, outcome, initialised_ns)
         except BaseException:
             rank_memory.release()  # restore() may be called again, with other wishes
             raise
-        report = outcome.report
-        if report is not None:
-            _log.info("%s", report)
-            if self.on_restore is not None:
-                self.on_restore(report)
-        return report
+        return outcome.report if report is None else replace(report, life=outcome.record.generation)
 
-    def _open_memory(self, course: Course, rank_memory: memory.RankMemory) -> list[Inventory]:
+    def _open_memory(self, course: Course, directory: JobDirectory, rank_memory: memory.RankMemory) -> list[Inventory]:
         """Learn what all ranks have and need, then reserve this rank's segment in the background."""
         tracked, settings = self._tracked, self._settings
         captured = tracked.capture()
         structure = tracked.structure(captured)
         need = memory.need_of(structure.reserved(), value_bytes=len(repr(captured.values)))
-        is_there = course.directory.segment_path(tracked.world.rank, need.layout).exists()
-        inventories = course.inventory(0 if is_there else need.slot_bytes, memory.free_bytes(course.directory))
+        is_there = directory.segment_path(tracked.world.rank, need.layout).exists()
+        inventories = course.inventory(0 if is_there else need.slot_bytes, memory.free_bytes(directory))
         mates = local_world(inventories, tracked.world.rank)
         missing = sum(inventories[r].need_bytes for r in mates)
         slots = memory.slots_for(missing, min(inventories[r].free_bytes for r in mates), settings.slot_count)
@@ -226,11 +243,11 @@ class Checkpointer:
             total = need.slot_bytes * slots * len(mates) / 2**30
             _log.info(
                 "snapshots: %d slots%s of %.3f GiB for each of %d ranks, about %.3f GiB of this node's memory, in %s",
-                slots, fallback, need.slot_bytes / 2**30, len(mates), total, course.directory.path,
+                slots, fallback, need.slot_bytes / 2**30, len(mates), total, directory.path,
             )  # fmt: skip
         return inventories
 
-    def _begin(
+    def _live(
         self, directory: JobDirectory, rank_memory: memory.RankMemory, outcome: Outcome, initialised_ns: int
     ) -> None:
         settings, world = self._settings, self._tracked.world
@@ -280,6 +297,10 @@ class Checkpointer:
         """Return when parameters and optimizer state may be changed. Tracked optimizers call it by themselves."""
         if self._life is not None:
             self._life.fence()
+
+    def _before_optimizer_step(self, *_: object) -> None:
+        if self._life is not None:
+            self._life.before_optimizer_step()
 
     @property
     def should_stop(self) -> bool:
@@ -334,6 +355,13 @@ class Checkpointer:
 
     def __exit__(self, *_: object) -> None:
         self.close()
+
+    # -- reading only ------------------------------------------------------------------------------------
+
+    @classmethod
+    def readonly(cls, root: str, *, storage_options: Mapping[str, Any] | None = None) -> Reader:
+        """Return an object with `track()` and `restore()` that reads a root without job, daemon or memory tier."""
+        return Reader(str(root), storage_options)
 
     # -- views -------------------------------------------------------------------------------------------
 

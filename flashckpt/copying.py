@@ -16,6 +16,7 @@ import torch
 import xxhash
 
 from flashckpt.digest import CHUNK_BYTES
+from flashckpt.errors import FenceError, FlashckptError
 from flashckpt.faults import crash_point
 from flashckpt.placement import local_of
 from flashckpt.structure import Row
@@ -31,28 +32,44 @@ class Item:
 
     Attributes:
         row: The box.
+        local: The tensor with this rank's bytes; held, so that nothing is looked up per snapshot.
         offset: Byte in the data area.
         nbytes: Its size.
         first_chunk: Index of its first digest.
-        start: Byte in the local tensor where the box starts, if it is one run there; -1 if not.
+        start: Byte in the local tensor where the box starts, if it is one run of host memory there; -1 if not.
+        local_bytes: Size of the whole local tensor when this was planned.
     """
 
     row: Row
+    local: torch.Tensor
     offset: int
     nbytes: int
     first_chunk: int
     start: int
+    local_bytes: int
+
+    @property
+    def is_host(self) -> bool:
+        """Whether the tensor lies in host memory."""
+        return self.local.device.type == "cpu"
 
 
-def item_of(row: Row, offset: int, first_chunk: int) -> Item:
+class StalePlanError(FlashckptError):
+    """A tensor has another shape or storage than the plan was made for; that snapshot is discarded."""
+
+    exit_code = FenceError.exit_code
+
+
+def item_of(row: Row, offset: int, nbytes: int, first_chunk: int) -> Item:
     """Return the Item of a row; finds out whether its box is one run of the local tensor."""
     local, box = row.entry.local, row.box
     start = -1
-    whole = all(a == b for a, b in zip(box.lengths[1:], local.shape[1:], strict=True))
-    if local.is_contiguous() and whole and not local.is_conj() and not local.is_neg():
-        inner = math.prod(local.shape[1:]) * local.element_size()
-        start = (box.starts[0] if box.starts else 0) * inner
-    return Item(row=row, offset=offset, nbytes=row.shard.nbytes, first_chunk=first_chunk, start=start)
+    whole = box.lengths[1:] == tuple(local.shape[1:])
+    if whole and local.is_contiguous() and local.device.type == "cpu" and not local.is_conj() and not local.is_neg():
+        start = 0
+        if box.starts and box.starts[0]:
+            start = box.starts[0] * math.prod(local.shape[1:]) * local.element_size()
+    return Item(row, local, offset, nbytes, first_chunk, start, local.nbytes)
 
 
 class Buffer:
@@ -68,9 +85,8 @@ class Buffer:
 
     def tensor(self, item: Item) -> torch.Tensor:
         """Return the destination of an item as a tensor of integers as wide as its elements."""
-        local = item.row.entry.local
         flat = torch.from_numpy(self._array[item.offset : item.offset + item.nbytes])
-        return flat.view(_INTEGERS[local.element_size()]).view(item.row.box.lengths)
+        return flat.view(_INTEGERS[item.local.element_size()]).view(item.row.box.lengths)
 
     def close(self) -> None:
         """Forget the memory."""
@@ -80,7 +96,7 @@ class Buffer:
 
 def source_of(item: Item, tensor: torch.Tensor | None = None) -> torch.Tensor:
     """Return the box of the live tensor as integers as wide as its elements: bits are copied, never values."""
-    local = local_of(item.row.entry.tensor if tensor is None else tensor).detach()
+    local = (item.local if tensor is None else local_of(tensor)).detach()
     if local.is_conj() or local.is_neg():
         local = local.resolve_conj().resolve_neg()
     source = local.view(_INTEGERS[local.element_size()])
@@ -89,13 +105,29 @@ def source_of(item: Item, tensor: torch.Tensor | None = None) -> torch.Tensor:
     return source
 
 
+def address_of(item: Item) -> int:
+    """Return the address of an item's first byte.
+
+    Raises:
+        StalePlanError: The tensor was given another storage (`p.data = ...`) that is not of the planned shape.
+    """
+    local = item.local
+    if local.nbytes != item.local_bytes or not local.is_contiguous():
+        raise StalePlanError(
+            f"{item.row.entry.fqn!r} has another shape or storage than when its snapshot was planned",
+            found=f"{tuple(local.shape)}, {local.nbytes} bytes",
+            expected=f"{item.local_bytes} contiguous bytes",
+            state="That snapshot was discarded; the next one is planned anew.",
+        )
+    return local.data_ptr() + item.start
+
+
 def copy_item(item: Item, buffer: Buffer, tensor: torch.Tensor | None = None) -> None:
     """Copy one item without hashing it; from `tensor` where its owner gives out another object each time."""
     if not item.nbytes:
         return
-    local = item.row.entry.local
-    if item.start >= 0 and local.device.type == "cpu" and tensor is None:
-        ctypes.memmove(buffer.address + item.offset, local.data_ptr() + item.start, item.nbytes)
+    if item.start >= 0 and tensor is None:
+        ctypes.memmove(buffer.address + item.offset, address_of(item), item.nbytes)
     else:
         buffer.tensor(item).copy_(source_of(item, tensor))
 
@@ -108,13 +140,13 @@ def hash_item(item: Item, buffer: Buffer, digests: np.ndarray) -> None:
 
 
 def copy_and_hash(item: Item, buffer: Buffer, digests: np.ndarray) -> None:
-    """Copy one item from host memory, hashing behind the copy."""
+    """Copy one item, hashing behind the copy."""
     if item.start < 0 or item.nbytes <= PIECE_BYTES:
         copy_item(item, buffer)
         hash_item(item, buffer, digests)
         crash_point("slot.during-copy")
         return
-    view, target, source = buffer.view, buffer.address, item.row.entry.local.data_ptr() + item.start - item.offset
+    view, target, source = buffer.view, buffer.address, address_of(item) - item.offset
     end = item.offset + item.nbytes
     for chunk, first in enumerate(range(item.offset, end, CHUNK_BYTES), item.first_chunk):
         hasher = xxhash.xxh3_64()

@@ -7,6 +7,7 @@ stream and current_stream, so that the order of operations is tested without a G
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -15,6 +16,14 @@ from flashckpt.copying import Buffer, Item, source_of
 
 BATCH_BYTES = 64 << 20
 """Bytes per event: the host hashes one batch while the next is on the wire."""
+
+
+@dataclass(frozen=True, slots=True)
+class Marks:
+    """What `mark` recorded: an event per device, and clones of what is not fenced."""
+
+    events: dict[torch.device, Any]
+    clones: list[tuple[Item, torch.Tensor]]
 
 
 class CudaLanes:
@@ -29,31 +38,39 @@ class CudaLanes:
         self._streams: dict[torch.device, Any] = {}
         self._last: dict[torch.device, Any] = {}
 
-    def mark(self, items: Sequence[Item]) -> dict[torch.device, Any]:
-        """Record what is queued now on each device's current stream: copies start behind it."""
-        marks = {}
-        for device in {item.row.entry.local.device for item in items}:
+    def mark(self, items: Sequence[Item], unfenced: Sequence[Item]) -> Marks:
+        """Record what is queued now on each device's current stream: copies start behind it.
+
+        Args:
+            items: Fenced tensors; read where they are.
+            unfenced: Tensors that may change as soon as `step()` returns: cloned on the device first, in stream order.
+        """
+        clones = [(item, source_of(item).clone()) for item in unfenced if item.nbytes]
+        events = {}
+        for device in {item.local.device for item in [*items, *unfenced]}:
             event = self._api.Event()
             event.record(self._api.current_stream(device))
-            marks[device] = event
-        return marks
+            events[device] = event
+        return Marks(events=events, clones=clones)
 
-    def enqueue(self, items: Sequence[Item], buffer: Buffer, marks: dict[torch.device, Any]) -> list[Any]:
+    def enqueue(self, items: Sequence[Item], buffer: Buffer, marks: Marks) -> list[Any]:
         """Queue every copy on the side streams (copy thread); return batches of (event, items)."""
+        copies = [*marks.clones, *((item, None) for item in items)]
         batches = []
-        for device, mark in marks.items():
+        for device, mark in marks.events.items():
             stream = self._streams.get(device)
             if stream is None:
                 stream = self._streams[device] = self._api.Stream(device)
             with self._api.stream(stream):
                 stream.wait_event(mark)
-                for batch in _batches([item for item in items if item.row.entry.local.device == device]):
-                    for item in batch:
+                for batch in _batches([copy for copy in copies if copy[0].local.device == device]):
+                    for item, clone in batch:
                         if item.nbytes:
-                            buffer.tensor(item).copy_(source_of(item), non_blocking=True)
+                            source = source_of(item) if clone is None else clone
+                            buffer.tensor(item).copy_(source, non_blocking=True)
                     event = self._api.Event()
                     event.record(stream)
-                    batches.append((event, batch))
+                    batches.append((event, [item for item, _ in batch]))
                     self._last[device] = event
         return batches
 
@@ -69,11 +86,11 @@ class CudaLanes:
             yield items
 
 
-def _batches(items: Sequence[Item]) -> Iterator[list[Item]]:
-    batch: list[Item] = []
+def _batches(copies: Sequence[tuple[Item, torch.Tensor | None]]) -> Iterator[list[tuple[Item, torch.Tensor | None]]]:
+    batch: list[tuple[Item, torch.Tensor | None]] = []
     size = 0
-    for item in sorted(items, key=lambda i: i.offset):
-        batch.append(item)
+    for item, clone in sorted(copies, key=lambda copy: copy[0].offset):
+        batch.append((item, clone))
         size += item.nbytes
         if size >= BATCH_BYTES:
             yield batch

@@ -18,7 +18,7 @@ from flashckpt.errors import DamagedError, PersistError
 from flashckpt.job import DaemonStatus, JobConfig, JobDirectory
 from flashckpt.restoring import Outcome
 from flashckpt.settings import Settings
-from flashckpt.staging import Identity, Plan, Snapshot, Stager
+from flashckpt.staging import Identity, Plan, Snapshot, Stager, StaleWatch
 from flashckpt.tracked import Captured, Tracked
 from flashckpt.watermark import Watermark
 
@@ -82,10 +82,16 @@ class Life:
         )
         self._watermark.publish(self.memory.complete())
         self._stager = Stager(self._completed, self._failed)
+        self._stale, self._optimizer_steps = StaleWatch(), 0
         self._plan: Plan | None = None
         self._fresh: tuple[Any, ...] = ()
         self._persisted: tuple[int, int] | None = None
         self._committed: tuple[int, int] | None = None
+
+    @property
+    def has_stepped(self) -> bool:
+        """Whether `step()` was called in this life."""
+        return bool(self._row.first_step)
 
     @property
     def _is_first(self) -> bool:
@@ -147,7 +153,7 @@ class Life:
         if writer is None:
             self._skip(step, "every slot holds a snapshot that is still needed")
             return
-        self._stager.start(plan, writer, captured, identity)
+        self._stager.start(plan, writer, captured, identity, optimizer_steps=self._optimizer_steps)
         if persist:
             self._persisted = (record.generation, step)
 
@@ -170,7 +176,7 @@ class Life:
     def _current_plan(self, captured: Captured) -> tuple[Plan, Captured]:
         """Return the plan for the state as it is; made anew only if its structure changed."""
         fresh = tuple((name, t.dtype, t.shape) for name, t in captured.tensors.items())
-        if self._plan is not None and fresh == self._fresh and self.tracked.holds():
+        if self._plan is not None and not self._plan.is_stale and fresh == self._fresh and self.tracked.holds():
             return self._plan, captured
         structure = self.tracked.structure(captured)
         captured = self.tracked.capture()  # again: state that has just appeared has values too
@@ -201,6 +207,12 @@ class Life:
         self._count("copy_s", snapshot.copied_s - snapshot.started_s)
         self._count("complete_s", snapshot.done_s - snapshot.started_s)
         self._count("copy_cpu_s", snapshot.cpu_s)
+        if self._stale.look(snapshot):
+            _log.warning(
+                "three snapshots up to step %d hold equal parameters and optimizer state although the optimizer "
+                "stepped: is the model that trains the one that is tracked?",
+                snapshot.identity.step,
+            )
         self.on_snapshot(snapshot.identity.step)
 
     def _failed(self, snapshot: Snapshot, error: Exception) -> None:
@@ -214,6 +226,11 @@ class Life:
         self.on_failure(error)
 
     # -- everything else ---------------------------------------------------------------------------------
+
+    def before_optimizer_step(self) -> None:
+        """Called by the hook of every tracked optimizer."""
+        self._optimizer_steps += 1
+        self.fence()
 
     def fence(self) -> None:
         """As `Checkpointer.fence`."""

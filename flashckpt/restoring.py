@@ -10,20 +10,17 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
-import secrets
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from flashckpt import checkpoints, errors, exchange, live_state, root_view
+from flashckpt import checkpoints, exchange, live_state, new_life, root_view
 from flashckpt.errors import DamagedError, FlashckptError, RootError, ShardGapError
-from flashckpt.faults import crash_point
 from flashckpt.job import GenerationRecord, JobDirectory
-from flashckpt.lineage import is_abandoned
 from flashckpt.placement import boxes_of, shard_of
 from flashckpt.report import RestoreReport
 from flashckpt.reshard import plan_reads
@@ -51,7 +48,6 @@ class Request:
 
     Attributes:
         root: Root URL to read from.
-        own_root: Whether that is the job's own root (else memory is not looked at: a warm start).
         step, generation: Only these, or None for the newest.
         only: A pattern over names, or None.
         strict: Names that no source has are an error.
@@ -59,7 +55,6 @@ class Request:
     """
 
     root: str
-    own_root: bool = True
     step: int | None = None
     generation: int | None = None
     only: str | None = None
@@ -69,7 +64,7 @@ class Request:
     @property
     def is_partial(self) -> bool:
         """Whether a new lineage begins with it."""
-        return self.only is not None or not self.own_root
+        return self.only is not None
 
 
 @dataclass(kw_only=True)
@@ -95,15 +90,13 @@ class Course:
 
     Attributes:
         tracked: The live objects.
-        directory: The job's memory on this node.
-        job: Job id.
+        directory: The job's memory on this node; None reads the root alone.
         options: Storage options.
         request: What is wanted.
     """
 
     tracked: Tracked
-    directory: JobDirectory
-    job: str
+    directory: JobDirectory | None
     options: dict[str, Any]
     request: Request
     own: Segment | None = None
@@ -126,12 +119,13 @@ class Course:
 
     def inventory(self, need_bytes: int, free_bytes: int) -> list[Inventory]:
         """Publish what this node has; return what all have. Collective."""
+        assert self.directory is not None
         with self.phase("inventory"):
             status = self.directory.path.stat()
             record = self.directory.read_generation()
             mine = Inventory(
                 node=f"{boot_id().hex()}:{status.st_dev}:{status.st_ino}",
-                slots=tuple(self._slots()) if self.request.own_root else (),
+                slots=tuple(self._slots()),
                 generation=None if record is None else (record.generation, record.parent),
                 restart=int(os.environ.get("FLASHCKPT_RESTART") or 0),
                 need_bytes=need_bytes,
@@ -139,8 +133,11 @@ class Course:
             )
             return [Inventory.unpack(packed) for packed in exchange.all_gather(mine.pack())]
 
+    def _segments(self) -> list[Path]:
+        return [] if self.directory is None else self.directory.segments()
+
     def _slots(self) -> Iterator[tuple[int, int, int, int, int, tuple[int, int] | None]]:
-        for path in self.directory.segments():
+        for path in self._segments():
             try:
                 with contextlib.closing(Segment.attach(path)) as segment:
                     for h in segment.headers():
@@ -174,7 +171,7 @@ class Course:
             RootError: The root cannot be asked and memory does not cover the state.
         """
         explicit = self.request.step is not None or self.request.generation is not None
-        if not self.request.own_root or explicit or not memory_is_current(inventories):
+        if explicit or not memory_is_current(inventories):
             self._ask_root()
         found, report = self._try_all(inventories)
         if report is None and not self.asked_root:
@@ -184,8 +181,7 @@ class Course:
             self._refuse_silent_fresh_start(found, explicit=explicit)
         parent = None if report is None or self.request.is_partial else (report[0].generation, report[0].step)
         with self.phase("lineage"):
-            record = self._claim(found.life, parent)
-            self._begin_life(record, inventories)
+            record = self._begin_life(found.life, parent, inventories)
         superseded = parent if report is not None and parent is not None and report[1] else None
         self.seconds["total"] = time.perf_counter() - self.started
         final = None if report is None else _with(report[0], record.generation, self.seconds)
@@ -202,6 +198,38 @@ class Course:
                 return found, (report, on_root)
         return found, None
 
+    def _begin_life(
+        self, number: int, parent: tuple[int, int] | None, inventories: Sequence[Inventory]
+    ) -> GenerationRecord:
+        record = new_life.claim(
+            number,
+            parent,
+            world=self.tracked.world,
+            root=self.request.root if self.asked_root and not self.root.error else None,
+            options=self.options,
+        )
+        assert self.directory is not None
+        ranks = local_world(inventories, self.tracked.world.rank)
+        new_life.begin(self.directory, record, rank=self.tracked.world.rank, ranks=ranks, own=self.own)
+        return record
+
+    def start_anew(self, inventories: list[Inventory]) -> Outcome:
+        """Begin a life without restoring anything of this job (a warm start fills the state from elsewhere). Collective."""
+        self._ask_root()
+        number = candidates(inventories, self.root).life
+        record = self._begin_life(number, None, inventories)
+        return Outcome(report=None, record=record, superseded=None, inventories=inventories)
+
+    def read(self) -> RestoreReport:
+        """Fill live state from the root alone and begin no life (read-only access). Collective; errors as `run`."""
+        self._ask_root()
+        found, report = self._try_all([])
+        if report is None:
+            self._refuse_silent_fresh_start(found, explicit=True)
+            raise AssertionError
+        self.seconds["total"] = time.perf_counter() - self.started
+        return _with(report[0], 0, self.seconds)
+
     def _refuse_silent_fresh_start(self, found: Candidates, *, explicit: bool) -> None:
         if self._last_error is not None:
             raise self._last_error
@@ -212,7 +240,7 @@ class Course:
                 state="Nothing was restored: a fresh start could repeat a run that is already on storage.",
                 remedy="make the root reachable, or start with another root",
             )
-        if explicit or not self.request.own_root:
+        if explicit:
             step = self.request.step if self.request.step is not None else -1
             raise nothing_there(step, self.request.generation, found, self.request.root)
 
@@ -247,7 +275,7 @@ class Course:
     def _open(self, identity: tuple[int, int], stack: contextlib.ExitStack, *, on_root: bool) -> list[Source]:
         """Return the sources of one identity, nearest first: own slot, the node's other slots, storage."""
         found: list[MemorySource] = []
-        for path in self.directory.segments() if self.request.own_root else []:
+        for path in self._segments():
             with contextlib.suppress(FlashckptError, OSError):
                 segment = stack.enter_context(contextlib.closing(Segment.attach(path)))
                 for slot, header in enumerate(segment.headers()):
@@ -345,61 +373,6 @@ class Course:
             is_same_layout=same,
         )
 
-    # -- the new life ------------------------------------------------------------------------------------
-
-    def _claim(self, life: int, parent: tuple[int, int] | None) -> GenerationRecord:
-        """Return the record of the life that begins; rank 0 claims its number on the root on a cold start. Collective."""
-        token, claimed, error = secrets.token_hex(8), False, None
-        if self._is_rank_0 and self.asked_root and self.request.own_root and not self.root.error:
-            try:
-                life, claimed = self._claim_on_root(life, token, parent), True
-            except (FlashckptError, OSError) as problem:
-                error = _packed(problem) if parent is None else None
-                _log.warning("generation %d is claimed later by the daemon: %s", life, str(problem).splitlines()[0])
-        life, token, claimed, error = exchange.from_rank_0([life, token, claimed, error])
-        if error is not None:
-            raise _unpacked(error)
-        return GenerationRecord(
-            generation=life, token=token, parent=parent, world_size=self.tracked.world.size, claimed=claimed
-        )
-
-    def _claim_on_root(self, life: int, token: str, parent: tuple[int, int] | None) -> int:
-        with root_view.opened(self.request.root, self.options) as store:
-            while True:
-                claim = checkpoints.GenerationClaim(
-                    generation=life, token=token, parent=parent, world_size=self.tracked.world.size
-                )
-                if checkpoints.claim_generation(store, claim):
-                    return life
-                life = checkpoints.newest_generation(store) + 1
-
-    def _begin_life(self, record: GenerationRecord, inventories: Sequence[Inventory]) -> None:
-        """Write the lineage of this node, then empty the slots it abandons."""
-        crash_point("restore.before-lineage")
-        ranks = local_world(inventories, self.tracked.world.rank)
-        if ranks[0] == self.tracked.world.rank:
-            self.directory.write_generation(record)
-        if record.parent is None:
-            return
-        for path in self.directory.segments():
-            owner = _rank_of(path.name)
-            if owner == self.tracked.world.rank or (owner not in ranks and ranks[0] == self.tracked.world.rank):
-                own = self.own if self.own is not None and self.own.path == path else None
-                _empty_abandoned(path, record, own)
-        crash_point("restore.after-lineage")
-
-
-def _empty_abandoned(path: Path, record: GenerationRecord, own: Segment | None) -> None:
-    with contextlib.suppress(FlashckptError, OSError), contextlib.ExitStack() as stack:
-        segment = own or stack.enter_context(contextlib.closing(Segment.attach(path, writable=True)))
-        for slot, header in enumerate(segment.headers()):
-            if header.is_complete and is_abandoned(header.identity, [record]):
-                segment.mark_empty(slot)
-
-
-def _rank_of(name: str) -> int:
-    return int(name[1 : name.index("-")])
-
 
 def _all(mine: bool) -> bool:
     """Tell whether every rank says yes. Collective."""
@@ -419,15 +392,3 @@ def _missing(names: Sequence[str], unexpected: Sequence[str]) -> ShardGapError:
         state="Nothing was restored.",
         remedy="restore(strict=False) leaves such state as it is; restore(only='model.*') takes a part",
     )
-
-
-def _packed(error: Exception) -> list[str]:
-    if isinstance(error, FlashckptError):
-        return [type(error).__name__, error.problem, error.found, error.expected, error.state, error.remedy]
-    return ["RootError", str(error), "", "", "", ""]
-
-
-def _unpacked(parts: Sequence[str]) -> FlashckptError:
-    name, problem, found, expected, state, remedy = parts
-    kind: Callable[..., FlashckptError] = getattr(errors, name, RootError)
-    return kind(problem, found=found, expected=expected, state=state, remedy=remedy)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import operator
 import queue
 import threading
 import time
@@ -12,7 +13,7 @@ from typing import Any
 
 import numpy as np
 
-from flashckpt.copying import Buffer, copy_and_hash, copy_item, hash_item, item_of
+from flashckpt.copying import Buffer, StalePlanError, copy_and_hash, copy_item, hash_item, item_of
 from flashckpt.device import CudaLanes
 from flashckpt.errors import FenceError, FlashckptError
 from flashckpt.layout import layout_hash, place
@@ -21,6 +22,7 @@ from flashckpt.segment import SlotWriter
 from flashckpt.structure import Structure
 from flashckpt.tracked import Captured
 
+_VERSION = operator.attrgetter("_version")  # the only counter torch has
 _log = logging.getLogger("flashckpt")
 
 
@@ -34,27 +36,33 @@ class Plan:
         unfenced: Items copied before `step()` returns.
         fresh: The same, of tensors that objects give out anew each time.
         fenced: Items copied beside the next forward/backward, host memory only.
-        device: The same for tensors on an accelerator.
+        device, device_unfenced: The same for tensors on an accelerator.
+        rows_compared: First digests of what should change from step to step.
+        is_stale: A snapshot found that a tensor has another shape or storage now.
         watched: Local tensors whose version counters prove the fence, with their names.
     """
 
     def __init__(self, structure: Structure) -> None:
-        self.structure = structure
+        self.structure, self.is_stale = structure, False
         shards = structure.shards
         placement = place(shards)
         self.signature, self.total = layout_hash(shards), placement.total
         self.table = ShardTable.from_shards(shards, placement.offsets)
         self.table_bytes = encode_table(self.table)
-        items = [
-            item_of(row, int(offset), int(first))
-            for row, offset, first in zip(structure.rows, placement.offsets, self.table.first_chunk, strict=True)
-        ]
-        host = [i for i in items if i.row.entry.local.device.type == "cpu"]
+        places = zip(
+            placement.offsets.tolist(), self.table.nbytes.tolist(), self.table.first_chunk.tolist(), strict=True
+        )
+        items = [item_of(row, *place_) for row, place_ in zip(structure.rows, places, strict=True)]
+        host = [i for i in items if i.is_host]
         fresh = structure.fresh
         self.fresh = [i for i in items if i.row.entry.fqn in fresh]
-        self.unfenced = [i for i in items if not i.row.entry.fenced and i.row.entry.fqn not in fresh]
+        loose = [i for i in items if not i.row.entry.fenced and i.row.entry.fqn not in fresh]
+        self.unfenced = [i for i in loose if i.is_host]
+        self.device_unfenced = [i for i in loose if not i.is_host]
         self.fenced = sorted((i for i in host if i.row.entry.fenced), key=lambda item: item.offset)
-        self.device = [i for i in items if i.row.entry.fenced and i.row.entry.local.device.type != "cpu"]
+        self.device = [i for i in items if i.row.entry.fenced and not i.is_host]
+        self.uses_device = bool(self.device or self.device_unfenced)
+        self.rows_compared = np.array([i.first_chunk for i in items if i.row.entry.fenced and i.nbytes], np.int64)
         watched = {id(i.row.entry): i.row.entry for i in [*self.fenced, *self.device]}
         self.watched = [entry.local for entry in watched.values()]
         self.watched_names = [entry.fqn for entry in watched.values()]
@@ -65,7 +73,7 @@ class Plan:
 
     def versions(self) -> list[int]:
         """Return the version counters of all fenced tensors."""
-        return [tensor._version for tensor in self.watched]  # noqa: SLF001 -- the only counter torch has
+        return list(map(_VERSION, self.watched))
 
     def changed(self, before: Sequence[int]) -> list[str]:
         """Return the names of fenced tensors whose counters differ from `before`."""
@@ -100,6 +108,8 @@ class Snapshot:
         copied: Set when nothing more is read from live tensors (on an accelerator: when all copies are queued).
         done: Set when it is COMPLETE or was discarded.
         error: Why it was discarded, or None.
+        optimizer_steps: How often a tracked optimizer had stepped when it was taken.
+        digests: Of its chunks, once it is COMPLETE.
         started_s, copied_s, done_s: `time.perf_counter()` of the phases.
     """
 
@@ -109,7 +119,8 @@ class Snapshot:
     buffer: Buffer
     values: dict[str, Any]
     versions: list[int]
-    mark: Any = None
+    marks: Any = None
+    optimizer_steps: int = 0
     copied: threading.Event = field(default_factory=threading.Event)
     done: threading.Event = field(default_factory=threading.Event)
     error: Exception | None = None
@@ -118,6 +129,7 @@ class Snapshot:
     done_s: float = 0.0
     cpu_s: float = 0.0
     checked: bool = False
+    digests: np.ndarray | None = None
     lock: threading.Lock = field(default_factory=threading.Lock)
 
     def check(self) -> None:
@@ -160,7 +172,9 @@ class Stager:
         self._lanes = CudaLanes()
         self.current: Snapshot | None = None
 
-    def start(self, plan: Plan, writer: SlotWriter, captured: Captured, identity: Identity) -> Snapshot:
+    def start(
+        self, plan: Plan, writer: SlotWriter, captured: Captured, identity: Identity, *, optimizer_steps: int = 0
+    ) -> Snapshot:
         """Copy what is not fenced, hand out the rest, return: no planning, no allocation that grows with the state."""
         started = time.perf_counter()
         buffer = Buffer(writer.data)
@@ -170,8 +184,9 @@ class Stager:
             for item in plan.fresh:
                 copy_item(item, buffer, captured.tensors[item.row.entry.fqn])
             snapshot = Snapshot(identity, plan, writer, buffer, captured.values, plan.versions(), started_s=started)
-            if plan.device:
-                snapshot.mark = self._lanes.mark(plan.device)
+            snapshot.optimizer_steps = optimizer_steps
+            if plan.uses_device:
+                snapshot.marks = self._lanes.mark(plan.device, plan.device_unfenced)
         except BaseException:
             buffer.close()
             writer.discard()
@@ -190,7 +205,7 @@ class Stager:
             return
         if not snapshot.copied.is_set():
             snapshot.copied.wait()
-        if snapshot.plan.device:
+        if snapshot.plan.uses_device:
             snapshot.check()
             self._lanes.fence()
 
@@ -218,15 +233,16 @@ class Stager:
                 self._take(snapshot)
             except Exception as error:  # noqa: BLE001 -- training goes on whatever happens to one snapshot
                 snapshot.error = error
+                snapshot.plan.is_stale = isinstance(error, StalePlanError)
             self._end(snapshot, time.thread_time() - started)
 
     def _take(self, snapshot: Snapshot) -> None:
         plan, buffer = snapshot.plan, snapshot.buffer
         digests = np.zeros(plan.table.chunks, np.uint64)
-        batches = self._lanes.enqueue(plan.device, buffer, snapshot.mark) if plan.device else []
+        batches = self._lanes.enqueue(plan.device, buffer, snapshot.marks) if plan.uses_device else []
         for item in plan.fenced:
             copy_and_hash(item, buffer, digests)
-        if not plan.device:
+        if not plan.uses_device:
             snapshot.check()
         snapshot.copied_s = time.perf_counter()
         snapshot.copied.set()
@@ -257,10 +273,11 @@ class Stager:
         encoded = encode_manifest(manifest, table_bytes=plan.table_bytes)
         snapshot.buffer.close()
         snapshot.writer.commit(encoded, data_bytes=plan.total)
+        snapshot.digests = digests
         snapshot.done_s = time.perf_counter()
 
     def _end(self, snapshot: Snapshot, cpu_s: float) -> None:
-        snapshot.cpu_s = cpu_s
+        snapshot.cpu_s, snapshot.marks = cpu_s, None
         snapshot.buffer.close()
         try:
             if snapshot.error is None:
@@ -280,3 +297,25 @@ class Stager:
             snapshot.writer.discard()
         except (OSError, ValueError, FlashckptError) as error:
             _log.warning("the slot of step %d could not be set EMPTY: %s", snapshot.identity.step, error)
+
+
+class StaleWatch:
+    """Warns when three snapshots in a row are equal although the optimizer stepped between them."""
+
+    def __init__(self) -> None:
+        self._before: Snapshot | None = None
+        self._equal = 0
+
+    def look(self, snapshot: Snapshot) -> bool:
+        """Take note of a COMPLETE snapshot; True if a warning is due."""
+        before, self._before = self._before, snapshot
+        if before is None or before.plan is not snapshot.plan or not len(snapshot.plan.rows_compared):
+            self._equal = 0
+            return False
+        assert before.digests is not None
+        assert snapshot.digests is not None
+        if snapshot.optimizer_steps == before.optimizer_steps:
+            return False
+        rows = snapshot.plan.rows_compared
+        self._equal = self._equal + 1 if np.array_equal(before.digests[rows], snapshot.digests[rows]) else 0
+        return self._equal == 2

@@ -149,7 +149,7 @@ class Tracked:
             if isinstance(tensor, DTensor):
                 spread = spread_of_dtensor(tensor, self.world)
             self._enter(entries, name, tensor, spread, 0, fenced=False)
-        self._rewatch()
+        self._rewatch([e.tensor for e in entries.values() if isinstance(e.tensor, DTensor) and e.fenced])
         self.aliases = aliases
         return structure_of(entries.values(), forecast=forecast, aliases=aliases, fresh=captured.tensors)
 
@@ -280,7 +280,7 @@ class Tracked:
             for box in boxes_of(name, like):
                 yield shard_of(name, kind, box, (spread.index - owner) % spread.replicas)
 
-    def _rewatch(self) -> None:
+    def _rewatch(self, sharded: Sequence[torch.Tensor]) -> None:
         dicts: list[Any] = [d for part in self.parts() for d in modules.watched(part)]
         lists: list[Sequence[Any]] = []
         for optimizer in self.all_optimizers():
@@ -288,7 +288,7 @@ class Tracked:
             lists += [group["params"] for group in optimizer.param_groups]
             lists.append(optimizer.param_groups)
         changing = {id(state) for _, state, _ in self._values}
-        self.watch = Watch([d for d in dicts if id(d) not in changing], lists)
+        self.watch = Watch([d for d in dicts if id(d) not in changing], lists, sharded)
         self._extra = [
             (f"{label}.{name}", module)
             for label, parts in self.modules.items()

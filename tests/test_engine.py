@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 from support.engine import agent_dir, digest, net, segments, train
+from support.ranks import wait_for
 from torch import nn
 
 from flashckpt import Checkpointer, staging
@@ -35,7 +36,7 @@ def gate(monkeypatch: pytest.MonkeyPatch) -> threading.Event:
     """Holds the copy thread back at its first tensor while it is cleared."""
     opened_gate = threading.Event()
     opened_gate.set()
-    real = staging.copy_and_hash
+    real: Any = getattr(staging, "copy_and_hash")  # noqa: B009 -- it is not exported, on purpose
 
     def held(*args: Any) -> None:
         assert opened_gate.wait(30)
@@ -418,3 +419,127 @@ def test_twenty_thousand_tensors_are_staged_and_restored(tmp_path: Path) -> None
 def test_the_layout_net_of_the_rank_tests_is_deterministic() -> None:
     first, second = (next(net().parameters()) for _ in range(2))
     assert torch.equal(first, second)
+
+
+def test_three_equal_snapshots_although_the_optimizer_stepped_raise_a_warning_once(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    model = nn.Linear(4, 4)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+    ckpt = opened(tmp_path, model=model, optimizer=optimizer)
+    for step in range(1, 4):
+        ckpt.step(step)  # nothing stepped: a skipped step is no sign of a stale model
+    for step in range(4, 10):
+        model(torch.ones(1, 4)).sum().backward()
+        optimizer.step()
+        ckpt.step(step)
+    crash(ckpt)
+    assert len([r for r in caplog.records if "three snapshots" in r.message]) == 1
+
+
+def test_a_step_that_a_guard_left_out_for_its_values_is_a_snapshot_like_any_other(tmp_path: Path) -> None:
+    model = nn.Linear(4, 4)
+    optimizer = torch.optim.AdamW(model.parameters())
+    ckpt = opened(tmp_path, model=model, optimizer=optimizer)
+    for step in range(1, 5):
+        optimizer.zero_grad()
+        loss = model(torch.full((1, 4), float("nan") if step == 3 else 1.0)).sum()
+        loss.backward()
+        if torch.isfinite(loss):
+            optimizer.step()
+        ckpt.step(step)
+    crash(ckpt)
+    kept = digest(model, optimizer)
+    other = nn.Linear(4, 4)
+    fresh = torch.optim.AdamW(other.parameters())
+    crash(opened(tmp_path, model=other, optimizer=fresh))
+    assert digest(other, fresh) == kept
+    assert all(torch.isfinite(p).all() for p in other.parameters())
+
+
+def test_a_parameter_with_another_storage_discards_one_snapshot_and_is_planned_anew(tmp_path: Path) -> None:
+    model = nn.Linear(8, 8, bias=False)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    failures: list[Exception] = []
+    ckpt = opened(tmp_path, model=model, optimizer=optimizer)
+    ckpt.on_failure = failures.append
+    ckpt.step(1)
+    ckpt.fence()
+    model.weight.data = torch.ones(4, 8)
+    ckpt.step(2)
+    ckpt.step(3)
+    crash(ckpt)
+    assert "model.weight" in str(failures[0])
+    assert len(failures) == 1
+    other = nn.Linear(8, 4, bias=False)
+    crash(opened(tmp_path, model=other))
+    assert torch.equal(next(other.parameters()), torch.ones(4, 8))
+
+
+def test_a_reader_fills_a_model_from_storage_and_changes_nothing(
+    tmp_path: Path, shm_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    nothing = Checkpointer.readonly(str(tmp_path))
+    nothing.track(model=nn.Linear(5, 5))
+    with pytest.raises(NoCheckpointError):
+        nothing.restore()
+    monkeypatch.delenv("FLASHCKPT_AGENT_DIR")  # a daemon of its own
+    model = nn.Linear(5, 5)
+    ckpt = Checkpointer(str(tmp_path), snapshot_every=1, persist_every=2, job="t")
+    ckpt.track(model=model, optimizer=torch.optim.AdamW(model.parameters()), rng=True)
+    ckpt.restore()
+    ckpt.step(1)
+    ckpt.step(2)
+    ckpt.wait(60)
+    ckpt.close()
+    before = sorted(p.relative_to(tmp_path) for p in tmp_path.rglob("*"))
+    other = nn.Linear(5, 5)
+    reader = Checkpointer.readonly(str(tmp_path))
+    reader.track(model=other)
+    report = reader.restore(step=2)
+    assert (report.step, report.tier) == (2, "storage")
+    assert all(torch.equal(a, b) for a, b in zip(model.parameters(), other.parameters(), strict=True))
+    assert sorted(p.relative_to(tmp_path) for p in tmp_path.rglob("*")) == before
+    wait_for(lambda: not segments(shm_dir), what="the daemon to remove the memory of the ended job")
+
+
+def test_a_part_of_another_run_is_a_warm_start_with_a_lineage_of_its_own(
+    tmp_path: Path, shm_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("FLASHCKPT_AGENT_DIR")
+    model = nn.Linear(5, 5)
+    first = Checkpointer(str(tmp_path / "a"), snapshot_every=1, persist_every=1, job="a")
+    first.track(model=model)
+    first.restore()
+    first.step(7)
+    first.wait(60)
+    first.close()
+    agent_dir()
+    other = nn.Linear(5, 5)
+    optimizer = torch.optim.AdamW(other.parameters(), lr=0.5)
+    second = Checkpointer(str(tmp_path / "b"), snapshot_every=1, job="b")
+    second.track(model=other, optimizer=optimizer)
+    report = second.restore(root=str(tmp_path / "a"), only="model.*")
+    assert report is not None
+    assert (report.step, report.life) == (7, 1)
+    assert all(torch.equal(a, b) for a, b in zip(model.parameters(), other.parameters(), strict=True))
+    assert optimizer.param_groups[0]["lr"] == 0.5
+    second.step(1)
+    crash(second)
+    third = opened_as(tmp_path / "b", "b", model=other, optimizer=optimizer)
+    assert third == 1
+    fourth = Checkpointer(str(tmp_path / "c"), snapshot_every=1, job="c")
+    fourth.track(model=other)
+    again = fourth.restore() or fourth.restore(root=str(tmp_path / "a"))
+    assert again is not None
+    assert again.step == 7
+    crash(fourth)
+    wait_for(lambda: not list(shm_dir.glob("*/a")), what="the daemon to remove the memory of the ended job")
+
+
+def opened_as(root: Path, job: str, **things: Any) -> int:
+    ckpt = Checkpointer(str(root), snapshot_every=1, job=job)
+    ckpt.track(**things)
+    report = ckpt.restore()
+    crash(ckpt)
+    return report.step if report else 0
