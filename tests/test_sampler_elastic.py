@@ -3,7 +3,11 @@
 from __future__ import annotations
 
 import json
+import os
+import signal
 from collections.abc import Iterator
+from functools import partial
+from pathlib import Path
 from typing import Any
 
 import hypothesis.strategies as st
@@ -12,7 +16,8 @@ import numpy as np
 import pytest
 from hypothesis import HealthCheck, settings
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
-from support.ranks import run_ranks
+from support.ranks import run_ranks, wait_for
+from torch.utils.data import DataLoader, Dataset
 
 from flashckpt.errors import (
     ConfigError,
@@ -249,6 +254,57 @@ def test_a_damaged_state_is_refused(damage: Any) -> None:
     damage(state)
     with pytest.raises(SamplerStateError):
         sampler.load_state_dict(state)
+
+
+def _train_until_killed(log: Path) -> None:
+    """One replica with a loader worker; each finished step is one line: its samples and the state behind it."""
+    sampler = ElasticSampler(Numbers(300), global_batch_size=4, seed=9)
+    lines = log.read_text().splitlines() if log.exists() else []
+    if lines:
+        sampler.load_state_dict(json.loads(lines[-1])["state"])
+    loader = DataLoader(Numbers(300), 4, sampler=sampler, num_workers=1, prefetch_factor=8)
+    with log.open("ab", buffering=0) as file:
+        while True:
+            for batch in loader:
+                sampler.commit()
+                record = {"ids": batch.tolist(), "state": sampler.state_dict()}
+                file.write(json.dumps(record).encode() + b"\n")  # one write: the snapshot of this test
+
+
+def _has_steps(log: Path, count: int) -> bool:
+    return log.exists() and log.read_bytes().count(b"\n") >= count
+
+
+class Numbers(Dataset[int]):
+    def __init__(self, size: int) -> None:
+        self.size = size
+
+    def __len__(self) -> int:
+        return self.size
+
+    def __getitem__(self, index: int) -> int:
+        return index
+
+
+def test_killed_under_prefetch_the_next_run_trains_what_was_in_flight(tmp_path: Any) -> None:
+    """SIGKILL while loader workers hold batches that no step has trained; twice, over two epoch ends."""
+    log = tmp_path / "steps"
+    for goal in (40, 100, 160):
+        pid = os.fork()
+        if pid == 0:
+            try:
+                os.setsid()
+                _train_until_killed(log)
+            finally:
+                os._exit(1)
+        try:
+            wait_for(partial(_has_steps, log, goal), what=f"{goal} steps")
+        finally:
+            os.killpg(pid, signal.SIGKILL)
+            os.waitpid(pid, 0)
+    trained = [i for line in log.read_text().splitlines() for i in json.loads(line)["ids"]]
+    assert len(trained) >= 640
+    assert trained == unbroken(300, 9, len(trained))
 
 
 # -- commits
