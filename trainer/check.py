@@ -11,8 +11,9 @@ import torch.distributed as dist
 from flashckpt.errors import LayoutError
 from flashckpt.trainer.config import RunConfig
 from flashckpt.trainer.layout import resolve_layout
-from flashckpt.trainer.loop import Trainer, prepare, process_group
+from flashckpt.trainer.loop import Trainer, prepare
 from flashckpt.trainer.metrics import StepRecord
+from flashckpt.trainer.session import process_group
 
 STEPS = 3
 TOLERANCE = {"float32": 1e-5, "bfloat16": 3e-2}

@@ -118,6 +118,12 @@ class TrainingData:
         """Return the batch behind the committed position; the position moves only when a step commits."""
         return self.dataset.batch(self.sampler.next_ids())
 
+    def position_behind(self) -> int:
+        """Return the stream position behind the batch that `next()` gives."""
+        self._whole.load_state_dict(self.sampler.state_dict())
+        self._whole.commit()
+        return self._whole.position
+
     def global_ids(self) -> list[int]:
         """Return the sample numbers of the whole global batch that `next()` cuts this rank's part from."""
         self._whole.load_state_dict(self.sampler.state_dict())

@@ -10,19 +10,13 @@
 from __future__ import annotations
 
 import contextlib
-import json
 import logging
 import os
 import time
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
-from datetime import timedelta
-from pathlib import Path
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 import torch
-import torch.distributed as dist
-from torch._C._distributed_c10d import HashStore
 
 from flashckpt.errors import RESUME_EXIT_CODE, ConfigError, FlashckptError
 from flashckpt.trainer.config import RunConfig, compare, refuse_changes, to_values
@@ -36,10 +30,11 @@ from flashckpt.trainer.model import name_seed
 from flashckpt.trainer.optim import build_optimizers, clamp_gradients, clip_gradients, learning_rate, set_rate
 from flashckpt.trainer.parallel import build_parallel
 from flashckpt.trainer.reporter import Reporter
+from flashckpt.trainer.session import check_root, note_restore, process_group
 from flashckpt.trainer.step import Totals, TrainStep
 
 if TYPE_CHECKING:
-    from flashckpt import Checkpointer, RestoreReport
+    from flashckpt import Checkpointer
 
 logger = logging.getLogger(__name__)
 
@@ -73,6 +68,14 @@ class RunRecord:
                 logger.log(level, "%s changed since the checkpoint: %r -> %r", change.key, change.before, change.now)
 
 
+class SpikeError(Exception):
+    """The loss spiked at `step` and the run is to be rolled back; `behind` is the stream position behind the batch."""
+
+    def __init__(self, step: int, behind: int) -> None:
+        super().__init__(f"loss spike at step {step}")
+        self.step, self.behind = step, behind
+
+
 class Trainer:
     """One rank of one run.
 
@@ -100,6 +103,7 @@ class Trainer:
         self.guard = Guard(config.guard)
         self.record = RunRecord(config)
         self.reporter: Reporter | None = None
+        self.ckpt: Checkpointer | None = None
         self.done = 0
         self._seed_rng()
 
@@ -111,49 +115,81 @@ class Trainer:
 
     def run(self) -> int:
         """Train to the last step; return the exit code (0, or 75: start me again)."""
-        ckpt = self._restore()
-        if self.parallel.reporter:
-            self.reporter = Reporter(self.config, world=self.layout.world, after=self.done)
+        self._restore()
+        self._open_reporter()
         try:
-            code = self._train(ckpt)
+            code = self._train()
         finally:
             if self.reporter is not None:
                 self.reporter.close()
-        if ckpt is not None:
-            ckpt.wait()
-            ckpt.close()
+        if self.ckpt is not None:
+            self.ckpt.wait()
+            self.ckpt.close()
         return code
 
-    def _train(self, ckpt: Checkpointer | None) -> int:
+    def _open_reporter(self) -> None:
+        if self.reporter is not None:
+            self.reporter.close()
+        if self.parallel.reporter:
+            self.reporter = Reporter(self.config, world=self.layout.world, after=self.done)
+
+    def _train(self) -> int:
         evaluator = Evaluator(self.config, self.parallel) if self.config.eval.every else None
         while self.done < self.config.train.steps:
-            record = self.one_step(ckpt)
+            try:
+                record = self.one_step()
+            except SpikeError as spike:
+                self._roll_back(spike)
+                continue
             if self.reporter is not None:
                 self.reporter.step(record)
-            if ckpt is not None and ckpt.should_stop:
+            if self.ckpt is not None and self.ckpt.should_stop:
                 return RESUME_EXIT_CODE
             if evaluator is not None and self.done % self.config.eval.every == 0:
-                self._evaluate(evaluator, ckpt)
+                self._evaluate(evaluator)
         return 0
 
-    def _evaluate(self, evaluator: Evaluator, ckpt: Checkpointer | None) -> None:
-        with contextlib.nullcontext() if ckpt is None else ckpt.paused():
+    def _roll_back(self, spike: SpikeError) -> None:
+        """Take up the newest snapshot in memory, and leave out the samples between it and the spike. Collective."""
+        assert self.ckpt is not None
+        rollbacks = self.guard.rollbacks
+        self.ckpt.close()  # while `spike` is being handled: so the snapshots stay
+        self._restore()
+        self.guard.rollbacks = rollbacks
+        sampler = self.data.sampler
+        if sampler.position < spike.behind:
+            sampler.skip(sampler.position, spike.behind)
+        self._open_reporter()
+        logger.warning(
+            "step %d: rolled back to step %d, %d samples are left out",
+            spike.step,
+            self.done,
+            spike.behind - sampler.position,
+        )
+
+    def _evaluate(self, evaluator: Evaluator) -> None:
+        with contextlib.nullcontext() if self.ckpt is None else self.ckpt.paused():
             scores = evaluator.scores()
         if self.reporter is not None:
             self.reporter.scores(self.done, scores)
 
-    def one_step(self, ckpt: Checkpointer | None = None) -> StepRecord:
-        """Train one step and return what it was. Collective."""
+    def one_step(self) -> StepRecord:
+        """Train one step and return what it was. Collective.
+
+        Raises:
+            SpikeError: the loss spiked and the run is to be rolled back; nothing was changed.
+            DivergedError: the guard gave up.
+        """
         began = time.perf_counter()
         step = self.done + 1
         batch = self.data.next()
         samples = ids_digest(self.data.global_ids()) if self.parallel.reporter else ""
         totals = self.train_step.backward(batch)
         rate = learning_rate(self.config.optim, step, self.config.train.steps)
-        accepted = self._apply(totals, rate, step)
+        accepted = self._judge(totals, step) and self._apply(totals, rate)
         self.done = step
         self.record.tokens += self._batch_tokens()
-        stall_ms = self._commit(ckpt, step)
+        stall_ms = self._commit(step)
         return StepRecord(
             step=step,
             loss=totals.loss,
@@ -167,9 +203,23 @@ class Trainer:
             stall_ms=stall_ms,
         )
 
-    def _apply(self, totals: Totals, rate: float, step: int) -> bool:
+    def _judge(self, totals: Totals, step: int) -> bool:
+        """Return whether the optimizer may step; every rank holds the same totals and decides alike."""
         if not self.guard.admit(totals.loss, totals.norm, step=step):
             return False
+        if not self.guard.is_spike(totals.loss):
+            return True
+        action = self.config.guard.on_spike
+        if action == "rollback" and self.ckpt is None:
+            action = "skip"  # there is nothing to roll back to
+        if self.reporter is not None:
+            self.reporter.spike(step, totals.loss, totals.norm, self.data.global_ids(), action)
+        if action == "rollback":
+            self.guard.count_rollback(step=step, loss=totals.loss)
+            raise SpikeError(step, self.data.position_behind())
+        return action == "warn"
+
+    def _apply(self, totals: Totals, rate: float) -> bool:
         clamp_gradients(self.parallel, self.config.optim.clip_value)
         clip_gradients(self.parallel, totals.norm, self.config.optim.clip_norm)
         set_rate(self.optimizers, rate)
@@ -178,27 +228,26 @@ class Trainer:
         self.guard.record(totals.loss)
         return True
 
-    def _commit(self, ckpt: Checkpointer | None, step: int) -> float:
-        if ckpt is None:
+    def _commit(self, step: int) -> float:
+        if self.ckpt is None:
             self.data.sampler.commit()
             return 0.0
         began = time.perf_counter()
-        ckpt.step(step)  # commits the sampler's position, then records it with everything else
+        self.ckpt.step(step)  # commits the sampler's position, then records it with everything else
         return (time.perf_counter() - began) * 1e3
 
-    def _restore(self) -> Checkpointer | None:
+    def _restore(self) -> None:
         if not self.config.checkpoint.root:
-            return None
-        ckpt = self._checkpointer()
+            return
+        self.ckpt = self._checkpointer()
         try:
-            report = ckpt.restore()
+            report = self.ckpt.restore()
         except FlashckptError as error:
             self._explain(error)
             raise
         if report is not None:
             self.done = report.step
             note_restore(self.config.log.folder, report)
-        return ckpt
 
     def _explain(self, error: FlashckptError) -> None:
         """Raise ConfigError instead of `error` if the run was changed into one that cannot take up the state."""
@@ -244,10 +293,13 @@ def prepare(config: RunConfig, world: int) -> Layout:
     Raises:
         LayoutError: the layout does not divide.
         DataError: the corpus is missing or empty.
+        RootError: the checkpoint root cannot be written.
     """
     layout = resolve_layout(config, world)
     prepare_corpus(config.data.folder, config.data.source, config.data.holdout_every)
     TokenDataset(config.data.folder, "train", config.train.seq_len)
+    if config.checkpoint.root:
+        check_root(config.checkpoint.root)
     return layout
 
 
@@ -256,48 +308,3 @@ def train(config: RunConfig) -> int:
     layout = prepare(config, int(os.environ.get("WORLD_SIZE", "1")))
     with process_group(config) as device:
         return Trainer(config, layout, device).run()
-
-
-def note_restore(folder: str, report: RestoreReport) -> None:
-    """Append this rank's restore to `restores.jsonl`; each line is one write, so ranks may share the file."""
-    line = {
-        "launch": os.environ.get("TORCHELASTIC_RUN_ID", str(os.getppid())),
-        "generation": report.life,
-        "rank": int(os.environ.get("RANK", "0")),
-        "step": report.step,
-        "bytes": dict(report.tier_bytes),
-        "seconds": round(float(report.seconds.get("total", 0.0)), 4),
-        "exact": report.is_same_layout,
-    }
-    Path(folder).mkdir(parents=True, exist_ok=True)
-    fd = os.open(Path(folder) / "restores.jsonl", os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o644)
-    try:
-        os.write(fd, (json.dumps(line) + "\n").encode())
-    finally:
-        os.close(fd)
-
-
-@contextmanager
-def process_group(config: RunConfig, *, alone: bool = False) -> Iterator[torch.device]:
-    """Join the process group (or make one of a single rank) and yield this rank's device."""
-    wanted = config.train.device
-    device = torch.device("cuda" if wanted == "cuda" or (wanted == "auto" and torch.cuda.is_available()) else "cpu")
-    if device.type == "cuda":
-        device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")) % torch.cuda.device_count())
-        torch.cuda.set_device(device)
-    else:
-        torch.set_num_threads(1)
-    torch.use_deterministic_algorithms(config.train.deterministic)
-    if dist.is_initialized() and not alone:
-        yield device
-        return
-    timeout = timedelta(seconds=config.parallel.timeout_s)
-    backend = "nccl" if device.type == "cuda" else "gloo"
-    if "RANK" in os.environ and not alone:
-        dist.init_process_group(backend, timeout=timeout)
-    else:
-        dist.init_process_group(backend, store=HashStore(), rank=0, world_size=1, timeout=timeout)
-    try:
-        yield device
-    finally:
-        dist.destroy_process_group()

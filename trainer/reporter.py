@@ -68,16 +68,14 @@ class Reporter:
             "  ".join(f"{name} ppl {s.perplexity:.2f} ({s.bits_per_byte:.3f} bits/byte)" for name, s in scores.items()),
         )
 
-    def spike(self, record: StepRecord, ids: Sequence[int], action: str) -> None:
+    def spike(self, step: int, loss: float, norm: float, ids: Sequence[int], action: str) -> None:
         """Write a loss spike with the samples that were trained in it."""
         if self._spikes is None:
             # Nothing is taken back here: a rolled-back spike is exactly what this file is for.
             self._spikes = Trace(self._folder, 1 << 62, name=SPIKES)
-        line = {"step": record.step, "loss": record.loss, "norm": record.norm, "action": action, "samples": list(ids)}
+        line = {"step": step, "loss": loss, "norm": norm, "action": action, "samples": list(ids)}
         self._spikes.write(json.dumps(line))
-        logger.warning(
-            "step %d: loss %.4f is a spike (%s); its samples are in %s", record.step, record.loss, action, SPIKES
-        )
+        logger.warning("step %d: loss %.4f is a spike (%s); its samples are in %s", step, loss, action, SPIKES)
 
     def close(self) -> None:
         """Close every file."""

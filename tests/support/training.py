@@ -39,7 +39,8 @@ def train_rank(rank: int, values: dict[str, Any], steps: int) -> dict[str, Any]:
     """Train `steps` steps in this rank without checkpoints; losses and norms as float.hex()."""
     import os
 
-    from flashckpt.trainer.loop import Trainer, prepare, process_group
+    from flashckpt.trainer.loop import Trainer, prepare
+    from flashckpt.trainer.session import process_group
 
     config = from_values(values)
     layout = prepare(config, int(os.environ["WORLD_SIZE"]))
@@ -87,7 +88,8 @@ def run_rank(rank: int, values: dict[str, Any], kill: dict[str, int] | None = No
     import os
     import signal
 
-    from flashckpt.trainer.loop import Trainer, prepare, process_group
+    from flashckpt.trainer.loop import Trainer, prepare
+    from flashckpt.trainer.session import process_group
 
     config = from_values(values)
     layout = prepare(config, int(os.environ["WORLD_SIZE"]))
@@ -95,10 +97,10 @@ def run_rank(rank: int, values: dict[str, Any], kill: dict[str, int] | None = No
         trainer = Trainer(config, layout, device)
         apply = trainer._apply
 
-        def apply_or_die(totals: Any, rate: float, step: int) -> bool:
-            if kill is not None and (kill["rank"], kill["step"]) == (rank, step):
+        def apply_or_die(totals: Any, rate: float) -> bool:
+            if kill is not None and (kill["rank"], kill["step"]) == (rank, trainer.done + 1):
                 os.kill(os.getpid(), signal.SIGKILL)
-            return apply(totals, rate, step)
+            return apply(totals, rate)
 
         trainer._apply = apply_or_die  # type: ignore[method-assign]  # the place where a test kills
         return trainer.run()

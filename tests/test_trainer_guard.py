@@ -1,0 +1,106 @@
+"""Bad steps in a whole run: skipped on all ranks alike, or rolled back from memory without the samples of the spike."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+from typing import Any
+
+import pytest
+from support.ranks import run_ranks, values, wait_for
+from support.training import run_config, write_corpus
+
+import flashckpt.checkpointer  # noqa: F401 -- imported before the fork, so that ranks start in 0.2 s
+from flashckpt.job import memory_root
+from flashckpt.trainer.config import from_values, to_values
+from flashckpt.trainer.guard import Guard
+from flashckpt.trainer.loop import Trainer, prepare
+from flashckpt.trainer.metrics import read_trace
+from flashckpt.trainer.session import process_group
+
+STEPS = 9
+
+
+def config_of(text: Any, name: str, **sections: Any) -> dict[str, Any]:
+    folder, source = text
+    return to_values(
+        run_config(
+            folder,
+            parallel={"pp": 2},
+            model={"layers": 2, "dropout": 0.1},
+            train={"steps": STEPS, "global_batch": 8, "micro_batch": 2},
+            data={"source": source},
+            log={"folder": str(folder / name)},
+            **sections,
+        )
+    )
+
+
+def run_judged(_rank: int, config_values: Any, spike_at: int, nan_at: int) -> Any:
+    """Run to the end with a guard that sees a spike at the first visit of one step, and a NaN loss at another."""
+    config = from_values(config_values)
+    layout = prepare(config, int(os.environ["WORLD_SIZE"]))
+    with process_group(config) as device:
+        trainer = Trainer(config, layout, device)
+        visits: list[int] = []
+        plain = Guard.admit
+
+        def admit(self: Guard, loss: float, norm: float, *, step: int) -> bool:
+            visits.append(step)
+            return plain(self, math.nan if step == nan_at else loss, norm, step=step)
+
+        trainer.guard.admit = admit.__get__(trainer.guard)  # type: ignore[method-assign]  # what the loop asks
+        trainer.guard.is_spike = lambda loss: visits[-1] == spike_at and visits.count(spike_at) == 1  # type: ignore[method-assign]
+        code = trainer.run()
+        return {"code": code, "visits": visits, "rollbacks": trainer.guard.rollbacks, "skipped": trainer.guard.skipped}
+
+
+@pytest.fixture(scope="module")
+def text(tmp_path_factory: Any) -> Any:
+    folder = tmp_path_factory.mktemp("guard")
+    return folder, write_corpus(folder / "text")
+
+
+def run(text: Any, name: str, spike_at: int = -1, nan_at: int = -1, **sections: Any) -> tuple[Any, Any]:
+    ranks = values(run_ranks(run_judged, 2, config_of(text, name, **sections), spike_at, nan_at, timeout_s=100))
+    assert ranks[0] == ranks[1]  # the ranks decide alike
+    return ranks[0], read_trace(text[0] / name / "trace.jsonl")
+
+
+@pytest.fixture(scope="module")
+def plain(text: Any) -> Any:
+    return run(text, "plain")[1]
+
+
+def test_a_spike_rolls_back_to_memory_and_its_samples_are_left_out(text: Any, plain: Any) -> None:
+    checkpoint = {"root": str(text[0] / "root"), "job": "test-spike", "snapshot_every": 2}
+    told, trace = run(text, "spike", spike_at=6, guard={"on_spike": "rollback"}, checkpoint=checkpoint)
+    assert told == {"code": 0, "visits": [1, 2, 3, 4, 5, 6, 5, 6, 7, 8, 9], "rollbacks": 1, "skipped": 0}
+    assert [line["step"] for line in trace] == list(range(1, STEPS + 1))
+    assert [line["loss"] for line in trace[:4]] == [line["loss"] for line in plain[:4]]
+    # step 4 was the snapshot, step 6 the spike: what these trained is left out, the stream goes on behind it
+    assert [line["samples"] for line in trace[4:7]] == [line["samples"] for line in plain[6:9]]
+    (spike,) = (json.loads(line) for line in (text[0] / "spike" / "spikes.jsonl").read_text().splitlines())
+    assert (spike["step"], spike["action"], len(spike["samples"])) == (6, "rollback", 8)
+    wait_for(lambda: not (memory_root() / "test-spike").exists(), what="the job's memory to be given back")
+
+
+def test_a_skipped_spike_changes_no_parameter_but_the_data_goes_on(text: Any, plain: Any) -> None:
+    _, trace = run(text, "skip", spike_at=3, guard={"on_spike": "skip"})
+    assert [line["skipped"] for line in trace] == [line["step"] == 3 for line in trace]
+    assert [line["samples"] for line in trace] == [line["samples"] for line in plain]
+    assert [line["loss"] for line in trace[:3]] == [line["loss"] for line in plain[:3]]
+    assert trace[3]["loss"] != plain[3]["loss"]
+
+
+def test_a_warned_spike_changes_nothing(text: Any, plain: Any) -> None:
+    _, trace = run(text, "warn", spike_at=3)
+    assert [line["loss"] for line in trace] == [line["loss"] for line in plain]
+    assert len((text[0] / "warn" / "spikes.jsonl").read_text().splitlines()) == 1
+
+
+def test_a_loss_that_is_not_a_number_is_skipped_on_all_ranks(text: Any) -> None:
+    told, trace = run(text, "nan", nan_at=4)
+    assert told["skipped"] == 1
+    assert [line["step"] for line in trace if line["skipped"]] == [4]
