@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import signal
 import threading
@@ -320,6 +321,46 @@ def test_root_that_is_a_file_is_named(tmp_path: Path) -> None:
         store.check()
     with pytest.raises((RootError, StoreError), match="root"):
         persist_slot(make_pin(SHARDS), store, "step-000000010.g1")
+
+
+def llama_parameters(
+    *, width: int, layers: int, heads: int, kv_heads: int, inner: int, vocab: int
+) -> list[tuple[str, tuple[int, ...]]]:
+    kv = width // heads * kv_heads
+    shapes: list[tuple[str, tuple[int, ...]]] = [
+        ("embed", (vocab, width)),
+        ("norm", (width,)),
+        ("head", (vocab, width)),
+    ]
+    for layer in range(layers):
+        matrices = {"wq": (width, width), "wk": (kv, width), "wv": (kv, width), "wo": (width, width)}
+        matrices |= {"w1": (inner, width), "w2": (width, inner), "w3": (inner, width)}
+        shapes += [(f"layers.{layer}.{name}", shape) for name, shape in matrices.items()]
+        shapes += [(f"layers.{layer}.{name}", (width,)) for name in ("norm1", "norm2")]
+    return shapes
+
+
+def test_replicated_llama_state_is_written_once_and_evenly_by_four_replicas(store: Store) -> None:
+    """Llama-3-8B shapes at 1/16 width: parameters and two moments; the largest writer is within 5 % of the mean."""
+    from flashckpt.placement import owners
+
+    shapes = llama_parameters(width=256, layers=8, heads=32, kv_heads=8, inner=896, vocab=2004)
+    chosen = owners([(name, 4 * math.prod(shape)) for name, shape in shapes], 4)
+    states = [(f"{kind}.{name}", shape, chosen[name]) for kind in ("p", "m", "v") for name, shape in shapes]
+    pins = [
+        make_pin(
+            [shard(name, shape, replica=(rank - owner) % 4) for name, shape, owner in states], rank=rank, world_size=4
+        )
+        for rank in range(4)
+    ]
+    prefix = persist_all(store, pins)
+    written = [
+        sum(i.nbytes for i in store.list(f"{prefix}/r{rank:05d}") if i.key.endswith(".fck")) for rank in range(4)
+    ]
+    assert max(written) < 1.05 * sum(written) / 4
+    total = sum(4 * math.prod(shape) for _, shape, _ in states)
+    assert total <= sum(written) < total + 4 * 4096 * len(states)
+    assert_equal(store, prefix, pins)
 
 
 def test_packs_hold_every_row_once_within_their_size(store: Store) -> None:
