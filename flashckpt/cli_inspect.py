@@ -12,6 +12,7 @@ from rich.tree import Tree
 
 from flashckpt.checkpoints import read_manifest
 from flashckpt.cli_common import age_of, choose, human_bytes, json_option, open_root, root_options, show, step_option
+from flashckpt.cli_coverage import coverage_rows, coverage_table, parse_layout, plan_layout, plan_table
 from flashckpt.manifest import Manifest
 from flashckpt.table import ShardTable
 
@@ -23,17 +24,41 @@ MANY = 40
 @root_options
 @step_option
 @click.option("--all", "everything", is_flag=True, help="Show every tensor, however many there are.")
+@click.option("--coverage", is_flag=True, help="Show what each tier and rank on this machine covers of the state.")
+@click.option("--plan", "layout", metavar="DPxTPxPP", help="Show what a restore under another layout would read.")
 @json_option
-def inspect(root: str, options: tuple[str, ...], step: str | None, everything: bool, as_json: bool) -> None:
+def inspect(
+    *,
+    root: str,
+    options: tuple[str, ...],
+    step: str | None,
+    everything: bool,
+    coverage: bool,
+    layout: str | None,
+    as_json: bool,
+) -> None:
     """Show the tensors, layout, data position and configuration of one checkpoint of ROOT.
+
+    --plan is an estimate: layers go to pipeline stages in equal runs, TP cuts the dimension that the
+    checkpoint's own TP cut (else the first), FSDP cuts the first dimension. Nothing is read but MANIFEST.
 
     Examples:
       flashckpt inspect /checkpoints/run7
       flashckpt inspect /checkpoints/run7 --step 120.g3 --all
+      flashckpt inspect /checkpoints/run7 --plan 4x2x1
     """
+    wanted = None if layout is None else parse_layout(layout)
     store = open_root(root, options)
     info = choose(store, step)
     manifest = read_manifest(store, info)
+    if coverage:
+        rows = coverage_rows(root, manifest)
+        show({"prefix": info.prefix, "coverage": rows}, as_json=as_json, table=lambda: coverage_table(rows))
+        return
+    if wanted is not None:
+        plan = plan_layout(root, manifest, wanted)
+        show({"prefix": info.prefix, "plan": plan}, as_json=as_json, table=lambda: plan_table(plan))
+        return
     document = describe(manifest) | {"prefix": info.prefix, "created_s": info.created_s, "root": store.url}
     show(document, as_json=as_json, table=lambda: _page(document, manifest, everything=everything))
 

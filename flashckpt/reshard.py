@@ -129,26 +129,51 @@ def plan_box(
     Raises:
         ShardGapError: As in `plan_reads`.
     """
+    reads, left = _plan(target, shard, box, sources, names=names, without=without)
+    if left:
+        raise _gap(shard, left, sources, names)
+    return reads
+
+
+def coverage(wanted: Sequence[Shard], sources: Sequence[ShardTable]) -> tuple[list[int], int]:
+    """Return the bytes of `wanted` that each source would give, nearest first, and the bytes that are in none."""
+    given, missing = [0] * len(sources), 0
+    for target, shard in enumerate(wanted):
+        reads, left = _plan(target, shard, (shard.offsets, shard.lengths), sources)
+        for read in reads:
+            given[read.source] += read.nbytes
+        missing += sum(prod(box[1]) for box in left) * ITEMSIZE[shard.dtype]
+    return given, missing
+
+
+def _plan(
+    target: int,
+    shard: Shard,
+    box: Box,
+    sources: Sequence[ShardTable],
+    *,
+    names: Sequence[str] = (),
+    without: Collection[tuple[int, int]] = (),
+) -> tuple[list[Read], list[Box]]:
+    """Return the reads that fill as much of `box` as there is, and the boxes that are in no source."""
     left = [] if 0 in box[1] else [box]
     reads: list[Read] = []
+    size = ITEMSIZE[shard.dtype]
     for source, table in enumerate(sources):
         if not left:
             break
-        rows = (
-            [row for row in table.rows(shard.fqn) if (source, row) not in without] if without else table.rows(shard.fqn)
-        )
-        if not len(rows):
+        rows = table.rows(shard.fqn)
+        if without:
+            rows = [row for row in rows if (source, row) not in without]
+        if not rows:
             continue
         _check_kind(shard, table.shard(rows[0]), _name(source, names))
         found, left = _cover(left, table, rows)
-        size = ITEMSIZE[shard.dtype]
         reads += [
             Read(target=target, source=source, row=row, offsets=at, lengths=n, nbytes=prod(n) * size)
             for row, (at, n) in found
         ]
-    if left:
-        raise _gap(shard, left, sources, names)
-    return reads
+    return reads, left
 
 
 def runs(source: Box, target: Box, box: Box, itemsize: int) -> Runs:

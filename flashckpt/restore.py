@@ -22,8 +22,9 @@ from flashckpt.digest import CHUNK_BYTES
 from flashckpt.errors import DamagedError, FlashckptError, ShardGapError
 from flashckpt.faults import crash_point
 from flashckpt.layout import ITEMSIZE, Shard, intersect
-from flashckpt.reshard import Box, Runs, flat_boxes, plan_box, plan_reads, runs, split_runs
+from flashckpt.reshard import Box, Read, Runs, flat_boxes, plan_box, plan_reads, runs, split_runs
 from flashckpt.sources import Source, Span
+from flashckpt.table import ShardTable
 
 JOB_BYTES = 8 << 20
 """Most bytes one thread fetches at a time: bounds scratch memory to this per thread."""
@@ -124,11 +125,7 @@ def fill(targets: Sequence[Target], sources: Sequence[Source], *, threads: int |
     tables = [source.manifest.table for source in sources]
     plan = plan_reads(shards, tables, names=[source.name for source in sources])
     fill_ = _Fill(targets, sources, counts)
-    jobs = merge_pieces(
-        piece
-        for read in plan.reads
-        for piece in fill_.pieces(read.target, read.source, read.row, (read.offsets, read.lengths))
-    )
+    jobs = merge_pieces(piece for read in plan.reads for piece in fill_.pieces(read))
     counts.plan_s = time.perf_counter() - started
     counts.threads = 1 if plan.nbytes < INLINE_BYTES else threads or min(16, (os.cpu_count() or 1) * 2)
     before = [(s.meter.read_bytes, s.meter.requests, s.meter.read_s, s.meter.verify_s) for s in sources]
@@ -160,27 +157,10 @@ class _Fill:
                 msg = f"buffer of {target.shard.fqn!r}: {len(buffer)} bytes, shard has {target.shard.nbytes}"
                 raise ValueError(msg)
 
-    def pieces(
-        self, target: int, source: int, row: int, box: Box, without: frozenset[tuple[int, int]] = frozenset()
-    ) -> Iterable[Piece]:
-        """Cut one read into pieces of at most JOB_BYTES of whole chunks each, each chunk in one piece."""
-        shard, table = self._targets[target].shard, self._sources[source].manifest.table
-        held = table.shard(row)
-        sides = (held.offsets, held.lengths), (shard.offsets, shard.lengths)
-        place, end = (int(table.object_id[row]), int(table.byte_offset[row])), int(table.nbytes[row])
-        for part in split_runs(box, *sides, MAX_RUNS):
-            found = runs(*sides, part, ITEMSIZE[shard.dtype])
-            for first, last in _chunk_groups(found, end):
-                span = Span(row=row, start=first * CHUNK_BYTES, stop=min(last * CHUNK_BYTES, end))
-                yield Piece(
-                    target=target,
-                    source=source,
-                    span=span,
-                    box=part,
-                    runs=_within(found, span),
-                    place=(place[0], place[1] + span.start),
-                    without=without,
-                )
+    def pieces(self, read: Read, without: frozenset[tuple[int, int]] = frozenset()) -> Iterable[Piece]:
+        """Cut one read into pieces."""
+        table = self._sources[read.source].manifest.table
+        return cut_pieces(read, self._targets[read.target].shard, table, without)
 
     def run(self, job: Sequence[Piece]) -> _Failure | None:
         """Fetch, verify and copy one job; return what failed instead of raising, so that others go on."""
@@ -227,7 +207,7 @@ class _Fill:
                 if (box := intersect(*lost, *piece.box)) is not None:
                     tables = [other.manifest.table for other in self._sources]
                     for read in plan_box(piece.target, shard, box, tables, without=without):
-                        found += self.pieces(read.target, read.source, read.row, (read.offsets, read.lengths), without)
+                        found += self.pieces(read, without)
                         self._counts.fallback_bytes += read.nbytes
         except ShardGapError:
             raise _lost(error, shard) from error
@@ -247,6 +227,31 @@ class _Fill:
         with self._lock:
             self._counts.needed_bytes[tier] = self._counts.needed_bytes.get(tier, 0) + nbytes
             self._counts.copy_s += copy_s
+
+
+def cut_pieces(
+    read: Read, shard: Shard, table: ShardTable, without: frozenset[tuple[int, int]] = frozenset()
+) -> Iterable[Piece]:
+    """Cut one read of `shard` from a row of `table` into pieces of at most JOB_BYTES of whole chunks. Pure.
+
+    Each chunk that the read touches is in exactly one piece; no other chunk is in any.
+    """
+    held = table.shard(read.row)
+    sides = (held.offsets, held.lengths), (shard.offsets, shard.lengths)
+    place, end = (int(table.object_id[read.row]), int(table.byte_offset[read.row])), int(table.nbytes[read.row])
+    for part in split_runs((read.offsets, read.lengths), *sides, MAX_RUNS):
+        found = runs(*sides, part, ITEMSIZE[shard.dtype])
+        for first, last in _chunk_groups(found, end):
+            span = Span(row=read.row, start=first * CHUNK_BYTES, stop=min(last * CHUNK_BYTES, end))
+            yield Piece(
+                target=read.target,
+                source=read.source,
+                span=span,
+                box=part,
+                runs=_within(found, span),
+                place=(place[0], place[1] + span.start),
+                without=without,
+            )
 
 
 def merge_pieces(pieces: Iterable[Piece]) -> list[Sequence[Piece]]:

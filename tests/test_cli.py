@@ -220,9 +220,12 @@ def test_wrong_usage_and_help(capsys: Captured) -> None:
     assert run("frobnicate", capsys=capsys)[0] == 2
     assert run("ls", capsys=capsys)[0] == 2
     for name in cli.COMMANDS:
-        result = click.testing.CliRunner().invoke(cli.group, [name, "--help"])
-        assert result.exit_code == 0, result.output
-        assert "--json" in result.output
+        command = cli.group.get_command(click.Context(cli.group), name)
+        subcommands = list(command.commands) if isinstance(command, click.Group) else [""]
+        for sub in subcommands:
+            result = click.testing.CliRunner().invoke(cli.group, [name, *filter(None, [sub]), "--help"])
+            assert result.exit_code == 0, result.output
+            assert "--json" in result.output, (name, sub)
     code, out, _ = run("--help", capsys=capsys)
     assert code == 0
     assert all(name in out for name in cli.COMMANDS)
@@ -236,3 +239,25 @@ def test_command_starts_without_torch() -> None:
     )
     done = subprocess.run([sys.executable, "-c", script], check=False, env={**os.environ})
     assert done.returncode == 0
+
+
+def test_inspect_coverage_names_what_each_rank_holds(job: FakeJob, capsys: Captured) -> None:
+    rows = run_json("inspect", job.root, "--coverage", capsys=capsys)[1]["coverage"]
+    found = {(row["step"], row["tier"], row["source"]): round(row["share"], 3) for row in rows}
+    assert found[20, "storage", "checkpoint"] == 1.0
+    assert found[25, "memory", "rank 0"] == 0.5
+    assert found[25, "memory", "all ranks here"] == 1.0
+    assert "100.0%" in run("inspect", job.root, "--coverage", capsys=capsys)[1]
+
+
+def test_inspect_plan_shows_reads_of_another_layout_without_reading(job: FakeJob, capsys: Captured) -> None:
+    for pack in Path(job.root).glob("step-000000020*/*.fck"):
+        pack.unlink()
+    plan = run_json("inspect", job.root, "--step", "20", "--plan", "3x1x1", capsys=capsys)[1]["plan"]
+    assert plan["world_size"] == len(plan["needed_bytes"]) == 3
+    assert sum(plan["needed_bytes"]) == 600 * 1000 * 4 + 7 * 4
+    assert all(read >= needed for read, needed in zip(plan["read_bytes"], plan["needed_bytes"], strict=True))
+    assert sum(plan["read_bytes"]) <= 2400028 + 6 * (1 << 20)
+    assert plan["memory_bytes"] == plan["needed_bytes"], "step 20 is still in memory, too"
+    assert "restore as 2x2x1: 4 ranks" in run("inspect", job.root, "--plan", "2x2x1", capsys=capsys)[1]
+    assert run("inspect", job.root, "--plan", "2x2", capsys=capsys)[0] == 10
