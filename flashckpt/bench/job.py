@@ -214,7 +214,7 @@ class Job:
             answers = self.workers.ask(self.ranks, "peer", name=name, directory=str(folder))
         finally:
             shutil.rmtree(folder, ignore_errors=True)
-        return {key: max(answer[key] for answer in answers) for key in ("blocked_s", "written_s", "durable_s")}
+        return {key: max(answer[key] for answer in answers) for key in answers[0]}
 
     def measure(self) -> dict[str, Any]:
         """Run a first round, the measured rounds, and the peers among them; return the results."""

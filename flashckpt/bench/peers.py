@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -18,26 +18,42 @@ import torch
 from flashckpt.bench.peers_names import NAMES
 
 
-def write(state: dict[str, torch.Tensor], *, rank: int, name: str, directory: str) -> Mapping[str, Any]:
-    """Write `state` below `directory`; return seconds blocked, seconds until written, and until it is synced.
+def write(
+    state: dict[str, torch.Tensor],
+    *,
+    rank: int,
+    name: str,
+    directory: str,
+    beside: Callable[[Callable[[], bool]], float],
+) -> Mapping[str, Any]:
+    """Write `state` below `directory`; return seconds blocked, lost beside, until written, and until it is synced.
 
     Args:
         state: Tensors by name.
         rank: Of the writer; names its file.
         name: One of NAMES.
         directory: Exists.
+        beside: Computes until what it is given returns True, and returns by how many seconds that took too long.
     """
     folder = Path(directory) / f"{name}.{rank}"
     folder.mkdir()
     _process_group()
     started = time.perf_counter()
-    wait = _WRITERS[name](state, folder)
+    future = _WRITERS[name](state, folder)
     blocked = time.perf_counter()
-    wait()
+    beside_s = 0.0
+    if future is not None:
+        beside_s = beside(future.done)
+        future.result()
     written = time.perf_counter()
     sync(folder)
     now = time.perf_counter()
-    return {"blocked_s": blocked - started, "written_s": written - started, "durable_s": now - started}
+    return {
+        "blocked_s": blocked - started,
+        "beside_s": beside_s,
+        "written_s": written - started,
+        "durable_s": now - started,
+    }
 
 
 def sync(folder: Path) -> None:
@@ -57,30 +73,28 @@ def _process_group() -> None:
         distributed.init_process_group("gloo", store=distributed.HashStore(), rank=0, world_size=1)
 
 
-def _torch_save(state: dict[str, torch.Tensor], folder: Path) -> Any:
+def _torch_save(state: dict[str, torch.Tensor], folder: Path) -> None:
     torch.save(state, folder / "state.pt")
-    return lambda: None
 
 
-def _dcp_save(state: dict[str, torch.Tensor], folder: Path) -> Any:
+def _dcp_save(state: dict[str, torch.Tensor], folder: Path) -> None:
     from torch.distributed.checkpoint.state_dict_saver import save
 
     save(state, checkpoint_id=folder / "dcp", no_dist=True)
-    return lambda: None
 
 
 def _dcp_async_save(state: dict[str, torch.Tensor], folder: Path) -> Any:
     from torch.distributed.checkpoint.state_dict_saver import async_save
 
-    future: Any = async_save(state, checkpoint_id=folder / "dcp")
-    return future.result
+    return async_save(state, checkpoint_id=folder / "dcp")
 
 
-def _safetensors(state: dict[str, torch.Tensor], folder: Path) -> Any:
+def _safetensors(state: dict[str, torch.Tensor], folder: Path) -> None:
     from safetensors.torch import save_file
 
     save_file(state, folder / "state.safetensors")
-    return lambda: None
 
 
-_WRITERS = dict(zip(NAMES, (_torch_save, _dcp_save, _dcp_async_save, _safetensors), strict=True))
+_WRITERS: dict[str, Callable[[dict[str, torch.Tensor], Path], Any]] = dict(
+    zip(NAMES, (_torch_save, _dcp_save, _dcp_async_save, _safetensors), strict=True)
+)

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import gc
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -58,12 +58,8 @@ class Rank:
 
     def commands(self) -> dict[str, Command]:
         """Return what the parent may order."""
-        names = ("ready", "reserve", "alone", "snapshot", "work", "restore_memory", "restore_storage", "verify")
-        from flashckpt.bench import peers
-
-        return {name: getattr(self, name) for name in names} | {
-            "peer": lambda **order: peers.write(self._state_dict(), rank=self.rank, **order)
-        }
+        names = ("ready", "reserve", "alone", "snapshot", "work", "restore_memory", "restore_storage", "verify", "peer")
+        return {name: getattr(self, name) for name in names}
 
     def ready(self) -> Mapping[str, Any]:
         """Return the sizes of this rank's state."""
@@ -130,7 +126,7 @@ class Rank:
     ) -> Mapping[str, Any]:
         if taken.error is not None:
             raise taken.error
-        beside = sum(max(0.0, loop - self._alone_s) for loop in loops) if self._alone_s else 0.0
+        beside = self._lost(loops)
         return {
             "call_s": call_s,
             "beside_s": beside,
@@ -188,6 +184,19 @@ class Rank:
             if not np.array_equal(_bytes(tensor), np.frombuffer(target.buffer, np.uint8)):
                 raise DamagedError(f"rank {self.rank} restored other bytes than it held: {shard.fqn}")
         return {}
+
+    def peer(self, name: str, directory: str) -> Mapping[str, Any]:
+        """Write the state with another library, computing beside it where it lets us."""
+        from flashckpt.bench import peers
+
+        def beside(is_done: Callable[[], bool]) -> float:
+            return self._lost(self._loops(lambda _: is_done()))
+
+        return peers.write(self._state_dict(), rank=self.rank, name=name, directory=directory, beside=beside)
+
+    def _lost(self, loops: Sequence[float]) -> float:
+        """Return by how many seconds loops took longer than they take alone."""
+        return sum(max(0.0, loop - self._alone_s) for loop in loops) if self._alone_s else 0.0
 
     def _state_dict(self) -> dict[str, torch.Tensor]:
         return {f"{shard.fqn}@{shard.offsets}": t for shard, t in zip(self.shards, self.tensors, strict=True)}

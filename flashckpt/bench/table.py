@@ -73,9 +73,9 @@ def notes(document: Mapping[str, Any]) -> list[str]:
     results, lines = document["results"], []
     if stall := results.get("stall_ms"):
         lines.append(
-            f"stall per snapshot {stall['median']:.3g} ms (p50), {stall['p99']:.3g} (p99), {stall['max']:.3g} (max),"
-            f" of which the call {results['call_ms']['median']:.3g} ms; first snapshot"
-            f" {1e3 * results['first']['stall_s']:.3g} ms"
+            f"stall per snapshot {_ms(stall['median'])} (p50), {_ms(stall['p99'])} (p99), {_ms(stall['max'])} (max): the"
+            f" call {_ms(results['call_ms']['median'])}, the rest is what the steps beside the copy lose; first snapshot"
+            f" {show_s(results['first']['stall_s'])}"
         )
         lines.append(
             f"first touch of the slots {show_rate(results['first_touch_bytes_per_s'])} per rank, once, in the background"
@@ -108,6 +108,10 @@ def notes(document: Mapping[str, Any]) -> list[str]:
 
 def _yes(value: Any) -> str:
     return {True: "yes", False: "NO", None: "not tried"}[value] if value is None or isinstance(value, bool) else value
+
+
+def _ms(value: float) -> str:
+    return show_s(value / 1e3)
 
 
 def new_table(title: str, names: Sequence[str]) -> Table:
@@ -144,16 +148,14 @@ def _summaries(title: str, found: Mapping[str, Any]) -> Table:
 
 
 def _peers(results: Mapping[str, Any], peers: Mapping[str, Any]) -> Table:
-    table = new_table("peers, same tensors, same rounds (slowest rank)", ("", "blocks training", "written", "durable"))
-    seconds = results["summary_s"]
-    table.add_row(
-        "flashckpt",
-        f"{results['stall_ms']['median']:.3g} ms",
-        show_s(seconds["node_written_s"]["median"]),
-        show_s(seconds["node_durable_s"]["median"]),
-    )
+    """Return the peers below ourselves: what the call blocks, what the steps beside it lose, when it is durable."""
+    names = ("", "call blocks", "steps beside lose", "written", "durable")
+    table = new_table("peers, same tensors, same rounds (slowest rank)", names)
+    ours = [results["summary_s"][key] for key in ("call_s", "beside_s", "node_written_s", "node_durable_s")]
+    table.add_row("flashckpt", *[show_s(one["median"]) for one in ours])
     for name, one in peers.items():
-        table.add_row(name, *[show_s(one[key]["median"]) for key in ("blocked_s", "written_s", "durable_s")])
+        parts = ("blocked_s", "beside_s", "written_s", "durable_s")
+        table.add_row(name, *[show_s(one[key]["median"]) if key in one else "" for key in parts])
     return table
 
 
