@@ -504,8 +504,13 @@ def test_mesh_gives_the_replica_whatever_tp_and_pp_are() -> None:
 
 def _check_on_ranks(rank: int) -> list[str]:
     import torch.distributed as dist
+    from torch.distributed.device_mesh import init_device_mesh
 
     caught = []
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+    meshed = ElasticSampler(100, mesh=mesh, global_batch_size=8)
+    assert (meshed.dp_rank, meshed.dp_size) == (rank // 2, 2)
+    check_same_samples(meshed.next_ids(), mesh.get_group("tp"))
     groups = [dist.new_group([0, 1]), dist.new_group([2, 3])]
     sampler = ElasticSampler(100, dp_rank=rank // 2, dp_size=2, global_batch_size=8)
     check_same_samples(sampler.next_ids(), groups[rank // 2])
