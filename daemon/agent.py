@@ -81,6 +81,15 @@ class Outcome:
     resume: bool = False
     hang: str = ""
     repeats: str = ""
+    refused: int = 0
+
+
+class RefusedError(FlashckptError):
+    """A rank found the job impossible as it is; it has told why, and the exit code is its own."""
+
+    def __init__(self, problem: str, *, exit_code: int) -> None:
+        self.exit_code = exit_code
+        super().__init__(problem)
 
 
 class RendezvousLostError(FlashckptError):
@@ -381,6 +390,9 @@ class DlrunAgent(LocalElasticAgent):
             return Verdict(restart=False, reason="the job was asked to stop: it ends")
         if self._remaining_restarts < self._budget.left:  # torch took them away: a rank is stuck in the kernel
             return Verdict(restart=False, reason="a rank is stuck in the kernel: a new one would meet the same device")
+        if refused := self._watch.refused():
+            self._outcome.refused = refused
+            return Verdict(restart=False, reason="every start would end the same: the job ends")
         if report is None:
             return self._budget.spend(fingerprint="", step=self._pace.highest)
         own_error = bool(report.first.traceback) and not report.first.is_echo
@@ -482,6 +494,9 @@ def launch(
                 remedy="start the job again; docs/launching.md says how to keep the store on a node that does not train",
             ) from error
         except ChildFailedError as error:
+            if outcome.refused:
+                why = "the job cannot run as it is: a rank has told why, above"
+                raise RefusedError(why, exit_code=outcome.refused) from error
             if outcome.repeats:
                 raise RestartBudgetError(outcome.repeats, remedy="mend the script; its traceback is above") from error
             if outcome.hang:

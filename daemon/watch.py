@@ -80,6 +80,13 @@ class JobWatch:
             return []
         return [row for row in (control.row(i) for i in range(control.rows)) if row.pid in pids]
 
+    def refused(self) -> int:
+        """Return the exit code of a rank that found the job impossible as it is, 0 if none did."""
+        try:
+            return int((self.agent_dir / "refused").read_text(encoding="utf-8") or "0")
+        except (OSError, ValueError):
+            return 0
+
     def request(self, name: str) -> None:
         """Leave a request (`persist-now`, `ended`) for the daemon."""
         job = self._find()

@@ -168,5 +168,16 @@ def test_exit_codes_are_distinct() -> None:
     def family(cls: Any) -> Any:
         return [cls, *(d for c in cls.__subclasses__() for d in family(c))]
 
-    codes = [cls.exit_code for cls in family(FlashckptError)]
+    codes = [cls.exit_code for cls in family(FlashckptError) if cls.__module__ == "flashckpt.errors"]
     assert len(codes) == len(set(codes))
+
+
+def test_dlrun_does_not_restart_what_no_restart_can_mend_and_ends_with_its_code() -> None:
+    command = [sys.executable, "-m", "flashckpt.daemon.run", "--nproc-per-node", "2", "--max-restarts", "3"]
+    done = subprocess.run(
+        [*command, "-m", "flashckpt.trainer", "--parallel.tp", "3"], capture_output=True, text=True, check=False
+    )
+    assert (done.returncode, done.stderr.count("LayoutError")) == (LayoutError.exit_code, 1)
+    assert "does not fill the world" in done.stderr
+    assert "restarting" not in done.stderr
+    assert "Traceback" not in done.stderr

@@ -6,8 +6,9 @@ import logging
 import os
 import sys
 from collections.abc import Sequence
+from pathlib import Path
 
-from flashckpt.errors import ConfigError, DataError, FlashckptError, LayoutError
+from flashckpt.errors import ConfigError, DataError, FlashckptError, LayoutError, RootError, SharedMemoryError
 from flashckpt.trainer.config import RunConfig, read_config, to_toml
 from flashckpt.trainer.layout import resolve_layout
 
@@ -75,23 +76,27 @@ def _check(config: RunConfig) -> int:
     return 0
 
 
+# A restart cannot mend these: the configuration, the layout, the data, the root, the machine are what they are.
+FINAL = (ConfigError, LayoutError, DataError, RootError, SharedMemoryError)
+
+
 def _first_to_tell(error: FlashckptError) -> bool:
     """Return whether this rank tells the error: every rank may meet it, and the first that does speaks.
 
-    The first, not rank 0: dlrun ends all ranks as soon as one of them has failed.
+    The first, not rank 0: dlrun ends all ranks as soon as one of them has failed. It is told, too,
+    where a restart would end the same.
     """
     folder, life = os.environ.get("FLASHCKPT_AGENT_DIR"), os.environ.get("FLASHCKPT_RESTART", "0")
     if folder is None:
-        return os.environ.get("RANK", "0") == "0" or not isinstance(error, ConfigError | LayoutError | DataError)
+        return os.environ.get("RANK", "0") == "0" or not isinstance(error, FINAL)
     try:
-        fd = os.open(
-            f"{folder}/told-{life}-{error.exit_code}", os.O_CREAT | os.O_EXCL | os.O_WRONLY | os.O_CLOEXEC, 0o600
-        )
+        if isinstance(error, FINAL):
+            Path(folder, "refused").write_text(str(error.exit_code))
+        Path(folder, f"told-{life}-{error.exit_code}").touch(exist_ok=False)
     except FileExistsError:
         return False
     except OSError:
         return True
-    os.close(fd)
     return True
 
 
