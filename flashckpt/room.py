@@ -47,7 +47,7 @@ def too_little(path: Path, need: int, least: Room, *, what: str, job: str = "") 
         expected=f"{need} bytes ({need / 2**30:.2f} GiB) under {path}",
         state="Nothing of this job was kept in memory; snapshots of other jobs are untouched.",
         remedy=(
-            "list and remove the snapshots of dead jobs: flashckpt gc --dry-run, then flashckpt gc; "
+            "list the jobs in memory: flashckpt status; give back that of a dead one: flashckpt gc --job NAME --apply; "
             "or take fewer slots: Checkpointer(..., slots=2); or make the file system larger: "
             f"mount -o remount,size={gib}G {path.anchor}dev/shm (docker: --shm-size={gib}g, Kubernetes: a memory "
             "emptyDir on /dev/shm and a higher memory limit)"
