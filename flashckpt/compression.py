@@ -11,6 +11,7 @@ from __future__ import annotations
 import struct
 import threading
 import time
+from bisect import bisect_left
 from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -119,12 +120,12 @@ def plan_frames(table: ShardTable, pack: Pack) -> list[Frame]:
         if int(table.nbytes[row]) > SMALL_BYTES
     }
     frames = []
+    places = sorted(large)
     for start, stop in pack.runs:
         at = start
-        starts = [place for place in large if start <= place < stop]
-        for place in [*sorted(starts), stop]:
+        for place in [*places[bisect_left(places, start) : bisect_left(places, stop)], stop]:
             frames += _cut(at, place, 1)
-            if place in large and place < stop:
+            if place < stop:
                 nbytes, itemsize = large[place]
                 frames += _cut(place, place + nbytes, itemsize)
                 at = place + nbytes

@@ -18,7 +18,7 @@ from typing import Any
 
 import torch
 
-from flashckpt import checkpoints, exchange, live_state, new_life, root_view
+from flashckpt import exchange, live_state, new_life, root_view
 from flashckpt.errors import DamagedError, FlashckptError, RootError, ShardGapError
 from flashckpt.job import GenerationRecord, JobDirectory
 from flashckpt.placement import boxes_of, shard_of
@@ -33,6 +33,7 @@ from flashckpt.restore_point import (
     memory_is_current,
     nothing_there,
 )
+from flashckpt.retention import reading
 from flashckpt.root_view import RootView
 from flashckpt.segment import Segment
 from flashckpt.sources import MemorySource, Source, StorageSource
@@ -293,7 +294,7 @@ class Course:
         prefix = self.root.prefixes[self.root.committed.index(identity)]
         try:
             store = stack.enter_context(root_view.opened(self.request.root, self.options))
-            source = StorageSource(store, checkpoints.read_manifest(store, prefix), prefix)
+            source = StorageSource(store, stack.enter_context(reading(store, prefix)), prefix)
         except (FlashckptError, OSError):
             if not optional:
                 raise

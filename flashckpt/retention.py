@@ -9,19 +9,23 @@ and looks again afterwards, so either the reader sees the tombstone or the delet
 from __future__ import annotations
 
 import contextlib
+import logging
 import secrets
+import threading
 import time
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
 
 from flashckpt.checkpoints import CheckpointInfo, list_checkpoints, parse_prefix, read_generations, read_manifest
-from flashckpt.errors import NoCheckpointError, ObjectMissingError
+from flashckpt.errors import NoCheckpointError, ObjectMissingError, RootError, StoreError
 from flashckpt.faults import crash_point
 from flashckpt.intents import INTENTS, list_intents
 from flashckpt.lineage import is_abandoned
 from flashckpt.manifest import Manifest
 from flashckpt.persist import MANIFEST, TOMBSTONE
 from flashckpt.store import SWEEP_AGE_S, Store
+
+_log = logging.getLogger(__name__)
 
 LEASES = "leases/"
 KEEP = "keep/"
@@ -214,17 +218,36 @@ class ReadLease:
 
 
 @contextlib.contextmanager
-def reading(store: Store, prefix: str, *, seconds: float = LEASE_S) -> Iterator[tuple[Manifest, ReadLease]]:
-    """Hold a lease on a checkpoint and give (its MANIFEST, the lease); NoCheckpointError where it is gone.
+def reading(store: Store, prefix: str, *, seconds: float = LEASE_S) -> Iterator[Manifest]:
+    """Hold a lease on a checkpoint, renewed by a thread, and give its MANIFEST; NoCheckpointError where it is gone.
 
     MANIFEST is read after the lease is in place: a deletion that began before is seen, one that begins
-    afterwards sees the lease.
+    afterwards sees the lease. A root that may only be read is read without a lease.
     """
-    lease = ReadLease(store, prefix, seconds=seconds)
     try:
-        yield read_manifest(store, prefix), lease
+        lease = ReadLease(store, prefix, seconds=seconds)
+    except (RootError, StoreError) as error:
+        _log.info("%s is read without a lease: %s", prefix, error.problem)
+        yield read_manifest(store, prefix)
+        return
+    stop = threading.Event()
+    renewer = threading.Thread(target=_renew, args=(lease, seconds / 3, stop), name="flashckpt-lease", daemon=True)
+    renewer.start()
+    try:
+        yield read_manifest(store, prefix)
     finally:
-        lease.close()
+        stop.set()
+        renewer.join()
+        with contextlib.suppress(RootError, StoreError):  # then it expires
+            lease.close()
+
+
+def _renew(lease: ReadLease, every_s: float, stop: threading.Event) -> None:
+    while not stop.wait(every_s):
+        try:
+            lease.renew()
+        except (RootError, StoreError) as error:
+            _log.warning("the lease on %s could not be renewed: %s", lease.prefix, error.problem)
 
 
 def _sweep_folder(

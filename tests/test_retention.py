@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from support.ranks import wait_for
 from support.slots import make_pin, shard
 
 from flashckpt import faults
@@ -25,7 +26,7 @@ from flashckpt.checkpoints import (
     read_generations,
     read_manifest,
 )
-from flashckpt.errors import DamagedError, NoCheckpointError
+from flashckpt.errors import DamagedError, NoCheckpointError, RootError
 from flashckpt.intents import (
     Intent,
     abandon_intent,
@@ -139,14 +140,26 @@ def test_checkpoints_that_a_later_generation_left_behind_go_first(store: Store) 
 
 def test_reader_holds_its_checkpoint_against_retention_until_it_lets_go(store: Store) -> None:
     make(store, 10, 20, 30)
-    with reading(store, prefix_of(1, 10)) as (manifest, lease):
+    with reading(store, prefix_of(1, 10), seconds=2.0) as manifest:
         assert manifest.step == 10
-        lease.renew()
+        first = store.get(store.list("leases/")[0].key)
+        wait_for(lambda: store.get(store.list("leases/")[0].key) > first, what="the lease to be renewed")
         prune(store, Policy(keep_last=1))
         assert steps_of(store) == [10, 30]
     prune(store, Policy(keep_last=1))
     assert steps_of(store) == [30]
     assert store.list("leases/") == []
+
+
+def test_root_that_may_only_be_read_is_read_without_a_lease(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
+    make(store, 10)
+
+    def refusing(key: str, data: bytes) -> None:
+        raise RootError(f"cannot write {key}")
+
+    monkeypatch.setattr(store, "put", refusing)
+    with reading(store, prefix_of(1, 10)) as manifest:
+        assert manifest.step == 10
 
 
 def test_dead_readers_lease_expires(store: Store) -> None:
