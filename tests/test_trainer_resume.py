@@ -28,12 +28,13 @@ class Job:
 
     def __init__(self, text: Any, world: Any, parallel: Any, **sections: Any) -> None:
         self.folder, self.world = text[0], world
+        self._model = sections.pop("model", {})
         self._source, self._sections = text[1], {"parallel": parallel, **sections}
 
     def values(self, name: Any, **more: Any) -> Any:
         sections = {
             **self._sections,
-            "model": {"dropout": 0.1, "dim": 32, "layers": 2, "heads": 4, "kv_heads": 2, "ffn": 64},
+            "model": {"dropout": 0.1, "dim": 32, "layers": 2, "heads": 4, "kv_heads": 2, "ffn": 64, **self._model},
             "train": {"steps": STEPS, "seq_len": 16, "global_batch": 8, "micro_batch": 2, "device": "cpu"},
             "data": {"source": self._source, "folder": str(self.folder / "tokens")},
             "log": {"folder": str(self.folder / name), "every": 1000},
@@ -137,3 +138,17 @@ def test_2x2x2_rank_killed_in_a_step_restart_from_memory_same_trace(text: Any) -
     check_same(unbroken, job.train("eight"))
     (restored,) = read_restores(job.folder / "eight")
     assert (restored.step, restored.ranks, set(restored.tiers)) == (SNAPSHOT, 8, {"memory"})
+
+
+@pytest.mark.parametrize("parallel", [{}, {"tp": 2}], ids=["dp2", "tp2"])
+def test_restart_in_another_layout_same_samples_and_losses_to_rounding(parallel: Any, text: Any) -> None:
+    job, name = Job(text, *SMALL, model={"dropout": 0.0}), f"moved-{'-'.join(parallel)}"
+    job.kill(name, 1)
+    moved = Job(text, 2, parallel, model={"dropout": 0.0})
+    trace = moved.train(name)
+    unbroken = Job(text, *SMALL, model={"dropout": 0.0}).train(f"{name}-unbroken", checkpoint={"root": ""})
+    assert [line["samples"] for line in trace] == [line["samples"] for line in unbroken]
+    losses, wanted = ([float.fromhex(line["loss"]) for line in lines] for lines in (trace, unbroken))
+    assert losses == pytest.approx(wanted, abs=1e-5)
+    (restored,) = read_restores(job.folder / name)
+    assert (restored.step, restored.ranks, set(restored.tiers)) == (SNAPSHOT, 2, {"memory"})
