@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import inspect
 import json
+import re
 import time
 from collections.abc import Callable
 from typing import Any, TypeVar
@@ -22,6 +24,15 @@ Function = TypeVar("Function", bound=Callable[..., Any])
 OURS = ("step-", "generations", "intents", "keep", "leases", "LATEST", "ledger")
 
 
+class Command(click.Command):
+    """A command whose examples keep their lines in the help text."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        if kwargs.get("help"):  # a line with a backspace character alone tells click not to wrap the paragraph
+            kwargs["help"] = re.sub(r"\n\n(?=Examples?:|STATE )", "\n\n\b\n", inspect.cleandoc(kwargs["help"]))
+        super().__init__(*args, **kwargs)
+
+
 def json_option(function: Function) -> Function:
     """Add --json."""
     option = click.option("--json", "as_json", is_flag=True, help="Print one JSON document for programs.")
@@ -33,7 +44,7 @@ def root_options(function: Function) -> Function:
     storage = click.option(
         "-o", "options", metavar="KEY=VALUE", multiple=True, help="Storage option, e.g. -o endpoint_url=http://..."
     )
-    return click.argument("root")(storage(function))
+    return click.argument("root", type=click.Path())(storage(function))
 
 
 def step_option(function: Function) -> Function:

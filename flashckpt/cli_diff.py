@@ -10,7 +10,7 @@ import numpy as np
 from rich.table import Table
 
 from flashckpt.checkpoints import read_manifest
-from flashckpt.cli_common import choose, json_option, new_table, open_root, root_options, show
+from flashckpt.cli_common import Command, choose, json_option, new_table, open_root, root_options, show
 from flashckpt.cli_inspect import plain
 from flashckpt.layout import ITEMSIZE, Shard
 from flashckpt.restore import Target, fill
@@ -21,7 +21,7 @@ BLOCK_BYTES = 32 << 20
 """Most bytes of one tensor that are compared at a time: bounds the memory of a diff."""
 
 
-@click.command()
+@click.command(cls=Command)
 @root_options
 @click.argument("first", metavar="STEP_A")
 @click.argument("second", metavar="STEP_B")

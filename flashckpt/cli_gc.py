@@ -13,6 +13,7 @@ import click
 from rich.console import Group
 
 from flashckpt.cli_common import (
+    Command,
     human_age,
     human_bytes,
     jobs_on_this_machine,
@@ -29,13 +30,17 @@ from flashckpt.retention import Policy, prune, sweep
 KEEP_DEAD_S = 24 * 3600.0
 
 
-@click.command()
-@click.argument("root", required=False)
+@click.command(cls=Command)
+@click.argument("root", required=False, type=click.Path())
 @click.option("-o", "options", metavar="KEY=VALUE", multiple=True, help="Storage option of ROOT.")
 @click.option("--apply", "do_it", is_flag=True, help="Remove; without it only show what would be removed.")
-@click.option("--job", help="Remove the memory of this dead job, however young it is.")
-@click.option("--keep-last", type=click.IntRange(min=1), help="With ROOT: prune to this many newest checkpoints.")
-@click.option("--keep-every", type=click.IntRange(min=1), help="With ROOT: also keep steps divisible by this.")
+@click.option("--job", metavar="NAME", help="Remove the memory of this dead job, however young it is.")
+@click.option(
+    "--keep-last", type=click.IntRange(min=1), metavar="N", help="With ROOT: prune to this many newest checkpoints."
+)
+@click.option(
+    "--keep-every", type=click.IntRange(min=1), metavar="N", help="With ROOT: also keep steps divisible by this."
+)
 @json_option
 def gc(
     *,

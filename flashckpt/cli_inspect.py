@@ -11,7 +11,17 @@ from rich.console import Group
 from rich.tree import Tree
 
 from flashckpt.checkpoints import read_manifest
-from flashckpt.cli_common import age_of, choose, human_bytes, json_option, open_root, root_options, show, step_option
+from flashckpt.cli_common import (
+    Command,
+    age_of,
+    choose,
+    human_bytes,
+    json_option,
+    open_root,
+    root_options,
+    show,
+    step_option,
+)
 from flashckpt.cli_coverage import coverage_rows, coverage_table, parse_layout, plan_layout, plan_table
 from flashckpt.manifest import Manifest
 from flashckpt.table import ShardTable
@@ -20,7 +30,7 @@ MANY = 40
 """Children of a tree node beyond which only a count is shown, unless --all is given."""
 
 
-@click.command()
+@click.command(cls=Command)
 @root_options
 @step_option
 @click.option("--all", "everything", is_flag=True, help="Show every tensor, however many there are.")

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import click
 
-from flashckpt.cli_common import choose, json_option, open_root, root_options, show
+from flashckpt.cli_common import Command, choose, json_option, open_root, root_options, show
 from flashckpt.retention import keep as mark
 from flashckpt.retention import unkeep
 
 
-@click.command()
+@click.command(cls=Command)
 @root_options
 @click.argument("step", metavar="STEP[.gN]")
 @click.option("--remove", is_flag=True, help="Take the mark away again.")

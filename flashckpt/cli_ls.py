@@ -10,6 +10,7 @@ from rich.table import Table
 
 from flashckpt.checkpoints import CheckpointInfo, list_uncommitted, parse_prefix
 from flashckpt.cli_common import (
+    Command,
     abandoned,
     age_of,
     checkpoints_of,
@@ -27,13 +28,12 @@ from flashckpt.retention import kept_prefixes
 from flashckpt.store import Store
 
 
-@click.command()
+@click.command(cls=Command)
 @root_options
 @json_option
 def ls(root: str, options: tuple[str, ...], as_json: bool) -> None:
     """List the checkpoints of ROOT, newest first, and the snapshots of it in this machine's memory.
 
-    \b
     STATE   committed    restorable
             abandoned    a later generation went on from an earlier step
             damaged      MANIFEST is there but cannot be used; flashckpt verify tells more
@@ -43,7 +43,7 @@ def ls(root: str, options: tuple[str, ...], as_json: bool) -> None:
     Examples:
       flashckpt ls /checkpoints/run7
       flashckpt ls s3://bucket/run7 --json | jq '.checkpoints[0].step'
-    """  # noqa: D301 -- click keeps the lines after a backspace character as they are
+    """
     store = open_root(root, options)
     memory = _memory_rows(root)
     try:

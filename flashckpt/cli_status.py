@@ -8,14 +8,14 @@ from typing import Any
 import click
 from rich.table import Table
 
-from flashckpt.cli_common import age_of, human_bytes, jobs_on_this_machine, json_option, new_table, show
+from flashckpt.cli_common import Command, age_of, human_bytes, jobs_on_this_machine, json_option, new_table, show
 from flashckpt.control import Control
 from flashckpt.errors import FlashckptError, PersistError
 from flashckpt.job import JobDirectory
 from flashckpt.node_view import scan
 
 
-@click.command()
+@click.command(cls=Command)
 @click.option("--job", help="Only this job.")
 @json_option
 def status(job: str | None, as_json: bool) -> int:

@@ -13,6 +13,7 @@ from rich.table import Table
 
 from flashckpt.checkpoints import CheckpointInfo, read_manifest
 from flashckpt.cli_common import (
+    Command,
     checkpoints_of,
     choose,
     human_bytes,
@@ -33,7 +34,7 @@ READ_CHUNKS = 8
 THREADS = 4
 
 
-@click.command()
+@click.command(cls=Command)
 @root_options
 @step_option
 @click.option("--all", "everything", is_flag=True, help="Verify every checkpoint, not only the newest.")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
@@ -261,3 +262,24 @@ def test_inspect_plan_shows_reads_of_another_layout_without_reading(job: FakeJob
     assert plan["memory_bytes"] == plan["needed_bytes"], "step 20 is still in memory, too"
     assert "restore as 2x2x1: 4 ranks" in run("inspect", job.root, "--plan", "2x2x1", capsys=capsys)[1]
     assert run("inspect", job.root, "--plan", "2x2", capsys=capsys)[0] == 10
+
+
+def test_docs_name_every_command_and_every_exit_code() -> None:
+    text = (Path(__file__).parent.parent / "docs/cli.md").read_text()
+    for name in cli.COMMANDS:
+        assert f"`flashckpt {name}" in text, name
+    for code in re.findall(r"\b(\d+) [a-z]", cli.EPILOG):
+        assert re.search(rf"^\| {code}\b", text, re.MULTILINE), code
+    from flashckpt.daemon import metrics
+
+    for name in metrics.GAUGES:
+        assert f"flashckpt_{name}`" in text, name
+    for name in metrics.COUNTERS:
+        assert f"flashckpt_{name}_total`" in text, name
+
+
+def test_shell_completion_completes_commands(capsys: Captured, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("_FLASHCKPT_COMPLETE", "bash_complete")
+    monkeypatch.setenv("COMP_WORDS", "flashckpt in")
+    monkeypatch.setenv("COMP_CWORD", "1")
+    assert run(capsys=capsys)[1].split() == ["plain,inspect"]
