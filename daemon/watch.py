@@ -14,6 +14,7 @@ import time
 from pathlib import Path
 
 from flashckpt.control import Control, ControlRow
+from flashckpt.daemon.drain import is_last_process, wait_for_flush
 from flashckpt.errors import FlashckptError
 from flashckpt.job import JobDirectory, memory_root
 from flashckpt.lease import Lease
@@ -99,6 +100,8 @@ class JobWatch:
         for lease in (self._live, self._lock):
             if lease is not None:
                 lease.close()
+        if self.job is not None and is_last_process():
+            wait_for_flush(self.job)
         shutil.rmtree(self.agent_dir, ignore_errors=True)
         with contextlib.suppress(OSError):
             self._base.rmdir()

@@ -170,3 +170,19 @@ def test_temporary_files_of_a_killed_daemon_go_with_the_sweep(job: FakeJob) -> N
     assert list(Path(job.root).rglob("*.tmp*"))
     sweep(store, older_than_s=-1)
     assert not list(Path(job.root).rglob("*.tmp*"))
+
+
+def test_launcher_that_is_the_last_process_waits_for_the_flush(job: FakeJob, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As PID 1 of a container: its end would kill the daemon."""
+    from flashckpt.daemon.drain import is_last_process, wait_for_flush
+
+    assert not is_last_process()
+    monkeypatch.setenv("FLASHCKPT_WAIT_FLUSH", "1")
+    assert is_last_process()
+    job.step(5)
+    job.directory.request("persist-now")
+    assert not wait_for_flush(job.directory), "no daemon lives: it must not wait for ever"
+    with forked(job, times=service.Times()):
+        wait_for(job.directory.daemon_alive, what="the daemon")
+        assert wait_for_flush(job.directory, limit_s=30)
+    assert_bitwise(job, (1, 5))
