@@ -27,17 +27,17 @@ class ElasticBatchIterator(Iterator[list[int]]):
         return self
 
     def __next__(self) -> list[int]:
-        batch = self._iterator.next_batch(self._size)
+        batch = self._iterator.walk.next_batch(self._size)
         if not batch:
             raise StopIteration
         return batch
 
     def state_dict(self) -> dict[str, Any]:
-        """See `ElasticIterator.state_dict`."""
+        """See `Walk.state_dict`."""
         return self._iterator.state_dict()
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """See `ElasticIterator.load_state_dict`."""
+        """See `Walk.load_state_dict`."""
         self._iterator.load_state_dict(state_dict)
 
 

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Iterator, Mapping
-from itertools import islice
+from itertools import chain, islice
 from operator import length_hint
 from typing import Any, Protocol
 
@@ -32,8 +33,8 @@ class Plan(Protocol):
         ...
 
 
-class ElasticIterator(Iterator[int]):
-    """Sample ids of one replica from a position to the end of its epoch.
+class Walk(Iterator[Iterator[int]]):
+    """One replica's way from a position to the end of its epoch: chunks of sample ids, and how many are gone.
 
     Args:
         plan: The sampler.
@@ -56,20 +57,23 @@ class ElasticIterator(Iterator[int]):
         self._made = 0
         self._items = iter([0][:0])  # made and not handed out; its length hint is the counter
 
-    def __iter__(self) -> ElasticIterator:
+    def __iter__(self) -> Walk:
         return self
 
-    def __next__(self) -> int:
-        for value in self._items:  # the fastest way to take one: this line runs once per sample
-            return value
-        return self._refill()
+    def __next__(self) -> Iterator[int]:
+        if self._made >= self._own:
+            self._finish()
+            raise StopIteration
+        last = min(self._own, self._made + (CHUNK if self._made else FIRST_CHUNK))
+        self._items = iter(self.ids(self._made, last).tolist())
+        self._made = last
+        return self._items
 
     def next_batch(self, size: int) -> list[int]:
         """Return the next `size` ids of this replica; fewer at the end of the epoch, none behind it."""
         batch = list(islice(self._items, size))
         while len(batch) < size and self._made < self._own:
-            batch.append(self._refill())
-            batch += islice(self._items, size - len(batch))
+            batch += islice(next(self), size - len(batch))
         if not batch:
             self._finish()
         return batch
@@ -105,20 +109,33 @@ class ElasticIterator(Iterator[int]):
         position = state_dict.get("position")
         if not isinstance(position, int) or position < 0:
             raise SamplerStateError("not a position", found=repr(position), expected="an integer from 0 on")
+        deque(self._items, maxlen=0)
         self._begin(self._plan.jump(position))
         if state_dict["ended"]:  # its epoch was through: nothing more from this iterator, the next one goes on
             self._own, self.exhausted = 0, True
-
-    def _refill(self) -> int:
-        if self._made >= self._own:
-            self._finish()
-            raise StopIteration
-        last = min(self._own, self._made + (CHUNK if self._made else FIRST_CHUNK))
-        self._items = iter(self.ids(self._made, last).tolist())
-        self._made = last
-        return next(self._items)
 
     def _finish(self) -> None:
         if not self.exhausted:
             self.exhausted = True
             self._plan.ran_out(self._start, self.total)
+
+
+class ElasticIterator(chain[int]):
+    """The ids of a walk one by one; `itertools.chain` hands them out without running Python code per sample."""
+
+    walk: Walk
+
+    @classmethod
+    def over(cls, walk: Walk) -> ElasticIterator:
+        """Return an iterator over `walk`, which keeps no reference to it: dropping it ends the iteration."""
+        iterator: ElasticIterator = cls.from_iterable(walk)  # type: ignore[assignment]  # made as `cls`
+        iterator.walk = walk
+        return iterator
+
+    def state_dict(self) -> dict[str, Any]:
+        """See `Walk.state_dict`."""
+        return self.walk.state_dict()
+
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+        """See `Walk.load_state_dict`."""
+        self.walk.load_state_dict(state_dict)

@@ -16,7 +16,7 @@ from torch.utils.data import Sampler
 
 from flashckpt.errors import ConfigError, DataError, LayoutError, SamplerStateError
 from flashckpt.sampler.cursor import Cursor, TailCounts
-from flashckpt.sampler.iterator import ElasticIterator
+from flashckpt.sampler.iterator import ElasticIterator, Walk
 from flashckpt.sampler.mixture import Mixture, MixtureStream
 from flashckpt.sampler.permutation import MAX_LENGTH, Int64Array
 from flashckpt.sampler.replicas import resolve
@@ -164,7 +164,7 @@ class ElasticSampler(Sampler[int]):
 
     def next_ids(self) -> Int64Array:
         """Return this replica's sample ids of the next global batch (needs global_batch_size); nothing moves."""
-        walk = ElasticIterator(self, self.position)
+        walk = Walk(self, self.position)
         size = min(self._size_of_step(None), walk.total)
         return walk.ids(0, max(0, -(-(size - self.dp_rank) // self.dp_size)))
 
@@ -173,7 +173,7 @@ class ElasticSampler(Sampler[int]):
     def __iter__(self) -> ElasticIterator:
         self._check_spent()
         self.cursor.settle(self.position)
-        iterator = ElasticIterator(self, self.position)
+        iterator = ElasticIterator.over(Walk(self, self.position))
         self._running = weakref.ref(iterator)
         return iterator
 
@@ -317,9 +317,9 @@ class ElasticSampler(Sampler[int]):
 
     # -- checks
 
-    def _active(self) -> ElasticIterator | None:
+    def _active(self) -> Walk | None:
         running = self._running() if self._running else None
-        return running if running is not None and running.handed_out else None
+        return running.walk if running is not None and running.walk.handed_out else None
 
     def _size_of_step(self, samples: int | None) -> int:
         size = self.global_batch_size if samples is None else samples
