@@ -188,11 +188,9 @@ class Demo:
     def _conclude(self, first: Crash, second: Crash, began: float) -> int:
         say = self.console.print
         restores = read_restores(self.crash.folder)
-        after_loss = restores[-1].text() if restores else "nothing"
-        say(
-            f"  restored step {second.restored}: {after_loss}; {second.after - second.restored} steps lost; "
-            f"{second.seconds:.2f} s from the start of dlrun to the next trained step"
-        )
+        for fact in recovery_facts({}, restores[-1] if restores else None, second.after - second.restored):
+            say(f"  {fact}")
+        say(f"  seconds    {second.seconds:.2f} from the start of dlrun to the next trained step")
         result = compare_traces(self.unbroken.trace(), self.crash.trace(), self.plan.steps)
         picture = self.plan.folder / "loss.png"
         marks = [
@@ -211,9 +209,9 @@ class Demo:
     def _verdict(self, result: Comparison) -> None:
         if result.identical:
             self.console.print(
-                f"  [bold green]identical[/bold green]: loss, gradient norm and samples of all {result.steps} steps are those "
-                "of the unbroken run, bit for bit (float.hex)"
+                f"  [bold green]identical[/bold green]: all {result.steps} steps are those of the unbroken run, bit for bit"
             )
+            self.console.print("  (loss and gradient norm compared as float.hex(), samples by their digest)")
         else:
             self.console.print(
                 f"  [bold red]different[/bold red]: {result.equal} of {result.steps} steps agree; first difference: {result.first}"

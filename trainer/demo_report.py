@@ -115,8 +115,10 @@ def recovery_table(seconds: Mapping[str, float], measured_s: float) -> Table:
 
 def recovery_facts(failure: Mapping[str, Any], restored: Restored | None, lost: int) -> list[str]:
     """Return lines for people: who died, what it cost, where the state came from."""
-    cause = str(failure.get("cause", "?")).partition(":")[0]
-    facts = [f"died       rank {failure.get('rank', '?')}: {cause}", f"steps lost {lost}"]
+    facts = [f"steps lost {lost}"]
+    if failure:
+        cause = str(failure.get("cause", "?")).partition(":")[0]
+        facts.insert(0, f"died       rank {failure.get('rank', '?')}: {cause}")
     if restored is not None:
         facts.append(f"restored   step {restored.step} by {restored.ranks} ranks: {restored.text()}")
     return facts
