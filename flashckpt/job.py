@@ -6,12 +6,14 @@ so that a reader sees the old record or the new one.
 
 from __future__ import annotations
 
+import contextlib
 import os
 import re
 import stat
 import struct
 import subprocess
 import sys
+import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
@@ -20,12 +22,13 @@ from typing import Any, TypeVar
 import msgpack
 
 from flashckpt.digest import digest
-from flashckpt.errors import ConfigError, DamagedError, FormatVersionError
-from flashckpt.lease import Lease
+from flashckpt.errors import ConfigError, DamagedError, FormatVersionError, JobInUseError
+from flashckpt.lease import Lease, is_at
 
 _MAGIC = b"FCKRECRD"
 _MAJOR = 1
 _FRAME = struct.Struct("<8sHHIQ")  # magic, major, minor, zero, digest of what follows
+_REMOVAL_S = 10.0
 _SEGMENT = re.compile(r"r(\d+)-([0-9a-f]{16})\.seg")
 Record = TypeVar("Record")
 
@@ -101,25 +104,48 @@ class JobDirectory:
     def __init__(self, path: Path) -> None:
         """Wrap a path; use `open`."""
         self.path = path
+        self._live: Lease | None = None
 
     @classmethod
     def open(cls, job_id: str, create: bool = True) -> JobDirectory:
-        """Return the directory of `job_id`, made if asked.
+        """Return the directory of `job_id`; with `create` made where it is missing, and held alive (`hold_live`).
 
         Raises:
             FileNotFoundError: It does not exist and `create` is False.
             ConfigError: It, or the folder above, belongs to another user or is open to others.
+            JobInUseError: It is being removed, for longer than 10 s.
         """
-        root = memory_root()
-        path = root / job_id
+        directory = cls(memory_root() / job_id)
         if create:
-            for folder in (root, path):
-                folder.mkdir(mode=0o700, exist_ok=True)
-            for name in ("events", "requests"):
-                (path / name).mkdir(mode=0o700, exist_ok=True)
-        for folder in (root, path):
-            _check_private(folder)
-        return cls(path)
+            directory._live = directory._come_to_life()
+        _check_private(directory.path.parent)
+        _check_private(directory.path)
+        return directory
+
+    def _come_to_life(self) -> Lease:
+        """Make the directory and say that somebody lives in it, before anything in it is read.
+
+        The daemon of a life that ended removes the directory under an exclusive lock: whoever comes
+        at that moment waits for it and makes a new one.
+        """
+        end = time.monotonic() + _REMOVAL_S
+        while True:
+            for folder in (self.path.parent, self.path, self.path / "events", self.path / "requests"):
+                with contextlib.suppress(FileNotFoundError):  # removed meanwhile: the next turn makes it
+                    folder.mkdir(mode=0o700, exist_ok=True)
+            with contextlib.suppress(FileNotFoundError):
+                lease = Lease(self.live_path, create=True)
+                if lease.shared(0) and is_at(self.live_path, lease.fd) and self.path.is_dir():
+                    return lease
+                lease.close()
+            if time.monotonic() > end:
+                raise JobInUseError(
+                    f"the memory of job {self.job!r} is being removed",
+                    found=f"{self.live_path} is held exclusively for {_REMOVAL_S} s",
+                    state="Nothing was changed.",
+                    remedy="wait for `flashckpt gc` or the daemon of the last run to end, then start again",
+                )
+            time.sleep(0.01)
 
     @property
     def job(self) -> str:
@@ -194,7 +220,13 @@ class JobDirectory:
         return _read(self.path / "daemon.msgpack", DaemonStatus)
 
     def hold_live(self) -> Lease:
-        """Return a lease that says "a rank or agent of this job lives" until it is closed or the process dies."""
+        """Return a lease that says "a rank or agent of this job lives" until it is closed or the process dies.
+
+        The first call after `open(create=True)` hands out the lease that was taken there.
+        """
+        lease, self._live = self._live, None
+        if lease is not None:
+            return lease
         lease = Lease(self.live_path, create=True)
         lease.shared(0)
         return lease

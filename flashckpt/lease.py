@@ -21,13 +21,19 @@ _OPEN: weakref.WeakSet[Lease] = weakref.WeakSet()
 
 
 class Lease:
-    """A descriptor of its own on `path`, for locks on single bytes; `close()` ends them all."""
+    """A descriptor of its own on `path`, for locks on single bytes; `close()`, or being forgotten, ends them all."""
 
     def __init__(self, path: str | Path, *, create: bool = False) -> None:
         flags = os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW | (os.O_CREAT if create else 0)
         with _GUARD:
-            self.fd = os.open(path, flags, 0o600)
+            self._cell = [os.open(path, flags, 0o600)]
             _OPEN.add(self)
+        weakref.finalize(self, _close, self._cell).atexit = False
+
+    @property
+    def fd(self) -> int:
+        """The descriptor; -1 once closed, and in a forked child. Never map it: a mapping keeps a duplicate."""
+        return self._cell[0]
 
     def exclusive(self, byte: int) -> bool:
         """Try to lock one byte for this lease alone; False if another lease holds it."""
@@ -50,11 +56,8 @@ class Lease:
 
     def close(self) -> None:
         """End every lock of this lease."""
-        with _GUARD:
-            fd, self.fd = self.fd, -1
-            _OPEN.discard(self)
-        if fd >= 0:
-            os.close(fd)
+        _OPEN.discard(self)
+        _close(self._cell)
 
     def _set(self, kind: int, byte: int) -> bool:
         try:
@@ -66,11 +69,24 @@ class Lease:
         return True
 
 
+def _close(cell: list[int]) -> None:
+    fd, cell[0] = cell[0], -1
+    if fd >= 0:
+        os.close(fd)
+
+
+def is_at(path: Path, fd: int) -> bool:
+    """Return whether the open file is still the one of that name (a count of links does not tell: see `create`)."""
+    try:
+        return path.stat().st_ino == os.fstat(fd).st_ino
+    except FileNotFoundError:
+        return False
+
+
 def _close_in_child() -> None:
     """A forked child must hold no lease, or it would keep its rank alive for everyone who asks (tried)."""
     for lease in list(_OPEN):
-        os.close(lease.fd)
-        lease.fd = -1
+        _close(lease._cell)  # noqa: SLF001 -- the same module
     _OPEN.clear()
     _GUARD.release()
 

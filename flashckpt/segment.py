@@ -20,9 +20,9 @@ from flashckpt import room
 from flashckpt.digest import digest
 from flashckpt.errors import DamagedError, JobInUseError, SharedMemoryError
 from flashckpt.faults import crash_point
-from flashckpt.lease import Lease
+from flashckpt.lease import Lease, is_at
 from flashckpt.pin import Pin
-from flashckpt.segment_file import address_of, check_place, describe_process, is_at, lay_out, sweep_temporary, touch
+from flashckpt.segment_file import address_of, check_place, describe_process, lay_out, sweep_temporary, touch
 from flashckpt.slot import (
     HEADER_COPY_BYTES,
     SlotHeader,

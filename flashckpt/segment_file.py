@@ -54,14 +54,6 @@ def check_place(fd: int, block: Superblock, path: Path) -> None:
         )
 
 
-def is_at(path: Path, fd: int) -> bool:
-    """Return whether the open file is still the one of that name (a count of links does not tell: see `create`)."""
-    try:
-        return path.stat().st_ino == os.fstat(fd).st_ino
-    except FileNotFoundError:
-        return False
-
-
 def sweep_temporary(path: Path, suffix: str) -> None:
     """Remove what creators of this segment left that were killed before they could."""
     for left in path.parent.glob(f".{path.name}.*{suffix}"):

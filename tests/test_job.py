@@ -12,9 +12,10 @@ import pytest
 from support.memory import ended, fork
 from support.ranks import wait_for
 
-from flashckpt.errors import ConfigError, DamagedError, FormatVersionError
+from flashckpt.errors import ConfigError, DamagedError, FormatVersionError, JobInUseError
 from flashckpt.identity import job_id, root_digest, root_url
 from flashckpt.job import DaemonStatus, GenerationRecord, JobConfig, JobDirectory, memory_root
+from flashckpt.lease import Lease
 
 # -- identity -------------------------------------------------------------------------------------------
 
@@ -146,19 +147,69 @@ def test_segments_are_found_by_scanning_and_nothing_else_is_taken_for_one() -> N
 # -- locks ----------------------------------------------------------------------------------------------
 
 
+def test_a_rank_that_starts_while_the_last_run_is_being_removed_gets_a_directory_of_its_own() -> None:
+    """`open` holds the job alive before it reads anything: a remover either sees it, or is waited for."""
+    old = JobDirectory.open("j1")
+    with pytest.raises(BlockingIOError):
+        _remove(old)
+    old.hold_live().close()
+    removing, go = os.pipe(), os.pipe()
+
+    def remover() -> None:
+        lease = Lease(old.live_path)
+        assert lease.exclusive(0)
+        os.write(removing[1], b"x")
+        os.read(go[0], 1)
+        old.path.rename(old.path.with_name(".j1.ended-1"))
+
+    child = fork(remover)
+    os.read(removing[0], 1)
+    starter = fork(lambda: JobDirectory.open("j1").write_generation(GenerationRecord(generation=5)))
+    os.write(go[1], b"x")
+    assert (ended(child), ended(starter)) == (0, 0)
+    assert JobDirectory.open("j1").read_generation() == GenerationRecord(generation=5)
+    for fd in (*removing, *go):
+        os.close(fd)
+
+
+def _remove(directory: JobDirectory) -> None:
+    lease = Lease(directory.live_path)
+    try:
+        if not lease.exclusive(0):
+            raise BlockingIOError
+    finally:
+        lease.close()
+
+
+def test_a_removal_that_never_ends_is_an_error(monkeypatch: Any) -> None:
+    monkeypatch.setattr("flashckpt.job._REMOVAL_S", 0.05)
+    directory = JobDirectory.open("j1")
+    directory.hold_live().close()
+    lease = Lease(directory.live_path)
+    assert lease.exclusive(0)
+    with pytest.raises(JobInUseError, match="being removed"):
+        JobDirectory.open("j1")
+    lease.close()
+
+
 def test_life_is_known_by_lock_and_ends_with_the_process() -> None:
     directory = JobDirectory.open("j1")
+    assert directory.anyone_alive()
+    directory.hold_live().close()
     assert not directory.anyone_alive()
 
     def rank() -> None:
-        directory.hold_live()
+        lease = directory.hold_live()
         signal.pause()
+        lease.close()
 
-    first, second = fork(rank), fork(rank)
-    wait_for(directory.anyone_alive, what="a live rank")
-    for pid in (first, second):
-        os.kill(pid, signal.SIGKILL)
-        ended(pid)
+    ranks = fork(rank), fork(rank)
+    try:
+        wait_for(directory.anyone_alive, what="a live rank")
+    finally:
+        for pid in ranks:
+            os.kill(pid, signal.SIGKILL)
+            ended(pid)
     assert not directory.anyone_alive()
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import signal
 import stat
@@ -372,8 +373,9 @@ def test_abandoned_slots_of_dead_ranks_can_be_marked_but_not_those_of_live_ones(
 
 def test_a_second_owner_is_refused_and_told_who_holds_it(path: Any) -> None:
     def own_and_hang() -> None:
-        new(path, 10)
+        segment = new(path, 10)
         signal.pause()
+        segment.close()
 
     child = fork(own_and_hang)
     wait_for(path.exists, what="the segment")
@@ -409,6 +411,16 @@ def test_owning_a_segment_that_was_removed_meanwhile_is_refused(path: Any) -> No
     with pytest.raises(FileNotFoundError):
         late.own()
     late.close()
+
+
+def test_a_forgotten_pin_gives_its_slot_back(path: Any) -> None:
+    segment = new(path, 10)
+    pin = segment.pin(0)
+    assert segment.busy() == {0}
+    del pin
+    gc.collect()
+    assert segment.busy() == set()
+    segment.close()
 
 
 def test_forked_child_that_outlives_its_rank_holds_no_lease(path: Any) -> None:
