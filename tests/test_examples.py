@@ -1,0 +1,36 @@
+"""The examples are programs people copy: they run, and they resume bit for bit."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+PLAIN = [sys.executable, "-u", str(ROOT / "examples" / "plain_loop.py")]
+
+
+def losses(output: str) -> dict[int, str]:
+    """Return step -> loss (hex) from what the example printed."""
+    lines = [line.split() for line in output.splitlines() if line.startswith("step ")]
+    return {int(words[1]): words[3] for words in lines}
+
+
+def test_plain_loop_killed_and_started_again_ends_with_the_same_loss(tmp_path):
+    """SIGKILL of an ordinary `python script.py`: the next start restores from memory and ends bit for bit equal."""
+    whole = subprocess.run(
+        [*PLAIN, str(tmp_path / "a"), "200"], capture_output=True, text=True, check=True, timeout=100
+    )
+    with subprocess.Popen([*PLAIN, str(tmp_path / "b"), "200"], stdout=subprocess.PIPE, text=True) as first:
+        assert first.stdout is not None
+        for line in first.stdout:
+            if line.startswith("step 100 "):
+                os.kill(first.pid, signal.SIGKILL)
+                break
+    again = subprocess.run(
+        [*PLAIN, str(tmp_path / "b"), "200"], capture_output=True, text=True, check=True, timeout=100
+    )
+    assert "restored step" in again.stdout
+    assert losses(again.stdout)[200] == losses(whole.stdout)[200]
