@@ -78,6 +78,7 @@ class Daemon:
         self._alive_s = time.monotonic()
         self._stopping = False
         self._ended_generation: int | None = None
+        self._surprise = ""
         self._status = DaemonStatus()
         self._numbers: dict[str, float] = {}
         self.endpoint: metrics.Endpoint | None = None
@@ -86,11 +87,21 @@ class Daemon:
     def run(self) -> None:
         """Turn until the work is done and nobody lives, or a signal came and nothing is pending."""
         try:
-            while not self.turn():
+            while not self._safe_turn():
                 flushing = self.persisting is not None and self.persisting.flush is not None and not self.error
                 self._wakeup.wait(BUSY_S if flushing else SCAN_S)
         finally:
             self.close()
+
+    def _safe_turn(self) -> bool:
+        """One turn; what nobody foresaw is said with its traceback and tried again, for snapshots wait to be persisted."""
+        try:
+            return self.turn()
+        except Exception as error:  # noqa: BLE001 -- the daemon is the last one that may give up
+            if str(error) != self._surprise:
+                _log.exception("a turn failed")
+            self._surprise = str(error)
+            return self._stopping or not self.directory.path.exists()
 
     def turn(self) -> bool:
         """Look at everything once and act; True when the daemon should end."""

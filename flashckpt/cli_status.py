@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
+import json
 import time
+from pathlib import Path
 from typing import Any
 
 import click
@@ -13,6 +16,7 @@ from flashckpt.control import Control
 from flashckpt.errors import FlashckptError, PersistError
 from flashckpt.job import JobDirectory
 from flashckpt.node_view import scan
+from flashckpt.segment import Segment
 
 
 @click.command(cls=Command)
@@ -61,9 +65,42 @@ def describe(directory: JobDirectory) -> dict[str, Any]:
         "failures": daemon.failures if daemon else 0,
         "error": daemon.error if daemon else "",
         "updated_s": daemon.updated_ns / 1e9 if daemon else None,
+        **goodput(directory),
         "nbytes": sum(path.stat().st_blocks * 512 for path in directory.segments()),
         "notes": notes,
     }
+
+
+def goodput(directory: JobDirectory, now_s: float | None = None) -> dict[str, Any]:
+    """Return what dlrun's ledger tells: failures of ranks, seconds they cost, the share of time that was training.
+
+    The time counts from the job's first segment on this node; without a failure `goodput` is 1.
+    """
+    lost_s, count = 0.0, 0
+    for line in _lines(directory.path / "ledger.jsonl"):
+        with contextlib.suppress(ValueError, TypeError, AttributeError):
+            record = json.loads(line)
+            lost_s += max(0.0, float(record.get("total_s", 0))) + float(record.get("seconds", {}).get("recompute", 0))
+            count += 1
+    began = [created for path in directory.segments() if (created := _created_s(path)) is not None]
+    elapsed_s = (time.time() if now_s is None else now_s) - min(began) if began else None
+    share = None if not elapsed_s or elapsed_s <= 0 else max(0.0, 1 - lost_s / elapsed_s)
+    return {"rank_failures": count, "lost_s": round(lost_s, 3), "goodput": share}
+
+
+def _lines(path: Path) -> list[str]:
+    try:
+        return path.read_text(encoding="utf-8").splitlines()
+    except OSError:
+        return []
+
+
+def _created_s(path: Path) -> float | None:
+    try:
+        with contextlib.closing(Segment.attach(path)) as segment:
+            return segment.created_ns / 1e9
+    except (FlashckptError, OSError):
+        return None
 
 
 def _step(directory: JobDirectory) -> int | None:
@@ -81,7 +118,20 @@ def _step(directory: JobDirectory) -> int | None:
 def _table(found: list[dict[str, Any]]) -> Table | str:
     if not found:
         return "no job in this machine's memory"
-    table = new_table("JOB", "STATE", ">GEN", ">STEP", ">SNAPSHOT", ">COMMITTED", ">LAG", ">FAILURES", ">MEMORY", "")
+    table = new_table(
+        "JOB",
+        "STATE",
+        ">GEN",
+        ">STEP",
+        ">SNAPSHOT",
+        ">COMMITTED",
+        ">LAG",
+        ">FAILURES",
+        ">RESTARTS",
+        ">GOODPUT",
+        ">MEMORY",
+        "",
+    )
     for one in found:
         state = "running" if one["alive"] else "flushing" if one["daemon_alive"] else "dead, resumable"
         stale = one["updated_s"] and one["daemon_alive"] and time.time() - one["updated_s"] > 60
@@ -97,6 +147,8 @@ def _table(found: list[dict[str, Any]]) -> Table | str:
             _identity(one["committed"]),
             str(one["lag"]),
             str(one["failures"]),
+            str(one["rank_failures"]),
+            "" if one["goodput"] is None else f"{one['goodput']:.1%}",
             human_bytes(one["nbytes"]),
             "; ".join([*one["notes"], remark]).strip("; "),
         )

@@ -136,6 +136,18 @@ def test_status_shows_snapshot_commit_and_lag(job: FakeJob, capsys: Captured) ->
     assert "fake" in run("status", capsys=capsys)[1]
 
 
+def test_status_reads_goodput_from_the_ledger_and_skips_a_torn_line(job: FakeJob, capsys: Captured) -> None:
+    from flashckpt.cli_status import goodput
+
+    created_s = job.ranks[0].segment.created_ns / 1e9
+    ledger = job.directory.path / "ledger.jsonl"
+    ledger.write_text('{"total_s": 2.0, "seconds": {"recompute": 0.5}}\n{"total_s": -1.0}\n{"total_s": 2.5')
+    found = goodput(job.directory, now_s=created_s + 100)
+    assert (found["rank_failures"], found["lost_s"]) == (2, 2.5)
+    assert abs(found["goodput"] - 0.975) < 0.01
+    assert run_json("status", capsys=capsys)[1]["jobs"][0]["rank_failures"] == 2
+
+
 def test_gc_shows_first_and_removes_only_dead_jobs(
     job: FakeJob, capsys: Captured, monkeypatch: pytest.MonkeyPatch
 ) -> None:
