@@ -16,6 +16,7 @@ import contextlib
 import logging
 import os
 import signal
+import socket
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -42,6 +43,7 @@ from flashckpt.daemon.budget import REFILL_STEPS, Budget, Verdict
 from flashckpt.daemon.context import WorkerContext, bindings, script_commands
 from flashckpt.daemon.failure import FailureReport, fingerprint
 from flashckpt.daemon.hang import Pace
+from flashckpt.daemon.node_check import Check
 from flashckpt.daemon.nursery import Nursery
 from flashckpt.daemon.process import become_subreaper, reap_strays
 from flashckpt.daemon.reporting import Reporter, hang_states
@@ -64,6 +66,8 @@ class AgentOptions:
         ledger: A file that gets one JSON line per failure, besides the job directory's own.
         hang_s: Seconds without a step that count as a hang; 0 switches it off, None learns it from the steps.
         refill_steps: New steps between two failures that give the restart budget back; 0 never.
+        node_check: Look for bad and slow nodes before the first generation, and leave them out.
+        min_nodes: Fewest nodes the job runs on.
     """
 
     job: str = ""
@@ -72,6 +76,8 @@ class AgentOptions:
     ledger: str = ""
     hang_s: float | None = None
     refill_steps: int = REFILL_STEPS
+    node_check: bool = False
+    min_nodes: int = 1
 
 
 @dataclass(kw_only=True)
@@ -96,6 +102,12 @@ class RendezvousLostError(FlashckptError):
     """The rendezvous store cannot be reached, so that nodes cannot find each other any more."""
 
     exit_code = 1
+
+
+class NodeCheckError(FlashckptError):
+    """The node check found this node bad, or too few good ones."""
+
+    exit_code = 38
 
 
 class FreshStores(RendezvousHandler):
@@ -195,6 +207,7 @@ class DlrunAgent(LocalElasticAgent):
         self._lives = 0
         self._failures = 0
         self._rendezvous_s = 0.0
+        self._checked = False
         self._pace = Pace()
 
     # -- life of the agent
@@ -293,6 +306,29 @@ class DlrunAgent(LocalElasticAgent):
         begun = time.monotonic()
         super()._rendezvous(worker_group)
         self._rendezvous_s = time.monotonic() - begun
+        if self._options.node_check and not self._checked:
+            self._checked = True
+            self._check_nodes(worker_group)
+
+    def _check_nodes(self, group: WorkerGroup) -> None:
+        """Leave if this node is bad; rendezvous again without the others that are."""
+        others = self._others(group)
+        if others is None:
+            return
+        address = self._worker_group.spec.local_addr or socket.getfqdn()
+        bad = Check(others.store, node=others.rank, count=others.size, address=address).run()
+        if not bad:
+            _log.info("node check: %d nodes are well", others.size)
+            return
+        text = "; ".join(f"node {node}: {why}" for node, why in sorted(bad.items()))
+        if others.size - len(bad) < self._options.min_nodes:
+            raise NodeCheckError(
+                f"too few nodes are well: {text}", expected=f"at least {self._options.min_nodes} nodes"
+            )
+        if others.rank in bad:
+            raise NodeCheckError(f"this node is left out: {bad[others.rank]}", state="The other nodes go on.")
+        _log.warning("node check: left out: %s", text)
+        super()._rendezvous(group)
 
     def _start_workers(self, worker_group: WorkerGroup) -> dict[int, Any]:
         with _replaced(local_elastic_agent, "start_processes", self._start_context):

@@ -60,6 +60,12 @@ def get_args_parser() -> argparse.ArgumentParser:
         help="File that gets one JSON line per failure: where the seconds of the restart went.",
     )
     own.add_argument(
+        "--node-check",
+        "--node_check",
+        action=check_env,
+        help="Before the first generation find bad and slow nodes (matrix product, pairwise exchange); leave them out.",
+    )
+    own.add_argument(
         "--hang-timeout",
         "--hang_timeout",
         action=env,
@@ -103,6 +109,8 @@ def run(args: argparse.Namespace, nursery: Nursery | None = None) -> Outcome:
         ledger=args.ledger,
         hang_s=args.hang_timeout,
         refill_steps=args.refill_steps,
+        node_check=args.node_check,
+        min_nodes=config.min_nodes,
     )
     nursery = nursery or Nursery(disabled=_unfit_command(args))
     nursery.prepare()

@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 PORT = 29400
+_TAGS = iter("abcdefghijklmnopqrstuvwxyz")
 
 
 def ip(*words: object, check: bool = True) -> str:
@@ -30,9 +31,10 @@ class Nodes:
 
     def __init__(self, folder: Path, count: int) -> None:
         self.folder, self.count = folder, count
-        self.prefix = f"fk{os.getpid() % 10000}n"
+        tag = f"fk{os.getpid() % 10000}{next(_TAGS)}"  # no test meets the links of the one before
+        self.prefix = f"{tag}n"
         self.net = f"10.{90 + os.getpid() % 100}.{os.getpid() // 100 % 250}"
-        self.bridge = f"fk{os.getpid() % 10000}br"
+        self.bridge = f"{tag}br"
         self.processes: dict[int, subprocess.Popen[bytes]] = {}
 
     def address(self, node: int) -> str:
@@ -58,6 +60,7 @@ class Nodes:
     def tear_down(self) -> None:
         for node in range(self.count):
             self.kill(node)
+            ip("link", "del", f"{self.prefix}{node}b", check=False)  # a namespace lives on while a process of it dies
             ip("netns", "del", f"{self.prefix}{node}", check=False)
             shutil.rmtree(f"/etc/netns/{self.prefix}{node}", ignore_errors=True)
         ip("link", "del", self.bridge, check=False)

@@ -1,0 +1,92 @@
+"""Node check: verdicts from measurements, and whole checks of several nodes over real sockets."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+
+import pytest
+from torch._C._distributed_c10d import HashStore
+
+from flashckpt.daemon.node_check import Check, Timing, first_pairs, second_pairs, verdict
+
+INFINITE = float("inf")
+
+
+def alone(*seconds: float) -> list[Timing]:
+    return [Timing(nodes=(node,), seconds=value) for node, value in enumerate(seconds)]
+
+
+def pairs(*items: tuple[int, int, float]) -> list[Timing]:
+    return [Timing(nodes=(one, two), seconds=value) for one, two, value in items]
+
+
+def test_every_node_is_in_a_first_pair() -> None:
+    for count in range(2, 9):
+        found = first_pairs(range(count))
+        assert {node for pair in found for node in pair} == set(range(count))
+        assert len(found) == (count + 1) // 2
+
+
+def test_all_well_nobody_is_named() -> None:
+    assert verdict(alone(1, 1.1, 0.9, 1), pairs((0, 1, 1.0), (2, 3, 1.4)), []) == {}
+
+
+def test_slow_product_names_the_node_and_not_its_partner() -> None:
+    first = pairs((0, 1, 1.0), (2, 3, 9.0), (4, 5, 1.0))
+    second = pairs((2, 0, 1.0))
+    assert second_pairs(range(6), first, [3]) == [(2, 0)]
+    assert list(verdict(alone(1, 1, 1, 9, 1, 1), first, second)) == [3]
+
+
+def test_slow_pair_the_suspect_that_is_slow_with_a_good_node_too_is_named() -> None:
+    first = pairs((0, 1, 1.0), (2, 3, 9.0), (4, 5, 1.1))
+    assert second_pairs(range(6), first, []) == [(2, 0), (3, 1)]
+    assert list(verdict(alone(*[1] * 6), first, pairs((2, 0, 1.0), (3, 1, 9.0)))) == [3]
+
+
+def test_two_bad_nodes_in_one_pair_are_both_named() -> None:
+    first = pairs((0, 1, 1.0), (2, 3, INFINITE), (4, 5, 1.0))
+    assert sorted(verdict(alone(*[1] * 6), first, pairs((2, 0, INFINITE), (3, 1, 8.0)))) == [2, 3]
+
+
+def run_checks(count: int, *, slow_product: int = -1, slow_network: int = -1) -> list[dict[int, str]]:
+    store, found = HashStore(), [{-1: "not run"} for _ in range(count)]
+
+    def product_of(node: int) -> Callable[[], float]:
+        return lambda: 5.0 if node == slow_product else 1.0
+
+    def one(node: int) -> None:
+        delay_s = 1.5 if node == slow_network else 0.0
+        check = Check(store, node=node, count=count, address="127.0.0.1", product=product_of(node), delay_s=delay_s)
+        found[node] = check.run()
+
+    threads = [threading.Thread(target=one, args=(node,)) for node in range(count)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(60)
+    return found
+
+
+@pytest.mark.parametrize("kind", ["slow_product", "slow_network"])
+def test_artificially_slow_node_is_named_by_all_nodes(kind: str) -> None:
+    found = run_checks(6, **{kind: 3})
+    assert all(list(one) == [3] for one in found), found
+    assert len({str(one) for one in found}) == 1
+
+
+def test_node_that_never_answers_is_named() -> None:
+    """A broken node takes part in the rendezvous and then says nothing."""
+    store, found = HashStore(), {}
+
+    def one(node: int) -> None:
+        check = Check(store, node=node, count=4, address="127.0.0.1", timeout_s=1.0, product=lambda: 1.0)
+        found[node] = check.run()
+
+    threads = [threading.Thread(target=one, args=(node,)) for node in (0, 1, 2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(60)
+    assert all(3 in one for one in found.values()), found
