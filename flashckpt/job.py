@@ -130,10 +130,10 @@ class JobDirectory:
         """
         end = time.monotonic() + _REMOVAL_S
         while True:
-            for folder in (self.path.parent, self.path, self.path / "events", self.path / "requests"):
-                with contextlib.suppress(FileNotFoundError):  # removed meanwhile: the next turn makes it
+            with contextlib.suppress(FileNotFoundError):  # removed meanwhile: the next turn makes it
+                for folder in (self.path.parent, self.path, self.path / "events", self.path / "requests"):
                     folder.mkdir(mode=0o700, exist_ok=True)
-            with contextlib.suppress(FileNotFoundError):
+                    _check_private(folder)
                 lease = Lease(self.live_path, create=True)
                 if lease.shared(0) and is_at(self.live_path, lease.fd) and self.path.is_dir():
                     return lease
