@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import os
 import shutil
 from pathlib import Path
@@ -23,12 +24,18 @@ def _agent(monkeypatch: pytest.MonkeyPatch, shm_dir: Path) -> None:
     agent_dir()
 
 
+@functools.cache
+def unbroken(kind: str, world: int, steps: int) -> list[dict[str, Any]]:
+    """Every rank's losses and digests of a run that nothing happens to and nothing is tracked of."""
+    return values(run_ranks(train, world, kind, None, steps))
+
+
 @pytest.mark.parametrize(
     ("kind", "world"), [("ddp", 2), ("fsdp", 2), ("fsdp", 3), ("tp", 2), ("fsdp_tp", 4), ("hsdp", 4)]
 )
 def test_all_ranks_die_and_go_on_bit_for_bit_from_memory(kind: str, world: int, tmp_path: Path) -> None:
     """Exact: the same layout resumed from memory has the losses and the state of the unbroken run, every byte."""
-    whole = values(run_ranks(train, world, kind, None, 6))
+    whole = unbroken(kind, world, 6)
     values(run_ranks(train, world, kind, str(tmp_path), 4))
     resumed = values(run_ranks(train, world, kind, str(tmp_path), 6))
     for rank, (one, all_) in enumerate(zip(resumed, whole, strict=True)):
@@ -48,7 +55,7 @@ def test_one_rank_killed_at_a_point_of_its_fourth_snapshot_leaves_an_earlier_one
     point: str, tmp_path: Path
 ) -> None:
     """Whatever the other rank went on to do meanwhile (M1: it may not overwrite what the dead one still needs)."""
-    whole = values(run_ranks(train, 2, "plain", None, 9))
+    whole = unbroken("plain", 2, 9)
     times = 3 * 16 + 2 if point == "slot.during-copy" else 4  # 16 tensors are copied by the thread per snapshot
     _first, second = run_ranks(dies, 2, str(tmp_path), point, times)
     assert second.signal == 9, second
@@ -145,7 +152,7 @@ def test_memory_is_gone_and_storage_takes_its_place(
     tmp_path: Path, shm_dir: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.delenv("FLASHCKPT_AGENT_DIR")  # a daemon of its own
-    whole = values(run_ranks(train, 2, "fsdp", None, 6))
+    whole = unbroken("fsdp", 2, 6)
     values(run_ranks(persisting, 2, str(tmp_path)))
     shutil.rmtree(shm_dir / f"flashckpt-{os.getuid()}")
     resumed = values(run_ranks(train, 2, "fsdp", str(tmp_path), 6, {"persist_every": 4}))

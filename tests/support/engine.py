@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import tempfile
 from pathlib import Path
@@ -79,7 +80,7 @@ def train(
 
     Args:
         rank: Global rank (given by `run_ranks`).
-        kind: As `parallel_net`; `plain` has no collective per step.
+        kind: As `parallel_net`; `plain` only keeps step with its peers while they live.
         root: Checkpoint root, or None for an untracked run.
         steps: Last step.
         options: Of the Checkpointer.
@@ -105,6 +106,9 @@ def train(
         loss.backward()
         optimizer.step()
         losses[str(step)], digests[str(step)] = loss.item().hex(), digest(model, optimizer)
+        if kind == "plain" and torch.distributed.is_initialized():
+            with contextlib.suppress(RuntimeError):  # once a peer is dead this rank goes on alone
+                torch.distributed.all_reduce(torch.ones(1))
         if ckpt is not None:
             ckpt.step(step)
     if ckpt is not None:
