@@ -72,6 +72,7 @@ def test_job_measures_every_phase_on_every_rank_and_verifies_the_bytes(job: dict
     assert results["parts_s"]["write"]
     assert results["parts_s"]["read"]
     assert results["cold"]["cached_share"] is not None
+    assert results["x_memcpy"]["restorable_s"]["median"] > 0
     assert set(results["rates"]) >= {"copy_bytes_per_s", "write_bytes_per_s", "read_bytes_per_s", "persist_uplift"}
 
 
@@ -311,6 +312,14 @@ def test_busy_machine_is_refused_where_quiet_is_required(tmp_path: Path, monkeyp
     assert not left(tmp_path)
     made = result_of(tmp_path / "x.json", "store", str(tmp_path / "s"), "--size", "1MiB", "--rounds", "1")
     assert made["load"]["loaded"]
+
+
+def test_commands_and_persister_start_without_torch() -> None:
+    modules = (
+        "flashckpt.cli_bench, flashckpt.cli_plan, flashckpt.bench.job, flashckpt.bench.store, flashckpt.bench.persister"
+    )
+    code = f"import sys, {modules}, flashckpt.plan.report, flashckpt.bench.table; sys.exit('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
 
 
 def test_error_has_its_exit_code(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -143,7 +143,7 @@ class Job:
         self.sizes = self.workers.ask(self.ranks, "ready")
         self._progress("reserving memory", 0, None)
         self.touch = self.workers.ask(self.ranks, "reserve")
-        self.workers.ask(self.ranks, "alone", seconds=0.3)
+        self.limit = self.workers.ask(self.ranks, "alone", seconds=0.3)
 
     def cycle(self, found: _Gathered) -> None:
         """One round: snapshot, restore from memory, persist and commit, restore from storage, remove."""

@@ -77,6 +77,12 @@ def notes(document: Mapping[str, Any]) -> list[str]:
             f" call {_ms(results['call_ms']['median'])}, the rest is what the steps beside the copy lose; first snapshot"
             f" {show_s(results['first']['stall_s'])}"
         )
+        times = {name: one["median"] for name, one in results["x_memcpy"].items()}
+        lines.append(
+            f"a plain copy of the state takes {show_s(results['memcpy_s'])}: the call is {times['call_s']:.2g} x that,"
+            f" the stall {times['stall_s']:.2g} x, until restorable {times['restorable_s']:.2g} x, restored from memory"
+            f" {times['restored_memory_s']:.2g} x"
+        )
         lines.append(
             f"first touch of the slots {show_rate(results['first_touch_bytes_per_s'])} per rank, once, in the background"
         )
