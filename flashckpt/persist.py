@@ -140,7 +140,14 @@ def commit(store: Store, prefix: str, writers: Sequence[int]) -> bool:
     merged = merge(indexes)
     refuse_gaps(merged.table)
     if not store.put_if_absent(f"{prefix}/{MANIFEST}", encode_manifest(merged)):
-        return not _committed(store, prefix)
+        if _committed(store, prefix):
+            return False
+        raise PersistError(
+            f"the checkpoint {prefix} could not be committed",
+            found="its MANIFEST was there when it was to be created, and gone when it was read",
+            state="Packs and indexes are durable.",
+            remedy="it is tried again; if this stays, look for another program that deletes in the root",
+        )
     crash_point("persist.after-manifest")
     try:
         store.put(LATEST, f"{prefix}\n".encode())
@@ -172,11 +179,11 @@ def refuse_gaps(table: ShardTable) -> None:
 
 def _products(column: np.ndarray, starts: np.ndarray, ndim: np.ndarray) -> np.ndarray:
     """Return each row's product over its dimensions (1 for a scalar)."""
-    padded = np.append(column, 1)
-    return np.array(
-        [int(np.prod(padded[start : start + n])) for start, n in zip(starts.tolist(), ndim.tolist(), strict=True)],
-        np.int64,
-    )
+    found = np.ones(len(ndim), np.int64)
+    for dim in range(int(ndim.max(initial=0))):
+        rows = np.flatnonzero(ndim > dim)
+        found[rows] *= column[starts[rows] + dim]
+    return found
 
 
 class _PackWriter:

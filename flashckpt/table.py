@@ -79,13 +79,14 @@ class ShardTable:
         dtype_ids: dict[str, int] = {}
         pieces: dict[str, list[np.ndarray]] = {name: [] for name in (*_COLUMNS, *_DIMS)}
         digests: list[np.ndarray] = []
-        seen: set[tuple[int, bytes, bytes]] = set()
+        seen: set[bytes] = set()
+        most_dims = max((int(table.ndim.max(initial=0)) for table, _, _ in parts), default=0)
         shift = 0
         for table, chunk_digests, objects in parts:
             names = np.array([fqn_ids.setdefault(f, len(fqn_ids)) for f in table.fqns], np.uint32)
             kinds = np.array([dtype_ids.setdefault(d, len(dtype_ids)) for d in table.dtypes], np.uint8)
             ids = names[table.fqn_id] if len(table) else table.fqn_id
-            keep = _first_of_each_box(table, ids, seen)
+            keep = _first_of_each_box(table, ids, seen, most_dims)
             pieces["fqn_id"].append(ids[keep])
             pieces["dtype_id"].append(kinds[table.dtype_id[keep]] if len(keep) else table.dtype_id[keep])
             for name in ("ndim", "replica", "byte_offset", "nbytes"):
@@ -183,11 +184,16 @@ def _ranges(starts: np.ndarray, counts: np.ndarray) -> np.ndarray:
     return indexes
 
 
-def _first_of_each_box(table: ShardTable, ids: np.ndarray, seen: set[tuple[int, bytes, bytes]]) -> np.ndarray:
+def _first_of_each_box(table: ShardTable, ids: np.ndarray, seen: set[bytes], most_dims: int) -> np.ndarray:
+    """Return the rows whose (tensor, box) is not in `seen` yet, and add them: one key of fixed width per row."""
+    keys = np.full((len(table), 2 + 2 * most_dims), -1, np.int64)
+    keys[:, 0], keys[:, 1] = ids, table.ndim
+    for dim in range(int(table.ndim.max(initial=0))):
+        rows = np.flatnonzero(table.ndim > dim)
+        keys[rows, 2 + 2 * dim] = table.offsets[table.dim_start[rows] + dim]
+        keys[rows, 3 + 2 * dim] = table.lengths[table.dim_start[rows] + dim]
     keep = []
-    for row in range(len(table)):
-        dims = slice(table.dim_start[row], table.dim_start[row + 1])
-        key = (int(ids[row]), table.offsets[dims].tobytes(), table.lengths[dims].tobytes())
+    for row, key in enumerate(keys.view(f"V{keys.shape[1] * 8}").ravel().tolist()):
         if key not in seen:
             seen.add(key)
             keep.append(row)
