@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import shutil
 import signal
+import subprocess
+import sys
 from typing import Any
 
 import pytest
@@ -11,9 +13,10 @@ from support.ranks import run_ranks, values, wait_for
 from support.training import run_config, run_rank, write_corpus
 
 import flashckpt.checkpointer  # noqa: F401 -- imported before the fork, so that ranks start in 0.2 s
+from flashckpt.errors import RESUME_EXIT_CODE
 from flashckpt.job import JobDirectory, memory_root
 from flashckpt.trainer import loop  # noqa: F401 -- the same
-from flashckpt.trainer.config import to_values
+from flashckpt.trainer.config import from_values, to_toml, to_values
 from flashckpt.trainer.demo_report import compare_traces, read_restores
 from flashckpt.trainer.metrics import read_trace
 
@@ -152,3 +155,32 @@ def test_restart_in_another_layout_same_samples_and_losses_to_rounding(parallel:
     assert losses == pytest.approx(wanted, abs=1e-5)
     (restored,) = read_restores(job.folder / name)
     assert (restored.step, restored.ranks, set(restored.tiers)) == (SNAPSHOT, 2, {"memory"})
+
+
+def test_asked_to_stop_ends_with_75_and_the_next_start_goes_on_to_the_same_trace(text: Any) -> None:
+    """SIGTERM to dlrun: every rank stops after the same step, the state is on storage, nothing is trained twice."""
+    job = Job(text, *SMALL, optim={"schedule": "constant"})
+    (job.folder / "stop").mkdir()
+    (job.folder / "stop.toml").write_text(to_toml(from_values(job.values("stop", train={"steps": 5000}))))
+    command = [
+        sys.executable,
+        "-m",
+        "flashckpt.daemon.run",
+        "--nproc-per-node",
+        str(job.world),
+        "-m",
+        "flashckpt.trainer",
+    ]
+    with (job.folder / "stop" / "log").open("wb") as log:
+        launcher = subprocess.Popen([*command, "--config", str(job.folder / "stop.toml")], stdout=log, stderr=log)
+        wait_for(lambda: len(job.trace("stop")) >= 3 or launcher.poll() is not None, what="three steps")
+        launcher.send_signal(signal.SIGTERM)
+        code = launcher.wait(timeout=60)
+    assert code == RESUME_EXIT_CODE, (job.folder / "stop" / "log").read_text()
+    stopped = job.trace("stop")[-1]["step"]
+    shutil.rmtree(job.memory("stop"))
+    more = {"steps": stopped + 3}
+    resumed, unbroken = job.train("stop", train=more), job.train("stop-untracked", train=more, checkpoint={"root": ""})
+    assert compare_traces(unbroken, resumed, stopped + 3).identical
+    (restored,) = read_restores(job.folder / "stop")
+    assert (restored.step, set(restored.tiers)) == (stopped, {"storage"})
