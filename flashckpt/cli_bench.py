@@ -40,7 +40,7 @@ def on_storage(command: _F) -> _F:
         (
             click.option("-o", "options", metavar="KEY=VALUE", multiple=True, help="Storage option, repeatable."),
             click.option("--compression", default="off", help="off, zstd, zstd:LEVEL or auto."),
-            click.option("--keep", is_flag=True, help="Keep what was written."),
+            click.option("--keep", is_flag=True, help="Keep what the last round wrote."),
             click.option("--drop-caches", is_flag=True, help="Drop all caches of this machine before reads (root)."),
         )
     ):
@@ -76,6 +76,7 @@ def store_command(url: str, **options: Any) -> None:
         small=options["small"],
         compression=_compression(options["compression"]),
         drop_caches=options["drop_caches"],
+        keep=options["keep"],
     )
     _refuse_memory(3 * run.size_bytes)
     given = parse_options(options["options"])
@@ -142,6 +143,7 @@ def job_command(url: str | None, **options: Any) -> None:
         peers=NAMES if options["peers"] else (),
         compression=_compression(options["compression"]),
         drop_caches=options["drop_caches"],
+        keep=options["keep"],
     )
     _run_job("job", run, url, options)
 

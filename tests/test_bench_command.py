@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 from click.testing import CliRunner, Result
 
-from flashckpt.bench import measure
+from flashckpt.bench import measure, store
 from flashckpt.bench.compare import caveats, compare
 from flashckpt.cli import main
 from flashckpt.cli_bench import bench
@@ -203,8 +203,19 @@ def test_store_on_tmpfs_says_that_nothing_there_is_durable_or_cold(tmp_path: Pat
 
 
 def test_store_that_is_kept_stays(tmp_path: Path) -> None:
-    assert run("store", str(tmp_path / "s"), "--size", "1MiB", "--rounds", "1", "--small", "1", "--keep").exit_code == 0
-    assert [p.name for p in (tmp_path / "s").rglob("owner.json")]
+    assert run("store", str(tmp_path / "s"), "--size", "1MiB", "--rounds", "2", "--small", "1", "--keep").exit_code == 0
+    names = [p.name for p in (tmp_path / "s").rglob("*")]
+    assert "owner.json" in names
+    assert names.count("MANIFEST") == 1
+
+
+@pytest.mark.parametrize(
+    ("publish_s", "write_s", "words"), [(1e-5, 1.0, "30 us"), (1e-3, 1e-4, "as fast as"), (1e-3, 1.0, "no impossible")]
+)
+def test_rates_that_no_device_has_are_flagged(tmp_path: Path, publish_s: float, write_s: float, words: str) -> None:
+    seconds = {"publish_s": [publish_s], "raw_write_s": [write_s]}
+    verdict = store.fsync_verdict(tmp_path, seconds, 64 << 20)
+    assert words in verdict or "tmpfs" in verdict
 
 
 def test_result_can_go_to_standard_output(tmp_path: Path) -> None:

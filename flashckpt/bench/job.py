@@ -38,6 +38,7 @@ class JobRun:
         peers: Names of `peers.NAMES` to run in the same rounds; [] for none.
         compression: As for `PersistOptions`.
         drop_caches: Also drop the caches of the whole machine before cold reads (root).
+        keep: Leave the last checkpoint.
     """
 
     table: Mapping[str, Any]
@@ -47,6 +48,7 @@ class JobRun:
     peers: Sequence[str] = ()
     compression: str = "off"
     drop_caches: bool = False
+    keep: bool = False
 
 
 def table_of(layout: Layout, ranks: int) -> dict[str, Any]:
@@ -200,7 +202,8 @@ class Job:
         finally:
             flag.touch()
         worked = self.workers.answers(self.ranks)
-        self.workers.ask(self.persister, "remove", prefix=written["prefix"])
+        if not self.run.keep:
+            self.workers.ask(self.persister, "remove", prefix=written["prefix"])
         return max(0.0, median([answer["uplift"] for answer in worked]))
 
     def peer(self, name: str) -> Mapping[str, float]:
