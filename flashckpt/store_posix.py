@@ -132,7 +132,7 @@ class PosixStore:
         """Remove temporary files whose writer died on this machine, or which are older than `older_than_s`."""
         swept = []
         with self._named("", "sweep"):
-            for folder, _, names in os.walk(self.root):
+            for folder, _, names in os.walk(self.root, onerror=_unless_missing):
                 for name in names:
                     path = Path(folder) / name
                     if name.endswith(_TEMPORARY) and _is_orphan(path, older_than_s):
@@ -190,7 +190,7 @@ class PosixStore:
                 target.unlink(missing_ok=True)
 
     def _walk(self, start: Path) -> Iterator[ObjectInfo]:
-        for folder, _, names in os.walk(start):
+        for folder, _, names in os.walk(start, onerror=_unless_missing):
             for name in names:
                 path = Path(folder) / name
                 if name.endswith(_TEMPORARY):
@@ -232,6 +232,12 @@ def _link(source: Path, target: Path) -> bool:
         # NFS repeats a request whose answer was lost: two links on our file mean that it was ours
         return source.stat().st_nlink == 2
     return True
+
+
+def _unless_missing(error: OSError) -> None:
+    """Raise what os.walk would swallow: a folder that cannot be read must not look empty."""
+    if not isinstance(error, FileNotFoundError):
+        raise error
 
 
 def _make_directories(path: Path) -> None:

@@ -151,6 +151,13 @@ def test_concurrent_committers_of_one_checkpoint_exactly_one_wins(store: Store) 
     assert_equal(store, "step-000000010.g1", [pin])
 
 
+def test_manifest_that_vanishes_is_not_taken_for_our_commit(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
+    persist_slot(make_pin(SHARDS), store, "step-000000010.g1")
+    monkeypatch.setattr(store, "put_if_absent", lambda key, data: False)
+    with pytest.raises(PersistError, match="could not be committed"):
+        commit(store, "step-000000010.g1", [0])
+
+
 def in_child(work: Callable[[], object], crash_at: str) -> int:
     """Run `work` in a forked process that dies by SIGKILL at a crash point; return the signal."""
     pid = os.fork()
@@ -344,7 +351,7 @@ def test_replicated_llama_state_is_written_once_and_evenly_by_four_replicas(stor
     """Llama-3-8B shapes at 1/16 width: parameters and two moments; the largest writer is within 5 % of the mean."""
     from flashckpt.placement import owners
 
-    shapes = llama_parameters(width=256, layers=8, heads=32, kv_heads=8, inner=896, vocab=2004)
+    shapes = llama_parameters(width=256, layers=4, heads=32, kv_heads=8, inner=896, vocab=2004)
     chosen = owners([(name, 4 * math.prod(shape)) for name, shape in shapes], 4)
     states = [(f"{kind}.{name}", shape, chosen[name]) for kind in ("p", "m", "v") for name, shape in shapes]
     pins = [

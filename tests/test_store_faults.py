@@ -287,7 +287,7 @@ from support.slots import make_pin, shard
 from flashckpt.persist import PersistOptions, persist_slot
 from support.s3 import Server
 server = Server(endpoint=sys.argv[1], bucket=sys.argv[2])
-pin = make_pin([shard("w", (20_000_000,))])
+pin = make_pin([shard("w", (14_000_000,))])
 persist_slot(pin, server.open(sys.argv[3], backend=sys.argv[4]), "step-000000010.g1")
 """
 
@@ -299,7 +299,7 @@ def test_killed_in_mid_upload_nothing_is_visible_and_the_sweep_aborts_it(
     root = Path(__file__).parent
     done = subprocess.run(
         [sys.executable, "-c", PERSIST, server.endpoint, server.bucket, tmp_path.name, backend],
-        env={**os.environ, "FLASHCKPT_CRASH_AT": "persist.during-pack:4", "PYTHONPATH": f"{root}:{root.parent}"},
+        env={**os.environ, "FLASHCKPT_CRASH_AT": "persist.during-pack:3", "PYTHONPATH": f"{root}:{root.parent}"},
         timeout=90,
         check=False,
     )
@@ -311,7 +311,7 @@ def test_killed_in_mid_upload_nothing_is_visible_and_the_sweep_aborts_it(
     left = unfinished(server)
     assert len(store.sweep(older_than_s=0)) == len(left) == 1
     assert unfinished(server) == []
-    pin = make_pin([shard("w", (20_000_000,))])
+    pin = make_pin([shard("w", (14_000_000,))])
     persist_slot(pin, store, "step-000000010.g1")
     assert commit(store, "step-000000010.g1", [0])
     assert [info.step for info in list_checkpoints(store)] == [10]
@@ -325,7 +325,7 @@ store = Server(endpoint=sys.argv[1], bucket=sys.argv[2]).open(sys.argv[3], backe
 part = memoryview(bytes(range(256)) * (1 << 16))
 store.put_object("warm", [part] * 2)
 before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-store.put_object("big", [part] * 11)
+store.put_object("big", [part] * 8)
 print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before)
 """
 
@@ -341,7 +341,7 @@ def test_memory_of_an_upload_is_bounded_by_the_parts_in_flight(server: Server, b
         capture_output=True,
         text=True,
     )
-    assert int(done.stdout) < 110 << 10  # KiB; the object has 176 MiB
+    assert int(done.stdout) < 110 << 10  # KiB; the object has 128 MiB
 
 
 # -- surprises of object stores ----------------------------------------------------------------------
@@ -499,6 +499,21 @@ def test_file_system_without_hard_links_falls_back_to_one_writer(
     assert not store.put_if_absent("a", b"second")
     assert store.get("a") == b"first"
     assert [path.name for path in tmp_path.iterdir()] == ["a"]
+
+
+def test_folder_that_cannot_be_read_is_an_error_and_never_looks_empty(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store = open_store(tmp_path)
+    store.put("generations/000001", b"x")
+
+    def refusing(path: str) -> None:
+        raise PermissionError(13, "Permission denied", path)
+
+    monkeypatch.setattr("os.scandir", refusing)  # root may read everything, so the refusal is made here
+    for look in (lambda: store.list("generations/"), store.folders, store.sweep):
+        with pytest.raises(RootError, match="Permission denied"):
+            look()
 
 
 def test_temporary_file_of_a_dead_writer_is_swept_at_once_and_a_living_ones_stays(tmp_path: Path) -> None:
