@@ -27,7 +27,7 @@ from flashckpt.daemon.wakeup import Wakeup
 from flashckpt.errors import FlashckptError
 from flashckpt.job import DaemonStatus, GenerationRecord, JobDirectory
 from flashckpt.lease import Lease
-from flashckpt.node_view import View, scan
+from flashckpt.node_view import Identity, View, scan
 
 SCAN_S = 1.0
 """Seconds between two scans without an event."""
@@ -79,6 +79,7 @@ class Daemon:
         self._stopping = False
         self._ended_generation: int | None = None
         self._surprise = ""
+        self._goal: tuple[Identity, int] | None = None  # what persist-now asks for, and when it was asked
         self._status = DaemonStatus()
         self._numbers: dict[str, float] = {}
         self.endpoint: metrics.Endpoint | None = None
@@ -119,7 +120,7 @@ class Daemon:
             if self.endpoint is None:
                 self.endpoint = metrics.serve(self, job=config.job, node=config.node)
         view = scan(self.directory, [record])
-        urgent = self._urgent(view, alive=alive)
+        urgent = self._urgent(self.persisting, view, alive=alive)
         with speaking_of(generation=record.generation, step=max(view.complete(), default=(0, 0))[1]):
             self._persist(self.persisting, view, record, urgent=urgent)
             retire(view, record, self.persisting.committed)
@@ -148,10 +149,21 @@ class Daemon:
 
     # -- parts of a turn --------------------------------------------------------------------------------
 
-    def _urgent(self, view: View, *, alive: bool) -> bool:
+    def _urgent(self, persisting: Persisting, view: View, *, alive: bool) -> bool:
         """Whether the newest common snapshot is wanted now: on request, at the end, or when nobody lives any more."""
-        asked = any(self.directory.request_path(name).exists() for name in ("persist-now", "ended"))
-        return asked or (not alive and bool(view.slots))
+        if self.directory.request_path("ended").exists() or (not alive and view.slots):
+            return True
+        asked_ns = self._asked_ns()
+        if asked_ns is not None and self._goal is None:  # what is newest now: training may go on meanwhile
+            self._goal = max(view.complete(), default=(0, 0)), asked_ns
+        return self._goal is not None and persisting.floor < self._goal[0]
+
+    def _asked_ns(self) -> int | None:
+        """Return when `persist-now` was last asked for."""
+        try:
+            return self.directory.request_path("persist-now").stat().st_mtime_ns
+        except FileNotFoundError:
+            return None
 
     def _persist(self, persisting: Persisting, view: View, record: GenerationRecord, *, urgent: bool) -> None:
         if time.monotonic() < self._again_s:
@@ -179,9 +191,12 @@ class Daemon:
         persisting.disconnect()
 
     def _answer(self, persisting: Persisting, view: View) -> None:
-        """Take a request away once nothing newer than what is committed is left here."""
-        if persisting.is_idle(view, urgent=True):
+        """Take a request away once what was newest when it came, or something newer, is committed or gone."""
+        if self._goal is None or (persisting.floor < self._goal[0] and not persisting.is_idle(view, urgent=True)):
+            return
+        if self._asked_ns() == self._goal[1]:  # not asked again meanwhile
             self.directory.request_path("persist-now").unlink(missing_ok=True)
+        self._goal = None
 
     def _report(self, persisting: Persisting, view: View, *, alive: bool) -> None:
         lag = sum(identity > persisting.floor for identity in view.flagged())

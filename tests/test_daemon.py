@@ -80,6 +80,23 @@ def test_persist_now_request_persists_a_snapshot_of_no_persist_step(job: FakeJob
     assert steps(job) == [5]
 
 
+def test_persist_now_while_training_goes_on_persists_once_not_every_snapshot(job: FakeJob) -> None:
+    job.step(5)
+    job.directory.request("persist-now")
+    with daemon_of(job) as daemon:
+        for step in range(6, 40):
+            daemon.turn()
+            assert job.step(step)
+        turn_until(daemon, lambda: not job.directory.request_path("persist-now").exists(), "the request")
+        for step in range(40, 45):
+            daemon.turn()
+            job.step(step)
+    assert len(steps(job)) == 1
+    job.directory.request("persist-now")
+    with daemon_of(job) as daemon:
+        turn_until(daemon, lambda: 44 in steps(job), "the second request")
+
+
 def test_another_run_claimed_the_generation_nothing_is_persisted(job: FakeJob) -> None:
     from flashckpt.generations import Claim, try_claim
 
