@@ -2,11 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
-import os
-import shutil
-import time
-from pathlib import Path
 from typing import Any
 
 import click
@@ -16,18 +11,14 @@ from flashckpt.cli_common import (
     Command,
     human_age,
     human_bytes,
-    jobs_on_this_machine,
     json_option,
     new_table,
     open_root,
     parse_options,
     show,
 )
-from flashckpt.errors import JobInUseError, NoCheckpointError
-from flashckpt.job import JobDirectory, memory_root
+from flashckpt.gc import dead_memory, remove
 from flashckpt.retention import Policy, prune, sweep
-
-KEEP_DEAD_S = 24 * 3600.0
 
 
 @click.command(cls=Command)
@@ -92,61 +83,14 @@ def collect_memory(job: str | None, *, do_it: bool) -> list[dict[str, Any]]:
         NoCheckpointError: `job` is not here.
         JobInUseError: `job` is alive.
     """
-    if job is not None and not (memory_root() / job).is_dir():
-        raise NoCheckpointError(f"No job {job!r} in this machine's memory", remedy="flashckpt status")
-    limit_s = float(os.environ.get("FLASHCKPT_KEEP_DEAD") or KEEP_DEAD_S)
     found = []
-    for directory in jobs_on_this_machine():
-        if job not in (None, directory.job):
+    for dead in dead_memory(job):
+        if job is None and not dead.is_expired:
             continue
-        alive = directory.anyone_alive() or directory.daemon_alive()
-        if alive and job is not None:
-            raise JobInUseError(f"Job {job!r} is alive", state="Nothing was removed.", remedy="stop it first")
-        age_s = time.time() - _touched_s(directory)
-        if alive or (job is None and age_s < limit_s):
-            continue
-        nbytes = sum(path.stat().st_blocks * 512 for path in directory.segments())
-        found.append({"job": directory.job, "path": str(directory.path), "age_s": age_s, "nbytes": nbytes})
+        found.append({"job": dead.job, "path": str(dead.path), "age_s": dead.age_s, "nbytes": dead.nbytes})
         if do_it:
-            _remove(directory)
-    return found + ([] if job else _leftovers(do_it=do_it))
-
-
-def _leftovers(*, do_it: bool) -> list[dict[str, Any]]:
-    """Directories of ended jobs whose removal was cut short."""
-    found = []
-    base = memory_root()
-    for path in sorted(base.glob(".*.ended-*")) if base.is_dir() else []:
-        nbytes = sum(part.stat().st_blocks * 512 for part in path.rglob("*") if part.is_file())
-        found.append(
-            {"job": path.name, "path": str(path), "age_s": time.time() - path.stat().st_mtime, "nbytes": nbytes}
-        )
-        if do_it:
-            shutil.rmtree(path, ignore_errors=True)
+            remove(dead)
     return found
-
-
-def _touched_s(directory: JobDirectory) -> float:
-    """Return when the job last did something here."""
-    paths: list[Path] = [directory.path, *directory.segments(), *(directory.path / "events").glob("*")]
-    times = []
-    for path in paths:
-        with contextlib.suppress(FileNotFoundError):
-            times.append(path.stat().st_mtime)
-    return max(times)
-
-
-def _remove(directory: JobDirectory) -> None:
-    """Remove one job's memory, under its daemon's lock, so that none starts in between."""
-    lock = directory.hold_daemon()
-    if lock is None:
-        raise JobInUseError(f"Job {directory.job!r} has just come to life", state="Its memory was kept.")
-    try:
-        gone = directory.path.with_name(f".{directory.job}.ended-{os.getpid()}")
-        directory.path.rename(gone)
-        shutil.rmtree(gone, ignore_errors=True)
-    finally:
-        lock.close()
 
 
 def _page(document: dict[str, Any]) -> Group:
