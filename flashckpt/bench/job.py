@@ -145,12 +145,15 @@ class Job:
         self.sizes = self.workers.ask(self.ranks, "ready")
         self._progress("reserving memory", 0, None)
         self.touch = self.workers.ask(self.ranks, "reserve")
-        self.limit = self.workers.ask(self.ranks, "alone", seconds=0.3)
+        self.workers.ask(self.ranks, "alone", seconds=0.1)  # touches the restore targets
 
     def cycle(self, found: _Gathered) -> None:
         """One round: snapshot, restore from memory, persist and commit, restore from storage, remove."""
         self._step += 1
         held = sum(size["held_bytes"] for size in self.sizes)
+        self._say("plain copy")
+        alone = self.workers.ask(self.ranks, "alone", seconds=0.1)  # every round: neighbours come and go
+        found.add_ranks("memcpy_s", [answer["memcpy_s"] for answer in alone])
         self._say("snapshot")
         common = [[GENERATION, self._step - 1]] if self._step > 1 else []
         taken = self.workers.ask(self.ranks, "snapshot", step=self._step, common=common)

@@ -25,9 +25,9 @@ def results(job: Job, uplift: float | None, peers: dict[str, Any]) -> dict[str, 
         "first": {name: values[0] for name, values in job.first.values.items()},
         "first_touch_bytes_per_s": min(one["bytes"] / one["seconds"] for one in job.touch),
         "first_touch_s": max(one["seconds"] for one in job.touch),
-        "memcpy_s": max(one["memcpy_s"] for one in job.limit),
+        # round by round: the machine drifts
         "x_memcpy": {
-            name: summarise([value / max(one["memcpy_s"] for one in job.limit) for value in found.values[name]])
+            name: summarise([a / b for a, b in zip(found.values[name], found.values["memcpy_s"], strict=True)])
             for name in ("call_s", "stall_s", "restorable_s", "restored_memory_s")
         },
         "stall_ms": summarise([1e3 * value for value in _flat(found, "stall_s")]),

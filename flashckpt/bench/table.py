@@ -12,6 +12,7 @@ from flashckpt.bench.layouts import DEFAULTS, PUBLISHED
 from flashckpt.bench.quantity import show_bytes, show_rate, show_s
 
 SECONDS = {
+    "memcpy_s": "plain copy of the state",
     "restorable_s": "snapshot until restorable from memory",
     "restored_memory_s": "restored from memory",
     "memory_map_s": "  of it: map and manifest",
@@ -79,7 +80,7 @@ def notes(document: Mapping[str, Any]) -> list[str]:
         )
         times = {name: one["median"] for name, one in results["x_memcpy"].items()}
         lines.append(
-            f"a plain copy of the state takes {show_s(results['memcpy_s'])}: the call is {times['call_s']:.2g} x that,"
+            f"a plain copy of the state takes {show_s(results['summary_s']['memcpy_s']['median'])}: the call is {times['call_s']:.2g} x that,"
             f" the stall {times['stall_s']:.2g} x, until restorable {times['restorable_s']:.2g} x, restored from memory"
             f" {times['restored_memory_s']:.2g} x"
         )
