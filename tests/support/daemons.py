@@ -137,7 +137,7 @@ def steps(job: FakeJob) -> list[int]:
 def assert_bitwise(jobs: FakeJob | list[FakeJob], identity: tuple[int, int]) -> None:
     """The checkpoint holds exactly what the ranks held, verified through the restore path."""
     jobs = jobs if isinstance(jobs, list) else [jobs]
-    store = open_store(jobs[0].root)
+    store = open_store(jobs[0].root, **jobs[0].config.storage_options)
     (info,) = [i for i in list_checkpoints(store) if i.identity == identity]
     source = StorageSource(store, read_manifest(store, info), info.prefix)
     for rank in [rank for job in jobs for rank in job.ranks]:
