@@ -6,7 +6,7 @@ growth over its state after the imports. CPU time, not wall time, so that a busy
 Question 2: indices per second and core of the permutation itself.
 Question 3: samples per second of a DataLoader with 0, 2 and 4 workers, against torch's own sampler.
 
-    python benchmarks/sampler.py [--quick] [--json FILE] [--repeats N]
+    python benchmarks/sampler.py [--quick] [--json FILE] [--repeats N] [--only PART ...]
 
 Samplers that are not installed are left out and named. The reference rows materialise an epoch, so they
 stop at 10^8 (4.6 GB); what they would need beyond that is arithmetic, not measured, and not shown.
@@ -219,13 +219,14 @@ def throughput(samples: int, repeats: int) -> list[dict[str, Any]]:
         "torch DistributedSampler": plain,
         "torch BatchSampler(DistributedSampler)": plain_batches,
     }
-    rows = []
+    rows: list[dict[str, Any]] = []
+    million: Any = Length(10**6)
     alone_makers: dict[str, Callable[[], Any]] = {
-        "ElasticSampler": lambda: ElasticSampler(data, 1, 0),
-        "ElasticBatchSampler": lambda: ElasticBatchSampler(ElasticSampler(data, 1, 0), 32),
-        "torch DistributedSampler": lambda: DistributedSampler(data, 1, 0),
+        "ElasticSampler": lambda: ElasticSampler(million, 1, 0),
+        "ElasticBatchSampler": lambda: ElasticBatchSampler(ElasticSampler(million, 1, 0), 32),
+        "torch DistributedSampler": lambda: DistributedSampler(million, 1, 0),
         "torch BatchSampler(DistributedSampler)": lambda: BatchSampler(
-            DistributedSampler(data, 1, 0), 32, drop_last=False
+            DistributedSampler(million, 1, 0), 32, drop_last=False
         ),
     }
     for label, make_ids in alone_makers.items():
@@ -233,7 +234,7 @@ def throughput(samples: int, repeats: int) -> list[dict[str, Any]]:
         for _ in range(repeats * 3):
             begin = time.process_time()
             deque(iter(make_ids()), maxlen=0)
-            alone.append((time.process_time() - begin) / samples)
+            alone.append((time.process_time() - begin) / len(million))
         rows.append(
             {
                 "sampler": label,
@@ -295,6 +296,7 @@ def main() -> None:
     parser.add_argument("--quick", action="store_true", help="small sizes, one repeat: does it run?")
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--json", type=Path)
+    parser.add_argument("--only", nargs="+", choices=["permutation", "throughput", "start_up"], help="others are kept")
     parser.add_argument("--case", nargs=3, metavar=("SAMPLER", "N", "SHARE"), help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     if arguments.case:
@@ -312,10 +314,14 @@ def main() -> None:
         "throughput": lambda: throughput(2_000 if arguments.quick else 30_000, repeats + 1),
         "start_up": lambda: start_up(LENGTHS[:1] if arguments.quick else LENGTHS, repeats),
     }
-    for name, measure in parts.items():
-        result[name] = measure()
+    if arguments.only and arguments.json and arguments.json.exists():
+        result = json.loads(arguments.json.read_text())
+    for name in arguments.only or parts:
+        result[name] = parts[name]()
         if arguments.json:
             arguments.json.write_text(json.dumps(result, indent=1) + "\n")
+    for name in parts:
+        result.setdefault(name, [])
     show(result)
 
 

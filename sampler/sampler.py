@@ -178,11 +178,14 @@ class ElasticSampler(Sampler[int]):
         return iterator
 
     def set_epoch(self, epoch: int) -> None:
-        """Begin `epoch`, unless the position is already in it.
+        """Begin `epoch`; in the epoch of the position, go on there.
 
         Raises:
-            SamplerStateError: `epoch` is already trained, or a whole epoch was iterated and never committed.
+            SamplerStateError: `epoch` is already trained, or the one before was iterated and never committed.
         """
+        if epoch == self.epoch:
+            self._spent_at = None  # on purpose: the untrained rest of this epoch is iterated again
+            return
         self._check_spent()
         if epoch < self.epoch and self._touched:
             raise SamplerStateError(
@@ -192,8 +195,7 @@ class ElasticSampler(Sampler[int]):
                 state="The sampler keeps its position.",
                 remedy="start the loop at sampler.epoch: for epoch in range(sampler.epoch, epochs)",
             )
-        if epoch != self.epoch:
-            self.cursor.settle(epoch * self.length)
+        self.cursor.settle(epoch * self.length)
 
     # -- the committed position
 
@@ -254,7 +256,7 @@ class ElasticSampler(Sampler[int]):
                     found=f"global batch of {size} samples, {self.dp_size} replicas",
                     expected="a multiple of the number of replicas",
                 )
-        self.cursor.sizes = sizes
+        self.cursor.sizes, self._spent_at = sizes, None
 
     def skip(self, first: int, last: int) -> None:
         """Leave out the stream positions `first` to `last` (exclusive): the bad batches behind a loss spike.

@@ -145,6 +145,14 @@ class Elastic(RuleBasedStateMachine):
         self.take_snapshot()
         self.start(ranks, micro, 1)
 
+    @rule(micro=st.integers(1, 6))
+    def change_the_batch_size_between_two_steps(self, micro: int) -> None:
+        """Without a restart: the loader is made again, what it had prefetched is dropped."""
+        samplers = self.job.samplers
+        self.job = Job(samplers)  # the old loader's iterators go with the old job
+        for sampler in samplers:
+            sampler.set_global_batch_size(micro * len(samplers))
+
     @precondition(lambda self: len(self.skipped) < 100)
     @rule(ahead=st.integers(0, 30), length=st.integers(1, 30))
     def restore_and_skip_a_span(self, ahead: int, length: int) -> None:
@@ -164,7 +172,10 @@ class Elastic(RuleBasedStateMachine):
 
 
 Elastic.TestCase.settings = settings(
-    max_examples=150, stateful_step_count=25, deadline=None, suppress_health_check=list(HealthCheck)
+    max_examples=int(os.environ.get("SAMPLER_EXAMPLES", "80")),
+    stateful_step_count=25,
+    deadline=None,
+    suppress_health_check=list(HealthCheck),
 )
 TestElastic = Elastic.TestCase
 
@@ -316,6 +327,14 @@ def test_iterated_but_never_committed_is_an_error() -> None:
     for call in (lambda: iter(sampler), lambda: sampler.set_epoch(1)):
         with pytest.raises(SamplerStateError, match="never committed"):
             call()
+
+
+def test_looking_at_one_batch_of_a_tiny_epoch_then_beginning_it_is_allowed() -> None:
+    """The prefetch of one look can exhaust a small epoch; set_epoch says that it begins again."""
+    sampler = ElasticSampler(10, global_batch_size=2)
+    list(sampler)
+    sampler.set_epoch(0)
+    assert len(list(sampler)) == 10
 
 
 def test_looking_at_one_batch_first_is_allowed() -> None:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import math
 import random
+import subprocess
+import sys
 import time
 from collections.abc import Callable
 from functools import partial
@@ -144,6 +146,11 @@ def test_what_lies_outside_is_refused() -> None:
     for n in (0, -1, 2**62 + 1):
         with pytest.raises(SamplerStateError):
             Permutation(n)
+
+
+def test_the_permutation_needs_no_torch() -> None:
+    code = "import sys, flashckpt.sampler as s; s.Permutation(10**9)[5]; sys.exit('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
 
 
 def test_first_index_of_a_trillion_is_there_within_a_millisecond() -> None:
