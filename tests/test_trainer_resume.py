@@ -53,13 +53,14 @@ class Job:
             sections[section] = {**sections.get(section, {}), **content}
         return to_values(run_config(self.folder, **sections))
 
-    def train(self, name: Any, **more: Any) -> Any:
-        assert values(run_ranks(run_rank, self.world, self.values(name, **more), timeout_s=100)) == [0] * self.world
+    def train(self, name: Any, forget: str = "", **more: Any) -> Any:
+        args = (self.values(name, **more), None, forget)
+        assert values(run_ranks(run_rank, self.world, *args, timeout_s=100)) == [0] * self.world
         return self.trace(name)
 
-    def kill(self, name: Any, rank: Any, **more: Any) -> None:
+    def kill(self, name: Any, rank: Any, forget: str = "", **more: Any) -> None:
         kill = {"rank": rank, "step": KILL_AT}
-        results = run_ranks(run_rank, self.world, self.values(name, **more), kill, timeout_s=100)
+        results = run_ranks(run_rank, self.world, self.values(name, **more), kill, forget, timeout_s=100)
         assert results[rank].signal == signal.SIGKILL
 
     def trace(self, name: Any) -> Any:
@@ -100,6 +101,18 @@ def test_rank_killed_in_a_step_restart_from_memory_same_trace(rank: Any, text: A
     assert (restored.step, restored.ranks, set(restored.tiers)) == (SNAPSHOT, SMALL[0], {"memory"})
     # the step that died was told only if the reporting rank was past it
     assert [line["step"] for line in read_trace(job.folder / name / "abandoned.jsonl")] in ([], [KILL_AT])
+
+
+@pytest.mark.parametrize("state", ["rng", "optimizer", "sampler"])
+def test_a_kind_of_state_left_out_shows_in_the_resumed_trace(state: str, text: Any) -> None:
+    """The comparison of traces is sharp: each of these is needed for it to hold."""
+    job, name = Job(text, 2, {"pp": 2}), f"without-{state}"
+    unbroken = job.train(f"{name}-untracked", checkpoint={"root": ""})
+    job.kill(name, 1, forget=state)
+    resumed = job.train(name, forget=state)
+    result = compare_traces(unbroken, resumed, STEPS)
+    assert result.equal == SNAPSHOT + (state == "optimizer")  # without its state, the step after the next one differs
+    assert result.first.startswith(f"step {result.equal + 1}: loss")
 
 
 def test_rank_killed_and_memory_gone_restart_from_storage_same_trace(text: Any, untracked: Any) -> None:

@@ -80,10 +80,29 @@ def floats(values: list[str]) -> list[float]:
     return [float.fromhex(value) for value in values]
 
 
-def run_rank(rank: int, values: dict[str, Any], kill: dict[str, int] | None = None) -> int:
+def leave_out(name: str) -> None:
+    """Make this process's Checkpointer forget one kind of state: a resume must then show it."""
+    from flashckpt.checkpointer import Checkpointer
+
+    track, step, forgotten = Checkpointer.track, Checkpointer.step, {}
+
+    def track_less(self: Any, **things: Any) -> None:
+        forgotten[name] = things[name]
+        track(self, **{**things, name: False if name == "rng" else None})
+
+    def step_and_commit(self: Any, number: int, samples: int | None = None) -> None:
+        if name == "sampler":  # the position still moves, only it is not recorded
+            forgotten[name].commit()
+        step(self, number, samples)
+
+    Checkpointer.track, Checkpointer.step = track_less, step_and_commit  # type: ignore[method-assign, assignment]  # on purpose
+
+
+def run_rank(rank: int, values: dict[str, Any], kill: dict[str, int] | None = None, forget: str = "") -> int:
     """Run the whole loop in this rank, with checkpoints; `kill`: {"rank", "step"} dies by SIGKILL inside that step.
 
-    Death comes between backward and the optimizer step: the middle of a step.
+    Death comes between backward and the optimizer step: the middle of a step. `forget` names a kind of state that
+    is not tracked.
     """
     import os
     import signal
@@ -91,6 +110,8 @@ def run_rank(rank: int, values: dict[str, Any], kill: dict[str, int] | None = No
     from flashckpt.trainer.loop import Trainer, prepare
     from flashckpt.trainer.session import process_group
 
+    if forget:
+        leave_out(forget)
     config = from_values(values)
     layout = prepare(config, int(os.environ["WORLD_SIZE"]))
     with process_group(config) as device:
