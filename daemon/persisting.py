@@ -121,6 +121,8 @@ class Persisting:
         self._seen.update(flagged)
         if self.flush is not None or self._others(view):
             return
+        if self._candidate is not None and self._candidate not in whole:
+            self._unpin()  # abandoned by a restore, or no longer asked for
         best = max(whole, default=None)
         if best is not None and best > self._floor and best != self._candidate:
             self._pin(view, best)
@@ -259,6 +261,7 @@ class Persisting:
             if is_abandoned(intent.identity, [_claim(record)]):
                 abandon_intent(store, *intent.identity, reason="its lineage was abandoned by a restore")
                 continue
+            check_fence(store, _claim(record))
             return self._join(store, view, intent)
         return False
 
@@ -292,6 +295,10 @@ class Persisting:
             if not flush.write() or (flush.has_waited and not self._may_look()):
                 return
             check_fence(store, _claim(record))
+            if is_abandoned(flush.intent.identity, [_claim(record)]):
+                abandon_intent(store, *flush.intent.identity, reason="its lineage was abandoned by a restore")
+                self._end(Outcome.GIVEN_UP)
+                return
             place = self._place(flush.intent, view)
             outcome = flush.settle(place=place)
         except (DamagedError, PersistError, ShardGapError, DisagreementError) as error:

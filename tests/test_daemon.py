@@ -14,6 +14,8 @@ from support.daemons import assert_bitwise, daemon_of, steps, turn_until
 from support.memory_tier import FakeJob
 from support.ranks import wait_for
 
+from flashckpt.daemon import flush, persisting
+from flashckpt.errors import StoreError
 from flashckpt.store import open_store
 
 
@@ -178,3 +180,35 @@ def test_log_lines_carry_generation_rank_and_step(job: FakeJob) -> None:
     assert re.search(r"INFO \[gen 1 \| rank - \| step 10\] committed after", lines())
     job.die()
     wait_for(lambda: not job.directory.path.exists(), what="the daemon to end")
+
+
+def test_snapshot_abandoned_by_a_restore_is_not_persisted_any_more(
+    job: FakeJob, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    job.step(5, persist=True)
+    with daemon_of(job) as daemon:
+        turn_until(daemon, lambda: steps(job) == [5], "the first commit")
+        job.step(10, persist=True)
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(flush.Flush, "settle", lambda self, place: flush.Outcome.WAITING)
+            turn_until(daemon, lambda: daemon.persisting and daemon.persisting.flush, "the flush of step 10")
+            job.restart(2, (1, 5))
+            turn_until(daemon, lambda: daemon.persisting and not daemon.persisting.flush, "its end")
+        assert steps(job) == [5]
+        job.step(8, persist=True)
+        turn_until(daemon, lambda: steps(job) == [5, 8], "the commit of the new generation")
+    assert_bitwise(job, (2, 8))
+
+
+def test_candidate_abandoned_while_storage_fails_gives_its_slot_back(
+    job: FakeJob, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(root: str, **options: object) -> object:
+        raise StoreError("unreachable")
+
+    with pytest.MonkeyPatch.context() as patch, daemon_of(job) as daemon:
+        patch.setattr(persisting, "open_store", refuse)
+        job.step(10, persist=True)
+        turn_until(daemon, lambda: daemon.error and job.ranks[0].segment.busy(), "the candidate")
+        job.restart(2, (1, 5))
+        turn_until(daemon, lambda: not job.ranks[0].segment.busy(), "the slot")
