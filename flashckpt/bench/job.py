@@ -14,6 +14,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from flashckpt.bench.job_results import results
 from flashckpt.bench.layouts import Layout, held_bytes, persisted_bytes, shards_of
 from flashckpt.bench.measure import interleave, median, summarise
 from flashckpt.bench.scratch import Scratch
@@ -236,8 +237,6 @@ class Job:
             interleave({"flashckpt": lambda: self.cycle(self.found)}, self.run.rounds)
         uplift = self.beside() if self.scratch is not None else None
         self.workers.finish()
-        from flashckpt.bench.job_results import results
-
         return results(self, uplift, peers)
 
     def _say(self, what: str, nbytes: int = 0) -> None:
