@@ -6,6 +6,7 @@ state has been proved equal to what was hashed behind the staging copy. Threads 
 
 from __future__ import annotations
 
+import mmap
 import threading
 import time
 from collections.abc import Sequence
@@ -263,7 +264,7 @@ class StorageSource:
     def _buffer(self, nbytes: int) -> memoryview:
         """Return this thread's scratch, grown to `nbytes` (bounded by the size of a job in restore.py)."""
         if len(getattr(self._scratch, "data", b"")) < nbytes:
-            self._scratch.data = bytearray(nbytes)
+            self._scratch.data = mmap.mmap(-1, nbytes)  # page-aligned, so that the disk can fill it without a copy
         return memoryview(self._scratch.data)[:nbytes]
 
 

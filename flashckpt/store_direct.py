@@ -21,7 +21,10 @@ import numpy as np
 EXTENT_BYTES = 16 << 20
 PAGE_BYTES = 4096
 WRITERS = 2
+DIRECT_READ_BYTES = 1 << 20
+BOUNCE_BYTES = 4 << 20
 
+_local = threading.local()
 _NO_DIRECT = (errno.EINVAL, errno.EOPNOTSUPP, errno.ENOTSUP)
 
 
@@ -57,27 +60,56 @@ def write_durable(path: Path, parts: Iterable[memoryview], nbytes: int | None) -
 
 
 def read_direct(path: Path, start: int, out: memoryview) -> int:
-    """Fill `out` from `start` with O_DIRECT where both are aligned, buffered otherwise; return bytes read."""
-    aligned = not (start % PAGE_BYTES or len(out) % PAGE_BYTES or _address(out) % PAGE_BYTES)
-    if aligned and len(out) >= 1 << 20:
+    """Fill `out` with the bytes from `start`; return how many there were. From 1 MiB on by O_DIRECT where that works.
+
+    O_DIRECT reads at the rate of the disk for a fifth of the CPU and leaves the page cache to the
+    trainer. What is not aligned for it goes through an aligned buffer of this thread.
+    """
+    if len(out) >= DIRECT_READ_BYTES:
         try:
             fd = os.open(path, os.O_RDONLY | os.O_DIRECT | os.O_CLOEXEC)
+            try:
+                return _read_pages(fd, start, out)
+            finally:
+                os.close(fd)
         except OSError as error:
             if error.errno not in _NO_DIRECT:
                 raise
-        else:
-            try:
-                return _read_all(fd, start, out)
-            except OSError as error:
-                if error.errno not in _NO_DIRECT:
-                    raise
-            finally:
-                os.close(fd)
     fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
     try:
         return _read_all(fd, start, out)
     finally:
         os.close(fd)
+
+
+def _read_pages(fd: int, start: int, out: memoryview) -> int:
+    """Read whole pages straight into `out` where it is aligned, and the rest through the buffer."""
+    done = 0
+    if start % PAGE_BYTES == 0 and _address(out) % 512 == 0:
+        whole = len(out) - len(out) % PAGE_BYTES
+        done = _read_all(fd, start, out[:whole], direct=True)
+        if done < whole:
+            return done
+    buffer = _bounce()
+    target = np.frombuffer(out, np.uint8)
+    while done < len(out):
+        at = start + done
+        lead = at % PAGE_BYTES
+        wanted = min(-(-(lead + len(out) - done) // PAGE_BYTES) * PAGE_BYTES, len(buffer))
+        with memoryview(buffer) as whole_view, whole_view[:wanted] as view:
+            count = min(_read_all(fd, at - lead, view, direct=True) - lead, len(out) - done)
+        if count <= 0:
+            break
+        np.copyto(target[done : done + count], np.frombuffer(buffer, np.uint8, count, lead))
+        done += count
+    return done
+
+
+def _bounce() -> mmap.mmap:
+    if not hasattr(_local, "bounce"):
+        _local.bounce = mmap.mmap(-1, BOUNCE_BYTES)
+    buffer: mmap.mmap = _local.bounce
+    return buffer
 
 
 def extents(parts: Iterable[memoryview], nbytes: int = EXTENT_BYTES) -> Iterator[tuple[int, memoryview]]:
@@ -220,11 +252,11 @@ def _write_bounced(fd: int, view: memoryview, offset: int, bounce: mmap.mmap) ->
         _write_all(fd, block, offset)
 
 
-def _read_all(fd: int, start: int, out: memoryview) -> int:
+def _read_all(fd: int, start: int, out: memoryview, *, direct: bool = False) -> int:
     done = 0
     while done < len(out):
         count = os.preadv(fd, [out[done:]], start + done)
-        if count == 0:
-            break
         done += count
+        if count == 0 or (direct and done % 512):  # the end of the file: O_DIRECT refuses to ask at an odd place
+            break
     return done

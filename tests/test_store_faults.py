@@ -20,7 +20,7 @@ from support.s3 import Server, free_port, s3_server
 from support.slots import make_pin, shard
 
 from flashckpt.checkpoints import GenerationClaim, claim_generation, list_checkpoints, owns_generation
-from flashckpt.errors import ConfigError, FlashckptError, RootError, StoreError
+from flashckpt.errors import ConfigError, DamagedError, FlashckptError, RootError, StoreError
 from flashckpt.persist import commit, missing_writers, persist_slot, prefix_of
 from flashckpt.store import PART_BYTES, ObjectInfo, Store, is_process_local, open_store
 from flashckpt.store_common import publish_unconditional
@@ -482,6 +482,28 @@ def test_file_system_without_direct_io_is_written_buffered(
     store = open_store(tmp_path)
     store.put_object("a", [data.data[:5], data.data[5:]], data.nbytes)
     assert store.get("a") == data.tobytes()
+
+
+@pytest.mark.parametrize("direct", [True, False])
+def test_ranges_at_any_place_and_alignment_are_read_whole(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, direct: bool
+) -> None:
+    data = np.random.default_rng(0).integers(0, 256, (9 << 20) + 1234, dtype=np.uint8)
+    store = open_store(tmp_path)
+    store.put_object("a", [data.data], data.nbytes)
+    if not direct:
+        monkeypatch.setattr("flashckpt.store_direct.DIRECT_READ_BYTES", 1 << 40)
+    memory = np.zeros(data.nbytes + 8192, np.uint8)
+    aligned = -memory.ctypes.data % 4096
+    for start in (0, 4096, 5, 4095, 1 << 20, (1 << 20) + 64):
+        for shift in (aligned, aligned + 1):
+            for length in (1 << 20, (5 << 20) + 7, data.nbytes - start):
+                out = memory[shift : shift + length]
+                out[:] = 0
+                store.get_range("a", start, out.data)
+                assert np.array_equal(out, data[start : start + length]), (start, shift, length)
+        with pytest.raises(DamagedError, match="truncated"):
+            store.get_range("a", start, memory[: data.nbytes - start + 1].data)
 
 
 def test_file_system_without_hard_links_falls_back_to_one_writer(
