@@ -159,16 +159,12 @@ def wanted_shards(dp: int, tp: int, pp: int, rank: int) -> list[Shard]:
         if len(offsets) not in (dp, dp * tp):  # empty parts were left out: this rank may have none
             index = min(index, len(offsets) - 1)
         box = tuple(offsets[index].tolist()), tuple(lengths[index].tolist())
-        for state in STATES:
-            shards.append(
-                Shard(
-                    fqn=f"{state}.{tensor.name}",
-                    dtype="float32",
-                    global_shape=tensor.shape,
-                    offsets=box[0],
-                    lengths=box[1],
-                )
+        shards += [
+            Shard(
+                fqn=f"{state}.{tensor.name}", dtype="float32", global_shape=tensor.shape, offsets=box[0], lengths=box[1]
             )
+            for state in STATES
+        ]
         shards.append(
             Shard(fqn=f"optimizer.step.{tensor.name}", dtype="float32", global_shape=(), offsets=(), lengths=())
         )

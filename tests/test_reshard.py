@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import importlib.util
 import itertools
+import sys
 from math import prod
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -197,3 +200,20 @@ def test_split_runs_partitions_the_box_under_the_limit(data: st.DataObject) -> N
         assert len(runs(source, target, box, 4)) <= limit
         count[tuple(slice(a, a + n) for a, n in zip(*box, strict=True))] += 1
     assert (count == 1).all()
+
+
+def test_simulated_70_layer_model_plans_at_64_ranks() -> None:
+    """The benchmark's own check: what a rank plans covers all it wants. Times are for the benchmark to judge."""
+    path = Path(__file__).parent.parent / "benchmarks/reshard.py"
+    spec = importlib.util.spec_from_file_location("benchmark_reshard", path)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setitem(sys.modules, spec.name, module)
+        spec.loader.exec_module(module)
+        table = module.saved_manifest(2, 4, 4).table
+        for rank in (0, 17, 31):
+            shards = module.wanted_shards(4, 2, 4, rank)
+            plan = plan_reads(shards, [table])
+            assert sum(read.nbytes for read in plan.reads) == plan.nbytes == sum(shard.nbytes for shard in shards)
