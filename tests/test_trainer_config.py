@@ -104,6 +104,9 @@ def test_a_changed_dimension_is_an_error_and_a_changed_rate_a_warning() -> None:
         ({"parallel": {"data_parallel": "ddp", "tp": 2}}, 2, "ddp"),
         ({"parallel": {"activation_checkpoint": "every:0"}}, 1, "activation_checkpoint"),
         ({"parallel": {"pp": 0}}, 1, "parallel.pp"),
+        ({"model": {"experts": 3}}, 2, "model.experts"),
+        ({"model": {"experts": 4}, "parallel": {"tp": 2}}, 2, "without tensor parallel"),
+        ({"model": {"experts": 1}}, 1, "experts_per_token"),
         ({"parallel": {"pp": 2, "schedule": "ZBVZeroBubble", "stages_per_rank": 3}}, 2, "stages_per_rank"),
     ],
 )

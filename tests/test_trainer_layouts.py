@@ -81,6 +81,22 @@ def test_layout_trains_as_one_process(name: Any, corpus: Any, one_process: Any) 
         assert mine == pytest.approx(theirs, abs=2e-6)
 
 
+EXPERTS = {"experts": 4, "ffn": 32}
+
+
+@pytest.mark.parametrize(
+    ("world", "parallel"),
+    [(2, {}), (4, {"dp_replicate": 2, "activation_checkpoint": "full"}), (4, {"pp": 2, "schedule": "Interleaved1F1B"})],
+    ids=["ep2", "hsdp2x2-ep2", "ep2-pp2"],
+)
+def test_experts_spread_over_ranks_train_as_in_one_process(world: Any, parallel: Any, corpus: Any) -> None:
+    wanted = train(corpus, 1, {}, model=EXPERTS)[0]
+    ranks = train(corpus, world, parallel, model=EXPERTS)
+    (reporter,) = (rank for rank in ranks if rank["reporter"])
+    assert floats(reporter["losses"]) == pytest.approx(floats(wanted["losses"]), abs=2e-6)
+    assert floats(reporter["norms"]) == pytest.approx(floats(wanted["norms"]), abs=2e-6)
+
+
 def test_bfloat16_keeps_the_loss_near(corpus: Any, one_process: Any) -> None:
     ranks = train(corpus, 2, {}, train={"precision": "bfloat16"})
     assert floats(ranks[0]["losses"]) == pytest.approx(floats(one_process("")["losses"]), abs=2e-2)

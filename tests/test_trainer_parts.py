@@ -111,3 +111,6 @@ def test_parameter_count_and_flops_follow_the_model() -> None:
     model = Transformer(config, 16)
     assert count_parameters(config) == sum(p.numel() for p in model.parameters())
     assert flops_per_token(config, 16) == 6 * count_parameters(config) + 12 * 3 * 32 * 16
+    sparse = ModelConfig(dim=32, heads=4, kv_heads=2, ffn=48, layers=3, experts=4, experts_per_token=1)
+    assert count_parameters(sparse) == sum(p.numel() for p in Transformer(sparse, 16).parameters())
+    assert count_parameters(sparse, active=True) == count_parameters(config) + 3 * 32 * 4

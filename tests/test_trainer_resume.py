@@ -197,3 +197,19 @@ def test_asked_to_stop_ends_with_75_and_the_next_start_goes_on_to_the_same_trace
     assert compare_traces(unbroken, resumed, stopped + 3).identical
     (restored,) = read_restores(job.folder / "stop")
     assert (restored.step, set(restored.tiers)) == (stopped, {"storage"})
+
+
+@pytest.mark.parametrize("ranks", [4, 2])
+def test_experts_killed_rank_restart_from_memory_over_as_many_or_fewer_ranks(ranks: int, text: Any) -> None:
+    """Experts are state that no other rank holds: nothing may be taken from a replica that is none."""
+    experts, name = {"experts": 4, "ffn": 32, "dropout": 0.0}, f"experts{ranks}"
+    job = Job(text, 4, {}, model=experts)
+    unbroken = job.train(f"{name}-untracked", checkpoint={"root": ""})
+    job.kill(name, 2)
+    trace = Job(text, ranks, {}, model=experts).train(name)
+    if ranks == job.world:
+        check_same(unbroken, trace)
+    losses, wanted = ([float.fromhex(line["loss"]) for line in lines] for lines in (trace, unbroken))
+    assert losses == pytest.approx(wanted, abs=1e-5)
+    (restored,) = read_restores(job.folder / name)
+    assert (restored.step, restored.ranks, set(restored.tiers)) == (SNAPSHOT, ranks, {"memory"})

@@ -77,6 +77,7 @@ def resolve_layout(config: RunConfig, world: int) -> Layout:
     """
     degrees = _degrees(config, world)
     _check_model(config, degrees["tp"])
+    _check_experts(config, degrees)
     schedule = _schedule_name(config.parallel.schedule)
     per_rank = _stages_per_rank(config, schedule, degrees["pp"])
     stages = per_rank * degrees["pp"]
@@ -186,6 +187,24 @@ def _check_model(config: RunConfig, tp: int) -> None:
     if (model.dim // model.heads) % 2:
         raise LayoutError(
             "the head dimension is odd", found=f"{model.dim // model.heads}", expected="even (rotary pairs)"
+        )
+
+
+def _check_experts(config: RunConfig, degrees: dict[str, int]) -> None:
+    model = config.model
+    if not model.experts:
+        return
+    _divides("model.experts", model.experts, "parallel.dp_shard", degrees["dp_shard"])
+    if not 1 <= model.experts_per_token <= model.experts:
+        raise LayoutError(
+            "model.experts_per_token does not fit", found=str(model.experts_per_token), expected=f"1 to {model.experts}"
+        )
+    if degrees["tp"] > 1 or config.parallel.data_parallel == "ddp":
+        raise LayoutError(
+            "experts go with fsdp and without tensor parallel",
+            found=f"tp = {degrees['tp']}, data_parallel = {config.parallel.data_parallel}",
+            expected="tp = 1, data_parallel = fsdp",
+            remedy="spread the experts over more dp_shard ranks instead",
         )
 
 

@@ -112,7 +112,7 @@ def _split(path: Path, after: int) -> tuple[list[str], list[str]]:
 
 def flops_per_token(model: ModelConfig, seq_len: int) -> float:
     """Return training FLOPs per token, 6 N + 12 L H Q T (PaLM, appendix B)."""
-    return 6.0 * count_parameters(model) + 12.0 * model.layers * model.dim * seq_len
+    return 6.0 * count_parameters(model, active=True) + 12.0 * model.layers * model.dim * seq_len
 
 
 class ProgressLine:

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from flashckpt.trainer.config import ModelConfig
+from flashckpt.trainer.moe import MixtureOfExperts
 
 INIT_STD = 0.02
 
@@ -78,7 +79,7 @@ class Block(nn.Module):
         self.attention_norm = nn.RMSNorm(config.dim, eps=config.norm_eps)
         self.attention = Attention(config)
         self.ffn_norm = nn.RMSNorm(config.dim, eps=config.norm_eps)
-        self.feed_forward = FeedForward(config)
+        self.feed_forward = MixtureOfExperts(config) if config.experts else FeedForward(config)
         self.dropout = nn.Dropout(config.dropout)
         self.recompute = "none"
 
@@ -171,11 +172,15 @@ def name_seed(seed: int, name: str) -> int:
     return int.from_bytes(hashlib.blake2b(f"{seed}:{name}".encode(), digest_size=8).digest(), "little") >> 1
 
 
-def count_parameters(config: ModelConfig) -> int:
-    """Return the number of parameters of the whole model."""
+def count_parameters(config: ModelConfig, *, active: bool = False) -> int:
+    """Return the number of parameters of the whole model; `active`: of those that one token meets."""
     head_dim = config.dim // config.heads
     attention = config.dim * head_dim * (2 * config.heads + 2 * config.kv_heads)
-    block = attention + 3 * config.dim * config.ffn + 2 * config.dim
+    feed_forward = 3 * config.dim * config.ffn
+    if config.experts:
+        experts = config.experts_per_token if active else config.experts
+        feed_forward = experts * feed_forward + config.dim * config.experts
+    block = attention + feed_forward + 2 * config.dim
     return config.layers * block + 2 * config.vocab * config.dim + config.dim
 
 

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Partial, Replicate
 
 from flashckpt.trainer.config import OptimConfig
+from flashckpt.trainer.moe import EXPERT_WEIGHTS, average_expert_gradients
 from flashckpt.trainer.parallel import Parallel, local_tensor
 
 
@@ -21,11 +22,14 @@ def build_optimizers(config: OptimConfig, parts: Iterable[nn.Module]) -> list[to
 def _build(config: OptimConfig, part: nn.Module) -> torch.optim.AdamW:
     decayed: list[nn.Parameter] = []
     plain: list[nn.Parameter] = []
+    experts: list[nn.Parameter] = []  # a group of their own: they lie on another mesh, and a group is one operator
     for name, parameter in part.named_parameters():
-        (plain if parameter.dim() < 2 or "tok_embeddings" in name else decayed).append(parameter)
+        small = parameter.dim() < 2 or "tok_embeddings" in name
+        (experts if name.endswith(EXPERT_WEIGHTS) else plain if small else decayed).append(parameter)
     groups = [
         {"params": decayed, "weight_decay": config.weight_decay},
         {"params": plain, "weight_decay": 0.0},
+        {"params": experts, "weight_decay": config.weight_decay},
     ]
     return torch.optim.AdamW(
         [group for group in groups if group["params"]],
@@ -63,7 +67,9 @@ def set_rate(optimizers: Iterable[torch.optim.Optimizer], rate: float) -> None:
 
 
 def settle_gradients(parallel: Parallel) -> None:
-    """Give each gradient its parameter's placement (DDP with one rank may leave partial sums)."""
+    """Make every gradient the mean over the data-parallel ranks, placed as its parameter."""
+    for part in parallel.parts:
+        average_expert_gradients(part)
     for parameter in parallel.parameters():
         grad = parameter.grad
         if isinstance(grad, DTensor) and isinstance(parameter, DTensor) and grad.placements != parameter.placements:

@@ -30,6 +30,7 @@ from torch.distributed.tensor.parallel import (
 from flashckpt.trainer.config import RunConfig
 from flashckpt.trainer.layout import MESH_NAMES, Layout, check_recompute
 from flashckpt.trainer.model import Transformer, initialise
+from flashckpt.trainer.moe import spread_experts
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -129,10 +130,11 @@ def _fully_shard(part: Transformer, mesh: DeviceMesh, config: RunConfig, layout:
     if config.train.precision == "bfloat16":
         # The sharded float32 parameter is the master copy: one copy is held and stored, not two.
         policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+    experts = spread_experts(part, mesh["dp_replicate", "dp_shard"]) or None
     reshard = layout.pp == 1  # with pipelines, gathering again for every micro-batch costs more than it frees
     for block in part.layers.values():
-        fully_shard(block, mesh=dp_mesh, reshard_after_forward=reshard, mp_policy=policy)
-    fully_shard(part, mesh=dp_mesh, reshard_after_forward=reshard, mp_policy=policy)
+        fully_shard(block, mesh=dp_mesh, reshard_after_forward=reshard, mp_policy=policy, ignored_params=experts)
+    fully_shard(part, mesh=dp_mesh, reshard_after_forward=reshard, mp_policy=policy, ignored_params=experts)
 
 
 def _tensor_parallel(part: Transformer, mesh: DeviceMesh, config: RunConfig) -> None:

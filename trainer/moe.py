@@ -1,0 +1,115 @@
+"""A mixture of experts whose experts are spread over the data-parallel ranks (expert parallelism).
+
+Each rank routes its own tokens; an all-to-all brings every token to the rank that holds its expert and
+back. So experts are state that is not replicated over data parallelism: no rank holds another's.
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F  # noqa: N812 -- the name everybody reads
+from torch import Tensor, nn
+from torch.distributed._functional_collectives import all_to_all_single_autograd
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
+
+from flashckpt.trainer.config import ModelConfig
+
+EXPERT_WEIGHTS = ("experts.w1", "experts.w2", "experts.w3")
+
+
+class Experts(nn.Module):
+    """SwiGLU experts as three 3-D weights, first dimension the expert."""
+
+    def __init__(self, config: ModelConfig) -> None:
+        super().__init__()
+        self.w1 = nn.Parameter(torch.empty(config.experts, config.dim, config.ffn))
+        self.w2 = nn.Parameter(torch.empty(config.experts, config.ffn, config.dim))
+        self.w3 = nn.Parameter(torch.empty(config.experts, config.dim, config.ffn))
+
+    def forward(self, x: Tensor, counts: list[int]) -> Tensor:
+        """Apply local expert i to the i-th run of rows.
+
+        Args:
+            x: (N, D), rows sorted by local expert.
+            counts: Rows of each local expert; they add up to N.
+        """
+        w1, w2, w3 = (_local(weight).to(x.dtype) for weight in (self.w1, self.w2, self.w3))
+        runs = torch.split(x, counts)
+        return torch.cat([(F.silu(rows @ w1[i]) * (rows @ w3[i])) @ w2[i] for i, rows in enumerate(runs)])
+
+
+class MixtureOfExperts(nn.Module):
+    """Top-k softmax routing over `config.experts` experts; `group` holds them, None means all are here."""
+
+    def __init__(self, config: ModelConfig) -> None:
+        super().__init__()
+        self.router = nn.Linear(config.dim, config.experts, bias=False)
+        self.experts = Experts(config)
+        self.number, self.top_k = config.experts, config.experts_per_token
+        self.group: dist.ProcessGroup | None = None
+
+    def forward(self, x: Tensor) -> Tensor:
+        """(B, T, D) -> (B, T, D)."""
+        flat = x.reshape(-1, x.shape[-1])
+        weight, chosen = torch.topk(torch.softmax(self.router(flat).float(), -1), self.top_k, dim=-1)
+        weight = (weight / weight.sum(-1, keepdim=True)).to(x.dtype)
+        order = torch.argsort(chosen.reshape(-1), stable=True)  # rows by expert
+        rows = flat[order // self.top_k]
+        counts = torch.bincount(chosen.reshape(-1), minlength=self.number)
+        done = self.experts(rows, counts.tolist()) if self.group is None else self._exchange(rows, counts)
+        done = done * weight.reshape(-1)[order][:, None]
+        return torch.zeros_like(flat).index_add(0, order // self.top_k, done).view_as(x)
+
+    def _exchange(self, rows: Tensor, counts: Tensor) -> Tensor:
+        """Send each row to the rank of its expert, apply it there, and bring it back. Collective over `group`."""
+        assert self.group is not None
+        ranks = dist.get_world_size(self.group)
+        theirs = torch.empty_like(counts)  # [source rank, local expert]
+        dist.all_to_all_single(theirs, counts, group=self.group)
+        sent = counts.view(ranks, -1).sum(1).tolist()
+        got = theirs.view(ranks, -1).sum(1).tolist()
+        here = all_to_all_single_autograd(rows, got, sent, self.group)
+        expert = torch.arange(self.number // ranks, device=rows.device).repeat(ranks).repeat_interleave(theirs)
+        order = torch.argsort(expert, stable=True)
+        done = self.experts(here[order], theirs.view(ranks, -1).sum(0).tolist())
+        back: Tensor = all_to_all_single_autograd(done[torch.argsort(order)], sent, got, self.group)
+        return back
+
+
+def spread_experts(module: nn.Module, mesh: DeviceMesh) -> set[nn.Parameter]:
+    """Give each data-parallel rank its experts, as DTensors; return their parameters.
+
+    Args:
+        module: A model part.
+        mesh: ("dp_replicate", "dp_shard"): experts are cut over the second and repeated over the first.
+    """
+    spread: set[nn.Parameter] = set()
+    placements: list[Placement] = [Replicate(), Shard(0)]
+    for layer in module.modules():
+        if isinstance(layer, MixtureOfExperts):
+            layer.group = mesh["dp_shard"].get_group()
+            for name, weight in list(layer.experts.named_parameters()):
+                part = weight.detach().chunk(mesh["dp_shard"].size())[mesh["dp_shard"].get_local_rank()].clone()
+                whole = DTensor.from_local(part, mesh, placements, run_check=False)
+                layer.experts.register_parameter(name, nn.Parameter(whole))
+                spread.add(getattr(layer.experts, name))
+    return spread
+
+
+def average_expert_gradients(module: nn.Module) -> None:
+    """Turn the sums that experts hold after backward into means over all data-parallel ranks. Collective."""
+    for layer in module.modules():
+        if not isinstance(layer, Experts):
+            continue
+        for weight in layer.parameters():
+            if isinstance(weight, DTensor) and isinstance(weight.grad, DTensor):
+                mesh, local = weight.device_mesh, weight.grad.to_local()
+                if mesh.size(0) > 1:
+                    dist.all_reduce(local, group=mesh.get_group(0))
+                local.div_(mesh.size(0) * mesh.size(1))
+
+
+def _local(weight: Tensor) -> Tensor:
+    return weight.to_local() if isinstance(weight, DTensor) else weight
