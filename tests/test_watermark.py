@@ -128,3 +128,18 @@ def test_an_abandoned_snapshot_is_not_published_even_before_its_slot_is_marked(c
         mark.publish([(1, 30), (1, 10)])
     assert a.common() == [(1, 10)]
     assert control.row(0).complete == [(1, 10)]
+
+
+def test_a_real_store_carries_the_lists_without_waiting() -> None:
+    """torch's own store keeps any bytes, and `check` answers for a key that nobody has set."""
+    import torch.distributed as dist
+
+    store = dist.PrefixStore("g2", dist.HashStore())  # type: ignore[attr-defined]  # torch does not list them
+    a, b = (
+        Watermark(control=None, local_rank=0, rank=r, world_size=2, local_world_size=1, generation=2, store=store)
+        for r in range(2)
+    )
+    a.publish([(2, 10), (1, 2**40)])
+    assert a.common() == []
+    b.publish([(2, 10)], passed=(2, 15))
+    assert a.common() == b.common() == [(2, 10)]
