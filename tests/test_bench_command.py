@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 from click.testing import CliRunner, Result
+from support.s3 import s3_server
 
 from flashckpt.bench import measure, store
 from flashckpt.bench.compare import caveats, compare
@@ -21,6 +22,8 @@ from flashckpt.cli_bench import bench
 from flashckpt.cli_plan import plan
 from flashckpt.errors import ConfigError, FlashckptError, LayoutError, RootError
 from flashckpt.job import memory_root
+
+OPTIONS = {"endpoint_url": "endpoint", "key": "key", "secret": "secret"}
 
 
 def run(*arguments: str) -> Result:
@@ -200,6 +203,30 @@ def test_store_on_tmpfs_says_that_nothing_there_is_durable_or_cold(tmp_path: Pat
     if made["host"]["file_systems"][0]["type"] == "tmpfs":
         assert "no-op" in made["results"]["capabilities"]["fsync"]
         assert made["results"]["cold"]["cached_share"] == 1.0
+
+
+def test_store_on_s3_says_what_the_server_ignores_and_leaves_the_bucket_empty(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("AWS_DEFAULT_REGION", "us-east-1")
+    with s3_server() as server:
+        url = f"s3://{server.bucket}/bench"
+        given = [f"{key}={getattr(server, name)}" for key, name in OPTIONS.items()]
+        options = [text for pair in given for text in ("-o", pair)]
+        made = result_of(
+            tmp_path / "x.json", "store", url, *options, "--size", "17MiB", "--rounds", "1", "--small", "2"
+        )
+        able = made["results"]["capabilities"]
+        assert able["conditional_put"] is True
+        assert able["ranges"] is True
+        assert able["o_direct"] is None
+        assert isinstance(able["conditional_multipart"], bool)
+        assert able["server_checksums"] is False  # moto and radosgw 16 alike
+        assert made["results"]["cold"]["cached_share"] is None
+        assert server.secret not in json.dumps(made)
+        client = server.client()
+        assert client.list_objects_v2(Bucket=server.bucket).get("KeyCount") == 0
+        assert not client.list_multipart_uploads(Bucket=server.bucket).get("Uploads")
 
 
 def test_store_that_is_kept_stays(tmp_path: Path) -> None:

@@ -25,6 +25,7 @@ from flashckpt.bench.data import fill as fill_data
 from flashckpt.bench.host import drop_caches, evict, file_system, peak_memory
 from flashckpt.bench.layouts import uniform
 from flashckpt.bench.measure import cpu_seconds, interleave, median, summarise
+from flashckpt.bench.probe import s3_capabilities
 from flashckpt.bench.scratch import Scratch
 from flashckpt.bench.timed_store import timed
 from flashckpt.checkpoints import read_manifest
@@ -281,16 +282,13 @@ def capabilities(bench: StoreBench) -> dict[str, Any]:
     bench.store.get_range("probe", 9_001, out)
     bench.store.delete("probe")
     directory = bench.scratch.directory
+    asked, why = s3_capabilities(bench.scratch)
     return {
         "conditional_put": bench.store.is_conditional,
         "ranges": bytes(out) == body[9_001:10_001],
         "o_direct": None if directory is None else _takes_o_direct(directory),
-        "conditional_multipart": None,
-        "server_checksums": None,
-        "notes": {
-            "conditional_multipart": "not tried: flashckpt commits by one small conditional PUT only",
-            "server_checksums": "not tried: flashckpt verifies every byte itself, whatever the server promises",
-        },
+        **asked,
+        "notes": why,
     }
 
 
