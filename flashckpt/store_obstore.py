@@ -20,7 +20,8 @@ from flashckpt.errors import FlashckptError, ObjectMissingError, RootError
 from flashckpt.store import PART_BYTES, PARTS_IN_FLIGHT, Names, ObjectInfo, Objects, check_key
 from flashckpt.store_common import publish_unconditional, require_restartable, truncated
 from flashckpt.store_direct import extents
-from flashckpt.store_s3 import S3Store, no_credentials, request_error
+from flashckpt.store_s3 import S3Store
+from flashckpt.store_s3_errors import no_credentials, request_error
 
 _OPTIONS = {"key", "secret", "token", "endpoint_url", "client_kwargs", "retries", "timeout_s", "conditional", "anon"}
 _CLIENT_OPTIONS = {"region_name", "endpoint_url", "aws_access_key_id", "aws_secret_access_key", "aws_session_token"}

@@ -17,7 +17,7 @@ from collections.abc import Awaitable, Callable, Iterable, Iterator
 from typing import Any, TypeAlias
 from urllib.parse import urlsplit
 
-from flashckpt.errors import ConfigError, FlashckptError, ObjectMissingError, RootError, StoreError
+from flashckpt.errors import ConfigError, FlashckptError
 from flashckpt.store import PART_BYTES, PARTS_IN_FLIGHT, SWEEP_AGE_S, Names, ObjectInfo, Objects, check_key
 from flashckpt.store_common import (
     ConditionProbe,
@@ -27,26 +27,11 @@ from flashckpt.store_common import (
     warn_unconditional,
 )
 from flashckpt.store_direct import extents
+from flashckpt.store_s3_errors import MISSING_KEY, error_code, http_status, is_network, is_transient, translate
 
 _log = logging.getLogger(__name__)
 
-_MISSING_KEY = ("NoSuchKey", "404", "NotFound")
-REFUSED = (
-    "AccessDenied",
-    "AllAccessDisabled",
-    "ExpiredToken",
-    "InvalidAccessKeyId",
-    "InvalidToken",
-    "SignatureDoesNotMatch",
-    "TokenRefreshRequired",
-    "AuthorizationHeaderMalformed",
-    "RequestTimeTooSkewed",
-    "401",
-    "403",
-)
 _Parts: TypeAlias = list[dict[str, Any]]
-
-_PERMANENT = ("NoSuchBucket", "NoSuchUpload", "InvalidBucketName", "PreconditionFailed", "412", "MethodNotAllowed")
 
 
 def split_s3(url: str) -> tuple[str, str]:
@@ -153,7 +138,7 @@ class S3Store:
             try:
                 answer = await s3.head_object(Bucket=self.bucket, Key=self._key(check_key(key)))
             except Exception as error:
-                if _code(error) in _MISSING_KEY:
+                if error_code(error) in MISSING_KEY:
                     return None
                 raise
             return ObjectInfo(key=key, nbytes=answer["ContentLength"], mtime=answer["LastModified"].timestamp())
@@ -208,7 +193,7 @@ class S3Store:
                     Bucket=self.bucket, Key=self._key(check_key(key)), Body=bytes(data), IfNoneMatch="*"
                 )
             except Exception as error:
-                if _status(error) == 412 or _code(error) in ("PreconditionFailed", "412"):
+                if http_status(error) == 412 or error_code(error) in ("PreconditionFailed", "412"):
                     return False
                 raise
             return True
@@ -275,7 +260,7 @@ class S3Store:
         try:
             answer = await s3.get_object(Bucket=self.bucket, Key=self._key(check_key(key)), Range=span)
         except Exception as error:
-            if _code(error) in ("InvalidRange", "416") or _status(error) == 416:
+            if error_code(error) in ("InvalidRange", "416") or http_status(error) == 416:
                 raise truncated(self.url, key, found=f"less than {start} bytes", needed=start + len(view)) from error
             raise
         filled = 0
@@ -317,7 +302,7 @@ class S3Store:
         except FlashckptError:
             raise
         except Exception as error:
-            if not (_code(error) or _is_network(error)):
+            if not (error_code(error) or is_network(error)):
                 raise
             raise translate(error, self.url, self.bucket, key) from error
 
@@ -354,57 +339,11 @@ class S3Store:
             except FlashckptError:
                 raise
             except Exception as error:
-                if attempt + 1 >= self._retries or not _is_transient(error):
+                if attempt + 1 >= self._retries or not is_transient(error):
                     raise
                 _log.debug("%s/%s: attempt %d failed: %s", self.url, key, attempt + 1, error)
                 await asyncio.sleep(min(0.2 * 2**attempt, 10.0))
         raise AssertionError  # pragma: no cover -- retries is at least 1
-
-
-def translate(error: BaseException, url: str, bucket: str, key: str) -> FlashckptError:
-    """Return our error for one of botocore or aiohttp."""
-    code, status, name = _code(error), _status(error), type(error).__name__
-    if name in ("NoCredentialsError", "PartialCredentialsError", "CredentialRetrievalError", "TokenRetrievalError"):
-        return no_credentials(url, str(error))
-    return request_error(url, bucket, key, code=code, status=status, found=f"{code or name}: {error}")
-
-
-def request_error(url: str, bucket: str, key: str, *, code: str, status: int, found: str) -> FlashckptError:
-    """Return the error for a failed request, with missing bucket, refusal and dead endpoint told apart.
-
-    Args:
-        url: The root.
-        bucket: Its bucket.
-        key: The object the request was about; "" for the root itself.
-        code: S3's error code, "" where the answer had none.
-        status: HTTP status, 0 where there was no answer.
-        found: What to show of the answer.
-    """
-    if code == "NoSuchBucket" or (not key and status == 404):
-        problem, remedy = f"the bucket {bucket} does not exist", f"create it, or correct the root {url}"
-        return RootError(problem, found=found, remedy=remedy)
-    if code in _MISSING_KEY or status == 404:
-        return ObjectMissingError(f"the object {key} of {url} is missing", found=found)
-    if code in REFUSED or status in (401, 403):
-        return RootError(
-            f"the credentials for {url} were refused",
-            found=found,
-            expected="read, write, list and delete in the bucket",
-            remedy="renew or correct the credentials; persisting resumes by itself",
-        )
-    if status == 0:
-        return StoreError(
-            f"the endpoint of {url} cannot be reached",
-            found=found,
-            remedy="check network and endpoint_url; persisting resumes by itself",
-        )
-    return StoreError(f"the request for {key or 'the root'} of {url} failed", found=found, expected="HTTP 200")
-
-
-def no_credentials(url: str, found: str = "") -> RootError:
-    """Return the error for a root to which no credentials were found at all."""
-    remedy = "set AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, a profile, or storage_options"
-    return RootError(f"no credentials for {url}", found=found, remedy=remedy)
 
 
 def _pieces(parts: Iterable[memoryview]) -> Iterator[bytes]:
@@ -431,30 +370,3 @@ def _drain(head: list[bytes], rest: Iterator[bytes]) -> Iterator[bytes]:
 
 async def _as_coroutine(ask: Callable[[], Awaitable[Any]]) -> Any:
     return await ask()
-
-
-def _response(error: BaseException) -> dict[str, Any]:
-    response = getattr(error, "response", None)
-    return response if isinstance(response, dict) else {}
-
-
-def _code(error: BaseException) -> str:
-    return str(_response(error).get("Error", {}).get("Code", ""))
-
-
-def _status(error: BaseException) -> int:
-    return int(_response(error).get("ResponseMetadata", {}).get("HTTPStatusCode", 0))
-
-
-def _is_network(error: BaseException) -> bool:
-    package = type(error).__module__.partition(".")[0]
-    return isinstance(error, (OSError, asyncio.TimeoutError)) or package in ("aiohttp", "botocore", "aiobotocore")
-
-
-def _is_transient(error: BaseException) -> bool:
-    code, status, name = _code(error), _status(error), type(error).__name__
-    if code in REFUSED or code in _PERMANENT or code in _MISSING_KEY or "Credential" in name or "Param" in name:
-        return False
-    if status == 0:
-        return _is_network(error)
-    return status >= 500 or status in (408, 429) or code in ("SlowDown", "RequestTimeout")

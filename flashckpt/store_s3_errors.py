@@ -1,0 +1,101 @@
+"""What went wrong with an S3 request: missing bucket, refusal, dead endpoint told apart; shared by both clients."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+from flashckpt.errors import FlashckptError, ObjectMissingError, RootError, StoreError
+
+MISSING_KEY = ("NoSuchKey", "404", "NotFound")
+REFUSED = (
+    "AccessDenied",
+    "AllAccessDisabled",
+    "ExpiredToken",
+    "InvalidAccessKeyId",
+    "InvalidToken",
+    "SignatureDoesNotMatch",
+    "TokenRefreshRequired",
+    "AuthorizationHeaderMalformed",
+    "RequestTimeTooSkewed",
+    "401",
+    "403",
+)
+_PERMANENT = ("NoSuchBucket", "NoSuchUpload", "InvalidBucketName", "PreconditionFailed", "412", "MethodNotAllowed")
+
+
+def translate(error: BaseException, url: str, bucket: str, key: str) -> FlashckptError:
+    """Return our error for one of botocore or aiohttp."""
+    code, status, name = error_code(error), http_status(error), type(error).__name__
+    if name in ("NoCredentialsError", "PartialCredentialsError", "CredentialRetrievalError", "TokenRetrievalError"):
+        return no_credentials(url, str(error))
+    return request_error(url, bucket, key, code=code, status=status, found=f"{code or name}: {error}")
+
+
+def request_error(url: str, bucket: str, key: str, *, code: str, status: int, found: str) -> FlashckptError:
+    """Return the error for a failed request, with missing bucket, refusal and dead endpoint told apart.
+
+    Args:
+        url: The root.
+        bucket: Its bucket.
+        key: The object the request was about; "" for the root itself.
+        code: S3's error code, "" where the answer had none.
+        status: HTTP status, 0 where there was no answer.
+        found: What to show of the answer.
+    """
+    if code == "NoSuchBucket" or (not key and status == 404):
+        problem, remedy = f"the bucket {bucket} does not exist", f"create it, or correct the root {url}"
+        return RootError(problem, found=found, remedy=remedy)
+    if code in MISSING_KEY or status == 404:
+        return ObjectMissingError(f"the object {key} of {url} is missing", found=found)
+    if code in REFUSED or status in (401, 403):
+        return RootError(
+            f"the credentials for {url} were refused",
+            found=found,
+            expected="read, write, list and delete in the bucket",
+            remedy="renew or correct the credentials; persisting resumes by itself",
+        )
+    if status == 0:
+        return StoreError(
+            f"the endpoint of {url} cannot be reached",
+            found=found,
+            remedy="check network and endpoint_url; persisting resumes by itself",
+        )
+    return StoreError(f"the request for {key or 'the root'} of {url} failed", found=found, expected="HTTP 200")
+
+
+def no_credentials(url: str, found: str = "") -> RootError:
+    """Return the error for a root to which no credentials were found at all."""
+    remedy = "set AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, a profile, or storage_options"
+    return RootError(f"no credentials for {url}", found=found, remedy=remedy)
+
+
+def _response(error: BaseException) -> dict[str, Any]:
+    response = getattr(error, "response", None)
+    return response if isinstance(response, dict) else {}
+
+
+def error_code(error: BaseException) -> str:
+    """Return S3's error code; "" where there was no answer."""
+    return str(_response(error).get("Error", {}).get("Code", ""))
+
+
+def http_status(error: BaseException) -> int:
+    """Return the HTTP status; 0 where there was no answer."""
+    return int(_response(error).get("ResponseMetadata", {}).get("HTTPStatusCode", 0))
+
+
+def is_network(error: BaseException) -> bool:
+    """Return whether an exception can come from the network and its clients, not from a mistake of ours."""
+    package = type(error).__module__.partition(".")[0]
+    return isinstance(error, (OSError, asyncio.TimeoutError)) or package in ("aiohttp", "botocore", "aiobotocore")
+
+
+def is_transient(error: BaseException) -> bool:
+    """Return whether the same request may succeed a moment later."""
+    code, status, name = error_code(error), http_status(error), type(error).__name__
+    if code in REFUSED or code in _PERMANENT or code in MISSING_KEY or "Credential" in name or "Param" in name:
+        return False
+    if status == 0:
+        return is_network(error)
+    return status >= 500 or status in (408, 429) or code in ("SlowDown", "RequestTimeout")
