@@ -7,6 +7,7 @@ own), `local_rank`, `cpus` (affinity, or null), `error_file`, `stacks_file`.
 
 from __future__ import annotations
 
+import contextlib
 import faulthandler
 import importlib.machinery
 import importlib.util
@@ -21,6 +22,8 @@ import traceback
 import types
 from pathlib import Path
 from typing import Any
+
+from flashckpt.errors import ConfigError, DataError, FlashckptError, LayoutError, RootError, SharedMemoryError
 
 STACKS_SIGNAL = signal.SIGRTMIN + 7
 """Signal on which a worker writes the stacks of its threads (real-time: scripts and Slurm use USR1 and USR2)."""
@@ -134,10 +137,22 @@ def _run_recorded(request: dict[str, Any]) -> int:
     except KeyboardInterrupt as error:
         _report(request, error)
         return 128 + signal.SIGINT
+    except FlashckptError as error:
+        _refuse(error)
+        _report(request, error)
+        return error.exit_code
     except BaseException as error:  # noqa: BLE001 -- whatever ends the script is reported
         _report(request, error)
         return 1
     return 0
+
+
+def _refuse(error: FlashckptError) -> None:
+    """Tell dlrun where a restart would end the same: wrong configuration, layout, data, root or machine."""
+    folder = os.environ.get("FLASHCKPT_AGENT_DIR")
+    if folder and isinstance(error, (ConfigError, LayoutError, DataError, RootError, SharedMemoryError)):
+        with contextlib.suppress(OSError):
+            Path(folder, "refused").write_text(str(error.exit_code), encoding="utf-8")
 
 
 def _system_exit(error: SystemExit) -> int:

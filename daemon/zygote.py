@@ -40,19 +40,21 @@ TORCH_MODULES = (
     "torch.distributed.algorithms._checkpoint.checkpoint_wrapper",
     "torch.nn.parallel",
     "torch.optim",
+    "torch.profiler._cupti_monitor",  # torch.profiler imports it late
     "torch.utils.data",
     "torch.utils.checkpoint",
 )
 OUR_MODULES = (
     "flashckpt.checkpointer",
+    "flashckpt.store_common",
+    "flashckpt.store_posix",
+    "flashckpt.store_direct",
+    "flashckpt.new_life",
+    "flashckpt.replicas",
     "flashckpt.sampler",
-    "flashckpt.trainer",
-    "flashckpt.trainer.main",
-    "flashckpt.trainer.model",
-    "flashckpt.trainer.parallel",
     "flashckpt.trainer.loop",
-    "flashckpt.trainer.data",
     "flashckpt.trainer.config",
+    "flashckpt.trainer.evaluate",
 )
 ONE_THREAD = ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS")
 """Variables that keep numpy and torch from starting thread pools at import; workers get their real values back."""

@@ -28,21 +28,25 @@ def script(tmp_path: Path, text: str) -> Path:
     return path
 
 
+KILLS = int(os.environ.get("DLRUN_TEST_KILLS", "5"))  # make test-restarts: 50
+
+
+@pytest.mark.timeout(120 + 10 * KILLS)
 def test_rank_killed_five_times_in_a_row_all_ranks_train_again_each_time(tmp_path: Path, train: Path) -> None:
     """SIGKILL of another rank per life, gloo: the generation after each kill trains, with all four ranks."""
-    flags = ("--standalone", "--nproc-per-node=4", "--max_restarts", 5)
+    flags = ("--standalone", "--nproc-per-node=4", "--max_restarts", KILLS)
     with dlrun(tmp_path, *flags, train, tmp_path, 100000, 0.002) as launch:
         seen: set[int] = set()
-        for life in range(6):
+        for life in range(KILLS + 1):
             pids = launch.until(partial(first_steps, tmp_path, life, 4), f"all ranks of life {life}")
             assert not seen & set(pids.values())
             seen |= set(pids.values())
-            if life < 5:
+            if life < KILLS:
                 os.kill(pids[life % 4], signal.SIGKILL)
                 launch.until(partial(launch.says, f"rank {life % 4} "), "the failing rank's name")
         launch.process.send_signal(signal.SIGTERM)
         assert launch.wait() == 128 + signal.SIGTERM
-    assert launch.output.count("signal 9 (SIGKILL, exit code 137)") == 5
+    assert launch.output.count("signal 9 (SIGKILL, exit code 137)") == KILLS
     assert "Traceback" not in launch.output  # the peers' "connection closed" stays out of the way
     assert not processes_of(tmp_path)
     assert not list(tmp_path.glob("flashckpt-agents*"))
@@ -175,6 +179,45 @@ def test_forked_worker_sees_what_torchruns_worker_sees(tmp_path: Path) -> None:
         assert {key: (forked[key], fresh[key]) for key in forked if forked[key] != fresh[key]} == {}
     values = [json.loads((tmp_path / "dlrun" / f"random{rank}").read_text()) for rank in range(2)]
     assert not set(values[0]) & set(values[1])
+
+
+IMPORTS = """
+import sys
+before = set(sys.modules)
+import json, os, torch, torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import Replicate
+from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
+from flashckpt import Checkpointer
+dist.init_process_group("gloo")
+torch.manual_seed(0)
+mesh = init_device_mesh("cpu", (1, 2), mesh_dim_names=("dp", "tp"))
+model = torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.Linear(8, 8))
+parallelize_module(model, mesh["tp"], {"0": ColwiseParallel(output_layouts=Replicate())})
+fully_shard(model, mesh=mesh["dp"])
+optimizer = torch.optim.AdamW(model.parameters())
+ckpt = Checkpointer(sys.argv[1] + "/root", snapshot_every=1)
+ckpt.track(model=model, optimizer=optimizer, mesh=mesh)
+ckpt.restore()
+out = model(torch.ones(2, 8))
+(out.to_local() if hasattr(out, "to_local") else out).sum().backward()
+optimizer.step()
+ckpt.step(1)
+new = sorted(name for name in set(sys.modules) - before if name.split(".")[0] in ("torch", "flashckpt", "numpy"))
+open(f"{sys.argv[1]}/new{dist.get_rank()}", "w").write(json.dumps(new))
+dist.barrier()
+ckpt.close()
+dist.destroy_process_group()
+"""
+
+
+def test_forked_worker_imports_nothing_of_torch_or_flashckpt_any_more(tmp_path: Path) -> None:
+    """Also not by the first optimizer, FSDP, tensor-parallel or Checkpointer call."""
+    code, output = run_dlrun(tmp_path, "--nproc-per-node=2", script(tmp_path, IMPORTS), tmp_path)
+    assert code == 0, output
+    found = json.loads((tmp_path / "new0").read_text())
+    assert not found, " ".join(found)
 
 
 def test_no_python_command_is_spawned_and_dlrun_says_why(tmp_path: Path) -> None:

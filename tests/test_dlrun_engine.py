@@ -12,7 +12,7 @@ import pytest
 from support.dlrun import ENGINE, Launch, alive, dlrun, first_steps, processes_of, run_dlrun, traces
 from support.ranks import wait_for
 
-from flashckpt.errors import RESUME_EXIT_CODE, HangError, RestartBudgetError
+from flashckpt.errors import RESUME_EXIT_CODE, ConfigError, HangError, RestartBudgetError
 from flashckpt.job import memory_root
 
 pytestmark = pytest.mark.timeout(300)  # two cores that others use too
@@ -174,3 +174,12 @@ def test_rank_in_an_endless_loop_is_a_hang_and_without_restarts_the_job_ends(tmp
     assert "look at rank 2" in output
     assert "endless (" in output
     assert "rank 0 (step 8), 1 (step 8):" in output or "rank 0 (step 9), 1 (step 9):" in output
+
+
+def test_refused_configuration_ends_the_job_with_its_exit_code_and_no_restart(tmp_path: Path, train: Path) -> None:
+    """An error that no restart can mend: told once, its own exit code, however many restarts are left."""
+    train.write_text(train.read_text().replace("persist_every=50", "persist_every=0"))
+    code, output = run_dlrun(tmp_path, "--nproc-per-node=2", "--max-restarts=5", train, tmp_path, 5, 0.0)
+    assert code == ConfigError.exit_code, output
+    assert output.count("failed first") == 1
+    assert "every start would end the same" in output
