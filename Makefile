@@ -9,7 +9,7 @@ TORCH_INDEX ?=
 export OMP_NUM_THREADS ?= 1
 export OPENBLAS_NUM_THREADS ?= 1
 
-.PHONY: help setup preflight demo test test-s3 check clean
+.PHONY: help setup preflight demo test test-s3 check clean test-launcher test-nodes test-restarts
 
 help:  ## list the targets
 	@grep -E '^[a-z0-9-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 16
@@ -46,6 +46,16 @@ KILLS ?= 300
 SEED ?=
 torture: setup  ## kill at random instants for minutes (KILLS=300 SEED=7), prove each restore
 	PYTHONPATH=tests:. $(BIN)/python tests/torture.py --kills $(KILLS) $(if $(SEED),--seed $(SEED))
+
+test-launcher: setup  ## what PyTorch's own launcher tests ask, asked of dlrun
+	$(BIN)/python -m pytest tests/launcher_contract.py
+
+test-nodes: setup  ## many nodes as network namespaces: dead nodes, cut links, stops (root)
+	$(BIN)/python -m pytest tests/nodes.py
+
+test-restarts: setup  ## 50 kills in a row (KILLS=50), then SIGTERM at random instants (STOPS=20)
+	DLRUN_TEST_KILLS=$(or $(KILLS),50) $(BIN)/python -m pytest tests/test_dlrun.py -k five_times
+	DLRUN_TEST_STOPS=$(or $(STOPS),20) $(BIN)/python -m pytest tests/test_dlrun_engine.py -k random_instant
 
 check: setup  ## ruff, mypy, codespell
 	@for link in sampler trainer daemon; do test -L flashckpt/$$link || { echo "flashckpt/$$link is not a symbolic link: check out again with git config core.symlinks true"; exit 21; }; done
