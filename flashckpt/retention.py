@@ -161,7 +161,7 @@ def sweep(
             nbytes += size
     if not dry_run:
         _sweep_intents(store, newest)
-    temporary = () if dry_run else tuple(store.sweep(older_than_s=older_than_s))
+    temporary = () if dry_run else _sweep_temporary(store, older_than_s)
     return Swept(orphans=tuple(orphans), temporary=temporary, nbytes=nbytes)
 
 
@@ -280,6 +280,15 @@ def _sweep_folder(
             return None  # committed at this very moment
         _delete_data(store, prefix)
     return sum(entry.nbytes for entry in data)
+
+
+def _sweep_temporary(store: Store, older_than_s: float) -> tuple[str, ...]:
+    """Remove temporary objects and uploads; without the right to list uploads that is left to a lifecycle rule."""
+    try:
+        return tuple(store.sweep(older_than_s=older_than_s))
+    except RootError as error:
+        _log.warning("unfinished uploads of %s cannot be swept: %s", store.url, error.found or error.problem)
+        return ()
 
 
 def _sweep_intents(store: Store, newest: tuple[int, int] | None) -> None:

@@ -235,6 +235,19 @@ def test_uncommitted_folder_is_swept_only_when_nobody_can_need_it(store: Store) 
     assert list_uncommitted(store) == [prefix_of(1, 40)]  # newer than the newest commit: it may still come
 
 
+def test_missing_right_to_sweep_uploads_is_said_and_stops_nothing(
+    store: Store, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    make(store, 10)
+
+    def refusing(*, older_than_s: float) -> list[str]:
+        raise RootError("the credentials were refused", found="AccessDenied")
+
+    monkeypatch.setattr(store, "sweep", refusing)
+    assert sweep(store).temporary == ()
+    assert "cannot be swept: AccessDenied" in caplog.text
+
+
 def test_damaged_manifest_is_never_swept(store: Store) -> None:
     make(store, 10, 20)
     path = Path(store.url) / prefix_of(1, 10) / MANIFEST
