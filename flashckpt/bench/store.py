@@ -266,7 +266,7 @@ class StoreBench:
 def run_store(run: StoreRun, scratch: Scratch, progress: Progress) -> dict[str, Any]:
     """Run every case in turns and return the results."""
     bench = StoreBench(run, scratch, progress)
-    with _warnings() as said:
+    with _listening() as said:
         probed = capabilities(bench)
         bench.slot.change()
         interleave(bench.cases(), run.rounds, warmup=0)
@@ -305,8 +305,9 @@ def _takes_o_direct(directory: Path) -> bool:
     return True
 
 
-def _results(bench: StoreBench, probed: Mapping[str, Any], said: list[str]) -> dict[str, Any]:
+def _results(bench: StoreBench, probed: Mapping[str, Any], said: _Said) -> dict[str, Any]:
     seconds, size = bench.seconds, len(bench.slot.data)
+    backend = type(bench.scratch.open()).__name__
     rates = {
         name: summarise([size / value for value in seconds[key]])
         for name, key in (
@@ -333,8 +334,10 @@ def _results(bench: StoreBench, probed: Mapping[str, Any], said: list[str]) -> d
         "peak_extra_bytes": max(seconds["peak_extra_bytes"]),
         "cold": {"how": bench.how, "cached_share": max(bench.cached, default=None)},
         "capabilities": {**probed, "fsync": fsync_verdict(bench.scratch.directory, seconds, size)},
-        "backend": type(bench.scratch.open()).__name__,
-        "warnings": said,
+        "backend": backend,
+        "warnings": said.warnings,
+        # obstore tries again inside its own library and does not say how often
+        "retries": None if backend == "ObstoreStore" else said.retries,
         "rates": {
             "write_bytes_per_s": size / median(seconds["durable_s"]),
             "read_bytes_per_s": size / median(seconds["restored_s"]),
@@ -372,22 +375,31 @@ def _sync(folder: Path) -> None:
         os.close(fd)
 
 
-class _Collect(logging.Handler):
+class _Said(logging.Handler):
+    """Warnings of the stores, and how often they tried again."""
+
     def __init__(self) -> None:
-        super().__init__(logging.WARNING)
-        self.lines: list[str] = []
+        super().__init__(logging.DEBUG)
+        self.warnings: list[str] = []
+        self.retries = 0
 
     def emit(self, record: logging.LogRecord) -> None:
-        self.lines.append(record.getMessage())
+        """Keep what matters of one record."""
+        if record.levelno >= logging.WARNING:
+            self.warnings.append(record.getMessage())
+        elif "attempt" in str(record.msg):
+            self.retries += 1
 
 
 @contextmanager
-def _warnings() -> Iterator[list[str]]:
-    """Collect what the stores warn about meanwhile (retries, unconditional writes)."""
-    handler = _Collect()
-    logger = logging.getLogger("flashckpt")
-    logger.addHandler(handler)
+def _listening() -> Iterator[_Said]:
+    """Listen to what the stores log meanwhile."""
+    said, logger = _Said(), logging.getLogger("flashckpt")
+    level = logger.level
+    logger.addHandler(said)
+    logger.setLevel(logging.DEBUG)
     try:
-        yield handler.lines
+        yield said
     finally:
-        logger.removeHandler(handler)
+        logger.removeHandler(said)
+        logger.setLevel(level)

@@ -108,6 +108,9 @@ def notes(document: Mapping[str, Any]) -> list[str]:
         share = cold.get("cached_share")
         left = "" if share is None else f"; {share:.0%} still cached"
         lines.append(f"cold reads: {cold['how']}{left}")
+    if "backend" in results:
+        tries = "retries not known" if results["retries"] is None else f"{results['retries']} retries"
+        lines.append(f"backend {results['backend']}, {tries}")
     able = results.get("capabilities", {})
     lines += [f"{key}: {able['notes'].get(key, _yes(value))}" for key, value in able.items() if key != "notes"]
     lines += [f"the store said: {line}" for line in results.get("warnings", [])]
