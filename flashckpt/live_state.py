@@ -63,6 +63,7 @@ class AbsentState:
     """Optimizer state that the snapshot has and the live optimizer has not made yet."""
 
     optimizer: torch.optim.Optimizer
+    group: dict[str, Any]
     param: torch.Tensor
     key: str
     fqn: str
@@ -76,7 +77,7 @@ class AbsentState:
             self.key,
             shape=first.global_shape,
             dtype=getattr(torch, first.dtype),
-            group=optimizer_state.group_of(self.optimizer, self.param),
+            group=self.group,
             fqn=self.fqn,
         )
         self.optimizer.state[self.param][self.key] = tensor
@@ -163,7 +164,7 @@ def _absent_state(tracked: Tracked, names: Names) -> Iterator[AbsentState]:
                 param_name, _, key = base.rpartition(".")
                 by_param.setdefault(param_name, []).append((key, fqn))
         for optimizer in optimizers:
-            live = tracked.names_for([optimizer])
+            live, groups = tracked.names_for([optimizer]), optimizer_state.groups_by_parameter(optimizer)
             for param in optimizer_state.parameters(optimizer):
                 if optimizer.state.get(param):
                     continue
@@ -173,7 +174,9 @@ def _absent_state(tracked: Tracked, names: Names) -> Iterator[AbsentState]:
                     shape = torch.empty(any_shard.global_shape, device="meta")
                     boxes = boxes_of(fqn, param if whole else shape)
                     shards = tuple(shard_of(fqn, any_shard.dtype, box, 0) for box in boxes)
-                    yield AbsentState(optimizer=optimizer, param=param, key=key, fqn=fqn, shards=shards)
+                    yield AbsentState(
+                        optimizer=optimizer, group=groups[id(param)], param=param, key=key, fqn=fqn, shards=shards
+                    )
 
 
 def _mine(candidates: Iterable[tuple[str, str]], world: World) -> list[tuple[str, str]]:

@@ -132,7 +132,7 @@ def allocate(
         UnsupportedStateError: Sharded state that has not the parameter's shape: where it lies is not known.
     """
     if shape == tuple(param.shape) and shape:
-        return torch.zeros_like(param, dtype=dtype, requires_grad=False, memory_format=torch.preserve_format)
+        return torch.empty_like(param, dtype=dtype, requires_grad=False, memory_format=torch.preserve_format)
     if isinstance(param, DTensor) and shape:
         raise UnsupportedStateError(
             f"{fqn!r} has not the shape of its parameter, so its sharding is not known before the first step",
@@ -141,12 +141,12 @@ def allocate(
             remedy="take one optimizer step before restore(), so that the optimizer makes its state itself",
         )
     on_device = key != "step" or group.get("capturable") or group.get("fused")
-    return torch.zeros(shape, dtype=dtype, device=param.device if on_device else "cpu")
+    return torch.empty(shape, dtype=dtype, device=param.device if on_device else "cpu")
 
 
-def group_of(optimizer: torch.optim.Optimizer, param: torch.Tensor) -> dict[str, Any]:
-    """Return the group that holds `param`."""
-    return next(g for g in optimizer.param_groups if any(p is param for p in g["params"]))
+def groups_by_parameter(optimizer: torch.optim.Optimizer) -> dict[int, dict[str, Any]]:
+    """Return id(parameter) -> the group that holds it."""
+    return {id(p): group for group in optimizer.param_groups for p in group["params"]}
 
 
 def restore_groups(
