@@ -8,7 +8,7 @@ import time
 from pathlib import Path
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.ranks import wait_for
 from support.slots import make_pin, shard
@@ -74,6 +74,7 @@ def info(generation: int, step: int) -> CheckpointInfo:
 IDENTITIES = st.lists(st.tuples(st.integers(1, 4), st.integers(0, 60)), unique=True, max_size=20)
 
 
+@settings(deadline=None)  # how long an example takes says nothing on a busy machine
 @given(
     identities=IDENTITIES,
     keep_last=st.integers(0, 6),
