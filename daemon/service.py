@@ -31,6 +31,8 @@ from flashckpt.node_view import Identity, View, scan
 
 SCAN_S = 1.0
 """Seconds between two scans without an event."""
+LEAST_S = 0.03
+"""Least seconds between two turns, each of which costs 2.5 ms of CPU with 8 ranks: below 8 % of a core at worst."""
 BUSY_S = 0.05
 """Seconds between two looks while a flush is going on."""
 BACKOFF_S = (0.5, 1.0, 2.0, 5.0, 10.0, 15.0)
@@ -90,7 +92,9 @@ class Daemon:
         try:
             while not self._safe_turn():
                 flushing = self.persisting is not None and self.persisting.flush is not None and not self.error
+                turned_s = time.monotonic()
                 self._wakeup.wait(BUSY_S if flushing else SCAN_S)
+                time.sleep(max(0.0, turned_s + LEAST_S - time.monotonic()))  # eight ranks make eight events
         finally:
             self.close()
 
