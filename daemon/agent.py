@@ -66,6 +66,7 @@ class AgentOptions:
         ledger: A file that gets one JSON line per failure, besides the job directory's own.
         hang_s: Seconds without a step that count as a hang; 0 switches it off, None learns it from the steps.
         refill_steps: New steps between two failures that give the restart budget back; 0 never.
+        wait_flush: Do not end before the daemon has persisted the newest snapshot (or grace_s is over).
         node_check: Look for bad and slow nodes before the first generation, and leave them out.
         min_nodes: Fewest nodes the job runs on.
     """
@@ -76,6 +77,7 @@ class AgentOptions:
     ledger: str = ""
     hang_s: float | None = None
     refill_steps: int = REFILL_STEPS
+    wait_flush: bool = False
     node_check: bool = False
     min_nodes: int = 1
 
@@ -208,6 +210,7 @@ class DlrunAgent(LocalElasticAgent):
         self._failures = 0
         self._rendezvous_s = 0.0
         self._checked = False
+        self._ended = False
         self._pace = Pace()
 
     # -- life of the agent
@@ -224,7 +227,8 @@ class DlrunAgent(LocalElasticAgent):
         try:
             result: RunResult = super().run(role)
             self._stores.may_close = not self._outcome.resume
-            if not result.is_failed() and not self._outcome.resume:
+            self._ended = not result.is_failed() and not self._outcome.resume
+            if self._ended:
                 self._watch.request("ended")
             return result
         except SignalException:
@@ -235,6 +239,9 @@ class DlrunAgent(LocalElasticAgent):
                 self._watch.request("persist-now")
             self._reporter.finish("ended")
             self._nursery.close()
+            if self._options.wait_flush and not self._ended:
+                _log.info("waiting for the daemon to persist the newest snapshot")
+                self._watch.await_flush(self._options.grace_s)
             self._watch.close()
             self._signals.restore()
 

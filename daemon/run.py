@@ -60,6 +60,12 @@ def get_args_parser() -> argparse.ArgumentParser:
         help="File that gets one JSON line per failure: where the seconds of the restart went.",
     )
     own.add_argument(
+        "--wait-flush",
+        "--wait_flush",
+        action=check_env,
+        help="After a failure or a stop, end only when the newest snapshot is persisted (always so as PID 1).",
+    )
+    own.add_argument(
         "--node-check",
         "--node_check",
         action=check_env,
@@ -109,6 +115,7 @@ def run(args: argparse.Namespace, nursery: Nursery | None = None) -> Outcome:
         ledger=args.ledger,
         hang_s=args.hang_timeout,
         refill_steps=args.refill_steps,
+        wait_flush=args.wait_flush or os.getpid() == 1,
         node_check=args.node_check,
         min_nodes=config.min_nodes,
     )

@@ -95,6 +95,24 @@ class JobWatch:
             with contextlib.suppress(OSError):
                 job.request(name)
 
+    def await_flush(self, timeout_s: float) -> bool:
+        """Wait until the newest snapshot that all ranks of this node hold is committed, the daemon gives up, or the time is over."""
+        job, control = self._find(), self.control()
+        if job is None or control is None:
+            return True
+        rows = [row for row in (control.row(i) for i in range(control.rows)) if row.pid > 0]
+        held = [set(row.complete) for row in rows]
+        common = set.intersection(*held) if held else set()
+        end = time.monotonic() + timeout_s
+        while common and time.monotonic() < end:
+            with contextlib.suppress(FlashckptError):
+                status = job.read_status()
+                if status is not None and status.committed is not None and status.committed >= max(common):
+                    return True
+            self.tick()
+            time.sleep(0.05)
+        return not common
+
     def close(self) -> None:
         """Give the locks back and remove the agent's directory."""
         for lease in (self._live, self._lock):

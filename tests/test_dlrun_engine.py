@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import json
 import os
+import random
 import signal
+import time
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 
@@ -183,3 +186,40 @@ def test_refused_configuration_ends_the_job_with_its_exit_code_and_no_restart(tm
     assert code == ConfigError.exit_code, output
     assert output.count("failed first") == 1
     assert "every start would end the same" in output
+
+
+def test_job_that_fails_waits_for_the_newest_snapshot_to_be_persisted(tmp_path: Path, train: Path) -> None:
+    """--wait-flush, as for PID 1: the last snapshot (step 10) is on storage when dlrun ends, though 50 is not due."""
+    (tmp_path / "explode").touch()
+    code, output = run_dlrun(tmp_path, "--nproc-per-node=2", "--wait-flush", train, tmp_path, 40, 0.01)
+    assert code == 1, output
+    assert list((tmp_path / "root").glob("step-000000010.g*/MANIFEST")), output
+
+
+STOPS = int(os.environ.get("DLRUN_TEST_STOPS", "1"))  # make test-restarts: 20
+
+
+@pytest.mark.timeout(120 + 60 * STOPS)
+def test_sigterm_at_a_random_instant_no_hang_and_nothing_lost(tmp_path: Path, train: Path) -> None:
+    """Stops and starts one job; every step is trained exactly once, with the losses of the unbroken run."""
+    seed = random.randrange(2**32)
+    rng, last = random.Random(seed), 0
+    for stop in range(STOPS):
+        with dlrun(tmp_path, "--nproc-per-node=4", train, tmp_path, 100000, 0.003) as launch:
+            until_step(launch, tmp_path, last + 1)
+            wait_for(time_after(rng.uniform(0.0, 0.5)), what="a random instant")
+            launch.process.send_signal(signal.SIGTERM)
+            assert launch.wait() == RESUME_EXIT_CODE, (seed, stop, launch.output)
+        stopped = {step_of(tmp_path, rank) for rank in range(4)}
+        assert len(stopped) == 1, (seed, stop, stopped)
+        last = stopped.pop()
+    for seen in traces(tmp_path, 4):
+        assert sorted(seen) == list(range(1, last + 1)), seed
+        assert all(len(losses) == 1 for losses in seen.values()), seed
+    lines = (tmp_path / "trace0").read_text().splitlines()
+    assert len(lines) == last, (seed, "a step was trained twice: its state was lost")
+
+
+def time_after(seconds: float) -> Callable[[], bool]:
+    end = time.monotonic() + seconds
+    return lambda: time.monotonic() >= end
