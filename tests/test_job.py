@@ -232,7 +232,8 @@ lease = directory.hold_daemon()
 print("torch" in sys.modules, lease is None, flush=True)
 if lease is not None:
     (directory.path / f"pid-{os.getpid()}").touch()
-    while not (directory.path / "stop").exists():
+    end = time.monotonic() + 60  # one that started late finds the directory removed
+    while (directory.path / "requests").exists() and not (directory.path / "stop").exists() and time.monotonic() < end:
         time.sleep(0.01)
 """
 
