@@ -57,7 +57,7 @@ def run_checks(count: int, *, slow_product: int = -1, slow_network: int = -1) ->
         return lambda: 5.0 if node == slow_product else 1.0
 
     def one(node: int) -> None:
-        delay_s = 1.5 if node == slow_network else 0.0
+        delay_s = 1.0 if node == slow_network else 0.0
         check = Check(store, node=node, count=count, address="127.0.0.1", product=product_of(node), delay_s=delay_s)
         found[node] = check.run()
 
