@@ -16,7 +16,7 @@ from watchdog.observers.api import BaseObserver
 from watchdog.observers.polling import PollingObserver
 
 _log = logging.getLogger(__name__)
-_WAKING = ("created", "modified", "moved", "closed")
+_READING = ("opened", "closed_no_write")
 
 
 class Wakeup(FileSystemEventHandler):
@@ -50,8 +50,8 @@ class Wakeup(FileSystemEventHandler):
         self._observer.join()
 
     def on_any_event(self, event: FileSystemEvent) -> None:
-        """Wake on every change; opening or reading a file is none."""
-        if event.event_type in _WAKING:
+        """Wake on every change (a touch is "attrib" or "modified", by version of watchdog); reading a file is none."""
+        if event.event_type not in _READING:
             self._event.set()
 
     def _started(self, observer: BaseObserver) -> BaseObserver:
