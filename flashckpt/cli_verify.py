@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import click
+import numpy as np
 from rich.console import Console
 from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TransferSpeedColumn
 from rich.table import Table
@@ -24,13 +25,12 @@ from flashckpt.cli_common import (
     show,
     step_option,
 )
-from flashckpt.digest import CHUNK_BYTES
 from flashckpt.errors import DamagedError, FlashckptError
 from flashckpt.persist import refuse_gaps
+from flashckpt.restore import GAP_BYTES, JOB_BYTES
 from flashckpt.sources import Span, StorageSource
 from flashckpt.store import Store
 
-READ_CHUNKS = 8
 THREADS = 4
 
 
@@ -74,30 +74,47 @@ def verify_checkpoint(store: Store, info: CheckpointInfo, advance: Callable[[int
         return result | {"damaged": [{"tensor": "", "problem": error.problem}]}
     source = StorageSource(store, manifest, info.prefix)
 
-    def check(span: Span) -> dict[str, str] | None:
+    def check(spans: Sequence[Span]) -> list[dict[str, str]]:
         try:
-            source.views([span])
+            source.views(spans)
         except (FlashckptError, OSError) as error:
-            found = error.found if isinstance(error, FlashckptError) else ""
-            problem = (error.problem if isinstance(error, FlashckptError) else str(error)) + (
-                f": {found}" if found else ""
-            )
-            return {"tensor": manifest.table.fqn(span.row), "problem": problem}
-        finally:
-            advance(span.stop - span.start)
-        return None
+            if len(spans) > 1:
+                return [one for span in spans for one in check([span])]
+            found = [_damage(manifest.table.fqn(spans[0].row), error)]
+        else:
+            found = []
+        advance(sum(span.stop - span.start for span in spans))
+        return found
 
     with ThreadPoolExecutor(THREADS, thread_name_prefix="flashckpt-verify") as pool:
-        damaged = [one for one in pool.map(check, _spans(source)) if one is not None]
+        damaged = [one for found in pool.map(check, _requests(source)) for one in found]
     return result | {"nbytes": int(manifest.table.nbytes.sum()), "damaged": damaged}
 
 
-def _spans(source: StorageSource) -> Iterator[Span]:
+def _damage(tensor: str, error: Exception) -> dict[str, str]:
+    if not isinstance(error, FlashckptError):
+        return {"tensor": tensor, "problem": str(error)}
+    return {"tensor": tensor, "problem": error.problem + (f": {error.found}" if error.found else "")}
+
+
+def _requests(source: StorageSource) -> list[list[Span]]:
+    """Return all chunks of a checkpoint, neighbours in one object together, as a restore of everything reads them."""
     table = source.manifest.table
-    for row in range(len(table)):
-        end = int(table.nbytes[row])
-        for start in range(0, end, READ_CHUNKS * CHUNK_BYTES):
-            yield Span(row=row, start=start, stop=min(start + READ_CHUNKS * CHUNK_BYTES, end))
+    order = np.lexsort((table.byte_offset, table.object_id))
+    requests: list[list[Span]] = []
+    last_object, first, last = -1, 0, 0
+    for row in order.tolist():
+        number, place, end = int(table.object_id[row]), int(table.byte_offset[row]), int(table.nbytes[row])
+        for start in range(0, end, JOB_BYTES):
+            span = Span(row=row, start=start, stop=min(start + JOB_BYTES, end))
+            near = number == last_object and place + start - last <= GAP_BYTES
+            if near and place + span.stop - first <= JOB_BYTES:
+                requests[-1].append(span)
+            else:
+                requests.append([span])
+                last_object, first = number, place + start
+            last = place + span.stop
+    return requests
 
 
 class _progress:  # noqa: N801 -- a context manager that reads like a function
