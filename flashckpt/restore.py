@@ -151,9 +151,12 @@ class _Fill:
     def __init__(self, targets: Sequence[Target], sources: Sequence[Source], counts: RestoreCounts) -> None:
         self._targets, self._sources, self._counts = targets, sources, counts
         self._lock = threading.Lock()
-        self._buffers = [memoryview(target.buffer).cast("B") for target in targets]
+        # a view with a zero in its shape cannot be cast
+        self._buffers = [
+            memoryview(target.buffer).cast("B") if target.buffer.nbytes else memoryview(b"") for target in targets
+        ]
         for target, buffer in zip(targets, self._buffers, strict=True):
-            if len(buffer) != target.shard.nbytes or buffer.readonly:
+            if len(buffer) != target.shard.nbytes or (buffer.readonly and len(buffer)):
                 msg = f"buffer of {target.shard.fqn!r}: {len(buffer)} bytes, shard has {target.shard.nbytes}"
                 raise ValueError(msg)
 

@@ -213,6 +213,14 @@ def test_empty_and_zero_dimensional_shards(packs: Packs) -> None:
     scalar, empty = shard("step", (), dtype="int64"), shard("none", (0, 7))
     source = packs.source("step", [[scalar, empty]])
     restored(packs, [scalar, empty, shard("w", (4, 4), ((2, 0), (0, 4)))], [source])
+    fill([Target(shard=empty, buffer=np.empty((0, 7), np.float32).data)], [source])
+
+
+def test_buffer_of_the_wrong_size_or_read_only_is_refused(packs: Packs) -> None:
+    source = packs.source("step", [[shard("w", (4, 4))]])
+    for buffer in (memoryview(bytearray(63)), memoryview(bytes(64))):
+        with pytest.raises(ValueError, match="buffer of 'w'"):
+            fill([Target(shard=shard("w", (4, 4)), buffer=buffer)], [source])
 
 
 def test_extra_memory_is_bounded_by_a_job_per_thread(packs: Packs) -> None:
