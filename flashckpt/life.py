@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import logging
 import os
 import time
@@ -53,7 +54,8 @@ class Life:
     def begin(self, config: JobConfig, *, entered_ns: int, initialised_ns: int) -> None:
         """Announce the job on this node, start the daemon where no agent does, and take the control row."""
         world, record = self.tracked.world, self.outcome.record
-        self._lease = self.directory.hold_live()
+        self._lease, self._pid = self.directory.hold_live(), os.getpid()
+        atexit.register(self._at_exit)
         if self._is_first:
             self.directory.request_path("ended").unlink(missing_ok=True)
             self.directory.write_config(config)
@@ -298,10 +300,16 @@ class Life:
 
     def close(self) -> None:
         """Finish the snapshot under way and let go of everything; files stay."""
+        atexit.unregister(self._at_exit)
         self._stager.close()
         self.pause(paused=True)  # no step is to be expected any more
         self.memory.release()
         self._lease.close()
+
+    def _at_exit(self) -> None:
+        """End the threads before the interpreter takes their memory away; a forked child has none of them."""
+        if os.getpid() == self._pid:
+            self.close()
 
     def end(self) -> None:
         """Tell the daemon that the job ended cleanly (first rank of the node; dlrun does it where it runs)."""

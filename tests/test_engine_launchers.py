@@ -34,3 +34,27 @@ def test_a_killed_script_goes_on_from_memory(words: list[str], lives: int, tmp_p
     steps = [line.split()[0] for line in lines if line and not line.startswith("life")]
     assert steps == [str(n) for n in range(1, 9)]
     wait_for(lambda: not list(shm_dir.glob("*/*/control")), what="the memory of ended jobs to be removed")
+
+
+FORGETFUL = """
+import sys, torch
+from flashckpt import Checkpointer
+model = torch.nn.Linear(3000, 3000)
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+ckpt = Checkpointer(sys.argv[1], snapshot_every=1, job="t")
+ckpt.track(model=model, optimizer=optimizer)
+report = ckpt.restore()
+print("restored", report.step if report else 0)
+ckpt.step(7)
+"""
+
+
+def test_a_script_that_ends_in_the_middle_of_a_copy_without_close_keeps_the_whole_snapshot(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("FLASHCKPT_AGENT_DIR", str(tmp_path))  # no daemon is needed for this
+    for expected in ("restored 0", "restored 7"):
+        command = [sys.executable, "-c", FORGETFUL, str(tmp_path / "root")]
+        done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=110)
+        assert done.returncode == 0, done.stderr
+        assert expected in done.stdout
