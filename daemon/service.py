@@ -24,7 +24,7 @@ from flashckpt.daemon.logs import configure, speaking_of
 from flashckpt.daemon.persisting import Persisting
 from flashckpt.daemon.retire import retire
 from flashckpt.daemon.wakeup import Wakeup
-from flashckpt.errors import FlashckptError
+from flashckpt.errors import FencedError, FlashckptError
 from flashckpt.job import DaemonStatus, GenerationRecord, JobDirectory
 from flashckpt.lease import Lease
 from flashckpt.node_view import Identity, View, scan
@@ -35,6 +35,8 @@ LEAST_S = 0.03
 """Least seconds between two turns, each of which costs 2.5 ms of CPU with 8 ranks: below 8 % of a core at worst."""
 BUSY_S = 0.05
 """Seconds between two looks while a flush is going on."""
+FENCE_TOLD_S = 3.0
+"""How long a newer claim on the root may be ahead of this node's own record before it counts as a failure."""
 BACKOFF_S = (0.5, 1.0, 2.0, 5.0, 10.0, 15.0)
 """Seconds to wait after the first, second, ... failure in a row."""
 _log = logging.getLogger("flashckpt.daemon")
@@ -74,6 +76,7 @@ class Daemon:
         self.directory = directory
         self.persisting: Persisting | None = None
         self.error = ""
+        self._fenced: tuple[int, float] | None = None
         self._lock, self._times = lock, times
         self._failures = self._in_a_row = 0
         self._again_s = 0.0
@@ -176,11 +179,24 @@ class Daemon:
         try:
             persisting.turn(view, record, urgent=urgent)
         except (FlashckptError, OSError) as error:
-            self._failed(persisting, error)
+            if not (isinstance(error, FencedError) and self._is_passing(record)):
+                self._failed(persisting, error)
             return
+        self._fenced = None
         if self._in_a_row and (persisting.flush is None or not persisting.flush.is_writing):
             _log.info("persisting works again")
             self._in_a_row, self.error = 0, ""
+
+    def _is_passing(self, record: GenerationRecord) -> bool:
+        """Whether a fence is young: the next life claims its number on the root before it tells this node.
+
+        Told at once it would look like a failure of that life, whose `wait()` reads the same status.
+        """
+        now = time.monotonic()
+        if self._fenced is None or self._fenced[0] != record.generation:
+            self._fenced = record.generation, now
+        self._again_s = now + BACKOFF_S[0]
+        return now - self._fenced[1] < FENCE_TOLD_S
 
     def _failed(self, persisting: Persisting, error: Exception) -> None:
         """Remember a failure; log it when it is another one than before."""
