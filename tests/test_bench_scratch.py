@@ -11,6 +11,7 @@ import time
 from pathlib import Path
 
 import pytest
+from support.s3 import s3_server
 
 from flashckpt.bench import scratch
 from flashckpt.errors import ConfigError, JobInUseError, RootError, SharedMemoryError
@@ -182,6 +183,22 @@ def test_storage_of_one_process_is_refused_for_several() -> None:
         scratch.storage("memory://x", 1, options={}, keep=False, processes=2),
     ):
         pass
+
+
+def test_clean_up_on_s3_ends_its_own_uploads_and_nobody_elses(monkeypatch: pytest.MonkeyPatch) -> None:
+    """An upload that somebody else began beside the benchmark, not visible as an object yet, goes on."""
+    monkeypatch.setenv("AWS_DEFAULT_REGION", "us-east-1")
+    with s3_server() as server:
+        client = server.client()
+        options = {"endpoint_url": server.endpoint, "key": server.key, "secret": server.secret}
+        with scratch.storage(f"s3://{server.bucket}/run", 1, options=options, keep=False) as place:
+            place.open().put("data", b"x")
+            prefix = place.url.removeprefix(f"s3://{server.bucket}/")
+            client.create_multipart_upload(Bucket=server.bucket, Key=f"{prefix}/left")
+            client.create_multipart_upload(Bucket=server.bucket, Key="run/theirs")
+        uploads = client.list_multipart_uploads(Bucket=server.bucket)["Uploads"]
+        assert [upload["Key"] for upload in uploads] == ["run/theirs"]
+        assert client.list_objects_v2(Bucket=server.bucket)["KeyCount"] == 0
 
 
 def test_pid_used_again_is_not_taken_for_the_owner() -> None:

@@ -102,7 +102,7 @@ def storage(
         raise ConfigError(f"{url} lives in one process only.", expected="storage that several processes see")
     outer = open_store(url, **options)
     made = _missing(outer)
-    swept = _sweep(outer)
+    swept = _sweep(outer, options)
     _refuse_full(outer, need_bytes)
     token = secrets.token_hex(6)
     name = FOLDER + token
@@ -116,12 +116,12 @@ def storage(
     finally:
         with _undisturbed():
             if not keep:
-                _remove(outer, name)
+                _remove(outer, name, options)
                 _remove_directories(made)
             outer.close()
 
 
-def _sweep(outer: Store) -> list[str]:
+def _sweep(outer: Store, options: Mapping[str, Any]) -> list[str]:
     """Remove folders of dead runs; refuse what is not ours, kept, or in use. Reads before it removes anything."""
     if (root := directory_of(outer)) and not root.exists():
         return []
@@ -153,7 +153,7 @@ def _sweep(outer: Store) -> list[str]:
                 state="Nothing was written.",
             )
     for name in markers:
-        _remove(outer, name)
+        _remove(outer, name, options)
     return sorted(markers)
 
 
@@ -166,7 +166,7 @@ def _marker(outer: Store, name: str) -> dict[str, Any]:
     return loaded if isinstance(loaded, dict) else {}
 
 
-def _remove(outer: Store, name: str) -> None:
+def _remove(outer: Store, name: str, options: Mapping[str, Any]) -> None:
     """Remove a folder, its marker last, so that a clean-up that dies is taken up again."""
     keys = [info.key for info in outer.list(f"{name}/")]
     for key in sorted(keys, key=lambda key: key.endswith(f"/{MARKER}")):
@@ -174,7 +174,10 @@ def _remove(outer: Store, name: str) -> None:
     if root := directory_of(outer):
         shutil.rmtree(root / name, ignore_errors=True)  # temporary files and empty directories are not listed
     else:
-        outer.sweep(older_than_s=0.0)
+        inner = open_store(f"{outer.url.rstrip('/')}/{name}", **options)
+        # only below our folder: somebody's run may have begun its first upload beside it. The server's clock may be ahead.
+        inner.sweep(older_than_s=-FORGOTTEN_S)
+        inner.close()
 
 
 def directory_of(store: Store) -> Path | None:
