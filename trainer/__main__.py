@@ -6,19 +6,11 @@ import logging
 import os
 import sys
 from collections.abc import Sequence
-from pathlib import Path
 
-from flashckpt.errors import (
-    RESUME_EXIT_CODE,
-    ConfigError,
-    DataError,
-    FlashckptError,
-    LayoutError,
-    RootError,
-    SharedMemoryError,
-)
+from flashckpt.errors import RESUME_EXIT_CODE, FlashckptError
 from flashckpt.trainer.config import RunConfig, read_config, to_toml
 from flashckpt.trainer.layout import resolve_layout
+from flashckpt.trainer.telling import tell_once
 
 USAGE = """Usage: python -m flashckpt.trainer [--config FILE.toml] [--section.key VALUE ...]
 
@@ -49,9 +41,7 @@ def main(words: Sequence[str] | None = None) -> int:
     try:
         return _run(rest)
     except FlashckptError as error:
-        if _first_to_tell(error):
-            sys.stderr.write(f"{type(error).__name__}: {error}\n")
-            sys.stderr.flush()
+        tell_once(error)
         return error.exit_code
 
 
@@ -84,30 +74,6 @@ def _check(config: RunConfig) -> int:
             f"{result.loss:.1e}, gradient norms by {result.norm:.1e}\n"
         )
     return 0
-
-
-# A restart cannot mend these: the configuration, the layout, the data, the root, the machine are what they are.
-FINAL = (ConfigError, LayoutError, DataError, RootError, SharedMemoryError)
-
-
-def _first_to_tell(error: FlashckptError) -> bool:
-    """Return whether this rank tells the error: every rank may meet it, and the first that does speaks.
-
-    The first, not rank 0: dlrun ends all ranks as soon as one of them has failed. It is told, too,
-    where a restart would end the same.
-    """
-    folder, life = os.environ.get("FLASHCKPT_AGENT_DIR"), os.environ.get("FLASHCKPT_RESTART", "0")
-    if folder is None:
-        return os.environ.get("RANK", "0") == "0" or not isinstance(error, FINAL)
-    try:
-        if isinstance(error, FINAL):
-            Path(folder, "refused").write_text(str(error.exit_code))
-        Path(folder, f"told-{life}-{error.exit_code}").touch(exist_ok=False)
-    except FileExistsError:
-        return False
-    except OSError:
-        return True
-    return True
 
 
 def _say(text: str) -> None:

@@ -1,0 +1,69 @@
+"""Tells an error that every rank meets once, and tells dlrun when no restart can mend it. Torch-free."""
+
+from __future__ import annotations
+
+import os
+import sys
+import time
+from pathlib import Path
+
+from flashckpt.errors import (
+    ConfigError,
+    DataError,
+    FlashckptError,
+    LayoutError,
+    RootError,
+    SharedMemoryError,
+)
+
+# A restart cannot mend these: the configuration, the layout, the data, the root, the machine are what they are.
+FINAL = (ConfigError, LayoutError, DataError, RootError, SharedMemoryError)
+_PATIENCE_S = 5.0
+
+
+def tell_once(error: FlashckptError) -> None:
+    """Write `error` to standard error, if this rank is the first to meet it; else wait until it is written.
+
+    The first, not rank 0: dlrun ends all ranks as soon as one of them has ended badly. For the same
+    reason the others wait: their end would cut the first one's message short.
+    """
+    folder = os.environ.get("FLASHCKPT_AGENT_DIR")
+    if folder is None:
+        if os.environ.get("RANK", "0") == "0" or not isinstance(error, FINAL):
+            _write(error)
+        return
+    told = Path(folder, f"told-{os.environ.get('FLASHCKPT_RESTART', '0')}-{error.exit_code}")
+    try:
+        told.touch(exist_ok=False)
+    except FileExistsError:
+        _wait(told)
+        return
+    except OSError:  # no room, no folder: better told twice than not at all
+        _write(error)
+        return
+    _write(error)
+    if isinstance(error, FINAL):
+        _refuse(Path(folder), error.exit_code)
+    told.write_text("told")
+
+
+def _write(error: FlashckptError) -> None:
+    sys.stderr.write(f"{type(error).__name__}: {error}\n")
+    sys.stderr.flush()
+
+
+def _refuse(folder: Path, exit_code: int) -> None:
+    temporary = folder / f"refused.{os.getpid()}"
+    temporary.write_text(str(exit_code))
+    temporary.replace(folder / "refused")
+
+
+def _wait(told: Path) -> None:
+    end = time.monotonic() + _PATIENCE_S
+    while time.monotonic() < end:
+        try:
+            if told.stat().st_size:
+                return
+        except OSError:
+            return
+        time.sleep(0.01)
