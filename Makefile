@@ -46,6 +46,7 @@ KILLS ?= 300
 SEED ?=
 torture: setup  ## kill at random instants for minutes (KILLS=300 SEED=7), prove each restore
 	PYTHONPATH=tests:. $(BIN)/python tests/torture.py --kills $(KILLS) $(if $(SEED),--seed $(SEED))
+	FLASHCKPT_TORTURE_SEEDS=$$(seq -s, $(or $(SEED),1) $$(($(or $(SEED),1) + 19))) $(BIN)/python -m pytest -q tests/test_daemon_torture.py
 
 test-launcher: setup  ## what PyTorch's own launcher tests ask, asked of dlrun
 	$(BIN)/python -m pytest tests/launcher_contract.py

@@ -17,8 +17,10 @@ from support.ranks import wait_for
 
 from flashckpt.daemon import flush, persisting
 from flashckpt.daemon.intents import Identity, Ready, Search, choose_intent, next_candidate
+from flashckpt.daemon.retire import superseded
 from flashckpt.daemon.service import Daemon
 from flashckpt.faults import CRASH_POINTS
+from flashckpt.node_view import scan
 from flashckpt.persist import persist_slot
 from flashckpt.segment import Pin
 
@@ -175,6 +177,27 @@ def test_persist_now_on_every_node_takes_the_newest_common_snapshot(nodes: list[
             job.directory.request("persist-now")
         turn_all(daemons, lambda: identities(nodes[0]) == [(1, 5)], "the commit")
     assert_bitwise(nodes, (1, 5))
+
+
+def test_node_of_several_retires_old_segments_only_after_a_commit_of_the_new_generation(nodes: list[FakeJob]) -> None:
+    """What its own ranks hold says nothing of the other nodes (M1)."""
+    job = nodes[-1]  # its memory tier is the one that is current
+    for node in nodes:
+        node.step(10)
+    job.die()
+    after = FakeJob(
+        job.root, world=2 * NODES, ranks=[4, 5], nodes=NODES, generation=2, parent=(1, 10), shapes={"other": (12, 5)}
+    )
+    try:
+        after.step(15)
+        view = scan(after.directory, [after.record])
+        assert superseded(view, after.record, None) == []
+        assert superseded(view, after.record, (1, 10)) == []
+        gone = superseded(view, after.record, (2, 15))
+        assert sorted(held.rank for held in gone) == [4, 5]
+        assert {held.header.generation for held in gone} == {1}
+    finally:
+        after.die()
 
 
 # -- the pure decisions ----------------------------------------------------------------------------------
