@@ -19,6 +19,7 @@ from support.ranks import wait_for
 from flashckpt import cli
 from flashckpt.checkpoints import GenerationClaim, claim_generation, list_checkpoints
 from flashckpt.daemon.service import Daemon, Times
+from flashckpt.job import DaemonStatus
 from flashckpt.store import open_store
 
 Captured = pytest.CaptureFixture[str]
@@ -134,6 +135,18 @@ def test_status_shows_snapshot_commit_and_lag(job: FakeJob, capsys: Captured) ->
     assert code == 0
     assert (one["job"], one["alive"], one["snapshot"], one["committed"]) == ("fake", True, [1, 25], [1, 20])
     assert "fake" in run("status", capsys=capsys)[1]
+
+
+def test_status_of_a_job_whose_persisting_fails_says_so_and_exits_with_40(job: FakeJob, capsys: Captured) -> None:
+    job.directory.write_status(
+        DaemonStatus(committed=(1, 20), failures=7, error="the disk is full\n  found: 0 B", lag=2)
+    )
+    code, document = run_json("status", "--job", "fake", capsys=capsys)
+    assert (code, document["jobs"][0]["failures"], document["jobs"][0]["lag"]) == (40, 7, 2)
+    code, out, _ = run("status", capsys=capsys)
+    assert code == 40
+    assert "the disk is full" in out
+    assert run_json("status", "--job", "other", capsys=capsys) == (0, {"jobs": []})
 
 
 def test_status_reads_goodput_from_the_ledger_and_skips_a_torn_line(job: FakeJob, capsys: Captured) -> None:
