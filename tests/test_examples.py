@@ -18,7 +18,7 @@ def losses(output: str) -> dict[int, str]:
     return {int(words[1]): words[3] for words in lines}
 
 
-def test_plain_loop_killed_and_started_again_ends_with_the_same_loss(tmp_path):
+def test_plain_loop_killed_and_started_again_ends_with_the_same_loss(tmp_path: Path) -> None:
     """SIGKILL of an ordinary `python script.py`: the next start restores from memory and ends bit for bit equal."""
     whole = subprocess.run(
         [*PLAIN, str(tmp_path / "a"), "200"], capture_output=True, text=True, check=True, timeout=100

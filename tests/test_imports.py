@@ -43,26 +43,26 @@ def under(names: set[str], package: str) -> set[str]:
 
 
 @pytest.mark.parametrize("other", ["flashckpt.sampler", "flashckpt.trainer", "flashckpt.daemon"])
-def test_engine_imports_none_of_the_other_three(other):
+def test_engine_imports_none_of_the_other_three(other: str) -> None:
     for path in modules("flashckpt"):
         assert not under(imported(path), other), f"{path.name} imports {other}"
 
 
-def test_sampler_imports_nothing_of_ours_but_errors():
+def test_sampler_imports_nothing_of_ours_but_errors() -> None:
     for path in modules("sampler"):
         ours = under(imported(path), "flashckpt")
         allowed = under(ours, "flashckpt.sampler") | under(ours, "flashckpt.errors") | {"flashckpt"}
         assert ours <= allowed, f"{path.name} imports {sorted(ours - allowed)}"
 
 
-def test_daemon_does_not_import_trainer_or_sampler():
+def test_daemon_does_not_import_trainer_or_sampler() -> None:
     for path in modules("daemon"):
         names = imported(path)
         assert not under(names, "flashckpt.trainer"), path.name
 
 
 @pytest.mark.parametrize("folder", ["flashckpt", "sampler", "trainer", "daemon"])
-def test_nothing_pickles(folder):
+def test_nothing_pickles(folder: str) -> None:
     """No pickle on disk, in shared memory or on a socket; torch.load and torch.save would be pickle by another name."""
     for path in modules(folder):
         names = imported(path)
@@ -76,13 +76,13 @@ def test_nothing_pickles(folder):
 
 
 @pytest.mark.parametrize("module", ["flashckpt", "flashckpt.cli", "flashckpt.daemon.service"])
-def test_torch_is_not_imported_by(module):
+def test_torch_is_not_imported_by(module: str) -> None:
     """The daemon and the command start in tenths of a second and hold no device context."""
     code = f"import sys, {module}; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
 
 
-def test_bare_import_of_a_linked_package_is_refused():
+def test_bare_import_of_a_linked_package_is_refused() -> None:
     """`import sampler` from the repository root would make a second copy of every class."""
     for name in ("sampler", "trainer", "daemon"):
         result = subprocess.run(

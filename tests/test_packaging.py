@@ -16,13 +16,13 @@ LINKED = ("sampler", "trainer", "daemon")
 
 
 @pytest.mark.parametrize("name", LINKED)
-def test_link_is_relative_and_points_to_the_folder_beside_the_engine(name):
+def test_link_is_relative_and_points_to_the_folder_beside_the_engine(name: str) -> None:
     link = ROOT / "flashckpt" / name
     assert link.is_symlink()
     assert str(link.readlink()) == f"../{name}"
 
 
-def test_wheel_has_flashckpt_as_its_only_top_level_name(tmp_path):
+def test_wheel_has_flashckpt_as_its_only_top_level_name(tmp_path: Path) -> None:
     """`daemon`, `trainer` and `sampler` are names that other distributions install."""
     source = tmp_path / "source"  # a build leaves its folders behind: not in the checkout
     shutil.copytree(
@@ -48,7 +48,7 @@ def test_wheel_has_flashckpt_as_its_only_top_level_name(tmp_path):
     assert "flashckpt/py.typed" in names
 
 
-def test_coverage_sees_all_four_folders(tmp_path):
+def test_coverage_sees_all_four_folders(tmp_path: Path) -> None:
     """Coverage records files by their real path, so each of the four folders must be named as a source."""
     code = "import flashckpt.errors, flashckpt.sampler, flashckpt.trainer, flashckpt.daemon"
     env_file = tmp_path / "coverage"

@@ -94,7 +94,7 @@ def _child(
             RANK=str(rank), WORLD_SIZE=str(world), LOCAL_RANK=str(rank), LOCAL_WORLD_SIZE=str(world), **env
         )
         torch.set_num_threads(1)
-        store = dist.FileStore(f"{folder}/store", world)
+        store = dist.FileStore(f"{folder}/store", world)  # type: ignore[attr-defined]  # torch exports it without saying so
         dist.init_process_group("gloo", store=store, rank=rank, world_size=world, timeout=timedelta(seconds=timeout_s))
         report = {"value": fn(rank, *args)}
         Path(f"{folder}/r{rank}").write_text(json.dumps(report))
