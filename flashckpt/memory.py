@@ -79,29 +79,35 @@ class RankMemory:
 
         Raises:
             JobInUseError: A live process holds it.
+            ConfigError: It belongs to another root under the same job id.
         """
-        for path in self._mine(need.layout):
+        for path in filter(Path.exists, self._paths(need.layout)):
             try:
                 segment = Segment.attach(path, writable=True)
             except (FileNotFoundError, DamagedError, FormatVersionError) as error:
                 _log.warning("%s is not used: %s", path, error)
                 continue
-            fits = segment.spec.data_capacity >= need.data_bytes and segment.spec.manifest_capacity >= (
-                need.manifest_bytes // 2
-            )
-            if segment.spec.root_digest == self._root_digest and fits:
-                try:
+            if segment.spec.root_digest != self._root_digest:
+                segment.close()
+                raise _other_root(path)
+            try:
+                if self._has_room(segment.spec, need):
                     segment.own()
-                except BaseException:
-                    segment.close()
-                    raise
-                return segment
+                    return segment
+            except BaseException:
+                segment.close()
+                raise
             segment.close()
         return None
 
-    def _mine(self, layout: int) -> list[Path]:
-        exact = self._directory.segment_path(self._rank, layout)
-        return [exact] if exact.exists() else []
+    def _paths(self, layout: int) -> list[Path]:
+        """Return where segments of a layout may lie: the second and later names serve when one has no room or is damaged."""
+        return [self._directory.segment_path(self._rank, (layout + i) % (1 << 64)) for i in range(8)]
+
+    @staticmethod
+    def _has_room(spec: SegmentSpec, need: Need) -> bool:
+        """Whether a snapshot fits; half of the manifest's need is headroom for values that grow."""
+        return spec.data_capacity >= need.data_bytes and spec.manifest_capacity >= need.manifest_bytes // 2
 
     def open(self, need: Need, *, slots: int | None, job: str) -> None:
         """Adopt or create the segment and reserve it in the background.
@@ -124,7 +130,7 @@ class RankMemory:
         self._thread.start()
 
     def _create(self, need: Need, slots: int | None, job: str) -> Segment:
-        path = self._directory.segment_path(self._rank, need.layout)
+        path = next(p for p in self._paths(need.layout) if not p.exists())
         for count in [slots] if slots else [3, 2]:
             spec = SegmentSpec(
                 job=job,
@@ -141,8 +147,6 @@ class RankMemory:
                 if slots or count == 2:
                     raise
                 _log.warning("too little room for 3 slots, taking 2: %s", error.found)
-            except FileExistsError as error:
-                raise _other_root(path) from error
         raise AssertionError
 
     def _reserve(self) -> None:
@@ -176,10 +180,7 @@ class RankMemory:
 
     def fits(self, need: Need) -> bool:
         """Whether a snapshot of another structure has room in the open segment."""
-        spec = self.segment.spec if self.segment else None
-        return spec is not None and (
-            spec.data_capacity >= need.data_bytes and spec.manifest_capacity >= need.manifest_bytes // 2
-        )
+        return self.segment is not None and self._has_room(self.segment.spec, need)
 
     def begin(
         self,
@@ -235,7 +236,7 @@ class RankMemory:
 
 def _other_root(path: Path) -> ConfigError:
     return ConfigError(
-        "this job id is in use with another root, or with less non-tensor state",
+        "this job id is in use with another root",
         found=str(path),
         expected="one root per job id",
         state="The snapshots of the other run were left as they are.",

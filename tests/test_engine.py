@@ -543,3 +543,25 @@ def opened_as(root: Path, job: str, **things: Any) -> int:
     report = ckpt.restore()
     crash(ckpt)
     return report.step if report else 0
+
+
+def test_another_root_under_the_same_job_id_is_refused_and_its_snapshots_stay(tmp_path: Path, shm_dir: Path) -> None:
+    model = nn.Linear(3, 3)
+    ckpt = opened(tmp_path / "a", model=model)
+    ckpt.step(1)
+    crash(ckpt)
+    with pytest.raises(ConfigError, match="another root"):
+        opened(tmp_path / "b", model=model)
+    assert opened_as(tmp_path / "a", "t", model=model) == 1
+
+
+def test_a_damaged_segment_is_left_and_another_one_takes_its_place(tmp_path: Path, shm_dir: Path) -> None:
+    model = nn.Linear(3, 3)
+    crash(opened(tmp_path, model=model))
+    (name,) = segments(shm_dir)
+    next(shm_dir.rglob(name)).write_bytes(b"not a segment")
+    ckpt = opened(tmp_path, model=model)
+    ckpt.step(1)
+    crash(ckpt)
+    assert len(segments(shm_dir)) == 2
+    assert opened_as(tmp_path, "t", model=model) == 1
