@@ -204,11 +204,17 @@ class Persisting:
         ranks = view.ranks(generation)
         if look:
             self._heard = [ready for ready in read_readies(store, generation) if min(ready.ranks) != min(ranks)]
-        flagged, complete = view.flagged(), view.complete()
+        world_size = view.world_size(generation)
+        alike = [  # of a generation with the same ranks here: others cannot be agreed on in these records
+            identity
+            for identity in view.complete()
+            if (view.ranks(identity[0]), view.world_size(identity[0])) == (ranks, world_size)
+        ]
+        flagged = [identity for identity in view.flagged() if identity in alike]
         self._search, wanted = next_candidate(
             self._search,
             flagged=flagged,
-            newest=max(complete, default=(0, -1)),
+            newest=max(alike, default=(0, -1)),
             floor=self._floor,
             others=self._heard or [Ready(ranks=ranks, world_size=0)],
             spacing=_spacing(flagged),
@@ -219,10 +225,10 @@ class Persisting:
                 self._pin(view, wanted)
         mine = Ready(
             ranks=ranks,
-            world_size=view.world_size(generation),
+            world_size=world_size,
             pinned=self._candidate,
             at_least=self._search.target,
-            complete=tuple(complete),
+            complete=tuple(alike),
             urgent=urgent,
         )
         if look and mine != self._said:
@@ -231,7 +237,7 @@ class Persisting:
         nodes = [mine, *self._heard]
         chosen = choose_intent(nodes, self._floor) if look else None
         if chosen is not None and min(ranks) == min(min(ready.ranks) for ready in nodes):
-            self._open(store, chosen[0], tuple(range(mine.world_size)), record)
+            self._open(store, chosen[0], tuple(range(world_size)), record)
             self._adopt(store, view, record)
 
     def _open(self, store: Store, identity: Identity, writers: Sequence[int], record: GenerationRecord) -> None:

@@ -179,6 +179,27 @@ def test_persist_now_on_every_node_takes_the_newest_common_snapshot(nodes: list[
     assert_bitwise(nodes, (1, 5))
 
 
+def test_nodes_restart_in_another_generation_old_and_new_snapshots_are_committed_whole(nodes: list[FakeJob]) -> None:
+    with daemons_of(nodes) as daemons:
+        for job in nodes:
+            job.step(10, persist=True)
+        turn_all(daemons, lambda: identities(nodes[0]) == [(1, 10)], "the first commit")
+        for job in nodes:
+            job.step(15)
+        nodes[0].restart(2, (1, 15))
+        for job in nodes:
+            job.generation, job.parent, job.record = 2, (1, 15), nodes[0].record
+            job.directory.write_generation(job.record)
+            job.directory.request("persist-now")
+        turn_all(daemons, lambda: (1, 15) in identities(nodes[0]), "the snapshot it was restored from")
+        for job in nodes:
+            job.step(20, persist=True)
+        turn_all(daemons, lambda: (2, 20) in identities(nodes[0]), "the commit of the new generation")
+        assert [d.error for d in daemons] == ["", "", ""]
+    for identity in identities(nodes[0]):
+        assert_bitwise(nodes, identity)
+
+
 def test_node_of_several_retires_old_segments_only_after_a_commit_of_the_new_generation(nodes: list[FakeJob]) -> None:
     """What its own ranks hold says nothing of the other nodes (M1)."""
     job = nodes[-1]  # its memory tier is the one that is current
