@@ -69,10 +69,28 @@ def test_error_inside_leaves_nothing(tmp_path: Path) -> None:
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
 def test_signal_during_a_run_leaves_nothing(tmp_path: Path, number: int) -> None:
     process = holding(tmp_path / "a")
-    process.send_signal(number)
+    for _ in range(20):  # one stop often comes several times: process groups, timeout(1)
+        process.send_signal(number)
     process.communicate(timeout=60)
     assert everything(tmp_path) == []
     assert everything(memory_root()) == []
+
+
+def test_stop_that_comes_again_later_ends_a_clean_up_that_hangs(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(scratch._Stops, "PATIENCE_S", 0.0)
+    monkeypatch.setattr(scratch, "_remove", lambda *_: os.kill(os.getpid(), signal.SIGINT))
+
+    def stopped() -> None:
+        with scratch.storage(str(tmp_path / "a"), 1, options={}, keep=False):
+            os.kill(os.getpid(), signal.SIGTERM)
+
+    with pytest.raises(KeyboardInterrupt):
+        stopped()
+    assert signal.getsignal(signal.SIGTERM) == signal.SIG_DFL
+    assert everything(tmp_path)
+    monkeypatch.undo()
 
 
 def test_killed_run_is_removed_by_the_next_one_in_memory_and_on_storage(tmp_path: Path) -> None:

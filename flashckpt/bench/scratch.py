@@ -17,7 +17,7 @@ import time
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from types import FrameType
+from types import FrameType, TracebackType
 from typing import Any
 
 from flashckpt.errors import ConfigError, FlashckptError, JobInUseError, RootError, SharedMemoryError
@@ -106,15 +106,14 @@ def storage(
     _refuse_full(outer, need_bytes)
     token = secrets.token_hex(6)
     name = FOLDER + token
-    try:
-        outer.check()
-        outer.put(f"{name}/{MARKER}", json.dumps({**owner(), "kept": keep}).encode())
-        directory = root / name if (root := directory_of(outer)) else None
-        inner = f"{url.rstrip('/')}/{name}"
-        with _stopped_by_signals():
+    with _stops:
+        try:
+            outer.check()
+            outer.put(f"{name}/{MARKER}", json.dumps({**owner(), "kept": keep}).encode())
+            directory = root / name if (root := directory_of(outer)) else None
+            inner = f"{url.rstrip('/')}/{name}"
             yield Scratch(url=inner, options=options, directory=directory, token=token, swept=tuple(swept))
-    finally:
-        with _undisturbed():
+        finally:
             if not keep:
                 _remove(outer, name, options)
                 _remove_directories(made)
@@ -243,43 +242,53 @@ def memory(need_bytes: int, *, what: str) -> Iterator[Path]:
             shutil.rmtree(left, ignore_errors=True)
     check_room(root, need_bytes, what=what)
     path = root / f"{HIDDEN}{secrets.token_hex(6)}"
-    path.mkdir(mode=0o700)
-    try:
-        (path / MARKER).write_text(json.dumps(owner()))
-        with _stopped_by_signals():
+    with _stops:
+        try:
+            path.mkdir(mode=0o700)
+            (path / MARKER).write_text(json.dumps(owner()))
             yield path
-    finally:
-        with _undisturbed():
+        finally:
             shutil.rmtree(path, ignore_errors=True)
 
 
-@contextlib.contextmanager
-def _stopped_by_signals() -> Iterator[None]:
-    """Turn SIGTERM and SIGHUP into KeyboardInterrupt, so that they clean up as Ctrl-C does."""
-    if threading.current_thread() is not threading.main_thread():
-        yield
-        return
+class _Stops:
+    """Signals that end a run: the first one raises KeyboardInterrupt, its echoes do not disturb the clean-up.
 
-    def stop(number: int, frame: FrameType | None) -> None:  # noqa: ARG001 -- the signature of handlers
+    Ctrl-C reaches a whole process group and `timeout` passes SIGTERM on, so one stop often comes twice. Later than
+    PATIENCE_S after the first, a stop is meant: it ends a clean-up that hangs, which the next run takes up again.
+    """
+
+    PATIENCE_S = 5.0
+    NUMBERS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+
+    def __init__(self) -> None:
+        self._depth = 0
+        self._first_s: float | None = None
+        self._old: dict[int, Any] = {}
+
+    def __enter__(self) -> None:
+        if threading.current_thread() is threading.main_thread():
+            self._depth += 1
+            if self._depth == 1:
+                self._first_s = None
+                self._old = {number: signal.signal(number, self._stop) for number in self.NUMBERS}
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if threading.current_thread() is threading.main_thread():
+            self._depth -= 1
+            if self._depth == 0:
+                for number, handler in self._old.items():
+                    signal.signal(number, handler)
+
+    def _stop(self, number: int, frame: FrameType | None) -> None:  # noqa: ARG002 -- the signature of handlers
+        now_s = time.monotonic()
+        if self._first_s is None:
+            self._first_s = now_s
+        elif now_s - self._first_s < self.PATIENCE_S:
+            return
         raise KeyboardInterrupt
 
-    old = {number: signal.signal(number, stop) for number in (signal.SIGTERM, signal.SIGHUP)}
-    try:
-        yield
-    finally:
-        for number, handler in old.items():
-            signal.signal(number, handler)
 
-
-@contextlib.contextmanager
-def _undisturbed() -> Iterator[None]:
-    """Ignore a second Ctrl-C while what was written is removed."""
-    if threading.current_thread() is not threading.main_thread():
-        yield
-        return
-    old = {number: signal.signal(number, signal.SIG_IGN) for number in (signal.SIGINT, signal.SIGTERM)}
-    try:
-        yield
-    finally:
-        for number, handler in old.items():
-            signal.signal(number, handler)
+_stops = _Stops()
