@@ -38,7 +38,7 @@ def test_words_on_the_command_line_win_over_the_file(tmp_path: Any) -> None:
     ("words", "expected"),
     [
         (["--train.stepz", "3"], "train.steps (the nearest name)"),
-        (["--trian.steps", "3"], "train.steps (the nearest name)"),
+        (["--trein.steps", "3"], "train.steps (the nearest name)"),
         (["--steps", "3"], "train.steps (the nearest name)"),
         (["--train.steps", "many"], "int"),
         (["--train.steps", "0"], "1 or more"),
@@ -55,7 +55,7 @@ def test_a_wrong_word_is_refused_and_the_right_one_named(words: Any, expected: A
 
 
 @pytest.mark.parametrize(
-    "text", ["[train]\nsteps = 1.5", "[train]\nsteps = true", "[trian]\nsteps = 1", "train = 3", "[train"]
+    "text", ["[train]\nsteps = 1.5", "[train]\nsteps = true", "[trein]\nsteps = 1", "train = 3", "[train"]
 )
 def test_a_wrong_file_is_refused(tmp_path: Any, text: Any) -> None:
     (tmp_path / "run.toml").write_text(text)

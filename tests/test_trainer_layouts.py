@@ -12,12 +12,10 @@ from flashckpt.trainer import loop  # noqa: F401 -- imported before the fork, so
 from flashckpt.trainer.config import to_values
 
 STEPS = 3
-SP = {"tp": 2}
 LAYOUTS = {
     "fsdp2": (2, {}),
     "hsdp2x2": (4, {"dp_replicate": 2}),
     "ddp3": (3, {"dp_replicate": 3, "dp_shard": 1, "data_parallel": "ddp"}),
-    "tp2-sp": (2, SP),
     "tp2": (2, {"tp": 2, "sequence_parallel": False}),
     "tp2-sp-loss-parallel": (2, {"tp": 2, "loss_parallel": True}),
     "pp2-1f1b": (2, {"pp": 2}),

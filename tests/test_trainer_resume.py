@@ -82,6 +82,11 @@ def untracked(text: Any) -> Any:
     return Job(text, *SMALL).train("untracked")
 
 
+@pytest.fixture(scope="module")
+def without_dropout(text: Any) -> Any:
+    return Job(text, *SMALL, model={"dropout": 0.0}).train("without-dropout", checkpoint={"root": ""})
+
+
 def check_same(one: Any, other: Any) -> None:
     result = compare_traces(one, other, STEPS)
     assert result.identical, result.first
@@ -157,12 +162,13 @@ def test_2x2x2_rank_killed_in_a_step_restart_from_memory_same_trace(text: Any) -
 
 
 @pytest.mark.parametrize("parallel", [{}, {"tp": 2}], ids=["dp2", "tp2"])
-def test_restart_in_another_layout_same_samples_and_losses_to_rounding(parallel: Any, text: Any) -> None:
+def test_restart_in_another_layout_same_samples_and_losses_to_rounding(
+    parallel: Any, text: Any, without_dropout: Any
+) -> None:
     job, name = Job(text, *SMALL, model={"dropout": 0.0}), f"moved-{'-'.join(parallel)}"
     job.kill(name, 1)
-    moved = Job(text, 2, parallel, model={"dropout": 0.0})
-    trace = moved.train(name)
-    unbroken = Job(text, *SMALL, model={"dropout": 0.0}).train(f"{name}-unbroken", checkpoint={"root": ""})
+    trace = Job(text, 2, parallel, model={"dropout": 0.0}).train(name)
+    unbroken = without_dropout
     assert [line["samples"] for line in trace] == [line["samples"] for line in unbroken]
     losses, wanted = ([float.fromhex(line["loss"]) for line in lines] for lines in (trace, unbroken))
     assert losses == pytest.approx(wanted, abs=1e-5)
