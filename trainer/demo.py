@@ -10,6 +10,7 @@ At the end the loss of every step is compared with the unbroken run, bit for bit
 from __future__ import annotations
 
 import argparse
+import contextlib
 import hashlib
 import os
 import shutil
@@ -23,7 +24,7 @@ from typing import Any
 from rich.console import Console
 
 from flashckpt.daemon import ledger
-from flashckpt.errors import ConfigError, FlashckptError
+from flashckpt.errors import ConfigError, FlashckptError, JobInUseError
 from flashckpt.trainer.config import RunConfig, read_config
 from flashckpt.trainer.corpus import prepare_corpus
 from flashckpt.trainer.demo_progress import Progress
@@ -90,8 +91,17 @@ class Demo:
 
     def run(self) -> int:
         """Do all of it; return 0 if both traces are identical, else 1."""
-        began = time.monotonic()
         self._clean()
+        try:
+            return self._tell_all()
+        except BaseException:  # interrupted or failed: nothing of a demo is worth keeping in memory
+            for run in (self.unbroken, self.crash):
+                with contextlib.suppress(JobInUseError):
+                    forget_job(run.job)
+            raise
+
+    def _tell_all(self) -> int:
+        began = time.monotonic()
         self._introduce()
         self._part("1/3  the unbroken run")
         with self._progress(self.unbroken) as progress, self.unbroken.running() as run:
