@@ -69,6 +69,7 @@ class Loop:
         self.nbytes = sum(t.nbytes for t in self.state().values())
         self.left, self.right = torch.randn(512, 512), torch.randn(512, 512)
         self.target = mmap.mmap(-1, self.nbytes + (1 << 20), flags=mmap.MAP_SHARED | mmap.MAP_POPULATE)
+        self.memcpy_cpu_s: list[float] = []
         self.compute_s, self.products = 0.0, 1
         self.compute_s = options.compute * median([self.memcpy() for _ in range(3)])
         one = median([self._products(20) for _ in range(3)]) / 20
@@ -84,10 +85,11 @@ class Loop:
     def memcpy(self) -> float:
         """Seconds of one memcpy of the whole state into warm shared memory, tensor by tensor, one thread."""
         address = int(np.frombuffer(self.target, np.uint8).ctypes.data)
-        started, at = time.perf_counter(), 0
+        started, cpu, at = time.perf_counter(), time.thread_time(), 0
         for tensor in self.state().values():
             ctypes.memmove(address + at, tensor.data_ptr(), tensor.nbytes)
             at += tensor.nbytes
+        self.memcpy_cpu_s.append(time.thread_time() - cpu)
         return time.perf_counter() - started
 
     def _products(self, count: int) -> float:
@@ -111,12 +113,13 @@ def measured(
 
     `done` waits and returns seconds from the call to restorable; 0.0 for "now", None for "when the call returned".
     """
-    alone = loop.step()
+    with peak_memory() as usual:
+        alone = loop.step()
     cpu = cpu_seconds()
     with peak_memory() as peak:
-        started = time.perf_counter()
+        started, call_cpu = time.perf_counter(), time.thread_time()
         handle = call()
-        called = time.perf_counter() - started
+        called, call_cpu = time.perf_counter() - started, time.thread_time() - call_cpu
         compute = loop._products(loop.products)
         fenced = fence(handle)
         began = time.perf_counter()
@@ -126,12 +129,13 @@ def measured(
     blocked = called + fenced
     return {
         "call_s": called,
+        "call_cpu_s": call_cpu,
         "fence_s": fenced,
         "blocked_s": blocked,
         "lost_s": blocked + (compute - alone["compute"]) + (optimizer - alone["optimizer"]),
         "restorable_s": complete,
         "cpu_s": cpu_seconds() - cpu,
-        "peak_bytes": float(peak.extra_bytes),
+        "peak_bytes": float(max(0, peak.extra_bytes - usual.extra_bytes)),
     }
 
 
@@ -235,6 +239,7 @@ def worker(options: argparse.Namespace) -> dict[str, Any]:
                     dist.barrier()
                 memcpy.append(loop.memcpy())
                 series[name].append(cases[name]())
+        copy_cpu_s = ckpt.stats["copy_cpu_s"] / ckpt.stats["snapshots"]
         assert ckpt._life is not None
         ckpt._life.close()
     return {
@@ -242,6 +247,8 @@ def worker(options: argparse.Namespace) -> dict[str, Any]:
         "tensors": len(loop.state()),
         "reserve_s": reserve_s,
         "memcpy_s": memcpy,
+        "memcpy_cpu_s": loop.memcpy_cpu_s[-len(memcpy) :],
+        "copy_cpu_s": copy_cpu_s,
         "first": first,
         "series": series,
         "step_s": sum(loop.step().values()),
@@ -294,6 +301,8 @@ def summarised(answers: list[dict[str, Any]]) -> dict[str, Any]:
         "start_s": max(a["reserve_s"] for a in answers),
         "step_s": max(a["step_s"] for a in answers),
         "memcpy_s": summarise(memcpy),
+        "memcpy_cpu_s": summarise([v for a in answers for v in a["memcpy_cpu_s"]]),
+        "flashckpt_copy_and_digest_cpu_s": max(a["copy_cpu_s"] for a in answers),
         "methods": methods,
     }
 
@@ -305,7 +314,9 @@ def table(result: dict[str, Any]) -> str:
     about = (
         f"{found['nbytes'] / 1e9:.2f} GB, {found['tensors_per_rank']} tensors per rank, {result['arguments']['ranks']} rank(s); "
         f"memcpy {limit * 1e3:.0f} ms [{found['memcpy_s']['min'] * 1e3:.0f}-{found['memcpy_s']['max'] * 1e3:.0f}]; "
-        f"step {found['step_s'] * 1e3:.0f} ms; load before {load['load_before']}, other cores {load['other_cores']}"
+        f"step {found['step_s'] * 1e3:.0f} ms; load before {load['load_before']}, other cores {load['other_cores']}; "
+        f"CPU of flashckpt's copy and digests {found['flashckpt_copy_and_digest_cpu_s'] / found['memcpy_cpu_s']['median']:.2f} "
+        f"x that of a memcpy, of its call {found['methods']['flashckpt']['call_cpu_s']['median'] * 1e3:.2f} ms"
     )
     lines = [
         about,
