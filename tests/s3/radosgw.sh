@@ -63,6 +63,7 @@ bluestore block size = 21474836480
 bluestore cache size = 268435456
 osd memory target = 1073741824
 osd op num shards = 2
+osd class update on start = false
 run dir = $1/run
 admin socket = $1/run/\$name.asok
 log file = $1/\$name.log
@@ -84,6 +85,7 @@ start() {
     need_root
     if [ -e "$dir" ]; then echo "radosgw.sh: $dir exists; name a new directory" >&2; exit 20; fi
     mkdir -p "$dir"/{mon,osd,rgw,run}
+    trap 'echo "radosgw.sh: start failed at: $BASH_COMMAND" >&2; tail -n 20 "$dir"/setup.out "$dir"/*.log >&2' ERR
     fsid=$(cat /proc/sys/kernel/random/uuid) uuid=$(cat /proc/sys/kernel/random/uuid) mon_port=$(free_port)
     configuration "$dir" "$port" "$mon_port" "$fsid" > "$dir/ceph.conf"
     local conf=(-c "$dir/ceph.conf")
@@ -93,7 +95,12 @@ start() {
     ceph-mon "${conf[@]}" -i a --pid-file "$dir/mon.pid"
     timeout 120 ceph "${conf[@]}" osd new "$uuid" 0 > /dev/null
     ceph-osd "${conf[@]}" -i 0 --mkfs --osd-uuid "$uuid" >> "$dir/setup.out" 2>&1
-    ceph-osd "${conf[@]}" -i 0 --pid-file "$dir/osd.pid" >> "$dir/setup.out" 2>&1
+    # an OSD that asks the monitor before it has the cluster's id is refused ("wrong fsid") and ends: start it again
+    for attempt in 1 2 3 4 5; do
+        if ceph-osd "${conf[@]}" -i 0 --pid-file "$dir/osd.pid" >> "$dir/setup.out" 2>&1; then break; fi
+        [ "$attempt" != 5 ] || { echo "radosgw.sh: the OSD did not start" >&2; tail -n 20 "$dir/setup.out" >&2; exit 1; }
+        sleep 1
+    done
     timeout 120 ceph "${conf[@]}" osd crush add osd.0 1.0 host=h root=default >> "$dir/setup.out" 2>&1 || true
     timeout 120 ceph "${conf[@]}" osd crush rule create-simple flat default osd >> "$dir/setup.out" 2>&1 || true
     timeout 180 radosgw-admin "${conf[@]}" user create --uid=t --display-name=t --access-key=test --secret-key=testtest \
