@@ -19,7 +19,7 @@ import torch.distributed as dist  # noqa: E402
 IMPORTED = time.time()
 
 
-def save(path: str, state: dict) -> None:
+def save(path: str, state: dict[str, object]) -> None:
     torch.save(state, f"{path}.part")
     Path(f"{path}.part").replace(path)
 
