@@ -37,12 +37,11 @@ class FlashckptError(Exception):
 
     def __reduce__(self) -> tuple[object, ...]:
         """Rebuild from the parts (exceptions with keyword arguments do not copy by default)."""
-        return _rebuild, (type(self), self.problem, self.found, self.expected, self.state, self.remedy)
+        return _rebuild, (type(self), (self.problem, self.found, self.expected, self.state, self.remedy))
 
 
-def _rebuild(
-    cls: type[FlashckptError], problem: str, found: str, expected: str, state: str, remedy: str
-) -> FlashckptError:
+def _rebuild(cls: type[FlashckptError], parts: tuple[str, str, str, str, str]) -> FlashckptError:
+    problem, found, expected, state, remedy = parts
     return cls(problem, found=found, expected=expected, state=state, remedy=remedy)
 
 

@@ -58,7 +58,7 @@ def test_killed_rank_restores_from_memory_and_the_ledger_says_where_the_time_wen
         assert launch.wait() == 0
     (record,) = [json.loads(line) for line in (tmp_path / "ledger.jsonl").read_text().splitlines()]
     assert (record["rank"], record["restart"], record["outcome"]) == (1, 1, "restarted")
-    assert record["step"] >= 20
+    assert record["step"] >= 19  # one rank was at 20; the one that died may have been a step behind
     assert 0 <= record["steps_lost"] <= 5
     assert set(record["seconds"]) == {
         "detect",
