@@ -240,10 +240,10 @@ class Checkpointer:
         slots = rank_memory.segment.spec.slots
         if mates[0] == tracked.world.rank:
             fallback = " (3 did not fit)" if slots < 3 and settings.slot_count is None else ""
-            total = need.slot_bytes * slots * len(mates) / 2**30
+            total = need.slot_bytes * slots * len(mates)
             _log.info(
-                "snapshots: %d slots%s of %.3f GiB for each of %d ranks, about %.3f GiB of this node's memory, in %s",
-                slots, fallback, need.slot_bytes / 2**30, len(mates), total, directory.path,
+                "snapshots: %d slots%s of %.1f MB for each of %d ranks, about %.1f MB of this node's memory, in %s",
+                slots, fallback, need.slot_bytes / 1e6, len(mates), total / 1e6, directory.path,
             )  # fmt: skip
         return inventories
 

@@ -10,13 +10,11 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).resolve().parent.parent
-TORCH_HALF = {"tracked", "staging", "exchange", "checkpointer"}
 OBJECT_COLLECTIVES = {
     f"{verb}_{what}"
     for verb in ("all_gather", "gather", "broadcast", "scatter", "send", "recv")
     for what in ("object", "object_list")
 }
-LAUNCHER = {"agent", "zygote", "context", "run"}
 
 
 def modules(folder: str) -> list[Path]:
