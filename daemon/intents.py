@@ -57,6 +57,16 @@ def covers_world(readies: Collection[Ready]) -> bool:
     return len(worlds) == 1 and ranks == set(range(worlds.pop()))
 
 
+def of_other_nodes(readies: Collection[Ready], own: Collection[int]) -> list[Ready]:
+    """Return the records that still stand: one per node, without this node's own.
+
+    A record is named by the lowest rank its node had when it wrote it. A daemon that looked before all ranks
+    of its node had a segment leaves one behind under another name: its ranks lie within a later record's.
+    """
+    foreign = [ready for ready in readies if not {*ready.ranks} & {*own}]
+    return [ready for ready in foreign if not any({*ready.ranks} < {*other.ranks} for other in foreign)]
+
+
 def choose_intent(readies: Collection[Ready], floor: Identity = (0, 0)) -> tuple[Identity, str] | None:
     """Return the snapshot to open an intent for and the reason, or None while the nodes do not agree yet.
 

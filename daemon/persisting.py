@@ -22,6 +22,7 @@ from flashckpt.daemon.intents import (
     choose_intent,
     clear_readies,
     next_candidate,
+    of_other_nodes,
     publish_ready,
     read_readies,
 )
@@ -203,7 +204,7 @@ class Persisting:
         generation = max(held.header.generation for held in view.slots)
         ranks = view.ranks(generation)
         if look:
-            self._heard = [ready for ready in read_readies(store, generation) if min(ready.ranks) != min(ranks)]
+            self._heard = of_other_nodes(read_readies(store, generation), ranks)
         world_size = view.world_size(generation)
         alike = [  # of a generation with the same ranks here: others cannot be agreed on in these records
             identity

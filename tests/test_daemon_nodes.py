@@ -16,7 +16,7 @@ from support.memory_tier import FakeJob
 from support.ranks import wait_for
 
 from flashckpt.daemon import flush, persisting
-from flashckpt.daemon.intents import Identity, Ready, Search, choose_intent, next_candidate
+from flashckpt.daemon.intents import Identity, Ready, Search, choose_intent, next_candidate, of_other_nodes
 from flashckpt.daemon.retire import superseded
 from flashckpt.daemon.service import Daemon
 from flashckpt.faults import CRASH_POINTS
@@ -235,6 +235,15 @@ def test_no_intent_without_every_rank_or_without_agreement() -> None:
     both = [ready((0, 1), (1, 10)), ready((2, 3), (1, 10))]
     assert choose_intent(both) == ((1, 10), "policy")
     assert choose_intent(both, floor=(1, 10)) is None
+
+
+def test_record_left_behind_by_an_early_look_does_not_block_the_nodes() -> None:
+    """A daemon saw rank 3's segment before rank 2's and said so: the later record of ranks 2 and 3 replaces it."""
+    early, late, first = ready((3,), None), ready((2, 3), (1, 20)), ready((0, 1), (1, 20))
+    assert of_other_nodes([early, late, first], (4, 5)) == [late, first]
+    assert of_other_nodes([early, late, first], (2, 3)) == [first]  # its own, under whatever name
+    agreed = [ready((4, 5), (1, 20)), *of_other_nodes([early, late, first], (4, 5))]
+    assert choose_intent(agreed) == ((1, 20), "policy")
 
 
 def test_urgent_request_takes_the_newest_shared_snapshot() -> None:
