@@ -239,11 +239,11 @@ def test_no_intent_without_every_rank_or_without_agreement() -> None:
 
 def test_record_left_behind_by_an_early_look_does_not_block_the_nodes() -> None:
     """A daemon saw rank 3's segment before rank 2's and said so: the later record of ranks 2 and 3 replaces it."""
-    early, late, first = ready((3,), None), ready((2, 3), (1, 20)), ready((0, 1), (1, 20))
-    assert of_other_nodes([early, late, first], (4, 5)) == [late, first]
-    assert of_other_nodes([early, late, first], (2, 3)) == [first]  # its own, under whatever name
-    agreed = [ready((4, 5), (1, 20)), *of_other_nodes([early, late, first], (4, 5))]
-    assert choose_intent(agreed) == ((1, 20), "policy")
+    early, late, own = ready((3,), None), ready((2, 3), (1, 20)), ready((0, 1), (1, 20))
+    assert of_other_nodes([early, late, own], (0, 1)) == [late]
+    assert of_other_nodes([early, late, own], (2, 3)) == [own]  # its own are left out, under whatever name
+    assert choose_intent([own, early, late]) is None
+    assert choose_intent([own, *of_other_nodes([early, late, own], (0, 1))]) == ((1, 20), "policy")
 
 
 def test_urgent_request_takes_the_newest_shared_snapshot() -> None:
