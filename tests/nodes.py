@@ -57,7 +57,7 @@ def start_all(them: Nodes, train: Path, count: int, nnodes: str, steps: int = 10
 
 
 def test_node_killed_the_job_shrinks_and_grows_when_it_returns(tmp_path: Path, train: Path) -> None:
-    """3 nodes of 2 ranks, at least 2: state of the dead node comes from its peers' copies or from storage."""
+    """3 nodes of 2 ranks, at least 2: the smaller world goes on from the last checkpoint, and the returning node joins it."""
     with nodes(tmp_path, 3) as them:
         start_all(them, train, 3, "2:3")
         them.until(lambda: lived(tmp_path, 6), "6 ranks")
