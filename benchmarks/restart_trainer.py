@@ -44,7 +44,7 @@ def main() -> None:
         report = ckpt.restore()
         first = report.step if report else 0
     elif Path(path).exists():
-        state = torch.load(path)
+        state = torch.load(path, weights_only=True)
         model.load_state_dict(state["model"])
         optimizer.load_state_dict(state["optimizer"])
         first = state["step"]
