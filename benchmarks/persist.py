@@ -31,15 +31,16 @@ import torch
 from flashckpt.bench.data import fill as fill_data
 from flashckpt.bench.host import evict, peak_memory
 from flashckpt.bench.measure import LoadWatch, Timing, document, interleave, summarise, write_json
-from flashckpt.checkpoints import read_manifest
-from flashckpt.digest import chunk_digests
-from flashckpt.layout import Shard, layout_hash, place
-from flashckpt.manifest import Manifest, ShardTable, encode_manifest
-from flashckpt.persist import PersistOptions, commit, persist_slot, prefix_of
-from flashckpt.restore import Target, fill
-from flashckpt.segment import Segment, SegmentSpec
-from flashckpt.sources import StorageSource
-from flashckpt.store import Store, open_store
+from flashckpt.checkpoint.checkpoints import read_manifest
+from flashckpt.checkpoint.persist import PersistOptions, commit, persist_slot, prefix_of
+from flashckpt.core.digest import chunk_digests
+from flashckpt.core.layout import Shard, layout_hash, place
+from flashckpt.core.manifest import Manifest, ShardTable, encode_manifest
+from flashckpt.memory.segment import Segment, SegmentSpec
+from flashckpt.restore.fill import Target, fill
+from flashckpt.restore.sources import StorageSource
+from flashckpt.storage.opening import open_store
+from flashckpt.storage.store import Store
 
 EXTENT = 16 << 20
 TENSORS = 100

@@ -37,7 +37,6 @@ from torch.distributed.elastic.rendezvous.dynamic_rendezvous import DynamicRende
 from torch.distributed.elastic.rendezvous.static_tcp_rendezvous import StaticTCPRendezvous
 from torch.distributed.launcher import api as launcher_api
 
-from flashckpt.control import ControlRow
 from flashckpt.daemon import hang
 from flashckpt.daemon.budget import REFILL_STEPS, Budget, Verdict
 from flashckpt.daemon.context import WorkerContext, bindings, script_commands
@@ -50,6 +49,7 @@ from flashckpt.daemon.reporting import Reporter, hang_states
 from flashckpt.daemon.stop import AgreedStop, Group, StopSignals
 from flashckpt.daemon.watch import JobWatch
 from flashckpt.errors import FlashckptError, HangError, RestartBudgetError
+from flashckpt.memory.control import ControlRow
 
 _log = logging.getLogger("flashckpt.dlrun")
 _TICK_S = 0.2

@@ -6,7 +6,7 @@ import logging
 import os
 import time
 
-from flashckpt.job import JobDirectory
+from flashckpt.memory.job import JobDirectory
 
 LIMIT_S = 600.0
 _log = logging.getLogger("flashckpt.dlrun")

@@ -12,13 +12,13 @@ import threading
 import time
 from concurrent.futures import Future, ThreadPoolExecutor
 
+from flashckpt.checkpoint.intents import Intent, abandoned_reason
+from flashckpt.checkpoint.persist import MANIFEST, PersistOptions, commit, missing_writers, persist_slot
 from flashckpt.daemon.logs import speaking_of
 from flashckpt.errors import DamagedError, FencedError, PersistError
-from flashckpt.intents import Intent, abandoned_reason
-from flashckpt.node_view import release
-from flashckpt.persist import MANIFEST, PersistOptions, commit, missing_writers, persist_slot
-from flashckpt.segment import Pin
-from flashckpt.store import Store
+from flashckpt.memory.node_view import release
+from flashckpt.memory.segment import Pin
+from flashckpt.storage.store import Store
 
 WRITERS_AT_ONCE = 4
 """Slots of one node that are streamed at the same time: bounds the parts in flight."""

@@ -6,7 +6,7 @@ exists. While none is open, every daemon pins a candidate and says so in its *re
 pin the same snapshot, the leader (the node of the lowest rank) opens the intent. The others take over
 by themselves when it does not. All writes are conditional or idempotent, so two leaders do no harm.
 
-    intents/000003-000000120             the intent (flashckpt.intents)
+    intents/000003-000000120             the intent (flashckpt.checkpoint.intents)
     intents/000003-000000120.abandoned   it will never be committed
     intents/ready-000003/r00008          what the node whose lowest rank is 8 has pinned
 
@@ -21,9 +21,9 @@ from typing import Any
 
 import msgpack
 
+from flashckpt.checkpoint.intents import INTENTS
 from flashckpt.errors import DamagedError, ObjectMissingError
-from flashckpt.intents import INTENTS
-from flashckpt.store import Store
+from flashckpt.storage.store import Store
 
 Identity = tuple[int, int]
 READY = f"{INTENTS}ready-"

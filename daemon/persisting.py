@@ -14,7 +14,12 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from flashckpt.checkpoints import newest_checkpoint
+from flashckpt.checkpoint.checkpoints import newest_checkpoint
+from flashckpt.checkpoint.generations import Claim, check_fence, read_claims
+from flashckpt.checkpoint.intents import Intent, abandon_intent, close_intent, list_intents, put_intent
+from flashckpt.checkpoint.persist import PersistOptions, missing_writers
+from flashckpt.checkpoint.retention import Policy, prune, sweep
+from flashckpt.core.lineage import is_abandoned
 from flashckpt.daemon.flush import Flush, Outcome
 from flashckpt.daemon.intents import (
     Ready,
@@ -28,15 +33,11 @@ from flashckpt.daemon.intents import (
 )
 from flashckpt.daemon.logs import speaking_of
 from flashckpt.errors import DamagedError, DisagreementError, PersistError, ShardGapError
-from flashckpt.generations import Claim, check_fence, read_claims
-from flashckpt.intents import Intent, abandon_intent, close_intent, list_intents, put_intent
-from flashckpt.job import GenerationRecord, JobConfig
-from flashckpt.lineage import is_abandoned
-from flashckpt.node_view import Identity, View, pin_all, release
-from flashckpt.persist import PersistOptions, missing_writers
-from flashckpt.retention import Policy, prune, sweep
-from flashckpt.segment import Pin
-from flashckpt.store import Store, open_store
+from flashckpt.memory.job import GenerationRecord, JobConfig
+from flashckpt.memory.node_view import Identity, View, pin_all, release
+from flashckpt.memory.segment import Pin
+from flashckpt.storage.opening import open_store
+from flashckpt.storage.store import Store
 
 SWEEP_EVERY_S = 1800.0
 ROOT_LOOK_S = 0.5

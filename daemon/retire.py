@@ -6,9 +6,9 @@ import contextlib
 import logging
 
 from flashckpt.errors import DamagedError, FormatVersionError, JobInUseError
-from flashckpt.job import GenerationRecord
-from flashckpt.node_view import Held, Identity, View
-from flashckpt.segment import Segment
+from flashckpt.memory.job import GenerationRecord
+from flashckpt.memory.node_view import Held, Identity, View
+from flashckpt.memory.segment import Segment
 
 _log = logging.getLogger(__name__)
 

@@ -25,9 +25,9 @@ from flashckpt.daemon.persisting import Persisting
 from flashckpt.daemon.retire import retire
 from flashckpt.daemon.wakeup import Wakeup
 from flashckpt.errors import FencedError, FlashckptError
-from flashckpt.job import DaemonStatus, GenerationRecord, JobDirectory
-from flashckpt.lease import Lease
-from flashckpt.node_view import Identity, View, scan
+from flashckpt.memory.job import DaemonStatus, GenerationRecord, JobDirectory
+from flashckpt.memory.lease import Lease
+from flashckpt.memory.node_view import Identity, View, scan
 
 SCAN_S = 1.0
 """Seconds between two scans without an event."""

@@ -15,8 +15,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
-from flashckpt.control import ControlRow
 from flashckpt.daemon.watch import JobWatch
+from flashckpt.memory.control import ControlRow
 
 _REQUEST, _STEPS, _AFTER = "flashckpt/stop/request", "flashckpt/stop/steps", "flashckpt/stop/after"
 _STORE_MARGIN_S = 1.5  # several looks of every agent, and the way through the store

@@ -13,11 +13,11 @@ import tempfile
 import time
 from pathlib import Path
 
-from flashckpt.control import Control, ControlRow
 from flashckpt.daemon.drain import is_last_process, wait_for_flush
 from flashckpt.errors import FlashckptError
-from flashckpt.job import JobDirectory, memory_root
-from flashckpt.lease import Lease
+from flashckpt.memory.control import Control, ControlRow
+from flashckpt.memory.job import JobDirectory, memory_root
+from flashckpt.memory.lease import Lease
 
 _log = logging.getLogger("flashckpt.dlrun")
 _DAEMON_CHECK_S = 1.0

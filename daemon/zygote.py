@@ -46,11 +46,12 @@ TORCH_MODULES = (
 )
 OUR_MODULES = (
     "flashckpt.checkpointer",
-    "flashckpt.store_common",
-    "flashckpt.store_posix",
-    "flashckpt.store_direct",
-    "flashckpt.new_life",
-    "flashckpt.replicas",
+    "flashckpt.storage.common",
+    "flashckpt.storage.opening",
+    "flashckpt.storage.posix",
+    "flashckpt.storage.direct",
+    "flashckpt.restore.new_life",
+    "flashckpt.tracking.replicas",
     "flashckpt.sampler",
     "flashckpt.trainer.loop",
     "flashckpt.trainer.config",

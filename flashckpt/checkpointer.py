@@ -13,19 +13,21 @@ from typing import Any
 import torch
 from typing_extensions import Self
 
-from flashckpt import exchange, memory, replicas
+from flashckpt import exchange
 from flashckpt.errors import ConfigError, FlashckptError, PersistError
-from flashckpt.identity import job_id, root_digest, root_url
-from flashckpt.job import JobConfig, JobDirectory
 from flashckpt.life import Life
-from flashckpt.placement import current_world
-from flashckpt.reader import Reader
+from flashckpt.memory.identity import job_id, root_digest, root_url
+from flashckpt.memory.job import JobConfig, JobDirectory
 from flashckpt.report import RestoreReport
-from flashckpt.restore_point import Inventory, local_world
-from flashckpt.restoring import Course, Outcome, Request
+from flashckpt.restore.reader import Reader
+from flashckpt.restore.restore_point import Inventory, local_world
+from flashckpt.restore.restoring import Course, Outcome, Request
 from flashckpt.settings import Settings
-from flashckpt.store import is_process_local
-from flashckpt.tracked import Tracked
+from flashckpt.staging import rank_memory as memory
+from flashckpt.storage.opening import is_process_local
+from flashckpt.tracking import replicas
+from flashckpt.tracking.placement import current_world
+from flashckpt.tracking.tracked import Tracked
 
 _log = logging.getLogger("flashckpt")
 

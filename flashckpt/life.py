@@ -13,15 +13,15 @@ from typing import Any
 
 import torch.distributed as dist
 
-from flashckpt import memory
-from flashckpt.control import Control, ControlRow
 from flashckpt.errors import DamagedError, PersistError
-from flashckpt.job import DaemonStatus, JobConfig, JobDirectory
-from flashckpt.restoring import Outcome
+from flashckpt.memory.control import Control, ControlRow
+from flashckpt.memory.job import DaemonStatus, JobConfig, JobDirectory
+from flashckpt.memory.watermark import Watermark
+from flashckpt.restore.restoring import Outcome
 from flashckpt.settings import Settings
-from flashckpt.staging import Identity, Plan, Snapshot, Stager, StaleWatch
-from flashckpt.tracked import Captured, Tracked
-from flashckpt.watermark import Watermark
+from flashckpt.staging import rank_memory as memory
+from flashckpt.staging.staging import Identity, Plan, Snapshot, Stager, StaleWatch
+from flashckpt.tracking.tracked import Captured, Tracked
 
 _log = logging.getLogger("flashckpt")
 RESERVE_WAIT_S = 2.0

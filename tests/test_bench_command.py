@@ -17,11 +17,11 @@ from support.s3 import s3_server
 
 from flashckpt.bench import measure, store
 from flashckpt.bench.compare import caveats, compare
-from flashckpt.cli import main
-from flashckpt.cli_bench import bench
-from flashckpt.cli_plan import plan
+from flashckpt.cli.bench import bench
+from flashckpt.cli.main import main
+from flashckpt.cli.plan import plan
 from flashckpt.errors import ConfigError, FlashckptError, LayoutError, RootError
-from flashckpt.job import memory_root
+from flashckpt.memory.job import memory_root
 
 OPTIONS = {"endpoint_url": "endpoint", "key": "key", "secret": "secret"}
 
@@ -44,7 +44,16 @@ def left(*places: Path) -> list[str]:
 def job(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     """One run of `bench job` with peers, which several tests look at from their own side."""
     folder = tmp_path_factory.mktemp("job")
-    command = [sys.executable, "-m", "flashckpt.cli", "bench", "job", str(folder / "storage"), "--layout", "llama3-70b"]
+    command = [
+        sys.executable,
+        "-m",
+        "flashckpt.cli.main",
+        "bench",
+        "job",
+        str(folder / "storage"),
+        "--layout",
+        "llama3-70b",
+    ]
     command += ["--scale", "1/16384", "--ranks", "3", "--rounds", "2", "--peers", "--json", str(folder / "job.json")]
     done = subprocess.run(
         [*command, "--plot", str(folder / "job.png")],
@@ -106,7 +115,7 @@ def running_shm() -> tuple[subprocess.Popen[str], list[int]]:
     command = [
         sys.executable,
         "-m",
-        "flashckpt.cli",
+        "flashckpt.cli.main",
         "bench",
         "shm",
         "--size",
@@ -354,7 +363,7 @@ def test_busy_machine_is_refused_where_quiet_is_required(tmp_path: Path, monkeyp
 
 def test_commands_and_persister_start_without_torch() -> None:
     modules = (
-        "flashckpt.cli_bench, flashckpt.cli_plan, flashckpt.bench.job, flashckpt.bench.store, flashckpt.bench.persister"
+        "flashckpt.cli.bench, flashckpt.cli.plan, flashckpt.bench.job, flashckpt.bench.store, flashckpt.bench.persister"
     )
     code = f"import sys, {modules}, flashckpt.plan.report, flashckpt.bench.table; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0

@@ -16,11 +16,11 @@ import pytest
 from support.memory_tier import FakeJob
 from support.ranks import wait_for
 
-from flashckpt import cli
-from flashckpt.checkpoints import GenerationClaim, claim_generation, list_checkpoints
+from flashckpt.checkpoint.checkpoints import GenerationClaim, claim_generation, list_checkpoints
+from flashckpt.cli import main as cli
 from flashckpt.daemon.service import Daemon, Times
-from flashckpt.job import DaemonStatus
-from flashckpt.store import open_store
+from flashckpt.memory.job import DaemonStatus
+from flashckpt.storage.opening import open_store
 
 Captured = pytest.CaptureFixture[str]
 
@@ -150,7 +150,7 @@ def test_status_of_a_job_whose_persisting_fails_says_so_and_exits_with_40(job: F
 
 
 def test_status_reads_goodput_from_the_ledger_and_skips_a_torn_line(job: FakeJob, capsys: Captured) -> None:
-    from flashckpt.cli_status import goodput
+    from flashckpt.cli.status import goodput
 
     created_s = job.ranks[0].segment.created_ns / 1e9
     ledger = job.directory.path / "ledger.jsonl"
@@ -259,7 +259,7 @@ def test_wrong_usage_and_help(capsys: Captured) -> None:
 
 def test_command_starts_without_torch() -> None:
     script = (
-        "import sys\nfrom flashckpt import cli\nfrom importlib import import_module\n"
+        "import sys\nfrom flashckpt.cli import main as cli\nfrom importlib import import_module\n"
         "for where, _ in cli.COMMANDS.values(): import_module(where.partition(':')[0])\n"
         "sys.exit('torch' in sys.modules)"
     )

@@ -12,7 +12,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from support.memory import ended, fork
 
-from flashckpt.control import (
+from flashckpt.errors import DamagedError
+from flashckpt.memory.control import (
     MAX_COMPLETE,
     PAGE,
     ROW_BYTES,
@@ -21,7 +22,6 @@ from flashckpt.control import (
     decode_published,
     encode_published,
 )
-from flashckpt.errors import DamagedError
 
 
 @pytest.fixture

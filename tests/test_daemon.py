@@ -16,7 +16,7 @@ from support.ranks import wait_for
 
 from flashckpt.daemon import flush, persisting
 from flashckpt.errors import StoreError
-from flashckpt.store import open_store
+from flashckpt.storage.opening import open_store
 
 
 @pytest.fixture
@@ -100,7 +100,7 @@ def test_persist_now_while_training_goes_on_persists_once_not_every_snapshot(job
 
 
 def test_another_run_claimed_the_generation_nothing_is_persisted(job: FakeJob) -> None:
-    from flashckpt.generations import Claim, try_claim
+    from flashckpt.checkpoint.generations import Claim, try_claim
 
     store = open_store(job.root)
     assert try_claim(store, Claim(generation=1, token="other"))
@@ -113,7 +113,7 @@ def test_another_run_claimed_the_generation_nothing_is_persisted(job: FakeJob) -
 
 
 def test_newer_generation_on_the_root_fences_the_older_daemon(job: FakeJob) -> None:
-    from flashckpt.generations import Claim, try_claim
+    from flashckpt.checkpoint.generations import Claim, try_claim
 
     store = open_store(job.root)
     assert try_claim(store, Claim(generation=7, token="newer"))

@@ -24,11 +24,11 @@ from support.daemons import (
 from support.memory_tier import FakeJob
 from support.ranks import wait_for
 
+from flashckpt.checkpoint.persist import persist_slot
 from flashckpt.daemon import flush, service
 from flashckpt.faults import CRASH_POINTS
-from flashckpt.lease import Lease
-from flashckpt.persist import persist_slot
-from flashckpt.store import open_store
+from flashckpt.memory.lease import Lease
+from flashckpt.storage.opening import open_store
 
 POINTS = [name for name in CRASH_POINTS if name.split(".")[0] in ("persist", "generation", "store")]
 
@@ -161,7 +161,7 @@ def test_sigterm_while_a_flush_is_pending_finishes_it_first(job: FakeJob) -> Non
 
 
 def test_temporary_files_of_a_killed_daemon_go_with_the_sweep(job: FakeJob) -> None:
-    from flashckpt.retention import sweep
+    from flashckpt.checkpoint.retention import sweep
 
     job.step(10, persist=True)
     with forked(job, crash_at="persist.during-pack") as doomed:

@@ -15,9 +15,9 @@ from support.daemons import assert_bitwise, daemon_of, forked, identities, steps
 from support.memory_tier import FakeJob
 from support.ranks import wait_for
 
-from flashckpt import store as stores
 from flashckpt.daemon import persisting, service
 from flashckpt.errors import RootError, StoreError
+from flashckpt.storage import opening as stores
 
 
 @pytest.fixture
@@ -138,8 +138,8 @@ def test_damaged_snapshot_in_memory_is_never_committed_and_the_next_one_is(job: 
 
 
 def test_pack_lost_between_index_and_commit_is_written_again(job: FakeJob, monkeypatch: pytest.MonkeyPatch) -> None:
+    from flashckpt.checkpoint.persist import commit as real
     from flashckpt.daemon import flush
-    from flashckpt.persist import commit as real
 
     lost: list[Path] = []
 

@@ -15,14 +15,14 @@ from support.daemons import assert_bitwise, daemon_of, identities
 from support.memory_tier import FakeJob
 from support.ranks import wait_for
 
+from flashckpt.checkpoint.persist import persist_slot
 from flashckpt.daemon import flush, persisting
 from flashckpt.daemon.intents import Identity, Ready, Search, choose_intent, next_candidate, of_other_nodes
 from flashckpt.daemon.retire import superseded
 from flashckpt.daemon.service import Daemon
 from flashckpt.faults import CRASH_POINTS
-from flashckpt.node_view import scan
-from flashckpt.persist import persist_slot
-from flashckpt.segment import Pin
+from flashckpt.memory.node_view import scan
+from flashckpt.memory.segment import Pin
 
 assert "persist.after-intent" in CRASH_POINTS
 NODES = 3

@@ -8,7 +8,7 @@ from support.memory_tier import FakeJob
 from support.ranks import wait_for
 from support.s3 import moto_server, start_moto, stop
 
-from flashckpt.checkpoints import list_checkpoints
+from flashckpt.checkpoint.checkpoints import list_checkpoints
 from flashckpt.daemon import service
 from flashckpt.errors import FlashckptError
 

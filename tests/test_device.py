@@ -10,11 +10,11 @@ import numpy as np
 import torch
 from torch import nn
 
-from flashckpt.copying import Buffer
-from flashckpt.device import CudaLanes
-from flashckpt.placement import current_world
-from flashckpt.staging import Plan
-from flashckpt.tracked import Tracked
+from flashckpt.staging.copying import Buffer
+from flashckpt.staging.device import CudaLanes
+from flashckpt.staging.staging import Plan
+from flashckpt.tracking.placement import current_world
+from flashckpt.tracking.tracked import Tracked
 
 
 class FakeEvent:

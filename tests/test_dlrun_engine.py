@@ -16,7 +16,7 @@ from support.dlrun import ENGINE, Launch, alive, dlrun, first_steps, processes_o
 from support.ranks import wait_for
 
 from flashckpt.errors import RESUME_EXIT_CODE, ConfigError, HangError, RestartBudgetError
-from flashckpt.job import memory_root
+from flashckpt.memory.job import memory_root
 
 pytestmark = pytest.mark.timeout(300)  # two cores that others use too
 

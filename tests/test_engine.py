@@ -14,8 +14,9 @@ from support.engine import agent_dir, digest, net, segments, train
 from support.ranks import wait_for
 from torch import nn
 
-from flashckpt import Checkpointer, staging
+from flashckpt import Checkpointer
 from flashckpt.errors import ConfigError, FenceError, NoCheckpointError, ShardGapError, UnsupportedStateError
+from flashckpt.staging import staging
 
 
 @pytest.fixture(autouse=True)
@@ -378,7 +379,7 @@ def test_a_meta_tensor_is_refused_before_training(tmp_path: Path) -> None:
 def test_memory_for_three_slots_is_missing_and_two_are_taken_and_said(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    from flashckpt import memory
+    from flashckpt.staging import rank_memory as memory
 
     need = 2 * 4 * 250_000
     monkeypatch.setattr(memory, "free_bytes", lambda _: int(need * 2.9))

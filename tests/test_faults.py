@@ -17,7 +17,7 @@ ENUMERATED |= {"generation": "test_daemon_crash.py", "store": "test_daemon_crash
 
 def product() -> str:
     folders = ("flashckpt", "daemon", "trainer", "sampler")
-    return "".join(path.read_text() for folder in folders for path in (ROOT / folder).glob("*.py"))
+    return "".join(path.read_text() for folder in folders for path in (ROOT / folder).rglob("*.py"))
 
 
 def test_points_that_are_declared_are_the_points_that_are_called() -> None:

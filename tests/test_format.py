@@ -17,16 +17,17 @@ import msgpack
 import numpy as np
 import pytest
 
-from flashckpt import control, job, slot, superblock
-from flashckpt.control import Control, Published
-from flashckpt.digest import chunk_digests, digest
+from flashckpt.core import slot, superblock
+from flashckpt.core.digest import chunk_digests, digest
+from flashckpt.core.layout import Shard, place
+from flashckpt.core.manifest import Manifest, ShardTable, decode_manifest, encode_manifest, merge
+from flashckpt.core.slot import SlotHeader, SlotState
+from flashckpt.core.superblock import SegmentSpec, Superblock
 from flashckpt.errors import FormatVersionError
-from flashckpt.job import DaemonStatus, GenerationRecord, JobConfig, JobDirectory
-from flashckpt.layout import Shard, place
-from flashckpt.manifest import Manifest, ShardTable, decode_manifest, encode_manifest, merge
-from flashckpt.segment import Segment
-from flashckpt.slot import SlotHeader, SlotState
-from flashckpt.superblock import SegmentSpec, Superblock
+from flashckpt.memory import control, job
+from flashckpt.memory.control import Control, Published
+from flashckpt.memory.job import DaemonStatus, GenerationRecord, JobConfig, JobDirectory
+from flashckpt.memory.segment import Segment
 
 V1 = Path(__file__).parent / "format" / "v1"
 

@@ -46,6 +46,18 @@ def test_engine_imports_none_of_the_other_three(other: str) -> None:
         assert not under(imported(path), other), f"{path.name} imports {other}"
 
 
+ORDER = ("core", "memory", "storage", "checkpoint", "tracking", "restore", "staging", "bench", "plan", "cli")
+
+
+@pytest.mark.parametrize("package", ORDER)
+def test_packages_of_the_engine_import_only_what_lies_before_them(package: str) -> None:
+    """`bench` and `plan` use each other's words; everything else has one direction."""
+    later = [name for name in ORDER[ORDER.index(package) + 1 :] if {package, name} != {"bench", "plan"}]
+    for path in modules(f"flashckpt/{package}"):
+        wrong = [name for name in later if under(imported(path), f"flashckpt.{name}")]
+        assert not wrong, f"{path.name} of {package} imports {wrong}"
+
+
 def test_sampler_imports_nothing_of_ours_but_errors() -> None:
     for path in modules("sampler"):
         ours = under(imported(path), "flashckpt")
@@ -73,7 +85,7 @@ def test_nothing_pickles(folder: str) -> None:
         assert not objects, f"{path.name} calls {objects}, which pickles"
 
 
-@pytest.mark.parametrize("module", ["flashckpt", "flashckpt.cli", "flashckpt.daemon.service"])
+@pytest.mark.parametrize("module", ["flashckpt", "flashckpt.cli.main", "flashckpt.daemon.service"])
 def test_torch_is_not_imported_by(module: str) -> None:
     """The daemon and the command start in tenths of a second and hold no device context."""
     code = f"import sys, {module}; sys.exit('torch' in sys.modules)"

@@ -13,9 +13,9 @@ from support.memory import ended, fork
 from support.ranks import wait_for
 
 from flashckpt.errors import ConfigError, DamagedError, FormatVersionError, JobInUseError
-from flashckpt.identity import job_id, root_digest, root_url
-from flashckpt.job import DaemonStatus, GenerationRecord, JobConfig, JobDirectory, memory_root
-from flashckpt.lease import Lease
+from flashckpt.memory.identity import job_id, root_digest, root_url
+from flashckpt.memory.job import DaemonStatus, GenerationRecord, JobConfig, JobDirectory, memory_root
+from flashckpt.memory.lease import Lease
 
 # -- identity -------------------------------------------------------------------------------------------
 
@@ -182,7 +182,7 @@ def _remove(directory: JobDirectory) -> None:
 
 
 def test_a_removal_that_never_ends_is_an_error(monkeypatch: Any) -> None:
-    monkeypatch.setattr("flashckpt.job._REMOVAL_S", 0.05)
+    monkeypatch.setattr("flashckpt.memory.job._REMOVAL_S", 0.05)
     directory = JobDirectory.open("j1")
     directory.hold_live().close()
     lease = Lease(directory.live_path)
@@ -226,7 +226,7 @@ def test_only_one_daemon_holds_the_lock() -> None:
 DAEMON = """
 import os, sys, time
 from pathlib import Path
-from flashckpt.job import JobDirectory
+from flashckpt.memory.job import JobDirectory
 directory = JobDirectory(Path(sys.argv[-1]))
 lease = directory.hold_daemon()
 print("torch" in sys.modules, lease is None, flush=True)

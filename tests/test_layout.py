@@ -10,8 +10,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from flashckpt.core.layout import ALIGN_LARGE, ALIGN_SMALL, SMALL_BYTES, Shard, intersect, layout_hash, place
 from flashckpt.errors import UnsupportedStateError
-from flashckpt.layout import ALIGN_LARGE, ALIGN_SMALL, SMALL_BYTES, Shard, intersect, layout_hash, place
 
 
 def shard(fqn: str, *lengths: int, dtype: str = "float32", offsets: tuple[int, ...] | None = None) -> Shard:

@@ -7,7 +7,7 @@ from typing import Any
 from hypothesis import given
 from hypothesis import strategies as st
 
-from flashckpt.lineage import Life, SlotRecord, common, is_abandoned, newest
+from flashckpt.core.lineage import Life, SlotRecord, common, is_abandoned, newest
 
 
 def record(rank: int, generation: int, step: int, world_size: int = 2, node: int = 0) -> SlotRecord:

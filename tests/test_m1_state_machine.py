@@ -15,13 +15,13 @@ from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from flashckpt.control import Published
+from flashckpt.core.lineage import SlotRecord, common, is_abandoned, newest
+from flashckpt.core.slot import SlotHeader, SlotState, choose_slot
 from flashckpt.daemon.retire import superseded
-from flashckpt.job import GenerationRecord
-from flashckpt.lineage import SlotRecord, common, is_abandoned, newest
-from flashckpt.node_view import Held, View
-from flashckpt.slot import SlotHeader, SlotState, choose_slot
-from flashckpt.watermark import Known, known_of
+from flashckpt.memory.control import Published
+from flashckpt.memory.job import GenerationRecord
+from flashckpt.memory.node_view import Held, View
+from flashckpt.memory.watermark import Known, known_of
 
 Identity = tuple[int, int]
 

@@ -14,10 +14,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from flashckpt.digest import CHUNK_BYTES, chunk_digests, digest
+from flashckpt.core.digest import CHUNK_BYTES, chunk_digests, digest
+from flashckpt.core.layout import Shard, place
+from flashckpt.core.manifest import Manifest, ShardTable, decode_manifest, encode_manifest, encode_table, merge
 from flashckpt.errors import DamagedError, DisagreementError, FormatVersionError, UnsupportedStateError
-from flashckpt.layout import Shard, place
-from flashckpt.manifest import Manifest, ShardTable, decode_manifest, encode_manifest, encode_table, merge
 
 
 def shards_of(rank: int) -> list[Shard]:

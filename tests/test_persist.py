@@ -14,9 +14,12 @@ import pytest
 from support.slots import FakePin, make_pin, shard
 
 from flashckpt import faults
-from flashckpt.checkpoints import list_checkpoints, newest_checkpoint, read_manifest
-from flashckpt.compression import PackedObjects
-from flashckpt.digest import chunk_digests
+from flashckpt.checkpoint.checkpoints import list_checkpoints, newest_checkpoint, read_manifest
+from flashckpt.checkpoint.compression import PackedObjects
+from flashckpt.checkpoint.persist import MANIFEST, PersistOptions, commit, missing_writers, persist_slot, prefix_of
+from flashckpt.checkpoint.retention import sweep
+from flashckpt.core.digest import chunk_digests
+from flashckpt.core.packs import index_name, plan_packs
 from flashckpt.errors import (
     DamagedError,
     FencedError,
@@ -26,10 +29,8 @@ from flashckpt.errors import (
     ShardGapError,
     StoreError,
 )
-from flashckpt.packs import index_name, plan_packs
-from flashckpt.persist import MANIFEST, PersistOptions, commit, missing_writers, persist_slot, prefix_of
-from flashckpt.retention import sweep
-from flashckpt.store import Store, open_store
+from flashckpt.storage.opening import open_store
+from flashckpt.storage.store import Store
 
 SHARDS = [
     shard("big", (700, 1000)),
@@ -349,7 +350,7 @@ def llama_parameters(
 
 def test_replicated_llama_state_is_written_once_and_evenly_by_four_replicas(store: Store) -> None:
     """Llama-3-8B shapes at 1/16 width: parameters and two moments; the largest writer is within 5 % of the mean."""
-    from flashckpt.placement import owners
+    from flashckpt.tracking.placement import owners
 
     shapes = llama_parameters(width=256, layers=4, heads=32, kv_heads=8, inner=896, vocab=2004)
     chosen = owners([(name, 4 * math.prod(shape)) for name, shape in shapes], 4)

@@ -10,7 +10,7 @@ import pytest
 from click.testing import CliRunner, Result
 
 from flashckpt.bench.quantity import parse_duration, parse_scale, parse_size, show_bytes, show_rate, show_s
-from flashckpt.cli_plan import plan
+from flashckpt.cli.plan import plan
 from flashckpt.errors import ConfigError, FlashckptError, FormatVersionError, LayoutError
 
 BASE = ["--gpus", "16384", "--layout", "llama3-405b"]

@@ -11,15 +11,15 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from flashckpt import restore
-from flashckpt.digest import CHUNK_BYTES, chunk_digests
+from flashckpt.core.digest import CHUNK_BYTES, chunk_digests
+from flashckpt.core.layout import ITEMSIZE, Shard, place
+from flashckpt.core.manifest import Manifest
+from flashckpt.core.table import ShardTable
 from flashckpt.errors import DamagedError, ShardGapError
-from flashckpt.layout import ITEMSIZE, Shard, place
-from flashckpt.manifest import Manifest
-from flashckpt.restore import RestoreCounts, Target, fill
-from flashckpt.sources import Source, StorageSource
-from flashckpt.store import open_store
-from flashckpt.table import ShardTable
+from flashckpt.restore import fill as restore
+from flashckpt.restore.fill import RestoreCounts, Target, fill
+from flashckpt.restore.sources import Source, StorageSource
+from flashckpt.storage.opening import open_store
 
 Box = tuple[tuple[int, ...], tuple[int, ...]]
 

@@ -14,7 +14,7 @@ from support.ranks import wait_for
 from support.slots import make_pin, shard
 
 from flashckpt import faults
-from flashckpt.checkpoints import (
+from flashckpt.checkpoint.checkpoints import (
     CheckpointInfo,
     GenerationClaim,
     claim_generation,
@@ -26,8 +26,7 @@ from flashckpt.checkpoints import (
     read_generations,
     read_manifest,
 )
-from flashckpt.errors import DamagedError, NoCheckpointError, RootError
-from flashckpt.intents import (
+from flashckpt.checkpoint.intents import (
     Intent,
     abandon_intent,
     abandoned_reason,
@@ -35,8 +34,8 @@ from flashckpt.intents import (
     list_intents,
     put_intent,
 )
-from flashckpt.persist import MANIFEST, commit, persist_slot, prefix_of
-from flashckpt.retention import (
+from flashckpt.checkpoint.persist import MANIFEST, commit, persist_slot, prefix_of
+from flashckpt.checkpoint.retention import (
     TOMBSTONE_AGE_S,
     Policy,
     ReadLease,
@@ -48,7 +47,9 @@ from flashckpt.retention import (
     sweep,
     unkeep,
 )
-from flashckpt.store import Store, open_store
+from flashckpt.errors import DamagedError, NoCheckpointError, RootError
+from flashckpt.storage.opening import open_store
+from flashckpt.storage.store import Store
 
 
 @pytest.fixture
@@ -183,7 +184,7 @@ def test_lease_taken_during_the_deletion_keeps_the_data(store: Store, monkeypatc
         if name == "persist.during-prune":
             taken.append(ReadLease(store, prefix_of(1, 10)))
 
-    monkeypatch.setattr("flashckpt.retention.crash_point", between)
+    monkeypatch.setattr("flashckpt.checkpoint.retention.crash_point", between)
     assert prune(store, Policy(keep_last=1)).checkpoints == ()
     assert store.head(f"{prefix_of(1, 10)}/r00000.p0.fck") is not None
     assert sweep(store, older_than_s=0).orphans == ()

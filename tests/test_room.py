@@ -12,10 +12,10 @@ from typing import Any
 import pytest
 from support.memory import ended, fork, restorable, spec_of, take
 
-from flashckpt import room
 from flashckpt.errors import SharedMemoryError
-from flashckpt.room import Room, cgroup_rooms, check_room, rooms
-from flashckpt.segment import Segment
+from flashckpt.memory import room
+from flashckpt.memory.room import Room, cgroup_rooms, check_room, rooms
+from flashckpt.memory.segment import Segment
 
 MIB = 1 << 20
 

@@ -14,7 +14,8 @@ import pytest
 from support.s3 import Server, s3_server
 
 from flashckpt.errors import DamagedError, ObjectMissingError
-from flashckpt.store import PART_BYTES, Store, open_store
+from flashckpt.storage.opening import open_store
+from flashckpt.storage.store import PART_BYTES, Store
 
 S3_BACKENDS = ("s3fs", "obstore")
 BACKENDS = S3_BACKENDS if "S3_TEST_ENDPOINT" in os.environ else ("posix", "memory", *S3_BACKENDS)

@@ -8,11 +8,11 @@ import pytest
 import torch
 from torch import nn
 
-from flashckpt import optimizer_state, rng, trees
 from flashckpt.errors import ConfigError, UnsupportedStateError
-from flashckpt.placement import Box, contiguous_runs, current_world, owners
-from flashckpt.structure import Structure
-from flashckpt.tracked import Tracked
+from flashckpt.tracking import optimizer_state, rng, trees
+from flashckpt.tracking.placement import Box, contiguous_runs, current_world, owners
+from flashckpt.tracking.structure import Structure
+from flashckpt.tracking.tracked import Tracked
 
 
 def tracked(**things: object) -> Tracked:

@@ -10,7 +10,7 @@ import pytest
 from rich.console import Console
 
 from flashckpt.errors import ConfigError, JobInUseError
-from flashckpt.job import JobDirectory, memory_root
+from flashckpt.memory.job import JobDirectory, memory_root
 from flashckpt.trainer.demo import main, read_plan
 from flashckpt.trainer.demo_progress import Progress
 from flashckpt.trainer.demo_report import compare_traces, draw, read_restores, recovery_facts, recovery_table

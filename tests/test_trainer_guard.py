@@ -12,7 +12,7 @@ from support.ranks import run_ranks, values, wait_for
 from support.training import run_config, write_corpus
 
 import flashckpt.checkpointer  # noqa: F401 -- imported before the fork, so that ranks start in 0.2 s
-from flashckpt.job import memory_root
+from flashckpt.memory.job import memory_root
 from flashckpt.trainer.config import from_values, to_values
 from flashckpt.trainer.guard import Guard
 from flashckpt.trainer.loop import Trainer, prepare

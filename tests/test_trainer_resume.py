@@ -14,7 +14,7 @@ from support.training import run_config, run_rank, write_corpus
 
 import flashckpt.checkpointer  # noqa: F401 -- imported before the fork, so that ranks start in 0.2 s
 from flashckpt.errors import RESUME_EXIT_CODE
-from flashckpt.job import JobDirectory, memory_root
+from flashckpt.memory.job import JobDirectory, memory_root
 from flashckpt.trainer import loop  # noqa: F401 -- the same
 from flashckpt.trainer.config import from_values, to_toml, to_values
 from flashckpt.trainer.demo_report import compare_traces, read_restores

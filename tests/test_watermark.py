@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
-from flashckpt.control import Control, Published
-from flashckpt.watermark import Watermark, known_of
+from flashckpt.memory.control import Control, Published
+from flashckpt.memory.watermark import Watermark, known_of
 
 
 class Store:

@@ -27,11 +27,11 @@ from typing import Any
 import numpy as np
 from support.memory import ended, fork, spec_of, take, verified
 
-from flashckpt.control import Control
+from flashckpt.core.lineage import Life, SlotRecord, common, is_abandoned, newest
 from flashckpt.errors import DamagedError
-from flashckpt.lineage import Life, SlotRecord, common, is_abandoned, newest
-from flashckpt.segment import Segment, SlotPinned, choose_slot
-from flashckpt.watermark import Watermark
+from flashckpt.memory.control import Control
+from flashckpt.memory.segment import Segment, SlotPinned, choose_slot
+from flashckpt.memory.watermark import Watermark
 
 Identity = tuple[int, int]
 BYTES = 6 << 20

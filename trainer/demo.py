@@ -229,7 +229,7 @@ class Demo:
 
     def _leftovers(self) -> None:
         """Wait until the daemons have removed what cleanly ended jobs leave, and say so."""
-        from flashckpt.job import memory_root
+        from flashckpt.memory.job import memory_root
 
         jobs = [memory_root() / run.job for run in (self.unbroken, self.crash)]
         end = time.monotonic() + STALE_S

@@ -14,9 +14,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from flashckpt.control import Control
 from flashckpt.errors import FlashckptError, JobInUseError
-from flashckpt.job import JobDirectory, memory_root
+from flashckpt.memory.control import Control
+from flashckpt.memory.job import JobDirectory, memory_root
 from flashckpt.trainer.metrics import TRACE, read_trace
 
 STALL_S = 300.0

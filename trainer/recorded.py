@@ -6,14 +6,14 @@ import contextlib
 from collections.abc import Iterator
 from typing import Any
 
-from flashckpt.checkpoints import list_checkpoints, read_manifest
+from flashckpt.checkpoint.checkpoints import list_checkpoints, read_manifest
+from flashckpt.core.manifest import Manifest
+from flashckpt.core.slot import SlotState
 from flashckpt.errors import FlashckptError
-from flashckpt.identity import job_id
-from flashckpt.job import JobDirectory
-from flashckpt.manifest import Manifest
-from flashckpt.segment import Segment
-from flashckpt.slot import SlotState
-from flashckpt.store import open_store
+from flashckpt.memory.identity import job_id
+from flashckpt.memory.job import JobDirectory
+from flashckpt.memory.segment import Segment
+from flashckpt.storage.opening import open_store
 
 RECORD = "run"
 

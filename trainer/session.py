@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import HashStore
 
 from flashckpt.errors import RootError
-from flashckpt.identity import root_url
+from flashckpt.memory.identity import root_url
 from flashckpt.report import RestoreReport
 from flashckpt.trainer.config import RunConfig
 

@@ -13,8 +13,8 @@ from dataclasses import dataclass, replace
 from functools import cache
 from typing import Any
 
+from flashckpt.core.layout import Shard
 from flashckpt.errors import LayoutError
-from flashckpt.layout import Shard
 
 BYTES_PER_PARAMETER = 14
 WEIGHT = ("model.{}", "bfloat16")

@@ -21,9 +21,10 @@ from types import FrameType, TracebackType
 from typing import Any
 
 from flashckpt.errors import ConfigError, FlashckptError, JobInUseError, RootError, SharedMemoryError
-from flashckpt.job import memory_root
-from flashckpt.room import check_room
-from flashckpt.store import Store, is_process_local, open_store
+from flashckpt.memory.job import memory_root
+from flashckpt.memory.room import check_room
+from flashckpt.storage.opening import is_process_local, open_store
+from flashckpt.storage.store import Store
 
 FOLDER = "flashckpt-bench-"
 HIDDEN = f".{FOLDER}"

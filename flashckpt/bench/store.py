@@ -1,6 +1,6 @@
 """`flashckpt bench store`: one process, one place: raw, as flashckpt writes, cold reads, small publishes, commits.
 
-Everything goes through `flashckpt.store`, so the figures are those of the backend that a run would use; only the
+Everything goes through `flashckpt.storage.store`, so the figures are those of the backend that a run would use; only the
 floor (plain buffered writes of a file) does not.
 """
 
@@ -28,15 +28,15 @@ from flashckpt.bench.measure import cpu_seconds, interleave, median, summarise
 from flashckpt.bench.probe import s3_capabilities
 from flashckpt.bench.scratch import Scratch
 from flashckpt.bench.timed_store import timed
-from flashckpt.checkpoints import read_manifest
-from flashckpt.digest import chunk_digests
+from flashckpt.checkpoint.checkpoints import read_manifest
+from flashckpt.checkpoint.persist import PersistOptions, commit, persist_slot, prefix_of
+from flashckpt.core.digest import chunk_digests
+from flashckpt.core.layout import place
+from flashckpt.core.manifest import Manifest, ShardTable
 from flashckpt.errors import DamagedError, FlashckptError
-from flashckpt.layout import place
-from flashckpt.manifest import Manifest, ShardTable
-from flashckpt.persist import PersistOptions, commit, persist_slot, prefix_of
-from flashckpt.restore import Target, fill
-from flashckpt.sources import StorageSource
-from flashckpt.store import PART_BYTES, PARTS_IN_FLIGHT
+from flashckpt.restore.fill import Target, fill
+from flashckpt.restore.sources import StorageSource
+from flashckpt.storage.store import PART_BYTES, PARTS_IN_FLIGHT
 
 Progress = Callable[[str, int, int | None], None]
 """Called with what is going on, the bytes so far, and how many there will be."""

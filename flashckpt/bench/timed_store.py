@@ -8,7 +8,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any, cast
 
-from flashckpt.store import Store
+from flashckpt.storage.store import Store
 
 
 @dataclass(frozen=True, slots=True)

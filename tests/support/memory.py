@@ -10,12 +10,12 @@ from pathlib import Path
 import numpy as np
 
 from flashckpt import faults
-from flashckpt.digest import CHUNK_BYTES, chunk_digests, digest
-from flashckpt.layout import Shard, layout_hash, place
-from flashckpt.manifest import Manifest, ShardTable, encode_manifest
-from flashckpt.pin import Pin
-from flashckpt.segment import Segment, SegmentSpec
-from flashckpt.slot import SlotHeader
+from flashckpt.core.digest import CHUNK_BYTES, chunk_digests, digest
+from flashckpt.core.layout import Shard, layout_hash, place
+from flashckpt.core.manifest import Manifest, ShardTable, encode_manifest
+from flashckpt.core.slot import SlotHeader
+from flashckpt.memory.pin import Pin
+from flashckpt.memory.segment import Segment, SegmentSpec
 
 SIZES = (3 * CHUNK_BYTES + 17, 70_000, 100, 0, 8)  # several chunks, one page-aligned, small, empty, scalar
 

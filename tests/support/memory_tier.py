@@ -8,14 +8,14 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from flashckpt.digest import chunk_digests
-from flashckpt.identity import root_digest
-from flashckpt.job import GenerationRecord, JobConfig, JobDirectory
-from flashckpt.layout import Shard, layout_hash, place
-from flashckpt.lease import Lease
-from flashckpt.manifest import Manifest, encode_manifest
-from flashckpt.segment import Segment, SegmentSpec, choose_slot
-from flashckpt.table import ShardTable
+from flashckpt.core.digest import chunk_digests
+from flashckpt.core.layout import Shard, layout_hash, place
+from flashckpt.core.manifest import Manifest, encode_manifest
+from flashckpt.core.table import ShardTable
+from flashckpt.memory.identity import root_digest
+from flashckpt.memory.job import GenerationRecord, JobConfig, JobDirectory
+from flashckpt.memory.lease import Lease
+from flashckpt.memory.segment import Segment, SegmentSpec, choose_slot
 
 
 def content(fqn: str, shape: tuple[int, ...], generation: int, step: int) -> np.ndarray:

@@ -14,7 +14,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from flashckpt.store import Store, open_store
+from flashckpt.storage.opening import open_store
+from flashckpt.storage.store import Store
 from support.ranks import wait_for
 
 

@@ -9,9 +9,9 @@ from typing import Any
 
 import numpy as np
 
-from flashckpt.digest import chunk_digests
-from flashckpt.layout import Shard, place
-from flashckpt.manifest import Manifest, ShardTable
+from flashckpt.core.digest import chunk_digests
+from flashckpt.core.layout import Shard, place
+from flashckpt.core.manifest import Manifest, ShardTable
 
 
 @dataclass

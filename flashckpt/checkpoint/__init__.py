@@ -1,0 +1,1 @@
+"""Checkpoints on storage: packs, indexes, MANIFEST, intents, generations and retention. Torch-free."""

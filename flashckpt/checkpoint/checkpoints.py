@@ -1,0 +1,287 @@
+"""What a root holds: committed checkpoints, uncommitted ones, and the generations that wrote them.
+
+A checkpoint exists if and only if its MANIFEST exists and its digest holds. LATEST is never read here.
+"""
+
+from __future__ import annotations
+
+import re
+import threading
+from collections.abc import Callable, Iterable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+import msgpack
+
+from flashckpt.checkpoint.persist import MANIFEST, TOMBSTONE, prefix_of
+from flashckpt.core.lineage import is_abandoned
+from flashckpt.core.manifest import Manifest, decode_manifest
+from flashckpt.errors import DamagedError, FlashckptError, FormatVersionError, NoCheckpointError, ObjectMissingError
+from flashckpt.faults import crash_point
+from flashckpt.storage.store import Store
+
+GENERATIONS = "generations/"
+_PREFIX = re.compile(r"^step-(\d{9,})\.g(\d+)$")
+
+_T = TypeVar("_T")
+_R = TypeVar("_R")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class CheckpointInfo:
+    """One committed checkpoint.
+
+    Attributes:
+        prefix: Its folder under the root, "step-000000120.g3".
+        generation, step: Its identity.
+        parent: (generation, step) that its generation was restored from.
+        nbytes: Bytes of tensors, each counted once.
+        created_s: Time of the commit, unix seconds.
+        world_size: Ranks of the worker group.
+        writers: Ranks that wrote packs or values.
+        tensors: Number of global tensors.
+        job: Job id.
+        problem: "" for a valid one; else why MANIFEST cannot be used (only listed where asked for).
+    """
+
+    prefix: str
+    generation: int
+    step: int
+    parent: tuple[int, int] | None = None
+    nbytes: int = 0
+    created_s: float = 0.0
+    world_size: int = 0
+    writers: tuple[int, ...] = ()
+    tensors: int = 0
+    job: str = ""
+    problem: str = ""
+
+    @property
+    def identity(self) -> tuple[int, int]:
+        """(generation, step)."""
+        return self.generation, self.step
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class GenerationClaim:
+    """One life of the worker group, claimed once on the root.
+
+    Attributes:
+        generation: Its number.
+        token: Random text of the claimer: tells "mine" from "somebody else's" after a lost answer.
+        parent: (generation, step) it was restored from; None for a fresh start.
+        world_size: Ranks.
+        created_s: Unix seconds.
+    """
+
+    generation: int
+    token: str
+    parent: tuple[int, int] | None = None
+    world_size: int = 0
+    created_s: float = 0.0
+
+
+_infos: dict[tuple[str, str, int, float], CheckpointInfo] = {}
+_infos_lock = threading.Lock()
+
+
+def parse_prefix(name: str) -> tuple[int, int] | None:
+    """Return (generation, step) of a checkpoint's folder name; None for any other name."""
+    match = _PREFIX.match(name.strip("/"))
+    return (int(match.group(2)), int(match.group(1))) if match else None
+
+
+def list_checkpoints(store: Store, *, damaged: bool = False) -> list[CheckpointInfo]:
+    """Return the committed checkpoints of a root, newest (generation, step) first.
+
+    Abandoned ones are included: `newest_checkpoint` leaves them out.
+
+    Args:
+        store: The root.
+        damaged: Also those whose MANIFEST is there but cannot be used, with `problem` set.
+
+    Raises:
+        RootError, StoreError: the root cannot be read.
+    """
+    names = [name for name in store.folders() if parse_prefix(name)]
+    found = [info for info in parallel(lambda name: _info(store, name), names) if info is not None]
+    return sorted((i for i in found if damaged or not i.problem), key=lambda i: i.identity, reverse=True)
+
+
+def list_uncommitted(store: Store) -> list[str]:
+    """Return the folders of checkpoints without a MANIFEST (being written, given up, or being deleted)."""
+    names = [name for name in store.folders() if parse_prefix(name)]
+    heads = parallel(lambda name: store.head(f"{name}/{MANIFEST}"), names)
+    return [name for name, head in zip(names, heads, strict=True) if head is None]
+
+
+def read_manifest(store: Store, info: CheckpointInfo | str) -> Manifest:
+    """Return the MANIFEST of a checkpoint, its digest verified.
+
+    Raises:
+        NoCheckpointError: It was never committed, or has been deleted.
+        DamagedError: It is damaged; the message names it.
+    """
+    prefix = info if isinstance(info, str) else info.prefix
+    try:
+        raw = store.get(f"{prefix}/{MANIFEST}")
+    except ObjectMissingError as error:
+        raise NoCheckpointError(
+            f"{store.url} has no committed checkpoint {prefix}", remedy=f"flashckpt ls {store.url}"
+        ) from error
+    if raw.startswith(TOMBSTONE):
+        raise NoCheckpointError(
+            f"the checkpoint {prefix} of {store.url} was deleted", found=raw.decode(errors="replace")
+        )
+    manifest = _decode(store, prefix, raw)
+    if prefix_of(*manifest.identity) != prefix:
+        raise DamagedError(
+            f"the MANIFEST of {prefix} in {store.url} belongs to another checkpoint",
+            found=prefix_of(*manifest.identity),
+        )
+    return manifest
+
+
+def newest_checkpoint(
+    store: Store, *, generations: Sequence[GenerationClaim] | None = None, below: tuple[int, int] | None = None
+) -> CheckpointInfo | None:
+    """Return the newest checkpoint that no later generation abandoned; None where there is none.
+
+    Args:
+        store: The root.
+        generations: Claims that tell what was abandoned; read from the root if None.
+        below: Only those before this identity (to offer the next older one when the newest is damaged).
+    """
+    claims = read_generations(store) if generations is None else generations
+    for info in list_checkpoints(store):
+        if (below is None or info.identity < below) and not is_abandoned(info.identity, claims):
+            return info
+    return None
+
+
+def claim_generation(store: Store, claim: GenerationClaim) -> bool:
+    """Claim a generation's number on the root; return whether it is ours (also when claimed by an earlier try).
+
+    Exactly one of several claimers wins. On a store without conditional writes the claim is written,
+    then read back after a pause; call `owns_generation` again before anything is persisted there.
+    """
+    crash_point("generation.before-claim")
+    key = _claim_key(claim.generation)
+    won = store.put_if_absent(key, msgpack.packb(_claim_fields(claim)))
+    if not won:  # an answer may have been lost: the token tells whether the object is ours
+        won = owns_generation(store, claim)
+    if won:
+        crash_point("generation.after-claim")
+    return won
+
+
+def owns_generation(store: Store, claim: GenerationClaim) -> bool:
+    """Return whether the claim on the root carries this claim's token."""
+    try:
+        return _read_claim(store, _claim_key(claim.generation)).token == claim.token
+    except ObjectMissingError:
+        return False
+
+
+def read_generations(store: Store) -> list[GenerationClaim]:
+    """Return all claims of a root, lowest number first; a claim that cannot be read is an error (never skipped)."""
+    keys = [info.key for info in store.list(GENERATIONS) if info.key.rpartition("/")[2].isdigit()]
+    return sorted(parallel(lambda key: _read_claim(store, key), keys), key=lambda claim: claim.generation)
+
+
+def newest_generation(store: Store) -> int:
+    """Return the highest number claimed on the root or used by a checkpoint folder; 0 where there is none."""
+    names = [info.key.rpartition("/")[2] for info in store.list(GENERATIONS)]
+    claimed = [int(name) for name in names if name.isdigit()]
+    used = [identity[0] for name in store.folders() if (identity := parse_prefix(name))]
+    return max([*claimed, *used], default=0)
+
+
+def parallel(work: Callable[[_T], _R], items: Iterable[_T]) -> list[_R]:
+    """Return `work(item)` for each item in order, eight requests at a time."""
+    todo = list(items)
+    if len(todo) < 2:
+        return [work(item) for item in todo]
+    with ThreadPoolExecutor(max_workers=min(8, len(todo)), thread_name_prefix="flashckpt-list") as pool:
+        return list(pool.map(work, todo))
+
+
+def _info(store: Store, prefix: str) -> CheckpointInfo | None:
+    head = store.head(f"{prefix}/{MANIFEST}")
+    identity = parse_prefix(prefix)
+    if head is None or identity is None:
+        return None
+    cache_key = (store.url, prefix, head.nbytes, head.mtime)
+    with _infos_lock:
+        if (known := _infos.get(cache_key)) is not None:
+            return known
+    try:
+        manifest = read_manifest(store, prefix)
+    except NoCheckpointError:
+        return None
+    except (DamagedError, FormatVersionError) as error:
+        return _broken(prefix, identity, head.mtime, error)
+    info = CheckpointInfo(
+        prefix=prefix,
+        generation=manifest.generation,
+        step=manifest.step,
+        parent=manifest.parent,
+        nbytes=int(manifest.table.nbytes.sum()),
+        created_s=head.mtime,
+        world_size=manifest.world_size,
+        writers=tuple(manifest.writers),
+        tensors=len(manifest.table.fqns),
+        job=manifest.job,
+    )
+    with _infos_lock:
+        _infos[cache_key] = info
+    return info
+
+
+def _broken(prefix: str, identity: tuple[int, int], mtime: float, error: FlashckptError) -> CheckpointInfo:
+    problem = f"{error.problem} ({error.found})" if error.found else error.problem
+    return CheckpointInfo(prefix=prefix, generation=identity[0], step=identity[1], created_s=mtime, problem=problem)
+
+
+def _decode(store: Store, prefix: str, raw: bytes) -> Manifest:
+    try:
+        return decode_manifest(raw)
+    except DamagedError as error:
+        raise DamagedError(
+            f"the MANIFEST of {prefix} in {store.url} is damaged",
+            found=error.found,
+            expected=error.expected,
+            state="Nothing was restored from it.",
+            remedy=f"flashckpt ls {store.url} shows the checkpoints that are intact",
+        ) from error
+
+
+def _claim_key(generation: int) -> str:
+    return f"{GENERATIONS}{generation:06d}"
+
+
+def _claim_fields(claim: GenerationClaim) -> dict[str, Any]:
+    return {
+        "generation": claim.generation,
+        "token": claim.token,
+        "parent": None if claim.parent is None else list(claim.parent),
+        "world_size": claim.world_size,
+        "created_s": claim.created_s,
+    }
+
+
+def _read_claim(store: Store, key: str) -> GenerationClaim:
+    raw = store.get(key)
+    try:
+        fields = msgpack.unpackb(raw)
+        parent = fields["parent"]
+        return GenerationClaim(
+            generation=int(fields["generation"]),
+            token=str(fields["token"]),
+            parent=None if parent is None else (int(parent[0]), int(parent[1])),
+            world_size=int(fields["world_size"]),
+            created_s=float(fields["created_s"]),
+        )
+    except (ValueError, KeyError, TypeError, IndexError) as error:
+        raise DamagedError(f"the generation claim {key} of {store.url} is damaged", found=repr(raw[:64])) from error

@@ -1,0 +1,1 @@
+"""The `flashckpt` command, one module per subcommand. Torch-free."""

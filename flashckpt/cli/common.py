@@ -1,0 +1,200 @@
+"""What the commands share: opening roots, choosing a checkpoint, printing for people or programs."""
+
+from __future__ import annotations
+
+import inspect
+import json
+import re
+import time
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+import click
+from rich.console import Console
+from rich.table import Table
+
+from flashckpt.checkpoint.checkpoints import CheckpointInfo, list_checkpoints, newest_checkpoint, read_generations
+from flashckpt.core.lineage import is_abandoned
+from flashckpt.errors import ConfigError, DamagedError, NoCheckpointError
+from flashckpt.memory.identity import root_url
+from flashckpt.memory.job import JobDirectory, memory_root
+from flashckpt.storage.opening import is_process_local, open_store
+from flashckpt.storage.store import Store
+
+Function = TypeVar("Function", bound=Callable[..., Any])
+OURS = ("step-", "generations", "intents", "keep", "leases", "LATEST", "ledger")
+
+
+class Command(click.Command):
+    """A command whose examples keep their lines in the help text."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        if kwargs.get("help"):  # a line with a backspace character alone tells click not to wrap the paragraph
+            kwargs["help"] = re.sub(r"\n\n(?=Examples?:|STATE )", "\n\n\b\n", inspect.cleandoc(kwargs["help"]))
+        super().__init__(*args, **kwargs)
+
+
+def json_option(function: Function) -> Function:
+    """Add --json."""
+    option = click.option("--json", "as_json", is_flag=True, help="Print one JSON document for programs.")
+    return option(function)
+
+
+def root_options(function: Function) -> Function:
+    """Add ROOT and -o KEY=VALUE."""
+    storage = click.option(
+        "-o", "options", metavar="KEY=VALUE", multiple=True, help="Storage option, e.g. -o endpoint_url=http://..."
+    )
+    return click.argument("root", type=click.Path())(storage(function))
+
+
+def step_option(function: Function) -> Function:
+    """Add --step."""
+    return click.option(
+        "--step", "step", metavar="STEP[.gN]", help="Checkpoint, e.g. 120 or 120.g3  [default: the newest valid one]"
+    )(function)
+
+
+def parse_options(options: tuple[str, ...]) -> dict[str, str]:
+    """Return KEY=VALUE pairs as a dict; ConfigError names one without "="."""
+    pairs = [option.partition("=") for option in options]
+    if bad := [key for key, equals, _ in pairs if not equals]:
+        raise ConfigError("A storage option has no value", found=bad[0], expected="KEY=VALUE")
+    return {key: value for key, _, value in pairs}
+
+
+def open_root(root: str, options: tuple[str, ...] = ()) -> Store:
+    """Return the store of an existing root.
+
+    Raises:
+        RootError: It does not exist or cannot be read.
+        ConfigError: The URL or an option cannot be used.
+    """
+    if is_process_local(root):
+        raise ConfigError(f"{root} lives in one process only and cannot be looked at from here")
+    store = open_store(root, **parse_options(options))
+    store.check(write=False)
+    return store
+
+
+def checkpoints_of(store: Store) -> list[CheckpointInfo]:
+    """Return all checkpoints, damaged ones with their problem; NoCheckpointError where the root is empty or not ours."""
+    infos = list_checkpoints(store, damaged=True)
+    if infos:
+        return infos
+    folders, objects = store.folders(), [info.key for info in store.list() if "/" not in info.key]
+    foreign = sorted(name for name in [*folders, *objects] if not name.startswith(OURS))
+    if foreign and len(foreign) == len(folders) + len(objects):
+        raise NoCheckpointError(
+            f"{store.url} is not a checkpoint root",
+            found=", ".join(foreign[:5]) + (", ..." if len(foreign) > 5 else ""),
+            expected="folders like step-000000120.g1",
+            remedy="give the root that Checkpointer was given",
+        )
+    writing = [name for name in folders if name.startswith("step-")]
+    raise NoCheckpointError(
+        f"{store.url} holds no committed checkpoint" if folders or objects else f"{store.url} is empty",
+        found=f"{len(writing)} that were never committed" if writing else "",
+        remedy="flashckpt status shows what is in this machine's memory",
+    )
+
+
+def choose(store: Store, step: str | None) -> CheckpointInfo:
+    """Return the checkpoint `step` ("120" or "120.g3") names, or the newest valid one that was not abandoned.
+
+    Raises:
+        NoCheckpointError: There is no such checkpoint.
+        DamagedError: The one that was asked for is damaged.
+    """
+    infos = checkpoints_of(store)
+    if step is None:
+        best = newest_checkpoint(store)
+        if best is None:
+            raise DamagedError(
+                f"{store.url} holds no usable checkpoint",
+                found=infos[0].problem or "all of them were abandoned",
+                remedy=f"flashckpt ls {store.url}",
+            )
+        return best
+    number, _, generation = step.removeprefix("step-").partition(".g")
+    if not number.isdigit() or (generation and not generation.isdigit()):
+        raise ConfigError("A step cannot be read", found=step, expected="STEP or STEP.gN, e.g. 120 or 120.g3")
+    wanted = [i for i in infos if i.step == int(number) and generation in ("", str(i.generation))]
+    if not wanted:
+        there = ", ".join(f"{i.step}.g{i.generation}" for i in infos[:8])
+        raise NoCheckpointError(
+            f"{store.url} has no checkpoint of step {step}", found=there, remedy="choose one of these"
+        )
+    if wanted[0].problem:
+        raise DamagedError(f"The checkpoint {wanted[0].prefix} of {store.url} is damaged", found=wanted[0].problem)
+    return wanted[0]
+
+
+def abandoned(store: Store, infos: list[CheckpointInfo]) -> set[tuple[int, int]]:
+    """Return the identities that a later generation left behind."""
+    generations = read_generations(store)
+    return {info.identity for info in infos if is_abandoned(info.identity, generations)}
+
+
+def jobs_on_this_machine(root: str | None = None) -> list[JobDirectory]:
+    """Return the job directories of this user, only those with the given root if one is given."""
+    base = memory_root()
+    found = []
+    for path in sorted(base.iterdir()) if base.is_dir() else []:
+        if path.is_dir() and not path.name.startswith("."):
+            directory = JobDirectory(path)
+            if root is None or _root_of(directory) == root_url(root):
+                found.append(directory)
+    return found
+
+
+def _root_of(directory: JobDirectory) -> str | None:
+    try:
+        config = directory.read_config()
+    except DamagedError:
+        return None
+    return None if config is None else root_url(config.root)
+
+
+def show(value: object, *, as_json: bool, table: Callable[[], object]) -> None:
+    """Print `value` as JSON, or what `table()` returns with rich."""
+    if as_json:
+        click.echo(json.dumps(value))
+        return
+    console().print(table())
+
+
+def console() -> Console:
+    """Return a console on the current standard output; wide where it is not a terminal, so that lines stay whole."""
+    found = Console()
+    return found if found.is_terminal else Console(width=200, soft_wrap=True)
+
+
+def new_table(*columns: str, title: str = "") -> Table:
+    """Return a table; a column whose name starts with ">" is right-aligned."""
+    table = Table(title=title or None, box=None, pad_edge=False, title_justify="left", header_style="bold")
+    for column in columns:
+        table.add_column(column.removeprefix(">"), justify="right" if column.startswith(">") else "left", no_wrap=True)
+    return table
+
+
+def human_bytes(nbytes: float) -> str:
+    """Return bytes as "1.5 GB" (decimal units)."""
+    for unit in ("B", "kB", "MB", "GB", "TB"):
+        if nbytes < 1000 or unit == "TB":
+            return f"{nbytes:.0f} {unit}" if unit == "B" else f"{nbytes:.1f} {unit}"
+        nbytes /= 1000
+    raise AssertionError
+
+
+def human_age(seconds: float) -> str:
+    """Return seconds as "3 min"."""
+    for limit, size, unit in ((120, 1, "s"), (7200, 60, "min"), (172800, 3600, "h")):
+        if seconds < limit:
+            return f"{max(seconds, 0) / size:.0f} {unit}"
+    return f"{seconds / 86400:.0f} d"
+
+
+def age_of(unix_s: float) -> str:
+    """Return how long ago a unix time is."""
+    return human_age(time.time() - unix_s)

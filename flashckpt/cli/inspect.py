@@ -1,0 +1,171 @@
+"""`flashckpt inspect`: what is in one checkpoint."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from typing import Any
+
+import click
+import numpy as np
+from rich.console import Group
+from rich.tree import Tree
+
+from flashckpt.checkpoint.checkpoints import read_manifest
+from flashckpt.cli.common import (
+    Command,
+    age_of,
+    choose,
+    human_bytes,
+    json_option,
+    open_root,
+    root_options,
+    show,
+    step_option,
+)
+from flashckpt.cli.coverage import coverage_rows, coverage_table, parse_layout, plan_layout, plan_table
+from flashckpt.core.manifest import Manifest
+from flashckpt.core.table import ShardTable
+
+MANY = 40
+"""Children of a tree node beyond which only a count is shown, unless --all is given."""
+
+
+@click.command(cls=Command)
+@root_options
+@step_option
+@click.option("--all", "everything", is_flag=True, help="Show every tensor, however many there are.")
+@click.option("--coverage", is_flag=True, help="Show what each tier and rank on this machine covers of the state.")
+@click.option("--plan", "layout", metavar="DPxTPxPP", help="Show what a restore under another layout would read.")
+@json_option
+def inspect(
+    *,
+    root: str,
+    options: tuple[str, ...],
+    step: str | None,
+    everything: bool,
+    coverage: bool,
+    layout: str | None,
+    as_json: bool,
+) -> None:
+    """Show the tensors, layout, data position and configuration of one checkpoint of ROOT.
+
+    --plan is an estimate: layers go to pipeline stages in equal runs, TP cuts the dimension that the
+    checkpoint's own TP cut (else the first), FSDP cuts the first dimension. Nothing is read but MANIFEST.
+
+    Examples:
+      flashckpt inspect /checkpoints/run7
+      flashckpt inspect /checkpoints/run7 --step 120.g3 --all
+      flashckpt inspect /checkpoints/run7 --plan 4x2x1
+    """
+    wanted = None if layout is None else parse_layout(layout)
+    store = open_root(root, options)
+    info = choose(store, step)
+    manifest = read_manifest(store, info)
+    if coverage:
+        rows = coverage_rows(root, manifest)
+        show({"prefix": info.prefix, "coverage": rows}, as_json=as_json, table=lambda: coverage_table(rows))
+        return
+    if wanted is not None:
+        plan = plan_layout(root, manifest, wanted)
+        show({"prefix": info.prefix, "plan": plan}, as_json=as_json, table=lambda: plan_table(plan))
+        return
+    document = describe(manifest) | {"prefix": info.prefix, "created_s": info.created_s, "root": store.url}
+    show(document, as_json=as_json, table=lambda: _page(document, manifest, everything=everything))
+
+
+def describe(manifest: Manifest) -> dict[str, Any]:
+    """Return everything there is to say about a manifest, as JSON values."""
+    table = manifest.table
+    return {
+        "job": manifest.job,
+        "generation": manifest.generation,
+        "step": manifest.step,
+        "parent": manifest.parent,
+        "world_size": manifest.world_size,
+        "writers": manifest.writers,
+        "nbytes": int(table.nbytes.sum()),
+        "writer_bytes": _writer_bytes(manifest),
+        "tensors": [_tensor(table, fqn) for fqn in sorted(table.fqns)],
+        "values": {key: plain(value) for key, value in sorted(manifest.values.items())},
+    }
+
+
+def plain(value: Any) -> Any:
+    """Return a value of a manifest as JSON can hold it; bytes become their number."""
+    if isinstance(value, dict):
+        return {str(key): plain(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [plain(item) for item in value]
+    if isinstance(value, bytes):
+        return f"<{len(value)} bytes>"
+    return value
+
+
+def _tensor(table: ShardTable, fqn: str) -> dict[str, Any]:
+    rows = table.rows(fqn)
+    shard = table.shard(rows[0])
+    return {
+        "fqn": fqn,
+        "dtype": shard.dtype,
+        "shape": shard.global_shape,
+        "shards": len(rows),
+        "nbytes": int(table.nbytes[np.asarray(rows)].sum()),
+    }
+
+
+def _writer_bytes(manifest: Manifest) -> dict[str, int]:
+    sums: dict[str, int] = defaultdict(int)
+    sizes = np.bincount(manifest.table.object_id, manifest.table.nbytes, len(manifest.objects))
+    for name, nbytes in zip(manifest.objects, sizes.tolist(), strict=False):
+        sums[name.partition(".")[0]] += int(nbytes)
+    return dict(sorted(sums.items()))
+
+
+def _page(document: dict[str, Any], manifest: Manifest, *, everything: bool) -> Group:
+    parent = document["parent"]
+    writers = document["writer_bytes"]
+    head = [
+        f"{document['prefix']}  of job {document['job']}, {age_of(document['created_s'])} old",
+        f"step {document['step']}, generation {document['generation']}, "
+        + (f"restored from step {parent[1]} of generation {parent[0]}" if parent else "a fresh start"),
+        f"{len(document['tensors'])} tensors, {human_bytes(document['nbytes'])}, {document['world_size']} ranks, "
+        + (f"{len(writers)} writers of {human_bytes(min(writers.values()))} to {human_bytes(max(writers.values()))}"
+           if writers else "no writers"),
+    ]  # fmt: skip
+    values = Tree("values (data position, random state, configuration)")
+    for key, value in document["values"].items():
+        _value(values, key, value)
+    return Group(*head, "", _tensors(manifest, document["tensors"], everything=everything), "", values)
+
+
+def _value(tree: Tree, key: str, value: Any) -> None:
+    if isinstance(value, dict) and value:
+        branch = tree.add(key)
+        for name, item in value.items():
+            _value(branch, str(name), item)
+        return
+    text = str(value)
+    tree.add(f"{key} = {text if len(text) <= 100 else text[:97] + '...'}", style=None)
+
+
+def _tensors(manifest: Manifest, tensors: list[dict[str, Any]], *, everything: bool) -> Tree:
+    tree = Tree(f"tensors of step {manifest.step}")
+    branches: dict[str, Tree] = {"": tree}
+    counts: dict[str, int] = defaultdict(int)
+    for tensor in tensors:
+        *path, name = tensor["fqn"].split(".")
+        branch, prefix = tree, ""
+        for part in path:
+            prefix = f"{prefix}.{part}"
+            if prefix not in branches:
+                branches[prefix] = branch.add(part)
+            branch = branches[prefix]
+        counts[prefix] += 1
+        if everything or counts[prefix] <= MANY:
+            shape = "x".join(map(str, tensor["shape"])) or "scalar"
+            branch.add(
+                f"{name}  {tensor['dtype']} {shape}  {human_bytes(tensor['nbytes'])} in {tensor['shards']} shards"
+            )
+        elif counts[prefix] == MANY + 1:
+            branch.add("... (--all shows the rest)")
+    return tree

@@ -1,0 +1,132 @@
+"""`flashckpt ls`: what a root holds, and what this machine's memory holds of it."""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+import click
+from rich.table import Table
+
+from flashckpt.checkpoint.checkpoints import CheckpointInfo, list_uncommitted, parse_prefix
+from flashckpt.checkpoint.retention import kept_prefixes
+from flashckpt.cli.common import (
+    Command,
+    abandoned,
+    age_of,
+    checkpoints_of,
+    human_bytes,
+    jobs_on_this_machine,
+    json_option,
+    new_table,
+    open_root,
+    root_options,
+    show,
+)
+from flashckpt.errors import NoCheckpointError
+from flashckpt.memory.node_view import scan
+from flashckpt.storage.store import Store
+
+
+@click.command(cls=Command)
+@root_options
+@json_option
+def ls(root: str, options: tuple[str, ...], as_json: bool) -> None:
+    """List the checkpoints of ROOT, newest first, and the snapshots of it in this machine's memory.
+
+    STATE   committed    restorable
+            abandoned    a later generation went on from an earlier step
+            damaged      MANIFEST is there but cannot be used; flashckpt verify tells more
+            unfinished   never committed: being written, or left by a writer that died
+            snapshot     in memory only: complete on every rank of this machine
+
+    Examples:
+      flashckpt ls /checkpoints/run7
+      flashckpt ls s3://bucket/run7 --json | jq '.checkpoints[0].step'
+    """
+    store = open_root(root, options)
+    memory = _memory_rows(root)
+    try:
+        rows = _storage_rows(store, checkpoints_of(store))
+    except NoCheckpointError:
+        if not memory:
+            raise
+        rows = []
+    rows = sorted(memory + rows, key=lambda row: (row["generation"], row["step"]), reverse=True)
+    show({"root": store.url, "checkpoints": rows}, as_json=as_json, table=lambda: _table(rows))
+
+
+def _storage_rows(store: Store, infos: list[CheckpointInfo]) -> list[dict[str, Any]]:
+    left = abandoned(store, infos)
+    kept = kept_prefixes(store)
+    rows = [
+        {
+            "step": info.step,
+            "generation": info.generation,
+            "tier": "storage",
+            "state": "damaged" if info.problem else "abandoned" if info.identity in left else "committed",
+            "created_s": info.created_s,
+            "nbytes": info.nbytes,
+            "tensors": info.tensors,
+            "world_size": info.world_size,
+            "kept": info.prefix in kept,
+            "parent": info.parent,
+            "problem": info.problem,
+        }
+        for info in infos
+    ]
+    for prefix in list_uncommitted(store):
+        generation, step = parse_prefix(prefix) or (0, 0)
+        entries = store.list(f"{prefix}/")
+        rows.append(
+            _row(step, generation, "storage", "unfinished", max((e.mtime for e in entries), default=time.time()))
+            | {"nbytes": sum(entry.nbytes for entry in entries)}
+        )
+    return rows
+
+
+def _memory_rows(root: str) -> list[dict[str, Any]]:
+    rows = []
+    for directory in jobs_on_this_machine(root):
+        view = scan(directory, [record] if (record := directory.read_generation()) else [])
+        for identity in view.complete():
+            held = view.holders(identity).values()
+            created_s = max(one.path.stat().st_mtime for one in held)
+            rows.append(
+                _row(identity[1], identity[0], "memory", "snapshot", created_s)
+                | {"nbytes": sum(one.header.data_bytes for one in held), "world_size": view.world_size(identity[0])}
+            )
+    return rows
+
+
+def _row(step: int, generation: int, tier: str, state: str, created_s: float) -> dict[str, Any]:
+    return {
+        "step": step,
+        "generation": generation,
+        "tier": tier,
+        "state": state,
+        "created_s": created_s,
+        "nbytes": 0,
+        "tensors": None,
+        "world_size": None,
+        "kept": False,
+        "parent": None,
+        "problem": "",
+    }
+
+
+def _table(rows: list[dict[str, Any]]) -> Table:
+    table = new_table(">STEP", ">GEN", "TIER", "STATE", ">AGE", ">SIZE", ">TENSORS", ">RANKS", "")
+    for row in rows:
+        table.add_row(
+            str(row["step"]),
+            str(row["generation"]),
+            row["tier"],
+            row["state"],
+            age_of(row["created_s"]),
+            human_bytes(row["nbytes"]),
+            "" if row["tensors"] is None else str(row["tensors"]),
+            "" if row["world_size"] is None else str(row["world_size"]),
+            row["problem"] or ("kept" if row["kept"] else ""),
+        )
+    return table

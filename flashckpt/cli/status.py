@@ -1,0 +1,159 @@
+"""`flashckpt status`: the jobs on this machine."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import time
+from pathlib import Path
+from typing import Any
+
+import click
+from rich.table import Table
+
+from flashckpt.cli.common import Command, age_of, human_bytes, jobs_on_this_machine, json_option, new_table, show
+from flashckpt.errors import FlashckptError, PersistError
+from flashckpt.memory.control import Control
+from flashckpt.memory.job import JobDirectory
+from flashckpt.memory.node_view import scan
+from flashckpt.memory.segment import Segment
+
+
+@click.command(cls=Command)
+@click.option("--job", help="Only this job.")
+@json_option
+def status(job: str | None, as_json: bool) -> int:
+    """Show the jobs in this machine's memory: last snapshot, last persist, lag, failures.
+
+    Exit code 40 if persisting fails for one of them.
+
+    Example:
+      flashckpt status --json
+    """
+    found = [describe(directory) for directory in jobs_on_this_machine() if job in (None, directory.job)]
+    show({"jobs": found}, as_json=as_json, table=lambda: _table(found))
+    return PersistError.exit_code if any(one["error"] for one in found) else 0
+
+
+def describe(directory: JobDirectory) -> dict[str, Any]:
+    """Return what is known of one job on this node, as JSON values; damaged records are said, not raised."""
+    notes: list[str] = []
+
+    def read(function: Any) -> Any:
+        try:
+            return function()
+        except (FlashckptError, OSError) as error:
+            notes.append(str(error).splitlines()[0])
+            return None
+
+    config, record = read(directory.read_config), read(directory.read_generation)
+    daemon = read(directory.read_status)
+    view = scan(directory, [record] if record else [])
+    newest = max(view.complete(), default=None)
+    return {
+        "job": directory.job,
+        "path": str(directory.path),
+        "root": config.root if config else None,
+        "alive": directory.anyone_alive(),
+        "daemon_alive": directory.daemon_alive(),
+        "generation": record.generation if record else None,
+        "step": read(lambda: _step(directory)),
+        "snapshot": newest,
+        "snapshots": view.complete(),
+        "committed": daemon.committed if daemon else None,
+        "lag": daemon.lag if daemon else 0,
+        "failures": daemon.failures if daemon else 0,
+        "error": daemon.error if daemon else "",
+        "updated_s": daemon.updated_ns / 1e9 if daemon else None,
+        **goodput(directory),
+        "nbytes": sum(path.stat().st_blocks * 512 for path in directory.segments()),
+        "notes": notes,
+    }
+
+
+def goodput(directory: JobDirectory, now_s: float | None = None) -> dict[str, Any]:
+    """Return what dlrun's ledger tells: failures of ranks, seconds they cost, the share of time that was training.
+
+    The time counts from the job's first segment on this node; without a failure `goodput` is 1.
+    """
+    lost_s, count = 0.0, 0
+    for line in _lines(directory.path / "ledger.jsonl"):
+        with contextlib.suppress(ValueError, TypeError, AttributeError):
+            record = json.loads(line)
+            lost_s += max(0.0, float(record.get("total_s", 0))) + float(record.get("seconds", {}).get("recompute", 0))
+            count += 1
+    began = [created for path in directory.segments() if (created := _created_s(path)) is not None]
+    elapsed_s = (time.time() if now_s is None else now_s) - min(began) if began else None
+    share = None if not elapsed_s or elapsed_s <= 0 else max(0.0, 1 - lost_s / elapsed_s)
+    return {"rank_failures": count, "lost_s": round(lost_s, 3), "goodput": share}
+
+
+def _lines(path: Path) -> list[str]:
+    try:
+        return path.read_text(encoding="utf-8").splitlines()
+    except OSError:
+        return []
+
+
+def _created_s(path: Path) -> float | None:
+    try:
+        with contextlib.closing(Segment.attach(path)) as segment:
+            return segment.created_ns / 1e9
+    except (FlashckptError, OSError):
+        return None
+
+
+def _step(directory: JobDirectory) -> int | None:
+    """Return the highest step any local rank has reported."""
+    if not directory.control_path.exists():
+        return None
+    control = Control.open(directory.control_path)
+    try:
+        steps = [control.row(k).step for k in range(control.rows) if control.row(k).pid]
+    finally:
+        control.close()
+    return max(steps, default=None)
+
+
+def _table(found: list[dict[str, Any]]) -> Table | str:
+    if not found:
+        return "no job in this machine's memory"
+    table = new_table(
+        "JOB",
+        "STATE",
+        ">GEN",
+        ">STEP",
+        ">SNAPSHOT",
+        ">COMMITTED",
+        ">LAG",
+        ">FAILURES",
+        ">RESTARTS",
+        ">GOODPUT",
+        ">MEMORY",
+        "",
+    )
+    for one in found:
+        state = "running" if one["alive"] else "flushing" if one["daemon_alive"] else "dead, resumable"
+        stale = one["updated_s"] and one["daemon_alive"] and time.time() - one["updated_s"] > 60
+        remark = one["error"].splitlines()[0] if one["error"] else ""
+        if stale:
+            remark = f"the daemon has said nothing for {age_of(one['updated_s'])}. {remark}"
+        table.add_row(
+            one["job"],
+            state,
+            str(one["generation"] or ""),
+            "" if one["step"] is None else str(one["step"]),
+            _identity(one["snapshot"]),
+            _identity(one["committed"]),
+            str(one["lag"]),
+            str(one["failures"]),
+            str(one["rank_failures"]),
+            "" if one["goodput"] is None else f"{one['goodput']:.1%}",
+            human_bytes(one["nbytes"]),
+            "; ".join([*one["notes"], remark]).strip("; "),
+        )
+    return table
+
+
+def _identity(identity: tuple[int, int] | None) -> str:
+    return "" if identity is None else f"{identity[1]}.g{identity[0]}"

@@ -1,0 +1,145 @@
+"""`flashckpt verify`: every byte against its digest."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import click
+import numpy as np
+from rich.console import Console
+from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TransferSpeedColumn
+from rich.table import Table
+
+from flashckpt.checkpoint.checkpoints import CheckpointInfo, read_manifest
+from flashckpt.checkpoint.persist import refuse_gaps
+from flashckpt.cli.common import (
+    Command,
+    checkpoints_of,
+    choose,
+    human_bytes,
+    json_option,
+    new_table,
+    open_root,
+    root_options,
+    show,
+    step_option,
+)
+from flashckpt.errors import DamagedError, FlashckptError
+from flashckpt.restore.fill import GAP_BYTES, JOB_BYTES
+from flashckpt.restore.sources import Span, StorageSource
+from flashckpt.storage.store import Store
+
+THREADS = 4
+
+
+@click.command(cls=Command)
+@root_options
+@step_option
+@click.option("--all", "everything", is_flag=True, help="Verify every checkpoint, not only the newest.")
+@json_option
+def verify(root: str, options: tuple[str, ...], step: str | None, everything: bool, as_json: bool) -> int:
+    """Read every byte of a checkpoint of ROOT and compare it with its digest.
+
+    Names each damaged tensor and object. Exit code 32 if anything is damaged.
+
+    Examples:
+      flashckpt verify /checkpoints/run7
+      flashckpt verify s3://bucket/run7 --all --json
+    """
+    store = open_root(root, options)
+    infos = checkpoints_of(store) if everything else [choose(store, step)]
+    with _progress(sum(info.nbytes for info in infos), quiet=as_json) as advance:
+        results = [verify_checkpoint(store, info, advance) for info in infos]
+    show({"root": store.url, "checkpoints": results}, as_json=as_json, table=lambda: _table(results))
+    return DamagedError.exit_code if any(result["damaged"] for result in results) else 0
+
+
+def verify_checkpoint(store: Store, info: CheckpointInfo, advance: Callable[[int], None]) -> dict[str, Any]:
+    """Read one checkpoint whole; return what was read and every range that does not match.
+
+    Args:
+        store: The root.
+        info: The checkpoint.
+        advance: Called with the bytes read, from several threads.
+    """
+    result: dict[str, Any] = {"prefix": info.prefix, "step": info.step, "nbytes": 0, "damaged": []}
+    if info.problem:
+        return result | {"damaged": [{"tensor": "", "problem": info.problem}]}
+    try:
+        manifest = read_manifest(store, info)
+        refuse_gaps(manifest.table)
+    except FlashckptError as error:
+        return result | {"damaged": [{"tensor": "", "problem": error.problem}]}
+    source = StorageSource(store, manifest, info.prefix)
+
+    def check(spans: Sequence[Span]) -> list[dict[str, str]]:
+        try:
+            source.views(spans)
+        except (FlashckptError, OSError) as error:
+            if len(spans) > 1:
+                return [one for span in spans for one in check([span])]
+            found = [_damage(manifest.table.fqn(spans[0].row), error)]
+        else:
+            found = []
+        advance(sum(span.stop - span.start for span in spans))
+        return found
+
+    with ThreadPoolExecutor(THREADS, thread_name_prefix="flashckpt-verify") as pool:
+        damaged = [one for found in pool.map(check, _requests(source)) for one in found]
+    return result | {"nbytes": int(manifest.table.nbytes.sum()), "damaged": damaged}
+
+
+def _damage(tensor: str, error: Exception) -> dict[str, str]:
+    if not isinstance(error, FlashckptError):
+        return {"tensor": tensor, "problem": str(error)}
+    return {"tensor": tensor, "problem": error.problem + (f": {error.found}" if error.found else "")}
+
+
+def _requests(source: StorageSource) -> list[list[Span]]:
+    """Return all chunks of a checkpoint, neighbours in one object together, as a restore of everything reads them."""
+    table = source.manifest.table
+    order = np.lexsort((table.byte_offset, table.object_id))
+    requests: list[list[Span]] = []
+    last_object, first, last = -1, 0, 0
+    for row in order.tolist():
+        number, place, end = int(table.object_id[row]), int(table.byte_offset[row]), int(table.nbytes[row])
+        for start in range(0, end, JOB_BYTES):
+            span = Span(row=row, start=start, stop=min(start + JOB_BYTES, end))
+            near = number == last_object and place + start - last <= GAP_BYTES
+            if near and place + span.stop - first <= JOB_BYTES:
+                requests[-1].append(span)
+            else:
+                requests.append([span])
+                last_object, first = number, place + start
+            last = place + span.stop
+    return requests
+
+
+class _progress:  # noqa: N801 -- a context manager that reads like a function
+    """A progress bar on standard error; nothing where it is no terminal."""
+
+    def __init__(self, total: int, *, quiet: bool) -> None:
+        columns = (TextColumn("verifying"), BarColumn(), DownloadColumn(), TransferSpeedColumn())
+        console = Console(stderr=True)
+        self._bar = Progress(*columns, console=console, disable=quiet or not console.is_terminal, transient=True)
+        self._task = self._bar.add_task("", total=total)
+
+    def __enter__(self) -> Callable[[int], None]:
+        self._bar.start()
+        return lambda nbytes: self._bar.advance(self._task, nbytes)
+
+    def __exit__(self, *details: object) -> None:
+        self._bar.stop()
+
+
+def _table(results: list[dict[str, Any]]) -> Table:
+    table = new_table("CHECKPOINT", "RESULT", ">READ", "PROBLEM")
+    for result in results:
+        first, *rest = result["damaged"] or [{"problem": ""}]
+        word = "damaged" if result["damaged"] else "intact"
+        table.add_row(result["prefix"], word, human_bytes(result["nbytes"]), first["problem"])
+        for one in rest:
+            table.add_row("", "", "", one["problem"])
+    return table

@@ -1,0 +1,256 @@
+"""The manifest: ONE schema for slot, pack index and MANIFEST. Pure: bytes in, bytes out; msgpack, never pickle.
+
+The table of shards is static while the structure of the state is, so `encode_table` is called once per
+structure and a snapshot only adds its digests and values: about a millisecond for 20,000 tensors.
+Byte tables are in docs/format.md.
+"""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any, NoReturn
+
+import msgpack
+import numpy as np
+
+from flashckpt.core.digest import CHUNK_BYTES, NAME, digest, digest_of
+from flashckpt.core.table import ShardTable, columns_of, table_from_columns
+from flashckpt.errors import DamagedError, DisagreementError, FormatVersionError, UnsupportedStateError
+
+MAGIC = b"FCKMANIF"
+MAJOR, MINOR = 1, 0
+_HEADER = struct.Struct("<8sHHIQQ")  # magic, major, minor, zero, body bytes, digest of the 24 bytes before and the body
+_PREFIX = struct.Struct("<8sHHIQ")
+_EXT_TUPLE, _EXT_BIG_INT = 1, 2
+
+__all__ = ["MAJOR", "MINOR", "Manifest", "ShardTable", "decode_manifest", "encode_manifest", "encode_table", "merge"]
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Manifest:
+    """Every shard of one rank's snapshot, or of a whole checkpoint: where its bytes are and their digests.
+
+    Attributes:
+        job: Job id.
+        generation: Life of the worker group that took it.
+        step: The optimizer step just completed.
+        parent: (generation, step) this life was restored from; None on a fresh start.
+        world_size: Ranks of the worker group.
+        rank: Global rank; -1 in a merged MANIFEST.
+        writers: Global ranks whose manifests make up the whole snapshot.
+        coordinates: Mesh coordinate of `rank` by dimension name.
+        table: The shards.
+        digests: np.uint64; chunk k of row i is at `table.first_chunk[i] + k`.
+        values: Non-tensor state by key; None, bool, int, float, str, bytes, list, tuple, dict only.
+        objects: Pack names that `table.object_id` points into; [] in a slot.
+    """
+
+    job: str
+    generation: int
+    step: int
+    parent: tuple[int, int] | None
+    world_size: int
+    rank: int
+    writers: list[int]
+    coordinates: dict[str, int]
+    table: ShardTable
+    digests: np.ndarray
+    values: dict[str, Any] = field(default_factory=dict)
+    objects: list[str] = field(default_factory=list)
+
+    @property
+    def identity(self) -> tuple[int, int]:
+        """(generation, step)."""
+        return self.generation, self.step
+
+
+def encode_table(table: ShardTable) -> bytes:
+    """Return the static part of a manifest; cache it per structure and hand it to `encode_manifest`."""
+    return bytes(msgpack.packb(columns_of(table)))
+
+
+def encode_manifest(m: Manifest, *, table_bytes: bytes | None = None) -> bytes:
+    """Return the manifest as bytes, header and digest included.
+
+    Args:
+        m: The manifest.
+        table_bytes: `encode_table(m.table)` from earlier; made here if None.
+
+    Raises:
+        UnsupportedStateError: A value is not of the allowed types; names its key.
+    """
+    head = {
+        "job": m.job,
+        "generation": m.generation,
+        "step": m.step,
+        "parent": None if m.parent is None else list(m.parent),
+        "world_size": m.world_size,
+        "rank": m.rank,
+        "writers": [int(r) for r in m.writers],
+        "coordinates": {str(k): int(v) for k, v in m.coordinates.items()},
+        "digest": NAME,
+        "chunk_bytes": CHUNK_BYTES,
+        "objects": list(m.objects),
+        "table": encode_table(m.table) if table_bytes is None else table_bytes,
+        "digests": np.ascontiguousarray(m.digests, "<u8").tobytes(),
+        "values": _pack_values(m.values),
+    }
+    body = msgpack.packb(head)
+    prefix = _PREFIX.pack(MAGIC, MAJOR, MINOR, 0, len(body))
+    return b"".join((prefix, struct.pack("<Q", digest(prefix + body)), body))
+
+
+def decode_manifest(buf: Any) -> Manifest:
+    """Return the manifest in `buf` (bytes or memoryview, nothing before or after it).
+
+    Unknown keys of a newer minor version are ignored.
+
+    Raises:
+        DamagedError: Not a manifest, cut short, or its digest does not hold.
+        FormatVersionError: Written by a newer major version.
+    """
+    raw = memoryview(buf).cast("B")  # no copies: the MANIFEST of 16,384 ranks has 150 MB
+    if len(raw) < _HEADER.size or raw[:8] != MAGIC:
+        _damaged(f"{len(raw)} bytes starting {bytes(raw[:8])!r}", f"at least {_HEADER.size} bytes starting {MAGIC!r}")
+    _, major, minor, _, body_bytes, expected = _HEADER.unpack_from(raw)
+    if major != MAJOR:
+        raise FormatVersionError(
+            "a manifest was written in a format this program does not read",
+            found=f"format version {major}.{minor}",
+            expected=f"format version {MAJOR}.x",
+            state="Nothing was restored.",
+            remedy="use the flashckpt release that wrote it, or a newer one",
+        )
+    body = raw[_HEADER.size :]
+    if len(body) != body_bytes:
+        _damaged(f"{len(body)} bytes after the header", f"{body_bytes} bytes")
+    if (found := digest_of(raw[: _PREFIX.size], body)) != expected:
+        _damaged(f"digest {found:016x}", f"digest {expected:016x}")
+    try:
+        return _manifest_from(msgpack.unpackb(body, strict_map_key=False))
+    except (KeyError, TypeError, ValueError, IndexError) as error:
+        raise DamagedError("a manifest does not follow its schema", found=f"{type(error).__name__}: {error}") from error
+
+
+def merge(manifests: Sequence[Manifest]) -> Manifest:
+    """Return one MANIFEST of all writers' manifests: rank -1, objects renumbered, one copy of equal boxes.
+
+    Of equal boxes the lowest rank's copy is kept. A value that several ranks give is kept once; where
+    they differ, the lowest rank's stays under its key and the others move to `<key>@rank<r>`.
+
+    Raises:
+        DisagreementError: The manifests are not of one snapshot.
+    """
+    parts = sorted(manifests, key=lambda m: m.rank)
+    first = parts[0]
+    for m in parts:
+        if (m.job, m.identity, m.parent, m.world_size) != (first.job, first.identity, first.parent, first.world_size):
+            raise DisagreementError(
+                "manifests of different snapshots cannot make one checkpoint",
+                found=f"rank {m.rank}: job {m.job}, (generation, step) {m.identity}, parent {m.parent}",
+                expected=f"rank {first.rank}: job {first.job}, {first.identity}, parent {first.parent}",
+            )
+    table, digests = ShardTable.concatenate([(m.table, m.digests, len(m.objects)) for m in parts])
+    return Manifest(
+        job=first.job,
+        generation=first.generation,
+        step=first.step,
+        parent=first.parent,
+        world_size=first.world_size,
+        rank=-1,
+        writers=sorted({r for m in parts for r in (m.writers or [m.rank])}),
+        coordinates={},
+        table=table,
+        digests=digests,
+        values=_merge_values(parts),
+        objects=[name for m in parts for name in m.objects],
+    )
+
+
+def _merge_values(parts: Sequence[Manifest]) -> dict[str, Any]:
+    values: dict[str, Any] = {}
+    for m in parts:
+        for key, value in m.values.items():
+            if key not in values:
+                values[key] = value
+            elif _packed(values[key]) != _packed(value):  # by bytes: 1 and 1.0, or NaN, compare wrongly by ==
+                values[f"{key}@rank{m.rank}"] = value
+    return values
+
+
+def _manifest_from(head: dict[str, Any]) -> Manifest:
+    if head["digest"] != NAME or head["chunk_bytes"] != CHUNK_BYTES:
+        raise ValueError(f"digest {head['digest']} per {head['chunk_bytes']} bytes is not known")
+    table = table_from_columns(msgpack.unpackb(head["table"]))
+    digests = np.frombuffer(head["digests"], "<u8").astype(np.uint64, copy=False)
+    if digests.size < table.chunks:
+        raise ValueError(f"{digests.size} digests for {table.chunks} chunks")
+    parent = head["parent"]
+    return Manifest(
+        job=head["job"],
+        generation=head["generation"],
+        step=head["step"],
+        parent=None if parent is None else (parent[0], parent[1]),
+        world_size=head["world_size"],
+        rank=head["rank"],
+        writers=list(head["writers"]),
+        coordinates=head["coordinates"],
+        table=table,
+        digests=digests,
+        values=msgpack.unpackb(head["values"], strict_map_key=False, ext_hook=_unpack_ext),
+        objects=list(head["objects"]),
+    )
+
+
+def _damaged(found: str, expected: str) -> NoReturn:
+    raise DamagedError("a manifest is damaged", found=found, expected=expected, state="Nothing was restored.")
+
+
+def _packed(value: Any) -> bytes:
+    return bytes(msgpack.packb(value, strict_types=True, default=_pack_ext))
+
+
+def _pack_values(values: dict[str, Any]) -> bytes:
+    try:
+        return _packed(values)
+    except (TypeError, ValueError, OverflowError):
+        path, bad = next(_unsupported(values, ""), ("(nested too deeply)", None))
+        raise UnsupportedStateError(
+            f"the value of {path!r} cannot be held in a snapshot",
+            found=type(bad).__name__,
+            expected="None, bool, int, float, str, bytes, or a list, tuple or dict of them; or a tensor",
+            remedy="convert it in the object's state_dict, or leave it out of track()",
+        ) from None
+
+
+def _unsupported(value: Any, path: str) -> Iterator[tuple[str, Any]]:
+    if type(value) is dict:
+        for key, item in value.items():
+            where = f"{path}.{key}" if path else str(key)
+            if type(key) not in (str, int, bytes):
+                yield where, key
+            yield from _unsupported(item, where)
+    elif type(value) in (list, tuple):
+        for i, item in enumerate(value):
+            yield from _unsupported(item, f"{path}[{i}]")
+    elif value is not None and type(value) not in (bool, int, float, str, bytes):
+        yield path, value
+
+
+def _pack_ext(value: Any) -> Any:
+    if type(value) is tuple:
+        return msgpack.ExtType(_EXT_TUPLE, _packed(list(value)))
+    if type(value) is int:  # beyond 64 bits, as in numpy's PCG64 state
+        size = value.bit_length() // 8 + 1
+        return msgpack.ExtType(_EXT_BIG_INT, value.to_bytes(size, "little", signed=True))
+    raise TypeError(type(value).__name__)
+
+
+def _unpack_ext(code: int, data: bytes) -> Any:
+    if code == _EXT_TUPLE:
+        return tuple(msgpack.unpackb(data, strict_map_key=False, ext_hook=_unpack_ext))
+    if code == _EXT_BIG_INT:
+        return int.from_bytes(data, "little", signed=True)
+    raise ValueError(f"unknown extension type {code}")

@@ -1,0 +1,147 @@
+"""Slot headers, and the choice of the next slot. Pure: bytes in, bytes out. Byte tables are in docs/format.md."""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass
+from enum import IntEnum
+
+from flashckpt.core.digest import digest
+
+HEADER_COPY_BYTES = 2048
+"""Two copies per header page: A at +0, B at +2048."""
+_HEADER = struct.Struct("<8sQQqIIiIqqQQQ")
+_MAGIC = b"FCKSLOT1"
+HEADER_BYTES = _HEADER.size + 8  # the checksum follows the fields
+_PERSIST, _HAS_PARENT = 1, 2
+
+
+class SlotState(IntEnum):
+    """What a slot holds."""
+
+    EMPTY = 0
+    WRITING = 1
+    COMPLETE = 2
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SlotHeader:
+    """One valid header of a slot.
+
+    Attributes:
+        sequence: Counts every header written to this slot; 0 for one never written.
+        generation, step: Identity of the snapshot.
+        state: EMPTY, WRITING or COMPLETE.
+        world_size, rank: Of the worker group that took it; global rank.
+        persist: A persist step: the daemon writes it to storage.
+        parent: (generation, step) this generation was restored from.
+        manifest_bytes, manifest_digest: Of the manifest area; 0 unless COMPLETE.
+        data_bytes: Used bytes of the data area; 0 unless COMPLETE.
+    """
+
+    sequence: int = 0
+    generation: int = 0
+    step: int = 0
+    state: SlotState = SlotState.EMPTY
+    world_size: int = 0
+    rank: int = 0
+    persist: bool = False
+    parent: tuple[int, int] | None = None
+    manifest_bytes: int = 0
+    manifest_digest: int = 0
+    data_bytes: int = 0
+
+    @property
+    def identity(self) -> tuple[int, int]:
+        """(generation, step)."""
+        return self.generation, self.step
+
+    @property
+    def is_complete(self) -> bool:
+        """Whether the slot holds a whole snapshot."""
+        return self.state is SlotState.COMPLETE
+
+
+def encode_header(h: SlotHeader) -> bytes:
+    """Return one header copy, its checksum at the end."""
+    flags = (_PERSIST if h.persist else 0) | (_HAS_PARENT if h.parent is not None else 0)
+    parent = h.parent or (0, 0)
+    fields = _HEADER.pack(
+        _MAGIC, h.sequence, h.generation, h.step, h.state, h.world_size, h.rank, flags, *parent,
+        h.manifest_bytes, h.manifest_digest, h.data_bytes,
+    )  # fmt: skip
+    return fields + struct.pack("<Q", digest(fields))
+
+
+def decode_header(raw: bytes) -> SlotHeader | None:
+    """Return the header in one copy, or None if it is torn, damaged or was never written."""
+    fields, checksum = raw[: _HEADER.size], raw[_HEADER.size : HEADER_BYTES]
+    if len(checksum) != 8 or digest(fields) != struct.unpack("<Q", checksum)[0]:
+        return None
+    magic, sequence, generation, step, state, world, rank, flags, p_gen, p_step, m_bytes, m_digest, data = (
+        _HEADER.unpack(fields)
+    )
+    if magic != _MAGIC or state not in list(SlotState):
+        return None
+    return SlotHeader(
+        sequence=sequence,
+        generation=generation,
+        step=step,
+        state=SlotState(state),
+        world_size=world,
+        rank=rank,
+        persist=bool(flags & _PERSIST),
+        parent=(p_gen, p_step) if flags & _HAS_PARENT else None,
+        manifest_bytes=m_bytes,
+        manifest_digest=m_digest,
+        data_bytes=data,
+    )
+
+
+def newest_copy(page: bytes) -> tuple[SlotHeader, int]:
+    """Return the valid header with the highest sequence and the copy (0 or 1) to overwrite next."""
+    copies = [decode_header(page[at : at + HEADER_BYTES]) for at in (0, HEADER_COPY_BYTES)]
+    a, b = (-1 if c is None else c.sequence for c in copies)
+    best = copies[0] if a >= b else copies[1]
+    if best is None:
+        return SlotHeader(), 0
+    return best, 1 if a >= b else 0
+
+
+def choose_slot(
+    headers: Sequence[SlotHeader],
+    *,
+    pinned: Collection[int],
+    common: Collection[tuple[int, int]],
+    hopeless: Collection[tuple[int, int]] = (),
+    superseded: tuple[int, int] | None = None,
+) -> int | None:
+    """Return the slot that the next snapshot may overwrite, or None: skip it and count it (invariant M1).
+
+    Called by the rank that owns the slots. Slots without a whole snapshot go first, then the oldest
+    COMPLETE one for which a newer identity is known to be held by every rank.
+
+    Args:
+        headers: One per slot.
+        pinned: Slots under a reader's lease or being written; never chosen.
+        common: Identities that every rank of the job is known to hold COMPLETE.
+        hopeless: Identities that can never become common (`watermark.Known`): they protect nothing.
+        superseded: Identity of a committed checkpoint this life was restored from; COMPLETE
+            slots at or before it are free.
+    """
+    free = [i for i, h in enumerate(headers) if i not in pinned and not h.is_complete]
+    if free:
+        return min(free, key=lambda i: (headers[i].sequence, i))
+    newest_common = max(common, default=None)
+    old = [
+        i
+        for i, h in enumerate(headers)
+        if i not in pinned
+        and (
+            (newest_common is not None and h.identity < newest_common)
+            or h.identity in hopeless
+            or (superseded is not None and h.identity <= superseded)
+        )
+    ]
+    return min(old, key=lambda i: (headers[i].identity, i), default=None)

@@ -1,0 +1,229 @@
+"""The control file of a job on one node: one header page and one 512-byte row per local rank, mapped by all.
+
+Ranks write their own row, the agent writes `stop_after`. Every field is one aligned 8-byte word in the machine's
+byte order, written whole (struct's native mode copies it at once, its standard modes byte by byte);
+the list of COMPLETE identities is bracketed by a counter (odd while it changes), and carries a digest, so that
+a rank killed in the middle leaves a row that counts as empty and never as a wrong one.
+"""
+
+from __future__ import annotations
+
+import mmap
+import os
+import struct
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from flashckpt.core.digest import digest
+from flashckpt.errors import DamagedError
+
+MAGIC = b"FCKCTRL1"
+PAGE, ROW_BYTES = 4096, 512
+MAX_COMPLETE = 16
+"""Identities published per rank (8 slots in each of two layouts); of more, the newest."""
+_STOP_AT = 16
+
+_INT_FIELDS: dict[str, int] = {  # name -> byte offset in the row; signed 64-bit
+    "rank": 0,
+    "pid": 8,
+    "generation": 16,
+    "step": 24,
+    "heartbeat_ns": 32,
+    "paused": 40,
+    "entered": 48,
+    "initialised": 56,
+    "restore_started": 64,
+    "restored": 72,
+    "first_step": 80,
+    "restored_step": 88,
+    "world_size": 96,
+}
+_LIST_AT = 128  # counter, number of pairs, digest, then the pair passed and up to MAX_COMPLETE pairs (generation, step)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Published:
+    """What a rank says of its snapshots.
+
+    Attributes:
+        complete: Identities it holds COMPLETE, newest first.
+        passed: It will never again complete an identity up to this one: what is up to here and not in
+            `complete` was discarded, skipped or overwritten. (-1, -1) if it never took a snapshot.
+    """
+
+    complete: tuple[tuple[int, int], ...]
+    passed: tuple[int, int] = (-1, -1)
+
+    @classmethod
+    def of(cls, identities: Iterable[tuple[int, int]], passed: tuple[int, int] | None = None) -> Published:
+        """Return it with the newest MAX_COMPLETE of `identities`; `passed` is at least the newest of them."""
+        complete = tuple(sorted(identities, reverse=True))[:MAX_COMPLETE]
+        return cls(complete=complete, passed=max([(-1, -1), *complete, *([passed] if passed else [])]))
+
+    def lacks(self, identity: tuple[int, int]) -> bool:
+        """Return whether the rank does not hold `identity` and never will."""
+        is_listed = len(self.complete) < MAX_COMPLETE or identity > self.complete[-1]  # a full list may be cut
+        return is_listed and identity <= self.passed and identity not in self.complete
+
+
+def encode_published(what: Published) -> bytes:
+    """Return 16 bytes per pair: `passed`, then the identities."""
+    return b"".join(struct.pack("<qq", *pair) for pair in (what.passed, *what.complete))
+
+
+def decode_published(raw: bytes) -> Published:
+    """Return what `encode_published` wrote."""
+    (g, s), *complete = struct.iter_unpack("<qq", raw)
+    return Published(passed=(g, s), complete=tuple((a, b) for a, b in complete))
+
+
+class ControlRow:
+    """One rank's row: plain attributes over shared memory.
+
+    Attributes:
+        rank, pid, generation, step, world_size: Of the process that lives in this row; `step` is the last step done.
+        heartbeat_ns, entered, initialised, restore_started, restored, first_step: CLOCK_MONOTONIC nanoseconds.
+        paused: 1 while the loop said that it is not stepping (evaluation, data preparation).
+        restored_step: Step it was restored from; -1 on a fresh start.
+    """
+
+    rank: int
+    pid: int
+    generation: int
+    step: int
+    heartbeat_ns: int
+    paused: int
+    entered: int
+    initialised: int
+    restore_started: int
+    restored: int
+    first_step: int
+    restored_step: int
+    world_size: int
+    _map: mmap.mmap
+    _at: int
+
+    __slots__ = ("_at", "_map")
+
+    def __init__(self, mapping: mmap.mmap, index: int) -> None:
+        """Made by `Control.row`."""
+        object.__setattr__(self, "_map", mapping)
+        object.__setattr__(self, "_at", PAGE + index * ROW_BYTES)
+
+    def __getattr__(self, name: str) -> int:
+        if name not in _INT_FIELDS:
+            raise AttributeError(name)
+        return int(struct.unpack_from("q", self._map, self._at + _INT_FIELDS[name])[0])
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if name in _INT_FIELDS:
+            struct.pack_into("q", self._map, self._at + _INT_FIELDS[name], int(value))
+        else:
+            object.__setattr__(self, name, value)
+
+    @property
+    def published(self) -> Published | None:
+        """What this rank last published; None if it never did, or is just doing so, or was another generation."""
+        at = self._at + _LIST_AT
+        raw = bytes(self._map[at : at + 24 + 16 * (1 + MAX_COMPLETE)])
+        counter, count, expected = struct.unpack_from("QQQ", raw)
+        if counter % 2 or not 0 < count <= 1 + MAX_COMPLETE:
+            return None
+        pairs = raw[24 : 24 + 16 * count]
+        if digest(struct.pack("q", self.generation) + pairs) != expected:
+            return None
+        return decode_published(pairs)
+
+    @property
+    def complete(self) -> list[tuple[int, int]]:
+        """Identities of this rank's COMPLETE snapshots, newest first; [] if they are not known."""
+        known = self.published
+        return [] if known is None else list(known.complete)
+
+    @complete.setter
+    def complete(self, identities: Iterable[tuple[int, int]]) -> None:
+        self.publish(Published.of(identities))
+
+    def publish(self, what: Published) -> None:
+        """Set what this rank holds. A digest ties it to the row's generation: set that one first."""
+        pairs = encode_published(what)
+        at = self._at + _LIST_AT
+        counter = int(struct.unpack_from("Q", self._map, at)[0]) | 1
+        struct.pack_into("Q", self._map, at, counter)
+        self._map[at + 24 : at + 24 + len(pairs)] = pairs
+        seal = digest(struct.pack("q", self.generation) + pairs)
+        struct.pack_into("QQ", self._map, at + 8, len(pairs) // 16, seal)
+        struct.pack_into("Q", self._map, at, counter + 1)
+
+    def forget(self) -> None:
+        """Publish nothing: this rank's snapshots are not known."""
+        struct.pack_into("QQ", self._map, self._at + _LIST_AT + 8, 0, 0)
+
+    def clear(self) -> None:
+        """Empty the row for a new occupant."""
+        self.forget()
+        for name in _INT_FIELDS:
+            setattr(self, name, -1 if name in {"rank", "generation", "step", "restored_step"} else 0)
+
+
+class Control:
+    """The mapped control file of one job on one node."""
+
+    def __init__(self, mapping: mmap.mmap, rows: int) -> None:
+        """Use `open`."""
+        self._map, self.rows = mapping, rows
+
+    @classmethod
+    def open(cls, path: str | Path, *, rows: int | None = None) -> Control:
+        """Map the control file, made or grown to `rows` rows if given.
+
+        Raises:
+            FileNotFoundError: There is none and `rows` is None.
+            DamagedError: It is not a control file.
+        """
+        flags = os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW | (os.O_CREAT if rows is not None else 0)
+        fd = os.open(path, flags, 0o600)
+        try:
+            if rows is not None:
+                _grow(fd, rows)
+            size = os.fstat(fd).st_size
+            if size < PAGE or os.pread(fd, 8, 0) != MAGIC:
+                raise DamagedError(f"{path} is not a control file", found=f"{size} bytes", remedy="flashckpt gc")
+            return cls(mmap.mmap(fd, size), (size - PAGE) // ROW_BYTES)
+        finally:
+            os.close(fd)
+
+    @property
+    def stop_after(self) -> int:
+        """Step after which every rank stops; -1 for none."""
+        return int(struct.unpack_from("q", self._map, _STOP_AT)[0])
+
+    @stop_after.setter
+    def stop_after(self, step: int) -> None:
+        struct.pack_into("q", self._map, _STOP_AT, step)
+
+    def row(self, index: int) -> ControlRow:
+        """Return row `index` (the local rank).
+
+        Raises:
+            IndexError: There is no such row.
+        """
+        if not 0 <= index < self.rows:
+            raise IndexError(index)
+        return ControlRow(self._map, index)
+
+    def close(self) -> None:
+        """Unmap; rows handed out must not be used any more."""
+        self._map.close()
+
+
+def _grow(fd: int, rows: int) -> None:
+    """Bring a new or smaller file to `rows` rows; idempotent, and safe between two that do it at once."""
+    size = PAGE + rows * ROW_BYTES
+    if os.fstat(fd).st_size < size:
+        os.posix_fallocate(fd, 0, size)
+    if os.pread(fd, 8, 0) != MAGIC:
+        os.pwrite(fd, struct.pack("<q", -1), _STOP_AT)
+        os.pwrite(fd, MAGIC, 0)  # last: a file with the magic has everything before it

@@ -1,0 +1,335 @@
+"""The job directory: everything of one job on one node, in files on tmpfs. Torch-free.
+
+Small records are msgpack in a sealed frame (magic, digest), written under a temporary name and renamed,
+so that a reader sees the old record or the new one.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import re
+import stat
+import struct
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, field, fields
+from pathlib import Path
+from typing import Any, TypeVar
+
+import msgpack
+
+from flashckpt.core.digest import digest
+from flashckpt.errors import ConfigError, DamagedError, FormatVersionError, JobInUseError
+from flashckpt.memory.lease import Lease, is_at
+
+_MAGIC = b"FCKRECRD"
+_MAJOR = 1
+_FRAME = struct.Struct("<8sHHIQ")  # magic, major, minor, zero, digest of what follows
+_REMOVAL_S = 10.0
+_SEGMENT = re.compile(r"r(\d+)-([0-9a-f]{16})\.seg")
+Record = TypeVar("Record")
+
+
+@dataclass(frozen=True, kw_only=True)
+class JobConfig:
+    """What the daemon must know of a job. Bytes, seconds and steps as named."""
+
+    job: str
+    root: str
+    storage_options: dict[str, Any] = field(default_factory=dict)
+    keep_last: int | None = 3
+    keep_every: int | None = None
+    persist_every: int | None = None
+    compression: str = "off"
+    world_size: int = 1
+    node_count: int = 1
+    node: int = 0
+
+
+@dataclass(frozen=True, kw_only=True)
+class GenerationRecord:
+    """One life of the worker group.
+
+    Attributes:
+        generation: Its number.
+        token: Random text that tells two claims of one number apart.
+        parent: (generation, step) it was restored from; None on a fresh start.
+        world_size: Its ranks.
+        claimed: Whether the number is claimed on the root; if not, the daemon does so before it persists.
+    """
+
+    generation: int
+    token: str = ""
+    parent: tuple[int, int] | None = None
+    world_size: int = 1
+    claimed: bool = False
+
+
+@dataclass(frozen=True, kw_only=True)
+class DaemonStatus:
+    """What the daemon last did.
+
+    Attributes:
+        committed: (generation, step) of the newest MANIFEST it knows of.
+        failures: Persists that failed, in all.
+        error: Text of the last failure; "" once a persist succeeded again.
+        lag: Persist steps that are COMPLETE and not committed.
+        pid: Of the daemon, for people.
+        updated_ns: Nanoseconds since the epoch.
+    """
+
+    committed: tuple[int, int] | None = None
+    failures: int = 0
+    error: str = ""
+    lag: int = 0
+    pid: int = 0
+    updated_ns: int = 0
+
+
+def memory_root() -> Path:
+    """Return the folder of this user's jobs: $FLASHCKPT_SHM_DIR or /dev/shm, then `flashckpt-<uid>`."""
+    return Path(os.environ.get("FLASHCKPT_SHM_DIR") or "/dev/shm") / f"flashckpt-{os.getuid()}"  # noqa: S108 -- tmpfs on purpose
+
+
+class JobDirectory:
+    """Paths and records of one job on one node.
+
+    Attributes:
+        path: The directory, mode 0700.
+    """
+
+    def __init__(self, path: Path) -> None:
+        """Wrap a path; use `open`."""
+        self.path = path
+        self._live: Lease | None = None
+
+    @classmethod
+    def open(cls, job_id: str, create: bool = True) -> JobDirectory:
+        """Return the directory of `job_id`; with `create` made where it is missing, and held alive (`hold_live`).
+
+        Raises:
+            FileNotFoundError: It does not exist and `create` is False.
+            ConfigError: It, or the folder above, belongs to another user or is open to others.
+            JobInUseError: It is being removed, for longer than 10 s.
+        """
+        directory = cls(memory_root() / job_id)
+        if create:
+            directory._live = directory._come_to_life()
+        _check_private(directory.path.parent)
+        _check_private(directory.path)
+        return directory
+
+    def _come_to_life(self) -> Lease:
+        """Make the directory and say that somebody lives in it, before anything in it is read.
+
+        The daemon of a life that ended removes the directory under an exclusive lock: whoever comes
+        at that moment waits for it and makes a new one.
+        """
+        end = time.monotonic() + _REMOVAL_S
+        while True:
+            with contextlib.suppress(FileNotFoundError):  # removed meanwhile: the next turn makes it
+                for folder in (self.path.parent, self.path, self.path / "events", self.path / "requests"):
+                    folder.mkdir(mode=0o700, exist_ok=True)
+                    _check_private(folder)
+                lease = Lease(self.live_path, create=True)
+                if lease.shared(0) and is_at(self.live_path, lease.fd) and self.path.is_dir():
+                    return lease
+                lease.close()
+            if time.monotonic() > end:
+                raise JobInUseError(
+                    f"the memory of job {self.job!r} is being removed",
+                    found=f"{self.live_path} is held exclusively for {_REMOVAL_S} s",
+                    state="Nothing was changed.",
+                    remedy="wait for `flashckpt gc` or the daemon of the last run to end, then start again",
+                )
+            time.sleep(0.01)
+
+    @property
+    def job(self) -> str:
+        """Job id."""
+        return self.path.name
+
+    @property
+    def control_path(self) -> Path:
+        """File of `flashckpt.memory.control`."""
+        return self.path / "control"
+
+    @property
+    def live_path(self) -> Path:
+        """File whose byte 0 every live rank and agent of the job holds shared."""
+        return self.path / "live.lock"
+
+    @property
+    def daemon_lock_path(self) -> Path:
+        """File whose byte 0 the daemon holds exclusively."""
+        return self.path / "daemon.lock"
+
+    def segment_path(self, rank: int, layout_hash: int) -> Path:
+        """Return the path of the segment of one rank and layout."""
+        return self.path / f"r{rank:05d}-{layout_hash:016x}.seg"
+
+    def event_path(self, rank: int) -> Path:
+        """Return the file that `rank` touches after each COMPLETE."""
+        return self.path / "events" / f"r{rank:05d}"
+
+    def request_path(self, name: str) -> Path:
+        """Return the file of a request: `persist-now` or `ended`."""
+        return self.path / "requests" / name
+
+    def segments(self) -> list[Path]:
+        """Return the segments of all ranks and layouts, by rank, oldest file name first."""
+        try:
+            return sorted(p for p in self.path.iterdir() if _SEGMENT.fullmatch(p.name))
+        except FileNotFoundError:
+            return []
+
+    def notify(self, rank: int) -> None:
+        """Wake the daemon: a snapshot of `rank` is COMPLETE."""
+        path = self.event_path(rank)
+        path.touch(mode=0o600, exist_ok=True)
+
+    def request(self, name: str) -> None:
+        """Leave a request for the daemon; asking twice is asking once."""
+        self.request_path(name).touch(mode=0o600, exist_ok=True)
+
+    def write_config(self, config: JobConfig) -> None:
+        """Write `job.msgpack`."""
+        _write(self.path / "job.msgpack", config)
+
+    def read_config(self) -> JobConfig | None:
+        """Return the config, None if there is none. Raises DamagedError if it is damaged."""
+        return _read(self.path / "job.msgpack", JobConfig)
+
+    def write_generation(self, record: GenerationRecord) -> None:
+        """Write `generation.msgpack`."""
+        _write(self.path / "generation.msgpack", record)
+
+    def read_generation(self) -> GenerationRecord | None:
+        """Return the current generation, None if none was claimed here. Raises DamagedError."""
+        return _read(self.path / "generation.msgpack", GenerationRecord)
+
+    def write_status(self, status: DaemonStatus) -> None:
+        """Write `daemon.msgpack`."""
+        _write(self.path / "daemon.msgpack", status)
+
+    def read_status(self) -> DaemonStatus | None:
+        """Return the daemon's last status, None if there is none. Raises DamagedError."""
+        return _read(self.path / "daemon.msgpack", DaemonStatus)
+
+    def hold_live(self) -> Lease:
+        """Return a lease that says "a rank or agent of this job lives" until it is closed or the process dies.
+
+        The first call after `open(create=True)` hands out the lease that was taken there.
+        """
+        lease, self._live = self._live, None
+        if lease is not None:
+            return lease
+        lease = Lease(self.live_path, create=True)
+        lease.shared(0)
+        return lease
+
+    def anyone_alive(self) -> bool:
+        """Return whether a rank or agent of the job lives (a caller that holds the lease itself counts)."""
+        return _is_held(self.live_path)
+
+    def hold_daemon(self) -> Lease | None:
+        """Return the daemon's lease, or None if another daemon lives."""
+        lease = Lease(self.daemon_lock_path, create=True)
+        if lease.exclusive(0):
+            return lease
+        lease.close()
+        return None
+
+    def daemon_alive(self) -> bool:
+        """Return whether a daemon of this job lives on this node."""
+        return _is_held(self.daemon_lock_path)
+
+    def ensure_daemon(self) -> None:
+        """Start the daemon, detached and in a session of its own, unless one lives.
+
+        Two callers may both start one: the second daemon finds the lock taken and ends by itself.
+        """
+        if self.daemon_alive():
+            return
+        log = os.open(self.path / "daemon.log", os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o600)
+        try:
+            # The shell between us and the daemon ends at once, so that the daemon is nobody's child to reap.
+            subprocess.run(
+                ["/bin/sh", "-c", '"$@" &', "sh", sys.executable, "-m", "flashckpt.daemon.service", str(self.path)],
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=log,
+                start_new_session=True,
+                check=False,
+                cwd="/",
+                env=_daemon_environment(),
+            )
+        finally:
+            os.close(log)
+
+
+def _daemon_environment() -> dict[str, str]:
+    """The caller's environment, where the daemon can import the same flashckpt from any directory."""
+    home = str(Path(__file__).resolve().parent.parent)
+    paths = [home, *filter(None, os.environ.get("PYTHONPATH", "").split(os.pathsep))]
+    return {**os.environ, "PYTHONPATH": os.pathsep.join(dict.fromkeys(paths))}
+
+
+def _is_held(path: Path) -> bool:
+    try:
+        lease = Lease(path)
+    except FileNotFoundError:
+        return False
+    try:
+        return lease.held_by_other(0)
+    finally:
+        lease.close()
+
+
+def _check_private(folder: Path) -> None:
+    status = folder.lstat()
+    if not stat.S_ISDIR(status.st_mode) or status.st_uid != os.getuid() or status.st_mode & 0o077:
+        raise ConfigError(
+            f"{folder} cannot hold snapshots",
+            found=f"mode {stat.filemode(status.st_mode)}, uid {status.st_uid}",
+            expected=f"a directory of uid {os.getuid()} with mode drwx------",
+            state="Nothing was written.",
+            remedy="remove it, or set FLASHCKPT_SHM_DIR to another tmpfs",
+        )
+
+
+def _write(path: Path, record: Any) -> None:
+    body = msgpack.packb(asdict(record))
+    temporary = path.with_name(f".{path.name}.{os.getpid()}.{os.urandom(4).hex()}.tmp")
+    fd = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
+    try:
+        with os.fdopen(fd, "wb") as file:
+            file.write(_FRAME.pack(_MAGIC, _MAJOR, 0, 0, digest(body)) + body)
+        temporary.replace(path)
+    except BaseException:
+        temporary.unlink(missing_ok=True)
+        raise
+
+
+def _read(path: Path, kind: Callable[..., Record]) -> Record | None:
+    try:
+        raw = path.read_bytes()
+    except FileNotFoundError:
+        return None
+    if len(raw) < _FRAME.size or raw[:8] != _MAGIC:
+        raise DamagedError(f"{path} is not a record of a job", found=repr(raw[:8]), remedy="flashckpt gc")
+    _, major, minor, _, expected = _FRAME.unpack_from(raw)
+    body = raw[_FRAME.size :]
+    if major != _MAJOR:
+        raise FormatVersionError(f"{path} is of another format", found=f"{major}.{minor}", expected=f"{_MAJOR}.x")
+    if digest(body) != expected:
+        raise DamagedError(f"{path} is damaged", found=f"{digest(body):016x}", expected=f"{expected:016x}")
+    known = {f.name for f in fields(kind)}  # type: ignore[arg-type]  # every kind is a dataclass
+    values = {key: value for key, value in msgpack.unpackb(body).items() if key in known}
+    for key in ("parent", "committed"):
+        if isinstance(values.get(key), list):
+            values[key] = tuple(values[key])
+    return kind(**values)

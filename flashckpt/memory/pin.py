@@ -1,0 +1,98 @@
+"""A reader's lease on one slot. Reads only what digests confirm; a pin keeps the bytes, never proves them."""
+
+from __future__ import annotations
+
+import contextlib
+import mmap
+import os
+from pathlib import Path
+from types import TracebackType
+
+from flashckpt.core.digest import digest
+from flashckpt.core.manifest import Manifest, decode_manifest
+from flashckpt.core.slot import SlotHeader, newest_copy
+from flashckpt.core.superblock import PAGE, SegmentSpec
+from flashckpt.errors import DamagedError
+from flashckpt.memory.lease import Lease
+
+
+class Pin:
+    """A shared lease on a COMPLETE slot: its owner will not overwrite it while this process lives or until `close()`.
+
+    Attributes:
+        slot: Slot number.
+        header: The COMPLETE header.
+        spec: Of the segment.
+        path: Of the segment.
+    """
+
+    def __init__(self, path: Path, spec: SegmentSpec, fd: int, *, slot: int, header: SlotHeader, lease: Lease) -> None:
+        """Made by `Segment.pin`. Takes over `fd` (not the lease's: mmap keeps a duplicate, and with it the lock)."""
+        self.path, self.spec, self._fd, self.slot, self.header, self._lease = path, spec, fd, slot, header, lease
+        self._data: mmap.mmap | None = None
+        self._view: memoryview | None = None
+
+    def manifest_bytes(self) -> bytes:
+        """Return the verified bytes of the manifest.
+
+        Raises:
+            DamagedError: They do not match the digest in the header, or the header has changed.
+        """
+        raw = os.pread(self._fd, self.header.manifest_bytes, self.spec.manifest_at(self.slot))
+        if len(raw) != self.header.manifest_bytes or digest(raw) != self.header.manifest_digest:
+            raise DamagedError(
+                f"the snapshot of step {self.header.step} in memory is damaged",
+                found=f"manifest digest {digest(raw):016x}",
+                expected=f"{self.header.manifest_digest:016x} (slot {self.slot} of {self.path})",
+                state="It was left as it is and is not restored.",
+            )
+        if not self.is_current():
+            raise DamagedError(
+                f"the snapshot of step {self.header.step} was abandoned while it was read",
+                found=f"slot {self.slot} of {self.path} has a newer header",
+                state="Nothing was taken from it.",
+            )
+        return raw
+
+    def manifest(self) -> Manifest:
+        """Return the verified manifest; errors as `manifest_bytes`."""
+        return decode_manifest(self.manifest_bytes())
+
+    def is_current(self) -> bool:
+        """Whether the header is still the one that was pinned (not abandoned meanwhile)."""
+        page = os.pread(self._fd, PAGE, self.spec.header_at(self.slot))
+        return newest_copy(page)[0] == self.header
+
+    @property
+    def data(self) -> memoryview:
+        """Read-only bytes of the data area, mapped whole on first use (3 GB/s fault by fault, 10 populated)."""
+        if self._view is None:
+            at, used = self.spec.data_at(self.slot), self.header.data_bytes
+            lead = at % mmap.ALLOCATIONGRANULARITY  # 0 unless the machine's pages are larger than 4 KiB
+            flags = mmap.MAP_SHARED | mmap.MAP_POPULATE
+            size = max(1, lead + used)
+            self._data = mmap.mmap(self._fd, size, flags=flags, prot=mmap.PROT_READ, offset=at - lead)
+            self._view = memoryview(self._data)[lead : lead + used]
+        return self._view
+
+    def close(self) -> None:
+        """Give the slot back."""
+        if self._view is not None:
+            with contextlib.suppress(BufferError):
+                self._view.release()
+        if self._data is not None:
+            with contextlib.suppress(BufferError):
+                self._data.close()
+        self._view = self._data = None
+        self._lease.close()
+        fd, self._fd = self._fd, -1
+        if fd >= 0:
+            os.close(fd)
+
+    def __enter__(self) -> Pin:  # noqa: PYI034 -- Self is not in typing before Python 3.11
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, value: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()

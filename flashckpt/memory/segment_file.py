@@ -1,0 +1,85 @@
+"""A segment as a file: its size, the pages that must exist, the checks before it is read, the touching of its pages."""
+
+from __future__ import annotations
+
+import ctypes
+import mmap
+import os
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from flashckpt.core.superblock import PAGE, SegmentSpec, Superblock, boot_id
+from flashckpt.errors import DamagedError, SharedMemoryError
+
+_MADV_POPULATE_WRITE = 23
+
+
+def lay_out(fd: int, spec: SegmentSpec) -> None:
+    """Give the file its size, and pages to everything that is read before the rest is reserved."""
+    os.ftruncate(fd, spec.nbytes)
+    try:
+        for at in (0, *(spec.header_at(slot) for slot in range(spec.slots))):
+            os.posix_fallocate(fd, at, PAGE)
+    except OSError as error:
+        raise SharedMemoryError(
+            "not even the headers of a segment fit into shared memory", found=str(error), remedy="flashckpt gc"
+        ) from error
+
+
+def check_place(fd: int, block: Superblock, path: Path) -> None:
+    """Refuse a segment that is cut short (reading it would be SIGBUS), another user's, or of an earlier boot."""
+    status = os.fstat(fd)
+    left = "It was left as it is."
+    if status.st_size != block.spec.nbytes:
+        raise DamagedError(
+            f"segment {path} has the wrong size", found=f"{status.st_size} bytes", expected=f"{block.spec.nbytes} bytes",
+            state=left,
+        )  # fmt: skip
+    if status.st_uid != os.getuid() or block.uid != os.getuid():
+        raise DamagedError(
+            f"segment {path} belongs to another user",
+            found=f"file of uid {status.st_uid}, made by uid {block.uid}",
+            expected=f"uid {os.getuid()}",
+            state=left,
+        )
+    if block.boot_id != boot_id():
+        raise DamagedError(
+            f"segment {path} is of an earlier boot of this machine",
+            found=block.boot_id.hex(),
+            expected=boot_id().hex(),
+            state=left,
+            remedy="remove it: flashckpt gc",
+        )
+
+
+def sweep_temporary(path: Path, suffix: str) -> None:
+    """Remove what creators of this segment left that were killed before they could."""
+    for left in path.parent.glob(f".{path.name}.*{suffix}"):
+        pid = left.name.removeprefix(f".{path.name}.").partition(".")[0]
+        if not pid.isdigit() or not Path(f"/proc/{pid}").exists():
+            left.unlink(missing_ok=True)
+
+
+def describe_process(pid: int) -> str:
+    """Return "process <pid> (<command line>)" for error texts."""
+    try:
+        words = Path(f"/proc/{pid}/cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace").strip()
+    except OSError:
+        words = ""
+    return f"process {pid}" + (f" ({words[:120]})" if words else "")
+
+
+def address_of(mapping: mmap.mmap) -> int:
+    """Return where the mapping starts; keeps no export of it, so that it can be closed."""
+    return int(np.frombuffer(mapping, np.uint8).ctypes.data)
+
+
+def touch(mapping: mmap.mmap, address: int, start: int, size: int) -> None:
+    """Map every page now, so that the first snapshot is as fast as the second (1.4 GB/s untouched, 11 warm)."""
+    madvise: Any = ctypes.CDLL(None, use_errno=True).madvise  # not mmap.madvise: that one holds the GIL
+    if madvise(ctypes.c_void_p(address + start), ctypes.c_size_t(size), _MADV_POPULATE_WRITE) == 0:
+        return
+    pages = np.frombuffer(mapping, np.uint8)[start : start + size : PAGE]  # kernels before 5.14
+    int(pages.sum())

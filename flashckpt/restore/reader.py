@@ -1,0 +1,44 @@
+"""Read-only access to a root: fill objects from a checkpoint, without job, daemon or memory tier."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from flashckpt.memory.identity import root_url
+from flashckpt.report import RestoreReport
+from flashckpt.restore.restoring import Course, Request
+from flashckpt.tracking.placement import current_world
+from flashckpt.tracking.tracked import Tracked
+
+
+class Reader:
+    """Reads checkpoints and changes nothing: for evaluation, export, another program. Made by `readonly`."""
+
+    def __init__(self, root: str, storage_options: Mapping[str, Any] | None = None) -> None:
+        self._root, self._options = root_url(root), dict(storage_options or {})
+        self._things: dict[str, Any] = {}
+        self._mesh: Any = None
+
+    def track(self, *, mesh: Any = None, **things: Any) -> None:
+        """Name the objects to fill, as `Checkpointer.track`."""
+        self._mesh = mesh if mesh is not None else self._mesh
+        self._things |= things
+
+    def restore(
+        self,
+        step: int | None = None,
+        generation: int | None = None,
+        only: str | None = None,
+        strict: bool = True,
+    ) -> RestoreReport:
+        """Fill the tracked objects from storage. Collective; arguments and errors as `Checkpointer.restore`.
+
+        Raises:
+            NoCheckpointError: There is none.
+        """
+        tracked = Tracked(current_world(self._mesh))
+        for name, thing in self._things.items():
+            tracked.add(name, thing)
+        request = Request(root=self._root, step=step, generation=generation, only=only, strict=strict)
+        return Course(tracked=tracked, directory=None, options=self._options, request=request).read()

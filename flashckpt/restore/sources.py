@@ -1,0 +1,314 @@
+"""Where restores read byte ranges from: a pinned slot in memory, or packs on storage. Torch-free.
+
+Every source verifies the digest of each 1 MiB chunk that it touches, so a byte that reaches live
+state has been proved equal to what was hashed behind the staging copy. Threads may share a source.
+"""
+
+from __future__ import annotations
+
+import mmap
+import threading
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+import numpy as np
+
+from flashckpt.checkpoint.compression import PackedObjects
+from flashckpt.core.digest import CHUNK_BYTES, digest
+from flashckpt.core.manifest import Manifest
+from flashckpt.errors import DamagedError
+from flashckpt.memory.segment import Pin, Segment
+from flashckpt.storage.store import Store
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Span:
+    """Whole chunks of one row: `start` is a multiple of CHUNK_BYTES, `stop` too or the end of the row (bytes)."""
+
+    row: int
+    start: int
+    stop: int
+
+
+class Meter:
+    """What a source did so far: bytes read (rounded out to chunks) and thread-seconds of reading and verifying."""
+
+    def __init__(self) -> None:
+        self.read_bytes = 0
+        self.requests = 0
+        self.read_s = 0.0
+        self.verify_s = 0.0
+        self._lock = threading.Lock()
+
+    def add(self, nbytes: int, read_s: float, verify_s: float, requests: int = 1) -> None:
+        """Count one read; safe from any thread."""
+        with self._lock:
+            self.read_bytes += nbytes
+            self.requests += requests
+            self.read_s += read_s
+            self.verify_s += verify_s
+
+
+class Source(Protocol):
+    """Something that holds the bytes of a manifest.
+
+    Attributes:
+        tier: "memory", "peer" or "storage": what the report counts under.
+        name: What an error calls it.
+        manifest: What it holds; `table.byte_offset` counts from the start of its data.
+        ranks: The ranks whose state it holds, as an error names them.
+        in_place: Whether `views` costs no copy (a slot mapped into this process).
+        meter: Counters.
+    """
+
+    tier: str
+    name: str
+    manifest: Manifest
+    in_place: bool
+    meter: Meter
+
+    def read(self, row: int, start: int, out: memoryview) -> None:
+        """Fill `out` with verified bytes of row `row` from byte `start` on.
+
+        Raises:
+            DamagedError: Bytes do not match their digest, or the source changed under the read.
+            StoreError: The storage failed.
+        """
+        ...
+
+    def views(self, spans: Sequence[Span]) -> list[memoryview]:
+        """Return the verified bytes of spans that follow each other closely in one object.
+
+        The views are read-only in spirit and hold until this thread's next call. Raises as `read`.
+        """
+        ...
+
+    def check(self) -> None:
+        """Raise DamagedError where what `views` returned may have changed since."""
+        ...
+
+    def close(self) -> None:
+        """Give up the lease or connection. No view may be used after it."""
+        ...
+
+
+class MemorySource:
+    """One slot of a segment on this node, held by a lease while this object lives.
+
+    Args:
+        segment: An attached segment; it may be closed afterwards.
+        slot: Index of the slot.
+        identity: (generation, step) that the slot must hold; any if None.
+
+    Raises:
+        DamagedError: The slot is not COMPLETE (any more), or its manifest is broken.
+    """
+
+    tier = "memory"
+    in_place = True
+
+    def __init__(self, segment: Segment, slot: int, *, identity: tuple[int, int] | None = None) -> None:
+        self._pin: Pin | None = segment.pin(slot)
+        self._slot = slot
+        self.meter = Meter()
+        self.name = f"rank {segment.spec.rank} (memory)"
+        if self._pin is None:
+            raise self._gone("it holds no complete snapshot any more")
+        try:
+            self.manifest = self._pin.manifest()
+        except BaseException:
+            self.close()
+            raise
+        self._mapped: memoryview | None = None
+        self._lock = threading.Lock()
+        if identity is not None and self.manifest.identity != identity:
+            self.close()
+            raise self._gone(f"it holds step {self.manifest.step} of generation {self.manifest.generation}")
+
+    def read(self, row: int, start: int, out: memoryview) -> None:
+        """See Source: whole chunks are copied first and hashed in their new place, while still in cache."""
+        table = self.manifest.table
+        base, end = int(table.byte_offset[row]), int(table.nbytes[row])
+        into, stop = np.frombuffer(out, np.uint8), start + len(out)
+        data = self._data()
+        copy_s = verify_s = 0.0
+        for chunk in range(start // CHUNK_BYTES, -(-stop // CHUNK_BYTES)):
+            first, last = chunk * CHUNK_BYTES, min((chunk + 1) * CHUNK_BYTES, end)
+            low, high = max(first, start), min(last, stop)
+            held = data[base + first : base + last]
+            t0 = time.perf_counter()
+            if (low, high) != (first, last):  # a part: only the whole chunk has a digest
+                self._verify(row, chunk, held)
+            t1 = time.perf_counter()
+            np.copyto(into[low - start : high - start], np.frombuffer(held, np.uint8)[low - first : high - first])
+            t2 = time.perf_counter()
+            if (low, high) == (first, last):
+                self._verify(row, chunk, out[low - start : high - start])
+            copy_s += t2 - t1
+            verify_s += t1 - t0 + time.perf_counter() - t2
+        self.check()
+        self.meter.add(_rounded(start, stop, end), copy_s, verify_s)
+
+    def views(self, spans: Sequence[Span]) -> list[memoryview]:
+        """See Source: the slot's own bytes, verified in place."""
+        t0 = time.perf_counter()
+        data = self._data()
+        found = []
+        for span in spans:
+            base = int(self.manifest.table.byte_offset[span.row])
+            view = data[base + span.start : base + span.stop]
+            verify_chunks(self, span, view)
+            found.append(view)
+        self.meter.add(sum(map(len, found)), 0.0, time.perf_counter() - t0)
+        return found
+
+    def check(self) -> None:
+        """See Source: the header is read again (a lease holds writers off, but is never the proof)."""
+        if self._pin is None or not self._pin.is_current():
+            raise self._gone("it was overwritten while it was read")
+
+    def close(self) -> None:
+        """Release the lease."""
+        if self._pin is not None:
+            self._mapped = None
+            self._pin.close()
+            self._pin = None
+
+    def _data(self) -> memoryview:
+        """Return the slot's data, mapped at the first read: a source that nothing is read from costs no page table."""
+        with self._lock:
+            if self._mapped is None:
+                if self._pin is None:
+                    raise self._gone("the lease was given up")
+                self._mapped = self._pin.data
+            return self._mapped
+
+    def _verify(self, row: int, chunk: int, view: memoryview) -> None:
+        expected = int(self.manifest.digests[self.manifest.table.first_chunk[row] + chunk])
+        if (found := digest(view)) != expected:
+            raise damaged_chunk(self, row, chunk, found, expected)
+
+    def _gone(self, what: str) -> DamagedError:
+        return DamagedError(
+            f"A snapshot in memory is no longer there: {self.name}, slot {self._slot}",
+            found=what,
+            state="Nothing that was read from it afterwards is used.",
+        )
+
+
+class StorageSource:
+    """A committed checkpoint, or one writer's packs of it, on storage.
+
+    Args:
+        store: The opened root.
+        manifest: A MANIFEST, or the index of one writer; its `objects` are keys below `prefix`.
+        prefix: Folder of the checkpoint, e.g. "step-000000120.g3".
+    """
+
+    tier = "storage"
+    in_place = False
+
+    def __init__(self, store: Store, manifest: Manifest, prefix: str) -> None:
+        self._packs, self._prefix = PackedObjects(store), prefix
+        self.manifest = manifest
+        self.meter = Meter()
+        self.name = f"{prefix} (ranks {_ranks(manifest.writers)})"
+        self._scratch = threading.local()
+
+    def read(self, row: int, start: int, out: memoryview) -> None:
+        """See Source: whole chunks are read straight into `out`, parts through a scratch buffer."""
+        end = int(self.manifest.table.nbytes[row])
+        stop = start + len(out)
+        first, last = start // CHUNK_BYTES * CHUNK_BYTES, min(-(-stop // CHUNK_BYTES) * CHUNK_BYTES, end)
+        if (first, last) == (start, stop):
+            self._fetch(row, start, out)
+            t0 = time.perf_counter()
+            verify_chunks(self, Span(row=row, start=start, stop=stop), out)
+            self.meter.add(0, 0.0, time.perf_counter() - t0, requests=0)
+            return
+        (view,) = self.views([Span(row=row, start=first, stop=last)])
+        np.copyto(np.frombuffer(out, np.uint8), np.frombuffer(view, np.uint8)[start - first : stop - first])
+
+    def views(self, spans: Sequence[Span]) -> list[memoryview]:
+        """See Source: one request for all spans."""
+        table = self.manifest.table
+        places = [int(table.byte_offset[span.row]) for span in spans]
+        base = min(place + span.start for place, span in zip(places, spans, strict=True))
+        stop = max(place + span.stop for place, span in zip(places, spans, strict=True))
+        scratch = self._buffer(stop - base)
+        self._fetch(spans[0].row, base - places[0], scratch)
+        t0 = time.perf_counter()
+        found = []
+        for place, span in zip(places, spans, strict=True):
+            view = scratch[place + span.start - base : place + span.stop - base]
+            verify_chunks(self, span, view)
+            found.append(view)
+        self.meter.add(0, 0.0, time.perf_counter() - t0, requests=0)
+        return found
+
+    def check(self) -> None:
+        """See Source: objects are written once and never changed."""
+
+    def close(self) -> None:
+        """See Source: the store belongs to the caller."""
+
+    def _fetch(self, row: int, start: int, out: memoryview) -> None:
+        table = self.manifest.table
+        key = f"{self._prefix}/{self.manifest.objects[int(table.object_id[row])]}"
+        t0 = time.perf_counter()
+        self._packs.get_range(key, int(table.byte_offset[row]) + start, out)
+        self.meter.add(len(out), time.perf_counter() - t0, 0.0)
+
+    def _buffer(self, nbytes: int) -> memoryview:
+        """Return this thread's scratch, grown to `nbytes` (bounded by the size of a job in restore.py)."""
+        if len(getattr(self._scratch, "data", b"")) < nbytes:
+            self._scratch.data = mmap.mmap(-1, nbytes)  # page-aligned, so that the disk can fill it without a copy
+        return memoryview(self._scratch.data)[:nbytes]
+
+
+def verify_chunks(source: Source, span: Span, view: memoryview) -> None:
+    """Compare the bytes of a span with the digests of its manifest; DamagedError names the first bad chunk."""
+    manifest = source.manifest
+    first = int(manifest.table.first_chunk[span.row])
+    for at in range(0, len(view), CHUNK_BYTES):
+        chunk = (span.start + at) // CHUNK_BYTES
+        expected = int(manifest.digests[first + chunk])
+        if (found := digest(view[at : at + CHUNK_BYTES])) != expected:
+            raise damaged_chunk(source, span.row, chunk, found, expected)
+
+
+def damaged_chunk(source: Source, row: int, chunk: int, found: int, expected: int) -> DamagedError:
+    """Return the error that names tensor, byte range, place and both digests."""
+    table = source.manifest.table
+    start = chunk * CHUNK_BYTES
+    stop = min(start + CHUNK_BYTES, int(table.nbytes[row]))
+    objects = source.manifest.objects
+    place = f", object {objects[int(table.object_id[row])]}" if objects else ""
+    return DamagedError(
+        f"{table.fqn(row)!r} is damaged in {source.name}{place}",
+        found=f"digest {found:016x} of its bytes {start} to {stop}",
+        expected=f"digest {expected:016x} (xxh3_64, step {source.manifest.step})",
+        state="These bytes were not used.",
+        remedy="flashckpt verify ROOT lists everything that is damaged",
+    )
+
+
+def _rounded(start: int, stop: int, end: int) -> int:
+    """Bytes of the whole chunks that [start, stop) touches."""
+    return min(-(-stop // CHUNK_BYTES) * CHUNK_BYTES, end) - start // CHUNK_BYTES * CHUNK_BYTES
+
+
+def _ranks(ranks: Sequence[int]) -> str:
+    """Return ranks as ranges: "0-3, 6"."""
+    parts: list[str] = []
+    run: list[int] = []
+    for rank in sorted(ranks):
+        if run and rank == run[-1] + 1:
+            run[1:] = [rank]
+        else:
+            run = [rank]
+            parts.append("")
+        parts[-1] = f"{run[0]}-{run[-1]}" if len(run) > 1 else str(run[0])
+    return ", ".join(parts)

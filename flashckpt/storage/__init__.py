@@ -1,0 +1,1 @@
+"""Places where checkpoints live: one interface, one backend per kind of storage. Torch-free."""

@@ -1,0 +1,75 @@
+"""What several backends share: restartable streams, and the rule for stores without conditional writes."""
+
+from __future__ import annotations
+
+import logging
+import secrets
+import time
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from flashckpt.errors import DamagedError
+
+if TYPE_CHECKING:
+    from flashckpt.storage.store import Store
+
+SETTLE_S = 1.0
+"""Seconds a writer waits before it reads back what it wrote, where writes cannot be conditional."""
+
+_log = logging.getLogger(__name__)
+
+
+def require_restartable(parts: Iterable[memoryview]) -> Iterable[memoryview]:
+    """Return `parts`; ValueError where they could be iterated only once (our own mistake)."""
+    if iter(parts) is parts:
+        msg = "put_object needs parts that can be iterated again after a failed attempt"
+        raise ValueError(msg)
+    return parts
+
+
+def publish_unconditional(store: Store, key: str, data: bytes) -> bool:
+    """Publish `data` under `key` where the store ignores conditions; return whether ours is what stayed.
+
+    Look, write, wait, read back: of two writers within SETTLE_S seconds the last one wins and the
+    first learns it. Two writers further apart than that cannot collide, because the second one sees
+    the object. A writer that stalls for longer between look and write can still replace an object:
+    MANIFESTs of one (generation, step) are equal byte for byte, so that harms nothing, and
+    generation claims carry a token that their owner reads again before each persist.
+    """
+    if store.head(key) is not None:
+        return False
+    store.put(key, data)
+    time.sleep(SETTLE_S)
+    return store.get(key) == data
+
+
+@dataclass(frozen=True)
+class ConditionProbe:
+    """Finds out whether a store honours conditional writes: a random key is written twice."""
+
+    create: Callable[[str, bytes], bool]
+    delete: Callable[[str], None]
+
+    def run(self) -> bool:
+        """Return whether the second write of the key was refused; the key is removed."""
+        key = f"probe/{secrets.token_hex(8)}"
+        try:
+            return self.create(key, b"first") and not self.create(key, b"second")
+        finally:
+            self.delete(key)
+
+
+def truncated(url: str, key: str, *, found: str, needed: int) -> DamagedError:
+    """Return the error for an object that ends before a range the manifest promises."""
+    return DamagedError(
+        f"the object {key} of {url} is truncated",
+        found=found,
+        expected=f"at least {needed} bytes",
+        remedy=f"flashckpt verify {url}",
+    )
+
+
+def warn_unconditional(url: str) -> None:
+    """Say once per store that it ignores conditional writes, and what is done instead."""
+    _log.warning("%s does not honour conditional writes: one writer per generation is relied on instead", url)

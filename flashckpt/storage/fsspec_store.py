@@ -1,0 +1,247 @@
+"""Every other fsspec protocol (gs://, az://, memory://, ...) by its common file system calls.
+
+`mode="create"` is how fsspec spells a conditional write; where an implementation does not know or
+does not honour it, the probe finds out and the single-writer rule of store_common applies.
+"""
+
+from __future__ import annotations
+
+import functools
+import os
+from collections.abc import Callable, Iterable
+from typing import Any
+
+from flashckpt.errors import ConfigError, FlashckptError, ObjectMissingError, RootError, StoreError
+from flashckpt.storage.common import (
+    ConditionProbe,
+    publish_unconditional,
+    require_restartable,
+    truncated,
+    warn_unconditional,
+)
+from flashckpt.storage.direct import extents
+from flashckpt.storage.store import PART_BYTES, SWEEP_AGE_S, Names, ObjectInfo, Objects, check_key
+
+
+class FsspecStore:
+    """Objects under one fsspec URL; the file system is opened by the first call in each process."""
+
+    def __init__(self, url: str, options: dict[str, Any]) -> None:
+        self.url = url.rstrip("/")
+        self._options = dict(options)
+        self._conditional: bool | None = self._options.pop("conditional", None)
+        for name in ("retries", "timeout_s"):  # s3:// only: these file systems have settings of their own
+            self._options.pop(name, None)
+        self._fs: Any = None
+        self._root = ""
+        self._pid = 0
+
+    @property
+    def is_conditional(self) -> bool:
+        """Whether mode="create" is honoured: a random key is written twice, once per store object."""
+        if self._conditional is None:
+            self._conditional = ConditionProbe(self._create, self.delete).run()
+            if not self._conditional:
+                warn_unconditional(self.url)
+        return self._conditional
+
+    def check(self, *, write: bool = True) -> None:
+        """Raise RootError unless the root can be listed and, with `write`, written."""
+        self.folders()
+        if write:
+            ConditionProbe(self._create, self.delete).run()
+
+    def put(self, key: str, data: bytes) -> None:
+        """Publish a small object."""
+        self._do(key, lambda fs: self._pipe(fs, key, data))
+
+    def put_if_absent(self, key: str, data: bytes) -> bool:
+        """Publish a small object unless it exists."""
+        if not self.is_conditional:
+            return publish_unconditional(self, key, data)
+        return self._create(key, data)
+
+    def put_object(self, key: str, parts: Iterable[memoryview], nbytes: int | None = None) -> None:
+        """Stream a large object through the file system's own buffered writer, 16 MiB at a time."""
+        del nbytes
+        parts = require_restartable(parts)
+
+        def send(fs: Any) -> None:
+            self._make_parent(fs, key)
+            if self._in_memory():  # shows a file from its first byte and has no way to take it back
+                fs.pipe_file(self._path(key), b"".join(view for _, view in extents(parts, PART_BYTES)))
+                return
+            file = fs.open(self._path(key), "wb", block_size=PART_BYTES)
+            try:
+                for _, view in extents(parts, PART_BYTES):
+                    file.write(bytes(view))
+            except BaseException:
+                _discard(file)
+                raise
+            file.close()
+
+        self._do(key, send)
+
+    def get(self, key: str) -> bytes:
+        """Return a whole small object."""
+        return bytes(self._do(key, lambda fs: fs.cat_file(self._path(key))))
+
+    def get_range(self, key: str, start: int, out: memoryview) -> None:
+        """Fill `out` by ranged reads of 16 MiB."""
+        for begin, view in extents([out], PART_BYTES):
+            at = start + begin
+            data = self._do(key, functools.partial(_cat, self._path(key), at, at + len(view)))
+            if len(data) != len(view):
+                raise truncated(self.url, key, found=f"{at + len(data)} bytes", needed=start + len(out))
+            view[:] = data
+
+    def list(self, prefix: str = "") -> Objects:
+        """Return the objects under a prefix."""
+
+        def find(fs: Any) -> Objects:
+            fs.invalidate_cache()
+            base = self._path(prefix.rpartition("/")[0])
+            entries = fs.find(base, detail=True) if fs.exists(base) or self._is_bucket_root(base) else {}
+            found = [self._info(entry) for entry in entries.values()]
+            return sorted((info for info in found if info.key.startswith(prefix)), key=lambda info: info.key)
+
+        infos: Objects = self._do(prefix, find)
+        return infos
+
+    def folders(self, prefix: str = "") -> Names:
+        """Return the folders directly under `prefix`."""
+
+        def names(fs: Any) -> Names:
+            fs.invalidate_cache()
+            base = self._path(prefix.rstrip("/"))
+            try:
+                entries = fs.ls(base, detail=True)
+            except FileNotFoundError:
+                if self._is_bucket_root(base):
+                    raise
+                return []
+            return sorted(e["name"].rstrip("/").rpartition("/")[2] for e in entries if e["type"] == "directory")
+
+        if self._in_memory():  # keeps empty directories, which no object store has
+            inside = (info.key[len(prefix) :] for info in self.list(prefix))
+            return sorted({key.partition("/")[0] for key in inside if "/" in key})
+        found: Names = self._do(prefix, names)
+        return found
+
+    def head(self, key: str) -> ObjectInfo | None:
+        """Return size and time of an object."""
+
+        def ask(fs: Any) -> ObjectInfo | None:
+            fs.invalidate_cache()
+            try:
+                entry = fs.info(self._path(check_key(key)))
+            except FileNotFoundError:
+                return None
+            return self._info(entry) if entry["type"] == "file" else None
+
+        info: ObjectInfo | None = self._do(key, ask)
+        return info
+
+    def delete(self, key: str) -> None:
+        """Remove an object."""
+
+        def remove(fs: Any) -> None:
+            try:
+                fs.rm_file(self._path(check_key(key)))
+            except FileNotFoundError:
+                pass
+
+        self._do(key, remove)
+
+    def sweep(self, *, older_than_s: float = SWEEP_AGE_S) -> Names:
+        """Nothing: fsspec has no common call for unfinished uploads (use a lifecycle rule, see docs/storage.md)."""
+        del older_than_s
+        return []
+
+    def close(self) -> None:
+        """Forget the file system; the next call opens another."""
+        self._fs = None
+
+    def _create(self, key: str, data: bytes) -> bool:
+        def create(fs: Any) -> bool:
+            self._make_parent(fs, key)
+            try:
+                fs.pipe_file(self._path(key), bytes(data), mode="create")
+            except FileExistsError:
+                return False
+            except TypeError:  # an implementation that does not know the mode
+                fs.pipe_file(self._path(key), bytes(data))
+            return True
+
+        created: bool = self._do(key, create)
+        return created
+
+    def _pipe(self, fs: Any, key: str, data: bytes) -> None:
+        self._make_parent(fs, key)
+        fs.pipe_file(self._path(key), bytes(data))
+
+    def _make_parent(self, fs: Any, key: str) -> None:
+        parent = self._path(check_key(key)).rpartition("/")[0]
+        if not self._is_bucket_root(parent):
+            fs.makedirs(parent, exist_ok=True)
+
+    def _in_memory(self) -> bool:
+        return self.url.startswith("memory:")
+
+    def _is_bucket_root(self, path: str) -> bool:
+        return "/" not in path.strip("/") and not self._in_memory()
+
+    def _path(self, key: str) -> str:
+        return f"{self._root}/{key}" if key else self._root
+
+    def _info(self, entry: dict[str, Any]) -> ObjectInfo:
+        name = entry["name"].removeprefix("/") if not self._root.startswith("/") else entry["name"]
+        modified = next((entry[k] for k in ("mtime", "updated", "last_modified", "created") if entry.get(k)), 0.0)
+        stamp = modified.timestamp() if hasattr(modified, "timestamp") else modified
+        mtime = float(stamp) if isinstance(stamp, (int, float)) else 0.0
+        return ObjectInfo(key=name[len(self._root) :].lstrip("/"), nbytes=int(entry["size"]), mtime=mtime)
+
+    def _open(self) -> Any:
+        if self._fs is None or self._pid != os.getpid():
+            import fsspec
+
+            try:
+                options = {"skip_instance_cache": True, "use_listings_cache": False, **self._options}
+                self._fs, path = fsspec.url_to_fs(self.url, **options)
+            except (ImportError, ValueError, TypeError) as error:
+                raise ConfigError(
+                    f"the root {self.url} cannot be opened", found=str(error), remedy="install the package it names"
+                ) from error
+            self._root, self._pid = path.rstrip("/"), os.getpid()
+        return self._fs
+
+    def _do(self, key: str, work: Callable[[Any], Any]) -> Any:
+        fs = self._open()
+        try:
+            return work(fs)
+        except FlashckptError:
+            raise
+        except FileNotFoundError as error:
+            if not key:
+                raise RootError(f"the root {self.url} does not exist", found=str(error)) from error
+            raise ObjectMissingError(f"the object {key} of {self.url} is missing", found=str(error)) from error
+        except PermissionError as error:
+            raise RootError(
+                f"access to {self.url} was refused", found=str(error), remedy="renew or correct the credentials"
+            ) from error
+        except Exception as error:
+            raise StoreError(
+                f"the request for {key or 'the root'} of {self.url} failed", found=f"{type(error).__name__}: {error}"
+            ) from error
+
+
+def _cat(path: str, start: int, end: int, fs: Any) -> bytes:
+    return bytes(fs.cat_file(path, start=start, end=end))
+
+
+def _discard(file: Any) -> None:
+    """Drop a file that is being written without publishing what it holds."""
+    try:
+        file.discard()
+    except Exception:  # noqa: BLE001 -- many implementations have no discard; then only the local state is dropped
+        file.closed = True

@@ -1,0 +1,82 @@
+"""`open_store`: from a root URL to the backend that serves it. The one place that knows every backend."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from urllib.parse import unquote, urlsplit
+
+from flashckpt.errors import ConfigError
+from flashckpt.storage.store import Store
+
+_SCHEME = re.compile(r"^([A-Za-z][A-Za-z0-9+.-]*)://")
+_MEMORY_ONLY = ("memory",)
+
+
+def open_store(url: str | Path, *, backend: str = "auto", **options: object) -> Store:
+    """Return the store behind a root URL or path, without touching it yet.
+
+    Args:
+        url: A path, file://, s3://, or any other fsspec protocol (gs://, az://, memory://).
+        backend: For s3:// only: "s3fs", "obstore", or "auto" (obstore where it is installed).
+        options: fsspec's names (key, secret, token, endpoint_url, client_kwargs, ...) for object
+            stores, and `conditional`, `retries`, `timeout_s`; none for directories.
+
+    Raises:
+        ConfigError: the URL cannot be a root, or an option is unknown.
+    """
+    text = str(url)
+    match = _SCHEME.match(text)
+    protocol = match.group(1).lower() if match else "file"
+    if "::" in text or protocol in ("http", "https", "git", "zip", "ftp"):
+        raise ConfigError(
+            f"{text} cannot hold checkpoints",
+            found=f"protocol {protocol if '::' not in text else 'chain'}",
+            expected="a directory, s3://bucket/path, gs://bucket/path or az://container/path",
+        )
+    if protocol in ("file", "local"):
+        from flashckpt.storage.posix import PosixStore
+
+        path = unquote(urlsplit(text).path) if match else text
+        _refuse_options(text, options)
+        return PosixStore(Path(path).expanduser().absolute())
+    if protocol in ("s3", "s3a"):
+        return _open_s3(text, backend, options)
+    from flashckpt.storage.fsspec_store import FsspecStore
+
+    return FsspecStore(text, options)
+
+
+def is_process_local(url: str) -> bool:
+    """Return whether the root lives in one process only (memory://): no daemon could write to it."""
+    match = _SCHEME.match(url)
+    return bool(match) and match.group(1).lower() in _MEMORY_ONLY  # type: ignore[union-attr]  # bool(match) is checked first
+
+
+def _refuse_options(url: str, options: dict[str, object]) -> None:
+    if unknown := sorted(options):
+        raise ConfigError(
+            f"the root {url} is a directory and takes no storage options",
+            found=", ".join(unknown),
+            remedy="remove storage_options, or give an s3:// or gs:// root",
+        )
+
+
+def _open_s3(url: str, backend: str, options: dict[str, object]) -> Store:
+    from flashckpt.storage.s3 import S3Store
+
+    if backend not in ("auto", "s3fs", "obstore"):
+        raise ConfigError(f"unknown S3 backend {backend!r}", expected="auto, s3fs or obstore")
+    if backend == "s3fs":
+        return S3Store(url, options)
+    from flashckpt.storage.obstore_store import ObstoreStore, is_usable
+
+    if is_usable(options):
+        return ObstoreStore(url, options)
+    if backend == "obstore":
+        raise ConfigError(
+            "the S3 backend obstore cannot be used here",
+            found="not installed, used before a fork, or an option only s3fs knows",
+            remedy='pip install "flashckpt[fast]", or backend="s3fs"',
+        )
+    return S3Store(url, options)

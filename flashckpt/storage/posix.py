@@ -1,0 +1,288 @@
+"""Directories as a store: local disks and shared POSIX file systems (NFS, Lustre, GPFS).
+
+Publishing is always the same four steps: write a temporary file in the same directory, fsync it,
+rename or link it to its name, fsync the directory. `link` fails where the name exists, which makes
+`put_if_absent` atomic; a file system without hard links is told apart at the first conditional write.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import hashlib
+import os
+import secrets
+import time
+from collections.abc import Callable, Iterable, Iterator
+from pathlib import Path
+from typing import NoReturn
+
+from flashckpt.errors import DamagedError, ObjectMissingError, RootError, StoreError
+from flashckpt.faults import crash_point
+from flashckpt.storage.common import publish_unconditional, require_restartable, warn_unconditional
+from flashckpt.storage.direct import read_direct, write_durable
+from flashckpt.storage.store import SWEEP_AGE_S, Names, ObjectInfo, Objects, check_key
+
+_TEMPORARY = ".tmp"
+_ATTEMPTS = 2
+_NO_LINK = (errno.EPERM, errno.EOPNOTSUPP, errno.ENOTSUP, errno.ENOSYS, errno.EMLINK)
+
+
+class PosixStore:
+    """Objects as files under `root`, which is created by the first write or by `check`."""
+
+    def __init__(self, root: Path) -> None:
+        self.root = root
+        self.url = str(root)
+        self._can_link: bool | None = None
+
+    @property
+    def is_conditional(self) -> bool:
+        """Whether hard links work here, so that exactly one of several committers wins."""
+        if self._can_link is None:
+            self._can_link = self._probe_link()
+            if not self._can_link:
+                warn_unconditional(self.url)
+        return self._can_link
+
+    def check(self, *, write: bool = True) -> None:
+        """Raise RootError unless the directory can be read and, with `write`, created and written."""
+        if not write:
+            if not self.root.is_dir():
+                raise RootError(f"the checkpoint root {self.url} does not exist", remedy="check the path")
+            with self._named("", "read"):
+                next(self.root.iterdir(), None)
+            return
+        with self._named("", "create"):
+            _make_directories(self.root)
+        with self._named("", "write to"):
+            path = self._temporary(self.root / "probe")
+            try:
+                write_durable(path, [memoryview(b"flashckpt")], None)
+            finally:
+                path.unlink(missing_ok=True)
+
+    def put(self, key: str, data: bytes) -> None:
+        """Publish a small object by rename."""
+        self._publish(key, [memoryview(data)], len(data), os.rename)
+
+    def put_if_absent(self, key: str, data: bytes) -> bool:
+        """Publish a small object by link; False where the name exists."""
+        if not self.is_conditional:
+            return publish_unconditional(self, key, data)
+        if (self.root / check_key(key)).exists():
+            return False
+        return self._publish(key, [memoryview(data)], len(data), _link)
+
+    def put_object(self, key: str, parts: Iterable[memoryview], nbytes: int | None = None) -> None:
+        """Stream a large object through O_DIRECT and publish it by rename."""
+        self._publish(key, require_restartable(parts), nbytes, os.rename)
+
+    def get(self, key: str) -> bytes:
+        """Return a whole small object."""
+        with self._named(key, "read"):
+            return (self.root / check_key(key)).read_bytes()
+
+    def get_range(self, key: str, start: int, out: memoryview) -> None:
+        """Fill `out`; aligned large ranges bypass the page cache."""
+        with self._named(key, "read"):
+            count = read_direct(self.root / check_key(key), start, out)
+        if count != len(out):
+            raise DamagedError(
+                f"the object {key} of {self.url} is truncated",
+                found=f"{start + count} bytes",
+                expected=f"at least {start + len(out)} bytes",
+                remedy=f"flashckpt verify {self.url}",
+            )
+
+    def list(self, prefix: str = "") -> Objects:
+        """Return the files under the root whose key starts with `prefix`."""
+        with self._named(prefix, "list"):
+            start = self.root / prefix.rpartition("/")[0]
+            found = [info for info in self._walk(start) if info.key.startswith(prefix)]
+        return sorted(found, key=lambda info: info.key)
+
+    def folders(self, prefix: str = "") -> Names:
+        """Return the directories directly under `prefix`."""
+        with self._named(prefix, "list"), contextlib.suppress(FileNotFoundError), os.scandir(self.root / prefix) as it:
+            return sorted(entry.name for entry in it if entry.is_dir())
+        return []
+
+    def head(self, key: str) -> ObjectInfo | None:
+        """Return size and time of a file."""
+        with self._named(key, "read"), contextlib.suppress(FileNotFoundError, NotADirectoryError):
+            status = (self.root / check_key(key)).stat()
+            return ObjectInfo(key=key, nbytes=status.st_size, mtime=status.st_mtime)
+        return None
+
+    def delete(self, key: str) -> None:
+        """Remove a file, and its directory when that became empty."""
+        path = self.root / check_key(key)
+        with self._named(key, "delete"):
+            path.unlink(missing_ok=True)
+            for parent in path.parents:
+                if parent == self.root:
+                    break
+                try:
+                    parent.rmdir()
+                except OSError:
+                    break  # not empty, or somebody else was faster
+
+    def sweep(self, *, older_than_s: float = SWEEP_AGE_S) -> Names:
+        """Remove temporary files whose writer died on this machine, or which are older than `older_than_s`."""
+        swept = []
+        with self._named("", "sweep"):
+            for folder, _, names in os.walk(self.root, onerror=_unless_missing):
+                for name in names:
+                    path = Path(folder) / name
+                    if name.endswith(_TEMPORARY) and _is_orphan(path, older_than_s):
+                        path.unlink(missing_ok=True)
+                        swept.append(str(path.relative_to(self.root)))
+        return swept
+
+    def close(self) -> None:
+        """Nothing is kept open."""
+
+    def _publish(
+        self, key: str, parts: Iterable[memoryview], nbytes: int | None, publish: Callable[[Path, Path], bool | None]
+    ) -> bool:
+        final = self.root / check_key(key)
+        with self._named(key, "write"):
+            for attempt in range(_ATTEMPTS):
+                _make_directories(final.parent)
+                path = self._temporary(final)
+                try:
+                    write_durable(path, parts, nbytes)
+                    crash_point("store.before-publish")
+                    published = publish(path, final) is not False
+                except FileNotFoundError:
+                    if attempt + 1 == _ATTEMPTS:  # a sweep removed the empty directory under us: once more
+                        raise
+                except OSError as error:
+                    if error.errno != errno.EIO or attempt + 1 == _ATTEMPTS:
+                        raise  # after EIO from fsync the pages may be gone: the whole file is written again
+                else:
+                    crash_point("store.after-publish")
+                    _sync_directory(final.parent)
+                    return published
+                finally:
+                    path.unlink(missing_ok=True)
+        raise AssertionError  # pragma: no cover -- the last attempt returned or raised
+
+    def _temporary(self, final: Path) -> Path:
+        return final.with_name(f"{final.name}.{_machine()}-{os.getpid()}-{secrets.token_hex(4)}{_TEMPORARY}")
+
+    def _probe_link(self) -> bool:
+        with self._named("", "write to"):
+            _make_directories(self.root)
+            source, target = self._temporary(self.root / "probe"), self._temporary(self.root / "probe")
+            try:
+                source.touch(exist_ok=False)
+                os.link(source, target)
+            except OSError as error:
+                if error.errno not in _NO_LINK:
+                    raise
+                return False
+            else:
+                return True
+            finally:
+                source.unlink(missing_ok=True)
+                target.unlink(missing_ok=True)
+
+    def _walk(self, start: Path) -> Iterator[ObjectInfo]:
+        for folder, _, names in os.walk(start, onerror=_unless_missing):
+            for name in names:
+                path = Path(folder) / name
+                if name.endswith(_TEMPORARY):
+                    continue
+                with contextlib.suppress(FileNotFoundError):  # deleted while we walk
+                    status = path.stat()
+                    key = path.relative_to(self.root).as_posix()
+                    yield ObjectInfo(key=key, nbytes=status.st_size, mtime=status.st_mtime)
+
+    @contextlib.contextmanager
+    def _named(self, key: str, verb: str) -> Iterator[None]:
+        try:
+            yield
+        except OSError as error:
+            self._raise(error, key, verb)
+
+    def _raise(self, error: OSError, key: str, verb: str) -> NoReturn:
+        name = f"{self.url}/{key}" if key else self.url
+        found = error.strerror or str(error)
+        if isinstance(error, FileNotFoundError):
+            raise ObjectMissingError(f"the object {key} of {self.url} is missing", found=found) from error
+        if error.errno in (errno.EROFS, errno.EACCES, errno.EPERM, errno.ENOTDIR, errno.EEXIST):
+            raise RootError(
+                f"cannot {verb} {name}",
+                found=found,
+                expected="a directory this user can read and write",
+                remedy="check owner, mode and mount options of the checkpoint root",
+            ) from error
+        remedy = "check the file system of the checkpoint root"
+        if error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
+            remedy = "free room on it; persisting resumes by itself"
+        raise StoreError(f"cannot {verb} {name}", found=found, remedy=remedy) from error
+
+
+def _link(source: Path, target: Path) -> bool:
+    try:
+        os.link(source, target)
+    except FileExistsError:
+        # NFS repeats a request whose answer was lost: two links on our file mean that it was ours
+        return source.stat().st_nlink == 2
+    return True
+
+
+def _unless_missing(error: OSError) -> None:
+    """Raise what os.walk would swallow: a folder that cannot be read must not look empty."""
+    if not isinstance(error, FileNotFoundError):
+        raise error
+
+
+def _make_directories(path: Path) -> None:
+    """Create `path` and make each new directory durable in its parent."""
+    missing = []
+    while not path.is_dir():
+        missing.append(path)
+        if path.parent == path:
+            break
+        path = path.parent
+    for folder in reversed(missing):
+        folder.mkdir(exist_ok=True)
+        _sync_directory(folder.parent)
+
+
+def _sync_directory(path: Path) -> None:
+    fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        os.fsync(fd)
+    except OSError as error:
+        if error.errno not in (errno.EINVAL, errno.ENOTSUP):  # FUSE and some network file systems have no such thing
+            raise
+    finally:
+        os.close(fd)
+
+
+def _machine() -> str:
+    """Return 8 hex digits that name this boot and process id space: a pid means something only inside it."""
+    try:
+        boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+        space = Path("/proc/self/ns/pid").readlink()
+    except OSError:
+        return "00000000"
+    return hashlib.sha256(f"{boot}{space}".encode()).hexdigest()[:8]
+
+
+def _is_orphan(path: Path, older_than_s: float) -> bool:
+    try:
+        age_s = time.time() - path.stat().st_mtime
+    except FileNotFoundError:
+        return False
+    if age_s > older_than_s:
+        return True
+    machine, _, rest = path.name.removesuffix(_TEMPORARY).rpartition(".")[2].partition("-")
+    pid = rest.partition("-")[0]
+    if machine != _machine() or not pid.isdigit():
+        return False
+    return not Path(f"/proc/{pid}").exists()

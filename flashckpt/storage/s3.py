@@ -1,0 +1,372 @@
+"""s3:// through s3fs: its session, credentials and event loop; our own bounded, retried transfers.
+
+Not used of s3fs: `pipe_file` (needs bytes of the whole object), barrier batches (the slowest of N
+parts holds up the next N), `get_file` (a failed one leaves a right-sized file with holes). Uploads
+keep at most PARTS_IN_FLIGHT parts in memory and start the next as soon as one is done.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import logging
+import os
+import secrets
+import time
+from collections.abc import Awaitable, Callable, Iterable, Iterator
+from typing import Any, TypeAlias
+from urllib.parse import urlsplit
+
+from flashckpt.errors import ConfigError, FlashckptError
+from flashckpt.storage.common import (
+    ConditionProbe,
+    publish_unconditional,
+    require_restartable,
+    truncated,
+    warn_unconditional,
+)
+from flashckpt.storage.direct import extents
+from flashckpt.storage.s3_errors import MISSING_KEY, error_code, http_status, is_network, is_transient, translate
+from flashckpt.storage.store import PART_BYTES, PARTS_IN_FLIGHT, SWEEP_AGE_S, Names, ObjectInfo, Objects, check_key
+
+_log = logging.getLogger(__name__)
+
+_Parts: TypeAlias = list[dict[str, Any]]
+
+
+def split_s3(url: str) -> tuple[str, str]:
+    """Return (bucket, key prefix without slashes around it) of an s3:// URL."""
+    parts = urlsplit(url)
+    if not parts.netloc:
+        raise ConfigError(f"{url} names no bucket", expected="s3://bucket/path")
+    return parts.netloc, parts.path.strip("/")
+
+
+class S3Store:
+    """Objects of one bucket under one key prefix, through s3fs."""
+
+    def __init__(self, url: str, options: dict[str, Any]) -> None:
+        self.url = url.rstrip("/")
+        self.bucket, self.prefix = split_s3(url)
+        self._options = dict(options)
+        self._retries = int(self._options.pop("retries", 8))
+        self._timeout_s = float(self._options.pop("timeout_s", 60.0))
+        self._conditional: bool | None = self._options.pop("conditional", None)
+        self._fs: Any = None
+        self._pid = 0
+
+    @property
+    def is_conditional(self) -> bool:
+        """Whether If-None-Match is honoured: a random key is written twice, once per store object."""
+        if self._conditional is None:
+            self._conditional = ConditionProbe(self._create, self.delete).run()
+            if not self._conditional:
+                warn_unconditional(self.url)
+        return self._conditional
+
+    def check(self, *, write: bool = True) -> None:
+        """Raise RootError unless the bucket is there, the credentials hold and, with `write`, writing works."""
+        self._run("", lambda s3: s3.list_objects_v2(Bucket=self.bucket, Prefix=self._key(""), MaxKeys=1))
+        if write:
+            key = f"probe/{secrets.token_hex(8)}"
+            self.put(key, b"flashckpt")
+            self.delete(key)
+
+    def put(self, key: str, data: bytes) -> None:
+        """Publish a small object by one PUT."""
+        self._run(key, lambda s3: s3.put_object(Bucket=self.bucket, Key=self._key(check_key(key)), Body=bytes(data)))
+
+    def put_if_absent(self, key: str, data: bytes) -> bool:
+        """Publish a small object by one PUT with If-None-Match (never multipart: some servers ignore it there)."""
+        if not self.is_conditional:
+            return publish_unconditional(self, key, data)
+        return self._create(key, data)
+
+    def put_object(self, key: str, parts: Iterable[memoryview], nbytes: int | None = None) -> None:
+        """Upload a large object in parts of 16 MiB, four in flight; a failed upload is aborted."""
+        del nbytes
+        parts = require_restartable(parts)
+        self._call(key, lambda s3: self._upload(s3, self._key(check_key(key)), parts))
+
+    def get(self, key: str) -> bytes:
+        """Return a whole small object."""
+
+        async def read(s3: Any) -> bytes:
+            answer = await s3.get_object(Bucket=self.bucket, Key=self._key(check_key(key)))
+            async with answer["Body"] as body:
+                return bytes(await body.read())
+
+        data: bytes = self._run(key, read)
+        return data
+
+    def get_range(self, key: str, start: int, out: memoryview) -> None:
+        """Fill `out` by ranged reads of 16 MiB, four in flight, each retried with its body."""
+        self._call(key, lambda s3: self._download(s3, key, start, out.cast("B") if out.format != "B" else out))
+
+    def list(self, prefix: str = "") -> Objects:
+        """Return the objects under a prefix."""
+
+        async def pages(s3: Any) -> Objects:
+            found: Objects = []
+            async for page in s3.get_paginator("list_objects_v2").paginate(
+                Bucket=self.bucket, Prefix=self._key(prefix)
+            ):
+                found += [
+                    self._info(entry["Key"], entry["Size"], entry["LastModified"]) for entry in page.get("Contents", ())
+                ]
+            return found
+
+        return sorted(self._run(prefix, pages, is_paged=True), key=lambda info: str(info.key))
+
+    def folders(self, prefix: str = "") -> Names:
+        """Return the common prefixes directly under `prefix`."""
+        start = self._key(prefix)
+
+        async def pages(s3: Any) -> Names:
+            found: Names = []
+            paginator = s3.get_paginator("list_objects_v2")
+            async for page in paginator.paginate(Bucket=self.bucket, Prefix=start, Delimiter="/"):
+                found += [entry["Prefix"][len(start) :].strip("/") for entry in page.get("CommonPrefixes", ())]
+            return found
+
+        return sorted(self._run(prefix, pages, is_paged=True))
+
+    def head(self, key: str) -> ObjectInfo | None:
+        """Return size and time of an object."""
+
+        async def ask(s3: Any) -> ObjectInfo | None:
+            try:
+                answer = await s3.head_object(Bucket=self.bucket, Key=self._key(check_key(key)))
+            except Exception as error:
+                if error_code(error) in MISSING_KEY:
+                    return None
+                raise
+            return ObjectInfo(key=key, nbytes=answer["ContentLength"], mtime=answer["LastModified"].timestamp())
+
+        info: ObjectInfo | None = self._run(key, ask)
+        return info
+
+    def delete(self, key: str) -> None:
+        """Remove an object."""
+        self._run(key, lambda s3: s3.delete_object(Bucket=self.bucket, Key=self._key(check_key(key))))
+
+    def sweep(self, *, older_than_s: float = SWEEP_AGE_S) -> Names:
+        """Abort multipart uploads under the root that began more than `older_than_s` ago."""
+
+        async def abort(s3: Any) -> Names:
+            swept = []
+            async for page in s3.get_paginator("list_multipart_uploads").paginate(
+                Bucket=self.bucket, Prefix=self._key("")
+            ):
+                for upload in page.get("Uploads") or ():
+                    if time.time() - upload["Initiated"].timestamp() >= older_than_s:
+                        await s3.abort_multipart_upload(
+                            Bucket=self.bucket, Key=upload["Key"], UploadId=upload["UploadId"]
+                        )
+                        swept.append(f"{upload['Key']} (upload {upload['UploadId']})")
+            return swept
+
+        swept: Names = self._run("", abort, is_paged=True)
+        return swept
+
+    def close(self) -> None:
+        """Forget the session; the next call opens another."""
+        fs, self._fs = self._fs, None
+        if fs is not None and self._pid == os.getpid():
+            from fsspec.asyn import sync
+
+            async def close_client() -> None:
+                client = await fs.get_s3(self.bucket)
+                await client.close()
+
+            try:
+                sync(fs.loop, close_client, timeout=10)
+            except Exception:  # noqa: BLE001 -- the connections die with the process at the latest
+                _log.debug("closing the S3 session failed", exc_info=True)
+
+    # -- one operation ---------------------------------------------------------------------------
+
+    def _create(self, key: str, data: bytes) -> bool:
+        async def create(s3: Any) -> bool:
+            try:
+                await s3.put_object(
+                    Bucket=self.bucket, Key=self._key(check_key(key)), Body=bytes(data), IfNoneMatch="*"
+                )
+            except Exception as error:
+                if http_status(error) == 412 or error_code(error) in ("PreconditionFailed", "412"):
+                    return False
+                raise
+            return True
+
+        created: bool = self._run(key, create)
+        return created
+
+    async def _upload(self, s3: Any, key: str, parts: Iterable[memoryview]) -> None:
+        pieces = _pieces(parts)
+        head = list(itertools.islice(pieces, 2))
+        if len(head) < 2:
+            await self._retry(key, lambda: s3.put_object(Bucket=self.bucket, Key=key, Body=b"".join(head)))
+            return
+        created = await self._retry(key, lambda: s3.create_multipart_upload(Bucket=self.bucket, Key=key))
+        upload = {"Bucket": self.bucket, "Key": key, "UploadId": created["UploadId"]}
+        try:
+            done = await self._send_parts(s3, upload, _drain(head, pieces))
+            await self._retry(key, lambda: s3.complete_multipart_upload(**upload, MultipartUpload={"Parts": done}))
+        except BaseException:
+            await self._abort(s3, upload)
+            raise
+
+    async def _send_parts(self, s3: Any, upload: dict[str, Any], pieces: Iterator[bytes]) -> _Parts:
+        done: _Parts = []
+
+        async def send(number: int, body: bytes) -> None:
+            answer = await self._retry(upload["Key"], lambda: s3.upload_part(**upload, PartNumber=number, Body=body))
+            done.append({"PartNumber": number, "ETag": answer["ETag"]})
+
+        pending: set[asyncio.Task[None]] = set()
+        try:
+            for number, body in enumerate(pieces, start=1):
+                pending.add(asyncio.ensure_future(send(number, body)))
+                del body
+                if len(pending) >= PARTS_IN_FLIGHT:
+                    finished, pending = await asyncio.wait(pending, return_when=asyncio.FIRST_COMPLETED)
+                    for task in finished:
+                        task.result()
+            await asyncio.gather(*pending)
+        except BaseException:
+            for task in pending:
+                task.cancel()
+            await asyncio.gather(*pending, return_exceptions=True)
+            raise
+        return sorted(done, key=lambda part: part["PartNumber"])
+
+    async def _abort(self, s3: Any, upload: dict[str, Any]) -> None:
+        try:
+            await s3.abort_multipart_upload(**upload)
+        except Exception:  # noqa: BLE001 -- the first error is the one to tell; the sweep aborts it later
+            _log.debug("could not abort the upload of %s", upload["Key"], exc_info=True)
+
+    async def _download(self, s3: Any, key: str, start: int, out: memoryview) -> None:
+        gate = asyncio.Semaphore(PARTS_IN_FLIGHT)
+
+        async def fetch(begin: int, view: memoryview) -> None:
+            async with gate:
+                await self._retry(key, lambda: self._fetch(s3, key, start + begin, view))
+
+        await asyncio.gather(*(fetch(begin, view) for begin, view in extents([out], PART_BYTES)))
+
+    async def _fetch(self, s3: Any, key: str, start: int, view: memoryview) -> None:
+        span = f"bytes={start}-{start + len(view) - 1}"
+        try:
+            answer = await s3.get_object(Bucket=self.bucket, Key=self._key(check_key(key)), Range=span)
+        except Exception as error:
+            if error_code(error) in ("InvalidRange", "416") or http_status(error) == 416:
+                raise truncated(self.url, key, found=f"less than {start} bytes", needed=start + len(view)) from error
+            raise
+        filled = 0
+        async with answer["Body"] as body:
+            while filled < len(view) and (block := await body.read(min(1 << 20, len(view) - filled))):
+                view[filled : filled + len(block)] = block
+                filled += len(block)
+        if filled != len(view):
+            whole = int((answer.get("ContentRange") or "/0").rpartition("/")[2] or 0)
+            if whole >= start + len(view):
+                msg = f"the connection ended {len(view) - filled} bytes early"
+                raise ConnectionError(msg)  # retried
+            raise truncated(self.url, key, found=f"{start + filled} bytes", needed=start + len(view))
+
+    # -- session, retries, errors ----------------------------------------------------------------
+
+    def _key(self, key: str) -> str:
+        return f"{self.prefix}/{key}" if self.prefix else key
+
+    def _info(self, key: str, nbytes: int, modified: Any) -> ObjectInfo:
+        return ObjectInfo(key=key[len(self._key("")) :], nbytes=nbytes, mtime=modified.timestamp())
+
+    def _run(self, key: str, ask: Callable[[Any], Awaitable[Any]], *, is_paged: bool = False) -> Any:
+        """Run one small request, or one paged listing, with retries."""
+        return self._call(key, lambda s3: self._retry(key, lambda: ask(s3), is_paged=is_paged))
+
+    def _call(self, key: str, work: Callable[[Any], Awaitable[Any]]) -> Any:
+        """Run `work(client)` on the event loop of s3fs and translate its errors."""
+        from fsspec.asyn import sync
+
+        fs = self._open()
+
+        async def whole() -> Any:
+            await fs.set_session()
+            return await work(await fs.get_s3(self.bucket))
+
+        try:
+            return sync(fs.loop, whole)
+        except FlashckptError:
+            raise
+        except Exception as error:
+            if not (error_code(error) or is_network(error)):
+                raise
+            raise translate(error, self.url, self.bucket, key) from error
+
+    def _open(self) -> Any:
+        if self._fs is None or self._pid != os.getpid():
+            import s3fs
+
+            options = dict(self._options)
+            config = {
+                "request_checksum_calculation": "when_required",
+                "response_checksum_validation": "when_required",
+                "max_pool_connections": 32,
+                "connect_timeout": min(10.0, self._timeout_s),
+                "read_timeout": self._timeout_s,
+                "retries": {"mode": "standard", "max_attempts": 1},  # ours below cover the body too
+            }
+            if options.get("endpoint_url") or os.environ.get("AWS_ENDPOINT_URL"):
+                config["s3"] = {"addressing_style": "path"}
+            options["config_kwargs"] = {**config, **(options.get("config_kwargs") or {})}
+            try:
+                self._fs = s3fs.S3FileSystem(use_listings_cache=False, skip_instance_cache=True, **options)
+            except TypeError as error:
+                raise ConfigError(f"unknown storage option for {self.url}", found=str(error)) from error
+            self._fs.retries = 1
+            self._pid = os.getpid()
+        return self._fs
+
+    async def _retry(self, key: str, ask: Callable[[], Awaitable[Any]], *, is_paged: bool = False) -> Any:
+        limit_s = None if is_paged else 2 * self._timeout_s  # pages are GETs, each under read_timeout
+        for attempt in range(self._retries):
+            try:
+                # aiohttp waits for "100 Continue" without a limit: a server that stalls there would hold us for ever
+                return await asyncio.wait_for(_as_coroutine(ask), limit_s)
+            except FlashckptError:
+                raise
+            except Exception as error:
+                if attempt + 1 >= self._retries or not is_transient(error):
+                    raise
+                _log.debug("%s/%s: attempt %d failed: %s", self.url, key, attempt + 1, error)
+                await asyncio.sleep(min(0.2 * 2**attempt, 10.0))
+        raise AssertionError  # pragma: no cover -- retries is at least 1
+
+
+def _pieces(parts: Iterable[memoryview]) -> Iterator[bytes]:
+    """Cut and join parts into bytes of PART_BYTES: S3 wants every part but the last at 5 MiB or more."""
+    buffer = bytearray()
+    for _, view in extents(parts, PART_BYTES):
+        if not buffer and len(view) == PART_BYTES:
+            yield bytes(view)
+            continue
+        buffer += view
+        while len(buffer) >= PART_BYTES:
+            yield bytes(memoryview(buffer)[:PART_BYTES])
+            del buffer[:PART_BYTES]
+    if buffer:
+        yield bytes(buffer)
+
+
+def _drain(head: list[bytes], rest: Iterator[bytes]) -> Iterator[bytes]:
+    """Yield the pieces read ahead, letting go of each, then the rest: memory stays bounded."""
+    while head:
+        yield head.pop(0)
+    yield from rest
+
+
+async def _as_coroutine(ask: Callable[[], Awaitable[Any]]) -> Any:
+    return await ask()

@@ -1,0 +1,121 @@
+"""One interface to every place a checkpoint can live; `opening.open_store` chooses the backend.
+
+A store holds *objects* under *keys* (`step-000000120.g3/r00003.p0.fck`), relative to its root. The
+checkpoint format needs few promises, and every backend passes the same conformance suite for them:
+
+* `put` and `put_if_absent` publish small objects atomically: a reader sees nothing or all of it.
+* `put_object` streams a large one with bounded memory; nothing is visible under its key before it is durable.
+* `put_if_absent` lets exactly one of several writers win where `is_conditional` is true.
+* nothing here trusts a size or a checksum of a server: readers verify digests of our own.
+
+Backends open their clients lazily in the process that uses them (never before a fork).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Protocol, TypeAlias, runtime_checkable
+
+PART_BYTES = 16 << 20
+"""Bytes of one part in flight: an O_DIRECT extent, a multipart part, a ranged read."""
+
+PARTS_IN_FLIGHT = 4
+"""Parts in flight per object: memory of an upload is bounded by PART_BYTES x PARTS_IN_FLIGHT."""
+
+SWEEP_AGE_S = 3600.0
+"""Age in seconds after which a temporary object or multipart upload belongs to nobody."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ObjectInfo:
+    """One object of a store: its key relative to the root, size in bytes, time of writing (unix seconds)."""
+
+    key: str
+    nbytes: int
+    mtime: float
+
+
+Objects: TypeAlias = list[ObjectInfo]
+Names: TypeAlias = list[str]
+# aliases, because inside the classes below `list` is the method
+
+
+@runtime_checkable
+class Store(Protocol):
+    """What persist, restore, retention and the command line need of storage.
+
+    Every method raises RootError where the root itself cannot be used (missing bucket, refused
+    credentials, read-only directory) and StoreError where one operation failed after its retries.
+    """
+
+    url: str
+    """The root as the user gave it, without credentials."""
+
+    @property
+    def is_conditional(self) -> bool:
+        """Whether `put_if_absent` is atomic here (probed once per store object; may do I/O)."""
+        ...
+
+    def check(self, *, write: bool = True) -> None:
+        """Raise RootError unless the root can be read and, with `write`, created and written."""
+        ...
+
+    def put(self, key: str, data: bytes) -> None:
+        """Publish a small object atomically and durably, replacing what was there."""
+        ...
+
+    def put_if_absent(self, key: str, data: bytes) -> bool:
+        """Publish a small object unless the key exists; return whether this call created it."""
+        ...
+
+    def put_object(self, key: str, parts: Iterable[memoryview], nbytes: int | None = None) -> None:
+        """Stream a large object, durable and visible only when this returns.
+
+        Args:
+            key: Its key; an object already there is replaced.
+            parts: Its bytes in order. Must start anew on each `iter()` (a list, not a generator), so
+                that it can be sent again after a failure that leaves nothing to resume.
+            nbytes: Their sum where it is known, so that room is reserved; None otherwise.
+        """
+        ...
+
+    def get(self, key: str) -> bytes:
+        """Return a whole small object; ObjectMissingError where there is none."""
+        ...
+
+    def get_range(self, key: str, start: int, out: memoryview) -> None:
+        """Fill `out` with the bytes from `start`; DamagedError where the object ends before."""
+        ...
+
+    def list(self, prefix: str = "") -> Objects:
+        """Return all objects whose key starts with `prefix`, sorted by key, temporary ones left out."""
+        ...
+
+    def folders(self, prefix: str = "") -> Names:
+        """Return the names of the folders directly under `prefix` ("" or ending in "/"), sorted."""
+        ...
+
+    def head(self, key: str) -> ObjectInfo | None:
+        """Return size and time of an object, None where there is none."""
+        ...
+
+    def delete(self, key: str) -> None:
+        """Remove an object; nothing happens where there is none."""
+        ...
+
+    def sweep(self, *, older_than_s: float = SWEEP_AGE_S) -> Names:
+        """Remove what dead writers left invisible (temporary files, multipart uploads); return their names."""
+        ...
+
+    def close(self) -> None:
+        """Give back connections; the store opens again when it is used again."""
+        ...
+
+
+def check_key(key: str) -> str:
+    """Return `key` unchanged; ValueError where it is not a plain relative path (our own mistake, never a user's)."""
+    if not key or key.startswith("/") or any(part in ("", ".", "..") for part in key.split("/")):
+        msg = f"not an object key: {key!r}"
+        raise ValueError(msg)
+    return key

@@ -1,0 +1,1 @@
+"""The objects a user names, as tensors with names and boxes."""

@@ -1,0 +1,97 @@
+"""Names and tensors of tracked modules: wrappers stripped, parts merged, shared tensors once."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor
+from torch.nn.parallel import DistributedDataParallel
+
+from flashckpt.tracking.placement import local_of
+
+_WRAPPERS = ("_orig_mod", "_checkpoint_wrapped_module", "_fsdp_wrapped_module")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModuleTensor:
+    """One parameter or persistent buffer.
+
+    Attributes:
+        name: Global name without the track name.
+        tensor: The parameter or buffer as its module holds it.
+        is_parameter: False for a buffer.
+        ddp_ranks: Ranks of the DDP wrapper around it, or None.
+    """
+
+    name: str
+    tensor: torch.Tensor
+    is_parameter: bool
+    ddp_ranks: tuple[int, ...] | None
+
+
+def tensors_of(part: nn.Module) -> Iterator[ModuleTensor]:
+    """Yield the parameters and persistent buffers of one model part; shared ones under each of their names."""
+    reshard(part)
+    wrapped: dict[str, tuple[int, ...]] = {}
+    for prefix, module in part.named_modules(remove_duplicate=False):
+        if isinstance(module, DistributedDataParallel):
+            wrapped[prefix] = tuple(dist.get_process_group_ranks(module.process_group))
+    for prefix, module in part.named_modules(remove_duplicate=False):
+        ranks = next((r for p, r in wrapped.items() if prefix == p or prefix.startswith(f"{p}." if p else "")), None)
+        clean = strip(prefix, wrapped)
+        dot = f"{clean}." if clean else ""
+        for key, parameter in module._parameters.items():  # noqa: SLF001 -- named_parameters() drops the owner of each
+            if parameter is not None:
+                yield ModuleTensor(name=dot + key, tensor=parameter, is_parameter=True, ddp_ranks=ranks)
+        transient = module._non_persistent_buffers_set  # noqa: SLF001 -- the only place that says so
+        for key, buffer in module._buffers.items():  # noqa: SLF001 -- as above
+            if buffer is not None and key not in transient:
+                yield ModuleTensor(name=dot + key, tensor=buffer, is_parameter=False, ddp_ranks=ranks)
+
+
+def strip(prefix: str, ddp_prefixes: Sequence[str] | dict[str, tuple[int, ...]] = ()) -> str:
+    """Return a module path without wrapper segments; `module` only where its parent is a DDP wrapper."""
+    kept: list[str] = []
+    parts = prefix.split(".") if prefix else []
+    for i, part in enumerate(parts):
+        if part in _WRAPPERS or (part == "module" and ".".join(parts[:i]) in ddp_prefixes):
+            continue
+        kept.append(part)
+    return ".".join(kept)
+
+
+def extra_states(part: nn.Module) -> Iterator[tuple[str, nn.Module]]:
+    """Yield (name, module) of modules that override `get_extra_state`."""
+    for prefix, module in part.named_modules():
+        if type(module).get_extra_state is not nn.Module.get_extra_state:
+            clean = strip(prefix)
+            yield f"{clean}._extra_state" if clean else "_extra_state", module
+
+
+def reshard(part: nn.Module) -> None:
+    """Bring FSDP2 modules back to sharded parameters (they stay gathered after a forward without a backward)."""
+    for module in part.modules():
+        if isinstance(module, FSDPModule):
+            module.reshard()
+
+
+def watched(part: nn.Module) -> Iterator[dict[str, object]]:
+    """Yield the dicts whose values change when a parameter, buffer or submodule is added or replaced."""
+    for module in part.modules():
+        yield module._parameters  # type: ignore[misc]  # noqa: SLF001 -- held, to see changes without walking the modules
+        yield module._buffers  # type: ignore[misc]  # noqa: SLF001 -- as above
+        if module._modules:  # noqa: SLF001 -- as above
+            yield module._modules  # type: ignore[misc]  # noqa: SLF001 -- as above
+
+
+def storage_key(tensor: torch.Tensor) -> tuple[object, ...]:
+    """Return what two names of one tensor have in common; unique per object where there are no bytes."""
+    local = local_of(tensor)
+    if isinstance(tensor, DTensor) or local.is_meta or local.layout is not torch.strided or not local.numel():
+        return ("object", id(tensor))
+    return (local.device, local.data_ptr(), tuple(local.shape), local.stride(), local.dtype)

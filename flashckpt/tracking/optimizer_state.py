@@ -1,0 +1,195 @@
+"""Optimizer state, read directly and named by parameter.
+
+The state_dict functions of torch.distributed.checkpoint are never called on a live optimizer: on a fresh
+one they run a real step. Here the tensors in `optimizer.state` are held by reference, and nothing is run.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch.distributed.tensor import DTensor
+
+from flashckpt.errors import ConfigError, UnsupportedStateError
+from flashckpt.tracking.trees import put_together, take_apart
+
+Named = Mapping[int, str]
+"""id(parameter) -> its global name without the track name, e.g. `layers.3.w1.weight`."""
+
+
+def parameters(optimizer: torch.optim.Optimizer) -> Iterator[torch.Tensor]:
+    """Yield the parameters of all groups, in order."""
+    for group in optimizer.param_groups:
+        yield from group["params"]
+
+
+def name_of(param: torch.Tensor, names: Named, where: str) -> str:
+    """Return the global name of a parameter.
+
+    Raises:
+        ConfigError: No tracked module has it, so its value would not be part of a snapshot.
+    """
+    try:
+        return names[id(param)]
+    except KeyError:
+        raise ConfigError(
+            f"{where!r} updates a parameter that no tracked module has",
+            found=f"a {str(param.dtype).removeprefix('torch.')} tensor of shape {tuple(param.shape)}",
+            expected="every parameter of a tracked optimizer is a parameter of a tracked module",
+            state="Nothing was tracked.",
+            remedy="track its module too: ckpt.track(model=[...], optimizer=...)",
+        ) from None
+
+
+def state_tensors(
+    optimizer: torch.optim.Optimizer, names: Named, where: str
+) -> Iterator[tuple[str, str, torch.Tensor, torch.Tensor]]:
+    """Yield (parameter name, state key, parameter, state tensor) of everything that exists now."""
+    for param in parameters(optimizer):
+        name = name_of(param, names, where)
+        for key, value in optimizer.state.get(param, {}).items():
+            if isinstance(value, torch.Tensor):
+                yield name, str(key), param, value
+
+
+def state_values(
+    optimizer: torch.optim.Optimizer, names: Named, where: str
+) -> Iterator[tuple[str, torch.Tensor, dict[Any, Any], Any]]:
+    """Yield (name of the value, parameter, the state dict it lies in, its key) of state that is no tensor."""
+    for param in parameters(optimizer):
+        state = optimizer.state.get(param, {})
+        for key, value in state.items():
+            if not isinstance(value, torch.Tensor):
+                yield f"{where}.{name_of(param, names, where)}.{key}", param, state, key
+
+
+def group_names(optimizers: Sequence[torch.optim.Optimizer], names: Named) -> list[list[list[str]]]:
+    """Return the parameters' names per optimizer and group: static, so that it is made once per structure."""
+    return [[[names[id(p)] for p in group["params"]] for group in optimizer.param_groups] for optimizer in optimizers]
+
+
+def groups(
+    optimizers: Sequence[torch.optim.Optimizer], named: Sequence[Any], path: str
+) -> tuple[Any, dict[str, torch.Tensor]]:
+    """Return (value, tensors) of the hyperparameters: per optimizer, per group, all keys, `params` as names.
+
+    Args:
+        optimizers: The live ones.
+        named: `group_names` of them.
+        path: Prefix of the names of tensors among the hyperparameters.
+    """
+    hyper = [
+        [{k: v for k, v in group.items() if k not in ("params", "param_names")} for group in optimizer.param_groups]
+        for optimizer in optimizers
+    ]
+    skeleton, tensors = take_apart(hyper, path)
+    for one, own in zip(skeleton, named, strict=True):
+        for group, params in zip(one, own, strict=True):
+            group["params"] = params
+    return skeleton, tensors
+
+
+def predicted(optimizer: torch.optim.Optimizer) -> Iterator[tuple[torch.Tensor, str, bool, torch.dtype]]:
+    """Yield (parameter, state key, has the parameter's shape, dtype) of state that the first step will make.
+
+    Only a forecast, to reserve memory before the first step; unknown optimizers give nothing.
+    """
+    for group in optimizer.param_groups:
+        for param in group["params"]:
+            if not param.requires_grad or optimizer.state.get(param):
+                continue
+            for key, full in _predicted_keys(optimizer, group):
+                yield param, key, full, param.dtype if full else torch.float32
+
+
+def _predicted_keys(optimizer: torch.optim.Optimizer, group: Mapping[str, Any]) -> list[tuple[str, bool]]:
+    if isinstance(optimizer, (torch.optim.Adam, torch.optim.AdamW)):
+        keys = [("step", False), ("exp_avg", True), ("exp_avg_sq", True)]
+        return [*keys, ("max_exp_avg_sq", True)] if group.get("amsgrad") else keys
+    if isinstance(optimizer, torch.optim.SGD):
+        return [("momentum_buffer", True)] if group.get("momentum") else []
+    if isinstance(optimizer, (torch.optim.Adagrad, torch.optim.RMSprop)):
+        return [("step", False), ("square_avg" if isinstance(optimizer, torch.optim.RMSprop) else "sum", True)]
+    return []
+
+
+def allocate(
+    param: torch.Tensor, key: str, *, shape: tuple[int, ...], dtype: torch.dtype, group: Mapping[str, Any], fqn: str
+) -> torch.Tensor:
+    """Return an unfilled state tensor as the optimizer itself would make it; the restore overwrites it whole.
+
+    Args:
+        param: The parameter it belongs to.
+        key: Its key in the parameter's state, e.g. "exp_avg".
+        shape: Global shape recorded in the snapshot.
+        dtype: Dtype recorded in the snapshot.
+        group: The parameter's group: capturable and fused optimizers keep `step` on the device.
+        fqn: Its name, for the error.
+
+    Raises:
+        UnsupportedStateError: Sharded state that has not the parameter's shape: where it lies is not known.
+    """
+    if shape == tuple(param.shape) and shape:
+        return torch.empty_like(param, dtype=dtype, requires_grad=False, memory_format=torch.preserve_format)
+    if isinstance(param, DTensor) and shape:
+        raise UnsupportedStateError(
+            f"{fqn!r} has not the shape of its parameter, so its sharding is not known before the first step",
+            found=str(shape),
+            expected=str(tuple(param.shape)),
+            remedy="take one optimizer step before restore(), so that the optimizer makes its state itself",
+        )
+    on_device = key != "step" or group.get("capturable") or group.get("fused")
+    return torch.empty(shape, dtype=dtype, device=param.device if on_device else "cpu")
+
+
+def groups_by_parameter(optimizer: torch.optim.Optimizer) -> dict[int, dict[str, Any]]:
+    """Return id(parameter) -> the group that holds it."""
+    return {id(p): group for group in optimizer.param_groups for p in group["params"]}
+
+
+def restore_groups(
+    optimizers: Sequence[torch.optim.Optimizer],
+    names: Named,
+    recorded: Sequence[Any],
+    tensor: Any,
+) -> list[str]:
+    """Set hyperparameters by parameter name; return what did not fit ("[]" when all did).
+
+    Args:
+        optimizers: The live ones.
+        names: Their parameters' names.
+        recorded: Values made by `groups`, one per rank that recorded them; groups are found by the names of
+            their parameters, and by position where a group has none.
+        tensor: Gives the tensors in them by name.
+    """
+    by_name: dict[str, dict[str, Any]] = {}
+    by_place: dict[tuple[int, int], dict[str, Any]] = {}
+    for value in recorded:
+        for i, one in enumerate(put_together(value, tensor)):
+            for j, group in enumerate(one):
+                by_place.setdefault((i, j), group)
+                by_name.update(dict.fromkeys(group["params"], group))
+    missing = []
+    for i, optimizer in enumerate(optimizers):
+        for j, group in enumerate(optimizer.param_groups):
+            known = [by_name[n] for p in group["params"] if (n := names[id(p)]) in by_name]
+            found = known[0] if known else by_place.get((i, j))
+            if found is None:
+                missing.append(f"group {j} of optimizer {i}")
+            else:
+                _set_group(group, found)
+    return missing
+
+
+def _set_group(group: dict[str, Any], recorded: Mapping[str, Any]) -> None:
+    for key, value in recorded.items():
+        if key == "params":
+            continue
+        live = group.get(key)
+        if isinstance(live, torch.Tensor) and isinstance(value, torch.Tensor):
+            with torch.no_grad():
+                live.copy_(value)
+        else:
+            group[key] = value

@@ -1,0 +1,366 @@
+"""What is tracked: the objects a user names, and what a snapshot of them consists of on this rank."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.tensor import DTensor
+
+from flashckpt.core.layout import Shard
+from flashckpt.errors import ConfigError
+from flashckpt.tracking import modules, optimizer_state, rng, trees
+from flashckpt.tracking.placement import (
+    Spread,
+    World,
+    boxes_of,
+    dtype_name,
+    local_of,
+    owners,
+    shard_of,
+    spread_of_dtensor,
+    spread_of_plain,
+)
+from flashckpt.tracking.structure import Entry, Structure, Watch, structure_of
+
+_REPLICATED_TYPES = (torch.optim.lr_scheduler.LRScheduler, torch.amp.GradScaler)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Captured:
+    """The part of the state that is read anew for every snapshot.
+
+    Attributes:
+        values: Non-tensor state by key, msgpack types.
+        tensors: Tensors that objects gave out, by name.
+    """
+
+    values: dict[str, Any]
+    tensors: dict[str, torch.Tensor]
+
+
+class Tracked:
+    """The tracked objects of one process.
+
+    Attributes:
+        modules: Model parts by track name.
+        optimizers: torch optimizers by track name.
+        objects: Everything else with state_dict and load_state_dict, by track name.
+        rng: Whether the random number generators are part of the state.
+        fenced: Track names whose tensors the user declared to change only inside `optimizer.step()`.
+    """
+
+    def __init__(self, world: World) -> None:
+        self.world = world
+        self.modules: dict[str, list[nn.Module]] = {}
+        self.optimizers: dict[str, list[torch.optim.Optimizer]] = {}
+        self.objects: dict[str, Any] = {}
+        self.rng = False
+        self.fenced: set[str] = set()
+        self.watch = Watch([], [])
+        self.aliases: dict[str, str] = {}
+        self._values: list[tuple[str, dict[Any, Any], Any]] = []
+        self._extra: list[tuple[str, nn.Module]] = []
+        self._names: dict[int, str] = {}
+        self._groups: dict[str, list[list[list[str]]]] = {}
+
+    def add(self, name: str, thing: Any, *, fenced: bool = False) -> None:
+        """Track one object, or a list of modules or of optimizers, under a name.
+
+        Raises:
+            ConfigError: The name is taken or not usable, or the object has no state_dict/load_state_dict.
+        """
+        if name in {*self.modules, *self.optimizers, *self.objects} or not name or "@" in name or "." in name:
+            raise ConfigError(
+                f"cannot track anything under the name {name!r}",
+                found="it is taken" if name and "@" not in name and "." not in name else "an empty name, '@' or '.'",
+                expected="a name of its own for every tracked object",
+            )
+        parts = list(thing) if isinstance(thing, (list, tuple, nn.ModuleList)) else [thing]
+        if parts and all(isinstance(p, nn.Module) for p in parts):
+            self.modules[name] = parts
+        elif parts and all(isinstance(p, torch.optim.Optimizer) for p in parts):
+            self.optimizers[name] = parts
+        elif isinstance(thing, (list, tuple)):
+            for i, part in enumerate(parts):
+                self.add(f"{name}-{i}", part, fenced=fenced)
+        elif callable(getattr(thing, "state_dict", None)) and callable(getattr(thing, "load_state_dict", None)):
+            self.objects[name] = thing
+        else:
+            raise ConfigError(
+                f"cannot track {name!r}",
+                found=f"an object of class {type(thing).__qualname__}",
+                expected="a module, an optimizer, a list of them, or anything with state_dict() and load_state_dict()",
+            )
+        if fenced:
+            self.fenced.add(name)
+
+    def all_optimizers(self) -> list[torch.optim.Optimizer]:
+        """Return every tracked torch optimizer."""
+        return [o for group in self.optimizers.values() for o in group]
+
+    def parts(self) -> list[nn.Module]:
+        """Return every tracked module."""
+        return [part for group in self.modules.values() for part in group]
+
+    def key_of(self, name: str, thing: Any = None) -> str:
+        """Return the key of an object's state: with a suffix where the state belongs to this rank alone."""
+        if getattr(thing, "flashckpt_replicated", False) or isinstance(thing, _REPLICATED_TYPES):
+            return name
+        return f"{name}@{self.world.suffix}"
+
+    # -- structure ---------------------------------------------------------------------------------------
+
+    def holds(self) -> bool:
+        """Tell whether the structure built last is still that of the live objects (cheap)."""
+        if self.watch.holds():
+            return True
+        for part in self.parts():
+            modules.reshard(part)
+        return self.watch.holds()
+
+    def structure(self, captured: Captured) -> Structure:
+        """Return the structure of the state as it is now; objects' tensors are taken from `captured`.
+
+        Raises:
+            UnsupportedStateError: A tensor that cannot be held; names it.
+            ConfigError: Two tensors of one name, or an optimizer over parameters of no tracked module.
+        """
+        found, aliases = self._module_tensors()
+        owned = {id(p) for o in self.all_optimizers() for p in optimizer_state.parameters(o)}
+        chosen = self._owners(found)
+        entries: dict[str, Entry] = {}
+        spreads: dict[int, tuple[Spread, str]] = {}
+        for full, owner in found.items():
+            spread = self._spread(owner)
+            label = full.partition(".")[0]
+            spreads[id(owner.tensor)] = spread, full
+            fenced = (owner.is_parameter and id(owner.tensor) in owned) or label in self.fenced
+            self._enter(entries, full, owner.tensor, spread, chosen.get(full, 0), fenced=fenced)
+        self._names, self._groups = self._parameter_names(found, aliases), {}
+        for alias, full in aliases.items():
+            spreads.setdefault(id(self._aliased[alias]), (self._spread(found[full]), full))
+        forecast = self._optimizer_entries(entries, spreads, chosen)
+        for name, tensor in captured.tensors.items():
+            spread = Spread(per_rank="@" in name and self.world.size > 1)
+            if isinstance(tensor, DTensor):
+                spread = spread_of_dtensor(tensor, self.world)
+            self._enter(entries, name, tensor, spread, 0, fenced=False)
+        self._rewatch([e.tensor for e in entries.values() if isinstance(e.tensor, DTensor) and e.fenced])
+        self.aliases = aliases
+        return structure_of(entries.values(), forecast=forecast, aliases=aliases, fresh=captured.tensors)
+
+    def _module_tensors(self) -> tuple[dict[str, modules.ModuleTensor], dict[str, str]]:
+        found: dict[str, modules.ModuleTensor] = {}
+        by_storage: dict[tuple[object, ...], str] = {}
+        aliases: dict[str, str] = {}
+        self._aliased: dict[str, torch.Tensor] = {}
+        for label, parts in self.modules.items():
+            for part in parts:
+                for one in modules.tensors_of(part):
+                    full, key = f"{label}.{one.name}", modules.storage_key(one.tensor)
+                    known = by_storage.setdefault(key, full)
+                    if known == full and full not in found:
+                        found[full] = one
+                    elif full in found or full in aliases:
+                        self._duplicate(full, one.tensor, found.get(full))
+                    else:
+                        aliases[full], self._aliased[full] = known, one.tensor
+        return found, aliases
+
+    def _duplicate(self, full: str, tensor: torch.Tensor, known: modules.ModuleTensor | None) -> None:
+        if known is not None and known.tensor is tensor:
+            return  # one module reached on two ways
+        raise ConfigError(
+            f"two tracked tensors have the name {full!r}",
+            found="model parts whose names are not global",
+            expected="one name per tensor over all parts and pipeline stages, e.g. the global layer number in it",
+            state="Nothing was tracked.",
+        )
+
+    def _parameter_names(self, found: dict[str, modules.ModuleTensor], aliases: dict[str, str]) -> dict[int, str]:
+        names = {id(one.tensor): _short(full) for full, one in found.items()}
+        for alias in aliases:
+            names.setdefault(id(self._aliased[alias]), _short(alias))
+        return names
+
+    def _spread(self, one: modules.ModuleTensor) -> Spread:
+        if isinstance(one.tensor, DTensor):
+            return spread_of_dtensor(one.tensor, self.world)
+        return spread_of_plain(self.world, one.ddp_ranks)
+
+    def _owners(self, found: dict[str, modules.ModuleTensor]) -> dict[str, int]:
+        """Return which replica of each parameter is persisted, balanced by bytes within sets of equal size."""
+        by_count: dict[int, list[tuple[str, int]]] = {}
+        for full, one in found.items():
+            count = self._spread(one).replicas
+            if count > 1 and one.is_parameter:  # buffers stay with replica 0: DDP takes those of its first rank
+                nbytes = one.tensor.numel() * one.tensor.element_size()
+                by_count.setdefault(count, []).append((full, nbytes))
+        return {name: i for count, sizes in by_count.items() for name, i in owners(sizes, count).items()}
+
+    def _enter(
+        self,
+        entries: dict[str, Entry],
+        full: str,
+        tensor: torch.Tensor,
+        spread: Spread,
+        owner: int,
+        *,
+        fenced: bool,
+    ) -> None:
+        dtype = dtype_name(full, tensor)
+        fqn = f"{full}@{self.world.suffix}" if spread.per_rank and "@" not in full else full
+        if fqn in entries:
+            self._duplicate(fqn, tensor, None)
+        entries[fqn] = Entry(
+            fqn=fqn,
+            tensor=tensor,
+            dtype=dtype,
+            boxes=boxes_of(full, tensor),
+            replica=(spread.index - owner) % spread.replicas,
+            replicas=spread.replicas,
+            fenced=fenced and not tensor.is_inference(),
+        )
+
+    def _optimizer_entries(
+        self,
+        entries: dict[str, Entry],
+        spreads: dict[int, tuple[Spread, str]],
+        chosen: dict[str, int],
+    ) -> list[Shard]:
+        forecast: list[Shard] = []
+        self._values = []
+        for label, group in self.optimizers.items():
+            for optimizer in group:
+                for name, key, param, tensor in optimizer_state.state_tensors(optimizer, self._names, label):
+                    spread, owner = self._state_spread(param, tensor, spreads, chosen)
+                    placed = _as_sharded(param, tensor)
+                    self._enter(entries, f"{label}.{name}.{key}", placed, spread, owner, fenced=True)
+                self._values += [
+                    (f"{name}@{self.world.suffix}" if spreads[id(param)][0].per_rank else name, param_state, key)
+                    for name, param, param_state, key in optimizer_state.state_values(optimizer, self._names, label)
+                ]
+                forecast += self._forecast(optimizer, label, spreads, chosen)
+        return forecast
+
+    def _state_spread(
+        self, param: torch.Tensor, tensor: torch.Tensor, spreads: dict[int, tuple[Spread, str]], chosen: dict[str, int]
+    ) -> tuple[Spread, int]:
+        spread, full = spreads[id(param)]
+        if isinstance(tensor, DTensor):
+            return spread_of_dtensor(tensor, self.world), chosen.get(full, 0)
+        if isinstance(param, DTensor) and tensor.shape != local_of(param).shape:
+            own = param.device_mesh  # scalars of a sharded parameter are equal on its whole mesh
+            count = own.size() * spread.replicas
+            first = spread.index == 0 and not any(own.get_coordinate() or ())
+            return Spread(replicas=count, index=0 if first else 1), 0
+        return spread, chosen.get(full, 0)
+
+    def _forecast(
+        self,
+        optimizer: torch.optim.Optimizer,
+        label: str,
+        spreads: dict[int, tuple[Spread, str]],
+        chosen: dict[str, int],
+    ) -> Iterator[Shard]:
+        for param, key, full_shape, dtype in optimizer_state.predicted(optimizer):
+            spread, full = spreads[id(param)]
+            name = f"{label}.{self._names[id(param)]}.{key}" + (f"@{self.world.suffix}" if spread.per_rank else "")
+            kind = str(dtype).removeprefix("torch.")
+            scalar = torch.zeros((), dtype=dtype)
+            like = param if full_shape else scalar
+            if not full_shape:
+                spread, owner = self._state_spread(param, scalar, spreads, chosen)
+            else:
+                owner = chosen.get(full, 0)
+            for box in boxes_of(name, like):
+                yield shard_of(name, kind, box, (spread.index - owner) % spread.replicas)
+
+    def _rewatch(self, sharded: Sequence[torch.Tensor]) -> None:
+        dicts: list[Any] = [d for part in self.parts() for d in modules.watched(part)]
+        lists: list[Sequence[Any]] = []
+        for optimizer in self.all_optimizers():
+            dicts += [optimizer.state, *optimizer.state.values()]
+            lists += [group["params"] for group in optimizer.param_groups]
+            lists.append(optimizer.param_groups)
+        changing = {id(state) for _, state, _ in self._values}
+        self.watch = Watch([d for d in dicts if id(d) not in changing], lists, sharded)
+        self._extra = [
+            (f"{label}.{name}", module)
+            for label, parts in self.modules.items()
+            for part in parts
+            for name, module in modules.extra_states(part)
+        ]
+
+    def extra_states(self) -> list[tuple[str, nn.Module]]:
+        """Return (name, module) of modules with state of their own beside tensors."""
+        return list(self._extra)
+
+    # -- values ------------------------------------------------------------------------------------------
+
+    def capture(self) -> Captured:
+        """Read what is not a held tensor: hyperparameters, objects' state, random number generators."""
+        values: dict[str, Any] = {}
+        tensors: dict[str, torch.Tensor] = {}
+        suffix = self.world.suffix
+        for name, thing in self.objects.items():
+            key = self.key_of(name, thing)
+            values[key], own = trees.take_apart(thing.state_dict(), key)
+            tensors |= own
+        for label, group in self.optimizers.items():
+            key = f"{label}.groups" + (f"@{self.world.stage}" if self.world.stage else "")
+            values[key], own = optimizer_state.groups(group, self._group_names(label), f"{label}.groups@{suffix}")
+            tensors |= own
+        for name, state, state_key in self._values:
+            values[name], own = trees.take_apart(state.get(state_key), name)
+            tensors |= own
+        for name, module in self._extra:
+            values[name], own = trees.take_apart(module.get_extra_state(), name)
+            tensors |= own
+        if self.aliases:
+            values["aliases"] = self.aliases
+        if self.rng:
+            values[f"rng@{suffix}"] = rng.capture()
+        return Captured(values=values, tensors=tensors)
+
+    def _group_names(self, label: str) -> list[list[list[str]]]:
+        group = self.optimizers[label]
+        known = self._groups.get(label)
+        counts = [[len(g["params"]) for g in o.param_groups] for o in group]
+        if known is None or [[len(names) for names in one] for one in known] != counts:
+            known = self._groups[label] = optimizer_state.group_names(group, self.names_for(group))
+        return known
+
+    def names_for(self, group: Iterable[torch.optim.Optimizer]) -> dict[int, str]:
+        """Return the names of the parameters: id(parameter) -> name without the track name `model`.
+
+        Raises:
+            ConfigError: An optimizer of `group` has a parameter that no tracked module has.
+        """
+        if any(id(p) not in self._names for o in group for p in optimizer_state.parameters(o)):
+            found, aliases = self._module_tensors()
+            self._names = self._parameter_names(found, aliases)
+            for label, optimizers in self.optimizers.items():
+                for p in (p for o in optimizers for p in optimizer_state.parameters(o)):
+                    optimizer_state.name_of(p, self._names, label)
+        return self._names
+
+
+def _short(full: str) -> str:
+    """Return a parameter's name inside the name of its optimizer state: without the track name `model`."""
+    return full.removeprefix("model.")
+
+
+def _as_sharded(param: torch.Tensor, tensor: torch.Tensor) -> torch.Tensor:
+    """Return plain state of the local shard's shape as a DTensor placed as its parameter is."""
+    if not isinstance(param, DTensor) or isinstance(tensor, DTensor):
+        return tensor
+    if not tensor.dim() or tensor.shape != local_of(param).shape:
+        return tensor
+    return DTensor.from_local(
+        tensor, param.device_mesh, param.placements, run_check=False, shape=param.shape, stride=param.stride()
+    )
