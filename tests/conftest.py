@@ -16,6 +16,8 @@ from pathlib import Path
 
 import pytest
 
+pytest_plugins = ("support.workers",)
+
 
 @pytest.fixture
 def shm_dir() -> Iterator[Path]:
