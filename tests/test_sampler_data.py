@@ -12,8 +12,6 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import pyarrow as pa
-import pyarrow.parquet as pq
 import pytest
 from support.s3 import Server, moto_server
 from torch.utils.data import DataLoader
@@ -60,8 +58,16 @@ def documents() -> list[np.ndarray]:
     return [generator.integers(0, 60_000, size=n) for n in (5, 300, 0, 17, 64, 1000, 1, 31)]
 
 
-def rows(count: int) -> pa.Table:
+def rows(count: int) -> Any:
+    import pyarrow as pa  # its allocator starts a thread: not while the suite is collected
+
     return pa.table({"id": list(range(count)), "text": [f"row {i}" for i in range(count)]})
+
+
+def write_parquet(table: Any, path: Path, group_rows: int) -> None:
+    import pyarrow.parquet
+
+    pyarrow.parquet.write_table(table, path, row_group_size=group_rows)
 
 
 def ids(batch: Any) -> Any:
@@ -259,11 +265,13 @@ def test_a_read_only_folder_gets_no_index_and_works(tmp_path: Any, monkeypatch: 
 
 @pytest.mark.parametrize("kind", ["parquet", "arrow"])
 def test_rows_come_by_row_group(tmp_path: Any, kind: Any) -> None:
+    import pyarrow as pa
+
     table = rows(250)
     paths = [tmp_path / "a", tmp_path / "b"]
     for path, part in zip(paths, (table.slice(0, 130), table.slice(130)), strict=True):
         if kind == "parquet":
-            pq.write_table(part, path, row_group_size=50)
+            write_parquet(part, path, 50)
         else:
             with pa.ipc.new_file(path, part.schema) as writer:
                 writer.write_table(part, max_chunksize=50)
@@ -281,7 +289,7 @@ def test_rows_come_by_row_group(tmp_path: Any, kind: Any) -> None:
 
 
 def test_block_order_reads_each_row_group_about_once(tmp_path: Any) -> None:
-    pq.write_table(rows(1000), tmp_path / "a", row_group_size=50)
+    write_parquet(rows(1000), tmp_path / "a", 50)
     data = ParquetRows(tmp_path / "a", cache_groups=5)
     reads = 0
     inner = data._read
@@ -371,7 +379,7 @@ def test_every_format_is_read_from_s3_in_loader_workers(s3: Any, tmp_path: Any, 
     }  # fmt: skip
     client, base = s3.client(), f"s3://{s3.bucket}/{workers}"
     write_megatron(tmp_path / "m", documents, 8, "<u2")
-    pq.write_table(rows(40), tmp_path / "p", row_group_size=8)
+    write_parquet(rows(40), tmp_path / "p", 8)
     (tmp_path / "a.jsonl").write_text("".join(json.dumps({"n": i}) + "\n" for i in range(30)))
     for name in ("m.bin", "m.idx", "p", "a.jsonl"):
         client.upload_file(str(tmp_path / name), s3.bucket, f"{workers}/{name}")

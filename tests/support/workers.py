@@ -50,8 +50,8 @@ def pytest_runtestloop(session: pytest.Session) -> bool | None:
     groups = group_by_file(session.items)
     if wanted < 2 or len(groups) < 2 or session.testsfailed or session.config.option.collectonly:
         return None
-    threads = list(Path("/proc/self/task").iterdir())
-    assert len(threads) == 1, f"collecting left {len(threads)} threads behind: a fork would lose all but one"
+    threads = [(task / "comm").read_text().strip() for task in Path("/proc/self/task").iterdir()]
+    assert len(threads) == 1, f"importing the tests started a thread, which no fork takes along: {threads}"
     session.config._tmp_path_factory.getbasetemp()  # type: ignore[attr-defined]  # one folder for all, removed by us
     pool = Pool(session, groups)
     try:
