@@ -1,369 +1,304 @@
-"""What training loses per snapshot: flashckpt, a blocking copy into warm shared memory, torch.save, dcp.async_save.
+"""What training loses per snapshot: flashckpt, a blocking copy into warm shared memory, torch.save, dcp.async_save, DLRover.
 
-A Llama-shaped model with AdamW moments of the wanted size trains for real optimizer steps; forward and backward are
-stood in for by matrix products that last `--compute` times as long as one memcpy of the state (beside a copy they feel
-the loss of memory bandwidth and cores as a real model would). Methods take turns within every round; one memcpy of the state into
-warm shared memory, taken in the same round, is the limit beside which everything is put.
+A Llama-shaped model with AdamW moments trains for real optimizer steps (`training_loop`). Every size and number of ranks
+is one configuration; each rank is a process with its own shard, all in one gloo group. Methods take turns within every round, and one memcpy
+of the state into warm shared memory, taken right before each, is the limit beside which everything is put.
 
-    .venv/bin/python benchmarks/stall.py [--bytes 1.5e9] [--ranks 1] [--rounds 7] [--no-peers] [--json FILE]
+    .venv/bin/python benchmarks/stall.py --gb 0.2,1.5,4 --ranks 1,4 --seconds 90 --json FILE
+    .venv/bin/python benchmarks/stall.py --gb 0.2 --dlrover-python DIR/bin/python     # with DLRover; `--dlrover-setup` says how to get it
 
-Blocked is what the training thread waits: the call, and the fence in front of the next optimizer step. Lost adds what
-the step beside the copy takes longer than one without. Until restorable counts from the call to COMPLETE, digests included
-(a peer that leaves nothing restorable in memory counts to the end of its write).
+Methods whose memory does not fit beside each other run in groups, one group after the other, each with memcpys of its own;
+what does not fit alone is left out, and both are said. Blocked is what the training thread waits: the call, and the fence in
+front of the next optimizer step. Lost adds what the step beside the copy takes longer than one without. Until restorable
+counts from the call to COMPLETE in memory, digests included, or to the end of the write where nothing in memory can be restored from.
 """
 
 from __future__ import annotations
 
 import argparse
-import ctypes
 import json
-import math
-import mmap
 import os
 import shutil
 import subprocess
 import sys
 import tempfile
 import time
-import warnings
-from collections.abc import Callable
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
-import numpy as np
-import torch
-import torch.distributed as dist
-from torch import nn
+from ranks import Ranks, peak_memory_of, stream
+from stall_dlrover import SETUP, VERSION, environment, remove_leftovers
+from stall_table import summarised, table
 
-from flashckpt import Checkpointer
-from flashckpt.bench.host import peak_memory
-from flashckpt.bench.measure import LoadWatch, cpu_seconds, document, median, summarise, write_json
+from flashckpt.bench.host import available_bytes
+from flashckpt.bench.measure import LoadWatch, document, write_json
 
-PEERS = ("blocking copy into warm memory", "torch.save", "dcp.async_save thread", "dcp.async_save process")
-_DCP = "dcp.async_save "
-
-
-def model_of(nbytes: float, tensors: int | None) -> nn.Module:
-    """A ParameterList of Llama-like shapes whose parameters and two moments take about `nbytes` in float32."""
-    if tensors is not None:
-        size = max(1, int(nbytes / 12 / (tensors / 4)))
-        return nn.ParameterList([torch.randn(size) for _ in range(tensors // 4)])
-    hidden = max(64, int((nbytes / 12 / (8 * 12.5)) ** 0.5) // 64 * 64)
-    shapes: list[tuple[int, ...]] = []
-    while sum(math.prod(s) for s in shapes) * 12 < nbytes * 0.97:
-        shapes += [(hidden, hidden)] * 4 + [(hidden, int(2.75 * hidden))] * 3 + [(hidden,)] * 2
-    return nn.ParameterList([torch.randn(s) * 0.02 for s in shapes])
-
-
-class Loop:
-    """A training loop: compute, optimizer step; counts what each takes."""
-
-    def __init__(self, options: argparse.Namespace) -> None:
-        self.model = model_of(options.bytes, options.tensors)
-        self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-4, foreach=True)
-        for parameter in self.model.parameters():
-            parameter.grad = torch.randn_like(parameter)
-        self.optimizer.step()
-        self.nbytes = sum(t.nbytes for t in self.state().values())
-        self.left, self.right = torch.randn(512, 512), torch.randn(512, 512)
-        self.target = mmap.mmap(-1, self.nbytes + (1 << 20), flags=mmap.MAP_SHARED | mmap.MAP_POPULATE)
-        self.memcpy_cpu_s: list[float] = []
-        self.compute_s, self.products = 0.0, 1
-        self.compute_s = options.compute * median([self.memcpy() for _ in range(3)])
-        one = median([self._products(20) for _ in range(3)]) / 20
-        self.products = max(1, int(self.compute_s / one))
-
-    def state(self) -> dict[str, torch.Tensor]:
-        """Every tensor of the state by name."""
-        found = {f"model.{i}": p.detach() for i, p in enumerate(self.model.parameters())}
-        for i, p in enumerate(self.model.parameters()):
-            found |= {f"optimizer.{i}.{k}": v for k, v in self.optimizer.state[p].items()}
-        return found
-
-    def memcpy(self) -> float:
-        """Seconds of one memcpy of the whole state into warm shared memory, tensor by tensor, one thread."""
-        address = int(np.frombuffer(self.target, np.uint8).ctypes.data)
-        started, cpu, at = time.perf_counter(), time.thread_time(), 0
-        for tensor in self.state().values():
-            ctypes.memmove(address + at, tensor.data_ptr(), tensor.nbytes)
-            at += tensor.nbytes
-        self.memcpy_cpu_s.append(time.thread_time() - cpu)
-        return time.perf_counter() - started
-
-    def _products(self, count: int) -> float:
-        started = time.perf_counter()
-        for _ in range(count):
-            torch.mm(self.left, self.right)
-        return time.perf_counter() - started
-
-    def step(self) -> dict[str, float]:
-        """One step of training; the hook of the optimizer is the fence."""
-        compute = self._products(self.products)
-        started = time.perf_counter()
-        self.optimizer.step()
-        return {"compute": compute, "optimizer": time.perf_counter() - started}
+HERE = Path(__file__).parent
+LOOP_COPIES = 2.4
+"""Parameters and moments (1), gradients (1/3), the target of the memcpy (1), and what the interpreter takes."""
+METHODS = {
+    "flashckpt": 3.0,
+    "flashckpt, persisted": 0.0,
+    "blocking copy": 0.0,
+    "torch.save": 0.0,
+    "dcp.async_save thread": 1.0,
+    "dcp.async_save process": 1.0,
+    "DLRover memory": 1.0,
+    "DLRover disk": 0.0,
+}
+"""Memory of each method beside the loop's, as multiples of the state; one of a pair is counted with the other."""
+PAIRS = {"flashckpt, persisted": "flashckpt", "DLRover disk": "DLRover memory"}
+USABLE = 0.9
+"""Share of the available memory that is planned with."""
 
 
-def measured(
-    loop: Loop, call: Callable[[], Any], fence: Callable[[Any], float], done: Callable[[Any], float] | None
-) -> dict[str, float]:
-    """Run one snapshot between steps: quiet step, call, step beside the copy with the fence in it, until restorable.
+@dataclass(frozen=True, kw_only=True)
+class Group:
+    """Methods that run in the same processes, or beside them, in turns.
 
-    `done` waits and returns seconds from the call to restorable; 0.0 for "now", None for "when the call returned".
+    Attributes:
+        slots: Of flashckpt; None: as many as it chooses.
+        need: Multiples of the state.
     """
-    with peak_memory() as usual:
-        alone = loop.step()
-    cpu = cpu_seconds()
-    with peak_memory() as peak:
-        started, call_cpu = time.perf_counter(), time.thread_time()
-        handle = call()
-        called, call_cpu = time.perf_counter() - started, time.thread_time() - call_cpu
-        compute = loop._products(loop.products)
-        fenced = fence(handle)
-        began = time.perf_counter()
-        loop.optimizer.step()
-        optimizer = time.perf_counter() - began
-        complete = called if done is None else done(handle) or time.perf_counter() - started
-    blocked = called + fenced
-    return {
-        "call_s": called,
-        "call_cpu_s": call_cpu,
-        "fence_s": fenced,
-        "blocked_s": blocked,
-        "lost_s": blocked + (compute - alone["compute"]) + (optimizer - alone["optimizer"]),
-        "restorable_s": complete,
-        "cpu_s": cpu_seconds() - cpu,
-        "peak_bytes": float(max(0, peak.extra_bytes - usual.extra_bytes)),
-    }
+
+    methods: tuple[str, ...]
+    need: float
+    slots: int | None = None
 
 
-def flashckpt_case(loop: Loop, root: str) -> tuple[Callable[[], dict[str, float]], Checkpointer]:
-    """Return the measured case of flashckpt, and the Checkpointer behind it."""
-    ckpt = Checkpointer(root, snapshot_every=1, persist_every=10**9, job=f"stall-{os.getppid()}")
-    ckpt.track(model=loop.model, optimizer=loop.optimizer, rng=True)
-    ckpt.restore()
-    life = ckpt._life
-    assert life is not None
-    count = iter(range(1, 10**9))
+def plan_groups(methods: list[str], room: float) -> tuple[list[Group], dict[str, str]]:
+    """Put methods into groups that fit into `room` multiples of the state; return them, and why others were left out.
 
-    def call() -> dict[str, float]:
-        before = ckpt.stats.get("complete_s", 0.0)
-        ckpt.step(next(count))
-        return {"before": before}
-
-    def fence(_: Any) -> float:
-        started = time.perf_counter()
-        ckpt.fence()
-        return time.perf_counter() - started
-
-    def done(handle: dict[str, float]) -> float:
-        life._stager.finish()
-        return ckpt.stats["complete_s"] - handle["before"]
-
-    assert life.memory.wait_ready()
-    return lambda: measured(loop, call, fence, done), ckpt
-
-
-def peer_cases(loop: Loop, folder: Path) -> dict[str, Callable[[], dict[str, float]]]:
-    """Return the peers; each writes into a new folder that is removed outside the measurement."""
-    from torch.distributed.checkpoint.staging import DefaultStager
-    from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType, async_save
-
-    stagers: dict[str, Any] = {}
-
-    def dcp(kind: str) -> Any:
-        stager = stagers.get(kind) or stagers.setdefault(kind, DefaultStager(_staging(kind)))
-        which = AsyncCheckpointerType.PROCESS if kind == "process" else AsyncCheckpointerType.THREAD
-        target = folder / f"{kind}-{time.monotonic_ns()}"
-        return async_save(
-            loop.state(), checkpoint_id=target, async_checkpointer_type=which, async_stager=stager
-        ), target
-
-    def dcp_fence(handle: Any) -> float:
-        started = time.perf_counter()
-        staged = getattr(handle[0], "staging_completion", None)
-        if staged is not None:
-            staged.result()
-        return time.perf_counter() - started
-
-    def dcp_done(handle: Any) -> float:
-        getattr(handle[0], "upload_completion", handle[0]).result()
-        shutil.rmtree(handle[1], ignore_errors=True)
-        return 0.0
-
-    def saved() -> None:
-        torch.save(loop.state(), folder / "state.pt")
-
-    cases: dict[str, tuple[Callable[[], Any], Callable[[Any], float], Callable[[Any], float] | None]] = {
-        PEERS[0]: (loop.memcpy, lambda _: 0.0, None),
-        PEERS[1]: (saved, lambda _: 0.0, None),
-        PEERS[2]: (lambda: dcp("thread"), dcp_fence, dcp_done),
-        PEERS[3]: (lambda: dcp("process"), dcp_fence, dcp_done),
-    }
-    return {name: (lambda c=parts: measured(loop, *c)) for name, parts in cases.items()}  # type: ignore[misc]  # bound now
+    flashckpt takes three slots where they fit, else two, as it would by itself.
+    """
+    if need_of(methods) <= room:
+        return [Group(methods=tuple(methods), need=need_of(methods))], {}
+    groups: list[list[str]] = []
+    left_out: dict[str, str] = {}
+    for method in methods:
+        if PAIRS.get(method) in left_out:
+            left_out[method] = left_out[PAIRS[method]]
+            continue
+        for group in groups:
+            pair = PAIRS.get(method)
+            if pair in group or (pair not in methods and need_of([*group, method], slots=2) <= room):
+                group.append(method)
+                break
+        else:
+            if need_of([method], slots=2) <= room:
+                groups.append([method])
+            else:
+                left_out[method] = (
+                    f"needs {need_of([method], slots=2):.1f} times the state, there is room for {room:.1f}"
+                )
+    return [Group(methods=tuple(group), need=need_of(group, slots=2), slots=2) for group in groups], left_out
 
 
-def _staging(kind: str) -> Any:
-    """The newest options of torch's stager that work without an accelerator: kept buffers, staging off the caller."""
-    from torch.distributed.checkpoint.staging import StagingOptions
+def need_of(methods: list[str], slots: int = 3) -> float:
+    """Return the memory of a group, as multiples of the state: one loop per Python that takes part."""
+    loops = len({method.startswith("DLRover") for method in methods})
+    spared = 3 - slots if "flashckpt" in methods else 0
+    return loops * LOOP_COPIES + sum(METHODS[method] for method in methods) - spared
 
-    return StagingOptions(
-        use_pinned_memory=False,
-        use_shared_memory=kind == "process",
-        use_async_staging=True,
-        use_non_blocking_copy=False,
+
+def check_dlrover(python: str) -> dict[str, str]:
+    """Return the versions in DLRover's Python; exit with 2 where it cannot be used."""
+    program = (
+        "import importlib.metadata as m, torch; "
+        "import dlrover.trainer.torch.flash_checkpoint.ddp, dlrover.trainer.torch.flash_checkpoint.fsdp; "
+        "print(m.version('dlrover'), torch.__version__)"
     )
-
-
-def worker(options: argparse.Namespace) -> dict[str, Any]:
-    """One rank: run all cases in turns and return their series, and the memcpy of every round."""
-    torch.set_num_threads(1)
-    warnings.simplefilter("ignore")
-    loop = Loop(options)
-    with tempfile.TemporaryDirectory(dir=options.folder) as folder:
-        started = time.perf_counter()
-        case, ckpt = flashckpt_case(loop, options.root)
-        reserve_s = time.perf_counter() - started
-        cases = {"flashckpt": case}
-        if not options.no_peers:
-            cases |= peer_cases(loop, Path(folder))
-        first = {name: run() for name, run in cases.items()}
-        series: dict[str, list[dict[str, float]]] = {name: [] for name in cases}
-        memcpy = []
-        for number in range(options.rounds):
-            names = list(cases)
-            for name in names[number % len(names) :] + names[: number % len(names)]:
-                if options.ranks > 1:
-                    dist.barrier()
-                memcpy.append(loop.memcpy())
-                series[name].append(cases[name]())
-        copy_cpu_s = ckpt.stats["copy_cpu_s"] / ckpt.stats["snapshots"]
-        assert ckpt._life is not None
-        ckpt._life.close()
-    return {
-        "nbytes": loop.nbytes,
-        "tensors": len(loop.state()),
-        "reserve_s": reserve_s,
-        "memcpy_s": memcpy,
-        "memcpy_cpu_s": loop.memcpy_cpu_s[-len(memcpy) :],
-        "copy_cpu_s": copy_cpu_s,
-        "first": first,
-        "series": series,
-        "step_s": sum(loop.step().values()),
-    }
-
-
-def run(options: argparse.Namespace) -> dict[str, Any]:
-    """Start the ranks, wait for them, and return what the slowest one of each round saw."""
-    shm = Path(tempfile.mkdtemp(prefix="flashckpt-stall-", dir="/dev/shm"))
-    scratch = Path(tempfile.mkdtemp(prefix="flashckpt-stall-"))
-    load = LoadWatch()
     try:
-        command = [sys.executable, __file__, "--worker", "--root", str(scratch / "root"), "--folder", str(scratch)]
-        command += ["--bytes", str(options.bytes / options.ranks), "--ranks", str(options.ranks)]
-        command += ["--rounds", str(options.rounds), "--compute", str(options.compute)]
-        command += ["--tensors", str(options.tensors)] if options.tensors else []
-        command += ["--no-peers"] if options.no_peers else []
-        environment = {**os.environ, "FLASHCKPT_SHM_DIR": str(shm), "FLASHCKPT_AGENT_DIR": str(scratch)}
-        ranks = [
-            subprocess.Popen(command, stdout=subprocess.PIPE, env={**environment, "RANK": str(r)}, text=True)
-            for r in range(options.ranks)
-        ]
-        answers = [json.loads(rank.communicate()[0].splitlines()[-1]) for rank in ranks]
-    finally:
-        shutil.rmtree(shm, ignore_errors=True)
-        shutil.rmtree(scratch, ignore_errors=True)
-    return document("stall", _arguments(options), summarised(answers), load=load)
+        answer = subprocess.run([python, "-c", program], capture_output=True, text=True, check=True, timeout=120)
+        dlrover, torch = answer.stdout.split()[-2:]
+    except (OSError, subprocess.SubprocessError, ValueError) as error:
+        said = getattr(error, "stderr", None) or str(error)
+        print(f"DLRover cannot be imported by {python}:\n{said[-800:]}\nA Python that has it: {SETUP}", file=sys.stderr)
+        raise SystemExit(2) from None
+    if dlrover != VERSION:
+        print(f"note: dlrover {dlrover}, written for {VERSION}", file=sys.stderr)
+    return {"dlrover": dlrover, "torch": torch}
 
 
-def _arguments(options: argparse.Namespace) -> dict[str, Any]:
-    return {k: v for k, v in vars(options).items() if k in {"bytes", "ranks", "rounds", "compute", "tensors"}}
+class Family:
+    """The rank processes of one configuration and group, of our Python and of DLRover's."""
 
+    def __init__(self, options: argparse.Namespace, group: Group, nbytes: float, ranks: int, scratch: Path) -> None:
+        self.kinds: dict[str, Ranks] = {}
+        self.group, self.run_id = group, f"stall{os.getpid()}"
+        self._agent: subprocess.Popen[str] | None = None
+        arguments = ["--bytes", str(nbytes), "--ranks", str(ranks), "--compute", str(options.compute)]
+        arguments += ["--tensors", str(options.tensors)] if options.tensors else []
+        arguments += ["--slots", str(group.slots)] if group.slots else []
+        try:
+            for kind in dict.fromkeys(map(kind_of, group.methods)):
+                python, environments = sys.executable, [{"RANK": str(rank)} for rank in range(ranks)]
+                if kind == "dlrover":
+                    python = options.dlrover_python
+                    remove_leftovers(self.run_id)
+                    environments = [environment(rank, ranks, self.run_id) for rank in range(ranks)]
+                    self._start_agent(python, environments[0])
+                    environments = [one | {"STALL_AGENT_PID": str(self.agent_pid)} for one in environments]
+                command = [python, str(HERE / "stall_rank.py"), "--kind", kind, "--folder", str(scratch)]
+                command += ["--job", f"stall-{os.getpid()}", *arguments]
+                self.kinds[kind] = Ranks([command] * ranks, environments, scratch / f"{kind}.log")
+                self.kinds[kind].ask("about")  # one after the other: they calibrate their loops
+        except BaseException:
+            self.close()
+            raise
 
-def summarised(answers: list[dict[str, Any]]) -> dict[str, Any]:
-    """Return summaries per method: the maximum over ranks of every round, and ratios to the memcpy of the run."""
-    memcpy = [max(values) for values in zip(*(a["memcpy_s"] for a in answers), strict=True)]
-    limit = median(memcpy)
-    methods: dict[str, Any] = {}
-    for name in answers[0]["series"]:
-        rounds = list(zip(*(a["series"][name] for a in answers), strict=True))
-        found: dict[str, Any] = {
-            key: summarise([max(one[key] for one in ranks) for ranks in rounds]) for key in rounds[0][0]
-        }
-        found["first"] = {key: max(a["first"][name][key] for a in answers) for key in rounds[0][0]}
-        found["ratio"] = {k: found[k].median / limit for k in ("blocked_s", "lost_s", "restorable_s")}
-        methods[name] = found
-    return {
-        "nbytes": sum(a["nbytes"] for a in answers),
-        "tensors_per_rank": answers[0]["tensors"],
-        "start_s": max(a["reserve_s"] for a in answers),
-        "step_s": max(a["step_s"] for a in answers),
-        "memcpy_s": summarise(memcpy),
-        "memcpy_cpu_s": summarise([v for a in answers for v in a["memcpy_cpu_s"]]),
-        "flashckpt_copy_and_digest_cpu_s": max(a["copy_cpu_s"] for a in answers),
-        "methods": methods,
-    }
+    def ask(self, method: str, do: str) -> list[Any]:
+        """Order something of the ranks that hold a method."""
+        return self.kinds[kind_of(method)].ask(do, case=method)
 
+    def about(self) -> list[dict[str, Any]]:
+        """Size of the state by rank."""
+        return next(iter(self.kinds.values())).ask("about")
 
-def table(result: dict[str, Any]) -> str:
-    """Return the figures as a Markdown table, ratios first."""
-    found, load = result["results"], result["load"]
-    limit = found["memcpy_s"]["median"]
-    about = (
-        f"{found['nbytes'] / 1e9:.2f} GB, {found['tensors_per_rank']} tensors per rank, {result['arguments']['ranks']} rank(s); "
-        f"memcpy {limit * 1e3:.0f} ms [{found['memcpy_s']['min'] * 1e3:.0f}-{found['memcpy_s']['max'] * 1e3:.0f}]; "
-        f"step {found['step_s'] * 1e3:.0f} ms; load before {load['load_before']}, other cores {load['other_cores']}; "
-        f"CPU of flashckpt's copy and digests {found['flashckpt_copy_and_digest_cpu_s'] / found['memcpy_cpu_s']['median']:.2f} "
-        f"x that of a memcpy, of its call {found['methods']['flashckpt']['call_cpu_s']['median'] * 1e3:.2f} ms"
-    )
-    lines = [
-        about,
-        "",
-        "| method | blocked x memcpy | lost x memcpy | restorable x memcpy | call ms p50 / p99 / max | fence ms p50 / p99 / max | first: blocked ms | CPU s | extra memory MB |",
-        "|---|---|---|---|---|---|---|---|---|",
-    ]
-    for name, m in found["methods"].items():
-        spans = [
-            " / ".join(f"{m[key][p] * 1e3:.2f}" for p in ("median", "p99", "max")) for key in ("call_s", "fence_s")
-        ]
-        ratio = m["ratio"]
-        lines.append(
-            f"| {name} | {ratio['blocked_s']:.3f} | {ratio['lost_s']:.2f} | {ratio['restorable_s']:.2f} | {spans[0]} | {spans[1]} "
-            f"| {m['first']['blocked_s'] * 1e3:.1f} | {m['cpu_s']['median']:.2f} | {m['peak_bytes']['median'] / 1e6:.0f} |"
+    def pids(self, method: str) -> list[int]:
+        """All processes that work for a method."""
+        return sorted({pid for one in self.ask(method, "pids") for pid in one})
+
+    @property
+    def agent_pid(self) -> int:
+        """Process id of DLRover's agent."""
+        assert self._agent is not None
+        return self._agent.pid
+
+    def _start_agent(self, python: str, environ: dict[str, str]) -> None:
+        command = [python, str(HERE / "stall_dlrover.py"), "--agent"]
+        pipe = subprocess.PIPE
+        self._agent = subprocess.Popen(
+            command, stdin=pipe, stdout=pipe, stderr=subprocess.DEVNULL, env={**os.environ, **environ}, text=True
         )
-    return "\n".join(lines)
+        while (line := stream(self._agent.stdout).readline()) and line != "ready\n":
+            pass
+
+    def close(self) -> None:
+        """End all ranks, then the agent."""
+        for ranks in self.kinds.values():
+            try:
+                ranks.ask("close")
+            except RuntimeError as error:
+                print(error, file=sys.stderr)
+            ranks.close()
+        if self._agent is not None:
+            stream(self._agent.stdin).close()
+            try:
+                self._agent.wait(30)
+            except subprocess.TimeoutExpired:
+                self._agent.kill()
+                self._agent.wait()
+            stream(self._agent.stdout).close()
+            remove_leftovers(self.run_id)
+
+
+def kind_of(method: str) -> str:
+    return "dlrover" if method.startswith("DLRover") else "ours"
+
+
+def measure_group(family: Family, seconds: float, rounds: int) -> dict[str, Any]:
+    """Set every method up, then run rounds in turns for about `seconds`, then one untimed round that looks at memory."""
+    setup_s, standing, first = {}, {}, {}
+    for method in family.group.methods:
+        started = time.perf_counter()
+        with peak_memory_of(lambda: [p for ranks in family.kinds.values() for p in ranks.pids], 0.05) as peak:
+            family.ask(method, "setup")
+            setup_s[method] = time.perf_counter() - started
+            first[method] = family.ask(method, "run")
+        standing[method] = peak.now() - peak.start_bytes
+    series: dict[str, list[list[dict[str, Any]]]] = {method: [] for method in family.group.methods}
+    end, number = time.monotonic() + seconds, 0
+    while number < rounds and (number < 2 or time.monotonic() < end):
+        turn = number % len(series)
+        for method in [*series][turn:] + [*series][:turn]:
+            series[method].append(family.ask(method, "run"))
+        number += 1
+    memory = {}
+    for method in family.group.methods:
+        pids = family.pids(method)
+        with peak_memory_of(lambda pids=pids: pids) as peak:  # type: ignore[misc]  # bound now
+            family.ask(method, "run")
+        memory[method] = {"standing_bytes": max(0, standing[method]), "peak_bytes": peak.extra_bytes}
+    copies = family.kinds["ours"].ask("copies") if "ours" in family.kinds else []
+    return {"setup_s": setup_s, "first": first, "series": series, "memory": memory, "copies": copies}
+
+
+@contextmanager
+def places(where: str | None) -> Iterator[Path]:
+    """A folder on the disk and one in memory for flashckpt's segments; both are removed."""
+    with (
+        tempfile.TemporaryDirectory(prefix="flashckpt-stall-", dir=where) as disk,
+        tempfile.TemporaryDirectory(prefix="flashckpt-stall-", dir="/dev/shm") as shm,
+    ):
+        os.environ["FLASHCKPT_SHM_DIR"] = shm
+        yield Path(disk)
+
+
+def measure(options: argparse.Namespace, gigabytes: float, ranks: int, methods: list[str]) -> dict[str, Any]:
+    """Measure one configuration, group by group."""
+    nbytes, available = gigabytes * 1e9, available_bytes()
+    groups, left_out = plan_groups(methods, available * USABLE / nbytes)
+    if sum(g.need for g in groups) == 0:
+        return {"left_out": left_out, "available_bytes": available, "groups": []}
+    found = []
+    for group in groups:
+        with places(options.dir) as folder:
+            family = Family(options, group, nbytes, ranks, folder)
+            try:
+                about = family.about()
+                seconds = options.seconds * len(group.methods) / len(methods)
+                found.append(summarised(about, measure_group(family, seconds, options.rounds)))
+            finally:
+                family.close()
+        shutil.rmtree(folder, ignore_errors=True)
+        found[-1] |= {"need": group.need, "slots": group.slots or 3}
+    return {"left_out": left_out, "available_bytes": available, "groups": found}
 
 
 def main() -> None:
     """Parse arguments; run, print, write."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--bytes", type=float, default=1.5e9, help="bytes of the state, all ranks together")
-    parser.add_argument("--tensors", type=int, help="this many equal tensors instead of Llama shapes")
-    parser.add_argument("--ranks", type=int, default=1)
-    parser.add_argument("--rounds", type=int, default=7)
-    parser.add_argument(
-        "--compute", type=float, default=2.0, help="length of forward + backward, in memcpys of the state"
-    )
-    parser.add_argument("--no-peers", action="store_true")
+    parser.add_argument("--gb", default="1.5", help="sizes of the state, all ranks together, in 10^9 bytes, by commas")
+    parser.add_argument("--ranks", default="1", help="numbers of ranks, by commas")
+    parser.add_argument("--tensors", type=int, help="this many equal tensors per rank instead of Llama shapes")
+    parser.add_argument("--rounds", type=int, default=1000, help="at most so many, and at least two")
+    parser.add_argument("--seconds", type=float, default=60.0, help="of rounds, per configuration")
+    parser.add_argument("--compute", type=float, default=2.0, help="forward and backward, in memcpys of the state")
+    parser.add_argument("--no-peers", action="store_true", help="flashckpt only")
+    parser.add_argument("--dlrover-python", help="a Python that has DLRover; without it DLRover is left out")
+    parser.add_argument("--dlrover-setup", action="store_true", help="print how to get such a Python")
+    parser.add_argument("--dir", help="folder on the disk to write to (default: the temporary folder)")
     parser.add_argument("--json", type=Path)
-    for name in ("--worker",):
-        parser.add_argument(name, action="store_true", help=argparse.SUPPRESS)
-    for name in ("--root", "--folder"):
-        parser.add_argument(name, help=argparse.SUPPRESS)
     options = parser.parse_args()
-    if options.worker:
-        rank = int(os.environ["RANK"])
-        store = dist.FileStore(f"{options.folder}/store", options.ranks)  # type: ignore[attr-defined]  # not in the stubs
-        dist.init_process_group("gloo", store=store, rank=rank, world_size=options.ranks)
-        print(json.dumps(worker(options)), flush=True)
-        dist.destroy_process_group()
+    if options.dlrover_setup:
+        print(SETUP)
         return
-    result = json.loads(json.dumps(run(options), default=lambda o: {s: getattr(o, s) for s in o.__slots__}))
-    print(table(result))
+    methods = ["flashckpt", "flashckpt, persisted"] if options.no_peers else list(METHODS)
+    versions = check_dlrover(options.dlrover_python) if options.dlrover_python else None
+    if versions is None:
+        methods = [method for method in methods if kind_of(method) == "ours"]
+    load, results = LoadWatch(), {}
+    for size in options.gb.split(","):
+        for ranks in options.ranks.split(","):
+            results[f"{size} GB, {ranks} rank{'s' * (ranks != '1')}"] = one = measure(
+                options, float(size), int(ranks), methods
+            )
+            print(table(f"{size} GB, {ranks} rank(s)", one), flush=True)
+    arguments = {
+        k: v for k, v in vars(options).items() if k in {"gb", "ranks", "rounds", "seconds", "compute", "tensors"}
+    }
+    result = document("stall", arguments | {"dlrover": versions}, results, load=load)
+    if versions is None:
+        print("\nDLRover was left out: no --dlrover-python was given (see --dlrover-setup).")
+    print(f"\nload before {result['load']['load_before']}, cores used by others {result['load']['other_cores']}")
     if options.json:
-        write_json(options.json, result)
+        write_json(options.json, json.loads(json.dumps(result)))
 
 
 if __name__ == "__main__":

@@ -1,0 +1,140 @@
+"""Rank processes that a benchmark commands line by line, so that cases of different processes take turns.
+
+A rank reads one JSON object per line from stdin, `{"do": NAME, ...}`, and answers with one line on what was its stdout;
+everything that libraries print goes to stderr.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import threading
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import IO, Any
+
+
+def serve(commands: Mapping[str, Callable[..., Any]]) -> None:
+    """Answer commands until stdin ends."""
+    out = os.fdopen(os.dup(1), "w")
+    os.dup2(2, 1)
+    for line in sys.stdin:
+        order = json.loads(line)
+        answer = commands[order.pop("do")](**order)
+        out.write(json.dumps(answer) + "\n")
+        out.flush()
+
+
+class Ranks:
+    """The processes of all ranks; `ask` gives every one the same order at the same time."""
+
+    def __init__(self, commands: Sequence[Sequence[str]], environments: Sequence[Mapping[str, str]], log: Path) -> None:
+        self.log = log
+        with log.open("ab") as errors:
+            self._processes = [
+                subprocess.Popen(
+                    list(command),
+                    stdin=subprocess.PIPE,
+                    stdout=subprocess.PIPE,
+                    stderr=errors,
+                    env={**os.environ, **environment},
+                    text=True,
+                )
+                for command, environment in zip(commands, environments, strict=True)
+            ]
+
+    @property
+    def pids(self) -> list[int]:
+        """Process ids by rank."""
+        return [process.pid for process in self._processes]
+
+    def ask(self, do: str, **order: Any) -> list[Any]:
+        """Send one order to all and return their answers by rank.
+
+        Raises:
+            RuntimeError: A rank ended instead of answering; the end of its log is in the text.
+        """
+        line = json.dumps({"do": do, **order}) + "\n"
+        try:
+            for process in self._processes:
+                stream(process.stdin).write(line)
+                stream(process.stdin).flush()
+            answers = [stream(process.stdout).readline() for process in self._processes]
+        except BrokenPipeError:
+            answers = [""]
+        if not all(answers):
+            raise RuntimeError(f"a rank ended during {do!r}:\n{self.log.read_text()[-3000:]}")
+        return [json.loads(answer) for answer in answers]
+
+    def close(self) -> None:
+        """End the input of all ranks and wait for them; whoever does not end in a minute is killed."""
+        for process in self._processes:
+            stream(process.stdin).close()
+        for process in self._processes:
+            try:
+                process.wait(60)
+            except subprocess.TimeoutExpired:
+                process.kill()
+                process.wait()
+            stream(process.stdout).close()
+
+
+def stream(pipe: IO[str] | None) -> IO[str]:
+    assert pipe is not None
+    return pipe
+
+
+class PeakMemory:
+    """Largest memory of a family of processes and of all shared memory, above what it was at the start."""
+
+    def __init__(self, pids: Callable[[], Sequence[int]]) -> None:
+        self._pids = pids
+        self.start_bytes = self.now()
+        self.extra_bytes = 0
+
+    def now(self) -> int:
+        """Private memory of the processes, shared pages divided by their sharers, plus all shared memory of the machine."""
+        return sum(private_bytes(pid) for pid in self._pids()) + shared_bytes()
+
+    def look(self) -> None:
+        """Take one sample."""
+        self.extra_bytes = max(self.extra_bytes, self.now() - self.start_bytes)
+
+
+@contextmanager
+def peak_memory_of(pids: Callable[[], Sequence[int]], interval_s: float = 0.005) -> Any:
+    """Sample beside the body of the `with`; read `extra_bytes` afterwards. Not for rounds that are timed."""
+    peak, stop = PeakMemory(pids), threading.Event()
+
+    def sample() -> None:
+        while not stop.wait(interval_s):
+            peak.look()
+
+    thread = threading.Thread(target=sample, daemon=True)
+    thread.start()
+    try:
+        yield peak
+    finally:
+        stop.set()
+        thread.join()
+        peak.look()
+
+
+def private_bytes(pid: int) -> int:
+    """Anonymous memory of a process; a page that a fork shares counts in parts."""
+    try:
+        lines = Path(f"/proc/{pid}/smaps_rollup").read_text().splitlines()
+    except OSError:
+        return 0
+    return sum(int(line.split()[1]) * 1024 for line in lines if line.startswith("Pss_Anon:"))
+
+
+def shared_bytes() -> int:
+    """All shared memory of the machine: tmpfs files and shared anonymous mappings."""
+    for line in Path("/proc/meminfo").read_text().splitlines():
+        if line.startswith("Shmem:"):
+            return int(line.split()[1]) * 1024
+    return 0

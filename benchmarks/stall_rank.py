@@ -1,0 +1,93 @@
+"""One rank of `stall.py`: holds the training loop and the cases it is told to set up, and runs them on command."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import time
+import warnings
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from ranks import serve
+from training_loop import Case, Loop, descendants, measured
+
+
+class Rank:
+    """What the parent may order."""
+
+    def __init__(self, options: argparse.Namespace) -> None:
+        self.options = options
+        self.folder = Path(options.folder)
+        self.rank = int(os.environ["RANK"])
+        store = dist.FileStore(f"{options.folder}/{options.kind}.store", options.ranks)  # type: ignore[attr-defined]  # not in the stubs
+        dist.init_process_group("gloo", store=store, rank=self.rank, world_size=options.ranks)
+        self.loop = Loop(
+            options.bytes / options.ranks, tensors=options.tensors, compute=options.compute, rank=self.rank
+        )
+        self.cases: dict[str, Case] = {}
+
+    def about(self) -> dict[str, Any]:
+        """Size of the state."""
+        return {"nbytes": self.loop.nbytes, "tensors": len(self.loop.state())}
+
+    def setup(self, case: str) -> float:
+        """Make a case ready; seconds."""
+        started = time.perf_counter()
+        if case.startswith("DLRover"):
+            from stall_dlrover import Dlrover
+
+            self.cases[case] = Dlrover(self.loop, self.folder, self.options.ranks, disk=case.endswith("disk"))
+        else:
+            from stall_cases import make
+
+            job, slots = self.options.job, self.options.slots
+            self.cases[case] = make(case, self.loop, self.folder, job=job, slots=slots)
+        return time.perf_counter() - started
+
+    def run(self, case: str) -> dict[str, float | None]:
+        """One memcpy, then one snapshot by this case, all ranks at once."""
+        dist.barrier()
+        wall, cpu = self.loop.memcpy()
+        dist.barrier()
+        return {"memcpy_s": wall, "memcpy_cpu_s": cpu} | measured(self.loop, self.cases[case])
+
+    def pids(self, case: str) -> list[int]:
+        """This process, its descendants, and whoever works for the case."""
+        return [*descendants(os.getpid()), *self.cases[case].pids()]
+
+    def copies(self) -> dict[str, float]:
+        """CPU seconds of one copy with digests by flashckpt's threads, from its own counters."""
+        for name, case in self.cases.items():
+            if name.startswith("flashckpt"):
+                stats = case.ckpt.stats  # type: ignore[attr-defined]  # only Flashckpt has it
+                return {"copy_cpu_s": stats["copy_cpu_s"] / stats["snapshots"], "skipped": stats.get("skipped", 0.0)}
+        return {}
+
+    def close(self) -> None:
+        """End everything; the ranks leave together."""
+        for case in self.cases.values():
+            case.close()
+        dist.barrier()
+
+
+def main() -> None:
+    """Serve until the parent closes stdin."""
+    parser = argparse.ArgumentParser()
+    for name, kind in (("folder", str), ("job", str), ("kind", str), ("bytes", float), ("compute", float)):
+        parser.add_argument(f"--{name}", type=kind, required=True)
+    for name in ("ranks", "tensors", "slots"):
+        parser.add_argument(f"--{name}", type=int)
+    options = parser.parse_args()
+    torch.set_num_threads(1)
+    warnings.simplefilter("ignore")
+    rank = Rank(options)
+    names = ("about", "setup", "run", "pids", "copies", "close")
+    serve({name: getattr(rank, name) for name in names})
+    os._exit(0)  # peers leave threads that never end
+
+
+if __name__ == "__main__":
+    main()
