@@ -12,19 +12,15 @@ What differs from torchrun's agent, and why:
 
 from __future__ import annotations
 
-import contextlib
 import logging
 import os
 import signal
 import socket
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
-from types import ModuleType
-from typing import Any, NoReturn
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any
 
-from torch._C._distributed_c10d import PrefixStore, TCPStore
 from torch.distributed import DistError
 from torch.distributed.elastic.agent.server import local_elastic_agent
 from torch.distributed.elastic.agent.server.api import RunResult, WorkerGroup, WorkerSpec, WorkerState
@@ -32,167 +28,151 @@ from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElas
 from torch.distributed.elastic.metrics.api import put_metric
 from torch.distributed.elastic.multiprocessing import PContext, SignalException, start_processes
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
-from torch.distributed.elastic.rendezvous import RendezvousError, RendezvousHandler, RendezvousInfo, RendezvousStoreInfo
-from torch.distributed.elastic.rendezvous.dynamic_rendezvous import DynamicRendezvousHandler
+from torch.distributed.elastic.rendezvous import (
+    RendezvousClosedError,
+    RendezvousError,
+    RendezvousGracefulExitError,
+    RendezvousHandler,
+    RendezvousInfo,
+    RendezvousTimeoutError,
+)
+from torch.distributed.elastic.rendezvous.dynamic_rendezvous import (
+    DynamicRendezvousHandler,
+    _DistributedRendezvousOpExecutor,
+)
 from torch.distributed.elastic.rendezvous.static_tcp_rendezvous import StaticTCPRendezvous
 from torch.distributed.launcher import api as launcher_api
 
-from flashckpt.daemon import hang
-from flashckpt.daemon.budget import REFILL_STEPS, Budget, Verdict
-from flashckpt.daemon.context import WorkerContext, bindings, script_commands
-from flashckpt.daemon.failure import FailureReport, fingerprint
+from flashckpt.daemon import hang, node_check, stores
+from flashckpt.daemon.budget import Budget, Verdict
+from flashckpt.daemon.context import Life, WorkerContext, make_context, script_commands
+from flashckpt.daemon.failure import FailureReport
 from flashckpt.daemon.hang import Pace
 from flashckpt.daemon.node_check import Check
 from flashckpt.daemon.nursery import Nursery
+from flashckpt.daemon.options import AgentOptions, Outcome, RendezvousLostError
 from flashckpt.daemon.process import become_subreaper, reap_strays
-from flashckpt.daemon.reporting import Reporter, hang_states
+from flashckpt.daemon.reporting import Reporter
 from flashckpt.daemon.stop import AgreedStop, Group, StopSignals
+from flashckpt.daemon.torch_parts import raise_signal, replaced
 from flashckpt.daemon.watch import JobWatch
-from flashckpt.errors import FlashckptError, HangError, RestartBudgetError
 from flashckpt.memory.control import ControlRow
+
+if TYPE_CHECKING:
+    from torch._C._distributed_c10d import TCPStore
 
 _log = logging.getLogger("flashckpt.dlrun")
 _TICK_S = 0.2
+_LINGER_S = 2.5
 
 
-@dataclass(frozen=True, kw_only=True)
-class AgentOptions:
-    """What dlrun adds to torchrun's settings.
+class InUnits(_DistributedRendezvousOpExecutor):
+    """The steps of a c10d rendezvous, whose every round is cut to a multiple of `unit` nodes; the others wait.
 
-    Attributes:
-        job: The job's name, where the user gave one by --rdzv-id.
-        survivors_s: Seconds that survivors of a failure get between SIGTERM and SIGKILL; 0 kills at once.
-        grace_s: Seconds an agreed stop may take before the workers are killed.
-        ledger: A file that gets one JSON line per failure, besides the job directory's own.
-        hang_s: Seconds without a step that count as a hang; 0 switches it off, None learns it from the steps.
-        refill_steps: New steps between two failures that give the restart budget back; 0 never.
-        wait_flush: Do not end before the daemon has persisted the newest snapshot (or grace_s is over).
-        node_check: Look for bad and slow nodes before the first generation, and leave them out.
-        min_nodes: Fewest nodes the job runs on.
+    Nodes that trained in the round before stay before others do: their memory holds the snapshots.
     """
 
-    job: str = ""
-    survivors_s: float = 0.0
-    grace_s: float = 60.0
-    ledger: str = ""
-    hang_s: float | None = None
-    refill_steps: int = REFILL_STEPS
-    wait_flush: bool = False
-    node_check: bool = False
-    min_nodes: int = 1
+    def __init__(self, inner: DynamicRendezvousHandler, unit: int) -> None:
+        super().__init__(inner._this_node, inner._state_holder, inner.settings)  # noqa: SLF001 -- torch offers no other way in
+        self._unit = unit
+        self.has_trained = False
+        self.has_waited = False
+
+    def waits(self) -> bool:
+        """Return whether a round went on without this node since the last call."""
+        waited, self.has_waited = self.has_waited, False
+        return waited
+
+    def _add_to_wait_list(self) -> None:
+        self.has_waited = True
+        super()._add_to_wait_list()
+
+    def missing(self, size: int) -> bool:
+        """Whether a node of the present round, of `size` nodes, has left it to begin another."""
+        return len(self._state_holder.state.participants) < size
+
+    def _add_to_participants(self) -> None:
+        super()._add_to_participants()
+        if not self._state.complete and self.has_trained:
+            self._state.participants[self._node] = 1  # the place of its rank, which is given at the end
+
+    def _mark_rendezvous_complete(self) -> None:
+        nodes = self._state.participants
+        surplus = len(nodes) % self._unit
+        for node in sorted(nodes, key=lambda node: (-nodes[node], node))[len(nodes) - surplus :]:
+            del nodes[node]  # its next look puts it on the wait list
+        super()._mark_rendezvous_complete()
 
 
-@dataclass(kw_only=True)
-class Outcome:
-    """How the launch ended, for the exit code: stopped on request, hanging, or by an error that repeats itself."""
-
-    resume: bool = False
-    hang: str = ""
-    repeats: str = ""
-    refused: int = 0
-
-
-class RefusedError(FlashckptError):
-    """A rank found the job impossible as it is; it has told why, and the exit code is its own."""
-
-    def __init__(self, problem: str, *, exit_code: int) -> None:
-        self.exit_code = exit_code
-        super().__init__(problem)
-
-
-class RendezvousLostError(FlashckptError):
-    """The rendezvous store cannot be reached, so that nodes cannot find each other any more."""
-
-    exit_code = 1
-
-
-class NodeCheckError(FlashckptError):
-    """The node check found this node bad, or too few good ones."""
-
-    exit_code = 38
-
-
-class FreshStores(RendezvousHandler):
+class FreshStores(stores.Forwarding):
     """A rendezvous whose every round hands the workers a store that nobody has written to.
 
     `may_close` stays False until the job has ended for good: the shutdown of a c10d rendezvous is
     final for all nodes.
     """
 
-    def __init__(self, inner: RendezvousHandler) -> None:
-        self.inner = inner
+    def __init__(self, inner: RendezvousHandler, *, unit: int = 1) -> None:
+        super().__init__(inner)
         self.rounds = 0
         self.may_close = False
         self._info: RendezvousInfo | None = None
         self._server: TCPStore | None = None
+        self._unit = unit
+        self._units: InUnits | None = None
+        if unit > 1 and isinstance(inner, DynamicRendezvousHandler):
+            self._units = inner._op_executor = InUnits(inner, unit)  # noqa: SLF001 -- torch offers no other way in
 
     def next_rendezvous(self) -> RendezvousInfo:
         """Join the next round; one node that is alone by definition does not ask anybody."""
         inner = self.inner
         if isinstance(inner, DynamicRendezvousHandler):
             if self._info is not None and inner.settings.max_nodes == 1:
-                self._info = self._alone(self._info)
+                self._info, self._server = stores.of_one_node(self._info, self.rounds)
             else:
-                inner._bootstrap_store_info = None  # noqa: SLF001 -- torch caches the first round's store here
-                inner._shared_tcp_store_server = None  # noqa: SLF001 -- and its server here
-                self._info = inner.next_rendezvous()
+                self._info = self._join(inner)
         elif isinstance(inner, StaticTCPRendezvous) and self.rounds:
-            self._info = self._next_static(inner.next_rendezvous())
+            self._info, self._server = stores.of_static(inner.next_rendezvous(), self.rounds)
         else:
             self._info = inner.next_rendezvous()
         self.rounds += 1
         return self._info
 
-    def _alone(self, info: RendezvousInfo) -> RendezvousInfo:
-        address = _address(info)
-        self._server = TCPStore(address, 0, is_master=True, wait_for_workers=False)
-        store = PrefixStore(f"flashckpt/round{self.rounds}", self._server)
-        return RendezvousInfo(store, 0, 1, RendezvousStoreInfo(address, self._server.port))
-
-    def _next_static(self, info: RendezvousInfo) -> RendezvousInfo:
-        """Open a new port for the new generation and tell the other nodes through the first store."""
-        address = _address(info)
-        key = f"flashckpt/port{self.rounds}"
-        if info.rank == 0:
-            self._server = TCPStore(address, 0, is_master=True, wait_for_workers=False)
-            info.store.set(key, str(self._server.port))
-        port = int(info.store.get(key))
-        store = PrefixStore(f"flashckpt/round{self.rounds}", info.store)
-        return RendezvousInfo(store, info.rank, info.world_size, RendezvousStoreInfo(address, port))
-
-    @property
-    def use_agent_store(self) -> bool:
-        """Whether the agent hosts the workers' store."""
-        return bool(self.inner.use_agent_store)
-
-    def get_backend(self) -> str:
-        """Return the inner backend's name."""
-        return str(self.inner.get_backend())
-
-    def is_closed(self) -> bool:
-        """Return whether the rendezvous was closed for good."""
-        return bool(self.inner.is_closed())
-
-    def set_closed(self) -> None:
-        """Close the rendezvous for good."""
-        self.inner.set_closed()  # type: ignore[no-untyped-call]  # torch leaves it untyped
+    def _join(self, inner: DynamicRendezvousHandler) -> RendezvousInfo:
+        while True:
+            inner._bootstrap_store_info = None  # noqa: SLF001 -- torch caches the first round's store here
+            inner._shared_tcp_store_server = None  # noqa: SLF001 -- and its server here
+            try:
+                info = inner.next_rendezvous()
+            except RendezvousTimeoutError:
+                if self._units is None or not self._units.waits():
+                    raise
+                continue  # the others train: a node that is over waits for as long as they do
+            except RendezvousClosedError:
+                if self._units is None or not self._units.waits():
+                    raise
+                msg = "the job has ended without this node"
+                raise RendezvousGracefulExitError(msg) from None
+            if self._units is not None:
+                self._units.has_trained = True
+            return info
 
     def num_nodes_waiting(self) -> int:
-        """Return how many nodes want to join."""
-        return int(self.inner.num_nodes_waiting())
-
-    def get_run_id(self) -> str:
-        """Return the run id."""
-        return str(self.inner.get_run_id())
+        """Return how many nodes want to join and can: whole units, or any of them once a node has left the round."""
+        waiting = int(self.inner.num_nodes_waiting())
+        if self._units is None or self._info is None or self._units.missing(self._info.world_size):
+            return waiting
+        return waiting - waiting % self._unit
 
     def shutdown(self) -> bool:
-        """Close the rendezvous, but only when the job is over for every node."""
-        return bool(self.inner.shutdown()) if self.may_close else True
-
-
-def _address(info: RendezvousInfo) -> str:
-    assert info.bootstrap_store_info is not None  # both rendezvous that come here fill it in
-    return str(info.bootstrap_store_info.master_addr)
+        """Close the rendezvous, but only when the job is over for every node; nodes that wait to join are let hear of it."""
+        if not self.may_close:
+            return True
+        closed = bool(self.inner.shutdown())
+        if isinstance(self.inner, DynamicRendezvousHandler):
+            state = self.inner._state_holder.state  # noqa: SLF001 -- a copy of what all nodes share
+            if state.wait_list or state.redundancy_list:
+                time.sleep(_LINGER_S)  # the store may end with this process; they look once a second
+        return closed
 
 
 class DlrunAgent(LocalElasticAgent):
@@ -201,7 +181,7 @@ class DlrunAgent(LocalElasticAgent):
     def __init__(
         self, spec: WorkerSpec, *args: Any, nursery: Nursery, options: AgentOptions, outcome: Outcome, **kwargs: Any
     ) -> None:
-        self._stores = FreshStores(spec.rdzv_handler)
+        self._stores = FreshStores(spec.rdzv_handler, unit=options.node_unit)
         spec.rdzv_handler = self._stores
         super().__init__(spec, *args, **kwargs)
         self._nursery, self._options, self._outcome = nursery, options, outcome
@@ -219,13 +199,14 @@ class DlrunAgent(LocalElasticAgent):
         """Run the worker group to its end, with signals, the job watch and the zygote around it."""
         become_subreaper()
         names = os.environ.get("TORCHELASTIC_SIGNALS_TO_HANDLE", "SIGTERM,SIGINT,SIGHUP,SIGQUIT")
-        self._signals = StopSignals(names, _raise_signal)
+        self._signals = StopSignals(names, raise_signal)
         self._watch = JobWatch()
         self._stop = AgreedStop(self._watch, self._options.grace_s)
         self._reporter = Reporter(self._watch, self._options.ledger)
         self._signals.install()
         try:
-            result: RunResult = super().run(role)
+            # torch gives None for a node that the job never needed (more came than --nnodes allows)
+            result = super().run(role) or RunResult(state=WorkerState.SUCCEEDED)
             self._stores.may_close = not self._outcome.resume
             self._ended = not result.is_failed() and not self._outcome.resume
             if self._ended:
@@ -323,22 +304,12 @@ class DlrunAgent(LocalElasticAgent):
         if others is None:
             return
         address = self._worker_group.spec.local_addr or socket.getfqdn()
-        bad = Check(others.store, node=others.rank, count=others.size, address=address).run()
-        if not bad:
-            _log.info("node check: %d nodes are well", others.size)
-            return
-        text = "; ".join(f"node {node}: {why}" for node, why in sorted(bad.items()))
-        if others.size - len(bad) < self._options.min_nodes:
-            raise NodeCheckError(
-                f"too few nodes are well: {text}", expected=f"at least {self._options.min_nodes} nodes"
-            )
-        if others.rank in bad:
-            raise NodeCheckError(f"this node is left out: {bad[others.rank]}", state="The other nodes go on.")
-        _log.warning("node check: left out: %s", text)
-        super()._rendezvous(group)
+        check = Check(others.store, node=others.rank, count=others.size, address=address)
+        if node_check.leave_or_go_on(check.run(), others, min_nodes=self._options.min_nodes):
+            super()._rendezvous(group)
 
     def _start_workers(self, worker_group: WorkerGroup) -> dict[int, Any]:
-        with _replaced(local_elastic_agent, "start_processes", self._start_context):
+        with replaced(local_elastic_agent, "start_processes", self._start_context):
             pids: dict[int, Any] = super()._start_workers(worker_group)
         if isinstance(self._pcontext, WorkerContext):
             self._reporter.started(rendezvous_s=self._rendezvous_s, fork_s=self._pcontext.fork_s)
@@ -346,54 +317,25 @@ class DlrunAgent(LocalElasticAgent):
         return pids
 
     def _start_context(
-        self,
-        *,
-        entrypoint: Callable[..., Any] | str,
-        args: dict[int, tuple[Any, ...]],
-        envs: dict[int, dict[str, str]],
-        start_method: str,
-        numa_options: Any,
-        **rest: Any,
+        self, *, entrypoint: Callable[..., Any] | str, args: dict[int, tuple[Any, ...]], **rest: Any
     ) -> PContext:
         """Stand in for torch's start_processes: scripts are forked, commands spawned, functions are torch's."""
         scripts = script_commands(entrypoint, args)
         if callable(entrypoint) and scripts is None:
-            whole: dict[str, Any] = {**rest, "start_method": start_method, "numa_options": numa_options}
-            return start_processes(entrypoint=entrypoint, args=args, envs=envs, **whole)
-        for local_rank, environment in envs.items():
-            environment.update(self._worker_environment(local_rank))
-        context = self._make_context(
-            nursery=self._nursery,
+            return start_processes(entrypoint=entrypoint, args=args, **rest)
+        life = Life(number=self._lives, failures=self._failures, job=self._options.job, watch=self._watch)
+        context = make_context(
+            life,
+            entrypoint,
+            args,
             scripts=scripts,
             survivors_s=self._options.survivors_s,
-            cpus=bindings(numa_options, len(args)),
-            entrypoint=entrypoint if isinstance(entrypoint, str) else sys.executable,
-            args=args if isinstance(entrypoint, str) else {rank: ("-u", *item) for rank, item in args.items()},
-            envs=envs,
+            nursery=self._nursery,
             **rest,
         )
         self._pcontext = context  # before the start: a signal in between must still end its workers
         context.start()
         return context
-
-    def _make_context(self, *, envs: dict[int, dict[str, str]], **rest: Any) -> WorkerContext:
-        """Build the context with a log directory of this life's own (torch names it by the restart count)."""
-        counts = {rank: env["TORCHELASTIC_RESTART_COUNT"] for rank, env in envs.items()}
-        for env in envs.values():
-            env["TORCHELASTIC_RESTART_COUNT"] = str(self._lives)
-        context = WorkerContext(envs=envs, **rest)
-        for rank, env in envs.items():
-            env["TORCHELASTIC_RESTART_COUNT"] = counts[rank]
-        return context
-
-    def _worker_environment(self, local_rank: int) -> dict[str, str]:
-        extra = {
-            "TORCHELASTIC_RESTART_COUNT": str(self._failures),
-            "FLASHCKPT_AGENT_DIR": str(self._watch.agent_dir),
-            "FLASHCKPT_RESTART": str(self._lives),
-            "FLASHCKPT_STACKS_FILE": str(self._watch.stacks_file(local_rank)),
-        }
-        return {**extra, "FLASHCKPT_JOB_ID": self._options.job} if self._options.job else extra
 
     def _stop_workers(self, worker_group: WorkerGroup) -> None:  # noqa: ARG002 -- torch's signature
         """End the workers of this generation: at once, or with the time the user gave by --shutdown-timeout."""
@@ -438,23 +380,18 @@ class DlrunAgent(LocalElasticAgent):
             return Verdict(restart=False, reason="every start would end the same: the job ends")
         if report is None:
             return self._budget.spend(fingerprint="", step=self._pace.highest)
-        own_error = bool(report.first.traceback) and not report.first.is_echo
-        return self._budget.spend(fingerprint=fingerprint(report.first) if own_error else "", step=report.step)
+        return self._budget.spend(fingerprint=report.fingerprint, step=report.step)
 
     def _end_hang(self, context: WorkerContext, rows: Sequence[ControlRow], limit_s: float) -> RunResult:
         """Write down all stacks, then kill every rank; the odd one counts as the one that failed."""
-        silent_s = (time.monotonic_ns() - min(row.heartbeat_ns for row in rows)) / 1e9
-        states = hang_states(self._watch, context.pids(), rows)
-        self._outcome.hang = hang.render(states, silent_s=silent_s, limit_s=limit_s)
-        context.abort()
-        self._reporter.hang(context, states, self._outcome.hang, restart=self._lives + 1)
-        suspect = (hang.odd_ranks(states) or [states[0].rank])[0]
-        worker = next(worker for worker in self._worker_group.workers if worker.global_rank == suspect)
+        suspect = self._reporter.hang(context, rows, limit_s, restart=self._lives + 1)
+        self._outcome.hang = suspect.text
+        worker = next(worker for worker in self._worker_group.workers if worker.global_rank == suspect.rank)
         failed = ProcessFailure(
             local_rank=worker.local_rank, pid=int(worker.id), exitcode=-signal.SIGKILL, error_file=""
         )
-        failed.message = self._outcome.hang
-        return RunResult(state=WorkerState.FAILED, failures={suspect: failed})
+        failed.message = suspect.text
+        return RunResult(state=WorkerState.FAILED, failures={suspect.rank: failed})
 
     # -- stopping
 
@@ -466,43 +403,10 @@ class DlrunAgent(LocalElasticAgent):
 
     def _stop_together(self, group: WorkerGroup) -> None:
         """Agree with all ranks on the step to stop after; without flashckpt in them, stop as torchrun does."""
-        others = self._others(group)
-        store = others.store if others is not None else None
-        signals = self._signals.received
-        if signals and not self._stop.is_under_way:
-            if self._watch.control() is None:
-                _raise_signal(signals[0])
-            self._stop.ask(store)
-        elif store is not None:
-            self._stop.hear(store)
-        if not self._stop.is_under_way:
-            return
-        if self._stop.is_late:
-            _log.error(
-                "the workers did not stop in %.0f s: they are killed, what is in memory is kept", self._options.grace_s
-            )
-            _raise_signal(signals[0] if signals else signal.SIGTERM)
-        pace_s = self._pace.at_least_s(time.monotonic())
-        step = self._stop.advance(self._rows(), ranks=group.spec.local_world_size, step_s=pace_s, group=others)
-        if step is not None:
-            why = signal.Signals(signals[0]).name if signals else "another node was asked to stop"
-            _log.warning("%s: all ranks stop after step %d, their state is kept", why, step)
-
-
-def _raise_signal(number: int) -> NoReturn:
-    name = signal.Signals(number)
-    msg = f"Process {os.getpid()} got signal: {name}"
-    raise SignalException(msg, sigval=name)
-
-
-@contextlib.contextmanager
-def _replaced(module: ModuleType, name: str, value: Any) -> Iterator[None]:
-    old = getattr(module, name)
-    setattr(module, name, value)
-    try:
-        yield
-    finally:
-        setattr(module, name, old)
+        pace_s, ranks = self._pace.at_least_s(time.monotonic()), group.spec.local_world_size
+        received = self._signals.received
+        if not self._stop.tick(received, self._rows(), ranks=ranks, step_s=pace_s, group=self._others(group)):
+            raise_signal(received[0] if received else signal.SIGTERM)
 
 
 def launch(
@@ -521,7 +425,7 @@ def launch(
     def build(*rest: Any, **kwargs: Any) -> DlrunAgent:
         return DlrunAgent(*rest, nursery=nursery, options=options, outcome=outcome, **kwargs)
 
-    with _replaced(launcher_api, "LocalElasticAgent", build):
+    with replaced(launcher_api, "LocalElasticAgent", build):
         try:
             launcher_api.launch_agent(config, entrypoint, args)
         except SignalException:
@@ -530,20 +434,10 @@ def launch(
         except (RendezvousError, DistError) as error:
             if "rendezvous" not in type(error).__name__.lower() and config.max_nodes == 1:
                 raise
-            raise RendezvousLostError(
-                f"the agent at {config.rdzv_endpoint} hosted the rendezvous store and cannot be reached, or it closed",
-                found=f"{type(error).__name__}: {error}",
-                state="The workers of this node were ended; complete snapshots are persisted by the daemon.",
-                remedy="start the job again; docs/launching.md says how to keep the store on a node that does not train",
-            ) from error
+            raise RendezvousLostError.at(config.rdzv_endpoint, error) from error
         except ChildFailedError as error:
-            if outcome.refused:
-                why = "the job cannot run as it is: a rank has told why, above"
-                raise RefusedError(why, exit_code=outcome.refused) from error
-            if outcome.repeats:
-                raise RestartBudgetError(outcome.repeats, remedy="mend the script; its traceback is above") from error
-            if outcome.hang:
-                raise HangError(outcome.hang, state="All ranks were killed.") from error
+            if (clearer := outcome.error()) is not None:
+                raise clearer from error
             raise
     reap_strays(set())
     return outcome

@@ -20,6 +20,7 @@ from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 from flashckpt.daemon.failure import Exit, first_failure, read_error
 from flashckpt.daemon.nursery import Nursery, Unavailable
 from flashckpt.daemon.process import die_with_parent, exit_code, kill_group, reap_strays, wait_readable
+from flashckpt.daemon.watch import JobWatch
 
 _log = logging.getLogger("flashckpt.dlrun")
 _SETTLE_S = 0.25
@@ -234,6 +235,54 @@ class WorkerContext(PContext):
         while (left := [worker for worker in workers if not worker.ended]) and time.monotonic() < end:
             wait_readable([worker.pidfd for worker in left], end - time.monotonic())
             self._running()
+
+
+@dataclass(frozen=True, kw_only=True)
+class Life:
+    """One life of the worker group: how many there were before, and after how many failures."""
+
+    number: int
+    failures: int
+    job: str
+    watch: JobWatch
+
+    def environment(self, local_rank: int) -> dict[str, str]:
+        """Return what dlrun adds to torchrun's environment of a worker."""
+        extra = {
+            "TORCHELASTIC_RESTART_COUNT": str(self.failures),
+            "FLASHCKPT_AGENT_DIR": str(self.watch.agent_dir),
+            "FLASHCKPT_RESTART": str(self.number),
+            "FLASHCKPT_STACKS_FILE": str(self.watch.stacks_file(local_rank)),
+        }
+        return {**extra, "FLASHCKPT_JOB_ID": self.job} if self.job else extra
+
+
+def make_context(
+    life: Life,
+    entrypoint: Callable[..., Any] | str,
+    args: dict[int, tuple[Any, ...]],
+    *,
+    envs: dict[int, dict[str, str]],
+    start_method: str,  # noqa: ARG001 -- of functions only
+    numa_options: Any,
+    **rest: Any,
+) -> WorkerContext:
+    """Build the context of a life from what torch hands to its start_processes, with a log directory of its own.
+
+    torch names the log directory by TORCHELASTIC_RESTART_COUNT, which does not count changes of membership.
+    """
+    for env in envs.values():
+        env["TORCHELASTIC_RESTART_COUNT"] = str(life.number)
+    context = WorkerContext(
+        envs=envs,
+        cpus=bindings(numa_options, len(args)),
+        entrypoint=entrypoint if isinstance(entrypoint, str) else sys.executable,
+        args=args if isinstance(entrypoint, str) else {rank: ("-u", *item) for rank, item in args.items()},
+        **rest,
+    )
+    for local_rank, env in envs.items():
+        env.update(life.environment(local_rank))
+    return context
 
 
 def script_commands(

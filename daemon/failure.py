@@ -69,6 +69,11 @@ class FailureReport:
     log_path: str = ""
     error_files: dict[int, str] = field(default_factory=dict)
 
+    @property
+    def fingerprint(self) -> str:
+        """What makes this failure the same as another; "" where it is not the script's own error."""
+        return fingerprint(self.first) if self.first.traceback and not self.first.is_echo else ""
+
     def render(self, action: str) -> str:
         """Return the report as the lines a user reads; `action` says what is done about it."""
         step = f" at step {self.step}" if self.step >= 0 else ""

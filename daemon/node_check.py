@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import logging
 import socket
 import struct
 import subprocess
@@ -22,6 +23,10 @@ from datetime import timedelta
 from statistics import median
 from typing import Any
 
+from flashckpt.daemon.options import NodeCheckError
+from flashckpt.daemon.stop import Group
+
+_log = logging.getLogger("flashckpt.dlrun")
 SLOW = 2.0
 """A node or pair this many times slower than the median is slow."""
 NOISE_S = 0.05
@@ -37,6 +42,24 @@ class Timing:
 
     nodes: tuple[int, ...]
     seconds: float
+
+
+def leave_or_go_on(bad: Mapping[int, str], group: Group, *, min_nodes: int) -> bool:
+    """Return whether the nodes must meet again without the bad ones; raise on a node that is left out.
+
+    Raises:
+        NodeCheckError: this node is bad, or too few are well.
+    """
+    if not bad:
+        _log.info("node check: %d nodes are well", group.size)
+        return False
+    text = "; ".join(f"node {node}: {why}" for node, why in sorted(bad.items()))
+    if group.size - len(bad) < min_nodes:
+        raise NodeCheckError(f"too few nodes are well: {text}", expected=f"at least {min_nodes} nodes")
+    if group.rank in bad:
+        raise NodeCheckError(f"this node is left out: {bad[group.rank]}", state="The other nodes go on.")
+    _log.warning("node check: left out: %s", text)
+    return True
 
 
 def _limit(reference_s: float) -> float:

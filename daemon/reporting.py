@@ -5,7 +5,7 @@ from __future__ import annotations
 import socket
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from datetime import datetime, timezone
 from typing import Any
 
@@ -14,6 +14,14 @@ from flashckpt.daemon import hang
 from flashckpt.daemon.context import WorkerContext
 from flashckpt.daemon.ledger import Failure, Ledger, advance
 from flashckpt.daemon.watch import JobWatch
+
+
+@dataclass(frozen=True, kw_only=True)
+class Suspect:
+    """The rank that counts as the one that hangs, and the report of the hang."""
+
+    rank: int
+    text: str
 
 
 class Reporter:
@@ -45,12 +53,17 @@ class Reporter:
         self._open(report.cause, first.rank, report.step, restart=restart, detect_s=detect_s, context=context)
         return report
 
-    def hang(self, context: WorkerContext, states: Sequence[hang.RankState], text: str, *, restart: int) -> None:
-        """Open the ledger record of a hang."""
+    def hang(self, context: WorkerContext, rows: Sequence[Any], limit_s: float, *, restart: int) -> Suspect:
+        """Collect the stacks of this node's ranks, kill them all, and open the ledger record of a hang."""
+        silent_s = (time.monotonic_ns() - min(row.heartbeat_ns for row in rows)) / 1e9
+        states = hang_states(self._watch, context.pids(), rows)
+        text = hang.render(states, silent_s=silent_s, limit_s=limit_s)
+        context.abort()
         odd = hang.odd_ranks(states)
-        rank = odd[0] if odd else -1
         step = max(state.step for state in states)
+        rank = odd[0] if odd else -1
         self._open(f"hang: {text.splitlines()[0]}", rank, step, restart=restart, detect_s=0.0, context=context)
+        return Suspect(rank=odd[0] if odd else states[0].rank, text=text)
 
     def _open(self, cause: str, rank: int, step: int, *, restart: int, detect_s: float, context: WorkerContext) -> None:
         self.finish("failed again")

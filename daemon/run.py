@@ -19,14 +19,45 @@ from typing import TYPE_CHECKING, Any
 
 from flashckpt.daemon import zygote
 from flashckpt.daemon.budget import REFILL_STEPS
-from flashckpt.errors import RESUME_EXIT_CODE, FlashckptError
+from flashckpt.errors import RESUME_EXIT_CODE, ConfigError, FlashckptError
 
 if TYPE_CHECKING:
-    from flashckpt.daemon.agent import Outcome
     from flashckpt.daemon.nursery import Nursery
+    from flashckpt.daemon.options import Outcome
 
 _log = logging.getLogger("flashckpt.dlrun")
 _OWN = "dlrun"
+OPTIONS: tuple[tuple[str, Any, str], ...] = (
+    ("no-zygote", False, "Start every worker as a fresh interpreter (seconds per restart) instead of forking it."),
+    ("grace-timeout", 60.0, "Seconds an agreed stop (SIGTERM, SIGINT) may take before the workers are killed."),
+    ("ledger", "", "File that gets one JSON line per failure: where the seconds of the restart went."),
+    (
+        "wait-flush",
+        False,
+        "After a failure or a stop, end only when the newest snapshot is persisted (always so as PID 1).",
+    ),
+    (
+        "node-check",
+        False,
+        "Before the first generation find bad and slow nodes (matrix product, pairwise exchange); leave them out.",
+    ),
+    (
+        "node-unit",
+        1,
+        "Run on multiples of this many nodes (c10d rendezvous); the nodes that are over wait for more.",
+    ),
+    (
+        "hang-timeout",
+        None,
+        "Seconds without a step that count as a hang; 0: never. Default: 20 median steps, at least 60 s.",
+    ),
+    (
+        "refill-steps",
+        REFILL_STEPS,
+        "New steps between two failures that give all of --max-restarts back; 0: never, as in torchrun.",
+    ),
+)
+"""dlrun's own options: name, default (False: a switch; None: a number that is learnt), help. Each is also PET_<NAME>."""
 
 
 def get_args_parser() -> argparse.ArgumentParser:
@@ -38,55 +69,14 @@ def get_args_parser() -> argparse.ArgumentParser:
     parser.prog = _OWN
     parser.description = "Launch and keep alive a distributed PyTorch job (every torchrun option, and dlrun's own)"
     own = parser.add_argument_group(_OWN)
-    own.add_argument(
-        "--no-zygote",
-        "--no_zygote",
-        action=check_env,
-        help="Start every worker as a fresh interpreter (seconds per restart) instead of forking it.",
-    )
-    own.add_argument(
-        "--grace-timeout",
-        "--grace_timeout",
-        action=env,
-        type=float,
-        default=60.0,
-        help="Seconds an agreed stop (SIGTERM, SIGINT) may take before the workers are killed.",
-    )
-    own.add_argument(
-        "--ledger",
-        action=env,
-        type=str,
-        default="",
-        help="File that gets one JSON line per failure: where the seconds of the restart went.",
-    )
-    own.add_argument(
-        "--wait-flush",
-        "--wait_flush",
-        action=check_env,
-        help="After a failure or a stop, end only when the newest snapshot is persisted (always so as PID 1).",
-    )
-    own.add_argument(
-        "--node-check",
-        "--node_check",
-        action=check_env,
-        help="Before the first generation find bad and slow nodes (matrix product, pairwise exchange); leave them out.",
-    )
-    own.add_argument(
-        "--hang-timeout",
-        "--hang_timeout",
-        action=env,
-        type=float,
-        default=None,
-        help="Seconds without a step that count as a hang; 0: never. Default: 20 median steps, at least 60 s.",
-    )
-    own.add_argument(
-        "--refill-steps",
-        "--refill_steps",
-        action=env,
-        type=int,
-        default=REFILL_STEPS,
-        help="New steps between two failures that give all of --max-restarts back; 0: never, as in torchrun.",
-    )
+    for name, default, text in OPTIONS:
+        spellings = dict.fromkeys((f"--{name}", f"--{name.replace('-', '_')}"))
+        if default is False:
+            own.add_argument(*spellings, action=check_env, help=text)
+        else:
+            own.add_argument(
+                *spellings, action=env, type=float if default is None else type(default), default=default, help=text
+            )
     return parser
 
 
@@ -99,8 +89,9 @@ def run(args: argparse.Namespace, nursery: Nursery | None = None) -> Outcome:
     """Run the job of these settings; the counterpart of torch.distributed.run.run."""
     from torch.distributed import run as torchrun
 
-    from flashckpt.daemon.agent import AgentOptions, launch
+    from flashckpt.daemon.agent import launch
     from flashckpt.daemon.nursery import Nursery
+    from flashckpt.daemon.options import AgentOptions
 
     named = _fill_rendezvous(args)
     args.rdzv_conf = _quicker(args)
@@ -118,6 +109,7 @@ def run(args: argparse.Namespace, nursery: Nursery | None = None) -> Outcome:
         wait_flush=args.wait_flush or os.getpid() == 1,
         node_check=args.node_check,
         min_nodes=config.min_nodes,
+        node_unit=_node_unit(args, config.min_nodes, config.max_nodes),
     )
     nursery = nursery or Nursery(disabled=_unfit_command(args))
     nursery.prepare()
@@ -143,6 +135,22 @@ def _fill_rendezvous(args: argparse.Namespace) -> bool:
     if args.master_port is None:
         args.master_port = 29500
     return named
+
+
+def _node_unit(args: argparse.Namespace, min_nodes: int, max_nodes: int) -> int:
+    """Return --node-unit.
+
+    Raises:
+        ConfigError: --nnodes are no multiples of it.
+    """
+    unit = int(args.node_unit)
+    if unit < 1 or min_nodes % unit or max_nodes % unit:
+        raise ConfigError(
+            "--nnodes does not fit --node-unit",
+            found=f"--nnodes={args.nnodes}, --node-unit={unit}",
+            expected=f"a minimum and a maximum that are multiples of {max(1, unit)}",
+        )
+    return unit
 
 
 def _quicker(args: argparse.Namespace) -> str:

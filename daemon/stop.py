@@ -101,6 +101,39 @@ class AgreedStop:
             self._note()
         return self._until is not None
 
+    def tick(
+        self, signals: Sequence[int], rows: Sequence[ControlRow], *, ranks: int, step_s: float, group: Group | None
+    ) -> bool:
+        """Hear requests, make one, or do the next part of the agreement (see `advance`); called several times a second.
+
+        Returns False where the ranks cannot stop together any more: they know nothing of flashckpt, or the
+        grace time is over.
+
+        Args:
+            signals: Stop signals received so far.
+            rows: As of `advance`, and so are the others.
+            ranks: How many ranks this node has.
+            step_s: Seconds per step, at least.
+            group: The other nodes; None where there are none.
+        """
+        store = group.store if group is not None else None
+        if signals and not self.is_under_way:
+            if self._watch.control() is None:
+                return False
+            self.ask(store)
+        elif store is not None:
+            self.hear(store)
+        if not self.is_under_way:
+            return True
+        if self.is_late:
+            _log.error("the workers did not stop in %.0f s: they are killed, what is in memory is kept", self._grace_s)
+            return False
+        step = self.advance(rows, ranks=ranks, step_s=step_s, group=group)
+        if step is not None:
+            why = signal.Signals(signals[0]).name if signals else "another node was asked to stop"
+            _log.warning("%s: all ranks stop after step %d, their state is kept", why, step)
+        return True
+
     def advance(self, rows: Sequence[ControlRow], *, ranks: int, step_s: float, group: Group | None) -> int | None:
         """Do the next part of the agreement; returns the step once, when this node's ranks are told it.
 

@@ -13,17 +13,27 @@ import signal
 import socket
 import subprocess
 import sys
+import threading
 import time
 from contextlib import redirect_stdout
+from datetime import timedelta
 from pathlib import Path
+from typing import Any
 from unittest import mock
 
 import pytest
 import torch
+from support.ranks import wait_for
+from torch._C._distributed_c10d import TCPStore
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+from torch.distributed.elastic.rendezvous import RendezvousError
+from torch.distributed.elastic.rendezvous.c10d_rendezvous_backend import C10dRendezvousBackend
+from torch.distributed.elastic.rendezvous.dynamic_rendezvous import DynamicRendezvousHandler, RendezvousTimeout
 from torch.distributed.launcher.api import LaunchConfig
 
 from flashckpt.daemon import run as dlrun
+from flashckpt.daemon.agent import FreshStores
+from flashckpt.errors import ConfigError
 
 pytestmark = pytest.mark.timeout(300)
 
@@ -353,3 +363,110 @@ def test_every_torchrun_flag_in_every_spelling_is_known() -> None:
     theirs = torchrun.get_args_parser()._option_string_actions
     assert set(theirs) <= set(ours)
     assert {name: type(action) for name, action in theirs.items()} == {name: type(ours[name]) for name in theirs}
+
+
+class Meeting:
+    """Nodes of one rendezvous, in threads: each joins, and says which place of how many it got."""
+
+    def __init__(self, unit: int, *, least: int, most: int) -> None:
+        self.store = TCPStore("localhost", 0, is_master=True, wait_for_workers=False)
+        self.unit, self.least, self.most = unit, least, most
+        self.threads: list[threading.Thread] = []
+        self.places: dict[str, tuple[int, int] | str] = {}
+        self.nodes: dict[str, FreshStores] = {}
+
+    def join(self, name: str) -> None:
+        if name not in self.nodes:
+            handler = DynamicRendezvousHandler.from_backend(
+                "meeting",
+                TCPStore("localhost", self.store.port, is_master=False),
+                C10dRendezvousBackend(self.store, "meeting"),
+                self.least,
+                self.most,
+                local_addr=name,
+                timeout=RendezvousTimeout(join=timedelta(seconds=4), last_call=timedelta(seconds=2)),
+            )
+            self.nodes[name] = FreshStores(handler, unit=self.unit)
+        self.places.pop(name, None)
+        thread = threading.Thread(target=self._join, args=(name,), daemon=True)
+        self.threads.append(thread)
+        thread.start()
+
+    def _join(self, name: str) -> None:
+        try:
+            info = self.nodes[name].next_rendezvous()
+        except RendezvousError as error:
+            self.places[name] = type(error).__name__
+            return
+        self.places[name] = (info.rank, info.world_size)
+
+    def until(self, wanted: dict[str, tuple[int, int] | str]) -> None:
+        wait_for(lambda: self.places == wanted, what=f"{wanted}, have {self.places}")
+
+
+@pytest.fixture
+def one_address(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nodes have made-up addresses; the workers' store that the first of them opens is here."""
+
+    def here(_self: Any, _address: str, port: int) -> TCPStore:
+        return TCPStore("localhost", port, is_master=True, wait_for_workers=False)
+
+    monkeypatch.setattr(DynamicRendezvousHandler, "_create_tcp_store_server", here)
+
+
+@pytest.mark.usefixtures("one_address")
+def test_node_unit_the_node_that_is_over_waits_and_joins_with_another_or_in_place_of_one_that_leaves() -> None:
+    meeting = Meeting(2, least=2, most=4)
+    for name in "abc":
+        meeting.join(name)
+    wait_for(lambda: len(meeting.places) == 2, what="a round of two")
+    assert sorted(meeting.places.values()) == [(0, 2), (1, 2)]
+    (over,) = set("abc") - set(meeting.places)
+    first, second = sorted(meeting.places)
+    assert meeting.nodes[first].num_nodes_waiting() == 0, "one node alone is no reason to begin again"
+    meeting.join("d")
+    wait_for(lambda: meeting.nodes[first].num_nodes_waiting() == 2, what="two nodes that wait")
+    for name in (first, second):
+        meeting.join(name)
+    wait_for(lambda: len(meeting.places) == 4, what="a round of four")
+    assert sorted(meeting.places.values()) == [(rank, 4) for rank in range(4)], meeting.places
+    assert over in meeting.places
+
+
+@pytest.mark.usefixtures("one_address")
+def test_node_unit_nodes_that_trained_stay_and_a_spare_comes_in_place_of_one_that_left() -> None:
+    """b and c train, a comes later: it sorts first, but has no snapshots in memory."""
+    meeting = Meeting(2, least=2, most=4)
+    for name in "bc":
+        meeting.join(name)
+    meeting.until({"b": (0, 2), "c": (1, 2)})
+    meeting.join("a")
+    wait_for(lambda: int(meeting.nodes["b"].inner.num_nodes_waiting()) == 1, what="a waiting node")
+    for name in "bc":  # a worker failed: both begin again
+        meeting.join(name)
+    meeting.until({"b": (0, 2), "c": (1, 2)})
+    meeting.join("c")  # c begins again; b is told at once, though only one node waits besides it
+    wait_for(lambda: meeting.nodes["b"].num_nodes_waiting() > 0, what="b is told")
+
+
+@pytest.mark.usefixtures("one_address")
+def test_node_unit_waits_longer_than_the_join_timeout_and_ends_with_the_job() -> None:
+    meeting = Meeting(2, least=2, most=4)
+    for name in "ab":
+        meeting.join(name)
+    meeting.until({"a": (0, 2), "b": (1, 2)})
+    meeting.join("c")
+    end = time.monotonic() + 6  # beyond the 4 s of the join timeout
+    wait_for(lambda: time.monotonic() > end, what="the time")
+    assert "c" not in meeting.places
+    meeting.nodes["a"].may_close = True
+    meeting.nodes["a"].shutdown()
+    meeting.until({"a": (0, 2), "b": (1, 2), "c": "RendezvousGracefulExitError"})
+
+
+@pytest.mark.parametrize("nnodes", ["3", "1:4", "2:5"])
+def test_node_unit_that_does_not_divide_the_nodes_is_refused(script: str, nnodes: str) -> None:
+    with pytest.raises(ConfigError, match=r"multiples of 2"):
+        dlrun.main(
+            [f"--nnodes={nnodes}", "--node-unit=2", "--rdzv-backend=c10d", "--rdzv-endpoint=localhost:0", script]
+        )

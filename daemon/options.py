@@ -1,0 +1,85 @@
+"""What dlrun's agent is told, how it says that a launch ended, and the errors that end one (torch-free)."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from flashckpt.daemon.budget import REFILL_STEPS
+from flashckpt.errors import FlashckptError, HangError, RestartBudgetError
+
+
+@dataclass(frozen=True, kw_only=True)
+class AgentOptions:
+    """What dlrun adds to torchrun's settings.
+
+    Attributes:
+        job: The job's name, where the user gave one by --rdzv-id.
+        survivors_s: Seconds that survivors of a failure get between SIGTERM and SIGKILL; 0 kills at once.
+        grace_s: Seconds an agreed stop may take before the workers are killed.
+        ledger: A file that gets one JSON line per failure, besides the job directory's own.
+        hang_s: Seconds without a step that count as a hang; 0 switches it off, None learns it from the steps.
+        refill_steps: New steps between two failures that give the restart budget back; 0 never.
+        wait_flush: Do not end before the daemon has persisted the newest snapshot (or grace_s is over).
+        node_check: Look for bad and slow nodes before the first generation, and leave them out.
+        min_nodes: Fewest nodes the job runs on.
+        node_unit: The job runs on multiples of this many nodes; the others wait.
+    """
+
+    job: str = ""
+    survivors_s: float = 0.0
+    grace_s: float = 60.0
+    ledger: str = ""
+    hang_s: float | None = None
+    refill_steps: int = REFILL_STEPS
+    wait_flush: bool = False
+    node_check: bool = False
+    min_nodes: int = 1
+    node_unit: int = 1
+
+
+@dataclass(kw_only=True)
+class Outcome:
+    """How the launch ended, for the exit code: stopped on request, hanging, or by an error that repeats itself."""
+
+    resume: bool = False
+    hang: str = ""
+    repeats: str = ""
+    refused: int = 0
+
+    def error(self) -> FlashckptError | None:
+        """Return what dlrun ends with where workers failed, None where there is nothing clearer than their failure."""
+        if self.refused:
+            return RefusedError("the job cannot run as it is: a rank has told why, above", exit_code=self.refused)
+        if self.repeats:
+            return RestartBudgetError(self.repeats, remedy="mend the script; its traceback is above")
+        return HangError(self.hang, state="All ranks were killed.") if self.hang else None
+
+
+class RefusedError(FlashckptError):
+    """A rank found the job impossible as it is; it has told why, and the exit code is its own."""
+
+    def __init__(self, problem: str, *, exit_code: int) -> None:
+        self.exit_code = exit_code
+        super().__init__(problem)
+
+
+class RendezvousLostError(FlashckptError):
+    """The rendezvous store cannot be reached, so that nodes cannot find each other any more."""
+
+    exit_code = 1
+
+    @classmethod
+    def at(cls, endpoint: str, error: Exception) -> RendezvousLostError:
+        """Return the error that names the host of the store."""
+        return cls(
+            f"the agent at {endpoint} hosted the rendezvous store and cannot be reached, or it closed",
+            found=f"{type(error).__name__}: {error}",
+            state="The workers of this node were ended; complete snapshots are persisted by the daemon.",
+            remedy="start the job again; docs/launching.md says how to keep the store on a node that does not train",
+        )
+
+
+class NodeCheckError(FlashckptError):
+    """The node check found this node bad, or too few good ones."""
+
+    exit_code = 38

@@ -1,0 +1,59 @@
+"""Stores that nobody has written to, for the workers of one generation (torch's own rendezvous give old ones back)."""
+
+from __future__ import annotations
+
+from torch._C._distributed_c10d import PrefixStore, TCPStore
+from torch.distributed.elastic.rendezvous import RendezvousHandler, RendezvousInfo, RendezvousStoreInfo
+
+
+def of_one_node(info: RendezvousInfo, number: int) -> tuple[RendezvousInfo, TCPStore]:
+    """Return round `number` of a node that is alone by definition, and the server that must outlive it."""
+    address = _address(info)
+    server = TCPStore(address, 0, is_master=True, wait_for_workers=False)
+    store = PrefixStore(f"flashckpt/round{number}", server)
+    return RendezvousInfo(store, 0, 1, RendezvousStoreInfo(address, server.port)), server
+
+
+def of_static(info: RendezvousInfo, number: int) -> tuple[RendezvousInfo, TCPStore | None]:
+    """Open a new port for round `number` and tell the other nodes of it through the first store."""
+    address, server = _address(info), None
+    key = f"flashckpt/port{number}"
+    if info.rank == 0:
+        server = TCPStore(address, 0, is_master=True, wait_for_workers=False)
+        info.store.set(key, str(server.port))
+    port = int(info.store.get(key))
+    store = PrefixStore(f"flashckpt/round{number}", info.store)
+    return RendezvousInfo(store, info.rank, info.world_size, RendezvousStoreInfo(address, port)), server
+
+
+def _address(info: RendezvousInfo) -> str:
+    assert info.bootstrap_store_info is not None  # both rendezvous that come here fill it in
+    return str(info.bootstrap_store_info.master_addr)
+
+
+class Forwarding(RendezvousHandler):
+    """Hands on to another rendezvous what its subclasses do not change."""
+
+    def __init__(self, inner: RendezvousHandler) -> None:
+        self.inner = inner
+
+    @property
+    def use_agent_store(self) -> bool:
+        """Whether the agent hosts the workers' store."""
+        return bool(self.inner.use_agent_store)
+
+    def get_backend(self) -> str:
+        """Return the inner backend's name."""
+        return str(self.inner.get_backend())
+
+    def is_closed(self) -> bool:
+        """Return whether the rendezvous was closed for good."""
+        return bool(self.inner.is_closed())
+
+    def set_closed(self) -> None:
+        """Close the rendezvous for good."""
+        self.inner.set_closed()  # type: ignore[no-untyped-call]  # torch leaves it untyped
+
+    def get_run_id(self) -> str:
+        """Return the run id."""
+        return str(self.inner.get_run_id())
