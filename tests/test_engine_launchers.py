@@ -17,7 +17,7 @@ DLRUN = ["-m", "flashckpt.daemon.run", "--standalone", "--nproc-per-node", "2", 
 
 def launch(words: list[str], root: Path, out: Path) -> int:
     out.mkdir(exist_ok=True)
-    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONFAULTHANDLER": "1"}
     done = subprocess.run(
         [sys.executable, *words, str(SCRIPT), str(root), str(out)], env=environment, check=False, timeout=110
     )
