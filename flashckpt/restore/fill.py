@@ -14,6 +14,7 @@ import time
 from collections.abc import Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
+from typing import Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -104,13 +105,28 @@ class _Failure:
     error: Exception
 
 
-def fill(targets: Sequence[Target], sources: Sequence[Source], *, threads: int | None = None) -> RestoreCounts:
+class Far(Protocol):
+    """Brings the bytes of jobs that lie with other ranks, a bounded amount at a time (restore/peers.py)."""
+
+    def is_far(self, job: Sequence[Piece]) -> bool:
+        """Whether the bytes of a job are still to be brought."""
+        ...
+
+    def exchange(self, jobs: Sequence[Sequence[Piece]]) -> tuple[list[Sequence[Piece]], list[Sequence[Piece]]] | None:
+        """Return (jobs that can be run now, jobs for the next call); None when no rank wants anything any more."""
+        ...
+
+
+def fill(
+    targets: Sequence[Target], sources: Sequence[Source], *, threads: int | None = None, far: Far | None = None
+) -> RestoreCounts:
     """Fill every target from the nearest source that holds its bytes intact.
 
     Args:
         targets: Wanted shards and their memory; all their bytes are overwritten.
         sources: Nearest first. Each is only read.
         threads: Threads to use; None chooses by cores (at most 16).
+        far: What brings the bytes of sources that lie with other ranks; a collective then, once per round.
 
     Returns:
         Bytes per tier, seconds per phase, and what was damaged on the way.
@@ -132,9 +148,17 @@ def fill(targets: Sequence[Target], sources: Sequence[Source], *, threads: int |
     crash_point("restore.before-read")
     with ThreadPoolExecutor(counts.threads, thread_name_prefix="flashckpt-restore") as pool:
         run = map if counts.threads == 1 else pool.map
-        while jobs:
-            failures = [failure for failure in run(fill_.run, jobs) if failure is not None]
-            jobs = [job for failure in failures for job in fill_.instead(failure)]
+        away: list[Sequence[Piece]] = []
+        while True:
+            while jobs:
+                if far is not None:
+                    away += [job for job in jobs if far.is_far(job)]
+                    jobs = [job for job in jobs if not far.is_far(job)]
+                failures = [failure for failure in run(fill_.run, jobs) if failure is not None]
+                jobs = [job for failure in failures for job in fill_.instead(failure)]
+            if far is None or (brought := far.exchange(away)) is None:
+                break
+            jobs, away = brought
     for source, (read_bytes, requests, read_s, verify_s) in zip(sources, before, strict=True):
         meter, tier = source.meter, source.tier
         counts.read_bytes[tier] = counts.read_bytes.get(tier, 0) + meter.read_bytes - read_bytes
