@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-import math
+import itertools
 import os
 import signal
 import threading
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -19,6 +20,7 @@ from flashckpt.checkpoint.compression import PackedObjects
 from flashckpt.checkpoint.persist import MANIFEST, PersistOptions, commit, missing_writers, persist_slot, prefix_of
 from flashckpt.checkpoint.retention import sweep
 from flashckpt.core.digest import chunk_digests
+from flashckpt.core.layout import Shard
 from flashckpt.core.packs import index_name, plan_packs
 from flashckpt.errors import (
     DamagedError,
@@ -331,43 +333,22 @@ def test_root_that_is_a_file_is_named(tmp_path: Path) -> None:
         persist_slot(make_pin(SHARDS), store, "step-000000010.g1")
 
 
-def llama_parameters(
-    *, width: int, layers: int, heads: int, kv_heads: int, inner: int, vocab: int
-) -> list[tuple[str, tuple[int, ...]]]:
-    kv = width // heads * kv_heads
-    shapes: list[tuple[str, tuple[int, ...]]] = [
-        ("embed", (vocab, width)),
-        ("norm", (width,)),
-        ("head", (vocab, width)),
+def test_tensor_that_several_replicas_persist_in_parts_is_whole_again(store: Store) -> None:
+    """Its rows lie in four slots and four packs; every other part comes from another writer."""
+    cuts = [0, 300, 301, 900, 1000]
+    parts = [
+        Shard(fqn="w", dtype="float32", global_shape=(1000, 70), offsets=(a, 0), lengths=(b - a, 70), replica=i)
+        for i, (a, b) in enumerate(itertools.pairwise(cuts))
     ]
-    for layer in range(layers):
-        matrices = {"wq": (width, width), "wk": (kv, width), "wv": (kv, width), "wo": (width, width)}
-        matrices |= {"w1": (inner, width), "w2": (width, inner), "w3": (inner, width)}
-        shapes += [(f"layers.{layer}.{name}", shape) for name, shape in matrices.items()]
-        shapes += [(f"layers.{layer}.{name}", (width,)) for name in ("norm1", "norm2")]
-    return shapes
-
-
-def test_replicated_llama_state_is_written_once_and_evenly_by_four_replicas(store: Store) -> None:
-    """Llama-3-8B shapes at 1/16 width: parameters and two moments; the largest writer is within 5 % of the mean."""
-    from flashckpt.tracking.placement import owners
-
-    shapes = llama_parameters(width=256, layers=4, heads=32, kv_heads=8, inner=896, vocab=2004)
-    chosen = owners([(name, 4 * math.prod(shape)) for name, shape in shapes], 4)
-    states = [(f"{kind}.{name}", shape, chosen[name]) for kind in ("p", "m", "v") for name, shape in shapes]
     pins = [
-        make_pin(
-            [shard(name, shape, replica=(rank - owner) % 4) for name, shape, owner in states], rank=rank, world_size=4
-        )
+        make_pin([replace(part, replica=(part.replica - rank) % 4) for part in parts], rank=rank, world_size=4)
         for rank in range(4)
     ]
     prefix = persist_all(store, pins)
-    written = [
-        sum(i.nbytes for i in store.list(f"{prefix}/r{rank:05d}") if i.key.endswith(".fck")) for rank in range(4)
-    ]
-    assert max(written) < 1.05 * sum(written) / 4
-    total = sum(4 * math.prod(shape) for _, shape, _ in states)
-    assert total <= sum(written) < total + 4 * 4096 * len(states)
+    written = [[i.nbytes for i in store.list(f"{prefix}/r{rank:05d}.p")] for rank in range(4)]
+    assert written == [[86016], [4096], [167936], [28672]], "the pages of its part and of no other"
+    merged = read_manifest(store, prefix)
+    assert [merged.table.shard(row).offsets for row in merged.table.rows("w")] == [(0, 0), (300, 0), (301, 0), (900, 0)]
     assert_equal(store, prefix, pins)
 
 

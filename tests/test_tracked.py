@@ -10,7 +10,7 @@ from torch import nn
 
 from flashckpt.errors import ConfigError, UnsupportedStateError
 from flashckpt.tracking import optimizer_state, rng, trees
-from flashckpt.tracking.placement import Box, contiguous_runs, current_world, owners
+from flashckpt.tracking.placement import Box, contiguous_runs, current_world
 from flashckpt.tracking.structure import Structure
 from flashckpt.tracking.tracked import Tracked
 
@@ -198,14 +198,6 @@ def test_random_state_comes_back_bit_for_bit() -> None:
 def test_pieces_of_a_strided_shard_become_runs() -> None:
     assert contiguous_runs([0, 1, 4, 5, 6]) == [(0, 2), (4, 3)]
     assert contiguous_runs([]) == [(0, 0)]
-
-
-def test_replicas_are_persisted_by_ranks_of_equal_load() -> None:
-    sizes = [(f"t{i}", 100 - i) for i in range(40)]
-    chosen = owners(sizes, 4)
-    load = [sum(n for name, n in sizes if chosen[name] == r) for r in range(4)]
-    assert max(load) - min(load) < 100
-    assert owners(list(reversed(sizes)), 4) == chosen
 
 
 def test_a_box_knows_where_it_starts_in_its_tensor() -> None:

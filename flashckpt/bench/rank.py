@@ -246,13 +246,18 @@ def _structure(shards: Sequence[Shard], tensors: Sequence[torch.Tensor]) -> Stru
     rows = []
     for shard, tensor in zip(shards, tensors, strict=True):
         starts = tuple(0 for _ in shard.lengths)
-        box = Box(global_shape=shard.global_shape, offsets=shard.offsets, lengths=shard.lengths, starts=starts)
+        box = Box(
+            global_shape=shard.global_shape,
+            offsets=shard.offsets,
+            lengths=shard.lengths,
+            starts=starts,
+            replica=shard.replica,
+        )
         entry = Entry(
             fqn=shard.fqn,
             tensor=tensor,
             dtype=shard.dtype,
             boxes=(box,),
-            replica=shard.replica,
             replicas=1,
             fenced=True,
         )

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 import msgpack
@@ -128,6 +128,39 @@ def intersect(
     if any(n <= 0 for n in lengths):
         return None
     return offsets, lengths
+
+
+def joined(boxes: Iterable[tuple[Sequence[int], Sequence[int]]]) -> list[tuple[tuple[int, ...], tuple[int, ...]]]:
+    """Return boxes (offsets, lengths) of one tensor with those that were cut along one dimension put together again.
+
+    Two neighbours, in order of their offsets, become one where they touch in one dimension and agree in the others.
+    """
+    found: list[tuple[tuple[int, ...], tuple[int, ...]]] = []
+    for box in sorted((tuple(offsets), tuple(lengths)) for offsets, lengths in boxes):
+        found.append(box)
+        while len(found) > 1 and (both := _both(*found[-2:])) is not None:
+            found[-2:] = [both]
+    return found
+
+
+def boxes_by_name(shards: Iterable[Shard]) -> dict[str, list[tuple[tuple[int, ...], tuple[int, ...]]]]:
+    """Return each tensor's boxes (offsets, lengths), put together where it is persisted in parts."""
+    found: dict[str, list[tuple[tuple[int, ...], tuple[int, ...]]]] = {}
+    for shard in shards:
+        found.setdefault(shard.fqn, []).append((shard.offsets, shard.lengths))
+    return {fqn: joined(boxes) for fqn, boxes in found.items()}
+
+
+def _both(
+    a: tuple[tuple[int, ...], tuple[int, ...]], b: tuple[tuple[int, ...], tuple[int, ...]]
+) -> tuple[tuple[int, ...], tuple[int, ...]] | None:
+    """Return the box that two boxes make together; None where they make none."""
+    (at, n), (at_b, n_b) = a, b
+    differing = [dim for dim in range(len(at)) if (at[dim], n[dim]) != (at_b[dim], n_b[dim])]
+    if len(differing) != 1 or at[differing[0]] + n[differing[0]] != at_b[differing[0]]:
+        return None
+    (dim,) = differing
+    return at, (*n[:dim], n[dim] + n_b[dim], *n[dim + 1 :])
 
 
 def layout_hash(shards: Sequence[Shard]) -> int:

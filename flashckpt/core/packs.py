@@ -16,7 +16,7 @@ from flashckpt.core.manifest import Manifest
 from flashckpt.core.table import ShardTable
 
 PACK_BYTES = 256 << 20
-"""Size at which a pack is closed; between 64 and 512 MiB, one tensor larger than that has a pack of its own."""
+"""Size at which a pack is closed; between 64 and 512 MiB, no row is larger unless the tensor cannot be cut."""
 
 PAGE_BYTES = 4096
 

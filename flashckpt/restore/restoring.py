@@ -22,6 +22,7 @@ from flashckpt import exchange
 from flashckpt.checkpoint import root_view
 from flashckpt.checkpoint.retention import reading
 from flashckpt.checkpoint.root_view import RootView
+from flashckpt.core.layout import boxes_by_name
 from flashckpt.core.reshard import plan_reads
 from flashckpt.core.superblock import boot_id
 from flashckpt.errors import DamagedError, FlashckptError, RootError, ShardGapError
@@ -361,8 +362,8 @@ class Course:
         own = next((s.manifest for s in sources if s.manifest.rank == self.tracked.world.rank), None)
         same = own is not None and own.world_size == self.tracked.world.size
         if own is not None:
-            rows = {(s.fqn, s.offsets, s.lengths) for s in map(own.table.shard, range(len(own.table)))}
-            same = same and all((s.fqn, s.offsets, s.lengths) in rows for s in wished.shards)
+            held = boxes_by_name(map(own.table.shard, range(len(own.table))))
+            same = same and all(held.get(fqn) == boxes for fqn, boxes in boxes_by_name(wished.shards).items())
         elif sources:
             same = sources[0].manifest.world_size == self.tracked.world.size
         return RestoreReport(

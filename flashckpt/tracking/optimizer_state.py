@@ -115,6 +115,22 @@ def _predicted_keys(optimizer: torch.optim.Optimizer, group: Mapping[str, Any]) 
     return []
 
 
+def bytes_per_byte(optimizers: Sequence[torch.optim.Optimizer]) -> dict[int, int]:
+    """Return id(parameter) -> bytes of state per byte of the parameter, whether it exists yet or not.
+
+    What decides who persists it: nothing that differs between replicas may go in. Of an unknown optimizer
+    two moments are assumed.
+    """
+    found: dict[int, int] = {}
+    for optimizer in optimizers:
+        for group in optimizer.param_groups:
+            keys = _predicted_keys(optimizer, group)
+            count = sum(full for _, full in keys) if keys or isinstance(optimizer, torch.optim.SGD) else 2
+            for param in group["params"]:
+                found[id(param)] = found.get(id(param), 0) + (count if param.requires_grad else 0)
+    return found
+
+
 def allocate(
     param: torch.Tensor, key: str, *, shape: tuple[int, ...], dtype: torch.dtype, group: Mapping[str, Any], fqn: str
 ) -> torch.Tensor:

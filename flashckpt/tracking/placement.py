@@ -6,10 +6,11 @@ hand: that formula is wrong for the strided shards of FSDP2 over tensor parallel
 
 from __future__ import annotations
 
+import functools
 import itertools
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -19,6 +20,7 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 from torch.distributed.tensor.placement_types import _StridedShard
 
+from flashckpt.core.balance import ROW_BYTES, Share, cut_dimension, split_rows
 from flashckpt.core.layout import ITEMSIZE, Shard
 from flashckpt.errors import UnsupportedStateError
 
@@ -28,12 +30,17 @@ STAGE_DIMS = frozenset({"pp", "pipe", "pipeline", "stage"})
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Box:
-    """A box of a global tensor and where it starts in the local one (elements, per dimension)."""
+    """A box of a global tensor and where it starts in the local one (elements, per dimension).
+
+    Attributes:
+        replica: 0 if this rank's copy of the box is the one that is persisted.
+    """
 
     global_shape: tuple[int, ...]
     offsets: tuple[int, ...]
     lengths: tuple[int, ...]
     starts: tuple[int, ...]
+    replica: int = 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -44,11 +51,14 @@ class Spread:
         replicas: Number of ranks that hold equal copies of this rank's boxes.
         index: This rank's place among them.
         per_rank: True where the tensor belongs to this rank alone; its name then gets a suffix.
+        over: What tells this replica set from others that this rank is in: tensors with equal `over` are
+            shared out together. Every rank of a set has the same tensors in it.
     """
 
     replicas: int = 1
     index: int = 0
     per_rank: bool = False
+    over: tuple[Any, ...] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -112,7 +122,7 @@ def spread_of_plain(world: World, ddp_ranks: Sequence[int] | None = None) -> Spr
     if ranks is None and world.replicated:
         ranks = range(world.size)
     if ranks is not None:
-        return Spread(replicas=len(ranks), index=list(ranks).index(world.rank))
+        return Spread(replicas=len(ranks), index=list(ranks).index(world.rank), over=tuple(ranks))
     if world.mesh is not None:
         return _over_dims(world.mesh, lambda name: name not in STAGE_DIMS)
     return Spread(per_rank=True)
@@ -128,22 +138,33 @@ def spread_of_dtensor(tensor: DTensor, world: World) -> Spread:
     assert coordinate is not None
     count, index = 1, 0
     own = set(mesh.mesh_dim_names or ())
-    for dim, placement in enumerate(tensor.placements):
-        if placement.is_replicate():
-            count, index = count * mesh.size(dim), index * mesh.size(dim) + int(coordinate[dim])
+    equal = tuple(dim for dim, placement in enumerate(tensor.placements) if placement.is_replicate())
+    for dim in equal:
+        count, index = count * mesh.size(dim), index * mesh.size(dim) + int(coordinate[dim])
+    over: tuple[Any, ...] = _ranks_over(mesh, equal)
     if world.mesh is not None and own <= set(world.mesh.mesh_dim_names or ()):
         other = _over_dims(world.mesh, lambda name: name not in STAGE_DIMS and name not in own)
         count, index = count * other.replicas, index * other.replicas + other.index
-    return Spread(replicas=count, index=index)
+        over += other.over
+    return Spread(replicas=count, index=index, over=over)
+
+
+@functools.lru_cache(maxsize=64)
+def _ranks_over(mesh: DeviceMesh, dims: tuple[int, ...]) -> tuple[int, ...]:
+    """Return the global ranks that differ from this one in mesh dimensions `dims` only."""
+    coordinate = mesh.get_coordinate() or [0] * mesh.ndim
+    at = tuple(slice(None) if dim in dims else int(coordinate[dim]) for dim in range(mesh.ndim))
+    return tuple(int(rank) for rank in mesh.mesh[at].flatten().tolist())
 
 
 def _over_dims(mesh: DeviceMesh, wanted: Any) -> Spread:
     coordinate = mesh.get_coordinate() or [0] * mesh.ndim
     count, index = 1, 0
+    names = tuple(name for name in mesh.mesh_dim_names or () if wanted(name))
     for dim, name in enumerate(mesh.mesh_dim_names or ()):
-        if wanted(name):
+        if name in names:
             count, index = count * mesh.size(dim), index * mesh.size(dim) + int(coordinate[dim])
-    return Spread(replicas=count, index=index)
+    return Spread(replicas=count, index=index, over=names)
 
 
 def boxes_of(name: str, tensor: torch.Tensor) -> tuple[Box, ...]:
@@ -242,28 +263,58 @@ def _is_plain(tensor: torch.Tensor) -> bool:
     return type(tensor).__torch_dispatch__ is torch.Tensor.__torch_dispatch__
 
 
-def owners(sizes: Sequence[tuple[str, int]], ranks: int) -> dict[str, int]:
-    """Return which of `ranks` equal copies is persisted, by name: largest first to the least loaded.
+def shared_out(boxes: Sequence[Box], dtype: str, spread: Spread, shares: Sequence[Share] = ()) -> tuple[Box, ...]:
+    """Return the rows of one tensor: its boxes, cut where its replicas persist parts of it, none above ROW_BYTES.
 
-    Deterministic, so that every rank of a replica set computes the same from the same list.
+    Args:
+        boxes: What this rank holds of it.
+        dtype: Name of its dtype.
+        spread: Its replicas.
+        shares: Who persists which rows of its one box (`balance.deal`); where they are of a tensor of another
+            shape (a scalar of the optimizer) or there are several boxes, all goes to the writer of the first.
     """
-    load = [0] * ranks
-    chosen = {}
-    for name, nbytes in sorted(sizes, key=lambda item: (-item[1], item[0])):
-        chosen[name] = load.index(min(load))
-        load[chosen[name]] += nbytes
-    return chosen
+    (first, *_) = shares or (Share(start=0, stop=0, writer=0),)
+    dim = cut_dimension(boxes[0].lengths)
+    rows = boxes[0].lengths[dim] if boxes[0].lengths else 1
+    if len(boxes) == 1 and len(shares) > 1 and shares[-1].stop == rows:
+        mine = [(_part(boxes[0], dim, share.start, share.stop), share.writer) for share in shares]
+    else:
+        mine = [(box, first.writer) for box in boxes]
+    return tuple(
+        replace(piece, replica=(spread.index - writer) % spread.replicas)
+        for box, writer in mine
+        for piece in _split(box, ITEMSIZE[dtype], cut_dimension(box.lengths))
+    )
 
 
-def shard_of(fqn: str, dtype: str, box: Box, replica: int) -> Shard:
-    """Return the table row of one box."""
+def _part(box: Box, dim: int, start: int, stop: int) -> Box:
+    """Return rows `start` to `stop` of dimension `dim` of a box."""
+    return replace(
+        box,
+        offsets=(*box.offsets[:dim], box.offsets[dim] + start, *box.offsets[dim + 1 :]),
+        lengths=(*box.lengths[:dim], stop - start, *box.lengths[dim + 1 :]),
+        starts=(*box.starts[:dim], box.starts[dim] + start, *box.starts[dim + 1 :]),
+    )
+
+
+def _split(box: Box, itemsize: int, dim: int) -> list[Box]:
+    """Return a box in pieces of at most ROW_BYTES, cut along `dim` and, where one row is larger, along the next."""
+    nbytes = math.prod(box.lengths) * itemsize
+    if nbytes <= ROW_BYTES or dim >= len(box.lengths):
+        return [box]
+    parts = [_part(box, dim, start, stop) for start, stop in split_rows(box.lengths[dim], nbytes)]
+    return [piece for part in parts for piece in _split(part, itemsize, dim + 1)]
+
+
+def shard_of(fqn: str, dtype: str, box: Box, replica: int | None = None) -> Shard:
+    """Return the table row of one box, of another replica number where one is given."""
     return Shard(
         fqn=fqn,
         dtype=dtype,
         global_shape=box.global_shape,
         offsets=box.offsets,
         lengths=box.lengths,
-        replica=replica,
+        replica=box.replica if replica is None else replica,
     )
 
 

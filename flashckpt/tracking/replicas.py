@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 import torch
 
 from flashckpt import exchange
 from flashckpt.core.digest import digest
+from flashckpt.core.layout import joined
 from flashckpt.errors import ReplicaMismatchError
-from flashckpt.tracking.structure import Structure
+from flashckpt.tracking.structure import Entry, Structure
 
 
 def verify(structure: Structure) -> None:
@@ -19,17 +22,28 @@ def verify(structure: Structure) -> None:
     """
     if exchange.is_alone():
         return
-    mine = [
-        [row.entry.fqn, row.box.offsets, row.box.lengths, _digest(row.entry.local)]
-        for row in structure.rows
-        if row.entry.replicas > 1 and isinstance(row.entry.tensor, torch.nn.Parameter)
-    ]
-    seen: dict[tuple[str, tuple[int, ...], tuple[int, ...]], tuple[int, int]] = {}
+    mine = [_described(e) for e in structure.entries if e.replicas > 1 and isinstance(e.tensor, torch.nn.Parameter)]
+    seen: dict[tuple[str, Any], tuple[int, int, dict[Any, int]]] = {}
     for rank, rows in enumerate(exchange.all_gather(mine)):
-        for fqn, offsets, lengths, value in rows:
-            first, expected = seen.setdefault((fqn, tuple(offsets), tuple(lengths)), (rank, value))
+        for fqn, whole, value, pieces in rows:
+            writers = {(tuple(offsets), tuple(lengths)): 0 for offsets, lengths, _ in pieces}
+            key = fqn, tuple(tuple(map(tuple, box)) for box in whole)
+            first, expected, written = seen.setdefault(key, (rank, value, writers))
             if value != expected:
                 raise _differs(fqn, first, expected, rank, value)
+            if written.keys() != writers.keys():
+                raise _cut_otherwise(fqn, first, rank)
+            for offsets, lengths, replica in pieces:
+                written[tuple(offsets), tuple(lengths)] += replica == 0
+    for (fqn, _), (first, _, written) in seen.items():
+        if any(writers != 1 for writers in written.values()):
+            raise _cut_otherwise(fqn, first, None)
+
+
+def _described(entry: Entry) -> list[Any]:
+    """Return name, what this rank holds of it, digest of its bytes, and its pieces with their replica numbers."""
+    whole = joined([(box.offsets, box.lengths) for box in entry.boxes])
+    return [entry.fqn, whole, _digest(entry.local), [[b.offsets, b.lengths, b.replica] for b in entry.boxes]]
 
 
 def _digest(tensor: torch.Tensor) -> int:
@@ -44,4 +58,14 @@ def _differs(fqn: str, first: int, expected: int, rank: int, found: int) -> Repl
         expected=f"digest {expected:016x} as on rank {first}",
         state="Nothing was trained.",
         remedy="give all ranks the same initial weights (one seed, or a broadcast), or leave replicated_over= / mesh= out",
+    )
+
+
+def _cut_otherwise(fqn: str, first: int, rank: int | None) -> ReplicaMismatchError:
+    return ReplicaMismatchError(
+        f"the ranks that are declared to hold {fqn!r} alike do not agree who persists which part of it",
+        found="parts with no writer or several" if rank is None else f"other parts on rank {rank} than on rank {first}",
+        expected="the same tensors, frozen parameters and optimizers on all of them",
+        state="Nothing was trained.",
+        remedy="build the same model and optimizer on every replica, or leave replicated_over= / mesh= out",
     )

@@ -24,8 +24,7 @@ class Entry:
         fqn: Global name; state of this rank alone ends in `@<coordinate>`.
         tensor: The tensor as its owner holds it (a DTensor where it is one).
         dtype: Name of its dtype.
-        boxes: What this rank holds of it.
-        replica: 0 if this rank's copy is the one that is persisted.
+        boxes: What this rank holds of it, in pieces where several ranks persist parts of it.
         replicas: How many ranks hold an equal copy.
         fenced: It changes only inside `optimizer.step()`, so it may be copied beside the next forward/backward.
     """
@@ -34,7 +33,6 @@ class Entry:
     tensor: torch.Tensor
     dtype: str
     boxes: tuple[Box, ...]
-    replica: int
     replicas: int
     fenced: bool
 
@@ -123,7 +121,7 @@ def structure_of(
     fresh: Iterable[str] = (),
 ) -> Structure:
     """Return the Structure of `entries`; the order they come in does not matter."""
-    rows = [Row(entry=e, box=box, shard=shard_of(e.fqn, e.dtype, box, e.replica)) for e in entries for box in e.boxes]
+    rows = [Row(entry=e, box=box, shard=shard_of(e.fqn, e.dtype, box)) for e in entries for box in e.boxes]
     rows.sort(key=lambda row: _order(row.shard))
     return Structure(rows=tuple(rows), forecast=tuple(forecast), aliases=aliases or {}, fresh=frozenset(fresh))
 

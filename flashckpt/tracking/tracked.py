@@ -10,17 +10,20 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
+from flashckpt.core.balance import Part, Share, cut_dimension, deal
 from flashckpt.core.layout import Shard
 from flashckpt.errors import ConfigError
 from flashckpt.tracking import modules, optimizer_state, rng, trees
 from flashckpt.tracking.placement import (
+    Box,
     Spread,
     World,
+    box_bytes,
     boxes_of,
     dtype_name,
     local_of,
-    owners,
     shard_of,
+    shared_out,
     spread_of_dtensor,
     spread_of_plain,
 )
@@ -131,7 +134,8 @@ class Tracked:
         """
         found, aliases = self._module_tensors()
         owned = {id(p) for o in self.all_optimizers() for p in optimizer_state.parameters(o)}
-        chosen = self._owners(found)
+        boxes = {full: boxes_of(full, owner.tensor) for full, owner in found.items()}
+        chosen = self._shares(found, boxes)
         entries: dict[str, Entry] = {}
         spreads: dict[int, tuple[Spread, str]] = {}
         for full, owner in found.items():
@@ -139,7 +143,8 @@ class Tracked:
             label = full.partition(".")[0]
             spreads[id(owner.tensor)] = spread, full
             fenced = (owner.is_parameter and id(owner.tensor) in owned) or label in self.fenced
-            self._enter(entries, full, owner.tensor, spread, chosen.get(full, 0), fenced=fenced)
+            shares = chosen.get(full, ())
+            self._enter(entries, full, owner.tensor, boxes[full], spread=spread, shares=shares, fenced=fenced)
         self._names, self._groups = self._parameter_names(found, aliases), {}
         for alias, full in aliases.items():
             spreads.setdefault(id(self._aliased[alias]), (self._spread(found[full]), full))
@@ -148,7 +153,7 @@ class Tracked:
             spread = Spread(per_rank="@" in name and self.world.size > 1)
             if isinstance(tensor, DTensor):
                 spread = spread_of_dtensor(tensor, self.world)
-            self._enter(entries, name, tensor, spread, 0, fenced=False)
+            self._enter(entries, name, tensor, boxes_of(name, tensor), spread=spread, fenced=False)
         self._rewatch([e.tensor for e in entries.values() if isinstance(e.tensor, DTensor) and e.fenced])
         self.aliases = aliases
         return structure_of(entries.values(), forecast=forecast, aliases=aliases, fresh=captured.tensors)
@@ -192,24 +197,35 @@ class Tracked:
             return spread_of_dtensor(one.tensor, self.world)
         return spread_of_plain(self.world, one.ddp_ranks)
 
-    def _owners(self, found: dict[str, modules.ModuleTensor]) -> dict[str, int]:
-        """Return which replica of each parameter is persisted, balanced by bytes within sets of equal size."""
-        by_count: dict[int, list[tuple[str, int]]] = {}
+    def _shares(
+        self, found: dict[str, modules.ModuleTensor], boxes: dict[str, tuple[Box, ...]]
+    ) -> dict[str, tuple[Share, ...]]:
+        """Return which replica persists which rows of each parameter and its state, balanced within each replica set.
+
+        Sizes of optimizer state are those it will have: the cuts must not move with the first step.
+        """
+        state_bytes = optimizer_state.bytes_per_byte(self.all_optimizers())
+        sets: dict[tuple[int, tuple[Any, ...]], list[Part]] = {}
         for full, one in found.items():
-            count = self._spread(one).replicas
-            if count > 1 and one.is_parameter:  # buffers stay with replica 0: DDP takes those of its first rank
-                nbytes = one.tensor.numel() * one.tensor.element_size()
-                by_count.setdefault(count, []).append((full, nbytes))
-        return {name: i for count, sizes in by_count.items() for name, i in owners(sizes, count).items()}
+            spread = self._spread(one)
+            if spread.replicas > 1 and one.is_parameter:  # buffers stay with replica 0, whose DDP broadcasts
+                (box, *others) = boxes[full]
+                nbytes = box_bytes(dtype_name(full, one.tensor), boxes[full])
+                rows = 1 if others or not box.lengths else box.lengths[cut_dimension(box.lengths)]
+                weight = nbytes * (1 + state_bytes.get(id(one.tensor), 0))
+                part = Part(name=full, rows=rows, nbytes=nbytes, weight=weight)
+                sets.setdefault((spread.replicas, spread.over), []).append(part)
+        return {name: shares for (count, _), parts in sets.items() for name, shares in deal(parts, count).items()}
 
     def _enter(
         self,
         entries: dict[str, Entry],
         full: str,
         tensor: torch.Tensor,
-        spread: Spread,
-        owner: int,
+        boxes: Sequence[Box],
         *,
+        spread: Spread,
+        shares: Sequence[Share] = (),
         fenced: bool,
     ) -> None:
         dtype = dtype_name(full, tensor)
@@ -220,8 +236,7 @@ class Tracked:
             fqn=fqn,
             tensor=tensor,
             dtype=dtype,
-            boxes=boxes_of(full, tensor),
-            replica=(spread.index - owner) % spread.replicas,
+            boxes=shared_out(boxes, dtype, spread, shares),
             replicas=spread.replicas,
             fenced=fenced and not tensor.is_inference(),
         )
@@ -230,16 +245,17 @@ class Tracked:
         self,
         entries: dict[str, Entry],
         spreads: dict[int, tuple[Spread, str]],
-        chosen: dict[str, int],
+        chosen: dict[str, tuple[Share, ...]],
     ) -> list[Shard]:
         forecast: list[Shard] = []
         self._values = []
         for label, group in self.optimizers.items():
             for optimizer in group:
                 for name, key, param, tensor in optimizer_state.state_tensors(optimizer, self._names, label):
-                    spread, owner = self._state_spread(param, tensor, spreads, chosen)
-                    placed = _as_sharded(param, tensor)
-                    self._enter(entries, f"{label}.{name}.{key}", placed, spread, owner, fenced=True)
+                    spread, shares = self._state_spread(param, tensor, spreads, chosen)
+                    placed, full = _as_sharded(param, tensor), f"{label}.{name}.{key}"
+                    boxes = boxes_of(full, placed)
+                    self._enter(entries, full, placed, boxes, spread=spread, shares=shares, fenced=True)
                 self._values += [
                     (f"{name}@{self.world.suffix}" if spreads[id(param)][0].per_rank else name, param_state, key)
                     for name, param, param_state, key in optimizer_state.state_values(optimizer, self._names, label)
@@ -248,24 +264,29 @@ class Tracked:
         return forecast
 
     def _state_spread(
-        self, param: torch.Tensor, tensor: torch.Tensor, spreads: dict[int, tuple[Spread, str]], chosen: dict[str, int]
-    ) -> tuple[Spread, int]:
+        self,
+        param: torch.Tensor,
+        tensor: torch.Tensor,
+        spreads: dict[int, tuple[Spread, str]],
+        chosen: dict[str, tuple[Share, ...]],
+    ) -> tuple[Spread, tuple[Share, ...]]:
         spread, full = spreads[id(param)]
         if isinstance(tensor, DTensor):
-            return spread_of_dtensor(tensor, self.world), chosen.get(full, 0)
+            own = spread_of_dtensor(tensor, self.world)
+            return own, chosen.get(full, ()) if own == spread else ()
         if isinstance(param, DTensor) and tensor.shape != local_of(param).shape:
-            own = param.device_mesh  # scalars of a sharded parameter are equal on its whole mesh
-            count = own.size() * spread.replicas
-            first = spread.index == 0 and not any(own.get_coordinate() or ())
-            return Spread(replicas=count, index=0 if first else 1), 0
-        return spread, chosen.get(full, 0)
+            mesh = param.device_mesh  # scalars of a sharded parameter are equal on its whole mesh
+            count = mesh.size() * spread.replicas
+            first = spread.index == 0 and not any(mesh.get_coordinate() or ())
+            return Spread(replicas=count, index=0 if first else 1), ()
+        return spread, chosen.get(full, ())
 
     def _forecast(
         self,
         optimizer: torch.optim.Optimizer,
         label: str,
         spreads: dict[int, tuple[Spread, str]],
-        chosen: dict[str, int],
+        chosen: dict[str, tuple[Share, ...]],
     ) -> Iterator[Shard]:
         for param, key, full_shape, dtype in optimizer_state.predicted(optimizer):
             spread, full = spreads[id(param)]
@@ -273,12 +294,11 @@ class Tracked:
             kind = str(dtype).removeprefix("torch.")
             scalar = torch.zeros((), dtype=dtype)
             like = param if full_shape else scalar
+            shares = chosen.get(full, ())
             if not full_shape:
-                spread, owner = self._state_spread(param, scalar, spreads, chosen)
-            else:
-                owner = chosen.get(full, 0)
-            for box in boxes_of(name, like):
-                yield shard_of(name, kind, box, (spread.index - owner) % spread.replicas)
+                spread, shares = self._state_spread(param, scalar, spreads, chosen)
+            for box in shared_out(boxes_of(name, like), kind, spread, shares):
+                yield shard_of(name, kind, box)
 
     def _rewatch(self, sharded: Sequence[torch.Tensor]) -> None:
         dicts: list[Any] = [d for part in self.parts() for d in modules.watched(part)]
