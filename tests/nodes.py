@@ -13,6 +13,7 @@ from pathlib import Path
 
 import pytest
 from support.dlrun import ENGINE, traces
+from support.elastic import ELASTIC, History, check_exactly_once, check_losses
 from support.nodes import Nodes, nodes
 
 from flashckpt.errors import RESUME_EXIT_CODE
@@ -70,6 +71,40 @@ def test_node_killed_the_job_shrinks_and_grows_when_it_returns(tmp_path: Path, t
     for seen in traces(tmp_path, 4):
         repeated = {step: losses for step, losses in seen.items() if len(losses) > 1}
         assert not repeated, repeated
+
+
+def trained(folder: Path, world: int, after: int = 0) -> int:
+    return History(folder).trained(world, after, count=3)
+
+
+def committed(folder: Path) -> list[int]:
+    return sorted(int(path.parent.name[5:14]) for path in (folder / "root").glob("step-*/MANIFEST"))
+
+
+def test_node_lost_with_its_memory_the_global_batch_is_kept_and_every_sample_is_trained_once(tmp_path: Path) -> None:
+    """State sharded over 3 nodes of 2 ranks: one node dies, two go on with more micro-batches, the third comes back."""
+    train = tmp_path / "elastic.py"
+    train.write_text(ELASTIC)
+    with nodes(tmp_path, 3) as them:
+        for node in range(3):
+            them.start(node, *FLAGS, train, tmp_path, 0.05, nnodes="2:3")
+        first = them.until(partial(trained, tmp_path, 6), "6 ranks")
+        them.until(partial(committed, tmp_path), "a committed checkpoint")
+        durable = committed(tmp_path)[-1]
+        them.kill(2)
+        small = them.until(partial(trained, tmp_path, 4, first), "4 ranks")
+        them.start(2, *FLAGS, train, tmp_path, 0.05, nnodes="2:3")
+        again = them.until(partial(trained, tmp_path, 6, small), "6 ranks again")
+        them.processes[0].send_signal(signal.SIGTERM)
+        assert [them.wait(node) for node in range(3)] == [RESUME_EXIT_CODE] * 3, them.log(0)
+    history = History(tmp_path)
+    lives = {life.number: life for life in history.lives}
+    assert lives[small].restored >= durable, "what is committed is never lost"
+    assert lives[again].restored >= lives[small].restored
+    assert all(sum(lives[number].tiers.values()) > 0 for number in (small, again))
+    assert {line.parts for line in history.kept()[lives[small].restored + 1].values()} == {3}
+    check_exactly_once(history)
+    check_losses(history)
 
 
 def test_rank_killed_on_one_node_all_nodes_restart_and_keep_their_ranks(tmp_path: Path, train: Path) -> None:
