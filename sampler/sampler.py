@@ -14,7 +14,8 @@ from typing import Any
 
 from torch.utils.data import Sampler
 
-from flashckpt.errors import ConfigError, DataError, LayoutError, SamplerStateError
+from flashckpt.errors import ConfigError, DataError, LayoutError
+from flashckpt.sampler import refusals
 from flashckpt.sampler.cursor import Cursor, TailCounts
 from flashckpt.sampler.iterator import ElasticIterator, Walk
 from flashckpt.sampler.mixture import Mixture, MixtureStream
@@ -188,13 +189,7 @@ class ElasticSampler(Sampler[int]):
             return
         self._check_spent()
         if epoch < self.epoch and self._touched:
-            raise SamplerStateError(
-                "set_epoch goes back to an epoch that is trained",
-                found=f"set_epoch({epoch})",
-                expected=f"{self.epoch} or later (epoch {self.epoch}, offset {self.offset} is committed)",
-                state="The sampler keeps its position.",
-                remedy="start the loop at sampler.epoch: for epoch in range(sampler.epoch, epochs)",
-            )
+            raise refusals.backwards(epoch, now=self.epoch, offset=self.offset)
         self.cursor.settle(epoch * self.length)
 
     # -- the committed position
@@ -211,11 +206,11 @@ class ElasticSampler(Sampler[int]):
         left = self.cursor.left(self.position)
         count = self._size_of_step(samples)
         if self.cursor.tail in {"short", "drop"} and samples is not None and samples > left:
-            raise _too_many(samples, f"{left} samples are left of epoch {self.epoch}")
+            raise refusals.too_many(samples, f"{left} samples are left of epoch {self.epoch}")
         target = self.cursor.skips.advance(self.position, count if self.cursor.tail == "span" else min(count, left))
         running = self._active()
         if running is not None and target > running.position:
-            raise _too_many(count, f"this replica's iterator has handed out up to position {running.position}")
+            raise refusals.too_many(count, f"this replica's iterator has handed out up to position {running.position}")
         self.cursor.settle(target)
         self._touched, self._spent_at = True, None
 
@@ -326,46 +321,22 @@ class ElasticSampler(Sampler[int]):
     def _size_of_step(self, samples: int | None) -> int:
         size = self.global_batch_size if samples is None else samples
         if size is None or size < 1:
-            raise SamplerStateError(
-                "the size of the step is not known",
-                found="no samples=" if samples is None else f"samples={samples}",
-                expected="samples trained by the step, over all replicas",
-                remedy="pass global_batch_size= to the sampler, or commit(samples)",
-            )
+            raise refusals.unknown_size(samples)
         return size
 
     def _check_spent(self) -> None:
-        if self._spent_at is None or self._spent_at != self.position:
-            return
-        raise SamplerStateError(
-            "the sampler was iterated to its end and never committed",
-            found=f"position {self.position} (epoch {self.epoch}, offset {self.offset}) before and after",
-            expected="commit() after every optimizer step",
-            state="Nothing of the last iteration counts as trained; a restart would repeat it.",
-            remedy="track the sampler and call ckpt.step(), or sampler.commit(samples), or pass auto_commit=True",
-        )
+        if self._spent_at is not None and self._spent_at == self.position:
+            raise refusals.never_committed(self.position, epoch=self.epoch, offset=self.offset)
 
     def _check_idle(self, what: str) -> None:
         running = self._active()
         if running is not None and not running.exhausted:
-            raise SamplerStateError(
-                f"{what} while an iterator is running",
-                found=f"an iterator that has handed out {running.handed_out} samples of this replica",
-                expected="the call before iter()",
-                state="The sampler keeps its position; nothing was changed.",
-                remedy="restore before the loader is iterated; to go back on purpose, drop the loader's iterator first",
-            )
+            raise refusals.iterating(what, running.handed_out)
 
     def _check_ahead(self, what: str, position: int) -> None:
         self._check_idle(what)
         if position < self.position:
-            raise SamplerStateError(
-                f"{what} that are trained already",
-                found=f"from position {position}",
-                expected=f"from the committed position {self.position} on",
-                state="Nothing was changed.",
-                remedy="restore a snapshot before them first",
-            )
+            raise refusals.trained_already(what, position, committed=self.position)
 
 
 def _order_of(order: str | Order, *, shuffle: bool) -> Order:
@@ -389,13 +360,3 @@ def _either(one: int | None, other: int | None) -> int | None:
             "two different data-parallel numbers were given", found=f"{one} and {other}", expected="one of the two"
         )
     return other if one is None else one
-
-
-def _too_many(samples: int, why: str) -> SamplerStateError:
-    return SamplerStateError(
-        "more samples are committed than were handed out",
-        found=f"commit of {samples} samples; {why}",
-        expected="samples of one optimizer step, over all replicas and micro-batches",
-        state="The sampler keeps its position.",
-        remedy="pass global_batch_size=, or commit the samples that were trained, counted over all replicas",
-    )

@@ -1,0 +1,70 @@
+"""What the sampler refuses, in words: each function makes one error, which the caller raises."""
+
+from __future__ import annotations
+
+from flashckpt.errors import SamplerStateError
+
+
+def backwards(epoch: int, *, now: int, offset: int) -> SamplerStateError:
+    """`set_epoch` to an epoch before the position."""
+    return SamplerStateError(
+        "set_epoch goes back to an epoch that is trained",
+        found=f"set_epoch({epoch})",
+        expected=f"{now} or later (epoch {now}, offset {offset} is committed)",
+        state="The sampler keeps its position.",
+        remedy="start the loop at sampler.epoch: for epoch in range(sampler.epoch, epochs)",
+    )
+
+
+def too_many(samples: int, why: str) -> SamplerStateError:
+    """A commit of samples that were not handed out."""
+    return SamplerStateError(
+        "more samples are committed than were handed out",
+        found=f"commit of {samples} samples; {why}",
+        expected="samples of one optimizer step, over all replicas and micro-batches",
+        state="The sampler keeps its position.",
+        remedy="pass global_batch_size=, or commit the samples that were trained, counted over all replicas",
+    )
+
+
+def unknown_size(samples: int | None) -> SamplerStateError:
+    """A commit that says not how many samples a step trained, or less than one."""
+    return SamplerStateError(
+        "the size of the step is not known",
+        found="no samples=" if samples is None else f"samples={samples}",
+        expected="samples trained by the step, over all replicas",
+        remedy="pass global_batch_size= to the sampler, or commit(samples)",
+    )
+
+
+def never_committed(position: int, *, epoch: int, offset: int) -> SamplerStateError:
+    """An iteration to the end behind which nothing was committed."""
+    return SamplerStateError(
+        "the sampler was iterated to its end and never committed",
+        found=f"position {position} (epoch {epoch}, offset {offset}) before and after",
+        expected="commit() after every optimizer step",
+        state="Nothing of the last iteration counts as trained; a restart would repeat it.",
+        remedy="track the sampler and call ckpt.step(), or sampler.commit(samples), or pass auto_commit=True",
+    )
+
+
+def iterating(what: str, handed_out: int) -> SamplerStateError:
+    """A change of what a running iterator has already planned."""
+    return SamplerStateError(
+        f"{what} while an iterator is running",
+        found=f"an iterator that has handed out {handed_out} samples of this replica",
+        expected="the call before iter()",
+        state="The sampler keeps its position; nothing was changed.",
+        remedy="restore before the loader is iterated; to go back on purpose, drop the loader's iterator first",
+    )
+
+
+def trained_already(what: str, position: int, *, committed: int) -> SamplerStateError:
+    """A change of positions before the committed one."""
+    return SamplerStateError(
+        f"{what} that are trained already",
+        found=f"from position {position}",
+        expected=f"from the committed position {committed} on",
+        state="Nothing was changed.",
+        remedy="restore a snapshot before them first",
+    )
