@@ -15,7 +15,7 @@ import pytest
 from click.testing import CliRunner, Result
 from support.s3 import s3_server
 
-from flashckpt.bench import measure, store
+from flashckpt.bench import measure, probe
 from flashckpt.bench.compare import caveats, compare
 from flashckpt.cli.bench import bench
 from flashckpt.cli.main import main
@@ -250,7 +250,7 @@ def test_store_that_is_kept_stays(tmp_path: Path) -> None:
 )
 def test_rates_that_no_device_has_are_flagged(tmp_path: Path, publish_s: float, write_s: float, words: str) -> None:
     seconds = {"publish_s": [publish_s], "raw_write_s": [write_s]}
-    verdict = store.fsync_verdict(tmp_path, seconds, 64 << 20)
+    verdict = probe.fsync_verdict(tmp_path, seconds, 64 << 20)
     assert words in verdict or "tmpfs" in verdict
 
 

@@ -9,12 +9,12 @@ from __future__ import annotations
 
 import shutil
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
 
-from flashckpt.bench.job_results import results
+from flashckpt.bench.job_results import Gathered, Measured, results
 from flashckpt.bench.layouts import Layout, held_bytes, persisted_bytes, shards_of
 from flashckpt.bench.measure import interleave, median, summarise
 from flashckpt.bench.scratch import Scratch
@@ -90,23 +90,6 @@ def need_of(run: JobRun) -> Need:
     )
 
 
-@dataclass
-class _Gathered:
-    """What the rounds brought, by name; one value per round, or per rank and round."""
-
-    values: dict[str, list[float]] = field(default_factory=dict)
-    ranks: dict[str, list[list[float]]] = field(default_factory=dict)
-    parts: dict[str, list[float]] = field(default_factory=lambda: {"write": [], "read": []})
-
-    def add(self, name: str, *values: float) -> None:
-        self.values.setdefault(name, []).extend(values)
-
-    def add_ranks(self, name: str, values: Sequence[float]) -> None:
-        """Keep the value of each rank, and the slowest as the value of the round."""
-        self.ranks.setdefault(name, []).append(list(values))
-        self.add(name, max(values))
-
-
 class Job:
     """The processes of one run.
 
@@ -120,7 +103,7 @@ class Job:
     def __init__(self, run: JobRun, memory: Path, scratch: Scratch | None, progress: Progress) -> None:
         self.run, self.memory, self.scratch, self._progress = run, memory, scratch, progress
         self.workers = Workers(memory)
-        self.found, self.first = _Gathered(), _Gathered()
+        self.found, self.first = Gathered(), Gathered()
         self._step = 0
         self._bytes = 0
         self.cold: Mapping[str, Any] = {}
@@ -148,7 +131,7 @@ class Job:
         self.touch = self.workers.ask(self.ranks, "reserve")
         self.workers.ask(self.ranks, "alone", seconds=0.1)  # touches the restore targets
 
-    def cycle(self, found: _Gathered) -> None:
+    def cycle(self, found: Gathered) -> None:
         """One round: snapshot, restore from memory, persist and commit, restore from storage, remove."""
         self._step += 1
         held = sum(size["held_bytes"] for size in self.sizes)
@@ -170,7 +153,7 @@ class Job:
         if self.scratch is not None:
             self._persist(found, held)
 
-    def _persist(self, found: _Gathered, held: int) -> None:
+    def _persist(self, found: Gathered, held: int) -> None:
         self._say("persist and commit", held)
         (written,) = self.workers.ask(self.persister, "persist", generation=GENERATION, step=self._step)
         self._prefix = written["prefix"]
@@ -183,7 +166,7 @@ class Job:
         self.workers.ask(self.persister, "remove", prefix=self._prefix)
         self._say("restored", held)
 
-    def _restore(self, found: _Gathered) -> None:
+    def _restore(self, found: Gathered) -> None:
         assert self.scratch is not None
         directory = None if self.scratch.directory is None else str(self.scratch.directory)
         (self.cold,) = self.workers.ask(self.persister, "make_cold", directory=directory, drop=self.run.drop_caches)
@@ -237,7 +220,19 @@ class Job:
             interleave({"flashckpt": lambda: self.cycle(self.found)}, self.run.rounds)
         uplift = self.beside() if self.scratch is not None else None
         self.workers.finish()
-        return results(self, uplift, peers)
+        return results(self._measured(uplift, peers))
+
+    def _measured(self, uplift: float | None, peers: dict[str, Any]) -> Measured:
+        return Measured(
+            found=self.found,
+            first=self.first,
+            sizes=self.sizes,
+            touch=self.touch,
+            persists=self.scratch is not None,
+            cold=self.cold,
+            uplift=uplift,
+            peers=peers,
+        )
 
     def _say(self, what: str, nbytes: int = 0) -> None:
         self._bytes += nbytes

@@ -1,19 +1,58 @@
-"""From what the rounds brought to the document: summaries, rates, and what `flashckpt plan` needs. Pure."""
+"""What the rounds of a job brought, and the document made of it: summaries, rates, what `flashckpt plan` needs. Pure."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
 
 from flashckpt.bench.measure import median, summarise
 
-if TYPE_CHECKING:
-    from flashckpt.bench.job import Job, _Gathered
+
+@dataclass
+class Gathered:
+    """What the rounds brought, by name; one value per round, or per rank and round."""
+
+    values: dict[str, list[float]] = field(default_factory=dict)
+    ranks: dict[str, list[list[float]]] = field(default_factory=dict)
+    parts: dict[str, list[float]] = field(default_factory=lambda: {"write": [], "read": []})
+
+    def add(self, name: str, *values: float) -> None:
+        """Keep values of the round."""
+        self.values.setdefault(name, []).extend(values)
+
+    def add_ranks(self, name: str, values: Sequence[float]) -> None:
+        """Keep the value of each rank, and the slowest as the value of the round."""
+        self.ranks.setdefault(name, []).append(list(values))
+        self.add(name, max(values))
 
 
-def results(job: Job, uplift: float | None, peers: dict[str, Any]) -> dict[str, Any]:
-    """Return the results of a run whose processes have answered everything."""
-    found, sizes = job.found, job.sizes
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Measured:
+    """A run whose processes have answered everything.
+
+    Attributes:
+        found: What the measured rounds brought; first: what the round before them did.
+        sizes: Each rank's `held_bytes`, `persisted_bytes` and `tensors`.
+        touch: Each rank's `bytes` and `seconds` of the first touch of its segment.
+        persists: Whether the rounds went on to storage; cold: how its caches were emptied.
+        uplift: By how much steps got longer beside a persist (share).
+        peers: Summaries of the other libraries, by name.
+    """
+
+    found: Gathered
+    first: Gathered
+    sizes: Sequence[Mapping[str, Any]]
+    touch: Sequence[Mapping[str, Any]]
+    persists: bool
+    cold: Mapping[str, Any]
+    uplift: float | None
+    peers: Mapping[str, Any]
+
+
+def results(run: Measured) -> dict[str, Any]:
+    """Return the document of a run."""
+    found, sizes = run.found, run.sizes
     held = [size["held_bytes"] for size in sizes]
     written = [size["persisted_bytes"] for size in sizes]
     made: dict[str, Any] = {
@@ -22,9 +61,9 @@ def results(job: Job, uplift: float | None, peers: dict[str, Any]) -> dict[str, 
         "state_bytes": sum(held),
         "rank_bytes": max(held),
         "verified": True,
-        "first": {name: values[0] for name, values in job.first.values.items()},
-        "first_touch_bytes_per_s": min(one["bytes"] / one["seconds"] for one in job.touch),
-        "first_touch_s": max(one["seconds"] for one in job.touch),
+        "first": {name: values[0] for name, values in run.first.values.items()},
+        "first_touch_bytes_per_s": min(one["bytes"] / one["seconds"] for one in run.touch),
+        "first_touch_s": max(one["seconds"] for one in run.touch),
         # round by round: the machine drifts
         "x_memcpy": {
             name: summarise([a / b for a, b in zip(found.values[name], found.values["memcpy_s"], strict=True)])
@@ -49,16 +88,16 @@ def results(job: Job, uplift: float | None, peers: dict[str, Any]) -> dict[str, 
             "call_s": median(found.values["call_s"]),
         },
         "parts_s": found.parts,
-        "peers": peers,
+        "peers": dict(run.peers),
     }
-    if job.scratch is not None:
+    if run.persists:
         _add_storage(made, found, held, written)
-        made["cold"] = dict(job.cold)
-        made["rates"]["persist_uplift"] = made["step_uplift"] = uplift
+        made["cold"] = dict(run.cold)
+        made["rates"]["persist_uplift"] = made["step_uplift"] = run.uplift
     return made
 
 
-def _add_storage(made: dict[str, Any], found: _Gathered, held: Sequence[int], written: Sequence[int]) -> None:
+def _add_storage(made: dict[str, Any], found: Gathered, held: Sequence[int], written: Sequence[int]) -> None:
     total = sum(written)
     made["persisted_bytes"] = total
     made["rank_bytes_per_s"]["persist"] = _per_rank(found, "persist_s", written)
@@ -74,11 +113,11 @@ def _add_storage(made: dict[str, Any], found: _Gathered, held: Sequence[int], wr
     }
 
 
-def _flat(found: _Gathered, name: str) -> list[float]:
+def _flat(found: Gathered, name: str) -> list[float]:
     return [value for one in found.ranks[name] for value in one]
 
 
-def _per_rank(found: _Gathered, name: str, sizes: Sequence[int]) -> list[float]:
+def _per_rank(found: Gathered, name: str, sizes: Sequence[int]) -> list[float]:
     """Return each rank's bytes per second, the median over rounds."""
     return [size / median([one[rank] for one in found.ranks[name]]) for rank, size in enumerate(sizes)]
 

@@ -1,15 +1,82 @@
-"""What an S3 server does with requests that flashckpt does not rely on, so that a user knows whom they could trust."""
+"""What a place can do, tried out: conditional writes, ranges, O_DIRECT, and whether its fsync can be true.
+
+Of an S3 server also what flashckpt does not rely on, so that a user knows whom they could trust.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import errno
+import os
+import time
+from collections.abc import Callable, Mapping
 from functools import partial
+from pathlib import Path
 from typing import Any
 
+import numpy as np
+
+from flashckpt.bench.host import file_system
+from flashckpt.bench.measure import median
 from flashckpt.bench.scratch import Scratch
 from flashckpt.errors import FlashckptError
+from flashckpt.storage.store import Store
 
 NOT_S3 = "not tried: no S3 server"
+_TOO_FAST = 0.8  # of a plain copy in memory: no device is that fast and durable
+_TOO_QUICK_S = 30e-6  # nothing is durable in less
+
+
+def capabilities(store: Store, scratch: Scratch) -> dict[str, Any]:
+    """Find out what the place can do; None where it was not tried, with the reason in `notes`."""
+    body = os.urandom(10_007)
+    store.put("probe", body)
+    out = memoryview(bytearray(1_000))
+    store.get_range("probe", 9_001, out)
+    store.delete("probe")
+    directory = scratch.directory
+    asked, why = s3_capabilities(scratch)
+    return {
+        "conditional_put": store.is_conditional,
+        "ranges": bytes(out) == body[9_001:10_001],
+        "o_direct": None if directory is None else _takes_o_direct(directory),
+        **asked,
+        "notes": why,
+    }
+
+
+def _takes_o_direct(directory: Path) -> bool:
+    path = directory / "o_direct"
+    try:
+        os.close(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_DIRECT))
+    except OSError as error:
+        if error.errno != errno.EINVAL:
+            raise
+        return False
+    finally:
+        path.unlink(missing_ok=True)
+    return True
+
+
+def fsync_verdict(directory: Path | None, seconds: Mapping[str, list[float]], size: int) -> str:
+    """Return what the rates say about durability: a device cannot be as fast as memory."""
+    if directory is None:
+        return "the server's: it answers when it has stored"
+    kind = file_system(directory).get("type", "")
+    if kind in {"tmpfs", "ramfs"}:
+        return f"no-op: {kind} keeps nothing over a reboot"
+    block, into = np.ones(64 << 20, np.uint8), np.ones(64 << 20, np.uint8)  # touched: page faults are slower than disks
+    copy_bytes_per_s = max(block.nbytes / _seconds(partial(np.copyto, into, block)) for _ in range(5))
+    if size >= 64 << 20 and size / min(seconds["raw_write_s"]) > _TOO_FAST * copy_bytes_per_s:
+        return "suspicious: durable writes as fast as copies in memory; fsync is probably not honoured"
+    if median(seconds["publish_s"]) < _TOO_QUICK_S:
+        return "suspicious: a durable publish took less than 30 us; fsync is probably not honoured"
+    return "no impossible rates (a cache with its own power, or one behind a virtual disk, cannot be told from here)"
+
+
+def _seconds(work: Callable[[], Any]) -> float:
+    started = time.perf_counter()
+    work()
+    return time.perf_counter() - started
 
 
 def s3_capabilities(scratch: Scratch) -> tuple[Mapping[str, bool | None], Mapping[str, str]]:

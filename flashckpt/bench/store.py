@@ -6,33 +6,28 @@ floor (plain buffered writes of a file) does not.
 
 from __future__ import annotations
 
-import errno
-import logging
 import mmap
 import os
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from flashckpt.bench.data import fill as fill_data
-from flashckpt.bench.host import drop_caches, evict, file_system, peak_memory
-from flashckpt.bench.layouts import uniform
-from flashckpt.bench.measure import cpu_seconds, interleave, median, summarise
-from flashckpt.bench.probe import s3_capabilities
+from flashckpt.bench.held_slot import GENERATION, HeldSlot
+from flashckpt.bench.host import drop_caches, evict, peak_memory
+from flashckpt.bench.measure import cpu_seconds, interleave
+from flashckpt.bench.probe import capabilities, fsync_verdict
 from flashckpt.bench.scratch import Scratch
+from flashckpt.bench.store_log import listening
+from flashckpt.bench.store_results import Measured, results
 from flashckpt.bench.timed_store import timed
 from flashckpt.checkpoint.checkpoints import read_manifest
 from flashckpt.checkpoint.persist import PersistOptions, commit, persist_slot, prefix_of
-from flashckpt.core.digest import chunk_digests
-from flashckpt.core.layout import place
-from flashckpt.core.manifest import Manifest, ShardTable
 from flashckpt.errors import DamagedError, FlashckptError
 from flashckpt.restore.fill import Target, fill
 from flashckpt.restore.sources import StorageSource
@@ -40,10 +35,7 @@ from flashckpt.storage.store import PART_BYTES, PARTS_IN_FLIGHT
 
 Progress = Callable[[str, int, int | None], None]
 """Called with what is going on, the bytes so far, and how many there will be."""
-GENERATION = 1
 SMALL_BYTES = 4096
-_TOO_FAST = 0.8  # of a plain copy in memory: no device is that fast and durable
-_TOO_QUICK_S = 30e-6  # nothing is durable in less
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -66,50 +58,6 @@ def need_bytes(run: StoreRun) -> int:
     return 3 * run.size_bytes + run.small * SMALL_BYTES * 4 + (16 << 20)
 
 
-class _HeldSlot:
-    """A slot as `persist_slot` sees it, over memory of this process."""
-
-    def __init__(self, nbytes: int) -> None:
-        self.shards = uniform(nbytes, 0, 1)
-        placement = place(self.shards)
-        self.offsets: list[int] = placement.offsets.tolist()
-        self._map = mmap.mmap(-1, placement.total)
-        self.data = memoryview(self._map)
-        self._table = ShardTable.from_shards(self.shards, placement.offsets)
-        self._step = 0
-        fill_data(self.data, "float32", 1)
-
-    def change(self) -> None:
-        """Become another snapshot: another step, and one other byte on every page."""
-        self._step += 1
-        np.frombuffer(self.data, np.uint8)[::4096] += 1
-        rows = zip(self._table.byte_offset.tolist(), self._table.nbytes.tolist(), strict=True)
-        self._digests = np.concatenate([chunk_digests(self.data[at : at + size]) for at, size in rows])
-
-    @property
-    def step(self) -> int:
-        return self._step
-
-    def manifest(self) -> Manifest:
-        """Return what is held now."""
-        return Manifest(
-            job="bench",
-            generation=GENERATION,
-            step=self._step,
-            parent=None,
-            world_size=1,
-            rank=0,
-            writers=[0],
-            coordinates={},
-            table=self._table,
-            digests=self._digests,
-        )
-
-    def is_current(self) -> bool:
-        """Nobody else writes to it."""
-        return True
-
-
 class StoreBench:
     """The cases of one run; each method that `cases` names is one case.
 
@@ -122,7 +70,7 @@ class StoreBench:
     def __init__(self, run: StoreRun, scratch: Scratch, progress: Progress) -> None:
         self.run, self.scratch, self._progress = run, scratch, progress
         self.store, self.times = timed(scratch.open())
-        self.slot = _HeldSlot(run.size_bytes)
+        self.slot = HeldSlot(run.size_bytes)
         self.seconds: dict[str, list[float]] = {}
         self.parts: dict[str, list[float]] = {"write": [], "read": []}
         self.cached: list[float] = []
@@ -266,105 +214,24 @@ class StoreBench:
 def run_store(run: StoreRun, scratch: Scratch, progress: Progress) -> dict[str, Any]:
     """Run every case in turns and return the results."""
     bench = StoreBench(run, scratch, progress)
-    with _listening() as said:
-        probed = capabilities(bench)
+    with listening() as said:
+        found = capabilities(bench.store, scratch)
         bench.slot.change()
         interleave(bench.cases(), run.rounds, warmup=0)
     bench.store.close()
-    return _results(bench, probed, said)
-
-
-def capabilities(bench: StoreBench) -> dict[str, Any]:
-    """Find out what the place can do; None where it was not tried, with the reason in `notes`."""
-    body = os.urandom(10_007)
-    bench.store.put("probe", body)
-    out = memoryview(bytearray(1_000))
-    bench.store.get_range("probe", 9_001, out)
-    bench.store.delete("probe")
-    directory = bench.scratch.directory
-    asked, why = s3_capabilities(bench.scratch)
-    return {
-        "conditional_put": bench.store.is_conditional,
-        "ranges": bytes(out) == body[9_001:10_001],
-        "o_direct": None if directory is None else _takes_o_direct(directory),
-        **asked,
-        "notes": why,
-    }
-
-
-def _takes_o_direct(directory: Path) -> bool:
-    path = directory / "o_direct"
-    try:
-        os.close(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_DIRECT))
-    except OSError as error:
-        if error.errno != errno.EINVAL:
-            raise
-        return False
-    finally:
-        path.unlink(missing_ok=True)
-    return True
-
-
-def _results(bench: StoreBench, probed: Mapping[str, Any], said: _Said) -> dict[str, Any]:
-    seconds, size = bench.seconds, len(bench.slot.data)
-    backend = type(bench.scratch.open()).__name__
-    rates = {
-        name: summarise([size / value for value in seconds[key]])
-        for name, key in (
-            ("floor write", "floor_write_s"),
-            ("raw write", "raw_write_s"),
-            ("flashckpt durable", "durable_s"),
-            ("floor read", "floor_read_s"),
-            ("raw read", "raw_read_s"),
-            ("flashckpt restore", "restored_s"),
+    size = len(bench.slot.data)
+    return results(
+        Measured(
+            object_bytes=size,
+            seconds=bench.seconds,
+            parts=bench.parts,
+            cold={"how": bench.how, "cached_share": max(bench.cached, default=None)},
+            capabilities={**found, "fsync": fsync_verdict(scratch.directory, bench.seconds, size)},
+            backend=type(scratch.open()).__name__,
+            warnings=said.warnings,
+            retries=said.retries,
         )
-        if key in seconds
-    }
-    return {
-        "object_bytes": size,
-        "bytes_per_s": rates,
-        "summary_s": {name: summarise(values) for name, values in seconds.items() if name.endswith("_s")},
-        "publishes_per_s": 1 / median(seconds["publish_s"]),
-        "parts_ms": {
-            name: summarise([1e3 * value for value in values]) for name, values in bench.parts.items() if values
-        },
-        "parts_s": bench.parts,
-        "write_cpu_s_per_gb": summarise([1e9 * value / size for value in seconds["write_cpu_s"]]),
-        "read_cpu_s_per_gb": summarise([1e9 * value / size for value in seconds["read_cpu_s"]]),
-        "peak_extra_bytes": max(seconds["peak_extra_bytes"]),
-        "cold": {"how": bench.how, "cached_share": max(bench.cached, default=None)},
-        "capabilities": {**probed, "fsync": fsync_verdict(bench.scratch.directory, seconds, size)},
-        "backend": backend,
-        "warnings": said.warnings,
-        # obstore tries again inside its own library and does not say how often
-        "retries": None if backend == "ObstoreStore" else said.retries,
-        "rates": {
-            "write_bytes_per_s": size / median(seconds["durable_s"]),
-            "read_bytes_per_s": size / median(seconds["restored_s"]),
-        },
-    }
-
-
-def fsync_verdict(directory: Path | None, seconds: Mapping[str, list[float]], size: int) -> str:
-    """Return what the rates say about durability: a device cannot be as fast as memory."""
-    if directory is None:
-        return "the server's: it answers when it has stored"
-    kind = file_system(directory).get("type", "")
-    if kind in {"tmpfs", "ramfs"}:
-        return f"no-op: {kind} keeps nothing over a reboot"
-    block, into = np.ones(64 << 20, np.uint8), np.ones(64 << 20, np.uint8)  # touched: page faults are slower than disks
-    copy_bytes_per_s = max(block.nbytes / _seconds(partial(np.copyto, into, block)) for _ in range(5))
-    if size >= 64 << 20 and size / min(seconds["raw_write_s"]) > _TOO_FAST * copy_bytes_per_s:
-        return "suspicious: durable writes as fast as copies in memory; fsync is probably not honoured"
-    if median(seconds["publish_s"]) < _TOO_QUICK_S:
-        return "suspicious: a durable publish took less than 30 us; fsync is probably not honoured"
-    return "no impossible rates (a cache with its own power, or one behind a virtual disk, cannot be told from here)"
-
-
-def _seconds(work: Callable[[], Any]) -> float:
-    started = time.perf_counter()
-    work()
-    return time.perf_counter() - started
+    )
 
 
 def _sync(folder: Path) -> None:
@@ -373,33 +240,3 @@ def _sync(folder: Path) -> None:
         os.fsync(fd)
     finally:
         os.close(fd)
-
-
-class _Said(logging.Handler):
-    """Warnings of the stores, and how often they tried again."""
-
-    def __init__(self) -> None:
-        super().__init__(logging.DEBUG)
-        self.warnings: list[str] = []
-        self.retries = 0
-
-    def emit(self, record: logging.LogRecord) -> None:
-        """Keep what matters of one record."""
-        if record.levelno >= logging.WARNING:
-            self.warnings.append(record.getMessage())
-        elif "attempt" in str(record.msg):
-            self.retries += 1
-
-
-@contextmanager
-def _listening() -> Iterator[_Said]:
-    """Listen to what the stores log meanwhile."""
-    said, logger = _Said(), logging.getLogger("flashckpt")
-    level = logger.level
-    logger.addHandler(said)
-    logger.setLevel(logging.DEBUG)
-    try:
-        yield said
-    finally:
-        logger.removeHandler(said)
-        logger.setLevel(level)
