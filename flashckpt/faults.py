@@ -30,6 +30,10 @@ CRASH_POINTS: dict[str, str] = {
     "restore.during-read": "some ranges copied into live state",
     "restore.before-lineage": "state read, abandoned slots not yet marked",
     "restore.after-lineage": "abandoned slots marked",
+    # the exchange with other nodes
+    "peers.before-round": "another round of ranges is to come, nothing of it was asked for",
+    "peers.while-serving": "ranges were asked for, none has left its slot",
+    "peers.after-round": "ranges have arrived, none is in live state",
     # generation claim
     "generation.before-claim": "number chosen, nothing written",
     "generation.after-claim": "number claimed on the root, not known to the node",
@@ -42,6 +46,10 @@ CRASH_POINTS: dict[str, str] = {
     "persist.after-manifest": "MANIFEST committed, slot still pinned",
     "persist.before-prune": "commit done, nothing pruned",
     "persist.during-prune": "MANIFEST of an old checkpoint deleted, its data still there",
+    # a save without slots: dcp, import
+    "save.during-pack": "part of a pack written",
+    "save.before-index": "packs durable, index not written",
+    "save.before-commit": "all indexes durable, MANIFEST not written",
     # trainer: preparing the corpus
     "corpus.before-index": "all token files written, index.json not written",
     # every object a directory store publishes

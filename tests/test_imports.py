@@ -46,7 +46,20 @@ def test_engine_imports_none_of_the_other_three(other: str) -> None:
         assert not under(imported(path), other), f"{path.name} imports {other}"
 
 
-ORDER = ("core", "memory", "storage", "checkpoint", "tracking", "restore", "staging", "bench", "plan", "cli")
+ORDER = (
+    "core",
+    "memory",
+    "storage",
+    "checkpoint",
+    "tracking",
+    "restore",
+    "staging",
+    "dcp",
+    "interop",
+    "bench",
+    "plan",
+    "cli",
+)
 
 
 @pytest.mark.parametrize("package", ORDER)

@@ -1,0 +1,17 @@
+"""Plug-in for torch.distributed.checkpoint: `dcp.save` writes our checkpoints, `dcp.load` reads any of them.
+
+    import torch.distributed.checkpoint as dcp
+    from flashckpt.dcp import FlashStorageReader, FlashStorageWriter
+
+    dcp.save({"model": model_state, "optimizer": optimizer_state}, storage_writer=FlashStorageWriter(root, step=100))
+    dcp.load(state_dict, storage_reader=FlashStorageReader(root, step=100))
+
+docs/interop.md says how names map and what is refused.
+"""
+
+from __future__ import annotations
+
+from flashckpt.dcp.reader import FlashStorageReader
+from flashckpt.dcp.writer import FlashStorageWriter
+
+__all__ = ["FlashStorageReader", "FlashStorageWriter"]

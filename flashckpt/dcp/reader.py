@@ -1,0 +1,261 @@
+"""`FlashStorageReader`: what `dcp.load` reads through, for any checkpoint of ours."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
+from torch.distributed.checkpoint.metadata import (
+    BytesStorageMetadata,
+    ChunkStorageMetadata,
+    Metadata,
+    TensorProperties,
+    TensorStorageMetadata,
+)
+from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, LoadPlanner, ReadItem
+from torch.distributed.checkpoint.storage import StorageReader
+from torch.futures import Future
+
+from flashckpt.checkpoint.checkpoints import CheckpointInfo, list_checkpoints, newest_checkpoint, read_manifest
+from flashckpt.checkpoint.retention import reading
+from flashckpt.core.layout import Shard
+from flashckpt.core.manifest import Manifest
+from flashckpt.dcp.contents import Contents, contents_of
+from flashckpt.dcp.writer import parse_step
+from flashckpt.errors import ConfigError, DamagedError, DisagreementError, NoCheckpointError
+from flashckpt.restore.fill import Target, fill
+from flashckpt.restore.live_state import bytes_of
+from flashckpt.restore.sources import StorageSource
+from flashckpt.storage.opening import open_store
+from flashckpt.storage.store import Store
+from flashckpt.tracking import trees
+
+BATCH_BYTES = 256 << 20
+"""Bytes that are read at a time: bounds the buffers of tensors that cannot be read into directly."""
+
+
+class FlashStorageReader(StorageReader):
+    """Reads any checkpoint of a root, resharded by dcp's planner: by byte range, every digest verified.
+
+    Args:
+        root: What `FlashStorageWriter` or `Checkpointer` was given.
+        step: Which checkpoint; None takes the newest that no later run abandoned.
+        generation: Only of this generation, where a step exists twice.
+        storage_options: As `Checkpointer`.
+
+    Attributes:
+        step, generation: Of the checkpoint that was read last.
+    """
+
+    def __init__(
+        self,
+        root: str | os.PathLike[str],
+        *,
+        step: int | None = None,
+        generation: int | None = None,
+        storage_options: Mapping[str, Any] | None = None,
+    ) -> None:
+        self.root = os.fspath(root)
+        self._wanted = step, generation
+        self._options = dict(storage_options or {})
+        self.step: int | None = None
+        self.generation: int | None = None
+        self._info: CheckpointInfo | None = None
+        self._contents = Contents()
+
+    def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
+        """Take step and generation from `dcp.load(checkpoint_id=...)`."""
+        if checkpoint_id is not None:
+            self._wanted = parse_step(checkpoint_id)
+
+    @classmethod
+    def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
+        """Return whether this is a step."""
+        try:
+            parse_step(checkpoint_id)
+        except ConfigError:
+            return False
+        return True
+
+    def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
+        """Choose the checkpoint and return what it holds in dcp's words.
+
+        Raises:
+            NoCheckpointError: There is none, or not the wanted one.
+            DamagedError: The wanted one, or every one, is damaged.
+        """
+        del args, kwargs
+        store = self._open()
+        try:
+            store.check(write=False)
+            self._info = _choose(store, *self._wanted)
+            manifest = read_manifest(store, self._info)
+        finally:
+            store.close()
+        self.generation, self.step = self._info.identity
+        rank = dist.get_rank() if dist.is_available() and dist.is_initialized() else 0
+        self._contents = contents_of(manifest, rank)
+        return Metadata(
+            {key: _tensor_metadata(manifest, name) for key, name in self._contents.tensors.items()}
+            | {key: BytesStorageMetadata() for key in self._contents.values},
+            planner_data=dict(self._contents.paths),
+            version="1.0.0",
+        )
+
+    def set_up_storage_reader(self, metadata: Metadata, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
+        """Nothing is kept open between planning and reading."""
+
+    def prepare_local_plan(self, plan: LoadPlan) -> LoadPlan:
+        """Say in the plan which checkpoint this rank has chosen."""
+        plan.storage_data = (self.generation, self.step)
+        return plan
+
+    def prepare_global_plan(self, plans: list[LoadPlan]) -> list[LoadPlan]:
+        """Refuse a load where ranks have chosen different checkpoints (coordinator only)."""
+        chosen = sorted({plan.storage_data for plan in plans})
+        if len(chosen) > 1:
+            raise DisagreementError(
+                "ranks found different newest checkpoints: one was committed while they looked",
+                found=", ".join(f"step {step} of generation {generation}" for generation, step in chosen),
+                state="Nothing was loaded.",
+                remedy=f"load again, or name the step: FlashStorageReader(root, step={chosen[-1][1]})",
+            )
+        return plans
+
+    def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
+        """Fill the tensors and values of this rank.
+
+        Raises:
+            DamagedError: Bytes do not match their digest; the state dict must not be used.
+        """
+        assert self._info is not None
+        store = self._open()
+        try:
+            with reading(store, self._info.prefix) as manifest:
+                source = StorageSource(store, manifest, self._info.prefix)
+                for item in plan.items:
+                    if item.type == LoadItemType.BYTE_IO:
+                        _set_value(planner, item, self._value(item, source))
+                tensors = [item for item in plan.items if item.type == LoadItemType.TENSOR]
+                for batch in _batches(tensors):
+                    _read_batch(batch, planner, source, self._contents)
+        finally:
+            store.close()
+        future: Future[None] = Future()
+        future.set_result(None)
+        return future
+
+    def _value(self, item: ReadItem, source: StorageSource) -> Any:
+        skeleton = self._contents.values[item.storage_index.fqn]
+        return trees.put_together(skeleton, lambda name: whole_tensor(source, name))
+
+    def _open(self) -> Store:
+        return open_store(self.root, **self._options)
+
+
+def _choose(store: Store, step: int | None, generation: int | None) -> CheckpointInfo:
+    if step is None and generation is None:
+        found = newest_checkpoint(store)
+        if found is None:
+            damaged = list_checkpoints(store, damaged=True)
+            if damaged:
+                raise DamagedError(f"{store.url} holds no usable checkpoint", found=damaged[0].problem)
+            raise NoCheckpointError(f"{store.url} holds no committed checkpoint", remedy=f"flashckpt ls {store.url}")
+        return found
+    infos = list_checkpoints(store, damaged=True)
+    wanted = [i for i in infos if step in (None, i.step) and generation in (None, i.generation)]
+    if not wanted:
+        raise NoCheckpointError(
+            f"{store.url} has no checkpoint of step {step}" + (f", generation {generation}" if generation else ""),
+            found=", ".join(f"{i.step}.g{i.generation}" for i in infos[:8]),
+            remedy=f"flashckpt ls {store.url}",
+        )
+    if wanted[0].problem:
+        raise DamagedError(f"The checkpoint {wanted[0].prefix} of {store.url} is damaged", found=wanted[0].problem)
+    return wanted[0]
+
+
+def _tensor_metadata(manifest: Manifest, name: str) -> TensorStorageMetadata:
+    table = manifest.table
+    shards = [table.shard(row) for row in table.rows(name)]
+    chunks = [ChunkStorageMetadata(torch.Size(s.offsets), torch.Size(s.lengths)) for s in shards]
+    properties = TensorProperties(dtype=getattr(torch, shards[0].dtype))
+    return TensorStorageMetadata(properties, torch.Size(shards[0].global_shape), chunks)
+
+
+def whole_tensor(source: StorageSource, name: str) -> torch.Tensor:
+    """Return one whole tensor of a checkpoint in host memory, its digests verified."""
+    table = source.manifest.table
+    shard = table.shard(table.rows(name)[0])
+    shape = shard.global_shape
+    tensor = torch.empty(shape, dtype=getattr(torch, shard.dtype))
+    whole = Shard(fqn=name, dtype=shard.dtype, global_shape=shape, offsets=(0,) * len(shape), lengths=shape)
+    fill([Target(shard=whole, buffer=bytes_of(tensor))], [source])
+    return tensor
+
+
+def _batches(items: Sequence[ReadItem]) -> Iterator[list[ReadItem]]:
+    batch: list[ReadItem] = []
+    nbytes = 0
+    for item in items:
+        size = item.lengths.numel() * 8  # the widest common element: a bound
+        if batch and nbytes + size > BATCH_BYTES:
+            yield batch
+            batch, nbytes = [], 0
+        batch.append(item)
+        nbytes += size
+    if batch:
+        yield batch
+
+
+def _read_batch(items: Sequence[ReadItem], planner: LoadPlanner, source: StorageSource, held: Contents) -> None:
+    targets: list[Target] = []
+    copies: list[tuple[torch.Tensor, torch.Tensor]] = []
+    filled: list[tuple[ReadItem, torch.Tensor]] = []
+    for item in items:
+        live = planner.resolve_tensor(item).detach()
+        table = source.manifest.table
+        name = held.tensors[item.storage_index.fqn]
+        known = table.shard(table.rows(name)[0])
+        starts = item.storage_index.offset or (0,) * len(item.lengths)
+        shard = Shard(
+            fqn=name,
+            dtype=known.dtype,
+            global_shape=known.global_shape,
+            offsets=tuple(a + b for a, b in zip(starts, item.storage_offsets, strict=True)),
+            lengths=tuple(item.lengths),
+        )
+        into = live
+        dtype = getattr(torch, known.dtype)
+        if live.dtype != dtype or live.device.type != "cpu" or not live.is_contiguous() or live.is_conj():
+            into = torch.empty(tuple(item.lengths), dtype=dtype)
+            copies.append((live, into))
+        targets.append(Target(shard=shard, buffer=bytes_of(into)))
+        filled.append((item, live))
+    fill(targets, [source])
+    with torch.no_grad():
+        for live, staged in copies:
+            live.copy_(staged)
+    for item, live in filled:
+        planner.commit_tensor(item, live)
+
+
+def _set_value(planner: LoadPlanner, item: ReadItem, value: Any) -> None:
+    """Put a value where the planner's own `load_bytes` would put what it unpickles."""
+    if not isinstance(planner, DefaultLoadPlanner) or type(planner).load_bytes is not DefaultLoadPlanner.load_bytes:
+        raise ConfigError(
+            f"the value of {item.dest_index.fqn!r} cannot be loaded with this planner",
+            found=f"{type(planner).__qualname__} unpickles values itself; flashckpt holds none that are pickled",
+            expected="DefaultLoadPlanner, or a subclass that leaves load_bytes() alone",
+            state="The state dict may hold some loaded values already.",
+        )
+    if not planner.flatten_state_dict:
+        planner.state_dict[item.dest_index.fqn] = value
+        return
+    from torch.distributed.checkpoint._traverse import set_element
+
+    set_element(planner.original_state_dict, planner.mappings[item.dest_index.fqn], value)
