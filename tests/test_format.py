@@ -19,17 +19,20 @@ import pytest
 
 from flashckpt.core import slot, superblock
 from flashckpt.core.digest import chunk_digests, digest
+from flashckpt.core.head import HEAD_BYTES, decode_summary
 from flashckpt.core.layout import Shard, place
-from flashckpt.core.manifest import Manifest, ShardTable, decode_manifest, encode_manifest, merge
+from flashckpt.core.manifest import Manifest, ShardTable, decode_manifest, encode_manifest, merge, summary_of
 from flashckpt.core.slot import SlotHeader, SlotState
 from flashckpt.core.superblock import SegmentSpec, Superblock
-from flashckpt.errors import FormatVersionError
+from flashckpt.errors import DamagedError, FormatVersionError
 from flashckpt.memory import control, job
 from flashckpt.memory.control import Control, Published
 from flashckpt.memory.job import DaemonStatus, GenerationRecord, JobConfig, JobDirectory
 from flashckpt.memory.segment import Segment
 
 V1 = Path(__file__).parent / "format" / "v1"
+V1_1 = V1.with_name("v1.1")
+"""MANIFEST with a summary; everything else is as in 1.0."""
 
 HEADERS = [
     SlotHeader(sequence=9, generation=3, step=120, state=SlotState.COMPLETE, world_size=2, rank=1, persist=True,
@@ -84,7 +87,32 @@ def pieces() -> dict[str, bytes]:
 
 @pytest.mark.parametrize("name", pieces())
 def test_the_bytes_of_version_1_are_written_as_they_always_were(name: str) -> None:
-    assert pieces()[name] == (V1 / name).read_bytes()
+    newest = V1_1 if (V1_1 / name).exists() else V1
+    assert pieces()[name] == (newest / name).read_bytes()
+
+
+def test_manifest_of_version_1_1_is_that_of_1_0_with_a_summary_in_front() -> None:
+    old, new = ((folder / "merged-manifest").read_bytes() for folder in (V1, V1_1))
+    assert (old[8:12], new[8:12]) == (bytes([1, 0, 0, 0]), bytes([1, 0, 1, 0]))
+    assert decode_summary(old, len(old)) is None
+    assert decode_summary(new[:HEAD_BYTES], len(new)) == summary_of(decode_manifest(old))
+    body = msgpack.unpackb(new[32:])
+    assert next(iter(body)) == "summary"
+    del body["summary"]
+    assert msgpack.packb(body) == old[32:], "a reader of 1.0 ignores the key"
+
+
+def test_any_flipped_bit_of_a_summary_is_found_and_a_wrong_size_too() -> None:
+    raw = (V1_1 / "merged-manifest").read_bytes()
+    start, nbytes = 43, raw[42]  # behind frame, map header, key and bin header
+    for bit in range(8 * start, 8 * (start + nbytes)):
+        bad = bytearray(raw)
+        bad[bit // 8] ^= 1 << bit % 8
+        with pytest.raises(DamagedError):
+            decode_summary(bad[:HEAD_BYTES], len(raw))
+    for size in (len(raw) - 1, len(raw) + 1):
+        with pytest.raises(DamagedError, match="a manifest is damaged"):
+            decode_summary(raw[:HEAD_BYTES], size)
 
 
 def test_version_1_is_read() -> None:

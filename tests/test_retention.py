@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import signal
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -47,8 +48,10 @@ from flashckpt.checkpoint.retention import (
     sweep,
     unkeep,
 )
+from flashckpt.core.head import HEAD_BYTES
 from flashckpt.errors import DamagedError, NoCheckpointError, RootError
 from flashckpt.storage.opening import open_store
+from flashckpt.storage.posix import PosixStore
 from flashckpt.storage.store import Store
 
 
@@ -327,3 +330,58 @@ def test_leases_are_by_checkpoint(store: Store) -> None:
     assert leased_prefixes(store) == {prefix_of(1, 10)}
     second.close()
     assert leased_prefixes(store) == set()
+
+
+class Counting(PosixStore):
+    """A root that counts the bytes read of MANIFESTs."""
+
+    def __init__(self, root: Path) -> None:
+        super().__init__(root)
+        self.read_bytes = 0
+
+    def get(self, key: str) -> bytes:
+        data = super().get(key)
+        self.read_bytes += len(data) if key.endswith(MANIFEST) else 0
+        return data
+
+    def get_range(self, key: str, start: int, out: memoryview) -> None:
+        super().get_range(key, start, out)
+        self.read_bytes += len(out) if key.endswith(MANIFEST) else 0
+
+
+def test_listing_commit_and_sweep_read_the_start_of_each_manifest_only(tmp_path: Path) -> None:
+    wide = [shard(f"layers.{i}.weight", (3,)) for i in range(2000)]
+    store = Counting(tmp_path / "root")
+    for step in (10, 20, 30):
+        persist_slot(make_pin(wide, step=step), store, prefix_of(1, step))
+        commit(store, prefix_of(1, step), [0])
+    size = store.head(f"{prefix_of(1, 10)}/{MANIFEST}")
+    assert size is not None
+    assert size.nbytes > 30 * HEAD_BYTES
+    store.read_bytes = 0
+    newest = newest_checkpoint(store)
+    assert newest is not None
+    assert (newest.identity, newest.tensors, newest.nbytes, newest.is_whole) == ((1, 30), 2000, 24_000, False)
+    sweep(store)
+    assert not commit(store, prefix_of(1, 30), [0]), "it is there already"
+    assert not prune(store, Policy(keep_last=3)).checkpoints
+    assert store.read_bytes <= 8 * HEAD_BYTES
+    assert newest_checkpoint(store, whole=True) == replace(newest, is_whole=True)
+    assert store.read_bytes > size.nbytes
+
+
+def test_retention_counts_only_manifests_that_hold_whole(tmp_path: Path) -> None:
+    """A flipped bit behind the summary is not seen by a listing; before anything is deleted it is."""
+    store = open_store(tmp_path / "root")
+    for step in (10, 20, 30):
+        make(store, step)
+    path = tmp_path / "root" / prefix_of(1, 30) / MANIFEST
+    raw = bytearray(path.read_bytes())
+    raw[-1] ^= 1
+    path.write_bytes(raw)
+    assert steps_of(store) == [10, 20, 30]
+    assert prune(store, Policy(keep_last=1)).checkpoints == (prefix_of(1, 10),)
+    newest = newest_checkpoint(store, whole=True)
+    assert newest is not None
+    assert newest.step == 20
+    assert path.exists(), "what is damaged is left to be looked at"

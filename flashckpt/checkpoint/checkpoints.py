@@ -1,6 +1,8 @@
 """What a root holds: committed checkpoints, uncommitted ones, and the generations that wrote them.
 
-A checkpoint exists if and only if its MANIFEST exists and its digest holds. LATEST is never read here.
+A checkpoint exists if and only if its MANIFEST exists and its digest holds. A listing reads the summary at the
+start of each MANIFEST, which has a digest of its own; who uses a checkpoint, or deletes others because of it,
+reads MANIFEST whole. LATEST is never read here.
 """
 
 from __future__ import annotations
@@ -9,14 +11,15 @@ import re
 import threading
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Any, TypeVar
 
 import msgpack
 
-from flashckpt.checkpoint.persist import MANIFEST, TOMBSTONE, prefix_of
+from flashckpt.checkpoint.persist import MANIFEST, TOMBSTONE, prefix_of, read_start
+from flashckpt.core.head import Summary, decode_summary
 from flashckpt.core.lineage import is_abandoned
-from flashckpt.core.manifest import Manifest, decode_manifest
+from flashckpt.core.manifest import Manifest, decode_manifest, summary_of
 from flashckpt.errors import DamagedError, FlashckptError, FormatVersionError, NoCheckpointError, ObjectMissingError
 from flashckpt.faults import crash_point
 from flashckpt.storage.store import Store
@@ -39,10 +42,11 @@ class CheckpointInfo:
         nbytes: Bytes of tensors, each counted once.
         created_s: Time of the commit, unix seconds.
         world_size: Ranks of the worker group.
-        writers: Ranks that wrote packs or values.
+        writers: How many ranks wrote packs or values.
         tensors: Number of global tensors.
         job: Job id.
         problem: "" for a valid one; else why MANIFEST cannot be used (only listed where asked for).
+        is_whole: Whether the digest of the whole MANIFEST was verified, not only its summary's.
     """
 
     prefix: str
@@ -52,10 +56,11 @@ class CheckpointInfo:
     nbytes: int = 0
     created_s: float = 0.0
     world_size: int = 0
-    writers: tuple[int, ...] = ()
+    writers: int = 0
     tensors: int = 0
     job: str = ""
     problem: str = ""
+    is_whole: bool = False
 
     @property
     def identity(self) -> tuple[int, int]:
@@ -92,20 +97,22 @@ def parse_prefix(name: str) -> tuple[int, int] | None:
     return (int(match.group(2)), int(match.group(1))) if match else None
 
 
-def list_checkpoints(store: Store, *, damaged: bool = False) -> list[CheckpointInfo]:
+def list_checkpoints(store: Store, *, damaged: bool = False, whole: bool = False) -> list[CheckpointInfo]:
     """Return the committed checkpoints of a root, newest (generation, step) first.
 
-    Abandoned ones are included: `newest_checkpoint` leaves them out.
+    Abandoned ones are included: `newest_checkpoint` leaves them out. A MANIFEST that this process has looked at
+    is not read again while its size and time are the same.
 
     Args:
         store: The root.
         damaged: Also those whose MANIFEST is there but cannot be used, with `problem` set.
+        whole: Verify each MANIFEST whole instead of its summary.
 
     Raises:
         RootError, StoreError: the root cannot be read.
     """
     names = [name for name in store.folders() if parse_prefix(name)]
-    found = [info for info in parallel(lambda name: _info(store, name), names) if info is not None]
+    found = [info for info in parallel(lambda name: look_at(store, name, whole=whole), names) if info is not None]
     return sorted((i for i in found if damaged or not i.problem), key=lambda i: i.identity, reverse=True)
 
 
@@ -127,24 +134,28 @@ def read_manifest(store: Store, info: CheckpointInfo | str) -> Manifest:
     try:
         raw = store.get(f"{prefix}/{MANIFEST}")
     except ObjectMissingError as error:
-        raise NoCheckpointError(
-            f"{store.url} has no committed checkpoint {prefix}", remedy=f"flashckpt ls {store.url}"
-        ) from error
+        raise _never_committed(store.url, prefix) from error
+    return manifest_from(store.url, prefix, raw)
+
+
+def manifest_from(url: str, prefix: str, raw: bytes) -> Manifest:
+    """Return the MANIFEST in `raw`, which was read from `prefix` of the root `url`; errors as `read_manifest`."""
     if raw.startswith(TOMBSTONE):
-        raise NoCheckpointError(
-            f"the checkpoint {prefix} of {store.url} was deleted", found=raw.decode(errors="replace")
-        )
-    manifest = _decode(store, prefix, raw)
-    if prefix_of(*manifest.identity) != prefix:
-        raise DamagedError(
-            f"the MANIFEST of {prefix} in {store.url} belongs to another checkpoint",
-            found=prefix_of(*manifest.identity),
-        )
+        raise _deleted(url, prefix, raw)
+    try:
+        manifest = decode_manifest(raw)
+    except DamagedError as error:
+        raise _damaged_manifest(url, prefix, error) from error
+    _refuse_other(url, prefix, manifest.identity)
     return manifest
 
 
 def newest_checkpoint(
-    store: Store, *, generations: Sequence[GenerationClaim] | None = None, below: tuple[int, int] | None = None
+    store: Store,
+    *,
+    generations: Sequence[GenerationClaim] | None = None,
+    below: tuple[int, int] | None = None,
+    whole: bool = False,
 ) -> CheckpointInfo | None:
     """Return the newest checkpoint that no later generation abandoned; None where there is none.
 
@@ -152,11 +163,14 @@ def newest_checkpoint(
         store: The root.
         generations: Claims that tell what was abandoned; read from the root if None.
         below: Only those before this identity (to offer the next older one when the newest is damaged).
+        whole: Its MANIFEST must hold whole; older ones are looked at until one does.
     """
     claims = read_generations(store) if generations is None else generations
     for info in list_checkpoints(store):
         if (below is None or info.identity < below) and not is_abandoned(info.identity, claims):
-            return info
+            verified = look_at(store, info.prefix, whole=True) if whole else info
+            if verified is not None and not verified.problem:
+                return verified
     return None
 
 
@@ -207,36 +221,58 @@ def parallel(work: Callable[[_T], _R], items: Iterable[_T]) -> list[_R]:
         return list(pool.map(work, todo))
 
 
-def _info(store: Store, prefix: str) -> CheckpointInfo | None:
+def look_at(store: Store, prefix: str, *, whole: bool = False) -> CheckpointInfo | None:
+    """Return what the MANIFEST of one folder says; None where it has none or a tombstone; `problem` where it is damaged.
+
+    Args:
+        store: The root.
+        prefix: The folder.
+        whole: Verify it whole; else the first HEAD_BYTES, where it has a summary.
+    """
     head = store.head(f"{prefix}/{MANIFEST}")
     identity = parse_prefix(prefix)
     if head is None or identity is None:
         return None
     cache_key = (store.url, prefix, head.nbytes, head.mtime)
     with _infos_lock:
-        if (known := _infos.get(cache_key)) is not None:
+        if (known := _infos.get(cache_key)) is not None and (known.is_whole or not whole):
             return known
     try:
-        manifest = read_manifest(store, prefix)
+        summary = None if whole else read_summary(store, prefix, head.nbytes)
+        is_whole = summary is None
+        if summary is None:
+            summary = summary_of(read_manifest(store, prefix))
     except NoCheckpointError:
         return None
     except (DamagedError, FormatVersionError) as error:
         return _broken(prefix, identity, head.mtime, error)
-    info = CheckpointInfo(
-        prefix=prefix,
-        generation=manifest.generation,
-        step=manifest.step,
-        parent=manifest.parent,
-        nbytes=int(manifest.table.nbytes.sum()),
-        created_s=head.mtime,
-        world_size=manifest.world_size,
-        writers=tuple(manifest.writers),
-        tensors=len(manifest.table.fqns),
-        job=manifest.job,
-    )
+    fields = asdict(summary)
+    info = CheckpointInfo(prefix=prefix, created_s=head.mtime, is_whole=is_whole, **fields)
     with _infos_lock:
         _infos[cache_key] = info
     return info
+
+
+def read_summary(store: Store, prefix: str, nbytes: int) -> Summary | None:
+    """Return the verified summary of a MANIFEST of `nbytes` bytes; None where it has none (format 1.0).
+
+    Raises:
+        NoCheckpointError: It is a tombstone, or has just gone.
+        DamagedError: Its first bytes are damaged, or its size is not what they say.
+    """
+    try:
+        start = read_start(store, f"{prefix}/{MANIFEST}", nbytes)
+    except ObjectMissingError as error:
+        raise _never_committed(store.url, prefix) from error
+    if start.startswith(TOMBSTONE):
+        raise _deleted(store.url, prefix, start)
+    try:
+        summary = decode_summary(start, nbytes)
+    except DamagedError as error:
+        raise _damaged_manifest(store.url, prefix, error) from error
+    if summary is not None:
+        _refuse_other(store.url, prefix, (summary.generation, summary.step))
+    return summary
 
 
 def _broken(prefix: str, identity: tuple[int, int], mtime: float, error: FlashckptError) -> CheckpointInfo:
@@ -244,17 +280,31 @@ def _broken(prefix: str, identity: tuple[int, int], mtime: float, error: Flashck
     return CheckpointInfo(prefix=prefix, generation=identity[0], step=identity[1], created_s=mtime, problem=problem)
 
 
-def _decode(store: Store, prefix: str, raw: bytes) -> Manifest:
-    try:
-        return decode_manifest(raw)
-    except DamagedError as error:
+def _never_committed(url: str, prefix: str) -> NoCheckpointError:
+    return NoCheckpointError(f"{url} has no committed checkpoint {prefix}", remedy=f"flashckpt ls {url}")
+
+
+def _deleted(url: str, prefix: str, raw: bytes) -> NoCheckpointError:
+    return NoCheckpointError(
+        f"the checkpoint {prefix} of {url} was deleted", found=raw.decode(errors="replace").strip()
+    )
+
+
+def _damaged_manifest(url: str, prefix: str, error: DamagedError) -> DamagedError:
+    return DamagedError(
+        f"the MANIFEST of {prefix} in {url} is damaged",
+        found=error.found,
+        expected=error.expected,
+        state="Nothing was restored from it.",
+        remedy=f"flashckpt ls {url} shows the checkpoints that are intact",
+    )
+
+
+def _refuse_other(url: str, prefix: str, identity: tuple[int, int]) -> None:
+    if prefix_of(*identity) != prefix:
         raise DamagedError(
-            f"the MANIFEST of {prefix} in {store.url} is damaged",
-            found=error.found,
-            expected=error.expected,
-            state="Nothing was restored from it.",
-            remedy=f"flashckpt ls {store.url} shows the checkpoints that are intact",
-        ) from error
+            f"the MANIFEST of {prefix} in {url} belongs to another checkpoint", found=prefix_of(*identity)
+        )
 
 
 def _claim_key(generation: int) -> str:

@@ -26,6 +26,7 @@ from flashckpt.checkpoint.compression import (
     worth_compressing,
 )
 from flashckpt.core.digest import CHUNK_BYTES, digest
+from flashckpt.core.head import HEAD_BYTES, decode_summary
 from flashckpt.core.manifest import Manifest, decode_manifest, encode_manifest, merge
 from flashckpt.core.packs import (
     COMPRESSED_SUFFIX,
@@ -288,22 +289,33 @@ def _existing_index(store: Store, prefix: str, manifest: Manifest) -> Manifest |
     return there if same and np.array_equal(there.digests, wanted.digests) else None
 
 
+def read_start(store: Store, key: str, nbytes: int) -> bytes:
+    """Return the first HEAD_BYTES of a MANIFEST of `nbytes` bytes; ObjectMissingError where it has gone."""
+    start = bytearray(min(nbytes, HEAD_BYTES))
+    store.get_range(key, 0, memoryview(start))
+    return bytes(start)
+
+
 def _committed(store: Store, prefix: str) -> bool:
-    """Return whether a valid MANIFEST is there; FencedError where the checkpoint was given up."""
+    """Return whether a MANIFEST with a valid summary is there; FencedError where the checkpoint was given up.
+
+    Every node asks this of every commit, so that only 4 KiB are read; a MANIFEST of format 1.0 is read whole.
+    """
     key = f"{prefix}/{MANIFEST}"
-    if store.head(key) is None:
+    if (there := store.head(key)) is None:
         return False
     try:
-        raw = store.get(key)
+        start = read_start(store, key, there.nbytes)
+        if start.startswith(TOMBSTONE):
+            raise FencedError(
+                f"the checkpoint {prefix} was given up and may not be committed any more",
+                found=start.decode(errors="replace").strip(),
+                state="Its data is deleted by the sweep; other checkpoints are as they were.",
+            )
+        if decode_summary(start, there.nbytes) is None:
+            decode_manifest(store.get(key))
     except ObjectMissingError:
         return False
-    if raw.startswith(TOMBSTONE):
-        raise FencedError(
-            f"the checkpoint {prefix} was given up and may not be committed any more",
-            found=raw.decode(errors="replace").strip(),
-            state="Its data is deleted by the sweep; other checkpoints are as they were.",
-        )
-    decode_manifest(raw)
     return True
 
 

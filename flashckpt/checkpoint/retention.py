@@ -19,9 +19,11 @@ from dataclasses import dataclass
 from flashckpt.checkpoint.checkpoints import (
     CheckpointInfo,
     list_checkpoints,
+    look_at,
     parse_prefix,
     read_generations,
     read_manifest,
+    read_summary,
 )
 from flashckpt.checkpoint.intents import INTENTS, list_intents
 from flashckpt.checkpoint.persist import MANIFEST, TOMBSTONE
@@ -114,12 +116,7 @@ def prune(store: Store, policy: Policy, *, dry_run: bool = False, now_s: float |
         now_s: Unix seconds (tests).
     """
     now = time.time() if now_s is None else now_s
-    infos = list_checkpoints(store)
-    generations = read_generations(store)
-    abandoned = {info.identity for info in infos if is_abandoned(info.identity, generations)}
-    expired = choose_expired(
-        infos, policy, abandoned=abandoned, kept=kept_prefixes(store), leased=leased_prefixes(store, now_s=now)
-    )
+    expired = _expired(store, policy, now)
     if not expired:
         return Swept()
     crash_point("persist.before-prune")
@@ -136,6 +133,32 @@ def prune(store: Store, policy: Policy, *, dry_run: bool = False, now_s: float |
         nbytes += _delete_data(store, info.prefix)
         gone.append(info.prefix)
     return Swept(checkpoints=tuple(gone), nbytes=nbytes)
+
+
+def _expired(store: Store, policy: Policy, now: float) -> list[CheckpointInfo]:
+    """Return what the policy deletes, once the MANIFESTs of those it counts as kept were verified whole.
+
+    A summary that holds proves nothing of the rest: were a damaged checkpoint counted, the last intact one could go.
+    """
+    infos, generations = list_checkpoints(store), read_generations(store)
+    abandoned = {info.identity for info in infos if is_abandoned(info.identity, generations)}
+    kept, leased = kept_prefixes(store), leased_prefixes(store, now_s=now)
+    while True:
+        expired = choose_expired(infos, policy, abandoned=abandoned, kept=kept, leased=leased)
+        if not expired:
+            return []
+        stays = [info for info in infos if info not in expired and info.identity not in abandoned]
+        bad = [info for info in stays[: max(1, policy.keep_last or 1)] if not _is_whole(store, info)]
+        if not bad:
+            return expired
+        infos = [info for info in infos if info not in bad]
+
+
+def _is_whole(store: Store, info: CheckpointInfo) -> bool:
+    found = look_at(store, info.prefix, whole=True)
+    if found is not None and found.problem:
+        _log.warning("%s is not counted as a checkpoint that is kept: %s", info.prefix, found.problem)
+    return found is not None and not found.problem
 
 
 def sweep(
@@ -265,9 +288,9 @@ def _sweep_folder(
     data = [entry for entry in entries if not entry.key.endswith(f"/{MANIFEST}")]
     age_s = now - max((entry.mtime for entry in entries), default=now)
     manifest_key = f"{prefix}/{MANIFEST}"
-    if store.head(manifest_key) is not None:
+    if (head := store.head(manifest_key)) is not None:
         try:
-            read_manifest(store, prefix)
+            read_summary(store, prefix, head.nbytes)
         except NoCheckpointError:
             pass  # a tombstone: the data goes now, the stone itself when it is old
         except Exception:  # noqa: BLE001 -- damaged or newer than we are: not ours to delete

@@ -108,7 +108,7 @@ def choose(store: Store, step: str | None) -> CheckpointInfo:
     """
     infos = checkpoints_of(store)
     if step is None:
-        best = newest_checkpoint(store)
+        best = newest_checkpoint(store, whole=True)
         if best is None:
             raise DamagedError(
                 f"{store.url} holds no usable checkpoint",

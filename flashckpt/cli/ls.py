@@ -34,9 +34,11 @@ from flashckpt.storage.store import Store
 def ls(root: str, options: tuple[str, ...], as_json: bool) -> None:
     """List the checkpoints of ROOT, newest first, and the snapshots of it in this machine's memory.
 
+    Reads the summary at the start of each MANIFEST; flashckpt verify reads everything.
+
     STATE   committed    restorable
             abandoned    a later generation went on from an earlier step
-            damaged      MANIFEST is there but cannot be used; flashckpt verify tells more
+            damaged      MANIFEST is there but its start cannot be used; flashckpt verify tells more
             unfinished   never committed: being written, or left by a writer that died
             snapshot     in memory only: complete on every rank of this machine
 

@@ -10,22 +10,31 @@ from __future__ import annotations
 import struct
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Any, NoReturn
+from typing import Any
 
 import msgpack
 import numpy as np
 
 from flashckpt.core.digest import CHUNK_BYTES, NAME, digest, digest_of
+from flashckpt.core.head import (
+    HEADER,
+    KEY,
+    MAGIC,
+    MAJOR,
+    MINOR,
+    MINOR_WITH_SUMMARY,
+    PREFIX,
+    Summary,
+    damaged,
+    encode_summary,
+    read_frame,
+)
 from flashckpt.core.table import ShardTable, columns_of, table_from_columns
-from flashckpt.errors import DamagedError, DisagreementError, FormatVersionError, UnsupportedStateError
+from flashckpt.errors import DamagedError, DisagreementError, UnsupportedStateError
 
-MAGIC = b"FCKMANIF"
-MAJOR, MINOR = 1, 0
-_HEADER = struct.Struct("<8sHHIQQ")  # magic, major, minor, zero, body bytes, digest of the 24 bytes before and the body
-_PREFIX = struct.Struct("<8sHHIQ")
 _EXT_TUPLE, _EXT_BIG_INT = 1, 2
 
-__all__ = ["MAJOR", "MINOR", "Manifest", "ShardTable", "decode_manifest", "encode_manifest", "encode_table", "merge"]
+__all__ = ["Manifest", "ShardTable", "decode_manifest", "encode_manifest", "encode_table", "merge"]
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -81,7 +90,8 @@ def encode_manifest(m: Manifest, *, table_bytes: bytes | None = None) -> bytes:
     Raises:
         UnsupportedStateError: A value is not of the allowed types; names its key.
     """
-    head = {
+    body_map: dict[str, Any] = {KEY: encode_summary(summary_of(m))} if m.rank < 0 else {}
+    body_map |= {
         "job": m.job,
         "generation": m.generation,
         "step": m.step,
@@ -97,9 +107,23 @@ def encode_manifest(m: Manifest, *, table_bytes: bytes | None = None) -> bytes:
         "digests": np.ascontiguousarray(m.digests, "<u8").tobytes(),
         "values": _pack_values(m.values),
     }
-    body = msgpack.packb(head)
-    prefix = _PREFIX.pack(MAGIC, MAJOR, MINOR, 0, len(body))
+    body = msgpack.packb(body_map)
+    prefix = PREFIX.pack(MAGIC, MAJOR, MINOR_WITH_SUMMARY if m.rank < 0 else MINOR, 0, len(body))
     return b"".join((prefix, struct.pack("<Q", digest(prefix + body)), body))
+
+
+def summary_of(m: Manifest) -> Summary:
+    """Return what a listing shows of a merged manifest."""
+    return Summary(
+        job=m.job,
+        generation=m.generation,
+        step=m.step,
+        parent=m.parent,
+        world_size=m.world_size,
+        writers=len(m.writers),
+        tensors=len(m.table.fqns),
+        nbytes=int(m.table.nbytes.sum()),
+    )
 
 
 def decode_manifest(buf: Any) -> Manifest:
@@ -112,22 +136,12 @@ def decode_manifest(buf: Any) -> Manifest:
         FormatVersionError: Written by a newer major version.
     """
     raw = memoryview(buf).cast("B")  # no copies: the MANIFEST of 16,384 ranks has 150 MB
-    if len(raw) < _HEADER.size or raw[:8] != MAGIC:
-        _damaged(f"{len(raw)} bytes starting {bytes(raw[:8])!r}", f"at least {_HEADER.size} bytes starting {MAGIC!r}")
-    _, major, minor, _, body_bytes, expected = _HEADER.unpack_from(raw)
-    if major != MAJOR:
-        raise FormatVersionError(
-            "a manifest was written in a format this program does not read",
-            found=f"format version {major}.{minor}",
-            expected=f"format version {MAJOR}.x",
-            state="Nothing was restored.",
-            remedy="use the flashckpt release that wrote it, or a newer one",
-        )
-    body = raw[_HEADER.size :]
+    body_bytes, expected = read_frame(raw)
+    body = raw[HEADER.size :]
     if len(body) != body_bytes:
-        _damaged(f"{len(body)} bytes after the header", f"{body_bytes} bytes")
-    if (found := digest_of(raw[: _PREFIX.size], body)) != expected:
-        _damaged(f"digest {found:016x}", f"digest {expected:016x}")
+        damaged(f"{len(body)} bytes after the header", f"{body_bytes} bytes")
+    if (found := digest_of(raw[: PREFIX.size], body)) != expected:
+        damaged(f"digest {found:016x}", f"digest {expected:016x}")
     try:
         return _manifest_from(msgpack.unpackb(body, strict_map_key=False))
     except (KeyError, TypeError, ValueError, IndexError) as error:
@@ -202,10 +216,6 @@ def _manifest_from(head: dict[str, Any]) -> Manifest:
         values=msgpack.unpackb(head["values"], strict_map_key=False, ext_hook=_unpack_ext),
         objects=list(head["objects"]),
     )
-
-
-def _damaged(found: str, expected: str) -> NoReturn:
-    raise DamagedError("a manifest is damaged", found=found, expected=expected, state="Nothing was restored.")
 
 
 def _packed(value: Any) -> bytes:

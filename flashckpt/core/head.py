@@ -1,0 +1,119 @@
+"""The first bytes of a manifest: its frame, and in a MANIFEST a summary with a digest of its own. Pure.
+
+The summary answers what a listing asks without the whole MANIFEST, which has 150 MB at 16,384 ranks. It proves
+itself, not what follows: whoever uses a checkpoint reads its MANIFEST whole and verifies that digest.
+"""
+
+from __future__ import annotations
+
+import struct
+from dataclasses import asdict, dataclass
+from typing import Any, NoReturn
+
+import msgpack
+
+from flashckpt.core.digest import digest
+from flashckpt.errors import DamagedError, FormatVersionError
+
+MAGIC = b"FCKMANIF"
+MAJOR = 1
+MINOR, MINOR_WITH_SUMMARY = 0, 1
+HEADER = struct.Struct("<8sHHIQQ")  # magic, major, minor, zero, body bytes, digest of the 24 bytes before and the body
+PREFIX = struct.Struct("<8sHHIQ")
+HEAD_BYTES = 4096
+"""Bytes that hold frame and summary whatever is in them: a job id has at most 256."""
+KEY = "summary"
+_DIGEST = struct.Struct("<Q")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Summary:
+    """What a MANIFEST says of itself at its start.
+
+    Attributes:
+        job: Job id.
+        generation, step: Identity.
+        parent: (generation, step) its generation was restored from.
+        world_size: Ranks of the worker group.
+        writers: How many ranks wrote packs or values.
+        tensors: Number of global tensors.
+        nbytes: Bytes of tensors, each counted once.
+    """
+
+    job: str
+    generation: int
+    step: int
+    parent: tuple[int, int] | None
+    world_size: int
+    writers: int
+    tensors: int
+    nbytes: int
+
+
+def encode_summary(summary: Summary) -> bytes:
+    """Return the value of the first key of a MANIFEST: u64 digest and msgpack map."""
+    fields = asdict(summary)
+    packed: bytes = msgpack.packb({**fields, "parent": None if summary.parent is None else list(summary.parent)})
+    return _DIGEST.pack(digest(packed)) + packed
+
+
+def read_frame(raw: memoryview) -> tuple[int, int]:
+    """Return (bytes of the body, digest) that a manifest's frame names.
+
+    Raises:
+        DamagedError: Not a manifest.
+        FormatVersionError: Written by another major version.
+    """
+    if len(raw) < HEADER.size or raw[:8] != MAGIC:
+        damaged(f"{len(raw)} bytes starting {bytes(raw[:8])!r}", f"at least {HEADER.size} bytes starting {MAGIC!r}")
+    _, major, minor, _, body_bytes, expected = HEADER.unpack_from(raw)
+    if major != MAJOR:
+        raise FormatVersionError(
+            "a manifest was written in a format this program does not read",
+            found=f"format version {major}.{minor}",
+            expected=f"format version {MAJOR}.x",
+            state="Nothing was restored.",
+            remedy="use the flashckpt release that wrote it, or a newer one",
+        )
+    return body_bytes, expected
+
+
+def decode_summary(start: Any, object_bytes: int) -> Summary | None:
+    """Return the summary in the first HEAD_BYTES of a MANIFEST; None where it has none (format 1.0).
+
+    Args:
+        start: The first bytes of the object, all of it where it is smaller.
+        object_bytes: Its size, compared with what the frame names.
+
+    Raises:
+        DamagedError: Not a MANIFEST, truncated, or the summary's digest does not hold.
+        FormatVersionError: Written by another major version.
+    """
+    raw = memoryview(start).cast("B")
+    body_bytes, _ = read_frame(raw)
+    if object_bytes != HEADER.size + body_bytes:
+        damaged(f"{object_bytes} bytes", f"{HEADER.size + body_bytes} bytes")
+    unpacker = msgpack.Unpacker(strict_map_key=False)
+    unpacker.feed(raw[HEADER.size :])
+    try:
+        if not unpacker.read_map_header() or unpacker.unpack() != KEY:
+            return None
+        packed = unpacker.unpack()
+        (expected,) = _DIGEST.unpack_from(packed)
+        if (found := digest(packed[_DIGEST.size :])) != expected:
+            damaged(f"digest {found:016x} of its summary", f"digest {expected:016x}")
+        fields = msgpack.unpackb(packed[_DIGEST.size :])
+        parent = fields["parent"]
+        names = ("job", "generation", "step", "world_size", "writers", "tensors", "nbytes")
+        return Summary(
+            parent=None if parent is None else (parent[0], parent[1]), **{name: fields[name] for name in names}
+        )
+    except DamagedError:
+        raise
+    except (msgpack.UnpackException, KeyError, TypeError, ValueError, struct.error) as error:
+        raise DamagedError("a manifest does not follow its schema", found=f"{type(error).__name__}: {error}") from error
+
+
+def damaged(found: str, expected: str) -> NoReturn:
+    """Raise the error of a manifest that is not what was written."""
+    raise DamagedError("a manifest is damaged", found=found, expected=expected, state="Nothing was restored.")
