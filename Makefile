@@ -9,7 +9,7 @@ TORCH_INDEX ?=
 export OMP_NUM_THREADS ?= 1
 export OPENBLAS_NUM_THREADS ?= 1
 
-.PHONY: help setup preflight demo test test-s3 check clean test-launcher test-nodes test-restarts
+.PHONY: help setup preflight demo test test-s3 check clean test-launcher test-layouts test-nodes test-restarts
 
 help:  ## list the targets
 	@grep -E '^[a-z0-9-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 16
@@ -31,8 +31,10 @@ setup: $(VENV)/.ready  ## create .venv with everything pinned
 demo: setup  ## train 2x2x2 on real text, kill a rank, lose nothing
 	$(BIN)/python -m flashckpt.trainer.demo
 
+# Files of the suite in so many processes side by side; many tests wait rather than compute. 1: one after the other.
+WORKERS ?= 2
 test: setup  ## run the tests
-	$(BIN)/python -m pytest
+	$(BIN)/python -m pytest --workers $(WORKERS)
 
 test-s3: setup  ## the storage tests against a real S3 server (needs root: installs Ceph radosgw by apt)
 	tests/s3/radosgw.sh install
@@ -50,6 +52,9 @@ torture: setup  ## kill at random instants for minutes (KILLS=300 SEED=7), prove
 
 test-launcher: setup  ## what PyTorch's own launcher tests ask, asked of dlrun
 	$(BIN)/python -m pytest tests/launcher_contract.py
+
+test-layouts: setup  ## train in one parallel layout, go on in each of a dozen others, same bits, same losses
+	$(BIN)/python -m pytest tests/layouts.py
 
 test-nodes: setup  ## many nodes as network namespaces: dead nodes, cut links, stops (root)
 	$(BIN)/python -m pytest tests/nodes.py
