@@ -1,13 +1,16 @@
-"""The collectives of `restore()`: bytes of any length gathered over the default group, as uint8 tensors.
+"""The collectives of `restore()`: bytes of any length between the ranks, as uint8 tensors.
 
 Object collectives would pickle. Without a process group every exchange is with oneself.
 """
 
 from __future__ import annotations
 
+import itertools
+from collections.abc import Sequence
 from typing import Any
 
 import msgpack
+import numpy as np
 import torch
 import torch.distributed as dist
 
@@ -51,3 +54,54 @@ def from_rank_0(value: Any) -> Any:
         return value
     mine = msgpack.packb(value if dist.get_rank() == 0 else None)
     return msgpack.unpackb(all_gather_bytes(mine)[0], strict_map_key=False)
+
+
+class HostGroup:
+    """All ranks, by a backend that carries host memory: the default group's own, or gloo for as long as this lives.
+
+    Making, using and closing one are collectives.
+    """
+
+    def __init__(self) -> None:
+        """Join; a default group of devices only gets a gloo group beside it."""
+        self._own = None if _device().type == "cpu" else dist.new_group(backend="gloo")
+        self.ranks = dist.get_world_size()
+
+    def total(self, value: int) -> int:
+        """Return the sum of every rank's value. A collective."""
+        total = torch.tensor([value], dtype=torch.int64)
+        dist.all_reduce(total, group=self._own)
+        return int(total)
+
+    def all_to_all(self, parts: Sequence[Sequence[Any]]) -> list[memoryview]:
+        """Give each rank its part and return what each rank gave to this one. A collective.
+
+        Args:
+            parts: Per receiving rank the buffers that make up its part; they are copied once, one behind the other.
+
+        Returns:
+            Per sending rank its part: views of one buffer, so that memory is what was sent plus what was received.
+        """
+        sizes = [sum(memoryview(b).nbytes for b in part) for part in parts]
+        arriving = torch.empty(self.ranks, dtype=torch.int64)
+        dist.all_to_all_single(arriving, torch.tensor(sizes, dtype=torch.int64), group=self._own)
+        counts = [int(n) for n in arriving]
+        leaving = torch.empty(sum(sizes), dtype=torch.uint8)
+        into, at = leaving.numpy(), 0
+        for buffer in (b for part in parts for b in part):
+            raw = np.frombuffer(buffer, np.uint8) if memoryview(buffer).nbytes else into[:0]
+            into[at : at + len(raw)] = raw  # releases the GIL, assignment to a memoryview would not
+            at += len(raw)
+        received = torch.empty(sum(counts), dtype=torch.uint8)
+        dist.all_to_all_single(received, leaving, counts, sizes, group=self._own)
+        raw_bytes: Any = received.numpy()
+        whole, ends = memoryview(raw_bytes), [0]
+        for n in counts:
+            ends.append(ends[-1] + n)
+        return [whole[a:b] for a, b in itertools.pairwise(ends)]
+
+    def close(self) -> None:
+        """Leave; a group that was made here is destroyed."""
+        if self._own is not None:
+            dist.destroy_process_group(self._own)
+            self._own = None

@@ -19,6 +19,10 @@ class RestoreReport:
         missing: Names that were wanted and are in no source (only with strict=False).
         unexpected: Names in the source that nothing wanted.
         damaged: One sentence per range that came from another source than planned.
+        read_bytes: Bytes that were read for them, by tier: rounded out to 1 MiB chunks.
+        nodes: Bytes that went into the live state of each node's ranks: host -> tier -> bytes.
+        reseeded: State of this rank alone that no reachable snapshot has: its generators were seeded from (step, rank).
+        passed_over: One sentence per newer snapshot or checkpoint that could not be restored: which, and why.
         is_same_layout: Whether this rank's shards are the ones that were taken ("exact"), or were cut anew
             ("state-exact").
     """
@@ -31,6 +35,10 @@ class RestoreReport:
     missing: tuple[str, ...] = ()
     unexpected: tuple[str, ...] = ()
     damaged: tuple[str, ...] = ()
+    read_bytes: Mapping[str, int] = field(default_factory=dict)
+    nodes: Mapping[str, Mapping[str, int]] = field(default_factory=dict)
+    reseeded: tuple[str, ...] = ()
+    passed_over: tuple[str, ...] = ()
     is_same_layout: bool = True
 
     @property
@@ -39,7 +47,7 @@ class RestoreReport:
         return max(self.tier_bytes, key=lambda t: self.tier_bytes[t], default="none")
 
     def __str__(self) -> str:
-        parts = ", ".join(f"{n / 1e6:.1f} MB from {tier}" for tier, n in self.tier_bytes.items() if n) or "no bytes"
+        parts = _amounts(self.tier_bytes)
         promise = "same layout" if self.is_same_layout else "another layout"
         total = self.seconds.get("total", 0.0)
         line = f"restored step {self.step} of generation {self.generation}: {parts} in {total:.3f} s ({promise})"
@@ -47,4 +55,14 @@ class RestoreReport:
             line += f"; {len(self.damaged)} damaged ranges were read elsewhere"
         if self.missing:
             line += f"; {len(self.missing)} names were missing"
+        if self.reseeded:
+            line += f"; {', '.join(self.reseeded)} is held nowhere: seeded anew from (step, rank)"
+        if len(self.nodes) > 1:
+            line += "".join(f"\n  {host}: {_amounts(tiers)}" for host, tiers in self.nodes.items())
+        if self.passed_over:
+            line += "".join(f"\n  passed over: {sentence}" for sentence in self.passed_over)
         return line
+
+
+def _amounts(tiers: Mapping[str, int]) -> str:
+    return ", ".join(f"{n / 1e6:.1f} MB from {tier}" for tier, n in tiers.items() if n) or "no bytes"

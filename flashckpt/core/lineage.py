@@ -8,7 +8,7 @@ ended before it had restored) abandons nothing: a claim alone must never hide a 
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -76,6 +76,58 @@ def common(records: Iterable[SlotRecord], world_size: int | None = None) -> list
         if size > 0 and held >= set(range(size)) and (world_size is None or size == world_size)
     }
     return sorted(found, reverse=True)
+
+
+def partly(records: Iterable[SlotRecord], members: Iterable[tuple[int, int]]) -> dict[tuple[int, int], bool]:
+    """Return the identities that only some ranks of their worker group hold, each with whether it is unfinished.
+
+    Unfinished: the memory of every rank of that generation can be reached, so some rank that lives on never completed
+    it. Otherwise ranks are lost with their nodes, and what the others hold may be the newest there is.
+    Slots that disagree on the size or the parent of their worker group are of no one snapshot, and are left out.
+
+    Args:
+        records: COMPLETE slots of all nodes.
+        members: (generation, rank) of ranks that ran on a node that can be reached, whatever they hold.
+    """
+    present: dict[int, set[int]] = defaultdict(set)
+    for generation, rank in members:
+        present[generation].add(rank)
+    held: dict[tuple[int, int], set[int]] = defaultdict(set)
+    kinds: dict[tuple[int, int], set[tuple[int, tuple[int, int] | None]]] = defaultdict(set)
+    for record in records:
+        present[record.generation].add(record.rank)
+        held[record.identity].add(record.rank)
+        kinds[record.identity].add((record.world_size, record.parent))
+    found = {}
+    for identity, ranks in held.items():
+        ((size, _), *others) = kinds[identity]
+        world = set(range(size))
+        if not others and not ranks >= world:
+            found[identity] = present[identity[0]] >= world
+    return found
+
+
+def by_preference(whole: Collection[tuple[int, int]], part: Mapping[tuple[int, int], bool]) -> list[tuple[int, int]]:
+    """Return identities in the order in which they are tried: newest first, unfinished ones behind the next whole one.
+
+    An unfinished snapshot lacks what belongs to one rank alone (its random numbers), and by M1 a whole one lies at
+    most a few snapshots before it: that one goes on bit for bit.
+
+    Args:
+        whole: Held by all ranks of their group, or committed on storage.
+        part: Others, as `partly` returns them.
+    """
+    order: list[tuple[int, int]] = []
+    unfinished: list[tuple[int, int]] = []
+    for identity in sorted({*whole, *part}, reverse=True):
+        if identity not in whole and part[identity]:
+            unfinished.append(identity)
+            continue
+        order.append(identity)
+        if identity in whole:
+            order += unfinished
+            unfinished = []
+    return order + unfinished
 
 
 def is_abandoned(identity: tuple[int, int], generations: Iterable[HasLineage]) -> bool:

@@ -146,6 +146,19 @@ def coverage(wanted: Sequence[Shard], sources: Sequence[ShardTable]) -> tuple[li
     return given, missing
 
 
+def uncovered(wanted: Sequence[Shard], sources: Sequence[ShardTable]) -> list[tuple[int, Box]]:
+    """Return the boxes that are in no source, each with the index of the wanted shard it is a part of.
+
+    Raises:
+        ShardGapError: A source has a tensor of the name with another dtype or global shape.
+    """
+    return [
+        (target, box)
+        for target, shard in enumerate(wanted)
+        for box in _plan(target, shard, (shard.offsets, shard.lengths), sources)[1]
+    ]
+
+
 def _plan(
     target: int,
     shard: Shard,

@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 
+from flashckpt.core.directory import Wish
 from flashckpt.core.layout import Shard
 from flashckpt.core.manifest import Manifest
 from flashckpt.restore.fill import Target
@@ -45,10 +46,12 @@ class Wishes:
         missing: Names that no source has.
         absent_state: Optimizer state to allocate: (optimizer label, optimizer, parameter, key, fqn, box shape, dtype).
         unexpected: Names that the sources have and nothing wants.
+        unnamed: What these sources do not name although the snapshot may have it; found only on request.
     """
 
     wants: list[Want] = field(default_factory=list)
     missing: list[str] = field(default_factory=list)
+    unnamed: list[Wish] = field(default_factory=list)
     absent_state: list[AbsentState] = field(default_factory=list)
     unexpected: list[str] = field(default_factory=list)
 
@@ -99,8 +102,11 @@ class Names:
             if "@" in fqn:
                 self._bases.setdefault(fqn.partition("@")[0], []).append(fqn)
 
-    def find(self, fqn: str) -> str | None:
-        """Return the name in the sources that `fqn` is to be read from, or None."""
+    def find(self, fqn: str, *, exact: bool = False) -> str | None:
+        """Return the name in the sources that `fqn` is to be read from, or None.
+
+        What belongs to one rank alone comes from another rank's only where not `exact`.
+        """
         if fqn in self.known:
             return fqn
         if (other := self.aliases.get(fqn)) in self.known:
@@ -108,7 +114,7 @@ class Names:
         base = fqn.partition("@")[0]
         if base in self.known:
             return base
-        others = self._bases.get(base)
+        others = None if exact else self._bases.get(base)
         return min(others) if others else None
 
     def shard(self, fqn: str) -> Shard:
@@ -117,7 +123,9 @@ class Names:
         return manifest.table.shard(manifest.table.rows(fqn)[0])
 
 
-def wishes(tracked: Tracked, structure: Structure, manifests: Sequence[Manifest], only: str | None) -> Wishes:
+def wishes(
+    tracked: Tracked, structure: Structure, manifests: Sequence[Manifest], only: str | None, *, exact: bool = False
+) -> Wishes:
     """Return what is wanted of the sources: live tensors they name, and optimizer state still to be made.
 
     Args:
@@ -125,6 +133,8 @@ def wishes(tracked: Tracked, structure: Structure, manifests: Sequence[Manifest]
         structure: Their structure now.
         manifests: Of the sources.
         only: A pattern over names ("model.*"), or None for everything.
+        exact: The sources may not be all of the snapshot: what they do not name may be somewhere else, and
+            another rank's state is not taken in place of one's own. Fills `unnamed`.
     """
     names, found = Names(manifests), Wishes()
     used: set[str] = set()
@@ -132,17 +142,21 @@ def wishes(tracked: Tracked, structure: Structure, manifests: Sequence[Manifest]
         fqn = row.entry.fqn
         if fqn in structure.fresh or not _is_wanted(fqn, only):
             continue
-        source = names.find(fqn)
+        source = names.find(fqn, exact=exact)
         if source is None:
             found.missing.append(fqn)
+            if exact:
+                found.unnamed.append((fqn.partition("@")[0], fqn, shard_of(fqn, row.entry.dtype, row.box, 0)))
             continue
         used.add(source)
         shard = shard_of(source, row.entry.dtype, row.box, 0)
         found.wants.append(Want(fqn=fqn, shard=shard, tensor=row.entry.tensor, box=row.box))
-    for absent in _absent_state(tracked, names):
+    for absent in _absent_state(tracked, names, exact=exact):
         if _is_wanted(absent.fqn, only):
             used |= {s.fqn for s in absent.shards}
             found.absent_state.append(absent)
+    if exact:
+        found.unnamed += _unnamed_state(tracked, manifests, found, only)
     labels = {*tracked.modules, *tracked.optimizers}
     found.missing = sorted(set(found.missing))
     found.unexpected = sorted(
@@ -151,11 +165,47 @@ def wishes(tracked: Tracked, structure: Structure, manifests: Sequence[Manifest]
     return found
 
 
+def _unnamed_state(tracked: Tracked, manifests: Sequence[Manifest], found: Wishes, only: str | None) -> Iterator[Wish]:
+    """Yield a wish for the optimizer state of each parameter that no source has state of.
+
+    A parameter that some source's optimizer had has no state to miss: it never stepped.
+    """
+    named = {id(absent.param) for absent in found.absent_state}
+    for label, optimizers in tracked.optimizers.items():
+        listed = set(_listed(label, manifests))
+        live = tracked.names_for(optimizers)
+        for optimizer in optimizers:
+            for param in optimizer_state.parameters(optimizer):
+                name = live[id(param)]
+                known = optimizer.state.get(param) or id(param) in named or name in listed
+                if known or not _is_wanted(f"{label}.{name}.", only):
+                    continue
+                for box in boxes_of(name, param):
+                    yield f"{label}.{name}.*", "", shard_of(name, "float32", box, 0)
+
+
+def _listed(label: str, manifests: Sequence[Manifest]) -> Iterator[str]:
+    """Yield the parameters of every optimizer that recorded its groups under `label`."""
+    for manifest in manifests:
+        for key, value in manifest.values.items():
+            if key.partition("@")[0] == f"{label}.groups":
+                for group in (g for one in trees.put_together(value, lambda _: torch.empty(0)) for g in one):
+                    yield from group["params"]
+
+
+def unnamed_values(tracked: Tracked, values: Values, only: str | None) -> list[Wish]:
+    """Return wishes for the values of this rank and its objects that the sources do not have under their own name."""
+    keys = [tracked.key_of(name, thing) for name, thing in tracked.objects.items() if _is_wanted(name, only)]
+    if tracked.rng and _is_wanted("rng", only):
+        keys.append(f"rng@{tracked.world.suffix}")
+    return [(f"={key}", "", None) for key in keys if key not in values.all]
+
+
 def _is_wanted(fqn: str, only: str | None) -> bool:
     return only is None or fnmatch.fnmatchcase(fqn, only)
 
 
-def _absent_state(tracked: Tracked, names: Names) -> Iterator[AbsentState]:
+def _absent_state(tracked: Tracked, names: Names, *, exact: bool = False) -> Iterator[AbsentState]:
     for label, optimizers in tracked.optimizers.items():
         by_param: dict[str, list[tuple[str, str]]] = {}
         for fqn in names.known:
@@ -168,7 +218,7 @@ def _absent_state(tracked: Tracked, names: Names) -> Iterator[AbsentState]:
             for param in optimizer_state.parameters(optimizer):
                 if optimizer.state.get(param):
                     continue
-                for key, fqn in _mine(by_param.get(live[id(param)], []), tracked.world):
+                for key, fqn in _mine(by_param.get(live[id(param)], []), tracked.world, exact=exact):
                     any_shard = names.shard(fqn)
                     whole = any_shard.global_shape == tuple(param.shape)
                     shape = torch.empty(any_shard.global_shape, device="meta")
@@ -179,10 +229,12 @@ def _absent_state(tracked: Tracked, names: Names) -> Iterator[AbsentState]:
                     )
 
 
-def _mine(candidates: Iterable[tuple[str, str]], world: World) -> list[tuple[str, str]]:
-    """Of several names of one key (one per rank), return this rank's, else the first."""
+def _mine(candidates: Iterable[tuple[str, str]], world: World, *, exact: bool) -> list[tuple[str, str]]:
+    """Of several names of one key (one per rank), return this rank's, else (where not `exact`) the first."""
     chosen: dict[str, str] = {}
     for key, fqn in sorted(candidates):
+        if exact and "@" in fqn and not fqn.endswith(f"@{world.suffix}"):
+            continue
         if key not in chosen or fqn.endswith(f"@{world.suffix}"):
             chosen[key] = fqn
     return list(chosen.items())
@@ -261,8 +313,9 @@ def restore_values(
     *,
     step: int,
     only: str | None,
-) -> list[str]:
-    """Give every object its state back; return what was missing.
+    is_whole: bool = True,
+) -> tuple[list[str], list[str]]:
+    """Give every object its state back; return what was missing, and what was seeded anew.
 
     Args:
         tracked: The live objects.
@@ -270,6 +323,7 @@ def restore_values(
         tensor: `tensor(name)` gives the tensors that objects' state consists of, filled.
         step: The restored step; seeds generators whose own state was never taken.
         only: A pattern over names, or None.
+        is_whole: The values are all that the snapshot has; else what a module has no state for is missing.
     """
     missing = []
     for name, thing in tracked.objects.items():
@@ -290,13 +344,19 @@ def restore_values(
         found, value = values.find(name)
         if found and _is_wanted(name, only):
             module.set_extra_state(trees.put_together(value, tensor))
-    if tracked.rng and _is_wanted("rng", only):
-        key = f"rng@{tracked.world.suffix}"
-        if key in values.all:
-            rng.restore(values.all[key])
-        else:
-            rng.reseed(step=step, rank=tracked.world.rank)
-    return missing
+        elif not (found or is_whole):
+            missing.append(name)
+    return missing, _restore_rng(tracked, values, step) if tracked.rng and _is_wanted("rng", only) else []
+
+
+def _restore_rng(tracked: Tracked, values: Values, step: int) -> list[str]:
+    """Set the generators; without a state of this rank seed them from (step, rank), and return its name."""
+    key = f"rng@{tracked.world.suffix}"
+    if key in values.all:
+        rng.restore(values.all[key])
+        return []
+    rng.reseed(step=step, rank=tracked.world.rank)
+    return [key]
 
 
 def _restore_scalars(tracked: Tracked, label: str, values: Values) -> None:

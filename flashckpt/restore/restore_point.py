@@ -7,9 +7,41 @@ from dataclasses import dataclass
 from typing import Any
 
 from flashckpt.checkpoint.root_view import RootView
-from flashckpt.core.lineage import SlotRecord, common, is_abandoned
-from flashckpt.errors import NoCheckpointError
+from flashckpt.core.lineage import SlotRecord, by_preference, common, is_abandoned, partly
+from flashckpt.errors import DisagreementError, NoCheckpointError
 from flashckpt.memory.job import GenerationRecord
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Request:
+    """What the caller of `restore()` wants.
+
+    Attributes:
+        root: Root URL to read from.
+        step, generation: Only these, or None for the newest.
+        only: A pattern over names, or None.
+        strict: Names that no source has are an error.
+        threads: Threads of a fill; None chooses.
+    """
+
+    root: str
+    step: int | None = None
+    generation: int | None = None
+    only: str | None = None
+    strict: bool = True
+    threads: int | None = None
+
+    @property
+    def wish(self) -> str:
+        """What all ranks must agree on, for people."""
+        given = {"step": self.step, "generation": self.generation, "only": self.only}
+        words = [f"{name}={value!r}" for name, value in given.items() if value is not None]
+        return f"restore({', '.join([*words, *([] if self.strict else ['strict=False'])])}) from {self.root}"
+
+    @property
+    def is_partial(self) -> bool:
+        """Whether a new lineage begins with it."""
+        return self.only is not None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -23,6 +55,9 @@ class Inventory:
         restart: Restarts in the life of the rank's agent; above 0 the memory tier is current.
         need_bytes: Bytes of one slot of this rank that are not reserved yet.
         free_bytes: Room on the node before anybody reserves.
+        members: (generation, rank) of every rank that last ran on the node, whatever it holds.
+        host: Name of the node, for people.
+        request: What the rank was asked to restore; one and the same on all.
     """
 
     node: str
@@ -31,15 +66,19 @@ class Inventory:
     restart: int = 0
     need_bytes: int = 0
     free_bytes: int = 0
+    members: tuple[tuple[int, int], ...] = ()
+    host: str = ""
+    request: str = ""
 
     def pack(self) -> list[Any]:
         """Return it as msgpack types."""
-        return [self.node, list(self.slots), self.generation, self.restart, self.need_bytes, self.free_bytes]
+        sizes = [self.restart, self.need_bytes, self.free_bytes]
+        return [self.node, list(self.slots), self.generation, *sizes, list(self.members), self.host, self.request]
 
     @classmethod
     def unpack(cls, packed: list[Any]) -> Inventory:
         """Return what `pack` packed."""
-        node, slots, generation, restart, need, free = packed
+        node, slots, generation, restart, need, free, members, host, request = packed
         return cls(
             node=node,
             slots=tuple((r, g, s, w, h, _pair(p)) for r, g, s, w, h, p in slots),
@@ -47,6 +86,9 @@ class Inventory:
             restart=restart,
             need_bytes=need,
             free_bytes=free,
+            members=tuple((g, r) for g, r in members),
+            host=host,
+            request=request,
         )
 
 
@@ -55,18 +97,105 @@ def _pair(value: Any) -> tuple[int, int] | None:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Candidates:
-    """What may be restored, newest first, and the number of the life that begins.
+class Candidate:
+    """One snapshot or checkpoint that may be restored.
 
     Attributes:
-        identities: (generation, step), each with whether memory holds it whole and the root has it committed.
+        identity: (generation, step).
+        is_common: Every rank of its worker group has it in memory that can be reached.
+        on_root: It is committed on the root.
+        is_unfinished: Some rank that lives on never completed it; tried only where nothing whole is left.
+        holders: (rank that took it, index of its node) of every slot that holds it, by rank.
+    """
+
+    identity: tuple[int, int]
+    is_common: bool = False
+    on_root: bool = False
+    is_unfinished: bool = False
+    holders: tuple[tuple[int, int], ...] = ()
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether nothing of it is out of reach."""
+        return self.is_common or self.on_root
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Candidates:
+    """What may be restored, in the order in which it is tried, and the number of the life that begins.
+
+    Attributes:
+        found: The candidates; `core.lineage.by_preference` says which goes first.
         life: Generation number to claim: 1 + the largest seen anywhere.
         lineage: Every generation known, for `is_abandoned`.
     """
 
-    identities: tuple[tuple[tuple[int, int], bool, bool], ...]
+    found: tuple[Candidate, ...]
     life: int
     lineage: tuple[GenerationRecord, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Place:
+    """One slot that holds a snapshot; its number is its place in a list that all ranks have alike.
+
+    Attributes:
+        rank: Global rank that took it.
+        node: Index of the node whose memory it lies in.
+        host: Name of that node, for people.
+        server: Rank that answers for it.
+    """
+
+    rank: int
+    node: int
+    host: str
+    server: int
+
+
+def places_of(candidate: Candidate, inventories: Sequence[Inventory]) -> list[Place]:
+    """Return where a candidate lies in memory; the ranks of a node share out its slots. The same on every rank."""
+    names = node_names(inventories)
+    ranks: list[list[int]] = [[] for _ in names]
+    index = {name: k for k, name in enumerate(names)}
+    for rank, inventory in enumerate(inventories):
+        ranks[index[inventory.node]].append(rank)
+    labels = host_names(inventories)
+    taken = [0] * len(names)
+    found = []
+    for rank, node in candidate.holders:
+        server = ranks[node][taken[node] % len(ranks[node])]
+        taken[node] += 1
+        found.append(Place(rank=rank, node=node, host=labels[node], server=server))
+    return found
+
+
+def host_names(inventories: Sequence[Inventory]) -> list[str]:
+    """Return a name for people of every node; where several have one host name, with the node's number."""
+    hosts = {i.node: i.host for i in inventories}
+    names = [hosts[name] or "node" for name in node_names(inventories)]
+    return [name if names.count(name) == 1 else f"{name}#{k}" for k, name in enumerate(names)]
+
+
+def node_names(inventories: Sequence[Inventory]) -> list[str]:
+    """Return every node once, in the order of its lowest rank: what node indices count in."""
+    return list(dict.fromkeys(i.node for i in inventories))
+
+
+def agree(inventories: Sequence[Inventory]) -> None:
+    """Check that all ranks were asked for the same.
+
+    Raises:
+        DisagreementError: They were not; names the first rank that differs from rank 0, and both wishes. On every rank.
+    """
+    for rank, inventory in enumerate(inventories):
+        if inventory.request != inventories[0].request:
+            raise DisagreementError(
+                "Ranks were asked to restore different things",
+                found=f"rank {rank}: {inventory.request}",
+                expected=f"rank 0: {inventories[0].request}",
+                state="Nothing was restored.",
+                remedy="call restore() with the same arguments, and Checkpointer with the same root, on every rank",
+            )
 
 
 def local_world(inventories: Sequence[Inventory], rank: int) -> list[int]:
@@ -94,34 +223,45 @@ def candidates(
         step: Only this step.
         generation: Only this generation.
     """
-    nodes = sorted({i.node for i in inventories})
+    nodes = {name: index for index, name in enumerate(node_names(inventories))}
+    by_node = {i.node: i for i in reversed(inventories)}  # ranks of one node see the same: the lowest speaks for it
     records = [
-        SlotRecord(
-            rank=r, node=nodes.index(i.node), generation=g, step=s, world_size=w, layout_hash=h, parent=p
-        )
-        for i in inventories
+        SlotRecord(rank=r, node=nodes[name], generation=g, step=s, world_size=w, layout_hash=h, parent=p)
+        for name, i in by_node.items()
         for r, g, s, w, h, p in i.slots
-    ]  # fmt: skip
+    ]
     known: dict[int, tuple[int, int] | None] = {}
     for g, parent in [
         *root.claims,
-        *(i.generation for i in inventories if i.generation is not None),
+        *(i.generation for i in by_node.values() if i.generation is not None),
         *((r.generation, r.parent) for r in records),
     ]:
         known[g] = parent if parent is not None else known.get(g)
     lineage = tuple(GenerationRecord(generation=g, parent=p) for g, p in sorted(known.items()))
     in_memory, on_root = set(common(records)), set(root.committed)
+    part = partly(records, [member for i in by_node.values() for member in i.members])
     wanted = [
         i
-        for i in sorted(in_memory | on_root, reverse=True)
+        for i in by_preference(in_memory | on_root, part)
         if step in (None, i[1]) and generation in (None, i[0])
     ]  # fmt: skip
     if step is None and generation is None:
         wanted = [i for i in wanted if not is_abandoned(i, lineage)]
-    highest = max([*known, *(g for g, _ in on_root)], default=0)
-    return Candidates(
-        identities=tuple((i, i in in_memory, i in on_root) for i in wanted), life=highest + 1, lineage=lineage
+    holders: dict[tuple[int, int], set[tuple[int, int]]] = {}
+    for record in records:
+        holders.setdefault(record.identity, set()).add((record.rank, record.node))
+    found = tuple(
+        Candidate(
+            identity=i,
+            is_common=i in in_memory,
+            on_root=i in on_root,
+            is_unfinished=part.get(i, False) and i not in on_root,
+            holders=tuple(sorted(holders.get(i, ()))),
+        )
+        for i in wanted
     )
+    highest = max([*known, *(g for g, _ in on_root)], default=0)
+    return Candidates(found=found, life=highest + 1, lineage=lineage)
 
 
 def nothing_there(step: int | None, generation: int | None, found: Candidates | None, root: str) -> NoCheckpointError:
@@ -129,7 +269,9 @@ def nothing_there(step: int | None, generation: int | None, found: Candidates | 
     wish = f"step {step}" if generation is None else f"step {step} of generation {generation}"
     return NoCheckpointError(
         f"no snapshot or checkpoint of {wish} exists",
-        found=", ".join(f"step {s} of generation {g}" for (g, s), _, _ in found.identities[:8]) if found else "none",
+        found=", ".join(f"step {s} of generation {g}" for g, s in (c.identity for c in found.found[:8]))
+        if found
+        else "none",
         state="Nothing was restored.",
         remedy=f"flashckpt ls {root}",
     )

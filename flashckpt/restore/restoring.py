@@ -1,8 +1,9 @@
 """The course of a restore on one rank: publish, choose together, fill, give values back, begin a new life.
 
-Order: inventory (collective); choice (pure); coverage vote per candidate (collective); fill; vote that all
-filled (collective); claim of the generation (rank 0, then collective); lineage written; abandoned slots EMPTY.
-A death before the lineage is written leaves everything as it was, so the next start chooses the same.
+Order: inventory (collective); choice (pure); vote per candidate who has what it needs (collective); where somebody
+has not, the exchange with other nodes (collectives); fill; vote that all filled (collective); claim of the generation
+(rank 0, then collective); lineage written; abandoned slots EMPTY. A death before the lineage is written leaves
+everything as it was, so the next start chooses the same.
 """
 
 from __future__ import annotations
@@ -10,65 +11,46 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
+import socket
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-import torch
-
 from flashckpt import exchange
 from flashckpt.checkpoint import root_view
-from flashckpt.checkpoint.retention import reading
 from flashckpt.checkpoint.root_view import RootView
-from flashckpt.core.layout import boxes_by_name
-from flashckpt.core.reshard import plan_reads
 from flashckpt.core.superblock import boot_id
-from flashckpt.errors import DamagedError, FlashckptError, RootError, ShardGapError
+from flashckpt.errors import DisagreementError, FlashckptError, RootError, ShardGapError
+from flashckpt.memory.control import Control
 from flashckpt.memory.job import GenerationRecord, JobDirectory
 from flashckpt.memory.segment import Segment
 from flashckpt.report import RestoreReport
-from flashckpt.restore import live_state, new_life
-from flashckpt.restore.fill import RestoreCounts, Target, fill
+from flashckpt.restore import new_life
+from flashckpt.restore.attempt import Attempt, State
 from flashckpt.restore.restore_point import (
+    Candidate,
     Candidates,
     Inventory,
+    Request,
+    agree,
     candidates,
+    host_names,
     local_world,
     memory_is_current,
+    node_names,
     nothing_there,
+    places_of,
 )
-from flashckpt.restore.sources import MemorySource, Source, StorageSource
-from flashckpt.tracking.placement import boxes_of, shard_of
 from flashckpt.tracking.tracked import Tracked
 
 _log = logging.getLogger("flashckpt")
+_TIERS = ("memory", "peer", "storage")
+_REASON_CHARS = 300
+"""Most of an error that every rank is told."""
 
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Request:
-    """What the caller of `restore()` wants.
-
-    Attributes:
-        root: Root URL to read from.
-        step, generation: Only these, or None for the newest.
-        only: A pattern over names, or None.
-        strict: Names that no source has are an error.
-        threads: Threads of a fill; None chooses.
-    """
-
-    root: str
-    step: int | None = None
-    generation: int | None = None
-    only: str | None = None
-    strict: bool = True
-    threads: int | None = None
-
-    @property
-    def is_partial(self) -> bool:
-        """Whether a new lineage begins with it."""
-        return self.only is not None
+__all__ = ["Course", "Outcome", "Request"]
 
 
 @dataclass(kw_only=True)
@@ -122,7 +104,11 @@ class Course:
     # -- what is there -----------------------------------------------------------------------------------
 
     def inventory(self, need_bytes: int, free_bytes: int) -> list[Inventory]:
-        """Publish what this node has; return what all have. Collective."""
+        """Publish what this node has; return what all have. Collective.
+
+        Raises:
+            DisagreementError: The ranks were asked for different things. On every rank.
+        """
         assert self.directory is not None
         with self.phase("inventory"):
             status = self.directory.path.stat()
@@ -134,8 +120,23 @@ class Course:
                 restart=int(os.environ.get("FLASHCKPT_RESTART") or 0),
                 need_bytes=need_bytes,
                 free_bytes=free_bytes,
+                members=tuple(self._members()),
+                host=socket.gethostname(),
+                request=self.request.wish,
             )
-            return [Inventory.unpack(packed) for packed in exchange.all_gather(mine.pack())]
+            found = [Inventory.unpack(packed) for packed in exchange.all_gather(mine.pack())]
+        agree(found)
+        return found
+
+    def _members(self) -> Iterator[tuple[int, int]]:
+        """Return (generation, rank) of every rank that last ran here: who is not lost with another node."""
+        assert self.directory is not None
+        with contextlib.suppress(FlashckptError, OSError):
+            control = Control.open(self.directory.control_path)
+            for index in range(control.rows):
+                row = control.row(index)
+                if row.world_size:
+                    yield row.generation, row.rank
 
     def _segments(self) -> list[Path]:
         return [] if self.directory is None else self.directory.segments()
@@ -177,30 +178,38 @@ class Course:
         explicit = self.request.step is not None or self.request.generation is not None
         if explicit or not memory_is_current(inventories):
             self._ask_root()
-        found, report = self._try_all(inventories)
-        if report is None and not self.asked_root:
-            self._ask_root()
-            found, report = self._try_all(inventories)
-        if report is None:
+        found, done = self._try_all(inventories)
+        if done is None:
             self._refuse_silent_fresh_start(found, explicit=explicit)
-        parent = None if report is None or self.request.is_partial else (report[0].generation, report[0].step)
+        parent = None if done is None or self.request.is_partial else done[0].identity
         with self.phase("lineage"):
             record = self._begin_life(found.life, parent, inventories)
-        superseded = parent if report is not None and parent is not None and report[1] else None
+        superseded = parent if done is not None and done[0].on_root else None
         self.seconds["total"] = time.perf_counter() - self.started
-        final = None if report is None else _with(report[0], record.generation, self.seconds)
+        final = None if done is None else _with(done[1], record.generation, self.seconds)
         return Outcome(report=final, record=record, superseded=superseded, inventories=inventories)
 
-    def _try_all(self, inventories: Sequence[Inventory]) -> tuple[Candidates, tuple[RestoreReport, bool] | None]:
-        """Try candidates newest first until every rank could fill one; (report, whether it is on storage)."""
-        with self.phase("decide"):
-            found = candidates(inventories, self.root, step=self.request.step, generation=self.request.generation)
+    def _try_all(self, inventories: Sequence[Inventory]) -> tuple[Candidates, tuple[Candidate, RestoreReport] | None]:
+        """Try candidates in their order until every rank could fill one.
+
+        The root is asked as soon as memory alone does not do: it may hold what is missing of the very same snapshot.
+        """
         self._last_error: FlashckptError | None = None
-        for identity, _in_memory, on_root in found.identities:
-            report = self._try(identity, on_root=on_root)
+        self._passed: list[str] = []
+        tried: set[tuple[tuple[int, int], bool]] = set()
+        while True:
+            with self.phase("decide"):
+                found = candidates(inventories, self.root, step=self.request.step, generation=self.request.generation)
+            fresh = [c for c in found.found if (c.identity, c.on_root) not in tried]
+            if not self.asked_root and (not fresh or fresh[0].is_unfinished or tried):
+                self._ask_root()
+                continue
+            if not fresh:
+                return found, None
+            tried.add((fresh[0].identity, fresh[0].on_root))
+            report = self._try(fresh[0], inventories)
             if report is not None:
-                return found, (report, on_root)
-        return found, None
+                return found, (fresh[0], replace(report, passed_over=tuple(self._passed)))
 
     def _begin_life(
         self, number: int, parent: tuple[int, int] | None, inventories: Sequence[Inventory]
@@ -226,18 +235,20 @@ class Course:
 
     def read(self) -> RestoreReport:
         """Fill live state from the root alone and begin no life (read-only access). Collective; errors as `run`."""
+        wishes = exchange.all_gather(self.request.wish)
+        agree([Inventory(node="", request=wish) for wish in wishes])
         self._ask_root()
-        found, report = self._try_all([])
-        if report is None:
+        found, done = self._try_all([])
+        if done is None:
             self._refuse_silent_fresh_start(found, explicit=True)
             raise AssertionError
         self.seconds["total"] = time.perf_counter() - self.started
-        return _with(report[0], 0, self.seconds)
+        return _with(done[1], 0, self.seconds)
 
     def _refuse_silent_fresh_start(self, found: Candidates, *, explicit: bool) -> None:
         if self._last_error is not None:
             raise self._last_error
-        if self.root.error and not found.identities:
+        if self.root.error and not found.found:
             raise RootError(
                 f"the root {self.request.root} cannot be asked for checkpoints, and memory holds none",
                 found=self.root.error.splitlines()[0],
@@ -250,149 +261,82 @@ class Course:
 
     # -- one candidate -----------------------------------------------------------------------------------
 
-    def _try(self, identity: tuple[int, int], *, on_root: bool) -> RestoreReport | None:
-        """Fill live state from one identity, if every rank can. Collective: two votes."""
-        with contextlib.ExitStack() as stack:
-            wished: live_state.Wishes | None = None
-            sources: list[Source] = []
-            try:
-                with self.phase("plan"):
-                    sources = self._open(identity, stack, on_root=on_root)
-                    wished = self._covered(sources)
-            except (FlashckptError, OSError) as error:
-                self._note(identity, error)
-            if not _all(wished is not None):
-                return None
-            assert wished is not None
-            report = None
-            try:
-                report = self._fill(identity, sources, wished)
-            except (FlashckptError, OSError) as error:
-                self._note(identity, error)
-            return report if _all(report is not None) else None
-
-    def _note(self, identity: tuple[int, int], error: Exception) -> None:
-        _log.warning("step %d of generation %d is not restored: %s", identity[1], identity[0], error)
-        if self._last_error is None:
-            self._last_error = error if isinstance(error, FlashckptError) else DamagedError(str(error))
-
-    def _open(self, identity: tuple[int, int], stack: contextlib.ExitStack, *, on_root: bool) -> list[Source]:
-        """Return the sources of one identity, nearest first: own slot, the node's other slots, storage."""
-        found: list[MemorySource] = []
-        for path in self._segments():
-            with contextlib.suppress(FlashckptError, OSError):
-                segment = stack.enter_context(contextlib.closing(Segment.attach(path)))
-                for slot, header in enumerate(segment.headers()):
-                    if header.is_complete and header.identity == identity:
-                        source = MemorySource(segment, slot, identity=identity)
-                        stack.callback(source.close)
-                        found.append(source)
+    def _try(self, candidate: Candidate, inventories: Sequence[Inventory]) -> RestoreReport | None:
+        """Fill live state from one candidate, if every rank can. Collective: two votes, more where nodes exchange."""
+        names = node_names(inventories)
         rank = self.tracked.world.rank
-        sources: list[Source] = [*sorted(found, key=lambda s: (s.manifest.rank != rank, s.manifest.rank))]
-        if on_root:
-            sources += self._open_root(identity, stack, optional=bool(sources))
-        return sources
-
-    def _open_root(self, identity: tuple[int, int], stack: contextlib.ExitStack, *, optional: bool) -> list[Source]:
-        prefix = self.root.prefixes[self.root.committed.index(identity)]
-        try:
-            store = stack.enter_context(root_view.opened(self.request.root, self.options))
-            source = StorageSource(store, stack.enter_context(reading(store, prefix)), prefix)
-        except (FlashckptError, OSError):
-            if not optional:
-                raise
-            return []
-        stack.callback(source.close)
-        return [source]
-
-    def _covered(self, sources: Sequence[Source]) -> live_state.Wishes:
-        """Return what is wanted; raise where the sources do not cover it."""
-        manifests = [s.manifest for s in sources]
-        structure = self.tracked.structure(self.tracked.capture())
-        wished = live_state.wishes(self.tracked, structure, manifests, self.request.only)
-        if wished.missing and self.request.strict and self.request.only is None:
-            raise _missing(wished.missing, wished.unexpected)
-        plan_reads(wished.shards, [m.table for m in manifests], names=[s.name for s in sources])
-        return wished
-
-    def _fill(self, identity: tuple[int, int], sources: Sequence[Source], wished: live_state.Wishes) -> RestoreReport:
-        landing = live_state.Landing()
-        values = live_state.Values(sources, self.tracked.world.rank)
-        with self.phase("plan"):
-            targets = [landing.target(w.shard, w.tensor, w.box) for w in wished.wants if w.tensor is not None]
-            for absent in wished.absent_state:
-                tensor = absent.allocate()
-                boxes = boxes_of(absent.fqn, tensor)
-                targets += [landing.target(s, tensor, b) for s, b in zip(absent.shards, boxes, strict=True)]
-            loose, loose_targets = self._value_tensors(values, sources)
-        with self.phase("read"):
-            counts = fill([*targets, *loose_targets], sources, threads=self.request.threads)
-            landing.finish()
-        with self.phase("values"):
-            missing = live_state.restore_values(
-                self.tracked, values, loose.__getitem__, step=identity[1], only=self.request.only
+        with contextlib.ExitStack() as stack:
+            attempt = Attempt(
+                tracked=self.tracked,
+                segments=self._segments(),
+                request=self.request,
+                options=self.options,
+                root=self.root,
+                candidate=candidate,
+                places=places_of(candidate, inventories) if len(names) > 1 else [],
+                node=names.index(inventories[rank].node) if inventories else 0,
+                stack=stack,
+                phase=self.phase,
             )
-        if missing and self.request.strict and self.request.only is None:
-            raise _missing(missing, [])
-        return self._report(identity, counts, wished, missing, sources)
+            states = self._vote(attempt, attempt.prepare())
+            if State.ASKS in states and State.FAILED not in states:
+                group = exchange.HostGroup()
+                stack.callback(group.close)
+                states = self._vote(attempt, attempt.ask(group))
+            if State.FAILED in states:
+                return None
+            report = attempt.fill()
+            tiers = report.tier_bytes if report is not None else {}
+            amounts = [tiers.get(tier, 0) for tier in _TIERS]
+            states = self._vote(attempt, State.FAILED if report is None else State.READY, amounts)
+            if State.FAILED in states or report is None:
+                return None
+            return replace(report, nodes=_by_node(inventories, self._amounts))
 
-    def _value_tensors(
-        self, values: live_state.Values, sources: Sequence[Source]
-    ) -> tuple[dict[str, torch.Tensor], list[Target]]:
-        """Return the tensors inside values, unfilled, and their targets."""
-        names = live_state.Names([s.manifest for s in sources])
-        loose: dict[str, torch.Tensor] = {}
-        targets = []
-        for name in sorted(live_state.value_tensors(self.tracked, values)):
-            if (known := names.find(name)) is not None:
-                shard = names.shard(known)
-                tensor = loose[name] = torch.empty(shard.global_shape, dtype=getattr(torch, shard.dtype))
-                (box,) = boxes_of(name, tensor)
-                targets.append(Target(shard=shard_of(known, shard.dtype, box, 0), buffer=live_state.bytes_of(tensor)))
-        return loose, targets
+    def _vote(self, attempt: Attempt, state: State, amounts: Sequence[int] = ()) -> list[int]:
+        """Tell all ranks this one's state, and why it failed; return every rank's. Collective.
 
-    def _report(
-        self,
-        identity: tuple[int, int],
-        counts: RestoreCounts,
-        wished: live_state.Wishes,
-        missing: Sequence[str],
-        sources: Sequence[Source],
-    ) -> RestoreReport:
-        own = next((s.manifest for s in sources if s.manifest.rank == self.tracked.world.rank), None)
-        same = own is not None and own.world_size == self.tracked.world.size
-        if own is not None:
-            held = boxes_by_name(map(own.table.shard, range(len(own.table))))
-            same = same and all(held.get(fqn) == boxes for fqn, boxes in boxes_by_name(wished.shards).items())
-        elif sources:
-            same = sources[0].manifest.world_size == self.tracked.world.size
-        return RestoreReport(
-            step=identity[1],
-            generation=identity[0],
-            life=0,
-            tier_bytes=dict(counts.needed_bytes),
-            missing=(*wished.missing, *missing),
-            unexpected=tuple(wished.unexpected),
-            damaged=tuple(counts.damaged),
-            is_same_layout=same,
-        )
+        Raises:
+            DisagreementError: Another rank tries another candidate; names it. On every rank.
+        """
+        identity, error = attempt.candidate.identity, attempt.error
+        reason = str(error).replace("\n", "; ")[:_REASON_CHARS] if error is not None else ""
+        told = exchange.all_gather([*identity, int(state), reason, list(amounts)])
+        for rank, (generation, step, _, _, _) in enumerate(told):
+            if (generation, step) != (told[0][0], told[0][1]):
+                raise DisagreementError(
+                    "Ranks disagree on what to restore",
+                    found=f"rank {rank}: step {step} of generation {generation}",
+                    expected=f"rank 0: step {told[0][1]} of generation {told[0][0]}",
+                    state="Nothing was restored.",
+                    remedy="start the job again; the same versions of the program must run on every node",
+                )
+        failed = [(rank, one[3]) for rank, one in enumerate(told) if one[2] == State.FAILED]
+        if failed:
+            self._note(identity, error, *failed[0])
+        self._amounts = [one[4] for one in told]
+        return [one[2] for one in told]
+
+    def _note(self, identity: tuple[int, int], error: Exception | None, rank: int, reason: str) -> None:
+        what = f"step {identity[1]} of generation {identity[0]} is not restored"
+        _log.warning("%s: %s", what, error if error is not None else f"rank {rank}: {reason}")
+        self._passed.append(f"{what}: rank {rank}: {reason}")
+        if self._last_error is None:
+            known = isinstance(error, FlashckptError)
+            self._last_error = error if known else ShardGapError(f"{what}: rank {rank}", found=reason)  # type: ignore[assignment]  # known says so
 
 
-def _all(mine: bool) -> bool:
-    """Tell whether every rank says yes. Collective."""
-    return all(exchange.all_gather(mine))
+def _by_node(inventories: Sequence[Inventory], amounts: Sequence[Sequence[int]]) -> dict[str, dict[str, int]]:
+    """Return the bytes per tier that the ranks of each node restored."""
+    labels, index = host_names(inventories), {name: k for k, name in enumerate(node_names(inventories))}
+    found: dict[str, dict[str, int]] = {label: {} for label in labels}
+    for inventory, one in zip(inventories, amounts, strict=False):
+        tiers = found[labels[index[inventory.node]]]
+        for tier, nbytes in zip(_TIERS, one, strict=True):
+            if nbytes:
+                tiers[tier] = tiers.get(tier, 0) + nbytes
+    return found
 
 
 def _with(report: RestoreReport, life: int, seconds: dict[str, float]) -> RestoreReport:
     return replace(report, life=life, seconds=dict(seconds))
-
-
-def _missing(names: Sequence[str], unexpected: Sequence[str]) -> ShardGapError:
-    more = f" and {len(names) - 1} more" if len(names) > 1 else ""
-    return ShardGapError(
-        f"{names[0]!r}{more} is wanted and in no snapshot or checkpoint",
-        found=f"instead: {', '.join(unexpected[:5])}" if unexpected else "",
-        expected=", ".join(names[:5]),
-        state="Nothing was restored.",
-        remedy="restore(strict=False) leaves such state as it is; restore(only='model.*') takes a part",
-    )

@@ -1,0 +1,321 @@
+"""One candidate on one rank: its sources opened, what they cover, what other nodes are asked for, live state filled."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field, replace
+from enum import IntEnum
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from flashckpt.checkpoint import root_view
+from flashckpt.checkpoint.retention import reading
+from flashckpt.checkpoint.root_view import RootView
+from flashckpt.core.directory import Wish
+from flashckpt.core.layout import Shard, boxes_by_name
+from flashckpt.core.manifest import Manifest
+from flashckpt.core.reshard import plan_reads, uncovered
+from flashckpt.errors import FlashckptError, ShardGapError
+from flashckpt.exchange import HostGroup
+from flashckpt.memory.segment import Pin, Segment
+from flashckpt.report import RestoreReport
+from flashckpt.restore import live_state
+from flashckpt.restore.fill import RestoreCounts, Target, fill
+from flashckpt.restore.peers import Peers, PeerSource, Rounds
+from flashckpt.restore.restore_point import Candidate, Place, Request
+from flashckpt.restore.sources import MemorySource, Source, StorageSource
+from flashckpt.tracking.placement import boxes_of, shard_of
+from flashckpt.tracking.tracked import Tracked
+
+_MOST_ASKS = 2
+"""Times other nodes are asked: the second time for tensors whose names came with the first answer."""
+
+
+class State(IntEnum):
+    """What a rank can do about a candidate."""
+
+    FAILED = 0
+    READY = 1
+    ASKS = 2
+
+
+@dataclass(kw_only=True)
+class Attempt:
+    """The restore of one candidate on one rank. Methods that say so are collectives.
+
+    Attributes:
+        tracked: The live objects.
+        segments: Of this node.
+        request: What is wanted.
+        options: Of the storage.
+        root: What the root knows.
+        candidate: What is tried.
+        places: Where memory holds it, the same list on every rank.
+        node: Index of this rank's node.
+        stack: Closes everything that is opened.
+        phase: `with phase(name)` counts seconds.
+    """
+
+    tracked: Tracked
+    segments: Sequence[Path]
+    request: Request
+    options: dict[str, Any]
+    root: RootView
+    candidate: Candidate
+    places: Sequence[Place]
+    node: int
+    stack: contextlib.ExitStack
+    phase: Callable[[str], contextlib.AbstractContextManager[None]]
+    error: Exception | None = None
+    memory: list[Source] = field(default_factory=list)
+    peers: list[PeerSource] = field(default_factory=list)
+    storage: list[Source] = field(default_factory=list)
+    wished: live_state.Wishes | None = None
+    _exchange: Peers | None = None
+    _has_asked: bool = False
+
+    @contextlib.contextmanager
+    def noting(self) -> Iterator[None]:
+        """Note an error instead of raising it: the ranks decide together what becomes of it."""
+        try:
+            yield
+        except (FlashckptError, OSError) as error:
+            self.error = self.error or error
+
+    @property
+    def sources(self) -> list[Source]:
+        """All sources, nearest first: own slot, the node's other slots, other nodes' slots, storage."""
+        return [*self.memory, *self.peers, *self.storage]
+
+    @property
+    def may_ask(self) -> bool:
+        """Whether another node holds a part of the candidate."""
+        return any(place.node != self.node for place in self.places)
+
+    # -- what there is -----------------------------------------------------------------------------------
+
+    def prepare(self) -> State:
+        """Open this node's slots and the checkpoint; return whether they are enough."""
+        with self.phase("plan"), self.noting():
+            self.memory = self._open_memory()
+            if self.candidate.on_root:
+                self.storage = self._open_root()
+            if self.may_ask and self._asks():
+                return State.ASKS
+            self.wished = self._covered()
+        return State.FAILED if self.wished is None else State.READY
+
+    def ask(self, group: HostGroup) -> State:
+        """Ask the other nodes for what this one lacks; answer them. Collective."""
+        with self.phase("peers"):
+            self._exchange = Peers(group, self.places, self._serving(), rank=self.tracked.world.rank, node=self.node)
+            for _ in range(_MOST_ASKS):
+                wanted: list[Wish] = []
+                with self.noting():
+                    wanted = self._asks() if self.error is None else []
+                if not group.total(len(wanted)):
+                    break
+                found = self._exchange.find(wanted)
+                self.peers, self._has_asked = found if self.error is None else [], True
+            if self.error is None:
+                with self.noting():
+                    self.wished = self._covered()
+        return State.FAILED if self.wished is None else State.READY
+
+    def _open_memory(self) -> list[Source]:
+        found = []
+        for segment, slot in self._slots():
+            with contextlib.suppress(FlashckptError, OSError):
+                source = MemorySource(segment, slot, identity=self.candidate.identity)
+                self.stack.callback(source.close)
+                found.append(source)
+        rank = self.tracked.world.rank
+        return [*sorted(found, key=lambda s: (s.manifest.rank != rank, s.manifest.rank))]
+
+    def _slots(self) -> Iterator[tuple[Segment, int]]:
+        for path in self.segments:
+            with contextlib.suppress(FlashckptError, OSError):
+                segment = self.stack.enter_context(contextlib.closing(Segment.attach(path)))
+                for slot, header in enumerate(segment.headers()):
+                    if header.is_complete and header.identity == self.candidate.identity:
+                        yield segment, slot
+
+    def _serving(self) -> dict[int, tuple[Pin, Manifest]]:
+        """Take a lease on every slot that this rank answers for."""
+        mine = {
+            place.rank: number
+            for number, place in enumerate(self.places)
+            if place.node == self.node and place.server == self.tracked.world.rank
+        }
+        manifests = {source.manifest.rank: source.manifest for source in self.memory}
+        held = {}
+        for segment, slot in self._slots():
+            rank = segment.spec.rank
+            if rank in mine and rank in manifests and (pin := segment.pin(slot)) is not None:
+                self.stack.callback(pin.close)
+                held[mine[rank]] = pin, manifests[rank]
+        return held
+
+    def _open_root(self) -> list[Source]:
+        prefix = self.root.prefixes[self.root.committed.index(self.candidate.identity)]
+        try:
+            store = self.stack.enter_context(root_view.opened(self.request.root, self.options))
+            source = StorageSource(store, self.stack.enter_context(reading(store, prefix)), prefix)
+        except (FlashckptError, OSError):
+            if not self.places:
+                raise
+            return []
+        self.stack.callback(source.close)
+        return [source]
+
+    # -- what is wanted ----------------------------------------------------------------------------------
+
+    def _wishes(self, manifests: Sequence[Manifest], *, exact: bool) -> live_state.Wishes:
+        structure = self.tracked.structure(self.tracked.capture())
+        return live_state.wishes(self.tracked, structure, manifests, self.request.only, exact=exact)
+
+    def _asks(self) -> list[Wish]:
+        """Return what neither this node's memory nor what was found so far holds."""
+        sources: list[Source] = [*self.memory, *self.peers]
+        manifests = [source.manifest for source in sources]
+        wished = self._wishes(manifests, exact=True)
+        values = live_state.Values(sources, self.tracked.world.rank)
+        shards = [*wished.shards, *(target.shard for target in self._value_tensors(values, sources)[1])]
+        asks = list(wished.unnamed)
+        for target, (offsets, lengths) in uncovered(shards, [m.table for m in manifests]):
+            shard = shards[target]
+            asks.append((shard.fqn.partition("@")[0], shard.fqn, replace(shard, offsets=offsets, lengths=lengths)))
+        names = live_state.Names(manifests)
+        tensors = live_state.value_tensors(self.tracked, values)
+        asks += [(n.partition("@")[0], n, None) for n in tensors if names.find(n, exact=True) is None]
+        if not self._has_asked:  # a value that was asked for once is nowhere
+            asks += live_state.unnamed_values(self.tracked, values, self.request.only)
+        return asks
+
+    def _covered(self) -> live_state.Wishes:
+        """Return what is wanted; raise where the sources do not cover it."""
+        manifests = [source.manifest for source in self.sources]
+        is_whole = self.candidate.is_common or bool(self.storage)
+        wished = self._wishes(manifests, exact=not is_whole)
+        strict = self.request.strict and self.request.only is None
+        if (wished.missing and strict) or wished.unnamed:
+            raise missing_error(wished.missing or [wished.unnamed[0][0]], wished.unexpected, is_whole=is_whole)
+        plan_reads(wished.shards, [m.table for m in manifests], names=[s.name for s in self.sources])
+        return wished
+
+    # -- filling -----------------------------------------------------------------------------------------
+
+    def fill(self) -> RestoreReport | None:
+        """Fill live state; None where it failed, and `error` says why. Collective if other nodes were asked."""
+        report = None
+        rounds = None if self._exchange is None else Rounds(self._exchange, self.sources)
+        with self.noting():
+            report = self._fill(rounds)
+        if rounds is not None:
+            rounds.drain()
+        return report
+
+    def _fill(self, rounds: Rounds | None) -> RestoreReport:
+        assert self.wished is not None
+        sources, landing = self.sources, live_state.Landing()
+        values = live_state.Values(sources, self.tracked.world.rank)
+        is_whole = self.candidate.is_common or bool(self.storage)
+        with self.phase("plan"):
+            targets = [landing.target(w.shard, w.tensor, w.box) for w in self.wished.wants if w.tensor is not None]
+            for absent in self.wished.absent_state:
+                tensor = absent.allocate()
+                boxes = boxes_of(absent.fqn, tensor)
+                targets += [landing.target(s, tensor, b) for s, b in zip(absent.shards, boxes, strict=True)]
+            loose, loose_targets = self._value_tensors(values, sources)
+        with self.phase("read"):
+            counts = fill([*targets, *loose_targets], sources, threads=self.request.threads, far=rounds)
+            landing.finish()
+        with self.phase("values"):
+            missing, reseeded = live_state.restore_values(
+                self.tracked,
+                values,
+                _Loose(loose, is_whole=is_whole),
+                step=self.candidate.identity[1],
+                only=self.request.only,
+                is_whole=is_whole,
+            )
+        if missing and (not is_whole or (self.request.strict and self.request.only is None)):
+            raise missing_error(missing, [], is_whole=is_whole)
+        return self._report(counts, missing, reseeded)
+
+    def _value_tensors(
+        self, values: live_state.Values, sources: Sequence[Source]
+    ) -> tuple[dict[str, torch.Tensor], list[Target]]:
+        """Return the tensors inside values, unfilled, and their targets."""
+        names = live_state.Names([s.manifest for s in sources])
+        loose: dict[str, torch.Tensor] = {}
+        targets = []
+        for name in sorted(live_state.value_tensors(self.tracked, values)):
+            if (known := names.find(name)) is not None:
+                shard = names.shard(known)
+                tensor = loose[name] = torch.empty(shard.global_shape, dtype=getattr(torch, shard.dtype))
+                (box,) = boxes_of(name, tensor)
+                targets.append(Target(shard=shard_of(known, shard.dtype, box, 0), buffer=live_state.bytes_of(tensor)))
+        return loose, targets
+
+    def _report(self, counts: RestoreCounts, missing: Sequence[str], reseeded: Sequence[str]) -> RestoreReport:
+        assert self.wished is not None
+        return RestoreReport(
+            step=self.candidate.identity[1],
+            generation=self.candidate.identity[0],
+            life=0,
+            tier_bytes=dict(counts.needed_bytes),
+            missing=(*self.wished.missing, *missing),
+            unexpected=tuple(self.wished.unexpected),
+            damaged=tuple(counts.damaged),
+            read_bytes={tier: n for tier, n in counts.read_bytes.items() if n},
+            reseeded=tuple(reseeded),
+            is_same_layout=self._is_same_layout(self.wished.shards),
+        )
+
+    def _is_same_layout(self, wanted: Sequence[Shard]) -> bool:
+        world = self.tracked.world
+        manifests = [source.manifest for source in self.sources]
+        own = next((m for m in manifests if m.rank == world.rank), None)
+        if own is None:
+            return bool(manifests) and manifests[0].world_size == world.size
+        held = boxes_by_name(map(own.table.shard, range(len(own.table))))
+        return own.world_size == world.size and all(
+            held.get(fqn) == boxes for fqn, boxes in boxes_by_name(wanted).items()
+        )
+
+
+class _Loose:
+    """Gives the tensors inside values by name."""
+
+    def __init__(self, tensors: dict[str, torch.Tensor], *, is_whole: bool) -> None:
+        self._tensors, self._is_whole = tensors, is_whole
+
+    def __call__(self, name: str) -> torch.Tensor:
+        """Return a filled tensor; ShardGapError if no source has it."""
+        if name not in self._tensors:
+            raise missing_error([name], [], is_whole=self._is_whole)
+        return self._tensors[name]
+
+
+def missing_error(names: Sequence[str], unexpected: Sequence[str], *, is_whole: bool) -> ShardGapError:
+    """Return the error for names that no source has."""
+    more = f" and {len(names) - 1} more" if len(names) > 1 else ""
+    if not is_whole:
+        return ShardGapError(
+            f"{names[0]!r}{more} is in no memory that can be reached",
+            found="a snapshot of which some ranks are lost, and which is not committed on storage",
+            expected=", ".join(names[:5]),
+            state="Nothing was restored from it.",
+            remedy="an older snapshot or checkpoint is tried next",
+        )
+    return ShardGapError(
+        f"{names[0]!r}{more} is wanted and in no snapshot or checkpoint",
+        found=f"instead: {', '.join(unexpected[:5])}" if unexpected else "",
+        expected=", ".join(names[:5]),
+        state="Nothing was restored.",
+        remedy="restore(strict=False) leaves such state as it is; restore(only='model.*') takes a part",
+    )

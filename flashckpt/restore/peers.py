@@ -1,0 +1,362 @@
+"""Other nodes' memory as a source of a restore: who holds what, and the transfer in rounds, all ranks together.
+
+Nothing is served on demand: a rank that restores also serves, in the same thread, in rounds that all ranks go
+through side by side. A round carries at most ROUND_BYTES to a rank and as much away from it, whatever is
+wanted, so that memory is bounded; what does not fit is told to wait. A holder sends bytes as they lie in its slot
+and the receiver verifies them: a damaged chunk, or a slot that is no more, is read elsewhere by the ordinary rule of `fill`.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Iterable, Mapping, Sequence
+
+import msgpack
+import numpy as np
+
+from flashckpt.core import directory
+from flashckpt.core.directory import ANSWER, RECORD, Wish
+from flashckpt.core.manifest import Manifest, decode_manifest, encode_manifest
+from flashckpt.errors import DamagedError, FlashckptError
+from flashckpt.exchange import HostGroup
+from flashckpt.faults import crash_point
+from flashckpt.memory.segment import Pin
+from flashckpt.restore.fill import JOB_BYTES, Piece
+from flashckpt.restore.restore_point import Place
+from flashckpt.restore.sources import Meter, Source, Span, verify_chunks
+from flashckpt.tracking import trees
+
+ROUND_BYTES = 4 * JOB_BYTES
+"""Most bytes of state that one round brings to a rank, and most that it takes away from one."""
+REQUEST = np.dtype([("job", "<u4"), ("slot", "<u4"), ("start", "<u8"), ("nbytes", "<u4")])
+"""A byte range of the data area of a slot; ranges of one job are answered together."""
+_SENT, _LATER, _GONE = 0, 1, 2
+
+Job = Sequence[Piece]
+_log = logging.getLogger("flashckpt")
+
+
+class PeerSource:
+    """A slot in another node's memory: what of it was asked for, filled round by round.
+
+    Args:
+        slot: Number of the slot.
+        place: Where it lies.
+        manifest: Of the rows that its holder told of; their places count in the slot's data.
+    """
+
+    tier = "peer"
+    in_place = True
+
+    def __init__(self, slot: int, place: Place, manifest: Manifest) -> None:
+        self.slot, self.place, self.manifest = slot, place, manifest
+        self.meter = Meter()
+        self.name = f"rank {place.rank} (memory of {place.host})"
+        self.is_gone = False
+        self._landed: dict[tuple[int, int], memoryview] = {}
+
+    def read(self, row: int, start: int, out: memoryview) -> None:
+        """See Source: a span that has arrived is copied, then verified in its new place."""
+        span = Span(row=row, start=start, stop=start + len(out))
+        began = time.perf_counter()
+        np.copyto(np.frombuffer(out, np.uint8), np.frombuffer(self._arrived(span), np.uint8))
+        copied = time.perf_counter()
+        verify_chunks(self, span, out)
+        self.meter.add(0, copied - began, time.perf_counter() - copied, requests=0)
+
+    def views(self, spans: Sequence[Span]) -> list[memoryview]:
+        """See Source: the bytes as they arrived."""
+        began = time.perf_counter()
+        found = []
+        for span in spans:
+            view = self._arrived(span)
+            verify_chunks(self, span, view)
+            found.append(view)
+        self.meter.add(0, 0.0, time.perf_counter() - began, requests=0)
+        return found
+
+    def check(self) -> None:
+        """See Source: what has arrived is this process' own."""
+
+    def close(self) -> None:
+        """See Source."""
+        self._landed.clear()
+
+    def range_of(self, span: Span) -> tuple[int, int]:
+        """Return (first byte, bytes) of a span in the slot's data."""
+        return int(self.manifest.table.byte_offset[span.row]) + span.start, span.stop - span.start
+
+    def has(self, job: Job) -> bool:
+        """Whether all of a job has arrived, or never will."""
+        return self.is_gone or all(self.range_of(piece.span) in self._landed for piece in job)
+
+    def land(self, place: tuple[int, int], view: memoryview) -> None:
+        """Take bytes that have arrived; they stay until `close`."""
+        self._landed[place] = view
+        self.meter.add(len(view), 0.0, 0.0)
+
+    def _arrived(self, span: Span) -> memoryview:
+        view = self._landed.get(self.range_of(span))
+        if view is None:
+            raise DamagedError(
+                f"A snapshot in memory is no longer there: {self.name}",
+                found=f"the rank that answers for it ({self.place.server}) could not read it",
+                state="Nothing was taken from it.",
+            )
+        return view
+
+
+class Peers:
+    """All nodes' memory of one snapshot. Every method that says so is a collective of all ranks.
+
+    Args:
+        group: Carries host memory between the ranks.
+        places: Every slot that holds the snapshot, the same list on every rank.
+        held: What this rank answers for: slot number -> (its lease, its manifest).
+        rank: This rank.
+        node: Its node.
+    """
+
+    def __init__(
+        self,
+        group: HostGroup,
+        places: Sequence[Place],
+        held: Mapping[int, tuple[Pin, Manifest]],
+        *,
+        rank: int,
+        node: int,
+    ) -> None:
+        self._group, self._places, self._held = group, places, held
+        self._rank, self._node = rank, node
+        self._rows: dict[int, set[int]] = {}
+        self._values: set[int] = set()
+        self.round = 0
+
+    # -- who holds what ----------------------------------------------------------------------------------
+
+    def find(self, wanted: Iterable[Wish]) -> list[PeerSource]:
+        """Return the slots of other nodes that hold what is wanted, with what was found before. Collective.
+
+        The slots that reading is meant from come first; after them the ones that stand in for them.
+        """
+        offers = [directory.offers(manifest, slot) for slot, (_, manifest) in self._held.items()]
+        held = np.concatenate([*offers, np.zeros(0, RECORD)])
+        asked = directory.wishes(wanted)
+        primary = self._look_up(self._ask_directory(held, asked))
+        manifests = self._ask_holders()
+        return [
+            PeerSource(slot, self._places[slot], manifest)
+            for slot, manifest in sorted(manifests.items(), key=lambda one: (one[0] not in primary, one[0]))
+        ]
+
+    def _ask_directory(self, held: directory.Records, asked: directory.Records) -> list[directory.Records]:
+        """Send both to where their names are filed; answer what arrives here; return what is answered."""
+        ranks = self._group.ranks
+        sides = [(records, directory.owner_of(records["key"], ranks)) for records in (held, asked)]
+        parts = []
+        for owner in range(ranks):
+            offered, wanted = (records[owners == owner] for records, owners in sides)
+            parts.append([np.array([len(offered)], "<u8").tobytes(), offered.tobytes(), wanted.tobytes()])
+        heard = [_unpacked(part) for part in self._group.all_to_all(parts)]
+        board = np.concatenate([offered for offered, _ in heard])
+        found = directory.answers(board, {rank: wanted for rank, (_, wanted) in enumerate(heard)})
+        parts = [[found[rank].tobytes()] for rank in range(ranks)]
+        return [np.frombuffer(part, ANSWER) for part in self._group.all_to_all(parts)]
+
+    def _look_up(self, answers: Sequence[directory.Records]) -> set[int]:
+        """Note the rows that were found on other nodes; return the slots that are meant first."""
+        primary = set()
+        for slot, row, copy in np.concatenate(answers).tolist():
+            if self._places[slot].node == self._node:
+                continue
+            rows = self._rows.setdefault(slot, set())
+            if row >= 0:
+                rows.add(row)
+            if not copy:
+                primary.add(slot)
+                self._values.add(slot)
+        return primary
+
+    def _ask_holders(self) -> dict[int, Manifest]:
+        """Return what the holders tell of the noted rows: slot -> a manifest of them, with the values where needed."""
+        wanted: list[list[list[object]]] = [[] for _ in range(self._group.ranks)]
+        for slot, rows in sorted(self._rows.items()):
+            packed = np.array(sorted(rows), "<u4").tobytes()
+            wanted[self._places[slot].server].append([slot, packed, slot in self._values])
+        arrived = self._group.all_to_all([[msgpack.packb(one)] for one in wanted])
+        told = [[self._tell(*one) for one in msgpack.unpackb(part)] for part in arrived]
+        replies = [msgpack.unpackb(part) for part in self._group.all_to_all([[msgpack.packb(one)] for one in told])]
+        found = {}
+        for slot, raw in (one for reply in replies for one in reply if one[1] is not None):
+            try:
+                found[slot] = decode_manifest(raw)
+            except FlashckptError as error:
+                _log.warning("rank %d is left out: %s", self._places[slot].rank, error.problem)
+        return found
+
+    def _tell(self, slot: int, packed: bytes, values: bool) -> tuple[int, bytes | None]:
+        if slot not in self._held:
+            return slot, None
+        manifest = self._held[slot][1]
+        rows = set(np.frombuffer(packed, "<u4").tolist())
+        if values:  # the tensors that the values are made of
+            names = {name for value in manifest.values.values() for name in trees.tensor_names(value)}
+            rows |= {row for name in names for row in manifest.table.rows(name)}
+        return slot, encode_manifest(directory.part_of(manifest, sorted(rows), values=values))
+
+    # -- rounds ------------------------------------------------------------------------------------------
+
+    def transfer(self, jobs: Sequence[tuple[int, Sequence[tuple[int, int]]]]) -> list[list[memoryview] | int] | None:
+        """Go through one round. Collective.
+
+        Args:
+            jobs: Per job the slot and the (first byte, bytes) of its data; together at most ROUND_BYTES.
+
+        Returns:
+            Per job its ranges' bytes, or why there are none; None once no rank wants anything any more.
+        """
+        if self._group.total(len(jobs)) == 0:
+            return None
+        crash_point("peers.before-round")
+        by_server: dict[int, list[int]] = {}
+        for index, (slot, _) in enumerate(jobs):
+            by_server.setdefault(self._places[slot].server, []).append(index)
+        asked = [_requests(jobs, by_server.get(server, ())) for server in range(self._group.ranks)]
+        arrived = self._group.all_to_all([[one.tobytes()] for one in asked])
+        parts = self._serve([np.frombuffer(part, REQUEST) for part in arrived])
+        crash_point("peers.while-serving")
+        replies = self._group.all_to_all(parts)
+        crash_point("peers.after-round")
+        self.round += 1
+        found: list[list[memoryview] | int] = [_GONE] * len(jobs)
+        for server, indices in by_server.items():
+            for index, reply in zip(indices, _replies(replies[server], [jobs[i][1] for i in indices]), strict=True):
+                found[index] = reply
+        return found
+
+    def _serve(self, requests: Sequence[directory.Records]) -> list[list[object]]:
+        """Return what each rank is sent: a byte per job, then the bytes of the jobs that fit, in turn over the ranks."""
+        parts: list[list[object]] = [[] for _ in requests]
+        current = {slot: self._is_current(slot) for slot in self._held}
+        left, ranks = ROUND_BYTES, len(requests)
+        for rank in ((self.round + k) % ranks for k in range(ranks)):
+            states, data = bytearray(), []
+            wanted = requests[rank]
+            for ranges in np.split(wanted, np.flatnonzero(np.diff(wanted["job"])) + 1) if len(wanted) else ():
+                views = self._views(ranges, current)
+                nbytes = int(ranges["nbytes"].sum())
+                states.append(_GONE if views is None else _LATER if nbytes > left else _SENT)
+                if views is not None and nbytes <= left:
+                    left -= nbytes
+                    data += views
+            parts[rank] = [bytes(states), *data]
+        return parts
+
+    def _is_current(self, slot: int) -> bool:
+        try:
+            return self._held[slot][0].is_current()
+        except OSError:
+            return False
+
+    def _views(self, ranges: directory.Records, current: Mapping[int, bool]) -> list[memoryview] | None:
+        views = []
+        for slot, start, nbytes in ranges[["slot", "start", "nbytes"]].tolist():
+            if not current.get(slot):
+                return None
+            data = self._held[slot][0].data
+            if start + nbytes > len(data):
+                return None
+            views.append(data[start : start + nbytes])
+        return views
+
+
+class Rounds:
+    """What `fill` does about jobs that other nodes hold: one round of all ranks after another. See Peers.
+
+    Args:
+        peers: Of the snapshot.
+        sources: What jobs count their sources in.
+    """
+
+    def __init__(self, peers: Peers, sources: Sequence[Source]) -> None:
+        self._peers = peers
+        self._sources: dict[int, PeerSource] = {k: s for k, s in enumerate(sources) if isinstance(s, PeerSource)}
+        self.is_over = False
+
+    def is_far(self, job: Job) -> bool:
+        """Whether the bytes of a job are still on another node."""
+        source = self._sources.get(job[0].source)
+        return source is not None and not source.has(job)
+
+    def exchange(self, jobs: Sequence[Job]) -> tuple[list[Job], list[Job]] | None:
+        """Go through one round; what arrived in the one before is given up. Collective.
+
+        Returns:
+            (jobs that can be run now, jobs for a later round); None when no rank wants anything any more.
+        """
+        for source in self._sources.values():
+            source.close()
+        now: list[Job] = []
+        later: list[Job] = []
+        nbytes = 0
+        for job in jobs:
+            size = sum(length for _, length in self._ranges(job))
+            fits = not now or nbytes + size <= ROUND_BYTES
+            (now if fits else later).append(job)
+            nbytes += size if fits else 0
+        wanted = [(self._sources[job[0].source].slot, self._ranges(job)) for job in now]
+        replies = self._peers.transfer(wanted)
+        if replies is None:
+            self.is_over = True
+            return None
+        arrived: list[Job] = []
+        waiting: list[Job] = []
+        for job, reply in zip(now, replies, strict=True):
+            (waiting if reply == _LATER else arrived).append(job)
+            self._land(job, reply)
+        return arrived, waiting + later
+
+    def drain(self) -> None:
+        """Serve the others to the end without wanting anything: a rank that failed may not leave them waiting. Collective."""
+        while not self.is_over:
+            self.exchange([])
+
+    def _ranges(self, job: Job) -> list[tuple[int, int]]:
+        source = self._sources[job[0].source]
+        return list(dict.fromkeys(source.range_of(piece.span) for piece in job))
+
+    def _land(self, job: Job, reply: list[memoryview] | int) -> None:
+        source = self._sources[job[0].source]
+        if reply == _GONE:
+            source.is_gone = True
+        elif not isinstance(reply, int):
+            for place, view in zip(self._ranges(job), reply, strict=True):
+                source.land(place, view)
+
+
+def _unpacked(part: memoryview) -> tuple[directory.Records, directory.Records]:
+    count = int(np.frombuffer(part[:8], "<u8")[0])
+    end = 8 + count * RECORD.itemsize
+    return np.frombuffer(part[8:end], RECORD), np.frombuffer(part[end:], RECORD)
+
+
+def _requests(jobs: Sequence[tuple[int, Sequence[tuple[int, int]]]], indices: Sequence[int]) -> directory.Records:
+    rows = [(index, jobs[index][0], start, nbytes) for index in indices for start, nbytes in jobs[index][1]]
+    return np.array(rows, REQUEST)
+
+
+def _replies(part: memoryview, jobs: Sequence[Sequence[tuple[int, int]]]) -> list[list[memoryview] | int]:
+    """Take one holder's part to pieces: per job the bytes of its ranges, or why there are none."""
+    states, at = bytes(part[: len(jobs)]), len(jobs)
+    found: list[list[memoryview] | int] = []
+    for state, ranges in zip(states, jobs, strict=True):
+        if state != _SENT:
+            found.append(state)
+            continue
+        views = []
+        for _, nbytes in ranges:
+            views.append(part[at : at + nbytes])
+            at += nbytes
+        found.append(views)
+    return found
