@@ -131,9 +131,15 @@ class Persisting:
 
     def is_idle(self, view: View, *, urgent: bool) -> bool:
         """Return whether nothing is left to persist that this node holds."""
+        return not self.undone(view, urgent=urgent)
+
+    def undone(self, view: View, *, urgent: bool) -> list[Identity]:
+        """Return what this node holds and was to persist, newest last: the open flush, else the newest snapshot."""
+        if self.flush is not None:
+            return [self.flush.intent.identity]
         wanted = view.complete() if urgent else view.flagged()
         possible = [identity for identity in wanted if self.config.node_count > 1 or view.is_whole(identity[0])]
-        return self.flush is None and not any(identity > self._floor for identity in possible)
+        return sorted(identity for identity in possible if identity > self._floor)[-1:]
 
     @property
     def floor(self) -> Identity:

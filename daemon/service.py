@@ -24,7 +24,7 @@ from flashckpt.daemon.logs import configure, speaking_of
 from flashckpt.daemon.persisting import Persisting
 from flashckpt.daemon.retire import retire
 from flashckpt.daemon.wakeup import Wakeup
-from flashckpt.errors import FencedError, FlashckptError
+from flashckpt.errors import FencedError, FlashckptError, PersistError, StoreError
 from flashckpt.memory.job import DaemonStatus, GenerationRecord, JobDirectory
 from flashckpt.memory.lease import Lease
 from flashckpt.memory.node_view import Identity, View, scan
@@ -48,11 +48,14 @@ class Times:
 
     Args:
         linger_s: After the last rank and agent, once its work is done (FLASHCKPT_DAEMON_LINGER).
-        patience_s: After the last rank and agent, while storage keeps failing (FLASHCKPT_DAEMON_PATIENCE).
+        patience_s: After the last rank and agent, while storage keeps failing (FLASHCKPT_DAEMON_PATIENCE); also
+            after SIGTERM while a flush goes on without a failure.
+        grace_s: After SIGTERM, while a flush is pending and storage keeps failing (FLASHCKPT_DAEMON_GRACE).
     """
 
     linger_s: float = 30.0
     patience_s: float = 600.0
+    grace_s: float = 60.0
 
     @classmethod
     def from_environment(cls) -> Times:
@@ -60,6 +63,7 @@ class Times:
         return cls(
             linger_s=float(os.environ.get("FLASHCKPT_DAEMON_LINGER") or cls.linger_s),
             patience_s=float(os.environ.get("FLASHCKPT_DAEMON_PATIENCE") or cls.patience_s),
+            grace_s=float(os.environ.get("FLASHCKPT_DAEMON_GRACE") or cls.grace_s),
         )
 
 
@@ -70,18 +74,23 @@ class Daemon:
         directory: The job directory.
         lock: The daemon's lease on it.
         times: When to end.
+
+    Attributes:
+        exit_code: What the process ends with: 0, or that of the failure for which it leaves work undone.
     """
 
     def __init__(self, directory: JobDirectory, lock: Lease, times: Times) -> None:
         self.directory = directory
         self.persisting: Persisting | None = None
         self.error = ""
+        self.exit_code = 0
         self._fenced: tuple[int, float] | None = None
         self._lock, self._times = lock, times
         self._failures = self._in_a_row = 0
         self._again_s = 0.0
         self._alive_s = time.monotonic()
-        self._stopping = False
+        self._error_code = 0
+        self._stopped_s: float | None = None  # when a signal asked to end
         self._ended_generation: int | None = None
         self._surprise = ""
         self._goal: tuple[Identity, int] | None = None  # what persist-now asks for, and when it was asked
@@ -98,7 +107,10 @@ class Daemon:
                 turned_s = time.monotonic()
                 self._wakeup.wait(BUSY_S if flushing else SCAN_S)
                 time.sleep(max(0.0, turned_s + LEAST_S - time.monotonic()))  # eight ranks make eight events
-        finally:
+        except BaseException:
+            self.close()
+            raise
+        if not self.exit_code:  # else writers may hang in the storage that fails: they end with the process
             self.close()
 
     def _safe_turn(self) -> bool:
@@ -109,6 +121,8 @@ class Daemon:
             if str(error) != self._surprise:
                 _log.exception("a turn failed")
             self._surprise = str(error)
+            if self._stopping:
+                self.exit_code = FlashckptError.exit_code
             return self._stopping or not self.directory.path.exists()
 
     def turn(self) -> bool:
@@ -140,10 +154,15 @@ class Daemon:
         return self._numbers
 
     def stop(self, number: int, frame: FrameType | None) -> None:
-        """Signal handler: end as soon as nothing is pending."""
+        """Signal handler: end as soon as nothing is pending, or the grace time is over."""
         del number, frame
-        self._stopping = True
+        if self._stopped_s is None:
+            self._stopped_s = time.monotonic()
         self._wakeup.wake()
+
+    @property
+    def _stopping(self) -> bool:
+        return self._stopped_s is not None
 
     def close(self) -> None:
         """Give everything back."""
@@ -185,7 +204,7 @@ class Daemon:
         self._fenced = None
         if self._in_a_row and (persisting.flush is None or not persisting.flush.is_writing):
             _log.info("persisting works again")
-            self._in_a_row, self.error = 0, ""
+            self._in_a_row, self.error, self._error_code = 0, "", 0
 
     def _is_passing(self, record: GenerationRecord) -> bool:
         """Whether a fence is young: the next life claims its number on the root before it tells this node.
@@ -208,6 +227,7 @@ class Daemon:
         if first != self.error.partition("\n")[0]:
             _log.error("persisting fails, training goes on and it is tried again by itself: %s", error)
         self.error = str(error)
+        self._error_code = error.exit_code if isinstance(error, FlashckptError) else StoreError.exit_code
         persisting.disconnect()
 
     def _answer(self, persisting: Persisting, view: View) -> None:
@@ -274,11 +294,31 @@ class Daemon:
             self._ended_generation = record.generation
             if idle and not alive:
                 return self._remove()
-        if self._stopping and persisting.flush is None:
-            return True
-        if alive:
+        if self._stopping and (persisting.flush is None or self._grace_is_over()):
+            return self._leave(persisting, view, urgent=urgent)
+        if alive or silent_s <= (self._times.linger_s if idle else max(self._times.linger_s, self._times.patience_s)):
             return False
-        return silent_s > (self._times.linger_s if idle else max(self._times.linger_s, self._times.patience_s))
+        return self._leave(persisting, view, urgent=urgent)
+
+    def _grace_is_over(self) -> bool:
+        """Whether a pending flush has had its time since the signal: less where storage fails, bounded where it hangs."""
+        assert self._stopped_s is not None
+        limit_s = self._times.grace_s if self.error else max(self._times.grace_s, self._times.patience_s)
+        return time.monotonic() - self._stopped_s > limit_s
+
+    def _leave(self, persisting: Persisting, view: View, *, urgent: bool) -> bool:
+        """Say what is left undone, if anything is; True."""
+        if (undone := persisting.undone(view, urgent=urgent)) and (self.error or persisting.flush is not None):
+            self.exit_code = self._error_code or PersistError.exit_code
+            steps = ", ".join(f"step {step} of generation {generation}" for generation, step in undone)
+            _log.error(
+                "ended with work undone: %s on storage; in this node's memory it stays, and the next daemon of the"
+                " job goes on with it (%s); exit code %d",
+                f"{steps} is not",
+                self.error.partition("\n")[0] or "the storage did not answer in time",
+                self.exit_code,
+            )
+        return True
 
     def _remove(self) -> bool:
         """Remove the directory of a job that ended cleanly; False if somebody came to life at the last moment."""
@@ -296,7 +336,10 @@ class Daemon:
 
 
 def main(arguments: list[str]) -> int:
-    """Run the daemon of the job directory in `arguments`; 0 also where another one already lives."""
+    """Run the daemon of the job directory in `arguments`; 0 also where another one already lives.
+
+    Where it ends with work undone, the exit code is that of the failure: 13 root, 41 storage, 40 no answer in time.
+    """
     configure()
     if len(arguments) != 1:
         sys.stderr.write("usage: python -m flashckpt.daemon.service JOB_DIRECTORY\n")
@@ -316,6 +359,9 @@ def main(arguments: list[str]) -> int:
     signal.signal(signal.SIGHUP, signal.SIG_IGN)
     _log.info("daemon of job %s, pid %d", directory.job, os.getpid())
     daemon.run()
+    if daemon.exit_code:
+        logging.shutdown()
+        os._exit(daemon.exit_code)  # not held up by a writer that hangs in the storage; it has published nothing
     return 0
 
 

@@ -5,6 +5,8 @@ from __future__ import annotations
 import errno
 import logging
 import os
+import signal
+import threading
 import time
 from collections.abc import Iterable, Iterator
 from pathlib import Path
@@ -67,6 +69,13 @@ class FullDisk(Sick):
             next(iter(parts))
             raise self.error
         self.inner.put_object(key, parts, nbytes)
+
+
+class Stuck(FullDisk):
+    """Data goes nowhere and nothing says so, as on a network file system whose server is gone."""
+
+    def put_object(self, key: str, parts: Iterable[memoryview], nbytes: int | None = None) -> None:
+        threading.Event().wait()
 
 
 FAILURES = {
@@ -167,6 +176,34 @@ def test_job_ended_while_storage_fails_memory_is_kept(job: FakeJob, monkeypatch:
     with daemon_of(job) as daemon:
         wait_for(daemon.turn, what="the daemon to run out of patience")
     assert len(job.directory.segments()) == 2
+
+
+@pytest.mark.parametrize("stuck", [False, True], ids=["storage that fails", "storage that never answers"])
+def test_sigterm_while_storage_is_gone_ends_the_daemon_after_its_grace_time_and_says_what_is_undone(
+    job: FakeJob, stuck: bool, tmp_path: Path
+) -> None:
+    sick = Stuck(job.root) if stuck else FullDisk(job.root)
+    sick.error = StoreError("the disk of the root is full")
+
+    def prepare() -> None:
+        logging.basicConfig(filename=tmp_path / "log", level=logging.INFO, force=True)
+        vars(persisting)["open_store"] = sick.open
+
+    job.step(10, persist=True)
+    times = service.Times(linger_s=0.0, patience_s=0.5 if stuck else 600.0, grace_s=0.2)
+    with forked(job, prepare=prepare, times=times) as daemon:
+        wait_for(lambda: any(Path(job.root).glob("intents/*")), what="the flush to begin")
+        daemon.kill(signal.SIGTERM)
+        wait_for(lambda: daemon.poll() is not None, what="the daemon to end")
+    assert os.WIFEXITED(daemon.status or 0)
+    assert os.WEXITSTATUS(daemon.status or 0) == (40 if stuck else 41)
+    said = (tmp_path / "log").read_text()
+    assert "ended with work undone: step 10 of generation 1 is not on storage" in said
+    assert ("did not answer in time" if stuck else "the disk of the root is full") in said
+    assert identities(job) == []
+    with daemon_of(job) as successor:
+        turn_until(successor, lambda: identities(job) == [(1, 10)], "the next daemon to finish")
+    assert_bitwise(job, (1, 10))
 
 
 def test_memory_of_a_daemon_that_persists_is_bounded_by_its_parts(tmp_path: Path) -> None:

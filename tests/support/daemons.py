@@ -67,6 +67,7 @@ class ForkedDaemon:
         self.status: int | None = None
         self.pid = os.fork()
         if self.pid == 0:
+            code = 0
             try:
                 signal.setitimer(signal.ITIMER_REAL, 0)  # the test's own time-out belongs to the parent
                 os.setsid()
@@ -78,11 +79,12 @@ class ForkedDaemon:
                     daemon = Daemon(job.directory, lock, times)
                     signal.signal(signal.SIGTERM, daemon.stop)
                     daemon.run()
+                    code = daemon.exit_code
             except BaseException:  # noqa: BLE001 -- nothing may unwind into the test runner
                 traceback.print_exc()
             finally:
                 sys.stdout.flush(), sys.stderr.flush()
-                os._exit(0)
+                os._exit(code)
 
     def poll(self) -> int | None:
         """Return the wait status once it ended."""
