@@ -17,7 +17,8 @@ from typing import Any
 
 import pytest
 import torch
-from torch.utils.data import DataLoader, Dataset
+from support.numbers import Numbers
+from torch.utils.data import DataLoader
 from torchdata.stateful_dataloader import StatefulDataLoader
 
 from flashckpt.errors import LayoutError, SamplerStateError
@@ -25,19 +26,6 @@ from flashckpt.sampler import ElasticBatchSampler, ElasticSampler, Permutation
 
 # torchdata 0.11 calls a function that torch 2.13 deprecates
 pytestmark = pytest.mark.filterwarnings("ignore:'set_vital' is deprecated:UserWarning")
-
-
-class Numbers(Dataset[int]):
-    """Sample i is i."""
-
-    def __init__(self, size: int) -> None:
-        self.size = size
-
-    def __len__(self) -> int:
-        return self.size
-
-    def __getitem__(self, index: int) -> int:
-        return index
 
 
 def loader(size: int = 40, batch: int = 4, workers: int = 0, *, batched: bool = False, **options: Any) -> Any:

@@ -16,8 +16,9 @@ import numpy as np
 import pytest
 from hypothesis import HealthCheck, settings
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+from support.numbers import Numbers
 from support.ranks import run_ranks, wait_for
-from torch.utils.data import DataLoader, Dataset
+from torch.utils.data import DataLoader
 
 from flashckpt.errors import (
     ConfigError,
@@ -284,17 +285,6 @@ def _train_until_killed(log: Path) -> None:
 
 def _has_steps(log: Path, count: int) -> bool:
     return log.exists() and log.read_bytes().count(b"\n") >= count
-
-
-class Numbers(Dataset[int]):
-    def __init__(self, size: int) -> None:
-        self.size = size
-
-    def __len__(self) -> int:
-        return self.size
-
-    def __getitem__(self, index: int) -> int:
-        return index
 
 
 def test_killed_under_prefetch_the_next_run_trains_what_was_in_flight(tmp_path: Any) -> None:

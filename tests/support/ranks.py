@@ -55,24 +55,13 @@ def run_ranks(
     """
     with tempfile.TemporaryDirectory() as folder:
         sys.stdout.flush(), sys.stderr.flush()
-        pids = {rank: _fork(fn, rank, world, folder, args, timeout_s, env or {}) for rank in range(world)}
+        pids: dict[int, int] = {}
+        for rank in range(world):
+            pids[rank] = os.fork()
+            if pids[rank] == 0:
+                _child(fn, rank, world, folder, args, timeout_s, env or {})
         signals = _reap(pids, folder, time.monotonic() + timeout_s)
         return [_result(rank, folder, signals[rank]) for rank in range(world)]
-
-
-def _fork(
-    fn: Callable[..., Any],
-    rank: int,
-    world: int,
-    folder: str,
-    args: tuple[Any, ...],
-    timeout_s: float,
-    env: dict[str, str],
-) -> int:
-    pid = os.fork()
-    if pid == 0:
-        _child(fn, rank, world, folder, args, timeout_s, env)
-    return pid
 
 
 def _child(
