@@ -2,18 +2,15 @@
 
 from __future__ import annotations
 
-import ctypes
 import mmap
 import os
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 
 from flashckpt.core.superblock import PAGE, SegmentSpec, Superblock, boot_id
 from flashckpt.errors import DamagedError, SharedMemoryError
-
-_MADV_POPULATE_WRITE = 23
+from flashckpt.memory import pages
 
 
 def lay_out(fd: int, spec: SegmentSpec) -> None:
@@ -77,9 +74,10 @@ def address_of(mapping: mmap.mmap) -> int:
 
 
 def touch(mapping: mmap.mmap, address: int, start: int, size: int) -> None:
-    """Map every page now, so that the first snapshot is as fast as the second (1.4 GB/s untouched, 11 warm)."""
-    madvise: Any = ctypes.CDLL(None, use_errno=True).madvise  # not mmap.madvise: that one holds the GIL
-    if madvise(ctypes.c_void_p(address + start), ctypes.c_size_t(size), _MADV_POPULATE_WRITE) == 0:
-        return
-    pages = np.frombuffer(mapping, np.uint8)[start : start + size : PAGE]  # kernels before 5.14
-    int(pages.sum())
+    """Map every page now, so that the first snapshot is as fast as the second (1.4 GB/s untouched, 11 warm).
+
+    Reading them is enough, and half the work where an earlier life has written them: the mapping is shared and writable.
+    """
+    if not pages.populate(address + start, size, write=False):
+        touched = np.frombuffer(mapping, np.uint8)[start : start + size : PAGE]  # kernels before 5.14
+        int(touched.sum())

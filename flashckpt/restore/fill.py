@@ -25,6 +25,7 @@ from flashckpt.core.reshard import Box, Read, Runs, flat_boxes, plan_box, plan_r
 from flashckpt.core.table import ShardTable
 from flashckpt.errors import DamagedError, FlashckptError, ShardGapError
 from flashckpt.faults import crash_point
+from flashckpt.memory import pages
 from flashckpt.restore.sources import Source, Span
 
 JOB_BYTES = 8 << 20
@@ -143,7 +144,8 @@ def fill(
     fill_ = _Fill(targets, sources, counts)
     jobs = merge_pieces(piece for read in plan.reads for piece in fill_.pieces(read))
     counts.plan_s = time.perf_counter() - started
-    counts.threads = 1 if plan.nbytes < INLINE_BYTES else threads or min(16, (os.cpu_count() or 1) * 2)
+    in_place = all(sources[read.source].in_place for read in plan.reads)
+    counts.threads = 1 if plan.nbytes < INLINE_BYTES else threads or thread_count(waits=not in_place)
     before = [(s.meter.read_bytes, s.meter.requests, s.meter.read_s, s.meter.verify_s) for s in sources]
     crash_point("restore.before-read")
     with ThreadPoolExecutor(counts.threads, thread_name_prefix="flashckpt-restore") as pool:
@@ -169,6 +171,18 @@ def fill(
     return counts
 
 
+def thread_count(*, waits: bool) -> int:
+    """Return how many threads fill this rank's state, with the cores shared by the ranks of its node.
+
+    Args:
+        waits: Whether they wait for storage; threads that only copy would take each other's turns.
+    """
+    cores = len(os.sched_getaffinity(0))
+    if waits:
+        return min(16, cores * 2)
+    return max(1, min(16, cores // int(os.environ.get("LOCAL_WORLD_SIZE") or 1)))
+
+
 class _Fill:
     """The state of one `fill`: buffers, sources and counters shared by its threads."""
 
@@ -183,6 +197,8 @@ class _Fill:
             if len(buffer) != target.shard.nbytes or (buffer.readonly and len(buffer)):
                 msg = f"buffer of {target.shard.fqn!r}: {len(buffer)} bytes, shard has {target.shard.nbytes}"
                 raise ValueError(msg)
+            if len(buffer) >= pages.HUGE_BYTES:
+                pages.prefer_huge(int(np.frombuffer(buffer, np.uint8).ctypes.data), len(buffer))
 
     def pieces(self, read: Read, without: frozenset[tuple[int, int]] = frozenset()) -> Iterable[Piece]:
         """Cut one read into pieces."""

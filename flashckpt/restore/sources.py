@@ -14,11 +14,13 @@ from dataclasses import dataclass
 from typing import Protocol
 
 import numpy as np
+import numpy.typing as npt
 
 from flashckpt.checkpoint.compression import PackedObjects
-from flashckpt.core.digest import CHUNK_BYTES, digest
+from flashckpt.core.digest import CHUNK_BYTES, copy_and_digest, digest
 from flashckpt.core.manifest import Manifest
 from flashckpt.errors import DamagedError
+from flashckpt.memory import pages
 from flashckpt.memory.segment import Pin, Segment
 from flashckpt.storage.store import Store
 
@@ -121,44 +123,48 @@ class MemorySource:
         except BaseException:
             self.close()
             raise
-        self._mapped: memoryview | None = None
+        self._mapped: npt.NDArray[np.uint8] | None = None
         self._lock = threading.Lock()
         if identity is not None and self.manifest.identity != identity:
             self.close()
             raise self._gone(f"it holds step {self.manifest.step} of generation {self.manifest.generation}")
 
     def read(self, row: int, start: int, out: memoryview) -> None:
-        """See Source: whole chunks are copied first and hashed in their new place, while still in cache."""
+        """See Source: whole chunks are hashed in their new place right behind the copy (counted as reading).
+
+        Memory that was never touched is made right before it is copied to: its zeroes are then still in cache.
+        """
         table = self.manifest.table
-        base, end = int(table.byte_offset[row]), int(table.nbytes[row])
-        into, stop = np.frombuffer(out, np.uint8), start + len(out)
-        data = self._data()
-        copy_s = verify_s = 0.0
+        end, stop = int(table.nbytes[row]), start + len(out)
+        begin = start // CHUNK_BYTES * CHUNK_BYTES
+        held = self._held(row, begin, min(-(-stop // CHUNK_BYTES) * CHUNK_BYTES, end))
+        into = np.frombuffer(out, np.uint8)
+        address, copy_s, verify_s = int(into.ctypes.data), 0.0, 0.0
         for chunk in range(start // CHUNK_BYTES, -(-stop // CHUNK_BYTES)):
             first, last = chunk * CHUNK_BYTES, min((chunk + 1) * CHUNK_BYTES, end)
             low, high = max(first, start), min(last, stop)
-            held = data[base + first : base + last]
             t0 = time.perf_counter()
             if (low, high) != (first, last):  # a part: only the whole chunk has a digest
-                self._verify(row, chunk, held)
+                self._verify(row, chunk, digest(held[first - begin : last - begin]))
             t1 = time.perf_counter()
-            np.copyto(into[low - start : high - start], np.frombuffer(held, np.uint8)[low - first : high - first])
-            t2 = time.perf_counter()
+            if not pages.is_mapped(address + high - start - 1):
+                pages.populate(address + low - start, high - low)
+            source, target = held[low - begin : high - begin], into[low - start : high - start]
             if (low, high) == (first, last):
-                self._verify(row, chunk, out[low - start : high - start])
-            copy_s += t2 - t1
-            verify_s += t1 - t0 + time.perf_counter() - t2
+                self._verify(row, chunk, copy_and_digest(source, target))
+            else:
+                np.copyto(target, source)
+            copy_s += time.perf_counter() - t1
+            verify_s += t1 - t0
         self.check()
         self.meter.add(_rounded(start, stop, end), copy_s, verify_s)
 
     def views(self, spans: Sequence[Span]) -> list[memoryview]:
         """See Source: the slot's own bytes, verified in place."""
         t0 = time.perf_counter()
-        data = self._data()
         found = []
         for span in spans:
-            base = int(self.manifest.table.byte_offset[span.row])
-            view = data[base + span.start : base + span.stop]
+            view = self._held(span.row, span.start, span.stop).data
             verify_chunks(self, span, view)
             found.append(view)
         self.meter.add(sum(map(len, found)), 0.0, time.perf_counter() - t0)
@@ -176,18 +182,21 @@ class MemorySource:
             self._pin.close()
             self._pin = None
 
-    def _data(self) -> memoryview:
-        """Return the slot's data, mapped at the first read: a source that nothing is read from costs no page table."""
+    def _held(self, row: int, start: int, stop: int) -> npt.NDArray[np.uint8]:
+        """Return bytes [start, stop) of a row where they lie in the slot; only pages that are read are ever mapped."""
         with self._lock:
             if self._mapped is None:
                 if self._pin is None:
                     raise self._gone("the lease was given up")
-                self._mapped = self._pin.data
-            return self._mapped
+                self._mapped = np.frombuffer(self._pin.map(populate=False), np.uint8)
+            base = int(self.manifest.table.byte_offset[row])
+            held = self._mapped[base + start : base + stop]
+        pages.populate(int(held.ctypes.data), len(held), write=False)
+        return held
 
-    def _verify(self, row: int, chunk: int, view: memoryview) -> None:
+    def _verify(self, row: int, chunk: int, found: int) -> None:
         expected = int(self.manifest.digests[self.manifest.table.first_chunk[row] + chunk])
-        if (found := digest(view)) != expected:
+        if found != expected:
             raise damaged_chunk(self, row, chunk, found, expected)
 
     def _gone(self, what: str) -> DamagedError:

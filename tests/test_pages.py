@@ -1,0 +1,62 @@
+"""Pages made before they are needed; threads of a fill; copying and hashing in one go."""
+
+from __future__ import annotations
+
+import mmap
+import os
+from collections.abc import Iterator
+
+import numpy as np
+import pytest
+
+from flashckpt.core.digest import CHUNK_BYTES, copy_and_digest, digest
+from flashckpt.memory import pages
+from flashckpt.restore.fill import thread_count
+
+SIZE = 16 << 20
+
+
+@pytest.fixture
+def fresh() -> Iterator[mmap.mmap]:
+    with mmap.mmap(-1, SIZE, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS) as mapping:
+        yield mapping
+
+
+def address_of(mapping: mmap.mmap) -> int:
+    return int(np.frombuffer(mapping, np.uint8).ctypes.data)
+
+
+def test_populate_maps_what_it_is_asked_for_and_no_more(fresh: mmap.mmap) -> None:
+    start = address_of(fresh) + 5 * 4096
+    if not pages.populate(start + 100, 3 * 4096):
+        pytest.skip("the kernel has no MADV_POPULATE_WRITE")
+    assert all(pages.is_mapped(start + k * 4096) for k in range(4)), "the pages at both ends count whole"
+    assert not pages.is_mapped(start - 4096)
+    assert not pages.is_mapped(start + 4 * 4096)
+
+
+def test_huge_pages_are_asked_for_only_where_they_lie_wholly_inside(fresh: mmap.mmap) -> None:
+    inside = -(-address_of(fresh) // pages.HUGE_BYTES) * pages.HUGE_BYTES
+    assert not pages.prefer_huge(inside + 1, 2 * pages.HUGE_BYTES - 2)
+    pages.prefer_huge(inside + 1, 3 * pages.HUGE_BYTES)
+    fresh[inside - address_of(fresh)] = 1
+    assert not pages.is_mapped(inside + pages.HUGE_BYTES - 4096), "memory outside of the buffer was taken"
+
+
+@pytest.mark.parametrize("nbytes", [0, 1, 4095, 256 << 10, (256 << 10) + 1, CHUNK_BYTES])
+def test_copy_and_digest_is_a_copy_with_the_digest_of_the_whole(nbytes: int) -> None:
+    source = np.random.default_rng(nbytes).integers(0, 256, nbytes, np.uint8)
+    target = np.zeros_like(source)
+    assert copy_and_digest(source, target) == digest(source)
+    assert np.array_equal(source, target)
+
+
+def test_ranks_of_a_node_share_its_cores(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(8)))
+    monkeypatch.delenv("LOCAL_WORLD_SIZE", raising=False)
+    assert thread_count(waits=False) == 8
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "4")
+    assert thread_count(waits=False) == 2
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "16")
+    assert thread_count(waits=False) == 1
+    assert thread_count(waits=True) == 16, "storage is waited for: more threads than cores"
