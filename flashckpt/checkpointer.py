@@ -24,6 +24,7 @@ from flashckpt.restore.restore_point import Inventory, local_world
 from flashckpt.restore.restoring import Course, Outcome, Request
 from flashckpt.settings import Settings
 from flashckpt.staging import rank_memory as memory
+from flashckpt.staging.planning import Plan
 from flashckpt.storage.opening import is_process_local
 from flashckpt.tracking import replicas
 from flashckpt.tracking.placement import current_world
@@ -193,7 +194,9 @@ class Checkpointer:
                 "restore() was called twice",
                 expected="one call before the first step(), or restore(root=...) after one that returned None",
             )
-        return self._read(request)
+        report = self._read(request)
+        life.plan_ahead()  # what was restored has changed the structure
+        return report
 
     def _read(self, request: Request) -> RestoreReport:
         options = self._settings.storage_options
@@ -215,22 +218,25 @@ class Checkpointer:
             pin_host=torch.cuda.is_available() and torch.cuda.is_initialized(),  # type: ignore[no-untyped-call]  # torch leaves it without types
         )
         try:
-            inventories = self._open_memory(course, directory, rank_memory)
+            plan, inventories = self._open_memory(course, directory, rank_memory)
             outcome = course.start_anew(inventories) if warm else course.run(inventories)
             if outcome.report is None and not warm:
-                replicas.verify(tracked.structure(tracked.capture()))
-            self._live(directory, rank_memory, outcome, initialised_ns)
+                replicas.verify(plan.structure)
+            life = self._live(directory, rank_memory, outcome, initialised_ns)
+            life.plan_ahead(plan if tracked.planned is plan.structure and outcome.report is None else None)
         except BaseException:
             rank_memory.release()  # restore() may be called again, with other wishes
             raise
         return outcome.report if report is None else replace(report, life=outcome.record.generation)
 
-    def _open_memory(self, course: Course, directory: JobDirectory, rank_memory: memory.RankMemory) -> list[Inventory]:
-        """Learn what all ranks have and need, then reserve this rank's segment in the background."""
+    def _open_memory(
+        self, course: Course, directory: JobDirectory, rank_memory: memory.RankMemory
+    ) -> tuple[Plan, list[Inventory]]:
+        """Plan, learn what all ranks have and need, then reserve this rank's segment in the background."""
         tracked, settings = self._tracked, self._settings
         captured = tracked.capture()
-        structure = tracked.structure(captured)
-        need = memory.need_of(structure.reserved(), value_bytes=len(repr(captured.values)))
+        plan = Plan(tracked.structure(captured, ahead=True), tracked.ahead.stand_ins)
+        need = memory.need_of(plan.structure.reserved(), value_bytes=len(repr(captured.values)))
         is_there = directory.segment_path(tracked.world.rank, need.layout).exists()
         inventories = course.inventory(0 if is_there else need.slot_bytes, memory.free_bytes(directory))
         mates = local_world(inventories, tracked.world.rank)
@@ -247,11 +253,11 @@ class Checkpointer:
                 "snapshots: %d slots%s of %.1f MB for each of %d ranks, about %.1f MB of this node's memory, in %s",
                 slots, fallback, need.slot_bytes / 1e6, len(mates), total / 1e6, directory.path,
             )  # fmt: skip
-        return inventories
+        return plan, inventories
 
     def _live(
         self, directory: JobDirectory, rank_memory: memory.RankMemory, outcome: Outcome, initialised_ns: int
-    ) -> None:
+    ) -> Life:
         settings, world = self._settings, self._tracked.world
         mates = local_world(outcome.inventories, world.rank)
         nodes = list(dict.fromkeys(i.node for i in outcome.inventories))
@@ -267,7 +273,7 @@ class Checkpointer:
             node_count=len(nodes),
             node=nodes.index(outcome.inventories[world.rank].node),
         )
-        self._life = Life(
+        life = self._life = Life(
             tracked=self._tracked,
             directory=directory,
             memory=rank_memory,
@@ -278,7 +284,8 @@ class Checkpointer:
             on_failure=lambda e: self.on_failure(e) if self.on_failure is not None else None,
             on_commit=lambda g, s: self.on_commit(g, s) if self.on_commit is not None else None,
         )
-        self._life.begin(config, entered_ns=self._entered_ns, initialised_ns=initialised_ns)
+        life.begin(config, entered_ns=self._entered_ns, initialised_ns=initialised_ns)
+        return life
 
     # -- the training loop -------------------------------------------------------------------------------
 

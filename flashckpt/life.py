@@ -84,6 +84,7 @@ class Life:
         )
         self._watermark.publish(self.memory.complete())
         self._stager = Stager(self._completed, self._failed)
+        self._stager.ready()
         self._stale, self._optimizer_steps = StaleWatch(), 0
         self._plan: Plan | None = None
         self._fresh: tuple[Any, ...] = ()
@@ -127,6 +128,7 @@ class Life:
             row.first_step = now
         stopping = self._control.stop_after == step
         if not (stopping or self.settings.is_due(step)):
+            self._take_in()
             return
         self._stager.finish()
         self._count("finish_s", time.perf_counter() - began)
@@ -175,15 +177,37 @@ class Life:
                 return writer
             time.sleep(_POLL_S)
 
+    def plan_ahead(self, plan: Plan | None = None) -> None:
+        """Plan what the first snapshot will consist of, optimizer state that does not exist yet included.
+
+        Args:
+            plan: Made of the structure built last, where there is one.
+        """
+        captured = self.tracked.capture()
+        if plan is None:
+            structure = self.tracked.structure(captured, ahead=True)
+            plan = Plan(structure, self.tracked.ahead.stand_ins)
+        self._plan, self._fresh = plan, _forms(captured)
+
+    def _take_in(self) -> bool:
+        """Let state that was planned ahead take its place in the plan, once it exists; whether it did now."""
+        if self._plan is None or not self._plan.awaits or (appeared := self.tracked.appeared()) is None:
+            return False
+        self._plan.take_in(appeared)
+        return True
+
     def _current_plan(self, captured: Captured) -> tuple[Plan, Captured]:
         """Return the plan for the state as it is; made anew only if its structure changed."""
-        fresh = tuple((name, t.dtype, t.shape) for name, t in captured.tensors.items())
-        if self._plan is not None and not self._plan.is_stale and fresh == self._fresh and self.tracked.holds():
-            return self._plan, captured
+        plan = self._plan
+        is_current = plan is not None and not plan.is_stale and plan.structure is self.tracked.planned
+        is_current = is_current and _forms(captured) == self._fresh
+        if plan is not None and is_current and (self._take_in() or self.tracked.holds()):
+            return plan, captured
+        self._count("plans", 1)
         structure = self.tracked.structure(captured)
         captured = self.tracked.capture()  # again: state that has just appeared has values too
         plan = self._plan = Plan(structure)
-        self._fresh = tuple((name, t.dtype, t.shape) for name, t in captured.tensors.items())
+        self._fresh = _forms(captured)
         need = memory.need_of(structure.shards, value_bytes=len(repr(captured.values)))
         if not self.memory.fits(need):
             _log.info("the state has another structure now: %d tensors, a new segment", len(structure.rows))
@@ -315,6 +339,10 @@ class Life:
         """Tell the daemon that the job ended cleanly (first rank of the node; dlrun does it where it runs)."""
         if self._is_first:
             self.directory.request("ended")
+
+
+def _forms(captured: Captured) -> tuple[Any, ...]:
+    return tuple((name, t.dtype, t.shape) for name, t in captured.tensors.items())
 
 
 def _c10d_store() -> Any:

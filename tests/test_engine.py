@@ -566,3 +566,101 @@ def test_a_damaged_segment_is_left_and_another_one_takes_its_place(tmp_path: Pat
     crash(ckpt)
     assert len(segments(shm_dir)) == 2
     assert opened_as(tmp_path, "t", model=model) == 1
+
+
+OPTIMIZERS: list[Any] = [
+    torch.optim.AdamW,
+    lambda p: torch.optim.Adam(p, amsgrad=True),
+    lambda p: torch.optim.AdamW(p, fused=True),
+    lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9),
+    lambda p: torch.optim.SGD(p, lr=0.1),
+    lambda p: torch.optim.RMSprop(p, momentum=0.9, centered=True),
+    torch.optim.Adagrad,
+    torch.optim.Adadelta,
+    torch.optim.Adamax,
+    torch.optim.NAdam,
+    torch.optim.RAdam,
+]
+
+
+def steps(ckpt: Checkpointer, model: nn.Module, optimizer: torch.optim.Optimizer, first: int, last: int) -> None:
+    for step in range(first, last + 1):
+        model(torch.full((2, 6), float(step))).square().sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        ckpt.step(step)
+
+
+@pytest.mark.parametrize("make", OPTIMIZERS)
+def test_state_that_the_first_step_makes_was_planned_in_restore(make: Any, tmp_path: Path) -> None:
+    model = nn.Sequential(nn.Linear(6, 5), nn.Linear(5, 6), nn.BatchNorm1d(6))
+    optimizer = make(model.parameters())
+    ckpt = opened(tmp_path, model=model, optimizer=optimizer)
+    steps(ckpt, model, optimizer, 1, 3)
+    assert "plans" not in ckpt.stats, "nothing was planned in step()"
+    crash(ckpt)
+    kept = digest(model, optimizer)
+    other = nn.Sequential(nn.Linear(6, 5), nn.Linear(5, 6), nn.BatchNorm1d(6))
+    fresh = make(other.parameters())
+    again = opened(tmp_path, model=other, optimizer=fresh)
+    assert digest(other, fresh) == kept
+    steps(again, other, fresh, 4, 5)
+    assert "plans" not in again.stats, "nor after a restore"
+    assert again.stats["snapshots"] >= 1
+    crash(again)
+
+
+class InHalves(torch.optim.SGD):
+    """Keeps its state in another form than its base class."""
+
+    def step(self, closure: Any = None) -> Any:
+        result = super().step(closure)
+        for state in self.state.values():
+            state["momentum_buffer"] = state["momentum_buffer"].bfloat16().float().reshape(-1)
+        return result
+
+
+def test_state_in_another_form_than_predicted_is_planned_when_it_is_there(tmp_path: Path) -> None:
+    model = nn.Linear(6, 6)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    ckpt = opened(tmp_path, model=model, optimizer=optimizer)
+    model.bias.requires_grad = False  # will have no state, against the prediction
+    steps(ckpt, model, optimizer, 1, 2)
+    assert ckpt.stats["plans"] == 1
+    crash(ckpt)
+    kept = digest(model, optimizer)
+    other = nn.Linear(6, 6)
+    fresh = torch.optim.SGD(other.parameters(), lr=0.1, momentum=0.9)
+    crash(opened(tmp_path, model=other, optimizer=fresh))
+    assert digest(other, fresh) == kept
+
+
+def test_state_of_another_shape_than_predicted_discards_one_snapshot_and_is_planned_anew(tmp_path: Path) -> None:
+    model = nn.Linear(6, 6, bias=False)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    failures: list[Exception] = []
+    ckpt = opened(tmp_path, model=model, optimizer=optimizer)
+    ckpt.on_failure = failures.append
+    model(torch.ones(2, 6)).sum().backward()
+    optimizer.step()
+    optimizer.state[model.weight]["momentum_buffer"] = torch.ones(36)
+    ckpt.step(1)
+    ckpt.step(2)
+    crash(ckpt)
+    assert len(failures) == 1
+    assert "another form" in str(failures[0])
+    assert opened_as(tmp_path, "t", model=nn.Linear(6, 6, bias=False)) == 2
+
+
+def test_a_subclass_of_a_known_optimizer_is_planned_as_it_is(tmp_path: Path) -> None:
+    model = nn.Linear(6, 6)
+    optimizer = InHalves(model.parameters(), lr=0.1, momentum=0.9)
+    failures: list[Exception] = []
+    ckpt = opened(tmp_path, model=model, optimizer=optimizer)
+    ckpt.on_failure = failures.append
+    model(torch.ones(2, 6)).sum().backward()
+    optimizer.step()
+    ckpt.step(1)
+    crash(ckpt)
+    assert not failures
+    assert opened_as(tmp_path, "t", model=nn.Linear(6, 6)) == 1

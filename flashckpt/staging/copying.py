@@ -26,13 +26,14 @@ PIECE_BYTES = 256 << 10
 _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64, 16: torch.complex128}
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Item:
     """One row of the table and where it goes.
 
     Attributes:
         row: The box.
-        local: The tensor with this rank's bytes; held, so that nothing is looked up per snapshot.
+        local: The tensor with this rank's bytes; held, so that nothing is looked up per snapshot. Set once more
+            where the plan was made before the tensor existed (`Plan.settle`).
         offset: Byte in the data area.
         nbytes: Its size.
         first_chunk: Index of its first digest.

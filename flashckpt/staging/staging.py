@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import operator
 import queue
 import threading
 import time
@@ -13,74 +12,17 @@ from typing import Any
 
 import numpy as np
 
-from flashckpt.core.layout import layout_hash, place
-from flashckpt.core.manifest import Manifest, ShardTable, encode_manifest, encode_table
+from flashckpt.core.manifest import Manifest, encode_manifest
 from flashckpt.errors import FenceError, FlashckptError
 from flashckpt.memory.segment import SlotWriter
-from flashckpt.staging.copying import Buffer, StalePlanError, copy_and_hash, copy_item, hash_item, item_of
+from flashckpt.staging.copying import Buffer, StalePlanError, copy_and_hash, copy_item, hash_item
 from flashckpt.staging.device import CudaLanes
-from flashckpt.tracking.structure import Structure
+from flashckpt.staging.planning import Plan
 from flashckpt.tracking.tracked import Captured
 
-_VERSION = operator.attrgetter("_version")  # the only counter torch has
+__all__ = ["Identity", "Plan", "Snapshot", "Stager", "StaleWatch", "fence_error"]
+
 _log = logging.getLogger("flashckpt")
-
-
-class Plan:
-    """Where every row of a structure goes: made once per structure, then only read.
-
-    Attributes:
-        structure: What it was made for.
-        signature: u64 layout hash of its rows.
-        total: Bytes of the data area.
-        unfenced: Items copied before `step()` returns.
-        fresh: The same, of tensors that objects give out anew each time.
-        fenced: Items copied beside the next forward/backward, host memory only.
-        device, device_unfenced: The same for tensors on an accelerator.
-        rows_compared: First digests of what should change from step to step.
-        is_stale: A snapshot found that a tensor has another shape or storage now.
-        watched: Local tensors whose version counters prove the fence, with their names.
-    """
-
-    def __init__(self, structure: Structure) -> None:
-        self.structure, self.is_stale = structure, False
-        shards = structure.shards
-        placement = place(shards)
-        self.signature, self.total = layout_hash(shards), placement.total
-        self.table = ShardTable.from_shards(shards, placement.offsets)
-        self.table_bytes = encode_table(self.table)
-        places = zip(
-            placement.offsets.tolist(), self.table.nbytes.tolist(), self.table.first_chunk.tolist(), strict=True
-        )
-        items = [item_of(row, *place_) for row, place_ in zip(structure.rows, places, strict=True)]
-        host = [i for i in items if i.is_host]
-        fresh = structure.fresh
-        self.fresh = [i for i in items if i.row.entry.fqn in fresh]
-        loose = [i for i in items if not i.row.entry.fenced and i.row.entry.fqn not in fresh]
-        self.unfenced = [i for i in loose if i.is_host]
-        self.device_unfenced = [i for i in loose if not i.is_host]
-        self.fenced = sorted((i for i in host if i.row.entry.fenced), key=lambda item: item.offset)
-        self.device = [i for i in items if i.row.entry.fenced and not i.is_host]
-        self.uses_device = bool(self.device or self.device_unfenced)
-        self.rows_compared = np.array([i.first_chunk for i in items if i.row.entry.fenced and i.nbytes], np.int64)
-        watched = {id(i.row.entry): i.row.entry for i in [*self.fenced, *self.device]}
-        self.watched = [entry.local for entry in watched.values()]
-        self.watched_names = [entry.fqn for entry in watched.values()]
-
-    def manifest_bytes(self) -> int:
-        """Return how large a manifest may become: table, digests, and room for values that grow."""
-        return 2 * len(self.table_bytes) + 8 * self.table.chunks + (256 << 10)
-
-    def versions(self) -> list[int]:
-        """Return the version counters of all fenced tensors."""
-        return list(map(_VERSION, self.watched))
-
-    def changed(self, before: Sequence[int]) -> list[str]:
-        """Return the names of fenced tensors whose counters differ from `before`."""
-        now = self.versions()
-        if now == before:
-            return []
-        return [name for name, a, b in zip(self.watched_names, before, now, strict=True) if a != b]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -172,6 +114,12 @@ class Stager:
         self._lanes = CudaLanes()
         self.current: Snapshot | None = None
 
+    def ready(self) -> None:
+        """Start the thread, so that the first snapshot need not."""
+        if self._thread is None:
+            self._thread = threading.Thread(target=self._run, name="flashckpt-copy", daemon=True)
+            self._thread.start()
+
     def start(
         self, plan: Plan, writer: SlotWriter, captured: Captured, identity: Identity, *, optimizer_steps: int = 0
     ) -> Snapshot:
@@ -191,9 +139,7 @@ class Stager:
             buffer.close()
             writer.discard()
             raise
-        if self._thread is None:
-            self._thread = threading.Thread(target=self._run, name="flashckpt-copy", daemon=True)
-            self._thread.start()
+        self.ready()
         self.current = snapshot
         self._queue.put(snapshot)
         return snapshot
@@ -238,6 +184,7 @@ class Stager:
 
     def _take(self, snapshot: Snapshot) -> None:
         plan, buffer = snapshot.plan, snapshot.buffer
+        plan.settle()
         digests = np.zeros(plan.table.chunks, np.uint64)
         batches = self._lanes.enqueue(plan.device, buffer, snapshot.marks) if plan.uses_device else []
         for item in plan.fenced:

@@ -96,22 +96,35 @@ def predicted(optimizer: torch.optim.Optimizer) -> Iterator[tuple[torch.Tensor, 
 
     Only a forecast, to reserve memory before the first step; unknown optimizers give nothing.
     """
+    wide = torch.get_default_dtype() == torch.float64
     for group in optimizer.param_groups:
+        scalar = torch.float64 if wide and not group.get("fused") else torch.float32
         for param in group["params"]:
             if not param.requires_grad or optimizer.state.get(param):
                 continue
             for key, full in _predicted_keys(optimizer, group):
-                yield param, key, full, param.dtype if full else torch.float32
+                yield param, key, full, param.dtype if full else scalar
+
+
+_KEYS: tuple[tuple[type[torch.optim.Optimizer], tuple[tuple[str, str], ...]], ...] = (
+    (torch.optim.Adam, (("exp_avg", ""), ("exp_avg_sq", ""), ("max_exp_avg_sq", "amsgrad"))),
+    (torch.optim.SGD, (("momentum_buffer", "momentum"),)),
+    (torch.optim.RMSprop, (("square_avg", ""), ("momentum_buffer", "momentum"), ("grad_avg", "centered"))),
+    (torch.optim.Adagrad, (("sum", ""),)),
+    (torch.optim.Adadelta, (("square_avg", ""), ("acc_delta", ""))),
+    (torch.optim.Adamax, (("exp_avg", ""), ("exp_inf", ""))),
+    (torch.optim.NAdam, (("exp_avg", ""), ("exp_avg_sq", ""))),
+    (torch.optim.RAdam, (("exp_avg", ""), ("exp_avg_sq", ""))),
+)
+"""Keys of state of a parameter's shape, in the order in which torch makes them, and the option that asks for them."""
+_SCALARS = {torch.optim.SGD: (), torch.optim.NAdam: ("step", "mu_product")}
 
 
 def _predicted_keys(optimizer: torch.optim.Optimizer, group: Mapping[str, Any]) -> list[tuple[str, bool]]:
-    if isinstance(optimizer, (torch.optim.Adam, torch.optim.AdamW)):
-        keys = [("step", False), ("exp_avg", True), ("exp_avg_sq", True)]
-        return [*keys, ("max_exp_avg_sq", True)] if group.get("amsgrad") else keys
-    if isinstance(optimizer, torch.optim.SGD):
-        return [("momentum_buffer", True)] if group.get("momentum") else []
-    if isinstance(optimizer, (torch.optim.Adagrad, torch.optim.RMSprop)):
-        return [("step", False), ("square_avg" if isinstance(optimizer, torch.optim.RMSprop) else "sum", True)]
+    for kind, keys in _KEYS:
+        if isinstance(optimizer, kind):
+            scalars = [(key, False) for key in _SCALARS.get(kind, ("step",))]
+            return scalars + [(key, True) for key, option in keys if not option or group.get(option)]
     return []
 
 

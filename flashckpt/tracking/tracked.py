@@ -14,6 +14,7 @@ from flashckpt.core.balance import Part, Share, cut_dimension, deal
 from flashckpt.core.layout import Shard
 from flashckpt.errors import ConfigError
 from flashckpt.tracking import modules, optimizer_state, rng, trees
+from flashckpt.tracking.ahead import Forthcoming
 from flashckpt.tracking.placement import (
     Box,
     Spread,
@@ -53,6 +54,8 @@ class Tracked:
         optimizers: torch optimizers by track name.
         objects: Everything else with state_dict and load_state_dict, by track name.
         rng: Whether the random number generators are part of the state.
+        planned: The structure built last, which `holds` speaks of.
+        ahead: Optimizer state in it that does not exist yet.
         fenced: Track names whose tensors the user declared to change only inside `optimizer.step()`.
     """
 
@@ -64,6 +67,9 @@ class Tracked:
         self.rng = False
         self.fenced: set[str] = set()
         self.watch = Watch([], [])
+        self.planned: Structure | None = None
+        self.ahead = Forthcoming()
+        self._appeared = Watch([], [])
         self.aliases: dict[str, str] = {}
         self._values: list[tuple[str, dict[Any, Any], Any]] = []
         self._extra: list[tuple[str, nn.Module]] = []
@@ -119,14 +125,29 @@ class Tracked:
 
     def holds(self) -> bool:
         """Tell whether the structure built last is still that of the live objects (cheap)."""
+        return not self.ahead and self._appeared.holds() and self._rest_holds()
+
+    def _rest_holds(self) -> bool:
         if self.watch.holds():
             return True
         for part in self.parts():
             modules.reshard(part)
         return self.watch.holds()
 
-    def structure(self, captured: Captured) -> Structure:
+    def appeared(self) -> list[torch.Tensor] | None:
+        """Return the tensors that have taken the place of those planned ahead; None: not all of them, or others."""
+        tensors = self.ahead.found() if self.ahead else None
+        if tensors is not None and self._rest_holds():
+            self._appeared, self.ahead = self.ahead.watch(tensors), Forthcoming()
+            return tensors
+        return None
+
+    def structure(self, captured: Captured, *, ahead: bool = False) -> Structure:
         """Return the structure of the state as it is now; objects' tensors are taken from `captured`.
+
+        Args:
+            captured: What was read last.
+            ahead: Optimizer state that the first step will make is part of it too.
 
         Raises:
             UnsupportedStateError: A tensor that cannot be held; names it.
@@ -148,15 +169,19 @@ class Tracked:
         self._names, self._groups = self._parameter_names(found, aliases), {}
         for alias, full in aliases.items():
             spreads.setdefault(id(self._aliased[alias]), (self._spread(found[full]), full))
+        self.ahead = Forthcoming(self.all_optimizers() if ahead else ())
         forecast = self._optimizer_entries(entries, spreads, chosen)
         for name, tensor in captured.tensors.items():
             spread = Spread(per_rank="@" in name and self.world.size > 1)
             if isinstance(tensor, DTensor):
                 spread = spread_of_dtensor(tensor, self.world)
             self._enter(entries, name, tensor, boxes_of(name, tensor), spread=spread, fenced=False)
-        self._rewatch([e.tensor for e in entries.values() if isinstance(e.tensor, DTensor) and e.fenced])
+        awaited = set(map(id, self.ahead.stand_ins))
+        live = (e.tensor for e in entries.values() if e.fenced and id(e.tensor) not in awaited)
+        self._rewatch([tensor for tensor in live if isinstance(tensor, DTensor)])
         self.aliases = aliases
-        return structure_of(entries.values(), forecast=forecast, aliases=aliases, fresh=captured.tensors)
+        self.planned = structure_of(entries.values(), forecast=forecast, aliases=aliases, fresh=captured.tensors)
+        return self.planned
 
     def _module_tensors(self) -> tuple[dict[str, modules.ModuleTensor], dict[str, str]]:
         found: dict[str, modules.ModuleTensor] = {}
@@ -251,7 +276,10 @@ class Tracked:
         self._values = []
         for label, group in self.optimizers.items():
             for optimizer in group:
-                for name, key, param, tensor in optimizer_state.state_tensors(optimizer, self._names, label):
+                tensors = optimizer_state.state_tensors(optimizer, self._names, label)
+                if (part := self.ahead.of(optimizer)) is not None:
+                    tensors = part.state_tensors(self._names)
+                for name, key, param, tensor in tensors:
                     spread, shares = self._state_spread(param, tensor, spreads, chosen)
                     placed, full = _as_sharded(param, tensor), f"{label}.{name}.{key}"
                     boxes = boxes_of(full, placed)
@@ -260,7 +288,8 @@ class Tracked:
                     (f"{name}@{self.world.suffix}" if spreads[id(param)][0].per_rank else name, param_state, key)
                     for name, param, param_state, key in optimizer_state.state_values(optimizer, self._names, label)
                 ]
-                forecast += self._forecast(optimizer, label, spreads, chosen)
+                if self.ahead.of(optimizer) is None:
+                    forecast += self._forecast(optimizer, label, spreads, chosen)
         return forecast
 
     def _state_spread(
@@ -304,11 +333,13 @@ class Tracked:
         dicts: list[Any] = [d for part in self.parts() for d in modules.watched(part)]
         lists: list[Sequence[Any]] = []
         for optimizer in self.all_optimizers():
-            dicts += [optimizer.state, *optimizer.state.values()]
+            if self.ahead.of(optimizer) is None:
+                dicts += [optimizer.state, *optimizer.state.values()]
             lists += [group["params"] for group in optimizer.param_groups]
             lists.append(optimizer.param_groups)
         changing = {id(state) for _, state, _ in self._values}
         self.watch = Watch([d for d in dicts if id(d) not in changing], lists, sharded)
+        self._appeared = Watch([], [])
         self._extra = [
             (f"{label}.{name}", module)
             for label, parts in self.modules.items()
