@@ -35,15 +35,24 @@ def become_subreaper() -> None:
 
 
 def adopt_parent(parent: int, *, deadline_s: float = 30.0) -> None:
-    """Wait until `parent` is this process's parent, then die with it; ends the process if it never is."""
+    """Wait until `parent` is this process's parent, then die with it; ends the process if it has gone, or never is."""
     end = time.monotonic() + deadline_s
     while os.getppid() != parent:
-        if time.monotonic() > end:
+        if time.monotonic() > end or has_ended(parent):
             os._exit(1)
         time.sleep(0.0005)
     die_with_parent()
     if os.getppid() != parent:
         os._exit(1)
+
+
+def has_ended(pid: int) -> bool:
+    """Return whether a process has gone, or waits to be reaped."""
+    try:
+        text = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8", errors="replace")
+    except OSError:
+        return True
+    return text.rpartition(")")[2].split()[:1] in (["Z"], ["X"])
 
 
 def thread_count() -> int:

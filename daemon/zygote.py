@@ -180,7 +180,10 @@ def _fork_workers(workers: list[dict[str, Any]]) -> dict[str, Any] | list[int]:
             there.close()
             return worker
         pids.append(pid)
-    messages.send(there, {"pids": pids})
+    with contextlib.suppress(
+        OSError
+    ):  # dlrun was ended just now and the zygote with it; the workers see that themselves
+        messages.send(there, {"pids": pids})
     os._exit(0)
 
 

@@ -20,7 +20,7 @@ from hypothesis import strategies as st
 from support.ranks import wait_for
 
 from flashckpt.daemon import budget, failure, hang, ledger, messages, stop, zygote
-from flashckpt.daemon.process import exit_code, thread_count
+from flashckpt.daemon.process import adopt_parent, exit_code, thread_count
 
 
 def ended(rank: int, code: int, at_ns: int, summary: str = "") -> failure.Exit:
@@ -323,3 +323,18 @@ def test_exit_code_tells_running_exited_and_killed() -> None:
         os.close(gate)
     assert codes == [5, -9]
     assert thread_count() >= 1
+
+
+@pytest.mark.parametrize("reaped", [True, False])
+def test_worker_whose_launcher_died_while_it_was_forked_ends_at_once(reaped: bool) -> None:
+    """It would otherwise wait for half a minute to become the child of a process that is no more."""
+    launcher = subprocess.Popen([sys.executable, "-c", ""])
+    os.waitid(os.P_PID, launcher.pid, os.WEXITED | (0 if reaped else os.WNOWAIT))
+    launcher.returncode = 0
+    pid = os.fork()
+    if pid == 0:
+        adopt_parent(launcher.pid)
+        os._exit(0)
+    pidfd = os.pidfd_open(pid)
+    assert wait_for(partial(exit_code, pidfd), what="the worker's end", deadline_s=10) == 1
+    os.close(pidfd)

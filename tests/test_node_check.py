@@ -45,6 +45,14 @@ def test_slow_pair_the_suspect_that_is_slow_with_a_good_node_too_is_named() -> N
     assert list(verdict(alone(*[1] * 6), first, pairs((2, 0, 1.0), (3, 1, 9.0)))) == [3]
 
 
+def test_slow_node_of_few_is_not_its_own_measure() -> None:
+    """Of two nodes, of two pairs, or where all other pairs failed, the better one is the measure."""
+    assert list(verdict(alone(1, 9), [], [])) == [1]
+    first = pairs((0, 1, 1.0), (2, 3, 9.0), (4, 5, INFINITE))
+    second = pairs((2, 0, 1.0), (3, 1, 9.0), (4, 0, 1.0), (5, 1, INFINITE))
+    assert sorted(verdict(alone(*[1] * 6), first, second)) == [3, 5]
+
+
 def test_two_bad_nodes_in_one_pair_are_both_named() -> None:
     first = pairs((0, 1, 1.0), (2, 3, INFINITE), (4, 5, 1.0))
     assert sorted(verdict(alone(*[1] * 6), first, pairs((2, 0, INFINITE), (3, 1, 8.0)))) == [2, 3]
