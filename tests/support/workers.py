@@ -27,12 +27,16 @@ from typing import Any
 
 import pytest
 
-# Files that take more than half a minute; a file missing here is only handed out later.
+# Files that take longest, by `--durations`; a file missing here is only handed out later.
 LONGEST_FIRST = (
-    "test_trainer_resume.py",
-    "test_trainer_layouts.py",
-    "test_dlrun_engine.py",
     "test_dlrun.py",
+    "test_dlrun_engine.py",
+    "test_trainer_resume.py",
+    "test_store_faults.py",
+    "test_trainer_layouts.py",
+    "test_bench_command.py",
+    "test_engine_launchers.py",
+    "test_store.py",
 )
 GRACE_S = 30.0  # for the tear-down of a worker that is interrupted
 _LENGTH = struct.Struct("!I")
