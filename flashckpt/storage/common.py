@@ -5,9 +5,9 @@ from __future__ import annotations
 import logging
 import secrets
 import time
-from collections.abc import Callable, Iterable
-from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from abc import ABC, abstractmethod
+from collections.abc import Iterable
+from typing import TYPE_CHECKING, cast
 
 from flashckpt.errors import DamagedError
 
@@ -44,18 +44,46 @@ def publish_unconditional(store: Store, key: str, data: bytes) -> bool:
     return store.get(key) == data
 
 
-@dataclass(frozen=True)
-class ConditionProbe:
-    """Finds out whether a store honours conditional writes: a random key is written twice."""
+class ProbedStore(ABC):
+    """The part of an object store that publishes an object unless it is there; finds out whether the service can.
 
-    create: Callable[[str, bytes], bool]
-    delete: Callable[[str], None]
+    Args:
+        url: The root, without credentials.
+        conditional: What `is_conditional` says; None: probed when it is first asked for.
+    """
 
-    def run(self) -> bool:
-        """Return whether the second write of the key was refused; the key is removed."""
+    def __init__(self, url: str, conditional: bool | None) -> None:
+        self.url = url
+        self._conditional = conditional
+
+    @abstractmethod
+    def _create(self, key: str, data: bytes) -> bool:
+        """Publish a small object by one conditional write; False where the service says that it is there."""
+
+    @abstractmethod
+    def delete(self, key: str) -> None:
+        """Remove an object."""
+
+    @property
+    def is_conditional(self) -> bool:
+        """Whether the service honours conditional writes: a random key is written twice, once per store object."""
+        if self._conditional is None:
+            self._conditional = self._probe()
+            if not self._conditional:
+                warn_unconditional(self.url)
+        return self._conditional
+
+    def put_if_absent(self, key: str, data: bytes) -> bool:
+        """Publish a small object unless it exists, in one request (never multipart: some servers ignore the condition there)."""
+        if not self.is_conditional:
+            return publish_unconditional(cast("Store", self), key, data)
+        return self._create(key, data)
+
+    def _probe(self) -> bool:
+        """Return whether the second write of a random key was refused; the key is removed."""
         key = f"probe/{secrets.token_hex(8)}"
         try:
-            return self.create(key, b"first") and not self.create(key, b"second")
+            return self._create(key, b"first") and not self._create(key, b"second")
         finally:
             self.delete(key)
 

@@ -12,54 +12,32 @@ from collections.abc import Callable, Iterable
 from typing import Any
 
 from flashckpt.errors import ConfigError, FlashckptError, ObjectMissingError, RootError, StoreError
-from flashckpt.storage.common import (
-    ConditionProbe,
-    publish_unconditional,
-    require_restartable,
-    truncated,
-    warn_unconditional,
-)
+from flashckpt.storage.common import ProbedStore, require_restartable, truncated
 from flashckpt.storage.direct import extents
 from flashckpt.storage.store import PART_BYTES, SWEEP_AGE_S, Names, ObjectInfo, Objects, check_key
 
 
-class FsspecStore:
+class FsspecStore(ProbedStore):
     """Objects under one fsspec URL; the file system is opened by the first call in each process."""
 
     def __init__(self, url: str, options: dict[str, Any]) -> None:
-        self.url = url.rstrip("/")
         self._options = dict(options)
-        self._conditional: bool | None = self._options.pop("conditional", None)
+        super().__init__(url.rstrip("/"), self._options.pop("conditional", None))
         for name in ("retries", "timeout_s"):  # s3:// only: these file systems have settings of their own
             self._options.pop(name, None)
         self._fs: Any = None
         self._root = ""
         self._pid = 0
 
-    @property
-    def is_conditional(self) -> bool:
-        """Whether mode="create" is honoured: a random key is written twice, once per store object."""
-        if self._conditional is None:
-            self._conditional = ConditionProbe(self._create, self.delete).run()
-            if not self._conditional:
-                warn_unconditional(self.url)
-        return self._conditional
-
     def check(self, *, write: bool = True) -> None:
         """Raise RootError unless the root can be listed and, with `write`, written."""
         self.folders()
         if write:
-            ConditionProbe(self._create, self.delete).run()
+            self._probe()
 
     def put(self, key: str, data: bytes) -> None:
         """Publish a small object."""
         self._do(key, lambda fs: self._pipe(fs, key, data))
-
-    def put_if_absent(self, key: str, data: bytes) -> bool:
-        """Publish a small object unless it exists."""
-        if not self.is_conditional:
-            return publish_unconditional(self, key, data)
-        return self._create(key, data)
 
     def put_object(self, key: str, parts: Iterable[memoryview], nbytes: int | None = None) -> None:
         """Stream a large object through the file system's own buffered writer, 16 MiB at a time."""

@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 
 from flashckpt.errors import FlashckptError, ObjectMissingError, RootError
-from flashckpt.storage.common import publish_unconditional, require_restartable, truncated
+from flashckpt.storage.common import require_restartable, truncated
 from flashckpt.storage.direct import extents
 from flashckpt.storage.s3 import S3Store
 from flashckpt.storage.s3_errors import no_credentials, request_error
@@ -48,12 +48,6 @@ class ObstoreStore(S3Store):
             return super().put(key, data)
         self._do(key, lambda obs: obs.put(store, check_key(key), bytes(data), use_multipart=False))
         return None
-
-    def put_if_absent(self, key: str, data: bytes) -> bool:
-        """Publish a small object by one PUT with If-None-Match."""
-        if not self.is_conditional:
-            return publish_unconditional(self, key, data)
-        return self._create(key, data)
 
     def put_object(self, key: str, parts: Iterable[memoryview], nbytes: int | None = None) -> None:
         """Upload a large object in parts of 16 MiB, four in flight; obstore aborts a failed upload."""

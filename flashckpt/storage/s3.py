@@ -18,13 +18,7 @@ from typing import Any, TypeAlias
 from urllib.parse import urlsplit
 
 from flashckpt.errors import ConfigError, FlashckptError
-from flashckpt.storage.common import (
-    ConditionProbe,
-    publish_unconditional,
-    require_restartable,
-    truncated,
-    warn_unconditional,
-)
+from flashckpt.storage.common import ProbedStore, require_restartable, truncated
 from flashckpt.storage.direct import extents
 from flashckpt.storage.s3_errors import MISSING_KEY, error_code, http_status, is_network, is_transient, translate
 from flashckpt.storage.store import PART_BYTES, PARTS_IN_FLIGHT, SWEEP_AGE_S, Names, ObjectInfo, Objects, check_key
@@ -42,27 +36,17 @@ def split_s3(url: str) -> tuple[str, str]:
     return parts.netloc, parts.path.strip("/")
 
 
-class S3Store:
+class S3Store(ProbedStore):
     """Objects of one bucket under one key prefix, through s3fs."""
 
     def __init__(self, url: str, options: dict[str, Any]) -> None:
-        self.url = url.rstrip("/")
-        self.bucket, self.prefix = split_s3(url)
         self._options = dict(options)
+        super().__init__(url.rstrip("/"), self._options.pop("conditional", None))
+        self.bucket, self.prefix = split_s3(url)
         self._retries = int(self._options.pop("retries", 8))
         self._timeout_s = float(self._options.pop("timeout_s", 60.0))
-        self._conditional: bool | None = self._options.pop("conditional", None)
         self._fs: Any = None
         self._pid = 0
-
-    @property
-    def is_conditional(self) -> bool:
-        """Whether If-None-Match is honoured: a random key is written twice, once per store object."""
-        if self._conditional is None:
-            self._conditional = ConditionProbe(self._create, self.delete).run()
-            if not self._conditional:
-                warn_unconditional(self.url)
-        return self._conditional
 
     def check(self, *, write: bool = True) -> None:
         """Raise RootError unless the bucket is there, the credentials hold and, with `write`, writing works."""
@@ -75,12 +59,6 @@ class S3Store:
     def put(self, key: str, data: bytes) -> None:
         """Publish a small object by one PUT."""
         self._run(key, lambda s3: s3.put_object(Bucket=self.bucket, Key=self._key(check_key(key)), Body=bytes(data)))
-
-    def put_if_absent(self, key: str, data: bytes) -> bool:
-        """Publish a small object by one PUT with If-None-Match (never multipart: some servers ignore it there)."""
-        if not self.is_conditional:
-            return publish_unconditional(self, key, data)
-        return self._create(key, data)
 
     def put_object(self, key: str, parts: Iterable[memoryview], nbytes: int | None = None) -> None:
         """Upload a large object in parts of 16 MiB, four in flight; a failed upload is aborted."""
