@@ -1,378 +1,314 @@
-"""How fast and how cheaply a snapshot gets to a local disk and back, against the raw disk and the usual peers.
+"""How fast and how cheaply snapshots get to a disk or a bucket and back, against the raw limit and the usual peers.
 
-One process holds `--gb` of float32 state in 100 tensors, in a slot of shared memory and as torch tensors. Every round
-writes it once by each way, in turns, each durable (fsync included), and reads it back cold (the file's pages are
-dropped first; `mincore` says how many stayed). "raw" is the limit: the same bytes by O_DIRECT, 16 MiB
-extents, two threads, fallocate and fsync; read back by O_DIRECT with as many threads as the restore takes.
+Each of `--ranks` processes holds its share of `--gb` of float32 state in 100 tensors, in a slot of shared memory and as torch tensors
+over it. Every round writes it once by each way, in turns, each durable (fsync included), and reads it back: cold (the
+files' pages are dropped first; `mincore` says how many stayed), then warm (read once before). Peers run in the rank processes, all at
+once; flashckpt writes from one process for all ranks, as its daemon does, and reads in every rank. "raw" is the limit: the same bytes by O_DIRECT,
+16 MiB extents, fallocate and fsync, with as many threads as flashckpt; read back by as many as a restore takes.
 
-    .venv/bin/python benchmarks/persist.py [--gb 0.2,1.5] [--rounds 5] [--dir DIR] [--json FILE] [--s3 ENDPOINT]
+    .venv/bin/python benchmarks/persist.py --gb 0.2,1.5,4 --ranks 1,4 --seconds 60 --json FILE
+    .venv/bin/python benchmarks/persist.py --uplift --gb 0.2,1.5         # steps of a training loop beside writes
+    .venv/bin/python benchmarks/persist.py --s3 --gb 0.2                 # the server at $S3_TEST_ENDPOINT, else moto's
 
-With --s3 (access key "test", secret "testtest") uploads by s3fs and obstore are compared with boto3's upload_file.
+With --s3 (access key "test", secret "testtest") flashckpt through obstore and through s3fs, and both libraries alone, are compared with
+boto3's upload_file and download_file, 16 MiB x 4 each. moto's server is a mock in Python: it limits the rate, the client's CPU figures hold.
 """
 
 from __future__ import annotations
 
 import argparse
-import mmap
 import os
-import shutil
+import socket
+import statistics
+import subprocess
 import sys
 import tempfile
-import threading
-import warnings
+import time
+import urllib.error
+import urllib.request
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-import torch
+os.environ.setdefault("OMP_NUM_THREADS", "1")
 
-from flashckpt.bench.data import fill as fill_data
-from flashckpt.bench.host import evict, peak_memory
-from flashckpt.bench.measure import LoadWatch, Timing, document, interleave, summarise, write_json
-from flashckpt.checkpoint.checkpoints import read_manifest
-from flashckpt.checkpoint.persist import PersistOptions, commit, persist_slot, prefix_of
-from flashckpt.core.digest import chunk_digests
-from flashckpt.core.layout import Shard, layout_hash, place
-from flashckpt.core.manifest import Manifest, ShardTable, encode_manifest
-from flashckpt.memory.segment import Segment, SegmentSpec
-from flashckpt.restore.fill import Target, fill
-from flashckpt.restore.sources import StorageSource
-from flashckpt.storage.opening import open_store
-from flashckpt.storage.store import Store
+from ranks import Ranks, peak_memory_of
 
-EXTENT = 16 << 20
-TENSORS = 100
+from flashckpt.bench.host import available_bytes
+from flashckpt.bench.measure import LoadWatch, document, plain, summarise, write_json
+
+HERE = Path(__file__).parent
+WAYS = ("raw", "flashckpt", "torch.save", "safetensors", "dcp.save")
+SLOW = "flashckpt zstd"
+SLOW_GB = 0.5
+"""Compression takes seconds per GB: measured up to this size only."""
+NEED = 3.2
+"""Slot, memory to read into, and what a peer loads into, as multiples of the state."""
+NEED_LOOP = 2.4
+USABLE = 0.9
+PAUSE_S = 0.02
 
 
-class State:
-    """The same bytes twice: in a COMPLETE slot, and as torch tensors for the peers."""
-
-    def __init__(self, nbytes: int, folder: Path) -> None:
-        size = max(1, nbytes // TENSORS // 4)
-        self.shards = [
-            Shard(fqn=f"state.{n:03}", dtype="float32", global_shape=(size,), offsets=(0,), lengths=(size,))
-            for n in range(TENSORS)
-        ]
-        placement = place(self.shards)
-        table = ShardTable.from_shards(self.shards, placement.offsets)
-        self.tensors = {shard.fqn: torch.empty(size) for shard in self.shards}
-        spec = SegmentSpec(
-            job="bench",
-            root_digest=0,
-            rank=0,
-            slots=2,
-            manifest_capacity=1 << 20,
-            data_capacity=int(placement.total),
-            layout_hash=layout_hash(self.shards),
-        )
-        self.segment = Segment.create(folder / "bench.seg", spec)
-        self.segment.reserve()
-        writer = self.segment.begin(0, generation=1, step=1, world_size=1, persist=True, parent=None)
-        digests = []
-        for number, (shard, at) in enumerate(zip(self.shards, placement.offsets.tolist(), strict=True)):
-            view = writer.data[at : at + shard.nbytes]
-            fill_data(view, "float32", number)
-            digests.append(chunk_digests(view))
-            np.copyto(self.tensors[shard.fqn].numpy().view(np.uint8), np.frombuffer(view, np.uint8))
-        manifest = Manifest(
-            job="bench",
-            generation=1,
-            step=1,
-            parent=None,
-            world_size=1,
-            rank=0,
-            writers=[0],
-            coordinates={},
-            table=table,
-            digests=np.concatenate(digests),
-        )
-        writer.commit(encode_manifest(manifest))
-        pin = self.segment.pin(0)
-        assert pin is not None
-        self.pin = pin
-        self.nbytes = sum(shard.nbytes for shard in self.shards)
-        self.targets = [Target(shard=s, buffer=memoryview(mmap.mmap(-1, s.nbytes))) for s in self.shards]
-        for target in self.targets:
-            np.frombuffer(target.buffer, np.uint8)[:] = 1  # fault the pages in before anything is timed
-
-    def close(self) -> None:
-        """Remove the slot."""
-        self.pin.close()
-        self.segment.unlink()
-        self.segment.close()
-
-
-def run_threads(work: Callable[[int], None], count: int) -> None:
-    threads = [threading.Thread(target=work, args=(index,)) for index in range(count)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-
-
-def raw_write(path: Path, data: memoryview, threads: int = 2) -> None:
-    fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_DIRECT, 0o644)
-    os.posix_fallocate(fd, 0, len(data))
-    whole = len(data) // 4096 * 4096
-
-    def work(index: int) -> None:
-        for at in range(index * EXTENT, whole, threads * EXTENT):
-            os.pwrite(fd, data[at : min(at + EXTENT, whole)], at)
-
-    run_threads(work, threads)
-    os.fsync(fd)
-    os.close(fd)
-
-
-def raw_read(path: Path, out: mmap.mmap, threads: int = 4) -> None:
-    fd = os.open(path, os.O_RDONLY | os.O_DIRECT)
-    view, whole = memoryview(out), os.fstat(fd).st_size // 4096 * 4096
-
-    def work(index: int) -> None:
-        for at in range(index * EXTENT, whole, threads * EXTENT):
-            os.preadv(fd, [view[at : min(at + EXTENT, whole)]], at)
-
-    run_threads(work, threads)
-    view.release()
-    os.close(fd)
-
-
-def synced(path: Path) -> None:
-    """Make a file or all files of a folder durable, as peers that skip it must be."""
-    for one in [path, *path.rglob("*")] if path.is_dir() else [path, path.parent]:
-        fd = os.open(one, os.O_RDONLY)
-        os.fsync(fd)
-        os.close(fd)
-
-
-class Ways:
-    """Every way to write the state and to read it back; each write goes to a new place, removed when the next begins."""
-
-    def __init__(self, state: State, folder: Path) -> None:
-        self.state, self.folder = state, folder
-        self.memory = mmap.mmap(-1, len(state.pin.data) + EXTENT)
-        np.frombuffer(self.memory, np.uint8)[:] = 1
-        self.cached: dict[str, list[float]] = {}
-        self.peaks: dict[str, int] = {}
-
-    def writes(self) -> dict[str, Callable[[], Any]]:
-        """Return the ways to write, by name; "raw" is the limit."""
-        ways = {
-            "raw": lambda path: raw_write(path, self.state.pin.data),
-            "flashckpt": self._flashckpt,
-            "flashckpt zstd": lambda path: self._flashckpt(path, "zstd"),
-            "torch.save": self._torch_save,
-            "safetensors": self._safetensors,
-            "dcp.save": self._dcp_save,
-        }
-        return {name: self._fresh(name, way) for name, way in ways.items()}
-
-    def reads(self) -> dict[str, Callable[[], Any]]:
-        """Return the ways to read back what `writes` left."""
-        ways: dict[str, Callable[[Path], Any]] = {
-            "raw": lambda path: raw_read(path, self.memory),
-            "flashckpt": self._restore,
-            "flashckpt zstd": self._restore,
-            "torch.save": lambda path: torch.load(path, weights_only=True),
-            "safetensors": self._load_safetensors,
-            "dcp.save": self._dcp_load,
-        }
-        return {name: lambda name=name, way=way: way(self.path(name)) for name, way in ways.items()}  # type: ignore[misc]  # late binding through defaults
-
-    def path(self, name: str) -> Path:
-        """Return where a way puts its files."""
-        return self.folder / name.replace(" ", "-")
-
-    def make_cold(self, name: str, _: int) -> None:
-        """Drop the pages of a way's files from the cache."""
-        path = self.path(name)
-        files = [file for file in path.rglob("*") if file.is_file()] if path.is_dir() else [path]
-        self.cached.setdefault(name, []).append(max(evict(file) for file in files))
-
-    def remove(self, name: str, _: int) -> None:
-        """Remove what a way wrote before."""
-        path = self.path(name)
-        if path.is_dir():
-            shutil.rmtree(path)
-        else:
-            path.unlink(missing_ok=True)
-
-    def _fresh(self, name: str, way: Callable[[Path], None]) -> Callable[[], None]:
-        def run() -> None:
-            with peak_memory() as peak:
-                way(self.path(name))
-            self.peaks[name] = max(self.peaks.get(name, 0), peak.extra_bytes)
-
-        return run
-
-    def _flashckpt(self, path: Path, compression: str = "off") -> None:
-        store = open_store(path)
-        persist_slot(self.state.pin, store, prefix_of(1, 1), options=PersistOptions(compression=compression))
-        assert commit(store, prefix_of(1, 1), [0])
-
-    def _restore(self, path: Path) -> None:
-        store = open_store(path)
-        source = StorageSource(store, read_manifest(store, prefix_of(1, 1)), prefix_of(1, 1))
-        fill(self.state.targets, [source], threads=4)
-
-    def _torch_save(self, path: Path) -> None:
-        torch.save(self.state.tensors, path)
-        synced(path)
-
-    def _safetensors(self, path: Path) -> None:
-        from safetensors.torch import save_file
-
-        save_file(self.state.tensors, path)
-        synced(path)
-
-    def _load_safetensors(self, path: Path) -> None:
-        from safetensors.torch import load_file
-
-        for tensor in load_file(path).values():
-            tensor.sum()  # the file is mapped: this reads it
-
-    def _dcp_save(self, path: Path) -> None:
-        from torch.distributed.checkpoint.filesystem import FileSystemWriter
-        from torch.distributed.checkpoint.state_dict_saver import save
-
-        writer = FileSystemWriter(path, thread_count=2)
-        save({"state": self.state.tensors}, storage_writer=writer, no_dist=True)
-        synced(path)
-
-    def _dcp_load(self, path: Path) -> None:
-        from torch.distributed.checkpoint.filesystem import FileSystemReader
-        from torch.distributed.checkpoint.state_dict_loader import load
-
-        into = {"state": {name: torch.empty_like(tensor) for name, tensor in self.state.tensors.items()}}
-        load(into, storage_reader=FileSystemReader(path), no_dist=True)
-
-
-def rows_of(found: dict[str, list[Timing]], nbytes: int) -> dict[str, Any]:
-    """Return seconds, GB/s, CPU s/GB and the ratio to the raw limit of the same round, by way."""
+def rows_of(found: dict[str, list[dict[str, float]]], nbytes: int, limit: str) -> dict[str, Any]:
+    """Return seconds, GB/s, CPU s/GB and the ratio to the limit of the same round, by way."""
     rows = {}
-    for name, timings in found.items():
-        ratios = [one.wall_s / raw.wall_s for one, raw in zip(timings, found["raw"], strict=True)]
-        rows[name] = {
-            "wall_s": summarise([t.wall_s for t in timings]),
-            "gb_s": summarise([nbytes / 1e9 / t.wall_s for t in timings]),
-            "cpu_s_per_gb": summarise([t.cpu_s / (nbytes / 1e9) for t in timings]),
-            "x_raw": summarise(ratios),
+    for way, timings in found.items():
+        pairs = zip(timings, found[limit], strict=True)
+        rows[way] = {
+            "wall_s": summarise([t["wall_s"] for t in timings]),
+            "gb_s": summarise([nbytes / 1e9 / t["wall_s"] for t in timings]),
+            "cpu_s_per_gb": summarise([t["cpu_s"] / (nbytes / 1e9) for t in timings]),
+            "x_limit": summarise([one["wall_s"] / two["wall_s"] for one, two in pairs]),
         }
-    return rows
+    done: dict[str, Any] = plain(rows)
+    return done
 
 
-def show(title: str, rows: dict[str, Any]) -> None:
-    print(f"\n{title}")
-    print(f"{'':16}{'seconds [min-max]':>26}{'GB/s':>8}{'x raw [min-max]':>24}{'CPU s/GB':>10}")
-    for name, row in rows.items():
-        print(
-            f"{name:16}{row['wall_s'].text():>26}{row['gb_s'].median:>8.2f}{row['x_raw'].text():>24}"
-            f"{row['cpu_s_per_gb'].median:>10.3f}"
-        )
+def show(title: str, rows: dict[str, Any], limit: str, memory: dict[str, int] | None = None) -> None:
+    """Print one table, ratios first."""
+    print(f"\n{title}\n")
+    print(f"| | x {limit} [min-max] | GB/s | CPU s/GB |" + (" peak extra MiB |" if memory else ""))
+    print("|---|---|---|---|" + ("---|" if memory else ""))
+    for way, row in rows.items():
+        x = row["x_limit"]
+        cells = [f"{x['median']:.2f} [{x['min']:.2f}-{x['max']:.2f}]", f"{row['gb_s']['median']:.2f}"]
+        cells += [f"{row['cpu_s_per_gb']['median']:.3f}"] + ([str(memory[way] >> 20)] if memory else [])
+        print(f"| {way} | " + " | ".join(cells) + " |")
+    sys.stdout.flush()
 
 
-def measure_disk(gigabytes: float, folder: Path, rounds: int) -> dict[str, Any]:
-    state = State(int(gigabytes * 1e9), folder_of_memory())
-    try:
-        ways = Ways(state, folder)
-        written = rows_of(interleave(ways.writes(), rounds, warmup=1, on_run=ways.remove), state.nbytes)
-        read = rows_of(interleave(ways.reads(), rounds, warmup=1, on_run=ways.make_cold), state.nbytes)
-    finally:
-        state.close()
-    show(f"{gigabytes} GB, durable write", written)
-    show(f"{gigabytes} GB, cold read", read)
-    peaks = {name: round(value / 2**20) for name, value in ways.peaks.items()}
-    cached = {name: round(max(shares), 3) for name, shares in ways.cached.items()}
-    print(f"peak extra memory of the writes, MiB: {peaks}; share still cached before a read: {cached}")
-    return {"bytes": state.nbytes, "write": written, "read_cold": read, "write_peak_mib": peaks, "cached_share": cached}
+def together(answers: list[dict[str, float] | None]) -> dict[str, float]:
+    """Return the slowest rank's wall and all ranks' CPU seconds."""
+    took_part = [one for one in answers if one is not None]
+    return {"wall_s": max(one["wall_s"] for one in took_part), "cpu_s": sum(one["cpu_s"] for one in took_part)}
 
 
-def measure_s3(gigabytes: float, endpoint: str, folder: Path, rounds: int) -> dict[str, Any]:
-    import boto3
-    from boto3.s3.transfer import TransferConfig
-    from botocore.config import Config
-
-    settings = Config(s3={"addressing_style": "path"}, request_checksum_calculation="when_required")
-    client = boto3.client(
-        "s3",
-        endpoint_url=endpoint,
-        aws_access_key_id="test",
-        aws_secret_access_key="testtest",
-        region_name="us-east-1",
-        config=settings,
-    )
-    bucket = f"flashckpt-bench-{os.getpid()}"
-    client.create_bucket(Bucket=bucket)
-    state = State(int(gigabytes * 1e9), folder_of_memory())
-    file = folder / "for-boto3"
-    raw_write(file, state.pin.data)
-    options = {"endpoint_url": endpoint, "key": "test", "secret": "testtest"}
-    peaks: dict[str, int] = {}
-    count = iter(range(1_000_000))
-
-    def by(backend: str) -> Callable[[], None]:
-        def run() -> None:
-            store: Store = open_store(f"s3://{bucket}/{next(count)}", backend=backend, **options)
-            with peak_memory() as peak:
-                persist_slot(state.pin, store, prefix_of(1, 1))
-                commit(store, prefix_of(1, 1), [0])
-            peaks[backend] = max(peaks.get(backend, 0), peak.extra_bytes)
-            store.close()
-
-        return run
-
-    parts = TransferConfig(multipart_chunksize=EXTENT, max_concurrency=4)
-    ways: dict[str, Callable[[], Any]] = {
-        "raw": lambda: client.upload_file(str(file), bucket, f"boto3/{next(count)}", Config=parts),
-        "s3fs": by("s3fs"),
-        "obstore": by("obstore"),
-    }
-    try:
-        rows = rows_of(interleave(ways, rounds, warmup=1), state.nbytes)
-    finally:
-        state.close()
-    show(f"{gigabytes} GB, S3 upload (raw: boto3 upload_file, 16 MiB x 4)", rows)
-    mib = {name: round(value / 2**20) for name, value in peaks.items()}
-    print(f"peak extra memory, MiB: {mib}")
-    return {"bytes": state.nbytes, "upload": rows, "peak_mib": mib}
-
-
-def folder_of_memory() -> Path:
-    return Path(os.environ["FLASHCKPT_SHM_DIR"])
+def in_turns(ways: list[str], seconds: float, rounds: int, one_round: Callable[[list[str]], None]) -> None:
+    """Call `one_round` with the ways in rotating order, for about so many seconds, twice at least."""
+    end, number = time.monotonic() + seconds, 0
+    while number < rounds and (number < 2 or time.monotonic() < end):
+        turn = number % len(ways)
+        one_round(ways[turn:] + ways[:turn])
+        number += 1
 
 
 @contextmanager
-def scratch(where: str | None) -> Iterator[Path]:
-    """A folder on the disk to measure, and one in memory for the slot; both are removed."""
+def writers(nbytes: float, ranks: int, disk: Path, shm: Path) -> Iterator[Ranks]:
+    """The rank processes, with their slots filled."""
+    command = [sys.executable, str(HERE / "persist_rank.py"), "--bytes", str(nbytes), "--ranks", str(ranks)]
+    command += ["--folder", str(disk), "--shm", str(shm)]
+    processes = Ranks([[*command, "--rank", str(r)] for r in range(ranks)], [{}] * ranks, disk / "log")
+    try:
+        processes.ask("nbytes")  # all have answered: all slots exist
+        processes.ask("ready")
+        yield processes
+        processes.ask("close")
+    finally:
+        processes.close()
+
+
+def measure_disk(gigabytes: float, ranks: int, args: argparse.Namespace, disk: Path, shm: Path) -> dict[str, Any]:
+    """Write and read by all ways in turns; look at memory in one more round that is not timed."""
+    ways = [*WAYS, SLOW] if gigabytes <= SLOW_GB else list(WAYS)
+    kinds = ("write", "read_cold", "read_warm")
+    found: dict[str, dict[str, list[dict[str, float]]]] = {kind: {way: [] for way in ways} for kind in kinds}
+    cached: dict[str, float] = dict.fromkeys(ways, 0.0)
+    with writers(gigabytes * 1e9, ranks, disk, shm) as processes:
+
+        def one_round(order: list[str], *, keep: bool = True) -> None:
+            for way in order:
+                timings = {"write": together(processes.ask("write", way=way))}
+                for kind, cold in (("read_cold", True), ("read_warm", False)):
+                    share = max(processes.ask("prepare", way=way, cold=cold))
+                    cached[way] = max(cached[way], share if cold else 0.0)
+                    timings[kind] = together(processes.ask("read", way=way, cold=cold))
+                processes.ask("remove", way=way)
+                for kind, timing in timings.items() if keep else ():
+                    found[kind][way].append(timing)
+
+        one_round(ways, keep=False)
+        in_turns(ways, args.seconds, args.rounds, one_round)
+        memory = {}
+        for way in ways:
+            with peak_memory_of(lambda: processes.pids) as peak:
+                processes.ask("write", way=way)
+            processes.ask("remove", way=way)
+            memory[way] = peak.extra_bytes
+        nbytes = sum(processes.ask("nbytes"))
+    rows = {kind: rows_of(found[kind], nbytes, "raw") for kind in kinds}
+    for kind, text in zip(kinds, ("durable write", "cold read", "warm read"), strict=True):
+        show(f"{gigabytes} GB, {ranks} rank(s), {text}", rows[kind], "raw", memory if kind == "write" else None)
+    print(f"share still cached before a cold read: { {way: round(share, 3) for way, share in cached.items()} }")
+    return {"bytes": nbytes, "ranks": ranks, **rows, "write_peak_bytes": memory, "cached_share": cached}
+
+
+def measure_uplift(gigabytes: float, ranks: int, args: argparse.Namespace, disk: Path, shm: Path) -> dict[str, Any]:
+    """Time steps of a training loop alone, beside raw writes and beside flashckpt's, in turns."""
+    beside: dict[str, list[float]] = {"alone": [], "raw": [], "flashckpt": []}
+    writes: dict[str, int] = dict.fromkeys(beside, 0)
+    command = [sys.executable, str(HERE / "persist_loop.py"), str(gigabytes * 1e9)]
+    with writers(gigabytes * 1e9, ranks, disk, shm) as processes:
+        loop = Ranks([command], [{}], disk / "loop.log")
+
+        def one_round(order: list[str]) -> None:
+            for way in order:
+                loop.send("steps", seconds=seconds)
+                while way != "alone" and not loop.has_answered():
+                    processes.ask("write", way=way)
+                    processes.ask("remove", way=way)
+                    writes[way] += 1
+                beside[way].append(statistics.fmean(loop.receive()[0]))
+
+        try:
+            seconds = max(1.5, 4 * statistics.fmean(loop.ask("steps", seconds=0)[0]))
+            in_turns(list(beside), args.seconds, args.rounds, one_round)
+        finally:
+            loop.close()
+    rounds = list(zip(*beside.values(), strict=True))
+    uplift = {
+        "raw": summarise([raw / alone - 1 for alone, raw, _ in rounds]),
+        "flashckpt": summarise([ours / alone - 1 for alone, _, ours in rounds]),
+        "beyond_raw": summarise([ours / raw - 1 for _, raw, ours in rounds]),
+    }
+    result = {"step_s": {way: summarise(steps) for way, steps in beside.items()}, "uplift": uplift, "writes": writes}
+    print(f"\n{gigabytes} GB, {ranks} rank(s), steps of a training loop beside writes back to back\n")
+    print("| | step longer by [min to max] | writes |\n|---|---|---|")
+    for way, one in uplift.items():
+        span = f"{one.median:+.1%} [{one.min:+.1%} to {one.max:+.1%}]"
+        print(f"| {way.replace('_', ' ')} | {span} | {writes.get(way, '')} |", flush=True)
+    done: dict[str, Any] = plain(result)
+    return done
+
+
+def measure_s3(gigabytes: float, endpoint: str, args: argparse.Namespace, disk: Path, shm: Path) -> dict[str, Any]:
+    """Upload and download by all ways in turns; look at memory in one more round that is not timed."""
+    command = [sys.executable, str(HERE / "persist_s3.py"), "--bytes", str(gigabytes * 1e9)]
+    client = Ranks([[*command, "--shm", str(shm), "--endpoint", endpoint]], [{}], disk / "log")
+    try:
+        ways: list[str] = client.ask("ways")[0]
+        found: dict[str, dict[str, list[dict[str, float]]]] = {
+            kind: {way: [] for way in ways} for kind in ("up", "down")
+        }
+
+        def one_round(order: list[str]) -> None:
+            for way in order:
+                for kind, series in found.items():
+                    series[way].append(client.ask(kind, way=way)[0])
+
+        one_round(ways)
+        for way in ways:
+            for kind in found:
+                found[kind][way].clear()
+        in_turns(ways, args.seconds, args.rounds, one_round)
+        memory: dict[str, dict[str, int]] = {kind: {} for kind in found}
+        for way in ways:
+            for kind, peaks in memory.items():
+                with peak_memory_of(lambda: client.pids, 0.002) as peak:
+                    client.ask(kind, way=way)
+                # the file that boto3 and s3fs alone download into is shared memory, and not theirs
+                own = int(gigabytes * 1e9) if kind == "down" and way in ("boto3", "s3fs alone") else 0
+                peaks[way] = max(0, peak.extra_bytes - own)
+        client.ask("close")
+    finally:
+        client.close()
+    nbytes = int(gigabytes * 1e9)
+    rows = {kind: rows_of(series, nbytes, "boto3") for kind, series in found.items()}
+    for kind, text in (("up", "S3 upload"), ("down", "S3 download")):
+        show(f"{gigabytes} GB, {text}", rows[kind], "boto3", memory[kind])
+    return {"bytes": nbytes, **rows, "peak_bytes": memory}
+
+
+@contextmanager
+def s3_server() -> Iterator[tuple[str, str]]:
+    """Give endpoint and kind of a server: the one named by S3_TEST_ENDPOINT, else moto's, started here."""
+    if endpoint := os.environ.get("S3_TEST_ENDPOINT"):
+        yield endpoint, "S3_TEST_ENDPOINT"
+        return
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    program = Path(sys.executable).with_name("moto_server")
+    command = [str(program), "-H", "127.0.0.1", "-p", str(port)]
+    server = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    endpoint, end = f"http://127.0.0.1:{port}", time.monotonic() + 60
+    try:
+        while not _answers(endpoint):
+            if time.monotonic() > end or server.poll() is not None:
+                raise RuntimeError("moto's server did not start")
+            time.sleep(0.05)
+        yield endpoint, "moto"
+    finally:
+        server.terminate()
+        server.wait()
+
+
+def _answers(endpoint: str) -> bool:
+    try:
+        urllib.request.urlopen(endpoint, timeout=2)
+    except urllib.error.HTTPError:
+        return True
+    except OSError:
+        return False
+    return True
+
+
+@contextmanager
+def places(where: str | None) -> Iterator[tuple[Path, Path]]:
+    """A folder on the disk to measure, and one in memory for the slots; both are removed."""
     with (
         tempfile.TemporaryDirectory(dir=where, prefix="flashckpt-bench-") as disk,
-        tempfile.TemporaryDirectory(dir="/dev/shm", prefix="flashckpt-bench-") as memory,
+        tempfile.TemporaryDirectory(dir="/dev/shm", prefix="flashckpt-bench-", ignore_cleanup_errors=True) as memory,
     ):
-        os.environ["FLASHCKPT_SHM_DIR"] = memory
-        yield Path(disk)
+        yield Path(disk), Path(memory)
+
+
+def measure(args: argparse.Namespace) -> dict[str, Any]:
+    """Measure all configurations that fit into memory; say which do not."""
+    results: dict[str, Any] = {}
+    with s3_server() if args.s3 else no_server() as (endpoint, kind):
+        for size in args.gb.split(","):
+            for ranks in ["1"] if args.s3 else args.ranks.split(","):
+                what = f"s3 ({kind})" if args.s3 else "uplift" if args.uplift else "disk"
+                name = f"{what}, {size} GB" + ("" if args.s3 else f", {ranks} rank{'s' * (ranks != '1')}")
+                need = float(size) * 1e9 * (NEED + NEED_LOOP * args.uplift)
+                if need > USABLE * available_bytes():
+                    results[name] = {
+                        "left_out": f"needs {need / 1e9:.1f} GB, {available_bytes() / 1e9:.1f} GB are available"
+                    }
+                    print(f"\n{name}: left out, {results[name]['left_out']}")
+                    continue
+                with places(args.dir) as (disk, shm):
+                    if args.s3:
+                        results[name] = measure_s3(float(size), endpoint, args, disk, shm)
+                    else:
+                        run = measure_uplift if args.uplift else measure_disk
+                        results[name] = run(float(size), int(ranks), args, disk, shm)
+    return results
+
+
+@contextmanager
+def no_server() -> Iterator[tuple[str, str]]:
+    """Stand in for a server where none is needed."""
+    yield "", ""
 
 
 def main() -> int:
+    """Parse arguments; run, print, write."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--gb", default="0.2,1.5")
-    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--gb", default="0.2,1.5", help="sizes, all ranks together, in 10^9 bytes, by commas")
+    parser.add_argument("--ranks", default="1", help="numbers of ranks, by commas")
+    parser.add_argument("--rounds", type=int, default=1000, help="at most so many, and at least two")
+    parser.add_argument("--seconds", type=float, default=60.0, help="of rounds, per configuration")
     parser.add_argument("--dir", help="folder on the disk to measure (default: the temporary folder)")
-    parser.add_argument("--s3", metavar="ENDPOINT")
+    parser.add_argument("--uplift", action="store_true", help="steps of a training loop beside writes")
+    parser.add_argument("--s3", action="store_true", help="S3 instead of the disk")
     parser.add_argument("--json", type=Path)
     args = parser.parse_args()
     load = LoadWatch()
-    warnings.filterwarnings("ignore", message="torch.distributed is disabled")
-    torch.set_num_threads(1)
-    results: dict[str, Any] = {}
-    with scratch(args.dir) as folder:
-        for size in args.gb.split(","):
-            if args.s3:
-                results[f"s3 {size} GB"] = measure_s3(float(size), args.s3, folder, args.rounds)
-            else:
-                results[f"disk {size} GB"] = measure_disk(float(size), folder, args.rounds)
-        made = document("persist", vars(args) | {"json": str(args.json)}, results, load=load, paths=[folder])
+    results = measure(args)
+    where = [Path(args.dir or tempfile.gettempdir())]
+    made = document("persist", vars(args) | {"json": None}, results, load=load, paths=where)
     report = made["load"]
     print(f"\nload average {report['load_before']} before, {report['other_cores']} cores used by others meanwhile")
     if args.json:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import os
+import select
 import subprocess
 import sys
 import threading
@@ -57,17 +58,29 @@ class Ranks:
         Raises:
             RuntimeError: A rank ended instead of answering; the end of its log is in the text.
         """
+        self.send(do, **order)
+        return self.receive()
+
+    def send(self, do: str, **order: Any) -> None:
+        """Send one order to all; `receive` gives the answers."""
         line = json.dumps({"do": do, **order}) + "\n"
         try:
             for process in self._processes:
                 stream(process.stdin).write(line)
                 stream(process.stdin).flush()
-            answers = [stream(process.stdout).readline() for process in self._processes]
         except BrokenPipeError:
-            answers = [""]
+            raise RuntimeError(f"a rank ended before {do!r}:\n{self.log.read_text()[-3000:]}") from None
+
+    def receive(self) -> list[Any]:
+        """Wait for the answers of all ranks to the last order."""
+        answers = [stream(process.stdout).readline() for process in self._processes]
         if not all(answers):
-            raise RuntimeError(f"a rank ended during {do!r}:\n{self.log.read_text()[-3000:]}")
+            raise RuntimeError(f"a rank ended instead of answering:\n{self.log.read_text()[-3000:]}")
         return [json.loads(answer) for answer in answers]
+
+    def has_answered(self) -> bool:
+        """Whether an answer can be read from the first rank without waiting."""
+        return bool(select.select([stream(self._processes[0].stdout)], [], [], 0)[0])
 
     def close(self) -> None:
         """End the input of all ranks and wait for them; whoever does not end in a minute is killed."""

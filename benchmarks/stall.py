@@ -5,7 +5,7 @@ is one configuration; each rank is a process with its own shard, all in one gloo
 of the state into warm shared memory, taken right before each, is the limit beside which everything is put.
 
     .venv/bin/python benchmarks/stall.py --gb 0.2,1.5,4 --ranks 1,4 --seconds 90 --json FILE
-    .venv/bin/python benchmarks/stall.py --gb 0.2 --dlrover-python DIR/bin/python     # with DLRover; `--dlrover-setup` says how to get it
+    .venv/bin/python benchmarks/stall.py --gb 0.2 --methods flashckpt,DLRover --dlrover-python DIR/bin/python     # with DLRover; `--dlrover-setup` says how to get it
 
 Methods whose memory does not fit beside each other run in groups, one group after the other, each with memcpys of its own;
 what does not fit alone is left out, and both are said. Blocked is what the training thread waits: the call, and the fence in
@@ -270,7 +270,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=1000, help="at most so many, and at least two")
     parser.add_argument("--seconds", type=float, default=60.0, help="of rounds, per configuration")
     parser.add_argument("--compute", type=float, default=2.0, help="forward and backward, in memcpys of the state")
-    parser.add_argument("--no-peers", action="store_true", help="flashckpt only")
+    parser.add_argument("--methods", help="only methods that begin with one of these words, by commas")
     parser.add_argument("--dlrover-python", help="a Python that has DLRover; without it DLRover is left out")
     parser.add_argument("--dlrover-setup", action="store_true", help="print how to get such a Python")
     parser.add_argument("--dir", help="folder on the disk to write to (default: the temporary folder)")
@@ -279,7 +279,8 @@ def main() -> None:
     if options.dlrover_setup:
         print(SETUP)
         return
-    methods = ["flashckpt", "flashckpt, persisted"] if options.no_peers else list(METHODS)
+    wanted = tuple((options.methods or "").split(","))
+    methods = [method for method in METHODS if method.startswith(wanted)]
     versions = check_dlrover(options.dlrover_python) if options.dlrover_python else None
     if versions is None:
         methods = [method for method in methods if kind_of(method) == "ours"]
@@ -294,7 +295,7 @@ def main() -> None:
         k: v for k, v in vars(options).items() if k in {"gb", "ranks", "rounds", "seconds", "compute", "tensors"}
     }
     result = document("stall", arguments | {"dlrover": versions}, results, load=load)
-    if versions is None:
+    if versions is None and "DLRover".startswith(wanted):
         print("\nDLRover was left out: no --dlrover-python was given (see --dlrover-setup).")
     print(f"\nload before {result['load']['load_before']}, cores used by others {result['load']['other_cores']}")
     if options.json:

@@ -1,0 +1,76 @@
+#!/usr/bin/env bash
+# All benchmarks of the engine and of storage on a machine where nothing else runs: about 20 minutes on 2 cores.
+#
+#   DLROVER_PYTHON=DIR/bin/python benchmarks/all_quiet.sh             # with DLRover; stall.py --dlrover-setup says how to get it
+#   SIZES="0.2" ROUNDS=2 KILLS=2 benchmarks/all_quiet.sh out/bench    # a trial run into another folder
+#
+# Writes one JSON per program and size, and all tables into tables.md, under benchmarks/results or the folder given.
+# SIZES: GB (default "0.2 1.5 4"); ROUNDS: at most so many; KILLS: of torn.py (10); S3_TEST_ENDPOINT: a real server instead of moto's;
+# RADOSGW=1 starts one for the run (root, as make test-s3); BIG_PEERS=1: the peers also at 4 ranks of the largest size (+5 minutes).
+set -euo pipefail
+cd "$(dirname "$0")/.."
+results=${1:-benchmarks/results}
+python=${PYTHON:-.venv/bin/python}
+sizes=${SIZES:-0.2 1.5 4}
+rounds=${ROUNDS:-1000}
+dlrover=${DLROVER_PYTHON:+--dlrover-python $DLROVER_PYTHON}
+export OMP_NUM_THREADS=1 OPENBLAS_NUM_THREADS=1
+mkdir -p "$results"
+tables=$results/tables.md
+began=$SECONDS
+failed=0
+
+run() {  # SECONDS_AT_MOST TITLE COMMAND...
+    local limit=$1 title=$2 from=$SECONDS
+    shift 2
+    printf '\n## %s\n\n`%s`\n' "$title" "${*/#$python/python}" | tee -a "$tables"
+    if ! timeout "$limit" "$@" 2>&1 | tee -a "$tables"; then
+        echo "FAILED or cut off after $limit s" | tee -a "$tables"
+        failed=1
+    fi
+    echo "[$((SECONDS - from)) s, $((SECONDS - began)) s in all]"
+}
+
+seconds_for() {  # of rounds per configuration; two rounds are taken in any case
+    case $1 in 0.*) echo 15 ;; 1*) echo 40 ;; *) echo 1 ;; esac
+}
+
+printf '# Tables of %s\n' "$(date -u +%Y-%m-%dT%H:%MZ)" > "$tables"
+# shellcheck disable=SC2086 -- $dlrover is two words or none
+for size in $sizes; do
+    s=$(seconds_for "$size")
+    stall=("$python" benchmarks/stall.py --gb "$size" --seconds "$s" --rounds "$rounds")
+    case $size in
+        0.* | 1*) run 600 "stall, $size GB" "${stall[@]}" --ranks 1,4 $dlrover --json "$results/stall-$size.json" ;;
+        *)
+            run 500 "stall, $size GB" "${stall[@]}" --ranks 1 $dlrover --json "$results/stall-$size-1rank.json"
+            few=(--methods flashckpt,blocking)
+            if [ -n "${BIG_PEERS:-}" ]; then few=(); fi
+            run 600 "stall, $size GB, 4 ranks" "${stall[@]}" --ranks 4 "${few[@]}" --json "$results/stall-$size-4ranks.json"
+            ;;
+    esac
+done
+for tensors in 1000 20000; do
+    run 120 "stall, $tensors tensors" "$python" benchmarks/stall.py --gb 0.25 --tensors $tensors --methods flashckpt,blocking \
+        --seconds 8 --rounds "$rounds" --json "$results/stall-${tensors}tensors.json"
+done
+for size in $sizes; do
+    ranks=1,4
+    run 500 "persist, $size GB" "$python" benchmarks/persist.py --gb "$size" --ranks $ranks --seconds "$(seconds_for "$size")" \
+        --rounds "$rounds" --json "$results/persist-$size.json"
+done
+uplift=$(echo "$sizes" | tr ' ' '\n' | grep -E '^(0|1)' | paste -sd,)
+run 200 "persist, uplift" "$python" benchmarks/persist.py --uplift --gb "$uplift" --seconds 25 --rounds "$rounds" --json "$results/persist-uplift.json"
+if [ -n "${RADOSGW:-}" ]; then
+    scratch=$(mktemp -d /var/tmp/flashckpt-s3.XXXXXX)
+    trap 'tests/s3/radosgw.sh stop $scratch/rgw; rmdir $scratch' EXIT
+    tests/s3/radosgw.sh install > /dev/null
+    port=$("$python" -c 'import socket; s = socket.socket(); s.bind(("127.0.0.1", 0)); print(s.getsockname()[1])')
+    S3_TEST_ENDPOINT=$(tests/s3/radosgw.sh start "$scratch/rgw" "$port")
+    export S3_TEST_ENDPOINT
+fi
+run 240 "persist, S3" "$python" benchmarks/persist.py --s3 --gb "${S3_GB:-0.2}" --seconds 30 --rounds "$rounds" --json "$results/persist-s3.json"
+# shellcheck disable=SC2086
+run 400 "torn" "$python" benchmarks/torn.py --kills "${KILLS:-10}" $dlrover --json "$results/torn.json"
+echo "results and tables.md are in $results; $((SECONDS - began)) s"
+exit $failed
