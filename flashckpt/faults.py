@@ -50,6 +50,7 @@ CRASH_POINTS: dict[str, str] = {
     "save.during-pack": "part of a pack written",
     "save.before-index": "packs durable, index not written",
     "save.before-commit": "all indexes durable, MANIFEST not written",
+    "export.before-rename": "everything durable under the temporary name",
     # trainer: preparing the corpus
     "corpus.before-index": "all token files written, index.json not written",
     # every object a directory store publishes

@@ -84,10 +84,37 @@ def test_daemon_does_not_import_trainer_or_sampler() -> None:
         assert not under(names, "flashckpt.trainer"), path.name
 
 
+FOREIGN = "flashckpt/interop/torch_files.py"
+"""Writes and reads files of torch.save and dcp for `flashckpt export` and `import`: the pickles in them are the
+format that the user asked for, and are never ours. The test below says what it may do with them."""
+
+
+def test_foreign_pickles_are_read_without_running_code() -> None:
+    """`torch.load` with weights_only=True, and one unpickler that refuses every class but those of dcp's metadata."""
+    tree = ast.parse((ROOT / FOREIGN).read_text())
+    calls = [node for node in ast.walk(tree) if isinstance(node, ast.Call)]
+    loads = [call for call in calls if ast.unparse(call.func) == "torch.load"]
+    assert loads
+    for call in loads:
+        assert {k.arg: ast.unparse(k.value) for k in call.keywords}["weights_only"] == "True"
+    assert not [call for call in calls if ast.unparse(call.func) in ("pickle.load", "pickle.loads", "pickle.dump")]
+    (unpickler,) = [
+        n for n in ast.walk(tree) if isinstance(n, ast.ClassDef) and "pickle" in "".join(map(ast.unparse, n.bases))
+    ]
+    assert "find_class" in {node.name for node in unpickler.body if isinstance(node, ast.FunctionDef)}
+
+
+def test_foreign_pickles_are_imported_only_when_they_are_asked_for() -> None:
+    for path in modules("flashckpt"):
+        top = [node for node in ast.parse(path.read_text()).body if isinstance(node, (ast.Import, ast.ImportFrom))]
+        names = {ast.unparse(node) for node in top}
+        assert not any("torch_files" in name for name in names), f"{path.name} imports it at its start"
+
+
 @pytest.mark.parametrize("folder", ["flashckpt", "sampler", "trainer", "daemon"])
 def test_nothing_pickles(folder: str) -> None:
     """No pickle on disk, in shared memory or on a socket; torch.load and torch.save would be pickle by another name."""
-    for path in modules(folder):
+    for path in (path for path in modules(folder) if path != ROOT / FOREIGN):
         names = imported(path)
         for banned in ("pickle", "cloudpickle", "dill", "marshal", "shelve"):
             assert not under(names, banned), f"{path.name} imports {banned}"
@@ -98,7 +125,10 @@ def test_nothing_pickles(folder: str) -> None:
         assert not objects, f"{path.name} calls {objects}, which pickles"
 
 
-@pytest.mark.parametrize("module", ["flashckpt", "flashckpt.cli.main", "flashckpt.daemon.service"])
+@pytest.mark.parametrize(
+    "module",
+    ["flashckpt", "flashckpt.cli.main", "flashckpt.cli.export", "flashckpt.cli.import_", "flashckpt.daemon.service"],
+)
 def test_torch_is_not_imported_by(module: str) -> None:
     """The daemon and the command start in tenths of a second and hold no device context."""
     code = f"import sys, {module}; sys.exit('torch' in sys.modules)"

@@ -20,6 +20,8 @@ COMMANDS: dict[str, tuple[str, str]] = {
     "inspect": ("flashckpt.cli.inspect:inspect", "Show tensors, layout, data position and configuration."),
     "verify": ("flashckpt.cli.verify:verify", "Read every byte and compare it with its digest."),
     "diff": ("flashckpt.cli.diff:diff", "Compare two checkpoints tensor by tensor."),
+    "export": ("flashckpt.cli.export:export", "Write a checkpoint as safetensors, a torch file or a dcp folder."),
+    "import": ("flashckpt.cli.import_:import_", "Make a checkpoint from safetensors, a torch file or a dcp folder."),
     "keep": ("flashckpt.cli.keep:keep", "Keep a checkpoint whatever the retention policy says."),
     "gc": ("flashckpt.cli.gc:gc", "Remove what nobody needs: dead jobs' memory, orphans, expired checkpoints."),
     "status": ("flashckpt.cli.status:status", "Show the jobs on this machine: last snapshot, last persist, failures."),
@@ -29,8 +31,9 @@ COMMANDS: dict[str, tuple[str, str]] = {
 
 EPILOG = """\b
 Exit codes: 0 done, 1 differences found (diff), 2 wrong usage, 10 wrong setting,
-13 root unusable, 15 in use, 30 no checkpoint, 31 shards do not cover the state,
-32 damaged, 36 newer format, 40 persisting fails, 41 storage failed.
+13 root unusable, 15 in use, 16 cannot be held, 30 no checkpoint, 31 shards do not
+cover the state, 32 damaged, 35 fenced off, 36 newer format, 40 persisting fails,
+41 storage failed.
 """
 
 

@@ -11,7 +11,22 @@ docs/interop.md says how names map and what is refused.
 
 from __future__ import annotations
 
-from flashckpt.dcp.reader import FlashStorageReader
-from flashckpt.dcp.writer import FlashStorageWriter
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from flashckpt.dcp.reader import FlashStorageReader
+    from flashckpt.dcp.writer import FlashStorageWriter
 
 __all__ = ["FlashStorageReader", "FlashStorageWriter"]
+
+_LAZY = {"FlashStorageReader": "flashckpt.dcp.reader", "FlashStorageWriter": "flashckpt.dcp.writer"}
+
+
+def __getattr__(name: str) -> object:
+    """Load a public name on first use: the names of state (`flashckpt.dcp.names`) are free of torch."""
+    if name not in _LAZY:
+        msg = f"module 'flashckpt.dcp' has no attribute {name!r}"
+        raise AttributeError(msg)
+    from importlib import import_module
+
+    return getattr(import_module(_LAZY[name]), name)

@@ -1,0 +1,126 @@
+"""A foreign checkpoint as rows and values of ours: what `flashckpt import` writes."""
+
+from __future__ import annotations
+
+import zipfile
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from flashckpt.checkpoint.streamed import Row
+from flashckpt.dcp import names
+from flashckpt.errors import ConfigError
+from flashckpt.interop import safetensors_files as st
+from flashckpt.interop.selection import Selection, refuse_clashes, refuse_nothing
+
+if TYPE_CHECKING:
+    from flashckpt.interop.torch_files import StateDict
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Foreign:
+    """What is taken of a foreign checkpoint.
+
+    Attributes:
+        kind: "safetensors", "torch" or "dcp".
+        rows: Under our names.
+        values: Non-tensor state, msgpack types.
+        tensors: Number of tensors (a dcp folder has several rows of one).
+    """
+
+    kind: str
+    rows: list[Row]
+    values: dict[str, Any]
+    tensors: int
+
+
+def detect(path: Path) -> str:
+    """Return what lies at `path`: "safetensors", "torch" or "dcp".
+
+    Raises:
+        ConfigError: Nothing, or nothing that is known.
+    """
+    if path.is_dir():
+        if (path / ".metadata").is_file():
+            return "dcp"
+        if any(path.glob(f"*{st.SUFFIX}")):
+            return "safetensors"
+        found = ", ".join(sorted(one.name for one in path.iterdir())[:5]) or "an empty folder"
+    elif path.is_file():
+        if path.suffix == st.SUFFIX:
+            return "safetensors"
+        if zipfile.is_zipfile(path) or path.suffix in (".pt", ".pth", ".bin", ".ckpt"):
+            return "torch"
+        found = f"a file that starts with {path.open('rb').read(8)!r}"
+    else:
+        found = "nothing there"
+    raise ConfigError(
+        f"{path} is no checkpoint that can be imported",
+        found=found,
+        expected="a .safetensors file, a Hugging Face folder, a torch.save file, or a folder with .metadata (dcp)",
+        remedy="give the path of one, or say with --format what it is",
+    )
+
+
+def open_foreign(path: Path, kind: str, selection: Selection) -> Foreign:
+    """Return what is taken of a foreign checkpoint; nothing but headers is read yet.
+
+    Raises:
+        ConfigError: Names clash, or nothing is taken.
+        DamagedError, UnsupportedStateError: The files cannot be read.
+    """
+    if kind == "safetensors":
+        return _from_safetensors(st.read_folder(path) if path.is_dir() else st.read_file(path), selection)
+    from flashckpt.interop import torch_files
+
+    state = torch_files.read_dcp_folder(path) if kind == "dcp" else torch_files.read_torch_file(path)
+    return _from_state_dict(state, kind, selection)
+
+
+def _from_safetensors(tensors: Iterable[st.Incoming], selection: Selection) -> Foreign:
+    found = list(tensors)
+    taken = [(one.name, selection.rename(one.name)) for one in found if selection.takes(one.name)]
+    refuse_nothing(len(taken), selection, (one.name for one in found))
+    refuse_clashes(taken)
+    new = dict(taken)
+    rows = [Row(shard=one.shard(new[one.name]), read=one.read) for one in found if one.name in new]
+    return Foreign(kind="safetensors", rows=rows, values={}, tensors=len(rows))
+
+
+def _from_state_dict(state: StateDict, kind: str, selection: Selection) -> Foreign:
+    """Rename, then store as `dcp.save` through our writer would: names of ours, values without pickle."""
+    import torch
+
+    from flashckpt.dcp import contents
+    from flashckpt.interop.torch_files import rows_of
+
+    keys = list(dict.fromkeys([*(row.shard.fqn for row in state.tensors), *state.values]))
+    labels = names.optimizer_labels(keys)
+    taken = [(key, selection.rename(key)) for key in keys if selection.takes(key, names.to_ours(key, labels))]
+    refuse_nothing(len(taken), selection, keys)
+    refuse_clashes(taken)
+    new = dict(taken)
+    labels = names.optimizer_labels(new.values())
+    paths = {to: state.paths.get(key, (key,)) if key == to else names.default_path(to, labels) for key, to in taken}
+    rows: list[Row] = []
+    leaves: dict[str, Any] = {}
+    values: dict[str, Any] = {}
+    for row in state.tensors:
+        if (to := new.get(row.shard.fqn)) is not None:
+            rows.append(replace(row, shard=replace(row.shard, fqn=names.to_ours(to, labels))))
+            leaves[to] = torch.empty(0)  # stands for it: only its name is recorded in values
+    loose: dict[str, torch.Tensor] = {}
+    for key, value in state.values.items():
+        if (to := new.get(key)) is not None:
+            leaves[to] = value
+            values[to], own = contents.take_apart(value, to)
+            loose |= own
+    tensors = len({row.shard.fqn for row in rows})
+    record = {
+        "labels": labels,
+        "values": values,
+        "paths": {key: list(path) for key, path in paths.items() if path != names.default_path(key, labels)},
+    }
+    recorded = contents.values_for_checkpointer(leaves, paths, labels) | {contents.RECORD: record}
+    return Foreign(kind=kind, rows=[*rows, *rows_of(loose)], values=recorded, tensors=tensors)

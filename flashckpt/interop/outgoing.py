@@ -1,0 +1,58 @@
+"""Whole tensors of a checkpoint as streams of bytes: bounded memory, every digest verified. Torch-free."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import numpy as np
+
+from flashckpt.core.layout import ITEMSIZE, Shard
+from flashckpt.core.reshard import flat_boxes
+from flashckpt.interop.casting import cast
+from flashckpt.restore.fill import Target, fill
+from flashckpt.restore.sources import StorageSource
+
+BLOCK_BYTES = 32 << 20
+"""Bytes of one tensor that are in memory at a time (plus what a cast makes of them)."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Outgoing:
+    """One tensor on its way out.
+
+    Attributes:
+        name: On the other side.
+        held: In the checkpoint.
+        stored, dtype: Dtype in the checkpoint, and the one it is written as.
+        shape: Of the whole tensor.
+    """
+
+    name: str
+    held: str
+    stored: str
+    dtype: str
+    shape: tuple[int, ...]
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes as it is written."""
+        return math.prod(self.shape) * ITEMSIZE[self.dtype]
+
+    def parts(self, source: StorageSource) -> Iterator[memoryview]:
+        """Yield its bytes in row-major order; DamagedError, ShardGapError as `fill`."""
+        count, size = math.prod(self.shape), ITEMSIZE[self.stored]
+        step = BLOCK_BYTES // size
+        origin = (0,) * len(self.shape)
+        for start in range(0, count, step):
+            raw = np.empty((min(start + step, count) - start) * size, np.uint8)
+            targets, at = [], 0
+            for offsets, lengths in flat_boxes((origin, self.shape), start, min(start + step, count)):
+                shard = Shard(
+                    fqn=self.held, dtype=self.stored, global_shape=self.shape, offsets=offsets, lengths=lengths
+                )
+                targets.append(Target(shard=shard, buffer=raw[at : at + shard.nbytes].data))
+                at += shard.nbytes
+            fill(targets, [source])
+            yield cast(raw, self.stored, self.dtype).data

@@ -1,0 +1,119 @@
+"""Where an export goes: a temporary name beside it, made durable, then renamed. Nothing is overwritten unasked."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import os
+import secrets
+import shutil
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+from flashckpt.errors import ConfigError, StoreError
+from flashckpt.faults import crash_point
+
+
+@contextlib.contextmanager
+def replacing(path: Path, *, nbytes: int, force: bool, is_ours: Callable[[Path], bool]) -> Iterator[Path]:
+    """Give a temporary path to write to (a file or a folder); afterwards it is durable and called `path`.
+
+    Args:
+        path: The final name.
+        nbytes: Bytes that will be written; refused at once where the disk has less room.
+        force: Replace what is there.
+        is_ours: Tells whether something inside an existing folder may be deleted with it.
+
+    Raises:
+        ConfigError: Something is there already, or a folder holds what no export wrote.
+        StoreError: The disk is full or refuses; the temporary is removed.
+    """
+    _refuse_existing(path, force=force, is_ours=is_ours)
+    with _explained(path, nbytes):
+        path.parent.mkdir(parents=True, exist_ok=True)
+    free = shutil.disk_usage(path.parent).free
+    if free < nbytes:
+        raise _full(path, nbytes, free)
+    temporary = path.with_name(f".{path.name}.{os.getpid()}-{secrets.token_hex(4)}.tmp")
+    try:
+        with _explained(path, nbytes):
+            yield temporary
+            for one in sorted(temporary.rglob("*")) if temporary.is_dir() else []:
+                _sync(one)
+            _sync(temporary)
+            crash_point("export.before-rename")
+            _publish(temporary, path)
+            _sync(path.parent)
+    finally:
+        _remove(temporary)
+
+
+def _refuse_existing(path: Path, *, force: bool, is_ours: Callable[[Path], bool]) -> None:
+    if not path.exists():
+        return
+    if not force:
+        raise ConfigError(
+            f"{path} is there already",
+            state="It was left as it is.",
+            remedy="choose another name, or replace it with --force",
+        )
+    foreign = [one.name for one in sorted(path.iterdir()) if not is_ours(one)] if path.is_dir() else []
+    if foreign:
+        raise ConfigError(
+            f"the folder {path} holds files that no export wrote, and --force would remove them",
+            found=", ".join(foreign[:5]),
+            state="It was left as it is.",
+            remedy="choose a folder of its own",
+        )
+
+
+def _publish(temporary: Path, path: Path) -> None:
+    """Rename; a folder that is there goes aside first, and comes back if the rename fails."""
+    if not path.is_dir():
+        temporary.rename(path)
+        return
+    aside = path.with_name(f".{path.name}.{secrets.token_hex(4)}.old")
+    path.rename(aside)
+    try:
+        temporary.rename(path)
+    except OSError:
+        aside.rename(path)
+        raise
+    _remove(aside)
+
+
+def _remove(path: Path) -> None:
+    if path.is_dir():
+        shutil.rmtree(path, ignore_errors=True)
+    else:
+        path.unlink(missing_ok=True)
+
+
+def _sync(path: Path) -> None:
+    fd = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(fd)
+    finally:
+        os.close(fd)
+
+
+@contextlib.contextmanager
+def _explained(path: Path, nbytes: int) -> Iterator[None]:
+    try:
+        yield
+    except OSError as error:
+        if error.errno in (errno.ENOSPC, errno.EDQUOT):
+            raise _full(path, nbytes, shutil.disk_usage(path.parent).free) from error
+        raise StoreError(
+            f"{path} cannot be written", found=str(error), state="Nothing is left there.", remedy="check the path"
+        ) from error
+
+
+def _full(path: Path, nbytes: int, free: int) -> StoreError:
+    return StoreError(
+        f"the disk of {path} is full",
+        found=f"{free / 1e9:.3f} GB free",
+        expected=f"{nbytes / 1e9:.3f} GB for the export",
+        state="Nothing is left there.",
+        remedy="free some room, choose another disk, or take less with --only or --dtype",
+    )
