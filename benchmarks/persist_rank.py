@@ -117,11 +117,11 @@ def run_threads(work: Callable[[int], None], count: int) -> None:
         list(pool.map(work, range(count)))
 
 
-def raw_write(paths: list[Path], datas: list[memoryview]) -> None:
+def raw_write(paths: list[Path], areas: list[memoryview]) -> None:
     """Write each file by O_DIRECT in extents, with as many threads as flashckpt, fallocated and synced."""
 
     def one(number: int) -> None:
-        data, whole = datas[number], len(datas[number]) // PAGE * PAGE
+        data, whole = areas[number], len(areas[number]) // PAGE * PAGE
         fd = os.open(paths[number], os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_DIRECT, 0o644)
         os.posix_fallocate(fd, 0, len(data))
 

@@ -31,8 +31,8 @@ from typing import Any
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
+from dlrover_peer import SETUP, check_dlrover, environment, remove_leftovers
 from ranks import Ranks, peak_memory_of, stream
-from stall_dlrover import SETUP, VERSION, environment, remove_leftovers
 from stall_table import summarised, table
 
 from flashckpt.bench.host import available_bytes
@@ -104,25 +104,6 @@ def need_of(methods: list[str], slots: int = 3) -> float:
     loops = len({method.startswith("DLRover") for method in methods})
     spared = 3 - slots if "flashckpt" in methods else 0
     return loops * LOOP_COPIES + sum(METHODS[method] for method in methods) - spared
-
-
-def check_dlrover(python: str) -> dict[str, str]:
-    """Return the versions in DLRover's Python; exit with 2 where it cannot be used."""
-    program = (
-        "import importlib.metadata as m, torch; "
-        "import dlrover.trainer.torch.flash_checkpoint.ddp, dlrover.trainer.torch.flash_checkpoint.fsdp; "
-        "print(m.version('dlrover'), torch.__version__)"
-    )
-    try:
-        answer = subprocess.run([python, "-c", program], capture_output=True, text=True, check=True, timeout=120)
-        dlrover, torch = answer.stdout.split()[-2:]
-    except (OSError, subprocess.SubprocessError, ValueError) as error:
-        said = getattr(error, "stderr", None) or str(error)
-        print(f"DLRover cannot be imported by {python}:\n{said[-800:]}\nA Python that has it: {SETUP}", file=sys.stderr)
-        raise SystemExit(2) from None
-    if dlrover != VERSION:
-        print(f"note: dlrover {dlrover}, written for {VERSION}", file=sys.stderr)
-    return {"dlrover": dlrover, "torch": torch}
 
 
 class Family:

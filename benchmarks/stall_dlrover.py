@@ -17,33 +17,6 @@ from typing import Any
 
 from training_loop import Blocking, Loop
 
-VERSION = "0.6.1"
-SETUP = f'python3 -m venv DIR && DIR/bin/pip install torch==2.13.0 "dlrover[torch]=={VERSION}" grpcio protobuf'
-SOCKETS = Path("/tmp/ckpt_sock")  # where DLRover puts them
-
-
-def environment(rank: int, ranks: int, run: str) -> dict[str, str]:
-    """Return what dlrover-run sets for a worker, and a run id that keeps jobs of one machine apart."""
-    return {
-        "ROLE_NAME": "dlrover-trainer",
-        "TORCHELASTIC_RUN_ID": run,
-        "RANK": str(rank),
-        "LOCAL_RANK": str(rank),
-        "WORLD_SIZE": str(ranks),
-        "LOCAL_WORLD_SIZE": str(ranks),
-        "GROUP_RANK": "0",
-        "GROUP_WORLD_SIZE": "1",
-        "NODE_RANK": "0",
-        "NODE_NUM": "1",
-    }
-
-
-def remove_leftovers(run: str) -> None:
-    """Remove sockets and segments of a run whose processes have ended."""
-    shutil.rmtree(SOCKETS / run, ignore_errors=True)
-    for path in Path("/dev/shm").glob(f"{run}_ckpt_shm_*"):
-        path.unlink(missing_ok=True)
-
 
 class Dlrover(Blocking):
     """`save_checkpoint` into memory, or to disk: it copies, then the agent writes.

@@ -34,12 +34,9 @@ from typing import Any
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 import numpy as np
+from dlrover_peer import check_dlrover, environment, remove_leftovers
 from ranks import stream
-from stall import check_dlrover
-from stall_dlrover import environment, remove_leftovers
-from torn_worker import model_of
 
-from flashckpt import Checkpointer
 from flashckpt.bench.measure import LoadWatch, document, write_json
 from flashckpt.checkpoint.checkpoints import list_checkpoints
 from flashckpt.core.slot import SlotState
@@ -155,6 +152,10 @@ def trial_flashckpt(folder: Path, nbytes: int, rng: random.Random, shm: Path) ->
             headers = segment.headers()
             segment.close()
         committed = wait_until(lambda: list_checkpoints(open_store(root)) if root.exists() else [], "the commit")
+        from torn_worker import model_of
+
+        from flashckpt import Checkpointer
+
         model = model_of(nbytes)
         reader = Checkpointer.readonly(str(root))
         reader.track(model=model)
