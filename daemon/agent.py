@@ -294,19 +294,19 @@ class DlrunAgent(LocalElasticAgent):
         begun = time.monotonic()
         super()._rendezvous(worker_group)
         self._rendezvous_s = time.monotonic() - begun
-        if self._options.node_check and not self._checked:
-            self._checked = True
+        if self._options.node_check:
             self._check_nodes(worker_group)
 
     def _check_nodes(self, group: WorkerGroup) -> None:
         """Leave if this node is bad; rendezvous again without the others that are."""
         others = self._others(group)
-        if others is None:
+        if others is None or not node_check.is_due(others, checked=self._checked):
             return
+        self._checked = True
         address = self._worker_group.spec.local_addr or socket.getfqdn()
         check = Check(others.store, node=others.rank, count=others.size, address=address)
         if node_check.leave_or_go_on(check.run(), others, min_nodes=self._options.min_nodes):
-            super()._rendezvous(group)
+            self._rendezvous(group)
 
     def _start_workers(self, worker_group: WorkerGroup) -> dict[int, Any]:
         with replaced(local_elastic_agent, "start_processes", self._start_context):

@@ -17,6 +17,7 @@ from torch.distributed import run as torchrun
 from torch.distributed.elastic.multiprocessing.api import PContext, RunProcsResult
 from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 
+from flashckpt.daemon import fresh
 from flashckpt.daemon.failure import Exit, first_failure, read_error
 from flashckpt.daemon.nursery import Nursery, Unavailable
 from flashckpt.daemon.process import die_with_parent, exit_code, kill_group, reap_strays, wait_readable
@@ -116,7 +117,7 @@ class WorkerContext(PContext):
 
     def _spawn(self, local_rank: int) -> int:
         environment = {**os.environ, **self.envs[local_rank]}
-        command = [str(self.entrypoint), *(str(arg) for arg in self.args[local_rank])]
+        command = self._command(local_rank)
         streams = [open(path, "w") if path else None for path in (self.stdouts[local_rank], self.stderrs[local_rank])]  # noqa: PTH123, SIM115
         try:
             process = subprocess.Popen(
@@ -133,6 +134,13 @@ class WorkerContext(PContext):
                     stream.close()
         process.returncode = 0  # reaped by its pidfd; keeps Popen's destructor from waiting for it
         return process.pid
+
+    def _command(self, local_rank: int) -> list[str]:
+        """Return what to spawn: a script of this interpreter by way of ours, for its stacks and its traceback."""
+        if self._scripts is None:
+            return [str(self.entrypoint), *(str(arg) for arg in self.args[local_rank])]
+        script = self._scripts[local_rank]
+        return fresh.command(list(script.argv), module=script.module, own_log=bool(self.stderrs[local_rank]))
 
     def pids(self) -> dict[int, int]:
         """Return pids by local rank."""

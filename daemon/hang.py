@@ -156,7 +156,10 @@ def _whole(path: Path, start: int) -> bool:
 
 
 def kernel_state(pid: int) -> str:
-    """Return what the kernel knows of a process: state and wait channel, e.g. "T (stopped), waits in do_signal_stop"."""
+    """Return what the kernel knows of a process: state, wait channel and (as root) the innermost kernel functions.
+
+    E.g. "state T (stopped), waits in do_signal_stop; in the kernel: do_signal_stop < get_signal < exit_to_user_mode_loop".
+    """
     try:
         status = Path(f"/proc/{pid}/status").read_text(encoding="utf-8")
     except OSError:
@@ -166,7 +169,16 @@ def kernel_state(pid: int) -> str:
     with contextlib.suppress(OSError):
         channel = Path(f"/proc/{pid}/wchan").read_text(encoding="utf-8").strip("\0\n ")
     waits = f", waits in {channel}" if channel not in ("", "0") else ""
-    return f"state {match[1] if match else '?'}{waits}"
+    return f"state {match[1] if match else '?'}{waits}{_kernel_stack(pid)}"
+
+
+def _kernel_stack(pid: int, frames: int = 6) -> str:
+    try:
+        lines = Path(f"/proc/{pid}/stack").read_text(encoding="utf-8").splitlines()
+    except OSError:
+        return ""
+    names = [line.split()[-1].partition("+")[0] for line in lines[:frames] if line.strip()]
+    return f"; in the kernel: {' < '.join(names)}" if names else ""
 
 
 def odd_ranks(states: Sequence[RankState]) -> list[int]:

@@ -44,6 +44,20 @@ class Timing:
     seconds: float
 
 
+def is_due(group: Group, *, checked: bool, timeout_s: float = 30.0) -> bool:
+    """Return whether some node of this round was never checked, the same on every node: all take part, or none."""
+    group.store.set(f"{PREFIX}/new/{group.rank}", "0" if checked else "1")
+    for rank in range(group.size):
+        key = f"{PREFIX}/new/{rank}"
+        try:
+            group.store.wait([key], timedelta(seconds=timeout_s))
+        except (RuntimeError, TimeoutError):
+            return True  # it has gone: the check says so
+        if group.store.get(key) == b"1":
+            return True
+    return False
+
+
 def leave_or_go_on(bad: Mapping[int, str], group: Group, *, min_nodes: int) -> bool:
     """Return whether the nodes must meet again without the bad ones; raise on a node that is left out.
 

@@ -13,6 +13,7 @@ import time
 import types
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from datetime import timedelta
 from typing import Protocol
 
 from flashckpt.daemon.watch import JobWatch
@@ -37,6 +38,9 @@ class Store(Protocol):
 
     def check(self, keys: list[str]) -> bool:
         """Return whether all keys are set."""
+
+    def wait(self, keys: list[str], timeout: timedelta) -> None:
+        """Return when all keys are set; RuntimeError after the timeout."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -38,7 +38,7 @@ def run_worker(request: dict[str, Any]) -> int:
     script are flushed as in an interpreter of its own.
     """
     _become_fresh(request)
-    code = _run_recorded(request)
+    code = run_recorded(request)
     for stream in (sys.stdout, sys.stderr):
         try:
             stream.flush()
@@ -52,6 +52,8 @@ def _become_fresh(request: dict[str, Any]) -> None:
     for signum in (signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT, signal.SIGUSR1, signal.SIGUSR2):
         signal.signal(signum, signal.SIG_DFL)
     signal.signal(signal.SIGINT, signal.default_int_handler)
+    held_back = {signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT, signal.SIGUSR1, signal.SIGUSR2}
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, held_back)  # a stop that came while it was forked ends it here
     os.environ.clear()
     os.environ.update(request["env"])
     time.tzset()
@@ -62,7 +64,7 @@ def _become_fresh(request: dict[str, Any]) -> None:
     _set_threads()
     _reseed()
     faulthandler.enable(all_threads=True)
-    _register_stacks(request.get("stacks_file", ""))
+    register_stacks(request.get("stacks_file", ""))
 
 
 def _redirect(fd: int, name: str, path: str) -> None:
@@ -121,14 +123,15 @@ def _reseed() -> None:
     torch.default_generator.seed()
 
 
-def _register_stacks(path: str) -> None:
+def register_stacks(path: str) -> None:
+    """Have the stacks of all threads written to a file on STACKS_SIGNAL; "" does nothing."""
     global _stacks  # noqa: PLW0603
     if path:
         _stacks = Path(path).open("w", encoding="utf-8")  # noqa: SIM115 -- kept open for the handler
         faulthandler.register(STACKS_SIGNAL, file=_stacks, all_threads=True)
 
 
-def _run_recorded(request: dict[str, Any]) -> int:
+def run_recorded(request: dict[str, Any]) -> int:
     """Run the script; write its exception to the error file, without needing @record in the script."""
     try:
         _run_script(request["argv"], module=request["module"])

@@ -75,6 +75,9 @@ IMPORT_TIME = (
 )
 """Prefixes of variables that are read when an interpreter or a library starts: a fork cannot change them."""
 
+SHIELDED = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT, signal.SIGUSR1, signal.SIGUSR2)
+"""Signals that the zygote ignores. A worker holds them back (blocked, so not lost) until it has its own handlers."""
+
 _log = logging.getLogger("flashckpt.dlrun")
 
 
@@ -173,6 +176,7 @@ def _fork_workers(workers: list[dict[str, Any]]) -> dict[str, Any] | list[int]:
         os.waitpid(middle, 0)  # from here on every worker is the agent's child
         return answer["pids"] if answer else []
     here.close()
+    signal.pthread_sigmask(signal.SIG_BLOCK, SHIELDED)
     pids = []
     for worker in workers:
         pid = os.fork()
@@ -206,7 +210,7 @@ def start_by_fork(agent_socket: socket.socket, zygote_socket: socket.socket) -> 
 def _shield() -> None:
     """Leave the terminal's session; ignore stop signals (the zygote ends when its socket closes)."""
     os.setsid()
-    for signum in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT, signal.SIGUSR1, signal.SIGUSR2):
+    for signum in SHIELDED:
         signal.signal(signum, signal.SIG_IGN)
 
 

@@ -5,17 +5,23 @@ Nodes are network namespaces with their own addresses, host names and memory tie
 
 from __future__ import annotations
 
+import itertools
 import os
+import re
 import signal
+import socket
+import subprocess
+import sys
 import time
 from functools import partial
 from pathlib import Path
 
 import pytest
-from support.dlrun import ENGINE, traces
+from support.dlrun import ENGINE, TRAIN, traces
 from support.elastic import ELASTIC, History, check_exactly_once, check_losses
 from support.nodes import Nodes, nodes
 
+from flashckpt.daemon.options import NodeCheckError
 from flashckpt.errors import RESUME_EXIT_CODE
 
 pytestmark = [pytest.mark.timeout(600), pytest.mark.skipif(os.geteuid() != 0, reason="network namespaces need root")]
@@ -142,6 +148,74 @@ def test_host_of_the_store_dies_the_others_end_with_a_clear_error(tmp_path: Path
         them.kill(0)
         assert them.wait(1) == 1
         assert "hosted the rendezvous store" in them.log(1)
+
+
+def test_store_on_a_machine_that_does_not_train_any_training_node_may_die(tmp_path: Path, train: Path) -> None:
+    """The first training node, which would have hosted the store, dies: the other goes on. Without the store nobody does."""
+    with nodes(tmp_path, 3) as them:
+        them.run(2, "flashckpt.daemon.store_host", 29400)
+        them.until(lambda: "rendezvous store on port 29400" in them.log(2), "the store")
+        for node in (0, 1):
+            them.start(node, *FLAGS, train, tmp_path, 100000, 0.1, nnodes="1:2", host=2, conf="is_host=0")
+        them.until(partial(committed, tmp_path), "a committed checkpoint")
+        them.kill(0)
+        them.until(partial(grew, tmp_path, 2, 1), "2 ranks")
+        them.start(0, *FLAGS, train, tmp_path, 100000, 0.1, nnodes="1:2", host=2, conf="is_host=0")
+        them.until(partial(grew, tmp_path, 4, 2), "4 ranks again")
+        them.processes[2].send_signal(signal.SIGTERM)
+        assert them.wait(2) == 0, them.log(2)
+        assert [them.wait(node) for node in (0, 1)] == [1, 1]
+        for node in (0, 1):
+            assert f"the agent at {them.address(2)}:29400 hosted the rendezvous store" in them.log(node)
+
+
+def test_port_of_the_store_is_taken_the_host_says_so_and_ends() -> None:
+    with socket.socket() as taken:
+        taken.bind(("", 0))
+        taken.listen()
+        port = taken.getsockname()[1]
+        command = [sys.executable, "-m", "flashckpt.daemon.store_host", str(port)]
+        result = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+        assert (result.returncode, f"port {port} cannot be served" in result.stderr) == (1, True), result.stderr
+
+
+def test_node_check_the_slow_and_the_broken_node_are_named_and_the_others_train(tmp_path: Path) -> None:
+    """6 nodes: node 3 sends at 10 Mbit/s, node 5 cannot answer the others; 4 are left and train."""
+    train = tmp_path / "train.py"
+    train.write_text(TRAIN)
+    (tmp_path / "finish").touch()
+    with nodes(tmp_path, 6) as them:
+        them.slow_link(3, mbit=10)
+        them.cut_from(5, [1, 2, 3, 4])
+        for node in range(6):
+            flags = ("--nproc-per-node=1", "--node-check")
+            them.start(node, *flags, train, tmp_path, 5, 0.0, nnodes="4:6", conf="last_call_timeout=60")
+        codes = [them.wait(node) for node in range(6)]
+        logs = [them.log(node) for node in range(6)]
+    assert codes == [0, 0, 0, NodeCheckError.exit_code, 0, NodeCheckError.exit_code], logs
+    assert "this node is left out: the exchange with other nodes took" in logs[3]
+    assert "this node is left out: the exchange with other nodes failed" in logs[5]
+    for node in (0, 1, 2, 4):
+        assert re.search(r"left out: node 3: the exchange .* took .*; node 5: the exchange .* failed", logs[node])
+    assert {int((tmp_path / f"life0-rank{rank}").read_text().split()[1]) for rank in range(4)} == {4}
+
+
+def test_node_unit_of_three_nodes_two_train_and_the_third_joins_with_a_fourth(tmp_path: Path, train: Path) -> None:
+    with nodes(tmp_path, 4) as them:
+        for node in range(3):
+            them.start(node, *FLAGS, "--node-unit=2", train, tmp_path, 100000, 0.1, nnodes="2:4")
+        them.until(partial(grew, tmp_path, 4, 0), "4 ranks of two nodes")
+        before = reached_step(tmp_path)
+        them.until(lambda: reached_step(tmp_path) > before + 20, "20 steps without the third node")
+        assert lived(tmp_path, 4) == {1}, "the node that waits disturbs nobody"
+        them.start(3, *FLAGS, "--node-unit=2", train, tmp_path, 100000, 0.1, nnodes="2:4")
+        them.until(partial(grew, tmp_path, 8, 1), "8 ranks")
+        them.kill(3)
+        them.until(partial(grew, tmp_path, 4, 2), "4 ranks")
+
+
+def reached_step(folder: Path) -> int:
+    return next(step for step in itertools.count() if not reached(folder, 0, step + 1))
 
 
 def test_link_cut_for_20_seconds_training_goes_on_after_it(tmp_path: Path, train: Path) -> None:

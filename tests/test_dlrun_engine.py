@@ -5,7 +5,9 @@ from __future__ import annotations
 import json
 import os
 import random
+import re
 import signal
+import sys
 import time
 from collections.abc import Callable
 from functools import partial
@@ -179,6 +181,36 @@ def test_rank_in_an_endless_loop_is_a_hang_and_without_restarts_the_job_ends(tmp
     assert "rank 0 (step 8), 1 (step 8):" in output or "rank 0 (step 9), 1 (step 9):" in output
 
 
+def test_spawned_ranks_give_stacks_and_tracebacks_too(tmp_path: Path, train: Path) -> None:
+    """--no-zygote: the endless loop is named with its line, and in the next life the exception, without @record."""
+    text = train.read_text().replace(
+        "    if ckpt.should_stop:",
+        "    def endless():\n        while True: pass\n    if rank == 1 and step in (6, 9):\n"
+        "        if step == 6: endless()\n        raise RuntimeError('in the second life')\n    if ckpt.should_stop:",
+    )
+    train.write_text(text)
+    flags = ("--no-zygote", "--nproc-per-node=2", "--hang-timeout=1.5", "--max-restarts=1")
+    code, output = run_dlrun(tmp_path, *flags, train, tmp_path, 100, 0.0)
+    assert code == 1, output
+    assert "look at rank 1" in output
+    assert "endless (" in output
+    assert "RuntimeError: in the second life" in output
+    assert output.count("Traceback (most recent call last)") <= 2  # the first failure's, and torch's of the chain
+
+
+def test_hang_of_a_command_that_is_not_python_names_what_the_kernel_knows(tmp_path: Path, train: Path) -> None:
+    """Under --no-python nothing of ours runs before the script: no Python stacks, but state and kernel functions."""
+    flags = ("--no-python", "--nproc-per-node=2", "--hang-timeout=1.5")
+    with dlrun(tmp_path, *flags, sys.executable, train, tmp_path, 100000, 0.005) as launch:
+        pids = launch.until(partial(first_steps, tmp_path, 0, 2), "the first step")
+        os.kill(pids[1], signal.SIGSTOP)
+        assert launch.wait() == HangError.exit_code
+    assert re.search(r"rank 1 \(step \d+\) gives no stack: state T \(stopped\)", launch.output), launch.output
+    assert re.search(r"rank 0 \(step \d+\) gives no stack: state \w", launch.output)
+    if os.geteuid() == 0 and Path("/proc/self/stack").exists():
+        assert "in the kernel: do_signal_stop" in launch.output
+
+
 def test_refused_configuration_ends_the_job_with_its_exit_code_and_no_restart(tmp_path: Path, train: Path) -> None:
     """An error that no restart can mend: told once, its own exit code, however many restarts are left."""
     train.write_text(train.read_text().replace("persist_every=50", "persist_every=0"))
@@ -196,7 +228,7 @@ def test_job_that_fails_waits_for_the_newest_snapshot_to_be_persisted(tmp_path: 
     assert list((tmp_path / "root").glob("step-000000010.g*/MANIFEST")), output
 
 
-STOPS = int(os.environ.get("DLRUN_TEST_STOPS", "1"))  # make test-restarts: 20
+STOPS = int(os.environ.get("DLRUN_TEST_STOPS", "1"))  # make test-restarts stops a 2x2x2 run instead
 
 
 @pytest.mark.timeout(120 + 60 * STOPS)

@@ -10,6 +10,7 @@ import subprocess
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass
+from datetime import timedelta
 from functools import partial
 from pathlib import Path
 from typing import Any, cast
@@ -163,6 +164,9 @@ class DictStore(dict[str, str]):
 
     def check(self, keys: list[str]) -> bool:
         return all(key in self for key in keys)
+
+    def wait(self, keys: list[str], timeout: timedelta) -> None:
+        raise NotImplementedError
 
 
 @dataclass
@@ -338,3 +342,18 @@ def test_worker_whose_launcher_died_while_it_was_forked_ends_at_once(reaped: boo
     pidfd = os.pidfd_open(pid)
     assert wait_for(partial(exit_code, pidfd), what="the worker's end", deadline_s=10) == 1
     os.close(pidfd)
+
+
+def test_stop_signal_sent_to_a_worker_that_is_still_being_forked_is_not_lost() -> None:
+    """The zygote ignores SIGTERM; a worker that inherited that would train on until it is killed."""
+    code = (
+        "import os, signal, sys\nfrom flashckpt.daemon import zygote\nfrom flashckpt.daemon.worker import run_worker\n"
+        "zygote._shield()\nworker = zygote._fork_workers([{}])\n"
+        "if isinstance(worker, dict):\n"
+        "    os.kill(os.getpid(), signal.SIGTERM)\n"
+        "    sys.exit(run_worker({'env': dict(os.environ), 'stdout': '', 'stderr': '', 'module': False, 'argv': ['/x']}))\n"
+        "print(os.waitstatus_to_exitcode(os.waitpid(worker[0], 0)[1]))"
+    )
+    become = "from flashckpt.daemon.process import become_subreaper\nbecome_subreaper()\n"
+    result = subprocess.run([sys.executable, "-c", become + code], capture_output=True, text=True, check=False)
+    assert result.stdout.strip() == str(-signal.SIGTERM), result

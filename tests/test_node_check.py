@@ -8,7 +8,8 @@ from collections.abc import Callable
 import pytest
 from torch._C._distributed_c10d import HashStore
 
-from flashckpt.daemon.node_check import Check, Timing, first_pairs, second_pairs, verdict
+from flashckpt.daemon.node_check import Check, Timing, first_pairs, is_due, second_pairs, verdict
+from flashckpt.daemon.stop import Group
 
 INFINITE = float("inf")
 
@@ -82,6 +83,22 @@ def test_artificially_slow_node_is_named_by_all_nodes(kind: str) -> None:
     found = run_checks(6, **{kind: 3})
     assert all(list(one) == [3] for one in found), found
     assert len({str(one) for one in found}) == 1
+
+
+def test_newcomer_is_checked_by_nodes_that_were_checked_before() -> None:
+    """All nodes of a round take part in the check, or none does."""
+    for checked, due in (((True, True, False), True), ((True, True, True), False), ((False, False, False), True)):
+        store, found = HashStore(), dict[int, bool]()
+
+        def one(node: int, store: HashStore = store, found: dict[int, bool] = found, done: bool = False) -> None:
+            found[node] = is_due(Group(store=store, rank=node, size=3), checked=done)
+
+        threads = [threading.Thread(target=one, args=(n,), kwargs={"done": done}) for n, done in enumerate(checked)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join(60)
+        assert found == dict.fromkeys(range(3), due)
 
 
 def test_node_that_never_answers_is_named() -> None:

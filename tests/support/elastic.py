@@ -137,7 +137,7 @@ def _lives(folder: Path) -> list[Life]:
 def check_exactly_once(history: History) -> None:
     """Every global batch is the one that the unbroken run trains, each sample once, the batch kept by accumulation."""
     order = ElasticSampler(LENGTH, dp_rank=0, dp_size=1, seed=SEED, global_batch_size=GLOBAL)
-    kept, seen = history.kept(), set()
+    kept, seen = history.kept(), set[int]()
     assert sorted(kept) == list(range(1, len(kept) + 1))
     for step, lines in sorted(kept.items()):
         ids = [number for line in lines.values() for number in line.ids]

@@ -74,11 +74,19 @@ class Nodes:
         except FileNotFoundError:
             return ""
 
-    def start(self, node: int, *args: object, nnodes: str, host: int = 0, env: dict[str, str] | None = None) -> None:
-        self.memory(node).mkdir(exist_ok=True)
-        name = f"{self.prefix}{node}"
+    def start(
+        self, node: int, *args: object, nnodes: str, host: int = 0, conf: str = "", env: dict[str, str] | None = None
+    ) -> None:
+        """Launch dlrun in a node; the node `host` serves the rendezvous store."""
         rendezvous = [f"--nnodes={nnodes}", "--rdzv-backend=c10d", f"--rdzv-endpoint={self.address(host)}:{PORT}"]
         rendezvous += ["--rdzv-id=nodes", f"--local-addr={self.address(node)}"]
+        rendezvous += [f"--rdzv-conf={conf}"] if conf else []
+        self.run(node, "flashckpt.daemon.run", *rendezvous, *args, env=env)
+
+    def run(self, node: int, module: str, *args: object, env: dict[str, str] | None = None) -> None:
+        """Run `python -m module ARGS` in a node, with its host name and memory tier."""
+        self.memory(node).mkdir(exist_ok=True)
+        name = f"{self.prefix}{node}"
         environment = {
             **os.environ,
             "FLASHCKPT_SHM_DIR": str(self.memory(node)),
@@ -86,7 +94,7 @@ class Nodes:
             "TMPDIR": str(self.folder),
             **(env or {}),
         }
-        words = [sys.executable, "-m", "flashckpt.daemon.run", *rendezvous, *map(str, args)]
+        words = [sys.executable, "-m", module, *map(str, args)]
         command = [
             "ip",
             "netns",
@@ -102,6 +110,17 @@ class Nodes:
         ]
         with (self.folder / f"node{node}.log").open("ab") as log:
             self.processes[node] = subprocess.Popen(command, stdout=log, stderr=log, env=environment, cwd=self.folder)
+
+    def slow_link(self, node: int, mbit: int) -> None:
+        """Let a node send no more than `mbit` million bits a second."""
+        words = ["qdisc", "add", "dev", f"{self.prefix}{node}v", "root", "tbf"]
+        words += ["rate", f"{mbit}mbit", "burst", "64kbit", "latency", "400ms"]
+        subprocess.run(["tc", "-n", f"{self.prefix}{node}", *words], check=True)
+
+    def cut_from(self, node: int, others: list[int]) -> None:
+        """Let a node reach none of `others`, though they may think that it does."""
+        for other in others:
+            ip("-n", f"{self.prefix}{node}", "route", "add", "blackhole", f"{self.address(other)}/32")
 
     def kill(self, node: int) -> None:
         """Switch the machine off: no process of it lives on, its memory is gone."""
