@@ -124,7 +124,8 @@ class Checkpointer:
                 object with `flashckpt_replicated = True` has one state for all ranks.
 
         Raises:
-            ConfigError: A name is taken, a thing has no state, or an optimizer has foreign parameters.
+            ConfigError: A name is taken, a thing has no state, an optimizer has foreign parameters, or a sampler
+                is tracked twice (as itself and inside its batch sampler).
         """
         if self._life is not None:
             raise ConfigError("track() after restore()", remedy="track everything first, then call restore()")
@@ -168,6 +169,7 @@ class Checkpointer:
             ShardGapError: What exists does not cover the state; names the first tensor.
             DamagedError: No intact copy of some bytes is left.
             SharedMemoryError: Too little memory for two snapshots.
+            JobInUseError: Another run of this job id lives on this node; names a process of it.
         """
         request = Request(
             root=self._settings.root if root is None else root_url(str(root)),
@@ -234,6 +236,7 @@ class Checkpointer:
     ) -> tuple[Plan, list[Inventory]]:
         """Plan, learn what all ranks have and need, then reserve this rank's segment in the background."""
         tracked, settings = self._tracked, self._settings
+        rank_memory.refuse_other_run()
         captured = tracked.capture()
         plan = Plan(tracked.structure(captured, ahead=True), tracked.ahead.stand_ins)
         need = memory.need_of(plan.structure.reserved(), value_bytes=len(repr(captured.values)))
@@ -298,6 +301,7 @@ class Checkpointer:
 
         Raises:
             ConfigError: `restore()` was not called.
+            SamplerStateError: A tracked sampler did not move, for the second step in a row.
             SharedMemoryError: The memory that was promised could not be reserved.
         """
         self._alive().step(step, samples)

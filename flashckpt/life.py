@@ -21,6 +21,7 @@ from flashckpt.restore.restoring import Outcome
 from flashckpt.settings import Settings
 from flashckpt.staging import rank_memory as memory
 from flashckpt.staging.staging import Identity, Plan, Snapshot, Stager, StaleWatch
+from flashckpt.tracking.samplers import Commits
 from flashckpt.tracking.tracked import Captured, Tracked
 
 _log = logging.getLogger("flashckpt")
@@ -85,6 +86,7 @@ class Life:
         self._watermark.publish(self.memory.complete())
         self._stager = Stager(self._completed, self._failed)
         self._stager.ready()
+        self._commits = Commits()
         self._stale, self._optimizer_steps = StaleWatch(), 0
         self._plan: Plan | None = None
         self._fresh: tuple[Any, ...] = ()
@@ -119,9 +121,7 @@ class Life:
     def step(self, step: int, samples: int | None) -> None:
         """As `Checkpointer.step`."""
         began = time.perf_counter()
-        for thing in self.tracked.objects.values():
-            if callable(commit := getattr(thing, "commit", None)):
-                commit(samples)
+        self._commits.commit(self.tracked.objects, samples, step)
         row, now = self._row, time.monotonic_ns()
         row.step, row.heartbeat_ns = step, now
         if not row.first_step:

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import copy
 import logging
+import os
+import subprocess
+import sys
 import threading
 from pathlib import Path
 from typing import Any
@@ -15,7 +18,14 @@ from support.ranks import wait_for
 from torch import nn
 
 from flashckpt import Checkpointer
-from flashckpt.errors import ConfigError, FenceError, NoCheckpointError, ShardGapError, UnsupportedStateError
+from flashckpt.errors import (
+    ConfigError,
+    FenceError,
+    NoCheckpointError,
+    SamplerStateError,
+    ShardGapError,
+    UnsupportedStateError,
+)
 from flashckpt.staging import staging
 
 
@@ -664,3 +674,70 @@ def test_a_subclass_of_a_known_optimizer_is_planned_as_it_is(tmp_path: Path) -> 
     crash(ckpt)
     assert not failures
     assert opened_as(tmp_path, "t", model=nn.Linear(6, 6)) == 1
+
+
+class Stuck(Holder):
+    """A sampler whose position moves only while `moves` is set."""
+
+    moves = True
+
+    def commit(self, samples: int | None = None) -> None:
+        self.state = {"offset": self.state["offset"] + (samples or 0) * self.moves}
+
+
+def test_a_tracked_sampler_that_does_not_move_for_two_steps_is_an_error_and_for_one_is_not(tmp_path: Path) -> None:
+    sampler = Stuck(offset=0)
+    ckpt = opened(tmp_path, model=nn.Linear(2, 2), data=sampler)
+    ckpt.step(1, samples=8)
+    sampler.moves = False
+    ckpt.step(2, samples=8)
+    sampler.moves = True
+    ckpt.step(3, samples=8)
+    sampler.moves = False
+    ckpt.step(4, samples=8)
+    with pytest.raises(SamplerStateError, match=r"'data' has not moved for 2 steps") as stuck:
+        ckpt.step(5, samples=8)
+    assert "step 5" in str(stuck.value)
+    crash(ckpt)
+    assert opened_as(tmp_path, "t", model=nn.Linear(2, 2), data=sampler) == 4, "step 5 was not taken"
+
+
+def test_an_elastic_sampler_that_is_committed_by_every_step_is_never_stuck(tmp_path: Path) -> None:
+    from flashckpt.sampler import ElasticSampler
+
+    sampler = ElasticSampler(20, dp_rank=0, dp_size=1, global_batch_size=8, tail="short")
+    ckpt = opened(tmp_path, model=nn.Linear(2, 2), data=sampler)
+    for step in range(1, 10):  # three epochs, each with a short batch at its end
+        ckpt.step(step)
+    crash(ckpt)
+    assert sampler.epoch == 3
+
+
+RIVAL = """
+import sys, torch
+from flashckpt import Checkpointer
+from flashckpt.errors import JobInUseError
+ckpt = Checkpointer(sys.argv[1], snapshot_every=1, job="t")
+ckpt.track(model=torch.nn.Linear(int(sys.argv[2]), 3))
+try:
+    ckpt.restore()
+except JobInUseError as error:
+    print(error)
+"""
+
+
+@pytest.mark.parametrize("width", [3, 7])
+def test_the_same_job_id_twice_is_refused_naming_the_holder_whatever_the_layout(
+    width: int, tmp_path: Path, shm_dir: Path
+) -> None:
+    ckpt = opened(tmp_path, model=nn.Linear(3, 3))
+    ckpt.step(1)
+    before = segments(shm_dir)
+    command = [sys.executable, "-c", RIVAL, str(tmp_path), str(width)]
+    done = subprocess.run(command, capture_output=True, text=True, check=True, timeout=110)
+    assert f"process {os.getpid()}" in done.stdout
+    assert "already running" in done.stdout
+    assert segments(shm_dir) == before, "nothing was made or changed"
+    ckpt.step(2)
+    crash(ckpt)
+    assert opened_as(tmp_path, "t", model=nn.Linear(3, 3)) == 2

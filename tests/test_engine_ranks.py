@@ -5,12 +5,14 @@ from __future__ import annotations
 import functools
 import os
 import shutil
+import signal
 from pathlib import Path
 from typing import Any
 
 import pytest
 from support.engine import agent_dir, train
-from support.ranks import run_ranks, values
+from support.memory import ended, fork
+from support.ranks import run_ranks, values, wait_for
 
 SLOT_POINTS = (
     "slot.before-writing", "slot.after-writing", "slot.during-copy", "slot.before-manifest", "slot.before-complete",
@@ -183,3 +185,43 @@ def persisting(rank: int, root: str) -> None:
         ckpt.step(step)
     ckpt.wait(60)
     ckpt.close()
+
+
+def holds_the_job(root: str, ready: str) -> None:
+    import torch
+
+    from flashckpt import Checkpointer
+
+    ckpt = Checkpointer(root, snapshot_every=1, job="t")
+    ckpt.track(model=torch.nn.Linear(3, 3))
+    ckpt.restore()
+    ckpt.step(1)
+    Path(ready).touch()
+    signal.pause()
+
+
+def comes_second(rank: int, root: str) -> str:
+    import torch
+
+    from flashckpt import Checkpointer
+    from flashckpt.errors import JobInUseError
+
+    ckpt = Checkpointer(root, snapshot_every=1, job="t")
+    ckpt.track(model=torch.nn.Linear(5, 5), replicated_over="world")
+    try:
+        ckpt.restore()
+    except JobInUseError as error:
+        return str(error)
+    return ""
+
+
+def test_another_world_under_the_job_id_of_a_living_one_is_refused_on_every_rank(tmp_path: Path) -> None:
+    ready = tmp_path / "ready"
+    holder = fork(lambda: holds_the_job(str(tmp_path), str(ready)))
+    try:
+        wait_for(ready.exists, what="the first run")
+        for text in values(run_ranks(comes_second, 2, str(tmp_path))):
+            assert f"process {holder}" in text
+    finally:
+        os.kill(holder, signal.SIGKILL)
+        ended(holder)

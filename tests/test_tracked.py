@@ -203,3 +203,20 @@ def test_pieces_of_a_strided_shard_become_runs() -> None:
 def test_a_box_knows_where_it_starts_in_its_tensor() -> None:
     (row,) = structure(tracked(model=nn.Linear(3, 2, bias=False))).rows
     assert row.box == Box(global_shape=(2, 3), offsets=(0, 0), lengths=(2, 3), starts=(0, 0))
+
+
+def test_a_sampler_and_its_batch_sampler_are_refused_together_and_the_remedy_names_the_inner_one() -> None:
+    from flashckpt.sampler import ElasticBatchSampler, ElasticSampler
+
+    sampler = ElasticSampler(100, dp_rank=0, dp_size=1)
+    batches = ElasticBatchSampler(sampler, batch_size=4)
+    for first, second in (("sampler", "batches"), ("batches", "sampler")):
+        things = {"sampler": sampler, "batches": batches}
+        found = tracked(**{first: things[first]})
+        with pytest.raises(ConfigError, match=r"leave 'sampler' out") as refused:
+            found.add(second, things[second])
+        assert "'batches'" in str(refused.value)
+        assert list(found.objects) == [first]
+    with pytest.raises(ConfigError, match="twice in every step"):
+        tracked(a=sampler, b=sampler)
+    tracked(a=sampler, b=ElasticSampler(100, dp_rank=0, dp_size=1))

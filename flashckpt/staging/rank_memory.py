@@ -24,6 +24,8 @@ from flashckpt.staging import device
 
 _log = logging.getLogger("flashckpt")
 MANIFEST_SLACK_BYTES = 256 << 10
+_LET_GO_S = 2.0
+"""How long a killed process may take to give its locks back."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -74,6 +76,26 @@ class RankMemory:
         self._error: Exception | None = None
         self._thread: threading.Thread | None = None
         self._registered: int | None = None
+
+    def refuse_other_run(self) -> None:
+        """Refuse to begin while a process of another run of this job holds memory on this node, whatever its layout.
+
+        To be called before any rank of this run holds any. A rank of the life before that was just killed may
+        need a moment to let go.
+
+        Raises:
+            JobInUseError: Names the process; nothing was changed.
+        """
+        end = time.monotonic() + _LET_GO_S
+        for path in self._directory.segments():
+            try:
+                segment = Segment.attach(path)
+            except (FileNotFoundError, DamagedError, FormatVersionError):
+                continue
+            with contextlib.closing(segment):
+                while segment.is_owned and time.monotonic() < end:
+                    time.sleep(0.01)
+                segment.refuse_if_owned()
 
     def own_existing(self, need: Need) -> Segment | None:
         """Return this rank's segment of an earlier life if it has room for `need`, now owned; None if there is none.

@@ -13,7 +13,7 @@ from torch.distributed.tensor import DTensor
 from flashckpt.core.balance import Part, Share, cut_dimension, deal
 from flashckpt.core.layout import Shard
 from flashckpt.errors import ConfigError
-from flashckpt.tracking import modules, optimizer_state, rng, trees
+from flashckpt.tracking import modules, optimizer_state, rng, samplers, trees
 from flashckpt.tracking.ahead import Forthcoming
 from flashckpt.tracking.placement import (
     Box,
@@ -97,6 +97,7 @@ class Tracked:
             for i, part in enumerate(parts):
                 self.add(f"{name}-{i}", part, fenced=fenced)
         elif callable(getattr(thing, "state_dict", None)) and callable(getattr(thing, "load_state_dict", None)):
+            samplers.refuse_second(name, thing, self.objects)
             self.objects[name] = thing
         else:
             raise ConfigError(
