@@ -108,14 +108,20 @@ class Attempt:
             self.wished = self._covered()
         return State.FAILED if self.wished is None else State.READY
 
-    def ask(self, group: HostGroup) -> State:
-        """Ask the other nodes for what this one lacks; answer them. Collective."""
+    def ask(self, group: HostGroup, *, spare: bool = False) -> State:
+        """Ask the other nodes for what this one lacks; answer them. Collective.
+
+        Args:
+            group: Carries host memory.
+            spare: Something here turned out damaged: ask for everything, to have another copy of whatever it is.
+        """
+        self.error, self.wished = None, None
         with self.phase("peers"):
             self._exchange = Peers(group, self.places, self._serving(), rank=self.tracked.world.rank, node=self.node)
             for _ in range(_MOST_ASKS):
                 wanted: list[Wish] = []
                 with self.noting():
-                    wanted = self._asks() if self.error is None else []
+                    wanted = self._asks(spare=spare) if self.error is None else []
                 if not group.total(len(wanted)):
                     break
                 found = self._exchange.find(wanted)
@@ -177,15 +183,16 @@ class Attempt:
         structure = self.tracked.structure(self.tracked.capture())
         return live_state.wishes(self.tracked, structure, manifests, self.request.only, exact=exact)
 
-    def _asks(self) -> list[Wish]:
-        """Return what neither this node's memory nor what was found so far holds."""
+    def _asks(self, *, spare: bool = False) -> list[Wish]:
+        """Return what neither this node's memory nor what was found so far holds; if `spare`, what was not found yet."""
         sources: list[Source] = [*self.memory, *self.peers]
         manifests = [source.manifest for source in sources]
         wished = self._wishes(manifests, exact=True)
         values = live_state.Values(sources, self.tracked.world.rank)
         shards = [*wished.shards, *(target.shard for target in self._value_tensors(values, sources)[1])]
         asks = list(wished.unnamed)
-        for target, (offsets, lengths) in uncovered(shards, [m.table for m in manifests]):
+        near = [source.manifest.table for source in (self.peers if spare else sources)]
+        for target, (offsets, lengths) in uncovered(shards, near):
             shard = shards[target]
             asks.append((shard.fqn.partition("@")[0], shard.fqn, replace(shard, offsets=offsets, lengths=lengths)))
         names = live_state.Names(manifests)
@@ -278,14 +285,14 @@ class Attempt:
 
     def _is_same_layout(self, wanted: Sequence[Shard]) -> bool:
         world = self.tracked.world
-        manifests = [source.manifest for source in self.sources]
-        own = next((m for m in manifests if m.rank == world.rank), None)
+        own = next((source for source in self.sources if source.manifest.rank == world.rank), None)
         if own is None:
-            return bool(manifests) and manifests[0].world_size == world.size
-        held = boxes_by_name(map(own.table.shard, range(len(own.table))))
-        return own.world_size == world.size and all(
-            held.get(fqn) == boxes for fqn, boxes in boxes_by_name(wanted).items()
-        )
+            return bool(self.sources) and self.sources[0].manifest.world_size == world.size
+        table, boxes = own.manifest.table, boxes_by_name(wanted)
+        held = boxes_by_name(map(table.shard, range(len(table))))
+        if own.tier == "peer":  # it told only of the rows that it was chosen for
+            boxes = {fqn: boxes[fqn] for fqn in held if fqn in boxes}
+        return own.manifest.world_size == world.size and all(held.get(fqn) == boxes[fqn] for fqn in boxes)
 
 
 class _Loose:

@@ -280,18 +280,31 @@ class Course:
             )
             states = self._vote(attempt, attempt.prepare())
             if State.ASKS in states and State.FAILED not in states:
-                group = exchange.HostGroup()
-                stack.callback(group.close)
-                states = self._vote(attempt, attempt.ask(group))
-            if State.FAILED in states:
-                return None
-            report = attempt.fill()
-            tiers = report.tier_bytes if report is not None else {}
-            amounts = [tiers.get(tier, 0) for tier in _TIERS]
-            states = self._vote(attempt, State.FAILED if report is None else State.READY, amounts)
+                states = self._exchange(attempt, stack, spare=False)
+            report = None
+            if State.FAILED not in states:
+                report, states = self._fill(attempt)
+                if State.FAILED in states and {place.node for place in attempt.places} > {attempt.places[0].node}:
+                    states = self._exchange(attempt, stack, spare=report is None)
+                    if State.FAILED not in states:
+                        report, states = self._fill(attempt)
             if State.FAILED in states or report is None:
+                self._note(candidate.identity, attempt.error, states.index(State.FAILED))
                 return None
             return replace(report, nodes=_by_node(inventories, self._amounts))
+
+    def _exchange(self, attempt: Attempt, stack: contextlib.ExitStack, *, spare: bool) -> list[int]:
+        """Find on other nodes what somebody lacks; return every rank's state then. Collective."""
+        group = exchange.HostGroup()
+        stack.callback(group.close)
+        return self._vote(attempt, attempt.ask(group, spare=spare))
+
+    def _fill(self, attempt: Attempt) -> tuple[RestoreReport | None, list[int]]:
+        """Fill live state; return this rank's report and every rank's state. Collective."""
+        report = attempt.fill()
+        tiers = report.tier_bytes if report is not None else {}
+        amounts = [tiers.get(tier, 0) for tier in _TIERS]
+        return report, self._vote(attempt, State.FAILED if report is None else State.READY, amounts)
 
     def _vote(self, attempt: Attempt, state: State, amounts: Sequence[int] = ()) -> list[int]:
         """Tell all ranks this one's state, and why it failed; return every rank's. Collective.
@@ -311,13 +324,12 @@ class Course:
                     state="Nothing was restored.",
                     remedy="start the job again; the same versions of the program must run on every node",
                 )
-        failed = [(rank, one[3]) for rank, one in enumerate(told) if one[2] == State.FAILED]
-        if failed:
-            self._note(identity, error, *failed[0])
-        self._amounts = [one[4] for one in told]
+        self._reasons, self._amounts = [one[3] for one in told], [one[4] for one in told]
         return [one[2] for one in told]
 
-    def _note(self, identity: tuple[int, int], error: Exception | None, rank: int, reason: str) -> None:
+    def _note(self, identity: tuple[int, int], error: Exception | None, rank: int) -> None:
+        """Remember why a candidate is passed over: this rank's own error, and what the first failing rank said."""
+        reason = self._reasons[rank]
         what = f"step {identity[1]} of generation {identity[0]} is not restored"
         _log.warning("%s: %s", what, error if error is not None else f"rank {rank}: {reason}")
         self._passed.append(f"{what}: rank {rank}: {reason}")
