@@ -17,7 +17,7 @@ from torch.distributed import run as torchrun
 from torch.distributed.elastic.multiprocessing.api import PContext, RunProcsResult
 from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 
-from flashckpt.daemon import fresh
+from flashckpt.daemon import fresh, numa
 from flashckpt.daemon.failure import Exit, first_failure, read_error
 from flashckpt.daemon.nursery import Nursery, Unavailable
 from flashckpt.daemon.process import die_with_parent, exit_code, kill_group, reap_strays, wait_readable
@@ -52,7 +52,7 @@ class WorkerContext(PContext):
         nursery: Where forked workers come from.
         scripts: Per local rank, what a forked worker runs; None spawns `entrypoint` with `args`.
         survivors_s: Seconds between SIGTERM and SIGKILL for the ranks left after a failure; 0 kills at once.
-        cpus: Per local rank, the processors to bind to (forked workers only).
+        cpus: Per local rank, the processors to bind to, and so the memory beside them.
         kwargs: What torch's PContext takes.
     """
 
@@ -126,7 +126,7 @@ class WorkerContext(PContext):
                 stdout=streams[0],
                 stderr=streams[1],
                 start_new_session=True,
-                preexec_fn=_die_with_dlrun(os.getpid()),  # noqa: PLW1509 -- one prctl call, no lock is taken in it
+                preexec_fn=_follower(os.getpid(), self._cpus.get(local_rank)),  # noqa: PLW1509 -- system calls only
             )
         finally:
             for stream in streams:
@@ -325,11 +325,13 @@ def bindings(numa_options: Any, count: int) -> dict[int, list[int]]:
     }
 
 
-def _die_with_dlrun(parent: int) -> Callable[[], None]:
-    return functools.partial(_follow, parent)
+def _follower(parent: int, cpus: list[int] | None) -> Callable[[], None]:
+    return functools.partial(_follow, parent, cpus)
 
 
-def _follow(parent: int) -> None:
+def _follow(parent: int, cpus: list[int] | None) -> None:
     die_with_parent()
+    if cpus and (refused := numa.bind(cpus)):
+        os.write(2, f"[dlrun] {refused}\n".encode())
     if os.getppid() != parent:
         os._exit(1)

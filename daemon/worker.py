@@ -23,6 +23,7 @@ import types
 from pathlib import Path
 from typing import Any
 
+from flashckpt.daemon import numa
 from flashckpt.errors import ConfigError, DataError, FlashckptError, LayoutError, RootError, SharedMemoryError
 
 STACKS_SIGNAL = signal.SIGRTMIN + 7
@@ -59,8 +60,8 @@ def _become_fresh(request: dict[str, Any]) -> None:
     time.tzset()
     _redirect(1, "stdout", request["stdout"])
     _redirect(2, "stderr", request["stderr"])
-    if request.get("cpus"):
-        os.sched_setaffinity(0, request["cpus"])
+    if request.get("cpus") and (refused := numa.bind(request["cpus"])):
+        sys.stderr.write(f"[dlrun] local rank {request['local_rank']}: {refused}\n")
     _set_threads()
     _reseed()
     faulthandler.enable(all_threads=True)

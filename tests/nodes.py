@@ -190,7 +190,7 @@ def test_node_check_the_slow_and_the_broken_node_are_named_and_the_others_train(
         for node in range(6):
             flags = ("--nproc-per-node=1", "--node-check")
             them.start(node, *flags, train, tmp_path, 5, 0.0, nnodes="4:6", conf="last_call_timeout=60")
-        codes = [them.wait(node) for node in range(6)]
+        codes = [them.wait(node, 400) for node in range(6)]
         logs = [them.log(node) for node in range(6)]
     assert codes == [0, 0, 0, NodeCheckError.exit_code, 0, NodeCheckError.exit_code], logs
     assert "this node is left out: the exchange with other nodes took" in logs[3]
