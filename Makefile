@@ -9,7 +9,7 @@ TORCH_INDEX ?=
 export OMP_NUM_THREADS ?= 1
 export OPENBLAS_NUM_THREADS ?= 1
 
-.PHONY: help setup preflight demo test test-s3 test-clouds check clean test-launcher test-layouts test-nodes test-restarts
+.PHONY: help setup preflight demo test test-s3 test-clouds bench-all check clean test-launcher test-layouts test-nodes test-restarts
 
 help:  ## list the targets
 	@grep -E '^[a-z0-9-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 16
@@ -72,6 +72,9 @@ test-nodes: setup  ## many nodes as network namespaces: dead nodes, cut links, s
 test-restarts: setup  ## 50 kills in a row (KILLS=50), then SIGTERM at random instants of a 2x2x2 run (STOPS=20 SEED=7)
 	DLRUN_TEST_KILLS=$(if $(filter file,$(origin KILLS)),50,$(KILLS)) $(BIN)/python -m pytest tests/test_dlrun.py -k five_times
 	PYTHONPATH=tests:. $(BIN)/python tests/stops.py --stops $(or $(STOPS),20) $(if $(SEED),--seed $(SEED))
+
+bench-all: setup  ## every benchmark of the engine and of storage, 20 minutes on a quiet machine (DLROVER_PYTHON=, RADOSGW=1)
+	PYTHON=$(BIN)/python benchmarks/all_quiet.sh
 
 check: setup  ## ruff, mypy, codespell
 	@for link in sampler trainer daemon; do test -L flashckpt/$$link || { echo "flashckpt/$$link is not a symbolic link: check out again with git config core.symlinks true"; exit 21; }; done
