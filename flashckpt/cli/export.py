@@ -152,7 +152,7 @@ def _safetensors(
             files = [path.name]
         else:
             files = st.write_folder(temporary, tensors, source, metadata, limit=limit)
-    left = sorted(key for key in manifest.values if selection.takes(key))
+    left = sorted(key for key in manifest.values if key.partition("@")[0] != "dcp" and selection.takes(key))
     return {"tensors": len(tensors), "values": 0, "nbytes": nbytes, "files": files, "left_out": left}
 
 
