@@ -67,7 +67,7 @@ test-layouts: setup  ## train in one parallel layout, go on in each of a dozen o
 	$(BIN)/python -m pytest tests/layouts.py
 
 test-nodes: setup  ## many nodes as network namespaces: dead nodes, cut links, stops (root)
-	$(BIN)/python -m pytest tests/nodes.py
+	$(BIN)/python -m pytest tests/nodes.py tests/nodes_restore.py
 
 test-restarts: setup  ## 50 kills in a row (KILLS=50), then SIGTERM at random instants of a 2x2x2 run (STOPS=20 SEED=7)
 	DLRUN_TEST_KILLS=$(if $(filter file,$(origin KILLS)),50,$(KILLS)) $(BIN)/python -m pytest tests/test_dlrun.py -k five_times
