@@ -159,9 +159,9 @@ for step in range(first + 1, steps + 1):
     for parameter in model.parameters():
         dist.all_reduce(parameter.grad, op=dist.ReduceOp.MAX)  # equal on all ranks: exact for any world size
     optimizer.step()
-    ckpt.step(step)
-    with open(f"{folder}/trace{rank}", "a") as file:
+    with open(f"{folder}/trace{rank}", "a") as file:  # before step(): who dies behind that is not asked for this step again
         file.write(f"{life} {step} {loss.item().hex()}\\n")
+    ckpt.step(step)
     if step == first + 1:
         open(f"{folder}/life{life}-rank{rank}", "w").write(f"{os.getpid()} {dist.get_world_size()} {first}")
     if ckpt.should_stop:
