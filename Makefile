@@ -69,6 +69,9 @@ test-layouts: setup  ## train in one parallel layout, go on in each of a dozen o
 test-nodes: setup  ## many nodes as network namespaces: dead nodes, cut links, stops (root)
 	$(BIN)/python -m pytest tests/nodes.py tests/nodes_restore.py
 
+test-mounts: setup  ## real file systems that fill up or turn read-only under a running job (root)
+	$(BIN)/python -m pytest tests/mounts.py
+
 test-restarts: setup  ## 50 kills in a row (KILLS=50), then SIGTERM at random instants of a 2x2x2 run (STOPS=20 SEED=7)
 	DLRUN_TEST_KILLS=$(if $(filter file,$(origin KILLS)),50,$(KILLS)) $(BIN)/python -m pytest tests/test_dlrun.py -k five_times
 	PYTHONPATH=tests:. $(BIN)/python tests/stops.py --stops $(or $(STOPS),20) $(if $(SEED),--seed $(SEED))
