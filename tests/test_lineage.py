@@ -7,7 +7,7 @@ from typing import Any
 from hypothesis import given
 from hypothesis import strategies as st
 
-from flashckpt.core.lineage import Life, SlotRecord, common, is_abandoned, newest
+from flashckpt.core.lineage import Life, SlotRecord, by_preference, common, is_abandoned, newest, partly
 
 
 def record(rank: int, generation: int, step: int, world_size: int = 2, node: int = 0) -> SlotRecord:
@@ -81,3 +81,25 @@ def test_along_any_history_the_choice_stays_on_the_line_of_the_living(data: Any)
                 held.append((generation, step))
         late = [i for i in line if i not in held]  # daemons of any generation commit late
         held += [i for i in late if data.draw(st.booleans())]
+
+
+def test_partly_held_is_unfinished_only_while_every_rank_of_that_life_can_be_reached() -> None:
+    """A rank that lives on and lacks a snapshot never completed it; one that is lost with its node may have."""
+    records = [record(0, 2, 10), record(1, 2, 10), record(0, 2, 15)]
+    assert partly(records, []) == {(2, 15): True}  # rank 1 is here: it holds step 10
+    assert partly([record(0, 2, 15)], [(2, 0)]) == {(2, 15): False}
+    assert partly([record(0, 2, 15)], [(2, 0), (2, 1)]) == {(2, 15): True}
+    assert partly([record(0, 2, 15)], [(2, 0), (1, 1)]) == {(2, 15): False}  # it was here in an earlier life
+    assert partly([record(0, 2, 15), record(1, 2, 15)], []) == {}
+
+
+def test_slots_of_two_worlds_under_one_identity_are_of_no_snapshot() -> None:
+    assert partly([record(0, 2, 15, 3), record(1, 2, 15, 4)], []) == {}
+
+
+def test_unfinished_ones_stand_behind_the_next_whole_one_everything_else_newest_first() -> None:
+    assert by_preference({(1, 5), (1, 10)}, {(1, 15): True}) == [(1, 10), (1, 15), (1, 5)]
+    assert by_preference({(1, 5)}, {(1, 15): False, (1, 10): False}) == [(1, 15), (1, 10), (1, 5)]
+    assert by_preference({(1, 5)}, {(2, 15): True, (2, 10): False}) == [(2, 10), (1, 5), (2, 15)]
+    assert by_preference(set(), {(2, 15): True, (2, 10): True}) == [(2, 15), (2, 10)]
+    assert by_preference({(2, 15)}, {(2, 15): True}) == [(2, 15)]  # partly in memory, and committed

@@ -2,7 +2,8 @@
 
 The real choose_slot, known_of, common, newest and is_abandoned run over ranks that step at their own pace, see
 the others' lists late, lose snapshots, are pinned, killed at any moment, restarted with other world sizes
-and layouts, and lose nodes. Only shared memory itself is replaced by lists of headers.
+and layouts, and lose nodes; where every rank holds the whole state (replicas), what is left of a snapshot is restored
+from. Only shared memory itself is replaced by lists of headers.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from flashckpt.core.lineage import SlotRecord, common, is_abandoned, newest
+from flashckpt.core.lineage import SlotRecord, by_preference, common, is_abandoned, partly
 from flashckpt.core.slot import SlotHeader, SlotState, choose_slot
 from flashckpt.daemon.retire import superseded
 from flashckpt.memory.control import Published
@@ -60,9 +61,10 @@ class Rank:
 class M1(RuleBasedStateMachine):
     """Ranks of one job, its memory, its storage, and the newest snapshot that ever was common."""
 
-    @initialize(slots=st.integers(2, 3), world=st.integers(1, 3), late=st.booleans())
-    def start(self, slots: int, world: int, late: bool) -> None:
-        self.slots, self.late = slots, late
+    @initialize(slots=st.integers(2, 3), world=st.integers(1, 3), late=st.booleans(), mirrored=st.booleans())
+    def start(self, slots: int, world: int, late: bool, mirrored: bool) -> None:
+        self.slots, self.late, self.mirrored = slots, late, mirrored
+        self.members: dict[int, int] = {}
         self.memories: dict[tuple[int, int], Memory] = {}
         self.storage: set[Identity] = set()
         self.lives: list[GenerationRecord] = []
@@ -80,14 +82,30 @@ class M1(RuleBasedStateMachine):
             if h.is_complete
         ]
 
+    def part(self) -> dict[Identity, bool]:
+        """Snapshots that only some ranks hold and that cover the state all the same, each with whether it is unfinished."""
+        members = [(generation, rank) for rank, generation in self.members.items()]
+        return partly(self.records(), members) if self.mirrored else {}
+
+    def choices(self) -> list[Identity]:
+        """What a restart would try now, from memory or storage."""
+        order = by_preference({*common(self.records()), *self.storage}, self.part())
+        return [identity for identity in order if not is_abandoned(identity, self.lives)]
+
     def restorable(self) -> Identity | None:
-        """The identity a restart would choose now, from memory or storage."""
-        return newest({*common(self.records()), *self.storage}, self.lives)
+        """The identity a restart would choose now."""
+        return next(iter(self.choices()), None)
+
+    def promised(self) -> Identity | None:
+        """The newest that has to stay: what some living rank never completed may go."""
+        part = self.part()
+        return next((i for i in self.choices() if i in self.storage or not part.get(i, False)), None)
 
     def _new_life(self, world: int, layout: int, parent: Identity | None, from_storage: bool) -> None:
         self.generation = len(self.lives) + 1
         self.world, self.layout = world, layout
         self.lives.append(GenerationRecord(generation=self.generation, parent=parent, world_size=world))
+        self.members |= dict.fromkeys(range(world), self.generation)
         self.restored = None if from_storage else parent
         self.superseded = parent if from_storage else None
         self.ranks = [
@@ -232,12 +250,13 @@ class M1(RuleBasedStateMachine):
     @rule(lost=st.integers(0, 2), marked=st.sets(st.integers(0, 2)))
     def lose_a_node(self, lost: int, marked: set[int]) -> None:
         self.memories = {key: m for key, m in self.memories.items() if m.rank != lost}
-        self.best = self.restorable()
+        self.members.pop(lost, None)
+        self.best = self.promised()
         self.layout = max((m.layout for m in self.memories.values()), default=0)
-        self._restart(self.best, self.world, self.layout, marked)
+        self._restart(self.restorable(), self.world, self.layout, marked)
 
     def _restart(self, parent: Identity | None, world: int, layout: int, marked: set[int]) -> None:
-        from_storage = parent is not None and parent not in common(self.records())
+        from_storage = parent is not None and parent not in {*common(self.records()), *self.part()}
         for memory in self.memories.values():
             memory.pinned.clear()
         self._new_life(world, layout, parent, from_storage)
@@ -252,7 +271,7 @@ class M1(RuleBasedStateMachine):
     def what_was_common_stays_until_something_newer_is(self) -> None:
         if not hasattr(self, "best"):
             return
-        found = self.restorable()
+        found = self.promised()
         assert self.best is None or (found is not None and found >= self.best), f"{found} < {self.best}"
         self.best = found
 

@@ -27,17 +27,17 @@ ANYTHING = 255
 COPIES = 2
 """Slots named for each box that several hold alike: the one to read, and one more if that is damaged."""
 RECORD = np.dtype([
-    ("key", "<u8"), ("name", "<u8"), ("shape", "<u8"), ("ndim", "u1"),
+    ("key", "<u8"), ("name", "<u8"), ("shape", "<u8"), ("box", "<u8"), ("ndim", "u1"),
     ("at", "<i8", (DIMS,)), ("lengths", "<i8", (DIMS,)), ("slot", "<u4"), ("row", "<i4"),
 ])  # fmt: skip
 """One row that is held, or one box that is wanted.
 
-key: what the record is filed under; name: digest of the exact name (0 in a wish for any); shape: digest of the global
-shape; slot: number of the slot that holds the row; row: in the table of that slot, -1 for a value.
+key: what the record is filed under; name: digest of the exact name (0 in a wish for any); shape, box: digests of the
+global shape and of the whole box; slot: number of the slot that holds the row; row: in the table of that slot, -1 for a value.
 """
 ANSWER = np.dtype([("slot", "<u4"), ("row", "<i4"), ("copy", "u1")])
 """A row that was found: copy 0 is the one to read."""
-_SAME = ["key", "name", "shape", "ndim", "at", "lengths"]
+_SAME = ["key", "name", "shape", "box", "ndim"]
 
 Records = npt.NDArray[np.void]
 Wish = tuple[str, str, Shard | None]
@@ -68,7 +68,7 @@ def wishes(wanted: Iterable[Wish]) -> Records:
         record["key"], record["name"], record["row"] = key_of(key), key_of(name) if name else 0, -1
         record["ndim"] = ANYTHING
         if shard is not None:
-            record["ndim"], record["shape"] = min(len(shard.lengths), ANYTHING - 1), _shape_of(shard.global_shape)
+            record["ndim"], record["shape"] = min(len(shard.lengths), ANYTHING - 1), _digest_of(shard.global_shape)
             kept = min(len(shard.lengths), DIMS)
             record["at"][:kept], record["lengths"][:kept] = shard.offsets[:kept], shard.lengths[:kept]
     return records
@@ -158,6 +158,8 @@ def _meets(boxes: Records, ask: np.void) -> npt.NDArray[np.bool_]:
     """Tell which boxes may hold elements of the wish; a box of another shape always may (its owner knows how)."""
     low = np.maximum(boxes["at"], ask["at"])
     high = np.minimum(boxes["at"] + boxes["lengths"], ask["at"] + ask["lengths"])
+    if ask["ndim"] == ANYTHING:
+        return np.ones(len(boxes), np.bool_)
     dims = np.arange(DIMS) < int(ask["ndim"])
     other = (boxes["ndim"] != ask["ndim"]) | (boxes["shape"] != ask["shape"])
     meets: npt.NDArray[np.bool_] = other | ((high > low) | ~dims).all(axis=1)
@@ -185,9 +187,10 @@ def _records_of(table: ShardTable) -> Records:
         records["at"][rows, dim], records["lengths"][rows, dim] = table.offsets[at], table.lengths[at]
     for row in range(len(table)):
         dims = slice(int(table.dim_start[row]), int(table.dim_start[row + 1]))
-        records["shape"][row] = _shape_of(table.global_shape[dims].tolist())
+        records["shape"][row] = _digest_of(table.global_shape[dims])
+        records["box"][row] = _digest_of(np.concatenate((table.offsets[dims], table.lengths[dims])))
     return records
 
 
-def _shape_of(shape: Sequence[int]) -> int:
-    return int(digest(np.asarray(shape, "<i8").tobytes()))
+def _digest_of(numbers: Sequence[int] | npt.NDArray[np.int64]) -> int:
+    return int(digest(np.asarray(numbers, "<i8").tobytes()))
