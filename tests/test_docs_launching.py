@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import json
 import re
 import subprocess
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -57,88 +59,37 @@ def test_batch_script_is_valid_shell(tmp_path: Path) -> None:
     assert "--requeue" in script.read_text()
 
 
-SHAPE: dict[
-    str, Any
-] = {  # field -> allowed type, {...} for an object, [x] for a list of x: batch/v1 and JobSet v1alpha2
-    "apiVersion": str,
-    "kind": str,
-    "metadata": {"name": str},
-    "spec": {
-        "network": {"enableDNSHostnames": bool},
-        "failurePolicy": {"maxRestarts": int},
-        "replicatedJobs": [
-            {
-                "name": str,
-                "replicas": int,
-                "template": {
-                    "spec": {
-                        "completionMode": str,
-                        "completions": int,
-                        "parallelism": int,
-                        "backoffLimit": int,
-                        "podFailurePolicy": {
-                            "rules": [
-                                {
-                                    "action": str,
-                                    "onExitCodes": {"containerName": str, "operator": str, "values": [int]},
-                                    "onPodConditions": [{"type": str, "status": str}],
-                                }
-                            ]
-                        },
-                        "template": {
-                            "spec": {
-                                "restartPolicy": str,
-                                "subdomain": str,
-                                "terminationGracePeriodSeconds": int,
-                                "containers": [
-                                    {
-                                        "name": str,
-                                        "image": str,
-                                        "command": [str],
-                                        "env": [{"name": str, "valueFrom": {"fieldRef": {"fieldPath": str}}}],
-                                        "ports": [{"containerPort": int}],
-                                        "resources": {"limits": {"memory": str}},
-                                        "volumeMounts": [{"name": str, "mountPath": str}],
-                                    }
-                                ],
-                                "volumes": [
-                                    {
-                                        "name": str,
-                                        "emptyDir": {"medium": str, "sizeLimit": str},
-                                        "persistentVolumeClaim": {"claimName": str},
-                                    }
-                                ],
-                            }
-                        },
-                    }
-                },
-            }
-        ],
-    },
-}
-
-
-def misfits(value: Any, shape: Any, where: str = "") -> list[str]:
-    """Return the paths of unknown fields and of values of the wrong type."""
-    if isinstance(shape, dict):
-        if not isinstance(value, dict):
-            return [f"{where}: an object is expected"]
-        unknown = [f"{where}.{name}: unknown" for name in value if name not in shape]
-        return unknown + [
-            bad for name in value if name in shape for bad in misfits(value[name], shape[name], f"{where}.{name}")
-        ]
-    if isinstance(shape, list):
-        if not isinstance(value, list) or not value:
-            return [f"{where}: a list is expected"]
-        return [bad for i, item in enumerate(value) for bad in misfits(item, shape[0], f"{where}[{i}]")]
-    return [] if type(value) is shape else [f"{where}: {shape.__name__} is expected, found {value!r}"]
-
-
-def test_jobset_manifest_has_known_fields_and_a_command_that_dlrun_accepts() -> None:
-    yaml = pytest.importorskip("yaml")
+def manifest_and_problems(change: Callable[[Any], None] = lambda manifest: None) -> tuple[Any, list[str]]:
+    """docs/jobset.yaml against the fields of JobSet's own schema (tests/jobset_schema.py cuts it out of the CRD)."""
+    yaml, jsonschema = pytest.importorskip("yaml"), pytest.importorskip("jsonschema")
     manifest = yaml.safe_load((ROOT / "docs" / "jobset.yaml").read_text())
-    assert misfits(manifest, SHAPE) == []
-    assert misfits({"spec": {"netwrk": {}}}, SHAPE) == [".spec.netwrk: unknown"]
+    change(manifest)
+    schema = json.loads((ROOT / "tests" / "format" / "jobset-v1alpha2.json").read_text())
+    return manifest, [error.message for error in jsonschema.Draft7Validator(schema).iter_errors(manifest)]
+
+
+def pod(manifest: Any) -> Any:
+    return manifest["spec"]["replicatedJobs"][0]["template"]["spec"]["template"]["spec"]
+
+
+@pytest.mark.parametrize(
+    ("change", "says"),
+    [
+        (lambda m: m["spec"].update(netwrk={}), "'netwrk' was unexpected"),
+        (lambda m: pod(m).update(terminationGracePeriodSeconds="2m"), "'2m' is not of type 'integer'"),
+        (lambda m: pod(m)["containers"][0].pop("name"), "'name' is a required property"),
+        (lambda m: pod(m)["containers"][0].update(commands=[]), "'commands' was unexpected"),
+        (lambda m: m["spec"]["replicatedJobs"][0].pop("template"), "'template' is a required property"),
+    ],
+)
+def test_wrong_manifest_is_refused(change: Callable[[Any], None], says: str) -> None:
+    _, problems = manifest_and_problems(change)
+    assert any(says in problem for problem in problems), problems
+
+
+def test_jobset_manifest_fits_jobsets_schema_and_has_a_command_that_dlrun_accepts() -> None:
+    manifest, problems = manifest_and_problems()
+    assert problems == []
     (job,) = manifest["spec"]["replicatedJobs"]
     spec = job["template"]["spec"]
     (container,) = spec["template"]["spec"]["containers"]
