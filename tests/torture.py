@@ -3,7 +3,8 @@
     export PYTHONPATH=tests:.                               # or: make torture
     python tests/torture.py --kills 300 --seed 7            # both levels
     python tests/torture.py --level segment --kills 1000    # ranks that write numpy state into segments
-    python tests/torture.py --level engine --kills 300      # a training process through Checkpointer
+    python tests/torture.py --level engine --kills 300      # training processes through Checkpointer, half of them
+                                                            # alone, half in a job of --ranks 2
 
 After every kill: what a restart chooses is byte-identical to a step that was really taken, and it is never older
 than the newest snapshot that all ranks had reported complete. The seed is printed; a failure names kill and seed.
@@ -226,12 +227,13 @@ def torture_segments(
     return done
 
 
-# -- a training process through Checkpointer -------------------------------------------------------------
+# -- training processes through Checkpointer ----------------------------------------------------------------
 
 
-def trainer_main(folder: Path, threads: int) -> None:
-    """Train a small model for ever from wherever it stands, reporting the digest of every state it passes."""
+def trainer_main(folder: Path, rank: int, world: int, store: Path) -> None:
+    """Train a small model of this rank's own for ever from wherever it stands, reporting the digest of every state."""
     import torch
+    import torch.distributed as dist
     import xxhash
 
     from flashckpt import Checkpointer
@@ -239,8 +241,11 @@ def trainer_main(folder: Path, threads: int) -> None:
     log = os.open(folder / "log", os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
     os.dup2(log, 1)
     os.dup2(log, 2)
-    torch.set_num_threads(threads)
-    torch.manual_seed(0)
+    book = os.open(folder / f"trace-{rank}", os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
+    torch.set_num_threads(1)
+    if world > 1:
+        dist.init_process_group("gloo", store=dist.FileStore(str(store), world), rank=rank, world_size=world)
+    torch.manual_seed(rank)
     model = torch.nn.Sequential(torch.nn.Linear(256, 700), torch.nn.GELU(), torch.nn.Linear(700, 256))
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
 
@@ -255,10 +260,10 @@ def trainer_main(folder: Path, threads: int) -> None:
     def complete(step: int) -> None:
         os.write(book, f"complete {step} -\n".encode())
 
-    book = os.open(folder / "trace", os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
     ckpt = Checkpointer(str(folder / "root"), snapshot_every=1, persist_every=10**9, job="torture")
     ckpt.track(model=model, optimizer=optimizer)
     ckpt.on_snapshot = complete
+    os.write(book, b"begins 0 -\n")
     report = ckpt.restore()
     step = report.step if report else 0
     os.write(book, f"restored {step} {state()}\n".encode())
@@ -272,71 +277,111 @@ def trainer_main(folder: Path, threads: int) -> None:
         ckpt.step(step)
 
 
-def engine_once(folder: Path, rng: random.Random, states: dict[int, str], seen: int) -> tuple[int, int]:
-    """Run one life until a random instant, and check its restored state; return (restored, newest complete)."""
-    pid = fork(lambda: trainer_main(folder, 1))
-    trace = folder / "trace"
-    end = time.monotonic() + 60
+class Trainers:
+    """The lives of one job, one after another, and what they said.
 
-    def lines() -> list[list[str]]:
-        text = trace.read_text() if trace.exists() else ""
-        return [line.split() for line in text[seen:].splitlines()]
+    Args:
+        folder: On tmpfs; holds the job's memory and what the ranks report.
+        world: Ranks.
+        rng: Chooses the instants.
 
-    while not any(line[0] == "restored" for line in lines()):
-        if time.monotonic() > end or os.waitid(os.P_PID, pid, os.WEXITED | os.WNOHANG | os.WNOWAIT):
-            break
-        time.sleep(0.005)
-    time.sleep(rng.random() ** 2 * 0.3)
-    os.kill(pid, signal.SIGKILL)
-    require(ended(pid) == -signal.SIGKILL, "the trainer ended by itself")
-    restored, complete = -1, -1
-    for event, number, digest in lines():
-        step = int(number)
-        if event == "restored":
-            restored = step
-            require(step == 0 or states.get(step) == digest, f"step {step} restored as {digest}: TORN")
-        elif event == "state":
-            require(states.setdefault(step, digest) == digest, f"step {step} differs after a resume")
-        else:
-            complete = max(complete, step)
-    require(restored >= 0, "the trainer did not come to restore in 60 s")
-    return restored, complete
+    Attributes:
+        wanted: Step that the next life must reach at least: the newest that all ranks reported complete.
+        early: Lives that were killed before all ranks had restored.
+    """
+
+    def __init__(self, folder: Path, world: int, rng: random.Random) -> None:
+        self.folder, self.world, self.rng = folder, world, rng
+        self.states: list[dict[int, str]] = [{} for _ in range(world)]
+        self.read = [0] * world
+        self.wanted = self.lives = self.early = 0
+
+    def live(self) -> None:
+        """Start all ranks, kill them at random instants, and check what they said."""
+        store = self.folder / f"store-{self.lives}"
+        pids = [fork(partial(trainer_main, self.folder, rank, self.world, store)) for rank in range(self.world)]
+        self.lives += 1
+        early = self.rng.random() < 0.2
+        self._wait_for("begins" if early else "restored", pids)
+        time.sleep(self.rng.random() ** 2 * 0.3)
+        self.rng.shuffle(pids)
+        for pid in pids:  # one dies, the launcher kills the others a moment later
+            os.kill(pid, signal.SIGKILL)
+            time.sleep(self.rng.choice([0, 0.001, 0.02]))
+        codes = [ended(pid) for pid in pids]
+        require(set(codes) == {-signal.SIGKILL}, f"a trainer ended by itself: {codes}")
+        self._check([self._new_lines(rank) for rank in range(self.world)])
+
+    def _trace(self, rank: int) -> str:
+        path = self.folder / f"trace-{rank}"
+        return path.read_text()[self.read[rank] :] if path.exists() else ""
+
+    def _wait_for(self, event: str, pids: list[int]) -> None:
+        end = time.monotonic() + 60
+        while not all(f"{event} " in self._trace(rank) for rank in range(self.world)):
+            require(time.monotonic() < end, f"not all ranks came to {event!r} in 60 s")
+            if any(os.waitid(os.P_PID, pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) for pid in pids):
+                break
+            time.sleep(0.005)
+
+    def _new_lines(self, rank: int) -> list[list[str]]:
+        text = self._trace(rank)
+        self.read[rank] += len(text)
+        return [line.split() for line in text.splitlines()]
+
+    def _check(self, said: list[list[list[str]]]) -> None:
+        restored: set[int] = set()
+        for rank, lines in enumerate(said):
+            states = self.states[rank]
+            for event, number, digest in lines:
+                step = int(number)
+                if event == "restored":
+                    restored.add(step)
+                    require(step == 0 or states.get(step) == digest, f"rank {rank}: step {step} is {digest}: TORN")
+                elif event == "state":
+                    require(
+                        states.setdefault(step, digest) == digest, f"rank {rank}: step {step} differs after a resume"
+                    )
+        require(len(restored) <= 1, f"ranks restored different steps: {sorted(restored)}")
+        require(not restored or min(restored) >= self.wanted, f"restored {restored}, step {self.wanted} was complete")
+        complete = [{int(line[1]) for line in lines if line[0] == "complete"} for lines in said]
+        self.early += sum(line[0] == "restored" for lines in said for line in lines) < self.world
+        self.wanted = max(self.wanted, *restored, *set.intersection(*complete), 0)
 
 
-def torture_engine(kills: int, seed: int, *, tell: Callable[..., None] = print) -> int:
-    """Kill a training process `kills` times; return the number of kills."""
+def torture_engine(kills: int, seed: int, *, ranks: int = 1, tell: Callable[..., None] = print) -> int:
+    """Kill training processes until `kills` SIGKILLs; return the number of kills."""
     import torch
 
     import flashckpt.checkpointer  # noqa: F401 -- imported before the forks, so that a life costs tenths of a second
 
     torch.set_num_threads(1)
-    rng = random.Random(seed)
     folder = Path(tempfile.mkdtemp(prefix="flashckpt-torture-", dir="/dev/shm"))
     os.environ["FLASHCKPT_SHM_DIR"] = str(folder)
     (folder / "agent").mkdir()
     os.environ["FLASHCKPT_AGENT_DIR"] = str(folder / "agent")  # an agent would start the daemon: none here
-    states: dict[int, str] = {}
-    wanted = last = 0
+    job = Trainers(folder, ranks, random.Random(seed))
+    done = 0
     try:
-        for kill in range(kills):
-            size = (folder / "trace").stat().st_size if (folder / "trace").exists() else 0
+        while done < kills:
             try:
-                restored, complete = engine_once(folder, rng, states, size)
-                require(restored >= wanted, f"restored step {restored}, step {wanted} was complete")
+                job.live()
             except BrokenPromiseError as error:
                 log = (folder / "log").read_text()[-2000:]
-                raise BrokenPromiseError(f"kill {kill}, seed {seed}: {error}\n{log}") from None
-            wanted, last = max(restored, complete), restored
+                raise BrokenPromiseError(f"kill {done}, seed {seed}, {ranks} ranks: {error}\n{log}") from None
+            done += ranks
     finally:
         shutil.rmtree(folder, ignore_errors=True)
-    tell(f"engine level: seed {seed}: {kills} kills, torn 0, lost 0; the last life began at step {last}")
-    return kills
+    tell(f"engine level: seed {seed}, {ranks} ranks: {done} kills, torn 0, lost 0; {job.lives} lives came to step "
+         f"{job.wanted}, {job.early} of them were killed while they restored")  # fmt: skip
+    return done
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--kills", type=int, default=300, help="SIGKILLs per level")
     parser.add_argument("--seed", type=int, default=None)
+    parser.add_argument("--ranks", type=int, default=2, help="of the second half of the engine level")
     parser.add_argument("--level", choices=["segment", "engine", "both"], default="both")
     args = parser.parse_args()
     seed = args.seed if args.seed is not None else random.SystemRandom().randrange(2**32)
@@ -346,7 +391,8 @@ def main() -> int:
             for slots in (2, 3):
                 torture_segments(args.kills // 2, seed, slots=slots)
         if args.level in {"engine", "both"}:
-            torture_engine(args.kills, seed)
+            for ranks in sorted({1, args.ranks}):
+                torture_engine(args.kills // len({1, args.ranks}), seed, ranks=ranks)
     except BrokenPromiseError as error:
         print(f"FAILED: {error}", flush=True)
         return 1
