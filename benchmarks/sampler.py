@@ -192,74 +192,72 @@ def permutation_speed(repeats: int) -> list[dict[str, Any]]:
 
 def throughput(samples: int, repeats: int) -> list[dict[str, Any]]:
     """Samples per second of a whole epoch; the runs alternate, so that both see the same machine."""
-    import torch
-    from torch.utils.data import BatchSampler, DataLoader, DistributedSampler, TensorDataset
+    warnings.filterwarnings("ignore", message="This DataLoader will create")
+    return [*throughput_alone(repeats), *throughput_of_loaders(samples, repeats)]
+
+
+def samplers() -> dict[str, tuple[bool, Callable[[Any], Any]]]:
+    """Return, by name, whether it gives whole batches, and how it is made for a data set."""
+    from torch.utils.data import BatchSampler, DistributedSampler
 
     from flashckpt.sampler import ElasticBatchSampler, ElasticSampler
 
-    warnings.filterwarnings("ignore", message="This DataLoader will create")
-    data = TensorDataset(torch.arange(samples * 16).reshape(samples, 16))
-
-    def elastic() -> DataLoader[Any]:
-        return DataLoader(data, batch_size=32, sampler=ElasticSampler(data, 1, 0), num_workers=workers)
-
-    def elastic_batches() -> DataLoader[Any]:
-        return DataLoader(data, batch_sampler=ElasticBatchSampler(ElasticSampler(data, 1, 0), 32), num_workers=workers)
-
-    def plain() -> DataLoader[Any]:
-        return DataLoader(data, batch_size=32, sampler=DistributedSampler(data, 1, 0), num_workers=workers)
-
-    def plain_batches() -> DataLoader[Any]:
-        batches = BatchSampler(DistributedSampler(data, 1, 0), 32, drop_last=False)
-        return DataLoader(data, batch_sampler=batches, num_workers=workers)
-
-    makers = {
-        "ElasticSampler": elastic,
-        "ElasticBatchSampler": elastic_batches,
-        "torch DistributedSampler": plain,
-        "torch BatchSampler(DistributedSampler)": plain_batches,
-    }
-    rows: list[dict[str, Any]] = []
-    million: Any = Length(10**6)
-    alone_makers: dict[str, Callable[[], Any]] = {
-        "ElasticSampler": lambda: ElasticSampler(million, 1, 0),
-        "ElasticBatchSampler": lambda: ElasticBatchSampler(ElasticSampler(million, 1, 0), 32),
-        "torch DistributedSampler": lambda: DistributedSampler(million, 1, 0),
-        "torch BatchSampler(DistributedSampler)": lambda: BatchSampler(
-            DistributedSampler(million, 1, 0), 32, drop_last=False
+    return {
+        "ElasticSampler": (False, lambda data: ElasticSampler(data, 1, 0)),
+        "ElasticBatchSampler": (True, lambda data: ElasticBatchSampler(ElasticSampler(data, 1, 0), 32)),
+        "torch DistributedSampler": (False, lambda data: DistributedSampler(data, 1, 0)),
+        "torch BatchSampler(DistributedSampler)": (
+            True,
+            lambda data: BatchSampler(DistributedSampler(data, 1, 0), 32, drop_last=False),
         ),
     }
-    for label, make_ids in alone_makers.items():
+
+
+def throughput_alone(repeats: int) -> list[dict[str, Any]]:
+    """Samplers without a loader: a million indices, the best of three times `repeats` runs."""
+    million: Any = Length(10**6)
+    rows = []
+    for label, (_, make) in samplers().items():
         alone = []
         for _ in range(repeats * 3):
             begin = time.process_time()
-            deque(iter(make_ids()), maxlen=0)
+            deque(iter(make(million)), maxlen=0)
             alone.append((time.process_time() - begin) / len(million))
-        rows.append(
-            {
-                "sampler": label,
-                "workers": "alone",
-                "samples_per_s": 1 / min(alone),
-                "cpu_us_per_sample": min(alone) * 1e6,
-            }
-        )
+        rows.append(throughput_row(label, "alone", 1 / min(alone), min(alone)))
+    return rows
+
+
+def throughput_of_loaders(samples: int, repeats: int) -> list[dict[str, Any]]:
+    """Samplers under a `DataLoader` with 0, 2 and 4 workers, batches of 32 from memory."""
+    import torch
+    from torch.utils.data import DataLoader, TensorDataset
+
+    data = TensorDataset(torch.arange(samples * 16).reshape(samples, 16))
+    rows = []
     for workers in (0, 2, 4):
-        spent: dict[str, list[tuple[float, float]]] = {label: [] for label in makers}
+        spent: dict[str, list[tuple[float, float]]] = {label: [] for label in samplers()}
         for _ in range(repeats):
-            for label, make in makers.items():
-                loader, wall, cpu = make(), time.perf_counter(), total_cpu()
+            for label, (batched, make) in samplers().items():
+                options: Any = {"batch_sampler": make(data)} if batched else {"batch_size": 32, "sampler": make(data)}
+                loader: Any = DataLoader(data, num_workers=workers, **options)
+                wall, cpu = time.perf_counter(), total_cpu()
                 count = sum(1 for _ in loader)
                 assert count == -(-samples // 32)
                 del loader
                 spent[label].append((time.perf_counter() - wall, total_cpu() - cpu))
         for label, times in spent.items():
-            rows.append({
-                "sampler": label,
-                "workers": workers,
-                "samples_per_s": samples / min(wall for wall, _ in times),
-                "cpu_us_per_sample": min(cpu for _, cpu in times) / samples * 1e6,
-            })  # fmt: skip
+            fastest, least_cpu = min(wall for wall, _ in times), min(cpu for _, cpu in times)
+            rows.append(throughput_row(label, workers, samples / fastest, least_cpu / samples))
     return rows
+
+
+def throughput_row(label: str, workers: int | str, samples_per_s: float, cpu_s: float) -> dict[str, Any]:
+    return {
+        "sampler": label,
+        "workers": workers,
+        "samples_per_s": samples_per_s,
+        "cpu_us_per_sample": cpu_s * 1e6,
+    }
 
 
 def total_cpu() -> float:

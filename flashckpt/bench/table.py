@@ -71,7 +71,13 @@ def tables(document: Mapping[str, Any]) -> Iterator[Table]:
 
 def notes(document: Mapping[str, Any]) -> list[str]:
     """Return the rest of the figures, one line each."""
-    results, lines = document["results"], []
+    results = document["results"]
+    return [*_training_notes(results), *_persist_notes(results), *_place_notes(results)]
+
+
+def _training_notes(results: Mapping[str, Any]) -> list[str]:
+    """What snapshots cost training."""
+    lines = []
     if stall := results.get("stall_ms"):
         lines.append(
             f"stall per snapshot {_ms(stall['median'])} (p50), {_ms(stall['p99'])} (p99), {_ms(stall['max'])} (max): the"
@@ -89,7 +95,12 @@ def notes(document: Mapping[str, Any]) -> list[str]:
         )
     if results.get("step_uplift") is not None:
         lines.append(f"steps {results['step_uplift']:.1%} longer while a persist runs")
-    lines += [
+    return lines
+
+
+def _persist_notes(results: Mapping[str, Any]) -> list[str]:
+    """What persisting and restoring cost, and how uneven the ranks were."""
+    lines = [
         f"{name} costs {one['median']:.3g} CPU s/GB"
         for name in ("persist", "write", "read")
         if (one := results.get(f"{name}_cpu_s_per_gb"))
@@ -102,6 +113,12 @@ def notes(document: Mapping[str, Any]) -> list[str]:
     if skew := results.get("slowest_over_median"):
         worst = ", ".join(f"{SECONDS[key].strip()} {value:.2f}" for key, value in skew.items() if key in _SKEWS)
         lines.append(f"slowest rank over the median one: {worst}")
+    return lines
+
+
+def _place_notes(results: Mapping[str, Any]) -> list[str]:
+    """What is to be known of the place itself."""
+    lines = []
     if "publishes_per_s" in results:
         lines.append(f"{results['publishes_per_s']:.3g} small durable publishes per second, one after another")
     if cold := results.get("cold"):

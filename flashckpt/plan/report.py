@@ -142,8 +142,6 @@ def plan_document(
         costs = replace(costs, persist_stall_s=rates.persist_uplift * costs.persist_s)
     failures = Failures(gpus=request.gpus, gpu_mtbf_s=request.gpu_mtbf_s, storage_share=request.storage_share)
     chosen = best(failures, costs, step_s=request.step_s)
-    storage_mtbf_s = 1 / failures.storage_rate if failures.storage_rate > 0 else float("inf")
-    memory_mtbf_s = 1 / failures.memory_rate if failures.memory_rate > 0 else float("inf")
     return {
         "schema": SCHEMA,
         "kind": "plan",
@@ -158,13 +156,7 @@ def plan_document(
         "rates": asdict(rates),
         "state": state,
         "intervals": _choice(chosen, request.step_s),
-        "rules": {
-            "young_snapshot_s": young(costs.stall_s, min(memory_mtbf_s, failures.mtbf_s * 1e9)),
-            "daly_snapshot_s": daly(costs.stall_s, min(memory_mtbf_s, failures.mtbf_s * 1e9)),
-            "young_persist_s": young(costs.persist_stall_s, min(storage_mtbf_s, failures.mtbf_s * 1e9)),
-            "shortest_snapshot_s": max(costs.staged_s, request.step_s),
-            "shortest_persist_s": costs.persist_s,
-        },
+        "rules": _rules(failures, costs, request.step_s),
         "needs": _needs(request, state, chosen),
         "sizes": [
             {"gpus": size, "mtbf_s": request.gpu_mtbf_s / size, **_choice(choice, request.step_s)}
@@ -176,6 +168,20 @@ def plan_document(
         ],
         "lost_gpu_hours_per_day": (1 - chosen.forecast.goodput) * request.gpus * 24,
         "curve": curve(failures, costs, chosen),
+    }
+
+
+def _rules(failures: Failures, costs: Costs, step_s: float) -> dict[str, float]:
+    """Return what rules of thumb say, and the bounds below which no interval makes sense; seconds."""
+    never_s = failures.mtbf_s * 1e9  # a tier that never fails
+    memory_mtbf_s = min(1 / failures.memory_rate if failures.memory_rate > 0 else float("inf"), never_s)
+    storage_mtbf_s = min(1 / failures.storage_rate if failures.storage_rate > 0 else float("inf"), never_s)
+    return {
+        "young_snapshot_s": young(costs.stall_s, memory_mtbf_s),
+        "daly_snapshot_s": daly(costs.stall_s, memory_mtbf_s),
+        "young_persist_s": young(costs.persist_stall_s, storage_mtbf_s),
+        "shortest_snapshot_s": max(costs.staged_s, step_s),
+        "shortest_persist_s": costs.persist_s,
     }
 
 
