@@ -298,3 +298,17 @@ TestM1 = M1.TestCase
 TestM1.settings = settings(
     max_examples=100, stateful_step_count=30, deadline=None, suppress_health_check=[HealthCheck.too_slow]
 )
+
+
+def test_snapshot_that_one_survivor_alone_completed_stays_once_it_was_restored() -> None:
+    """Ranks 0 and 1 go on from it; rank 1 comes to new snapshots, rank 0 loses its own: the old one is all there is."""
+    machine = M1()
+    machine.start(slots=2, world=3, late=False, mirrored=True)
+    everybody = [(action, rank) for action in ("take", "complete", "publish") for rank in range(3)]
+    machine.train([*everybody, ("refresh", 0), ("take", 0), ("complete", 0)])
+    machine.lose_a_node(2, set())
+    assert machine.restorable() == (1, 2)
+    machine.train([(action, rank) for action in ("publish", "refresh") for rank in range(3)])
+    alone = [("take", 1), ("complete", 1), ("publish", 1), ("refresh", 0), ("take", 0), ("discard", 0), ("publish", 0)]
+    machine.train(alone * 3)
+    assert machine.restorable() == (1, 2)
