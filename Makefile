@@ -9,7 +9,7 @@ TORCH_INDEX ?=
 export OMP_NUM_THREADS ?= 1
 export OPENBLAS_NUM_THREADS ?= 1
 
-.PHONY: help setup preflight demo test test-s3 test-clouds bench-all check clean test-launcher test-layouts test-nodes test-restarts
+.PHONY: help setup preflight demo test test-s3 test-clouds bench-all check clean test-launcher test-layouts test-nodes test-mounts test-restarts
 
 help:  ## list the targets
 	@grep -E '^[a-z0-9-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 16
