@@ -206,9 +206,7 @@ def measure_s3(gigabytes: float, endpoint: str, args: argparse.Namespace, disk: 
             for kind, peaks in memory.items():
                 with peak_memory_of(lambda: client.pids, 0.002) as peak:
                     client.ask(kind, way=way)
-                # the file that boto3 and s3fs alone download into is shared memory, and not theirs
-                own = int(gigabytes * 1e9) if kind == "down" and way in ("boto3", "s3fs alone") else 0
-                peaks[way] = max(0, peak.extra_bytes - own)
+                peaks[way] = peak.extra_bytes
         client.ask("close")
     finally:
         client.close()

@@ -100,8 +100,22 @@ def stream(pipe: IO[str] | None) -> IO[str]:
     return pipe
 
 
+def descendants(pid: int) -> list[int]:
+    """Return a process and all living descendants."""
+    found, rest = [], [pid]
+    while rest:
+        one = rest.pop()
+        found.append(one)
+        for children in Path(f"/proc/{one}/task").glob("*/children"):
+            try:
+                rest += [int(child) for child in children.read_text().split()]
+            except OSError:
+                continue  # the thread ended meanwhile
+    return found
+
+
 class PeakMemory:
-    """Largest memory of a family of processes and of all shared memory, above what it was at the start."""
+    """Largest memory of a family of processes above what it was at the start."""
 
     def __init__(self, pids: Callable[[], Sequence[int]]) -> None:
         self._pids = pids
@@ -109,8 +123,8 @@ class PeakMemory:
         self.extra_bytes = 0
 
     def now(self) -> int:
-        """Private memory of the processes, shared pages divided by their sharers, plus all shared memory of the machine."""
-        return sum(private_bytes(pid) for pid in self._pids()) + shared_bytes()
+        """Memory of the processes, each page once."""
+        return sum(memory_bytes(pid) for pid in self._pids())
 
     def look(self) -> None:
         """Take one sample."""
@@ -136,18 +150,10 @@ def peak_memory_of(pids: Callable[[], Sequence[int]], interval_s: float = 0.005)
         peak.look()
 
 
-def private_bytes(pid: int) -> int:
-    """Anonymous memory of a process; a page that a fork shares counts in parts."""
+def memory_bytes(pid: int) -> int:
+    """Private and shared memory of a process, without files; a page that others have mapped too counts in parts."""
     try:
         lines = Path(f"/proc/{pid}/smaps_rollup").read_text().splitlines()
     except OSError:
         return 0
-    return sum(int(line.split()[1]) * 1024 for line in lines if line.startswith("Pss_Anon:"))
-
-
-def shared_bytes() -> int:
-    """All shared memory of the machine: tmpfs files and shared anonymous mappings."""
-    for line in Path("/proc/meminfo").read_text().splitlines():
-        if line.startswith("Shmem:"):
-            return int(line.split()[1]) * 1024
-    return 0
+    return sum(int(line.split()[1]) * 1024 for line in lines if line.startswith(("Pss_Anon:", "Pss_Shmem:")))

@@ -32,7 +32,7 @@ from typing import Any
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 from dlrover_peer import SETUP, check_dlrover, environment, remove_leftovers
-from ranks import Ranks, peak_memory_of, stream
+from ranks import Ranks, descendants, peak_memory_of, stream
 from stall_table import summarised, table
 
 from flashckpt.bench.host import available_bytes
@@ -145,6 +145,11 @@ class Family:
         """All processes that work for a method."""
         return sorted({pid for one in self.ask(method, "pids") for pid in one})
 
+    def processes(self) -> list[int]:
+        """All ranks with their descendants, and the agent."""
+        roots = [pid for ranks in self.kinds.values() for pid in ranks.pids]
+        return [pid for root in [*roots, *([self.agent_pid] if self._agent else [])] for pid in descendants(root)]
+
     @property
     def agent_pid(self) -> int:
         """Process id of DLRover's agent."""
@@ -188,7 +193,7 @@ def measure_group(family: Family, seconds: float, rounds: int) -> dict[str, Any]
     setup_s, standing, first = {}, {}, {}
     for method in family.group.methods:
         started = time.perf_counter()
-        with peak_memory_of(lambda: [p for ranks in family.kinds.values() for p in ranks.pids], 0.05) as peak:
+        with peak_memory_of(family.processes, 0.5) as peak:
             family.ask(method, "setup")
             setup_s[method] = time.perf_counter() - started
             first[method] = family.ask(method, "run")
@@ -200,14 +205,23 @@ def measure_group(family: Family, seconds: float, rounds: int) -> dict[str, Any]
         for method in [*series][turn:] + [*series][:turn]:
             series[method].append(family.ask(method, "run"))
         number += 1
-    memory = {}
+    memory, usual = {}, {}
+    for kind, ranks in family.kinds.items():  # the optimizer's own temporary memory
+        with peak_memory_of(family.processes) as peak:
+            ranks.ask("step")
+        usual[kind] = peak.extra_bytes
     for method in family.group.methods:
         pids = family.pids(method)
         with peak_memory_of(lambda pids=pids: pids) as peak:  # type: ignore[misc]  # bound now
             family.ask(method, "run")
-        memory[method] = {"standing_bytes": max(0, standing[method]), "peak_bytes": peak.extra_bytes}
-    copies = family.kinds["ours"].ask("copies") if "ours" in family.kinds else []
-    return {"setup_s": setup_s, "first": first, "series": series, "memory": memory, "copies": copies}
+        memory[method] = {
+            "standing_bytes": max(0, standing[method]),
+            "peak_bytes": max(0, peak.extra_bytes - usual[kind_of(method)]),
+        }
+    alone = []
+    if "flashckpt" in family.group.methods:
+        alone = [family.ask("flashckpt", "alone") for _ in range(min(max(number, 3), 9))]
+    return {"setup_s": setup_s, "first": first, "series": series, "memory": memory, "alone": alone}
 
 
 @contextmanager

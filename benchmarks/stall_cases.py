@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import shutil
 import time
 from pathlib import Path
@@ -17,6 +18,9 @@ from training_loop import Blocking, Case, Loop, WarmCopy
 
 from flashckpt import Checkpointer
 from flashckpt.checkpoint.persist import MANIFEST, prefix_of
+from flashckpt.memory.segment import Segment
+from flashckpt.restore.fill import Target, fill
+from flashckpt.restore.sources import MemorySource
 
 PERSIST_EVERY = 1_000_000
 """Steps that divide by it are persisted; a round may count up to the next one."""
@@ -34,7 +38,6 @@ class Flashckpt(Blocking):
         life = ckpt._life
         assert life is not None
         self.life, self.wanted = life, root
-        self.before = self.started = 0.0
 
     def call(self) -> None:
         """Take a snapshot of the next step that is (not) persisted."""
@@ -44,7 +47,6 @@ class Flashckpt(Blocking):
         elif step % PERSIST_EVERY == 0:
             step += 1
         self.wanted = self.root / prefix_of(self.life.outcome.record.generation, step) / MANIFEST
-        self.before, self.started = self.ckpt.stats.get("complete_s", 0.0), time.perf_counter()
         self.ckpt.step(step)
 
     def fence(self) -> None:
@@ -59,7 +61,7 @@ class Flashckpt(Blocking):
         """When it was COMPLETE, digests included, or when MANIFEST was made."""
         self.life._stager.finish()
         if not self.persist:
-            return self.started + self.ckpt.stats["complete_s"] - self.before
+            return _complete_at[self.ckpt]
         while not self.wanted.exists():
             time.sleep(0.001)
         return on_perf_counter(self.wanted.stat().st_mtime)
@@ -86,10 +88,48 @@ def flashckpt_case(loop: Loop, root: Path, job: str, slots: int | None, *, persi
         assert ckpt._life is not None
         assert ckpt._life.memory.wait_ready()
         _checkpointers[job] = ckpt
+        ckpt.on_snapshot = lambda _, made=ckpt: _complete_at.update({made: time.perf_counter()})
     return Flashckpt(ckpt, root, persist=persist)
 
 
 _checkpointers: dict[str, Checkpointer] = {}
+_complete_at: dict[Checkpointer, float] = {}
+
+
+def alone(case: Flashckpt, loop: Loop) -> dict[str, float]:
+    """Take one snapshot and restore it from its slot with nothing beside, as multiples of a memcpy right before.
+
+    The restore attaches and maps the segment, verifies every byte, and goes to touched memory: the target of the memcpy.
+    """
+    memcpy, _ = loop.memcpy()
+    started = time.perf_counter()
+    case.call()
+    case.fence()
+    copied = time.perf_counter() - started
+    complete = case.finish() - started
+    found = {"copied_x": copied / memcpy, "complete_x": complete / memcpy}
+    for name, threads in (("restored_1_thread_x", 1), ("restored_x", None)):
+        memcpy, _ = loop.memcpy()
+        started = time.perf_counter()
+        _restore(case, loop, threads)
+        found[name] = (time.perf_counter() - started) / memcpy
+    return found
+
+
+def _restore(case: Flashckpt, loop: Loop, threads: int | None) -> None:
+    held = case.life.memory.segment
+    assert held is not None
+    newest = max((h for h in held.headers() if h.is_complete), key=lambda h: h.identity)
+    slot = [h.identity if h.is_complete else None for h in held.headers()].index(newest.identity)
+    with contextlib.closing(Segment.attach(held.path)) as segment:
+        source = MemorySource(segment, slot)
+    with contextlib.closing(source):
+        view, at, targets = memoryview(loop.target), 0, []
+        for row in range(len(source.manifest.table)):
+            shard = source.manifest.table.shard(row)
+            targets.append(Target(shard=shard, buffer=view[at : at + shard.nbytes]))
+            at += shard.nbytes
+        fill(targets, [source], threads=threads)
 
 
 def on_perf_counter(file_time: float) -> float:

@@ -11,8 +11,8 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from ranks import serve
-from training_loop import Case, Loop, descendants, measured
+from ranks import descendants, serve
+from training_loop import Case, Loop, measured
 
 
 class Rank:
@@ -54,17 +54,23 @@ class Rank:
         dist.barrier()
         return {"memcpy_s": wall, "memcpy_cpu_s": cpu} | measured(self.loop, self.cases[case])
 
+    def step(self) -> float:
+        """One quiet step; seconds."""
+        return self.loop.compute() + self.loop.update()
+
     def pids(self, case: str) -> list[int]:
         """This process, its descendants, and whoever works for the case."""
         return [*descendants(os.getpid()), *self.cases[case].pids()]
 
-    def copies(self) -> dict[str, float]:
-        """CPU seconds of one copy with digests by flashckpt's threads, from its own counters."""
-        for name, case in self.cases.items():
-            if name.startswith("flashckpt"):
-                stats = case.ckpt.stats  # type: ignore[attr-defined]  # only Flashckpt has it
-                return {"copy_cpu_s": stats["copy_cpu_s"] / stats["snapshots"], "skipped": stats.get("skipped", 0.0)}
-        return {}
+    def alone(self, case: str) -> dict[str, float]:
+        """One snapshot and restore by flashckpt with nothing beside; its counters of CPU and of skipped snapshots."""
+        from stall_cases import Flashckpt, alone
+
+        one = self.cases[case]
+        assert isinstance(one, Flashckpt)
+        dist.barrier()
+        found, stats = alone(one, self.loop), one.ckpt.stats
+        return found | {"copy_cpu_s": stats["copy_cpu_s"] / stats["snapshots"], "skipped": stats.get("skipped", 0.0)}
 
     def close(self) -> None:
         """End everything; the ranks leave together."""
@@ -84,7 +90,7 @@ def main() -> None:
     torch.set_num_threads(1)
     warnings.simplefilter("ignore")
     rank = Rank(options)
-    names = ("about", "setup", "run", "pids", "copies", "close")
+    names = ("about", "setup", "run", "step", "pids", "alone", "close")
     serve({name: getattr(rank, name) for name in names})
     os._exit(0)  # peers leave threads that never end
 

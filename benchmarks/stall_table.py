@@ -34,9 +34,12 @@ def summarised(about: list[dict[str, Any]], found: dict[str, Any]) -> dict[str, 
         figures["setup_s"] = found["setup_s"][method]
         figures["memory"] = found["memory"][method]
         result["methods"][method] = figures
-    if any(found["copies"]):
-        result["flashckpt_copy_and_digest_cpu_s"] = max(one["copy_cpu_s"] for one in found["copies"])
-        result["flashckpt_skipped"] = sum(one["skipped"] for one in found["copies"])
+    if found["alone"]:
+        last = found["alone"][-1]
+        result["flashckpt_copy_and_digest_cpu_s"] = max(one["copy_cpu_s"] for one in last)
+        result["flashckpt_skipped"] = sum(one["skipped"] for one in last)
+        keys = [key for key in last[0] if key.endswith("_x")]
+        result["flashckpt_alone"] = {key: summarise([worst(one, key) for one in found["alone"]]) for key in keys}
     done: dict[str, Any] = plain(result)
     return done
 
@@ -57,6 +60,9 @@ def table(title: str, found: dict[str, Any]) -> str:
         if "flashckpt_copy_and_digest_cpu_s" in group:
             share = group["flashckpt_copy_and_digest_cpu_s"] / group["memcpy_cpu_s"]["median"]
             about += f"; flashckpt: {group['slots']} slots, CPU of copy and digests {share:.2f} x memcpy"
+            alone = {key: one["median"] for key, one in group["flashckpt_alone"].items()}
+            about += f"; with nothing beside: copied and hashed {alone['copied_x']:.2f} x, COMPLETE {alone['complete_x']:.2f} x, "
+            about += f"restored, verified, by one thread {alone['restored_1_thread_x']:.2f} x, by as many as it chooses {alone['restored_x']:.2f} x"
         lines.append(f"group {number + 1} of {len(found['groups'])}: {about}" if len(found["groups"]) > 1 else about)
     lines += ["", *_HEAD]
     for group in found["groups"]:

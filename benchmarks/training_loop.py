@@ -18,6 +18,7 @@ from typing import Protocol
 
 import numpy as np
 import torch
+from ranks import descendants
 from torch import nn
 
 QUIET_STEPS = 2
@@ -198,20 +199,6 @@ def measured(loop: Loop, case: Case) -> dict[str, float | None]:
         "extra_cpu_s": extra_cpu,
         "step_s": quiet,
     }
-
-
-def descendants(pid: int) -> list[int]:
-    """Return a process and all living descendants."""
-    found, rest = [], [pid]
-    while rest:
-        one = rest.pop()
-        found.append(one)
-        for children in Path(f"/proc/{one}/task").glob("*/children"):
-            try:
-                rest += [int(child) for child in children.read_text().split()]
-            except OSError:
-                continue  # the thread ended meanwhile
-    return found
 
 
 def family_cpu_seconds(others: list[int]) -> float:
