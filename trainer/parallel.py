@@ -60,7 +60,10 @@ class Parallel:
         return int(self.mesh[name].get_local_rank())
 
     def schedule(self, loss: Callable[[Tensor, Tensor], Tensor]) -> Any:
-        """Return the torch pipeline schedule over the local stages, which computes `loss` in the last."""
+        """Return the torch pipeline schedule over the local stages, which computes `loss` in the last.
+
+        It leaves gradients summed over the micro-batches: `TrainStep` divides them.
+        """
         group = self.mesh["pp"].get_group()
         built = [
             PipelineStage(part, stage, self.layout.stages, self.device, group=group)
@@ -68,7 +71,7 @@ class Parallel:
         ]
         cls: Any = get_schedule_class(self.layout.schedule)
         held: Any = built[0] if self.layout.stages_per_rank == 1 else built
-        return cls(held, n_microbatches=self.layout.micro_batches, loss_fn=loss, scale_grads=True)
+        return cls(held, n_microbatches=self.layout.micro_batches, loss_fn=loss, scale_grads=False)
 
     def parameters(self) -> list[nn.Parameter]:
         """Return the parameters of all local parts, in a fixed order."""

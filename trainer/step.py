@@ -19,7 +19,7 @@ from torch.distributed.tensor.parallel import loss_parallel
 from flashckpt.trainer.data import Batch
 from flashckpt.trainer.model import per_token_loss
 from flashckpt.trainer.optim import local_square_sum, settle_gradients
-from flashckpt.trainer.parallel import Parallel, set_gradient_sync
+from flashckpt.trainer.parallel import Parallel, local_tensor, set_gradient_sync
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -99,6 +99,14 @@ class TrainStep:
         first, last = self._parallel.has_first, self._parallel.has_last
         inputs = (tokens,) if first else ()
         run(*inputs, target=targets if last else None, losses=[] if last else None)
+        if backward:
+            self._divide_gradients()
+
+    def _divide_gradients(self) -> None:
+        """Make sums over micro-batches means; on local shards, for DTensor would plan it anew for every shape."""
+        for parameter in self._parallel.parameters():
+            if parameter.grad is not None:
+                local_tensor(parameter.grad).div_(self._parallel.layout.micro_batches)
 
     def _loss(self, logits: Tensor, targets: Tensor) -> Tensor:
         losses = per_token_loss(logits, targets[:, :-1])
