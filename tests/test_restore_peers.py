@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from support.engine import agent_dir
 from support.ranks import run_ranks, values
-from support.spread import lose, train_spread
+from support.spread import lose, node_dir, train_spread
 
 
 @pytest.fixture(autouse=True)
@@ -59,6 +59,33 @@ def test_ranks_that_change_nodes_find_their_own_state_and_generators_with_their_
         assert set(one["report"]["tiers"]) == {"peer"}
 
 
+def test_optimizer_state_that_no_source_here_names_is_asked_for_unless_it_never_was() -> None:
+    """A node may hold a parameter and not a word of its state; one that its optimizer lists without state never stepped."""
+    import torch
+    from test_directory import box, manifest
+
+    from flashckpt.restore import live_state
+    from flashckpt.tracking.placement import World
+    from flashckpt.tracking.tracked import Tracked
+
+    model = torch.nn.Linear(4, 2)
+    tracked = Tracked(World())
+    tracked.add("model", model)
+    tracked.add("optimizer", torch.optim.AdamW(model.parameters()))
+    structure = tracked.structure(tracked.capture())
+    rows = [box("model.weight", (2, 4), (0, 0), (2, 4)), box("model.bias", (2,), (0,), (2,))]
+    rows.append(box("optimizer.weight.exp_avg", (2, 4), (0, 0), (2, 4)))
+
+    def unnamed(**values: object) -> list[str]:
+        held = [manifest(0, rows, values)]
+        return [key for key, _, _ in live_state.wishes(tracked, structure, held, None, exact=True).unnamed]
+
+    assert unnamed() == ["optimizer.bias.*"]
+    assert unnamed(**{"optimizer.groups": [[{"params": ["weight"]}]]}) == ["optimizer.bias.*"]
+    assert unnamed(**{"optimizer.groups": [[{"params": ["weight", "bias"]}]]}) == []
+    assert live_state.wishes(tracked, structure, [manifest(0, rows)], None).unnamed == []
+
+
 @pytest.mark.parametrize(
     ("then", "now"), [([0, 0, 1, 1], [0, 1]), ([0, 1], [2, 0, 2, 1]), ([0, 1], [0, 0, 0])], ids=str
 )
@@ -76,6 +103,39 @@ def test_shrink_and_grow_over_nodes_without_a_byte_from_storage(
     needed = {tier: tier_sum(after, tier) for tier in ("memory", "peer")}
     read = {tier: sum(one["report"]["read"].get(tier, 0) for one in after) for tier in needed}
     assert read["peer"] >= needed["peer"]
+
+
+def dies_in_its_third_snapshot(rank: int, root: str) -> None:
+    train_spread(rank, "plain", root, [0, 1], 4, crash_later="slot.before-complete:3:rank1")
+
+
+def test_snapshot_that_one_rank_never_completed_stands_behind_the_one_that_all_have(tmp_path: Path) -> None:
+    """Rank 0's replica of step 3 covers the state, but not rank 1's generators: step 2 goes on bit for bit."""
+    from flashckpt.memory.segment import Segment
+
+    results = run_ranks(dies_in_its_third_snapshot, 2, str(tmp_path))
+    assert results[1].signal == 9
+    (path,) = node_dir(0).rglob("r00000-*.seg")
+    segment = Segment.attach(path)
+    assert max(h.identity for h in segment.headers() if h.is_complete) == (1, 3)
+    segment.close()
+    for one in trained("plain", tmp_path, [0, 1], 2):
+        assert one["first"] == 2
+        assert one["report"]["reseeded"] == []
+        assert set(one["report"]["tiers"]) == {"memory"}
+
+
+def test_first_snapshot_of_all_and_one_rank_never_completed_it_beats_a_fresh_start(tmp_path: Path) -> None:
+    results = run_ranks(dies_in_its_first_snapshot, 2, str(tmp_path))
+    assert results[1].signal == 9
+    first, second = trained("plain", tmp_path, [0, 1], 1)
+    assert first["first"] == second["first"] == 1
+    assert set(second["report"]["tiers"]) == {"peer"}
+    assert second["report"]["reseeded"] == ["rng@rank1"]
+
+
+def dies_in_its_first_snapshot(rank: int, root: str) -> None:
+    train_spread(rank, "plain", root, [0, 1], 4, crash_later="slot.before-complete:1:rank1")
 
 
 def test_not_covered_exactly_the_missing_ranges_come_from_storage(tmp_path: Path) -> None:
@@ -139,8 +199,6 @@ def test_ranks_that_are_asked_for_different_steps_end_with_an_error_that_names_b
 
 def flip(node: int, rank: int, at: int = 1000) -> None:
     """Flip one bit of the newest snapshot of a rank, where its first large tensor lies."""
-    from support.spread import node_dir
-
     from flashckpt.memory.segment import Segment
 
     (path,) = node_dir(node).rglob(f"r{rank:05d}-*.seg")
@@ -172,7 +230,7 @@ def test_damaged_range_of_a_peer_is_replaced_by_another_replica(tmp_path: Path) 
 
 def vanishing(rank: int, root: str, nodes: list[int]) -> dict[str, Any]:
     """Rank 0 gives its snapshot up between two rounds."""
-    from flashckpt.restore import peers
+    from flashckpt.restore import fill, peers
 
     def hook() -> None:
         whole = peers.Peers._is_current
@@ -181,7 +239,7 @@ def vanishing(rank: int, root: str, nodes: list[int]) -> dict[str, Any]:
             return whole(self, slot) and not (rank == 0 and self.round > 0)
 
         peers.Peers._is_current = is_current  # type: ignore[method-assign]  # of this process alone
-        peers.ROUND_BYTES = peers.JOB_BYTES
+        peers.ROUND_BYTES = fill.JOB_BYTES
 
     return train_spread(rank, "plain", root, nodes, 2, {"width": 60_000}, hook=hook)
 

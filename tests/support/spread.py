@@ -33,7 +33,7 @@ def on_node(rank: int, nodes: Sequence[int]) -> None:
 
 
 def spread_model(kind: str, width: int) -> tuple[Any, Any]:
-    """Return (model, mesh): hsdp replicates over pairs of ranks, fsdp shards over all, plain holds all on each rank."""
+    """Return (model, mesh): hsdp replicates over pairs of ranks, fsdp shards over all, plain holds all on each."""
     import torch
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import fully_shard
@@ -57,6 +57,7 @@ def train_spread(
     options: dict[str, Any] | None = None,
     crash: str | None = None,
     hook: Callable[[], None] | None = None,
+    crash_later: str | None = None,
 ) -> dict[str, Any]:
     """Train to `steps` on the given nodes; return the digest of the whole state after restore and per step, and the report.
 
@@ -69,6 +70,7 @@ def train_spread(
         options: Of the Checkpointer; `width` of the model, `persisted` to wait for storage, `restore` its arguments.
         crash: Crash point that is armed before `restore()`.
         hook: Called before `restore()`.
+        crash_later: Crash point that is armed after it.
     """
     import torch
 
@@ -81,30 +83,32 @@ def train_spread(
     torch.manual_seed(rank)
     ckpt = Checkpointer(root, **{"snapshot_every": 1, "job": "t", **given})
     ckpt.track(
-        model=model, optimizer=optimizer, rng=True, mesh=mesh, replicated_over="world" if kind == "plain" else None
+        model=model, optimizer=optimizer, rng=True, mesh=mesh, replicated_over=None if mesh is not None else "world"
     )
     faults.arm(crash)
     if hook is not None:
         hook()
     report = ckpt.restore(**wish)
-    faults.arm(None)
+    faults.arm(crash_later)
+    life = ckpt._life
+    assert life is not None
     first = report.step if report else 0
     restored, whole = digest(model, optimizer), gathered(model, optimizer)
     states = {}
-    for step in range(first + 1, steps + 1):
-        batch = torch.randn(8, width, generator=torch.Generator().manual_seed(step))
-        optimizer.zero_grad()
-        model(batch).pow(2).mean().backward()
-        for parameter in model.parameters() if kind == "plain" else ():
-            torch.distributed.all_reduce(parameter.grad)  # equal on all ranks: replicas
-        optimizer.step()
-        ckpt.step(step)
-        states[str(step)] = gathered(model, optimizer)
-    if persisted:
-        ckpt.wait(60)
-    life = ckpt._life
-    assert life is not None
-    life.close()  # as after a crash: everything stays
+    try:
+        for step in range(first + 1, steps + 1):
+            batch = torch.randn(8, width, generator=torch.Generator().manual_seed(step))
+            optimizer.zero_grad()
+            model(batch).pow(2).mean().backward()
+            for parameter in model.parameters() if mesh is None else ():
+                torch.distributed.all_reduce(parameter.grad)  # equal on all ranks: replicas
+            optimizer.step()
+            ckpt.step(step)
+            states[str(step)] = gathered(model, optimizer)
+        if persisted:
+            ckpt.wait(60)
+    finally:
+        life.close()  # as after a crash: the snapshot under way is finished, everything stays
     return {"first": first, "restored": restored, "whole": whole, "states": states, "report": told(report)}
 
 
