@@ -217,7 +217,7 @@ class Checkpointer:
             directory,
             root_digest=root_digest(settings.root),
             rank=tracked.world.rank,
-            pin_host=torch.cuda.is_available() and torch.cuda.is_initialized(),  # type: ignore[no-untyped-call]  # torch leaves it without types
+            pin_for=torch.cuda.current_device() if torch.cuda.is_available() and torch.cuda.is_initialized() else None,  # type: ignore[no-untyped-call]  # torch leaves it without types
         )
         try:
             plan, inventories = self._open_memory(course, directory, rank_memory)

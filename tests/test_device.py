@@ -4,14 +4,19 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pytest
 import torch
 from torch import nn
 
+from flashckpt.core.layout import Shard
+from flashckpt.memory.job import JobDirectory
 from flashckpt.staging.copying import Buffer
-from flashckpt.staging.device import CudaLanes
+from flashckpt.staging.device import CudaLanes, Pack
+from flashckpt.staging.rank_memory import RankMemory, need_of
 from flashckpt.staging.staging import Plan
 from flashckpt.tracking.placement import current_world
 from flashckpt.tracking.tracked import Tracked
@@ -69,34 +74,37 @@ def plan_of(model: nn.Module, optimizer: torch.optim.Optimizer) -> Plan:
 
 
 def test_copies_start_behind_the_step_and_the_fence_is_a_wait_of_the_stream_not_of_the_host() -> None:
-    model = nn.Sequential(nn.Linear(30, 30), nn.BatchNorm1d(30))
+    model = nn.Sequential(nn.Linear(150, 150), nn.BatchNorm1d(150))
     plan = plan_of(model, torch.optim.SGD(model.parameters(), lr=0.1))
     api = FakeCuda()
     lanes = CudaLanes(api)
     data = memoryview(bytearray(plan.total))
     marks = lanes.mark(plan.fenced, plan.unfenced)
     with torch.no_grad():
-        for buffer in list(model.buffers()):
-            buffer.zero_()  # what is not fenced may change as soon as step() has returned
+        for held_back in list(model.buffers()):
+            held_back.zero_()  # what is not fenced may change as soon as step() has returned
     assert api.log == [("record", "main")], "the training thread queued one event and copied nothing to the host"
-    batches = lanes.enqueue(plan.fenced, Buffer(data), marks)
+    buffer = Buffer(data)
+    batches = lanes.enqueue(plan.fenced, buffer, marks)
     assert api.log[1:] == [
         ("enter", "side1"),
         ("stream waits", "side1", "main"),
-        ("record", "side1"),
+        ("record", "side1"),  # small fenced tensors, gathered
+        ("record", "side1"),  # small ones that are not fenced
+        ("record", "side1"),  # large ones
         ("leave", "side1"),
     ]
     lanes.fence()
-    assert api.log[5:] == [("stream waits", "main", "side1")]
-    arrived = [item for items in lanes.arrivals(batches) for item in items]
-    assert api.log[6:] == [("host waits", "side1")]
+    assert api.log[7:] == [("stream waits", "main", "side1")]
+    arrived = [item for items in lanes.arrivals(batches, buffer) for item in items]
+    assert api.log[8:] == [("host waits", "side1")] * 3
     assert len(arrived) == len(plan.fenced) + len(plan.unfenced)
     rows = {item.row.entry.fqn: item for item in arrived}
-    held = np.frombuffer(data, np.float32, 900, rows["model.0.weight"].offset)
+    held = np.frombuffer(data, np.float32, 150 * 150, rows["model.0.weight"].offset)
     weight = next(model.parameters()).detach().numpy()
     assert np.array_equal(held, weight.ravel())
-    variance = np.frombuffer(data, np.float32, 30, rows["model.1.running_var"].offset)
-    assert np.array_equal(variance, np.ones(30)), "as it was at the step"
+    variance = np.frombuffer(data, np.float32, 150, rows["model.1.running_var"].offset)
+    assert np.array_equal(variance, np.ones(150)), "as it was at the step"
 
 
 def test_a_second_snapshot_uses_the_same_side_stream() -> None:
@@ -107,3 +115,93 @@ def test_a_second_snapshot_uses_the_same_side_stream() -> None:
     for _ in range(2):
         lanes.enqueue(plan.fenced, Buffer(memoryview(bytearray(plan.total))), lanes.mark(plan.fenced, []))
     assert api.count == 1
+
+
+def test_small_tensors_of_every_kind_cross_the_bus_as_one_copy_and_lie_where_the_table_says(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    model = nn.Module()
+    generator = torch.Generator().manual_seed(3)
+    base = torch.randn(40, 30, generator=generator)
+    kinds = {
+        "brief": base.bfloat16(), "flag": base > 0, "count": torch.tensor(7), "turned": base.t(), "part": base[::2, ::3],
+        "imaginary": torch.view_as_complex(base.reshape(-1, 2).contiguous()), "nothing": torch.empty(0, 3),
+        "tiny": base.to(torch.float8_e4m3fn), "mirrored": torch.view_as_complex(base[:, :2].contiguous()).conj(),
+    }  # fmt: skip
+    for name, tensor in kinds.items():
+        model.register_buffer(name, tensor)
+    for i in range(200):
+        model.register_buffer(f"many{i}", torch.full((5,), float(i)))
+    tracked = Tracked(current_world())
+    tracked.add("model", model)
+    plan = Plan(tracked.structure(tracked.capture()))
+    fetched: list[int] = []
+    real = Pack.fetch
+
+    def fetch(pack: Pack) -> None:
+        fetched.append(len(pack.items))
+        real(pack)
+
+    monkeypatch.setattr(Pack, "fetch", fetch)
+    lanes, data = CudaLanes(FakeCuda()), bytearray(plan.total)
+    buffer = Buffer(memoryview(data))
+    for _ in range(2):
+        marks = lanes.mark([], plan.unfenced)
+        arrived = [i for items in lanes.arrivals(lanes.enqueue([], buffer, marks), buffer) for i in items]
+    assert fetched == [208, 208], "one copy for all but the empty one, of the same buffer each time"
+    for item in arrived:
+        live = getattr(model, item.row.entry.fqn.removeprefix("model."))
+        wanted = live.resolve_conj().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
+        assert bytes(data[item.offset : item.offset + item.nbytes]) == wanted, item.row.entry.fqn
+
+
+class FakeRuntime:
+    """What is used of torch.cuda.cudart()."""
+
+    def __init__(self, code: int) -> None:
+        self.code = code
+        self.calls: list[tuple[Any, ...]] = []
+        self.device = -1
+
+    def cudaHostRegister(self, address: int, nbytes: int, flags: int) -> int:
+        self.calls.append(("register", self.device, address, nbytes, flags))
+        return self.code
+
+    def cudaHostUnregister(self, address: int) -> int:
+        self.calls.append(("unregister", address))
+        return 0
+
+
+@pytest.mark.parametrize("code", [0, 2])
+def test_the_slots_are_page_locked_for_this_ranks_device_and_given_back_before_they_are_unmapped(
+    code: int, shm_dir: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    runtime = FakeRuntime(code)
+
+    @contextlib.contextmanager
+    def on(index: int) -> Iterator[None]:
+        runtime.device = index
+        yield
+
+    monkeypatch.setattr(torch.cuda, "cudart", lambda: runtime)
+    monkeypatch.setattr(torch.cuda, "device", on)
+    memory = RankMemory(JobDirectory.open("t"), root_digest=1, rank=0, pin_for=3)
+    shard = Shard(fqn="x", dtype="uint8", global_shape=(90_000,), offsets=(0,), lengths=(90_000,))
+    memory.open(need_of([shard]), slots=2, job="t")
+    assert memory.wait_ready(30)
+    assert memory.segment is not None
+    nbytes = memory.segment.spec.nbytes
+    unmapped: list[int] = []
+    real = memory.segment.close
+
+    def close() -> None:
+        unmapped.append(len(runtime.calls))
+        real()
+
+    monkeypatch.setattr(memory.segment, "close", close)
+    memory.release()
+    ((_, device, address, registered, _flags), *later) = runtime.calls
+    assert (device, registered) == (3, nbytes)
+    assert later == ([("unregister", address)] if code == 0 else [])
+    assert unmapped == [len(runtime.calls)]
+    assert ("page-locked" in caplog.text) == (code != 0)

@@ -244,7 +244,7 @@ def trainer_main(folder: Path, rank: int, world: int, store: Path) -> None:
     book = os.open(folder / f"trace-{rank}", os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
     torch.set_num_threads(1)
     if world > 1:
-        dist.init_process_group("gloo", store=dist.FileStore(str(store), world), rank=rank, world_size=world)
+        dist.init_process_group("gloo", store=dist.FileStore(str(store), world), rank=rank, world_size=world)  # type: ignore[attr-defined]  # not in the stubs
     torch.manual_seed(rank)
     model = torch.nn.Sequential(torch.nn.Linear(256, 700), torch.nn.GELU(), torch.nn.Linear(700, 256))
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)

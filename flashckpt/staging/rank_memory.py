@@ -63,11 +63,11 @@ class RankMemory:
         directory: Of the job on this node.
         root_digest: Ties segments to the root.
         rank: Global rank.
-        pin_host: Page-lock the slots for an accelerator.
+        pin_for: Index of the CUDA device to page-lock the slots for, or None.
     """
 
-    def __init__(self, directory: JobDirectory, *, root_digest: int, rank: int, pin_host: bool = False) -> None:
-        self._directory, self._root_digest, self._rank, self._pin_host = directory, root_digest, rank, pin_host
+    def __init__(self, directory: JobDirectory, *, root_digest: int, rank: int, pin_for: int | None = None) -> None:
+        self._directory, self._root_digest, self._rank, self._pin_for = directory, root_digest, rank, pin_for
         self.segment: Segment | None = None
         self.reserve_s = 0.0
         self.adopted = False
@@ -179,11 +179,13 @@ class RankMemory:
         assert segment is not None
         try:
             segment.reserve(self._stop)
-            if self._pin_host and not self._stop.is_set():
+            if self._pin_for is not None and not self._stop.is_set():
                 whole: Any = segment._map  # noqa: SLF001 -- the mapping itself is what CUDA page-locks
                 mapping = np.frombuffer(whole, np.uint8)
-                if device.register(int(mapping.ctypes.data), mapping.nbytes):
+                if device.register(int(mapping.ctypes.data), mapping.nbytes, index=self._pin_for):
                     self._registered = int(mapping.ctypes.data)
+                else:
+                    _log.warning("the snapshots' memory could not be page-locked: copies from the device are slower")
         except Exception as error:  # noqa: BLE001 -- raised to the training thread at the next step()
             self._error = error
         self.reserve_s = time.perf_counter() - started

@@ -195,7 +195,7 @@ class Stager:
         snapshot.copied.set()
         for item in [*plan.unfenced, *plan.fresh]:
             hash_item(item, buffer, digests)
-        for items in self._lanes.arrivals(batches):
+        for items in self._lanes.arrivals(batches, buffer):
             for item in items:
                 hash_item(item, buffer, digests)
         snapshot.check()
