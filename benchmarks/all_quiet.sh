@@ -1,12 +1,12 @@
 #!/usr/bin/env bash
-# All benchmarks of the engine and of storage on a machine where nothing else runs: about 20 minutes on 2 cores.
+# All benchmarks of the engine and of storage on a machine where nothing else runs: 20 to 25 minutes on 2 cores.
 #
 #   DLROVER_PYTHON=DIR/bin/python benchmarks/all_quiet.sh             # with DLRover; stall.py --dlrover-setup says how to get it
 #   SIZES="0.2" ROUNDS=2 KILLS=2 benchmarks/all_quiet.sh out/bench    # a trial run into another folder
 #
 # Writes one JSON per program and size, and all tables into tables.md, under benchmarks/results or the folder given.
-# SIZES: GB (default "0.2 1.5 4"); ROUNDS: at most so many; KILLS: of torn.py (10); S3_TEST_ENDPOINT: a real server instead of moto's;
-# RADOSGW=1 starts one for the run (root, as make test-s3); BIG_PEERS=1: the peers also at 4 ranks of the largest size (+5 minutes).
+# SIZES: GB (default "0.2 1.5 4"); ROUNDS: at most so many; KILLS: of torn.py, per system (5); S3_TEST_ENDPOINT: a real server instead of moto's;
+# RADOSGW=1 starts one for the run (root, as make test-s3); BIG=1: everything also at 4 ranks of the largest size (+8 minutes).
 set -euo pipefail
 cd "$(dirname "$0")/.."
 results=${1:-benchmarks/results}
@@ -32,7 +32,7 @@ run() {  # SECONDS_AT_MOST TITLE COMMAND...
 }
 
 seconds_for() {  # of rounds per configuration; two rounds are taken in any case
-    case $1 in 0.*) echo 15 ;; 1*) echo 40 ;; *) echo 1 ;; esac
+    case $1 in 0.*) echo 15 ;; 1*) echo 30 ;; *) echo 1 ;; esac
 }
 
 printf '# Tables of %s\n' "$(date -u +%Y-%m-%dT%H:%MZ)" > "$tables"
@@ -45,17 +45,18 @@ for size in $sizes; do
         *)
             run 500 "stall, $size GB" "${stall[@]}" --ranks 1 $dlrover --json "$results/stall-$size-1rank.json"
             few=(--methods flashckpt,blocking)
-            if [ -n "${BIG_PEERS:-}" ]; then few=(); fi
+            if [ -n "${BIG:-}" ]; then few=(); fi
             run 600 "stall, $size GB, 4 ranks" "${stall[@]}" --ranks 4 "${few[@]}" --json "$results/stall-$size-4ranks.json"
             ;;
     esac
 done
 for tensors in 1000 20000; do
-    run 120 "stall, $tensors tensors" "$python" benchmarks/stall.py --gb 0.25 --tensors $tensors --methods flashckpt,blocking \
+    run 200 "stall, $tensors tensors" "$python" benchmarks/stall.py --gb 0.25 --tensors $tensors --methods flashckpt,blocking \
         --seconds 8 --rounds "$rounds" --json "$results/stall-${tensors}tensors.json"
 done
 for size in $sizes; do
     ranks=1,4
+    case $size in 0.* | 1*) ;; *) if [ -z "${BIG:-}" ]; then ranks=1; fi ;; esac
     run 500 "persist, $size GB" "$python" benchmarks/persist.py --gb "$size" --ranks $ranks --seconds "$(seconds_for "$size")" \
         --rounds "$rounds" --json "$results/persist-$size.json"
 done
@@ -71,6 +72,6 @@ if [ -n "${RADOSGW:-}" ]; then
 fi
 run 240 "persist, S3" "$python" benchmarks/persist.py --s3 --gb "${S3_GB:-0.2}" --seconds 30 --rounds "$rounds" --json "$results/persist-s3.json"
 # shellcheck disable=SC2086
-run 400 "torn" "$python" benchmarks/torn.py --kills "${KILLS:-10}" $dlrover --json "$results/torn.json"
+run 400 "torn" "$python" benchmarks/torn.py --kills "${KILLS:-5}" $dlrover --json "$results/torn.json"
 echo "results and tables.md are in $results; $((SECONDS - began)) s"
 exit $failed

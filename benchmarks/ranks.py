@@ -83,12 +83,12 @@ class Ranks:
         return bool(select.select([stream(self._processes[0].stdout)], [], [], 0)[0])
 
     def close(self) -> None:
-        """End the input of all ranks and wait for them; whoever does not end in a minute is killed."""
+        """End the input of all ranks and wait for them; whoever does not end soon is killed."""
         for process in self._processes:
             stream(process.stdin).close()
         for process in self._processes:
             try:
-                process.wait(60)
+                process.wait(150)
             except subprocess.TimeoutExpired:
                 process.kill()
                 process.wait()

@@ -228,8 +228,8 @@ def measure_group(family: Family, seconds: float, rounds: int) -> dict[str, Any]
 def places(where: str | None) -> Iterator[Path]:
     """A folder on the disk and one in memory for flashckpt's segments; both are removed."""
     with (
-        tempfile.TemporaryDirectory(prefix="flashckpt-stall-", dir=where) as disk,
-        tempfile.TemporaryDirectory(prefix="flashckpt-stall-", dir="/dev/shm") as shm,
+        tempfile.TemporaryDirectory(prefix="flashckpt-stall-", dir=where, ignore_cleanup_errors=True) as disk,
+        tempfile.TemporaryDirectory(prefix="flashckpt-stall-", dir="/dev/shm", ignore_cleanup_errors=True) as shm,
     ):
         os.environ["FLASHCKPT_SHM_DIR"] = shm
         yield Path(disk)

@@ -72,9 +72,13 @@ class Flashckpt(Blocking):
         return [status.pid] if status is not None and status.pid else []
 
     def close(self) -> None:
-        """End the job: its daemon removes the job's memory."""
-        if self.persist:
-            self.ckpt.close()
+        """End the job, and wait until its daemon has persisted the last snapshot and removed the job's memory."""
+        if not self.persist:
+            return
+        path, end = self.life.directory.path, time.monotonic() + 120
+        self.ckpt.close()
+        while path.exists() and time.monotonic() < end:
+            time.sleep(0.05)
 
 
 def flashckpt_case(loop: Loop, root: Path, job: str, slots: int | None, *, persist: bool) -> Case:
