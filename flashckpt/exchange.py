@@ -48,12 +48,28 @@ def all_gather(value: Any) -> list[Any]:
     return [msgpack.unpackb(raw, strict_map_key=False) for raw in all_gather_bytes(msgpack.packb(value))]
 
 
+def bytes_from_rank_0(data: bytes) -> bytes:
+    """Return rank 0's `data` on every rank. A collective; other ranks' is ignored. Each holds it once, whatever the world."""
+    if is_alone():
+        return data
+    device, is_first = _device(), dist.get_rank() == 0
+    size = torch.tensor([len(data)], dtype=torch.int64, device=device)
+    dist.broadcast(size, src=0)
+    buffer = torch.frombuffer(bytearray(data), dtype=torch.uint8) if is_first and data else None
+    if buffer is None:
+        buffer = torch.empty(int(size), dtype=torch.uint8)
+    if not buffer.numel():
+        return b""
+    buffer = buffer.to(device)
+    dist.broadcast(buffer, src=0)
+    return data if is_first else bytes(buffer.cpu().numpy().data)
+
+
 def from_rank_0(value: Any) -> Any:
     """Return rank 0's value on every rank (msgpack types). A collective; other ranks' `value` is ignored."""
     if is_alone():
         return value
-    mine = msgpack.packb(value if dist.get_rank() == 0 else None)
-    return msgpack.unpackb(all_gather_bytes(mine)[0], strict_map_key=False)
+    return msgpack.unpackb(bytes_from_rank_0(msgpack.packb(value)), strict_map_key=False)
 
 
 class HostGroup:

@@ -20,6 +20,7 @@ class RestoreReport:
         unexpected: Names in the source that nothing wanted.
         damaged: One sentence per range that came from another source than planned.
         read_bytes: Bytes that were read for them, by tier: rounded out to 1 MiB chunks.
+        manifest_bytes: Bytes of MANIFEST, which rank 0 read from storage and sent to the others; 0 without storage.
         nodes: Bytes that went into the live state of each node's ranks: host -> tier -> bytes.
         reseeded: State of this rank alone that no reachable snapshot has: its generators were seeded from (step, rank).
         passed_over: One sentence per newer snapshot or checkpoint that could not be restored: which, and why.
@@ -36,6 +37,7 @@ class RestoreReport:
     unexpected: tuple[str, ...] = ()
     damaged: tuple[str, ...] = ()
     read_bytes: Mapping[str, int] = field(default_factory=dict)
+    manifest_bytes: int = 0
     nodes: Mapping[str, Mapping[str, int]] = field(default_factory=dict)
     reseeded: tuple[str, ...] = ()
     passed_over: tuple[str, ...] = ()

@@ -131,11 +131,15 @@ def read_manifest(store: Store, info: CheckpointInfo | str) -> Manifest:
         DamagedError: It is damaged; the message names it.
     """
     prefix = info if isinstance(info, str) else info.prefix
+    return manifest_from(store.url, prefix, read_manifest_bytes(store, prefix))
+
+
+def read_manifest_bytes(store: Store, prefix: str) -> bytes:
+    """Return a MANIFEST as it lies there, for `manifest_from`; NoCheckpointError where there is none."""
     try:
-        raw = store.get(f"{prefix}/{MANIFEST}")
+        return store.get(f"{prefix}/{MANIFEST}")
     except ObjectMissingError as error:
         raise _never_committed(store.url, prefix) from error
-    return manifest_from(store.url, prefix, raw)
 
 
 def manifest_from(url: str, prefix: str, raw: bytes) -> Manifest:

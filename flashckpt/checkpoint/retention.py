@@ -247,28 +247,35 @@ class ReadLease:
 
 
 @contextlib.contextmanager
-def reading(store: Store, prefix: str, *, seconds: float = LEASE_S) -> Iterator[Manifest]:
-    """Hold a lease on a checkpoint, renewed by a thread, and give its MANIFEST; NoCheckpointError where it is gone.
+def leased(store: Store, prefix: str, *, seconds: float = LEASE_S) -> Iterator[None]:
+    """Hold a lease on a checkpoint, renewed by a thread. A root that may only be read is read without a lease.
 
-    MANIFEST is read after the lease is in place: a deletion that began before is seen, one that begins
-    afterwards sees the lease. A root that may only be read is read without a lease.
+    MANIFEST is to be read after the lease is in place: a deletion that began before is seen, one that begins
+    afterwards sees the lease.
     """
     try:
         lease = ReadLease(store, prefix, seconds=seconds)
     except (RootError, StoreError) as error:
         _log.info("%s is read without a lease: %s", prefix, error.problem)
-        yield read_manifest(store, prefix)
+        yield
         return
     stop = threading.Event()
     renewer = threading.Thread(target=_renew, args=(lease, seconds / 3, stop), name="flashckpt-lease", daemon=True)
     renewer.start()
     try:
-        yield read_manifest(store, prefix)
+        yield
     finally:
         stop.set()
         renewer.join()
         with contextlib.suppress(RootError, StoreError):  # then it expires
             lease.close()
+
+
+@contextlib.contextmanager
+def reading(store: Store, prefix: str, *, seconds: float = LEASE_S) -> Iterator[Manifest]:
+    """Hold a lease on a checkpoint and give its MANIFEST; NoCheckpointError where it is gone."""
+    with leased(store, prefix, seconds=seconds):
+        yield read_manifest(store, prefix)
 
 
 def _renew(lease: ReadLease, every_s: float, stop: threading.Event) -> None:

@@ -11,14 +11,16 @@ from typing import Any
 
 import torch
 
+from flashckpt import exchange
 from flashckpt.checkpoint import root_view
-from flashckpt.checkpoint.retention import reading
+from flashckpt.checkpoint.checkpoints import manifest_from, read_manifest_bytes
+from flashckpt.checkpoint.retention import leased
 from flashckpt.checkpoint.root_view import RootView
 from flashckpt.core.directory import Wish
 from flashckpt.core.layout import Shard, boxes_by_name
 from flashckpt.core.manifest import Manifest
 from flashckpt.core.reshard import plan_reads, uncovered
-from flashckpt.errors import FlashckptError, ShardGapError
+from flashckpt.errors import FlashckptError, NoCheckpointError, ShardGapError
 from flashckpt.exchange import HostGroup
 from flashckpt.memory.segment import Pin, Segment
 from flashckpt.report import RestoreReport
@@ -57,6 +59,7 @@ class Attempt:
         node: Index of this rank's node.
         stack: Closes everything that is opened.
         phase: `with phase(name)` counts seconds.
+        manifest: MANIFEST of the candidate as rank 0 read it; empty where that failed or it is on no root.
     """
 
     tracked: Tracked
@@ -69,6 +72,7 @@ class Attempt:
     node: int
     stack: contextlib.ExitStack
     phase: Callable[[str], contextlib.AbstractContextManager[None]]
+    manifest: bytes = b""
     error: Exception | None = None
     memory: list[Source] = field(default_factory=list)
     peers: list[PeerSource] = field(default_factory=list)
@@ -96,6 +100,25 @@ class Attempt:
         return any(place.node != self.node for place in self.places)
 
     # -- what there is -----------------------------------------------------------------------------------
+
+    def share_manifest(self) -> None:
+        """Let rank 0 read MANIFEST and take a lease for all; give it to every rank. Collective.
+
+        It has 150 MB at 16,384 ranks, and a lease per rank would be as many objects to write and to renew.
+        """
+        if not self.candidate.on_root:
+            return
+        raw = b""
+        if self.tracked.world.rank == 0:
+            with self.phase("root"), self.noting():
+                store = self.stack.enter_context(root_view.opened(self.request.root, self.options))
+                self.stack.enter_context(leased(store, self._prefix))
+                raw = read_manifest_bytes(store, self._prefix)
+        self.manifest = exchange.bytes_from_rank_0(raw)
+
+    @property
+    def _prefix(self) -> str:
+        return self.root.prefixes[self.root.committed.index(self.candidate.identity)]
 
     def prepare(self) -> State:
         """Open this node's slots and the checkpoint; return whether they are enough."""
@@ -166,13 +189,15 @@ class Attempt:
         return held
 
     def _open_root(self) -> list[Source]:
-        prefix = self.root.prefixes[self.root.committed.index(self.candidate.identity)]
         try:
+            if not self.manifest:
+                raise self.error or NoCheckpointError(f"rank 0 could not read MANIFEST of {self._prefix}")
             store = self.stack.enter_context(root_view.opened(self.request.root, self.options))
-            source = StorageSource(store, self.stack.enter_context(reading(store, prefix)), prefix)
+            source = StorageSource(store, manifest_from(store.url, self._prefix, self.manifest), self._prefix)
         except (FlashckptError, OSError):
-            if not self.places:
+            if not self.places and not self.memory:
                 raise
+            self.error = None  # memory may do without the root
             return []
         self.stack.callback(source.close)
         return [source]
@@ -279,6 +304,7 @@ class Attempt:
             unexpected=tuple(self.wished.unexpected),
             damaged=tuple(counts.damaged),
             read_bytes={tier: n for tier, n in counts.read_bytes.items() if n},
+            manifest_bytes=len(self.manifest),
             reseeded=tuple(reseeded),
             is_same_layout=self._is_same_layout(self.wished.shards),
         )

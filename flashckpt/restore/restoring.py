@@ -278,6 +278,7 @@ class Course:
                 stack=stack,
                 phase=self.phase,
             )
+            attempt.share_manifest()
             states = self._vote(attempt, attempt.prepare())
             if State.ASKS in states and State.FAILED not in states:
                 states = self._exchange(attempt, stack, spare=False)

@@ -1,0 +1,118 @@
+"""MANIFEST in a restore: read once for all ranks under one lease, and what happens where it cannot be read."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from support.engine import agent_dir, digest, net
+from support.ranks import run_ranks, values, wait_for
+
+from flashckpt import Checkpointer
+from flashckpt.checkpoint.checkpoints import read_manifest
+from flashckpt.checkpoint.persist import MANIFEST, commit, persist_slot
+from flashckpt.memory.job import JobDirectory
+from flashckpt.memory.segment import Segment
+from flashckpt.storage.opening import open_store
+from flashckpt.storage.posix import PosixStore
+
+
+@pytest.fixture(autouse=True)
+def _agent(monkeypatch: pytest.MonkeyPatch, shm_dir: Path) -> None:
+    monkeypatch.setenv("FLASHCKPT_AGENT_DIR", "")  # restored after the test
+    agent_dir()
+
+
+def trained(rank: int, root: str, steps: int) -> dict[str, Any]:
+    """Train `steps` steps of replicated state from the newest restore point; count what this rank reads of the root."""
+    read: list[str] = []
+    kept, real = PosixStore.get, PosixStore.put
+
+    def get(self: PosixStore, key: str) -> bytes:
+        read.append(key)
+        return kept(self, key)
+
+    def put(self: PosixStore, key: str, data: bytes) -> None:
+        if key.startswith("leases/"):
+            read.append(key)
+        real(self, key, data)
+
+    model = net()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    ckpt = Checkpointer(root, snapshot_every=1, job="t", slots=3)
+    ckpt.track(model=model, optimizer=optimizer, replicated_over="world")
+    PosixStore.get, PosixStore.put = get, put  # type: ignore[method-assign]  # in this forked rank only
+    report = ckpt.restore()
+    found = None
+    if report is not None:
+        found = {"step": report.step, "tiers": sorted(report.tier_bytes), "manifest_bytes": report.manifest_bytes,
+                 "same": report.is_same_layout, "passed": list(report.passed_over), "digest": digest(model, optimizer)}  # fmt: skip
+    for step in range(1 if report is None else report.step + 1, steps + 1):
+        optimizer.zero_grad()
+        model(torch.ones(2, 24) * step).pow(2).mean().backward()
+        optimizer.step()
+        ckpt.step(step)
+        torch.distributed.barrier()
+    ckpt.fence()
+    ckpt.close()
+    mine = digest(model, optimizer)
+    return {"found": found, "digest": mine, "manifests": [k for k in read if k.endswith(MANIFEST)],
+            "leases": [k for k in read if k.startswith("leases/")]}  # fmt: skip
+
+
+def commit_all(root: Path, world: int) -> list[int]:
+    """Persist every snapshot that all ranks hold, as daemons would; return the steps."""
+    store, steps = open_store(root), set[int]()
+    segments = [Segment.attach(path) for path in JobDirectory.open("t", create=False).segments()]
+    for segment in segments:
+        for slot, header in enumerate(segment.headers()):
+            if (pin := segment.pin(slot)) is not None:
+                persist_slot(pin, store, f"step-{header.step:09d}.g{header.generation}")
+                pin.close()
+                steps.add(header.step)
+    for segment in segments:
+        segment.close()
+    for folder in root.glob("step-*"):
+        if len(list(folder.glob("*.idx"))) == world:
+            commit(store, folder.name, range(world))
+    return sorted(steps)
+
+
+def test_one_rank_reads_manifest_and_takes_the_lease_for_all(tmp_path: Path, shm_dir: Path) -> None:
+    root = tmp_path / "root"
+    first = values(run_ranks(trained, 3, str(root), 3))
+    assert commit_all(root, 3)[-1] == 3
+    shutil.rmtree(JobDirectory.open("t", create=False).path)
+    resumed = values(run_ranks(trained, 3, str(root), 3))
+    newest = min(root.glob("step-000000003.*"))
+    for one, before in zip(resumed, first, strict=True):
+        assert one["found"]["digest"] == before["digest"]
+        assert (one["found"]["step"], one["found"]["tiers"]) == (3, ["storage"])
+        assert one["found"]["manifest_bytes"] == (newest / MANIFEST).stat().st_size
+    assert [len(one["manifests"]) for one in resumed] == [1, 0, 0]
+    assert [len(one["leases"]) for one in resumed] == [1, 0, 0]
+    wait_for(lambda: not [p for p in (root / "leases").rglob("*") if p.is_file()], what="the lease to be given back")
+
+
+@pytest.mark.parametrize("memory", [False, True], ids=["storage", "memory"])
+def test_manifest_damaged_behind_its_summary_memory_or_the_older_checkpoint_takes_its_place(
+    tmp_path: Path, memory: bool
+) -> None:
+    root = tmp_path / "root"
+    values(run_ranks(trained, 2, str(root), 3))
+    assert commit_all(root, 2)[-2:] == [2, 3]
+    path = min(root.glob("step-000000003.*")) / MANIFEST
+    raw = bytearray(path.read_bytes())
+    raw[-1] ^= 1
+    path.write_bytes(raw)
+    if not memory:
+        shutil.rmtree(JobDirectory.open("t", create=False).path)
+    resumed = values(run_ranks(trained, 2, str(root), 0))
+    for one in resumed:
+        assert one["found"]["step"] == (3 if memory else 2)
+        assert one["found"]["tiers"] == (["memory"] if memory else ["storage"])
+        assert memory or "is damaged" in one["found"]["passed"][0]
+    assert read_manifest(open_store(root), min(root.glob("step-000000002.*")).name).step == 2
