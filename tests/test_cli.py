@@ -308,3 +308,35 @@ def test_shell_completion_completes_commands(capsys: Captured, monkeypatch: pyte
     monkeypatch.setenv("COMP_WORDS", "flashckpt in")
     monkeypatch.setenv("COMP_CWORD", "1")
     assert run(capsys=capsys)[1].split() == ["plain,inspect"]
+
+
+def test_a_checkpoint_of_a_newer_format_is_called_that_and_not_damaged(job: FakeJob, capsys: Captured) -> None:
+    manifest = Path(job.root) / "step-000000020.g1/MANIFEST"
+    raw = bytearray(manifest.read_bytes())
+    raw[8] += 1
+    manifest.write_bytes(raw)
+    for command in (["inspect"], ["verify"], ["keep", "20"], ["export", "--to", "x.pt"]):
+        name, *rest = command
+        step = [] if name == "keep" else ["--step", "20"]
+        code, document = run_json(name, job.root, *rest, *step, capsys=capsys)
+        assert (code, document["error"]["type"]) == (36, "FormatVersionError"), command
+
+
+def test_export_without_a_step_tells_of_a_newer_checkpoint_that_it_cannot_use(
+    job: FakeJob, capsys: Captured, tmp_path: Path
+) -> None:
+    (Path(job.root) / "step-000000020.g1/MANIFEST").write_bytes(b"")
+    code, out, err = run("export", job.root, "--to", str(tmp_path / "w.safetensors"), capsys=capsys)
+    assert (code, "10.g1" in out) == (0, True)
+    assert "a newer checkpoint cannot be used and was passed over: step-000000020.g1" in err
+
+
+def test_wrong_usage_is_json_where_that_was_asked_for_and_names_the_nearest_command(
+    capsys: Captured, tmp_path: Path
+) -> None:
+    code, document = run_json("ls", capsys=capsys)
+    assert (code, document["error"]["problem"]) == (2, "Missing argument 'ROOT'.")
+    code, _, err = run("inspct", str(tmp_path), capsys=capsys)
+    assert (code, "Did you mean 'inspect'?" in err) == (2, True)
+    (tmp_path / "file").touch()
+    assert "is a file" in run("ls", str(tmp_path / "file"), capsys=capsys)[2]

@@ -13,7 +13,13 @@ import click
 from rich.console import Console
 from rich.table import Table
 
-from flashckpt.checkpoint.checkpoints import CheckpointInfo, list_checkpoints, newest_checkpoint, read_generations
+from flashckpt.checkpoint.checkpoints import (
+    CheckpointInfo,
+    list_checkpoints,
+    newest_checkpoint,
+    read_generations,
+    read_manifest,
+)
 from flashckpt.core.lineage import is_abandoned
 from flashckpt.errors import ConfigError, DamagedError, NoCheckpointError
 from flashckpt.memory.identity import root_url
@@ -104,7 +110,7 @@ def choose(store: Store, step: str | None) -> CheckpointInfo:
 
     Raises:
         NoCheckpointError: There is no such checkpoint.
-        DamagedError: The one that was asked for is damaged.
+        DamagedError, FormatVersionError: The one that was asked for is damaged, or newer than this program.
     """
     infos = checkpoints_of(store)
     if step is None:
@@ -126,8 +132,15 @@ def choose(store: Store, step: str | None) -> CheckpointInfo:
             f"{store.url} has no checkpoint of step {step}", found=there, remedy="choose one of these"
         )
     if wanted[0].problem:
+        read_manifest(store, wanted[0])  # raises what is wrong with it: damaged, or of a newer format
         raise DamagedError(f"The checkpoint {wanted[0].prefix} of {store.url} is damaged", found=wanted[0].problem)
     return wanted[0]
+
+
+def passed_over(store: Store, chosen: CheckpointInfo) -> list[str]:
+    """Return what is wrong with each checkpoint that is newer than the chosen one and cannot be used."""
+    infos = list_checkpoints(store, damaged=True, whole=True)
+    return [f"{i.prefix}: {i.problem}" for i in infos if i.problem and i.identity > chosen.identity]
 
 
 def abandoned(store: Store, infos: list[CheckpointInfo]) -> set[tuple[int, int]]:

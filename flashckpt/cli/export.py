@@ -18,6 +18,7 @@ from flashckpt.cli.common import (
     json_option,
     new_table,
     open_root,
+    passed_over,
     root_options,
     show,
     step_option,
@@ -99,6 +100,7 @@ def export(
     limit, wanted = parse_size(max_shard_size), parse_dtype(dtype)
     store = open_root(root, options)
     info = choose(store, step)
+    skipped = passed_over(store, info) if step is None else []
     with reading(store, info.prefix) as manifest:
         source = StorageSource(store, manifest, info.prefix)
         write = _safetensors if kind == "safetensors" else _torch
@@ -110,7 +112,10 @@ def export(
         "to": str(Path(to).absolute()),
         "format": kind,
         **done,
+        "passed_over": skipped,
     }
+    for problem in skipped:
+        click.echo(f"a newer checkpoint cannot be used and was passed over: {problem}", err=True)
     show(document, as_json=as_json, table=lambda: _table(document))
 
 

@@ -5,6 +5,7 @@ Commands are imported when they are called, so that `--help` and `ls` start quic
 
 from __future__ import annotations
 
+import difflib
 import json
 import sys
 from importlib import import_module
@@ -52,6 +53,14 @@ class _Lazy(click.Group):
         command: click.Command = getattr(import_module(module), name)
         return command
 
+    def resolve_command(
+        self, ctx: click.Context, args: list[str]
+    ) -> tuple[str | None, click.Command | None, list[str]]:
+        """Name the nearest command where there is none of that name."""
+        if args and args[0] not in COMMANDS and (near := difflib.get_close_matches(args[0], COMMANDS, 1)):
+            ctx.fail(f"No such command {args[0]!r}. Did you mean {near[0]!r}?")
+        return super().resolve_command(ctx, args)
+
     def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
         del ctx
         with formatter.section("Commands"):
@@ -80,7 +89,11 @@ def main(arguments: list[str] | None = None) -> None:
     except click.exceptions.Exit as error:
         sys.exit(error.exit_code)
     except click.ClickException as error:
-        error.show()
+        if "--json" in arguments:
+            fields = {"type": "UsageError", "problem": error.format_message(), "exit_code": error.exit_code}
+            click.echo(json.dumps({"error": fields}))
+        else:
+            error.show()
         sys.exit(error.exit_code)
     except (click.Abort, KeyboardInterrupt):
         click.echo("interrupted: nothing was changed that is not listed above", err=True)

@@ -159,9 +159,9 @@ class FlashStorageReader(StorageReader):
 
 def _choose(store: Store, step: int | None, generation: int | None) -> CheckpointInfo:
     if step is None and generation is None:
-        found = newest_checkpoint(store)
+        found = newest_checkpoint(store, whole=True)
         if found is None:
-            damaged = list_checkpoints(store, damaged=True)
+            damaged = list_checkpoints(store, damaged=True, whole=True)
             if damaged:
                 raise DamagedError(f"{store.url} holds no usable checkpoint", found=damaged[0].problem)
             raise NoCheckpointError(f"{store.url} holds no committed checkpoint", remedy=f"flashckpt ls {store.url}")

@@ -48,6 +48,8 @@ class PosixStore:
     def check(self, *, write: bool = True) -> None:
         """Raise RootError unless the directory can be read and, with `write`, created and written."""
         if not write:
+            if self.root.is_file():
+                raise RootError(f"the checkpoint root {self.url} is a file", expected="a directory")
             if not self.root.is_dir():
                 raise RootError(f"the checkpoint root {self.url} does not exist", remedy="check the path")
             with self._named("", "read"):
