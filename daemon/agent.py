@@ -425,7 +425,9 @@ def launch(
     def build(*rest: Any, **kwargs: Any) -> DlrunAgent:
         return DlrunAgent(*rest, nursery=nursery, options=options, outcome=outcome, **kwargs)
 
-    with replaced(launcher_api, "LocalElasticAgent", build):
+    theirs = vars(launcher_api)["LocalElasticAgent"]
+    ours = build if theirs is LocalElasticAgent else theirs  # another one that somebody has put there is kept
+    with replaced(launcher_api, "LocalElasticAgent", ours):
         try:
             launcher_api.launch_agent(config, entrypoint, args)
         except SignalException:
