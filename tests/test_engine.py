@@ -8,11 +8,14 @@ import os
 import subprocess
 import sys
 import threading
+import time
+import tracemalloc
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+import xxhash
 from support.engine import agent_dir, digest, net, segments, train
 from support.ranks import wait_for
 from torch import nn
@@ -741,3 +744,82 @@ def test_the_same_job_id_twice_is_refused_naming_the_holder_whatever_the_layout(
     ckpt.step(2)
     crash(ckpt)
     assert opened_as(tmp_path, "t", model=nn.Linear(3, 3)) == 2
+
+
+LARGE_BYTES = (4 << 30) + (1 << 20) + 12_345
+
+
+def free_memory_bytes() -> int:
+    for line in Path("/proc/meminfo").read_text().splitlines():
+        if line.startswith("MemAvailable"):
+            return int(line.split()[1]) << 10
+    return 0
+
+
+@pytest.mark.timeout(900)
+@pytest.mark.skipif(
+    not os.environ.get("FLASHCKPT_TEST_LARGE") or free_memory_bytes() < 3.5 * LARGE_BYTES,
+    reason="a minute and 13 GB of memory: run once per release with FLASHCKPT_TEST_LARGE=1",
+)
+def test_a_single_tensor_larger_than_four_gigabytes_comes_back_bit_for_bit(tmp_path: Path) -> None:
+    model = nn.Module()
+    model.register_buffer("huge", torch.empty(LARGE_BYTES, dtype=torch.uint8))
+    huge: Any = model.huge
+    pattern = torch.randint(0, 256, (64 << 20,), dtype=torch.uint8)
+    for i, part in enumerate(huge.split(len(pattern))):
+        part.copy_(pattern[: len(part)]).add_(i)  # no two parts are equal
+    before = xxhash.xxh3_64_hexdigest(huge.numpy())
+    ckpt = Checkpointer(str(tmp_path), snapshot_every=1, job="t", slots=2)
+    ckpt.track(model=model, fenced=["model"])
+    ckpt.restore()
+    assert ckpt._life is not None
+    ckpt._life.memory.wait_ready()
+    ckpt.step(1)
+    began = time.perf_counter()
+    crash(ckpt)
+    print("copy and digests", time.perf_counter() - began, "s")
+    huge.zero_()
+    began = time.perf_counter()
+    again = opened(tmp_path, model=model)
+    print("restore", time.perf_counter() - began, "s")
+    crash(again)
+    assert xxhash.xxh3_64_hexdigest(huge.numpy()) == before
+
+
+def resident_bytes(what: str) -> int:
+    for line in Path("/proc/self/status").read_text().splitlines():
+        if line.startswith(what):
+            return int(line.split()[1]) << 10
+    raise AssertionError(what)
+
+
+def extra_bytes(root: Path, side: int) -> tuple[int, int]:
+    """Return (peak of Python's and numpy's memory, peak of the process's) of the third snapshot, above what was there."""
+    model = nn.Sequential(*[nn.Linear(side, side, bias=False) for _ in range(4)], nn.BatchNorm1d(side))
+    optimizer = torch.optim.AdamW(model.parameters())
+    ckpt = Checkpointer(str(root), snapshot_every=1, job=f"side{side}")
+    ckpt.track(model=model, optimizer=optimizer, rng=True)
+    ckpt.restore()
+    life = ckpt._life
+    assert life is not None
+    life.memory.wait_ready()
+    for parameter in model.parameters():
+        parameter.grad = torch.ones_like(parameter)
+    for step in (1, 2, 3, 4):
+        optimizer.step()
+        ckpt.step(step)
+        life._stager.finish()
+        if step == 3:  # all three slots were written once
+            tracemalloc.start()
+            before = resident_bytes("VmRSS")
+            Path("/proc/self/clear_refs").write_text("5")  # the peak begins here
+    python, process = tracemalloc.get_traced_memory()[1], resident_bytes("VmHWM") - before
+    tracemalloc.stop()
+    crash(ckpt)
+    return python, process
+
+
+def test_from_the_second_snapshot_on_no_memory_is_taken_that_grows_with_the_state(tmp_path: Path) -> None:
+    small, large = extra_bytes(tmp_path / "a", 256), extra_bytes(tmp_path / "b", 1024)
+    assert large[0] - small[0] < 20_000, "Python and numpy: digests are 8 bytes per MiB, there and nowhere else"
+    assert large[1] < 8 << 20, "the process: the state has 50 MB"

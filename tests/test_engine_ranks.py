@@ -225,3 +225,47 @@ def test_another_world_under_the_job_id_of_a_living_one_is_refused_on_every_rank
     finally:
         os.kill(holder, signal.SIGKILL)
         ended(holder)
+
+
+def refused(*_: Any, **__: Any) -> Any:
+    raise AssertionError("called from step()")
+
+
+def steps_bare(rank: int, root: str) -> dict[str, float]:
+    """Take four snapshots; from the second on every collective, and every function that plans, is refused."""
+    import torch
+    import torch.distributed as dist
+    from support.engine import parallel_net
+
+    from flashckpt import Checkpointer, exchange, life
+    from flashckpt.tracking.tracked import Tracked
+
+    model, mesh = parallel_net("fsdp")
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    ckpt = Checkpointer(root, snapshot_every=1, job="t")
+    ckpt.track(model=model, optimizer=optimizer, rng=True, mesh=mesh)
+    ckpt.restore()
+    kept = {
+        name: getattr(dist, name) for name in dir(dist) if name.startswith(("all_", "broadcast", "barrier", "gather"))
+    }
+    for step in range(1, 5):
+        optimizer.zero_grad()
+        model(torch.randn(8, 24)).pow(2).mean().backward()
+        optimizer.step()
+        if step > 1:
+            for module, names in ((dist, kept), (exchange, ("all_gather", "from_rank_0")), (life, ("Plan",))):
+                for name in names:
+                    setattr(module, name, refused)
+            Tracked.structure = refused  # type: ignore[method-assign]
+        ckpt.step(step)
+        for name, function in kept.items():
+            setattr(dist, name, function)
+    assert ckpt._life is not None
+    ckpt._life.close()
+    return ckpt._life.stats
+
+
+def test_from_the_second_snapshot_on_nothing_is_planned_and_no_collective_is_run(tmp_path: Path) -> None:
+    for stats in values(run_ranks(steps_bare, 2, str(tmp_path))):
+        assert stats["snapshots"] == 4
+        assert "plans" not in stats, "nor was the first one planned in the loop"
