@@ -7,6 +7,7 @@ rank: one code path, and every parameter is a DTensor that knows its global offs
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -17,13 +18,12 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.pipelining import PipelineStage
 from torch.distributed.pipelining.schedules import get_schedule_class
-from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard
 from torch.distributed.tensor.parallel import (
     ColwiseParallel,
     ParallelStyle,
     PrepareModuleInput,
     RowwiseParallel,
-    SequenceParallel,
     parallelize_module,
 )
 
@@ -147,7 +147,7 @@ def _tensor_parallel(part: Transformer, mesh: DeviceMesh, config: RunConfig) -> 
     if part.tok_embeddings is not None:
         plan["tok_embeddings"] = RowwiseParallel(input_layouts=Replicate(), output_layouts=stream)
     if part.norm is not None:
-        plan["norm"] = SequenceParallel() if sequence else ReplicatedNorm()
+        plan["norm"] = LocalNorm(sharded=sequence)
         keep = config.parallel.loss_parallel
         plan["output"] = ColwiseParallel(
             input_layouts=stream, output_layouts=Shard(-1) if keep else Replicate(), use_local_output=not keep
@@ -168,36 +168,41 @@ def _block_plan(*, sequence: bool) -> dict[str, ParallelStyle]:
         "feed_forward.w3": ColwiseParallel(),
         "feed_forward.w2": RowwiseParallel(output_layouts=stream),
     }
+    plan |= {"attention_norm": LocalNorm(sharded=sequence), "ffn_norm": LocalNorm(sharded=sequence)}
     if not sequence:
-        return plan | {"attention_norm": ReplicatedNorm(), "ffn_norm": ReplicatedNorm()}
+        return plan
     return plan | {
-        "attention_norm": SequenceParallel(),
-        "ffn_norm": SequenceParallel(),
         "attention": PrepareModuleInput(input_layouts=(Shard(1), None), desired_input_layouts=(Replicate(), None)),
         "feed_forward": PrepareModuleInput(input_layouts=(Shard(1),), desired_input_layouts=(Replicate(),)),
     }
 
 
-class ReplicatedNorm(ParallelStyle):
-    """Tensor parallel without sequence parallel: norm weights become replicated DTensors.
+class LocalNorm(ParallelStyle):
+    """A norm of the tokens that this rank holds: it needs no other rank, so it is computed on local tensors.
 
-    Then every parameter lives on the same mesh: one optimizer, one gradient norm.
+    As DTensors its dozen small operators, and theirs backward, would be planned anew in every process. Only the weight
+    is one, replicated: every parameter then lies on the same mesh (one optimizer, one gradient norm).
+
+    Args:
+        sharded: Whether the ranks hold different tokens (sequence parallel): gradients of the weight are then parts of a sum.
     """
 
+    def __init__(self, *, sharded: bool) -> None:
+        super().__init__()
+        self._grad = Partial() if sharded else Replicate()
+
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
-        for name, parameter in list(module.named_parameters(recurse=False)):
-            replica = DTensor.from_local(parameter.detach(), device_mesh, [Replicate()], run_check=False)
-            module.register_parameter(name, nn.Parameter(replica))
-
-        def enter(_module: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...]:
-            return tuple(DTensor.from_local(arg, device_mesh, [Replicate()], run_check=False) for arg in args)
-
-        def leave(_module: nn.Module, _args: tuple[Any, ...], out: Any) -> Any:
-            return out.to_local(grad_placements=[Replicate()])  # the gradient that arrives is whole on every rank
-
-        module.register_forward_pre_hook(enter)
-        module.register_forward_hook(leave)
+        weight = DTensor.from_local(
+            module.get_parameter("weight").detach(), device_mesh, [Replicate()], run_check=False
+        )
+        module.register_parameter("weight", nn.Parameter(weight))
+        module.forward = functools.partial(_norm, module, self._grad)
         return module
+
+
+def _norm(module: Any, grad: Placement, tokens: Tensor) -> Tensor:
+    weight = module.weight.to_local(grad_placements=[grad])
+    return torch.rms_norm(tokens, module.normalized_shape, weight, module.eps)
 
 
 def set_gradient_sync(part: nn.Module, *, sync: bool) -> None:
