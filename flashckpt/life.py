@@ -298,7 +298,7 @@ class Life:
         wanted, end = self._persisted, None if timeout is None else time.monotonic() + timeout
         if wanted is None:
             return
-        without_daemon = 0
+        without_daemon, asked = 0, False
         while True:
             self.heartbeat()  # slow storage is no hang
             status = self._status()
@@ -307,12 +307,19 @@ class Life:
                 return
             if status is not None and status.error:
                 raise self._not_durable(wanted, status.error)
+            if not asked and not self._holds(wanted):  # overwritten before the daemon saw it: it would wait for ever
+                self.directory.request("persist-now")
+                asked = True
             without_daemon = 0 if self.directory.daemon_alive() else without_daemon + 1
             if without_daemon > 15 / _POLL_S / 10:
                 raise self._not_durable(wanted, "no daemon of this job lives on this node")
             if end is not None and time.monotonic() > end:
                 raise self._not_durable(wanted, f"not committed after {timeout} s")
             time.sleep(_POLL_S * 10)
+
+    def _holds(self, wanted: tuple[int, int]) -> bool:
+        segment = self.memory.segment
+        return segment is not None and any(h.is_complete and h.identity == wanted for h in segment.headers())
 
     def _not_durable(self, wanted: tuple[int, int], found: str) -> PersistError:
         return PersistError(
