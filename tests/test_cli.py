@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import socket
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
@@ -273,6 +274,7 @@ def test_inspect_coverage_names_what_each_rank_holds(job: FakeJob, capsys: Captu
     assert found[20, "storage", "checkpoint"] == 1.0
     assert found[25, "memory", "rank 0"] == 0.5
     assert found[25, "memory", "all ranks here"] == 1.0
+    assert {(row["tier"], row["node"]) for row in rows} == {("storage", ""), ("memory", socket.gethostname())}
     assert "100.0%" in run("inspect", job.root, "--coverage", capsys=capsys)[1]
 
 

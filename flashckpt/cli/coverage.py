@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import re
+import socket
 import time
 from collections import Counter, defaultdict
 from collections.abc import Iterator, Sequence
@@ -51,7 +52,10 @@ def memory_manifests(root: str) -> Iterator[dict[Identity, list[tuple[str, Manif
 
 
 def coverage_rows(root: str, manifest: Manifest) -> list[dict[str, Any]]:
-    """Return, for this checkpoint's state, what each source of each snapshot covers by itself and all together."""
+    """Return, for this checkpoint's state, what each source of each snapshot covers by itself and all together.
+
+    Of memory only this node's can be seen; which node that is stands in every row.
+    """
     state = whole_state(manifest)
     total = sum(shard.nbytes for shard in state)
     rows = [_row(manifest.identity, "storage", "checkpoint", coverage(state, [manifest.table]), total)]
@@ -71,6 +75,7 @@ def _row(identity: Identity, tier: str, source: str, covered: tuple[list[int], i
         "generation": identity[0],
         "step": identity[1],
         "tier": tier,
+        "node": socket.gethostname() if tier == "memory" else "",
         "source": source,
         "nbytes": sum(given),
         "missing_bytes": missing,
@@ -80,12 +85,15 @@ def _row(identity: Identity, tier: str, source: str, covered: tuple[list[int], i
 
 def coverage_table(rows: Sequence[dict[str, Any]]) -> Table:
     """Return the rows for people."""
-    table = new_table(">STEP", ">GEN", "TIER", "SOURCE", ">COVERS", ">MISSING", ">SHARE", title="coverage of the state")
+    table = new_table(
+        ">STEP", ">GEN", "TIER", "NODE", "SOURCE", ">COVERS", ">MISSING", ">SHARE", title="coverage of the state"
+    )
     for row in rows:
         table.add_row(
             str(row["step"]),
             str(row["generation"]),
             row["tier"],
+            row["node"],
             row["source"],
             human_bytes(row["nbytes"]),
             human_bytes(row["missing_bytes"]),
