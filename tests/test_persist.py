@@ -16,7 +16,7 @@ from support.slots import FakePin, make_pin, shard
 
 from flashckpt import faults
 from flashckpt.checkpoint.checkpoints import list_checkpoints, newest_checkpoint, read_manifest
-from flashckpt.checkpoint.compression import PackedObjects
+from flashckpt.checkpoint.compression import PackedObjects, worth_compressing
 from flashckpt.checkpoint.persist import MANIFEST, PersistOptions, commit, missing_writers, persist_slot, prefix_of
 from flashckpt.checkpoint.retention import sweep
 from flashckpt.core.digest import chunk_digests
@@ -276,6 +276,23 @@ def test_compressed_packs_restore_any_range(store: Store, compression: str) -> N
     if compression != "auto":
         stored = sum(info.nbytes for info in store.list(f"{prefix}/r") if info.key.endswith(".fcz"))
         assert stored < 0.95 * sum(len(pin.row(r)) for r in range(3))
+
+
+def test_auto_compresses_where_the_storage_is_slower_than_the_codec(
+    store: Store, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """At 10 GB/s a codec of one core only costs time; at 20 MB/s it saves a fifth. What decides is what was measured."""
+    assert not worth_compressing(upload_bytes_s=10e9, encode_bytes_s=0.6e9, ratio=0.8, threads=2)
+    assert worth_compressing(upload_bytes_s=20e6, encode_bytes_s=0.6e9, ratio=0.8, threads=2)
+    assert not worth_compressing(upload_bytes_s=20e6, encode_bytes_s=0.6e9, ratio=0.97, threads=2), "nothing to gain"
+    kinds: dict[float, str] = {}
+    for bytes_s in (1e15, 1e3):
+        monkeypatch.setattr("flashckpt.checkpoint.persist._upload_bytes_s", {store.url: bytes_s})
+        pin = make_pin([shard("w", (600, 1000))], smooth=True, step=len(kinds) + 1)
+        prefix = persist_all(store, [pin], compression="auto")
+        (kinds[bytes_s],) = {info.key[-4:] for info in store.list(f"{prefix}/r") if ".p" in info.key}
+        assert_equal(store, prefix, [pin])
+    assert kinds == {1e15: ".fck", 1e3: ".fcz"}
 
 
 @pytest.mark.parametrize("where", ["frame", "directory", "footer", "truncated"])

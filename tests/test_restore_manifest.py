@@ -40,7 +40,7 @@ def trained(rank: int, root: str, steps: int) -> dict[str, Any]:
             read.append(key)
         real(self, key, data)
 
-    model = net()
+    model = net().eval()  # no dropout: a step gives the same state each time
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     ckpt = Checkpointer(root, snapshot_every=1, job="t", slots=3)
     ckpt.track(model=model, optimizer=optimizer, replicated_over="world")
@@ -116,3 +116,25 @@ def test_manifest_damaged_behind_its_summary_memory_or_the_older_checkpoint_take
         assert one["found"]["tiers"] == (["memory"] if memory else ["storage"])
         assert memory or "is damaged" in one["found"]["passed"][0]
     assert read_manifest(open_store(root), min(root.glob("step-000000002.*")).name).step == 2
+
+
+@pytest.mark.parametrize("fault", ["flipped", "missing"])
+def test_pack_damaged_on_storage_is_named_and_the_newest_intact_checkpoint_is_restored(
+    tmp_path: Path, fault: str
+) -> None:
+    root = tmp_path / "root"
+    first = values(run_ranks(trained, 2, str(root), 2))
+    assert commit_all(root, 2) == [1, 2]
+    shutil.rmtree(JobDirectory.open("t", create=False).path)
+    pack = min(min(root.glob("step-000000002.*")).glob("*.fck"))
+    raw = bytearray(pack.read_bytes())
+    raw[5] ^= 1
+    pack.unlink()
+    if fault != "missing":
+        pack.write_bytes(raw)
+    resumed = values(run_ranks(trained, 2, str(root), 2))
+    for one, before in zip(resumed, first, strict=True):
+        assert one["found"]["step"] == 1, "the older one, on every rank"
+        assert "step 2 of generation 1 is not restored" in one["found"]["passed"][0]
+        assert pack.name in one["found"]["passed"][0]
+        assert one["digest"] == before["digest"], "step 2 was trained again to the same state"

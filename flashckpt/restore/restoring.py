@@ -285,7 +285,7 @@ class Course:
             report = None
             if State.FAILED not in states:
                 report, states = self._fill(attempt)
-                if State.FAILED in states and {place.node for place in attempt.places} > {attempt.places[0].node}:
+                if State.FAILED in states and len({place.node for place in attempt.places}) > 1:
                     states = self._exchange(attempt, stack, spare=report is None)
                     if State.FAILED not in states:
                         report, states = self._fill(attempt)

@@ -9,6 +9,11 @@ import threading
 import time
 from urllib.parse import urlsplit
 
+_BODY = (
+    b"<?xml version='1.0'?><Error><Code>ExpiredToken</Code><Message>The provided token has expired.</Message></Error>"
+)
+EXPIRED = b"HTTP/1.1 403 Forbidden\r\nConnection: close\r\nContent-Length: %d\r\n\r\n%b" % (len(_BODY), _BODY)
+
 
 class Proxy:
     """Forwards to `endpoint`; attributes may be set at any time.
@@ -18,6 +23,7 @@ class Proxy:
         is_stalled: Accept and read requests, answer nothing.
         cut_after: Close a connection once the server sent this many bytes on it; None: never.
         cuts: How many more connections `cut_after` applies to.
+        refused_key: Requests signed with this access key are answered "403 ExpiredToken" and go no further; None: all pass.
         uploaded: Bytes from clients so far.
     """
 
@@ -28,6 +34,7 @@ class Proxy:
         self.is_stalled = False
         self.cut_after: int | None = None
         self.cuts = 1_000_000
+        self.refused_key: str | None = None
         self.uploaded = 0
         self._listener: socket.socket | None = None
         self._threads: list[threading.Thread] = []
@@ -104,6 +111,9 @@ class Proxy:
                         time.sleep(len(data) / self.bytes_s)
                     if source is client:
                         self.uploaded += len(data)
+                        if self.refused_key is not None and f"Credential={self.refused_key}/".encode() in data:
+                            client.sendall(EXPIRED)
+                            return
                         if not self.is_stalled:
                             server.sendall(data)
                         continue
