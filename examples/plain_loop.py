@@ -22,13 +22,15 @@ data = TensorDataset(inputs, inputs.sum(dim=1, keepdim=True))
 model = torch.nn.Sequential(torch.nn.Linear(16, 64), torch.nn.ReLU(), torch.nn.Linear(64, 1))
 optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
 sampler = ElasticSampler(data, dp_rank=0, dp_size=1, global_batch_size=32, seed=0)
+# a generator of its own: a loader draws from the global one when it starts, and a resumed run starts it anew
+loader = DataLoader(data, batch_size=32, sampler=sampler, generator=torch.Generator())
 
 with Checkpointer(root, snapshot_every=5, persist_every=50) as ckpt:
     ckpt.track(model=model, optimizer=optimizer, sampler=sampler, rng=True)
     report = ckpt.restore()
     step = report.step if report else 0
     while step < steps and not ckpt.should_stop:
-        for x, y in DataLoader(data, batch_size=32, sampler=sampler):
+        for x, y in loader:
             loss = torch.nn.functional.mse_loss(model(x), y)
             optimizer.zero_grad()
             loss.backward()
