@@ -26,7 +26,7 @@ from flashckpt.tracking.tracked import Captured, Tracked
 
 _log = logging.getLogger("flashckpt")
 RESERVE_WAIT_S = 2.0
-"""How long an ordinary snapshot waits for memory that is still being reserved, before it is skipped."""
+"""How long the ordinary snapshots of a life wait, all together, for memory that is still being reserved; then they are skipped."""
 SLOT_WAIT_S = 30.0
 """How long a persist step waits for a slot that may be overwritten."""
 _POLL_S = 0.002
@@ -86,7 +86,7 @@ class Life:
         self._watermark.publish(self.memory.complete())
         self._stager = Stager(self._completed, self._failed)
         self._stager.ready()
-        self._commits = Commits()
+        self._commits, self._patience_s = Commits(), RESERVE_WAIT_S
         self._stale, self._optimizer_steps = StaleWatch(), 0
         self._plan: Plan | None = None
         self._fresh: tuple[Any, ...] = ()
@@ -139,7 +139,7 @@ class Life:
     def _take(self, step: int, *, persist: bool) -> None:
         captured = self.tracked.capture()
         plan, captured = self._current_plan(captured)
-        if not self.memory.wait_ready(None if persist else RESERVE_WAIT_S):
+        if not self._has_memory(persist=persist):
             self._skip(step, "its memory is still being reserved")
             return
         record = self.outcome.record
@@ -160,6 +160,12 @@ class Life:
         self._stager.start(plan, writer, captured, identity, optimizer_steps=self._optimizer_steps)
         if persist:
             self._persisted = (record.generation, step)
+
+    def _has_memory(self, *, persist: bool) -> bool:
+        began = time.perf_counter()
+        found = self.memory.wait_first(None if persist else self._patience_s)
+        self._patience_s = max(0.0, self._patience_s - (time.perf_counter() - began))
+        return found
 
     def _writer(self, identity: Identity) -> Any:
         end = time.monotonic() + (SLOT_WAIT_S if identity.persist else 0.0)

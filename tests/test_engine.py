@@ -823,3 +823,118 @@ def test_from_the_second_snapshot_on_no_memory_is_taken_that_grows_with_the_stat
     small, large = extra_bytes(tmp_path / "a", 256), extra_bytes(tmp_path / "b", 1024)
     assert large[0] - small[0] < 20_000, "Python and numpy: digests are 8 bytes per MiB, there and nowhere else"
     assert large[1] < 8 << 20, "the process: the state has 50 MB"
+
+
+class Gate:
+    """Lets `touch` through below a byte, and holds it back above while it is closed."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, *, below: int) -> None:
+        from flashckpt.memory import segment
+
+        self.open, self._below, self._real = threading.Event(), below, segment.touch  # type: ignore[attr-defined]  # not exported
+        monkeypatch.setattr(segment, "RESERVE_BYTES", 64 << 10)
+        monkeypatch.setattr(segment, "touch", self._touch)
+
+    def _touch(self, mapping: Any, address: int, start: int, size: int) -> None:
+        assert start < self._below or self.open.wait(60)
+        self._real(mapping, address, start, size)
+
+
+def test_the_first_slot_is_used_while_the_others_are_still_being_reserved(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    gate = Gate(monkeypatch, below=900_000)
+    model = nn.Linear(300, 300)
+    ckpt = opened(tmp_path, model=model)
+    life = ckpt._life
+    assert life is not None
+    assert life.memory.segment is not None
+    spec = life.memory.segment.spec
+    assert spec.header_at(1) < 900_000 < spec.header_at(2)
+    life.memory.wait_first(30)
+    ckpt.step(1)
+    ckpt.step(2)
+    assert (ckpt.stats.get("snapshots"), ckpt.stats.get("skipped")) == (1, 1), "no second slot yet, and nobody waited"
+    gate.open.set()
+    assert life.memory.wait_ready(30)
+    ckpt.step(3)
+    crash(ckpt)
+    assert opened_as(tmp_path, "t", model=model) == 3
+
+
+def test_snapshots_that_come_before_the_memory_wait_once_and_are_skipped_from_then_on(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from flashckpt import life
+
+    monkeypatch.setattr(life, "RESERVE_WAIT_S", 0.05)
+    gate = Gate(monkeypatch, below=0)
+    ckpt = opened(tmp_path, model=nn.Linear(300, 300))
+    assert ckpt._life is not None
+    waits: list[float | None] = []
+    real = ckpt._life.memory.wait_first
+
+    def wait(timeout_s: float | None = None) -> bool:
+        waits.append(timeout_s)
+        return real(timeout_s)
+
+    monkeypatch.setattr(ckpt._life.memory, "wait_first", wait)
+    for step in (1, 2, 3):
+        ckpt.step(step)
+    assert waits == [0.05, 0.0, 0.0]
+    assert ckpt.stats["skipped"] == 3
+    gate.open.set()
+    assert ckpt._life.memory.wait_ready(30)
+    ckpt.step(4)
+    crash(ckpt)
+    assert opened_as(tmp_path, "t", model=nn.Linear(300, 300)) == 4
+
+
+@pytest.mark.parametrize(
+    "write",
+    [
+        lambda p: p.clamp_(-0.01, 0.01),
+        lambda p: p.lerp_(torch.ones_like(p), 0.1),
+        lambda p: torch._foreach_mul_([p], 0.5),
+        lambda p: p[3].zero_(),
+        lambda p: p.copy_(torch.zeros_like(p)),
+    ],
+    ids=["clipping", "averaging", "a foreign optimizer", "a part of it", "loading weights"],
+)
+def test_every_way_to_write_a_parameter_too_early_is_caught(write: Any, tmp_path: Path, gate: threading.Event) -> None:
+    model = nn.Linear(20, 20)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    failures: list[Exception] = []
+    ckpt = opened(tmp_path, model=model, optimizer=optimizer)
+    ckpt.on_failure = failures.append
+    gate.clear()
+    ckpt.step(1)
+    with torch.no_grad():
+        write(model.weight)
+    gate.set()
+    crash(ckpt)
+    assert isinstance(failures[0], FenceError)
+    assert "model.weight" in str(failures[0])
+
+
+def test_two_jobs_on_one_machine_keep_their_snapshots_apart(tmp_path: Path, shm_dir: Path) -> None:
+    first, second = nn.Linear(3, 3), nn.Linear(3, 3)
+    kept = [p.detach().clone() for p in (*first.parameters(), *second.parameters())]
+    opened_jobs = []
+    for job, model in (("one", first), ("two", second)):
+        ckpt = Checkpointer(str(tmp_path / job), snapshot_every=1, job=job)
+        ckpt.track(model=model)
+        ckpt.restore()
+        opened_jobs.append(ckpt)
+    for step in (1, 2, 3):
+        for ckpt in opened_jobs:
+            ckpt.step(step)
+    for ckpt in opened_jobs:
+        crash(ckpt)
+    with torch.no_grad():
+        for parameter in (*first.parameters(), *second.parameters()):
+            parameter.zero_()
+    assert opened_as(tmp_path / "one", "one", model=first) == 3
+    assert opened_as(tmp_path / "two", "two", model=second) == 3
+    now = [*first.parameters(), *second.parameters()]
+    assert all(torch.equal(a, b) for a, b in zip(kept, now, strict=True))

@@ -13,6 +13,7 @@ import mmap
 import os
 import threading
 import time
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
@@ -136,8 +137,12 @@ class Segment:
             os.close(fd)
             raise
 
-    def reserve(self, stop: threading.Event | None = None) -> None:
+    def reserve(self, stop: threading.Event | None = None, *, progress: Callable[[int], None] = lambda _: None) -> None:
         """Reserve and touch every page, 64 MiB at a time; run it in a background thread (it releases the GIL).
+
+        Args:
+            stop: Ends it early.
+            progress: Called with the number of bytes, from the start of the segment, that are reserved and touched.
 
         Raises:
             SharedMemoryError: The file system or a cgroup has no room. A segment without a snapshot is removed.
@@ -150,6 +155,7 @@ class Segment:
             size = min(RESERVE_BYTES, self.spec.nbytes - start)
             self._reserve_step(start, size)
             touch(self._map, address, start, size)
+            progress(start + size)
 
     def close(self) -> None:
         """Give up ownership and unmap; buffers that are still in use keep the mapping until they go."""

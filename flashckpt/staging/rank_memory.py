@@ -72,7 +72,8 @@ class RankMemory:
         self.reserve_s = 0.0
         self.adopted = False
         self._stop = threading.Event()
-        self._ready = threading.Event()
+        self._ready, self._first = threading.Event(), threading.Event()
+        self._reserved_bytes = 0
         self._error: Exception | None = None
         self._thread: threading.Thread | None = None
         self._registered: int | None = None
@@ -148,7 +149,8 @@ class RankMemory:
         segment = self.own_existing(need)
         self.adopted = segment is not None
         self.segment = segment if segment is not None else self._create(need, slots, job)
-        self._stop, self._ready, self._error = threading.Event(), threading.Event(), None
+        self._stop, self._error, self._reserved_bytes = threading.Event(), None, 0
+        self._ready, self._first = threading.Event(), threading.Event()
         self._thread = threading.Thread(target=self._reserve, name="flashckpt-reserve", daemon=True)
         self._thread.start()
 
@@ -178,7 +180,7 @@ class RankMemory:
         segment = self.segment
         assert segment is not None
         try:
-            segment.reserve(self._stop)
+            segment.reserve(self._stop, progress=self._note)
             if self._pin_for is not None and not self._stop.is_set():
                 whole: Any = segment._map  # noqa: SLF001 -- the mapping itself is what CUDA page-locks
                 mapping = np.frombuffer(whole, np.uint8)
@@ -190,6 +192,25 @@ class RankMemory:
             self._error = error
         self.reserve_s = time.perf_counter() - started
         self._ready.set()
+        self._first.set()
+
+    def _note(self, nbytes: int) -> None:
+        self._reserved_bytes = nbytes
+        if self._pin_for is None and self._unreserved() != set(range(self._slots)):
+            self._first.set()
+
+    @property
+    def _slots(self) -> int:
+        assert self.segment is not None
+        return self.segment.spec.slots
+
+    def _unreserved(self) -> set[int]:
+        """Return the slots whose memory is not whole yet."""
+        assert self.segment is not None
+        spec = self.segment.spec
+        if self._ready.is_set():
+            return set()
+        return {slot for slot in range(spec.slots) if spec.data_at(slot) + spec.data_capacity > self._reserved_bytes}
 
     @property
     def is_ready(self) -> bool:
@@ -199,9 +220,14 @@ class RankMemory:
         return self._ready.is_set()
 
     def wait_ready(self, timeout_s: float | None = None) -> bool:
-        """Wait for the reservation; False if it is not done in time."""
+        """Wait for the whole reservation; False if it is not done in time."""
         self._ready.wait(timeout_s)
         return self.is_ready
+
+    def wait_first(self, timeout_s: float | None = None) -> bool:
+        """Wait until a snapshot can be taken: one slot is reserved; False if none is in time. Raises as `is_ready`."""
+        self._first.wait(timeout_s)
+        return self.is_ready or self._first.is_set()
 
     def fits(self, need: Need) -> bool:
         """Whether a snapshot of another structure has room in the open segment."""
@@ -220,7 +246,7 @@ class RankMemory:
     ) -> SlotWriter | None:
         """Return a writer on the slot that may be overwritten, or None if there is none (invariant M1, pins)."""
         assert self.segment is not None
-        segment, busy = self.segment, set(self.segment.busy())
+        segment, busy = self.segment, self.segment.busy() | self._unreserved()
         while True:
             slot = choose_slot(
                 segment.headers(), pinned=busy, common=known.common, hopeless=known.hopeless, superseded=superseded
