@@ -157,13 +157,16 @@ def oom_kills() -> int:
     for line in groups:
         _, controllers, path = line.split(":", 2)
         if controllers == "":
-            return _counter(Path("/sys/fs/cgroup") / path.lstrip("/") / "memory.events")
+            return _counter(Path("/sys/fs/cgroup"), path, "memory.events")
         if "memory" in controllers.split(","):
-            return _counter(Path("/sys/fs/cgroup/memory") / path.lstrip("/") / "memory.oom_control")
+            return _counter(Path("/sys/fs/cgroup/memory"), path, "memory.oom_control")
     return 0
 
 
-def _counter(path: Path) -> int:
+def _counter(mount: Path, group: str, name: str) -> int:
+    path = mount / group.lstrip("/") / name
+    if not path.exists():
+        path = mount / name  # a container sees its own group at the mount, whatever the group's name is outside
     try:
         for line in path.read_text(encoding="utf-8").splitlines():
             if line.startswith("oom_kill "):

@@ -29,7 +29,10 @@ class Stamps(Protocol):
 
 @dataclass(kw_only=True)
 class Failure:
-    """One failure and the restart after it; `seconds` fills while the new generation comes up."""
+    """One failure and the restart after it; `seconds` fills while the new generation comes up.
+
+    It begins (`begun_ns`, CLOCK_MONOTONIC) when the rank failed, or, where ranks hang, with the last sign of life.
+    """
 
     time: str
     host: str
@@ -37,7 +40,7 @@ class Failure:
     rank: int
     cause: str
     step: int
-    detected_ns: int
+    begun_ns: int
     seconds: dict[str, float] = field(default_factory=dict)
     forked_ns: int = 0
     steps_lost: int = -1
@@ -48,7 +51,7 @@ class Failure:
     def line(self) -> str:
         """Return the JSON line."""
         data = asdict(self)
-        del data["detected_ns"], data["forked_ns"]
+        del data["begun_ns"], data["forked_ns"]
         data["seconds"] = {name: round(self.seconds[name], 4) for name in PHASES if name in self.seconds}
         return json.dumps(data, sort_keys=True)
 
@@ -67,7 +70,7 @@ def advance(failure: Failure, rows: Sequence[Stamps], now_ns: int) -> bool:
     failure.seconds["init"] = (begun - failure.forked_ns) / 1e9
     failure.seconds["restore"] = (restored - begun) / 1e9
     failure.seconds["first_step"] = max(0, marks["first_step"] - restored) / 1e9
-    failure.total_s = round((marks["first_step"] - failure.detected_ns) / 1e9, 4)
+    failure.total_s = round((marks["first_step"] - failure.begun_ns) / 1e9, 4)
     failure.restored_step = max(row.restored_step for row in fresh)
     failure.steps_lost = max(0, failure.step - max(failure.restored_step, 0)) if failure.step >= 0 else -1
     if min(row.step for row in fresh) < failure.step:

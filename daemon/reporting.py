@@ -62,7 +62,7 @@ class Reporter:
         odd = hang.odd_ranks(states)
         step = max(state.step for state in states)
         rank = odd[0] if odd else -1
-        self._open(f"hang: {text.splitlines()[0]}", rank, step, restart=restart, detect_s=0.0, context=context)
+        self._open(f"hang: {text.splitlines()[0]}", rank, step, restart=restart, detect_s=silent_s, context=context)
         return Suspect(rank=odd[0] if odd else states[0].rank, text=text)
 
     def _open(self, cause: str, rank: int, step: int, *, restart: int, detect_s: float, context: WorkerContext) -> None:
@@ -74,7 +74,7 @@ class Reporter:
             rank=rank,
             cause=cause,
             step=step,
-            detected_ns=int(context.detected_s * 1e9),
+            begun_ns=int((context.detected_s - max(0.0, detect_s)) * 1e9),
             seconds={"detect": max(0.0, detect_s), "stop": context.stopped_s - context.detected_s},
         )
 

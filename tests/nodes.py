@@ -20,6 +20,7 @@ import pytest
 from support.dlrun import ENGINE, TRAIN, traces
 from support.elastic import ELASTIC, History, check_exactly_once, check_losses
 from support.nodes import Nodes, nodes
+from support.ranks import wait_for
 
 from flashckpt.daemon.options import NodeCheckError
 from flashckpt.errors import RESUME_EXIT_CODE
@@ -228,3 +229,27 @@ def test_link_cut_for_20_seconds_training_goes_on_after_it(tmp_path: Path, train
         them.until(lambda: time.monotonic() > end, "20 s without the link")
         them.link(1, up=True)
         them.until(partial(reached, tmp_path, 0, before + 50), "steps after the cut")
+
+
+MEMORY = Path("/sys/fs/cgroup/memory")
+
+
+@pytest.mark.skipif(not os.access(MEMORY / "cgroup.procs", os.W_OK), reason="no control group of version 1 to write to")
+def test_rank_that_the_kernel_kills_for_memory_is_told_from_a_stray_kill(tmp_path: Path) -> None:
+    """dlrun and its ranks in a control group of 2 GB; one rank takes 3 GB."""
+    script = tmp_path / "greedy.py"
+    script.write_text("import os, time\nif os.environ['RANK'] == '1': kept = b'x' * (3 << 30)\ntime.sleep(600)\n")
+    group = MEMORY / f"flashckpt-test-{os.getpid()}"
+    group.mkdir()
+    try:
+        (group / "memory.limit_in_bytes").write_text(str(2 << 30))
+        enter = f'echo $$ > {group}/cgroup.procs; exec "$@"'
+        words = [sys.executable, "-m", "flashckpt.daemon.run", "--standalone", "--nproc-per-node=2", str(script)]
+        command = ["sh", "-c", enter, "sh", *words]
+        result = subprocess.run(command, capture_output=True, text=True, timeout=300, cwd=tmp_path, check=False)
+    finally:
+        wait_for(lambda: not (group / "cgroup.procs").read_text(), what="an empty control group")
+        group.rmdir()
+    assert result.returncode == 1, result.stderr
+    assert "rank 1 (local 1" in result.stderr
+    assert "signal 9 (SIGKILL, exit code 137): out of memory: the kernel's OOM killer" in result.stderr

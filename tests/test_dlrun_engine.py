@@ -165,6 +165,7 @@ def test_stopped_rank_is_a_hang_it_is_named_and_the_group_restarts(tmp_path: Pat
     assert "all_reduce" in launch.output
     record = json.loads((tmp_path / "ledger.jsonl").read_text().splitlines()[0])
     assert (record["rank"], record["cause"][:5]) == (1, "hang:")
+    assert 1.5 < record["seconds"]["detect"] < record["total_s"]  # what the hang cost counts as lost
 
 
 def test_rank_in_an_endless_loop_is_a_hang_and_without_restarts_the_job_ends(tmp_path: Path, train: Path) -> None:

@@ -102,7 +102,7 @@ SECOND = 10**9
 
 def pending() -> ledger.Failure:
     return ledger.Failure(
-        time="now", host="h", restart=1, rank=2, cause="killed", step=20, detected_ns=SECOND, forked_ns=2 * SECOND
+        time="now", host="h", restart=1, rank=2, cause="killed", step=20, begun_ns=SECOND, forked_ns=2 * SECOND
     )
 
 
