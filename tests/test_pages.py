@@ -35,14 +35,6 @@ def test_populate_maps_what_it_is_asked_for_and_no_more(fresh: mmap.mmap) -> Non
     assert not pages.is_mapped(start + 4 * 4096)
 
 
-def test_huge_pages_are_asked_for_only_where_they_lie_wholly_inside(fresh: mmap.mmap) -> None:
-    inside = -(-address_of(fresh) // pages.HUGE_BYTES) * pages.HUGE_BYTES
-    assert not pages.prefer_huge(inside + 1, 2 * pages.HUGE_BYTES - 2)
-    pages.prefer_huge(inside + 1, 3 * pages.HUGE_BYTES)
-    fresh[inside - address_of(fresh)] = 1
-    assert not pages.is_mapped(inside + pages.HUGE_BYTES - 4096), "memory outside of the buffer was taken"
-
-
 @pytest.mark.parametrize("nbytes", [0, 1, 4095, 256 << 10, (256 << 10) + 1, CHUNK_BYTES])
 def test_copy_and_digest_is_a_copy_with_the_digest_of_the_whole(nbytes: int) -> None:
     source = np.random.default_rng(nbytes).integers(0, 256, nbytes, np.uint8)

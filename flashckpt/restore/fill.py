@@ -25,7 +25,6 @@ from flashckpt.core.reshard import Box, Read, Runs, flat_boxes, plan_box, plan_r
 from flashckpt.core.table import ShardTable
 from flashckpt.errors import DamagedError, FlashckptError, ShardGapError
 from flashckpt.faults import crash_point
-from flashckpt.memory import pages
 from flashckpt.restore.sources import Source, Span
 
 JOB_BYTES = 8 << 20
@@ -197,8 +196,6 @@ class _Fill:
             if len(buffer) != target.shard.nbytes or (buffer.readonly and len(buffer)):
                 msg = f"buffer of {target.shard.fqn!r}: {len(buffer)} bytes, shard has {target.shard.nbytes}"
                 raise ValueError(msg)
-            if len(buffer) >= pages.HUGE_BYTES:
-                pages.prefer_huge(int(np.frombuffer(buffer, np.uint8).ctypes.data), len(buffer))
 
     def pieces(self, read: Read, without: frozenset[tuple[int, int]] = frozenset()) -> Iterable[Piece]:
         """Cut one read into pieces."""
