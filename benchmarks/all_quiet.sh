@@ -24,7 +24,7 @@ run() {  # SECONDS_AT_MOST TITLE COMMAND...
     local limit=$1 title=$2 from=$SECONDS
     shift 2
     printf '\n## %s\n\n`%s`\n' "$title" "${*/#$python/python}" | tee -a "$tables"
-    if ! timeout "$limit" "$@" 2>&1 | tee -a "$tables"; then
+    if ! timeout -k 200 "$limit" "$@" 2>&1 | tee -a "$tables"; then
         echo "FAILED or cut off after $limit s" | tee -a "$tables"
         failed=1
     fi

@@ -33,7 +33,7 @@ from typing import Any
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
-from ranks import Ranks, peak_memory_of
+from ranks import Ranks, clean_up_on_sigterm, peak_memory_of
 
 from flashckpt.bench.host import available_bytes
 from flashckpt.bench.measure import LoadWatch, document, plain, summarise, write_json
@@ -303,6 +303,7 @@ def main() -> int:
     parser.add_argument("--s3", action="store_true", help="S3 instead of the disk")
     parser.add_argument("--json", type=Path)
     args = parser.parse_args()
+    clean_up_on_sigterm()
     load = LoadWatch()
     results = measure(args)
     where = [Path(args.dir or tempfile.gettempdir())]

@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import os
 import select
+import signal
 import subprocess
 import sys
 import threading
@@ -93,6 +94,11 @@ class Ranks:
                 process.kill()
                 process.wait()
             stream(process.stdout).close()
+
+
+def clean_up_on_sigterm() -> None:
+    """Let SIGTERM (of `timeout`) unwind the program as Ctrl-C does, so that ranks end and folders go."""
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
 
 
 def stream(pipe: IO[str] | None) -> IO[str]:

@@ -18,7 +18,6 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import shutil
 import subprocess
 import sys
 import tempfile
@@ -32,7 +31,7 @@ from typing import Any
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 from dlrover_peer import SETUP, check_dlrover, environment, remove_leftovers
-from ranks import Ranks, descendants, peak_memory_of, stream
+from ranks import Ranks, clean_up_on_sigterm, descendants, peak_memory_of, stream
 from stall_table import summarised, table
 
 from flashckpt.bench.host import available_bytes
@@ -171,7 +170,7 @@ class Family:
             try:
                 ranks.ask("close")
             except RuntimeError as error:
-                print(error, file=sys.stderr)
+                print(f"ending: {str(error).splitlines()[0]}", file=sys.stderr)
             ranks.close()
         if self._agent is not None:
             stream(self._agent.stdin).close()
@@ -240,21 +239,32 @@ def measure(options: argparse.Namespace, gigabytes: float, ranks: int, methods: 
     """Measure one configuration, group by group."""
     nbytes, available = gigabytes * 1e9, available_bytes()
     groups, left_out = plan_groups(methods, available * USABLE / nbytes)
-    if sum(g.need for g in groups) == 0:
-        return {"left_out": left_out, "available_bytes": available, "groups": []}
     found = []
     for group in groups:
-        with places(options.dir) as folder:
-            family = Family(options, group, nbytes, ranks, folder)
-            try:
-                about = family.about()
-                seconds = options.seconds * len(group.methods) / len(methods)
-                found.append(summarised(about, measure_group(family, seconds, options.rounds)))
-            finally:
-                family.close()
-        shutil.rmtree(folder, ignore_errors=True)
-        found[-1] |= {"need": group.need, "slots": group.slots or 3}
+        share = len(group.methods) / len(methods)
+        try:
+            found.append(measure_in_processes(options, group, nbytes, ranks, options.seconds * share))
+        except RuntimeError as error:  # the other groups and configurations are still worth having
+            print(f"{', '.join(group.methods)}: FAILED\n{error}", file=sys.stderr)
+            reason = str(error).strip().splitlines()
+            left_out |= dict.fromkeys(
+                group.methods, f"failed: {next((r for r in reversed(reason) if 'rror' in r), reason[-1])}"
+            )
     return {"left_out": left_out, "available_bytes": available, "groups": found}
+
+
+def measure_in_processes(
+    options: argparse.Namespace, group: Group, nbytes: float, ranks: int, seconds: float
+) -> dict[str, Any]:
+    """Start the processes of one group, measure, and end them."""
+    with places(options.dir) as folder:
+        family = Family(options, group, nbytes, ranks, folder)
+        try:
+            about = family.about()
+            found = summarised(about, measure_group(family, seconds, options.rounds))
+        finally:
+            family.close()
+    return found | {"need": group.need, "slots": group.slots or 3}
 
 
 def main() -> None:
@@ -280,6 +290,7 @@ def main() -> None:
     versions = check_dlrover(options.dlrover_python) if options.dlrover_python else None
     if versions is None:
         methods = [method for method in methods if kind_of(method) == "ours"]
+    clean_up_on_sigterm()
     load, results = LoadWatch(), {}
     for size in options.gb.split(","):
         for ranks in options.ranks.split(","):
@@ -296,6 +307,8 @@ def main() -> None:
     print(f"\nload before {result['load']['load_before']}, cores used by others {result['load']['other_cores']}")
     if options.json:
         write_json(options.json, json.loads(json.dumps(result)))
+    if any(why.startswith("failed") for one in results.values() for why in one["left_out"].values()):
+        raise SystemExit(1)
 
 
 if __name__ == "__main__":

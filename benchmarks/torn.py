@@ -35,7 +35,7 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 import numpy as np
 from dlrover_peer import check_dlrover, environment, remove_leftovers
-from ranks import stream
+from ranks import clean_up_on_sigterm, stream
 
 from flashckpt.bench.measure import LoadWatch, document, write_json
 from flashckpt.checkpoint.checkpoints import list_checkpoints
@@ -285,6 +285,7 @@ def main() -> int:
     parser.add_argument("--json", type=Path)
     args = parser.parse_args()
     warnings.simplefilter("ignore")
+    clean_up_on_sigterm()
     versions = check_dlrover(args.dlrover_python) if args.dlrover_python else None
     seed = args.seed if args.seed is not None else random.SystemRandom().randrange(2**32)
     nbytes, load = int(args.mb * 1e6) // (1 << 20) * (1 << 20), LoadWatch()

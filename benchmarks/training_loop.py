@@ -50,7 +50,8 @@ class Loop:
         torch.manual_seed(rank)
         self.rank = rank
         self.model = model_of(nbytes, tensors)
-        self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-4, foreach=True)
+        # one tensor after the other, as by default on CPU: foreach takes a third of the state for temporaries
+        self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-4, foreach=tensors is not None)
         for parameter in self.model.parameters():
             parameter.grad = torch.randn_like(parameter)
         self.optimizer.step()
