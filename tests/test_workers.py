@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import os
 import re
+import signal
 import subprocess
 import sys
 from pathlib import Path
 from typing import Any
+
+from support.ranks import wait_for
 
 SUITE = {
     "test_one.py": """
@@ -43,21 +46,32 @@ SUITE = {
 }
 
 
-def run(folder: Path, *arguments: str, files: Any = SUITE) -> tuple[int, str]:
+PYTEST = (  # whatever started this process may have had SIGINT ignored
+    "import signal, sys, pytest; signal.signal(signal.SIGINT, signal.default_int_handler);"
+    "sys.exit(pytest.main(['-p', 'support.workers', '-ra', *sys.argv[1:]]))"
+)
+
+
+def start(folder: Path, *arguments: str, files: Any = SUITE) -> subprocess.Popen[str]:
     for name in files:
         lines = SUITE[name].strip("\n").splitlines()
         (folder / name).write_text("\n".join(line[8:] for line in lines) + "\n")
     (folder / "pytest.ini").touch()
-    result = subprocess.run(
-        [sys.executable, "-m", "pytest", "-p", "support.workers", "-ra", *arguments],
+    return subprocess.Popen(
+        [sys.executable, "-c", PYTEST, *arguments],
         cwd=folder,
         env={**os.environ, "PYTHONPATH": str(Path(__file__).parent), "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1"},
-        capture_output=True,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
         text=True,
-        timeout=60,
-        check=False,
+        start_new_session=True,
     )
-    return result.returncode, result.stdout + result.stderr
+
+
+def run(folder: Path, *arguments: str, files: Any = SUITE) -> tuple[int, str]:
+    process = start(folder, *arguments, files=files)
+    output, _ = process.communicate(timeout=60)
+    return process.returncode, output
 
 
 def test_a_death_a_failure_and_the_rest_are_all_told(tmp_path: Path) -> None:
@@ -88,3 +102,26 @@ def test_the_first_failure_stops_the_other_workers(tmp_path: Path) -> None:
     (tmp_path / "test_waits.py").write_text("import signal\ndef test_waits(): signal.pause()\n")
     code, output = run(tmp_path, "--workers", "2", "-x", files=["conftest.py", "test_two.py"])
     assert (code, "stopping after 1 failures" in output) == (1, True), output
+
+
+CLEANS_UP = """
+import signal, time
+from pathlib import Path
+def test_{name}():
+    Path("{name}").touch()
+    try: signal.pause()
+    finally:
+        time.sleep(0.3)  # the second signal comes meanwhile
+        Path("{name}").unlink()
+"""
+
+
+def test_ctrl_c_lets_every_worker_clean_up(tmp_path: Path) -> None:
+    for name in "ab":
+        (tmp_path / f"test_{name}.py").write_text(CLEANS_UP.format(name=name))
+    process = start(tmp_path, "--workers", "2", files=[])
+    wait_for(lambda: (tmp_path / "a").exists() and (tmp_path / "b").exists(), what="both tests to run")
+    os.killpg(process.pid, signal.SIGINT)
+    output, _ = process.communicate(timeout=60)
+    assert (process.returncode, "KeyboardInterrupt" in output) == (2, True), output
+    assert not [name for name in "ab" if (tmp_path / name).exists()]

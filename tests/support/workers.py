@@ -4,9 +4,9 @@ Not xdist: its workers have a second thread, and ranks are forked from the test 
 the collecting process imports everything once, forks, takes no part itself, and shows each file's reports when the
 file is done, so that output, exit code, `--last-failed`, `--durations` and `-x` are those of a serial run.
 
-A file is never divided: its module fixtures are made once. Files are handed out through a pipe, the longest first
-(`LONGEST_FIRST`), so that no worker is left alone with one at the end. A worker that dies is a failure of the test
-it was in, and another worker goes on with the rest.
+A file is never divided: its module fixtures are made once, and session fixtures once per file. Files are handed
+out through a pipe, the longest first (`LONGEST_FIRST`), so that no worker is left alone with one at the end. A
+worker that dies is a failure of the test it was in, and another worker goes on with the rest.
 """
 
 from __future__ import annotations
@@ -115,12 +115,12 @@ class Pool:
         os.close(target)
         return Worker(pid, source, first)
 
-    def _claims(self, first: list[pytest.Item], target: int) -> Iterator[pytest.Item]:
-        yield from first
+    def _claims(self, first: list[pytest.Item], target: int) -> Iterator[list[pytest.Item]]:
+        yield first
         while number := os.read(self.queue, _GROUP.size):
             (group,) = _GROUP.unpack(number)
             _send(target, {"claimed": group})
-            yield from self.groups[group]
+            yield self.groups[group]
 
     def _take(self, worker: Worker, message: dict[str, Any]) -> None:
         if "claimed" in message:
@@ -131,7 +131,7 @@ class Pool:
             done = worker.claimed.pop(0)
             worker.finished.append((done, worker.reports))
             worker.reports = []
-            if not worker.claimed or worker.claimed[0].path != done.path:
+            if not worker.claimed:
                 self._show(worker)
 
     def _show(self, worker: Worker) -> None:
@@ -220,26 +220,30 @@ class _Reporting:
         _send(self._target, {"report": data})
 
 
-def _work(session: pytest.Session, items: Iterator[pytest.Item], target: int) -> None:
+def _work(session: pytest.Session, files: Iterator[list[pytest.Item]], target: int) -> None:
     """The life of a worker, from its fork to its end."""
     code = 1
+    signal.signal(signal.SIGINT, _interrupted_once)
     try:
         _take_over(session.config, target)
-        item = next(items, None)
-        while item is not None:
-            following = next(items, None)  # claims the next file: the fixtures to tear down depend on it
-            item.ihook.pytest_runtest_protocol(item=item, nextitem=following)
-            _send(target, {"finished": True})
-            item = following
+        for items in files:
+            for item, following in itertools.zip_longest(items, items[1:]):  # None: all fixtures end with their file
+                item.ihook.pytest_runtest_protocol(item=item, nextitem=following)
+                _send(target, {"finished": True})
         code = 0
     except BaseException as error:  # noqa: BLE001 -- the process ends here, whatever it is
-        signal.signal(signal.SIGINT, signal.SIG_IGN)
         if not isinstance(error, KeyboardInterrupt):
             traceback.print_exc()
         session._setupstate.teardown_exact(None)
     finally:
         sys.stdout.flush(), sys.stderr.flush()
         os._exit(code)
+
+
+def _interrupted_once(*_: object) -> None:
+    """Ctrl-C reaches a worker twice, from the terminal and from `stop`: the second must not cut the clean-up short."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    raise KeyboardInterrupt
 
 
 def _take_over(config: pytest.Config, target: int) -> None:
