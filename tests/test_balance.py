@@ -14,12 +14,13 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 from support.engine import agent_dir
 from support.ranks import run_ranks, values
+from torch.distributed.tensor import DTensor
 
 from flashckpt.core.balance import CUT_BYTES, LEAST_PIECE_BYTES, Part, cut_dimension, deal, split_rows
-from flashckpt.core.layout import joined
+from flashckpt.core.layout import joined, place
 from flashckpt.core.packs import PACK_BYTES, plan_packs
 from flashckpt.core.table import ShardTable
-from flashckpt.tracking.placement import Box, Spread, shared_out
+from flashckpt.tracking.placement import Box, Spread, shard_of, shared_out
 
 PARTS = st.lists(
     st.tuples(st.integers(0, 4000), st.integers(1, 1 << 20), st.integers(1, 5)), min_size=1, max_size=30
@@ -127,20 +128,16 @@ def test_pieces_of_a_box_are_the_box_contiguous_and_no_larger_than_asked(
         for piece in view:  # row-major and without gaps: whole behind the first dimension longer than one
             first = next((dim for dim, n in enumerate(piece.lengths) if n > 1), len(lengths))
             assert piece.lengths[first + 1 :] == lengths[first + 1 :]
-    for piece in zip(*views, strict=True):
-        assert sorted(one.replica for one in piece) == list(range(replicas)), "one writer each"
+    for copies in zip(*views, strict=True):
+        assert sorted(one.replica for one in copies) == list(range(replicas)), "one writer each"
 
 
 def test_no_pack_is_larger_than_its_limit_whatever_the_tensors_are() -> None:
     """Boxes of 2 GiB, one of them a single row: only their shapes are needed."""
-    boxes: list[Box] = []
+    shards = []
     for i, lengths in enumerate([(3 << 15, 1 << 13), (1, 700 << 20), (5, 150 << 20)]):
         whole = Box(global_shape=lengths, offsets=(0, 0), lengths=lengths, starts=(0, 0))
-        boxes += [(i, piece) for piece in shared_out([whole], "uint8", Spread())]
-    from flashckpt.core.layout import place
-    from flashckpt.tracking.placement import shard_of
-
-    shards = [shard_of(f"t{i}", "uint8", box) for i, box in boxes]
+        shards += [shard_of(f"t{i}", "uint8", piece) for piece in shared_out([whole], "uint8", Spread())]
     placement = place(shards)
     packs = plan_packs(ShardTable.from_shards(shards, placement.offsets), placement.total)
     assert max(pack.nbytes for pack in packs) <= PACK_BYTES
@@ -157,13 +154,21 @@ def language_model() -> torch.nn.Module:
     return torch.nn.Sequential(torch.nn.Embedding(VOCABULARY, WIDE), *blocks, torch.nn.LayerNorm(WIDE))
 
 
-def persists(rank: int, root: str) -> dict[str, Any]:
+def persists(rank: int, root: str, kind: str) -> dict[str, Any]:
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import fully_shard
+
     from flashckpt import Checkpointer
 
-    model = torch.nn.parallel.DistributedDataParallel(language_model())
+    model, mesh = language_model(), None
+    if kind == "ddp":
+        model = torch.nn.parallel.DistributedDataParallel(model)
+    else:  # each half of a tensor on two ranks
+        mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
+        fully_shard(model, mesh=mesh)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
     ckpt = Checkpointer(root, snapshot_every=1, persist_every=2, job="t", keep_last=None)
-    ckpt.track(model=model, optimizer=optimizer)
+    ckpt.track(model=model, optimizer=optimizer, mesh=mesh)
     report = ckpt.restore()
     restored = None if report is None else (report.step, report.is_same_layout, set(report.tier_bytes))
     for step in range(1 if report is None else report.step + 1, 3):
@@ -172,13 +177,16 @@ def persists(rank: int, root: str) -> dict[str, Any]:
         optimizer.step()
         ckpt.step(step)
     ckpt.wait(60)
-    digests = [
-        float(t.detach().double().sum()).hex()
-        for p in model.parameters()
-        for t in (p, *(optimizer.state[p][key] for key in KEYS))
-    ]
+    digests = sums(model, optimizer)
     ckpt.close()
     return {"restored": None if restored is None else [restored[0], restored[1], sorted(restored[2])], "sums": digests}
+
+
+def sums(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> list[str]:
+    """Return one number per tensor, the whole of it where it is sharded."""
+    tensors = [t for p in model.parameters() for t in (p, *(optimizer.state[p][key] for key in KEYS))]
+    whole = [t.full_tensor() if isinstance(t, DTensor) else t for t in tensors]
+    return [float(t.detach().double().sum()).hex() for t in whole]
 
 
 def reads_alone(rank: int, root: str) -> list[str]:
@@ -190,28 +198,26 @@ def reads_alone(rank: int, root: str) -> list[str]:
     reader = Checkpointer.readonly(root)
     reader.track(model=model, optimizer=optimizer)
     reader.restore()
-    return [
-        float(t.detach().double().sum()).hex()
-        for p in model.parameters()
-        for t in (p, *(optimizer.state[p][key] for key in KEYS))
-    ]
+    return sums(model, optimizer)
 
 
+@pytest.mark.parametrize("kind", ["ddp", "hsdp"])
 def test_four_ranks_persist_equal_parts_once_and_any_layout_reads_them(
-    tmp_path: Path, shm_dir: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, shm_dir: Path, monkeypatch: pytest.MonkeyPatch, kind: str
 ) -> None:
     """The embedding is three quarters of the state: assigned whole, its writer would write three times the mean."""
     monkeypatch.delenv("FLASHCKPT_AGENT_DIR", raising=False)
-    first = values(run_ranks(persists, 4, str(tmp_path)))
+    first = values(run_ranks(persists, 4, str(tmp_path), kind))
     assert len({str(one["sums"]) for one in first}) == 1
     (folder,) = tmp_path.glob("step-000000002.g*")
     written = [sum(p.stat().st_size for p in folder.glob(f"r{rank:05d}.p*")) for rank in range(4)]
     state = 12 * (VOCABULARY * WIDE + 3 * WIDE * WIDE + 2 * WIDE)
     assert state <= sum(written) < 1.01 * state, "every byte once, and a little padding"
     assert max(written) < 1.05 * sum(written) / 4, written
-    again = values(run_ranks(persists, 4, str(tmp_path)))
-    assert {str(one["sums"]) for one in again} == {str(first[0]["sums"])}
-    assert again[0]["restored"][:2] == [2, True]
+    if kind == "ddp":
+        again = values(run_ranks(persists, 4, str(tmp_path), kind))
+        assert {str(one["sums"]) for one in again} == {str(first[0]["sums"])}
+        assert again[0]["restored"][:2] == [2, True]
     assert values(run_ranks(reads_alone, 1, str(tmp_path)))[0] == first[0]["sums"]
 
 
