@@ -65,6 +65,7 @@ run 200 "persist, uplift" "$python" benchmarks/persist.py --uplift --gb "$uplift
 if [ -n "${RADOSGW:-}" ]; then
     scratch=$(mktemp -d /var/tmp/flashckpt-s3.XXXXXX)
     trap 'tests/s3/radosgw.sh stop $scratch/rgw; rmdir $scratch' EXIT
+    export PYTHON=$python
     tests/s3/radosgw.sh install > /dev/null
     port=$("$python" -c 'import socket; s = socket.socket(); s.bind(("127.0.0.1", 0)); print(s.getsockname()[1])')
     S3_TEST_ENDPOINT=$(tests/s3/radosgw.sh start "$scratch/rgw" "$port")
