@@ -30,6 +30,7 @@ from flashckpt.restore.peers import Peers, PeerSource, Rounds
 from flashckpt.restore.restore_point import Candidate, Place, Request
 from flashckpt.restore.sources import MemorySource, Source, StorageSource
 from flashckpt.tracking.placement import boxes_of, shard_of
+from flashckpt.tracking.structure import Structure
 from flashckpt.tracking.tracked import Tracked
 
 _MOST_ASKS = 2
@@ -80,6 +81,7 @@ class Attempt:
     wished: live_state.Wishes | None = None
     _exchange: Peers | None = None
     _has_asked: bool = False
+    _structure: Structure | None = None
 
     @contextlib.contextmanager
     def noting(self) -> Iterator[None]:
@@ -126,9 +128,13 @@ class Attempt:
             self.memory = self._open_memory()
             if self.candidate.on_root:
                 self.storage = self._open_root()
-            if self.may_ask and self._asks():
-                return State.ASKS
-            self.wished = self._covered()
+            if self.may_ask:
+                wished, asks = self._asks()
+                if asks:
+                    return State.ASKS
+                self.wished = wished  # all of it lies here, under its own name
+            else:
+                self.wished = self._covered()
         return State.FAILED if self.wished is None else State.READY
 
     def ask(self, group: HostGroup, *, spare: bool = False) -> State:
@@ -138,13 +144,13 @@ class Attempt:
             group: Carries host memory.
             spare: Something here turned out damaged: ask for everything, to have another copy of whatever it is.
         """
-        self.error, self.wished = None, None
+        self.error, self.wished, self._structure = None, None, None
         with self.phase("peers"):
             self._exchange = Peers(group, self.places, self._serving(), rank=self.tracked.world.rank, node=self.node)
             for _ in range(_MOST_ASKS):
                 wanted: list[Wish] = []
                 with self.noting():
-                    wanted = self._asks(spare=spare) if self.error is None else []
+                    wanted = self._asks(spare=spare)[1] if self.error is None else []
                 if not group.total(len(wanted)):
                     break
                 found = self._exchange.find(wanted)
@@ -205,11 +211,15 @@ class Attempt:
     # -- what is wanted ----------------------------------------------------------------------------------
 
     def _wishes(self, manifests: Sequence[Manifest], *, exact: bool) -> live_state.Wishes:
-        structure = self.tracked.structure(self.tracked.capture())
-        return live_state.wishes(self.tracked, structure, manifests, self.request.only, exact=exact)
+        if self._structure is None:
+            self._structure = self.tracked.structure(self.tracked.capture())
+        return live_state.wishes(self.tracked, self._structure, manifests, self.request.only, exact=exact)
 
-    def _asks(self, *, spare: bool = False) -> list[Wish]:
-        """Return what neither this node's memory nor what was found so far holds; if `spare`, what was not found yet."""
+    def _asks(self, *, spare: bool = False) -> tuple[live_state.Wishes, list[Wish]]:
+        """Return what is wanted, and what of it neither this node's memory nor what was found so far holds.
+
+        With `spare`, what this node's memory holds does not count.
+        """
         sources: list[Source] = [*self.memory, *self.peers]
         manifests = [source.manifest for source in sources]
         wished = self._wishes(manifests, exact=True)
@@ -225,7 +235,7 @@ class Attempt:
         asks += [(n.partition("@")[0], n, None) for n in tensors if names.find(n, exact=True) is None]
         if not self._has_asked:  # a value that was asked for once is nowhere
             asks += live_state.unnamed_values(self.tracked, values, self.request.only)
-        return asks
+        return wished, asks
 
     def _covered(self) -> live_state.Wishes:
         """Return what is wanted; raise where the sources do not cover it."""
