@@ -201,10 +201,11 @@ def test_the_byte_tables_of_the_documentation_have_no_gaps_and_fit_the_code() ->
     assert ends == [2048, 24, slot.HEADER_BYTES, 32, control.PAGE, 128 + 24 + 16 * (1 + control.MAX_COMPLETE), 24, 40]
 
 
-def test_every_test_that_the_documentation_names_exists() -> None:
+@pytest.mark.parametrize("page", ["format.md", "lifetimes.md"])
+def test_every_test_that_the_documentation_names_exists(page: str) -> None:
     folder = V1.parents[1]
-    text = (folder.parent / "docs" / "format.md").read_text()
-    sources = "".join(path.read_text() for path in folder.glob("test_*.py"))
+    text = (folder.parent / "docs" / page).read_text()
+    sources = "".join(path.read_text() for path in folder.glob("*.py"))
     named = set(re.findall(r"\btest_\w+", text))
     assert len(named) > 10
     for name in named:
