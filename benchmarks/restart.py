@@ -4,7 +4,8 @@
 
 The launchers take turns within one run. torchrun runs with TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1, without which
 torchrun 2.13 hangs after a restart under gloo, and restores with torch.load from /dev/shm; dlrun restores with
-flashckpt. The cold start is the time from the command to the first step of all ranks.
+flashckpt. The cold start is the time from the command to the first step of all ranks. `--build empty` shows scripts that
+do not initialise what they are going to restore; the ordinary step beside the first one shows how much of that is the restart's.
 """
 
 from __future__ import annotations
@@ -56,8 +57,14 @@ def lived(folder: Path, ranks: int, count: int) -> bool:
     return len(lives(folder, ranks)) == count
 
 
-def ready(folder: Path, life: list[dict[str, Any]]) -> bool:
-    return all((folder / f"ready-{marks['pid']}").exists() for marks in life)
+def ordinary_steps(folder: Path, life: list[dict[str, Any]]) -> list[float]:
+    """Return per rank the median seconds of its 2nd to 12th step; [] until all ranks of `life` have come so far."""
+    try:
+        lines = [line.split() for line in (folder / "ready").read_text().splitlines()]
+    except FileNotFoundError:
+        return []
+    medians = {int(words[0]): float(words[1]) for words in lines if len(words) == 2}
+    return [medians[marks["pid"]] for marks in life] if all(marks["pid"] in medians for marks in life) else []
 
 
 def phases(begun: float, life: list[dict[str, Any]]) -> dict[str, float]:
@@ -82,16 +89,27 @@ def one_launch(launcher: str, args: argparse.Namespace) -> dict[str, list[dict[s
         environment["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"
     state = str(args.state_mb * 10**6 // args.ranks)
     flags = [f"--nproc-per-node={args.ranks}", f"--max-restarts={args.kills}"]
-    command = [sys.executable, "-m", MODULES[launcher], *flags, str(TRAINER), str(folder), ENGINES[launcher], state]
+    command = [
+        sys.executable,
+        "-m",
+        MODULES[launcher],
+        *flags,
+        str(TRAINER),
+        str(folder),
+        ENGINES[launcher],
+        state,
+        args.build,
+    ]
     begun = time.time()
     with (folder / "log").open("wb") as log:
         process = subprocess.Popen(command, stdout=log, stderr=log, env=environment, start_new_session=True)
     try:
         until(partial(lived, folder, args.ranks, 1), "the first life")
-        result = {"cold": [phases(begun, lives(folder, args.ranks)[0])], "restart": []}
+        result = {"cold": [phases(begun, lives(folder, args.ranks)[0])], "restart": [], "steps": []}
         for kill in range(args.kills):
             life = lives(folder, args.ranks)[kill]
-            until(partial(ready, folder, life), "12 steps")
+            steps = until(partial(ordinary_steps, folder, life), "12 steps")
+            result["steps"].append({"ordinary_step": max(steps)})
             killed = time.time()
             os.kill(life[(kill + 1) % args.ranks]["pid"], signal.SIGKILL)
             until(partial(lived, folder, args.ranks, kill + 2), f"life {kill + 1}")
@@ -138,12 +156,19 @@ def main() -> None:
     parser.add_argument("--ranks", type=int, default=4)
     parser.add_argument("--runs", type=int, default=3, help="launches of each launcher")
     parser.add_argument("--kills", type=int, default=3, help="kills per launch")
+    parser.add_argument(
+        "--build",
+        choices=["random", "empty"],
+        default="random",
+        help="whether a restart fills the weights at random before it restores them",
+    )
     parser.add_argument("--launchers", nargs="+", choices=sorted(MODULES), default=["torchrun", "dlrun"])
     parser.add_argument("--json", type=Path)
     args = parser.parse_args()
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that what was launched is ended
     load = LoadWatch()
     results: dict[str, dict[str, list[dict[str, float]]]] = {
-        name: {"cold": [], "restart": []} for name in args.launchers
+        name: {"cold": [], "restart": [], "steps": []} for name in args.launchers
     }
     loads = []
     for run in range(args.runs):
@@ -155,7 +180,7 @@ def main() -> None:
             print(f"run {run} {launcher}: last restart {last:.2f} s, load average {loads[-1]:.1f}", flush=True)
     table = {
         launcher: {
-            kind: {phase: summarise([row[phase] for row in rows]) for phase in (*PHASES, "total")}
+            kind: {phase: summarise([row[phase] for row in rows]) for phase in rows[0]}
             for kind, rows in kinds.items()
             if rows
         }
@@ -181,6 +206,8 @@ def show(table: dict[str, Any]) -> None:
         if len(columns) == 2:
             ratio = table["torchrun"][kind]["total"].median / table["dlrun"][kind]["total"].median
             print(f"torchrun / dlrun: {ratio:.1f}")
+    for name in (name for name in table if "steps" in table[name]):
+        print(f"{name}: an ordinary step, slowest rank: {table[name]['steps']['ordinary_step'].text()} s")
 
 
 if __name__ == "__main__":

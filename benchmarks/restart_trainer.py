@@ -11,6 +11,7 @@ ENTERED = time.time()
 import json  # noqa: E402 -- the time of the first line is the measurement
 import os  # noqa: E402
 import sys  # noqa: E402
+from functools import partial  # noqa: E402
 from pathlib import Path  # noqa: E402
 
 import torch  # noqa: E402
@@ -25,13 +26,15 @@ def save(path: str, state: dict[str, object]) -> None:
 
 
 def main() -> None:
-    folder, engine, state_bytes = sys.argv[1], sys.argv[2], int(sys.argv[3])
+    folder, engine, state_bytes, build = sys.argv[1], sys.argv[2], int(sys.argv[3]), sys.argv[4]
     marks = {"entered": ENTERED, "imported": IMPORTED}
     dist.init_process_group("gloo")
     rank = dist.get_rank()
     marks["initialised"] = time.time()
     width = max(16, state_bytes // 3 // 4 // 256)  # parameter, and AdamW's two moments, float32
-    model = torch.nn.Linear(256, width, bias=False)
+    # "empty" leaves the weights unfilled where a restore is going to overwrite them, as large models are built
+    make = torch.nn.Linear if build == "random" else partial(torch.nn.utils.skip_init, torch.nn.Linear)
+    model = make(256, width, bias=False)
     optimizer = torch.optim.AdamW(model.parameters(), foreach=True)
     marks["built"] = time.time()
     first, path = 0, f"{os.environ['BENCH_SHM']}/state{rank}"
@@ -48,10 +51,13 @@ def main() -> None:
         model.load_state_dict(state["model"])
         optimizer.load_state_dict(state["optimizer"])
         first = state["step"]
+    if not first and build == "empty":
+        model.reset_parameters()
     marks["restored"] = time.time()
-    step = first
+    step, seconds = first, []
     while not Path(f"{folder}/finish{step}").exists():
         step += 1
+        begun = time.perf_counter()
         optimizer.zero_grad()
         model(torch.ones(1, 256)).sum().backward()
         dist.all_reduce(torch.ones(1))
@@ -65,8 +71,10 @@ def main() -> None:
             line = json.dumps({"rank": rank, "pid": os.getpid(), "first": first, **marks})
             with Path(f"{folder}/marks").open("a") as file:
                 file.write(line + "\n")
+        seconds.append(time.perf_counter() - begun)
         if step == first + 12:
-            Path(f"{folder}/ready-{os.getpid()}").touch()
+            with Path(f"{folder}/ready").open("a") as file:
+                file.write(f"{os.getpid()} {sorted(seconds[1:])[len(seconds) // 2]}\n")
         time.sleep(0.02)
 
 
