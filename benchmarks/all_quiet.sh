@@ -71,7 +71,7 @@ if [ -n "${RADOSGW:-}" ]; then
     S3_TEST_ENDPOINT=$(tests/s3/radosgw.sh start "$scratch/rgw" "$port")
     export S3_TEST_ENDPOINT
 fi
-run 240 "persist, S3" "$python" benchmarks/persist.py --s3 --gb "${S3_GB:-0.2}" --seconds 30 --rounds "$rounds" --json "$results/persist-s3.json"
+run 300 "persist, S3" "$python" benchmarks/persist.py --s3 --gb "${S3_GB:-0.2}" --seconds 30 --rounds "$rounds" --json "$results/persist-s3.json"
 # shellcheck disable=SC2086
 run 400 "torn" "$python" benchmarks/torn.py --kills "${KILLS:-5}" $dlrover --json "$results/torn.json"
 echo "results and tables.md are in $results; $((SECONDS - began)) s"
