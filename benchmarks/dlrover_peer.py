@@ -43,10 +43,10 @@ def check_dlrover(python: str) -> dict[str, str]:
         "print(m.version('dlrover'), torch.__version__)"
     )
     try:
-        answer = subprocess.run([python, "-c", program], capture_output=True, text=True, check=True, timeout=120)
+        answer = subprocess.run([python, "-c", program], capture_output=True, text=True, check=True, timeout=300)
         dlrover, torch = answer.stdout.split()[-2:]
     except (OSError, subprocess.SubprocessError, ValueError) as error:
-        said = getattr(error, "stderr", None) or str(error)
+        said = error.stderr if isinstance(error, subprocess.CalledProcessError) and error.stderr else str(error)
         print(f"DLRover cannot be imported by {python}:\n{said[-800:]}\nA Python that has it: {SETUP}", file=sys.stderr)
         raise SystemExit(2) from None
     if dlrover != VERSION:

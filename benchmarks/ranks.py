@@ -14,7 +14,7 @@ import subprocess
 import sys
 import threading
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import IO, Any
 
@@ -86,7 +86,8 @@ class Ranks:
     def close(self) -> None:
         """End the input of all ranks and wait for them; whoever does not end soon is killed."""
         for process in self._processes:
-            stream(process.stdin).close()
+            with suppress(BrokenPipeError):  # it has ended already
+                stream(process.stdin).close()
         for process in self._processes:
             try:
                 process.wait(150)
