@@ -290,7 +290,7 @@ class Course:
                     if State.FAILED not in states:
                         report, states = self._fill(attempt)
             if State.FAILED in states or report is None:
-                self._note(candidate.identity, attempt.error, states.index(State.FAILED))
+                self._note(candidate, attempt.error, states.index(State.FAILED))
                 return None
             return replace(report, nodes=_by_node(inventories, self._amounts))
 
@@ -328,13 +328,17 @@ class Course:
         self._reasons, self._amounts = [one[3] for one in told], [one[4] for one in told]
         return [one[2] for one in told]
 
-    def _note(self, identity: tuple[int, int], error: Exception | None, rank: int) -> None:
-        """Remember why a candidate is passed over: this rank's own error, and what the first failing rank said."""
+    def _note(self, candidate: Candidate, error: Exception | None, rank: int) -> None:
+        """Remember why a candidate is passed over: this rank's own error, and what the first failing rank said.
+
+        What is left of a snapshot and is not enough stands in nobody's way: without anything older the job starts anew.
+        """
         reason = self._reasons[rank]
-        what = f"step {identity[1]} of generation {identity[0]} is not restored"
+        what = f"step {candidate.identity[1]} of generation {candidate.identity[0]} is not restored"
         _log.warning("%s: %s", what, error if error is not None else f"rank {rank}: {reason}")
         self._passed.append(f"{what}: rank {rank}: {reason}")
-        if self._last_error is None:
+        explicit = self.request.step is not None or self.request.generation is not None
+        if self._last_error is None and (candidate.is_whole or explicit):
             known = isinstance(error, FlashckptError)
             self._last_error = error if known else ShardGapError(f"{what}: rank {rank}", found=reason)  # type: ignore[assignment]  # known says so
 
