@@ -322,6 +322,28 @@ def test_a_checkpoint_of_a_newer_format_is_called_that_and_not_damaged(job: Fake
         step = [] if name == "keep" else ["--step", "20"]
         code, document = run_json(name, job.root, *rest, *step, capsys=capsys)
         assert (code, document["error"]["type"]) == (36, "FormatVersionError"), command
+    rows = run_json("ls", job.root, capsys=capsys)[1]["checkpoints"]
+    assert [row["state"] for row in rows if row["tier"] == "storage"] == ["newer format", "committed"]
+
+
+def test_verify_tells_of_a_newer_checkpoint_whose_manifest_is_damaged(job: FakeJob, capsys: Captured) -> None:
+    manifest = Path(job.root) / "step-000000020.g1/MANIFEST"
+    manifest.write_bytes(manifest.read_bytes()[:-3])
+    code, document = run_json("verify", job.root, capsys=capsys)
+    assert code == 32
+    assert [(c["prefix"], bool(c["damaged"])) for c in document["checkpoints"]] == [
+        ("step-000000020.g1", True),
+        ("step-000000010.g1", False),
+    ]
+
+
+def test_a_damaged_generation_claim_is_named_with_what_to_do(job: FakeJob, capsys: Captured) -> None:
+    (claim,) = (Path(job.root) / "generations").iterdir()
+    claim.write_bytes(b"no claim")
+    code, document = run_json("ls", job.root, capsys=capsys)
+    assert code == 32
+    assert claim.name in document["error"]["problem"]
+    assert "backup" in document["error"]["remedy"]
 
 
 def test_export_without_a_step_tells_of_a_newer_checkpoint_that_it_cannot_use(

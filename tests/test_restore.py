@@ -97,10 +97,10 @@ def rows(fqn: str, shape: tuple[int, ...], parts: int, dim: int = 0, dtype: str 
     return [shard(fqn, shape, box, dtype) for box in boxes]
 
 
-def restored(packs: Packs, wanted: list[Shard], sources: list[Source], **options: int) -> RestoreCounts:
+def restored(packs: Packs, wanted: list[Shard], sources: list[Source], *, threads: int | None = None) -> RestoreCounts:
     buffers = [bytearray(b"\xaa" * one.nbytes) for one in wanted]
     targets = [Target(shard=one, buffer=memoryview(buffer)) for one, buffer in zip(wanted, buffers, strict=True)]
-    counts = fill(targets, sources, **options)
+    counts = fill(targets, sources, threads=threads)
     for one, buffer in zip(wanted, buffers, strict=True):
         assert bytes(buffer) == packs.cut(one), one
     assert sum(counts.needed_bytes.values()) == sum(one.nbytes for one in wanted)

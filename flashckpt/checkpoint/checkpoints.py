@@ -46,6 +46,7 @@ class CheckpointInfo:
         tensors: Number of global tensors.
         job: Job id.
         problem: "" for a valid one; else why MANIFEST cannot be used (only listed where asked for).
+        is_newer: Whether the problem is a format that this release does not know: nothing is damaged.
         is_whole: Whether the digest of the whole MANIFEST was verified, not only its summary's.
     """
 
@@ -60,6 +61,7 @@ class CheckpointInfo:
     tensors: int = 0
     job: str = ""
     problem: str = ""
+    is_newer: bool = False
     is_whole: bool = False
 
     @property
@@ -281,7 +283,14 @@ def read_summary(store: Store, prefix: str, nbytes: int) -> Summary | None:
 
 def _broken(prefix: str, identity: tuple[int, int], mtime: float, error: FlashckptError) -> CheckpointInfo:
     problem = f"{error.problem} ({error.found})" if error.found else error.problem
-    return CheckpointInfo(prefix=prefix, generation=identity[0], step=identity[1], created_s=mtime, problem=problem)
+    return CheckpointInfo(
+        prefix=prefix,
+        generation=identity[0],
+        step=identity[1],
+        created_s=mtime,
+        problem=problem,
+        is_newer=isinstance(error, FormatVersionError),
+    )
 
 
 def _never_committed(url: str, prefix: str) -> NoCheckpointError:
@@ -338,4 +347,11 @@ def _read_claim(store: Store, key: str) -> GenerationClaim:
             created_s=float(fields["created_s"]),
         )
     except (ValueError, KeyError, TypeError, IndexError) as error:
-        raise DamagedError(f"the generation claim {key} of {store.url} is damaged", found=repr(raw[:64])) from error
+        raise DamagedError(
+            f"the generation claim {key} of {store.url} is damaged",
+            found=repr(raw[:64]),
+            expected="a msgpack map of generation, token, parent, world_size and created_s",
+            state="Nothing was chosen: without it, it is not known which checkpoints that life of the job abandoned.",
+            remedy=f"restore the object {key} from a backup or an older version of it; if that life of the job abandoned "
+            "nothing (it began where the one before it ended), delete it",
+        ) from error

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Collection
 from typing import Any
 
 import click
@@ -58,6 +59,12 @@ def ls(root: str, options: tuple[str, ...], as_json: bool) -> None:
     show({"root": store.url, "checkpoints": rows}, as_json=as_json, table=lambda: _table(rows))
 
 
+def _state(info: CheckpointInfo, left: Collection[tuple[int, int]]) -> str:
+    if info.problem:
+        return "newer format" if info.is_newer else "damaged"
+    return "abandoned" if info.identity in left else "committed"
+
+
 def _storage_rows(store: Store, infos: list[CheckpointInfo]) -> list[dict[str, Any]]:
     left = abandoned(store, infos)
     kept = kept_prefixes(store)
@@ -66,7 +73,7 @@ def _storage_rows(store: Store, infos: list[CheckpointInfo]) -> list[dict[str, A
             "step": info.step,
             "generation": info.generation,
             "tier": "storage",
-            "state": "damaged" if info.problem else "abandoned" if info.identity in left else "committed",
+            "state": _state(info, left),
             "created_s": info.created_s,
             "nbytes": info.nbytes,
             "tensors": info.tensors,

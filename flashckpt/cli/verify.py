@@ -12,7 +12,7 @@ from rich.console import Console
 from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TransferSpeedColumn
 from rich.table import Table
 
-from flashckpt.checkpoint.checkpoints import CheckpointInfo, read_manifest
+from flashckpt.checkpoint.checkpoints import CheckpointInfo, list_checkpoints, read_manifest
 from flashckpt.checkpoint.persist import refuse_gaps
 from flashckpt.cli.common import (
     Command,
@@ -42,7 +42,7 @@ THREADS = 4
 def verify(root: str, options: tuple[str, ...], step: str | None, everything: bool, as_json: bool) -> int:
     """Read every byte of a checkpoint of ROOT and compare it with its digest.
 
-    Names each damaged tensor and object. Exit code 32 if anything is damaged.
+    Names each damaged tensor and object, and newer checkpoints whose MANIFEST is damaged. Exit code 32 if anything is.
 
     Examples:
       flashckpt verify /checkpoints/run7
@@ -50,6 +50,9 @@ def verify(root: str, options: tuple[str, ...], step: str | None, everything: bo
     """
     store = open_root(root, options)
     infos = checkpoints_of(store) if everything else [choose(store, step)]
+    if step is None and not everything:  # what the newest valid one was chosen in spite of
+        broken = [info for info in list_checkpoints(store, damaged=True, whole=True) if info.problem]
+        infos = [*(info for info in broken if info.identity > infos[0].identity), *infos]
     with _progress(sum(info.nbytes for info in infos), quiet=as_json) as advance:
         results = [verify_checkpoint(store, info, advance) for info in infos]
     show({"root": store.url, "checkpoints": results}, as_json=as_json, table=lambda: _table(results))

@@ -38,7 +38,7 @@ def copy_and_digest(source: np.ndarray, target: np.ndarray) -> int:
     for at in range(0, len(source), _PIECE_BYTES):
         piece = target[at : at + _PIECE_BYTES]
         np.copyto(piece, source[at : at + _PIECE_BYTES])
-        state.update(piece)
+        state.update(piece.data)
     return int(state.intdigest())
 
 
