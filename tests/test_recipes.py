@@ -19,7 +19,6 @@ def losses(output: str) -> dict[int, str]:
     return {int(words[1]): words[3] for words in lines}
 
 
-@pytest.mark.slow
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize(("example", "package"), [("hf_trainer.py", "transformers"), ("lightning_fit.py", "lightning")])
 def test_recipe_killed_in_an_epoch_goes_on_with_the_losses_of_an_unbroken_run(

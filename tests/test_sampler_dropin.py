@@ -17,7 +17,7 @@ from typing import Any
 
 import pytest
 import torch
-from support.numbers import Numbers
+from support.counting import Numbers
 from torch.utils.data import DataLoader
 from torchdata.stateful_dataloader import StatefulDataLoader
 

@@ -13,7 +13,7 @@ import hypothesis.strategies as st
 import pytest
 from hypothesis import HealthCheck, settings
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
-from support.numbers import Numbers
+from support.counting import Numbers
 from support.ranks import wait_for
 from support.sampling import Job, unbroken, world
 from torch.utils.data import DataLoader
