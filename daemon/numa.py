@@ -7,6 +7,7 @@ lie on any node. The policy is "preferred": where the near node is full, memory 
 from __future__ import annotations
 
 import ctypes
+import errno
 import os
 import platform
 import re
@@ -70,9 +71,9 @@ def prefer(nodes: Collection[int]) -> int:
     """Prefer the memory of these nodes for this process; return 0 or an errno. Before Linux 5.15 only the lowest one."""
     numbers = _NUMBERS.get(platform.machine())
     if numbers is None:
-        return 38  # ENOSYS
+        return errno.ENOSYS
     error = _set(numbers[0], PREFERRED_MANY, nodes)
-    return _set(numbers[0], PREFERRED, [min(nodes)]) if error == 22 else error  # EINVAL: an older kernel
+    return _set(numbers[0], PREFERRED, [min(nodes)]) if error == errno.EINVAL else error  # an older kernel
 
 
 def _set(number: int, mode: int, nodes: Collection[int]) -> int:

@@ -184,9 +184,8 @@ def _fork_workers(workers: list[dict[str, Any]]) -> dict[str, Any] | list[int]:
             there.close()
             return worker
         pids.append(pid)
-    with contextlib.suppress(
-        OSError
-    ):  # dlrun was ended just now and the zygote with it; the workers see that themselves
+    # where dlrun was ended just now, and the zygote with it, the workers see that themselves
+    with contextlib.suppress(OSError):
         messages.send(there, {"pids": pids})
     os._exit(0)
 
