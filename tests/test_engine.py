@@ -705,6 +705,22 @@ def test_a_tracked_sampler_that_does_not_move_for_two_steps_is_an_error_and_for_
     assert opened_as(tmp_path, "t", model=nn.Linear(2, 2), data=sampler) == 4, "step 5 was not taken"
 
 
+class InPlace(Holder):
+    """A sampler that gives out the very state it goes on changing, a tensor among it."""
+
+    def commit(self, samples: int | None = None) -> None:
+        self.state["offset"] += samples or 0
+
+
+@pytest.mark.parametrize("first", [0, torch.zeros(2)], ids=["number", "tensor"])
+def test_a_sampler_that_changes_its_state_in_place_is_seen_to_move(first: Any, tmp_path: Path) -> None:
+    ckpt = opened(tmp_path, model=nn.Linear(2, 2), data=InPlace(offset=first))
+    for step in range(1, 5):
+        ckpt.step(step, samples=8)
+    crash(ckpt)
+    assert opened_as(tmp_path, "t", model=nn.Linear(2, 2), data=InPlace(offset=first)) == 4
+
+
 def test_an_elastic_sampler_that_is_committed_by_every_step_is_never_stuck(tmp_path: Path) -> None:
     from flashckpt.sampler import ElasticSampler
 

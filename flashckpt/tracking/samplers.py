@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Iterator, Mapping
 from typing import Any
 
@@ -61,13 +62,24 @@ class Commits:
         """
         for name, thing in objects.items():
             if is_sampler(thing):
-                before, still = self._seen.get(name) or (thing.state_dict(), 0)
+                before, still = self._seen.get(name) or (_state(thing), 0)
                 thing.commit(samples)
-                now = thing.state_dict()
-                still = still + 1 if now == before else 0
+                now = _state(thing)
+                still = still + 1 if _equal(now, before) else 0
                 self._seen[name] = now, still
                 if still >= _PATIENCE:
                     raise _stuck(name, now, step)
+
+
+def _state(thing: Any) -> Any:
+    return copy.deepcopy(thing.state_dict())  # some give out the very dict that they go on changing
+
+
+def _equal(now: Any, before: Any) -> bool:
+    try:
+        return bool(now == before)
+    except (RuntimeError, ValueError):  # arrays or tensors in the state of somebody's sampler: not to be judged here
+        return False
 
 
 def _stuck(name: str, state: Any, step: int) -> SamplerStateError:
