@@ -302,6 +302,17 @@ def test_damage_is_found_and_named_on_load(tmp_path: Path) -> None:
         dcp.load({"w": torch.zeros(400_000)}, storage_reader=FlashStorageReader(str(root)))
 
 
+def test_a_checkpoint_of_a_newer_format_is_called_that_on_load(tmp_path: Path) -> None:
+    root = tmp_path / "root"
+    dcp.save({"w": torch.zeros(3)}, storage_writer=FlashStorageWriter(root, step=1), no_dist=True)
+    manifest = root / "step-000000001.g1/MANIFEST"
+    raw = bytearray(manifest.read_bytes())
+    raw[8] += 1
+    manifest.write_bytes(raw)
+    with pytest.raises(Failed, match=r"newer|version"):
+        dcp.load({"w": torch.zeros(3)}, storage_reader=FlashStorageReader(root, step=1), no_dist=True)
+
+
 def test_missing_checkpoints_are_named(tmp_path: Path) -> None:
     with pytest.raises(Failed, match="does not exist"):
         dcp.load({"w": torch.zeros(1)}, storage_reader=FlashStorageReader(str(tmp_path / "none")))

@@ -42,6 +42,21 @@ class Row:
     read: Callable[[int, int], memoryview]
 
 
+def held_while_read(load: Callable[[], memoryview]) -> Callable[[int, int], memoryview]:
+    """Return a `Row.read` that loads the whole box at its first byte and lets go of it after its last."""
+    held: list[memoryview] = []
+
+    def read(start: int, stop: int) -> memoryview:
+        if start == 0 or not held:
+            held[:] = [load()]
+        view = held[0][start:stop]
+        if stop == len(held[0]):
+            held.clear()
+        return view
+
+    return read
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Place:
     """Where one save goes: made once by the coordinator, the same on all writers.

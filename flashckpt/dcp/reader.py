@@ -175,7 +175,7 @@ def _choose(store: Store, step: int | None, generation: int | None) -> Checkpoin
             remedy=f"flashckpt ls {store.url}",
         )
     if wanted[0].problem:
-        raise DamagedError(f"The checkpoint {wanted[0].prefix} of {store.url} is damaged", found=wanted[0].problem)
+        read_manifest(store, wanted[0])  # raises what is wrong with it: damaged, or of a newer format
     return wanted[0]
 
 

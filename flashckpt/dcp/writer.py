@@ -207,19 +207,13 @@ def _row(item: WriteItem, planner: SavePlanner, labels: Iterable[str]) -> stream
         offsets=tuple(data.chunk.offsets),
         lengths=tuple(data.chunk.sizes),
     )
-    held: list[memoryview] = []  # the bytes of the tensor while its parts are read
 
-    def read(start: int, stop: int) -> memoryview:
-        if start == 0 or not held:
-            tensor: Any = planner.resolve_data(item)
-            dtype_name(item.index.fqn, tensor)
-            held[:] = [_bytes_in_host(tensor, shard)]
-        view = held[0][start:stop]
-        if stop == shard.nbytes:
-            held.clear()
-        return view
+    def load() -> memoryview:
+        tensor: Any = planner.resolve_data(item)
+        dtype_name(item.index.fqn, tensor)
+        return _bytes_in_host(tensor, shard)
 
-    return streamed.Row(shard=shard, read=read)
+    return streamed.Row(shard=shard, read=streamed.held_while_read(load))
 
 
 def _bytes_in_host(tensor: torch.Tensor, shard: Shard) -> memoryview:

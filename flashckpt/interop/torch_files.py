@@ -15,7 +15,7 @@ import struct
 import warnings
 import zipfile
 import zlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -32,7 +32,7 @@ from torch.distributed.checkpoint.filesystem import FileSystemWriter
 from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, TensorStorageMetadata
 from torch.distributed.checkpoint.planner import WriteItem
 
-from flashckpt.checkpoint.streamed import Row
+from flashckpt.checkpoint.streamed import Row, held_while_read
 from flashckpt.core.layout import ITEMSIZE, Shard
 from flashckpt.dcp.names import Path as StatePath
 from flashckpt.errors import ConfigError, DamagedError, UnsupportedStateError
@@ -271,18 +271,8 @@ def _shard(key: str, dtype: torch.dtype, shape: Sequence[int], offsets: Sequence
     return Shard(fqn=key, dtype=name, global_shape=tuple(shape), offsets=tuple(offsets), lengths=tuple(lengths))
 
 
-def _reader(tensor: Any) -> Any:
-    held: list[memoryview] = []
-
-    def read(start: int, stop: int) -> memoryview:
-        if start == 0 or not held:
-            held[:] = [bytes_of(tensor().detach().resolve_conj().resolve_neg().contiguous())]
-        view = held[0][start:stop]
-        if stop == len(held[0]):
-            held.clear()
-        return view
-
-    return read
+def _reader(tensor: Callable[[], torch.Tensor]) -> Callable[[int, int], memoryview]:
+    return held_while_read(lambda: bytes_of(tensor().detach().resolve_conj().resolve_neg().contiguous()))
 
 
 def read_dcp_folder(folder: Path) -> StateDict:
