@@ -141,15 +141,19 @@ def hash_item(item: Item, buffer: Buffer, digests: np.ndarray) -> None:
 
 
 def copy_and_hash(item: Item, buffer: Buffer, digests: np.ndarray) -> None:
-    """Copy one item, hashing behind the copy."""
+    """Copy one item, hashing behind the copy.
+
+    Runs of host memory are hashed where they came from: the bytes are in the cache even where the stores went past it,
+    and a run that somebody wrote in between does not verify.
+    """
     if item.start < 0 or item.nbytes <= PIECE_BYTES:
         copy_item(item, buffer)
         hash_item(item, buffer, digests)
         crash_point("slot.during-copy")
         return
-    view, target, source = buffer.view, buffer.address, address_of(item) - item.offset
-    end = item.offset + item.nbytes
-    for chunk, first in enumerate(range(item.offset, end, CHUNK_BYTES), item.first_chunk):
+    source, target, end = address_of(item), buffer.address + item.offset, item.nbytes
+    view = memoryview((ctypes.c_ubyte * end).from_address(source))
+    for chunk, first in enumerate(range(0, end, CHUNK_BYTES), item.first_chunk):
         hasher = xxhash.xxh3_64()
         last = min(first + CHUNK_BYTES, end)
         for at in range(first, last, PIECE_BYTES):
