@@ -44,6 +44,7 @@ class ShardTable:
         self.first_chunk, self.object_id = columns["first_chunk"], columns["object_id"]
         self.global_shape, self.offsets, self.lengths = (columns[name] for name in _DIMS)
         self.dim_start = np.concatenate(([0], np.cumsum(self.ndim, dtype=np.int64)))
+        self._shards: dict[int, Shard] = {}
 
     @classmethod
     def from_shards(
@@ -115,8 +116,11 @@ class ShardTable:
 
     def shard(self, row: int) -> Shard:
         """Return row `row` as a Shard."""
+        known = self._shards.get(row)
+        if known is not None:
+            return known
         dims = slice(self.dim_start[row], self.dim_start[row + 1])
-        return Shard(
+        self._shards[row] = made = Shard(
             fqn=self.fqn(row),
             dtype=self.dtypes[self.dtype_id[row]],
             global_shape=tuple(self.global_shape[dims].tolist()),
@@ -124,6 +128,7 @@ class ShardTable:
             lengths=tuple(self.lengths[dims].tolist()),
             replica=int(self.replica[row]),
         )
+        return made
 
     def rows(self, fqn: str) -> Sequence[int]:
         """Return the rows that are parts of tensor `fqn`, ascending; empty if there is none."""

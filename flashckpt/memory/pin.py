@@ -31,6 +31,7 @@ class Pin:
         self.path, self.spec, self._fd, self.slot, self.header, self._lease = path, spec, fd, slot, header, lease
         self._data: mmap.mmap | None = None
         self._view: memoryview | None = None
+        self._page = b""  # the page of headers as it was when it was last found to be current
 
     def manifest_bytes(self) -> bytes:
         """Return the verified bytes of the manifest.
@@ -61,7 +62,12 @@ class Pin:
     def is_current(self) -> bool:
         """Whether the header is still the one that was pinned (not abandoned meanwhile)."""
         page = os.pread(self._fd, PAGE, self.spec.header_at(self.slot))
-        return newest_copy(page)[0] == self.header
+        if page == self._page:
+            return True
+        if newest_copy(page)[0] != self.header:
+            return False
+        self._page = page
+        return True
 
     @property
     def data(self) -> memoryview:

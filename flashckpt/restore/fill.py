@@ -366,17 +366,28 @@ def _uniform(starts: npt.NDArray[np.int64], targets: npt.NDArray[np.int64]) -> I
 
 def _chunk_groups(found: Runs, end: int) -> Iterable[tuple[int, int]]:
     """Return ranges of adjacent chunks that the runs touch, none above JOB_BYTES."""
+    step = JOB_BYTES // CHUNK_BYTES
+    for first, last in _touched(found, end):
+        for start in range(first, last, step):
+            yield start, min(start + step, last)
+
+
+def _touched(found: Runs, end: int) -> list[list[int]]:
+    if len(found) == 1:  # nearly always: the box lies the same way on both sides
+        start = int(found.source_starts[0])
+        return [[start // CHUNK_BYTES, (start + found.nbytes - 1) // CHUNK_BYTES + 1]]
     touched = np.zeros(-(-end // CHUNK_BYTES) + 1, np.int64)
     np.add.at(touched, found.source_starts // CHUNK_BYTES, 1)
     np.add.at(touched, (found.source_starts + found.nbytes - 1) // CHUNK_BYTES + 1, -1)
     edges = np.flatnonzero(np.diff(np.concatenate(([0], (np.cumsum(touched) > 0).astype(np.int8), [0]))))
-    for first, last in edges.reshape(-1, 2).tolist():
-        for start in range(first, last, JOB_BYTES // CHUNK_BYTES):
-            yield start, min(start + JOB_BYTES // CHUNK_BYTES, last)
+    pairs: list[list[int]] = edges.reshape(-1, 2).tolist()
+    return pairs
 
 
 def _within(found: Runs, span: Span) -> Runs:
-    """Return the runs that have a byte in the span."""
+    """Return the runs that have a byte in the span, which has some."""
+    if len(found) == 1:
+        return found
     first = int(np.searchsorted(found.source_starts + found.nbytes, span.start, side="right"))
     last = int(np.searchsorted(found.source_starts, span.stop, side="left"))
     return replace(found, source_starts=found.source_starts[first:last], target_starts=found.target_starts[first:last])
