@@ -8,7 +8,7 @@ import sys
 from pathlib import Path
 
 VERSION = "0.6.1"
-SETUP = f'python3 -m venv DIR && DIR/bin/pip install torch==2.13.0 "dlrover[torch]=={VERSION}" grpcio protobuf'
+SETUP = f'python3 -m venv DIR && DIR/bin/pip install torch==2.13.0 "dlrover[torch]=={VERSION}" numpy grpcio protobuf'
 SOCKETS = Path("/tmp/ckpt_sock")  # where DLRover puts them
 
 
@@ -38,7 +38,7 @@ def remove_leftovers(run: str) -> None:
 def check_dlrover(python: str) -> dict[str, str]:
     """Return the versions in DLRover's Python; exit with 2 where it cannot be used."""
     program = (
-        "import importlib.metadata as m, torch; "
+        "import importlib.metadata as m, numpy, torch; "
         "import dlrover.trainer.torch.flash_checkpoint.ddp, dlrover.trainer.torch.flash_checkpoint.fsdp; "
         "print(m.version('dlrover'), torch.__version__)"
     )

@@ -51,6 +51,8 @@ CRASH_POINTS: dict[str, str] = {
     "save.before-index": "packs durable, index not written",
     "save.before-commit": "all indexes durable, MANIFEST not written",
     "export.before-rename": "everything durable under the temporary name",
+    "export.exchanged": "the new folder has the name, the old one the temporary name",
+    "export.between-renames": "the old folder is aside, the new one still has the temporary name",
     # trainer: preparing the corpus
     "corpus.before-index": "all token files written, index.json not written",
     # every object a directory store publishes

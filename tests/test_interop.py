@@ -220,6 +220,34 @@ def test_export_killed_before_the_rename_the_old_file_is_whole(tmp_path: Path, r
     assert path.read_text() == "old"
 
 
+@pytest.mark.parametrize("point", ["export.before-rename", "export.exchanged", "export.between-renames"])
+def test_export_killed_while_it_replaces_a_folder_a_whole_one_is_there_and_both_where_the_disk_cannot_swap(
+    point: str, tmp_path: Path, root: str, capsys: Captured, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path, args = tmp_path / "f", ("--format", "safetensors")
+    assert run("export", root, "--to", path, *args, capsys=capsys)[0] == 0
+    whole = load_file(path / "model.safetensors")
+    if point == "export.between-renames":
+        monkeypatch.setattr(target, "_exchange", lambda one, other: False)
+    pid = os.fork()
+    if pid == 0:
+        faults.arm(point)
+        cli.main(["export", root, "--to", str(path), *args, "--force"])
+    assert os.WTERMSIG(os.waitpid(pid, 0)[1]) == signal.SIGKILL
+    beside = [one for one in tmp_path.iterdir() if one.name.startswith(".f.")]
+    if point == "export.between-renames":
+        assert not path.exists()
+        assert sorted(one.suffix for one in beside) == [".old", ".tmp"]
+    else:
+        beside.append(path)
+    assert len(beside) == 2
+    assert all(same(load_file(one / "model.safetensors"), whole) for one in beside)
+    assert run("export", root, "--to", path, *args, "--force", capsys=capsys)[0] == 0
+    assert path.is_dir()
+    left = [one.suffix for one in tmp_path.iterdir() if one.name.startswith(".f.")]
+    assert left == ([".old"] if point == "export.between-renames" else []), "the next export removes temporaries"
+
+
 def test_export_to_a_full_disk_says_what_is_needed(
     tmp_path: Path, root: str, capsys: Captured, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -35,6 +37,22 @@ from flashckpt.restore.sources import StorageSource
 FORMATS = ("safetensors", "torch", "dcp")
 _SUFFIXES = {".safetensors": "safetensors", ".pt": "torch", ".pth": "torch", ".bin": "torch"}
 _OVERHEAD_BYTES = 1 << 20
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Wanted:
+    """What is exported, where to and how."""
+
+    path: Path
+    kind: str
+    selection: Selection
+    dtype: str | None
+    limit_bytes: int
+    force: bool
+
+    def replaced(self, nbytes: int, is_ours: Callable[[Path], bool]) -> AbstractContextManager[Path]:
+        """Give the temporary path to write `nbytes` of tensors to."""
+        return replacing(self.path, nbytes=nbytes + _OVERHEAD_BYTES, force=self.force, is_ours=is_ours)
 
 
 def selection_options(function: Callable[..., Any]) -> Callable[..., Any]:
@@ -96,15 +114,20 @@ def export(
             found=to,
             expected="a path on this machine" if kind else "--format safetensors, torch or dcp",
         )
-    selection = parse_selection(only, strip, rename)
-    limit, wanted = parse_size(max_shard_size), parse_dtype(dtype)
+    wanted = _Wanted(
+        path=Path(to),
+        kind=kind,
+        selection=parse_selection(only, strip, rename),
+        dtype=parse_dtype(dtype),
+        limit_bytes=parse_size(max_shard_size),
+        force=force,
+    )
     store = open_root(root, options)
     info = choose(store, step)
     skipped = passed_over(store, info) if step is None else []
     with reading(store, info.prefix) as manifest:
         source = StorageSource(store, manifest, info.prefix)
-        write = _safetensors if kind == "safetensors" else _torch
-        done = write(Path(to), kind, source, selection, wanted, limit=limit, force=force)
+        done = (_safetensors if kind == "safetensors" else _torch)(wanted, source)
     document = {
         "root": store.url,
         "step": info.step,
@@ -119,69 +142,51 @@ def export(
     show(document, as_json=as_json, table=lambda: _table(document))
 
 
-def _outgoing(manifest: Manifest, held: str, name: str, wanted: str | None) -> Outgoing:
+def _outgoing(manifest: Manifest, held: str, name: str, dtype: str | None) -> Outgoing:
     table = manifest.table
     shard = table.shard(table.rows(held)[0])
     return Outgoing(
         name=name,
         held=held,
         stored=shard.dtype,
-        dtype=target_dtype(shard.dtype, wanted),
+        dtype=target_dtype(shard.dtype, dtype),
         shape=shard.global_shape,
     )
 
 
-def _safetensors(
-    path: Path,
-    kind: str,
-    source: StorageSource,
-    selection: Selection,
-    wanted: str | None,
-    *,
-    limit: int,
-    force: bool,
-) -> dict[str, Any]:
-    del kind
-    manifest = source.manifest
+def _safetensors(wanted: _Wanted, source: StorageSource) -> dict[str, Any]:
+    manifest, selection = source.manifest, wanted.selection
     names = [name for name in manifest.table.fqns if selection.takes(name)]
     refuse_nothing(len(names), selection, manifest.table.fqns)
     pairs = [(name, selection.rename(name)) for name in names]
     refuse_clashes(pairs)
-    tensors = [_outgoing(manifest, held, name, wanted) for held, name in pairs]
+    tensors = [_outgoing(manifest, held, name, wanted.dtype) for held, name in pairs]
     st.refuse_dtypes(tensors)
     nbytes = sum(one.nbytes for one in tensors)
     metadata = {"flashckpt.step": str(manifest.step), "flashckpt.generation": str(manifest.generation)}
-    with replacing(path, nbytes=nbytes + _OVERHEAD_BYTES, force=force, is_ours=st.is_ours) as temporary:
-        if path.suffix == st.SUFFIX:
+    with wanted.replaced(nbytes, st.is_ours) as temporary:
+        if wanted.path.suffix == st.SUFFIX:
             st.write_file(temporary, tensors, source, metadata)
-            files = [path.name]
+            files = [wanted.path.name]
         else:
-            files = st.write_folder(temporary, tensors, source, metadata, limit=limit)
+            files = st.write_folder(temporary, tensors, source, metadata, limit=wanted.limit_bytes)
     left = sorted(key for key in manifest.values if key.partition("@")[0] != "dcp" and selection.takes(key))
     return {"tensors": len(tensors), "values": 0, "nbytes": nbytes, "files": files, "left_out": left}
 
 
-def _torch(
-    path: Path,
-    kind: str,
-    source: StorageSource,
-    selection: Selection,
-    wanted: str | None,
-    *,
-    limit: int,
-    force: bool,
-) -> dict[str, Any]:
-    del limit
+def _torch(wanted: _Wanted, source: StorageSource) -> dict[str, Any]:
     from flashckpt.dcp.contents import contents_of
     from flashckpt.dcp.reader import whole_tensor
     from flashckpt.interop import torch_files
     from flashckpt.tracking import trees
 
-    manifest = source.manifest
+    manifest, selection = source.manifest, wanted.selection
     held = contents_of(manifest)
     pairs = [(key, selection.rename(key)) for key in held.paths if selection.takes(key, held.tensors.get(key, key))]
     refuse_clashes(pairs)
-    tensors = {new: _outgoing(manifest, held.tensors[key], new, wanted) for key, new in pairs if key in held.tensors}
+    tensors = {
+        new: _outgoing(manifest, held.tensors[key], new, wanted.dtype) for key, new in pairs if key in held.tensors
+    }
     refuse_nothing(len(pairs), selection, manifest.table.fqns)
     values = {
         new: trees.put_together(held.values[key], lambda name: whole_tensor(source, name))
@@ -190,12 +195,18 @@ def _torch(
     }
     paths = {new: (new,) if selection.renames else held.paths[key] for key, new in pairs}
     nbytes = sum(one.nbytes for one in tensors.values())
-    write = torch_files.write_torch_file if kind == "torch" else torch_files.write_dcp_folder
-    with replacing(path, nbytes=nbytes + _OVERHEAD_BYTES, force=force, is_ours=_is_dcp) as temporary:
+    write = torch_files.write_torch_file if wanted.kind == "torch" else torch_files.write_dcp_folder
+    with wanted.replaced(nbytes, _is_dcp) as temporary:
         write(temporary, tensors, values, paths, source)
     kept = set(held.tensors.values())
     left = sorted(name for name in manifest.table.fqns if "@" in name and name not in kept and selection.takes(name))
-    return {"tensors": len(tensors), "values": len(values), "nbytes": nbytes, "files": [path.name], "left_out": left}
+    return {
+        "tensors": len(tensors),
+        "values": len(values),
+        "nbytes": nbytes,
+        "files": [wanted.path.name],
+        "left_out": left,
+    }
 
 
 def _is_dcp(path: Path) -> bool:

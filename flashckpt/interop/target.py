@@ -3,15 +3,21 @@
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import errno
 import os
+import platform
+import re
 import secrets
 import shutil
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 from flashckpt.errors import ConfigError, StoreError
 from flashckpt.faults import crash_point
+
+_AT_FDCWD, _RENAME_EXCHANGE = -100, 2
 
 
 @contextlib.contextmanager
@@ -34,7 +40,8 @@ def replacing(path: Path, *, nbytes: int, force: bool, is_ours: Callable[[Path],
     free = shutil.disk_usage(path.parent).free
     if free < nbytes:
         raise _full(path, nbytes, free)
-    temporary = path.with_name(f".{path.name}.{os.getpid()}-{secrets.token_hex(4)}.tmp")
+    _sweep(path)
+    temporary = path.with_name(f"{_ours(path)}{os.getpid()}-{secrets.token_hex(4)}.tmp")
     try:
         with _explained(path, nbytes):
             yield temporary
@@ -46,6 +53,18 @@ def replacing(path: Path, *, nbytes: int, force: bool, is_ours: Callable[[Path],
             _sync(path.parent)
     finally:
         _remove(temporary)
+
+
+def _ours(path: Path) -> str:
+    return f".{path.name}.{platform.node()}."
+
+
+def _sweep(path: Path) -> None:
+    """Remove what killed exports to `path` left: temporaries of this machine whose process is gone."""
+    for one in path.parent.iterdir():
+        pid = re.fullmatch(re.escape(_ours(path)) + r"(\d+)-[0-9a-f]{8}\.tmp", one.name)
+        if pid and not Path(f"/proc/{pid[1]}").exists():
+            _remove(one)
 
 
 def _refuse_existing(path: Path, *, force: bool, is_ours: Callable[[Path], bool]) -> None:
@@ -68,13 +87,21 @@ def _refuse_existing(path: Path, *, force: bool, is_ours: Callable[[Path], bool]
 
 
 def _publish(temporary: Path, path: Path) -> None:
-    """Rename; a folder that is there goes aside first, and comes back if the rename fails."""
+    """Rename; a folder that is there changes names with the new one, and is removed under the temporary's.
+
+    Where the file system cannot do that in one step (NFS) it goes aside first: who is killed between the two renames
+    leaves it as `.NAME.*.old`.
+    """
     if not path.is_dir():
         temporary.rename(path)
+        return
+    if _exchange(temporary, path):
+        crash_point("export.exchanged")
         return
     aside = path.with_name(f".{path.name}.{secrets.token_hex(4)}.old")
     path.rename(aside)
     try:
+        crash_point("export.between-renames")
         temporary.rename(path)
     except OSError:
         aside.rename(path)
@@ -82,8 +109,17 @@ def _publish(temporary: Path, path: Path) -> None:
     _remove(aside)
 
 
+def _exchange(one: Path, other: Path) -> bool:
+    """Swap two names in one step; False where the kernel, the C library or the file system cannot."""
+    libc: Any = ctypes.CDLL(None)
+    if not hasattr(libc, "renameat2"):
+        return False
+    names = os.fsencode(one), os.fsencode(other)
+    return bool(libc.renameat2(_AT_FDCWD, names[0], _AT_FDCWD, names[1], _RENAME_EXCHANGE) == 0)
+
+
 def _remove(path: Path) -> None:
-    if path.is_dir():
+    if path.is_dir() and not path.is_symlink():
         shutil.rmtree(path, ignore_errors=True)
     else:
         path.unlink(missing_ok=True)

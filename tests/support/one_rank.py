@@ -1,0 +1,52 @@
+"""One rank of a job inside the test's own process: opened, and ended without a clean end."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from flashckpt import Checkpointer
+from support.engine import agent_dir
+
+
+@pytest.fixture(autouse=True)
+def agent_of_the_test(monkeypatch: pytest.MonkeyPatch, shm_dir: Path) -> None:
+    monkeypatch.setenv("FLASHCKPT_AGENT_DIR", "")  # restored after the test
+    agent_dir()
+
+
+def crash(ckpt: Checkpointer) -> None:
+    """End this rank's life without a clean end: what is in memory stays."""
+    life = ckpt._life
+    assert life is not None
+    life.close()
+
+
+class Holder:
+    """Any object with state."""
+
+    def __init__(self, **state: Any) -> None:
+        self.state = state
+
+    def state_dict(self) -> dict[str, Any]:
+        return self.state
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.state = state
+
+
+def opened(root: Path, **things: Any) -> Checkpointer:
+    ckpt = Checkpointer(str(root), snapshot_every=1, job="t")
+    ckpt.track(**things)
+    ckpt.restore()
+    return ckpt
+
+
+def opened_as(root: Path, job: str, **things: Any) -> int:
+    ckpt = Checkpointer(str(root), snapshot_every=1, job=job)
+    ckpt.track(**things)
+    report = ckpt.restore()
+    crash(ckpt)
+    return report.step if report else 0

@@ -1,0 +1,271 @@
+"""Memory of the engine: slots, reserving, who holds a job id, what a clean end and a crash leave behind."""
+
+from __future__ import annotations
+
+import logging
+import os
+import subprocess
+import sys
+import threading
+import time
+import tracemalloc
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import xxhash
+from support.engine import segments
+from support.one_rank import agent_of_the_test, crash, opened, opened_as  # noqa: F401 -- fixtures
+from torch import nn
+
+from flashckpt import Checkpointer
+from flashckpt.errors import ConfigError
+
+
+def test_memory_for_three_slots_is_missing_and_two_are_taken_and_said(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    from flashckpt.staging import rank_memory as memory
+
+    need = 2 * 4 * 250_000
+    monkeypatch.setattr(memory, "free_bytes", lambda _: int(need * 2.9))
+    with caplog.at_level(logging.INFO, logger="flashckpt"):
+        ckpt = opened(tmp_path, model=nn.Linear(500, 500, bias=False), other=nn.Linear(500, 500, bias=False))
+    crash(ckpt)
+    lines = [r.message for r in caplog.records if "slots" in r.message]
+    assert len(lines) == 1
+    assert "2 slots (3 did not fit)" in lines[0]
+
+
+def test_a_clean_end_asks_for_removal_and_a_crash_does_not(
+    tmp_path: Path, shm_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ckpt = opened(tmp_path, model=nn.Linear(2, 2))
+    ckpt.step(1)
+    crash(ckpt)
+    assert segments(shm_dir)
+    assert not list(shm_dir.rglob("ended"))
+    again = opened(tmp_path, model=nn.Linear(2, 2))
+    monkeypatch.delenv("FLASHCKPT_AGENT_DIR")
+    again.close()
+    assert list(shm_dir.rglob("ended"))
+
+
+def test_another_root_under_the_same_job_id_is_refused_and_its_snapshots_stay(tmp_path: Path, shm_dir: Path) -> None:
+    model = nn.Linear(3, 3)
+    ckpt = opened(tmp_path / "a", model=model)
+    ckpt.step(1)
+    crash(ckpt)
+    with pytest.raises(ConfigError, match="another root"):
+        opened(tmp_path / "b", model=model)
+    assert opened_as(tmp_path / "a", "t", model=model) == 1
+
+
+def test_a_damaged_segment_is_left_and_another_one_takes_its_place(tmp_path: Path, shm_dir: Path) -> None:
+    model = nn.Linear(3, 3)
+    crash(opened(tmp_path, model=model))
+    (name,) = segments(shm_dir)
+    next(shm_dir.rglob(name)).write_bytes(b"not a segment")
+    ckpt = opened(tmp_path, model=model)
+    ckpt.step(1)
+    crash(ckpt)
+    assert len(segments(shm_dir)) == 2
+    assert opened_as(tmp_path, "t", model=model) == 1
+
+
+RIVAL = """
+import sys, torch
+from flashckpt import Checkpointer
+from flashckpt.errors import JobInUseError
+ckpt = Checkpointer(sys.argv[1], snapshot_every=1, job="t")
+ckpt.track(model=torch.nn.Linear(int(sys.argv[2]), 3))
+try:
+    ckpt.restore()
+except JobInUseError as error:
+    print(error)
+"""
+
+
+@pytest.mark.parametrize("width", [3, 7])
+def test_the_same_job_id_twice_is_refused_naming_the_holder_whatever_the_layout(
+    width: int, tmp_path: Path, shm_dir: Path
+) -> None:
+    ckpt = opened(tmp_path, model=nn.Linear(3, 3))
+    ckpt.step(1)
+    before = segments(shm_dir)
+    command = [sys.executable, "-c", RIVAL, str(tmp_path), str(width)]
+    done = subprocess.run(command, capture_output=True, text=True, check=True, timeout=110)
+    assert f"process {os.getpid()}" in done.stdout
+    assert "already running" in done.stdout
+    assert segments(shm_dir) == before, "nothing was made or changed"
+    ckpt.step(2)
+    crash(ckpt)
+    assert opened_as(tmp_path, "t", model=nn.Linear(3, 3)) == 2
+
+
+LARGE_BYTES = (4 << 30) + (1 << 20) + 12_345
+
+
+def free_memory_bytes() -> int:
+    for line in Path("/proc/meminfo").read_text().splitlines():
+        if line.startswith("MemAvailable"):
+            return int(line.split()[1]) << 10
+    return 0
+
+
+@pytest.mark.timeout(900)
+@pytest.mark.skipif(
+    not os.environ.get("FLASHCKPT_TEST_LARGE") or free_memory_bytes() < 3.5 * LARGE_BYTES,
+    reason="a minute and 13 GB of memory: run once per release with FLASHCKPT_TEST_LARGE=1",
+)
+def test_a_single_tensor_larger_than_four_gigabytes_comes_back_bit_for_bit(tmp_path: Path) -> None:
+    model = nn.Module()
+    model.register_buffer("huge", torch.empty(LARGE_BYTES, dtype=torch.uint8))
+    huge: Any = model.huge
+    pattern = torch.randint(0, 256, (64 << 20,), dtype=torch.uint8)
+    for i, part in enumerate(huge.split(len(pattern))):
+        part.copy_(pattern[: len(part)]).add_(i)  # no two parts are equal
+    before = xxhash.xxh3_64_hexdigest(huge.numpy())
+    ckpt = Checkpointer(str(tmp_path), snapshot_every=1, job="t", slots=2)
+    ckpt.track(model=model, fenced=["model"])
+    ckpt.restore()
+    assert ckpt._life is not None
+    ckpt._life.memory.wait_ready()
+    ckpt.step(1)
+    began = time.perf_counter()
+    crash(ckpt)
+    print("copy and digests", time.perf_counter() - began, "s")
+    huge.zero_()
+    began = time.perf_counter()
+    again = opened(tmp_path, model=model)
+    print("restore", time.perf_counter() - began, "s")
+    crash(again)
+    assert xxhash.xxh3_64_hexdigest(huge.numpy()) == before
+
+
+def resident_bytes(what: str) -> int:
+    for line in Path("/proc/self/status").read_text().splitlines():
+        if line.startswith(what):
+            return int(line.split()[1]) << 10
+    raise AssertionError(what)
+
+
+def extra_bytes(root: Path, side: int) -> tuple[int, int]:
+    """Return (peak of Python's and numpy's memory, peak of the process's) of the fourth snapshot, above what was there."""
+    model = nn.Sequential(*[nn.Linear(side, side, bias=False) for _ in range(4)], nn.BatchNorm1d(side))
+    optimizer = torch.optim.AdamW(model.parameters())
+    ckpt = Checkpointer(str(root), snapshot_every=1, job=f"side{side}")
+    ckpt.track(model=model, optimizer=optimizer, rng=True)
+    ckpt.restore()
+    life = ckpt._life
+    assert life is not None
+    life.memory.wait_ready()
+    for parameter in model.parameters():
+        parameter.grad = torch.ones_like(parameter)
+    for step in (1, 2, 3, 4):
+        optimizer.step()
+        if step == 4:  # all three slots were written once; what the optimizer's own step takes is not counted
+            tracemalloc.start()
+            before = resident_bytes("VmRSS")
+            Path("/proc/self/clear_refs").write_text("5")  # the peak begins here
+        ckpt.step(step)
+        life._stager.finish()
+    python, process = tracemalloc.get_traced_memory()[1], resident_bytes("VmHWM") - before
+    tracemalloc.stop()
+    crash(ckpt)
+    return python, process
+
+
+def test_from_the_second_snapshot_on_no_memory_is_taken_that_grows_with_the_state(tmp_path: Path) -> None:
+    small, large = extra_bytes(tmp_path / "a", 256), extra_bytes(tmp_path / "b", 1024)
+    assert large[0] - small[0] < 20_000, "Python and numpy: digests are 8 bytes per MiB, there and nowhere else"
+    assert large[1] < 1 << 20, "the process: the state has 50 MB"
+
+
+class Gate:
+    """Lets `touch` through below a byte, and holds it back above while it is closed."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, *, below: int) -> None:
+        from flashckpt.memory import segment
+
+        self.open, self._below, self._real = threading.Event(), below, segment.touch  # type: ignore[attr-defined]  # not exported
+        monkeypatch.setattr(segment, "RESERVE_BYTES", 64 << 10)
+        monkeypatch.setattr(segment, "touch", self._touch)
+
+    def _touch(self, mapping: Any, address: int, start: int, size: int) -> None:
+        assert start < self._below or self.open.wait(60)
+        self._real(mapping, address, start, size)
+
+
+def test_the_first_slot_is_used_while_the_others_are_still_being_reserved(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    gate = Gate(monkeypatch, below=900_000)
+    model = nn.Linear(300, 300)
+    ckpt = opened(tmp_path, model=model)
+    life = ckpt._life
+    assert life is not None
+    assert life.memory.segment is not None
+    spec = life.memory.segment.spec
+    assert spec.header_at(1) < 900_000 < spec.header_at(2)
+    life.memory.wait_first(30)
+    ckpt.step(1)
+    ckpt.step(2)
+    assert (ckpt.stats.get("snapshots"), ckpt.stats.get("skipped")) == (1, 1), "no second slot yet, and nobody waited"
+    gate.open.set()
+    assert life.memory.wait_ready(30)
+    ckpt.step(3)
+    crash(ckpt)
+    assert opened_as(tmp_path, "t", model=model) == 3
+
+
+def test_snapshots_that_come_before_the_memory_wait_once_and_are_skipped_from_then_on(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from flashckpt import life
+
+    monkeypatch.setattr(life, "RESERVE_WAIT_S", 0.05)
+    gate = Gate(monkeypatch, below=0)
+    ckpt = opened(tmp_path, model=nn.Linear(300, 300))
+    assert ckpt._life is not None
+    waits: list[float | None] = []
+    real = ckpt._life.memory.wait_first
+
+    def wait(timeout_s: float | None = None) -> bool:
+        waits.append(timeout_s)
+        return real(timeout_s)
+
+    monkeypatch.setattr(ckpt._life.memory, "wait_first", wait)
+    for step in (1, 2, 3):
+        ckpt.step(step)
+    assert waits == [0.05, 0.0, 0.0]
+    assert ckpt.stats["skipped"] == 3
+    gate.open.set()
+    assert ckpt._life.memory.wait_ready(30)
+    ckpt.step(4)
+    crash(ckpt)
+    assert opened_as(tmp_path, "t", model=nn.Linear(300, 300)) == 4
+
+
+def test_two_jobs_on_one_machine_keep_their_snapshots_apart(tmp_path: Path, shm_dir: Path) -> None:
+    first, second = nn.Linear(3, 3), nn.Linear(3, 3)
+    kept = [p.detach().clone() for p in (*first.parameters(), *second.parameters())]
+    opened_jobs = []
+    for job, model in (("one", first), ("two", second)):
+        ckpt = Checkpointer(str(tmp_path / job), snapshot_every=1, job=job)
+        ckpt.track(model=model)
+        ckpt.restore()
+        opened_jobs.append(ckpt)
+    for step in (1, 2, 3):
+        for ckpt in opened_jobs:
+            ckpt.step(step)
+    for ckpt in opened_jobs:
+        crash(ckpt)
+    with torch.no_grad():
+        for parameter in (*first.parameters(), *second.parameters()):
+            parameter.zero_()
+    assert opened_as(tmp_path / "one", "one", model=first) == 3
+    assert opened_as(tmp_path / "two", "two", model=second) == 3
+    now = [*first.parameters(), *second.parameters()]
+    assert all(torch.equal(a, b) for a, b in zip(kept, now, strict=True))
