@@ -101,12 +101,7 @@ def read_direct(path: Path, start: int, out: memoryview) -> int:
 
 def _read_pages(fd: int, start: int, out: memoryview) -> int:
     """Read whole pages straight into `out` where it is aligned, and the rest through the buffer."""
-    done = 0
-    if start % PAGE_BYTES == 0 and _address(out) % 512 == 0:
-        whole = len(out) - len(out) % PAGE_BYTES
-        done = _read_all(fd, start, out[:whole], direct=True)
-        if done < whole:
-            return done
+    done = _read_aligned(fd, start, out) if start % PAGE_BYTES == 0 and _address(out) % 512 == 0 else 0
     buffer = _bounce()
     target = np.frombuffer(out, np.uint8)
     while done < len(out):
@@ -120,6 +115,17 @@ def _read_pages(fd: int, start: int, out: memoryview) -> int:
         np.copyto(target[done : done + count], np.frombuffer(buffer, np.uint8, count, lead))
         done += count
     return done
+
+
+def _read_aligned(fd: int, start: int, out: memoryview) -> int:
+    """Read as one request: a last part of a page by itself would wait behind the large reads of other threads."""
+    buffer = _bounce()
+    whole = len(out) - len(out) % PAGE_BYTES
+    with memoryview(buffer) as view, view[:PAGE_BYTES] as last:
+        count = min(os.preadv(fd, [out[:whole], last] if whole < len(out) else [out], start), len(out))
+    if count > whole:
+        np.copyto(np.frombuffer(out, np.uint8)[whole:count], np.frombuffer(buffer, np.uint8, count - whole))
+    return count
 
 
 def _bounce() -> mmap.mmap:
