@@ -22,6 +22,8 @@ _COLUMNS: dict[str, str] = {  # name on disk -> numpy type; little-endian, one e
     "object_id": "<i4",
 }
 _DIMS = ("global_shape", "offsets", "lengths")  # int64, the rows' dimensions one after another
+KEPT_SHARDS = 1 << 16
+"""Most rows of a table that are kept as Shards: a plan asks for the same one several times. About 40 MB."""
 
 
 class ShardTable:
@@ -120,6 +122,8 @@ class ShardTable:
         if known is not None:
             return known
         dims = slice(self.dim_start[row], self.dim_start[row + 1])
+        if len(self._shards) >= KEPT_SHARDS:  # somebody goes over all rows of a large job: nothing comes again
+            self._shards.clear()
         self._shards[row] = made = Shard(
             fqn=self.fqn(row),
             dtype=self.dtypes[self.dtype_id[row]],
