@@ -18,8 +18,9 @@ from flashckpt.errors import ConfigError, JobInUseError, RootError, SharedMemory
 from flashckpt.memory.job import memory_root
 
 HOLD = """
-import sys, time
+import faulthandler, sys, time
 from flashckpt.bench import scratch
+faulthandler.dump_traceback_later(45)  # says where a run that was stopped hangs
 with scratch.memory(1 << 20, what="test") as memory, scratch.storage(sys.argv[1], 1 << 20, options={}, keep=False) as place:
     (memory / "slot").write_bytes(b"x" * 1000)
     place.open().put("data", b"x" * 1000)
