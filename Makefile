@@ -76,7 +76,7 @@ test-restarts: setup  ## 50 kills in a row (KILLS=50), then SIGTERM at random in
 	DLRUN_TEST_KILLS=$(if $(filter file,$(origin KILLS)),50,$(KILLS)) $(BIN)/python -m pytest tests/test_dlrun.py -k five_times
 	PYTHONPATH=tests:. $(BIN)/python tests/stops.py --stops $(or $(STOPS),20) $(if $(SEED),--seed $(SEED))
 
-bench-all: setup  ## every benchmark of the engine and of storage, 20 to 25 minutes on a quiet machine (DLROVER_PYTHON=, RADOSGW=1)
+bench-all: setup  ## every benchmark of the engine and of storage, more than half an hour on a quiet machine (DLROVER_PYTHON=, RADOSGW=1)
 	PYTHON=$(BIN)/python benchmarks/all_quiet.sh
 
 check: setup  ## ruff, mypy, codespell

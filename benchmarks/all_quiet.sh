@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# All benchmarks of the engine and of storage on a machine where nothing else runs: 20 to 25 minutes on 2 cores.
+# All benchmarks of the engine and of storage on a machine where nothing else runs: more than half an hour on 2 cores.
 #
 #   DLROVER_PYTHON=DIR/bin/python benchmarks/all_quiet.sh             # with DLRover; stall.py --dlrover-setup says how to get it
 #   SIZES="0.2" ROUNDS=2 KILLS=2 benchmarks/all_quiet.sh out/bench    # a trial run into another folder

@@ -40,7 +40,8 @@ def replacing(path: Path, *, nbytes: int, force: bool, is_ours: Callable[[Path],
     free = shutil.disk_usage(path.parent).free
     if free < nbytes:
         raise _full(path, nbytes, free)
-    _sweep(path)
+    with _explained(path, nbytes):
+        _sweep(path)
     temporary = path.with_name(f"{_ours(path)}{os.getpid()}-{secrets.token_hex(4)}.tmp")
     try:
         with _explained(path, nbytes):
