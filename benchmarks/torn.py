@@ -264,8 +264,8 @@ def measure(
             tempfile.TemporaryDirectory(prefix="flashckpt-torn-", dir="/dev/shm") as shm,
         ):
             one = trial(Path(disk) / "checkpoints", rng, Path(shm))
-            shutil.rmtree(shm, ignore_errors=True)
-            Path(shm).mkdir()
+            for left in Path(shm).iterdir():  # not the directory itself: another user could take its name
+                shutil.rmtree(left, ignore_errors=True)
         trials.append(one)
         print(f"{name}, kill {number + 1}: {one['outcome']}; complete in memory was step {one['complete']}, "
               f"half written {one['half_written']}, committed {one['committed']}, elements by step {one['elements']}", flush=True)  # fmt: skip

@@ -10,6 +10,8 @@ import logging
 from collections.abc import Iterator
 from contextvars import ContextVar
 
+from flashckpt.printable import PrintableFormatter
+
 _where: ContextVar[tuple[tuple[str, int], ...]] = ContextVar("flashckpt_where", default=())
 FORMAT = "%(asctime)s %(levelname)s [%(where)s] %(message)s"
 
@@ -40,5 +42,5 @@ def configure() -> None:
     """Write our lines to standard error, which is `daemon.log` in the job directory."""
     handler = logging.StreamHandler()
     handler.addFilter(WhereFilter())
-    handler.setFormatter(logging.Formatter(FORMAT))
+    handler.setFormatter(PrintableFormatter(FORMAT))
     logging.basicConfig(level=logging.INFO, handlers=[handler])

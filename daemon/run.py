@@ -20,6 +20,8 @@ from typing import TYPE_CHECKING, Any
 from flashckpt.daemon import zygote
 from flashckpt.daemon.budget import REFILL_STEPS
 from flashckpt.errors import RESUME_EXIT_CODE, ConfigError, FlashckptError
+from flashckpt.printable import PrintableFormatter
+from flashckpt.streams import fill_closed
 
 if TYPE_CHECKING:
     from flashckpt.daemon.nursery import Nursery
@@ -188,6 +190,7 @@ def main(args: list[str] | None = None) -> int:
     if args is not None:
         run(parse_args(args))
         return 0
+    fill_closed()
     _set_up_log()
     try:
         parsed = parse_args(None)
@@ -243,7 +246,7 @@ def _fail(error: FlashckptError) -> int:
 
 def _set_up_log() -> None:
     handler = logging.StreamHandler(sys.stderr)
-    handler.setFormatter(logging.Formatter("[dlrun] %(message)s"))
+    handler.setFormatter(PrintableFormatter("[dlrun] %(message)s"))
     _log.addHandler(handler)
     _log.setLevel(os.environ.get("FLASHCKPT_LOGLEVEL", "INFO"))
     _log.propagate = False

@@ -10,7 +10,6 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
-import shutil
 import signal
 import sys
 import time
@@ -28,6 +27,7 @@ from flashckpt.errors import FencedError, FlashckptError, PersistError, StoreErr
 from flashckpt.memory.job import DaemonStatus, GenerationRecord, JobDirectory
 from flashckpt.memory.lease import Lease
 from flashckpt.memory.node_view import Identity, View, scan
+from flashckpt.memory.private import private_directory, remove_tree
 
 SCAN_S = 1.0
 """Seconds between two scans without an event."""
@@ -323,14 +323,15 @@ class Daemon:
     def _remove(self) -> bool:
         """Remove the directory of a job that ended cleanly; False if somebody came to life at the last moment."""
         live = Lease(self.directory.live_path, create=True)
-        try:
-            if not live.exclusive(0):
-                return False
-            gone = self.directory.path.with_name(f".{self.directory.path.name}.ended-{os.getpid()}")
-            self.directory.path.rename(gone)
-        finally:
-            live.close()
-        shutil.rmtree(gone, ignore_errors=True)
+        gone = self.directory.path.with_name(f".{self.directory.path.name}.ended-{os.getpid()}")
+        with private_directory(gone.parent) as base:
+            try:
+                if not live.exclusive(0):
+                    return False
+                os.rename(self.directory.path.name, gone.name, src_dir_fd=base, dst_dir_fd=base)
+            finally:
+                live.close()
+            remove_tree(gone.name, base)
         _log.info("job %s ended: its memory was given back", self.directory.job)
         return True
 
@@ -346,14 +347,17 @@ def main(arguments: list[str]) -> int:
         return 2
     with contextlib.suppress(PermissionError):  # already the leader of a session
         os.setsid()
-    directory = JobDirectory(Path(arguments[0]))
     try:
+        directory = JobDirectory.at(Path(arguments[0]))
         lock = directory.hold_daemon()
         if lock is None:
             return 0
         daemon = Daemon(directory, lock, Times.from_environment())
     except FileNotFoundError:
         return 0  # the job ended and its directory went before we started
+    except FlashckptError as error:
+        _log.error("%s", error)
+        return error.exit_code
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, daemon.stop)
     signal.signal(signal.SIGHUP, signal.SIG_IGN)

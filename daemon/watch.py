@@ -8,8 +8,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
-import shutil
-import tempfile
+import secrets
 import time
 from pathlib import Path
 
@@ -18,17 +17,22 @@ from flashckpt.errors import FlashckptError
 from flashckpt.memory.control import Control, ControlRow
 from flashckpt.memory.job import JobDirectory, memory_root
 from flashckpt.memory.lease import Lease
+from flashckpt.memory.private import private_directories, private_directory, remove_tree
 
 _log = logging.getLogger("flashckpt.dlrun")
 _DAEMON_CHECK_S = 1.0
 
 
 class JobWatch:
-    """Finds the job directory that local rank 0 names, keeps its daemon alive, reads its control page."""
+    """Finds the job directory that local rank 0 names, keeps its daemon alive, reads its control page.
+
+    Raises:
+        ConfigError: The directory of this user's agents is a link, another user's, or open to others.
+        SharedMemoryError: It cannot be made.
+    """
 
     def __init__(self) -> None:
         self._base = memory_root().parent / f"flashckpt-agents-{os.getuid()}"
-        self._base.mkdir(mode=0o700, parents=True, exist_ok=True)
         _sweep(self._base)
         self.agent_dir, self._lock = _make_agent_dir(self._base)
         self.job: JobDirectory | None = None
@@ -120,28 +124,35 @@ class JobWatch:
                 lease.close()
         if self.job is not None and is_last_process():
             wait_for_flush(self.job)
-        shutil.rmtree(self.agent_dir, ignore_errors=True)
-        with contextlib.suppress(OSError):
+        with contextlib.suppress(OSError, FlashckptError):
+            with private_directory(self._base) as base:
+                remove_tree(self.agent_dir.name, base)
             self._base.rmdir()
 
 
 def _make_agent_dir(base: Path) -> tuple[Path, Lease]:
     """Return a locked directory; another agent's sweep may take one in the instant before it is locked."""
     while True:
-        folder = Path(tempfile.mkdtemp(prefix=f"{os.getpid()}-", dir=base))
-        lease = Lease(folder / "lock", create=True)
-        if lease.exclusive(0) and (folder / "lock").exists():
-            return folder, lease
-        lease.close()
+        folder = base / f"{os.getpid()}-{secrets.token_hex(4)}"
+        with (
+            contextlib.suppress(FileNotFoundError),
+            private_directory(base, create=True) as above,
+            private_directory(folder, create=True, within=above) as inside,
+        ):
+            lease = Lease("lock", create=True, dir_fd=inside)
+            if lease.exclusive(0) and (folder / "lock").exists():
+                return folder, lease
+            lease.close()
 
 
 def _sweep(base: Path) -> None:
     """Remove the directories of agents that were killed: nobody holds their lock any more."""
-    for folder in base.iterdir():
+    for folder in private_directories(base)[0]:
         try:
-            lease = Lease(folder / "lock")
-        except OSError:
-            continue  # being made just now
-        if lease.exclusive(0):
-            shutil.rmtree(folder, ignore_errors=True)
-        lease.close()
+            with private_directory(base) as above, private_directory(folder, within=above) as inside:
+                lease = Lease("lock", dir_fd=inside)
+                if lease.exclusive(0):
+                    remove_tree(folder.name, above)
+                lease.close()
+        except (OSError, FlashckptError):
+            continue  # being made, or removed, just now

@@ -25,6 +25,7 @@ from typing import Any
 
 from flashckpt.daemon import numa
 from flashckpt.errors import ConfigError, DataError, FlashckptError, LayoutError, RootError, SharedMemoryError
+from flashckpt.memory.private import create_file
 
 STACKS_SIGNAL = signal.SIGRTMIN + 7
 """Signal on which a worker writes the stacks of its threads (real-time: scripts and Slurm use USR1 and USR2)."""
@@ -128,7 +129,7 @@ def register_stacks(path: str) -> None:
     """Have the stacks of all threads written to a file on STACKS_SIGNAL; "" does nothing."""
     global _stacks  # noqa: PLW0603
     if path:
-        _stacks = Path(path).open("w", encoding="utf-8")  # noqa: SIM115 -- kept open for the handler
+        _stacks = os.fdopen(create_file(Path(path)), "w", encoding="utf-8")  # kept open for the handler
         faulthandler.register(STACKS_SIGNAL, file=_stacks, all_threads=True)
 
 

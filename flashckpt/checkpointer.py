@@ -18,6 +18,7 @@ from flashckpt.errors import ConfigError, FlashckptError, PersistError
 from flashckpt.life import Life
 from flashckpt.memory.identity import job_id, root_digest, root_url
 from flashckpt.memory.job import JobConfig, JobDirectory
+from flashckpt.printable import PrintableFormatter
 from flashckpt.report import RestoreReport
 from flashckpt.restore.reader import Reader
 from flashckpt.restore.restore_point import Inventory, local_world
@@ -397,7 +398,7 @@ def _print_notices(rank: int) -> None:
     """Show notices on rank 0's standard output where the program has not set up logging itself."""
     if rank == 0 and not _log.hasHandlers():
         handler = logging.StreamHandler(sys.stdout)
-        handler.setFormatter(logging.Formatter("[flashckpt] %(message)s"))
+        handler.setFormatter(PrintableFormatter("[flashckpt] %(message)s"))
         _log.addHandler(handler)
         _log.setLevel(logging.INFO)
 

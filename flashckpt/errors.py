@@ -7,6 +7,8 @@ Torch-free; imported by every other part of the project.
 
 from __future__ import annotations
 
+from flashckpt.printable import printable
+
 
 class FlashckptError(Exception):
     """Base of all errors of this project.
@@ -28,12 +30,12 @@ class FlashckptError(Exception):
         super().__init__(self.render())
 
     def render(self) -> str:
-        """Return the whole message, one labelled line per part that is known."""
+        """Return the whole message, one labelled line per part that is known; names of others as a terminal can show."""
         lines = [self.problem]
         parts = (("found", self.found), ("expected", self.expected), ("state", self.state), ("to do", self.remedy))
         lines += [f"  {label + ':':<10}{text}" for label, text in parts if text]
         lines.append(f"  exit code {self.exit_code}")
-        return "\n".join(lines)
+        return printable("\n".join(lines), keep="\n")
 
     def __reduce__(self) -> tuple[object, ...]:
         """Rebuild from the parts (exceptions with keyword arguments do not copy by default)."""

@@ -234,7 +234,8 @@ def test_marker_of_another_machine_is_believed_for_a_day(age_s: float, alive: bo
 
 def test_jobs_in_memory_are_never_touched(monkeypatch: pytest.MonkeyPatch) -> None:
     job = memory_root() / "job-1"
-    job.mkdir(parents=True)
+    job.parent.mkdir(mode=0o700)
+    job.mkdir(mode=0o700)
     (job / "r00000-0.seg").write_text(json.dumps({}))
     with scratch.memory(1, what="test") as path:
         assert path.name.startswith(".")

@@ -147,7 +147,7 @@ def test_status_of_a_job_whose_persisting_fails_says_so_and_exits_with_40(job: F
     code, out, _ = run("status", capsys=capsys)
     assert code == 40
     assert "the disk is full" in out
-    assert run_json("status", "--job", "other", capsys=capsys) == (0, {"jobs": []})
+    assert run_json("status", "--job", "other", capsys=capsys) == (0, {"jobs": [], "left_alone": []})
 
 
 def test_status_reads_goodput_from_the_ledger_and_skips_a_torn_line(job: FakeJob, capsys: Captured) -> None:

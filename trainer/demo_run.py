@@ -16,7 +16,8 @@ from typing import Any
 
 from flashckpt.errors import FlashckptError, JobInUseError
 from flashckpt.memory.control import Control
-from flashckpt.memory.job import JobDirectory, memory_root
+from flashckpt.memory.job import JobDirectory
+from flashckpt.memory.private import private_directory, remove_tree
 from flashckpt.trainer.metrics import TRACE, read_trace
 
 STALL_S = 300.0
@@ -169,10 +170,10 @@ def forget_job(job: str) -> None:
     Raises:
         JobInUseError: its ranks are still running.
     """
-    path = memory_root() / job
-    if not path.exists():
+    try:
+        directory = JobDirectory.open(job, create=False)
+    except FileNotFoundError:
         return
-    directory = JobDirectory.open(job, create=False)
     if directory.anyone_alive():
         raise JobInUseError(
             "another demo is running in this folder",
@@ -181,7 +182,8 @@ def forget_job(job: str) -> None:
             remedy="wait for its end, or run this one elsewhere: python -m flashckpt.trainer.demo --folder out/demo2",
         )
     stop_daemon(directory)
-    shutil.rmtree(path, ignore_errors=True)
+    with contextlib.suppress(FileNotFoundError), private_directory(directory.path.parent) as base:
+        remove_tree(directory.path.name, base)
 
 
 def stop_daemon(directory: JobDirectory) -> None:

@@ -6,6 +6,7 @@ without the load of the machine is not a result, so every document carries both.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import math
 import os
@@ -239,9 +240,10 @@ def write_json(path: Path, result: Mapping[str, Any]) -> None:
         temporary.write_text(json.dumps(plain(result), indent=1, sort_keys=False) + "\n")
         temporary.replace(path)
     except OSError as error:
-        temporary.unlink(missing_ok=True)
+        with contextlib.suppress(OSError):  # a name too long cannot be removed either
+            temporary.unlink(missing_ok=True)
         raise ConfigError(
-            f"Cannot write {path}.", found=str(error), remedy="name a file in a folder you own"
+            f"{path} cannot be written", found=str(error), remedy="name a file in a folder you own"
         ) from error
 
 

@@ -20,8 +20,9 @@ from pathlib import Path
 from types import FrameType, TracebackType
 from typing import Any
 
-from flashckpt.errors import ConfigError, FlashckptError, JobInUseError, RootError, SharedMemoryError
+from flashckpt.errors import ConfigError, FlashckptError, JobInUseError, RootError
 from flashckpt.memory.job import memory_root
+from flashckpt.memory.private import create_file, private_directories, private_directory, remove_tree
 from flashckpt.memory.room import check_room
 from flashckpt.storage.opening import is_process_local, open_store
 from flashckpt.storage.store import Store
@@ -227,29 +228,35 @@ def memory(need_bytes: int, *, what: str) -> Iterator[Path]:
 
     Raises:
         SharedMemoryError: Too little room, or no such directory can be made; nothing was written.
+        ConfigError: This user's directory there is a link, another user's, or open to others.
     """
     root = memory_root()
-    try:
-        root.mkdir(mode=0o700, parents=True, exist_ok=True)
-    except OSError as error:
-        raise SharedMemoryError(f"{root} cannot be made.", found=str(error), remedy="set FLASHCKPT_SHM_DIR") from error
-    for left in root.glob(f"{HIDDEN}*"):
+    path = root / f"{HIDDEN}{secrets.token_hex(6)}"
+    with private_directory(root, create=True) as base:
+        _sweep_memory(root, base)
+        check_room(root, need_bytes, what=what)
+        with _stops:
+            try:
+                with private_directory(path, create=True, within=base):
+                    os.write(marked := create_file(path / MARKER), json.dumps(owner()).encode())
+                    os.close(marked)
+                yield path
+            finally:
+                remove_tree(path.name, base)
+
+
+def _sweep_memory(root: Path, base: int) -> None:
+    """Remove the directories of dead runs in the memory tier, whose checked descriptor is `base`."""
+    for left in private_directories(root)[0]:
+        if not left.name.startswith(HIDDEN):
+            continue
         try:
             marker = json.loads((left / MARKER).read_text())
         except (OSError, ValueError):
-            # between the two lines below that make a directory and mark it
+            # between the two lines of `memory` that make a directory and mark it
             marker = {"boot": "", "time": left.stat().st_mtime + 60 - FORGOTTEN_S}
         if not is_alive(marker):
-            shutil.rmtree(left, ignore_errors=True)
-    check_room(root, need_bytes, what=what)
-    path = root / f"{HIDDEN}{secrets.token_hex(6)}"
-    with _stops:
-        try:
-            path.mkdir(mode=0o700)
-            (path / MARKER).write_text(json.dumps(owner()))
-            yield path
-        finally:
-            shutil.rmtree(path, ignore_errors=True)
+            remove_tree(left.name, base)
 
 
 class _Stops:

@@ -21,10 +21,10 @@ from flashckpt.core.layout import SMALL_BYTES, Shard, place
 from flashckpt.core.manifest import Manifest, encode_manifest
 from flashckpt.core.packs import PACK_BYTES, index_name, pack_name
 from flashckpt.core.table import ShardTable
-from flashckpt.errors import DamagedError, JobInUseError
+from flashckpt.errors import DamagedError, FormatVersionError, JobInUseError
 from flashckpt.faults import crash_point
 from flashckpt.memory.identity import root_url
-from flashckpt.memory.job import JobDirectory, memory_root
+from flashckpt.memory.job import jobs_in_memory
 from flashckpt.storage.store import PART_BYTES, Store
 
 
@@ -120,12 +120,10 @@ def _claim(store: Store, world_size: int) -> Claim:
 
 
 def _refuse_living_job(url: str) -> None:
-    base = memory_root()
-    for path in sorted(base.iterdir()) if base.is_dir() else []:
-        directory = JobDirectory(path)
+    for directory in jobs_in_memory()[0]:
         try:
-            config = directory.read_config() if path.is_dir() else None
-        except DamagedError:
+            config = directory.read_config()
+        except (DamagedError, FormatVersionError):
             continue
         if config is not None and root_url(config.root) == root_url(url) and directory.daemon_alive():
             raise JobInUseError(

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
@@ -13,8 +12,10 @@ import click
 
 from flashckpt.bench.layouts import DEFAULTS, scaled
 from flashckpt.bench.quantity import SCALE, SIZE, show_bytes
-from flashckpt.cli.common import console, parse_options
+from flashckpt.cli.common import console, json_file_option, parse_options
+from flashckpt.cli.output import OutputConsole
 from flashckpt.errors import ConfigError
+from flashckpt.printable import to_json
 
 MOST_ROUNDS = 1000
 _F = TypeVar("_F", bound=Callable[..., Any])
@@ -25,7 +26,7 @@ def common(command: _F) -> _F:
     for option in reversed(
         (
             click.option("--rounds", type=int, default=5, help="Measured rounds; medians and spread are over them."),
-            click.option("--json", "json_path", type=click.Path(path_type=Path, allow_dash=True), help="Result file."),
+            json_file_option,
             click.option("--plot", "plot_path", type=click.Path(path_type=Path), help="Picture of the distributions."),
             click.option("--require-quiet", is_flag=True, help="Refuse above one runnable thread per core."),
         )
@@ -151,21 +152,23 @@ def job_command(url: str | None, **options: Any) -> None:
 @bench.command("compare")
 @click.argument("first", type=click.Path(path_type=Path))
 @click.argument("second", type=click.Path(path_type=Path))
-@click.option("--json", "json_path", type=click.Path(path_type=Path, allow_dash=True), help="Write the ratios here.")
+@json_file_option
 def compare_command(first: Path, second: Path, json_path: Path | None) -> None:
     """Ratios of two results (second over first), and which differences exceed the spread."""
     from dataclasses import asdict
 
     from flashckpt.bench.compare import caveats, compare
-    from flashckpt.bench.measure import read_json, write_json
+    from flashckpt.bench.measure import plain, read_json, write_json
     from flashckpt.bench.table import new_table
 
     a, b = read_json(first), read_json(second)
     rows, said = compare(a, b), caveats(a, b)
     made = {"schema": 1, "kind": "compare", "caveats": said, "results": [asdict(row) for row in rows]}
     if json_path is not None and str(json_path) == "-":
-        click.echo(json.dumps(made, indent=1))
+        click.echo(to_json(plain(made), indent=1))
         return
+    if json_path is not None:
+        write_json(json_path, made)
     out = console()
     for line in said:
         out.print(f"careful: {line}", markup=False)
@@ -173,8 +176,6 @@ def compare_command(first: Path, second: Path, json_path: Path | None) -> None:
     for row in rows:
         table.add_row(row.name, f"{row.a:.4g}", f"{row.b:.4g}", f"{row.ratio:.3f}", row.verdict)
     out.print(table)
-    if json_path is not None:
-        write_json(json_path, made)
 
 
 def _run_job(kind: str, run: Any, url: str | None, options: Mapping[str, Any]) -> None:
@@ -234,13 +235,15 @@ def _refuse_results(json_path: Path | None, plot_path: Path | None) -> None:
 
 def _finish(made: Mapping[str, Any], options: Mapping[str, Any]) -> None:
     """Show a document, and write it and its picture where that was asked for."""
-    from flashckpt.bench.measure import write_json
+    from flashckpt.bench.measure import plain, write_json
     from flashckpt.bench.plot import draw_bench
     from flashckpt.bench.table import about, notes, tables
 
     if str(options["json_path"]) == "-":
-        click.echo(json.dumps(made, indent=1))
+        click.echo(to_json(plain(made), indent=1))
     else:
+        if options["json_path"] is not None:
+            write_json(options["json_path"], made)
         out = console()
         for line in about(made):
             out.print(line, markup=False)
@@ -248,8 +251,6 @@ def _finish(made: Mapping[str, Any], options: Mapping[str, Any]) -> None:
             out.print(table)
         for line in notes(made):
             out.print(line, markup=False)
-        if options["json_path"] is not None:
-            write_json(options["json_path"], made)
     if options["plot_path"] is not None:
         draw_bench(made, options["plot_path"])
 
@@ -257,7 +258,6 @@ def _finish(made: Mapping[str, Any], options: Mapping[str, Any]) -> None:
 @contextmanager
 def _progress() -> Iterator[Callable[[str, int, int | None], None]]:
     """Show what is going on, bytes, rate and time left, on a terminal's standard error."""
-    from rich.console import Console
     from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn, TransferSpeedColumn
 
     columns = (
@@ -267,7 +267,7 @@ def _progress() -> Iterator[Callable[[str, int, int | None], None]]:
         TransferSpeedColumn(),
         TimeRemainingColumn(),
     )
-    with Progress(*columns, console=Console(stderr=True), transient=True) as progress:
+    with Progress(*columns, console=OutputConsole(stderr=True), transient=True) as progress:
         task = progress.add_task("starting", total=None)
         yield lambda what, done, total: progress.update(task, description=what, completed=done, total=total)
 

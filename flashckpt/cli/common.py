@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 import inspect
-import json
 import re
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any, TypeVar
 
 import click
-from rich.console import Console
-from rich.table import Table
 
 from flashckpt.checkpoint.checkpoints import (
     CheckpointInfo,
@@ -20,14 +18,18 @@ from flashckpt.checkpoint.checkpoints import (
     read_generations,
     read_manifest,
 )
+from flashckpt.cli.output import FittingTable, OutputConsole
 from flashckpt.core.lineage import is_abandoned
-from flashckpt.errors import ConfigError, DamagedError, NoCheckpointError
+from flashckpt.errors import ConfigError, DamagedError, FlashckptError, NoCheckpointError
 from flashckpt.memory.identity import root_url
-from flashckpt.memory.job import JobDirectory, memory_root
+from flashckpt.memory.job import JobDirectory, jobs_in_memory
+from flashckpt.memory.private import Skipped
+from flashckpt.printable import printable, to_json
 from flashckpt.storage.opening import is_process_local, open_store
 from flashckpt.storage.store import Store
 
 Function = TypeVar("Function", bound=Callable[..., Any])
+_NUMBER = re.compile("[0-9]{1,20}")
 OURS = ("step-", "generations", "intents", "keep", "leases", "LATEST", "ledger")
 
 
@@ -44,6 +46,19 @@ def json_option(function: Function) -> Function:
     """Add --json."""
     option = click.option("--json", "as_json", is_flag=True, help="Print one JSON document for programs.")
     return option(function)
+
+
+def json_file_option(function: Function) -> Function:
+    """Add --json[=PATH]: alone it prints the document as every command's --json does, with PATH it goes there."""
+    return click.option(
+        "--json",
+        "json_path",
+        metavar="[PATH]",
+        type=click.Path(path_type=Path, allow_dash=True),
+        is_flag=False,
+        flag_value="-",
+        help="Print one JSON document for programs, or write it to PATH.",
+    )(function)
 
 
 def root_options(function: Function) -> Function:
@@ -65,7 +80,7 @@ def parse_options(options: tuple[str, ...]) -> dict[str, str]:
     """Return KEY=VALUE pairs as a dict; ConfigError names one without "="."""
     pairs = [option.partition("=") for option in options]
     if bad := [key for key, equals, _ in pairs if not equals]:
-        raise ConfigError("A storage option has no value", found=bad[0], expected="KEY=VALUE")
+        raise ConfigError("a storage option has no value", found=bad[0], expected="KEY=VALUE")
     return {key: value for key, _, value in pairs}
 
 
@@ -123,9 +138,10 @@ def choose(store: Store, step: str | None) -> CheckpointInfo:
             )
         return best
     number, _, generation = step.removeprefix("step-").partition(".g")
-    if not number.isdigit() or (generation and not generation.isdigit()):
-        raise ConfigError("A step cannot be read", found=step, expected="STEP or STEP.gN, e.g. 120 or 120.g3")
-    wanted = [i for i in infos if i.step == int(number) and generation in ("", str(i.generation))]
+    if not _NUMBER.fullmatch(number) or (generation and not _NUMBER.fullmatch(generation)):
+        raise ConfigError("a step cannot be read", found=step, expected="STEP or STEP.gN, e.g. 120 or 120.g3")
+    asked = int(number), int(generation) if generation else None
+    wanted = [i for i in infos if i.step == asked[0] and asked[1] in (None, i.generation)]
     if not wanted:
         there = ", ".join(f"{i.step}.g{i.generation}" for i in infos[:8])
         raise NoCheckpointError(
@@ -133,7 +149,7 @@ def choose(store: Store, step: str | None) -> CheckpointInfo:
         )
     if wanted[0].problem:
         read_manifest(store, wanted[0])  # raises what is wrong with it: damaged, or of a newer format
-        raise DamagedError(f"The checkpoint {wanted[0].prefix} of {store.url} is damaged", found=wanted[0].problem)
+        raise DamagedError(f"the checkpoint {wanted[0].prefix} of {store.url} is damaged", found=wanted[0].problem)
     return wanted[0]
 
 
@@ -150,21 +166,26 @@ def abandoned(store: Store, infos: list[CheckpointInfo]) -> set[tuple[int, int]]
 
 
 def jobs_on_this_machine(root: str | None = None) -> list[JobDirectory]:
-    """Return the job directories of this user, only those with the given root if one is given."""
-    base = memory_root()
-    found = []
-    for path in sorted(base.iterdir()) if base.is_dir() else []:
-        if path.is_dir() and not path.name.startswith("."):
-            directory = JobDirectory(path)
-            if root is None or _root_of(directory) == root_url(root):
-                found.append(directory)
-    return found
+    """Return the job directories of this user, only those with the given root if one is given.
+
+    What lies among them and is not this user's is not looked at; `tell_skipped` says so on standard error.
+    """
+    found, skipped = jobs_in_memory()
+    tell_skipped(skipped)
+    return [directory for directory in found if root is None or _root_of(directory) == root_url(root)]
+
+
+def tell_skipped(skipped: Sequence[Skipped]) -> list[dict[str, str]]:
+    """Say on standard error what was left alone in this user's memory because it is not ours; return it for JSON."""
+    for one in skipped:
+        click.echo(f"left alone, as it is not this user's own: {printable(one.path)} ({one.reason})", err=True)
+    return [{"path": str(one.path), "reason": one.reason} for one in skipped]
 
 
 def _root_of(directory: JobDirectory) -> str | None:
     try:
         config = directory.read_config()
-    except DamagedError:
+    except (FlashckptError, OSError):
         return None
     return None if config is None else root_url(config.root)
 
@@ -172,23 +193,19 @@ def _root_of(directory: JobDirectory) -> str | None:
 def show(value: object, *, as_json: bool, table: Callable[[], object]) -> None:
     """Print `value` as JSON, or what `table()` returns with rich."""
     if as_json:
-        click.echo(json.dumps(value))
+        click.echo(to_json(value))
         return
     console().print(table())
 
 
-def console() -> Console:
+def console() -> OutputConsole:
     """Return a console on the current standard output; wide where it is not a terminal, so that lines stay whole."""
-    found = Console()
-    return found if found.is_terminal else Console(width=200, soft_wrap=True)
+    return OutputConsole()
 
 
-def new_table(*columns: str, title: str = "") -> Table:
-    """Return a table; a column whose name starts with ">" is right-aligned."""
-    table = Table(title=title or None, box=None, pad_edge=False, title_justify="left", header_style="bold")
-    for column in columns:
-        table.add_column(column.removeprefix(">"), justify="right" if column.startswith(">") else "left", no_wrap=True)
-    return table
+def new_table(*columns: str, title: str = "") -> FittingTable:
+    """Return a table; a column whose name starts with ">" holds numbers: right-aligned, never cut."""
+    return FittingTable(*columns, title=title)
 
 
 def human_bytes(nbytes: float) -> str:

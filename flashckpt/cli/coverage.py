@@ -20,6 +20,7 @@ from flashckpt.core.reshard import coverage, plan_reads
 from flashckpt.core.table import ShardTable
 from flashckpt.errors import ConfigError
 from flashckpt.memory.node_view import Identity, pin, scan
+from flashckpt.printable import counted
 from flashckpt.restore.fill import cut_pieces, merge_pieces
 
 MOST_RANKS = 64
@@ -105,8 +106,9 @@ def coverage_table(rows: Sequence[dict[str, Any]]) -> Table:
 def parse_layout(text: str) -> tuple[int, int, int]:
     """Return (dp, tp, pp) of "DPxTPxPP"; ConfigError for anything else."""
     parts = text.lower().split("x")
-    if len(parts) != 3 or not all(part.isdigit() and int(part) > 0 for part in parts):
-        raise ConfigError("A layout cannot be read", found=text, expected="DPxTPxPP, e.g. 2x4x1")
+    if len(parts) != 3 or not all(re.fullmatch("[1-9][0-9]{0,5}", part) for part in parts):
+        expected = "DPxTPxPP, each 1 to 999999, e.g. 2x4x1"
+        raise ConfigError("a layout cannot be read", found=text[:100], expected=expected)
     return int(parts[0]), int(parts[1]), int(parts[2])
 
 
@@ -195,8 +197,8 @@ def _shard(shard: Shard, offsets: tuple[int, ...], lengths: tuple[int, ...]) -> 
 def plan_table(plan: dict[str, Any]) -> Table:
     """Return a plan for people."""
     title = (
-        f"restore as {plan['layout']}: {plan['world_size']} ranks, {plan['ranks_planned']} of them planned in "
-        f"{plan['plan_s'] * 1000:.1f} ms each (an estimate; see --help)"
+        f"estimate of a restore as {plan['layout']}: {counted(plan['world_size'], 'rank')}, {plan['ranks_planned']} "
+        f"of them planned in {plan['plan_s'] * 1000:.1f} ms each; --help says what it assumes"
     )
     table = new_table("PER RANK", ">LEAST", ">MEAN", ">MOST", title=title)
     words = {

@@ -7,18 +7,22 @@ from typing import Any
 
 import click
 import numpy as np
-from rich.table import Table
+from rich.console import Group
 
 from flashckpt.checkpoint.checkpoints import read_manifest
 from flashckpt.cli.common import Command, choose, json_option, new_table, open_root, root_options, show
-from flashckpt.cli.inspect import plain
 from flashckpt.core.layout import ITEMSIZE, Shard
+from flashckpt.printable import counted, plain, printable
 from flashckpt.restore.fill import Target, fill
 from flashckpt.restore.sources import StorageSource
 from flashckpt.storage.store import Store
 
 BLOCK_BYTES = 32 << 20
 """Most bytes of one tensor that are compared at a time: bounds the memory of a diff."""
+
+_SHOWN = 60
+"""Characters that are shown of a value."""
+_ABSENT = "(absent)"
 
 
 @click.command(cls=Command)
@@ -62,7 +66,18 @@ def compare(a: StorageSource, b: StorageSource) -> dict[str, Any]:
 
 
 def _equal(a: dict[str, Any], b: dict[str, Any], key: str) -> bool:
-    return key in a and key in b and repr(a[key]) == repr(b[key])  # by text: NaN equals NaN, 1 is not 1.0
+    return key in a and key in b and same(a[key], b[key])
+
+
+def same(x: Any, y: Any) -> bool:
+    """Return whether two values are equal, also in kind: NaN equals NaN, 1 is not 1.0, 0.0 is not -0.0."""
+    if type(x) is not type(y):
+        return False
+    if isinstance(x, dict):
+        return x.keys() == y.keys() and all(same(x[key], y[key]) for key in x)
+    if isinstance(x, (list, tuple)):
+        return len(x) == len(y) and all(map(same, x, y))
+    return repr(x) == repr(y) if isinstance(x, float) else bool(x == y)
 
 
 def _source(store: Store, step: str) -> StorageSource:
@@ -139,17 +154,35 @@ def _numbers(raw: np.ndarray, dtype: str) -> np.ndarray | None:
     return found
 
 
-def _table(document: dict[str, Any]) -> Table:
-    title = f"{document['equal']} tensors are equal in {document['a']} and {document['b']}"
-    table = new_table("TENSOR", ">DIFFERING", ">OF", ">MAX DIFFERENCE", "", title=title)
+def _table(document: dict[str, Any]) -> Group:
+    title = f"{counted(document['equal'], 'tensor')} equal in {document['a']} and {document['b']}"
+    tensors = new_table("TENSOR", ">DIFFERING", ">OF", ">MAX DIFFERENCE", "")
     for side, key in (("first", "only_a"), ("second", "only_b")):
         for fqn in document[key]:
-            table.add_row(fqn, "", "", "", f"only in the {side}")
+            tensors.add_row(fqn, "", "", "", f"only in the {side}")
     for one in document["tensors"]:
         if one["differing"] is None:
-            table.add_row(one["fqn"], "", "", "", " / ".join(one["kind"]))
+            tensors.add_row(one["fqn"], "", "", "", " / ".join(one["kind"]))
         else:
-            table.add_row(one["fqn"], str(one["differing"]), str(one["elements"]), f"{one['max_abs']:.3g}", "")
+            tensors.add_row(one["fqn"], str(one["differing"]), str(one["elements"]), f"{one['max_abs']:.3g}", "")
+    values = new_table("VALUE", "FIRST", "SECOND")
     for key, (x, y) in document["values"].items():
-        table.add_row(key, "", "", "", f"{str(x)[:60]} / {str(y)[:60]}")
-    return table
+        for name, left, right in differences(key, x, y):
+            values.add_row(name, left, right)
+    tables = [part for table in (tensors, values) if table.row_count for part in ("", table)]
+    return Group(printable(title), *tables)
+
+
+def differences(name: str, x: Any, y: Any) -> Iterator[tuple[str, str, str]]:
+    """Give (name, first, second) for each part in which two plain values differ, shortened for people."""
+    if isinstance(x, dict) and isinstance(y, dict):
+        for key in dict.fromkeys([*x, *y]):
+            if not (key in x and key in y and same(x[key], y[key])):
+                yield from differences(f"{name}.{key}", x.get(key, _ABSENT), y.get(key, _ABSENT))
+        return
+    yield name, _short(x), _short(y)
+
+
+def _short(value: Any) -> str:
+    text = printable(value)
+    return text if len(text) <= _SHOWN else text[: _SHOWN - 3] + "..."

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import click
@@ -17,8 +18,10 @@ from flashckpt.cli.common import (
     open_root,
     parse_options,
     show,
+    tell_skipped,
 )
-from flashckpt.memory.gc import dead_memory, remove
+from flashckpt.errors import JobInUseError, SharedMemoryError
+from flashckpt.memory.gc import DeadMemory, look, remove
 
 
 @click.command(cls=Command)
@@ -42,10 +45,11 @@ def gc(
     keep_last: int | None,
     keep_every: int | None,
     as_json: bool,
-) -> None:
+) -> int:
     """Show, and with --apply remove, what nobody needs any more.
 
     Without ROOT: memory of jobs that are dead for longer than FLASHCKPT_KEEP_DEAD (24 h), or of --job.
+    What lies there and is another user's, or a link, is named and left alone. Exit code 14 if memory resists removal.
     With ROOT: unfinished checkpoints, temporary objects, expired leases; with --keep-last also old checkpoints.
 
     Examples:
@@ -54,7 +58,13 @@ def gc(
       flashckpt gc /checkpoints/run7 --keep-last 3 --apply
     """
     parse_options(options)
-    memory = collect_memory(job, do_it=do_it) if root is None or job is not None else []
+    memory: list[dict[str, Any]] = []
+    kept: list[dict[str, Any]] = []
+    left_alone: list[dict[str, str]] = []
+    if root is None or job is not None:
+        dead, skipped = look(job)
+        left_alone = tell_skipped(skipped)
+        memory, kept = collect_memory(dead, do_it=do_it, by_name=job is not None)
     storage: dict[str, Any] = {}
     if root is not None:
         store = open_root(root, options)
@@ -68,40 +78,58 @@ def gc(
             "checkpoints": pruned.checkpoints if pruned else (),
             "nbytes": swept.nbytes + (pruned.nbytes if pruned else 0),
         }
-    document = {"applied": do_it, "memory": memory, "storage": storage}
+    document = {"applied": do_it, "memory": memory, "kept": kept, "left_alone": left_alone, "storage": storage}
     show(document, as_json=as_json, table=lambda: _page(document))
+    return SharedMemoryError.exit_code if any(one["nbytes"] for one in kept) else 0
 
 
-def collect_memory(job: str | None, *, do_it: bool) -> list[dict[str, Any]]:
-    """Return the dead jobs whose memory may go, removing it if asked.
+def collect_memory(
+    dead: Sequence[DeadMemory], *, do_it: bool, by_name: bool
+) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
+    """Return the dead jobs whose memory may go or, if asked, went; and those that were to go and are still there.
 
     Args:
-        job: Only this job, whatever its age; None: every job that is dead for FLASHCKPT_KEEP_DEAD seconds.
+        dead: What there is.
         do_it: Remove.
+        by_name: Whatever its age; else only what has been dead for FLASHCKPT_KEEP_DEAD seconds.
 
     Raises:
-        NoCheckpointError: `job` is not here.
-        JobInUseError: `job` is alive.
+        JobInUseError: The job that was named has come to life.
     """
-    found = []
-    for dead in dead_memory(job):
-        if job is None and not dead.is_expired:
+    gone, kept = [], []
+    for one in dead:
+        if not (by_name or one.is_expired):
             continue
-        found.append({"job": dead.job, "path": str(dead.path), "age_s": dead.age_s, "nbytes": dead.nbytes})
-        if do_it:
-            remove(dead)
-    return found
+        row = {"job": one.job, "path": str(one.path), "age_s": one.age_s, "nbytes": one.nbytes}
+        left = 0
+        try:
+            left = remove(one) if do_it else 0
+        except FileNotFoundError:
+            continue  # another gc, or its own daemon, was faster
+        except JobInUseError as error:
+            if by_name:
+                raise
+            kept.append(row | {"nbytes": 0, "problem": error.problem})
+            continue
+        if left:
+            kept.append(row | {"nbytes": left, "problem": "not all of it could be removed"})
+        if one.nbytes > left or not left:
+            gone.append(row | {"nbytes": max(0, one.nbytes - left)})
+    return gone, kept
 
 
 def _page(document: dict[str, Any]) -> Group:
     word = "removed" if document["applied"] else "would be removed (--apply removes it)"
-    table = new_table("WHAT", "NAME", ">SIZE", ">DEAD FOR")
+    table = new_table("WHAT", "NAME", ">SIZE", ">DEAD FOR", "")
     for one in document["memory"]:
-        table.add_row("memory", one["job"], human_bytes(one["nbytes"]), human_age(one["age_s"]))
+        table.add_row("memory", one["job"], human_bytes(one["nbytes"]), human_age(one["age_s"]), "")
+    for one in document["kept"]:
+        size = human_bytes(one["nbytes"]) if one["nbytes"] else ""
+        table.add_row("kept", one["job"], size, human_age(one["age_s"]), one["problem"])
     storage = document["storage"]
     for key in ("orphans", "temporary", "checkpoints"):
         for name in storage.get(key, ()):
-            table.add_row({"orphans": "unfinished"}.get(key, key.removesuffix("s")), name, "", "")
+            table.add_row({"orphans": "unfinished"}.get(key, key.removesuffix("s")), name, "", "", "")
     if not table.row_count:
         return Group("nothing to remove")
     nbytes = storage.get("nbytes", 0) + sum(one["nbytes"] for one in document["memory"])

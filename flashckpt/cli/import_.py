@@ -48,9 +48,12 @@ def import_(
     """
     source = Path(path)
     selection = parse_selection(only, strip, rename)
-    if not source.exists() or kind is None:
-        kind = detect(source)
-    foreign = open_foreign(source, kind, selection)
+    try:
+        if not source.exists() or kind is None:
+            kind = detect(source)
+        foreign = open_foreign(source, kind, selection)
+    except OSError as error:
+        raise ConfigError(f"{path} cannot be read", found=error.strerror or str(error), remedy="check PATH") from error
     if is_process_local(root):
         raise ConfigError(f"{root} lives in one process only: nobody could read the checkpoint")
     store = open_store(root, **parse_options(options))

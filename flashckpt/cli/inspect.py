@@ -8,6 +8,7 @@ from typing import Any
 import click
 import numpy as np
 from rich.console import Group
+from rich.text import Text
 from rich.tree import Tree
 
 from flashckpt.checkpoint.checkpoints import read_manifest
@@ -25,6 +26,7 @@ from flashckpt.cli.common import (
 from flashckpt.cli.coverage import coverage_rows, coverage_table, parse_layout, plan_layout, plan_table
 from flashckpt.core.manifest import Manifest
 from flashckpt.core.table import ShardTable
+from flashckpt.printable import counted, plain, printable
 
 MANY = 40
 """Children of a tree node beyond which only a count is shown, unless --all is given."""
@@ -90,17 +92,6 @@ def describe(manifest: Manifest) -> dict[str, Any]:
     }
 
 
-def plain(value: Any) -> Any:
-    """Return a value of a manifest as JSON can hold it; bytes become their number."""
-    if isinstance(value, dict):
-        return {str(key): plain(item) for key, item in value.items()}
-    if isinstance(value, list | tuple):
-        return [plain(item) for item in value]
-    if isinstance(value, bytes):
-        return f"<{len(value)} bytes>"
-    return value
-
-
 def _tensor(table: ShardTable, fqn: str) -> dict[str, Any]:
     rows = table.rows(fqn)
     shard = table.shard(rows[0])
@@ -123,29 +114,46 @@ def _writer_bytes(manifest: Manifest) -> dict[str, int]:
 
 def _page(document: dict[str, Any], manifest: Manifest, *, everything: bool) -> Group:
     parent = document["parent"]
-    writers = document["writer_bytes"]
     head = [
         f"{document['prefix']}  of job {document['job']}, {age_of(document['created_s'])} old",
         f"step {document['step']}, generation {document['generation']}, "
         + (f"restored from step {parent[1]} of generation {parent[0]}" if parent else "a fresh start"),
-        f"{len(document['tensors'])} tensors, {human_bytes(document['nbytes'])}, {document['world_size']} ranks, "
-        + (f"{len(writers)} writers of {human_bytes(min(writers.values()))} to {human_bytes(max(writers.values()))}"
-           if writers else "no writers"),
+        f"{counted(len(document['tensors']), 'tensor')}, {human_bytes(document['nbytes'])}, "
+        f"{counted(document['world_size'], 'rank')}, " + _writers(document["writer_bytes"]),
     ]  # fmt: skip
     values = Tree("values (data position, random state, configuration)")
+    seen: dict[str, int] = defaultdict(int)
     for key, value in document["values"].items():
-        _value(values, key, value)
+        name = key.partition("@rank")[0] if "@rank" in key else ""
+        seen[name] += 1
+        if everything or not name or seen[name] == 1:
+            _value(values, key, value)
+    for name, count in seen.items():
+        if name and count > 1 and not everything:
+            values.add(_label(f"{name}: the same of {counted(count - 1, 'more rank')} (--all shows them)"))
+    head = [printable(line) for line in head]
     return Group(*head, "", _tensors(manifest, document["tensors"], everything=everything), "", values)
+
+
+def _writers(nbytes: dict[str, int]) -> str:
+    if not nbytes:
+        return "no writers"
+    least, most = human_bytes(min(nbytes.values())), human_bytes(max(nbytes.values()))
+    return f"{counted(len(nbytes), 'writer')} of {least}" + (f" to {most}" if most != least else "")
+
+
+def _label(text: object) -> Text:
+    return Text(printable(text), overflow="fold")
 
 
 def _value(tree: Tree, key: str, value: Any) -> None:
     if isinstance(value, dict) and value:
-        branch = tree.add(key)
+        branch = tree.add(_label(key))
         for name, item in value.items():
             _value(branch, str(name), item)
         return
-    text = str(value)
-    tree.add(f"{key} = {text if len(text) <= 100 else text[:97] + '...'}", style=None)
+    text = printable(value)
+    tree.add(_label(f"{key} = {text if len(text) <= 100 else text[:97] + '...'}"))
 
 
 def _tensors(manifest: Manifest, tensors: list[dict[str, Any]], *, everything: bool) -> Tree:
@@ -158,14 +166,13 @@ def _tensors(manifest: Manifest, tensors: list[dict[str, Any]], *, everything: b
         for part in path:
             prefix = f"{prefix}.{part}"
             if prefix not in branches:
-                branches[prefix] = branch.add(part)
+                branches[prefix] = branch.add(_label(part))
             branch = branches[prefix]
         counts[prefix] += 1
         if everything or counts[prefix] <= MANY:
             shape = "x".join(map(str, tensor["shape"])) or "scalar"
-            branch.add(
-                f"{name}  {tensor['dtype']} {shape}  {human_bytes(tensor['nbytes'])} in {tensor['shards']} shards"
-            )
+            size = f"{human_bytes(tensor['nbytes'])} in {counted(tensor['shards'], 'shard')}"
+            branch.add(_label(f"{name}  {tensor['dtype']} {shape}  {size}"))
         elif counts[prefix] == MANY + 1:
             branch.add("... (--all shows the rest)")
     return tree

@@ -6,7 +6,7 @@ Commands are imported when they are called, so that `--help` and `ls` start quic
 from __future__ import annotations
 
 import difflib
-import json
+import os
 import sys
 from importlib import import_module
 from typing import Any
@@ -14,6 +14,7 @@ from typing import Any
 import click
 
 from flashckpt import __version__
+from flashckpt.cli import output
 from flashckpt.errors import FlashckptError
 
 COMMANDS: dict[str, tuple[str, str]] = {
@@ -30,11 +31,14 @@ COMMANDS: dict[str, tuple[str, str]] = {
     "plan": ("flashckpt.cli.plan:plan", "Advise on intervals from measured or assumed costs."),
 }
 
+INTERNAL_ERROR, SYSTEM_ERROR, INTERRUPTED, CLOSED_PIPE = 70, 74, 130, 141
+"""Exit codes as in sysexits.h, and as shells give them for a program that ended by SIGINT or SIGPIPE."""
+
 EPILOG = """\b
 Exit codes: 0 done, 1 differences found (diff), 2 wrong usage, 10 wrong setting,
 13 root unusable, 15 in use, 16 cannot be held, 30 no checkpoint, 31 shards do not
 cover the state, 32 damaged, 35 fenced off, 36 newer format, 40 persisting fails,
-41 storage failed.
+41 storage failed, 70 an error of flashckpt, 74 refused by the system (a full disk).
 """
 
 
@@ -79,40 +83,73 @@ def group() -> None:
 
 
 def main(arguments: list[str] | None = None) -> None:
-    """Run the command line and exit with its code."""
-    arguments = sys.argv[1:] if arguments is None else arguments
+    """Run the command line and exit with its code; nothing else leaves here, whatever happens."""
+    output.prepare_streams()
+    sys.exit(_guarded(sys.argv[1:] if arguments is None else arguments))
+
+
+def _guarded(arguments: list[str]) -> int:
+    """Run the command line; return its exit code, with every error said in one form."""
+    as_json = any(argument == "--json" or argument.startswith("--json=") for argument in arguments)
     try:
-        code = group.main(arguments, prog_name="flashckpt", standalone_mode=False)
+        code = _run(arguments)
+        output.flush()
     except FlashckptError as error:
-        _say(error, as_json="--json" in arguments)
-        sys.exit(error.exit_code)
+        code = error.exit_code
+        output.print_error(output.error_fields(error), f"{type(error).__name__}: {error}", as_json=as_json)
     except click.exceptions.Exit as error:
-        sys.exit(error.exit_code)
+        code = error.exit_code
     except click.ClickException as error:
-        if "--json" in arguments:
-            fields = {"type": "UsageError", "problem": error.format_message(), "exit_code": error.exit_code}
-            click.echo(json.dumps({"error": fields}))
-        else:
-            error.show()
-        sys.exit(error.exit_code)
+        code = error.exit_code
+        output.print_error(_fields("UsageError", error.format_message(), code), _usage(error), as_json=as_json)
     except (click.Abort, KeyboardInterrupt):
-        click.echo("interrupted: nothing was changed that is not listed above", err=True)
-        sys.exit(130)
-    except BrokenPipeError:
-        sys.stderr.close()
-        sys.exit(141)
-    sys.exit(code if isinstance(code, int) else 0)
+        code, text = INTERRUPTED, "interrupted: nothing was changed that is not listed above"
+        output.print_error(_fields("Interrupted", text, code), text, as_json=as_json)
+    except BrokenPipeError:  # the reader has seen enough, as in `flashckpt ls ROOT | head -1`
+        code = CLOSED_PIPE
+        output.silence()
+    except Exception as error:  # noqa: BLE001 -- one clear error, also for what nobody foresaw
+        code = _unforeseen(error, as_json=as_json)
+    return code
 
 
-def _say(error: FlashckptError, *, as_json: bool) -> None:
-    if not as_json:
-        click.echo(f"{type(error).__name__}: {error}", err=True)
-        return
-    fields: dict[str, Any] = {
-        name: getattr(error, name) for name in ("problem", "found", "expected", "state", "remedy")
-    }
-    fields |= {"type": type(error).__name__, "exit_code": error.exit_code}
-    click.echo(json.dumps({"error": fields}))
+def _run(arguments: list[str]) -> int:
+    if "_FLASHCKPT_COMPLETE" in os.environ:
+        group.main(arguments, prog_name="flashckpt", standalone_mode=False)
+        return 0
+    with group.make_context("flashckpt", list(arguments)) as context:  # group.main would turn closed pipes into code 1
+        code = group.invoke(context)
+    return code if isinstance(code, int) else 0
+
+
+def _unforeseen(error: Exception, *, as_json: bool) -> int:
+    """Print an error that no command named; return its exit code."""
+    output.print_traceback()
+    if isinstance(error, OSError):
+        code, problem, remedy = SYSTEM_ERROR, "the system refused an operation", ""
+    else:
+        code, problem = INTERNAL_ERROR, "an error inside flashckpt; please report it"
+        remedy = "FLASHCKPT_TRACEBACK=1 flashckpt ... shows where it comes from"
+    found = f"{type(error).__name__}: {error}"
+    text = f"{problem}\n  found:    {found}" + (f"\n  to do:    {remedy}" if remedy else "") + f"\n  exit code {code}"
+    fields = _fields(type(error).__name__, problem, code) | {"found": found, "remedy": remedy}
+    output.print_error(fields, text, as_json=as_json)
+    if isinstance(error, OSError):
+        output.silence()
+    return code
+
+
+def _fields(kind: str, problem: str, exit_code: int) -> dict[str, Any]:
+    parts = dict.fromkeys(("found", "expected", "state", "remedy"), "")
+    return {"problem": problem, **parts, "type": kind, "exit_code": exit_code}
+
+
+def _usage(error: click.ClickException) -> str:
+    if type(error).__name__ == "NoArgsIsHelpError":  # since click 8.2: its message is the help text
+        return error.format_message()
+    context = getattr(error, "ctx", None)
+    usage = f"{context.get_usage()}\nTry '{context.command_path} --help' for help.\n\n" if context else ""
+    return f"{usage}Error: {error.format_message()}"
 
 
 if __name__ == "__main__":

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
@@ -11,9 +10,10 @@ import click
 
 from flashckpt.bench.layouts import DEFAULTS
 from flashckpt.bench.quantity import DURATION, SHARE, SIZE
-from flashckpt.cli.common import console
+from flashckpt.cli.common import console, json_file_option
 from flashckpt.errors import ConfigError
 from flashckpt.plan.model import Costs
+from flashckpt.printable import to_json
 
 _LIMIT_GPUS = 10_000_000
 
@@ -41,7 +41,7 @@ _LIMIT_GPUS = 10_000_000
 @click.option("--restart-storage", "restart_storage_s", type=DURATION, help="Failure to first step, from storage.")
 @click.option("--slots", type=int, default=3, help="Snapshots per rank in host memory.")
 @click.option("--keep-last", type=int, default=3, help="Checkpoints kept on storage.")
-@click.option("--json", "json_path", type=click.Path(path_type=Path, allow_dash=True), help="Write the plan here.")
+@json_file_option
 @click.option("--plot", "plot_path", type=click.Path(path_type=Path), help="Draw goodput over the interval.")
 def plan(**options: Any) -> None:
     """Say how often to snapshot and to persist, and what failures will cost.
@@ -107,12 +107,15 @@ def _rates(options: dict[str, Any]) -> Any:
 
 
 def _show(document: dict[str, Any], json_path: Path | None) -> None:
+    from flashckpt.bench.measure import plain as without_nan
     from flashckpt.bench.measure import write_json
     from flashckpt.plan.text import headline, provenance, size_table, wrong_table
 
     if json_path is not None and str(json_path) == "-":
-        click.echo(json.dumps(document, indent=1))
+        click.echo(to_json(without_nan(document), indent=1))
         return
+    if json_path is not None:
+        write_json(json_path, document)
     out = console()
     for line in headline(document):
         out.print(line, markup=False)
@@ -121,5 +124,3 @@ def _show(document: dict[str, Any], json_path: Path | None) -> None:
         out.print(line, markup=False)
     out.print(size_table(document))
     out.print(wrong_table(document))
-    if json_path is not None:
-        write_json(json_path, document)

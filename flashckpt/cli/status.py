@@ -11,10 +11,10 @@ from typing import Any
 import click
 from rich.table import Table
 
-from flashckpt.cli.common import Command, age_of, human_bytes, jobs_on_this_machine, json_option, new_table, show
+from flashckpt.cli.common import Command, age_of, human_bytes, json_option, new_table, show, tell_skipped
 from flashckpt.errors import FlashckptError, PersistError
 from flashckpt.memory.control import Control
-from flashckpt.memory.job import JobDirectory
+from flashckpt.memory.job import JobDirectory, jobs_in_memory
 from flashckpt.memory.node_view import scan
 from flashckpt.memory.segment import Segment
 
@@ -30,8 +30,10 @@ def status(job: str | None, as_json: bool) -> int:
     Example:
       flashckpt status --json
     """
-    found = [describe(directory) for directory in jobs_on_this_machine() if job in (None, directory.job)]
-    show({"jobs": found}, as_json=as_json, table=lambda: _table(found))
+    directories, skipped = jobs_in_memory()
+    left_alone = tell_skipped(skipped)
+    found = [describe(directory) for directory in directories if job in (None, directory.job)]
+    show({"jobs": found, "left_alone": left_alone}, as_json=as_json, table=lambda: _table(found))
     return PersistError.exit_code if any(one["error"] for one in found) else 0
 
 
@@ -54,8 +56,8 @@ def describe(directory: JobDirectory) -> dict[str, Any]:
         "job": directory.job,
         "path": str(directory.path),
         "root": config.root if config else None,
-        "alive": directory.anyone_alive(),
-        "daemon_alive": directory.daemon_alive(),
+        "alive": bool(read(directory.anyone_alive)),
+        "daemon_alive": bool(read(directory.daemon_alive)),
         "generation": record.generation if record else None,
         "step": read(lambda: _step(directory)),
         "snapshot": newest,
@@ -66,7 +68,7 @@ def describe(directory: JobDirectory) -> dict[str, Any]:
         "error": daemon.error if daemon else "",
         "updated_s": daemon.updated_ns / 1e9 if daemon else None,
         **goodput(directory),
-        "nbytes": sum(path.stat().st_blocks * 512 for path in directory.segments()),
+        "nbytes": sum(path.lstat().st_blocks * 512 for path in directory.segments() if path.exists()),
         "notes": notes,
     }
 
@@ -130,6 +132,7 @@ def _table(found: list[dict[str, Any]]) -> Table | str:
         ">RESTARTS",
         ">GOODPUT",
         ">MEMORY",
+        "ROOT",
         "",
     )
     for one in found:
@@ -148,8 +151,9 @@ def _table(found: list[dict[str, Any]]) -> Table | str:
             str(one["lag"]),
             str(one["failures"]),
             str(one["rank_failures"]),
-            "" if one["goodput"] is None else f"{one['goodput']:.1%}",
+            f"{one['goodput']:.1%}" if one["goodput"] is not None and one["alive"] else "",
             human_bytes(one["nbytes"]),
+            one["root"] or "",
             "; ".join([*one["notes"], remark]).strip("; "),
         )
     return table

@@ -8,7 +8,6 @@ from typing import Any
 
 import click
 import numpy as np
-from rich.console import Console
 from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TransferSpeedColumn
 from rich.table import Table
 
@@ -26,6 +25,7 @@ from flashckpt.cli.common import (
     show,
     step_option,
 )
+from flashckpt.cli.output import OutputConsole
 from flashckpt.errors import DamagedError, FlashckptError
 from flashckpt.restore.fill import GAP_BYTES, JOB_BYTES
 from flashckpt.restore.sources import Span, StorageSource
@@ -125,7 +125,7 @@ class _progress:  # noqa: N801 -- a context manager that reads like a function
 
     def __init__(self, total: int, *, quiet: bool) -> None:
         columns = (TextColumn("verifying"), BarColumn(), DownloadColumn(), TransferSpeedColumn())
-        console = Console(stderr=True)
+        console = OutputConsole(stderr=True)
         self._bar = Progress(*columns, console=console, disable=quiet or not console.is_terminal, transient=True)
         self._task = self._bar.add_task("", total=total)
 

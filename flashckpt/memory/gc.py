@@ -8,15 +8,16 @@ Segments that a newer common snapshot of the same job supersedes are the daemon'
 from __future__ import annotations
 
 import contextlib
+import math
 import os
-import shutil
 import time
 from dataclasses import dataclass
 from pathlib import Path
 
-from flashckpt.errors import JobInUseError, NoCheckpointError
+from flashckpt.errors import ConfigError, JobInUseError, NoCheckpointError
 from flashckpt.memory.job import JobDirectory, memory_root
 from flashckpt.memory.lease import Lease
+from flashckpt.memory.private import Skipped, private_directories, private_directory, remove_tree
 
 KEEP_DEAD_S = 24 * 3600.0
 _ENDED = ".ended-"
@@ -42,8 +43,16 @@ class DeadMemory:
 
 
 def keep_dead_s() -> float:
-    """Return for how many seconds memory of dead jobs is kept: FLASHCKPT_KEEP_DEAD, 24 h if not set."""
-    return float(os.environ.get("FLASHCKPT_KEEP_DEAD") or KEEP_DEAD_S)
+    """Return for how many seconds memory of dead jobs is kept: FLASHCKPT_KEEP_DEAD, 24 h if not set.
+
+    Raises:
+        ConfigError: It is not a number of seconds.
+    """
+    text = os.environ.get("FLASHCKPT_KEEP_DEAD") or str(KEEP_DEAD_S)
+    with contextlib.suppress(ValueError):
+        if (value := float(text)) >= 0 and math.isfinite(value):
+            return value
+    raise ConfigError("FLASHCKPT_KEEP_DEAD is wrong", found=repr(text), expected="a number of seconds, at least 0")
 
 
 def dead_memory(job: str | None = None) -> list[DeadMemory]:
@@ -56,65 +65,81 @@ def dead_memory(job: str | None = None) -> list[DeadMemory]:
         NoCheckpointError: `job` has no memory here.
         JobInUseError: `job` is alive.
     """
-    base = memory_root()
-    if job is not None and not (base / job).is_dir():
-        raise NoCheckpointError(f"No job {job!r} in this machine's memory", remedy="flashckpt status")
+    return look(job)[0]
+
+
+def look(job: str | None = None) -> tuple[list[DeadMemory], list[Skipped]]:
+    """Return what `dead_memory` does, and what lies among it that is not ours: that is not opened, sized or removed."""
+    keep_s = keep_dead_s()
+    paths, skipped = private_directories(memory_root())
+    if job is not None and job not in [path.name for path in paths]:
+        why = [f"{one.path}: {one.reason}" for one in skipped if one.path in (memory_root(), memory_root() / job)]
+        raise NoCheckpointError(
+            f"no job {job!r} in this user's memory on this machine",
+            found="; ".join(why),
+            expected="a directory of this user, mode drwx------" if why else "",
+            remedy="flashckpt status",
+        )
     found = []
-    for path in sorted(base.iterdir()) if base.is_dir() else []:
+    for path in paths:
         is_left = path.name.startswith(".") and _ENDED in path.name
-        if not path.is_dir() or (path.name.startswith(".") and not is_left) or job not in (None, path.name):
+        if (path.name.startswith(".") and not is_left) or job not in (None, path.name):
             continue
         directory = JobDirectory(path)
         if not is_left and (directory.anyone_alive() or directory.daemon_alive()):
             if job is not None:
-                raise JobInUseError(f"Job {job!r} is alive", state="Nothing was removed.", remedy="stop it first")
+                raise JobInUseError(f"job {job!r} is alive", state="Nothing was removed.", remedy="stop it first")
             continue
         age_s = time.time() - _touched_s(path)
         found.append(
             DeadMemory(
-                job=path.name,
-                path=path,
-                age_s=age_s,
-                nbytes=_nbytes(path),
-                is_expired=is_left or age_s >= keep_dead_s(),
+                job=path.name, path=path, age_s=age_s, nbytes=_nbytes(path), is_expired=is_left or age_s >= keep_s
             )
         )
-    return found
+    return found, skipped
 
 
-def remove(dead: DeadMemory) -> None:
+def remove(dead: DeadMemory) -> int:
     """Remove one dead job's memory, under the locks that keep ranks and daemon from starting in between.
+
+    Returns:
+        Bytes that could not be removed: 0 if all of it is gone.
 
     Raises:
         JobInUseError: It has come to life since it was looked at; it was kept.
+        FileNotFoundError: It is gone already.
     """
-    if _ENDED in dead.path.name:
-        shutil.rmtree(dead.path, ignore_errors=True)
-        return
-    directory = JobDirectory(dead.path)
-    with contextlib.ExitStack() as stack:
-        live, daemon = Lease(directory.live_path, create=True), directory.hold_daemon()
-        stack.callback(live.close)
-        if daemon is not None:
-            stack.callback(daemon.close)
-        if daemon is None or not live.exclusive(0):
-            raise JobInUseError(f"Job {dead.job!r} has just come to life", state="Its memory was kept.")
+    with private_directory(dead.path.parent) as base:
+        if _ENDED in dead.path.name:
+            return _remove_tree(dead.path, base)
         gone = dead.path.with_name(f".{dead.job}{_ENDED}{os.getpid()}")
-        dead.path.rename(gone)  # at once for everybody: half a directory is never seen under the job's name
-    shutil.rmtree(gone, ignore_errors=True)
+        with private_directory(dead.path, within=base) as inside, contextlib.ExitStack() as stack:
+            leases = [Lease(name, create=True, dir_fd=inside) for name in ("live.lock", "daemon.lock")]
+            for lease in leases:
+                stack.callback(lease.close)
+            if not all(lease.exclusive(0) for lease in leases):
+                raise JobInUseError(f"job {dead.job!r} has just come to life", state="Its memory was kept.")
+            # at once for everybody: half a directory is never seen under the job's name
+            os.rename(dead.path.name, gone.name, src_dir_fd=base, dst_dir_fd=base)
+        return _remove_tree(gone, base)
+
+
+def _remove_tree(path: Path, base: int) -> int:
+    return 0 if remove_tree(path.name, base) else max(1, _nbytes(path))
 
 
 def _nbytes(path: Path) -> int:
     total = 0
-    for part in path.rglob("*"):
-        with contextlib.suppress(FileNotFoundError):
-            total += part.lstat().st_blocks * 512
+    for folder, folders, names in os.walk(path):
+        for name in (*folders, *names):
+            with contextlib.suppress(OSError):
+                total += os.lstat(Path(folder, name)).st_blocks * 512
     return total
 
 
 def _touched_s(path: Path) -> float:
     times = [0.0]
     for part in (path, *path.glob("*.seg"), *path.glob("events/*")):
-        with contextlib.suppress(FileNotFoundError):
-            times.append(part.stat().st_mtime)
+        with contextlib.suppress(OSError):
+            times.append(part.lstat().st_mtime)
     return max(times)

@@ -9,7 +9,6 @@ from __future__ import annotations
 import contextlib
 import os
 import re
-import stat
 import struct
 import subprocess
 import sys
@@ -22,8 +21,9 @@ from typing import Any, TypeVar
 import msgpack
 
 from flashckpt.core.digest import digest
-from flashckpt.errors import ConfigError, DamagedError, FormatVersionError, JobInUseError
+from flashckpt.errors import DamagedError, FormatVersionError, JobInUseError
 from flashckpt.memory.lease import Lease, is_at
+from flashckpt.memory.private import Skipped, private_directories, private_directory
 
 _MAGIC = b"FCKRECRD"
 _MAJOR = 1
@@ -91,7 +91,14 @@ class DaemonStatus:
 
 def memory_root() -> Path:
     """Return the folder of this user's jobs: $FLASHCKPT_SHM_DIR or /dev/shm, then `flashckpt-<uid>`."""
-    return Path(os.environ.get("FLASHCKPT_SHM_DIR") or "/dev/shm") / f"flashckpt-{os.getuid()}"  # noqa: S108 -- tmpfs on purpose
+    base = Path(os.environ.get("FLASHCKPT_SHM_DIR") or "/dev/shm")  # noqa: S108 -- tmpfs on purpose
+    return base.absolute() / f"flashckpt-{os.getuid()}"  # absolute: the daemon runs in another directory
+
+
+def jobs_in_memory() -> tuple[list[JobDirectory], list[Skipped]]:
+    """Return this user's jobs on this node by name, and what lies among them that is not ours and was left alone."""
+    paths, skipped = private_directories(memory_root())
+    return [JobDirectory(path) for path in paths if not path.name.startswith(".")], skipped
 
 
 class JobDirectory:
@@ -112,15 +119,21 @@ class JobDirectory:
 
         Raises:
             FileNotFoundError: It does not exist and `create` is False.
-            ConfigError: It, or the folder above, belongs to another user or is open to others.
+            ConfigError: It, or the folder above, is a link, belongs to another user or is open to others.
+            SharedMemoryError: The system refuses to make it: read-only, full, a name that is too long.
             JobInUseError: It is being removed, for longer than 10 s.
         """
         directory = cls(memory_root() / job_id)
         if create:
             directory._live = directory._come_to_life()
-        _check_private(directory.path.parent)
-        _check_private(directory.path)
-        return directory
+            return directory
+        return cls.at(directory.path)
+
+    @classmethod
+    def at(cls, path: Path) -> JobDirectory:
+        """Return the existing job directory of that path. Raises as `open` with `create=False`."""
+        with private_directory(path.parent) as base, private_directory(path, within=base):
+            return cls(path)
 
     def _come_to_life(self) -> Lease:
         """Make the directory and say that somebody lives in it, before anything in it is read.
@@ -131,10 +144,7 @@ class JobDirectory:
         end = time.monotonic() + _REMOVAL_S
         while True:
             with contextlib.suppress(FileNotFoundError):  # removed meanwhile: the next turn makes it
-                for folder in (self.path.parent, self.path, self.path / "events", self.path / "requests"):
-                    folder.mkdir(mode=0o700, exist_ok=True)
-                    _check_private(folder)
-                lease = Lease(self.live_path, create=True)
+                lease = self._make()
                 if lease.shared(0) and is_at(self.live_path, lease.fd) and self.path.is_dir():
                     return lease
                 lease.close()
@@ -146,6 +156,17 @@ class JobDirectory:
                     remedy="wait for `flashckpt gc` or the daemon of the last run to end, then start again",
                 )
             time.sleep(0.01)
+
+    def _make(self) -> Lease:
+        """Make and check the directory and those in it; return a lease on its live lock that holds nothing yet."""
+        with (
+            private_directory(self.path.parent, create=True) as base,
+            private_directory(self.path, create=True, within=base) as inside,
+        ):
+            for name in ("events", "requests"):
+                with private_directory(self.path / name, create=True, within=inside):
+                    pass
+            return Lease(self.live_path.name, create=True, dir_fd=inside)
 
     @property
     def job(self) -> str:
@@ -254,7 +275,9 @@ class JobDirectory:
         """
         if self.daemon_alive():
             return
-        log = os.open(self.path / "daemon.log", os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o600)
+        flags = os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC | os.O_NOFOLLOW
+        with private_directory(self.path) as inside:
+            log = os.open("daemon.log", flags, 0o600, dir_fd=inside)
         try:
             # The shell between us and the daemon ends at once, so that the daemon is nobody's child to reap.
             subprocess.run(
@@ -287,18 +310,6 @@ def _is_held(path: Path) -> bool:
         return lease.held_by_other(0)
     finally:
         lease.close()
-
-
-def _check_private(folder: Path) -> None:
-    status = folder.lstat()
-    if not stat.S_ISDIR(status.st_mode) or status.st_uid != os.getuid() or status.st_mode & 0o077:
-        raise ConfigError(
-            f"{folder} cannot hold snapshots",
-            found=f"mode {stat.filemode(status.st_mode)}, uid {status.st_uid}",
-            expected=f"a directory of uid {os.getuid()} with mode drwx------",
-            state="Nothing was written.",
-            remedy="remove it, or set FLASHCKPT_SHM_DIR to another tmpfs",
-        )
 
 
 def _write(path: Path, record: Any) -> None:

@@ -23,10 +23,10 @@ _OPEN: weakref.WeakSet[Lease] = weakref.WeakSet()
 class Lease:
     """A descriptor of its own on `path`, for locks on single bytes; `close()`, or being forgotten, ends them all."""
 
-    def __init__(self, path: str | Path, *, create: bool = False) -> None:
+    def __init__(self, path: str | Path, *, create: bool = False, dir_fd: int | None = None) -> None:
         flags = os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW | (os.O_CREAT if create else 0)
         with _GUARD:
-            self._cell = [os.open(path, flags, 0o600)]
+            self._cell = [os.open(path, flags, 0o600, dir_fd=dir_fd)]
             _OPEN.add(self)
         weakref.finalize(self, _close, self._cell).atexit = False
 

@@ -48,11 +48,11 @@ class PosixStore:
     def check(self, *, write: bool = True) -> None:
         """Raise RootError unless the directory can be read and, with `write`, created and written."""
         if not write:
-            if self.root.is_file():
-                raise RootError(f"the checkpoint root {self.url} is a file", expected="a directory")
-            if not self.root.is_dir():
-                raise RootError(f"the checkpoint root {self.url} does not exist", remedy="check the path")
             with self._named("", "read"):
+                if self.root.is_file():
+                    raise RootError(f"the checkpoint root {self.url} is a file", expected="a directory")
+                if not self.root.is_dir():
+                    raise RootError(f"the checkpoint root {self.url} does not exist", remedy="check the path")
                 next(self.root.iterdir(), None)
             return
         with self._named("", "create"):
@@ -221,6 +221,9 @@ class PosixStore:
                 expected="a directory this user can read and write",
                 remedy="check owner, mode and mount options of the checkpoint root",
             ) from error
+        if error.errno in (errno.ENAMETOOLONG, errno.ELOOP):
+            expected = "a path of at most 4095 bytes, each part at most 255, through at most 40 links"
+            raise RootError(f"cannot {verb} {name}", found=found, expected=expected, remedy="check the path") from error
         remedy = "check the file system of the checkpoint root"
         if error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
             remedy = "free room on it; persisting resumes by itself"
