@@ -9,7 +9,7 @@ TORCH_INDEX ?=
 export OMP_NUM_THREADS ?= 1
 export OPENBLAS_NUM_THREADS ?= 1
 
-.PHONY: help setup preflight demo test test-s3 test-clouds bench-all check clean test-launcher test-layouts test-nodes test-mounts test-restarts
+.PHONY: help setup preflight demo test test-s3 test-clouds bench-all check clean test-launcher test-layouts test-nodes test-mounts test-restarts docs changelog hooks test-pythons
 
 help:  ## list the targets
 	@grep -E '^[a-z0-9-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 16
@@ -23,7 +23,7 @@ preflight:
 $(VENV)/.ready: pyproject.toml constraints.txt | preflight
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/pip install --quiet $(if $(TORCH_INDEX),--index-url $(TORCH_INDEX)) "$$(grep '^torch==' constraints.txt)"
-	$(BIN)/pip install --quiet -c constraints.txt -e '.[fast,trainer,data,test,dev]'
+	$(BIN)/pip install --quiet -c constraints.txt -e '.[fast,trainer,data,test,dev,docs]'
 	touch $@
 
 setup: $(VENV)/.ready  ## create .venv with everything pinned
@@ -79,12 +79,27 @@ test-restarts: setup  ## 50 kills in a row (KILLS=50), then SIGTERM at random in
 bench-all: setup  ## every benchmark of the engine and of storage, more than half an hour on a quiet machine (DLROVER_PYTHON=, RADOSGW=1)
 	PYTHON=$(BIN)/python benchmarks/all_quiet.sh
 
+docs: setup  ## the documentation as a site in out/site; fails on any warning
+	$(BIN)/python -m mkdocs build --strict 2>&1 | { ! grep -E "WARNING|ERROR|Aborted"; }
+	@echo "open out/site/index.html"
+
+changelog: setup  ## the next section of CHANGELOG.md, made of changelog.d
+	$(BIN)/towncrier build --draft --version "$$(sed -n 's/^__version__ = "\(.*\)"$$/\1/p' flashckpt/__init__.py)"
+
+hooks: setup  ## install the checks that run before each commit
+	$(BIN)/pre-commit install
+
+test-pythons: setup  ## the tests under every supported Python that is installed (3.10 to 3.13)
+	$(BIN)/nox --session tests
+
 check: setup  ## ruff, mypy, codespell
 	@for link in sampler trainer daemon; do test -L flashckpt/$$link || { echo "flashckpt/$$link is not a symbolic link: check out again with git config core.symlinks true"; exit 21; }; done
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy flashckpt tests benchmarks
 	$(BIN)/codespell
+	$(BIN)/validate-pyproject pyproject.toml >/dev/null
+	$(BIN)/python -m mkdocs build --strict 2>&1 | { ! grep -E "WARNING|ERROR|Aborted"; }
 
 clean:  ## remove .venv and everything that was generated
 	rm -rf $(VENV) .venv-clouds build dist *.egg-info out
