@@ -25,6 +25,7 @@ from flashckpt.daemon.persisting import Persisting
 from flashckpt.daemon.retire import retire
 from flashckpt.daemon.wakeup import Wakeup
 from flashckpt.errors import FencedError, FlashckptError, PersistError, StoreError
+from flashckpt.memory import block
 from flashckpt.memory.job import DaemonStatus, GenerationRecord, JobDirectory
 from flashckpt.memory.lease import Lease
 from flashckpt.memory.node_view import Identity, View, scan
@@ -327,6 +328,7 @@ class Daemon:
             if not live.exclusive(0):
                 return False
             gone = self.directory.path.with_name(f".{self.directory.path.name}.ended-{os.getpid()}")
+            block.withdraw_all(self.directory.path)
             self.directory.path.rename(gone)
         finally:
             live.close()

@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from flashckpt.errors import JobInUseError, NoCheckpointError
+from flashckpt.memory import block
 from flashckpt.memory.job import JobDirectory, memory_root
 from flashckpt.memory.lease import Lease
 
@@ -100,6 +101,7 @@ def remove(dead: DeadMemory) -> None:
         if daemon is None or not live.exclusive(0):
             raise JobInUseError(f"Job {dead.job!r} has just come to life", state="Its memory was kept.")
         gone = dead.path.with_name(f".{dead.job}{_ENDED}{os.getpid()}")
+        block.withdraw_all(dead.path)
         dead.path.rename(gone)  # at once for everybody: half a directory is never seen under the job's name
     shutil.rmtree(gone, ignore_errors=True)
 
