@@ -24,6 +24,7 @@ from flashckpt.daemon.persisting import Persisting
 from flashckpt.daemon.retire import retire
 from flashckpt.daemon.wakeup import Wakeup
 from flashckpt.errors import FencedError, FlashckptError, PersistError, StoreError
+from flashckpt.memory import block
 from flashckpt.memory.job import DaemonStatus, GenerationRecord, JobDirectory
 from flashckpt.memory.lease import Lease
 from flashckpt.memory.node_view import Identity, View, scan
@@ -328,6 +329,7 @@ class Daemon:
             try:
                 if not live.exclusive(0):
                     return False
+                block.withdraw_all(self.directory.path)
                 os.rename(self.directory.path.name, gone.name, src_dir_fd=base, dst_dir_fd=base)
             finally:
                 live.close()

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from flashckpt.errors import FlashckptError, JobInUseError
+from flashckpt.memory import block
 from flashckpt.memory.control import Control
 from flashckpt.memory.job import JobDirectory
 from flashckpt.memory.private import private_directory, remove_tree
@@ -142,6 +143,7 @@ class DemoRun:
         for pid in pids:
             _wait_gone(pid)
         lost = sum(path.stat().st_blocks * 512 for path in directory.path.rglob("*") if path.is_file())
+        block.withdraw_all(directory.path)
         shutil.rmtree(directory.path)
         return lost
 
@@ -182,6 +184,7 @@ def forget_job(job: str) -> None:
             remedy="wait for its end, or run this one elsewhere: python -m flashckpt.trainer.demo --folder out/demo2",
         )
     stop_daemon(directory)
+    block.withdraw_all(directory.path)
     with contextlib.suppress(FileNotFoundError), private_directory(directory.path.parent) as base:
         remove_tree(directory.path.name, base)
 

@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from flashckpt.errors import ConfigError, JobInUseError, NoCheckpointError
+from flashckpt.memory import block
 from flashckpt.memory.job import JobDirectory, memory_root
 from flashckpt.memory.lease import Lease
 from flashckpt.memory.private import Skipped, private_directories, private_directory, remove_tree
@@ -96,7 +97,20 @@ def look(job: str | None = None) -> tuple[list[DeadMemory], list[Skipped]]:
                 job=path.name, path=path, age_s=age_s, nbytes=_nbytes(path), is_expired=is_left or age_s >= keep_s
             )
         )
-    return found, skipped
+    return [*found, *_unlinked_blocks(job)], skipped
+
+
+def _unlinked_blocks(job: str | None) -> list[DeadMemory]:
+    """Return blocks that no job directory holds any more: somebody removed it by hand, or was killed doing so."""
+    found = []
+    is_default = memory_root().parent == block.SHM  # only there have segments a name of their own
+    for path in block.leftovers() if job is None and is_default else []:
+        with contextlib.suppress(FileNotFoundError):
+            status = path.lstat()
+            age_s = max(0.0, time.time() - status.st_mtime)
+            nbytes = status.st_blocks * 512
+            found.append(DeadMemory(job=path.name, path=path, age_s=age_s, nbytes=nbytes, is_expired=True))
+    return found
 
 
 def remove(dead: DeadMemory) -> int:
@@ -109,6 +123,9 @@ def remove(dead: DeadMemory) -> int:
         JobInUseError: It has come to life since it was looked at; it was kept.
         FileNotFoundError: It is gone already.
     """
+    if dead.path.parent == block.SHM:
+        dead.path.unlink()
+        return 0
     with private_directory(dead.path.parent) as base:
         if _ENDED in dead.path.name:
             return _remove_tree(dead.path, base)
@@ -120,6 +137,7 @@ def remove(dead: DeadMemory) -> int:
             if not all(lease.exclusive(0) for lease in leases):
                 raise JobInUseError(f"job {dead.job!r} has just come to life", state="Its memory was kept.")
             # at once for everybody: half a directory is never seen under the job's name
+            block.withdraw_all(dead.path)
             os.rename(dead.path.name, gone.name, src_dir_fd=base, dst_dir_fd=base)
         return _remove_tree(gone, base)
 

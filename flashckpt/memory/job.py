@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import contextlib
 import os
-import re
 import struct
 import subprocess
 import sys
@@ -22,6 +21,7 @@ import msgpack
 
 from flashckpt.core.digest import digest
 from flashckpt.errors import DamagedError, FormatVersionError, JobInUseError
+from flashckpt.memory.block import SEGMENT_NAME
 from flashckpt.memory.lease import Lease, is_at
 from flashckpt.memory.private import Skipped, private_directories, private_directory
 
@@ -29,7 +29,6 @@ _MAGIC = b"FCKRECRD"
 _MAJOR = 1
 _FRAME = struct.Struct("<8sHHIQ")  # magic, major, minor, zero, digest of what follows
 _REMOVAL_S = 10.0
-_SEGMENT = re.compile(r"r(\d+)-([0-9a-f]{16})\.seg")
 Record = TypeVar("Record")
 
 
@@ -203,7 +202,7 @@ class JobDirectory:
     def segments(self) -> list[Path]:
         """Return the segments of all ranks and layouts, by rank, oldest file name first."""
         try:
-            return sorted(p for p in self.path.iterdir() if _SEGMENT.fullmatch(p.name))
+            return sorted(p for p in self.path.iterdir() if SEGMENT_NAME.fullmatch(p.name))
         except FileNotFoundError:
             return []
 

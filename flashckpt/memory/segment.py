@@ -1,4 +1,4 @@
-"""A rank's segment: slots in a file on tmpfs. THE module that touches shared memory.
+"""A rank's segment: slots in a block of shared memory. THE module that touches what lies in it.
 
 Write order (each line is done when the next begins): exclusive lease on the slot; header WRITING (both
 copies); data; manifest; header COMPLETE (one copy); lease given back. Read order: shared lease; header;
@@ -9,7 +9,6 @@ become visible: what a digest does not confirm is not read. Byte tables are in d
 from __future__ import annotations
 
 import contextlib
-import mmap
 import os
 import threading
 import time
@@ -39,16 +38,15 @@ from flashckpt.core.superblock import (
 )
 from flashckpt.errors import DamagedError, JobInUseError, SharedMemoryError
 from flashckpt.faults import crash_point
-from flashckpt.memory import room
+from flashckpt.memory import block, room
 from flashckpt.memory.lease import Lease, is_at
 from flashckpt.memory.pin import Pin
-from flashckpt.memory.segment_file import address_of, check_place, describe_process, lay_out, sweep_temporary, touch
+from flashckpt.memory.segment_file import address_of, check_place, describe_process, lay_out, touch
 
 __all__ = ["Pin", "Segment", "SegmentSpec", "SlotHeader", "SlotPinned", "SlotState", "SlotWriter", "choose_slot"]
 
 RESERVE_BYTES = 64 << 20
 _OWNER_BYTE = 0  # slot k is byte 1 + k
-_TEMPORARY = ".tmp"
 
 
 class SlotPinned(Exception):  # noqa: N818 -- not an error of the user's: the caller takes another slot or skips
@@ -64,14 +62,14 @@ class Segment:
         created_ns: Nanoseconds since the epoch.
     """
 
-    def __init__(self, path: Path, fd: int, block: Superblock, *, writable: bool) -> None:
-        """Wrap an open descriptor; use `create` or `attach`."""
-        self.path, self.spec, self.created_ns, self._fd = path, block.spec, block.created_ns, fd
+    def __init__(self, path: Path, fd: int, superblock: Superblock, memory: block.Block | None) -> None:
+        """Wrap an open descriptor, and the mapping of a writer; use `create` or `attach`."""
+        self.path, self.spec, self.created_ns, self._fd = path, superblock.spec, superblock.created_ns, fd
         self._lease = Lease(path)
         if os.fstat(self._lease.fd).st_ino != os.fstat(fd).st_ino:  # removed and made anew between the two opens
             self._lease.close()
             raise FileNotFoundError(path)
-        self._map = mmap.mmap(fd, self.spec.nbytes) if writable else None
+        self._block = memory
         self._writing: set[int] = set()
         self._owned = False
 
@@ -93,23 +91,24 @@ class Segment:
         """
         path = Path(path)
         room.check_room(path.parent, spec.nbytes * together, what=f"job {spec.job!r}, rank {spec.rank}")
-        sweep_temporary(path, _TEMPORARY)
-        temporary = path.with_name(f".{path.name}.{os.getpid()}.{os.urandom(4).hex()}{_TEMPORARY}")
-        fd = os.open(temporary, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
+        block.sweep_temporary(path)
+        temporary, memory = block.new(path, spec.nbytes)
+        fd = os.open(temporary, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW)
         segment = None
         try:
             crash_point("segment.before-reserve")
-            block = Superblock(spec=spec, uid=os.getuid(), boot_id=boot_id(), created_ns=time.time_ns())
+            superblock = Superblock(spec=spec, uid=os.getuid(), boot_id=boot_id(), created_ns=time.time_ns())
             lay_out(fd, spec)
-            os.pwrite(fd, encode_superblock(block), 0)
-            segment = cls(temporary, fd, block, writable=True)
+            os.pwrite(fd, encode_superblock(superblock), 0)
+            segment = cls(temporary, fd, superblock, memory or block.FileBlock(fd, spec.nbytes))
             segment.own()
             crash_point("segment.before-rename")
             os.link(temporary, path)  # not rename: an existing segment may hold the only snapshot of a rank
             segment.path = path
             crash_point("segment.after-rename")
+            block.publish(path)
         except BaseException as error:
-            _undo(segment, fd)
+            _undo(segment, fd, memory)
             if isinstance(error, FileExistsError):
                 with contextlib.suppress(DamagedError), contextlib.closing(cls.attach(path)) as other:
                     other.refuse_if_owned()
@@ -130,9 +129,10 @@ class Segment:
         path = Path(path)
         fd = os.open(path, (os.O_RDWR if writable else os.O_RDONLY) | os.O_CLOEXEC | os.O_NOFOLLOW)
         try:
-            block = decode_superblock(os.pread(fd, OWNER_AT, 0), path=str(path))
-            check_place(fd, block, path)
-            return cls(path, fd, block, writable=writable)
+            superblock = decode_superblock(os.pread(fd, OWNER_AT, 0), path=str(path))
+            check_place(fd, superblock, path)
+            memory = block.mapped(path, fd, superblock.spec.nbytes) if writable else None
+            return cls(path, fd, superblock, memory)
         except BaseException:
             os.close(fd)
             raise
@@ -147,24 +147,24 @@ class Segment:
         Raises:
             SharedMemoryError: The file system or a cgroup has no room. A segment without a snapshot is removed.
         """
-        assert self._map is not None, "attach(writable=True)"
-        address = address_of(self._map)
+        assert self._block is not None, "attach(writable=True)"
+        buffer = self._block.buf
+        address = address_of(buffer)
         for start in range(0, self.spec.nbytes, RESERVE_BYTES):
             if self._fd < 0 or (stop is not None and stop.is_set()):
                 return
             size = min(RESERVE_BYTES, self.spec.nbytes - start)
             self._reserve_step(start, size)
-            touch(self._map, address, start, size)
+            touch(buffer, address, start, size)
             progress(start + size)
 
     def close(self) -> None:
         """Give up ownership and unmap; buffers that are still in use keep the mapping until they go."""
         self._lease.close()
         self._owned = False
-        if self._map is not None:
-            with contextlib.suppress(BufferError):
-                self._map.close()
-        self._map = None
+        if self._block is not None:
+            self._block.close()
+        self._block = None
         if self._fd >= 0:
             os.close(self._fd)
         self._fd = -1
@@ -176,7 +176,18 @@ class Segment:
             JobInUseError: A live process other than this one owns it.
         """
         self.own()
+        self.remove_names()
+
+    def remove_names(self) -> None:
+        """Remove both names of the memory; it goes with its last mapping."""
+        block.withdraw(self.path)
         self.path.unlink(missing_ok=True)
+
+    @property
+    def buffer(self) -> memoryview:
+        """All bytes of the writer's mapping."""
+        assert self._block is not None, "attach(writable=True)"
+        return self._block.buf
 
     # -- ownership ----------------------------------------------------------------------------------
 
@@ -309,7 +320,7 @@ class Segment:
         except OSError as error:
             cause = error
         if not any(h.is_complete for h in self.headers()):
-            self.path.unlink(missing_ok=True)
+            self.remove_names()
         what = f"job {self.spec.job!r}, rank {self.spec.rank}"
         raise room.too_little(self.path.parent, self.spec.nbytes - start, least, what=what) from cause
 
@@ -326,11 +337,11 @@ class SlotWriter:
     def __init__(self, segment: Segment, slot: int, header: SlotHeader) -> None:
         """Made by `Segment.begin`."""
         self._segment, self.slot, self.header = segment, slot, header
-        spec, mapping = segment.spec, segment._map  # noqa: SLF001 -- one unit with its segment
-        assert mapping is not None
+        spec, memory = segment.spec, segment._block  # noqa: SLF001 -- one unit with its segment
+        assert memory is not None
         start = spec.data_at(slot)
-        self.data = memoryview(mapping)[start : start + spec.data_capacity]
-        self._mapping = mapping
+        self.data = memory.buf[start : start + spec.data_capacity]
+        self._buffer = memory.buf
 
     def commit(self, manifest: bytes, *, data_bytes: int | None = None) -> SlotHeader:
         """Write the manifest and set the slot COMPLETE: from here on the snapshot exists.
@@ -354,7 +365,7 @@ class SlotWriter:
             )
         crash_point("slot.before-manifest")
         at = spec.manifest_at(self.slot)
-        self._mapping[at : at + len(manifest)] = manifest
+        self._buffer[at : at + len(manifest)] = manifest
         crash_point("slot.before-complete")
         header = replace(
             self.header,
@@ -381,8 +392,10 @@ class SlotWriter:
         self._segment._lease.release(1 + self.slot)  # noqa: SLF001 -- one unit with its segment
 
 
-def _undo(segment: Segment | None, fd: int) -> None:
+def _undo(segment: Segment | None, fd: int, memory: block.Block | None) -> None:
     if segment is None:
         os.close(fd)
+        if memory is not None:
+            memory.close()
     else:
         segment.close()

@@ -9,7 +9,6 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 
@@ -182,8 +181,7 @@ class RankMemory:
         try:
             segment.reserve(self._stop, progress=self._note)
             if self._pin_for is not None and not self._stop.is_set():
-                whole: Any = segment._map  # noqa: SLF001 -- the mapping itself is what CUDA page-locks
-                mapping = np.frombuffer(whole, np.uint8)
+                mapping = np.frombuffer(segment.buffer, np.uint8)  # the mapping itself is what CUDA page-locks
                 if device.register(int(mapping.ctypes.data), mapping.nbytes, index=self._pin_for):
                     self._registered = int(mapping.ctypes.data)
                 else:

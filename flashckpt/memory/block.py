@@ -1,0 +1,210 @@
+"""Blocks of host memory that segments are made of: `multiprocessing.shared_memory` in /dev/shm, else a file on tmpfs.
+
+A block in /dev/shm has two names. Its durable one is a hard link in the job directory (`r00003-<layout>.seg`): the
+segment exists from that link on, and goes with it. Its own one, `flashckpt-<uid>-<job>-r00003-<layout>`, lets any Python
+process attach with the standard library alone, and may go at any time: before Python 3.13 a process that attaches
+registers the block with its resource tracker, which unlinks that name when the process ends. Nothing is lost then, and
+the next writer of the segment names it again. For the same reason our own processes never register a block: undoing it
+would leave a moment in which SIGKILL makes the tracker remove it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import mmap
+import os
+import re
+import sys
+import threading
+from multiprocessing import shared_memory
+from pathlib import Path
+from typing import Any, Protocol
+
+from flashckpt.core.digest import digest
+
+SHM = Path("/dev/shm")  # noqa: S108 -- where `SharedMemory` keeps its blocks on Linux
+SEGMENT_NAME = re.compile(r"r(\d+)-([0-9a-f]{16})\.seg")
+TEMPORARY = ".tmp"
+_LONGEST_JOB = 120
+_LOCK = threading.Lock()
+
+
+class Block(Protocol):
+    """A writable mapping of a whole segment."""
+
+    @property
+    def buf(self) -> memoryview:
+        """All its bytes."""
+
+    def close(self) -> None:
+        """Unmap it; buffers that are still in use keep the mapping until they go."""
+
+
+class _NoTracker:
+    """Stands in for the module `resource_tracker` while a block is opened: nothing is registered, no tracker starts."""
+
+    register = unregister = staticmethod(lambda name, rtype: None)  # noqa: ARG005 -- the module's signature
+
+
+class SharedBlock(shared_memory.SharedMemory):
+    """A `SharedMemory` that no resource tracker hears of, and whose buffers may outlive `close()`."""
+
+    def __init__(self, name: str, *, create: bool = False, size: int = 0) -> None:
+        if sys.version_info >= (3, 13):
+            super().__init__(name, create=create, size=size, track=False)
+            return
+        with _LOCK:  # the module's own name for the tracker, in this module alone, while the block is opened
+            module: Any = shared_memory
+            tracker, module.resource_tracker = module.resource_tracker, _NoTracker
+            try:
+                super().__init__(name, create=create, size=size)
+            finally:
+                module.resource_tracker = tracker
+
+    @property
+    def inode(self) -> int:
+        """Of the open block."""
+        return os.fstat(self._fd).st_ino
+
+    def close(self) -> None:
+        """Unmap it, or leave that to the last buffer in use."""
+        try:
+            super().close()
+        except BufferError:  # an array over a slot is still in use
+            self._buf = self._mmap = None
+            os.close(self._fd)
+            self._fd = -1
+
+
+class FileBlock:
+    """The same over a file on another tmpfs."""
+
+    def __init__(self, fd: int, nbytes: int) -> None:
+        self._map = mmap.mmap(fd, nbytes)
+        self.buf = memoryview(self._map)
+
+    def close(self) -> None:
+        """Unmap it, or leave that to the last buffer in use."""
+        with contextlib.suppress(BufferError):
+            self.buf.release()
+            self._map.close()
+
+
+def name_of(path: Path) -> str | None:
+    """Return the own name of the block of a segment, None where it is a plain file: not of a job below /dev/shm.
+
+    Args:
+        path: Its durable name, <memory root>/<job id>/r<rank>-<layout>.seg.
+    """
+    job, base = path.parent.name, path.parent.parent
+    if base != SHM / f"flashckpt-{os.getuid()}" or not SEGMENT_NAME.fullmatch(path.name):
+        return None
+    if len(job) > _LONGEST_JOB:
+        job = f"{job[:_LONGEST_JOB]}~{int(digest(job.encode())):016x}"
+    return f"flashckpt-{os.getuid()}-{job}-{path.stem}"
+
+
+def new(path: Path, nbytes: int) -> tuple[Path, Block | None]:
+    """Make the memory of a new segment under a temporary name.
+
+    Args:
+        path: What its durable name is going to be.
+        nbytes: Its size; no page is reserved yet.
+
+    Returns:
+        Where it lies until then, and its mapping (None: `mapped` makes it).
+    """
+    name, unique = name_of(path), f"{os.getpid()}.{os.urandom(4).hex()}{TEMPORARY}"
+    if name is not None:
+        with contextlib.suppress(PermissionError):  # a machine that gives no POSIX shared memory: a plain file
+            return SHM / f"{name}.{unique}", SharedBlock(f"{name}.{unique}", create=True, size=nbytes)
+    file = path.with_name(f".{path.name}.{unique}")
+    os.close(os.open(file, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600))
+    return file, None
+
+
+def mapped(path: Path, fd: int, nbytes: int) -> Block:
+    """Map an existing segment for writing: as a shared-memory block under its own name where it can have one."""
+    name = name_of(path)
+    if name is not None and publish(path):
+        with contextlib.suppress(OSError):  # a stranger's tracker took the name away between the two lines
+            block = SharedBlock(name)
+            if block.inode == os.fstat(fd).st_ino and block.size >= nbytes:
+                return block
+            block.close()
+    return FileBlock(fd, nbytes)
+
+
+def publish(path: Path) -> bool:
+    """Give a segment its own name, so that strangers find it; return whether it has it.
+
+    Another user may own a file of that name in /dev/shm: then it goes without.
+    """
+    name = name_of(path)
+    if name is None:
+        return False
+    with contextlib.suppress(OSError):
+        if (SHM / name).stat().st_ino == path.stat().st_ino:
+            return True
+    temporary = SHM / f"{name}.{os.getpid()}.{os.urandom(4).hex()}{TEMPORARY}"
+    try:
+        os.link(path, temporary)
+        temporary.replace(SHM / name)  # whatever stood under the name belonged to a segment that is gone
+    except OSError:
+        return False
+    finally:
+        temporary.unlink(missing_ok=True)
+    return True
+
+
+def withdraw(path: Path) -> None:
+    """Take a segment's own name away, before its durable one goes: without it the memory would stay in use."""
+    name = name_of(path)
+    if name is None:
+        return
+    with contextlib.suppress(OSError):
+        if (SHM / name).stat().st_ino == path.stat().st_ino:
+            (SHM / name).unlink()
+
+
+def withdraw_all(directory: Path) -> None:
+    """Take away the own names of all segments in a job directory that is about to be removed."""
+    with contextlib.suppress(OSError):
+        for path in directory.iterdir():
+            withdraw(path)
+
+
+def leftovers() -> list[Path]:
+    """Return blocks of this user that no job directory holds any more, and unfinished ones of dead processes.
+
+    Whoever removes a job directory withdraws its names first; killed in between, or where somebody removed the
+    directory by hand, the own name is the last link to the memory.
+    """
+    found = []
+    for path in SHM.glob(f"flashckpt-{os.getuid()}-*"):
+        with contextlib.suppress(OSError):
+            status = path.lstat()
+            is_last_link = path.is_file() and not path.is_symlink() and status.st_nlink == 1
+            if status.st_uid == os.getuid() and is_last_link and not _has_living_maker(path.name):
+                found.append(path)
+    return found
+
+
+def sweep_temporary(path: Path) -> None:
+    """Remove what makers of this segment left that were killed before they could."""
+    name = name_of(path)
+    places = [path.parent.glob(f".{path.name}.*{TEMPORARY}")]
+    if name is not None:
+        places.append(SHM.glob(f"{name}.*{TEMPORARY}"))
+    for left in (file for place in places for file in place):
+        if not _has_living_maker(left.name):
+            with contextlib.suppress(OSError):
+                left.unlink()
+
+
+def _has_living_maker(name: str) -> bool:
+    """Whether a temporary name carries the number of a process that lives."""
+    if not name.endswith(TEMPORARY):
+        return False
+    pid = name.removesuffix(TEMPORARY).split(".")[-2]
+    return pid.isdigit() and Path(f"/proc/{pid}").exists()
