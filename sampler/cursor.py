@@ -40,6 +40,8 @@ class Cursor:
         self.stream, self.tail, self._unit = stream, tail, unit
         self._seed, self._fingerprint = seed, fingerprint
         self.position = 0
+        self.ended: int | None = None
+        """The epoch that the last commit finished, unless its loop had begun the next one by then."""
         self.skips = Skips()
         self.sizes: BatchSizes | None = None
 
@@ -103,6 +105,8 @@ class Cursor:
             segments += [("batch", at, size) for at, size in self.sizes.steps]
         if isinstance(self.stream, MixtureStream):
             segments += [("weights", segment.start, *segment.weights) for segment in self.stream.segments]
+        if self.ended is not None:
+            segments.append(("ended", self.ended))
         return SamplerState(
             seed=self._seed,
             epoch=self.epoch,
@@ -122,6 +126,7 @@ class Cursor:
             self._adopt_weights(self.stream, weights)
         if sizes and self.sizes is None:
             self.sizes = BatchSizes.of(sizes[0][1], sizes[1:])
+        self.ended = next((segment[1] for segment in state.segments if segment[0] == "ended"), None)
         self.skips = Skips(spans=tuple((segment[1], segment[2]) for segment in state.segments if segment[0] == "skip"))
         self.settle(state.epoch * self.length + state.offset)
 

@@ -14,7 +14,7 @@ from flashckpt.core.layout import Shard
 from flashckpt.core.manifest import Manifest
 from flashckpt.restore.fill import Target
 from flashckpt.restore.sources import Source
-from flashckpt.tracking import optimizer_state, rng, trees
+from flashckpt.tracking import loaders, optimizer_state, rng, trees
 from flashckpt.tracking.placement import Box, World, boxes_of, local_of, shard_of
 from flashckpt.tracking.structure import Structure
 from flashckpt.tracking.tracked import Tracked
@@ -354,6 +354,7 @@ def _restore_rng(tracked: Tracked, values: Values, step: int) -> list[str]:
     key = f"rng@{tracked.world.suffix}"
     if key in values.all:
         rng.restore(values.all[key])
+        loaders.hold(tracked.objects, values.all[key])
         return []
     rng.reseed(step=step, rank=tracked.world.rank)
     return [key]
