@@ -81,13 +81,17 @@ class Cursor:
             used = min(used, self.left(start))  # padding is not progress
         return self.skips.advance(start, used)
 
-    def settle(self, position: int) -> None:
-        """Move to `position`, or to the next epoch's start where nothing more of its epoch will be handed out."""
+    def settled(self, position: int) -> int:
+        """Return `position`, or the next epoch's start where nothing more of its epoch will be handed out."""
         while self.left(position) == 0:
             position = self.epoch_end(position)
         if self.tail == "drop" and position % self.length and self.planned(position) == 0:
             position = self.epoch_end(position)
-        self.position = position
+        return position
+
+    def settle(self, position: int) -> None:
+        """Move to `position`, settled."""
+        self.position = self.settled(position)
 
     def tail_counts(self) -> TailCounts:
         """Return what is left of this epoch and what its end will do."""

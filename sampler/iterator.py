@@ -29,7 +29,7 @@ class Plan(Protocol):
         """Note that an iteration from `start` on handed out its last sample."""
         ...
 
-    def jump(self, position: int) -> int:
+    def jump(self, position: int, *, is_end: bool) -> int:
         """Make `position` the committed one (a stateful loader was restored); return where it came to lie."""
         ...
 
@@ -131,7 +131,7 @@ class Walk(Iterator[Iterator[int]]):
         if not isinstance(position, int) or position < 0:
             raise SamplerStateError("not a position", found=repr(position), expected="an integer from 0 on")
         deque(self._items, maxlen=0)
-        self._begin(self._plan.jump(position))
+        self._begin(self._plan.jump(position, is_end=bool(state_dict["ended"])))
         if state_dict["ended"]:  # its epoch was through: nothing more from this iterator, the next one goes on
             self._own, self.exhausted = 0, True
 

@@ -8,6 +8,7 @@ same set of samples whatever the layout. Iterators run ahead of the position and
 
 from __future__ import annotations
 
+import logging
 import weakref
 from collections.abc import Iterable, Iterator, Mapping, Sized
 from typing import Any
@@ -24,6 +25,8 @@ from flashckpt.sampler.schedule import BatchSizes
 from flashckpt.sampler.seeded import SeededSamples
 from flashckpt.sampler.state import SamplerState, fingerprint_of
 from flashckpt.sampler.stream import EpochStream, Order, Stream
+
+_log = logging.getLogger("flashckpt")
 
 
 class ElasticSampler(Place):
@@ -121,16 +124,15 @@ class ElasticSampler(Place):
             return ElasticIterator.over(Walk.over_nothing(self, self.position))
         self._check_spent()
         self.cursor.settle(self.position)
-        walk = Walk(self, self._next_start())
+        walk = Walk(self, self.cursor.settled(self._latest[1]) if self._has_handed_out_all() else self.position)
         iterator = ElasticIterator.over(walk)
         self._latest, self._drained = (walk.start, walk.end), False
         self._running = weakref.ref(iterator)
         return iterator
 
-    def _next_start(self) -> int:
-        """Return where an iteration begins: a loop that fetches ahead asks for it before its last step is committed."""
-        start, end = self._latest
-        return end if self._drained and start < self.position < end else self.position
+    def _has_handed_out_all(self) -> bool:
+        """Tell whether the last iteration is through and some of it not committed: the loop fetches ahead."""
+        return self._drained and self._latest[0] < self.position < self._latest[1]
 
     def epochs(self, stop: int) -> Iterator[int]:
         """Yield the epochs that are left up to `stop` (exclusive), and begin each: the outer loop of a training run.
@@ -144,7 +146,8 @@ class ElasticSampler(Place):
             yield self._again
             self._again = None
         for epoch in range(self.epoch, stop):
-            self.set_epoch(epoch)
+            if not self._has_handed_out_all():  # else the last step is still to be committed, where it belongs
+                self.set_epoch(epoch)
             yield epoch
 
     def set_epoch(self, epoch: int) -> None:
@@ -159,6 +162,9 @@ class ElasticSampler(Place):
         self._check_spent()
         if epoch < self.epoch and self._touched:
             raise refusals.backwards(epoch, now=self.epoch, offset=self.offset)
+        if self._has_handed_out_all():
+            left = self._latest[1] - self.position
+            _log.warning("set_epoch(%d): %d samples handed out before and not committed count as trained", epoch, left)
         self._again, self._drained, self.cursor.ended = None, False, None
         self.cursor.settle(epoch * self.length)
 
@@ -298,10 +304,15 @@ class ElasticSampler(Place):
         else:
             self._spent_at = start
 
-    def jump(self, position: int) -> int:
-        """Make `position` the committed one, as a stateful loader was restored; return where it came to lie."""
+    def jump(self, position: int, *, is_end: bool) -> int:
+        """Make `position` the committed one, as a stateful loader was restored; return where it came to lie.
+
+        Args:
+            position: A stream position.
+            is_end: The loader had delivered the last batch of its epoch.
+        """
         self.cursor.settle(position)
-        self.cursor.ended = self._restored_end = None
+        self.cursor.ended = self._restored_end = (position - 1) // self.length if is_end and position else None
         self._touched, self._spent_at = True, None
         return self.position
 

@@ -94,6 +94,8 @@ def test_killed_in_an_epoch_and_at_its_end_the_rest_is_that_of_the_unbroken_run(
 
 
 @pytest.mark.parametrize("workers", [0, 2])
-def test_a_stateful_loader_tracked_as_an_object(workers: int, tmp_path: Path) -> None:
+@pytest.mark.parametrize(("stateful", "loop"), [("alone", "epochs"), ("alone", "forever"), ("both", "epochs")])
+def test_a_stateful_loader_tracked_as_an_object(stateful: str, loop: str, workers: int, tmp_path: Path) -> None:
+    """By itself, its sampler committing by itself; and beside its sampler."""
     pytest.importorskip("torchdata")
-    assert_exact(tmp_path, 3, END_OF_EPOCH, stateful=True, workers=workers, augment=not workers)
+    assert_exact(tmp_path, 3, END_OF_EPOCH, stateful=stateful, loop=loop, workers=workers, augment=not workers)

@@ -94,7 +94,7 @@ def test_a_loop_that_fetches_its_batches_ahead_is_told_so_once_and_workers_that_
     fetched: int, workers: int, said: int, caplog: pytest.LogCaptureFixture
 ) -> None:
     sampler, commits = ElasticSampler(64, dp_rank=0, dp_size=1, global_batch_size=4), Commits(is_alone=True)
-    loader = DataLoader(range(64), batch_size=4, sampler=sampler, num_workers=workers)  # type: ignore[arg-type]  # indexable
+    loader: DataLoader[Any] = DataLoader(range(64), batch_size=4, sampler=sampler, num_workers=workers)  # type: ignore[arg-type]  # indexable
     batches = (batch for _ in range(3) for batch in loader)
     for _ in range(fetched):
         next(batches)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
+from itertools import count
 from typing import Any
 
 import pytest
@@ -62,21 +63,39 @@ def test_states_written_before_the_end_of_an_epoch_was_recorded_are_read() -> No
     assert trained(sampler_at(state), 2)[0][0] == unbroken(N, 0, 28)[24:28]
 
 
-@pytest.mark.parametrize("workers", [0, 2])
-def test_a_loop_that_fetches_ahead_over_the_end_of_an_epoch_repeats_nothing(workers: int) -> None:
-    sampler = sampler_at()
-    loader = DataLoader(range(N), batch_size=BATCH, sampler=sampler, num_workers=workers)  # type: ignore[arg-type]  # indexable
+@pytest.mark.parametrize(("tail", "workers"), [("span", 0), ("span", 2), ("short", 0), ("pad", 0), ("drop", 0)])
+@pytest.mark.parametrize("has_epochs", [True, False])
+def test_a_loop_that_fetches_ahead_over_the_end_of_an_epoch_repeats_nothing(
+    tail: str, workers: int, has_epochs: bool
+) -> None:
+    sampler = sampler_at(tail=tail)
+    loader: DataLoader[Any] = DataLoader(range(N), batch_size=BATCH, sampler=sampler, num_workers=workers)  # type: ignore[arg-type]  # indexable
+    whole = [entry for entry in trained(sampler_at(tail=tail), 3)[0] if isinstance(entry, list)]
 
     def forever() -> Iterator[Any]:
-        while True:
+        for _ in sampler.epochs(100) if has_epochs else count():
             yield from loader
 
-    batches, seen = forever(), []
+    batches, seen, states = forever(), [], []
     ahead = next(batches)
-    for _ in range(17):
+    for _ in whole:
         batch, ahead = ahead, next(batches)
-        seen += batch.tolist()
+        seen.append(batch.tolist())
         sampler.commit()
-    assert seen == unbroken(N, 0, len(seen))
-    assert sampler.position == len(seen)
-    assert workers or sampler.ahead == BATCH
+        states.append(sampler.state_dict())
+        assert sampler.ahead == BATCH or workers or tail != "span"
+    assert seen == whole
+    for done, state in enumerate(states[:-1], start=1):
+        rest = [entry for entry in trained(sampler_at(state, tail=tail), 3)[0] if isinstance(entry, list)]
+        assert rest == whole[done:]
+
+
+def test_set_epoch_says_so_where_samples_were_handed_out_and_not_committed(caplog: pytest.LogCaptureFixture) -> None:
+    sampler = sampler_at()
+    for number, _ in enumerate(ElasticBatchSampler(sampler, BATCH)):
+        if number:
+            sampler.commit()
+    sampler.set_epoch(1)
+    assert [r.getMessage() for r in caplog.records] == [
+        "set_epoch(1): 4 samples handed out before and not committed count as trained"
+    ]

@@ -53,7 +53,8 @@ class Held:
         stages = {stage for part in (*mine, *parts) if (stage := getattr(part, "restored_stage", None))}
         before = rng.capture()
         iterator = make(loader)
-        if stages <= {"running"}:  # samplers of others do not say: the middle of an epoch is what is likely
+        # samplers of others do not say, the middle of an epoch is likely; a loader with a state goes on with its own
+        if stages <= {"running"} or any(thing is loader for thing in mine):
             # what the program drew between the restore and here is not in the snapshot either; but once one loader
             # has begun, its transforms may have drawn: the next one gives back its own draws alone
             rng.restore(before if self._state is None else self._state)
@@ -79,7 +80,7 @@ def hold(objects: Mapping[str, Any], state: dict[str, Any]) -> None:
     stateful = getattr(sys.modules.get("torchdata.stateful_dataloader"), "StatefulDataLoader", DataLoader)
     for kind in {DataLoader, stateful}:  # its own __iter__ does not call that of DataLoader
         if not hasattr(kind.__iter__, "__wrapped__"):
-            kind.__iter__ = _watched(kind.__iter__)
+            kind.__iter__ = _watched(kind.__iter__)  # type: ignore[method-assign]  # the aim
 
 
 def _watched(original: Callable[[Any], Any]) -> Callable[[Any], Any]:

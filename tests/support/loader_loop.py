@@ -13,6 +13,7 @@ import signal
 import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -40,7 +41,7 @@ class Options:
     second: bool = False
     late_second: bool = False
     batch_sampler: bool = False
-    stateful: bool = False
+    stateful: str = ""
     loop: str = "epochs"
     length: int = 22
     kill_at: int = 0
@@ -83,13 +84,13 @@ class Program:
         self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-2)
         self.scheduler = torch.optim.lr_scheduler.StepLR(self.optimizer, 1, 0.7)
         self.sampler, self.loader = self.data(options.length)
-        tracked: dict[str, Any] = {"sampler": self.sampler}
+        tracked: dict[str, Any] = {} if options.stateful == "alone" else {"sampler": self.sampler}
         if options.second:
             self.other, self.others = self.data(10_000)
             tracked["other"] = self.other
         if options.stateful:
             tracked["loader"] = self.loader
-        self.ckpt = Checkpointer(root, snapshot_every=1, persist_every=10_000, job="t")
+        self.ckpt = Checkpointer(root, snapshot_every=1, persist_every=10_000, job=Path(root).name)
         self.ckpt.track(model=self.model, optimizer=self.optimizer, scheduler=self.scheduler, rng=True, **tracked)
         report = self.ckpt.restore()
         self.step = report.step if report else 0
@@ -104,7 +105,8 @@ class Program:
             from torchdata.stateful_dataloader import StatefulDataLoader
 
             kind = StatefulDataLoader
-        sampler = ElasticSampler(dataset, dp_rank=0, dp_size=1, global_batch_size=BATCH * options.accumulation, seed=1)
+        size, alone = BATCH * options.accumulation, options.stateful == "alone"
+        sampler: Any = ElasticSampler(dataset, 1, 0, seed=1, global_batch_size=size, auto_commit=alone)
         arguments: dict[str, Any] = {"batch_size": BATCH, "sampler": sampler}
         if options.batch_sampler:
             sampler = ElasticBatchSampler(sampler, BATCH, options.accumulation)
@@ -169,7 +171,7 @@ class Program:
         self.optimizer.step()
         self.optimizer.zero_grad()
         self.step += 1
-        print(self.step, loss.item().hex(), generators(), flush=True)  # before step(): nothing is lost with the log
+        print(self.step, float(loss).hex(), generators(), flush=True)  # before step(): nothing is lost with the log
         self.ckpt.step(self.step)
         if self.step == self.options.kill_at:
             self.ckpt._life._stager.finish()  # type: ignore[union-attr]  # the snapshot of this step is whole
@@ -181,7 +183,7 @@ class Program:
             data = TensorDataset(torch.linspace(-1, 1, 24).reshape(4, 6))
             total = sum(self.forward(x).item() for (x,) in DataLoader(data, batch_size=2, shuffle=True))
             self.model.train()
-            print("eval", total.hex(), self.scheduler.get_last_lr()[0].hex(), flush=True)
+            print("eval", float(total).hex(), float(self.scheduler.get_last_lr()[0]).hex(), flush=True)
 
 
 if __name__ == "__main__":
