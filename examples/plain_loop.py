@@ -19,11 +19,10 @@ root, steps = sys.argv[1], int(sys.argv[2]) if len(sys.argv) > 2 else 200
 torch.manual_seed(0)
 inputs = torch.randn(4096, 16)
 data = TensorDataset(inputs, inputs.sum(dim=1, keepdim=True))
-model = torch.nn.Sequential(torch.nn.Linear(16, 64), torch.nn.ReLU(), torch.nn.Linear(64, 1))
+model = torch.nn.Sequential(torch.nn.Linear(16, 64), torch.nn.Dropout(0.1), torch.nn.Linear(64, 1))
 optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
 sampler = ElasticSampler(data, dp_rank=0, dp_size=1, global_batch_size=32, seed=0)
-# a generator of its own: a loader draws from the global one when it starts, and a resumed run starts it anew
-loader = DataLoader(data, batch_size=32, sampler=sampler, generator=torch.Generator())
+loader = DataLoader(data, batch_size=32, sampler=sampler)
 
 with Checkpointer(root, snapshot_every=5, persist_every=50) as ckpt:
     ckpt.track(model=model, optimizer=optimizer, sampler=sampler, rng=True)
@@ -36,9 +35,9 @@ with Checkpointer(root, snapshot_every=5, persist_every=50) as ckpt:
             loss.backward()
             optimizer.step()
             step += 1
-            ckpt.step(step)
-            if step % 50 == 0:
+            if step % 50 == 0:  # before ckpt.step(): what lies behind it is not done again by a run that resumes here
                 print(f"step {step}  loss {loss.item().hex()}", flush=True)
+            ckpt.step(step)
             if step == steps or ckpt.should_stop:
                 break
     ckpt.wait()

@@ -21,6 +21,7 @@ from flashckpt.restore.restoring import Outcome
 from flashckpt.settings import Settings
 from flashckpt.staging import rank_memory as memory
 from flashckpt.staging.staging import Identity, Plan, Snapshot, Stager, StaleWatch
+from flashckpt.tracking import loaders
 from flashckpt.tracking.samplers import Commits
 from flashckpt.tracking.tracked import Captured, Tracked
 
@@ -86,7 +87,7 @@ class Life:
         self._watermark.publish(self.memory.complete())
         self._stager = Stager(self._completed, self._failed)
         self._stager.ready()
-        self._commits, self._patience_s = Commits(), RESERVE_WAIT_S
+        self._commits, self._patience_s = Commits(is_alone=world.size == 1), RESERVE_WAIT_S
         self._stale, self._optimizer_steps = StaleWatch(), 0
         self._plan: Plan | None = None
         self._fresh: tuple[Any, ...] = ()
@@ -122,6 +123,7 @@ class Life:
         """As `Checkpointer.step`."""
         began = time.perf_counter()
         self._commits.commit(self.tracked.objects, samples, step)
+        loaders.step_is_done()
         row, now = self._row, time.monotonic_ns()
         row.step, row.heartbeat_ns = step, now
         if not row.first_step:

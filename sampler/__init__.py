@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from flashckpt.sampler.lines import JsonLines, TextLines, build_line_index
     from flashckpt.sampler.packing import PackedWindows, build_packing
     from flashckpt.sampler.sampler import ElasticSampler
+    from flashckpt.sampler.seeded import SeededSamples
     from flashckpt.sampler.tokens import MegatronFile, TokenFile
 
 _LAZY = {  # these import torch (the Sampler base type) or read files; the permutation needs neither
@@ -29,6 +30,7 @@ _LAZY = {  # these import torch (the Sampler base type) or read files; the permu
     "MegatronFile": "tokens",
     "PackedWindows": "packing",
     "ParquetRows": "columns",
+    "SeededSamples": "seeded",
     "TextLines": "lines",
     "TokenFile": "tokens",
     "build_line_index": "lines",
@@ -47,6 +49,7 @@ __all__ = [
     "PackedWindows",
     "ParquetRows",
     "Permutation",
+    "SeededSamples",
     "TextLines",
     "TokenFile",
     "build_line_index",

@@ -83,6 +83,20 @@ class ElasticBatchSampler(Sampler[list[int]]):
         """Micro-batches of this replica in one epoch."""
         return (len(self.sampler) + self.batch_size - 1) // self.batch_size
 
+    @property
+    def was_drawn_from(self) -> bool:
+        """See `ElasticSampler`."""
+        return self.sampler.was_drawn_from
+
+    @property
+    def ahead(self) -> int:
+        """See `ElasticSampler.ahead`."""
+        return self.sampler.ahead
+
+    def epochs(self, stop: int) -> Iterator[int]:
+        """See `ElasticSampler.epochs`."""
+        return self.sampler.epochs(stop)
+
     def set_epoch(self, epoch: int) -> None:
         """See `ElasticSampler.set_epoch`."""
         self.sampler.set_epoch(epoch)

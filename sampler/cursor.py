@@ -40,6 +40,8 @@ class Cursor:
         self.stream, self.tail, self._unit = stream, tail, unit
         self._seed, self._fingerprint = seed, fingerprint
         self.position = 0
+        self.ended: int | None = None
+        """The epoch that the last commit finished, unless its loop had begun the next one by then."""
         self.skips = Skips()
         self.sizes: BatchSizes | None = None
 
@@ -79,13 +81,17 @@ class Cursor:
             used = min(used, self.left(start))  # padding is not progress
         return self.skips.advance(start, used)
 
-    def settle(self, position: int) -> None:
-        """Move to `position`, or to the next epoch's start where nothing more of its epoch will be handed out."""
+    def settled(self, position: int) -> int:
+        """Return `position`, or the next epoch's start where nothing more of its epoch will be handed out."""
         while self.left(position) == 0:
             position = self.epoch_end(position)
         if self.tail == "drop" and position % self.length and self.planned(position) == 0:
             position = self.epoch_end(position)
-        self.position = position
+        return position
+
+    def settle(self, position: int) -> None:
+        """Move to `position`, settled."""
+        self.position = self.settled(position)
 
     def tail_counts(self) -> TailCounts:
         """Return what is left of this epoch and what its end will do."""
@@ -103,6 +109,8 @@ class Cursor:
             segments += [("batch", at, size) for at, size in self.sizes.steps]
         if isinstance(self.stream, MixtureStream):
             segments += [("weights", segment.start, *segment.weights) for segment in self.stream.segments]
+        if self.ended is not None:
+            segments.append(("ended", self.ended))
         return SamplerState(
             seed=self._seed,
             epoch=self.epoch,
@@ -122,6 +130,7 @@ class Cursor:
             self._adopt_weights(self.stream, weights)
         if sizes and self.sizes is None:
             self.sizes = BatchSizes.of(sizes[0][1], sizes[1:])
+        self.ended = next((segment[1] for segment in state.segments if segment[0] == "ended"), None)
         self.skips = Skips(spans=tuple((segment[1], segment[2]) for segment in state.segments if segment[0] == "skip"))
         self.settle(state.epoch * self.length + state.offset)
 

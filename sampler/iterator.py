@@ -23,12 +23,13 @@ class Plan(Protocol):
     dp_rank: int
     dp_size: int
     cursor: Cursor
+    key_stride: int
 
     def ran_out(self, start: int, total: int) -> None:
         """Note that an iteration from `start` on handed out its last sample."""
         ...
 
-    def jump(self, position: int) -> int:
+    def jump(self, position: int, *, is_end: bool) -> int:
         """Make `position` the committed one (a stateful loader was restored); return where it came to lie."""
         ...
 
@@ -48,7 +49,7 @@ class Walk(Iterator[Iterator[int]]):
 
     def _begin(self, start: int) -> None:
         rank, size = self._plan.dp_rank, self._plan.dp_size
-        self._start, self.total = start, self._plan.cursor.planned(start)
+        self.start, self.total = start, self._plan.cursor.planned(start)
         if start + self.total >= 1 << 62:
             raise SamplerStateError(
                 "the sample stream is at its end", found=f"position {start}", expected="below 2**62"
@@ -56,6 +57,13 @@ class Walk(Iterator[Iterator[int]]):
         self._own = max(0, (self.total - rank + size - 1) // size)
         self._made = 0
         self._items = iter([0][:0])  # made and not handed out; its length hint is the counter
+
+    @classmethod
+    def over_nothing(cls, plan: Plan, start: int) -> Walk:
+        """Return a walk that hands out nothing and moves nothing."""
+        walk = cls(plan, start)
+        walk._own, walk.exhausted = 0, True
+        return walk
 
     def __iter__(self) -> Walk:
         return self
@@ -87,18 +95,31 @@ class Walk(Iterator[Iterator[int]]):
     def position(self) -> int:
         """The stream position behind the last sample that any replica can have handed out by now."""
         done = self.handed_out
-        return self._plan.cursor.reached(self._start, self.total if done >= self._own else done * self._plan.dp_size)
+        return self._plan.cursor.reached(self.start, self.total if done >= self._own else done * self._plan.dp_size)
+
+    @property
+    def end(self) -> int:
+        """The stream position behind its last sample."""
+        return self._plan.cursor.reached(self.start, self.total)
 
     def ids(self, first: int, last: int) -> Int64Array:
-        """Return the ids of this replica's samples `first` to `last` (exclusive) of the iteration."""
-        cursor, start = self._plan.cursor, self._start
+        """Return the ids of this replica's samples `first` to `last` (exclusive) of the iteration.
+
+        For `SeededSamples` they are keys, see there.
+        """
+        cursor, start = self._plan.cursor, self.start
         ordinals = np.arange(first, last, dtype=np.int64) * self._plan.dp_size + self._plan.dp_rank
         if cursor.tail != "pad" or not len(ordinals) or ordinals[-1] < (left := cursor.left(start)):
-            return cursor.stream.take(cursor.skips.positions(start, ordinals))
+            return self._named(cursor.skips.positions(start, ordinals))
         epoch = start // cursor.length * cursor.length
         padding = epoch + (ordinals - left) % cursor.length  # samples of this epoch again, from its start
         used = cursor.skips.positions(start, np.minimum(ordinals, max(0, left - 1)))
-        return cursor.stream.take(np.where(ordinals >= left, padding, used))
+        return self._named(np.where(ordinals >= left, padding, used))
+
+    def _named(self, positions: Int64Array) -> Int64Array:
+        cursor, stride = self._plan.cursor, self._plan.key_stride
+        ids = cursor.stream.take(positions)
+        return ids + (positions // cursor.length + 1) * stride if stride else ids
 
     def state_dict(self) -> dict[str, Any]:
         """Return how far this iterator has come, for a loader that records what it has delivered."""
@@ -110,14 +131,14 @@ class Walk(Iterator[Iterator[int]]):
         if not isinstance(position, int) or position < 0:
             raise SamplerStateError("not a position", found=repr(position), expected="an integer from 0 on")
         deque(self._items, maxlen=0)
-        self._begin(self._plan.jump(position))
+        self._begin(self._plan.jump(position, is_end=bool(state_dict["ended"])))
         if state_dict["ended"]:  # its epoch was through: nothing more from this iterator, the next one goes on
             self._own, self.exhausted = 0, True
 
     def _finish(self) -> None:
         if not self.exhausted:
             self.exhausted = True
-            self._plan.ran_out(self._start, self.total)
+            self._plan.ran_out(self.start, self.total)
 
 
 class ElasticIterator(chain[int]):

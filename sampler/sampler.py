@@ -8,32 +8,35 @@ same set of samples whatever the layout. Iterators run ahead of the position and
 
 from __future__ import annotations
 
+import logging
 import weakref
-from collections.abc import Iterable, Mapping, Sized
+from collections.abc import Iterable, Iterator, Mapping, Sized
 from typing import Any
-
-from torch.utils.data import Sampler
 
 from flashckpt.errors import ConfigError, DataError, LayoutError
 from flashckpt.sampler import refusals
-from flashckpt.sampler.cursor import Cursor, TailCounts
+from flashckpt.sampler.cursor import Cursor
 from flashckpt.sampler.iterator import ElasticIterator, Walk
 from flashckpt.sampler.mixture import Mixture, MixtureStream
 from flashckpt.sampler.permutation import MAX_LENGTH, Int64Array
+from flashckpt.sampler.place import Place
 from flashckpt.sampler.replicas import resolve
 from flashckpt.sampler.schedule import BatchSizes
+from flashckpt.sampler.seeded import SeededSamples
 from flashckpt.sampler.state import SamplerState, fingerprint_of
 from flashckpt.sampler.stream import EpochStream, Order, Stream
 
+_log = logging.getLogger("flashckpt")
 
-class ElasticSampler(Sampler[int]):
+
+class ElasticSampler(Place):
     """Deal this replica's samples of each global batch, from the committed position on.
 
     Takes the arguments of `torch.utils.data.DistributedSampler`. Iterating gives one epoch: it begins at
     the committed position and ends as `tail` says. The position moves only in `commit()`.
 
     Args:
-        dataset: The data set, a `Mixture`, or just a length.
+        dataset: The data set, a `Mixture`, either of them in `SeededSamples`, or just a length.
         num_replicas: The same as `dp_size`.
         rank: The same as `dp_rank`: the index of the data-parallel replica, not the global rank.
         shuffle: False means order="sequential".
@@ -83,88 +86,32 @@ class ElasticSampler(Sampler[int]):
     ) -> None:
         self.dp_rank, self.dp_size = resolve(_either(dp_rank, rank), _either(dp_size, num_replicas), mesh)
         self.dataset, self.shuffle, self.seed = dataset, shuffle, seed
+        inner = dataset.dataset if isinstance(dataset, SeededSamples) else dataset
+        self.key_stride = len(dataset) if isinstance(dataset, SeededSamples) else 0
         identity = dataset if fingerprint is None and not isinstance(dataset, int) else fingerprint
         self.cursor = Cursor(
-            _stream_of(dataset, seed, _order_of(order, shuffle=shuffle)),
+            _stream_of(inner, seed, _order_of(order, shuffle=shuffle)),
             seed=seed,
             fingerprint=0 if identity is None else fingerprint_of(identity),
             tail=tail or ("drop" if drop_last else "span"),
             unit=self.dp_size,
         )
-        self._mixture = dataset if isinstance(dataset, Mixture) else None
+        self._mixture = inner if isinstance(inner, Mixture) else None
         self._auto_commit = auto_commit
         self._touched = False  # a commit or a load has happened
         self._spent_at: int | None = None  # an iterator ran out here and nothing was committed since
         self._running: weakref.ref[ElasticIterator] | None = None
+        self._latest = (0, 0)  # stream positions at which the last iteration began and will end
+        self._drained = False  # it has handed out its last sample
+        self._again: int | None = None  # the epoch that `epochs` goes through again, with no samples left
+        self._restored_end: int | None = None  # the epoch whose last step a state was loaded of, until something moves
+        self.was_drawn_from = False
         if global_batch_size is not None:
             self.set_global_batch_size(global_batch_size, ramp_up=ramp_up)
 
-    # -- where it stands
-
-    @property
-    def length(self) -> int:
-        """Samples of one epoch."""
-        return self.cursor.length
-
-    @property
-    def epoch(self) -> int:
-        """The epoch of the next sample to be trained."""
-        return self.cursor.epoch
-
-    @property
-    def offset(self) -> int:
-        """Samples of this epoch that are trained, over all replicas."""
-        return self.cursor.offset
-
-    @property
-    def position(self) -> int:
-        """Samples since the start of epoch 0: epoch * length + offset."""
-        return self.cursor.position
-
-    @property
-    def global_batch_size(self) -> int | None:
-        """Samples of the next optimizer step over all replicas; None where it was not given."""
-        return None if self.cursor.sizes is None else self.cursor.sizes.at(self.position)
-
-    @property
-    def global_batch_sizes(self) -> list[int]:
-        """All sizes of the schedule, ramp-up included."""
-        return [] if self.cursor.sizes is None else [size for _, size in self.cursor.sizes.steps]
-
-    @property
-    def rank(self) -> int:
-        """The same as `dp_rank`."""
-        return self.dp_rank
-
-    @property
-    def num_replicas(self) -> int:
-        """The same as `dp_size`."""
-        return self.dp_size
-
-    @property
-    def num_samples(self) -> int:
-        """The same as len()."""
-        return len(self)
-
-    @property
-    def drop_last(self) -> bool:
-        """Whether tail is "drop"."""
-        return self.cursor.tail == "drop"
-
-    def __len__(self) -> int:
-        """Samples of this replica in one epoch; the same after a resume, so schedulers may rely on it."""
-        if self.cursor.tail == "short":
-            return (self.length - self.dp_rank + self.dp_size - 1) // self.dp_size
-        unit = self.global_batch_size or self.dp_size
-        batches = self.length // unit if self.cursor.tail == "drop" else -(-self.length // unit)
-        return batches * unit // self.dp_size
-
-    def tail_counts(self) -> TailCounts:
-        """Return what is left of this epoch, and what is padded, dropped or taken from the next one at its end."""
-        return self.cursor.tail_counts()
-
     def next_ids(self) -> Int64Array:
         """Return this replica's sample ids of the next global batch (needs global_batch_size); nothing moves."""
+        self.was_drawn_from = True
         walk = Walk(self, self.position)
         size = min(self._size_of_step(None), walk.total)
         return walk.ids(0, max(0, -(-(size - self.dp_rank) // self.dp_size)))
@@ -172,11 +119,36 @@ class ElasticSampler(Sampler[int]):
     # -- iterating
 
     def __iter__(self) -> ElasticIterator:
+        self.was_drawn_from = True
+        if self._again is not None:
+            return ElasticIterator.over(Walk.over_nothing(self, self.position))
         self._check_spent()
         self.cursor.settle(self.position)
-        iterator = ElasticIterator.over(Walk(self, self.position))
+        walk = Walk(self, self.cursor.settled(self._latest[1]) if self._has_handed_out_all() else self.position)
+        iterator = ElasticIterator.over(walk)
+        self._latest, self._drained = (walk.start, walk.end), False
         self._running = weakref.ref(iterator)
         return iterator
+
+    def _has_handed_out_all(self) -> bool:
+        """Tell whether the last iteration is through and some of it not committed: the loop fetches ahead."""
+        return self._drained and self._latest[0] < self.position < self._latest[1]
+
+    def epochs(self, stop: int) -> Iterator[int]:
+        """Yield the epochs that are left up to `stop` (exclusive), and begin each: the outer loop of a training run.
+
+        Directly behind a restore to the last step of an epoch that epoch comes first, with no samples left: the
+        loop does once more what follows its last batch (evaluation, schedulers that count epochs), of which the
+        restored state holds nothing.
+        """
+        if self._restored_end is not None and self.position:
+            self._again, self._restored_end = self._restored_end, None
+            yield self._again
+            self._again = None
+        for epoch in range(self.epoch, stop):
+            if not self._has_handed_out_all():  # else the last step is still to be committed, where it belongs
+                self.set_epoch(epoch)
+            yield epoch
 
     def set_epoch(self, epoch: int) -> None:
         """Begin `epoch`; in the epoch of the position, go on there.
@@ -185,11 +157,15 @@ class ElasticSampler(Sampler[int]):
             SamplerStateError: `epoch` is already trained, or the one before was iterated and never committed.
         """
         if epoch == self.epoch:
-            self._spent_at = None  # on purpose: the untrained rest of this epoch is iterated again
+            self._spent_at, self._drained = None, False  # on purpose: the untrained rest of it is iterated again
             return
         self._check_spent()
         if epoch < self.epoch and self._touched:
             raise refusals.backwards(epoch, now=self.epoch, offset=self.offset)
+        if self._has_handed_out_all():
+            left = self._latest[1] - self.position
+            _log.warning("set_epoch(%d): %d samples handed out before and not committed count as trained", epoch, left)
+        self._again, self._drained, self.cursor.ended = None, False, None
         self.cursor.settle(epoch * self.length)
 
     # -- the committed position
@@ -211,8 +187,28 @@ class ElasticSampler(Sampler[int]):
         running = self._active()
         if running is not None and target > running.position:
             raise refusals.too_many(count, f"this replica's iterator has handed out up to position {running.position}")
+        epoch = self.epoch
         self.cursor.settle(target)
-        self._touched, self._spent_at = True, None
+        is_end = self.epoch > epoch and self._latest[0] < self.position  # else the next iteration has begun already
+        self.cursor.ended = epoch if is_end else None
+        self._touched, self._spent_at, self._restored_end = True, None, None
+
+    @property
+    def ahead(self) -> int:
+        """Samples, over all replicas, that the running iteration has handed out and nobody has committed."""
+        running = self._active()
+        return 0 if running is None else max(0, running.position - self.position)
+
+    @property
+    def restored_stage(self) -> str:
+        """How far its iteration was in the state that was loaded: what a loader begun now has drawn already.
+
+        "running": begun, so a new iterator is the same one made once more; "between": through, and the next one not
+        begun; "unused": never begun.
+        """
+        if not self.position:
+            return "unused"
+        return "running" if self._restored_end is None else "between"
 
     def state_dict(self) -> dict[str, Any]:
         """Return the committed position and what it refers to: the same on every rank, under 200 bytes."""
@@ -228,6 +224,7 @@ class ElasticSampler(Sampler[int]):
         self._check_idle("a sampler state is loaded")
         self.cursor.adopt(state)
         self._touched, self._spent_at, self._running = True, None, None
+        self._latest, self._drained, self._again, self._restored_end = (0, 0), False, None, self.cursor.ended
 
     # -- changes on the way (each on every rank, at the same position)
 
@@ -297,6 +294,7 @@ class ElasticSampler(Sampler[int]):
 
     def ran_out(self, start: int, total: int) -> None:
         """Note that an iteration from `start` on handed out its last sample."""
+        self._drained = self._latest[0] == start
         if self.position != start or not total:
             return
         if self._auto_commit:
@@ -306,9 +304,15 @@ class ElasticSampler(Sampler[int]):
         else:
             self._spent_at = start
 
-    def jump(self, position: int) -> int:
-        """Make `position` the committed one, as a stateful loader was restored; return where it came to lie."""
+    def jump(self, position: int, *, is_end: bool) -> int:
+        """Make `position` the committed one, as a stateful loader was restored; return where it came to lie.
+
+        Args:
+            position: A stream position.
+            is_end: The loader had delivered the last batch of its epoch.
+        """
         self.cursor.settle(position)
+        self.cursor.ended = self._restored_end = (position - 1) // self.length if is_end and position else None
         self._touched, self._spent_at = True, None
         return self.position
 

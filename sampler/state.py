@@ -26,7 +26,7 @@ class SamplerState:
         fingerprint: Identity of the data, 0 where the data set gives none.
         order: Kind and version of the order, e.g. "global:feistel8.1".
         segments: What changes on the way: ("skip", first, last), ("batch", position, samples),
-            ("weights", position, weight, weight, ...).
+            ("weights", position, weight, weight, ...), ("ended", epoch) behind the last step of an epoch.
     """
 
     seed: int
@@ -75,7 +75,7 @@ class SamplerState:
 
 
 def _segment(segment: Any) -> Segment:
-    lengths = {"skip": 3, "batch": 3, "weights": len(segment)}
+    lengths = {"skip": 3, "batch": 3, "weights": len(segment), "ended": 2}
     kind, *numbers = segment
     if len(segment) != lengths.get(kind) or not numbers or any(type(number) is not int for number in numbers):
         raise _unreadable("a segment of the sampler state is not known", repr(segment), ", ".join(lengths))

@@ -9,8 +9,11 @@ import pytest
 import torch
 from support.one_rank import Holder, agent_of_the_test, crash, opened, opened_as  # noqa: F401 -- fixtures
 from torch import nn
+from torch.utils.data import DataLoader
 
 from flashckpt.errors import SamplerStateError
+from flashckpt.sampler import ElasticBatchSampler, ElasticSampler
+from flashckpt.tracking.samplers import Commits
 
 
 class Stuck(Holder):
@@ -56,11 +59,48 @@ def test_a_sampler_that_changes_its_state_in_place_is_seen_to_move(first: Any, t
 
 
 def test_an_elastic_sampler_that_is_committed_by_every_step_is_never_stuck(tmp_path: Path) -> None:
-    from flashckpt.sampler import ElasticSampler
-
     sampler = ElasticSampler(20, dp_rank=0, dp_size=1, global_batch_size=8, tail="short")
     ckpt = opened(tmp_path, model=nn.Linear(2, 2), data=sampler)
     for step in range(1, 10):  # three epochs, each with a short batch at its end
+        sampler.next_ids()
         ckpt.step(step)
     crash(ckpt)
     assert sampler.epoch == 3
+
+
+def test_an_elastic_sampler_that_nothing_is_drawn_from_is_an_error(tmp_path: Path) -> None:
+    sampler = ElasticSampler(64, dp_rank=0, dp_size=1, global_batch_size=4)
+    ckpt = opened(tmp_path, model=nn.Linear(2, 2), data=ElasticBatchSampler(sampler, 4))
+    ckpt.step(1)
+    with pytest.raises(SamplerStateError, match=r"'data' is committed and nothing was drawn from it") as never:
+        ckpt.step(2)
+    assert "sampler=sampler" in str(never.value)
+    crash(ckpt)
+
+
+def test_of_several_ranks_one_may_get_its_batches_from_another_and_it_is_said_once(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    sampler, commits = ElasticSampler(64, dp_rank=0, dp_size=1, global_batch_size=4), Commits(is_alone=False)
+    for step in range(1, 6):
+        commits.commit({"data": sampler}, None, step)
+    assert sampler.position == 20
+    (said,) = [record.getMessage() for record in caplog.records]
+    assert "'data' is committed and nothing was drawn from it; it is right only if another rank" in said
+
+
+@pytest.mark.parametrize(("fetched", "workers", "said"), [(0, 0, 0), (1, 0, 1), (0, 2, 0), (1, 2, 0)])
+def test_a_loop_that_fetches_its_batches_ahead_is_told_so_once_and_workers_that_do_are_not(
+    fetched: int, workers: int, said: int, caplog: pytest.LogCaptureFixture
+) -> None:
+    sampler, commits = ElasticSampler(64, dp_rank=0, dp_size=1, global_batch_size=4), Commits(is_alone=True)
+    loader: DataLoader[Any] = DataLoader(range(64), batch_size=4, sampler=sampler, num_workers=workers)  # type: ignore[arg-type]  # indexable
+    batches = (batch for _ in range(3) for batch in loader)
+    for _ in range(fetched):
+        next(batches)
+    for step in range(1, 25):
+        next(batches)
+        commits.commit({"data": sampler}, None, step)
+    found = [r.getMessage() for r in caplog.records]
+    assert len(found) == said
+    assert not said or "'data' has 4 samples that are fetched and not yet trained" in found[0]

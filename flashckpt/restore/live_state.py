@@ -14,7 +14,7 @@ from flashckpt.core.layout import Shard
 from flashckpt.core.manifest import Manifest
 from flashckpt.restore.fill import Target
 from flashckpt.restore.sources import Source
-from flashckpt.tracking import optimizer_state, rng, trees
+from flashckpt.tracking import loaders, optimizer_state, rng, samplers, trees
 from flashckpt.tracking.placement import Box, World, boxes_of, local_of, shard_of
 from flashckpt.tracking.structure import Structure
 from flashckpt.tracking.tracked import Tracked
@@ -326,7 +326,8 @@ def restore_values(
         is_whole: The values are all that the snapshot has; else what a module has no state for is missing.
     """
     missing = []
-    for name, thing in tracked.objects.items():
+    # samplers last: asked for its state before the restore, a stateful loader began an iterator, which it drops now
+    for name, thing in sorted(tracked.objects.items(), key=lambda item: samplers.is_sampler(item[1])):
         if not _is_wanted(name, only):
             continue
         found, skeleton = values.find(tracked.key_of(name, thing))
@@ -354,6 +355,7 @@ def _restore_rng(tracked: Tracked, values: Values, step: int) -> list[str]:
     key = f"rng@{tracked.world.suffix}"
     if key in values.all:
         rng.restore(values.all[key])
+        loaders.hold(tracked.objects, values.all[key])
         return []
     rng.reseed(step=step, rank=tracked.world.rank)
     return [key]

@@ -1,15 +1,20 @@
-"""Tracked samplers: objects with `commit`. Each is committed once per step, and is seen to move. Torch-free."""
+"""Tracked samplers: objects with `commit`. Each is committed once per step, and is seen to move and to be drawn from."""
 
 from __future__ import annotations
 
 import copy
+import logging
+import multiprocessing
 from collections.abc import Iterator, Mapping
 from typing import Any
 
 from flashckpt.errors import ConfigError, SamplerStateError
 
+_log = logging.getLogger("flashckpt")
 _PATIENCE = 2
 """Steps in a row without a move that are an error: a single one may be the end of an epoch."""
+_AHEAD_STEPS = 3
+"""Steps in a row with the same samples in flight that are a loop which fetches ahead."""
 
 
 def is_sampler(thing: Any) -> bool:
@@ -44,10 +49,18 @@ def _reached(thing: Any) -> Iterator[Any]:
 
 
 class Commits:
-    """Commits tracked samplers and notes where they stood."""
+    """Commits tracked samplers and notes where they stood.
 
-    def __init__(self) -> None:
+    Args:
+        is_alone: This rank is the only one, so that no other can draw the samples for it.
+    """
+
+    def __init__(self, *, is_alone: bool = False) -> None:
+        self._is_alone = is_alone
         self._seen: dict[str, tuple[Any, int]] = {}
+        self._undrawn: dict[str, int] = {}
+        self._ahead: dict[str, tuple[int, int]] = {}
+        self._warned: set[str] = set()
 
     def commit(self, objects: Mapping[str, Any], samples: int | None, step: int) -> None:
         """Commit every sampler among the tracked objects.
@@ -59,9 +72,11 @@ class Commits:
 
         Raises:
             SamplerStateError: One of them did not move, for the second step in a row: a restart would repeat samples.
+                Or one that deals samples was never asked for any, and there is no other rank that could have been.
         """
         for name, thing in objects.items():
             if is_sampler(thing):
+                self._check_drawn(name, thing, step)
                 before, still = self._seen.get(name) or (_state(thing), 0)
                 thing.commit(samples)
                 now = _state(thing)
@@ -69,6 +84,40 @@ class Commits:
                 self._seen[name] = now, still
                 if still >= _PATIENCE:
                     raise _stuck(name, now, step)
+                self._watch_ahead(name, thing)
+
+    def _check_drawn(self, name: str, thing: Any, step: int) -> None:
+        """Refuse to count samples that nobody drew; say it where another rank may have drawn them for this one."""
+        if getattr(thing, "was_drawn_from", True) or name in self._warned:
+            return
+        count = self._undrawn[name] = self._undrawn.get(name, 0) + 1
+        if count < _PATIENCE:
+            return
+        error = _never_drawn(name, step)
+        if self._is_alone:
+            raise error
+        self._warned.add(name)
+        _log.warning("%s; it is right only if another rank gives this one its batches", error.problem)
+
+    def _watch_ahead(self, name: str, thing: Any) -> None:
+        """Say once that a loop fetches its batches ahead. Loader workers do so too, and lose nothing by it."""
+        ahead = getattr(thing, "ahead", 0)
+        if not ahead or name in self._warned:
+            self._ahead.pop(name, None)
+            return
+        known, count = self._ahead.get(name, (ahead, 0))
+        self._ahead[name] = ahead, count + 1 if ahead == known else 1
+        if self._ahead[name][1] >= _AHEAD_STEPS:
+            self._warned.add(name)
+            if not multiprocessing.active_children():
+                _log.warning(_FETCHED_AHEAD, name, ahead)
+
+
+_FETCHED_AHEAD = (
+    "the tracked sampler %r has %d samples that are fetched and not yet trained at every step(): the loop fetches its next "
+    "batch before step(). A restart deals them again, none is lost; but what was drawn at random to prepare them is in "
+    "the snapshot already and is drawn once more. Fetch behind step(), or wrap the data set in SeededSamples"
+)
 
 
 def _state(thing: Any) -> Any:
@@ -89,4 +138,14 @@ def _stuck(name: str, state: Any, step: int) -> SamplerStateError:
         expected="every step that trains moves it on, or a restart would train the same samples again",
         state="No snapshot of this step was taken; earlier ones are intact.",
         remedy="track the sampler that the loop draws from, and give ckpt.step(step, samples=...) what a step trains",
+    )
+
+
+def _never_drawn(name: str, step: int) -> SamplerStateError:
+    return SamplerStateError(
+        f"the tracked sampler {name!r} is committed and nothing was drawn from it",
+        found=f"{_PATIENCE} steps without iter() or next_ids(), up to step {step}",
+        expected="the sampler that the training loader deals from",
+        state="No snapshot of this step was taken; samples counted so far were not this sampler's.",
+        remedy="DataLoader(dataset, sampler=sampler), or leave it out of track()",
     )

@@ -1,0 +1,77 @@
+"""Where an elastic sampler stands: what can be read of it, and nothing that moves it."""
+
+from __future__ import annotations
+
+from torch.utils.data import Sampler
+
+from flashckpt.sampler.cursor import Cursor, TailCounts
+
+
+class Place(Sampler[int]):
+    """The readable half of `ElasticSampler`: its position, its sizes, its replica."""
+
+    cursor: Cursor
+    dp_rank: int
+    dp_size: int
+
+    @property
+    def length(self) -> int:
+        """Samples of one epoch."""
+        return self.cursor.length
+
+    @property
+    def epoch(self) -> int:
+        """The epoch of the next sample to be trained."""
+        return self.cursor.epoch
+
+    @property
+    def offset(self) -> int:
+        """Samples of this epoch that are trained, over all replicas."""
+        return self.cursor.offset
+
+    @property
+    def position(self) -> int:
+        """Samples since the start of epoch 0: epoch * length + offset."""
+        return self.cursor.position
+
+    @property
+    def global_batch_size(self) -> int | None:
+        """Samples of the next optimizer step over all replicas; None where it was not given."""
+        return None if self.cursor.sizes is None else self.cursor.sizes.at(self.position)
+
+    @property
+    def global_batch_sizes(self) -> list[int]:
+        """All sizes of the schedule, ramp-up included."""
+        return [] if self.cursor.sizes is None else [size for _, size in self.cursor.sizes.steps]
+
+    @property
+    def rank(self) -> int:
+        """The same as `dp_rank`."""
+        return self.dp_rank
+
+    @property
+    def num_replicas(self) -> int:
+        """The same as `dp_size`."""
+        return self.dp_size
+
+    @property
+    def num_samples(self) -> int:
+        """The same as len()."""
+        return len(self)
+
+    @property
+    def drop_last(self) -> bool:
+        """Whether tail is "drop"."""
+        return self.cursor.tail == "drop"
+
+    def __len__(self) -> int:
+        """Samples of this replica in one epoch; the same after a resume, so schedulers may rely on it."""
+        if self.cursor.tail == "short":
+            return (self.length - self.dp_rank + self.dp_size - 1) // self.dp_size
+        unit = self.global_batch_size or self.dp_size
+        batches = self.length // unit if self.cursor.tail == "drop" else -(-self.length // unit)
+        return batches * unit // self.dp_size
+
+    def tail_counts(self) -> TailCounts:
+        """Return what is left of this epoch, and what is padded, dropped or taken from the next one at its end."""
+        return self.cursor.tail_counts()
