@@ -33,6 +33,7 @@ from torch.distributed.elastic.rendezvous import (
     RendezvousError,
     RendezvousHandler,
     RendezvousParameters,
+    RendezvousStateError,
     RendezvousTimeoutError,
     registry,
 )
@@ -357,6 +358,17 @@ class DlrunAgent(LocalElasticAgent):
             raise_signal(received[0] if received else signal.SIGTERM)
 
 
+def _of_the_rendezvous(error: Exception, config: Any) -> RendezvousLostError | None:
+    """Return the clear error of a rendezvous that failed, None where it was not the rendezvous."""
+    if isinstance(error, RendezvousClosedError):
+        return RendezvousLostError.closed()
+    if isinstance(error, RendezvousStateError):
+        return RendezvousLostError.written_by_others(error)
+    if "rendezvous" not in type(error).__name__.lower() and config.max_nodes == 1:
+        return None
+    return RendezvousLostError.at(config.rdzv_endpoint, error)
+
+
 _rendezvous_of_torch = registry.get_rendezvous_handler
 
 
@@ -390,12 +402,10 @@ def launch(
         except SignalException:
             if not outcome.resume:
                 raise
-        except RendezvousClosedError as error:
-            raise RendezvousLostError.closed() from error
         except (RendezvousError, DistError) as error:
-            if "rendezvous" not in type(error).__name__.lower() and config.max_nodes == 1:
+            if (clearer := _of_the_rendezvous(error, config)) is None:
                 raise
-            raise RendezvousLostError.at(config.rdzv_endpoint, error) from error
+            raise clearer from error
         except ChildFailedError as error:
             if (clearer := outcome.error()) is not None:
                 raise clearer from error

@@ -17,7 +17,14 @@ _FIRST, _NODE = "flashckpt/first-failure", "flashckpt/node"
 _LOOK_S = 0.2
 _MOST = 300
 """Characters of a text that are shown."""
-_GONE = (RuntimeError, ValueError, TypeError, KeyError, TimeoutError)  # the store's host has gone, or a record is odd
+_GONE = (
+    RuntimeError,
+    ValueError,
+    TypeError,
+    KeyError,
+    TimeoutError,
+    RecursionError,
+)  # the store's host has gone, or a record is odd
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -98,6 +98,16 @@ class RendezvousLostError(FlashckptError):
         )
 
     @classmethod
+    def written_by_others(cls, error: Exception) -> RendezvousLostError:
+        """Return the error of a store in which lies what no node of this job has written."""
+        return cls(
+            "somebody else has written to the rendezvous store",
+            found=str(error),
+            state="Nothing of it was used. The workers of this node were ended; the daemon persists complete snapshots.",
+            remedy="give all nodes the same FLASHCKPT_JOB_SECRET, and close the port of the rendezvous to others",
+        )
+
+    @classmethod
     def closed(cls) -> RendezvousLostError:
         """Return the error of a node whose job was ended by another one."""
         return cls(
