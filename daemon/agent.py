@@ -403,9 +403,9 @@ def launch(
             if not outcome.resume:
                 raise
         except (RendezvousError, DistError) as error:
-            if (clearer := _of_the_rendezvous(error, config)) is None:
+            if (lost := _of_the_rendezvous(error, config)) is None:
                 raise
-            raise clearer from error
+            raise lost from error
         except ChildFailedError as error:
             if (clearer := outcome.error()) is not None:
                 raise clearer from error

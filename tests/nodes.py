@@ -133,8 +133,8 @@ def steps(folder: Path) -> list[int]:
     return [line["step"] for line in read_trace(folder / "log" / "trace.jsonl")]
 
 
-def restarts(them: Nodes, node: int) -> int:
-    return them.log(node).count("[dlrun] started rank")
+def says(them: Nodes, node: int, text: str) -> bool:
+    return text in them.log(node)
 
 
 def test_batch_does_not_divide_over_the_nodes_that_are_left_they_wait_until_one_comes_back(tmp_path: Path) -> None:
@@ -146,7 +146,7 @@ def test_batch_does_not_divide_over_the_nodes_that_are_left_they_wait_until_one_
         them.until(partial(committed, tmp_path), "a committed checkpoint")
         them.kill(2)
         for node in (0, 1):
-            them.until(lambda node=node: "2 nodes do not fit the job's layout" in them.log(node), "nodes that wait")
+            them.until(partial(says, them, node, "2 nodes do not fit the job's layout"), "nodes that wait")
         assert [them.processes[node].poll() for node in (0, 1)] == [None, None]
         before = max(steps(tmp_path))
         them.start(2, *FLAGS, *words, nnodes="2:3")

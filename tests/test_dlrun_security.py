@@ -18,8 +18,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.dlrun import Launch, dlrun
-from torch._C._distributed_c10d import TCPStore
-from torch.distributed import HashStore
+from torch._C._distributed_c10d import HashStore, TCPStore
 from torch.distributed.elastic.rendezvous import RendezvousStateError
 from torch.distributed.elastic.rendezvous.dynamic_rendezvous import (
     RendezvousSettings,
@@ -189,7 +188,7 @@ def test_state_that_is_damaged_is_refused_with_one_error(data: st.DataObject) ->
     new = data.draw(st.sampled_from(["", "1", "[", "]", "{", "}", ":", ",", '"', "null", "-", "1e999", "[" * 5000]))
     store = HashStore()
     holder = shared_state.SharedState(store, of_run("x"), Seal(b"s" * 16, "p"))
-    store.set("flashckpt.rendezvous.x", Seal(b"s" * 16, "p").close(text[:at] + new + text[at + 1 :]))
+    store.set("flashckpt.rendezvous.x", Seal(b"s" * 16, "p").close(text[:at] + new + text[at + 1 :]).decode())
     try:
         holder.sync()
     except RendezvousStateError:
