@@ -1,11 +1,11 @@
-"""Every override of torch.distributed.elastic, in one file: the agent, its stores, its launch.
+"""The agent of one node and its launch: what overrides torch.distributed.elastic (its rendezvous: rounds.py).
 
 What differs from torchrun's agent, and why:
 
 * workers come from the zygote and are watched by pidfds: a failure is seen in milliseconds;
 * survivors of a failure are killed at once: what they hold is in shared memory, not in them;
 * every generation gets a fresh store: torchrun 2.13 hands stale gloo addresses to restarted ranks;
-* an unchanged membership of one node is not negotiated again;
+* the rendezvous decodes no pickle, and on one node there is none: everything listens on the loopback address;
 * a stop is agreed with the ranks, so that none stops alone inside a collective;
 * an agent that leaves does not close the rendezvous for the others.
 """
@@ -18,8 +18,8 @@ import signal
 import socket
 import sys
 import time
-from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
 from torch.distributed import DistError
 from torch.distributed.elastic.agent.server import local_elastic_agent
@@ -31,148 +31,36 @@ from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, P
 from torch.distributed.elastic.rendezvous import (
     RendezvousClosedError,
     RendezvousError,
-    RendezvousGracefulExitError,
     RendezvousHandler,
-    RendezvousInfo,
+    RendezvousParameters,
+    RendezvousStateError,
     RendezvousTimeoutError,
+    registry,
 )
-from torch.distributed.elastic.rendezvous.dynamic_rendezvous import (
-    DynamicRendezvousHandler,
-    _DistributedRendezvousOpExecutor,
-)
-from torch.distributed.elastic.rendezvous.static_tcp_rendezvous import StaticTCPRendezvous
 from torch.distributed.launcher import api as launcher_api
 
-from flashckpt.daemon import hang, node_check, stores
+from flashckpt.daemon import findings, hang, node_check
 from flashckpt.daemon.budget import Budget, Verdict
 from flashckpt.daemon.context import Life, WorkerContext, make_context, script_commands
 from flashckpt.daemon.failure import FailureReport
 from flashckpt.daemon.hang import Pace
 from flashckpt.daemon.node_check import Check
 from flashckpt.daemon.nursery import Nursery
-from flashckpt.daemon.options import AgentOptions, Outcome, RendezvousLostError
+from flashckpt.daemon.options import FINAL_CODES, AgentOptions, Outcome, RefusedError, RendezvousLostError
 from flashckpt.daemon.process import become_subreaper, reap_strays
+from flashckpt.daemon.rendezvous import OneNode, handler_of
 from flashckpt.daemon.reporting import Reporter
-from flashckpt.daemon.stop import AgreedStop, Group, StopSignals
+from flashckpt.daemon.rounds import FreshStores
+from flashckpt.daemon.stop import AgreedStop, Group, StopSignals, Store
 from flashckpt.daemon.torch_parts import raise_signal, replaced
 from flashckpt.daemon.watch import JobWatch
+from flashckpt.errors import LayoutError
 from flashckpt.memory.control import ControlRow
-
-if TYPE_CHECKING:
-    from torch._C._distributed_c10d import TCPStore
 
 _log = logging.getLogger("flashckpt.dlrun")
 _TICK_S = 0.2
-_LINGER_S = 2.5
-
-
-class InUnits(_DistributedRendezvousOpExecutor):
-    """The steps of a c10d rendezvous, whose every round is cut to a multiple of `unit` nodes; the others wait.
-
-    Nodes that trained in the round before stay before others do: their memory holds the snapshots.
-    """
-
-    def __init__(self, inner: DynamicRendezvousHandler, unit: int) -> None:
-        super().__init__(inner._this_node, inner._state_holder, inner.settings)  # noqa: SLF001 -- torch offers no other way in
-        self._unit = unit
-        self.has_trained = False
-        self.has_waited = False
-
-    def waits(self) -> bool:
-        """Return whether a round went on without this node since the last call."""
-        waited, self.has_waited = self.has_waited, False
-        return waited
-
-    def _add_to_wait_list(self) -> None:
-        self.has_waited = True
-        super()._add_to_wait_list()
-
-    def missing(self, size: int) -> bool:
-        """Whether a node of the present round, of `size` nodes, has left it to begin another."""
-        return len(self._state_holder.state.participants) < size
-
-    def _add_to_participants(self) -> None:
-        super()._add_to_participants()
-        if not self._state.complete and self.has_trained:
-            self._state.participants[self._node] = 1  # the place of its rank, which is given at the end
-
-    def _mark_rendezvous_complete(self) -> None:
-        nodes = self._state.participants
-        surplus = len(nodes) % self._unit
-        for node in sorted(nodes, key=lambda node: (-nodes[node], node))[len(nodes) - surplus :]:
-            del nodes[node]  # its next look puts it on the wait list
-        super()._mark_rendezvous_complete()
-
-
-class FreshStores(stores.Forwarding):
-    """A rendezvous whose every round hands the workers a store that nobody has written to.
-
-    `may_close` stays False until the job has ended for good: the shutdown of a c10d rendezvous is
-    final for all nodes.
-    """
-
-    def __init__(self, inner: RendezvousHandler, *, unit: int = 1) -> None:
-        super().__init__(inner)
-        self.rounds = 0
-        self.may_close = False
-        self._info: RendezvousInfo | None = None
-        self._server: TCPStore | None = None
-        self._unit = unit
-        self._units: InUnits | None = None
-        if unit > 1 and isinstance(inner, DynamicRendezvousHandler):
-            self._units = inner._op_executor = InUnits(inner, unit)  # noqa: SLF001 -- torch offers no other way in
-
-    def next_rendezvous(self) -> RendezvousInfo:
-        """Join the next round; one node that is alone by definition does not ask anybody."""
-        inner = self.inner
-        if isinstance(inner, DynamicRendezvousHandler):
-            if self._info is not None and inner.settings.max_nodes == 1:
-                self._info, self._server = stores.of_one_node(self._info, self.rounds)
-            else:
-                self._info = self._join(inner)
-        elif isinstance(inner, StaticTCPRendezvous) and self.rounds:
-            self._info, self._server = stores.of_static(inner.next_rendezvous(), self.rounds)
-        else:
-            self._info = inner.next_rendezvous()
-        self.rounds += 1
-        return self._info
-
-    def _join(self, inner: DynamicRendezvousHandler) -> RendezvousInfo:
-        while True:
-            inner._bootstrap_store_info = None  # noqa: SLF001 -- torch caches the first round's store here
-            inner._shared_tcp_store_server = None  # noqa: SLF001 -- and its server here
-            try:
-                info = inner.next_rendezvous()
-            except RendezvousTimeoutError:
-                if self._units is None or not self._units.waits():
-                    raise
-                continue  # the others train: a node that is over waits for as long as they do
-            except RendezvousClosedError:
-                if self._units is None or not self._units.waits():
-                    raise
-                msg = "the job has ended without this node"
-                raise RendezvousGracefulExitError(msg) from None
-            if self._units is not None:
-                self._units.has_trained = True
-            return info
-
-    def num_nodes_waiting(self) -> int:
-        """Return how many nodes want to join and can: whole units, or any of them once a node has left the round."""
-        waiting = int(self.inner.num_nodes_waiting())
-        if self._units is None or self._info is None or self._units.missing(self._info.world_size):
-            return waiting
-        return waiting - waiting % self._unit
-
-    def shutdown(self) -> bool:
-        """Close the rendezvous, but only when the job is over for every node; nodes that wait to join are let hear of it."""
-        if not self.may_close:
-            return True
-        closed = bool(self.inner.shutdown())
-        if isinstance(self.inner, DynamicRendezvousHandler):
-            state = self.inner._state_holder.state  # noqa: SLF001 -- a copy of what all nodes share
-            if state.wait_list or state.redundancy_list:
-                time.sleep(_LINGER_S)  # the store may end with this process; they look once a second
-        return closed
+_CAUSE_S = 8.0  # longer than a silent node counts as alive, where the user left that as it is
+_ON_LOOPBACK = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
 
 
 class DlrunAgent(LocalElasticAgent):
@@ -182,16 +70,22 @@ class DlrunAgent(LocalElasticAgent):
         self, spec: WorkerSpec, *args: Any, nursery: Nursery, options: AgentOptions, outcome: Outcome, **kwargs: Any
     ) -> None:
         self._stores = FreshStores(spec.rdzv_handler, unit=options.node_unit)
+        if isinstance(spec.rdzv_handler, OneNode):
+            spec.master_addr = spec.master_port = None  # the store's own, on the loopback address
         spec.rdzv_handler = self._stores
         super().__init__(spec, *args, **kwargs)
         self._nursery, self._options, self._outcome = nursery, options, outcome
-        self._budget = Budget(spec.max_restarts, refill_steps=options.refill_steps)
+        limit = spec.max_restarts if options.restarts_chosen else None
+        self._budget = Budget(limit, refill_steps=options.refill_steps)
         self._lives = 0
         self._failures = 0
         self._rendezvous_s = 0.0
         self._checked = False
         self._ended = False
         self._pace = Pace()
+        self._started_s = 0.0
+        self._has_trained = False
+        self._knows_cause = True
 
     # -- life of the agent
 
@@ -279,6 +173,9 @@ class DlrunAgent(LocalElasticAgent):
         if not rows or not isinstance(context, WorkerContext):
             return None
         self._pace.see(time.monotonic(), max(row.step for row in rows))
+        if not self._has_trained and self._stores.sizes is not None and any(row.first_step for row in rows):
+            self._has_trained = True
+            self._stores.sizes.note_trained()
         self._reporter.tick(rows)
         limit_s = hang.timeout_s(self._pace.step_s, self._options.hang_s)
         if self._stop.is_under_way or not hang.is_hanging(rows, time.monotonic_ns(), limit_s):
@@ -292,8 +189,19 @@ class DlrunAgent(LocalElasticAgent):
 
     def _rendezvous(self, worker_group: WorkerGroup) -> None:
         begun = time.monotonic()
-        super()._rendezvous(worker_group)
+        try:
+            super()._rendezvous(worker_group)
+        except RendezvousTimeoutError as error:
+            if not (held := self._stores.held):
+                raise
+            raise RefusedError(
+                f"the job's layout does not fit {held} nodes, and no other number of them came in time",
+                exit_code=LayoutError.exit_code,
+            ) from error
         self._rendezvous_s = time.monotonic() - begun
+        if (others := self._others(worker_group)) is not None:
+            ranks = [worker.global_rank for worker in worker_group.workers]
+            findings.introduce(others.store, others.rank, host=socket.gethostname(), ranks=ranks)
         if self._options.node_check:
             self._check_nodes(worker_group)
 
@@ -309,8 +217,12 @@ class DlrunAgent(LocalElasticAgent):
             self._rendezvous(group)
 
     def _start_workers(self, worker_group: WorkerGroup) -> dict[int, Any]:
+        self._watch.forget_refusal()
         with replaced(local_elastic_agent, "start_processes", self._start_context):
             pids: dict[int, Any] = super()._start_workers(worker_group)
+        self._started_s = time.monotonic()
+        names = (f"rank {worker.global_rank} pid {pids[worker.local_rank]}" for worker in worker_group.workers)
+        _log.info("started %s", ", ".join(names))
         if isinstance(self._pcontext, WorkerContext):
             self._reporter.started(rendezvous_s=self._rendezvous_s, fork_s=self._pcontext.fork_s)
         self._pace = Pace()
@@ -320,6 +232,9 @@ class DlrunAgent(LocalElasticAgent):
         self, *, entrypoint: Callable[..., Any] | str, args: dict[int, tuple[Any, ...]], **rest: Any
     ) -> PContext:
         """Stand in for torch's start_processes: scripts are forked, commands spawned, functions are torch's."""
+        if isinstance(self._stores.inner, OneNode):
+            for environment in rest["envs"].values():
+                environment.update({name: "lo" for name in _ON_LOOPBACK if name not in os.environ})
         scripts = script_commands(entrypoint, args)
         if callable(entrypoint) and scripts is None:
             return start_processes(entrypoint=entrypoint, args=args, **rest)
@@ -346,10 +261,11 @@ class DlrunAgent(LocalElasticAgent):
 
     def _after_failure(self, group: WorkerGroup, result: RunResult) -> bool:
         """Report the failure and restart; False if the group is not restarted."""
-        context, hung = self._pcontext, bool(self._outcome.hang)
+        context, hung, others = self._pcontext, bool(self._outcome.hang), self._others(group)
         report = None
         if isinstance(context, WorkerContext) and result.is_failed() and not hung:
-            report = self._reporter.failure(context, self._rows(), restart=self._lives + 1)
+            report = self._reporter.failure(context, self._rows(), restart=self._lives + 1, others=others)
+            self._knows_cause = not report.elsewhere
         verdict = self._judge(report)
         action = verdict.reason
         if report is not None:
@@ -360,6 +276,9 @@ class DlrunAgent(LocalElasticAgent):
         if not verdict.restart:
             self._outcome.repeats = action if verdict.repeats else ""
             self._stop_workers(group)
+            if others is not None and not self._knows_cause:
+                lost = findings.await_cause(others.store, self._stores.lost_in_this_round, timeout_s=_CAUSE_S)
+                self._outcome.elsewhere = self._name_cause(others.store, lost)
             group.state = WorkerState.FAILED
             self._reporter.finish("ended")
             return False
@@ -368,6 +287,31 @@ class DlrunAgent(LocalElasticAgent):
         self._failures += 1
         self._lives += 1
         self._restart_workers(group)
+        if others is not None:
+            self._name_cause(others.store, self._stores.lost_since_the_round_before())
+        return True
+
+    def _name_cause(self, store: Store, lost: Mapping[int, str]) -> str:
+        """Say what ended the generation where that was not on this node: a machine that was lost, or a rank elsewhere."""
+        if self._knows_cause and not lost:
+            return ""
+        cause = findings.cause(store, lost)
+        _log.error("%s", cause)
+        self._reporter.named_elsewhere(cause)
+        return cause
+
+    def _refused(self) -> int:
+        """Return the exit code of a rank that found the job impossible as it is, 0 if none did."""
+        context = self._pcontext
+        exits = context.exits() if isinstance(context, WorkerContext) else []
+        return self._watch.refused() or next((item.code for item in exits if item.code in FINAL_CODES), 0)
+
+    def _may_fit_again(self, refused: int) -> bool:
+        """Return whether the job was refused for its number of nodes, which may change: it has trained with another."""
+        sizes, size = self._stores.sizes, self._worker_group.group_world_size
+        if refused != LayoutError.exit_code or sizes is None or not self._stores.may_grow() or not sizes.has_trained():
+            return False
+        sizes.refuse(int(size or 0))
         return True
 
     def _judge(self, report: FailureReport | None) -> Verdict:
@@ -375,16 +319,21 @@ class DlrunAgent(LocalElasticAgent):
             return Verdict(restart=False, reason="the job was asked to stop: it ends")
         if self._remaining_restarts < self._budget.left:  # torch took them away: a rank is stuck in the kernel
             return Verdict(restart=False, reason="a rank is stuck in the kernel: a new one would meet the same device")
-        if refused := self._watch.refused():
+        if refused := self._refused():
+            if self._may_fit_again(refused):
+                return Verdict(restart=True, reason="nodes were lost, and the layout does not fit those that are left")
             self._outcome.refused = refused
-            return Verdict(restart=False, reason="every start would end the same: the job ends")
+            return Verdict(restart=False, reason=f"exit code {refused}: every start would end the same, the job ends")
+        ran_s = time.monotonic() - self._started_s
         if report is None:
-            return self._budget.spend(fingerprint="", step=self._pace.highest)
-        return self._budget.spend(fingerprint=report.fingerprint, step=report.step)
+            return self._budget.spend(fingerprint="", step=self._pace.highest, ran_s=ran_s)
+        return self._budget.spend(fingerprint=report.fingerprint, step=report.step, ran_s=ran_s)
 
     def _end_hang(self, context: WorkerContext, rows: Sequence[ControlRow], limit_s: float) -> RunResult:
         """Write down all stacks, then kill every rank; the odd one counts as the one that failed."""
-        suspect = self._reporter.hang(context, rows, limit_s, restart=self._lives + 1)
+        others = self._others(self._worker_group)
+        suspect = self._reporter.hang(context, rows, limit_s, restart=self._lives + 1, others=others)
+        self._knows_cause = suspect.known
         self._outcome.hang = suspect.text
         worker = next(worker for worker in self._worker_group.workers if worker.global_rank == suspect.rank)
         failed = ProcessFailure(
@@ -409,6 +358,20 @@ class DlrunAgent(LocalElasticAgent):
             raise_signal(received[0] if received else signal.SIGTERM)
 
 
+def _of_the_rendezvous(error: Exception, config: Any) -> RendezvousLostError | None:
+    """Return the clear error of a rendezvous that failed, None where it was not the rendezvous."""
+    if isinstance(error, RendezvousClosedError):
+        return RendezvousLostError.closed()
+    if isinstance(error, RendezvousStateError):
+        return RendezvousLostError.written_by_others(error)
+    if "rendezvous" not in type(error).__name__.lower() and config.max_nodes == 1:
+        return None
+    return RendezvousLostError.at(config.rdzv_endpoint, error)
+
+
+_rendezvous_of_torch = registry.get_rendezvous_handler
+
+
 def launch(
     config: Any, entrypoint: Callable[..., Any] | str, args: list[str], *, nursery: Nursery, options: AgentOptions
 ) -> Outcome:
@@ -425,18 +388,24 @@ def launch(
     def build(*rest: Any, **kwargs: Any) -> DlrunAgent:
         return DlrunAgent(*rest, nursery=nursery, options=options, outcome=outcome, **kwargs)
 
-    theirs = vars(launcher_api)["LocalElasticAgent"]
-    ours = build if theirs is LocalElasticAgent else theirs  # another one that somebody has put there is kept
-    with replaced(launcher_api, "LocalElasticAgent", ours):
+    def meet(params: RendezvousParameters) -> RendezvousHandler:
+        return handler_of(params, _rendezvous_of_torch)
+
+    # another agent or rendezvous that somebody has put in place of torch's is kept
+    theirs, factory = vars(launcher_api)["LocalElasticAgent"], registry.get_rendezvous_handler
+    with (
+        replaced(launcher_api, "LocalElasticAgent", build if theirs is LocalElasticAgent else theirs),
+        replaced(registry, "get_rendezvous_handler", meet if factory is _rendezvous_of_torch else factory),
+    ):
         try:
             launcher_api.launch_agent(config, entrypoint, args)
         except SignalException:
             if not outcome.resume:
                 raise
         except (RendezvousError, DistError) as error:
-            if "rendezvous" not in type(error).__name__.lower() and config.max_nodes == 1:
+            if (lost := _of_the_rendezvous(error, config)) is None:
                 raise
-            raise RendezvousLostError.at(config.rdzv_endpoint, error) from error
+            raise lost from error
         except ChildFailedError as error:
             if (clearer := outcome.error()) is not None:
                 raise clearer from error

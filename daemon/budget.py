@@ -1,11 +1,15 @@
-"""When to restart and when to give up: the budget that progress refills, and errors that repeat themselves."""
+"""When to restart and when to give up: a budget that progress gives back, and errors that repeat themselves."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
+RESTARTS = 10
+"""Restarts without progress where the user gave no --max-restarts."""
 REFILL_STEPS = 20
 """New steps between two failures that give the whole budget back."""
+REFILL_S = 600.0
+"""Seconds of running between two failures that give it back where nobody counts steps and no number was given."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -21,38 +25,56 @@ class Budget:
     """Counts the restarts of a job.
 
     Args:
-        limit: Restarts without progress (--max-restarts).
+        limit: Restarts without progress (--max-restarts); None: RESTARTS, and a crash loop is also looked for where
+            nobody counts steps: running for REFILL_S is progress there, and an error that comes twice in a row
+            without it ends the job. With a number such a script gets that many restarts in all, as from torchrun.
         refill_steps: New steps beyond the highest one of all failures so far that refill it; 0: never.
     """
 
-    def __init__(self, limit: int, *, refill_steps: int = REFILL_STEPS) -> None:
-        self.limit = self.left = limit
+    def __init__(self, limit: int | None, *, refill_steps: int = REFILL_STEPS) -> None:
+        self._chosen = limit is not None
+        self.limit = self.left = RESTARTS if limit is None else limit
         self._refill_steps = refill_steps
         self._highest = -1
         self._last: tuple[str, int] | None = None
 
-    def spend(self, *, fingerprint: str, step: int) -> Verdict:
+    def spend(self, *, fingerprint: str, step: int, ran_s: float = 0.0) -> Verdict:
         """Judge one failure.
 
         Args:
             fingerprint: What makes two errors the same (a traceback); "" for anything but the script's own error.
-            step: The step the failing rank had completed; -1 where nobody counts, which never refills.
+            step: The step the failing rank had completed; -1 where nobody counts, which never refills by steps.
+            ran_s: Seconds from the start of the workers to the failure.
         """
+        counted = step >= 0
+        rested = not counted and not self._chosen and self._refill_steps > 0 and ran_s >= REFILL_S
         this = (fingerprint, step)
-        if fingerprint and step >= 0 and this == self._last:
+        if fingerprint and this == self._last and (counted or not (self._chosen or rested)):
+            where = f"at step {step}" if counted else "before any progress"
             return Verdict(
-                restart=False,
-                repeats=True,
-                reason=f"the same error at step {step} twice: it is the script's, no restart",
+                restart=False, repeats=True, reason=f"the same error {where} twice: it is the script's, no restart"
             )
         self._last = this
-        refilled = self._highest >= 0 and 0 < self._refill_steps <= step - self._highest
+        refilled = rested or (self._highest >= 0 and 0 < self._refill_steps <= step - self._highest)
         self._highest = max(self._highest, step)
         if refilled:
             self.left = self.limit
         if self.left == 0:
-            return Verdict(restart=False, reason=f"no restart of {self.limit} is left: the job ends")
+            return Verdict(restart=False, reason=self._spent())
         self.left -= 1
         again = f" (all {self.limit} were given back: the job had made progress)" if refilled else ""
         left = f"{self.left} of {self.limit} restarts are left{again}"
         return Verdict(restart=True, reason=f"restarting all workers, {left}")
+
+    def _spent(self) -> str:
+        """Return why there is no restart, and what to do about it."""
+        if self.limit == 0:
+            return (
+                "no restart, --max-restarts is 0: the job ends"
+                f" (without the option dlrun restarts up to {RESTARTS} times without progress)"
+            )
+        steps = f" without {self._refill_steps} new steps between them" if self._refill_steps else ""
+        return (
+            f"no restart of {self.limit} is left: all were used{steps}, the job ends"
+            " (the cause is above; --max-restarts N allows more)"
+        )

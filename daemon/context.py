@@ -17,10 +17,10 @@ from torch.distributed import run as torchrun
 from torch.distributed.elastic.multiprocessing.api import PContext, RunProcsResult
 from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 
-from flashckpt.daemon import fresh, numa
+from flashckpt.daemon import fresh, job_secret, numa
 from flashckpt.daemon.failure import Exit, first_failure, read_error
 from flashckpt.daemon.nursery import Nursery, Unavailable
-from flashckpt.daemon.process import die_with_parent, exit_code, kill_group, reap_strays, wait_readable
+from flashckpt.daemon.process import die_with_parent, exit_code, is_stopped, kill_group, reap_strays, wait_readable
 from flashckpt.daemon.watch import JobWatch
 
 _log = logging.getLogger("flashckpt.dlrun")
@@ -75,6 +75,7 @@ class WorkerContext(PContext):
         self.fork_s = 0.0
         self.detected_s = 0.0
         self.stopped_s = 0.0
+        self.standing: list[Exit] = []
 
     def start(self) -> None:
         """Start workers and log tails; unlike torch's, this leaves signal handlers to the agent."""
@@ -106,7 +107,7 @@ class WorkerContext(PContext):
         return {
             "argv": list(script.argv),
             "module": script.module,
-            "env": {**os.environ, **environment},
+            "env": {**job_secret.without(os.environ), **environment},
             "stdout": self.stdouts[local_rank],
             "stderr": self.stderrs[local_rank],
             "local_rank": local_rank,
@@ -116,7 +117,7 @@ class WorkerContext(PContext):
         }
 
     def _spawn(self, local_rank: int) -> int:
-        environment = {**os.environ, **self.envs[local_rank]}
+        environment = {**job_secret.without(os.environ), **self.envs[local_rank]}
         command = self._command(local_rank)
         streams = [open(path, "w") if path else None for path in (self.stdouts[local_rank], self.stderrs[local_rank])]  # noqa: PTH123, SIM115
         try:
@@ -196,6 +197,7 @@ class WorkerContext(PContext):
             self._reap()
         failed = sorted((item for item in self.exits() if item.failed), key=lambda item: item.at_ns)
         first = first_failure(failed)
+        self.standing = [self._exit(worker, -signal.SIGKILL) for worker in self._running() if is_stopped(worker.pid)]
         failed.sort(key=lambda item: item is not first)
         self.close(signal.SIGTERM if self._survivors_s else signal.SIGKILL, int(self._survivors_s))
         self.stopped_s = time.monotonic()

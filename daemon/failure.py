@@ -58,7 +58,10 @@ class Exit:
 
 @dataclass(frozen=True, kw_only=True)
 class FailureReport:
-    """The first failing rank of one generation and what is known of it; `step` is -1 where nobody counted."""
+    """The first failing rank of one generation and what is known of it; `step` is -1 where nobody counted.
+
+    `elsewhere` means that every rank of this node only noticed the end of a rank, or of a machine, it was connected to.
+    """
 
     first: Exit
     host: str
@@ -68,6 +71,7 @@ class FailureReport:
     log_lines: Sequence[str] = ()
     log_path: str = ""
     error_files: dict[int, str] = field(default_factory=dict)
+    elsewhere: bool = False
 
     @property
     def fingerprint(self) -> str:
@@ -76,6 +80,8 @@ class FailureReport:
 
     def render(self, action: str) -> str:
         """Return the report as the lines a user reads; `action` says what is done about it."""
+        if self.elsewhere:
+            return "\n".join([*self._lost_connections(), f"  -> {action}"])
         step = f" at step {self.step}" if self.step >= 0 else ""
         lines = [f"rank {self.first.rank} (local {self.first.local_rank}, pid {self.first.pid}) on {self.host}"]
         lines[0] += f" failed first{step}: {self.cause}"
@@ -88,6 +94,15 @@ class FailureReport:
             lines.append(self._others())
         lines.append(f"  -> {action}")
         return "\n".join(lines)
+
+    def _lost_connections(self) -> list[str]:
+        ranks = ", ".join(str(rank) for rank in sorted(item.rank for item in (self.first, *self.others)))
+        step = f" at step {self.step}" if self.step >= 0 else ""
+        who = f"rank{'s' if self.others else ''} {ranks} lost the connection to another node"
+        return [
+            f"no rank of {self.host} failed by itself{step}: {who}",
+            f"  | rank {self.first.rank}: {self.first.summary.splitlines()[0]}",
+        ]
 
     def _others(self) -> str:
         ranks = ",".join(str(item.rank) for item in self.others)

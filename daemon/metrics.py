@@ -1,4 +1,4 @@
-"""Prometheus metrics of the daemon, on a loopback port, only where FLASHCKPT_METRICS_PORT is set."""
+"""Prometheus metrics of the daemon, only where FLASHCKPT_METRICS_PORT is set; on FLASHCKPT_METRICS_HOST, loopback by default."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ from prometheus_client.metrics_core import Metric
 
 _log = logging.getLogger(__name__)
 LABELS = ("job", "node")
+LOOPBACK = "127.0.0.1"
 
 
 class Observed(Protocol):
@@ -67,13 +68,15 @@ class Endpoint:
     """A metrics endpoint until `close`.
 
     Attributes:
-        port: On 127.0.0.1.
+        host: The address it listens on.
+        port: The port.
     """
 
-    def __init__(self, observed: Observed, *, job: str, node: int, port: int) -> None:
+    def __init__(self, observed: Observed, *, job: str, node: int, port: int, host: str = LOOPBACK) -> None:
         registry = CollectorRegistry()
         registry.register(_Collector(observed, (job, str(node))))
-        self._server, self._thread = start_http_server(port, addr="127.0.0.1", registry=registry)
+        self._server, self._thread = start_http_server(port, addr=host, registry=registry)
+        self.host = host
         self.port = int(self._server.server_port)
 
     def close(self) -> None:
@@ -86,15 +89,19 @@ class Endpoint:
 def serve(observed: Observed, *, job: str, node: int) -> Endpoint | None:
     """Start the endpoint if FLASHCKPT_METRICS_PORT is set, None where it is not.
 
-    Node k of several on one machine takes port + k. A port that is taken is said and costs only the metrics.
+    It listens on FLASHCKPT_METRICS_HOST, which is the loopback address unless it is set: whoever reaches the port can
+    read it. Node k of several on one machine takes port + k. An address or port that cannot be used costs only the
+    metrics, and a warning.
     """
     wanted = os.environ.get("FLASHCKPT_METRICS_PORT")
     if not wanted:
         return None
+    host = os.environ.get("FLASHCKPT_METRICS_HOST") or LOOPBACK
     try:
-        endpoint = Endpoint(observed, job=job, node=node, port=int(wanted) + node if int(wanted) else 0)
+        endpoint = Endpoint(observed, job=job, node=node, port=int(wanted) + node if int(wanted) else 0, host=host)
     except (OSError, ValueError, OverflowError) as error:
-        _log.warning("no metrics: port %s on 127.0.0.1 cannot be used (%s)", wanted, error)
+        _log.warning("no metrics: port %s on %s cannot be used (%s)", wanted, host, error)
         return None
-    _log.info("metrics at http://127.0.0.1:%d/metrics", endpoint.port)
+    shown = f"[{host}]" if ":" in host else host
+    _log.info("metrics at http://%s:%d/metrics", shown, endpoint.port)
     return endpoint

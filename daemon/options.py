@@ -14,6 +14,7 @@ class AgentOptions:
 
     Attributes:
         job: The job's name, where the user gave one by --rdzv-id.
+        restarts_chosen: Whether the user gave --max-restarts; see Budget.
         survivors_s: Seconds that survivors of a failure get between SIGTERM and SIGKILL; 0 kills at once.
         grace_s: Seconds an agreed stop may take before the workers are killed.
         ledger: A file that gets one JSON line per failure, besides the job directory's own.
@@ -26,6 +27,7 @@ class AgentOptions:
     """
 
     job: str = ""
+    restarts_chosen: bool = True
     survivors_s: float = 0.0
     grace_s: float = 60.0
     ledger: str = ""
@@ -39,12 +41,17 @@ class AgentOptions:
 
 @dataclass(kw_only=True)
 class Outcome:
-    """How the launch ended, for the exit code: stopped on request, hanging, or by an error that repeats itself."""
+    """How the launch ended, for the exit code: stopped on request, hanging, or by an error that repeats itself.
+
+    `refused` is the exit code of a rank that found the job impossible as it is; `elsewhere` names what ended the job
+    where that was on another node.
+    """
 
     resume: bool = False
     hang: str = ""
     repeats: str = ""
     refused: int = 0
+    elsewhere: str = ""
 
     def error(self) -> FlashckptError | None:
         """Return what dlrun ends with where workers failed, None where there is nothing clearer than their failure."""
@@ -52,7 +59,9 @@ class Outcome:
             return RefusedError("the job cannot run as it is: a rank has told why, above", exit_code=self.refused)
         if self.repeats:
             return RestartBudgetError(self.repeats, remedy="mend the script; its traceback is above")
-        return HangError(self.hang, state="All ranks were killed.") if self.hang else None
+        if self.hang:
+            return HangError(self.hang, state="All ranks were killed.")
+        return FailedElsewhereError(self.elsewhere) if self.elsewhere else None
 
 
 class RefusedError(FlashckptError):
@@ -61,6 +70,16 @@ class RefusedError(FlashckptError):
     def __init__(self, problem: str, *, exit_code: int) -> None:
         self.exit_code = exit_code
         super().__init__(problem)
+
+
+FINAL_CODES = range(10, 20)
+"""Exit codes of workers that no restart can mend: wrong configuration, layout, data, root, memory (flashckpt/errors.py)."""
+
+
+class FailedElsewhereError(FlashckptError):
+    """No rank of this node failed by itself, and no restart is left."""
+
+    exit_code = 1
 
 
 class RendezvousLostError(FlashckptError):
@@ -72,10 +91,29 @@ class RendezvousLostError(FlashckptError):
     def at(cls, endpoint: str, error: Exception) -> RendezvousLostError:
         """Return the error that names the host of the store."""
         return cls(
-            f"the agent at {endpoint} hosted the rendezvous store and cannot be reached, or it closed",
+            f"the agent at {endpoint} hosted the rendezvous store and cannot be reached",
             found=f"{type(error).__name__}: {error}",
             state="The workers of this node were ended; complete snapshots are persisted by the daemon.",
             remedy="start the job again; docs/launching.md says how to keep the store on a node that does not train",
+        )
+
+    @classmethod
+    def written_by_others(cls, error: Exception) -> RendezvousLostError:
+        """Return the error of a store in which lies what no node of this job has written."""
+        return cls(
+            "somebody else has written to the rendezvous store",
+            found=str(error),
+            state="Nothing of it was used. The workers of this node were ended; the daemon persists complete snapshots.",
+            remedy="give all nodes the same FLASHCKPT_JOB_SECRET, and close the port of the rendezvous to others",
+        )
+
+    @classmethod
+    def closed(cls) -> RendezvousLostError:
+        """Return the error of a node whose job was ended by another one."""
+        return cls(
+            "another node has ended the job",
+            state="The workers of this node were ended; complete snapshots are persisted by the daemon.",
+            remedy="look for the cause in the log of the other nodes",
         )
 
 

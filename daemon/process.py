@@ -11,7 +11,9 @@ import time
 from pathlib import Path
 
 _PR_SET_PDEATHSIG = 1
+_PR_SET_NAME = 15
 _PR_SET_CHILD_SUBREAPER = 36
+_ARG_START = 45  # of /proc/PID/stat, counted from the state: where the memory of the command line begins, then its end
 _libc = ctypes.CDLL(None, use_errno=True)
 
 
@@ -19,6 +21,24 @@ def _prctl(option: int, value: int) -> None:
     if _libc.prctl(option, value, 0, 0, 0) != 0:
         errno = ctypes.get_errno()
         raise OSError(errno, f"prctl({option}): {os.strerror(errno)}")
+
+
+def set_title(name: str, line: str) -> None:
+    """Let ps, top and pgrep show this process as `name` (15 bytes), and its command line as `line`.
+
+    The command line is written over the one the process was started with, and cut to its length. A fork that does
+    not exec keeps its parent's otherwise: all ranks and the zygote would read "dlrun".
+    """
+    _libc.prctl(_PR_SET_NAME, name.encode()[:15], 0, 0, 0)
+    try:
+        fields = Path("/proc/self/stat").read_text(encoding="utf-8", errors="replace").rpartition(")")[2].split()
+        start, end = int(fields[_ARG_START]), int(fields[_ARG_START + 1])
+    except (OSError, ValueError, IndexError):
+        return
+    if 0 < start < end:
+        text = line.encode(errors="surrogateescape")[: end - start - 1]
+        ctypes.memset(start, 0, end - start)
+        ctypes.memmove(start, text, len(text))
 
 
 def die_with_parent() -> None:
@@ -53,6 +73,15 @@ def has_ended(pid: int) -> bool:
     except OSError:
         return True
     return text.rpartition(")")[2].split()[:1] in (["Z"], ["X"])
+
+
+def is_stopped(pid: int) -> bool:
+    """Return whether a process was stopped (SIGSTOP, a debugger): it does nothing, and does not end by itself."""
+    try:
+        text = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8", errors="replace")
+    except OSError:
+        return False
+    return text.rpartition(")")[2].split()[:1] in (["T"], ["t"])
 
 
 def thread_count() -> int:

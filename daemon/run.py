@@ -18,7 +18,7 @@ import uuid
 from typing import TYPE_CHECKING, Any
 
 from flashckpt.daemon import zygote
-from flashckpt.daemon.budget import REFILL_STEPS
+from flashckpt.daemon.budget import REFILL_STEPS, RESTARTS
 from flashckpt.errors import RESUME_EXIT_CODE, ConfigError, FlashckptError
 from flashckpt.printable import PrintableFormatter
 from flashckpt.streams import fill_closed
@@ -70,6 +70,7 @@ def get_args_parser() -> argparse.ArgumentParser:
     parser = torchrun.get_args_parser()
     parser.prog = _OWN
     parser.description = "Launch and keep alive a distributed PyTorch job (every torchrun option, and dlrun's own)"
+    _restart_by_default(parser)
     own = parser.add_argument_group(_OWN)
     for name, default, text in OPTIONS:
         spellings = dict.fromkeys((f"--{name}", f"--{name.replace('-', '_')}"))
@@ -82,6 +83,26 @@ def get_args_parser() -> argparse.ArgumentParser:
     return parser
 
 
+def _restart_by_default(parser: argparse.ArgumentParser) -> None:
+    """Let --max-restarts be None where it is not given (torchrun's default of 0 never restarts), and say so in --help."""
+    (action,) = (action for action in parser._actions if action.dest == "max_restarts")  # noqa: SLF001 -- argparse has no other way
+    if "PET_MAX_RESTARTS" not in os.environ:
+        action.default = None
+    action.help = (
+        f"Restarts without progress before the job ends; 0: never restart. Default: {RESTARTS}, which"
+        f" {REFILL_STEPS} new steps (or 10 minutes of running, in scripts without a Checkpointer) give back."
+        " The same error at the same step twice ends the job at once."
+    )
+
+
+def config_from_args(args: argparse.Namespace) -> Any:
+    """Return torchrun's launch configuration, command and its arguments for these settings."""
+    from torch.distributed import run as torchrun
+
+    given = args.max_restarts is not None
+    return torchrun.config_from_args(args if given else argparse.Namespace(**{**vars(args), "max_restarts": RESTARTS}))
+
+
 def parse_args(args: list[str] | None) -> argparse.Namespace:
     """Parse a command line (default: sys.argv)."""
     return get_args_parser().parse_args(args)
@@ -89,20 +110,19 @@ def parse_args(args: list[str] | None) -> argparse.Namespace:
 
 def run(args: argparse.Namespace, nursery: Nursery | None = None) -> Outcome:
     """Run the job of these settings; the counterpart of torch.distributed.run.run."""
-    from torch.distributed import run as torchrun
-
     from flashckpt.daemon.agent import launch
     from flashckpt.daemon.nursery import Nursery
     from flashckpt.daemon.options import AgentOptions
 
     named = _fill_rendezvous(args)
     args.rdzv_conf = _quicker(args)
-    config, command, command_args = torchrun.config_from_args(args)
+    config, command, command_args = config_from_args(args)
     timeout = args.shutdown_timeout
     if timeout is None:
         timeout = float(os.environ.get("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", "0"))
     options = AgentOptions(
         job=args.rdzv_id if named else "",
+        restarts_chosen=args.max_restarts is not None,
         survivors_s=timeout,
         grace_s=args.grace_timeout,
         ledger=args.ledger,

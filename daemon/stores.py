@@ -2,16 +2,32 @@
 
 from __future__ import annotations
 
+import socket
+
 from torch._C._distributed_c10d import PrefixStore, TCPStore
 from torch.distributed.elastic.rendezvous import RendezvousHandler, RendezvousInfo, RendezvousStoreInfo
 
+from flashckpt.errors import ConfigError
 
-def of_one_node(info: RendezvousInfo, number: int) -> tuple[RendezvousInfo, TCPStore]:
-    """Return round `number` of a node that is alone by definition, and the server that must outlive it."""
-    address = _address(info)
-    server = TCPStore(address, 0, is_master=True, wait_for_workers=False)
-    store = PrefixStore(f"flashckpt/round{number}", server)
-    return RendezvousInfo(store, 0, 1, RendezvousStoreInfo(address, server.port)), server
+LOOPBACK = "127.0.0.1"
+
+
+def on_loopback(port: int = 0) -> TCPStore:
+    """Return a server that only this machine can reach, on a port of its own choice for 0.
+
+    Raises:
+        ConfigError: the port is taken.
+    """
+    try:
+        listener = socket.create_server((LOOPBACK, port))
+    except OSError as error:
+        raise ConfigError(
+            "the port of the workers' store cannot be used",
+            found=f"{LOOPBACK}:{port}: {error.strerror or error}",
+            remedy="give another --master-port, or leave it out: dlrun takes a free one",
+        ) from error
+    port = int(listener.getsockname()[1])
+    return TCPStore(LOOPBACK, port, is_master=True, wait_for_workers=False, master_listen_fd=listener.detach())
 
 
 def of_static(info: RendezvousInfo, number: int) -> tuple[RendezvousInfo, TCPStore | None]:

@@ -92,6 +92,10 @@ class JobWatch:
         except (OSError, ValueError):
             return 0
 
+    def forget_refusal(self) -> None:
+        """Forget that a rank found the job impossible: the next generation may have another size."""
+        (self.agent_dir / "refused").unlink(missing_ok=True)
+
     def request(self, name: str) -> None:
         """Leave a request (`persist-now`, `ended`) for the daemon."""
         job = self._find()

@@ -24,7 +24,9 @@ from pathlib import Path
 from typing import Any
 
 from flashckpt.daemon import numa
-from flashckpt.errors import ConfigError, DataError, FlashckptError, LayoutError, RootError, SharedMemoryError
+from flashckpt.daemon.options import FINAL_CODES
+from flashckpt.daemon.process import set_title
+from flashckpt.errors import FlashckptError
 from flashckpt.memory.private import create_file
 
 STACKS_SIGNAL = signal.SIGRTMIN + 7
@@ -59,6 +61,8 @@ def _become_fresh(request: dict[str, Any]) -> None:
     os.environ.clear()
     os.environ.update(request["env"])
     time.tzset()
+    rank = os.environ.get("RANK", str(request["local_rank"]) if "local_rank" in request else "?")
+    set_title(f"rank{rank}", f"rank {rank}: {' '.join(request['argv'])}")
     _redirect(1, "stdout", request["stdout"])
     _redirect(2, "stderr", request["stderr"])
     if request.get("cpus") and (refused := numa.bind(request["cpus"])):
@@ -153,9 +157,9 @@ def run_recorded(request: dict[str, Any]) -> int:
 
 
 def _refuse(error: FlashckptError) -> None:
-    """Tell dlrun where a restart would end the same: wrong configuration, layout, data, root or machine."""
+    """Leave the exit code for dlrun where a restart would end the same (the agent may kill this rank before its end)."""
     folder = os.environ.get("FLASHCKPT_AGENT_DIR")
-    if folder and isinstance(error, (ConfigError, LayoutError, DataError, RootError, SharedMemoryError)):
+    if folder and error.exit_code in FINAL_CODES:
         with contextlib.suppress(OSError):
             Path(folder, "refused").write_text(str(error.exit_code), encoding="utf-8")
 

@@ -24,7 +24,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from flashckpt.daemon import messages
-from flashckpt.daemon.process import adopt_parent, thread_count
+from flashckpt.daemon.process import adopt_parent, set_title, thread_count
 
 TORCH_MODULES = (
     "numpy",
@@ -134,6 +134,7 @@ def serve(sock: socket.socket, agent: int) -> dict[str, Any]:
         agent: The pid of dlrun, which becomes the parent of every worker.
     """
     started = time.monotonic()
+    set_title("dlrun-zygote", "dlrun zygote (forks the workers)")
     preload()
     gc.collect()
     gc.freeze()  # keeps shared pages shared: the collector would write to every object's header

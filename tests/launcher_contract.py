@@ -32,7 +32,8 @@ from torch.distributed.elastic.rendezvous.dynamic_rendezvous import DynamicRende
 from torch.distributed.launcher.api import LaunchConfig
 
 from flashckpt.daemon import run as dlrun
-from flashckpt.daemon.agent import FreshStores
+from flashckpt.daemon.rendezvous import OneNode
+from flashckpt.daemon.rounds import FreshStores
 from flashckpt.errors import ConfigError
 
 pytestmark = pytest.mark.timeout(300)
@@ -226,11 +227,21 @@ def test_agent_exception_is_raised_and_recorded_once(script: str, touched: Path)
 
 
 def test_rendezvous_is_shut_down_once_after_success(script: str, touched: Path) -> None:
-    from torch.distributed.elastic.rendezvous.dynamic_rendezvous import DynamicRendezvousHandler as Handler
+    endpoint = f"--rdzv-endpoint=localhost:{free_port()}"
+    for handler, flags in ((OneNode, BASE), (DynamicRendezvousHandler, [*ELASTIC, endpoint])):
+        with mock.patch.object(handler, "shutdown", autospec=True, side_effect=handler.shutdown) as shutdown:
+            dlrun.main([*flags, "--rdzv-id=x", script, f"--touch-file-dir={touched}"])
+        shutdown.assert_called_once()
 
-    with mock.patch.object(Handler, "shutdown", autospec=True, side_effect=Handler.shutdown) as shutdown:
+
+def test_rendezvous_that_somebody_has_put_in_torchs_place_is_kept(script: str, touched: Path) -> None:
+    rendezvous = OneNode("x", "theirs")
+    with mock.patch(
+        "torch.distributed.elastic.rendezvous.registry.get_rendezvous_handler", return_value=rendezvous
+    ) as get:
         dlrun.main([*BASE, "--rdzv-id=x", script, f"--touch-file-dir={touched}"])
-    shutdown.assert_called_once()
+    get.assert_called_once()
+    assert names(touched) == ranks(4)
 
 
 def test_standalone(script: str, touched: Path) -> None:
@@ -297,7 +308,7 @@ def test_agent_failure_of_one_rank_ends_the_others(tmp_path: Path) -> None:
     text = "import os, sys, time\nif os.environ['RANK'] == '1': sys.exit(9)\ntime.sleep(600)\n"
     begun = time.monotonic()
     with pytest.raises(ChildFailedError) as caught:
-        launch(tmp_path, text, "--nproc-per-node=3")
+        launch(tmp_path, text, "--nproc-per-node=3", "--max-restarts=0")
     assert time.monotonic() - begun < 60
     assert set(caught.value.failures) == {1}
     assert caught.value.failures[1].exitcode == 9
@@ -316,7 +327,7 @@ def test_agent_shutdown_timeout_is_obeyed_on_a_failure(tmp_path: Path) -> None:
         "os._exit(1)\n"
     )
     with pytest.raises(ChildFailedError):
-        launch(tmp_path, text, "--nproc-per-node=2", "--shutdown-timeout=2")
+        launch(tmp_path, text, "--nproc-per-node=2", "--shutdown-timeout=2", "--max-restarts=0")
     waited = time.time() - float((tmp_path / "failed").read_text())
     assert (tmp_path / "asked").exists()
     assert 1.5 < waited < 20

@@ -21,9 +21,11 @@ from support.dlrun import ENGINE, TRAIN, traces
 from support.elastic import ELASTIC, History, check_exactly_once, check_losses
 from support.nodes import Nodes, nodes
 from support.ranks import wait_for
+from support.training import write_corpus
 
 from flashckpt.daemon.options import NodeCheckError
-from flashckpt.errors import RESUME_EXIT_CODE
+from flashckpt.errors import RESUME_EXIT_CODE, LayoutError
+from flashckpt.trainer.metrics import read_trace
 
 pytestmark = [pytest.mark.timeout(600), pytest.mark.skipif(os.geteuid() != 0, reason="network namespaces need root")]
 
@@ -112,6 +114,83 @@ def test_node_lost_with_its_memory_the_global_batch_is_kept_and_every_sample_is_
     assert {line.parts for line in history.kept()[lives[small].restored + 1].values()} == {3}
     check_exactly_once(history)
     check_losses(history)
+
+
+def trainer_run(folder: Path, batch: int) -> list[object]:
+    """A run of the project's trainer: two pipeline stages, the rest of the ranks data-parallel, micro-batches of 3."""
+    (folder / "run.toml").write_text(
+        "[model]\ndim = 16\nlayers = 2\nheads = 2\nkv_heads = 2\nffn = 32\n[parallel]\npp = 2\ndp_shard = -1\n"
+        f'[train]\nsteps = 100000\nseq_len = 8\nglobal_batch = {batch}\nmicro_batch = 3\ndevice = "cpu"\n'
+        "[optim]\nwarmup_steps = 2\ndecay_steps = 1000\n"
+        f'[data]\nsource = {write_corpus(folder / "text")}\nfolder = "{folder}/tokens"\n'
+        f'[checkpoint]\nroot = "{folder}/root"\nsnapshot_every = 2\npersist_every = 10\n'
+        f'[log]\nfolder = "{folder}/log"\nevery = 1000\n'
+    )
+    return ["-m", "flashckpt.trainer", "--config", folder / "run.toml"]
+
+
+def steps(folder: Path) -> list[int]:
+    return [line["step"] for line in read_trace(folder / "log" / "trace.jsonl")]
+
+
+def says(them: Nodes, node: int, text: str) -> bool:
+    return text in them.log(node)
+
+
+def test_batch_does_not_divide_over_the_nodes_that_are_left_they_wait_until_one_comes_back(tmp_path: Path) -> None:
+    """Batch 27 fits 6 ranks of two stages, not 4; the lost node is named, no rank is, and every step is trained once."""
+    words = trainer_run(tmp_path, 27)
+    with nodes(tmp_path, 3) as them:
+        for node in range(3):
+            them.start(node, *FLAGS, *words, nnodes="2:3")
+        them.until(partial(committed, tmp_path), "a committed checkpoint")
+        them.kill(2)
+        for node in (0, 1):
+            them.until(partial(says, them, node, "2 nodes do not fit the job's layout"), "nodes that wait")
+        assert [them.processes[node].poll() for node in (0, 1)] == [None, None]
+        before = max(steps(tmp_path))
+        them.start(2, *FLAGS, *words, nnodes="2:3")
+        them.until(lambda: steps(tmp_path)[-1] > before + 20, "steps of 6 ranks again")
+        them.processes[0].send_signal(signal.SIGTERM)
+        assert [them.wait(node) for node in range(3)] == [RESUME_EXIT_CODE] * 3, them.log(0)
+        logs = [them.log(node) for node in (0, 1)]
+    assert steps(tmp_path) == list(range(1, len(steps(tmp_path)) + 1))
+    for log in logs:
+        assert f"node {them.address(2)} ({them.prefix}2) with ranks 4, 5 is gone" in log
+        assert "exit code 1:" not in log, "no rank that only lost its peers is blamed"
+        assert "the layout does not fit those that are left" in log
+
+
+def test_batch_does_not_divide_and_no_node_comes_back_the_job_ends_with_its_exit_code(tmp_path: Path) -> None:
+    """On the first start that is so at once; after a node was lost when the rendezvous has waited for its time."""
+    words = trainer_run(tmp_path, 27)
+    with nodes(tmp_path, 3) as them:
+        for node in (0, 1):
+            them.start(node, *FLAGS, *words, nnodes="2:3")
+        assert [them.wait(node) for node in (0, 1)] == [LayoutError.exit_code] * 2, them.log(0)
+        assert "waiting for more" not in them.log(0)
+    with nodes(tmp_path, 3) as them:
+        for node in range(3):
+            them.start(node, *FLAGS, *words, nnodes="2:3", conf="join_timeout=10")
+        them.until(lambda: steps(tmp_path), "steps of 6 ranks")
+        them.kill(2)
+        assert [them.wait(node) for node in (0, 1)] == [LayoutError.exit_code] * 2, them.log(0)
+        assert "no other number of them came in time" in them.log(0)
+
+
+def test_rank_that_was_stopped_is_named_on_all_nodes(tmp_path: Path, train: Path) -> None:
+    """SIGSTOP of rank 3 on node 1 of 2: node 0, whose ranks only wait for it, names it too."""
+    with nodes(tmp_path, 2) as them:
+        for node in range(2):
+            flags = (*FLAGS, "--hang-timeout=3")
+            them.start(node, *flags, train, them.folder, 100000, 0.1, nnodes="2")
+        them.until(partial(reached, tmp_path, 0, 20), "20 steps")
+        os.kill(int((tmp_path / "life4.1-rank3").read_text().split()[0]), signal.SIGSTOP)
+        them.until(partial(grew, tmp_path, 4, 1), "4 ranks again")
+        logs = [them.log(node) for node in range(2)]
+    assert f"rank 3 on {them.prefix}1 failed first" in logs[0] or "look at rank 3" in logs[0]
+    assert "look at rank 3" in logs[1] or re.search(r"rank 3 \(local 1.*\n?.*it was stopped", logs[1]), logs[1]
+    assert not re.search(r"rank [012] \(local .*failed first", logs[0] + logs[1])
 
 
 def test_rank_killed_on_one_node_all_nodes_restart_and_keep_their_ranks(tmp_path: Path, train: Path) -> None:

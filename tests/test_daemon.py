@@ -14,7 +14,7 @@ from support.daemons import assert_bitwise, daemon_of, steps, turn_until
 from support.memory_tier import FakeJob
 from support.ranks import wait_for
 
-from flashckpt.daemon import flush, persisting
+from flashckpt.daemon import flush, metrics, persisting
 from flashckpt.errors import StoreError
 from flashckpt.storage.opening import open_store
 
@@ -146,6 +146,7 @@ def test_metrics_on_loopback_only_where_asked_for(job: FakeJob, monkeypatch: pyt
         daemon.turn()
         assert daemon.endpoint is None
     monkeypatch.setenv("FLASHCKPT_METRICS_PORT", "0")
+    monkeypatch.delenv("FLASHCKPT_METRICS_HOST", raising=False)
     with daemon_of(job) as daemon:
         turn_until(daemon, lambda: steps(job) == [10], "the commit")
         job.step(15)
@@ -163,6 +164,25 @@ def test_metrics_on_loopback_only_where_asked_for(job: FakeJob, monkeypatch: pyt
         "# TYPE flashckpt_segment_bytes gauge",
     ):
         assert line in text.splitlines(), text
+
+
+def test_metrics_listen_on_the_address_that_was_asked_for_and_one_that_is_none_costs_only_them(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    class Nothing:
+        def numbers(self) -> dict[str, float]:
+            return {}
+
+    monkeypatch.setenv("FLASHCKPT_METRICS_PORT", "0")
+    addresses = {}
+    for host in ("", "127.0.0.3", "0.0.0.0", "no such host"):
+        monkeypatch.setenv("FLASHCKPT_METRICS_HOST", host)
+        endpoint = metrics.serve(Nothing(), job="x", node=0)
+        addresses[host] = None if endpoint is None else endpoint._server.server_address[0]
+        if endpoint is not None:
+            endpoint.close()
+    assert addresses == {"": "127.0.0.1", "127.0.0.3": "127.0.0.3", "0.0.0.0": "0.0.0.0", "no such host": None}
+    assert "no such host cannot be used" in caplog.text
 
 
 def test_log_lines_carry_generation_rank_and_step(job: FakeJob) -> None:

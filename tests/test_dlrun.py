@@ -56,8 +56,13 @@ def test_zygote_killed_workers_live_on_and_the_next_life_has_a_new_one(tmp_path:
     """SIGKILL of the zygote costs no step; the restart after it forks from a new zygote."""
     with dlrun(tmp_path, "--nproc-per-node=2", "--max-restarts=1", train, tmp_path, 100000, 0.002) as launch:
         pids = launch.until(lambda: first_steps(tmp_path, 0, 2), "the first life")
+        assert launch.says(f"started rank 0 pid {pids[0]}, rank 1 pid {pids[1]}")
+        for rank, pid in pids.items():
+            assert Path(f"/proc/{pid}/comm").read_text() == f"rank{rank}\n"
+            assert Path(f"/proc/{pid}/cmdline").read_bytes().startswith(f"rank {rank}: {train}".encode()[:40])
         children = _children(launch.process.pid)
         zygote = (children - set(pids.values())).pop()
+        assert Path(f"/proc/{zygote}/comm").read_text() == "dlrun-zygote\n"
         os.kill(zygote, signal.SIGKILL)
         wait_for(lambda: not alive(zygote), what="the zygote's end")
         assert all(alive(pid) for pid in pids.values())
@@ -85,7 +90,7 @@ def test_rank_dies_with_its_forked_children(tmp_path: Path) -> None:
         "open(f'{sys.argv[1]}/up', 'w').close()\n"
         "time.sleep(600)\n",
     )
-    with dlrun(tmp_path, path, tmp_path) as launch:
+    with dlrun(tmp_path, "--max-restarts=0", path, tmp_path) as launch:
         launch.until((tmp_path / "up").exists, "the script")
         ranks = [pid for pid in processes_of(tmp_path) if os.getpgid(pid) == pid and pid != launch.process.pid]
         worker = next(pid for pid in ranks if _children(pid))
@@ -110,7 +115,7 @@ def test_exception_in_one_rank_is_named_with_its_traceback_and_without_record(tm
         "if dist.get_rank() == 1: explode()\n"
         "dist.all_reduce(torch.ones(1))\n",
     )
-    code, output = run_dlrun(tmp_path, "--nproc-per-node=3", path)
+    code, output = run_dlrun(tmp_path, "--nproc-per-node=3", "--max-restarts=0", path)
     assert code == 1
     assert output.count("rank 1 (local 1") == 1
     assert "failed first" in output
@@ -129,12 +134,12 @@ def test_exception_in_one_rank_is_named_with_its_traceback_and_without_record(tm
     ],
 )
 def test_exit_is_described_in_words(tmp_path: Path, body: str, words: str) -> None:
-    code, output = run_dlrun(tmp_path, script(tmp_path, body))
+    code, output = run_dlrun(tmp_path, "--max-restarts=0", script(tmp_path, body))
     assert (code, words in output) == (1, True), output
 
 
 def test_missing_script_ends_at_once_and_names_it(tmp_path: Path) -> None:
-    code, output = run_dlrun(tmp_path, tmp_path / "absent.py")
+    code, output = run_dlrun(tmp_path, "--max-restarts=0", tmp_path / "absent.py")
     assert code == 1
     assert "absent.py" in output
     assert "exit code 2" in output
@@ -173,6 +178,7 @@ def test_forked_worker_sees_what_torchruns_worker_sees(tmp_path: Path) -> None:
         seen[launcher] = json.loads(json.dumps(records).replace(str(folder), "FOLDER"))
         assert (folder / "unflushed1").read_text() == "flushed at exit"
     for forked, fresh in zip(seen["dlrun"], seen["torchrun"], strict=True):
+        assert (forked.pop("MASTER_ADDR"), fresh.pop("MASTER_ADDR")) == ("127.0.0.1", "localhost")
         assert {key: (forked[key], fresh[key]) for key in forked if forked[key] != fresh[key]} == {}
     values = [json.loads((tmp_path / "dlrun" / f"random{rank}").read_text()) for rank in range(2)]
     assert not set(values[0]) & set(values[1])

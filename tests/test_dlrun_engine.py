@@ -175,7 +175,9 @@ def test_rank_in_an_endless_loop_is_a_hang_and_without_restarts_the_job_ends(tmp
         "    def endless():\n        while True: pass\n    if rank == 2 and step == 8: endless()\n    if ckpt.should_stop:",
     )
     train.write_text(text)
-    code, output = run_dlrun(tmp_path, "--nproc-per-node=3", "--hang-timeout=1.5", train, tmp_path, 100, 0.0)
+    code, output = run_dlrun(
+        tmp_path, "--nproc-per-node=3", "--hang-timeout=1.5", "--max-restarts=0", train, tmp_path, 100, 0.0
+    )
     assert code == HangError.exit_code, output
     assert "look at rank 2" in output
     assert "endless (" in output
@@ -224,7 +226,9 @@ def test_refused_configuration_ends_the_job_with_its_exit_code_and_no_restart(tm
 def test_job_that_fails_waits_for_the_newest_snapshot_to_be_persisted(tmp_path: Path, train: Path) -> None:
     """--wait-flush, as for PID 1: the last snapshot (step 10) is on storage when dlrun ends, though 50 is not due."""
     (tmp_path / "explode").touch()
-    code, output = run_dlrun(tmp_path, "--nproc-per-node=2", "--wait-flush", train, tmp_path, 40, 0.01)
+    code, output = run_dlrun(
+        tmp_path, "--nproc-per-node=2", "--wait-flush", "--max-restarts=0", train, tmp_path, 40, 0.01
+    )
     assert code == 1, output
     assert list((tmp_path / "root").glob("step-000000010.g*/MANIFEST")), output
 

@@ -20,7 +20,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from support.ranks import wait_for
 
-from flashckpt.daemon import budget, failure, hang, ledger, messages, stop, zygote
+from flashckpt.daemon import budget, failure, findings, hang, ledger, messages, stop, zygote
 from flashckpt.daemon.process import adopt_parent, exit_code, thread_count
 
 
@@ -43,6 +43,43 @@ def test_earliest_of_two_true_errors_is_first() -> None:
 
 def test_only_echoes_the_earliest_is_named() -> None:
     assert failure.first_failure([ended(0, 1, 7, CLOSED), ended(1, 1, 6, CLOSED)]).rank == 1
+
+
+def test_ranks_that_only_lost_another_node_are_not_blamed() -> None:
+    exits = [ended(0, 1, 6, CLOSED), ended(1, 1, 7, CLOSED)]
+    report = failure.FailureReport(first=exits[0], others=exits[1:], host="a", cause="x", step=30, elsewhere=True)
+    text = report.render("restarting")
+    assert text.startswith("no rank of a failed by itself at step 30: ranks 0, 1 lost the connection to another node")
+    assert "failed first" not in text
+    assert "Connection closed by peer" in text
+
+
+def test_finding_of_another_node_is_read_and_what_is_no_finding_is_not() -> None:
+    store = DictStore()
+    assert findings.read(store) is None
+    assert "no node of the job says" in findings.cause(store, {})
+    findings.publish(store, findings.Finding(rank=3, host="b", cause="killed", step=7))
+    findings.publish(store, findings.Finding(rank=0, host="a", cause="later", step=9))
+    assert findings.cause(store, {}) == "rank 3 on b failed first at step 7: killed"
+    findings.introduce(store, 2, host="c", ranks=[4, 5])
+    assert findings.cause(store, {2: "10.0.0.3"}).startswith("node 10.0.0.3 (c) with ranks 4, 5 is gone")
+    assert findings.cause(store, {1: "10.0.0.2"}).startswith("node 10.0.0.2 is gone")
+    for text in ("", "[]", "null", '{"rank": "x"}', "[" * 100_000):
+        store["flashckpt/first-failure"] = store["flashckpt/node/2"] = text
+        assert findings.read(store) is None
+        assert findings.describe_lost(store, 2, "c").startswith("node c is gone")
+    store["flashckpt/first-failure"] = json.dumps({"rank": 1, "step": 2, "host": "a\x1b[2J", "cause": "y" * 9999})
+    found = findings.read(store)
+    assert found is not None
+    assert (found.host, len(found.cause)) == ("a?[2J", 300)
+
+
+def test_node_that_is_silent_is_waited_for_until_the_rendezvous_has_lost_it() -> None:
+    looks = iter([{}, {}, {1: "b"}])
+    assert findings.await_cause(DictStore(), lambda: next(looks), timeout_s=60.0) == {1: "b"}
+    store = DictStore()
+    findings.publish(store, findings.Finding(rank=3, host="b", cause="killed", step=7))
+    assert findings.await_cause(store, lambda: next(looks), timeout_s=60.0) == {}
 
 
 @pytest.mark.parametrize(
@@ -216,6 +253,8 @@ def test_budget_is_refilled_by_progress_and_ends_without() -> None:
     assert [one.spend(fingerprint="", step=step).restart for step in steps] == [True, True, True, True, False, False]
     never = budget.Budget(1, refill_steps=0)
     assert [never.spend(fingerprint="", step=step).restart for step in (10, 1000)] == [True, False]
+    assert "no restart of 2 is left: all were used without 20 new steps" in one.spend(fingerprint="", step=44).reason
+    assert "--max-restarts is 0" in budget.Budget(0).spend(fingerprint="", step=4).reason
     uncounted = budget.Budget(1)
     assert [uncounted.spend(fingerprint="x", step=-1).restart for _ in range(2)] == [True, False]
 
@@ -228,6 +267,20 @@ def test_same_error_at_the_same_step_stops_but_a_kill_or_another_step_does_not()
     assert one.spend(fingerprint="", step=6).restart
     assert one.spend(fingerprint="ValueError", step=6).restart
     assert one.spend(fingerprint="ValueError", step=6).repeats
+
+
+def test_default_budget_tells_a_crash_loop_from_bad_luck_where_nobody_counts_steps() -> None:
+    loop = budget.Budget(None)
+    verdicts = [loop.spend(fingerprint="SyntaxError", step=-1, ran_s=1.0) for _ in range(2)]
+    assert [(verdict.restart, verdict.repeats) for verdict in verdicts] == [(True, False), (False, True)]
+    luck = budget.Budget(None)
+    hours = [luck.spend(fingerprint=error, step=-1, ran_s=budget.REFILL_S) for error in ["x", "x", ""] * 10]
+    assert all(verdict.restart for verdict in hours)
+    killed = budget.Budget(None)
+    count = [killed.spend(fingerprint="", step=-1, ran_s=1.0).restart for _ in range(budget.RESTARTS + 1)]
+    assert count == [True] * budget.RESTARTS + [False]
+    number = budget.Budget(2)  # as torchrun: so many in all, whatever they are
+    assert [number.spend(fingerprint="x", step=-1, ran_s=9999.0).restart for _ in range(3)] == [True, True, False]
 
 
 @dataclass

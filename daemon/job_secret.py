@@ -1,0 +1,107 @@
+"""The secret that the nodes of one job share, and what they sign with it (torch-free).
+
+It comes by the environment or by a file, never by the command line, which every user of a machine can read. It is
+not handed on to the workers.
+"""
+
+from __future__ import annotations
+
+import hmac
+import os
+import stat
+from collections.abc import Mapping
+from pathlib import Path
+
+from flashckpt.errors import ConfigError
+
+VARIABLE, FILE_VARIABLE = "FLASHCKPT_JOB_SECRET", "FLASHCKPT_JOB_SECRET_FILE"
+LEAST = 16
+"""Fewest characters of a secret."""
+
+
+class UnsealedError(Exception):
+    """A message that was not sealed with this job's secret; the text says what is wrong with it."""
+
+
+class Seal:
+    """Signs and verifies what is kept where others may write, for one purpose of one job.
+
+    Args:
+        secret: Of the job; b"" signs nothing, and refuses what somebody else has signed.
+        purpose: What is sealed and of which run: a message of another purpose or run does not verify.
+    """
+
+    def __init__(self, secret: bytes, purpose: str) -> None:
+        self._secret, self._purpose = secret, purpose.encode()
+
+    def close(self, text: str) -> bytes:
+        """Return `text` with its signature before it, or with "-" where there is no secret."""
+        return f"{self._mark(text)} {text}".encode()
+
+    def open(self, data: bytes) -> str:
+        """Return the text of a sealed message.
+
+        Raises:
+            UnsealedError: it is not signed with this secret for this purpose.
+        """
+        try:
+            mark, space, text = data.decode().partition(" ")
+        except UnicodeDecodeError:
+            mark, space, text = "", "", ""
+        if not space:
+            msg = "it was not written by dlrun"
+            raise UnsealedError(msg)
+        if not self._secret and mark != "-":
+            msg = f"it is signed, and this node was given no job secret ({VARIABLE})"
+            raise UnsealedError(msg)
+        if not hmac.compare_digest(mark.encode(), self._mark(text).encode()):
+            msg = "it is not signed with the job secret of this node"
+            raise UnsealedError(msg)
+        return text
+
+    def _mark(self, text: str) -> str:
+        if not self._secret:
+            return "-"
+        return hmac.new(self._secret, self._purpose + b"\0" + text.encode(), "sha256").hexdigest()
+
+
+def read_secret(environment: Mapping[str, str] = os.environ) -> bytes:
+    """Return the job's secret, b"" where none was given.
+
+    Raises:
+        ConfigError: it is too short, or its file cannot be read, or others can read it.
+    """
+    secret, path = environment.get(VARIABLE, ""), environment.get(FILE_VARIABLE, "")
+    if path and not secret:
+        secret = _read(Path(path))
+    if (secret or path) and len(secret) < LEAST:
+        raise ConfigError(
+            "the job secret is too short",
+            found=f"{len(secret)} characters",
+            expected=f"at least {LEAST}",
+            remedy="make one with: openssl rand -hex 32",
+        )
+    return secret.encode()
+
+
+def _read(path: Path) -> str:
+    try:
+        with path.open("rb") as file:
+            status = os.fstat(file.fileno())
+            data = file.read(4096)
+    except OSError as error:
+        raise ConfigError(f"the file of the job secret cannot be read ({FILE_VARIABLE})", found=str(error)) from error
+    shared = stat.S_IRWXO if status.st_uid == 0 else stat.S_IRWXO | stat.S_IRWXG
+    if status.st_mode & shared or status.st_uid not in {0, os.getuid()}:
+        raise ConfigError(
+            f"others can read the file of the job secret ({FILE_VARIABLE})",
+            found=f"{path} with mode {stat.S_IMODE(status.st_mode):04o}, owner {status.st_uid}",
+            expected="a file of this user with mode 0600",
+            remedy=f"chmod 600 {path}, and choose another secret",
+        )
+    return data.decode(errors="replace").strip()
+
+
+def without(environment: Mapping[str, str]) -> dict[str, str]:
+    """Return an environment for processes that have no use for the secret."""
+    return {name: value for name, value in environment.items() if name not in {VARIABLE, FILE_VARIABLE}}

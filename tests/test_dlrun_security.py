@@ -1,0 +1,246 @@
+"""What a stranger who reaches dlrun's ports can do: connect to one node not at all from outside, run code nowhere."""
+
+from __future__ import annotations
+
+import base64
+import copy
+import os
+import pickle
+import socket
+import stat
+import subprocess
+import sys
+from datetime import datetime, timedelta, timezone
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from support.dlrun import Launch, dlrun
+from torch._C._distributed_c10d import HashStore, TCPStore
+from torch.distributed.elastic.rendezvous import RendezvousStateError
+from torch.distributed.elastic.rendezvous.dynamic_rendezvous import (
+    RendezvousSettings,
+    RendezvousTimeout,
+    _NodeDesc,
+    _RendezvousState,
+)
+
+from flashckpt.daemon import job_secret, shared_state
+from flashckpt.daemon.job_secret import Seal, UnsealedError
+from flashckpt.errors import ConfigError
+
+pytestmark = pytest.mark.timeout(300)
+SECRET = "correct-horse-battery-staple"
+WAIT = """
+import os, sys, time, torch.distributed as dist
+dist.init_process_group("gloo")
+dist.barrier()
+assert not [name for name in os.environ if name.startswith("FLASHCKPT_JOB_SECRET")]
+open(f"{sys.argv[1]}/up{dist.get_rank()}", "w").close()
+while not os.path.exists(f"{sys.argv[1]}/finish"): time.sleep(0.05)
+dist.barrier()
+"""
+ATTACK = """
+import sys
+from datetime import timedelta
+from torch._C._distributed_c10d import TCPStore
+port, payload, names = int(sys.argv[1]), sys.argv[2], sys.argv[3:]
+store = TCPStore("127.0.0.1", port, is_master=False, wait_for_workers=False, timeout=timedelta(seconds=20))
+for name in names:
+    store.set(name, payload)
+"""
+
+
+class Code:
+    """Creates a file where it is unpickled."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return os.system, (f"touch {self.path}",)
+
+
+def poison(port: int, witness: Path, *keys: str) -> None:
+    """Put a pickle that runs code in place of these keys of a store: TCP does not say which user connects."""
+    payload = base64.b64encode(pickle.dumps(Code(witness))).decode()
+    words = [sys.executable, "-c", ATTACK, str(port), payload, *keys]
+    subprocess.run(words, check=True, cwd="/", timeout=120)
+
+
+def listening(pids: list[int]) -> set[tuple[str, int]]:
+    """Addresses (as /proc/net/tcp writes them) and ports on which these processes listen."""
+    found = set()
+    inodes = set()
+    for pid in pids:
+        for fd in Path(f"/proc/{pid}/fd").iterdir():
+            try:
+                inodes.add(str(fd.readlink()))
+            except OSError:
+                continue
+    for name in ("tcp", "tcp6"):
+        for line in Path(f"/proc/net/{name}").read_text().splitlines()[1:]:
+            words = line.split()
+            if words[3] == "0A" and f"socket:[{words[9]}]" in inodes:
+                address, port = words[1].split(":")
+                found.add((address, int(port, 16)))
+    return found
+
+
+def family(launch: Launch) -> list[int]:
+    children = Path(f"/proc/{launch.process.pid}/task/{launch.process.pid}/children").read_text().split()
+    return [launch.process.pid, *map(int, children)]
+
+
+def free_port() -> int:
+    with socket.socket() as sock:
+        sock.bind(("127.0.0.1", 0))
+        return int(sock.getsockname()[1])
+
+
+@pytest.fixture
+def script(tmp_path: Path) -> Path:
+    path = tmp_path / "wait.py"
+    path.write_text(WAIT)
+    return path
+
+
+def up(folder: Path, count: int = 2) -> bool:
+    return len(list(folder.glob("up*"))) == count
+
+
+KEYS = ("torch.rendezvous.victim", "flashckpt.rendezvous.victim", "flashckpt/first-failure")
+FLAGS = ("--nproc-per-node=2", "--max-restarts=0", "--rdzv-id=victim")
+
+
+def test_one_node_listens_on_the_loopback_address_only_and_no_pickle_in_its_stores_is_decoded(
+    tmp_path: Path, script: Path
+) -> None:
+    with dlrun(tmp_path, *FLAGS, script, tmp_path) as launch:
+        launch.until(lambda: up(tmp_path), "the ranks")
+        sockets = listening(family(launch))
+        assert sockets
+        assert {address for address, _ in sockets} == {"0100007F"}, sockets
+        agent = {port for _, port in listening([launch.process.pid])}
+        for port in agent:
+            poison(port, tmp_path / "pwned", *KEYS)
+        (tmp_path / "finish").touch()
+        assert launch.wait() == 0
+    assert agent
+    assert not (tmp_path / "pwned").exists()
+
+
+@pytest.mark.parametrize("secret", ["", SECRET])
+def test_several_nodes_a_pickle_in_place_of_the_state_is_refused_and_not_decoded(
+    tmp_path: Path, script: Path, secret: str
+) -> None:
+    port = free_port()
+    nodes = ("--nnodes=1:2", "--rdzv-backend=c10d", f"--rdzv-endpoint=127.0.0.1:{port}")
+    env = {"FLASHCKPT_JOB_SECRET": secret} if secret else {}
+    with dlrun(tmp_path, *FLAGS, *nodes, script, tmp_path, env=env) as launch:
+        launch.until(lambda: up(tmp_path), "the ranks")
+        poison(port, tmp_path / "pwned", *KEYS)
+        assert launch.wait() == 1
+    assert not (tmp_path / "pwned").exists()
+    assert "somebody else has written to the rendezvous store" in launch.output
+    assert ("no job secret" in launch.output) == (not secret)
+    assert SECRET not in launch.output
+
+
+def test_stock_torchrun_runs_the_code(tmp_path: Path, script: Path) -> None:
+    """The attack is a real one: otherwise the tests above would show nothing."""
+    port = free_port()
+    nodes = ("--nnodes=1:2", "--rdzv-backend=c10d", f"--rdzv-endpoint=127.0.0.1:{port}")
+    with dlrun(tmp_path, *FLAGS, *nodes, script, tmp_path, torchrun=True) as launch:
+        launch.until(lambda: up(tmp_path), "the ranks")
+        poison(port, tmp_path / "pwned", KEYS[0])
+        launch.until((tmp_path / "pwned").exists, "the code that torchrun ran")
+
+
+NOW = datetime(2026, 1, 2, 3, 4, 5, 678901, tzinfo=timezone.utc)
+A, B = _NodeDesc("a", 1, 0), _NodeDesc("b\u00fc", 2, 1)
+
+
+def some_state(now: datetime = NOW) -> _RendezvousState:
+    state = _RendezvousState()
+    state.round, state.complete, state.deadline = 3, True, now + timedelta(seconds=2)
+    state.participants, state.wait_list, state.redundancy_list = {B: 1, A: 0}, {A, B}, {B}
+    state.last_heartbeats = {A: now, B: now}
+    return state
+
+
+def test_state_survives_its_encoding() -> None:
+    state = some_state()
+    again = shared_state.decode(shared_state.encode(state))
+    assert vars(again) == vars(state)
+    assert shared_state.encode(copy.deepcopy(again)) == shared_state.encode(state)
+    assert vars(shared_state.decode(shared_state.encode(_RendezvousState()))) == vars(_RendezvousState())
+
+
+@settings(max_examples=300, deadline=None)
+@given(st.data())
+def test_state_that_is_damaged_is_refused_with_one_error(data: st.DataObject) -> None:
+    """Mutations of the text, with the right signature: a state, or RendezvousStateError, and nothing else."""
+    text = shared_state.encode(some_state())
+    at = data.draw(st.integers(0, len(text) - 1))
+    new = data.draw(st.sampled_from(["", "1", "[", "]", "{", "}", ":", ",", '"', "null", "-", "1e999", "[" * 5000]))
+    store = HashStore()
+    holder = shared_state.SharedState(store, of_run("x"), Seal(b"s" * 16, "p"))
+    store.set("flashckpt.rendezvous.x", Seal(b"s" * 16, "p").close(text[:at] + new + text[at + 1 :]).decode())
+    try:
+        holder.sync()
+    except RendezvousStateError:
+        return
+    assert isinstance(holder.state, _RendezvousState)
+
+
+def of_run(run_id: str) -> RendezvousSettings:
+    return RendezvousSettings(run_id, 1, 2, RendezvousTimeout(), timedelta(seconds=60), 3)
+
+
+def test_two_nodes_see_each_others_changes_and_a_stale_one_is_not_taken() -> None:
+    server = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    seal = Seal(SECRET.encode(), "rendezvous x")
+    one, two = (shared_state.SharedState(server, of_run("x"), seal) for _ in range(2))
+    assert (one.sync(), two.sync()) == (None, None)
+    one.state.participants[A] = 0
+    one.mark_dirty()
+    assert one.sync() is True
+    two.state.round = 9
+    two.mark_dirty()
+    assert two.sync() is False, "it had not seen the change of the other"
+    assert two.state.participants == {A: 0}
+    stranger = shared_state.SharedState(server, of_run("x"), Seal(b"another secret of a job", "rendezvous x"))
+    with pytest.raises(RendezvousStateError, match="not signed with the job secret"):
+        stranger.sync()
+    with pytest.raises(RendezvousStateError, match="no job secret"):
+        shared_state.SharedState(server, of_run("x"), Seal(b"", "rendezvous x")).sync()
+
+
+def test_seal_opens_only_with_its_secret_and_purpose() -> None:
+    data = Seal(SECRET.encode(), "one").close("text of some length")
+    assert Seal(SECRET.encode(), "one").open(data) == "text of some length"
+    wrong = [Seal(b"x" * 20, "one"), Seal(SECRET.encode(), "two"), Seal(b"", "one")]
+    changed = [data[:-1], data + b"x", b"", b"\xff", b"- text", data.replace(b" ", b"", 1)]
+    for seal, message in [*((seal, data) for seal in wrong), *((Seal(SECRET.encode(), "one"), one) for one in changed)]:
+        with pytest.raises(UnsealedError):
+            seal.open(message)
+
+
+def test_secret_comes_by_the_environment_or_a_file_that_nobody_else_can_read(tmp_path: Path) -> None:
+    path = tmp_path / "secret"
+    path.write_text(SECRET + "\n")
+    path.chmod(0o600)
+    assert job_secret.read_secret({}) == b""
+    assert job_secret.read_secret({job_secret.VARIABLE: SECRET}) == SECRET.encode()
+    assert job_secret.read_secret({job_secret.FILE_VARIABLE: str(path)}) == SECRET.encode()
+    path.chmod(0o604)
+    assert stat.S_IMODE(path.stat().st_mode) == 0o604
+    with pytest.raises(ConfigError, match="others can read"):
+        job_secret.read_secret({job_secret.FILE_VARIABLE: str(path)})
+    for name, value in ((job_secret.FILE_VARIABLE, str(tmp_path / "absent")), (job_secret.VARIABLE, "12ab")):
+        with pytest.raises(ConfigError) as caught:
+            job_secret.read_secret({name: value})
+        assert value not in str(caught.value) or name == job_secret.FILE_VARIABLE
