@@ -21,7 +21,7 @@ from flashckpt.core.layout import SMALL_BYTES, Shard, place
 from flashckpt.core.manifest import Manifest, encode_manifest
 from flashckpt.core.packs import PACK_BYTES, index_name, pack_name
 from flashckpt.core.table import ShardTable
-from flashckpt.errors import DamagedError, JobInUseError
+from flashckpt.errors import DamagedError, FormatVersionError, JobInUseError
 from flashckpt.faults import crash_point
 from flashckpt.memory.identity import root_url
 from flashckpt.memory.job import JobDirectory, memory_root
@@ -125,7 +125,7 @@ def _refuse_living_job(url: str) -> None:
         directory = JobDirectory(path)
         try:
             config = directory.read_config() if path.is_dir() else None
-        except DamagedError:
+        except (DamagedError, FormatVersionError):
             continue
         if config is not None and root_url(config.root) == root_url(url) and directory.daemon_alive():
             raise JobInUseError(

@@ -21,7 +21,7 @@ from flashckpt.checkpoint.checkpoints import (
     read_manifest,
 )
 from flashckpt.core.lineage import is_abandoned
-from flashckpt.errors import ConfigError, DamagedError, NoCheckpointError
+from flashckpt.errors import ConfigError, DamagedError, FormatVersionError, NoCheckpointError
 from flashckpt.memory.identity import root_url
 from flashckpt.memory.job import JobDirectory, memory_root
 from flashckpt.storage.opening import is_process_local, open_store
@@ -164,7 +164,7 @@ def jobs_on_this_machine(root: str | None = None) -> list[JobDirectory]:
 def _root_of(directory: JobDirectory) -> str | None:
     try:
         config = directory.read_config()
-    except DamagedError:
+    except (DamagedError, FormatVersionError):
         return None
     return None if config is None else root_url(config.root)
 
