@@ -8,6 +8,7 @@ that a restart could use. A second daemon for the same directory ends at once.
 from __future__ import annotations
 
 import contextlib
+import faulthandler
 import logging
 import os
 import shutil
@@ -15,7 +16,7 @@ import signal
 import sys
 import time
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from types import FrameType
 
@@ -24,8 +25,8 @@ from flashckpt.daemon.logs import configure, speaking_of
 from flashckpt.daemon.persisting import Persisting
 from flashckpt.daemon.retire import retire
 from flashckpt.daemon.wakeup import Wakeup
-from flashckpt.errors import FencedError, FlashckptError, PersistError, StoreError
-from flashckpt.memory.job import DaemonStatus, GenerationRecord, JobDirectory
+from flashckpt.errors import DamagedError, FencedError, FlashckptError, FormatVersionError, PersistError, StoreError
+from flashckpt.memory.job import DaemonStatus, GenerationRecord, JobConfig, JobDirectory
 from flashckpt.memory.lease import Lease
 from flashckpt.memory.node_view import Identity, View, scan
 
@@ -92,7 +93,8 @@ class Daemon:
         self._error_code = 0
         self._stopped_s: float | None = None  # when a signal asked to end
         self._ended_generation: int | None = None
-        self._surprise = ""
+        self._surprise = self._damage = ""
+        self._read: tuple[JobConfig | None, GenerationRecord | None] = (None, None)
         self._goal: tuple[Identity, int] | None = None  # what persist-now asks for, and when it was asked
         self._status = DaemonStatus()
         self._numbers: dict[str, float] = {}
@@ -127,7 +129,7 @@ class Daemon:
 
     def turn(self) -> bool:
         """Look at everything once and act; True when the daemon should end."""
-        config, record = self.directory.read_config(), self.directory.read_generation()
+        config, record = self._records()
         alive = self.directory.anyone_alive()
         if alive:
             self._alive_s = time.monotonic()
@@ -174,6 +176,23 @@ class Daemon:
         self._lock.close()
 
     # -- parts of a turn --------------------------------------------------------------------------------
+
+    def _records(self) -> tuple[JobConfig | None, GenerationRecord | None]:
+        """Return the job's records; where one is damaged, as they were when they could last be read.
+
+        A record of an older generation does no harm: what a newer one has claimed fences it.
+        """
+        try:
+            self._read = self.directory.read_config(), self.directory.read_generation()
+            self._damage = ""
+        except (DamagedError, FormatVersionError) as error:
+            if str(error) != self._damage:
+                _log.error("a record of the job cannot be read, those that were read before are used: %s", error)
+            self._damage = str(error)
+            if None in self._read:  # nothing to go on with: let those who wait know
+                self.error, self._error_code = self._damage, error.exit_code
+                self._say(DaemonStatus(failures=self._failures, error=self.error, pid=os.getpid()))
+        return self._read
 
     def _urgent(self, persisting: Persisting, view: View, *, alive: bool) -> bool:
         """Whether the newest common snapshot is wanted now: on request, at the end, or when nobody lives any more."""
@@ -246,12 +265,16 @@ class Daemon:
             error=self.error,
             lag=lag,
             pid=os.getpid(),
-            updated_ns=self._status.updated_ns,
         )
         self._numbers = self._measured(persisting, view, alive=alive, lag=lag)
+        self._say(status)
+
+    def _say(self, status: DaemonStatus) -> None:
+        """Write the status where it has changed, and once a second."""
         now = time.time_ns()
+        status = replace(status, updated_ns=self._status.updated_ns)
         if status != self._status or now - self._status.updated_ns > 10**9:
-            self._status = DaemonStatus(**{**vars(status), "updated_ns": now})
+            self._status = replace(status, updated_ns=now)
             with contextlib.suppress(OSError):  # tmpfs full: the next turn tries again
                 self.directory.write_status(self._status)
 
@@ -341,6 +364,7 @@ def main(arguments: list[str]) -> int:
     Where it ends with work undone, the exit code is that of the failure: 13 root, 41 storage, 40 no answer in time.
     """
     configure()
+    faulthandler.enable(file=2)  # a crash inside a library is then said in daemon.log, with the threads' stacks
     if len(arguments) != 1:
         sys.stderr.write("usage: python -m flashckpt.daemon.service JOB_DIRECTORY\n")
         return 2
