@@ -53,7 +53,9 @@ def covers_world(readies: Collection[Ready]) -> bool:
     """Return whether the nodes together hold every rank of one world."""
     worlds = {ready.world_size for ready in readies}
     ranks = {rank for ready in readies for rank in ready.ranks}
-    return len(worlds) == 1 and ranks == set(range(worlds.pop()))
+    if len(worlds) != 1 or len(ranks) != max(worlds):  # the size first: a damaged one must not be counted up to
+        return False
+    return ranks == set(range(len(ranks)))
 
 
 def of_other_nodes(readies: Collection[Ready], own: Collection[int]) -> list[Ready]:

@@ -76,6 +76,12 @@ class Manifest:
         """(generation, step)."""
         return self.generation, self.step
 
+    @property
+    def aliases(self) -> dict[str, str]:
+        """Other names of tensors, with the name that each goes by in the table."""
+        found = self.values.get("aliases")
+        return {} if type(found) is not dict else {k: v for k, v in found.items() if type(k) is type(v) is str}
+
 
 def encode_table(table: ShardTable) -> bytes:
     """Return the static part of a manifest; cache it per structure and hand it to `encode_manifest`."""
