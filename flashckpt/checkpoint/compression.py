@@ -35,6 +35,7 @@ _MAGIC = b"FCKFRAME"
 _VERSION = 1
 _FOOTER = struct.Struct("<8sIIQQQ")  # magic, version, frames, directory bytes, uncompressed bytes, directory digest
 _RAW = 0
+_ZSTD_HEADER_BYTES = 18
 
 _local = threading.local()
 
@@ -215,6 +216,9 @@ class PackedObjects:
         if flag == _RAW:
             return np.frombuffer(stored, np.uint8)
         try:
+            says = zstandard.frame_content_size(bytes(stored[:_ZSTD_HEADER_BYTES]))
+            if says not in (-1, nbytes):  # zstd would make that much room, whatever it is
+                raise _damaged(self._store, key, f"a frame that says {says} bytes", f"{nbytes} bytes")
             data = _decompressor().decompress(stored, max_output_size=nbytes)
         except zstandard.ZstdError as error:
             raise _damaged(self._store, key, f"a frame that zstd cannot read ({error})", "a whole frame") from error
