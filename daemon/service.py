@@ -184,12 +184,16 @@ class Daemon:
         """
         try:
             self._read = self.directory.read_config(), self.directory.read_generation()
+            if self._damage and self.error == self._damage:
+                self.error, self._error_code = "", 0
             self._damage = ""
         except (DamagedError, FormatVersionError) as error:
+            unknown = None in self._read
             if str(error) != self._damage:
-                _log.error("a record of the job cannot be read, those that were read before are used: %s", error)
+                used = "nothing can be persisted" if unknown else "what it said before is used"
+                _log.error("a record of the job cannot be read, %s: %s", used, error)
             self._damage = str(error)
-            if None in self._read:  # nothing to go on with: let those who wait know
+            if unknown:  # those who wait for a commit are told
                 self.error, self._error_code = self._damage, error.exit_code
                 self._say(DaemonStatus(failures=self._failures, error=self.error, pid=os.getpid()))
         return self._read
