@@ -10,10 +10,15 @@ import tempfile
 import time
 import traceback
 import warnings
+from functools import partial
 from pathlib import Path
 
 from support.fuzz_targets import TARGETS
 from support.fuzzing import fuzz
+
+
+def _before(end: float) -> bool:
+    return time.monotonic() < end
 
 
 def main() -> int:
@@ -32,7 +37,7 @@ def main() -> int:
         with tempfile.TemporaryDirectory(dir="/dev/shm" if os.access("/dev/shm", os.W_OK) else None) as folder:
             end = time.monotonic() + options.seconds
             try:
-                counts = fuzz(make(Path(folder)), options.seed, 1 << 40, lambda end=end: time.monotonic() < end)
+                counts = fuzz(make(Path(folder)), options.seed, 1 << 40, partial(_before, end))
             except Exception:  # noqa: BLE001 -- that is what is looked for
                 traceback.print_exc()
                 failed.append(name)

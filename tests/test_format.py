@@ -113,13 +113,15 @@ def root_records() -> dict[str, bytes]:
 def read_root_record(name: str, raw: bytes) -> object:
     if name == "lease":
         return decode_lease(raw, "leases/x/y")
-    decode, key = {
+    readers: dict[str, tuple[Any, str]] = {
         "claim": (decode_claim, "generations/000003"),
         "first-claim": (decode_claim, "generations/000001"),
         "intent": (decode_intent, "intents/000003-000000120"),
         "ready": (decode_ready, "intents/ready-000003/r00002"),
-    }[name]
-    return decode(raw, key, "/root")  # type: ignore[operator]  # three functions of one shape
+    }
+    decode, key = readers[name]
+    found: object = decode(raw, key, "/root")
+    return found
 
 
 @pytest.mark.parametrize("name", pieces())
@@ -143,7 +145,7 @@ def test_every_flipped_bit_of_a_record_of_a_root_is_found(name: str) -> None:
         bad[bit // 8] ^= 1 << bit % 8
         with pytest.raises(DamagedError if name != "lease" else (DamagedError, ValueError)) as caught:
             read_root_record(name, bytes(bad))
-        assert name == "lease" or caught.value.remedy
+        assert name == "lease" or getattr(caught.value, "remedy", "")
     for end in range(len(raw)):
         with pytest.raises((DamagedError, ValueError)):
             read_root_record(name, raw[:end])
@@ -251,10 +253,10 @@ def test_a_record_of_a_newer_minor_version_is_read_without_its_new_keys() -> Non
     path = directory.path / "generation.msgpack"
     body = msgpack.unpackb(path.read_bytes()[24:]) | {"new_in_1_9": 1}
     packed = msgpack.packb(body)
-    for minor, sealed in ((1, lambda prefix: digest(packed)), (9, lambda prefix: digest(prefix + packed))):
+    for minor in (1, 9):
         for major in (1, 2):
             prefix = struct.pack("<8sHHI", b"FCKRECRD", major, minor, 0)
-            path.write_bytes(prefix + struct.pack("<Q", sealed(prefix)) + packed)
+            path.write_bytes(prefix + struct.pack("<Q", digest(prefix + packed if minor == 9 else packed)) + packed)
             if major == 1:
                 assert directory.read_generation() == RECORD
             else:

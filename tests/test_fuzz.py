@@ -10,9 +10,10 @@ import msgpack
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from support.fuzz_targets import TARGETS, decode_manifest, encode_manifest, manifest, sealed_manifest
+from support.fuzz_targets import TARGETS, manifest, sealed_manifest
 from support.fuzzing import attempt, deep_tuple, fuzz
 
+from flashckpt.core.manifest import decode_manifest, encode_manifest
 from flashckpt.errors import DamagedError
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # torch's, of its own formats

@@ -233,7 +233,7 @@ def flat(*boxes: tuple[int, int], length: int = 8, **changes: Any) -> Manifest:
     """A MANIFEST of one tensor of `length` bytes in boxes (offset, length), one behind the other in one pack."""
     shards = [Shard(fqn="w", dtype="uint8", global_shape=(length,), offsets=(at,), lengths=(n,)) for at, n in boxes]
     table = ShardTable.from_shards(shards, [64 * i for i in range(len(shards))])
-    fields = {
+    fields: dict[str, Any] = {
         "rank": -1,
         "table": table,
         "digests": np.zeros(table.chunks, np.uint64),

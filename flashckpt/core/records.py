@@ -24,7 +24,7 @@ FRAME = struct.Struct("<8sHHIQ")
 
 def seal(fields: dict[str, Any], *, minor: int = MINOR_WHOLE) -> bytes:
     """Return the record of `fields`, msgpack types."""
-    body = msgpack.packb(fields)
+    body: bytes = msgpack.packb(fields)
     prefix = _PREFIX.pack(MAGIC, MAJOR, minor, 0)
     return prefix + struct.pack("<Q", digest_of(prefix, body) if minor >= MINOR_WHOLE else digest(body)) + body
 

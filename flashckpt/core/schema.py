@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -90,9 +91,9 @@ def _name_at(table: ShardTable, bad: npt.NDArray[np.bool_]) -> str:
     return table.fqn(int(np.searchsorted(table.dim_start, np.flatnonzero(bad)[0], side="right")) - 1)
 
 
-def products(column: Ints, table: ShardTable, kind: type = np.int64) -> npt.NDArray[np.generic]:
+def products(column: npt.NDArray[Any], table: ShardTable, kind: type = np.int64) -> npt.NDArray[Any]:
     """Return each row's product over its dimensions (1 for a scalar), computed in `kind`."""
-    found = np.ones(len(table), kind)
+    found: npt.NDArray[Any] = np.ones(len(table), kind)
     starts = table.dim_start[:-1]
     for dim in range(int(table.ndim.max(initial=0))):
         rows = np.flatnonzero(table.ndim > dim)
@@ -134,7 +135,8 @@ def _hashed(values: Ints, dims: Ints) -> npt.NDArray[np.uint64]:
     mixed = values.astype(np.uint64) + (dims.astype(np.uint64) + np.uint64(1)) * np.uint64(0x9E3779B97F4A7C15)
     mixed = (mixed ^ (mixed >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
     mixed = (mixed ^ (mixed >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
-    return mixed ^ (mixed >> np.uint64(31))
+    result: npt.NDArray[np.uint64] = mixed ^ (mixed >> np.uint64(31))
+    return result
 
 
 def _is_covered(table: ShardTable, rows: Ints) -> bool:

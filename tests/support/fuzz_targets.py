@@ -247,17 +247,14 @@ def record(seeds: Iterable[bytes], decode: Callable[[bytes], object]) -> Target:
 
 def job_record(folder: Path, name: str, value: Any) -> Target:
     directory = JobDirectory(folder)
-    {"job": directory.write_config, "generation": directory.write_generation, "daemon": directory.write_status}[name](
-        value
-    )
+    write, read = {"job": ("write_config", "read_config"), "generation": ("write_generation", "read_generation"),
+                   "daemon": ("write_status", "read_status")}[name]  # fmt: skip
+    getattr(directory, write)(value)
     path = folder / f"{name}.msgpack"
-    read = {"job": directory.read_config, "generation": directory.read_generation, "daemon": directory.read_status}[
-        name
-    ]
 
     def decode(raw: bytes) -> None:
         path.write_bytes(raw)
-        found = read()
+        found: Any = getattr(directory, read)()
         assert type(found) is type(value)
         replace(found)
 
@@ -351,7 +348,7 @@ def index_tree(raw: bytes) -> Any:
 def index_bytes(tree: Any) -> bytes:
     header, body = tree
     text = json.dumps(header).encode()
-    return index_file.MAGIC + struct.pack("<I", len(text)) + text + body
+    return b"".join((index_file.MAGIC, struct.pack("<I", len(text)), text, body))
 
 
 # -- foreign files ---------------------------------------------------------------------------------------

@@ -16,7 +16,7 @@ import msgpack
 from flashckpt.errors import FlashckptError
 
 Decode = Callable[[bytes], object]
-INTERESTING = (
+INTERESTING: tuple[Any, ...] = (
     None, True, -1, 0, 1, 2, 255, 2**31, 2**32 - 1, 2**53, 2**62, 2**63 - 1, -(2**63), 2**64 - 1, 1.5, float("nan"), float("inf"),
     "", "..", "/etc/passwd", "a\0b", "x" * 300, "float32", b"", b"\0" * 8, b"\xff" * 64, [], [[]], [1], [1, 2, 3], {}, {"a": 1},
     {1: 2}, msgpack.ExtType(1, b"\x90"), msgpack.ExtType(1, b"\x01"), msgpack.ExtType(2, b""), msgpack.ExtType(9, b"?"),
