@@ -8,13 +8,14 @@ that a restart could use. A second daemon for the same directory ends at once.
 from __future__ import annotations
 
 import contextlib
+import faulthandler
 import logging
 import os
 import signal
 import sys
 import time
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from types import FrameType
 
@@ -23,9 +24,9 @@ from flashckpt.daemon.logs import configure, speaking_of
 from flashckpt.daemon.persisting import Persisting
 from flashckpt.daemon.retire import retire
 from flashckpt.daemon.wakeup import Wakeup
-from flashckpt.errors import FencedError, FlashckptError, PersistError, StoreError
+from flashckpt.errors import DamagedError, FencedError, FlashckptError, FormatVersionError, PersistError, StoreError
 from flashckpt.memory import block
-from flashckpt.memory.job import DaemonStatus, GenerationRecord, JobDirectory
+from flashckpt.memory.job import DaemonStatus, GenerationRecord, JobConfig, JobDirectory
 from flashckpt.memory.lease import Lease
 from flashckpt.memory.node_view import Identity, View, scan
 from flashckpt.memory.private import private_directory, remove_tree
@@ -93,7 +94,8 @@ class Daemon:
         self._error_code = 0
         self._stopped_s: float | None = None  # when a signal asked to end
         self._ended_generation: int | None = None
-        self._surprise = ""
+        self._surprise = self._damage = ""
+        self._read: tuple[JobConfig | None, GenerationRecord | None] = (None, None)
         self._goal: tuple[Identity, int] | None = None  # what persist-now asks for, and when it was asked
         self._status = DaemonStatus()
         self._numbers: dict[str, float] = {}
@@ -128,7 +130,7 @@ class Daemon:
 
     def turn(self) -> bool:
         """Look at everything once and act; True when the daemon should end."""
-        config, record = self.directory.read_config(), self.directory.read_generation()
+        config, record = self._records()
         alive = self.directory.anyone_alive()
         if alive:
             self._alive_s = time.monotonic()
@@ -175,6 +177,27 @@ class Daemon:
         self._lock.close()
 
     # -- parts of a turn --------------------------------------------------------------------------------
+
+    def _records(self) -> tuple[JobConfig | None, GenerationRecord | None]:
+        """Return the job's records; where one is damaged, as they were when they could last be read.
+
+        A record of an older generation does no harm: what a newer one has claimed fences it.
+        """
+        try:
+            self._read = self.directory.read_config(), self.directory.read_generation()
+            if self._damage and self.error == self._damage:
+                self.error, self._error_code = "", 0
+            self._damage = ""
+        except (DamagedError, FormatVersionError) as error:
+            unknown = None in self._read
+            if str(error) != self._damage:
+                used = "nothing can be persisted" if unknown else "what it said before is used"
+                _log.error("a record of the job cannot be read, %s: %s", used, error)
+            self._damage = str(error)
+            if unknown:  # those who wait for a commit are told
+                self.error, self._error_code = self._damage, error.exit_code
+                self._say(DaemonStatus(failures=self._failures, error=self.error, pid=os.getpid()))
+        return self._read
 
     def _urgent(self, persisting: Persisting, view: View, *, alive: bool) -> bool:
         """Whether the newest common snapshot is wanted now: on request, at the end, or when nobody lives any more."""
@@ -247,12 +270,16 @@ class Daemon:
             error=self.error,
             lag=lag,
             pid=os.getpid(),
-            updated_ns=self._status.updated_ns,
         )
         self._numbers = self._measured(persisting, view, alive=alive, lag=lag)
+        self._say(status)
+
+    def _say(self, status: DaemonStatus) -> None:
+        """Write the status where it has changed, and once a second."""
         now = time.time_ns()
+        status = replace(status, updated_ns=self._status.updated_ns)
         if status != self._status or now - self._status.updated_ns > 10**9:
-            self._status = DaemonStatus(**{**vars(status), "updated_ns": now})
+            self._status = replace(status, updated_ns=now)
             with contextlib.suppress(OSError):  # tmpfs full: the next turn tries again
                 self.directory.write_status(self._status)
 
@@ -344,6 +371,7 @@ def main(arguments: list[str]) -> int:
     Where it ends with work undone, the exit code is that of the failure: 13 root, 41 storage, 40 no answer in time.
     """
     configure()
+    faulthandler.enable(file=2)  # a crash inside a library is then said in daemon.log, with the threads' stacks
     if len(arguments) != 1:
         sys.stderr.write("usage: python -m flashckpt.daemon.service JOB_DIRECTORY\n")
         return 2

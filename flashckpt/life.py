@@ -13,7 +13,7 @@ from typing import Any
 
 import torch.distributed as dist
 
-from flashckpt.errors import DamagedError, PersistError
+from flashckpt.errors import DamagedError, FormatVersionError, PersistError
 from flashckpt.memory.control import Control, ControlRow
 from flashckpt.memory.job import DaemonStatus, JobConfig, JobDirectory
 from flashckpt.memory.watermark import Watermark
@@ -290,7 +290,7 @@ class Life:
     def _status(self) -> DaemonStatus | None:
         try:
             return self.directory.read_status()
-        except DamagedError:
+        except (DamagedError, FormatVersionError):
             return None
 
     def _watch_commits(self) -> None:

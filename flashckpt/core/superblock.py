@@ -118,15 +118,23 @@ def decode_superblock(raw: bytes, *, path: str) -> Superblock:
         )
     if digest(raw[: OWNER_AT - 8]) != struct.unpack_from("<Q", raw, OWNER_AT - 8)[0]:
         raise DamagedError(f"the superblock of segment {path} is damaged", state="It was left as it is.")
-    spec = SegmentSpec(
-        job=job[:n].decode(),
-        root_digest=root,
-        rank=rank,
-        slots=slots,
-        manifest_capacity=m_cap,
-        data_capacity=d_cap,
-        layout_hash=layout,
-    )
+    try:
+        spec = SegmentSpec(
+            job=job[:n].decode(),
+            root_digest=root,
+            rank=rank,
+            slots=slots,
+            manifest_capacity=m_cap,
+            data_capacity=d_cap,
+            layout_hash=layout,
+        )
+    except (UnicodeDecodeError, ConfigError) as error:
+        raise DamagedError(
+            f"the superblock of segment {path} contradicts itself",
+            found=str(error).splitlines()[0],
+            state="It was left as it is.",
+            remedy="remove the segment with flashckpt gc",
+        ) from error
     return Superblock(spec=spec, uid=uid, boot_id=boot, created_ns=created)
 
 

@@ -70,7 +70,7 @@ def _written_by_us(manifest: Manifest, rank: int) -> Contents:
         else:
             _flatten(value, default_path(to_dcp(key, labels), labels), found)
     names = _of_rank({name: name for name in manifest.table.fqns if name not in inside}, rank)
-    aliases = manifest.values.get("aliases", {})
+    aliases = manifest.aliases
     names |= {alias: names[name] for alias, name in aliases.items() if name in names}
     for name, held in names.items():
         key = to_dcp(name, labels)

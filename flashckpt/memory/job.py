@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import contextlib
 import os
-import struct
 import subprocess
 import sys
 import time
@@ -17,17 +16,12 @@ from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from typing import Any, TypeVar
 
-import msgpack
-
-from flashckpt.core.digest import digest
-from flashckpt.errors import DamagedError, FormatVersionError, JobInUseError
+from flashckpt.core import records
+from flashckpt.errors import DamagedError, JobInUseError
 from flashckpt.memory.block import SEGMENT_NAME
 from flashckpt.memory.lease import Lease, is_at
 from flashckpt.memory.private import Skipped, private_directories, private_directory
 
-_MAGIC = b"FCKRECRD"
-_MAJOR = 1
-_FRAME = struct.Struct("<8sHHIQ")  # magic, major, minor, zero, digest of what follows
 _REMOVAL_S = 10.0
 Record = TypeVar("Record")
 
@@ -312,12 +306,12 @@ def _is_held(path: Path) -> bool:
 
 
 def _write(path: Path, record: Any) -> None:
-    body = msgpack.packb(asdict(record))
+    raw = records.seal(asdict(record), minor=0)
     temporary = path.with_name(f".{path.name}.{os.getpid()}.{os.urandom(4).hex()}.tmp")
     fd = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
     try:
         with os.fdopen(fd, "wb") as file:
-            file.write(_FRAME.pack(_MAGIC, _MAJOR, 0, 0, digest(body)) + body)
+            file.write(raw)
         temporary.replace(path)
     except BaseException:
         temporary.unlink(missing_ok=True)
@@ -329,17 +323,26 @@ def _read(path: Path, kind: Callable[..., Record]) -> Record | None:
         raw = path.read_bytes()
     except FileNotFoundError:
         return None
-    if len(raw) < _FRAME.size or raw[:8] != _MAGIC:
-        raise DamagedError(f"{path} is not a record of a job", found=repr(raw[:8]), remedy="flashckpt gc")
-    _, major, minor, _, expected = _FRAME.unpack_from(raw)
-    body = raw[_FRAME.size :]
-    if major != _MAJOR:
-        raise FormatVersionError(f"{path} is of another format", found=f"{major}.{minor}", expected=f"{_MAJOR}.x")
-    if digest(body) != expected:
-        raise DamagedError(f"{path} is damaged", found=f"{digest(body):016x}", expected=f"{expected:016x}")
-    known = {f.name for f in fields(kind)}  # type: ignore[arg-type]  # every kind is a dataclass
-    values = {key: value for key, value in msgpack.unpackb(body).items() if key in known}
-    for key in ("parent", "committed"):
-        if isinstance(values.get(key), list):
-            values[key] = tuple(values[key])
-    return kind(**values)
+    found = records.unseal(raw, str(path))
+    known = {f.name: str(f.type) for f in fields(kind)}  # type: ignore[arg-type]  # every kind is a dataclass
+    try:
+        return kind(**{key: _checked(known[key], value) for key, value in found.items() if key in known})
+    except (ValueError, TypeError) as error:
+        raise DamagedError(
+            f"{path} does not follow its schema",
+            found=str(error)[:200],
+            state="It was left as it is.",
+            remedy="flashckpt gc removes what a job left in memory",
+        ) from error
+
+
+def _checked(kind: str, value: Any) -> Any:
+    """Return a field of a record as its annotation says; ValueError where it is of another type."""
+    if value is None and kind.endswith("| None"):
+        return None
+    if kind.startswith("tuple"):
+        return records.snapshot_id(value)
+    wanted = kind.removesuffix(" | None").partition("[")[0]
+    if type(value).__name__ != wanted:
+        raise ValueError(f"{value!r:.40} where {wanted} is expected")
+    return value

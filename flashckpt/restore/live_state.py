@@ -96,7 +96,7 @@ class Names:
         for manifest in manifests:
             for i, fqn in enumerate(manifest.table.fqns):
                 self.known.setdefault(fqn, (manifest, i))
-            self.aliases |= manifest.values.get("aliases", {})
+            self.aliases |= manifest.aliases
         self._bases: dict[str, list[str]] = {}
         for fqn in self.known:
             if "@" in fqn:
