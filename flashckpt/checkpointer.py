@@ -20,6 +20,7 @@ from flashckpt.memory.identity import job_id, root_digest, root_url
 from flashckpt.memory.job import JobConfig, JobDirectory
 from flashckpt.report import RestoreReport
 from flashckpt.restore.reader import Reader
+from flashckpt.restore.recorded import with_recorded
 from flashckpt.restore.restore_point import Inventory, local_world
 from flashckpt.restore.restoring import Course, Outcome, Request
 from flashckpt.settings import Settings
@@ -237,9 +238,13 @@ class Checkpointer:
         """Plan, learn what all ranks have and need, then reserve this rank's segment in the background."""
         tracked, settings = self._tracked, self._settings
         rank_memory.refuse_other_run()
-        captured = tracked.capture()
-        plan = Plan(tracked.structure(captured, ahead=True), tracked.ahead.stand_ins)
-        need = memory.need_of(plan.structure.reserved(), value_bytes=len(repr(captured.values)))
+        structure, captured = tracked.settled(ahead=True)
+        plan = Plan(structure, tracked.ahead.stand_ins)
+        value_bytes = len(repr(captured.values))
+        need = memory.need_of(structure.reserved(), value_bytes=value_bytes)
+        foreseen = with_recorded(structure.reserved(), need.layout, directory, tracked)
+        if len(foreseen) > len(structure.reserved()):
+            need = memory.need_of(foreseen, value_bytes=value_bytes)
         is_there = directory.segment_path(tracked.world.rank, need.layout).exists()
         inventories = course.inventory(0 if is_there else need.slot_bytes, memory.free_bytes(directory))
         mates = local_world(inventories, tracked.world.rank)

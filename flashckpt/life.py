@@ -89,7 +89,6 @@ class Life:
         self._commits, self._patience_s = Commits(), RESERVE_WAIT_S
         self._stale, self._optimizer_steps = StaleWatch(), 0
         self._plan: Plan | None = None
-        self._fresh: tuple[Any, ...] = ()
         self._persisted: tuple[int, int] | None = None
         self._committed: tuple[int, int] | None = None
 
@@ -186,14 +185,18 @@ class Life:
     def plan_ahead(self, plan: Plan | None = None) -> None:
         """Plan what the first snapshot will consist of, optimizer state that does not exist yet included.
 
+        A restore may have brought state that nobody could foresee when memory was reserved: then other memory is
+        reserved from now on, so that it is there when the first snapshot is due.
+
         Args:
             plan: Made of the structure built last, where there is one.
         """
-        captured = self.tracked.capture()
+        captured = None
         if plan is None:
-            structure = self.tracked.structure(captured, ahead=True)
+            structure, captured = self.tracked.settled(ahead=True)
             plan = Plan(structure, self.tracked.ahead.stand_ins)
-        self._plan, self._fresh = plan, _forms(captured)
+        self._plan = plan
+        self._make_room(plan, captured if captured is not None else self.tracked.capture())
 
     def _take_in(self) -> bool:
         """Let state that was planned ahead take its place in the plan, once it exists; whether it did now."""
@@ -206,20 +209,26 @@ class Life:
         """Return the plan for the state as it is; made anew only if its structure changed."""
         plan = self._plan
         is_current = plan is not None and not plan.is_stale and plan.structure is self.tracked.planned
-        is_current = is_current and _forms(captured) == self._fresh
+        is_current = is_current and plan is not None and captured.forms == plan.structure.forms
         if plan is not None and is_current and (self._take_in() or self.tracked.holds()):
             return plan, captured
         self._count("plans", 1)
-        structure = self.tracked.structure(captured)
-        captured = self.tracked.capture()  # again: state that has just appeared has values too
+        structure, captured = self.tracked.settled()
         plan = self._plan = Plan(structure)
-        self._fresh = _forms(captured)
-        need = memory.need_of(structure.shards, value_bytes=len(repr(captured.values)))
-        if not self.memory.fits(need):
-            _log.info("the state has another structure now: %d tensors, a new segment", len(structure.rows))
-            need = memory.need_of(structure.reserved(), value_bytes=len(repr(captured.values)))
-            self.memory.open(need, slots=self.settings.slot_count, job=self.settings.job)
+        self._make_room(plan, captured)
         return plan, captured
+
+    def _make_room(self, plan: Plan, captured: Captured) -> None:
+        """Reserve other memory if the plan, or what it still expects, does not fit into the segment."""
+        structure, value_bytes = plan.structure, len(repr(captured.values))
+        need = plan.need(value_bytes)
+        if structure.forecast:
+            need = memory.need_of(structure.reserved(), value_bytes=value_bytes)
+        if self.memory.fits(need):
+            return
+        _log.info("the state has another structure now: %d tensors, a new segment", len(structure.rows))
+        growing = sum(item.nbytes for item in plan.fresh)  # lists of tensors grow step by step: not a segment for each
+        self.memory.replace(need.with_room(growing), slots=self.settings.slot_count, job=self.settings.job)
 
     def _skip(self, step: int, why: str) -> None:
         self._count("skipped", 1)
@@ -352,10 +361,6 @@ class Life:
         """Tell the daemon that the job ended cleanly (first rank of the node; dlrun does it where it runs)."""
         if self._is_first:
             self.directory.request("ended")
-
-
-def _forms(captured: Captured) -> tuple[Any, ...]:
-    return tuple((name, t.dtype, t.shape) for name, t in captured.tensors.items())
 
 
 def _c10d_store() -> Any:

@@ -84,11 +84,23 @@ class Pin:
         if self._view is None:
             at, used = self.spec.data_at(self.slot), self.header.data_bytes
             lead = at % mmap.ALLOCATIONGRANULARITY  # 0 unless the machine's pages are larger than 4 KiB
+            if used > self.spec.data_capacity:
+                raise self._short(f"{used} bytes of data", f"at most {self.spec.data_capacity} bytes in a slot")
             flags = mmap.MAP_SHARED | (mmap.MAP_POPULATE if populate else 0)
             size = max(1, lead + used)
+            if (end := os.fstat(self._fd).st_size) < at + used:  # reading behind the end of the file would be SIGBUS
+                raise self._short(f"a file of {end} bytes", f"at least {at + used} bytes")
             self._data = mmap.mmap(self._fd, size, flags=flags, prot=mmap.PROT_READ, offset=at - lead)
             self._view = memoryview(self._data)[lead : lead + used]
         return self._view
+
+    def _short(self, found: str, expected: str) -> DamagedError:
+        return DamagedError(
+            f"the snapshot of step {self.header.step} in memory is cut short",
+            found=found,
+            expected=f"{expected} (slot {self.slot} of {self.path})",
+            state="It was left as it is and is not restored.",
+        )
 
     def close(self) -> None:
         """Give the slot back."""

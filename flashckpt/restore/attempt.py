@@ -29,6 +29,7 @@ from flashckpt.restore.fill import RestoreCounts, Target, fill
 from flashckpt.restore.peers import Peers, PeerSource, Rounds
 from flashckpt.restore.restore_point import Candidate, Place, Request
 from flashckpt.restore.sources import MemorySource, Source, StorageSource
+from flashckpt.restore.values import Values, restore_values, unnamed_values, value_tensors
 from flashckpt.tracking.placement import boxes_of, shard_of
 from flashckpt.tracking.structure import Structure
 from flashckpt.tracking.tracked import Tracked
@@ -212,7 +213,7 @@ class Attempt:
 
     def _wishes(self, manifests: Sequence[Manifest], *, exact: bool) -> live_state.Wishes:
         if self._structure is None:
-            self._structure = self.tracked.structure(self.tracked.capture())
+            self._structure = self.tracked.settled()[0]
         return live_state.wishes(self.tracked, self._structure, manifests, self.request.only, exact=exact)
 
     def _asks(self, *, spare: bool = False) -> tuple[live_state.Wishes, list[Wish]]:
@@ -223,7 +224,7 @@ class Attempt:
         sources: list[Source] = [*self.memory, *self.peers]
         manifests = [source.manifest for source in sources]
         wished = self._wishes(manifests, exact=True)
-        values = live_state.Values(sources, self.tracked.world.rank)
+        values = Values(sources, self.tracked.world.rank)
         shards = [*wished.shards, *(target.shard for target in self._value_tensors(values, sources)[1])]
         asks = list(wished.unnamed)
         near = [source.manifest.table for source in (self.peers if spare else sources)]
@@ -231,10 +232,10 @@ class Attempt:
             shard = shards[target]
             asks.append((shard.fqn.partition("@")[0], shard.fqn, replace(shard, offsets=offsets, lengths=lengths)))
         names = live_state.Names(manifests)
-        tensors = live_state.value_tensors(self.tracked, values)
-        asks += [(n.partition("@")[0], n, None) for n in tensors if names.find(n, exact=True) is None]
+        tensors = value_tensors(self.tracked, values)
+        asks += [(n.partition("@")[0], n, None) for n in tensors if n not in names.known]
         if not self._has_asked:  # a value that was asked for once is nowhere
-            asks += live_state.unnamed_values(self.tracked, values, self.request.only)
+            asks += unnamed_values(self.tracked, values, self.request.only)
         return wished, asks
 
     def _covered(self) -> live_state.Wishes:
@@ -263,44 +264,40 @@ class Attempt:
     def _fill(self, rounds: Rounds | None) -> RestoreReport:
         assert self.wished is not None
         sources, landing = self.sources, live_state.Landing()
-        values = live_state.Values(sources, self.tracked.world.rank)
+        values = Values(sources, self.tracked.world.rank)
         is_whole = self.candidate.is_common or bool(self.storage)
         with self.phase("plan"):
             targets = [landing.target(w.shard, w.tensor, w.box) for w in self.wished.wants if w.tensor is not None]
             for absent in self.wished.absent_state:
                 tensor = absent.allocate()
-                boxes = boxes_of(absent.fqn, tensor)
-                targets += [landing.target(s, tensor, b) for s, b in zip(absent.shards, boxes, strict=True)]
+                targets += [landing.target(s, tensor, b) for s, b in zip(absent.shards, absent.boxes, strict=True)]
             loose, loose_targets = self._value_tensors(values, sources)
         with self.phase("read"):
             counts = fill([*targets, *loose_targets], sources, threads=self.request.threads, far=rounds)
             landing.finish()
         with self.phase("values"):
-            missing, reseeded = live_state.restore_values(
+            missing, reseeded = restore_values(
                 self.tracked,
                 values,
                 _Loose(loose, is_whole=is_whole),
                 step=self.candidate.identity[1],
                 only=self.request.only,
-                is_whole=is_whole,
             )
         if missing and (not is_whole or (self.request.strict and self.request.only is None)):
             raise missing_error(missing, [], is_whole=is_whole)
         return self._report(counts, missing, reseeded)
 
-    def _value_tensors(
-        self, values: live_state.Values, sources: Sequence[Source]
-    ) -> tuple[dict[str, torch.Tensor], list[Target]]:
+    def _value_tensors(self, values: Values, sources: Sequence[Source]) -> tuple[dict[str, torch.Tensor], list[Target]]:
         """Return the tensors inside values, unfilled, and their targets."""
         names = live_state.Names([s.manifest for s in sources])
         loose: dict[str, torch.Tensor] = {}
         targets = []
-        for name in sorted(live_state.value_tensors(self.tracked, values)):
-            if (known := names.find(name)) is not None:
-                shard = names.shard(known)
+        for name in sorted(value_tensors(self.tracked, values)):
+            if name in names.known:  # no other: names inside values are told apart behind the coordinate
+                shard = names.shard(name)
                 tensor = loose[name] = torch.empty(shard.global_shape, dtype=getattr(torch, shard.dtype))
                 (box,) = boxes_of(name, tensor)
-                targets.append(Target(shard=shard_of(known, shard.dtype, box, 0), buffer=live_state.bytes_of(tensor)))
+                targets.append(Target(shard=shard_of(name, shard.dtype, box, 0), buffer=live_state.bytes_of(tensor)))
         return loose, targets
 
     def _report(self, counts: RestoreCounts, missing: Sequence[str], reseeded: Sequence[str]) -> RestoreReport:

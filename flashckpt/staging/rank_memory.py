@@ -7,7 +7,7 @@ import logging
 import threading
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -47,13 +47,22 @@ class Need:
         """Bytes of a slot, its header page included, and a share of the superblock."""
         return self.data_bytes + self.manifest_bytes + 3 * 4096
 
+    def with_room(self, nbytes: int) -> Need:
+        """Return the same need with more bytes in the data area, for state that grows."""
+        return replace(self, data_bytes=self.data_bytes + nbytes)
+
 
 def need_of(shards: Sequence[Shard], value_bytes: int = 0) -> Need:
     """Return what a slot for `shards` and about `value_bytes` of non-tensor state needs, with room to grow."""
     placement = place(shards)
     table = ShardTable.from_shards(shards, placement.offsets)
-    manifest = 2 * len(encode_table(table)) + 8 * table.chunks + 4 * value_bytes + MANIFEST_SLACK_BYTES
+    manifest = manifest_room(table, len(encode_table(table)), value_bytes)
     return Need(layout=layout_hash(shards), data_bytes=placement.total, manifest_bytes=manifest)
+
+
+def manifest_room(table: ShardTable, table_bytes: int, value_bytes: int) -> int:
+    """Return the bytes to reserve for a manifest: its table and digests, and values that may grow."""
+    return 2 * table_bytes + 8 * table.chunks + 4 * value_bytes + MANIFEST_SLACK_BYTES
 
 
 class RankMemory:
@@ -153,6 +162,12 @@ class RankMemory:
         self._ready, self._first = threading.Event(), threading.Event()
         self._thread = threading.Thread(target=self._reserve, name="flashckpt-reserve", daemon=True)
         self._thread.start()
+
+    def replace(self, need: Need, *, slots: int | None, job: str) -> None:
+        """Open another segment; the one before is removed at once if it never held a snapshot. Errors as `open`."""
+        if self.segment is not None and not any(header.is_complete for header in self.segment.headers()):
+            self.segment.unlink()
+        self.open(need, slots=slots, job=job)
 
     def _create(self, need: Need, slots: int | None, job: str) -> Segment:
         path = next(p for p in self._paths(need.layout) if not p.exists())
