@@ -50,6 +50,7 @@ class Case:
         needs: Modules beyond torch that must be importable; their distributions' versions are in the table.
         world: Ranks; with more than one there is a gloo group.
         quick: Whether `make test` runs it.
+        from_rank_0: Part of the names of state that every rank may take from rank 0, since the next step does so anyway.
         note: What the reader of the table should know.
     """
 
@@ -60,6 +61,7 @@ class Case:
     needs: tuple[str, ...] = ()
     world: int = 1
     quick: bool = False
+    from_rank_0: str = ""
     note: str = ""
 
 

@@ -23,7 +23,7 @@ def check(case: Case, folder: Path, shm: Path) -> None:
     if lacking := missing(case):
         pytest.skip(f"{', '.join(lacking)} is not installed (make test-frameworks)")
     warm(case)
-    verdict = judge(run_case(case, folder, shm))
+    verdict = judge(run_case(case, folder, shm), from_rank_0=case.from_rank_0)
     wanted = "refused" if case.refused else "exact"
     assert verdict.outcome == wanted, (
         f"{case.name}: {verdict.outcome}, {verdict.stage} {verdict.message}\n{verdict.text}"

@@ -1,8 +1,8 @@
 """Run a case: its lives, each forked from this process, which has imported everything once.
 
-The unbroken life is not tracked. The killed one dies in the middle of a step; its memory is persisted by a daemon.
-Two lives go on from there, one from memory and one from storage alone, each with other seeds. The one from memory is
-killed in its turn, and a last one restores what that one had snapshotted.
+The unbroken life is not tracked. The killed one dies in the middle of a step. A second one goes on from its memory, with
+other seeds, and is killed too; a daemon persists what it leaves. From there two more go on, one from memory and one from
+storage alone: what they find was written after a restore.
 """
 
 from __future__ import annotations
@@ -76,12 +76,11 @@ def run_case(case: Case, folder: Path, shm: Path) -> Lives:
     lives = Lives(unbroken, run_life(case, first, folder / "killed"))
     if not unbroken.all("error") and not lives.killed.all("error") and all(lives.killed.ends):
         second = replace(first, restarted=True, last=LAST)
-        in_child(lambda: persist(str(memory)), folder / "persist")
         lives.restarted["memory"] = run_life(case, replace(second, seed=2), folder / "memory")
-        again = replace(second, seed=4, killed=False, last=LAST + 1)
-        lives.restarted["memory again"] = run_life(case, again, folder / "again")
-        storage = replace(second, seed=3, memory=str(empty), killed=False)
-        lives.restarted["storage"] = run_life(case, storage, folder / "storage")
+        in_child(lambda: persist(str(memory)), folder / "persist")
+        third = replace(second, last=LAST + 1, killed=False)
+        lives.restarted["memory again"] = run_life(case, replace(third, seed=3), folder / "again")
+        lives.restarted["storage"] = run_life(case, replace(third, seed=4, memory=str(empty)), folder / "storage")
     shutil.rmtree(folder / "root", ignore_errors=True)
     return lives
 

@@ -63,8 +63,8 @@ def _introduction() -> Iterator[str]:
     yield "# What is restored exactly, and what is refused"
     yield ""
     yield "Written by `make compatibility`; a test holds its rows equal to the cases in `tests/integration/frameworks/`. Each case trains on"
-    yield "CPU, is killed by SIGKILL in the middle of a step, and goes on in new processes with other seeds: once from **memory**, once from"
-    yield "**storage** alone, and the one from memory is killed and restored once more."
+    yield "CPU, is killed by SIGKILL in the middle of a step, goes on from **memory** in a new process with another seed, and is killed again. What"
+    yield "it then left is restored twice, each time in a new process with another seed: from **memory**, and from **storage** alone."
     yield ""
     yield "* **exact**: parameters, buffers, optimizer state, everything else tracked and the random number generators are as restored, and"
     yield "  after every later step, equal bit for bit to those of a run that was neither tracked nor interrupted; so is each loss."
@@ -106,7 +106,7 @@ def run(case: Case) -> Verdict:
     shared = Path("/dev/shm") if Path("/dev/shm").is_dir() else Path(tempfile.gettempdir())
     folder, memory = Path(tempfile.mkdtemp()), Path(tempfile.mkdtemp(prefix="flashckpt-table-", dir=shared))
     try:
-        return judge(run_case(case, folder, memory))
+        return judge(run_case(case, folder, memory), from_rank_0=case.from_rank_0)
     finally:
         shutil.rmtree(folder)
         shutil.rmtree(memory)

@@ -19,6 +19,7 @@ def _torchao(name: str) -> Any:
     def make(params: list[nn.Parameter]) -> Optimizer:
         import torchao.optim
 
+        torch._dynamo.config.disable = True  # its step compiles itself: half a minute in each process
         return getattr(torchao.optim, name)(params, lr=1e-3)
 
     return make

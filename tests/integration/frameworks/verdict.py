@@ -28,8 +28,8 @@ class Verdict:
     text: str = ""
 
 
-def judge(lives: Lives) -> Verdict:
-    """Return what the lives of a case show."""
+def judge(lives: Lives, *, from_rank_0: str = "") -> Verdict:
+    """Return what the lives of a case show; `from_rank_0` as in `Case`."""
     if found := _broken(lives.unbroken, "unbroken", killed=False):
         return found
     errors = lives.killed.all("error")
@@ -37,7 +37,9 @@ def judge(lives: Lives) -> Verdict:
         first = errors[0]
         return Verdict(outcome="refused", stage=first["stage"], message=f"{first['error']}: {first['problem']}")
     for name, life in {"killed": lives.killed, **lives.restarted}.items():
-        found = _broken(life, name, killed=name in ("killed", "memory")) or _different(lives.unbroken, life, name)
+        found = _broken(life, name, killed=name in ("killed", "memory")) or _different(
+            lives.unbroken, life, name, from_rank_0
+        )
         if found is not None:
             return found
     return Verdict(outcome="exact")
@@ -56,9 +58,9 @@ def _broken(life: Life, name: str, *, killed: bool) -> Verdict | None:
     return None
 
 
-def _different(unbroken: Life, life: Life, name: str) -> Verdict | None:
+def _different(unbroken: Life, life: Life, name: str, from_rank_0: str) -> Verdict | None:
     """Return the first difference between a life and the unbroken one, which is as long or longer."""
-    expected_first = {"killed": 0, "memory": KILLED_AT, "storage": KILLED_AT, "memory again": LAST}[name]
+    expected_first = {"killed": 0, "memory": KILLED_AT, "storage": LAST, "memory again": LAST}[name]
     for rank in range(len(life.lines)):
         steps = {line["step"]: line for line in unbroken.of(rank, "step")}
         (restored,) = life.of(rank, "restored")
@@ -69,8 +71,12 @@ def _different(unbroken: Life, life: Life, name: str) -> Verdict | None:
         }:
             return _wrong(f"{name} life: read from {restored['tiers']}")
         if expected_first:
-            found = difference(steps[expected_first]["state"], restored["state"])
-            if found:
+            expected = dict(steps[expected_first]["state"])
+            first = next(line["state"] for line in unbroken.of(0, "step") if line["step"] == expected_first)
+            for path in (path for path in expected if from_rank_0 and from_rank_0 in path):
+                if restored["state"].get(path) == first[path]:
+                    expected[path] = first[path]
+            if found := difference(expected, restored["state"]):
                 return _wrong(f"{name} life, rank {rank}, as restored at step {expected_first}: {found}")
         for line in life.of(rank, "step"):
             found = difference(steps[line["step"]]["state"], line["state"])

@@ -55,7 +55,13 @@ def ddp(start: Start) -> Program:
     return trained(model, torch.optim.AdamW(model.parameters(), lr=1e-3), start)
 
 
-@case(GROUP, "DistributedDataParallel, batch norm, unused parameters", world=2)
+@case(
+    GROUP,
+    "DistributedDataParallel, batch norm, unused parameters",
+    world=2,
+    from_rank_0=".running_",
+    note="from storage the running averages of all ranks are rank 0's, as DDP broadcasts them before the next forward",
+)
 def ddp_unused(start: Start) -> Program:
     model = nn.Sequential(net(WIDTH), nn.BatchNorm1d(WIDTH))
     model.register_parameter("spare", nn.Parameter(torch.zeros(100)))
@@ -99,6 +105,14 @@ def zero_views(start: Start) -> Program:
     return _zero(start, torch.optim.SGD, lr=1e-2, momentum=0.9, parameters_as_bucket_view=True)
 
 
+def _zero_inside(start: Start) -> Program:
+    program = _zero(start, torch.optim.AdamW, lr=1e-3)
+    return Program(train=program.train, tracked={**program.tracked, "optimizer": program.tracked["optimizer"].optim})
+
+
+case(GROUP, "DDP with ZeroRedundancyOptimizer, the optimizer inside it tracked", world=2)(_zero_inside)
+
+
 @case(GROUP, "FSDP2", world=2, quick=True)
 def fsdp2(start: Start) -> Program:
     from torch.distributed.fsdp import fully_shard
@@ -118,15 +132,6 @@ def fsdp2_mixed(start: Start) -> Program:
     fully_shard(model[0], mesh=mesh, mp_policy=policy)
     fully_shard(model, mesh=mesh, mp_policy=policy)
     return trained(model, torch.optim.AdamW(model.parameters(), lr=1e-3), start, mesh=mesh)
-
-
-@case(GROUP, "FSDP2, Adafactor", world=2)
-def fsdp2_adafactor(start: Start) -> Program:
-    from torch.distributed.fsdp import fully_shard
-
-    model, mesh = _even(net(WIDTH)), _mesh()
-    fully_shard(model, mesh=mesh)
-    return trained(model, torch.optim.Adafactor(model.parameters(), lr=1e-2), start, mesh=mesh)
 
 
 @case(GROUP, "FSDP2, Muon", world=2)
