@@ -24,7 +24,7 @@ from flashckpt.errors import FlashckptError, NoCheckpointError, ShardGapError
 from flashckpt.exchange import HostGroup
 from flashckpt.memory.segment import Pin, Segment
 from flashckpt.report import RestoreReport
-from flashckpt.restore import live_state
+from flashckpt.restore import live_state, unexpected
 from flashckpt.restore.fill import RestoreCounts, Target, fill
 from flashckpt.restore.peers import Peers, PeerSource, Rounds
 from flashckpt.restore.restore_point import Candidate, Place, Request
@@ -80,6 +80,12 @@ class Attempt:
     peers: list[PeerSource] = field(default_factory=list)
     storage: list[Source] = field(default_factory=list)
     wished: live_state.Wishes | None = None
+    held: set[str] = field(default_factory=set)
+    """Names that the sources have."""
+    own: set[str] = field(default_factory=set)
+    """Names that this rank has."""
+    unexpected: Sequence[str] = ()
+    """Names that the sources have and no rank has."""
     _exchange: Peers | None = None
     _has_asked: bool = False
     _structure: Structure | None = None
@@ -133,6 +139,7 @@ class Attempt:
                 wished, asks = self._asks()
                 if asks:
                     return State.ASKS
+                self._compare([source.manifest for source in self.memory], wished)
                 self.wished = wished  # all of it lies here, under its own name
             else:
                 self.wished = self._covered()
@@ -243,11 +250,32 @@ class Attempt:
         manifests = [source.manifest for source in self.sources]
         is_whole = self.candidate.is_common or bool(self.storage)
         wished = self._wishes(manifests, exact=not is_whole)
-        strict = self.request.strict and self.request.only is None
-        if (wished.missing and strict) or wished.unnamed:
-            raise missing_error(wished.missing or [wished.unnamed[0][0]], wished.unexpected, is_whole=is_whole)
+        self._compare(manifests, wished)
+        if (wished.missing and self.is_strict) or wished.unnamed:
+            here = sorted(self.held - self.own)
+            raise missing_error(wished.missing or [wished.unnamed[0][0]], here, is_whole=is_whole)
         plan_reads(wished.shards, [m.table for m in manifests], names=[s.name for s in self.sources])
         return wished
+
+    @property
+    def counts(self) -> list[int]:
+        """How many names the sources have and this rank has not, and how many it has: what the ranks tell each other."""
+        return [len(self.held - self.own), len(self.own)]
+
+    @property
+    def is_strict(self) -> bool:
+        """Whether live state and the source must have the same names."""
+        return self.request.strict and self.request.only is None
+
+    def _compare(self, manifests: Sequence[Manifest], wished: live_state.Wishes) -> None:
+        """Note which names the sources have and which this rank has: `unexpected` follows from all ranks' together."""
+        assert self._structure is not None
+        held = unexpected.held_names(self.tracked, manifests)
+        self.own = unexpected.own_names(self.tracked, self._structure, live_state.Names(manifests), wished, held)
+        self.held = {name for name in held if live_state.is_wanted(name, self.request.only)}
+        has_all_values = bool(self.storage) or (self.candidate.is_common and not self.may_ask)
+        if has_all_values and self.request.only is None:
+            wished.missing = sorted({*wished.missing, *unexpected.ungrouped(self.tracked, manifests)})
 
     # -- filling -----------------------------------------------------------------------------------------
 
@@ -283,7 +311,7 @@ class Attempt:
                 step=self.candidate.identity[1],
                 only=self.request.only,
             )
-        if missing and (not is_whole or (self.request.strict and self.request.only is None)):
+        if missing and (not is_whole or self.is_strict):
             raise missing_error(missing, [], is_whole=is_whole)
         return self._report(counts, missing, reseeded)
 
@@ -308,7 +336,7 @@ class Attempt:
             life=0,
             tier_bytes=dict(counts.needed_bytes),
             missing=(*self.wished.missing, *missing),
-            unexpected=tuple(self.wished.unexpected),
+            unexpected=tuple(self.unexpected),
             damaged=tuple(counts.damaged),
             read_bytes={tier: n for tier, n in counts.read_bytes.items() if n},
             manifest_bytes=len(self.manifest),

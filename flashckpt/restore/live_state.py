@@ -46,7 +46,6 @@ class Wishes:
         wants: Boxes that the sources name.
         missing: Names that no source has.
         absent_state: Optimizer state to allocate: (optimizer label, optimizer, parameter, key, fqn, box shape, dtype).
-        unexpected: Names that the sources have and nothing wants.
         unnamed: What these sources do not name although the snapshot may have it; found only on request.
     """
 
@@ -54,7 +53,6 @@ class Wishes:
     missing: list[str] = field(default_factory=list)
     unnamed: list[Wish] = field(default_factory=list)
     absent_state: list[AbsentState] = field(default_factory=list)
-    unexpected: list[str] = field(default_factory=list)
 
     @property
     def shards(self) -> list[Shard]:
@@ -157,7 +155,6 @@ def wishes(
             another rank's state is not taken in place of one's own. Fills `unnamed`.
     """
     names, found = Names(manifests), Wishes()
-    used: set[str] = set()
     for row in structure.rows:
         fqn = row.entry.fqn
         if fqn in structure.fresh or not is_wanted(fqn, only):
@@ -168,20 +165,14 @@ def wishes(
             if exact:
                 found.unnamed.append((fqn.partition("@")[0], fqn, shard_of(fqn, row.entry.dtype, row.box, 0)))
             continue
-        used.add(source)
         shard = shard_of(source, row.entry.dtype, row.box, 0)
         found.wants.append(Want(fqn=fqn, shard=shard, tensor=row.entry.tensor, box=row.box))
     for absent in absent_state(tracked, names, exact=exact):
         if is_wanted(absent.fqn, only):
-            used |= {s.fqn for s in absent.shards}
             found.absent_state.append(absent)
     if exact:
         found.unnamed += _unnamed_state(tracked, manifests, found, only)
-    labels = {*tracked.modules, *tracked.optimizers}
     found.missing = sorted(set(found.missing))
-    found.unexpected = sorted(
-        f for f in names.known if f not in used and f.partition(".")[0] in labels and "@" not in f and f not in names.aliases
-    )  # fmt: skip
     return found
 
 

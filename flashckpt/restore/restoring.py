@@ -27,7 +27,7 @@ from flashckpt.memory.control import Control
 from flashckpt.memory.job import GenerationRecord, JobDirectory
 from flashckpt.memory.segment import Segment
 from flashckpt.report import RestoreReport
-from flashckpt.restore import new_life
+from flashckpt.restore import new_life, unexpected
 from flashckpt.restore.attempt import Attempt, State
 from flashckpt.restore.restore_point import (
     Candidate,
@@ -279,11 +279,12 @@ class Course:
                 phase=self.phase,
             )
             attempt.share_manifest()
-            states = self._vote(attempt, attempt.prepare())
+            states = self._vote(attempt, attempt.prepare(), attempt.counts)
             if State.ASKS in states and State.FAILED not in states:
                 states = self._exchange(attempt, stack, spare=False)
             report = None
             if State.FAILED not in states:
+                self._refuse_unexpected(attempt)
                 report, states = self._fill(attempt)
                 if State.FAILED in states and len({place.node for place in attempt.places}) > 1:
                     states = self._exchange(attempt, stack, spare=report is None)
@@ -294,11 +295,29 @@ class Course:
                 return None
             return replace(report, nodes=_by_node(inventories, self._amounts))
 
+    def _refuse_unexpected(self, attempt: Attempt) -> None:
+        """Find what no rank has of the candidate. Collective where some rank does not have all that it knows of.
+
+        Raises:
+            UnexpectedStateError: There is some, and it was not allowed. On every rank; an older candidate is not tried:
+                it is the program that is another one.
+        """
+        if not any(mine for mine, _ in self._amounts):
+            return
+        mine, own = attempt.held - attempt.own, attempt.own
+        attempt.unexpected = unexpected.nowhere(mine, own, counts=[count for _, count in self._amounts])
+        if not attempt.is_strict:
+            return
+        told = exchange.all_gather([len(attempt.unexpected), attempt.unexpected[:5]])
+        names = sorted({name for _, some in told for name in some})
+        generation, step = attempt.candidate.identity
+        unexpected.refuse(names, max(count for count, _ in told), f"step {step} of generation {generation}")
+
     def _exchange(self, attempt: Attempt, stack: contextlib.ExitStack, *, spare: bool) -> list[int]:
         """Find on other nodes what somebody lacks; return every rank's state then. Collective."""
         group = exchange.HostGroup()
         stack.callback(group.close)
-        return self._vote(attempt, attempt.ask(group, spare=spare))
+        return self._vote(attempt, attempt.ask(group, spare=spare), attempt.counts)
 
     def _fill(self, attempt: Attempt) -> tuple[RestoreReport | None, list[int]]:
         """Fill live state; return this rank's report and every rank's state. Collective."""

@@ -203,9 +203,18 @@ def restore_groups(
             found = known[0] if known else by_place.get((i, j))
             if found is None:
                 missing.append(f"group {j} of optimizer {i}")
+            elif any(one is not found and _settings(one) != _settings(found) for one in known):
+                missing.append(f"one setting for group {j} of optimizer {i}: its parameters were in groups that differ")
             else:
                 _set_group(group, found)
     return missing
+
+
+def _settings(group: Mapping[str, Any]) -> dict[str, Any]:
+    """Return hyperparameters that can be compared by ==."""
+    return {
+        k: v.tolist() if isinstance(v, torch.Tensor) else v for k, v in group.items() if k not in ("params", "name")
+    }
 
 
 def _set_group(group: dict[str, Any], recorded: Mapping[str, Any]) -> None:
