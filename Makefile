@@ -67,8 +67,8 @@ $(FRAMEWORKS)/.ready: $(FRAMEWORKS_PINS) $(VENV)/.ready
 test-frameworks: $(FRAMEWORKS)/.ready  ## optimizers, modules, dtypes, wrappers, other projects: restored exactly or refused in time
 	$(FRAMEWORKS)/bin/python -m pytest tests/integration/frameworks/all_frameworks.py
 
-compatibility: $(FRAMEWORKS)/.ready  ## the same, and write docs/compatibility.md
-	PYTHONPATH=tests:. $(FRAMEWORKS)/bin/python -m integration.frameworks.table
+compatibility: $(FRAMEWORKS)/.ready  ## the same, and write docs/compatibility.md (CASES="part of a name" for some)
+	PYTHONPATH=tests:. $(FRAMEWORKS)/bin/python -m integration.frameworks.table $(CASES)
 
 KILLS ?= 300
 SEED ?=

@@ -83,7 +83,7 @@ def bits8(start: Start) -> Program:
 
 @case(GROUP, "uint4 buffer", refused="dtype")
 def uint4(start: Start) -> Program:
-    model = Constant(torch.randint(0, 255, (100,), dtype=torch.uint8).view(torch.uint4))
+    model = Constant(torch.randint(0, 255, (100,), dtype=torch.uint8).view(torch.uint4))  # type: ignore[attr-defined]  # torch's stub lacks it
     return supervised(model, torch.optim.AdamW(model.parameters(), lr=1e-3), WIDTH)
 
 

@@ -63,7 +63,7 @@ def _walk(path: str, node: Any) -> Iterator[tuple[str, str]]:
     if isinstance(node, torch.Tensor):
         yield path, digest(node)
     elif isinstance(node, np.ndarray):
-        yield path, f"{node.dtype}{node.shape} {xxhash.xxh3_64_hexdigest(np.ascontiguousarray(node))}"
+        yield path, f"{node.dtype}{node.shape} {xxhash.xxh3_64_hexdigest(np.ascontiguousarray(node).tobytes())}"
     elif isinstance(node, Mapping):
         for key, value in node.items():
             yield from _walk(f"{path}.{key}", value)
@@ -95,4 +95,4 @@ def digest(tensor: torch.Tensor) -> str:
         tensor = tensor.resolve_conj().resolve_neg()
     plain = torch.empty(tensor.shape, dtype=tensor.dtype).copy_(tensor)
     raw = plain.reshape(-1).view(torch.uint8) if plain.numel() else torch.empty(0, dtype=torch.uint8)
-    return f"{tensor.dtype}{list(tensor.shape)} {xxhash.xxh3_64_hexdigest(raw.numpy())}"
+    return f"{tensor.dtype}{list(tensor.shape)} {xxhash.xxh3_64_hexdigest(memoryview(raw.numpy()))}"

@@ -79,6 +79,8 @@ def buffer(start: Start) -> Program:
 @case(GROUP, "a buffer that each forward rebinds to a new tensor")
 def rebound_buffer(start: Start) -> Program:
     class Rebound(WithBuffer):
+        scale: torch.Tensor
+
         def forward(self, batch: torch.Tensor) -> torch.Tensor:
             self.scale = self.scale * 1.01
             return self.layer(batch) * self.scale.mean()
@@ -159,7 +161,7 @@ def tied_transposed(start: Start) -> Program:
             self.register_buffer("up", self.down.weight.detach().t())
 
         def forward(self, batch: torch.Tensor) -> torch.Tensor:
-            return nn.functional.linear(torch.tanh(self.down(batch)), self.up)
+            return nn.functional.linear(torch.tanh(self.down(batch)), torch.as_tensor(self.up))
 
     return adamw(Transposed())
 

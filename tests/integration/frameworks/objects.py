@@ -167,7 +167,7 @@ class Everything:
 
     def state_dict(self) -> dict[str, Any]:
         count = self.count
-        return {
+        return {  # type: ignore[dict-item]  # a key that is a number, too
             "count": count, "none": None, "bytes": b"\x00\xff" * count, "text": "é" * count, "float": count / 3, "inf": float("inf"),
             "tensor": torch.full((count, 3), float(count)), "array": np.arange(count), "scalar": np.float32(count / 3),
             "list": [count, [torch.tensor(count)]], "tuple": (count, (1, 2)), 3: "int key", "dtype": torch.bfloat16,

@@ -182,7 +182,7 @@ class Lion(Optimizer):
         super().__init__(params, {"lr": lr, "betas": (0.9, 0.99)})
 
     @torch.no_grad()
-    def step(self, closure: Any = None) -> None:
+    def step(self, closure: Any = None) -> Any:
         for group in self.param_groups:
             low, high = group["betas"]
             for param in (p for p in group["params"] if p.grad is not None):
@@ -198,7 +198,7 @@ class Rebinding(Optimizer):
         super().__init__(params, {"lr": lr})
 
     @torch.no_grad()
-    def step(self, closure: Any = None) -> None:
+    def step(self, closure: Any = None) -> Any:
         for group in self.param_groups:
             for param in (p for p in group["params"] if p.grad is not None):
                 state = self.state[param]
@@ -211,7 +211,7 @@ class Changing(Rebinding):
     """State whose shape and number of tensors change: what was seen first is not what there will be."""
 
     @torch.no_grad()
-    def step(self, closure: Any = None) -> None:
+    def step(self, closure: Any = None) -> Any:
         super().step()
         for group in self.param_groups:
             for number, param in enumerate(group["params"]):
@@ -227,7 +227,7 @@ class Nested(Rebinding):
     """Dicts and lists of tensors in the state of a parameter, as preconditioners are kept."""
 
     @torch.no_grad()
-    def step(self, closure: Any = None) -> None:
+    def step(self, closure: Any = None) -> Any:
         super().step()
         for group in self.param_groups:
             for param in group["params"]:
@@ -251,7 +251,7 @@ for own in (Lion, Rebinding, Changing, Nested):
 def global_state(start: Start) -> Program:
     class Counting(torch.optim.SGD):
         @torch.no_grad()
-        def step(self, closure: Any = None) -> None:  # type: ignore[override]  # returns nothing
+        def step(self, closure: Any = None) -> Any:
             whole: dict[str, Any] = self.state["whole"]  # type: ignore[index]  # what such optimizers do
             whole["steps"] = whole.get("steps", 0) + 1
             whole["sum"] = whole.get("sum", torch.zeros(3)) + whole["steps"]

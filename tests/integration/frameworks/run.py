@@ -19,6 +19,7 @@ import warnings
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -88,9 +89,7 @@ def run_case(case: Case, folder: Path, shm: Path) -> Lives:
 def run_life(case: Case, plan: Plan, folder: Path) -> Life:
     """Fork the ranks of one life and wait for their end."""
     folder.mkdir()
-    pids = [
-        _fork(lambda rank=rank: _rank(case, plan, rank, folder), folder / f"out{rank}") for rank in range(case.world)
-    ]
+    pids = [_fork(partial(_rank, case, plan, rank, folder), folder / f"out{rank}") for rank in range(case.world)]
     ends = _reap(pids, folder)
     lines = []
     for rank in range(case.world):

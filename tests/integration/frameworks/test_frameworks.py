@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -22,18 +23,18 @@ def test_exact_or_refused(case: Case, tmp_path: Path, shm_dir: Path) -> None:
 
 
 def test_the_committed_table_lists_exactly_the_cases_of_the_matrix() -> None:
-    assert table.committed() == {case.name: "refused" if case.refused else "exact" for case in CASES.values()}
+    assert table.committed() == {case.name: case.promised for case in CASES.values()}
 
 
 def test_the_versions_of_the_committed_table_are_those_that_are_pinned() -> None:
     assert table.committed_versions() == table.pinned_versions()
 
 
-def _life(*lines: dict[str, object], end: int = 0) -> Life:
+def _life(*lines: dict[str, Any], end: int = 0) -> Life:
     return Life(lines=[list(lines)], ends=[end])
 
 
-def _lives(*, loss: str = "0x1", state: str = "a", **error: object) -> Lives:
+def _lives(*, loss: str = "0x1", state: str = "a", **error: Any) -> Lives:
     """Lives of a case of which the killed one differs from the unbroken one where an argument does."""
     steps = [{"step": step, "loss": "0x1", "state": {"p": "a"}} for step in range(1, 8)]
     killed = [{"restored": 0, "tiers": {}, "state": {}}, {"step": 1, "loss": loss, "state": {"p": state}}]
@@ -58,7 +59,13 @@ def test_the_judge_sees_state_that_differs_and_names_it() -> None:
 def test_only_an_error_of_ours_before_the_first_step_is_over_is_a_refusal(
     stage: str, known: bool, outcome: str
 ) -> None:
-    error = {"error": "UnsupportedStateError", "known": known, "stage": stage, "problem": "no", "text": ""}
+    error: dict[str, Any] = {
+        "error": "UnsupportedStateError",
+        "known": known,
+        "stage": stage,
+        "problem": "no",
+        "text": "",
+    }
     assert judge(_lives(**error)).outcome == outcome
 
 

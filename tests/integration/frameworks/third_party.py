@@ -19,7 +19,7 @@ def _torchao(name: str) -> Any:
     def make(params: list[nn.Parameter]) -> Optimizer:
         import torchao.optim
 
-        torch._dynamo.config.disable = True  # its step compiles itself: half a minute in each process
+        torch.compiler.set_stance("force_eager")  # its step compiles itself: half a minute in each process
         return getattr(torchao.optim, name)(params, lr=1e-3)
 
     return make
@@ -44,7 +44,7 @@ def int8_weights(start: Start) -> Program:
 
     model = net(256)
     quantize_(model, int8_weight_only_quantized_training())
-    return supervised(model, torch.optim.AdamW(model.parameters(), lr=1e-3), 256)
+    return supervised(model, _torchao("_AdamW")(list(model.parameters())), 256)
 
 
 @case(GROUP, "torchao float8 training (emulated)", needs=("torchao",))

@@ -202,7 +202,7 @@ def local_sgd(start: Start) -> Program:
 @case(GROUP, "torch.compile of the model (aot_eager)")
 def compiled(start: Start) -> Program:
     plain = net(WIDTH)
-    model = torch.compile(plain, backend="aot_eager")
+    model: Any = torch.compile(plain, backend="aot_eager")
     return trained(model, torch.optim.AdamW(model.parameters(), lr=1e-3), start)
 
 
