@@ -75,13 +75,13 @@ def float4(start: Start) -> Program:
     return supervised(model, torch.optim.AdamW(model.parameters(), lr=1e-3), WIDTH)
 
 
-@case(GROUP, "bits8 buffer", refused="dtype")
+@case(GROUP, "bits8 buffer", refused="cannot be held")
 def bits8(start: Start) -> Program:
     model = Constant(torch.randint(0, 255, (100,), dtype=torch.uint8).view(torch.bits8))
     return supervised(model, torch.optim.AdamW(model.parameters(), lr=1e-3), WIDTH)
 
 
-@case(GROUP, "uint4 buffer", refused="dtype")
+@case(GROUP, "uint4 buffer", refused="cannot be held")
 def uint4(start: Start) -> Program:
     model = Constant(torch.randint(0, 255, (100,), dtype=torch.uint8).view(torch.uint4))  # type: ignore[attr-defined]  # torch's stub lacks it
     return supervised(model, torch.optim.AdamW(model.parameters(), lr=1e-3), WIDTH)

@@ -16,11 +16,12 @@ _PLAIN = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.
 
 def fingerprint(tracked: dict[str, Any]) -> dict[str, str]:
     """Return path -> digest (tensors) or text (values) of everything tracked and of the random number generators."""
-    found = dict(item for name, thing in tracked.items() for item in _parts(name, thing))
+    found: dict[str, str] = {}  # the generators first: what a loader does for its state_dict() may draw
     for name, state in (
         ("torch", torch.get_rng_state()), ("python", random.getstate()), ("numpy", np.random.get_state()),  # noqa: NPY002 -- the global generator is what programs use
     ):  # fmt: skip
         found.update(_walk(f"rng.{name}", state))
+    found.update(item for name, thing in tracked.items() for item in _parts(name, thing))
     return found
 
 

@@ -195,7 +195,7 @@ def meta(start: Start) -> Program:
     return adamw(model)
 
 
-@case(GROUP, "a parameter still on the meta device", quick=True, refused="meta")
+@case(GROUP, "a parameter still on the meta device", quick=True, refused="cannot be held")
 def still_meta(start: Start) -> Program:
     model = net(WIDTH)
     model.register_buffer("later", torch.empty(5, device="meta"))
@@ -476,7 +476,7 @@ def adversarial(start: Start) -> Program:
     return Program(train=train, tracked={"generator": generator, "critic": critic, "g": first, "c": second})
 
 
-@case(GROUP, "a sparse buffer", quick=True, refused="sparse")
+@case(GROUP, "a sparse buffer", quick=True, refused="cannot be held")
 def sparse_buffer(start: Start) -> Program:
     model = net(WIDTH)
     model.register_buffer("mask", torch.eye(20).to_sparse())

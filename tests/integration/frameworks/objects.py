@@ -197,14 +197,23 @@ def foreign(start: Start) -> Program:
     return _with(model, torch.optim.AdamW(model.parameters(), lr=1e-3), lambda: None, thing=Holder())
 
 
-@case(BESIDE, "an integer beyond 64 bits", refused="cannot be held")
+@case(BESIDE, "an integer beyond 64 bits")
 def large_integer(start: Start) -> Program:
-    class Holder(Everything):
-        def state_dict(self) -> dict[str, Any]:
-            return {"seed": 2**70}
+    class Holder:
+        def __init__(self) -> None:
+            self.seed = 2**70
 
-    model = net(WIDTH)
-    return _with(model, torch.optim.AdamW(model.parameters(), lr=1e-3), lambda: None, thing=Holder())
+        def advance(self) -> None:
+            self.seed += 1
+
+        def state_dict(self) -> dict[str, Any]:
+            return {"seed": self.seed}
+
+        def load_state_dict(self, state: dict[str, Any]) -> None:
+            self.seed = state["seed"]
+
+    model, thing = net(WIDTH), Holder()
+    return _with(model, torch.optim.AdamW(model.parameters(), lr=1e-3), thing.advance, thing=thing)
 
 
 @case(BESIDE, "a Generator of one's own, as an object", quick=True)

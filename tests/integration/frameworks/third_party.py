@@ -33,11 +33,11 @@ for name in ("AdamW8bit", "AdamW4bit", "AdamWFp8", "Adam8bit"):
         return supervised(model, _torchao(name)(list(model.parameters())), 256)
 
     REGISTRY[f"torchao {name}"] = Case(
-        group=GROUP, name=f"torchao {name}", build=low_bit, needs=("torchao",), refused="dispatch of its own"
+        group=GROUP, name=f"torchao {name}", build=low_bit, needs=("torchao",), refused="cannot be held"
     )
 
 
-@case(GROUP, "torchao Int8 weight-only training", needs=("torchao",), refused="dispatch of its own")
+@case(GROUP, "torchao Int8 weight-only training", needs=("torchao",), refused="cannot be held")
 def int8_weights(start: Start) -> Program:
     from torchao.prototype.quantized_training import int8_weight_only_quantized_training
     from torchao.quantization import quantize_
@@ -125,6 +125,7 @@ for name in PYTORCH_OPTIMIZER:
     def other(start: Start, name: str = name) -> Program:
         import pytorch_optimizer
 
+        torch.compiler.set_stance("force_eager")  # as torchao's
         model = net(128)
         options = {"num_iterations": 100} if name == "Ranger21" else {}
         optimizer = getattr(pytorch_optimizer, name)(list(model.parameters()), lr=1e-3, **options)
