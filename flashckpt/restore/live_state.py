@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import fnmatch
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Container, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -222,7 +222,9 @@ def absent_state(tracked: Tracked, names: Names, *, exact: bool = False) -> Iter
             live, groups = tracked.names_for([optimizer]), optimizer_state.groups_by_parameter(optimizer)
             for param in optimizer_state.parameters(optimizer):
                 state = optimizer.state.get(param, {})
-                for key, fqn in _mine(by_param.get(live[id(param)], []), tracked.world, exact=exact):
+                name = live[id(param)]
+                own = exact or is_of_this_rank(name, tracked.world.suffix, names.known)
+                for key, fqn in _mine(by_param.get(name, []), tracked.world, exact=own):
                     if not isinstance(state.get(key), torch.Tensor):
                         yield _absent(optimizer, param, groups[id(param)], key, names.shard(fqn), names.form(fqn))
 
@@ -243,6 +245,11 @@ def _absent(  # noqa: PLR0917 -- what one record consists of
         boxes=boxes,
         form=form,
     )
+
+
+def is_of_this_rank(name: str, suffix: str, known: Container[str]) -> bool:
+    """Whether the sources hold a parameter of this rank's own: then another rank's state of it is another tensor's."""
+    return f"model.{name}@{suffix}" in known or f"{name}@{suffix}" in known
 
 
 def _mine(candidates: Iterable[tuple[str, str]], world: World, *, exact: bool) -> list[tuple[str, str]]:

@@ -9,7 +9,7 @@ import torch
 from torch.distributed.tensor import DTensor, Replicate
 
 from flashckpt.core.directory import Wish
-from flashckpt.restore.live_state import is_wanted
+from flashckpt.restore.live_state import is_of_this_rank, is_wanted
 from flashckpt.restore.sources import Source
 from flashckpt.tracking import optimizer_state, rng, trees
 from flashckpt.tracking.tracked import Tracked
@@ -25,6 +25,7 @@ class Values:
     def __init__(self, sources: Sequence[Source], rank: int) -> None:
         manifests = [s.manifest for s in sources]
         self._manifests = sorted(manifests, key=lambda m: (m.rank != rank, m.rank))
+        self._names = {name for manifest in manifests for name in manifest.table.fqns if "@" in name}
         self.all: dict[str, Any] = {}
         for manifest in self._manifests:
             for key, value in manifest.values.items():
@@ -59,6 +60,8 @@ class Values:
             if not base.startswith(f"{label}.") or base.removeprefix(f"{label}.") in _OF_THE_WHOLE:
                 continue
             name, _, state_key = base.removeprefix(f"{label}.").rpartition(".")
+            if owner not in ("", suffix) and is_of_this_rank(name, suffix, self._names):
+                continue
             known = keys.get((name, state_key))
             if known is None or _rank_of(owner, suffix) < _rank_of(known.partition("@")[2], suffix):
                 keys[name, state_key] = key

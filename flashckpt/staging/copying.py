@@ -38,6 +38,7 @@ class Item:
         nbytes: Its size.
         first_chunk: Index of its first digest.
         start: Byte in the local tensor where the box starts, if it is one run of host memory there; -1 if not.
+        local_bytes: Size of the whole local tensor when this was planned.
         shape: Of the whole local tensor when this was planned.
         dtype: Its dtype then.
     """
@@ -48,6 +49,7 @@ class Item:
     nbytes: int
     first_chunk: int
     start: int
+    local_bytes: int
     shape: torch.Size
     dtype: torch.dtype
 
@@ -94,7 +96,7 @@ def item_of(row: Row, offset: int, nbytes: int, first_chunk: int) -> Item:
         start = 0
         if box.starts and box.starts[0]:
             start = box.starts[0] * math.prod(local.shape[1:]) * local.element_size()
-    return Item(row, local, offset, nbytes, first_chunk, start, local.shape, local.dtype)
+    return Item(row, local, offset, nbytes, first_chunk, start, local.nbytes, local.shape, local.dtype)
 
 
 class Buffer:
@@ -143,7 +145,7 @@ def address_of(item: Item) -> int:
         StalePlanError: The tensor was given another storage (`p.data = ...`) that is not of the planned form.
     """
     local = item.local
-    if local.shape != item.shape or local.dtype is not item.dtype or not local.is_contiguous():
+    if local.nbytes != item.local_bytes or not local.is_contiguous():
         raise stale_plan(item, local)
     return local.data_ptr() + item.start
 

@@ -24,6 +24,30 @@ def parameters(optimizer: torch.optim.Optimizer) -> Iterator[torch.Tensor]:
         yield from group["params"]
 
 
+def refuse_wrapper(name: str, optimizer: torch.optim.Optimizer) -> None:
+    """Refuse an optimizer that keeps its state in another one: what it holds itself is empty.
+
+    Raises:
+        UnsupportedStateError: Names the attribute to track instead.
+    """
+    inner = [
+        key
+        for key, value in vars(optimizer).items()
+        if isinstance(value, torch.optim.Optimizer) and value.state is not vars(optimizer).get("state")
+    ]
+    if not inner and hasattr(optimizer, "_optimizer_step_pre_hooks"):
+        return
+    raise UnsupportedStateError(
+        f"the optimizer {name!r} wraps another optimizer, which has the state",
+        found=f"{type(optimizer).__module__}.{type(optimizer).__qualname__}"
+        + (f" with a {type(vars(optimizer)[inner[0]]).__qualname__} as its {inner[0]!r}" if inner else ""),
+        expected="the optimizer that updates the parameters",
+        state="Nothing was tracked.",
+        remedy=f"track the one inside: track({name}=wrapper.{inner[0] if inner else 'optimizer'}), if that is all of its "
+        "state and equal on the ranks that hold a parameter",
+    )
+
+
 def name_of(param: torch.Tensor, names: Named, where: str) -> str:
     """Return the global name of a parameter.
 

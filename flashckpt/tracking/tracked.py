@@ -100,6 +100,8 @@ class Tracked:
         if parts and all(isinstance(p, nn.Module) for p in parts):
             self.modules[name] = parts
         elif parts and all(isinstance(p, torch.optim.Optimizer) for p in parts):
+            for part in parts:
+                optimizer_state.refuse_wrapper(name, part)
             self.optimizers[name] = parts
         elif isinstance(thing, (list, tuple)):
             for i, part in enumerate(parts):

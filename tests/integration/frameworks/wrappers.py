@@ -95,12 +95,17 @@ def _zero(start: Start, kind: type, **options: Any) -> Program:
     return trained(model, optimizer, start)
 
 
-@case(GROUP, "DDP with ZeroRedundancyOptimizer over AdamW", world=2, quick=True)
+@case(GROUP, "DDP with ZeroRedundancyOptimizer over AdamW", world=2, quick=True, refused="wraps another optimizer")
 def zero(start: Start) -> Program:
     return _zero(start, torch.optim.AdamW, lr=1e-3)
 
 
-@case(GROUP, "DDP with ZeroRedundancyOptimizer over SGD with momentum, parameters as bucket views", world=2)
+@case(
+    GROUP,
+    "DDP with ZeroRedundancyOptimizer over SGD with momentum, parameters as bucket views",
+    world=2,
+    refused="wraps another optimizer",
+)
 def zero_views(start: Start) -> Program:
     return _zero(start, torch.optim.SGD, lr=1e-2, momentum=0.9, parameters_as_bucket_view=True)
 
@@ -194,7 +199,7 @@ def tensor_parallel(start: Start) -> Program:
     return trained(model, torch.optim.AdamW(model.parameters(), lr=1e-3), together, mesh=mesh)
 
 
-@case(GROUP, "DDP with PostLocalSGDOptimizer", world=2)
+@case(GROUP, "DDP with PostLocalSGDOptimizer", world=2, refused="wraps another optimizer")
 def local_sgd(start: Start) -> Program:
     from torch.distributed.algorithms.model_averaging.averagers import PeriodicModelAverager
     from torch.distributed.optim import PostLocalSGDOptimizer
