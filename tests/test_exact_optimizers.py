@@ -29,7 +29,7 @@ class Own(torch.optim.Optimizer):
         self.update = update
 
     @torch.no_grad()
-    def step(self, closure: Any = None) -> None:
+    def step(self, closure: Any = None) -> Any:
         for group in self.param_groups:
             for param in group["params"]:
                 if param.grad is not None:
@@ -39,7 +39,7 @@ class Own(torch.optim.Optimizer):
 def lion(state: Any, p: torch.Tensor) -> torch.Tensor:
     assert p.grad is not None
     average = state[p].setdefault("exp_avg", torch.zeros_like(p))
-    return average.lerp_(p.grad, 0.1).sign()
+    return torch.as_tensor(average.lerp_(p.grad, 0.1).sign())
 
 
 def rebound(state: Any, p: torch.Tensor) -> torch.Tensor:
@@ -58,7 +58,7 @@ def appearing(state: Any, p: torch.Tensor) -> torch.Tensor:
     one["n"] = one.get("n", 0) + 1
     one["late"] = None if one["n"] == 1 else 0.5 if one["n"] == 2 else torch.full_like(p, one["n"])
     one["deep"] = {"a": [(p.grad.clone(), one["n"])], 3: {"x": torch.ones(()) * one["n"]}, "none": None}
-    return p.grad + (one["late"] if isinstance(one["late"], torch.Tensor) else 0.0)
+    return p.grad.add(one["late"] if isinstance(one["late"], torch.Tensor) else 0.0)
 
 
 def twice(state: Any, p: torch.Tensor) -> torch.Tensor:
@@ -81,7 +81,7 @@ def other_kinds(state: Any, p: torch.Tensor) -> torch.Tensor:
         scalar=p.grad.norm(), counter=torch.tensor(count), device=torch.device("cpu"),
         view=p.grad.clone().t() if p.dim() == 2 else p.grad.clone()[::2], big=1 << 80, nan=float("nan"),
     )  # fmt: skip
-    return one["half"].float()
+    return torch.as_tensor(one["half"].float())
 
 
 def shared_by_all(state: Any, p: torch.Tensor) -> torch.Tensor:
@@ -89,7 +89,7 @@ def shared_by_all(state: Any, p: torch.Tensor) -> torch.Tensor:
     assert p.grad is not None
     state["count"] = state.get("count", 0) + 1
     state["total"] = state.get("total", torch.zeros(())) + p.grad.norm()
-    return p.grad * state["count"] + state["total"]
+    return torch.as_tensor(p.grad * state["count"] + state["total"])
 
 
 OWN = [lion, rebound, appearing, twice, other_kinds, shared_by_all]

@@ -166,7 +166,7 @@ def _stages(rank: int, root: str, layers: list[list[int]], dim: str, mode: str =
         report = ckpt.restore(strict=mode == "strict")
     except FlashckptError as error:
         return type(error).__name__, error.found
-    torch.stack([p.square().sum() for p in mine.parameters()]).sum().backward()
+    torch.stack([p.square().sum() for p in mine.parameters()]).sum().backward()  # type: ignore[no-untyped-call]  # torch leaves it without types
     optimizer.step()
     ckpt.step(1 if report is None else report.step + 1)
     crash(ckpt)

@@ -59,7 +59,7 @@ def tensors_of(part: nn.Module) -> Iterator[ModuleTensor]:
 
 
 def _refuse_lazy(name: str, tensor: torch.Tensor) -> None:
-    if is_lazy(tensor):  # type: ignore[no-untyped-call]  # torch leaves it without types
+    if is_lazy(tensor):
         raise UnsupportedStateError(
             f"{name!r} is uninitialized: a lazy module makes it in its first forward",
             found=type(tensor).__qualname__,

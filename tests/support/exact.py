@@ -56,7 +56,7 @@ def step_once(model: nn.Module, optimizers: Any, step: int) -> bytes:
         for optimizer in every:
             optimizer.zero_grad()
         loss: torch.Tensor = model(batch).pow(2).mean()
-        loss.backward()  # type: ignore[no-untyped-call]  # torch leaves it without types
+        loss.backward()
         return loss
 
     loss = closure()
