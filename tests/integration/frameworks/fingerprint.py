@@ -96,4 +96,4 @@ def digest(tensor: torch.Tensor) -> str:
         tensor = tensor.resolve_conj().resolve_neg()
     plain = torch.empty(tensor.shape, dtype=tensor.dtype).copy_(tensor)
     raw = plain.reshape(-1).view(torch.uint8) if plain.numel() else torch.empty(0, dtype=torch.uint8)
-    return f"{tensor.dtype}{list(tensor.shape)} {xxhash.xxh3_64_hexdigest(memoryview(raw.numpy()))}"
+    return f"{tensor.dtype}{list(tensor.shape)} {xxhash.xxh3_64_hexdigest(raw.numpy().tobytes())}"
