@@ -48,7 +48,7 @@ def held_names(tracked: Tracked, manifests: Sequence[Manifest]) -> set[str]:
                 found.update(f"{label}.{name}" for name in grouped(value))
             elif rest not in _OF_THE_WHOLE:
                 found.add(_base(key))
-        aliases = manifest.values.get("aliases", {})
+        aliases = manifest.aliases
         names = (fqn for fqn in manifest.table.fqns if fqn not in inside and fqn not in aliases)
         found.update(base for base in map(_base, names) if base.partition(".")[0] in labels)
     return found
