@@ -69,6 +69,7 @@ class Persisting:
         committed_s: time.monotonic() of the last commit that this daemon saw.
         totals: Counters.
         skipped: Persist steps that were seen complete here and left out, since another was being persisted.
+        given_up: Why the last snapshot that was given up was; "" if none was.
     """
 
     def __init__(self, config: JobConfig) -> None:
@@ -76,6 +77,7 @@ class Persisting:
         self.committed: Identity | None = None
         self.flush: Flush | None = None
         self.skipped = 0
+        self.given_up = ""
         self.committed_s: float | None = None
         self.totals = Totals()
         self._store: Store | None = None
@@ -318,6 +320,7 @@ class Persisting:
         except (DamagedError, PersistError, ShardGapError, DisagreementError) as error:
             if not flush.may_retry(error):
                 abandon_intent(store, *flush.intent.identity, reason=error.problem)
+                self.given_up = f"step {flush.intent.step} was given up: {error.problem}"
                 self._end(Outcome.GIVEN_UP)
             raise
         if outcome is Outcome.WAITING:

@@ -24,6 +24,7 @@ import msgpack
 from flashckpt.core.digest import digest
 from flashckpt.errors import ConfigError, DamagedError, FormatVersionError, JobInUseError
 from flashckpt.memory.lease import Lease, is_at
+from flashckpt.settings import checked
 
 _MAGIC = b"FCKRECRD"
 _MAJOR = 1
@@ -77,6 +78,9 @@ class DaemonStatus:
         failures: Persists that failed, in all.
         error: Text of the last failure; "" once a persist succeeded again.
         lag: Persist steps that are COMPLETE and not committed.
+        floor: (generation, step) up to which nothing is persisted any more: committed or given up.
+        given_up: Why the last snapshot that was given up was; "" if none was.
+        answered_ns: Time of the newest request to retry (`JobDirectory.ask`) before the last failed attempt began.
         pid: Of the daemon, for people.
         updated_ns: Nanoseconds since the epoch.
     """
@@ -85,6 +89,9 @@ class DaemonStatus:
     failures: int = 0
     error: str = ""
     lag: int = 0
+    floor: tuple[int, int] = (0, -1)
+    given_up: str = ""
+    answered_ns: int = 0
     pid: int = 0
     updated_ns: int = 0
 
@@ -176,7 +183,7 @@ class JobDirectory:
         return self.path / "events" / f"r{rank:05d}"
 
     def request_path(self, name: str) -> Path:
-        """Return the file of a request: `persist-now` or `ended`."""
+        """Return the file of a request: `persist-now`, `retry-now` or `ended`."""
         return self.path / "requests" / name
 
     def segments(self) -> list[Path]:
@@ -195,8 +202,29 @@ class JobDirectory:
         """Leave a request for the daemon; asking twice is asking once."""
         self.request_path(name).touch(mode=0o600, exist_ok=True)
 
+    def ask(self, name: str) -> int:
+        """Leave a request, and return its time: nanoseconds since the epoch, as the daemon reads them."""
+        self.request(name)
+        now = time.time_ns()
+        with contextlib.suppress(FileNotFoundError):  # the daemon has just answered another rank's: it looks again
+            os.utime(self.request_path(name), ns=(now, now))
+        return now
+
+    def asked_ns(self, name: str) -> int | None:
+        """Return when a request was last left, in nanoseconds since the epoch; None if none stands."""
+        try:
+            return self.request_path(name).stat().st_mtime_ns
+        except FileNotFoundError:
+            return None
+
     def write_config(self, config: JobConfig) -> None:
-        """Write `job.msgpack`."""
+        """Write `job.msgpack`.
+
+        Raises:
+            ConfigError: A setting in it is wrong: the daemon could never persist with it.
+        """
+        for name in ("storage_options", "keep_last", "keep_every", "compression"):
+            checked(name, getattr(config, name))
         _write(self.path / "job.msgpack", config)
 
     def read_config(self) -> JobConfig | None:
@@ -329,7 +357,7 @@ def _read(path: Path, kind: Callable[..., Record]) -> Record | None:
         raise DamagedError(f"{path} is damaged", found=f"{digest(body):016x}", expected=f"{expected:016x}")
     known = {f.name for f in fields(kind)}  # type: ignore[arg-type]  # every kind is a dataclass
     values = {key: value for key, value in msgpack.unpackb(body).items() if key in known}
-    for key in ("parent", "committed"):
+    for key in ("parent", "committed", "floor"):
         if isinstance(values.get(key), list):
             values[key] = tuple(values[key])
     return kind(**values)

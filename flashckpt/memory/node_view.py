@@ -73,11 +73,15 @@ class View:
         return len(self.ranks(generation)) == self.world_size(generation) > 0
 
     def flagged(self) -> list[Identity]:
-        """Return the complete snapshots of persist steps, ascending."""
+        """Return the complete snapshots that are to be persisted, ascending.
+
+        One rank that says so is enough: it may have skipped the persist step that the others took, and
+        have the next snapshot persisted instead.
+        """
         return [
             identity
             for identity in self.complete()
-            if all(held.header.persist for held in self._holders[identity].values())
+            if any(held.header.persist for held in self._holders[identity].values())
         ]
 
     def holders(self, identity: Identity) -> dict[int, Held]:
