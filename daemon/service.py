@@ -94,7 +94,7 @@ class Daemon:
         self._ended_generation: int | None = None
         self._surprise = ""
         self._goal: tuple[Identity, int] | None = None  # what persist-now asks for, and when it was asked
-        self._attempt_ns = self._answered_ns = 0  # newest retry-now before the present and the last failed attempt began
+        self._attempt_ns = self._answered_ns = 0  # newest retry-now before the present, the last failed attempt began
         self._status = DaemonStatus()
         self._numbers: dict[str, float] = {}
         self.endpoint: metrics.Endpoint | None = None
@@ -187,7 +187,9 @@ class Daemon:
 
     def _persist(self, persisting: Persisting, view: View, record: GenerationRecord, *, urgent: bool) -> None:
         asked_ns = self.directory.asked_ns("retry-now") or 0
-        if time.monotonic() < self._again_s and asked_ns <= self._attempt_ns:
+        if asked_ns > self._attempt_ns:
+            self._again_s = 0.0
+        if time.monotonic() < self._again_s:
             persisting.hold(view, urgent=urgent)
             return
         if persisting.flush is None or not persisting.flush.is_begun:

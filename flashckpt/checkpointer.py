@@ -248,7 +248,8 @@ class Checkpointer:
             life = self._live(directory, rank_memory, outcome, initialised_ns)
             life.plan_ahead(plan if tracked.planned is plan.structure and outcome.report is None else None)
         except BaseException:
-            rank_memory.release()  # restore() may be called again, with other wishes
+            rank_memory.release()  # restore() may be called again, with other arguments
+            directory.let_go()
             raise
         return outcome.report if report is None else replace(report, life=outcome.record.generation)
 

@@ -247,6 +247,10 @@ class JobDirectory:
         """Return the daemon's last status, None if there is none. Raises DamagedError."""
         return _read(self.path / "daemon.msgpack", DaemonStatus)
 
+    def forget_status(self) -> None:
+        """Remove `daemon.msgpack`: what is known to be committed. The caller holds the daemon's lock."""
+        (self.path / "daemon.msgpack").unlink(missing_ok=True)
+
     def hold_live(self) -> Lease:
         """Return a lease that says "a rank or agent of this job lives" until it is closed or the process dies.
 
@@ -258,6 +262,12 @@ class JobDirectory:
         lease = Lease(self.live_path, create=True)
         lease.shared(0)
         return lease
+
+    def let_go(self) -> None:
+        """Close the lease of `open(create=True)` if nobody took it over."""
+        if self._live is not None:
+            self._live.close()
+            self._live = None
 
     def anyone_alive(self) -> bool:
         """Return whether a rank or agent of the job lives (a caller that holds the lease itself counts)."""
