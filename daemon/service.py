@@ -24,7 +24,7 @@ from flashckpt.daemon.logs import configure, speaking_of
 from flashckpt.daemon.persisting import Persisting
 from flashckpt.daemon.retire import retire
 from flashckpt.daemon.wakeup import Wakeup
-from flashckpt.errors import FencedError, FlashckptError, PersistError, StoreError
+from flashckpt.errors import FencedError, FlashckptError, PersistError, SharedMemoryError, StoreError
 from flashckpt.memory.job import DaemonStatus, GenerationRecord, JobDirectory
 from flashckpt.memory.lease import Lease
 from flashckpt.memory.node_view import Identity, View, scan
@@ -190,7 +190,8 @@ class Daemon:
         if asked_ns > self._attempt_ns:
             self._again_s = 0.0
         if time.monotonic() < self._again_s:
-            persisting.hold(view, urgent=urgent)
+            if not (self._in_a_row and persisting.yield_slots(view)):
+                persisting.hold(view, urgent=urgent)
             return
         if persisting.flush is None or not persisting.flush.is_begun:
             self._attempt_ns = asked_ns  # what fails from here on began after that request
@@ -254,7 +255,7 @@ class Daemon:
         now = time.time_ns()
         if status != self._status or now - self._status.updated_ns > 10**9:
             self._status = DaemonStatus(**{**vars(status), "updated_ns": now})
-            with contextlib.suppress(OSError):  # tmpfs full: the next turn tries again
+            with contextlib.suppress(OSError, SharedMemoryError):  # tmpfs full: the next turn tries again
                 self.directory.write_status(self._status)
 
     def _measured(self, persisting: Persisting, view: View, *, alive: bool, lag: int) -> dict[str, float]:

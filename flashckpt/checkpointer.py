@@ -275,8 +275,9 @@ class Checkpointer:
             fallback = " (3 did not fit)" if slots < 3 and settings.slot_count is None else ""
             total = need.slot_bytes * slots * len(mates)
             _log.info(
-                "snapshots: %d slots%s of %.1f MB for each of %d ranks, about %.1f MB of this node's memory, in %s",
+                "snapshots: %d slots%s of %.1f MB for each of %d ranks, about %.1f MB of this node's memory, in %s%s",
                 slots, fallback, need.slot_bytes / 1e6, len(mates), total / 1e6, directory.path,
+                "; with two slots snapshots are skipped while a checkpoint is being written" if slots == 2 else "",
             )  # fmt: skip
         return plan, inventories
 

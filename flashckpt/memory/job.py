@@ -7,6 +7,7 @@ so that a reader sees the old record or the new one.
 from __future__ import annotations
 
 import contextlib
+import errno
 import os
 import re
 import stat
@@ -22,7 +23,8 @@ from typing import Any, TypeVar
 import msgpack
 
 from flashckpt.core.digest import digest
-from flashckpt.errors import ConfigError, DamagedError, FormatVersionError, JobInUseError
+from flashckpt.errors import ConfigError, DamagedError, FormatVersionError, JobInUseError, SharedMemoryError
+from flashckpt.memory import room
 from flashckpt.memory.lease import Lease, is_at
 from flashckpt.settings import checked
 
@@ -30,6 +32,7 @@ _MAGIC = b"FCKRECRD"
 _MAJOR = 1
 _FRAME = struct.Struct("<8sHHIQ")  # magic, major, minor, zero, digest of what follows
 _REMOVAL_S = 10.0
+_PAGE = 4096
 _SEGMENT = re.compile(r"r(\d+)-([0-9a-f]{16})\.seg")
 Record = TypeVar("Record")
 
@@ -240,8 +243,20 @@ class JobDirectory:
         return _read(self.path / "generation.msgpack", GenerationRecord)
 
     def write_status(self, status: DaemonStatus) -> None:
-        """Write `daemon.msgpack`."""
-        _write(self.path / "daemon.msgpack", status)
+        """Write `daemon.msgpack`; in place where the tmpfs is full, for `wait()` must see what was committed.
+
+        A reader that comes in the middle of that finds a wrong digest, and looks again.
+        """
+        path = self.path / "daemon.msgpack"
+        try:
+            _write(path, status)
+        except SharedMemoryError:
+            raw = _framed(status)
+            if not path.exists() or len(raw) > _PAGE:
+                raise
+            with path.open("r+b") as file:  # its page is there
+                file.write(raw)
+                file.truncate()
 
     def read_status(self) -> DaemonStatus | None:
         """Return the daemon's last status, None if there is none. Raises DamagedError."""
@@ -339,13 +354,28 @@ def _check_private(folder: Path) -> None:
         )
 
 
+def _framed(record: Any) -> bytes:
+    body = bytes(msgpack.packb(asdict(record)))
+    return _FRAME.pack(_MAGIC, _MAJOR, 0, 0, digest(body)) + body
+
+
 def _write(path: Path, record: Any) -> None:
-    body = msgpack.packb(asdict(record))
+    raw = _framed(record)
+    try:
+        _replace(path, raw)
+    except OSError as error:
+        if error.errno not in (errno.ENOSPC, errno.EDQUOT):
+            raise
+        least = room.rooms(path.parent)[0]
+        raise room.too_little(path.parent, len(raw), least, what=f"job {path.parent.name!r}") from error
+
+
+def _replace(path: Path, raw: bytes) -> None:
     temporary = path.with_name(f".{path.name}.{os.getpid()}.{os.urandom(4).hex()}.tmp")
     fd = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
     try:
         with os.fdopen(fd, "wb") as file:
-            file.write(_FRAME.pack(_MAGIC, _MAJOR, 0, 0, digest(body)) + body)
+            file.write(raw)
         temporary.replace(path)
     except BaseException:
         temporary.unlink(missing_ok=True)

@@ -36,11 +36,13 @@ class View:
         slots: Every slot that was ever written.
         lineage: Generations of the job as far as known here; snapshots they abandoned are left out.
         reserved_bytes: Shared memory of all segments.
+        least_slots: Slots of the segment that has fewest; 0 without any.
     """
 
     slots: Sequence[Held]
     lineage: Sequence[HasLineage] = ()
     reserved_bytes: int = 0
+    least_slots: int = 0
     _holders: dict[Identity, dict[int, Held]] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -103,13 +105,14 @@ class View:
 def scan(directory: JobDirectory, lineage: Sequence[HasLineage] = ()) -> View:
     """Read the headers of all segments in the job directory; unreadable ones are left out and said."""
     slots: list[Held] = []
-    reserved = 0
+    reserved = least = 0
     for path in directory.segments():
         with contextlib.ExitStack() as stack:
             try:
                 segment = stack.enter_context(contextlib.closing(Segment.attach(path)))
                 headers = segment.headers()
                 reserved += path.stat().st_blocks * 512
+                least = min(least or segment.spec.slots, segment.spec.slots)
             except FileNotFoundError:
                 continue
             except (DamagedError, FormatVersionError, OSError) as error:
@@ -120,7 +123,7 @@ def scan(directory: JobDirectory, lineage: Sequence[HasLineage] = ()) -> View:
                 for slot, header in enumerate(headers)
                 if header.sequence
             ]
-    return View(slots=slots, lineage=lineage, reserved_bytes=reserved)
+    return View(slots=slots, lineage=lineage, reserved_bytes=reserved, least_slots=least)
 
 
 def pin(held: Held) -> Pin | None:

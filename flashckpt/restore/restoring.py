@@ -283,7 +283,7 @@ class Course:
     def _unreachable(self, why: str) -> RootError:
         return RootError(
             f"the root {self.request.root} cannot be asked for checkpoints, {why}",
-            found=self.root.error.splitlines()[0],
+            found="; ".join(line.strip() for line in self.root.error.splitlines()[:2]),
             state="Nothing was restored: a fresh start could repeat a run that is already on storage.",
             remedy="make the root reachable, or start with another root",
         )
