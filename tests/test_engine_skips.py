@@ -12,14 +12,14 @@ from typing import Any
 
 import pytest
 import torch
-from support.daemons import QUICK, Daemon
+from support.daemons import QUICK
 from support.engine import net
 from support.one_rank import Gate, agent_of_the_test, crash, opened, opened_as  # noqa: F401 -- fixtures
 
 from flashckpt import Checkpointer
-from flashckpt import life as life_module
 from flashckpt.checkpoint.checkpoints import list_checkpoints
 from flashckpt.daemon import persisting
+from flashckpt.daemon.service import Daemon
 from flashckpt.memory.job import JobDirectory
 from flashckpt.memory.node_view import pin_all, release, scan
 from flashckpt.skips import Skips
@@ -148,7 +148,7 @@ def test_the_snapshot_of_a_stop_is_taken_even_if_its_slot_is_pinned_for_a_while(
             if len(slept) == 3:
                 stack.close()
 
-        patch.setattr(life_module.time, "sleep", sleep)
+        patch.setattr("flashckpt.life.time.sleep", sleep)
         ckpt.step(3)
     assert len(slept) >= 3
     assert ckpt.should_stop

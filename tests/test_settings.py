@@ -109,9 +109,10 @@ def test_a_root_has_one_form_and_every_path_is_its_own_folder(tmp_path: Path, mo
 
 def test_the_daemons_config_is_held_to_the_same_rules() -> None:
     directory = JobDirectory.open("t")
-    for name, value in (("keep_last", 0), ("keep_every", "x"), ("compression", None), ("storage_options", 5)):
+    wrong: dict[str, Any] = {"keep_last": 0, "keep_every": "x", "compression": None, "storage_options": 5}
+    for name, value in wrong.items():
         with pytest.raises(ConfigError, match=re.escape(name)):
-            directory.write_config(JobConfig(**{"job": "t", "root": "file:///r", name: value}))
+            directory.write_config(JobConfig(job="t", root="file:///r", **{name: value}))
     assert directory.read_config() is None
 
 
