@@ -24,7 +24,15 @@ from flashckpt.daemon.logs import configure, speaking_of
 from flashckpt.daemon.persisting import Persisting
 from flashckpt.daemon.retire import retire
 from flashckpt.daemon.wakeup import Wakeup
-from flashckpt.errors import DamagedError, FencedError, FlashckptError, FormatVersionError, PersistError, StoreError
+from flashckpt.errors import (
+    DamagedError,
+    FencedError,
+    FlashckptError,
+    FormatVersionError,
+    PersistError,
+    SharedMemoryError,
+    StoreError,
+)
 from flashckpt.memory import block
 from flashckpt.memory.job import DaemonStatus, GenerationRecord, JobConfig, JobDirectory
 from flashckpt.memory.lease import Lease
@@ -97,6 +105,7 @@ class Daemon:
         self._surprise = self._damage = ""
         self._read: tuple[JobConfig | None, GenerationRecord | None] = (None, None)
         self._goal: tuple[Identity, int] | None = None  # what persist-now asks for, and when it was asked
+        self._attempt_ns = self._answered_ns = 0  # newest retry-now before the present, the last failed attempt began
         self._status = DaemonStatus()
         self._numbers: dict[str, float] = {}
         self.endpoint: metrics.Endpoint | None = None
@@ -203,22 +212,21 @@ class Daemon:
         """Whether the newest common snapshot is wanted now: on request, at the end, or when nobody lives any more."""
         if self.directory.request_path("ended").exists() or (not alive and view.slots):
             return True
-        asked_ns = self._asked_ns()
+        asked_ns = self.directory.asked_ns("persist-now")
         if asked_ns is not None and self._goal is None:  # what is newest now: training may go on meanwhile
             self._goal = max(view.complete(), default=(0, 0)), asked_ns
         return self._goal is not None and persisting.floor < self._goal[0]
 
-    def _asked_ns(self) -> int | None:
-        """Return when `persist-now` was last asked for."""
-        try:
-            return self.directory.request_path("persist-now").stat().st_mtime_ns
-        except FileNotFoundError:
-            return None
-
     def _persist(self, persisting: Persisting, view: View, record: GenerationRecord, *, urgent: bool) -> None:
+        asked_ns = self.directory.asked_ns("retry-now") or 0
+        if asked_ns > self._attempt_ns:
+            self._again_s = 0.0
         if time.monotonic() < self._again_s:
-            persisting.hold(view, urgent=urgent)
+            if not (self._in_a_row and persisting.yield_slots(view)):
+                persisting.hold(view, urgent=urgent)
             return
+        if persisting.flush is None or not persisting.flush.is_begun:
+            self._attempt_ns = asked_ns  # what fails from here on began after that request
         try:
             persisting.turn(view, record, urgent=urgent)
         except (FlashckptError, OSError) as error:
@@ -250,7 +258,7 @@ class Daemon:
         first = str(error).splitlines()[0]
         if first != self.error.partition("\n")[0]:
             _log.error("persisting fails, training goes on and it is tried again by itself: %s", error)
-        self.error = str(error)
+        self.error, self._answered_ns = str(error), self._attempt_ns
         self._error_code = error.exit_code if isinstance(error, FlashckptError) else StoreError.exit_code
         persisting.disconnect()
 
@@ -258,7 +266,7 @@ class Daemon:
         """Take a request away once what was newest when it came, or something newer, is committed or gone."""
         if self._goal is None or (persisting.floor < self._goal[0] and not persisting.is_idle(view, urgent=True)):
             return
-        if self._asked_ns() == self._goal[1]:  # not asked again meanwhile
+        if self.directory.asked_ns("persist-now") == self._goal[1]:  # not asked again meanwhile
             self.directory.request_path("persist-now").unlink(missing_ok=True)
         self._goal = None
 
@@ -269,6 +277,9 @@ class Daemon:
             failures=self._failures,
             error=self.error,
             lag=lag,
+            floor=persisting.floor,
+            given_up=persisting.given_up,
+            answered_ns=self._answered_ns,
             pid=os.getpid(),
         )
         self._numbers = self._measured(persisting, view, alive=alive, lag=lag)
@@ -280,7 +291,7 @@ class Daemon:
         status = replace(status, updated_ns=self._status.updated_ns)
         if status != self._status or now - self._status.updated_ns > 10**9:
             self._status = replace(status, updated_ns=now)
-            with contextlib.suppress(OSError):  # tmpfs full: the next turn tries again
+            with contextlib.suppress(OSError, SharedMemoryError):  # tmpfs full: the next turn tries again
                 self.directory.write_status(self._status)
 
     def _measured(self, persisting: Persisting, view: View, *, alive: bool, lag: int) -> dict[str, float]:

@@ -15,6 +15,8 @@ from pathlib import Path
 from typing import Any, get_args, get_origin, get_type_hints
 
 from flashckpt.errors import ConfigError
+from flashckpt.memory.identity import job_id, root_url
+from flashckpt.settings import checked
 
 if sys.version_info >= (3, 11):
     import tomllib
@@ -162,7 +164,6 @@ CHOICES = {
 MINIMUM = {
     "train.steps": 1, "train.seq_len": 2, "train.global_batch": 1, "train.micro_batch": 1,
     "model.vocab": 256, "model.dim": 2, "model.layers": 1, "model.heads": 1, "model.kv_heads": 1, "model.ffn": 1,
-    "checkpoint.snapshot_every": 1, "checkpoint.persist_every": 1, "checkpoint.keep_last": 1,
     "data.holdout_every": 2, "guard.window": 4, "log.every": 1,
 }  # fmt: skip
 
@@ -379,6 +380,12 @@ def _check_values(config: RunConfig) -> None:
         section, _, name = key.partition(".")
         if values[section][name] < least:
             raise ConfigError(f"{key} is too small", found=str(values[section][name]), expected=f"{least} or more")
+    for name in ("snapshot_every", "persist_every", "keep_last"):
+        checked(name, values["checkpoint"][name], called=f"checkpoint.{name}")
+    if config.checkpoint.root:
+        root_url(config.checkpoint.root)
+    if config.checkpoint.job:
+        job_id("", config.checkpoint.job)
     if not 0.0 <= config.model.dropout < 1.0:
         raise ConfigError(
             "model.dropout is out of range", found=str(config.model.dropout), expected="0.0 up to, not including, 1.0"

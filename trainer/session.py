@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import HashStore
 
 from flashckpt.errors import RootError
-from flashckpt.memory.identity import root_url
+from flashckpt.memory.roots import local_path, root_url
 from flashckpt.report import RestoreReport
 from flashckpt.trainer.config import RunConfig
 
@@ -31,7 +31,7 @@ def check_root(root: str) -> None:
     url = root_url(root)
     if not url.startswith("file://") or os.environ.get("FLASHCKPT_RESTART", "0") != "0":
         return
-    path = Path(url.removeprefix("file://"))
+    path = Path(local_path(url))
     try:
         path.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryFile(dir=path):

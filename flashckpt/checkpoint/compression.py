@@ -24,7 +24,8 @@ from flashckpt.core.digest import CHUNK_BYTES, digest
 from flashckpt.core.layout import ITEMSIZE, SMALL_BYTES
 from flashckpt.core.packs import COMPRESSED_SUFFIX, Pack
 from flashckpt.core.table import ShardTable
-from flashckpt.errors import ConfigError, DamagedError, FormatVersionError
+from flashckpt.errors import DamagedError, FormatVersionError
+from flashckpt.settings import compression_level
 from flashckpt.storage.store import Store
 
 FRAME_BYTES = CHUNK_BYTES
@@ -67,12 +68,8 @@ def parse_compression(name: str) -> Codec | None:
     Raises:
         ConfigError: not "off", "auto", "zstd" or "zstd:LEVEL" with a level from 1 to 19.
     """
-    kind, _, level = name.partition(":")
-    if name in ("off", "auto", "none", ""):
-        return None
-    if kind == "zstd" and (not level or (level.isdigit() and 1 <= int(level) <= 19)):
-        return Codec(int(level or DEFAULT_LEVEL))
-    raise ConfigError(f"unknown compression {name!r}", expected="off, auto, zstd or zstd:LEVEL with LEVEL 1 to 19")
+    level = compression_level(name)
+    return None if level is None else Codec(level or DEFAULT_LEVEL)
 
 
 def worth_compressing(*, upload_bytes_s: float, encode_bytes_s: float, ratio: float, threads: int) -> bool:

@@ -12,6 +12,9 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
+BEGINNING = (0, 0)
+"""Parent of a generation that began anew on purpose: it abandons everything before it."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SlotRecord:

@@ -14,6 +14,7 @@ from flashckpt.errors import ConfigError, DamagedError, FormatVersionError
 PAGE = 4096
 MAGIC = b"FCKSEGMT"
 MAJOR, MINOR = 1, 0
+MIN_SLOTS, MAX_SLOTS = 2, 8
 OWNER_AT = 2048
 _BLOCK = struct.Struct("<8sHHIiIQQQQQ16sH256s")
 _OWNER = struct.Struct("<QQ")  # pid, nanoseconds since the epoch when it took the segment
@@ -42,8 +43,9 @@ class SegmentSpec:
     layout_hash: int
 
     def __post_init__(self) -> None:
-        if not 2 <= self.slots <= 8:
-            raise ConfigError("the number of slots is wrong", found=f"slots={self.slots}", expected="2 to 8")
+        if not MIN_SLOTS <= self.slots <= MAX_SLOTS:
+            expected = f"{MIN_SLOTS} to {MAX_SLOTS}"
+            raise ConfigError("the number of slots is wrong", found=f"slots={self.slots}", expected=expected)
         if len(self.job.encode()) > 256:
             raise ConfigError("the job id is too long", found=f"{len(self.job.encode())} bytes", expected="up to 256")
         object.__setattr__(self, "manifest_capacity", round_up(self.manifest_capacity, PAGE))

@@ -23,6 +23,8 @@ from flashckpt.staging import device
 
 _log = logging.getLogger("flashckpt")
 MANIFEST_SLACK_BYTES = 256 << 10
+SMALL_SLOT_BYTES = 16 << 20
+"""Up to here the first slot is made at once, in about 10 ms; larger ones in the background, beside training."""
 _LET_GO_S = 2.0
 """How long a killed process may take to give its locks back."""
 
@@ -161,6 +163,8 @@ class RankMemory:
         self._ready, self._first = threading.Event(), threading.Event()
         self._thread = threading.Thread(target=self._reserve, name="flashckpt-reserve", daemon=True)
         self._thread.start()
+        if need.slot_bytes <= SMALL_SLOT_BYTES:
+            self.wait_first()
 
     def replace(self, need: Need, *, slots: int | None, job: str) -> None:
         """Open another segment; the one before is removed at once if it never held a snapshot. Errors as `open`."""
@@ -240,6 +244,11 @@ class RankMemory:
     def wait_first(self, timeout_s: float | None = None) -> bool:
         """Wait until a snapshot can be taken: one slot is reserved; False if none is in time. Raises as `is_ready`."""
         self._first.wait(timeout_s)
+        return self.is_ready or self._first.is_set()
+
+    @property
+    def has_slot(self) -> bool:
+        """Whether the memory of some slot is made, so that a snapshot can be taken; does not wait. Raises as `is_ready`."""
         return self.is_ready or self._first.is_set()
 
     def fits(self, need: Need) -> bool:
