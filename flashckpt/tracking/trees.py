@@ -6,6 +6,7 @@ Nothing is ever pickled: what has no plain form is refused by its key.
 
 from __future__ import annotations
 
+import io
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -23,7 +24,7 @@ def take_apart(tree: Any, name: str) -> tuple[Any, dict[str, torch.Tensor]]:
 
     Args:
         tree: Nested dicts, lists and tuples of tensors, numpy arrays and scalars, None, bool, int, float, str, bytes,
-            torch dtypes and devices.
+            torch dtypes and devices, io.BytesIO.
         name: Prefix of the tensors' names, e.g. "scheduler".
 
     Raises:
@@ -56,6 +57,8 @@ def _apart(node: Any, path: str, tensors: dict[str, torch.Tensor]) -> Any:  # no
         return {_MARK: "scalar", "dtype": node.dtype.str, "value": node.tobytes()}
     if isinstance(node, (torch.dtype, torch.device)):
         return {_MARK: type(node).__name__, "value": str(node)}
+    if type(node) is io.BytesIO:
+        return {_MARK: "bytes_io", "value": node.getvalue(), "position": node.tell()}
     for kind in (int, float, str, bytes):  # subclasses such as enum.IntEnum keep their value
         if isinstance(node, kind):
             return kind(node)  # type: ignore[arg-type]  # the union of four constructors
@@ -74,7 +77,7 @@ def _refuse(path: str, node: Any) -> Any:
     raise UnsupportedStateError(
         f"the value of {path!r} cannot be held in a snapshot",
         found=f"{type(node).__module__}.{type(node).__qualname__}",
-        expected="tensors, numpy arrays, None, bool, int, float, str, bytes, or dicts, lists and tuples of them",
+        expected="tensors, numpy arrays, None, bool, int, float, str, bytes, io.BytesIO, or dicts, lists and tuples of them",
         remedy="convert it in the object's state_dict(), or leave the object out of track()",
     )
 
@@ -112,6 +115,12 @@ def _special(kind: str, node: dict[str, Any], tensor: Callable[[str], torch.Tens
         return {k: put_together(v, tensor) for k, v in node["items"]}
     if kind == "scalar":
         return np.frombuffer(node["value"], np.dtype(node["dtype"]))[0]
-    if kind == "device":
-        return torch.device(node["value"])
-    return getattr(torch, node["value"].removeprefix("torch."))
+    if kind == "bytes_io":
+        return _file(node["value"], node["position"])
+    return torch.device(node["value"]) if kind == "device" else getattr(torch, node["value"].removeprefix("torch."))
+
+
+def _file(data: bytes, position: int) -> io.BytesIO:
+    file = io.BytesIO(data)
+    file.seek(position)
+    return file
