@@ -180,7 +180,7 @@ def nonfatal_streams() -> Iterator[None]:
     """Let nothing that is printed within, by anyone, end the program; nor at exit what could not be flushed."""
     before = sys.stdout, sys.stderr
     guarded = nonfatal_stream(sys.stdout, "standard output"), nonfatal_stream(sys.stderr, "standard error")
-    sys.stdout, sys.stderr = guarded  # type: ignore[assignment]  # all that print() and logging ask of a stream
+    sys.stdout, sys.stderr = guarded  # all that print() and logging ask of a stream
     try:
         yield
     finally:

@@ -98,6 +98,7 @@ class Parallel:
                 if goes_to not in (None, here):
                     sends.append(dist.isend(values[number], group=group, group_dst=goes_to))
         for send in sends:
+            assert send is not None, "None is for ranks outside the group"
             send.wait()
         for module in (module for part in self.parts for module in part.modules()):
             if isinstance(module, FSDPModule):
