@@ -125,7 +125,7 @@ def bfloat16_alone(corpus: Any) -> Any:
 
     def get(model: Any) -> Any:
         if str(model) not in cache:
-            precisions = ({"precision": "bfloat16"}, {})
+            precisions: tuple[dict[str, str], ...] = ({"precision": "bfloat16"}, {})
             cache[str(model)] = [train(corpus, 1, {}, model=model, train=each)[0] for each in precisions]
         return cache[str(model)]
 

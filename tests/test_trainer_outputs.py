@@ -74,10 +74,10 @@ def test_lost_lines_are_counted_and_reported_when_writing_works_again_and_at_the
 def test_a_stream_without_room_or_closed_raises_nothing_and_says_what_it_lost() -> None:
     full = Full()
     stream = Stream(full, "standard error")
-    print("one\ntwo", file=stream)  # type: ignore[call-overload]  # all that print asks of a file
+    print("one\ntwo", file=stream)
     stream.flush()
     full.full = False
-    print("three", file=stream)  # type: ignore[call-overload]  # the same
+    print("three", file=stream)
     assert full.getvalue().splitlines() == [
         "three",
         "standard error: 2 lines were lost before writing worked again (No space left on device)",

@@ -64,7 +64,7 @@ def _replace_storage() -> None:
         """A folder is a root here: each save into it is its next step, each load takes the newest."""
 
         def __init__(self, path: Any, *_args: Any, **_kwargs: Any) -> None:  # how bytes are laid out is ours alone
-            super().__init__(path)
+            super().__init__(path)  # type: ignore[call-arg]  # of the class it is mixed into
 
         def reset(self, checkpoint_id: Any = None) -> None:
             super().reset()  # type: ignore[misc]  # of the class it is mixed into
