@@ -89,8 +89,8 @@ def number(value: Any) -> float:
     return float(value)
 
 
-def snapshot_id(value: Any) -> tuple[int, int]:
-    """Return (generation, step) of a list of exactly two; ValueError otherwise."""
+def snapshot_id(value: Any, least: int = 0) -> tuple[int, int]:
+    """Return (generation, step) of a list of exactly two, none below `least`; ValueError otherwise."""
     if type(value) not in (list, tuple) or len(value) != 2:
         raise ValueError(f"{value!r:.40} where [generation, step] is expected")
-    return integer(value[0]), integer(value[1])
+    return integer(value[0], least), integer(value[1], least)

@@ -408,7 +408,7 @@ def _checked(kind: str, value: Any) -> Any:
     if value is None and kind.endswith("| None"):
         return None
     if kind.startswith("tuple"):
-        return records.snapshot_id(value)
+        return records.snapshot_id(value, least=-1)  # a floor of (0, -1): nothing is committed or given up yet
     wanted = kind.removesuffix(" | None").partition("[")[0]
     if type(value).__name__ != wanted:
         raise ValueError(f"{value!r:.40} where {wanted} is expected")

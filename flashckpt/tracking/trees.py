@@ -6,6 +6,7 @@ Nothing is ever pickled: what has no plain form is refused by its key.
 
 from __future__ import annotations
 
+import io
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -27,7 +28,7 @@ def take_apart(tree: Any, name: str, *, mesh: DeviceMesh | None = None) -> tuple
 
     Args:
         tree: Nested dicts, lists and tuples of tensors, numpy arrays and scalars, None, bool, int, float, str, bytes,
-            torch dtypes and devices.
+            torch dtypes and devices, io.BytesIO.
         name: Prefix of the tensors' names, e.g. "scheduler".
         mesh: DTensors on this mesh that are equal on all of its ranks may be in it; others have no place here.
 
@@ -47,7 +48,7 @@ class _Apart:
         self.tensors: dict[str, torch.Tensor] = {}
         self._mesh, self._names = mesh, dict[int, str]()
 
-    def node(self, node: Any, path: str, depth: int) -> Any:  # noqa: C901, PLR0911 -- one case per type
+    def node(self, node: Any, path: str, depth: int) -> Any:  # noqa: C901, PLR0911, PLR0912 -- one case per type
         if node is None or type(node) in _PLAIN:
             return node
         if type(node) is str:
@@ -70,6 +71,8 @@ class _Apart:
             return {_MARK: "scalar", "dtype": node.dtype.str, "value": node.tobytes()}
         if isinstance(node, (torch.dtype, torch.device)):
             return {_MARK: type(node).__name__, "value": str(node)}
+        if type(node) is io.BytesIO:
+            return {_MARK: "bytes_io", "value": node.getvalue(), "position": node.tell()}
         for kind in (int, float, str, bytes):  # subclasses such as enum.IntEnum keep their value
             if isinstance(node, kind):
                 return kind(node)  # type: ignore[arg-type]  # the union of four constructors
@@ -131,7 +134,7 @@ def _refuse(path: str, node: Any, found: str = "") -> Any:
     raise UnsupportedStateError(
         f"the value of {path!r} cannot be held in a snapshot",
         found=found or f"{type(node).__module__}.{type(node).__qualname__}",
-        expected="tensors, numpy arrays, None, bool, int, float, str, bytes, or dicts, lists and tuples of them",
+        expected="tensors, numpy arrays, None, bool, int, float, str, bytes, io.BytesIO, or dicts, lists and tuples of them",
         remedy="convert it in the object's state_dict(), or leave the object out of track()",
     )
 
@@ -189,7 +192,7 @@ class _Together:
             return type(skeleton)(self.node(v) for v in skeleton)
         return skeleton
 
-    def _special(self, kind: str, node: dict[str, Any]) -> Any:
+    def _special(self, kind: str, node: dict[str, Any]) -> Any:  # noqa: PLR0911 -- one case per kind
         if kind == "tensor":
             name = node["name"]
             if name not in self._made:
@@ -202,6 +205,14 @@ class _Together:
             return {k: self.node(v) for k, v in node["items"]}
         if kind == "scalar":
             return np.frombuffer(node["value"], np.dtype(node["dtype"]))[0]
+        if kind == "bytes_io":
+            return _file(node["value"], node["position"])
         if kind == "device":
             return torch.device(node["value"])
         return getattr(torch, node["value"].removeprefix("torch."))
+
+
+def _file(data: bytes, position: int) -> io.BytesIO:
+    file = io.BytesIO(data)
+    file.seek(position)
+    return file
