@@ -167,10 +167,10 @@ class Everything:
 
     def state_dict(self) -> dict[str, Any]:
         count = self.count
-        return {  # type: ignore[dict-item]  # a key that is a number, too
+        return {
             "count": count, "none": None, "bytes": b"\x00\xff" * count, "text": "é" * count, "float": count / 3, "inf": float("inf"),
             "tensor": torch.full((count, 3), float(count)), "array": np.arange(count), "scalar": np.float32(count / 3),
-            "list": [count, [torch.tensor(count)]], "tuple": (count, (1, 2)), 3: "int key", "dtype": torch.bfloat16,
+            "list": [count, [torch.tensor(count)]], "tuple": (count, (1, 2)), 3: "int key", "dtype": torch.bfloat16,  # type: ignore[dict-item]
             "device": torch.device("cpu"), "empty": {}, "bool": bool(count % 2), "large": 2**63 + count,
         }  # fmt: skip
 
