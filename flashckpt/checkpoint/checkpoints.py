@@ -17,9 +17,9 @@ from typing import TypeVar
 from flashckpt.checkpoint.persist import MANIFEST, TOMBSTONE, prefix_of, read_start
 from flashckpt.checkpoint.root_records import explaining, fields_of
 from flashckpt.core.head import Summary, decode_summary
-from flashckpt.core.lineage import is_abandoned
+from flashckpt.core.lineage import BEGINNING, is_abandoned
 from flashckpt.core.manifest import Manifest, decode_manifest, summary_of
-from flashckpt.core.records import integer, number, seal, snapshot_id, text
+from flashckpt.core.records import integer, is_sealed, number, seal, snapshot_id, text
 from flashckpt.errors import DamagedError, FlashckptError, FormatVersionError, NoCheckpointError, ObjectMissingError
 from flashckpt.faults import crash_point
 from flashckpt.storage.store import Store
@@ -359,7 +359,9 @@ def decode_claim(raw: bytes, key: str, url: str) -> GenerationClaim:
         )
         if _claim_key(claim.generation) != key:
             raise ValueError(f"the claim of generation {claim.generation}")
-        if claim.parent is not None and not 0 < claim.parent[0] < claim.generation:
+        # the beginning of everything is a parent only in a sealed claim: an unsealed one is older than `restore(fresh=True)`
+        begins = claim.parent == BEGINNING and is_sealed(raw)
+        if claim.parent is not None and not begins and not 0 < claim.parent[0] < claim.generation:
             raise ValueError(f"generation {claim.generation} restored from generation {claim.parent[0]}")
         return claim
 
