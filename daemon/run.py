@@ -96,7 +96,7 @@ def run(args: argparse.Namespace, nursery: Nursery | None = None) -> Outcome:
     named = _fill_rendezvous(args)
     args.rdzv_conf = _quicker(args)
     config, command, command_args = torchrun.config_from_args(args)
-    timeout = args.shutdown_timeout
+    timeout = getattr(args, "shutdown_timeout", None)  # an option of torchrun since 2.12
     if timeout is None:
         timeout = float(os.environ.get("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", "0"))
     options = AgentOptions(
