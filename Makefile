@@ -78,8 +78,8 @@ test-slurm: setup  ## the batch scripts of docs/launching.md in a Slurm of two n
 
 # Downloads gigabytes per release (the package index has older ones with CUDA only): not part of .ci/run.
 RELEASES ?=
-test-torch-versions:  | preflight  ## other releases of torch, each in an environment of its own (RELEASES="2.11.0 2.15.0")
-	$(PYTHON) tests/versions.py --write $(RELEASES)
+test-torch-versions: setup  ## other releases of torch, each in an environment of its own (RELEASES="2.11.0 2.15.0")
+	$(BIN)/python tests/versions.py --write $(RELEASES)
 
 test-restarts: setup  ## 50 kills in a row (KILLS=50), then SIGTERM at random instants of a 2x2x2 run (STOPS=20 SEED=7)
 	DLRUN_TEST_KILLS=$(if $(filter file,$(origin KILLS)),50,$(KILLS)) $(BIN)/python -m pytest tests/test_dlrun.py -k five_times
