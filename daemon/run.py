@@ -66,6 +66,8 @@ def get_args_parser() -> argparse.ArgumentParser:
         from torch.distributed import run as torchrun
         from torch.distributed.argparse_util import check_env, env
     parser = torchrun.get_args_parser()
+    if "PET_MASTER_PORT" not in os.environ:  # torch 2.11 has 29500 here, and with it the static rendezvous
+        parser.set_defaults(master_port=None)
     parser.prog = _OWN
     parser.description = "Launch and keep alive a distributed PyTorch job (every torchrun option, and dlrun's own)"
     own = parser.add_argument_group(_OWN)

@@ -16,7 +16,7 @@ import pytest
 import torch
 
 ROOT = Path(__file__).resolve().parent.parent
-PAGES = sorted((ROOT / "docs").glob("*.md")) + [ROOT / "README.md"]
+PAGES = [*sorted((ROOT / "docs").glob("*.md")), ROOT / "README.md"]
 HERE = "test_docs_recipes.py::test_python_block_runs"
 BLOCKS = {
     ("data.md", "from torch.utils.data import DataLoader"): HERE,
@@ -26,7 +26,10 @@ BLOCKS = {
     ("data.md", "ckpt.restore(step=1200)"): HERE,
     ("engine.md", "from flashckpt import Checkpointer"): HERE,
     ("engine.md", "report = ckpt.restore() or ckpt.restore(root="): HERE,
-    ("engine.md", 'mesh = init_device_mesh("cuda", (2, 4)'): "not run: The two snippets with a mesh were not run as they stand",
+    (
+        "engine.md",
+        'mesh = init_device_mesh("cuda", (2, 4)',
+    ): "not run: The two snippets with a mesh were not run as they stand",
     ("engine.md", "ckpt.track(model=stage_modules"): "not run: The two snippets with a mesh were not run as they stand",
     ("interop.md", "import torch.distributed.checkpoint as dcp"): HERE,
     ("recipes.md", "trainer = FlashTrainer("): "test_recipes.py::test_recipe_killed_in_an_epoch",
@@ -55,12 +58,16 @@ def blocks() -> list[tuple[str, str, str]]:
 
 def commands() -> list[tuple[str, str]]:
     """Return (page, command line) of all indented command lines, without comments and continued lines joined."""
-    found = []
-    for page in PAGES:
-        text = re.sub(r"^```\w+\n.*?^```$", "", page.read_text(), flags=re.MULTILINE | re.DOTALL).replace("\\\n", " ")
-        for line in re.findall(r"^ {4}(?:\$ )?((?:dlrun|flashckpt|python3?|make|eval|pip|git) .*)$", text, re.MULTILINE):
-            found.append((page.name, re.split(r"\s+#\s", line)[0].strip()))
-    return found
+    line = r"^ {4}(?:\$ )?((?:dlrun|flashckpt|python3?|make|eval|pip|git) .*)$"
+    return [
+        (page.name, re.split(r"\s+#\s", found)[0].strip())
+        for page in PAGES
+        for found in re.findall(line, _without_blocks(page.read_text()), re.MULTILINE)
+    ]
+
+
+def _without_blocks(text: str) -> str:
+    return re.sub(r"^```\w+\n.*?^```$", "", text, flags=re.MULTILINE | re.DOTALL).replace("\\\n", " ")
 
 
 def entry(page: str, text: str) -> str | None:
@@ -182,7 +189,9 @@ def as_one_process(text: str, folder: Path) -> str:
     [(page, text) for page, _, text in blocks() if entry(page, text) == HERE],
     ids=lambda value: str(value)[:50].replace("\n", " "),
 )
-def test_python_block_runs(page: str, text: str, tmp_path: Path, shm_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_python_block_runs(
+    page: str, text: str, tmp_path: Path, shm_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """As it stands, but for what one process without a bucket cannot have (as_one_process)."""
     from flashckpt import Checkpointer
 
