@@ -9,7 +9,7 @@ TORCH_INDEX ?=
 export OMP_NUM_THREADS ?= 1
 export OPENBLAS_NUM_THREADS ?= 1
 
-.PHONY: fuzz help setup preflight demo test test-s3 test-clouds bench-all check clean test-launcher test-layouts test-nodes test-mounts test-restarts docs changelog hooks test-pythons test-frameworks compatibility
+.PHONY: fuzz help setup preflight demo test test-s3 test-clouds bench-all check clean test-launcher test-layouts test-nodes test-mounts test-restarts docs changelog hooks test-pythons test-frameworks compatibility test-slurm test-torch-versions
 
 help:  ## list the targets
 	@grep -E '^[a-z0-9-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 16
@@ -92,6 +92,15 @@ test-nodes: setup  ## many nodes as network namespaces: dead nodes, cut links, s
 test-mounts: setup  ## real file systems that fill up or turn read-only under a running job (root)
 	$(BIN)/python -m pytest tests/mounts.py
 
+test-slurm: setup  ## the batch scripts of docs/launching.md in a Slurm of two nodes (needs root: installs Slurm by apt)
+	tests/slurm/cluster.sh install
+	$(BIN)/python -m pytest tests/slurm.py
+
+# Downloads gigabytes per release (the package index has older ones with CUDA only): not part of .ci/run.
+RELEASES ?=
+test-torch-versions: setup  ## other releases of torch, each in an environment of its own (RELEASES="2.11.0 2.15.0")
+	$(BIN)/python tests/versions.py --write $(RELEASES)
+
 test-restarts: setup  ## 50 kills in a row (KILLS=50), then SIGTERM at random instants of a 2x2x2 run (STOPS=20 SEED=7)
 	DLRUN_TEST_KILLS=$(if $(filter file,$(origin KILLS)),50,$(KILLS)) $(BIN)/python -m pytest tests/test_dlrun.py -k five_times
 	PYTHONPATH=tests:. $(BIN)/python tests/stops.py --stops $(or $(STOPS),20) $(if $(SEED),--seed $(SEED))
@@ -122,4 +131,4 @@ check: setup  ## ruff, mypy, codespell
 	$(BIN)/python -m mkdocs build --strict 2>&1 | { ! grep -E "WARNING|ERROR|Aborted"; }
 
 clean:  ## remove .venv and everything that was generated
-	rm -rf $(VENV) .venv-clouds .venv-frameworks build dist *.egg-info out
+	rm -rf $(VENV) .venv-clouds .venv-frameworks .venv-versions build dist *.egg-info out

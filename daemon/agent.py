@@ -255,7 +255,10 @@ class DlrunAgent(LocalElasticAgent):
     def _stop_workers(self, worker_group: WorkerGroup) -> None:  # noqa: ARG002 -- torch's signature
         """End the workers of this generation: at once, or with the time the user gave by --shutdown-timeout."""
         wait_s = int(self._options.survivors_s)
-        self._shutdown(signal.SIGTERM if wait_s else signal.SIGKILL, wait_s)
+        death = signal.SIGTERM if wait_s else signal.SIGKILL
+        if self._pcontext is not None:
+            self._pcontext.close(death, wait_s)
+        self._shutdown(death)  # the rest; it takes no time-out before torch 2.12
 
     # -- failures
 

@@ -68,6 +68,8 @@ def get_args_parser() -> argparse.ArgumentParser:
         from torch.distributed import run as torchrun
         from torch.distributed.argparse_util import check_env, env
     parser = torchrun.get_args_parser()
+    if "PET_MASTER_PORT" not in os.environ:  # torch 2.11 has 29500 here, and with it the static rendezvous
+        parser.set_defaults(master_port=None)
     parser.prog = _OWN
     parser.description = "Launch and keep alive a distributed PyTorch job (every torchrun option, and dlrun's own)"
     _restart_by_default(parser)
@@ -117,7 +119,7 @@ def run(args: argparse.Namespace, nursery: Nursery | None = None) -> Outcome:
     named = _fill_rendezvous(args)
     args.rdzv_conf = _quicker(args)
     config, command, command_args = config_from_args(args)
-    timeout = args.shutdown_timeout
+    timeout = getattr(args, "shutdown_timeout", None)  # an option of torchrun since 2.12
     if timeout is None:
         timeout = float(os.environ.get("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", "0"))
     options = AgentOptions(

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import faulthandler
+import gc
 import importlib.machinery
 import importlib.util
 import io
@@ -43,6 +44,7 @@ def run_worker(request: dict[str, Any]) -> int:
     """
     _become_fresh(request)
     code = run_recorded(request)
+    gc.unfreeze()  # what the zygote froze: classes in cycles are collected at the end as in an interpreter of its own
     for stream in (sys.stdout, sys.stderr):
         try:
             stream.flush()

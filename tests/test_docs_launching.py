@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import shlex
 import subprocess
 from collections.abc import Callable
 from pathlib import Path
@@ -50,13 +51,21 @@ def test_tests_of_the_failure_table_exist() -> None:
         assert re.search(rf"^def test_\w*{name}", path.read_text(), re.MULTILINE), (file, name)
 
 
-def test_batch_script_is_valid_shell(tmp_path: Path) -> None:
-    block = TEXT.split("## Slurm\n\n")[1].split("\n\n`SLURM", 1)[0].split("\n\nThe job id", 1)[0]
-    script = tmp_path / "job.sbatch"
-    script.write_text(re.sub(r"^    ", "", block, flags=re.MULTILINE))
-    assert script.read_text().startswith("#!/bin/bash")
-    subprocess.run(["bash", "-n", script], check=True)
-    assert "--requeue" in script.read_text()
+def test_batch_scripts_are_valid_shell_and_their_commands_are_accepted(tmp_path: Path) -> None:
+    """`make test-slurm` runs them; this needs no Slurm."""
+    scripts = re.findall(r"```bash\n(#!/bin/bash\n.*?)```", TEXT, re.DOTALL)
+    assert len(scripts) == 2
+    for text in scripts:
+        script = tmp_path / "job.sbatch"
+        script.write_text(text)
+        subprocess.run(["bash", "-n", script], check=True)
+        assert "--requeue" in text
+        assert "--exclusive" in text
+        (command,) = re.findall(r"dlrun (--.*?) &$", text.replace("\\\n", ""), re.MULTILINE)
+        sizes = command.replace('"$SLURM_NNODES"', "2").replace('"$SLURM_GPUS_ON_NODE"', "2")
+        args = run.parse_args(shlex.split(sizes))
+        (ahead_s,) = re.findall(r"--signal=B:TERM@(\d+)", text)
+        assert args.grace_timeout < int(ahead_s)
 
 
 def manifest_and_problems(change: Callable[[Any], None] = lambda manifest: None) -> tuple[Any, list[str]]:
@@ -79,6 +88,8 @@ def pod(manifest: Any) -> Any:
         (lambda m: pod(m).update(terminationGracePeriodSeconds="2m"), "'2m' is not of type 'integer'"),
         (lambda m: pod(m)["containers"][0].pop("name"), "'name' is a required property"),
         (lambda m: pod(m)["containers"][0].update(commands=[]), "'commands' was unexpected"),
+        (lambda m: m["spec"]["failurePolicy"]["rules"][0].update(action="FailJob"), "'FailJob' is not one of"),
+        (lambda m: m["spec"]["failurePolicy"]["rules"][0].pop("name"), "'name' is a required property"),
         (lambda m: m["spec"]["replicatedJobs"][0].pop("template"), "'template' is a required property"),
     ],
 )
@@ -99,6 +110,9 @@ def test_jobset_manifest_fits_jobsets_schema_and_has_a_command_that_dlrun_accept
     codes = [rule["onExitCodes"]["values"] for rule in spec["podFailurePolicy"]["rules"] if "onExitCodes" in rule]
     assert codes[0] == [errors.RESUME_EXIT_CODE]
     assert errors.RestartBudgetError.exit_code in codes[1]
+    rules = manifest["spec"]["failurePolicy"]["rules"]  # else JobSet restarts what its podFailurePolicy has failed
+    assert [(rule["action"], rule["onJobFailureReasons"]) for rule in rules] == [("FailJobSet", ["PodFailurePolicy"])]
+    assert container["resources"]["limits"]["nvidia.com/gpu"] == int(args.nproc_per_node)
     mounts = {mount["mountPath"]: mount["name"] for mount in container["volumeMounts"]}
     memory = next(v for v in spec["template"]["spec"]["volumes"] if v["name"] == mounts["/dev/shm"])
     assert memory["emptyDir"]["medium"] == "Memory"
