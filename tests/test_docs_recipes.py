@@ -23,6 +23,7 @@ BLOCKS = {
     ("data.md", "from flashckpt.sampler import Order, Permutation"): HERE,
     ("data.md", "ElasticSampler(data, global_batch_size=64, ramp_up"): HERE,
     ("data.md", "from flashckpt.sampler import Mixture"): HERE,
+    ("data.md", "samples = SeededSamples(dataset, seed=1)"): HERE,
     ("data.md", "ckpt.restore(step=1200)"): HERE,
     ("engine.md", "from flashckpt import Checkpointer"): HERE,
     ("engine.md", "report = ckpt.restore() or ckpt.restore(root="): HERE,
@@ -157,28 +158,34 @@ def test_wrong_command_lines_are_refused() -> None:
 
 def world(tmp_path: Path) -> dict[str, Any]:
     """Return what the snippets take for granted: a model, its optimizer, data, a loop of a few steps."""
-    from torch.utils.data import TensorDataset
+    from torch.utils.data import DataLoader, TensorDataset
 
     from flashckpt import Checkpointer
-    from flashckpt.sampler import ElasticSampler
+    from flashckpt.sampler import ElasticSampler, SeededSamples
 
     model = torch.nn.Linear(4, 1)
     optimizer = torch.optim.AdamW(model.parameters())
     data: Any = TensorDataset(torch.randn(4096, 4))
     data.block_size = 64
+    sampler = ElasticSampler(data, dp_rank=0, dp_size=1, global_batch_size=512, seed=0)
+    sampler.next_ids()  # the batches of the snippets are not its own
     return {
         "torch": torch, "Checkpointer": Checkpointer, "ElasticSampler": ElasticSampler, "model": model,
         "optimizer": optimizer, "scheduler": torch.optim.lr_scheduler.ConstantLR(optimizer), "dataset": data,
         "data": data, "code": data, "prose": data, "dp_rank": 0, "dp_size": 1, "epochs": 1, "steps": 3, "step": 1,
-        "sampler": ElasticSampler(data, dp_rank=0, dp_size=1, global_batch_size=512, seed=0),
-        "batch": lambda: torch.randn(2, 4), "array": torch.arange(8).numpy(),
+        "sampler": sampler,
+        "DataLoader": DataLoader, "SeededSamples": SeededSamples, "loss": 0.0, "log": lambda *_: None,
+        "evaluate": lambda: None, "batch": lambda: torch.randn(2, 4), "array": torch.arange(8).numpy(),
     }  # fmt: skip
 
 
 def as_one_process(text: str, folder: Path) -> str:
     """Fill in what a snippet leaves out: its root is a folder, a call's `...` the settings of one rank, a loop's a step."""
     text = text.replace("s3://bucket", str(folder)).replace(", ...)", ", dp_rank=0, dp_size=1, seed=0)")
-    text = text.replace("num_workers=4", "num_workers=0")
+    text = text.replace("num_workers=4, persistent_workers=True", "num_workers=0").replace(
+        "num_workers=4", "num_workers=0"
+    )
+    text = text.replace("        step += 1\n", "")  # `...` counts
     text = re.sub(r"^( +)\.\.\.$", r"\1if 'count' in globals(): step = count = count + 1", text, flags=re.MULTILINE)
     return text.replace("global_batch_size=512", "global_batch_size=32")  # a batch of the loader each
 
