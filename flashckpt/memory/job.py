@@ -342,7 +342,7 @@ class JobDirectory:
 
 def _daemon_environment() -> dict[str, str]:
     """The caller's environment, where the daemon can import the same flashckpt from any directory."""
-    home = str(Path(__file__).resolve().parent.parent)
+    home = str(Path(__file__).resolve().parents[2])  # the folder that holds the package
     paths = [home, *filter(None, os.environ.get("PYTHONPATH", "").split(os.pathsep))]
     return {**os.environ, "PYTHONPATH": os.pathsep.join(dict.fromkeys(paths))}
 
