@@ -203,7 +203,7 @@ def test_spawned_ranks_give_stacks_and_tracebacks_too(tmp_path: Path, train: Pat
 
 def test_hang_of_a_command_that_is_not_python_names_what_the_kernel_knows(tmp_path: Path, train: Path) -> None:
     """Under --no-python nothing of ours runs before the script: no Python stacks, but state and kernel functions."""
-    flags = ("--no-python", "--nproc-per-node=2", "--hang-timeout=1.5")
+    flags = ("--no-python", "--nproc-per-node=2", "--hang-timeout=1.5", "--max-restarts=0")
     with dlrun(tmp_path, *flags, sys.executable, train, tmp_path, 100000, 0.005) as launch:
         pids = launch.until(partial(first_steps, tmp_path, 0, 2), "the first step")
         os.kill(pids[1], signal.SIGSTOP)

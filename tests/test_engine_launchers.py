@@ -45,7 +45,7 @@ ckpt = Checkpointer(sys.argv[1], snapshot_every=1, job="t")
 ckpt.track(model=model, optimizer=optimizer)
 report = ckpt.restore()
 print("restored", report.step if report else 0)
-ckpt.step(7)
+ckpt.step(report.step + 1 if report else 7)
 """
 
 
