@@ -204,6 +204,7 @@ class Stager:
     def _take(self, snapshot: Snapshot) -> None:
         plan, buffer = snapshot.plan, snapshot.buffer
         plan.settle()
+        plan.check_forms()
         digests = np.zeros(plan.table.chunks, np.uint64)
         batches = self._lanes.enqueue(plan.device, buffer, snapshot.marks) if plan.uses_device else []
         for item in plan.fenced:
