@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 from support.one_rank import agent_of_the_test  # noqa: F401 -- a fixture
 
+import flashckpt
 from flashckpt.logs import notice
 
 PROGRAM = """
@@ -63,6 +64,21 @@ def test_a_level_without_handlers_is_obeyed_and_a_broken_standard_error_is_no_er
     assert "restored" not in run(tmp_path / "a", "logging.getLogger('flashckpt').setLevel(logging.ERROR)")[1]
     assert "restored" not in run(tmp_path / "b", "logging.disable(logging.INFO)")[1]
     assert "handlers 0 0" in run(tmp_path / "c", "sys.stderr.close()")[0]
+
+
+def test_no_logger_of_the_engine_lets_a_handler_end_a_step_or_a_restore() -> None:
+    """A user's handler may raise on a full disk; what runs in training threads logs through `guarded`."""
+    engine = Path(flashckpt.__file__).parent
+    found = 0
+    for path in [
+        *engine.glob("*.py"),
+        *(p for part in ("tracking", "restore", "staging") for p in (engine / part).glob("*.py")),
+    ]:
+        for line in path.read_text().splitlines():
+            if line.startswith("_log = "):
+                found += 1
+                assert line.startswith("_log = guarded("), path.name
+    assert found > 5
 
 
 def test_a_notice_is_escaped_shown_where_it_should_be_and_never_raises(monkeypatch: pytest.MonkeyPatch) -> None:

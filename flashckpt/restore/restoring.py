@@ -24,6 +24,7 @@ from flashckpt.checkpoint.root_view import RootView
 from flashckpt.core.lineage import BEGINNING
 from flashckpt.core.superblock import boot_id
 from flashckpt.errors import DisagreementError, FlashckptError, RootError, ShardGapError
+from flashckpt.logs import guarded
 from flashckpt.memory.control import Control
 from flashckpt.memory.job import GenerationRecord, JobDirectory
 from flashckpt.memory.segment import Segment
@@ -49,7 +50,7 @@ from flashckpt.restore.restore_point import (
 )
 from flashckpt.tracking.tracked import Tracked
 
-_log = logging.getLogger("flashckpt")
+_log = guarded(logging.getLogger("flashckpt"))
 _TIERS = ("memory", "peer", "storage")
 _REASON_CHARS = 300
 """Most of an error that every rank is told."""
