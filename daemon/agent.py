@@ -46,7 +46,7 @@ from flashckpt.daemon.failure import FailureReport
 from flashckpt.daemon.hang import Pace
 from flashckpt.daemon.node_check import Check
 from flashckpt.daemon.nursery import Nursery
-from flashckpt.daemon.options import FINAL_CODES, AgentOptions, Outcome, RefusedError, RendezvousLostError
+from flashckpt.daemon.options import AgentOptions, Outcome, RefusedError, RendezvousLostError
 from flashckpt.daemon.process import become_subreaper, reap_strays
 from flashckpt.daemon.rendezvous import OneNode, handler_of
 from flashckpt.daemon.reporting import Reporter
@@ -54,7 +54,7 @@ from flashckpt.daemon.rounds import FreshStores
 from flashckpt.daemon.stop import AgreedStop, Group, StopSignals, Store
 from flashckpt.daemon.torch_parts import raise_signal, replaced
 from flashckpt.daemon.watch import JobWatch
-from flashckpt.errors import LayoutError
+from flashckpt.errors import FINAL_CODES, LayoutError
 from flashckpt.memory.control import ControlRow
 
 _log = logging.getLogger("flashckpt.dlrun")

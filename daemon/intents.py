@@ -15,13 +15,17 @@ The decisions are pure functions; the last functions read and write ready record
 
 from __future__ import annotations
 
+import itertools
+import time
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
 
+from flashckpt.checkpoint.generations import Claim
 from flashckpt.checkpoint.intents import INTENTS
 from flashckpt.checkpoint.root_records import explaining, fields_of
 from flashckpt.core.records import integer, seal, snapshot_id
 from flashckpt.errors import ObjectMissingError
+from flashckpt.memory.job import GenerationRecord
 from flashckpt.storage.store import Store
 
 Identity = tuple[int, int]
@@ -199,3 +203,20 @@ def decode_ready(raw: bytes, key: str, url: str) -> Ready:
             complete=tuple(snapshot_id(pair) for pair in fields["complete"]),
             urgent=fields["urgent"],
         )
+
+
+def claim_of(record: GenerationRecord) -> Claim:
+    """Return the claim of the generation that a record names."""
+    return Claim(
+        generation=record.generation,
+        token=record.token,
+        parent=record.parent,
+        world_size=record.world_size,
+        created_s=time.time(),
+    )
+
+
+def spacing(flagged: Sequence[Identity]) -> int:
+    """Return the most steps between two snapshots that are to be persisted, at least 1."""
+    steps = [step for _, step in flagged]
+    return max((b - a for a, b in itertools.pairwise(steps)), default=1) or 1

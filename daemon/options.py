@@ -72,10 +72,6 @@ class RefusedError(FlashckptError):
         super().__init__(problem)
 
 
-FINAL_CODES = range(10, 20)
-"""Exit codes of workers that no restart can mend: wrong configuration, layout, data, root, memory (flashckpt/errors.py)."""
-
-
 class FailedElsewhereError(FlashckptError):
     """No rank of this node failed by itself, and no restart is left."""
 

@@ -6,7 +6,6 @@ headers, so a daemon that is killed anywhere is replaced by the next one, which 
 
 from __future__ import annotations
 
-import itertools
 import logging
 import os
 import socket
@@ -15,22 +14,24 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from flashckpt.checkpoint.checkpoints import newest_checkpoint
-from flashckpt.checkpoint.generations import Claim, check_fence, read_claims
+from flashckpt.checkpoint.generations import check_fence, read_claims
 from flashckpt.checkpoint.intents import Intent, abandon_intent, close_intent, list_intents, put_intent
 from flashckpt.checkpoint.persist import PersistOptions, missing_writers
-from flashckpt.checkpoint.retention import Policy, prune, sweep
+from flashckpt.checkpoint.retention import Policy
 from flashckpt.core.lineage import is_abandoned
 from flashckpt.core.superblock import MIN_SLOTS
 from flashckpt.daemon.flush import Flush, Outcome
+from flashckpt.daemon.housekeeping import Housekeeping
 from flashckpt.daemon.intents import (
     Ready,
     Search,
     choose_intent,
-    clear_readies,
+    claim_of,
     next_candidate,
     of_other_nodes,
     publish_ready,
     read_readies,
+    spacing,
 )
 from flashckpt.daemon.logs import speaking_of
 from flashckpt.errors import DamagedError, DisagreementError, PersistError, ShardGapError
@@ -40,7 +41,6 @@ from flashckpt.memory.segment import Pin
 from flashckpt.storage.opening import open_store
 from flashckpt.storage.store import Store
 
-SWEEP_EVERY_S = 1800.0
 ROOT_LOOK_S = 0.5
 """Seconds between two looks at the root while this node waits for others: events come with every snapshot."""
 INTENT_PATIENCE_S = 600.0
@@ -91,7 +91,7 @@ class Persisting:
         self._candidate: Identity | None = None
         self._seen: set[Identity] = set()
         self._said: Ready | None = None
-        self._swept_s = 0.0
+        self._housekeeping = Housekeeping(Policy(keep_last=config.keep_last, keep_every=config.keep_every))
         self._looked_s = float("-inf")
         self._heard: list[Ready] = []
 
@@ -118,7 +118,7 @@ class Persisting:
         if self.flush is not None:
             self._drive(store, view, record)
         if self.flush is None:
-            self._keep_house(store)
+            self._housekeeping.turn(store, self.committed)
 
     def hold(self, view: View, *, urgent: bool = False) -> None:
         """Keep the candidate pinned without touching the root (also while the root cannot be reached)."""
@@ -198,7 +198,7 @@ class Persisting:
                 self.flush.use(self._store)
         if not self._known:
             claims = read_claims(self._store)
-            newest = newest_checkpoint(self._store, generations=[*claims, _claim(record)])
+            newest = newest_checkpoint(self._store, generations=[*claims, claim_of(record)])
             if newest is not None:
                 self.committed = newest.identity
                 self._floor = max(self._floor, newest.identity)
@@ -254,7 +254,7 @@ class Persisting:
             newest=max(alike, default=(0, -1)),
             floor=self._floor,
             others=self._heard or [Ready(ranks=ranks, world_size=0)],
-            spacing=_spacing(flagged),
+            spacing=spacing(flagged),
         )
         if wanted != self._candidate:
             self._unpin()
@@ -278,7 +278,7 @@ class Persisting:
             self._adopt(store, view, record)
 
     def _open(self, store: Store, identity: Identity, writers: Sequence[int], record: GenerationRecord) -> None:
-        check_fence(store, _claim(record))
+        check_fence(store, claim_of(record))
         intent = Intent(
             generation=identity[0],
             step=identity[1],
@@ -301,10 +301,10 @@ class Persisting:
             if intent.identity <= self._floor:
                 close_intent(store, *intent.identity)
                 continue
-            if is_abandoned(intent.identity, [_claim(record)]):
+            if is_abandoned(intent.identity, [claim_of(record)]):
                 abandon_intent(store, *intent.identity, reason="its lineage was abandoned by a restore")
                 continue
-            check_fence(store, _claim(record))
+            check_fence(store, claim_of(record))
             return self._join(store, view, intent)
         return False
 
@@ -337,8 +337,8 @@ class Persisting:
         try:
             if not flush.write() or (flush.has_waited and not self._may_look()):
                 return
-            check_fence(store, _claim(record))
-            if is_abandoned(flush.intent.identity, [_claim(record)]):
+            check_fence(store, claim_of(record))
+            if is_abandoned(flush.intent.identity, [claim_of(record)]):
                 abandon_intent(store, *flush.intent.identity, reason="its lineage was abandoned by a restore")
                 self._end(Outcome.GIVEN_UP)
                 return
@@ -357,7 +357,7 @@ class Persisting:
         self._end(outcome)
         if outcome is Outcome.COMMITTED and place == 0:
             close_intent(store, *flush.intent.identity)
-            self._retain(store)
+            self._housekeeping.retain(store)
 
     def _place(self, intent: Intent, view: View) -> int:
         """This node's place in the order of those that may commit: 0 for the node of the lowest writer."""
@@ -389,22 +389,6 @@ class Persisting:
         with speaking_of(generation=identity[0], step=identity[1]):
             _log.info("%s after %.1f s, %d bytes from this node", outcome.value, seconds, nbytes)
 
-    def _retain(self, store: Store) -> None:
-        """Apply retention; what fails here is tried again after the next commit."""
-        done = prune(store, Policy(keep_last=self.config.keep_last, keep_every=self.config.keep_every))
-        if done.checkpoints:
-            _log.info("pruned %s (%d bytes)", ", ".join(done.checkpoints), done.nbytes)
-
-    def _keep_house(self, store: Store) -> None:
-        """Remove what dead writers left, at the start and now and then."""
-        if time.monotonic() - self._swept_s < SWEEP_EVERY_S and self._swept_s:
-            return
-        self._swept_s = time.monotonic()
-        sweep(store)
-        if self.committed is not None:
-            self._retain(store)  # a daemon before us may have died between its commit and this
-            clear_readies(store, self.committed[0])
-
     # -- pins -------------------------------------------------------------------------------------------
 
     def _pin(self, view: View, identity: Identity) -> None:
@@ -421,18 +405,3 @@ class Persisting:
     def _unpin(self) -> None:
         release(self._pinned)
         self._candidate = None
-
-
-def _claim(record: GenerationRecord) -> Claim:
-    return Claim(
-        generation=record.generation,
-        token=record.token,
-        parent=record.parent,
-        world_size=record.world_size,
-        created_s=time.time(),
-    )
-
-
-def _spacing(flagged: Sequence[Identity]) -> int:
-    steps = [step for _, step in flagged]
-    return max((b - a for a, b in itertools.pairwise(steps)), default=1) or 1

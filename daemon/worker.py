@@ -25,9 +25,8 @@ from pathlib import Path
 from typing import Any
 
 from flashckpt.daemon import numa
-from flashckpt.daemon.options import FINAL_CODES
 from flashckpt.daemon.process import set_title
-from flashckpt.errors import FlashckptError
+from flashckpt.errors import FINAL_CODES, FlashckptError
 from flashckpt.memory.private import create_file
 
 STACKS_SIGNAL = signal.SIGRTMIN + 7

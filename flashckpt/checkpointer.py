@@ -17,10 +17,9 @@ from typing_extensions import Self
 from flashckpt import callbacks, exchange
 from flashckpt.errors import ConfigError, FlashckptError, PersistError
 from flashckpt.life import Life
-from flashckpt.logs import guarded
+from flashckpt.logs import notice
 from flashckpt.memory.identity import job_id, root_digest, root_url
 from flashckpt.memory.job import JobConfig, JobDirectory
-from flashckpt.printable import PrintableFormatter
 from flashckpt.report import RestoreReport
 from flashckpt.restore.reader import Reader
 from flashckpt.restore.recorded import with_recorded
@@ -35,7 +34,6 @@ from flashckpt.tracking.placement import current_world
 from flashckpt.tracking.tracked import Tracked
 
 _logger = logging.getLogger("flashckpt")
-_log = guarded(_logger)
 
 
 class Checkpointer:
@@ -134,6 +132,8 @@ class Checkpointer:
         Raises:
             ConfigError: A name is taken, a thing has no state, an optimizer has foreign parameters, or a sampler
                 is tracked twice (as itself and inside its batch sampler).
+            UnsupportedStateError: State that is there already cannot be held: nested too deeply, or in an optimizer
+                that wraps another one.
         """
         if self._life is not None:
             raise ConfigError("track() after restore()", remedy="track everything first, then call restore()")
@@ -204,7 +204,7 @@ class Checkpointer:
         else:
             report = self._begin(request, warm=root is not None)
         if report is not None:
-            _log.info("%s", report)
+            notice(_logger, "%s", report, is_shown=self._tracked.world.rank == 0)
             self._call("on_restore", self.on_restore, report)
         return report
 
@@ -231,7 +231,6 @@ class Checkpointer:
         initialised_ns = time.monotonic_ns()
         settings, tracked = self._settings, self._tracked
         tracked.world = current_world(self._mesh, self._replicated_over)
-        _print_notices(tracked.world.rank)
         report = self._read(request) if warm else None
         directory = JobDirectory.open(settings.job)
         own = Request(root=settings.root) if warm else request
@@ -280,10 +279,12 @@ class Checkpointer:
         if mates[0] == tracked.world.rank:
             fallback = " (3 did not fit)" if slots < 3 and settings.slot_count is None else ""
             total = need.slot_bytes * slots * len(mates)
-            _log.info(
+            notice(
+                _logger,
                 "snapshots: %d slots%s of %.1f MB for each of %d ranks, about %.1f MB of this node's memory, in %s%s",
                 slots, fallback, need.slot_bytes / 1e6, len(mates), total / 1e6, directory.path,
                 "; with two slots snapshots are skipped while a checkpoint is being written" if slots == 2 else "",
+                is_shown=tracked.world.rank == 0,
             )  # fmt: skip
         return plan, inventories
 
@@ -423,15 +424,6 @@ class Checkpointer:
                 remedy="call ckpt.restore() once before the loop; on a fresh start it returns None",
             )
         return self._life
-
-
-def _print_notices(rank: int) -> None:
-    """Show notices on rank 0's standard output where the program has not set up logging itself."""
-    if rank == 0 and not _logger.hasHandlers():
-        handler = logging.StreamHandler(sys.stdout)
-        handler.setFormatter(PrintableFormatter("[flashckpt] %(message)s"))
-        _logger.addHandler(handler)
-        _logger.setLevel(logging.INFO)
 
 
 __all__ = ["Checkpointer", "FlashckptError", "PersistError"]

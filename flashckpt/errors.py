@@ -9,6 +9,9 @@ from __future__ import annotations
 
 from flashckpt.printable import printable
 
+FINAL_CODES = range(10, 20)
+"""Exit codes that no restart changes: configuration, layout, data, root and machine are what they are."""
+
 
 class FlashckptError(Exception):
     """Base of all errors of this project.

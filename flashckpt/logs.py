@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import sys
 from typing import Any
+
+from flashckpt.printable import PrintableFormatter
 
 
 class GuardedLogger(logging.LoggerAdapter):  # type: ignore[type-arg]  # not generic at run time before Python 3.11
@@ -21,6 +24,39 @@ class GuardedLogger(logging.LoggerAdapter):  # type: ignore[type-arg]  # not gen
     def exception(self, msg: object, *args: object, exc_info: Any = True, **kwargs: Any) -> None:
         """Log an error with the traceback of the exception that is being handled."""
         self.log(logging.ERROR, msg, *args, exc_info=exc_info, **kwargs)
+
+
+class _StandardError(logging.Handler):
+    """Writes to whatever standard error is at that moment; a line that cannot be written is lost."""
+
+    def emit(self, record: logging.LogRecord) -> None:
+        """Write one record."""
+        with contextlib.suppress(Exception):
+            sys.stderr.write(self.format(record) + "\n")
+            sys.stderr.flush()
+
+
+_standard_error = _StandardError()
+_standard_error.setFormatter(PrintableFormatter("[flashckpt] %(message)s"))
+
+
+def notice(logger: logging.Logger, text: str, *args: object, is_shown: bool = True) -> None:
+    """Log what a user should see at level INFO; on standard error where the program has not set up logging.
+
+    Nothing is attached to any logger and no level is changed: how a program logs is its own affair, and standard output
+    belongs to it. A level that it gave to `logger`, or logging.disable(), is obeyed without handlers too. Never raises.
+
+    Args:
+        logger: Of the library.
+        text: Message, with %-fields for `args`.
+        args: What goes into the fields.
+        is_shown: Whether this process shows it without handlers (rank 0 does).
+    """
+    with contextlib.suppress(Exception):
+        if logger.hasHandlers():
+            logger.info(text, *args, stacklevel=2)
+        elif is_shown and logger.level <= logging.INFO and logger.manager.disable < logging.INFO:
+            _standard_error.handle(logger.makeRecord(logger.name, logging.INFO, __file__, 0, text, args, None))
 
 
 def guarded(logger: logging.Logger) -> GuardedLogger:

@@ -12,8 +12,8 @@ from support.dlrun import run_dlrun
 from flashckpt import errors
 from flashckpt.daemon import run, worker
 from flashckpt.daemon.budget import RESTARTS
-from flashckpt.daemon.options import FINAL_CODES, NodeCheckError, Outcome
-from flashckpt.errors import RESUME_EXIT_CODE, FlashckptError, HangError, RestartBudgetError
+from flashckpt.daemon.options import NodeCheckError, Outcome
+from flashckpt.errors import FINAL_CODES, RESUME_EXIT_CODE, FlashckptError, HangError, RestartBudgetError
 
 pytestmark = pytest.mark.timeout(300)
 TEXT = (Path(__file__).resolve().parent.parent / "docs" / "launching.md").read_text()

@@ -12,6 +12,7 @@ from support.exact import bits, started, step_once
 from support.one_rank import Holder, agent_of_the_test, crash  # noqa: F401 -- fixtures
 from torch import nn
 
+from flashckpt import Checkpointer
 from flashckpt.errors import DamagedError, SharedMemoryError, UnsupportedStateError
 from flashckpt.memory.segment import Segment
 from flashckpt.tracking import trees
@@ -72,6 +73,87 @@ def test_values_nested_too_deeply_are_refused_before_training(kind: Any, tmp_pat
     trees.take_apart(nested(trees.DEEPEST), "x")
     with pytest.raises(UnsupportedStateError, match="nested too deeply"):
         started(tmp_path, thing=Holder(v=nested(200)))
+
+
+class Deep(nn.Linear):
+    """Extra state that is nested too deeply."""
+
+    def get_extra_state(self) -> Any:
+        return levels_of(200)
+
+    def set_extra_state(self, state: Any) -> None: ...
+
+
+def levels_of(count: int) -> Any:
+    value: Any = (0,)
+    for _ in range(count):
+        value = [value]
+    return value
+
+
+def test_values_that_are_there_already_and_too_deep_are_refused_by_track(tmp_path: Path) -> None:
+    model = nn.Linear(2, 2)
+    stateful, grouped = (torch.optim.SGD(model.parameters(), lr=0.1) for _ in range(2))
+    stateful.state[model.weight]["tree"] = levels_of(200)
+    grouped.param_groups[0]["tree"] = levels_of(200)
+    things: list[dict[str, Any]] = [
+        {"thing": Holder(v=levels_of(200))},
+        {"things": [Holder(v=1), Holder(v=levels_of(200))]},
+        {"model": Deep(2, 2)},
+        {"model": model, "optimizer": stateful},
+        {"model": model, "optimizer": grouped},
+    ]
+    for one in things:
+        with pytest.raises(UnsupportedStateError, match="nested too deeply"):
+            Checkpointer(str(tmp_path), job="t").track(**one)
+
+
+@pytest.mark.parametrize("levels", [trees.DEEPEST - 1, trees.DEEPEST])
+def test_track_takes_what_a_snapshot_can_hold(levels: int, tmp_path: Path) -> None:
+    value = levels_of(levels - 1)
+    trees.take_apart(value, "x")
+    Checkpointer(str(tmp_path), job="t").track(thing=Holder(v=levels_of(levels - 2)))
+
+
+def test_track_asks_no_loader_for_its_state(tmp_path: Path) -> None:
+    """A stateful loader begins an iterator then, and draws."""
+
+    class Loader(Holder):
+        def __iter__(self) -> Any:
+            return iter(())
+
+        def state_dict(self) -> dict[str, Any]:
+            raise AssertionError
+
+    Checkpointer(str(tmp_path), job="t").track(loader=Loader())
+
+
+@pytest.mark.parametrize("other", [torch.zeros(4, 6), torch.zeros(8, 6, dtype=torch.bfloat16), torch.zeros(24)])
+def test_a_parameter_whose_data_is_of_another_form_now_is_planned_anew(other: torch.Tensor, tmp_path: Path) -> None:
+    """As many bytes, of another shape or dtype: neither the object nor its version counter tells."""
+    model = nn.Module()
+    model.weight = nn.Parameter(torch.ones(8, 3))
+    model.register_buffer("mean", torch.ones(8, 3))
+    optimizer = torch.optim.SGD([model.weight], lr=0.0)
+    ckpt, _ = started(tmp_path, model=model, optimizer=optimizer)
+    failures: list[Exception] = []
+    ckpt.on_failure = failures.append
+    ckpt.step(1)
+    ckpt.fence()
+    for name, tensor in (("weight", model.weight), ("mean", model.get_buffer("mean"))):
+        count = len(failures)
+        tensor.data = other.clone()
+        step = 10 * (count + 1)
+        ckpt.step(step)
+        life = ckpt._life
+        assert life is not None
+        life._stager.finish()
+        assert len(failures) == count + 1, name
+        assert "another shape or storage" in str(failures[-1])
+        ckpt.step(step + 1)
+        life._stager.finish()
+        assert len(failures) == count + 1, "planned anew"
+    crash(ckpt)
 
 
 def test_keys_that_look_alike_and_a_tensor_at_two_places_stay_what_they_are() -> None:

@@ -32,5 +32,5 @@ def test_plain_loop_killed_and_started_again_ends_with_the_same_loss(tmp_path: P
     again = subprocess.run(
         [*PLAIN, str(tmp_path / "b"), "200"], capture_output=True, text=True, check=True, timeout=100
     )
-    assert "restored step" in again.stdout
+    assert "restored step" in again.stderr
     assert losses(again.stdout)[200] == losses(whole.stdout)[200]

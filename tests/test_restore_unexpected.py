@@ -9,7 +9,7 @@ import pytest
 import torch
 from support.engine import agent_dir
 from support.exact import started, state_of, step_once
-from support.one_rank import agent_of_the_test, crash  # noqa: F401 -- fixtures
+from support.one_rank import Holder, agent_of_the_test, crash  # noqa: F401 -- fixtures
 from support.ranks import run_ranks, values
 from torch import nn
 
@@ -105,8 +105,12 @@ def test_groups_of_other_settings_are_not_made_one_without_a_word(tmp_path: Path
     groups: Any = [{"params": model[1].parameters()}, {"params": model[0].parameters(), "lr": 0.5}]
     taken(tmp_path, model, torch.optim.SGD(groups, lr=0.1))
     other = net()
-    with pytest.raises(ShardGapError, match="groups that differ"):
-        started(tmp_path, model=other, optimizer=torch.optim.SGD(other.parameters(), lr=0.1))
+    optimizer = torch.optim.SGD(other.parameters(), lr=0.3)
+    before = state_of(other, optimizer)
+    with pytest.raises(ShardGapError, match="groups that differ") as refused:
+        started(tmp_path, model=other, optimizer=optimizer)
+    assert refused.value.state == "Nothing was restored."
+    assert state_of(other, optimizer) == before
 
 
 class Counting(nn.Linear):
@@ -131,8 +135,66 @@ def test_extra_state_that_no_snapshot_has_is_missing(tmp_path: Path) -> None:
     plain = net(1)
     taken(tmp_path, plain, torch.optim.SGD(plain.parameters(), lr=0.1))
     model = nn.Sequential(Counting(8, 8))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    before = state_of(plain_of(model), optimizer)
     with pytest.raises(ShardGapError, match=r"model\.0\._extra_state"):
-        started(tmp_path, model=model, optimizer=torch.optim.SGD(model.parameters(), lr=0.1))
+        started(tmp_path, model=model, optimizer=optimizer)
+    assert state_of(plain_of(model), optimizer) == before, "nothing was restored"
+
+
+def plain_of(model: nn.Module) -> nn.Module:
+    """Return a module with the same tensors and no extra state."""
+    plain = nn.Module()
+    for name, parameter in model.named_parameters():
+        plain.register_parameter(name.replace(".", "_"), parameter)
+    return plain
+
+
+def test_an_object_that_no_snapshot_has_is_missing_before_anything_is_written(tmp_path: Path) -> None:
+    taken(tmp_path, model := net(1), torch.optim.SGD(model.parameters(), lr=0.1))
+    other = nn.Sequential(nn.Linear(8, 8))
+    optimizer = torch.optim.SGD(other.parameters(), lr=0.1)
+    before = state_of(other, optimizer)
+    with pytest.raises(ShardGapError, match="'counter'"):
+        started(tmp_path, model=other, optimizer=optimizer, counter=Holder(n=1))
+    assert state_of(other, optimizer) == before
+
+
+class Tied(nn.Module):
+    """Two names: of one parameter, or of two."""
+
+    def __init__(self, value: float, head: float | None = None) -> None:
+        super().__init__()
+        self.embedding = nn.Parameter(torch.full((3, 3), value))
+        self.head = self.embedding if head is None else nn.Parameter(torch.full((3, 3), head))
+
+
+def test_two_weights_that_differ_are_not_made_one_without_a_word(tmp_path: Path) -> None:
+    root = tmp_path / "root"
+    ckpt, _ = started(root, model=Tied(1.0, 2.0))
+    ckpt.step(1)
+    crash(ckpt)
+    tied = Tied(5.0)
+    with pytest.raises(UnexpectedStateError, match=r"model\.head"):
+        started(root, model=tied)
+    assert torch.equal(tied.embedding, torch.full((3, 3), 5.0)), "nothing was restored"
+    ckpt, report = started(root, strict=False, model=tied)
+    crash(ckpt)
+    assert report is not None
+    assert report.unexpected == ("model.head",)
+    assert torch.equal(tied.embedding, torch.full((3, 3), 1.0))
+
+
+def test_two_weights_of_the_same_bytes_may_become_one(tmp_path: Path) -> None:
+    """A tied weight is two tensors where its ends lie on two pipeline stages."""
+    ckpt, _ = started(tmp_path, model=Tied(1.0, 1.0))
+    ckpt.step(1)
+    crash(ckpt)
+    ckpt, report = started(tmp_path, model=(tied := Tied(5.0)))
+    crash(ckpt)
+    assert report is not None
+    assert report.unexpected == ()
+    assert torch.equal(tied.head, torch.full((3, 3), 1.0))
 
 
 def test_what_is_not_tracked_at_all_or_not_asked_for_is_no_mistake(tmp_path: Path) -> None:

@@ -187,6 +187,20 @@ def test_storage_options_are_a_table_in_the_file_and_on_the_command_line(tmp_pat
             read_config(None, wrong)
 
 
+def test_credentials_are_not_printed(tmp_path: Path) -> None:
+    (tmp_path / "run.toml").write_text(
+        '[checkpoint]\nroot = "s3://b/r"\n[checkpoint.storage_options]\nkey = "hush1"\nsecret = "hush2"\nretries = 2\n'
+        'endpoint_url = "http://me:hush3@a:9000"\nclient_kwargs = {aws_session_token = "hush4", verify = false}\n'
+        'SASL_PASSWORD = "hush5"\n'
+    )
+    words = [sys.executable, "-m", "flashckpt.trainer", "--config", str(tmp_path / "run.toml"), "--print-config"]
+    out = subprocess.run(words, check=True, capture_output=True, text=True).stdout
+    assert "hush" not in out
+    assert out.count("***") == 5
+    for kept in ('root = "s3://b/r"', '"retries" = 2', "@a:9000", '"verify" = false'):
+        assert kept in out
+
+
 def test_storage_options_are_not_recorded_with_the_checkpoints() -> None:
     """They may hold credentials, and they say how the root is reached, not what the run is."""
     run = from_values({"checkpoint": {"root": "s3://b", "storage_options": {"secret": "xyzzy"}}})

@@ -68,6 +68,29 @@ def run(text: Any, name: str, spike_at: int = -1, nan_at: int = -1, **sections: 
     return ranks[0], read_trace(text[0] / name / "trace.jsonl")
 
 
+def run_clipped(_rank: int, config_values: Any) -> Any:
+    """Return the gradient norm before and after both kinds of clipping."""
+    config = from_values(config_values)
+    layout = prepare(config, int(os.environ["WORLD_SIZE"]))
+    with process_group(config) as device:
+        trainer = Trainer(config, layout, device)
+        totals = trainer.train_step.backward(trainer.data.next())
+        trainer._apply(totals, rate=0.0)
+        return {"before": totals.norm, "after": trainer.train_step.norm()}
+
+
+@pytest.mark.parametrize(("by_value", "after"), [(1e-3, 2e-3), (0.0, 2e-3), (1e-9, None)])
+def test_the_norm_is_clipped_of_what_clipping_by_value_left(text: Any, by_value: float, after: float | None) -> None:
+    optim = {"clip_value": by_value, "clip_norm": 2e-3}
+    ranks = values(run_ranks(run_clipped, 2, config_of(text, f"clip{by_value}", optim=optim)))
+    assert ranks[0] == ranks[1]
+    assert ranks[0]["before"] > 0.1
+    if after is not None:
+        assert ranks[0]["after"] == pytest.approx(after, rel=1e-2)
+    else:
+        assert 0 < ranks[0]["after"] < 1e-5, "small enough: left as it is"
+
+
 @pytest.fixture(scope="module")
 def plain(text: Any) -> Any:
     return run(text, "plain")[1]

@@ -17,7 +17,7 @@ from typing import Any
 import pytest
 from support.training import run_config, write_corpus
 
-from flashckpt.errors import ConfigError
+from flashckpt.errors import FINAL_CODES, ConfigError, FlashckptError
 from flashckpt.trainer.config import to_toml
 from flashckpt.trainer.metrics import ProgressLine, StepRecord, Trace, read_trace
 from flashckpt.trainer.nonfatal import LineFile, Nonfatal, Stream
@@ -178,6 +178,26 @@ def test_an_error_that_cannot_be_shown_keeps_its_exit_code(monkeypatch: Any, tmp
     monkeypatch.setenv("FLASHCKPT_AGENT_DIR", str(tmp_path))
     tell_once(ConfigError("wrong"))
     assert (tmp_path / "refused").read_text() == str(ConfigError.exit_code)
+
+
+def family(cls: type[FlashckptError]) -> list[type[FlashckptError]]:
+    return [cls, *(one for sub in cls.__subclasses__() for one in family(sub))]
+
+
+def test_what_no_restart_changes_is_the_launchers_list(monkeypatch: Any, tmp_path: Path, capsys: Any) -> None:
+    """Every rank meets such an error alike, so rank 0 alone shows it; dlrun hears of it by `refused`."""
+    kinds = {one.exit_code: one for one in family(FlashckptError) if one.__module__ == "flashckpt.errors"}
+    assert {*FINAL_CODES} <= {*kinds}
+    monkeypatch.setenv("RANK", "1")
+    for code, kind in kinds.items():
+        monkeypatch.delenv("FLASHCKPT_AGENT_DIR", raising=False)
+        tell_once(kind("wrong"))
+        assert bool(capsys.readouterr().err) == (code not in FINAL_CODES)
+        (folder := tmp_path / str(code)).mkdir()
+        monkeypatch.setenv("FLASHCKPT_AGENT_DIR", str(folder))
+        tell_once(kind("wrong"))
+        capsys.readouterr()
+        assert (folder / "refused").exists() == (code in FINAL_CODES)
 
 
 class Curves:

@@ -8,7 +8,7 @@ import sys
 from collections.abc import Sequence
 
 from flashckpt.errors import RESUME_EXIT_CODE, FlashckptError
-from flashckpt.trainer.config import RunConfig, read_config, to_toml
+from flashckpt.trainer.config import RunConfig, read_config, to_toml, without_secrets
 from flashckpt.trainer.layout import resolve_layout
 from flashckpt.trainer.nonfatal import nonfatal_streams
 from flashckpt.trainer.telling import tell_once
@@ -24,7 +24,7 @@ Options:
   --config FILE.toml     the run; every setting has a default
   --section.key VALUE    override one setting, e.g. --parallel.tp 2
   --check                train 3 steps in this layout and 3 in one process, compare, and end
-  --print-config         print the resolved run as TOML, and end
+  --print-config         print the resolved run as TOML without credentials, and end
   --help                 this text
 
 Exit codes: 0 done, 75 stopped on request with state kept (start again to go on), 10 configuration,
@@ -50,7 +50,7 @@ def _run(words: list[str]) -> int:
     check_only = _take_flag(words, "--check")
     config = read_config(_take_value(words, "--config"), words)
     if show:
-        _say(to_toml(config))
+        _say(to_toml(without_secrets(config)))
         return 0
     resolve_layout(config, int(os.environ.get("WORLD_SIZE", "1")))  # refused before torch is imported
     with nonfatal_streams():

@@ -8,9 +8,10 @@ from __future__ import annotations
 import dataclasses
 import difflib
 import os
+import re
 import sys
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, get_args, get_origin, get_type_hints
 
@@ -221,6 +222,25 @@ def to_toml(config: RunConfig) -> str:
     for section, content in to_values(config).items():
         lines += [f"[{section}]", *(f"{key} = {_literal(value)}" for key, value in content.items()), ""]
     return "\n".join(lines)
+
+
+_SECRET = ("key", "secret", "token", "passw", "credential", "auth", "sas", "signature", "cookie", "connection_string")
+"""Parts of the names of store options whose values are not shown."""
+_LOGIN = re.compile(r"(?<=://)[^/@\s]+@")
+
+
+def without_secrets(config: RunConfig) -> RunConfig:
+    """Return the run as it may be shown: values of store options that look like credentials are "***"."""
+    options = _masked(config.checkpoint.storage_options)
+    return replace(config, checkpoint=replace(config.checkpoint, storage_options=options))
+
+
+def _masked(value: Any) -> Any:
+    if isinstance(value, Mapping):
+        return {name: "***" if any(s in name.lower() for s in _SECRET) else _masked(v) for name, v in value.items()}
+    if isinstance(value, list | tuple):
+        return [_masked(part) for part in value]
+    return _LOGIN.sub("***@", value) if isinstance(value, str) else value
 
 
 def split_overrides(words: Sequence[str]) -> list[tuple[str, str]]:

@@ -237,8 +237,10 @@ class Trainer:
         return action == "warn"
 
     def _apply(self, totals: Totals, rate: float) -> bool:
-        clamp_gradients(self.parallel, self.config.optim.clip_value)
-        clip_gradients(self.parallel, totals.norm, self.config.optim.clip_norm)
+        by_value, by_norm = self.config.optim.clip_value, self.config.optim.clip_norm
+        clamp_gradients(self.parallel, by_value)
+        norm = self.train_step.norm() if by_value > 0 and by_norm > 0 else totals.norm
+        clip_gradients(self.parallel, norm, by_norm)
         set_rate(self.optimizers, rate)
         for optimizer in self.optimizers:
             optimizer.step()

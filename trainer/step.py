@@ -63,6 +63,12 @@ class TrainStep:
         settle_gradients(self._parallel)
         return self._reduce(local_square_sum(self._parallel))
 
+    def norm(self) -> float:
+        """Return the norm of the gradients as they are now, the same on all ranks. Collective."""
+        square = local_square_sum(self._parallel)
+        dist.all_reduce(square)
+        return math.sqrt(square.item())
+
     @torch.no_grad()
     def evaluate(self, batch: Batch) -> dict[str, float]:
         """Return the loss per channel in nats per token, without gradients. Collective."""

@@ -8,18 +8,9 @@ import sys
 import time
 from pathlib import Path
 
-from flashckpt.errors import (
-    ConfigError,
-    DataError,
-    FlashckptError,
-    LayoutError,
-    RootError,
-    SharedMemoryError,
-)
+from flashckpt.errors import FINAL_CODES, FlashckptError
 from flashckpt.trainer.nonfatal import nonfatal_stream
 
-# A restart cannot mend these: the configuration, the layout, the data, the root, the machine are what they are.
-FINAL = (ConfigError, LayoutError, DataError, RootError, SharedMemoryError)
 _PATIENCE_S = 5.0
 
 
@@ -31,7 +22,7 @@ def tell_once(error: FlashckptError) -> None:
     """
     folder = os.environ.get("FLASHCKPT_AGENT_DIR")
     if folder is None:
-        if os.environ.get("RANK", "0") == "0" or not isinstance(error, FINAL):
+        if os.environ.get("RANK", "0") == "0" or error.exit_code not in FINAL_CODES:
             _write(error)
         return
     told = Path(folder, f"told-{os.environ.get('FLASHCKPT_RESTART', '0')}-{error.exit_code}")
@@ -45,7 +36,7 @@ def tell_once(error: FlashckptError) -> None:
         return
     _write(error)
     with contextlib.suppress(OSError):  # a full disk must not hide the exit code
-        if isinstance(error, FINAL):
+        if error.exit_code in FINAL_CODES:
             _refuse(Path(folder), error.exit_code)
         told.write_text("told")
 

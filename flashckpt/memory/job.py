@@ -1,95 +1,26 @@
-"""The job directory: everything of one job on one node, in files on tmpfs. Torch-free.
-
-Small records are msgpack in a sealed frame (magic, digest), written under a temporary name and renamed,
-so that a reader sees the old record or the new one.
-"""
+"""The job directory: everything of one job on one node, in files on tmpfs. Torch-free."""
 
 from __future__ import annotations
 
 import contextlib
-import errno
 import os
 import subprocess
 import sys
 import time
-from collections.abc import Callable
-from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
-from typing import Any, TypeVar
 
-from flashckpt.core import records
-from flashckpt.errors import DamagedError, JobInUseError, SharedMemoryError
-from flashckpt.memory import room
+from flashckpt.errors import JobInUseError, SharedMemoryError
+from flashckpt.memory import job_records
 from flashckpt.memory.block import SEGMENT_NAME
+from flashckpt.memory.job_records import DaemonStatus, GenerationRecord, JobConfig
 from flashckpt.memory.lease import Lease, is_at
 from flashckpt.memory.private import Skipped, private_directories, private_directory
 from flashckpt.settings import checked
 
 _REMOVAL_S = 10.0
 _PAGE = 4096
-Record = TypeVar("Record")
 
-
-@dataclass(frozen=True, kw_only=True)
-class JobConfig:
-    """What the daemon must know of a job. Bytes, seconds and steps as named."""
-
-    job: str
-    root: str
-    storage_options: dict[str, Any] = field(default_factory=dict)
-    keep_last: int | None = 3
-    keep_every: int | None = None
-    persist_every: int | None = None
-    compression: str = "off"
-    world_size: int = 1
-    node_count: int = 1
-    node: int = 0
-
-
-@dataclass(frozen=True, kw_only=True)
-class GenerationRecord:
-    """One life of the worker group.
-
-    Attributes:
-        generation: Its number.
-        token: Random text that tells two claims of one number apart.
-        parent: (generation, step) it was restored from; None on a fresh start.
-        world_size: Its ranks.
-        claimed: Whether the number is claimed on the root; if not, the daemon does so before it persists.
-    """
-
-    generation: int
-    token: str = ""
-    parent: tuple[int, int] | None = None
-    world_size: int = 1
-    claimed: bool = False
-
-
-@dataclass(frozen=True, kw_only=True)
-class DaemonStatus:
-    """What the daemon last did.
-
-    Attributes:
-        committed: (generation, step) of the newest MANIFEST it knows of.
-        failures: Persists that failed, in all.
-        error: Text of the last failure; "" once a persist succeeded again.
-        lag: Persist steps that are COMPLETE and not committed.
-        floor: (generation, step) up to which nothing is persisted any more: committed or given up.
-        given_up: Why the last snapshot that was given up was; "" if none was.
-        answered_ns: Time of the newest request to retry (`JobDirectory.ask`) before the last failed attempt began.
-        pid: Of the daemon, for people.
-        updated_ns: Nanoseconds since the epoch.
-    """
-
-    committed: tuple[int, int] | None = None
-    failures: int = 0
-    error: str = ""
-    lag: int = 0
-    floor: tuple[int, int] = (0, -1)
-    given_up: str = ""
-    answered_ns: int = 0
-    pid: int = 0
-    updated_ns: int = 0
+__all__ = ["DaemonStatus", "GenerationRecord", "JobConfig", "JobDirectory", "jobs_in_memory", "memory_root"]
 
 
 def memory_root() -> Path:
@@ -242,19 +173,19 @@ class JobDirectory:
         """
         for name in ("storage_options", "keep_last", "keep_every", "compression"):
             checked(name, getattr(config, name))
-        _write(self.path / "job.msgpack", config)
+        job_records.write(self.path / "job.msgpack", config)
 
     def read_config(self) -> JobConfig | None:
         """Return the config, None if there is none. Raises DamagedError if it is damaged."""
-        return _read(self.path / "job.msgpack", JobConfig)
+        return job_records.read(self.path / "job.msgpack", JobConfig)
 
     def write_generation(self, record: GenerationRecord) -> None:
         """Write `generation.msgpack`."""
-        _write(self.path / "generation.msgpack", record)
+        job_records.write(self.path / "generation.msgpack", record)
 
     def read_generation(self) -> GenerationRecord | None:
         """Return the current generation, None if none was claimed here. Raises DamagedError."""
-        return _read(self.path / "generation.msgpack", GenerationRecord)
+        return job_records.read(self.path / "generation.msgpack", GenerationRecord)
 
     def write_status(self, status: DaemonStatus) -> None:
         """Write `daemon.msgpack`; in place where the tmpfs is full, for `wait()` must see what was committed.
@@ -263,9 +194,9 @@ class JobDirectory:
         """
         path = self.path / "daemon.msgpack"
         try:
-            _write(path, status)
+            job_records.write(path, status)
         except SharedMemoryError:
-            raw = _framed(status)
+            raw = job_records.framed(status)
             if not path.exists() or len(raw) > _PAGE:
                 raise
             with path.open("r+b") as file:  # its page is there
@@ -274,7 +205,7 @@ class JobDirectory:
 
     def read_status(self) -> DaemonStatus | None:
         """Return the daemon's last status, None if there is none. Raises DamagedError."""
-        return _read(self.path / "daemon.msgpack", DaemonStatus)
+        return job_records.read(self.path / "daemon.msgpack", DaemonStatus)
 
     def forget_status(self) -> None:
         """Remove `daemon.msgpack`: what is known to be committed. The caller holds the daemon's lock."""
@@ -356,60 +287,3 @@ def _is_held(path: Path) -> bool:
         return lease.held_by_other(0)
     finally:
         lease.close()
-
-
-def _framed(record: Any) -> bytes:
-    return records.seal(asdict(record), minor=0)
-
-
-def _write(path: Path, record: Any) -> None:
-    raw = _framed(record)
-    try:
-        _replace(path, raw)
-    except OSError as error:
-        if error.errno not in (errno.ENOSPC, errno.EDQUOT):
-            raise
-        least = room.rooms(path.parent)[0]
-        raise room.too_little(path.parent, len(raw), least, what=f"job {path.parent.name!r}") from error
-
-
-def _replace(path: Path, raw: bytes) -> None:
-    temporary = path.with_name(f".{path.name}.{os.getpid()}.{os.urandom(4).hex()}.tmp")
-    fd = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
-    try:
-        with os.fdopen(fd, "wb") as file:
-            file.write(raw)
-        temporary.replace(path)
-    except BaseException:
-        temporary.unlink(missing_ok=True)
-        raise
-
-
-def _read(path: Path, kind: Callable[..., Record]) -> Record | None:
-    try:
-        raw = path.read_bytes()
-    except FileNotFoundError:
-        return None
-    found = records.unseal(raw, str(path))
-    known = {f.name: str(f.type) for f in fields(kind)}  # type: ignore[arg-type]  # every kind is a dataclass
-    try:
-        return kind(**{key: _checked(known[key], value) for key, value in found.items() if key in known})
-    except (ValueError, TypeError) as error:
-        raise DamagedError(
-            f"{path} does not follow its schema",
-            found=str(error)[:200],
-            state="It was left as it is.",
-            remedy="flashckpt gc removes what a job left in memory",
-        ) from error
-
-
-def _checked(kind: str, value: Any) -> Any:
-    """Return a field of a record as its annotation says; ValueError where it is of another type."""
-    if value is None and kind.endswith("| None"):
-        return None
-    if kind.startswith("tuple"):
-        return records.snapshot_id(value, least=-1)  # a floor of (0, -1): nothing is committed or given up yet
-    wanted = kind.removesuffix(" | None").partition("[")[0]
-    if type(value).__name__ != wanted:
-        raise ValueError(f"{value!r:.40} where {wanted} is expected")
-    return value

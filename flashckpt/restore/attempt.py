@@ -29,7 +29,7 @@ from flashckpt.restore.fill import RestoreCounts, Target, fill
 from flashckpt.restore.peers import Peers, PeerSource, Rounds
 from flashckpt.restore.restore_point import Candidate, Place, Request
 from flashckpt.restore.sources import MemorySource, Source, StorageSource
-from flashckpt.restore.values import Values, restore_values, unnamed_values, value_tensors
+from flashckpt.restore.values import Values, missing_values, restore_values, unnamed_values, value_tensors
 from flashckpt.tracking.placement import boxes_of, shard_of
 from flashckpt.tracking.structure import Structure
 from flashckpt.tracking.tracked import Tracked
@@ -140,6 +140,7 @@ class Attempt:
                 if asks:
                     return State.ASKS
                 self._compare([source.manifest for source in self.memory], wished)
+                self._refuse_missing_values()
                 self.wished = wished  # all of it lies here, under its own name
             else:
                 self.wished = self._covered()
@@ -248,14 +249,27 @@ class Attempt:
     def _covered(self) -> live_state.Wishes:
         """Return what is wanted; raise where the sources do not cover it."""
         manifests = [source.manifest for source in self.sources]
-        is_whole = self.candidate.is_common or bool(self.storage)
+        is_whole = self._is_whole
         wished = self._wishes(manifests, exact=not is_whole)
         self._compare(manifests, wished)
         if (wished.missing and self.is_strict) or wished.unnamed:
             here = sorted(self.held - self.own)
             raise missing_error(wished.missing or [wished.unnamed[0][0]], here, is_whole=is_whole)
+        self._refuse_missing_values()
         plan_reads(wished.shards, [m.table for m in manifests], names=[s.name for s in self.sources])
         return wished
+
+    @property
+    def _is_whole(self) -> bool:
+        """Whether the sources are all of the snapshot."""
+        return self.candidate.is_common or bool(self.storage)
+
+    def _refuse_missing_values(self) -> None:
+        """Raise where groups, objects or extra state are missing: now, as no live tensor was written yet."""
+        values = Values(self.sources, self.tracked.world.rank)
+        missing = missing_values(self.tracked, values, self.request.only)
+        if missing and (not self._is_whole or self.is_strict):
+            raise missing_error(missing, [], is_whole=self._is_whole)
 
     @property
     def counts(self) -> list[int]:
@@ -293,7 +307,6 @@ class Attempt:
         assert self.wished is not None
         sources, landing = self.sources, live_state.Landing()
         values = Values(sources, self.tracked.world.rank)
-        is_whole = self.candidate.is_common or bool(self.storage)
         with self.phase("plan"):
             targets = [landing.target(w.shard, w.tensor, w.box) for w in self.wished.wants if w.tensor is not None]
             for absent in self.wished.absent_state:
@@ -307,12 +320,12 @@ class Attempt:
             missing, reseeded = restore_values(
                 self.tracked,
                 values,
-                _Loose(loose, is_whole=is_whole),
+                _Loose(loose),
                 step=self.candidate.identity[1],
                 only=self.request.only,
             )
-        if missing and (not is_whole or self.is_strict):
-            raise missing_error(missing, [], is_whole=is_whole)
+        if missing and (not self._is_whole or self.is_strict):  # settings that are tensors: known only now
+            raise half_restored(missing)
         return self._report(counts, missing, reseeded)
 
     def _value_tensors(self, values: Values, sources: Sequence[Source]) -> tuple[dict[str, torch.Tensor], list[Target]]:
@@ -359,14 +372,25 @@ class Attempt:
 class _Loose:
     """Gives the tensors inside values by name."""
 
-    def __init__(self, tensors: dict[str, torch.Tensor], *, is_whole: bool) -> None:
-        self._tensors, self._is_whole = tensors, is_whole
+    def __init__(self, tensors: dict[str, torch.Tensor]) -> None:
+        self._tensors = tensors
 
     def __call__(self, name: str) -> torch.Tensor:
         """Return a filled tensor; ShardGapError if no source has it."""
         if name not in self._tensors:
-            raise missing_error([name], [], is_whole=self._is_whole)
+            raise half_restored([name])
         return self._tensors[name]
+
+
+def half_restored(names: Sequence[str]) -> ShardGapError:
+    """Return the error for what turned out missing when live tensors were written already."""
+    more = f" and {len(names) - 1} more" if len(names) > 1 else ""
+    return ShardGapError(
+        f"{names[0]!r}{more} is wanted and in no snapshot or checkpoint",
+        expected=", ".join(names[:5]),
+        state="Live state is a mixture and must not be trained on.",
+        remedy="build the program as the run that took the snapshot did, and start it again",
+    )
 
 
 def missing_error(names: Sequence[str], unexpected: Sequence[str], *, is_whole: bool) -> ShardGapError:

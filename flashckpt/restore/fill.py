@@ -25,6 +25,7 @@ from flashckpt.core.reshard import Box, Read, Runs, flat_boxes, plan_box, plan_r
 from flashckpt.core.table import ShardTable
 from flashckpt.errors import DamagedError, FlashckptError, ShardGapError
 from flashckpt.faults import crash_point
+from flashckpt.logs import guarded
 from flashckpt.restore.sources import Source, Span
 
 JOB_BYTES = 8 << 20
@@ -37,7 +38,7 @@ INLINE_BYTES = 4 << 20
 """Below this a restore runs on the calling thread: starting threads would cost more."""
 
 Bytes = npt.NDArray[np.uint8]
-_log = logging.getLogger(__name__)
+_log = guarded(logging.getLogger(__name__))
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 
+from flashckpt.core.digest import chunk_count
 from flashckpt.core.directory import Wish
 from flashckpt.core.layout import Shard
 from flashckpt.core.manifest import Manifest
@@ -99,7 +100,7 @@ class Names:
             for i, fqn in enumerate(manifest.table.fqns):
                 self.known.setdefault(fqn, (manifest, i))
             self.aliases |= manifest.aliases
-        self.forms = _forms(manifests)
+        self._manifests, self.forms = manifests, _forms(manifests)
         self._bases: dict[str, list[str]] = {}
         for fqn in self.known:
             if "@" in fqn:
@@ -119,6 +120,26 @@ class Names:
             return base
         others = None if exact else self._bases.get(base)
         return min(others) if others else None
+
+    def are_equal(self, alias: str, fqn: str) -> bool:
+        """Return whether one live tensor can stand for both: no two tensors in the sources, or two of the same bytes.
+
+        A tied weight is one tensor where all of the model is one process' own, and two on two pipeline stages.
+        """
+        if alias not in self.known or fqn not in self.known:
+            return True
+        return self._contents(alias) == self._contents(fqn)
+
+    def _contents(self, fqn: str) -> dict[tuple[Any, ...], bytes]:
+        """Return the digests of each box of a tensor."""
+        found = {}
+        for manifest in self._manifests:
+            if fqn in (table := manifest.table).fqns:
+                for row in table.rows(fqn):
+                    shard, first = table.shard(row), int(table.first_chunk[row])
+                    digests = manifest.digests[first : first + chunk_count(int(table.nbytes[row]))]
+                    found[shard.dtype, shard.offsets, shard.lengths] = digests.tobytes()
+        return found
 
     def form(self, fqn: str) -> Form:
         """Return how a tensor of optimizer state lies beside its parameter."""

@@ -15,11 +15,12 @@ from flashckpt.checkpoint import checkpoints, root_view
 from flashckpt.core.lineage import BEGINNING, is_abandoned
 from flashckpt.errors import FlashckptError, RootError
 from flashckpt.faults import crash_point
+from flashckpt.logs import guarded
 from flashckpt.memory.job import GenerationRecord, JobDirectory
 from flashckpt.memory.segment import Segment
 from flashckpt.tracking.placement import World
 
-_log = logging.getLogger("flashckpt")
+_log = guarded(logging.getLogger("flashckpt"))
 
 
 def claim(

@@ -21,6 +21,7 @@ from flashckpt.core.manifest import Manifest, decode_manifest, encode_manifest
 from flashckpt.errors import DamagedError, FlashckptError
 from flashckpt.exchange import HostGroup
 from flashckpt.faults import crash_point
+from flashckpt.logs import guarded
 from flashckpt.memory.segment import Pin
 from flashckpt.restore.fill import JOB_BYTES, Piece
 from flashckpt.restore.restore_point import Place
@@ -34,7 +35,7 @@ REQUEST = np.dtype([("job", "<u4"), ("slot", "<u4"), ("start", "<u8"), ("nbytes"
 _SENT, _LATER, _GONE = 0, 1, 2
 
 Job = Sequence[Piece]
-_log = logging.getLogger("flashckpt")
+_log = guarded(logging.getLogger("flashckpt"))
 
 
 class PeerSource:

@@ -8,7 +8,7 @@ from typing import Any
 
 from flashckpt.checkpoint.root_view import RootView
 from flashckpt.core.lineage import SlotRecord, by_preference, common, is_abandoned, partly
-from flashckpt.errors import DisagreementError, NoCheckpointError, RootError
+from flashckpt.errors import DamagedError, DisagreementError, NoCheckpointError, RootError
 from flashckpt.memory.job import GenerationRecord
 
 
@@ -61,6 +61,7 @@ class Inventory:
         host: Name of the node, for people.
         request: What the rank was asked to restore; one and the same on all.
         committed: Newest checkpoint that the node's daemon knows of on the root, or None.
+        damage: Why the node's generation record cannot be read; "" if it can.
     """
 
     node: str
@@ -73,6 +74,7 @@ class Inventory:
     host: str = ""
     request: str = ""
     committed: tuple[int, int] | None = None
+    damage: str = ""
 
     def pack(self) -> list[Any]:
         """Return it as msgpack types."""
@@ -86,12 +88,13 @@ class Inventory:
             self.host,
             self.request,
             self.committed,
+            self.damage,
         ]
 
     @classmethod
     def unpack(cls, packed: list[Any]) -> Inventory:
         """Return what `pack` packed."""
-        node, slots, generation, restart, need, free, members, host, request, committed = packed
+        node, slots, generation, restart, need, free, members, host, request, committed, damage = packed
         return cls(
             node=node,
             slots=tuple((r, g, s, w, h, _pair(p)) for r, g, s, w, h, p in slots),
@@ -103,6 +106,7 @@ class Inventory:
             host=host,
             request=request,
             committed=_pair(committed),
+            damage=damage,
         )
 
 
@@ -193,6 +197,22 @@ def host_names(inventories: Sequence[Inventory]) -> list[str]:
 def node_names(inventories: Sequence[Inventory]) -> list[str]:
     """Return every node once, in the order of its lowest rank: what node indices count in."""
     return list(dict.fromkeys(i.node for i in inventories))
+
+
+def refuse_damage(inventories: Sequence[Inventory], job: str) -> None:
+    """Refuse to choose while some node's lineage is unknown: a snapshot that was abandoned could be taken up again.
+
+    Raises:
+        DamagedError: There is such a node; names it. On every rank.
+    """
+    for rank, inventory in enumerate(inventories):
+        if inventory.damage:
+            raise DamagedError(
+                "the record of which run the snapshots in memory belong to cannot be read",
+                found=f"{inventory.host or 'the node'} of rank {rank}: {inventory.damage}",
+                state="Nothing was restored, and nothing was changed.",
+                remedy=f"on that machine: flashckpt forget --job {job} --apply; what is committed on storage is restored then",
+            )
 
 
 def agree(inventories: Sequence[Inventory]) -> None:

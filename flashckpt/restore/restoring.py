@@ -24,6 +24,7 @@ from flashckpt.checkpoint.root_view import RootView
 from flashckpt.core.lineage import BEGINNING
 from flashckpt.core.superblock import boot_id
 from flashckpt.errors import DisagreementError, FlashckptError, RootError, ShardGapError
+from flashckpt.logs import guarded
 from flashckpt.memory.control import Control
 from flashckpt.memory.job import GenerationRecord, JobDirectory
 from flashckpt.memory.segment import Segment
@@ -45,10 +46,11 @@ from flashckpt.restore.restore_point import (
     node_names,
     nothing_there,
     places_of,
+    refuse_damage,
 )
 from flashckpt.tracking.tracked import Tracked
 
-_log = logging.getLogger("flashckpt")
+_log = guarded(logging.getLogger("flashckpt"))
 _TIERS = ("memory", "peer", "storage")
 _REASON_CHARS = 300
 """Most of an error that every rank is told."""
@@ -110,12 +112,13 @@ class Course:
         """Publish what this node has; return what all have. Collective.
 
         Raises:
+            DamagedError: A node's record of its generation cannot be read. On every rank.
             DisagreementError: The ranks were asked for different things. On every rank.
         """
         assert self.directory is not None
         with self.phase("inventory"):
             status = self.directory.path.stat()
-            record = self.directory.read_generation()
+            record, damage = self._lineage()
             mine = Inventory(
                 node=f"{boot_id().hex()}:{status.st_dev}:{status.st_ino}",
                 slots=tuple(self._slots()),
@@ -127,10 +130,21 @@ class Course:
                 host=socket.gethostname(),
                 request=self.request.wish,
                 committed=self._committed(),
+                damage=damage,
             )
             found = [Inventory.unpack(packed) for packed in exchange.all_gather(mine.pack())]
+        refuse_damage(found, self.directory.job)
         agree(found)
         return found
+
+    def _lineage(self) -> tuple[GenerationRecord | None, str]:
+        """Return this node's record of the generation, and what is wrong with it: an error here would leave others waiting."""
+        assert self.directory is not None
+        try:
+            return self.directory.read_generation(), ""
+        except (FlashckptError, OSError) as error:
+            known = isinstance(error, FlashckptError)
+            return None, f"{error.problem}: {error.found}" if known else str(error)  # type: ignore[union-attr]  # known says so
 
     def _committed(self) -> tuple[int, int] | None:
         """Return the newest checkpoint that the daemon of this node knew of on the root."""

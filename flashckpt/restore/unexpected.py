@@ -64,7 +64,8 @@ def grouped(value: Any) -> Iterable[str]:
 def own_names(tracked: Tracked, structure: Structure, names: Names, wished: Wishes, held: set[str]) -> set[str]:
     """Return the names that this rank has: live ones, those they are read from, and state of live parameters."""
     own = {_base(row.entry.fqn) for row in structure.rows} | {_base(want.shard.fqn) for want in wished.wants}
-    own |= {*tracked.aliases, *tracked.aliases.values(), *(name for name, _ in tracked.extra_states())}
+    own |= {alias for alias, full in tracked.aliases.items() if names.are_equal(alias, full)}
+    own |= {*tracked.aliases.values(), *(name for name, _ in tracked.extra_states())}
     own |= {other for alias, other in names.aliases.items() if alias in own}
     for label, optimizers in tracked.optimizers.items():
         live = set(tracked.names_for(optimizers).values()) & _parameters(tracked, label)

@@ -128,6 +128,34 @@ def restore_values(
     return missing, _restore_rng(tracked, values, step) if tracked.rng and is_wanted("rng", only) else []
 
 
+def missing_values(tracked: Tracked, values: Values, only: str | None) -> list[str]:
+    """Return what `restore_values` would find missing, before any live tensor is written."""
+    things = [(name, tracked.key_of(name, thing)) for name, thing in tracked.objects.items()]
+    things += [(name, name) for name, _ in tracked.extra_states()]
+    missing = [name for name, key in things if is_wanted(name, only) and not values.find(key)[0]]
+    for label, optimizers in tracked.optimizers.items():
+        if is_wanted(f"{label}.groups", only):
+            recorded = values.recorded(f"{label}.groups")
+            missing += optimizer_state.misfits(optimizers, tracked.names_for(optimizers), recorded)
+            missing += _missing_state(tracked, label, values)
+    return missing
+
+
+def _missing_state(tracked: Tracked, label: str, values: Values) -> list[str]:
+    missing = [
+        f"{label}.{name}.{key}"
+        for optimizer, param, name, recorded in _per_parameter(tracked, label, values)
+        for key, value in optimizer.state.get(param, {}).items()
+        if not isinstance(value, torch.Tensor) and str(key) not in recorded
+    ]
+    optimizers = tracked.optimizers[label]
+    found, others = values.find(f"{label}.state@{tracked.world.suffix}")
+    fits = found and len(others) == len(optimizers)
+    if not fits and (found or any(optimizer_state.other_keys(optimizer) for optimizer in optimizers)):
+        missing.append(f"{label}.state")
+    return missing
+
+
 def _restore_rng(tracked: Tracked, values: Values, step: int) -> list[str]:
     """Set the generators; without a state of this rank seed them from (step, rank), and return its name."""
     key = f"rng@{tracked.world.suffix}"
@@ -141,20 +169,15 @@ def _restore_rng(tracked: Tracked, values: Values, step: int) -> list[str]:
 
 def _restore_state(tracked: Tracked, label: str, values: Values, tensor: Tensors) -> list[str]:
     """Set optimizer state that is no tensor, e.g. a Python `step` or a list of tensors; return what is missing."""
-    missing = []
-    for optimizer, param, name, recorded in _per_parameter(tracked, label, values):
+    missing = _missing_state(tracked, label, values)
+    for optimizer, param, _, recorded in _per_parameter(tracked, label, values):
         for key, value in recorded.items():
             optimizer.state[param][key] = trees.put_together(value, tensor, place=_beside(param))
-        for key, value in optimizer.state.get(param, {}).items():
-            if not isinstance(value, torch.Tensor) and str(key) not in recorded:
-                missing.append(f"{label}.{name}.{key}")
     found, others = values.find(f"{label}.state@{tracked.world.suffix}")
     optimizers = tracked.optimizers[label]
     if found and len(others) == len(optimizers):
         for optimizer, other in zip(optimizers, others, strict=True):
             optimizer.state.update(trees.put_together(other, tensor, place=_to_device))
-    elif any(optimizer_state.other_keys(optimizer) for optimizer in optimizers) or found:
-        missing.append(f"{label}.state")
     return missing
 
 

@@ -12,13 +12,15 @@ from torch.distributed.tensor import DTensor
 
 from flashckpt.core.layout import layout_hash, place
 from flashckpt.core.manifest import ShardTable, encode_table
-from flashckpt.staging.copying import StalePlanError, item_of
+from flashckpt.staging.copying import Item, StalePlanError, item_of, stale_plan
 from flashckpt.staging.rank_memory import Need, manifest_room
 from flashckpt.tracking.ahead import is_like
 from flashckpt.tracking.placement import local_of
 from flashckpt.tracking.structure import Structure
 
 _VERSION = operator.attrgetter("_version")  # the only counter torch has
+_FORM = operator.attrgetter("dtype", "shape")
+_FORMS_AT_A_TIME = 1024  # looked at without letting training have the interpreter
 
 
 class Plan:
@@ -71,6 +73,7 @@ class Plan:
         self.watched_names = [entry.fqn for entry in [*watched.values(), *awaited]]
         self.awaits, self._stand_ins = bool(stand_ins), stand_ins
         self._taken_in: Sequence[torch.Tensor] = ()
+        self._runs: list[tuple[list[torch.Tensor], list[tuple[torch.dtype, torch.Size]], list[Item]]] = []
         self._has_dtensors = any(isinstance(tensor, DTensor) for tensor in stand_ins)
 
     def take_in(self, tensors: Sequence[torch.Tensor]) -> None:
@@ -100,6 +103,22 @@ class Plan:
         for item in chain(self.fenced, self.device):
             if (found := places.get(id(item.row.entry.tensor))) is not None:
                 item.local = local_of(found)
+
+    def check_forms(self) -> None:
+        """Check that what is copied by its address is of the planned dtypes and shapes; in the copy thread.
+
+        `p.data = ...` changes neither the parameter's identity nor its version: the bytes fit, and mean something else.
+
+        Raises:
+            StalePlanError: A tensor is of another form now.
+        """
+        if not self._runs:
+            items = [i for i in chain(self.fenced, self.unfenced) if i.start >= 0]
+            parts = (items[first : first + _FORMS_AT_A_TIME] for first in range(0, len(items), _FORMS_AT_A_TIME))
+            self._runs = [([i.local for i in part], [(i.dtype, i.shape) for i in part], part) for part in parts]
+        for tensors, forms, part in self._runs:
+            if list(map(_FORM, tensors)) != forms:
+                raise next(stale_plan(i, i.local) for i in part if _FORM(i.local) != (i.dtype, i.shape))
 
     def need(self, value_bytes: int) -> Need:
         """Return what a slot for this plan and about `value_bytes` of non-tensor state needs."""

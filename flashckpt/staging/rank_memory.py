@@ -15,13 +15,14 @@ import numpy as np
 from flashckpt.core.layout import Shard, layout_hash, place
 from flashckpt.core.manifest import ShardTable, encode_table
 from flashckpt.errors import ConfigError, DamagedError, FlashckptError, FormatVersionError, SharedMemoryError
+from flashckpt.logs import guarded
 from flashckpt.memory import room
 from flashckpt.memory.job import JobDirectory
 from flashckpt.memory.segment import Segment, SegmentSpec, SlotPinned, SlotWriter, choose_slot
 from flashckpt.memory.watermark import Known
 from flashckpt.staging import device
 
-_log = logging.getLogger("flashckpt")
+_log = guarded(logging.getLogger("flashckpt"))
 MANIFEST_SLACK_BYTES = 256 << 10
 SMALL_SLOT_BYTES = 16 << 20
 """Up to here the first slot is made at once, in about 10 ms; larger ones in the background, beside training."""

@@ -14,6 +14,7 @@ import numpy as np
 
 from flashckpt.core.manifest import Manifest, encode_manifest
 from flashckpt.errors import FenceError, FlashckptError, SharedMemoryError
+from flashckpt.logs import guarded
 from flashckpt.memory.segment import SlotWriter
 from flashckpt.staging.copying import (
     Buffer,
@@ -30,7 +31,7 @@ from flashckpt.tracking.tracked import Captured
 
 __all__ = ["Identity", "Plan", "Snapshot", "Stager", "StaleWatch", "fence_error"]
 
-_log = logging.getLogger("flashckpt")
+_log = guarded(logging.getLogger("flashckpt"))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -204,6 +205,7 @@ class Stager:
     def _take(self, snapshot: Snapshot) -> None:
         plan, buffer = snapshot.plan, snapshot.buffer
         plan.settle()
+        plan.check_forms()
         digests = np.zeros(plan.table.chunks, np.uint64)
         batches = self._lanes.enqueue(plan.device, buffer, snapshot.marks) if plan.uses_device else []
         for item in plan.fenced:

@@ -203,7 +203,7 @@ def restore_groups(
     tensor: Any,
     place: Place | None = None,
 ) -> list[str]:
-    """Set hyperparameters by parameter name; return what did not fit ("[]" when all did).
+    """Set hyperparameters by parameter name; return what did not fit ([] when all did).
 
     Args:
         optimizers: The live ones.
@@ -213,14 +213,29 @@ def restore_groups(
         tensor: Gives the tensors in them by name.
         place: Brings them to where they lay.
     """
+    fitting, missing = _fitting(optimizers, names, [put_together(value, tensor, place=place) for value in recorded])
+    for group, found in fitting:
+        _set_group(group, found)
+    return missing
+
+
+def misfits(optimizers: Sequence[torch.optim.Optimizer], names: Named, recorded: Sequence[Any]) -> list[str]:
+    """Return what `restore_groups` would, before any tensor is there: settings that are tensors are not compared."""
+    return _fitting(optimizers, names, [put_together(value, lambda _: torch.empty(0)) for value in recorded])[1]
+
+
+def _fitting(
+    optimizers: Sequence[torch.optim.Optimizer], names: Named, recorded: Sequence[Any]
+) -> tuple[list[tuple[dict[str, Any], dict[str, Any]]], list[str]]:
+    """Return (live group, recorded group) of what fits, and what does not."""
     by_name: dict[str, dict[str, Any]] = {}
     by_place: dict[tuple[int, int], dict[str, Any]] = {}
     for value in recorded:
-        for i, one in enumerate(put_together(value, tensor, place=place)):
+        for i, one in enumerate(value):
             for j, group in enumerate(one):
                 by_place.setdefault((i, j), group)
                 by_name.update(dict.fromkeys(group["params"], group))
-    missing = []
+    fitting, missing = [], []
     for i, optimizer in enumerate(optimizers):
         for j, group in enumerate(optimizer.param_groups):
             known = [by_name[n] for p in group["params"] if (n := names[id(p)]) in by_name]
@@ -230,8 +245,8 @@ def restore_groups(
             elif any(one is not found and _settings(one) != _settings(found) for one in known):
                 missing.append(f"one setting for group {j} of optimizer {i}: its parameters were in groups that differ")
             else:
-                _set_group(group, found)
-    return missing
+                fitting.append((group, found))
+    return fitting, missing
 
 
 def _settings(group: Mapping[str, Any]) -> dict[str, Any]:

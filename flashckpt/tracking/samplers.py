@@ -9,8 +9,9 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from flashckpt.errors import ConfigError, SamplerStateError
+from flashckpt.logs import guarded
 
-_log = logging.getLogger("flashckpt")
+_log = guarded(logging.getLogger("flashckpt"))
 _PATIENCE = 2
 """Steps in a row without a move that are an error: a single one may be the end of an epoch."""
 _AHEAD_STEPS = 3

@@ -15,6 +15,7 @@ from flashckpt.core.balance import Part, Share, cut_dimension, deal
 from flashckpt.errors import ConfigError, UnsupportedStateError
 from flashckpt.tracking import modules, optimizer_state, rng, samplers, trees
 from flashckpt.tracking.ahead import Forthcoming
+from flashckpt.tracking.depth import refuse_deep
 from flashckpt.tracking.optimizer_entries import Enter, OptimizerEntries, StateValue
 from flashckpt.tracking.placement import (
     Box,
@@ -98,16 +99,19 @@ class Tracked:
             )
         parts = list(thing) if isinstance(thing, (list, tuple, nn.ModuleList)) else [thing]
         if parts and all(isinstance(p, nn.Module) for p in parts):
+            refuse_deep(name, *parts)
             self.modules[name] = parts
         elif parts and all(isinstance(p, torch.optim.Optimizer) for p in parts):
             for part in parts:
                 optimizer_state.refuse_wrapper(name, part)
+            refuse_deep(name, *parts)
             self.optimizers[name] = parts
         elif isinstance(thing, (list, tuple)):
             for i, part in enumerate(parts):
                 self.add(f"{name}-{i}", part, fenced=fenced)
         elif callable(getattr(thing, "state_dict", None)) and callable(getattr(thing, "load_state_dict", None)):
             samplers.refuse_second(name, thing, self.objects)
+            refuse_deep(name, *parts)
             self.objects[name] = thing
         else:
             raise ConfigError(

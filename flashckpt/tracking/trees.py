@@ -54,7 +54,7 @@ class _Apart:
         if type(node) is str:
             return _text(node, path)
         if depth > DEEPEST:
-            _refuse_depth(path)
+            refuse_depth(path)
         if isinstance(node, torch.Tensor):
             return self._tensor(node, path)
         if isinstance(node, np.ndarray):
@@ -139,7 +139,8 @@ def _refuse(path: str, node: Any, found: str = "") -> Any:
     )
 
 
-def _refuse_depth(path: str) -> None:
+def refuse_depth(path: str) -> None:
+    """Raise the error for a value that is nested too deeply."""
     raise UnsupportedStateError(
         f"the value of {path[:80] + '...' if len(path) > 80 else path!r} is nested too deeply",
         found=f"more than {DEEPEST} levels of dicts, lists and tuples inside each other",
