@@ -45,7 +45,13 @@ ckpt = Checkpointer(sys.argv[1], snapshot_every=1, job="t")
 ckpt.track(model=model, optimizer=optimizer)
 report = ckpt.restore()
 print("restored", report.step if report else 0)
-ckpt.step(report.step + 1 if report else 7)
+step = report.step if report else 0
+while True:  # a snapshot that comes before its memory is skipped
+    step, skipped = step + 1, ckpt.stats.get("skipped", 0)
+    ckpt.step(step)
+    if ckpt.stats.get("skipped", 0) == skipped:
+        break
+print("took", step)
 """
 
 
@@ -53,8 +59,10 @@ def test_a_script_that_ends_in_the_middle_of_a_copy_without_close_keeps_the_whol
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("FLASHCKPT_AGENT_DIR", str(tmp_path))  # no daemon is needed for this
-    for expected in ("restored 0", "restored 7"):
+    expected = "restored 0"
+    for _ in range(2):
         command = [sys.executable, "-c", FORGETFUL, str(tmp_path / "root")]
         done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=110)
         assert done.returncode == 0, done.stderr
         assert expected in done.stdout
+        expected = done.stdout.splitlines()[-1].replace("took", "restored")
