@@ -481,3 +481,23 @@ def sparse_buffer(start: Start) -> Program:
     model = net(WIDTH)
     model.register_buffer("mask", torch.eye(20).to_sparse())
     return adamw(model)
+
+
+@case(
+    GROUP, "a quantized layer of torch.ao before a trained one", quick=True, refused="neither a parameter nor a buffer"
+)
+def quantized(start: Start) -> Program:
+    import torch.ao.nn.quantized.dynamic as quantized
+
+    layer = quantized.Linear(WIDTH, WIDTH)
+    layer.set_weight_bias(torch.quantize_per_tensor(torch.randn(WIDTH, WIDTH), 0.1, 0, torch.qint8), None)
+    return adamw(nn.Sequential(layer, nn.Tanh(), net(WIDTH)))
+
+
+@case(GROUP, "quantization-aware training of torch.ao (observers, fake quantization)")
+def quantization_aware(start: Start) -> Program:
+    from torch.ao.quantization import get_default_qat_qconfig, prepare_qat
+
+    model = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh(), nn.Linear(WIDTH, WIDTH))
+    model.qconfig = get_default_qat_qconfig("qnnpack")  # type: ignore[no-untyped-call, assignment]  # torch leaves it without types
+    return adamw(prepare_qat(model.train()))  # type: ignore[no-untyped-call]  # as above
