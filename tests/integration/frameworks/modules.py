@@ -172,7 +172,7 @@ def shared_module(start: Start) -> Program:
     return adamw(nn.Sequential(layer, nn.Tanh(), layer))
 
 
-@case(GROUP, "a lazy layer after its first forward", quick=True)
+@case(GROUP, "a lazy layer after its first forward")
 def lazy(start: Start) -> Program:
     model = nn.Sequential(nn.LazyLinear(WIDTH), nn.Tanh(), nn.LazyLinear(WIDTH))
     model(torch.zeros(1, WIDTH))
@@ -250,7 +250,7 @@ def weight_norm(start: Start) -> Program:
     return adamw(nn.Sequential(parametrizations.weight_norm(nn.Linear(WIDTH, WIDTH)), nn.Tanh(), net(WIDTH)))
 
 
-@case(GROUP, "weight norm (the old hook)", quick=True)
+@case(GROUP, "weight norm (the old hook)")
 def old_weight_norm(start: Start) -> Program:
     return adamw(nn.Sequential(nn.utils.weight_norm(nn.Linear(WIDTH, WIDTH)), nn.Tanh(), net(WIDTH)))  # type: ignore[no-untyped-call]  # torch leaves it without types
 
@@ -318,7 +318,7 @@ def extra_tensor(start: Start) -> Program:
     return adamw(WithExtraState(torch.tensor, lambda state: state))
 
 
-@case(GROUP, "extra state: tensors in dicts and lists", quick=True)
+@case(GROUP, "extra state: tensors in dicts and lists")
 def extra_nested(start: Start) -> Program:
     return adamw(
         WithExtraState(
