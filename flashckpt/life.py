@@ -215,6 +215,7 @@ class Life:
             plan = Plan(structure, self.tracked.ahead.stand_ins)
         self._plan = plan
         self._make_room(plan, captured if captured is not None else self.tracked.capture())
+        loaders.put_back(self.tracked.objects)
 
     def _take_in(self) -> bool:
         """Let state that was planned ahead take its place in the plan, once it exists; whether it did now."""

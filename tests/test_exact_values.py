@@ -223,3 +223,88 @@ def test_a_slot_whose_header_or_file_is_too_short_is_damaged_and_not_a_raw_error
         with pytest.raises(DamagedError, match="cut short"):
             pin.map(populate=False)
     segment.close()
+
+
+class Hiding(nn.Linear):
+    """Saves a tensor that is neither a parameter nor a buffer."""
+
+    def __init__(self) -> None:
+        super().__init__(4, 4)
+        self.scale = torch.ones(1)
+
+    def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:
+        nn.Module._save_to_state_dict(self, destination, prefix, keep_vars)  # type: ignore[no-untyped-call]  # torch's has no types
+        destination[f"{prefix}scale"] = self.scale
+
+
+class HidingAsAWhole(nn.Linear):
+    def __init__(self) -> None:
+        super().__init__(4, 4)
+
+    def state_dict(self, *args: Any, **options: Any) -> Any:
+        return {**super().state_dict(*args, **options), "count": 3}
+
+
+class Telling(Hiding):
+    """The same, and given out as extra state too."""
+
+    def get_extra_state(self) -> Any:
+        return self.scale
+
+    def set_extra_state(self, state: Any) -> None:
+        self.scale = state
+
+
+class Renaming(Hiding):
+    """What it saves beside its tensors is one of them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = self.bias
+
+
+class Transient(nn.Linear):
+    """Saves a buffer that is declared as none of its state."""
+
+    def __init__(self) -> None:
+        super().__init__(4, 4)
+        self.register_buffer("scale", torch.ones(1), persistent=False)
+
+    _save_to_state_dict = Hiding._save_to_state_dict  # type: ignore[assignment]  # it asks for no more than `scale`
+
+
+@pytest.mark.parametrize(("kind", "key"), [(Hiding, "scale"), (HidingAsAWhole, "count"), (Transient, "scale")])
+def test_state_that_only_a_module_itself_knows_how_to_save_is_refused_by_track(
+    kind: type[nn.Module], key: str, tmp_path: Path
+) -> None:
+    ckpt = Checkpointer(str(tmp_path / "root"), job="hidden")
+    with pytest.raises(UnsupportedStateError, match=f"(?s)'model.1' saves state .*'{key}' in the state dict"):
+        ckpt.track(model=nn.Sequential(nn.Linear(4, 4), kind()))
+    ckpt.close()
+
+
+@pytest.mark.parametrize("kind", [Telling, Renaming])
+def test_what_a_module_saves_in_its_own_way_and_gives_out_too_comes_back(kind: type[Hiding], tmp_path: Path) -> None:
+    model, other = kind(), kind()
+    with torch.no_grad():
+        model.scale.fill_(7)
+    ckpt, _ = started(tmp_path, model=model)
+    ckpt.step(1)
+    crash(ckpt)
+    crash(started(tmp_path, model=other)[0])
+    assert bits([other.scale]) == bits([model.scale])
+
+
+def test_the_remedy_for_a_sharding_optimizer_is_one_that_works(tmp_path: Path) -> None:
+    class ZeroRedundancyOptimizer(torch.optim.SGD):
+        def __init__(self, params: Any) -> None:
+            params = list(params)
+            super().__init__(params, lr=0.1)
+            self.optim = torch.optim.SGD(params, lr=0.1)
+
+    ckpt, model = Checkpointer(str(tmp_path / "root"), job="zero"), nn.Linear(4, 4)
+    with pytest.raises(UnsupportedStateError, match="wraps another optimizer") as caught:
+        ckpt.track(model=model, optimizer=ZeroRedundancyOptimizer(model.parameters()))
+    assert "fully_shard" in str(caught.value)
+    assert "track the one inside" not in str(caught.value)
+    ckpt.close()

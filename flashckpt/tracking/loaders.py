@@ -36,8 +36,14 @@ class Held:
     """
 
     def __init__(self, objects: Mapping[str, Any], state: dict[str, Any]) -> None:
+        self.objects = objects
         self._waiting = [t for t in objects.values() if isinstance(t, (DataLoader, Sampler)) or samplers.is_sampler(t)]
         self._state: dict[str, Any] | None = state
+
+    def put_back(self) -> None:
+        """Set the generators once more to where the snapshot had them, as long as that is no past."""
+        if self._state is not None:
+            rng.restore(self._state)
 
     def step_is_done(self) -> None:
         """Note that training goes on: the recorded generators are of the past."""
@@ -89,6 +95,12 @@ def _watched(original: Callable[[Any], Any]) -> Callable[[Any], Any]:
         return original(self) if _held is None else _held.iterate(self, original)
 
     return __iter__
+
+
+def put_back(objects: Mapping[str, Any]) -> None:
+    """Undo what was drawn since the restore of these objects: asked for its state, a stateful loader begins an iterator."""
+    if _held is not None and _held.objects is objects:
+        _held.put_back()
 
 
 def step_is_done() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -46,6 +47,7 @@ def tensors_of(part: nn.Module) -> Iterator[ModuleTensor]:
     for prefix, module in part.named_modules(remove_duplicate=False):
         ranks = next((r for p, r in wrapped.items() if prefix == p or prefix.startswith(f"{p}." if p else "")), None)
         clean = strip(prefix, wrapped)
+        _refuse_hidden(clean, module)
         dot = f"{clean}." if clean else ""
         for key, parameter in module._parameters.items():  # noqa: SLF001 -- named_parameters() drops the owner of each
             if parameter is not None:
@@ -67,6 +69,54 @@ def _refuse_lazy(name: str, tensor: torch.Tensor) -> None:
             state="Nothing was tracked.",
             remedy="run the model once on a batch of the right shape before restore()",
         )
+
+
+def refuse_hidden(name: str, part: nn.Module) -> None:
+    """Refuse a part in which a module saves state that is no parameter, buffer or extra state.
+
+    Raises:
+        UnsupportedStateError: Names the module, its class and the keys that would be lost.
+    """
+    for prefix, module in part.named_modules(prefix=name):
+        _refuse_hidden(prefix, module)
+
+
+def _refuse_hidden(path: str, module: nn.Module) -> None:
+    hidden = _hidden_keys(module)
+    if not hidden:
+        return
+    kind = f"{type(module).__module__}.{type(module).__qualname__}"
+    raise UnsupportedStateError(
+        f"the module {path!r} saves state that is neither a parameter nor a buffer",
+        found=f"{', '.join(map(repr, hidden[:3]))}{', ...' if len(hidden) > 3 else ''} in the state dict of a {kind}",
+        expected="parameters, persistent buffers, or get_extra_state() and set_extra_state() that hold the rest",
+        remedy="track only the modules that train, e.g. the adapters: track(model=torch.nn.ModuleDict(...)); or give "
+        "its class get_extra_state() and set_extra_state()",
+    )
+
+
+def _hidden_keys(module: nn.Module) -> list[str]:
+    """Return the keys of state that only the module's own way of saving knows; most classes have none of their own."""
+    kind, saved = type(module), dict[str, Any]()
+    if kind.get_extra_state is not nn.Module.get_extra_state:
+        return []
+    if not module._modules and kind.state_dict is not nn.Module.state_dict:  # noqa: SLF001 -- wrappers rename and gather in theirs
+        saved = dict(module.state_dict())
+    elif kind._save_to_state_dict is not nn.Module._save_to_state_dict:  # noqa: SLF001 -- what quantized modules override
+        module._save_to_state_dict(saved, "", keep_vars=True)  # type: ignore[no-untyped-call]  # noqa: SLF001 -- as above
+    if not saved:
+        return []
+    transient = module._non_persistent_buffers_set  # noqa: SLF001 -- the only place that says so
+    buffers = ((key, buffer) for key, buffer in module.named_buffers() if key not in transient)
+    held = dict([*module.named_parameters(), *buffers])
+    if any(map(is_lazy, held.values())):
+        return []  # refused by that name if it is still so when a snapshot is planned
+    storages = {storage_key(tensor) for tensor in held.values()}
+    return [
+        key
+        for key, value in saved.items()
+        if key not in held and not (isinstance(value, torch.Tensor) and storage_key(value) in storages)
+    ]
 
 
 def strip(prefix: str, ddp_prefixes: Sequence[str] | dict[str, tuple[int, ...]] = ()) -> str:

@@ -43,8 +43,19 @@ def refuse_wrapper(name: str, optimizer: torch.optim.Optimizer) -> None:
         + (f" with a {type(vars(optimizer)[inner[0]]).__qualname__} as its {inner[0]!r}" if inner else ""),
         expected="the optimizer that updates the parameters",
         state="Nothing was tracked.",
-        remedy=f"track the one inside: track({name}=wrapper.{inner[0] if inner else 'optimizer'}), if that is all of its "
-        "state and equal on the ranks that hold a parameter",
+        remedy=_remedy_for_wrapper(name, optimizer, inner[0] if inner else "optimizer"),
+    )
+
+
+def _remedy_for_wrapper(name: str, optimizer: torch.optim.Optimizer, inner: str) -> str:
+    if any(kind.__name__ == "ZeroRedundancyOptimizer" for kind in type(optimizer).__mro__):
+        return (
+            "shard with FSDP2 instead (torch.distributed.fsdp.fully_shard and a plain optimizer), or use a plain optimizer "
+            "on every rank; each rank of ZeroRedundancyOptimizer has state that the others lack"
+        )
+    return (
+        f"track the one inside: track({name}=wrapper.{inner}), if that is all of its state and equal on the ranks that "
+        "hold a parameter"
     )
 
 

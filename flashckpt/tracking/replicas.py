@@ -67,5 +67,6 @@ def _cut_otherwise(fqn: str, first: int, rank: int | None) -> ReplicaMismatchErr
         found="parts with no writer or several" if rank is None else f"other parts on rank {rank} than on rank {first}",
         expected="the same tensors, frozen parameters and optimizers on all of them",
         state="Nothing was trained.",
-        remedy="build the same model and optimizer on every replica, or leave replicated_over= / mesh= out",
+        remedy="build the same model and optimizer on every replica, or leave replicated_over= / mesh= out; to split "
+        "optimizer state over the ranks, use FSDP2 (fully_shard) and not the inside of ZeroRedundancyOptimizer",
     )

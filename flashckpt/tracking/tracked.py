@@ -90,6 +90,7 @@ class Tracked:
 
         Raises:
             ConfigError: The name is taken or not usable, or the object has no state_dict/load_state_dict.
+            UnsupportedStateError: A module or an optimizer keeps state where a snapshot would not find it.
         """
         if name in {*self.modules, *self.optimizers, *self.objects} or not name or "@" in name or "." in name:
             raise ConfigError(
@@ -100,6 +101,8 @@ class Tracked:
         parts = list(thing) if isinstance(thing, (list, tuple, nn.ModuleList)) else [thing]
         if parts and all(isinstance(p, nn.Module) for p in parts):
             refuse_deep(name, *parts)
+            for part in parts:
+                modules.refuse_hidden(name, part)
             self.modules[name] = parts
         elif parts and all(isinstance(p, torch.optim.Optimizer) for p in parts):
             for part in parts:

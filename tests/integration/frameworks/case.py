@@ -51,7 +51,6 @@ class Case:
         world: Ranks; with more than one there is a gloo group.
         quick: Whether `make test` runs it.
         from_rank_0: Part of the names of state that every rank may take from rank 0, since the next step does so anyway.
-        known: What is wrong today, in words for the reader of the table; "" where the outcome is the promised one.
         note: What the reader of the table should know.
     """
 
@@ -63,13 +62,12 @@ class Case:
     world: int = 1
     quick: bool = False
     from_rank_0: str = ""
-    known: str = ""
     note: str = ""
 
     @property
     def promised(self) -> str:
         """The outcome that its row in the table promises."""
-        return "wrong" if self.known else "refused" if self.refused else "exact"
+        return "refused" if self.refused else "exact"
 
 
 REGISTRY: dict[str, Case] = {}

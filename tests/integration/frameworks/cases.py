@@ -20,6 +20,14 @@ def missing(case: Case) -> list[str]:
     return [name for name in case.needs if importlib.util.find_spec(name) is None]
 
 
+def installed(distribution: str) -> bool:
+    """Tell whether a distribution is there."""
+    try:
+        return bool(importlib.metadata.version(distribution))
+    except importlib.metadata.PackageNotFoundError:
+        return False
+
+
 def version(name: str) -> str:
     """Return the version of the distribution of a module."""
     return importlib.metadata.version(DISTRIBUTIONS.get(name, name))

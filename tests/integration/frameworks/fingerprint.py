@@ -94,6 +94,8 @@ def digest(tensor: torch.Tensor) -> str:
         return " ".join([digest(tensor.indices()), digest(tensor.values())])
     if tensor.is_conj() or tensor.is_neg():
         tensor = tensor.resolve_conj().resolve_neg()
+    if tensor.dtype in (torch.bits8, torch.uint4):  # type: ignore[attr-defined]  # torch's stub lacks it; no copy of them
+        return f"{tensor.dtype} {digest(tensor.view(torch.uint8))}"
     plain = torch.empty(tensor.shape, dtype=tensor.dtype).copy_(tensor)
     raw = plain.reshape(-1).view(torch.uint8) if plain.numel() else torch.empty(0, dtype=torch.uint8)
     return f"{tensor.dtype}{list(tensor.shape)} {xxhash.xxh3_64_hexdigest(raw.numpy().tobytes())}"

@@ -172,7 +172,7 @@ def shared_module(start: Start) -> Program:
     return adamw(nn.Sequential(layer, nn.Tanh(), layer))
 
 
-@case(GROUP, "a lazy layer after its first forward", quick=True)
+@case(GROUP, "a lazy layer after its first forward")
 def lazy(start: Start) -> Program:
     model = nn.Sequential(nn.LazyLinear(WIDTH), nn.Tanh(), nn.LazyLinear(WIDTH))
     model(torch.zeros(1, WIDTH))
@@ -250,7 +250,7 @@ def weight_norm(start: Start) -> Program:
     return adamw(nn.Sequential(parametrizations.weight_norm(nn.Linear(WIDTH, WIDTH)), nn.Tanh(), net(WIDTH)))
 
 
-@case(GROUP, "weight norm (the old hook)", quick=True)
+@case(GROUP, "weight norm (the old hook)")
 def old_weight_norm(start: Start) -> Program:
     return adamw(nn.Sequential(nn.utils.weight_norm(nn.Linear(WIDTH, WIDTH)), nn.Tanh(), net(WIDTH)))  # type: ignore[no-untyped-call]  # torch leaves it without types
 
@@ -318,7 +318,7 @@ def extra_tensor(start: Start) -> Program:
     return adamw(WithExtraState(torch.tensor, lambda state: state))
 
 
-@case(GROUP, "extra state: tensors in dicts and lists", quick=True)
+@case(GROUP, "extra state: tensors in dicts and lists")
 def extra_nested(start: Start) -> Program:
     return adamw(
         WithExtraState(
@@ -481,3 +481,23 @@ def sparse_buffer(start: Start) -> Program:
     model = net(WIDTH)
     model.register_buffer("mask", torch.eye(20).to_sparse())
     return adamw(model)
+
+
+@case(
+    GROUP, "a quantized layer of torch.ao before a trained one", quick=True, refused="neither a parameter nor a buffer"
+)
+def quantized(start: Start) -> Program:
+    import torch.ao.nn.quantized.dynamic as quantized
+
+    layer = quantized.Linear(WIDTH, WIDTH)
+    layer.set_weight_bias(torch.quantize_per_tensor(torch.randn(WIDTH, WIDTH), 0.1, 0, torch.qint8), None)
+    return adamw(nn.Sequential(layer, nn.Tanh(), net(WIDTH)))
+
+
+@case(GROUP, "quantization-aware training of torch.ao (observers, fake quantization)")
+def quantization_aware(start: Start) -> Program:
+    from torch.ao.quantization import get_default_qat_qconfig, prepare_qat
+
+    model = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh(), nn.Linear(WIDTH, WIDTH))
+    model.qconfig = get_default_qat_qconfig("qnnpack")  # type: ignore[no-untyped-call, assignment]  # torch leaves it without types
+    return adamw(prepare_qat(model.train()))  # type: ignore[no-untyped-call]  # as above

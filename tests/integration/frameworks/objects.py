@@ -67,9 +67,7 @@ for scheduler, make in SCHEDULERS.items():
     def scheduled(start: Start, make: Callable[[torch.optim.Optimizer], Any] = make) -> Program:
         return _scheduled(make)
 
-    REGISTRY[scheduler] = Case(
-        group=GROUP, name=scheduler, build=scheduled, quick=scheduler in ("OneCycleLR", "SequentialLR")
-    )
+    REGISTRY[scheduler] = Case(group=GROUP, name=scheduler, build=scheduled, quick=scheduler == "SequentialLR")
 
 
 @case(GROUP, "ReduceLROnPlateau")

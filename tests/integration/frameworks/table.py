@@ -1,6 +1,6 @@
 """Write docs/compatibility.md: run every case and put down what came out. `python -m integration.frameworks.table`.
 
-Results that are as promised are kept in out/compatibility, one file per case; the others have "no result" in the page.
+Results that are as promised are kept in out/compatibility, one file per case. The page is written once every case has one.
 """
 
 from __future__ import annotations
@@ -11,21 +11,25 @@ import shutil
 import sys
 import tempfile
 from collections.abc import Iterator
+from concurrent.futures import ProcessPoolExecutor, as_completed
 from dataclasses import asdict
+from multiprocessing import get_context
 from pathlib import Path
 
 import torch
 
 from integration.frameworks.case import Case
-from integration.frameworks.cases import CASES, DISTRIBUTIONS, missing, version, warm
+from integration.frameworks.cases import CASES, DISTRIBUTIONS, installed, missing, version, warm
 from integration.frameworks.run import run_case
 from integration.frameworks.verdict import Verdict, judge
 
 HERE = Path(__file__).parent
 ROOT = HERE.parents[2]
 PAGE = ROOT / "docs" / "compatibility.md"
-NO_RESULT = "no result"
-_ROW = re.compile(r"^\| (?P<name>[^|]+) \| (?P<outcome>exact|refused|wrong|no result)\b", re.MULTILINE)
+SKIPPED = "skipped"
+PROCESSES = 2
+_ROW = re.compile(r"^\| (?P<name>[^|]+) \| (?P<outcome>[^|]+) \|", re.MULTILINE)
+_HEADINGS = ("package", "case", "---")
 _VERSION = re.compile(r"^\| `(?P<name>[\w-]+)` \| (?P<version>\S+) \|$", re.MULTILINE)
 _WORDS = {
     "track": "at `track()`",
@@ -36,7 +40,8 @@ _WORDS = {
 
 def committed() -> dict[str, str]:
     """Return case -> outcome as the page says."""
-    return {found["name"]: found["outcome"] for found in _ROW.finditer(PAGE.read_text())}
+    rows = {found["name"]: found["outcome"] for found in _ROW.finditer(PAGE.read_text())}
+    return {name: outcome for name, outcome in rows.items() if name not in _HEADINGS and not name.startswith("`")}
 
 
 def committed_versions() -> dict[str, str]:
@@ -52,7 +57,7 @@ def pinned_versions() -> dict[str, str]:
 
 
 def distributions() -> list[str]:
-    """Return the distributions whose versions the table is about."""
+    """Return the distributions that a case needs."""
     needed = {DISTRIBUTIONS.get(name, name) for case in CASES.values() for name in case.needs}
     return ["torch", *sorted(needed)]
 
@@ -72,9 +77,7 @@ def _introduction() -> Iterator[str]:
     yield "* **exact**: parameters, buffers, optimizer state, everything else tracked and the random number generators are as restored, and"
     yield "  after every later step, equal bit for bit to those of a run that was neither tracked nor interrupted; so is each loss."
     yield "* **refused**: an error of flashckpt at `track()`, at the first start or at the first step, so before anything could be lost."
-    yield "* **no result**: not run to its end on the machine that wrote this page."
-    if any(case.known for case in CASES.values()):
-        yield "* **wrong**: neither, today; what is wrong is said beside it. Do not use it."
+    yield f"* **{SKIPPED}**: not run, since the package named beside it did not install on the machine that wrote this page."
     yield ""
     yield "`2 ranks` are processes joined by gloo. Nothing here was run on a GPU."
     yield ""
@@ -83,7 +86,7 @@ def _introduction() -> Iterator[str]:
 def _versions() -> Iterator[str]:
     yield "| package | version |"
     yield "|---|---|"
-    for name in distributions():
+    for name in (name for name in distributions() if name == "torch" or installed(name)):
         yield f"| `{name}` | {torch.__version__.partition('+')[0] if name == 'torch' else version(name)} |"
 
 
@@ -95,7 +98,9 @@ def _groups(verdicts: dict[str, Verdict]) -> Iterator[str]:
         yield "| case | outcome | |"
         yield "|---|---|---|"
         for case in (case for case in CASES.values() if case.group == group):
-            yield f"| {case.name} | {verdicts[case.name].outcome} | {_remark(case, verdicts[case.name])} |"
+            verdict = verdicts[case.name]
+            outcome = f"{SKIPPED}: {verdict.message}" if verdict.outcome == SKIPPED else verdict.outcome
+            yield f"| {case.name} | {outcome} | {_remark(case, verdict)} |"
 
 
 def _remark(case: Case, verdict: Verdict) -> str:
@@ -103,7 +108,7 @@ def _remark(case: Case, verdict: Verdict) -> str:
     if verdict.outcome == "refused":
         where = _WORDS.get(verdict.stage, "at the first `step()`")
         remarks.append(f"{where}: `{verdict.message.splitlines()[0].replace('|', '/')}`")
-    return "; ".join([*remarks, *filter(None, (case.known, case.note))])
+    return "; ".join([*remarks, *filter(None, (case.note,))])
 
 
 def run(case: Case) -> Verdict:
@@ -118,36 +123,50 @@ def run(case: Case) -> Verdict:
         shutil.rmtree(memory)
 
 
+def _outcome(name: str) -> Verdict:
+    case = CASES[name]
+    lacking = missing(case)
+    return Verdict(outcome=SKIPPED, message=", ".join(lacking)) if lacking else run(case)
+
+
+def as_promised(case: Case, verdict: Verdict) -> bool:
+    """Tell whether a case came out as it must: skipped only where a package that it needs is missing."""
+    if verdict.outcome == SKIPPED:
+        return bool(verdict.message) and set(verdict.message.split(", ")) <= set(case.needs)
+    return verdict.outcome == case.promised and case.refused in verdict.message
+
+
 def _result(case: Case) -> Path:
     folder = ROOT / "out" / "compatibility"
     folder.mkdir(parents=True, exist_ok=True)
     return folder / f"{re.sub(r'[^a-z0-9]+', '-', case.name.lower())}.json"
 
 
-def _kept(case: Case) -> Verdict:
-    path = _result(case)
-    return Verdict(**json.loads(path.read_text())) if path.exists() else Verdict(outcome=NO_RESULT)
+def _keep(case: Case, verdict: Verdict) -> bool:
+    good = as_promised(case, verdict)
+    if good:
+        _result(case).write_text(json.dumps(asdict(verdict)))
+    else:
+        _result(case).unlink(missing_ok=True)
+    text = "" if good else f"\n{verdict.text}"
+    print(f"{'  ' if good else '!!'} {case.name:60} {verdict.outcome} {verdict.message}{text}", flush=True)
+    return good
 
 
 def main(pattern: str = "") -> int:
-    """Run the cases of one group, or those whose names hold `pattern`; write the page of all results there are."""
-    bad = 0
-    for case in (case for case in CASES.values() if pattern in case.name or pattern == case.group):
-        lacking = missing(case)
-        verdict = Verdict(outcome="missing", message=", ".join(lacking)) if lacking else run(case)
-        as_promised = verdict.outcome == case.promised and case.refused in verdict.message
-        bad += not as_promised
-        (
-            _result(case).write_text(json.dumps(asdict(verdict)))
-            if as_promised
-            else _result(case).unlink(missing_ok=True)
-        )
-        print(f"{'  ' if as_promised else '!!'} {case.name:60} {verdict.outcome} {verdict.message}", flush=True)
-    verdicts = {case.name: _kept(case) for case in CASES.values()}
-    PAGE.write_text(page(verdicts))
-    left = [name for name, verdict in verdicts.items() if verdict.outcome == NO_RESULT]
-    print(f"{bad} cases not as promised; {len(left)} in {PAGE.name} have no result {left[:3]}")
-    return int(bool(bad))
+    """Run the cases of one group, or those whose names hold `pattern`; write the page if every case has a result."""
+    cases = [case for case in CASES.values() if pattern in case.name or pattern == case.group]
+    cases.sort(key=lambda case: bool(case.needs))  # a process that has imported other projects forks slowly
+    with ProcessPoolExecutor(PROCESSES, mp_context=get_context("spawn")) as pool:
+        running = {pool.submit(_outcome, case.name): case for case in cases}
+        bad = [running[one].name for one in as_completed(running) if not _keep(running[one], one.result())]
+    kept = {name: _result(case) for name, case in CASES.items()}
+    left = [name for name, path in kept.items() if not path.exists()]
+    print(f"{len(bad)} cases not as promised: {bad}; {len(left)} have no result: {left[:5]}")
+    if not left:
+        PAGE.write_text(page({name: Verdict(**json.loads(path.read_text())) for name, path in kept.items()}))
+        print(f"wrote {PAGE.relative_to(ROOT)}")
+    return int(bool(bad or left))
 
 
 if __name__ == "__main__":

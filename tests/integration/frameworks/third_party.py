@@ -162,6 +162,51 @@ for name in BITSANDBYTES:
     )
 
 
+class Adapted(nn.Module):
+    """A frozen layer of bitsandbytes with a trained pair of narrow ones beside it."""
+
+    def __init__(self, frozen: nn.Module, width: int) -> None:
+        super().__init__()
+        self.frozen, self.down, self.up = frozen, nn.Linear(width, 8, bias=False), nn.Linear(8, width, bias=False)
+
+    def forward(self, batch: torch.Tensor) -> torch.Tensor:
+        with torch.no_grad():
+            base = self.frozen(batch)
+        return base + self.up(self.down(batch))
+
+
+def _quantized(kind: str, *, only_adapters: bool = False, **options: Any) -> Program:
+    import bitsandbytes
+
+    trained = torch.get_rng_state()
+    torch.manual_seed(5)  # the weights that a pretrained model brings along
+    frozen = getattr(bitsandbytes.nn, kind)(64, 64, **options).to("cpu").requires_grad_(requires_grad=False)
+    torch.set_rng_state(trained)
+    model = Adapted(frozen, 64)
+    parts = nn.ModuleDict({"down": model.down, "up": model.up})
+    program = supervised(model, torch.optim.AdamW(parts.parameters(), lr=1e-3), 64)
+    return Program(train=program.train, tracked={**program.tracked, "model": parts}) if only_adapters else program
+
+
+for kind, facts in (("Linear4bit", {}), ("Linear8bitLt", {"has_fp16_weights": False})):
+
+    def quantized(start: Start, kind: str = kind, facts: dict[str, Any] = facts) -> Program:
+        return _quantized(kind, **facts)
+
+    REGISTRY[f"bitsandbytes {kind}, frozen"] = Case(
+        group=GROUP,
+        name=f"bitsandbytes {kind}, frozen",
+        build=quantized,
+        needs=("bitsandbytes",),
+        refused="neither a parameter nor a buffer",
+    )
+
+
+@case(GROUP, "bitsandbytes Linear4bit, frozen, only the adapters beside it tracked", needs=("bitsandbytes",))
+def adapters(start: Start) -> Program:
+    return _quantized("Linear4bit", only_adapters=True)
+
+
 def _lora(start: Start, **options: Any) -> Program:
     from peft import LoraConfig, get_peft_model
 

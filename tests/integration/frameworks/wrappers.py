@@ -123,7 +123,7 @@ case(
 )(_zero_inside)
 
 
-@case(GROUP, "FSDP2", world=2, quick=True)
+@case(GROUP, "FSDP2", world=2)
 def fsdp2(start: Start) -> Program:
     from torch.distributed.fsdp import fully_shard
 
