@@ -12,7 +12,7 @@ import os
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from typing import Any, TypeVar
@@ -27,6 +27,7 @@ from flashckpt.settings import checked
 
 _REMOVAL_S = 10.0
 _PAGE = 4096
+_LEFT = "It was left as it is; checkpoints on storage are not touched."
 Record = TypeVar("Record")
 
 
@@ -216,16 +217,20 @@ class JobDirectory:
         path.touch(mode=0o600, exist_ok=True)
 
     def request(self, name: str) -> None:
-        """Leave a request for the daemon; asking twice is asking once."""
-        self.request_path(name).touch(mode=0o600, exist_ok=True)
+        """Leave a request for the daemon; asking twice is asking once. Where the directory was removed nobody is asked."""
+        with contextlib.suppress(FileNotFoundError):  # whoever waits for an answer sees that no daemon lives
+            self.request_path(name).touch(mode=0o600, exist_ok=True)
 
-    def ask(self, name: str) -> int:
-        """Leave a request, and return its time: nanoseconds since the epoch, as the daemon reads them."""
+    def ask(self, name: str, *, after: int = 0) -> int:
+        """Leave a request, and return its time as the daemon reads it: nanoseconds since the epoch, above `after`.
+
+        It is above the time of an earlier request too: the machine's clock may have been set back since.
+        """
+        now = max(time.time_ns(), after + 1, (self.asked_ns(name) or 0) + 1)
         self.request(name)
-        now = time.time_ns()
         with contextlib.suppress(FileNotFoundError):  # the daemon has just answered another rank's: it looks again
             os.utime(self.request_path(name), ns=(now, now))
-        return now
+        return self.asked_ns(name) or now
 
     def asked_ns(self, name: str) -> int | None:
         """Return when a request was last left, in nanoseconds since the epoch; None if none stands."""
@@ -390,7 +395,8 @@ def _read(path: Path, kind: Callable[..., Record]) -> Record | None:
         raw = path.read_bytes()
     except FileNotFoundError:
         return None
-    found = records.unseal(raw, str(path))
+    with _explained(path):
+        found = records.unseal(raw, str(path))
     known = {f.name: str(f.type) for f in fields(kind)}  # type: ignore[arg-type]  # every kind is a dataclass
     try:
         return kind(**{key: _checked(known[key], value) for key, value in found.items() if key in known})
@@ -398,9 +404,27 @@ def _read(path: Path, kind: Callable[..., Record]) -> Record | None:
         raise DamagedError(
             f"{path} does not follow its schema",
             found=str(error)[:200],
-            state="It was left as it is.",
-            remedy="flashckpt gc removes what a job left in memory",
+            state=_LEFT,
+            remedy=_way_out(path),
         ) from error
+
+
+@contextlib.contextmanager
+def _explained(path: Path) -> Iterator[None]:
+    """Say of a record that does not hold what to do about it."""
+    try:
+        yield
+    except DamagedError as error:
+        raise DamagedError(
+            error.problem, found=error.found, expected=error.expected, state=_LEFT, remedy=_way_out(path)
+        ) from error
+
+
+def _way_out(path: Path) -> str:
+    return (
+        f"end the job and its daemon, then flashckpt forget --job {path.parent.name} --apply: "
+        "the next start goes on from storage"
+    )
 
 
 def _checked(kind: str, value: Any) -> Any:
