@@ -371,7 +371,7 @@ def lying(rank: int, root: str, nodes: list[int], how: str) -> dict[str, Any]:
         whole = peers.Peers._serve
 
         def serve(self: Any, requests: Any) -> Any:
-            parts = whole(self, requests)
+            parts: list[list[Any]] = whole(self, requests)
             if rank != 0:
                 return parts
             for part in parts:
