@@ -144,8 +144,9 @@ class Waiting:
 
     def _retry(self, status: DaemonStatus) -> None:
         """Have the daemon try at once; an error counts once an attempt that began after that has failed."""
-        if not self._asked_ns:
-            self._asked_ns = self.directory.ask("retry-now")
+        standing_ns = self.directory.asked_ns("retry-now") or 0
+        if not self._asked_ns or standing_ns < self._asked_ns:  # another rank of an earlier clock came after us
+            self._asked_ns = self.directory.ask("retry-now", after=status.answered_ns)
         elif status.answered_ns >= self._asked_ns:
             raise self._error(status.error)
 

@@ -93,6 +93,7 @@ class Life:
             Wanted(record.generation),
         )
         self._stale, self._optimizer_steps, self._stepped_at = StaleWatch(), 0, 0
+        self._is_removed = False
         self._plan: Plan | None = None
         self._committed: tuple[int, int] | None = None
 
@@ -266,7 +267,7 @@ class Life:
 
     def _completed(self, snapshot: Snapshot) -> None:
         self._watermark.publish(self.memory.complete())
-        self.directory.notify(self.tracked.world.rank)
+        self._wake_daemon()
         self._count("snapshots", 1)
         self._count("copy_s", snapshot.copied_s - snapshot.started_s)
         self._count("complete_s", snapshot.done_s - snapshot.started_s)
@@ -278,6 +279,18 @@ class Life:
                 snapshot.identity.step,
             )
         self._call("on_snapshot", snapshot.identity.step)
+
+    def _wake_daemon(self) -> None:
+        try:
+            self.directory.notify(self.tracked.world.rank)
+        except FileNotFoundError:
+            if not self._is_removed:
+                _log.error(
+                    "the memory of this job was removed under it (%s): training goes on, but nothing more is "
+                    "persisted and a crash goes back to storage, until the job is started again",
+                    self.directory.path,
+                )
+            self._is_removed = True
 
     def _failed(self, snapshot: Snapshot, error: Exception) -> None:
         self._count("discarded", 1)

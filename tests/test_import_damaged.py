@@ -55,6 +55,13 @@ def test_a_small_expanded_tensor_is_imported_as_what_it_stands_for(tmp_path: Pat
     assert (code, document["nbytes"]) == (0, 4_000_000)
 
 
+def test_an_empty_file_is_said_to_be_empty(tmp_path: Path, capsys: Captured) -> None:
+    (tmp_path / "w.pt").touch()
+    error = refused(tmp_path / "w.pt", capsys, "--format", "torch")
+    assert error["type"] == "DamagedError"
+    assert error["problem"].endswith("is empty")
+
+
 def nested(depth: int) -> Any:
     value: Any = 1
     for _ in range(depth):

@@ -6,6 +6,7 @@ import io
 import json
 import os
 import pickle
+import platform
 import shutil
 import signal
 import struct
@@ -246,6 +247,24 @@ def test_export_killed_while_it_replaces_a_folder_a_whole_one_is_there_and_both_
     assert path.is_dir()
     left = [one.suffix for one in tmp_path.iterdir() if one.name.startswith(".f.")]
     assert left == ([".old"] if point == "export.between-renames" else []), "the next export removes temporaries"
+
+
+def test_export_leaves_temporaries_of_a_machine_of_the_same_name_alone(
+    tmp_path: Path, root: str, capsys: Captured, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Containers that share a file system are often all called "localhost", and their process ids mean nothing here."""
+    monkeypatch.setattr(platform, "node", lambda: "localhost")
+    dead = os.fork()
+    if not dead:
+        os._exit(0)
+    os.waitpid(dead, 0)
+    others = tmp_path / f".f.localhost.{dead}-0123abcd.tmp"
+    others.mkdir()
+    mine = tmp_path / f"{target._ours(tmp_path / 'f')}{dead}-0123abcd.tmp"
+    mine.mkdir()
+    assert run("export", root, "--to", tmp_path / "f", "--format", "safetensors", capsys=capsys)[0] == 0
+    assert others.exists()
+    assert not mine.exists()
 
 
 def test_export_to_a_full_disk_says_what_is_needed(

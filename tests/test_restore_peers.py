@@ -361,3 +361,37 @@ def test_host_memory_travels_by_a_group_of_its_own_where_the_default_one_carries
         [3, "0001", "0101", "0201"],
         [3, "000002", "010102", "020202"],
     ]
+
+
+def lying(rank: int, root: str, nodes: list[int], how: str) -> dict[str, Any]:
+    """Rank 0 serves something other than what it holds."""
+    from flashckpt.restore import peers
+
+    def hook() -> None:
+        whole = peers.Peers._serve
+
+        def serve(self: Any, requests: Any) -> Any:
+            parts: list[list[Any]] = whole(self, requests)
+            if rank != 0:
+                return parts
+            for part in parts:
+                data = bytearray(b"".join(bytes(one) for one in part[1:]))
+                if how == "other bytes":
+                    data = bytearray(byte ^ 0xFF for byte in data)
+                elif how == "fewer bytes":
+                    data = data[: len(data) // 2]
+                part[:] = [b"\x4d" * len(part[0]) if how == "no such answer" else bytes(part[0]), bytes(data)]
+            return parts
+
+        peers.Peers._serve = serve  # type: ignore[method-assign]  # of this process alone
+
+    return train_spread(rank, "plain", root, nodes, 2, hook=hook)
+
+
+@pytest.mark.parametrize("how", ["other bytes", "fewer bytes", "no such answer"])
+def test_peer_that_sends_wrong_bytes_is_replaced_by_another_replica(tmp_path: Path, how: str) -> None:
+    before = trained("plain", tmp_path, [0, 1, 2], 2)
+    lose(2)
+    after = values(run_ranks(lying, 3, str(tmp_path), [0, 1, 3], how))
+    assert after[2]["whole"] == before[0]["states"]["2"]
+    assert [one["first"] for one in after] == [2, 2, 2]

@@ -37,6 +37,7 @@ from flashckpt.checkpoint.intents import (
 )
 from flashckpt.checkpoint.persist import MANIFEST, commit, persist_slot, prefix_of
 from flashckpt.checkpoint.retention import (
+    LEASE_S,
     TOMBSTONE_AGE_S,
     Policy,
     ReadLease,
@@ -172,10 +173,22 @@ def test_dead_readers_lease_expires(store: Store) -> None:
     ReadLease(store, prefix_of(1, 10), seconds=100)
     prune(store, Policy(keep_last=1))
     assert steps_of(store) == [10, 20]
-    prune(store, Policy(keep_last=1), now_s=time.time() + 101)
+    prune(store, Policy(keep_last=1), now_s=time.time() + LEASE_S + 1)
     assert steps_of(store) == [20]
-    sweep(store, now_s=time.time() + 101)
+    sweep(store, now_s=time.time() + LEASE_S + 1)
     assert store.list("leases/") == []
+
+
+def test_lease_of_a_reader_whose_clock_is_behind_holds(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Storage says when the lease was written: what the reader's machine believes of the time does not matter."""
+    make(store, 10, 20)
+    behind_s = time.time() - 86_400
+    with monkeypatch.context() as patch:
+        patch.setattr(time, "time", lambda: behind_s)
+        ReadLease(store, prefix_of(1, 10))
+    prune(store, Policy(keep_last=1))
+    sweep(store)
+    assert steps_of(store) == [10, 20]
 
 
 def test_lease_taken_during_the_deletion_keeps_the_data(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:

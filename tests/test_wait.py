@@ -161,8 +161,8 @@ def test_an_attempt_that_was_under_way_and_fails_is_no_answer(tmp_path: Path, mo
         assert entered.wait(60)
         asked = ckpt._alive().directory.ask
 
-        def ask(name: str) -> int:
-            found = asked(name)
+        def ask(name: str, **options: int) -> int:
+            found = asked(name, **options)
             go.set()
             return found
 

@@ -219,12 +219,15 @@ def kept_prefixes(store: Store) -> set[str]:
 
 
 def leased_prefixes(store: Store, *, now_s: float | None = None, delete_expired: bool = False) -> set[str]:
-    """Return the folders under a reader's lease that has not expired; optionally remove the expired ones."""
+    """Return the folders under a reader's lease that has not expired; optionally remove the expired ones.
+
+    A lease lasts at least LEASE_S seconds from its last write, as storage dates it: the reader's clock may be behind.
+    """
     now = time.time() if now_s is None else now_s
     found = set()
     for info in store.list(LEASES):
         try:
-            expires_s = decode_lease(store.get(info.key), info.key)
+            expires_s = max(decode_lease(store.get(info.key), info.key), info.mtime + LEASE_S)
         except ObjectMissingError:
             continue
         except (ValueError, KeyError, DamagedError, FormatVersionError):

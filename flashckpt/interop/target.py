@@ -6,7 +6,6 @@ import contextlib
 import ctypes
 import errno
 import os
-import platform
 import re
 import secrets
 import shutil
@@ -16,6 +15,7 @@ from typing import Any
 
 from flashckpt.errors import ConfigError, StoreError
 from flashckpt.faults import crash_point
+from flashckpt.storage.posix import machine_tag
 
 _AT_FDCWD, _RENAME_EXCHANGE = -100, 2
 
@@ -57,7 +57,7 @@ def replacing(path: Path, *, nbytes: int, force: bool, is_ours: Callable[[Path],
 
 
 def _ours(path: Path) -> str:
-    return f".{path.name}.{platform.node()}."
+    return f".{path.name}.{machine_tag()}."  # host names may be equal: containers that share a file system
 
 
 def _sweep(path: Path) -> None:

@@ -227,6 +227,8 @@ def read_torch_file(path: Path) -> StateDict:
     if not path.is_file():
         raise ConfigError(f"{path} is no file", expected="a file of torch.save")
     nbytes = path.stat().st_size
+    if not nbytes:
+        raise DamagedError(f"{path} is empty", expected="a file of torch.save", state="Nothing was imported.")
     with decoding(path, "a file of torch.save", nbytes=nbytes):
         try:
             loaded = _load(path)
@@ -411,7 +413,8 @@ def _read_metadata(path: Path) -> Metadata:
 def _unpickling(what: str, error: Exception) -> DamagedError | UnsupportedStateError:
     line = next((line.strip() for line in str(error).splitlines() if "GLOBAL" in line), "")
     if not line:
-        found = next((line for line in str(error).splitlines() if "rror:" in line), str(error).splitlines()[0])
+        lines = str(error).splitlines() or [type(error).__name__]
+        found = next((line.rpartition("rror: ")[2].strip() for line in lines if "rror: " in line), "") or lines[0]
         return DamagedError(
             f"{what} cannot be read as a file of torch.save", found=found[:200], remedy="check the file"
         )

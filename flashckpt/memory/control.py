@@ -155,7 +155,7 @@ class ControlRow:
         self._map[at + 24 : at + 24 + len(pairs)] = pairs
         seal = digest(struct.pack("q", self.generation) + pairs)
         struct.pack_into("QQ", self._map, at + 8, len(pairs) // 16, seal)
-        struct.pack_into("Q", self._map, at, counter + 1)
+        struct.pack_into("Q", self._map, at, (counter + 1) % 2**64)  # whatever a damaged page held before
 
     def forget(self) -> None:
         """Publish nothing: this rank's snapshots are not known."""

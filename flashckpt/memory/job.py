@@ -147,16 +147,20 @@ class JobDirectory:
         path.touch(mode=0o600, exist_ok=True)
 
     def request(self, name: str) -> None:
-        """Leave a request for the daemon; asking twice is asking once."""
-        self.request_path(name).touch(mode=0o600, exist_ok=True)
+        """Leave a request for the daemon; asking twice is asking once. Where the directory was removed nobody is asked."""
+        with contextlib.suppress(FileNotFoundError):  # whoever waits for an answer sees that no daemon lives
+            self.request_path(name).touch(mode=0o600, exist_ok=True)
 
-    def ask(self, name: str) -> int:
-        """Leave a request, and return its time: nanoseconds since the epoch, as the daemon reads them."""
+    def ask(self, name: str, *, after: int = 0) -> int:
+        """Leave a request, and return its time as the daemon reads it: nanoseconds since the epoch, above `after`.
+
+        It is above the time of an earlier request too: the machine's clock may have been set back since.
+        """
+        now = max(time.time_ns(), after + 1, (self.asked_ns(name) or 0) + 1)
         self.request(name)
-        now = time.time_ns()
         with contextlib.suppress(FileNotFoundError):  # the daemon has just answered another rank's: it looks again
             os.utime(self.request_path(name), ns=(now, now))
-        return now
+        return self.asked_ns(name) or now
 
     def asked_ns(self, name: str) -> int | None:
         """Return when a request was last left, in nanoseconds since the epoch; None if none stands."""

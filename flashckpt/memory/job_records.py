@@ -5,9 +5,10 @@ They are written under a temporary name and renamed, so that a reader sees the o
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from typing import Any, TypeVar
@@ -16,6 +17,7 @@ from flashckpt.core import records
 from flashckpt.errors import DamagedError
 from flashckpt.memory import room
 
+_LEFT = "It was left as it is; checkpoints on storage are not touched."
 Record = TypeVar("Record")
 
 
@@ -124,7 +126,8 @@ def read(path: Path, kind: Callable[..., Record]) -> Record | None:
         raw = path.read_bytes()
     except FileNotFoundError:
         return None
-    found = records.unseal(raw, str(path))
+    with _explained(path):
+        found = records.unseal(raw, str(path))
     known = {f.name: str(f.type) for f in fields(kind)}  # type: ignore[arg-type]  # every kind is a dataclass
     try:
         return kind(**{key: _checked(known[key], value) for key, value in found.items() if key in known})
@@ -132,9 +135,27 @@ def read(path: Path, kind: Callable[..., Record]) -> Record | None:
         raise DamagedError(
             f"{path} does not follow its schema",
             found=str(error)[:200],
-            state="It was left as it is.",
-            remedy="flashckpt gc removes what a job left in memory",
+            state=_LEFT,
+            remedy=_way_out(path),
         ) from error
+
+
+@contextlib.contextmanager
+def _explained(path: Path) -> Iterator[None]:
+    """Say of a record that does not hold what to do about it."""
+    try:
+        yield
+    except DamagedError as error:
+        raise DamagedError(
+            error.problem, found=error.found, expected=error.expected, state=_LEFT, remedy=_way_out(path)
+        ) from error
+
+
+def _way_out(path: Path) -> str:
+    return (
+        f"end the job and its daemon, then flashckpt forget --job {path.parent.name} --apply: "
+        "the next start goes on from storage"
+    )
 
 
 def _checked(kind: str, value: Any) -> Any:

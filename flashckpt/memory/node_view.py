@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import logging
 from collections import defaultdict
 from collections.abc import Sequence
@@ -116,7 +117,7 @@ def scan(directory: JobDirectory, lineage: Sequence[HasLineage] = ()) -> View:
             except FileNotFoundError:
                 continue
             except (DamagedError, FormatVersionError, OSError) as error:
-                _log.warning("%s cannot be read and is left alone: %s", path.name, str(error).splitlines()[0])
+                _say_once(path.name, str(error).splitlines()[0])
                 continue
             slots += [
                 Held(path=path, slot=slot, rank=segment.spec.rank, header=header)
@@ -157,3 +158,8 @@ def release(pins: dict[int, Pin]) -> None:
     for taken in pins.values():
         taken.close()
     pins.clear()
+
+
+@functools.lru_cache(maxsize=64)  # the daemon looks several times a second, for days, and its log lies in memory too
+def _say_once(name: str, why: str) -> None:
+    _log.warning("%s cannot be read and is left alone: %s", name, why)

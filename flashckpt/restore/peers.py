@@ -348,12 +348,19 @@ def _requests(jobs: Sequence[tuple[int, Sequence[tuple[int, int]]]], indices: Se
 
 
 def _replies(part: memoryview, jobs: Sequence[Sequence[tuple[int, int]]]) -> list[list[memoryview] | int]:
-    """Take one holder's part to pieces: per job the bytes of its ranges, or why there are none."""
-    states, at = bytes(part[: len(jobs)]), len(jobs)
+    """Take one holder's part to pieces: per job the bytes of its ranges, or why there are none.
+
+    A part that ends too early, or says what no holder says, counts as a slot that is gone: another source is read.
+    """
+    states, at = bytes(part[: len(jobs)]).ljust(len(jobs), bytes([_GONE])), len(jobs)
     found: list[list[memoryview] | int] = []
     for state, ranges in zip(states, jobs, strict=True):
         if state != _SENT:
-            found.append(state)
+            found.append(_LATER if state == _LATER else _GONE)
+            continue
+        if at + sum(nbytes for _, nbytes in ranges) > len(part):
+            found.append(_GONE)
+            at = len(part)
             continue
         views = []
         for _, nbytes in ranges:

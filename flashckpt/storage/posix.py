@@ -172,7 +172,7 @@ class PosixStore:
         raise AssertionError  # pragma: no cover -- the last attempt returned or raised
 
     def _temporary(self, final: Path) -> Path:
-        return final.with_name(f"{final.name}.{_machine()}-{os.getpid()}-{secrets.token_hex(4)}{_TEMPORARY}")
+        return final.with_name(f"{final.name}.{machine_tag()}-{os.getpid()}-{secrets.token_hex(4)}{_TEMPORARY}")
 
     def _probe_link(self) -> bool:
         with self._named("", "write to"):
@@ -269,7 +269,7 @@ def _sync_directory(path: Path) -> None:
         os.close(fd)
 
 
-def _machine() -> str:
+def machine_tag() -> str:
     """Return 8 hex digits that name this boot and process id space: a pid means something only inside it."""
     try:
         boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
@@ -288,6 +288,6 @@ def _is_orphan(path: Path, older_than_s: float) -> bool:
         return True
     machine, _, rest = path.name.removesuffix(_TEMPORARY).rpartition(".")[2].partition("-")
     pid = rest.partition("-")[0]
-    if machine != _machine() or not pid.isdigit():
+    if machine != machine_tag() or not pid.isdigit():
         return False
     return not Path(f"/proc/{pid}").exists()
