@@ -9,7 +9,7 @@ TORCH_INDEX ?=
 export OMP_NUM_THREADS ?= 1
 export OPENBLAS_NUM_THREADS ?= 1
 
-.PHONY: help setup preflight demo test test-s3 test-clouds bench-all check clean test-launcher test-layouts test-nodes test-mounts test-restarts docs changelog hooks test-pythons
+.PHONY: fuzz help setup preflight demo test test-s3 test-clouds bench-all check clean test-launcher test-layouts test-nodes test-mounts test-restarts docs changelog hooks test-pythons test-frameworks compatibility
 
 help:  ## list the targets
 	@grep -E '^[a-z0-9-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 16
@@ -54,11 +54,31 @@ test-clouds: setup  ## the storage tests against emulators of Google Cloud Stora
 	@if command -v npm >/dev/null; then npm install --silent --no-audit --no-fund --prefix $(CLOUDS)/npm "azurite@$$(sed -n 's/^# azurite==//p' tests/clouds.txt)" || true; else echo "npm is not there: az:// will be skipped"; fi
 	AZURITE=$$PWD/$(CLOUDS)/npm/node_modules/.bin/azurite-blob $(CLOUDS)/bin/python -m pytest tests/clouds.py
 
+# A venv of its own on top of .venv: site.addsitedir also reads the .pth files there. What does not install is named, its cases are skipped.
+FRAMEWORKS := .venv-frameworks
+FRAMEWORKS_PINS := tests/integration/frameworks/requirements.txt
+$(FRAMEWORKS)/.ready: $(FRAMEWORKS_PINS) $(VENV)/.ready
+	test -d $(FRAMEWORKS) || $(PYTHON) -m venv $(FRAMEWORKS)
+	echo "import site; site.addsitedir('$$($(BIN)/python -c $(PURELIB))')" > $$($(FRAMEWORKS)/bin/python -c $(PURELIB))/base.pth
+	$(FRAMEWORKS)/bin/pip install --quiet --no-deps -r $(FRAMEWORKS_PINS) || \
+	for pin in $$(grep -v '^#' $(FRAMEWORKS_PINS)); do $(FRAMEWORKS)/bin/pip install --quiet --no-deps $$pin || echo "$$pin does not install: its cases will be skipped"; done
+	touch $@
+
+test-frameworks: $(FRAMEWORKS)/.ready  ## optimizers, modules, dtypes, wrappers, other projects: restored exactly or refused in time
+	$(FRAMEWORKS)/bin/python -m pytest tests/integration/frameworks/all_frameworks.py
+
+compatibility: $(FRAMEWORKS)/.ready  ## the same, and write docs/compatibility.md (CASES="part of a name" for some)
+	PYTHONPATH=tests:. $(FRAMEWORKS)/bin/python -m integration.frameworks.table $(CASES)
+
 KILLS ?= 300
 SEED ?=
 torture: setup  ## kill at random instants for minutes (KILLS=300 SEED=7), prove each restore
 	PYTHONPATH=tests:. $(BIN)/python tests/torture.py --kills $(KILLS) $(if $(SEED),--seed $(SEED))
 	FLASHCKPT_TORTURE_SEEDS=$$(seq -s, $(or $(SEED),1) $$(($(or $(SEED),1) + 19))) $(BIN)/python -m pytest -q tests/test_daemon_torture.py
+
+SECONDS ?= 10
+fuzz: setup  ## damaged bytes into every decoder, so many seconds each (SECONDS=60 SEED=7 ONLY=manifest)
+	PYTHONPATH=tests:. $(BIN)/python tests/fuzz.py --seconds $(SECONDS) $(if $(SEED),--seed $(SEED)) $(if $(ONLY),--only $(ONLY))
 
 test-launcher: setup  ## what PyTorch's own launcher tests ask, asked of dlrun
 	$(BIN)/python -m pytest tests/launcher_contract.py
@@ -102,4 +122,4 @@ check: setup  ## ruff, mypy, codespell
 	$(BIN)/python -m mkdocs build --strict 2>&1 | { ! grep -E "WARNING|ERROR|Aborted"; }
 
 clean:  ## remove .venv and everything that was generated
-	rm -rf $(VENV) .venv-clouds build dist *.egg-info out
+	rm -rf $(VENV) .venv-clouds .venv-frameworks build dist *.egg-info out

@@ -128,6 +128,11 @@ class Flush:
         return 0.0 if self._written_s is None else time.monotonic() - self._written_s
 
     @property
+    def is_begun(self) -> bool:
+        """Whether an attempt was begun whose result was not looked at yet."""
+        return bool(self._futures)
+
+    @property
     def is_writing(self) -> bool:
         """Whether background work is going on."""
         return any(not future.done() for future in self._futures.values())

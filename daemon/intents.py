@@ -17,12 +17,11 @@ from __future__ import annotations
 
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
-
-import msgpack
 
 from flashckpt.checkpoint.intents import INTENTS
-from flashckpt.errors import DamagedError, ObjectMissingError
+from flashckpt.checkpoint.root_records import explaining, fields_of
+from flashckpt.core.records import integer, seal, snapshot_id
+from flashckpt.errors import ObjectMissingError
 from flashckpt.storage.store import Store
 
 Identity = tuple[int, int]
@@ -54,7 +53,9 @@ def covers_world(readies: Collection[Ready]) -> bool:
     """Return whether the nodes together hold every rank of one world."""
     worlds = {ready.world_size for ready in readies}
     ranks = {rank for ready in readies for rank in ready.ranks}
-    return len(worlds) == 1 and ranks == set(range(worlds.pop()))
+    if len(worlds) != 1 or len(ranks) != max(worlds):  # the size first: a damaged one must not be counted up to
+        return False
+    return ranks == set(range(len(ranks)))
 
 
 def of_other_nodes(readies: Collection[Ready], own: Collection[int]) -> list[Ready]:
@@ -142,8 +143,7 @@ def next_candidate(
 
 def publish_ready(store: Store, generation: int, ready: Ready) -> None:
     """Put this node's ready record, named by its lowest rank."""
-    fields = {name: getattr(ready, name) for name in Ready.__slots__}
-    store.put(f"{_ready_prefix(generation)}r{min(ready.ranks):05d}", bytes(msgpack.packb(fields)))
+    store.put(f"{_ready_prefix(generation)}r{min(ready.ranks):05d}", encode_ready(ready))
 
 
 def read_readies(store: Store, generation: int) -> list[Ready]:
@@ -151,7 +151,7 @@ def read_readies(store: Store, generation: int) -> list[Ready]:
     found = []
     for info in store.list(_ready_prefix(generation)):
         try:
-            found.append(_decode_ready(store.get(info.key)))
+            found.append(decode_ready(store.get(info.key), info.key, store.url))
         except ObjectMissingError:
             continue
     return found
@@ -169,17 +169,33 @@ def _ready_prefix(generation: int) -> str:
     return f"{READY}{generation:06d}/"
 
 
-def _decode_ready(data: bytes) -> Ready:
-    try:
-        fields: dict[str, Any] = msgpack.unpackb(data)
-        pinned = fields["pinned"]
+def encode_ready(ready: Ready) -> bytes:
+    """Return the object of a ready record."""
+    return seal({name: getattr(ready, name) for name in Ready.__slots__})
+
+
+def decode_ready(raw: bytes, key: str, url: str) -> Ready:
+    """Return the record in `raw`, which was read from `key` of the root `url`.
+
+    Raises:
+        DamagedError, FormatVersionError: It cannot be used; the message says how to go on.
+    """
+    with explaining(
+        f"the ready record {key} of {url} is damaged",
+        state="Nothing was persisted because of it; committed checkpoints are as they were.",
+        remedy=f"none is needed while its node runs: it writes it again; else delete the object {key}",
+    ):
+        fields = fields_of(raw, key)
+        for name, kind in (("ranks", list), ("complete", list), ("urgent", bool)):
+            if type(fields[name]) is not kind:
+                raise ValueError(f"{name} {fields[name]!r:.40}")
+        if not fields["ranks"]:
+            raise ValueError("no ranks")
         return Ready(
-            ranks=tuple(fields["ranks"]),
-            world_size=int(fields["world_size"]),
-            pinned=None if pinned is None else (int(pinned[0]), int(pinned[1])),
-            at_least=(int(fields["at_least"][0]), int(fields["at_least"][1])),
-            complete=tuple((int(g), int(s)) for g, s in fields["complete"]),
-            urgent=bool(fields["urgent"]),
+            ranks=tuple(integer(rank) for rank in fields["ranks"]),
+            world_size=integer(fields["world_size"]),
+            pinned=None if fields["pinned"] is None else snapshot_id(fields["pinned"]),
+            at_least=snapshot_id(fields["at_least"]),
+            complete=tuple(snapshot_id(pair) for pair in fields["complete"]),
+            urgent=fields["urgent"],
         )
-    except (ValueError, KeyError, TypeError, IndexError, msgpack.UnpackException) as error:
-        raise DamagedError("A ready record of a node is damaged", found=str(error)) from error

@@ -10,6 +10,8 @@ import socket
 import struct
 from typing import Any
 
+from flashckpt.errors import DamagedError
+
 _LENGTH = struct.Struct("<I")
 MAX_BYTES = 64 << 20
 """Longest message that is accepted: environments of all ranks of one node fit many times over."""
@@ -22,22 +24,31 @@ def send(sock: socket.socket, message: dict[str, Any]) -> None:
 
 
 def receive(sock: socket.socket) -> dict[str, Any] | None:
-    """Return the next message, or None when the other side has closed (also in mid-message)."""
+    """Return the next message, or None when the other side has closed (also in mid-message).
+
+    Raises:
+        DamagedError: What came is no message; nothing that follows on this socket can be trusted.
+    """
     head = _read(sock, _LENGTH.size)
     if head is None:
         return None
     (nbytes,) = _LENGTH.unpack(head)
     if nbytes > MAX_BYTES:
-        msg = f"a message of {nbytes} bytes is longer than {MAX_BYTES}"
-        raise ValueError(msg)
+        raise _damaged(f"a message of {nbytes} bytes", f"at most {MAX_BYTES} bytes")
     body = _read(sock, nbytes)
     if body is None:
         return None
-    message = json.loads(body)
+    try:
+        message = json.loads(body)
+    except (ValueError, RecursionError) as error:
+        raise _damaged(str(error), "a JSON object") from error
     if not isinstance(message, dict):
-        msg = f"expected a message object, found {type(message).__name__}"
-        raise TypeError(msg)
+        raise _damaged(type(message).__name__, "a JSON object")
     return message
+
+
+def _damaged(found: str, expected: str) -> DamagedError:
+    return DamagedError("a message between dlrun and its zygote is damaged", found=found, expected=expected)
 
 
 def _read(sock: socket.socket, nbytes: int) -> bytes | None:

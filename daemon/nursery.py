@@ -12,6 +12,7 @@ from typing import Any
 
 from flashckpt.daemon import messages, zygote
 from flashckpt.daemon.process import exit_code
+from flashckpt.errors import DamagedError
 
 _log = logging.getLogger("flashckpt.dlrun")
 
@@ -77,7 +78,7 @@ class Nursery:
                 self._await_ready(sock)
             messages.send(sock, {"workers": workers})
             answer = messages.receive(sock)
-        except OSError:
+        except (OSError, DamagedError):
             answer = None
         pids = answer["pids"] if answer else None
         if pids is not None and len(pids) < len(workers):  # its helper died in between: start afresh

@@ -20,6 +20,7 @@ from flashckpt.checkpoint.intents import Intent, abandon_intent, close_intent, l
 from flashckpt.checkpoint.persist import PersistOptions, missing_writers
 from flashckpt.checkpoint.retention import Policy, prune, sweep
 from flashckpt.core.lineage import is_abandoned
+from flashckpt.core.superblock import MIN_SLOTS
 from flashckpt.daemon.flush import Flush, Outcome
 from flashckpt.daemon.intents import (
     Ready,
@@ -69,6 +70,7 @@ class Persisting:
         committed_s: time.monotonic() of the last commit that this daemon saw.
         totals: Counters.
         skipped: Persist steps that were seen complete here and left out, since another was being persisted.
+        given_up: Why the last snapshot that was given up was; "" if none was.
     """
 
     def __init__(self, config: JobConfig) -> None:
@@ -76,10 +78,12 @@ class Persisting:
         self.committed: Identity | None = None
         self.flush: Flush | None = None
         self.skipped = 0
+        self.given_up = ""
         self.committed_s: float | None = None
         self.totals = Totals()
         self._store: Store | None = None
         self._floor: Identity = (0, -1)  # nothing at or below it is persisted any more
+        self._owed: Identity = (0, -1)  # to be persisted, or something newer, though it may be overwritten meanwhile
         self._known = False  # whether the root was looked at since the connection was opened
         self._asked = False
         self._search = Search()
@@ -118,7 +122,7 @@ class Persisting:
 
     def hold(self, view: View, *, urgent: bool = False) -> None:
         """Keep the candidate pinned without touching the root (also while the root cannot be reached)."""
-        flagged = [identity for identity in view.flagged() if identity > self._floor]
+        flagged = self._flagged(view)
         whole = [identity for identity in (view.complete() if urgent else flagged) if view.is_whole(identity[0])]
         self._seen.update(flagged)
         if self.flush is not None or self._others(view):
@@ -129,6 +133,31 @@ class Persisting:
         if best is not None and best > self._floor and best != self._candidate:
             self._pin(view, best)
 
+    def _flagged(self, view: View) -> list[Identity]:
+        """Return what is to be persisted; where that was given back and overwritten, the newest snapshot in its place."""
+        flagged = [identity for identity in view.flagged() if identity > self._floor]
+        if not flagged and self._owed > self._floor:
+            flagged = [identity for identity in view.complete() if identity >= self._owed][-1:]
+        return flagged
+
+    def yield_slots(self, view: View) -> bool:
+        """Give all pins back between two attempts where training would have no slot to write; whether it did so.
+
+        With two slots a pinned one leaves none: the other holds the newest snapshot. While storage fails the
+        memory tier must go on, and the next attempt takes what is newest then.
+        """
+        if not 0 < view.least_slots <= MIN_SLOTS or (self.flush is not None and self.flush.is_begun):
+            return False
+        pinned = self.flush.intent.identity if self.flush is not None else self._candidate
+        if pinned is not None:
+            self._owed = max(self._owed, pinned)
+            self._asked = False  # an intent that is open is looked at again: it may have to be given up
+        if self.flush is not None:
+            self.flush.close()
+            self.flush = None
+        self._unpin()
+        return True
+
     def is_idle(self, view: View, *, urgent: bool) -> bool:
         """Return whether nothing is left to persist that this node holds."""
         return not self.undone(view, urgent=urgent)
@@ -137,7 +166,7 @@ class Persisting:
         """Return what this node holds and was to persist, newest last: the open flush, else the newest snapshot."""
         if self.flush is not None:
             return [self.flush.intent.identity]
-        wanted = view.complete() if urgent else view.flagged()
+        wanted = view.complete() if urgent else self._flagged(view)
         possible = [identity for identity in wanted if self.config.node_count > 1 or view.is_whole(identity[0])]
         return sorted(identity for identity in possible if identity > self._floor)[-1:]
 
@@ -318,6 +347,7 @@ class Persisting:
         except (DamagedError, PersistError, ShardGapError, DisagreementError) as error:
             if not flush.may_retry(error):
                 abandon_intent(store, *flush.intent.identity, reason=error.problem)
+                self.given_up = f"step {flush.intent.step} was given up: {error.problem}"
                 self._end(Outcome.GIVEN_UP)
             raise
         if outcome is Outcome.WAITING:

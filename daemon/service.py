@@ -8,13 +8,14 @@ that a restart could use. A second daemon for the same directory ends at once.
 from __future__ import annotations
 
 import contextlib
+import faulthandler
 import logging
 import os
 import signal
 import sys
 import time
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from types import FrameType
 
@@ -23,9 +24,17 @@ from flashckpt.daemon.logs import configure, speaking_of
 from flashckpt.daemon.persisting import Persisting
 from flashckpt.daemon.retire import retire
 from flashckpt.daemon.wakeup import Wakeup
-from flashckpt.errors import FencedError, FlashckptError, PersistError, StoreError
+from flashckpt.errors import (
+    DamagedError,
+    FencedError,
+    FlashckptError,
+    FormatVersionError,
+    PersistError,
+    SharedMemoryError,
+    StoreError,
+)
 from flashckpt.memory import block
-from flashckpt.memory.job import DaemonStatus, GenerationRecord, JobDirectory
+from flashckpt.memory.job import DaemonStatus, GenerationRecord, JobConfig, JobDirectory
 from flashckpt.memory.lease import Lease
 from flashckpt.memory.node_view import Identity, View, scan
 from flashckpt.memory.private import private_directory, remove_tree
@@ -93,8 +102,10 @@ class Daemon:
         self._error_code = 0
         self._stopped_s: float | None = None  # when a signal asked to end
         self._ended_generation: int | None = None
-        self._surprise = ""
+        self._surprise = self._damage = ""
+        self._read: tuple[JobConfig | None, GenerationRecord | None] = (None, None)
         self._goal: tuple[Identity, int] | None = None  # what persist-now asks for, and when it was asked
+        self._attempt_ns = self._answered_ns = 0  # newest retry-now before the present, the last failed attempt began
         self._status = DaemonStatus()
         self._numbers: dict[str, float] = {}
         self.endpoint: metrics.Endpoint | None = None
@@ -128,7 +139,7 @@ class Daemon:
 
     def turn(self) -> bool:
         """Look at everything once and act; True when the daemon should end."""
-        config, record = self.directory.read_config(), self.directory.read_generation()
+        config, record = self._records()
         alive = self.directory.anyone_alive()
         if alive:
             self._alive_s = time.monotonic()
@@ -176,26 +187,46 @@ class Daemon:
 
     # -- parts of a turn --------------------------------------------------------------------------------
 
+    def _records(self) -> tuple[JobConfig | None, GenerationRecord | None]:
+        """Return the job's records; where one is damaged, as they were when they could last be read.
+
+        A record of an older generation does no harm: what a newer one has claimed fences it.
+        """
+        try:
+            self._read = self.directory.read_config(), self.directory.read_generation()
+            if self._damage and self.error == self._damage:
+                self.error, self._error_code = "", 0
+            self._damage = ""
+        except (DamagedError, FormatVersionError) as error:
+            unknown = None in self._read
+            if str(error) != self._damage:
+                used = "nothing can be persisted" if unknown else "what it said before is used"
+                _log.error("a record of the job cannot be read, %s: %s", used, error)
+            self._damage = str(error)
+            if unknown:  # those who wait for a commit are told
+                self.error, self._error_code = self._damage, error.exit_code
+                self._say(DaemonStatus(failures=self._failures, error=self.error, pid=os.getpid()))
+        return self._read
+
     def _urgent(self, persisting: Persisting, view: View, *, alive: bool) -> bool:
         """Whether the newest common snapshot is wanted now: on request, at the end, or when nobody lives any more."""
         if self.directory.request_path("ended").exists() or (not alive and view.slots):
             return True
-        asked_ns = self._asked_ns()
+        asked_ns = self.directory.asked_ns("persist-now")
         if asked_ns is not None and self._goal is None:  # what is newest now: training may go on meanwhile
             self._goal = max(view.complete(), default=(0, 0)), asked_ns
         return self._goal is not None and persisting.floor < self._goal[0]
 
-    def _asked_ns(self) -> int | None:
-        """Return when `persist-now` was last asked for."""
-        try:
-            return self.directory.request_path("persist-now").stat().st_mtime_ns
-        except FileNotFoundError:
-            return None
-
     def _persist(self, persisting: Persisting, view: View, record: GenerationRecord, *, urgent: bool) -> None:
+        asked_ns = self.directory.asked_ns("retry-now") or 0
+        if asked_ns > self._attempt_ns:
+            self._again_s = 0.0
         if time.monotonic() < self._again_s:
-            persisting.hold(view, urgent=urgent)
+            if not (self._in_a_row and persisting.yield_slots(view)):
+                persisting.hold(view, urgent=urgent)
             return
+        if persisting.flush is None or not persisting.flush.is_begun:
+            self._attempt_ns = asked_ns  # what fails from here on began after that request
         try:
             persisting.turn(view, record, urgent=urgent)
         except (FlashckptError, OSError) as error:
@@ -227,7 +258,7 @@ class Daemon:
         first = str(error).splitlines()[0]
         if first != self.error.partition("\n")[0]:
             _log.error("persisting fails, training goes on and it is tried again by itself: %s", error)
-        self.error = str(error)
+        self.error, self._answered_ns = str(error), self._attempt_ns
         self._error_code = error.exit_code if isinstance(error, FlashckptError) else StoreError.exit_code
         persisting.disconnect()
 
@@ -235,7 +266,7 @@ class Daemon:
         """Take a request away once what was newest when it came, or something newer, is committed or gone."""
         if self._goal is None or (persisting.floor < self._goal[0] and not persisting.is_idle(view, urgent=True)):
             return
-        if self._asked_ns() == self._goal[1]:  # not asked again meanwhile
+        if self.directory.asked_ns("persist-now") == self._goal[1]:  # not asked again meanwhile
             self.directory.request_path("persist-now").unlink(missing_ok=True)
         self._goal = None
 
@@ -246,14 +277,21 @@ class Daemon:
             failures=self._failures,
             error=self.error,
             lag=lag,
+            floor=persisting.floor,
+            given_up=persisting.given_up,
+            answered_ns=self._answered_ns,
             pid=os.getpid(),
-            updated_ns=self._status.updated_ns,
         )
         self._numbers = self._measured(persisting, view, alive=alive, lag=lag)
+        self._say(status)
+
+    def _say(self, status: DaemonStatus) -> None:
+        """Write the status where it has changed, and once a second."""
         now = time.time_ns()
+        status = replace(status, updated_ns=self._status.updated_ns)
         if status != self._status or now - self._status.updated_ns > 10**9:
-            self._status = DaemonStatus(**{**vars(status), "updated_ns": now})
-            with contextlib.suppress(OSError):  # tmpfs full: the next turn tries again
+            self._status = replace(status, updated_ns=now)
+            with contextlib.suppress(OSError, SharedMemoryError):  # tmpfs full: the next turn tries again
                 self.directory.write_status(self._status)
 
     def _measured(self, persisting: Persisting, view: View, *, alive: bool, lag: int) -> dict[str, float]:
@@ -344,6 +382,7 @@ def main(arguments: list[str]) -> int:
     Where it ends with work undone, the exit code is that of the failure: 13 root, 41 storage, 40 no answer in time.
     """
     configure()
+    faulthandler.enable(file=2)  # a crash inside a library is then said in daemon.log, with the threads' stacks
     if len(arguments) != 1:
         sys.stderr.write("usage: python -m flashckpt.daemon.service JOB_DIRECTORY\n")
         return 2

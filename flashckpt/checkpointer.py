@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import os
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping
@@ -13,25 +14,28 @@ from typing import Any
 import torch
 from typing_extensions import Self
 
-from flashckpt import exchange
+from flashckpt import callbacks, exchange
 from flashckpt.errors import ConfigError, FlashckptError, PersistError
 from flashckpt.life import Life
+from flashckpt.logs import guarded
 from flashckpt.memory.identity import job_id, root_digest, root_url
 from flashckpt.memory.job import JobConfig, JobDirectory
 from flashckpt.printable import PrintableFormatter
 from flashckpt.report import RestoreReport
 from flashckpt.restore.reader import Reader
+from flashckpt.restore.recorded import with_recorded
 from flashckpt.restore.restore_point import Inventory, local_world
 from flashckpt.restore.restoring import Course, Outcome, Request
 from flashckpt.settings import Settings
 from flashckpt.staging import rank_memory as memory
 from flashckpt.staging.planning import Plan
-from flashckpt.storage.opening import is_process_local
+from flashckpt.storage.opening import check_options, is_process_local
 from flashckpt.tracking import replicas
 from flashckpt.tracking.placement import current_world
 from flashckpt.tracking.tracked import Tracked
 
-_log = logging.getLogger("flashckpt")
+_logger = logging.getLogger("flashckpt")
+_log = guarded(_logger)
 
 
 class Checkpointer:
@@ -44,9 +48,11 @@ class Checkpointer:
         keep_last: Checkpoints to keep; None keeps all.
         keep_every: Also keep every checkpoint whose step is a multiple of this.
         job: Job id; by default FLASHCKPT_JOB_ID, the scheduler's id, or a digest of the root.
-        slots: Snapshots in memory per rank, or "auto" for 3 where they fit and else 2.
+        slots: Snapshots in memory per rank, 2 to 8, or "auto" for 3 where they fit and else 2.
         storage_options: Passed to the store.
-        compression: "off", "zstd" or "auto", of persisted chunks.
+        compression: "off", "auto", "zstd" or "zstd:LEVEL" (1 to 19), of persisted chunks.
+
+    What a callback raises is logged with its traceback, counted in `stats["callback_errors"]`, and ends nothing.
 
     Attributes:
         on_snapshot: Called as f(step) in the copy thread when a snapshot is COMPLETE.
@@ -65,7 +71,7 @@ class Checkpointer:
 
     def __init__(
         self,
-        root: str,
+        root: str | os.PathLike[str],
         *,
         snapshot_every: int = 5,
         persist_every: int = 250,
@@ -77,24 +83,25 @@ class Checkpointer:
         compression: str = "off",
     ) -> None:
         self._entered_ns = time.monotonic_ns()
-        root = str(root)
-        if is_process_local(root):
+        url = root_url(root)
+        if is_process_local(url):
             raise ConfigError(
-                f"the root {root!r} lives inside one process, so that no daemon and no restarted rank could reach it",
+                f"the root {url!r} lives inside one process, so that no daemon and no restarted rank could reach it",
                 expected="a path, or a URL of storage that all nodes reach",
                 remedy="use a directory, e.g. /tmp/run",
             )
         self._settings = Settings(
-            root=root_url(root),
-            job=job_id(root, job),
+            root=url,
+            job=job_id(url, job),
             snapshot_every=snapshot_every,
             persist_every=persist_every,
             keep_last=keep_last,
             keep_every=keep_every,
             slots=slots,
-            storage_options=dict(storage_options or {}),
+            storage_options=storage_options,  # type: ignore[arg-type]  # Settings makes a dict of it
             compression=compression,
         )
+        check_options(url, self._settings.storage_options)
         self._tracked = Tracked(current_world())
         self._mesh: Any = None
         self._replicated_over: Any = None
@@ -148,6 +155,8 @@ class Checkpointer:
         root: str | None = None,
         only: str | None = None,
         strict: bool = True,
+        *,
+        fresh: bool = False,
     ) -> RestoreReport | None:
         """Restore the newest state that every rank can reach, and begin a new life of the job. Collective.
 
@@ -161,6 +170,8 @@ class Checkpointer:
                 restore(root=...)` does so only where this job has nothing yet.
             only: Pattern over names, e.g. "model.*"; what does not match stays as it is. A new lineage begins.
             strict: Names that no source has are an error; otherwise they stay as they are and are reported.
+            fresh: Begin anew, whatever memory and storage hold: everything older is abandoned, as by a restore of a
+                step before it. A restart of the ranks under a living dlrun goes on with the run that began so.
 
         Returns:
             What was restored and how; None on a fresh start.
@@ -171,13 +182,22 @@ class Checkpointer:
             DamagedError: No intact copy of some bytes is left.
             SharedMemoryError: Too little memory for two snapshots.
             JobInUseError: Another run of this job id lives on this node; names a process of it.
+            RootError: The root cannot be asked, or is empty although checkpoints of this job were committed on it.
+            ConfigError: `fresh` together with something to restore.
         """
+        if fresh and (step, generation, root, only) != (None, None, None, None):
+            raise ConfigError(
+                "restore(fresh=True) takes nothing to restore",
+                found="fresh=True with step, generation, root or only",
+                remedy="for a warm start from another root: restore(fresh=True) or restore(root=...)",
+            )
         request = Request(
-            root=self._settings.root if root is None else root_url(str(root)),
+            root=self._settings.root if root is None else root_url(root),
             step=step,
             generation=generation,
             only=only,
             strict=strict,
+            fresh=bool(fresh),
         )
         if self._life is not None:
             report: RestoreReport | None = self._warm_start_after(request, given=root is not None)
@@ -185,9 +205,11 @@ class Checkpointer:
             report = self._begin(request, warm=root is not None)
         if report is not None:
             _log.info("%s", report)
-            if self.on_restore is not None:
-                self.on_restore(report)
+            self._call("on_restore", self.on_restore, report)
         return report
+
+    def _call(self, name: str, function: Callable[..., object] | None, *arguments: Any) -> None:
+        callbacks.call(name, function, *arguments, count=self._alive().callback_failed, may_exit=True)
 
     def _warm_start_after(self, request: Request, *, given: bool) -> RestoreReport:
         """Fill the state of a job that found nothing of its own: `restore() or restore(root=...)`."""
@@ -228,7 +250,8 @@ class Checkpointer:
             life = self._live(directory, rank_memory, outcome, initialised_ns)
             life.plan_ahead(plan if tracked.planned is plan.structure and outcome.report is None else None)
         except BaseException:
-            rank_memory.release()  # restore() may be called again, with other wishes
+            rank_memory.release()  # restore() may be called again, with other arguments
+            directory.let_go()
             raise
         return outcome.report if report is None else replace(report, life=outcome.record.generation)
 
@@ -238,9 +261,13 @@ class Checkpointer:
         """Plan, learn what all ranks have and need, then reserve this rank's segment in the background."""
         tracked, settings = self._tracked, self._settings
         rank_memory.refuse_other_run()
-        captured = tracked.capture()
-        plan = Plan(tracked.structure(captured, ahead=True), tracked.ahead.stand_ins)
-        need = memory.need_of(plan.structure.reserved(), value_bytes=len(repr(captured.values)))
+        structure, captured = tracked.settled(ahead=True)
+        plan = Plan(structure, tracked.ahead.stand_ins)
+        value_bytes = len(repr(captured.values))
+        need = memory.need_of(structure.reserved(), value_bytes=value_bytes)
+        foreseen = with_recorded(structure.reserved(), need.layout, directory, tracked)
+        if len(foreseen) > len(structure.reserved()):
+            need = memory.need_of(foreseen, value_bytes=value_bytes)
         is_there = directory.segment_path(tracked.world.rank, need.layout).exists()
         inventories = course.inventory(0 if is_there else need.slot_bytes, memory.free_bytes(directory))
         mates = local_world(inventories, tracked.world.rank)
@@ -254,8 +281,9 @@ class Checkpointer:
             fallback = " (3 did not fit)" if slots < 3 and settings.slot_count is None else ""
             total = need.slot_bytes * slots * len(mates)
             _log.info(
-                "snapshots: %d slots%s of %.1f MB for each of %d ranks, about %.1f MB of this node's memory, in %s",
+                "snapshots: %d slots%s of %.1f MB for each of %d ranks, about %.1f MB of this node's memory, in %s%s",
                 slots, fallback, need.slot_bytes / 1e6, len(mates), total / 1e6, directory.path,
+                "; with two slots snapshots are skipped while a checkpoint is being written" if slots == 2 else "",
             )  # fmt: skip
         return plan, inventories
 
@@ -284,9 +312,7 @@ class Checkpointer:
             settings=settings,
             outcome=outcome,
             mates=mates,
-            on_snapshot=lambda s: self.on_snapshot(s) if self.on_snapshot is not None else None,
-            on_failure=lambda e: self.on_failure(e) if self.on_failure is not None else None,
-            on_commit=lambda g, s: self.on_commit(g, s) if self.on_commit is not None else None,
+            callback=lambda name: getattr(self, name),
         )
         life.begin(config, entered_ns=self._entered_ns, initialised_ns=initialised_ns)
         return life
@@ -297,11 +323,12 @@ class Checkpointer:
         """Say that optimizer step `step` is done; take a snapshot if one is due. No collective, no large copy.
 
         Args:
-            step: Number of the step just completed, starting at 1.
+            step: Number of the step just completed: a whole number above the last one of this run, from 1 on; after
+                a restore above the step that was restored. It counts optimizer steps over all epochs.
             samples: Global samples that the step consumed; None lets the tracked sampler say it.
 
         Raises:
-            ConfigError: `restore()` was not called.
+            ConfigError: `restore()` was not called, or `step` is no such number; nothing was counted or taken.
             SamplerStateError: A tracked sampler did not move, for the second step in a row.
             SharedMemoryError: The memory that was promised could not be reserved.
         """
@@ -336,13 +363,17 @@ class Checkpointer:
             life.pause(paused=False)
 
     def wait(self, timeout: float | None = None) -> None:
-        """Return when every persist step taken so far is committed on storage, or something newer is.
+        """Return when every persist step so far is committed on storage, or something newer is.
+
+        Where the snapshot of the last one was skipped or discarded, it is taken now: call it between steps. Where
+        storage has failed, the daemon tries again at once.
 
         Args:
             timeout: Seconds; None waits without limit while a daemon lives.
 
         Raises:
-            PersistError: The last persist failed, no daemon lives, or the time is over.
+            PersistError: An attempt that began after this call failed, the snapshot was discarded (says why), no daemon
+                lives, or the time is over. Training may go on.
         """
         self._alive().wait(timeout)
 
@@ -373,15 +404,15 @@ class Checkpointer:
     # -- reading only ------------------------------------------------------------------------------------
 
     @classmethod
-    def readonly(cls, root: str, *, storage_options: Mapping[str, Any] | None = None) -> Reader:
+    def readonly(cls, root: str | os.PathLike[str], *, storage_options: Mapping[str, Any] | None = None) -> Reader:
         """Return an object with `track()` and `restore()` that reads a root without job, daemon or memory tier."""
-        return Reader(str(root), storage_options)
+        return Reader(root, storage_options)
 
     # -- views -------------------------------------------------------------------------------------------
 
     @property
     def stats(self) -> dict[str, float]:
-        """Counters and seconds of this rank: snapshots, skipped, discarded, call_s, fence_s, copy_s, complete_s, ..."""
+        """Counters and seconds of this rank: snapshots, skipped (late, busy), discarded, call_s, fence_s, ..."""
         return dict(self._alive().stats)
 
     def _alive(self) -> Life:
@@ -396,11 +427,11 @@ class Checkpointer:
 
 def _print_notices(rank: int) -> None:
     """Show notices on rank 0's standard output where the program has not set up logging itself."""
-    if rank == 0 and not _log.hasHandlers():
+    if rank == 0 and not _logger.hasHandlers():
         handler = logging.StreamHandler(sys.stdout)
         handler.setFormatter(PrintableFormatter("[flashckpt] %(message)s"))
-        _log.addHandler(handler)
-        _log.setLevel(logging.INFO)
+        _logger.addHandler(handler)
+        _logger.setLevel(logging.INFO)
 
 
 __all__ = ["Checkpointer", "FlashckptError", "PersistError"]

@@ -155,6 +155,12 @@ class DisagreementError(FlashckptError):
     exit_code = 37
 
 
+class UnexpectedStateError(FlashckptError):
+    """A snapshot or checkpoint has parameters, buffers or groups that the program has not (they are named)."""
+
+    exit_code = 38
+
+
 class PersistError(FlashckptError):
     """A persist failed; training and the memory tier went on."""
 

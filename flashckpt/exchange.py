@@ -65,6 +65,15 @@ def bytes_from_rank_0(data: bytes) -> bytes:
     return data if is_first else bytes(buffer.cpu().numpy().data)
 
 
+def maximum(data: np.ndarray) -> bytes:
+    """Return the largest of all ranks' bytes at each place; all give as many. A collective."""
+    if is_alone():
+        return data.tobytes()
+    mine = torch.from_numpy(np.ascontiguousarray(data, np.uint8)).to(_device())
+    dist.all_reduce(mine, op=dist.ReduceOp.MAX)
+    return mine.cpu().numpy().tobytes()
+
+
 def from_rank_0(value: Any) -> Any:
     """Return rank 0's value on every rank (msgpack types). A collective; other ranks' `value` is ignored."""
     if is_alone():

@@ -6,30 +6,31 @@ import atexit
 import logging
 import os
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import torch.distributed as dist
 
-from flashckpt.errors import DamagedError, PersistError
+from flashckpt import callbacks
+from flashckpt.core.lineage import BEGINNING
+from flashckpt.durability import Waiting, Wanted
+from flashckpt.errors import DamagedError, FormatVersionError
+from flashckpt.logs import guarded
 from flashckpt.memory.control import Control, ControlRow
 from flashckpt.memory.job import DaemonStatus, JobConfig, JobDirectory
 from flashckpt.memory.watermark import Watermark
 from flashckpt.restore.restoring import Outcome
-from flashckpt.settings import Settings
+from flashckpt.settings import Settings, next_step
+from flashckpt.skips import Skips
 from flashckpt.staging import rank_memory as memory
 from flashckpt.staging.staging import Identity, Plan, Snapshot, Stager, StaleWatch
 from flashckpt.tracking import loaders
 from flashckpt.tracking.samplers import Commits
 from flashckpt.tracking.tracked import Captured, Tracked
 
-_log = logging.getLogger("flashckpt")
-RESERVE_WAIT_S = 2.0
-"""How long the ordinary snapshots of a life wait, all together, for memory that is still being reserved; then they are skipped."""
-SLOT_WAIT_S = 30.0
-"""How long a persist step waits for a slot that may be overwritten."""
+_log = guarded(logging.getLogger("flashckpt"))
 _POLL_S = 0.002
 
 
@@ -39,6 +40,7 @@ class Life:
 
     Attributes:
         mates: Global ranks of this node, ascending; the first one writes the node's records.
+        callback: Returns the user's callback of a name, or None.
         stats: Counters and seconds, for people and benchmarks.
     """
 
@@ -48,9 +50,7 @@ class Life:
     settings: Settings
     outcome: Outcome
     mates: Sequence[int]
-    on_snapshot: Callable[[int], None]
-    on_failure: Callable[[Exception], None]
-    on_commit: Callable[[int, int], None]
+    callback: Callable[[str], Callable[..., object] | None]
     stats: dict[str, float] = field(default_factory=dict)
 
     def begin(self, config: JobConfig, *, entered_ns: int, initialised_ns: int) -> None:
@@ -70,7 +70,7 @@ class Life:
         row.generation = record.generation
         row.entered, row.initialised = entered_ns, initialised_ns
         row.restored_step = self.outcome.report.step if self.outcome.report else -1
-        row.step = max(row.restored_step, 0)
+        row.step = self._last_step = 0 if record.parent is None else record.parent[1]
         row.restored = row.heartbeat_ns = time.monotonic_ns()
         row.restore_started = initialised_ns
         self._watermark = Watermark(
@@ -81,17 +81,19 @@ class Life:
             local_world_size=len(self.mates),
             generation=record.generation,
             store=_c10d_store() if world.size > len(self.mates) else None,
-            restored=record.parent if self.outcome.superseded is None else None,
+            restored=record.parent if self.outcome.superseded is None and record.parent != BEGINNING else None,
             parent=record.parent,
         )
         self._watermark.publish(self.memory.complete())
         self._stager = Stager(self._completed, self._failed)
         self._stager.ready()
-        self._commits, self._patience_s = Commits(is_alone=world.size == 1), RESERVE_WAIT_S
-        self._stale, self._optimizer_steps = StaleWatch(), 0
+        self._commits, self._skips, self._wanted = (
+            Commits(is_alone=world.size == 1),
+            Skips(record.generation),
+            Wanted(record.generation),
+        )
+        self._stale, self._optimizer_steps, self._stepped_at = StaleWatch(), 0, 0
         self._plan: Plan | None = None
-        self._fresh: tuple[Any, ...] = ()
-        self._persisted: tuple[int, int] | None = None
         self._committed: tuple[int, int] | None = None
 
     @property
@@ -119,31 +121,52 @@ class Life:
 
     # -- step --------------------------------------------------------------------------------------------
 
-    def step(self, step: int, samples: int | None) -> None:
+    def step(self, step: object, samples: int | None) -> None:
         """As `Checkpointer.step`."""
         began = time.perf_counter()
-        self._commits.commit(self.tracked.objects, samples, step)
+        number = next_step(step, last=self._last_step)
+        self._commits.commit(self.tracked.objects, samples, number)
         loaders.step_is_done()
+        self._step(number, began)
+
+    def _step(self, step: int, began: float) -> None:
+        self._last_step, self._stepped_at = step, self._optimizer_steps
         row, now = self._row, time.monotonic_ns()
         row.step, row.heartbeat_ns = step, now
         if not row.first_step:
             row.first_step = now
         stopping = self._control.stop_after == step
-        if not (stopping or self.settings.is_due(step)):
+        is_due = stopping or self.settings.is_due(step)
+        if stopping or self.settings.is_persist(step):
+            self._wanted.owe(step)
+        if not is_due and not self._skips.is_retry(step, unrecoverable=self._unrecoverable):
             self._take_in()
             return
         self._stager.finish()
         self._count("finish_s", time.perf_counter() - began)
-        self._take(step, persist=stopping or self.settings.is_persist(step))
+        self._skips.tried(step, is_due=is_due)
+        if not self._take(step):
+            self._await_slot(step) if stopping else self._skip(step)
         self._watch_commits()
         self._count("call_s", time.perf_counter() - began)
 
-    def _take(self, step: int, *, persist: bool) -> None:
+    def _unrecoverable(self) -> Collection[tuple[int, int]]:
+        """Ids that some rank of this node missed; between nodes it would be a round of requests, and is not asked."""
+        return self._watermark.known().hopeless if self.tracked.world.size == len(self.mates) else ()
+
+    def _await_slot(self, step: int) -> None:
+        """Take the last snapshot before a stop, however long it takes: there is no training left that would wait."""
+        _log.info("step %d is the last one: waiting for memory to keep it in", step)
+        while not self._take(step):
+            self.heartbeat()
+            time.sleep(_POLL_S)
+
+    def _take(self, step: int) -> bool:
+        """Begin a snapshot of the present state; False, at once, where no slot can be written now."""
         captured = self.tracked.capture()
         plan, captured = self._current_plan(captured)
-        if not self._has_memory(persist=persist):
-            self._skip(step, "its memory is still being reserved")
-            return
+        if not self.memory.has_slot:
+            return False
         record = self.outcome.record
         identity = Identity(
             job=self.settings.job,
@@ -153,49 +176,45 @@ class Life:
             world_size=self.tracked.world.size,
             rank=self.tracked.world.rank,
             coordinates=self.tracked.world.coordinates,
-            persist=persist,
+            persist=self._wanted.owed is not None,
         )
         writer = self._writer(identity)
         if writer is None:
-            self._skip(step, "every slot holds a snapshot that is still needed")
-            return
+            return False
+        if identity.persist:
+            self._wanted.begun((record.generation, step))
         self._stager.start(plan, writer, captured, identity, optimizer_steps=self._optimizer_steps)
-        if persist:
-            self._persisted = (record.generation, step)
-
-    def _has_memory(self, *, persist: bool) -> bool:
-        began = time.perf_counter()
-        found = self.memory.wait_first(None if persist else self._patience_s)
-        self._patience_s = max(0.0, self._patience_s - (time.perf_counter() - began))
-        return found
+        self._skips.taken(step)
+        return True
 
     def _writer(self, identity: Identity) -> Any:
-        end = time.monotonic() + (SLOT_WAIT_S if identity.persist else 0.0)
-        while True:
-            writer = self.memory.begin(
-                generation=identity.generation,
-                step=identity.step,
-                world_size=identity.world_size,
-                persist=identity.persist,
-                parent=identity.parent,
-                known=self._watermark.known(),
-                superseded=self.outcome.superseded,
-            )
-            if writer is not None or time.monotonic() >= end:
-                return writer
-            time.sleep(_POLL_S)
+        known = self._watermark.known()
+        self._skips.saw(known.common)
+        return self.memory.begin(
+            generation=identity.generation,
+            step=identity.step,
+            world_size=identity.world_size,
+            persist=identity.persist,
+            parent=identity.parent,
+            known=known,
+            superseded=self.outcome.superseded,
+        )
 
     def plan_ahead(self, plan: Plan | None = None) -> None:
         """Plan what the first snapshot will consist of, optimizer state that does not exist yet included.
 
+        A restore may have brought state that nobody could foresee when memory was reserved: then other memory is
+        reserved from now on, so that it is there when the first snapshot is due.
+
         Args:
             plan: Made of the structure built last, where there is one.
         """
-        captured = self.tracked.capture()
+        captured = None
         if plan is None:
-            structure = self.tracked.structure(captured, ahead=True)
+            structure, captured = self.tracked.settled(ahead=True)
             plan = Plan(structure, self.tracked.ahead.stand_ins)
-        self._plan, self._fresh = plan, _forms(captured)
+        self._plan = plan
+        self._make_room(plan, captured if captured is not None else self.tracked.capture())
 
     def _take_in(self) -> bool:
         """Let state that was planned ahead take its place in the plan, once it exists; whether it did now."""
@@ -208,26 +227,36 @@ class Life:
         """Return the plan for the state as it is; made anew only if its structure changed."""
         plan = self._plan
         is_current = plan is not None and not plan.is_stale and plan.structure is self.tracked.planned
-        is_current = is_current and _forms(captured) == self._fresh
+        is_current = is_current and plan is not None and captured.forms == plan.structure.forms
         if plan is not None and is_current and (self._take_in() or self.tracked.holds()):
             return plan, captured
         self._count("plans", 1)
-        structure = self.tracked.structure(captured)
-        captured = self.tracked.capture()  # again: state that has just appeared has values too
+        structure, captured = self.tracked.settled()
         plan = self._plan = Plan(structure)
-        self._fresh = _forms(captured)
-        need = memory.need_of(structure.shards, value_bytes=len(repr(captured.values)))
-        if not self.memory.fits(need):
-            _log.info("the state has another structure now: %d tensors, a new segment", len(structure.rows))
-            need = memory.need_of(structure.reserved(), value_bytes=len(repr(captured.values)))
-            self.memory.open(need, slots=self.settings.slot_count, job=self.settings.job)
+        self._make_room(plan, captured)
         return plan, captured
 
-    def _skip(self, step: int, why: str) -> None:
+    def _make_room(self, plan: Plan, captured: Captured) -> None:
+        """Reserve other memory if the plan, or what it still expects, does not fit into the segment."""
+        structure, value_bytes = plan.structure, len(repr(captured.values))
+        need = plan.need(value_bytes)
+        if structure.forecast:
+            need = memory.need_of(structure.reserved(), value_bytes=value_bytes)
+        if self.memory.fits(need):
+            return
+        _log.info("the state has another structure now: %d tensors, a new segment", len(structure.rows))
+        growing = sum(item.nbytes for item in plan.fresh)  # lists of tensors grow step by step: not a segment for each
+        self.memory.replace(need.with_room(growing), slots=self.settings.slot_count, job=self.settings.job)
+        self._skips.reopened()
+
+    def _skip(self, step: int) -> None:
+        late = not self.memory.has_slot
         self._count("skipped", 1)
-        # said to the others: ranks that lost different snapshots would keep each other's slots for ever
+        self._count("late" if late else "busy", 1)
+        why = "its memory is still being reserved" if late else "every slot holds a snapshot that is still needed"
+        self._skips.skipped(step, why)
+        # published: ranks that lost different snapshots would keep each other's slots for ever
         self._watermark.publish(self.memory.complete(), passed=(self.outcome.record.generation, step))
-        _log.warning("no snapshot of step %d: %s", step, why)
 
     def _count(self, name: str, value: float) -> None:
         self.stats[name] = self.stats.get(name, 0.0) + value
@@ -247,17 +276,18 @@ class Life:
                 "stepped: is the model that trains the one that is tracked?",
                 snapshot.identity.step,
             )
-        self.on_snapshot(snapshot.identity.step)
+        self._call("on_snapshot", snapshot.identity.step)
 
     def _failed(self, snapshot: Snapshot, error: Exception) -> None:
         self._count("discarded", 1)
         identity = (snapshot.identity.generation, snapshot.identity.step)
+        self._wanted.discarded(identity, error, persist=snapshot.identity.persist)
         self._watermark.publish(self.memory.complete(), passed=identity)
         _log.error(
             "[gen %d | rank %d | step %d] snapshot discarded: %s",
             snapshot.identity.generation, snapshot.identity.rank, snapshot.identity.step, error,
         )  # fmt: skip
-        self.on_failure(error)
+        self._call("on_failure", error)
 
     # -- everything else ---------------------------------------------------------------------------------
 
@@ -290,7 +320,7 @@ class Life:
     def _status(self) -> DaemonStatus | None:
         try:
             return self.directory.read_status()
-        except DamagedError:
+        except (DamagedError, FormatVersionError):
             return None
 
     def _watch_commits(self) -> None:
@@ -298,44 +328,44 @@ class Life:
         if status is not None and status.committed not in (None, self._committed):
             assert status.committed is not None
             self._committed = status.committed
-            self.on_commit(*status.committed)
+            self._call("on_commit", *status.committed, may_exit=True)
 
     def wait(self, timeout: float | None) -> None:
         """As `Checkpointer.wait`."""
         self._stager.finish()
-        wanted, end = self._persisted, None if timeout is None else time.monotonic() + timeout
-        if wanted is None:
-            return
-        without_daemon, asked = 0, False
-        while True:
-            self.heartbeat()  # slow storage is no hang
-            status = self._status()
-            if status is not None and status.committed is not None and status.committed >= wanted:
-                self._watch_commits()
-                return
-            if status is not None and status.error:
-                raise self._not_durable(wanted, status.error)
-            if not asked and not self._holds(wanted):  # overwritten before the daemon saw it: it would wait for ever
-                self.directory.request("persist-now")
-                asked = True
-            without_daemon = 0 if self.directory.daemon_alive() else without_daemon + 1
-            if without_daemon > 15 / _POLL_S / 10:
-                raise self._not_durable(wanted, "no daemon of this job lives on this node")
-            if end is not None and time.monotonic() > end:
-                raise self._not_durable(wanted, f"not committed after {timeout} s")
-            time.sleep(_POLL_S * 10)
+        Waiting(
+            wanted=self._wanted,
+            directory=self.directory,
+            timeout_s=timeout,
+            present=(self.outcome.record.generation, self._last_step),
+            take=self._make_up,
+            known=self._watermark.known,
+            holds=self._holds,
+            alive=self.heartbeat,
+        ).run()
+        self._watch_commits()
+
+    def _make_up(self) -> str:
+        """Begin the snapshot of the last step that could not be taken then; return why it never can be, or ""."""
+        if self._optimizer_steps != self._stepped_at:
+            return (
+                f"the snapshot to be persisted at step {self._wanted.owed or self._last_step} was not taken, and the "
+                "state is not that of a whole step now: call wait() right after ckpt.step()"
+            )
+        if self._take(self._last_step):
+            self._stager.finish()
+        return ""
 
     def _holds(self, wanted: tuple[int, int]) -> bool:
         segment = self.memory.segment
         return segment is not None and any(h.is_complete and h.identity == wanted for h in segment.headers())
 
-    def _not_durable(self, wanted: tuple[int, int], found: str) -> PersistError:
-        return PersistError(
-            f"step {wanted[1]} of generation {wanted[0]} is not on storage",
-            found=found,
-            state="Its snapshot is in host memory; training may go on.",
-            remedy=f"look at the storage and at {self.directory.path}/daemon.log",
-        )
+    def _call(self, name: str, *arguments: Any, may_exit: bool = False) -> None:
+        callbacks.call(name, self.callback(name), *arguments, count=self.callback_failed, may_exit=may_exit)
+
+    def callback_failed(self) -> None:
+        """Count a callback that raised."""
+        self._count("callback_errors", 1)
 
     def close(self) -> None:
         """Finish the snapshot under way and let go of everything; files stay."""
@@ -354,10 +384,6 @@ class Life:
         """Tell the daemon that the job ended cleanly (first rank of the node; dlrun does it where it runs)."""
         if self._is_first:
             self.directory.request("ended")
-
-
-def _forms(captured: Captured) -> tuple[Any, ...]:
-    return tuple((name, t.dtype, t.shape) for name, t in captured.tensors.items())
 
 
 def _c10d_store() -> Any:

@@ -17,7 +17,8 @@ class RestoreReport:
         tier_bytes: Bytes that went into live state, by tier: "memory", "peer", "storage".
         seconds: Seconds per phase: inventory, decide, plan, read, values, lineage, total.
         missing: Names that were wanted and are in no source (only with strict=False).
-        unexpected: Names in the source that nothing wanted.
+        unexpected: Names of parameters, buffers and optimizer state in the source that no rank has: left behind (only with
+            strict=False or `only`).
         damaged: One sentence per range that came from another source than planned.
         read_bytes: Bytes that were read for them, by tier: rounded out to 1 MiB chunks.
         manifest_bytes: Bytes of MANIFEST, which rank 0 read from storage and sent to the others; 0 without storage.
@@ -57,6 +58,8 @@ class RestoreReport:
             line += f"; {len(self.damaged)} damaged ranges were read elsewhere"
         if self.missing:
             line += f"; {len(self.missing)} names were missing"
+        if self.unexpected:
+            line += f"; {len(self.unexpected)} names that the program has not were left behind"
         if self.reseeded:
             line += f"; {', '.join(self.reseeded)} is held nowhere: seeded anew from (step, rank)"
         if len(self.nodes) > 1:

@@ -1,7 +1,8 @@
 """Index files: named integer arrays and the facts of the data they belong to, digested, written atomically.
 
 Layout: magic (8 bytes), header length (u32, little endian), JSON header, then the arrays one after
-another. The header holds the kind, the facts, the arrays' names, types and lengths, and a digest of them.
+another. The header holds the kind, the facts, the arrays' names, types and lengths, a digest of the arrays, and
+a seal: a digest of all the other keys (files of earlier releases have none).
 """
 
 from __future__ import annotations
@@ -37,6 +38,7 @@ def encode(kind: str, facts: Mapping[str, Any], arrays: Mapping[str, Array]) -> 
         "arrays": [[name, part.dtype.str, len(part)] for name, part in parts.items()],
         "digest": _digest(body),
     }
+    header["seal"] = _seal(json.loads(json.dumps(header)))  # as a reader has it: its keys are all strings
     text = json.dumps(header, sort_keys=True).encode()
     return MAGIC + struct.pack("<I", len(text)) + text + body
 
@@ -49,7 +51,7 @@ def decode(data: bytes, kind: str, name: str) -> tuple[dict[str, Any], dict[str,
     """
     try:
         return _parse(data, kind)
-    except (ValueError, KeyError, TypeError, struct.error) as error:
+    except (ValueError, KeyError, TypeError, RecursionError, OverflowError, struct.error) as error:
         raise DataError(
             f"the index {name} cannot be used",
             found=str(error),
@@ -65,15 +67,19 @@ def _parse(data: bytes, kind: str) -> tuple[dict[str, Any], dict[str, Array]]:
     header, body = json.loads(data[12 : 12 + length]), data[12 + length :]
     if header["kind"] != kind:
         raise ValueError(f"an index of kind {header['kind']!r}")
+    if "seal" in header and header["seal"] != _seal(header):
+        raise ValueError("its header does not match its seal")
     if header["digest"] != _digest(body):
         raise ValueError("its bytes do not match its digest")
     arrays: dict[str, Array] = {}
     place = 0
     for label, dtype, count in header["arrays"]:
-        if dtype not in _TYPES:
-            raise ValueError(f"an array of {dtype}")
+        if dtype not in _TYPES or type(count) is not int or count < 0:
+            raise ValueError(f"an array of {count!r:.40} {dtype!r:.40}")
         arrays[str(label)] = np.frombuffer(body, dtype, count, place)
-        place += arrays[label].nbytes
+        place += arrays[str(label)].nbytes
+    if place != len(body) or not isinstance(header["facts"], dict):
+        raise ValueError(f"{len(body)} bytes of arrays where its header says {place}")
     return header["facts"], arrays
 
 
@@ -115,6 +121,10 @@ def check_facts(name: str, found: Mapping[str, Any], expected: Mapping[str, Any]
             expected=", ".join(f"{key} {found.get(key)} as indexed" for key in different),
             remedy="the data changed since: delete the index and build it again",
         )
+
+
+def _seal(header: Mapping[str, Any]) -> str:
+    return _digest(json.dumps({k: v for k, v in header.items() if k != "seal"}, sort_keys=True).encode())
 
 
 def _digest(data: bytes) -> str:

@@ -60,7 +60,7 @@ class SamplerState:
         """
         wanted = (*_INTEGERS, "order", "segments")
         if not isinstance(state, Mapping) or set(state) != set(wanted):
-            keys = str(sorted(state)) if isinstance(state, Mapping) else type(state).__name__
+            keys = str(sorted(map(str, state))) if isinstance(state, Mapping) else type(state).__name__
             raise _unreadable("this is not the state of an elastic sampler", keys, ", ".join(wanted))
         if state["version"] != STATE_VERSION:
             raise _unreadable("the sampler state has another version", str(state["version"]), str(STATE_VERSION))
@@ -70,15 +70,20 @@ class SamplerState:
         if not (state["epoch"] >= 0 and 0 <= state["offset"] < max(1, state["length"])):
             found = f"epoch {state['epoch']}, offset {state['offset']}, length {state['length']}"
             raise _unreadable("the sampler state has no such position", found, "0 <= offset < length")
+        if not isinstance(state["order"], str) or not isinstance(state["segments"], (list, tuple)):
+            found = f"order {state['order']!r:.40}, segments {state['segments']!r:.40}"
+            raise _unreadable("the sampler state has no order or no segments", found, "text and a list")
         segments = tuple(_segment(segment) for segment in state["segments"])
-        return cls(**{name: state[name] for name in _INTEGERS}, order=str(state["order"]), segments=segments)
+        return cls(**{name: state[name] for name in _INTEGERS}, order=state["order"], segments=segments)
 
 
 def _segment(segment: Any) -> Segment:
-    lengths = {"skip": 3, "batch": 3, "weights": len(segment), "ended": 2}
-    kind, *numbers = segment
-    if len(segment) != lengths.get(kind) or not numbers or any(type(number) is not int for number in numbers):
-        raise _unreadable("a segment of the sampler state is not known", repr(segment), ", ".join(lengths))
+    parts = list(segment) if isinstance(segment, (list, tuple)) else []
+    lengths = {"skip": 3, "batch": 3, "weights": len(parts), "ended": 2}
+    kind, *numbers = parts or [None]
+    is_known = type(kind) is str and len(parts) == lengths.get(kind)
+    if not is_known or not numbers or any(type(number) is not int for number in numbers):
+        raise _unreadable("a segment of the sampler state is not known", f"{segment!r:.80}", ", ".join(lengths))
     return (str(kind), *numbers)
 
 

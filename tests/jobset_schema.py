@@ -12,7 +12,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-import yaml  # type: ignore[import-untyped]
+import yaml
 from jsonschema import Draft7Validator  # type: ignore[import-untyped]
 
 ROOT = Path(__file__).resolve().parent.parent

@@ -92,6 +92,7 @@ def test_a_tensor_is_read_with_the_standard_library_and_the_byte_tables(path: Pa
     )
     try:
         start = spec.data_at(1) + at[1]
+        assert memory.buf is not None
         assert bytes(memory.buf[start : start + 70_000]) == bytes_of(0, 20)[1].tobytes()
     finally:
         memory.close()

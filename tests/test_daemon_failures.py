@@ -115,6 +115,37 @@ def test_storage_fails_and_comes_back_training_goes_on_and_the_newest_step_is_co
         assert_bitwise(job, identity)
 
 
+def test_two_slots_and_storage_that_fails_the_memory_tier_goes_on_and_the_newest_snapshot_is_committed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A pinned slot of two would leave none to write for as long as storage fails."""
+    monkeypatch.setattr(service, "BACKOFF_S", (3600.0,))
+    job = FakeJob(str(tmp_path / "root"), slots=2)
+    sick = FullDisk(job.root)
+    monkeypatch.setattr(persisting, "open_store", sick.open)
+    sick.error = StoreError("the disk of the root is full")
+    with daemon_of(job) as daemon:
+        assert job.step(9)
+        assert job.step(10, persist=True)
+        turn_until(daemon, lambda: daemon.error, "the failure")
+        for step in range(11, 19):
+            daemon.turn()
+            assert job.step(step), "no slot is pinned between two attempts"
+        for _ in range(2):
+            failures = daemon._failures
+            job.directory.ask("retry-now")
+            turn_until(daemon, lambda: daemon._failures > failures, "another failure")  # noqa: B023 -- called at once
+            daemon.turn()
+            assert job.step(step := step + 1)
+        assert identities(job) == []
+        sick.error = None
+        job.directory.ask("retry-now")
+        turn_until(daemon, lambda: identities(job), "the commit")
+    assert identities(job) == [(1, step)], "step 10 is long overwritten: the newest takes its place"
+    assert_bitwise(job, identities(job)[0])
+    job.die()
+
+
 def test_credentials_are_read_anew_after_a_failure(job: FakeJob, monkeypatch: pytest.MonkeyPatch) -> None:
     sick = Sick(job.root)
     monkeypatch.setattr(persisting, "open_store", sick.open)

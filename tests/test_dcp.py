@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 import os
 import signal
@@ -281,6 +282,39 @@ def test_values_and_dtypes_come_back_as_they_were(tmp_path: Path) -> None:
     _load_state_dict(rebuilt, FlashStorageReader(root), planner=empty, no_dist=True)
     assert rebuilt["b"] == plain["b"]
     assert torch.equal(rebuilt["view"], state["view"])
+
+
+def test_a_file_in_memory_comes_back_as_one_with_its_bytes_and_its_place(tmp_path: Path) -> None:
+    """torch.save into one, and the result in a state dict: what trainers do with things that are no tensors."""
+    root, losses = str(tmp_path / "root"), io.BytesIO()
+    torch.save([1.5, 2.5], losses)
+    nested = {"files": [io.BytesIO(b"deep"), {"x": 1}]}
+    dcp.save({"w": torch.ones(3), "losses": losses, "train": nested}, storage_writer=FlashStorageWriter(root))
+    losses.truncate(0)
+    found: dict[str, Any] = {"w": torch.zeros(3), "losses": None, "train": {"files": [None, {"x": 0}]}}
+    dcp.load(found, storage_reader=FlashStorageReader(root))
+    assert found["losses"].tell() == len(found["losses"].getvalue()) > 0  # where the writer had left it
+    found["losses"].seek(0)
+    assert torch.load(found["losses"]) == [1.5, 2.5]
+    assert found["train"]["files"][0].read() == b"deep"
+    assert found["train"]["files"][1] == {"x": 1}
+
+
+def test_metadata_names_the_save_and_the_load(tmp_path: Path) -> None:
+    root = str(tmp_path / "root")
+    writer = FlashStorageWriter(root, step=3)
+    dcp.save({"w": torch.ones(3)}, storage_writer=writer)
+    assert writer.storage_meta().save_id == writer.save_id
+    reader = FlashStorageReader(root)
+    first, again = reader.read_metadata().storage_meta, FlashStorageReader(root).read_metadata().storage_meta
+    assert first is not None
+    assert again is not None
+    assert (first.checkpoint_id, first.save_id) == (f"3.g{reader.generation}", writer.save_id)
+    assert (again.checkpoint_id, again.save_id) == (first.checkpoint_id, first.save_id)
+    assert len({first.load_id, again.load_id, None}) == 3
+    saved = writer.save_id
+    writer.reset(checkpoint_id="4")
+    assert writer.save_id != saved
 
 
 def test_a_tensor_of_another_dtype_is_cast_as_torch_would(tmp_path: Path) -> None:

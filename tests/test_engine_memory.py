@@ -6,7 +6,6 @@ import logging
 import os
 import subprocess
 import sys
-import threading
 import time
 import tracemalloc
 from pathlib import Path
@@ -16,7 +15,7 @@ import pytest
 import torch
 import xxhash
 from support.engine import segments
-from support.one_rank import agent_of_the_test, crash, opened, opened_as  # noqa: F401 -- fixtures
+from support.one_rank import Gate, agent_of_the_test, crash, opened, opened_as  # noqa: F401 -- fixtures
 from torch import nn
 
 from flashckpt import Checkpointer
@@ -183,21 +182,6 @@ def test_from_the_second_snapshot_on_no_memory_is_taken_that_grows_with_the_stat
     assert large[1] < 1 << 20, "the process: the state has 50 MB"
 
 
-class Gate:
-    """Lets `touch` through below a byte, and holds it back above while it is closed."""
-
-    def __init__(self, monkeypatch: pytest.MonkeyPatch, *, below: int) -> None:
-        from flashckpt.memory import segment
-
-        self.open, self._below, self._real = threading.Event(), below, segment.touch  # type: ignore[attr-defined]  # not exported
-        monkeypatch.setattr(segment, "RESERVE_BYTES", 64 << 10)
-        monkeypatch.setattr(segment, "touch", self._touch)
-
-    def _touch(self, mapping: Any, address: int, start: int, size: int) -> None:
-        assert start < self._below or self.open.wait(60)
-        self._real(mapping, address, start, size)
-
-
 def test_the_first_slot_is_used_while_the_others_are_still_being_reserved(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -218,34 +202,6 @@ def test_the_first_slot_is_used_while_the_others_are_still_being_reserved(
     ckpt.step(3)
     crash(ckpt)
     assert opened_as(tmp_path, "t", model=model) == 3
-
-
-def test_snapshots_that_come_before_the_memory_wait_once_and_are_skipped_from_then_on(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    from flashckpt import life
-
-    monkeypatch.setattr(life, "RESERVE_WAIT_S", 0.05)
-    gate = Gate(monkeypatch, below=0)
-    ckpt = opened(tmp_path, model=nn.Linear(300, 300))
-    assert ckpt._life is not None
-    waits: list[float | None] = []
-    real = ckpt._life.memory.wait_first
-
-    def wait(timeout_s: float | None = None) -> bool:
-        waits.append(timeout_s)
-        return real(timeout_s)
-
-    monkeypatch.setattr(ckpt._life.memory, "wait_first", wait)
-    for step in (1, 2, 3):
-        ckpt.step(step)
-    assert waits == [0.05, 0.0, 0.0]
-    assert ckpt.stats["skipped"] == 3
-    gate.open.set()
-    assert ckpt._life.memory.wait_ready(30)
-    ckpt.step(4)
-    crash(ckpt)
-    assert opened_as(tmp_path, "t", model=nn.Linear(300, 300)) == 4
 
 
 def test_two_jobs_on_one_machine_keep_their_snapshots_apart(tmp_path: Path, shm_dir: Path) -> None:

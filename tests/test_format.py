@@ -12,11 +12,15 @@ import struct
 import sys
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import msgpack
 import numpy as np
 import pytest
 
+from flashckpt.checkpoint.checkpoints import GenerationClaim, decode_claim, encode_claim
+from flashckpt.checkpoint.intents import Intent, decode_intent, encode_intent
+from flashckpt.checkpoint.retention import decode_lease, encode_lease
 from flashckpt.core import slot, superblock
 from flashckpt.core.digest import chunk_digests, digest
 from flashckpt.core.head import HEAD_BYTES, decode_summary
@@ -24,8 +28,9 @@ from flashckpt.core.layout import Shard, place
 from flashckpt.core.manifest import Manifest, ShardTable, decode_manifest, encode_manifest, merge, summary_of
 from flashckpt.core.slot import SlotHeader, SlotState
 from flashckpt.core.superblock import SegmentSpec, Superblock
+from flashckpt.daemon.intents import Ready, decode_ready, encode_ready
 from flashckpt.errors import DamagedError, FormatVersionError
-from flashckpt.memory import control, job
+from flashckpt.memory import control
 from flashckpt.memory.control import Control, Published
 from flashckpt.memory.job import DaemonStatus, GenerationRecord, JobConfig, JobDirectory
 from flashckpt.memory.segment import Segment
@@ -33,6 +38,8 @@ from flashckpt.memory.segment import Segment
 V1 = Path(__file__).parent / "format" / "v1"
 V1_1 = V1.with_name("v1.1")
 """MANIFEST with a summary; everything else is as in 1.0."""
+V1_2 = V1.with_name("v1.2")
+"""Records of the root are sealed; everything else is as in 1.1."""
 
 HEADERS = [
     SlotHeader(sequence=9, generation=3, step=120, state=SlotState.COMPLETE, world_size=2, rank=1, persist=True,
@@ -47,6 +54,13 @@ BLOCK = Superblock(
 )  # fmt: skip
 CONFIG = JobConfig(job="j", root="s3://b/r", storage_options={"endpoint": "x", "n": 1}, keep_every=100, world_size=8)
 RECORD = GenerationRecord(generation=3, token="t0k", parent=(2, 40), world_size=8, claimed=True)
+CLAIM = GenerationClaim(generation=3, token="t0k", parent=(2, 100), world_size=8, created_s=1_790_000_000.125)
+FIRST_CLAIM = GenerationClaim(generation=1, token="t0k")
+INTENT = Intent(generation=3, step=120, writers=(0, 1, 2, 3), leader="node0 pid 1234", created_s=1_790_000_000.125)
+READY = Ready(
+    ranks=(2, 3), world_size=4, pinned=(3, 120), at_least=(3, 120), complete=((3, 100), (3, 120)), urgent=True
+)
+LEASE_S = 1_790_000_000.125
 STATUS = DaemonStatus(committed=(3, 60), failures=2, error="disk full", lag=1, pid=7, updated_ns=5)
 
 
@@ -82,13 +96,73 @@ def pieces() -> dict[str, bytes]:
         "merged-manifest": encode_manifest(merged()),
         "published": control.encode_published(Published.of([(3, 120), (2, 100)], (3, 125))),
         **{f"header-{i}": slot.encode_header(header) for i, header in enumerate(HEADERS)},
+        **root_records(),
     }
+
+
+def root_records() -> dict[str, bytes]:
+    """Every record of a root as its bytes."""
+    return {
+        "claim": encode_claim(CLAIM),
+        "first-claim": encode_claim(FIRST_CLAIM),
+        "intent": encode_intent(INTENT),
+        "ready": encode_ready(READY),
+        "lease": encode_lease(LEASE_S),
+    }
+
+
+def read_root_record(name: str, raw: bytes) -> object:
+    if name == "lease":
+        return decode_lease(raw, "leases/x/y")
+    readers: dict[str, tuple[Any, str]] = {
+        "claim": (decode_claim, "generations/000003"),
+        "first-claim": (decode_claim, "generations/000001"),
+        "intent": (decode_intent, "intents/000003-000000120"),
+        "ready": (decode_ready, "intents/ready-000003/r00002"),
+    }
+    decode, key = readers[name]
+    found: object = decode(raw, key, "/root")
+    return found
 
 
 @pytest.mark.parametrize("name", pieces())
 def test_the_bytes_of_version_1_are_written_as_they_always_were(name: str) -> None:
-    newest = V1_1 if (V1_1 / name).exists() else V1
+    newest = next(folder for folder in (V1_2, V1_1, V1) if (folder / name).exists())
     assert pieces()[name] == (newest / name).read_bytes()
+
+
+@pytest.mark.parametrize("folder", [V1, V1_2], ids=lambda folder: folder.name)
+@pytest.mark.parametrize("name", root_records())
+def test_records_of_a_root_of_every_version_are_read(folder: Path, name: str) -> None:
+    expected = {"claim": CLAIM, "first-claim": FIRST_CLAIM, "intent": INTENT, "ready": READY, "lease": LEASE_S}
+    assert read_root_record(name, (folder / name).read_bytes()) == expected[name]
+
+
+@pytest.mark.parametrize("name", root_records())
+def test_every_flipped_bit_of_a_record_of_a_root_is_found(name: str) -> None:
+    raw = (V1_2 / name).read_bytes()
+    for bit in range(8 * len(raw)):
+        bad = bytearray(raw)
+        bad[bit // 8] ^= 1 << bit % 8
+        with pytest.raises(DamagedError if name != "lease" else (DamagedError, ValueError)) as caught:
+            read_root_record(name, bytes(bad))
+        assert name == "lease" or getattr(caught.value, "remedy", False)
+    for end in range(len(raw)):
+        with pytest.raises((DamagedError, ValueError)):
+            read_root_record(name, raw[:end])
+
+
+@pytest.mark.parametrize("name", ["claim", "intent"])
+def test_a_record_of_a_newer_major_is_named_as_such_and_one_under_another_name_is_damaged(name: str) -> None:
+    raw = (V1_2 / name).read_bytes()
+    prefix = raw[:8] + b"\2\0" + raw[10:16]
+    newer = prefix + struct.pack("<Q", digest(prefix + raw[24:])) + raw[24:]
+    with pytest.raises(FormatVersionError, match=r"2\.2"):
+        read_root_record(name, newer)
+    with pytest.raises(DamagedError):
+        decode_claim((V1_2 / "claim").read_bytes(), "generations/000004", "/root")
+    with pytest.raises(DamagedError):
+        decode_intent((V1_2 / "intent").read_bytes(), "intents/000003-000000121", "/root")
 
 
 def test_manifest_of_version_1_1_is_that_of_1_0_with_a_summary_in_front() -> None:
@@ -180,12 +254,15 @@ def test_a_record_of_a_newer_minor_version_is_read_without_its_new_keys() -> Non
     path = directory.path / "generation.msgpack"
     body = msgpack.unpackb(path.read_bytes()[24:]) | {"new_in_1_9": 1}
     packed = msgpack.packb(body)
-    frame = job._FRAME.pack(b"FCKRECRD", 1, 9, 0, digest(packed))
-    path.write_bytes(frame + packed)
-    assert directory.read_generation() == RECORD
-    path.write_bytes(frame[:8] + struct.pack("<H", 2) + frame[10:] + packed)
-    with pytest.raises(FormatVersionError):
-        directory.read_generation()
+    for minor in (1, 9):
+        for major in (1, 2):
+            prefix = struct.pack("<8sHHI", b"FCKRECRD", major, minor, 0)
+            path.write_bytes(prefix + struct.pack("<Q", digest(prefix + packed if minor == 9 else packed)) + packed)
+            if major == 1:
+                assert directory.read_generation() == RECORD
+            else:
+                with pytest.raises(FormatVersionError):
+                    directory.read_generation()
 
 
 def test_the_byte_tables_of_the_documentation_have_no_gaps_and_fit_the_code() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import signal
 import sys
@@ -12,7 +13,7 @@ import pytest
 from support.memory import ended, fork
 from support.ranks import wait_for
 
-from flashckpt.errors import ConfigError, DamagedError, FormatVersionError, JobInUseError
+from flashckpt.errors import ConfigError, DamagedError, FormatVersionError, JobInUseError, SharedMemoryError
 from flashckpt.memory.identity import job_id, root_digest, root_url
 from flashckpt.memory.job import DaemonStatus, GenerationRecord, JobConfig, JobDirectory, memory_root
 from flashckpt.memory.lease import Lease
@@ -281,3 +282,24 @@ def test_events_and_requests_are_files() -> None:
     directory.request("persist-now")
     directory.request("persist-now")
     assert directory.request_path("persist-now").exists()
+
+
+def test_a_full_tmpfs_is_a_clear_error_and_the_daemons_status_is_written_all_the_same(monkeypatch: Any) -> None:
+    directory = JobDirectory.open("full")
+    directory.write_status(DaemonStatus(committed=(1, 5), error="x" * 100))
+    real = os.open
+
+    def full(path: Any, flags: int, *rest: Any, **more: Any) -> int:
+        if flags & os.O_CREAT and str(path).endswith(".tmp"):
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(path))
+        return real(path, flags, *rest, **more)
+
+    monkeypatch.setattr(os, "open", full)
+    with pytest.raises(SharedMemoryError, match="too little host memory"):
+        directory.write_generation(GenerationRecord(generation=1))
+    assert directory.read_generation() is None
+    directory.write_status(DaemonStatus(committed=(1, 9)))
+    assert directory.read_status() == DaemonStatus(committed=(1, 9))
+    (directory.path / "daemon.msgpack").unlink()
+    with pytest.raises(SharedMemoryError):
+        directory.write_status(DaemonStatus(committed=(1, 9)))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import random
 import struct
+from dataclasses import replace
 from typing import Any
 
 import msgpack
@@ -16,6 +17,7 @@ from hypothesis import strategies as st
 from flashckpt.core.digest import CHUNK_BYTES, chunk_digests, digest
 from flashckpt.core.layout import Shard, place
 from flashckpt.core.manifest import Manifest, ShardTable, decode_manifest, encode_manifest, encode_table, merge
+from flashckpt.core.schema import cut_tensors_with_gaps
 from flashckpt.errors import DamagedError, DisagreementError, FormatVersionError, UnsupportedStateError
 
 
@@ -211,3 +213,158 @@ def test_going_over_all_rows_of_a_large_table_keeps_few_of_them(monkeypatch: pyt
     for _ in range(2):
         assert [table.shard(row) for row in range(len(table))] == shards
         assert len(table._shards) <= 2
+
+
+def columns(m: Manifest) -> dict[str, Any]:
+    found: dict[str, Any] = msgpack.unpackb(msgpack.unpackb(encode_manifest(m)[32:])["table"])
+    return found
+
+
+def with_table(m: Manifest, **change: Any) -> bytes:
+    body = msgpack.unpackb(encode_manifest(m)[32:])
+    return sealed(msgpack.packb(body | {"table": msgpack.packb(columns(m) | change)}))
+
+
+def int64(*values: int) -> bytes:
+    return np.array(values, "<i8").tobytes()
+
+
+def flat(*boxes: tuple[int, int], length: int = 8, **changes: Any) -> Manifest:
+    """A MANIFEST of one tensor of `length` bytes in boxes (offset, length), one behind the other in one pack."""
+    shards = [Shard(fqn="w", dtype="uint8", global_shape=(length,), offsets=(at,), lengths=(n,)) for at, n in boxes]
+    table = ShardTable.from_shards(shards, [64 * i for i in range(len(shards))])
+    fields: dict[str, Any] = {
+        "rank": -1,
+        "table": table,
+        "digests": np.zeros(table.chunks, np.uint64),
+        "objects": ["r00000.p0.fck"],
+        "coordinates": {},
+    }
+    return replace(manifest(), **(fields | changes))
+
+
+@pytest.mark.parametrize(
+    ("change", "what"),
+    [
+        ({"nbytes": int64(0, 4)}, "another size"),
+        ({"nbytes": int64(5, 4)}, "another size"),
+        ({"offsets": int64(5, 4)}, "does not lie in its tensor"),
+        ({"offsets": int64(-1, 4)}, "negative"),
+        ({"lengths": int64(2**62, 4)}, "does not lie in its tensor"),
+        ({"global_shape": int64(2**63 - 1, 2**63 - 1), "lengths": int64(2**63 - 1, 4)}, "."),
+        ({"global_shape": int64(2**62, 2**62)}, "more bytes than there are"),
+        ({"byte_offset": int64(-64, 64)}, "outside any object"),
+        ({"byte_offset": int64(2**63 - 1, 64)}, "outside any object"),
+        ({"byte_offset": int64(0, 3)}, "share bytes"),
+        ({"object_id": np.array([1, 0], "<i4").tobytes()}, "pack 1 of 1"),
+        ({"object_id": np.array([-1, 0], "<i4").tobytes()}, "pack"),
+        ({"first_chunk": int64(0, 0)}, "not in the order"),
+        ({"first_chunk": int64(0, 2**62)}, "not in the order"),
+        ({"fqns": [7]}, "list of names"),
+        ({"fqns": "w"}, "list of names"),
+        ({"fqns": ["w", "w"]}, "list of names"),
+        ({"rows": 2.0}, "different lengths"),
+        ({"dtypes": ["float64"]}, "another size"),
+    ],
+)
+def test_rows_that_contradict_themselves_are_damaged(change: dict[str, Any], what: str) -> None:
+    m = flat((0, 4), (4, 4))
+    decode_manifest(with_table(m))
+    with pytest.raises(DamagedError, match=what):
+        decode_manifest(with_table(m, **change))
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"job": 1}, {"step": "120"}, {"step": True}, {"generation": -1}, {"step": 1 << 63}, {"parent": []}, {"parent": [1]},
+        {"parent": [1, "2"]}, {"parent": [1, 2, 3]}, {"parent": "ab"}, {"world_size": None}, {"rank": -2}, {"writers": 5},
+        {"writers": [None]}, {"coordinates": [["dp", 0]]}, {"coordinates": {"dp": "0"}}, {"coordinates": {1: 0}},
+        {"objects": "r00000.p0.fck"}, {"objects": [1]}, {"objects": []}, {"values": b"\x90"}, {"values": b"\x81\x01\x01"},
+        {"values": msgpack.packb({"t": msgpack.Timestamp(1, 2)})}, {"digests": bytes(24)}, {"digests": bytes(9)},
+        {"digests": bytes(8)}, {"table": b"\x90"}, {"chunk_bytes": [1]},
+    ],
+)  # fmt: skip
+def test_fields_of_another_type_or_range_are_damaged(change: dict[str, Any]) -> None:
+    body = msgpack.unpackb(encode_manifest(flat((0, 4), (4, 4)))[32:])
+    decode_manifest(sealed(msgpack.packb(body)))
+    with pytest.raises(DamagedError, match="does not follow its schema"):
+        decode_manifest(sealed(msgpack.packb(body | change)))
+
+
+@pytest.mark.parametrize("name", ["", ".", "..", "../r0.fck", "/etc/passwd", "a/b", "a\0b", "x" * 256])
+def test_a_pack_name_that_leaves_the_folder_is_damaged(name: str) -> None:
+    body = msgpack.unpackb(encode_manifest(flat((0, 8)))[32:])
+    with pytest.raises(DamagedError, match="no name of a pack"):
+        decode_manifest(sealed(msgpack.packb(body | {"objects": [name]})))
+
+
+def test_a_slot_or_an_index_may_hold_a_part_of_a_tensor_and_a_merged_manifest_may_not() -> None:
+    part = flat((2, 4))
+    with pytest.raises(DamagedError, match="do not cover it"):
+        decode_manifest(encode_manifest(part))
+    for rank, objects in ((0, ["r00000.p0.fck"]), (0, [])):
+        decode_manifest(encode_manifest(flat((2, 4), rank=rank, objects=objects)))
+
+
+@pytest.mark.parametrize(
+    ("boxes", "covered"),
+    [
+        ([(0, 8)], True),
+        ([(0, 4), (4, 4)], True),
+        ([(4, 4), (0, 4)], True),
+        ([(0, 5), (3, 5)], True),  # two sets of replicas, cut at different rows
+        ([(0, 4), (0, 4)], False),  # as many elements as the tensor, and a gap
+        ([(0, 3), (4, 4)], False),
+        ([(0, 0)], False),
+        ([(0, 6), (1, 2)], False),
+    ],
+)
+def test_gaps_are_found_whatever_overlaps(boxes: list[tuple[int, int]], covered: bool) -> None:
+    raw = encode_manifest(flat(*boxes))
+    if covered:
+        decode_manifest(raw)
+    else:
+        with pytest.raises(DamagedError, match="do not cover it"):
+            decode_manifest(raw)
+
+
+@given(st.data())
+def test_gaps_are_those_that_a_bitmap_shows(data: Any) -> None:
+    shape = tuple(data.draw(st.lists(st.integers(0, 4), max_size=3)))
+    held = np.zeros(shape, np.bool_)
+    shards = []
+    for _ in range(data.draw(st.integers(1, 6))):
+        ranges = [sorted((data.draw(st.integers(0, n)), data.draw(st.integers(0, n)))) for n in shape]
+        if data.draw(st.booleans()) and shape:  # mostly slabs, so that some of them tile
+            dim = data.draw(st.integers(0, len(shape) - 1))
+            ranges = [one if i == dim else [0, n] for i, (one, n) in enumerate(zip(ranges, shape, strict=True))]
+        held[tuple(slice(a, b) for a, b in ranges)] = True
+        offsets, lengths = tuple(a for a, _ in ranges), tuple(b - a for a, b in ranges)
+        shards.append(Shard(fqn="t", dtype="uint8", global_shape=shape, offsets=offsets, lengths=lengths))
+    table = ShardTable.from_shards(shards, np.arange(len(shards)) * 64)
+    assert bool(cut_tensors_with_gaps(table)) == (not held.all())
+
+
+@pytest.mark.parametrize("wrap", [lambda v: (v,), lambda v: [v], lambda v: {"k": v}, lambda v: [(v, 1)]])
+def test_values_nest_up_to_a_limit_and_are_refused_by_their_key_beyond_it(wrap: Any) -> None:
+    value: Any = 1
+    each = 2 if type(wrap(0)) is list and wrap(0) == [(0, 1)] else 1
+    for _ in range(62 // each):  # two maps are around it
+        value = wrap(value)
+        back = decode_manifest(encode_manifest(manifest(values={"state": {"deep": value}}))).values
+        assert back == {"state": {"deep": value}}
+    for _ in range(2000):  # far beyond what the C stack of a decoder that calls itself holds
+        value = wrap(value)
+        with pytest.raises(UnsupportedStateError, match=r"state\.deep") as caught:
+            encode_manifest(manifest(values={"state": {"deep": value}}))
+        assert "nested more than 64 deep" in caught.value.found
+
+
+def test_a_list_that_holds_itself_and_text_without_bytes_are_refused() -> None:
+    ring: list[Any] = [1]
+    ring += [ring, ring]
+    with pytest.raises(UnsupportedStateError, match="'ring"):
+        encode_manifest(manifest(values={"ring": ring}))
+    with pytest.raises(UnsupportedStateError, match=r"a\[1\]"):
+        encode_manifest(manifest(values={"a": ["ok", "\ud800"]}))

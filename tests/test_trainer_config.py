@@ -10,9 +10,12 @@ from typing import Any
 import pytest
 
 from flashckpt.errors import ConfigError, FlashckptError, LayoutError
-from flashckpt.trainer.config import compare, from_values, read_config, refuse_changes, to_toml, to_values
-from flashckpt.trainer.layout import MULTI_STAGE, SINGLE_STAGE, resolve_layout, stage_layers
+from flashckpt.trainer.changes import compare, recorded_values, refuse_changes
+from flashckpt.trainer.config import from_values, read_config, to_toml, to_values
+from flashckpt.trainer.layout import MULTI_STAGE, SINGLE_STAGE, SPLIT_BACKWARD, resolve_layout, stage_layers
+from flashckpt.trainer.rate import rate_jump
 
+DDP = {"data_parallel": "ddp", "dp_replicate": 2, "dp_shard": 1}
 CONFIGS = sorted((Path(__file__).parent.parent / "configs").glob("*.toml"))
 
 
@@ -108,11 +111,127 @@ def test_a_changed_dimension_is_an_error_and_a_changed_rate_a_warning() -> None:
         ({"model": {"experts": 4}, "parallel": {"tp": 2}}, 2, "without tensor parallel"),
         ({"model": {"experts": 1}}, 1, "experts_per_token"),
         ({"parallel": {"pp": 2, "schedule": "ZBVZeroBubble", "stages_per_rank": 3}}, 2, "stages_per_rank"),
+        *(
+            ({"parallel": {**DDP, "pp": 2, "schedule": schedule}}, 4, f"ddp does not go with {schedule}")
+            for schedule in SPLIT_BACKWARD
+        ),
     ],
 )
 def test_a_layout_that_does_not_divide_is_refused_before_torch(sections: Any, world: Any, named: Any) -> None:
     with pytest.raises(LayoutError, match=named):
         resolve_layout(from_values(sections), world)
+
+
+@pytest.mark.parametrize(
+    ("sections", "error"),
+    [
+        ({"parallel": {"schedule": "GPipe"}}, LayoutError),
+        ({"parallel": {"stages_per_rank": 2}}, LayoutError),
+        ({"parallel": {"loss_parallel": True}}, LayoutError),
+        ({"model": {"experts_per_token": 1}}, ConfigError),
+        ({"optim": {"schedule": "constant", "min_lr": 1e-5}}, ConfigError),
+        ({"optim": {"schedule": "constant", "decay_steps": 5}}, ConfigError),
+        ({"guard": {"max_rollbacks": 5}}, ConfigError),
+        ({"guard": {"on_spike": "rollback"}}, ConfigError),
+        ({"eval": {"batches": 5}}, ConfigError),
+    ],
+)
+def test_a_setting_that_would_have_no_effect_is_refused(sections: Any, error: Any) -> None:
+    with pytest.raises(error, match=r"no effect|nothing to roll back to") as caught:
+        from_values(sections)
+    assert caught.value.exit_code == error.exit_code
+    needs = {"tp": 2, "pp": 2} if error is LayoutError else {}
+    more: dict[str, Any] = {
+        "parallel": needs,
+        "model": {"experts": 0 if error is LayoutError else 4},
+        "optim": {"schedule": "cosine"},
+        "guard": {"on_spike": "rollback"},
+        "checkpoint": {"root": "here"},
+        "eval": {"every": 1},
+    }
+    from_values({section: {**sections.get(section, {}), **more.get(section, {})} for section in {*sections, *more}})
+
+
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [
+        ("optim.lr", float("nan")),
+        ("optim.lr", -1.0),
+        ("optim.beta2", 1.0),
+        ("optim.clip_norm", -1.0),
+        ("parallel.timeout_s", 0.0),
+        ("guard.max_skipped", 0),
+        ("eval.every", -1),
+        ("model.experts", -1),
+        ("log.peak_tflops", float("inf")),
+    ],
+)
+def test_a_value_out_of_range_is_refused(key: str, value: Any) -> None:
+    section, _, name = key.partition(".")
+    with pytest.raises(ConfigError, match=key):
+        from_values({section: {name: value}})
+
+
+def test_storage_options_are_a_table_in_the_file_and_on_the_command_line(tmp_path: Any) -> None:
+    text = (
+        '[checkpoint]\nroot = "s3://bucket/run"\n[checkpoint.storage_options]\nretries = 2\nendpoint_url = "http://a"\n'
+    )
+    (tmp_path / "run.toml").write_text(text)
+    words = ["--checkpoint.storage_options.endpoint_url", "http://b:9000", "--checkpoint.storage_options.anon=true"]
+    run = read_config(tmp_path / "run.toml", words)
+    assert run.checkpoint.storage_options == {"retries": 2, "endpoint_url": "http://b:9000", "anon": True}
+    (tmp_path / "printed.toml").write_text(to_toml(run))
+    assert read_config(tmp_path / "printed.toml") == run
+    for wrong in (["--checkpoint.storage_options", "a"], ["--checkpoint.root.a", "b"], ["--trein.a.b", "c"]):
+        with pytest.raises(ConfigError):
+            read_config(None, wrong)
+
+
+def test_storage_options_are_not_recorded_with_the_checkpoints() -> None:
+    """They may hold credentials, and they say how the root is reached, not what the run is."""
+    run = from_values({"checkpoint": {"root": "s3://b", "storage_options": {"secret": "xyzzy"}}})
+    assert "xyzzy" not in str(recorded_values(run))
+    assert compare(recorded_values(run), run) == []
+
+
+def test_a_layout_is_described_with_its_bubble() -> None:
+    train = {"global_batch": 16, "micro_batch": 2}
+    parallel = {"pp": 2, "tp": 2, "dp_shard": 2}
+
+    def describe(**more: Any) -> str:
+        return resolve_layout(from_values({"train": train, "parallel": {**parallel, **more}}), 8).describe()
+
+    assert describe() == "DP 2 x TP 2 x PP 2 (1F1B, 2 stages), 4 micro-batches, bubble 20.0%"
+    assert describe(schedule="Interleaved1F1B").endswith("bubble 11.1%")
+    assert describe(schedule="ZBVZeroBubble").endswith("bubble at most 11.1%")
+    assert "bubble" not in resolve_layout(from_values({}), 1).describe()
+
+
+@pytest.mark.parametrize(
+    ("changed", "step", "old", "new"),
+    [
+        ({"train": {"steps": 200}}, 100, "3.000e-04", "1.761e-03"),
+        ({"optim": {"decay_steps": 190}}, 100, "3.000e-04", "1.761e-03"),
+        ({"optim": {"lr": 6e-3}}, 10, "3.000e-03", "6.000e-03"),
+    ],
+)
+def test_a_schedule_that_jumps_at_the_restore_is_told_with_both_rates(
+    changed: Any, step: int, old: str, new: str
+) -> None:
+    before = to_values(from_values({}))
+    text = rate_jump(before, from_values(changed), step)
+    assert f"jumps at the restored step {step}: {old} under the recorded schedule" in text
+    assert f"{new} under this one" in text
+    assert ("set optim.decay_steps = 90" in text) == ("train" in changed)
+
+
+def test_the_advice_takes_the_jump_away() -> None:
+    before = to_values(from_values({}))
+    longer = {"train": {"steps": 200}}
+    assert rate_jump(before, from_values({**longer, "optim": {"decay_steps": 90}}), 60) == ""
+    assert rate_jump(before, from_values({}), 60) == ""
+    assert rate_jump(before, from_values(longer), 5) == ""  # in the warm-up both are the same
+    assert rate_jump({}, from_values({}), 60) == ""  # a record without these values
 
 
 def test_every_schedule_that_torch_knows_by_name_is_known() -> None:
@@ -138,7 +257,7 @@ def test_stages_cover_every_layer_once_and_spare_the_ends() -> None:
 
 def test_v_shaped_schedules_give_the_first_rank_the_last_stage() -> None:
     layout = resolve_layout(from_values({"parallel": {"pp": 2, "schedule": "zbvzerobubble"}}), 2)
-    assert (layout.stages_of(0), layout.stages_of(1), layout.last_stage_rank()) == ((0, 3), (1, 2), 0)
+    assert (layout.stages_of(0), layout.stages_of(1), layout.rank_of_stage(3)) == ((0, 3), (1, 2), 0)
 
 
 @pytest.mark.parametrize(

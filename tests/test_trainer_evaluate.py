@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import os
 from dataclasses import replace
 from typing import Any
 
@@ -13,10 +14,14 @@ from support.training import run_config, run_rank, write_corpus
 
 from flashckpt.errors import LayoutError
 from flashckpt.trainer import check as check_module
+from flashckpt.trainer import loop
 from flashckpt.trainer.check import check, compare_records
 from flashckpt.trainer.config import from_values, to_values
 from flashckpt.trainer.demo_report import compare_traces
+from flashckpt.trainer.evaluate import Evaluator
+from flashckpt.trainer.layout import MULTI_STAGE, SINGLE_STAGE
 from flashckpt.trainer.metrics import StepRecord, read_trace
+from flashckpt.trainer.session import process_group
 
 
 @pytest.fixture(scope="module")
@@ -62,6 +67,55 @@ def test_two_layouts_score_the_same(text: Any) -> None:
         assert one[channel]["loss"] == pytest.approx(two[channel]["loss"], abs=5e-2)
 
 
+PIPELINES = {
+    **{schedule: (2, {"pp": 2, "schedule": schedule}) for schedule in (*SINGLE_STAGE, *MULTI_STAGE)},
+    "fsdp2 x DualPipeV": (4, {"pp": 2, "schedule": "DualPipeV"}),
+    "tp2 x ZBVZeroBubble, loss parallel": (4, {"tp": 2, "pp": 2, "loss_parallel": True, "schedule": "ZBVZeroBubble"}),
+    "ddp2 x 1F1B": (4, {"dp_replicate": 2, "dp_shard": 1, "pp": 2, "data_parallel": "ddp"}),
+}
+
+
+def evaluate_rank(_rank: int, config_values: Any) -> Any:
+    """Evaluate before, between and after two steps: the losses of each, and of the steps."""
+    config = from_values(config_values)
+    layout = loop.prepare(config, int(os.environ["WORLD_SIZE"]))
+    with process_group(config) as device:
+        trainer = loop.Trainer(config, layout, device)
+        evaluator, losses = Evaluator(config, trainer.parallel), []
+        for number in range(3):
+            losses += [score.loss for score in evaluator.scores().values()]
+            losses += [trainer.one_step().loss] if number < 2 else []
+        return losses
+
+
+def evaluate_in(text: Any, world: int, parallel: Any, precision: str = "float32") -> Any:
+    folder, source = text
+    data = {"source": source, "holdout_every": 4}
+    train = {"precision": precision}
+    config = run_config(folder, parallel=parallel, train=train, data=data, eval={"every": 1, "batches": 2})
+    ranks = values(run_ranks(evaluate_rank, world, to_values(config), timeout_s=100))
+    assert all(rank == ranks[0] for rank in ranks)  # to the bit
+    return ranks[0]
+
+
+@pytest.fixture(scope="module")
+def evaluated_alone(text: Any) -> Any:
+    return evaluate_in(text, 1, {})
+
+
+@pytest.mark.parametrize("name", PIPELINES)
+def test_every_schedule_scores_as_one_process_does(name: str, text: Any, evaluated_alone: Any) -> None:
+    assert evaluate_in(text, *PIPELINES[name]) == pytest.approx(evaluated_alone, abs=2e-6)
+
+
+@pytest.mark.parametrize("data_parallel", ["fsdp", "ddp"])
+def test_a_pipeline_scores_in_bfloat16(data_parallel: str, text: Any) -> None:
+    """What stages hand on is of another type under each of the two."""
+    parallel = {"dp_replicate": 2, "dp_shard": 1, "pp": 2, "data_parallel": data_parallel}
+    alone = evaluate_in(text, 1, {}, "bfloat16")
+    assert evaluate_in(text, 4, parallel, "bfloat16") == pytest.approx(alone, abs=1e-3)
+
+
 def check_rank(_rank: Any, config_values: Any, wrong: Any) -> Any:
     if wrong:  # the reference has other weights than the layout: it runs, and is silently wrong
         alone = check_module.single_process
@@ -71,6 +125,25 @@ def check_rank(_rank: Any, config_values: Any, wrong: Any) -> Any:
     except LayoutError as error:
         return f"refused: {error.problem}"
     return None if result is None else result.agrees
+
+
+@pytest.mark.parametrize(
+    ("world", "parallel"),
+    [
+        (2, {"tp": 2, "loss_parallel": True}),
+        (2, {"pp": 2, "schedule": "DualPipeV", "stages_per_rank": 2}),
+        (2, {"dp_replicate": 2, "dp_shard": 1, "data_parallel": "ddp"}),
+    ],
+    ids=["tp2", "dualpipev", "ddp2"],
+)
+def test_check_takes_what_has_no_effect_in_one_process_out_of_the_reference(
+    text: Any, world: Any, parallel: Any
+) -> None:
+    wrong = False
+    folder, source = text
+    data = {"source": source, "holdout_every": 4}
+    config = run_config(folder, parallel=parallel, train={"precision": "bfloat16"}, data=data)
+    assert values(run_ranks(check_rank, world, to_values(config), wrong, timeout_s=100)) == [True, None]
 
 
 @pytest.mark.parametrize("wrong", [False, True])

@@ -15,8 +15,8 @@ from flashckpt.trainer.guard import Guard
 from flashckpt.trainer.layout import resolve_layout
 from flashckpt.trainer.metrics import ProgressLine, StepRecord, Trace, flops_per_token, read_trace
 from flashckpt.trainer.model import Transformer, count_parameters, initialise
-from flashckpt.trainer.optim import learning_rate
 from flashckpt.trainer.parallel import build_stage
+from flashckpt.trainer.rate import learning_rate
 
 RECORD: dict[str, Any] = {"norm": 1.0, "rate": 0.1, "tokens": 64, "samples": "ab", "seconds": 0.5}
 

@@ -2,13 +2,25 @@
 
 from __future__ import annotations
 
+import contextlib
+import threading
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
+import pytest
 import torch
 from support.engine import agent_dir, net
+from support.one_rank import agent_of_the_test, crash  # noqa: F401 -- fixtures
+from support.proxy import Proxy
+from support.ranks import wait_for
+from support.s3 import moto_server
 
 from flashckpt import Checkpointer
 from flashckpt.checkpoint.checkpoints import list_checkpoints
+from flashckpt.daemon import persisting, service
+from flashckpt.daemon.service import Daemon
+from flashckpt.errors import PersistError, StoreError, UnsupportedStateError
 from flashckpt.memory.job import JobDirectory
 from flashckpt.storage.opening import open_store
 
@@ -30,3 +42,213 @@ def test_persist_step_overwritten_before_the_daemon_came_wait_has_a_newer_one_pe
         ckpt.wait(timeout=60)
     (info,) = list_checkpoints(open_store(tmp_path / "root"))
     assert info.step == 7
+
+
+class Fault:
+    """A root on which writing data fails while `error` is set, and what the daemon did about it."""
+
+    def __init__(self, root: str) -> None:
+        self.inner, self.error, self.attempts = open_store(root), "", 0
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.inner, name)
+
+    def put_object(self, key: str, parts: Any, nbytes: int | None = None) -> None:
+        if self.error:
+            self.attempts += 1
+            raise StoreError(self.error)
+        self.inner.put_object(key, parts, nbytes)
+
+
+@pytest.fixture
+def fault(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Fault:
+    """Failing storage, and a daemon that would wait for an hour before it tries again by itself."""
+    found = Fault(str(tmp_path / "root"))
+    monkeypatch.setattr(persisting, "open_store", lambda *_, **__: found)
+    monkeypatch.setattr(service, "BACKOFF_S", (3600.0,))
+    return found
+
+
+@contextlib.contextmanager
+def turning(job: str) -> Iterator[Daemon]:
+    """A daemon that turns in a thread."""
+    directory = JobDirectory.open(job)
+    lock = directory.hold_daemon()
+    assert lock is not None
+    daemon, end = Daemon(directory, lock, service.Times(linger_s=3600.0)), threading.Event()
+
+    def turn() -> None:
+        while not end.wait(0.005):
+            daemon.turn()
+
+    thread = threading.Thread(target=turn)
+    thread.start()
+    try:
+        yield daemon
+    finally:
+        end.set()
+        thread.join()
+        daemon.close()
+
+
+def begun(root: Path, **settings: Any) -> Checkpointer:
+    agent_dir()
+    ckpt = Checkpointer(root, **{"snapshot_every": 1, "persist_every": 1, "job": "t", **settings})
+    ckpt.track(model=net())
+    ckpt.restore()
+    return ckpt
+
+
+@pytest.mark.parametrize("timeout", [30, None])
+def test_storage_is_back_wait_has_it_tried_at_once_and_raises_no_old_error(
+    timeout: float | None, tmp_path: Path, fault: Fault
+) -> None:
+    ckpt = begun(tmp_path / "root")
+    fault.error = "no space left"
+    ckpt.step(1)
+    with turning("t") as daemon:
+        wait_for(lambda: daemon.error, what="the failure")
+        before = fault.attempts
+        fault.error = ""
+        ckpt.wait(timeout)
+        assert fault.attempts == before
+    assert [i.step for i in list_checkpoints(open_store(tmp_path / "root"))] == [1]
+    crash(ckpt)
+
+
+@pytest.mark.parametrize("timeout", [30, None])
+def test_storage_still_fails_wait_raises_what_it_says_now_and_the_next_wait_tries_again(
+    timeout: float | None, tmp_path: Path, fault: Fault
+) -> None:
+    ckpt = begun(tmp_path / "root")
+    fault.error = "no space left"
+    ckpt.step(1)
+    with turning("t") as daemon:
+        wait_for(lambda: daemon.error, what="the failure")
+        for attempt, text in enumerate(("the token has expired", "connection refused")):
+            fault.error = text
+            with pytest.raises(PersistError, match=text):
+                ckpt.wait(timeout)
+            assert fault.attempts == attempt + 2, "tried once for each call"
+        fault.error = ""
+        ckpt.wait(timeout)
+    crash(ckpt)
+
+
+def test_an_attempt_that_was_under_way_and_fails_is_no_answer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It began before `wait()`: what it met may be over. The one after it counts."""
+    monkeypatch.setattr(service, "BACKOFF_S", (3600.0,))
+    store, entered, go = Fault(str(tmp_path / "root")), threading.Event(), threading.Event()
+    real = store.inner.put_object
+
+    def put_object(key: str, parts: Any, nbytes: int | None = None) -> None:
+        store.attempts += 1
+        if store.attempts == 1:
+            raise StoreError("the first fault")
+        if store.attempts == 2:
+            entered.set()
+            assert go.wait(60)
+            raise StoreError("the second fault")
+        real(key, parts, nbytes)
+
+    monkeypatch.setattr(store, "put_object", put_object, raising=False)
+    monkeypatch.setattr(persisting, "open_store", lambda *_, **__: store)
+    ckpt = begun(tmp_path / "root")
+    ckpt.step(1)
+    with turning("t") as daemon:
+        wait_for(lambda: daemon.error, what="the first fault")
+        JobDirectory.open("t").ask("retry-now")
+        assert entered.wait(60)
+        asked = ckpt._alive().directory.ask
+
+        def ask(name: str) -> int:
+            found = asked(name)
+            go.set()
+            return found
+
+        monkeypatch.setattr(ckpt._alive().directory, "ask", ask)
+        ckpt.wait(30)
+        assert store.attempts == 3
+    crash(ckpt)
+
+
+def test_wait_says_why_snapshots_were_discarded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def encode(*_: object, **__: object) -> bytes:
+        raise UnsupportedStateError("the value of 'x' cannot be held")
+
+    monkeypatch.setattr("flashckpt.staging.staging.encode_manifest", encode)
+    ckpt = begun(tmp_path / "root", persist_every=2)
+    for step in (1, 2, 3, 4):
+        ckpt.step(step)
+    with turning("t"), pytest.raises(PersistError, match="step 4 of generation 1 is not on storage") as caught:
+        ckpt.wait(30)
+    assert "the snapshot of step 4 was discarded: the value of 'x' cannot be held" in caught.value.found
+    assert "no snapshot of it" in caught.value.state
+    crash(ckpt)
+
+
+def test_a_persist_step_whose_snapshot_was_discarded_is_made_up_for_by_the_next_one(tmp_path: Path) -> None:
+    ckpt = begun(tmp_path / "root", persist_every=2)
+    life = ckpt._alive()
+    ckpt.step(1)
+    ckpt.step(2)
+    life._stager.finish()
+    life._wanted.discarded((1, 2), ValueError("changed while it was copied"), persist=True)
+    ckpt.step(3)
+    life._stager.finish()
+    assert life._wanted.taken == (1, 3)
+    with turning("t"):
+        ckpt.wait(30)
+    assert list_checkpoints(open_store(tmp_path / "root"))[0].step == 3
+    crash(ckpt)
+
+
+def test_a_snapshot_that_cannot_be_taken_any_more_is_said_and_the_newest_one_is_persisted(tmp_path: Path) -> None:
+    """The optimizer has stepped since the skipped persist step: what is there now is no whole step."""
+    agent_dir()
+    model = net()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    ckpt = Checkpointer(tmp_path / "root", snapshot_every=1, persist_every=2, job="t")
+    ckpt.track(model=model, optimizer=optimizer)
+    ckpt.restore()
+    life = ckpt._alive()
+    ckpt.step(1)
+    ckpt.step(2)
+    life._stager.finish()
+    life._wanted.discarded((1, 2), ValueError("changed while it was copied"), persist=True)
+    model(torch.ones(2, 24)).sum().backward()
+    optimizer.step()
+    with turning("t"):
+        with pytest.raises(PersistError, match="step 2 of generation 1") as caught:
+            ckpt.wait(30)
+        assert "call wait() right after ckpt.step()" in caught.value.found
+        assert "changed while it was copied" in caught.value.found
+        wait_for(lambda: list_checkpoints(open_store(tmp_path / "root")), what="the newest one")
+    crash(ckpt)
+
+
+def test_s3_blip_between_two_waits_costs_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Refused credentials and a server that is gone, through a real proxy; then all is well again."""
+    monkeypatch.setattr(service, "BACKOFF_S", (3600.0,))
+    with moto_server() as server:
+        proxy = Proxy(server.endpoint)
+        options = server.options(retries=1, timeout_s=5.0) | {"endpoint_url": proxy.endpoint}
+        ckpt = begun(f"s3://{server.bucket}/run", storage_options=options)  # type: ignore[arg-type]  # a URL will do
+        with turning("t") as daemon:
+            ckpt.step(1)
+            ckpt.wait(30)
+            proxy.refused_key = str(options["key"])
+            ckpt.step(2)
+            with pytest.raises(PersistError):
+                ckpt.wait(30)
+            proxy.refused_key = None
+            ckpt.wait(30)
+            proxy.stop()
+            ckpt.step(3)
+            wait_for(lambda: daemon.error, what="the failure")
+            proxy.start()
+            ckpt.wait(30)
+        steps = [i.step for i in list_checkpoints(server.open("run"))]
+        assert steps[0] == 3
+        crash(ckpt)
+        proxy.stop()

@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from flashckpt.errors import RESUME_EXIT_CODE, FlashckptError
 from flashckpt.trainer.config import RunConfig, read_config, to_toml
 from flashckpt.trainer.layout import resolve_layout
+from flashckpt.trainer.nonfatal import nonfatal_streams
 from flashckpt.trainer.telling import tell_once
 
 USAGE = """Usage: python -m flashckpt.trainer [--config FILE.toml] [--section.key VALUE ...]
@@ -33,7 +34,6 @@ Exit codes: 0 done, 75 stopped on request with state kept (start again to go on)
 
 def main(words: Sequence[str] | None = None) -> int:
     """Run the command line and return its exit code."""
-    logging.basicConfig(level=logging.INFO, format=f"[rank {os.environ.get('RANK', '0')}] %(name)s: %(message)s")
     rest = list(sys.argv[1:] if words is None else words)
     if "--help" in rest or "-h" in rest:
         _say(USAGE)
@@ -53,7 +53,9 @@ def _run(words: list[str]) -> int:
         _say(to_toml(config))
         return 0
     resolve_layout(config, int(os.environ.get("WORLD_SIZE", "1")))  # refused before torch is imported
-    return _check(config) if check_only else _train(config)
+    with nonfatal_streams():
+        logging.basicConfig(level=logging.INFO, format=f"[rank {os.environ.get('RANK', '0')}] %(name)s: %(message)s")
+        return _check(config) if check_only else _train(config)
 
 
 def _train(config: RunConfig) -> int:

@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 import torch.distributed as dist
 
 from flashckpt.errors import LayoutError
-from flashckpt.trainer.config import RunConfig
+from flashckpt.trainer.config import ParallelConfig, RunConfig
 from flashckpt.trainer.layout import resolve_layout
 from flashckpt.trainer.loop import Trainer, prepare
 from flashckpt.trainer.metrics import StepRecord
@@ -35,6 +35,7 @@ class CheckResult:
 
 def single_process(config: RunConfig) -> RunConfig:
     """Return the same run on one rank: same samples, same weights; dropout is left out of both."""
+    defaults = ParallelConfig()
     alone = replace(
         config.parallel,
         pp=1,
@@ -43,7 +44,9 @@ def single_process(config: RunConfig) -> RunConfig:
         tp=1,
         layers_per_stage=(),
         data_parallel="fsdp",
+        schedule=defaults.schedule,
         stages_per_rank=0,
+        loss_parallel=False,
     )
     return replace(config, parallel=alone)
 

@@ -15,6 +15,9 @@ from pathlib import Path
 from typing import Any, get_args, get_origin, get_type_hints
 
 from flashckpt.errors import ConfigError
+from flashckpt.memory.identity import job_id, root_url
+from flashckpt.settings import checked
+from flashckpt.trainer.checks import check_values
 
 if sys.version_info >= (3, 11):
     import tomllib
@@ -99,13 +102,17 @@ class DataConfig:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class CheckpointConfig:
-    """Where and how often; an empty `root` trains without checkpoints. Intervals in steps."""
+    """Where and how often; an empty `root` trains without checkpoints. Intervals in steps.
+
+    `storage_options` goes to the store: `endpoint_url` and the like. Credentials are better left to the environment.
+    """
 
     root: str = ""
     snapshot_every: int = 5
     persist_every: int = 250
     keep_last: int = 3
     job: str = ""
+    storage_options: dict[str, Any] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -152,21 +159,6 @@ class RunConfig:
     log: LogConfig = field(default_factory=LogConfig)
 
 
-CHOICES = {
-    "parallel.data_parallel": ("fsdp", "ddp"),
-    "train.precision": ("float32", "bfloat16"),
-    "train.device": ("auto", "cpu", "cuda"),
-    "optim.schedule": ("constant", "cosine", "linear", "wsd"),
-    "guard.on_spike": ("warn", "skip", "rollback"),
-}
-MINIMUM = {
-    "train.steps": 1, "train.seq_len": 2, "train.global_batch": 1, "train.micro_batch": 1,
-    "model.vocab": 256, "model.dim": 2, "model.layers": 1, "model.heads": 1, "model.kv_heads": 1, "model.ffn": 1,
-    "checkpoint.snapshot_every": 1, "checkpoint.persist_every": 1, "checkpoint.keep_last": 1,
-    "data.holdout_every": 2, "guard.window": 4, "log.every": 1,
-}  # fmt: skip
-
-
 def read_config(path: str | os.PathLike[str] | None, overrides: Sequence[str] = ()) -> RunConfig:
     """Return the run that a TOML file and `--section.key value` words describe.
 
@@ -182,10 +174,22 @@ def read_config(path: str | os.PathLike[str] | None, overrides: Sequence[str] = 
         section, _, name = key.partition(".")
         if not name:
             raise _unknown(key, [f"{s}.{n}" for s in _sections() for n in _fields(s)])
-        target = values.setdefault(section, {})
-        if isinstance(target, dict):
-            target[name] = _parse(key, text)
+        _put(values.setdefault(section, {}), key, text)
     return from_values(values)
+
+
+def _put(content: Any, key: str, text: str) -> None:
+    """Set one key of a section from a command-line word; `section.table.name` sets one entry of a table."""
+    section, _, name = key.partition(".")
+    table, _, entry = name.partition(".")
+    if not isinstance(content, dict):
+        return  # not a table: from_values says so
+    if entry and get_origin(_fields(section).get(table) if section in _sections() else None) is dict:
+        entries = content.setdefault(table, {})
+        if isinstance(entries, dict):
+            entries[entry] = _plain(text)
+    else:
+        content[name] = _parse(key, text)
 
 
 def from_values(values: Mapping[str, Any]) -> RunConfig:
@@ -198,7 +202,8 @@ def from_values(values: Mapping[str, Any]) -> RunConfig:
                 f"[{section}] is not a table", found=repr(content), expected=f"[{section}] with key = value"
             )
     config = RunConfig(**{section: _build(section, dict(content)) for section, content in values.items()})
-    _check_values(config)
+    check_values(to_values(config), DEFAULTS)
+    _check_checkpoint(config.checkpoint)
     return config
 
 
@@ -216,50 +221,6 @@ def to_toml(config: RunConfig) -> str:
     for section, content in to_values(config).items():
         lines += [f"[{section}]", *(f"{key} = {_literal(value)}" for key, value in content.items()), ""]
     return "\n".join(lines)
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Change:
-    """One setting that differs between a recorded run and this one; `severity` is error, warning or note."""
-
-    key: str
-    before: Any
-    now: Any
-    severity: str
-
-
-# What a change means on resume: the first matching prefix decides, everything else is a note.
-SEVERITY = (
-    ("model.dropout", "warning"), ("model.", "error"), ("train.seq_len", "error"), ("train.seed", "error"),
-    ("train.global_batch", "warning"), ("train.micro_batch", "warning"), ("train.precision", "warning"),
-    ("optim.", "warning"), ("parallel.timeout_s", "note"), ("parallel.", "warning"), ("data.", "warning"),
-)  # fmt: skip
-
-
-def compare(before: Mapping[str, Any], now: RunConfig) -> list[Change]:
-    """Return what changed between the values recorded with a checkpoint and this run, in order of sections."""
-    changes = []
-    for section, content in to_values(now).items():
-        old = before.get(section, {})
-        for key, value in content.items():
-            if key in old and old[key] != value:
-                name = f"{section}.{key}"
-                severity = next((level for prefix, level in SEVERITY if name.startswith(prefix)), "note")
-                changes.append(Change(key=name, before=old[key], now=value, severity=severity))
-    return changes
-
-
-def refuse_changes(changes: Sequence[Change]) -> None:
-    """Raise ConfigError if one of the changes makes the recorded state unusable."""
-    bad = [change for change in changes if change.severity == "error"]
-    if bad:
-        raise ConfigError(
-            f"this run cannot resume: {', '.join(change.key for change in bad)} changed since the checkpoint",
-            found=", ".join(f"{change.key} = {change.now}" for change in bad),
-            expected=", ".join(f"{change.key} = {change.before}" for change in bad),
-            state="Nothing was trained; the checkpoint is untouched.",
-            remedy="set the recorded value again, or start a new run with another checkpoint.root",
-        )
 
 
 def split_overrides(words: Sequence[str]) -> list[tuple[str, str]]:
@@ -316,11 +277,22 @@ def _coerce(key: str, wanted: Any, value: Any) -> Any:
         item = get_args(wanted)[0]
         parts = value if isinstance(value, list | tuple) else [value]
         return tuple(_coerce(key, item, part) for part in parts)
+    if get_origin(wanted) is dict:
+        if not isinstance(value, Mapping):
+            raise ConfigError(f"{key} has the wrong type", found=repr(value), expected=f"a table: [{key}]")
+        return dict(value)
     if wanted is float and isinstance(value, int) and not isinstance(value, bool):
         return float(value)
     if type(value) is not wanted:
         raise ConfigError(f"{key} has the wrong type", found=repr(value), expected=wanted.__name__)
     return value
+
+
+def _plain(text: str) -> Any:
+    try:
+        return tomllib.loads(f"value = {text}")["value"]
+    except tomllib.TOMLDecodeError:  # not quoted: a string
+        return text
 
 
 def _parse(key: str, text: str) -> Any:
@@ -332,6 +304,8 @@ def _parse(key: str, text: str) -> Any:
         raise _unknown(key, [f"{section}.{known}" for known in _fields(section)])
     if get_origin(wanted) is tuple:
         return [_scalar(key, get_args(wanted)[0], part) for part in text.split(",") if part]
+    if get_origin(wanted) is dict:
+        raise ConfigError(f"--{key} sets a table", found=text, expected=f"--{key}.NAME VALUE")
     return _scalar(key, wanted, text)
 
 
@@ -349,6 +323,8 @@ def _literal(value: Any) -> str:
         return "true" if value else "false"
     if isinstance(value, str):
         return '"' + value.replace("\\", "\\\\").replace('"', '\\"') + '"'
+    if isinstance(value, dict):
+        return "{" + ", ".join(f"{_literal(name)} = {_literal(part)}" for name, part in value.items()) + "}"
     if isinstance(value, list):
         return "[" + ", ".join(_literal(part) for part in value) + "]"
     return repr(value)
@@ -367,19 +343,13 @@ def _unknown(key: str, known: Sequence[str]) -> ConfigError:
     )
 
 
-def _check_values(config: RunConfig) -> None:
-    values = to_values(config)
-    for key, choices in CHOICES.items():
-        section, _, name = key.partition(".")
-        if values[section][name] not in choices:
-            raise ConfigError(
-                f"{key} has no such choice", found=repr(values[section][name]), expected=" | ".join(choices)
-            )
-    for key, least in MINIMUM.items():
-        section, _, name = key.partition(".")
-        if values[section][name] < least:
-            raise ConfigError(f"{key} is too small", found=str(values[section][name]), expected=f"{least} or more")
-    if not 0.0 <= config.model.dropout < 1.0:
-        raise ConfigError(
-            "model.dropout is out of range", found=str(config.model.dropout), expected="0.0 up to, not including, 1.0"
-        )
+def _check_checkpoint(config: CheckpointConfig) -> None:
+    for name in ("snapshot_every", "persist_every", "keep_last"):
+        checked(name, getattr(config, name), called=f"checkpoint.{name}")
+    if config.root:
+        root_url(config.root)
+    if config.job:
+        job_id("", config.job)
+
+
+DEFAULTS = to_values(RunConfig())

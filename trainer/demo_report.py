@@ -80,7 +80,10 @@ def read_restores(folder: Path) -> list[Restored]:
     except FileNotFoundError:
         return []
     for line in lines:
-        record = json.loads(line)
+        try:
+            record = json.loads(line)
+        except ValueError:  # cut short by a disk that was full
+            continue
         lives.setdefault((record["launch"], record["generation"]), []).append(record)
     return [_sum(records) for records in lives.values()]
 

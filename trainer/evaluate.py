@@ -52,7 +52,6 @@ class Evaluator:
     def __init__(self, config: RunConfig, parallel: Parallel) -> None:
         self._parallel, self._batch, self._batches = parallel, config.train.global_batch, config.eval.batches
         self._data = TokenDataset(config.data.folder, "held", config.train.seq_len)
-        # Its own schedule: a pipeline that changes between training and evaluation negotiates shapes again each time.
         self._step = TrainStep(
             parallel, self._data.channels, config.train.seq_len, loss_parallel_on=config.parallel.loss_parallel
         )

@@ -16,6 +16,8 @@ MESH_NAMES = ("pp", "dp_replicate", "dp_shard", "tp")
 SINGLE_STAGE = ("1F1B", "GPipe")
 MULTI_STAGE = ("Interleaved1F1B", "LoopedBFS", "InterleavedZeroBubble", "ZBVZeroBubble", "DualPipeV")
 V_SHAPED = ("ZBVZeroBubble", "DualPipeV")
+# Backward in two halves: gradients of weights are then not seen by DDP, which would not average them.
+SPLIT_BACKWARD = ("InterleavedZeroBubble", "ZBVZeroBubble", "DualPipeV")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -49,8 +51,8 @@ class Layout:
 
     @property
     def bubble(self) -> float:
-        """Idle share of a 1F1B step: (p - 1) / (m + p - 1)."""
-        return (self.pp - 1) / (self.micro_batches + self.pp - 1)
+        """Idle share of a step, (p - 1) / (v m + p - 1) with v stages per rank; a zero-bubble schedule has less."""
+        return (self.pp - 1) / (self.stages_per_rank * self.micro_batches + self.pp - 1)
 
     def stages_of(self, pp_rank: int) -> tuple[int, ...]:
         """Return the stages that a pipeline rank holds, in the order the schedule wants them."""
@@ -58,15 +60,17 @@ class Layout:
             return (pp_rank, self.stages - 1 - pp_rank)
         return tuple(pp_rank + i * self.pp for i in range(self.stages_per_rank))
 
-    def last_stage_rank(self) -> int:
-        """Return the pipeline rank that holds the last stage, and so the loss."""
-        return next(r for r in range(self.pp) if self.stages - 1 in self.stages_of(r))
+    def rank_of_stage(self, stage: int) -> int:
+        """Return the pipeline rank that holds a stage."""
+        return next(r for r in range(self.pp) if stage in self.stages_of(r))
 
     def describe(self) -> str:
         """Return one line for people."""
         dp = f"DP {self.dp_shard}" if self.dp_replicate == 1 else f"DP {self.dp_replicate}x{self.dp_shard} (HSDP)"
         pp = f"PP {self.pp}" + (f" ({self.schedule}, {self.stages} stages)" if self.pp > 1 else "")
-        return f"{dp} x TP {self.tp} x {pp}, {self.micro_batches} micro-batches"
+        at_most = "at most " if self.schedule in SPLIT_BACKWARD else ""
+        bubble = f", bubble {at_most}{self.bubble:.1%}" if self.pp > 1 else ""
+        return f"{dp} x TP {self.tp} x {pp}, {self.micro_batches} micro-batches{bubble}"
 
 
 def resolve_layout(config: RunConfig, world: int) -> Layout:
@@ -91,6 +95,7 @@ def resolve_layout(config: RunConfig, world: int) -> Layout:
         local_batch=local_batch,
     )
     _check_schedule(layout)
+    _check_ddp(config, layout)
     check_recompute(config.parallel.activation_checkpoint)
     return layout
 
@@ -205,6 +210,17 @@ def _check_experts(config: RunConfig, degrees: dict[str, int]) -> None:
             found=f"tp = {degrees['tp']}, data_parallel = {config.parallel.data_parallel}",
             expected="tp = 1, data_parallel = fsdp",
             remedy="spread the experts over more dp_shard ranks instead",
+        )
+
+
+def _check_ddp(config: RunConfig, layout: Layout) -> None:
+    if config.parallel.data_parallel == "ddp" and layout.pp > 1 and layout.schedule in SPLIT_BACKWARD:
+        raise LayoutError(
+            f"data_parallel = ddp does not go with {layout.schedule}",
+            found=f"parallel.data_parallel = ddp, parallel.schedule = {layout.schedule}",
+            expected="a schedule whose backward is one pass: 1F1B, GPipe, Interleaved1F1B or LoopedBFS",
+            state="Nothing was started.",
+            remedy="use data_parallel = fsdp: DDP would not average the gradients of these schedules",
         )
 
 

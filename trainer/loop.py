@@ -19,7 +19,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from flashckpt.errors import RESUME_EXIT_CODE, ConfigError, FlashckptError
-from flashckpt.trainer.config import RunConfig, compare, refuse_changes, to_values
+from flashckpt.trainer.changes import compare, recorded_values, refuse_changes
+from flashckpt.trainer.config import RunConfig
 from flashckpt.trainer.corpus import prepare_corpus
 from flashckpt.trainer.data import TokenDataset, TrainingData, ids_digest
 from flashckpt.trainer.evaluate import Evaluator
@@ -27,8 +28,9 @@ from flashckpt.trainer.guard import Guard
 from flashckpt.trainer.layout import Layout, resolve_layout
 from flashckpt.trainer.metrics import StepRecord
 from flashckpt.trainer.model import name_seed
-from flashckpt.trainer.optim import build_optimizers, clamp_gradients, clip_gradients, learning_rate, set_rate
+from flashckpt.trainer.optim import build_optimizers, clamp_gradients, clip_gradients, set_rate
 from flashckpt.trainer.parallel import build_parallel
+from flashckpt.trainer.rate import learning_rate, rate_jump
 from flashckpt.trainer.reporter import Reporter
 from flashckpt.trainer.session import check_root, note_restore, process_group
 from flashckpt.trainer.step import Totals, TrainStep
@@ -37,6 +39,12 @@ if TYPE_CHECKING:
     from flashckpt import Checkpointer
 
 logger = logging.getLogger(__name__)
+
+
+def _say_once(level: int, text: str) -> None:
+    """Log what all ranks know alike, on rank 0."""
+    if os.environ.get("RANK", "0") == "0":
+        logger.log(level, "%s", text)
 
 
 class RunRecord:
@@ -51,7 +59,7 @@ class RunRecord:
 
     def state_dict(self) -> dict[str, Any]:
         """Return plain values."""
-        return {"config": to_values(self.config), "tokens": self.tokens}
+        return {"config": recorded_values(self.config), "tokens": self.tokens}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Keep what was recorded; refuse a run that cannot continue it.
@@ -62,10 +70,9 @@ class RunRecord:
         self.before, self.tokens = dict(state["config"]), int(state["tokens"])
         changes = compare(self.before, self.config)
         refuse_changes(changes)
-        if os.environ.get("RANK", "0") == "0":
-            for change in changes:
-                level = logging.WARNING if change.severity == "warning" else logging.INFO
-                logger.log(level, "%s changed since the checkpoint: %r -> %r", change.key, change.before, change.now)
+        for change in changes:
+            level = logging.WARNING if change.severity == "warning" else logging.INFO
+            _say_once(level, f"{change.key} changed since the checkpoint: {change.before!r} -> {change.now!r}")
 
 
 class SpikeError(Exception):
@@ -115,7 +122,12 @@ class Trainer:
 
     def run(self) -> int:
         """Train to the last step; return the exit code (0, or 75: start me again)."""
+        self._announce()
         self._restore()
+        if self.done >= self.config.train.steps:
+            _say_once(
+                logging.WARNING, f"step {self.done} of {self.config.train.steps} is trained already: nothing to do"
+            )
         self._open_reporter()
         try:
             code = self._train()
@@ -126,6 +138,13 @@ class Trainer:
             self.ckpt.wait()
             self.ckpt.close()
         return code
+
+    def _announce(self) -> None:
+        train = self.config.train
+        where = f"{train.precision} on {self.parallel.device.type}, {self.config.parallel.data_parallel}"
+        _say_once(logging.INFO, f"{self.layout.describe()}; {where}")
+        if not self.config.checkpoint.root:
+            _say_once(logging.WARNING, "no checkpoints are made: checkpoint.root is empty, all of [checkpoint] is idle")
 
     def _open_reporter(self) -> None:
         if self.reporter is not None:
@@ -210,8 +229,6 @@ class Trainer:
         if not self.guard.is_spike(totals.loss):
             return True
         action = self.config.guard.on_spike
-        if action == "rollback" and self.ckpt is None:
-            action = "skip"  # there is nothing to roll back to
         if self.reporter is not None:
             self.reporter.spike(step, totals.loss, totals.norm, self.data.global_ids(), action)
         if action == "rollback":
@@ -247,6 +264,8 @@ class Trainer:
             raise
         if report is not None:
             self.done = report.step
+            if self.record.before is not None and (jump := rate_jump(self.record.before, self.config, self.done)):
+                _say_once(logging.WARNING, jump)
             note_restore(self.config.log.folder, report)
 
     def _explain(self, error: FlashckptError) -> None:
@@ -254,7 +273,7 @@ class Trainer:
         from flashckpt.trainer.recorded import recorded_config
 
         settings = self.config.checkpoint
-        before = recorded_config(settings.root, settings.job or None)
+        before = recorded_config(settings.root, settings.job or None, settings.storage_options)
         if before is not None:
             try:
                 refuse_changes(compare(before, self.config))
@@ -271,6 +290,7 @@ class Trainer:
             persist_every=settings.persist_every,
             keep_last=settings.keep_last,
             job=settings.job or None,
+            storage_options=settings.storage_options,
         )
         ckpt.track(
             model=self.parallel.parts,
@@ -299,7 +319,7 @@ def prepare(config: RunConfig, world: int) -> Layout:
     prepare_corpus(config.data.folder, config.data.source, config.data.holdout_every)
     TokenDataset(config.data.folder, "train", config.train.seq_len)
     if config.checkpoint.root:
-        check_root(config.checkpoint.root)
+        check_root(config.checkpoint.root, config.checkpoint.storage_options)
     return layout
 
 

@@ -12,6 +12,7 @@ from typing import Any
 
 from flashckpt.trainer.config import ModelConfig
 from flashckpt.trainer.model import count_parameters
+from flashckpt.trainer.nonfatal import LineFile, nonfatal_stream
 
 TRACE = "trace.jsonl"
 ABANDONED = "abandoned.jsonl"
@@ -55,7 +56,8 @@ class StepRecord:
 class Trace:
     """A JSONL file of a run with one line per step: no step twice, whatever crashes lie between.
 
-    Lines behind the restored step are moved to another file, so what a crash cost stays visible.
+    Lines behind the restored step are moved to another file, so what a crash cost stays visible. A disk that is full
+    costs lines, which are counted and reported; never the run.
 
     Args:
         folder: The run's log folder; created.
@@ -67,28 +69,27 @@ class Trace:
     def __init__(
         self, folder: str | os.PathLike[str], after: int, *, name: str = TRACE, abandoned: str = ABANDONED
     ) -> None:
-        path = Path(folder)
-        path.mkdir(parents=True, exist_ok=True)
-        kept, lost = _split(path / name, after)
-        if lost:
-            with (path / abandoned).open("a") as file:
-                file.writelines(lost)
-        temporary = path / f"{name}.tmp"
-        temporary.write_text("".join(kept))
-        temporary.replace(path / name)
-        self._file = (path / name).open("a", buffering=1)
-        self.dropped = 0
+        self._abandoned, self._after = Path(folder, abandoned), after
+        self._file = LineFile(Path(folder, name), prepare=self._take_back)
 
     def write(self, line: str) -> None:
-        """Append one JSON line; a full disk costs the line, never the run."""
-        try:
-            self._file.write(line + "\n")
-        except OSError:
-            self.dropped += 1
+        """Append one JSON line."""
+        self._file.write(line)
 
     def close(self) -> None:
         """Close the file."""
         self._file.close()
+
+    def _take_back(self, fd: int) -> None:
+        """Move the lines of later steps to the other file. Cutting a file off needs no room on its disk."""
+        with os.fdopen(os.dup(fd), "rb") as file:
+            kept, lost = _split(file.read(), self._after)
+        if lost:
+            abandoned = LineFile(self._abandoned)
+            for line in lost:
+                abandoned.write(line.decode(errors="replace").rstrip("\n"))
+            abandoned.close()
+        os.ftruncate(fd, kept)
 
 
 def read_trace(path: str | os.PathLike[str]) -> list[dict[str, Any]]:
@@ -100,14 +101,20 @@ def read_trace(path: str | os.PathLike[str]) -> list[dict[str, Any]]:
     return [json.loads(line) for line in text.splitlines(keepends=True) if line.endswith("\n")]
 
 
-def _split(path: Path, after: int) -> tuple[list[str], list[str]]:
+def _split(data: bytes, after: int) -> tuple[int, list[bytes]]:
+    """Return the number of bytes before the first line of a later step, and the whole lines from there on."""
+    whole = [line for line in data.splitlines(keepends=True) if line.endswith(b"\n")]  # torn: a step never finished
+    for number, line in enumerate(whole):
+        if _step(line) > after:
+            return sum(map(len, whole[:number])), whole[number:]
+    return sum(map(len, whole)), []
+
+
+def _step(line: bytes) -> int:
     try:
-        lines = path.read_text().splitlines(keepends=True)
-    except FileNotFoundError:
-        return [], []
-    whole = [line for line in lines if line.endswith("\n")]  # a torn last line is the step that never finished
-    kept = [line for line in whole if json.loads(line)["step"] <= after]
-    return kept, whole[len(kept) :]
+        return int(json.loads(line)["step"])
+    except (ValueError, KeyError, TypeError):
+        return -1  # damaged: stays where it is
 
 
 def flops_per_token(model: ModelConfig, seq_len: int) -> float:
@@ -128,7 +135,7 @@ class ProgressLine:
 
     def __init__(self, *, steps: int, every: int, peak_tflops: float = 0.0, flops: float = 0.0, world: int = 1) -> None:
         self._steps, self._every, self._peak, self._flops, self._world = steps, every, peak_tflops, flops, world
-        self._out = sys.stderr
+        self._out = nonfatal_stream(sys.stderr, "standard error")
         self._pace_s = 0.0
 
     def show(self, record: StepRecord, batch_tokens: int) -> None:
@@ -137,10 +144,12 @@ class ProgressLine:
         if record.step % self._every and record.step != self._steps:
             return
         line = self.text(record, batch_tokens)
-        self._out.write(f"\r\x1b[K{line}" if self._out.isatty() else line + "\n")
-        if self._out.isatty() and record.step == self._steps:
-            self._out.write("\n")
-        self._out.flush()
+        end = "\n" if record.step == self._steps else ""
+        self._out.write(f"\r\x1b[K{line}{end}" if self._out.isatty() else line + "\n")
+
+    def close(self) -> None:
+        """Say what could not be shown."""
+        self._out.report()
 
     def text(self, record: StepRecord, batch_tokens: int) -> str:
         """Return the line."""

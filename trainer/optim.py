@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterable
 from typing import Any
 
@@ -53,25 +52,6 @@ def _build(config: OptimConfig, part: nn.Module) -> torch.optim.AdamW:
         eps=config.eps,
         fused=True,  # one operator per group
     )
-
-
-def learning_rate(config: OptimConfig, step: int, steps: int) -> float:
-    """Return the rate of optimizer step `step` (from 1): warm-up, then the chosen shape down to `min_lr`.
-
-    A pure function of the step, so nothing of it is state. `decay_steps` 0 means: all after the warm-up
-    (for "wsd": the last fifth of the run).
-    """
-    if step <= config.warmup_steps:
-        return config.lr * step / config.warmup_steps
-    if config.schedule == "constant":
-        return config.lr
-    span = config.decay_steps or (
-        max(1, steps // 5) if config.schedule == "wsd" else max(1, steps - config.warmup_steps)
-    )
-    start = steps - span if config.schedule == "wsd" else config.warmup_steps
-    done = min(1.0, max(0.0, (step - start) / span))
-    shape = 0.5 * (1.0 + math.cos(math.pi * done)) if config.schedule == "cosine" else 1.0 - done
-    return config.min_lr + (config.lr - config.min_lr) * shape
 
 
 def set_rate(optimizers: Iterable[torch.optim.Optimizer], rate: float) -> None:

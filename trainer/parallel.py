@@ -8,11 +8,12 @@ rank: one code path, and every parameter is a DTensor that knows its global offs
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
@@ -42,6 +43,7 @@ class Parallel:
         stages: Global stage number of each part.
         dp_rank: Which slice of the global batch this rank reads.
         has_first: Whether a part takes tokens; has_last: whether one computes the loss.
+        hidden: What a stage hands to the next for one micro-batch; a tensor without data.
         reporter: Whether this is the one rank that writes traces: last stage, data rank 0, tensor rank 0.
     """
 
@@ -53,6 +55,7 @@ class Parallel:
     dp_rank: int
     has_first: bool
     has_last: bool
+    hidden: Tensor
     reporter: bool
 
     def coordinate(self, name: str) -> int:
@@ -72,6 +75,35 @@ class Parallel:
         cls: Any = get_schedule_class(self.layout.schedule)
         held: Any = built[0] if self.layout.stages_per_rank == 1 else built
         return cls(held, n_microbatches=self.layout.micro_batches, loss_fn=loss, scale_grads=False)
+
+    def forward_only(self, tokens: Sequence[Tensor]) -> list[Tensor]:
+        """Return the last stage's outputs (empty where it is not), one per micro-batch, under any schedule. Collective.
+
+        Stage after stage, all micro-batches of one before the next: the pipelines of torch that go backward in two halves
+        cannot leave the backward out.
+
+        Args:
+            tokens: Inputs of the first stage, one tensor per micro-batch.
+        """
+        group, owner, here = self.mesh["pp"].get_group(), self.layout.rank_of_stage, self.coordinate("pp")
+        values, sends = list(tokens), []
+        for stage, part in zip(self.stages, self.parts, strict=True):  # ascending
+            came_from = None if stage == 0 else owner(stage - 1)
+            goes_to = None if stage == self.layout.stages - 1 else owner(stage + 1)
+            for number in range(len(values)):
+                if came_from not in (None, here):
+                    values[number] = torch.empty_like(self.hidden, device=self.device)
+                    dist.recv(values[number], group=group, group_src=came_from)
+                values[number] = part(values[number]).contiguous()
+                if goes_to not in (None, here):
+                    sends.append(dist.isend(values[number], group=group, group_dst=goes_to))
+        for send in sends:
+            assert send is not None, "None is for ranks outside the group"
+            send.wait()
+        for module in (module for part in self.parts for module in part.modules()):
+            if isinstance(module, FSDPModule):
+                module.reshard()  # as it was found: parameters that stay gathered would miss a restore
+        return values if self.has_last else []
 
     def parameters(self) -> list[nn.Parameter]:
         """Return the parameters of all local parts, in a fixed order."""
@@ -95,8 +127,17 @@ def build_parallel(config: RunConfig, layout: Layout, device: torch.device) -> P
         dp_rank=dp_rank,
         has_first=0 in stages,
         has_last=has_last,
+        hidden=_hidden(config, layout),
         reporter=has_last and dp_rank == 0 and mesh["tp"].get_local_rank() == 0,
     )
+
+
+def _hidden(config: RunConfig, layout: Layout) -> Tensor:
+    tokens = config.train.seq_len // (layout.tp if config.parallel.sequence_parallel else 1)
+    # FSDP casts the parameters and with them all activations; under autocast the sums between blocks stay float32
+    is_cast = config.train.precision == "bfloat16" and config.parallel.data_parallel == "fsdp"
+    shape = (layout.local_batch // layout.micro_batches, tokens, config.model.dim)
+    return torch.empty(shape, dtype=torch.bfloat16 if is_cast else torch.float32, device="meta")
 
 
 def build_stage(config: RunConfig, layout: Layout, stage: int) -> Transformer:
@@ -119,6 +160,10 @@ def _build_part(config: RunConfig, layout: Layout, mesh: DeviceMesh, device: tor
     mode = config.parallel.activation_checkpoint
     part.set_recompute(mode, check_recompute(mode))
     if config.parallel.data_parallel == "ddp":
+        if config.train.precision == "bfloat16":
+            # Float32 parameters, gradients and activations between blocks; bfloat16 in every product. Forward only:
+            # the backward of an operator runs in the type of its forward.
+            part.forward = torch.autocast(device.type, dtype=torch.bfloat16)(part.forward)  # type: ignore[method-assign]  # as torch documents it
         # find_unused_parameters: the buckets are then never rebuilt after the first backward, and a
         # resumed run adds gradients in the same order as the unbroken one.
         group = mesh["dp_replicate"].get_group()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 from flashckpt.checkpoint.checkpoints import list_checkpoints, read_manifest
@@ -18,9 +18,9 @@ from flashckpt.storage.opening import open_store
 RECORD = "run"
 
 
-def recorded_config(root: str, job: str | None) -> dict[str, Any] | None:
+def recorded_config(root: str, job: str | None, storage_options: Mapping[str, Any]) -> dict[str, Any] | None:
     """Return the recorded values of the newest snapshot or checkpoint; None where nothing readable is."""
-    found = [*_in_memory(root, job), *_on_storage(root)]
+    found = [*_in_memory(root, job), *_on_storage(root, storage_options)]
     newest = max(found, key=lambda manifest: manifest.identity, default=None)
     if newest is None:
         return None
@@ -48,9 +48,9 @@ def _of_segment(segment: Segment) -> Iterator[Manifest]:
         segment.close()
 
 
-def _on_storage(root: str) -> Iterator[Manifest]:
+def _on_storage(root: str, storage_options: Mapping[str, Any]) -> Iterator[Manifest]:
     with contextlib.suppress(FlashckptError, OSError):
-        store = open_store(root)
+        store = open_store(root, **storage_options)
         for info in list_checkpoints(store):
             if not info.problem:
                 yield read_manifest(store, info)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import errno
 import json
 import logging
 from collections.abc import Mapping, Sequence
@@ -10,9 +12,12 @@ from typing import Any
 from flashckpt.trainer.config import RunConfig
 from flashckpt.trainer.evaluate import Score
 from flashckpt.trainer.metrics import ProgressLine, StepRecord, Trace, flops_per_token
+from flashckpt.trainer.nonfatal import Nonfatal
 
 logger = logging.getLogger(__name__)
 EVAL, SPIKES = "eval.jsonl", "spikes.jsonl"
+BOARD_PATIENCE = 100
+"""After a failure tensorboard is tried again at each so manieth step: a new writer is a file and a thread."""
 
 
 class Reporter:
@@ -31,7 +36,7 @@ class Reporter:
         self._eval = Trace(folder, after, name=EVAL, abandoned=f"abandoned.{EVAL}") if config.eval.every else None
         self._spikes: Trace | None = None
         self._folder, self._after = folder, after
-        self._board = _open_board(folder, after) if config.log.tensorboard else None
+        self._board = Board(folder, after) if config.log.tensorboard else None
         self._progress = ProgressLine(
             steps=config.train.steps,
             every=config.log.every,
@@ -47,7 +52,7 @@ class Reporter:
         if self._board is not None:
             values = {"loss": record.loss, "gradient norm": record.norm, "learning rate": record.rate}
             values |= {f"loss/{name}": value for name, value in record.channels.items()}
-            self._to_board(values, record.step)
+            self._board.add(values, record.step)
 
     def scores(self, step: int, scores: Mapping[str, Score]) -> None:
         """Write an evaluation."""
@@ -61,7 +66,9 @@ class Reporter:
         }
         if self._eval is not None:
             self._eval.write(json.dumps({"step": step, "held_out": rounded}))
-        self._to_board({f"held out/{name} bits per byte": score.bits_per_byte for name, score in scores.items()}, step)
+        if self._board is not None:
+            bits = {f"held out/{name} bits per byte": score.bits_per_byte for name, score in scores.items()}
+            self._board.add(bits, step)
         logger.info(
             "step %d, held out: %s",
             step,
@@ -78,29 +85,62 @@ class Reporter:
         logger.warning("step %d: loss %.4f is a spike (%s); its samples are in %s", step, loss, action, SPIKES)
 
     def close(self) -> None:
-        """Close every file."""
-        for trace in (self._trace, self._eval, self._spikes):
-            if trace is not None:
-                trace.close()
-        if self._board is not None:
-            self._board.close()
+        """Close every file, and say what could not be written."""
+        for output in (self._trace, self._eval, self._spikes, self._board, self._progress):
+            if output is not None:
+                output.close()
 
-    def _to_board(self, values: Mapping[str, float], step: int) -> None:
-        if self._board is None:
-            return
-        try:
+
+class Board:
+    """Curves for tensorboard. A disk that is full costs points, which are counted and reported; never the run.
+
+    Args:
+        folder: The run's log folder.
+        after: Step that was restored; points of later steps are cut, so that none is drawn twice.
+    """
+
+    def __init__(self, folder: str, after: int) -> None:
+        self._folder, self._after = f"{folder}/tensorboard", after
+        self._writer: Any = None
+        self._writing = Nonfatal(self._folder)
+        self._calls = 0  # since it was given up
+        self._is_installed = True
+
+    def add(self, values: Mapping[str, float], step: int) -> None:
+        """Add one point to each named curve."""
+        if self._is_installed and not self._writing.attempt(lambda: self._add(values, step), lines=len(values)):
+            self._give_up()
+
+    def close(self) -> None:
+        """Write what is left."""
+        if self._writer is not None and not self._writing.attempt(self._writer.close, lines=0):
+            self._writing.lost += 1
+        self._writing.report()
+
+    def _add(self, values: Mapping[str, float], step: int) -> None:
+        if self._writer is None:
+            self._calls += 1
+            if self._writing.lost and self._calls % BOARD_PATIENCE:
+                raise OSError(errno.EAGAIN, "given up for the moment")
+            self._writer = _summary_writer(self._folder, self._after)
+            self._is_installed = self._writer is not None
+        if self._writer is not None:
             for name, value in values.items():
-                self._board.add_scalar(name, value, step)
-        except OSError as error:  # a full disk costs the curve, never the run
-            logger.warning("tensorboard is given up: %s", error)
-            self._board = None
+                self._writer.add_scalar(name, value, step)
+            self._after = step
+
+    def _give_up(self) -> None:
+        # Its thread has died of the error; a new writer begins a new file behind the last point that was taken.
+        if self._writer is not None:
+            with contextlib.suppress(OSError, ValueError):
+                self._writer.close()
+        self._writer = None
 
 
-def _open_board(folder: str, after: int) -> Any:
+def _summary_writer(folder: str, after: int) -> Any:
     try:
         from torch.utils.tensorboard import SummaryWriter
     except ImportError:
         logger.warning("log.tensorboard is on, but tensorboard is not installed: pip install 'flashckpt[trainer]'")
         return None
-    # purge_step: curves of steps that a crash took back are cut, so none is drawn twice
-    return SummaryWriter(log_dir=f"{folder}/tensorboard", purge_step=after + 1)
+    return SummaryWriter(log_dir=folder, purge_step=after + 1)

@@ -4,45 +4,48 @@ from __future__ import annotations
 
 import json
 import os
-import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from datetime import timedelta
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import HashStore
 
-from flashckpt.errors import RootError
-from flashckpt.memory.identity import root_url
+from flashckpt.errors import ConfigError, RootError, StoreError
+from flashckpt.memory.roots import root_url
 from flashckpt.report import RestoreReport
+from flashckpt.storage.opening import open_store
 from flashckpt.trainer.config import RunConfig
+from flashckpt.trainer.nonfatal import Nonfatal, write_all
 
 
-def check_root(root: str) -> None:
-    """Refuse a checkpoint folder that cannot be written, before anything is trained.
+def check_root(root: str, storage_options: Mapping[str, Any]) -> None:
+    """Refuse a checkpoint root that cannot be written, before anything is trained.
 
-    A restarted group is not checked again: storage that fails later never stops training.
+    A folder is tried by every rank: each node may see another. An object store is asked by rank 0 alone. A restarted
+    group is not checked again: storage that fails later never stops training.
 
     Raises:
-        RootError: the folder cannot be made or written.
+        RootError: the root cannot be made or written.
+        ConfigError: a storage option is wrong.
     """
-    url = root_url(root)
-    if not url.startswith("file://") or os.environ.get("FLASHCKPT_RESTART", "0") != "0":
+    if os.environ.get("FLASHCKPT_RESTART", "0") != "0":
         return
-    path = Path(url.removeprefix("file://"))
+    url = root_url(root)
+    if not url.startswith("file://") and os.environ.get("RANK", "0") != "0":
+        return
     try:
-        path.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryFile(dir=path):
-            pass
-    except OSError as error:
+        open_store(url, **storage_options).check(write=True)
+    except StoreError as error:
         raise RootError(
-            f"the checkpoint root {path} cannot be written",
-            found=error.strerror or str(error),
-            expected="a folder in which files can be made",
+            f"the checkpoint root {url} cannot be written: {error.problem}",
+            found=error.found,
+            expected=error.expected,
             state="Nothing was started.",
-            remedy="set checkpoint.root to another place, or make this one writable",
+            remedy=error.remedy or "check checkpoint.root and checkpoint.storage_options (endpoint_url)",
         ) from error
 
 
@@ -57,10 +60,15 @@ def note_restore(folder: str, report: RestoreReport) -> None:
         "seconds": round(float(report.seconds.get("total", 0.0)), 4),
         "exact": report.is_same_layout,
     }
-    Path(folder).mkdir(parents=True, exist_ok=True)
-    fd = os.open(Path(folder) / "restores.jsonl", os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o644)
+    path = Path(folder) / "restores.jsonl"
+    Nonfatal(str(path)).attempt(lambda: _append(path, (json.dumps(line) + "\n").encode()))
+
+
+def _append(path: Path, data: bytes) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    fd = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o644)
     try:
-        os.write(fd, (json.dumps(line) + "\n").encode())
+        write_all(fd, data)
     finally:
         os.close(fd)
 
@@ -69,6 +77,14 @@ def note_restore(folder: str, report: RestoreReport) -> None:
 def process_group(config: RunConfig, *, alone: bool = False) -> Iterator[torch.device]:
     """Join the process group (or make one of a single rank) and yield this rank's device."""
     wanted = config.train.device
+    if wanted == "cuda" and not torch.cuda.is_available():
+        raise ConfigError(
+            "train.device = cuda, and there is no such device",
+            found="torch sees no CUDA device",
+            expected="a device, and a torch that was built for it",
+            state="Nothing was started.",
+            remedy='set train.device = "auto" or "cpu"',
+        )
     device = torch.device("cuda" if wanted == "cuda" or (wanted == "auto" and torch.cuda.is_available()) else "cpu")
     if device.type == "cuda":
         device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")) % torch.cuda.device_count())

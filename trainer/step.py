@@ -46,7 +46,7 @@ class TrainStep:
     ) -> None:
         self._parallel, self._channels, self._tokens = parallel, list(channels), seq_len
         self._sharded_loss = loss_parallel_on and parallel.layout.tp > 1
-        self._schedule: Any = parallel.schedule(self._loss) if parallel.layout.pp > 1 else None
+        self._schedule: Any = None
         self._parts: list[tuple[Tensor, Tensor]] = []  # (summed loss, channel) per sample, one entry per micro-batch
 
     def backward(self, batch: Batch) -> Totals:
@@ -56,10 +56,10 @@ class TrainStep:
             parameter.grad = None
         tokens, targets = batch.tokens.to(self._parallel.device), batch.targets.to(self._parallel.device)
         with self._context():
-            if self._schedule is None:
+            if self._parallel.layout.pp == 1:
                 self._accumulate(tokens, targets)
             else:
-                self._run_schedule(tokens, targets, backward=True)
+                self._run_schedule(tokens, targets)
         settle_gradients(self._parallel)
         return self._reduce(local_square_sum(self._parallel))
 
@@ -69,11 +69,14 @@ class TrainStep:
         self._parts.clear()
         tokens, targets = batch.tokens.to(self._parallel.device), batch.targets.to(self._parallel.device)
         with self._context():
-            if self._schedule is None:
-                for x, y in self._micro(tokens, targets):
+            pairs = self._micro(tokens, targets)
+            if self._parallel.layout.pp == 1:
+                for x, y in pairs:
                     self._loss(self._parallel.parts[0](x), y)
             else:
-                self._run_schedule(tokens, targets, backward=False)
+                logits = self._parallel.forward_only([x for x, _ in pairs])
+                for output, (_, y) in zip(logits, pairs, strict=False):  # no logits where the last stage is elsewhere
+                    self._loss(output, y)
         return self._reduce(torch.zeros((), dtype=torch.float64, device=self._parallel.device)).channels
 
     @contextmanager
@@ -94,13 +97,13 @@ class TrainStep:
             set_gradient_sync(part, sync=number == len(pairs) - 1)
             (self._loss(part(x), y) / len(pairs)).backward()  # type: ignore[no-untyped-call]  # untyped in torch
 
-    def _run_schedule(self, tokens: Tensor, targets: Tensor, *, backward: bool) -> None:
-        run = self._schedule.step if backward else self._schedule.eval
+    def _run_schedule(self, tokens: Tensor, targets: Tensor) -> None:
+        if self._schedule is None:
+            self._schedule = self._parallel.schedule(self._loss)
         first, last = self._parallel.has_first, self._parallel.has_last
         inputs = (tokens,) if first else ()
-        run(*inputs, target=targets if last else None, losses=[] if last else None)
-        if backward:
-            self._divide_gradients()
+        self._schedule.step(*inputs, target=targets if last else None, losses=[] if last else None)
+        self._divide_gradients()
 
     def _divide_gradients(self) -> None:
         """Make sums over micro-batches means; on local shards, for DTensor would plan it anew for every shape."""

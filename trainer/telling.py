@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import sys
 import time
@@ -15,6 +16,7 @@ from flashckpt.errors import (
     RootError,
     SharedMemoryError,
 )
+from flashckpt.trainer.nonfatal import nonfatal_stream
 
 # A restart cannot mend these: the configuration, the layout, the data, the root, the machine are what they are.
 FINAL = (ConfigError, LayoutError, DataError, RootError, SharedMemoryError)
@@ -42,14 +44,14 @@ def tell_once(error: FlashckptError) -> None:
         _write(error)
         return
     _write(error)
-    if isinstance(error, FINAL):
-        _refuse(Path(folder), error.exit_code)
-    told.write_text("told")
+    with contextlib.suppress(OSError):  # a full disk must not hide the exit code
+        if isinstance(error, FINAL):
+            _refuse(Path(folder), error.exit_code)
+        told.write_text("told")
 
 
 def _write(error: FlashckptError) -> None:
-    sys.stderr.write(f"{type(error).__name__}: {error}\n")
-    sys.stderr.flush()
+    nonfatal_stream(sys.stderr, "standard error").write(f"{type(error).__name__}: {error}\n")
 
 
 def _refuse(folder: Path, exit_code: int) -> None:

@@ -77,7 +77,7 @@ class Rank:
             root_digest=0,
             rank=self.rank,
             slots=spec_of["slots"],
-            manifest_capacity=plan.manifest_bytes(),
+            manifest_capacity=plan.need(0).manifest_bytes,
             data_capacity=plan.total,
             layout_hash=plan.signature,
         )

@@ -12,14 +12,14 @@ import threading
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
-from typing import Any, TypeVar
-
-import msgpack
+from typing import TypeVar
 
 from flashckpt.checkpoint.persist import MANIFEST, TOMBSTONE, prefix_of, read_start
+from flashckpt.checkpoint.root_records import explaining, fields_of
 from flashckpt.core.head import Summary, decode_summary
 from flashckpt.core.lineage import is_abandoned
 from flashckpt.core.manifest import Manifest, decode_manifest, summary_of
+from flashckpt.core.records import integer, number, seal, snapshot_id, text
 from flashckpt.errors import DamagedError, FlashckptError, FormatVersionError, NoCheckpointError, ObjectMissingError
 from flashckpt.faults import crash_point
 from flashckpt.storage.store import Store
@@ -188,7 +188,7 @@ def claim_generation(store: Store, claim: GenerationClaim) -> bool:
     """
     crash_point("generation.before-claim")
     key = _claim_key(claim.generation)
-    won = store.put_if_absent(key, msgpack.packb(_claim_fields(claim)))
+    won = store.put_if_absent(key, encode_claim(claim))
     if not won:  # an answer may have been lost: the token tells whether the object is ours
         won = owns_generation(store, claim)
     if won:
@@ -324,34 +324,45 @@ def _claim_key(generation: int) -> str:
     return f"{GENERATIONS}{generation:06d}"
 
 
-def _claim_fields(claim: GenerationClaim) -> dict[str, Any]:
-    return {
-        "generation": claim.generation,
-        "token": claim.token,
-        "parent": None if claim.parent is None else list(claim.parent),
-        "world_size": claim.world_size,
-        "created_s": claim.created_s,
-    }
+def encode_claim(claim: GenerationClaim) -> bytes:
+    """Return the object that claims a generation."""
+    return seal(
+        {
+            "generation": claim.generation,
+            "token": claim.token,
+            "parent": None if claim.parent is None else list(claim.parent),
+            "world_size": claim.world_size,
+            "created_s": claim.created_s,
+        }
+    )
+
+
+def decode_claim(raw: bytes, key: str, url: str) -> GenerationClaim:
+    """Return the claim in `raw`, which was read from `key` of the root `url`; one without a digest was written before 1.2.
+
+    Raises:
+        DamagedError, FormatVersionError: It cannot be used; the message says how to go on.
+    """
+    with explaining(
+        f"the generation claim {key} of {url} is damaged",
+        state="Nothing was chosen: without it, it is not known which checkpoints that life of the job abandoned.",
+        remedy=f"restore the object {key} from a backup or an older version of it; if that life of the job abandoned "
+        "nothing (it began where the one before it ended), delete it",
+    ):
+        fields = fields_of(raw, key)
+        claim = GenerationClaim(
+            generation=integer(fields["generation"], least=1),
+            token=text(fields["token"]),
+            parent=None if fields["parent"] is None else snapshot_id(fields["parent"]),
+            world_size=integer(fields["world_size"]),
+            created_s=number(fields["created_s"]),
+        )
+        if _claim_key(claim.generation) != key:
+            raise ValueError(f"the claim of generation {claim.generation}")
+        if claim.parent is not None and not 0 < claim.parent[0] < claim.generation:
+            raise ValueError(f"generation {claim.generation} restored from generation {claim.parent[0]}")
+        return claim
 
 
 def _read_claim(store: Store, key: str) -> GenerationClaim:
-    raw = store.get(key)
-    try:
-        fields = msgpack.unpackb(raw)
-        parent = fields["parent"]
-        return GenerationClaim(
-            generation=int(fields["generation"]),
-            token=str(fields["token"]),
-            parent=None if parent is None else (int(parent[0]), int(parent[1])),
-            world_size=int(fields["world_size"]),
-            created_s=float(fields["created_s"]),
-        )
-    except (ValueError, KeyError, TypeError, IndexError) as error:
-        raise DamagedError(
-            f"the generation claim {key} of {store.url} is damaged",
-            found=repr(raw[:64]),
-            expected="a msgpack map of generation, token, parent, world_size and created_s",
-            state="Nothing was chosen: without it, it is not known which checkpoints that life of the job abandoned.",
-            remedy=f"restore the object {key} from a backup or an older version of it; if that life of the job abandoned "
-            "nothing (it began where the one before it ended), delete it",
-        ) from error
+    return decode_claim(store.get(key), key, store.url)

@@ -24,7 +24,8 @@ from flashckpt.core.digest import CHUNK_BYTES, digest
 from flashckpt.core.layout import ITEMSIZE, SMALL_BYTES
 from flashckpt.core.packs import COMPRESSED_SUFFIX, Pack
 from flashckpt.core.table import ShardTable
-from flashckpt.errors import ConfigError, DamagedError, FormatVersionError
+from flashckpt.errors import DamagedError, FormatVersionError
+from flashckpt.settings import compression_level
 from flashckpt.storage.store import Store
 
 FRAME_BYTES = CHUNK_BYTES
@@ -35,6 +36,7 @@ _MAGIC = b"FCKFRAME"
 _VERSION = 1
 _FOOTER = struct.Struct("<8sIIQQQ")  # magic, version, frames, directory bytes, uncompressed bytes, directory digest
 _RAW = 0
+_ZSTD_HEADER_BYTES = 18
 
 _local = threading.local()
 
@@ -66,12 +68,8 @@ def parse_compression(name: str) -> Codec | None:
     Raises:
         ConfigError: not "off", "auto", "zstd" or "zstd:LEVEL" with a level from 1 to 19.
     """
-    kind, _, level = name.partition(":")
-    if name in ("off", "auto", "none", ""):
-        return None
-    if kind == "zstd" and (not level or (level.isdigit() and 1 <= int(level) <= 19)):
-        return Codec(int(level or DEFAULT_LEVEL))
-    raise ConfigError(f"unknown compression {name!r}", expected="off, auto, zstd or zstd:LEVEL with LEVEL 1 to 19")
+    level = compression_level(name)
+    return None if level is None else Codec(level or DEFAULT_LEVEL)
 
 
 def worth_compressing(*, upload_bytes_s: float, encode_bytes_s: float, ratio: float, threads: int) -> bool:
@@ -215,6 +213,9 @@ class PackedObjects:
         if flag == _RAW:
             return np.frombuffer(stored, np.uint8)
         try:
+            says = zstandard.frame_content_size(bytes(stored[:_ZSTD_HEADER_BYTES]))
+            if says not in (-1, nbytes):  # zstd would make that much room, whatever it is
+                raise _damaged(self._store, key, f"a frame that says {says} bytes", f"{nbytes} bytes")
             data = _decompressor().decompress(stored, max_output_size=nbytes)
         except zstandard.ZstdError as error:
             raise _damaged(self._store, key, f"a frame that zstd cannot read ({error})", "a whole frame") from error
@@ -244,6 +245,8 @@ class PackedObjects:
         if digest(raw) != expected or len(raw) != frames * _ROW_BYTES:
             raise _damaged(self._store, key, "a directory that does not match its digest", f"digest {expected:016x}")
         directory = _parse(bytes(raw), frames, uncompressed)
+        if (wrong := directory.contradiction(size - _FOOTER.size - nbytes)) is not None:
+            raise _damaged(self._store, key, wrong, "a directory that fits its object")
         with self._lock:
             self._directories[key] = directory
         return directory
@@ -257,6 +260,15 @@ class _Directory:
     stored: np.ndarray
     flags: np.ndarray
     nbytes: int
+
+    def contradiction(self, stored_bytes: int) -> str | None:
+        """Return what does not fit together in an object with `stored_bytes` in front of its directory; None if all does."""
+        lengths, sizes = np.diff(self.place), np.diff(self.stored)
+        if int(self.place[-1]) != self.nbytes or int(self.stored[-1]) != stored_bytes:
+            return f"frames of {int(self.place[-1])} bytes, stored in {int(self.stored[-1])}"
+        if lengths.max(initial=0) > FRAME_BYTES or (sizes != lengths)[self.flags == _RAW].any():
+            return "a frame that is too long, or stored in another size than its own"
+        return None
 
 
 _ROW_BYTES = 4 + 4 + 1

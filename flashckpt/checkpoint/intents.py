@@ -11,10 +11,10 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass
 
-import msgpack
-
 from flashckpt.checkpoint.persist import prefix_of
-from flashckpt.errors import DamagedError, ObjectMissingError
+from flashckpt.checkpoint.root_records import explaining, fields_of
+from flashckpt.core.records import integer, number, seal, text
+from flashckpt.errors import ObjectMissingError
 from flashckpt.faults import crash_point
 from flashckpt.storage.store import Store
 
@@ -54,14 +54,7 @@ class Intent:
 def put_intent(store: Store, intent: Intent) -> bool:
     """Write the decision; return False where one for this snapshot is already there (it stands)."""
     crash_point("persist.before-intent")
-    fields = {
-        "generation": intent.generation,
-        "step": intent.step,
-        "writers": list(intent.writers),
-        "leader": intent.leader,
-        "created_s": intent.created_s,
-    }
-    created = store.put_if_absent(_key(intent.generation, intent.step), msgpack.packb(fields))
+    created = store.put_if_absent(_key(intent.generation, intent.step), encode_intent(intent))
     crash_point("persist.after-intent")
     return created
 
@@ -103,16 +96,47 @@ def _key(generation: int, step: int) -> str:
     return f"{INTENTS}{generation:06d}-{step:09d}"
 
 
-def _read(store: Store, name: str) -> Intent:
-    raw = store.get(INTENTS + name)
-    try:
-        fields = msgpack.unpackb(raw)
-        return Intent(
-            generation=int(fields["generation"]),
-            step=int(fields["step"]),
-            writers=tuple(int(rank) for rank in fields["writers"]),
-            leader=str(fields["leader"]),
-            created_s=float(fields["created_s"]),
+def encode_intent(intent: Intent) -> bytes:
+    """Return the object of a decision."""
+    return seal(
+        {
+            "generation": intent.generation,
+            "step": intent.step,
+            "writers": list(intent.writers),
+            "leader": intent.leader,
+            "created_s": intent.created_s,
+        }
+    )
+
+
+def decode_intent(raw: bytes, key: str, url: str) -> Intent:
+    """Return the decision in `raw`, which was read from `key` of the root `url`; one without a digest is from before 1.2.
+
+    Raises:
+        DamagedError, FormatVersionError: It cannot be used; the message says how to go on.
+    """
+    with explaining(
+        f"the intent {key} of {url} is damaged",
+        state="Nothing was persisted because of it; committed checkpoints are as they were.",
+        remedy=f"delete the object {key}: the snapshot is decided on again, or a newer one is",
+    ):
+        fields = fields_of(raw, key)
+        if type(fields["writers"]) is not list:
+            raise ValueError(f"writers {fields['writers']!r:.40}")
+        intent = Intent(
+            generation=integer(fields["generation"]),
+            step=integer(fields["step"]),
+            writers=tuple(integer(rank) for rank in fields["writers"]),
+            leader=text(fields["leader"]),
+            created_s=number(fields["created_s"]),
         )
-    except (ValueError, KeyError, TypeError) as error:
-        raise DamagedError(f"the intent {INTENTS}{name} of {store.url} is damaged", found=repr(raw[:64])) from error
+        if _key(*intent.identity) != key:
+            raise ValueError(f"the intent of step {intent.step} of generation {intent.generation}")
+        if not intent.writers or len({*intent.writers}) != len(intent.writers):
+            raise ValueError(f"writers {intent.writers!r:.40}")
+        return intent
+
+
+def _read(store: Store, name: str) -> Intent:
+    key = INTENTS + name
+    return decode_intent(store.get(key), key, store.url)

@@ -38,6 +38,7 @@ from flashckpt.core.packs import (
     pack_name,
     plan_packs,
 )
+from flashckpt.core.schema import cut_tensors_with_gaps, products
 from flashckpt.core.table import ShardTable
 from flashckpt.errors import DamagedError, FencedError, FlashckptError, ObjectMissingError, PersistError, ShardGapError
 from flashckpt.faults import crash_point
@@ -158,33 +159,16 @@ def commit(store: Store, prefix: str, writers: Sequence[int]) -> bool:
 
 
 def refuse_gaps(table: ShardTable) -> None:
-    """Raise ShardGapError where the boxes of a tensor have fewer elements than the tensor."""
-    if not len(table):
-        return
-    starts = table.dim_start[:-1]
-    local, whole = (_products(column, starts, table.ndim) for column in (table.lengths, table.global_shape))
-    order = np.argsort(table.fqn_id, kind="stable")
-    ids = table.fqn_id[order]
-    firsts = np.flatnonzero(np.r_[True, ids[1:] != ids[:-1]])
-    held, wanted = np.add.reduceat(local[order], firsts), whole[order][firsts]
-    bad = np.flatnonzero(held < wanted)
-    if bad.size:
-        name = table.fqns[int(ids[firsts[bad[0]]])]
+    """Raise ShardGapError where the boxes of a tensor do not cover it."""
+    if gaps := cut_tensors_with_gaps(table):
+        rows = table.rows(table.fqns[gaps[0]])
+        held, whole = (products(column, table)[rows] for column in (table.lengths, table.global_shape))
         raise ShardGapError(
-            f"the writers do not hold the whole tensor {name!r}",
-            found=f"{int(held[bad[0]])} elements ({bad.size} tensors with gaps)",
-            expected=f"{int(wanted[bad[0]])} elements",
+            f"the writers do not hold the whole tensor {table.fqns[gaps[0]]!r}",
+            found=f"{int(held.sum())} elements in {len(rows)} boxes ({len(gaps)} tensors with gaps)",
+            expected=f"boxes that cover {int(whole[0])} elements",
             state="MANIFEST was not written.",
         )
-
-
-def _products(column: np.ndarray, starts: np.ndarray, ndim: np.ndarray) -> np.ndarray:
-    """Return each row's product over its dimensions (1 for a scalar)."""
-    found = np.ones(len(ndim), np.int64)
-    for dim in range(int(ndim.max(initial=0))):
-        rows = np.flatnonzero(ndim > dim)
-        found[rows] *= column[starts[rows] + dim]
-    return found
 
 
 class _PackWriter:

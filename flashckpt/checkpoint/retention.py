@@ -29,7 +29,15 @@ from flashckpt.checkpoint.intents import INTENTS, list_intents
 from flashckpt.checkpoint.persist import MANIFEST, TOMBSTONE
 from flashckpt.core.lineage import is_abandoned
 from flashckpt.core.manifest import Manifest
-from flashckpt.errors import NoCheckpointError, ObjectMissingError, RootError, StoreError
+from flashckpt.core.records import is_sealed, number, seal, unseal
+from flashckpt.errors import (
+    DamagedError,
+    FormatVersionError,
+    NoCheckpointError,
+    ObjectMissingError,
+    RootError,
+    StoreError,
+)
 from flashckpt.faults import crash_point
 from flashckpt.storage.store import SWEEP_AGE_S, Store
 
@@ -216,16 +224,30 @@ def leased_prefixes(store: Store, *, now_s: float | None = None, delete_expired:
     found = set()
     for info in store.list(LEASES):
         try:
-            expires_s = float(store.get(info.key).decode())
+            expires_s = decode_lease(store.get(info.key), info.key)
         except ObjectMissingError:
             continue
-        except ValueError:
+        except (ValueError, KeyError, DamagedError, FormatVersionError):
             expires_s = info.mtime + LEASE_S  # not ours or damaged: treated as one that was just taken
         if expires_s >= now:
             found.add(info.key[len(LEASES) :].partition("/")[0])
         elif delete_expired:
             store.delete(info.key)
     return found
+
+
+def encode_lease(expires_s: float) -> bytes:
+    """Return the object of a reader's lease."""
+    return seal({"expires_s": expires_s})
+
+
+def decode_lease(raw: bytes, name: str) -> float:
+    """Return when a lease expires, unix seconds; before 1.2 it was that number as text.
+
+    Raises:
+        DamagedError, FormatVersionError, ValueError, KeyError: It cannot be used.
+    """
+    return number(unseal(raw, name)["expires_s"] if is_sealed(raw) else float(raw.decode()))
 
 
 class ReadLease:
@@ -239,7 +261,7 @@ class ReadLease:
 
     def renew(self) -> None:
         """Hold on for another `seconds`."""
-        self._store.put(self._key, f"{time.time() + self._seconds:.3f}".encode())
+        self._store.put(self._key, encode_lease(time.time() + self._seconds))
 
     def close(self) -> None:
         """Let go."""

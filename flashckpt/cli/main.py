@@ -26,6 +26,7 @@ COMMANDS: dict[str, tuple[str, str]] = {
     "import": ("flashckpt.cli.import_:import_", "Make a checkpoint from safetensors, a torch file or a dcp folder."),
     "keep": ("flashckpt.cli.keep:keep", "Keep a checkpoint whatever the retention policy says."),
     "gc": ("flashckpt.cli.gc:gc", "Remove what nobody needs: dead jobs' memory, orphans, expired checkpoints."),
+    "forget": ("flashckpt.cli.forget:forget", "Begin anew: forget what this machine's memory holds of a dead job."),
     "status": ("flashckpt.cli.status:status", "Show the jobs on this machine: last snapshot, last persist, failures."),
     "bench": ("flashckpt.cli.bench:bench", "Measure memory and storage the way flashckpt uses them."),
     "plan": ("flashckpt.cli.plan:plan", "Advise on intervals from measured or assumed costs."),

@@ -79,7 +79,7 @@ def offers(manifest: Manifest, slot: int) -> Records:
     table = manifest.table
     rows = _records_of(table)
     names: dict[str, list[str]] = {fqn: [*keys_of(fqn)] for fqn in table.fqns}
-    for alias, fqn in manifest.values.get("aliases", {}).items():
+    for alias, fqn in manifest.aliases.items():
         if fqn in names:
             names[fqn].append(alias.partition("@")[0])
     parts = []

@@ -13,6 +13,7 @@ from typing import Any, NoReturn
 import msgpack
 
 from flashckpt.core.digest import digest
+from flashckpt.core.records import integer, snapshot_id, text
 from flashckpt.errors import DamagedError, FormatVersionError
 
 MAGIC = b"FCKMANIF"
@@ -102,18 +103,34 @@ def decode_summary(start: Any, object_bytes: int) -> Summary | None:
         (expected,) = _DIGEST.unpack_from(packed)
         if (found := digest(packed[_DIGEST.size :])) != expected:
             damaged(f"digest {found:016x} of its summary", f"digest {expected:016x}")
-        fields = msgpack.unpackb(packed[_DIGEST.size :])
-        parent = fields["parent"]
-        names = ("job", "generation", "step", "world_size", "writers", "tensors", "nbytes")
-        return Summary(
-            parent=None if parent is None else (parent[0], parent[1]), **{name: fields[name] for name in names}
-        )
+        return _summary_from(msgpack.unpackb(packed[_DIGEST.size :]))
     except DamagedError:
         raise
-    except (msgpack.UnpackException, KeyError, TypeError, ValueError, struct.error) as error:
-        raise DamagedError("a manifest does not follow its schema", found=f"{type(error).__name__}: {error}") from error
+    except (msgpack.UnpackException, KeyError, TypeError, ValueError, OverflowError, struct.error) as error:
+        broken_schema(error)
+
+
+def _summary_from(fields: Any) -> Summary:
+    if type(fields) is not dict:
+        raise TypeError("the summary is not a map")
+    parent = fields["parent"]
+    numbers = ("generation", "step", "world_size", "writers", "tensors", "nbytes")
+    return Summary(
+        job=text(fields["job"]),
+        parent=None if parent is None else snapshot_id(parent),
+        **{name: integer(fields[name]) for name in numbers},
+    )
 
 
 def damaged(found: str, expected: str) -> NoReturn:
     """Raise the error of a manifest that is not what was written."""
     raise DamagedError("a manifest is damaged", found=found, expected=expected, state="Nothing was restored.")
+
+
+def broken_schema(error: Exception) -> NoReturn:
+    """Raise the error of a manifest whose digest holds and whose contents cannot be."""
+    raise DamagedError(
+        "a manifest does not follow its schema",
+        found=f"{type(error).__name__}: {str(error)[:200]}",
+        state="Nothing was restored.",
+    ) from error

@@ -12,6 +12,9 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
+BEGINNING = (0, 0)
+"""Parent of a generation that began anew on purpose: it abandons everything before it."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SlotRecord:
@@ -73,7 +76,7 @@ def common(records: Iterable[SlotRecord], world_size: int | None = None) -> list
     found = {
         identity
         for (identity, size), held in ranks.items()
-        if size > 0 and held >= set(range(size)) and (world_size is None or size == world_size)
+        if size > 0 and _holds_all(held, size) and (world_size is None or size == world_size)
     }
     return sorted(found, reverse=True)
 
@@ -101,10 +104,14 @@ def partly(records: Iterable[SlotRecord], members: Iterable[tuple[int, int]]) ->
     found = {}
     for identity, ranks in held.items():
         ((size, _), *others) = kinds[identity]
-        world = set(range(size))
-        if not others and not ranks >= world:
-            found[identity] = present[identity[0]] >= world
+        if not others and not _holds_all(ranks, size):
+            found[identity] = _holds_all(present[identity[0]], size)
     return found
+
+
+def _holds_all(ranks: set[int], size: int) -> bool:
+    """Return whether `ranks` are all of a world; the number first, for a wrong size must not be counted up to."""
+    return len(ranks) >= size and ranks >= set(range(size))
 
 
 def by_preference(whole: Collection[tuple[int, int]], part: Mapping[tuple[int, int], bool]) -> list[tuple[int, int]]:

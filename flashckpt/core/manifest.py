@@ -8,7 +8,7 @@ Byte tables are in docs/format.md.
 from __future__ import annotations
 
 import struct
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -25,14 +25,16 @@ from flashckpt.core.head import (
     MINOR_WITH_SUMMARY,
     PREFIX,
     Summary,
+    broken_schema,
     damaged,
     encode_summary,
     read_frame,
 )
+from flashckpt.core.records import integer, snapshot_id, text
+from flashckpt.core.schema import check_objects, check_rows, cut_tensors_with_gaps
 from flashckpt.core.table import ShardTable, columns_of, table_from_columns
-from flashckpt.errors import DamagedError, DisagreementError, UnsupportedStateError
-
-_EXT_TUPLE, _EXT_BIG_INT = 1, 2
+from flashckpt.core.values import pack_values, packed, unpack_values
+from flashckpt.errors import DisagreementError
 
 __all__ = ["Manifest", "ShardTable", "decode_manifest", "encode_manifest", "encode_table", "merge"]
 
@@ -74,6 +76,12 @@ class Manifest:
         """(generation, step)."""
         return self.generation, self.step
 
+    @property
+    def aliases(self) -> dict[str, str]:
+        """Other names of tensors, with the name that each goes by in the table."""
+        found = self.values.get("aliases")
+        return {} if type(found) is not dict else {k: v for k, v in found.items() if type(k) is type(v) is str}
+
 
 def encode_table(table: ShardTable) -> bytes:
     """Return the static part of a manifest; cache it per structure and hand it to `encode_manifest`."""
@@ -105,7 +113,7 @@ def encode_manifest(m: Manifest, *, table_bytes: bytes | None = None) -> bytes:
         "objects": list(m.objects),
         "table": encode_table(m.table) if table_bytes is None else table_bytes,
         "digests": np.ascontiguousarray(m.digests, "<u8").tobytes(),
-        "values": _pack_values(m.values),
+        "values": pack_values(m.values),
     }
     body = msgpack.packb(body_map)
     prefix = PREFIX.pack(MAGIC, MAJOR, MINOR_WITH_SUMMARY if m.rank < 0 else MINOR, 0, len(body))
@@ -132,7 +140,7 @@ def decode_manifest(buf: Any) -> Manifest:
     Unknown keys of a newer minor version are ignored.
 
     Raises:
-        DamagedError: Not a manifest, cut short, or its digest does not hold.
+        DamagedError: Not a manifest, cut short, its digest does not hold, or its fields and rows contradict each other.
         FormatVersionError: Written by a newer major version.
     """
     raw = memoryview(buf).cast("B")  # no copies: the MANIFEST of 16,384 ranks has 150 MB
@@ -144,8 +152,8 @@ def decode_manifest(buf: Any) -> Manifest:
         damaged(f"digest {found:016x}", f"digest {expected:016x}")
     try:
         return _manifest_from(msgpack.unpackb(body, strict_map_key=False))
-    except (KeyError, TypeError, ValueError, IndexError) as error:
-        raise DamagedError("a manifest does not follow its schema", found=f"{type(error).__name__}: {error}") from error
+    except (KeyError, TypeError, ValueError, IndexError, OverflowError) as error:
+        broken_schema(error)
 
 
 def merge(manifests: Sequence[Manifest]) -> Manifest:
@@ -189,78 +197,49 @@ def _merge_values(parts: Sequence[Manifest]) -> dict[str, Any]:
         for key, value in m.values.items():
             if key not in values:
                 values[key] = value
-            elif _packed(values[key]) != _packed(value):  # by bytes: 1 and 1.0, or NaN, compare wrongly by ==
+            elif packed(values[key]) != packed(value):  # by bytes: 1 and 1.0, or NaN, compare wrongly by ==
                 values[f"{key}@rank{m.rank}"] = value
     return values
 
 
-def _manifest_from(head: dict[str, Any]) -> Manifest:
+def _manifest_from(head: Any) -> Manifest:
+    """Return the manifest of a body, every field and row checked against the others.
+
+    Raises:
+        ValueError, TypeError, KeyError, IndexError: It contradicts itself.
+    """
+    if type(head) is not dict:
+        raise TypeError("the body is not a map")
     if head["digest"] != NAME or head["chunk_bytes"] != CHUNK_BYTES:
-        raise ValueError(f"digest {head['digest']} per {head['chunk_bytes']} bytes is not known")
-    table = table_from_columns(msgpack.unpackb(head["table"]))
-    digests = np.frombuffer(head["digests"], "<u8").astype(np.uint64, copy=False)
-    if digests.size < table.chunks:
-        raise ValueError(f"{digests.size} digests for {table.chunks} chunks")
-    parent = head["parent"]
-    return Manifest(
-        job=head["job"],
-        generation=head["generation"],
-        step=head["step"],
-        parent=None if parent is None else (parent[0], parent[1]),
-        world_size=head["world_size"],
-        rank=head["rank"],
-        writers=list(head["writers"]),
-        coordinates=head["coordinates"],
-        table=table,
-        digests=digests,
-        values=msgpack.unpackb(head["values"], strict_map_key=False, ext_hook=_unpack_ext),
-        objects=list(head["objects"]),
+        raise ValueError(f"digest {head['digest']!r:.40} per {head['chunk_bytes']!r:.40} bytes is not known")
+    m = Manifest(
+        job=text(head["job"]),
+        generation=integer(head["generation"]),
+        step=integer(head["step"]),
+        parent=None if head["parent"] is None else snapshot_id(head["parent"]),
+        world_size=integer(head["world_size"]),
+        rank=integer(head["rank"], least=-1),
+        writers=[integer(rank) for rank in _list(head["writers"])],
+        coordinates={text(name): integer(place) for name, place in _map(head["coordinates"]).items()},
+        table=table_from_columns(_map(msgpack.unpackb(head["table"]))),
+        digests=np.frombuffer(head["digests"], "<u8").astype(np.uint64, copy=False),
+        values=unpack_values(head["values"]),
+        objects=[text(name) for name in _list(head["objects"])],
     )
+    check_objects(m.objects)
+    check_rows(m.table, objects=len(m.objects), digests=m.digests.size, is_slot=m.rank >= 0 and not m.objects)
+    if m.rank < 0 and (gaps := cut_tensors_with_gaps(m.table)):
+        raise ValueError(f"the boxes of {m.table.fqns[gaps[0]]!r} do not cover it ({len(gaps)} tensors with gaps)")
+    return m
 
 
-def _packed(value: Any) -> bytes:
-    return bytes(msgpack.packb(value, strict_types=True, default=_pack_ext))
+def _list(value: Any) -> list[Any]:
+    if type(value) is not list:
+        raise TypeError(f"{type(value).__name__} where a list is expected")
+    return value
 
 
-def _pack_values(values: dict[str, Any]) -> bytes:
-    try:
-        return _packed(values)
-    except (TypeError, ValueError, OverflowError):
-        path, bad = next(_unsupported(values, ""), ("(nested too deeply)", None))
-        raise UnsupportedStateError(
-            f"the value of {path!r} cannot be held in a snapshot",
-            found=type(bad).__name__,
-            expected="None, bool, int, float, str, bytes, or a list, tuple or dict of them; or a tensor",
-            remedy="convert it in the object's state_dict, or leave it out of track()",
-        ) from None
-
-
-def _unsupported(value: Any, path: str) -> Iterator[tuple[str, Any]]:
-    if type(value) is dict:
-        for key, item in value.items():
-            where = f"{path}.{key}" if path else str(key)
-            if type(key) not in (str, int, bytes):
-                yield where, key
-            yield from _unsupported(item, where)
-    elif type(value) in (list, tuple):
-        for i, item in enumerate(value):
-            yield from _unsupported(item, f"{path}[{i}]")
-    elif value is not None and type(value) not in (bool, int, float, str, bytes):
-        yield path, value
-
-
-def _pack_ext(value: Any) -> Any:
-    if type(value) is tuple:
-        return msgpack.ExtType(_EXT_TUPLE, _packed(list(value)))
-    if type(value) is int:  # beyond 64 bits, as in numpy's PCG64 state
-        size = value.bit_length() // 8 + 1
-        return msgpack.ExtType(_EXT_BIG_INT, value.to_bytes(size, "little", signed=True))
-    raise TypeError(type(value).__name__)
-
-
-def _unpack_ext(code: int, data: bytes) -> Any:
-    if code == _EXT_TUPLE:
-        return tuple(msgpack.unpackb(data, strict_map_key=False, ext_hook=_unpack_ext))
-    if code == _EXT_BIG_INT:
-        return int.from_bytes(data, "little", signed=True)
-    raise ValueError(f"unknown extension type {code}")
+def _map(value: Any) -> dict[Any, Any]:
+    if type(value) is not dict:
+        raise TypeError(f"{type(value).__name__} where a map is expected")
+    return value

@@ -14,6 +14,7 @@ from flashckpt.errors import ConfigError, DamagedError, FormatVersionError
 PAGE = 4096
 MAGIC = b"FCKSEGMT"
 MAJOR, MINOR = 1, 0
+MIN_SLOTS, MAX_SLOTS = 2, 8
 OWNER_AT = 2048
 _BLOCK = struct.Struct("<8sHHIiIQQQQQ16sH256s")
 _OWNER = struct.Struct("<QQ")  # pid, nanoseconds since the epoch when it took the segment
@@ -42,8 +43,9 @@ class SegmentSpec:
     layout_hash: int
 
     def __post_init__(self) -> None:
-        if not 2 <= self.slots <= 8:
-            raise ConfigError("the number of slots is wrong", found=f"slots={self.slots}", expected="2 to 8")
+        if not MIN_SLOTS <= self.slots <= MAX_SLOTS:
+            expected = f"{MIN_SLOTS} to {MAX_SLOTS}"
+            raise ConfigError("the number of slots is wrong", found=f"slots={self.slots}", expected=expected)
         if len(self.job.encode()) > 256:
             raise ConfigError("the job id is too long", found=f"{len(self.job.encode())} bytes", expected="up to 256")
         object.__setattr__(self, "manifest_capacity", round_up(self.manifest_capacity, PAGE))
@@ -118,15 +120,23 @@ def decode_superblock(raw: bytes, *, path: str) -> Superblock:
         )
     if digest(raw[: OWNER_AT - 8]) != struct.unpack_from("<Q", raw, OWNER_AT - 8)[0]:
         raise DamagedError(f"the superblock of segment {path} is damaged", state="It was left as it is.")
-    spec = SegmentSpec(
-        job=job[:n].decode(),
-        root_digest=root,
-        rank=rank,
-        slots=slots,
-        manifest_capacity=m_cap,
-        data_capacity=d_cap,
-        layout_hash=layout,
-    )
+    try:
+        spec = SegmentSpec(
+            job=job[:n].decode(),
+            root_digest=root,
+            rank=rank,
+            slots=slots,
+            manifest_capacity=m_cap,
+            data_capacity=d_cap,
+            layout_hash=layout,
+        )
+    except (UnicodeDecodeError, ConfigError) as error:
+        raise DamagedError(
+            f"the superblock of segment {path} contradicts itself",
+            found=str(error).splitlines()[0],
+            state="It was left as it is.",
+            remedy="remove the segment with flashckpt gc",
+        ) from error
     return Superblock(spec=spec, uid=uid, boot_id=boot, created_ns=created)
 
 

@@ -63,7 +63,7 @@ class ShardTable:
             "replica": np.array([s.replica for s in shards], np.int32),
             "byte_offset": np.asarray(byte_offsets, np.int64),
             "nbytes": nbytes,
-            "first_chunk": _first_chunks(nbytes),
+            "first_chunk": first_chunks(nbytes),
             "object_id": np.zeros(len(shards), np.int32) if object_ids is None else np.asarray(object_ids, np.int32),
             "global_shape": np.array([d for s in shards for d in s.global_shape], np.int64),
             "offsets": np.array([d for s in shards for d in s.offsets], np.int64),
@@ -98,10 +98,10 @@ class ShardTable:
             dims = _ranges(table.dim_start[:-1][keep], table.ndim[keep])
             for name in _DIMS:
                 pieces[name].append(getattr(table, name)[dims])
-            digests.append(chunk_digests[_ranges(table.first_chunk[keep], _chunks(table.nbytes[keep]))])
+            digests.append(chunk_digests[_ranges(table.first_chunk[keep], chunk_counts(table.nbytes[keep]))])
             shift += objects
         columns = {name: np.concatenate(arrays) for name, arrays in pieces.items() if arrays}
-        columns["first_chunk"] = _first_chunks(columns["nbytes"])
+        columns["first_chunk"] = first_chunks(columns["nbytes"])
         return cls(list(fqn_ids), list(dtype_ids), columns), np.concatenate(digests)
 
     def __len__(self) -> int:
@@ -110,7 +110,7 @@ class ShardTable:
     @property
     def chunks(self) -> int:
         """Digests needed: one past the last chunk of any row."""
-        return int((self.first_chunk + _chunks(self.nbytes)).max(initial=0))
+        return int((self.first_chunk + chunk_counts(self.nbytes)).max(initial=0))
 
     def fqn(self, row: int) -> str:
         """Return the name of the tensor that `row` is a part of."""
@@ -159,8 +159,8 @@ def table_from_columns(columns: dict[str, Any]) -> ShardTable:
     rows = columns["rows"]
     arrays = {name: np.frombuffer(columns[name], kind) for name, kind in _COLUMNS.items()}
     dims = {name: np.frombuffer(columns[name], "<i8") for name in _DIMS}
-    fqns, dtypes = list(columns["fqns"]), list(columns["dtypes"])
-    if any(len(array) != rows for array in arrays.values()):
+    fqns, dtypes = (_names(columns[name], name) for name in ("fqns", "dtypes"))
+    if type(rows) is not int or any(len(array) != rows for array in arrays.values()):
         raise ValueError("columns of different lengths")
     if any(len(dim) != int(arrays["ndim"].sum(dtype=np.int64)) for dim in dims.values()):
         raise ValueError("dimensions do not match the rows")
@@ -168,19 +168,25 @@ def table_from_columns(columns: dict[str, Any]) -> ShardTable:
         raise ValueError("a row names a tensor or dtype that is not listed")
     if unknown := set(dtypes) - set(ITEMSIZE):
         raise ValueError(f"unknown dtypes {sorted(unknown)}")
-    if rows and min(arrays[name].min() for name in ("byte_offset", "nbytes", "first_chunk")) < 0:
-        raise ValueError("negative byte range")
     return ShardTable(fqns, dtypes, arrays | dims)
 
 
-def _chunks(nbytes: np.ndarray) -> np.ndarray:
+def _names(value: Any, what: str) -> list[str]:
+    if type(value) is not list or not {str}.issuperset(map(type, value)) or len(set(value)) != len(value):
+        raise ValueError(f"{what} is not a list of names, each once")
+    return value
+
+
+def chunk_counts(nbytes: np.ndarray) -> np.ndarray:
+    """Return how many digests rows of so many bytes have."""
     counts: np.ndarray = -(-nbytes // CHUNK_BYTES)
     return counts
 
 
-def _first_chunks(nbytes: np.ndarray) -> np.ndarray:
-    ends = np.cumsum(_chunks(nbytes), dtype=np.int64)
-    starts: np.ndarray = ends - _chunks(nbytes)
+def first_chunks(nbytes: np.ndarray) -> np.ndarray:
+    """Return the index of each row's first digest: they lie in the order of the rows."""
+    ends = np.cumsum(chunk_counts(nbytes), dtype=np.int64)
+    starts: np.ndarray = ends - chunk_counts(nbytes)
     return starts
 
 

@@ -26,11 +26,13 @@ class Contents:
         tensors: dcp's name -> name in the table.
         values: dcp's name -> skeleton (`trees.put_together` gives the value).
         paths: dcp's name -> place in the nested state dict.
+        save_id: What dcp's writer called its save; "" for a Checkpointer's.
     """
 
     tensors: dict[str, str] = field(default_factory=dict)
     values: dict[str, Any] = field(default_factory=dict)
     paths: dict[str, Path] = field(default_factory=dict)
+    save_id: str = ""
 
 
 def contents_of(manifest: Manifest, rank: int = 0) -> Contents:
@@ -47,6 +49,7 @@ def _written_by_dcp(manifest: Manifest, records: Iterable[Mapping[str, Any]]) ->
         labels = labels or list(record["labels"])
         paths |= {key: tuple(path) for key, path in record["paths"].items()}
         found.values |= record["values"]
+        found.save_id = found.save_id or record.get("save_id", "")  # rank 0 records it; older checkpoints have none
     inside = _inside(found.values)
     found.tensors = {to_dcp(name, labels): name for name in manifest.table.fqns if name not in inside}
     # a group's tensor, such as a learning rate on the device, keeps dcp's name
@@ -70,7 +73,7 @@ def _written_by_us(manifest: Manifest, rank: int) -> Contents:
         else:
             _flatten(value, default_path(to_dcp(key, labels), labels), found)
     names = _of_rank({name: name for name in manifest.table.fqns if name not in inside}, rank)
-    aliases = manifest.values.get("aliases", {})
+    aliases = manifest.aliases
     names |= {alias: names[name] for alias, name in aliases.items() if name in names}
     for name, held in names.items():
         key = to_dcp(name, labels)
@@ -112,7 +115,7 @@ def _flatten(skeleton: Any, path: Path, found: Contents) -> None:
 
 
 def _has_parts(items: list[Any]) -> bool:
-    plain = {"scalar", "dtype", "device", "array"}
+    plain = {"scalar", "dtype", "device", "array", "bytes_io"}
     return any(
         (isinstance(item, dict) and item.get(trees._MARK) not in plain)  # noqa: SLF001 -- as above
         or (isinstance(item, list) and _has_parts(item))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import uuid
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
@@ -13,6 +14,7 @@ from torch.distributed.checkpoint.metadata import (
     BytesStorageMetadata,
     ChunkStorageMetadata,
     Metadata,
+    StorageMeta,
     TensorProperties,
     TensorStorageMetadata,
 )
@@ -66,11 +68,13 @@ class FlashStorageReader(StorageReader):
         self.generation: int | None = None
         self._info: CheckpointInfo | None = None
         self._contents = Contents()
+        self.load_id = uuid.uuid4().hex
 
     def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
         """Take step and generation from `dcp.load(checkpoint_id=...)`."""
         if checkpoint_id is not None:
             self._wanted = parse_step(checkpoint_id)
+        self.load_id = uuid.uuid4().hex
 
     @classmethod
     def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
@@ -104,6 +108,11 @@ class FlashStorageReader(StorageReader):
             | {key: BytesStorageMetadata() for key in self._contents.values},
             planner_data=dict(self._contents.paths),
             version="1.0.0",
+            storage_meta=StorageMeta(
+                checkpoint_id=f"{self.step}.g{self.generation}",
+                save_id=self._contents.save_id or self._info.prefix.rstrip("/"),
+                load_id=self.load_id,
+            ),
         )
 
     def set_up_storage_reader(self, metadata: Metadata, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import logging
 import os
+import uuid
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
-from torch.distributed.checkpoint.metadata import Metadata
+from torch.distributed.checkpoint.metadata import Metadata, StorageMeta
 from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, WriteItem, WriteItemType
 from torch.distributed.checkpoint.storage import StorageWriter, WriteResult
 from torch.futures import Future
@@ -59,6 +60,7 @@ class FlashStorageWriter(StorageWriter):
 
     Attributes:
         place: Where the last save of this object went (on the coordinator); `place.prefix` is its folder.
+        save_id: Name of the save that is next or under way.
 
     Raises:
         ConfigError: The step is not a number.
@@ -78,11 +80,17 @@ class FlashStorageWriter(StorageWriter):
         self._options = dict(storage_options or {})
         self._policy = Policy(keep_last=keep_last, keep_every=keep_every)
         self.place: streamed.Place | None = None
+        self.save_id = uuid.uuid4().hex
 
     def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
         """Take the step from `dcp.save(checkpoint_id=...)`."""
         if checkpoint_id is not None:
             self._step = parse_step(checkpoint_id)[0]
+        self.save_id = uuid.uuid4().hex
+
+    def storage_meta(self) -> StorageMeta:
+        """Return the names of the checkpoint and of this save; the reader gives those of the coordinator."""
+        return StorageMeta(checkpoint_id=None if self._step is None else str(self._step), save_id=self.save_id)
 
     @classmethod
     def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
@@ -137,7 +145,7 @@ class FlashStorageWriter(StorageWriter):
         """Stream this rank's items into packs, one tensor at a time; write the index."""
         task: _Task = plan.storage_data
         rows = [_row(item, planner, task.labels) for item in plan.items if item.type != WriteItemType.BYTE_IO]
-        values, loose = _values(plan, planner, task)
+        values, loose = _values(plan, planner, task, self.save_id)
         rows += [_row_of(key, tensor) for key, tensor in loose.items()]
         store = self._open()
         try:
@@ -236,7 +244,9 @@ def _row_of(key: str, tensor: torch.Tensor) -> streamed.Row:
     return streamed.Row(shard=shard, read=lambda start, stop: view[start:stop])
 
 
-def _values(plan: SavePlan, planner: SavePlanner, task: _Task) -> tuple[dict[str, Any], dict[str, torch.Tensor]]:
+def _values(
+    plan: SavePlan, planner: SavePlanner, task: _Task, save_id: str
+) -> tuple[dict[str, Any], dict[str, torch.Tensor]]:
     """Return this rank's non-tensor state: dcp's leaves by name, and the same as a Checkpointer would have it."""
     leaves: dict[str, Any] = {}
     loose: dict[str, torch.Tensor] = {}
@@ -254,6 +264,7 @@ def _values(plan: SavePlan, planner: SavePlanner, task: _Task) -> tuple[dict[str
             "labels": task.labels,
             "values": leaves,
             "paths": {key: list(path) for key, path in task.paths.items()},
+            **({} if task.rank else {"save_id": save_id}),
         }
     return values, loose
 

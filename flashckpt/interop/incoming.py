@@ -12,6 +12,7 @@ from flashckpt.checkpoint.streamed import Row
 from flashckpt.dcp import names
 from flashckpt.errors import ConfigError
 from flashckpt.interop import safetensors_files as st
+from flashckpt.interop.foreign_files import decoding, refuse_shape
 from flashckpt.interop.selection import Selection, refuse_clashes, refuse_nothing
 
 if TYPE_CHECKING:
@@ -39,8 +40,13 @@ def detect(path: Path) -> str:
     """Return what lies at `path`: "safetensors", "torch" or "dcp".
 
     Raises:
-        ConfigError: Nothing, or nothing that is known.
+        ConfigError: Nothing, nothing that is known, or it cannot be read.
     """
+    with decoding(path, "a checkpoint"):
+        return _detect(path)
+
+
+def _detect(path: Path) -> str:
     if path.is_dir():
         if (path / ".metadata").is_file():
             return "dcp"
@@ -75,7 +81,10 @@ def open_foreign(path: Path, kind: str, selection: Selection) -> Foreign:
     from flashckpt.interop import torch_files
 
     state = torch_files.read_dcp_folder(path) if kind == "dcp" else torch_files.read_torch_file(path)
-    return _from_state_dict(state, kind, selection)
+    with decoding(path, f"a {kind} checkpoint"):
+        for key in [*(row.shard.fqn for row in state.tensors), *state.values]:
+            refuse_shape(key, (), path)
+        return _from_state_dict(state, kind, selection)
 
 
 def _from_safetensors(tensors: Iterable[st.Incoming], selection: Selection) -> Foreign:

@@ -5,6 +5,7 @@ A file is: u64 bytes of the header, the header (JSON: name -> dtype, shape, [beg
 
 from __future__ import annotations
 
+import itertools
 import json
 import math
 import os
@@ -16,6 +17,7 @@ from typing import Any, BinaryIO
 
 from flashckpt.core.layout import ITEMSIZE, Shard
 from flashckpt.errors import DamagedError, UnsupportedStateError
+from flashckpt.interop.foreign_files import decoding, refuse_shape
 from flashckpt.interop.outgoing import Outgoing
 from flashckpt.restore.sources import StorageSource
 
@@ -131,13 +133,14 @@ class Incoming:
 
 def read_file(path: Path) -> list[Incoming]:
     """Return the tensors of one file; DamagedError where header and size do not fit together."""
-    size = path.stat().st_size
-    with path.open("rb") as file:
-        header, data_start = _read_header(path, file, size)
-    found = []
-    for name, entry in header.items():
-        if name != "__metadata__":
-            found.append(_incoming(path, name, entry, data_start, size))
+    with decoding(path, "a safetensors file"):
+        size = path.stat().st_size
+        with path.open("rb") as file:
+            header, data_start = _read_header(path, file, size)
+        found = [
+            _incoming(path, name, entry, data_start, size) for name, entry in header.items() if name != "__metadata__"
+        ]
+        _refuse_overlaps(path, found)
     return found
 
 
@@ -146,14 +149,14 @@ def read_folder(folder: Path) -> list[Incoming]:
     indexes = sorted(folder.glob(f"*{SUFFIX}.index.json"))
     if not indexes:
         return [one for path in sorted(folder.glob(f"*{SUFFIX}")) for one in read_file(path)]
-    try:
-        weight_map = json.loads(indexes[0].read_text())["weight_map"]
-        files = sorted({str(name) for name in weight_map.values()})
-    except (ValueError, KeyError, AttributeError, TypeError) as error:
-        raise _damaged(indexes[0], f"no weight_map in it ({error})") from error
-    for name in files:
-        if "/" in name or not (folder / name).is_file():
-            raise _damaged(indexes[0], f"it names {name!r}, which is not in the folder")
+    with decoding(indexes[0], "the index of a safetensors folder", nbytes=indexes[0].stat().st_size):
+        weight_map = json.loads(indexes[0].read_bytes())["weight_map"]
+        if not isinstance(weight_map, dict) or not all(type(name) is str for name in weight_map.values()):
+            raise _damaged(indexes[0], "a weight_map that is no map of names to files")
+        files = sorted(set(weight_map.values()))
+        for name in files:
+            if "/" in name or not (folder / name).is_file():
+                raise _damaged(indexes[0], f"it names {name!r:.80}, which is not in the folder")
     found = [one for name in files for one in read_file(folder / name) if weight_map.get(one.name) == name]
     if missing := sorted(set(weight_map) - {one.name for one in found}):
         raise _damaged(indexes[0], f"{missing[0]!r} is not in {weight_map[missing[0]]}")
@@ -165,10 +168,11 @@ def _read_header(path: Path, file: BinaryIO, size: int) -> tuple[dict[str, Any],
     nbytes = struct.unpack("<Q", raw)[0] if len(raw) == 8 else _MOST_HEADER_BYTES + 1
     if nbytes > min(_MOST_HEADER_BYTES, size - 8):
         raise _damaged(path, f"a file of {size} bytes whose header would have {nbytes}")
-    try:
-        header = json.loads(file.read(nbytes))
-    except ValueError as error:
-        raise _damaged(path, f"its header is not JSON ({error})") from error
+    with decoding(path, "a safetensors file", nbytes=nbytes):
+        try:
+            header = json.loads(file.read(nbytes))
+        except ValueError as error:
+            raise _damaged(path, f"its header is not JSON ({str(error)[:100]})") from error
     if not isinstance(header, dict):
         raise _damaged(path, "its header is not a JSON object")
     return header, 8 + nbytes
@@ -176,19 +180,30 @@ def _read_header(path: Path, file: BinaryIO, size: int) -> tuple[dict[str, Any],
 
 def _incoming(path: Path, name: str, entry: Any, data_start: int, size: int) -> Incoming:
     try:
-        kind, shape, (begin, end) = str(entry["dtype"]), tuple(int(n) for n in entry["shape"]), entry["data_offsets"]
-        begin, end = int(begin), int(end)
+        kind, shape, (begin, end) = entry["dtype"], tuple(entry["shape"]), entry["data_offsets"]
     except (KeyError, TypeError, ValueError) as error:
-        raise _damaged(path, f"the entry of {name!r} cannot be read") from error
+        raise _damaged(path, f"the entry of {name!r:.80} cannot be read") from error
+    refuse_shape(name, shape, path)
+    if type(begin) is not int or type(end) is not int or type(kind) is not str:
+        raise _damaged(path, f"the entry of {name!r:.80} cannot be read")
     if kind not in DTYPES:
         raise UnsupportedStateError(
             f"the tensor {name!r} of {path} has a dtype that cannot be held", found=kind, expected=", ".join(DTYPES)
         )
-    if min(shape, default=0) < 0 or end - begin != math.prod(shape) * ITEMSIZE[DTYPES[kind]]:
-        raise _damaged(path, f"{end - begin} bytes for {name!r}, {kind} of shape {list(shape)}")
+    if end - begin != math.prod(shape) * ITEMSIZE[DTYPES[kind]]:
+        raise _damaged(path, f"{end - begin} bytes for {name!r:.80}, {kind} of shape {list(shape)}")
     if begin < 0 or data_start + end > size:
-        raise _damaged(path, f"{name!r} ends at byte {data_start + end} of {size}: the file is cut short")
+        raise _damaged(path, f"{name!r:.80} ends at byte {data_start + end} of {size}: the file is cut short")
     return Incoming(path=path, name=name, dtype=DTYPES[kind], shape=shape, start=data_start + begin)
+
+
+def _refuse_overlaps(path: Path, tensors: Sequence[Incoming]) -> None:
+    """Raise DamagedError where two tensors share bytes; the library refuses that too."""
+    ends = sorted((one.start, one.start + one.shard(one.name).nbytes, one.name) for one in tensors)
+    held = [range_ for range_ in ends if range_[0] < range_[1]]
+    for (_, stop, name), (start, _, other) in itertools.pairwise(held):
+        if start < stop:
+            raise _damaged(path, f"{name!r:.80} and {other!r:.80} share bytes")
 
 
 def _damaged(path: Path, found: str) -> DamagedError:

@@ -36,6 +36,7 @@ from flashckpt.checkpoint.streamed import Row, held_while_read
 from flashckpt.core.layout import ITEMSIZE, Shard
 from flashckpt.dcp.names import Path as StatePath
 from flashckpt.errors import ConfigError, DamagedError, UnsupportedStateError
+from flashckpt.interop.foreign_files import decoding, refuse_boundless, refuse_expanded, refuse_shape
 from flashckpt.interop.outgoing import Outgoing
 from flashckpt.restore.live_state import bytes_of
 from flashckpt.restore.sources import StorageSource
@@ -223,26 +224,44 @@ def read_torch_file(path: Path) -> StateDict:
         DamagedError: It cannot be read as such a file.
         ConfigError: It holds no dict.
     """
-    try:
-        loaded = _load(path)
-    except pickle.UnpicklingError as error:
-        raise _unpickling(str(path), error) from error
-    except (RuntimeError, EOFError, KeyError, ValueError) as error:
-        raise DamagedError(
-            f"{path} cannot be read as a file of torch.save",
-            found=str(error).splitlines()[0],
-            remedy="check the file; --format says what it is",
-        ) from error
-    if not isinstance(loaded, Mapping):
-        raise ConfigError(f"{path} holds no state dict", found=type(loaded).__name__, expected="a dict of tensors")
-    flat, paths = flatten_state_dict(dict(loaded))
-    found = StateDict(paths=dict(paths))
-    for key, leaf in flat.items():
-        if isinstance(leaf, torch.Tensor):
-            found.tensors.append(_row_of(key, leaf))
-        else:
-            found.values[key] = leaf
+    if not path.is_file():
+        raise ConfigError(f"{path} is no file", expected="a file of torch.save")
+    nbytes = path.stat().st_size
+    with decoding(path, "a file of torch.save", nbytes=nbytes):
+        try:
+            loaded = _load(path)
+        except pickle.UnpicklingError as error:
+            raise _unpickling(str(path), error) from error
+        if not isinstance(loaded, dict):
+            raise ConfigError(f"{path} holds no state dict", found=type(loaded).__name__, expected="a dict of tensors")
+        refuse_boundless(loaded, path, nbytes)
+        flat, paths = flatten_state_dict(dict(loaded))
+        found = StateDict(paths=dict(paths))
+        for key, leaf in flat.items():
+            if isinstance(leaf, torch.Tensor):
+                _refuse_tensor(key, leaf, path)
+                found.tensors.append(_row_of(key, leaf))
+            else:
+                found.values[key] = leaf
     return found
+
+
+def _refuse_tensor(key: str, tensor: torch.Tensor, path: Path) -> None:
+    """Refuse what has no bytes in row-major order: sparse, quantized, nested and subclassed tensors, those without data."""
+    kind = type(tensor)
+    plain = (
+        kind in (torch.Tensor, torch.nn.Parameter) and tensor.layout is torch.strided and tensor.device.type == "cpu"
+    )
+    if not plain or tensor.is_quantized or tensor.is_nested:
+        raise UnsupportedStateError(
+            f"the tensor {key!r} of {path} cannot be held",
+            found=f"{kind.__name__}, {tensor.layout}, on {tensor.device}",
+            expected="a dense tensor with its data",
+            state="Nothing was imported.",
+            remedy="leave it out with --only, or save it as a dense tensor",
+        )
+    nbytes = tensor.numel() * tensor.element_size()
+    refuse_expanded(key, nbytes, tensor.untyped_storage().nbytes(), path)
 
 
 def _load(path: Path) -> Any:
@@ -282,24 +301,67 @@ def read_dcp_folder(folder: Path) -> StateDict:
         DamagedError: Its metadata or a file cannot be read.
         UnsupportedStateError: Metadata of other classes than dcp's, transformed files, a value that needs code.
     """
-    metadata = _read_metadata(folder / METADATA)
-    found = StateDict(paths=dict(metadata.planner_data or {}))
-    places: Mapping[MetadataIndex, Any] = metadata.storage_data or {}
-    for key, kind in metadata.state_dict_metadata.items():
-        found.paths.setdefault(key, (key,))
-        if not isinstance(kind, TensorStorageMetadata):
-            found.values[key] = _load_item(folder, key, places.get(MetadataIndex(key)))
-            continue
-        for chunk in kind.chunks:
-            place = places.get(MetadataIndex(key, chunk.offsets))
-            shard = _shard(key, kind.properties.dtype, kind.size, chunk.offsets, chunk.sizes)
-            found.tensors.append(Row(shard=shard, read=_reader(_lazy(folder, key, place, shard))))
+    path = folder / METADATA
+    with decoding(path, "the metadata of a dcp checkpoint", nbytes=path.stat().st_size if path.is_file() else 0):
+        metadata = _read_metadata(path)
+        found = StateDict(paths={_text(key): _place_of(place) for key, place in (metadata.planner_data or {}).items()})
+        places: Mapping[MetadataIndex, Any] = metadata.storage_data or {}
+        for key, kind in metadata.state_dict_metadata.items():
+            found.paths.setdefault(_text(key), (key,))
+            if not isinstance(kind, TensorStorageMetadata):
+                found.values[key] = _load_item(folder, key, places.get(MetadataIndex(key)))
+                refuse_boundless([found.values[key]], folder, path.stat().st_size)
+                continue
+            for chunk in kind.chunks:
+                place = places.get(MetadataIndex(key, chunk.offsets))
+                for shape in (kind.size, chunk.offsets, chunk.sizes):
+                    refuse_shape(key, tuple(shape), path)
+                shard = _shard(key, kind.properties.dtype, kind.size, chunk.offsets, chunk.sizes)
+                refuse_expanded(key, shard.nbytes, _stored_bytes(folder, key, place), folder)
+                found.tensors.append(Row(shard=shard, read=_reader(_lazy(folder, key, place, shard))))
     return found
+
+
+def _text(value: Any) -> str:
+    if type(value) is not str:
+        raise TypeError(f"{type(value).__name__} where a name is expected")
+    return value
+
+
+def _place_of(path: Any) -> StatePath:
+    """Return the place of a leaf in its nested state dict."""
+    if type(path) is not tuple or not path or not all(type(part) in (str, int) for part in path):
+        raise TypeError(f"{path!r:.80} where a path of names and numbers is expected")
+    return path
+
+
+def _stored_bytes(folder: Path, key: str, place: Any) -> int:
+    """Return how many bytes of `folder` a place of the metadata can have, at most."""
+    size = (folder / _file_of(folder, key, place)).stat().st_size
+    if type(place.offset) is not int or type(place.length) is not int or not 0 <= place.offset <= size:
+        raise DamagedError(
+            f"the place of {key!r} in {folder} cannot be", found=f"{place!r:.200}", expected=f"within {size} bytes"
+        )
+    return max(0, min(int(place.length), size - place.offset))
+
+
+def _file_of(folder: Path, key: str, place: Any) -> str:
+    """Return the file that a place names; it lies in the folder itself."""
+    name = getattr(place, "relative_path", None)
+    if type(name) is not str or name in ("", ".", "..") or "/" in name or getattr(place, "transform_descriptors", None):
+        raise UnsupportedStateError(
+            f"{key!r} of {folder} cannot be read",
+            found="no place in the metadata" if place is None else f"{place!r:.200}",
+            expected="a file of the folder, written without extensions",
+        )
+    return name
 
 
 def _lazy(folder: Path, key: str, place: Any, shard: Shard) -> Any:
     def tensor() -> torch.Tensor:
         found: Any = _load_item(folder, key, place)
+        if isinstance(found, torch.Tensor):
+            _refuse_tensor(key, found, folder)
         if not isinstance(found, torch.Tensor) or tuple(found.shape) != shard.lengths:
             raise DamagedError(
                 f"the tensor {key!r} of {folder} is not what its metadata says",
@@ -312,22 +374,15 @@ def _lazy(folder: Path, key: str, place: Any, shard: Shard) -> Any:
 
 
 def _load_item(folder: Path, key: str, place: Any) -> Any:
-    if place is None or "/" in place.relative_path or getattr(place, "transform_descriptors", None):
-        raise UnsupportedStateError(
-            f"{key!r} of {folder} cannot be read",
-            found="no place in the metadata" if place is None else f"{place}",
-            expected="a file of the folder, written without extensions",
-        )
-    try:
-        with (folder / place.relative_path).open("rb") as file:
-            file.seek(place.offset)
-            return torch.load(io.BytesIO(file.read(place.length)), map_location="cpu", weights_only=True)
-    except pickle.UnpicklingError as error:
-        raise _unpickling(f"the value of {key!r} in {folder}", error) from error
-    except (OSError, RuntimeError, EOFError, ValueError) as error:
-        raise DamagedError(
-            f"{key!r} of {folder} cannot be read", found=f"{place.relative_path}: {str(error).splitlines()[0]}"
-        ) from error
+    name = _file_of(folder, key, place)
+    with decoding(f"{key!r} of {folder}", "an item of a dcp checkpoint"):
+        try:
+            with (folder / name).open("rb") as file:
+                file.seek(place.offset)
+                raw = io.BytesIO(file.read(_stored_bytes(folder, key, place)))
+            return torch.load(raw, map_location="cpu", weights_only=True)
+        except pickle.UnpicklingError as error:
+            raise _unpickling(f"the value of {key!r} in {folder}", error) from error
 
 
 class _MetadataUnpickler(pickle.Unpickler):
@@ -348,8 +403,6 @@ def _read_metadata(path: Path) -> Metadata:
             found = _MetadataUnpickler(file).load()
     except pickle.UnpicklingError as error:
         raise _unpickling(str(path), error) from error
-    except (EOFError, AttributeError, IndexError, TypeError, ValueError, KeyError) as error:
-        raise DamagedError(f"{path} is damaged", found=f"{type(error).__name__}: {error}") from error
     if not isinstance(found, Metadata):
         raise DamagedError(f"{path} is not the metadata of a dcp checkpoint", found=type(found).__name__)
     return found

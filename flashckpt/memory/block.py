@@ -61,6 +61,15 @@ class SharedBlock(shared_memory.SharedMemory):
             finally:
                 module.resource_tracker = tracker
 
+    _fd: int
+
+    @property
+    def buf(self) -> memoryview:
+        """All its bytes; not once it is closed."""
+        buffer: memoryview | None = self._buf
+        assert buffer is not None
+        return buffer
+
     @property
     def inode(self) -> int:
         """Of the open block."""

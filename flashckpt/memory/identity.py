@@ -7,6 +7,9 @@ import re
 
 from flashckpt.core.digest import digest
 from flashckpt.errors import ConfigError
+from flashckpt.memory.roots import root_url
+
+__all__ = ["job_id", "root_digest", "root_url"]
 
 _SAFE = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,127}")
 _VARIABLES = (
@@ -17,19 +20,12 @@ _VARIABLES = (
 )
 
 
-def root_url(root: str) -> str:
-    """Return the absolute form of a root: a URL as it is without trailing slashes, a path made absolute."""
-    if "://" in root and not root.startswith("file://"):
-        return root.rstrip("/")
-    return "file://" + os.path.realpath(os.path.expanduser(root.removeprefix("file://")))  # noqa: PTH111
-
-
 def root_digest(root: str) -> int:
     """Return the u64 in every superblock that ties a segment to its root."""
     return digest(root_url(root).encode())
 
 
-def job_id(root: str, explicit: str | None = None) -> str:
+def job_id(root: str | os.PathLike[str], explicit: str | None = None) -> str:
     """Return the job id: `explicit`, FLASHCKPT_JOB_ID, Slurm's or the JobSet's id, else a digest of root and uid.
 
     A random run id, as torchrun makes one per launch, is not an identity and is not looked at.
@@ -37,7 +33,7 @@ def job_id(root: str, explicit: str | None = None) -> str:
     Raises:
         ConfigError: The id cannot name a directory.
     """
-    if explicit:
+    if explicit is not None:
         return _checked(explicit, "job=")
     for name, prefix in _VARIABLES:
         if value := os.environ.get(name):
@@ -45,11 +41,11 @@ def job_id(root: str, explicit: str | None = None) -> str:
     return f"root-{digest(f'{root_url(root)}|{os.getuid()}'.encode()):016x}"
 
 
-def _checked(value: str, where: str) -> str:
-    if not _SAFE.fullmatch(value):
+def _checked(value: object, where: str) -> str:
+    if not isinstance(value, str) or not _SAFE.fullmatch(value):
         raise ConfigError(
             f"the job id of {where} cannot name a directory",
-            found=repr(value),
+            found=ascii(value)[:200],
             expected="letters, digits, '.', '_' and '-', at most 128, starting with a letter or digit",
         )
     return value

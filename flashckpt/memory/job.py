@@ -7,8 +7,8 @@ so that a reader sees the old record or the new one.
 from __future__ import annotations
 
 import contextlib
+import errno
 import os
-import struct
 import subprocess
 import sys
 import time
@@ -17,18 +17,16 @@ from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from typing import Any, TypeVar
 
-import msgpack
-
-from flashckpt.core.digest import digest
-from flashckpt.errors import DamagedError, FormatVersionError, JobInUseError
+from flashckpt.core import records
+from flashckpt.errors import DamagedError, JobInUseError, SharedMemoryError
+from flashckpt.memory import room
 from flashckpt.memory.block import SEGMENT_NAME
 from flashckpt.memory.lease import Lease, is_at
 from flashckpt.memory.private import Skipped, private_directories, private_directory
+from flashckpt.settings import checked
 
-_MAGIC = b"FCKRECRD"
-_MAJOR = 1
-_FRAME = struct.Struct("<8sHHIQ")  # magic, major, minor, zero, digest of what follows
 _REMOVAL_S = 10.0
+_PAGE = 4096
 Record = TypeVar("Record")
 
 
@@ -76,6 +74,9 @@ class DaemonStatus:
         failures: Persists that failed, in all.
         error: Text of the last failure; "" once a persist succeeded again.
         lag: Persist steps that are COMPLETE and not committed.
+        floor: (generation, step) up to which nothing is persisted any more: committed or given up.
+        given_up: Why the last snapshot that was given up was; "" if none was.
+        answered_ns: Time of the newest request to retry (`JobDirectory.ask`) before the last failed attempt began.
         pid: Of the daemon, for people.
         updated_ns: Nanoseconds since the epoch.
     """
@@ -84,6 +85,9 @@ class DaemonStatus:
     failures: int = 0
     error: str = ""
     lag: int = 0
+    floor: tuple[int, int] = (0, -1)
+    given_up: str = ""
+    answered_ns: int = 0
     pid: int = 0
     updated_ns: int = 0
 
@@ -196,7 +200,7 @@ class JobDirectory:
         return self.path / "events" / f"r{rank:05d}"
 
     def request_path(self, name: str) -> Path:
-        """Return the file of a request: `persist-now` or `ended`."""
+        """Return the file of a request: `persist-now`, `retry-now` or `ended`."""
         return self.path / "requests" / name
 
     def segments(self) -> list[Path]:
@@ -215,8 +219,29 @@ class JobDirectory:
         """Leave a request for the daemon; asking twice is asking once."""
         self.request_path(name).touch(mode=0o600, exist_ok=True)
 
+    def ask(self, name: str) -> int:
+        """Leave a request, and return its time: nanoseconds since the epoch, as the daemon reads them."""
+        self.request(name)
+        now = time.time_ns()
+        with contextlib.suppress(FileNotFoundError):  # the daemon has just answered another rank's: it looks again
+            os.utime(self.request_path(name), ns=(now, now))
+        return now
+
+    def asked_ns(self, name: str) -> int | None:
+        """Return when a request was last left, in nanoseconds since the epoch; None if none stands."""
+        try:
+            return self.request_path(name).stat().st_mtime_ns
+        except FileNotFoundError:
+            return None
+
     def write_config(self, config: JobConfig) -> None:
-        """Write `job.msgpack`."""
+        """Write `job.msgpack`.
+
+        Raises:
+            ConfigError: A setting in it is wrong: the daemon could never persist with it.
+        """
+        for name in ("storage_options", "keep_last", "keep_every", "compression"):
+            checked(name, getattr(config, name))
         _write(self.path / "job.msgpack", config)
 
     def read_config(self) -> JobConfig | None:
@@ -232,12 +257,28 @@ class JobDirectory:
         return _read(self.path / "generation.msgpack", GenerationRecord)
 
     def write_status(self, status: DaemonStatus) -> None:
-        """Write `daemon.msgpack`."""
-        _write(self.path / "daemon.msgpack", status)
+        """Write `daemon.msgpack`; in place where the tmpfs is full, for `wait()` must see what was committed.
+
+        A reader that comes in the middle of that finds a wrong digest, and looks again.
+        """
+        path = self.path / "daemon.msgpack"
+        try:
+            _write(path, status)
+        except SharedMemoryError:
+            raw = _framed(status)
+            if not path.exists() or len(raw) > _PAGE:
+                raise
+            with path.open("r+b") as file:  # its page is there
+                file.write(raw)
+                file.truncate()
 
     def read_status(self) -> DaemonStatus | None:
         """Return the daemon's last status, None if there is none. Raises DamagedError."""
         return _read(self.path / "daemon.msgpack", DaemonStatus)
+
+    def forget_status(self) -> None:
+        """Remove `daemon.msgpack`: what is known to be committed. The caller holds the daemon's lock."""
+        (self.path / "daemon.msgpack").unlink(missing_ok=True)
 
     def hold_live(self) -> Lease:
         """Return a lease that says "a rank or agent of this job lives" until it is closed or the process dies.
@@ -250,6 +291,12 @@ class JobDirectory:
         lease = Lease(self.live_path, create=True)
         lease.shared(0)
         return lease
+
+    def let_go(self) -> None:
+        """Close the lease of `open(create=True)` if nobody took it over."""
+        if self._live is not None:
+            self._live.close()
+            self._live = None
 
     def anyone_alive(self) -> bool:
         """Return whether a rank or agent of the job lives (a caller that holds the lease itself counts)."""
@@ -311,13 +358,27 @@ def _is_held(path: Path) -> bool:
         lease.close()
 
 
+def _framed(record: Any) -> bytes:
+    return records.seal(asdict(record), minor=0)
+
+
 def _write(path: Path, record: Any) -> None:
-    body = msgpack.packb(asdict(record))
+    raw = _framed(record)
+    try:
+        _replace(path, raw)
+    except OSError as error:
+        if error.errno not in (errno.ENOSPC, errno.EDQUOT):
+            raise
+        least = room.rooms(path.parent)[0]
+        raise room.too_little(path.parent, len(raw), least, what=f"job {path.parent.name!r}") from error
+
+
+def _replace(path: Path, raw: bytes) -> None:
     temporary = path.with_name(f".{path.name}.{os.getpid()}.{os.urandom(4).hex()}.tmp")
     fd = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
     try:
         with os.fdopen(fd, "wb") as file:
-            file.write(_FRAME.pack(_MAGIC, _MAJOR, 0, 0, digest(body)) + body)
+            file.write(raw)
         temporary.replace(path)
     except BaseException:
         temporary.unlink(missing_ok=True)
@@ -329,17 +390,26 @@ def _read(path: Path, kind: Callable[..., Record]) -> Record | None:
         raw = path.read_bytes()
     except FileNotFoundError:
         return None
-    if len(raw) < _FRAME.size or raw[:8] != _MAGIC:
-        raise DamagedError(f"{path} is not a record of a job", found=repr(raw[:8]), remedy="flashckpt gc")
-    _, major, minor, _, expected = _FRAME.unpack_from(raw)
-    body = raw[_FRAME.size :]
-    if major != _MAJOR:
-        raise FormatVersionError(f"{path} is of another format", found=f"{major}.{minor}", expected=f"{_MAJOR}.x")
-    if digest(body) != expected:
-        raise DamagedError(f"{path} is damaged", found=f"{digest(body):016x}", expected=f"{expected:016x}")
-    known = {f.name for f in fields(kind)}  # type: ignore[arg-type]  # every kind is a dataclass
-    values = {key: value for key, value in msgpack.unpackb(body).items() if key in known}
-    for key in ("parent", "committed"):
-        if isinstance(values.get(key), list):
-            values[key] = tuple(values[key])
-    return kind(**values)
+    found = records.unseal(raw, str(path))
+    known = {f.name: str(f.type) for f in fields(kind)}  # type: ignore[arg-type]  # every kind is a dataclass
+    try:
+        return kind(**{key: _checked(known[key], value) for key, value in found.items() if key in known})
+    except (ValueError, TypeError) as error:
+        raise DamagedError(
+            f"{path} does not follow its schema",
+            found=str(error)[:200],
+            state="It was left as it is.",
+            remedy="flashckpt gc removes what a job left in memory",
+        ) from error
+
+
+def _checked(kind: str, value: Any) -> Any:
+    """Return a field of a record as its annotation says; ValueError where it is of another type."""
+    if value is None and kind.endswith("| None"):
+        return None
+    if kind.startswith("tuple"):
+        return records.snapshot_id(value, least=-1)  # a floor of (0, -1): nothing is committed or given up yet
+    wanted = kind.removesuffix(" | None").partition("[")[0]
+    if type(value).__name__ != wanted:
+        raise ValueError(f"{value!r:.40} where {wanted} is expected")
+    return value

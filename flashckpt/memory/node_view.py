@@ -36,11 +36,13 @@ class View:
         slots: Every slot that was ever written.
         lineage: Generations of the job as far as known here; snapshots they abandoned are left out.
         reserved_bytes: Shared memory of all segments.
+        least_slots: Slots of the segment that has fewest; 0 without any.
     """
 
     slots: Sequence[Held]
     lineage: Sequence[HasLineage] = ()
     reserved_bytes: int = 0
+    least_slots: int = 0
     _holders: dict[Identity, dict[int, Held]] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -73,11 +75,15 @@ class View:
         return len(self.ranks(generation)) == self.world_size(generation) > 0
 
     def flagged(self) -> list[Identity]:
-        """Return the complete snapshots of persist steps, ascending."""
+        """Return the complete snapshots that are to be persisted, ascending.
+
+        One rank that says so is enough: it may have skipped the persist step that the others took, and
+        have the next snapshot persisted instead.
+        """
         return [
             identity
             for identity in self.complete()
-            if all(held.header.persist for held in self._holders[identity].values())
+            if any(held.header.persist for held in self._holders[identity].values())
         ]
 
     def holders(self, identity: Identity) -> dict[int, Held]:
@@ -99,13 +105,14 @@ class View:
 def scan(directory: JobDirectory, lineage: Sequence[HasLineage] = ()) -> View:
     """Read the headers of all segments in the job directory; unreadable ones are left out and said."""
     slots: list[Held] = []
-    reserved = 0
+    reserved = least = 0
     for path in directory.segments():
         with contextlib.ExitStack() as stack:
             try:
                 segment = stack.enter_context(contextlib.closing(Segment.attach(path)))
                 headers = segment.headers()
                 reserved += path.stat().st_blocks * 512
+                least = min(least or segment.spec.slots, segment.spec.slots)
             except FileNotFoundError:
                 continue
             except (DamagedError, FormatVersionError, OSError) as error:
@@ -116,7 +123,7 @@ def scan(directory: JobDirectory, lineage: Sequence[HasLineage] = ()) -> View:
                 for slot, header in enumerate(headers)
                 if header.sequence
             ]
-    return View(slots=slots, lineage=lineage, reserved_bytes=reserved)
+    return View(slots=slots, lineage=lineage, reserved_bytes=reserved, least_slots=least)
 
 
 def pin(held: Held) -> Pin | None:

@@ -39,7 +39,13 @@ class Pin:
         Raises:
             DamagedError: They do not match the digest in the header, or the header has changed.
         """
-        raw = os.pread(self._fd, self.header.manifest_bytes, self.spec.manifest_at(self.slot))
+        header, spec = self.header, self.spec
+        if header.manifest_bytes > spec.manifest_capacity or header.data_bytes > spec.data_capacity:
+            raise self._contradicts(
+                f"{header.manifest_bytes} bytes of manifest, {header.data_bytes} bytes of data",
+                f"at most {spec.manifest_capacity} and {spec.data_capacity}",
+            )
+        raw = os.pread(self._fd, header.manifest_bytes, spec.manifest_at(self.slot))
         if len(raw) != self.header.manifest_bytes or digest(raw) != self.header.manifest_digest:
             raise DamagedError(
                 f"the snapshot of step {self.header.step} in memory is damaged",
@@ -56,8 +62,27 @@ class Pin:
         return raw
 
     def manifest(self) -> Manifest:
-        """Return the verified manifest; errors as `manifest_bytes`."""
-        return decode_manifest(self.manifest_bytes())
+        """Return the verified manifest, which agrees with its slot; errors as `manifest_bytes`."""
+        manifest, header = decode_manifest(self.manifest_bytes()), self.header
+        found = (*manifest.identity, manifest.rank, manifest.world_size, manifest.objects)
+        if found != (*header.identity, header.rank, header.world_size, []):
+            raise self._contradicts(
+                f"a manifest of step {manifest.step}, generation {manifest.generation}, rank {manifest.rank}"
+                f" of {manifest.world_size}",
+                f"step {header.step}, generation {header.generation}, rank {header.rank} of {header.world_size}",
+            )
+        table = manifest.table
+        if (end := int((table.byte_offset + table.nbytes).max(initial=0))) > header.data_bytes:
+            raise self._contradicts(f"rows up to byte {end}", f"at most {header.data_bytes} bytes of data")
+        return manifest
+
+    def _contradicts(self, found: str, expected: str) -> DamagedError:
+        return DamagedError(
+            f"the snapshot of step {self.header.step} in memory contradicts itself",
+            found=f"{found} (slot {self.slot} of {self.path})",
+            expected=expected,
+            state="It was left as it is and is not restored.",
+        )
 
     def is_current(self) -> bool:
         """Whether the header is still the one that was pinned (not abandoned meanwhile)."""
@@ -84,11 +109,23 @@ class Pin:
         if self._view is None:
             at, used = self.spec.data_at(self.slot), self.header.data_bytes
             lead = at % mmap.ALLOCATIONGRANULARITY  # 0 unless the machine's pages are larger than 4 KiB
+            if used > self.spec.data_capacity:
+                raise self._short(f"{used} bytes of data", f"at most {self.spec.data_capacity} bytes in a slot")
             flags = mmap.MAP_SHARED | (mmap.MAP_POPULATE if populate else 0)
             size = max(1, lead + used)
+            if (end := os.fstat(self._fd).st_size) < at + used:  # reading behind the end of the file would be SIGBUS
+                raise self._short(f"a file of {end} bytes", f"at least {at + used} bytes")
             self._data = mmap.mmap(self._fd, size, flags=flags, prot=mmap.PROT_READ, offset=at - lead)
             self._view = memoryview(self._data)[lead : lead + used]
         return self._view
+
+    def _short(self, found: str, expected: str) -> DamagedError:
+        return DamagedError(
+            f"the snapshot of step {self.header.step} in memory is cut short",
+            found=found,
+            expected=f"{expected} (slot {self.slot} of {self.path})",
+            state="It was left as it is and is not restored.",
+        )
 
     def close(self) -> None:
         """Give the slot back."""

@@ -351,9 +351,17 @@ class SlotWriter:
             data_bytes: Used bytes of the data area; all of it if None.
 
         Raises:
-            SharedMemoryError: The manifest is larger than its area; the snapshot is discarded.
+            SharedMemoryError: The manifest or the data are larger than their area; the snapshot is discarded.
         """
         spec = self._segment.spec
+        if data_bytes is not None and data_bytes > spec.data_capacity:
+            self.discard()
+            raise SharedMemoryError(
+                f"the snapshot of step {self.header.step} does not fit into its slot",
+                found=f"{data_bytes} bytes",
+                expected=f"at most {spec.data_capacity} bytes",
+                state="That snapshot was discarded; earlier ones are intact.",
+            )
         if len(manifest) > spec.manifest_capacity:
             self.discard()
             raise SharedMemoryError(

@@ -24,11 +24,12 @@ from flashckpt.errors import FlashckptError, NoCheckpointError, ShardGapError
 from flashckpt.exchange import HostGroup
 from flashckpt.memory.segment import Pin, Segment
 from flashckpt.report import RestoreReport
-from flashckpt.restore import live_state
+from flashckpt.restore import live_state, unexpected
 from flashckpt.restore.fill import RestoreCounts, Target, fill
 from flashckpt.restore.peers import Peers, PeerSource, Rounds
 from flashckpt.restore.restore_point import Candidate, Place, Request
 from flashckpt.restore.sources import MemorySource, Source, StorageSource
+from flashckpt.restore.values import Values, restore_values, unnamed_values, value_tensors
 from flashckpt.tracking.placement import boxes_of, shard_of
 from flashckpt.tracking.structure import Structure
 from flashckpt.tracking.tracked import Tracked
@@ -79,6 +80,12 @@ class Attempt:
     peers: list[PeerSource] = field(default_factory=list)
     storage: list[Source] = field(default_factory=list)
     wished: live_state.Wishes | None = None
+    held: set[str] = field(default_factory=set)
+    """Names that the sources have."""
+    own: set[str] = field(default_factory=set)
+    """Names that this rank has."""
+    unexpected: Sequence[str] = ()
+    """Names that the sources have and no rank has."""
     _exchange: Peers | None = None
     _has_asked: bool = False
     _structure: Structure | None = None
@@ -132,6 +139,7 @@ class Attempt:
                 wished, asks = self._asks()
                 if asks:
                     return State.ASKS
+                self._compare([source.manifest for source in self.memory], wished)
                 self.wished = wished  # all of it lies here, under its own name
             else:
                 self.wished = self._covered()
@@ -212,7 +220,7 @@ class Attempt:
 
     def _wishes(self, manifests: Sequence[Manifest], *, exact: bool) -> live_state.Wishes:
         if self._structure is None:
-            self._structure = self.tracked.structure(self.tracked.capture())
+            self._structure = self.tracked.settled()[0]
         return live_state.wishes(self.tracked, self._structure, manifests, self.request.only, exact=exact)
 
     def _asks(self, *, spare: bool = False) -> tuple[live_state.Wishes, list[Wish]]:
@@ -223,7 +231,7 @@ class Attempt:
         sources: list[Source] = [*self.memory, *self.peers]
         manifests = [source.manifest for source in sources]
         wished = self._wishes(manifests, exact=True)
-        values = live_state.Values(sources, self.tracked.world.rank)
+        values = Values(sources, self.tracked.world.rank)
         shards = [*wished.shards, *(target.shard for target in self._value_tensors(values, sources)[1])]
         asks = list(wished.unnamed)
         near = [source.manifest.table for source in (self.peers if spare else sources)]
@@ -231,10 +239,10 @@ class Attempt:
             shard = shards[target]
             asks.append((shard.fqn.partition("@")[0], shard.fqn, replace(shard, offsets=offsets, lengths=lengths)))
         names = live_state.Names(manifests)
-        tensors = live_state.value_tensors(self.tracked, values)
-        asks += [(n.partition("@")[0], n, None) for n in tensors if names.find(n, exact=True) is None]
+        tensors = value_tensors(self.tracked, values)
+        asks += [(n.partition("@")[0], n, None) for n in tensors if n not in names.known]
         if not self._has_asked:  # a value that was asked for once is nowhere
-            asks += live_state.unnamed_values(self.tracked, values, self.request.only)
+            asks += unnamed_values(self.tracked, values, self.request.only)
         return wished, asks
 
     def _covered(self) -> live_state.Wishes:
@@ -242,11 +250,32 @@ class Attempt:
         manifests = [source.manifest for source in self.sources]
         is_whole = self.candidate.is_common or bool(self.storage)
         wished = self._wishes(manifests, exact=not is_whole)
-        strict = self.request.strict and self.request.only is None
-        if (wished.missing and strict) or wished.unnamed:
-            raise missing_error(wished.missing or [wished.unnamed[0][0]], wished.unexpected, is_whole=is_whole)
+        self._compare(manifests, wished)
+        if (wished.missing and self.is_strict) or wished.unnamed:
+            here = sorted(self.held - self.own)
+            raise missing_error(wished.missing or [wished.unnamed[0][0]], here, is_whole=is_whole)
         plan_reads(wished.shards, [m.table for m in manifests], names=[s.name for s in self.sources])
         return wished
+
+    @property
+    def counts(self) -> list[int]:
+        """How many names the sources have and this rank has not, and how many it has: what the ranks tell each other."""
+        return [len(self.held - self.own), len(self.own)]
+
+    @property
+    def is_strict(self) -> bool:
+        """Whether live state and the source must have the same names."""
+        return self.request.strict and self.request.only is None
+
+    def _compare(self, manifests: Sequence[Manifest], wished: live_state.Wishes) -> None:
+        """Note which names the sources have and which this rank has: `unexpected` follows from all ranks' together."""
+        assert self._structure is not None
+        held = unexpected.held_names(self.tracked, manifests)
+        self.own = unexpected.own_names(self.tracked, self._structure, live_state.Names(manifests), wished, held)
+        self.held = {name for name in held if live_state.is_wanted(name, self.request.only)}
+        has_all_values = bool(self.storage) or (self.candidate.is_common and not self.may_ask)
+        if has_all_values and self.request.only is None:
+            wished.missing = sorted({*wished.missing, *unexpected.ungrouped(self.tracked, manifests)})
 
     # -- filling -----------------------------------------------------------------------------------------
 
@@ -263,44 +292,40 @@ class Attempt:
     def _fill(self, rounds: Rounds | None) -> RestoreReport:
         assert self.wished is not None
         sources, landing = self.sources, live_state.Landing()
-        values = live_state.Values(sources, self.tracked.world.rank)
+        values = Values(sources, self.tracked.world.rank)
         is_whole = self.candidate.is_common or bool(self.storage)
         with self.phase("plan"):
             targets = [landing.target(w.shard, w.tensor, w.box) for w in self.wished.wants if w.tensor is not None]
             for absent in self.wished.absent_state:
                 tensor = absent.allocate()
-                boxes = boxes_of(absent.fqn, tensor)
-                targets += [landing.target(s, tensor, b) for s, b in zip(absent.shards, boxes, strict=True)]
+                targets += [landing.target(s, tensor, b) for s, b in zip(absent.shards, absent.boxes, strict=True)]
             loose, loose_targets = self._value_tensors(values, sources)
         with self.phase("read"):
             counts = fill([*targets, *loose_targets], sources, threads=self.request.threads, far=rounds)
             landing.finish()
         with self.phase("values"):
-            missing, reseeded = live_state.restore_values(
+            missing, reseeded = restore_values(
                 self.tracked,
                 values,
                 _Loose(loose, is_whole=is_whole),
                 step=self.candidate.identity[1],
                 only=self.request.only,
-                is_whole=is_whole,
             )
-        if missing and (not is_whole or (self.request.strict and self.request.only is None)):
+        if missing and (not is_whole or self.is_strict):
             raise missing_error(missing, [], is_whole=is_whole)
         return self._report(counts, missing, reseeded)
 
-    def _value_tensors(
-        self, values: live_state.Values, sources: Sequence[Source]
-    ) -> tuple[dict[str, torch.Tensor], list[Target]]:
+    def _value_tensors(self, values: Values, sources: Sequence[Source]) -> tuple[dict[str, torch.Tensor], list[Target]]:
         """Return the tensors inside values, unfilled, and their targets."""
         names = live_state.Names([s.manifest for s in sources])
         loose: dict[str, torch.Tensor] = {}
         targets = []
-        for name in sorted(live_state.value_tensors(self.tracked, values)):
-            if (known := names.find(name)) is not None:
-                shard = names.shard(known)
+        for name in sorted(value_tensors(self.tracked, values)):
+            if name in names.known:  # no other: names inside values are told apart behind the coordinate
+                shard = names.shard(name)
                 tensor = loose[name] = torch.empty(shard.global_shape, dtype=getattr(torch, shard.dtype))
                 (box,) = boxes_of(name, tensor)
-                targets.append(Target(shard=shard_of(known, shard.dtype, box, 0), buffer=live_state.bytes_of(tensor)))
+                targets.append(Target(shard=shard_of(name, shard.dtype, box, 0), buffer=live_state.bytes_of(tensor)))
         return loose, targets
 
     def _report(self, counts: RestoreCounts, missing: Sequence[str], reseeded: Sequence[str]) -> RestoreReport:
@@ -311,7 +336,7 @@ class Attempt:
             life=0,
             tier_bytes=dict(counts.needed_bytes),
             missing=(*self.wished.missing, *missing),
-            unexpected=tuple(self.wished.unexpected),
+            unexpected=tuple(self.unexpected),
             damaged=tuple(counts.damaged),
             read_bytes={tier: n for tier, n in counts.read_bytes.items() if n},
             manifest_bytes=len(self.manifest),

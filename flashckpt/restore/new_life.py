@@ -12,7 +12,7 @@ from typing import Any
 
 from flashckpt import errors, exchange
 from flashckpt.checkpoint import checkpoints, root_view
-from flashckpt.core.lineage import is_abandoned
+from flashckpt.core.lineage import BEGINNING, is_abandoned
 from flashckpt.errors import FlashckptError, RootError
 from flashckpt.faults import crash_point
 from flashckpt.memory.job import GenerationRecord, JobDirectory
@@ -29,7 +29,7 @@ def claim(
 
     Args:
         number: 1 + the largest generation seen anywhere; a higher one is taken if it is claimed already.
-        parent: What was restored; None on a fresh start.
+        parent: What was restored; None on a fresh start, BEGINNING on one that was asked for.
         world: The ranks.
         root: Where to claim it now; None leaves that to the daemon, before it persists anything.
         options: Storage options.
@@ -43,7 +43,7 @@ def claim(
             wish = checkpoints.GenerationClaim(generation=number, token=token, parent=parent, world_size=world.size)
             number, claimed = _claim_on_root(root, options, wish), True
         except (FlashckptError, OSError) as problem:
-            error = _packed(problem) if parent is None else None
+            error = _packed(problem) if parent in (None, BEGINNING) else None
             _log.warning("generation %d is claimed later by the daemon: %s", number, str(problem).splitlines()[0])
     number, token, claimed, error = exchange.from_rank_0([number, token, claimed, error])
     if error is not None:

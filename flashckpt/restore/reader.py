@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping
 from typing import Any
 
 from flashckpt.memory.identity import root_url
 from flashckpt.report import RestoreReport
 from flashckpt.restore.restoring import Course, Request
+from flashckpt.settings import checked
+from flashckpt.storage.opening import check_options
 from flashckpt.tracking.placement import current_world
 from flashckpt.tracking.tracked import Tracked
 
@@ -15,8 +18,9 @@ from flashckpt.tracking.tracked import Tracked
 class Reader:
     """Reads checkpoints and changes nothing: for evaluation, export, another program. Made by `readonly`."""
 
-    def __init__(self, root: str, storage_options: Mapping[str, Any] | None = None) -> None:
-        self._root, self._options = root_url(root), dict(storage_options or {})
+    def __init__(self, root: str | os.PathLike[str], storage_options: Mapping[str, Any] | None = None) -> None:
+        self._root, self._options = root_url(root), checked("storage_options", storage_options)
+        check_options(self._root, self._options)
         self._things: dict[str, Any] = {}
         self._mesh: Any = None
 

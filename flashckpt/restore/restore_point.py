@@ -8,7 +8,7 @@ from typing import Any
 
 from flashckpt.checkpoint.root_view import RootView
 from flashckpt.core.lineage import SlotRecord, by_preference, common, is_abandoned, partly
-from flashckpt.errors import DisagreementError, NoCheckpointError
+from flashckpt.errors import DisagreementError, NoCheckpointError, RootError
 from flashckpt.memory.job import GenerationRecord
 
 
@@ -22,6 +22,7 @@ class Request:
         only: A pattern over names, or None.
         strict: Names that no source has are an error.
         threads: Threads of a fill; None chooses.
+        fresh: Nothing: begin anew.
     """
 
     root: str
@@ -30,13 +31,14 @@ class Request:
     only: str | None = None
     strict: bool = True
     threads: int | None = None
+    fresh: bool = False
 
     @property
     def wish(self) -> str:
         """What all ranks must agree on, for people."""
         given = {"step": self.step, "generation": self.generation, "only": self.only}
         words = [f"{name}={value!r}" for name, value in given.items() if value is not None]
-        return f"restore({', '.join([*words, *([] if self.strict else ['strict=False'])])}) from {self.root}"
+        return f"restore({', '.join([*words, *([] if self.strict else ['strict=False']), *(['fresh=True'] if self.fresh else [])])}) from {self.root}"
 
     @property
     def is_partial(self) -> bool:
@@ -58,6 +60,7 @@ class Inventory:
         members: (generation, rank) of every rank that last ran on the node, whatever it holds.
         host: Name of the node, for people.
         request: What the rank was asked to restore; one and the same on all.
+        committed: Newest checkpoint that the node's daemon knows of on the root, or None.
     """
 
     node: str
@@ -69,16 +72,26 @@ class Inventory:
     members: tuple[tuple[int, int], ...] = ()
     host: str = ""
     request: str = ""
+    committed: tuple[int, int] | None = None
 
     def pack(self) -> list[Any]:
         """Return it as msgpack types."""
         sizes = [self.restart, self.need_bytes, self.free_bytes]
-        return [self.node, list(self.slots), self.generation, *sizes, list(self.members), self.host, self.request]
+        return [
+            self.node,
+            list(self.slots),
+            self.generation,
+            *sizes,
+            list(self.members),
+            self.host,
+            self.request,
+            self.committed,
+        ]
 
     @classmethod
     def unpack(cls, packed: list[Any]) -> Inventory:
         """Return what `pack` packed."""
-        node, slots, generation, restart, need, free, members, host, request = packed
+        node, slots, generation, restart, need, free, members, host, request, committed = packed
         return cls(
             node=node,
             slots=tuple((r, g, s, w, h, _pair(p)) for r, g, s, w, h, p in slots),
@@ -89,6 +102,7 @@ class Inventory:
             members=tuple((g, r) for g, r in members),
             host=host,
             request=request,
+            committed=_pair(committed),
         )
 
 
@@ -262,6 +276,35 @@ def candidates(
     )
     highest = max([*known, *(g for g, _ in on_root)], default=0)
     return Candidates(found=found, life=highest + 1, lineage=lineage)
+
+
+def missing_on_root(inventories: Sequence[Inventory], root: RootView, found: Candidates) -> tuple[int, int] | None:
+    """Return the newest checkpoint that some node knows to be committed, where the root holds no checkpoint at all.
+
+    None where the root could not be asked, holds checkpoints (damaged ones too), or none was committed on this line.
+    """
+    if root.error or not root.is_empty:
+        return None
+    known = {i.committed for i in inventories if i.committed is not None}
+    return max((i for i in known if not is_abandoned(i, found.lineage)), default=None)
+
+
+def emptied(root: str, missing: tuple[int, int], found: Candidates) -> RootError:
+    """Return the error for a root that is empty although checkpoints were committed on it."""
+    held = next((c.identity for c in found.found if c.is_whole), None)
+    ways = [
+        "mount or put back the root",
+        "to begin anew: restore(fresh=True), or on every node: flashckpt forget ROOT --apply",
+    ]
+    if held is not None:
+        ways.append("to go on from memory, on every node: flashckpt forget ROOT --keep-memory --apply")
+    return RootError(
+        f"the root {root} holds no checkpoint, although some of this job were committed on it",
+        found="no checkpoint" if held is None else f"no checkpoint; in memory step {held[1]} of generation {held[0]}",
+        expected=f"step {missing[1]} of generation {missing[0]}, or a newer one",
+        state="Nothing was restored, and what is in memory is as it was.",
+        remedy="; ".join(ways),
+    )
 
 
 def nothing_there(step: int | None, generation: int | None, found: Candidates | None, root: str) -> NoCheckpointError:

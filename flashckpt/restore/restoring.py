@@ -21,13 +21,14 @@ from typing import Any
 from flashckpt import exchange
 from flashckpt.checkpoint import root_view
 from flashckpt.checkpoint.root_view import RootView
+from flashckpt.core.lineage import BEGINNING
 from flashckpt.core.superblock import boot_id
 from flashckpt.errors import DisagreementError, FlashckptError, RootError, ShardGapError
 from flashckpt.memory.control import Control
 from flashckpt.memory.job import GenerationRecord, JobDirectory
 from flashckpt.memory.segment import Segment
 from flashckpt.report import RestoreReport
-from flashckpt.restore import new_life
+from flashckpt.restore import new_life, unexpected
 from flashckpt.restore.attempt import Attempt, State
 from flashckpt.restore.restore_point import (
     Candidate,
@@ -36,9 +37,11 @@ from flashckpt.restore.restore_point import (
     Request,
     agree,
     candidates,
+    emptied,
     host_names,
     local_world,
     memory_is_current,
+    missing_on_root,
     node_names,
     nothing_there,
     places_of,
@@ -123,10 +126,19 @@ class Course:
                 members=tuple(self._members()),
                 host=socket.gethostname(),
                 request=self.request.wish,
+                committed=self._committed(),
             )
             found = [Inventory.unpack(packed) for packed in exchange.all_gather(mine.pack())]
         agree(found)
         return found
+
+    def _committed(self) -> tuple[int, int] | None:
+        """Return the newest checkpoint that the daemon of this node knew of on the root."""
+        assert self.directory is not None
+        with contextlib.suppress(FlashckptError, OSError):
+            status = self.directory.read_status()
+            return None if status is None else status.committed
+        return None
 
     def _members(self) -> Iterator[tuple[int, int]]:
         """Return (generation, rank) of every rank that last ran here: who is not lost with another node."""
@@ -175,9 +187,13 @@ class Course:
             ShardGapError: Something exists and none of it covers the state.
             RootError: The root cannot be asked and memory does not cover the state.
         """
+        if self.request.fresh and not memory_is_current(inventories):
+            return self.start_anew(inventories, parent=BEGINNING)
         explicit = self.request.step is not None or self.request.generation is not None
         if explicit or not memory_is_current(inventories):
             self._ask_root()
+            if not explicit:
+                self._refuse_emptied_root(inventories)
         found, done = self._try_all(inventories)
         if done is None:
             self._refuse_silent_fresh_start(found, explicit=explicit)
@@ -226,11 +242,21 @@ class Course:
         new_life.begin(self.directory, record, rank=self.tracked.world.rank, ranks=ranks, own=self.own)
         return record
 
-    def start_anew(self, inventories: list[Inventory]) -> Outcome:
-        """Begin a life without restoring anything of this job (a warm start fills the state from elsewhere). Collective."""
+    def start_anew(self, inventories: list[Inventory], parent: tuple[int, int] | None = None) -> Outcome:
+        """Begin without restoring anything of this job (a warm start fills the state from elsewhere). Collective.
+
+        Args:
+            inventories: Of all ranks.
+            parent: BEGINNING abandons what is there; None leaves it to be chosen by a later restore.
+
+        Raises:
+            RootError: The root cannot be asked or written.
+        """
         self._ask_root()
+        if self.root.error and parent is not None:
+            raise self._unreachable("and a run that begins anew takes its number from there")
         number = candidates(inventories, self.root).life
-        record = self._begin_life(number, None, inventories)
+        record = self._begin_life(number, parent, inventories)
         return Outcome(report=None, record=record, superseded=None, inventories=inventories)
 
     def read(self) -> RestoreReport:
@@ -249,15 +275,24 @@ class Course:
         if self._last_error is not None:
             raise self._last_error
         if self.root.error and not found.found:
-            raise RootError(
-                f"the root {self.request.root} cannot be asked for checkpoints, and memory holds none",
-                found=self.root.error.splitlines()[0],
-                state="Nothing was restored: a fresh start could repeat a run that is already on storage.",
-                remedy="make the root reachable, or start with another root",
-            )
+            raise self._unreachable("and memory holds none")
         if explicit:
             step = self.request.step if self.request.step is not None else -1
             raise nothing_there(step, self.request.generation, found, self.request.root)
+
+    def _unreachable(self, why: str) -> RootError:
+        return RootError(
+            f"the root {self.request.root} cannot be asked for checkpoints, {why}",
+            found="; ".join(line.strip() for line in self.root.error.splitlines()[:2]),
+            state="Nothing was restored: a fresh start could repeat a run that is already on storage.",
+            remedy="make the root reachable, or start with another root",
+        )
+
+    def _refuse_emptied_root(self, inventories: Sequence[Inventory]) -> None:
+        """Refuse to go on from memory, or to begin anew, without a word where the root has lost its checkpoints."""
+        found = candidates(inventories, self.root)
+        if (missing := missing_on_root(inventories, self.root, found)) is not None:
+            raise emptied(self.request.root, missing, found)
 
     # -- one candidate -----------------------------------------------------------------------------------
 
@@ -279,11 +314,12 @@ class Course:
                 phase=self.phase,
             )
             attempt.share_manifest()
-            states = self._vote(attempt, attempt.prepare())
+            states = self._vote(attempt, attempt.prepare(), attempt.counts)
             if State.ASKS in states and State.FAILED not in states:
                 states = self._exchange(attempt, stack, spare=False)
             report = None
             if State.FAILED not in states:
+                self._refuse_unexpected(attempt)
                 report, states = self._fill(attempt)
                 if State.FAILED in states and len({place.node for place in attempt.places}) > 1:
                     states = self._exchange(attempt, stack, spare=report is None)
@@ -294,11 +330,29 @@ class Course:
                 return None
             return replace(report, nodes=_by_node(inventories, self._amounts))
 
+    def _refuse_unexpected(self, attempt: Attempt) -> None:
+        """Find what no rank has of the candidate. Collective where some rank does not have all that it knows of.
+
+        Raises:
+            UnexpectedStateError: There is some, and it was not allowed. On every rank; an older candidate is not tried:
+                it is the program that is another one.
+        """
+        if not any(mine for mine, _ in self._amounts):
+            return
+        mine, own = attempt.held - attempt.own, attempt.own
+        attempt.unexpected = unexpected.nowhere(mine, own, counts=[count for _, count in self._amounts])
+        if not attempt.is_strict:
+            return
+        told = exchange.all_gather([len(attempt.unexpected), attempt.unexpected[:5]])
+        names = sorted({name for _, some in told for name in some})
+        generation, step = attempt.candidate.identity
+        unexpected.refuse(names, max(count for count, _ in told), f"step {step} of generation {generation}")
+
     def _exchange(self, attempt: Attempt, stack: contextlib.ExitStack, *, spare: bool) -> list[int]:
         """Find on other nodes what somebody lacks; return every rank's state then. Collective."""
         group = exchange.HostGroup()
         stack.callback(group.close)
-        return self._vote(attempt, attempt.ask(group, spare=spare))
+        return self._vote(attempt, attempt.ask(group, spare=spare), attempt.counts)
 
     def _fill(self, attempt: Attempt) -> tuple[RestoreReport | None, list[int]]:
         """Fill live state; return this rank's report and every rank's state. Collective."""

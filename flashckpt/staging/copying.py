@@ -16,7 +16,7 @@ import torch
 import xxhash
 
 from flashckpt.core.digest import CHUNK_BYTES
-from flashckpt.errors import FenceError, FlashckptError
+from flashckpt.errors import FenceError, FlashckptError, SharedMemoryError
 from flashckpt.faults import crash_point
 from flashckpt.tracking.placement import local_of
 from flashckpt.tracking.structure import Row
@@ -39,6 +39,8 @@ class Item:
         first_chunk: Index of its first digest.
         start: Byte in the local tensor where the box starts, if it is one run of host memory there; -1 if not.
         local_bytes: Size of the whole local tensor when this was planned.
+        shape: Of the whole local tensor when this was planned.
+        dtype: Its dtype then.
     """
 
     row: Row
@@ -48,6 +50,8 @@ class Item:
     first_chunk: int
     start: int
     local_bytes: int
+    shape: torch.Size
+    dtype: torch.dtype
 
     @property
     def is_host(self) -> bool:
@@ -61,6 +65,28 @@ class StalePlanError(FlashckptError):
     exit_code = FenceError.exit_code
 
 
+class SlotOverflowError(FlashckptError):
+    """A plan needs more bytes than its slot has: a fault of this program, found before a byte was written."""
+
+    exit_code = SharedMemoryError.exit_code
+
+
+def check_slot(plan_bytes: int, slot_bytes: int, step: int) -> None:
+    """Refuse a plan that would write behind its slot; once per snapshot, before the first copy.
+
+    Raises:
+        SlotOverflowError: It would.
+    """
+    if plan_bytes > slot_bytes:
+        raise SlotOverflowError(
+            f"internal error: the snapshot of step {step} was planned for a larger slot than it was given",
+            found=f"{plan_bytes} bytes to copy",
+            expected=f"at most {slot_bytes} bytes",
+            state="That snapshot was discarded before anything was copied; the next one is planned anew.",
+            remedy="please report it with the kinds of optimizer and model that are tracked",
+        )
+
+
 def item_of(row: Row, offset: int, nbytes: int, first_chunk: int) -> Item:
     """Return the Item of a row; finds out whether its box is one run of the local tensor."""
     local, box = row.entry.local, row.box
@@ -70,7 +96,7 @@ def item_of(row: Row, offset: int, nbytes: int, first_chunk: int) -> Item:
         start = 0
         if box.starts and box.starts[0]:
             start = box.starts[0] * math.prod(local.shape[1:]) * local.element_size()
-    return Item(row, local, offset, nbytes, first_chunk, start, local.nbytes)
+    return Item(row, local, offset, nbytes, first_chunk, start, local.nbytes, local.shape, local.dtype)
 
 
 class Buffer:
@@ -96,8 +122,14 @@ class Buffer:
 
 
 def source_of(item: Item, tensor: torch.Tensor | None = None) -> torch.Tensor:
-    """Return the box of the live tensor as integers as wide as its elements: bits are copied, never values."""
+    """Return the box of the live tensor as integers as wide as its elements: bits are copied, never values.
+
+    Raises:
+        StalePlanError: The tensor has another shape or dtype than was planned.
+    """
     local = (item.local if tensor is None else local_of(tensor)).detach()
+    if local.shape != item.shape or local.dtype is not item.dtype:
+        raise stale_plan(item, local)
     if local.is_conj() or local.is_neg():
         local = local.resolve_conj().resolve_neg()
     source = local.view(_INTEGERS[local.element_size()])
@@ -110,17 +142,22 @@ def address_of(item: Item) -> int:
     """Return the address of an item's first byte.
 
     Raises:
-        StalePlanError: The tensor was given another storage (`p.data = ...`) that is not of the planned shape.
+        StalePlanError: The tensor was given another storage (`p.data = ...`) that is not of the planned form.
     """
     local = item.local
     if local.nbytes != item.local_bytes or not local.is_contiguous():
-        raise StalePlanError(
-            f"{item.row.entry.fqn!r} has another shape or storage than when its snapshot was planned",
-            found=f"{tuple(local.shape)}, {local.nbytes} bytes",
-            expected=f"{item.local_bytes} contiguous bytes",
-            state="That snapshot was discarded; the next one is planned anew.",
-        )
+        raise stale_plan(item, local)
     return local.data_ptr() + item.start
+
+
+def stale_plan(item: Item, local: torch.Tensor) -> StalePlanError:
+    """Return the error for a tensor that is not of the form that was planned any more."""
+    return StalePlanError(
+        f"{item.row.entry.fqn!r} has another shape or storage than when its snapshot was planned",
+        found=f"{local.dtype}, shape {tuple(local.shape)}, strides {local.stride()}",
+        expected=f"{item.dtype}, shape {tuple(item.shape)}" + (", contiguous" if item.start >= 0 else ""),
+        state="That snapshot was discarded; the next one is planned anew.",
+    )
 
 
 def copy_item(item: Item, buffer: Buffer, tensor: torch.Tensor | None = None) -> None:

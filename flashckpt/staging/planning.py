@@ -13,6 +13,7 @@ from torch.distributed.tensor import DTensor
 from flashckpt.core.layout import layout_hash, place
 from flashckpt.core.manifest import ShardTable, encode_table
 from flashckpt.staging.copying import StalePlanError, item_of
+from flashckpt.staging.rank_memory import Need, manifest_room
 from flashckpt.tracking.ahead import is_like
 from flashckpt.tracking.placement import local_of
 from flashckpt.tracking.structure import Structure
@@ -31,6 +32,7 @@ class Plan:
         structure: What it was made for.
         signature: u64 layout hash of its rows.
         total: Bytes of the data area.
+        end: Byte behind the last one that a copy writes; checked against the slot before the first copy.
         unfenced: Items copied before `step()` returns.
         fresh: The same, of tensors that objects give out anew each time.
         fenced: Items copied beside the next forward/backward, host memory only.
@@ -52,6 +54,7 @@ class Plan:
             placement.offsets.tolist(), self.table.nbytes.tolist(), self.table.first_chunk.tolist(), strict=True
         )
         items = [item_of(row, *place_) for row, place_ in zip(structure.rows, places, strict=True)]
+        self.end = max((i.offset + i.nbytes for i in items), default=0)
         host = [i for i in items if i.is_host]
         fresh = structure.fresh
         self.fresh = [i for i in items if i.row.entry.fqn in fresh]
@@ -98,9 +101,10 @@ class Plan:
             if (found := places.get(id(item.row.entry.tensor))) is not None:
                 item.local = local_of(found)
 
-    def manifest_bytes(self) -> int:
-        """Return how large a manifest may become: table, digests, and room for values that grow."""
-        return 2 * len(self.table_bytes) + 8 * self.table.chunks + (256 << 10)
+    def need(self, value_bytes: int) -> Need:
+        """Return what a slot for this plan and about `value_bytes` of non-tensor state needs."""
+        manifest = manifest_room(self.table, len(self.table_bytes), value_bytes)
+        return Need(layout=self.signature, data_bytes=self.total, manifest_bytes=manifest)
 
     def versions(self) -> list[int]:
         """Return the version counters of all fenced tensors."""

@@ -7,7 +7,7 @@ import logging
 import threading
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import numpy as np
@@ -23,6 +23,8 @@ from flashckpt.staging import device
 
 _log = logging.getLogger("flashckpt")
 MANIFEST_SLACK_BYTES = 256 << 10
+SMALL_SLOT_BYTES = 16 << 20
+"""Up to here the first slot is made at once, in about 10 ms; larger ones in the background, beside training."""
 _LET_GO_S = 2.0
 """How long a killed process may take to give its locks back."""
 
@@ -46,13 +48,22 @@ class Need:
         """Bytes of a slot, its header page included, and a share of the superblock."""
         return self.data_bytes + self.manifest_bytes + 3 * 4096
 
+    def with_room(self, nbytes: int) -> Need:
+        """Return the same need with more bytes in the data area, for state that grows."""
+        return replace(self, data_bytes=self.data_bytes + nbytes)
+
 
 def need_of(shards: Sequence[Shard], value_bytes: int = 0) -> Need:
     """Return what a slot for `shards` and about `value_bytes` of non-tensor state needs, with room to grow."""
     placement = place(shards)
     table = ShardTable.from_shards(shards, placement.offsets)
-    manifest = 2 * len(encode_table(table)) + 8 * table.chunks + 4 * value_bytes + MANIFEST_SLACK_BYTES
+    manifest = manifest_room(table, len(encode_table(table)), value_bytes)
     return Need(layout=layout_hash(shards), data_bytes=placement.total, manifest_bytes=manifest)
+
+
+def manifest_room(table: ShardTable, table_bytes: int, value_bytes: int) -> int:
+    """Return the bytes to reserve for a manifest: its table and digests, and values that may grow."""
+    return 2 * table_bytes + 8 * table.chunks + 4 * value_bytes + MANIFEST_SLACK_BYTES
 
 
 class RankMemory:
@@ -152,6 +163,14 @@ class RankMemory:
         self._ready, self._first = threading.Event(), threading.Event()
         self._thread = threading.Thread(target=self._reserve, name="flashckpt-reserve", daemon=True)
         self._thread.start()
+        if need.slot_bytes <= SMALL_SLOT_BYTES:
+            self.wait_first()
+
+    def replace(self, need: Need, *, slots: int | None, job: str) -> None:
+        """Open another segment; the one before is removed at once if it never held a snapshot. Errors as `open`."""
+        if self.segment is not None and not any(header.is_complete for header in self.segment.headers()):
+            self.segment.unlink()
+        self.open(need, slots=slots, job=job)
 
     def _create(self, need: Need, slots: int | None, job: str) -> Segment:
         path = next(p for p in self._paths(need.layout) if not p.exists())
@@ -225,6 +244,11 @@ class RankMemory:
     def wait_first(self, timeout_s: float | None = None) -> bool:
         """Wait until a snapshot can be taken: one slot is reserved; False if none is in time. Raises as `is_ready`."""
         self._first.wait(timeout_s)
+        return self.is_ready or self._first.is_set()
+
+    @property
+    def has_slot(self) -> bool:
+        """Whether the memory of some slot is made, so that a snapshot can be taken; does not wait. Raises as `is_ready`."""
         return self.is_ready or self._first.is_set()
 
     def fits(self, need: Need) -> bool:

@@ -13,9 +13,17 @@ from typing import Any
 import numpy as np
 
 from flashckpt.core.manifest import Manifest, encode_manifest
-from flashckpt.errors import FenceError, FlashckptError
+from flashckpt.errors import FenceError, FlashckptError, SharedMemoryError
 from flashckpt.memory.segment import SlotWriter
-from flashckpt.staging.copying import Buffer, StalePlanError, copy_and_hash, copy_item, hash_item
+from flashckpt.staging.copying import (
+    Buffer,
+    SlotOverflowError,
+    StalePlanError,
+    check_slot,
+    copy_and_hash,
+    copy_item,
+    hash_item,
+)
 from flashckpt.staging.device import CudaLanes
 from flashckpt.staging.planning import Plan
 from flashckpt.tracking.tracked import Captured
@@ -123,15 +131,25 @@ class Stager:
     def start(
         self, plan: Plan, writer: SlotWriter, captured: Captured, identity: Identity, *, optimizer_steps: int = 0
     ) -> Snapshot:
-        """Copy what is not fenced, hand out the rest, return: no planning, no allocation that grows with the state."""
+        """Copy what is not fenced, hand out the rest, return: no planning, no allocation that grows with the state.
+
+        A plan that does not fit the slot, or the live tensors, discards this snapshot and no other.
+        """
         started = time.perf_counter()
         buffer = Buffer(writer.data)
         try:
-            for item in plan.unfenced:
-                copy_item(item, buffer)
-            for item in plan.fresh:
-                copy_item(item, buffer, captured.tensors[item.row.entry.fqn])
-            snapshot = Snapshot(identity, plan, writer, buffer, captured.values, plan.versions(), started_s=started)
+            snapshot = Snapshot(identity, plan, writer, buffer, captured.values, [], started_s=started)
+            try:
+                check_slot(plan.end, len(writer.data), identity.step)
+                for item in plan.unfenced:
+                    copy_item(item, buffer)
+                for item in plan.fresh:
+                    copy_item(item, buffer, captured.tensors[item.row.entry.fqn])
+            except (SlotOverflowError, StalePlanError) as error:
+                snapshot.error, plan.is_stale = error, True
+                self._end(snapshot, 0.0)
+                return snapshot
+            snapshot.versions = plan.versions()
             snapshot.optimizer_steps = optimizer_steps
             if plan.uses_device:
                 snapshot.marks = self._lanes.mark(plan.device, plan.device_unfenced)
@@ -179,7 +197,8 @@ class Stager:
                 self._take(snapshot)
             except Exception as error:  # noqa: BLE001 -- training goes on whatever happens to one snapshot
                 snapshot.error = error
-                snapshot.plan.is_stale = isinstance(error, StalePlanError)
+                # a manifest that has outgrown its area needs another segment, as state of another form does
+                snapshot.plan.is_stale = isinstance(error, (StalePlanError, SharedMemoryError))
             self._end(snapshot, time.thread_time() - started)
 
     def _take(self, snapshot: Snapshot) -> None:

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import re
+from collections.abc import Mapping
 from pathlib import Path
-from urllib.parse import unquote, urlsplit
 
 from flashckpt.errors import ConfigError
+from flashckpt.memory.roots import local_path, root_url, scheme_of
 from flashckpt.storage.store import Store
 
-_SCHEME = re.compile(r"^([A-Za-z][A-Za-z0-9+.-]*)://")
 _MEMORY_ONLY = ("memory",)
 
 
@@ -25,21 +24,13 @@ def open_store(url: str | Path, *, backend: str = "auto", **options: object) -> 
     Raises:
         ConfigError: the URL cannot be a root, or an option is unknown.
     """
-    text = str(url)
-    match = _SCHEME.match(text)
-    protocol = match.group(1).lower() if match else "file"
-    if "::" in text or protocol in ("http", "https", "git", "zip", "ftp"):
-        raise ConfigError(
-            f"{text} cannot hold checkpoints",
-            found=f"protocol {protocol if '::' not in text else 'chain'}",
-            expected="a directory, s3://bucket/path, gs://bucket/path or az://container/path",
-        )
-    if protocol in ("file", "local"):
+    text = root_url(url)
+    protocol = scheme_of(text)
+    check_options(text, options)
+    if protocol == "file":
         from flashckpt.storage.posix import PosixStore
 
-        path = unquote(urlsplit(text).path) if match else text
-        _refuse_options(text, options)
-        return PosixStore(Path(path).expanduser().absolute())
+        return PosixStore(Path(local_path(text)))
     if protocol in ("s3", "s3a"):
         return _open_s3(text, backend, options)
     from flashckpt.storage.fsspec_store import FsspecStore
@@ -49,12 +40,12 @@ def open_store(url: str | Path, *, backend: str = "auto", **options: object) -> 
 
 def is_process_local(url: str) -> bool:
     """Return whether the root lives in one process only (memory://): no daemon could write to it."""
-    match = _SCHEME.match(url)
-    return bool(match) and match.group(1).lower() in _MEMORY_ONLY  # type: ignore[union-attr]  # bool(match) is checked first
+    return scheme_of(url) in _MEMORY_ONLY
 
 
-def _refuse_options(url: str, options: dict[str, object]) -> None:
-    if unknown := sorted(options):
+def check_options(url: str, options: Mapping[str, object]) -> None:
+    """Raise ConfigError where storage options are given for a directory."""
+    if scheme_of(url) == "file" and (unknown := sorted(options)):
         raise ConfigError(
             f"the root {url} is a directory and takes no storage options",
             found=", ".join(unknown),

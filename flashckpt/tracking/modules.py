@@ -11,7 +11,9 @@ from torch import nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
+from torch.nn.parameter import is_lazy
 
+from flashckpt.errors import UnsupportedStateError
 from flashckpt.tracking.placement import local_of
 
 _WRAPPERS = ("_orig_mod", "_checkpoint_wrapped_module", "_fsdp_wrapped_module")
@@ -47,11 +49,24 @@ def tensors_of(part: nn.Module) -> Iterator[ModuleTensor]:
         dot = f"{clean}." if clean else ""
         for key, parameter in module._parameters.items():  # noqa: SLF001 -- named_parameters() drops the owner of each
             if parameter is not None:
+                _refuse_lazy(dot + key, parameter)
                 yield ModuleTensor(name=dot + key, tensor=parameter, is_parameter=True, ddp_ranks=ranks)
         transient = module._non_persistent_buffers_set  # noqa: SLF001 -- the only place that says so
         for key, buffer in module._buffers.items():  # noqa: SLF001 -- as above
             if buffer is not None and key not in transient:
+                _refuse_lazy(dot + key, buffer)
                 yield ModuleTensor(name=dot + key, tensor=buffer, is_parameter=False, ddp_ranks=ranks)
+
+
+def _refuse_lazy(name: str, tensor: torch.Tensor) -> None:
+    if is_lazy(tensor):
+        raise UnsupportedStateError(
+            f"{name!r} is uninitialized: a lazy module makes it in its first forward",
+            found=type(tensor).__qualname__,
+            expected="tensors that have a shape and values",
+            state="Nothing was tracked.",
+            remedy="run the model once on a batch of the right shape before restore()",
+        )
 
 
 def strip(prefix: str, ddp_prefixes: Sequence[str] | dict[str, tuple[int, ...]] = ()) -> str:

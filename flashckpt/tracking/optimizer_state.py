@@ -10,10 +10,9 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
-from torch.distributed.tensor import DTensor
 
 from flashckpt.errors import ConfigError, UnsupportedStateError
-from flashckpt.tracking.trees import put_together, take_apart
+from flashckpt.tracking.trees import Place, put_together, take_apart
 
 Named = Mapping[int, str]
 """id(parameter) -> its global name without the track name, e.g. `layers.3.w1.weight`."""
@@ -23,6 +22,30 @@ def parameters(optimizer: torch.optim.Optimizer) -> Iterator[torch.Tensor]:
     """Yield the parameters of all groups, in order."""
     for group in optimizer.param_groups:
         yield from group["params"]
+
+
+def refuse_wrapper(name: str, optimizer: torch.optim.Optimizer) -> None:
+    """Refuse an optimizer that keeps its state in another one: what it holds itself is empty.
+
+    Raises:
+        UnsupportedStateError: Names the attribute to track instead.
+    """
+    inner = [
+        key
+        for key, value in vars(optimizer).items()
+        if isinstance(value, torch.optim.Optimizer) and value.state is not vars(optimizer).get("state")
+    ]
+    if not inner and hasattr(optimizer, "_optimizer_step_pre_hooks"):
+        return
+    raise UnsupportedStateError(
+        f"the optimizer {name!r} wraps another optimizer, which has the state",
+        found=f"{type(optimizer).__module__}.{type(optimizer).__qualname__}"
+        + (f" with a {type(vars(optimizer)[inner[0]]).__qualname__} as its {inner[0]!r}" if inner else ""),
+        expected="the optimizer that updates the parameters",
+        state="Nothing was tracked.",
+        remedy=f"track the one inside: track({name}=wrapper.{inner[0] if inner else 'optimizer'}), if that is all of its "
+        "state and equal on the ranks that hold a parameter",
+    )
 
 
 def name_of(param: torch.Tensor, names: Named, where: str) -> str:
@@ -51,7 +74,25 @@ def state_tensors(
         name = name_of(param, names, where)
         for key, value in optimizer.state.get(param, {}).items():
             if isinstance(value, torch.Tensor):
-                yield name, str(key), param, value
+                yield name, usable_key(key, f"{where}.{name}"), param, value
+
+
+def usable_key(key: Any, path: str) -> str:
+    """Return a key of a parameter's state that can be a part of a name.
+
+    Raises:
+        UnsupportedStateError: Another state would come back under this name, or this one under another.
+    """
+    if type(key) is str and key and not {".", "@"} & set(key):
+        return key
+    raise UnsupportedStateError(
+        f"the optimizer state {key!r} of {path!r} cannot be named in a snapshot",
+        found=f"a key of type {type(key).__qualname__}"
+        if type(key) is not str
+        else "an empty key, or '.' or '@' in it",
+        expected="keys that are strings without '.' and '@'",
+        remedy="put it into a dict of its own: state['name'] = {key: value}",
+    )
 
 
 def state_values(
@@ -62,7 +103,13 @@ def state_values(
         state = optimizer.state.get(param, {})
         for key, value in state.items():
             if not isinstance(value, torch.Tensor):
-                yield f"{where}.{name_of(param, names, where)}.{key}", param, state, key
+                name = f"{where}.{name_of(param, names, where)}"
+                yield f"{name}.{usable_key(key, name)}", param, state, key
+
+
+def other_keys(optimizer: torch.optim.Optimizer) -> list[Any]:
+    """Return the keys of `optimizer.state` that are no parameters: state that an optimizer keeps once for all of them."""
+    return [key for key in optimizer.state if not isinstance(key, torch.Tensor)]
 
 
 def group_names(optimizers: Sequence[torch.optim.Optimizer], names: Named) -> list[list[list[str]]]:
@@ -144,35 +191,6 @@ def bytes_per_byte(optimizers: Sequence[torch.optim.Optimizer]) -> dict[int, int
     return found
 
 
-def allocate(
-    param: torch.Tensor, key: str, *, shape: tuple[int, ...], dtype: torch.dtype, group: Mapping[str, Any], fqn: str
-) -> torch.Tensor:
-    """Return an unfilled state tensor as the optimizer itself would make it; the restore overwrites it whole.
-
-    Args:
-        param: The parameter it belongs to.
-        key: Its key in the parameter's state, e.g. "exp_avg".
-        shape: Global shape recorded in the snapshot.
-        dtype: Dtype recorded in the snapshot.
-        group: The parameter's group: capturable and fused optimizers keep `step` on the device.
-        fqn: Its name, for the error.
-
-    Raises:
-        UnsupportedStateError: Sharded state that has not the parameter's shape: where it lies is not known.
-    """
-    if shape == tuple(param.shape) and shape:
-        return torch.empty_like(param, dtype=dtype, requires_grad=False, memory_format=torch.preserve_format)
-    if isinstance(param, DTensor) and shape:
-        raise UnsupportedStateError(
-            f"{fqn!r} has not the shape of its parameter, so its sharding is not known before the first step",
-            found=str(shape),
-            expected=str(tuple(param.shape)),
-            remedy="take one optimizer step before restore(), so that the optimizer makes its state itself",
-        )
-    on_device = key != "step" or group.get("capturable") or group.get("fused")
-    return torch.empty(shape, dtype=dtype, device=param.device if on_device else "cpu")
-
-
 def groups_by_parameter(optimizer: torch.optim.Optimizer) -> dict[int, dict[str, Any]]:
     """Return id(parameter) -> the group that holds it."""
     return {id(p): group for group in optimizer.param_groups for p in group["params"]}
@@ -183,6 +201,7 @@ def restore_groups(
     names: Named,
     recorded: Sequence[Any],
     tensor: Any,
+    place: Place | None = None,
 ) -> list[str]:
     """Set hyperparameters by parameter name; return what did not fit ("[]" when all did).
 
@@ -192,11 +211,12 @@ def restore_groups(
         recorded: Values made by `groups`, one per rank that recorded them; groups are found by the names of
             their parameters, and by position where a group has none.
         tensor: Gives the tensors in them by name.
+        place: Brings them to where they lay.
     """
     by_name: dict[str, dict[str, Any]] = {}
     by_place: dict[tuple[int, int], dict[str, Any]] = {}
     for value in recorded:
-        for i, one in enumerate(put_together(value, tensor)):
+        for i, one in enumerate(put_together(value, tensor, place=place)):
             for j, group in enumerate(one):
                 by_place.setdefault((i, j), group)
                 by_name.update(dict.fromkeys(group["params"], group))
@@ -207,9 +227,18 @@ def restore_groups(
             found = known[0] if known else by_place.get((i, j))
             if found is None:
                 missing.append(f"group {j} of optimizer {i}")
+            elif any(one is not found and _settings(one) != _settings(found) for one in known):
+                missing.append(f"one setting for group {j} of optimizer {i}: its parameters were in groups that differ")
             else:
                 _set_group(group, found)
     return missing
+
+
+def _settings(group: Mapping[str, Any]) -> dict[str, Any]:
+    """Return hyperparameters that can be compared by ==."""
+    return {
+        k: v.tolist() if isinstance(v, torch.Tensor) else v for k, v in group.items() if k not in ("params", "name")
+    }
 
 
 def _set_group(group: dict[str, Any], recorded: Mapping[str, Any]) -> None:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+import functools
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -11,10 +12,10 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from flashckpt.core.balance import Part, Share, cut_dimension, deal
-from flashckpt.core.layout import Shard
-from flashckpt.errors import ConfigError
+from flashckpt.errors import ConfigError, UnsupportedStateError
 from flashckpt.tracking import modules, optimizer_state, rng, samplers, trees
 from flashckpt.tracking.ahead import Forthcoming
+from flashckpt.tracking.optimizer_entries import Enter, OptimizerEntries, StateValue
 from flashckpt.tracking.placement import (
     Box,
     Spread,
@@ -22,14 +23,14 @@ from flashckpt.tracking.placement import (
     box_bytes,
     boxes_of,
     dtype_name,
-    local_of,
-    shard_of,
     shared_out,
     spread_of_dtensor,
     spread_of_plain,
 )
+from flashckpt.tracking.state_forms import Form
 from flashckpt.tracking.structure import Entry, Structure, Watch, structure_of
 
+_MOST_READINGS = 3
 _REPLICATED_TYPES = (torch.optim.lr_scheduler.LRScheduler, torch.amp.GradScaler)
 
 
@@ -44,6 +45,11 @@ class Captured:
 
     values: dict[str, Any]
     tensors: dict[str, torch.Tensor]
+
+    @property
+    def forms(self) -> tuple[Any, ...]:
+        """What a plan is made for: it holds for every reading with equal forms."""
+        return tuple((name, t.dtype, t.shape, t.layout) for name, t in self.tensors.items())
 
 
 class Tracked:
@@ -71,7 +77,9 @@ class Tracked:
         self.ahead = Forthcoming()
         self._appeared = Watch([], [])
         self.aliases: dict[str, str] = {}
-        self._values: list[tuple[str, dict[Any, Any], Any]] = []
+        self._values: list[StateValue] = []
+        self._forms: dict[str, dict[str, Form]] = {}
+        self._others: list[tuple[str, list[dict[Any, Any]]]] = []
         self._extra: list[tuple[str, nn.Module]] = []
         self._names: dict[int, str] = {}
         self._groups: dict[str, list[list[list[str]]]] = {}
@@ -92,6 +100,8 @@ class Tracked:
         if parts and all(isinstance(p, nn.Module) for p in parts):
             self.modules[name] = parts
         elif parts and all(isinstance(p, torch.optim.Optimizer) for p in parts):
+            for part in parts:
+                optimizer_state.refuse_wrapper(name, part)
             self.optimizers[name] = parts
         elif isinstance(thing, (list, tuple)):
             for i, part in enumerate(parts):
@@ -143,6 +153,27 @@ class Tracked:
             return tensors
         return None
 
+    def settled(self, *, ahead: bool = False) -> tuple[Structure, Captured]:
+        """Return the structure and what was read with it: state that has just appeared may consist of tensors too.
+
+        Raises:
+            UnsupportedStateError: As `structure`; or an object gives out other tensors each time it is asked.
+        """
+        captured = self.capture()
+        for _ in range(_MOST_READINGS):
+            structure = self.structure(captured, ahead=ahead)
+            captured = self.capture()
+            if captured.forms == structure.forms:
+                return structure, captured
+        before, now = ({one[0]: one for one in forms} for forms in (structure.forms, captured.forms))
+        name = next(name for name in {**now, **before} if before.get(name) != now.get(name))
+        raise UnsupportedStateError(
+            f"{name!r} is another tensor each time the state is read",
+            found=f"{now.get(name, 'no such tensor')} after {before.get(name, 'no such tensor')}",
+            expected="the same keys, dtypes and shapes as long as no step was made",
+            remedy="let state_dict() or get_extra_state() only read, or leave the object out of track()",
+        )
+
     def structure(self, captured: Captured, *, ahead: bool = False) -> Structure:
         """Return the structure of the state as it is now; objects' tensors are taken from `captured`.
 
@@ -171,8 +202,11 @@ class Tracked:
         for alias, full in aliases.items():
             spreads.setdefault(id(self._aliased[alias]), (self._spread(found[full]), full))
         self.ahead = Forthcoming(self.all_optimizers() if ahead else ())
-        forecast = self._optimizer_entries(entries, spreads, chosen)
+        enter = functools.partial(self._enter, entries)
+        state = self._optimizer_entries(enter, spreads, chosen)
         for name, tensor in captured.tensors.items():
+            if name in entries and entries[name].tensor is tensor:
+                continue  # it was a number when the values were looked for, and is a held tensor from now on
             spread = Spread(per_rank="@" in name and self.world.size > 1)
             if isinstance(tensor, DTensor):
                 spread = spread_of_dtensor(tensor, self.world)
@@ -181,7 +215,9 @@ class Tracked:
         live = (e.tensor for e in entries.values() if e.fenced and id(e.tensor) not in awaited)
         self._rewatch([tensor for tensor in live if isinstance(tensor, DTensor)])
         self.aliases = aliases
-        self.planned = structure_of(entries.values(), forecast=forecast, aliases=aliases, fresh=captured.tensors)
+        self.planned = structure_of(
+            entries.values(), forecast=state.forecast, aliases=aliases, fresh=captured.tensors, forms=captured.forms
+        )
         return self.planned
 
     def _module_tensors(self) -> tuple[dict[str, modules.ModuleTensor], dict[str, str]]:
@@ -267,79 +303,31 @@ class Tracked:
             fenced=fenced and not tensor.is_inference(),
         )
 
-    def _optimizer_entries(
-        self,
-        entries: dict[str, Entry],
-        spreads: dict[int, tuple[Spread, str]],
-        chosen: dict[str, tuple[Share, ...]],
-    ) -> list[Shard]:
-        forecast: list[Shard] = []
-        self._values = []
+    def _optimizer_entries(self, enter: Enter, spreads: Any, chosen: Any) -> OptimizerEntries:
+        found = OptimizerEntries(self.world, self._names, spreads, chosen, self.ahead, enter)
         for label, group in self.optimizers.items():
             for optimizer in group:
-                tensors = optimizer_state.state_tensors(optimizer, self._names, label)
-                if (part := self.ahead.of(optimizer)) is not None:
-                    tensors = part.state_tensors(self._names)
-                for name, key, param, tensor in tensors:
-                    spread, shares = self._state_spread(param, tensor, spreads, chosen)
-                    placed, full = _as_sharded(param, tensor), f"{label}.{name}.{key}"
-                    boxes = boxes_of(full, placed)
-                    self._enter(entries, full, placed, boxes, spread=spread, shares=shares, fenced=True)
-                self._values += [
-                    (f"{name}@{self.world.suffix}" if spreads[id(param)][0].per_rank else name, param_state, key)
-                    for name, param, param_state, key in optimizer_state.state_values(optimizer, self._names, label)
-                ]
-                if self.ahead.of(optimizer) is None:
-                    forecast += self._forecast(optimizer, label, spreads, chosen)
-        return forecast
-
-    def _state_spread(
-        self,
-        param: torch.Tensor,
-        tensor: torch.Tensor,
-        spreads: dict[int, tuple[Spread, str]],
-        chosen: dict[str, tuple[Share, ...]],
-    ) -> tuple[Spread, tuple[Share, ...]]:
-        spread, full = spreads[id(param)]
-        if isinstance(tensor, DTensor):
-            own = spread_of_dtensor(tensor, self.world)
-            return own, chosen.get(full, ()) if own == spread else ()
-        if isinstance(param, DTensor) and tensor.shape != local_of(param).shape:
-            mesh = param.device_mesh  # scalars of a sharded parameter are equal on its whole mesh
-            count = mesh.size() * spread.replicas
-            first = spread.index == 0 and not any(mesh.get_coordinate() or ())
-            return Spread(replicas=count, index=0 if first else 1), ()
-        return spread, chosen.get(full, ())
-
-    def _forecast(
-        self,
-        optimizer: torch.optim.Optimizer,
-        label: str,
-        spreads: dict[int, tuple[Spread, str]],
-        chosen: dict[str, tuple[Share, ...]],
-    ) -> Iterator[Shard]:
-        for param, key, full_shape, dtype in optimizer_state.predicted(optimizer):
-            spread, full = spreads[id(param)]
-            name = f"{label}.{self._names[id(param)]}.{key}" + (f"@{self.world.suffix}" if spread.per_rank else "")
-            kind = str(dtype).removeprefix("torch.")
-            scalar = torch.zeros((), dtype=dtype)
-            like = param if full_shape else scalar
-            shares = chosen.get(full, ())
-            if not full_shape:
-                spread, shares = self._state_spread(param, scalar, spreads, chosen)
-            for box in shared_out(boxes_of(name, like), kind, spread, shares):
-                yield shard_of(name, kind, box)
+                found.add(label, optimizer)
+        self._values, self._forms = found.values, found.forms
+        self._others = [
+            (label, [dict.fromkeys(optimizer_state.other_keys(optimizer), optimizer.state) for optimizer in group])
+            for label, group in self.optimizers.items()
+        ]
+        return found
 
     def _rewatch(self, sharded: Sequence[torch.Tensor]) -> None:
         dicts: list[Any] = [d for part in self.parts() for d in modules.watched(part)]
         lists: list[Sequence[Any]] = []
+        mixed: list[Any] = []
+        changing = {id(value.state) for value in self._values}
         for optimizer in self.all_optimizers():
             if self.ahead.of(optimizer) is None:
-                dicts += [optimizer.state, *optimizer.state.values()]
+                (mixed if optimizer_state.other_keys(optimizer) else dicts).append(optimizer.state)
+                for state in (v for k, v in optimizer.state.items() if isinstance(k, torch.Tensor)):
+                    (mixed if id(state) in changing else dicts).append(state)
             lists += [group["params"] for group in optimizer.param_groups]
             lists.append(optimizer.param_groups)
-        changing = {id(state) for _, state, _ in self._values}
-        self.watch = Watch([d for d in dicts if id(d) not in changing], lists, sharded)
+        self.watch = Watch(dicts, lists, sharded, mixed=mixed, is_member=_is_watched)
         self._appeared = Watch([], [])
         self._extra = [
             (f"{label}.{name}", module)
@@ -367,9 +355,17 @@ class Tracked:
             key = f"{label}.groups" + (f"@{self.world.stage}" if self.world.stage else "")
             values[key], own = optimizer_state.groups(group, self._group_names(label), f"{label}.groups@{suffix}")
             tensors |= own
-        for name, state, state_key in self._values:
-            values[name], own = trees.take_apart(state.get(state_key), name)
+        for value in self._values:
+            values[value.name], own = trees.take_apart(value.state.get(value.key), value.name, mesh=value.mesh)
             tensors |= own
+        for label, per_optimizer in self._others:
+            if any(per_optimizer):
+                key = f"{label}.state@{suffix}"
+                others = [{k: state.get(k) for k, state in one.items()} for one in per_optimizer]
+                values[key], own = trees.take_apart(others, key)
+                tensors |= own
+        for label, forms in self._forms.items():
+            values[f"{label}.forms" + (f"@{self.world.stage}" if self.world.stage else "")] = forms
         for name, module in self._extra:
             values[name], own = trees.take_apart(module.get_extra_state(), name)
             tensors |= own
@@ -402,17 +398,11 @@ class Tracked:
         return self._names
 
 
+def _is_watched(key: Any, value: Any) -> bool:
+    """Whether a value in `optimizer.state`, or in the state of one parameter, is held and not read anew."""
+    return isinstance(key, torch.Tensor) or isinstance(value, torch.Tensor)
+
+
 def _short(full: str) -> str:
     """Return a parameter's name inside the name of its optimizer state: without the track name `model`."""
     return full.removeprefix("model.")
-
-
-def _as_sharded(param: torch.Tensor, tensor: torch.Tensor) -> torch.Tensor:
-    """Return plain state of the local shard's shape as a DTensor placed as its parameter is."""
-    if not isinstance(param, DTensor) or isinstance(tensor, DTensor):
-        return tensor
-    if not tensor.dim() or tensor.shape != local_of(param).shape:
-        return tensor
-    return DTensor.from_local(
-        tensor, param.device_mesh, param.placements, run_check=False, shape=param.shape, stride=param.stride()
-    )

@@ -6,76 +6,145 @@ Nothing is ever pickled: what has no plain form is refused by its key.
 
 from __future__ import annotations
 
+import io
 from collections.abc import Callable, Mapping
 from typing import Any
 
 import numpy as np
 import torch
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
 
 from flashckpt.errors import UnsupportedStateError
 
 _MARK = "__flashckpt__"  # key of a dict that stands for something msgpack has no type for
-_PLAIN = (bool, int, float, str, bytes)
+_PLAIN = (bool, int, float, bytes)
+DEEPEST = 64
+"""Levels of dicts, lists and tuples inside each other that a value may have; a decoder recurses for each."""
 
 
-def take_apart(tree: Any, name: str) -> tuple[Any, dict[str, torch.Tensor]]:
-    """Return (skeleton, tensors by name) of a state dict.
+def take_apart(tree: Any, name: str, *, mesh: DeviceMesh | None = None) -> tuple[Any, dict[str, torch.Tensor]]:
+    """Return (skeleton, tensors by name) of a state dict; a tensor that occurs twice is one tensor with one name.
 
     Args:
         tree: Nested dicts, lists and tuples of tensors, numpy arrays and scalars, None, bool, int, float, str, bytes,
-            torch dtypes and devices.
+            torch dtypes and devices, io.BytesIO.
         name: Prefix of the tensors' names, e.g. "scheduler".
+        mesh: DTensors on this mesh that are equal on all of its ranks may be in it; others have no place here.
 
     Raises:
-        UnsupportedStateError: Anything else; the message names the key.
+        UnsupportedStateError: Anything else, or more than DEEPEST levels; the message names the key.
     """
-    tensors: dict[str, torch.Tensor] = {}
-    return _apart(tree, name, tensors), tensors
+    if tree is None or type(tree) in _PLAIN:  # a step counter per parameter: most values are no trees
+        return tree, {}
+    apart = _Apart(mesh)
+    return apart.node(tree, name, 0), apart.tensors
 
 
-def _apart(node: Any, path: str, tensors: dict[str, torch.Tensor]) -> Any:  # noqa: C901, PLR0911 -- one case per type
-    if node is None or type(node) in _PLAIN:
-        return node
-    if isinstance(node, torch.Tensor):
-        tensors[path] = node
-        return {_MARK: "tensor", "name": path, "device": str(node.device)}
-    if isinstance(node, np.ndarray):
-        if node.dtype.hasobject or node.dtype.kind not in "biufc":
-            _refuse(path, node)
-        tensors[path] = torch.from_numpy(np.ascontiguousarray(node).reshape(node.shape))
-        return {_MARK: "array", "name": path}
-    if isinstance(node, Mapping):
-        items = [[_key(k, path), _apart(v, f"{path}.{k}", tensors)] for k, v in node.items()]
-        if all(type(k) is str for k, _ in items) and _MARK not in node:
-            return dict(items)
-        return {_MARK: "dict", "items": items}
-    if type(node) in (list, tuple, torch.Size):
-        parts = [_apart(v, f"{path}.{i}", tensors) for i, v in enumerate(node)]
-        return tuple(parts) if isinstance(node, tuple) else parts
-    if isinstance(node, np.generic) and node.dtype.kind in "biufc":
-        return {_MARK: "scalar", "dtype": node.dtype.str, "value": node.tobytes()}
-    if isinstance(node, (torch.dtype, torch.device)):
-        return {_MARK: type(node).__name__, "value": str(node)}
-    for kind in (int, float, str, bytes):  # subclasses such as enum.IntEnum keep their value
-        if isinstance(node, kind):
-            return kind(node)  # type: ignore[arg-type]  # the union of four constructors
-    return _refuse(path, node)
+class _Apart:
+    """One tree being taken apart."""
+
+    def __init__(self, mesh: DeviceMesh | None) -> None:
+        self.tensors: dict[str, torch.Tensor] = {}
+        self._mesh, self._names = mesh, dict[int, str]()
+
+    def node(self, node: Any, path: str, depth: int) -> Any:  # noqa: C901, PLR0911, PLR0912 -- one case per type
+        if node is None or type(node) in _PLAIN:
+            return node
+        if type(node) is str:
+            return _text(node, path)
+        if depth > DEEPEST:
+            _refuse_depth(path)
+        if isinstance(node, torch.Tensor):
+            return self._tensor(node, path)
+        if isinstance(node, np.ndarray):
+            return {_MARK: "array", "name": self._enter(_from_array(node, path), path)}
+        if isinstance(node, Mapping):
+            items = [[_key(k, path), self.node(v, f"{path}.{k}", depth + 1)] for k, v in node.items()]
+            if all(type(k) is str for k, _ in items) and _MARK not in node:
+                return dict(items)
+            return {_MARK: "dict", "items": items}
+        if type(node) in (list, tuple, torch.Size):
+            parts = [self.node(v, f"{path}.{i}", depth + 1) for i, v in enumerate(node)]
+            return tuple(parts) if isinstance(node, tuple) else parts
+        if isinstance(node, np.generic) and node.dtype.kind in "biufc":
+            return {_MARK: "scalar", "dtype": node.dtype.str, "value": node.tobytes()}
+        if isinstance(node, (torch.dtype, torch.device)):
+            return {_MARK: type(node).__name__, "value": str(node)}
+        if type(node) is io.BytesIO:
+            return {_MARK: "bytes_io", "value": node.getvalue(), "position": node.tell()}
+        for kind in (int, float, str, bytes):  # subclasses such as enum.IntEnum keep their value
+            if isinstance(node, kind):
+                return kind(node)  # type: ignore[arg-type]  # the union of four constructors
+        return _refuse(path, node)
+
+    def _tensor(self, tensor: torch.Tensor, path: str) -> dict[str, Any]:
+        if (known := self._names.get(id(tensor))) is not None:
+            return {_MARK: "tensor", "name": known, "device": str(tensor.device)}
+        mark: dict[str, Any] = {_MARK: "tensor", "name": path, "device": str(tensor.device)}
+        if isinstance(tensor, DTensor):
+            if self._mesh is None or tensor.device_mesh != self._mesh:
+                _refuse(path, tensor, "a DTensor, of which nothing else says on what mesh it lies")
+            if not all(p.is_replicate() for p in tensor.placements):
+                _refuse(path, tensor, f"a DTensor of {tensor.placements}, in a list or dict")
+            mark["replicated"] = True
+        mark["name"] = self._names[id(tensor)] = self._enter(tensor, path)
+        return mark
+
+    def _enter(self, tensor: torch.Tensor, path: str) -> str:
+        """Return the tensor's name: its path, told apart where another key gives the same (1 and "1", "a.b" and "a" "b")."""
+        name, count = path, 1
+        while name in self.tensors:
+            name, count = f"{path}~{count}", count + 1
+        self.tensors[name] = tensor
+        return name
+
+
+def _from_array(array: np.ndarray, path: str) -> torch.Tensor:
+    plain = type(array) in (np.ndarray, np.memmap) and array.dtype.kind in "biufc" and array.dtype.isnative
+    if plain:
+        try:
+            return torch.from_numpy(np.ascontiguousarray(array).reshape(array.shape))
+        except TypeError:  # a dtype that torch has not, e.g. longdouble
+            pass
+    found = f"a {type(array).__module__}.{type(array).__qualname__} of dtype {array.dtype.str}"
+    return _refuse(path, array, found)  # type: ignore[no-any-return]  # it raises
+
+
+def _text(text: str, path: str) -> str:
+    if not text.isascii():
+        try:
+            text.encode()
+        except UnicodeEncodeError:
+            _refuse(path, text, f"text that is no Unicode: {ascii(text)[:80]}")
+    return text
 
 
 def _key(key: Any, path: str) -> Any:
-    if type(key) in (str, int, float, bool, bytes) or key is None:
+    if type(key) is str:
+        return _text(key, f"{path} (a key)")
+    if type(key) in _PLAIN or key is None:
         return key
     if type(key) is tuple and all(type(k) in (str, int, float, bool) for k in key):
         return key
     return _refuse(f"{path} (a key)", key)
 
 
-def _refuse(path: str, node: Any) -> Any:
+def _refuse(path: str, node: Any, found: str = "") -> Any:
     raise UnsupportedStateError(
         f"the value of {path!r} cannot be held in a snapshot",
-        found=f"{type(node).__module__}.{type(node).__qualname__}",
-        expected="tensors, numpy arrays, None, bool, int, float, str, bytes, or dicts, lists and tuples of them",
+        found=found or f"{type(node).__module__}.{type(node).__qualname__}",
+        expected="tensors, numpy arrays, None, bool, int, float, str, bytes, io.BytesIO, or dicts, lists and tuples of them",
         remedy="convert it in the object's state_dict(), or leave the object out of track()",
+    )
+
+
+def _refuse_depth(path: str) -> None:
+    raise UnsupportedStateError(
+        f"the value of {path[:80] + '...' if len(path) > 80 else path!r} is nested too deeply",
+        found=f"more than {DEEPEST} levels of dicts, lists and tuples inside each other",
+        expected=f"at most {DEEPEST} levels",
+        remedy="flatten it in the object's state_dict(), or leave the object out of track()",
     )
 
 
@@ -91,27 +160,59 @@ def tensor_names(skeleton: Any) -> list[str]:
     return names
 
 
-def put_together(skeleton: Any, tensor: Callable[[str], torch.Tensor]) -> Any:
-    """Return the state dict that `take_apart` took apart; `tensor(name)` gives each tensor's values (on the CPU)."""
-    if isinstance(skeleton, dict):
-        kind = skeleton.get(_MARK)
-        if kind is None:
-            return {k: put_together(v, tensor) for k, v in skeleton.items()}
-        return _special(kind, skeleton, tensor)
-    if isinstance(skeleton, (list, tuple)):
-        return type(skeleton)(put_together(v, tensor) for v in skeleton)
-    return skeleton
+Place = Callable[[torch.Tensor, Mapping[str, Any]], torch.Tensor]
+"""Brings a tensor to where it lay: the second argument has "device", and "replicated" where it was a DTensor."""
 
 
-def _special(kind: str, node: dict[str, Any], tensor: Callable[[str], torch.Tensor]) -> Any:
-    if kind == "tensor":
-        return tensor(node["name"])
-    if kind == "array":
-        return tensor(node["name"]).numpy().copy()
-    if kind == "dict":
-        return {k: put_together(v, tensor) for k, v in node["items"]}
-    if kind == "scalar":
-        return np.frombuffer(node["value"], np.dtype(node["dtype"]))[0]
-    if kind == "device":
-        return torch.device(node["value"])
-    return getattr(torch, node["value"].removeprefix("torch."))
+def put_together(skeleton: Any, tensor: Callable[[str], torch.Tensor], *, place: Place | None = None) -> Any:
+    """Return the state dict that `take_apart` took apart.
+
+    Args:
+        skeleton: What it returned.
+        tensor: `tensor(name)` gives each tensor's values (on the CPU).
+        place: Brings a tensor to where it lay; called once per tensor, which stays one where it occurs twice.
+    """
+    return _Together(tensor, place).node(skeleton)
+
+
+class _Together:
+    """One tree being put together."""
+
+    def __init__(self, tensor: Callable[[str], torch.Tensor], place: Place | None) -> None:
+        self._tensor, self._place = tensor, place
+        self._made: dict[str, torch.Tensor] = {}
+
+    def node(self, skeleton: Any) -> Any:
+        if isinstance(skeleton, dict):
+            kind = skeleton.get(_MARK)
+            if kind is None:
+                return {k: self.node(v) for k, v in skeleton.items()}
+            return self._special(kind, skeleton)
+        if isinstance(skeleton, (list, tuple)):
+            return type(skeleton)(self.node(v) for v in skeleton)
+        return skeleton
+
+    def _special(self, kind: str, node: dict[str, Any]) -> Any:  # noqa: PLR0911 -- one case per kind
+        if kind == "tensor":
+            name = node["name"]
+            if name not in self._made:
+                values = self._tensor(name)
+                self._made[name] = values if self._place is None else self._place(values, node)
+            return self._made[name]
+        if kind == "array":
+            return self._tensor(node["name"]).numpy().copy()
+        if kind == "dict":
+            return {k: self.node(v) for k, v in node["items"]}
+        if kind == "scalar":
+            return np.frombuffer(node["value"], np.dtype(node["dtype"]))[0]
+        if kind == "bytes_io":
+            return _file(node["value"], node["position"])
+        if kind == "device":
+            return torch.device(node["value"])
+        return getattr(torch, node["value"].removeprefix("torch."))
+
+
+def _file(data: bytes, position: int) -> io.BytesIO:
+    file = io.BytesIO(data)
+    file.seek(position)
+    return file

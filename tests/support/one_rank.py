@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -50,3 +51,20 @@ def opened_as(root: Path, job: str, **things: Any) -> int:
     report = ckpt.restore()
     crash(ckpt)
     return report.step if report else 0
+
+
+class Gate:
+    """Lets `touch` through below a byte, and holds it back above while it is closed."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, *, below: int) -> None:
+        from flashckpt.memory import segment
+        from flashckpt.staging import rank_memory
+
+        self.open, self._below, self._real = threading.Event(), below, segment.touch  # type: ignore[attr-defined]  # not exported
+        monkeypatch.setattr(segment, "RESERVE_BYTES", 64 << 10)
+        monkeypatch.setattr(segment, "touch", self._touch)
+        monkeypatch.setattr(rank_memory, "SMALL_SLOT_BYTES", 0)  # as if the slots were large
+
+    def _touch(self, mapping: Any, address: int, start: int, size: int) -> None:
+        assert start < self._below or self.open.wait(60)
+        self._real(mapping, address, start, size)

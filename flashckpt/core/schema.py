@@ -1,0 +1,171 @@
+"""Whether the rows of a manifest agree with each other: one check for slot, index and MANIFEST. Pure, numpy only.
+
+A digest proves that the bytes are those that were written, not that they make sense. Every reader relies on what is
+checked here: that a row's bytes are those of its box, lie where no other row's do, and have their digests.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from flashckpt.core.layout import ITEMSIZE
+from flashckpt.core.table import ShardTable, chunk_counts, first_chunks
+
+Ints = npt.NDArray[np.int64]
+_MOST_BYTES = 1 << 62
+"""Sums of two byte counts below this do not overflow."""
+
+
+def check_objects(objects: Sequence[str]) -> None:
+    """Raise ValueError unless every pack name is a plain name inside its folder, each once."""
+    for name in objects:
+        if not name or name in (".", "..") or "/" in name or "\0" in name or len(name.encode()) > 255:
+            raise ValueError(f"{name!r:.80} is no name of a pack")
+    if len(set(objects)) != len(objects):
+        raise ValueError("two packs of one name")
+
+
+def check_rows(table: ShardTable, *, objects: int, digests: int, is_slot: bool) -> None:
+    """Raise ValueError where the rows contradict themselves, each other, or the rest of the manifest.
+
+    Args:
+        table: Its columns have the lengths that they should have.
+        objects: Number of packs.
+        digests: Number of digests.
+        is_slot: Rows lie in the data area of a slot, which is no object.
+    """
+    if not len(table):
+        if digests:
+            raise ValueError(f"{digests} digests for no rows")
+        return
+    _check_boxes(table)
+    if table.byte_offset.min() < 0 or table.byte_offset.max() > _MOST_BYTES:
+        raise ValueError("a row lies outside any object")
+    wanted = int(chunk_counts(table.nbytes).sum())
+    if digests != wanted or not np.array_equal(table.first_chunk, first_chunks(table.nbytes)):
+        raise ValueError(f"{digests} digests for {wanted} chunks, or not in the order of the rows")
+    held = table.nbytes > 0
+    last = 0 if is_slot else objects - 1
+    if held.any() and (table.object_id[held].min() < 0 or table.object_id[held].max() > last):
+        raise ValueError(f"a row lies in pack {table.object_id[held].max()} of {objects}")
+    _check_ranges(table.object_id[held], table.byte_offset[held], table.nbytes[held])
+
+
+def _check_boxes(table: ShardTable) -> None:
+    for column in (table.global_shape, table.offsets, table.lengths):
+        if column.size and column.min() < 0:
+            raise ValueError("a box with a negative number")
+    outside = table.offsets > table.global_shape - table.lengths
+    if outside.any():
+        raise ValueError(f"a box of {_name_at(table, outside)!r} does not lie in its tensor")
+    sizes = np.array([ITEMSIZE[name] for name in table.dtypes], np.int64)[table.dtype_id]
+    for column, what in ((table.global_shape, "a tensor"), (table.lengths, "a box")):
+        with np.errstate(over="ignore", invalid="ignore"):  # infinite is too many; infinite times 0 is no byte
+            too_large = products(column, table, np.float64) * sizes >= _MOST_BYTES
+        if too_large.any():
+            raise ValueError(f"{what} of more bytes than there are")
+    wrong = products(table.lengths, table) * sizes != table.nbytes
+    if wrong.any():
+        row = int(np.flatnonzero(wrong)[0])
+        raise ValueError(f"a box of {table.fqn(row)!r} has another size than its {int(table.nbytes[row])} bytes")
+
+
+def _check_ranges(objects: npt.NDArray[np.int32], starts: Ints, nbytes: Ints) -> None:
+    """Raise ValueError where two ranges of one object share a byte."""
+    if not ((objects[1:] > objects[:-1]) | ((objects[1:] == objects[:-1]) & (starts[1:] > starts[:-1]))).all():
+        order = np.lexsort((starts, objects))
+        objects, starts, nbytes = objects[order], starts[order], nbytes[order]
+    overlaps = (starts[1:] < starts[:-1] + nbytes[:-1]) & (objects[1:] == objects[:-1])
+    if overlaps.any():
+        at = int(np.flatnonzero(overlaps)[0])
+        raise ValueError(f"two rows share bytes from {int(starts[at + 1])} of pack {int(objects[at])} on")
+
+
+def _name_at(table: ShardTable, bad: npt.NDArray[np.bool_]) -> str:
+    """Return the tensor of the row that the first bad dimension belongs to."""
+    return table.fqn(int(np.searchsorted(table.dim_start, np.flatnonzero(bad)[0], side="right")) - 1)
+
+
+def products(column: npt.NDArray[Any], table: ShardTable, kind: type = np.int64) -> npt.NDArray[Any]:
+    """Return each row's product over its dimensions (1 for a scalar), computed in `kind`."""
+    found: npt.NDArray[Any] = np.ones(len(table), kind)
+    starts = table.dim_start[:-1]
+    for dim in range(int(table.ndim.max(initial=0))):
+        rows = np.flatnonzero(table.ndim > dim)
+        found[rows] *= column[starts[rows] + dim]
+    return found
+
+
+# -- coverage --------------------------------------------------------------------------------------------
+
+
+def cut_tensors_with_gaps(table: ShardTable) -> list[int]:
+    """Return the tensors (places in `table.fqns`) whose boxes do not cover them, ascending; each dim is looked at once.
+
+    A tensor is covered at once where a box is all of it. For the others the boxes tile it if, over all boxes,
+    the products of hash(end) - hash(start) add up to that of the whole: one pass without sorting. What does not add
+    up overlaps or has a gap, and is looked at box by box.
+    """
+    if not len(table):
+        return []
+    local, whole = products(table.lengths, table), products(table.global_shape, table)
+    done = np.zeros(len(table.fqns), np.bool_)
+    done[table.fqn_id[local == whole]] = True
+    rows = np.flatnonzero(~done[table.fqn_id])
+    if not rows.size:
+        return []
+    dims = np.arange(table.dim_start[-1]) - np.repeat(table.dim_start[:-1], table.ndim)
+    boxes = products(_hashed(table.offsets + table.lengths, dims) - _hashed(table.offsets, dims), table, np.uint64)
+    wholes = products(_hashed(table.global_shape, dims) - _hashed(0 * dims, dims), table, np.uint64)
+    rows = rows[np.argsort(table.fqn_id[rows], kind="stable")]
+    ids = table.fqn_id[rows]
+    firsts = np.flatnonzero(np.r_[True, ids[1:] != ids[:-1]])
+    doubtful = np.flatnonzero(np.add.reduceat(boxes[rows], firsts) != wholes[rows[firsts]])
+    ends = np.append(firsts[1:], len(rows))
+    return [int(ids[firsts[at]]) for at in doubtful if not _is_covered(table, rows[firsts[at] : ends[at]])]
+
+
+def _hashed(values: Ints, dims: Ints) -> npt.NDArray[np.uint64]:
+    """Return well-mixed 64 bits of each coordinate in its dimension (splitmix64)."""
+    mixed = values.astype(np.uint64) + (dims.astype(np.uint64) + np.uint64(1)) * np.uint64(0x9E3779B97F4A7C15)
+    mixed = (mixed ^ (mixed >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+    mixed = (mixed ^ (mixed >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+    result: npt.NDArray[np.uint64] = mixed ^ (mixed >> np.uint64(31))
+    return result
+
+
+def _is_covered(table: ShardTable, rows: Ints) -> bool:
+    """Return whether these boxes of one tensor cover it, overlapping as they like."""
+    shapes = {tuple(table.global_shape[table.dim_start[row] : table.dim_start[row + 1]].tolist()) for row in rows}
+    if len(shapes) > 1:
+        return False
+    (shape,) = shapes
+    at = table.dim_start[rows][:, None] + np.arange(len(shape))
+    starts, lengths = table.offsets[at], table.lengths[at]
+    kept = (lengths > 0).all(axis=1)
+    return _covered(starts[kept], (starts + lengths)[kept], shape)
+
+
+def _covered(starts: Ints, ends: Ints, shape: tuple[int, ...]) -> bool:
+    """Cut the space where a box begins or ends, and look at each slab without its first dimension."""
+    if 0 in shape:
+        return True
+    if not len(starts) or not shape:
+        return bool(len(starts))
+    if len(shape) == 1:
+        order = np.argsort(starts[:, 0])
+        begins, reached = starts[order, 0], np.maximum.accumulate(ends[order, 0])
+        return bool(begins[0] == 0 and (begins[1:] <= reached[:-1]).all() and reached[-1] == shape[0])
+    cuts = np.unique(np.concatenate((starts[:, 0], ends[:, 0])))
+    if cuts[0] != 0 or cuts[-1] != shape[0]:
+        return False
+    for low, high in itertools.pairwise(cuts):
+        inside = (starts[:, 0] <= low) & (ends[:, 0] >= high)
+        if not _covered(starts[inside, 1:], ends[inside, 1:], shape[1:]):
+            return False
+    return True

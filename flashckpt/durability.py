@@ -1,0 +1,189 @@
+"""What is to be on storage: persist steps whose snapshot is still to be taken, and waiting until they are committed."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+from flashckpt.errors import DamagedError, PersistError
+from flashckpt.memory.job import DaemonStatus, JobDirectory
+from flashckpt.memory.watermark import Known
+
+Identity = tuple[int, int]
+POLL_S = 0.02
+_LOOK_S = 1.0
+"""Seconds between two looks at what the other ranks hold: on several nodes each look is a round of requests."""
+_WITHOUT_DAEMON_S = 15.0
+
+
+@dataclass(eq=False)
+class Wanted:
+    """What one rank has to see on storage.
+
+    Attributes:
+        generation: Of the session.
+        owed: Persist step whose snapshot was skipped or discarded: the next snapshot is persisted in its place.
+        taken: Newest snapshot that was taken to be persisted.
+        discards: Snapshots discarded so far.
+        why: Why the last one was discarded, and which; "" if none was.
+    """
+
+    generation: int
+    owed: int | None = None
+    taken: Identity | None = None
+    discards: int = 0
+    why: str = ""
+
+    def owe(self, step: int) -> None:
+        """Note that the snapshot of `step`, or the next one that can be taken, is to be persisted."""
+        self.owed = step
+
+    def begun(self, identity: Identity) -> None:
+        """Note that a snapshot is being taken to be persisted."""
+        self.owed, self.taken = None, identity
+
+    def discarded(self, identity: Identity, error: Exception, *, persist: bool) -> None:
+        """Note that a snapshot was discarded (called in the copy thread)."""
+        self.discards += 1
+        self.why = f"the snapshot of step {identity[1]} was discarded: {str(error).splitlines()[0]}"
+        if persist:
+            self.owed = identity[1]
+
+
+@dataclass(kw_only=True)
+class Waiting:
+    """One call of `Checkpointer.wait`.
+
+    Attributes:
+        wanted: What is waited for.
+        directory: Of the job on this node.
+        timeout_s: Seconds, or None.
+        present: Id of the present state: of the last step done.
+        take: Begin a snapshot of the present state, to be persisted, where a slot is free; returns why it can never
+            be taken, or "".
+        known: What all ranks hold and what can never be held by all.
+        holds: Whether this rank holds a snapshot COMPLETE.
+        alive: Called again and again: slow storage is no hang.
+    """
+
+    wanted: Wanted
+    directory: JobDirectory
+    timeout_s: float | None
+    present: Identity
+    take: Callable[[], str]
+    known: Callable[[], Known]
+    holds: Callable[[Identity], bool]
+    alive: Callable[[], None]
+    _asked_ns: int = 0
+    _newest_asked: bool = False
+    _looked_s: float = float("-inf")
+    _silent_s: float | None = None
+    _discards: int = field(init=False)
+
+    def __post_init__(self) -> None:
+        self._discards = self.wanted.discards
+
+    def run(self) -> None:
+        """Return when everything wanted is committed.
+
+        Raises:
+            PersistError: An attempt that began after this call failed, a snapshot cannot be taken, no daemon lives,
+                or the time is over.
+        """
+        end = None if self.timeout_s is None else time.monotonic() + self.timeout_s
+        while True:
+            self.alive()
+            status = self._status()
+            if self._is_done(status):
+                return
+            self._refuse_discards()
+            self._make_up(status)
+            if status is not None and status.error:
+                self._retry(status)
+            self._ask_for_newest_if_gone()
+            self._look_for_daemon()
+            if end is not None and time.monotonic() > end:
+                error = status.error.splitlines()[0] if status is not None and status.error else ""
+                raise self._error(error or f"not committed after {self.timeout_s} s")
+            time.sleep(POLL_S)
+
+    def _is_done(self, status: DaemonStatus | None) -> bool:
+        wanted = self.wanted
+        if wanted.owed is not None:
+            return False
+        committed = None if status is None else status.committed
+        return wanted.taken is None or (committed is not None and committed >= wanted.taken)
+
+    def _refuse_discards(self) -> None:
+        """A snapshot that was taken for this call and discarded would be discarded again."""
+        if self.wanted.discards > self._discards:
+            raise self._error(self.wanted.why)
+
+    def _make_up(self, status: DaemonStatus | None) -> None:
+        """Take a snapshot now where the one to be persisted was skipped, discarded, or is lost on another rank."""
+        if self.wanted.owed is not None:
+            if why := self.take():
+                self._ask_for_newest()
+                raise self._error(why)
+            return
+        if time.monotonic() - self._looked_s < _LOOK_S:
+            return
+        self._looked_s = time.monotonic()
+        taken, known = self.wanted.taken, self.known()
+        assert taken is not None
+        floor = (0, -1) if status is None else status.floor
+        if floor < taken and taken not in known.hopeless:
+            return
+        if any(identity > max(taken, floor) for identity in known.common):
+            self._ask_for_newest()
+        elif status is not None and self.present <= floor:
+            raise self._error(status.given_up or "it was given up")
+        elif self.present > taken and (why := self.take()):
+            raise self._error(why)
+
+    def _retry(self, status: DaemonStatus) -> None:
+        """Have the daemon try at once; an error counts once an attempt that began after that has failed."""
+        if not self._asked_ns:
+            self._asked_ns = self.directory.ask("retry-now")
+        elif status.answered_ns >= self._asked_ns:
+            raise self._error(status.error)
+
+    def _ask_for_newest_if_gone(self) -> None:
+        """A snapshot that was overwritten before the daemon saw it would be waited for for ever."""
+        if self.wanted.owed is None and self.wanted.taken is not None and not self.holds(self.wanted.taken):
+            self._ask_for_newest()
+
+    def _ask_for_newest(self) -> None:
+        if not self._newest_asked:
+            self.directory.request("persist-now")
+            self._newest_asked = True
+
+    def _look_for_daemon(self) -> None:
+        now = time.monotonic()
+        if self.directory.daemon_alive():
+            self._silent_s = None
+        elif self._silent_s is None:
+            self._silent_s = now
+        elif now - self._silent_s > _WITHOUT_DAEMON_S:
+            raise self._error("no daemon of this job lives on this node")
+
+    def _status(self) -> DaemonStatus | None:
+        try:
+            return self.directory.read_status()
+        except DamagedError:
+            return None
+
+    def _error(self, found: str) -> PersistError:
+        wanted = self.wanted
+        step = wanted.owed if wanted.owed is not None or wanted.taken is None else wanted.taken[1]
+        if wanted.why and wanted.why not in found:
+            found = f"{found}; {wanted.why}"
+        held = "Its snapshot is in host memory; training may go on."
+        missing = "There is no snapshot of it; what is in host memory is intact, and training may go on."
+        return PersistError(
+            f"step {step} of generation {wanted.generation} is not on storage",
+            found=found,
+            state=held if wanted.owed is None else missing,
+            remedy=f"look at the storage and at {self.directory.path}/daemon.log, then call wait() again",
+        )

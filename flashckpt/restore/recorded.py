@@ -1,0 +1,66 @@
+"""What the newest snapshot on this node has and live state has not made yet: memory is reserved for that too."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+from flashckpt.core.layout import Shard
+from flashckpt.core.manifest import Manifest
+from flashckpt.errors import FlashckptError
+from flashckpt.memory.job import JobDirectory
+from flashckpt.memory.segment import Segment
+from flashckpt.restore.live_state import Names, absent_state
+from flashckpt.tracking.structure import in_order
+from flashckpt.tracking.tracked import Tracked
+
+
+def with_recorded(shards: list[Shard], layout: int, directory: JobDirectory, tracked: Tracked) -> list[Shard]:
+    """Return shards with those of the newest snapshot that are not among them: optimizer state, lists of tensors.
+
+    Only a forecast: what the restore then brings is planned when it is there.
+
+    Args:
+        shards: What memory would be reserved for, in order.
+        layout: Their layout hash; where this rank's newest snapshot has the same, there is nothing to add.
+        directory: Of the job on this node.
+        tracked: The live objects, after `structure`.
+    """
+    slots = list(_slots(directory))
+    newest = max((identity for identity, *_ in slots), default=None)
+    held = [one for one in slots if one[0] == newest]
+    mine = [one for one in held if one[1] == tracked.world.rank]
+    if not held or any(one[2] == layout for one in mine):
+        return shards
+    labels = {*tracked.modules, *tracked.optimizers, *tracked.objects}
+    known = {shard.fqn for shard in shards}
+    manifests = list(_manifests(mine or held))
+    if mine and manifests and manifests[0].world_size == tracked.world.size:
+        table = manifests[0].table
+        found = [table.shard(row) for row in range(len(table)) if table.fqn(row) not in known]
+        more = [shard for shard in found if shard.fqn.partition("@")[0].partition(".")[0] in labels]
+    else:
+        names = Names(list(_manifests(held)))
+        more = [shard for one in absent_state(tracked, names) for shard in one.shards if shard.fqn not in known]
+    return in_order([*shards, *more])
+
+
+def _slots(directory: JobDirectory) -> Iterator[tuple[tuple[int, int], int, int, Path, int]]:
+    """Yield (identity, rank, layout hash, segment, slot) of each COMPLETE slot of this node."""
+    for path in directory.segments():
+        with contextlib.suppress(FlashckptError, OSError), contextlib.closing(Segment.attach(path)) as segment:
+            for slot, header in enumerate(segment.headers()):
+                if header.is_complete:
+                    yield header.identity, segment.spec.rank, segment.spec.layout_hash, path, slot
+
+
+def _manifests(slots: Sequence[tuple[tuple[int, int], int, int, Path, int]]) -> Iterator[Manifest]:
+    for identity, _, _, path, slot in slots:
+        with contextlib.suppress(FlashckptError, OSError), contextlib.closing(Segment.attach(path)) as segment:
+            pin = segment.pin(slot)
+            if pin is not None:
+                with pin:
+                    manifest = pin.manifest()
+                if manifest.identity == identity:
+                    yield manifest

@@ -1,0 +1,141 @@
+"""What a snapshot or checkpoint has and the program has not, judged over all ranks together.
+
+A rank knows names that only others hold: other pipeline stages in a MANIFEST, other ranks' slots on its node. A name is
+unexpected if no rank has it. Names are compared without the coordinate of their owner: "w@rank3" is at home
+wherever `w` is.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from flashckpt import exchange
+from flashckpt.core.digest import digest
+from flashckpt.core.manifest import Manifest
+from flashckpt.errors import UnexpectedStateError
+from flashckpt.restore.live_state import Names, Wishes
+from flashckpt.tracking import trees
+from flashckpt.tracking.structure import Structure
+from flashckpt.tracking.tracked import Tracked
+
+_HASHES, _ROOM, _MOST_FOLD = 6, 32, 8
+_OF_THE_WHOLE = frozenset({"groups", "forms", "state"})
+
+
+def _base(fqn: str) -> str:
+    return fqn.partition("@")[0]
+
+
+def held_names(tracked: Tracked, manifests: Sequence[Manifest]) -> set[str]:
+    """Return the parameters, buffers and state that manifests have under the tracked names of modules and optimizers.
+
+    What is not tracked at all (a model read without its optimizer) is nobody's mistake and not among them.
+    """
+    labels, found = {*tracked.modules, *tracked.optimizers}, set[str]()
+    for manifest in manifests:
+        inside: set[str] = set()  # tensors that values consist of come and go with their value
+        for key, value in manifest.values.items():
+            label, _, rest = _base(key).partition(".")
+            if label not in labels:
+                continue
+            if isinstance(value, (dict, list, tuple)):
+                inside.update(trees.tensor_names(value))
+            if label in tracked.optimizers and rest == "groups":
+                found.update(f"{label}.{name}" for name in grouped(value))
+            elif rest not in _OF_THE_WHOLE:
+                found.add(_base(key))
+        aliases = manifest.aliases
+        names = (fqn for fqn in manifest.table.fqns if fqn not in inside and fqn not in aliases)
+        found.update(base for base in map(_base, names) if base.partition(".")[0] in labels)
+    return found
+
+
+def grouped(value: Any) -> Iterable[str]:
+    """Yield the names of the parameters in recorded groups."""
+    for optimizer in value:
+        for group in optimizer:
+            yield from group["params"]
+
+
+def own_names(tracked: Tracked, structure: Structure, names: Names, wished: Wishes, held: set[str]) -> set[str]:
+    """Return the names that this rank has: live ones, those they are read from, and state of live parameters."""
+    own = {_base(row.entry.fqn) for row in structure.rows} | {_base(want.shard.fqn) for want in wished.wants}
+    own |= {*tracked.aliases, *tracked.aliases.values(), *(name for name, _ in tracked.extra_states())}
+    own |= {other for alias, other in names.aliases.items() if alias in own}
+    for label, optimizers in tracked.optimizers.items():
+        live = set(tracked.names_for(optimizers).values()) & _parameters(tracked, label)
+        own |= {f"{label}.{name}" for name in live}
+        mine = (name for name in held if name.startswith(f"{label}."))
+        own |= {name for name in mine if name.removeprefix(f"{label}.").rpartition(".")[0] in live}
+    return own
+
+
+def _parameters(tracked: Tracked, label: str) -> set[str]:
+    optimizers = tracked.optimizers[label]
+    names = tracked.names_for(optimizers)
+    return {names[id(p)] for o in optimizers for group in o.param_groups for p in group["params"]}
+
+
+def ungrouped(tracked: Tracked, manifests: Sequence[Manifest]) -> list[str]:
+    """Return the parameters of live optimizers that no recorded group has; to be asked where all values are known."""
+    missing = []
+    for label in tracked.optimizers:
+        groups = [v for m in manifests for k, v in m.values.items() if _base(k) == f"{label}.groups"]
+        known = {name for value in groups for name in grouped(value)}
+        missing += [f"{label}.{name}" for name in sorted(_parameters(tracked, label) - known) if groups]
+    return missing
+
+
+def nowhere(mine: Iterable[str], own: Iterable[str], *, counts: Sequence[int]) -> list[str]:
+    """Return those of `mine` that no rank has. Collective, if there is more than one rank.
+
+    Every rank marks its names in a table, and the tables become one: nothing is sent by name, whatever the world. A
+    name that is taken for another's (less than once in a thousand) is not reported; none is reported wrongly.
+
+    Args:
+        mine: Names that this rank does not have.
+        own: Names that it has.
+        counts: Number of the names that each rank has.
+    """
+    if exchange.is_alone():
+        return sorted(mine)
+    size = _ROOM * max(1, min(sum(counts), _MOST_FOLD * max(counts, default=0)))
+    table = np.zeros(size, np.uint8)
+    for name in own:
+        table[_places(name, size)] = 1
+    table = np.frombuffer(exchange.maximum(table), np.uint8)
+    return sorted(name for name in mine if not table[_places(name, size)].all())
+
+
+def _places(name: str, size: int) -> npt.NDArray[np.int64]:
+    mixed = digest(name.encode())
+    first, step = mixed >> 32, (mixed & 0xFFFFFFFF) | 1
+    return np.array([(first + k * step) % size for k in range(_HASHES)], np.int64)
+
+
+def refuse(names: Sequence[str], count: int, what: str) -> None:
+    """Raise the error for names that no rank has, if there are any.
+
+    Args:
+        names: Some of them.
+        count: How many there are.
+        what: Which snapshot or checkpoint has them.
+
+    Raises:
+        UnexpectedStateError: There are.
+    """
+    if not count:
+        return
+    more = f" and {count - 1} more" if count > 1 else ""
+    raise UnexpectedStateError(
+        f"{names[0]!r}{more} is in {what} and not in this program",
+        found=", ".join(names[:5]),
+        expected="every parameter, buffer and group of it is tracked by some rank",
+        state="Nothing was restored.",
+        remedy="restore(strict=False) leaves such state behind and lists it in report.unexpected; "
+        "restore(only='model.*') takes a part",
+    )

@@ -1,0 +1,203 @@
+"""Non-tensor state of a snapshot, and the tensors inside it: found for this rank, and given back to live objects."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import torch
+from torch.distributed.tensor import DTensor, Replicate
+
+from flashckpt.core.directory import Wish
+from flashckpt.restore.live_state import is_of_this_rank, is_wanted
+from flashckpt.restore.sources import Source
+from flashckpt.tracking import loaders, optimizer_state, rng, samplers, trees
+from flashckpt.tracking.tracked import Tracked
+
+_OF_THE_WHOLE = frozenset({"groups", "forms", "state"})
+"""What stands behind an optimizer's name in keys that are no parameter's."""
+Tensors = Callable[[str], torch.Tensor]
+
+
+class Values:
+    """The non-tensor state of a snapshot as this rank sees it: its own manifest first."""
+
+    def __init__(self, sources: Sequence[Source], rank: int) -> None:
+        manifests = [s.manifest for s in sources]
+        self._manifests = sorted(manifests, key=lambda m: (m.rank != rank, m.rank))
+        self._names = {name for manifest in manifests for name in manifest.table.fqns if "@" in name}
+        self.all: dict[str, Any] = {}
+        for manifest in self._manifests:
+            for key, value in manifest.values.items():
+                self.all.setdefault(key, value)
+
+    def find(self, key: str) -> tuple[bool, Any]:
+        """Return (found, value) of a key: its own, that of all ranks, or that of the others if they agree."""
+        if key in self.all:
+            return True, self.all[key]
+        base = key.partition("@")[0]
+        if base in self.all:
+            return True, self.all[base]
+        others = [value for name, value in self.all.items() if name.partition("@")[0] == base]
+        if others and all(value == others[0] for value in others):
+            return True, others[0]
+        return False, None
+
+    def recorded(self, base: str) -> list[Any]:
+        """Return the values under `base` and `base@...` of all manifests, this rank's first."""
+        return [
+            value
+            for manifest in self._manifests
+            for key, value in manifest.values.items()
+            if key.partition("@")[0] == base
+        ]
+
+    def of_parameters(self, label: str, suffix: str) -> dict[str, dict[str, Any]]:
+        """Return parameter name -> key -> value of one optimizer's state, this rank's own where ranks differ."""
+        keys: dict[tuple[str, str], str] = {}
+        for key in self.all:
+            base, _, owner = key.partition("@")
+            if not base.startswith(f"{label}.") or base.removeprefix(f"{label}.") in _OF_THE_WHOLE:
+                continue
+            name, _, state_key = base.removeprefix(f"{label}.").rpartition(".")
+            if owner not in ("", suffix) and is_of_this_rank(name, suffix, self._names):
+                continue
+            known = keys.get((name, state_key))
+            if known is None or _rank_of(owner, suffix) < _rank_of(known.partition("@")[2], suffix):
+                keys[name, state_key] = key
+        found: dict[str, dict[str, Any]] = {}
+        for (name, state_key), key in keys.items():
+            found.setdefault(name, {})[state_key] = self.all[key]
+        return found
+
+
+def _rank_of(owner: str, suffix: str) -> tuple[bool, str]:
+    """Sort owners of one value: this rank's own, then that of all ranks (no owner), then the others."""
+    return owner != suffix, owner
+
+
+def unnamed_values(tracked: Tracked, values: Values, only: str | None) -> list[Wish]:
+    """Return wishes for the values of this rank and its objects that the sources do not have under their own name."""
+    keys = [tracked.key_of(name, thing) for name, thing in tracked.objects.items() if is_wanted(name, only)]
+    if tracked.rng and is_wanted("rng", only):
+        keys.append(f"rng@{tracked.world.suffix}")
+    return [(f"={key}", "", None) for key in keys if key not in values.all]
+
+
+def restore_values(
+    tracked: Tracked,
+    values: Values,
+    tensor: Tensors,
+    *,
+    step: int,
+    only: str | None,
+) -> tuple[list[str], list[str]]:
+    """Give every object its state back; return what was missing, and what was seeded anew.
+
+    Args:
+        tracked: The live objects.
+        values: Of the snapshot.
+        tensor: `tensor(name)` gives the tensors that objects' state consists of, filled.
+        step: The restored step; seeds generators whose own state was never taken.
+        only: A pattern over names, or None.
+    """
+    missing = []
+    # samplers last: asked for its state before the restore, a stateful loader began an iterator, which it drops now
+    for name, thing in sorted(tracked.objects.items(), key=lambda item: samplers.is_sampler(item[1])):
+        if not is_wanted(name, only):
+            continue
+        found, skeleton = values.find(tracked.key_of(name, thing))
+        if found:
+            thing.load_state_dict(trees.put_together(skeleton, tensor, place=_to_device))
+        else:
+            missing.append(name)
+    for label, optimizers in tracked.optimizers.items():
+        if is_wanted(f"{label}.groups", only):
+            names = tracked.names_for(optimizers)
+            recorded = values.recorded(f"{label}.groups")
+            missing += optimizer_state.restore_groups(optimizers, names, recorded, tensor, _to_device)
+            missing += _restore_state(tracked, label, values, tensor)
+    for name, module in tracked.extra_states():
+        if not is_wanted(name, only):
+            continue
+        found, value = values.find(name)
+        if found:
+            module.set_extra_state(trees.put_together(value, tensor, place=_to_device))
+        else:
+            missing.append(name)
+    return missing, _restore_rng(tracked, values, step) if tracked.rng and is_wanted("rng", only) else []
+
+
+def _restore_rng(tracked: Tracked, values: Values, step: int) -> list[str]:
+    """Set the generators; without a state of this rank seed them from (step, rank), and return its name."""
+    key = f"rng@{tracked.world.suffix}"
+    if key in values.all:
+        rng.restore(values.all[key])
+        loaders.hold(tracked.objects, values.all[key])
+        return []
+    rng.reseed(step=step, rank=tracked.world.rank)
+    return [key]
+
+
+def _restore_state(tracked: Tracked, label: str, values: Values, tensor: Tensors) -> list[str]:
+    """Set optimizer state that is no tensor, e.g. a Python `step` or a list of tensors; return what is missing."""
+    missing = []
+    for optimizer, param, name, recorded in _per_parameter(tracked, label, values):
+        for key, value in recorded.items():
+            optimizer.state[param][key] = trees.put_together(value, tensor, place=_beside(param))
+        for key, value in optimizer.state.get(param, {}).items():
+            if not isinstance(value, torch.Tensor) and str(key) not in recorded:
+                missing.append(f"{label}.{name}.{key}")
+    found, others = values.find(f"{label}.state@{tracked.world.suffix}")
+    optimizers = tracked.optimizers[label]
+    if found and len(others) == len(optimizers):
+        for optimizer, other in zip(optimizers, others, strict=True):
+            optimizer.state.update(trees.put_together(other, tensor, place=_to_device))
+    elif any(optimizer_state.other_keys(optimizer) for optimizer in optimizers) or found:
+        missing.append(f"{label}.state")
+    return missing
+
+
+def _per_parameter(
+    tracked: Tracked, label: str, values: Values
+) -> Iterator[tuple[torch.optim.Optimizer, torch.Tensor, str, dict[str, Any]]]:
+    by_name = values.of_parameters(label, tracked.world.suffix)
+    for optimizer in tracked.optimizers[label]:
+        names = tracked.names_for([optimizer])
+        for param in optimizer_state.parameters(optimizer):
+            name = names[id(param)]
+            yield optimizer, param, name, by_name.get(name, {})
+
+
+def _to_device(tensor: torch.Tensor, mark: Any) -> torch.Tensor:
+    """Return a tensor on the kind of device that it lay on, where this machine has one: this process' own."""
+    kind, here = str(mark.get("device", "cpu")).partition(":")[0], torch.accelerator.current_accelerator()
+    return tensor.to(here) if here is not None and kind == here.type else tensor
+
+
+def _beside(param: torch.Tensor) -> trees.Place:
+    """Return what brings tensors of a parameter's state to where they lay."""
+
+    def place(tensor: torch.Tensor, mark: Any) -> torch.Tensor:
+        placed = _to_device(tensor, mark)
+        if not (mark.get("replicated") and isinstance(param, DTensor)):
+            return placed
+        mesh = param.device_mesh
+        return DTensor.from_local(placed, mesh, [Replicate()] * mesh.ndim, run_check=False)
+
+    return place
+
+
+def value_tensors(tracked: Tracked, values: Values) -> set[str]:
+    """Return the names of the tensors that the wanted values refer to."""
+    wanted: list[Any] = []
+    for name, thing in tracked.objects.items():
+        wanted += [skeleton for found, skeleton in [values.find(tracked.key_of(name, thing))] if found]
+    for label in tracked.optimizers:
+        wanted += values.recorded(f"{label}.groups")
+        wanted += [value for *_, found in _per_parameter(tracked, label, values) for value in found.values()]
+        wanted += [value for found, value in [values.find(f"{label}.state@{tracked.world.suffix}")] if found]
+    for name, _ in tracked.extra_states():
+        wanted += [value for found, value in [values.find(name)] if found]
+    trees_of = (value for value in wanted if isinstance(value, (dict, list, tuple)))
+    return {name for value in trees_of for name in trees.tensor_names(value)}

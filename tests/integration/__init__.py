@@ -1,0 +1,1 @@
+"""flashckpt together with software that its authors did not write."""

@@ -1,0 +1,143 @@
+"""Modules and values over a restart, exact or refused; a plan that does not fit its slot moves no byte."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from support.exact import bits, started, step_once
+from support.one_rank import Holder, agent_of_the_test, crash  # noqa: F401 -- fixtures
+from torch import nn
+
+from flashckpt.errors import DamagedError, SharedMemoryError, UnsupportedStateError
+from flashckpt.memory.segment import Segment
+from flashckpt.tracking import trees
+
+
+class Counting(nn.Linear):
+    """Its state beside parameters consists of tensors, and their number changes."""
+
+    def __init__(self) -> None:
+        super().__init__(4, 4)
+        self.seen: list[torch.Tensor] = []
+
+    def get_extra_state(self) -> Any:
+        return {"n": len(self.seen), "seen": list(self.seen)}
+
+    def set_extra_state(self, state: Any) -> None:
+        self.seen = state["seen"]
+
+
+def test_tensors_in_extra_state_come_back_from_the_first_snapshot_on(tmp_path: Path) -> None:
+    for step in (1, 2, 3):
+        model = Counting()
+        ckpt, report = started(tmp_path, model=model)
+        assert (report.step if report else 0) == step - 1
+        assert bits(model.seen) == bits([torch.full((2,), float(i)) for i in range(1, step)])
+        model.seen.append(torch.full((2,), float(step)))
+        ckpt.step(step)
+        crash(ckpt)
+
+
+def test_expanded_and_overlapping_buffers_come_back(tmp_path: Path) -> None:
+    def make(value: float) -> nn.Module:
+        model = nn.Module()
+        model.register_buffer("row", torch.full((1,), value).expand(5))
+        model.register_buffer("grid", (torch.arange(3.0) * value)[:, None].expand(3, 4))
+        model.register_buffer("windows", (torch.arange(6.0) * value).as_strided((4, 3), (1, 1)))
+        model.register_buffer("nothing", torch.empty(1, 0).expand(3, 0))
+        return model
+
+    model = make(3.0)
+    ckpt, _ = started(tmp_path, model=model)
+    ckpt.step(1)
+    crash(ckpt)
+    other = make(7.0)
+    crash(started(tmp_path, model=other)[0])
+    assert bits(dict(other.named_buffers())) == bits(dict(model.named_buffers()))
+    assert [b.stride() for b in other.buffers()] == [b.stride() for b in model.buffers()]
+
+
+@pytest.mark.parametrize("kind", [tuple, list, dict])
+def test_values_nested_too_deeply_are_refused_before_training(kind: Any, tmp_path: Path) -> None:
+    def nested(levels: int) -> Any:
+        value: Any = 0
+        for _ in range(levels):
+            value = {"k": value} if kind is dict else kind([value])
+        return value
+
+    trees.take_apart(nested(trees.DEEPEST), "x")
+    with pytest.raises(UnsupportedStateError, match="nested too deeply"):
+        started(tmp_path, thing=Holder(v=nested(200)))
+
+
+def test_keys_that_look_alike_and_a_tensor_at_two_places_stay_what_they_are() -> None:
+    one = torch.ones(2)
+    tree = {1: torch.zeros(1), "1": one, "a.b": torch.ones(3), "a": {"b": torch.ones(4)}, "again": [one]}
+    skeleton, tensors = trees.take_apart(tree, "x")
+    assert len(tensors) == 4
+    back = trees.put_together(skeleton, lambda name: tensors[name].clone())
+    assert bits(back) == bits(tree)
+    assert back["1"] is back["again"][0]
+
+
+def test_state_that_differs_each_time_it_is_read_is_refused(tmp_path: Path) -> None:
+    class Restless(Holder):
+        def state_dict(self) -> dict[str, Any]:
+            self.state["n"] += 1
+            return {"t": torch.ones(self.state["n"])}
+
+    with pytest.raises(UnsupportedStateError, match="each time the state is read"):
+        started(tmp_path, thing=Restless(n=0))
+
+
+def test_a_lazy_module_and_a_wrapped_optimizer_are_refused_by_name(tmp_path: Path) -> None:
+    with pytest.raises(UnsupportedStateError, match="uninitialized"):
+        started(tmp_path, model=nn.LazyLinear(3))
+
+    class Wrapper(torch.optim.Optimizer):
+        def __init__(self, inner: torch.optim.Optimizer) -> None:
+            self.inner, self.param_groups = inner, inner.param_groups
+
+    with pytest.raises(UnsupportedStateError, match="wraps another optimizer") as refused:
+        started(tmp_path, optimizer=Wrapper(torch.optim.AdamW(nn.Linear(1, 1).parameters())))
+    assert "'inner'" in str(refused.value)
+
+
+def test_a_plan_larger_than_its_slot_discards_the_snapshot_before_a_byte_moves(tmp_path: Path) -> None:
+    model = nn.Linear(8, 8)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    ckpt, _ = started(tmp_path, model=model, optimizer=optimizer)
+    failures: list[Exception] = []
+    ckpt.on_failure = failures.append
+    life = ckpt._life
+    assert life is not None
+    assert life._plan is not None
+    life._plan.end = 1 << 40  # as if planned for another slot
+    step_once(model, optimizer, 1)
+    ckpt.step(1)
+    ckpt.step(2)
+    crash(ckpt)
+    assert [f.exit_code for f in failures] == [SharedMemoryError.exit_code]  # type: ignore[attr-defined]  # ours
+    assert "internal error" in str(failures[0])
+    report = started(tmp_path, model=nn.Linear(8, 8))[1]
+    assert report is not None
+    assert report.step == 2
+
+
+def test_a_slot_whose_header_or_file_is_too_short_is_damaged_and_not_a_raw_error(tmp_path: Path, shm_dir: Path) -> None:
+    model = nn.Linear(80, 80)
+    ckpt, _ = started(tmp_path, model=model)
+    ckpt.step(1)
+    crash(ckpt)
+    (path,) = shm_dir.rglob("*.seg")
+    segment = Segment.attach(path)
+    slot = next(i for i, header in enumerate(segment.headers()) if header.is_complete)
+    with segment.pin(slot) as pin:  # type: ignore[union-attr]  # it is COMPLETE
+        os.truncate(path, segment.spec.data_at(slot))
+        with pytest.raises(DamagedError, match="cut short"):
+            pin.map(populate=False)
+    segment.close()

@@ -1,0 +1,106 @@
+"""What decides which checkpoint is chosen is sealed: one wrong bit is an error, never an older step or a fresh start."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from support.slots import make_pin, shard
+
+from flashckpt.checkpoint.checkpoints import (
+    GenerationClaim,
+    claim_generation,
+    list_checkpoints,
+    newest_checkpoint,
+    read_generations,
+)
+from flashckpt.checkpoint.intents import Intent, list_intents, put_intent
+from flashckpt.checkpoint.persist import commit, persist_slot, prefix_of
+from flashckpt.checkpoint.retention import ReadLease, leased_prefixes
+from flashckpt.checkpoint.root_view import look
+from flashckpt.errors import DamagedError
+from flashckpt.storage.opening import open_store
+from flashckpt.storage.store import Store
+
+
+@pytest.fixture
+def store(tmp_path: Path) -> Store:
+    """A root with steps 10, 20 and 30 of generation 1, and a second life that was restored from step 30."""
+    store = open_store(tmp_path / "root")
+    claim_generation(store, GenerationClaim(generation=1, token="a", world_size=1, created_s=1.5))
+    for step in (10, 20, 30):
+        persist_slot(make_pin([shard("w", (400,))], step=step, generation=1), store, prefix_of(1, step))
+        commit(store, prefix_of(1, step), [0])
+    claim_generation(store, GenerationClaim(generation=2, token="b" * 16, parent=(1, 30), world_size=1, created_s=2.5))
+    return store
+
+
+def flipped(raw: bytes, bit: int) -> bytes:
+    bad = bytearray(raw)
+    bad[bit // 8] ^= 1 << bit % 8
+    return bytes(bad)
+
+
+def test_no_flipped_bit_of_a_claim_chooses_another_checkpoint(store: Store) -> None:
+    newest = newest_checkpoint(store)
+    assert newest is not None
+    assert newest.identity == (1, 30)
+    for key in ("generations/000001", "generations/000002"):
+        good = store.get(key)
+        for bit in range(8 * len(good)):
+            store.put(key, flipped(good, bit))
+            with pytest.raises(DamagedError, match=key) as caught:
+                newest_checkpoint(store)
+            assert "delete it" in caught.value.remedy
+        store.put(key, good)
+    store.put("generations/000002", flipped(good, 500))
+    assert "is damaged" in look(store.url, {}).error, "a cold start is told, and does not begin anew"
+
+
+def test_a_claim_under_another_name_is_damaged(store: Store) -> None:
+    store.put("generations/000003", store.get("generations/000002"))
+    with pytest.raises(DamagedError, match="000003"):
+        newest_checkpoint(store)
+
+
+def test_claims_written_before_1_2_are_read_as_strictly_as_they_allow(store: Store) -> None:
+    good = store.get("generations/000002")[24:]
+    store.put("generations/000002", good)
+    assert [claim.parent for claim in read_generations(store)] == [None, (1, 30)]
+    fresh = 0
+    for bit in range(8 * len(good)):
+        store.put("generations/000002", flipped(good, bit))
+        try:
+            newest = newest_checkpoint(store)
+        except DamagedError:
+            continue
+        fresh += newest is None
+    assert not fresh, "no bit makes a fresh start"
+
+
+def test_no_flipped_bit_of_an_intent_is_another_decision(store: Store) -> None:
+    intent = Intent(generation=2, step=40, writers=(0, 1, 2, 3), leader="node0", created_s=1.5)
+    put_intent(store, intent)
+    key = "intents/000002-000000040"
+    good = store.get(key)
+    for bit in range(8 * len(good)):
+        store.put(key, flipped(good, bit))
+        with pytest.raises(DamagedError, match=key) as caught:
+            list_intents(store)
+        assert f"delete the object {key}" in caught.value.remedy
+    store.put(key, good)
+    assert list_intents(store) == [intent]
+
+
+def test_a_damaged_lease_counts_as_one_that_was_just_taken(store: Store) -> None:
+    lease = ReadLease(store, prefix_of(1, 10))
+    (key,) = [info.key for info in store.list("leases/")]
+    good = store.get(key)
+    for bit in range(0, 8 * len(good), 3):
+        store.put(key, flipped(good, bit))
+        assert leased_prefixes(store) == {prefix_of(1, 10)}
+    for old in (b"nan", b"inf", b"-inf", b"\xff", b""):
+        store.put(key, old)
+        assert leased_prefixes(store) == {prefix_of(1, 10)}
+    lease.close()
+    assert len(list_checkpoints(store)) == 3

@@ -1,0 +1,61 @@
+"""What differs between the run that a checkpoint was recorded with and the run that resumes it. Torch-free."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from flashckpt.errors import ConfigError
+from flashckpt.trainer.config import RunConfig, to_values
+
+
+def recorded_values(config: RunConfig) -> dict[str, dict[str, Any]]:
+    """Return the values that are recorded with every snapshot: all but how storage is reached, which may hold secrets."""
+    values = to_values(config)
+    del values["checkpoint"]["storage_options"]
+    return values
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Change:
+    """One setting that differs between a recorded run and this one; `severity` is error, warning or note."""
+
+    key: str
+    before: Any
+    now: Any
+    severity: str
+
+
+# What a change means on resume: the first matching prefix decides, everything else is a note.
+SEVERITY = (
+    ("model.dropout", "warning"), ("model.", "error"), ("train.seq_len", "error"), ("train.seed", "error"),
+    ("train.global_batch", "warning"), ("train.micro_batch", "warning"), ("train.precision", "warning"),
+    ("optim.", "warning"), ("parallel.timeout_s", "note"), ("parallel.", "warning"), ("data.", "warning"),
+)  # fmt: skip
+
+
+def compare(before: Mapping[str, Any], now: RunConfig) -> list[Change]:
+    """Return what changed between the values recorded with a checkpoint and this run, in order of sections."""
+    changes = []
+    for section, content in to_values(now).items():
+        old = before.get(section, {})
+        for key, value in content.items():
+            if key in old and old[key] != value:
+                name = f"{section}.{key}"
+                severity = next((level for prefix, level in SEVERITY if name.startswith(prefix)), "note")
+                changes.append(Change(key=name, before=old[key], now=value, severity=severity))
+    return changes
+
+
+def refuse_changes(changes: Sequence[Change]) -> None:
+    """Raise ConfigError if one of the changes makes the recorded state unusable."""
+    bad = [change for change in changes if change.severity == "error"]
+    if bad:
+        raise ConfigError(
+            f"this run cannot resume: {', '.join(change.key for change in bad)} changed since the checkpoint",
+            found=", ".join(f"{change.key} = {change.now}" for change in bad),
+            expected=", ".join(f"{change.key} = {change.before}" for change in bad),
+            state="Nothing was trained; the checkpoint is untouched.",
+            remedy="set the recorded value again, or start a new run with another checkpoint.root",
+        )

@@ -1,0 +1,110 @@
+"""What a setting may be, by itself and beside the others. On plain values; torch-free.
+
+A setting that would have no effect in the run is refused, not ignored: whoever set it expects something of it.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any, TypeAlias
+
+from flashckpt.errors import ConfigError, LayoutError
+
+Values: TypeAlias = Mapping[str, Mapping[str, Any]]
+
+CHOICES = {
+    "parallel.data_parallel": ("fsdp", "ddp"),
+    "train.precision": ("float32", "bfloat16"),
+    "train.device": ("auto", "cpu", "cuda"),
+    "optim.schedule": ("constant", "cosine", "linear", "wsd"),
+    "guard.on_spike": ("warn", "skip", "rollback"),
+}
+MINIMUM: Mapping[str, float] = {
+    "train.steps": 1, "train.seq_len": 2, "train.global_batch": 1, "train.micro_batch": 1,
+    "model.vocab": 256, "model.dim": 2, "model.layers": 1, "model.heads": 1, "model.kv_heads": 1, "model.ffn": 1,
+    "model.rope_base": 1.0, "model.norm_eps": 0.0, "model.experts": 0, "model.experts_per_token": 1,
+    "parallel.timeout_s": 1.0,
+    "optim.lr": 0.0, "optim.min_lr": 0.0, "optim.warmup_steps": 0, "optim.decay_steps": 0, "optim.weight_decay": 0.0,
+    "optim.eps": 0.0, "optim.clip_norm": 0.0, "optim.clip_value": 0.0,
+    "checkpoint.snapshot_every": 1, "checkpoint.persist_every": 1, "checkpoint.keep_last": 1,
+    "data.holdout_every": 2, "guard.window": 4, "guard.max_skipped": 1, "guard.spike_mads": 0.0, "guard.max_rollbacks": 0,
+    "eval.every": 0, "eval.batches": 1, "log.every": 1, "log.peak_tflops": 0.0,
+}  # fmt: skip
+BELOW_ONE = ("model.dropout", "optim.beta1", "optim.beta2")
+
+
+@dataclass(frozen=True, slots=True)
+class Need:
+    """What a setting needs to have any effect."""
+
+    key: str
+    what: str
+    holds: Callable[[Values], bool]
+
+
+NEEDS = (
+    Need("model.experts_per_token", "model.experts of 1 or more", lambda v: v["model"]["experts"] > 0),
+    Need("parallel.loss_parallel", "parallel.tp of 2 or more", lambda v: v["parallel"]["tp"] > 1),
+    Need("parallel.schedule", "parallel.pp of 2 or more", lambda v: v["parallel"]["pp"] > 1),
+    Need("parallel.stages_per_rank", "parallel.pp of 2 or more", lambda v: v["parallel"]["pp"] > 1),
+    Need("optim.decay_steps", "an optim.schedule that decays", lambda v: v["optim"]["schedule"] != "constant"),
+    Need("optim.min_lr", "an optim.schedule that decays", lambda v: v["optim"]["schedule"] != "constant"),
+    Need("guard.max_rollbacks", 'guard.on_spike = "rollback"', lambda v: v["guard"]["on_spike"] == "rollback"),
+    Need("eval.batches", "eval.every of 1 or more", lambda v: v["eval"]["every"] > 0),
+)
+
+
+def check_values(values: Values, defaults: Values) -> None:
+    """Refuse values out of range and settings that would have no effect.
+
+    Args:
+        values: Every setting of the run.
+        defaults: Every setting as it is when nothing is given.
+
+    Raises:
+        ConfigError: a value is out of range, or would have no effect.
+        LayoutError: a setting of [parallel] would have no effect.
+    """
+    for key, choices in CHOICES.items():
+        if _get(values, key) not in choices:
+            raise ConfigError(f"{key} has no such choice", found=repr(_get(values, key)), expected=" | ".join(choices))
+    _check_ranges(values)
+    for need in NEEDS:
+        if _get(values, need.key) != _get(defaults, need.key) and not need.holds(values):
+            raise (LayoutError if need.key.startswith("parallel.") else ConfigError)(
+                f"{need.key} would have no effect in this run",
+                found=f"{need.key} = {_get(values, need.key)!r}",
+                expected=need.what,
+                state="Nothing was started.",
+                remedy=f"leave {need.key} out, or set what it needs",
+            )
+    if _get(values, "guard.on_spike") == "rollback" and not _get(values, "checkpoint.root"):
+        raise ConfigError(
+            "guard.on_spike = rollback has nothing to roll back to",
+            found="checkpoint.root is empty: no snapshots are taken",
+            expected="a checkpoint root",
+            state="Nothing was started.",
+            remedy='set checkpoint.root, or guard.on_spike = "skip" or "warn"',
+        )
+
+
+def _check_ranges(values: Values) -> None:
+    for section, content in values.items():
+        for name, value in content.items():
+            if isinstance(value, float) and not math.isfinite(value):
+                raise ConfigError(f"{section}.{name} is not a number", found=str(value), expected="a finite number")
+    for key, least in MINIMUM.items():
+        if _get(values, key) < least:
+            raise ConfigError(f"{key} is too small", found=str(_get(values, key)), expected=f"{least} or more")
+    for key in BELOW_ONE:
+        if not 0.0 <= _get(values, key) < 1.0:
+            raise ConfigError(
+                f"{key} is out of range", found=str(_get(values, key)), expected="0.0 up to, not including, 1.0"
+            )
+
+
+def _get(values: Values, key: str) -> Any:
+    section, _, name = key.partition(".")
+    return values[section][name]

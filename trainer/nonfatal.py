@@ -1,0 +1,201 @@
+"""Writes that must never end a run: a full disk or a closed pipe costs lines, which are counted and reported.
+
+Checkpoints are not written through this. Torch-free.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import logging
+import os
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any, TextIO
+
+logger = logging.getLogger(__name__)
+
+
+class Nonfatal:
+    """Counts what could not be written to one place; says so when writing works again, and at the end.
+
+    Args:
+        place: What people call it: a file's path, "standard error".
+        say: Where the count is reported; the log by default.
+    """
+
+    def __init__(self, place: str, say: Callable[[str], None] | None = None) -> None:
+        self.place = place
+        self.lost = 0
+        self._error = ""
+        self._say = say or (lambda text: logger.warning("%s", text))
+
+    def attempt(self, write: Callable[[], object], lines: int = 1) -> bool:
+        """Call `write` and return whether it worked; `lines` are counted as lost where it did not."""
+        try:
+            write()
+        except (OSError, ValueError) as error:  # ValueError: the file is closed
+            self._error = getattr(error, "strerror", None) or str(error)
+            if lines and not self.lost:
+                self._say(f"{self.place} cannot be written ({self._error}): lines are lost until it can")
+            self.lost += lines
+            return False
+        if lines:
+            self.report(" before writing worked again")
+        return True
+
+    def report(self, ending: str = "") -> None:
+        """Say how many lines were lost since the last report; nothing where none was."""
+        if self.lost:
+            count, self.lost = self.lost, 0
+            self._say(f"{self.place}: {count} lines were lost{ending} ({self._error})")
+
+
+class LineFile:
+    """A file that lines are appended to: whole or not at all, and never an exception.
+
+    It is opened by the first line that finds it possible. One process writes it.
+
+    Args:
+        path: The file; its folder is made.
+        prepare: Called with the open file descriptor before the first line.
+    """
+
+    def __init__(self, path: str | os.PathLike[str], prepare: Callable[[int], None] | None = None) -> None:
+        self._path, self._prepare = Path(path), prepare
+        self._fd = -1
+        self._writing = Nonfatal(str(path))
+        self._writing.attempt(self._open, lines=0)
+
+    def write(self, line: str) -> None:
+        """Append one line, given without its end."""
+        self._writing.attempt(lambda: self._append((line + "\n").encode()))
+
+    def close(self) -> None:
+        """Report what was lost, and close the file."""
+        self._writing.report()
+        if self._fd >= 0:
+            self._writing.attempt(lambda: os.close(self._fd), lines=0)
+            self._fd = -1
+
+    def _open(self) -> None:
+        if self._fd >= 0:
+            return
+        self._path.parent.mkdir(parents=True, exist_ok=True)
+        fd = os.open(self._path, os.O_RDWR | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o644)
+        try:
+            if self._prepare is not None:
+                self._prepare(fd)
+        except BaseException:
+            os.close(fd)
+            raise
+        self._fd = fd
+
+    def _append(self, data: bytes) -> None:
+        self._open()
+        size = os.fstat(self._fd).st_size
+        try:
+            write_all(self._fd, data)
+        except OSError:
+            os.ftruncate(self._fd, size)  # a line is whole or is not there: this needs no room
+            raise
+
+
+def write_all(fd: int, data: bytes) -> None:
+    """Write every byte.
+
+    Raises:
+        OSError: the disk is full; a part may have been written.
+    """
+    while data:
+        written = os.write(fd, data)
+        if not written:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        data = data[written:]
+
+
+class Stream:
+    """A text stream whose writes never raise; all else is the stream's own.
+
+    Args:
+        stream: Standard output or standard error.
+        place: What people call it.
+    """
+
+    def __init__(self, stream: TextIO, place: str) -> None:
+        self._stream = stream
+        self._fd = _descriptor(stream)
+        self._writing = Nonfatal(place, self._say)
+
+    def write(self, text: str) -> int:
+        """Write `text`, or count its lines as lost."""
+        lines = max(text.count("\n"), int(text.startswith("\r")))
+        self._writing.attempt(lambda: self._put(text), lines)
+        return len(text)
+
+    def writelines(self, texts: Any) -> None:
+        """Write each of `texts`."""
+        for text in texts:
+            self.write(text)
+
+    def flush(self) -> None:
+        """Flush what was written to the stream itself."""
+        self._writing.attempt(self._stream.flush, lines=0)
+
+    def report(self) -> None:
+        """Say how many lines were lost, in the stream itself."""
+        self._writing.report()
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._stream, name)
+
+    def _put(self, text: str) -> None:
+        if self._fd >= 0:  # past the stream's buffer, which would keep what failed and refuse what comes
+            write_all(self._fd, text.encode(self._stream.encoding or "utf-8", "backslashreplace"))
+        else:
+            self._stream.write(text)
+            self._stream.flush()
+
+    def _say(self, text: str) -> None:
+        with contextlib.suppress(OSError, ValueError):
+            self._put(text + "\n")
+
+
+def _descriptor(stream: TextIO) -> int:
+    try:
+        stream.flush()
+        return stream.fileno()
+    except (OSError, ValueError):  # no file behind it, or one that is full already
+        return -1
+
+
+def nonfatal_stream(stream: Any, place: str) -> Stream:
+    """Return `stream` with writes that never raise."""
+    return stream if isinstance(stream, Stream) else Stream(stream, place)
+
+
+@contextlib.contextmanager
+def nonfatal_streams() -> Iterator[None]:
+    """Let nothing that is printed within, by anyone, end the program; nor at exit what could not be flushed."""
+    before = sys.stdout, sys.stderr
+    guarded = nonfatal_stream(sys.stdout, "standard output"), nonfatal_stream(sys.stderr, "standard error")
+    sys.stdout, sys.stderr = guarded  # all that print() and logging ask of a stream
+    try:
+        yield
+    finally:
+        for stream in guarded:
+            stream.report()
+        sys.stdout, sys.stderr = (stream if _is_flushed(stream) else _nowhere() for stream in before)
+
+
+def _is_flushed(stream: TextIO) -> bool:
+    try:
+        stream.flush()
+    except (OSError, ValueError):
+        return False
+    return True
+
+
+def _nowhere() -> TextIO:
+    return open(os.devnull, "w")  # noqa: PTH123 -- for what is left of the process: the interpreter flushes it at exit
