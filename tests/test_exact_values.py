@@ -233,7 +233,7 @@ class Hiding(nn.Linear):
         self.scale = torch.ones(1)
 
     def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:
-        nn.Module._save_to_state_dict(self, destination, prefix, keep_vars)  # type: ignore[no-untyped-call]  # torch's has no types
+        nn.Module._save_to_state_dict(self, destination, prefix, keep_vars)
         destination[f"{prefix}scale"] = self.scale
 
 
@@ -270,7 +270,7 @@ class Transient(nn.Linear):
         super().__init__(4, 4)
         self.register_buffer("scale", torch.ones(1), persistent=False)
 
-    _save_to_state_dict = Hiding._save_to_state_dict  # type: ignore[assignment]  # it asks for no more than `scale`
+    _save_to_state_dict = Hiding._save_to_state_dict
 
 
 @pytest.mark.parametrize(("kind", "key"), [(Hiding, "scale"), (HidingAsAWhole, "count"), (Transient, "scale")])

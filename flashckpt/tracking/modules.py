@@ -103,7 +103,7 @@ def _hidden_keys(module: nn.Module) -> list[str]:
     if not module._modules and kind.state_dict is not nn.Module.state_dict:  # noqa: SLF001 -- wrappers rename and gather in theirs
         saved = dict(module.state_dict())
     elif kind._save_to_state_dict is not nn.Module._save_to_state_dict:  # noqa: SLF001 -- what quantized modules override
-        module._save_to_state_dict(saved, "", keep_vars=True)  # type: ignore[no-untyped-call]  # noqa: SLF001 -- as above
+        module._save_to_state_dict(saved, "", keep_vars=True)  # noqa: SLF001 -- as above
     if not saved:
         return []
     transient = module._non_persistent_buffers_set  # noqa: SLF001 -- the only place that says so

@@ -79,6 +79,9 @@ def _introduction() -> Iterator[str]:
     yield "* **refused**: an error of flashckpt at `track()`, at the first start or at the first step, so before anything could be lost."
     yield f"* **{SKIPPED}**: not run, since the package named beside it did not install on the machine that wrote this page."
     yield ""
+    yield "Not seen, and so neither: what an optimizer counts in attributes of its own that its `state_dict()` lacks too, as Ranger21 of"
+    yield "pytorch_optimizer counts the steps to its next lookahead: after a restart it begins at 0, and the weights differ from then on."
+    yield ""
     yield "`2 ranks` are processes joined by gloo. Nothing here was run on a GPU."
     yield ""
 
