@@ -41,7 +41,7 @@ def on_page_markdown(markdown: str, *, page: Any, config: Any, files: Files) -> 
         page_of = TOP.get(target, target.removeprefix("docs/"))
         if files.get_file_from_path(page_of) is None:
             return f"]({_missing(target)})"
-        return f"]({page_of}{match[2] or ''})"
+        return f"]({posixpath.relpath(page_of, posixpath.dirname(page.file.src_uri) or '.')}{match[2] or ''})"
 
     return _plain_names(SOURCE.sub(replaced, markdown))
 

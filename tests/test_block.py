@@ -99,6 +99,22 @@ def test_a_tensor_is_read_with_the_standard_library_and_the_byte_tables(path: Pa
     assert path.exists(), "the segment stays, whatever this process's tracker does at its end"
 
 
+def test_the_recipe_of_the_docs_prints_the_slots(path: Path) -> None:
+    page = Path(__file__).resolve().parent.parent / "docs" / "format.md"
+    program = page.read_text().split("## 8. Look at a snapshot")[1].split("```python\n")[1].split("```")[0]
+    segment = Segment.create(path, spec_of())
+    take(segment, 0, 10)
+    take(segment, 1, 20)
+    header = segment.header(1)
+    segment.close()
+    done = subprocess.run(
+        [sys.executable, "-I", "-c", program, own_name(path).name], capture_output=True, text=True, check=True
+    )
+    assert [line.split(",")[0] for line in done.stdout.splitlines()[:2]] == ["slot 0: COMPLETE", "slot 1: COMPLETE"]
+    last = f"step {header.step} of generation {header.generation}, {header.world_size} ranks"
+    assert done.stdout.splitlines()[1].endswith(last)
+
+
 def test_plain_files_elsewhere(shm_dir: Path) -> None:
     assert name_of(shm_dir / "r00000-0000000000000005.seg") is None
     assert name_of(SHM / f"flashckpt-{os.getuid()}" / "job" / "control") is None

@@ -11,6 +11,7 @@ import pytest
 ROOT = Path(__file__).resolve().parent.parent
 PAGES = [
     *(ROOT / name for name in ("README.md", "ARCHITECTURE.md", "CONTRIBUTING.md", "SECURITY.md")),
+    ROOT / "benchmarks" / "README.md",
     *sorted((ROOT / "docs").rglob("*.md")),
 ]
 
@@ -24,6 +25,13 @@ def test_links_lead_to_files_and_headings(page: Path) -> None:
         assert path.exists(), f"{page.name}: {target}"
         if anchor and path.suffix == ".md":
             assert anchor in headings(path), f"{page.name}: {target}#{anchor}"
+
+
+def test_loop_of_the_readme_is_the_example() -> None:
+    """The example runs in tests/test_examples.py, so the README's block is known to run."""
+    (block,) = re.findall(r"```python\n(.*?)```", (ROOT / "README.md").read_text(), flags=re.DOTALL)
+    _, _, program = (ROOT / "examples" / "first_loop.py").read_text().partition('"""\n\n')
+    assert block == program
 
 
 def headings(path: Path) -> set[str]:

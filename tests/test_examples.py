@@ -34,3 +34,25 @@ def test_plain_loop_killed_and_started_again_ends_with_the_same_loss(tmp_path: P
     )
     assert "restored step" in again.stderr
     assert losses(again.stdout)[200] == losses(whole.stdout)[200]
+
+
+def test_loop_of_the_readme_killed_and_started_again_prints_the_same_losses(tmp_path: Path) -> None:
+    first_loop = [sys.executable, "-u", str(ROOT / "examples" / "first_loop.py")]
+
+    def lines(folder: str, *, killed_at: str = "never") -> list[str]:
+        (tmp_path / folder).mkdir(exist_ok=True)
+        printed = []
+        with subprocess.Popen(first_loop, cwd=tmp_path / folder, stdout=subprocess.PIPE, text=True) as program:
+            assert program.stdout is not None
+            for line in program.stdout:
+                printed += [line] if line.startswith("epoch ") else []
+                if killed_at in line:
+                    program.kill()
+                    break
+        return printed
+
+    whole = lines("whole")
+    assert len(whole) == 7
+    assert lines("killed", killed_at="step 150 ") == whole[:3]
+    again = lines("killed")  # step 150 is printed again where the kill came before its snapshot was complete
+    assert again in (whole[2:], whole[3:])

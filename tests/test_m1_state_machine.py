@@ -1,6 +1,6 @@
 """Invariant M1 by a state machine: what was once common is common until something newer is.
 
-The real choose_slot, known_of, common, newest and is_abandoned run over ranks that step at their own pace, see
+The decisions that ARCHITECTURE.md names under M1 run over ranks that step at their own pace, see
 the others' lists late, lose snapshots, are pinned, killed at any moment, restarted with other world sizes
 and layouts, and lose nodes; where every rank holds the whole state (replicas), what is left of a snapshot is restored
 from. Only shared memory itself is replaced by lists of headers.
