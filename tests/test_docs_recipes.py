@@ -54,6 +54,9 @@ NOT_RUN = {
 """Command lines that neither dlrun, flashckpt, make nor the trainer reads: where they are dealt with, and by which words."""
 
 
+PARSED_ONLY = "The command lines of this page are tested against the programs' parsers, not run as they stand."
+
+
 def blocks() -> list[tuple[str, str, str]]:
     """Return (page, language, text) of all fenced blocks."""
     return [
@@ -154,6 +157,13 @@ def _trainer(words: list[str]) -> None:
     if words[:1] == ["--config"]:
         config, words = str(ROOT / words[1]), words[2:]
     read_config(config, words)
+
+
+def test_a_page_says_that_its_command_lines_were_not_run() -> None:
+    silent = {page for page, _ in commands() if page != "README.md"}
+    for path in PAGES:
+        if path.name in silent:
+            assert PARSED_ONLY in path.read_text(), path.name
 
 
 def test_wrong_command_lines_are_refused() -> None:

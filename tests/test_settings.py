@@ -18,7 +18,7 @@ from flashckpt.memory.identity import root_url
 from flashckpt.memory.job import JobConfig, JobDirectory
 from flashckpt.memory.roots import local_path
 from flashckpt.settings import MAX_STEP, Settings, next_step
-from flashckpt.storage.opening import open_store
+from flashckpt.storage.opening import S3_OPTIONS, open_store
 from flashckpt.storage.posix import PosixStore
 from flashckpt.trainer import config as trainer_config
 
@@ -208,3 +208,26 @@ def test_a_part_of_a_checkpoint_begins_a_lineage_that_counts_from_one(tmp_path: 
     again.restore(only="model.weight")
     again.step(1)
     crash(again)
+
+
+@pytest.mark.parametrize(
+    ("root", "options", "words"),
+    [
+        ("s3://bucket/run", {"endpoint": "http://x"}, "endpoint_url"),
+        ("s3://bucket/run", {"acces_key": "x", "key": "y"}, "acces_key"),
+        ("nosuch://bucket/run", {}, "nosuch://"),
+    ],
+)
+def test_an_option_or_protocol_that_nobody_knows_is_refused_at_once(root: str, options: dict, words: str) -> None:
+    with pytest.raises(ConfigError, match=words):
+        Checkpointer(root, job="t", storage_options=options)
+
+
+def test_the_options_of_s3_are_those_of_its_client() -> None:
+    """A name that s3fs adds is missed here; one that it drops would be accepted and do nothing."""
+    import inspect
+
+    import s3fs
+
+    theirs = set(inspect.signature(s3fs.S3FileSystem.__init__).parameters) - {"self", "kwargs", "asynchronous", "loop"}
+    assert theirs | {"conditional", "retries", "timeout_s", "backend"} == S3_OPTIONS

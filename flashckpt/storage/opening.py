@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import difflib
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -10,6 +11,15 @@ from flashckpt.memory.roots import local_path, root_url, scheme_of
 from flashckpt.storage.store import Store
 
 _MEMORY_ONLY = ("memory",)
+S3_OPTIONS = frozenset({
+    "anon", "endpoint_url", "key", "secret", "token", "use_ssl", "client_kwargs", "requester_pays", "default_block_size",
+    "default_fill_cache", "default_cache_type", "version_aware", "config_kwargs", "s3_additional_kwargs", "session",
+    "username", "password", "cache_regions", "max_concurrency", "fixed_upload_size", "local_expiry_check",
+    "conditional", "retries", "timeout_s", "backend",
+})  # fmt: skip
+"""Storage options of s3://: those of s3fs (which takes any other name without a word), and ours."""
+_COMMON = ("file", "s3", "s3a", "gs", "gcs", "az", "abfs", "memory")
+"""Protocols that are known without importing fsspec."""
 
 
 def open_store(url: str | Path, *, backend: str = "auto", **options: object) -> Store:
@@ -44,12 +54,39 @@ def is_process_local(url: str) -> bool:
 
 
 def check_options(url: str, options: Mapping[str, object]) -> None:
-    """Raise ConfigError where storage options are given for a directory."""
-    if scheme_of(url) == "file" and (unknown := sorted(options)):
+    """Refuse what can be known to be wrong of a root and its storage options before any of it is used.
+
+    Raises:
+        ConfigError: Options are given for a directory, s3:// has no such option, or nothing knows the protocol.
+    """
+    protocol = scheme_of(url)
+    if protocol == "file" and (unknown := sorted(options)):
         raise ConfigError(
             f"the root {url} is a directory and takes no storage options",
             found=", ".join(unknown),
             remedy="remove storage_options, or give an s3:// or gs:// root",
+        )
+    if protocol in ("s3", "s3a") and (unknown := sorted(set(options) - S3_OPTIONS)):
+        near = [name for one in unknown for name in difflib.get_close_matches(one, S3_OPTIONS, 1)]
+        raise ConfigError(
+            f"the root {url} has no such storage option",
+            found=", ".join(unknown),
+            expected=", ".join(near or sorted(S3_OPTIONS)),
+            remedy="flashckpt passes them to s3fs or obstore, whose names they have",
+        )
+    if protocol not in _COMMON:
+        _refuse_unknown_protocol(url, protocol)
+
+
+def _refuse_unknown_protocol(url: str, protocol: str) -> None:
+    from fsspec.registry import known_implementations, registry
+
+    if protocol not in known_implementations and protocol not in registry:
+        raise ConfigError(
+            f"the root {url} has a protocol that nothing here can open",
+            found=f"{protocol}://",
+            expected="a path, s3://, gs://, az://, or a protocol that fsspec knows",
+            remedy="install the package that brings it, and register it with fsspec",
         )
 
 
