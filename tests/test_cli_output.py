@@ -319,3 +319,19 @@ def test_gc_names_what_was_kept() -> None:
     text = shown(page, 120)
     assert "not all of it could be removed" in text
     assert "0 B removed" in text
+
+
+def test_ctrl_c_while_the_command_is_being_imported_ends_it_quietly(capsys: Any, monkeypatch: Any) -> None:
+    from flashckpt.cli import entry
+
+    class Interrupted:
+        def find_spec(self, name: str, *_: object) -> None:
+            if name == "flashckpt.cli.main":
+                raise KeyboardInterrupt
+
+    monkeypatch.delitem(sys.modules, "flashckpt.cli.main", raising=False)
+    monkeypatch.setattr(sys, "meta_path", [Interrupted(), *sys.meta_path])
+    with pytest.raises(SystemExit) as ended:
+        entry.main()
+    assert ended.value.code == 130
+    assert "Traceback" not in capsys.readouterr().err

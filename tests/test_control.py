@@ -133,3 +133,30 @@ def test_growing_keeps_rows_and_opening_something_else_is_refused(control: Any, 
         Control.open(shm_dir / "other")
     with pytest.raises(FileNotFoundError):
         Control.open(shm_dir / "absent")
+
+
+def test_a_damaged_page_stops_nobody(shm_dir: Path) -> None:
+    control = Control.open(shm_dir / "control", rows=1)
+    path = shm_dir / "control"
+    for step in (-1, 125):
+        control.stop_after = step
+        good = path.read_bytes()
+        for bit in range(64 * 2):
+            damaged = bytearray(good)
+            damaged[16 + bit // 8] ^= 1 << bit % 8
+            path.write_bytes(damaged)
+            assert Control.open(path).stop_after == -1
+        path.write_bytes(good)
+        assert Control.open(path).stop_after == step
+    path.write_bytes(good[:8] + bytes(255 - byte for byte in good[8:4096]) + good[4096:])
+    assert Control.open(path).stop_after == -1
+
+
+def test_a_page_of_an_earlier_version_is_read(shm_dir: Path) -> None:
+    control = Control.open(shm_dir / "control", rows=1)
+    control.stop_after = 125
+    path = shm_dir / "control"
+    raw = bytearray(path.read_bytes())
+    raw[24:32] = bytes(8)
+    path.write_bytes(raw)
+    assert Control.open(path).stop_after == 125

@@ -197,12 +197,14 @@ class Control:
 
     @property
     def stop_after(self) -> int:
-        """Step after which every rank stops; -1 for none."""
-        return int(struct.unpack_from("q", self._map, _STOP_AT)[0])
+        """Step after which every rank stops; -1 for none, and where the page was damaged."""
+        step, check = struct.unpack_from("qQ", self._map, _STOP_AT)
+        return int(step) if check in (0, _check_of(step)) else -1  # 0: written before 1.2, or the check is to come
 
     @stop_after.setter
     def stop_after(self, step: int) -> None:
         struct.pack_into("q", self._map, _STOP_AT, step)
+        struct.pack_into("Q", self._map, _STOP_AT + 8, _check_of(step))
 
     def row(self, index: int) -> ControlRow:
         """Return row `index` (the local rank).
@@ -225,5 +227,10 @@ def _grow(fd: int, rows: int) -> None:
     if os.fstat(fd).st_size < size:
         os.posix_fallocate(fd, 0, size)
     if os.pread(fd, 8, 0) != MAGIC:
-        os.pwrite(fd, struct.pack("<q", -1), _STOP_AT)
+        os.pwrite(fd, struct.pack("qQ", -1, _check_of(-1)), _STOP_AT)
         os.pwrite(fd, MAGIC, 0)  # last: a file with the magic has everything before it
+
+
+def _check_of(step: int) -> int:
+    """Return the word behind `stop_after` that confirms it: a damaged page must stop nobody. Never 0."""
+    return digest(struct.pack("q", step)) | 1
