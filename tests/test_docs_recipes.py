@@ -14,6 +14,9 @@ from typing import Any
 import click
 import pytest
 import torch
+from support.ranks import wait_for
+
+from flashckpt.memory.job import jobs_in_memory
 
 ROOT = Path(__file__).resolve().parent.parent
 PAGES = [*sorted((ROOT / "docs").glob("*.md")), ROOT / "README.md"]
@@ -249,6 +252,9 @@ def prepared(tmp_path: Path, names: dict[str, Any], text: str) -> Any:
                 names["optimizer"].step()
                 first.step(step)
             first.wait(60)
+    wait_for(
+        lambda: not any(job.daemon_alive() for job in jobs_in_memory()[0]), what="the daemons of the runs before to end"
+    )
     ckpt = Checkpointer(tmp_path / "own", job="own")
     ckpt.track(model=names["model"], optimizer=names["optimizer"], sampler=names["sampler"])
     return ckpt
