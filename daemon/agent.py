@@ -369,7 +369,19 @@ def _of_the_rendezvous(error: Exception, config: Any) -> RendezvousLostError | N
         return RendezvousLostError.written_by_others(error)
     if "rendezvous" not in type(error).__name__.lower() and config.max_nodes == 1:
         return None
+    if isinstance(error, RendezvousTimeoutError) and _answers(config.rdzv_endpoint):
+        return RendezvousLostError.too_few(config.min_nodes, config.rdzv_endpoint)
     return RendezvousLostError.at(config.rdzv_endpoint, error)
+
+
+def _answers(endpoint: str) -> bool:
+    """Whether somebody listens where the rendezvous store is: then nodes were missing, not the store."""
+    host, _, port = endpoint.rpartition(":")
+    try:
+        socket.create_connection((host.strip("[]"), int(port)), timeout=2.0).close()
+    except (OSError, ValueError):
+        return False
+    return True
 
 
 _rendezvous_of_torch = registry.get_rendezvous_handler

@@ -94,6 +94,17 @@ class RendezvousLostError(FlashckptError):
         )
 
     @classmethod
+    def too_few(cls, nodes: int, endpoint: str) -> RendezvousLostError:
+        """Return the error of a round that too few nodes joined in time."""
+        return cls(
+            f"fewer than {nodes} nodes met at {endpoint} in time",
+            found="the join time-out is over",
+            expected=f"dlrun on {nodes} nodes (--nnodes), with the same --rdzv-id and --rdzv-endpoint",
+            state="No worker was started in this round; complete snapshots are persisted by the daemon.",
+            remedy="start the other nodes, or wait longer for them: --rdzv-conf join_timeout=SECONDS",
+        )
+
+    @classmethod
     def written_by_others(cls, error: Exception) -> RendezvousLostError:
         """Return the error of a store in which lies what no node of this job has written."""
         return cls(

@@ -32,6 +32,7 @@ from torch.distributed.elastic.rendezvous.dynamic_rendezvous import DynamicRende
 from torch.distributed.launcher.api import LaunchConfig
 
 from flashckpt.daemon import run as dlrun
+from flashckpt.daemon.options import RendezvousLostError
 from flashckpt.daemon.rendezvous import OneNode
 from flashckpt.daemon.rounds import FreshStores
 from flashckpt.errors import ConfigError
@@ -121,11 +122,12 @@ def ranks(count: int) -> set[str]:
 
 
 BASE = ["--nnodes=1", "--nproc-per-node=4", "--monitor-interval=1", "--start-method=spawn"]
+CONF = "--rdzv-conf=join_timeout=60,last_call_timeout=1,timeout=5"
 ELASTIC = [
     "--nnodes=1:2",
     "--nproc-per-node=2",
     "--rdzv-backend=c10d",
-    "--rdzv-conf=join_timeout=5,last_call_timeout=1,timeout=5",
+    CONF,
 ]
 
 
@@ -198,6 +200,13 @@ def test_elastic_two_agents(script: str, touched: Path) -> None:
     dlrun.main(args)
     assert other.wait(60) == 0
     assert names(touched) == ranks(4)
+
+
+def test_nodes_that_never_come_are_named_not_the_store(script: str, touched: Path) -> None:
+    args = [*ELASTIC, f"--rdzv-endpoint=localhost:{free_port()}", "--rdzv-id=x", script, f"--touch-file-dir={touched}"]
+    args[0], args[args.index(CONF)] = "--nnodes=2", CONF.replace("join_timeout=60", "join_timeout=1")
+    with pytest.raises(RendezvousLostError, match="fewer than 2 nodes met at localhost"):
+        dlrun.main(args)
 
 
 def test_worker_exception_is_raised_and_recorded_once(script: str) -> None:
