@@ -11,6 +11,7 @@ import contextlib
 import faulthandler
 import logging
 import os
+import re
 import signal
 import sys
 import time
@@ -102,7 +103,7 @@ class Daemon:
         self._error_code = 0
         self._stopped_s: float | None = None  # when a signal asked to end
         self._ended_generation: int | None = None
-        self._surprise = self._damage = ""
+        self._surprise = self._damage = self._kind = ""
         self._read: tuple[JobConfig | None, GenerationRecord | None] = (None, None)
         self._goal: tuple[Identity, int] | None = None  # what persist-now asks for, and when it was asked
         self._attempt_ns = self._answered_ns = 0  # newest retry-now before the present, the last failed attempt began
@@ -255,10 +256,10 @@ class Daemon:
         wait_s = BACKOFF_S[min(self._in_a_row, len(BACKOFF_S) - 1)]
         self._in_a_row += 1
         self._again_s = time.monotonic() + wait_s
-        first = str(error).splitlines()[0]
-        if first != self.error.partition("\n")[0]:
+        kind = _kind_of(error)
+        if not self.error or kind != self._kind:
             _log.error("persisting fails, training goes on and it is tried again by itself: %s", error)
-        self.error, self._answered_ns = str(error), self._attempt_ns
+        self.error, self._kind, self._answered_ns = str(error), kind, self._attempt_ns
         self._error_code = error.exit_code if isinstance(error, FlashckptError) else StoreError.exit_code
         persisting.disconnect()
 
@@ -374,6 +375,12 @@ class Daemon:
             remove_tree(gone.name, base)
         _log.info("job %s ended: its memory was given back", self.directory.job)
         return True
+
+
+def _kind_of(error: Exception) -> str:
+    """Return the cause of a failure without the files, steps and numbers in it: the next attempt names others."""
+    cause = error.found if isinstance(error, FlashckptError) and error.found else str(error)
+    return re.sub(r"\S*[\d/]\S*", "...", cause.partition("\n")[0])
 
 
 def main(arguments: list[str]) -> int:
