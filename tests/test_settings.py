@@ -218,7 +218,9 @@ def test_a_part_of_a_checkpoint_begins_a_lineage_that_counts_from_one(tmp_path: 
         ("nosuch://bucket/run", {}, "nosuch://"),
     ],
 )
-def test_an_option_or_protocol_that_nobody_knows_is_refused_at_once(root: str, options: dict[str, Any], words: str) -> None:
+def test_an_option_or_protocol_that_nobody_knows_is_refused_at_once(
+    root: str, options: dict[str, Any], words: str
+) -> None:
     with pytest.raises(ConfigError, match=words):
         Checkpointer(root, job="t", storage_options=options)
 
