@@ -83,7 +83,7 @@ def _refuse_unknown_protocol(url: str, protocol: str) -> None:
 
     if protocol not in known_implementations and protocol not in registry:
         raise ConfigError(
-            f"the root {url} has a protocol that nothing here can open",
+            f"the root {url} cannot be opened: its protocol is not known",
             found=f"{protocol}://",
             expected="a path, s3://, gs://, az://, or a protocol that fsspec knows",
             remedy="install the package that brings it, and register it with fsspec",
