@@ -61,6 +61,9 @@ class Life:
         if self._is_first:
             self.directory.request_path("ended").unlink(missing_ok=True)
             self.directory.write_config(config)
+            if not self.has_agent:
+                self.directory.ensure_daemon()
+        if self.has_agent and os.environ.get("LOCAL_RANK", "0") == "0":  # of each agent: a node may have several
             self._announce()
         control = self._control = Control.open(self.directory.control_path, rows=len(self.mates))
         self._local_rank = self.mates.index(world.rank)
@@ -112,9 +115,7 @@ class Life:
         return bool(os.environ.get("FLASHCKPT_AGENT_DIR"))
 
     def _announce(self) -> None:
-        if not self.has_agent:
-            self.directory.ensure_daemon()
-            return
+        """Tell the agent of this rank which job it is."""
         path = Path(os.environ["FLASHCKPT_AGENT_DIR"]) / "job"
         temporary = path.with_name(f".job.{os.getpid()}")
         temporary.write_text(str(self.directory.path))
