@@ -173,9 +173,9 @@ class DlrunAgent(LocalElasticAgent):
         if not rows or not isinstance(context, WorkerContext):
             return None
         self._pace.see(time.monotonic(), max(row.step for row in rows))
-        if not self._has_trained and self._stores.sizes is not None and any(row.first_step for row in rows):
+        if not self._has_trained and self._stores.notes is not None and any(row.first_step for row in rows):
             self._has_trained = True
-            self._stores.sizes.note_trained()
+            self._stores.notes.note_trained()
         self._reporter.tick(rows)
         limit_s = hang.timeout_s(self._pace.step_s, self._options.hang_s)
         if self._stop.is_under_way or not hang.is_hanging(rows, time.monotonic_ns(), limit_s):
@@ -191,19 +191,25 @@ class DlrunAgent(LocalElasticAgent):
         begun = time.monotonic()
         try:
             super()._rendezvous(worker_group)
-        except RendezvousTimeoutError as error:
-            if not (held := self._stores.held):
+        except RendezvousError as error:
+            if (refused := self._refusal(error)) is None:
                 raise
-            raise RefusedError(
-                f"the job's layout does not fit {held} nodes, and no other number of them came in time",
-                exit_code=LayoutError.exit_code,
-            ) from error
+            raise refused from error
         self._rendezvous_s = time.monotonic() - begun
         if (others := self._others(worker_group)) is not None:
             ranks = [worker.global_rank for worker in worker_group.workers]
             findings.introduce(others.store, others.rank, host=socket.gethostname(), ranks=ranks)
         if self._options.node_check:
             self._check_nodes(worker_group)
+
+    def _refusal(self, error: RendezvousError) -> RefusedError | None:
+        """Return what ends this node where the rendezvous failed because the job cannot run as it is."""
+        notes, held = self._stores.notes, self._stores.held
+        if notes is not None and isinstance(error, RendezvousTimeoutError) and held:
+            notes.end(LayoutError.exit_code)
+            return RefusedError.size(held)
+        code = notes.ended() if notes is not None else 0
+        return (RefusedError.size(held) if held else RefusedError.elsewhere(code)) if code else None
 
     def _check_nodes(self, group: WorkerGroup) -> None:
         """Leave if this node is bad; rendezvous again without the others that are."""
@@ -282,6 +288,7 @@ class DlrunAgent(LocalElasticAgent):
             if others is not None and not self._knows_cause:
                 lost = findings.await_cause(others.store, self._stores.lost_in_this_round, timeout_s=_CAUSE_S)
                 self._outcome.elsewhere = self._name_cause(others.store, lost)
+                self._outcome.refused = self._stores.notes.ended() if self._stores.notes is not None else 0
             group.state = WorkerState.FAILED
             self._reporter.finish("ended")
             return False
@@ -311,10 +318,10 @@ class DlrunAgent(LocalElasticAgent):
 
     def _may_fit_again(self, refused: int) -> bool:
         """Return whether the job was refused for its number of nodes, which may change: it has trained with another."""
-        sizes, size = self._stores.sizes, self._worker_group.group_world_size
-        if refused != LayoutError.exit_code or sizes is None or not self._stores.may_grow() or not sizes.has_trained():
+        notes, size = self._stores.notes, self._worker_group.group_world_size
+        if refused != LayoutError.exit_code or notes is None or not self._stores.may_grow() or not notes.has_trained():
             return False
-        sizes.refuse(int(size or 0))
+        notes.refuse(int(size or 0))
         return True
 
     def _judge(self, report: FailureReport | None) -> Verdict:
@@ -326,6 +333,8 @@ class DlrunAgent(LocalElasticAgent):
             if self._may_fit_again(refused):
                 return Verdict(restart=True, reason="nodes were lost, and the layout does not fit those that are left")
             self._outcome.refused = refused
+            if self._stores.notes is not None:
+                self._stores.notes.end(refused)
             return Verdict(restart=False, reason=f"exit code {refused}: every start would end the same, the job ends")
         ran_s = time.monotonic() - self._started_s
         if report is None:

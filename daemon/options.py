@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from flashckpt.daemon.budget import REFILL_STEPS
-from flashckpt.errors import FlashckptError, HangError, RestartBudgetError
+from flashckpt.errors import FlashckptError, HangError, LayoutError, RestartBudgetError
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -55,6 +55,8 @@ class Outcome:
 
     def error(self) -> FlashckptError | None:
         """Return what dlrun ends with where workers failed, None where there is nothing clearer than their failure."""
+        if self.refused and self.elsewhere:
+            return RefusedError.elsewhere(self.refused)
         if self.refused:
             return RefusedError("the job cannot run as it is: a rank has told why, above", exit_code=self.refused)
         if self.repeats:
@@ -70,6 +72,17 @@ class RefusedError(FlashckptError):
     def __init__(self, problem: str, *, exit_code: int) -> None:
         self.exit_code = exit_code
         super().__init__(problem)
+
+    @classmethod
+    def size(cls, nodes: int) -> RefusedError:
+        """Return the error of a job that waited in vain for another number of nodes."""
+        problem = f"the job's layout does not fit {nodes} nodes, and no other number of them came in time"
+        return cls(problem, exit_code=LayoutError.exit_code)
+
+    @classmethod
+    def elsewhere(cls, exit_code: int) -> RefusedError:
+        """Return the error of a node whose job was refused by a rank of another one."""
+        return cls("the job cannot run as it is: a rank of another node has told why, in its log", exit_code=exit_code)
 
 
 class FailedElsewhereError(FlashckptError):

@@ -8,7 +8,6 @@ from collections.abc import Callable
 from datetime import datetime, timezone
 from typing import TYPE_CHECKING
 
-from torch._C._distributed_c10d import Store
 from torch.distributed.elastic.rendezvous import (
     RendezvousClosedError,
     RendezvousError,
@@ -25,40 +24,14 @@ from torch.distributed.elastic.rendezvous.dynamic_rendezvous import (
 from torch.distributed.elastic.rendezvous.static_tcp_rendezvous import StaticTCPRendezvous
 
 from flashckpt.daemon import stores
+from flashckpt.daemon.job_notes import JobNotes
 
 if TYPE_CHECKING:
     from torch._C._distributed_c10d import TCPStore
 
 _log = logging.getLogger("flashckpt.dlrun")
 _LINGER_S = 2.5
-
-
-class Sizes:
-    """Which numbers of nodes this job has trained on, and which it has refused; known to all its nodes.
-
-    Args:
-        store: Of the rendezvous, which lives as long as the job.
-        run_id: Of the job.
-    """
-
-    def __init__(self, store: Store, run_id: str) -> None:
-        self._store, self._prefix = store, f"flashckpt.sizes.{run_id}"
-
-    def note_trained(self) -> None:
-        """Note that some generation of the job has trained a step."""
-        self._store.set(f"{self._prefix}.trained", "1")
-
-    def has_trained(self) -> bool:
-        """Return whether any generation of the job has."""
-        return bool(self._store.check([f"{self._prefix}.trained"]))
-
-    def refuse(self, size: int) -> None:
-        """Note that the job's layout does not fit `size` nodes."""
-        self._store.set(f"{self._prefix}.refused.{size}", "1")
-
-    def is_refused(self, size: int) -> bool:
-        """Return whether it does not."""
-        return bool(self._store.check([f"{self._prefix}.refused.{size}"]))
+_LEAVE_S = 5.0
 
 
 class Steps(_DistributedRendezvousOpExecutor):
@@ -138,14 +111,14 @@ class FreshStores(stores.Forwarding):
 
     Attributes:
         rounds: How many there were.
-        sizes: What the nodes know of the sizes of their rounds; None where the number of nodes is fixed.
+        notes: What the nodes tell each other of the job; None where the number of nodes is fixed.
     """
 
     def __init__(self, inner: RendezvousHandler, *, unit: int = 1) -> None:
         super().__init__(inner)
         self.rounds = 0
         self.may_close = False
-        self.sizes: Sizes | None = None
+        self.notes: JobNotes | None = None
         self._info: RendezvousInfo | None = None
         self._server: TCPStore | None = None
         self._unit = unit
@@ -153,8 +126,8 @@ class FreshStores(stores.Forwarding):
         self._nodes: dict[_NodeDesc, int] = {}
         self._before: dict[_NodeDesc, int] = {}
         if isinstance(inner, DynamicRendezvousHandler):
-            self.sizes = Sizes(inner._store, inner.get_run_id())  # noqa: SLF001 -- torch offers no other way in
-            self._steps = inner._op_executor = Steps(inner, unit, self.sizes.is_refused)  # noqa: SLF001 -- the same
+            self.notes = JobNotes(inner._store, inner.get_run_id())  # noqa: SLF001 -- torch offers no other way in
+            self._steps = inner._op_executor = Steps(inner, unit, self.notes.is_refused)  # noqa: SLF001 -- the same
 
     def next_rendezvous(self) -> RendezvousInfo:
         """Join the next round."""
@@ -224,9 +197,13 @@ class FreshStores(stores.Forwarding):
 
     def shutdown(self) -> bool:
         """Close the rendezvous, but only when the job is over for every node; nodes that wait to join are let hear of it."""
-        if not self.may_close:
+        ended = self.notes is not None and self.notes.ended()
+        if not self.may_close and not ended:
             return True
         closed = bool(self.inner.shutdown())
+        if ended and self.notes is not None:
+            self.notes.leave(self.held or len(self._nodes), _LEAVE_S)
+            return closed
         if isinstance(self.inner, DynamicRendezvousHandler):
             state = self.inner._state_holder.state  # noqa: SLF001 -- a copy of what all nodes share
             if state.wait_list or state.redundancy_list:

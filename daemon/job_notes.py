@@ -1,0 +1,63 @@
+"""What the nodes of one job tell each other through the rendezvous store, which lives as long as the job."""
+
+from __future__ import annotations
+
+import time
+
+from torch._C._distributed_c10d import Store
+from torch.distributed import DistError
+
+_POLL_S = 0.05
+
+
+class JobNotes:
+    """Which numbers of nodes the job has trained on, which it has refused, and the exit code that ends it everywhere.
+
+    Args:
+        store: Of the rendezvous.
+        run_id: Of the job.
+    """
+
+    def __init__(self, store: Store, run_id: str) -> None:
+        self._store, self._prefix = store, f"flashckpt.job.{run_id}"
+
+    def note_trained(self) -> None:
+        """Note that some generation of the job has trained a step."""
+        self._store.set(f"{self._prefix}.trained", "1")
+
+    def has_trained(self) -> bool:
+        """Return whether any generation of the job has."""
+        return bool(self._store.check([f"{self._prefix}.trained"]))
+
+    def refuse(self, size: int) -> None:
+        """Note that the job's layout does not fit `size` nodes."""
+        self._store.set(f"{self._prefix}.refused.{size}", "1")
+
+    def is_refused(self, size: int) -> bool:
+        """Return whether it does not."""
+        return bool(self._store.check([f"{self._prefix}.refused.{size}"]))
+
+    def end(self, code: int) -> None:
+        """Note that every start of the job would end with this exit code, so that all nodes end with it."""
+        self._store.set(f"{self._prefix}.end", str(code))
+
+    def ended(self) -> int:
+        """Return that exit code, 0 where none was noted or the store is gone."""
+        try:
+            return int(self._store.get(f"{self._prefix}.end")) if self._store.check([f"{self._prefix}.end"]) else 0
+        except (DistError, ValueError):
+            return 0
+
+    def leave(self, nodes: int, timeout_s: float) -> None:
+        """Return once `nodes` nodes have called this, at the latest after `timeout_s` seconds.
+
+        The store may end with the process that calls this; who has not read the exit code by then never will.
+        """
+        until = time.monotonic() + timeout_s
+        try:
+            left = self._store.add(f"{self._prefix}.left", 1)
+            while left < nodes and time.monotonic() < until:
+                time.sleep(_POLL_S)
+                left = self._store.add(f"{self._prefix}.left", 0)
+        except DistError:
+            return  # its host has left: all had
