@@ -12,7 +12,7 @@ from support.exact import check_restart, started, state_of, step_once
 from support.one_rank import agent_of_the_test, crash  # noqa: F401 -- fixtures
 from torch import nn
 
-from flashckpt.errors import UnsupportedStateError
+from flashckpt.errors import UnexpectedStateError, UnsupportedStateError
 
 
 def net(width: int = 90) -> nn.Sequential:
@@ -92,6 +92,46 @@ def shared_by_all(state: Any, p: torch.Tensor) -> torch.Tensor:
     return torch.as_tensor(p.grad * state["count"] + state["total"])
 
 
+class Counting(Own):
+    """It counts in attributes that only its own state_dict() knows: a number, a tensor, and nothing before the first step."""
+
+    def __init__(self, params: Any) -> None:
+        super().__init__(params, self._count)
+        self.count, self.total, self.first = 0, torch.zeros(3), None
+
+    def _count(self, state: Any, p: torch.Tensor) -> torch.Tensor:
+        assert p.grad is not None
+        state[p].setdefault("seen", torch.zeros_like(p)).add_(1)
+        self.count, self.first = self.count + 1, self.count
+        self.total = self.total * 0.5 + p.grad.norm()
+        return torch.as_tensor(p.grad * self.count + self.total.sum())
+
+    def state_dict(self) -> dict[str, Any]:
+        first = {} if self.first is None else {"first": self.first}
+        return {**super().state_dict(), "count": self.count, "sums": {"total": self.total}, **first}
+
+    def load_state_dict(self, state_dict: Any) -> None:
+        super().load_state_dict(state_dict)
+        self.count, self.total = state_dict["count"], state_dict["sums"]["total"]
+        self.first = state_dict.get("first")
+
+
+def hooked(m: nn.Module) -> torch.optim.Optimizer:
+    """Its counter goes in and out by torch's hooks."""
+    counts = {"n": 0}
+
+    def update(_: Any, p: torch.Tensor) -> torch.Tensor:
+        assert p.grad is not None
+        counts["n"] += 1
+        return torch.as_tensor(p.grad * counts["n"])
+
+    optimizer = Own(m.parameters(), update)
+    optimizer.register_state_dict_post_hook(lambda _, said: {**said, "n": counts["n"]})
+    optimizer.register_load_state_dict_post_hook(lambda o: None)
+    optimizer.register_load_state_dict_pre_hook(lambda _, said: counts.update(n=said.pop("n", counts["n"])))
+    return optimizer
+
+
 OWN = [lion, rebound, appearing, twice, other_kinds, shared_by_all]
 KINDS: dict[str, Any] = {
     "muon": lambda m: [
@@ -103,6 +143,9 @@ KINDS: dict[str, Any] = {
     "asgd": lambda m: torch.optim.ASGD(m.parameters(), t0=1),
     "lbfgs": lambda m: torch.optim.LBFGS(m.parameters(), max_iter=2, history_size=3),
     "lbfgs wolfe": lambda m: torch.optim.LBFGS(m.parameters(), max_iter=3, line_search_fn="strong_wolfe"),
+    "own state_dict": lambda m: Counting(m.parameters()),
+    "two with an own state_dict": lambda m: [Counting(list(m.parameters())[:2]), Counting(list(m.parameters())[2:])],
+    "state_dict hooks": hooked,
     "tensor lr": lambda m: torch.optim.AdamW(m.parameters(), lr=torch.tensor(1e-2), capturable=False),
     **{update.__name__: lambda m, update=update: Own(m.parameters(), update) for update in OWN},
 }
@@ -221,3 +264,67 @@ def test_state_that_could_not_come_back_is_refused_at_the_step_that_makes_it(
         ckpt.step(1)
     crash(ckpt)
     assert named in str(refused.value)
+
+
+class Forgetful(Counting):
+    """It says what it counts, and does not take it back."""
+
+    def load_state_dict(self, state_dict: Any) -> None:
+        torch.optim.Optimizer.load_state_dict(self, state_dict)
+        del self.count
+
+    def state_dict(self) -> dict[str, Any]:
+        return {**torch.optim.Optimizer.state_dict(self), **({"count": self.count} if hasattr(self, "count") else {})}
+
+
+class NeedsState(Counting):
+    """Its load_state_dict() wants what only a trained optimizer has."""
+
+    def load_state_dict(self, state_dict: Any) -> None:
+        self.first = state_dict["state"][0]["seen"]
+
+
+@pytest.mark.parametrize(("kind", "named"), [(Forgetful, "'count' is gone"), (NeedsState, "KeyError: 0")])
+def test_an_optimizer_that_does_not_take_back_what_it_says_is_refused(kind: Any, named: str, tmp_path: Path) -> None:
+    model = net(4)
+    optimizer = kind(model.parameters())
+    before = vars(optimizer) | {}
+    with pytest.raises(UnsupportedStateError, match="does not take back") as refused:
+        started(tmp_path, model=model, optimizer=optimizer)
+    assert named in str(refused.value)
+    assert optimizer.state is before["state"]
+    assert optimizer.param_groups is before["param_groups"]
+
+
+def test_state_that_an_optimizer_copies_to_say_nothing_more_is_read_until_its_first_step_only(tmp_path: Path) -> None:
+    class Copying(Own):
+        asked = 0
+
+        def state_dict(self) -> dict[str, Any]:
+            self.asked += 1
+            return super().state_dict()
+
+    model = net(4)
+    optimizer = Copying(model.parameters(), lion)
+    ckpt, _ = started(tmp_path, model=model, optimizer=optimizer)
+    for step in range(1, 4):
+        step_once(model, optimizer, step)
+        ckpt.step(step)
+    asked = optimizer.asked
+    for step in range(4, 9):
+        step_once(model, optimizer, step)
+        ckpt.step(step)
+    crash(ckpt)
+    assert optimizer.asked == asked
+
+
+def test_counters_of_an_optimizer_that_the_program_has_no_more_are_named(tmp_path: Path) -> None:
+    model = net(4)
+    optimizer = Counting(model.parameters())
+    ckpt, _ = started(tmp_path, model=model, optimizer=optimizer)
+    step_once(model, optimizer, 1)
+    ckpt.step(1)
+    crash(ckpt)
+    other = net(4)
+    with pytest.raises(UnexpectedStateError, match=r"optimizer\.extra"):
+        started(tmp_path, model=other, optimizer=Own(other.parameters(), lion))

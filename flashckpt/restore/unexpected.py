@@ -18,7 +18,7 @@ from flashckpt.core.digest import digest
 from flashckpt.core.manifest import Manifest
 from flashckpt.errors import UnexpectedStateError
 from flashckpt.restore.live_state import Names, Wishes
-from flashckpt.tracking import trees
+from flashckpt.tracking import optimizer_extra, trees
 from flashckpt.tracking.structure import Structure
 from flashckpt.tracking.tracked import Tracked
 
@@ -68,6 +68,8 @@ def own_names(tracked: Tracked, structure: Structure, names: Names, wished: Wish
     own |= {*tracked.aliases.values(), *(name for name, _ in tracked.extra_states())}
     own |= {other for alias, other in names.aliases.items() if alias in own}
     for label, optimizers in tracked.optimizers.items():
+        if not all(map(optimizer_extra.says_nothing_more, optimizers)):
+            own.add(f"{label}.extra")
         live = set(tracked.names_for(optimizers).values()) & _parameters(tracked, label)
         own |= {f"{label}.{name}" for name in live}
         mine = (name for name in held if name.startswith(f"{label}."))

@@ -11,10 +11,10 @@ from torch.distributed.tensor import DTensor, Replicate
 from flashckpt.core.directory import Wish
 from flashckpt.restore.live_state import is_of_this_rank, is_wanted
 from flashckpt.restore.sources import Source
-from flashckpt.tracking import loaders, optimizer_state, rng, samplers, trees
+from flashckpt.tracking import loaders, optimizer_extra, optimizer_state, rng, samplers, trees
 from flashckpt.tracking.tracked import Tracked
 
-_OF_THE_WHOLE = frozenset({"groups", "forms", "state"})
+_OF_THE_WHOLE = frozenset({"groups", "forms", "state", "extra"})
 """What stands behind an optimizer's name in keys that are no parameter's."""
 Tensors = Callable[[str], torch.Tensor]
 
@@ -153,7 +153,15 @@ def _missing_state(tracked: Tracked, label: str, values: Values) -> list[str]:
     fits = found and len(others) == len(optimizers)
     if not fits and (found or any(optimizer_state.other_keys(optimizer) for optimizer in optimizers)):
         missing.append(f"{label}.state")
+    if any(map(optimizer_extra.read, optimizers)) and _recorded_extra(tracked, label, values) is None:
+        missing.append(f"{label}.extra")
     return missing
+
+
+def _recorded_extra(tracked: Tracked, label: str, values: Values) -> list[dict[str, Any]] | None:
+    """Return what the optimizers' own `state_dict()`s said beside state and groups; None where that does not fit."""
+    found, extra = values.find(f"{label}.extra@{tracked.world.suffix}")
+    return extra if found and len(extra) == len(tracked.optimizers[label]) else None
 
 
 def _restore_rng(tracked: Tracked, values: Values, step: int) -> list[str]:
@@ -178,6 +186,9 @@ def _restore_state(tracked: Tracked, label: str, values: Values, tensor: Tensors
     if found and len(others) == len(optimizers):
         for optimizer, other in zip(optimizers, others, strict=True):
             optimizer.state.update(trees.put_together(other, tensor, place=_to_device))
+    for optimizer, extra in zip(optimizers, _recorded_extra(tracked, label, values) or (), strict=False):
+        if extra:
+            optimizer_extra.give_back(optimizer, trees.put_together(extra, tensor, place=_to_device))
     return missing
 
 
@@ -220,6 +231,7 @@ def value_tensors(tracked: Tracked, values: Values) -> set[str]:
         wanted += values.recorded(f"{label}.groups")
         wanted += [value for *_, found in _per_parameter(tracked, label, values) for value in found.values()]
         wanted += [value for found, value in [values.find(f"{label}.state@{tracked.world.suffix}")] if found]
+        wanted += _recorded_extra(tracked, label, values) or []
     for name, _ in tracked.extra_states():
         wanted += [value for found, value in [values.find(name)] if found]
     trees_of = (value for value in wanted if isinstance(value, (dict, list, tuple)))

@@ -13,7 +13,7 @@ from torch.distributed.tensor import DTensor
 
 from flashckpt.core.balance import Part, Share, cut_dimension, deal
 from flashckpt.errors import ConfigError, UnsupportedStateError
-from flashckpt.tracking import modules, optimizer_state, rng, samplers, trees
+from flashckpt.tracking import modules, optimizer_extra, optimizer_state, rng, samplers, trees
 from flashckpt.tracking.ahead import Forthcoming
 from flashckpt.tracking.depth import refuse_deep
 from flashckpt.tracking.optimizer_entries import Enter, OptimizerEntries, StateValue
@@ -84,6 +84,7 @@ class Tracked:
         self._extra: list[tuple[str, nn.Module]] = []
         self._names: dict[int, str] = {}
         self._groups: dict[str, list[list[list[str]]]] = {}
+        self._extras = optimizer_extra.Extras()
 
     def add(self, name: str, thing: Any, *, fenced: bool = False) -> None:
         """Track one object, or a list of modules or of optimizers, under a name.
@@ -107,6 +108,7 @@ class Tracked:
         elif parts and all(isinstance(p, torch.optim.Optimizer) for p in parts):
             for part in parts:
                 optimizer_state.refuse_wrapper(name, part)
+                optimizer_extra.refuse_one_way(name, part)
             refuse_deep(name, *parts)
             self.optimizers[name] = parts
         elif isinstance(thing, (list, tuple)):
@@ -358,10 +360,26 @@ class Tracked:
             key = self.key_of(name, thing)
             values[key], own = trees.take_apart(thing.state_dict(), key)
             tensors |= own
+        self._capture_optimizers(values, tensors)
+        for name, module in self._extra:
+            values[name], own = trees.take_apart(module.get_extra_state(), name)
+            tensors |= own
+        if self.aliases:
+            values["aliases"] = self.aliases
+        if self.rng:
+            values[f"rng@{suffix}"] = rng.capture()
+        return Captured(values=values, tensors=tensors)
+
+    def _capture_optimizers(self, values: dict[str, Any], tensors: dict[str, torch.Tensor]) -> None:
+        suffix, stage = self.world.suffix, f"@{self.world.stage}" if self.world.stage else ""
         for label, group in self.optimizers.items():
-            key = f"{label}.groups" + (f"@{self.world.stage}" if self.world.stage else "")
+            key = f"{label}.groups{stage}"
             values[key], own = optimizer_state.groups(group, self._group_names(label), f"{label}.groups@{suffix}")
             tensors |= own
+            if any(extra := self._extras.read(group)):
+                key = f"{label}.extra@{suffix}"
+                values[key], own = trees.take_apart(extra, key)
+                tensors |= own
         for value in self._values:
             values[value.name], own = trees.take_apart(value.state.get(value.key), value.name, mesh=value.mesh)
             tensors |= own
@@ -372,15 +390,7 @@ class Tracked:
                 values[key], own = trees.take_apart(others, key)
                 tensors |= own
         for label, forms in self._forms.items():
-            values[f"{label}.forms" + (f"@{self.world.stage}" if self.world.stage else "")] = forms
-        for name, module in self._extra:
-            values[name], own = trees.take_apart(module.get_extra_state(), name)
-            tensors |= own
-        if self.aliases:
-            values["aliases"] = self.aliases
-        if self.rng:
-            values[f"rng@{suffix}"] = rng.capture()
-        return Captured(values=values, tensors=tensors)
+            values[f"{label}.forms{stage}"] = forms
 
     def _group_names(self, label: str) -> list[list[list[str]]]:
         group = self.optimizers[label]

@@ -117,8 +117,8 @@ enter(
 )
 
 PYTORCH_OPTIMIZER = (
-    "ADOPT", "AdaBelief", "AdamP", "Adan", "CAME", "GaLore", "Lamb", "LARS", "Lion", "MADGRAD", "Prodigy",
-    "SOAP", "Shampoo", "ScalableShampoo", "SM3", "StableAdamW", "Tiger",
+    "ADOPT", "AdaBelief", "AdamP", "Adan", "CAME", "FlashAdamW", "GaLore", "Lamb", "LARS", "Lion", "MADGRAD", "Prodigy",
+    "Ranger21", "SOAP", "SPAM", "Shampoo", "ScalableShampoo", "SM3", "StableAdamW", "StableSPAM", "Tiger",
 )  # fmt: skip
 for name in PYTORCH_OPTIMIZER:
 
@@ -127,7 +127,8 @@ for name in PYTORCH_OPTIMIZER:
 
         torch.compiler.set_stance("force_eager")  # as torchao's
         model = net(128)
-        optimizer = getattr(pytorch_optimizer, name)(list(model.parameters()), lr=1e-3)
+        options = {"num_iterations": 100} if name == "Ranger21" else {}
+        optimizer = getattr(pytorch_optimizer, name)(list(model.parameters()), lr=1e-3, **options)
         return supervised(model, optimizer, 128)
 
     REGISTRY[f"pytorch_optimizer {name}"] = Case(
