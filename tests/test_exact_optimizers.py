@@ -328,3 +328,33 @@ def test_counters_of_an_optimizer_that_the_program_has_no_more_are_named(tmp_pat
     other = net(4)
     with pytest.raises(UnexpectedStateError, match=r"optimizer\.extra"):
         started(tmp_path, model=other, optimizer=Own(other.parameters(), lion))
+
+
+@pytest.mark.parametrize("says", [False, True])
+def test_a_counter_that_no_state_dict_has_is_named_once(
+    says: bool, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    class Silent(Own):
+        calls, ratio, _private, count = 0, 0.5, 0, 0
+
+        def step(self, closure: Any = None) -> Any:
+            self.calls, self._private = self.calls + 1, self._private + 1
+            return super().step(closure)
+
+        def state_dict(self) -> dict[str, Any]:
+            return {**super().state_dict(), **({"calls": self.calls} if says else {})}
+
+        def load_state_dict(self, state_dict: Any) -> None:
+            self.calls = state_dict.get("calls", 0)
+
+    model = net(4)
+    optimizer = Silent(model.parameters(), lion)
+    optimizer.calls = 0
+    ckpt, _ = started(tmp_path, model=model, optimizer=optimizer)
+    for step in range(1, 6):
+        step_once(model, optimizer, step)
+        ckpt.step(step)
+    crash(ckpt)
+    named = [record.getMessage() for record in caplog.records if "in attributes that" in record.getMessage()]
+    assert [says, len(named)] in ([True, 0], [False, 1])
+    assert says or "Silent changes 'calls' in" in named[0]

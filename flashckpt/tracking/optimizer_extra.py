@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterable, Mapping
 from typing import Any
 
 import torch
 
 from flashckpt.errors import UnsupportedStateError
+from flashckpt.logs import guarded
 
+_log = guarded(logging.getLogger("flashckpt"))
+_LOOKS = 8  # readings of the state in which a counter has had the time to change
 _READ_DIRECTLY = frozenset({"state", "param_groups"})
 
 
@@ -29,18 +33,36 @@ class Extras:
 
     def __init__(self) -> None:
         self._have_none: set[int] = set()
+        self._numbers: dict[int, dict[str, float]] = {}
+        self._looks: dict[int, int] = {}
 
     def read(self, optimizers: Iterable[torch.optim.Optimizer]) -> list[dict[str, Any]]:
         """Return what `read` does for each optimizer."""
         return [self._read(optimizer) for optimizer in optimizers]
 
     def _read(self, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
-        if id(optimizer) in self._have_none:
-            return {}
-        extra = read(optimizer)
+        extra = {} if id(optimizer) in self._have_none else read(optimizer)
         if not extra and optimizer.state:  # its first step is done: what it counts is there by now
             self._have_none.add(id(optimizer))
+        self._look_for_counters(optimizer, extra)
         return extra
+
+    def _look_for_counters(self, optimizer: torch.optim.Optimizer, extra: Mapping[str, Any]) -> None:
+        """Warn of numbers that change in attributes of the optimizer, and that a snapshot therefore lacks."""
+        key = id(optimizer)
+        looks = self._looks[key] = self._looks.get(key, 0) + 1
+        if looks > _LOOKS:
+            return
+        now = {k: v for k, v in vars(optimizer).items() if type(v) in {int, float} and not k.startswith("_")}
+        before = self._numbers.setdefault(key, now)
+        changed = [name for name, value in now.items() if before.get(name) != value and name not in extra]
+        if changed and optimizer.state:
+            self._looks[key] = _LOOKS
+            _log.warning(
+                "%s changes %s in attributes that its state_dict() does not have: they are in no snapshot, and begin "
+                "anew after a restart; where the updates depend on them, keep them in param_groups or track them",
+                type(optimizer).__qualname__, ", ".join(map(repr, changed)),
+            )  # fmt: skip
 
 
 def _hooks(optimizer: torch.optim.Optimizer) -> Mapping[int, Any]:
