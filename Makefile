@@ -8,6 +8,8 @@ TORCH_INDEX ?=
 # One thread per rank: eight ranks share the cores, and the zygote must stay single-threaded.
 export OMP_NUM_THREADS ?= 1
 export OPENBLAS_NUM_THREADS ?= 1
+# The tests start hundreds of interpreters: each would compile the package again.
+unexport PYTHONDONTWRITEBYTECODE
 
 .PHONY: fuzz help setup preflight demo test test-s3 test-clouds bench-all check clean test-launcher test-layouts test-nodes test-mounts test-restarts docs changelog hooks test-pythons test-frameworks compatibility test-slurm test-torch-versions
 

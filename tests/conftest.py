@@ -15,6 +15,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from support import warm
 
 pytest_plugins = ("support.workers",)
 
@@ -36,3 +37,9 @@ def _own_memory_tier(shm_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.delenv(name)
     with contextlib.suppress(KeyError):
         monkeypatch.delenv("RANK")
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _no_interpreter_is_left() -> Iterator[None]:
+    yield
+    warm.stop()

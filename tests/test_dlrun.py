@@ -35,7 +35,7 @@ KILLS = int(os.environ.get("DLRUN_TEST_KILLS", "5"))  # make test-restarts: 50
 def test_rank_killed_five_times_in_a_row_all_ranks_train_again_each_time(tmp_path: Path, train: Path) -> None:
     """SIGKILL of another rank per life, gloo: the generation after each kill trains, with all four ranks."""
     flags = ("--standalone", "--nproc-per-node=4", "--max_restarts", KILLS)
-    with dlrun(tmp_path, *flags, train, tmp_path, 100000, 0.002) as launch:
+    with dlrun(tmp_path, *flags, train, tmp_path, 100000, 0.002, fresh=True) as launch:
         seen: set[int] = set()
         for life in range(KILLS + 1):
             pids = launch.until(partial(first_steps, tmp_path, life, 4), f"all ranks of life {life}")
@@ -172,7 +172,9 @@ def test_forked_worker_sees_what_torchruns_worker_sees(tmp_path: Path) -> None:
         path = script(folder, ENVIRONMENT)
         flags = ("--nproc-per-node", 2, "--max-restarts=3", "--role=trainer")
         env = {"OMP_NUM_THREADS": "2", "MINE": "a b"}
-        code, output = run_dlrun(folder, *flags, path, folder, "--x", "y", env=env, torchrun=launcher == "torchrun")
+        code, output = run_dlrun(
+            folder, *flags, path, folder, "--x", "y", env=env, torchrun=launcher == "torchrun", fresh=True
+        )
         assert code == 0, output
         records = [json.loads((folder / f"env{rank}").read_text()) for rank in range(2)]
         seen[launcher] = json.loads(json.dumps(records).replace(str(folder), "FOLDER"))
@@ -217,7 +219,7 @@ dist.destroy_process_group()
 
 def test_forked_worker_imports_nothing_of_torch_or_flashckpt_any_more(tmp_path: Path) -> None:
     """Also not by the first optimizer, FSDP, tensor-parallel or Checkpointer call."""
-    code, output = run_dlrun(tmp_path, "--nproc-per-node=2", script(tmp_path, IMPORTS), tmp_path)
+    code, output = run_dlrun(tmp_path, "--nproc-per-node=2", script(tmp_path, IMPORTS), tmp_path, fresh=True)
     assert code == 0, output
     found = json.loads((tmp_path / "new0").read_text())
     assert not found, " ".join(found)

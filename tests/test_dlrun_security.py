@@ -8,8 +8,6 @@ import os
 import pickle
 import socket
 import stat
-import subprocess
-import sys
 from datetime import datetime, timedelta, timezone
 from pathlib import Path
 from typing import Any
@@ -17,6 +15,7 @@ from typing import Any
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from support import warm
 from support.dlrun import Launch, dlrun
 from torch._C._distributed_c10d import HashStore, TCPStore
 from torch.distributed.elastic.rendezvous import RendezvousStateError
@@ -66,8 +65,9 @@ class Code:
 def poison(port: int, witness: Path, *keys: str) -> None:
     """Put a pickle that runs code in place of these keys of a store: TCP does not say which user connects."""
     payload = base64.b64encode(pickle.dumps(Code(witness))).decode()
-    words = [sys.executable, "-c", ATTACK, str(port), payload, *keys]
-    subprocess.run(words, check=True, cwd="/", timeout=120)
+    program = witness.with_name("attack.py")
+    program.write_text(ATTACK)
+    warm.run([str(program), str(port), payload, *keys], witness.parent, timeout=120).check_returncode()
 
 
 def listening(pids: list[int]) -> set[tuple[str, int]]:

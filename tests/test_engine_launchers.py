@@ -8,6 +8,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from support import warm
 from support.ranks import wait_for
 
 SCRIPT = Path(__file__).parent / "support" / "launched.py"
@@ -60,9 +61,10 @@ def test_a_script_that_ends_in_the_middle_of_a_copy_without_close_keeps_the_whol
 ) -> None:
     monkeypatch.setenv("FLASHCKPT_AGENT_DIR", str(tmp_path))  # no daemon is needed for this
     expected = "restored 0"
+    program = tmp_path / "program.py"
+    program.write_text(FORGETFUL)
     for _ in range(2):
-        command = [sys.executable, "-c", FORGETFUL, str(tmp_path / "root")]
-        done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=110)
+        done = warm.run([str(program), str(tmp_path / "root")], tmp_path)
         assert done.returncode == 0, done.stderr
         assert expected in done.stdout
         expected = done.stdout.splitlines()[-1].replace("took", "restored")

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import io
 import logging
-import subprocess
 import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
+from support import warm
 from support.one_rank import agent_of_the_test  # noqa: F401 -- a fixture
 
 import flashckpt
@@ -38,10 +38,11 @@ print("handlers", len(logger.handlers), len(logging.root.handlers), "level", log
 
 
 def run(root: Path, setup: str = "", **more: Any) -> tuple[str, str]:
-    done = subprocess.run(
-        [sys.executable, "-c", PROGRAM.format(setup=setup), str(root)],
-        check=True, capture_output=True, text=True, timeout=100, **more,
-    )  # fmt: skip
+    folder = root.with_name(f"{root.name}-program")
+    folder.mkdir(exist_ok=True)
+    (folder / "program.py").write_text(PROGRAM.format(setup=setup))
+    done = warm.run([str(folder / "program.py"), str(root)], folder, **more)
+    done.check_returncode()
     return done.stdout, done.stderr
 
 

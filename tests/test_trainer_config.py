@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from support import warm
 
 from flashckpt.errors import ConfigError, FlashckptError, LayoutError
 from flashckpt.trainer.changes import compare, recorded_values, refuse_changes
@@ -308,11 +309,9 @@ def test_exit_codes_are_distinct() -> None:
     assert len(codes) == len(set(codes))
 
 
-def test_dlrun_does_not_restart_what_no_restart_can_mend_and_ends_with_its_code() -> None:
-    command = [sys.executable, "-m", "flashckpt.daemon.run", "--nproc-per-node", "2", "--max-restarts", "3"]
-    done = subprocess.run(
-        [*command, "-m", "flashckpt.trainer", "--parallel.tp", "3"], capture_output=True, text=True, check=False
-    )
+def test_dlrun_does_not_restart_what_no_restart_can_mend_and_ends_with_its_code(tmp_path: Path) -> None:
+    command = ["-m", "flashckpt.daemon.run", "--nproc-per-node", "2", "--max-restarts", "3"]
+    done = warm.run([*command, "-m", "flashckpt.trainer", "--parallel.tp", "3"], tmp_path)
     assert (done.returncode, done.stderr.count("LayoutError")) == (LayoutError.exit_code, 1)
     assert "does not fill the world" in done.stderr
     assert "restarting" not in done.stderr

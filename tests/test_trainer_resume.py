@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
+import os
 import shutil
 import signal
-import subprocess
-import sys
 from typing import Any
 
 import pytest
+from support import warm
 from support.ranks import run_ranks, values, wait_for
 from support.training import run_config, run_rank, write_corpus
 
@@ -181,21 +181,13 @@ def test_asked_to_stop_ends_with_75_and_the_next_start_goes_on_to_the_same_trace
     job = Job(text, *SMALL, optim={"schedule": "constant"})
     (job.folder / "stop").mkdir()
     (job.folder / "stop.toml").write_text(to_toml(from_values(job.values("stop", train={"steps": 5000}))))
-    command = [
-        sys.executable,
-        "-m",
-        "flashckpt.daemon.run",
-        "--nproc-per-node",
-        str(job.world),
-        "-m",
-        "flashckpt.trainer",
-    ]
-    with (job.folder / "stop" / "log").open("wb") as log:
-        launcher = subprocess.Popen([*command, "--config", str(job.folder / "stop.toml")], stdout=log, stderr=log)
-        wait_for(lambda: len(job.trace("stop")) >= 3 or launcher.poll() is not None, what="three steps")
-        launcher.send_signal(signal.SIGTERM)
-        code = launcher.wait(timeout=60)
-    assert code == RESUME_EXIT_CODE, (job.folder / "stop" / "log").read_text()
+    words = ["-m", "flashckpt.daemon.run", "--nproc-per-node", str(job.world), "-m", "flashckpt.trainer", "--config"]
+    log = job.folder / "stop" / "log"
+    launcher = warm.start([*words, str(job.folder / "stop.toml")], log, cwd=job.folder, env=dict(os.environ))
+    wait_for(lambda: len(job.trace("stop")) >= 3 or launcher.poll() is not None, what="three steps")
+    launcher.send_signal(signal.SIGTERM)
+    code = launcher.wait(timeout=60)
+    assert code == RESUME_EXIT_CODE, log.read_text()
     stopped = job.trace("stop")[-1]["step"]
     shutil.rmtree(job.memory("stop"))
     more = {"steps": stopped + 3}

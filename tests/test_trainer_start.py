@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import os
 import subprocess
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
+from support import warm
 from support.s3 import Server, moto_server
 from support.training import run_config, write_corpus
 
@@ -39,10 +38,7 @@ def train(corpus: Any, name: str, *words: str, env: Any = None, **sections: Any)
     folder, source = corpus
     sections = {"data": {"source": source}, "log": {"folder": str(folder / name), "every": 1000}, **sections}
     (folder / f"{name}.toml").write_text(to_toml(run_config(folder, **sections)))
-    return subprocess.run(
-        [sys.executable, "-m", "flashckpt.trainer", "--config", str(folder / f"{name}.toml"), *words],
-        capture_output=True, text=True, check=False, env={**os.environ, **(env or {})},
-    )  # fmt: skip
+    return warm.run(["-m", "flashckpt.trainer", "--config", str(folder / f"{name}.toml"), *words], folder, env=env)
 
 
 def test_a_run_without_a_root_says_that_it_makes_no_checkpoints_and_what_its_layout_is(corpus: Any) -> None:

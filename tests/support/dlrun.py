@@ -6,12 +6,13 @@ import os
 import re
 import signal
 import subprocess
-import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
+
+from support import warm
 
 TRAIN = """
 import os, sys, time
@@ -39,7 +40,7 @@ dist.destroy_process_group()
 class Launch:
     """A running dlrun with its output in a file."""
 
-    def __init__(self, process: subprocess.Popen[bytes], log: Path) -> None:
+    def __init__(self, process: subprocess.Popen[bytes] | warm.Program, log: Path) -> None:
         self.process, self.log = process, log
 
     @property
@@ -69,20 +70,18 @@ class Launch:
 
 
 @contextmanager
-def dlrun(folder: Path, *args: object, env: dict[str, str] | None = None, torchrun: bool = False) -> Iterator[Launch]:
-    """Start `dlrun ARGS` (or torchrun, to compare) in a session of its own; killed whole at the end."""
+def dlrun(
+    folder: Path, *args: object, env: dict[str, str] | None = None, torchrun: bool = False, fresh: bool = False
+) -> Iterator[Launch]:
+    """Start `dlrun ARGS` (or torchrun, to compare) in a session of its own; killed whole at the end.
+
+    It is forked from an interpreter that has imported torch already (`support.warm`), unless `fresh`.
+    """
     log = folder / "output.log"
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "TMPDIR": str(folder), **(env or {})}
     module = "torch.distributed.run" if torchrun else "flashckpt.daemon.run"
-    with log.open("wb") as stream:
-        process = subprocess.Popen(
-            [sys.executable, "-m", module, *map(str, args)],
-            stdout=stream,
-            stderr=stream,
-            cwd=folder,
-            env=environment,
-            start_new_session=True,
-        )
+    words = ["-m", module, *map(str, args)]
+    process = warm.start(words, log, cwd=folder, env=environment, fresh=fresh or torchrun)
     try:
         yield Launch(process, log)
     finally:
