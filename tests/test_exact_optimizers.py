@@ -97,7 +97,8 @@ class Counting(Own):
 
     def __init__(self, params: Any) -> None:
         super().__init__(params, self._count)
-        self.count, self.total, self.first = 0, torch.zeros(3), None
+        self.count, self.total = 0, torch.zeros(3)
+        self.first: int | None = None
 
     def _count(self, state: Any, p: torch.Tensor) -> torch.Tensor:
         assert p.grad is not None
@@ -107,7 +108,7 @@ class Counting(Own):
         return torch.as_tensor(p.grad * self.count + self.total.sum())
 
     def state_dict(self) -> dict[str, Any]:
-        first = {} if self.first is None else {"first": self.first}
+        first: dict[str, Any] = {} if self.first is None else {"first": self.first}
         return {**super().state_dict(), "count": self.count, "sums": {"total": self.total}, **first}
 
     def load_state_dict(self, state_dict: Any) -> None:

@@ -183,8 +183,10 @@ def become(request: dict[str, Any]) -> list[str]:
     out, err = (os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o666) for path in request["streams"])
     if request["streams"][0] == request["streams"][1]:
         os.dup2(out, err)
-    os.dup2(out, 1), os.dup2(err, 2)
-    os.close(out), os.close(err)
+    os.dup2(out, 1)
+    os.dup2(err, 2)
+    os.close(out)
+    os.close(err)
     set_title("python", " ".join([sys.executable, *words]))
     np.random.seed()  # noqa: NPY002 -- the global generator of the program, which an interpreter seeds at its start
     return words
