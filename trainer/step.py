@@ -6,13 +6,13 @@ import contextlib
 import math
 import warnings
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import loss_parallel
 
@@ -29,6 +29,35 @@ class Totals:
     loss: float
     norm: float
     channels: dict[str, float]
+
+
+@contextmanager
+def generators_kept_in_trials(parts: Sequence[nn.Module], device: torch.device) -> Iterator[None]:
+    """Set the generators of torch back behind every forward without gradients.
+
+    Before its first step, a pipeline of torch runs each stage on zeros to learn the shapes. Since torch 2.12 it keeps the
+    generators meanwhile; 2.11 does not. A resumed process makes that run once more: its dropout would then be another
+    than that of the unbroken run.
+
+    Args:
+        parts: The stages; none of them runs inside another.
+        device: Theirs.
+    """
+    devices = [] if device.type == "cpu" else [device]
+    with ExitStack() as hooks:
+        trial = hooks.enter_context(ExitStack())
+
+        def before(*_: Any) -> None:
+            if not torch.is_grad_enabled():
+                trial.enter_context(torch.random.fork_rng(devices))
+
+        def after(*_: Any) -> None:
+            trial.close()
+
+        for part in parts:
+            hooks.callback(part.register_forward_pre_hook(before).remove)
+            hooks.callback(part.register_forward_hook(after).remove)
+        yield
 
 
 class TrainStep:
@@ -104,11 +133,14 @@ class TrainStep:
             (self._loss(part(x), y) / len(pairs)).backward()  # type: ignore[no-untyped-call]  # untyped in torch
 
     def _run_schedule(self, tokens: Tensor, targets: Tensor) -> None:
+        trial: contextlib.AbstractContextManager[None] = contextlib.nullcontext()
         if self._schedule is None:
             self._schedule = self._parallel.schedule(self._loss)
+            trial = generators_kept_in_trials(self._parallel.parts, self._parallel.device)
         first, last = self._parallel.has_first, self._parallel.has_last
         inputs = (tokens,) if first else ()
-        self._schedule.step(*inputs, target=targets if last else None, losses=[] if last else None)
+        with trial:
+            self._schedule.step(*inputs, target=targets if last else None, losses=[] if last else None)
         self._divide_gradients()
 
     def _divide_gradients(self) -> None:
