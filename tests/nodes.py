@@ -167,14 +167,18 @@ def test_batch_does_not_divide_and_no_node_comes_back_the_job_ends_with_its_exit
     with nodes(tmp_path, 3) as them:
         for node in (0, 1):
             them.start(node, *FLAGS, *words, nnodes="2:3")
-        assert [them.wait(node) for node in (0, 1)] == [LayoutError.exit_code] * 2, them.log(0) + "\n=====1\n" + them.log(1)
+        assert [them.wait(node) for node in (0, 1)] == [LayoutError.exit_code] * 2, (
+            them.log(0) + "\n=====1\n" + them.log(1)
+        )
         assert "waiting for more" not in them.log(0)
     with nodes(tmp_path, 3) as them:
         for node in range(3):
             them.start(node, *FLAGS, *words, nnodes="2:3", conf="join_timeout=10")
         them.until(lambda: steps(tmp_path), "steps of 6 ranks")
         them.kill(2)
-        assert [them.wait(node) for node in (0, 1)] == [LayoutError.exit_code] * 2, them.log(0) + "\n=====1\n" + them.log(1)
+        assert [them.wait(node) for node in (0, 1)] == [LayoutError.exit_code] * 2, (
+            them.log(0) + "\n=====1\n" + them.log(1)
+        )
         assert "no other number of them came in time" in them.log(0)
 
 
