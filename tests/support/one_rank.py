@@ -25,6 +25,12 @@ def crash(ckpt: Checkpointer) -> None:
     life.close()
 
 
+def finished(ckpt: Checkpointer) -> None:
+    """Wait until the snapshot under way is done."""
+    assert ckpt._life is not None
+    ckpt._life._stager.finish()
+
+
 class Holder:
     """Any object with state."""
 
