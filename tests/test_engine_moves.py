@@ -25,7 +25,7 @@ ALLOCATING = (
     (Segment, "create"),
     (Segment, "reserve"),
     (Segment, "unlink"),
-    (Segment, "close"),
+    (FileBlock, "close"),
     (os, "posix_fallocate"),
 )
 
