@@ -177,7 +177,8 @@ class S3Store(ProbedStore):
         """One PUT; what the server's tag casts doubt on is read back."""
         answer = await s3.put_object(Bucket=self.bucket, Key=key, Body=body, **condition)
         if self._tags.doubt(tag := answer.get("ETag"), body):
-            self._tags.settle(self.url, key, tag=tag, body=body, stored=await self._get(s3, key))
+            name = key[len(self._key("")) :]
+            self._tags.settle(self.url, name, tag=tag, body=body, stored=await self._get(s3, key))
 
     async def _get(self, s3: Any, key: str) -> bytes:
         answer = await s3.get_object(Bucket=self.bucket, Key=key)
