@@ -86,7 +86,7 @@ def test_the_daemon_outlives_a_segment_that_is_cut_short_while_it_is_persisted(t
         real(self, key, *args)  # type: ignore[arg-type]  # handed on
 
     def prepare() -> None:
-        PosixStore.put_object = cut_first  # type: ignore[method-assign]  # in a process of its own
+        PosixStore.put_object = cut_first  # type: ignore[method-assign,assignment]  # in a process of its own
 
     with forked(job, prepare=prepare, times=Times(linger_s=60.0)) as daemon:
         said = wait_for(

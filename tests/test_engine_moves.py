@@ -80,8 +80,9 @@ def test_memory_for_another_structure_is_made_beside_training_and_no_step_alloca
     again = net()
     again.register_buffer("later", torch.zeros(400, 500))
     back = opened(tmp_path, model=again)
-    assert back._alive().outcome.report is not None
-    assert back._alive().outcome.report.step == 5
+    report = back._alive().outcome.report
+    assert report is not None
+    assert report.step == 5
     for name, value in model.state_dict().items():
         assert torch.equal(value, again.state_dict()[name]), name
     crash(back)

@@ -58,7 +58,7 @@ class Buffers:
         memory = fitting if fitting is not None else mmap.mmap(-1, max(nbytes, _PAGE))
         array = np.frombuffer(memory, np.uint8)
         weakref.finalize(array, self._free.append, memory)  # append: atomic, may run in any thread and within `take`
-        return memoryview(array)
+        return array.data
 
 
 @dataclass(frozen=True, slots=True)
