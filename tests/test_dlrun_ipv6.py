@@ -67,10 +67,13 @@ def test_the_host_of_a_rendezvous_store_serves_an_ipv6_address(tmp_path: Path) -
 import signal, subprocess, sys
 from torch._C._distributed_c10d import TCPStore
 host = subprocess.Popen([sys.executable, "-m", "flashckpt.daemon.store_host", "0"], stderr=subprocess.PIPE, text=True)
-port = next(int(line.split()[-1]) for line in host.stderr if "on port" in line)
-TCPStore("::1", port, is_master=False, wait_for_workers=False).set("a", "b")
-host.send_signal(signal.SIGTERM)
-sys.exit(host.wait(60))
+try:
+    port = next(int(line.split()[-1]) for line in host.stderr if "on port" in line)
+    TCPStore("::1", port, is_master=False, wait_for_workers=False).set("a", "b")
+    host.send_signal(signal.SIGTERM)
+    sys.exit(host.wait(60))
+finally:
+    host.kill()
 """
     code, output = without_ipv4(tmp_path, sys.executable, "-c", program)
     assert code == 0, output
