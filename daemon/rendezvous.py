@@ -56,7 +56,7 @@ class OneNode(RendezvousHandler):
         self._server = stores.on_loopback(0 if self._rounds else self._port)
         store = PrefixStore(f"round{self._rounds}", HashStore())
         self._rounds += 1
-        return RendezvousInfo(store, 0, 1, RendezvousStoreInfo(stores.LOOPBACK, self._server.port))
+        return RendezvousInfo(store, 0, 1, RendezvousStoreInfo(self._server.host, self._server.port))
 
     def is_closed(self) -> bool:
         """Return False: nobody else could close it."""

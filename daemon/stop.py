@@ -17,6 +17,7 @@ from datetime import timedelta
 from typing import Protocol
 
 from flashckpt.daemon.watch import JobWatch
+from flashckpt.errors import DamagedError
 from flashckpt.memory.control import ControlRow
 
 _REQUEST, _STEPS, _AFTER = "flashckpt/stop/request", "flashckpt/stop/steps", "flashckpt/stop/after"
@@ -152,8 +153,13 @@ class AgreedStop:
             return None
         steps = [row.step for row in rows]
         step = stop_step(steps, step_s=step_s) if group is None else _agree(group, max(steps), step_s)
-        if step is not None:
-            self._step = control.stop_after = step
+        if step is None:
+            return None
+        try:
+            control.stop_after = step
+        except (OSError, DamagedError):  # cut short just now: its ranks are dying
+            return None
+        self._step = step
         return step
 
     def has_stopped(self, rows: Sequence[ControlRow]) -> bool:
@@ -161,7 +167,8 @@ class AgreedStop:
         control = self._watch.control()
         if self._step < 0 or control is None:
             return False
-        control.stop_after = -1
+        with contextlib.suppress(OSError, DamagedError):
+            control.stop_after = -1
         return max((row.step for row in rows), default=-1) >= self._step
 
 

@@ -23,11 +23,14 @@ def main(args: list[str] | None = None) -> int:
     logging.basicConfig(format="[store] %(message)s", level=logging.INFO, stream=sys.stderr)
     from torch._C._distributed_c10d import TCPStore
 
+    from flashckpt.daemon.stores import loopback
+
     begun = time.monotonic()
     wanted = {signal.SIGTERM, signal.SIGINT}
     signal.pthread_sigmask(signal.SIG_BLOCK, wanted)  # before the server's threads are made: they inherit it
     try:
-        server = TCPStore("0.0.0.0", port, is_master=True, wait_for_workers=False)  # noqa: S104 -- all nodes connect
+        # it listens on every address; the one given is where this process itself connects to it
+        server = TCPStore(loopback(), port, is_master=True, wait_for_workers=False)
     except RuntimeError as error:
         _log.error("port %d cannot be served: %s", port, str(error).splitlines()[0])
         return 1

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import socket
 
 from torch._C._distributed_c10d import PrefixStore, TCPStore
@@ -9,7 +10,16 @@ from torch.distributed.elastic.rendezvous import RendezvousHandler, RendezvousIn
 
 from flashckpt.errors import ConfigError
 
-LOOPBACK = "127.0.0.1"
+
+def loopback() -> str:
+    """Return the loopback address of this machine: 127.0.0.1, or ::1 where it has no IPv4."""
+    try:
+        socket.create_server(("127.0.0.1", 0)).close()
+    except OSError:
+        with contextlib.suppress(OSError):
+            socket.create_server(("::1", 0), family=socket.AF_INET6).close()
+            return "::1"
+    return "127.0.0.1"
 
 
 def on_loopback(port: int = 0) -> TCPStore:
@@ -18,16 +28,17 @@ def on_loopback(port: int = 0) -> TCPStore:
     Raises:
         ConfigError: the port is taken.
     """
+    host = loopback()
     try:
-        listener = socket.create_server((LOOPBACK, port))
+        listener = socket.create_server((host, port), family=socket.AF_INET6 if ":" in host else socket.AF_INET)
     except OSError as error:
         raise ConfigError(
             "the port of the workers' store cannot be used",
-            found=f"{LOOPBACK}:{port}: {error.strerror or error}",
+            found=f"{host} port {port}: {error.strerror or error}",
             remedy="give another --master-port, or leave it out: dlrun takes a free one",
         ) from error
     port = int(listener.getsockname()[1])
-    return TCPStore(LOOPBACK, port, is_master=True, wait_for_workers=False, master_listen_fd=listener.detach())
+    return TCPStore(host, port, is_master=True, wait_for_workers=False, master_listen_fd=listener.detach())
 
 
 def of_static(info: RendezvousInfo, number: int) -> tuple[RendezvousInfo, TCPStore | None]:

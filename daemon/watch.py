@@ -13,8 +13,8 @@ import time
 from pathlib import Path
 
 from flashckpt.daemon.drain import is_last_process, wait_for_flush
-from flashckpt.errors import FlashckptError
-from flashckpt.memory.control import Control, ControlRow
+from flashckpt.errors import DamagedError, FlashckptError
+from flashckpt.memory.control import ControlRow, ControlView
 from flashckpt.memory.job import JobDirectory, memory_root
 from flashckpt.memory.lease import Lease
 from flashckpt.memory.private import private_directories, private_directory, remove_tree
@@ -37,7 +37,8 @@ class JobWatch:
         self.agent_dir, self._lock = _make_agent_dir(self._base)
         self.job: JobDirectory | None = None
         self._live: Lease | None = None
-        self._control: Control | None = None
+        self._control: ControlView | None = None
+        self._is_cut_short = False
         self._checked_s = 0.0
 
     def stacks_file(self, local_rank: int) -> Path:
@@ -67,23 +68,37 @@ class JobWatch:
             return None
         return self.job
 
-    def control(self) -> Control | None:
-        """Return the shared control page, None where no rank has made one."""
+    def control(self) -> ControlView | None:
+        """Return the shared control page, None where no rank has made one. It is read, never mapped: dlrun outlives it."""
         job = self._find()
         if self._control is None and job is not None:
+            view = ControlView(job.control_path)
             try:
-                self._control = Control.open(job.control_path)
+                view.stop_after = -1  # one of an earlier launch that was killed while it stopped
             except (OSError, FlashckptError):
                 return None
-            self._control.stop_after = -1  # one of an earlier launch that was killed while it stopped
+            self._control = view
         return self._control
 
     def rows(self, pids: set[int]) -> list[ControlRow]:
-        """Return the control rows of these processes."""
+        """Return a copy of the control rows of these processes; [] while the file is damaged, which is said once."""
+        return [row for row in self._every_row() if row.pid in pids]
+
+    def _every_row(self) -> list[ControlRow]:
         control = self.control()
         if control is None:
             return []
-        return [row for row in (control.row(i) for i in range(control.rows)) if row.pid in pids]
+        try:
+            rows = control.rows()
+        except FileNotFoundError:
+            return []
+        except (OSError, DamagedError) as error:
+            if not self._is_cut_short:
+                _log.error("%s", error)
+            self._is_cut_short = True
+            return []
+        self._is_cut_short = False
+        return rows
 
     def refused(self) -> int:
         """Return the exit code of a rank that found the job impossible as it is, 0 if none did."""
@@ -105,10 +120,10 @@ class JobWatch:
 
     def await_flush(self, timeout_s: float) -> bool:
         """Wait until the newest snapshot that all ranks of this node hold is committed, the daemon gives up, or the time is over."""
-        job, control = self._find(), self.control()
-        if job is None or control is None:
+        job = self._find()
+        if job is None or self.control() is None:
             return True
-        rows = [row for row in (control.row(i) for i in range(control.rows)) if row.pid > 0]
+        rows = [row for row in self._every_row() if row.pid > 0]
         held = [set(row.complete) for row in rows]
         common = set.intersection(*held) if held else set()
         end = time.monotonic() + timeout_s

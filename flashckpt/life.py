@@ -216,7 +216,8 @@ class Life:
             structure, captured = self.tracked.settled(ahead=True)
             plan = Plan(structure, self.tracked.ahead.stand_ins)
         self._plan = plan
-        self._make_room(plan, captured if captured is not None else self.tracked.capture())
+        if self._make_room(plan, captured if captured is not None else self.tracked.capture()):
+            self.memory.wait_if_small()
         loaders.put_back(self.tracked.objects)
 
     def _take_in(self) -> bool:
@@ -239,18 +240,19 @@ class Life:
         self._make_room(plan, captured)
         return plan, captured
 
-    def _make_room(self, plan: Plan, captured: Captured) -> None:
-        """Reserve other memory if the plan, or what it still expects, does not fit into the segment."""
+    def _make_room(self, plan: Plan, captured: Captured) -> bool:
+        """Begin to reserve other memory, beside training, if the plan, or what it still expects, does not fit; whether it was."""
         structure, value_bytes = plan.structure, len(repr(captured.values))
         need = plan.need(value_bytes)
         if structure.forecast:
             need = memory.need_of(structure.reserved(), value_bytes=value_bytes)
         if self.memory.fits(need):
-            return
+            return False
         _log.info("the state has another structure now: %d tensors, a new segment", len(structure.rows))
         growing = sum(item.nbytes for item in plan.fresh)  # lists of tensors grow step by step: not a segment for each
         self.memory.replace(need.with_room(growing), slots=self.settings.slot_count, job=self.settings.job)
         self._skips.reopened()
+        return True
 
     def _skip(self, step: int) -> None:
         late = not self.memory.has_slot

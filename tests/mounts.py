@@ -7,12 +7,15 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import itertools
 import os
 import re
+import shutil
 import subprocess
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -93,14 +96,53 @@ def ext4(path: Path, size: str) -> Iterator[Disk]:
         image.unlink()
 
 
-FAULTS: dict[str, tuple[Callable[[Disk], None], Callable[[Disk], None], int]] = {
+class Quota(Disk):
+    """A subvolume of btrfs whose quota group has a limit: writes answer EDQUOT while the file system itself has room."""
+
+    LIMIT, ENOUGH = "8m", "150m"
+
+    def fill(self) -> None:
+        self._limit(self.LIMIT)
+
+    def empty(self) -> None:
+        self._limit(self.ENOUGH)
+
+    def _limit(self, size: str) -> None:
+        run("btrfs", "qgroup", "limit", size, str(self.path))
+        run("btrfs", "filesystem", "sync", str(self.path))
+
+
+@contextlib.contextmanager
+def btrfs(path: Path, size: str) -> Iterator[Quota]:
+    """A file system of its own size: btrfs needs more than 100 MiB."""
+    del size
+    if not shutil.which("mkfs.btrfs"):
+        pytest.skip("needs btrfs-progs")
+    mounted, image = path.with_suffix(".mounted"), path.with_suffix(".image")
+    mounted.mkdir()
+    run("truncate", "-s", "400m", str(image))
+    run("mkfs.btrfs", "-q", str(image))
+    run("mount", "-o", "loop", str(image), str(mounted))
+    try:
+        run("btrfs", "quota", "enable", str(mounted))
+        run("btrfs", "subvolume", "create", str(mounted / "limited"))
+        yield Quota(mounted / "limited")
+    finally:
+        subprocess.run(["umount", "-l", str(mounted)], check=True)
+        image.unlink()
+
+
+FAULTS: dict[str, tuple[Callable[[Any], None], Callable[[Any], None], int]] = {
     "full": (Disk.fill, Disk.empty, errno.ENOSPC),
+    "over quota": (Quota.fill, Quota.empty, errno.EDQUOT),
     "read-only": (Disk.read_only, Disk.read_write, errno.EROFS),
 }
 
 
-@pytest.mark.parametrize("fault", FAULTS)
-@pytest.mark.parametrize("kind", [tmpfs, ext4], ids=["tmpfs", "ext4"])
+CASES = [*itertools.product((tmpfs, ext4), ("full", "read-only")), (btrfs, "over quota")]
+
+
+@pytest.mark.parametrize(("kind", "fault"), CASES, ids=[f"{kind.__name__}-{fault}" for kind, fault in CASES])
 def test_root_fails_training_and_memory_go_on_and_the_next_persist_succeeds_by_itself(
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,

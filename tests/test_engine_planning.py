@@ -31,7 +31,9 @@ def test_state_that_appears_and_parameters_that_are_added_or_frozen_are_in_the_n
     one(2, ckpt)
     model.append(nn.Linear(50, 3000))
     optimizer.add_param_group({"params": list(model[2].parameters()), "lr": 0.5})
-    one(3, ckpt)
+    one(3, ckpt)  # its memory is made meanwhile: the next step has room
+    assert ckpt._alive().memory.wait_first(60)
+    one(4, ckpt)
     crash(ckpt)
     kept = digest(model, optimizer)
     other = nn.Sequential(nn.Linear(50, 50), nn.Linear(50, 50), nn.Linear(50, 3000))

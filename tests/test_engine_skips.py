@@ -14,7 +14,7 @@ import pytest
 import torch
 from support.daemons import QUICK
 from support.engine import net
-from support.one_rank import Gate, agent_of_the_test, crash, opened, opened_as  # noqa: F401 -- fixtures
+from support.one_rank import Gate, agent_of_the_test, crash, finished, opened, opened_as  # noqa: F401 -- fixtures
 
 from flashckpt import Checkpointer
 from flashckpt.checkpoint.checkpoints import list_checkpoints
@@ -36,11 +36,6 @@ def no_sleep(monkeypatch: pytest.MonkeyPatch) -> None:
         real(seconds)
 
     monkeypatch.setattr(time, "sleep", sleep)
-
-
-def finished(ckpt: Checkpointer) -> None:
-    assert ckpt._life is not None
-    ckpt._life._stager.finish()
 
 
 @contextlib.contextmanager
@@ -95,7 +90,7 @@ def test_memory_that_is_still_being_made_delays_no_step_and_the_first_slot_is_us
             ckpt.fence()
         assert ckpt.stats["late"] == ckpt.stats["skipped"] == 3, "at 100, 101 and 102"
         gate.open.set()
-        assert memory._first.wait(60)
+        assert memory._reservation.first.wait(60)
         for step in range(104, 150):
             ckpt.step(step)
     finished(ckpt)

@@ -9,7 +9,7 @@ import pytest
 import torch
 from support.engine import segments
 from support.exact import check_restart, started, state_of, step_once
-from support.one_rank import agent_of_the_test, crash  # noqa: F401 -- fixtures
+from support.one_rank import agent_of_the_test, crash, step_kept  # noqa: F401 -- one is a fixture
 from torch import nn
 
 from flashckpt.errors import UnexpectedStateError, UnsupportedStateError
@@ -166,13 +166,13 @@ def test_a_restart_reserves_one_segment_for_what_the_snapshot_says(kind: str, tm
     model = net()
     ckpt, _ = started(tmp_path, model=model, optimizer=(optimizers := KINDS[kind](model)))
     step_once(model, optimizers, 1)
-    ckpt.step(1)
+    step_kept(ckpt, 1)
     crash(ckpt)
     before = segments(shm_dir)
     model = net()
     ckpt, _ = started(tmp_path, model=model, optimizer=(optimizers := KINDS[kind](model)))
     step_once(model, optimizers, 2)
-    ckpt.step(2)
+    step_kept(ckpt, 2)
     crash(ckpt)
     assert segments(shm_dir) == before
     assert ckpt._life is not None
@@ -209,14 +209,14 @@ def test_a_layer_that_is_unfrozen_later_finds_room_after_a_restart(tmp_path: Pat
     model.requires_grad_(requires_grad=True)
     for step in (2, 3):
         step_once(model, optimizer, step)
-        ckpt.step(step)
+        step_kept(ckpt, step)
     crash(ckpt)
     other, fresh = build()
     ckpt, _ = started(tmp_path, model=other, optimizer=fresh)
     assert state_of(other, fresh) == state_of(model, optimizer)
     other.requires_grad_(requires_grad=True)
     assert step_once(other, fresh, 4) == step_once(model, optimizer, 4)
-    ckpt.step(4)
+    step_kept(ckpt, 4)
     crash(ckpt)
     third, again = build()
     crash(started(tmp_path, model=third, optimizer=again)[0])
@@ -229,7 +229,7 @@ def test_lists_that_grow_do_not_take_a_new_segment_each_step(tmp_path: Path, shm
     ckpt, _ = started(tmp_path, model=model, optimizer=optimizer)
     for step in range(1, 25):
         step_once(model, optimizer, step)
-        ckpt.step(step)
+        step_kept(ckpt, step)
     crash(ckpt)
     assert len(segments(shm_dir)) <= 6
     other = net(30)
@@ -262,7 +262,7 @@ def test_state_that_could_not_come_back_is_refused_at_the_step_that_makes_it(
     first, second, *_ = model.parameters()
     put(optimizer.state, first, second)
     with pytest.raises(UnsupportedStateError, match=r"0\.weight|0\.bias") as refused:
-        ckpt.step(1)
+        step_kept(ckpt, 1)
     crash(ckpt)
     assert named in str(refused.value)
 

@@ -28,6 +28,15 @@ class HeldSlot:
         self._step = 0
         fill(self.data, "float32", 1)
 
+    @property
+    def nbytes(self) -> int:
+        """Used bytes."""
+        return len(self.data)
+
+    def read_into(self, start: int, out: memoryview) -> None:
+        """Copy from byte `start` into `out`."""
+        out[:] = self.data[start : start + len(out)]
+
     def change(self) -> None:
         """Become another snapshot: another step, and one other byte on every page."""
         self._step += 1

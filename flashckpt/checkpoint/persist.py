@@ -10,10 +10,9 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from typing import Protocol
 
 import numpy as np
 
@@ -25,7 +24,7 @@ from flashckpt.checkpoint.compression import (
     plan_frames,
     worth_compressing,
 )
-from flashckpt.core.digest import CHUNK_BYTES, digest
+from flashckpt.checkpoint.slot_parts import Buffers, PinnedSlot, SlotParts, parts_of
 from flashckpt.core.head import HEAD_BYTES, decode_summary
 from flashckpt.core.manifest import Manifest, decode_manifest, encode_manifest, merge
 from flashckpt.core.packs import (
@@ -42,7 +41,7 @@ from flashckpt.core.schema import cut_tensors_with_gaps, products
 from flashckpt.core.table import ShardTable
 from flashckpt.errors import DamagedError, FencedError, FlashckptError, ObjectMissingError, PersistError, ShardGapError
 from flashckpt.faults import crash_point
-from flashckpt.storage.store import PART_BYTES, Store
+from flashckpt.storage.store import Store
 
 MANIFEST = "MANIFEST"
 LATEST = "LATEST"
@@ -68,20 +67,6 @@ class PersistOptions:
     threads: int = 2
 
 
-class PinnedSlot(Protocol):
-    """What is needed of `flashckpt.memory.segment.Pin`."""
-
-    @property
-    def data(self) -> memoryview:
-        """Bytes of the slot's data area, page-aligned."""
-
-    def manifest(self) -> Manifest:
-        """Return the slot's verified manifest."""
-
-    def is_current(self) -> bool:
-        """Whether the slot still holds what was pinned."""
-
-
 def persist_slot(pin: PinnedSlot, store: Store, prefix: str, *, options: PersistOptions | None = None) -> Manifest:
     """Write the rows of one pinned slot that this rank writes (replica 0), then its index; return the index.
 
@@ -100,9 +85,8 @@ def persist_slot(pin: PinnedSlot, store: Store, prefix: str, *, options: Persist
     manifest = pin.manifest()
     if (there := _existing_index(store, prefix, manifest)) is not None:
         return there
-    data = pin.data
-    packs = plan_packs(manifest.table, len(data), options.pack_bytes)
-    writer = _PackWriter(store, prefix, manifest, data, options)
+    packs = plan_packs(manifest.table, pin.nbytes, options.pack_bytes)
+    writer = _PackWriter(store, prefix, manifest, pin, options)
     names = [writer.write(number, pack) for number, pack in enumerate(packs)]
     if not pin.is_current():
         raise PersistError(
@@ -175,9 +159,10 @@ class _PackWriter:
     """Writes the packs of one slot, and remembers how fast the store takes them (for compression="auto")."""
 
     def __init__(
-        self, store: Store, prefix: str, manifest: Manifest, data: memoryview, options: PersistOptions
+        self, store: Store, prefix: str, manifest: Manifest, slot: PinnedSlot, options: PersistOptions
     ) -> None:
-        self._store, self._prefix, self._manifest, self._data = store, prefix, manifest, data
+        self._store, self._prefix, self._manifest, self._slot = store, prefix, manifest, slot
+        self._buffers = Buffers()
         self._options = options
         self._codec = parse_compression(options.compression)
 
@@ -187,14 +172,14 @@ class _PackWriter:
         name = pack_name(self._manifest.rank, number, COMPRESSED_SUFFIX if codec else PACK_SUFFIX)
         key = f"{self._prefix}/{name}"
         if codec is None:
-            stream = _PackStream(self._data, self._manifest, pack, tuple(_parts_of(pack)))
+            stream = SlotParts(self._slot, self._manifest, pack, tuple(parts_of(pack)), self._buffers)
             begin = time.monotonic()
             self._store.put_object(key, stream, pack.nbytes)
             _upload_bytes_s[self._store.url] = pack.nbytes / max(time.monotonic() - begin, 1e-6)
         else:
             frames = plan_frames(self._manifest.table, pack)
             ranges = tuple((frame.start, frame.stop) for frame in frames)
-            stream = _PackStream(self._data, self._manifest, pack, ranges)
+            stream = SlotParts(self._slot, self._manifest, pack, ranges, self._buffers)
             self._store.put_object(key, compressed_parts(stream, frames, codec, threads=self._options.threads))
         return name
 
@@ -205,57 +190,12 @@ class _PackWriter:
             return None  # the first pack is the measurement
         codec, frames = Codec(), plan_frames(self._manifest.table, pack)
         frame = max(frames, key=lambda f: f.stop - f.start)
-        encode, ratio = measure(codec, self._data[frame.start : frame.stop], frame.itemsize)
+        sample = self._buffers.take(frame.stop - frame.start)[: frame.stop - frame.start]
+        self._slot.read_into(frame.start, sample)
+        encode, ratio = measure(codec, sample, frame.itemsize)
         threads = self._options.threads
         fast = worth_compressing(upload_bytes_s=rate, encode_bytes_s=encode, ratio=ratio, threads=threads)
         return codec if fast else None
-
-
-def _parts_of(pack: Pack) -> Iterator[tuple[int, int]]:
-    for start, stop in pack.runs:
-        for begin in range(start, stop, PART_BYTES):
-            yield begin, min(begin + PART_BYTES, stop)
-
-
-@dataclass(frozen=True, slots=True)
-class _PackStream:
-    """The bytes of one pack in `ranges` of the slot, each chunk verified before it is handed out; starts anew."""
-
-    data: memoryview
-    manifest: Manifest
-    pack: Pack
-    ranges: tuple[tuple[int, int], ...]
-
-    def __iter__(self) -> Iterator[memoryview]:
-        chunks = self._chunks()
-        due = next(chunks, None)
-        for begin, end in self.ranges:
-            while due is not None and due[0] < end:
-                self._verify(*due)
-                due = next(chunks, None)
-            yield self.data[begin:end]
-            crash_point("persist.during-pack")
-
-    def _chunks(self) -> Iterator[tuple[int, int, int, int]]:
-        """Yield (start, stop, digest, row) of every chunk, by place in the slot."""
-        table = self.manifest.table
-        for row in self.pack.rows:
-            start, nbytes, first = int(table.byte_offset[row]), int(table.nbytes[row]), int(table.first_chunk[row])
-            for number, at in enumerate(range(0, nbytes, CHUNK_BYTES)):
-                expected = int(self.manifest.digests[first + number])
-                yield start + at, start + min(at + CHUNK_BYTES, nbytes), expected, row
-
-    def _verify(self, start: int, stop: int, expected: int, row: int) -> None:
-        if (found := digest(self.data[start:stop])) != expected:
-            begin = start - int(self.manifest.table.byte_offset[row])
-            raise DamagedError(
-                f"{self.manifest.table.fqn(row)!r} is damaged in the snapshot of step {self.manifest.step}"
-                f" (rank {self.manifest.rank}, memory)",
-                found=f"digest {found:016x} of its bytes {begin} to {begin + stop - start}",
-                expected=f"digest {expected:016x}",
-                state="Nothing of this step was committed; earlier checkpoints are as they were.",
-                remedy="check the machine's memory; the next snapshot is persisted as usual",
-            )
 
 
 def _existing_index(store: Store, prefix: str, manifest: Manifest) -> Manifest | None:

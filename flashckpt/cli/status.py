@@ -13,7 +13,7 @@ from rich.table import Table
 
 from flashckpt.cli.common import Command, age_of, human_bytes, json_option, new_table, show, tell_skipped
 from flashckpt.errors import FlashckptError, PersistError
-from flashckpt.memory.control import Control
+from flashckpt.memory.control import ControlView
 from flashckpt.memory.job import JobDirectory, jobs_in_memory
 from flashckpt.memory.node_view import scan
 from flashckpt.memory.segment import Segment
@@ -109,12 +109,8 @@ def _step(directory: JobDirectory) -> int | None:
     """Return the highest step any local rank has reported."""
     if not directory.control_path.exists():
         return None
-    control = Control.open(directory.control_path)
-    try:
-        steps = [control.row(k).step for k in range(control.rows) if control.row(k).pid]
-    finally:
-        control.close()
-    return max(steps, default=None)
+    rows = ControlView(directory.control_path).rows()
+    return max((row.step for row in rows if row.pid), default=None)
 
 
 def _table(found: list[dict[str, Any]]) -> Table | str:

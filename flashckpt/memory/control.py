@@ -4,14 +4,18 @@ Ranks write their own row, the agent writes `stop_after`. Every field is one ali
 byte order, written whole (struct's native mode copies it at once, its standard modes byte by byte);
 the list of COMPLETE identities is bracketed by a counter (odd while it changes), and carries a digest, so that
 a rank killed in the middle leaves a row that counts as empty and never as a wrong one.
+
+Ranks map the file, because `step()` may cost no system call; a process that cuts the file short kills them (SIGBUS), and the
+next life brings it back to its size. Whoever watches over ranks must outlive that and reads with `ControlView`.
 """
 
 from __future__ import annotations
 
+import contextlib
 import mmap
 import os
 import struct
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -102,13 +106,13 @@ class ControlRow:
     first_step: int
     restored_step: int
     world_size: int
-    _map: mmap.mmap
+    _map: Any
     _at: int
 
     __slots__ = ("_at", "_map")
 
-    def __init__(self, mapping: mmap.mmap, index: int) -> None:
-        """Made by `Control.row`."""
+    def __init__(self, mapping: mmap.mmap | bytes, index: int) -> None:
+        """Made by `Control.row`, and by `ControlView.rows` over a copy, which cannot be written."""
         object.__setattr__(self, "_map", mapping)
         object.__setattr__(self, "_at", PAGE + index * ROW_BYTES)
 
@@ -198,8 +202,7 @@ class Control:
     @property
     def stop_after(self) -> int:
         """Step after which every rank stops; -1 for none, and where the page was damaged."""
-        step, check = struct.unpack_from("qQ", self._map, _STOP_AT)
-        return int(step) if check in (0, _check_of(step)) else -1  # 0: written before 1.2, or the check is to come
+        return _stop_in(self._map)
 
     @stop_after.setter
     def stop_after(self, step: int) -> None:
@@ -219,6 +222,84 @@ class Control:
     def close(self) -> None:
         """Unmap; rows handed out must not be used any more."""
         self._map.close()
+
+
+class ControlView:
+    """The control file as a process sees it that must not die with it: read by system calls, never mapped.
+
+    The path is opened for each call, so that a file that was made anew is found, and one that was cut short and
+    brought back to its size by the next life is as good as before.
+
+    Args:
+        path: Of the control file.
+    """
+
+    _TRIES = 8
+
+    def __init__(self, path: str | Path) -> None:
+        """Opens nothing yet."""
+        self.path = Path(path)
+
+    def rows(self) -> list[ControlRow]:
+        """Return a copy of every row as it was at one moment.
+
+        Raises:
+            FileNotFoundError: There is none.
+            DamagedError: It is no control file, or was cut short.
+        """
+        raw = self._read()
+        return [ControlRow(raw, index) for index in range((len(raw) - PAGE) // ROW_BYTES)]
+
+    @property
+    def stop_after(self) -> int:
+        """As `Control.stop_after`; errors as `rows`."""
+        return _stop_in(self._read())
+
+    @stop_after.setter
+    def stop_after(self, step: int) -> None:
+        with self._open(os.O_RDWR) as fd:
+            if os.fstat(fd).st_size < PAGE:  # writing would make a file of a few bytes out of nothing
+                raise self._cut_short(os.fstat(fd).st_size)
+            os.pwrite(fd, struct.pack("q", step), _STOP_AT)
+            os.pwrite(fd, struct.pack("Q", _check_of(step)), _STOP_AT + 8)
+
+    def _read(self) -> bytes:
+        """Return the file. Read until it is twice the same: a copy may catch a word of a rank in the middle."""
+        with self._open(os.O_RDONLY) as fd:
+            before = b""
+            for _ in range(self._TRIES):
+                size = os.fstat(fd).st_size
+                raw = os.pread(fd, size, 0)
+                if raw == before:
+                    break
+                before = raw
+        if len(raw) < PAGE + ROW_BYTES:
+            raise self._cut_short(len(raw))
+        if raw[:8] != MAGIC:
+            raise DamagedError(f"{self.path} is not a control file", found=f"{len(raw)} bytes", remedy="flashckpt gc")
+        return raw
+
+    @contextlib.contextmanager
+    def _open(self, flags: int) -> Iterator[int]:
+        fd = os.open(self.path, flags | os.O_CLOEXEC | os.O_NOFOLLOW)
+        try:
+            yield fd
+        finally:
+            os.close(fd)
+
+    def _cut_short(self, size: int) -> DamagedError:
+        return DamagedError(
+            f"the control file {self.path} was cut short by another process",
+            found=f"{size} bytes",
+            expected=f"at least {PAGE + ROW_BYTES} bytes",
+            state="The snapshots in memory are not touched by this; ranks that use the file end with SIGBUS.",
+            remedy="find what writes there; the ranks' next start brings the file back to its size",
+        )
+
+
+def _stop_in(page: mmap.mmap | bytes) -> int:
+    step, check = struct.unpack_from("qQ", page, _STOP_AT)
+    return int(step) if check in (0, _check_of(step)) else -1  # 0: written before 1.2, or the check is to come
 
 
 def _grow(fd: int, rows: int) -> None:

@@ -95,6 +95,29 @@ class Pin:
         return True
 
     @property
+    def nbytes(self) -> int:
+        """Used bytes of the data area.
+
+        Raises:
+            DamagedError: They are more than a slot has.
+        """
+        if (used := self.header.data_bytes) > self.spec.data_capacity:
+            raise self._short(f"{used} bytes of data", f"at most {self.spec.data_capacity} bytes in a slot")
+        return used
+
+    def read_into(self, start: int, out: memoryview) -> None:
+        """Copy the data area from byte `start` into `out` by system calls: no other process can end this one by SIGBUS.
+
+        Raises:
+            DamagedError: The file ends before.
+        """
+        at, done = self.spec.data_at(self.slot) + start, 0
+        while done < len(out):
+            if not (count := os.preadv(self._fd, [out[done:]], at + done)):
+                raise self._short(f"a file of {at + done} bytes", f"at least {at + len(out)} bytes")
+            done += count
+
+    @property
     def data(self) -> memoryview:
         """Read-only bytes of the data area, every page mapped on first use (3 GB/s fault by fault, 10 populated)."""
         return self.map(populate=True)
@@ -107,10 +130,8 @@ class Pin:
                 what it is about to read (`pages.populate`): mapping a page costs a third of copying it.
         """
         if self._view is None:
-            at, used = self.spec.data_at(self.slot), self.header.data_bytes
+            at, used = self.spec.data_at(self.slot), self.nbytes
             lead = at % mmap.ALLOCATIONGRANULARITY  # 0 unless the machine's pages are larger than 4 KiB
-            if used > self.spec.data_capacity:
-                raise self._short(f"{used} bytes of data", f"at most {self.spec.data_capacity} bytes in a slot")
             flags = mmap.MAP_SHARED | (mmap.MAP_POPULATE if populate else 0)
             size = max(1, lead + used)
             if (end := os.fstat(self._fd).st_size) < at + used:  # reading behind the end of the file would be SIGBUS

@@ -4,13 +4,10 @@ from __future__ import annotations
 
 import contextlib
 import logging
-import threading
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-
-import numpy as np
 
 from flashckpt.core.layout import Shard, layout_hash, place
 from flashckpt.core.manifest import ShardTable, encode_table
@@ -20,7 +17,7 @@ from flashckpt.memory import room
 from flashckpt.memory.job import JobDirectory
 from flashckpt.memory.segment import Segment, SegmentSpec, SlotPinned, SlotWriter, choose_slot
 from flashckpt.memory.watermark import Known
-from flashckpt.staging import device
+from flashckpt.staging.reservation import Reservation
 
 _log = guarded(logging.getLogger("flashckpt"))
 MANIFEST_SLACK_BYTES = 256 << 10
@@ -79,15 +76,13 @@ class RankMemory:
 
     def __init__(self, directory: JobDirectory, *, root_digest: int, rank: int, pin_for: int | None = None) -> None:
         self._directory, self._root_digest, self._rank, self._pin_for = directory, root_digest, rank, pin_for
-        self.segment: Segment | None = None
-        self.reserve_s = 0.0
-        self.adopted = False
-        self._stop = threading.Event()
-        self._ready, self._first = threading.Event(), threading.Event()
-        self._reserved_bytes = 0
-        self._error: Exception | None = None
-        self._thread: threading.Thread | None = None
-        self._registered: int | None = None
+        self._reservation = Reservation(pin_for=pin_for)
+        self._coming: Need | None = None
+
+    @property
+    def segment(self) -> Segment | None:
+        """The segment that is written; None while another is being made, and before and after."""
+        return self._reservation.segment
 
     def refuse_other_run(self) -> None:
         """Refuse to begin while a process of another run of this job holds memory on this node, whatever its layout.
@@ -157,21 +152,37 @@ class RankMemory:
             JobInUseError: A live process holds this rank's segment.
         """
         self.release()
-        segment = self.own_existing(need)
-        self.adopted = segment is not None
-        self.segment = segment if segment is not None else self._create(need, slots, job)
-        self._stop, self._error, self._reserved_bytes = threading.Event(), None, 0
-        self._ready, self._first = threading.Event(), threading.Event()
-        self._thread = threading.Thread(target=self._reserve, name="flashckpt-reserve", daemon=True)
-        self._thread.start()
-        if need.slot_bytes <= SMALL_SLOT_BYTES:
+        segment = self._obtain(need, slots, job)
+        self._reservation = Reservation(pin_for=self._pin_for)
+        self._reservation.segment = segment
+        self._reservation.start(lambda: segment)
+        self._coming = need
+        self.wait_if_small()
+
+    def wait_if_small(self) -> None:
+        """Wait for the first slot where that takes some 10 ms. Not for the training loop: while the job begins. Raises as `open`."""
+        if self._coming is not None and self._coming.slot_bytes <= SMALL_SLOT_BYTES:
             self.wait_first()
 
     def replace(self, need: Need, *, slots: int | None, job: str) -> None:
-        """Open another segment; the one before is removed at once if it never held a snapshot. Errors as `open`."""
-        if self.segment is not None and not any(header.is_complete for header in self.segment.headers()):
-            self.segment.unlink()
-        self.open(need, slots=slots, job=job)
+        """Move to another segment: from now on there is no slot until a thread has made one. Costs the caller no waiting.
+
+        The segment before is given up there, and removed if it never held a snapshot. What `open` raises is raised by
+        the next question for a slot. Not while a snapshot is being written.
+        """
+        before, coming = self._reservation, Reservation(pin_for=self._pin_for)
+        before.stop.set()
+        self._reservation, self._coming = coming, need
+
+        def obtain() -> Segment | None:
+            before.end(unlink_unused=True)
+            return None if coming.stop.is_set() else self._obtain(need, slots, job)
+
+        coming.start(obtain)
+
+    def _obtain(self, need: Need, slots: int | None, job: str) -> Segment:
+        segment = self.own_existing(need)
+        return segment if segment is not None else self._create(need, slots, job)
 
     def _create(self, need: Need, slots: int | None, job: str) -> Segment:
         path = next(p for p in self._paths(need.layout) if not p.exists())
@@ -193,68 +204,34 @@ class RankMemory:
                 _log.warning("too little room for 3 slots, taking 2: %s", error.found)
         raise AssertionError
 
-    def _reserve(self) -> None:
-        """Body of the background thread."""
-        started = time.perf_counter()
-        segment = self.segment
-        assert segment is not None
-        try:
-            segment.reserve(self._stop, progress=self._note)
-            if self._pin_for is not None and not self._stop.is_set():
-                mapping = np.frombuffer(segment.buffer, np.uint8)  # the mapping itself is what CUDA page-locks
-                if device.register(int(mapping.ctypes.data), mapping.nbytes, index=self._pin_for):
-                    self._registered = int(mapping.ctypes.data)
-                else:
-                    _log.warning("the snapshots' memory could not be page-locked: copies from the device are slower")
-        except Exception as error:  # noqa: BLE001 -- raised to the training thread at the next step()
-            self._error = error
-        self.reserve_s = time.perf_counter() - started
-        self._ready.set()
-        self._first.set()
-
-    def _note(self, nbytes: int) -> None:
-        self._reserved_bytes = nbytes
-        if self._pin_for is None and self._unreserved() != set(range(self._slots)):
-            self._first.set()
-
-    @property
-    def _slots(self) -> int:
-        assert self.segment is not None
-        return self.segment.spec.slots
-
-    def _unreserved(self) -> set[int]:
-        """Return the slots whose memory is not whole yet."""
-        assert self.segment is not None
-        spec = self.segment.spec
-        if self._ready.is_set():
-            return set()
-        return {slot for slot in range(spec.slots) if spec.data_at(slot) + spec.data_capacity > self._reserved_bytes}
-
     @property
     def is_ready(self) -> bool:
         """Whether the memory is reserved; raises what the reservation raised."""
-        if self._error is not None:
-            raise self._error
-        return self._ready.is_set()
+        return self._reservation.is_ready
 
     def wait_ready(self, timeout_s: float | None = None) -> bool:
         """Wait for the whole reservation; False if it is not done in time."""
-        self._ready.wait(timeout_s)
+        self._reservation.ready.wait(timeout_s)
         return self.is_ready
 
     def wait_first(self, timeout_s: float | None = None) -> bool:
         """Wait until a snapshot can be taken: one slot is reserved; False if none is in time. Raises as `is_ready`."""
-        self._first.wait(timeout_s)
-        return self.is_ready or self._first.is_set()
+        self._reservation.first.wait(timeout_s)
+        return self.has_slot
 
     @property
     def has_slot(self) -> bool:
         """Whether the memory of some slot is made, so that a snapshot can be taken; does not wait. Raises as `is_ready`."""
-        return self.is_ready or self._first.is_set()
+        return self.is_ready or self._reservation.first.is_set()
 
     def fits(self, need: Need) -> bool:
-        """Whether a snapshot of another structure has room in the open segment."""
-        return self.segment is not None and self._has_room(self.segment.spec, need)
+        """Whether a snapshot of another structure has room in the open segment, or in the one that is being made."""
+        segment, coming = self.segment, self._coming
+        if segment is not None:
+            return self._has_room(segment.spec, need)
+        return coming is not None and (
+            coming.data_bytes >= need.data_bytes and coming.manifest_bytes >= need.manifest_bytes // 2
+        )
 
     def begin(
         self,
@@ -268,8 +245,9 @@ class RankMemory:
         superseded: tuple[int, int] | None,
     ) -> SlotWriter | None:
         """Return a writer on the slot that may be overwritten, or None if there is none (invariant M1, pins)."""
-        assert self.segment is not None
-        segment, busy = self.segment, self.segment.busy() | self._unreserved()
+        segment = self.segment
+        assert segment is not None, "ask has_slot first"
+        busy = segment.busy() | self._reservation.unreserved()
         while True:
             slot = choose_slot(
                 segment.headers(), pinned=busy, common=known.common, hopeless=known.hopeless, superseded=superseded
@@ -285,9 +263,10 @@ class RankMemory:
 
     def complete(self) -> list[tuple[int, int]]:
         """Return the identities of this rank's COMPLETE slots, in all its segments on this node."""
-        found = {h.identity for h in self.segment.headers() if h.is_complete} if self.segment else set()
+        segment = self.segment
+        found = {h.identity for h in segment.headers() if h.is_complete} if segment is not None else set()
         for path in self._directory.segments():
-            if self.segment is not None and path == self.segment.path:
+            if segment is not None and path == segment.path:
                 continue
             if path.name.startswith(f"r{self._rank:05d}-"):
                 with contextlib.suppress(FlashckptError, OSError), contextlib.closing(Segment.attach(path)) as other:
@@ -296,16 +275,7 @@ class RankMemory:
 
     def release(self) -> None:
         """Stop reserving and give the segment up; its file and its snapshots stay."""
-        self._stop.set()
-        if self._thread is not None:
-            self._thread.join()
-            self._thread = None
-        if self._registered is not None:
-            device.unregister(self._registered)
-            self._registered = None
-        if self.segment is not None:
-            self.segment.close()
-            self.segment = None
+        self._reservation.end()
 
 
 def _other_root(path: Path) -> ConfigError:

@@ -20,6 +20,7 @@ from urllib.parse import urlsplit
 from flashckpt.errors import ConfigError, FlashckptError
 from flashckpt.storage.common import ProbedStore, require_restartable, truncated
 from flashckpt.storage.direct import extents
+from flashckpt.storage.etags import Tags
 from flashckpt.storage.s3_errors import MISSING_KEY, error_code, http_status, is_network, is_transient, translate
 from flashckpt.storage.store import PART_BYTES, PARTS_IN_FLIGHT, SWEEP_AGE_S, Names, ObjectInfo, Objects, check_key
 
@@ -45,6 +46,7 @@ class S3Store(ProbedStore):
         self.bucket, self.prefix = split_s3(url)
         self._retries = int(self._options.pop("retries", 8))
         self._timeout_s = float(self._options.pop("timeout_s", 60.0))
+        self._tags = Tags()
         self._fs: Any = None
         self._pid = 0
 
@@ -58,7 +60,7 @@ class S3Store(ProbedStore):
 
     def put(self, key: str, data: bytes) -> None:
         """Publish a small object by one PUT."""
-        self._run(key, lambda s3: s3.put_object(Bucket=self.bucket, Key=self._key(check_key(key)), Body=bytes(data)))
+        self._run(key, lambda s3: self._put(s3, self._key(check_key(key)), bytes(data)))
 
     def put_object(self, key: str, parts: Iterable[memoryview], nbytes: int | None = None) -> None:
         """Upload a large object in parts of 16 MiB, four in flight; a failed upload is aborted."""
@@ -68,13 +70,7 @@ class S3Store(ProbedStore):
 
     def get(self, key: str) -> bytes:
         """Return a whole small object."""
-
-        async def read(s3: Any) -> bytes:
-            answer = await s3.get_object(Bucket=self.bucket, Key=self._key(check_key(key)))
-            async with answer["Body"] as body:
-                return bytes(await body.read())
-
-        data: bytes = self._run(key, read)
+        data: bytes = self._run(key, lambda s3: self._get(s3, self._key(check_key(key))))
         return data
 
     def get_range(self, key: str, start: int, out: memoryview) -> None:
@@ -167,9 +163,7 @@ class S3Store(ProbedStore):
     def _create(self, key: str, data: bytes) -> bool:
         async def create(s3: Any) -> bool:
             try:
-                await s3.put_object(
-                    Bucket=self.bucket, Key=self._key(check_key(key)), Body=bytes(data), IfNoneMatch="*"
-                )
+                await self._put(s3, self._key(check_key(key)), bytes(data), IfNoneMatch="*")
             except Exception as error:
                 if http_status(error) == 412 or error_code(error) in ("PreconditionFailed", "412"):
                     return False
@@ -179,17 +173,33 @@ class S3Store(ProbedStore):
         created: bool = self._run(key, create)
         return created
 
+    async def _put(self, s3: Any, key: str, body: bytes, **condition: str) -> None:
+        """One PUT; what the server's tag casts doubt on is read back."""
+        answer = await s3.put_object(Bucket=self.bucket, Key=key, Body=body, **condition)
+        if self._tags.doubt(tag := answer.get("ETag"), body):
+            name = key[len(self._key("")) :]
+            self._tags.settle(self.url, name, tag=tag, body=body, stored=await self._get(s3, key))
+
+    async def _get(self, s3: Any, key: str) -> bytes:
+        answer = await s3.get_object(Bucket=self.bucket, Key=key)
+        async with answer["Body"] as body:
+            return bytes(await body.read())
+
     async def _upload(self, s3: Any, key: str, parts: Iterable[memoryview]) -> None:
         pieces = _pieces(parts)
         head = list(itertools.islice(pieces, 2))
         if len(head) < 2:
-            await self._retry(key, lambda: s3.put_object(Bucket=self.bucket, Key=key, Body=b"".join(head)))
+            await self._retry(key, lambda: self._put(s3, key, b"".join(head)))
             return
         created = await self._retry(key, lambda: s3.create_multipart_upload(Bucket=self.bucket, Key=key))
         upload = {"Bucket": self.bucket, "Key": key, "UploadId": created["UploadId"]}
         try:
             done = await self._send_parts(s3, upload, _drain(head, pieces))
-            await self._retry(key, lambda: s3.complete_multipart_upload(**upload, MultipartUpload={"Parts": done}))
+            answer = await self._retry(
+                key, lambda: s3.complete_multipart_upload(**upload, MultipartUpload={"Parts": done})
+            )
+            tags = [part["ETag"] for part in done]  # of each part the server has checked it: they are what it was given
+            self._tags.check_parts(self.url, key, tag=answer.get("ETag"), parts=tags)
         except BaseException:
             await self._abort(s3, upload)
             raise

@@ -13,7 +13,7 @@ from torch import nn
 
 from flashckpt import Checkpointer
 from flashckpt.report import RestoreReport
-from support.one_rank import crash
+from support.one_rank import crash, step_kept
 
 Build = Callable[[], tuple[nn.Module, Any]]
 """Returns (model, optimizer or list of them), built alike each time."""
@@ -89,7 +89,7 @@ def check_restart(root: Path, build: Build, *, before: int = 3, after: int = 2) 
     ckpt.on_failure = failures.append
     for step in range(1, before + 1):
         step_once(model, optimizers, step)
-        ckpt.step(step)
+        step_kept(ckpt, step)
     crash(ckpt)
     assert not failures
     model, optimizers = build()
@@ -100,7 +100,7 @@ def check_restart(root: Path, build: Build, *, before: int = 3, after: int = 2) 
     assert state_of(model, optimizers) == states[before - 1]
     for step in range(before + 1, before + after + 1):
         assert step_once(model, optimizers, step) == losses[step - 1]
-        ckpt.step(step)
+        step_kept(ckpt, step)
         assert state_of(model, optimizers) == states[step - 1]
     ckpt.fence()
     crash(ckpt)

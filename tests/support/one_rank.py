@@ -25,6 +25,25 @@ def crash(ckpt: Checkpointer) -> None:
     life.close()
 
 
+def finished(ckpt: Checkpointer) -> None:
+    """Wait until the snapshot under way is done."""
+    assert ckpt._life is not None
+    ckpt._life._stager.finish()
+
+
+def step_kept(ckpt: Checkpointer, step: int) -> None:
+    """`ckpt.step(step)`; where memory is still being made for another structure, the snapshot is taken once it is there.
+
+    Training would go on meanwhile; these tests compare the state of this step, as `ckpt.wait()` keeps it.
+    """
+    life = ckpt._alive()
+    late = life.stats.get("late", 0)
+    ckpt.step(step)
+    if life.stats.get("late", 0) > late:
+        assert life.memory.wait_first(60)
+        assert life._take(step)
+
+
 class Holder:
     """Any object with state."""
 

@@ -7,6 +7,7 @@ import selectors
 import socket
 import threading
 import time
+from collections.abc import Callable
 from urllib.parse import urlsplit
 
 _BODY = (
@@ -24,6 +25,7 @@ class Proxy:
         cut_after: Close a connection once the server sent this many bytes on it; None: never.
         cuts: How many more connections `cut_after` applies to.
         refused_key: Requests signed with this access key are answered "403 ExpiredToken" and go no further; None: all pass.
+        rewrite: Called with each block of an answer, returns what is passed on in its place (as long); None: all as it is.
         uploaded: Bytes from clients so far.
     """
 
@@ -35,6 +37,7 @@ class Proxy:
         self.cut_after: int | None = None
         self.cuts = 1_000_000
         self.refused_key: str | None = None
+        self.rewrite: Callable[[bytes], bytes] | None = None
         self.uploaded = 0
         self._listener: socket.socket | None = None
         self._threads: list[threading.Thread] = []
@@ -118,6 +121,7 @@ class Proxy:
                             server.sendall(data)
                         continue
                     answered += len(data)
+                    data = data if self.rewrite is None else self.rewrite(data)
                     if self.cut_after is not None and answered > self.cut_after and self.cuts > 0:
                         self.cuts -= 1
                         client.sendall(data[: len(data) // 2])

@@ -27,6 +27,9 @@ class FakePin:
     def data(self) -> memoryview:
         return memoryview(self.memory)[: self.nbytes]
 
+    def read_into(self, start: int, out: memoryview) -> None:
+        out[:] = self.data[start : start + len(out)]
+
     def manifest(self) -> Manifest:
         return self.manifest_
 

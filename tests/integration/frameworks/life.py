@@ -18,6 +18,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from support.one_rank import step_kept
 
 from flashckpt import Checkpointer
 from flashckpt.errors import FlashckptError
@@ -112,7 +113,7 @@ def _tracked_life(program: Program, plan: Plan, journal: Journal) -> None:
         journal.stage = f"training of step {step}"
         _train(program, step, journal)
         journal.stage = f"step({step})"
-        ckpt.step(step)
+        step_kept(ckpt, step)
     journal.stage = "death"
     if not plan.killed:
         return

@@ -1,0 +1,128 @@
+"""The bytes of a pinned slot on their way into packs: copied by system calls, verified in the copy, handed out.
+
+The slot is not read through a mapping: another process that cuts the segment's file short would end this one by SIGBUS,
+and the persister serves every rank of the node. A short read is an error of this snapshot alone.
+"""
+
+from __future__ import annotations
+
+import mmap
+import threading
+import weakref
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Protocol
+
+import numpy as np
+
+from flashckpt.core.digest import CHUNK_BYTES, digest
+from flashckpt.core.manifest import Manifest
+from flashckpt.core.packs import Pack
+from flashckpt.errors import DamagedError
+from flashckpt.faults import crash_point
+from flashckpt.storage.store import PART_BYTES
+
+_PAGE = 4096
+
+
+class PinnedSlot(Protocol):
+    """What is needed of `flashckpt.memory.segment.Pin`."""
+
+    @property
+    def nbytes(self) -> int:
+        """Used bytes of the slot's data area."""
+
+    def read_into(self, start: int, out: memoryview) -> None:
+        """Fill `out` from byte `start` of the data area; DamagedError where the file ends before."""
+
+    def manifest(self) -> Manifest:
+        """Return the slot's verified manifest."""
+
+    def is_current(self) -> bool:
+        """Whether the slot still holds what was pinned."""
+
+
+class Buffers:
+    """Page-aligned buffers that are used again once nobody holds a view of them: fresh pages cost as much as the copy."""
+
+    def __init__(self) -> None:
+        self._free: list[mmap.mmap] = []
+        self._lock = threading.Lock()
+
+    def take(self, nbytes: int) -> memoryview:
+        """Return a writable view of at least `nbytes` bytes."""
+        with self._lock:
+            fitting = next((one for one in self._free if len(one) >= nbytes), None)
+            if fitting is not None:
+                self._free.remove(fitting)
+        memory = fitting if fitting is not None else mmap.mmap(-1, max(nbytes, _PAGE))
+        array = np.frombuffer(memory, np.uint8)
+        weakref.finalize(array, self._free.append, memory)  # append: atomic, may run in any thread and within `take`
+        return array.data
+
+
+@dataclass(frozen=True, slots=True)
+class SlotParts:
+    """The bytes of one pack in `ranges` of the slot, each chunk verified before it is handed out; starts anew.
+
+    A part is a copy of its own: it stays what it is for as long as the consumer holds it.
+    """
+
+    slot: PinnedSlot
+    manifest: Manifest
+    pack: Pack
+    ranges: tuple[tuple[int, int], ...]
+    buffers: Buffers = field(default_factory=Buffers)
+
+    def __iter__(self) -> Iterator[memoryview]:
+        chunks = self._chunks()
+        due = next(chunks, None)
+        for begin, end in self.ranges:
+            checks = []
+            while due is not None and due[0] < end:
+                checks.append(due)
+                due = next(chunks, None)
+            low = min([begin, *(check[0] for check in checks)])
+            view = self._read(low, max([end, *(check[1] for check in checks)]))
+            for start, stop, expected, row in checks:
+                self._verify(view[start - low : stop - low], start, expected, row)
+            part = view[begin - low : end - low]
+            del view
+            yield part
+            del part  # before the next one is read: its buffer may be free by then
+            crash_point("persist.during-pack")
+
+    def _read(self, start: int, stop: int) -> memoryview:
+        lead = start % _PAGE  # aligned as in the slot: what can be written past the page cache stays so
+        buffer = self.buffers.take(lead + stop - start)
+        view = buffer[lead : lead + stop - start]
+        self.slot.read_into(start, view)
+        return view
+
+    def _chunks(self) -> Iterator[tuple[int, int, int, int]]:
+        """Yield (start, stop, digest, row) of every chunk, by place in the slot."""
+        table = self.manifest.table
+        for row in self.pack.rows:
+            start, nbytes, first = int(table.byte_offset[row]), int(table.nbytes[row]), int(table.first_chunk[row])
+            for number, at in enumerate(range(0, nbytes, CHUNK_BYTES)):
+                expected = int(self.manifest.digests[first + number])
+                yield start + at, start + min(at + CHUNK_BYTES, nbytes), expected, row
+
+    def _verify(self, raw: memoryview, start: int, expected: int, row: int) -> None:
+        if (found := digest(raw)) != expected:
+            begin = start - int(self.manifest.table.byte_offset[row])
+            raise DamagedError(
+                f"{self.manifest.table.fqn(row)!r} is damaged in the snapshot of step {self.manifest.step}"
+                f" (rank {self.manifest.rank}, memory)",
+                found=f"digest {found:016x} of its bytes {begin} to {begin + len(raw)}",
+                expected=f"digest {expected:016x}",
+                state="Nothing of this step was committed; earlier checkpoints are as they were.",
+                remedy="check the machine's memory; the next snapshot is persisted as usual",
+            )
+
+
+def parts_of(pack: Pack) -> Iterator[tuple[int, int]]:
+    """Yield (start, stop) of the pack's bytes in the slot, at most PART_BYTES each."""
+    for start, stop in pack.runs:
+        for begin in range(start, stop, PART_BYTES):
+            yield begin, min(begin + PART_BYTES, stop)

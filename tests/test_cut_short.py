@@ -1,0 +1,100 @@
+"""Files in shared memory that another process cuts short (`truncate`): ranks may die of it, who watches over them may not."""
+
+from __future__ import annotations
+
+import os
+import re
+from functools import partial
+from pathlib import Path
+
+import pytest
+from support.daemons import forked
+from support.dlrun import ENGINE, dlrun, first_steps, traces
+from support.memory_tier import FakeJob
+from support.ranks import wait_for
+
+from flashckpt.cli.status import describe
+from flashckpt.daemon.service import Times
+from flashckpt.errors import DamagedError
+from flashckpt.memory.control import PAGE, ROW_BYTES, Control, ControlView
+from flashckpt.memory.job import memory_root
+from flashckpt.storage.posix import PosixStore
+
+pytestmark = pytest.mark.timeout(400)
+
+
+def test_what_is_read_without_a_mapping_is_an_error_when_cut_and_is_whole_again_after_the_next_start(
+    shm_dir: Path,
+) -> None:
+    path = shm_dir / "control"
+    control = Control.open(path, rows=2)
+    view = ControlView(path)
+    control.row(1).step, control.stop_after = 77, 90
+    assert [row.step for row in view.rows()] == [0, 77]
+    assert view.stop_after == 90
+    view.stop_after = 91
+    assert control.stop_after == 91
+    for size in (0, 20, PAGE - 1):
+        os.truncate(path, size)
+        with pytest.raises(DamagedError, match="cut short"):
+            view.rows()
+        with pytest.raises(DamagedError, match="cut short"):
+            view.stop_after = 5
+        assert path.stat().st_size == size, "nothing is written behind the end"
+    again = Control.open(path, rows=2)
+    assert (len(view.rows()), view.stop_after, again.stop_after) == (2, -1, -1)
+    assert path.stat().st_size == PAGE + 2 * ROW_BYTES
+    path.unlink()
+    with pytest.raises(FileNotFoundError):
+        view.rows()
+
+
+@pytest.mark.parametrize("what", ["control", "*.seg"])
+def test_ranks_whose_memory_is_cut_short_are_started_again_and_end_with_the_state_of_an_unbroken_run(
+    tmp_path: Path, what: str
+) -> None:
+    script = tmp_path / "train.py"
+    script.write_text(ENGINE)
+    with dlrun(tmp_path, "--nproc-per-node=2", "--max-restarts=3", script, tmp_path, 60, 0.02) as launch:
+        launch.until(partial(first_steps, tmp_path, 0, 2), "training")
+        launch.until(lambda: len((tmp_path / "trace0").read_text().splitlines()) > 10, "step 10")
+        (job,) = (path.parent for path in memory_root().glob("*/control"))
+        for path in job.glob(what):
+            os.truncate(path, 0)
+        assert launch.wait() == 0
+        output = launch.output
+    assert "SIGBUS" in output
+    if what == "control":
+        assert output.count("was cut short by another process") == 1
+    lives = {line.split()[0] for line in (tmp_path / "trace0").read_text().splitlines()}
+    assert len(lives) > 1, "a rank ended and was started again"
+    for rank in traces(tmp_path, 2):
+        assert sorted(rank) == list(range(1, 61))
+        assert all(len(losses) == 1 for losses in rank.values()), "a step that was trained twice had the same loss"
+    assert not re.search(r"Traceback", output)
+
+
+def test_the_daemon_outlives_a_segment_that_is_cut_short_while_it_is_persisted(tmp_path: Path) -> None:
+    job = FakeJob(str(tmp_path / "root"))
+    job.step(5, persist=True)
+    paths = job.directory.segments()
+    real = PosixStore.put_object
+
+    def cut_first(self: PosixStore, key: str, *args: object) -> None:
+        for path in paths:
+            os.truncate(path, 8192)
+        real(self, key, *args)  # type: ignore[arg-type]  # handed on
+
+    def prepare() -> None:
+        PosixStore.put_object = cut_first  # type: ignore[method-assign,assignment]  # in a process of its own
+
+    with forked(job, prepare=prepare, times=Times(linger_s=60.0)) as daemon:
+        said = wait_for(
+            lambda: daemon.poll() is not None or getattr(job.directory.read_status(), "error", ""),
+            what="the daemon to say it",
+        )
+        assert daemon.poll() is None, "it died"
+        assert "is cut short" in str(said)
+        assert describe(job.directory)["committed"] is None
+        assert not list((tmp_path / "root").glob("step-*/MANIFEST"))
+    job.directory.let_go()
