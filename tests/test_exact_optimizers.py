@@ -324,7 +324,7 @@ def test_counters_of_an_optimizer_that_the_program_has_no_more_are_named(tmp_pat
     optimizer = Counting(model.parameters())
     ckpt, _ = started(tmp_path, model=model, optimizer=optimizer)
     step_once(model, optimizer, 1)
-    ckpt.step(1)
+    step_kept(ckpt, 1)
     crash(ckpt)
     other = net(4)
     with pytest.raises(UnexpectedStateError, match=r"optimizer\.extra"):
