@@ -284,6 +284,26 @@ def test_events_and_requests_are_files() -> None:
     assert directory.request_path("persist-now").exists()
 
 
+def test_a_request_with_an_answer_has_one_time_from_its_first_moment(monkeypatch: Any) -> None:
+    """Of two times, that of its making and the one that is set, the daemon would make two attempts."""
+    directory = JobDirectory.open("j")
+    seen, utime = [], os.utime
+
+    def looking(*args: Any, **kwargs: Any) -> None:
+        seen.append(directory.asked_ns("retry-now"))
+        utime(*args, **kwargs)
+        seen.append(directory.asked_ns("retry-now"))
+
+    monkeypatch.setattr(os, "utime", looking)
+    first = directory.ask("retry-now")
+    second = directory.ask("retry-now", after=first + 10**12)
+    assert seen
+    assert {*seen} <= {None, first}, "the second one is not there before its time is"
+    assert second > first + 10**12
+    assert directory.asked_ns("retry-now") == second
+    assert [path.name for path in directory.request_path("retry-now").parent.iterdir()] == ["retry-now"]
+
+
 def test_a_full_tmpfs_is_a_clear_error_and_the_daemons_status_is_written_all_the_same(monkeypatch: Any) -> None:
     directory = JobDirectory.open("full")
     directory.write_status(DaemonStatus(committed=(1, 5), error="x" * 100))

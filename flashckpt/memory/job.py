@@ -6,6 +6,7 @@ import contextlib
 import os
 import subprocess
 import sys
+import threading
 import time
 from pathlib import Path
 
@@ -156,10 +157,13 @@ class JobDirectory:
 
         It is above the time of an earlier request too: the machine's clock may have been set back since.
         """
+        path = self.request_path(name)
+        temporary = path.with_name(f".{name}.{os.getpid()}.{threading.get_ident()}")
         now = max(time.time_ns(), after + 1, (self.asked_ns(name) or 0) + 1)
-        self.request(name)
-        with contextlib.suppress(FileNotFoundError):  # the daemon has just answered another rank's: it looks again
-            os.utime(self.request_path(name), ns=(now, now))
+        with contextlib.suppress(FileNotFoundError):  # as `request`
+            temporary.touch(mode=0o600)
+            os.utime(temporary, ns=(now, now))
+            temporary.replace(path)  # at once: of two times the daemon would make two requests
         return self.asked_ns(name) or now
 
     def asked_ns(self, name: str) -> int | None:
