@@ -122,6 +122,10 @@ class ShardGapError(FlashckptError):
     exit_code = 31
 
 
+class TensorMismatchError(ShardGapError):
+    """A tensor of the program has another dtype or global shape than the snapshot's of that name: no older one is tried."""
+
+
 class DamagedError(FlashckptError):
     """Bytes do not match their digest, or a manifest, index or object is broken or missing."""
 

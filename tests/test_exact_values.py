@@ -9,11 +9,11 @@ from typing import Any
 import pytest
 import torch
 from support.exact import bits, started, step_once
-from support.one_rank import Holder, agent_of_the_test, crash  # noqa: F401 -- fixtures
+from support.one_rank import Holder, agent_of_the_test, crash, step_kept  # noqa: F401 -- fixtures
 from torch import nn
 
 from flashckpt import Checkpointer
-from flashckpt.errors import DamagedError, SharedMemoryError, UnsupportedStateError
+from flashckpt.errors import DamagedError, SharedMemoryError, TensorMismatchError, UnsupportedStateError
 from flashckpt.memory.segment import Segment
 from flashckpt.tracking import trees
 
@@ -308,3 +308,27 @@ def test_the_remedy_for_a_sharding_optimizer_is_one_that_works(tmp_path: Path) -
     assert "fully_shard" in str(caught.value)
     assert "track the one inside" not in str(caught.value)
     ckpt.close()
+
+
+def test_a_buffer_that_changes_its_shape_is_named_before_a_restore_could_fail(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    def build(size: int) -> nn.Module:
+        model = nn.Linear(8, 3)
+        model.register_buffer("seen", torch.zeros(size))
+        return model
+
+    model = build(2)
+    ckpt, _ = started(tmp_path, model=model)
+    for step in (1, 2, 3):
+        model.register_buffer("seen", torch.full((2 + step // 2,), float(step)))
+        step_kept(ckpt, step)
+    crash(ckpt)
+    named = [record.getMessage() for record in caplog.records if "had the shape" in record.getMessage()]
+    assert len(named) == 1
+    assert "'model.seen' had the shape (2,) and has (3,) now" in named[0]
+    with pytest.raises(TensorMismatchError, match=r"model\.seen"):
+        started(tmp_path, model=build(2))
+    other = build(3)
+    crash(started(tmp_path, model=other)[0])
+    assert torch.equal(other.get_buffer("seen"), model.get_buffer("seen"))

@@ -255,3 +255,36 @@ def test_state_of_one_rank_is_at_home_wherever_its_name_is(tmp_path: Path) -> No
     assert values(run_ranks(_stages, 1, root, [[0, 1]], "")) == [[1, []]], "another world size"
     refused = values(run_ranks(_stages, 2, root, [[0], [0]], ""))
     assert {name for name, _ in refused} == {"UnexpectedStateError"}
+
+
+def _grown(rank: int, root: str, step: int, width: int) -> Any:
+    """Take the snapshot of one step with a layer whose width on rank 1 is `width`."""
+    agent_dir()
+    layer = nn.Linear(3, width if rank else 3)
+    ckpt = Checkpointer(root, snapshot_every=1, job="t")
+    ckpt.track(model=nn.ModuleDict({str(rank): layer}), mesh=_pipeline())
+    try:
+        report = ckpt.restore()
+    except FlashckptError as error:
+        return type(error).__name__, str(error)
+    ckpt.step(step)
+    crash(ckpt)
+    return None if report is None else (report.step, report.passed_over)
+
+
+def _pipeline() -> Any:
+    from torch.distributed.device_mesh import init_device_mesh
+
+    return init_device_mesh("cpu", (2,), mesh_dim_names=("pp",))
+
+
+def test_a_tensor_of_another_shape_on_one_rank_is_refused_by_all_and_no_older_step_is_chosen(tmp_path: Path) -> None:
+    root = str(tmp_path)
+    assert values(run_ranks(_grown, 2, root, 1, 3)) == [None, None]
+    assert values(run_ranks(_grown, 2, root, 2, 3)) == [[1, []]] * 2
+    refused = values(run_ranks(_grown, 2, root, 3, 4))
+    assert [name for name, _ in refused] == ["TensorMismatchError"] * 2
+    assert "step 2 of generation 2 is not of this program: rank 1 says why" in refused[0][1]
+    assert "'model.1." in refused[0][1]
+    assert "model.1" in refused[1][1]
+    assert "(4,)" in refused[1][1] or "(4, 3)" in refused[1][1]

@@ -17,7 +17,7 @@ import numpy.typing as npt
 
 from flashckpt.core.layout import ITEMSIZE, Shard, intersect
 from flashckpt.core.table import ShardTable
-from flashckpt.errors import ShardGapError
+from flashckpt.errors import ShardGapError, TensorMismatchError
 
 Ints = npt.NDArray[np.int64]
 Dims = tuple[int, ...]
@@ -151,7 +151,7 @@ def uncovered(wanted: Sequence[Shard], sources: Sequence[ShardTable]) -> list[tu
     """Return the boxes that are in no source, each with the index of the wanted shard it is a part of.
 
     Raises:
-        ShardGapError: A source has a tensor of the name with another dtype or global shape.
+        TensorMismatchError: A source has a tensor of the name with another dtype or global shape.
     """
     return [
         (target, box)
@@ -379,12 +379,13 @@ def _check_kind(shard: Shard, held: Shard, name: str) -> None:
         ("global shape", shard.global_shape, held.global_shape),
     ):
         if wanted != found:
-            raise ShardGapError(
+            raise TensorMismatchError(
                 f"The state holds {shard.fqn!r} with another {word} than the running model",
                 found=f"{found} in {name}",
                 expected=str(wanted),
                 state="Nothing was read.",
-                remedy="change the model back, or leave this tensor out with restore(only=...)",
+                remedy="change the model back, restore an older step (flashckpt ls ROOT), or leave this tensor out with "
+                "restore(only=...)",
             )
 
 

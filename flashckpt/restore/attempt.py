@@ -20,7 +20,7 @@ from flashckpt.core.directory import Wish
 from flashckpt.core.layout import Shard, boxes_by_name
 from flashckpt.core.manifest import Manifest
 from flashckpt.core.reshard import plan_reads, uncovered
-from flashckpt.errors import FlashckptError, NoCheckpointError, ShardGapError
+from flashckpt.errors import FlashckptError, NoCheckpointError, ShardGapError, TensorMismatchError
 from flashckpt.exchange import HostGroup
 from flashckpt.memory.segment import Pin, Segment
 from flashckpt.report import RestoreReport
@@ -44,6 +44,7 @@ class State(IntEnum):
     FAILED = 0
     READY = 1
     ASKS = 2
+    MISMATCH = 3
 
 
 @dataclass(kw_only=True)
@@ -99,6 +100,11 @@ class Attempt:
             self.error = self.error or error
 
     @property
+    def _failure(self) -> State:
+        """Which failure this rank's error is."""
+        return State.MISMATCH if isinstance(self.error, TensorMismatchError) else State.FAILED
+
+    @property
     def sources(self) -> list[Source]:
         """All sources, nearest first: own slot, the node's other slots, other nodes' slots, storage."""
         return [*self.memory, *self.peers, *self.storage]
@@ -144,7 +150,7 @@ class Attempt:
                 self.wished = wished  # all of it lies here, under its own name
             else:
                 self.wished = self._covered()
-        return State.FAILED if self.wished is None else State.READY
+        return self._failure if self.wished is None else State.READY
 
     def ask(self, group: HostGroup, *, spare: bool = False) -> State:
         """Ask the other nodes for what this one lacks; answer them. Collective.
@@ -167,7 +173,7 @@ class Attempt:
             if self.error is None:
                 with self.noting():
                     self.wished = self._covered()
-        return State.FAILED if self.wished is None else State.READY
+        return self._failure if self.wished is None else State.READY
 
     def _open_memory(self) -> list[Source]:
         found = []

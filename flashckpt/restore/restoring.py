@@ -23,7 +23,7 @@ from flashckpt.checkpoint import root_view
 from flashckpt.checkpoint.root_view import RootView
 from flashckpt.core.lineage import BEGINNING
 from flashckpt.core.superblock import boot_id
-from flashckpt.errors import DisagreementError, FlashckptError, RootError, ShardGapError
+from flashckpt.errors import DisagreementError, FlashckptError, RootError, ShardGapError, TensorMismatchError
 from flashckpt.logs import guarded
 from flashckpt.memory.control import Control
 from flashckpt.memory.job import GenerationRecord, JobDirectory
@@ -380,6 +380,8 @@ class Course:
 
         Raises:
             DisagreementError: Another rank tries another candidate; names it. On every rank.
+            TensorMismatchError: A live tensor of some rank has another form than the candidate's. On every rank: an older
+                candidate might fit by chance, and everything since would be lost.
         """
         identity, error = attempt.candidate.identity, attempt.error
         reason = str(error).replace("\n", "; ")[:_REASON_CHARS] if error is not None else ""
@@ -394,7 +396,17 @@ class Course:
                     remedy="start the job again; the same versions of the program must run on every node",
                 )
         self._reasons, self._amounts = [one[3] for one in told], [one[4] for one in told]
-        return [one[2] for one in told]
+        states = [one[2] for one in told]
+        if State.MISMATCH not in states:
+            return states
+        if isinstance(error, TensorMismatchError):
+            raise error
+        first = states.index(State.MISMATCH)
+        raise TensorMismatchError(
+            f"step {identity[1]} of generation {identity[0]} is not of this program: rank {first} says why",
+            found=self._reasons[first],
+            state="Nothing was restored.",
+        )
 
     def _note(self, candidate: Candidate, error: Exception | None, rank: int) -> None:
         """Remember why a candidate is passed over: this rank's own error, and what the first failing rank said.

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+import logging
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,8 +16,10 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.nn.parameter import is_lazy
 
 from flashckpt.errors import UnsupportedStateError
+from flashckpt.logs import guarded
 from flashckpt.tracking.placement import local_of
 
+_log = guarded(logging.getLogger("flashckpt"))
 _WRAPPERS = ("_orig_mod", "_checkpoint_wrapped_module", "_fsdp_wrapped_module")
 
 
@@ -35,6 +38,27 @@ class ModuleTensor:
     tensor: torch.Tensor
     is_parameter: bool
     ddp_ranks: tuple[int, ...] | None
+
+
+class Shapes:
+    """Notices tensors that change their shape while they train: a program that begins anew makes them as they were."""
+
+    def __init__(self) -> None:
+        self._known: dict[str, torch.Size] = {}
+        self._named: set[str] = set()
+
+    def look(self, found: Mapping[str, ModuleTensor]) -> None:
+        """Warn, once for each, of tensors of another shape than at the last look."""
+        for name, one in found.items():
+            before = self._known.setdefault(name, one.tensor.shape)
+            if before == one.tensor.shape or name in self._named:
+                continue
+            self._named.add(name)
+            _log.warning(
+                "%r had the shape %s and has %s now: its snapshots can only be restored into a program that makes it with "
+                "the shape it has then; leave it out with persistent=False, or make it with its largest shape",
+                name, tuple(before), tuple(one.tensor.shape),
+            )  # fmt: skip
 
 
 def tensors_of(part: nn.Module) -> Iterator[ModuleTensor]:

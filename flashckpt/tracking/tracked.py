@@ -85,6 +85,7 @@ class Tracked:
         self._names: dict[int, str] = {}
         self._groups: dict[str, list[list[list[str]]]] = {}
         self._extras = optimizer_extra.Extras()
+        self._shapes = modules.Shapes()
 
     def add(self, name: str, thing: Any, *, fenced: bool = False) -> None:
         """Track one object, or a list of modules or of optimizers, under a name.
@@ -195,6 +196,7 @@ class Tracked:
             ConfigError: Two tensors of one name, or an optimizer over parameters of no tracked module.
         """
         found, aliases = self._module_tensors()
+        self._shapes.look(found)
         owned = {id(p) for o in self.all_optimizers() for p in optimizer_state.parameters(o)}
         boxes = {full: boxes_of(full, owner.tensor) for full, owner in found.items()}
         chosen = self._shares(found, boxes)
