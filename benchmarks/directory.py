@@ -20,10 +20,10 @@ from typing import Any
 import numpy as np
 from reshard import STATES, model
 
-from flashckpt.core import directory
-from flashckpt.core.layout import Shard
 from flashckpt.core.manifest import Manifest
-from flashckpt.core.table import ShardTable
+from flashckpt.core.shard import Shard
+from flashckpt.core.shard_table import ShardTable
+from flashckpt.planning import peer_index
 
 
 def shards_of(rank: int, ranks: int) -> list[Shard]:
@@ -64,34 +64,34 @@ def manifest_of(shards: list[Shard]) -> Manifest:
     )
 
 
-def wishes_of(shards: list[Shard]) -> directory.Records:
-    return directory.wishes((shard.fqn, shard.fqn, shard) for shard in shards)
+def wishes_of(shards: list[Shard]) -> peer_index.Records:
+    return peer_index.wishes((shard.fqn, shard.fqn, shard) for shard in shards)
 
 
 def measure(ranks: int) -> dict[str, Any]:
     """Return the figures of one world size."""
     wanting = ranks - 8
     began = time.perf_counter()
-    held = directory.offers(manifest_of(shards_of(ranks // 2, ranks)), ranks // 2)
+    held = peer_index.offers(manifest_of(shards_of(ranks // 2, ranks)), ranks // 2)
     asked = wishes_of(shards_of(wanting // 2, wanting))
     send_s = time.perf_counter() - began
 
-    owners = Counter(directory.owner_of(held["key"], ranks).tolist())
-    owners.update(directory.owner_of(asked["key"], ranks).tolist())
+    owners = Counter(peer_index.owner_of(held["key"], ranks).tolist())
+    owners.update(peer_index.owner_of(asked["key"], ranks).tolist())
     (fullest, _), *_ = owners.most_common(1)
     keys = {int(k) for k in (*held["key"], *asked["key"]) if int(k) % ranks == fullest}
-    names = [s for s in shards_of(0, ranks) if any(directory.key_of(k) in keys for k in directory.keys_of(s.fqn))]
+    names = [s for s in shards_of(0, ranks) if any(peer_index.key_of(k) in keys for k in peer_index.keys_of(s.fqn))]
     fqns = {s.fqn for s in names}
     board, wanted = [], {}
     for rank in range(ranks):
-        records = directory.offers(manifest_of(shards_of_names(rank, ranks, fqns)), rank)
+        records = peer_index.offers(manifest_of(shards_of_names(rank, ranks, fqns)), rank)
         board.append(records[np.isin(records["key"], np.array(sorted(keys), np.uint64))])
         if rank < wanting:
             records = wishes_of(shards_of_names(rank, wanting, fqns))
             wanted[rank] = records[np.isin(records["key"], np.array(sorted(keys), np.uint64))]
     everything = np.concatenate(board)
     began = time.perf_counter()
-    answers = directory.answers(everything, wanted)
+    answers = peer_index.answers(everything, wanted)
     answer_s = time.perf_counter() - began
     heard = everything.nbytes + sum(records.nbytes for records in wanted.values())
     return {

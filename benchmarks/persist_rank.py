@@ -24,15 +24,15 @@ from ranks import serve
 from flashckpt.bench.data import fill as fill_data
 from flashckpt.bench.host import evict
 from flashckpt.bench.measure import timed
-from flashckpt.checkpoint.checkpoints import read_manifest
-from flashckpt.checkpoint.persist import PersistOptions, commit, persist_slot, prefix_of
+from flashckpt.checkpoint.catalog import read_manifest
+from flashckpt.checkpoint.writer import PersistOptions, commit, persist_slot, prefix_of
 from flashckpt.core.digest import chunk_digests
-from flashckpt.core.layout import Shard, layout_hash, place
 from flashckpt.core.manifest import Manifest, ShardTable, encode_manifest
-from flashckpt.memory.segment import Pin, Segment, SegmentSpec
-from flashckpt.restore.fill import Target, fill
+from flashckpt.core.shard import Shard, layout_hash, place
+from flashckpt.restore.executor import Target, fill
 from flashckpt.restore.sources import StorageSource
-from flashckpt.storage.opening import open_store
+from flashckpt.shm.segment import Pin, Segment, SegmentSpec
+from flashckpt.storage.factory import open_store
 from flashckpt.storage.store import Store
 
 EXTENT = 16 << 20

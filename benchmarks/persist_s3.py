@@ -13,11 +13,11 @@ from typing import Any
 from persist_rank import EXTENT, PREFIX, READ_THREADS, State, timing
 from ranks import serve
 
-from flashckpt.checkpoint.checkpoints import read_manifest
-from flashckpt.checkpoint.persist import commit, persist_slot
-from flashckpt.restore.fill import fill
+from flashckpt.checkpoint.catalog import read_manifest
+from flashckpt.checkpoint.writer import commit, persist_slot
+from flashckpt.restore.executor import fill
 from flashckpt.restore.sources import StorageSource
-from flashckpt.storage.opening import open_store
+from flashckpt.storage.factory import open_store
 from flashckpt.storage.store import Store
 
 PARTS = 4  # of 16 MiB at once, by everybody

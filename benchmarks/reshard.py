@@ -25,10 +25,10 @@ from typing import Any
 import numpy as np
 
 from flashckpt.core.digest import CHUNK_BYTES
-from flashckpt.core.layout import Shard
 from flashckpt.core.manifest import Manifest, decode_manifest, encode_manifest
-from flashckpt.core.reshard import plan_reads
-from flashckpt.core.table import ShardTable
+from flashckpt.core.shard import Shard
+from flashckpt.core.shard_table import ShardTable
+from flashckpt.planning.read_plan import plan_reads
 
 LAYERS, HIDDEN, INNER, HEADS_KV, VOCAB = 70, 8192, 28672, 1024, 128256
 STATES = ("model", "optimizer.exp_avg", "optimizer.exp_avg_sq")

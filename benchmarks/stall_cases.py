@@ -17,10 +17,10 @@ from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType,
 from training_loop import Blocking, Case, Loop, WarmCopy
 
 from flashckpt import Checkpointer
-from flashckpt.checkpoint.persist import MANIFEST, prefix_of
-from flashckpt.memory.segment import Segment
-from flashckpt.restore.fill import Target, fill
+from flashckpt.checkpoint.writer import MANIFEST, prefix_of
+from flashckpt.restore.executor import Target, fill
 from flashckpt.restore.sources import MemorySource
+from flashckpt.shm.segment import Segment
 
 PERSIST_EVERY = 1_000_000
 """Steps that divide by it are persisted; a round may count up to the next one."""

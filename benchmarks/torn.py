@@ -38,11 +38,11 @@ from dlrover_peer import check_dlrover, environment, remove_leftovers
 from ranks import clean_up_on_sigterm, stream
 
 from flashckpt.bench.measure import LoadWatch, document, write_json
-from flashckpt.checkpoint.checkpoints import list_checkpoints
-from flashckpt.core.slot import SlotState
-from flashckpt.memory.job import JobDirectory
-from flashckpt.memory.segment import Segment
-from flashckpt.storage.opening import open_store
+from flashckpt.checkpoint.catalog import list_checkpoints
+from flashckpt.core.slot_header import SlotState
+from flashckpt.shm.job_directory import JobDirectory
+from flashckpt.shm.segment import Segment
+from flashckpt.storage.factory import open_store
 
 HERE = Path(__file__).parent
 DEADLINE_S = 120.0

@@ -14,24 +14,24 @@ from typing import Any
 import torch
 from typing_extensions import Self
 
-from flashckpt import callbacks, exchange
+from flashckpt import callbacks, collectives
 from flashckpt.errors import ConfigError, FlashckptError, PersistError
-from flashckpt.life import Life
 from flashckpt.logs import notice
-from flashckpt.memory.identity import job_id, root_digest, root_url
-from flashckpt.memory.job import JobConfig, JobDirectory
+from flashckpt.planning.selection import Inventory, local_world
 from flashckpt.report import RestoreReport
+from flashckpt.restore.coordinator import Course, Outcome, Request
 from flashckpt.restore.reader import Reader
 from flashckpt.restore.recorded import with_recorded
-from flashckpt.restore.restore_point import Inventory, local_world
-from flashckpt.restore.restoring import Course, Outcome, Request
+from flashckpt.session import Life
 from flashckpt.settings import Settings
-from flashckpt.staging import rank_memory as memory
-from flashckpt.staging.planning import Plan
-from flashckpt.storage.opening import check_options, is_process_local
-from flashckpt.tracking import replicas
-from flashckpt.tracking.placement import current_world
-from flashckpt.tracking.tracked import Tracked
+from flashckpt.shm.job_directory import JobConfig, JobDirectory
+from flashckpt.shm.job_id import job_id, root_digest, root_url
+from flashckpt.snapshot import segments as memory
+from flashckpt.snapshot.copy_plan import Plan
+from flashckpt.state import replication
+from flashckpt.state.placement import current_world
+from flashckpt.state.registry import Tracked
+from flashckpt.storage.factory import check_options, is_process_local
 
 _logger = logging.getLogger("flashckpt")
 
@@ -245,7 +245,7 @@ class Checkpointer:
             plan, inventories = self._open_memory(course, directory, rank_memory)
             outcome = course.start_anew(inventories) if warm else course.run(inventories)
             if outcome.report is None and not warm:
-                replicas.verify(plan.structure)
+                replication.verify(plan.structure)
             life = self._live(directory, rank_memory, outcome, initialised_ns)
             life.plan_ahead(plan if tracked.planned is plan.structure and outcome.report is None else None)
         except BaseException:
@@ -393,7 +393,7 @@ class Checkpointer:
         life.close()
         if clean and not life.has_agent:
             with contextlib.suppress(RuntimeError):  # a rank that died meanwhile: then the job did not end cleanly
-                exchange.all_gather(True)  # noqa: FBT003 -- one bit: this rank ended cleanly
+                collectives.all_gather(True)  # noqa: FBT003 -- one bit: this rank ended cleanly
                 life.end()
 
     def __enter__(self) -> Self:

@@ -7,8 +7,8 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from flashckpt.errors import DamagedError, PersistError
-from flashckpt.memory.job import DaemonStatus, JobDirectory
-from flashckpt.memory.watermark import Known
+from flashckpt.shm.acks import Known
+from flashckpt.shm.job_directory import DaemonStatus, JobDirectory
 
 Identity = tuple[int, int]
 POLL_S = 0.02

@@ -7,20 +7,20 @@ if not __name__.startswith("flashckpt."):  # a bare `import sampler` would make 
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-from flashckpt.sampler.block import BlockPermutation
-from flashckpt.sampler.mixture import Mixture
-from flashckpt.sampler.permutation import Permutation
+from flashckpt.sampler.order.block import BlockPermutation
+from flashckpt.sampler.order.mixture import Mixture
+from flashckpt.sampler.order.permutation import Permutation
+from flashckpt.sampler.order.stream import Order
 from flashckpt.sampler.replicas import check_same_samples
-from flashckpt.sampler.stream import Order
 
 if TYPE_CHECKING:
     from flashckpt.sampler.batch import ElasticBatchSampler
-    from flashckpt.sampler.columns import ArrowRows, ParquetRows
-    from flashckpt.sampler.lines import JsonLines, TextLines, build_line_index
-    from flashckpt.sampler.packing import PackedWindows, build_packing
+    from flashckpt.sampler.datasets.columns import ArrowRows, ParquetRows
+    from flashckpt.sampler.datasets.lines import JsonLines, TextLines, build_line_index
+    from flashckpt.sampler.datasets.packing import PackedWindows, build_packing
+    from flashckpt.sampler.datasets.tokens import MegatronFile, TokenFile
     from flashckpt.sampler.sampler import ElasticSampler
     from flashckpt.sampler.seeded import SeededSamples
-    from flashckpt.sampler.tokens import MegatronFile, TokenFile
 
 _LAZY = {  # these import torch (the Sampler base type) or read files; the permutation needs neither
     "ArrowRows": "columns",

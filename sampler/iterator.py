@@ -11,8 +11,8 @@ from typing import Any, Protocol
 import numpy as np
 
 from flashckpt.errors import SamplerStateError
-from flashckpt.sampler.cursor import Cursor
-from flashckpt.sampler.permutation import Int64Array
+from flashckpt.sampler.order.cursor import Cursor
+from flashckpt.sampler.order.permutation import Int64Array
 
 FIRST_CHUNK, CHUNK = 64, 1 << 14  # ids made at once: few for a quick first batch, then many
 

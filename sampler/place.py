@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from torch.utils.data import Sampler
 
-from flashckpt.sampler.cursor import Cursor, TailCounts
+from flashckpt.sampler.order.cursor import Cursor, TailCounts
 
 
 class Place(Sampler[int]):

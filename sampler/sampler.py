@@ -14,17 +14,17 @@ from collections.abc import Iterable, Iterator, Mapping, Sized
 from typing import Any
 
 from flashckpt.errors import ConfigError, DataError, LayoutError
-from flashckpt.sampler import refusals
-from flashckpt.sampler.cursor import Cursor
+from flashckpt.sampler import errors
 from flashckpt.sampler.iterator import ElasticIterator, Walk
-from flashckpt.sampler.mixture import Mixture, MixtureStream
-from flashckpt.sampler.permutation import MAX_LENGTH, Int64Array
+from flashckpt.sampler.order.cursor import Cursor
+from flashckpt.sampler.order.mixture import Mixture, MixtureStream
+from flashckpt.sampler.order.permutation import MAX_LENGTH, Int64Array
+from flashckpt.sampler.order.schedule import BatchSizes
+from flashckpt.sampler.order.state import SamplerState, fingerprint_of
+from flashckpt.sampler.order.stream import EpochStream, Order, Stream
 from flashckpt.sampler.place import Place
 from flashckpt.sampler.replicas import resolve
-from flashckpt.sampler.schedule import BatchSizes
 from flashckpt.sampler.seeded import SeededSamples
-from flashckpt.sampler.state import SamplerState, fingerprint_of
-from flashckpt.sampler.stream import EpochStream, Order, Stream
 
 _log = logging.getLogger("flashckpt")
 
@@ -161,7 +161,7 @@ class ElasticSampler(Place):
             return
         self._check_spent()
         if epoch < self.epoch and self._touched:
-            raise refusals.backwards(epoch, now=self.epoch, offset=self.offset)
+            raise errors.backwards(epoch, now=self.epoch, offset=self.offset)
         if self._has_handed_out_all():
             left = self._latest[1] - self.position
             _log.warning("set_epoch(%d): %d samples handed out before and not committed count as trained", epoch, left)
@@ -182,11 +182,11 @@ class ElasticSampler(Place):
         left = self.cursor.left(self.position)
         count = self._size_of_step(samples)
         if self.cursor.tail in {"short", "drop"} and samples is not None and samples > left:
-            raise refusals.too_many(samples, f"{left} samples are left of epoch {self.epoch}")
+            raise errors.too_many(samples, f"{left} samples are left of epoch {self.epoch}")
         target = self.cursor.skips.advance(self.position, count if self.cursor.tail == "span" else min(count, left))
         running = self._active()
         if running is not None and target > running.position:
-            raise refusals.too_many(count, f"this replica's iterator has handed out up to position {running.position}")
+            raise errors.too_many(count, f"this replica's iterator has handed out up to position {running.position}")
         epoch = self.epoch
         self.cursor.settle(target)
         is_end = self.epoch > epoch and self._latest[0] < self.position  # else the next iteration has begun already
@@ -325,22 +325,22 @@ class ElasticSampler(Place):
     def _size_of_step(self, samples: int | None) -> int:
         size = self.global_batch_size if samples is None else samples
         if size is None or size < 1:
-            raise refusals.unknown_size(samples)
+            raise errors.unknown_size(samples)
         return size
 
     def _check_spent(self) -> None:
         if self._spent_at is not None and self._spent_at == self.position:
-            raise refusals.never_committed(self.position, epoch=self.epoch, offset=self.offset)
+            raise errors.never_committed(self.position, epoch=self.epoch, offset=self.offset)
 
     def _check_idle(self, what: str) -> None:
         running = self._active()
         if running is not None and not running.exhausted:
-            raise refusals.iterating(what, running.handed_out)
+            raise errors.iterating(what, running.handed_out)
 
     def _check_ahead(self, what: str, position: int) -> None:
         self._check_idle(what)
         if position < self.position:
-            raise refusals.trained_already(what, position, committed=self.position)
+            raise errors.trained_already(what, position, committed=self.position)
 
 
 def _order_of(order: str | Order, *, shuffle: bool) -> Order:

@@ -22,13 +22,13 @@ from support.s3 import free_port
 from support.slots import make_pin, shard
 from test_store import TestConformance
 
-from flashckpt.checkpoint.checkpoints import list_checkpoints, read_manifest
-from flashckpt.checkpoint.persist import commit, persist_slot, prefix_of
+from flashckpt.checkpoint.catalog import list_checkpoints, read_manifest
 from flashckpt.checkpoint.retention import Policy, prune
+from flashckpt.checkpoint.writer import commit, persist_slot, prefix_of
 from flashckpt.errors import RootError
-from flashckpt.restore.fill import Target, fill
+from flashckpt.restore.executor import Target, fill
 from flashckpt.restore.sources import StorageSource
-from flashckpt.storage.opening import open_store
+from flashckpt.storage.factory import open_store
 from flashckpt.storage.store import Store
 
 __all__ = ["TestConformance"]

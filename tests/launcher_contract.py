@@ -31,10 +31,10 @@ from torch.distributed.elastic.rendezvous.c10d_rendezvous_backend import C10dRen
 from torch.distributed.elastic.rendezvous.dynamic_rendezvous import DynamicRendezvousHandler, RendezvousTimeout
 from torch.distributed.launcher.api import LaunchConfig
 
-from flashckpt.daemon import run as dlrun
-from flashckpt.daemon.options import RendezvousLostError
-from flashckpt.daemon.rendezvous import OneNode
-from flashckpt.daemon.rounds import FreshStores
+from flashckpt.daemon.launcher import cli as dlrun
+from flashckpt.daemon.launcher.options import RendezvousLostError
+from flashckpt.daemon.launcher.rendezvous import OneNode
+from flashckpt.daemon.launcher.rounds import FreshStores
 from flashckpt.errors import ConfigError
 
 pytestmark = pytest.mark.timeout(300)

@@ -18,7 +18,7 @@ from support.dlrun import ENGINE, Launch, alive, dlrun, first_steps, processes_o
 from support.ranks import wait_for
 
 from flashckpt.errors import RESUME_EXIT_CODE, ConfigError, HangError, RestartBudgetError
-from flashckpt.memory.job import memory_root
+from flashckpt.shm.job_directory import memory_root
 
 pytestmark = pytest.mark.timeout(300)  # two cores that others use too
 
@@ -117,7 +117,7 @@ def daemon_of(launch: Launch, folder: Path) -> int:
     """Return the pid of the live daemon of this test's job, 0 where there is none."""
     del launch
     for pid, command in processes_of(memory_root()).items():
-        if "flashckpt.daemon.service" in command:
+        if "flashckpt.daemon.persister.service" in command:
             return pid
     del folder
     return 0

@@ -25,11 +25,11 @@ from support.ranks import run_ranks, values
 from support.training import run_config, write_corpus
 
 import flashckpt.checkpointer  # noqa: F401 -- imported before the fork, so that ranks start in 0.2 s
-from flashckpt.memory.job import JobDirectory
 from flashckpt.sampler import ElasticSampler
-from flashckpt.trainer import loop  # noqa: F401 -- the same
+from flashckpt.shm.job_directory import JobDirectory
 from flashckpt.trainer.config import from_values, to_values
-from flashckpt.trainer.demo_run import stop_daemon
+from flashckpt.trainer.demo.run import stop_daemon
+from flashckpt.trainer.train import loop  # noqa: F401 -- the same
 
 pytestmark = pytest.mark.timeout(1200)  # a journey is made once, by the first test that asks for it
 
@@ -108,7 +108,7 @@ def gathered(trainer: Any) -> dict[str, str]:
 
 def local_bytes(trainer: Any) -> int:
     """Return the bytes of this rank's parameters and optimizer state."""
-    from flashckpt.trainer.parallel import local_tensor
+    from flashckpt.trainer.parallel.apply import local_tensor
 
     tensors = list(trainer.parallel.parameters())
     tensors += [
@@ -136,8 +136,8 @@ def run_leg(rank: int, values: dict[str, Any], steps: int, beyond: int) -> dict[
 
     It ends without closing, as if killed: what lies in memory stays there.
     """
-    from flashckpt.trainer.loop import Trainer, prepare
-    from flashckpt.trainer.session import process_group
+    from flashckpt.trainer.parallel.distributed import process_group
+    from flashckpt.trainer.train.loop import Trainer, prepare
 
     config, reports = from_values(values), note_reports()
     layout = prepare(config, torch.distributed.get_world_size())

@@ -9,9 +9,9 @@ import torch
 from support.ranks import run_ranks, values
 from support.training import floats, run_config, train_rank, write_corpus
 
-from flashckpt.trainer import loop  # imported before the fork, so that ranks start in 0.2 s
 from flashckpt.trainer.config import from_values, to_values
-from flashckpt.trainer.session import process_group
+from flashckpt.trainer.parallel.distributed import process_group
+from flashckpt.trainer.train import loop  # imported before the fork, so that ranks start in 0.2 s
 
 STEPS = 3
 LAYOUTS = {

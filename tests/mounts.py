@@ -23,12 +23,12 @@ from support.memory import ended, fork
 from support.ranks import wait_for
 
 from flashckpt import Checkpointer
-from flashckpt.checkpoint.checkpoints import list_checkpoints
+from flashckpt.checkpoint.catalog import list_checkpoints
 from flashckpt.cli.status import describe
 from flashckpt.cli.verify import verify_checkpoint
 from flashckpt.errors import PersistError, SharedMemoryError
-from flashckpt.memory.job import JobDirectory, memory_root
-from flashckpt.storage.opening import open_store
+from flashckpt.shm.job_directory import JobDirectory, memory_root
+from flashckpt.storage.factory import open_store
 
 pytestmark = [pytest.mark.timeout(300), pytest.mark.skipif(os.geteuid() != 0, reason="mounting needs root")]
 

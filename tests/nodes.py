@@ -23,9 +23,9 @@ from support.nodes import Nodes, nodes
 from support.ranks import wait_for
 from support.training import write_corpus
 
-from flashckpt.daemon.options import NodeCheckError
+from flashckpt.daemon.launcher.options import NodeCheckError
 from flashckpt.errors import RESUME_EXIT_CODE, LayoutError
-from flashckpt.trainer.metrics import read_trace
+from flashckpt.trainer.train.metrics import read_trace
 
 pytestmark = [pytest.mark.timeout(600), pytest.mark.skipif(os.geteuid() != 0, reason="network namespaces need root")]
 
@@ -327,7 +327,14 @@ def test_rank_that_the_kernel_kills_for_memory_is_told_from_a_stray_kill(tmp_pat
     try:
         (group / "memory.limit_in_bytes").write_text(str(2 << 30))
         enter = f'echo $$ > {group}/cgroup.procs; exec "$@"'
-        words = [sys.executable, "-m", "flashckpt.daemon.run", "--standalone", "--nproc-per-node=2", str(script)]
+        words = [
+            sys.executable,
+            "-m",
+            "flashckpt.daemon.run",
+            "--standalone",
+            "--nproc-per-node=2",
+            str(script),
+        ]
         command = ["sh", "-c", enter, "sh", *words]
         result = subprocess.run(command, capture_output=True, text=True, timeout=300, cwd=tmp_path, check=False)
     finally:

@@ -27,8 +27,8 @@ from support.ranks import wait_for
 from support.training import write_corpus
 
 from flashckpt.errors import RESUME_EXIT_CODE
-from flashckpt.trainer.demo_report import compare_traces
-from flashckpt.trainer.metrics import read_trace
+from flashckpt.trainer.demo.report import compare_traces
+from flashckpt.trainer.train.metrics import read_trace
 
 REFUSED = 128 + signal.SIGTERM
 DEADLINE_S = 120.0

@@ -16,11 +16,11 @@ from support.engine import agent_dir
 from support.ranks import run_ranks, values
 from torch.distributed.tensor import DTensor
 
-from flashckpt.core.balance import CUT_BYTES, LEAST_PIECE_BYTES, Part, cut_dimension, deal, split_rows
-from flashckpt.core.layout import joined, place
-from flashckpt.core.packs import PACK_BYTES, plan_packs
-from flashckpt.core.table import ShardTable
-from flashckpt.tracking.placement import Box, Spread, shard_of, shared_out
+from flashckpt.core.shard import joined, place
+from flashckpt.core.shard_table import ShardTable
+from flashckpt.planning.packs import PACK_BYTES, plan_packs
+from flashckpt.planning.write_partition import CUT_BYTES, LEAST_PIECE_BYTES, Part, cut_dimension, deal, split_rows
+from flashckpt.state.placement import Box, Spread, shard_of, shared_out
 
 PARTS = st.lists(
     st.tuples(st.integers(0, 4000), st.integers(1, 1 << 20), st.integers(1, 5)), min_size=1, max_size=30
@@ -114,8 +114,8 @@ def test_pieces_of_a_box_are_the_box_contiguous_and_no_larger_than_asked(
     part = Part(name="t", rows=rows, nbytes=max(CUT_BYTES, 4 * math.prod(lengths)) if lengths else 4, weight=1 << 40)
     shares = deal([part], replicas)["t"]
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("flashckpt.tracking.placement.ROW_BYTES", limit)
-        patch.setattr("flashckpt.tracking.placement.split_rows", lambda rows, n: split_rows(rows, n, limit))
+        patch.setattr("flashckpt.state.placement.ROW_BYTES", limit)
+        patch.setattr("flashckpt.state.placement.split_rows", lambda rows, n: split_rows(rows, n, limit))
         views = [shared_out([whole], "float32", Spread(replicas=replicas, index=k), shares) for k in range(replicas)]
     for view in views:
         boxes = [(piece.offsets, piece.lengths) for piece in view]

@@ -13,12 +13,12 @@ from support.one_rank import agent_of_the_test, crash, opened_as  # noqa: F401 -
 from support.ranks import run_ranks, values
 
 from flashckpt import Checkpointer
-from flashckpt.checkpoint.checkpoints import list_checkpoints
+from flashckpt.checkpoint.catalog import list_checkpoints
 from flashckpt.cli import main as cli
-from flashckpt.daemon.service import Daemon, Times
+from flashckpt.daemon.persister.service import Daemon, Times
 from flashckpt.errors import ConfigError, RootError
-from flashckpt.memory.job import JobDirectory
-from flashckpt.storage.opening import open_store
+from flashckpt.shm.job_directory import JobDirectory
+from flashckpt.storage.factory import open_store
 
 Captured = pytest.CaptureFixture[str]
 

@@ -21,7 +21,7 @@ from flashckpt.cli.bench import bench
 from flashckpt.cli.main import main
 from flashckpt.cli.plan import plan
 from flashckpt.errors import ConfigError, FlashckptError, LayoutError, RootError
-from flashckpt.memory.job import memory_root
+from flashckpt.shm.job_directory import memory_root
 
 OPTIONS = {"endpoint_url": "endpoint", "key": "key", "secret": "secret"}
 

@@ -15,7 +15,7 @@ from support.s3 import s3_server
 
 from flashckpt.bench import scratch
 from flashckpt.errors import ConfigError, JobInUseError, RootError, SharedMemoryError
-from flashckpt.memory.job import memory_root
+from flashckpt.shm.job_directory import memory_root
 
 HOLD = """
 import faulthandler, sys, time

@@ -17,12 +17,12 @@ import numpy as np
 import pytest
 from support.memory import bytes_of, ended, fork, killed_at, restorable, shards_of, spec_of, take
 
-from flashckpt.core.layout import place
-from flashckpt.memory import block
-from flashckpt.memory.block import SHM, SharedBlock, leftovers, name_of, withdraw, withdraw_all
-from flashckpt.memory.gc import dead_memory, remove
-from flashckpt.memory.job import JobDirectory
-from flashckpt.memory.segment import Segment
+from flashckpt.core.shard import place
+from flashckpt.shm import block
+from flashckpt.shm.block import SHM, SharedBlock, leftovers, name_of, withdraw, withdraw_all
+from flashckpt.shm.gc import dead_memory, remove
+from flashckpt.shm.job_directory import JobDirectory
+from flashckpt.shm.segment import Segment
 
 
 def pythons() -> list[str]:

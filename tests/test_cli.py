@@ -17,11 +17,11 @@ import pytest
 from support.memory_tier import FakeJob
 from support.ranks import wait_for
 
-from flashckpt.checkpoint.checkpoints import GenerationClaim, claim_generation, list_checkpoints
+from flashckpt.checkpoint.catalog import GenerationClaim, claim_generation, list_checkpoints
 from flashckpt.cli import main as cli
-from flashckpt.daemon.service import Daemon, Times
-from flashckpt.memory.job import DaemonStatus
-from flashckpt.storage.opening import open_store
+from flashckpt.daemon.persister.service import Daemon, Times
+from flashckpt.shm.job_directory import DaemonStatus
+from flashckpt.storage.factory import open_store
 
 Captured = pytest.CaptureFixture[str]
 
@@ -297,7 +297,7 @@ def test_docs_name_every_command_and_every_exit_code() -> None:
         assert f"`flashckpt {name}" in text, name
     for code in re.findall(r"\b(\d+) [a-z]", cli.EPILOG):
         assert re.search(rf"^\| {code}\b", text, re.MULTILINE), code
-    from flashckpt.daemon import metrics
+    from flashckpt.daemon.persister import metrics
 
     for name in metrics.GAUGES:
         assert f"flashckpt_{name}`" in text, name

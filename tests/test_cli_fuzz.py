@@ -12,10 +12,10 @@ import pytest
 from support.memory_tier import FakeJob
 from support.ranks import wait_for
 
-from flashckpt.checkpoint.checkpoints import list_checkpoints
+from flashckpt.checkpoint.catalog import list_checkpoints
 from flashckpt.cli import main as cli
-from flashckpt.daemon.service import Daemon, Times
-from flashckpt.storage.opening import open_store
+from flashckpt.daemon.persister.service import Daemon, Times
+from flashckpt.storage.factory import open_store
 
 SEED, CASES = 20261122, 300
 DOCUMENTED = {

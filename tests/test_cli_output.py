@@ -20,14 +20,14 @@ from rich.console import Console
 from support.memory_tier import FakeJob
 from support.ranks import wait_for
 
-from flashckpt.checkpoint.checkpoints import list_checkpoints, read_manifest
+from flashckpt.checkpoint.catalog import list_checkpoints, read_manifest
 from flashckpt.cli import common, diff, gc, inspect, status
 from flashckpt.cli import main as cli
 from flashckpt.cli.output import FittingTable
-from flashckpt.daemon.service import Daemon, Times
+from flashckpt.daemon.persister.service import Daemon, Times
 from flashckpt.errors import DamagedError, StoreError
 from flashckpt.printable import PrintableFormatter, counted, plain, printable, to_json
-from flashckpt.storage.opening import open_store
+from flashckpt.storage.factory import open_store
 
 NASTY = "a[/]\x1b]0;title\x07[bold]\u202eb"
 SHOWN = r"a[/]\x1b]0;title\x07[bold]\u202eb"

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from support.memory import ended, fork
 
 from flashckpt.errors import DamagedError
-from flashckpt.memory.control import (
+from flashckpt.shm.control import (
     MAX_COMPLETE,
     PAGE,
     ROW_BYTES,

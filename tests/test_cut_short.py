@@ -14,10 +14,10 @@ from support.memory_tier import FakeJob
 from support.ranks import wait_for
 
 from flashckpt.cli.status import describe
-from flashckpt.daemon.service import Times
+from flashckpt.daemon.persister.service import Times
 from flashckpt.errors import DamagedError
-from flashckpt.memory.control import PAGE, ROW_BYTES, Control, ControlView
-from flashckpt.memory.job import memory_root
+from flashckpt.shm.control import PAGE, ROW_BYTES, Control, ControlView
+from flashckpt.shm.job_directory import memory_root
 from flashckpt.storage.posix import PosixStore
 
 pytestmark = pytest.mark.timeout(400)

@@ -14,9 +14,9 @@ from support.daemons import assert_bitwise, daemon_of, steps, turn_until
 from support.memory_tier import FakeJob
 from support.ranks import wait_for
 
-from flashckpt.daemon import flush, metrics, persisting
+from flashckpt.daemon.persister import coordinator, flush, metrics
 from flashckpt.errors import StoreError
-from flashckpt.storage.opening import open_store
+from flashckpt.storage.factory import open_store
 
 
 @pytest.fixture
@@ -42,7 +42,7 @@ def test_persist_step_is_committed_bitwise_and_others_are_not(job: FakeJob) -> N
 
 
 def test_daemon_process_runs_without_torch() -> None:
-    code = "import flashckpt.daemon.service, sys; sys.exit('torch' in sys.modules)"
+    code = "import flashckpt.daemon.persister.service, sys; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
 
 
@@ -227,7 +227,7 @@ def test_candidate_abandoned_while_storage_fails_gives_its_slot_back(
         raise StoreError("unreachable")
 
     with pytest.MonkeyPatch.context() as patch, daemon_of(job) as daemon:
-        patch.setattr(persisting, "open_store", refuse)
+        patch.setattr(coordinator, "open_store", refuse)
         job.step(10, persist=True)
         turn_until(daemon, lambda: daemon.error and job.ranks[0].segment.busy(), "the candidate")
         job.restart(2, (1, 5))

@@ -24,11 +24,11 @@ from support.daemons import (
 from support.memory_tier import FakeJob
 from support.ranks import wait_for
 
-from flashckpt.checkpoint.persist import persist_slot
-from flashckpt.daemon import flush, service
+from flashckpt.checkpoint.writer import persist_slot
+from flashckpt.daemon.persister import flush, service
 from flashckpt.faults import CRASH_POINTS
-from flashckpt.memory.lease import Lease
-from flashckpt.storage.opening import open_store
+from flashckpt.shm.lease import Lease
+from flashckpt.storage.factory import open_store
 
 POINTS = [name for name in CRASH_POINTS if name.split(".")[0] in ("persist", "generation", "store")]
 
@@ -174,7 +174,7 @@ def test_temporary_files_of_a_killed_daemon_go_with_the_sweep(job: FakeJob) -> N
 
 def test_launcher_that_is_the_last_process_waits_for_the_flush(job: FakeJob, monkeypatch: pytest.MonkeyPatch) -> None:
     """As PID 1 of a container: its end would kill the daemon."""
-    from flashckpt.daemon.drain import is_last_process, wait_for_flush
+    from flashckpt.daemon.launcher.drain import is_last_process, wait_for_flush
 
     assert not is_last_process()
     monkeypatch.setenv("FLASHCKPT_WAIT_FLUSH", "1")

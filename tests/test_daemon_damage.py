@@ -17,10 +17,10 @@ from support.memory_tier import FakeJob
 from support.ranks import wait_for
 
 from flashckpt.core.digest import digest
-from flashckpt.core.slot import HEADER_COPY_BYTES, encode_header
-from flashckpt.daemon.service import Times
+from flashckpt.core.slot_header import HEADER_COPY_BYTES, encode_header
+from flashckpt.daemon.persister.service import Times
 from flashckpt.errors import DamagedError, FlashckptError
-from flashckpt.memory.segment import Segment
+from flashckpt.shm.segment import Segment
 
 
 @pytest.fixture

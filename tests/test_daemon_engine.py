@@ -11,10 +11,10 @@ from support.engine import net
 from support.ranks import wait_for
 
 from flashckpt import Checkpointer
-from flashckpt.checkpoint.checkpoints import list_checkpoints
+from flashckpt.checkpoint.catalog import list_checkpoints
 from flashckpt.errors import PersistError
-from flashckpt.memory.job import memory_root
-from flashckpt.storage.opening import open_store
+from flashckpt.shm.job_directory import memory_root
+from flashckpt.storage.factory import open_store
 
 
 def test_root_fails_in_the_middle_wait_raises_training_goes_on_and_it_resumes_by_itself(

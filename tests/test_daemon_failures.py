@@ -17,9 +17,9 @@ from support.daemons import assert_bitwise, daemon_of, forked, identities, steps
 from support.memory_tier import FakeJob
 from support.ranks import wait_for
 
-from flashckpt.daemon import persisting, service
+from flashckpt.daemon.persister import coordinator, service
 from flashckpt.errors import RootError, StoreError
-from flashckpt.storage import opening as stores
+from flashckpt.storage import factory as stores
 
 
 @pytest.fixture
@@ -92,7 +92,7 @@ def test_storage_fails_and_comes_back_training_goes_on_and_the_newest_step_is_co
 ) -> None:
     kind, error = FAILURES[name]
     sick = kind(job.root)
-    monkeypatch.setattr(persisting, "open_store", sick.open)
+    monkeypatch.setattr(coordinator, "open_store", sick.open)
     with daemon_of(job) as daemon, caplog.at_level(logging.INFO):
         sick.error = error
         for step in range(1, 31):
@@ -122,7 +122,7 @@ def test_two_slots_and_storage_that_fails_the_memory_tier_goes_on_and_the_newest
     monkeypatch.setattr(service, "BACKOFF_S", (3600.0,))
     job = FakeJob(str(tmp_path / "root"), slots=2)
     sick = FullDisk(job.root)
-    monkeypatch.setattr(persisting, "open_store", sick.open)
+    monkeypatch.setattr(coordinator, "open_store", sick.open)
     sick.error = StoreError("the disk of the root is full")
     with daemon_of(job) as daemon:
         assert job.step(9)
@@ -148,7 +148,7 @@ def test_two_slots_and_storage_that_fails_the_memory_tier_goes_on_and_the_newest
 
 def test_credentials_are_read_anew_after_a_failure(job: FakeJob, monkeypatch: pytest.MonkeyPatch) -> None:
     sick = Sick(job.root)
-    monkeypatch.setattr(persisting, "open_store", sick.open)
+    monkeypatch.setattr(coordinator, "open_store", sick.open)
     with daemon_of(job) as daemon:
         job.step(10, persist=True)
         turn_until(daemon, lambda: 10 in steps(job), "a commit")
@@ -178,8 +178,8 @@ def test_damaged_snapshot_in_memory_is_never_committed_and_the_next_one_is(job: 
 
 
 def test_pack_lost_between_index_and_commit_is_written_again(job: FakeJob, monkeypatch: pytest.MonkeyPatch) -> None:
-    from flashckpt.checkpoint.persist import commit as real
-    from flashckpt.daemon import flush
+    from flashckpt.checkpoint.writer import commit as real
+    from flashckpt.daemon.persister import flush
 
     lost: list[Path] = []
 
@@ -200,7 +200,7 @@ def test_pack_lost_between_index_and_commit_is_written_again(job: FakeJob, monke
 def test_job_ended_while_storage_fails_memory_is_kept(job: FakeJob, monkeypatch: pytest.MonkeyPatch) -> None:
     sick = Sick(job.root)
     sick.error = StoreError("unreachable")
-    monkeypatch.setattr(persisting, "open_store", sick.open)
+    monkeypatch.setattr(coordinator, "open_store", sick.open)
     job.step(10, persist=True)
     job.directory.request("ended")
     job.die()
@@ -218,7 +218,7 @@ def test_sigterm_while_storage_is_gone_ends_the_daemon_after_its_grace_time_and_
 
     def prepare() -> None:
         logging.basicConfig(filename=tmp_path / "log", level=logging.INFO, force=True)
-        vars(persisting)["open_store"] = sick.open
+        vars(coordinator)["open_store"] = sick.open
 
     job.step(10, persist=True)
     times = service.Times(linger_s=0.0, patience_s=0.5 if stuck else 600.0, grace_s=0.2)

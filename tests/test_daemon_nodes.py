@@ -15,14 +15,14 @@ from support.daemons import assert_bitwise, daemon_of, identities
 from support.memory_tier import FakeJob
 from support.ranks import wait_for
 
-from flashckpt.checkpoint.persist import persist_slot
-from flashckpt.daemon import flush, persisting
-from flashckpt.daemon.intents import Identity, Ready, Search, choose_intent, next_candidate, of_other_nodes
-from flashckpt.daemon.retire import superseded
-from flashckpt.daemon.service import Daemon
+from flashckpt.checkpoint.writer import persist_slot
+from flashckpt.daemon.persister import coordinator, flush
+from flashckpt.daemon.persister.proposals import Identity, Ready, Search, choose_intent, next_candidate, of_other_nodes
+from flashckpt.daemon.persister.retire import superseded
+from flashckpt.daemon.persister.service import Daemon
 from flashckpt.faults import CRASH_POINTS
-from flashckpt.memory.node_view import scan
-from flashckpt.memory.segment import Pin
+from flashckpt.shm.inventory import scan
+from flashckpt.shm.segment import Pin
 
 assert "persist.after-intent" in CRASH_POINTS
 NODES = 3
@@ -32,7 +32,7 @@ NODES = 3
 def nodes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[list[FakeJob]]:
     """One job on three nodes of two ranks each: three memory tiers, one root."""
     monkeypatch.setattr(flush, "TAKEOVER_S", 0.0)
-    monkeypatch.setattr(persisting, "ROOT_LOOK_S", 0.0)
+    monkeypatch.setattr(coordinator, "ROOT_LOOK_S", 0.0)
     made = []
     for node in range(NODES):
         memory = tmp_path / f"node{node}"

@@ -12,8 +12,8 @@ from support.proxy import Proxy
 from support.ranks import wait_for
 from support.s3 import moto_server, start_moto, stop
 
-from flashckpt.checkpoint.checkpoints import list_checkpoints
-from flashckpt.daemon import service
+from flashckpt.checkpoint.catalog import list_checkpoints
+from flashckpt.daemon.persister import service
 from flashckpt.errors import FlashckptError
 
 

@@ -13,10 +13,10 @@ from support.daemons import ForkedDaemon, assert_bitwise, identities
 from support.memory_tier import FakeJob
 from support.ranks import wait_for
 
-from flashckpt.checkpoint.checkpoints import newest_checkpoint
-from flashckpt.daemon import service
+from flashckpt.checkpoint.catalog import newest_checkpoint
+from flashckpt.daemon.persister import service
 from flashckpt.faults import CRASH_POINTS
-from flashckpt.storage.opening import open_store
+from flashckpt.storage.factory import open_store
 
 POINTS = [None, None, *(name for name in CRASH_POINTS if name.split(".")[0] in ("persist", "store"))]
 SEEDS = [int(seed) for seed in os.environ.get("FLASHCKPT_TORTURE_SEEDS", "1").split(",")]

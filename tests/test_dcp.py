@@ -22,13 +22,13 @@ from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_di
 from torch.distributed.checkpoint.state_dict_loader import _load_state_dict
 
 from flashckpt import Checkpointer, faults
-from flashckpt.checkpoint import streamed
-from flashckpt.checkpoint.checkpoints import list_checkpoints, read_manifest
+from flashckpt.checkpoint import direct_writer
+from flashckpt.checkpoint.catalog import list_checkpoints, read_manifest
 from flashckpt.dcp import FlashStorageReader, FlashStorageWriter
 from flashckpt.dcp.names import default_path, optimizer_labels, to_dcp, to_ours
 from flashckpt.errors import FlashckptError
-from flashckpt.memory.job import JobDirectory
-from flashckpt.storage.opening import open_store
+from flashckpt.shm.job_directory import JobDirectory
+from flashckpt.storage.factory import open_store
 
 dcp: Any = torch.distributed.checkpoint  # torch exports its functions without saying so
 Failed = dcp.CheckpointException
@@ -38,7 +38,7 @@ pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled:Us
 @pytest.fixture(autouse=True)
 def _first_save(monkeypatch: pytest.MonkeyPatch) -> None:
     """Every test is a process of its own as far as lives on roots go."""
-    monkeypatch.setattr(streamed, "_lives", {})
+    monkeypatch.setattr(direct_writer, "_lives", {})
 
 
 def trained(kind: str, lr: float = 1e-2) -> tuple[torch.nn.Module, torch.optim.Optimizer]:
@@ -204,18 +204,18 @@ def test_two_savers_of_one_step_the_later_life_wins_and_the_other_is_told(tmp_pa
     """Two processes that save the same step: different folders, and the one whose life is older may not commit."""
     root = str(tmp_path / "root")
     store = open_store(root)
-    first = streamed.begin(store, 5, world_size=1)
-    streamed._lives.clear()  # another process
-    second = streamed.begin(store, 5, world_size=1)
+    first = direct_writer.begin(store, 5, world_size=1)
+    direct_writer._lives.clear()  # another process
+    second = direct_writer.begin(store, 5, world_size=1)
     for place in (first, second):
-        streamed.write(store, place, 0, [], {"who": place.claim.generation}, job="test")
-    streamed.finish(store, second)
+        direct_writer.write(store, place, 0, [], {"who": place.claim.generation}, job="test")
+    direct_writer.finish(store, second)
     with pytest.raises(Exception, match="may not write to its root any more"):
-        streamed.finish(store, first)
+        direct_writer.finish(store, first)
     assert [i.prefix for i in list_checkpoints(store)] == ["step-000000005.g2"]
-    streamed._lives[store.url] = first.claim, 5
+    direct_writer._lives[store.url] = first.claim, 5
     with pytest.raises(Exception, match="may not write to its root any more"):
-        streamed.begin(store, 6, world_size=1)
+        direct_writer.begin(store, 6, world_size=1)
 
 
 def test_steps_default_to_the_next_and_checkpoint_ids_are_steps(tmp_path: Path) -> None:

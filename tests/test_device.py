@@ -12,14 +12,14 @@ import pytest
 import torch
 from torch import nn
 
-from flashckpt.core.layout import Shard
-from flashckpt.memory.job import JobDirectory
-from flashckpt.staging.copying import Buffer
-from flashckpt.staging.device import CudaLanes, Pack
-from flashckpt.staging.rank_memory import RankMemory, need_of
-from flashckpt.staging.staging import Plan
-from flashckpt.tracking.placement import current_world
-from flashckpt.tracking.tracked import Tracked
+from flashckpt.core.shard import Shard
+from flashckpt.shm.job_directory import JobDirectory
+from flashckpt.snapshot.copy import Buffer
+from flashckpt.snapshot.device import CudaLanes, Pack
+from flashckpt.snapshot.segments import RankMemory, need_of
+from flashckpt.snapshot.stager import Plan
+from flashckpt.state.placement import current_world
+from flashckpt.state.registry import Tracked
 
 
 class FakeEvent:

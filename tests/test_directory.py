@@ -9,12 +9,12 @@ import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from flashckpt.core import directory
-from flashckpt.core.directory import Wish
-from flashckpt.core.layout import Shard
 from flashckpt.core.manifest import Manifest, decode_manifest, encode_manifest
-from flashckpt.core.reshard import coverage
-from flashckpt.core.table import ShardTable
+from flashckpt.core.shard import Shard
+from flashckpt.core.shard_table import ShardTable
+from flashckpt.planning import peer_index
+from flashckpt.planning.peer_index import Wish
+from flashckpt.planning.read_plan import coverage
 
 
 def box(fqn: str, shape: tuple[int, ...], at: tuple[int, ...], lengths: tuple[int, ...]) -> Shard:
@@ -41,12 +41,12 @@ def manifest(rank: int, shards: Sequence[Shard], values: dict[str, object] | Non
 
 def found(manifests: Sequence[Manifest], wishes: Sequence[Wish], rank: int = 0) -> list[tuple[int, int, int]]:
     """Ask all parts of a directory of three ranks."""
-    held = np.concatenate([directory.offers(m, slot) for slot, m in enumerate(manifests)])
-    asked = directory.wishes(wishes)
+    held = np.concatenate([peer_index.offers(m, slot) for slot, m in enumerate(manifests)])
+    asked = peer_index.wishes(wishes)
     answers: list[tuple[int, int, int]] = []
     for owner in range(3):
-        mine, wanted = (r[directory.owner_of(r["key"], 3) == owner] for r in (held, asked))
-        answers += directory.answers(mine, {rank: wanted})[rank].tolist()
+        mine, wanted = (r[peer_index.owner_of(r["key"], 3) == owner] for r in (held, asked))
+        answers += peer_index.answers(mine, {rank: wanted})[rank].tolist()
     return sorted(answers)
 
 
@@ -82,7 +82,7 @@ def test_what_is_found_covers_everything_that_was_wanted(data: st.DataObject, di
         if not copy:
             rows.setdefault(slot, []).append(row)
     told = [
-        decode_manifest(encode_manifest(directory.part_of(manifests[slot], rows[slot], values=False))) for slot in rows
+        decode_manifest(encode_manifest(peer_index.part_of(manifests[slot], rows[slot], values=False))) for slot in rows
     ]
     assert coverage(wanted, [m.table for m in told])[1] == 0
     for slot, one in zip(rows, told, strict=True):  # places and digests are those of the whole table
@@ -106,7 +106,7 @@ def test_ranks_that_ask_alike_are_sent_to_different_replicas_each_with_one_in_re
     first = {rank: [slot for slot, _, copy in found(held, [("w", "w", box("w", (8,), (0,), (8,)))], rank) if not copy]
              for rank in range(4)}  # fmt: skip
     assert sorted(slots[0] for slots in first.values()) == [0, 1, 2, 3]
-    assert len(found(held, [("w", "w", box("w", (8,), (0,), (8,)))], 2)) == directory.COPIES
+    assert len(found(held, [("w", "w", box("w", (8,), (0,), (8,)))], 2)) == peer_index.COPIES
 
 
 def test_state_of_a_parameter_is_found_below_its_name_whatever_it_is_called_and_however_shaped() -> None:

@@ -10,9 +10,9 @@ import pytest
 from support.dlrun import run_dlrun
 
 from flashckpt import errors
-from flashckpt.daemon import run, worker
-from flashckpt.daemon.budget import RESTARTS
-from flashckpt.daemon.options import NodeCheckError, Outcome
+from flashckpt.daemon.launcher import cli, worker
+from flashckpt.daemon.launcher.budget import RESTARTS
+from flashckpt.daemon.launcher.options import NodeCheckError, Outcome
 from flashckpt.errors import FINAL_CODES, RESUME_EXIT_CODE, FlashckptError, HangError, RestartBudgetError
 
 pytestmark = pytest.mark.timeout(300)
@@ -96,10 +96,10 @@ def test_default_of_max_restarts_is_in_the_help_and_the_page_and_numbers_are_kep
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.delenv("PET_MAX_RESTARTS", raising=False)
-    assert f"Default: {RESTARTS}" in " ".join(run.get_args_parser().format_help().split())
+    assert f"Default: {RESTARTS}" in " ".join(cli.get_args_parser().format_help().split())
     assert f"Default: {RESTARTS} without progress" in TEXT
     for flags, wanted in (([], RESTARTS), (["--max-restarts=0"], 0), (["--max_restarts", "7"], 7)):
-        config, _, _ = run.config_from_args(run.parse_args([*flags, "x.py"]))
+        config, _, _ = cli.config_from_args(cli.parse_args([*flags, "x.py"]))
         assert config.max_restarts == wanted
     monkeypatch.setenv("PET_MAX_RESTARTS", "0")
-    assert run.parse_args(["x.py"]).max_restarts == 0
+    assert cli.parse_args(["x.py"]).max_restarts == 0

@@ -20,8 +20,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from support.ranks import wait_for
 
-from flashckpt.daemon import budget, failure, findings, hang, ledger, messages, stop, zygote
-from flashckpt.daemon.process import adopt_parent, exit_code, thread_count
+from flashckpt.daemon.launcher import budget, failure, findings, hang, ledger, stop
+from flashckpt.daemon.machine.process import adopt_parent, exit_code, thread_count
+from flashckpt.daemon.zygote import messages, server
 
 
 def ended(rank: int, code: int, at_ns: int, summary: str = "") -> failure.Exit:
@@ -337,9 +338,9 @@ def test_hang_groups_equal_stacks_and_names_the_odd_rank() -> None:
 
 
 def test_changed_import_time_variable_is_named() -> None:
-    assert zygote.changed_at_import({"A": "1"}, {"A": "2", "RANK": "0"}) == ""
-    assert zygote.changed_at_import({}, {"LD_PRELOAD": "x"}) == "LD_PRELOAD"
-    assert zygote.changed_at_import({"PYTHONPATH": "x"}, {}) == "PYTHONPATH"
+    assert server.changed_at_import({"A": "1"}, {"A": "2", "RANK": "0"}) == ""
+    assert server.changed_at_import({}, {"LD_PRELOAD": "x"}) == "LD_PRELOAD"
+    assert server.changed_at_import({"PYTHONPATH": "x"}, {}) == "PYTHONPATH"
 
 
 def test_process_with_a_second_thread_is_not_fit_to_be_forked() -> None:
@@ -400,13 +401,13 @@ def test_worker_whose_launcher_died_while_it_was_forked_ends_at_once(reaped: boo
 def test_stop_signal_sent_to_a_worker_that_is_still_being_forked_is_not_lost() -> None:
     """The zygote ignores SIGTERM; a worker that inherited that would train on until it is killed."""
     code = (
-        "import os, signal, sys\nfrom flashckpt.daemon import zygote\nfrom flashckpt.daemon.worker import run_worker\n"
+        "import os, signal, sys\nfrom flashckpt.daemon import zygote\nfrom flashckpt.daemon.launcher.worker import run_worker\n"
         "zygote._shield()\nworker = zygote._fork_workers([{}])\n"
         "if isinstance(worker, dict):\n"
         "    os.kill(os.getpid(), signal.SIGTERM)\n"
         "    sys.exit(run_worker({'env': dict(os.environ), 'stdout': '', 'stderr': '', 'module': False, 'argv': ['/x']}))\n"
         "print(os.waitstatus_to_exitcode(os.waitpid(worker[0], 0)[1]))"
     )
-    become = "from flashckpt.daemon.process import become_subreaper\nbecome_subreaper()\n"
+    become = "from flashckpt.daemon.machine.process import become_subreaper\nbecome_subreaper()\n"
     result = subprocess.run([sys.executable, "-c", become + code], capture_output=True, text=True, check=False)
     assert result.stdout.strip() == str(-signal.SIGTERM), result

@@ -26,8 +26,8 @@ from torch.distributed.elastic.rendezvous.dynamic_rendezvous import (
     _RendezvousState,
 )
 
-from flashckpt.daemon import job_secret, shared_state
-from flashckpt.daemon.job_secret import Seal, UnsealedError
+from flashckpt.daemon.launcher import job_secret, shared_state
+from flashckpt.daemon.launcher.job_secret import Seal, UnsealedError
 from flashckpt.errors import ConfigError
 
 pytestmark = pytest.mark.timeout(300)

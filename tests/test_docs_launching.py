@@ -13,7 +13,8 @@ from typing import Any
 import pytest
 
 from flashckpt import errors
-from flashckpt.daemon import run, zygote
+from flashckpt.daemon.launcher import cli
+from flashckpt.daemon.zygote import server
 
 ROOT = Path(__file__).resolve().parent.parent
 TEXT = (ROOT / "docs" / "launching.md").read_text()
@@ -23,7 +24,7 @@ def own_options() -> set[str]:
     from torch.distributed import run as torchrun
 
     theirs = set(torchrun.get_args_parser()._option_string_actions)
-    return {name for name in run.get_args_parser()._option_string_actions if name not in theirs and "_" not in name}
+    return {name for name in cli.get_args_parser()._option_string_actions if name not in theirs and "_" not in name}
 
 
 def test_every_option_of_dlruns_own_is_in_the_page() -> None:
@@ -42,7 +43,7 @@ def test_variables_of_the_page_are_those_of_the_code() -> None:
     named = set(re.findall(r"FLASHCKPT_[A-Z_]+", TEXT))
     assert named
     assert [name for name in named if name not in source] == []
-    assert all(any(prefix in TEXT for prefix in (name, name.rstrip("_"))) for name in zygote.IMPORT_TIME[:2])
+    assert all(any(prefix in TEXT for prefix in (name, name.rstrip("_"))) for name in server.IMPORT_TIME[:2])
 
 
 def test_tests_of_the_failure_table_exist() -> None:
@@ -63,7 +64,7 @@ def test_batch_scripts_are_valid_shell_and_their_commands_are_accepted(tmp_path:
         assert "--exclusive" in text
         (command,) = re.findall(r"dlrun (--.*?) &$", text.replace("\\\n", ""), re.MULTILINE)
         sizes = command.replace('"$SLURM_NNODES"', "2").replace('"$SLURM_GPUS_ON_NODE"', "2")
-        args = run.parse_args(shlex.split(sizes))
+        args = cli.parse_args(shlex.split(sizes))
         (ahead_s,) = re.findall(r"--signal=B:TERM@(\d+)", text)
         assert args.grace_timeout < int(ahead_s)
 
@@ -105,7 +106,7 @@ def test_jobset_manifest_fits_jobsets_schema_and_has_a_command_that_dlrun_accept
     spec = job["template"]["spec"]
     (container,) = spec["template"]["spec"]["containers"]
     assert container["command"][0] == "dlrun"
-    args = run.parse_args(container["command"][1:])
+    args = cli.parse_args(container["command"][1:])
     assert args.grace_timeout < spec["template"]["spec"]["terminationGracePeriodSeconds"]
     codes = [rule["onExitCodes"]["values"] for rule in spec["podFailurePolicy"]["rules"] if "onExitCodes" in rule]
     assert codes[0] == [errors.RESUME_EXIT_CODE]

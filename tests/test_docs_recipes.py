@@ -16,7 +16,7 @@ import pytest
 import torch
 from support.ranks import wait_for
 
-from flashckpt.memory.job import jobs_in_memory
+from flashckpt.shm.job_directory import jobs_in_memory
 
 ROOT = Path(__file__).resolve().parent.parent
 PAGES = [*sorted((ROOT / "docs").glob("*.md")), ROOT / "README.md"]
@@ -129,9 +129,9 @@ def test_command_line_is_accepted(page: str, command: str) -> None:
 
 
 def _dlrun(words: list[str]) -> None:
-    from flashckpt.daemon import run
+    from flashckpt.daemon.launcher import cli
 
-    args = run.parse_args(words)
+    args = cli.parse_args(words)
     if args.module:
         assert args.training_script == "flashckpt.trainer"
         _trainer([word for word in args.training_script_args if word != "--check"])

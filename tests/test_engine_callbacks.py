@@ -12,7 +12,7 @@ import torch
 from support.one_rank import agent_of_the_test, crash, opened  # noqa: F401 -- fixtures
 
 from flashckpt import Checkpointer
-from flashckpt.memory.job import DaemonStatus, JobDirectory
+from flashckpt.shm.job_directory import DaemonStatus, JobDirectory
 
 
 def raises(*_: object) -> None:

@@ -15,7 +15,7 @@ from torch import nn
 
 from flashckpt import Checkpointer
 from flashckpt.errors import FenceError
-from flashckpt.staging import staging
+from flashckpt.snapshot import stager
 
 
 @pytest.fixture
@@ -23,13 +23,13 @@ def gate(monkeypatch: pytest.MonkeyPatch) -> threading.Event:
     """Holds the copy thread back at its first tensor while it is cleared."""
     opened_gate = threading.Event()
     opened_gate.set()
-    real: Any = getattr(staging, "copy_and_hash")  # noqa: B009 -- it is not exported, on purpose
+    real: Any = getattr(stager, "copy_and_hash")  # noqa: B009 -- it is not exported, on purpose
 
     def held(*args: Any) -> None:
         assert opened_gate.wait(30)
         real(*args)
 
-    monkeypatch.setattr(staging, "copy_and_hash", held)
+    monkeypatch.setattr(stager, "copy_and_hash", held)
     return opened_gate
 
 

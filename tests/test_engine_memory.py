@@ -25,7 +25,7 @@ from flashckpt.errors import ConfigError
 def test_memory_for_three_slots_is_missing_and_two_are_taken_and_said(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    from flashckpt.staging import rank_memory as memory
+    from flashckpt.snapshot import segments as memory
 
     need = 2 * 4 * 250_000
     monkeypatch.setattr(memory, "free_bytes", lambda _: int(need * 2.9))

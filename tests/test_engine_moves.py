@@ -18,8 +18,8 @@ from support.one_rank import (
 )
 
 from flashckpt import Checkpointer
-from flashckpt.memory.block import FileBlock
-from flashckpt.memory.segment import Segment
+from flashckpt.shm.block import FileBlock
+from flashckpt.shm.segment import Segment
 
 ALLOCATING = (
     (Segment, "create"),

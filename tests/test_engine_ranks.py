@@ -237,8 +237,8 @@ def steps_bare(rank: int, root: str) -> dict[str, float]:
     import torch.distributed as dist
     from support.engine import parallel_net
 
-    from flashckpt import Checkpointer, exchange, life
-    from flashckpt.tracking.tracked import Tracked
+    from flashckpt import Checkpointer, collectives, session
+    from flashckpt.state.registry import Tracked
 
     model, mesh = parallel_net("fsdp")
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
@@ -253,7 +253,7 @@ def steps_bare(rank: int, root: str) -> dict[str, float]:
         model(torch.randn(8, 24)).pow(2).mean().backward()
         optimizer.step()
         if step > 1:
-            for module, names in ((dist, kept), (exchange, ("all_gather", "from_rank_0")), (life, ("Plan",))):
+            for module, names in ((dist, kept), (collectives, ("all_gather", "from_rank_0")), (session, ("Plan",))):
                 for name in names:
                     setattr(module, name, refused)
             Tracked.structure = refused  # type: ignore[method-assign]

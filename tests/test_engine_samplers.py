@@ -13,7 +13,7 @@ from torch.utils.data import DataLoader
 
 from flashckpt.errors import SamplerStateError
 from flashckpt.sampler import ElasticBatchSampler, ElasticSampler
-from flashckpt.tracking.samplers import Commits
+from flashckpt.state.samplers import Commits
 
 
 class Stuck(Holder):

@@ -17,13 +17,13 @@ from support.engine import net
 from support.one_rank import Gate, agent_of_the_test, crash, finished, opened, opened_as  # noqa: F401 -- fixtures
 
 from flashckpt import Checkpointer
-from flashckpt.checkpoint.checkpoints import list_checkpoints
-from flashckpt.daemon import persisting
-from flashckpt.daemon.service import Daemon
-from flashckpt.memory.job import JobDirectory
-from flashckpt.memory.node_view import pin_all, release, scan
+from flashckpt.checkpoint.catalog import list_checkpoints
+from flashckpt.daemon.persister import coordinator
+from flashckpt.daemon.persister.service import Daemon
+from flashckpt.shm.inventory import pin_all, release, scan
+from flashckpt.shm.job_directory import JobDirectory
 from flashckpt.skips import Skips
-from flashckpt.storage.opening import open_store
+from flashckpt.storage.factory import open_store
 
 
 @pytest.fixture
@@ -143,7 +143,7 @@ def test_the_snapshot_of_a_stop_is_taken_even_if_its_slot_is_pinned_for_a_while(
             if len(slept) == 3:
                 stack.close()
 
-        patch.setattr("flashckpt.life.time.sleep", sleep)
+        patch.setattr("flashckpt.session.time.sleep", sleep)
         ckpt.step(3)
     assert len(slept) >= 3
     assert ckpt.should_stop
@@ -203,7 +203,7 @@ def test_storage_that_does_not_answer_costs_snapshots_and_no_step(
     slots: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, no_sleep: None
 ) -> None:
     stuck = Stuck(str(tmp_path / "root"))
-    monkeypatch.setattr(persisting, "open_store", lambda *_, **__: stuck)
+    monkeypatch.setattr(coordinator, "open_store", lambda *_, **__: stuck)
     ckpt = Checkpointer(str(tmp_path / "root"), snapshot_every=1, persist_every=5, slots=slots, job="t")
     ckpt.track(model=net())
     ckpt.restore()

@@ -14,8 +14,8 @@ from torch import nn
 
 from flashckpt import Checkpointer
 from flashckpt.errors import DamagedError, SharedMemoryError, TensorMismatchError, UnsupportedStateError
-from flashckpt.memory.segment import Segment
-from flashckpt.tracking import trees
+from flashckpt.shm.segment import Segment
+from flashckpt.state import pytree
 
 
 class Counting(nn.Linear):
@@ -70,7 +70,7 @@ def test_values_nested_too_deeply_are_refused_before_training(kind: Any, tmp_pat
             value = {"k": value} if kind is dict else kind([value])
         return value
 
-    trees.take_apart(nested(trees.DEEPEST), "x")
+    pytree.take_apart(nested(pytree.DEEPEST), "x")
     with pytest.raises(UnsupportedStateError, match="nested too deeply"):
         started(tmp_path, thing=Holder(v=nested(200)))
 
@@ -108,10 +108,10 @@ def test_values_that_are_there_already_and_too_deep_are_refused_by_track(tmp_pat
             Checkpointer(str(tmp_path), job="t").track(**one)
 
 
-@pytest.mark.parametrize("levels", [trees.DEEPEST - 1, trees.DEEPEST])
+@pytest.mark.parametrize("levels", [pytree.DEEPEST - 1, pytree.DEEPEST])
 def test_track_takes_what_a_snapshot_can_hold(levels: int, tmp_path: Path) -> None:
     value = levels_of(levels - 1)
-    trees.take_apart(value, "x")
+    pytree.take_apart(value, "x")
     Checkpointer(str(tmp_path), job="t").track(thing=Holder(v=levels_of(levels - 2)))
 
 
@@ -159,9 +159,9 @@ def test_a_parameter_whose_data_is_of_another_form_now_is_planned_anew(other: to
 def test_keys_that_look_alike_and_a_tensor_at_two_places_stay_what_they_are() -> None:
     one = torch.ones(2)
     tree = {1: torch.zeros(1), "1": one, "a.b": torch.ones(3), "a": {"b": torch.ones(4)}, "again": [one]}
-    skeleton, tensors = trees.take_apart(tree, "x")
+    skeleton, tensors = pytree.take_apart(tree, "x")
     assert len(tensors) == 4
-    back = trees.put_together(skeleton, lambda name: tensors[name].clone())
+    back = pytree.put_together(skeleton, lambda name: tensors[name].clone())
     assert bits(back) == bits(tree)
     assert back["1"] is back["again"][0]
 

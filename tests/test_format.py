@@ -18,22 +18,22 @@ import msgpack
 import numpy as np
 import pytest
 
-from flashckpt.checkpoint.checkpoints import GenerationClaim, decode_claim, encode_claim
+from flashckpt.checkpoint.catalog import GenerationClaim, decode_claim, encode_claim
 from flashckpt.checkpoint.intents import Intent, decode_intent, encode_intent
 from flashckpt.checkpoint.retention import decode_lease, encode_lease
-from flashckpt.core import slot, superblock
+from flashckpt.core import slot_header, superblock
 from flashckpt.core.digest import chunk_digests, digest
-from flashckpt.core.head import HEAD_BYTES, decode_summary
-from flashckpt.core.layout import Shard, place
 from flashckpt.core.manifest import Manifest, ShardTable, decode_manifest, encode_manifest, merge, summary_of
-from flashckpt.core.slot import SlotHeader, SlotState
+from flashckpt.core.manifest_header import HEAD_BYTES, decode_summary
+from flashckpt.core.shard import Shard, place
+from flashckpt.core.slot_header import SlotHeader, SlotState
 from flashckpt.core.superblock import SegmentSpec, Superblock
-from flashckpt.daemon.intents import Ready, decode_ready, encode_ready
+from flashckpt.daemon.persister.proposals import Ready, decode_ready, encode_ready
 from flashckpt.errors import DamagedError, FormatVersionError
-from flashckpt.memory import control
-from flashckpt.memory.control import Control, Published
-from flashckpt.memory.job import DaemonStatus, GenerationRecord, JobConfig, JobDirectory
-from flashckpt.memory.segment import Segment
+from flashckpt.shm import control
+from flashckpt.shm.control import Control, Published
+from flashckpt.shm.job_directory import DaemonStatus, GenerationRecord, JobConfig, JobDirectory
+from flashckpt.shm.segment import Segment
 
 V1 = Path(__file__).parent / "format" / "v1"
 V1_1 = V1.with_name("v1.1")
@@ -95,7 +95,7 @@ def pieces() -> dict[str, bytes]:
         "slot-manifest": encode_manifest(manifest(1)),
         "merged-manifest": encode_manifest(merged()),
         "published": control.encode_published(Published.of([(3, 120), (2, 100)], (3, 125))),
-        **{f"header-{i}": slot.encode_header(header) for i, header in enumerate(HEADERS)},
+        **{f"header-{i}": slot_header.encode_header(header) for i, header in enumerate(HEADERS)},
         **root_records(),
     }
 
@@ -193,7 +193,7 @@ def test_version_1_is_read() -> None:
     raw = {name: (V1 / name).read_bytes() for name in pieces()}
     assert superblock.decode_superblock(raw["superblock"], path="x") == BLOCK
     assert superblock.decode_owner(raw["owner"]) == 4711
-    assert [slot.decode_header(raw[f"header-{i}"]) for i in range(3)] == HEADERS
+    assert [slot_header.decode_header(raw[f"header-{i}"]) for i in range(3)] == HEADERS
     assert control.decode_published(raw["published"]) == Published(complete=((3, 120), (2, 100)), passed=(3, 125))
     one, both = decode_manifest(raw["slot-manifest"]), decode_manifest(raw["merged-manifest"])
     assert (one.identity, one.parent, one.rank, one.coordinates) == ((3, 120), (2, 100), 1, {"dp": 1, "tp": 0})
@@ -275,7 +275,16 @@ def test_the_byte_tables_of_the_documentation_have_no_gaps_and_fit_the_code() ->
             assert int(offset) == cursor, f"gap at {offset}"
             cursor += int(size)
         ends.append(cursor)
-    assert ends == [2048, 24, slot.HEADER_BYTES, 32, control.PAGE, 128 + 24 + 16 * (1 + control.MAX_COMPLETE), 24, 40]
+    assert ends == [
+        2048,
+        24,
+        slot_header.HEADER_BYTES,
+        32,
+        control.PAGE,
+        128 + 24 + 16 * (1 + control.MAX_COMPLETE),
+        24,
+        40,
+    ]
 
 
 @pytest.mark.parametrize("page", ["format.md", "lifetimes.md"])

@@ -10,9 +10,9 @@ import pytest
 from support.memory import killed_at, restorable, spec_of, take
 
 from flashckpt.errors import JobInUseError, NoCheckpointError
-from flashckpt.memory.gc import dead_memory, remove
-from flashckpt.memory.job import GenerationRecord, JobDirectory, memory_root
-from flashckpt.memory.segment import Segment
+from flashckpt.shm.gc import dead_memory, remove
+from flashckpt.shm.job_directory import GenerationRecord, JobDirectory, memory_root
+from flashckpt.shm.segment import Segment
 
 
 def run_and_be_killed(job: str) -> JobDirectory:

@@ -18,8 +18,8 @@ from support.fuzz_targets import STATE_DICT
 from test_interop import Captured, run
 from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 
-from flashckpt.checkpoint.checkpoints import list_checkpoints
-from flashckpt.storage.opening import open_store
+from flashckpt.checkpoint.catalog import list_checkpoints
+from flashckpt.storage.factory import open_store
 
 dcp: Any = torch.distributed.checkpoint
 pytestmark = pytest.mark.filterwarnings("ignore")  # torch's, of its own formats

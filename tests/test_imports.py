@@ -127,7 +127,13 @@ def test_nothing_pickles(folder: str) -> None:
 
 @pytest.mark.parametrize(
     "module",
-    ["flashckpt", "flashckpt.cli.main", "flashckpt.cli.export", "flashckpt.cli.import_", "flashckpt.daemon.service"],
+    [
+        "flashckpt",
+        "flashckpt.cli.main",
+        "flashckpt.cli.export",
+        "flashckpt.cli.import_",
+        "flashckpt.daemon.persister.service",
+    ],
 )
 def test_torch_is_not_imported_by(module: str) -> None:
     """The daemon and the command start in tenths of a second and hold no device context."""

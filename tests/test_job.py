@@ -14,9 +14,9 @@ from support.memory import ended, fork
 from support.ranks import wait_for
 
 from flashckpt.errors import ConfigError, DamagedError, FormatVersionError, JobInUseError, SharedMemoryError
-from flashckpt.memory.identity import job_id, root_digest, root_url
-from flashckpt.memory.job import DaemonStatus, GenerationRecord, JobConfig, JobDirectory, memory_root
-from flashckpt.memory.lease import Lease
+from flashckpt.shm.job_directory import DaemonStatus, GenerationRecord, JobConfig, JobDirectory, memory_root
+from flashckpt.shm.job_id import job_id, root_digest, root_url
+from flashckpt.shm.lease import Lease
 
 # -- identity -------------------------------------------------------------------------------------------
 
@@ -183,7 +183,7 @@ def _remove(directory: JobDirectory) -> None:
 
 
 def test_a_removal_that_never_ends_is_an_error(monkeypatch: Any) -> None:
-    monkeypatch.setattr("flashckpt.memory.job._REMOVAL_S", 0.05)
+    monkeypatch.setattr("flashckpt.shm.job_directory._REMOVAL_S", 0.05)
     directory = JobDirectory.open("j1")
     directory.hold_live().close()
     lease = Lease(directory.live_path)
@@ -227,7 +227,7 @@ def test_only_one_daemon_holds_the_lock() -> None:
 DAEMON = """
 import os, sys, time
 from pathlib import Path
-from flashckpt.memory.job import JobDirectory
+from flashckpt.shm.job_directory import JobDirectory
 directory = JobDirectory(Path(sys.argv[-1]))
 lease = directory.hold_daemon()
 print("torch" in sys.modules, lease is None, flush=True)

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from flashckpt.core.layout import ALIGN_LARGE, ALIGN_SMALL, SMALL_BYTES, Shard, intersect, layout_hash, place
+from flashckpt.core.shard import ALIGN_LARGE, ALIGN_SMALL, SMALL_BYTES, Shard, intersect, layout_hash, place
 from flashckpt.errors import UnsupportedStateError
 
 

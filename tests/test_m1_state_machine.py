@@ -17,12 +17,12 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from flashckpt.core.lineage import SlotRecord, by_preference, common, is_abandoned, partly
-from flashckpt.core.slot import SlotHeader, SlotState, choose_slot
-from flashckpt.daemon.retire import superseded
-from flashckpt.memory.control import Published
-from flashckpt.memory.job import GenerationRecord
-from flashckpt.memory.node_view import Held, View
-from flashckpt.memory.watermark import Known, known_of
+from flashckpt.core.slot_header import SlotHeader, SlotState, choose_slot
+from flashckpt.daemon.persister.retire import superseded
+from flashckpt.shm.acks import Known, known_of
+from flashckpt.shm.control import Published
+from flashckpt.shm.inventory import Held, View
+from flashckpt.shm.job_directory import GenerationRecord
 
 Identity = tuple[int, int]
 

@@ -15,9 +15,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from flashckpt.core.digest import CHUNK_BYTES, chunk_digests, digest
-from flashckpt.core.layout import Shard, place
 from flashckpt.core.manifest import Manifest, ShardTable, decode_manifest, encode_manifest, encode_table, merge
 from flashckpt.core.schema import cut_tensors_with_gaps
+from flashckpt.core.shard import Shard, place
 from flashckpt.errors import DamagedError, DisagreementError, FormatVersionError, UnsupportedStateError
 
 
@@ -207,7 +207,7 @@ def test_the_table_of_twenty_thousand_tensors_is_encoded_once_and_not_per_snapsh
 
 
 def test_going_over_all_rows_of_a_large_table_keeps_few_of_them(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("flashckpt.core.table.KEPT_SHARDS", 2)
+    monkeypatch.setattr("flashckpt.core.shard_table.KEPT_SHARDS", 2)
     shards = shards_of(0)
     table = ShardTable.from_shards(shards, place(shards).offsets)
     for _ in range(2):

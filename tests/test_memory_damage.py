@@ -16,9 +16,9 @@ from support.one_rank import agent_of_the_test  # noqa: F401 -- a fixture
 
 from flashckpt import Checkpointer
 from flashckpt.errors import DamagedError, PersistError
-from flashckpt.memory.control import PAGE, Control, Published
-from flashckpt.memory.job import GenerationRecord, JobDirectory
-from flashckpt.memory.node_view import scan
+from flashckpt.shm.control import PAGE, Control, Published
+from flashckpt.shm.inventory import scan
+from flashckpt.shm.job_directory import GenerationRecord, JobDirectory
 
 
 def test_a_row_with_a_damaged_counter_can_be_published_again(tmp_path: Path) -> None:

@@ -8,8 +8,8 @@ from collections.abc import Callable
 import pytest
 from torch._C._distributed_c10d import HashStore
 
-from flashckpt.daemon.node_check import Check, Timing, first_pairs, is_due, second_pairs, verdict
-from flashckpt.daemon.stop import Group
+from flashckpt.daemon.launcher.node_check import Check, Timing, first_pairs, is_due, second_pairs, verdict
+from flashckpt.daemon.launcher.stop import Group
 
 INFINITE = float("inf")
 

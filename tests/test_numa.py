@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from flashckpt.daemon import numa
+from flashckpt.daemon.machine import numa
 
 
 def machine(folder: Path, nodes: dict[int, str], *, memory: str) -> Path:

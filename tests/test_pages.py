@@ -10,8 +10,8 @@ import numpy as np
 import pytest
 
 from flashckpt.core.digest import CHUNK_BYTES, copy_and_digest, digest
-from flashckpt.memory import pages
-from flashckpt.restore.fill import thread_count
+from flashckpt.restore.executor import thread_count
+from flashckpt.shm import prefault
 
 SIZE = 16 << 20
 
@@ -28,11 +28,11 @@ def address_of(mapping: mmap.mmap) -> int:
 
 def test_populate_maps_what_it_is_asked_for_and_no_more(fresh: mmap.mmap) -> None:
     start = address_of(fresh) + 5 * 4096
-    if not pages.populate(start + 100, 3 * 4096):
+    if not prefault.populate(start + 100, 3 * 4096):
         pytest.skip("the kernel has no MADV_POPULATE_WRITE")
-    assert all(pages.is_mapped(start + k * 4096) for k in range(4)), "the pages at both ends count whole"
-    assert not pages.is_mapped(start - 4096)
-    assert not pages.is_mapped(start + 4 * 4096)
+    assert all(prefault.is_mapped(start + k * 4096) for k in range(4)), "the pages at both ends count whole"
+    assert not prefault.is_mapped(start - 4096)
+    assert not prefault.is_mapped(start + 4 * 4096)
 
 
 @pytest.mark.parametrize("nbytes", [0, 1, 4095, 256 << 10, (256 << 10) + 1, CHUNK_BYTES])

@@ -15,13 +15,12 @@ import pytest
 from support.slots import FakePin, make_pin, shard
 
 from flashckpt import faults
-from flashckpt.checkpoint.checkpoints import list_checkpoints, newest_checkpoint, read_manifest
+from flashckpt.checkpoint.catalog import list_checkpoints, newest_checkpoint, read_manifest
 from flashckpt.checkpoint.compression import PackedObjects, worth_compressing
-from flashckpt.checkpoint.persist import MANIFEST, PersistOptions, commit, missing_writers, persist_slot, prefix_of
 from flashckpt.checkpoint.retention import sweep
+from flashckpt.checkpoint.writer import MANIFEST, PersistOptions, commit, missing_writers, persist_slot, prefix_of
 from flashckpt.core.digest import chunk_digests
-from flashckpt.core.layout import Shard
-from flashckpt.core.packs import index_name, plan_packs
+from flashckpt.core.shard import Shard
 from flashckpt.errors import (
     DamagedError,
     FencedError,
@@ -31,7 +30,8 @@ from flashckpt.errors import (
     ShardGapError,
     StoreError,
 )
-from flashckpt.storage.opening import open_store
+from flashckpt.planning.packs import index_name, plan_packs
+from flashckpt.storage.factory import open_store
 from flashckpt.storage.store import Store
 
 SHARDS = [
@@ -287,7 +287,7 @@ def test_auto_compresses_where_the_storage_is_slower_than_the_codec(
     assert not worth_compressing(upload_bytes_s=20e6, encode_bytes_s=0.6e9, ratio=0.97, threads=2), "nothing to gain"
     kinds: dict[float, str] = {}
     for bytes_s in (1e15, 1e3):
-        monkeypatch.setattr("flashckpt.checkpoint.persist._upload_bytes_s", {store.url: bytes_s})
+        monkeypatch.setattr("flashckpt.checkpoint.writer._upload_bytes_s", {store.url: bytes_s})
         pin = make_pin([shard("w", (600, 1000))], smooth=True, step=len(kinds) + 1)
         prefix = persist_all(store, [pin], compression="auto")
         (kinds[bytes_s],) = {info.key[-4:] for info in store.list(f"{prefix}/r") if ".p" in info.key}

@@ -17,13 +17,13 @@ from support.memory import ended, fork, spec_of
 
 from flashckpt.bench import scratch
 from flashckpt.cli import main as cli
-from flashckpt.daemon import worker
-from flashckpt.daemon.watch import JobWatch
+from flashckpt.daemon.launcher import worker
+from flashckpt.daemon.launcher.watch import JobWatch
 from flashckpt.errors import ConfigError, SharedMemoryError
-from flashckpt.memory.gc import look
-from flashckpt.memory.job import GenerationRecord, JobDirectory, memory_root
-from flashckpt.memory.private import create_file, private_directories, private_directory
-from flashckpt.memory.segment import Segment
+from flashckpt.shm.gc import look
+from flashckpt.shm.job_directory import GenerationRecord, JobDirectory, memory_root
+from flashckpt.shm.private import create_file, private_directories, private_directory
+from flashckpt.shm.segment import Segment
 
 NOBODY = 65534
 as_root = pytest.mark.skipif(os.getuid() != 0, reason="acts as another user")
@@ -163,7 +163,7 @@ def test_a_job_that_is_a_link_is_refused_by_ranks_and_daemon(tmp_path: Path) -> 
     for create in (True, False):
         with pytest.raises(ConfigError, match="symbolic link"):
             JobDirectory.open("j1", create=create)
-    command = [sys.executable, "-m", "flashckpt.daemon.service", str(memory_root() / "j1")]
+    command = [sys.executable, "-m", "flashckpt.daemon.persister.service", str(memory_root() / "j1")]
     assert subprocess.run(command, check=False, capture_output=True).returncode == ConfigError.exit_code
     assert everything(tmp_path) == []
 
@@ -287,9 +287,9 @@ def test_gc_reports_only_what_it_removed(capsys: pytest.CaptureFixture[str], mon
         directory.hold_live().close()
     rmtree = shutil.rmtree
     monkeypatch.setattr(
-        "flashckpt.memory.private.shutil.rmtree", lambda path, **kw: None if ".a." in str(path) else rmtree(path, **kw)
+        "flashckpt.shm.private.shutil.rmtree", lambda path, **kw: None if ".a." in str(path) else rmtree(path, **kw)
     )
-    monkeypatch.setattr("flashckpt.memory.private.shutil.rmtree.avoids_symlink_attacks", True, raising=False)
+    monkeypatch.setattr("flashckpt.shm.private.shutil.rmtree.avoids_symlink_attacks", True, raising=False)
     code, document, _ = run("gc", "--apply", capsys=capsys)
     assert code == SharedMemoryError.exit_code
     gone = {one["job"]: one["nbytes"] for one in document["memory"]}

@@ -13,10 +13,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from flashckpt.core.layout import ITEMSIZE, Shard
-from flashckpt.core.reshard import Box, flat_boxes, plan_box, plan_reads, runs, split_runs
-from flashckpt.core.table import ShardTable
+from flashckpt.core.shard import ITEMSIZE, Shard
+from flashckpt.core.shard_table import ShardTable
 from flashckpt.errors import ShardGapError
+from flashckpt.planning.read_plan import Box, flat_boxes, plan_box, plan_reads, runs, split_runs
 
 DTYPES = ("uint8", "int16", "float32", "complex128")
 

@@ -12,14 +12,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from flashckpt.core.digest import CHUNK_BYTES, chunk_digests
-from flashckpt.core.layout import ITEMSIZE, Shard, place
 from flashckpt.core.manifest import Manifest
-from flashckpt.core.table import ShardTable
+from flashckpt.core.shard import ITEMSIZE, Shard, place
+from flashckpt.core.shard_table import ShardTable
 from flashckpt.errors import DamagedError, ShardGapError
-from flashckpt.restore import fill as restore
-from flashckpt.restore.fill import RestoreCounts, Target, fill
+from flashckpt.restore import executor as restore
+from flashckpt.restore.executor import RestoreCounts, Target, fill
 from flashckpt.restore.sources import Source, StorageSource
-from flashckpt.storage.opening import open_store
+from flashckpt.storage.factory import open_store
 
 Box = tuple[tuple[int, ...], tuple[int, ...]]
 

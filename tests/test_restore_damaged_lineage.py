@@ -15,7 +15,7 @@ from torch import nn
 from flashckpt import Checkpointer
 from flashckpt.cli.main import main
 from flashckpt.errors import DamagedError
-from flashckpt.memory.job import JobDirectory
+from flashckpt.shm.job_directory import JobDirectory
 
 
 def _on_a_node_of_its_own(rank: int, root: str, shm: str) -> Any:

@@ -12,11 +12,11 @@ from support.engine import agent_dir, digest, net
 from support.ranks import run_ranks, values, wait_for
 
 from flashckpt import Checkpointer
-from flashckpt.checkpoint.checkpoints import read_manifest
-from flashckpt.checkpoint.persist import MANIFEST, commit, persist_slot
-from flashckpt.memory.job import JobDirectory
-from flashckpt.memory.segment import Segment
-from flashckpt.storage.opening import open_store
+from flashckpt.checkpoint.catalog import read_manifest
+from flashckpt.checkpoint.writer import MANIFEST, commit, persist_slot
+from flashckpt.shm.job_directory import JobDirectory
+from flashckpt.shm.segment import Segment
+from flashckpt.storage.factory import open_store
 from flashckpt.storage.posix import PosixStore
 
 

@@ -13,13 +13,13 @@ from support.daemons import daemon_of, steps, turn_until
 from support.memory_tier import FakeJob, FakeRank, split
 
 from flashckpt import faults
-from flashckpt.checkpoint.checkpoints import list_checkpoints, read_manifest
-from flashckpt.core.layout import Shard
+from flashckpt.checkpoint.catalog import list_checkpoints, read_manifest
+from flashckpt.core.shard import Shard
 from flashckpt.errors import DamagedError, ShardGapError
-from flashckpt.memory.segment import Segment
-from flashckpt.restore.fill import RestoreCounts, Target, fill
+from flashckpt.restore.executor import RestoreCounts, Target, fill
 from flashckpt.restore.sources import MemorySource, Source, StorageSource
-from flashckpt.storage.opening import open_store
+from flashckpt.shm.segment import Segment
+from flashckpt.storage.factory import open_store
 
 SHAPES = {"w": (3000, 1000), "b": (13,)}  # w: 12 MB, 6 chunks per rank
 

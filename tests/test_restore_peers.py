@@ -69,8 +69,8 @@ def test_optimizer_state_that_no_source_here_names_is_asked_for_unless_it_never_
     from test_directory import box, manifest
 
     from flashckpt.restore import live_state
-    from flashckpt.tracking.placement import World
-    from flashckpt.tracking.tracked import Tracked
+    from flashckpt.state.placement import World
+    from flashckpt.state.registry import Tracked
 
     model = torch.nn.Linear(4, 2)
     tracked = Tracked(World())
@@ -115,7 +115,7 @@ def dies_in_its_third_snapshot(rank: int, root: str) -> None:
 
 def test_snapshot_that_one_rank_never_completed_stands_behind_the_one_that_all_have(tmp_path: Path) -> None:
     """Rank 0's replica of step 3 covers the state, but not rank 1's generators: step 2 goes on bit for bit."""
-    from flashckpt.memory.segment import Segment
+    from flashckpt.shm.segment import Segment
 
     results = run_ranks(dies_in_its_third_snapshot, 2, str(tmp_path))
     assert results[1].signal == 9
@@ -211,7 +211,7 @@ def test_ranks_that_are_asked_for_different_steps_end_with_an_error_that_names_b
 
 def flip(node: int, rank: int, at: int = 1000) -> None:
     """Flip one bit of the newest snapshot of a rank, where its first large tensor lies."""
-    from flashckpt.memory.segment import Segment
+    from flashckpt.shm.segment import Segment
 
     (path,) = node_dir(node).rglob(f"r{rank:05d}-*.seg")
     segment = Segment.attach(path, writable=True)
@@ -242,7 +242,7 @@ def test_damaged_range_of_a_peer_is_replaced_by_another_replica(tmp_path: Path) 
 
 def vanishing(rank: int, root: str, nodes: list[int]) -> dict[str, Any]:
     """Rank 0 gives its snapshot up between two rounds."""
-    from flashckpt.restore import fill, peers
+    from flashckpt.restore import executor, peers
 
     def hook() -> None:
         whole = peers.Peers._is_current
@@ -251,7 +251,7 @@ def vanishing(rank: int, root: str, nodes: list[int]) -> dict[str, Any]:
             return whole(self, slot) and not (rank == 0 and self.round > 0)
 
         peers.Peers._is_current = is_current  # type: ignore[method-assign]  # of this process alone
-        fill.JOB_BYTES = peers.ROUND_BYTES = 1 << 20
+        executor.JOB_BYTES = peers.ROUND_BYTES = 1 << 20
 
     return train_spread(rank, "plain", root, nodes, 2, {"width": 12_000}, hook=hook)
 
@@ -290,12 +290,12 @@ def test_rank_killed_while_it_serves_or_receives_leaves_every_source_intact(
 
 def counted(rank: int, root: str, nodes: list[int], options: dict[str, Any]) -> dict[str, Any]:
     """Restore and count what goes through the exchange: collectives, and the most bytes of one of them."""
-    from flashckpt import exchange
-    from flashckpt.restore import fill, peers
+    from flashckpt import collectives
+    from flashckpt.restore import executor, peers
 
-    fill.JOB_BYTES, peers.ROUND_BYTES = 1 << 20, 2 << 20
+    executor.JOB_BYTES, peers.ROUND_BYTES = 1 << 20, 2 << 20
     seen = {"gathers": 0, "groups": 0, "most": 0, "rounds": 0}
-    gather, group, send = exchange.all_gather_bytes, exchange.HostGroup.__init__, exchange.HostGroup.all_to_all
+    gather, group, send = collectives.all_gather_bytes, collectives.HostGroup.__init__, collectives.HostGroup.all_to_all
 
     def gathering(data: bytes) -> list[bytes]:
         seen["gathers"] += 1
@@ -312,9 +312,9 @@ def counted(rank: int, root: str, nodes: list[int], options: dict[str, Any]) -> 
         seen["rounds"] += 1
         return received
 
-    exchange.all_gather_bytes = gathering
-    exchange.HostGroup.__init__ = grouping  # type: ignore[method-assign]  # of this process alone
-    exchange.HostGroup.all_to_all = sending  # type: ignore[method-assign]
+    collectives.all_gather_bytes = gathering
+    collectives.HostGroup.__init__ = grouping  # type: ignore[method-assign]  # of this process alone
+    collectives.HostGroup.all_to_all = sending  # type: ignore[method-assign]
     report = train_spread(rank, "plain", root, nodes, 1, options)
     return {**report, **seen}
 
@@ -343,12 +343,12 @@ def by_a_group_of_its_own(rank: int) -> list[Any]:
     """As where the default group carries device tensors only."""
     import torch
 
-    from flashckpt import exchange
+    from flashckpt import collectives
 
-    device = exchange._device
-    exchange._device = lambda: torch.device("cuda")
-    group = exchange.HostGroup()
-    exchange._device = device
+    device = collectives._device
+    collectives._device = lambda: torch.device("cuda")
+    group = collectives.HostGroup()
+    collectives._device = device
     told = group.all_to_all([[bytes([rank] * to), b"", bytes([to])] for to in range(3)])
     found = [group.total(rank), *(part.hex() for part in told)]
     group.close()

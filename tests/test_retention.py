@@ -15,7 +15,7 @@ from support.ranks import wait_for
 from support.slots import make_pin, shard
 
 from flashckpt import faults
-from flashckpt.checkpoint.checkpoints import (
+from flashckpt.checkpoint.catalog import (
     CheckpointInfo,
     GenerationClaim,
     claim_generation,
@@ -35,7 +35,6 @@ from flashckpt.checkpoint.intents import (
     list_intents,
     put_intent,
 )
-from flashckpt.checkpoint.persist import MANIFEST, commit, persist_slot, prefix_of
 from flashckpt.checkpoint.retention import (
     LEASE_S,
     TOMBSTONE_AGE_S,
@@ -49,9 +48,10 @@ from flashckpt.checkpoint.retention import (
     sweep,
     unkeep,
 )
-from flashckpt.core.head import HEAD_BYTES
+from flashckpt.checkpoint.writer import MANIFEST, commit, persist_slot, prefix_of
+from flashckpt.core.manifest_header import HEAD_BYTES
 from flashckpt.errors import DamagedError, NoCheckpointError, RootError
-from flashckpt.storage.opening import open_store
+from flashckpt.storage.factory import open_store
 from flashckpt.storage.posix import PosixStore
 from flashckpt.storage.store import Store
 

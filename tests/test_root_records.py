@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 from support.slots import make_pin, shard
 
-from flashckpt.checkpoint.checkpoints import (
+from flashckpt.checkpoint.catalog import (
     GenerationClaim,
     claim_generation,
     list_checkpoints,
@@ -15,11 +15,11 @@ from flashckpt.checkpoint.checkpoints import (
     read_generations,
 )
 from flashckpt.checkpoint.intents import Intent, list_intents, put_intent
-from flashckpt.checkpoint.persist import commit, persist_slot, prefix_of
 from flashckpt.checkpoint.retention import ReadLease, leased_prefixes
-from flashckpt.checkpoint.root_view import look
+from flashckpt.checkpoint.root_summary import look
+from flashckpt.checkpoint.writer import commit, persist_slot, prefix_of
 from flashckpt.errors import DamagedError
-from flashckpt.storage.opening import open_store
+from flashckpt.storage.factory import open_store
 from flashckpt.storage.store import Store
 
 

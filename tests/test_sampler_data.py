@@ -31,8 +31,8 @@ from flashckpt.sampler import (
     build_line_index,
     build_packing,
 )
-from flashckpt.sampler.blob import Blob
-from flashckpt.sampler.packing import pack
+from flashckpt.sampler.datasets.packing import pack
+from flashckpt.sampler.datasets.remote_file import Blob
 
 TEXT = inspect.getsource(random) + "ünïcödé\r\n\nlast line without an end"
 LINES = TEXT.replace("\r\n", "\n").split("\n")
@@ -256,7 +256,7 @@ def test_a_read_only_folder_gets_no_index_and_works(tmp_path: Any, monkeypatch: 
     def refuse(*_: Any) -> None:
         raise PermissionError
 
-    monkeypatch.setattr("flashckpt.sampler.index_file.write", refuse)
+    monkeypatch.setattr("flashckpt.sampler.datasets.index_file.write", refuse)
     assert TextLines(tmp_path / "a.txt")[1] == "two"
 
 

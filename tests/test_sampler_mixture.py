@@ -13,8 +13,8 @@ from hypothesis import given, settings
 
 from flashckpt.errors import ConfigError, DataError, SamplerStateError
 from flashckpt.sampler import ElasticSampler, Mixture, Order
-from flashckpt.sampler.mixture import Schedule
-from flashckpt.sampler.schedule import Skips
+from flashckpt.sampler.order.mixture import Schedule
+from flashckpt.sampler.order.schedule import Skips
 
 
 class Named(list[str]):

@@ -16,7 +16,7 @@ import pytest
 
 from flashckpt.errors import SamplerStateError
 from flashckpt.sampler import Permutation
-from flashckpt.sampler.permutation import ROUNDS, TABLE_BELOW, Bijection, Network, Table, derive_keys
+from flashckpt.sampler.order.permutation import ROUNDS, TABLE_BELOW, Bijection, Network, Table, derive_keys
 
 EDGES = sorted(
     {2**k + d for k in range(12, 23) for d in (-1, 0, 1)} | {4**k + 1 for k in range(6, 12)} | {TABLE_BELOW - 1, 65537}

@@ -18,11 +18,18 @@ from support.ranks import wait_for
 
 from flashckpt.core import superblock
 from flashckpt.core.manifest import Manifest, ShardTable, encode_manifest
-from flashckpt.core.slot import HEADER_BYTES, HEADER_COPY_BYTES, SlotHeader, decode_header, encode_header, newest_copy
+from flashckpt.core.slot_header import (
+    HEADER_BYTES,
+    HEADER_COPY_BYTES,
+    SlotHeader,
+    decode_header,
+    encode_header,
+    newest_copy,
+)
 from flashckpt.core.superblock import PAGE
 from flashckpt.errors import ConfigError, DamagedError, FormatVersionError, JobInUseError, SharedMemoryError
 from flashckpt.faults import CRASH_POINTS
-from flashckpt.memory.segment import Segment, SlotPinned, SlotState
+from flashckpt.shm.segment import Segment, SlotPinned, SlotState
 
 
 @pytest.fixture
@@ -239,7 +246,7 @@ def test_a_segment_cut_short_is_refused_not_read_into_a_bus_error(path: Any) -> 
 
 
 def test_a_segment_of_an_earlier_boot_is_refused(path: Any, monkeypatch: Any) -> None:
-    monkeypatch.setattr("flashckpt.memory.segment.boot_id", lambda: bytes(16))
+    monkeypatch.setattr("flashckpt.shm.segment.boot_id", lambda: bytes(16))
     new(path, 10).close()
     monkeypatch.undo()
     with pytest.raises(DamagedError, match="earlier boot"):

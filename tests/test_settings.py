@@ -14,11 +14,11 @@ from support.one_rank import agent_of_the_test, crash, opened  # noqa: F401 -- f
 from flashckpt import Checkpointer
 from flashckpt.core.superblock import MAX_SLOTS
 from flashckpt.errors import ConfigError
-from flashckpt.memory.identity import root_url
-from flashckpt.memory.job import JobConfig, JobDirectory
-from flashckpt.memory.roots import local_path
 from flashckpt.settings import MAX_STEP, Settings, next_step
-from flashckpt.storage.opening import S3_OPTIONS, open_store
+from flashckpt.shm.job_directory import JobConfig, JobDirectory
+from flashckpt.shm.job_id import root_url
+from flashckpt.shm.roots import local_path
+from flashckpt.storage.factory import S3_OPTIONS, open_store
 from flashckpt.storage.posix import PosixStore
 from flashckpt.trainer import config as trainer_config
 

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from flashckpt.core.slot import SlotHeader, SlotState, choose_slot
+from flashckpt.core.slot_header import SlotHeader, SlotState, choose_slot
 
 E, W, C = SlotState.EMPTY, SlotState.WRITING, SlotState.COMPLETE
 

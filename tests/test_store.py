@@ -14,7 +14,7 @@ import pytest
 from support.s3 import Server, s3_server
 
 from flashckpt.errors import DamagedError, ObjectMissingError
-from flashckpt.storage.opening import open_store
+from flashckpt.storage.factory import open_store
 from flashckpt.storage.store import PART_BYTES, Store
 
 S3_BACKENDS = ("s3fs", "obstore")

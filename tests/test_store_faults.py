@@ -19,12 +19,12 @@ from support.ranks import wait_for
 from support.s3 import Server, free_port, s3_server
 from support.slots import make_pin, shard
 
-from flashckpt.checkpoint.checkpoints import GenerationClaim, claim_generation, list_checkpoints, owns_generation
-from flashckpt.checkpoint.persist import commit, missing_writers, persist_slot, prefix_of
+from flashckpt.checkpoint.catalog import GenerationClaim, claim_generation, list_checkpoints, owns_generation
+from flashckpt.checkpoint.writer import commit, missing_writers, persist_slot, prefix_of
 from flashckpt.errors import ConfigError, DamagedError, FlashckptError, RootError, StoreError
-from flashckpt.storage.common import publish_unconditional
+from flashckpt.storage.conditional import publish_unconditional
+from flashckpt.storage.factory import is_process_local, open_store
 from flashckpt.storage.obstore_store import CredentialChain
-from flashckpt.storage.opening import is_process_local, open_store
 from flashckpt.storage.posix import PosixStore
 from flashckpt.storage.store import PART_BYTES, ObjectInfo, Store
 
@@ -285,7 +285,7 @@ def test_slow_server_only_takes_longer(server: Server, proxy: Proxy, backend: st
 PERSIST = """
 import sys
 from support.slots import make_pin, shard
-from flashckpt.checkpoint.persist import PersistOptions, persist_slot
+from flashckpt.checkpoint.writer import PersistOptions, persist_slot
 from support.s3 import Server
 server = Server(endpoint=sys.argv[1], bucket=sys.argv[2])
 pin = make_pin([shard("w", (14_000_000,))])
@@ -382,7 +382,7 @@ def test_listing_that_lags_delays_the_commit_but_never_falsifies_it(tmp_path: Pa
 def test_server_that_ignores_conditions_is_found_out_and_one_claimer_wins(
     server: Server, backend: str, tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("flashckpt.storage.common.SETTLE_S", 0.2)
+    monkeypatch.setattr("flashckpt.storage.conditional.SETTLE_S", 0.2)
     stores = [server.open(tmp_path.name, backend=backend) for _ in range(2)]
     for store in stores:  # as rclone's server does: accepts the condition and overwrites
         monkeypatch.setattr(store, "_create", lambda key, data, store=store: store.put(key, data) or True)
@@ -437,7 +437,7 @@ def test_failed_fsync_rewrites_the_whole_file(tmp_path: Path, monkeypatch: pytes
             raise OSError(5, "Input/output error")
         real(fd)
 
-    monkeypatch.setattr("flashckpt.storage.direct.os.fsync", failing)
+    monkeypatch.setattr("flashckpt.storage.direct_io.os.fsync", failing)
     data = [memoryview(bytes(5000)), memoryview(b"tail")]
     store.put_object("a", data, 5004)
     assert store.get("a") == bytes(5000) + b"tail"
@@ -449,7 +449,7 @@ def test_fsync_that_fails_again_is_reported_and_nothing_stays(tmp_path: Path, mo
     def failing(fd: int) -> None:
         raise OSError(5, "Input/output error")
 
-    monkeypatch.setattr("flashckpt.storage.direct.os.fsync", failing)
+    monkeypatch.setattr("flashckpt.storage.direct_io.os.fsync", failing)
     store = open_store(tmp_path)
     with pytest.raises(StoreError, match=r"cannot write .*/x/a"):
         store.put("x/a", b"data")
@@ -477,8 +477,8 @@ def test_file_system_without_direct_io_is_written_buffered(
             raise OSError(22, "Invalid argument")
         return real_write(fd, data, offset)
 
-    monkeypatch.setattr("flashckpt.storage.direct.os.open", opening)
-    monkeypatch.setattr("flashckpt.storage.direct.os.pwrite", writing)
+    monkeypatch.setattr("flashckpt.storage.direct_io.os.open", opening)
+    monkeypatch.setattr("flashckpt.storage.direct_io.os.pwrite", writing)
     data = np.random.default_rng(0).integers(0, 256, 3 * PART_BYTES + 17, dtype=np.uint8)
     store = open_store(tmp_path)
     store.put_object("a", [data.data[:5], data.data[5:]], data.nbytes)
@@ -493,7 +493,7 @@ def test_ranges_at_any_place_and_alignment_are_read_whole(
     store = open_store(tmp_path)
     store.put_object("a", [data.data], data.nbytes)
     if not direct:
-        monkeypatch.setattr("flashckpt.storage.direct.DIRECT_READ_BYTES", 1 << 40)
+        monkeypatch.setattr("flashckpt.storage.direct_io.DIRECT_READ_BYTES", 1 << 40)
     memory = np.zeros(data.nbytes + 8192, np.uint8)
     aligned = -memory.ctypes.data % 4096
     for start in (0, 4096, 5, 4095, 1 << 20, (1 << 20) + 64):
@@ -514,7 +514,7 @@ def test_file_system_without_hard_links_falls_back_to_one_writer(
         raise OSError(1, "Operation not permitted")
 
     monkeypatch.setattr("flashckpt.storage.posix.os.link", refusing)
-    monkeypatch.setattr("flashckpt.storage.common.SETTLE_S", 0.01)
+    monkeypatch.setattr("flashckpt.storage.conditional.SETTLE_S", 0.01)
     store = open_store(tmp_path)
     assert not store.is_conditional
     assert "does not honour conditional writes" in caplog.text

@@ -12,8 +12,8 @@ from support.proxy import Proxy
 from support.s3 import Server, s3_server
 from support.slots import make_pin, shard
 
-from flashckpt.checkpoint.checkpoints import list_checkpoints
-from flashckpt.checkpoint.persist import MANIFEST, commit, persist_slot, prefix_of
+from flashckpt.checkpoint.catalog import list_checkpoints
+from flashckpt.checkpoint.writer import MANIFEST, commit, persist_slot, prefix_of
 from flashckpt.errors import DamagedError, FlashckptError, StoreError
 from flashckpt.storage.etags import Tags
 from flashckpt.storage.store import PART_BYTES, Store

@@ -13,9 +13,9 @@ import torch
 from support.dlrun import dlrun
 from torch import Tensor, nn
 
-from flashckpt.daemon import run
-from flashckpt.trainer.parallel import Parallel
-from flashckpt.trainer.step import TrainStep
+from flashckpt.daemon.launcher import cli
+from flashckpt.trainer.parallel.apply import Parallel
+from flashckpt.trainer.train.step import TrainStep
 
 ROOT = Path(__file__).resolve().parent.parent
 
@@ -37,7 +37,7 @@ def test_torchrun_without_shutdown_timeout(tmp_path: Path, monkeypatch: pytest.M
     """torch 2.11 has no such option; the variable of the same meaning is dlrun's own to read."""
     from torch.distributed import run as torchrun
 
-    from flashckpt.daemon import agent
+    from flashckpt.daemon.launcher import agent
 
     given: dict[str, Any] = {}
     original = torchrun.config_from_args
@@ -54,8 +54,8 @@ def test_torchrun_without_shutdown_timeout(tmp_path: Path, monkeypatch: pytest.M
     monkeypatch.setattr(torchrun, "config_from_args", config_from_args)
     monkeypatch.setattr(agent, "launch", launch)
     monkeypatch.setenv("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", "7")
-    parser: ArgumentParser = run.get_args_parser()
-    run.run(parser.parse_args(["--no-zygote", "--log-dir", str(tmp_path), "script.py"]))
+    parser: ArgumentParser = cli.get_args_parser()
+    cli.run(parser.parse_args(["--no-zygote", "--log-dir", str(tmp_path), "script.py"]))
     assert given == {"survivors_s": 7.0}
 
 
@@ -82,8 +82,8 @@ def test_dropout_is_that_of_a_run_whose_pipeline_was_not_tried_first(monkeypatch
         has_first=True, has_last=True, parameters=list, schedule=lambda _: schedule,
     )  # fmt: skip
     step = TrainStep(cast("Parallel", parallel), [], 8)
-    monkeypatch.setattr("flashckpt.trainer.step.settle_gradients", lambda _: None)
-    monkeypatch.setattr("flashckpt.trainer.step.local_square_sum", lambda _: torch.zeros(()))
+    monkeypatch.setattr("flashckpt.trainer.train.step.settle_gradients", lambda _: None)
+    monkeypatch.setattr("flashckpt.trainer.train.step.local_square_sum", lambda _: torch.zeros(()))
     monkeypatch.setattr(step, "_reduce", lambda _: None)
     batch: Any = SimpleNamespace(tokens=torch.ones(64), targets=torch.ones(64))
     torch.manual_seed(3)

@@ -9,10 +9,10 @@ import torch
 from torch import nn
 
 from flashckpt.errors import ConfigError, UnsupportedStateError
-from flashckpt.tracking import optimizer_state, rng, trees
-from flashckpt.tracking.placement import Box, contiguous_runs, current_world
-from flashckpt.tracking.structure import Structure
-from flashckpt.tracking.tracked import Tracked
+from flashckpt.state import optimizer_state, pytree, rng
+from flashckpt.state.placement import Box, contiguous_runs, current_world
+from flashckpt.state.registry import Tracked
+from flashckpt.state.structure import Structure
 
 
 def tracked(**things: object) -> Tracked:
@@ -159,9 +159,9 @@ def test_a_state_dict_comes_back_as_it_was() -> None:
         "ints": {1: "a", (2, 3): b"z"}, "dtype": torch.bfloat16, "device": torch.device("cpu"), "none": None,
         "inf": float("inf"), "big": 1 << 100, "size": torch.Size((2, 3)),
     }  # fmt: skip
-    skeleton, tensors = trees.take_apart(tree, "thing")
+    skeleton, tensors = pytree.take_apart(tree, "thing")
     assert sorted(tensors) == ["thing.n", "thing.t"]
-    back = trees.put_together(skeleton, tensors.__getitem__)
+    back = pytree.put_together(skeleton, tensors.__getitem__)
     assert torch.equal(back.pop("t"), tree.pop("t"))
     assert np.array_equal(back.pop("n"), tree.pop("n"))
     assert tuple(back.pop("size")) == tuple(tree.pop("size"))

@@ -13,7 +13,7 @@ from support import warm
 from flashckpt.errors import ConfigError, FlashckptError, LayoutError
 from flashckpt.trainer.changes import compare, recorded_values, refuse_changes
 from flashckpt.trainer.config import from_values, read_config, to_toml, to_values
-from flashckpt.trainer.layout import MULTI_STAGE, SINGLE_STAGE, SPLIT_BACKWARD, resolve_layout, stage_layers
+from flashckpt.trainer.parallel.layout import MULTI_STAGE, SINGLE_STAGE, SPLIT_BACKWARD, resolve_layout, stage_layers
 from flashckpt.trainer.rate import rate_jump
 
 DDP = {"data_parallel": "ddp", "dp_replicate": 2, "dp_shard": 1}

@@ -13,8 +13,8 @@ from support.training import write_corpus
 
 from flashckpt import faults
 from flashckpt.errors import DataError
-from flashckpt.trainer.corpus import prepare_corpus, read_index
-from flashckpt.trainer.data import TokenDataset, TrainingData, ids_digest
+from flashckpt.trainer.data.corpus import prepare_corpus, read_index
+from flashckpt.trainer.data.windows import TokenDataset, TrainingData, ids_digest
 
 
 @pytest.fixture(scope="module")

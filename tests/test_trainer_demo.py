@@ -10,11 +10,11 @@ import pytest
 from rich.console import Console
 
 from flashckpt.errors import ConfigError, JobInUseError
-from flashckpt.memory.job import JobDirectory, memory_root
-from flashckpt.trainer.demo import main, read_plan
-from flashckpt.trainer.demo_progress import Progress
-from flashckpt.trainer.demo_report import compare_traces, draw, read_restores, recovery_facts, recovery_table
-from flashckpt.trainer.demo_run import forget_job
+from flashckpt.shm.job_directory import JobDirectory, memory_root
+from flashckpt.trainer.demo.__main__ import main, read_plan
+from flashckpt.trainer.demo.progress import Progress
+from flashckpt.trainer.demo.report import compare_traces, draw, read_restores, recovery_facts, recovery_table
+from flashckpt.trainer.demo.run import forget_job
 
 
 def lines(losses: list[float]) -> list[dict[str, Any]]:

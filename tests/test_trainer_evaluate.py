@@ -13,15 +13,15 @@ from support.ranks import run_ranks, values
 from support.training import run_config, run_rank, write_corpus
 
 from flashckpt.errors import LayoutError
-from flashckpt.trainer import check as check_module
-from flashckpt.trainer import loop
-from flashckpt.trainer.check import check, compare_records
 from flashckpt.trainer.config import from_values, to_values
-from flashckpt.trainer.demo_report import compare_traces
-from flashckpt.trainer.evaluate import Evaluator
-from flashckpt.trainer.layout import MULTI_STAGE, SINGLE_STAGE
-from flashckpt.trainer.metrics import StepRecord, read_trace
-from flashckpt.trainer.session import process_group
+from flashckpt.trainer.demo.report import compare_traces
+from flashckpt.trainer.evaluate import check as check_module
+from flashckpt.trainer.evaluate.check import check, compare_records
+from flashckpt.trainer.evaluate.scores import Evaluator
+from flashckpt.trainer.parallel.distributed import process_group
+from flashckpt.trainer.parallel.layout import MULTI_STAGE, SINGLE_STAGE
+from flashckpt.trainer.train import loop
+from flashckpt.trainer.train.metrics import StepRecord, read_trace
 
 
 @pytest.fixture(scope="module")

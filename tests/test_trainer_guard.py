@@ -12,12 +12,12 @@ from support.ranks import run_ranks, values, wait_for
 from support.training import run_config, write_corpus
 
 import flashckpt.checkpointer  # noqa: F401 -- imported before the fork, so that ranks start in 0.2 s
-from flashckpt.memory.job import memory_root
+from flashckpt.shm.job_directory import memory_root
 from flashckpt.trainer.config import from_values, to_values
-from flashckpt.trainer.guard import Guard
-from flashckpt.trainer.loop import Trainer, prepare
-from flashckpt.trainer.metrics import read_trace
-from flashckpt.trainer.session import process_group
+from flashckpt.trainer.parallel.distributed import process_group
+from flashckpt.trainer.train.anomaly import Guard
+from flashckpt.trainer.train.loop import Trainer, prepare
+from flashckpt.trainer.train.metrics import read_trace
 
 STEPS = 9
 

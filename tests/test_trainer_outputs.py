@@ -19,11 +19,11 @@ from support.training import run_config, write_corpus
 
 from flashckpt.errors import FINAL_CODES, ConfigError, FlashckptError
 from flashckpt.trainer.config import to_toml
-from flashckpt.trainer.metrics import ProgressLine, StepRecord, Trace, read_trace
 from flashckpt.trainer.nonfatal import LineFile, Nonfatal, Stream
-from flashckpt.trainer.reporter import BOARD_PATIENCE, Board, Reporter
-from flashckpt.trainer.session import note_restore
-from flashckpt.trainer.telling import tell_once
+from flashckpt.trainer.parallel.distributed import note_restore
+from flashckpt.trainer.train.metrics import ProgressLine, StepRecord, Trace, read_trace
+from flashckpt.trainer.train.report_once import tell_once
+from flashckpt.trainer.train.reporter import BOARD_PATIENCE, Board, Reporter
 
 RECORD: dict[str, Any] = {"norm": 1.0, "rate": 0.1, "tokens": 64, "samples": "ab", "seconds": 0.5, "loss": 2.0}
 

@@ -11,12 +11,12 @@ import torch
 
 from flashckpt.errors import DivergedError
 from flashckpt.trainer.config import GuardConfig, ModelConfig, OptimConfig, from_values
-from flashckpt.trainer.guard import Guard
-from flashckpt.trainer.layout import resolve_layout
-from flashckpt.trainer.metrics import ProgressLine, StepRecord, Trace, flops_per_token, read_trace
-from flashckpt.trainer.model import Transformer, count_parameters, initialise
-from flashckpt.trainer.parallel import build_stage
+from flashckpt.trainer.model.transformer import Transformer, count_parameters, initialise
+from flashckpt.trainer.parallel.apply import build_stage
+from flashckpt.trainer.parallel.layout import resolve_layout
 from flashckpt.trainer.rate import learning_rate
+from flashckpt.trainer.train.anomaly import Guard
+from flashckpt.trainer.train.metrics import ProgressLine, StepRecord, Trace, flops_per_token, read_trace
 
 RECORD: dict[str, Any] = {"norm": 1.0, "rate": 0.1, "tokens": 64, "samples": "ab", "seconds": 0.5}
 

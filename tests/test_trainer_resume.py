@@ -14,11 +14,11 @@ from support.training import run_config, run_rank, write_corpus
 
 import flashckpt.checkpointer  # noqa: F401 -- imported before the fork, so that ranks start in 0.2 s
 from flashckpt.errors import RESUME_EXIT_CODE
-from flashckpt.memory.job import JobDirectory, memory_root
-from flashckpt.trainer import loop  # noqa: F401 -- the same
+from flashckpt.shm.job_directory import JobDirectory, memory_root
 from flashckpt.trainer.config import from_values, to_toml, to_values
-from flashckpt.trainer.demo_report import compare_traces, read_restores
-from flashckpt.trainer.metrics import read_trace
+from flashckpt.trainer.demo.report import compare_traces, read_restores
+from flashckpt.trainer.train import loop  # noqa: F401 -- the same
+from flashckpt.trainer.train.metrics import read_trace
 
 STEPS = 9
 KILL_AT = 7
@@ -127,7 +127,7 @@ def test_rank_killed_and_memory_gone_restart_from_storage_same_trace(text: Any, 
     wait_for(lambda: list(root.glob("*/MANIFEST")), what="a checkpoint on storage")
     directory = JobDirectory.open("test-lost", create=False)
     wait_for(lambda: not directory.anyone_alive(), what="the ranks to be gone")
-    from flashckpt.trainer.demo_run import stop_daemon
+    from flashckpt.trainer.demo.run import stop_daemon
 
     stop_daemon(directory)
     shutil.rmtree(directory.path)
@@ -181,7 +181,15 @@ def test_asked_to_stop_ends_with_75_and_the_next_start_goes_on_to_the_same_trace
     job = Job(text, *SMALL, optim={"schedule": "constant"})
     (job.folder / "stop").mkdir()
     (job.folder / "stop.toml").write_text(to_toml(from_values(job.values("stop", train={"steps": 5000}))))
-    words = ["-m", "flashckpt.daemon.run", "--nproc-per-node", str(job.world), "-m", "flashckpt.trainer", "--config"]
+    words = [
+        "-m",
+        "flashckpt.daemon.run",
+        "--nproc-per-node",
+        str(job.world),
+        "-m",
+        "flashckpt.trainer",
+        "--config",
+    ]
     log = job.folder / "stop" / "log"
     launcher = warm.start([*words, str(job.folder / "stop.toml")], log, cwd=job.folder, env=dict(os.environ))
     wait_for(lambda: len(job.trace("stop")) >= 3 or launcher.poll() is not None, what="three steps")

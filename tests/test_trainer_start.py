@@ -12,12 +12,12 @@ from support import warm
 from support.s3 import Server, moto_server
 from support.training import run_config, write_corpus
 
-from flashckpt.checkpoint.checkpoints import list_checkpoints
+from flashckpt.checkpoint.catalog import list_checkpoints
 from flashckpt.errors import ConfigError, RootError
-from flashckpt.storage.opening import open_store
+from flashckpt.storage.factory import open_store
 from flashckpt.trainer.config import from_values, read_config, to_toml
-from flashckpt.trainer.recorded import recorded_config
-from flashckpt.trainer.session import check_root, process_group
+from flashckpt.trainer.parallel.distributed import check_root, process_group
+from flashckpt.trainer.train.recorded_config import recorded_config
 
 CONFIGS = Path(__file__).parent.parent / "configs"
 

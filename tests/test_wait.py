@@ -17,12 +17,12 @@ from support.ranks import wait_for
 from support.s3 import moto_server
 
 from flashckpt import Checkpointer
-from flashckpt.checkpoint.checkpoints import list_checkpoints
-from flashckpt.daemon import persisting, service
-from flashckpt.daemon.service import Daemon
+from flashckpt.checkpoint.catalog import list_checkpoints
+from flashckpt.daemon.persister import coordinator, service
+from flashckpt.daemon.persister.service import Daemon
 from flashckpt.errors import PersistError, StoreError, UnsupportedStateError
-from flashckpt.memory.job import JobDirectory
-from flashckpt.storage.opening import open_store
+from flashckpt.shm.job_directory import JobDirectory
+from flashckpt.storage.factory import open_store
 
 
 def test_persist_step_overwritten_before_the_daemon_came_wait_has_a_newer_one_persisted(tmp_path: Path) -> None:
@@ -64,7 +64,7 @@ class Fault:
 def fault(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Fault:
     """Failing storage, and a daemon that would wait for an hour before it tries again by itself."""
     found = Fault(str(tmp_path / "root"))
-    monkeypatch.setattr(persisting, "open_store", lambda *_, **__: found)
+    monkeypatch.setattr(coordinator, "open_store", lambda *_, **__: found)
     monkeypatch.setattr(service, "BACKOFF_S", (3600.0,))
     return found
 
@@ -152,7 +152,7 @@ def test_an_attempt_that_was_under_way_and_fails_is_no_answer(tmp_path: Path, mo
         real(key, parts, nbytes)
 
     monkeypatch.setattr(store, "put_object", put_object, raising=False)
-    monkeypatch.setattr(persisting, "open_store", lambda *_, **__: store)
+    monkeypatch.setattr(coordinator, "open_store", lambda *_, **__: store)
     ckpt = begun(tmp_path / "root")
     ckpt.step(1)
     with turning("t") as daemon:
@@ -176,7 +176,7 @@ def test_wait_says_why_snapshots_were_discarded(tmp_path: Path, monkeypatch: pyt
     def encode(*_: object, **__: object) -> bytes:
         raise UnsupportedStateError("the value of 'x' cannot be held")
 
-    monkeypatch.setattr("flashckpt.staging.staging.encode_manifest", encode)
+    monkeypatch.setattr("flashckpt.snapshot.stager.encode_manifest", encode)
     ckpt = begun(tmp_path / "root", persist_every=2)
     for step in (1, 2, 3, 4):
         ckpt.step(step)

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 from watchdog.observers import Observer
 
-from flashckpt.daemon.wakeup import Wakeup
+from flashckpt.daemon.persister.wakeup import Wakeup
 
 
 @pytest.mark.parametrize("polling", [False, True])

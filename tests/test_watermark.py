@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
-from flashckpt.memory.control import Control, Published
-from flashckpt.memory.watermark import Watermark, known_of
+from flashckpt.shm.acks import Watermark, known_of
+from flashckpt.shm.control import Control, Published
 
 
 class Store:

@@ -30,9 +30,9 @@ from support.memory import ended, fork, spec_of, take, verified
 
 from flashckpt.core.lineage import Life, SlotRecord, common, is_abandoned, newest
 from flashckpt.errors import DamagedError
-from flashckpt.memory.control import Control
-from flashckpt.memory.segment import Segment, SlotPinned, choose_slot
-from flashckpt.memory.watermark import Watermark
+from flashckpt.shm.acks import Watermark
+from flashckpt.shm.control import Control
+from flashckpt.shm.segment import Segment, SlotPinned, choose_slot
 
 Identity = tuple[int, int]
 BYTES = 6 << 20

@@ -26,7 +26,7 @@ def pytest_configure() -> None:
     _no_etcd()
     from torch.distributed import run as torchrun
 
-    from flashckpt.daemon import run as dlrun
+    from flashckpt.daemon.launcher import cli as dlrun
 
     if os.environ["UPSTREAM_PART"] == "main":
         torchrun.main = dlrun.main
@@ -50,9 +50,9 @@ def _no_etcd() -> None:
 def _our_agent() -> Any:
     from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs
 
-    from flashckpt.daemon.agent import DlrunAgent
-    from flashckpt.daemon.nursery import Nursery
-    from flashckpt.daemon.options import AgentOptions, Outcome
+    from flashckpt.daemon.launcher.agent import DlrunAgent
+    from flashckpt.daemon.launcher.options import AgentOptions, Outcome
+    from flashckpt.daemon.zygote.client import Nursery
 
     class Agent(DlrunAgent):
         def __init__(self, *args: Any, **kwargs: Any) -> None:

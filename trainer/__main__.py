@@ -9,9 +9,9 @@ from collections.abc import Sequence
 
 from flashckpt.errors import RESUME_EXIT_CODE, FlashckptError
 from flashckpt.trainer.config import RunConfig, read_config, to_toml, without_secrets
-from flashckpt.trainer.layout import resolve_layout
 from flashckpt.trainer.nonfatal import nonfatal_streams
-from flashckpt.trainer.telling import tell_once
+from flashckpt.trainer.parallel.layout import resolve_layout
+from flashckpt.trainer.train.report_once import tell_once
 
 USAGE = """Usage: python -m flashckpt.trainer [--config FILE.toml] [--section.key VALUE ...]
 
@@ -59,7 +59,7 @@ def _run(words: list[str]) -> int:
 
 
 def _train(config: RunConfig) -> int:
-    from flashckpt.trainer.loop import train
+    from flashckpt.trainer.train.loop import train
 
     code = train(config)
     # Under dlrun a rank that stopped as agreed has done well; dlrun itself ends with 75 for all of them.
@@ -67,7 +67,7 @@ def _train(config: RunConfig) -> int:
 
 
 def _check(config: RunConfig) -> int:
-    from flashckpt.trainer.check import check
+    from flashckpt.trainer.evaluate.check import check
 
     result = check(config)
     if result is not None:

@@ -16,8 +16,8 @@ from pathlib import Path
 from typing import Any, get_args, get_origin, get_type_hints
 
 from flashckpt.errors import ConfigError
-from flashckpt.memory.identity import job_id, root_url
 from flashckpt.settings import checked
+from flashckpt.shm.job_id import job_id, root_url
 from flashckpt.trainer.checks import check_values
 
 if sys.version_info >= (3, 11):

@@ -9,8 +9,8 @@ import numpy as np
 from flashckpt.bench.data import fill
 from flashckpt.bench.layouts import uniform
 from flashckpt.core.digest import chunk_digests
-from flashckpt.core.layout import place
 from flashckpt.core.manifest import Manifest, ShardTable
+from flashckpt.core.shard import place
 
 GENERATION = 1
 

@@ -14,7 +14,7 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any
 
-from flashckpt.memory.room import cgroup_rooms
+from flashckpt.shm.capacity import cgroup_rooms
 
 LIBRARIES = ("flashckpt", "torch", "numpy", "fsspec", "s3fs", "obstore", "zstandard", "xxhash", "safetensors")
 

@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 from functools import cache
 from typing import Any
 
-from flashckpt.core.layout import Shard
+from flashckpt.core.shard import Shard
 from flashckpt.errors import LayoutError
 
 BYTES_PER_PARAMETER = 14

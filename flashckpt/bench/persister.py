@@ -15,10 +15,10 @@ from flashckpt.bench.host import drop_caches, evict, peak_memory
 from flashckpt.bench.measure import cpu_seconds
 from flashckpt.bench.timed_store import timed
 from flashckpt.bench.worker import Command, serve
-from flashckpt.checkpoint.persist import PersistOptions, commit, persist_slot, prefix_of
+from flashckpt.checkpoint.writer import PersistOptions, commit, persist_slot, prefix_of
 from flashckpt.errors import NoCheckpointError
-from flashckpt.memory.segment import Pin, Segment
-from flashckpt.storage.opening import open_store
+from flashckpt.shm.segment import Pin, Segment
+from flashckpt.storage.factory import open_store
 
 WRITERS_AT_ONCE = 4  # as in the daemon
 

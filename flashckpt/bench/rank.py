@@ -19,19 +19,19 @@ from flashckpt.bench.layouts import shards_of
 from flashckpt.bench.measure import cpu_seconds, median
 from flashckpt.bench.timed_store import timed
 from flashckpt.bench.worker import Command, serve
-from flashckpt.checkpoint.checkpoints import read_manifest
+from flashckpt.checkpoint.catalog import read_manifest
 from flashckpt.core.digest import digest
-from flashckpt.core.layout import Shard
+from flashckpt.core.shard import Shard
 from flashckpt.core.superblock import SegmentSpec
 from flashckpt.errors import DamagedError
-from flashckpt.memory.segment import Segment, choose_slot
-from flashckpt.restore.fill import RestoreCounts, Target, fill
+from flashckpt.restore.executor import RestoreCounts, Target, fill
 from flashckpt.restore.sources import MemorySource, StorageSource
-from flashckpt.staging.staging import Identity, Plan, Snapshot, Stager
-from flashckpt.storage.opening import open_store
-from flashckpt.tracking.placement import Box
-from flashckpt.tracking.structure import Entry, Row, Structure
-from flashckpt.tracking.tracked import Captured
+from flashckpt.shm.segment import Segment, choose_slot
+from flashckpt.snapshot.stager import Identity, Plan, Snapshot, Stager
+from flashckpt.state.placement import Box
+from flashckpt.state.registry import Captured
+from flashckpt.state.structure import Entry, Row, Structure
+from flashckpt.storage.factory import open_store
 
 GENERATION = 1
 _SQUARE = 192  # rows of the matrices that stand for forward and backward: milliseconds each

@@ -21,10 +21,10 @@ from types import FrameType, TracebackType
 from typing import Any
 
 from flashckpt.errors import ConfigError, FlashckptError, JobInUseError, RootError
-from flashckpt.memory.job import memory_root
-from flashckpt.memory.private import create_file, private_directories, private_directory, remove_tree
-from flashckpt.memory.room import check_room
-from flashckpt.storage.opening import is_process_local, open_store
+from flashckpt.shm.capacity import check_room
+from flashckpt.shm.job_directory import memory_root
+from flashckpt.shm.private import create_file, private_directories, private_directory, remove_tree
+from flashckpt.storage.factory import is_process_local, open_store
 from flashckpt.storage.store import Store
 
 FOLDER = "flashckpt-bench-"

@@ -26,10 +26,10 @@ from flashckpt.bench.scratch import Scratch
 from flashckpt.bench.store_log import listening
 from flashckpt.bench.store_results import Measured, results
 from flashckpt.bench.timed_store import timed
-from flashckpt.checkpoint.checkpoints import read_manifest
-from flashckpt.checkpoint.persist import PersistOptions, commit, persist_slot, prefix_of
+from flashckpt.checkpoint.catalog import read_manifest
+from flashckpt.checkpoint.writer import PersistOptions, commit, persist_slot, prefix_of
 from flashckpt.errors import DamagedError, FlashckptError
-from flashckpt.restore.fill import Target, fill
+from flashckpt.restore.executor import Target, fill
 from flashckpt.restore.sources import StorageSource
 from flashckpt.storage.store import PART_BYTES, PARTS_IN_FLIGHT
 

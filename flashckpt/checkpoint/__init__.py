@@ -1,1 +1,5 @@
-"""Checkpoints on storage: packs, indexes, MANIFEST, intents, generations and retention. Torch-free."""
+"""Checkpoints on storage: packs, indexes, MANIFEST, intents, generations and retention.
+
+In: pinned slots and a store. Out: committed checkpoints, and what a root holds.
+May import: core, planning, shm, storage; no torch.
+"""

@@ -6,8 +6,8 @@ tells our own claim from another's of the same number; a newer claim fences ever
 
 from __future__ import annotations
 
-from flashckpt.checkpoint.checkpoints import GENERATIONS, claim_generation, read_generations
-from flashckpt.checkpoint.checkpoints import GenerationClaim as Claim
+from flashckpt.checkpoint.catalog import GENERATIONS, claim_generation, read_generations
+from flashckpt.checkpoint.catalog import GenerationClaim as Claim
 from flashckpt.errors import FencedError
 from flashckpt.storage.store import Store
 

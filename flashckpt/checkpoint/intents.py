@@ -11,8 +11,8 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass
 
-from flashckpt.checkpoint.persist import prefix_of
 from flashckpt.checkpoint.root_records import explaining, fields_of
+from flashckpt.checkpoint.writer import prefix_of
 from flashckpt.core.records import integer, number, seal, text
 from flashckpt.errors import ObjectMissingError
 from flashckpt.faults import crash_point

@@ -16,7 +16,7 @@ import time
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
 
-from flashckpt.checkpoint.checkpoints import (
+from flashckpt.checkpoint.catalog import (
     CheckpointInfo,
     list_checkpoints,
     look_at,
@@ -26,7 +26,7 @@ from flashckpt.checkpoint.checkpoints import (
     read_summary,
 )
 from flashckpt.checkpoint.intents import INTENTS, list_intents
-from flashckpt.checkpoint.persist import MANIFEST, TOMBSTONE
+from flashckpt.checkpoint.writer import MANIFEST, TOMBSTONE
 from flashckpt.core.lineage import is_abandoned
 from flashckpt.core.manifest import Manifest
 from flashckpt.core.records import is_sealed, number, seal, unseal

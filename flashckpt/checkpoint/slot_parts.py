@@ -17,16 +17,16 @@ import numpy as np
 
 from flashckpt.core.digest import CHUNK_BYTES, digest
 from flashckpt.core.manifest import Manifest
-from flashckpt.core.packs import Pack
 from flashckpt.errors import DamagedError
 from flashckpt.faults import crash_point
+from flashckpt.planning.packs import Pack
 from flashckpt.storage.store import PART_BYTES
 
 _PAGE = 4096
 
 
 class PinnedSlot(Protocol):
-    """What is needed of `flashckpt.memory.segment.Pin`."""
+    """What is needed of `flashckpt.shm.segment.Pin`."""
 
     @property
     def nbytes(self) -> int:

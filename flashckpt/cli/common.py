@@ -11,7 +11,7 @@ from typing import Any, TypeVar
 
 import click
 
-from flashckpt.checkpoint.checkpoints import (
+from flashckpt.checkpoint.catalog import (
     CheckpointInfo,
     list_checkpoints,
     newest_checkpoint,
@@ -21,11 +21,11 @@ from flashckpt.checkpoint.checkpoints import (
 from flashckpt.cli.output import FittingTable, OutputConsole
 from flashckpt.core.lineage import is_abandoned
 from flashckpt.errors import ConfigError, DamagedError, FlashckptError, NoCheckpointError
-from flashckpt.memory.identity import root_url
-from flashckpt.memory.job import JobDirectory, jobs_in_memory
-from flashckpt.memory.private import Skipped
 from flashckpt.printable import printable, to_json
-from flashckpt.storage.opening import is_process_local, open_store
+from flashckpt.shm.job_directory import JobDirectory, jobs_in_memory
+from flashckpt.shm.job_id import root_url
+from flashckpt.shm.private import Skipped
+from flashckpt.storage.factory import is_process_local, open_store
 from flashckpt.storage.store import Store
 
 Function = TypeVar("Function", bound=Callable[..., Any])

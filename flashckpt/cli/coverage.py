@@ -14,14 +14,14 @@ import numpy as np
 from rich.table import Table
 
 from flashckpt.cli.common import human_bytes, jobs_on_this_machine, new_table
-from flashckpt.core.layout import Shard
 from flashckpt.core.manifest import Manifest
-from flashckpt.core.reshard import coverage, plan_reads
-from flashckpt.core.table import ShardTable
+from flashckpt.core.shard import Shard
+from flashckpt.core.shard_table import ShardTable
 from flashckpt.errors import ConfigError
-from flashckpt.memory.node_view import Identity, pin, scan
+from flashckpt.planning.read_plan import coverage, plan_reads
 from flashckpt.printable import counted
-from flashckpt.restore.fill import cut_pieces, merge_pieces
+from flashckpt.restore.executor import cut_pieces, merge_pieces
+from flashckpt.shm.inventory import Identity, pin, scan
 
 MOST_RANKS = 64
 """Ranks that are planned for one answer; of a larger layout, this many evenly spread ones."""

@@ -9,11 +9,11 @@ import click
 import numpy as np
 from rich.console import Group
 
-from flashckpt.checkpoint.checkpoints import read_manifest
+from flashckpt.checkpoint.catalog import read_manifest
 from flashckpt.cli.common import Command, choose, json_option, new_table, open_root, root_options, show
-from flashckpt.core.layout import ITEMSIZE, Shard
+from flashckpt.core.shard import ITEMSIZE, Shard
 from flashckpt.printable import counted, plain, printable
-from flashckpt.restore.fill import Target, fill
+from flashckpt.restore.executor import Target, fill
 from flashckpt.restore.sources import StorageSource
 from flashckpt.storage.store import Store
 

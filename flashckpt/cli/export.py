@@ -178,7 +178,7 @@ def _torch(wanted: _Wanted, source: StorageSource) -> dict[str, Any]:
     from flashckpt.dcp.contents import contents_of
     from flashckpt.dcp.reader import whole_tensor
     from flashckpt.interop import torch_files
-    from flashckpt.tracking import trees
+    from flashckpt.state import pytree
 
     manifest, selection = source.manifest, wanted.selection
     held = contents_of(manifest)
@@ -189,7 +189,7 @@ def _torch(wanted: _Wanted, source: StorageSource) -> dict[str, Any]:
     }
     refuse_nothing(len(pairs), selection, manifest.table.fqns)
     values = {
-        new: trees.put_together(held.values[key], lambda name: whole_tensor(source, name))
+        new: pytree.put_together(held.values[key], lambda name: whole_tensor(source, name))
         for key, new in pairs
         if key in held.values
     }

@@ -9,9 +9,9 @@ from rich.console import Group
 
 from flashckpt.cli.common import Command, human_age, human_bytes, jobs_on_this_machine, json_option, new_table, show
 from flashckpt.errors import ConfigError, JobInUseError
-from flashckpt.memory.gc import DeadMemory, dead_memory, remove
-from flashckpt.memory.identity import job_id
-from flashckpt.memory.job import JobDirectory
+from flashckpt.shm.gc import DeadMemory, dead_memory, remove
+from flashckpt.shm.job_directory import JobDirectory
+from flashckpt.shm.job_id import job_id
 
 
 @click.command(cls=Command)

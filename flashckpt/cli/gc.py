@@ -21,7 +21,7 @@ from flashckpt.cli.common import (
     tell_skipped,
 )
 from flashckpt.errors import JobInUseError, SharedMemoryError
-from flashckpt.memory.gc import DeadMemory, look, remove
+from flashckpt.shm.gc import DeadMemory, look, remove
 
 
 @click.command(cls=Command)

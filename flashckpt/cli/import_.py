@@ -8,13 +8,13 @@ from typing import Any
 import click
 from rich.table import Table
 
-from flashckpt.checkpoint import streamed
+from flashckpt.checkpoint import direct_writer
 from flashckpt.cli.common import Command, human_bytes, json_option, new_table, parse_options, show
 from flashckpt.cli.export import FORMATS, selection_options
 from flashckpt.errors import ConfigError
 from flashckpt.interop.incoming import detect, open_foreign
 from flashckpt.interop.selection import parse_selection
-from flashckpt.storage.opening import is_process_local, open_store
+from flashckpt.storage.factory import is_process_local, open_store
 
 
 @click.command("import", cls=Command)
@@ -58,9 +58,9 @@ def import_(
         raise ConfigError(f"{root} lives in one process only: nobody could read the checkpoint")
     store = open_store(root, **parse_options(options))
     store.check(write=True)
-    place = streamed.begin(store, step, world_size=1)
-    streamed.write(store, place, 0, foreign.rows, foreign.values, job="import")
-    streamed.finish(store, place)
+    place = direct_writer.begin(store, step, world_size=1)
+    direct_writer.write(store, place, 0, foreign.rows, foreign.values, job="import")
+    direct_writer.finish(store, place)
     nbytes = sum(row.shard.nbytes for row in foreign.rows)
     document = {
         "from": str(source.absolute()),

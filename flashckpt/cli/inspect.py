@@ -11,7 +11,7 @@ from rich.console import Group
 from rich.text import Text
 from rich.tree import Tree
 
-from flashckpt.checkpoint.checkpoints import read_manifest
+from flashckpt.checkpoint.catalog import read_manifest
 from flashckpt.cli.common import (
     Command,
     age_of,
@@ -25,7 +25,7 @@ from flashckpt.cli.common import (
 )
 from flashckpt.cli.coverage import coverage_rows, coverage_table, parse_layout, plan_layout, plan_table
 from flashckpt.core.manifest import Manifest
-from flashckpt.core.table import ShardTable
+from flashckpt.core.shard_table import ShardTable
 from flashckpt.printable import counted, plain, printable
 
 MANY = 40

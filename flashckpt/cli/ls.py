@@ -9,7 +9,7 @@ from typing import Any
 import click
 from rich.table import Table
 
-from flashckpt.checkpoint.checkpoints import CheckpointInfo, list_uncommitted, parse_prefix
+from flashckpt.checkpoint.catalog import CheckpointInfo, list_uncommitted, parse_prefix
 from flashckpt.checkpoint.retention import kept_prefixes
 from flashckpt.cli.common import (
     Command,
@@ -25,7 +25,7 @@ from flashckpt.cli.common import (
     show,
 )
 from flashckpt.errors import NoCheckpointError
-from flashckpt.memory.node_view import scan
+from flashckpt.shm.inventory import scan
 from flashckpt.storage.store import Store
 
 

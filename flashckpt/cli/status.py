@@ -13,10 +13,10 @@ from rich.table import Table
 
 from flashckpt.cli.common import Command, age_of, human_bytes, json_option, new_table, show, tell_skipped
 from flashckpt.errors import FlashckptError, PersistError
-from flashckpt.memory.control import ControlView
-from flashckpt.memory.job import JobDirectory, jobs_in_memory
-from flashckpt.memory.node_view import scan
-from flashckpt.memory.segment import Segment
+from flashckpt.shm.control import ControlView
+from flashckpt.shm.inventory import scan
+from flashckpt.shm.job_directory import JobDirectory, jobs_in_memory
+from flashckpt.shm.segment import Segment
 
 
 @click.command(cls=Command)

@@ -11,8 +11,8 @@ import numpy as np
 from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TransferSpeedColumn
 from rich.table import Table
 
-from flashckpt.checkpoint.checkpoints import CheckpointInfo, list_checkpoints, read_manifest
-from flashckpt.checkpoint.persist import refuse_gaps
+from flashckpt.checkpoint.catalog import CheckpointInfo, list_checkpoints, read_manifest
+from flashckpt.checkpoint.writer import refuse_gaps
 from flashckpt.cli.common import (
     Command,
     checkpoints_of,
@@ -27,7 +27,7 @@ from flashckpt.cli.common import (
 )
 from flashckpt.cli.output import OutputConsole
 from flashckpt.errors import DamagedError, FlashckptError
-from flashckpt.restore.fill import GAP_BYTES, JOB_BYTES
+from flashckpt.restore.executor import GAP_BYTES, JOB_BYTES
 from flashckpt.restore.sources import Span, StorageSource
 from flashckpt.storage.store import Store
 

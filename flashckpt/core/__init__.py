@@ -1,1 +1,5 @@
-"""The pure cores: layout arithmetic, tables, manifests, slots, lineage, read planning. No I/O, no torch."""
+"""The values and byte formats of snapshots and checkpoints, pure.
+
+In: bytes and numbers. Out: manifests, tables, headers and digests, checked.
+May import: errors; no torch, no I/O.
+"""

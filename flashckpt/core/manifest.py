@@ -16,7 +16,7 @@ import msgpack
 import numpy as np
 
 from flashckpt.core.digest import CHUNK_BYTES, NAME, digest, digest_of
-from flashckpt.core.head import (
+from flashckpt.core.manifest_header import (
     HEADER,
     KEY,
     MAGIC,
@@ -32,7 +32,7 @@ from flashckpt.core.head import (
 )
 from flashckpt.core.records import integer, snapshot_id, text
 from flashckpt.core.schema import check_objects, check_rows, cut_tensors_with_gaps
-from flashckpt.core.table import ShardTable, columns_of, table_from_columns
+from flashckpt.core.shard_table import ShardTable, columns_of, table_from_columns
 from flashckpt.core.values import pack_values, packed, unpack_values
 from flashckpt.errors import DisagreementError
 

@@ -13,8 +13,8 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from flashckpt.core.layout import ITEMSIZE
-from flashckpt.core.table import ShardTable, chunk_counts, first_chunks
+from flashckpt.core.shard import ITEMSIZE
+from flashckpt.core.shard_table import ShardTable, chunk_counts, first_chunks
 
 Ints = npt.NDArray[np.int64]
 _MOST_BYTES = 1 << 62

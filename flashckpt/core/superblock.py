@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from flashckpt.core.digest import digest
-from flashckpt.core.layout import ALIGN_LARGE, round_up
+from flashckpt.core.shard import ALIGN_LARGE, round_up
 from flashckpt.errors import ConfigError, DamagedError, FormatVersionError
 
 PAGE = 4096

@@ -11,7 +11,7 @@ import torch
 from flashckpt.core.manifest import Manifest
 from flashckpt.dcp.names import GROUPS, Path, default_path, to_dcp
 from flashckpt.errors import UnsupportedStateError
-from flashckpt.tracking import trees
+from flashckpt.state import pytree
 
 RECORD = "dcp"
 """Key of the value that says what dcp wrote: optimizer names, leaves by dcp's name, paths that are not the default."""
@@ -92,13 +92,13 @@ def _of_rank(named: Mapping[str, Any], rank: int) -> dict[str, Any]:
 
 def _inside(values: Mapping[str, Any]) -> set[str]:
     """Return the names of tensors that are parts of values."""
-    return {name for value in values.values() for name in trees.tensor_names(value)}
+    return {name for value in values.values() for name in pytree.tensor_names(value)}
 
 
 def _flatten(skeleton: Any, path: Path, found: Contents) -> None:
     """Add the leaves below `path`, cut where dcp cuts: dicts always, lists only where a dict or tensor is inside."""
     key = ".".join(map(str, path))
-    mark = skeleton.get(trees._MARK) if isinstance(skeleton, dict) else None  # noqa: SLF001 -- the format of skeletons is one
+    mark = skeleton.get(pytree._MARK) if isinstance(skeleton, dict) else None  # noqa: SLF001 -- the format of skeletons is one
     if mark == "tensor":
         found.tensors[key], found.paths[key] = skeleton["name"], path
     elif isinstance(skeleton, dict) and mark is None:
@@ -117,7 +117,7 @@ def _flatten(skeleton: Any, path: Path, found: Contents) -> None:
 def _has_parts(items: list[Any]) -> bool:
     plain = {"scalar", "dtype", "device", "array", "bytes_io"}
     return any(
-        (isinstance(item, dict) and item.get(trees._MARK) not in plain)  # noqa: SLF001 -- as above
+        (isinstance(item, dict) and item.get(pytree._MARK) not in plain)  # noqa: SLF001 -- as above
         or (isinstance(item, list) and _has_parts(item))
         for item in items
     )
@@ -126,7 +126,7 @@ def _has_parts(items: list[Any]) -> bool:
 def take_apart(value: Any, key: str) -> tuple[Any, dict[str, torch.Tensor]]:
     """Return `trees.take_apart` of one leaf of a state dict; UnsupportedStateError names its key."""
     try:
-        return trees.take_apart(value, key)
+        return pytree.take_apart(value, key)
     except UnsupportedStateError as error:
         raise UnsupportedStateError(
             error.problem.replace("in a snapshot", "in a checkpoint"),

@@ -22,19 +22,19 @@ from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, LoadPla
 from torch.distributed.checkpoint.storage import StorageReader
 from torch.futures import Future
 
-from flashckpt.checkpoint.checkpoints import CheckpointInfo, list_checkpoints, newest_checkpoint, read_manifest
+from flashckpt.checkpoint.catalog import CheckpointInfo, list_checkpoints, newest_checkpoint, read_manifest
 from flashckpt.checkpoint.retention import reading
-from flashckpt.core.layout import Shard
 from flashckpt.core.manifest import Manifest
+from flashckpt.core.shard import Shard
 from flashckpt.dcp.contents import Contents, contents_of
 from flashckpt.dcp.writer import parse_step
 from flashckpt.errors import ConfigError, DamagedError, DisagreementError, NoCheckpointError
-from flashckpt.restore.fill import Target, fill
+from flashckpt.restore.executor import Target, fill
 from flashckpt.restore.live_state import bytes_of
 from flashckpt.restore.sources import StorageSource
-from flashckpt.storage.opening import open_store
+from flashckpt.state import pytree
+from flashckpt.storage.factory import open_store
 from flashckpt.storage.store import Store
-from flashckpt.tracking import trees
 
 BATCH_BYTES = 256 << 20
 """Bytes that are read at a time: bounds the buffers of tensors that cannot be read into directly."""
@@ -160,7 +160,7 @@ class FlashStorageReader(StorageReader):
 
     def _value(self, item: ReadItem, source: StorageSource) -> Any:
         skeleton = self._contents.values[item.storage_index.fqn]
-        return trees.put_together(skeleton, lambda name: whole_tensor(source, name))
+        return pytree.put_together(skeleton, lambda name: whole_tensor(source, name))
 
     def _open(self) -> Store:
         return open_store(self.root, **self._options)

@@ -15,15 +15,15 @@ from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, WriteIte
 from torch.distributed.checkpoint.storage import StorageWriter, WriteResult
 from torch.futures import Future
 
-from flashckpt.checkpoint import streamed
+from flashckpt.checkpoint import direct_writer
 from flashckpt.checkpoint.retention import Policy, prune
-from flashckpt.core.layout import ITEMSIZE, Shard
+from flashckpt.core.shard import ITEMSIZE, Shard
 from flashckpt.dcp import contents, names
 from flashckpt.errors import ConfigError, FlashckptError, UnsupportedStateError
 from flashckpt.restore.live_state import bytes_of
-from flashckpt.storage.opening import open_store
+from flashckpt.state.placement import dtype_name
+from flashckpt.storage.factory import open_store
 from flashckpt.storage.store import Store
-from flashckpt.tracking.placement import dtype_name
 
 _log = logging.getLogger("flashckpt")
 
@@ -39,7 +39,7 @@ class _Task:
         paths: Places in the nested state dict that are not the default; {} but for rank 0.
     """
 
-    place: streamed.Place
+    place: direct_writer.Place
     rank: int
     labels: list[str]
     paths: dict[str, names.Path]
@@ -79,7 +79,7 @@ class FlashStorageWriter(StorageWriter):
         self._step = None if step is None else parse_step(step)[0]
         self._options = dict(storage_options or {})
         self._policy = Policy(keep_last=keep_last, keep_every=keep_every)
-        self.place: streamed.Place | None = None
+        self.place: direct_writer.Place | None = None
         self.save_id = uuid.uuid4().hex
 
     def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
@@ -133,7 +133,7 @@ class FlashStorageWriter(StorageWriter):
         store = self._open()
         try:
             store.check(write=True)
-            self.place = streamed.begin(store, self._step, world_size=len(plans))
+            self.place = direct_writer.begin(store, self._step, world_size=len(plans))
         finally:
             store.close()
         return [
@@ -149,7 +149,7 @@ class FlashStorageWriter(StorageWriter):
         rows += [_row_of(key, tensor) for key, tensor in loose.items()]
         store = self._open()
         try:
-            streamed.write(store, task.place, task.rank, rows, values, job="dcp")
+            direct_writer.write(store, task.place, task.rank, rows, values, job="dcp")
         finally:
             store.close()
         results = [WriteResult(index=item.index, size_in_bytes=_size(item), storage_data=None) for item in plan.items]
@@ -163,7 +163,7 @@ class FlashStorageWriter(StorageWriter):
         assert self.place is not None
         store = self._open()
         try:
-            streamed.finish(store, self.place)
+            direct_writer.finish(store, self.place)
             _log.info("dcp: step %d is committed as %s in %s", self.place.step, self.place.prefix, store.url)
             self._prune(store)
         finally:
@@ -205,7 +205,7 @@ def _dtype(item: WriteItem) -> str:
     return name
 
 
-def _row(item: WriteItem, planner: SavePlanner, labels: Iterable[str]) -> streamed.Row:
+def _row(item: WriteItem, planner: SavePlanner, labels: Iterable[str]) -> direct_writer.Row:
     data = item.tensor_data
     assert data is not None
     shard = Shard(
@@ -221,7 +221,7 @@ def _row(item: WriteItem, planner: SavePlanner, labels: Iterable[str]) -> stream
         dtype_name(item.index.fqn, tensor)
         return _bytes_in_host(tensor, shard)
 
-    return streamed.Row(shard=shard, read=streamed.held_while_read(load))
+    return direct_writer.Row(shard=shard, read=direct_writer.held_while_read(load))
 
 
 def _bytes_in_host(tensor: torch.Tensor, shard: Shard) -> memoryview:
@@ -236,12 +236,12 @@ def _bytes_in_host(tensor: torch.Tensor, shard: Shard) -> memoryview:
     return bytes_of(found)
 
 
-def _row_of(key: str, tensor: torch.Tensor) -> streamed.Row:
+def _row_of(key: str, tensor: torch.Tensor) -> direct_writer.Row:
     shape = tuple(tensor.shape)
     dtype = dtype_name(key, tensor)
     shard = Shard(fqn=key, dtype=dtype, global_shape=shape, offsets=(0,) * len(shape), lengths=shape)
     view = _bytes_in_host(tensor, shard)
-    return streamed.Row(shard=shard, read=lambda start, stop: view[start:stop])
+    return direct_writer.Row(shard=shard, read=lambda start, stop: view[start:stop])
 
 
 def _values(

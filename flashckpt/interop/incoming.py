@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from flashckpt.checkpoint.streamed import Row
+from flashckpt.checkpoint.direct_writer import Row
 from flashckpt.dcp import names
 from flashckpt.errors import ConfigError
 from flashckpt.interop import safetensors_files as st

@@ -8,10 +8,10 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from flashckpt.core.layout import ITEMSIZE, Shard
-from flashckpt.core.reshard import flat_boxes
+from flashckpt.core.shard import ITEMSIZE, Shard
 from flashckpt.interop.casting import cast
-from flashckpt.restore.fill import Target, fill
+from flashckpt.planning.read_plan import flat_boxes
+from flashckpt.restore.executor import Target, fill
 from flashckpt.restore.sources import StorageSource
 
 BLOCK_BYTES = 32 << 20

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, BinaryIO
 
-from flashckpt.core.layout import ITEMSIZE, Shard
+from flashckpt.core.shard import ITEMSIZE, Shard
 from flashckpt.errors import DamagedError, UnsupportedStateError
 from flashckpt.interop.foreign_files import decoding, refuse_shape
 from flashckpt.interop.outgoing import Outgoing

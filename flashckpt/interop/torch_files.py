@@ -32,8 +32,8 @@ from torch.distributed.checkpoint.filesystem import FileSystemWriter
 from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, TensorStorageMetadata
 from torch.distributed.checkpoint.planner import WriteItem
 
-from flashckpt.checkpoint.streamed import Row, held_while_read
-from flashckpt.core.layout import ITEMSIZE, Shard
+from flashckpt.checkpoint.direct_writer import Row, held_while_read
+from flashckpt.core.shard import ITEMSIZE, Shard
 from flashckpt.dcp.names import Path as StatePath
 from flashckpt.errors import ConfigError, DamagedError, UnsupportedStateError
 from flashckpt.interop.foreign_files import decoding, refuse_boundless, refuse_expanded, refuse_shape

@@ -10,16 +10,16 @@ from typing import Any
 import torch
 
 from flashckpt.core.digest import chunk_count
-from flashckpt.core.directory import Wish
-from flashckpt.core.layout import Shard
 from flashckpt.core.manifest import Manifest
+from flashckpt.core.shard import Shard
 from flashckpt.errors import UnsupportedStateError
-from flashckpt.restore.fill import Target
-from flashckpt.tracking import optimizer_state, state_forms, trees
-from flashckpt.tracking.placement import Box, World, boxes_of, local_of, shard_of
-from flashckpt.tracking.state_forms import Form
-from flashckpt.tracking.structure import Structure
-from flashckpt.tracking.tracked import Tracked
+from flashckpt.planning.peer_index import Wish
+from flashckpt.restore.executor import Target
+from flashckpt.state import optimizer_state, pytree, state_forms
+from flashckpt.state.placement import Box, World, boxes_of, local_of, shard_of
+from flashckpt.state.registry import Tracked
+from flashckpt.state.state_forms import Form
+from flashckpt.state.structure import Structure
 
 
 @dataclass(eq=False)
@@ -221,7 +221,7 @@ def _listed(label: str, manifests: Sequence[Manifest]) -> Iterator[str]:
     for manifest in manifests:
         for key, value in manifest.values.items():
             if key.partition("@")[0] == f"{label}.groups":
-                for group in (g for one in trees.put_together(value, lambda _: torch.empty(0)) for g in one):
+                for group in (g for one in pytree.put_together(value, lambda _: torch.empty(0)) for g in one):
                     yield from group["params"]
 
 

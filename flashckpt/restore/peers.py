@@ -15,18 +15,18 @@ from collections.abc import Iterable, Mapping, Sequence
 import msgpack
 import numpy as np
 
-from flashckpt.core import directory
-from flashckpt.core.directory import ANSWER, RECORD, Wish
+from flashckpt.collectives import HostGroup
 from flashckpt.core.manifest import Manifest, decode_manifest, encode_manifest
 from flashckpt.errors import DamagedError, FlashckptError
-from flashckpt.exchange import HostGroup
 from flashckpt.faults import crash_point
 from flashckpt.logs import guarded
-from flashckpt.memory.segment import Pin
-from flashckpt.restore.fill import JOB_BYTES, Piece
-from flashckpt.restore.restore_point import Place
+from flashckpt.planning import peer_index
+from flashckpt.planning.peer_index import ANSWER, RECORD, Wish
+from flashckpt.planning.selection import Place
+from flashckpt.restore.executor import JOB_BYTES, Piece
 from flashckpt.restore.sources import Meter, Source, Span, verify_chunks
-from flashckpt.tracking import trees
+from flashckpt.shm.segment import Pin
+from flashckpt.state import pytree
 
 ROUND_BYTES = 4 * JOB_BYTES
 """Most bytes of state that one round brings to a rank, and most that it takes away from one."""
@@ -141,9 +141,9 @@ class Peers:
 
         The slots that reading is meant from come first; after them the ones that stand in for them.
         """
-        offers = [directory.offers(manifest, slot) for slot, (_, manifest) in self._held.items()]
+        offers = [peer_index.offers(manifest, slot) for slot, (_, manifest) in self._held.items()]
         held = np.concatenate([*offers, np.zeros(0, RECORD)])
-        asked = directory.wishes(wanted)
+        asked = peer_index.wishes(wanted)
         primary = self._look_up(self._ask_directory(held, asked))
         manifests = self._ask_holders()
         return [
@@ -151,21 +151,21 @@ class Peers:
             for slot, manifest in sorted(manifests.items(), key=lambda one: (one[0] not in primary, one[0]))
         ]
 
-    def _ask_directory(self, held: directory.Records, asked: directory.Records) -> list[directory.Records]:
+    def _ask_directory(self, held: peer_index.Records, asked: peer_index.Records) -> list[peer_index.Records]:
         """Send both to where their names are filed; answer what arrives here; return what is answered."""
         ranks = self._group.ranks
-        sides = [(records, directory.owner_of(records["key"], ranks)) for records in (held, asked)]
+        sides = [(records, peer_index.owner_of(records["key"], ranks)) for records in (held, asked)]
         parts = []
         for owner in range(ranks):
             offered, wanted = (records[owners == owner] for records, owners in sides)
             parts.append([np.array([len(offered)], "<u8").tobytes(), offered.tobytes(), wanted.tobytes()])
         heard = [_unpacked(part) for part in self._group.all_to_all(parts)]
         board = np.concatenate([offered for offered, _ in heard])
-        found = directory.answers(board, {rank: wanted for rank, (_, wanted) in enumerate(heard)})
+        found = peer_index.answers(board, {rank: wanted for rank, (_, wanted) in enumerate(heard)})
         parts = [[found[rank].tobytes()] for rank in range(ranks)]
         return [np.frombuffer(part, ANSWER) for part in self._group.all_to_all(parts)]
 
-    def _look_up(self, answers: Sequence[directory.Records]) -> set[int]:
+    def _look_up(self, answers: Sequence[peer_index.Records]) -> set[int]:
         """Note the rows that were found on other nodes; return the slots that are meant first."""
         primary = set()
         for slot, row, copy in np.concatenate(answers).tolist():
@@ -202,9 +202,9 @@ class Peers:
         manifest = self._held[slot][1]
         rows = set(np.frombuffer(packed, "<u4").tolist())
         if values:  # the tensors that the values are made of
-            names = {name for value in manifest.values.values() for name in trees.tensor_names(value)}
+            names = {name for value in manifest.values.values() for name in pytree.tensor_names(value)}
             rows |= {row for name in names for row in manifest.table.rows(name)}
-        return slot, encode_manifest(directory.part_of(manifest, sorted(rows), values=values))
+        return slot, encode_manifest(peer_index.part_of(manifest, sorted(rows), values=values))
 
     # -- rounds ------------------------------------------------------------------------------------------
 
@@ -236,7 +236,7 @@ class Peers:
                 found[index] = reply
         return found
 
-    def _serve(self, requests: Sequence[directory.Records]) -> list[list[object]]:
+    def _serve(self, requests: Sequence[peer_index.Records]) -> list[list[object]]:
         """Return what each rank is sent: a byte per job, then the bytes of the jobs that fit, in turn over the ranks."""
         parts: list[list[object]] = [[] for _ in requests]
         current = {slot: self._is_current(slot) for slot in self._held}
@@ -260,7 +260,7 @@ class Peers:
         except OSError:
             return False
 
-    def _views(self, ranges: directory.Records, current: Mapping[int, bool]) -> list[memoryview] | None:
+    def _views(self, ranges: peer_index.Records, current: Mapping[int, bool]) -> list[memoryview] | None:
         views = []
         for slot, start, nbytes in ranges[["slot", "start", "nbytes"]].tolist():
             if not current.get(slot):
@@ -336,13 +336,13 @@ class Rounds:
                 source.land(place, view)
 
 
-def _unpacked(part: memoryview) -> tuple[directory.Records, directory.Records]:
+def _unpacked(part: memoryview) -> tuple[peer_index.Records, peer_index.Records]:
     count = int(np.frombuffer(part[:8], "<u8")[0])
     end = 8 + count * RECORD.itemsize
     return np.frombuffer(part[8:end], RECORD), np.frombuffer(part[end:], RECORD)
 
 
-def _requests(jobs: Sequence[tuple[int, Sequence[tuple[int, int]]]], indices: Sequence[int]) -> directory.Records:
+def _requests(jobs: Sequence[tuple[int, Sequence[tuple[int, int]]]], indices: Sequence[int]) -> peer_index.Records:
     rows = [(index, jobs[index][0], start, nbytes) for index in indices for start, nbytes in jobs[index][1]]
     return np.array(rows, REQUEST)
 

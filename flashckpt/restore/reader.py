@@ -6,13 +6,13 @@ import os
 from collections.abc import Mapping
 from typing import Any
 
-from flashckpt.memory.identity import root_url
 from flashckpt.report import RestoreReport
-from flashckpt.restore.restoring import Course, Request
+from flashckpt.restore.coordinator import Course, Request
 from flashckpt.settings import checked
-from flashckpt.storage.opening import check_options
-from flashckpt.tracking.placement import current_world
-from flashckpt.tracking.tracked import Tracked
+from flashckpt.shm.job_id import root_url
+from flashckpt.state.placement import current_world
+from flashckpt.state.registry import Tracked
+from flashckpt.storage.factory import check_options
 
 
 class Reader:

@@ -6,14 +6,14 @@ import contextlib
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-from flashckpt.core.layout import Shard
 from flashckpt.core.manifest import Manifest
+from flashckpt.core.shard import Shard
 from flashckpt.errors import FlashckptError
-from flashckpt.memory.job import JobDirectory
-from flashckpt.memory.segment import Segment
 from flashckpt.restore.live_state import Names, absent_state
-from flashckpt.tracking.structure import in_order
-from flashckpt.tracking.tracked import Tracked
+from flashckpt.shm.job_directory import JobDirectory
+from flashckpt.shm.segment import Segment
+from flashckpt.state.registry import Tracked
+from flashckpt.state.structure import in_order
 
 
 def with_recorded(shards: list[Shard], layout: int, directory: JobDirectory, tracked: Tracked) -> list[Shard]:

@@ -20,8 +20,8 @@ from flashckpt.checkpoint.compression import PackedObjects
 from flashckpt.core.digest import CHUNK_BYTES, copy_and_digest, digest
 from flashckpt.core.manifest import Manifest
 from flashckpt.errors import DamagedError
-from flashckpt.memory import pages
-from flashckpt.memory.segment import Pin, Segment
+from flashckpt.shm import prefault
+from flashckpt.shm.segment import Pin, Segment
 from flashckpt.storage.store import Store
 
 
@@ -147,8 +147,8 @@ class MemorySource:
             if (low, high) != (first, last):  # a part: only the whole chunk has a digest
                 self._verify(row, chunk, digest(held[first - begin : last - begin]))
             t1 = time.perf_counter()
-            if not pages.is_mapped(address + high - start - 1):
-                pages.populate(address + low - start, high - low)
+            if not prefault.is_mapped(address + high - start - 1):
+                prefault.populate(address + low - start, high - low)
             source, target = held[low - begin : high - begin], into[low - start : high - start]
             if (low, high) == (first, last):
                 self._verify(row, chunk, copy_and_digest(source, target))
@@ -191,7 +191,7 @@ class MemorySource:
                 self._mapped = np.frombuffer(self._pin.map(populate=False), np.uint8)
             base = int(self.manifest.table.byte_offset[row])
             held = self._mapped[base + start : base + stop]
-        pages.populate(int(held.ctypes.data), len(held), write=False)
+        prefault.populate(int(held.ctypes.data), len(held), write=False)
         return held
 
     def _verify(self, row: int, chunk: int, found: int) -> None:

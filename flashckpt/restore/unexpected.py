@@ -13,14 +13,14 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from flashckpt import exchange
+from flashckpt import collectives
 from flashckpt.core.digest import digest
 from flashckpt.core.manifest import Manifest
 from flashckpt.errors import UnexpectedStateError
 from flashckpt.restore.live_state import Names, Wishes
-from flashckpt.tracking import optimizer_extra, trees
-from flashckpt.tracking.structure import Structure
-from flashckpt.tracking.tracked import Tracked
+from flashckpt.state import optimizer_extra, pytree
+from flashckpt.state.registry import Tracked
+from flashckpt.state.structure import Structure
 
 _HASHES, _ROOM, _MOST_FOLD = 6, 32, 8
 _OF_THE_WHOLE = frozenset({"groups", "forms", "state"})
@@ -43,7 +43,7 @@ def held_names(tracked: Tracked, manifests: Sequence[Manifest]) -> set[str]:
             if label not in labels:
                 continue
             if isinstance(value, (dict, list, tuple)):
-                inside.update(trees.tensor_names(value))
+                inside.update(pytree.tensor_names(value))
             if label in tracked.optimizers and rest == "groups":
                 found.update(f"{label}.{name}" for name in grouped(value))
             elif rest not in _OF_THE_WHOLE:
@@ -104,13 +104,13 @@ def nowhere(mine: Iterable[str], own: Iterable[str], *, counts: Sequence[int]) -
         own: Names that it has.
         counts: Number of the names that each rank has.
     """
-    if exchange.is_alone():
+    if collectives.is_alone():
         return sorted(mine)
     size = _ROOM * max(1, min(sum(counts), _MOST_FOLD * max(counts, default=0)))
     table = np.zeros(size, np.uint8)
     for name in own:
         table[_places(name, size)] = 1
-    table = np.frombuffer(exchange.maximum(table), np.uint8)
+    table = np.frombuffer(collectives.maximum(table), np.uint8)
     return sorted(name for name in mine if not table[_places(name, size)].all())
 
 

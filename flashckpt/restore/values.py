@@ -8,11 +8,11 @@ from typing import Any
 import torch
 from torch.distributed.tensor import DTensor, Replicate
 
-from flashckpt.core.directory import Wish
+from flashckpt.planning.peer_index import Wish
 from flashckpt.restore.live_state import is_of_this_rank, is_wanted
 from flashckpt.restore.sources import Source
-from flashckpt.tracking import loaders, optimizer_extra, optimizer_state, rng, samplers, trees
-from flashckpt.tracking.tracked import Tracked
+from flashckpt.state import loaders, optimizer_extra, optimizer_state, pytree, rng, samplers
+from flashckpt.state.registry import Tracked
 
 _OF_THE_WHOLE = frozenset({"groups", "forms", "state", "extra"})
 """What stands behind an optimizer's name in keys that are no parameter's."""
@@ -108,7 +108,7 @@ def restore_values(
             continue
         found, skeleton = values.find(tracked.key_of(name, thing))
         if found:
-            thing.load_state_dict(trees.put_together(skeleton, tensor, place=_to_device))
+            thing.load_state_dict(pytree.put_together(skeleton, tensor, place=_to_device))
         else:
             missing.append(name)
     for label, optimizers in tracked.optimizers.items():
@@ -122,7 +122,7 @@ def restore_values(
             continue
         found, value = values.find(name)
         if found:
-            module.set_extra_state(trees.put_together(value, tensor, place=_to_device))
+            module.set_extra_state(pytree.put_together(value, tensor, place=_to_device))
         else:
             missing.append(name)
     return missing, _restore_rng(tracked, values, step) if tracked.rng and is_wanted("rng", only) else []
@@ -180,15 +180,15 @@ def _restore_state(tracked: Tracked, label: str, values: Values, tensor: Tensors
     missing = _missing_state(tracked, label, values)
     for optimizer, param, _, recorded in _per_parameter(tracked, label, values):
         for key, value in recorded.items():
-            optimizer.state[param][key] = trees.put_together(value, tensor, place=_beside(param))
+            optimizer.state[param][key] = pytree.put_together(value, tensor, place=_beside(param))
     found, others = values.find(f"{label}.state@{tracked.world.suffix}")
     optimizers = tracked.optimizers[label]
     if found and len(others) == len(optimizers):
         for optimizer, other in zip(optimizers, others, strict=True):
-            optimizer.state.update(trees.put_together(other, tensor, place=_to_device))
+            optimizer.state.update(pytree.put_together(other, tensor, place=_to_device))
     for optimizer, extra in zip(optimizers, _recorded_extra(tracked, label, values) or (), strict=False):
         if extra:
-            optimizer_extra.give_back(optimizer, trees.put_together(extra, tensor, place=_to_device))
+            optimizer_extra.give_back(optimizer, pytree.put_together(extra, tensor, place=_to_device))
     return missing
 
 
@@ -209,7 +209,7 @@ def _to_device(tensor: torch.Tensor, mark: Any) -> torch.Tensor:
     return tensor.to(here) if here is not None and kind == here.type else tensor
 
 
-def _beside(param: torch.Tensor) -> trees.Place:
+def _beside(param: torch.Tensor) -> pytree.Place:
     """Return what brings tensors of a parameter's state to where they lay."""
 
     def place(tensor: torch.Tensor, mark: Any) -> torch.Tensor:
@@ -235,4 +235,4 @@ def value_tensors(tracked: Tracked, values: Values) -> set[str]:
     for name, _ in tracked.extra_states():
         wanted += [value for found, value in [values.find(name)] if found]
     trees_of = (value for value in wanted if isinstance(value, (dict, list, tuple)))
-    return {name for value in trees_of for name in trees.tensor_names(value)}
+    return {name for value in trees_of for name in pytree.tensor_names(value)}

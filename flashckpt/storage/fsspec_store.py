@@ -13,8 +13,8 @@ from collections.abc import Callable, Iterable
 from typing import Any
 
 from flashckpt.errors import ConfigError, FlashckptError, ObjectMissingError, RootError, StoreError
-from flashckpt.storage.common import ProbedStore, require_restartable, truncated
-from flashckpt.storage.direct import extents
+from flashckpt.storage.conditional import ProbedStore, require_restartable, truncated
+from flashckpt.storage.direct_io import extents
 from flashckpt.storage.store import PART_BYTES, SWEEP_AGE_S, Names, ObjectInfo, Objects, check_key
 
 

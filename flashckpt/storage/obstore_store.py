@@ -17,8 +17,8 @@ from typing import Any
 import numpy as np
 
 from flashckpt.errors import FlashckptError, ObjectMissingError, RootError
-from flashckpt.storage.common import require_restartable, truncated
-from flashckpt.storage.direct import extents
+from flashckpt.storage.conditional import require_restartable, truncated
+from flashckpt.storage.direct_io import extents
 from flashckpt.storage.s3 import S3Store
 from flashckpt.storage.s3_errors import no_credentials, request_error
 from flashckpt.storage.store import PART_BYTES, PARTS_IN_FLIGHT, Names, ObjectInfo, Objects, check_key

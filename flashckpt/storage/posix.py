@@ -19,8 +19,8 @@ from typing import NoReturn
 
 from flashckpt.errors import DamagedError, ObjectMissingError, RootError, StoreError
 from flashckpt.faults import crash_point
-from flashckpt.storage.common import publish_unconditional, require_restartable, warn_unconditional
-from flashckpt.storage.direct import read_direct, write_durable
+from flashckpt.storage.conditional import publish_unconditional, require_restartable, warn_unconditional
+from flashckpt.storage.direct_io import read_direct, write_durable
 from flashckpt.storage.store import SWEEP_AGE_S, Names, ObjectInfo, Objects, check_key
 
 _TEMPORARY = ".tmp"

@@ -18,8 +18,8 @@ from typing import Any, TypeAlias
 from urllib.parse import urlsplit
 
 from flashckpt.errors import ConfigError, FlashckptError
-from flashckpt.storage.common import ProbedStore, require_restartable, truncated
-from flashckpt.storage.direct import extents
+from flashckpt.storage.conditional import ProbedStore, require_restartable, truncated
+from flashckpt.storage.direct_io import extents
 from flashckpt.storage.etags import Tags
 from flashckpt.storage.s3_errors import MISSING_KEY, error_code, http_status, is_network, is_transient, translate
 from flashckpt.storage.store import PART_BYTES, PARTS_IN_FLIGHT, SWEEP_AGE_S, Names, ObjectInfo, Objects, check_key

@@ -12,11 +12,11 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from flashckpt import faults
-from flashckpt.checkpoint.checkpoints import list_checkpoints, read_manifest
-from flashckpt.daemon.service import Daemon, Times
-from flashckpt.restore.fill import Target, fill
+from flashckpt.checkpoint.catalog import list_checkpoints, read_manifest
+from flashckpt.daemon.persister.service import Daemon, Times
+from flashckpt.restore.executor import Target, fill
 from flashckpt.restore.sources import StorageSource
-from flashckpt.storage.opening import open_store
+from flashckpt.storage.factory import open_store
 from support.memory_tier import FakeJob, FakeRank
 from support.ranks import wait_for
 

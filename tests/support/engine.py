@@ -13,7 +13,7 @@ import xxhash
 from torch import nn
 
 from flashckpt import Checkpointer, faults
-from flashckpt.tracking.placement import local_of
+from flashckpt.state.placement import local_of
 
 
 def agent_dir() -> None:

@@ -19,30 +19,30 @@ import torch
 from torch.distributed import checkpoint as torch_dcp
 from torch.distributed.checkpoint.filesystem import FileSystemWriter
 
-from flashckpt.checkpoint.checkpoints import GenerationClaim, decode_claim, encode_claim, list_checkpoints
+from flashckpt.checkpoint.catalog import GenerationClaim, decode_claim, encode_claim, list_checkpoints
 from flashckpt.checkpoint.compression import Codec, Frame, PackedObjects, compressed_parts
 from flashckpt.checkpoint.intents import Intent, decode_intent, encode_intent
-from flashckpt.checkpoint.persist import refuse_gaps
 from flashckpt.checkpoint.retention import encode_lease, leased_prefixes
-from flashckpt.core import slot, superblock
+from flashckpt.checkpoint.writer import refuse_gaps
+from flashckpt.core import slot_header, superblock
 from flashckpt.core.digest import chunk_digests, digest
-from flashckpt.core.directory import offers
-from flashckpt.core.head import HEAD_BYTES, decode_summary, encode_summary
-from flashckpt.core.layout import Shard, place
 from flashckpt.core.manifest import Manifest, ShardTable, decode_manifest, encode_manifest, merge, summary_of
-from flashckpt.core.packs import index_manifest, plan_packs
+from flashckpt.core.manifest_header import HEAD_BYTES, decode_summary, encode_summary
 from flashckpt.core.records import seal
-from flashckpt.core.slot import SlotHeader, SlotState
-from flashckpt.daemon import messages
-from flashckpt.daemon.intents import Ready, choose_intent, decode_ready, encode_ready
+from flashckpt.core.shard import Shard, place
+from flashckpt.core.slot_header import SlotHeader, SlotState
+from flashckpt.daemon.persister.proposals import Ready, choose_intent, decode_ready, encode_ready
+from flashckpt.daemon.zygote import messages
 from flashckpt.errors import DamagedError
 from flashckpt.interop.incoming import detect, open_foreign
 from flashckpt.interop.selection import Selection
-from flashckpt.memory.control import Control, Published
-from flashckpt.memory.job import DaemonStatus, GenerationRecord, JobConfig, JobDirectory
-from flashckpt.memory.segment import Segment
-from flashckpt.sampler import index_file
-from flashckpt.sampler.state import SamplerState
+from flashckpt.planning.packs import index_manifest, plan_packs
+from flashckpt.planning.peer_index import offers
+from flashckpt.sampler.datasets import index_file
+from flashckpt.sampler.order.state import SamplerState
+from flashckpt.shm.control import Control, Published
+from flashckpt.shm.job_directory import DaemonStatus, GenerationRecord, JobConfig, JobDirectory
+from flashckpt.shm.segment import Segment
 from flashckpt.storage.posix import PosixStore
 from support.fuzzing import Target
 
@@ -152,15 +152,15 @@ SPEC = superblock.SegmentSpec(
 
 
 def sealed_header(raw: bytes) -> bytes:
-    fields = raw[: slot.HEADER_BYTES - 8].ljust(slot.HEADER_BYTES - 8, b"\0")
+    fields = raw[: slot_header.HEADER_BYTES - 8].ljust(slot_header.HEADER_BYTES - 8, b"\0")
     return fields + struct.pack("<Q", digest(fields))
 
 
 def use_header(raw: bytes) -> None:
-    header, copy = slot.newest_copy(raw.ljust(4096, b"\0"))
+    header, copy = slot_header.newest_copy(raw.ljust(4096, b"\0"))
     assert copy in (0, 1)
     assert header.state in SlotState
-    slot.choose_slot([header, HEADER], pinned=(), common=[(3, 121)])
+    slot_header.choose_slot([header, HEADER], pinned=(), common=[(3, 121)])
 
 
 def superblock_bytes() -> bytes:
@@ -477,7 +477,7 @@ TARGETS: dict[str, Callable[[Path], Target]] = {
         seeds=[msgpack.unpackb(encode_manifest(manifest(0))[32:])["values"]], decode=_values, tree=(_unpack, msgpack.packb)
     ),
     "catalogue": catalogue,
-    "slot-header": lambda _: Target(seeds=[slot.encode_header(HEADER)], decode=use_header, reseal=sealed_header),
+    "slot-header": lambda _: Target(seeds=[slot_header.encode_header(HEADER)], decode=use_header, reseal=sealed_header),
     "superblock": lambda _: Target(
         seeds=[superblock_bytes()], decode=lambda raw: superblock.decode_superblock(raw, path="x"), reseal=sealed_superblock
     ),

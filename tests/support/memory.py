@@ -11,11 +11,11 @@ import numpy as np
 
 from flashckpt import faults
 from flashckpt.core.digest import CHUNK_BYTES, chunk_digests, digest
-from flashckpt.core.layout import Shard, layout_hash, place
 from flashckpt.core.manifest import Manifest, ShardTable, encode_manifest
-from flashckpt.core.slot import SlotHeader
-from flashckpt.memory.pin import Pin
-from flashckpt.memory.segment import Segment, SegmentSpec
+from flashckpt.core.shard import Shard, layout_hash, place
+from flashckpt.core.slot_header import SlotHeader
+from flashckpt.shm.pin import Pin
+from flashckpt.shm.segment import Segment, SegmentSpec
 
 SIZES = (3 * CHUNK_BYTES + 17, 70_000, 100, 0, 8)  # several chunks, one page-aligned, small, empty, scalar
 

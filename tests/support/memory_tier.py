@@ -9,13 +9,13 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from flashckpt.core.digest import chunk_digests
-from flashckpt.core.layout import Shard, layout_hash, place
 from flashckpt.core.manifest import Manifest, encode_manifest
-from flashckpt.core.table import ShardTable
-from flashckpt.memory.identity import root_digest
-from flashckpt.memory.job import GenerationRecord, JobConfig, JobDirectory
-from flashckpt.memory.lease import Lease
-from flashckpt.memory.segment import Segment, SegmentSpec, choose_slot
+from flashckpt.core.shard import Shard, layout_hash, place
+from flashckpt.core.shard_table import ShardTable
+from flashckpt.shm.job_directory import GenerationRecord, JobConfig, JobDirectory
+from flashckpt.shm.job_id import root_digest
+from flashckpt.shm.lease import Lease
+from flashckpt.shm.segment import Segment, SegmentSpec, choose_slot
 
 
 def content(fqn: str, shape: tuple[int, ...], generation: int, step: int) -> np.ndarray:

@@ -76,13 +76,13 @@ class Gate:
     """Lets `touch` through below a byte, and holds it back above while it is closed."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, *, below: int) -> None:
-        from flashckpt.memory import segment
-        from flashckpt.staging import rank_memory
+        from flashckpt.shm import segment
+        from flashckpt.snapshot import segments
 
         self.open, self._below, self._real = threading.Event(), below, segment.touch  # type: ignore[attr-defined]  # not exported
         monkeypatch.setattr(segment, "RESERVE_BYTES", 64 << 10)
         monkeypatch.setattr(segment, "touch", self._touch)
-        monkeypatch.setattr(rank_memory, "SMALL_SLOT_BYTES", 0)  # as if the slots were large
+        monkeypatch.setattr(segments, "SMALL_SLOT_BYTES", 0)  # as if the slots were large
 
     def _touch(self, mapping: Any, address: int, start: int, size: int) -> None:
         assert start < self._below or self.open.wait(60)

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from flashckpt.storage.opening import open_store
+from flashckpt.storage.factory import open_store
 from flashckpt.storage.store import Store
 from support.ranks import wait_for
 

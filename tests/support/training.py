@@ -39,8 +39,8 @@ def train_rank(rank: int, values: dict[str, Any], steps: int) -> dict[str, Any]:
     """Train `steps` steps in this rank without checkpoints; losses and norms as float.hex()."""
     import os
 
-    from flashckpt.trainer.loop import Trainer, prepare
-    from flashckpt.trainer.session import process_group
+    from flashckpt.trainer.parallel.distributed import process_group
+    from flashckpt.trainer.train.loop import Trainer, prepare
 
     config = from_values(values)
     layout = prepare(config, int(os.environ["WORLD_SIZE"]))
@@ -61,7 +61,7 @@ def parameter_digest(trainer: Any) -> str:
     """Return a digest of this rank's local parameters and optimizer state."""
     import torch
 
-    from flashckpt.trainer.parallel import local_tensor
+    from flashckpt.trainer.parallel.apply import local_tensor
 
     sha = hashlib.sha256()
     for optimizer in trainer.optimizers:
@@ -107,8 +107,8 @@ def run_rank(rank: int, values: dict[str, Any], kill: dict[str, int] | None = No
     import os
     import signal
 
-    from flashckpt.trainer.loop import Trainer, prepare
-    from flashckpt.trainer.session import process_group
+    from flashckpt.trainer.parallel.distributed import process_group
+    from flashckpt.trainer.train.loop import Trainer, prepare
 
     if forget:
         leave_out(forget)

@@ -22,11 +22,11 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from flashckpt.daemon import zygote
-from flashckpt.daemon.process import set_title
+from flashckpt.daemon.machine.process import set_title
+from flashckpt.daemon.zygote import server
 
 ALSO = (
-    "flashckpt.daemon.agent",
+    "flashckpt.daemon.launcher.agent",
     "torch.distributed.run",
     "torch.distributed.elastic.rendezvous.c10d_rendezvous_backend",
 )
@@ -119,7 +119,7 @@ def start(
         fresh: Start an interpreter as usual.
     """
     streams = [log, errors or log]
-    if fresh or zygote.changed_at_import(_warm().environment, env):
+    if fresh or server.changed_at_import(_warm().environment, env):
         with log.open("wb") as out, errors.open("wb") if errors else contextlib.nullcontext(out) as err:
             command = [sys.executable, *words]
             return subprocess.Popen(command, stdout=out, stderr=err, cwd=cwd, env=env, start_new_session=True)
@@ -195,11 +195,11 @@ def become(request: dict[str, Any]) -> list[str]:
 def main() -> None:
     sys.path.pop(0)  # the folder of this file
     sock = socket.socket(fileno=int(sys.argv[1]))
-    zygote.preload()
-    with zygote.single_threaded_imports():
+    server.preload()
+    with server.single_threaded_imports():
         for name in ALSO:
             importlib.import_module(name)
-    assert not zygote.unfit(), zygote.unfit()
+    assert not server.unfit(), server.unfit()
     words = serve(sock)
     if words[0] == "-m":
         sys.path.insert(0, str(Path.cwd()))

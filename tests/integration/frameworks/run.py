@@ -107,9 +107,9 @@ def in_child(work: Callable[[], None], folder: Path) -> None:
 
 def persist(memory: str) -> None:
     """Persist the newest snapshot that all ranks left in memory."""
-    from flashckpt.daemon.logs import configure
-    from flashckpt.daemon.service import Daemon, Times
-    from flashckpt.memory.job import JobDirectory, memory_root
+    from flashckpt.daemon.machine.logs import configure
+    from flashckpt.daemon.persister.service import Daemon, Times
+    from flashckpt.shm.job_directory import JobDirectory, memory_root
 
     configure()
     os.environ["FLASHCKPT_SHM_DIR"] = memory

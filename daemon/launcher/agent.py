@@ -1,0 +1,438 @@
+"""The agent of one node and its launch: what overrides torch.distributed.elastic (its rendezvous: rounds.py).
+
+What differs from torchrun's agent, and why:
+
+* workers come from the zygote and are watched by pidfds: a failure is seen in milliseconds;
+* survivors of a failure are killed at once: what they hold is in shared memory, not in them;
+* every generation gets a fresh store: torchrun 2.13 hands stale gloo addresses to restarted ranks;
+* the rendezvous decodes no pickle, and on one node there is none: everything listens on the loopback address;
+* a stop is agreed with the ranks, so that none stops alone inside a collective;
+* an agent that leaves does not close the rendezvous for the others.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import signal
+import socket
+import sys
+import time
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from torch.distributed import DistError
+from torch.distributed.elastic.agent.server import local_elastic_agent
+from torch.distributed.elastic.agent.server.api import RunResult, WorkerGroup, WorkerSpec, WorkerState
+from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
+from torch.distributed.elastic.metrics.api import put_metric
+from torch.distributed.elastic.multiprocessing import PContext, SignalException, start_processes
+from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
+from torch.distributed.elastic.rendezvous import (
+    RendezvousClosedError,
+    RendezvousError,
+    RendezvousHandler,
+    RendezvousParameters,
+    RendezvousStateError,
+    RendezvousTimeoutError,
+    registry,
+)
+from torch.distributed.launcher import api as launcher_api
+
+from flashckpt.daemon.launcher import findings, hang, node_check
+from flashckpt.daemon.launcher.budget import Budget, Verdict
+from flashckpt.daemon.launcher.context import Life, WorkerContext, make_context, script_commands
+from flashckpt.daemon.launcher.elastic_compat import raise_signal, replaced
+from flashckpt.daemon.launcher.failure import FailureReport
+from flashckpt.daemon.launcher.hang import Pace
+from flashckpt.daemon.launcher.node_check import Check
+from flashckpt.daemon.launcher.options import AgentOptions, Outcome, RefusedError, RendezvousLostError
+from flashckpt.daemon.launcher.rendezvous import OneNode, handler_of
+from flashckpt.daemon.launcher.reporting import Reporter
+from flashckpt.daemon.launcher.rounds import FreshStores
+from flashckpt.daemon.launcher.stop import AgreedStop, Group, StopSignals, Store
+from flashckpt.daemon.launcher.watch import JobWatch
+from flashckpt.daemon.machine.process import become_subreaper, reap_strays
+from flashckpt.daemon.zygote.client import Nursery
+from flashckpt.errors import FINAL_CODES, LayoutError
+from flashckpt.shm.control import ControlRow
+
+_log = logging.getLogger("flashckpt.dlrun")
+_TICK_S = 0.2
+_CAUSE_S = 8.0  # longer than a silent node counts as alive, where the user left that as it is
+_ON_LOOPBACK = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
+
+
+class DlrunAgent(LocalElasticAgent):
+    """The agent of one node."""
+
+    def __init__(
+        self, spec: WorkerSpec, *args: Any, nursery: Nursery, options: AgentOptions, outcome: Outcome, **kwargs: Any
+    ) -> None:
+        self._stores = FreshStores(spec.rdzv_handler, unit=options.node_unit)
+        if isinstance(spec.rdzv_handler, OneNode):
+            spec.master_addr = spec.master_port = None  # the store's own, on the loopback address
+        spec.rdzv_handler = self._stores
+        super().__init__(spec, *args, **kwargs)
+        self._nursery, self._options, self._outcome = nursery, options, outcome
+        limit = spec.max_restarts if options.restarts_chosen else None
+        self._budget = Budget(limit, refill_steps=options.refill_steps)
+        self._lives = 0
+        self._failures = 0
+        self._rendezvous_s = 0.0
+        self._checked = False
+        self._ended = False
+        self._pace = Pace()
+        self._started_s = 0.0
+        self._has_trained = False
+        self._knows_cause = True
+
+    # -- life of the agent
+
+    def run(self, role: str = "default") -> RunResult:
+        """Run the worker group to its end, with signals, the job watch and the zygote around it."""
+        become_subreaper()
+        names = os.environ.get("TORCHELASTIC_SIGNALS_TO_HANDLE", "SIGTERM,SIGINT,SIGHUP,SIGQUIT")
+        self._signals = StopSignals(names, raise_signal)
+        self._watch = JobWatch()
+        self._stop = AgreedStop(self._watch, self._options.grace_s)
+        self._reporter = Reporter(self._watch, self._options.ledger)
+        self._signals.install()
+        try:
+            # torch gives None for a node that the job never needed (more came than --nnodes allows)
+            result = super().run(role) or RunResult(state=WorkerState.SUCCEEDED)
+            self._stores.may_close = not self._outcome.resume
+            self._ended = not result.is_failed() and not self._outcome.resume
+            if self._ended:
+                self._watch.request("ended")
+            return result
+        except SignalException:
+            self._outcome.resume = self._watch.control() is not None  # a flashckpt job: its state is kept
+            raise
+        finally:
+            if self._outcome.resume or sys.exc_info()[0] is not None:
+                self._watch.request("persist-now")
+            self._reporter.finish("ended")
+            self._nursery.close()
+            if self._options.wait_flush and not self._ended:
+                _log.info("waiting for the daemon to persist the newest snapshot")
+                self._watch.await_flush(self._options.grace_s)
+            self._watch.close()
+            self._signals.restore()
+
+    def _invoke_run(self, role: str = "default") -> RunResult:
+        group = self._worker_group
+        role = group.spec.role
+        self._initialize_workers(group)
+        while True:
+            result: RunResult = self._supervise(group)
+            put_metric(f"workers.{role}.remaining_restarts", self._remaining_restarts)
+            put_metric(f"workers.{role}.{result.state.name.lower()}", 1)
+            if result.state is WorkerState.SUCCEEDED:
+                self._outcome.resume = self._stop.has_stopped(self._rows())
+                self._exit_barrier()  # type: ignore[no-untyped-call]  # torch leaves it untyped
+                return result
+            if result.state is WorkerState.HEALTHY:
+                _log.info("other nodes wait to join: the workers start again with them")
+                self._lives += 1
+                self._restart_workers(group)
+            elif not self._after_failure(group, result):
+                return result
+
+    def _supervise(self, group: WorkerGroup) -> RunResult:
+        """Return when the workers have ended, failed or hang, or (HEALTHY) when other nodes want to join."""
+        context = self._pcontext
+        assert context is not None
+        self._signals.supervising = True
+        try:
+            while True:
+                self._stop_together(group)
+                result: RunResult = self._monitor_workers(group)
+                group.state = result.state
+                if result.state is not WorkerState.HEALTHY:
+                    return result
+                if self._stores.num_nodes_waiting() > 0 and not self._stop.is_under_way:
+                    return result
+                if (hanging := self._tick(context)) is not None:
+                    return hanging
+                self._wait(context)
+        finally:
+            self._signals.supervising = False
+
+    def _wait(self, context: PContext) -> None:
+        if isinstance(context, WorkerContext):
+            context.wait_event(_TICK_S, [self._signals.fd])
+            self._signals.drain()
+        else:
+            time.sleep(self._worker_group.spec.monitor_interval)
+
+    def _tick(self, context: PContext) -> RunResult | None:
+        """Do what is due several times a second; returns a result if the ranks hang."""
+        self._watch.tick()
+        rows = self._rows()
+        if not rows or not isinstance(context, WorkerContext):
+            return None
+        self._pace.see(time.monotonic(), max(row.step for row in rows))
+        if not self._has_trained and self._stores.notes is not None and any(row.first_step for row in rows):
+            self._has_trained = True
+            self._stores.notes.note_trained()
+        self._reporter.tick(rows)
+        limit_s = hang.timeout_s(self._pace.step_s, self._options.hang_s)
+        if self._stop.is_under_way or not hang.is_hanging(rows, time.monotonic_ns(), limit_s):
+            return None
+        return self._end_hang(context, rows, limit_s)
+
+    def _rows(self) -> list[ControlRow]:
+        return self._watch.rows(set(self._pcontext.pids().values())) if self._pcontext else []
+
+    # -- generations
+
+    def _rendezvous(self, worker_group: WorkerGroup) -> None:
+        begun = time.monotonic()
+        try:
+            super()._rendezvous(worker_group)
+        except RendezvousError as error:
+            if (refused := self._refusal(error)) is None:
+                raise
+            raise refused from error
+        self._rendezvous_s = time.monotonic() - begun
+        if (others := self._others(worker_group)) is not None:
+            ranks = [worker.global_rank for worker in worker_group.workers]
+            findings.introduce(others.store, others.rank, host=socket.gethostname(), ranks=ranks)
+        if self._options.node_check:
+            self._check_nodes(worker_group)
+
+    def _refusal(self, error: RendezvousError) -> RefusedError | None:
+        """Return what ends this node where the rendezvous failed because the job cannot run as it is."""
+        notes, held = self._stores.notes, self._stores.held
+        if notes is not None and isinstance(error, RendezvousTimeoutError) and held:
+            notes.end(LayoutError.exit_code)
+            return RefusedError.size(held)
+        code = notes.ended() if notes is not None else 0
+        return (RefusedError.size(held) if held else RefusedError.elsewhere(code)) if code else None
+
+    def _check_nodes(self, group: WorkerGroup) -> None:
+        """Leave if this node is bad; rendezvous again without the others that are."""
+        others = self._others(group)
+        if others is None or not node_check.is_due(others, checked=self._checked):
+            return
+        self._checked = True
+        address = self._worker_group.spec.local_addr or socket.getfqdn()
+        check = Check(others.store, node=others.rank, count=others.size, address=address)
+        if node_check.leave_or_go_on(check.run(), others, min_nodes=self._options.min_nodes):
+            self._rendezvous(group)
+
+    def _start_workers(self, worker_group: WorkerGroup) -> dict[int, Any]:
+        self._watch.forget_refusal()
+        with replaced(local_elastic_agent, "start_processes", self._start_context):
+            pids: dict[int, Any] = super()._start_workers(worker_group)
+        self._started_s = time.monotonic()
+        names = (f"rank {worker.global_rank} pid {pids[worker.local_rank]}" for worker in worker_group.workers)
+        _log.info("started %s", ", ".join(names))
+        if isinstance(self._pcontext, WorkerContext):
+            self._reporter.started(rendezvous_s=self._rendezvous_s, fork_s=self._pcontext.fork_s)
+        self._pace = Pace()
+        return pids
+
+    def _start_context(
+        self, *, entrypoint: Callable[..., Any] | str, args: dict[int, tuple[Any, ...]], **rest: Any
+    ) -> PContext:
+        """Stand in for torch's start_processes: scripts are forked, commands spawned, functions are torch's."""
+        if isinstance(self._stores.inner, OneNode):
+            for environment in rest["envs"].values():
+                environment.update({name: "lo" for name in _ON_LOOPBACK if name not in os.environ})
+        scripts = script_commands(entrypoint, args)
+        if callable(entrypoint) and scripts is None:
+            return start_processes(entrypoint=entrypoint, args=args, **rest)
+        life = Life(number=self._lives, failures=self._failures, job=self._options.job, watch=self._watch)
+        context = make_context(
+            life,
+            entrypoint,
+            args,
+            scripts=scripts,
+            survivors_s=self._options.survivors_s,
+            nursery=self._nursery,
+            **rest,
+        )
+        self._pcontext = context  # before the start: a signal in between must still end its workers
+        context.start()
+        return context
+
+    def _stop_workers(self, worker_group: WorkerGroup) -> None:  # noqa: ARG002 -- torch's signature
+        """End the workers of this generation: at once, or with the time the user gave by --shutdown-timeout."""
+        wait_s = int(self._options.survivors_s)
+        death = signal.SIGTERM if wait_s else signal.SIGKILL
+        if self._pcontext is not None:
+            self._pcontext.close(death, wait_s)
+        self._shutdown(death)  # the rest; it takes no time-out before torch 2.12
+
+    # -- failures
+
+    def _after_failure(self, group: WorkerGroup, result: RunResult) -> bool:
+        """Report the failure and restart; False if the group is not restarted."""
+        context, hung, others = self._pcontext, bool(self._outcome.hang), self._others(group)
+        report = None
+        if isinstance(context, WorkerContext) and result.is_failed() and not hung:
+            report = self._reporter.failure(context, self._rows(), restart=self._lives + 1, others=others)
+            self._knows_cause = not report.elsewhere
+        verdict = self._judge(report)
+        action = verdict.reason
+        if report is not None:
+            _log.error("%s", report.render(action))
+        elif hung:
+            _log.error("%s\n  -> %s", self._outcome.hang, action)
+        self._watch.request("persist-now")
+        if not verdict.restart:
+            self._outcome.repeats = action if verdict.repeats else ""
+            self._stop_workers(group)
+            if others is not None and not self._knows_cause:
+                lost = findings.await_cause(others.store, self._stores.lost_in_this_round, timeout_s=_CAUSE_S)
+                self._outcome.elsewhere = self._name_cause(others.store, lost)
+                self._outcome.refused = self._stores.notes.ended() if self._stores.notes is not None else 0
+            group.state = WorkerState.FAILED
+            self._reporter.finish("ended")
+            return False
+        self._outcome.hang = ""
+        self._remaining_restarts = self._budget.left
+        self._failures += 1
+        self._lives += 1
+        self._restart_workers(group)
+        if others is not None:
+            self._name_cause(others.store, self._stores.lost_since_the_round_before())
+        return True
+
+    def _name_cause(self, store: Store, lost: Mapping[int, str]) -> str:
+        """Say what ended the generation where that was not on this node: a machine that was lost, or a rank elsewhere."""
+        if self._knows_cause and not lost:
+            return ""
+        cause = findings.cause(store, lost)
+        _log.error("%s", cause)
+        self._reporter.named_elsewhere(cause)
+        return cause
+
+    def _refused(self) -> int:
+        """Return the exit code of a rank that found the job impossible as it is, 0 if none did."""
+        context = self._pcontext
+        exits = context.exits() if isinstance(context, WorkerContext) else []
+        return self._watch.refused() or next((item.code for item in exits if item.code in FINAL_CODES), 0)
+
+    def _may_fit_again(self, refused: int) -> bool:
+        """Return whether the job was refused for its number of nodes, which may change: it has trained with another."""
+        notes, size = self._stores.notes, self._worker_group.group_world_size
+        if refused != LayoutError.exit_code or notes is None or not self._stores.may_grow() or not notes.has_trained():
+            return False
+        notes.refuse(int(size or 0))
+        return True
+
+    def _judge(self, report: FailureReport | None) -> Verdict:
+        if self._stop.is_under_way:
+            return Verdict(restart=False, reason="the job was asked to stop: it ends")
+        if self._remaining_restarts < self._budget.left:  # torch took them away: a rank is stuck in the kernel
+            return Verdict(restart=False, reason="a rank is stuck in the kernel: a new one would meet the same device")
+        if refused := self._refused():
+            if self._may_fit_again(refused):
+                return Verdict(restart=True, reason="nodes were lost, and the layout does not fit those that are left")
+            self._outcome.refused = refused
+            if self._stores.notes is not None:
+                self._stores.notes.end(refused)
+            return Verdict(restart=False, reason=f"exit code {refused}: every start would end the same, the job ends")
+        ran_s = time.monotonic() - self._started_s
+        if report is None:
+            return self._budget.spend(fingerprint="", step=self._pace.highest, ran_s=ran_s)
+        return self._budget.spend(fingerprint=report.fingerprint, step=report.step, ran_s=ran_s)
+
+    def _end_hang(self, context: WorkerContext, rows: Sequence[ControlRow], limit_s: float) -> RunResult:
+        """Write down all stacks, then kill every rank; the odd one counts as the one that failed."""
+        others = self._others(self._worker_group)
+        suspect = self._reporter.hang(context, rows, limit_s, restart=self._lives + 1, others=others)
+        self._knows_cause = suspect.known
+        self._outcome.hang = suspect.text
+        worker = next(worker for worker in self._worker_group.workers if worker.global_rank == suspect.rank)
+        failed = ProcessFailure(
+            local_rank=worker.local_rank, pid=int(worker.id), exitcode=-signal.SIGKILL, error_file=""
+        )
+        failed.message = suspect.text
+        return RunResult(state=WorkerState.FAILED, failures={suspect.rank: failed})
+
+    # -- stopping
+
+    def _others(self, group: WorkerGroup) -> Group | None:
+        rank: Any = group.group_rank  # torch declares these None and fills them at the rendezvous
+        size: Any = group.group_world_size
+        store: Any = self._store
+        return None if store is None or size in {None, 1} else Group(store=store, rank=rank, size=size)
+
+    def _stop_together(self, group: WorkerGroup) -> None:
+        """Agree with all ranks on the step to stop after; without flashckpt in them, stop as torchrun does."""
+        pace_s, ranks = self._pace.at_least_s(time.monotonic()), group.spec.local_world_size
+        received = self._signals.received
+        if not self._stop.tick(received, self._rows(), ranks=ranks, step_s=pace_s, group=self._others(group)):
+            raise_signal(received[0] if received else signal.SIGTERM)
+
+
+def _of_the_rendezvous(error: Exception, config: Any) -> RendezvousLostError | None:
+    """Return the clear error of a rendezvous that failed, None where it was not the rendezvous."""
+    if isinstance(error, RendezvousClosedError):
+        return RendezvousLostError.closed()
+    if isinstance(error, RendezvousStateError):
+        return RendezvousLostError.written_by_others(error)
+    if "rendezvous" not in type(error).__name__.lower() and config.max_nodes == 1:
+        return None
+    if isinstance(error, RendezvousTimeoutError) and _answers(config.rdzv_endpoint):
+        return RendezvousLostError.too_few(config.min_nodes, config.rdzv_endpoint)
+    return RendezvousLostError.at(config.rdzv_endpoint, error)
+
+
+def _answers(endpoint: str) -> bool:
+    """Whether somebody listens where the rendezvous store is: then nodes were missing, not the store."""
+    host, _, port = endpoint.rpartition(":")
+    try:
+        socket.create_connection((host.strip("[]"), int(port)), timeout=2.0).close()
+    except (OSError, ValueError):
+        return False
+    return True
+
+
+_rendezvous_of_torch = registry.get_rendezvous_handler
+
+
+def launch(
+    config: Any, entrypoint: Callable[..., Any] | str, args: list[str], *, nursery: Nursery, options: AgentOptions
+) -> Outcome:
+    """Run the job as torch's launch_agent does, with our agent in place of LocalElasticAgent.
+
+    Raises:
+        ChildFailedError: workers failed and no restart was left.
+        RestartBudgetError: the same error came at the same step twice.
+        HangError: the ranks hang, and no restart was left.
+        SignalException: dlrun was asked to stop and the workers could not agree on a step.
+    """
+    outcome = Outcome()
+
+    def build(*rest: Any, **kwargs: Any) -> DlrunAgent:
+        return DlrunAgent(*rest, nursery=nursery, options=options, outcome=outcome, **kwargs)
+
+    def meet(params: RendezvousParameters) -> RendezvousHandler:
+        return handler_of(params, _rendezvous_of_torch)
+
+    # another agent or rendezvous that somebody has put in place of torch's is kept
+    theirs, factory = vars(launcher_api)["LocalElasticAgent"], registry.get_rendezvous_handler
+    with (
+        replaced(launcher_api, "LocalElasticAgent", build if theirs is LocalElasticAgent else theirs),
+        replaced(registry, "get_rendezvous_handler", meet if factory is _rendezvous_of_torch else factory),
+    ):
+        try:
+            launcher_api.launch_agent(config, entrypoint, args)
+        except SignalException:
+            if not outcome.resume:
+                raise
+        except (RendezvousError, DistError) as error:
+            if (lost := _of_the_rendezvous(error, config)) is None:
+                raise
+            raise lost from error
+        except ChildFailedError as error:
+            if (clearer := outcome.error()) is not None:
+                raise clearer from error
+            raise
+    reap_strays(set())
+    return outcome

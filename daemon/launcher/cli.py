@@ -1,0 +1,287 @@
+"""`dlrun`: torchrun with a restart of tenths of a second. Also `python -m flashckpt.daemon.run`.
+
+Accepts every torchrun flag in both spellings and every PET_* variable, and a few of its own. The
+order of the start is the point: torch is imported once, with one thread; the zygote is forked from
+this process before anything else has started, and imports the rest while the agent rendezvous.
+"""
+
+from __future__ import annotations
+
+import argparse
+import atexit
+import logging
+import os
+import shutil
+import signal
+import sys
+import uuid
+from typing import TYPE_CHECKING, Any
+
+from flashckpt.daemon.launcher.budget import REFILL_STEPS, RESTARTS
+from flashckpt.daemon.zygote import server
+from flashckpt.errors import RESUME_EXIT_CODE, ConfigError, FlashckptError
+from flashckpt.printable import PrintableFormatter
+from flashckpt.streams import fill_closed
+
+if TYPE_CHECKING:
+    from flashckpt.daemon.launcher.options import Outcome
+    from flashckpt.daemon.zygote.client import Nursery
+
+_log = logging.getLogger("flashckpt.dlrun")
+_OWN = "dlrun"
+OPTIONS: tuple[tuple[str, Any, str], ...] = (
+    ("no-zygote", False, "Start every worker as a fresh interpreter (seconds per restart) instead of forking it."),
+    ("grace-timeout", 60.0, "Seconds an agreed stop (SIGTERM, SIGINT) may take before the workers are killed."),
+    ("ledger", "", "File that gets one JSON line per failure: where the seconds of the restart went."),
+    (
+        "wait-flush",
+        False,
+        "After a failure or a stop, end only when the newest snapshot is persisted (always so as PID 1).",
+    ),
+    (
+        "node-check",
+        False,
+        "Before the first generation find bad and slow nodes (matrix product, pairwise exchange); leave them out.",
+    ),
+    (
+        "node-unit",
+        1,
+        "Run on multiples of this many nodes (c10d rendezvous); the nodes that are over wait for more.",
+    ),
+    (
+        "hang-timeout",
+        None,
+        "Seconds without a step that count as a hang; 0: never. Default: 20 median steps, at least 60 s.",
+    ),
+    (
+        "refill-steps",
+        REFILL_STEPS,
+        "New steps between two failures that give all of --max-restarts back; 0: never, as in torchrun.",
+    ),
+)
+"""dlrun's own options: name, default (False: a switch; None: a number that is learnt), help. Each is also PET_<NAME>."""
+
+
+def get_args_parser() -> argparse.ArgumentParser:
+    """Return torchrun's parser with dlrun's own options added."""
+    with server.single_threaded_imports():
+        from torch.distributed import run as torchrun
+        from torch.distributed.argparse_util import check_env, env
+    parser = torchrun.get_args_parser()
+    if "PET_MASTER_PORT" not in os.environ:  # torch 2.11 has 29500 here, and with it the static rendezvous
+        parser.set_defaults(master_port=None)
+    parser.prog = _OWN
+    parser.description = "Launch and keep alive a distributed PyTorch job (every torchrun option, and dlrun's own)"
+    _restart_by_default(parser)
+    own = parser.add_argument_group(_OWN)
+    for name, default, text in OPTIONS:
+        spellings = dict.fromkeys((f"--{name}", f"--{name.replace('-', '_')}"))
+        if default is False:
+            own.add_argument(*spellings, action=check_env, help=text)
+        else:
+            own.add_argument(
+                *spellings, action=env, type=float if default is None else type(default), default=default, help=text
+            )
+    return parser
+
+
+def _restart_by_default(parser: argparse.ArgumentParser) -> None:
+    """Let --max-restarts be None where it is not given (torchrun's default of 0 never restarts), and say so in --help."""
+    (action,) = (action for action in parser._actions if action.dest == "max_restarts")  # noqa: SLF001 -- argparse has no other way
+    if "PET_MAX_RESTARTS" not in os.environ:
+        action.default = None
+    action.help = (
+        f"Restarts without progress before the job ends; 0: never restart. Default: {RESTARTS}, which"
+        f" {REFILL_STEPS} new steps (or 10 minutes of running, in scripts without a Checkpointer) give back."
+        " The same error at the same step twice ends the job at once."
+    )
+
+
+def config_from_args(args: argparse.Namespace) -> Any:
+    """Return torchrun's launch configuration, command and its arguments for these settings."""
+    from torch.distributed import run as torchrun
+
+    given = args.max_restarts is not None
+    return torchrun.config_from_args(args if given else argparse.Namespace(**{**vars(args), "max_restarts": RESTARTS}))
+
+
+def parse_args(args: list[str] | None) -> argparse.Namespace:
+    """Parse a command line (default: sys.argv)."""
+    return get_args_parser().parse_args(args)
+
+
+def run(args: argparse.Namespace, nursery: Nursery | None = None) -> Outcome:
+    """Run the job of these settings; the counterpart of torch.distributed.run.run."""
+    from flashckpt.daemon.launcher.agent import launch
+    from flashckpt.daemon.launcher.options import AgentOptions
+    from flashckpt.daemon.zygote.client import Nursery
+
+    named = _fill_rendezvous(args)
+    args.rdzv_conf = _quicker(args)
+    config, command, command_args = config_from_args(args)
+    timeout = getattr(args, "shutdown_timeout", None)  # an option of torchrun since 2.12
+    if timeout is None:
+        timeout = float(os.environ.get("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", "0"))
+    options = AgentOptions(
+        job=args.rdzv_id if named else "",
+        restarts_chosen=args.max_restarts is not None,
+        survivors_s=timeout,
+        grace_s=args.grace_timeout,
+        ledger=args.ledger,
+        hang_s=args.hang_timeout,
+        refill_steps=args.refill_steps,
+        wait_flush=args.wait_flush or os.getpid() == 1,
+        node_check=args.node_check,
+        min_nodes=config.min_nodes,
+        node_unit=_node_unit(args, config.min_nodes, config.max_nodes),
+    )
+    nursery = nursery or Nursery(disabled=_unfit_command(args))
+    nursery.prepare()
+    outcome = launch(config, command, command_args, nursery=nursery, options=options)
+    if (
+        not args.log_dir and config.logs_specs is not None
+    ):  # torch made a temporary one; after a failure its error files are what one wants to read
+        shutil.rmtree(config.logs_specs.root_log_dir, ignore_errors=True)
+    return outcome
+
+
+def _fill_rendezvous(args: argparse.Namespace) -> bool:
+    """Choose the rendezvous as torchrun does; return whether the user named the job by --rdzv-id."""
+    from torch.distributed import run as torchrun
+
+    named = args.rdzv_id not in ("", "none")
+    alone = torchrun.parse_min_max_nnodes(args.nnodes)[1] == 1
+    implicit = args.rdzv_backend == "static" and not args.rdzv_endpoint and args.master_port is None and alone
+    if args.standalone or implicit:
+        named = named and not args.standalone
+        args.rdzv_backend, args.rdzv_endpoint = "c10d", "localhost:0"
+        args.rdzv_id = args.rdzv_id if named else str(uuid.uuid4())
+    if args.master_port is None:
+        args.master_port = 29500
+    return named
+
+
+def _node_unit(args: argparse.Namespace, min_nodes: int, max_nodes: int) -> int:
+    """Return --node-unit.
+
+    Raises:
+        ConfigError: --nnodes are no multiples of it.
+    """
+    unit = int(args.node_unit)
+    if unit < 1 or min_nodes % unit or max_nodes % unit:
+        raise ConfigError(
+            "--nnodes does not fit --node-unit",
+            found=f"--nnodes={args.nnodes}, --node-unit={unit}",
+            expected=f"a minimum and a maximum that are multiples of {max(1, unit)}",
+        )
+    return unit
+
+
+def _quicker(args: argparse.Namespace) -> str:
+    """Return --rdzv-conf with waits that fit restarts of tenths of a second, where the user set none.
+
+    torch waits 30 s for more nodes than the minimum, and 15 s until a silent one counts as dead. Here a node that
+    comes later is taken in by another restart.
+    """
+    if args.rdzv_backend != "c10d":
+        return str(args.rdzv_conf)
+    given = {pair.partition("=")[0].strip() for pair in args.rdzv_conf.split(",")}
+    ours = {"last_call_timeout": 2, "keep_alive_interval": 2, "keep_alive_max_attempt": 3}
+    pairs = [f"{name}={value}" for name, value in ours.items() if name not in given]
+    return ",".join([*filter(None, [args.rdzv_conf]), *pairs])
+
+
+def _unfit_command(args: argparse.Namespace) -> str:
+    """Return why this command line cannot be forked from a zygote, or ""."""
+    if args.no_zygote:
+        return "--no-zygote"
+    if args.no_python and not args.run_path:
+        return "--no-python: the command is not a Python script"
+    interpreter = os.environ.get("PYTHON_EXEC", sys.executable)
+    if interpreter != sys.executable and not args.run_path:
+        return f"PYTHON_EXEC names another interpreter ({interpreter})"
+    return ""
+
+
+def main(args: list[str] | None = None) -> int:
+    """Run dlrun; returns its exit code (docs/launching.md lists them).
+
+    With an explicit `args` (tests, embedding) errors of the workers are raised as torchrun raises
+    them, and the zygote is a process of its own; as a program it is forked from this process.
+    """
+    if args is not None:
+        run(parse_args(args))
+        return 0
+    fill_closed()
+    _set_up_log()
+    try:
+        parsed = parse_args(None)
+        nursery = _fork_zygote(parsed)
+    except FlashckptError as error:
+        return _fail(error)
+    if isinstance(nursery, dict):  # this is a worker now: nothing of dlrun is left above it but this frame
+        from flashckpt.daemon.launcher.worker import run_worker
+
+        return run_worker(nursery)
+    code = _run_program(parsed, nursery)
+    atexit._run_exitfuncs()  # noqa: SLF001 -- then out: tearing down torch module by module takes half a second
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)
+
+
+def _fork_zygote(parsed: argparse.Namespace) -> Nursery | dict[str, Any]:
+    from flashckpt.daemon.zygote.client import Nursery
+
+    reason = _unfit_command(parsed)
+    if not reason and not server.unfit():
+        return Nursery.forked()
+    if reason:
+        _log.info("workers are started as fresh interpreters: %s", reason)
+    return Nursery(disabled=reason)
+
+
+def _run_program(parsed: argparse.Namespace, nursery: Nursery) -> int:
+    from torch.distributed.elastic.multiprocessing import SignalException
+    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, record
+
+    try:
+        # @record copies the first error file to the launcher's own, for schedulers that ask for one
+        start = record(run) if os.environ.get("TORCHELASTIC_ERROR_FILE") else run
+        outcome = start(parsed, nursery)
+    except ChildFailedError as error:
+        rank, first = error.get_first_failure()
+        _log.error("the job failed: rank %d ended with %d", rank, first.exitcode)
+        return 1
+    except SignalException as error:
+        _log.error("stopped by %s", signal.Signals(error.sigval).name)
+        return 128 + int(error.sigval)
+    except FlashckptError as error:
+        return _fail(error)
+    return RESUME_EXIT_CODE if outcome is not None and outcome.resume else 0
+
+
+def _fail(error: FlashckptError) -> int:
+    _log.error("%s: %s", type(error).__name__, error)
+    return error.exit_code
+
+
+def _set_up_log() -> None:
+    handler = logging.StreamHandler(sys.stderr)
+    handler.setFormatter(PrintableFormatter("[dlrun] %(message)s"))
+    _log.addHandler(handler)
+    _log.setLevel(os.environ.get("FLASHCKPT_LOGLEVEL", "INFO"))
+    _log.propagate = False
+
+
+def __getattr__(name: str) -> Any:
+    """Offer the rest of torch.distributed.run's names, for code that imports them from its launcher."""
+    if name.startswith("__"):
+        raise AttributeError(name)
+    from torch.distributed import run as torchrun
+
+    return getattr(torchrun, name)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

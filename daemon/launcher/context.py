@@ -1,0 +1,347 @@
+"""dlrun's own process context: workers from the zygote (or spawned), watched by pidfds, killed as groups."""
+
+from __future__ import annotations
+
+import functools
+import logging
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from torch.distributed import run as torchrun
+from torch.distributed.elastic.multiprocessing.api import PContext, RunProcsResult
+from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
+
+from flashckpt.daemon.launcher import job_secret, spawn_main
+from flashckpt.daemon.launcher.failure import Exit, first_failure, read_error
+from flashckpt.daemon.launcher.watch import JobWatch
+from flashckpt.daemon.machine import numa
+from flashckpt.daemon.machine.process import (
+    die_with_parent,
+    exit_code,
+    is_stopped,
+    kill_group,
+    reap_strays,
+    wait_readable,
+)
+from flashckpt.daemon.zygote.client import Nursery, Unavailable
+
+_log = logging.getLogger("flashckpt.dlrun")
+_SETTLE_S = 0.25
+_KILL_WAIT_S = 30.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class ScriptCommand:
+    """A Python script or module that a forked worker can run itself."""
+
+    argv: tuple[str, ...]
+    module: bool
+
+
+@dataclass(kw_only=True)
+class _Worker:
+    local_rank: int
+    pid: int
+    pidfd: int
+    exit: Exit | None = None  # its end, unless this context ended it
+    ended: bool = False
+
+
+class WorkerContext(PContext):
+    """The processes of one generation on this node.
+
+    Args:
+        nursery: Where forked workers come from.
+        scripts: Per local rank, what a forked worker runs; None spawns `entrypoint` with `args`.
+        survivors_s: Seconds between SIGTERM and SIGKILL for the ranks left after a failure; 0 kills at once.
+        cpus: Per local rank, the processors to bind to, and so the memory beside them.
+        kwargs: What torch's PContext takes.
+    """
+
+    def __init__(
+        self,
+        *,
+        nursery: Nursery,
+        scripts: dict[int, ScriptCommand] | None,
+        survivors_s: float = 0.0,
+        cpus: dict[int, list[int]] | None = None,
+        **kwargs: Any,
+    ) -> None:
+        super().__init__(**kwargs)
+        self._nursery, self._scripts = nursery, scripts
+        self._survivors_s, self._cpus = survivors_s, cpus or {}
+        self._workers: dict[int, _Worker] = {}
+        self._result: RunProcsResult | None = None
+        self._closed = False
+        self.forked = False
+        self.fork_s = 0.0
+        self.detected_s = 0.0
+        self.stopped_s = 0.0
+        self.standing: list[Exit] = []
+
+    def start(self) -> None:
+        """Start workers and log tails; unlike torch's, this leaves signal handlers to the agent."""
+        self._start()
+        for tail_log in self._tail_logs:
+            tail_log.start()
+
+    def _start(self) -> None:
+        begun = time.monotonic()
+        pids = self._fork() if self._scripts is not None else None
+        self.forked = pids is not None
+        if pids is None:
+            pids = [self._spawn(local_rank) for local_rank in range(self.nprocs)]
+        for local_rank, pid in enumerate(pids):
+            self._workers[local_rank] = _Worker(local_rank=local_rank, pid=pid, pidfd=os.pidfd_open(pid))
+        self.fork_s = time.monotonic() - begun
+
+    def _fork(self) -> list[int] | None:
+        assert self._scripts is not None
+        requests = [self._request(local_rank, script) for local_rank, script in sorted(self._scripts.items())]
+        try:
+            return self._nursery.fork(requests)
+        except Unavailable as why:
+            _log.warning("starting fresh interpreters, which takes seconds: %s", why.reason)
+            return None
+
+    def _request(self, local_rank: int, script: ScriptCommand) -> dict[str, Any]:
+        environment = self.envs[local_rank]
+        return {
+            "argv": list(script.argv),
+            "module": script.module,
+            "env": {**job_secret.without(os.environ), **environment},
+            "stdout": self.stdouts[local_rank],
+            "stderr": self.stderrs[local_rank],
+            "local_rank": local_rank,
+            "cpus": self._cpus.get(local_rank),
+            "error_file": environment.get("TORCHELASTIC_ERROR_FILE", ""),
+            "stacks_file": environment.get("FLASHCKPT_STACKS_FILE", ""),
+        }
+
+    def _spawn(self, local_rank: int) -> int:
+        environment = {**job_secret.without(os.environ), **self.envs[local_rank]}
+        command = self._command(local_rank)
+        streams = [open(path, "w") if path else None for path in (self.stdouts[local_rank], self.stderrs[local_rank])]  # noqa: PTH123, SIM115
+        try:
+            process = subprocess.Popen(
+                command,
+                env=environment,
+                stdout=streams[0],
+                stderr=streams[1],
+                start_new_session=True,
+                preexec_fn=_follower(os.getpid(), self._cpus.get(local_rank)),  # noqa: PLW1509 -- system calls only
+            )
+        finally:
+            for stream in streams:
+                if stream is not None:
+                    stream.close()
+        process.returncode = 0  # reaped by its pidfd; keeps Popen's destructor from waiting for it
+        return process.pid
+
+    def _command(self, local_rank: int) -> list[str]:
+        """Return what to spawn: a script of this interpreter by way of ours, for its stacks and its traceback."""
+        if self._scripts is None:
+            return [str(self.entrypoint), *(str(arg) for arg in self.args[local_rank])]
+        script = self._scripts[local_rank]
+        return spawn_main.command(list(script.argv), module=script.module, own_log=bool(self.stderrs[local_rank]))
+
+    def pids(self) -> dict[int, int]:
+        """Return pids by local rank."""
+        return {local_rank: worker.pid for local_rank, worker in self._workers.items()}
+
+    def exits(self) -> list[Exit]:
+        """Return the ends seen so far, of workers this context did not kill itself."""
+        return [worker.exit for worker in self._workers.values() if worker.exit is not None]
+
+    def wait_event(self, timeout_s: float, extra_fds: Sequence[int] = ()) -> None:
+        """Return when a worker ends, an extra descriptor is readable, or the time is over."""
+        running = [worker.pidfd for worker in self._workers.values() if not worker.ended]
+        wait_readable([*running, *extra_fds], timeout_s)
+
+    def _reap(self) -> None:
+        for worker in self._workers.values():
+            if not worker.ended and (code := exit_code(worker.pidfd)) is not None:
+                worker.exit, worker.ended = self._exit(worker, code), True
+
+    def _exit(self, worker: _Worker, code: int) -> Exit:
+        summary, trace, at_ns = read_error(self.error_files.get(worker.local_rank, "")) if code else ("", "", 0)
+        return Exit(
+            local_rank=worker.local_rank,
+            rank=int(self.envs[worker.local_rank].get("RANK", worker.local_rank)),
+            pid=worker.pid,
+            code=code,
+            at_ns=at_ns or time.time_ns(),
+            summary=summary,
+            traceback=trace,
+        )
+
+    def _poll(self) -> RunProcsResult | None:
+        if self._result is not None:
+            return self._result
+        self._reap()
+        failed = [item for item in self.exits() if item.failed]
+        if failed:
+            self._result = self._fail()
+        elif len(self.exits()) == self.nprocs:
+            self.close()
+            done: dict[int, Any] = dict.fromkeys(range(self.nprocs))
+            self._result = RunProcsResult(return_values=done, stdouts=self.stdouts, stderrs=self.stderrs)
+        return self._result
+
+    def _fail(self) -> RunProcsResult:
+        """Wait shortly for the cause if only its echoes were seen, then end the survivors."""
+        self.detected_s = time.monotonic()
+        end = self.detected_s + _SETTLE_S
+        while all(item.is_echo for item in self.exits() if item.failed) and (left := end - time.monotonic()) > 0:
+            if len(self.exits()) == self.nprocs:
+                break
+            self.wait_event(left)
+            self._reap()
+        failed = sorted((item for item in self.exits() if item.failed), key=lambda item: item.at_ns)
+        first = first_failure(failed)
+        self.standing = [self._exit(worker, -signal.SIGKILL) for worker in self._running() if is_stopped(worker.pid)]
+        failed.sort(key=lambda item: item is not first)
+        self.close(signal.SIGTERM if self._survivors_s else signal.SIGKILL, int(self._survivors_s))
+        self.stopped_s = time.monotonic()
+        failures = {item.local_rank: self._failure(item) for item in failed}
+        failures[first.local_rank].timestamp = min(failure.timestamp for failure in failures.values())
+        return RunProcsResult(failures=failures, stdouts=self.stdouts, stderrs=self.stderrs)
+
+    def abort(self) -> None:
+        """Kill every worker: they hang."""
+        self.detected_s = time.monotonic()
+        self.close(signal.SIGKILL, 0)
+        self.stopped_s = time.monotonic()
+
+    def _failure(self, item: Exit) -> ProcessFailure:
+        path = self.error_files.get(item.local_rank, "") if item.traceback or item.summary else ""
+        return ProcessFailure(local_rank=item.local_rank, pid=item.pid, exitcode=item.code, error_file=path)
+
+    def _close(self, death_sig: signal.Signals, timeout: int = 30) -> None:
+        """End every worker group: `death_sig`, then SIGKILL after `timeout` seconds; children are reaped."""
+        if self._closed:
+            return
+        left = self._running()
+        for worker in left:
+            kill_group(worker.pid, death_sig)
+        if death_sig != signal.SIGKILL:
+            self._await_end(left, timeout)
+            for worker in (left := self._running()):
+                kill_group(worker.pid, signal.SIGKILL)
+        self._await_end(left, _KILL_WAIT_S)
+        for worker in self._running():
+            _log.error("worker %d does not end after SIGKILL: it waits inside the kernel", worker.pid)
+        for worker in self._workers.values():
+            kill_group(worker.pid, signal.SIGKILL, reaped=True)  # children that outlive a rank hold its files and locks
+            os.close(worker.pidfd)
+        self._closed = True
+        reap_strays({worker.pid for worker in self._workers.values()} | {self._nursery.pid})
+
+    def _running(self) -> list[_Worker]:
+        for worker in self._workers.values():
+            worker.ended = worker.ended or exit_code(worker.pidfd) is not None
+        return [worker for worker in self._workers.values() if not worker.ended]
+
+    def _await_end(self, workers: list[_Worker], timeout_s: float) -> None:
+        end = time.monotonic() + timeout_s
+        while (left := [worker for worker in workers if not worker.ended]) and time.monotonic() < end:
+            wait_readable([worker.pidfd for worker in left], end - time.monotonic())
+            self._running()
+
+
+@dataclass(frozen=True, kw_only=True)
+class Life:
+    """One life of the worker group: how many there were before, and after how many failures."""
+
+    number: int
+    failures: int
+    job: str
+    watch: JobWatch
+
+    def environment(self, local_rank: int) -> dict[str, str]:
+        """Return what dlrun adds to torchrun's environment of a worker."""
+        extra = {
+            "TORCHELASTIC_RESTART_COUNT": str(self.failures),
+            "FLASHCKPT_AGENT_DIR": str(self.watch.agent_dir),
+            "FLASHCKPT_RESTART": str(self.number),
+            "FLASHCKPT_STACKS_FILE": str(self.watch.stacks_file(local_rank)),
+        }
+        return {**extra, "FLASHCKPT_JOB_ID": self.job} if self.job else extra
+
+
+def make_context(
+    life: Life,
+    entrypoint: Callable[..., Any] | str,
+    args: dict[int, tuple[Any, ...]],
+    *,
+    envs: dict[int, dict[str, str]],
+    start_method: str,  # noqa: ARG001 -- of functions only
+    numa_options: Any,
+    **rest: Any,
+) -> WorkerContext:
+    """Build the context of a life from what torch hands to its start_processes, with a log directory of its own.
+
+    torch names the log directory by TORCHELASTIC_RESTART_COUNT, which does not count changes of membership.
+    """
+    for env in envs.values():
+        env["TORCHELASTIC_RESTART_COUNT"] = str(life.number)
+    context = WorkerContext(
+        envs=envs,
+        cpus=bindings(numa_options, len(args)),
+        entrypoint=entrypoint if isinstance(entrypoint, str) else sys.executable,
+        args=args if isinstance(entrypoint, str) else {rank: ("-u", *item) for rank, item in args.items()},
+        **rest,
+    )
+    for local_rank, env in envs.items():
+        env.update(life.environment(local_rank))
+    return context
+
+
+def script_commands(
+    entrypoint: Callable[..., Any] | str, args: dict[int, tuple[Any, ...]]
+) -> dict[int, ScriptCommand] | None:
+    """Return what a forked worker can run in place of this command, None if it must be spawned."""
+    if entrypoint is torchrun.run_script_path:
+        return {rank: ScriptCommand(argv=tuple(map(str, item)), module=False) for rank, item in args.items()}
+    if entrypoint != sys.executable:
+        return None
+    commands = {}
+    for rank, item in args.items():
+        words = [str(word) for word in item]
+        if words[:1] != ["-u"]:
+            return None
+        module = words[1:2] == ["-m"]
+        rest = words[2:] if module else words[1:]
+        if not rest or rest[0].startswith("-"):
+            return None
+        commands[rank] = ScriptCommand(argv=tuple(rest), module=module)
+    return commands
+
+
+def bindings(numa_options: Any, count: int) -> dict[int, list[int]]:
+    """Return the processors of each local rank under --numa-binding, {} without it."""
+    if numa_options is None:
+        return {}
+    from torch.numa.binding import _get_logical_cpus_to_bind_to
+
+    return {
+        rank: sorted(_get_logical_cpus_to_bind_to(gpu_index=rank, numa_options=numa_options)) for rank in range(count)
+    }
+
+
+def _follower(parent: int, cpus: list[int] | None) -> Callable[[], None]:
+    return functools.partial(_follow, parent, cpus)
+
+
+def _follow(parent: int, cpus: list[int] | None) -> None:
+    die_with_parent()
+    if cpus and (refused := numa.bind(cpus)):
+        os.write(2, f"[dlrun] {refused}\n".encode())
+    if os.getppid() != parent:
+        os._exit(1)

@@ -1,0 +1,107 @@
+"""What an agent has found out about a failure, for the agents of the other nodes: short records in the round's store.
+
+A node whose ranks only saw their connections close asks here which rank failed. Whoever reaches the store may write
+there: a record is parsed as JSON, cut to a length, and stripped of control characters before it is printed.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass
+
+from flashckpt.daemon.launcher.stop import Store
+
+_FIRST, _NODE = "flashckpt/first-failure", "flashckpt/node"
+_LOOK_S = 0.2
+_MOST = 300
+"""Characters of a text that are shown."""
+_GONE = (
+    RuntimeError,
+    ValueError,
+    TypeError,
+    KeyError,
+    TimeoutError,
+    RecursionError,
+)  # the store's host has gone, or a record is odd
+
+
+@dataclass(frozen=True, kw_only=True)
+class Finding:
+    """The rank that failed first, as the agent of its node saw it; `step` is -1 where nobody counted."""
+
+    rank: int
+    host: str
+    cause: str
+    step: int
+
+    def text(self) -> str:
+        """Return the finding as a line."""
+        step = f" at step {self.step}" if self.step >= 0 else ""
+        return f"rank {self.rank} on {self.host} failed first{step}: {self.cause}"
+
+
+def publish(store: Store, finding: Finding) -> None:
+    """Leave a finding for the other nodes; the first one of a round stays."""
+    try:
+        if not store.check([_FIRST]):
+            store.set(_FIRST, json.dumps(asdict(finding)))
+    except _GONE:
+        return
+
+
+def read(store: Store) -> Finding | None:
+    """Return what some node has found out about this round, None if nothing."""
+    try:
+        if not store.check([_FIRST]):
+            return None
+        record = json.loads(store.get(_FIRST))
+        words = {name: _clean(record[name]) for name in ("host", "cause")}
+        return Finding(rank=int(record["rank"]), step=int(record["step"]), **words)
+    except _GONE:
+        return None
+
+
+def introduce(store: Store, node: int, *, host: str, ranks: Sequence[int]) -> None:
+    """Say which host and ranks a node of this round has, for the day on which it does not answer."""
+    store.set(f"{_NODE}/{node}", json.dumps({"host": host, "ranks": list(ranks)}))
+
+
+def describe_lost(store: Store, node: int, address: str) -> str:
+    """Return in words that a node of this round is gone: "node 3 (host b, rank 4, 5) is gone"."""
+    try:
+        record = json.loads(store.get(f"{_NODE}/{node}")) if store.check([f"{_NODE}/{node}"]) else {}
+        ranks = ", ".join(str(int(rank)) for rank in record["ranks"])
+        host = _clean(record["host"])
+    except _GONE:
+        return f"node {address} is gone: it sends no sign of life"
+    where = f"{address} ({host})" if host != address else address
+    return f"node {where} with rank{'s' if ',' in ranks else ''} {ranks} is gone: it sends no sign of life"
+
+
+def await_cause(store: Store, lost: Callable[[], dict[int, str]], *, timeout_s: float) -> dict[int, str]:
+    """Wait until some node has named the rank that failed, or nodes have been silent for too long; return those.
+
+    Args:
+        store: Of the round.
+        lost: Asks which nodes (group rank -> address) the round has lost.
+        timeout_s: When to give up, in seconds.
+    """
+    end, gone = time.monotonic() + timeout_s, dict[int, str]()
+    while not gone and read(store) is None and time.monotonic() < end:
+        gone = lost()
+        time.sleep(_LOOK_S)
+    return gone
+
+
+def cause(store: Store, lost: Mapping[int, str]) -> str:
+    """Return what ended a generation, as this node knows it from the others and from those that are silent."""
+    if lost:
+        return "; ".join(describe_lost(store, node, address) for node, address in sorted(lost.items()))
+    found = read(store)
+    return found.text() if found is not None else "no node of the job says which rank failed first"
+
+
+def _clean(text: object) -> str:
+    return "".join(letter if letter.isprintable() else "?" for letter in str(text)[:_MOST])

@@ -1,0 +1,230 @@
+"""Hang detection: no step for too long, then the stacks of all ranks, grouped, and the odd one named."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import re
+import time
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from statistics import median
+from typing import Protocol
+
+from flashckpt.daemon.launcher.worker import STACKS_SIGNAL
+
+MINIMUM_S = 60.0
+LEARNT_STEPS = 20
+"""A learnt timeout is this many median steps, and never under MINIMUM_S."""
+
+_FRAME = re.compile(r'^  File "(?P<file>.+)", line (?P<line>\d+) in (?P<name>.+)$')
+
+
+class Beat(Protocol):
+    """What hang detection reads of a control row."""
+
+    rank: int
+    pid: int
+    step: int
+    heartbeat_ns: int
+    first_step: int
+    paused: int
+
+
+class Pace:
+    """Learns how long a step takes from (time, highest step) as the agent sees them."""
+
+    def __init__(self, keep: int = 64) -> None:
+        self._samples: list[float] = []
+        self._keep = keep
+        self._last: tuple[float, int] | None = None
+
+    def see(self, now_s: float, step: int) -> None:
+        """Take note of the highest step at this time; a lower one (a restart) begins anew."""
+        if self._last is None or step < self._last[1]:
+            self._last = (now_s, step)
+        elif step > self._last[1]:
+            self._samples.append((now_s - self._last[0]) / (step - self._last[1]))
+            del self._samples[: -self._keep]
+            self._last = (now_s, step)
+
+    @property
+    def highest(self) -> int:
+        """Highest step seen; -1 before the first."""
+        return self._last[1] if self._last is not None else -1
+
+    def at_least_s(self, now_s: float) -> float:
+        """Return seconds per step, or how long the present one has taken where none was seen to end."""
+        return self.step_s or (now_s - self._last[0] if self._last is not None else 0.0)
+
+    @property
+    def step_s(self) -> float:
+        """Median seconds per step; 0 before two steps were seen."""
+        return median(self._samples) if self._samples else 0.0
+
+
+def timeout_s(step_s: float, explicit_s: float | None) -> float:
+    """Return the seconds without a step that count as a hang; infinite while nothing is learnt or it is off (0)."""
+    if explicit_s is not None:
+        return explicit_s if explicit_s > 0 else float("inf")
+    return max(MINIMUM_S, LEARNT_STEPS * step_s) if step_s > 0 else float("inf")
+
+
+def is_hanging(rows: Sequence[Beat], now_ns: int, limit_s: float) -> bool:
+    """Return whether some rank has been silent for longer than `limit_s`.
+
+    Never before every rank's first step (compilation, data), nor while any rank says it is paused: the
+    others then wait for it.
+    """
+    if not rows or any(row.paused or not row.first_step for row in rows):
+        return False
+    return max(now_ns - row.heartbeat_ns for row in rows) > limit_s * 1e9
+
+
+@dataclass(frozen=True, kw_only=True)
+class RankState:
+    """One rank in a hang: its Python stack (innermost frame first), or what the kernel says instead."""
+
+    rank: int
+    pid: int
+    step: int
+    stack: tuple[str, ...] = ()
+    kernel: str = ""
+
+
+def parse_stack(text: str) -> tuple[str, ...]:
+    """Return the main thread's frames of a faulthandler dump, innermost first: "function (file:line)"."""
+    blocks: list[list[str]] = []
+    for line in text.splitlines():
+        if line.startswith(("Thread ", "Current thread ")):
+            blocks.append([])
+        elif blocks and (match := _FRAME.match(line)):
+            blocks[-1].append(f"{match['name']} ({match['file']}:{match['line']})")
+    return tuple(blocks[-1]) if blocks else ()  # newest thread first, the main thread last
+
+
+def collect(
+    workers: Mapping[int, int], files: Mapping[int, Path], *, wait_s: float = 3.0
+) -> dict[int, tuple[str, ...]]:
+    """Ask forked workers for their stacks; ranks that give none (stopped, in the kernel) are left out.
+
+    Args:
+        workers: local rank -> pid.
+        files: local rank -> where its faulthandler writes.
+        wait_s: Seconds to wait for all of them.
+    """
+    asked = {}
+    for local_rank, pid in workers.items():
+        if _handles(pid, STACKS_SIGNAL):
+            asked[local_rank] = _size(files[local_rank])
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, STACKS_SIGNAL)
+    end = time.monotonic() + wait_s
+    while time.monotonic() < end and any(not _whole(files[rank], start) for rank, start in asked.items()):
+        time.sleep(0.02)
+    return {rank: stack for rank, start in asked.items() if (stack := parse_stack(_read(files[rank], start)))}
+
+
+def _handles(pid: int, signum: int) -> bool:
+    """Return whether a process has a handler for a signal: without one it would end it."""
+    try:
+        status = Path(f"/proc/{pid}/status").read_text(encoding="utf-8")
+    except OSError:
+        return False
+    match = re.search(r"^SigCgt:\s*([0-9a-f]+)$", status, re.MULTILINE)
+    return match is not None and bool(int(match[1], 16) >> (signum - 1) & 1)
+
+
+def _size(path: Path) -> int:
+    try:
+        return path.stat().st_size
+    except OSError:
+        return 0
+
+
+def _read(path: Path, start: int) -> str:
+    try:
+        return path.read_bytes()[start:].decode(errors="replace")
+    except OSError:
+        return ""
+
+
+def _whole(path: Path, start: int) -> bool:
+    return bool(parse_stack(_read(path, start)))
+
+
+def kernel_state(pid: int) -> str:
+    """Return what the kernel knows of a process: state, wait channel and (as root) the innermost kernel functions.
+
+    E.g. "state T (stopped), waits in do_signal_stop; in the kernel: do_signal_stop < get_signal < exit_to_user_mode_loop".
+    """
+    try:
+        status = Path(f"/proc/{pid}/status").read_text(encoding="utf-8")
+    except OSError:
+        return "gone"
+    match = re.search(r"^State:\s*(.+)$", status, re.MULTILINE)
+    channel = ""
+    with contextlib.suppress(OSError):
+        channel = Path(f"/proc/{pid}/wchan").read_text(encoding="utf-8").strip("\0\n ")
+    waits = f", waits in {channel}" if channel not in ("", "0") else ""
+    return f"state {match[1] if match else '?'}{waits}{_kernel_stack(pid)}"
+
+
+def _kernel_stack(pid: int, frames: int = 6) -> str:
+    try:
+        lines = Path(f"/proc/{pid}/stack").read_text(encoding="utf-8").splitlines()
+    except OSError:
+        return ""
+    names = [line.split()[-1].partition("+")[0] for line in lines[:frames] if line.strip()]
+    return f"; in the kernel: {' < '.join(names)}" if names else ""
+
+
+def odd_ranks(states: Sequence[RankState]) -> list[int]:
+    """Return the ranks to suspect: those without a stack, else those outside the largest group, else the lowest step."""
+    silent = [state.rank for state in states if not state.stack]
+    if silent:
+        return silent
+    groups = _groups(states)
+    if len(groups) > 1:
+        return sorted(state.rank for group in groups[1:] for state in group)
+    lowest = min(state.step for state in states)
+    behind = [state.rank for state in states if state.step == lowest]
+    return behind if len(behind) < len(states) else []
+
+
+def _groups(states: Sequence[RankState]) -> list[list[RankState]]:
+    """Ranks with equal stacks together, the largest group first."""
+    by_stack: dict[tuple[str, ...], list[RankState]] = defaultdict(list)
+    for state in states:
+        by_stack[state.stack].append(state)
+    return sorted(by_stack.values(), key=lambda group: (-len(group), group[0].rank))
+
+
+def render(states: Sequence[RankState], *, silent_s: float, limit_s: float, frames: int = 12) -> str:
+    """Return the report of a hang: groups of equal stacks, and the ranks to look at."""
+    odd = odd_ranks(states)
+    who = f"; look at rank{'s' if len(odd) > 1 else ''} {', '.join(map(str, odd))}" if odd else ""
+    lines = [f"no step for {silent_s:.1f} s (hang timeout {limit_s:.1f} s){who}"]
+    for group in _groups(states):
+        ranks = ", ".join(f"{state.rank} (step {state.step})" for state in group)
+        if group[0].stack:
+            lines.append(f"  rank {ranks}:")
+            lines += [f"    {frame}" for frame in group[0].stack[:frames]]
+        else:
+            lines += [f"  rank {state.rank} (step {state.step}) gives no stack: {state.kernel}" for state in group]
+    return "\n".join(lines)
+
+
+def states_of(
+    rows: Sequence[Beat], stacks: Mapping[int, tuple[str, ...]], workers: Mapping[int, int]
+) -> list[RankState]:
+    """Join control rows with collected stacks; ranks without a stack get their kernel state."""
+    local = {pid: local_rank for local_rank, pid in workers.items()}
+    states = []
+    for row in sorted(rows, key=lambda row: row.rank):
+        stack = stacks.get(local.get(row.pid, -1), ())
+        kernel = "" if stack else kernel_state(row.pid)
+        states.append(RankState(rank=row.rank, pid=row.pid, step=row.step, stack=stack, kernel=kernel))
+    return states

@@ -1,0 +1,143 @@
+"""What dlrun's agent is told, how it says that a launch ended, and the errors that end one (torch-free)."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from flashckpt.daemon.launcher.budget import REFILL_STEPS
+from flashckpt.errors import FlashckptError, HangError, LayoutError, RestartBudgetError
+
+
+@dataclass(frozen=True, kw_only=True)
+class AgentOptions:
+    """What dlrun adds to torchrun's settings.
+
+    Attributes:
+        job: The job's name, where the user gave one by --rdzv-id.
+        restarts_chosen: Whether the user gave --max-restarts; see Budget.
+        survivors_s: Seconds that survivors of a failure get between SIGTERM and SIGKILL; 0 kills at once.
+        grace_s: Seconds an agreed stop may take before the workers are killed.
+        ledger: A file that gets one JSON line per failure, besides the job directory's own.
+        hang_s: Seconds without a step that count as a hang; 0 switches it off, None learns it from the steps.
+        refill_steps: New steps between two failures that give the restart budget back; 0 never.
+        wait_flush: Do not end before the daemon has persisted the newest snapshot (or grace_s is over).
+        node_check: Look for bad and slow nodes before the first generation, and leave them out.
+        min_nodes: Fewest nodes the job runs on.
+        node_unit: The job runs on multiples of this many nodes; the others wait.
+    """
+
+    job: str = ""
+    restarts_chosen: bool = True
+    survivors_s: float = 0.0
+    grace_s: float = 60.0
+    ledger: str = ""
+    hang_s: float | None = None
+    refill_steps: int = REFILL_STEPS
+    wait_flush: bool = False
+    node_check: bool = False
+    min_nodes: int = 1
+    node_unit: int = 1
+
+
+@dataclass(kw_only=True)
+class Outcome:
+    """How the launch ended, for the exit code: stopped on request, hanging, or by an error that repeats itself.
+
+    `refused` is the exit code of a rank that found the job impossible as it is; `elsewhere` names what ended the job
+    where that was on another node.
+    """
+
+    resume: bool = False
+    hang: str = ""
+    repeats: str = ""
+    refused: int = 0
+    elsewhere: str = ""
+
+    def error(self) -> FlashckptError | None:
+        """Return what dlrun ends with where workers failed, None where there is nothing clearer than their failure."""
+        if self.refused and self.elsewhere:
+            return RefusedError.elsewhere(self.refused)
+        if self.refused:
+            return RefusedError("the job cannot run as it is: a rank has told why, above", exit_code=self.refused)
+        if self.repeats:
+            return RestartBudgetError(self.repeats, remedy="mend the script; its traceback is above")
+        if self.hang:
+            return HangError(self.hang, state="All ranks were killed.")
+        return FailedElsewhereError(self.elsewhere) if self.elsewhere else None
+
+
+class RefusedError(FlashckptError):
+    """A rank found the job impossible as it is; it has told why, and the exit code is its own."""
+
+    def __init__(self, problem: str, *, exit_code: int) -> None:
+        self.exit_code = exit_code
+        super().__init__(problem)
+
+    @classmethod
+    def size(cls, nodes: int) -> RefusedError:
+        """Return the error of a job that waited in vain for another number of nodes."""
+        problem = f"the job's layout does not fit {nodes} nodes, and no other number of them came in time"
+        return cls(problem, exit_code=LayoutError.exit_code)
+
+    @classmethod
+    def elsewhere(cls, exit_code: int) -> RefusedError:
+        """Return the error of a node whose job was refused by a rank of another one."""
+        return cls("the job cannot run as it is: a rank of another node has told why, in its log", exit_code=exit_code)
+
+
+class FailedElsewhereError(FlashckptError):
+    """No rank of this node failed by itself, and no restart is left."""
+
+    exit_code = 1
+
+
+class RendezvousLostError(FlashckptError):
+    """The rendezvous store cannot be reached, so that nodes cannot find each other any more."""
+
+    exit_code = 1
+
+    @classmethod
+    def at(cls, endpoint: str, error: Exception) -> RendezvousLostError:
+        """Return the error that names the host of the store."""
+        return cls(
+            f"the agent at {endpoint} hosted the rendezvous store and cannot be reached",
+            found=f"{type(error).__name__}: {error}",
+            state="The workers of this node were ended; complete snapshots are persisted by the daemon.",
+            remedy="start the job again; docs/launching.md says how to keep the store on a node that does not train",
+        )
+
+    @classmethod
+    def too_few(cls, nodes: int, endpoint: str) -> RendezvousLostError:
+        """Return the error of a round that too few nodes joined in time."""
+        return cls(
+            f"fewer than {nodes} nodes met at {endpoint} in time",
+            found="the join time-out is over",
+            expected=f"dlrun on {nodes} nodes (--nnodes), with the same --rdzv-id and --rdzv-endpoint",
+            state="No worker was started in this round; complete snapshots are persisted by the daemon.",
+            remedy="start the other nodes, or wait longer for them: --rdzv-conf join_timeout=SECONDS",
+        )
+
+    @classmethod
+    def written_by_others(cls, error: Exception) -> RendezvousLostError:
+        """Return the error of a store in which lies what no node of this job has written."""
+        return cls(
+            "somebody else has written to the rendezvous store",
+            found=str(error),
+            state="Nothing of it was used. The workers of this node were ended; the daemon persists complete snapshots.",
+            remedy="give all nodes the same FLASHCKPT_JOB_SECRET, and close the port of the rendezvous to others",
+        )
+
+    @classmethod
+    def closed(cls) -> RendezvousLostError:
+        """Return the error of a node whose job was ended by another one."""
+        return cls(
+            "another node has ended the job",
+            state="The workers of this node were ended; complete snapshots are persisted by the daemon.",
+            remedy="look for the cause in the log of the other nodes",
+        )
+
+
+class NodeCheckError(FlashckptError):
+    """The node check found this node bad, or too few good ones."""
+
+    exit_code = 38

@@ -1,0 +1,108 @@
+"""Which rendezvous the agents of a job use, in place of torch's.
+
+One node needs none: its agent keeps what torch wants in a store inside the process, and the workers' store listens
+on the loopback address. Several nodes meet in a c10d store whose state is signed (shared_state).
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+
+from torch._C._distributed_c10d import HashStore, PrefixStore, TCPStore
+from torch.distributed.elastic.rendezvous import (
+    RendezvousHandler,
+    RendezvousInfo,
+    RendezvousParameters,
+    RendezvousStoreInfo,
+)
+from torch.distributed.elastic.rendezvous.c10d_rendezvous_backend import create_backend
+from torch.distributed.elastic.rendezvous.dynamic_rendezvous import create_handler
+from torch.distributed.elastic.rendezvous.utils import parse_rendezvous_endpoint
+
+from flashckpt.daemon.launcher import job_secret, rendezvous_store
+from flashckpt.daemon.launcher.job_secret import Seal
+from flashckpt.daemon.launcher.shared_state import SharedState
+
+_log = logging.getLogger("flashckpt.dlrun")
+
+
+class OneNode(RendezvousHandler):
+    """The rendezvous of a node that is alone by definition (--nnodes 1): nobody is asked, nobody can connect.
+
+    Args:
+        run_id: Of the job.
+        backend: What the user called the rendezvous, for torch's events.
+        port: Of the first generation's workers' store; 0 takes a free one, as every later generation does.
+    """
+
+    def __init__(self, run_id: str, backend: str, port: int = 0) -> None:
+        self._run_id, self._backend, self._port = run_id, backend, port
+        self._server: TCPStore | None = None
+        self._rounds = 0
+
+    @property
+    def use_agent_store(self) -> bool:
+        """Whether the agent hosts the workers' store: always."""
+        return True
+
+    def get_backend(self) -> str:
+        """Return the name the user gave."""
+        return self._backend
+
+    def next_rendezvous(self) -> RendezvousInfo:
+        """Return the next round: this node, a store in this process, a new store for the workers."""
+        self._server = None  # a port that was given is free again
+        self._server = rendezvous_store.on_loopback(0 if self._rounds else self._port)
+        store = PrefixStore(f"round{self._rounds}", HashStore())
+        self._rounds += 1
+        return RendezvousInfo(store, 0, 1, RendezvousStoreInfo(self._server.host, self._server.port))
+
+    def is_closed(self) -> bool:
+        """Return False: nobody else could close it."""
+        return False
+
+    def set_closed(self) -> None:
+        """Do nothing: nobody else would hear of it."""
+
+    def num_nodes_waiting(self) -> int:
+        """Return 0."""
+        return 0
+
+    def get_run_id(self) -> str:
+        """Return the run id."""
+        return self._run_id
+
+    def shutdown(self) -> bool:
+        """Return True."""
+        return True
+
+
+def handler_of(
+    params: RendezvousParameters, theirs: Callable[[RendezvousParameters], RendezvousHandler]
+) -> RendezvousHandler:
+    """Return the rendezvous of a job; what is neither of one node nor c10d comes from torch (`theirs`).
+
+    Raises:
+        ConfigError: the job secret cannot be used.
+    """
+    if params.max_nodes == 1 and params.backend in {"c10d", "static"}:
+        port = parse_rendezvous_endpoint(params.endpoint, 0)[1] if params.backend == "static" else 0
+        return OneNode(params.run_id, params.backend, port)
+    return _several_nodes(params) if params.backend == "c10d" else theirs(params)
+
+
+def _several_nodes(params: RendezvousParameters) -> RendezvousHandler:
+    secret = job_secret.read_secret()
+    if not secret:
+        _log.warning(
+            "several nodes and no job secret: whoever reaches the port of the rendezvous (%s) can disturb this job;"
+            " set %s to the same value on all nodes, and close the ports of the nodes to others",
+            params.endpoint,
+            job_secret.VARIABLE,
+        )
+    backend, store = create_backend(params)
+    handler = create_handler(store, backend, params)
+    seal = Seal(secret, f"rendezvous {params.run_id}")
+    handler._state_holder = SharedState(store, handler.settings, seal)  # noqa: SLF001 -- torch offers no other way in
+    return handler

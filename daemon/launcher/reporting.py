@@ -1,0 +1,145 @@
+"""What dlrun says and writes down of a failure: the report a user reads, the ledger's line, a hang's stacks."""
+
+from __future__ import annotations
+
+import socket
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from datetime import datetime, timezone
+from typing import Any
+
+from flashckpt.daemon.launcher import failure as failures
+from flashckpt.daemon.launcher import findings, hang
+from flashckpt.daemon.launcher.context import WorkerContext
+from flashckpt.daemon.launcher.findings import Finding
+from flashckpt.daemon.launcher.ledger import Failure, Ledger, advance
+from flashckpt.daemon.launcher.stop import Group
+from flashckpt.daemon.launcher.watch import JobWatch
+
+
+@dataclass(frozen=True, kw_only=True)
+class Suspect:
+    """The rank that counts as the one that hangs, and the report of the hang.
+
+    `known` is False where no rank of this node stands out: the rank is any of them.
+    """
+
+    rank: int
+    text: str
+    known: bool
+
+
+_STOPPED = "it was stopped (SIGSTOP or a debugger) and its peers gave up waiting for it"
+_ELSEWHERE = "connection lost to a rank of another node"
+
+
+class Reporter:
+    """Keeps the open record of the last failure until the new generation has trained its lost steps again."""
+
+    def __init__(self, watch: JobWatch, ledger_path: str) -> None:
+        self._watch = watch
+        self._ledger = Ledger(ledger_path)
+        self._pending: Failure | None = None
+        self._oom_kills = failures.oom_kills()
+
+    def failure(
+        self, context: WorkerContext, rows: Sequence[Any], *, restart: int, others: Group | None = None
+    ) -> failures.FailureReport:
+        """Name the first failing rank of a generation, to the other nodes as well, and open its ledger record."""
+        exits = [item for item in context.exits() if item.failed]
+        first = failures.first_failure(exits)
+        if first.is_echo and context.standing:  # its peers gave up first, but it is the one that stood still
+            first = context.standing[0]
+        before, self._oom_kills = self._oom_kills, failures.oom_kills()
+        kills = self._oom_kills - before
+        log_path = context.stderrs[first.local_rank] or context.stdouts[first.local_rank]
+        report = failures.FailureReport(
+            first=first,
+            host=socket.gethostname(),
+            cause=_STOPPED if first in context.standing else failures.describe_exit(first.code, oom_kills=kills),
+            others=[item for item in exits if item is not first],
+            step=max((row.step for row in rows if row.pid == first.pid), default=-1),
+            log_lines=failures.tail(log_path) if log_path and not first.traceback else (),
+            log_path=log_path,
+            error_files={item.rank: context.error_files[item.local_rank] for item in exits if item.traceback},
+            elsewhere=first.is_echo and others is not None,
+        )
+        if others is not None and not report.elsewhere:
+            self._publish(others, first.rank, report.cause, report.step)
+        detect_s = (time.time_ns() - first.at_ns) / 1e9 - (time.monotonic() - context.detected_s)
+        cause, rank = (_ELSEWHERE, -1) if report.elsewhere else (report.cause, first.rank)
+        self._open(cause, rank, report.step, restart=restart, detect_s=detect_s, context=context)
+        return report
+
+    @staticmethod
+    def _publish(others: Group, rank: int, cause: str, step: int) -> None:
+        findings.publish(others.store, Finding(rank=rank, host=socket.gethostname(), cause=cause, step=step))
+
+    def named_elsewhere(self, cause: str) -> None:
+        """Write what was found out later into the open record."""
+        if self._pending is not None:
+            self._pending.cause = cause
+
+    def hang(
+        self,
+        context: WorkerContext,
+        rows: Sequence[Any],
+        limit_s: float,
+        *,
+        restart: int,
+        others: Group | None = None,
+    ) -> Suspect:
+        """Collect the stacks of this node's ranks, kill them all, and open the ledger record of a hang."""
+        silent_s = (time.monotonic_ns() - min(row.heartbeat_ns for row in rows)) / 1e9
+        states = hang_states(self._watch, context.pids(), rows)
+        text = hang.render(states, silent_s=silent_s, limit_s=limit_s)
+        context.abort()
+        odd = hang.odd_ranks(states)
+        step = max(state.step for state in states)
+        rank = odd[0] if odd else -1
+        if odd and others is not None:
+            silent = next(state for state in states if state.rank == rank)
+            self._publish(others, rank, f"hangs: {silent.kernel or silent.stack[0]}", silent.step)
+        self._open(f"hang: {text.splitlines()[0]}", rank, step, restart=restart, detect_s=silent_s, context=context)
+        return Suspect(rank=odd[0] if odd else states[0].rank, text=text, known=bool(odd) or others is None)
+
+    def _open(self, cause: str, rank: int, step: int, *, restart: int, detect_s: float, context: WorkerContext) -> None:
+        self.finish("failed again")
+        self._pending = Failure(
+            time=datetime.now(timezone.utc).isoformat(timespec="milliseconds"),
+            host=socket.gethostname(),
+            restart=restart,
+            rank=rank,
+            cause=cause,
+            step=step,
+            begun_ns=int((context.detected_s - max(0.0, detect_s)) * 1e9),
+            seconds={"detect": max(0.0, detect_s), "stop": context.stopped_s - context.detected_s},
+        )
+
+    def started(self, *, rendezvous_s: float, fork_s: float) -> None:
+        """Note how long the new generation took to rendezvous and to fork, in seconds."""
+        if self._pending is not None:
+            self._pending.seconds |= {"rendezvous": rendezvous_s, "fork": fork_s}
+            self._pending.forked_ns = time.monotonic_ns() - int(fork_s * 1e9)
+
+    def tick(self, rows: Sequence[Any]) -> None:
+        """Follow the new generation; write the line once its lost steps are trained again."""
+        if self._pending is not None and advance(self._pending, rows, time.monotonic_ns()):
+            self.finish("restarted")
+
+    def finish(self, outcome: str) -> None:
+        """Write the open record, if there is one."""
+        if self._pending is None:
+            return
+        if self._watch.job is not None:
+            own = self._watch.job.path / "ledger.jsonl"
+            self._ledger.paths = [own, *(path for path in self._ledger.paths if path != own)]
+        self._ledger.append(replace(self._pending, outcome=outcome))
+        self._pending = None
+
+
+def hang_states(watch: JobWatch, workers: Mapping[int, int], rows: Sequence[Any]) -> list[hang.RankState]:
+    """Collect the stacks of this node's ranks."""
+    files = {local_rank: watch.stacks_file(local_rank) for local_rank in workers}
+    return hang.states_of(rows, hang.collect(workers, files), workers)

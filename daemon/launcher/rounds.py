@@ -1,0 +1,215 @@
+"""The rounds of a rendezvous: a fresh store for each, in units of nodes, never of a size that the job cannot run on."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable
+from datetime import datetime, timezone
+from typing import TYPE_CHECKING
+
+from torch.distributed.elastic.rendezvous import (
+    RendezvousClosedError,
+    RendezvousError,
+    RendezvousGracefulExitError,
+    RendezvousHandler,
+    RendezvousInfo,
+    RendezvousTimeoutError,
+)
+from torch.distributed.elastic.rendezvous.dynamic_rendezvous import (
+    DynamicRendezvousHandler,
+    _DistributedRendezvousOpExecutor,
+    _NodeDesc,
+)
+from torch.distributed.elastic.rendezvous.static_tcp_rendezvous import StaticTCPRendezvous
+
+from flashckpt.daemon.launcher import rendezvous_store
+from flashckpt.daemon.launcher.job_notes import JobNotes
+
+if TYPE_CHECKING:
+    from torch._C._distributed_c10d import TCPStore
+
+_log = logging.getLogger("flashckpt.dlrun")
+_LINGER_S = 2.5
+_LEAVE_S = 5.0
+
+
+class Steps(_DistributedRendezvousOpExecutor):
+    """The steps of a c10d rendezvous, whose every round is cut to a multiple of `unit` nodes; the others wait.
+
+    Nodes that trained in the round before stay before others do: their memory holds the snapshots. A round of a
+    size that the job has refused stays open until a node more, or one less, makes another size of it.
+    """
+
+    def __init__(self, inner: DynamicRendezvousHandler, unit: int, is_refused: Callable[[int], bool]) -> None:
+        super().__init__(inner._this_node, inner._state_holder, inner.settings)  # noqa: SLF001 -- torch offers no other way in
+        self._unit, self._is_refused = unit, is_refused
+        self.has_trained = False
+        self.has_waited = False
+        self.held = 0
+
+    def waits(self) -> bool:
+        """Return whether a round went on without this node since the last call."""
+        waited, self.has_waited = self.has_waited, False
+        return waited
+
+    def _add_to_wait_list(self) -> None:
+        self.has_waited = True
+        super()._add_to_wait_list()
+
+    def missing(self, size: int) -> bool:
+        """Whether a node of the present round, of `size` nodes, has left it to begin another."""
+        return len(self._state_holder.state.participants) < size
+
+    def _add_to_participants(self) -> None:
+        super()._add_to_participants()
+        if not self._state.complete and self.has_trained:
+            self._state.participants[self._node] = 1  # the place of its rank, which is given at the end
+
+    def _keep_alive(self) -> None:
+        super()._keep_alive()
+        state = self._state
+        enough = self._settings.min_nodes <= len(state.participants)
+        if self._node not in state.participants or state.complete or state.deadline is not None or not enough:
+            return
+        if not self._holds():  # a round that was held has another size now
+            state.deadline = datetime.now(timezone.utc) + self._settings.timeout.last_call
+
+    def _holds(self) -> bool:
+        """Return whether the round must stay open as it is, and say so once per size."""
+        size = len(self._state.participants) // self._unit * self._unit
+        if not self._is_refused(size):
+            return False
+        if self.held != size:
+            _log.warning(
+                "%d nodes do not fit the job's layout: waiting for more, up to %d, at most %.0f s"
+                " (--rdzv-conf join_timeout)",
+                size,
+                self._settings.max_nodes,
+                self._settings.timeout.join.total_seconds(),
+            )
+        self.held = size
+        return True
+
+    def _mark_rendezvous_complete(self) -> None:
+        nodes = self._state.participants
+        if self._holds():
+            self._state.deadline = None
+            return
+        self.held = 0
+        surplus = len(nodes) % self._unit
+        for node in sorted(nodes, key=lambda node: (-nodes[node], node))[len(nodes) - surplus :]:
+            del nodes[node]  # its next look puts it on the wait list
+        super()._mark_rendezvous_complete()
+
+
+class FreshStores(rendezvous_store.Forwarding):
+    """A rendezvous whose every round hands the workers a store that nobody has written to.
+
+    `may_close` stays False until the job has ended for good: the shutdown of a c10d rendezvous is
+    final for all nodes.
+
+    Attributes:
+        rounds: How many there were.
+        notes: What the nodes tell each other of the job; None where the number of nodes is fixed.
+    """
+
+    def __init__(self, inner: RendezvousHandler, *, unit: int = 1) -> None:
+        super().__init__(inner)
+        self.rounds = 0
+        self.may_close = False
+        self.notes: JobNotes | None = None
+        self._info: RendezvousInfo | None = None
+        self._server: TCPStore | None = None
+        self._unit = unit
+        self._steps: Steps | None = None
+        self._nodes: dict[_NodeDesc, int] = {}
+        self._before: dict[_NodeDesc, int] = {}
+        if isinstance(inner, DynamicRendezvousHandler):
+            self.notes = JobNotes(inner._store, inner.get_run_id())  # noqa: SLF001 -- torch offers no other way in
+            self._steps = inner._op_executor = Steps(inner, unit, self.notes.is_refused)  # noqa: SLF001 -- the same
+
+    def next_rendezvous(self) -> RendezvousInfo:
+        """Join the next round."""
+        inner = self.inner
+        if isinstance(inner, DynamicRendezvousHandler):
+            self._info = self._join(inner)
+            self._before, self._nodes = self._nodes, dict(inner._state_holder.state.participants)  # noqa: SLF001 -- a copy of what all nodes share
+        elif isinstance(inner, StaticTCPRendezvous) and self.rounds:
+            self._info, self._server = rendezvous_store.of_static(inner.next_rendezvous(), self.rounds)
+        else:
+            self._info = inner.next_rendezvous()
+        self.rounds += 1
+        return self._info
+
+    def _join(self, inner: DynamicRendezvousHandler) -> RendezvousInfo:
+        assert self._steps is not None
+        while True:
+            inner._bootstrap_store_info = None  # noqa: SLF001 -- torch caches the first round's store here
+            inner._shared_tcp_store_server = None  # noqa: SLF001 -- and its server here
+            try:
+                info = inner.next_rendezvous()
+            except RendezvousTimeoutError:
+                if self._unit == 1 or not self._steps.waits():
+                    raise
+                continue  # the others train: a node that is over waits for as long as they do
+            except RendezvousClosedError:
+                if self._unit == 1 or not self._steps.waits():
+                    raise
+                msg = "the job has ended without this node"
+                raise RendezvousGracefulExitError(msg) from None
+            self._steps.has_trained, self._steps.held = True, 0
+            return info
+
+    @property
+    def held(self) -> int:
+        """The number of nodes that this node waited in vain to change, 0 if it did not wait for that."""
+        return self._steps.held if self._steps is not None else 0
+
+    def may_grow(self) -> bool:
+        """Return whether more nodes than in the present round may come."""
+        inner = self.inner
+        if self._info is None or not isinstance(inner, DynamicRendezvousHandler):
+            return False
+        return int(self._info.world_size) < int(inner.settings.max_nodes)
+
+    def lost_in_this_round(self) -> dict[int, str]:
+        """Return the nodes that the present round has lost, group rank -> address, as far as can be known yet."""
+        inner = self.inner
+        if not isinstance(inner, DynamicRendezvousHandler):
+            return {}
+        try:
+            inner.is_closed()  # reads the state again
+        except RendezvousError:
+            return {}  # the host of the store has gone; the next rendezvous says so
+        return _gone(self._nodes, inner._state_holder.state.participants)  # noqa: SLF001 -- a copy of what all nodes share
+
+    def lost_since_the_round_before(self) -> dict[int, str]:
+        """Return the nodes of the round before that are not in this one, group rank -> address."""
+        return _gone(self._before, self._nodes)
+
+    def num_nodes_waiting(self) -> int:
+        """Return how many nodes want to join and can: whole units, or any of them once a node has left the round."""
+        waiting = int(self.inner.num_nodes_waiting())
+        if self._steps is None or self._info is None or self._steps.missing(self._info.world_size):
+            return waiting
+        return waiting - waiting % self._unit
+
+    def shutdown(self) -> bool:
+        """Close the rendezvous, but only when the job is over for every node; nodes that wait to join are let hear of it."""
+        ended = self.notes is not None and self.notes.ended()
+        if not self.may_close and not ended:
+            return True
+        closed = bool(self.inner.shutdown())
+        if ended and self.notes is not None:
+            self.notes.leave(self.held or len(self._nodes), _LEAVE_S)
+            return closed
+        if isinstance(self.inner, DynamicRendezvousHandler):
+            state = self.inner._state_holder.state  # noqa: SLF001 -- a copy of what all nodes share
+            if state.wait_list or state.redundancy_list:
+                time.sleep(_LINGER_S)  # the store may end with this process; they look once a second
+        return closed
+
+
+def _gone(before: dict[_NodeDesc, int], now: dict[_NodeDesc, int]) -> dict[int, str]:
+    return {rank: node.addr for node, rank in before.items() if node not in now}

@@ -1,0 +1,158 @@
+"""The rendezvous state that the nodes of a job share: signed JSON in a store.
+
+torch keeps a pickle there, and its agents decode whatever somebody has put in its place: everybody who reaches the
+port can run code in them. Nothing of a store is ever unpickled here.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import time
+from datetime import datetime, timezone
+from typing import Any
+
+from torch._C._distributed_c10d import Store
+from torch.distributed.elastic.rendezvous import RendezvousConnectionError, RendezvousStateError
+from torch.distributed.elastic.rendezvous.dynamic_rendezvous import (
+    RendezvousSettings,
+    _BackendRendezvousStateHolder,
+    _NodeDesc,
+    _RendezvousState,
+)
+
+from flashckpt.daemon.launcher.job_secret import Seal, UnsealedError
+
+_log = logging.getLogger("flashckpt.dlrun")
+_NOTHING = "-"
+_CACHE_S = 1.0
+
+
+class SharedState(_BackendRendezvousStateHolder):
+    """Keeps this node's copy of the state in step with the store; a drop-in for torch's own holder.
+
+    Args:
+        store: Where the state lives.
+        settings: Of the rendezvous.
+        seal: Signs it.
+    """
+
+    def __init__(self, store: Store, settings: RendezvousSettings, seal: Seal) -> None:
+        super().__init__(backend=None, settings=settings)  # type: ignore[arg-type]  # sync, below, is all that uses it
+        self._store, self._seal = store, seal
+        self._key = f"flashckpt.rendezvous.{settings.run_id}"
+        self._text = _NOTHING
+
+    def sync(self) -> bool | None:
+        """Read the state, or write it if it was changed here; returns whether a change was taken, None if there was none.
+
+        Raises:
+            RendezvousConnectionError: the store cannot be reached.
+            RendezvousStateError: what lies there was not written by a node of this job.
+        """
+        has_set: bool | None = None
+        if self._dirty:
+            wanted = self._seal.close(encode(self._state)).decode()
+            found = self._swap(self._text, wanted)
+            has_set = found == wanted
+        elif self._last_sync_time >= max(time.monotonic() - _CACHE_S, 0):
+            return None
+        else:
+            found = self._swap("", _NOTHING)  # takes effect only on a key that nobody has set; else it just reads
+        self._state = _RendezvousState() if found == _NOTHING else self._decode(found)
+        self._text, self._dirty, self._last_sync_time = found, False, time.monotonic()
+        self._sanitize()
+        return has_set
+
+    def _swap(self, expected: str, wanted: str) -> str:
+        try:
+            found = self._store.compare_set(self._key, expected, wanted)
+        except (ValueError, RuntimeError, TimeoutError) as error:
+            msg = "the rendezvous store cannot be reached"
+            raise RendezvousConnectionError(msg) from error
+        return bytes(found).decode(errors="replace")
+
+    def _decode(self, text: str) -> _RendezvousState:
+        try:
+            return decode(self._seal.open(text.encode()))
+        except UnsealedError as error:
+            msg = f"the rendezvous state is refused: {error}"
+            raise RendezvousStateError(msg) from error
+        except (ValueError, TypeError, KeyError, AttributeError, RecursionError, OverflowError) as error:
+            msg = f"the rendezvous state is not one of dlrun's ({type(error).__name__})"
+            raise RendezvousStateError(msg) from error
+
+
+def encode(state: _RendezvousState) -> str:
+    """Return the state as JSON, equal for equal states."""
+    return json.dumps({name: _plain(value) for name, value in sorted(vars(state).items())}, separators=(",", ":"))
+
+
+def decode(text: str) -> _RendezvousState:
+    """Return the state of a JSON text.
+
+    Raises:
+        ValueError: it is not one, or a field has the wrong type.
+    """
+    fields, state = json.loads(text), _RendezvousState()
+    if not isinstance(fields, dict) or fields.keys() != vars(state).keys():
+        msg = "the fields of the state are others"
+        raise ValueError(msg)
+    for name, empty in vars(state).items():
+        value = _value(fields[name])
+        wanted = (datetime, type(None)) if empty is None else (type(empty),)
+        if type(value) not in wanted:
+            msg = f"{name} is a {type(value).__name__}"
+            raise ValueError(msg)
+        setattr(state, name, value)
+    _check(state)
+    return state
+
+
+def _plain(value: Any) -> Any:
+    """Return a value of the state as JSON has it: times, nodes, sets and maps by one-element objects."""
+    if isinstance(value, _NodeDesc):
+        return {"node": [value.addr, value.pid, value.local_id]}
+    if isinstance(value, datetime):
+        return {"time": value.timestamp()}
+    if isinstance(value, set):
+        return {"set": [_plain(item) for item in sorted(value)]}
+    if isinstance(value, dict):
+        return {"map": [[_plain(key), _plain(value[key])] for key in sorted(value)]}
+    if value is None or isinstance(value, (bool, int)):
+        return value
+    msg = f"a {type(value).__name__} in the rendezvous state of this torch is not known"
+    raise TypeError(msg)
+
+
+def _value(plain: Any) -> Any:
+    if not isinstance(plain, dict):
+        return plain
+    ((kind, inner),) = plain.items()
+    if kind == "node":
+        address, pid, number = inner
+        if (type(address), type(pid), type(number)) != (str, int, int):
+            msg = "a node is a name, a process and a number"
+            raise ValueError(msg)
+        return _NodeDesc(address, pid, number)
+    if kind == "time":
+        return datetime.fromtimestamp(float(inner), timezone.utc)
+    if kind == "set":
+        return {_value(item) for item in inner}
+    if kind == "map":
+        return {_value(key): _value(item) for key, item in inner}
+    msg = f"{kind} is not known"
+    raise ValueError(msg)
+
+
+def _check(state: _RendezvousState) -> None:
+    """Raise ValueError unless every collection holds nodes, with ranks or times."""
+    nodes = [*state.participants, *state.wait_list, *state.redundancy_list, *state.last_heartbeats]
+    ranks, times = state.participants.values(), state.last_heartbeats.values()
+    if not (
+        all(isinstance(node, _NodeDesc) for node in nodes)
+        and all(type(rank) is int for rank in ranks)
+        and all(isinstance(time, datetime) for time in times)
+    ):
+        msg = "not the nodes of a rendezvous"
+        raise ValueError(msg)

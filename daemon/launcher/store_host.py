@@ -1,0 +1,44 @@
+"""`python -m flashckpt.daemon.store_host PORT`: host the rendezvous store on a machine that does not train.
+
+The c10d rendezvous lives in one TCP store. In the agent of a training node it dies with that node; here it
+does not. The agents get `--rdzv-endpoint THIS_HOST:PORT --rdzv-conf is_host=0`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import logging
+import signal
+import sys
+import time
+
+_log = logging.getLogger("flashckpt.dlrun")
+
+
+def main(args: list[str] | None = None) -> int:
+    """Serve until SIGTERM or SIGINT; returns 0, or 1 if the port is taken."""
+    parser = argparse.ArgumentParser(prog="flashckpt.daemon.store_host", description=__doc__)
+    parser.add_argument("port", type=int, help="TCP port; 0 takes a free one and names it")
+    port = parser.parse_args(args).port
+    logging.basicConfig(format="[store] %(message)s", level=logging.INFO, stream=sys.stderr)
+    from torch._C._distributed_c10d import TCPStore
+
+    from flashckpt.daemon.launcher.rendezvous_store import loopback
+
+    begun = time.monotonic()
+    wanted = {signal.SIGTERM, signal.SIGINT}
+    signal.pthread_sigmask(signal.SIG_BLOCK, wanted)  # before the server's threads are made: they inherit it
+    try:
+        # it listens on every address; the one given is where this process itself connects to it
+        server = TCPStore(loopback(), port, is_master=True, wait_for_workers=False)
+    except RuntimeError as error:
+        _log.error("port %d cannot be served: %s", port, str(error).splitlines()[0])
+        return 1
+    _log.info("rendezvous store on port %d", server.port)
+    signal.sigwait(wanted)
+    _log.info("ended after %.0f s", time.monotonic() - begun)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

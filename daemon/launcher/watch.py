@@ -1,0 +1,177 @@
+"""The agent's eyes on the job: its own directory, the job directory, the control page, the daemon.
+
+Everything here works, by doing nothing, for scripts that know nothing of flashckpt.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import secrets
+import time
+from pathlib import Path
+
+from flashckpt.daemon.launcher.drain import is_last_process, wait_for_flush
+from flashckpt.errors import DamagedError, FlashckptError
+from flashckpt.shm.control import ControlRow, ControlView
+from flashckpt.shm.job_directory import JobDirectory, memory_root
+from flashckpt.shm.lease import Lease
+from flashckpt.shm.private import private_directories, private_directory, remove_tree
+
+_log = logging.getLogger("flashckpt.dlrun")
+_DAEMON_CHECK_S = 1.0
+
+
+class JobWatch:
+    """Finds the job directory that local rank 0 names, keeps its daemon alive, reads its control page.
+
+    Raises:
+        ConfigError: The directory of this user's agents is a link, another user's, or open to others.
+        SharedMemoryError: It cannot be made.
+    """
+
+    def __init__(self) -> None:
+        self._base = memory_root().parent / f"flashckpt-agents-{os.getuid()}"
+        _sweep(self._base)
+        self.agent_dir, self._lock = _make_agent_dir(self._base)
+        self.job: JobDirectory | None = None
+        self._live: Lease | None = None
+        self._control: ControlView | None = None
+        self._is_cut_short = False
+        self._checked_s = 0.0
+
+    def stacks_file(self, local_rank: int) -> Path:
+        """Return where a rank writes the stacks of its threads when asked."""
+        return self.agent_dir / f"stacks-{local_rank}"
+
+    def tick(self) -> None:
+        """Look for the job directory; once it is there, hold its live lock and keep its daemon alive."""
+        job, now = self._find(), time.monotonic()
+        if job is None or now - self._checked_s < _DAEMON_CHECK_S:
+            return
+        self._checked_s = now
+        try:
+            job.ensure_daemon()
+        except OSError as error:
+            _log.warning("the persisting daemon cannot be started: %s", error)
+
+    def _find(self) -> JobDirectory | None:
+        """Return the job directory once local rank 0 has named it."""
+        if self.job is not None:
+            return self.job
+        try:
+            path = Path((self.agent_dir / "job").read_text(encoding="utf-8").strip())
+            self.job = JobDirectory.open(path.name, create=False)
+            self._live = self.job.hold_live()
+        except (OSError, FlashckptError):
+            return None
+        return self.job
+
+    def control(self) -> ControlView | None:
+        """Return the shared control page, None where no rank has made one. It is read, never mapped: dlrun outlives it."""
+        job = self._find()
+        if self._control is None and job is not None:
+            view = ControlView(job.control_path)
+            try:
+                view.stop_after = -1  # one of an earlier launch that was killed while it stopped
+            except (OSError, FlashckptError):
+                return None
+            self._control = view
+        return self._control
+
+    def rows(self, pids: set[int]) -> list[ControlRow]:
+        """Return a copy of the control rows of these processes; [] while the file is damaged, which is said once."""
+        return [row for row in self._every_row() if row.pid in pids]
+
+    def _every_row(self) -> list[ControlRow]:
+        control = self.control()
+        if control is None:
+            return []
+        try:
+            rows = control.rows()
+        except FileNotFoundError:
+            return []
+        except (OSError, DamagedError) as error:
+            if not self._is_cut_short:
+                _log.error("%s", error)
+            self._is_cut_short = True
+            return []
+        self._is_cut_short = False
+        return rows
+
+    def refused(self) -> int:
+        """Return the exit code of a rank that found the job impossible as it is, 0 if none did."""
+        try:
+            return int((self.agent_dir / "refused").read_text(encoding="utf-8") or "0")
+        except (OSError, ValueError):
+            return 0
+
+    def forget_refusal(self) -> None:
+        """Forget that a rank found the job impossible: the next generation may have another size."""
+        (self.agent_dir / "refused").unlink(missing_ok=True)
+
+    def request(self, name: str) -> None:
+        """Leave a request (`persist-now`, `ended`) for the daemon."""
+        job = self._find()
+        if job is not None:
+            with contextlib.suppress(OSError):
+                job.request(name)
+
+    def await_flush(self, timeout_s: float) -> bool:
+        """Wait until the newest snapshot that all ranks of this node hold is committed, the daemon gives up, or the time is over."""
+        job = self._find()
+        if job is None or self.control() is None:
+            return True
+        rows = [row for row in self._every_row() if row.pid > 0]
+        held = [set(row.complete) for row in rows]
+        common = set.intersection(*held) if held else set()
+        end = time.monotonic() + timeout_s
+        while common and time.monotonic() < end:
+            with contextlib.suppress(FlashckptError):
+                status = job.read_status()
+                if status is not None and status.committed is not None and status.committed >= max(common):
+                    return True
+            self.tick()
+            time.sleep(0.05)
+        return not common
+
+    def close(self) -> None:
+        """Give the locks back and remove the agent's directory."""
+        for lease in (self._live, self._lock):
+            if lease is not None:
+                lease.close()
+        if self.job is not None and is_last_process():
+            wait_for_flush(self.job)
+        with contextlib.suppress(OSError, FlashckptError):
+            with private_directory(self._base) as base:
+                remove_tree(self.agent_dir.name, base)
+            self._base.rmdir()
+
+
+def _make_agent_dir(base: Path) -> tuple[Path, Lease]:
+    """Return a locked directory; another agent's sweep may take one in the instant before it is locked."""
+    while True:
+        folder = base / f"{os.getpid()}-{secrets.token_hex(4)}"
+        with (
+            contextlib.suppress(FileNotFoundError),
+            private_directory(base, create=True) as above,
+            private_directory(folder, create=True, within=above) as inside,
+        ):
+            lease = Lease("lock", create=True, dir_fd=inside)
+            if lease.exclusive(0) and (folder / "lock").exists():
+                return folder, lease
+            lease.close()
+
+
+def _sweep(base: Path) -> None:
+    """Remove the directories of agents that were killed: nobody holds their lock any more."""
+    for folder in private_directories(base)[0]:
+        try:
+            with private_directory(base) as above, private_directory(folder, within=above) as inside:
+                lease = Lease("lock", dir_fd=inside)
+                if lease.exclusive(0):
+                    remove_tree(folder.name, above)
+                lease.close()
+        except (OSError, FlashckptError):
+            continue  # being made, or removed, just now

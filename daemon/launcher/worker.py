@@ -1,0 +1,249 @@
+"""What a forked worker does before and after the user's script: become a fresh interpreter in all but imports.
+
+A request (a JSON object from dlrun) holds: `argv` (script or module, then its arguments), `module`
+(run as `python -m`), `env` (the whole environment), `stdout` and `stderr` (a file, or "" for dlrun's
+own), `local_rank`, `cpus` (affinity, or null), `error_file`, `stacks_file`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import faulthandler
+import gc
+import importlib.machinery
+import importlib.util
+import io
+import json
+import os
+import runpy
+import signal
+import sys
+import time
+import traceback
+import types
+from pathlib import Path
+from typing import Any
+
+from flashckpt.daemon.machine import numa
+from flashckpt.daemon.machine.process import set_title
+from flashckpt.errors import FINAL_CODES, FlashckptError
+from flashckpt.shm.private import create_file
+
+STACKS_SIGNAL = signal.SIGRTMIN + 7
+"""Signal on which a worker writes the stacks of its threads (real-time: scripts and Slurm use USR1 and USR2)."""
+
+_stacks: Any = None  # the open file faulthandler writes to must outlive the worker's set-up
+
+
+def run_worker(request: dict[str, Any]) -> int:
+    """Run the user's script in this forked process; return the exit code to end with.
+
+    The caller passes it to `sys.exit`, so that threads are joined, exit handlers run and files of the
+    script are flushed as in an interpreter of its own.
+    """
+    _become_fresh(request)
+    code = run_recorded(request)
+    gc.unfreeze()  # what the zygote froze: classes in cycles are collected at the end as in an interpreter of its own
+    for stream in (sys.stdout, sys.stderr):
+        try:
+            stream.flush()
+        except (OSError, ValueError):
+            continue
+    return code
+
+
+def _become_fresh(request: dict[str, Any]) -> None:
+    os.setsid()  # a group of its own: killed whole, with the children it forks
+    for signum in (signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT, signal.SIGUSR1, signal.SIGUSR2):
+        signal.signal(signum, signal.SIG_DFL)
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    held_back = {signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT, signal.SIGUSR1, signal.SIGUSR2}
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, held_back)  # a stop that came while it was forked ends it here
+    os.environ.clear()
+    os.environ.update(request["env"])
+    time.tzset()
+    rank = os.environ.get("RANK", str(request["local_rank"]) if "local_rank" in request else "?")
+    set_title(f"rank{rank}", f"rank {rank}: {' '.join(request['argv'])}")
+    _redirect(1, "stdout", request["stdout"])
+    _redirect(2, "stderr", request["stderr"])
+    if request.get("cpus") and (refused := numa.bind(request["cpus"])):
+        sys.stderr.write(f"[dlrun] local rank {request['local_rank']}: {refused}\n")
+    _set_threads()
+    _reseed()
+    faulthandler.enable(all_threads=True)
+    register_stacks(request.get("stacks_file", ""))
+
+
+def _redirect(fd: int, name: str, path: str) -> None:
+    """Point one standard stream at a file, and rebuild the Python object as `python -u` makes it."""
+    if path:
+        target = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o666)
+        os.dup2(target, fd)
+        os.close(target)
+    old = getattr(sys, name)
+    errors = "backslashreplace" if name == "stderr" else getattr(old, "errors", "strict")
+    raw = io.FileIO(fd, "w", closefd=False)
+    raw.name = f"<{name}>"
+    stream = io.TextIOWrapper(
+        raw,  # unbuffered, as python -u does it
+        encoding=getattr(old, "encoding", None) or "utf-8",
+        errors=errors,
+        write_through=True,
+        line_buffering=name == "stderr",
+    )
+    stream.mode = "w"  # type: ignore[misc]  # as the interpreter sets it
+    setattr(sys, name, stream)
+    setattr(sys, f"__{name}__", stream)
+
+
+def _set_threads() -> None:
+    """Give torch the thread count a fresh interpreter would have chosen: OMP_NUM_THREADS is read at import only."""
+    import torch
+
+    wanted = os.environ.get("OMP_NUM_THREADS", "").split(",")[0]
+    count = int(wanted) if wanted.isdigit() and int(wanted) else physical_cores()
+    if count != torch.get_num_threads():
+        torch.set_num_threads(count)
+
+
+def physical_cores() -> int:
+    """Return how many cores this process may run on, counting hyperthreads once."""
+    cores = set()
+    for cpu in os.sched_getaffinity(0):
+        path = Path(f"/sys/devices/system/cpu/cpu{cpu}/topology/thread_siblings_list")
+        try:
+            cores.add(path.read_text().strip())
+        except OSError:
+            cores.add(str(cpu))
+    return max(1, len(cores))
+
+
+def _reseed() -> None:
+    """Give numpy's and torch's CPU generator entropy of their own, as a fresh import does; `random` reseeds itself.
+
+    Device generators are made at their first use, after the fork.
+    """
+    import numpy as np
+    import torch
+
+    np.random.seed()  # noqa: NPY002 -- the global generator is what scripts inherit
+    torch.default_generator.seed()
+
+
+def register_stacks(path: str) -> None:
+    """Have the stacks of all threads written to a file on STACKS_SIGNAL; "" does nothing."""
+    global _stacks  # noqa: PLW0603
+    if path:
+        _stacks = os.fdopen(create_file(Path(path)), "w", encoding="utf-8")  # kept open for the handler
+        faulthandler.register(STACKS_SIGNAL, file=_stacks, all_threads=True)
+
+
+def run_recorded(request: dict[str, Any]) -> int:
+    """Run the script; write its exception to the error file, without needing @record in the script."""
+    try:
+        _run_script(request["argv"], module=request["module"])
+    except SystemExit as error:
+        return _system_exit(error)
+    except KeyboardInterrupt as error:
+        _report(request, error)
+        return 128 + signal.SIGINT
+    except FlashckptError as error:
+        _refuse(error)
+        _report(request, error)
+        return error.exit_code
+    except BaseException as error:  # noqa: BLE001 -- whatever ends the script is reported
+        _report(request, error)
+        return 1
+    return 0
+
+
+def _refuse(error: FlashckptError) -> None:
+    """Leave the exit code for dlrun where a restart would end the same (the agent may kill this rank before its end)."""
+    folder = os.environ.get("FLASHCKPT_AGENT_DIR")
+    if folder and error.exit_code in FINAL_CODES:
+        with contextlib.suppress(OSError):
+            Path(folder, "refused").write_text(str(error.exit_code), encoding="utf-8")
+
+
+def _system_exit(error: SystemExit) -> int:
+    if error.code is None:
+        return 0
+    if isinstance(error.code, int):
+        return error.code & 0xFF
+    sys.stderr.write(f"{error.code}\n")
+    return 1
+
+
+def _run_script(argv: list[str], *, module: bool) -> None:
+    """Execute argv[0] as `python argv[0]` or `python -m argv[0]` would."""
+    main = types.ModuleType("__main__")
+    main.__dict__.update(__builtins__=__builtins__, __annotations__={})
+    sys.modules["__main__"] = main
+    sys.argv = list(argv)
+    if module:
+        _set_path(str(Path.cwd()))
+        runpy._run_module_as_main(argv[0], alter_argv=True)  # type: ignore[attr-defined]  # noqa: SLF001 -- what python -m calls
+        return
+    path = argv[0]
+    if not Path(path).exists():  # in the interpreter's own words and with its exit code
+        sys.stderr.write(f"{sys.executable}: can't open file '{Path(path).absolute()}': [Errno 2] No such file\n")
+        raise SystemExit(2)
+    if Path(path).is_dir() or path.endswith((".zip", ".pyz")):
+        if not sys.flags.safe_path:
+            del sys.path[0]  # run_path puts the directory or archive there itself
+        runpy.run_path(path, run_name="__main__")
+        return
+    _set_path(str(Path(path).resolve().parent))
+    main.__file__ = path
+    main.__dict__["__cached__"] = None
+    main.__loader__ = importlib.machinery.SourceFileLoader("__main__", path)
+    code = compile(Path(path).read_bytes(), path, "exec", dont_inherit=True)
+    exec(code, main.__dict__)  # noqa: S102 -- running the user's script is the purpose
+
+
+def _set_path(first: str) -> None:
+    if not sys.flags.safe_path:
+        sys.path[0] = first
+
+
+def _report(request: dict[str, Any], error: BaseException) -> None:
+    """Write the traceback to the error file in torch's form; print it where nobody else will.
+
+    On the console only dlrun prints, once, for the rank that failed first: the others' "connection
+    closed" would hide it. In a log file of its own every rank prints.
+    """
+    error.__traceback__ = _without_launcher(error.__traceback__)
+    text = "".join(traceback.format_exception(error))
+    path = request.get("error_file") or ""
+    recorded = bool(path) and _write_error(Path(path), error, text)
+    if request["stderr"] or not recorded or not _default_hook():
+        sys.excepthook(type(error), error, error.__traceback__)
+
+
+def _default_hook() -> bool:
+    """Return whether the script left the exception hook alone; init_process_group sets one that adds the rank."""
+    hook = sys.excepthook
+    return hook is sys.__excepthook__ or getattr(hook, "__module__", "") == "torch.distributed.distributed_c10d"
+
+
+def _without_launcher(trace: types.TracebackType | None) -> types.TracebackType | None:
+    """Cut our own frames and runpy's off the top of a traceback."""
+    own = {__file__, runpy.__file__, "<frozen runpy>"}
+    rest = trace
+    while rest is not None and rest.tb_frame.f_code.co_filename in own:
+        rest = rest.tb_next
+    return rest if rest is not None else trace
+
+
+def _write_error(path: Path, error: BaseException, text: str) -> bool:
+    try:
+        if path.exists() and path.stat().st_size:
+            return True  # the script is decorated with @record and has written it
+        extra = {"py_callstack": text, "timestamp": str(int(time.time()))}
+        data = {"message": {"message": f"{type(error).__name__}: {error}", "extraInfo": extra}}
+        part = path.with_suffix(".part")
+        part.write_text(json.dumps(data), encoding="utf-8")
+        part.rename(path)
+    except OSError:
+        return False
+    return True

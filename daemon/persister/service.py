@@ -1,0 +1,421 @@
+"""The persisting daemon of one job on one node: `python -m flashckpt.daemon.persister.service <job directory>`.
+
+A process of its own, in its own session, without torch. It wakes on events and once a second, reads the
+slot headers, and does what `Persisting` decides. It never stops training and never unlinks a segment
+that a restart could use. A second daemon for the same directory ends at once.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import faulthandler
+import logging
+import os
+import re
+import signal
+import sys
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from types import FrameType
+
+from flashckpt.daemon.machine.logs import configure, speaking_of
+from flashckpt.daemon.persister import metrics
+from flashckpt.daemon.persister.coordinator import Persisting
+from flashckpt.daemon.persister.retire import retire
+from flashckpt.daemon.persister.wakeup import Wakeup
+from flashckpt.errors import (
+    DamagedError,
+    FencedError,
+    FlashckptError,
+    FormatVersionError,
+    PersistError,
+    SharedMemoryError,
+    StoreError,
+)
+from flashckpt.shm import block
+from flashckpt.shm.inventory import Identity, View, scan
+from flashckpt.shm.job_directory import DaemonStatus, GenerationRecord, JobConfig, JobDirectory
+from flashckpt.shm.lease import Lease
+from flashckpt.shm.private import private_directory, remove_tree
+
+SCAN_S = 1.0
+"""Seconds between two scans without an event."""
+LEAST_S = 0.03
+"""Least seconds between two turns, each of which costs 2.5 ms of CPU with 8 ranks: below 8 % of a core at worst."""
+BUSY_S = 0.05
+"""Seconds between two looks while a flush is going on."""
+FENCE_TOLD_S = 3.0
+"""How long a newer claim on the root may be ahead of this node's own record before it counts as a failure."""
+BACKOFF_S = (0.5, 1.0, 2.0, 5.0, 10.0, 15.0)
+"""Seconds to wait after the first, second, ... failure in a row."""
+_log = logging.getLogger("flashckpt.daemon")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Times:
+    """How long the daemon stays, in seconds, from the environment.
+
+    Args:
+        linger_s: After the last rank and agent, once its work is done (FLASHCKPT_DAEMON_LINGER).
+        patience_s: After the last rank and agent, while storage keeps failing (FLASHCKPT_DAEMON_PATIENCE); also
+            after SIGTERM while a flush goes on without a failure.
+        grace_s: After SIGTERM, while a flush is pending and storage keeps failing (FLASHCKPT_DAEMON_GRACE).
+    """
+
+    linger_s: float = 30.0
+    patience_s: float = 600.0
+    grace_s: float = 60.0
+
+    @classmethod
+    def from_environment(cls) -> Times:
+        """Read the variables."""
+        return cls(
+            linger_s=float(os.environ.get("FLASHCKPT_DAEMON_LINGER") or cls.linger_s),
+            patience_s=float(os.environ.get("FLASHCKPT_DAEMON_PATIENCE") or cls.patience_s),
+            grace_s=float(os.environ.get("FLASHCKPT_DAEMON_GRACE") or cls.grace_s),
+        )
+
+
+class Daemon:
+    """The loop. `turn` is one pass over everything; `run` repeats it until the work is done.
+
+    Args:
+        directory: The job directory.
+        lock: The daemon's lease on it.
+        times: When to end.
+
+    Attributes:
+        exit_code: What the process ends with: 0, or that of the failure for which it leaves work undone.
+    """
+
+    def __init__(self, directory: JobDirectory, lock: Lease, times: Times) -> None:
+        self.directory = directory
+        self.persisting: Persisting | None = None
+        self.error = ""
+        self.exit_code = 0
+        self._fenced: tuple[int, float] | None = None
+        self._lock, self._times = lock, times
+        self._failures = self._in_a_row = 0
+        self._again_s = 0.0
+        self._alive_s = time.monotonic()
+        self._error_code = 0
+        self._stopped_s: float | None = None  # when a signal asked to end
+        self._ended_generation: int | None = None
+        self._surprise = self._damage = self._kind = ""
+        self._read: tuple[JobConfig | None, GenerationRecord | None] = (None, None)
+        self._goal: tuple[Identity, int] | None = None  # what persist-now asks for, and when it was asked
+        self._attempt_ns = self._answered_ns = 0  # newest retry-now before the present, the last failed attempt began
+        self._status = DaemonStatus()
+        self._numbers: dict[str, float] = {}
+        self.endpoint: metrics.Endpoint | None = None
+        self._wakeup = Wakeup([directory.path / "events", directory.path / "requests"])
+
+    def run(self) -> None:
+        """Turn until the work is done and nobody lives, or a signal came and nothing is pending."""
+        try:
+            while not self._safe_turn():
+                flushing = self.persisting is not None and self.persisting.flush is not None and not self.error
+                turned_s = time.monotonic()
+                self._wakeup.wait(BUSY_S if flushing else SCAN_S)
+                time.sleep(max(0.0, turned_s + LEAST_S - time.monotonic()))  # eight ranks make eight events
+        except BaseException:
+            self.close()
+            raise
+        if not self.exit_code:  # else writers may hang in the storage that fails: they end with the process
+            self.close()
+
+    def _safe_turn(self) -> bool:
+        """One turn; what nobody foresaw is said with its traceback and tried again, for snapshots wait to be persisted."""
+        try:
+            return self.turn()
+        except Exception as error:  # noqa: BLE001 -- the daemon is the last one that may give up
+            if str(error) != self._surprise:
+                _log.exception("a turn failed")
+            self._surprise = str(error)
+            if self._stopping:
+                self.exit_code = FlashckptError.exit_code
+            return self._stopping or not self.directory.path.exists()
+
+    def turn(self) -> bool:
+        """Look at everything once and act; True when the daemon should end."""
+        config, record = self._records()
+        alive = self.directory.anyone_alive()
+        if alive:
+            self._alive_s = time.monotonic()
+        silent_s = time.monotonic() - self._alive_s
+        if config is None or record is None:
+            return self._stopping or silent_s > self._times.linger_s or not self.directory.path.exists()
+        if self.persisting is None or self.persisting.config != config:
+            if self.persisting is not None:
+                self.persisting.close()
+            self.persisting = Persisting(config)
+            if self.endpoint is None:
+                self.endpoint = metrics.serve(self, job=config.job, node=config.node)
+        view = scan(self.directory, [record])
+        urgent = self._urgent(self.persisting, view, alive=alive)
+        with speaking_of(generation=record.generation, step=max(view.complete(), default=(0, 0))[1]):
+            self._persist(self.persisting, view, record, urgent=urgent)
+            retire(view, record, self.persisting.committed)
+        self._answer(self.persisting, view)
+        self._report(self.persisting, view, alive=alive)
+        return self._finished(self.persisting, view, record, alive=alive, urgent=urgent, silent_s=silent_s)
+
+    def numbers(self) -> Mapping[str, float]:
+        """Return what `metrics` shows, as of the last turn."""
+        return self._numbers
+
+    def stop(self, number: int, frame: FrameType | None) -> None:
+        """Signal handler: end as soon as nothing is pending, or the grace time is over."""
+        del number, frame
+        if self._stopped_s is None:
+            self._stopped_s = time.monotonic()
+        self._wakeup.wake()
+
+    @property
+    def _stopping(self) -> bool:
+        return self._stopped_s is not None
+
+    def close(self) -> None:
+        """Give everything back."""
+        if self.endpoint is not None:
+            self.endpoint.close()
+        if self.persisting is not None:
+            self.persisting.close()
+        self._wakeup.close()
+        self._lock.close()
+
+    # -- parts of a turn --------------------------------------------------------------------------------
+
+    def _records(self) -> tuple[JobConfig | None, GenerationRecord | None]:
+        """Return the job's records; where one is damaged, as they were when they could last be read.
+
+        A record of an older generation does no harm: what a newer one has claimed fences it.
+        """
+        try:
+            self._read = self.directory.read_config(), self.directory.read_generation()
+            if self._damage and self.error == self._damage:
+                self.error, self._error_code = "", 0
+            self._damage = ""
+        except (DamagedError, FormatVersionError) as error:
+            unknown = None in self._read
+            if str(error) != self._damage:
+                used = "nothing can be persisted" if unknown else "what it said before is used"
+                _log.error("a record of the job cannot be read, %s: %s", used, error)
+            self._damage = str(error)
+            if unknown:  # those who wait for a commit are told
+                self.error, self._error_code = self._damage, error.exit_code
+                self._say(DaemonStatus(failures=self._failures, error=self.error, pid=os.getpid()))
+        return self._read
+
+    def _urgent(self, persisting: Persisting, view: View, *, alive: bool) -> bool:
+        """Whether the newest common snapshot is wanted now: on request, at the end, or when nobody lives any more."""
+        if self.directory.request_path("ended").exists() or (not alive and view.slots):
+            return True
+        asked_ns = self.directory.asked_ns("persist-now")
+        if asked_ns is not None and self._goal is None:  # what is newest now: training may go on meanwhile
+            self._goal = max(view.complete(), default=(0, 0)), asked_ns
+        return self._goal is not None and persisting.floor < self._goal[0]
+
+    def _persist(self, persisting: Persisting, view: View, record: GenerationRecord, *, urgent: bool) -> None:
+        asked_ns = self.directory.asked_ns("retry-now") or 0
+        if asked_ns > self._attempt_ns:
+            self._again_s = 0.0
+        if time.monotonic() < self._again_s:
+            if not (self._in_a_row and persisting.yield_slots(view)):
+                persisting.hold(view, urgent=urgent)
+            return
+        if persisting.flush is None or not persisting.flush.is_begun:
+            self._attempt_ns = asked_ns  # what fails from here on began after that request
+        try:
+            persisting.turn(view, record, urgent=urgent)
+        except (FlashckptError, OSError) as error:
+            if not (isinstance(error, FencedError) and self._is_passing(record)):
+                self._failed(persisting, error)
+            return
+        self._fenced = None
+        if self._in_a_row and (persisting.flush is None or not persisting.flush.is_writing):
+            _log.info("persisting works again")
+            self._in_a_row, self.error, self._error_code = 0, "", 0
+
+    def _is_passing(self, record: GenerationRecord) -> bool:
+        """Whether a fence is young: the next life claims its number on the root before it tells this node.
+
+        Told at once it would look like a failure of that life, whose `wait()` reads the same status.
+        """
+        now = time.monotonic()
+        if self._fenced is None or self._fenced[0] != record.generation:
+            self._fenced = record.generation, now
+        self._again_s = now + BACKOFF_S[0]
+        return now - self._fenced[1] < FENCE_TOLD_S
+
+    def _failed(self, persisting: Persisting, error: Exception) -> None:
+        """Remember a failure; log it when it is another one than before."""
+        self._failures += 1
+        wait_s = BACKOFF_S[min(self._in_a_row, len(BACKOFF_S) - 1)]
+        self._in_a_row += 1
+        self._again_s = time.monotonic() + wait_s
+        kind = _kind_of(error)
+        if not self.error or kind != self._kind:
+            _log.error("persisting fails, training goes on and it is tried again by itself: %s", error)
+        self.error, self._kind, self._answered_ns = str(error), kind, self._attempt_ns
+        self._error_code = error.exit_code if isinstance(error, FlashckptError) else StoreError.exit_code
+        persisting.disconnect()
+
+    def _answer(self, persisting: Persisting, view: View) -> None:
+        """Take a request away once what was newest when it came, or something newer, is committed or gone."""
+        if self._goal is None or (persisting.floor < self._goal[0] and not persisting.is_idle(view, urgent=True)):
+            return
+        if self.directory.asked_ns("persist-now") == self._goal[1]:  # not asked again meanwhile
+            self.directory.request_path("persist-now").unlink(missing_ok=True)
+        self._goal = None
+
+    def _report(self, persisting: Persisting, view: View, *, alive: bool) -> None:
+        lag = sum(identity > persisting.floor for identity in view.flagged())
+        status = DaemonStatus(
+            committed=persisting.committed,
+            failures=self._failures,
+            error=self.error,
+            lag=lag,
+            floor=persisting.floor,
+            given_up=persisting.given_up,
+            answered_ns=self._answered_ns,
+            pid=os.getpid(),
+        )
+        self._numbers = self._measured(persisting, view, alive=alive, lag=lag)
+        self._say(status)
+
+    def _say(self, status: DaemonStatus) -> None:
+        """Write the status where it has changed, and once a second."""
+        now = time.time_ns()
+        status = replace(status, updated_ns=self._status.updated_ns)
+        if status != self._status or now - self._status.updated_ns > 10**9:
+            self._status = replace(status, updated_ns=now)
+            with contextlib.suppress(OSError, SharedMemoryError):  # tmpfs full: the next turn tries again
+                self.directory.write_status(self._status)
+
+    def _measured(self, persisting: Persisting, view: View, *, alive: bool, lag: int) -> dict[str, float]:
+        newest = max(view.complete(), default=None)
+        found = {
+            "lag_persist_steps": lag,
+            "persisting": persisting.flush is not None,
+            "failing": bool(self.error),
+            "segment_bytes": view.reserved_bytes,
+            "ranks_alive": alive,
+            "failures": self._failures,
+            "skipped_persist_steps": persisting.skipped,
+            **vars(persisting.totals),
+        }
+        if newest is not None:
+            found |= {"snapshot_generation": newest[0], "snapshot_step": newest[1]}
+        if persisting.committed is not None:
+            found |= {"committed_generation": persisting.committed[0], "committed_step": persisting.committed[1]}
+        if persisting.committed_s is not None:
+            found["committed_age_seconds"] = time.monotonic() - persisting.committed_s
+        return {name: float(value) for name, value in found.items()}
+
+    def _finished(
+        self,
+        persisting: Persisting,
+        view: View,
+        record: GenerationRecord,
+        *,
+        alive: bool,
+        urgent: bool,
+        silent_s: float,
+    ) -> bool:
+        idle = persisting.is_idle(view, urgent=urgent)
+        if self.directory.request_path("ended").exists():
+            if self._ended_generation not in (None, record.generation):  # the job was started again meanwhile
+                self.directory.request_path("ended").unlink(missing_ok=True)
+                self._ended_generation = None
+                return False
+            self._ended_generation = record.generation
+            if idle and not alive:
+                return self._remove()
+        if self._stopping and (persisting.flush is None or self._grace_is_over()):
+            return self._leave(persisting, view, urgent=urgent)
+        if alive or silent_s <= (self._times.linger_s if idle else max(self._times.linger_s, self._times.patience_s)):
+            return False
+        return self._leave(persisting, view, urgent=urgent)
+
+    def _grace_is_over(self) -> bool:
+        """Whether a pending flush has had its time since the signal: less where storage fails, bounded where it hangs."""
+        assert self._stopped_s is not None
+        limit_s = self._times.grace_s if self.error else max(self._times.grace_s, self._times.patience_s)
+        return time.monotonic() - self._stopped_s > limit_s
+
+    def _leave(self, persisting: Persisting, view: View, *, urgent: bool) -> bool:
+        """Say what is left undone, if anything is; True."""
+        if (undone := persisting.undone(view, urgent=urgent)) and (self.error or persisting.flush is not None):
+            self.exit_code = self._error_code or PersistError.exit_code
+            steps = ", ".join(f"step {step} of generation {generation}" for generation, step in undone)
+            _log.error(
+                "ended with work undone: %s on storage; in this node's memory it stays, and the next daemon of the"
+                " job goes on with it (%s); exit code %d",
+                f"{steps} is not",
+                self.error.partition("\n")[0] or "the storage did not answer in time",
+                self.exit_code,
+            )
+        return True
+
+    def _remove(self) -> bool:
+        """Remove the directory of a job that ended cleanly; False if somebody came to life at the last moment."""
+        live = Lease(self.directory.live_path, create=True)
+        gone = self.directory.path.with_name(f".{self.directory.path.name}.ended-{os.getpid()}")
+        with private_directory(gone.parent) as base:
+            try:
+                if not live.exclusive(0):
+                    return False
+                block.withdraw_all(self.directory.path)
+                os.rename(self.directory.path.name, gone.name, src_dir_fd=base, dst_dir_fd=base)
+            finally:
+                live.close()
+            remove_tree(gone.name, base)
+        _log.info("job %s ended: its memory was given back", self.directory.job)
+        return True
+
+
+def _kind_of(error: Exception) -> str:
+    """Return the cause of a failure without the files, steps and numbers in it: the next attempt names others."""
+    cause = error.found if isinstance(error, FlashckptError) and error.found else str(error)
+    return re.sub(r"\S*[\d/]\S*", "...", cause.partition("\n")[0])
+
+
+def main(arguments: list[str]) -> int:
+    """Run the daemon of the job directory in `arguments`; 0 also where another one already lives.
+
+    Where it ends with work undone, the exit code is that of the failure: 13 root, 41 storage, 40 no answer in time.
+    """
+    configure()
+    faulthandler.enable(file=2)  # a crash inside a library is then said in daemon.log, with the threads' stacks
+    if len(arguments) != 1:
+        sys.stderr.write("usage: python -m flashckpt.daemon.persister.service JOB_DIRECTORY\n")
+        return 2
+    with contextlib.suppress(PermissionError):  # already the leader of a session
+        os.setsid()
+    try:
+        directory = JobDirectory.at(Path(arguments[0]))
+        lock = directory.hold_daemon()
+        if lock is None:
+            return 0
+        daemon = Daemon(directory, lock, Times.from_environment())
+    except FileNotFoundError:
+        return 0  # the job ended and its directory went before we started
+    except FlashckptError as error:
+        _log.error("%s", error)
+        return error.exit_code
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, daemon.stop)
+    signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    _log.info("daemon of job %s, pid %d", directory.job, os.getpid())
+    daemon.run()
+    if daemon.exit_code:
+        logging.shutdown()
+        os._exit(daemon.exit_code)  # not held up by a writer that hangs in the storage; it has published nothing
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,133 @@
+"""dlrun's side of the zygote: start it, ask it for workers, replace it when it dies."""
+
+from __future__ import annotations
+
+import logging
+import os
+import socket
+import subprocess
+import sys
+from dataclasses import dataclass
+from typing import Any
+
+from flashckpt.daemon.machine.process import exit_code
+from flashckpt.daemon.zygote import messages, server
+from flashckpt.errors import DamagedError
+
+_log = logging.getLogger("flashckpt.dlrun")
+
+
+@dataclass(frozen=True)
+class Unavailable(Exception):  # noqa: N818 -- a reason to take the other way, not an error
+    """The zygote cannot make workers now; `reason` says why, in words for the user."""
+
+    reason: str
+
+
+class Nursery:
+    """One zygote at a time, and the reason why there is none.
+
+    Not thread-safe, and to be used from the main thread only: the kernel ends the zygote with the
+    thread that started it.
+    """
+
+    def __init__(self, sock: socket.socket | None = None, pid: int = 0, *, disabled: str = "") -> None:
+        """Take over a zygote that was forked already (`sock`, `pid`), or start one when first asked."""
+        self._sock, self.pid, self.disabled = sock, pid, disabled
+        self._environment = dict(os.environ)
+        self._ready = False
+        self.started = 1 if pid else 0
+
+    @classmethod
+    def forked(cls) -> Nursery | dict[str, Any]:
+        """Fork a zygote from this process; returns a worker's request instead in every worker forked later."""
+        here, there = socket.socketpair()
+        pid = server.start_by_fork(here, there)
+        return cls(here, pid) if isinstance(pid, int) else pid
+
+    def fork(self, workers: list[dict[str, Any]]) -> list[int]:
+        """Fork one worker per request and return their pids; they are children of this process.
+
+        Raises:
+            Unavailable: no zygote may be used (`--no-zygote`, an unfit import), or two died in a row.
+        """
+        if self.disabled:
+            raise Unavailable(self.disabled)
+        environment = workers[0]["env"] if workers else {}
+        changed = server.changed_at_import(self._environment, environment)
+        if changed:
+            raise Unavailable(f"{changed} was changed after the zygote had started")
+        for _ in range(2):
+            pids = self._try_fork(workers)
+            if pids:
+                return pids
+            self.close()
+        raise Unavailable("the zygote died twice in a row")
+
+    def prepare(self) -> None:
+        """Start the zygote if it is not there, without waiting for its imports."""
+        if self._sock is None and not self.disabled:
+            self._start()
+
+    def _try_fork(self, workers: list[dict[str, Any]]) -> list[int] | None:
+        self.prepare()
+        sock = self._sock
+        assert sock is not None
+        try:
+            if not self._ready:
+                self._await_ready(sock)
+            messages.send(sock, {"workers": workers})
+            answer = messages.receive(sock)
+        except (OSError, DamagedError):
+            answer = None
+        pids = answer["pids"] if answer else None
+        if pids is not None and len(pids) < len(workers):  # its helper died in between: start afresh
+            _log.warning("only %d of %d workers were forked", len(pids), len(workers))
+        return pids if pids and len(pids) == len(workers) else None
+
+    def _await_ready(self, sock: socket.socket) -> None:
+        ready = messages.receive(sock)
+        if ready is None:
+            raise ConnectionResetError
+        if ready["unfit"]:
+            self.disabled = f"the zygote is not fit to be forked ({ready['unfit']})"
+            self.close()
+            raise Unavailable(self.disabled)
+        _log.debug("zygote %d ready after %.2f s of imports", self.pid, ready["import_s"])
+        self._ready = True
+
+    def _start(self) -> None:
+        here, there = socket.socketpair()
+        self._environment = dict(os.environ)
+        environment = {**os.environ, **dict.fromkeys(server.ONE_THREAD, "1")}
+        command = [sys.executable, "-m", "flashckpt.daemon.zygote.server", str(there.fileno()), str(os.getpid())]
+        process = subprocess.Popen(command, pass_fds=[there.fileno()], env=environment)
+        process.returncode = 0  # reaped by pidfd in close(); keeps Popen from waiting for it
+        there.close()
+        self._sock, self.pid, self._ready = here, process.pid, False
+        self.started += 1
+
+    def close(self) -> None:
+        """End the zygote (its workers live on) and reap it."""
+        if self._sock is not None:
+            self._sock.close()
+            self._sock = None
+        if self.pid:
+            _end(self.pid)
+            self.pid = 0
+        self._ready = False
+
+
+def _end(pid: int) -> None:
+    try:
+        pidfd = os.pidfd_open(pid)
+    except ProcessLookupError:
+        return
+    try:
+        os.kill(pid, 9)  # it holds nothing; in the middle of its imports it would not see the closed socket
+        while exit_code(pidfd) is None:
+            os.waitid(os.P_PIDFD, pidfd, os.WEXITED | os.WNOWAIT)
+    except ProcessLookupError:
+        pass
+    finally:
+        os.close(pidfd)

@@ -1,0 +1,229 @@
+"""The zygote: a single-threaded process that has imported everything and is forked for every worker.
+
+Most of a restart under torchrun is Python importing torch and torch._dynamo in every rank. The zygote
+imports them once, touches no device, store, process group or user code, and forks ranks in
+milliseconds. Rules that make the fork safe are checked, not hoped for: `unfit` names the first that
+is broken, and dlrun then spawns fresh interpreters instead.
+
+A worker is forked twice, so that it becomes the agent's own child (the agent is a child subreaper):
+it survives the zygote, dies with the agent, and the agent reaps its real exit code.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import importlib
+import logging
+import os
+import signal
+import socket
+import sys
+import time
+from collections.abc import Iterator
+from typing import Any
+
+from flashckpt.daemon.machine.process import adopt_parent, set_title, thread_count
+from flashckpt.daemon.zygote import messages
+
+TORCH_MODULES = (
+    "numpy",
+    "torch",
+    "torch.distributed",
+    "torch.distributed.elastic.multiprocessing.errors",
+    "torch._dynamo",  # the first torch.optim construction imports it
+    "torch.distributed.tensor",
+    "torch.distributed.tensor.parallel",
+    "torch.distributed.device_mesh",
+    "torch.distributed.fsdp",
+    "torch.distributed.pipelining",
+    "torch.distributed.algorithms._checkpoint.checkpoint_wrapper",
+    "torch.nn.parallel",
+    "torch.optim",
+    "torch.profiler._cupti_monitor",  # torch.profiler imports it late
+    "torch.utils.data",
+    "torch.utils.checkpoint",
+)
+OUR_MODULES = (
+    "flashckpt.checkpointer",
+    "flashckpt.storage.conditional",
+    "flashckpt.storage.factory",
+    "flashckpt.storage.posix",
+    "flashckpt.storage.direct_io",
+    "flashckpt.restore.claim",
+    "flashckpt.state.replication",
+    "flashckpt.sampler",
+    "flashckpt.trainer.train.loop",
+    "flashckpt.trainer.config",
+    "flashckpt.trainer.evaluate.scores",
+)
+ONE_THREAD = ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS")
+"""Variables that keep numpy and torch from starting thread pools at import; workers get their real values back."""
+
+IMPORT_TIME = (
+    "LD_",
+    "PYTHON",
+    "KMP_",
+    "GOMP_",
+    "OMP_PROC",
+    "OMP_PLACES",
+    "MALLOC_",
+    "TORCH_LOGS",
+    "TORCHDYNAMO_",
+    "TORCHINDUCTOR_",
+    "PYTORCH_",
+)
+"""Prefixes of variables that are read when an interpreter or a library starts: a fork cannot change them."""
+
+SHIELDED = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT, signal.SIGUSR1, signal.SIGUSR2)
+"""Signals that the zygote ignores. A worker holds them back (blocked, so not lost) until it has its own handlers."""
+
+_log = logging.getLogger("flashckpt.dlrun")
+
+
+@contextlib.contextmanager
+def single_threaded_imports() -> Iterator[None]:
+    """Import numpy and torch without their thread pools; the environment is as before afterwards."""
+    before = {name: os.environ.get(name) for name in ONE_THREAD}
+    os.environ.update(dict.fromkeys(ONE_THREAD, "1"))
+    try:
+        yield
+    finally:
+        for name, value in before.items():
+            if value is None:
+                os.environ.pop(name, None)
+            else:
+                os.environ[name] = value
+
+
+def preload() -> None:
+    """Import what workers need, so that none of them imports it; a module that is not there is skipped."""
+    with single_threaded_imports():
+        for name in TORCH_MODULES + OUR_MODULES:
+            try:
+                importlib.import_module(name)
+            except ImportError as error:
+                # Never fatal: the worker that really needs it gives the user the true error.
+                _log.debug("zygote: %s is not preloaded: %s", name, error)
+
+
+def unfit() -> str:
+    """Return why this process must not be forked, or "" if it may."""
+    threads = thread_count()
+    if threads != 1:
+        return f"{threads} threads after the imports, 1 expected"
+    torch = sys.modules.get("torch")
+    if torch is not None and torch.cuda.is_initialized():
+        return "an import has started CUDA"
+    return ""
+
+
+def changed_at_import(before: dict[str, str], now: dict[str, str]) -> str:
+    """Return the name of an import-time variable that differs between zygote and worker, or ""."""
+    for name in sorted(before.keys() | now.keys()):
+        if name.startswith(IMPORT_TIME) and before.get(name) != now.get(name):
+            return name
+    return ""
+
+
+def serve(sock: socket.socket, agent: int) -> dict[str, Any]:
+    """Fork workers on request until dlrun has gone; returns only in a worker, with its request.
+
+    Args:
+        sock: This side of the socket pair to dlrun.
+        agent: The pid of dlrun, which becomes the parent of every worker.
+    """
+    started = time.monotonic()
+    set_title("dlrun-zygote", "dlrun zygote (forks the workers)")
+    preload()
+    gc.collect()
+    gc.freeze()  # keeps shared pages shared: the collector would write to every object's header
+    messages.send(sock, {"unfit": unfit(), "import_s": round(time.monotonic() - started, 3)})
+    while True:
+        request = messages.receive(sock)
+        if request is None:
+            os._exit(0)
+        gate, opener = os.pipe()
+        worker = _fork_workers(request["workers"])
+        if isinstance(worker, dict):
+            sock.close()
+            return _await_go(gate, opener, agent, worker)
+        os.close(gate)
+        try:
+            messages.send(sock, {"pids": worker})
+            os.write(opener, b"g" * len(worker))  # only now: a worker that dlrun does not know of must not run
+        except OSError:  # dlrun has gone; its workers go with it
+            os._exit(0)
+        os.close(opener)
+
+
+def _await_go(gate: int, opener: int, agent: int, worker: dict[str, Any]) -> dict[str, Any]:
+    os.close(opener)
+    adopt_parent(agent)
+    if os.read(gate, 1) != b"g":
+        os._exit(1)
+    os.close(gate)
+    return worker
+
+
+def _fork_workers(workers: list[dict[str, Any]]) -> dict[str, Any] | list[int]:
+    """Fork all workers through one short-lived process; return their pids, or in a worker its request."""
+    here, there = socket.socketpair()
+    middle = os.fork()
+    if middle:
+        there.close()
+        answer = messages.receive(here)
+        here.close()
+        os.waitpid(middle, 0)  # from here on every worker is the agent's child
+        return answer["pids"] if answer else []
+    here.close()
+    signal.pthread_sigmask(signal.SIG_BLOCK, SHIELDED)
+    pids = []
+    for worker in workers:
+        pid = os.fork()
+        if pid == 0:
+            there.close()
+            return worker
+        pids.append(pid)
+    # where dlrun was ended just now, and the zygote with it, the workers see that themselves
+    with contextlib.suppress(OSError):
+        messages.send(there, {"pids": pids})
+    os._exit(0)
+
+
+def start_by_fork(agent_socket: socket.socket, zygote_socket: socket.socket) -> int | dict[str, Any]:
+    """Fork the zygote from this very process; return its pid, or a request in each worker it forks later.
+
+    The caller must leave its own frames at once when it gets a request: it is then a worker.
+    """
+    agent = os.getpid()
+    pid = os.fork()
+    if pid:
+        zygote_socket.close()
+        return pid
+    agent_socket.close()
+    adopt_parent(agent)
+    _shield()
+    return serve(zygote_socket, agent)
+
+
+def _shield() -> None:
+    """Leave the terminal's session; ignore stop signals (the zygote ends when its socket closes)."""
+    os.setsid()
+    for signum in SHIELDED:
+        signal.signal(signum, signal.SIG_IGN)
+
+
+def main() -> int:
+    """Run as `python -m flashckpt.daemon.zygote.server FD AGENT_PID`: the way a lost zygote is replaced."""
+    fd, agent = int(sys.argv[1]), int(sys.argv[2])
+    adopt_parent(agent)
+    _shield()
+    request = serve(socket.socket(fileno=fd), agent)
+    from flashckpt.daemon.launcher.worker import run_worker
+
+    return run_worker(request)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

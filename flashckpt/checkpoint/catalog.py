@@ -1,0 +1,370 @@
+"""What a root holds: committed checkpoints, uncommitted ones, and the generations that wrote them.
+
+A checkpoint exists if and only if its MANIFEST exists and its digest holds. A listing reads the summary at the
+start of each MANIFEST, which has a digest of its own; who uses a checkpoint, or deletes others because of it,
+reads MANIFEST whole. LATEST is never read here.
+"""
+
+from __future__ import annotations
+
+import re
+import threading
+from collections.abc import Callable, Iterable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import asdict, dataclass
+from typing import TypeVar
+
+from flashckpt.checkpoint.root_records import explaining, fields_of
+from flashckpt.checkpoint.writer import MANIFEST, TOMBSTONE, prefix_of, read_start
+from flashckpt.core.lineage import BEGINNING, is_abandoned
+from flashckpt.core.manifest import Manifest, decode_manifest, summary_of
+from flashckpt.core.manifest_header import Summary, decode_summary
+from flashckpt.core.records import integer, is_sealed, number, seal, snapshot_id, text
+from flashckpt.errors import DamagedError, FlashckptError, FormatVersionError, NoCheckpointError, ObjectMissingError
+from flashckpt.faults import crash_point
+from flashckpt.storage.store import Store
+
+GENERATIONS = "generations/"
+_PREFIX = re.compile(r"^step-(\d{9,})\.g(\d+)$")
+
+_T = TypeVar("_T")
+_R = TypeVar("_R")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class CheckpointInfo:
+    """One committed checkpoint.
+
+    Attributes:
+        prefix: Its folder under the root, "step-000000120.g3".
+        generation, step: Its identity.
+        parent: (generation, step) that its generation was restored from.
+        nbytes: Bytes of tensors, each counted once.
+        created_s: Time of the commit, unix seconds.
+        world_size: Ranks of the worker group.
+        writers: How many ranks wrote packs or values.
+        tensors: Number of global tensors.
+        job: Job id.
+        problem: "" for a valid one; else why MANIFEST cannot be used (only listed where asked for).
+        is_newer: Whether the problem is a format that this release does not know: nothing is damaged.
+        is_whole: Whether the digest of the whole MANIFEST was verified, not only its summary's.
+    """
+
+    prefix: str
+    generation: int
+    step: int
+    parent: tuple[int, int] | None = None
+    nbytes: int = 0
+    created_s: float = 0.0
+    world_size: int = 0
+    writers: int = 0
+    tensors: int = 0
+    job: str = ""
+    problem: str = ""
+    is_newer: bool = False
+    is_whole: bool = False
+
+    @property
+    def identity(self) -> tuple[int, int]:
+        """(generation, step)."""
+        return self.generation, self.step
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class GenerationClaim:
+    """One life of the worker group, claimed once on the root.
+
+    Attributes:
+        generation: Its number.
+        token: Random text of the claimer: tells "mine" from "somebody else's" after a lost answer.
+        parent: (generation, step) it was restored from; None for a fresh start.
+        world_size: Ranks.
+        created_s: Unix seconds.
+    """
+
+    generation: int
+    token: str
+    parent: tuple[int, int] | None = None
+    world_size: int = 0
+    created_s: float = 0.0
+
+
+_infos: dict[tuple[str, str, int, float], CheckpointInfo] = {}
+_infos_lock = threading.Lock()
+
+
+def parse_prefix(name: str) -> tuple[int, int] | None:
+    """Return (generation, step) of a checkpoint's folder name; None for any other name."""
+    match = _PREFIX.match(name.strip("/"))
+    return (int(match.group(2)), int(match.group(1))) if match else None
+
+
+def list_checkpoints(store: Store, *, damaged: bool = False, whole: bool = False) -> list[CheckpointInfo]:
+    """Return the committed checkpoints of a root, newest (generation, step) first.
+
+    Abandoned ones are included: `newest_checkpoint` leaves them out. A MANIFEST that this process has looked at
+    is not read again while its size and time are the same.
+
+    Args:
+        store: The root.
+        damaged: Also those whose MANIFEST is there but cannot be used, with `problem` set.
+        whole: Verify each MANIFEST whole instead of its summary.
+
+    Raises:
+        RootError, StoreError: the root cannot be read.
+    """
+    names = [name for name in store.folders() if parse_prefix(name)]
+    found = [info for info in parallel(lambda name: look_at(store, name, whole=whole), names) if info is not None]
+    return sorted((i for i in found if damaged or not i.problem), key=lambda i: i.identity, reverse=True)
+
+
+def list_uncommitted(store: Store) -> list[str]:
+    """Return the folders of checkpoints without a MANIFEST (being written, given up, or being deleted)."""
+    names = [name for name in store.folders() if parse_prefix(name)]
+    heads = parallel(lambda name: store.head(f"{name}/{MANIFEST}"), names)
+    return [name for name, head in zip(names, heads, strict=True) if head is None]
+
+
+def read_manifest(store: Store, info: CheckpointInfo | str) -> Manifest:
+    """Return the MANIFEST of a checkpoint, its digest verified.
+
+    Raises:
+        NoCheckpointError: It was never committed, or has been deleted.
+        DamagedError: It is damaged; the message names it.
+    """
+    prefix = info if isinstance(info, str) else info.prefix
+    return manifest_from(store.url, prefix, read_manifest_bytes(store, prefix))
+
+
+def read_manifest_bytes(store: Store, prefix: str) -> bytes:
+    """Return a MANIFEST as it lies there, for `manifest_from`; NoCheckpointError where there is none."""
+    try:
+        return store.get(f"{prefix}/{MANIFEST}")
+    except ObjectMissingError as error:
+        raise _never_committed(store.url, prefix) from error
+
+
+def manifest_from(url: str, prefix: str, raw: bytes) -> Manifest:
+    """Return the MANIFEST in `raw`, which was read from `prefix` of the root `url`; errors as `read_manifest`."""
+    if raw.startswith(TOMBSTONE):
+        raise _deleted(url, prefix, raw)
+    try:
+        manifest = decode_manifest(raw)
+    except DamagedError as error:
+        raise _damaged_manifest(url, prefix, error) from error
+    _refuse_other(url, prefix, manifest.identity)
+    return manifest
+
+
+def newest_checkpoint(
+    store: Store,
+    *,
+    generations: Sequence[GenerationClaim] | None = None,
+    below: tuple[int, int] | None = None,
+    whole: bool = False,
+) -> CheckpointInfo | None:
+    """Return the newest checkpoint that no later generation abandoned; None where there is none.
+
+    Args:
+        store: The root.
+        generations: Claims that tell what was abandoned; read from the root if None.
+        below: Only those before this identity (to offer the next older one when the newest is damaged).
+        whole: Its MANIFEST must hold whole; older ones are looked at until one does.
+    """
+    claims = read_generations(store) if generations is None else generations
+    for info in list_checkpoints(store):
+        if (below is None or info.identity < below) and not is_abandoned(info.identity, claims):
+            verified = look_at(store, info.prefix, whole=True) if whole else info
+            if verified is not None and not verified.problem:
+                return verified
+    return None
+
+
+def claim_generation(store: Store, claim: GenerationClaim) -> bool:
+    """Claim a generation's number on the root; return whether it is ours (also when claimed by an earlier try).
+
+    Exactly one of several claimers wins. On a store without conditional writes the claim is written,
+    then read back after a pause; call `owns_generation` again before anything is persisted there.
+    """
+    crash_point("generation.before-claim")
+    key = _claim_key(claim.generation)
+    won = store.put_if_absent(key, encode_claim(claim))
+    if not won:  # an answer may have been lost: the token tells whether the object is ours
+        won = owns_generation(store, claim)
+    if won:
+        crash_point("generation.after-claim")
+    return won
+
+
+def owns_generation(store: Store, claim: GenerationClaim) -> bool:
+    """Return whether the claim on the root carries this claim's token."""
+    try:
+        return _read_claim(store, _claim_key(claim.generation)).token == claim.token
+    except ObjectMissingError:
+        return False
+
+
+def read_generations(store: Store) -> list[GenerationClaim]:
+    """Return all claims of a root, lowest number first; a claim that cannot be read is an error (never skipped)."""
+    keys = [info.key for info in store.list(GENERATIONS) if info.key.rpartition("/")[2].isdigit()]
+    return sorted(parallel(lambda key: _read_claim(store, key), keys), key=lambda claim: claim.generation)
+
+
+def newest_generation(store: Store) -> int:
+    """Return the highest number claimed on the root or used by a checkpoint folder; 0 where there is none."""
+    names = [info.key.rpartition("/")[2] for info in store.list(GENERATIONS)]
+    claimed = [int(name) for name in names if name.isdigit()]
+    used = [identity[0] for name in store.folders() if (identity := parse_prefix(name))]
+    return max([*claimed, *used], default=0)
+
+
+def parallel(work: Callable[[_T], _R], items: Iterable[_T]) -> list[_R]:
+    """Return `work(item)` for each item in order, eight requests at a time."""
+    todo = list(items)
+    if len(todo) < 2:
+        return [work(item) for item in todo]
+    with ThreadPoolExecutor(max_workers=min(8, len(todo)), thread_name_prefix="flashckpt-list") as pool:
+        return list(pool.map(work, todo))
+
+
+def look_at(store: Store, prefix: str, *, whole: bool = False) -> CheckpointInfo | None:
+    """Return what the MANIFEST of one folder says; None where it has none or a tombstone; `problem` where it is damaged.
+
+    Args:
+        store: The root.
+        prefix: The folder.
+        whole: Verify it whole; else the first HEAD_BYTES, where it has a summary.
+    """
+    head = store.head(f"{prefix}/{MANIFEST}")
+    identity = parse_prefix(prefix)
+    if head is None or identity is None:
+        return None
+    cache_key = (store.url, prefix, head.nbytes, head.mtime)
+    with _infos_lock:
+        if (known := _infos.get(cache_key)) is not None and (known.is_whole or not whole):
+            return known
+    try:
+        summary = None if whole else read_summary(store, prefix, head.nbytes)
+        is_whole = summary is None
+        if summary is None:
+            summary = summary_of(read_manifest(store, prefix))
+    except NoCheckpointError:
+        return None
+    except (DamagedError, FormatVersionError) as error:
+        return _broken(prefix, identity, head.mtime, error)
+    fields = asdict(summary)
+    info = CheckpointInfo(prefix=prefix, created_s=head.mtime, is_whole=is_whole, **fields)
+    with _infos_lock:
+        _infos[cache_key] = info
+    return info
+
+
+def read_summary(store: Store, prefix: str, nbytes: int) -> Summary | None:
+    """Return the verified summary of a MANIFEST of `nbytes` bytes; None where it has none (format 1.0).
+
+    Raises:
+        NoCheckpointError: It is a tombstone, or has just gone.
+        DamagedError: Its first bytes are damaged, or its size is not what they say.
+    """
+    try:
+        start = read_start(store, f"{prefix}/{MANIFEST}", nbytes)
+    except ObjectMissingError as error:
+        raise _never_committed(store.url, prefix) from error
+    if start.startswith(TOMBSTONE):
+        raise _deleted(store.url, prefix, start)
+    try:
+        summary = decode_summary(start, nbytes)
+    except DamagedError as error:
+        raise _damaged_manifest(store.url, prefix, error) from error
+    if summary is not None:
+        _refuse_other(store.url, prefix, (summary.generation, summary.step))
+    return summary
+
+
+def _broken(prefix: str, identity: tuple[int, int], mtime: float, error: FlashckptError) -> CheckpointInfo:
+    problem = f"{error.problem} ({error.found})" if error.found else error.problem
+    return CheckpointInfo(
+        prefix=prefix,
+        generation=identity[0],
+        step=identity[1],
+        created_s=mtime,
+        problem=problem,
+        is_newer=isinstance(error, FormatVersionError),
+    )
+
+
+def _never_committed(url: str, prefix: str) -> NoCheckpointError:
+    return NoCheckpointError(f"{url} has no committed checkpoint {prefix}", remedy=f"flashckpt ls {url}")
+
+
+def _deleted(url: str, prefix: str, raw: bytes) -> NoCheckpointError:
+    return NoCheckpointError(
+        f"the checkpoint {prefix} of {url} was deleted", found=raw.decode(errors="replace").strip()
+    )
+
+
+def _damaged_manifest(url: str, prefix: str, error: DamagedError) -> DamagedError:
+    return DamagedError(
+        f"the MANIFEST of {prefix} in {url} is damaged",
+        found=error.found,
+        expected=error.expected,
+        state="Nothing was restored from it.",
+        remedy=f"flashckpt ls {url} shows the checkpoints that are intact",
+    )
+
+
+def _refuse_other(url: str, prefix: str, identity: tuple[int, int]) -> None:
+    if prefix_of(*identity) != prefix:
+        raise DamagedError(
+            f"the MANIFEST of {prefix} in {url} belongs to another checkpoint", found=prefix_of(*identity)
+        )
+
+
+def _claim_key(generation: int) -> str:
+    return f"{GENERATIONS}{generation:06d}"
+
+
+def encode_claim(claim: GenerationClaim) -> bytes:
+    """Return the object that claims a generation."""
+    return seal(
+        {
+            "generation": claim.generation,
+            "token": claim.token,
+            "parent": None if claim.parent is None else list(claim.parent),
+            "world_size": claim.world_size,
+            "created_s": claim.created_s,
+        }
+    )
+
+
+def decode_claim(raw: bytes, key: str, url: str) -> GenerationClaim:
+    """Return the claim in `raw`, which was read from `key` of the root `url`; one without a digest was written before 1.2.
+
+    Raises:
+        DamagedError, FormatVersionError: It cannot be used; the message says how to go on.
+    """
+    with explaining(
+        f"the generation claim {key} of {url} is damaged",
+        state="Nothing was chosen: without it, it is not known which checkpoints that life of the job abandoned.",
+        remedy=f"restore the object {key} from a backup or an older version of it; if that life of the job abandoned "
+        "nothing (it began where the one before it ended), delete it",
+    ):
+        fields = fields_of(raw, key)
+        claim = GenerationClaim(
+            generation=integer(fields["generation"], least=1),
+            token=text(fields["token"]),
+            parent=None if fields["parent"] is None else snapshot_id(fields["parent"]),
+            world_size=integer(fields["world_size"]),
+            created_s=number(fields["created_s"]),
+        )
+        if _claim_key(claim.generation) != key:
+            raise ValueError(f"the claim of generation {claim.generation}")
+        # the beginning of everything is a parent only in a sealed claim: an unsealed one is older than `restore(fresh=True)`
+        begins = claim.parent == BEGINNING and is_sealed(raw)
+        if claim.parent is not None and not begins and not 0 < claim.parent[0] < claim.generation:
+            raise ValueError(f"generation {claim.generation} restored from generation {claim.parent[0]}")
+        return claim
+
+
+def _read_claim(store: Store, key: str) -> GenerationClaim:
+    return decode_claim(store.get(key), key, store.url)

@@ -1,0 +1,291 @@
+"""From a pinned slot to a committed checkpoint: packs, then this writer's index, then MANIFEST.
+
+Write order per writer: packs (durable one by one), index. The leader of the job commits when all
+indexes are there: it verifies them, merges them, and creates MANIFEST, the one write that makes the
+checkpoint exist. Every step may be repeated after a crash: packs are written again, an index that
+is there and equal is kept, a second MANIFEST is refused by the store.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+
+import numpy as np
+
+from flashckpt.checkpoint.compression import (
+    Codec,
+    compressed_parts,
+    measure,
+    parse_compression,
+    plan_frames,
+    worth_compressing,
+)
+from flashckpt.checkpoint.slot_parts import Buffers, PinnedSlot, SlotParts, parts_of
+from flashckpt.core.manifest import Manifest, decode_manifest, encode_manifest, merge
+from flashckpt.core.manifest_header import HEAD_BYTES, decode_summary
+from flashckpt.core.schema import cut_tensors_with_gaps, products
+from flashckpt.core.shard_table import ShardTable
+from flashckpt.errors import DamagedError, FencedError, FlashckptError, ObjectMissingError, PersistError, ShardGapError
+from flashckpt.faults import crash_point
+from flashckpt.planning.packs import (
+    COMPRESSED_SUFFIX,
+    PACK_BYTES,
+    PACK_SUFFIX,
+    Pack,
+    index_manifest,
+    index_name,
+    pack_name,
+    plan_packs,
+)
+from flashckpt.storage.store import Store
+
+MANIFEST = "MANIFEST"
+LATEST = "LATEST"
+TOMBSTONE = b"FCKABANDONED"
+"""Content of a MANIFEST that says: nobody may commit this any more, its data is being deleted."""
+
+_upload_bytes_s: dict[str, float] = {}
+_log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class PersistOptions:
+    """How packs are written.
+
+    Attributes:
+        pack_bytes: Size at which a pack is closed, bytes.
+        compression: "off", "zstd", "zstd:LEVEL" or "auto" (decided from measured bandwidth).
+        threads: Threads that compress.
+    """
+
+    pack_bytes: int = PACK_BYTES
+    compression: str = "off"
+    threads: int = 2
+
+
+def persist_slot(pin: PinnedSlot, store: Store, prefix: str, *, options: PersistOptions | None = None) -> Manifest:
+    """Write the rows of one pinned slot that this rank writes (replica 0), then its index; return the index.
+
+    Args:
+        pin: The leased slot.
+        store: The root.
+        prefix: Folder of the checkpoint, `step-000000120.g3`.
+        options: Sizes and compression.
+
+    Raises:
+        DamagedError: A byte of the slot does not match its digest; no index is written.
+        PersistError: The slot was abandoned meanwhile.
+        StoreError, RootError: The storage failed; may be called again.
+    """
+    options = options or PersistOptions()
+    manifest = pin.manifest()
+    if (there := _existing_index(store, prefix, manifest)) is not None:
+        return there
+    packs = plan_packs(manifest.table, pin.nbytes, options.pack_bytes)
+    writer = _PackWriter(store, prefix, manifest, pin, options)
+    names = [writer.write(number, pack) for number, pack in enumerate(packs)]
+    if not pin.is_current():
+        raise PersistError(
+            f"the snapshot of step {manifest.step} was abandoned while rank {manifest.rank} was being persisted",
+            state="No index was written; its packs are swept later.",
+        )
+    index = index_manifest(manifest, packs, names)
+    crash_point("persist.before-index")
+    store.put(f"{prefix}/{index_name(manifest.rank)}", encode_manifest(index))
+    return index
+
+
+def missing_writers(store: Store, prefix: str, writers: Sequence[int]) -> list[int]:
+    """Return the writers whose index is not there yet (a lagging listing may name one too many, never one too few)."""
+    names = {info.key.rpartition("/")[2] for info in store.list(f"{prefix}/r")}
+    return [rank for rank in writers if index_name(rank) not in names]
+
+
+def commit(store: Store, prefix: str, writers: Sequence[int]) -> bool:
+    """Make the checkpoint exist: verify every writer's index and packs, merge, create MANIFEST.
+
+    May be called by several processes, and again after a crash: exactly one creates MANIFEST.
+
+    Returns:
+        True where this call created MANIFEST; False where an equal checkpoint was already committed.
+
+    Raises:
+        PersistError: A writer has not written its index, or the index is of another snapshot.
+        DamagedError: An index or pack is damaged, missing or truncated.
+        ShardGapError: The writers together do not cover a tensor.
+        FencedError: The checkpoint was given up and swept.
+    """
+    if _committed(store, prefix):
+        return False
+    crash_point("persist.before-manifest")
+    indexes = _read_indexes(store, prefix, writers)
+    merged = merge(indexes)
+    refuse_gaps(merged.table)
+    if not store.put_if_absent(f"{prefix}/{MANIFEST}", encode_manifest(merged)):
+        if _committed(store, prefix):
+            return False
+        raise PersistError(
+            f"the checkpoint {prefix} could not be committed",
+            found="its MANIFEST was there when it was to be created, and gone when it was read",
+            state="Packs and indexes are durable.",
+            remedy="it is tried again; if this stays, look for another program that deletes in the root",
+        )
+    crash_point("persist.after-manifest")
+    try:
+        store.put(LATEST, f"{prefix}\n".encode())
+    except FlashckptError:
+        _log.debug("LATEST was not written; it is a hint only", exc_info=True)
+    return True
+
+
+def refuse_gaps(table: ShardTable) -> None:
+    """Raise ShardGapError where the boxes of a tensor do not cover it."""
+    if gaps := cut_tensors_with_gaps(table):
+        rows = table.rows(table.fqns[gaps[0]])
+        held, whole = (products(column, table)[rows] for column in (table.lengths, table.global_shape))
+        raise ShardGapError(
+            f"the writers do not hold the whole tensor {table.fqns[gaps[0]]!r}",
+            found=f"{int(held.sum())} elements in {len(rows)} boxes ({len(gaps)} tensors with gaps)",
+            expected=f"boxes that cover {int(whole[0])} elements",
+            state="MANIFEST was not written.",
+        )
+
+
+class _PackWriter:
+    """Writes the packs of one slot, and remembers how fast the store takes them (for compression="auto")."""
+
+    def __init__(
+        self, store: Store, prefix: str, manifest: Manifest, slot: PinnedSlot, options: PersistOptions
+    ) -> None:
+        self._store, self._prefix, self._manifest, self._slot = store, prefix, manifest, slot
+        self._buffers = Buffers()
+        self._options = options
+        self._codec = parse_compression(options.compression)
+
+    def write(self, number: int, pack: Pack) -> str:
+        """Write one pack; return its object name."""
+        codec = self._choose(pack) if self._options.compression == "auto" else self._codec
+        name = pack_name(self._manifest.rank, number, COMPRESSED_SUFFIX if codec else PACK_SUFFIX)
+        key = f"{self._prefix}/{name}"
+        if codec is None:
+            stream = SlotParts(self._slot, self._manifest, pack, tuple(parts_of(pack)), self._buffers)
+            begin = time.monotonic()
+            self._store.put_object(key, stream, pack.nbytes)
+            _upload_bytes_s[self._store.url] = pack.nbytes / max(time.monotonic() - begin, 1e-6)
+        else:
+            frames = plan_frames(self._manifest.table, pack)
+            ranges = tuple((frame.start, frame.stop) for frame in frames)
+            stream = SlotParts(self._slot, self._manifest, pack, ranges, self._buffers)
+            self._store.put_object(key, compressed_parts(stream, frames, codec, threads=self._options.threads))
+        return name
+
+    def _choose(self, pack: Pack) -> Codec | None:
+        """Decide by the rate of the last uncompressed pack, and a sample of this one."""
+        rate = _upload_bytes_s.get(self._store.url)
+        if rate is None or not pack.nbytes:
+            return None  # the first pack is the measurement
+        codec, frames = Codec(), plan_frames(self._manifest.table, pack)
+        frame = max(frames, key=lambda f: f.stop - f.start)
+        sample = self._buffers.take(frame.stop - frame.start)[: frame.stop - frame.start]
+        self._slot.read_into(frame.start, sample)
+        encode, ratio = measure(codec, sample, frame.itemsize)
+        threads = self._options.threads
+        fast = worth_compressing(upload_bytes_s=rate, encode_bytes_s=encode, ratio=ratio, threads=threads)
+        return codec if fast else None
+
+
+def _existing_index(store: Store, prefix: str, manifest: Manifest) -> Manifest | None:
+    """Return this writer's index where an earlier attempt finished it with the same content."""
+    key = f"{prefix}/{index_name(manifest.rank)}"
+    if store.head(key) is None:
+        return None
+    try:
+        there = decode_manifest(store.get(key))
+        _check_packs(store, prefix, there)
+    except (DamagedError, ObjectMissingError):
+        return None
+    same = there.identity == manifest.identity and there.job == manifest.job
+    wanted = index_manifest(manifest, plan_packs(manifest.table, 1 << 62), [])
+    return there if same and np.array_equal(there.digests, wanted.digests) else None
+
+
+def read_start(store: Store, key: str, nbytes: int) -> bytes:
+    """Return the first HEAD_BYTES of a MANIFEST of `nbytes` bytes; ObjectMissingError where it has gone."""
+    start = bytearray(min(nbytes, HEAD_BYTES))
+    store.get_range(key, 0, memoryview(start))
+    return bytes(start)
+
+
+def _committed(store: Store, prefix: str) -> bool:
+    """Return whether a MANIFEST with a valid summary is there; FencedError where the checkpoint was given up.
+
+    Every node asks this of every commit, so that only 4 KiB are read; a MANIFEST of format 1.0 is read whole.
+    """
+    key = f"{prefix}/{MANIFEST}"
+    if (there := store.head(key)) is None:
+        return False
+    try:
+        start = read_start(store, key, there.nbytes)
+        if start.startswith(TOMBSTONE):
+            raise FencedError(
+                f"the checkpoint {prefix} was given up and may not be committed any more",
+                found=start.decode(errors="replace").strip(),
+                state="Its data is deleted by the sweep; other checkpoints are as they were.",
+            )
+        if decode_summary(start, there.nbytes) is None:
+            decode_manifest(store.get(key))
+    except ObjectMissingError:
+        return False
+    return True
+
+
+def _read_indexes(store: Store, prefix: str, writers: Sequence[int]) -> list[Manifest]:
+    with ThreadPoolExecutor(max_workers=min(8, max(1, len(writers))), thread_name_prefix="flashckpt-commit") as pool:
+        return list(pool.map(lambda rank: _read_index(store, prefix, rank), writers))
+
+
+def _read_index(store: Store, prefix: str, rank: int) -> Manifest:
+    key = f"{prefix}/{index_name(rank)}"
+    try:
+        index = decode_manifest(store.get(key))
+    except ObjectMissingError as error:
+        raise PersistError(
+            f"the checkpoint {prefix} cannot be committed yet",
+            found=f"{key} is missing",
+            expected="every writer's index",
+        ) from error
+    except DamagedError as error:
+        raise DamagedError(f"the index {key} of {store.url} is damaged", found=error.found) from error
+    if index.rank != rank or not prefix.endswith(prefix_of(index.generation, index.step)):
+        raise PersistError(
+            f"the index {key} is of another snapshot",
+            found=f"rank {index.rank}, {prefix_of(index.generation, index.step)}",
+            expected=f"rank {rank}, {prefix}",
+        )
+    _check_packs(store, prefix, index)
+    return index
+
+
+def _check_packs(store: Store, prefix: str, index: Manifest) -> None:
+    """Raise DamagedError where a pack is missing or shorter than its rows say."""
+    table = index.table
+    for number, name in enumerate(index.objects):
+        rows = table.object_id == number
+        needed = int((table.byte_offset[rows] + table.nbytes[rows]).max(initial=0))
+        info = store.head(f"{prefix}/{name}")
+        if info is None or (name.endswith(PACK_SUFFIX) and info.nbytes < needed):
+            raise DamagedError(
+                f"the pack {prefix}/{name} of {store.url} is {'missing' if info is None else 'truncated'}",
+                found="no object" if info is None else f"{info.nbytes} bytes",
+                expected=f"at least {needed} bytes",
+                state="MANIFEST was not written.",
+            )
+
+
+def prefix_of(generation: int, step: int) -> str:
+    """Return the folder of a checkpoint under the root, e.g. "step-000000120.g3"."""
+    return f"step-{step:09d}.g{generation}"

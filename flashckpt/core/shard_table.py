@@ -1,0 +1,215 @@
+"""The columnar table of shards that every manifest carries. Pure, numpy only."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import cached_property
+from typing import Any
+
+import numpy as np
+
+from flashckpt.core.digest import CHUNK_BYTES
+from flashckpt.core.shard import ITEMSIZE, Shard
+
+_COLUMNS: dict[str, str] = {  # name on disk -> numpy type; little-endian, one entry per row
+    "fqn_id": "<u4",
+    "dtype_id": "<u1",
+    "ndim": "<u1",
+    "replica": "<i4",
+    "byte_offset": "<i8",
+    "nbytes": "<i8",
+    "first_chunk": "<i8",
+    "object_id": "<i4",
+}
+_DIMS = ("global_shape", "offsets", "lengths")  # int64, the rows' dimensions one after another
+KEPT_SHARDS = 1 << 16
+"""Most rows of a table that are kept as Shards: a plan asks for the same one several times. About 40 MB."""
+
+
+class ShardTable:
+    """Shards with their byte ranges, one numpy entry per row.
+
+    Attributes:
+        fqns: Names of the tensors, each once, in order of first appearance; `fqn(row)` gives a row's name.
+        dtypes: Names of the dtypes that occur.
+        fqn_id, dtype_id, ndim, replica, byte_offset, nbytes, first_chunk, object_id: columns, one entry
+            per row. `byte_offset` counts from the data area of the slot, or from the start of the pack
+            `object_id`; `first_chunk` is the index of the row's first digest.
+        global_shape, offsets, lengths: np.int64, all rows' dimensions one after another; row i starts
+            at `dim_start[i]`.
+    """
+
+    def __init__(self, fqns: list[str], dtypes: list[str], columns: dict[str, np.ndarray]) -> None:
+        self.fqns, self.dtypes = fqns, dtypes
+        self.fqn_id, self.dtype_id, self.ndim = columns["fqn_id"], columns["dtype_id"], columns["ndim"]
+        self.replica, self.byte_offset, self.nbytes = columns["replica"], columns["byte_offset"], columns["nbytes"]
+        self.first_chunk, self.object_id = columns["first_chunk"], columns["object_id"]
+        self.global_shape, self.offsets, self.lengths = (columns[name] for name in _DIMS)
+        self.dim_start = np.concatenate(([0], np.cumsum(self.ndim, dtype=np.int64)))
+        self._shards: dict[int, Shard] = {}
+
+    @classmethod
+    def from_shards(
+        cls, shards: Sequence[Shard], byte_offsets: Any, *, object_ids: Sequence[int] | np.ndarray | None = None
+    ) -> ShardTable:
+        """Return the table of `shards` that lie at `byte_offsets` (bytes) of slot or pack `object_ids` (default 0)."""
+        fqn_ids: dict[str, int] = {}
+        dtype_ids: dict[str, int] = {}
+        nbytes = np.array([s.nbytes for s in shards], np.int64)
+        columns: dict[str, np.ndarray] = {
+            "fqn_id": np.array([fqn_ids.setdefault(s.fqn, len(fqn_ids)) for s in shards], np.uint32),
+            "dtype_id": np.array([dtype_ids.setdefault(s.dtype, len(dtype_ids)) for s in shards], np.uint8),
+            "ndim": np.array([len(s.lengths) for s in shards], np.uint8),
+            "replica": np.array([s.replica for s in shards], np.int32),
+            "byte_offset": np.asarray(byte_offsets, np.int64),
+            "nbytes": nbytes,
+            "first_chunk": first_chunks(nbytes),
+            "object_id": np.zeros(len(shards), np.int32) if object_ids is None else np.asarray(object_ids, np.int32),
+            "global_shape": np.array([d for s in shards for d in s.global_shape], np.int64),
+            "offsets": np.array([d for s in shards for d in s.offsets], np.int64),
+            "lengths": np.array([d for s in shards for d in s.lengths], np.int64),
+        }
+        return cls(list(fqn_ids), list(dtype_ids), columns)
+
+    @classmethod
+    def concatenate(cls, parts: Sequence[tuple[ShardTable, np.ndarray, int]]) -> tuple[ShardTable, np.ndarray]:
+        """Return one table and its digests from (table, digests, number of objects) per writer.
+
+        Object numbers are shifted behind those of the writers before; of rows with the same fqn and box
+        the first is kept.
+        """
+        fqn_ids: dict[str, int] = {}
+        dtype_ids: dict[str, int] = {}
+        pieces: dict[str, list[np.ndarray]] = {name: [] for name in (*_COLUMNS, *_DIMS)}
+        digests: list[np.ndarray] = []
+        seen: set[bytes] = set()
+        most_dims = max((int(table.ndim.max(initial=0)) for table, _, _ in parts), default=0)
+        shift = 0
+        for table, chunk_digests, objects in parts:
+            names = np.array([fqn_ids.setdefault(f, len(fqn_ids)) for f in table.fqns], np.uint32)
+            kinds = np.array([dtype_ids.setdefault(d, len(dtype_ids)) for d in table.dtypes], np.uint8)
+            ids = names[table.fqn_id] if len(table) else table.fqn_id
+            keep = _first_of_each_box(table, ids, seen, most_dims)
+            pieces["fqn_id"].append(ids[keep])
+            pieces["dtype_id"].append(kinds[table.dtype_id[keep]] if len(keep) else table.dtype_id[keep])
+            for name in ("ndim", "replica", "byte_offset", "nbytes"):
+                pieces[name].append(getattr(table, name)[keep])
+            pieces["object_id"].append(table.object_id[keep] + np.int32(shift))
+            dims = _ranges(table.dim_start[:-1][keep], table.ndim[keep])
+            for name in _DIMS:
+                pieces[name].append(getattr(table, name)[dims])
+            digests.append(chunk_digests[_ranges(table.first_chunk[keep], chunk_counts(table.nbytes[keep]))])
+            shift += objects
+        columns = {name: np.concatenate(arrays) for name, arrays in pieces.items() if arrays}
+        columns["first_chunk"] = first_chunks(columns["nbytes"])
+        return cls(list(fqn_ids), list(dtype_ids), columns), np.concatenate(digests)
+
+    def __len__(self) -> int:
+        return len(self.fqn_id)
+
+    @property
+    def chunks(self) -> int:
+        """Digests needed: one past the last chunk of any row."""
+        return int((self.first_chunk + chunk_counts(self.nbytes)).max(initial=0))
+
+    def fqn(self, row: int) -> str:
+        """Return the name of the tensor that `row` is a part of."""
+        return self.fqns[int(self.fqn_id[row])]
+
+    def shard(self, row: int) -> Shard:
+        """Return row `row` as a Shard."""
+        known = self._shards.get(row)
+        if known is not None:
+            return known
+        dims = slice(self.dim_start[row], self.dim_start[row + 1])
+        if len(self._shards) >= KEPT_SHARDS:  # somebody goes over all rows of a large job: nothing comes again
+            self._shards.clear()
+        self._shards[row] = made = Shard(
+            fqn=self.fqn(row),
+            dtype=self.dtypes[self.dtype_id[row]],
+            global_shape=tuple(self.global_shape[dims].tolist()),
+            offsets=tuple(self.offsets[dims].tolist()),
+            lengths=tuple(self.lengths[dims].tolist()),
+            replica=int(self.replica[row]),
+        )
+        return made
+
+    def rows(self, fqn: str) -> Sequence[int]:
+        """Return the rows that are parts of tensor `fqn`, ascending; empty if there is none."""
+        order, starts, ids = self._by_fqn
+        i = ids.get(fqn)
+        return () if i is None else [int(row) for row in order[starts[i] : starts[i + 1]]]
+
+    @cached_property
+    def _by_fqn(self) -> tuple[np.ndarray, np.ndarray, dict[str, int]]:
+        order = np.argsort(self.fqn_id, kind="stable")
+        starts = np.searchsorted(self.fqn_id[order], np.arange(len(self.fqns) + 1))
+        return order, starts, {name: i for i, name in enumerate(self.fqns)}
+
+
+def columns_of(table: ShardTable) -> dict[str, Any]:
+    """Return what is written of a table: lists of names and little-endian columns as bytes."""
+    columns = {name: np.ascontiguousarray(getattr(table, name), kind).tobytes() for name, kind in _COLUMNS.items()}
+    columns |= {name: np.ascontiguousarray(getattr(table, name), "<i8").tobytes() for name in _DIMS}
+    return {"rows": len(table), "fqns": table.fqns, "dtypes": table.dtypes, **columns}
+
+
+def table_from_columns(columns: dict[str, Any]) -> ShardTable:
+    """Return the table that `columns_of` wrote; raises ValueError or KeyError if columns do not fit together."""
+    rows = columns["rows"]
+    arrays = {name: np.frombuffer(columns[name], kind) for name, kind in _COLUMNS.items()}
+    dims = {name: np.frombuffer(columns[name], "<i8") for name in _DIMS}
+    fqns, dtypes = (_names(columns[name], name) for name in ("fqns", "dtypes"))
+    if type(rows) is not int or any(len(array) != rows for array in arrays.values()):
+        raise ValueError("columns of different lengths")
+    if any(len(dim) != int(arrays["ndim"].sum(dtype=np.int64)) for dim in dims.values()):
+        raise ValueError("dimensions do not match the rows")
+    if rows and (arrays["fqn_id"].max() >= len(fqns) or arrays["dtype_id"].max() >= len(dtypes)):
+        raise ValueError("a row names a tensor or dtype that is not listed")
+    if unknown := set(dtypes) - set(ITEMSIZE):
+        raise ValueError(f"unknown dtypes {sorted(unknown)}")
+    return ShardTable(fqns, dtypes, arrays | dims)
+
+
+def _names(value: Any, what: str) -> list[str]:
+    if type(value) is not list or not {str}.issuperset(map(type, value)) or len(set(value)) != len(value):
+        raise ValueError(f"{what} is not a list of names, each once")
+    return value
+
+
+def chunk_counts(nbytes: np.ndarray) -> np.ndarray:
+    """Return how many digests rows of so many bytes have."""
+    counts: np.ndarray = -(-nbytes // CHUNK_BYTES)
+    return counts
+
+
+def first_chunks(nbytes: np.ndarray) -> np.ndarray:
+    """Return the index of each row's first digest: they lie in the order of the rows."""
+    ends = np.cumsum(chunk_counts(nbytes), dtype=np.int64)
+    starts: np.ndarray = ends - chunk_counts(nbytes)
+    return starts
+
+
+def _ranges(starts: np.ndarray, counts: np.ndarray) -> np.ndarray:
+    """Return the indexes start, start + 1, ... of every range, one range after another."""
+    counts = counts.astype(np.int64)
+    ends = np.cumsum(counts)
+    total = int(ends[-1]) if len(ends) else 0
+    indexes: np.ndarray = np.arange(total, dtype=np.int64) + np.repeat(starts - (ends - counts), counts)
+    return indexes
+
+
+def _first_of_each_box(table: ShardTable, ids: np.ndarray, seen: set[bytes], most_dims: int) -> np.ndarray:
+    """Return the rows whose (tensor, box) is not in `seen` yet, and add them: one key of fixed width per row."""
+    keys = np.full((len(table), 2 + 2 * most_dims), -1, np.int64)
+    keys[:, 0], keys[:, 1] = ids, table.ndim
+    for dim in range(int(table.ndim.max(initial=0))):
+        rows = np.flatnonzero(table.ndim > dim)
+        keys[rows, 2 + 2 * dim] = table.offsets[table.dim_start[rows] + dim]
+        keys[rows, 3 + 2 * dim] = table.lengths[table.dim_start[rows] + dim]
+    keep = []
+    for row, key in enumerate(keys.view(f"V{keys.shape[1] * 8}").ravel().tolist()):
+        if key not in seen:
+            seen.add(key)
+            keep.append(row)
+    return np.array(keep, np.int64)

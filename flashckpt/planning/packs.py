@@ -1,0 +1,105 @@
+"""Which bytes of a slot go into which pack: page-aligned runs of the rows this rank writes. Pure.
+
+A pack is a concatenation of *runs*, each a range of the slot's data area that starts and ends on a
+page. So every byte can go from the slot to the disk by O_DIRECT without a copy; what lies between two
+written rows on the same page (padding, rows that a replica writes) comes along and is never read.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from flashckpt.core.digest import chunk_count
+from flashckpt.core.manifest import Manifest
+from flashckpt.core.shard_table import ShardTable
+
+PACK_BYTES = 256 << 20
+"""Size at which a pack is closed; between 64 and 512 MiB, no row is larger unless the tensor cannot be cut."""
+
+PAGE_BYTES = 4096
+
+PACK_SUFFIX = ".fck"
+COMPRESSED_SUFFIX = ".fcz"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Pack:
+    """One object to be written.
+
+    Attributes:
+        runs: (start, stop) in the slot's data area, bytes, in the order they are written.
+        rows: Rows of the slot's table, by ascending place in the pack.
+        offsets: Place of each of those rows in the pack, bytes.
+        nbytes: Size of the pack.
+    """
+
+    runs: tuple[tuple[int, int], ...]
+    rows: tuple[int, ...]
+    offsets: tuple[int, ...]
+    nbytes: int
+
+
+def pack_name(rank: int, number: int, suffix: str = PACK_SUFFIX) -> str:
+    """Return the object name of a rank's n-th pack, e.g. "r00003.p0.fck"."""
+    return f"r{rank:05d}.p{number}{suffix}"
+
+
+def index_name(rank: int) -> str:
+    """Return the object name of a rank's index, e.g. "r00003.idx"."""
+    return f"r{rank:05d}.idx"
+
+
+def plan_packs(table: ShardTable, data_bytes: int, pack_bytes: int = PACK_BYTES) -> list[Pack]:
+    """Return the packs of the rows with replica 0 and at least one byte, in order of their place in the slot.
+
+    Args:
+        table: Of the slot.
+        data_bytes: Used bytes of the slot's data area; no run goes beyond.
+        pack_bytes: A pack is closed before the row that would make it larger.
+    """
+    rows = np.flatnonzero((table.replica == 0) & (table.nbytes > 0))
+    rows = rows[np.argsort(table.byte_offset[rows], kind="stable")]
+    packs: list[Pack] = []
+    runs: list[tuple[int, int]] = []
+    taken: list[int] = []
+    offsets: list[int] = []
+    size = 0
+    for row in rows.tolist():
+        start, stop = int(table.byte_offset[row]), int(table.byte_offset[row] + table.nbytes[row])
+        first, last = start - start % PAGE_BYTES, min(-(-stop // PAGE_BYTES) * PAGE_BYTES, data_bytes)
+        if runs and size + last - max(first, runs[-1][1]) > pack_bytes:
+            packs.append(Pack(runs=tuple(runs), rows=tuple(taken), offsets=tuple(offsets), nbytes=size))
+            runs, taken, offsets, size = [], [], [], 0
+        if runs and first <= runs[-1][1]:
+            size += max(0, last - runs[-1][1])
+            runs[-1] = (runs[-1][0], max(last, runs[-1][1]))
+        else:
+            runs.append((first, last))
+            size += last - first
+        base = size - (runs[-1][1] - runs[-1][0])
+        taken.append(row)
+        offsets.append(base + start - runs[-1][0])
+    if runs:
+        packs.append(Pack(runs=tuple(runs), rows=tuple(taken), offsets=tuple(offsets), nbytes=size))
+    return packs
+
+
+def index_manifest(manifest: Manifest, packs: list[Pack], objects: list[str]) -> Manifest:
+    """Return what a writer's index says: the rows it wrote, at their places in its packs, and all values."""
+    table = manifest.table
+    written = {row: (number, at) for number, p in enumerate(packs) for row, at in zip(p.rows, p.offsets, strict=True)}
+    empty = np.flatnonzero((table.replica == 0) & (table.nbytes == 0)).tolist()
+    rows = sorted([*written, *empty])
+    selected = ShardTable.from_shards(
+        [table.shard(row) for row in rows],
+        [written.get(row, (0, 0))[1] for row in rows],
+        object_ids=np.array([written.get(row, (0, 0))[0] for row in rows], np.int32),
+    )
+    pieces = [
+        manifest.digests[first : first + chunk_count(int(table.nbytes[row]))]
+        for row, first in ((row, int(table.first_chunk[row])) for row in rows)
+    ]
+    digests = np.concatenate(pieces) if pieces else np.zeros(0, np.uint64)
+    return replace(manifest, table=selected, digests=digests, objects=list(objects))

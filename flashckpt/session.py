@@ -1,0 +1,411 @@
+"""One life of the worker group on one rank: from `restore()` to `close()`."""
+
+from __future__ import annotations
+
+import atexit
+import logging
+import os
+import time
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch.distributed as dist
+
+from flashckpt import callbacks
+from flashckpt.core.lineage import BEGINNING
+from flashckpt.durability import Waiting, Wanted
+from flashckpt.errors import DamagedError, FormatVersionError
+from flashckpt.logs import guarded
+from flashckpt.restore.coordinator import Outcome
+from flashckpt.settings import Settings, next_step
+from flashckpt.shm.acks import Watermark
+from flashckpt.shm.control import Control, ControlRow
+from flashckpt.shm.job_directory import DaemonStatus, JobConfig, JobDirectory
+from flashckpt.skips import Skips
+from flashckpt.snapshot import segments as memory
+from flashckpt.snapshot.stager import Identity, Plan, Snapshot, Stager, StaleWatch
+from flashckpt.state import loaders
+from flashckpt.state.registry import Captured, Tracked
+from flashckpt.state.samplers import Commits
+
+_log = guarded(logging.getLogger("flashckpt"))
+_POLL_S = 0.002
+
+
+@dataclass(eq=False, kw_only=True)
+class Life:
+    """What `Checkpointer` delegates to between restore and close.
+
+    Attributes:
+        mates: Global ranks of this node, ascending; the first one writes the node's records.
+        callback: Returns the user's callback of a name, or None.
+        stats: Counters and seconds, for people and benchmarks.
+    """
+
+    tracked: Tracked
+    directory: JobDirectory
+    memory: memory.RankMemory
+    settings: Settings
+    outcome: Outcome
+    mates: Sequence[int]
+    callback: Callable[[str], Callable[..., object] | None]
+    stats: dict[str, float] = field(default_factory=dict)
+
+    def begin(self, config: JobConfig, *, entered_ns: int, initialised_ns: int) -> None:
+        """Announce the job on this node, start the daemon where no agent does, and take the control row."""
+        world, record = self.tracked.world, self.outcome.record
+        self._lease, self._pid = self.directory.hold_live(), os.getpid()
+        atexit.register(self._at_exit)
+        if self._is_first:
+            self.directory.request_path("ended").unlink(missing_ok=True)
+            self.directory.write_config(config)
+            if not self.has_agent:
+                self.directory.ensure_daemon()
+        if self.has_agent and os.environ.get("LOCAL_RANK", "0") == "0":  # of each agent: a node may have several
+            self._announce()
+        control = self._control = Control.open(self.directory.control_path, rows=len(self.mates))
+        self._local_rank = self.mates.index(world.rank)
+        row = self._row = control.row(self._local_rank)
+        row.clear()
+        row.rank, row.pid, row.world_size = world.rank, os.getpid(), world.size
+        row.generation = record.generation
+        row.entered, row.initialised = entered_ns, initialised_ns
+        row.restored_step = self.outcome.report.step if self.outcome.report else -1
+        row.step = self._last_step = 0 if record.parent is None else record.parent[1]
+        row.restored = row.heartbeat_ns = time.monotonic_ns()
+        row.restore_started = initialised_ns
+        self._watermark = Watermark(
+            control=control,
+            local_rank=self._local_rank,
+            rank=world.rank,
+            world_size=world.size,
+            local_world_size=len(self.mates),
+            generation=record.generation,
+            store=_c10d_store() if world.size > len(self.mates) else None,
+            restored=record.parent if self.outcome.superseded is None and record.parent != BEGINNING else None,
+            parent=record.parent,
+        )
+        self._watermark.publish(self.memory.complete())
+        self._stager = Stager(self._completed, self._failed)
+        self._stager.ready()
+        self._commits, self._skips, self._wanted = (
+            Commits(is_alone=world.size == 1),
+            Skips(record.generation),
+            Wanted(record.generation),
+        )
+        self._stale, self._optimizer_steps, self._stepped_at = StaleWatch(), 0, 0
+        self._is_removed = False
+        self._plan: Plan | None = None
+        self._committed: tuple[int, int] | None = None
+
+    @property
+    def has_stepped(self) -> bool:
+        """Whether `step()` was called in this life."""
+        return bool(self._row.first_step)
+
+    @property
+    def _is_first(self) -> bool:
+        return self.mates[0] == self.tracked.world.rank
+
+    @property
+    def has_agent(self) -> bool:
+        """Whether dlrun watches over this rank and its daemon."""
+        return bool(os.environ.get("FLASHCKPT_AGENT_DIR"))
+
+    def _announce(self) -> None:
+        """Tell the agent of this rank which job it is."""
+        path = Path(os.environ["FLASHCKPT_AGENT_DIR"]) / "job"
+        temporary = path.with_name(f".job.{os.getpid()}")
+        temporary.write_text(str(self.directory.path))
+        temporary.replace(path)
+
+    # -- step --------------------------------------------------------------------------------------------
+
+    def step(self, step: object, samples: int | None) -> None:
+        """As `Checkpointer.step`."""
+        began = time.perf_counter()
+        number = next_step(step, last=self._last_step)
+        self._commits.commit(self.tracked.objects, samples, number)
+        loaders.step_is_done()
+        self._step(number, began)
+
+    def _step(self, step: int, began: float) -> None:
+        self._last_step, self._stepped_at = step, self._optimizer_steps
+        row, now = self._row, time.monotonic_ns()
+        row.step, row.heartbeat_ns = step, now
+        if not row.first_step:
+            row.first_step = now
+        stopping = self._control.stop_after == step
+        is_due = stopping or self.settings.is_due(step)
+        if stopping or self.settings.is_persist(step):
+            self._wanted.owe(step)
+        if not is_due and not self._skips.is_retry(step, unrecoverable=self._unrecoverable):
+            self._take_in()
+            return
+        self._stager.finish()
+        self._count("finish_s", time.perf_counter() - began)
+        self._skips.tried(step, is_due=is_due)
+        if not self._take(step):
+            self._await_slot(step) if stopping else self._skip(step)
+        self._watch_commits()
+        self._count("call_s", time.perf_counter() - began)
+
+    def _unrecoverable(self) -> Collection[tuple[int, int]]:
+        """Ids that some rank of this node missed; between nodes it would be a round of requests, and is not asked."""
+        return self._watermark.known().hopeless if self.tracked.world.size == len(self.mates) else ()
+
+    def _await_slot(self, step: int) -> None:
+        """Take the last snapshot before a stop, however long it takes: there is no training left that would wait."""
+        _log.info("step %d is the last one: waiting for memory to keep it in", step)
+        while not self._take(step):
+            self.heartbeat()
+            time.sleep(_POLL_S)
+
+    def _take(self, step: int) -> bool:
+        """Begin a snapshot of the present state; False, at once, where no slot can be written now."""
+        captured = self.tracked.capture()
+        plan, captured = self._current_plan(captured)
+        if not self.memory.has_slot:
+            return False
+        record = self.outcome.record
+        identity = Identity(
+            job=self.settings.job,
+            generation=record.generation,
+            step=step,
+            parent=record.parent,
+            world_size=self.tracked.world.size,
+            rank=self.tracked.world.rank,
+            coordinates=self.tracked.world.coordinates,
+            persist=self._wanted.owed is not None,
+        )
+        writer = self._writer(identity)
+        if writer is None:
+            return False
+        if identity.persist:
+            self._wanted.begun((record.generation, step))
+        self._stager.start(plan, writer, captured, identity, optimizer_steps=self._optimizer_steps)
+        self._skips.taken(step)
+        return True
+
+    def _writer(self, identity: Identity) -> Any:
+        known = self._watermark.known()
+        self._skips.saw(known.common)
+        return self.memory.begin(
+            generation=identity.generation,
+            step=identity.step,
+            world_size=identity.world_size,
+            persist=identity.persist,
+            parent=identity.parent,
+            known=known,
+            superseded=self.outcome.superseded,
+        )
+
+    def plan_ahead(self, plan: Plan | None = None) -> None:
+        """Plan what the first snapshot will consist of, optimizer state that does not exist yet included.
+
+        A restore may have brought state that nobody could foresee when memory was reserved: then other memory is
+        reserved from now on, so that it is there when the first snapshot is due.
+
+        Args:
+            plan: Made of the structure built last, where there is one.
+        """
+        captured = None
+        if plan is None:
+            structure, captured = self.tracked.settled(ahead=True)
+            plan = Plan(structure, self.tracked.ahead.stand_ins)
+        self._plan = plan
+        if self._make_room(plan, captured if captured is not None else self.tracked.capture()):
+            self.memory.wait_if_small()
+        loaders.put_back(self.tracked.objects)
+
+    def _take_in(self) -> bool:
+        """Let state that was planned ahead take its place in the plan, once it exists; whether it did now."""
+        if self._plan is None or not self._plan.awaits or (appeared := self.tracked.appeared()) is None:
+            return False
+        self._plan.take_in(appeared)
+        return True
+
+    def _current_plan(self, captured: Captured) -> tuple[Plan, Captured]:
+        """Return the plan for the state as it is; made anew only if its structure changed."""
+        plan = self._plan
+        is_current = plan is not None and not plan.is_stale and plan.structure is self.tracked.planned
+        is_current = is_current and plan is not None and captured.forms == plan.structure.forms
+        if plan is not None and is_current and (self._take_in() or self.tracked.holds()):
+            return plan, captured
+        self._count("plans", 1)
+        structure, captured = self.tracked.settled()
+        plan = self._plan = Plan(structure)
+        self._make_room(plan, captured)
+        return plan, captured
+
+    def _make_room(self, plan: Plan, captured: Captured) -> bool:
+        """Begin to reserve other memory, beside training, if the plan, or what it still expects, does not fit; whether it was."""
+        structure, value_bytes = plan.structure, len(repr(captured.values))
+        need = plan.need(value_bytes)
+        if structure.forecast:
+            need = memory.need_of(structure.reserved(), value_bytes=value_bytes)
+        if self.memory.fits(need):
+            return False
+        _log.info("the state has another structure now: %d tensors, a new segment", len(structure.rows))
+        growing = sum(item.nbytes for item in plan.fresh)  # lists of tensors grow step by step: not a segment for each
+        self.memory.replace(need.with_room(growing), slots=self.settings.slot_count, job=self.settings.job)
+        self._skips.reopened()
+        return True
+
+    def _skip(self, step: int) -> None:
+        late = not self.memory.has_slot
+        self._count("skipped", 1)
+        self._count("late" if late else "busy", 1)
+        why = "its memory is still being reserved" if late else "every slot holds a snapshot that is still needed"
+        self._skips.skipped(step, why)
+        # published: ranks that lost different snapshots would keep each other's slots for ever
+        self._watermark.publish(self.memory.complete(), passed=(self.outcome.record.generation, step))
+
+    def _count(self, name: str, value: float) -> None:
+        self.stats[name] = self.stats.get(name, 0.0) + value
+
+    # -- copy thread -------------------------------------------------------------------------------------
+
+    def _completed(self, snapshot: Snapshot) -> None:
+        self._watermark.publish(self.memory.complete())
+        self._wake_daemon()
+        self._count("snapshots", 1)
+        self._count("copy_s", snapshot.copied_s - snapshot.started_s)
+        self._count("complete_s", snapshot.done_s - snapshot.started_s)
+        self._count("copy_cpu_s", snapshot.cpu_s)
+        if self._stale.look(snapshot):
+            _log.warning(
+                "three snapshots up to step %d hold equal parameters and optimizer state although the optimizer "
+                "stepped: is the model that trains the one that is tracked?",
+                snapshot.identity.step,
+            )
+        self._call("on_snapshot", snapshot.identity.step)
+
+    def _wake_daemon(self) -> None:
+        try:
+            self.directory.notify(self.tracked.world.rank)
+        except FileNotFoundError:
+            if not self._is_removed:
+                _log.error(
+                    "the memory of this job was removed under it (%s): training goes on, but nothing more is "
+                    "persisted and a crash goes back to storage, until the job is started again",
+                    self.directory.path,
+                )
+            self._is_removed = True
+
+    def _failed(self, snapshot: Snapshot, error: Exception) -> None:
+        self._count("discarded", 1)
+        identity = (snapshot.identity.generation, snapshot.identity.step)
+        self._wanted.discarded(identity, error, persist=snapshot.identity.persist)
+        self._watermark.publish(self.memory.complete(), passed=identity)
+        _log.error(
+            "[gen %d | rank %d | step %d] snapshot discarded: %s",
+            snapshot.identity.generation, snapshot.identity.rank, snapshot.identity.step, error,
+        )  # fmt: skip
+        self._call("on_failure", error)
+
+    # -- everything else ---------------------------------------------------------------------------------
+
+    def before_optimizer_step(self) -> None:
+        """Called by the hook of every tracked optimizer."""
+        self._optimizer_steps += 1
+        self.fence()
+
+    def fence(self) -> None:
+        """As `Checkpointer.fence`."""
+        began = time.perf_counter()
+        self._stager.fence()
+        self._count("fence_s", time.perf_counter() - began)
+
+    @property
+    def should_stop(self) -> bool:
+        """As `Checkpointer.should_stop`."""
+        after = self._control.stop_after
+        return after >= 0 and self._row.step >= after
+
+    def heartbeat(self) -> None:
+        """As `Checkpointer.heartbeat`."""
+        self._row.heartbeat_ns = time.monotonic_ns()
+
+    def pause(self, *, paused: bool) -> None:
+        """Begin or end a time without steps."""
+        self._row.paused = int(paused)
+        self.heartbeat()
+
+    def _status(self) -> DaemonStatus | None:
+        try:
+            return self.directory.read_status()
+        except (DamagedError, FormatVersionError):
+            return None
+
+    def _watch_commits(self) -> None:
+        status = self._status()
+        if status is not None and status.committed not in (None, self._committed):
+            assert status.committed is not None
+            self._committed = status.committed
+            self._call("on_commit", *status.committed, may_exit=True)
+
+    def wait(self, timeout: float | None) -> None:
+        """As `Checkpointer.wait`."""
+        self._stager.finish()
+        Waiting(
+            wanted=self._wanted,
+            directory=self.directory,
+            timeout_s=timeout,
+            present=(self.outcome.record.generation, self._last_step),
+            take=self._make_up,
+            known=self._watermark.known,
+            holds=self._holds,
+            alive=self.heartbeat,
+        ).run()
+        self._watch_commits()
+
+    def _make_up(self) -> str:
+        """Begin the snapshot of the last step that could not be taken then; return why it never can be, or ""."""
+        if self._optimizer_steps != self._stepped_at:
+            return (
+                f"the snapshot to be persisted at step {self._wanted.owed or self._last_step} was not taken, and the "
+                "state is not that of a whole step now: call wait() right after ckpt.step()"
+            )
+        if self._take(self._last_step):
+            self._stager.finish()
+        return ""
+
+    def _holds(self, wanted: tuple[int, int]) -> bool:
+        segment = self.memory.segment
+        return segment is not None and any(h.is_complete and h.identity == wanted for h in segment.headers())
+
+    def _call(self, name: str, *arguments: Any, may_exit: bool = False) -> None:
+        callbacks.call(name, self.callback(name), *arguments, count=self.callback_failed, may_exit=may_exit)
+
+    def callback_failed(self) -> None:
+        """Count a callback that raised."""
+        self._count("callback_errors", 1)
+
+    def close(self) -> None:
+        """Finish the snapshot under way and let go of everything; files stay."""
+        atexit.unregister(self._at_exit)
+        self._stager.close()
+        self.pause(paused=True)  # no step is to be expected any more
+        self.memory.release()
+        self._lease.close()
+
+    def _at_exit(self) -> None:
+        """End the threads before the interpreter takes their memory away; a forked child has none of them."""
+        if os.getpid() == self._pid:
+            self.close()
+
+    def end(self) -> None:
+        """Tell the daemon that the job ended cleanly (first rank of the node; dlrun does it where it runs)."""
+        if self._is_first:
+            self.directory.request("ended")
+
+
+def _c10d_store() -> Any:
+    """Return the store behind the default process group: how nodes tell each other what they hold."""
+    return dist.distributed_c10d._get_default_store()  # noqa: SLF001 -- there is no public way to the store
+
+
+__all__ = ["ControlRow", "Life"]

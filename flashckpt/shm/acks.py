@@ -1,0 +1,148 @@
+"""Which snapshots every rank is known to hold: the knowledge behind invariant M1. Torch-free.
+
+A rank publishes the identities of its COMPLETE slots: in its control row for the ranks of its node, and, when
+the job has several nodes, under a key of the generation in the process group's store, from the copy thread. What
+is read is a statement about the past, and that is enough: an identity goes away only when every rank
+is known to hold a newer one, so the newest identity that everybody once published is held by
+everybody or superseded by a newer common one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from flashckpt.core.lineage import Life, is_abandoned
+from flashckpt.shm.control import Control, Published, decode_published, encode_published
+
+_PREFIX = "flashckpt/complete"
+
+
+class KeyValueStore(Protocol):
+    """What is used of a c10d store; `check` tells whether keys exist without waiting for them."""
+
+    def set(self, key: str, value: Any, /) -> None:
+        """Set a key."""
+
+    def get(self, key: str, /) -> bytes:
+        """Return a key's value (waits for it)."""
+
+    def check(self, keys: list[str], /) -> bool:
+        """Return whether all keys exist."""
+
+
+class Watermark:
+    """This rank's side: publish what it holds, read what all hold.
+
+    Args:
+        control: The node's control file, or None without one.
+        local_rank: This rank's row.
+        rank, world_size, generation: Of the worker group.
+        local_world_size: Ranks of this node, rows 0 to local_world_size - 1 of the control file.
+        store: The process group's store; None if all ranks are on this node.
+        restored: Identity of the snapshot *in memory* that this life was restored from.
+        parent: Identity this life was restored from, in memory or on storage; `restored` if not given.
+            Snapshots off this line are not published, even before their slots are marked EMPTY.
+    """
+
+    def __init__(
+        self,
+        *,
+        control: Control | None,
+        local_rank: int,
+        rank: int,
+        world_size: int,
+        local_world_size: int,
+        generation: int,
+        store: KeyValueStore | None = None,
+        restored: tuple[int, int] | None = None,
+        parent: tuple[int, int] | None = None,
+    ) -> None:
+        """Publishes nothing yet."""
+        self._control, self._local_rank, self._local_world_size = control, local_rank, local_world_size
+        self._rank, self._world_size, self._generation = rank, world_size, generation
+        self._store = store if world_size > local_world_size else None
+        self._restored = restored
+        self._line = [Life(generation=generation, parent=parent or restored)]
+        self._passed = (-1, -1)
+
+    def publish(self, identities: Iterable[tuple[int, int]], *, passed: tuple[int, int] | None = None) -> None:
+        """Tell the others what this rank holds COMPLETE now; call after each COMPLETE, discard, skip and abandoned slot.
+
+        Args:
+            identities: Its COMPLETE snapshots.
+            passed: The identity just discarded or skipped: none up to it will be completed any more. Without
+                it two ranks that lost different snapshots would wait for each other for ever.
+        """
+        if passed is not None:
+            self._passed = max(self._passed, passed)
+        mine = Published.of((i for i in identities if not is_abandoned(i, self._line)), self._passed)
+        if self._control is not None:
+            row = self._control.row(self._local_rank)
+            if row.generation != self._generation or row.rank != self._rank:
+                row.forget()  # a list of the row's previous occupant must never be read as ours
+                row.rank, row.world_size, row.generation = self._rank, self._world_size, self._generation
+            row.publish(mine)
+        if self._store is not None:
+            self._store.set(self._key(self._rank), encode_published(mine))
+
+    def known(self) -> Known:
+        """Return what all ranks of this generation are known to hold, and what can never become common."""
+        held = self._from_store() if self._store is not None else self._from_control()
+        return known_of(held, restored=self._restored)
+
+    def common(self) -> list[tuple[int, int]]:
+        """Return `known().common`, newest first."""
+        return list(self.known().common)
+
+    def _key(self, rank: int) -> str:
+        return f"{_PREFIX}/g{self._generation}/r{rank}"
+
+    def _from_store(self) -> list[Published | None]:
+        assert self._store is not None
+        keys = [self._key(rank) for rank in range(self._world_size)]
+        # check first: get() waits for a key that somebody has not set yet
+        return [decode_published(bytes(self._store.get(key))) if self._store.check([key]) else None for key in keys]
+
+    def _from_control(self) -> list[Published | None]:
+        assert self._control is not None
+        return published(self._control, generation=self._generation, rows=self._local_world_size)
+
+
+def published(control: Control, *, generation: int, rows: int | None = None) -> list[Published | None]:
+    """Return what each row has published; None for a row of another generation (a dead previous occupant)."""
+    found: list[Published | None] = []
+    for index in range(control.rows if rows is None else rows):
+        row = control.row(index)
+        found.append(row.published if row.generation == generation else None)
+    return found
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Known:
+    """What one rank knows of all.
+
+    Attributes:
+        common: Identities that every rank holds (or that this life was restored from), newest first.
+        hopeless: Identities that some rank holds and that can never become common: another rank passed
+            them and does not hold them. They protect nothing; without them two ranks that lost
+            different snapshots would each keep the slots the other waits for.
+    """
+
+    common: tuple[tuple[int, int], ...] = ()
+    hopeless: frozenset[tuple[int, int]] = frozenset()
+
+
+def known_of(held: Sequence[Published | None], *, restored: tuple[int, int] | None = None) -> Known:
+    """Return what follows from the published lists of all ranks; None stands for a rank that has not published.
+
+    `restored` is the snapshot in memory that this life began with: every rank agreed that it was common.
+    """
+    lists = [part for part in held if part is not None]
+    everything = {identity for part in lists for identity in part.complete}
+    hopeless = {i for i in everything if i != restored and any(p.lacks(i) for p in lists)}
+    common: set[tuple[int, int]] = {restored} if restored is not None else set()
+    if lists and len(lists) == len(held):
+        common |= set.intersection(*(set(part.complete) for part in lists))
+    return Known(common=tuple(sorted(common, reverse=True)), hopeless=frozenset(hopeless))

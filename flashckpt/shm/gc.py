@@ -1,0 +1,163 @@
+"""Memory of jobs whose processes are all dead: what may go, and its removal. Torch-free.
+
+Such memory is *resumable*, not garbage: a restart finds its snapshots. It goes only when its job ended cleanly
+(the daemon does that), when the user names the job, or when it is older than FLASHCKPT_KEEP_DEAD seconds (24 h).
+Segments that a newer common snapshot of the same job supersedes are the daemon's to retire (M1).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import os
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+from flashckpt.errors import ConfigError, JobInUseError, NoCheckpointError
+from flashckpt.shm import block
+from flashckpt.shm.job_directory import JobDirectory, memory_root
+from flashckpt.shm.lease import Lease
+from flashckpt.shm.private import Skipped, private_directories, private_directory, remove_tree
+
+KEEP_DEAD_S = 24 * 3600.0
+_ENDED = ".ended-"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DeadMemory:
+    """The memory of one dead job on this node.
+
+    Attributes:
+        job: Job id, or the name of a directory whose removal was cut short.
+        path: Its directory.
+        age_s: Seconds since the job last did something here.
+        nbytes: Bytes of host memory it holds.
+        is_expired: Whether it may go without being named.
+    """
+
+    job: str
+    path: Path
+    age_s: float
+    nbytes: int
+    is_expired: bool
+
+
+def keep_dead_s() -> float:
+    """Return for how many seconds memory of dead jobs is kept: FLASHCKPT_KEEP_DEAD, 24 h if not set.
+
+    Raises:
+        ConfigError: It is not a number of seconds.
+    """
+    text = os.environ.get("FLASHCKPT_KEEP_DEAD") or str(KEEP_DEAD_S)
+    with contextlib.suppress(ValueError):
+        if (value := float(text)) >= 0 and math.isfinite(value):
+            return value
+    raise ConfigError("FLASHCKPT_KEEP_DEAD is wrong", found=repr(text), expected="a number of seconds, at least 0")
+
+
+def dead_memory(job: str | None = None) -> list[DeadMemory]:
+    """Return the memory of dead jobs on this node, resumable or expired; removes nothing.
+
+    Args:
+        job: Only this job; every dead job of this user if None.
+
+    Raises:
+        NoCheckpointError: `job` has no memory here.
+        JobInUseError: `job` is alive.
+    """
+    return look(job)[0]
+
+
+def look(job: str | None = None) -> tuple[list[DeadMemory], list[Skipped]]:
+    """Return what `dead_memory` does, and what lies among it that is not ours: that is not opened, sized or removed."""
+    keep_s = keep_dead_s()
+    paths, skipped = private_directories(memory_root())
+    if job is not None and job not in [path.name for path in paths]:
+        why = [f"{one.path}: {one.reason}" for one in skipped if one.path in (memory_root(), memory_root() / job)]
+        raise NoCheckpointError(
+            f"no job {job!r} in this user's memory on this machine",
+            found="; ".join(why),
+            expected="a directory of this user, mode drwx------" if why else "",
+            remedy="flashckpt status",
+        )
+    found = []
+    for path in paths:
+        is_left = path.name.startswith(".") and _ENDED in path.name
+        if (path.name.startswith(".") and not is_left) or job not in (None, path.name):
+            continue
+        directory = JobDirectory(path)
+        if not is_left and (directory.anyone_alive() or directory.daemon_alive()):
+            if job is not None:
+                raise JobInUseError(f"job {job!r} is alive", state="Nothing was removed.", remedy="stop it first")
+            continue
+        age_s = time.time() - _touched_s(path)
+        found.append(
+            DeadMemory(
+                job=path.name, path=path, age_s=age_s, nbytes=_nbytes(path), is_expired=is_left or age_s >= keep_s
+            )
+        )
+    return [*found, *_unlinked_blocks(job)], skipped
+
+
+def _unlinked_blocks(job: str | None) -> list[DeadMemory]:
+    """Return blocks that no job directory holds any more: somebody removed it by hand, or was killed doing so."""
+    found = []
+    is_default = memory_root().parent == block.SHM  # only there have segments a name of their own
+    for path in block.leftovers() if job is None and is_default else []:
+        with contextlib.suppress(FileNotFoundError):
+            status = path.lstat()
+            age_s = max(0.0, time.time() - status.st_mtime)
+            nbytes = status.st_blocks * 512
+            found.append(DeadMemory(job=path.name, path=path, age_s=age_s, nbytes=nbytes, is_expired=True))
+    return found
+
+
+def remove(dead: DeadMemory) -> int:
+    """Remove one dead job's memory, under the locks that keep ranks and daemon from starting in between.
+
+    Returns:
+        Bytes that could not be removed: 0 if all of it is gone.
+
+    Raises:
+        JobInUseError: It has come to life since it was looked at; it was kept.
+        FileNotFoundError: It is gone already.
+    """
+    if dead.path.parent == block.SHM:
+        dead.path.unlink()
+        return 0
+    with private_directory(dead.path.parent) as base:
+        if _ENDED in dead.path.name:
+            return _remove_tree(dead.path, base)
+        gone = dead.path.with_name(f".{dead.job}{_ENDED}{os.getpid()}")
+        with private_directory(dead.path, within=base) as inside, contextlib.ExitStack() as stack:
+            leases = [Lease(name, create=True, dir_fd=inside) for name in ("live.lock", "daemon.lock")]
+            for lease in leases:
+                stack.callback(lease.close)
+            if not all(lease.exclusive(0) for lease in leases):
+                raise JobInUseError(f"job {dead.job!r} has just come to life", state="Its memory was kept.")
+            # at once for everybody: half a directory is never seen under the job's name
+            block.withdraw_all(dead.path)
+            os.rename(dead.path.name, gone.name, src_dir_fd=base, dst_dir_fd=base)
+        return _remove_tree(gone, base)
+
+
+def _remove_tree(path: Path, base: int) -> int:
+    return 0 if remove_tree(path.name, base) else max(1, _nbytes(path))
+
+
+def _nbytes(path: Path) -> int:
+    total = 0
+    for folder, folders, names in os.walk(path):
+        for name in (*folders, *names):
+            with contextlib.suppress(OSError):
+                total += os.lstat(Path(folder, name)).st_blocks * 512
+    return total
+
+
+def _touched_s(path: Path) -> float:
+    times = [0.0]
+    for part in (path, *path.glob("*.seg"), *path.glob("events/*")):
+        with contextlib.suppress(OSError):
+            times.append(part.lstat().st_mtime)
+    return max(times)

@@ -1,0 +1,306 @@
+"""The job directory: everything of one job on one node, in files on tmpfs. Torch-free."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+
+from flashckpt.errors import JobInUseError, SharedMemoryError
+from flashckpt.settings import checked
+from flashckpt.shm import job_records
+from flashckpt.shm.block import SEGMENT_NAME
+from flashckpt.shm.job_records import DaemonStatus, GenerationRecord, JobConfig
+from flashckpt.shm.lease import Lease, is_at
+from flashckpt.shm.private import Skipped, private_directories, private_directory
+
+_REMOVAL_S = 10.0
+_PAGE = 4096
+
+__all__ = ["DaemonStatus", "GenerationRecord", "JobConfig", "JobDirectory", "jobs_in_memory", "memory_root"]
+
+
+def memory_root() -> Path:
+    """Return the folder of this user's jobs: $FLASHCKPT_SHM_DIR or /dev/shm, then `flashckpt-<uid>`."""
+    base = Path(os.environ.get("FLASHCKPT_SHM_DIR") or "/dev/shm")  # noqa: S108 -- tmpfs on purpose
+    return base.absolute() / f"flashckpt-{os.getuid()}"  # absolute: the daemon runs in another directory
+
+
+def jobs_in_memory() -> tuple[list[JobDirectory], list[Skipped]]:
+    """Return this user's jobs on this node by name, and what lies among them that is not ours and was left alone."""
+    paths, skipped = private_directories(memory_root())
+    return [JobDirectory(path) for path in paths if not path.name.startswith(".")], skipped
+
+
+class JobDirectory:
+    """Paths and records of one job on one node.
+
+    Attributes:
+        path: The directory, mode 0700.
+    """
+
+    def __init__(self, path: Path) -> None:
+        """Wrap a path; use `open`."""
+        self.path = path
+        self._live: Lease | None = None
+
+    @classmethod
+    def open(cls, job_id: str, create: bool = True) -> JobDirectory:
+        """Return the directory of `job_id`; with `create` made where it is missing, and held alive (`hold_live`).
+
+        Raises:
+            FileNotFoundError: It does not exist and `create` is False.
+            ConfigError: It, or the folder above, is a link, belongs to another user or is open to others.
+            SharedMemoryError: The system refuses to make it: read-only, full, a name that is too long.
+            JobInUseError: It is being removed, for longer than 10 s.
+        """
+        directory = cls(memory_root() / job_id)
+        if create:
+            directory._live = directory._come_to_life()
+            return directory
+        return cls.at(directory.path)
+
+    @classmethod
+    def at(cls, path: Path) -> JobDirectory:
+        """Return the existing job directory of that path. Raises as `open` with `create=False`."""
+        with private_directory(path.parent) as base, private_directory(path, within=base):
+            return cls(path)
+
+    def _come_to_life(self) -> Lease:
+        """Make the directory and say that somebody lives in it, before anything in it is read.
+
+        The daemon of a life that ended removes the directory under an exclusive lock: whoever comes
+        at that moment waits for it and makes a new one.
+        """
+        end = time.monotonic() + _REMOVAL_S
+        while True:
+            with contextlib.suppress(FileNotFoundError):  # removed meanwhile: the next turn makes it
+                lease = self._make()
+                if lease.shared(0) and is_at(self.live_path, lease.fd) and self.path.is_dir():
+                    return lease
+                lease.close()
+            if time.monotonic() > end:
+                raise JobInUseError(
+                    f"the memory of job {self.job!r} is being removed",
+                    found=f"{self.live_path} is held exclusively for {_REMOVAL_S} s",
+                    state="Nothing was changed.",
+                    remedy="wait for `flashckpt gc` or the daemon of the last run to end, then start again",
+                )
+            time.sleep(0.01)
+
+    def _make(self) -> Lease:
+        """Make and check the directory and those in it; return a lease on its live lock that holds nothing yet."""
+        with (
+            private_directory(self.path.parent, create=True) as base,
+            private_directory(self.path, create=True, within=base) as inside,
+        ):
+            for name in ("events", "requests"):
+                with private_directory(self.path / name, create=True, within=inside):
+                    pass
+            return Lease(self.live_path.name, create=True, dir_fd=inside)
+
+    @property
+    def job(self) -> str:
+        """Job id."""
+        return self.path.name
+
+    @property
+    def control_path(self) -> Path:
+        """File of `flashckpt.shm.control`."""
+        return self.path / "control"
+
+    @property
+    def live_path(self) -> Path:
+        """File whose byte 0 every live rank and agent of the job holds shared."""
+        return self.path / "live.lock"
+
+    @property
+    def daemon_lock_path(self) -> Path:
+        """File whose byte 0 the daemon holds exclusively."""
+        return self.path / "daemon.lock"
+
+    def segment_path(self, rank: int, layout_hash: int) -> Path:
+        """Return the path of the segment of one rank and layout."""
+        return self.path / f"r{rank:05d}-{layout_hash:016x}.seg"
+
+    def event_path(self, rank: int) -> Path:
+        """Return the file that `rank` touches after each COMPLETE."""
+        return self.path / "events" / f"r{rank:05d}"
+
+    def request_path(self, name: str) -> Path:
+        """Return the file of a request: `persist-now`, `retry-now` or `ended`."""
+        return self.path / "requests" / name
+
+    def segments(self) -> list[Path]:
+        """Return the segments of all ranks and layouts, by rank, oldest file name first."""
+        try:
+            return sorted(p for p in self.path.iterdir() if SEGMENT_NAME.fullmatch(p.name))
+        except FileNotFoundError:
+            return []
+
+    def notify(self, rank: int) -> None:
+        """Wake the daemon: a snapshot of `rank` is COMPLETE."""
+        path = self.event_path(rank)
+        path.touch(mode=0o600, exist_ok=True)
+
+    def request(self, name: str) -> None:
+        """Leave a request for the daemon; asking twice is asking once. Where the directory was removed nobody is asked."""
+        with contextlib.suppress(FileNotFoundError):  # whoever waits for an answer sees that no daemon lives
+            self.request_path(name).touch(mode=0o600, exist_ok=True)
+
+    def ask(self, name: str, *, after: int = 0) -> int:
+        """Leave a request, and return its time as the daemon reads it: nanoseconds since the epoch, above `after`.
+
+        It is above the time of an earlier request too: the machine's clock may have been set back since.
+        """
+        path = self.request_path(name)
+        temporary = path.with_name(f".{name}.{os.getpid()}.{threading.get_ident()}")
+        now = max(time.time_ns(), after + 1, (self.asked_ns(name) or 0) + 1)
+        with contextlib.suppress(FileNotFoundError):  # as `request`
+            temporary.touch(mode=0o600)
+            os.utime(temporary, ns=(now, now))
+            temporary.replace(path)  # at once: of two times the daemon would make two requests
+        return self.asked_ns(name) or now
+
+    def asked_ns(self, name: str) -> int | None:
+        """Return when a request was last left, in nanoseconds since the epoch; None if none stands."""
+        try:
+            return self.request_path(name).stat().st_mtime_ns
+        except FileNotFoundError:
+            return None
+
+    def write_config(self, config: JobConfig) -> None:
+        """Write `job.msgpack`.
+
+        Raises:
+            ConfigError: A setting in it is wrong: the daemon could never persist with it.
+        """
+        for name in ("storage_options", "keep_last", "keep_every", "compression"):
+            checked(name, getattr(config, name))
+        job_records.write(self.path / "job.msgpack", config)
+
+    def read_config(self) -> JobConfig | None:
+        """Return the config, None if there is none. Raises DamagedError if it is damaged."""
+        return job_records.read(self.path / "job.msgpack", JobConfig)
+
+    def write_generation(self, record: GenerationRecord) -> None:
+        """Write `generation.msgpack`."""
+        job_records.write(self.path / "generation.msgpack", record)
+
+    def read_generation(self) -> GenerationRecord | None:
+        """Return the current generation, None if none was claimed here. Raises DamagedError."""
+        return job_records.read(self.path / "generation.msgpack", GenerationRecord)
+
+    def write_status(self, status: DaemonStatus) -> None:
+        """Write `daemon.msgpack`; in place where the tmpfs is full, for `wait()` must see what was committed.
+
+        A reader that comes in the middle of that finds a wrong digest, and looks again.
+        """
+        path = self.path / "daemon.msgpack"
+        try:
+            job_records.write(path, status)
+        except SharedMemoryError:
+            raw = job_records.framed(status)
+            if not path.exists() or len(raw) > _PAGE:
+                raise
+            with path.open("r+b") as file:  # its page is there
+                file.write(raw)
+                file.truncate()
+
+    def read_status(self) -> DaemonStatus | None:
+        """Return the daemon's last status, None if there is none. Raises DamagedError."""
+        return job_records.read(self.path / "daemon.msgpack", DaemonStatus)
+
+    def forget_status(self) -> None:
+        """Remove `daemon.msgpack`: what is known to be committed. The caller holds the daemon's lock."""
+        (self.path / "daemon.msgpack").unlink(missing_ok=True)
+
+    def hold_live(self) -> Lease:
+        """Return a lease that says "a rank or agent of this job lives" until it is closed or the process dies.
+
+        The first call after `open(create=True)` hands out the lease that was taken there.
+        """
+        lease, self._live = self._live, None
+        if lease is not None:
+            return lease
+        lease = Lease(self.live_path, create=True)
+        lease.shared(0)
+        return lease
+
+    def let_go(self) -> None:
+        """Close the lease of `open(create=True)` if nobody took it over."""
+        if self._live is not None:
+            self._live.close()
+            self._live = None
+
+    def anyone_alive(self) -> bool:
+        """Return whether a rank or agent of the job lives (a caller that holds the lease itself counts)."""
+        return _is_held(self.live_path)
+
+    def hold_daemon(self) -> Lease | None:
+        """Return the daemon's lease, or None if another daemon lives."""
+        lease = Lease(self.daemon_lock_path, create=True)
+        if lease.exclusive(0):
+            return lease
+        lease.close()
+        return None
+
+    def daemon_alive(self) -> bool:
+        """Return whether a daemon of this job lives on this node."""
+        return _is_held(self.daemon_lock_path)
+
+    def ensure_daemon(self) -> None:
+        """Start the daemon, detached and in a session of its own, unless one lives.
+
+        Two callers may both start one: the second daemon finds the lock taken and ends by itself.
+        """
+        if self.daemon_alive():
+            return
+        flags = os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC | os.O_NOFOLLOW
+        with private_directory(self.path) as inside:
+            log = os.open("daemon.log", flags, 0o600, dir_fd=inside)
+        try:
+            # The shell between us and the daemon ends at once, so that the daemon is nobody's child to reap.
+            subprocess.run(
+                [
+                    "/bin/sh",
+                    "-c",
+                    '"$@" &',
+                    "sh",
+                    sys.executable,
+                    "-m",
+                    "flashckpt.daemon.persister.service",
+                    str(self.path),
+                ],
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=log,
+                start_new_session=True,
+                check=False,
+                cwd="/",
+                env=_daemon_environment(),
+            )
+        finally:
+            os.close(log)
+
+
+def _daemon_environment() -> dict[str, str]:
+    """The caller's environment, where the daemon can import the same flashckpt from any directory."""
+    home = str(Path(__file__).resolve().parents[2])  # the folder that holds the package
+    paths = [home, *filter(None, os.environ.get("PYTHONPATH", "").split(os.pathsep))]
+    return {**os.environ, "PYTHONPATH": os.pathsep.join(dict.fromkeys(paths))}
+
+
+def _is_held(path: Path) -> bool:
+    try:
+        lease = Lease(path)
+    except FileNotFoundError:
+        return False
+    try:
+        return lease.held_by_other(0)
+    finally:
+        lease.close()

@@ -1,0 +1,51 @@
+"""The id under which a job finds its own memory again after a restart."""
+
+from __future__ import annotations
+
+import os
+import re
+
+from flashckpt.core.digest import digest
+from flashckpt.errors import ConfigError
+from flashckpt.shm.roots import root_url
+
+__all__ = ["job_id", "root_digest", "root_url"]
+
+_SAFE = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,127}")
+_VARIABLES = (
+    ("FLASHCKPT_JOB_ID", ""),
+    ("SLURM_JOB_ID", "slurm-"),  # stable over requeue
+    ("JOBSET_UID", "jobset-"),
+    ("JOB_UID", "job-"),
+)
+
+
+def root_digest(root: str) -> int:
+    """Return the u64 in every superblock that ties a segment to its root."""
+    return digest(root_url(root).encode())
+
+
+def job_id(root: str | os.PathLike[str], explicit: str | None = None) -> str:
+    """Return the job id: `explicit`, FLASHCKPT_JOB_ID, Slurm's or the JobSet's id, else a digest of root and uid.
+
+    A random run id, as torchrun makes one per launch, is not an identity and is not looked at.
+
+    Raises:
+        ConfigError: The id cannot name a directory.
+    """
+    if explicit is not None:
+        return _checked(explicit, "job=")
+    for name, prefix in _VARIABLES:
+        if value := os.environ.get(name):
+            return _checked(prefix + value, name)
+    return f"root-{digest(f'{root_url(root)}|{os.getuid()}'.encode()):016x}"
+
+
+def _checked(value: object, where: str) -> str:
+    if not isinstance(value, str) or not _SAFE.fullmatch(value):
+        raise ConfigError(
+            f"the job id of {where} cannot name a directory",
+            found=ascii(value)[:200],
+            expected="letters, digits, '.', '_' and '-', at most 128, starting with a letter or digit",
+        )
+    return value

@@ -1,0 +1,170 @@
+"""The small records of a job directory: msgpack in a sealed frame (magic, digest). Torch-free.
+
+They are written under a temporary name and renamed, so that a reader sees the old record or the new one.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import os
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, dataclass, field, fields
+from pathlib import Path
+from typing import Any, TypeVar
+
+from flashckpt.core import records
+from flashckpt.errors import DamagedError
+from flashckpt.shm import capacity
+
+_LEFT = "It was left as it is; checkpoints on storage are not touched."
+Record = TypeVar("Record")
+
+
+@dataclass(frozen=True, kw_only=True)
+class JobConfig:
+    """What the daemon must know of a job. Bytes, seconds and steps as named."""
+
+    job: str
+    root: str
+    storage_options: dict[str, Any] = field(default_factory=dict)
+    keep_last: int | None = 3
+    keep_every: int | None = None
+    persist_every: int | None = None
+    compression: str = "off"
+    world_size: int = 1
+    node_count: int = 1
+    node: int = 0
+
+
+@dataclass(frozen=True, kw_only=True)
+class GenerationRecord:
+    """One life of the worker group.
+
+    Attributes:
+        generation: Its number.
+        token: Random text that tells two claims of one number apart.
+        parent: (generation, step) it was restored from; None on a fresh start.
+        world_size: Its ranks.
+        claimed: Whether the number is claimed on the root; if not, the daemon does so before it persists.
+    """
+
+    generation: int
+    token: str = ""
+    parent: tuple[int, int] | None = None
+    world_size: int = 1
+    claimed: bool = False
+
+
+@dataclass(frozen=True, kw_only=True)
+class DaemonStatus:
+    """What the daemon last did.
+
+    Attributes:
+        committed: (generation, step) of the newest MANIFEST it knows of.
+        failures: Persists that failed, in all.
+        error: Text of the last failure; "" once a persist succeeded again.
+        lag: Persist steps that are COMPLETE and not committed.
+        floor: (generation, step) up to which nothing is persisted any more: committed or given up.
+        given_up: Why the last snapshot that was given up was; "" if none was.
+        answered_ns: Time of the newest request to retry (`JobDirectory.ask`) before the last failed attempt began.
+        pid: Of the daemon, for people.
+        updated_ns: Nanoseconds since the epoch.
+    """
+
+    committed: tuple[int, int] | None = None
+    failures: int = 0
+    error: str = ""
+    lag: int = 0
+    floor: tuple[int, int] = (0, -1)
+    given_up: str = ""
+    answered_ns: int = 0
+    pid: int = 0
+    updated_ns: int = 0
+
+
+def framed(record: Any) -> bytes:
+    """Return the bytes of a record."""
+    return records.seal(asdict(record), minor=0)
+
+
+def write(path: Path, record: Any) -> None:
+    """Write a record in one move.
+
+    Raises:
+        SharedMemoryError: There is no room for it.
+    """
+    raw = framed(record)
+    try:
+        _replace(path, raw)
+    except OSError as error:
+        if error.errno not in (errno.ENOSPC, errno.EDQUOT):
+            raise
+        least = capacity.rooms(path.parent)[0]
+        raise capacity.too_little(path.parent, len(raw), least, what=f"job {path.parent.name!r}") from error
+
+
+def _replace(path: Path, raw: bytes) -> None:
+    temporary = path.with_name(f".{path.name}.{os.getpid()}.{os.urandom(4).hex()}.tmp")
+    fd = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
+    try:
+        with os.fdopen(fd, "wb") as file:
+            file.write(raw)
+        temporary.replace(path)
+    except BaseException:
+        temporary.unlink(missing_ok=True)
+        raise
+
+
+def read(path: Path, kind: Callable[..., Record]) -> Record | None:
+    """Return the record of `kind` at `path`; None if there is none.
+
+    Raises:
+        DamagedError: Its digest does not hold, or a field is of another type.
+    """
+    try:
+        raw = path.read_bytes()
+    except FileNotFoundError:
+        return None
+    with _explained(path):
+        found = records.unseal(raw, str(path))
+    known = {f.name: str(f.type) for f in fields(kind)}  # type: ignore[arg-type]  # every kind is a dataclass
+    try:
+        return kind(**{key: _checked(known[key], value) for key, value in found.items() if key in known})
+    except (ValueError, TypeError) as error:
+        raise DamagedError(
+            f"{path} does not follow its schema",
+            found=str(error)[:200],
+            state=_LEFT,
+            remedy=_way_out(path),
+        ) from error
+
+
+@contextlib.contextmanager
+def _explained(path: Path) -> Iterator[None]:
+    """Say of a record that does not hold what to do about it."""
+    try:
+        yield
+    except DamagedError as error:
+        raise DamagedError(
+            error.problem, found=error.found, expected=error.expected, state=_LEFT, remedy=_way_out(path)
+        ) from error
+
+
+def _way_out(path: Path) -> str:
+    return (
+        f"end the job and its daemon, then flashckpt forget --job {path.parent.name} --apply: "
+        "the next start goes on from storage"
+    )
+
+
+def _checked(kind: str, value: Any) -> Any:
+    """Return a field of a record as its annotation says; ValueError where it is of another type."""
+    if value is None and kind.endswith("| None"):
+        return None
+    if kind.startswith("tuple"):
+        return records.snapshot_id(value, least=-1)  # a floor of (0, -1): nothing is committed or given up yet
+    wanted = kind.removesuffix(" | None").partition("[")[0]
+    if type(value).__name__ != wanted:
+        raise ValueError(f"{value!r:.40} where {wanted} is expected")
+    return value

@@ -1,0 +1,409 @@
+"""A rank's segment: slots in a block of shared memory. THE module that touches what lies in it.
+
+Write order (each line is done when the next begins): exclusive lease on the slot; header WRITING (both
+copies); data; manifest; header COMPLETE (one copy); lease given back. Read order: shared lease; header;
+manifest and its digest; header again; data and its digests. Nothing relies on the order in which stores
+become visible: what a digest does not confirm is not read. Byte tables are in docs/format.md.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+from flashckpt.core.digest import digest
+from flashckpt.core.slot_header import (
+    HEADER_COPY_BYTES,
+    SlotHeader,
+    SlotState,
+    choose_slot,
+    encode_header,
+    newest_copy,
+)
+from flashckpt.core.superblock import (
+    OWNER_AT,
+    PAGE,
+    SegmentSpec,
+    Superblock,
+    boot_id,
+    decode_owner,
+    decode_superblock,
+    encode_owner,
+    encode_superblock,
+)
+from flashckpt.errors import DamagedError, JobInUseError, SharedMemoryError
+from flashckpt.faults import crash_point
+from flashckpt.shm import block, capacity
+from flashckpt.shm.lease import Lease, is_at
+from flashckpt.shm.pin import Pin
+from flashckpt.shm.segment_file import address_of, check_place, describe_process, lay_out, touch
+
+__all__ = ["Pin", "Segment", "SegmentSpec", "SlotHeader", "SlotPinned", "SlotState", "SlotWriter", "choose_slot"]
+
+RESERVE_BYTES = 64 << 20
+_OWNER_BYTE = 0  # slot k is byte 1 + k
+
+
+class SlotPinned(Exception):  # noqa: N818 -- not an error of the user's: the caller takes another slot or skips
+    """The slot is under a reader's lease, or is being written."""
+
+
+class Segment:
+    """The slots of one (job, rank, layout), mapped by its owner, read by anybody of the same user.
+
+    Attributes:
+        path: The file.
+        spec: Its shape and identity.
+        created_ns: Nanoseconds since the epoch.
+    """
+
+    def __init__(self, path: Path, fd: int, superblock: Superblock, memory: block.Block | None) -> None:
+        """Wrap an open descriptor, and the mapping of a writer; use `create` or `attach`."""
+        self.path, self.spec, self.created_ns, self._fd = path, superblock.spec, superblock.created_ns, fd
+        self._lease = Lease(path)
+        if os.fstat(self._lease.fd).st_ino != os.fstat(fd).st_ino:  # removed and made anew between the two opens
+            self._lease.close()
+            raise FileNotFoundError(path)
+        self._block = memory
+        self._writing: set[int] = set()
+        self._owned = False
+
+    # -- life ---------------------------------------------------------------------------------------
+
+    @classmethod
+    def create(cls, path: str | Path, spec: SegmentSpec, *, together: int = 1) -> Segment:
+        """Make a new segment, owned by this process from its first instant; its memory is not reserved yet.
+
+        Args:
+            path: Must not exist; its folder must, on tmpfs.
+            spec: Shape and identity.
+            together: Ranks of this node that create such a segment now: room is checked for all of them.
+
+        Raises:
+            SharedMemoryError: There is too little room; names need, room and remedies. Nothing is left.
+            JobInUseError: `path` exists and a live process owns it.
+            FileExistsError: `path` exists and nobody owns it: attach to it instead.
+        """
+        path = Path(path)
+        capacity.check_room(path.parent, spec.nbytes * together, what=f"job {spec.job!r}, rank {spec.rank}")
+        block.sweep_temporary(path)
+        temporary, memory = block.new(path, spec.nbytes)
+        fd = os.open(temporary, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW)
+        segment = None
+        try:
+            crash_point("segment.before-reserve")
+            superblock = Superblock(spec=spec, uid=os.getuid(), boot_id=boot_id(), created_ns=time.time_ns())
+            lay_out(fd, spec)
+            os.pwrite(fd, encode_superblock(superblock), 0)
+            segment = cls(temporary, fd, superblock, memory or block.FileBlock(fd, spec.nbytes))
+            segment.own()
+            crash_point("segment.before-rename")
+            os.link(temporary, path)  # not rename: an existing segment may hold the only snapshot of a rank
+            segment.path = path
+            crash_point("segment.after-rename")
+            block.publish(path)
+        except BaseException as error:
+            _undo(segment, fd, memory)
+            if isinstance(error, FileExistsError):
+                with contextlib.suppress(DamagedError), contextlib.closing(cls.attach(path)) as other:
+                    other.refuse_if_owned()
+            raise
+        finally:
+            temporary.unlink(missing_ok=True)
+        return segment
+
+    @classmethod
+    def attach(cls, path: str | Path, *, writable: bool = False) -> Segment:
+        """Open an existing segment; `writable` maps it, for a rank that goes on with its slots.
+
+        Raises:
+            FileNotFoundError: There is none.
+            DamagedError: It is not a segment, cut short, another user's, or of an earlier boot.
+            FormatVersionError: Written by another major version.
+        """
+        path = Path(path)
+        fd = os.open(path, (os.O_RDWR if writable else os.O_RDONLY) | os.O_CLOEXEC | os.O_NOFOLLOW)
+        try:
+            superblock = decode_superblock(os.pread(fd, OWNER_AT, 0), path=str(path))
+            check_place(fd, superblock, path)
+            memory = block.mapped(path, fd, superblock.spec.nbytes) if writable else None
+            return cls(path, fd, superblock, memory)
+        except BaseException:
+            os.close(fd)
+            raise
+
+    def reserve(self, stop: threading.Event | None = None, *, progress: Callable[[int], None] = lambda _: None) -> None:
+        """Reserve and touch every page, 64 MiB at a time; run it in a background thread (it releases the GIL).
+
+        Args:
+            stop: Ends it early.
+            progress: Called with the number of bytes, from the start of the segment, that are reserved and touched.
+
+        Raises:
+            SharedMemoryError: The file system or a cgroup has no room. A segment without a snapshot is removed.
+        """
+        assert self._block is not None, "attach(writable=True)"
+        buffer = self._block.buf
+        address = address_of(buffer)
+        for start in range(0, self.spec.nbytes, RESERVE_BYTES):
+            if self._fd < 0 or (stop is not None and stop.is_set()):
+                return
+            size = min(RESERVE_BYTES, self.spec.nbytes - start)
+            self._reserve_step(start, size)
+            touch(buffer, address, start, size)
+            progress(start + size)
+
+    def close(self) -> None:
+        """Give up ownership and unmap; buffers that are still in use keep the mapping until they go."""
+        self._lease.close()
+        self._owned = False
+        if self._block is not None:
+            self._block.close()
+        self._block = None
+        if self._fd >= 0:
+            os.close(self._fd)
+        self._fd = -1
+
+    def unlink(self) -> None:
+        """Remove the file; only under M1, or when the job ended.
+
+        Raises:
+            JobInUseError: A live process other than this one owns it.
+        """
+        self.own()
+        self.remove_names()
+
+    def remove_names(self) -> None:
+        """Remove both names of the memory; it goes with its last mapping."""
+        block.withdraw(self.path)
+        self.path.unlink(missing_ok=True)
+
+    @property
+    def buffer(self) -> memoryview:
+        """All bytes of the writer's mapping."""
+        assert self._block is not None, "attach(writable=True)"
+        return self._block.buf
+
+    # -- ownership ----------------------------------------------------------------------------------
+
+    def own(self) -> None:
+        """Take the segment for this process until `close()` or death.
+
+        Raises:
+            JobInUseError: Another live process holds it; names its pid.
+            FileNotFoundError: It was removed meanwhile.
+        """
+        if self._owned:
+            return
+        if not self._lease.exclusive(_OWNER_BYTE):
+            self.refuse_if_owned()
+            raise JobInUseError(f"segment {self.path} was just taken by another process")
+        if not is_at(self.path, self._lease.fd):
+            self._lease.release(_OWNER_BYTE)
+            raise FileNotFoundError(self.path)
+        self._owned = True
+        os.pwrite(self._lease.fd, encode_owner(os.getpid(), time.time_ns()), OWNER_AT)
+
+    @property
+    def is_owned(self) -> bool:
+        """Whether a live process (this one included) owns it."""
+        return self._owned or self._lease.held_by_other(_OWNER_BYTE)
+
+    def refuse_if_owned(self) -> None:
+        """Raise JobInUseError, naming the holder, if another live process owns the segment."""
+        if self._owned or not self._lease.held_by_other(_OWNER_BYTE):
+            return
+        pid = decode_owner(os.pread(self._fd, 64, OWNER_AT))
+        raise JobInUseError(
+            f"job {self.spec.job!r} is already running on this node",
+            found=f"rank {self.spec.rank} is held by {describe_process(pid)}",
+            expected="one live process per rank of a job",
+            state="Nothing was changed.",
+            remedy="stop the other run, or give this one another id: job='...' or FLASHCKPT_JOB_ID",
+        )
+
+    # -- slots --------------------------------------------------------------------------------------
+
+    def header(self, slot: int) -> SlotHeader:
+        """Return the valid header of a slot with the highest sequence."""
+        return newest_copy(os.pread(self._fd, PAGE, self.spec.header_at(slot)))[0]
+
+    def headers(self) -> list[SlotHeader]:
+        """Return one header per slot."""
+        return [self.header(slot) for slot in range(self.spec.slots)]
+
+    def busy(self) -> set[int]:
+        """Return the slots under a reader's lease, or being written by this process."""
+        pinned = {slot for slot in range(self.spec.slots) if self._lease.held_by_other(1 + slot)}
+        return pinned | self._writing
+
+    def begin(
+        self, slot: int, *, generation: int, step: int, world_size: int, persist: bool, parent: tuple[int, int] | None
+    ) -> SlotWriter:
+        """Set a slot to WRITING and return its writer. The caller owns the segment and chose by `choose_slot`.
+
+        Raises:
+            SlotPinned: A reader holds a lease on it, or it is being written.
+        """
+        assert self._owned, "own() first"
+        if slot in self._writing or not self._lease.exclusive(1 + slot):
+            raise SlotPinned(f"slot {slot} of {self.path}")
+        crash_point("slot.before-writing")
+        header = SlotHeader(
+            generation=generation,
+            step=step,
+            state=SlotState.WRITING,
+            world_size=world_size,
+            rank=self.spec.rank,
+            persist=persist,
+            parent=parent,
+        )
+        # Both copies: were only one written, damage to it would bring the old COMPLETE header back over new data.
+        self._put_header(slot, header)
+        header = self._put_header(slot, header)
+        self._writing.add(slot)
+        crash_point("slot.after-writing")
+        return SlotWriter(self, slot, header)
+
+    def mark_empty(self, slot: int) -> None:
+        """Set a slot EMPTY: its snapshot was abandoned (lineage). A reader that has it pinned keeps its bytes.
+
+        Raises:
+            JobInUseError: Another live process owns the segment.
+        """
+        borrowed = not self._owned
+        self.own()
+        try:
+            old = self.header(slot)
+            header = replace(old, state=SlotState.EMPTY, manifest_bytes=0, manifest_digest=0, data_bytes=0)
+            self._put_header(slot, header)
+            self._put_header(slot, header)
+        finally:
+            if borrowed:
+                self._lease.release(_OWNER_BYTE)
+                self._owned = False
+
+    def pin(self, slot: int) -> Pin | None:
+        """Return a lease on a COMPLETE slot, or None if it is not COMPLETE or is being overwritten."""
+        if not self.header(slot).is_complete:
+            return None
+        lease = Lease(self.path)
+        same_file = os.fstat(lease.fd).st_ino == os.fstat(self._fd).st_ino  # the path may have been taken anew
+        if same_file and lease.shared(1 + slot):
+            header = self.header(slot)  # again: it may have been overwritten before the lease was ours
+            if header.is_complete:
+                return Pin(self.path, self.spec, os.dup(self._fd), slot=slot, header=header, lease=lease)
+        lease.close()
+        return None
+
+    def _put_header(self, slot: int, header: SlotHeader) -> SlotHeader:
+        """Write one copy, the one that is not valid or older, with the next sequence number."""
+        at = self.spec.header_at(slot)
+        newest, copy = newest_copy(os.pread(self._fd, PAGE, at))
+        header = replace(header, sequence=newest.sequence + 1)
+        os.pwrite(self._lease.fd, encode_header(header), at + copy * HEADER_COPY_BYTES)
+        return header
+
+    def _reserve_step(self, start: int, size: int) -> None:
+        missing = 0 if os.fstat(self._fd).st_blocks * 512 >= self.spec.nbytes else size
+        least = capacity.rooms(self.path.parent)[0]
+        cause: OSError | None = None
+        try:
+            if least.nbytes >= missing:
+                os.posix_fallocate(self._fd, start, size)
+                return
+        except OSError as error:
+            cause = error
+        if not any(h.is_complete for h in self.headers()):
+            self.remove_names()
+        what = f"job {self.spec.job!r}, rank {self.spec.rank}"
+        raise capacity.too_little(self.path.parent, self.spec.nbytes - start, least, what=what) from cause
+
+
+class SlotWriter:
+    """One snapshot being written. Ends with `commit` or `discard`; death leaves the slot WRITING, never readable.
+
+    Attributes:
+        data: Writable bytes of the data area; use no view of it after the end.
+        slot: Slot number.
+        header: The WRITING header.
+    """
+
+    def __init__(self, segment: Segment, slot: int, header: SlotHeader) -> None:
+        """Made by `Segment.begin`."""
+        self._segment, self.slot, self.header = segment, slot, header
+        spec, memory = segment.spec, segment._block  # noqa: SLF001 -- one unit with its segment
+        assert memory is not None
+        start = spec.data_at(slot)
+        self.data = memory.buf[start : start + spec.data_capacity]
+        self._buffer = memory.buf
+
+    def commit(self, manifest: bytes, *, data_bytes: int | None = None) -> SlotHeader:
+        """Write the manifest and set the slot COMPLETE: from here on the snapshot exists.
+
+        Args:
+            manifest: `encode_manifest(...)`.
+            data_bytes: Used bytes of the data area; all of it if None.
+
+        Raises:
+            SharedMemoryError: The manifest or the data are larger than their area; the snapshot is discarded.
+        """
+        spec = self._segment.spec
+        if data_bytes is not None and data_bytes > spec.data_capacity:
+            self.discard()
+            raise SharedMemoryError(
+                f"the snapshot of step {self.header.step} does not fit into its slot",
+                found=f"{data_bytes} bytes",
+                expected=f"at most {spec.data_capacity} bytes",
+                state="That snapshot was discarded; earlier ones are intact.",
+            )
+        if len(manifest) > spec.manifest_capacity:
+            self.discard()
+            raise SharedMemoryError(
+                f"the manifest of step {self.header.step} does not fit into its slot",
+                found=f"{len(manifest)} bytes",
+                expected=f"at most {spec.manifest_capacity} bytes",
+                state="That snapshot was discarded; earlier ones are intact.",
+                remedy="track less non-tensor state, or hold large values as tensors",
+            )
+        crash_point("slot.before-manifest")
+        at = spec.manifest_at(self.slot)
+        self._buffer[at : at + len(manifest)] = manifest
+        crash_point("slot.before-complete")
+        header = replace(
+            self.header,
+            state=SlotState.COMPLETE,
+            manifest_bytes=len(manifest),
+            manifest_digest=digest(manifest),
+            data_bytes=spec.data_capacity if data_bytes is None else data_bytes,
+        )
+        header = self._segment._put_header(self.slot, header)  # noqa: SLF001 -- THE commit point of the memory tier
+        crash_point("slot.after-complete")
+        self._end()
+        return header
+
+    def discard(self) -> None:
+        """Set the slot EMPTY: this snapshot never existed."""
+        header = replace(self.header, state=SlotState.EMPTY)
+        self._segment._put_header(self.slot, header)  # noqa: SLF001 -- one unit with its segment
+        self._end()
+
+    def _end(self) -> None:
+        with contextlib.suppress(BufferError):  # a tensor over the slot may still hold the view
+            self.data.release()
+        self._segment._writing.discard(self.slot)  # noqa: SLF001 -- one unit with its segment
+        self._segment._lease.release(1 + self.slot)  # noqa: SLF001 -- one unit with its segment
+
+
+def _undo(segment: Segment | None, fd: int, memory: block.Block | None) -> None:
+    if segment is None:
+        os.close(fd)
+        if memory is not None:
+            memory.close()
+    else:
+        segment.close()

@@ -1,0 +1,74 @@
+"""A segment as a file: its size, the pages that must exist, the checks before it is read, the touching of its pages."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import numpy as np
+
+from flashckpt.core.superblock import PAGE, SegmentSpec, Superblock, boot_id
+from flashckpt.errors import DamagedError, SharedMemoryError
+from flashckpt.shm import prefault
+
+
+def lay_out(fd: int, spec: SegmentSpec) -> None:
+    """Give the file its size, and pages to everything that is read before the rest is reserved."""
+    os.ftruncate(fd, spec.nbytes)
+    try:
+        for at in (0, *(spec.header_at(slot) for slot in range(spec.slots))):
+            os.posix_fallocate(fd, at, PAGE)
+    except OSError as error:
+        raise SharedMemoryError(
+            "not even the headers of a segment fit into shared memory", found=str(error), remedy="flashckpt gc"
+        ) from error
+
+
+def check_place(fd: int, block: Superblock, path: Path) -> None:
+    """Refuse a segment that is cut short (reading it would be SIGBUS), another user's, or of an earlier boot."""
+    status = os.fstat(fd)
+    left = "It was left as it is."
+    if status.st_size != block.spec.nbytes:
+        raise DamagedError(
+            f"segment {path} has the wrong size", found=f"{status.st_size} bytes", expected=f"{block.spec.nbytes} bytes",
+            state=left,
+        )  # fmt: skip
+    if status.st_uid != os.getuid() or block.uid != os.getuid():
+        raise DamagedError(
+            f"segment {path} belongs to another user",
+            found=f"file of uid {status.st_uid}, made by uid {block.uid}",
+            expected=f"uid {os.getuid()}",
+            state=left,
+        )
+    if block.boot_id != boot_id():
+        raise DamagedError(
+            f"segment {path} is of an earlier boot of this machine",
+            found=block.boot_id.hex(),
+            expected=boot_id().hex(),
+            state=left,
+            remedy="remove it: flashckpt gc",
+        )
+
+
+def describe_process(pid: int) -> str:
+    """Return "process <pid> (<command line>)" for error texts."""
+    try:
+        words = Path(f"/proc/{pid}/cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace").strip()
+    except OSError:
+        words = ""
+    return f"process {pid}" + (f" ({words[:120]})" if words else "")
+
+
+def address_of(mapping: memoryview) -> int:
+    """Return where the mapping starts; keeps no export of it, so that it can be closed."""
+    return int(np.frombuffer(mapping, np.uint8).ctypes.data)
+
+
+def touch(mapping: memoryview, address: int, start: int, size: int) -> None:
+    """Map every page now, so that the first snapshot is as fast as the second (1.4 GB/s untouched, 11 warm).
+
+    Reading them is enough, and half the work where an earlier life has written them: the mapping is shared and writable.
+    """
+    if not prefault.populate(address + start, size, write=False):
+        touched = np.frombuffer(mapping, np.uint8)[start : start + size : PAGE]  # kernels before 5.14
+        int(touched.sum())

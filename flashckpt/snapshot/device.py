@@ -1,0 +1,207 @@
+"""Copies from an accelerator: a side stream per device, batches with an event each, the fence as a stream wait.
+
+The host is never blocked by a copy. Small tensors are gathered into one buffer on the device and cross the bus as
+one copy: a copy of its own costs each of them more than its bytes. `api` is `torch.cuda` or an object with the
+same Event, Stream, stream and current_stream, so that the order of operations is tested without a GPU.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from itertools import accumulate
+from typing import Any
+
+import torch
+
+from flashckpt.core.shard import ALIGN_SMALL, SMALL_BYTES, round_up
+from flashckpt.snapshot.copy import Buffer, Item, source_of
+
+_PORTABLE = 1  # cudaHostRegisterPortable
+BATCH_BYTES = 64 << 20
+"""Bytes per event: the host hashes one batch while the next is on the wire."""
+
+
+@dataclass(frozen=True, slots=True)
+class Marks:
+    """What `mark` recorded: an event per device, clones of what is not fenced, and small ones of it gathered."""
+
+    events: dict[torch.device, Any]
+    clones: list[tuple[Item, torch.Tensor]]
+    packs: list[Pack]
+
+
+class Pack:
+    """Small tensors of one device: gathered there in a few kernels, brought to the host as one copy, dealt out in the slot.
+
+    Args:
+        items: At most SMALL_BYTES each, not empty, all on one device.
+    """
+
+    def __init__(self, items: Sequence[Item]) -> None:
+        self.items = items
+        self.device = items[0].local.device
+        *starts, total = accumulate((round_up(item.nbytes, ALIGN_SMALL) for item in items), initial=0)
+        self._starts = starts
+        self._on_device = torch.empty(total, dtype=torch.uint8, device=self.device)
+        self._on_host = torch.empty(total, dtype=torch.uint8, pin_memory=self.device.type == "cuda")
+        self._groups: dict[torch.dtype, tuple[list[torch.Tensor], list[Item]]] = {}
+        for item, start in zip(
+            items, starts, strict=True
+        ):  # one kernel copies many tensors only if they are of one type
+            part = self._part(item, start)
+            parts, own = self._groups.setdefault(part.dtype, ([], []))
+            parts.append(part)
+            own.append(item)
+
+    def _part(self, item: Item, start: int) -> torch.Tensor:
+        flat = self._on_device[start : start + item.nbytes]
+        return flat.view(source_of(item).dtype).view(item.row.box.lengths)
+
+    def gather(self) -> None:
+        """Queue the gathering on the current stream."""
+        for parts, items in self._groups.values():
+            torch._foreach_copy_(parts, [source_of(item) for item in items])
+
+    def fetch(self) -> None:
+        """Queue the copy to the host on the current stream."""
+        self._on_host.copy_(self._on_device, non_blocking=True)
+
+    def deal(self, buffer: Buffer) -> None:
+        """Put every tensor into its place in the slot; the copy must have arrived."""
+        address = self._on_host.data_ptr()
+        for item, start in zip(self.items, self._starts, strict=True):
+            ctypes.memmove(buffer.address + item.offset, address + start, item.nbytes)
+
+
+class Packs:
+    """The packs of a list of items: made when the list is another one, else used again."""
+
+    def __init__(self) -> None:
+        self._items: Sequence[Item] = ()
+        self.large: list[Item] = []
+        self.packs: list[Pack] = []
+
+    def of(self, items: Sequence[Item]) -> tuple[list[Item], list[Pack]]:
+        """Return (items that are copied one by one, packs of the others)."""
+        if items is not self._items:
+            small: dict[torch.device, list[Item]] = {}
+            self.large = [item for item in items if item.nbytes > SMALL_BYTES]
+            for item in items:
+                if 0 < item.nbytes <= SMALL_BYTES:
+                    small.setdefault(item.local.device, []).append(item)
+            self._items, self.packs = items, [Pack(some) for some in small.values()]
+        return self.large, self.packs
+
+
+class CudaLanes:
+    """The side streams of one rank.
+
+    Args:
+        api: `torch.cuda`, or a stand-in.
+    """
+
+    def __init__(self, api: Any = None) -> None:
+        self._api = api if api is not None else torch.cuda
+        self._streams: dict[torch.device, Any] = {}
+        self._last: dict[torch.device, Any] = {}
+        self._fenced, self._unfenced = Packs(), Packs()
+
+    def mark(self, items: Sequence[Item], unfenced: Sequence[Item]) -> Marks:
+        """Record what is queued now on each device's current stream: copies start behind it.
+
+        Args:
+            items: Fenced tensors; read where they are.
+            unfenced: Tensors that may change as soon as `step()` returns: cloned or gathered on the device first, in
+                stream order. The snapshot before must be at its end: its gathered tensors are overwritten.
+        """
+        large, packs = self._unfenced.of(unfenced)
+        clones = [(item, source_of(item).clone()) for item in large]
+        for pack in packs:
+            pack.gather()
+        events = {}
+        for device in {item.local.device for item in [*items, *unfenced]}:
+            event = self._api.Event()
+            event.record(self._api.current_stream(device))
+            events[device] = event
+        return Marks(events=events, clones=clones, packs=packs)
+
+    def enqueue(self, items: Sequence[Item], buffer: Buffer, marks: Marks) -> list[Any]:
+        """Queue every copy on the side streams (copy thread); return batches of (event, items, pack or None)."""
+        large, packs = self._fenced.of(items)
+        copies = [*marks.clones, *((item, None) for item in large)]
+        batches: list[Any] = []
+        for device, mark in marks.events.items():
+            stream = self._streams.get(device)
+            if stream is None:
+                stream = self._streams[device] = self._api.Stream(device)
+            with self._api.stream(stream):
+                stream.wait_event(mark)
+                for pack in packs:
+                    if pack.device == device:
+                        pack.gather()
+                for pack in [*packs, *marks.packs]:
+                    if pack.device == device:
+                        pack.fetch()
+                        batches.append((self._recorded(device, stream), pack.items, pack))
+                for batch in _batches([copy for copy in copies if copy[0].local.device == device]):
+                    for item, clone in batch:
+                        source = source_of(item) if clone is None else clone
+                        buffer.tensor(item).copy_(source, non_blocking=True)
+                    batches.append((self._recorded(device, stream), [item for item, _ in batch], None))
+        return batches
+
+    def _recorded(self, device: torch.device, stream: Any) -> Any:
+        event = self._last[device] = self._api.Event()
+        event.record(stream)
+        return event
+
+    def fence(self) -> None:
+        """Make what the training thread queues from now on wait for the copies; returns at once."""
+        for device, event in self._last.items():
+            self._api.current_stream(device).wait_event(event)
+
+    def arrivals(self, batches: Sequence[Any], buffer: Buffer) -> Iterator[Sequence[Item]]:
+        """Yield each batch when its bytes are in the slot (copy thread; the wait releases the GIL)."""
+        for event, items, pack in batches:
+            event.synchronize()
+            if pack is not None:
+                pack.deal(buffer)
+            yield items
+
+
+def _batches(copies: Sequence[tuple[Item, torch.Tensor | None]]) -> Iterator[list[tuple[Item, torch.Tensor | None]]]:
+    batch: list[tuple[Item, torch.Tensor | None]] = []
+    size = 0
+    for item, clone in sorted(copies, key=lambda copy: copy[0].offset):
+        batch.append((item, clone))
+        size += item.nbytes
+        if size >= BATCH_BYTES:
+            yield batch
+            batch, size = [], 0
+    if batch:
+        yield batch
+
+
+def register(address: int, nbytes: int, *, index: int, api: Any = None) -> bool:
+    """Page-lock host memory for direct transfers of every device of this process.
+
+    Args:
+        address: Of the mapping.
+        nbytes: Its size.
+        index: The device of this rank: a thread begins on device 0, and would make a context there.
+        api: `torch.cuda`, or a stand-in.
+
+    Returns:
+        False where it was refused (a limit on locked memory): copies then go through the driver's own buffers.
+    """
+    cuda = api if api is not None else torch.cuda
+    with cuda.device(index):
+        return int(cuda.cudart().cudaHostRegister(address, nbytes, _PORTABLE)) == 0
+
+
+def unregister(address: int, *, api: Any = None) -> None:
+    """Give page-locked memory back; before it is unmapped."""
+    cuda = api if api is not None else torch.cuda
+    cuda.cudart().cudaHostUnregister(address)

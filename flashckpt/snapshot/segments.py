@@ -1,0 +1,316 @@
+"""This rank's share of the memory tier: its segment, reserved in the background, and the choice of slots."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from flashckpt.core.manifest import ShardTable, encode_table
+from flashckpt.core.shard import Shard, layout_hash, place
+from flashckpt.errors import ConfigError, DamagedError, FlashckptError, FormatVersionError, SharedMemoryError
+from flashckpt.logs import guarded
+from flashckpt.shm import capacity
+from flashckpt.shm.acks import Known
+from flashckpt.shm.job_directory import JobDirectory
+from flashckpt.shm.segment import Segment, SegmentSpec, SlotPinned, SlotWriter, choose_slot
+from flashckpt.snapshot.reservation import Reservation
+
+_log = guarded(logging.getLogger("flashckpt"))
+MANIFEST_SLACK_BYTES = 256 << 10
+SMALL_SLOT_BYTES = 16 << 20
+"""Up to here the first slot is made at once, in about 10 ms; larger ones in the background, beside training."""
+_LET_GO_S = 2.0
+"""How long a killed process may take to give its locks back."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Need:
+    """What one slot of a rank needs.
+
+    Attributes:
+        layout: u64 layout hash; names the segment.
+        data_bytes: Bytes of the data area.
+        manifest_bytes: Bytes of the manifest area.
+    """
+
+    layout: int
+    data_bytes: int
+    manifest_bytes: int
+
+    @property
+    def slot_bytes(self) -> int:
+        """Bytes of a slot, its header page included, and a share of the superblock."""
+        return self.data_bytes + self.manifest_bytes + 3 * 4096
+
+    def with_room(self, nbytes: int) -> Need:
+        """Return the same need with more bytes in the data area, for state that grows."""
+        return replace(self, data_bytes=self.data_bytes + nbytes)
+
+
+def need_of(shards: Sequence[Shard], value_bytes: int = 0) -> Need:
+    """Return what a slot for `shards` and about `value_bytes` of non-tensor state needs, with room to grow."""
+    placement = place(shards)
+    table = ShardTable.from_shards(shards, placement.offsets)
+    manifest = manifest_room(table, len(encode_table(table)), value_bytes)
+    return Need(layout=layout_hash(shards), data_bytes=placement.total, manifest_bytes=manifest)
+
+
+def manifest_room(table: ShardTable, table_bytes: int, value_bytes: int) -> int:
+    """Return the bytes to reserve for a manifest: its table and digests, and values that may grow."""
+    return 2 * table_bytes + 8 * table.chunks + 4 * value_bytes + MANIFEST_SLACK_BYTES
+
+
+class RankMemory:
+    """The segments of one rank: one it writes, and older ones that the daemon retires.
+
+    Args:
+        directory: Of the job on this node.
+        root_digest: Ties segments to the root.
+        rank: Global rank.
+        pin_for: Index of the CUDA device to page-lock the slots for, or None.
+    """
+
+    def __init__(self, directory: JobDirectory, *, root_digest: int, rank: int, pin_for: int | None = None) -> None:
+        self._directory, self._root_digest, self._rank, self._pin_for = directory, root_digest, rank, pin_for
+        self._reservation = Reservation(pin_for=pin_for)
+        self._coming: Need | None = None
+
+    @property
+    def segment(self) -> Segment | None:
+        """The segment that is written; None while another is being made, and before and after."""
+        return self._reservation.segment
+
+    def refuse_other_run(self) -> None:
+        """Refuse to begin while a process of another run of this job holds memory on this node, whatever its layout.
+
+        To be called before any rank of this run holds any. A rank of the life before that was just killed may
+        need a moment to let go.
+
+        Raises:
+            JobInUseError: Names the process; nothing was changed.
+        """
+        end = time.monotonic() + _LET_GO_S
+        for path in self._directory.segments():
+            try:
+                segment = Segment.attach(path)
+            except (FileNotFoundError, DamagedError, FormatVersionError):
+                continue
+            with contextlib.closing(segment):
+                while segment.is_owned and time.monotonic() < end:
+                    time.sleep(0.01)
+                segment.refuse_if_owned()
+
+    def own_existing(self, need: Need) -> Segment | None:
+        """Return this rank's segment of an earlier life if it has room for `need`, now owned; None if there is none.
+
+        Raises:
+            JobInUseError: A live process holds it.
+            ConfigError: It belongs to another root under the same job id.
+        """
+        for path in filter(Path.exists, self._paths(need.layout)):
+            try:
+                segment = Segment.attach(path, writable=True)
+            except (FileNotFoundError, DamagedError, FormatVersionError) as error:
+                _log.warning("%s is not used: %s", path, error)
+                continue
+            if segment.spec.root_digest != self._root_digest:
+                segment.close()
+                raise _other_root(path)
+            try:
+                if self._has_room(segment.spec, need):
+                    segment.own()
+                    return segment
+            except BaseException:
+                segment.close()
+                raise
+            segment.close()
+        return None
+
+    def _paths(self, layout: int) -> list[Path]:
+        """Return where segments of a layout may lie: the second and later names serve when one has no room or is damaged."""
+        return [self._directory.segment_path(self._rank, (layout + i) % (1 << 64)) for i in range(8)]
+
+    @staticmethod
+    def _has_room(spec: SegmentSpec, need: Need) -> bool:
+        """Whether a snapshot fits; half of the manifest's need is headroom for values that grow."""
+        return spec.data_capacity >= need.data_bytes and spec.manifest_capacity >= need.manifest_bytes // 2
+
+    def open(self, need: Need, *, slots: int | None, job: str) -> None:
+        """Adopt or create the segment and reserve it in the background.
+
+        Args:
+            need: Of one slot.
+            slots: Number of slots; None for 3, falling back to 2 where 3 do not fit.
+            job: Job id.
+
+        Raises:
+            SharedMemoryError: There is too little room for 2 slots.
+            JobInUseError: A live process holds this rank's segment.
+        """
+        self.release()
+        segment = self._obtain(need, slots, job)
+        self._reservation = Reservation(pin_for=self._pin_for)
+        self._reservation.segment = segment
+        self._reservation.start(lambda: segment)
+        self._coming = need
+        self.wait_if_small()
+
+    def wait_if_small(self) -> None:
+        """Wait for the first slot where that takes some 10 ms. Not for the training loop: while the job begins. Raises as `open`."""
+        if self._coming is not None and self._coming.slot_bytes <= SMALL_SLOT_BYTES:
+            self.wait_first()
+
+    def replace(self, need: Need, *, slots: int | None, job: str) -> None:
+        """Move to another segment: from now on there is no slot until a thread has made one. Costs the caller no waiting.
+
+        The segment before is given up there, and removed if it never held a snapshot. What `open` raises is raised by
+        the next question for a slot. Not while a snapshot is being written.
+        """
+        before, coming = self._reservation, Reservation(pin_for=self._pin_for)
+        before.stop.set()
+        self._reservation, self._coming = coming, need
+
+        def obtain() -> Segment | None:
+            before.end(unlink_unused=True)
+            return None if coming.stop.is_set() else self._obtain(need, slots, job)
+
+        coming.start(obtain)
+
+    def _obtain(self, need: Need, slots: int | None, job: str) -> Segment:
+        segment = self.own_existing(need)
+        return segment if segment is not None else self._create(need, slots, job)
+
+    def _create(self, need: Need, slots: int | None, job: str) -> Segment:
+        path = next(p for p in self._paths(need.layout) if not p.exists())
+        for count in [slots] if slots else [3, 2]:
+            spec = SegmentSpec(
+                job=job,
+                root_digest=self._root_digest,
+                rank=self._rank,
+                slots=count,
+                manifest_capacity=need.manifest_bytes,
+                data_capacity=need.data_bytes,
+                layout_hash=need.layout,
+            )
+            try:
+                return Segment.create(path, spec)
+            except SharedMemoryError as error:
+                if slots or count == 2:
+                    raise
+                _log.warning("too little room for 3 slots, taking 2: %s", error.found)
+        raise AssertionError
+
+    @property
+    def is_ready(self) -> bool:
+        """Whether the memory is reserved; raises what the reservation raised."""
+        return self._reservation.is_ready
+
+    def wait_ready(self, timeout_s: float | None = None) -> bool:
+        """Wait for the whole reservation; False if it is not done in time."""
+        self._reservation.ready.wait(timeout_s)
+        return self.is_ready
+
+    def wait_first(self, timeout_s: float | None = None) -> bool:
+        """Wait until a snapshot can be taken: one slot is reserved; False if none is in time. Raises as `is_ready`."""
+        self._reservation.first.wait(timeout_s)
+        return self.has_slot
+
+    @property
+    def has_slot(self) -> bool:
+        """Whether the memory of some slot is made, so that a snapshot can be taken; does not wait. Raises as `is_ready`."""
+        return self.is_ready or self._reservation.first.is_set()
+
+    def fits(self, need: Need) -> bool:
+        """Whether a snapshot of another structure has room in the open segment, or in the one that is being made."""
+        segment, coming = self.segment, self._coming
+        if segment is not None:
+            return self._has_room(segment.spec, need)
+        return coming is not None and (
+            coming.data_bytes >= need.data_bytes and coming.manifest_bytes >= need.manifest_bytes // 2
+        )
+
+    def begin(
+        self,
+        *,
+        generation: int,
+        step: int,
+        world_size: int,
+        persist: bool,
+        parent: tuple[int, int] | None,
+        known: Known,
+        superseded: tuple[int, int] | None,
+    ) -> SlotWriter | None:
+        """Return a writer on the slot that may be overwritten, or None if there is none (invariant M1, pins)."""
+        segment = self.segment
+        assert segment is not None, "ask has_slot first"
+        busy = segment.busy() | self._reservation.unreserved()
+        while True:
+            slot = choose_slot(
+                segment.headers(), pinned=busy, common=known.common, hopeless=known.hopeless, superseded=superseded
+            )
+            if slot is None:
+                return None
+            try:
+                return segment.begin(
+                    slot, generation=generation, step=step, world_size=world_size, persist=persist, parent=parent
+                )
+            except SlotPinned:  # a reader took it between the look and the lock
+                busy.add(slot)
+
+    def complete(self) -> list[tuple[int, int]]:
+        """Return the identities of this rank's COMPLETE slots, in all its segments on this node."""
+        segment = self.segment
+        found = {h.identity for h in segment.headers() if h.is_complete} if segment is not None else set()
+        for path in self._directory.segments():
+            if segment is not None and path == segment.path:
+                continue
+            if path.name.startswith(f"r{self._rank:05d}-"):
+                with contextlib.suppress(FlashckptError, OSError), contextlib.closing(Segment.attach(path)) as other:
+                    found |= {h.identity for h in other.headers() if h.is_complete}
+        return sorted(found, reverse=True)
+
+    def release(self) -> None:
+        """Stop reserving and give the segment up; its file and its snapshots stay."""
+        self._reservation.end()
+
+
+def _other_root(path: Path) -> ConfigError:
+    return ConfigError(
+        "this job id is in use with another root",
+        found=str(path),
+        expected="one root per job id",
+        state="The snapshots of the other run were left as they are.",
+        remedy="give this run an id of its own (job='...' or FLASHCKPT_JOB_ID), or remove the old one: flashckpt gc",
+    )
+
+
+def slots_for(need_bytes: int, free_bytes: int, wanted: int | None) -> int:
+    """Return how many slots per rank this node has room for: `wanted`, or 3, or 2.
+
+    Args:
+        need_bytes: Sum over the node's ranks of the bytes of one slot that are not yet reserved.
+        free_bytes: Room on the node, before anybody reserves.
+        wanted: The user's number, or None.
+
+    Raises:
+        SharedMemoryError: Not even 2 (or `wanted`) fit.
+    """
+    for count in [wanted] if wanted else [3, 2]:
+        if need_bytes * count <= free_bytes:
+            return count
+    least = wanted or 2
+    raise capacity.too_little(
+        Path("/dev/shm"),  # noqa: S108 -- only named in the remedy
+        need_bytes * least,
+        capacity.Room(nbytes=free_bytes, limit="the tmpfs, the machine or a cgroup"),
+        what=f"{least} slots per rank",
+    )
+
+
+def free_bytes(directory: JobDirectory) -> int:
+    """Return the bytes that may still be reserved on this node."""
+    return capacity.rooms(directory.path)[0].nbytes

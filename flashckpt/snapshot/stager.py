@@ -1,0 +1,289 @@
+"""Snapshots under way: copies handed to a thread, checked against the fence, made COMPLETE off the training thread."""
+
+from __future__ import annotations
+
+import logging
+import queue
+import threading
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+from flashckpt.core.manifest import Manifest, encode_manifest
+from flashckpt.errors import FenceError, FlashckptError, SharedMemoryError
+from flashckpt.logs import guarded
+from flashckpt.shm.segment import SlotWriter
+from flashckpt.snapshot.copy import (
+    Buffer,
+    SlotOverflowError,
+    StalePlanError,
+    check_slot,
+    copy_and_hash,
+    copy_item,
+    hash_item,
+)
+from flashckpt.snapshot.copy_plan import Plan
+from flashckpt.snapshot.device import CudaLanes
+from flashckpt.state.registry import Captured
+
+__all__ = ["Identity", "Plan", "Snapshot", "Stager", "StaleWatch", "fence_error"]
+
+_log = guarded(logging.getLogger("flashckpt"))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Identity:
+    """What a manifest says besides tensors and values."""
+
+    job: str
+    generation: int
+    step: int
+    parent: tuple[int, int] | None
+    world_size: int
+    rank: int
+    coordinates: dict[str, int]
+    persist: bool
+
+
+@dataclass(eq=False)
+class Snapshot:
+    """One snapshot under way.
+
+    Attributes:
+        identity: What it is of.
+        plan: Where its bytes go.
+        values: Non-tensor state.
+        copied: Set when nothing more is read from live tensors (on an accelerator: when all copies are queued).
+        done: Set when it is COMPLETE or was discarded.
+        error: Why it was discarded, or None.
+        optimizer_steps: How often a tracked optimizer had stepped when it was taken.
+        digests: Of its chunks, once it is COMPLETE.
+        started_s, copied_s, done_s: `time.perf_counter()` of the phases.
+    """
+
+    identity: Identity
+    plan: Plan
+    writer: SlotWriter
+    buffer: Buffer
+    values: dict[str, Any]
+    versions: list[int]
+    marks: Any = None
+    optimizer_steps: int = 0
+    copied: threading.Event = field(default_factory=threading.Event)
+    done: threading.Event = field(default_factory=threading.Event)
+    error: Exception | None = None
+    started_s: float = 0.0
+    copied_s: float = 0.0
+    done_s: float = 0.0
+    cpu_s: float = 0.0
+    checked: bool = False
+    digests: np.ndarray | None = None
+    lock: threading.Lock = field(default_factory=threading.Lock)
+
+    def check(self) -> None:
+        """Compare the version counters once: before the training thread may mutate, after the last read."""
+        with self.lock:
+            if self.checked:
+                return
+            self.checked = True
+            names = self.plan.changed(self.versions)
+        if names:
+            self.error = fence_error(names, self.identity.step)
+
+
+def fence_error(names: Sequence[str], step: int) -> FenceError:
+    """Return the error for tensors that were changed while they were copied."""
+    more = f" and {len(names) - 1} more" if len(names) > 1 else ""
+    return FenceError(
+        f"{names[0]!r}{more} was changed while the snapshot of step {step} was copied",
+        found="a write outside the step() of a tracked optimizer",
+        expected="no write to parameters or optimizer state between ckpt.step() and the next optimizer.step()",
+        state="That snapshot was discarded; the one before it is intact and training goes on.",
+        remedy="call ckpt.fence() before the write, or move it before ckpt.step()",
+    )
+
+
+class Stager:
+    """The copy thread of one rank and the snapshot it is working on.
+
+    Args:
+        on_complete: Called in the copy thread with each COMPLETE snapshot, before `done` is set.
+        on_failure: Called in the copy thread with each discarded snapshot and its error.
+    """
+
+    def __init__(
+        self, on_complete: Callable[[Snapshot], None], on_failure: Callable[[Snapshot, Exception], None]
+    ) -> None:
+        self._on_complete, self._on_failure = on_complete, on_failure
+        self._queue: queue.SimpleQueue[Snapshot | None] = queue.SimpleQueue()
+        self._thread: threading.Thread | None = None
+        self._lanes = CudaLanes()
+        self.current: Snapshot | None = None
+
+    def ready(self) -> None:
+        """Start the thread, so that the first snapshot need not."""
+        if self._thread is None:
+            self._thread = threading.Thread(target=self._run, name="flashckpt-copy", daemon=True)
+            self._thread.start()
+
+    def start(
+        self, plan: Plan, writer: SlotWriter, captured: Captured, identity: Identity, *, optimizer_steps: int = 0
+    ) -> Snapshot:
+        """Copy what is not fenced, hand out the rest, return: no planning, no allocation that grows with the state.
+
+        A plan that does not fit the slot, or the live tensors, discards this snapshot and no other.
+        """
+        started = time.perf_counter()
+        buffer = Buffer(writer.data)
+        try:
+            snapshot = Snapshot(identity, plan, writer, buffer, captured.values, [], started_s=started)
+            try:
+                check_slot(plan.end, len(writer.data), identity.step)
+                for item in plan.unfenced:
+                    copy_item(item, buffer)
+                for item in plan.fresh:
+                    copy_item(item, buffer, captured.tensors[item.row.entry.fqn])
+            except (SlotOverflowError, StalePlanError) as error:
+                snapshot.error, plan.is_stale = error, True
+                self._end(snapshot, 0.0)
+                return snapshot
+            snapshot.versions = plan.versions()
+            snapshot.optimizer_steps = optimizer_steps
+            if plan.uses_device:
+                snapshot.marks = self._lanes.mark(plan.device, plan.device_unfenced)
+        except BaseException:
+            buffer.close()
+            writer.discard()
+            raise
+        self.ready()
+        self.current = snapshot
+        self._queue.put(snapshot)
+        return snapshot
+
+    def fence(self) -> None:
+        """Return when live state may be changed: copies are done, or on an accelerator ordered before what follows."""
+        snapshot = self.current
+        if snapshot is None:
+            return
+        if not snapshot.copied.is_set():
+            snapshot.copied.wait()
+        if snapshot.plan.uses_device:
+            snapshot.check()
+            self._lanes.fence()
+
+    def finish(self) -> None:
+        """Return when the snapshot under way is COMPLETE or discarded."""
+        self.fence()
+        if self.current is not None:
+            self.current.done.wait()
+            self.current = None
+
+    def close(self) -> None:
+        """Finish and end the thread."""
+        self.finish()
+        if self._thread is not None:
+            self._queue.put(None)
+            self._thread.join()
+            self._thread = None
+
+    # -- copy thread -------------------------------------------------------------------------------------
+
+    def _run(self) -> None:
+        while (snapshot := self._queue.get()) is not None:
+            started = time.thread_time()
+            try:
+                self._take(snapshot)
+            except Exception as error:  # noqa: BLE001 -- training goes on whatever happens to one snapshot
+                snapshot.error = error
+                # a manifest that has outgrown its area needs another segment, as state of another form does
+                snapshot.plan.is_stale = isinstance(error, (StalePlanError, SharedMemoryError))
+            self._end(snapshot, time.thread_time() - started)
+
+    def _take(self, snapshot: Snapshot) -> None:
+        plan, buffer = snapshot.plan, snapshot.buffer
+        plan.settle()
+        plan.check_forms()
+        digests = np.zeros(plan.table.chunks, np.uint64)
+        batches = self._lanes.enqueue(plan.device, buffer, snapshot.marks) if plan.uses_device else []
+        for item in plan.fenced:
+            copy_and_hash(item, buffer, digests)
+        if not plan.uses_device:
+            snapshot.check()
+        snapshot.copied_s = time.perf_counter()
+        snapshot.copied.set()
+        for item in [*plan.unfenced, *plan.fresh]:
+            hash_item(item, buffer, digests)
+        for items in self._lanes.arrivals(batches, buffer):
+            for item in items:
+                hash_item(item, buffer, digests)
+        snapshot.check()
+        if snapshot.error is None:
+            self._commit(snapshot, digests)
+
+    def _commit(self, snapshot: Snapshot, digests: np.ndarray) -> None:
+        who, plan = snapshot.identity, snapshot.plan
+        manifest = Manifest(
+            job=who.job,
+            generation=who.generation,
+            step=who.step,
+            parent=who.parent,
+            world_size=who.world_size,
+            rank=who.rank,
+            writers=[who.rank],
+            coordinates=who.coordinates,
+            table=plan.table,
+            digests=digests,
+            values=snapshot.values,
+        )
+        encoded = encode_manifest(manifest, table_bytes=plan.table_bytes)
+        snapshot.buffer.close()
+        snapshot.writer.commit(encoded, data_bytes=plan.total)
+        snapshot.digests = digests
+        snapshot.done_s = time.perf_counter()
+
+    def _end(self, snapshot: Snapshot, cpu_s: float) -> None:
+        snapshot.cpu_s, snapshot.marks = cpu_s, None
+        snapshot.buffer.close()
+        try:
+            if snapshot.error is None:
+                self._on_complete(snapshot)
+            else:
+                self._discard(snapshot)
+                self._on_failure(snapshot, snapshot.error)
+        except Exception:  # noqa: BLE001 -- a user's callback must not end the copy thread
+            _log.exception("the snapshot of step %d: a callback failed", snapshot.identity.step)
+        finally:
+            snapshot.copied.set()
+            snapshot.done.set()
+
+    @staticmethod
+    def _discard(snapshot: Snapshot) -> None:
+        try:
+            snapshot.writer.discard()
+        except (OSError, ValueError, FlashckptError) as error:
+            _log.warning("the slot of step %d could not be set EMPTY: %s", snapshot.identity.step, error)
+
+
+class StaleWatch:
+    """Warns when three snapshots in a row are equal although the optimizer stepped between them."""
+
+    def __init__(self) -> None:
+        self._before: Snapshot | None = None
+        self._equal = 0
+
+    def look(self, snapshot: Snapshot) -> bool:
+        """Take note of a COMPLETE snapshot; True if a warning is due."""
+        before, self._before = self._before, snapshot
+        if before is None or before.plan is not snapshot.plan or not len(snapshot.plan.rows_compared):
+            self._equal = 0
+            return False
+        assert before.digests is not None
+        assert snapshot.digests is not None
+        if snapshot.optimizer_steps == before.optimizer_steps:
+            return False
+        rows = snapshot.plan.rows_compared
+        self._equal = self._equal + 1 if np.array_equal(before.digests[rows], snapshot.digests[rows]) else 0
+        return self._equal == 2

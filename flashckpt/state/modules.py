@@ -1,0 +1,186 @@
+"""Names and tensors of tracked modules: wrappers stripped, parts merged, shared tensors once."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor
+from torch.nn.parallel import DistributedDataParallel
+from torch.nn.parameter import is_lazy
+
+from flashckpt.errors import UnsupportedStateError
+from flashckpt.logs import guarded
+from flashckpt.state.placement import local_of
+
+_log = guarded(logging.getLogger("flashckpt"))
+_WRAPPERS = ("_orig_mod", "_checkpoint_wrapped_module", "_fsdp_wrapped_module")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModuleTensor:
+    """One parameter or persistent buffer.
+
+    Attributes:
+        name: Global name without the track name.
+        tensor: The parameter or buffer as its module holds it.
+        is_parameter: False for a buffer.
+        ddp_ranks: Ranks of the DDP wrapper around it, or None.
+    """
+
+    name: str
+    tensor: torch.Tensor
+    is_parameter: bool
+    ddp_ranks: tuple[int, ...] | None
+
+
+class Shapes:
+    """Notices tensors that change their shape while they train: a program that begins anew makes them as they were."""
+
+    def __init__(self) -> None:
+        self._known: dict[str, torch.Size] = {}
+        self._named: set[str] = set()
+
+    def look(self, found: Mapping[str, ModuleTensor]) -> None:
+        """Warn, once for each, of tensors of another shape than at the last look."""
+        for name, one in found.items():
+            before = self._known.setdefault(name, one.tensor.shape)
+            if before == one.tensor.shape or name in self._named:
+                continue
+            self._named.add(name)
+            _log.warning(
+                "%r had the shape %s and has %s now: its snapshots can only be restored into a program that makes it with "
+                "the shape it has then; leave it out with persistent=False, or make it with its largest shape",
+                name, tuple(before), tuple(one.tensor.shape),
+            )  # fmt: skip
+
+
+def tensors_of(part: nn.Module) -> Iterator[ModuleTensor]:
+    """Yield the parameters and persistent buffers of one model part; shared ones under each of their names."""
+    reshard(part)
+    wrapped: dict[str, tuple[int, ...]] = {}
+    for prefix, module in part.named_modules(remove_duplicate=False):
+        if isinstance(module, DistributedDataParallel):
+            wrapped[prefix] = tuple(dist.get_process_group_ranks(module.process_group))
+    for prefix, module in part.named_modules(remove_duplicate=False):
+        ranks = next((r for p, r in wrapped.items() if prefix == p or prefix.startswith(f"{p}." if p else "")), None)
+        clean = strip(prefix, wrapped)
+        _refuse_hidden(clean, module)
+        dot = f"{clean}." if clean else ""
+        for key, parameter in module._parameters.items():  # noqa: SLF001 -- named_parameters() drops the owner of each
+            if parameter is not None:
+                _refuse_lazy(dot + key, parameter)
+                yield ModuleTensor(name=dot + key, tensor=parameter, is_parameter=True, ddp_ranks=ranks)
+        transient = module._non_persistent_buffers_set  # noqa: SLF001 -- the only place that says so
+        for key, buffer in module._buffers.items():  # noqa: SLF001 -- as above
+            if buffer is not None and key not in transient:
+                _refuse_lazy(dot + key, buffer)
+                yield ModuleTensor(name=dot + key, tensor=buffer, is_parameter=False, ddp_ranks=ranks)
+
+
+def _refuse_lazy(name: str, tensor: torch.Tensor) -> None:
+    if is_lazy(tensor):
+        raise UnsupportedStateError(
+            f"{name!r} is uninitialized: a lazy module makes it in its first forward",
+            found=type(tensor).__qualname__,
+            expected="tensors that have a shape and values",
+            state="Nothing was tracked.",
+            remedy="run the model once on a batch of the right shape before restore()",
+        )
+
+
+def refuse_hidden(name: str, part: nn.Module) -> None:
+    """Refuse a part in which a module saves state that is no parameter, buffer or extra state.
+
+    Raises:
+        UnsupportedStateError: Names the module, its class and the keys that would be lost.
+    """
+    for prefix, module in part.named_modules(prefix=name):
+        _refuse_hidden(prefix, module)
+
+
+def _refuse_hidden(path: str, module: nn.Module) -> None:
+    hidden = _hidden_keys(module)
+    if not hidden:
+        return
+    kind = f"{type(module).__module__}.{type(module).__qualname__}"
+    raise UnsupportedStateError(
+        f"the module {path!r} saves state that is neither a parameter nor a buffer",
+        found=f"{', '.join(map(repr, hidden[:3]))}{', ...' if len(hidden) > 3 else ''} in the state dict of a {kind}",
+        expected="parameters, persistent buffers, or get_extra_state() and set_extra_state() that hold the rest",
+        remedy="track only the modules that train, e.g. the adapters: track(model=torch.nn.ModuleDict(...)); or give "
+        "its class get_extra_state() and set_extra_state()",
+    )
+
+
+def _hidden_keys(module: nn.Module) -> list[str]:
+    """Return the keys of state that only the module's own way of saving knows; most classes have none of their own."""
+    kind, saved = type(module), dict[str, Any]()
+    if kind.get_extra_state is not nn.Module.get_extra_state:
+        return []
+    if not module._modules and kind.state_dict is not nn.Module.state_dict:  # noqa: SLF001 -- wrappers rename and gather in theirs
+        saved = dict(module.state_dict())
+    elif kind._save_to_state_dict is not nn.Module._save_to_state_dict:  # noqa: SLF001 -- what quantized modules override
+        module._save_to_state_dict(saved, "", keep_vars=True)  # noqa: SLF001 -- as above
+    if not saved:
+        return []
+    transient = module._non_persistent_buffers_set  # noqa: SLF001 -- the only place that says so
+    buffers = ((key, buffer) for key, buffer in module.named_buffers() if key not in transient)
+    held = dict([*module.named_parameters(), *buffers])
+    if any(map(is_lazy, held.values())):
+        return []  # refused by that name if it is still so when a snapshot is planned
+    storages = {storage_key(tensor) for tensor in held.values()}
+    return [
+        key
+        for key, value in saved.items()
+        if key not in held and not (isinstance(value, torch.Tensor) and storage_key(value) in storages)
+    ]
+
+
+def strip(prefix: str, ddp_prefixes: Sequence[str] | dict[str, tuple[int, ...]] = ()) -> str:
+    """Return a module path without wrapper segments; `module` only where its parent is a DDP wrapper."""
+    kept: list[str] = []
+    parts = prefix.split(".") if prefix else []
+    for i, part in enumerate(parts):
+        if part in _WRAPPERS or (part == "module" and ".".join(parts[:i]) in ddp_prefixes):
+            continue
+        kept.append(part)
+    return ".".join(kept)
+
+
+def extra_states(part: nn.Module) -> Iterator[tuple[str, nn.Module]]:
+    """Yield (name, module) of modules that override `get_extra_state`."""
+    for prefix, module in part.named_modules():
+        if type(module).get_extra_state is not nn.Module.get_extra_state:
+            clean = strip(prefix)
+            yield f"{clean}._extra_state" if clean else "_extra_state", module
+
+
+def reshard(part: nn.Module) -> None:
+    """Bring FSDP2 modules back to sharded parameters (they stay gathered after a forward without a backward)."""
+    for module in part.modules():
+        if isinstance(module, FSDPModule):
+            module.reshard()
+
+
+def watched(part: nn.Module) -> Iterator[dict[str, object]]:
+    """Yield the dicts whose values change when a parameter, buffer or submodule is added or replaced."""
+    for module in part.modules():
+        yield module._parameters  # type: ignore[misc]  # noqa: SLF001 -- held, to see changes without walking the modules
+        yield module._buffers  # type: ignore[misc]  # noqa: SLF001 -- as above
+        if module._modules:  # noqa: SLF001 -- as above
+            yield module._modules  # type: ignore[misc]  # noqa: SLF001 -- as above
+
+
+def storage_key(tensor: torch.Tensor) -> tuple[object, ...]:
+    """Return what two names of one tensor have in common; unique per object where there are no bytes."""
+    local = local_of(tensor)
+    if isinstance(tensor, DTensor) or local.is_meta or local.layout is not torch.strided or not local.numel():
+        return ("object", id(tensor))
+    return (local.device, local.data_ptr(), tuple(local.shape), local.stride(), local.dtype)

@@ -1,0 +1,279 @@
+"""Optimizer state, read directly and named by parameter.
+
+The state_dict functions of torch.distributed.checkpoint are never called on a live optimizer: on a fresh
+one they run a real step. Here the tensors in `optimizer.state` are held by reference, and nothing is run.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+
+from flashckpt.errors import ConfigError, UnsupportedStateError
+from flashckpt.state.pytree import Place, put_together, take_apart
+
+Named = Mapping[int, str]
+"""id(parameter) -> its global name without the track name, e.g. `layers.3.w1.weight`."""
+
+
+def parameters(optimizer: torch.optim.Optimizer) -> Iterator[torch.Tensor]:
+    """Yield the parameters of all groups, in order."""
+    for group in optimizer.param_groups:
+        yield from group["params"]
+
+
+def refuse_wrapper(name: str, optimizer: torch.optim.Optimizer) -> None:
+    """Refuse an optimizer that keeps its state in another one: what it holds itself is empty.
+
+    Raises:
+        UnsupportedStateError: Names the attribute to track instead.
+    """
+    inner = [
+        key
+        for key, value in vars(optimizer).items()
+        if isinstance(value, torch.optim.Optimizer) and value.state is not vars(optimizer).get("state")
+    ]
+    if not inner and hasattr(optimizer, "_optimizer_step_pre_hooks"):
+        return
+    raise UnsupportedStateError(
+        f"the optimizer {name!r} wraps another optimizer, which has the state",
+        found=f"{type(optimizer).__module__}.{type(optimizer).__qualname__}"
+        + (f" with a {type(vars(optimizer)[inner[0]]).__qualname__} as its {inner[0]!r}" if inner else ""),
+        expected="the optimizer that updates the parameters",
+        state="Nothing was tracked.",
+        remedy=_remedy_for_wrapper(name, optimizer, inner[0] if inner else "optimizer"),
+    )
+
+
+def _remedy_for_wrapper(name: str, optimizer: torch.optim.Optimizer, inner: str) -> str:
+    if any(kind.__name__ == "ZeroRedundancyOptimizer" for kind in type(optimizer).__mro__):
+        return (
+            "shard with FSDP2 instead (torch.distributed.fsdp.fully_shard and a plain optimizer), or use a plain optimizer "
+            "on every rank; each rank of ZeroRedundancyOptimizer has state that the others lack"
+        )
+    return (
+        f"track the one inside: track({name}=wrapper.{inner}), if that is all of its state and equal on the ranks that "
+        "hold a parameter"
+    )
+
+
+def name_of(param: torch.Tensor, names: Named, where: str) -> str:
+    """Return the global name of a parameter.
+
+    Raises:
+        ConfigError: No tracked module has it, so its value would not be part of a snapshot.
+    """
+    try:
+        return names[id(param)]
+    except KeyError:
+        raise ConfigError(
+            f"{where!r} updates a parameter that no tracked module has",
+            found=f"a {str(param.dtype).removeprefix('torch.')} tensor of shape {tuple(param.shape)}",
+            expected="every parameter of a tracked optimizer is a parameter of a tracked module",
+            state="Nothing was tracked.",
+            remedy="track its module too: ckpt.track(model=[...], optimizer=...)",
+        ) from None
+
+
+def state_tensors(
+    optimizer: torch.optim.Optimizer, names: Named, where: str
+) -> Iterator[tuple[str, str, torch.Tensor, torch.Tensor]]:
+    """Yield (parameter name, state key, parameter, state tensor) of everything that exists now."""
+    for param in parameters(optimizer):
+        name = name_of(param, names, where)
+        for key, value in optimizer.state.get(param, {}).items():
+            if isinstance(value, torch.Tensor):
+                yield name, usable_key(key, f"{where}.{name}"), param, value
+
+
+def usable_key(key: Any, path: str) -> str:
+    """Return a key of a parameter's state that can be a part of a name.
+
+    Raises:
+        UnsupportedStateError: Another state would come back under this name, or this one under another.
+    """
+    if type(key) is str and key and not {".", "@"} & set(key):
+        return key
+    raise UnsupportedStateError(
+        f"the optimizer state {key!r} of {path!r} cannot be named in a snapshot",
+        found=f"a key of type {type(key).__qualname__}"
+        if type(key) is not str
+        else "an empty key, or '.' or '@' in it",
+        expected="keys that are strings without '.' and '@'",
+        remedy="put it into a dict of its own: state['name'] = {key: value}",
+    )
+
+
+def state_values(
+    optimizer: torch.optim.Optimizer, names: Named, where: str
+) -> Iterator[tuple[str, torch.Tensor, dict[Any, Any], Any]]:
+    """Yield (name of the value, parameter, the state dict it lies in, its key) of state that is no tensor."""
+    for param in parameters(optimizer):
+        state = optimizer.state.get(param, {})
+        for key, value in state.items():
+            if not isinstance(value, torch.Tensor):
+                name = f"{where}.{name_of(param, names, where)}"
+                yield f"{name}.{usable_key(key, name)}", param, state, key
+
+
+def other_keys(optimizer: torch.optim.Optimizer) -> list[Any]:
+    """Return the keys of `optimizer.state` that are no parameters: state that an optimizer keeps once for all of them."""
+    return [key for key in optimizer.state if not isinstance(key, torch.Tensor)]
+
+
+def group_names(optimizers: Sequence[torch.optim.Optimizer], names: Named) -> list[list[list[str]]]:
+    """Return the parameters' names per optimizer and group: static, so that it is made once per structure."""
+    return [[[names[id(p)] for p in group["params"]] for group in optimizer.param_groups] for optimizer in optimizers]
+
+
+def groups(
+    optimizers: Sequence[torch.optim.Optimizer], named: Sequence[Any], path: str
+) -> tuple[Any, dict[str, torch.Tensor]]:
+    """Return (value, tensors) of the hyperparameters: per optimizer, per group, all keys, `params` as names.
+
+    Args:
+        optimizers: The live ones.
+        named: `group_names` of them.
+        path: Prefix of the names of tensors among the hyperparameters.
+    """
+    hyper = [
+        [{k: v for k, v in group.items() if k not in ("params", "param_names")} for group in optimizer.param_groups]
+        for optimizer in optimizers
+    ]
+    skeleton, tensors = take_apart(hyper, path)
+    for one, own in zip(skeleton, named, strict=True):
+        for group, params in zip(one, own, strict=True):
+            group["params"] = params
+    return skeleton, tensors
+
+
+def predicted(optimizer: torch.optim.Optimizer) -> Iterator[tuple[torch.Tensor, str, bool, torch.dtype]]:
+    """Yield (parameter, state key, has the parameter's shape, dtype) of state that the first step will make.
+
+    Only a forecast, to reserve memory before the first step; unknown optimizers give nothing.
+    """
+    wide = torch.get_default_dtype() == torch.float64
+    for group in optimizer.param_groups:
+        scalar = torch.float64 if wide and not group.get("fused") else torch.float32
+        for param in group["params"]:
+            if not param.requires_grad or optimizer.state.get(param):
+                continue
+            for key, full in _predicted_keys(optimizer, group):
+                yield param, key, full, param.dtype if full else scalar
+
+
+_KEYS: tuple[tuple[type[torch.optim.Optimizer], tuple[tuple[str, str], ...]], ...] = (
+    (torch.optim.Adam, (("exp_avg", ""), ("exp_avg_sq", ""), ("max_exp_avg_sq", "amsgrad"))),
+    (torch.optim.SGD, (("momentum_buffer", "momentum"),)),
+    (torch.optim.RMSprop, (("square_avg", ""), ("momentum_buffer", "momentum"), ("grad_avg", "centered"))),
+    (torch.optim.Adagrad, (("sum", ""),)),
+    (torch.optim.Adadelta, (("square_avg", ""), ("acc_delta", ""))),
+    (torch.optim.Adamax, (("exp_avg", ""), ("exp_inf", ""))),
+    (torch.optim.NAdam, (("exp_avg", ""), ("exp_avg_sq", ""))),
+    (torch.optim.RAdam, (("exp_avg", ""), ("exp_avg_sq", ""))),
+)
+"""Keys of state of a parameter's shape, in the order in which torch makes them, and the option that asks for them."""
+_SCALARS = {torch.optim.SGD: (), torch.optim.NAdam: ("step", "mu_product")}
+
+
+def _predicted_keys(optimizer: torch.optim.Optimizer, group: Mapping[str, Any]) -> list[tuple[str, bool]]:
+    for kind, keys in _KEYS:
+        if isinstance(optimizer, kind):
+            scalars = [(key, False) for key in _SCALARS.get(kind, ("step",))]
+            return scalars + [(key, True) for key, option in keys if not option or group.get(option)]
+    return []
+
+
+def bytes_per_byte(optimizers: Sequence[torch.optim.Optimizer]) -> dict[int, int]:
+    """Return id(parameter) -> bytes of state per byte of the parameter, whether it exists yet or not.
+
+    What decides who persists it: nothing that differs between replicas may go in. Of an unknown optimizer
+    two moments are assumed.
+    """
+    found: dict[int, int] = {}
+    for optimizer in optimizers:
+        for group in optimizer.param_groups:
+            keys = _predicted_keys(optimizer, group)
+            count = sum(full for _, full in keys) if keys or isinstance(optimizer, torch.optim.SGD) else 2
+            for param in group["params"]:
+                found[id(param)] = found.get(id(param), 0) + (count if param.requires_grad else 0)
+    return found
+
+
+def groups_by_parameter(optimizer: torch.optim.Optimizer) -> dict[int, dict[str, Any]]:
+    """Return id(parameter) -> the group that holds it."""
+    return {id(p): group for group in optimizer.param_groups for p in group["params"]}
+
+
+def restore_groups(
+    optimizers: Sequence[torch.optim.Optimizer],
+    names: Named,
+    recorded: Sequence[Any],
+    tensor: Any,
+    place: Place | None = None,
+) -> list[str]:
+    """Set hyperparameters by parameter name; return what did not fit ([] when all did).
+
+    Args:
+        optimizers: The live ones.
+        names: Their parameters' names.
+        recorded: Values made by `groups`, one per rank that recorded them; groups are found by the names of
+            their parameters, and by position where a group has none.
+        tensor: Gives the tensors in them by name.
+        place: Brings them to where they lay.
+    """
+    fitting, missing = _fitting(optimizers, names, [put_together(value, tensor, place=place) for value in recorded])
+    for group, found in fitting:
+        _set_group(group, found)
+    return missing
+
+
+def misfits(optimizers: Sequence[torch.optim.Optimizer], names: Named, recorded: Sequence[Any]) -> list[str]:
+    """Return what `restore_groups` would, before any tensor is there: settings that are tensors are not compared."""
+    return _fitting(optimizers, names, [put_together(value, lambda _: torch.empty(0)) for value in recorded])[1]
+
+
+def _fitting(
+    optimizers: Sequence[torch.optim.Optimizer], names: Named, recorded: Sequence[Any]
+) -> tuple[list[tuple[dict[str, Any], dict[str, Any]]], list[str]]:
+    """Return (live group, recorded group) of what fits, and what does not."""
+    by_name: dict[str, dict[str, Any]] = {}
+    by_place: dict[tuple[int, int], dict[str, Any]] = {}
+    for value in recorded:
+        for i, one in enumerate(value):
+            for j, group in enumerate(one):
+                by_place.setdefault((i, j), group)
+                by_name.update(dict.fromkeys(group["params"], group))
+    fitting, missing = [], []
+    for i, optimizer in enumerate(optimizers):
+        for j, group in enumerate(optimizer.param_groups):
+            known = [by_name[n] for p in group["params"] if (n := names[id(p)]) in by_name]
+            found = known[0] if known else by_place.get((i, j))
+            if found is None:
+                missing.append(f"group {j} of optimizer {i}")
+            elif any(one is not found and _settings(one) != _settings(found) for one in known):
+                missing.append(f"one setting for group {j} of optimizer {i}: its parameters were in groups that differ")
+            else:
+                fitting.append((group, found))
+    return fitting, missing
+
+
+def _settings(group: Mapping[str, Any]) -> dict[str, Any]:
+    """Return hyperparameters that can be compared by ==."""
+    return {
+        k: v.tolist() if isinstance(v, torch.Tensor) else v for k, v in group.items() if k not in ("params", "name")
+    }
+
+
+def _set_group(group: dict[str, Any], recorded: Mapping[str, Any]) -> None:
+    for key, value in recorded.items():
+        if key == "params":
+            continue
+        live = group.get(key)
+        if isinstance(live, torch.Tensor) and isinstance(value, torch.Tensor):
+            with torch.no_grad():
+                live.copy_(value)
+        else:
+            group[key] = value

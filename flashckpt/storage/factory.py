@@ -1,0 +1,110 @@
+"""`open_store`: from a root URL to the backend that serves it. The one place that knows every backend."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Mapping
+from pathlib import Path
+
+from flashckpt.errors import ConfigError
+from flashckpt.shm.roots import local_path, root_url, scheme_of
+from flashckpt.storage.store import Store
+
+_MEMORY_ONLY = ("memory",)
+S3_OPTIONS = frozenset({
+    "anon", "endpoint_url", "key", "secret", "token", "use_ssl", "client_kwargs", "requester_pays", "default_block_size",
+    "default_fill_cache", "default_cache_type", "version_aware", "config_kwargs", "s3_additional_kwargs", "session",
+    "username", "password", "cache_regions", "max_concurrency", "fixed_upload_size", "local_expiry_check",
+    "conditional", "retries", "timeout_s", "backend",
+})  # fmt: skip
+"""Storage options of s3://: those of s3fs (which takes any other name without a word), and ours."""
+_COMMON = ("file", "s3", "s3a", "gs", "gcs", "az", "abfs", "memory")
+"""Protocols that are known without importing fsspec."""
+
+
+def open_store(url: str | Path, *, backend: str = "auto", **options: object) -> Store:
+    """Return the store behind a root URL or path, without touching it yet.
+
+    Args:
+        url: A path, file://, s3://, or any other fsspec protocol (gs://, az://, memory://).
+        backend: For s3:// only: "s3fs", "obstore", or "auto" (obstore where it is installed).
+        options: fsspec's names (key, secret, token, endpoint_url, client_kwargs, ...) for object
+            stores, and `conditional`, `retries`, `timeout_s`; none for directories.
+
+    Raises:
+        ConfigError: the URL cannot be a root, or an option is unknown.
+    """
+    text = root_url(url)
+    protocol = scheme_of(text)
+    check_options(text, options)
+    if protocol == "file":
+        from flashckpt.storage.posix import PosixStore
+
+        return PosixStore(Path(local_path(text)))
+    if protocol in ("s3", "s3a"):
+        return _open_s3(text, backend, options)
+    from flashckpt.storage.fsspec_store import FsspecStore
+
+    return FsspecStore(text, options)
+
+
+def is_process_local(url: str) -> bool:
+    """Return whether the root lives in one process only (memory://): no daemon could write to it."""
+    return scheme_of(url) in _MEMORY_ONLY
+
+
+def check_options(url: str, options: Mapping[str, object]) -> None:
+    """Refuse what can be known to be wrong of a root and its storage options before any of it is used.
+
+    Raises:
+        ConfigError: Options are given for a directory, s3:// has no such option, or nothing knows the protocol.
+    """
+    protocol = scheme_of(url)
+    if protocol == "file" and (unknown := sorted(options)):
+        raise ConfigError(
+            f"the root {url} is a directory and takes no storage options",
+            found=", ".join(unknown),
+            remedy="remove storage_options, or give an s3:// or gs:// root",
+        )
+    if protocol in ("s3", "s3a") and (unknown := sorted(set(options) - S3_OPTIONS)):
+        near = [name for one in unknown for name in difflib.get_close_matches(one, S3_OPTIONS, 1)]
+        raise ConfigError(
+            f"the root {url} has no such storage option",
+            found=", ".join(unknown),
+            expected=", ".join(near or sorted(S3_OPTIONS)),
+            remedy="flashckpt passes them to s3fs or obstore, whose names they have",
+        )
+    if protocol not in _COMMON:
+        _refuse_unknown_protocol(url, protocol)
+
+
+def _refuse_unknown_protocol(url: str, protocol: str) -> None:
+    from fsspec.registry import known_implementations, registry
+
+    if protocol not in known_implementations and protocol not in registry:
+        raise ConfigError(
+            f"the root {url} cannot be opened: its protocol is not known",
+            found=f"{protocol}://",
+            expected="a path, s3://, gs://, az://, or a protocol that fsspec knows",
+            remedy="install the package that brings it, and register it with fsspec",
+        )
+
+
+def _open_s3(url: str, backend: str, options: dict[str, object]) -> Store:
+    from flashckpt.storage.s3 import S3Store
+
+    if backend not in ("auto", "s3fs", "obstore"):
+        raise ConfigError(f"unknown S3 backend {backend!r}", expected="auto, s3fs or obstore")
+    if backend == "s3fs":
+        return S3Store(url, options)
+    from flashckpt.storage.obstore_store import ObstoreStore, is_usable
+
+    if is_usable(options):
+        return ObstoreStore(url, options)
+    if backend == "obstore":
+        raise ConfigError(
+            "the S3 backend obstore cannot be used here",
+            found="not installed, used before a fork, or an option only s3fs knows",
+            remedy='pip install "flashckpt[fast]", or backend="s3fs"',
+        )
+    return S3Store(url, options)

@@ -1,1 +1,0 @@
-"""The objects a user names, as tensors with names and boxes."""

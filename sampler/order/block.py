@@ -1,0 +1,89 @@
+"""Block-local shuffle: for storage where neighbouring samples are cheap and distant ones are not.
+
+Blocks of consecutive samples are permuted, then samples inside windows of a few blocks. A reader that
+keeps `window_blocks` blocks open touches every block once per epoch, yet neighbours part. Random access
+both ways, O(1) in n: one block permutation, and one permutation per window as windows come along.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import lru_cache
+
+import numpy as np
+
+from flashckpt.errors import ConfigError
+from flashckpt.sampler.order.permutation import Int64Array, Permutation, derive_keys
+
+
+class BlockCore:
+    """The bijection behind `BlockPermutation`; see there for the arguments."""
+
+    def __init__(self, n: int, seed: int, epoch: int, block_size: int, window_blocks: int) -> None:
+        self._n, self._block, self._window = n, block_size, block_size * window_blocks
+        blocks = -(-n // block_size)
+        self._order = Permutation(blocks, seed, epoch)
+        self._missing = blocks * block_size - n  # what the last block lacks
+        self._short_at = self._order.index(blocks - 1)  # where the last block comes to lie
+        keys = derive_keys("window", seed, epoch, n, block_size, window_blocks)
+        self._inside: Callable[[int], Permutation] = lru_cache(maxsize=8)(
+            lambda window: Permutation(min(self._window, n - window * self._window), keys[0] | keys[1] << 32, window)
+        )
+
+    def forward(self, index: int) -> int:
+        """Return the value at `index`."""
+        return int(self.forward_array(np.array([index], np.int64))[0])
+
+    def backward(self, value: int) -> int:
+        """Return the index of `value`."""
+        return int(self.backward_array(np.array([value], np.int64))[0])
+
+    def forward_array(self, indices: Int64Array) -> Int64Array:
+        """Return the values at `indices` (1-d)."""
+        place = self._within_windows(indices, Permutation.take)
+        place += np.where(place >= (self._short_at + 1) * self._block - self._missing, self._missing, 0)
+        slots, inside = np.divmod(place, self._block)
+        return self._order.take(slots) * self._block + inside
+
+    def backward_array(self, values: Int64Array) -> Int64Array:
+        """Return the indices of `values` (1-d)."""
+        blocks, inside = np.divmod(values, self._block)
+        slots = self._order.index_of(blocks)
+        place = slots * self._block + inside - np.where(slots > self._short_at, self._missing, 0)
+        return self._within_windows(place, Permutation.index_of)
+
+    def _within_windows(self, places: Int64Array, apply: Callable[[Permutation, Int64Array], Int64Array]) -> Int64Array:
+        windows, inside = np.divmod(places, self._window)
+        out = np.empty_like(places)
+        for window in np.unique(windows).tolist():
+            here = windows == window
+            out[here] = apply(self._inside(window), inside[here]) + window * self._window
+        return out
+
+
+class BlockPermutation(Permutation):
+    """A permutation of [0, n) that shuffles whole blocks, then samples inside windows of blocks.
+
+    Args:
+        n: Length, 1 to 2**62.
+        seed: Any integer.
+        epoch: Any integer.
+        block_size: Consecutive samples that belong together (a row group, a read-ahead block).
+        window_blocks: Blocks whose samples are mixed: what a reader keeps open at a time.
+
+    Raises:
+        SamplerStateError: `n` is out of range.
+        ConfigError: a size is not positive.
+    """
+
+    def __init__(
+        self, n: int, seed: int = 0, epoch: int = 0, *, block_size: int = 1024, window_blocks: int = 16
+    ) -> None:
+        super().__init__(n, seed, epoch)
+        if block_size < 1 or window_blocks < 1:
+            raise ConfigError(
+                "block order needs positive sizes",
+                found=f"block_size {block_size}, window_blocks {window_blocks}",
+                expected="1 or more",
+            )
+        self._core = BlockCore(n, seed, epoch, block_size, window_blocks)

@@ -1,0 +1,5 @@
+"""`make demo`: a run that is killed twice, beside one that is not, and the page that shows it.
+
+In: a folder. Out: traces, a picture, a verdict.
+May import: everything of the trainer.
+"""

@@ -1,0 +1,97 @@
+"""`--check`: does this layout train as one process does? Three steps of each, on the same samples, compared."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import torch.distributed as dist
+
+from flashckpt.errors import LayoutError
+from flashckpt.trainer.config import ParallelConfig, RunConfig
+from flashckpt.trainer.parallel.distributed import process_group
+from flashckpt.trainer.parallel.layout import resolve_layout
+from flashckpt.trainer.train.loop import Trainer, prepare
+from flashckpt.trainer.train.metrics import StepRecord
+
+STEPS = 3
+TOLERANCE = {"float32": 1e-5, "bfloat16": 3e-2}
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class CheckResult:
+    """Largest difference of losses (nats per token) and of gradient norms over the steps."""
+
+    loss: float
+    norm: float
+    tolerance: float
+
+    @property
+    def agrees(self) -> bool:
+        """Whether both differences are rounding."""
+        return self.loss <= self.tolerance and self.norm <= 10 * self.tolerance
+
+
+def single_process(config: RunConfig) -> RunConfig:
+    """Return the same run on one rank: same samples, same weights; dropout is left out of both."""
+    defaults = ParallelConfig()
+    alone = replace(
+        config.parallel,
+        pp=1,
+        dp_replicate=1,
+        dp_shard=1,
+        tp=1,
+        layers_per_stage=(),
+        data_parallel="fsdp",
+        schedule=defaults.schedule,
+        stages_per_rank=0,
+        loss_parallel=False,
+    )
+    return replace(config, parallel=alone)
+
+
+def compare_records(mine: Sequence[StepRecord], wanted: Sequence[StepRecord], tolerance: float) -> CheckResult:
+    """Return how far two runs are apart; NaN counts as infinitely far."""
+    pairs = list(zip(mine, wanted, strict=True))
+
+    def far(a: float, b: float) -> float:
+        return abs(a - b) if a == a and b == b else float("inf")  # noqa: PLR0124 -- the test for NaN
+
+    return CheckResult(
+        loss=max(far(a.loss, b.loss) for a, b in pairs),
+        norm=max(far(a.norm, b.norm) for a, b in pairs),
+        tolerance=tolerance,
+    )
+
+
+def check(config: RunConfig) -> CheckResult | None:
+    """Train three steps in the layout, then three alone on rank 0; return the comparison there, None elsewhere.
+
+    Raises:
+        LayoutError: they differ by more than rounding.
+    """
+    config = replace(config, model=replace(config.model, dropout=0.0))
+    layout = prepare(config, int(os.environ.get("WORLD_SIZE", "1")))
+    with process_group(config) as device:
+        trainer = Trainer(config, layout, device)
+        mine = [trainer.one_step() for _ in range(STEPS)]
+        is_first = dist.get_rank() == 0
+        del trainer
+    if not is_first:
+        return None
+    if dist.is_initialized():  # a group that the caller made: the reference needs one of its own
+        dist.destroy_process_group()
+    alone = single_process(config)
+    with process_group(alone, alone=True) as device:
+        reference = Trainer(alone, resolve_layout(alone, 1), device)
+        wanted = [reference.one_step() for _ in range(STEPS)]
+    result = compare_records(mine, wanted, TOLERANCE[config.train.precision])
+    if not result.agrees:
+        raise LayoutError(
+            f"this layout does not train as one process does ({layout.describe()})",
+            found=f"losses differ by {result.loss:.2e}, gradient norms by {result.norm:.2e} within {STEPS} steps",
+            expected=f"at most {result.tolerance:.0e}",
+            remedy="do not trust this layout; try it with parallel.* changed one by one to find the part",
+        )
+    return result

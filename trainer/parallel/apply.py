@@ -1,0 +1,263 @@
+"""Applies a layout to the model: mesh, pipeline stages, tensor + sequence parallel, FSDP2 / HSDP / DDP.
+
+Order: build the stage -> weights by name -> tensor parallel -> activation checkpointing -> data parallel.
+The mesh always has four dimensions, size-1 ones kept, and `fully_shard` is applied even to one
+rank: one code path, and every parameter is a DTensor that knows its global offset.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.distributed.pipelining import PipelineStage
+from torch.distributed.pipelining.schedules import get_schedule_class
+from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard
+from torch.distributed.tensor.parallel import (
+    ColwiseParallel,
+    ParallelStyle,
+    PrepareModuleInput,
+    RowwiseParallel,
+    parallelize_module,
+)
+
+from flashckpt.trainer.config import RunConfig
+from flashckpt.trainer.model.moe import spread_experts
+from flashckpt.trainer.model.transformer import Transformer, initialise
+from flashckpt.trainer.parallel.layout import MESH_NAMES, Layout, check_recompute
+
+
+@dataclass(frozen=True, kw_only=True)
+class Parallel:
+    """What one rank holds of a parallel model.
+
+    Attributes:
+        parts: One Transformer per local stage (DDP-wrapped under data_parallel = ddp).
+        stages: Global stage number of each part.
+        dp_rank: Which slice of the global batch this rank reads.
+        has_first: Whether a part takes tokens; has_last: whether one computes the loss.
+        hidden: What a stage hands to the next for one micro-batch; a tensor without data.
+        reporter: Whether this is the one rank that writes traces: last stage, data rank 0, tensor rank 0.
+    """
+
+    layout: Layout
+    mesh: DeviceMesh
+    device: torch.device
+    parts: list[nn.Module]
+    stages: tuple[int, ...]
+    dp_rank: int
+    has_first: bool
+    has_last: bool
+    hidden: Tensor
+    reporter: bool
+
+    def coordinate(self, name: str) -> int:
+        """Return this rank's coordinate along one mesh dimension."""
+        return int(self.mesh[name].get_local_rank())
+
+    def schedule(self, loss: Callable[[Tensor, Tensor], Tensor]) -> Any:
+        """Return the torch pipeline schedule over the local stages, which computes `loss` in the last.
+
+        It leaves gradients summed over the micro-batches: `TrainStep` divides them.
+        """
+        group = self.mesh["pp"].get_group()
+        built = [
+            PipelineStage(part, stage, self.layout.stages, self.device, group=group)
+            for stage, part in zip(self.stages, self.parts, strict=True)
+        ]
+        cls: Any = get_schedule_class(self.layout.schedule)
+        held: Any = built[0] if self.layout.stages_per_rank == 1 else built
+        return cls(held, n_microbatches=self.layout.micro_batches, loss_fn=loss, scale_grads=False)
+
+    def forward_only(self, tokens: Sequence[Tensor]) -> list[Tensor]:
+        """Return the last stage's outputs (empty where it is not), one per micro-batch, under any schedule. Collective.
+
+        Stage after stage, all micro-batches of one before the next: the pipelines of torch that go backward in two halves
+        cannot leave the backward out.
+
+        Args:
+            tokens: Inputs of the first stage, one tensor per micro-batch.
+        """
+        group, owner, here = self.mesh["pp"].get_group(), self.layout.rank_of_stage, self.coordinate("pp")
+        values, sends = list(tokens), []
+        for stage, part in zip(self.stages, self.parts, strict=True):  # ascending
+            came_from = None if stage == 0 else owner(stage - 1)
+            goes_to = None if stage == self.layout.stages - 1 else owner(stage + 1)
+            for number in range(len(values)):
+                if came_from not in (None, here):
+                    values[number] = torch.empty_like(self.hidden, device=self.device)
+                    dist.recv(values[number], group=group, group_src=came_from)
+                values[number] = part(values[number]).contiguous()
+                if goes_to not in (None, here):
+                    sends.append(dist.isend(values[number], group=group, group_dst=goes_to))
+        for send in sends:
+            assert send is not None, "None is for ranks outside the group"
+            send.wait()
+        for module in (module for part in self.parts for module in part.modules()):
+            if isinstance(module, FSDPModule):
+                module.reshard()  # as it was found: parameters that stay gathered would miss a restore
+        return values if self.has_last else []
+
+    def parameters(self) -> list[nn.Parameter]:
+        """Return the parameters of all local parts, in a fixed order."""
+        return [parameter for part in self.parts for parameter in part.parameters()]
+
+
+def build_parallel(config: RunConfig, layout: Layout, device: torch.device) -> Parallel:
+    """Build this rank's part of the model. Collective: every rank of the world calls it."""
+    sizes = (layout.pp, layout.dp_replicate, layout.dp_shard, layout.tp)
+    mesh = init_device_mesh(device.type, sizes, mesh_dim_names=MESH_NAMES)
+    pp_rank = mesh["pp"].get_local_rank()
+    dp_rank = mesh["dp_replicate"].get_local_rank() * layout.dp_shard + mesh["dp_shard"].get_local_rank()
+    stages = layout.stages_of(pp_rank)
+    has_last = layout.stages - 1 in stages
+    return Parallel(
+        layout=layout,
+        mesh=mesh,
+        device=device,
+        parts=[_build_part(config, layout, mesh, device, stage) for stage in stages],
+        stages=stages,
+        dp_rank=dp_rank,
+        has_first=0 in stages,
+        has_last=has_last,
+        hidden=_hidden(config, layout),
+        reporter=has_last and dp_rank == 0 and mesh["tp"].get_local_rank() == 0,
+    )
+
+
+def _hidden(config: RunConfig, layout: Layout) -> Tensor:
+    tokens = config.train.seq_len // (layout.tp if config.parallel.sequence_parallel else 1)
+    # FSDP casts the parameters and with them all activations; under autocast the sums between blocks stay float32
+    is_cast = config.train.precision == "bfloat16" and config.parallel.data_parallel == "fsdp"
+    shape = (layout.local_batch // layout.micro_batches, tokens, config.model.dim)
+    return torch.empty(shape, dtype=torch.bfloat16 if is_cast else torch.float32, device="meta")
+
+
+def build_stage(config: RunConfig, layout: Layout, stage: int) -> Transformer:
+    """Return one stage with its initial weights, not yet sharded."""
+    part = Transformer(
+        config.model,
+        config.train.seq_len,
+        layers=layout.stage_layers[stage],
+        first=stage == 0,
+        last=stage == layout.stages - 1,
+    )
+    initialise(part, config.train.seed, config.model.layers)
+    return part
+
+
+def _build_part(config: RunConfig, layout: Layout, mesh: DeviceMesh, device: torch.device, stage: int) -> nn.Module:
+    part = build_stage(config, layout, stage).to(device)
+    if layout.tp > 1:
+        _tensor_parallel(part, mesh["tp"], config)
+    mode = config.parallel.activation_checkpoint
+    part.set_recompute(mode, check_recompute(mode))
+    if config.parallel.data_parallel == "ddp":
+        if config.train.precision == "bfloat16":
+            # Float32 parameters, gradients and activations between blocks; bfloat16 in every product. Forward only:
+            # the backward of an operator runs in the type of its forward.
+            part.forward = torch.autocast(device.type, dtype=torch.bfloat16)(part.forward)  # type: ignore[method-assign]  # as torch documents it
+        # find_unused_parameters: the buckets are then never rebuilt after the first backward, and a
+        # resumed run adds gradients in the same order as the unbroken one.
+        group = mesh["dp_replicate"].get_group()
+        return nn.parallel.DistributedDataParallel(part, process_group=group, find_unused_parameters=True)
+    _fully_shard(part, mesh, config, layout)
+    return part
+
+
+def _fully_shard(part: Transformer, mesh: DeviceMesh, config: RunConfig, layout: Layout) -> None:
+    dp_mesh = mesh["dp_replicate", "dp_shard"] if layout.dp_replicate > 1 else mesh["dp_shard"]
+    policy = MixedPrecisionPolicy()
+    if config.train.precision == "bfloat16":
+        # The sharded float32 parameter is the master copy: one copy is held and stored, not two.
+        policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+    experts = spread_experts(part, mesh["dp_replicate", "dp_shard"]) or None
+    reshard = layout.pp == 1  # with pipelines, gathering again for every micro-batch costs more than it frees
+    for block in part.layers.values():
+        fully_shard(block, mesh=dp_mesh, reshard_after_forward=reshard, mp_policy=policy, ignored_params=experts)
+    fully_shard(part, mesh=dp_mesh, reshard_after_forward=reshard, mp_policy=policy, ignored_params=experts)
+
+
+def _tensor_parallel(part: Transformer, mesh: DeviceMesh, config: RunConfig) -> None:
+    sequence = config.parallel.sequence_parallel
+    stream = Shard(1) if sequence else Replicate()
+    plan: dict[str, ParallelStyle] = {}
+    if part.tok_embeddings is not None:
+        plan["tok_embeddings"] = RowwiseParallel(input_layouts=Replicate(), output_layouts=stream)
+    if part.norm is not None:
+        plan["norm"] = LocalNorm(sharded=sequence)
+        keep = config.parallel.loss_parallel
+        plan["output"] = ColwiseParallel(
+            input_layouts=stream, output_layouts=Shard(-1) if keep else Replicate(), use_local_output=not keep
+        )
+    parallelize_module(part, mesh, plan)
+    for block in part.layers.values():
+        parallelize_module(block, mesh, _block_plan(sequence=sequence))
+
+
+def _block_plan(*, sequence: bool) -> dict[str, ParallelStyle]:
+    stream = Shard(1) if sequence else Replicate()
+    plan: dict[str, ParallelStyle] = {
+        "attention.wq": ColwiseParallel(),
+        "attention.wk": ColwiseParallel(),
+        "attention.wv": ColwiseParallel(),
+        "attention.wo": RowwiseParallel(output_layouts=stream),
+        "feed_forward.w1": ColwiseParallel(),
+        "feed_forward.w3": ColwiseParallel(),
+        "feed_forward.w2": RowwiseParallel(output_layouts=stream),
+    }
+    plan |= {"attention_norm": LocalNorm(sharded=sequence), "ffn_norm": LocalNorm(sharded=sequence)}
+    if not sequence:
+        return plan
+    return plan | {
+        "attention": PrepareModuleInput(input_layouts=(Shard(1), None), desired_input_layouts=(Replicate(), None)),
+        "feed_forward": PrepareModuleInput(input_layouts=(Shard(1),), desired_input_layouts=(Replicate(),)),
+    }
+
+
+class LocalNorm(ParallelStyle):
+    """A norm of the tokens that this rank holds: it needs no other rank, so it is computed on local tensors.
+
+    As DTensors its dozen small operators, and theirs backward, would be planned anew in every process. Only the weight
+    is one, replicated: every parameter then lies on the same mesh (one optimizer, one gradient norm).
+
+    Args:
+        sharded: Whether the ranks hold different tokens (sequence parallel): gradients of the weight are then parts of a sum.
+    """
+
+    def __init__(self, *, sharded: bool) -> None:
+        super().__init__()
+        self._grad = Partial() if sharded else Replicate()
+
+    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
+        weight = DTensor.from_local(
+            module.get_parameter("weight").detach(), device_mesh, [Replicate()], run_check=False
+        )
+        module.register_parameter("weight", nn.Parameter(weight))
+        module.forward = functools.partial(_norm, module, self._grad)
+        return module
+
+
+def _norm(module: Any, grad: Placement, tokens: Tensor) -> Tensor:
+    weight = module.weight.to_local(grad_placements=[grad])
+    return torch.rms_norm(tokens, module.normalized_shape, weight, module.eps)
+
+
+def set_gradient_sync(part: nn.Module, *, sync: bool) -> None:
+    """Choose whether the next backward reduces gradients (the last micro-batch) or keeps adding them up."""
+    if isinstance(part, FSDPModule):
+        part.set_requires_gradient_sync(sync)
+    elif isinstance(part, nn.parallel.DistributedDataParallel):
+        part.require_backward_grad_sync = sync
+
+
+def local_tensor(value: Tensor) -> Tensor:
+    """Return the local part of a DTensor, or the tensor itself; no communication."""
+    return value.to_local() if isinstance(value, DTensor) else value

@@ -1,0 +1,107 @@
+"""What surrounds a run: its process group and device, the check of its root, the record of its restores."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch._C._distributed_c10d import HashStore
+
+from flashckpt.errors import ConfigError, RootError, StoreError
+from flashckpt.report import RestoreReport
+from flashckpt.shm.roots import root_url
+from flashckpt.storage.factory import open_store
+from flashckpt.trainer.config import RunConfig
+from flashckpt.trainer.nonfatal import Nonfatal, write_all
+
+
+def check_root(root: str, storage_options: Mapping[str, Any]) -> None:
+    """Refuse a checkpoint root that cannot be written, before anything is trained.
+
+    A folder is tried by every rank: each node may see another. An object store is asked by rank 0 alone. A restarted
+    group is not checked again: storage that fails later never stops training.
+
+    Raises:
+        RootError: the root cannot be made or written.
+        ConfigError: a storage option is wrong.
+    """
+    if os.environ.get("FLASHCKPT_RESTART", "0") != "0":
+        return
+    url = root_url(root)
+    if not url.startswith("file://") and os.environ.get("RANK", "0") != "0":
+        return
+    try:
+        open_store(url, **storage_options).check(write=True)
+    except StoreError as error:
+        raise RootError(
+            f"the checkpoint root {url} cannot be written: {error.problem}",
+            found=error.found,
+            expected=error.expected,
+            state="Nothing was started.",
+            remedy=error.remedy or "check checkpoint.root and checkpoint.storage_options (endpoint_url)",
+        ) from error
+
+
+def note_restore(folder: str, report: RestoreReport) -> None:
+    """Append this rank's restore to `restores.jsonl`; each line is one write, so ranks may share the file."""
+    line = {
+        "launch": os.environ.get("TORCHELASTIC_RUN_ID", str(os.getppid())),
+        "generation": report.life,
+        "rank": int(os.environ.get("RANK", "0")),
+        "step": report.step,
+        "bytes": dict(report.tier_bytes),
+        "seconds": round(float(report.seconds.get("total", 0.0)), 4),
+        "exact": report.is_same_layout,
+    }
+    path = Path(folder) / "restores.jsonl"
+    Nonfatal(str(path)).attempt(lambda: _append(path, (json.dumps(line) + "\n").encode()))
+
+
+def _append(path: Path, data: bytes) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    fd = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o644)
+    try:
+        write_all(fd, data)
+    finally:
+        os.close(fd)
+
+
+@contextmanager
+def process_group(config: RunConfig, *, alone: bool = False) -> Iterator[torch.device]:
+    """Join the process group (or make one of a single rank) and yield this rank's device."""
+    wanted = config.train.device
+    if wanted == "cuda" and not torch.cuda.is_available():
+        raise ConfigError(
+            "train.device = cuda, and there is no such device",
+            found="torch sees no CUDA device",
+            expected="a device, and a torch that was built for it",
+            state="Nothing was started.",
+            remedy='set train.device = "auto" or "cpu"',
+        )
+    device = torch.device("cuda" if wanted == "cuda" or (wanted == "auto" and torch.cuda.is_available()) else "cpu")
+    if device.type == "cuda":
+        device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")) % torch.cuda.device_count())
+        torch.cuda.set_device(device)
+    else:
+        torch.set_num_threads(1)
+    torch.use_deterministic_algorithms(config.train.deterministic)
+    if dist.is_initialized() and not alone:
+        yield device
+        return
+    timeout = timedelta(seconds=config.parallel.timeout_s)
+    backend = "nccl" if device.type == "cuda" else "gloo"
+    if "RANK" in os.environ and not alone:
+        dist.init_process_group(backend, timeout=timeout)
+    else:
+        dist.init_process_group(backend, store=HashStore(), rank=0, world_size=1, timeout=timeout)
+    try:
+        yield device
+    finally:
+        dist.destroy_process_group()

@@ -1,0 +1,146 @@
+"""What the one reporting rank writes: trace, evaluation, spikes, tensorboard, the progress line."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import json
+import logging
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from flashckpt.trainer.config import RunConfig
+from flashckpt.trainer.evaluate.scores import Score
+from flashckpt.trainer.nonfatal import Nonfatal
+from flashckpt.trainer.train.metrics import ProgressLine, StepRecord, Trace, flops_per_token
+
+logger = logging.getLogger(__name__)
+EVAL, SPIKES = "eval.jsonl", "spikes.jsonl"
+BOARD_PATIENCE = 100
+"""After a failure tensorboard is tried again at each so manieth step: a new writer is a file and a thread."""
+
+
+class Reporter:
+    """Writes everything of a run that is for people and programs to read.
+
+    Args:
+        config: The run.
+        world: Number of ranks.
+        after: Step that was restored; whatever was written for later steps is taken back.
+    """
+
+    def __init__(self, config: RunConfig, *, world: int, after: int) -> None:
+        folder = config.log.folder
+        self._batch_tokens = config.train.global_batch * config.train.seq_len
+        self._trace = Trace(folder, after)
+        self._eval = Trace(folder, after, name=EVAL, abandoned=f"abandoned.{EVAL}") if config.eval.every else None
+        self._spikes: Trace | None = None
+        self._folder, self._after = folder, after
+        self._board = Board(folder, after) if config.log.tensorboard else None
+        self._progress = ProgressLine(
+            steps=config.train.steps,
+            every=config.log.every,
+            peak_tflops=config.log.peak_tflops,
+            flops=flops_per_token(config.model, config.train.seq_len),
+            world=world,
+        )
+
+    def step(self, record: StepRecord) -> None:
+        """Write one finished step."""
+        self._trace.write(record.to_line())
+        self._progress.show(record, self._batch_tokens)
+        if self._board is not None:
+            values = {"loss": record.loss, "gradient norm": record.norm, "learning rate": record.rate}
+            values |= {f"loss/{name}": value for name, value in record.channels.items()}
+            self._board.add(values, record.step)
+
+    def scores(self, step: int, scores: Mapping[str, Score]) -> None:
+        """Write an evaluation."""
+        rounded = {
+            name: {
+                "loss": round(score.loss, 6),
+                "perplexity": round(score.perplexity, 4),
+                "bits_per_byte": round(score.bits_per_byte, 6),
+            }
+            for name, score in scores.items()
+        }
+        if self._eval is not None:
+            self._eval.write(json.dumps({"step": step, "held_out": rounded}))
+        if self._board is not None:
+            bits = {f"held out/{name} bits per byte": score.bits_per_byte for name, score in scores.items()}
+            self._board.add(bits, step)
+        logger.info(
+            "step %d, held out: %s",
+            step,
+            "  ".join(f"{name} ppl {s.perplexity:.2f} ({s.bits_per_byte:.3f} bits/byte)" for name, s in scores.items()),
+        )
+
+    def spike(self, step: int, loss: float, norm: float, ids: Sequence[int], action: str) -> None:
+        """Write a loss spike with the samples that were trained in it."""
+        if self._spikes is None:
+            # Nothing is taken back here: a rolled-back spike is exactly what this file is for.
+            self._spikes = Trace(self._folder, 1 << 62, name=SPIKES)
+        line = {"step": step, "loss": loss, "norm": norm, "action": action, "samples": list(ids)}
+        self._spikes.write(json.dumps(line))
+        logger.warning("step %d: loss %.4f is a spike (%s); its samples are in %s", step, loss, action, SPIKES)
+
+    def close(self) -> None:
+        """Close every file, and say what could not be written."""
+        for output in (self._trace, self._eval, self._spikes, self._board, self._progress):
+            if output is not None:
+                output.close()
+
+
+class Board:
+    """Curves for tensorboard. A disk that is full costs points, which are counted and reported; never the run.
+
+    Args:
+        folder: The run's log folder.
+        after: Step that was restored; points of later steps are cut, so that none is drawn twice.
+    """
+
+    def __init__(self, folder: str, after: int) -> None:
+        self._folder, self._after = f"{folder}/tensorboard", after
+        self._writer: Any = None
+        self._writing = Nonfatal(self._folder)
+        self._calls = 0  # since it was given up
+        self._is_installed = True
+
+    def add(self, values: Mapping[str, float], step: int) -> None:
+        """Add one point to each named curve."""
+        if self._is_installed and not self._writing.attempt(lambda: self._add(values, step), lines=len(values)):
+            self._give_up()
+
+    def close(self) -> None:
+        """Write what is left."""
+        if self._writer is not None and not self._writing.attempt(self._writer.close, lines=0):
+            self._writing.lost += 1
+        self._writing.report()
+
+    def _add(self, values: Mapping[str, float], step: int) -> None:
+        if self._writer is None:
+            self._calls += 1
+            if self._writing.lost and self._calls % BOARD_PATIENCE:
+                raise OSError(errno.EAGAIN, "given up for the moment")
+            self._writer = _summary_writer(self._folder, self._after)
+            self._is_installed = self._writer is not None
+        if self._writer is not None:
+            for name, value in values.items():
+                self._writer.add_scalar(name, value, step)
+            self._after = step
+
+    def _give_up(self) -> None:
+        # Its thread has died of the error; a new writer begins a new file behind the last point that was taken.
+        if self._writer is not None:
+            with contextlib.suppress(OSError, ValueError):
+                self._writer.close()
+        self._writer = None
+
+
+def _summary_writer(folder: str, after: int) -> Any:
+    try:
+        from torch.utils.tensorboard import SummaryWriter
+    except ImportError:
+        logger.warning("log.tensorboard is on, but tensorboard is not installed: pip install 'flashckpt[trainer]'")
+        return None
+    return SummaryWriter(log_dir=folder, purge_step=after + 1)

@@ -1,0 +1,180 @@
+"""One forward and backward over the micro-batches of a step, in any layout, and its totals in one collective."""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import warnings
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor.parallel import loss_parallel
+
+from flashckpt.trainer.data.windows import Batch
+from flashckpt.trainer.model.transformer import per_token_loss
+from flashckpt.trainer.parallel.apply import Parallel, local_tensor, set_gradient_sync
+from flashckpt.trainer.train.optim import local_square_sum, settle_gradients
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Totals:
+    """What every rank knows after backward, the same on all: loss in nats per token, gradient norm, loss per channel."""
+
+    loss: float
+    norm: float
+    channels: dict[str, float]
+
+
+@contextmanager
+def generators_kept_in_trials(parts: Sequence[nn.Module], device: torch.device) -> Iterator[None]:
+    """Set the generators of torch back behind every forward without gradients.
+
+    Before its first step, a pipeline of torch runs each stage on zeros to learn the shapes. Since torch 2.12 it keeps the
+    generators meanwhile; 2.11 does not. A resumed process makes that run once more: its dropout would then be another
+    than that of the unbroken run.
+
+    Args:
+        parts: The stages; none of them runs inside another.
+        device: Theirs.
+    """
+    devices = [] if device.type == "cpu" else [device]
+    with ExitStack() as hooks:
+        trial = hooks.enter_context(ExitStack())
+
+        def before(*_: Any) -> None:
+            if not torch.is_grad_enabled():
+                trial.enter_context(torch.random.fork_rng(devices))
+
+        def after(*_: Any) -> None:
+            trial.close()
+
+        for part in parts:
+            hooks.callback(part.register_forward_pre_hook(before).remove)
+            hooks.callback(part.register_forward_hook(after).remove)
+        yield
+
+
+class TrainStep:
+    """Runs forward and backward; the optimizer is the caller's.
+
+    Args:
+        parallel: This rank's parts.
+        channels: Names of the data channels, in the order of their numbers.
+        seq_len: Tokens of a sample.
+        loss_parallel_on: Whether logits stay sharded over the vocabulary.
+    """
+
+    def __init__(
+        self, parallel: Parallel, channels: Sequence[str], seq_len: int, *, loss_parallel_on: bool = False
+    ) -> None:
+        self._parallel, self._channels, self._tokens = parallel, list(channels), seq_len
+        self._sharded_loss = loss_parallel_on and parallel.layout.tp > 1
+        self._schedule: Any = None
+        self._parts: list[tuple[Tensor, Tensor]] = []  # (summed loss, channel) per sample, one entry per micro-batch
+
+    def backward(self, batch: Batch) -> Totals:
+        """Leave the gradients of the global batch in the parameters and return the totals of the step. Collective."""
+        self._parts.clear()
+        for parameter in self._parallel.parameters():
+            parameter.grad = None
+        tokens, targets = batch.tokens.to(self._parallel.device), batch.targets.to(self._parallel.device)
+        with self._context():
+            if self._parallel.layout.pp == 1:
+                self._accumulate(tokens, targets)
+            else:
+                self._run_schedule(tokens, targets)
+        settle_gradients(self._parallel)
+        return self._reduce(local_square_sum(self._parallel))
+
+    def norm(self) -> float:
+        """Return the norm of the gradients as they are now, the same on all ranks. Collective."""
+        square = local_square_sum(self._parallel)
+        dist.all_reduce(square)
+        return math.sqrt(square.item())
+
+    @torch.no_grad()
+    def evaluate(self, batch: Batch) -> dict[str, float]:
+        """Return the loss per channel in nats per token, without gradients. Collective."""
+        self._parts.clear()
+        tokens, targets = batch.tokens.to(self._parallel.device), batch.targets.to(self._parallel.device)
+        with self._context():
+            pairs = self._micro(tokens, targets)
+            if self._parallel.layout.pp == 1:
+                for x, y in pairs:
+                    self._loss(self._parallel.parts[0](x), y)
+            else:
+                logits = self._parallel.forward_only([x for x, _ in pairs])
+                for output, (_, y) in zip(logits, pairs, strict=False):  # no logits where the last stage is elsewhere
+                    self._loss(output, y)
+        return self._reduce(torch.zeros((), dtype=torch.float64, device=self._parallel.device)).channels
+
+    @contextmanager
+    def _context(self) -> Iterator[None]:
+        with warnings.catch_warnings(), loss_parallel() if self._sharded_loss else contextlib.nullcontext():
+            # The logits of a tensor-parallel head are a view of a DTensor; the loss never writes into them.
+            warnings.filterwarnings("ignore", message="FSDP2-wrapped module .* returned a view")
+            yield
+
+    def _micro(self, tokens: Tensor, targets: Tensor) -> list[tuple[Tensor, Tensor]]:
+        count = self._parallel.layout.micro_batches
+        return list(zip(tokens.chunk(count), targets.chunk(count), strict=True))
+
+    def _accumulate(self, tokens: Tensor, targets: Tensor) -> None:
+        part = self._parallel.parts[0]
+        pairs = self._micro(tokens, targets)
+        for number, (x, y) in enumerate(pairs):
+            set_gradient_sync(part, sync=number == len(pairs) - 1)
+            (self._loss(part(x), y) / len(pairs)).backward()  # type: ignore[no-untyped-call]  # untyped in torch
+
+    def _run_schedule(self, tokens: Tensor, targets: Tensor) -> None:
+        trial: contextlib.AbstractContextManager[None] = contextlib.nullcontext()
+        if self._schedule is None:
+            self._schedule = self._parallel.schedule(self._loss)
+            trial = generators_kept_in_trials(self._parallel.parts, self._parallel.device)
+        first, last = self._parallel.has_first, self._parallel.has_last
+        inputs = (tokens,) if first else ()
+        with trial:
+            self._schedule.step(*inputs, target=targets if last else None, losses=[] if last else None)
+        self._divide_gradients()
+
+    def _divide_gradients(self) -> None:
+        """Make sums over micro-batches means; on local shards, for DTensor would plan it anew for every shape."""
+        for parameter in self._parallel.parameters():
+            if parameter.grad is not None:
+                local_tensor(parameter.grad).div_(self._parallel.layout.micro_batches)
+
+    def _loss(self, logits: Tensor, targets: Tensor) -> Tensor:
+        losses = per_token_loss(logits, targets[:, :-1])
+        with torch.no_grad():
+            whole = losses.full_tensor() if isinstance(losses, DTensor) else losses
+            per_sample = whole.detach().double().view(targets.shape[0], -1).sum(1)
+            self._parts.append((per_sample, targets[:, -1]))
+        return losses.mean()
+
+    def _channel_sums(self) -> Tensor:
+        """Return loss sums and token counts per channel, (2, C); zero where another rank reports them."""
+        sums = torch.zeros(2, len(self._channels), dtype=torch.float64, device=self._parallel.device)
+        if self._parallel.has_last and self._parallel.coordinate("tp") == 0:
+            # A pipeline calls the loss once more beforehand, on empty tensors, to learn its shape.
+            for losses, channel in self._parts[-self._parallel.layout.micro_batches :]:
+                sums[0].index_add_(0, channel, losses)
+                sums[1].index_add_(0, channel, torch.full_like(losses, self._tokens))
+        return sums
+
+    def _reduce(self, square_sum: Tensor) -> Totals:
+        # Everything in one all-reduce over the world: the ranks then hold the same bits and decide alike.
+        vector = torch.cat([self._channel_sums().flatten(), square_sum.reshape(1)])
+        dist.all_reduce(vector)
+        *flat, square = vector.tolist()
+        sums, counts = flat[: len(self._channels)], flat[len(self._channels) :]
+        return Totals(
+            loss=sum(sums) / max(1.0, sum(counts)),
+            norm=math.sqrt(square) if square >= 0 else math.nan,
+            channels={n: s / c for n, s, c in zip(self._channels, sums, counts, strict=True) if c},
+        )
