@@ -82,11 +82,11 @@ SECONDS ?= 10
 fuzz: setup  ## damaged bytes into every decoder, so many seconds each (SECONDS=60 SEED=7 ONLY=manifest)
 	PYTHONPATH=tests:. $(BIN)/python tests/fuzz.py --seconds $(SECONDS) $(if $(SEED),--seed $(SEED)) $(if $(ONLY),--only $(ONLY))
 
-test-launcher: setup  ## what PyTorch's own launcher tests ask, asked of dlrun; jobs whose ranks, agent or daemon die or hang
-	$(BIN)/python -m pytest tests/launcher_contract.py tests/launcher_jobs.py
+test-launcher: setup  ## what PyTorch's own launcher tests ask, asked of dlrun; jobs whose ranks, agent or daemon die or hang; attacks on it
+	$(BIN)/python -m pytest tests/launcher_contract.py tests/launcher_jobs.py tests/launcher_security.py
 
-test-layouts: setup  ## every layout trains as one process does; go on in each of a dozen others, same bits, same losses
-	$(BIN)/python -m pytest tests/layouts.py tests/layouts_parity.py
+test-layouts: setup  ## every layout trains and scores as one process does; go on in each of a dozen others, same bits, same losses
+	$(BIN)/python -m pytest tests/layouts.py tests/layouts_parity.py tests/layouts_evaluate.py
 
 test-nodes: setup  ## many nodes as network namespaces: dead nodes, cut links, stops (root)
 	$(BIN)/python -m pytest tests/nodes.py tests/nodes_restore.py

@@ -14,9 +14,12 @@ import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
+import hypothesis
 import pytest
 from support import warm
 
+hypothesis.settings.register_profile("flashckpt", deadline=None)  # no test asserts a time
+hypothesis.settings.load_profile("flashckpt")
 pytest_plugins = ("support.workers",)
 
 

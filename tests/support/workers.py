@@ -33,8 +33,6 @@ LONGEST_FIRST = (
     "test_trainer_resume.py",
     "test_dlrun_exit_codes.py",
     "test_trainer_outputs.py",
-    "test_trainer_evaluate.py",
-    "test_dlrun_security.py",
     "test_store_faults.py",
     "test_engine_launchers.py",
     "test_bench_command.py",
