@@ -23,6 +23,7 @@ from flashckpt.checkpoint.intents import Intent, decode_intent, encode_intent
 from flashckpt.checkpoint.retention import decode_lease, encode_lease
 from flashckpt.core import slot_header, superblock
 from flashckpt.core.digest import chunk_digests, digest
+from flashckpt.core.generation import GenerationRecord
 from flashckpt.core.manifest import Manifest, ShardTable, decode_manifest, encode_manifest, merge, summary_of
 from flashckpt.core.manifest_header import HEAD_BYTES, decode_summary
 from flashckpt.core.shard import Shard, place
@@ -30,9 +31,9 @@ from flashckpt.core.slot_header import SlotHeader, SlotState
 from flashckpt.core.superblock import SegmentSpec, Superblock
 from flashckpt.daemon.persister.proposals import Ready, decode_ready, encode_ready
 from flashckpt.errors import DamagedError, FormatVersionError
-from flashckpt.shm import control
+from flashckpt.shm import control, segment_file
 from flashckpt.shm.control import Control, Published
-from flashckpt.shm.job_directory import DaemonStatus, GenerationRecord, JobConfig, JobDirectory
+from flashckpt.shm.job_directory import DaemonStatus, JobConfig, JobDirectory
 from flashckpt.shm.segment import Segment
 
 V1 = Path(__file__).parent / "format" / "v1"
@@ -220,7 +221,7 @@ def test_a_whole_segment_of_version_1_is_attached_and_read(shm_dir: Path) -> Non
     path = shm_dir / "r00001.seg"
     raw = (V1 / "segment").read_bytes()
     block = superblock.decode_superblock(raw, path=str(path))
-    here = replace(block, uid=os.getuid(), boot_id=superblock.boot_id())  # else it is refused, as it must be
+    here = replace(block, uid=os.getuid(), boot_id=segment_file.boot_id())  # else it is refused, as it must be
     path.write_bytes(superblock.encode_superblock(here) + raw[2048:])
     segment = Segment.attach(path)
     assert [h.state for h in segment.headers()] == [SlotState.WRITING, SlotState.COMPLETE]

@@ -9,9 +9,10 @@ from typing import Any
 import pytest
 from support.memory import killed_at, restorable, spec_of, take
 
+from flashckpt.core.generation import GenerationRecord
 from flashckpt.errors import JobInUseError, NoCheckpointError
 from flashckpt.shm.gc import dead_memory, remove
-from flashckpt.shm.job_directory import GenerationRecord, JobDirectory, memory_root
+from flashckpt.shm.job_directory import JobDirectory, memory_root
 from flashckpt.shm.segment import Segment
 
 

@@ -48,12 +48,13 @@ def test_engine_imports_none_of_the_other_three(other: str) -> None:
 
 ORDER = (
     "core",
-    "memory",
+    "planning",
+    "shm",
     "storage",
     "checkpoint",
-    "tracking",
+    "state",
     "restore",
-    "staging",
+    "snapshot",
     "dcp",
     "interop",
     "bench",
@@ -69,6 +70,22 @@ def test_packages_of_the_engine_import_only_what_lies_before_them(package: str) 
     for path in modules(f"flashckpt/{package}"):
         wrong = [name for name in later if under(imported(path), f"flashckpt.{name}")]
         assert not wrong, f"{path.name} of {package} imports {wrong}"
+
+
+ARITHMETIC = {
+    "__future__", "collections", "dataclasses", "enum", "functools", "itertools", "math", "msgpack", "numpy", "struct",
+    "typing", "xxhash",
+}  # fmt: skip
+"""All that `core` and `planning` may import that is not ours: nothing of it does I/O."""
+
+
+@pytest.mark.parametrize("package", ["core", "planning"])
+def test_pure_packages_do_no_io(package: str) -> None:
+    for path in modules(f"flashckpt/{package}"):
+        foreign = {name.partition(".")[0] for name in imported(path)} - {"flashckpt"} - ARITHMETIC
+        assert not foreign, f"{path.name} of {package} imports {sorted(foreign)}"
+        calls = {ast.unparse(node.func) for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, ast.Call)}
+        assert not calls & {"open", "print", "input"}, path.name
 
 
 def test_sampler_imports_nothing_of_ours_but_errors() -> None:

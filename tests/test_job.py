@@ -13,8 +13,9 @@ import pytest
 from support.memory import ended, fork
 from support.ranks import wait_for
 
+from flashckpt.core.generation import GenerationRecord
 from flashckpt.errors import ConfigError, DamagedError, FormatVersionError, JobInUseError, SharedMemoryError
-from flashckpt.shm.job_directory import DaemonStatus, GenerationRecord, JobConfig, JobDirectory, memory_root
+from flashckpt.shm.job_directory import DaemonStatus, JobConfig, JobDirectory, memory_root
 from flashckpt.shm.job_id import job_id, root_digest, root_url
 from flashckpt.shm.lease import Lease
 

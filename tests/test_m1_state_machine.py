@@ -16,13 +16,14 @@ from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
+from flashckpt.core.generation import GenerationRecord
 from flashckpt.core.lineage import SlotRecord, by_preference, common, is_abandoned, partly
-from flashckpt.core.slot_header import SlotHeader, SlotState, choose_slot
+from flashckpt.core.slot_header import SlotHeader, SlotState
 from flashckpt.daemon.persister.retire import superseded
+from flashckpt.planning.slot_policy import choose_slot
 from flashckpt.shm.acks import Known, known_of
 from flashckpt.shm.control import Published
 from flashckpt.shm.inventory import Held, View
-from flashckpt.shm.job_directory import GenerationRecord
 
 Identity = tuple[int, int]
 

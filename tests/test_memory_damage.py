@@ -15,10 +15,11 @@ from support.memory_tier import FakeJob
 from support.one_rank import agent_of_the_test  # noqa: F401 -- a fixture
 
 from flashckpt import Checkpointer
+from flashckpt.core.generation import GenerationRecord
 from flashckpt.errors import DamagedError, PersistError
 from flashckpt.shm.control import PAGE, Control, Published
 from flashckpt.shm.inventory import scan
-from flashckpt.shm.job_directory import GenerationRecord, JobDirectory
+from flashckpt.shm.job_directory import JobDirectory
 
 
 def test_a_row_with_a_damaged_counter_can_be_published_again(tmp_path: Path) -> None:

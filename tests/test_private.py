@@ -17,11 +17,12 @@ from support.memory import ended, fork, spec_of
 
 from flashckpt.bench import scratch
 from flashckpt.cli import main as cli
+from flashckpt.core.generation import GenerationRecord
 from flashckpt.daemon.launcher import worker
 from flashckpt.daemon.launcher.watch import JobWatch
 from flashckpt.errors import ConfigError, SharedMemoryError
 from flashckpt.shm.gc import look
-from flashckpt.shm.job_directory import GenerationRecord, JobDirectory, memory_root
+from flashckpt.shm.job_directory import JobDirectory, memory_root
 from flashckpt.shm.private import create_file, private_directories, private_directory
 from flashckpt.shm.segment import Segment
 

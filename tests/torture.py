@@ -30,9 +30,10 @@ from support.memory import ended, fork, spec_of, take, verified
 
 from flashckpt.core.lineage import Life, SlotRecord, common, is_abandoned, newest
 from flashckpt.errors import DamagedError
+from flashckpt.planning.slot_policy import choose_slot
 from flashckpt.shm.acks import Watermark
 from flashckpt.shm.control import Control
-from flashckpt.shm.segment import Segment, SlotPinned, choose_slot
+from flashckpt.shm.segment import Segment, SlotPinned
 
 Identity = tuple[int, int]
 BYTES = 6 << 20

@@ -18,6 +18,7 @@ from flashckpt.checkpoint.generations import check_fence, read_claims
 from flashckpt.checkpoint.intents import Intent, abandon_intent, close_intent, list_intents, put_intent
 from flashckpt.checkpoint.retention import Policy
 from flashckpt.checkpoint.writer import PersistOptions, missing_writers
+from flashckpt.core.generation import GenerationRecord
 from flashckpt.core.lineage import is_abandoned
 from flashckpt.core.superblock import MIN_SLOTS
 from flashckpt.daemon.machine.logs import speaking_of
@@ -36,7 +37,7 @@ from flashckpt.daemon.persister.proposals import (
 )
 from flashckpt.errors import DamagedError, DisagreementError, PersistError, ShardGapError
 from flashckpt.shm.inventory import Identity, View, pin_all, release
-from flashckpt.shm.job_directory import GenerationRecord, JobConfig
+from flashckpt.shm.job_directory import JobConfig
 from flashckpt.shm.segment import Pin
 from flashckpt.storage.factory import open_store
 from flashckpt.storage.store import Store

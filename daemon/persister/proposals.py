@@ -23,9 +23,9 @@ from dataclasses import dataclass, replace
 from flashckpt.checkpoint.generations import Claim
 from flashckpt.checkpoint.intents import INTENTS
 from flashckpt.checkpoint.root_records import explaining, fields_of
+from flashckpt.core.generation import GenerationRecord
 from flashckpt.core.records import integer, seal, snapshot_id
 from flashckpt.errors import ObjectMissingError
-from flashckpt.shm.job_directory import GenerationRecord
 from flashckpt.storage.store import Store
 
 Identity = tuple[int, int]

@@ -5,9 +5,9 @@ from __future__ import annotations
 import contextlib
 import logging
 
+from flashckpt.core.generation import GenerationRecord
 from flashckpt.errors import DamagedError, FormatVersionError, JobInUseError
 from flashckpt.shm.inventory import Held, Identity, View
-from flashckpt.shm.job_directory import GenerationRecord
 from flashckpt.shm.segment import Segment
 
 _log = logging.getLogger(__name__)

@@ -20,6 +20,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from types import FrameType
 
+from flashckpt.core.generation import GenerationRecord
 from flashckpt.daemon.machine.logs import configure, speaking_of
 from flashckpt.daemon.persister import metrics
 from flashckpt.daemon.persister.coordinator import Persisting
@@ -36,7 +37,7 @@ from flashckpt.errors import (
 )
 from flashckpt.shm import block
 from flashckpt.shm.inventory import Identity, View, scan
-from flashckpt.shm.job_directory import DaemonStatus, GenerationRecord, JobConfig, JobDirectory
+from flashckpt.shm.job_directory import DaemonStatus, JobConfig, JobDirectory
 from flashckpt.shm.lease import Lease
 from flashckpt.shm.private import private_directory, remove_tree
 

@@ -24,9 +24,10 @@ from flashckpt.core.digest import digest
 from flashckpt.core.shard import Shard
 from flashckpt.core.superblock import SegmentSpec
 from flashckpt.errors import DamagedError
+from flashckpt.planning.slot_policy import choose_slot
 from flashckpt.restore.executor import RestoreCounts, Target, fill
 from flashckpt.restore.sources import MemorySource, StorageSource
-from flashckpt.shm.segment import Segment, choose_slot
+from flashckpt.shm.segment import Segment
 from flashckpt.snapshot.stager import Identity, Plan, Snapshot, Stager
 from flashckpt.state.placement import Box
 from flashckpt.state.registry import Captured

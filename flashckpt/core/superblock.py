@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import struct
-import uuid
 from dataclasses import dataclass
-from pathlib import Path
 
 from flashckpt.core.digest import digest
 from flashckpt.core.shard import ALIGN_LARGE, round_up
@@ -82,11 +80,6 @@ class Superblock:
     uid: int
     boot_id: bytes
     created_ns: int
-
-
-def boot_id() -> bytes:
-    """Return the 16 bytes that name this boot of the machine."""
-    return uuid.UUID(Path("/proc/sys/kernel/random/boot_id").read_text().strip()).bytes
 
 
 def encode_superblock(block: Superblock) -> bytes:

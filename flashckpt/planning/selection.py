@@ -6,10 +6,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from flashckpt.checkpoint.root_summary import RootView
+from flashckpt.core.generation import GenerationRecord
 from flashckpt.core.lineage import SlotRecord, by_preference, common, is_abandoned, partly
 from flashckpt.errors import DamagedError, DisagreementError, NoCheckpointError, RootError
-from flashckpt.shm.job_directory import GenerationRecord
+from flashckpt.planning.root_view import RootView
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

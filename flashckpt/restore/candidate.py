@@ -15,13 +15,13 @@ from flashckpt import collectives
 from flashckpt.checkpoint import root_summary
 from flashckpt.checkpoint.catalog import manifest_from, read_manifest_bytes
 from flashckpt.checkpoint.retention import leased
-from flashckpt.checkpoint.root_summary import RootView
 from flashckpt.collectives import HostGroup
 from flashckpt.core.manifest import Manifest
 from flashckpt.core.shard import Shard, boxes_by_name
 from flashckpt.errors import FlashckptError, NoCheckpointError, ShardGapError, TensorMismatchError
 from flashckpt.planning.peer_index import Wish
 from flashckpt.planning.read_plan import plan_reads, uncovered
+from flashckpt.planning.root_view import RootView
 from flashckpt.planning.selection import Candidate, Place, Request
 from flashckpt.report import RestoreReport
 from flashckpt.restore import live_state, unexpected

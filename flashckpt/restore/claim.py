@@ -12,11 +12,12 @@ from typing import Any
 
 from flashckpt import collectives, errors
 from flashckpt.checkpoint import catalog, root_summary
+from flashckpt.core.generation import GenerationRecord
 from flashckpt.core.lineage import BEGINNING, is_abandoned
 from flashckpt.errors import FlashckptError, RootError
 from flashckpt.faults import crash_point
 from flashckpt.logs import guarded
-from flashckpt.shm.job_directory import GenerationRecord, JobDirectory
+from flashckpt.shm.job_directory import JobDirectory
 from flashckpt.shm.segment import Segment
 from flashckpt.state.placement import World
 

@@ -20,11 +20,11 @@ from typing import Any
 
 from flashckpt import collectives
 from flashckpt.checkpoint import root_summary
-from flashckpt.checkpoint.root_summary import RootView
+from flashckpt.core.generation import GenerationRecord
 from flashckpt.core.lineage import BEGINNING
-from flashckpt.core.superblock import boot_id
 from flashckpt.errors import DisagreementError, FlashckptError, RootError, ShardGapError, TensorMismatchError
 from flashckpt.logs import guarded
+from flashckpt.planning.root_view import RootView
 from flashckpt.planning.selection import (
     Candidate,
     Candidates,
@@ -46,8 +46,9 @@ from flashckpt.report import RestoreReport
 from flashckpt.restore import claim, unexpected
 from flashckpt.restore.candidate import Attempt, State
 from flashckpt.shm.control import Control
-from flashckpt.shm.job_directory import GenerationRecord, JobDirectory
+from flashckpt.shm.job_directory import JobDirectory
 from flashckpt.shm.segment import Segment
+from flashckpt.shm.segment_file import boot_id
 from flashckpt.state.registry import Tracked
 
 _log = guarded(logging.getLogger("flashckpt"))

@@ -10,11 +10,12 @@ import threading
 import time
 from pathlib import Path
 
+from flashckpt.core.generation import GenerationRecord
 from flashckpt.errors import JobInUseError, SharedMemoryError
 from flashckpt.settings import checked
 from flashckpt.shm import job_records
 from flashckpt.shm.block import SEGMENT_NAME
-from flashckpt.shm.job_records import DaemonStatus, GenerationRecord, JobConfig
+from flashckpt.shm.job_records import DaemonStatus, JobConfig
 from flashckpt.shm.lease import Lease, is_at
 from flashckpt.shm.private import Skipped, private_directories, private_directory
 

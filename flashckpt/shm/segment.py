@@ -21,7 +21,6 @@ from flashckpt.core.slot_header import (
     HEADER_COPY_BYTES,
     SlotHeader,
     SlotState,
-    choose_slot,
     encode_header,
     newest_copy,
 )
@@ -30,7 +29,6 @@ from flashckpt.core.superblock import (
     PAGE,
     SegmentSpec,
     Superblock,
-    boot_id,
     decode_owner,
     decode_superblock,
     encode_owner,
@@ -41,9 +39,9 @@ from flashckpt.faults import crash_point
 from flashckpt.shm import block, capacity
 from flashckpt.shm.lease import Lease, is_at
 from flashckpt.shm.pin import Pin
-from flashckpt.shm.segment_file import address_of, check_place, describe_process, lay_out, touch
+from flashckpt.shm.segment_file import address_of, boot_id, check_place, describe_process, lay_out, touch
 
-__all__ = ["Pin", "Segment", "SegmentSpec", "SlotHeader", "SlotPinned", "SlotState", "SlotWriter", "choose_slot"]
+__all__ = ["Pin", "Segment", "SegmentSpec", "SlotHeader", "SlotPinned", "SlotState", "SlotWriter"]
 
 RESERVE_BYTES = 64 << 20
 _OWNER_BYTE = 0  # slot k is byte 1 + k

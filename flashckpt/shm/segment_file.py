@@ -3,13 +3,19 @@
 from __future__ import annotations
 
 import os
+import uuid
 from pathlib import Path
 
 import numpy as np
 
-from flashckpt.core.superblock import PAGE, SegmentSpec, Superblock, boot_id
+from flashckpt.core.superblock import PAGE, SegmentSpec, Superblock
 from flashckpt.errors import DamagedError, SharedMemoryError
 from flashckpt.shm import prefault
+
+
+def boot_id() -> bytes:
+    """Return the 16 bytes that name this boot of the machine."""
+    return uuid.UUID(Path("/proc/sys/kernel/random/boot_id").read_text().strip()).bytes
 
 
 def lay_out(fd: int, spec: SegmentSpec) -> None:

@@ -13,10 +13,11 @@ from flashckpt.core.manifest import ShardTable, encode_table
 from flashckpt.core.shard import Shard, layout_hash, place
 from flashckpt.errors import ConfigError, DamagedError, FlashckptError, FormatVersionError, SharedMemoryError
 from flashckpt.logs import guarded
+from flashckpt.planning.slot_policy import choose_slot
 from flashckpt.shm import capacity
 from flashckpt.shm.acks import Known
 from flashckpt.shm.job_directory import JobDirectory
-from flashckpt.shm.segment import Segment, SegmentSpec, SlotPinned, SlotWriter, choose_slot
+from flashckpt.shm.segment import Segment, SegmentSpec, SlotPinned, SlotWriter
 from flashckpt.snapshot.reservation import Reservation
 
 _log = guarded(logging.getLogger("flashckpt"))

@@ -26,6 +26,7 @@ from flashckpt.checkpoint.retention import encode_lease, leased_prefixes
 from flashckpt.checkpoint.writer import refuse_gaps
 from flashckpt.core import slot_header, superblock
 from flashckpt.core.digest import chunk_digests, digest
+from flashckpt.core.generation import GenerationRecord
 from flashckpt.core.manifest import Manifest, ShardTable, decode_manifest, encode_manifest, merge, summary_of
 from flashckpt.core.manifest_header import HEAD_BYTES, decode_summary, encode_summary
 from flashckpt.core.records import seal
@@ -36,12 +37,14 @@ from flashckpt.daemon.zygote import messages
 from flashckpt.errors import DamagedError
 from flashckpt.interop.incoming import detect, open_foreign
 from flashckpt.interop.selection import Selection
+from flashckpt.planning import slot_policy
 from flashckpt.planning.packs import index_manifest, plan_packs
 from flashckpt.planning.peer_index import offers
 from flashckpt.sampler.datasets import index_file
 from flashckpt.sampler.order.state import SamplerState
+from flashckpt.shm import segment_file
 from flashckpt.shm.control import Control, Published
-from flashckpt.shm.job_directory import DaemonStatus, GenerationRecord, JobConfig, JobDirectory
+from flashckpt.shm.job_directory import DaemonStatus, JobConfig, JobDirectory
 from flashckpt.shm.segment import Segment
 from flashckpt.storage.posix import PosixStore
 from support.fuzzing import Target
@@ -160,11 +163,11 @@ def use_header(raw: bytes) -> None:
     header, copy = slot_header.newest_copy(raw.ljust(4096, b"\0"))
     assert copy in (0, 1)
     assert header.state in SlotState
-    slot_header.choose_slot([header, HEADER], pinned=(), common=[(3, 121)])
+    slot_policy.choose_slot([header, HEADER], pinned=(), common=[(3, 121)])
 
 
 def superblock_bytes() -> bytes:
-    block = superblock.Superblock(spec=SPEC, uid=os.getuid(), boot_id=superblock.boot_id(), created_ns=1)
+    block = superblock.Superblock(spec=SPEC, uid=os.getuid(), boot_id=segment_file.boot_id(), created_ns=1)
     return superblock.encode_superblock(block)
 
 

@@ -9,13 +9,15 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from flashckpt.core.digest import chunk_digests
+from flashckpt.core.generation import GenerationRecord
 from flashckpt.core.manifest import Manifest, encode_manifest
 from flashckpt.core.shard import Shard, layout_hash, place
 from flashckpt.core.shard_table import ShardTable
-from flashckpt.shm.job_directory import GenerationRecord, JobConfig, JobDirectory
+from flashckpt.planning.slot_policy import choose_slot
+from flashckpt.shm.job_directory import JobConfig, JobDirectory
 from flashckpt.shm.job_id import root_digest
 from flashckpt.shm.lease import Lease
-from flashckpt.shm.segment import Segment, SegmentSpec, choose_slot
+from flashckpt.shm.segment import Segment, SegmentSpec
 
 
 def content(fqn: str, shape: tuple[int, ...], generation: int, step: int) -> np.ndarray:

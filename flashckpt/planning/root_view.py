@@ -1,0 +1,41 @@
+"""What a root knows of the checkpoints of a job, as the choice of a restore point needs it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RootView:
+    """Committed checkpoints and claims, as (generation, step) and (generation, parent).
+
+    Attributes:
+        committed: Identities of valid checkpoints, newest first.
+        prefixes: Where each lies below the root.
+        claims: Generations claimed on the root, with what they were restored from.
+        error: Why the root could not be asked; "" if it answered.
+        is_empty: It holds nothing of any checkpoint, not even of a damaged or unfinished one.
+    """
+
+    committed: tuple[tuple[int, int], ...] = ()
+    prefixes: tuple[str, ...] = ()
+    claims: tuple[tuple[int, tuple[int, int] | None], ...] = ()
+    error: str = ""
+    is_empty: bool = False
+
+    def pack(self) -> list[Any]:
+        """Return it as msgpack types."""
+        return [list(self.committed), list(self.prefixes), list(self.claims), self.error, self.is_empty]
+
+    @classmethod
+    def unpack(cls, packed: list[Any]) -> RootView:
+        """Return what `pack` packed."""
+        committed, prefixes, claims, error, is_empty = packed
+        return cls(
+            committed=tuple((g, s) for g, s in committed),
+            prefixes=tuple(prefixes),
+            claims=tuple((g, None if p is None else (p[0], p[1])) for g, p in claims),
+            error=error,
+            is_empty=is_empty,
+        )

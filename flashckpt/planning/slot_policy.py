@@ -1,0 +1,45 @@
+"""The choice of the next slot: what of the memory tier may be overwritten (invariant M1)."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+
+from flashckpt.core.slot_header import SlotHeader
+
+
+def choose_slot(
+    headers: Sequence[SlotHeader],
+    *,
+    pinned: Collection[int],
+    common: Collection[tuple[int, int]],
+    hopeless: Collection[tuple[int, int]] = (),
+    superseded: tuple[int, int] | None = None,
+) -> int | None:
+    """Return the slot that the next snapshot may overwrite, or None: skip it and count it (invariant M1).
+
+    Called by the rank that owns the slots. Slots without a whole snapshot go first, then the oldest
+    COMPLETE one for which a newer identity is known to be held by every rank.
+
+    Args:
+        headers: One per slot.
+        pinned: Slots under a reader's lease or being written; never chosen.
+        common: Identities that every rank of the job is known to hold COMPLETE.
+        hopeless: Identities that can never become common (`watermark.Known`): they protect nothing.
+        superseded: Identity of a committed checkpoint this life was restored from; COMPLETE
+            slots at or before it are free.
+    """
+    free = [i for i, h in enumerate(headers) if i not in pinned and not h.is_complete]
+    if free:
+        return min(free, key=lambda i: (headers[i].sequence, i))
+    newest_common = max(common, default=None)
+    old = [
+        i
+        for i, h in enumerate(headers)
+        if i not in pinned
+        and (
+            (newest_common is not None and h.identity < newest_common)
+            or h.identity in hopeless
+            or (superseded is not None and h.identity <= superseded)
+        )
+    ]
+    return min(old, key=lambda i: (headers[i].identity, i), default=None)
