@@ -65,14 +65,14 @@ def manifest_of(shards: list[Shard]) -> Manifest:
 
 
 def wishes_of(shards: list[Shard]) -> peer_index.Records:
-    return peer_index.wishes((shard.fqn, shard.fqn, shard) for shard in shards)
+    return peer_index.encode_queries((shard.fqn, shard.fqn, shard) for shard in shards)
 
 
 def measure(ranks: int) -> dict[str, Any]:
     """Return the figures of one world size."""
     wanting = ranks - 8
     began = time.perf_counter()
-    held = peer_index.offers(manifest_of(shards_of(ranks // 2, ranks)), ranks // 2)
+    held = peer_index.encode_held_rows(manifest_of(shards_of(ranks // 2, ranks)), ranks // 2)
     asked = wishes_of(shards_of(wanting // 2, wanting))
     send_s = time.perf_counter() - began
 
@@ -84,14 +84,14 @@ def measure(ranks: int) -> dict[str, Any]:
     fqns = {s.fqn for s in names}
     board, wanted = [], {}
     for rank in range(ranks):
-        records = peer_index.offers(manifest_of(shards_of_names(rank, ranks, fqns)), rank)
+        records = peer_index.encode_held_rows(manifest_of(shards_of_names(rank, ranks, fqns)), rank)
         board.append(records[np.isin(records["key"], np.array(sorted(keys), np.uint64))])
         if rank < wanting:
             records = wishes_of(shards_of_names(rank, wanting, fqns))
             wanted[rank] = records[np.isin(records["key"], np.array(sorted(keys), np.uint64))]
     everything = np.concatenate(board)
     began = time.perf_counter()
-    answers = peer_index.answers(everything, wanted)
+    answers = peer_index.lookup(everything, wanted)
     answer_s = time.perf_counter() - began
     heard = everything.nbytes + sum(records.nbytes for records in wanted.values())
     return {

@@ -29,7 +29,7 @@ from flashckpt.checkpoint.writer import PersistOptions, commit, persist_slot, pr
 from flashckpt.core.digest import chunk_digests
 from flashckpt.core.manifest import Manifest, ShardTable, encode_manifest
 from flashckpt.core.shard import Shard, layout_hash, place
-from flashckpt.restore.executor import Target, fill
+from flashckpt.restore.executor import Target, execute_reads
 from flashckpt.restore.sources import StorageSource
 from flashckpt.shm.segment import Pin, Segment, SegmentSpec
 from flashckpt.storage.factory import open_store
@@ -233,7 +233,7 @@ class Rank:
     def _restore(self, path: Path) -> None:
         store = open_store(path)
         source = StorageSource(store, read_manifest(store, PREFIX), PREFIX)
-        fill(self.state.targets, [source], threads=READ_THREADS)
+        execute_reads(self.state.targets, [source], threads=READ_THREADS)
 
     # -- orders ------------------------------------------------------------------------------------------
 

@@ -15,7 +15,7 @@ from ranks import serve
 
 from flashckpt.checkpoint.catalog import read_manifest
 from flashckpt.checkpoint.writer import commit, persist_slot
-from flashckpt.restore.executor import fill
+from flashckpt.restore.executor import execute_reads
 from flashckpt.restore.sources import StorageSource
 from flashckpt.storage.factory import open_store
 from flashckpt.storage.store import Store
@@ -109,7 +109,7 @@ class Client:
     def _restore(self, backend: str) -> None:
         store = self._store(backend)
         source = StorageSource(store, read_manifest(store, PREFIX), PREFIX)
-        fill(self.state.targets, [source], threads=READ_THREADS)
+        execute_reads(self.state.targets, [source], threads=READ_THREADS)
 
     def _obstore(self) -> Any:
         from obstore.store import S3Store

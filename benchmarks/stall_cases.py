@@ -18,7 +18,7 @@ from training_loop import Blocking, Case, Loop, WarmCopy
 
 from flashckpt import Checkpointer
 from flashckpt.checkpoint.writer import MANIFEST, prefix_of
-from flashckpt.restore.executor import Target, fill
+from flashckpt.restore.executor import Target, execute_reads
 from flashckpt.restore.sources import MemorySource
 from flashckpt.shm.segment import Segment
 
@@ -133,7 +133,7 @@ def _restore(case: Flashckpt, loop: Loop, threads: int | None) -> None:
             shard = source.manifest.table.shard(row)
             targets.append(Target(shard=shard, buffer=view[at : at + shard.nbytes]))
             at += shard.nbytes
-        fill(targets, [source], threads=threads)
+        execute_reads(targets, [source], threads=threads)
 
 
 def on_perf_counter(file_time: float) -> float:

@@ -19,18 +19,18 @@ from flashckpt.errors import ConfigError, FlashckptError, PersistError
 from flashckpt.logs import notice
 from flashckpt.planning.selection import Inventory, local_world
 from flashckpt.report import RestoreReport
-from flashckpt.restore.coordinator import Course, Outcome, Request
+from flashckpt.restore.coordinator import RestoreCoordinator, RestoreOutcome, RestoreRequest
 from flashckpt.restore.reader import Reader
 from flashckpt.restore.recorded import with_recorded
-from flashckpt.session import Life
+from flashckpt.session import Session
 from flashckpt.settings import Settings
 from flashckpt.shm.job_directory import JobConfig, JobDirectory
 from flashckpt.shm.job_id import job_id, root_digest, root_url
 from flashckpt.snapshot import segments as memory
-from flashckpt.snapshot.copy_plan import Plan
+from flashckpt.snapshot.copy_plan import CopyPlan
 from flashckpt.state import replication
 from flashckpt.state.placement import current_world
-from flashckpt.state.registry import Tracked
+from flashckpt.state.registry import StateRegistry
 from flashckpt.storage.factory import check_options, is_process_local
 
 _logger = logging.getLogger("flashckpt")
@@ -100,10 +100,10 @@ class Checkpointer:
             compression=compression,
         )
         check_options(url, self._settings.storage_options)
-        self._tracked = Tracked(current_world())
+        self._tracked = StateRegistry(current_world())
         self._mesh: Any = None
         self._replicated_over: Any = None
-        self._life: Life | None = None
+        self._life: Session | None = None
         self._hooks: list[Any] = []
 
     # -- what is tracked ---------------------------------------------------------------------------------
@@ -191,7 +191,7 @@ class Checkpointer:
                 found="fresh=True with step, generation, root or only",
                 remedy="for a warm start from another root: restore(fresh=True) or restore(root=...)",
             )
-        request = Request(
+        request = RestoreRequest(
             root=self._settings.root if root is None else root_url(root),
             step=step,
             generation=generation,
@@ -211,7 +211,7 @@ class Checkpointer:
     def _call(self, name: str, function: Callable[..., object] | None, *arguments: Any) -> None:
         callbacks.call(name, function, *arguments, count=self._alive().callback_failed, may_exit=True)
 
-    def _warm_start_after(self, request: Request, *, given: bool) -> RestoreReport:
+    def _warm_start_after(self, request: RestoreRequest, *, given: bool) -> RestoreReport:
         """Fill the state of a job that found nothing of its own: `restore() or restore(root=...)`."""
         life = self._alive()
         if not given or life.outcome.report is not None or life.has_stepped:
@@ -223,19 +223,19 @@ class Checkpointer:
         life.plan_ahead()  # what was restored has changed the structure
         return report
 
-    def _read(self, request: Request) -> RestoreReport:
+    def _read(self, request: RestoreRequest) -> RestoreReport:
         options = self._settings.storage_options
-        return Course(tracked=self._tracked, directory=None, options=options, request=request).read()
+        return RestoreCoordinator(tracked=self._tracked, directory=None, options=options, request=request).read()
 
-    def _begin(self, request: Request, *, warm: bool) -> RestoreReport | None:
+    def _begin(self, request: RestoreRequest, *, warm: bool) -> RestoreReport | None:
         initialised_ns = time.monotonic_ns()
         settings, tracked = self._settings, self._tracked
         tracked.world = current_world(self._mesh, self._replicated_over)
         report = self._read(request) if warm else None
         directory = JobDirectory.open(settings.job)
-        own = Request(root=settings.root) if warm else request
-        course = Course(tracked=tracked, directory=directory, options=settings.storage_options, request=own)
-        rank_memory = memory.RankMemory(
+        own = RestoreRequest(root=settings.root) if warm else request
+        course = RestoreCoordinator(tracked=tracked, directory=directory, options=settings.storage_options, request=own)
+        rank_memory = memory.RankSegments(
             directory,
             root_digest=root_digest(settings.root),
             rank=tracked.world.rank,
@@ -255,13 +255,13 @@ class Checkpointer:
         return outcome.report if report is None else replace(report, life=outcome.record.generation)
 
     def _open_memory(
-        self, course: Course, directory: JobDirectory, rank_memory: memory.RankMemory
-    ) -> tuple[Plan, list[Inventory]]:
+        self, course: RestoreCoordinator, directory: JobDirectory, rank_memory: memory.RankSegments
+    ) -> tuple[CopyPlan, list[Inventory]]:
         """Plan, learn what all ranks have and need, then reserve this rank's segment in the background."""
         tracked, settings = self._tracked, self._settings
         rank_memory.refuse_other_run()
         structure, captured = tracked.settled(ahead=True)
-        plan = Plan(structure, tracked.ahead.stand_ins)
+        plan = CopyPlan(structure, tracked.ahead.stand_ins)
         value_bytes = len(repr(captured.values))
         need = memory.need_of(structure.reserved(), value_bytes=value_bytes)
         foreseen = with_recorded(structure.reserved(), need.layout, directory, tracked)
@@ -289,8 +289,8 @@ class Checkpointer:
         return plan, inventories
 
     def _live(
-        self, directory: JobDirectory, rank_memory: memory.RankMemory, outcome: Outcome, initialised_ns: int
-    ) -> Life:
+        self, directory: JobDirectory, rank_memory: memory.RankSegments, outcome: RestoreOutcome, initialised_ns: int
+    ) -> Session:
         settings, world = self._settings, self._tracked.world
         mates = local_world(outcome.inventories, world.rank)
         nodes = list(dict.fromkeys(i.node for i in outcome.inventories))
@@ -306,7 +306,7 @@ class Checkpointer:
             node_count=len(nodes),
             node=nodes.index(outcome.inventories[world.rank].node),
         )
-        life = self._life = Life(
+        life = self._life = Session(
             tracked=self._tracked,
             directory=directory,
             memory=rank_memory,
@@ -416,7 +416,7 @@ class Checkpointer:
         """Counters and seconds of this rank: snapshots, skipped (late, busy), discarded, call_s, fence_s, ..."""
         return dict(self._alive().stats)
 
-    def _alive(self) -> Life:
+    def _alive(self) -> Session:
         if self._life is None:
             raise ConfigError(
                 "restore() was not called",

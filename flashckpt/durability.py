@@ -7,7 +7,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from flashckpt.errors import DamagedError, PersistError
-from flashckpt.shm.acks import Known
+from flashckpt.shm.acks import AckedSnapshots
 from flashckpt.shm.job_directory import DaemonStatus, JobDirectory
 
 Identity = tuple[int, int]
@@ -72,7 +72,7 @@ class Waiting:
     timeout_s: float | None
     present: Identity
     take: Callable[[], str]
-    known: Callable[[], Known]
+    known: Callable[[], AckedSnapshots]
     holds: Callable[[Identity], bool]
     alive: Callable[[], None]
     _asked_ns: int = 0

@@ -18,16 +18,16 @@ from flashckpt.core.lineage import BEGINNING
 from flashckpt.durability import Waiting, Wanted
 from flashckpt.errors import DamagedError, FormatVersionError
 from flashckpt.logs import guarded
-from flashckpt.restore.coordinator import Outcome
+from flashckpt.restore.coordinator import RestoreOutcome
 from flashckpt.settings import Settings, next_step
-from flashckpt.shm.acks import Watermark
+from flashckpt.shm.acks import SnapshotAcks
 from flashckpt.shm.control import Control, ControlRow
 from flashckpt.shm.job_directory import DaemonStatus, JobConfig, JobDirectory
 from flashckpt.skips import Skips
 from flashckpt.snapshot import segments as memory
-from flashckpt.snapshot.stager import Identity, Plan, Snapshot, Stager, StaleWatch
+from flashckpt.snapshot.stager import CopyPlan, Snapshot, SnapshotRequest, Stager, StaleWatch
 from flashckpt.state import loaders
-from flashckpt.state.registry import Captured, Tracked
+from flashckpt.state.registry import Captured, StateRegistry
 from flashckpt.state.samplers import Commits
 
 _log = guarded(logging.getLogger("flashckpt"))
@@ -35,7 +35,7 @@ _POLL_S = 0.002
 
 
 @dataclass(eq=False, kw_only=True)
-class Life:
+class Session:
     """What `Checkpointer` delegates to between restore and close.
 
     Attributes:
@@ -44,11 +44,11 @@ class Life:
         stats: Counters and seconds, for people and benchmarks.
     """
 
-    tracked: Tracked
+    tracked: StateRegistry
     directory: JobDirectory
-    memory: memory.RankMemory
+    memory: memory.RankSegments
     settings: Settings
-    outcome: Outcome
+    outcome: RestoreOutcome
     mates: Sequence[int]
     callback: Callable[[str], Callable[..., object] | None]
     stats: dict[str, float] = field(default_factory=dict)
@@ -76,7 +76,7 @@ class Life:
         row.step = self._last_step = 0 if record.parent is None else record.parent[1]
         row.restored = row.heartbeat_ns = time.monotonic_ns()
         row.restore_started = initialised_ns
-        self._watermark = Watermark(
+        self._watermark = SnapshotAcks(
             control=control,
             local_rank=self._local_rank,
             rank=world.rank,
@@ -97,7 +97,7 @@ class Life:
         )
         self._stale, self._optimizer_steps, self._stepped_at = StaleWatch(), 0, 0
         self._is_removed = False
-        self._plan: Plan | None = None
+        self._plan: CopyPlan | None = None
         self._committed: tuple[int, int] | None = None
 
     @property
@@ -170,7 +170,7 @@ class Life:
         if not self.memory.has_slot:
             return False
         record = self.outcome.record
-        identity = Identity(
+        identity = SnapshotRequest(
             job=self.settings.job,
             generation=record.generation,
             step=step,
@@ -189,7 +189,7 @@ class Life:
         self._skips.taken(step)
         return True
 
-    def _writer(self, identity: Identity) -> Any:
+    def _writer(self, identity: SnapshotRequest) -> Any:
         known = self._watermark.known()
         self._skips.saw(known.common)
         return self.memory.begin(
@@ -202,8 +202,8 @@ class Life:
             superseded=self.outcome.superseded,
         )
 
-    def plan_ahead(self, plan: Plan | None = None) -> None:
-        """Plan what the first snapshot will consist of, optimizer state that does not exist yet included.
+    def plan_ahead(self, plan: CopyPlan | None = None) -> None:
+        """CopyPlan what the first snapshot will consist of, optimizer state that does not exist yet included.
 
         A restore may have brought state that nobody could foresee when memory was reserved: then other memory is
         reserved from now on, so that it is there when the first snapshot is due.
@@ -214,7 +214,7 @@ class Life:
         captured = None
         if plan is None:
             structure, captured = self.tracked.settled(ahead=True)
-            plan = Plan(structure, self.tracked.ahead.stand_ins)
+            plan = CopyPlan(structure, self.tracked.ahead.stand_ins)
         self._plan = plan
         if self._make_room(plan, captured if captured is not None else self.tracked.capture()):
             self.memory.wait_if_small()
@@ -227,7 +227,7 @@ class Life:
         self._plan.take_in(appeared)
         return True
 
-    def _current_plan(self, captured: Captured) -> tuple[Plan, Captured]:
+    def _current_plan(self, captured: Captured) -> tuple[CopyPlan, Captured]:
         """Return the plan for the state as it is; made anew only if its structure changed."""
         plan = self._plan
         is_current = plan is not None and not plan.is_stale and plan.structure is self.tracked.planned
@@ -236,11 +236,11 @@ class Life:
             return plan, captured
         self._count("plans", 1)
         structure, captured = self.tracked.settled()
-        plan = self._plan = Plan(structure)
+        plan = self._plan = CopyPlan(structure)
         self._make_room(plan, captured)
         return plan, captured
 
-    def _make_room(self, plan: Plan, captured: Captured) -> bool:
+    def _make_room(self, plan: CopyPlan, captured: Captured) -> bool:
         """Begin to reserve other memory, beside training, if the plan, or what it still expects, does not fit; whether it was."""
         structure, value_bytes = plan.structure, len(repr(captured.values))
         need = plan.need(value_bytes)
@@ -408,4 +408,4 @@ def _c10d_store() -> Any:
     return dist.distributed_c10d._get_default_store()  # noqa: SLF001 -- there is no public way to the store
 
 
-__all__ = ["ControlRow", "Life"]
+__all__ = ["ControlRow", "Session"]

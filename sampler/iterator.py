@@ -17,7 +17,7 @@ from flashckpt.sampler.order.permutation import Int64Array
 FIRST_CHUNK, CHUNK = 64, 1 << 14  # ids made at once: few for a quick first batch, then many
 
 
-class Plan(Protocol):
+class EpochPlan(Protocol):
     """What the walk needs to know of its sampler."""
 
     dp_rank: int
@@ -34,7 +34,7 @@ class Plan(Protocol):
         ...
 
 
-class Walk(Iterator[Iterator[int]]):
+class EpochWalk(Iterator[Iterator[int]]):
     """One replica's way from a position to the end of its epoch: chunks of sample ids, and how many are gone.
 
     Args:
@@ -42,7 +42,7 @@ class Walk(Iterator[Iterator[int]]):
         start: Stream position of the first sample (of replica 0).
     """
 
-    def __init__(self, plan: Plan, start: int) -> None:
+    def __init__(self, plan: EpochPlan, start: int) -> None:
         self._plan = plan
         self.exhausted = False
         self._begin(start)
@@ -59,13 +59,13 @@ class Walk(Iterator[Iterator[int]]):
         self._items = iter([0][:0])  # made and not handed out; its length hint is the counter
 
     @classmethod
-    def over_nothing(cls, plan: Plan, start: int) -> Walk:
+    def over_nothing(cls, plan: EpochPlan, start: int) -> EpochWalk:
         """Return a walk that hands out nothing and moves nothing."""
         walk = cls(plan, start)
         walk._own, walk.exhausted = 0, True
         return walk
 
-    def __iter__(self) -> Walk:
+    def __iter__(self) -> EpochWalk:
         return self
 
     def __next__(self) -> Iterator[int]:
@@ -144,19 +144,19 @@ class Walk(Iterator[Iterator[int]]):
 class ElasticIterator(chain[int]):
     """The ids of a walk one by one; `itertools.chain` hands them out without running Python code per sample."""
 
-    walk: Walk
+    walk: EpochWalk
 
     @classmethod
-    def over(cls, walk: Walk) -> ElasticIterator:
+    def over(cls, walk: EpochWalk) -> ElasticIterator:
         """Return an iterator over `walk`, which keeps no reference to it: dropping it ends the iteration."""
         iterator: ElasticIterator = cls.from_iterable(walk)  # type: ignore[assignment]  # made as `cls`
         iterator.walk = walk
         return iterator
 
     def state_dict(self) -> dict[str, Any]:
-        """See `Walk.state_dict`."""
+        """See `EpochWalk.state_dict`."""
         return self.walk.state_dict()
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """See `Walk.load_state_dict`."""
+        """See `EpochWalk.load_state_dict`."""
         self.walk.load_state_dict(state_dict)

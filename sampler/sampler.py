@@ -15,7 +15,7 @@ from typing import Any
 
 from flashckpt.errors import ConfigError, DataError, LayoutError
 from flashckpt.sampler import errors
-from flashckpt.sampler.iterator import ElasticIterator, Walk
+from flashckpt.sampler.iterator import ElasticIterator, EpochWalk
 from flashckpt.sampler.order.cursor import Cursor
 from flashckpt.sampler.order.mixture import Mixture, MixtureStream
 from flashckpt.sampler.order.permutation import MAX_LENGTH, Int64Array
@@ -112,7 +112,7 @@ class ElasticSampler(Place):
     def next_ids(self) -> Int64Array:
         """Return this replica's sample ids of the next global batch (needs global_batch_size); nothing moves."""
         self.was_drawn_from = True
-        walk = Walk(self, self.position)
+        walk = EpochWalk(self, self.position)
         size = min(self._size_of_step(None), walk.total)
         return walk.ids(0, max(0, -(-(size - self.dp_rank) // self.dp_size)))
 
@@ -121,10 +121,10 @@ class ElasticSampler(Place):
     def __iter__(self) -> ElasticIterator:
         self.was_drawn_from = True
         if self._again is not None:
-            return ElasticIterator.over(Walk.over_nothing(self, self.position))
+            return ElasticIterator.over(EpochWalk.over_nothing(self, self.position))
         self._check_spent()
         self.cursor.settle(self.position)
-        walk = Walk(self, self.cursor.settled(self._latest[1]) if self._has_handed_out_all() else self.position)
+        walk = EpochWalk(self, self.cursor.settled(self._latest[1]) if self._has_handed_out_all() else self.position)
         iterator = ElasticIterator.over(walk)
         self._latest, self._drained = (walk.start, walk.end), False
         self._running = weakref.ref(iterator)
@@ -318,7 +318,7 @@ class ElasticSampler(Place):
 
     # -- checks
 
-    def _active(self) -> Walk | None:
+    def _active(self) -> EpochWalk | None:
         running = self._running() if self._running else None
         return running.walk if running is not None and running.walk.handed_out else None
 

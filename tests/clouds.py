@@ -26,7 +26,7 @@ from flashckpt.checkpoint.catalog import list_checkpoints, read_manifest
 from flashckpt.checkpoint.retention import Policy, prune
 from flashckpt.checkpoint.writer import commit, persist_slot, prefix_of
 from flashckpt.errors import RootError
-from flashckpt.restore.executor import Target, fill
+from flashckpt.restore.executor import Target, execute_reads
 from flashckpt.restore.sources import StorageSource
 from flashckpt.storage.factory import open_store
 from flashckpt.storage.store import Store
@@ -120,7 +120,7 @@ def test_checkpoint_is_committed_by_a_condition_read_back_bitwise_and_pruned(sto
     source = StorageSource(store, read_manifest(store, info), info.prefix)
     for row, wanted in enumerate(shards):
         out = np.zeros(wanted.nbytes, np.uint8)
-        fill([Target(shard=wanted, buffer=out.data)], [source])
+        execute_reads([Target(shard=wanted, buffer=out.data)], [source])
         assert out.tobytes() == bytes(pin.row(row))
 
 

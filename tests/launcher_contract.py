@@ -34,7 +34,7 @@ from torch.distributed.launcher.api import LaunchConfig
 from flashckpt.daemon.launcher import cli as dlrun
 from flashckpt.daemon.launcher.options import RendezvousLostError
 from flashckpt.daemon.launcher.rendezvous import OneNode
-from flashckpt.daemon.launcher.rounds import FreshStores
+from flashckpt.daemon.launcher.rounds import FreshStoreRendezvous
 from flashckpt.errors import ConfigError
 
 pytestmark = pytest.mark.timeout(300)
@@ -398,7 +398,7 @@ class Meeting:
         self.unit, self.least, self.most = unit, least, most
         self.threads: list[threading.Thread] = []
         self.places: dict[str, tuple[int, int] | str] = {}
-        self.nodes: dict[str, FreshStores] = {}
+        self.nodes: dict[str, FreshStoreRendezvous] = {}
 
     def join(self, name: str) -> None:
         if name not in self.nodes:
@@ -411,7 +411,7 @@ class Meeting:
                 local_addr=name,
                 timeout=RendezvousTimeout(join=timedelta(seconds=4), last_call=timedelta(seconds=2)),
             )
-            self.nodes[name] = FreshStores(handler, unit=self.unit)
+            self.nodes[name] = FreshStoreRendezvous(handler, unit=self.unit)
         self.places.pop(name, None)
         thread = threading.Thread(target=self._join, args=(name,), daemon=True)
         self.threads.append(thread)

@@ -19,29 +19,36 @@ from torch.distributed.tensor import DTensor
 from flashckpt.core.shard import joined, place
 from flashckpt.core.shard_table import ShardTable
 from flashckpt.planning.packs import PACK_BYTES, plan_packs
-from flashckpt.planning.write_partition import CUT_BYTES, LEAST_PIECE_BYTES, Part, cut_dimension, deal, split_rows
-from flashckpt.state.placement import Box, Spread, shard_of, shared_out
+from flashckpt.planning.write_partition import (
+    CUT_BYTES,
+    LEAST_PIECE_BYTES,
+    WritePart,
+    cut_dimension,
+    partition_writes,
+    split_rows,
+)
+from flashckpt.state.placement import Box, Replication, shard_of, split_among_replicas
 
 PARTS = st.lists(
     st.tuples(st.integers(0, 4000), st.integers(1, 1 << 20), st.integers(1, 5)), min_size=1, max_size=30
 ).map(
     lambda sizes: [
-        Part(name=f"t{i:03d}", rows=rows, nbytes=rows * row, weight=rows * row * factor)
+        WritePart(name=f"t{i:03d}", rows=rows, nbytes=rows * row, weight=rows * row * factor)
         for i, (rows, row, factor) in enumerate(sizes)
     ]
 )
 
 
 @given(parts=PARTS, writers=st.integers(1, 130), order=st.randoms())
-@example(parts=[Part(name="a", rows=1, nbytes=1 << 30, weight=1 << 30)], writers=4, order=None)
-@example(parts=[Part(name="a", rows=0, nbytes=0, weight=0)], writers=2, order=None)
+@example(parts=[WritePart(name="a", rows=1, nbytes=1 << 30, weight=1 << 30)], writers=4, order=None)
+@example(parts=[WritePart(name="a", rows=0, nbytes=0, weight=0)], writers=2, order=None)
 def test_every_row_has_one_writer_and_loads_are_equal_up_to_one_cut(
-    parts: list[Part], writers: int, order: Any
+    parts: list[WritePart], writers: int, order: Any
 ) -> None:
-    dealt = deal(parts, writers)
+    dealt = partition_writes(parts, writers)
     if order is not None:
         order.shuffle(parts)
-    assert deal(parts, writers) == dealt
+    assert partition_writes(parts, writers) == dealt
     load = Counter[int]()
     for part in parts:
         shares = dealt[part.name]
@@ -84,10 +91,10 @@ def test_largest_writer_of_llama_state_is_within_5_percent_of_the_mean(
 ) -> None:
     """float32 parameters and two moments; as rows of the table each rank would persist."""
     parts = [
-        Part(name=name, rows=shape[0], nbytes=4 * math.prod(shape), weight=12 * math.prod(shape))
+        WritePart(name=name, rows=shape[0], nbytes=4 * math.prod(shape), weight=12 * math.prod(shape))
         for name, shape in shapes.items()
     ]
-    dealt, load = deal(parts, writers), [0] * writers
+    dealt, load = partition_writes(parts, writers), [0] * writers
     for name, shape in shapes.items():
         for share in dealt[name]:
             load[share.writer] += 12 * math.prod(shape[1:]) * (share.stop - share.start)
@@ -111,12 +118,17 @@ def test_pieces_of_a_box_are_the_box_contiguous_and_no_larger_than_asked(
                 lengths=lengths, starts=(0,) * len(lengths))  # fmt: skip
     dim = cut_dimension(lengths)
     rows = lengths[dim] if lengths else 1
-    part = Part(name="t", rows=rows, nbytes=max(CUT_BYTES, 4 * math.prod(lengths)) if lengths else 4, weight=1 << 40)
-    shares = deal([part], replicas)["t"]
+    part = WritePart(
+        name="t", rows=rows, nbytes=max(CUT_BYTES, 4 * math.prod(lengths)) if lengths else 4, weight=1 << 40
+    )
+    shares = partition_writes([part], replicas)["t"]
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("flashckpt.state.placement.ROW_BYTES", limit)
         patch.setattr("flashckpt.state.placement.split_rows", lambda rows, n: split_rows(rows, n, limit))
-        views = [shared_out([whole], "float32", Spread(replicas=replicas, index=k), shares) for k in range(replicas)]
+        views = [
+            split_among_replicas([whole], "float32", Replication(replicas=replicas, index=k), shares)
+            for k in range(replicas)
+        ]
     for view in views:
         boxes = [(piece.offsets, piece.lengths) for piece in view]
         assert boxes == [(piece.offsets, piece.lengths) for piece in views[0]], "cut alike on every replica"
@@ -137,7 +149,7 @@ def test_no_pack_is_larger_than_its_limit_whatever_the_tensors_are() -> None:
     shards = []
     for i, lengths in enumerate([(3 << 15, 1 << 13), (1, 700 << 20), (5, 150 << 20)]):
         whole = Box(global_shape=lengths, offsets=(0, 0), lengths=lengths, starts=(0, 0))
-        shards += [shard_of(f"t{i}", "uint8", piece) for piece in shared_out([whole], "uint8", Spread())]
+        shards += [shard_of(f"t{i}", "uint8", piece) for piece in split_among_replicas([whole], "uint8", Replication())]
     placement = place(shards)
     packs = plan_packs(ShardTable.from_shards(shards, placement.offsets), placement.total)
     assert max(pack.nbytes for pack in packs) <= PACK_BYTES

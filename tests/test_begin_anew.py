@@ -15,7 +15,7 @@ from support.ranks import run_ranks, values
 from flashckpt import Checkpointer
 from flashckpt.checkpoint.catalog import list_checkpoints
 from flashckpt.cli import main as cli
-from flashckpt.daemon.persister.service import Daemon, Times
+from flashckpt.daemon.persister.service import Daemon, DaemonTimeouts
 from flashckpt.errors import ConfigError, RootError
 from flashckpt.shm.job_directory import JobDirectory
 from flashckpt.storage.factory import open_store
@@ -35,7 +35,7 @@ def persisted(job: str, step: int) -> None:
     directory = JobDirectory.open(job)
     lock = directory.hold_daemon()
     assert lock is not None
-    daemon = Daemon(directory, lock, Times(linger_s=0.0))
+    daemon = Daemon(directory, lock, DaemonTimeouts(linger_s=0.0))
     try:
         directory.request("persist-now")
         while daemon.persisting is None or (daemon.persisting.committed or (0, 0))[1] < step:

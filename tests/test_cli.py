@@ -19,7 +19,7 @@ from support.ranks import wait_for
 
 from flashckpt.checkpoint.catalog import GenerationClaim, claim_generation, list_checkpoints
 from flashckpt.cli import main as cli
-from flashckpt.daemon.persister.service import Daemon, Times
+from flashckpt.daemon.persister.service import Daemon, DaemonTimeouts
 from flashckpt.shm.job_directory import DaemonStatus
 from flashckpt.storage.factory import open_store
 
@@ -45,7 +45,7 @@ def job(tmp_path: Path) -> Iterator[FakeJob]:
     fake = FakeJob(str(tmp_path / "root"), shapes={"model.layers.0.w": (600, 1000), "model.layers.0.b": (7,)})
     lock = fake.directory.hold_daemon()
     assert lock is not None
-    daemon = Daemon(fake.directory, lock, Times(linger_s=0.0))
+    daemon = Daemon(fake.directory, lock, DaemonTimeouts(linger_s=0.0))
     store = open_store(fake.root)
     for step in (10, 20):
         fake.step(step, persist=True)

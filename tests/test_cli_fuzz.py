@@ -14,7 +14,7 @@ from support.ranks import wait_for
 
 from flashckpt.checkpoint.catalog import list_checkpoints
 from flashckpt.cli import main as cli
-from flashckpt.daemon.persister.service import Daemon, Times
+from flashckpt.daemon.persister.service import Daemon, DaemonTimeouts
 from flashckpt.storage.factory import open_store
 
 SEED, CASES = 20261122, 300
@@ -51,7 +51,7 @@ def root(tmp_path: Path) -> Iterator[str]:
     job = FakeJob(str(tmp_path / "root"), shapes={"model.w": (50, 4), f"model.{ESCAPES}.b": (7,)})
     lock = job.directory.hold_daemon()
     assert lock is not None
-    daemon = Daemon(job.directory, lock, Times(linger_s=0.0))
+    daemon = Daemon(job.directory, lock, DaemonTimeouts(linger_s=0.0))
     store = open_store(job.root)
     for step in (10, 20):
         job.step(step, persist=True)

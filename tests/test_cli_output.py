@@ -24,7 +24,7 @@ from flashckpt.checkpoint.catalog import list_checkpoints, read_manifest
 from flashckpt.cli import common, diff, gc, inspect, status
 from flashckpt.cli import main as cli
 from flashckpt.cli.output import FittingTable
-from flashckpt.daemon.persister.service import Daemon, Times
+from flashckpt.daemon.persister.service import Daemon, DaemonTimeouts
 from flashckpt.errors import DamagedError, StoreError
 from flashckpt.printable import PrintableFormatter, counted, plain, printable, to_json
 from flashckpt.storage.factory import open_store
@@ -42,7 +42,7 @@ def root(tmp_path: Path) -> Iterator[str]:
     job = FakeJob(str(tmp_path / "root"), shapes={name: (50, 4), f"model.{NASTY}.b": (7,)})
     lock = job.directory.hold_daemon()
     assert lock is not None
-    daemon = Daemon(job.directory, lock, Times(linger_s=0.0))
+    daemon = Daemon(job.directory, lock, DaemonTimeouts(linger_s=0.0))
     store = open_store(job.root)
     for step in (10, 20):
         job.step(step, persist=True)

@@ -18,9 +18,9 @@ from flashckpt.shm.control import (
     PAGE,
     ROW_BYTES,
     Control,
-    Published,
-    decode_published,
-    encode_published,
+    RankAcks,
+    decode_acks,
+    encode_acks,
 )
 
 
@@ -68,7 +68,7 @@ def test_a_row_is_512_bytes_and_rows_do_not_touch(control: Any) -> None:
     names = [name for name in vars(type(control.row(0)))["__annotations__"] if not name.startswith("_")]
     for name in names:
         setattr(control.row(1), name, -1)
-    control.row(1).publish(Published.of([(2**62, 2**62)] * MAX_COMPLETE, (2**62, 2**62)))
+    control.row(1).publish(RankAcks.of([(2**62, 2**62)] * MAX_COMPLETE, (2**62, 2**62)))
     assert control.row(1).complete == [(2**62, 2**62)] * MAX_COMPLETE
     assert all(getattr(control.row(i), name) == 0 for i in (0, 2) for name in names)
 
@@ -117,8 +117,8 @@ pairs = st.tuples(st.integers(-1, 2**40), st.integers(-1, 2**40))
 
 @given(st.lists(pairs, max_size=12), st.none() | pairs)
 def test_published_lists_survive_their_bytes(identities: Any, passed: Any) -> None:
-    what = Published.of(identities, passed)
-    assert decode_published(encode_published(what)) == what
+    what = RankAcks.of(identities, passed)
+    assert decode_acks(encode_acks(what)) == what
     assert list(what.complete) == sorted(identities, reverse=True)[:MAX_COMPLETE]
     assert all(i <= what.passed for i in what.complete)
 

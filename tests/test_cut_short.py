@@ -14,7 +14,7 @@ from support.memory_tier import FakeJob
 from support.ranks import wait_for
 
 from flashckpt.cli.status import describe
-from flashckpt.daemon.persister.service import Times
+from flashckpt.daemon.persister.service import DaemonTimeouts
 from flashckpt.errors import DamagedError
 from flashckpt.shm.control import PAGE, ROW_BYTES, Control, ControlView
 from flashckpt.shm.job_directory import memory_root
@@ -88,7 +88,7 @@ def test_the_daemon_outlives_a_segment_that_is_cut_short_while_it_is_persisted(t
     def prepare() -> None:
         PosixStore.put_object = cut_first  # type: ignore[method-assign,assignment]  # in a process of its own
 
-    with forked(job, prepare=prepare, times=Times(linger_s=60.0)) as daemon:
+    with forked(job, prepare=prepare, times=DaemonTimeouts(linger_s=60.0)) as daemon:
         said = wait_for(
             lambda: daemon.poll() is not None or getattr(job.directory.read_status(), "error", ""),
             what="the daemon to say it",

@@ -210,7 +210,7 @@ def test_snapshot_abandoned_by_a_restore_is_not_persisted_any_more(
         turn_until(daemon, lambda: steps(job) == [5], "the first commit")
         job.step(10, persist=True)
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(flush.Flush, "settle", lambda self, place: flush.Outcome.WAITING)
+            patch.setattr(flush.Flush, "settle", lambda self, place: flush.FlushOutcome.WAITING)
             turn_until(daemon, lambda: daemon.persisting and daemon.persisting.flush, "the flush of step 10")
             job.restart(2, (1, 5))
             turn_until(daemon, lambda: daemon.persisting and not daemon.persisting.flush, "its end")

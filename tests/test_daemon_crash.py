@@ -87,7 +87,7 @@ def test_daemon_killed_with_all_indexes_written_next_one_commits_without_the_slo
 
 
 def test_second_daemon_of_a_directory_ends_at_once(job: FakeJob) -> None:
-    with forked(job, times=service.Times()):
+    with forked(job, times=service.DaemonTimeouts()):
         wait_for(job.directory.daemon_alive, what="the first daemon")
         assert service.main([str(job.directory.path)]) == 0
 
@@ -182,7 +182,7 @@ def test_launcher_that_is_the_last_process_waits_for_the_flush(job: FakeJob, mon
     job.step(5)
     job.directory.request("persist-now")
     assert not wait_for_flush(job.directory), "no daemon lives: it must not wait for ever"
-    with forked(job, times=service.Times()):
+    with forked(job, times=service.DaemonTimeouts()):
         wait_for(job.directory.daemon_alive, what="the daemon")
         assert wait_for_flush(job.directory, limit_s=30)
     assert_bitwise(job, (1, 5))

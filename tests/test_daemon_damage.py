@@ -18,7 +18,7 @@ from support.ranks import wait_for
 
 from flashckpt.core.digest import digest
 from flashckpt.core.slot_header import HEADER_COPY_BYTES, encode_header
-from flashckpt.daemon.persister.service import Times
+from flashckpt.daemon.persister.service import DaemonTimeouts
 from flashckpt.errors import DamagedError, FlashckptError
 from flashckpt.shm.segment import Segment
 
@@ -58,7 +58,7 @@ def test_a_daemon_that_starts_beside_a_damaged_record_says_so_waits_and_ends(job
     path = job.directory.path / "generation.msgpack"
     good = path.read_bytes()
     path.write_bytes(good[:-1])
-    with daemon_of(job, Times(linger_s=60.0)) as daemon:
+    with daemon_of(job, DaemonTimeouts(linger_s=60.0)) as daemon:
         assert not daemon.turn()
         status = job.directory.read_status()
         assert status is not None
@@ -68,7 +68,7 @@ def test_a_daemon_that_starts_beside_a_damaged_record_says_so_waits_and_ends(job
         assert daemon.error == ""
     path.write_bytes(good[:-1])
     job.die()
-    with forked(job, times=Times(linger_s=0.0, patience_s=0.0)) as alone:
+    with forked(job, times=DaemonTimeouts(linger_s=0.0, patience_s=0.0)) as alone:
         wait_for(lambda: alone.poll() is not None, what="the daemon to end where nobody lives")
         assert alone.poll() == 0
 
@@ -77,7 +77,7 @@ def test_a_slot_whose_manifest_would_overflow_a_stack_does_not_end_the_daemon(jo
     """The bytes carry every digest; they were written by another program, or by a release without the limit."""
     job.step(5, persist=True)
     (path, *_) = job.directory.segments()
-    with forked(job, times=Times(linger_s=60.0)) as daemon:
+    with forked(job, times=DaemonTimeouts(linger_s=60.0)) as daemon:
         wait_for(lambda: steps(job) == [5], what="the first commit")
         job.step(10)
         segment = Segment.attach(path)

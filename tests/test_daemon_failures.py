@@ -221,7 +221,7 @@ def test_sigterm_while_storage_is_gone_ends_the_daemon_after_its_grace_time_and_
         vars(coordinator)["open_store"] = sick.open
 
     job.step(10, persist=True)
-    times = service.Times(linger_s=0.0, patience_s=0.5 if stuck else 600.0, grace_s=0.2)
+    times = service.DaemonTimeouts(linger_s=0.0, patience_s=0.5 if stuck else 600.0, grace_s=0.2)
     with forked(job, prepare=prepare, times=times) as daemon:
         wait_for(lambda: any(Path(job.root).glob("intents/*")), what="the flush to begin")
         daemon.kill(signal.SIGTERM)
@@ -242,7 +242,7 @@ def test_memory_of_a_daemon_that_persists_is_bounded_by_its_parts(tmp_path: Path
     job = FakeJob(str(tmp_path / "root"), shapes={"w": (3072, 16384)})
     try:
         job.step(10, persist=True)
-        with forked(job, times=service.Times()) as daemon:
+        with forked(job, times=service.DaemonTimeouts()) as daemon:
             peak = first = 0
             end = time.monotonic() + 60
             while 10 not in steps(job):

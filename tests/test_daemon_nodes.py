@@ -17,7 +17,14 @@ from support.ranks import wait_for
 
 from flashckpt.checkpoint.writer import persist_slot
 from flashckpt.daemon.persister import coordinator, flush
-from flashckpt.daemon.persister.proposals import Identity, Ready, Search, choose_intent, next_candidate, of_other_nodes
+from flashckpt.daemon.persister.proposals import (
+    Identity,
+    NodeProposal,
+    Search,
+    choose_proposal,
+    next_candidate,
+    of_other_nodes,
+)
 from flashckpt.daemon.persister.retire import superseded
 from flashckpt.daemon.persister.service import Daemon
 from flashckpt.faults import CRASH_POINTS
@@ -224,17 +231,17 @@ def test_node_of_several_retires_old_segments_only_after_a_commit_of_the_new_gen
 # -- the pure decisions ----------------------------------------------------------------------------------
 
 
-def ready(ranks: tuple[int, ...], pinned: Identity | None, **more: object) -> Ready:
-    return Ready(ranks=ranks, world_size=4, pinned=pinned, **more)  # type: ignore[arg-type]  # its fields
+def ready(ranks: tuple[int, ...], pinned: Identity | None, **more: object) -> NodeProposal:
+    return NodeProposal(ranks=ranks, world_size=4, pinned=pinned, **more)  # type: ignore[arg-type]  # its fields
 
 
 def test_no_intent_without_every_rank_or_without_agreement() -> None:
-    assert choose_intent([ready((0, 1), (1, 10))]) is None
-    assert choose_intent([ready((0, 1), (1, 10)), ready((2, 3), (1, 20))]) is None
-    assert choose_intent([ready((0, 1), (1, 10)), ready((2, 3), None)]) is None
+    assert choose_proposal([ready((0, 1), (1, 10))]) is None
+    assert choose_proposal([ready((0, 1), (1, 10)), ready((2, 3), (1, 20))]) is None
+    assert choose_proposal([ready((0, 1), (1, 10)), ready((2, 3), None)]) is None
     both = [ready((0, 1), (1, 10)), ready((2, 3), (1, 10))]
-    assert choose_intent(both) == ((1, 10), "policy")
-    assert choose_intent(both, floor=(1, 10)) is None
+    assert choose_proposal(both) == ((1, 10), "policy")
+    assert choose_proposal(both, floor=(1, 10)) is None
 
 
 def test_record_left_behind_by_an_early_look_does_not_block_the_nodes() -> None:
@@ -242,15 +249,15 @@ def test_record_left_behind_by_an_early_look_does_not_block_the_nodes() -> None:
     early, late, own = ready((3,), None), ready((2, 3), (1, 20)), ready((0, 1), (1, 20))
     assert of_other_nodes([early, late, own], (0, 1)) == [late]
     assert of_other_nodes([early, late, own], (2, 3)) == [own]  # its own are left out, under whatever name
-    assert choose_intent([own, early, late]) is None
-    assert choose_intent([own, *of_other_nodes([early, late, own], (0, 1))]) == ((1, 20), "policy")
+    assert choose_proposal([own, early, late]) is None
+    assert choose_proposal([own, *of_other_nodes([early, late, own], (0, 1))]) == ((1, 20), "policy")
 
 
 def test_urgent_request_takes_the_newest_shared_snapshot() -> None:
     one = ready((0, 1), (1, 10), complete=((1, 10), (1, 12), (1, 13)), urgent=True)
     two = ready((2, 3), None, complete=((1, 10), (1, 12)))
-    assert choose_intent([one, two]) == ((1, 12), "request")
-    assert choose_intent([one, two], floor=(1, 12)) is None
+    assert choose_proposal([one, two]) == ((1, 12), "request")
+    assert choose_proposal([one, two], floor=(1, 12)) is None
 
 
 @settings(max_examples=60, deadline=None)
@@ -267,8 +274,8 @@ def test_nodes_that_ask_the_root_at_any_rate_end_up_pinning_the_same_snapshot(
     searches = [Search()] * count
     pins: list[Identity | None] = [None] * count
     held: list[list[Identity]] = [[] for _ in looks]
-    heard: list[list[Ready]] = [[] for _ in looks]
-    said: dict[int, Ready] = {}
+    heard: list[list[NodeProposal]] = [[] for _ in looks]
+    said: dict[int, NodeProposal] = {}
     for step in range(1, 3000):
         for node in range(count):
             slots = [i for i in held[node] if i != pins[node]][-2:]  # three slots, one pinned
@@ -281,11 +288,13 @@ def test_nodes_that_ask_the_root_at_any_rate_end_up_pinning_the_same_snapshot(
                 flagged=[i for i in held[node] if i[1] % every == 0],
                 newest=held[node][-1],
                 floor=(0, 0),
-                others=heard[node] or [Ready(ranks=(99,), world_size=count)],
+                others=heard[node] or [NodeProposal(ranks=(99,), world_size=count)],
                 spacing=every,
             )
             if asks:
-                said[node] = Ready(ranks=(node,), world_size=count, pinned=pins[node], at_least=searches[node].target)
-        if len(said) == count and choose_intent(said.values()) is not None and len(set(pins)) == 1:
+                said[node] = NodeProposal(
+                    ranks=(node,), world_size=count, pinned=pins[node], at_least=searches[node].target
+                )
+        if len(said) == count and choose_proposal(said.values()) is not None and len(set(pins)) == 1:
             return
     raise AssertionError(f"no agreement in 3000 steps: {pins}, {searches}")

@@ -30,7 +30,7 @@ def test_endpoint_stops_and_starts_again_empty_the_next_persist_succeeds_by_itse
                 return []
 
         try:
-            with forked(job, times=service.Times()):
+            with forked(job, times=service.DaemonTimeouts()):
                 job.step(10, persist=True)
                 wait_for(lambda: committed() == [10], what="the first commit", deadline_s=60)
                 assert_bitwise(job, (1, 10))

@@ -45,7 +45,7 @@ def test_random_kills_restarts_and_requests_nothing_half_visible(tmp_path: Path,
     print(f"seed {seed}: run it alone with FLASHCKPT_TORTURE_SEEDS={seed}")
     dice = random.Random(seed)
     job = FakeJob(str(tmp_path / "root"), keep_last=2)
-    daemon = ForkedDaemon(job, crash_at=dice.choice(POINTS), times=service.Times())
+    daemon = ForkedDaemon(job, crash_at=dice.choice(POINTS), times=service.DaemonTimeouts())
     step, kills = 0, 0
     checked: set[tuple[int, int]] = set()
     try:
@@ -58,7 +58,7 @@ def test_random_kills_restarts_and_requests_nothing_half_visible(tmp_path: Path,
                 daemon.kill(signal.SIGKILL)
             if daemon.poll() is not None:
                 kills += 1
-                daemon = ForkedDaemon(job, crash_at=dice.choice(POINTS), times=service.Times())
+                daemon = ForkedDaemon(job, crash_at=dice.choice(POINTS), times=service.DaemonTimeouts())
             if dice.random() < 0.03 and (restored := restart(job, dice)) >= 0:
                 step = restored
             if dice.random() < 0.03:
@@ -68,7 +68,7 @@ def test_random_kills_restarts_and_requests_nothing_half_visible(tmp_path: Path,
                     _check(job, identity)
                     checked.add(identity)
         daemon.kill(signal.SIGKILL)
-        daemon = ForkedDaemon(job, times=service.Times())
+        daemon = ForkedDaemon(job, times=service.DaemonTimeouts())
         last = (job.generation, step + 8)
         for later in range(step + 1, step + 9):
             job.step(later, persist=later == step + 8)

@@ -15,11 +15,11 @@ from torch import nn
 from flashckpt.core.shard import Shard
 from flashckpt.shm.job_directory import JobDirectory
 from flashckpt.snapshot.copy import Buffer
-from flashckpt.snapshot.device import CudaLanes, Pack
-from flashckpt.snapshot.segments import RankMemory, need_of
-from flashckpt.snapshot.stager import Plan
+from flashckpt.snapshot.device import DeviceCopier, Pack
+from flashckpt.snapshot.segments import RankSegments, need_of
+from flashckpt.snapshot.stager import CopyPlan
 from flashckpt.state.placement import current_world
-from flashckpt.state.registry import Tracked
+from flashckpt.state.registry import StateRegistry
 
 
 class FakeEvent:
@@ -66,18 +66,18 @@ class FakeCuda:
         self.log.append(("leave", stream.name))
 
 
-def plan_of(model: nn.Module, optimizer: torch.optim.Optimizer) -> Plan:
-    tracked = Tracked(current_world())
+def plan_of(model: nn.Module, optimizer: torch.optim.Optimizer) -> CopyPlan:
+    tracked = StateRegistry(current_world())
     tracked.add("model", model)
     tracked.add("optimizer", optimizer)
-    return Plan(tracked.structure(tracked.capture()))
+    return CopyPlan(tracked.structure(tracked.capture()))
 
 
 def test_copies_start_behind_the_step_and_the_fence_is_a_wait_of_the_stream_not_of_the_host() -> None:
     model = nn.Sequential(nn.Linear(150, 150), nn.BatchNorm1d(150))
     plan = plan_of(model, torch.optim.SGD(model.parameters(), lr=0.1))
     api = FakeCuda()
-    lanes = CudaLanes(api)
+    lanes = DeviceCopier(api)
     data = memoryview(bytearray(plan.total))
     marks = lanes.mark(plan.fenced, plan.unfenced)
     with torch.no_grad():
@@ -111,7 +111,7 @@ def test_a_second_snapshot_uses_the_same_side_stream() -> None:
     model = nn.Linear(4, 4)
     plan = plan_of(model, torch.optim.SGD(model.parameters(), lr=0.1))
     api = FakeCuda()
-    lanes = CudaLanes(api)
+    lanes = DeviceCopier(api)
     for _ in range(2):
         lanes.enqueue(plan.fenced, Buffer(memoryview(bytearray(plan.total))), lanes.mark(plan.fenced, []))
     assert api.count == 1
@@ -132,9 +132,9 @@ def test_small_tensors_of_every_kind_cross_the_bus_as_one_copy_and_lie_where_the
         model.register_buffer(name, tensor)
     for i in range(200):
         model.register_buffer(f"many{i}", torch.full((5,), float(i)))
-    tracked = Tracked(current_world())
+    tracked = StateRegistry(current_world())
     tracked.add("model", model)
-    plan = Plan(tracked.structure(tracked.capture()))
+    plan = CopyPlan(tracked.structure(tracked.capture()))
     fetched: list[int] = []
     real = Pack.fetch
 
@@ -143,7 +143,7 @@ def test_small_tensors_of_every_kind_cross_the_bus_as_one_copy_and_lie_where_the
         real(pack)
 
     monkeypatch.setattr(Pack, "fetch", fetch)
-    lanes, data = CudaLanes(FakeCuda()), bytearray(plan.total)
+    lanes, data = DeviceCopier(FakeCuda()), bytearray(plan.total)
     buffer = Buffer(memoryview(data))
     for _ in range(2):
         marks = lanes.mark([], plan.unfenced)
@@ -185,7 +185,7 @@ def test_the_slots_are_page_locked_for_this_ranks_device_and_given_back_before_t
 
     monkeypatch.setattr(torch.cuda, "cudart", lambda: runtime)
     monkeypatch.setattr(torch.cuda, "device", on)
-    memory = RankMemory(JobDirectory.open("t"), root_digest=1, rank=0, pin_for=3)
+    memory = RankSegments(JobDirectory.open("t"), root_digest=1, rank=0, pin_for=3)
     shard = Shard(fqn="x", dtype="uint8", global_shape=(90_000,), offsets=(0,), lengths=(90_000,))
     memory.open(need_of([shard]), slots=2, job="t")
     assert memory.wait_ready(30)

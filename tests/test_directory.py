@@ -13,7 +13,7 @@ from flashckpt.core.manifest import Manifest, decode_manifest, encode_manifest
 from flashckpt.core.shard import Shard
 from flashckpt.core.shard_table import ShardTable
 from flashckpt.planning import peer_index
-from flashckpt.planning.peer_index import Wish
+from flashckpt.planning.peer_index import PeerQuery
 from flashckpt.planning.read_plan import coverage
 
 
@@ -39,14 +39,14 @@ def manifest(rank: int, shards: Sequence[Shard], values: dict[str, object] | Non
     )
 
 
-def found(manifests: Sequence[Manifest], wishes: Sequence[Wish], rank: int = 0) -> list[tuple[int, int, int]]:
+def found(manifests: Sequence[Manifest], wishes: Sequence[PeerQuery], rank: int = 0) -> list[tuple[int, int, int]]:
     """Ask all parts of a directory of three ranks."""
-    held = np.concatenate([peer_index.offers(m, slot) for slot, m in enumerate(manifests)])
-    asked = peer_index.wishes(wishes)
+    held = np.concatenate([peer_index.encode_held_rows(m, slot) for slot, m in enumerate(manifests)])
+    asked = peer_index.encode_queries(wishes)
     answers: list[tuple[int, int, int]] = []
     for owner in range(3):
         mine, wanted = (r[peer_index.owner_of(r["key"], 3) == owner] for r in (held, asked))
-        answers += peer_index.answers(mine, {rank: wanted})[rank].tolist()
+        answers += peer_index.lookup(mine, {rank: wanted})[rank].tolist()
     return sorted(answers)
 
 

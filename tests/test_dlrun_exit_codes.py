@@ -12,7 +12,7 @@ from support.dlrun import run_dlrun
 from flashckpt import errors
 from flashckpt.daemon.launcher import cli, worker
 from flashckpt.daemon.launcher.budget import RESTARTS
-from flashckpt.daemon.launcher.options import NodeCheckError, Outcome
+from flashckpt.daemon.launcher.options import LaunchOutcome, NodeCheckError
 from flashckpt.errors import FINAL_CODES, RESUME_EXIT_CODE, FlashckptError, HangError, RestartBudgetError
 
 pytestmark = pytest.mark.timeout(300)
@@ -57,9 +57,9 @@ def test_rows_of_the_table_are_the_codes_of_dlrun() -> None:
         "0": 0,
         "1": 1,
         "2": 2,
-        "10-19": Outcome(refused=17).error(),
-        str(RestartBudgetError.exit_code): Outcome(repeats="x").error(),
-        str(HangError.exit_code): Outcome(hang="x").error(),
+        "10-19": LaunchOutcome(refused=17).error(),
+        str(RestartBudgetError.exit_code): LaunchOutcome(repeats="x").error(),
+        str(HangError.exit_code): LaunchOutcome(hang="x").error(),
         str(NodeCheckError.exit_code): NodeCheckError("x"),
         str(RESUME_EXIT_CODE): RESUME_EXIT_CODE,
         "128+n": 128,

@@ -25,8 +25,8 @@ from flashckpt.daemon.machine.process import adopt_parent, exit_code, thread_cou
 from flashckpt.daemon.zygote import messages, server
 
 
-def ended(rank: int, code: int, at_ns: int, summary: str = "") -> failure.Exit:
-    return failure.Exit(local_rank=rank, rank=rank, pid=100 + rank, code=code, at_ns=at_ns, summary=summary)
+def ended(rank: int, code: int, at_ns: int, summary: str = "") -> failure.WorkerExit:
+    return failure.WorkerExit(local_rank=rank, rank=rank, pid=100 + rank, code=code, at_ns=at_ns, summary=summary)
 
 
 CLOSED = "RuntimeError: [/pytorch/third_party/gloo/gloo/transport/tcp/pair.cc:553] Connection closed by peer [::1]:2"
@@ -138,8 +138,8 @@ class Row:
 SECOND = 10**9
 
 
-def pending() -> ledger.Failure:
-    return ledger.Failure(
+def pending() -> ledger.LedgerEntry:
+    return ledger.LedgerEntry(
         time="now", host="h", restart=1, rank=2, cause="killed", step=20, begun_ns=SECOND, forked_ns=2 * SECOND
     )
 

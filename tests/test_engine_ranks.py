@@ -238,7 +238,7 @@ def steps_bare(rank: int, root: str) -> dict[str, float]:
     from support.engine import parallel_net
 
     from flashckpt import Checkpointer, collectives, session
-    from flashckpt.state.registry import Tracked
+    from flashckpt.state.registry import StateRegistry
 
     model, mesh = parallel_net("fsdp")
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
@@ -256,7 +256,7 @@ def steps_bare(rank: int, root: str) -> dict[str, float]:
             for module, names in ((dist, kept), (collectives, ("all_gather", "from_rank_0")), (session, ("Plan",))):
                 for name in names:
                     setattr(module, name, refused)
-            Tracked.structure = refused  # type: ignore[method-assign]
+            StateRegistry.structure = refused  # type: ignore[method-assign]
         ckpt.step(step)
         for name, function in kept.items():
             setattr(dist, name, function)

@@ -70,7 +70,7 @@ def test_values_nested_too_deeply_are_refused_before_training(kind: Any, tmp_pat
             value = {"k": value} if kind is dict else kind([value])
         return value
 
-    pytree.take_apart(nested(pytree.DEEPEST), "x")
+    pytree.flatten(nested(pytree.DEEPEST), "x")
     with pytest.raises(UnsupportedStateError, match="nested too deeply"):
         started(tmp_path, thing=Holder(v=nested(200)))
 
@@ -111,7 +111,7 @@ def test_values_that_are_there_already_and_too_deep_are_refused_by_track(tmp_pat
 @pytest.mark.parametrize("levels", [pytree.DEEPEST - 1, pytree.DEEPEST])
 def test_track_takes_what_a_snapshot_can_hold(levels: int, tmp_path: Path) -> None:
     value = levels_of(levels - 1)
-    pytree.take_apart(value, "x")
+    pytree.flatten(value, "x")
     Checkpointer(str(tmp_path), job="t").track(thing=Holder(v=levels_of(levels - 2)))
 
 
@@ -159,9 +159,9 @@ def test_a_parameter_whose_data_is_of_another_form_now_is_planned_anew(other: to
 def test_keys_that_look_alike_and_a_tensor_at_two_places_stay_what_they_are() -> None:
     one = torch.ones(2)
     tree = {1: torch.zeros(1), "1": one, "a.b": torch.ones(3), "a": {"b": torch.ones(4)}, "again": [one]}
-    skeleton, tensors = pytree.take_apart(tree, "x")
+    skeleton, tensors = pytree.flatten(tree, "x")
     assert len(tensors) == 4
-    back = pytree.put_together(skeleton, lambda name: tensors[name].clone())
+    back = pytree.unflatten(skeleton, lambda name: tensors[name].clone())
     assert bits(back) == bits(tree)
     assert back["1"] is back["again"][0]
 

@@ -24,15 +24,15 @@ from flashckpt.checkpoint.retention import decode_lease, encode_lease
 from flashckpt.core import slot_header, superblock
 from flashckpt.core.digest import chunk_digests, digest
 from flashckpt.core.generation import GenerationRecord
-from flashckpt.core.manifest import Manifest, ShardTable, decode_manifest, encode_manifest, merge, summary_of
-from flashckpt.core.manifest_header import HEAD_BYTES, decode_summary
+from flashckpt.core.manifest import Manifest, ShardTable, decode_manifest, encode_manifest, header_of, merge
+from flashckpt.core.manifest_header import HEAD_BYTES, decode_manifest_header
 from flashckpt.core.shard import Shard, place
 from flashckpt.core.slot_header import SlotHeader, SlotState
 from flashckpt.core.superblock import SegmentSpec, Superblock
-from flashckpt.daemon.persister.proposals import Ready, decode_ready, encode_ready
+from flashckpt.daemon.persister.proposals import NodeProposal, decode_ready, encode_ready
 from flashckpt.errors import DamagedError, FormatVersionError
 from flashckpt.shm import control, segment_file
-from flashckpt.shm.control import Control, Published
+from flashckpt.shm.control import Control, RankAcks
 from flashckpt.shm.job_directory import DaemonStatus, JobConfig, JobDirectory
 from flashckpt.shm.segment import Segment
 
@@ -58,7 +58,7 @@ RECORD = GenerationRecord(generation=3, token="t0k", parent=(2, 40), world_size=
 CLAIM = GenerationClaim(generation=3, token="t0k", parent=(2, 100), world_size=8, created_s=1_790_000_000.125)
 FIRST_CLAIM = GenerationClaim(generation=1, token="t0k")
 INTENT = Intent(generation=3, step=120, writers=(0, 1, 2, 3), leader="node0 pid 1234", created_s=1_790_000_000.125)
-READY = Ready(
+READY = NodeProposal(
     ranks=(2, 3), world_size=4, pinned=(3, 120), at_least=(3, 120), complete=((3, 100), (3, 120)), urgent=True
 )
 LEASE_S = 1_790_000_000.125
@@ -95,7 +95,7 @@ def pieces() -> dict[str, bytes]:
         "owner": superblock.encode_owner(4711, 123_456_789),
         "slot-manifest": encode_manifest(manifest(1)),
         "merged-manifest": encode_manifest(merged()),
-        "published": control.encode_published(Published.of([(3, 120), (2, 100)], (3, 125))),
+        "published": control.encode_acks(RankAcks.of([(3, 120), (2, 100)], (3, 125))),
         **{f"header-{i}": slot_header.encode_header(header) for i, header in enumerate(HEADERS)},
         **root_records(),
     }
@@ -169,8 +169,8 @@ def test_a_record_of_a_newer_major_is_named_as_such_and_one_under_another_name_i
 def test_manifest_of_version_1_1_is_that_of_1_0_with_a_summary_in_front() -> None:
     old, new = ((folder / "merged-manifest").read_bytes() for folder in (V1, V1_1))
     assert (old[8:12], new[8:12]) == (bytes([1, 0, 0, 0]), bytes([1, 0, 1, 0]))
-    assert decode_summary(old, len(old)) is None
-    assert decode_summary(new[:HEAD_BYTES], len(new)) == summary_of(decode_manifest(old))
+    assert decode_manifest_header(old, len(old)) is None
+    assert decode_manifest_header(new[:HEAD_BYTES], len(new)) == header_of(decode_manifest(old))
     body = msgpack.unpackb(new[32:])
     assert next(iter(body)) == "summary"
     del body["summary"]
@@ -184,10 +184,10 @@ def test_any_flipped_bit_of_a_summary_is_found_and_a_wrong_size_too() -> None:
         bad = bytearray(raw)
         bad[bit // 8] ^= 1 << bit % 8
         with pytest.raises(DamagedError):
-            decode_summary(bad[:HEAD_BYTES], len(raw))
+            decode_manifest_header(bad[:HEAD_BYTES], len(raw))
     for size in (len(raw) - 1, len(raw) + 1):
         with pytest.raises(DamagedError, match="a manifest is damaged"):
-            decode_summary(raw[:HEAD_BYTES], size)
+            decode_manifest_header(raw[:HEAD_BYTES], size)
 
 
 def test_version_1_is_read() -> None:
@@ -195,7 +195,7 @@ def test_version_1_is_read() -> None:
     assert superblock.decode_superblock(raw["superblock"], path="x") == BLOCK
     assert superblock.decode_owner(raw["owner"]) == 4711
     assert [slot_header.decode_header(raw[f"header-{i}"]) for i in range(3)] == HEADERS
-    assert control.decode_published(raw["published"]) == Published(complete=((3, 120), (2, 100)), passed=(3, 125))
+    assert control.decode_acks(raw["published"]) == RankAcks(complete=((3, 120), (2, 100)), passed=(3, 125))
     one, both = decode_manifest(raw["slot-manifest"]), decode_manifest(raw["merged-manifest"])
     assert (one.identity, one.parent, one.rank, one.coordinates) == ((3, 120), (2, 100), 1, {"dp": 1, "tp": 0})
     assert one.values == manifest(1).values

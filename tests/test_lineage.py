@@ -7,7 +7,7 @@ from typing import Any
 from hypothesis import given
 from hypothesis import strategies as st
 
-from flashckpt.core.lineage import Life, SlotRecord, by_preference, common, is_abandoned, newest, partly
+from flashckpt.core.lineage import Life, SlotRecord, by_preference, common, is_rolled_back, newest, partially_held
 
 
 def record(rank: int, generation: int, step: int, world_size: int = 2, node: int = 0) -> SlotRecord:
@@ -45,9 +45,9 @@ def test_what_was_abandoned_is_never_chosen_again() -> None:
     """Generation 2 was restored from (1, 20): a late commit of (1, 30) by an old daemon is not chosen."""
     lives = [Life(generation=1), Life(generation=2, parent=(1, 20))]
     assert newest([(1, 20), (1, 30)], lives) == (1, 20)
-    assert is_abandoned((1, 21), lives)
-    assert not is_abandoned((1, 20), lives)
-    assert not is_abandoned((2, 25), lives)
+    assert is_rolled_back((1, 21), lives)
+    assert not is_rolled_back((1, 20), lives)
+    assert not is_rolled_back((2, 25), lives)
 
 
 def test_a_generation_between_the_parent_and_its_child_is_abandoned_whole() -> None:
@@ -86,15 +86,15 @@ def test_along_any_history_the_choice_stays_on_the_line_of_the_living(data: Any)
 def test_partly_held_is_unfinished_only_while_every_rank_of_that_life_can_be_reached() -> None:
     """A rank that lives on and lacks a snapshot never completed it; one that is lost with its node may have."""
     records = [record(0, 2, 10), record(1, 2, 10), record(0, 2, 15)]
-    assert partly(records, []) == {(2, 15): True}  # rank 1 is here: it holds step 10
-    assert partly([record(0, 2, 15)], [(2, 0)]) == {(2, 15): False}
-    assert partly([record(0, 2, 15)], [(2, 0), (2, 1)]) == {(2, 15): True}
-    assert partly([record(0, 2, 15)], [(2, 0), (1, 1)]) == {(2, 15): False}  # it was here in an earlier life
-    assert partly([record(0, 2, 15), record(1, 2, 15)], []) == {}
+    assert partially_held(records, []) == {(2, 15): True}  # rank 1 is here: it holds step 10
+    assert partially_held([record(0, 2, 15)], [(2, 0)]) == {(2, 15): False}
+    assert partially_held([record(0, 2, 15)], [(2, 0), (2, 1)]) == {(2, 15): True}
+    assert partially_held([record(0, 2, 15)], [(2, 0), (1, 1)]) == {(2, 15): False}  # it was here in an earlier life
+    assert partially_held([record(0, 2, 15), record(1, 2, 15)], []) == {}
 
 
 def test_slots_of_two_worlds_under_one_identity_are_of_no_snapshot() -> None:
-    assert partly([record(0, 2, 15, 3), record(1, 2, 15, 4)], []) == {}
+    assert partially_held([record(0, 2, 15, 3), record(1, 2, 15, 4)], []) == {}
 
 
 def test_unfinished_ones_stand_behind_the_next_whole_one_everything_else_newest_first() -> None:

@@ -17,13 +17,13 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from flashckpt.core.generation import GenerationRecord
-from flashckpt.core.lineage import SlotRecord, by_preference, common, is_abandoned, partly
+from flashckpt.core.lineage import SlotRecord, by_preference, common, is_rolled_back, partially_held
 from flashckpt.core.slot_header import SlotHeader, SlotState
 from flashckpt.daemon.persister.retire import superseded
 from flashckpt.planning.slot_policy import choose_slot
-from flashckpt.shm.acks import Known, known_of
-from flashckpt.shm.control import Published
-from flashckpt.shm.inventory import Held, View
+from flashckpt.shm.acks import AckedSnapshots, combine_acks
+from flashckpt.shm.control import RankAcks
+from flashckpt.shm.inventory import NodeInventory, SlotEntry
 
 Identity = tuple[int, int]
 
@@ -55,8 +55,8 @@ class Rank:
     step: int
     writing: int | None = None
     passed: Identity = (-1, -1)
-    published: Published | None = None
-    known: Known = field(default_factory=Known)
+    published: RankAcks | None = None
+    known: AckedSnapshots = field(default_factory=AckedSnapshots)
 
 
 class M1(RuleBasedStateMachine):
@@ -86,12 +86,12 @@ class M1(RuleBasedStateMachine):
     def part(self) -> dict[Identity, bool]:
         """Snapshots that only some ranks hold and that cover the state all the same, each with whether it is unfinished."""
         members = [(generation, rank) for rank, generation in self.members.items()]
-        return partly(self.records(), members) if self.mirrored else {}
+        return partially_held(self.records(), members) if self.mirrored else {}
 
     def choices(self) -> list[Identity]:
         """What a restart would try now, from memory or storage."""
         order = by_preference({*common(self.records()), *self.storage}, self.part())
-        return [identity for identity in order if not is_abandoned(identity, self.lives)]
+        return [identity for identity in order if not is_rolled_back(identity, self.lives)]
 
     def restorable(self) -> Identity | None:
         """The identity a restart would choose now."""
@@ -121,12 +121,12 @@ class M1(RuleBasedStateMachine):
         return [i for m in self.memories.values() if m.rank == rank.rank for i in m.complete]
 
     def _publish(self, rank: Rank) -> None:
-        line = [i for i in self._mine(rank) if not is_abandoned(i, self.lives[-1:])]
-        rank.published = Published.of(line, rank.passed)
+        line = [i for i in self._mine(rank) if not is_rolled_back(i, self.lives[-1:])]
+        rank.published = RankAcks.of(line, rank.passed)
         rank.passed = rank.published.passed
 
     def _refresh(self, rank: Rank) -> None:
-        rank.known = known_of([r.published for r in self.ranks], restored=self.restored)
+        rank.known = combine_acks([r.published for r in self.ranks], restored=self.restored)
 
     # -- training --------------------------------------------------------------------------------------
 
@@ -214,14 +214,14 @@ class M1(RuleBasedStateMachine):
     def retire(self, with_storage: bool) -> None:
         """The daemon unlinks segments that no live rank uses and that something newer supersedes."""
         held = [
-            Held(path=Path(f"{rank}-{layout}"), slot=slot, rank=rank, header=header)
+            SlotEntry(path=Path(f"{rank}-{layout}"), slot=slot, rank=rank, header=header)
             for (rank, layout), memory in self.memories.items()
             for slot, header in enumerate(memory.headers)
             if header.sequence
         ]
         committed = max(self.storage, default=None) if with_storage else None
         used = {f"{r.rank}-{r.memory.layout}" for r in self.ranks}
-        for one in superseded(View(slots=held, lineage=self.lives), self.lives[-1], committed):
+        for one in superseded(NodeInventory(slots=held, lineage=self.lives), self.lives[-1], committed):
             if one.path.name not in used:
                 rank, layout = one.path.name.split("-")
                 del self.memories[int(rank), int(layout)]
@@ -242,7 +242,7 @@ class M1(RuleBasedStateMachine):
     @rule(which=st.integers(0, 5), marked=st.sets(st.integers(0, 2)))
     def restore_an_older_one(self, which: int, marked: set[int]) -> None:
         """The user asks for an earlier step: everything after it is abandoned."""
-        held = [i for i in common(self.records()) if not is_abandoned(i, self.lives)]
+        held = [i for i in common(self.records()) if not is_rolled_back(i, self.lives)]
         if held:
             self.best = held[which % len(held)]
             self.layout = max(m.layout for m in self.memories.values())
@@ -263,7 +263,7 @@ class M1(RuleBasedStateMachine):
         self._new_life(world, layout, parent, from_storage)
         for memory in self.memories.values():  # a crash in the middle leaves some ranks unmarked
             for slot, header in enumerate(memory.headers):
-                if memory.rank in marked and header.is_complete and is_abandoned(header.identity, self.lives):
+                if memory.rank in marked and header.is_complete and is_rolled_back(header.identity, self.lives):
                     memory.put(slot, state=SlotState.EMPTY)
 
     # -- what must hold --------------------------------------------------------------------------------
@@ -282,7 +282,7 @@ class M1(RuleBasedStateMachine):
         for memory in self.memories.values():
             memory.pinned.clear()
             for slot, header in enumerate(memory.headers):
-                if header.is_complete and is_abandoned(header.identity, self.lives):
+                if header.is_complete and is_rolled_back(header.identity, self.lives):
                     memory.put(slot, state=SlotState.EMPTY)
         last = max(rank.step for rank in self.ranks)
         for rank in self.ranks:

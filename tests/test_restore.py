@@ -17,7 +17,7 @@ from flashckpt.core.shard import ITEMSIZE, Shard, place
 from flashckpt.core.shard_table import ShardTable
 from flashckpt.errors import DamagedError, ShardGapError
 from flashckpt.restore import executor as restore
-from flashckpt.restore.executor import RestoreCounts, Target, fill
+from flashckpt.restore.executor import RestoreCounts, Target, execute_reads
 from flashckpt.restore.sources import Source, StorageSource
 from flashckpt.storage.factory import open_store
 
@@ -100,7 +100,7 @@ def rows(fqn: str, shape: tuple[int, ...], parts: int, dim: int = 0, dtype: str 
 def restored(packs: Packs, wanted: list[Shard], sources: list[Source], *, threads: int | None = None) -> RestoreCounts:
     buffers = [bytearray(b"\xaa" * one.nbytes) for one in wanted]
     targets = [Target(shard=one, buffer=memoryview(buffer)) for one, buffer in zip(wanted, buffers, strict=True)]
-    counts = fill(targets, sources, threads=threads)
+    counts = execute_reads(targets, sources, threads=threads)
     for one, buffer in zip(wanted, buffers, strict=True):
         assert bytes(buffer) == packs.cut(one), one
     assert sum(counts.needed_bytes.values()) == sum(one.nbytes for one in wanted)
@@ -205,7 +205,7 @@ def test_gap_is_found_before_anything_is_written(packs: Packs) -> None:
     source = packs.source("step", [rows("w", (100, 100), 2)[:1]])
     buffer = bytearray(b"\xaa" * 40000)
     with pytest.raises(ShardGapError, match=r"first index \[50, 0\].*ranks 0"):
-        fill([Target(shard=shard("w", (100, 100)), buffer=memoryview(buffer))], [source])
+        execute_reads([Target(shard=shard("w", (100, 100)), buffer=memoryview(buffer))], [source])
     assert set(buffer) == {0xAA}
 
 
@@ -213,14 +213,14 @@ def test_empty_and_zero_dimensional_shards(packs: Packs) -> None:
     scalar, empty = shard("step", (), dtype="int64"), shard("none", (0, 7))
     source = packs.source("step", [[scalar, empty]])
     restored(packs, [scalar, empty, shard("w", (4, 4), ((2, 0), (0, 4)))], [source])
-    fill([Target(shard=empty, buffer=np.empty((0, 7), np.float32).data)], [source])
+    execute_reads([Target(shard=empty, buffer=np.empty((0, 7), np.float32).data)], [source])
 
 
 def test_buffer_of_the_wrong_size_or_read_only_is_refused(packs: Packs) -> None:
     source = packs.source("step", [[shard("w", (4, 4))]])
     for buffer in (memoryview(bytearray(63)), memoryview(bytes(64))):
         with pytest.raises(ValueError, match="buffer of 'w'"):
-            fill([Target(shard=shard("w", (4, 4)), buffer=buffer)], [source])
+            execute_reads([Target(shard=shard("w", (4, 4)), buffer=buffer)], [source])
 
 
 def test_extra_memory_is_bounded_by_a_job_per_thread(packs: Packs) -> None:
@@ -232,7 +232,7 @@ def test_extra_memory_is_bounded_by_a_job_per_thread(packs: Packs) -> None:
     buffer = bytearray(wanted.nbytes)
     tracemalloc.start()
     try:
-        fill([Target(shard=wanted, buffer=memoryview(buffer))], [source], threads=2)
+        execute_reads([Target(shard=wanted, buffer=memoryview(buffer))], [source], threads=2)
         peak = tracemalloc.get_traced_memory()[1]
     finally:
         tracemalloc.stop()

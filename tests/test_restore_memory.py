@@ -16,7 +16,7 @@ from flashckpt import faults
 from flashckpt.checkpoint.catalog import list_checkpoints, read_manifest
 from flashckpt.core.shard import Shard
 from flashckpt.errors import DamagedError, ShardGapError
-from flashckpt.restore.executor import RestoreCounts, Target, fill
+from flashckpt.restore.executor import RestoreCounts, Target, execute_reads
 from flashckpt.restore.sources import MemorySource, Source, StorageSource
 from flashckpt.shm.segment import Segment
 from flashckpt.storage.factory import open_store
@@ -61,7 +61,7 @@ def wanted(ranks: int) -> list[Shard]:
 def restored(shards: list[Shard], sources: list[Source], threads: int = 2) -> RestoreCounts:
     buffers = [bytearray(b"\xaa" * shard.nbytes) for shard in shards]
     targets = [Target(shard=s, buffer=memoryview(b)) for s, b in zip(shards, buffers, strict=True)]
-    counts = fill(targets, sources, threads=threads)
+    counts = execute_reads(targets, sources, threads=threads)
     for shard, buffer in zip(shards, buffers, strict=True):
         assert bytes(buffer) == FakeRank.bytes_of(shard, 1, 10)
     return counts

@@ -70,10 +70,10 @@ def test_optimizer_state_that_no_source_here_names_is_asked_for_unless_it_never_
 
     from flashckpt.restore import live_state
     from flashckpt.state.placement import World
-    from flashckpt.state.registry import Tracked
+    from flashckpt.state.registry import StateRegistry
 
     model = torch.nn.Linear(4, 2)
-    tracked = Tracked(World())
+    tracked = StateRegistry(World())
     tracked.add("model", model)
     tracked.add("optimizer", torch.optim.AdamW(model.parameters()))
     structure = tracked.structure(tracked.capture())
@@ -82,12 +82,12 @@ def test_optimizer_state_that_no_source_here_names_is_asked_for_unless_it_never_
 
     def unnamed(**values: object) -> list[str]:
         held = [manifest(0, rows, values)]
-        return [key for key, _, _ in live_state.wishes(tracked, structure, held, None, exact=True).unnamed]
+        return [key for key, _, _ in live_state.requirements(tracked, structure, held, None, exact=True).unnamed]
 
     assert unnamed() == ["optimizer.bias.*"]
     assert unnamed(**{"optimizer.groups": [[{"params": ["weight"]}]]}) == ["optimizer.bias.*"]
     assert unnamed(**{"optimizer.groups": [[{"params": ["weight", "bias"]}]]}) == []
-    assert live_state.wishes(tracked, structure, [manifest(0, rows)], None).unnamed == []
+    assert live_state.requirements(tracked, structure, [manifest(0, rows)], None).unnamed == []
 
 
 @pytest.mark.parametrize(

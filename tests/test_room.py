@@ -14,7 +14,7 @@ from support.memory import ended, fork, restorable, spec_of, take
 
 from flashckpt.errors import SharedMemoryError
 from flashckpt.shm import capacity
-from flashckpt.shm.capacity import Room, cgroup_rooms, check_room, rooms
+from flashckpt.shm.capacity import Capacity, capacities, cgroup_capacities, require_capacity
 from flashckpt.shm.segment import Segment
 
 MIB = 1 << 20
@@ -38,7 +38,7 @@ def test_the_least_of_all_ancestor_cgroups_counts(proc: Any, tmp_path: Any) -> N
         write(tmp_path / "cg" / folder / "memory.max", f"{limit}\n")
         write(tmp_path / "cg" / folder / "memory.current", f"{used}\n")
     write(tmp_path / "cg/pod/memory.stat", f"anon 1\ninactive_file {10 * MIB}\nactive_file {5 * MIB}\nshmem 7\n")
-    found = cgroup_rooms(proc=proc)
+    found = cgroup_capacities(proc=proc)
     assert [r.nbytes for r in found] == [45 * MIB, 900 * MIB]
     assert str(tmp_path / "cg/pod") in found[0].limit
 
@@ -51,7 +51,7 @@ def test_version_1_hierarchies_are_read(tmp_path: Any) -> None:
     write(tmp_path / "m/a/memory.limit_in_bytes", f"{50 * MIB}\n")
     write(tmp_path / "m/a/memory.usage_in_bytes", f"{30 * MIB}\n")
     write(tmp_path / "m/a/memory.stat", f"total_inactive_file {MIB}\n")
-    assert [r.nbytes for r in cgroup_rooms(proc=proc)] == [21 * MIB]
+    assert [r.nbytes for r in cgroup_capacities(proc=proc)] == [21 * MIB]
 
 
 @pytest.mark.parametrize("line", ["0::/../../kubepods/x\n", "0::/not/visible/in/here\n"])
@@ -59,35 +59,35 @@ def test_inside_a_container_the_mount_point_is_our_own_group(proc: Any, tmp_path
     write(proc / "self/cgroup", line)
     write(tmp_path / "cg/memory.max", f"{64 * MIB}\n")
     write(tmp_path / "cg/memory.current", "0\n")
-    assert [r.nbytes for r in cgroup_rooms(proc=proc)] == [64 * MIB]
+    assert [r.nbytes for r in cgroup_capacities(proc=proc)] == [64 * MIB]
 
 
 def test_without_cgroups_nothing_is_limited_and_nothing_fails(tmp_path: Any) -> None:
-    assert cgroup_rooms(proc=tmp_path) == []
-    assert [r.limit for r in rooms(tmp_path, proc=tmp_path)] == [f"free space of the file system of {tmp_path}"]
+    assert cgroup_capacities(proc=tmp_path) == []
+    assert [r.limit for r in capacities(tmp_path, proc=tmp_path)] == [f"free space of the file system of {tmp_path}"]
 
 
 def test_this_machine_has_a_least_room(shm_dir: Any) -> None:
-    found = rooms(shm_dir)
+    found = capacities(shm_dir)
     assert found[0].nbytes > 0
     assert found == sorted(found, key=lambda r: r.nbytes)
 
 
 def test_the_error_names_need_room_limit_and_every_remedy(shm_dir: Any, monkeypatch: Any) -> None:
-    limit = Room(nbytes=3 * MIB, limit="memory.max of cgroup /x")
+    limit = Capacity(nbytes=3 * MIB, limit="memory.max of cgroup /x")
     monkeypatch.setattr(capacity, "rooms", lambda *_a, **_k: [limit])
     with pytest.raises(SharedMemoryError) as error:
-        check_room(shm_dir, 5 * MIB, what="job 'j', rank 0")
+        require_capacity(shm_dir, 5 * MIB, what="job 'j', rank 0")
     text = str(error.value)
     for part in ("job 'j', rank 0", "3145728 bytes", "5242880 bytes", "memory.max of cgroup /x", "flashckpt gc",
                  "slots=2", "remount", "--shm-size", "exit code 14"):  # fmt: skip
         assert part in text
-    check_room(shm_dir, 3 * MIB, what="j")
+    require_capacity(shm_dir, 3 * MIB, what="j")
 
 
 def test_a_segment_that_does_not_fit_is_refused_before_anything_is_written(shm_dir: Any, monkeypatch: Any) -> None:
     need = spec_of().nbytes
-    monkeypatch.setattr(capacity, "rooms", lambda *_a, **_k: [Room(nbytes=4 * need - 1, limit="x")])
+    monkeypatch.setattr(capacity, "rooms", lambda *_a, **_k: [Capacity(nbytes=4 * need - 1, limit="x")])
     with pytest.raises(SharedMemoryError):
         Segment.create(shm_dir / "a.seg", spec_of(), together=4)
     assert list(shm_dir.iterdir()) == []
@@ -98,7 +98,7 @@ def test_room_that_vanishes_while_reserving_is_an_error_and_the_segment_is_remov
     shm_dir: Any, monkeypatch: Any
 ) -> None:
     segment = Segment.create(shm_dir / "a.seg", spec_of())
-    monkeypatch.setattr(capacity, "rooms", lambda *_a, **_k: [Room(nbytes=1000, limit="memory.max")])
+    monkeypatch.setattr(capacity, "rooms", lambda *_a, **_k: [Capacity(nbytes=1000, limit="memory.max")])
     with pytest.raises(SharedMemoryError, match=r"memory\.max"):
         segment.reserve()
     assert list(shm_dir.iterdir()) == []
@@ -108,7 +108,7 @@ def test_room_that_vanishes_while_reserving_is_an_error_and_the_segment_is_remov
 def test_a_segment_with_a_snapshot_is_kept_when_reserving_fails(shm_dir: Any, monkeypatch: Any) -> None:
     segment = Segment.create(shm_dir / "a.seg", spec_of())
     take(segment, 0, 10)
-    monkeypatch.setattr(capacity, "rooms", lambda *_a, **_k: [Room(nbytes=1000, limit="memory.max")])
+    monkeypatch.setattr(capacity, "rooms", lambda *_a, **_k: [Capacity(nbytes=1000, limit="memory.max")])
     with pytest.raises(SharedMemoryError):
         segment.reserve()
     assert restorable(shm_dir / "a.seg") == [10]

@@ -16,7 +16,7 @@ from flashckpt.checkpoint.catalog import (
 )
 from flashckpt.checkpoint.intents import Intent, list_intents, put_intent
 from flashckpt.checkpoint.retention import ReadLease, leased_prefixes
-from flashckpt.checkpoint.root_summary import look
+from flashckpt.checkpoint.root_summary import read_root
 from flashckpt.checkpoint.writer import commit, persist_slot, prefix_of
 from flashckpt.errors import DamagedError
 from flashckpt.storage.factory import open_store
@@ -54,7 +54,7 @@ def test_no_flipped_bit_of_a_claim_chooses_another_checkpoint(store: Store) -> N
             assert "delete it" in caught.value.remedy
         store.put(key, good)
     store.put("generations/000002", flipped(good, 500))
-    assert "is damaged" in look(store.url, {}).error, "a cold start is told, and does not begin anew"
+    assert "is damaged" in read_root(store.url, {}).error, "a cold start is told, and does not begin anew"
 
 
 def test_a_claim_under_another_name_is_damaged(store: Store) -> None:

@@ -32,7 +32,7 @@ from flashckpt.sampler import (
     build_packing,
 )
 from flashckpt.sampler.datasets.packing import pack
-from flashckpt.sampler.datasets.remote_file import Blob
+from flashckpt.sampler.datasets.remote_file import RemoteFile
 
 TEXT = inspect.getsource(random) + "ünïcödé\r\n\nlast line without an end"
 LINES = TEXT.replace("\r\n", "\n").split("\n")
@@ -101,7 +101,7 @@ def test_a_blob_reads_any_range_with_a_bounded_cache(tmp_path: Any) -> None:
     import fsspec
 
     fsspec.filesystem("memory").pipe_file("/blob/a", data)
-    local, remote = Blob(tmp_path / "a"), Blob("memory://blob/a", block_bytes=512, cache_blocks=3)
+    local, remote = RemoteFile(tmp_path / "a"), RemoteFile("memory://blob/a", block_bytes=512, cache_blocks=3)
     generator = random.Random(2)
     for _ in range(200):
         start = generator.randrange(10_001)
@@ -121,11 +121,11 @@ def test_a_blob_reads_any_range_with_a_bounded_cache(tmp_path: Any) -> None:
 def test_reads_outside_a_file_and_missing_files_are_named(tmp_path: Any) -> None:
     (tmp_path / "a").write_bytes(b"12345")
     with pytest.raises(DataError, match="leaves"):
-        Blob(tmp_path / "a").read(3, 6)
+        RemoteFile(tmp_path / "a").read(3, 6)
     with pytest.raises(DataError, match="nowhere"):
-        Blob(tmp_path / "nowhere").read(0, 1)
+        RemoteFile(tmp_path / "nowhere").read(0, 1)
     (tmp_path / "empty").write_bytes(b"")
-    assert Blob(tmp_path / "empty").read(0, 0) == b""
+    assert RemoteFile(tmp_path / "empty").read(0, 0) == b""
 
 
 # -- tokens

@@ -11,23 +11,23 @@ from torch import nn
 from flashckpt.errors import ConfigError, UnsupportedStateError
 from flashckpt.state import optimizer_state, pytree, rng
 from flashckpt.state.placement import Box, contiguous_runs, current_world
-from flashckpt.state.registry import Tracked
+from flashckpt.state.registry import StateRegistry
 from flashckpt.state.structure import Structure
 
 
-def tracked(**things: object) -> Tracked:
-    found = Tracked(current_world())
+def tracked(**things: object) -> StateRegistry:
+    found = StateRegistry(current_world())
     for name, thing in things.items():
         found.add(name, thing)
     return found
 
 
-def structure(found: Tracked) -> Structure:
+def structure(found: StateRegistry) -> Structure:
     found.structure(found.capture())
     return found.structure(found.capture())
 
 
-def names(found: Tracked) -> list[str]:
+def names(found: StateRegistry) -> list[str]:
     return [row.entry.fqn for row in structure(found).rows]
 
 
@@ -159,9 +159,9 @@ def test_a_state_dict_comes_back_as_it_was() -> None:
         "ints": {1: "a", (2, 3): b"z"}, "dtype": torch.bfloat16, "device": torch.device("cpu"), "none": None,
         "inf": float("inf"), "big": 1 << 100, "size": torch.Size((2, 3)),
     }  # fmt: skip
-    skeleton, tensors = pytree.take_apart(tree, "thing")
+    skeleton, tensors = pytree.flatten(tree, "thing")
     assert sorted(tensors) == ["thing.n", "thing.t"]
-    back = pytree.put_together(skeleton, tensors.__getitem__)
+    back = pytree.unflatten(skeleton, tensors.__getitem__)
     assert torch.equal(back.pop("t"), tree.pop("t"))
     assert np.array_equal(back.pop("n"), tree.pop("n"))
     assert tuple(back.pop("size")) == tuple(tree.pop("size"))

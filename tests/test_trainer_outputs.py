@@ -22,7 +22,7 @@ from flashckpt.trainer.config import to_toml
 from flashckpt.trainer.nonfatal import LineFile, Nonfatal, Stream
 from flashckpt.trainer.parallel.distributed import note_restore
 from flashckpt.trainer.train.metrics import ProgressLine, StepRecord, Trace, read_trace
-from flashckpt.trainer.train.report_once import tell_once
+from flashckpt.trainer.train.report_once import report_once
 from flashckpt.trainer.train.reporter import BOARD_PATIENCE, Board, Reporter
 
 RECORD: dict[str, Any] = {"norm": 1.0, "rate": 0.1, "tokens": 64, "samples": "ab", "seconds": 0.5, "loss": 2.0}
@@ -176,7 +176,7 @@ def test_a_progress_line_that_cannot_be_shown_is_counted(monkeypatch: Any) -> No
 def test_an_error_that_cannot_be_shown_keeps_its_exit_code(monkeypatch: Any, tmp_path: Path) -> None:
     monkeypatch.setattr(sys, "stderr", Full())
     monkeypatch.setenv("FLASHCKPT_AGENT_DIR", str(tmp_path))
-    tell_once(ConfigError("wrong"))
+    report_once(ConfigError("wrong"))
     assert (tmp_path / "refused").read_text() == str(ConfigError.exit_code)
 
 
@@ -191,11 +191,11 @@ def test_what_no_restart_changes_is_the_launchers_list(monkeypatch: Any, tmp_pat
     monkeypatch.setenv("RANK", "1")
     for code, kind in kinds.items():
         monkeypatch.delenv("FLASHCKPT_AGENT_DIR", raising=False)
-        tell_once(kind("wrong"))
+        report_once(kind("wrong"))
         assert bool(capsys.readouterr().err) == (code not in FINAL_CODES)
         (folder := tmp_path / str(code)).mkdir()
         monkeypatch.setenv("FLASHCKPT_AGENT_DIR", str(folder))
-        tell_once(kind("wrong"))
+        report_once(kind("wrong"))
         capsys.readouterr()
         assert (folder / "refused").exists() == (code in FINAL_CODES)
 

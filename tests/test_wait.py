@@ -75,7 +75,7 @@ def turning(job: str) -> Iterator[Daemon]:
     directory = JobDirectory.open(job)
     lock = directory.hold_daemon()
     assert lock is not None
-    daemon, end = Daemon(directory, lock, service.Times(linger_s=3600.0)), threading.Event()
+    daemon, end = Daemon(directory, lock, service.DaemonTimeouts(linger_s=3600.0)), threading.Event()
 
     def turn() -> None:
         while not end.wait(0.005):

@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
-from flashckpt.shm.acks import Watermark, known_of
-from flashckpt.shm.control import Control, Published
+from flashckpt.shm.acks import SnapshotAcks, combine_acks
+from flashckpt.shm.control import Control, RankAcks
 
 
 class Store:
@@ -32,10 +32,10 @@ def control(shm_dir: Path) -> Control:
     return Control.open(shm_dir / "control", rows=2)
 
 
-def marks(control: Control, generation: int = 2, restored: Any = None, **world: Any) -> list[Watermark]:
+def marks(control: Control, generation: int = 2, restored: Any = None, **world: Any) -> list[SnapshotAcks]:
     sizes = {"world_size": 2, "local_world_size": 2} | world
     return [
-        Watermark(control=control, local_rank=r, rank=r, generation=generation, restored=restored, **sizes)
+        SnapshotAcks(control=control, local_rank=r, rank=r, generation=generation, restored=restored, **sizes)
         for r in range(2)
     ]
 
@@ -68,14 +68,14 @@ def test_a_row_whose_generation_was_set_before_its_list_does_not_count(control: 
 def test_between_nodes_the_store_carries_the_lists_and_is_never_waited_for() -> None:
     store = Store()
     a, b = (
-        Watermark(control=None, local_rank=0, rank=r, world_size=2, local_world_size=1, generation=2, store=store)
+        SnapshotAcks(control=None, local_rank=0, rank=r, world_size=2, local_world_size=1, generation=2, store=store)
         for r in range(2)
     )
     a.publish([(2, 10)])
     assert a.common() == []
     b.publish([(2, 10), (2, 5)])
     assert a.common() == [(2, 10)]
-    c = Watermark(control=None, local_rank=0, rank=0, world_size=2, local_world_size=1, generation=3, store=store)
+    c = SnapshotAcks(control=None, local_rank=0, rank=0, world_size=2, local_world_size=1, generation=3, store=store)
     assert c.common() == [], "keys of an earlier generation do not count"
 
 
@@ -117,8 +117,8 @@ def test_the_snapshot_restored_from_counts_as_common_even_on_a_rank_with_an_empt
 
 
 def test_known_of_nobody_is_nothing() -> None:
-    assert known_of([]).common == ()
-    assert known_of([None, Published.of([(1, 1)])]).common == ()
+    assert combine_acks([]).common == ()
+    assert combine_acks([None, RankAcks.of([(1, 1)])]).common == ()
 
 
 def test_an_abandoned_snapshot_is_not_published_even_before_its_slot_is_marked(control: Any) -> None:
@@ -136,7 +136,7 @@ def test_a_real_store_carries_the_lists_without_waiting() -> None:
 
     store = dist.PrefixStore("g2", dist.HashStore())  # type: ignore[attr-defined]  # torch does not list them
     a, b = (
-        Watermark(control=None, local_rank=0, rank=r, world_size=2, local_world_size=1, generation=2, store=store)
+        SnapshotAcks(control=None, local_rank=0, rank=r, world_size=2, local_world_size=1, generation=2, store=store)
         for r in range(2)
     )
     a.publish([(2, 10), (1, 2**40)])

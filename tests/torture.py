@@ -28,10 +28,10 @@ from typing import Any
 import numpy as np
 from support.memory import ended, fork, spec_of, take, verified
 
-from flashckpt.core.lineage import Life, SlotRecord, common, is_abandoned, newest
+from flashckpt.core.lineage import Life, SlotRecord, common, is_rolled_back, newest
 from flashckpt.errors import DamagedError
 from flashckpt.planning.slot_policy import choose_slot
-from flashckpt.shm.acks import Watermark
+from flashckpt.shm.acks import SnapshotAcks
 from flashckpt.shm.control import Control
 from flashckpt.shm.segment import Segment, SlotPinned
 
@@ -89,10 +89,10 @@ def rank_main(folder: Path, rank: int, world: int, life: Life, slots: int, seed:
     else:
         segment = Segment.create(path, spec_of(rank, slots=slots, sizes=SIZES))
     for index, header in enumerate(segment.headers()):
-        if header.is_complete and is_abandoned(header.identity, [life]):
+        if header.is_complete and is_rolled_back(header.identity, [life]):
             segment.mark_empty(index)
     control, rng = Control.open(folder / "control", rows=world), random.Random((seed, life.generation, rank).__hash__())
-    mark = Watermark(
+    mark = SnapshotAcks(
         control=control, local_rank=rank, rank=rank, world_size=world, local_world_size=world,
         generation=life.generation, restored=parent,
     )  # fmt: skip

@@ -51,15 +51,15 @@ def _our_agent() -> Any:
     from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs
 
     from flashckpt.daemon.launcher.agent import DlrunAgent
-    from flashckpt.daemon.launcher.options import AgentOptions, Outcome
-    from flashckpt.daemon.zygote.client import Nursery
+    from flashckpt.daemon.launcher.options import AgentOptions, LaunchOutcome
+    from flashckpt.daemon.zygote.client import ZygoteClient
 
     class Agent(DlrunAgent):
         def __init__(self, *args: Any, **kwargs: Any) -> None:
             if (folder := kwargs.pop("log_dir", None)) is not None:  # as older releases spelled it
                 kwargs["logs_specs"] = DefaultLogsSpecs(log_dir=folder)
-            nursery = Nursery(disabled="functions are entry points here")
-            super().__init__(*args, nursery=nursery, options=AgentOptions(), outcome=Outcome(), **kwargs)
+            nursery = ZygoteClient(disabled="functions are entry points here")
+            super().__init__(*args, nursery=nursery, options=AgentOptions(), outcome=LaunchOutcome(), **kwargs)
 
         def run(self, *args: Any, **kwargs: Any) -> Any:
             try:

@@ -11,7 +11,7 @@ from flashckpt.errors import RESUME_EXIT_CODE, FlashckptError
 from flashckpt.trainer.config import RunConfig, read_config, to_toml, without_secrets
 from flashckpt.trainer.nonfatal import nonfatal_streams
 from flashckpt.trainer.parallel.layout import resolve_layout
-from flashckpt.trainer.train.report_once import tell_once
+from flashckpt.trainer.train.report_once import report_once
 
 USAGE = """Usage: python -m flashckpt.trainer [--config FILE.toml] [--section.key VALUE ...]
 
@@ -41,7 +41,7 @@ def main(words: Sequence[str] | None = None) -> int:
     try:
         return _run(rest)
     except FlashckptError as error:
-        tell_once(error)
+        report_once(error)
         return error.exit_code
 
 

@@ -41,19 +41,19 @@ from torch.distributed.launcher import api as launcher_api
 
 from flashckpt.daemon.launcher import findings, hang, node_check
 from flashckpt.daemon.launcher.budget import Budget, Verdict
-from flashckpt.daemon.launcher.context import Life, WorkerContext, make_context, script_commands
+from flashckpt.daemon.launcher.context import WorkerContext, WorkerProcess, make_context, script_commands
 from flashckpt.daemon.launcher.elastic_compat import raise_signal, replaced
 from flashckpt.daemon.launcher.failure import FailureReport
 from flashckpt.daemon.launcher.hang import Pace
 from flashckpt.daemon.launcher.node_check import Check
-from flashckpt.daemon.launcher.options import AgentOptions, Outcome, RefusedError, RendezvousLostError
+from flashckpt.daemon.launcher.options import AgentOptions, LaunchOutcome, RefusedError, RendezvousLostError
 from flashckpt.daemon.launcher.rendezvous import OneNode, handler_of
-from flashckpt.daemon.launcher.reporting import Reporter
-from flashckpt.daemon.launcher.rounds import FreshStores
-from flashckpt.daemon.launcher.stop import AgreedStop, Group, StopSignals, Store
+from flashckpt.daemon.launcher.reporting import FailureReporter
+from flashckpt.daemon.launcher.rounds import FreshStoreRendezvous
+from flashckpt.daemon.launcher.stop import AgreedStop, Group, KeyValueStore, StopSignals
 from flashckpt.daemon.launcher.watch import JobWatch
 from flashckpt.daemon.machine.process import become_subreaper, reap_strays
-from flashckpt.daemon.zygote.client import Nursery
+from flashckpt.daemon.zygote.client import ZygoteClient
 from flashckpt.errors import FINAL_CODES, LayoutError
 from flashckpt.shm.control import ControlRow
 
@@ -67,9 +67,15 @@ class DlrunAgent(LocalElasticAgent):
     """The agent of one node."""
 
     def __init__(
-        self, spec: WorkerSpec, *args: Any, nursery: Nursery, options: AgentOptions, outcome: Outcome, **kwargs: Any
+        self,
+        spec: WorkerSpec,
+        *args: Any,
+        nursery: ZygoteClient,
+        options: AgentOptions,
+        outcome: LaunchOutcome,
+        **kwargs: Any,
     ) -> None:
-        self._stores = FreshStores(spec.rdzv_handler, unit=options.node_unit)
+        self._stores = FreshStoreRendezvous(spec.rdzv_handler, unit=options.node_unit)
         if isinstance(spec.rdzv_handler, OneNode):
             spec.master_addr = spec.master_port = None  # the store's own, on the loopback address
         spec.rdzv_handler = self._stores
@@ -96,7 +102,7 @@ class DlrunAgent(LocalElasticAgent):
         self._signals = StopSignals(names, raise_signal)
         self._watch = JobWatch()
         self._stop = AgreedStop(self._watch, self._options.grace_s)
-        self._reporter = Reporter(self._watch, self._options.ledger)
+        self._reporter = FailureReporter(self._watch, self._options.ledger)
         self._signals.install()
         try:
             # torch gives None for a node that the job never needed (more came than --nnodes allows)
@@ -244,7 +250,7 @@ class DlrunAgent(LocalElasticAgent):
         scripts = script_commands(entrypoint, args)
         if callable(entrypoint) and scripts is None:
             return start_processes(entrypoint=entrypoint, args=args, **rest)
-        life = Life(number=self._lives, failures=self._failures, job=self._options.job, watch=self._watch)
+        life = WorkerProcess(number=self._lives, failures=self._failures, job=self._options.job, watch=self._watch)
         context = make_context(
             life,
             entrypoint,
@@ -301,7 +307,7 @@ class DlrunAgent(LocalElasticAgent):
             self._name_cause(others.store, self._stores.lost_since_the_round_before())
         return True
 
-    def _name_cause(self, store: Store, lost: Mapping[int, str]) -> str:
+    def _name_cause(self, store: KeyValueStore, lost: Mapping[int, str]) -> str:
         """Say what ended the generation where that was not on this node: a machine that was lost, or a rank elsewhere."""
         if self._knows_cause and not lost:
             return ""
@@ -397,8 +403,8 @@ _rendezvous_of_torch = registry.get_rendezvous_handler
 
 
 def launch(
-    config: Any, entrypoint: Callable[..., Any] | str, args: list[str], *, nursery: Nursery, options: AgentOptions
-) -> Outcome:
+    config: Any, entrypoint: Callable[..., Any] | str, args: list[str], *, nursery: ZygoteClient, options: AgentOptions
+) -> LaunchOutcome:
     """Run the job as torch's launch_agent does, with our agent in place of LocalElasticAgent.
 
     Raises:
@@ -407,7 +413,7 @@ def launch(
         HangError: the ranks hang, and no restart was left.
         SignalException: dlrun was asked to stop and the workers could not agree on a step.
     """
-    outcome = Outcome()
+    outcome = LaunchOutcome()
 
     def build(*rest: Any, **kwargs: Any) -> DlrunAgent:
         return DlrunAgent(*rest, nursery=nursery, options=options, outcome=outcome, **kwargs)

@@ -24,8 +24,8 @@ from flashckpt.printable import PrintableFormatter
 from flashckpt.streams import fill_closed
 
 if TYPE_CHECKING:
-    from flashckpt.daemon.launcher.options import Outcome
-    from flashckpt.daemon.zygote.client import Nursery
+    from flashckpt.daemon.launcher.options import LaunchOutcome
+    from flashckpt.daemon.zygote.client import ZygoteClient
 
 _log = logging.getLogger("flashckpt.dlrun")
 _OWN = "dlrun"
@@ -110,11 +110,11 @@ def parse_args(args: list[str] | None) -> argparse.Namespace:
     return get_args_parser().parse_args(args)
 
 
-def run(args: argparse.Namespace, nursery: Nursery | None = None) -> Outcome:
+def run(args: argparse.Namespace, nursery: ZygoteClient | None = None) -> LaunchOutcome:
     """Run the job of these settings; the counterpart of torch.distributed.run.run."""
     from flashckpt.daemon.launcher.agent import launch
     from flashckpt.daemon.launcher.options import AgentOptions
-    from flashckpt.daemon.zygote.client import Nursery
+    from flashckpt.daemon.zygote.client import ZygoteClient
 
     named = _fill_rendezvous(args)
     args.rdzv_conf = _quicker(args)
@@ -135,7 +135,7 @@ def run(args: argparse.Namespace, nursery: Nursery | None = None) -> Outcome:
         min_nodes=config.min_nodes,
         node_unit=_node_unit(args, config.min_nodes, config.max_nodes),
     )
-    nursery = nursery or Nursery(disabled=_unfit_command(args))
+    nursery = nursery or ZygoteClient(disabled=_unfit_command(args))
     nursery.prepare()
     outcome = launch(config, command, command_args, nursery=nursery, options=options)
     if (
@@ -230,18 +230,18 @@ def main(args: list[str] | None = None) -> int:
     os._exit(code)
 
 
-def _fork_zygote(parsed: argparse.Namespace) -> Nursery | dict[str, Any]:
-    from flashckpt.daemon.zygote.client import Nursery
+def _fork_zygote(parsed: argparse.Namespace) -> ZygoteClient | dict[str, Any]:
+    from flashckpt.daemon.zygote.client import ZygoteClient
 
     reason = _unfit_command(parsed)
     if not reason and not server.unfit():
-        return Nursery.forked()
+        return ZygoteClient.forked()
     if reason:
         _log.info("workers are started as fresh interpreters: %s", reason)
-    return Nursery(disabled=reason)
+    return ZygoteClient(disabled=reason)
 
 
-def _run_program(parsed: argparse.Namespace, nursery: Nursery) -> int:
+def _run_program(parsed: argparse.Namespace, nursery: ZygoteClient) -> int:
     from torch.distributed.elastic.multiprocessing import SignalException
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, record
 

@@ -18,7 +18,7 @@ from torch.distributed.elastic.multiprocessing.api import PContext, RunProcsResu
 from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 
 from flashckpt.daemon.launcher import job_secret, spawn_main
-from flashckpt.daemon.launcher.failure import Exit, first_failure, read_error
+from flashckpt.daemon.launcher.failure import WorkerExit, first_failure, read_error
 from flashckpt.daemon.launcher.watch import JobWatch
 from flashckpt.daemon.machine import numa
 from flashckpt.daemon.machine.process import (
@@ -29,7 +29,7 @@ from flashckpt.daemon.machine.process import (
     reap_strays,
     wait_readable,
 )
-from flashckpt.daemon.zygote.client import Nursery, Unavailable
+from flashckpt.daemon.zygote.client import Unavailable, ZygoteClient
 
 _log = logging.getLogger("flashckpt.dlrun")
 _SETTLE_S = 0.25
@@ -49,7 +49,7 @@ class _Worker:
     local_rank: int
     pid: int
     pidfd: int
-    exit: Exit | None = None  # its end, unless this context ended it
+    exit: WorkerExit | None = None  # its end, unless this context ended it
     ended: bool = False
 
 
@@ -67,7 +67,7 @@ class WorkerContext(PContext):
     def __init__(
         self,
         *,
-        nursery: Nursery,
+        nursery: ZygoteClient,
         scripts: dict[int, ScriptCommand] | None,
         survivors_s: float = 0.0,
         cpus: dict[int, list[int]] | None = None,
@@ -83,7 +83,7 @@ class WorkerContext(PContext):
         self.fork_s = 0.0
         self.detected_s = 0.0
         self.stopped_s = 0.0
-        self.standing: list[Exit] = []
+        self.standing: list[WorkerExit] = []
 
     def start(self) -> None:
         """Start workers and log tails; unlike torch's, this leaves signal handlers to the agent."""
@@ -155,7 +155,7 @@ class WorkerContext(PContext):
         """Return pids by local rank."""
         return {local_rank: worker.pid for local_rank, worker in self._workers.items()}
 
-    def exits(self) -> list[Exit]:
+    def exits(self) -> list[WorkerExit]:
         """Return the ends seen so far, of workers this context did not kill itself."""
         return [worker.exit for worker in self._workers.values() if worker.exit is not None]
 
@@ -169,9 +169,9 @@ class WorkerContext(PContext):
             if not worker.ended and (code := exit_code(worker.pidfd)) is not None:
                 worker.exit, worker.ended = self._exit(worker, code), True
 
-    def _exit(self, worker: _Worker, code: int) -> Exit:
+    def _exit(self, worker: _Worker, code: int) -> WorkerExit:
         summary, trace, at_ns = read_error(self.error_files.get(worker.local_rank, "")) if code else ("", "", 0)
-        return Exit(
+        return WorkerExit(
             local_rank=worker.local_rank,
             rank=int(self.envs[worker.local_rank].get("RANK", worker.local_rank)),
             pid=worker.pid,
@@ -219,7 +219,7 @@ class WorkerContext(PContext):
         self.close(signal.SIGKILL, 0)
         self.stopped_s = time.monotonic()
 
-    def _failure(self, item: Exit) -> ProcessFailure:
+    def _failure(self, item: WorkerExit) -> ProcessFailure:
         path = self.error_files.get(item.local_rank, "") if item.traceback or item.summary else ""
         return ProcessFailure(local_rank=item.local_rank, pid=item.pid, exitcode=item.code, error_file=path)
 
@@ -256,7 +256,7 @@ class WorkerContext(PContext):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Life:
+class WorkerProcess:
     """One life of the worker group: how many there were before, and after how many failures."""
 
     number: int
@@ -276,7 +276,7 @@ class Life:
 
 
 def make_context(
-    life: Life,
+    life: WorkerProcess,
     entrypoint: Callable[..., Any] | str,
     args: dict[int, tuple[Any, ...]],
     *,

@@ -34,7 +34,7 @@ _SIGNALS = {
 
 
 @dataclass(frozen=True, kw_only=True)
-class Exit:
+class WorkerExit:
     """One worker's end. `code` is negative for a signal; `at_ns` is wall-clock time, of the error file if any."""
 
     local_rank: int
@@ -63,10 +63,10 @@ class FailureReport:
     `elsewhere` means that every rank of this node only noticed the end of a rank, or of a machine, it was connected to.
     """
 
-    first: Exit
+    first: WorkerExit
     host: str
     cause: str
-    others: Sequence[Exit] = ()
+    others: Sequence[WorkerExit] = ()
     step: int = -1
     log_lines: Sequence[str] = ()
     log_path: str = ""
@@ -111,7 +111,7 @@ class FailureReport:
         return f"  after it: rank{'s' if len(self.others) > 1 else ''} {ranks}{where}"
 
 
-def first_failure(exits: Sequence[Exit]) -> Exit:
+def first_failure(exits: Sequence[WorkerExit]) -> WorkerExit:
     """Return the exit that caused the others: no echo before an echo, then the earliest.
 
     A rank that is killed leaves no error file, and its peers' "connection closed" may be dated before
@@ -191,7 +191,7 @@ def _counter(mount: Path, group: str, name: str) -> int:
     return 0
 
 
-def fingerprint(item: Exit) -> str:
+def fingerprint(item: WorkerExit) -> str:
     """Return what makes two failures the same: the traceback without addresses, or the exit code."""
     text = item.traceback or item.summary or f"exit {item.code}"
     return re.sub(r"0x[0-9a-f]+|\b\d{4,}\b", "#", text)

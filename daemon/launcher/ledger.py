@@ -28,7 +28,7 @@ class Stamps(Protocol):
 
 
 @dataclass(kw_only=True)
-class Failure:
+class LedgerEntry:
     """One failure and the restart after it; `seconds` fills while the new generation comes up.
 
     It begins (`begun_ns`, CLOCK_MONOTONIC) when the rank failed, or, where ranks hang, with the last sign of life.
@@ -56,7 +56,7 @@ class Failure:
         return json.dumps(data, sort_keys=True)
 
 
-def advance(failure: Failure, rows: Sequence[Stamps], now_ns: int) -> bool:
+def advance(failure: LedgerEntry, rows: Sequence[Stamps], now_ns: int) -> bool:
     """Fill the phases of the new generation from its control rows; True once the lost steps are trained again.
 
     Only rows stamped after the fork count: earlier ones belong to the generation that failed.
@@ -85,7 +85,7 @@ class Ledger:
     def __init__(self, *paths: str | Path) -> None:
         self.paths: list[Path] = [Path(path) for path in paths if path]
 
-    def append(self, failure: Failure) -> None:
+    def append(self, failure: LedgerEntry) -> None:
         """Append one line; each is one write, so that several agents may share a file."""
         data = (failure.line() + "\n").encode()
         for path in self.paths:

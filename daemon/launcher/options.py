@@ -40,7 +40,7 @@ class AgentOptions:
 
 
 @dataclass(kw_only=True)
-class Outcome:
+class LaunchOutcome:
     """How the launch ended, for the exit code: stopped on request, hanging, or by an error that repeats itself.
 
     `refused` is the exit code of a rank that found the job impossible as it is; `elsewhere` names what ended the job

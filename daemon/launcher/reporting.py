@@ -13,7 +13,7 @@ from flashckpt.daemon.launcher import failure as failures
 from flashckpt.daemon.launcher import findings, hang
 from flashckpt.daemon.launcher.context import WorkerContext
 from flashckpt.daemon.launcher.findings import Finding
-from flashckpt.daemon.launcher.ledger import Failure, Ledger, advance
+from flashckpt.daemon.launcher.ledger import Ledger, LedgerEntry, advance
 from flashckpt.daemon.launcher.stop import Group
 from flashckpt.daemon.launcher.watch import JobWatch
 
@@ -34,13 +34,13 @@ _STOPPED = "it was stopped (SIGSTOP or a debugger) and its peers gave up waiting
 _ELSEWHERE = "connection lost to a rank of another node"
 
 
-class Reporter:
+class FailureReporter:
     """Keeps the open record of the last failure until the new generation has trained its lost steps again."""
 
     def __init__(self, watch: JobWatch, ledger_path: str) -> None:
         self._watch = watch
         self._ledger = Ledger(ledger_path)
-        self._pending: Failure | None = None
+        self._pending: LedgerEntry | None = None
         self._oom_kills = failures.oom_kills()
 
     def failure(
@@ -106,7 +106,7 @@ class Reporter:
 
     def _open(self, cause: str, rank: int, step: int, *, restart: int, detect_s: float, context: WorkerContext) -> None:
         self.finish("failed again")
-        self._pending = Failure(
+        self._pending = LedgerEntry(
             time=datetime.now(timezone.utc).isoformat(timespec="milliseconds"),
             host=socket.gethostname(),
             restart=restart,

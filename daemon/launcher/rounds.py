@@ -34,7 +34,7 @@ _LINGER_S = 2.5
 _LEAVE_S = 5.0
 
 
-class Steps(_DistributedRendezvousOpExecutor):
+class UnitRounds(_DistributedRendezvousOpExecutor):
     """The steps of a c10d rendezvous, whose every round is cut to a multiple of `unit` nodes; the others wait.
 
     Nodes that trained in the round before stay before others do: their memory holds the snapshots. A round of a
@@ -103,7 +103,7 @@ class Steps(_DistributedRendezvousOpExecutor):
         super()._mark_rendezvous_complete()
 
 
-class FreshStores(rendezvous_store.Forwarding):
+class FreshStoreRendezvous(rendezvous_store.Forwarding):
     """A rendezvous whose every round hands the workers a store that nobody has written to.
 
     `may_close` stays False until the job has ended for good: the shutdown of a c10d rendezvous is
@@ -122,12 +122,12 @@ class FreshStores(rendezvous_store.Forwarding):
         self._info: RendezvousInfo | None = None
         self._server: TCPStore | None = None
         self._unit = unit
-        self._steps: Steps | None = None
+        self._steps: UnitRounds | None = None
         self._nodes: dict[_NodeDesc, int] = {}
         self._before: dict[_NodeDesc, int] = {}
         if isinstance(inner, DynamicRendezvousHandler):
             self.notes = JobNotes(inner._store, inner.get_run_id())  # noqa: SLF001 -- torch offers no other way in
-            self._steps = inner._op_executor = Steps(inner, unit, self.notes.is_refused)  # noqa: SLF001 -- the same
+            self._steps = inner._op_executor = UnitRounds(inner, unit, self.notes.is_refused)  # noqa: SLF001 -- the same
 
     def next_rendezvous(self) -> RendezvousInfo:
         """Join the next round."""

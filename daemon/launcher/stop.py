@@ -28,7 +28,7 @@ MAX_AHEAD = 1000
 _log = logging.getLogger("flashckpt.dlrun")
 
 
-class Store(Protocol):
+class KeyValueStore(Protocol):
     """What the agreement needs of a c10d store."""
 
     def set(self, key: str, value: str) -> None:
@@ -48,7 +48,7 @@ class Store(Protocol):
 class Group:
     """The agents of one round: their store, this one's rank and how many there are."""
 
-    store: Store
+    store: KeyValueStore
     rank: int
     size: int
 
@@ -90,7 +90,7 @@ class AgreedStop:
         """Whether the ranks have not stopped within the grace time."""
         return self._until is not None and time.monotonic() > self._until
 
-    def ask(self, store: Store | None) -> None:
+    def ask(self, store: KeyValueStore | None) -> None:
         """Ask all nodes to stop; `store` is None where this node is the only one."""
         self._note()
         if store is not None:
@@ -100,7 +100,7 @@ class AgreedStop:
         if self._until is None:
             self._until = time.monotonic() + self._grace_s
 
-    def hear(self, store: Store) -> bool:
+    def hear(self, store: KeyValueStore) -> bool:
         """Return whether some node asked for a stop."""
         if self._until is None and store.check([_REQUEST]):
             self._note()

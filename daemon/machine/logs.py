@@ -17,7 +17,7 @@ FORMAT = "%(asctime)s %(levelname)s [%(where)s] %(message)s"
 
 
 @contextlib.contextmanager
-def speaking_of(*, generation: int | None = None, rank: int | None = None, step: int | None = None) -> Iterator[None]:
+def log_context(*, generation: int | None = None, rank: int | None = None, step: int | None = None) -> Iterator[None]:
     """Within the block, lines of this thread carry these numbers; what is None stays as it was around it."""
     given = {name: value for name, value in (("gen", generation), ("rank", rank), ("step", step)) if value is not None}
     known = {**dict(_where.get()), **given}

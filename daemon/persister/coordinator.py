@@ -19,24 +19,24 @@ from flashckpt.checkpoint.intents import Intent, abandon_intent, close_intent, l
 from flashckpt.checkpoint.retention import Policy
 from flashckpt.checkpoint.writer import PersistOptions, missing_writers
 from flashckpt.core.generation import GenerationRecord
-from flashckpt.core.lineage import is_abandoned
+from flashckpt.core.lineage import is_rolled_back
 from flashckpt.core.superblock import MIN_SLOTS
-from flashckpt.daemon.machine.logs import speaking_of
-from flashckpt.daemon.persister.flush import Flush, Outcome
+from flashckpt.daemon.machine.logs import log_context
+from flashckpt.daemon.persister.flush import Flush, FlushOutcome
 from flashckpt.daemon.persister.housekeeping import Housekeeping
 from flashckpt.daemon.persister.proposals import (
-    Ready,
+    NodeProposal,
     Search,
-    choose_intent,
+    choose_proposal,
     claim_of,
     next_candidate,
     of_other_nodes,
-    publish_ready,
-    read_readies,
+    publish_proposal,
+    read_proposals,
     spacing,
 )
 from flashckpt.errors import DamagedError, DisagreementError, PersistError, ShardGapError
-from flashckpt.shm.inventory import Identity, View, pin_all, release
+from flashckpt.shm.inventory import Identity, NodeInventory, pin_all, release
 from flashckpt.shm.job_directory import JobConfig
 from flashckpt.shm.segment import Pin
 from flashckpt.storage.factory import open_store
@@ -50,7 +50,7 @@ _log = logging.getLogger(__name__)
 
 
 @dataclass(kw_only=True)
-class Totals:
+class PersistTotals:
     """Counters since this daemon started; `persisted_bytes` are bytes of tensors, `persist_seconds` of commits."""
 
     commits: int = 0
@@ -59,7 +59,7 @@ class Totals:
     persist_seconds: float = 0.0
 
 
-class Persisting:
+class PersistCoordinator:
     """What one daemon does on the root of its job.
 
     Args:
@@ -81,7 +81,7 @@ class Persisting:
         self.skipped = 0
         self.given_up = ""
         self.committed_s: float | None = None
-        self.totals = Totals()
+        self.totals = PersistTotals()
         self._store: Store | None = None
         self._floor: Identity = (0, -1)  # nothing at or below it is persisted any more
         self._owed: Identity = (0, -1)  # to be persisted, or something newer, though it may be overwritten meanwhile
@@ -91,14 +91,14 @@ class Persisting:
         self._pinned: dict[int, Pin] = {}
         self._candidate: Identity | None = None
         self._seen: set[Identity] = set()
-        self._said: Ready | None = None
+        self._said: NodeProposal | None = None
         self._housekeeping = Housekeeping(Policy(keep_last=config.keep_last, keep_every=config.keep_every))
         self._looked_s = float("-inf")
-        self._heard: list[Ready] = []
+        self._heard: list[NodeProposal] = []
 
     # -- one turn ---------------------------------------------------------------------------------------
 
-    def turn(self, view: View, record: GenerationRecord, *, urgent: bool) -> None:
+    def turn(self, view: NodeInventory, record: GenerationRecord, *, urgent: bool) -> None:
         """Do what can be done now; returns quickly except for small storage operations.
 
         Args:
@@ -121,7 +121,7 @@ class Persisting:
         if self.flush is None:
             self._housekeeping.turn(store, self.committed)
 
-    def hold(self, view: View, *, urgent: bool = False) -> None:
+    def hold(self, view: NodeInventory, *, urgent: bool = False) -> None:
         """Keep the candidate pinned without touching the root (also while the root cannot be reached)."""
         flagged = self._flagged(view)
         whole = [identity for identity in (view.complete() if urgent else flagged) if view.is_whole(identity[0])]
@@ -134,14 +134,14 @@ class Persisting:
         if best is not None and best > self._floor and best != self._candidate:
             self._pin(view, best)
 
-    def _flagged(self, view: View) -> list[Identity]:
+    def _flagged(self, view: NodeInventory) -> list[Identity]:
         """Return what is to be persisted; where that was given back and overwritten, the newest snapshot in its place."""
         flagged = [identity for identity in view.flagged() if identity > self._floor]
         if not flagged and self._owed > self._floor:
             flagged = [identity for identity in view.complete() if identity >= self._owed][-1:]
         return flagged
 
-    def yield_slots(self, view: View) -> bool:
+    def yield_slots(self, view: NodeInventory) -> bool:
         """Give all pins back between two attempts where training would have no slot to write; whether it did so.
 
         With two slots a pinned one leaves none: the other holds the newest snapshot. While storage fails the
@@ -159,11 +159,11 @@ class Persisting:
         self._unpin()
         return True
 
-    def is_idle(self, view: View, *, urgent: bool) -> bool:
+    def is_idle(self, view: NodeInventory, *, urgent: bool) -> bool:
         """Return whether nothing is left to persist that this node holds."""
         return not self.undone(view, urgent=urgent)
 
-    def undone(self, view: View, *, urgent: bool) -> list[Identity]:
+    def undone(self, view: NodeInventory, *, urgent: bool) -> list[Identity]:
         """Return what this node holds and was to persist, newest last: the open flush, else the newest snapshot."""
         if self.flush is not None:
             return [self.flush.intent.identity]
@@ -206,14 +206,14 @@ class Persisting:
             self._known = True
         return self._store
 
-    def _others(self, view: View) -> bool:
+    def _others(self, view: NodeInventory) -> bool:
         """Whether the newest generation here has ranks on other nodes."""
         if self.config.node_count <= 1:
             return False
         newest = max((held.header.generation for held in view.slots), default=0)
         return not view.is_whole(newest)
 
-    def _decide(self, store: Store, view: View, record: GenerationRecord, *, urgent: bool) -> None:
+    def _decide(self, store: Store, view: NodeInventory, record: GenerationRecord, *, urgent: bool) -> None:
         """Adopt the open intent, or open one if this node may and the nodes agree."""
         alone = not self._others(view)
         look = not self._asked or (not alone and self._may_look())
@@ -236,12 +236,12 @@ class Persisting:
         self._looked_s = now
         return True
 
-    def _agree(self, store: Store, view: View, record: GenerationRecord, *, urgent: bool, look: bool) -> None:
+    def _agree(self, store: Store, view: NodeInventory, record: GenerationRecord, *, urgent: bool, look: bool) -> None:
         """Pin what the nodes converge on, say so, and open the intent once they agree and this node leads."""
         generation = max(held.header.generation for held in view.slots)
         ranks = view.ranks(generation)
         if look:
-            self._heard = of_other_nodes(read_readies(store, generation), ranks)
+            self._heard = of_other_nodes(read_proposals(store, generation), ranks)
         world_size = view.world_size(generation)
         alike = [  # of a generation with the same ranks here: others cannot be agreed on in these records
             identity
@@ -254,14 +254,14 @@ class Persisting:
             flagged=flagged,
             newest=max(alike, default=(0, -1)),
             floor=self._floor,
-            others=self._heard or [Ready(ranks=ranks, world_size=0)],
+            others=self._heard or [NodeProposal(ranks=ranks, world_size=0)],
             spacing=spacing(flagged),
         )
         if wanted != self._candidate:
             self._unpin()
             if wanted is not None:
                 self._pin(view, wanted)
-        mine = Ready(
+        mine = NodeProposal(
             ranks=ranks,
             world_size=world_size,
             pinned=self._candidate,
@@ -270,10 +270,10 @@ class Persisting:
             urgent=urgent,
         )
         if look and mine != self._said:
-            publish_ready(store, generation, mine)
+            publish_proposal(store, generation, mine)
             self._said = mine
         nodes = [mine, *self._heard]
-        chosen = choose_intent(nodes, self._floor) if look else None
+        chosen = choose_proposal(nodes, self._floor) if look else None
         if chosen is not None and min(ranks) == min(min(ready.ranks) for ready in nodes):
             self._open(store, chosen[0], tuple(range(world_size)), record)
             self._adopt(store, view, record)
@@ -289,27 +289,27 @@ class Persisting:
         )
         put_intent(store, intent)
 
-    def _adopt_own(self, store: Store, view: View) -> None:
+    def _adopt_own(self, store: Store, view: NodeInventory) -> None:
         """Start the flush of the intent that was just opened for the pinned candidate."""
         assert self._candidate is not None
         generation, step = self._candidate
         intent = Intent(generation=generation, step=step, writers=tuple(range(view.world_size(generation))))
         self._start(store, intent, self._take_pins())
 
-    def _adopt(self, store: Store, view: View, record: GenerationRecord) -> bool:
+    def _adopt(self, store: Store, view: NodeInventory, record: GenerationRecord) -> bool:
         """Start or join the newest open intent of the root; True if there is one for this node to wait for."""
         for intent in list_intents(store):
             if intent.identity <= self._floor:
                 close_intent(store, *intent.identity)
                 continue
-            if is_abandoned(intent.identity, [claim_of(record)]):
+            if is_rolled_back(intent.identity, [claim_of(record)]):
                 abandon_intent(store, *intent.identity, reason="its lineage was abandoned by a restore")
                 continue
             check_fence(store, claim_of(record))
             return self._join(store, view, intent)
         return False
 
-    def _join(self, store: Store, view: View, intent: Intent) -> bool:
+    def _join(self, store: Store, view: NodeInventory, intent: Intent) -> bool:
         here = intent.writers if self.config.node_count <= 1 else set(intent.writers) & {*view.ranks(intent.generation)}
         todo = missing_writers(store, intent.prefix, sorted(here))
         if intent.identity == self._candidate and {*todo} <= self._pinned.keys():
@@ -332,16 +332,16 @@ class Persisting:
     def _start(self, store: Store, intent: Intent, pins: dict[int, Pin]) -> None:
         self.flush = Flush(intent, pins, store, PersistOptions(compression=self.config.compression))
 
-    def _drive(self, store: Store, view: View, record: GenerationRecord) -> None:
+    def _drive(self, store: Store, view: NodeInventory, record: GenerationRecord) -> None:
         flush = self.flush
         assert flush is not None
         try:
             if not flush.write() or (flush.has_waited and not self._may_look()):
                 return
             check_fence(store, claim_of(record))
-            if is_abandoned(flush.intent.identity, [claim_of(record)]):
+            if is_rolled_back(flush.intent.identity, [claim_of(record)]):
                 abandon_intent(store, *flush.intent.identity, reason="its lineage was abandoned by a restore")
-                self._end(Outcome.GIVEN_UP)
+                self._end(FlushOutcome.GIVEN_UP)
                 return
             place = self._place(flush.intent, view)
             outcome = flush.settle(place=place)
@@ -349,25 +349,25 @@ class Persisting:
             if not flush.may_retry(error):
                 abandon_intent(store, *flush.intent.identity, reason=error.problem)
                 self.given_up = f"step {flush.intent.step} was given up: {error.problem}"
-                self._end(Outcome.GIVEN_UP)
+                self._end(FlushOutcome.GIVEN_UP)
             raise
-        if outcome is Outcome.WAITING:
+        if outcome is FlushOutcome.WAITING:
             if flush.waited_s > INTENT_PATIENCE_S and place == 0:
                 abandon_intent(store, *flush.intent.identity, reason="other writers did not finish")
             return
         self._end(outcome)
-        if outcome is Outcome.COMMITTED and place == 0:
+        if outcome is FlushOutcome.COMMITTED and place == 0:
             close_intent(store, *flush.intent.identity)
             self._housekeeping.retain(store)
 
-    def _place(self, intent: Intent, view: View) -> int:
+    def _place(self, intent: Intent, view: NodeInventory) -> int:
         """This node's place in the order of those that may commit: 0 for the node of the lowest writer."""
         here = view.ranks(intent.generation)
         if not here or min(here) == min(intent.writers):
             return 0
         return 1 + min(here) // max(len(here), 1)
 
-    def _end(self, outcome: Outcome) -> None:
+    def _end(self, outcome: FlushOutcome) -> None:
         assert self.flush is not None
         identity = self.flush.intent.identity
         seconds = time.monotonic() - self.flush.started_s
@@ -375,7 +375,7 @@ class Persisting:
         self.flush.close()
         self.flush = None
         self._floor = max(self._floor, identity)
-        if outcome is Outcome.COMMITTED:
+        if outcome is FlushOutcome.COMMITTED:
             self.committed = max(self.committed or identity, identity)
             self.committed_s = time.monotonic()
             self.totals.commits += 1
@@ -385,14 +385,14 @@ class Persisting:
         self.totals.persisted_bytes += nbytes
         older = {seen for seen in self._seen if seen <= identity}
         self._seen -= older
-        self.skipped += len(older - ({identity} if outcome is Outcome.COMMITTED else set()))
+        self.skipped += len(older - ({identity} if outcome is FlushOutcome.COMMITTED else set()))
         self._search = Search()
-        with speaking_of(generation=identity[0], step=identity[1]):
+        with log_context(generation=identity[0], step=identity[1]):
             _log.info("%s after %.1f s, %d bytes from this node", outcome.value, seconds, nbytes)
 
     # -- pins -------------------------------------------------------------------------------------------
 
-    def _pin(self, view: View, identity: Identity) -> None:
+    def _pin(self, view: NodeInventory, identity: Identity) -> None:
         pins = pin_all(view, identity, sorted(view.holders(identity)))
         if pins is None:
             return

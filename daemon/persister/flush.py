@@ -14,7 +14,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 
 from flashckpt.checkpoint.intents import Intent, abandoned_reason
 from flashckpt.checkpoint.writer import MANIFEST, PersistOptions, commit, missing_writers, persist_slot
-from flashckpt.daemon.machine.logs import speaking_of
+from flashckpt.daemon.machine.logs import log_context
 from flashckpt.errors import DamagedError, FencedError, PersistError
 from flashckpt.shm.inventory import release
 from flashckpt.shm.segment import Pin
@@ -30,7 +30,7 @@ ATTEMPTS = 4
 """Times that damaged data is written again before the snapshot is given up."""
 
 
-class Outcome(enum.Enum):
+class FlushOutcome(enum.Enum):
     """Where a flush stands."""
 
     WRITING = "writing"
@@ -91,7 +91,7 @@ class Flush:
         self._written_s = time.monotonic()
         return True
 
-    def settle(self, *, place: int) -> Outcome:
+    def settle(self, *, place: int) -> FlushOutcome:
         """Look at the root and commit where that is this node's turn.
 
         Args:
@@ -102,19 +102,19 @@ class Flush:
         committed = self._store.head(f"{prefix}/{MANIFEST}") is not None
         if not committed:
             if abandoned_reason(self._store, *self.intent.identity) is not None:
-                return Outcome.GIVEN_UP
+                return FlushOutcome.GIVEN_UP
             if self.waited_s < place * TAKEOVER_S or missing_writers(self._store, prefix, writers):
                 self.has_waited = True
-                return Outcome.WAITING
+                return FlushOutcome.WAITING
         try:
             commit(self._store, prefix, writers)  # one that is there already is verified
         except FencedError:  # swept: a tombstone lies where MANIFEST would
-            return Outcome.GIVEN_UP
+            return FlushOutcome.GIVEN_UP
         except DamagedError:  # a pack or index that was durable is not: write ours again
             if not committed:
                 self._todo, self._written_s = sorted(self.pins), None
             raise
-        return Outcome.COMMITTED
+        return FlushOutcome.COMMITTED
 
     def may_retry(self, error: Exception) -> bool:
         """Return whether it makes sense to go on after an error that is not the storage's."""
@@ -144,7 +144,7 @@ class Flush:
 
     def _persist(self, rank: int) -> object:
         pinned, started = self.pins[rank], time.monotonic()
-        with speaking_of(generation=self.intent.generation, rank=rank, step=self.intent.step):
+        with log_context(generation=self.intent.generation, rank=rank, step=self.intent.step):
             if not pinned.is_current():
                 raise PersistError(f"the snapshot of rank {rank}, step {self.intent.step}, was abandoned")
             index = persist_slot(pinned, self._store, self.prefix, options=self._options)

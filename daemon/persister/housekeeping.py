@@ -6,7 +6,7 @@ import logging
 import time
 
 from flashckpt.checkpoint.retention import Policy, prune, sweep
-from flashckpt.daemon.persister.proposals import Identity, clear_readies
+from flashckpt.daemon.persister.proposals import Identity, clear_proposals
 from flashckpt.storage.store import Store
 
 SWEEP_EVERY_S = 1800.0
@@ -42,4 +42,4 @@ class Housekeeping:
         sweep(store)
         if committed is not None:
             self.retain(store)  # a daemon before us may have died between its commit and this
-            clear_readies(store, committed[0])
+            clear_proposals(store, committed[0])

@@ -33,7 +33,7 @@ READY = f"{INTENTS}ready-"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Ready:
+class NodeProposal:
     """What one node offers while no intent is open.
 
     Args:
@@ -53,7 +53,7 @@ class Ready:
     urgent: bool = False
 
 
-def covers_world(readies: Collection[Ready]) -> bool:
+def covers_world(readies: Collection[NodeProposal]) -> bool:
     """Return whether the nodes together hold every rank of one world."""
     worlds = {ready.world_size for ready in readies}
     ranks = {rank for ready in readies for rank in ready.ranks}
@@ -62,7 +62,7 @@ def covers_world(readies: Collection[Ready]) -> bool:
     return ranks == set(range(len(ranks)))
 
 
-def of_other_nodes(readies: Collection[Ready], own: Collection[int]) -> list[Ready]:
+def of_other_nodes(readies: Collection[NodeProposal], own: Collection[int]) -> list[NodeProposal]:
     """Return the records that still stand: one per node, without this node's own.
 
     A record is named by the lowest rank its node had when it wrote it. A daemon that looked before all ranks
@@ -72,7 +72,7 @@ def of_other_nodes(readies: Collection[Ready], own: Collection[int]) -> list[Rea
     return [ready for ready in foreign if not any({*ready.ranks} < {*other.ranks} for other in foreign)]
 
 
-def choose_intent(readies: Collection[Ready], floor: Identity = (0, 0)) -> tuple[Identity, str] | None:
+def choose_proposal(readies: Collection[NodeProposal], floor: Identity = (0, 0)) -> tuple[Identity, str] | None:
     """Return the snapshot to open an intent for and the reason, or None while the nodes do not agree yet.
 
     With an urgent request the newest snapshot that all nodes hold is taken; else all must have pinned the
@@ -108,7 +108,7 @@ def next_candidate(
     flagged: Sequence[Identity],
     newest: Identity,
     floor: Identity,
-    others: Collection[Ready],
+    others: Collection[NodeProposal],
     spacing: int = 1,
 ) -> tuple[Search, Identity | None]:
     """Return how to go on and what to pin now (None: wait).
@@ -145,12 +145,12 @@ def next_candidate(
     return search, next((identity for identity in usable if identity >= search.target), None)
 
 
-def publish_ready(store: Store, generation: int, ready: Ready) -> None:
+def publish_proposal(store: Store, generation: int, ready: NodeProposal) -> None:
     """Put this node's ready record, named by its lowest rank."""
     store.put(f"{_ready_prefix(generation)}r{min(ready.ranks):05d}", encode_ready(ready))
 
 
-def read_readies(store: Store, generation: int) -> list[Ready]:
+def read_proposals(store: Store, generation: int) -> list[NodeProposal]:
     """Return the ready records of all nodes in one generation."""
     found = []
     for info in store.list(_ready_prefix(generation)):
@@ -161,7 +161,7 @@ def read_readies(store: Store, generation: int) -> list[Ready]:
     return found
 
 
-def clear_readies(store: Store, below: int) -> None:
+def clear_proposals(store: Store, below: int) -> None:
     """Remove the ready records of generations before `below`."""
     for info in store.list(READY):
         number = info.key[len(READY) :].partition("/")[0]
@@ -173,12 +173,12 @@ def _ready_prefix(generation: int) -> str:
     return f"{READY}{generation:06d}/"
 
 
-def encode_ready(ready: Ready) -> bytes:
+def encode_ready(ready: NodeProposal) -> bytes:
     """Return the object of a ready record."""
-    return seal({name: getattr(ready, name) for name in Ready.__slots__})
+    return seal({name: getattr(ready, name) for name in NodeProposal.__slots__})
 
 
-def decode_ready(raw: bytes, key: str, url: str) -> Ready:
+def decode_ready(raw: bytes, key: str, url: str) -> NodeProposal:
     """Return the record in `raw`, which was read from `key` of the root `url`.
 
     Raises:
@@ -195,7 +195,7 @@ def decode_ready(raw: bytes, key: str, url: str) -> Ready:
                 raise ValueError(f"{name} {fields[name]!r:.40}")
         if not fields["ranks"]:
             raise ValueError("no ranks")
-        return Ready(
+        return NodeProposal(
             ranks=tuple(integer(rank) for rank in fields["ranks"]),
             world_size=integer(fields["world_size"]),
             pinned=None if fields["pinned"] is None else snapshot_id(fields["pinned"]),

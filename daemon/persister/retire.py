@@ -7,13 +7,13 @@ import logging
 
 from flashckpt.core.generation import GenerationRecord
 from flashckpt.errors import DamagedError, FormatVersionError, JobInUseError
-from flashckpt.shm.inventory import Held, Identity, View
+from flashckpt.shm.inventory import Identity, NodeInventory, SlotEntry
 from flashckpt.shm.segment import Segment
 
 _log = logging.getLogger(__name__)
 
 
-def superseded(view: View, record: GenerationRecord, committed: Identity | None) -> list[Held]:
+def superseded(view: NodeInventory, record: GenerationRecord, committed: Identity | None) -> list[SlotEntry]:
     """Return one slot of each segment that may go: all it holds is older than what every rank is known to hold.
 
     Known to be held is a common snapshot of the current generation where all its ranks are on this node,
@@ -30,7 +30,7 @@ def superseded(view: View, record: GenerationRecord, committed: Identity | None)
     if not known:
         return []
     newest = max(known)
-    by_path: dict[str, list[Held]] = {}
+    by_path: dict[str, list[SlotEntry]] = {}
     for held in view.slots:
         by_path.setdefault(str(held.path), []).append(held)
     return [
@@ -40,7 +40,7 @@ def superseded(view: View, record: GenerationRecord, committed: Identity | None)
     ]
 
 
-def retire(view: View, record: GenerationRecord, committed: Identity | None) -> int:
+def retire(view: NodeInventory, record: GenerationRecord, committed: Identity | None) -> int:
     """Unlink superseded segments that no live process owns and no reader holds; return how many went."""
     count = 0
     for held in superseded(view, record, committed):

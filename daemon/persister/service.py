@@ -1,7 +1,7 @@
 """The persisting daemon of one job on one node: `python -m flashckpt.daemon.persister.service <job directory>`.
 
 A process of its own, in its own session, without torch. It wakes on events and once a second, reads the
-slot headers, and does what `Persisting` decides. It never stops training and never unlinks a segment
+slot headers, and does what `PersistCoordinator` decides. It never stops training and never unlinks a segment
 that a restart could use. A second daemon for the same directory ends at once.
 """
 
@@ -21,9 +21,9 @@ from pathlib import Path
 from types import FrameType
 
 from flashckpt.core.generation import GenerationRecord
-from flashckpt.daemon.machine.logs import configure, speaking_of
+from flashckpt.daemon.machine.logs import configure, log_context
 from flashckpt.daemon.persister import metrics
-from flashckpt.daemon.persister.coordinator import Persisting
+from flashckpt.daemon.persister.coordinator import PersistCoordinator
 from flashckpt.daemon.persister.retire import retire
 from flashckpt.daemon.persister.wakeup import Wakeup
 from flashckpt.errors import (
@@ -36,7 +36,7 @@ from flashckpt.errors import (
     StoreError,
 )
 from flashckpt.shm import block
-from flashckpt.shm.inventory import Identity, View, scan
+from flashckpt.shm.inventory import Identity, NodeInventory, scan
 from flashckpt.shm.job_directory import DaemonStatus, JobConfig, JobDirectory
 from flashckpt.shm.lease import Lease
 from flashckpt.shm.private import private_directory, remove_tree
@@ -55,7 +55,7 @@ _log = logging.getLogger("flashckpt.daemon")
 
 
 @dataclass(frozen=True, kw_only=True)
-class Times:
+class DaemonTimeouts:
     """How long the daemon stays, in seconds, from the environment.
 
     Args:
@@ -70,7 +70,7 @@ class Times:
     grace_s: float = 60.0
 
     @classmethod
-    def from_environment(cls) -> Times:
+    def from_environment(cls) -> DaemonTimeouts:
         """Read the variables."""
         return cls(
             linger_s=float(os.environ.get("FLASHCKPT_DAEMON_LINGER") or cls.linger_s),
@@ -91,9 +91,9 @@ class Daemon:
         exit_code: What the process ends with: 0, or that of the failure for which it leaves work undone.
     """
 
-    def __init__(self, directory: JobDirectory, lock: Lease, times: Times) -> None:
+    def __init__(self, directory: JobDirectory, lock: Lease, times: DaemonTimeouts) -> None:
         self.directory = directory
-        self.persisting: Persisting | None = None
+        self.persisting: PersistCoordinator | None = None
         self.error = ""
         self.exit_code = 0
         self._fenced: tuple[int, float] | None = None
@@ -151,12 +151,12 @@ class Daemon:
         if self.persisting is None or self.persisting.config != config:
             if self.persisting is not None:
                 self.persisting.close()
-            self.persisting = Persisting(config)
+            self.persisting = PersistCoordinator(config)
             if self.endpoint is None:
                 self.endpoint = metrics.serve(self, job=config.job, node=config.node)
         view = scan(self.directory, [record])
         urgent = self._urgent(self.persisting, view, alive=alive)
-        with speaking_of(generation=record.generation, step=max(view.complete(), default=(0, 0))[1]):
+        with log_context(generation=record.generation, step=max(view.complete(), default=(0, 0))[1]):
             self._persist(self.persisting, view, record, urgent=urgent)
             retire(view, record, self.persisting.committed)
         self._answer(self.persisting, view)
@@ -210,7 +210,7 @@ class Daemon:
                 self._say(DaemonStatus(failures=self._failures, error=self.error, pid=os.getpid()))
         return self._read
 
-    def _urgent(self, persisting: Persisting, view: View, *, alive: bool) -> bool:
+    def _urgent(self, persisting: PersistCoordinator, view: NodeInventory, *, alive: bool) -> bool:
         """Whether the newest common snapshot is wanted now: on request, at the end, or when nobody lives any more."""
         if self.directory.request_path("ended").exists() or (not alive and view.slots):
             return True
@@ -219,7 +219,9 @@ class Daemon:
             self._goal = max(view.complete(), default=(0, 0)), asked_ns
         return self._goal is not None and persisting.floor < self._goal[0]
 
-    def _persist(self, persisting: Persisting, view: View, record: GenerationRecord, *, urgent: bool) -> None:
+    def _persist(
+        self, persisting: PersistCoordinator, view: NodeInventory, record: GenerationRecord, *, urgent: bool
+    ) -> None:
         asked_ns = self.directory.asked_ns("retry-now") or 0
         if asked_ns > self._attempt_ns:
             self._again_s = 0.0
@@ -251,7 +253,7 @@ class Daemon:
         self._again_s = now + BACKOFF_S[0]
         return now - self._fenced[1] < FENCE_TOLD_S
 
-    def _failed(self, persisting: Persisting, error: Exception) -> None:
+    def _failed(self, persisting: PersistCoordinator, error: Exception) -> None:
         """Remember a failure; log it when it is another one than before."""
         self._failures += 1
         wait_s = BACKOFF_S[min(self._in_a_row, len(BACKOFF_S) - 1)]
@@ -264,7 +266,7 @@ class Daemon:
         self._error_code = error.exit_code if isinstance(error, FlashckptError) else StoreError.exit_code
         persisting.disconnect()
 
-    def _answer(self, persisting: Persisting, view: View) -> None:
+    def _answer(self, persisting: PersistCoordinator, view: NodeInventory) -> None:
         """Take a request away once what was newest when it came, or something newer, is committed or gone."""
         if self._goal is None or (persisting.floor < self._goal[0] and not persisting.is_idle(view, urgent=True)):
             return
@@ -272,7 +274,7 @@ class Daemon:
             self.directory.request_path("persist-now").unlink(missing_ok=True)
         self._goal = None
 
-    def _report(self, persisting: Persisting, view: View, *, alive: bool) -> None:
+    def _report(self, persisting: PersistCoordinator, view: NodeInventory, *, alive: bool) -> None:
         lag = sum(identity > persisting.floor for identity in view.flagged())
         status = DaemonStatus(
             committed=persisting.committed,
@@ -296,7 +298,9 @@ class Daemon:
             with contextlib.suppress(OSError, SharedMemoryError):  # tmpfs full: the next turn tries again
                 self.directory.write_status(self._status)
 
-    def _measured(self, persisting: Persisting, view: View, *, alive: bool, lag: int) -> dict[str, float]:
+    def _measured(
+        self, persisting: PersistCoordinator, view: NodeInventory, *, alive: bool, lag: int
+    ) -> dict[str, float]:
         newest = max(view.complete(), default=None)
         found = {
             "lag_persist_steps": lag,
@@ -318,8 +322,8 @@ class Daemon:
 
     def _finished(
         self,
-        persisting: Persisting,
-        view: View,
+        persisting: PersistCoordinator,
+        view: NodeInventory,
         record: GenerationRecord,
         *,
         alive: bool,
@@ -347,7 +351,7 @@ class Daemon:
         limit_s = self._times.grace_s if self.error else max(self._times.grace_s, self._times.patience_s)
         return time.monotonic() - self._stopped_s > limit_s
 
-    def _leave(self, persisting: Persisting, view: View, *, urgent: bool) -> bool:
+    def _leave(self, persisting: PersistCoordinator, view: NodeInventory, *, urgent: bool) -> bool:
         """Say what is left undone, if anything is; True."""
         if (undone := persisting.undone(view, urgent=urgent)) and (self.error or persisting.flush is not None):
             self.exit_code = self._error_code or PersistError.exit_code
@@ -401,7 +405,7 @@ def main(arguments: list[str]) -> int:
         lock = directory.hold_daemon()
         if lock is None:
             return 0
-        daemon = Daemon(directory, lock, Times.from_environment())
+        daemon = Daemon(directory, lock, DaemonTimeouts.from_environment())
     except FileNotFoundError:
         return 0  # the job ended and its directory went before we started
     except FlashckptError as error:

@@ -24,7 +24,7 @@ class Unavailable(Exception):  # noqa: N818 -- a reason to take the other way, n
     reason: str
 
 
-class Nursery:
+class ZygoteClient:
     """One zygote at a time, and the reason why there is none.
 
     Not thread-safe, and to be used from the main thread only: the kernel ends the zygote with the
@@ -39,7 +39,7 @@ class Nursery:
         self.started = 1 if pid else 0
 
     @classmethod
-    def forked(cls) -> Nursery | dict[str, Any]:
+    def forked(cls) -> ZygoteClient | dict[str, Any]:
         """Fork a zygote from this process; returns a worker's request instead in every worker forked later."""
         here, there = socket.socketpair()
         pid = server.start_by_fork(here, there)

@@ -15,7 +15,7 @@ from flashckpt.core.shard import place
 GENERATION = 1
 
 
-class HeldSlot:
+class FakePinnedSlot:
     """One rank's snapshot of `nbytes` bytes; `change` makes it the next one."""
 
     def __init__(self, nbytes: int) -> None:

@@ -14,7 +14,7 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any
 
-from flashckpt.shm.capacity import cgroup_rooms
+from flashckpt.shm.capacity import cgroup_capacities
 
 LIBRARIES = ("flashckpt", "torch", "numpy", "fsspec", "s3fs", "obstore", "zstandard", "xxhash", "safetensors")
 
@@ -52,7 +52,7 @@ def file_system(path: Path) -> dict[str, str]:
 
 def available_bytes() -> int:
     """Return the private memory that can be had, by /proc/meminfo and every cgroup of this process."""
-    rooms = [room.nbytes for room in cgroup_rooms()]
+    rooms = [room.nbytes for room in cgroup_capacities()]
     return min([_meminfo().get("MemAvailable", 0) * 1024, *rooms])
 
 

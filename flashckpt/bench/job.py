@@ -14,7 +14,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from flashckpt.bench.job_results import Gathered, Measured, results
+from flashckpt.bench.job_results import Gathered, JobMeasurement, results
 from flashckpt.bench.layouts import Layout, held_bytes, persisted_bytes, shards_of
 from flashckpt.bench.measure import interleave, median, summarise
 from flashckpt.bench.scratch import Scratch
@@ -68,7 +68,7 @@ def table_of(layout: Layout, ranks: int) -> dict[str, Any]:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Need:
+class BenchNeed:
     """Bytes a run takes: slots in shared memory, live state and targets in private memory, checkpoints on storage."""
 
     shared_bytes: int
@@ -76,13 +76,13 @@ class Need:
     storage_bytes: int
 
 
-def need_of(run: JobRun) -> Need:
+def need_of(run: JobRun) -> BenchNeed:
     """Return what a run will take, before anything is started."""
     parts = [shards_of(run.table, rank) for rank in range(run.ranks)]
     held = sum(held_bytes(part) for part in parts)
     written = sum(persisted_bytes(part) for part in parts)
     margin = 2 << 20
-    return Need(
+    return BenchNeed(
         shared_bytes=run.slots * (held + run.ranks * margin),
         private_bytes=(3 if run.peers else 2) * held + run.ranks * (300 << 20),
         # a checkpoint and the one before it, or a peer's files, which are removed after each round
@@ -222,8 +222,8 @@ class Job:
         self.workers.finish()
         return results(self._measured(uplift, peers))
 
-    def _measured(self, uplift: float | None, peers: dict[str, Any]) -> Measured:
-        return Measured(
+    def _measured(self, uplift: float | None, peers: dict[str, Any]) -> JobMeasurement:
+        return JobMeasurement(
             found=self.found,
             first=self.first,
             sizes=self.sizes,

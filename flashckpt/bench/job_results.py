@@ -28,7 +28,7 @@ class Gathered:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Measured:
+class JobMeasurement:
     """A run whose processes have answered everything.
 
     Attributes:
@@ -50,7 +50,7 @@ class Measured:
     peers: Mapping[str, Any]
 
 
-def results(run: Measured) -> dict[str, Any]:
+def results(run: JobMeasurement) -> dict[str, Any]:
     """Return the document of a run."""
     found, sizes = run.found, run.sizes
     held = [size["held_bytes"] for size in sizes]

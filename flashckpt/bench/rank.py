@@ -25,10 +25,10 @@ from flashckpt.core.shard import Shard
 from flashckpt.core.superblock import SegmentSpec
 from flashckpt.errors import DamagedError
 from flashckpt.planning.slot_policy import choose_slot
-from flashckpt.restore.executor import RestoreCounts, Target, fill
+from flashckpt.restore.executor import RestoreCounts, Target, execute_reads
 from flashckpt.restore.sources import MemorySource, StorageSource
 from flashckpt.shm.segment import Segment
-from flashckpt.snapshot.stager import Identity, Plan, Snapshot, Stager
+from flashckpt.snapshot.stager import CopyPlan, Snapshot, SnapshotRequest, Stager
 from flashckpt.state.placement import Box
 from flashckpt.state.registry import Captured
 from flashckpt.state.structure import Entry, Row, Structure
@@ -50,7 +50,7 @@ class Rank:
         self.config, self.rank = config, int(config["rank"])
         self.shards = sorted(shards_of(config["table"], self.rank), key=lambda s: (s.fqn, s.offsets))
         self.tensors = [_tensor(shard) for shard in self.shards]
-        self.plan = Plan(_structure(self.shards, self.tensors))
+        self.plan = CopyPlan(_structure(self.shards, self.tensors))
         self.segment: Segment | None = None
         self.stager = Stager(lambda _: None, lambda _, __: None)
         self.targets: list[Target] = []
@@ -105,7 +105,7 @@ class Rank:
         known = {(int(g), int(s)) for g, s in common}
         slot = choose_slot(self.segment.headers(), pinned=self.segment.busy(), common=known)
         assert slot is not None, "a free slot: the parent lets every persist end"
-        identity = Identity(
+        identity = SnapshotRequest(
             job=self.config["job"],
             generation=GENERATION,
             step=step,
@@ -156,7 +156,7 @@ class Rank:
             source = MemorySource(segment, slots[0], identity=(GENERATION, step))
             mapped_s = time.perf_counter() - started
             try:
-                counts = fill(self.targets, [source])
+                counts = execute_reads(self.targets, [source])
             finally:
                 source.close()
         finally:
@@ -172,7 +172,7 @@ class Rank:
         listed = time.perf_counter()
         manifest = read_manifest(store, prefix)
         known = time.perf_counter()
-        counts = fill(self.targets, [StorageSource(store, manifest, prefix)])
+        counts = execute_reads(self.targets, [StorageSource(store, manifest, prefix)])
         taken = _restored(counts, time.perf_counter() - started)
         store.close()
         phases = {"list_s": listed - started, "manifest_s": known - listed, "cpu_s": cpu_seconds() - cpu}

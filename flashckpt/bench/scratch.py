@@ -21,7 +21,7 @@ from types import FrameType, TracebackType
 from typing import Any
 
 from flashckpt.errors import ConfigError, FlashckptError, JobInUseError, RootError
-from flashckpt.shm.capacity import check_room
+from flashckpt.shm.capacity import require_capacity
 from flashckpt.shm.job_directory import memory_root
 from flashckpt.shm.private import create_file, private_directories, private_directory, remove_tree
 from flashckpt.storage.factory import is_process_local, open_store
@@ -234,7 +234,7 @@ def memory(need_bytes: int, *, what: str) -> Iterator[Path]:
     path = root / f"{HIDDEN}{secrets.token_hex(6)}"
     with private_directory(root, create=True) as base:
         _sweep_memory(root, base)
-        check_room(root, need_bytes, what=what)
+        require_capacity(root, need_bytes, what=what)
         with _stops:
             try:
                 with private_directory(path, create=True, within=base):

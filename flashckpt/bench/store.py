@@ -18,18 +18,18 @@ from typing import Any
 
 import numpy as np
 
-from flashckpt.bench.held_slot import GENERATION, HeldSlot
+from flashckpt.bench.held_slot import GENERATION, FakePinnedSlot
 from flashckpt.bench.host import drop_caches, evict, peak_memory
 from flashckpt.bench.measure import cpu_seconds, interleave
 from flashckpt.bench.probe import capabilities, fsync_verdict
 from flashckpt.bench.scratch import Scratch
 from flashckpt.bench.store_log import listening
-from flashckpt.bench.store_results import Measured, results
+from flashckpt.bench.store_results import StoreMeasurement, results
 from flashckpt.bench.timed_store import timed
 from flashckpt.checkpoint.catalog import read_manifest
 from flashckpt.checkpoint.writer import PersistOptions, commit, persist_slot, prefix_of
 from flashckpt.errors import DamagedError, FlashckptError
-from flashckpt.restore.executor import Target, fill
+from flashckpt.restore.executor import Target, execute_reads
 from flashckpt.restore.sources import StorageSource
 from flashckpt.storage.store import PART_BYTES, PARTS_IN_FLIGHT
 
@@ -70,7 +70,7 @@ class StoreBench:
     def __init__(self, run: StoreRun, scratch: Scratch, progress: Progress) -> None:
         self.run, self.scratch, self._progress = run, scratch, progress
         self.store, self.times = timed(scratch.open())
-        self.slot = HeldSlot(run.size_bytes)
+        self.slot = FakePinnedSlot(run.size_bytes)
         self.seconds: dict[str, list[float]] = {}
         self.parts: dict[str, list[float]] = {"write": [], "read": []}
         self.cached: list[float] = []
@@ -128,7 +128,7 @@ class StoreBench:
                 self.store.folders()
             with self._clock("manifest_s"):
                 manifest = read_manifest(self.store, prefix)
-            counts = fill(targets, [StorageSource(self.store, manifest, prefix)])
+            counts = execute_reads(targets, [StorageSource(self.store, manifest, prefix)])
         self._note("read_cpu_s", cpu_seconds() - cpu)
         self._compare(prefix, sum(shard.nbytes for shard in self.slot.shards))
         for name in ("read_s", "verify_s", "copy_s"):
@@ -221,7 +221,7 @@ def run_store(run: StoreRun, scratch: Scratch, progress: Progress) -> dict[str, 
     bench.store.close()
     size = len(bench.slot.data)
     return results(
-        Measured(
+        StoreMeasurement(
             object_bytes=size,
             seconds=bench.seconds,
             parts=bench.parts,

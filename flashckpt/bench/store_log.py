@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 
-class Said(logging.Handler):
+class RetryCounter(logging.Handler):
     """Warnings of the stores, and how often they tried again."""
 
     def __init__(self) -> None:
@@ -24,9 +24,9 @@ class Said(logging.Handler):
 
 
 @contextmanager
-def listening() -> Iterator[Said]:
+def listening() -> Iterator[RetryCounter]:
     """Listen to what the stores log meanwhile."""
-    said, logger = Said(), logging.getLogger("flashckpt")
+    said, logger = RetryCounter(), logging.getLogger("flashckpt")
     level = logger.level
     logger.addHandler(said)
     logger.setLevel(logging.DEBUG)

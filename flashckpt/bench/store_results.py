@@ -10,7 +10,7 @@ from flashckpt.bench.measure import median, summarise
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Measured:
+class StoreMeasurement:
     """What a run brought.
 
     Attributes:
@@ -33,7 +33,7 @@ class Measured:
     retries: int
 
 
-def results(run: Measured) -> dict[str, Any]:
+def results(run: StoreMeasurement) -> dict[str, Any]:
     """Return the document of a run."""
     seconds, size = run.seconds, run.object_bytes
     rates = {

@@ -16,9 +16,9 @@ from typing import TypeVar
 
 from flashckpt.checkpoint.root_records import explaining, fields_of
 from flashckpt.checkpoint.writer import MANIFEST, TOMBSTONE, prefix_of, read_start
-from flashckpt.core.lineage import BEGINNING, is_abandoned
-from flashckpt.core.manifest import Manifest, decode_manifest, summary_of
-from flashckpt.core.manifest_header import Summary, decode_summary
+from flashckpt.core.lineage import BEGINNING, is_rolled_back
+from flashckpt.core.manifest import Manifest, decode_manifest, header_of
+from flashckpt.core.manifest_header import ManifestHeader, decode_manifest_header
 from flashckpt.core.records import integer, is_sealed, number, seal, snapshot_id, text
 from flashckpt.errors import DamagedError, FlashckptError, FormatVersionError, NoCheckpointError, ObjectMissingError
 from flashckpt.faults import crash_point
@@ -173,7 +173,7 @@ def newest_checkpoint(
     """
     claims = read_generations(store) if generations is None else generations
     for info in list_checkpoints(store):
-        if (below is None or info.identity < below) and not is_abandoned(info.identity, claims):
+        if (below is None or info.identity < below) and not is_rolled_back(info.identity, claims):
             verified = look_at(store, info.prefix, whole=True) if whole else info
             if verified is not None and not verified.problem:
                 return verified
@@ -247,7 +247,7 @@ def look_at(store: Store, prefix: str, *, whole: bool = False) -> CheckpointInfo
         summary = None if whole else read_summary(store, prefix, head.nbytes)
         is_whole = summary is None
         if summary is None:
-            summary = summary_of(read_manifest(store, prefix))
+            summary = header_of(read_manifest(store, prefix))
     except NoCheckpointError:
         return None
     except (DamagedError, FormatVersionError) as error:
@@ -259,7 +259,7 @@ def look_at(store: Store, prefix: str, *, whole: bool = False) -> CheckpointInfo
     return info
 
 
-def read_summary(store: Store, prefix: str, nbytes: int) -> Summary | None:
+def read_summary(store: Store, prefix: str, nbytes: int) -> ManifestHeader | None:
     """Return the verified summary of a MANIFEST of `nbytes` bytes; None where it has none (format 1.0).
 
     Raises:
@@ -273,7 +273,7 @@ def read_summary(store: Store, prefix: str, nbytes: int) -> Summary | None:
     if start.startswith(TOMBSTONE):
         raise _deleted(store.url, prefix, start)
     try:
-        summary = decode_summary(start, nbytes)
+        summary = decode_manifest_header(start, nbytes)
     except DamagedError as error:
         raise _damaged_manifest(store.url, prefix, error) from error
     if summary is not None:

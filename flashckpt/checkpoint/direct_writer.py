@@ -29,7 +29,7 @@ from flashckpt.storage.store import PART_BYTES, Store
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Row:
+class StreamedRow:
     """One box of a tensor and where its bytes come from.
 
     Attributes:
@@ -43,7 +43,7 @@ class Row:
 
 
 def held_while_read(load: Callable[[], memoryview]) -> Callable[[int, int], memoryview]:
-    """Return a `Row.read` that loads the whole box at its first byte and lets go of it after its last."""
+    """Return a `StreamedRow.read` that loads the whole box at its first byte and lets go of it after its last."""
     held: list[memoryview] = []
 
     def read(start: int, stop: int) -> memoryview:
@@ -58,7 +58,7 @@ def held_while_read(load: Callable[[], memoryview]) -> Callable[[int, int], memo
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Place:
+class CheckpointSlot:
     """Where one save goes: made once by the coordinator, the same on all writers.
 
     Attributes:
@@ -81,7 +81,7 @@ _lives: dict[str, tuple[Claim, int]] = {}
 """This process's life on each root, and the last step saved in it."""
 
 
-def begin(store: Store, step: int | None, *, world_size: int) -> Place:
+def begin(store: Store, step: int | None, *, world_size: int) -> CheckpointSlot:
     """Return where to save: within one generation steps only grow, and no folder is used twice.
 
     A process keeps its generation while the steps of its saves on a root grow; a step at or below the last one
@@ -108,7 +108,7 @@ def begin(store: Store, step: int | None, *, world_size: int) -> Place:
     if claim is None or step <= last or claim.world_size != world_size:
         claim = _claim(store, world_size)
     _lives[store.url] = claim, step
-    return Place(claim=claim, step=step, world_size=world_size)
+    return CheckpointSlot(claim=claim, step=step, world_size=world_size)
 
 
 def _claim(store: Store, world_size: int) -> Claim:
@@ -135,7 +135,7 @@ def _refuse_living_job(url: str) -> None:
 
 
 def write(
-    store: Store, place_: Place, rank: int, rows: Sequence[Row], values: dict[str, object], *, job: str
+    store: Store, place_: CheckpointSlot, rank: int, rows: Sequence[StreamedRow], values: dict[str, object], *, job: str
 ) -> Manifest:
     """Write the packs and the index of one writer; return the index. Nothing is visible before `finish`.
 
@@ -174,7 +174,7 @@ def write(
     return index
 
 
-def finish(store: Store, place_: Place) -> None:
+def finish(store: Store, place_: CheckpointSlot) -> None:
     """Make the checkpoint exist once all writers have written. Called by the coordinator alone.
 
     Raises:
@@ -186,7 +186,9 @@ def finish(store: Store, place_: Place) -> None:
     commit(store, place_.prefix, range(place_.world_size))
 
 
-def _write_packs(store: Store, prefix: str, rank: int, rows: Sequence[Row]) -> tuple[ShardTable, np.ndarray, list[str]]:
+def _write_packs(
+    store: Store, prefix: str, rank: int, rows: Sequence[StreamedRow]
+) -> tuple[ShardTable, np.ndarray, list[str]]:
     ordered = sorted(rows, key=lambda row: row.shard.nbytes <= SMALL_BYTES)  # large ones first, as `place` lays them
     shards: list[Shard] = []
     offsets: list[int] = []
@@ -207,8 +209,8 @@ def _write_packs(store: Store, prefix: str, rank: int, rows: Sequence[Row]) -> t
     return table, np.concatenate(digests) if digests else np.zeros(0, np.uint64), names
 
 
-def _groups(rows: Sequence[Row]) -> Iterator[list[Row]]:
-    group: list[Row] = []
+def _groups(rows: Sequence[StreamedRow]) -> Iterator[list[StreamedRow]]:
+    group: list[StreamedRow] = []
     size = 0
     for row in rows:
         if group and size and size + row.shard.nbytes > PACK_BYTES:
@@ -227,7 +229,7 @@ class _PackStream:
         digests: Per row, those of the chunks that the last pass has read.
     """
 
-    def __init__(self, rows: Sequence[Row], offsets: np.ndarray, total: int) -> None:
+    def __init__(self, rows: Sequence[StreamedRow], offsets: np.ndarray, total: int) -> None:
         self._rows, self._offsets, self._total = rows, offsets, total
         self.digests = [np.zeros(0, np.uint64) for _ in rows]
 
@@ -254,7 +256,7 @@ class _PackStream:
                     small.clear()
         yield memoryview(bytes(small) + bytes(self._total - at))
 
-    def _parts(self, number: int, row: Row, nbytes: int) -> Iterator[memoryview]:
+    def _parts(self, number: int, row: StreamedRow, nbytes: int) -> Iterator[memoryview]:
         found = []
         for start in range(0, nbytes, PART_BYTES):
             view = row.read(start, min(start + PART_BYTES, nbytes))

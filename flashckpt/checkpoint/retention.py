@@ -27,7 +27,7 @@ from flashckpt.checkpoint.catalog import (
 )
 from flashckpt.checkpoint.intents import INTENTS, list_intents
 from flashckpt.checkpoint.writer import MANIFEST, TOMBSTONE
-from flashckpt.core.lineage import is_abandoned
+from flashckpt.core.lineage import is_rolled_back
 from flashckpt.core.manifest import Manifest
 from flashckpt.core.records import is_sealed, number, seal, unseal
 from flashckpt.errors import (
@@ -149,7 +149,7 @@ def _expired(store: Store, policy: Policy, now: float) -> list[CheckpointInfo]:
     A summary that holds proves nothing of the rest: were a damaged checkpoint counted, the last intact one could go.
     """
     infos, generations = list_checkpoints(store), read_generations(store)
-    abandoned = {info.identity for info in infos if is_abandoned(info.identity, generations)}
+    abandoned = {info.identity for info in infos if is_rolled_back(info.identity, generations)}
     kept, leased = kept_prefixes(store), leased_prefixes(store, now_s=now)
     while True:
         expired = choose_expired(infos, policy, abandoned=abandoned, kept=kept, leased=leased)

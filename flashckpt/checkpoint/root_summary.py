@@ -9,7 +9,7 @@ from typing import Any
 
 from flashckpt.checkpoint.catalog import list_checkpoints, read_generations
 from flashckpt.errors import FlashckptError
-from flashckpt.planning.root_view import RootView
+from flashckpt.planning.root_view import RootSummary
 from flashckpt.storage.factory import open_store
 from flashckpt.storage.store import Store
 
@@ -17,7 +17,7 @@ _log = logging.getLogger("flashckpt")
 
 
 @contextmanager
-def opened(root: str, options: Mapping[str, Any]) -> Iterator[Store]:
+def open_root(root: str, options: Mapping[str, Any]) -> Iterator[Store]:
     """Open a root for the length of a `with` block."""
     store = open_store(root, **options)
     try:
@@ -26,17 +26,17 @@ def opened(root: str, options: Mapping[str, Any]) -> Iterator[Store]:
         store.close()
 
 
-def look(root: str, options: Mapping[str, Any]) -> RootView:
+def read_root(root: str, options: Mapping[str, Any]) -> RootSummary:
     """Ask the root; an unreachable one gives a view with `error` set, for memory may do without it."""
     try:
-        with opened(root, options) as store:
+        with open_root(root, options) as store:
             infos = sorted(list_checkpoints(store), key=lambda i: (i.generation, i.step), reverse=True)
             claims = read_generations(store)
             is_empty = not infos and not any(name.startswith("step-") for name in store.folders())
     except (FlashckptError, OSError) as error:
         _log.warning("the root %s cannot be asked: %s", root, str(error).splitlines()[0])
-        return RootView(error=str(error))
-    return RootView(
+        return RootSummary(error=str(error))
+    return RootSummary(
         committed=tuple((i.generation, i.step) for i in infos),
         prefixes=tuple(i.prefix for i in infos),
         claims=tuple((c.generation, c.parent) for c in claims),

@@ -26,7 +26,7 @@ from flashckpt.checkpoint.compression import (
 )
 from flashckpt.checkpoint.slot_parts import Buffers, PinnedSlot, SlotParts, parts_of
 from flashckpt.core.manifest import Manifest, decode_manifest, encode_manifest, merge
-from flashckpt.core.manifest_header import HEAD_BYTES, decode_summary
+from flashckpt.core.manifest_header import HEAD_BYTES, decode_manifest_header
 from flashckpt.core.schema import cut_tensors_with_gaps, products
 from flashckpt.core.shard_table import ShardTable
 from flashckpt.errors import DamagedError, FencedError, FlashckptError, ObjectMissingError, PersistError, ShardGapError
@@ -236,7 +236,7 @@ def _committed(store: Store, prefix: str) -> bool:
                 found=start.decode(errors="replace").strip(),
                 state="Its data is deleted by the sweep; other checkpoints are as they were.",
             )
-        if decode_summary(start, there.nbytes) is None:
+        if decode_manifest_header(start, there.nbytes) is None:
             decode_manifest(store.get(key))
     except ObjectMissingError:
         return False

@@ -19,7 +19,7 @@ from flashckpt.checkpoint.catalog import (
     read_manifest,
 )
 from flashckpt.cli.output import FittingTable, OutputConsole
-from flashckpt.core.lineage import is_abandoned
+from flashckpt.core.lineage import is_rolled_back
 from flashckpt.errors import ConfigError, DamagedError, FlashckptError, NoCheckpointError
 from flashckpt.printable import printable, to_json
 from flashckpt.shm.job_directory import JobDirectory, jobs_in_memory
@@ -162,7 +162,7 @@ def passed_over(store: Store, chosen: CheckpointInfo) -> list[str]:
 def abandoned(store: Store, infos: list[CheckpointInfo]) -> set[tuple[int, int]]:
     """Return the identities that a later generation left behind."""
     generations = read_generations(store)
-    return {info.identity for info in infos if is_abandoned(info.identity, generations)}
+    return {info.identity for info in infos if is_rolled_back(info.identity, generations)}
 
 
 def jobs_on_this_machine(root: str | None = None) -> list[JobDirectory]:

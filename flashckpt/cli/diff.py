@@ -13,7 +13,7 @@ from flashckpt.checkpoint.catalog import read_manifest
 from flashckpt.cli.common import Command, choose, json_option, new_table, open_root, root_options, show
 from flashckpt.core.shard import ITEMSIZE, Shard
 from flashckpt.printable import counted, plain, printable
-from flashckpt.restore.executor import Target, fill
+from flashckpt.restore.executor import Target, execute_reads
 from flashckpt.restore.sources import StorageSource
 from flashckpt.storage.store import Store
 
@@ -140,7 +140,7 @@ def _blocks(shard: Shard) -> Iterator[Shard]:
 
 def _read(source: StorageSource, shard: Shard) -> np.ndarray:
     out = np.empty(shard.nbytes, np.uint8)
-    fill([Target(shard=shard, buffer=out.data)], [source])
+    execute_reads([Target(shard=shard, buffer=out.data)], [source])
     return out
 
 

@@ -189,7 +189,7 @@ def _torch(wanted: _Wanted, source: StorageSource) -> dict[str, Any]:
     }
     refuse_nothing(len(pairs), selection, manifest.table.fqns)
     values = {
-        new: pytree.put_together(held.values[key], lambda name: whole_tensor(source, name))
+        new: pytree.unflatten(held.values[key], lambda name: whole_tensor(source, name))
         for key, new in pairs
         if key in held.values
     }

@@ -75,11 +75,11 @@ def _refuse_absurd(options: dict[str, Any]) -> None:
 
 
 def _request(options: dict[str, Any]) -> Any:
-    from flashckpt.plan.report import Request
+    from flashckpt.plan.report import PlanRequest
 
     layout = DEFAULTS[options["name"]]
     changes: dict[str, Any] = {key: int(options[key]) for key in ("tp", "pp", "zero") if options[key] is not None}
-    return Request(
+    return PlanRequest(
         layout=replace(layout, **changes),
         gpus=options["gpus"],
         gpus_per_node=options["gpus_per_node"],

@@ -81,7 +81,7 @@ def common(records: Iterable[SlotRecord], world_size: int | None = None) -> list
     return sorted(found, reverse=True)
 
 
-def partly(records: Iterable[SlotRecord], members: Iterable[tuple[int, int]]) -> dict[tuple[int, int], bool]:
+def partially_held(records: Iterable[SlotRecord], members: Iterable[tuple[int, int]]) -> dict[tuple[int, int], bool]:
     """Return the identities that only some ranks of their worker group hold, each with whether it is unfinished.
 
     Unfinished: the memory of every rank of that generation can be reached, so some rank that lives on never completed
@@ -122,7 +122,7 @@ def by_preference(whole: Collection[tuple[int, int]], part: Mapping[tuple[int, i
 
     Args:
         whole: Held by all ranks of their group, or committed on storage.
-        part: Others, as `partly` returns them.
+        part: Others, as `partially_held` returns them.
     """
     order: list[tuple[int, int]] = []
     unfinished: list[tuple[int, int]] = []
@@ -137,7 +137,7 @@ def by_preference(whole: Collection[tuple[int, int]], part: Mapping[tuple[int, i
     return order + unfinished
 
 
-def is_abandoned(identity: tuple[int, int], generations: Iterable[HasLineage]) -> bool:
+def is_rolled_back(identity: tuple[int, int], generations: Iterable[HasLineage]) -> bool:
     """Return whether a later generation was restored from before `identity`."""
     generation, step = identity
     for record in generations:
@@ -153,4 +153,4 @@ def is_abandoned(identity: tuple[int, int], generations: Iterable[HasLineage]) -
 
 def newest(identities: Iterable[tuple[int, int]], generations: Sequence[HasLineage] = ()) -> tuple[int, int] | None:
     """Return the identity of the highest generation, then the highest step, that was not abandoned."""
-    return max((i for i in identities if not is_abandoned(i, generations)), default=None)
+    return max((i for i in identities if not is_rolled_back(i, generations)), default=None)

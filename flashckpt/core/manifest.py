@@ -24,10 +24,10 @@ from flashckpt.core.manifest_header import (
     MINOR,
     MINOR_WITH_SUMMARY,
     PREFIX,
-    Summary,
+    ManifestHeader,
     broken_schema,
     damaged,
-    encode_summary,
+    encode_manifest_header,
     read_frame,
 )
 from flashckpt.core.records import integer, snapshot_id, text
@@ -98,7 +98,7 @@ def encode_manifest(m: Manifest, *, table_bytes: bytes | None = None) -> bytes:
     Raises:
         UnsupportedStateError: A value is not of the allowed types; names its key.
     """
-    body_map: dict[str, Any] = {KEY: encode_summary(summary_of(m))} if m.rank < 0 else {}
+    body_map: dict[str, Any] = {KEY: encode_manifest_header(header_of(m))} if m.rank < 0 else {}
     body_map |= {
         "job": m.job,
         "generation": m.generation,
@@ -120,9 +120,9 @@ def encode_manifest(m: Manifest, *, table_bytes: bytes | None = None) -> bytes:
     return b"".join((prefix, struct.pack("<Q", digest(prefix + body)), body))
 
 
-def summary_of(m: Manifest) -> Summary:
+def header_of(m: Manifest) -> ManifestHeader:
     """Return what a listing shows of a merged manifest."""
-    return Summary(
+    return ManifestHeader(
         job=m.job,
         generation=m.generation,
         step=m.step,

@@ -28,7 +28,7 @@ _DIGEST = struct.Struct("<Q")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Summary:
+class ManifestHeader:
     """What a MANIFEST says of itself at its start.
 
     Attributes:
@@ -51,7 +51,7 @@ class Summary:
     nbytes: int
 
 
-def encode_summary(summary: Summary) -> bytes:
+def encode_manifest_header(summary: ManifestHeader) -> bytes:
     """Return the value of the first key of a MANIFEST: u64 digest and msgpack map."""
     fields = asdict(summary)
     packed: bytes = msgpack.packb({**fields, "parent": None if summary.parent is None else list(summary.parent)})
@@ -79,7 +79,7 @@ def read_frame(raw: memoryview) -> tuple[int, int]:
     return body_bytes, expected
 
 
-def decode_summary(start: Any, object_bytes: int) -> Summary | None:
+def decode_manifest_header(start: Any, object_bytes: int) -> ManifestHeader | None:
     """Return the summary in the first HEAD_BYTES of a MANIFEST; None where it has none (format 1.0).
 
     Args:
@@ -110,12 +110,12 @@ def decode_summary(start: Any, object_bytes: int) -> Summary | None:
         broken_schema(error)
 
 
-def _summary_from(fields: Any) -> Summary:
+def _summary_from(fields: Any) -> ManifestHeader:
     if type(fields) is not dict:
         raise TypeError("the summary is not a map")
     parent = fields["parent"]
     numbers = ("generation", "step", "world_size", "writers", "tensors", "nbytes")
-    return Summary(
+    return ManifestHeader(
         job=text(fields["job"]),
         parent=None if parent is None else snapshot_id(parent),
         **{name: integer(fields[name]) for name in numbers},

@@ -126,7 +126,7 @@ def _has_parts(items: list[Any]) -> bool:
 def take_apart(value: Any, key: str) -> tuple[Any, dict[str, torch.Tensor]]:
     """Return `trees.take_apart` of one leaf of a state dict; UnsupportedStateError names its key."""
     try:
-        return pytree.take_apart(value, key)
+        return pytree.flatten(value, key)
     except UnsupportedStateError as error:
         raise UnsupportedStateError(
             error.problem.replace("in a snapshot", "in a checkpoint"),

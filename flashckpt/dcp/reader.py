@@ -29,7 +29,7 @@ from flashckpt.core.shard import Shard
 from flashckpt.dcp.contents import Contents, contents_of
 from flashckpt.dcp.writer import parse_step
 from flashckpt.errors import ConfigError, DamagedError, DisagreementError, NoCheckpointError
-from flashckpt.restore.executor import Target, fill
+from flashckpt.restore.executor import Target, execute_reads
 from flashckpt.restore.live_state import bytes_of
 from flashckpt.restore.sources import StorageSource
 from flashckpt.state import pytree
@@ -160,7 +160,7 @@ class FlashStorageReader(StorageReader):
 
     def _value(self, item: ReadItem, source: StorageSource) -> Any:
         skeleton = self._contents.values[item.storage_index.fqn]
-        return pytree.put_together(skeleton, lambda name: whole_tensor(source, name))
+        return pytree.unflatten(skeleton, lambda name: whole_tensor(source, name))
 
     def _open(self) -> Store:
         return open_store(self.root, **self._options)
@@ -203,7 +203,7 @@ def whole_tensor(source: StorageSource, name: str) -> torch.Tensor:
     shape = shard.global_shape
     tensor = torch.empty(shape, dtype=getattr(torch, shard.dtype))
     whole = Shard(fqn=name, dtype=shard.dtype, global_shape=shape, offsets=(0,) * len(shape), lengths=shape)
-    fill([Target(shard=whole, buffer=bytes_of(tensor))], [source])
+    execute_reads([Target(shard=whole, buffer=bytes_of(tensor))], [source])
     return tensor
 
 
@@ -245,7 +245,7 @@ def _read_batch(items: Sequence[ReadItem], planner: LoadPlanner, source: Storage
             copies.append((live, into))
         targets.append(Target(shard=shard, buffer=bytes_of(into)))
         filled.append((item, live))
-    fill(targets, [source])
+    execute_reads(targets, [source])
     with torch.no_grad():
         for live, staged in copies:
             live.copy_(staged)

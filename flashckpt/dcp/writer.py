@@ -39,7 +39,7 @@ class _Task:
         paths: Places in the nested state dict that are not the default; {} but for rank 0.
     """
 
-    place: direct_writer.Place
+    place: direct_writer.CheckpointSlot
     rank: int
     labels: list[str]
     paths: dict[str, names.Path]
@@ -79,7 +79,7 @@ class FlashStorageWriter(StorageWriter):
         self._step = None if step is None else parse_step(step)[0]
         self._options = dict(storage_options or {})
         self._policy = Policy(keep_last=keep_last, keep_every=keep_every)
-        self.place: direct_writer.Place | None = None
+        self.place: direct_writer.CheckpointSlot | None = None
         self.save_id = uuid.uuid4().hex
 
     def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
@@ -205,7 +205,7 @@ def _dtype(item: WriteItem) -> str:
     return name
 
 
-def _row(item: WriteItem, planner: SavePlanner, labels: Iterable[str]) -> direct_writer.Row:
+def _row(item: WriteItem, planner: SavePlanner, labels: Iterable[str]) -> direct_writer.StreamedRow:
     data = item.tensor_data
     assert data is not None
     shard = Shard(
@@ -221,7 +221,7 @@ def _row(item: WriteItem, planner: SavePlanner, labels: Iterable[str]) -> direct
         dtype_name(item.index.fqn, tensor)
         return _bytes_in_host(tensor, shard)
 
-    return direct_writer.Row(shard=shard, read=direct_writer.held_while_read(load))
+    return direct_writer.StreamedRow(shard=shard, read=direct_writer.held_while_read(load))
 
 
 def _bytes_in_host(tensor: torch.Tensor, shard: Shard) -> memoryview:
@@ -236,12 +236,12 @@ def _bytes_in_host(tensor: torch.Tensor, shard: Shard) -> memoryview:
     return bytes_of(found)
 
 
-def _row_of(key: str, tensor: torch.Tensor) -> direct_writer.Row:
+def _row_of(key: str, tensor: torch.Tensor) -> direct_writer.StreamedRow:
     shape = tuple(tensor.shape)
     dtype = dtype_name(key, tensor)
     shard = Shard(fqn=key, dtype=dtype, global_shape=shape, offsets=(0,) * len(shape), lengths=shape)
     view = _bytes_in_host(tensor, shard)
-    return direct_writer.Row(shard=shard, read=lambda start, stop: view[start:stop])
+    return direct_writer.StreamedRow(shard=shard, read=lambda start, stop: view[start:stop])
 
 
 def _values(

@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from flashckpt.checkpoint.direct_writer import Row
+from flashckpt.checkpoint.direct_writer import StreamedRow
 from flashckpt.dcp import names
 from flashckpt.errors import ConfigError
 from flashckpt.interop import safetensors_files as st
@@ -31,7 +31,7 @@ class Foreign:
     """
 
     kind: str
-    rows: list[Row]
+    rows: list[StreamedRow]
     values: dict[str, Any]
     tensors: int
 
@@ -93,7 +93,7 @@ def _from_safetensors(tensors: Iterable[st.Incoming], selection: Selection) -> F
     refuse_nothing(len(taken), selection, (one.name for one in found))
     refuse_clashes(taken)
     new = dict(taken)
-    rows = [Row(shard=one.shard(new[one.name]), read=one.read) for one in found if one.name in new]
+    rows = [StreamedRow(shard=one.shard(new[one.name]), read=one.read) for one in found if one.name in new]
     return Foreign(kind="safetensors", rows=rows, values={}, tensors=len(rows))
 
 
@@ -112,7 +112,7 @@ def _from_state_dict(state: StateDict, kind: str, selection: Selection) -> Forei
     new = dict(taken)
     labels = names.optimizer_labels(new.values())
     paths = {to: state.paths.get(key, (key,)) if key == to else names.default_path(to, labels) for key, to in taken}
-    rows: list[Row] = []
+    rows: list[StreamedRow] = []
     leaves: dict[str, Any] = {}
     values: dict[str, Any] = {}
     for row in state.tensors:

@@ -11,7 +11,7 @@ import numpy as np
 from flashckpt.core.shard import ITEMSIZE, Shard
 from flashckpt.interop.casting import cast
 from flashckpt.planning.read_plan import flat_boxes
-from flashckpt.restore.executor import Target, fill
+from flashckpt.restore.executor import Target, execute_reads
 from flashckpt.restore.sources import StorageSource
 
 BLOCK_BYTES = 32 << 20
@@ -41,7 +41,7 @@ class Outgoing:
         return math.prod(self.shape) * ITEMSIZE[self.dtype]
 
     def parts(self, source: StorageSource) -> Iterator[memoryview]:
-        """Yield its bytes in row-major order; DamagedError, ShardGapError as `fill`."""
+        """Yield its bytes in row-major order; DamagedError, ShardGapError as `execute_reads`."""
         count, size = math.prod(self.shape), ITEMSIZE[self.stored]
         step = BLOCK_BYTES // size
         origin = (0,) * len(self.shape)
@@ -54,5 +54,5 @@ class Outgoing:
                 )
                 targets.append(Target(shard=shard, buffer=raw[at : at + shard.nbytes].data))
                 at += shard.nbytes
-            fill(targets, [source])
+            execute_reads(targets, [source])
             yield cast(raw, self.stored, self.dtype).data

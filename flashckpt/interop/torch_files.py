@@ -32,7 +32,7 @@ from torch.distributed.checkpoint.filesystem import FileSystemWriter
 from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, TensorStorageMetadata
 from torch.distributed.checkpoint.planner import WriteItem
 
-from flashckpt.checkpoint.direct_writer import Row, held_while_read
+from flashckpt.checkpoint.direct_writer import StreamedRow, held_while_read
 from flashckpt.core.shard import ITEMSIZE, Shard
 from flashckpt.dcp.names import Path as StatePath
 from flashckpt.errors import ConfigError, DamagedError, UnsupportedStateError
@@ -66,7 +66,7 @@ class StateDict:
         paths: Places in the nested state dict.
     """
 
-    tensors: list[Row] = field(default_factory=list)
+    tensors: list[StreamedRow] = field(default_factory=list)
     values: dict[str, Any] = field(default_factory=dict)
     paths: dict[str, StatePath] = field(default_factory=dict)
 
@@ -275,14 +275,14 @@ def _load(path: Path) -> Any:
         return torch.load(path, map_location="cpu", weights_only=True)  # the format before torch 1.6
 
 
-def rows_of(tensors: Mapping[str, torch.Tensor]) -> list[Row]:
+def rows_of(tensors: Mapping[str, torch.Tensor]) -> list[StreamedRow]:
     """Return tensors in memory as rows under their names."""
     return [_row_of(key, tensor) for key, tensor in tensors.items()]
 
 
-def _row_of(key: str, tensor: torch.Tensor) -> Row:
+def _row_of(key: str, tensor: torch.Tensor) -> StreamedRow:
     shape = tuple(tensor.shape)
-    return Row(shard=_shard(key, tensor.dtype, shape, (0,) * len(shape), shape), read=_reader(lambda: tensor))
+    return StreamedRow(shard=_shard(key, tensor.dtype, shape, (0,) * len(shape), shape), read=_reader(lambda: tensor))
 
 
 def _shard(key: str, dtype: torch.dtype, shape: Sequence[int], offsets: Sequence[int], lengths: Sequence[int]) -> Shard:
@@ -320,7 +320,7 @@ def read_dcp_folder(folder: Path) -> StateDict:
                     refuse_shape(key, tuple(shape), path)
                 shard = _shard(key, kind.properties.dtype, kind.size, chunk.offsets, chunk.sizes)
                 refuse_expanded(key, shard.nbytes, _stored_bytes(folder, key, place), folder)
-                found.tensors.append(Row(shard=shard, read=_reader(_lazy(folder, key, place, shard))))
+                found.tensors.append(StreamedRow(shard=shard, read=_reader(_lazy(folder, key, place, shard))))
     return found
 
 

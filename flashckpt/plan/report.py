@@ -41,7 +41,7 @@ class Rates:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Request:
+class PlanRequest:
     """What was asked: the job, its failures, and the times that no benchmark of storage can know."""
 
     layout: Layout
@@ -95,7 +95,7 @@ def fitted(layout: Layout, gpus: int) -> Layout:
     return replace(layout, dp=gpus // group)
 
 
-def costs_of(request: Request, rates: Rates) -> tuple[Costs, dict[str, float]]:
+def costs_of(request: PlanRequest, rates: Rates) -> tuple[Costs, dict[str, float]]:
     """Return the costs in seconds at the asked size, and the bytes they come from."""
     layout = fitted(request.layout, request.gpus)
     held = max(
@@ -126,7 +126,7 @@ def costs_of(request: Request, rates: Rates) -> tuple[Costs, dict[str, float]]:
 
 
 def plan_document(
-    request: Request, rates: Rates, overrides: Mapping[str, float], sizes: Sequence[int] = SIZES
+    request: PlanRequest, rates: Rates, overrides: Mapping[str, float], sizes: Sequence[int] = SIZES
 ) -> dict[str, Any]:
     """Return everything `flashckpt plan` knows, as JSON.
 
@@ -205,7 +205,7 @@ def _choice(choice: Intervals, step_s: float) -> dict[str, Any]:
     }
 
 
-def _needs(request: Request, state: Mapping[str, float], chosen: Intervals) -> dict[str, float]:
+def _needs(request: PlanRequest, state: Mapping[str, float], chosen: Intervals) -> dict[str, float]:
     """Return bytes of memory and storage, and the bandwidth below which persists fall behind."""
     return {
         "host_memory_node_bytes": request.slots * state["rank_bytes"] * min(request.gpus_per_node, request.gpus),

@@ -40,7 +40,7 @@ ANSWER = np.dtype([("slot", "<u4"), ("row", "<i4"), ("copy", "u1")])
 _SAME = ["key", "name", "shape", "box", "ndim"]
 
 Records = npt.NDArray[np.void]
-Wish = tuple[str, str, Shard | None]
+PeerQuery = tuple[str, str, Shard | None]
 """What it is filed under, its exact name ("" for all that is filed there), and the box (None for all)."""
 
 
@@ -60,7 +60,7 @@ def keys_of(fqn: str) -> tuple[str, str]:
     return base, f"{base.rpartition('.')[0]}.*"
 
 
-def wishes(wanted: Iterable[Wish]) -> Records:
+def encode_queries(wanted: Iterable[PeerQuery]) -> Records:
     """Return the records of what is wanted."""
     rows = list(wanted)
     records = np.zeros(len(rows), RECORD)
@@ -74,7 +74,7 @@ def wishes(wanted: Iterable[Wish]) -> Records:
     return records
 
 
-def offers(manifest: Manifest, slot: int) -> Records:
+def encode_held_rows(manifest: Manifest, slot: int) -> Records:
     """Return the records of everything that slot `slot` holds: rows under their names and aliases, and values."""
     table = manifest.table
     rows = _records_of(table)
@@ -97,7 +97,7 @@ def offers(manifest: Manifest, slot: int) -> Records:
     return found
 
 
-def answers(held: Records, asked: Mapping[int, Records]) -> dict[int, Records]:
+def lookup(held: Records, asked: Mapping[int, Records]) -> dict[int, Records]:
     """Return for each asking rank the rows (of ANSWER) that its wishes meet, COPIES of each box that is held alike.
 
     Ranks that ask for the same box are told different copies first, so that reading spreads over the replicas.

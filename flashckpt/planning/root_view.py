@@ -7,7 +7,7 @@ from typing import Any
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class RootView:
+class RootSummary:
     """Committed checkpoints and claims, as (generation, step) and (generation, parent).
 
     Attributes:
@@ -29,7 +29,7 @@ class RootView:
         return [list(self.committed), list(self.prefixes), list(self.claims), self.error, self.is_empty]
 
     @classmethod
-    def unpack(cls, packed: list[Any]) -> RootView:
+    def unpack(cls, packed: list[Any]) -> RootSummary:
         """Return what `pack` packed."""
         committed, prefixes, claims, error, is_empty = packed
         return cls(

@@ -7,13 +7,13 @@ from dataclasses import dataclass
 from typing import Any
 
 from flashckpt.core.generation import GenerationRecord
-from flashckpt.core.lineage import SlotRecord, by_preference, common, is_abandoned, partly
+from flashckpt.core.lineage import SlotRecord, by_preference, common, is_rolled_back, partially_held
 from flashckpt.errors import DamagedError, DisagreementError, NoCheckpointError, RootError
-from flashckpt.planning.root_view import RootView
+from flashckpt.planning.root_view import RootSummary
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Request:
+class RestoreRequest:
     """What the caller of `restore()` wants.
 
     Attributes:
@@ -145,7 +145,7 @@ class Candidates:
     Attributes:
         found: The candidates; `core.lineage.by_preference` says which goes first.
         life: Generation number to claim: 1 + the largest seen anywhere.
-        lineage: Every generation known, for `is_abandoned`.
+        lineage: Every generation known, for `is_rolled_back`.
     """
 
     found: tuple[Candidate, ...]
@@ -154,7 +154,7 @@ class Candidates:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Place:
+class SlotLocation:
     """One slot that holds a snapshot; its number is its place in a list that all ranks have alike.
 
     Attributes:
@@ -170,7 +170,7 @@ class Place:
     server: int
 
 
-def places_of(candidate: Candidate, inventories: Sequence[Inventory]) -> list[Place]:
+def slot_locations(candidate: Candidate, inventories: Sequence[Inventory]) -> list[SlotLocation]:
     """Return where a candidate lies in memory; the ranks of a node share out its slots. The same on every rank."""
     names = node_names(inventories)
     ranks: list[list[int]] = [[] for _ in names]
@@ -183,7 +183,7 @@ def places_of(candidate: Candidate, inventories: Sequence[Inventory]) -> list[Pl
     for rank, node in candidate.holders:
         server = ranks[node][taken[node] % len(ranks[node])]
         taken[node] += 1
-        found.append(Place(rank=rank, node=node, host=labels[node], server=server))
+        found.append(SlotLocation(rank=rank, node=node, host=labels[node], server=server))
     return found
 
 
@@ -215,7 +215,7 @@ def refuse_damage(inventories: Sequence[Inventory], job: str) -> None:
             )
 
 
-def agree(inventories: Sequence[Inventory]) -> None:
+def require_same_request(inventories: Sequence[Inventory]) -> None:
     """Check that all ranks were asked for the same.
 
     Raises:
@@ -244,7 +244,7 @@ def memory_is_current(inventories: Sequence[Inventory]) -> bool:
 
 def candidates(
     inventories: Sequence[Inventory],
-    root: RootView,
+    root: RootSummary,
     *,
     step: int | None = None,
     generation: int | None = None,
@@ -273,14 +273,14 @@ def candidates(
         known[g] = parent if parent is not None else known.get(g)
     lineage = tuple(GenerationRecord(generation=g, parent=p) for g, p in sorted(known.items()))
     in_memory, on_root = set(common(records)), set(root.committed)
-    part = partly(records, [member for i in by_node.values() for member in i.members])
+    part = partially_held(records, [member for i in by_node.values() for member in i.members])
     wanted = [
         i
         for i in by_preference(in_memory | on_root, part)
         if step in (None, i[1]) and generation in (None, i[0])
     ]  # fmt: skip
     if step is None and generation is None:
-        wanted = [i for i in wanted if not is_abandoned(i, lineage)]
+        wanted = [i for i in wanted if not is_rolled_back(i, lineage)]
     holders: dict[tuple[int, int], set[tuple[int, int]]] = {}
     for record in records:
         holders.setdefault(record.identity, set()).add((record.rank, record.node))
@@ -298,7 +298,7 @@ def candidates(
     return Candidates(found=found, life=highest + 1, lineage=lineage)
 
 
-def missing_on_root(inventories: Sequence[Inventory], root: RootView, found: Candidates) -> tuple[int, int] | None:
+def missing_on_root(inventories: Sequence[Inventory], root: RootSummary, found: Candidates) -> tuple[int, int] | None:
     """Return the newest checkpoint that some node knows to be committed, where the root holds no checkpoint at all.
 
     None where the root could not be asked, holds checkpoints (damaged ones too), or none was committed on this line.
@@ -306,7 +306,7 @@ def missing_on_root(inventories: Sequence[Inventory], root: RootView, found: Can
     if root.error or not root.is_empty:
         return None
     known = {i.committed for i in inventories if i.committed is not None}
-    return max((i for i in known if not is_abandoned(i, found.lineage)), default=None)
+    return max((i for i in known if not is_rolled_back(i, found.lineage)), default=None)
 
 
 def emptied(root: str, missing: tuple[int, int], found: Candidates) -> RootError:
@@ -327,7 +327,9 @@ def emptied(root: str, missing: tuple[int, int], found: Candidates) -> RootError
     )
 
 
-def nothing_there(step: int | None, generation: int | None, found: Candidates | None, root: str) -> NoCheckpointError:
+def no_such_checkpoint(
+    step: int | None, generation: int | None, found: Candidates | None, root: str
+) -> NoCheckpointError:
     """Return the error for an explicit wish that nothing answers."""
     wish = f"step {step}" if generation is None else f"step {step} of generation {generation}"
     return NoCheckpointError(

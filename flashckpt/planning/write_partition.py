@@ -21,7 +21,7 @@ ROW_BYTES = 256 << 20
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Part:
+class WritePart:
     """One tensor of a replica set.
 
     Attributes:
@@ -38,7 +38,7 @@ class Part:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Share:
+class WriteShare:
     """What one rank of the set persists of a tensor: rows `start` to `stop` of the dimension that is cut."""
 
     start: int
@@ -51,30 +51,30 @@ def cut_dimension(lengths: Sequence[int]) -> int:
     return next((dim for dim, length in enumerate(lengths) if length > 1), 0)
 
 
-def deal(parts: Sequence[Part], writers: int) -> dict[str, tuple[Share, ...]]:
+def partition_writes(parts: Sequence[WritePart], writers: int) -> dict[str, tuple[WriteShare, ...]]:
     """Return for each tensor which of `writers` ranks persists which of its rows; the order of `parts` is of no matter.
 
     The largest load is beyond the mean by less than CUT_BYTES (weighted as the tensor), or one row of a cut tensor.
     """
     total = sum(part.weight for part in parts)
-    found: dict[str, tuple[Share, ...]] = {}
+    found: dict[str, tuple[WriteShare, ...]] = {}
     begin = writer = 0
     for part in sorted(parts, key=lambda part: part.name):
-        shares: list[Share] = []
+        shares: list[WriteShare] = []
         at = 0
         while writer + 1 < writers and (goal := total * (writer + 1) // writers) < begin + part.weight:
             stop = _cut(part, goal - begin, at)
             if stop > at:
-                shares.append(Share(start=at, stop=stop, writer=writer))
+                shares.append(WriteShare(start=at, stop=stop, writer=writer))
             at, writer = stop, writer + 1
         if at < part.rows or not shares:
-            shares.append(Share(start=at, stop=part.rows, writer=writer))
+            shares.append(WriteShare(start=at, stop=part.rows, writer=writer))
         found[part.name] = tuple(shares)
         begin += part.weight
     return found
 
 
-def _cut(part: Part, goal: int, at: int) -> int:
+def _cut(part: WritePart, goal: int, at: int) -> int:
     """Return the row, at or behind `at`, in front of which `part` is cut so that about `goal` of its weight lies before."""
     if part.nbytes < CUT_BYTES:
         return part.rows if 2 * goal >= part.weight else at

@@ -19,26 +19,26 @@ from flashckpt.collectives import HostGroup
 from flashckpt.core.manifest import Manifest
 from flashckpt.core.shard import Shard, boxes_by_name
 from flashckpt.errors import FlashckptError, NoCheckpointError, ShardGapError, TensorMismatchError
-from flashckpt.planning.peer_index import Wish
+from flashckpt.planning.peer_index import PeerQuery
 from flashckpt.planning.read_plan import plan_reads, uncovered
-from flashckpt.planning.root_view import RootView
-from flashckpt.planning.selection import Candidate, Place, Request
+from flashckpt.planning.root_view import RootSummary
+from flashckpt.planning.selection import Candidate, RestoreRequest, SlotLocation
 from flashckpt.report import RestoreReport
 from flashckpt.restore import live_state, unexpected
-from flashckpt.restore.executor import RestoreCounts, Target, fill
-from flashckpt.restore.peers import Peers, PeerSource, Rounds
+from flashckpt.restore.executor import RestoreCounts, Target, execute_reads
+from flashckpt.restore.peers import PeerExchange, Peers, PeerSource
 from flashckpt.restore.sources import MemorySource, Source, StorageSource
 from flashckpt.restore.values import Values, missing_values, restore_values, unnamed_values, value_tensors
 from flashckpt.shm.segment import Pin, Segment
 from flashckpt.state.placement import boxes_of, shard_of
-from flashckpt.state.registry import Tracked
+from flashckpt.state.registry import StateRegistry
 from flashckpt.state.structure import Structure
 
 _MOST_ASKS = 2
 """Times other nodes are asked: the second time for tensors whose names came with the first answer."""
 
 
-class State(IntEnum):
+class CandidateState(IntEnum):
     """What a rank can do about a candidate."""
 
     FAILED = 0
@@ -48,7 +48,7 @@ class State(IntEnum):
 
 
 @dataclass(kw_only=True)
-class Attempt:
+class CandidateRestore:
     """The restore of one candidate on one rank. Methods that say so are collectives.
 
     Attributes:
@@ -65,13 +65,13 @@ class Attempt:
         manifest: MANIFEST of the candidate as rank 0 read it; empty where that failed or it is on no root.
     """
 
-    tracked: Tracked
+    tracked: StateRegistry
     segments: Sequence[Path]
-    request: Request
+    request: RestoreRequest
     options: dict[str, Any]
-    root: RootView
+    root: RootSummary
     candidate: Candidate
-    places: Sequence[Place]
+    places: Sequence[SlotLocation]
     node: int
     stack: contextlib.ExitStack
     phase: Callable[[str], contextlib.AbstractContextManager[None]]
@@ -80,7 +80,7 @@ class Attempt:
     memory: list[Source] = field(default_factory=list)
     peers: list[PeerSource] = field(default_factory=list)
     storage: list[Source] = field(default_factory=list)
-    wished: live_state.Wishes | None = None
+    wished: live_state.Requirements | None = None
     held: set[str] = field(default_factory=set)
     """Names that the sources have."""
     own: set[str] = field(default_factory=set)
@@ -100,9 +100,9 @@ class Attempt:
             self.error = self.error or error
 
     @property
-    def _failure(self) -> State:
+    def _failure(self) -> CandidateState:
         """Which failure this rank's error is."""
-        return State.MISMATCH if isinstance(self.error, TensorMismatchError) else State.FAILED
+        return CandidateState.MISMATCH if isinstance(self.error, TensorMismatchError) else CandidateState.FAILED
 
     @property
     def sources(self) -> list[Source]:
@@ -126,7 +126,7 @@ class Attempt:
         raw = b""
         if self.tracked.world.rank == 0:
             with self.phase("root"), self.noting():
-                store = self.stack.enter_context(root_summary.opened(self.request.root, self.options))
+                store = self.stack.enter_context(root_summary.open_root(self.request.root, self.options))
                 self.stack.enter_context(leased(store, self._prefix))
                 raw = read_manifest_bytes(store, self._prefix)
         self.manifest = collectives.bytes_from_rank_0(raw)
@@ -135,7 +135,7 @@ class Attempt:
     def _prefix(self) -> str:
         return self.root.prefixes[self.root.committed.index(self.candidate.identity)]
 
-    def prepare(self) -> State:
+    def prepare(self) -> CandidateState:
         """Open this node's slots and the checkpoint; return whether they are enough."""
         with self.phase("plan"), self.noting():
             self.memory = self._open_memory()
@@ -144,15 +144,15 @@ class Attempt:
             if self.may_ask:
                 wished, asks = self._asks()
                 if asks:
-                    return State.ASKS
+                    return CandidateState.ASKS
                 self._compare([source.manifest for source in self.memory], wished)
                 self._refuse_missing_values()
                 self.wished = wished  # all of it lies here, under its own name
             else:
                 self.wished = self._covered()
-        return self._failure if self.wished is None else State.READY
+        return self._failure if self.wished is None else CandidateState.READY
 
-    def ask(self, group: HostGroup, *, spare: bool = False) -> State:
+    def ask(self, group: HostGroup, *, spare: bool = False) -> CandidateState:
         """Ask the other nodes for what this one lacks; answer them. Collective.
 
         Args:
@@ -163,7 +163,7 @@ class Attempt:
         with self.phase("peers"):
             self._exchange = Peers(group, self.places, self._serving(), rank=self.tracked.world.rank, node=self.node)
             for _ in range(_MOST_ASKS):
-                wanted: list[Wish] = []
+                wanted: list[PeerQuery] = []
                 with self.noting():
                     wanted = self._asks(spare=spare)[1] if self.error is None else []
                 if not group.total(len(wanted)):
@@ -173,7 +173,7 @@ class Attempt:
             if self.error is None:
                 with self.noting():
                     self.wished = self._covered()
-        return self._failure if self.wished is None else State.READY
+        return self._failure if self.wished is None else CandidateState.READY
 
     def _open_memory(self) -> list[Source]:
         found = []
@@ -213,7 +213,7 @@ class Attempt:
         try:
             if not self.manifest:
                 raise self.error or NoCheckpointError(f"rank 0 could not read MANIFEST of {self._prefix}")
-            store = self.stack.enter_context(root_summary.opened(self.request.root, self.options))
+            store = self.stack.enter_context(root_summary.open_root(self.request.root, self.options))
             source = StorageSource(store, manifest_from(store.url, self._prefix, self.manifest), self._prefix)
         except (FlashckptError, OSError):
             if not self.places and not self.memory:
@@ -225,12 +225,12 @@ class Attempt:
 
     # -- what is wanted ----------------------------------------------------------------------------------
 
-    def _wishes(self, manifests: Sequence[Manifest], *, exact: bool) -> live_state.Wishes:
+    def _wishes(self, manifests: Sequence[Manifest], *, exact: bool) -> live_state.Requirements:
         if self._structure is None:
             self._structure = self.tracked.settled()[0]
-        return live_state.wishes(self.tracked, self._structure, manifests, self.request.only, exact=exact)
+        return live_state.requirements(self.tracked, self._structure, manifests, self.request.only, exact=exact)
 
-    def _asks(self, *, spare: bool = False) -> tuple[live_state.Wishes, list[Wish]]:
+    def _asks(self, *, spare: bool = False) -> tuple[live_state.Requirements, list[PeerQuery]]:
         """Return what is wanted, and what of it neither this node's memory nor what was found so far holds.
 
         With `spare`, what this node's memory holds does not count.
@@ -252,7 +252,7 @@ class Attempt:
             asks += unnamed_values(self.tracked, values, self.request.only)
         return wished, asks
 
-    def _covered(self) -> live_state.Wishes:
+    def _covered(self) -> live_state.Requirements:
         """Return what is wanted; raise where the sources do not cover it."""
         manifests = [source.manifest for source in self.sources]
         is_whole = self._is_whole
@@ -287,7 +287,7 @@ class Attempt:
         """Whether live state and the source must have the same names."""
         return self.request.strict and self.request.only is None
 
-    def _compare(self, manifests: Sequence[Manifest], wished: live_state.Wishes) -> None:
+    def _compare(self, manifests: Sequence[Manifest], wished: live_state.Requirements) -> None:
         """Note which names the sources have and which this rank has: `unexpected` follows from all ranks' together."""
         assert self._structure is not None
         held = unexpected.held_names(self.tracked, manifests)
@@ -302,16 +302,16 @@ class Attempt:
     def fill(self) -> RestoreReport | None:
         """Fill live state; None where it failed, and `error` says why. Collective if other nodes were asked."""
         report = None
-        rounds = None if self._exchange is None else Rounds(self._exchange, self.sources)
+        rounds = None if self._exchange is None else PeerExchange(self._exchange, self.sources)
         with self.noting():
             report = self._fill(rounds)
         if rounds is not None:
             rounds.drain()
         return report
 
-    def _fill(self, rounds: Rounds | None) -> RestoreReport:
+    def _fill(self, rounds: PeerExchange | None) -> RestoreReport:
         assert self.wished is not None
-        sources, landing = self.sources, live_state.Landing()
+        sources, landing = self.sources, live_state.HostStaging()
         values = Values(sources, self.tracked.world.rank)
         with self.phase("plan"):
             targets = [landing.target(w.shard, w.tensor, w.box) for w in self.wished.wants if w.tensor is not None]
@@ -320,7 +320,7 @@ class Attempt:
                 targets += [landing.target(s, tensor, b) for s, b in zip(absent.shards, absent.boxes, strict=True)]
             loose, loose_targets = self._value_tensors(values, sources)
         with self.phase("read"):
-            counts = fill([*targets, *loose_targets], sources, threads=self.request.threads, far=rounds)
+            counts = execute_reads([*targets, *loose_targets], sources, threads=self.request.threads, far=rounds)
             landing.finish()
         with self.phase("values"):
             missing, reseeded = restore_values(

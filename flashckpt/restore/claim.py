@@ -13,7 +13,7 @@ from typing import Any
 from flashckpt import collectives, errors
 from flashckpt.checkpoint import catalog, root_summary
 from flashckpt.core.generation import GenerationRecord
-from flashckpt.core.lineage import BEGINNING, is_abandoned
+from flashckpt.core.lineage import BEGINNING, is_rolled_back
 from flashckpt.errors import FlashckptError, RootError
 from flashckpt.faults import crash_point
 from flashckpt.logs import guarded
@@ -54,7 +54,7 @@ def claim(
 
 
 def _claim_on_root(root: str, options: Mapping[str, Any], wish: catalog.GenerationClaim) -> int:
-    with root_summary.opened(root, options) as store:
+    with root_summary.open_root(root, options) as store:
         while not catalog.claim_generation(store, wish):
             wish = replace(wish, generation=catalog.newest_generation(store) + 1)
         return wish.generation
@@ -88,7 +88,7 @@ def _empty_abandoned(path: Path, record: GenerationRecord, own: Segment | None) 
     with contextlib.suppress(FlashckptError, OSError), contextlib.ExitStack() as stack:
         segment = own or stack.enter_context(contextlib.closing(Segment.attach(path, writable=True)))
         for slot, header in enumerate(segment.headers()):
-            if header.is_complete and is_abandoned(header.identity, [record]):
+            if header.is_complete and is_rolled_back(header.identity, [record]):
                 segment.mark_empty(slot)
 
 

@@ -24,43 +24,43 @@ from flashckpt.core.generation import GenerationRecord
 from flashckpt.core.lineage import BEGINNING
 from flashckpt.errors import DisagreementError, FlashckptError, RootError, ShardGapError, TensorMismatchError
 from flashckpt.logs import guarded
-from flashckpt.planning.root_view import RootView
+from flashckpt.planning.root_view import RootSummary
 from flashckpt.planning.selection import (
     Candidate,
     Candidates,
     Inventory,
-    Request,
-    agree,
+    RestoreRequest,
     candidates,
     emptied,
     host_names,
     local_world,
     memory_is_current,
     missing_on_root,
+    no_such_checkpoint,
     node_names,
-    nothing_there,
-    places_of,
     refuse_damage,
+    require_same_request,
+    slot_locations,
 )
 from flashckpt.report import RestoreReport
 from flashckpt.restore import claim, unexpected
-from flashckpt.restore.candidate import Attempt, State
+from flashckpt.restore.candidate import CandidateRestore, CandidateState
 from flashckpt.shm.control import Control
 from flashckpt.shm.job_directory import JobDirectory
 from flashckpt.shm.segment import Segment
 from flashckpt.shm.segment_file import boot_id
-from flashckpt.state.registry import Tracked
+from flashckpt.state.registry import StateRegistry
 
 _log = guarded(logging.getLogger("flashckpt"))
 _TIERS = ("memory", "peer", "storage")
 _REASON_CHARS = 300
 """Most of an error that every rank is told."""
 
-__all__ = ["Course", "Outcome", "Request"]
+__all__ = ["RestoreCoordinator", "RestoreOutcome", "RestoreRequest"]
 
 
 @dataclass(kw_only=True)
-class Outcome:
+class RestoreOutcome:
     """What a restore ended with.
 
     Attributes:
@@ -77,7 +77,7 @@ class Outcome:
 
 
 @dataclass(kw_only=True)
-class Course:
+class RestoreCoordinator:
     """One restore of one rank. Call `inventory`, then `run`.
 
     Attributes:
@@ -87,14 +87,14 @@ class Course:
         request: What is wanted.
     """
 
-    tracked: Tracked
+    tracked: StateRegistry
     directory: JobDirectory | None
     options: dict[str, Any]
-    request: Request
+    request: RestoreRequest
     own: Segment | None = None
     """The segment this process owns already (a lock of its own would keep a second descriptor out)."""
     seconds: dict[str, float] = field(default_factory=dict)
-    root: RootView = field(default_factory=RootView)
+    root: RootSummary = field(default_factory=RootSummary)
     asked_root: bool = False
     started: float = field(default_factory=time.perf_counter)
 
@@ -135,7 +135,7 @@ class Course:
             )
             found = [Inventory.unpack(packed) for packed in collectives.all_gather(mine.pack())]
         refuse_damage(found, self.directory.job)
-        agree(found)
+        require_same_request(found)
         return found
 
     def _lineage(self) -> tuple[GenerationRecord | None, str]:
@@ -184,8 +184,8 @@ class Course:
         """Let rank 0 look at the root once; everybody gets its answer. Collective."""
         if not self.asked_root:
             with self.phase("root"):
-                view = root_summary.look(self.request.root, self.options).pack() if self._is_rank_0 else None
-                self.root = RootView.unpack(collectives.from_rank_0(view))
+                view = root_summary.read_root(self.request.root, self.options).pack() if self._is_rank_0 else None
+                self.root = RootSummary.unpack(collectives.from_rank_0(view))
                 self.asked_root = True
 
     @property
@@ -194,7 +194,7 @@ class Course:
 
     # -- choice ------------------------------------------------------------------------------------------
 
-    def run(self, inventories: list[Inventory]) -> Outcome:
+    def run(self, inventories: list[Inventory]) -> RestoreOutcome:
         """Restore, or find that there is nothing to restore; claim the life that begins. Collective.
 
         Raises:
@@ -218,7 +218,7 @@ class Course:
         superseded = parent if done is not None and done[0].on_root else None
         self.seconds["total"] = time.perf_counter() - self.started
         final = None if done is None else _with(done[1], record.generation, self.seconds)
-        return Outcome(report=final, record=record, superseded=superseded, inventories=inventories)
+        return RestoreOutcome(report=final, record=record, superseded=superseded, inventories=inventories)
 
     def _try_all(self, inventories: Sequence[Inventory]) -> tuple[Candidates, tuple[Candidate, RestoreReport] | None]:
         """Try candidates in their order until every rank could fill one.
@@ -257,7 +257,7 @@ class Course:
         claim.begin(self.directory, record, rank=self.tracked.world.rank, ranks=ranks, own=self.own)
         return record
 
-    def start_anew(self, inventories: list[Inventory], parent: tuple[int, int] | None = None) -> Outcome:
+    def start_anew(self, inventories: list[Inventory], parent: tuple[int, int] | None = None) -> RestoreOutcome:
         """Begin without restoring anything of this job (a warm start fills the state from elsewhere). Collective.
 
         Args:
@@ -272,12 +272,12 @@ class Course:
             raise self._unreachable("and a run that begins anew takes its number from there")
         number = candidates(inventories, self.root).life
         record = self._begin_life(number, parent, inventories)
-        return Outcome(report=None, record=record, superseded=None, inventories=inventories)
+        return RestoreOutcome(report=None, record=record, superseded=None, inventories=inventories)
 
     def read(self) -> RestoreReport:
         """Fill live state from the root alone and begin no life (read-only access). Collective; errors as `run`."""
         wishes = collectives.all_gather(self.request.wish)
-        agree([Inventory(node="", request=wish) for wish in wishes])
+        require_same_request([Inventory(node="", request=wish) for wish in wishes])
         self._ask_root()
         found, done = self._try_all([])
         if done is None:
@@ -293,7 +293,7 @@ class Course:
             raise self._unreachable("and memory holds none")
         if explicit:
             step = self.request.step if self.request.step is not None else -1
-            raise nothing_there(step, self.request.generation, found, self.request.root)
+            raise no_such_checkpoint(step, self.request.generation, found, self.request.root)
 
     def _unreachable(self, why: str) -> RootError:
         return RootError(
@@ -316,36 +316,36 @@ class Course:
         names = node_names(inventories)
         rank = self.tracked.world.rank
         with contextlib.ExitStack() as stack:
-            attempt = Attempt(
+            attempt = CandidateRestore(
                 tracked=self.tracked,
                 segments=self._segments(),
                 request=self.request,
                 options=self.options,
                 root=self.root,
                 candidate=candidate,
-                places=places_of(candidate, inventories) if len(names) > 1 else [],
+                places=slot_locations(candidate, inventories) if len(names) > 1 else [],
                 node=names.index(inventories[rank].node) if inventories else 0,
                 stack=stack,
                 phase=self.phase,
             )
             attempt.share_manifest()
             states = self._vote(attempt, attempt.prepare(), attempt.counts)
-            if State.ASKS in states and State.FAILED not in states:
+            if CandidateState.ASKS in states and CandidateState.FAILED not in states:
                 states = self._exchange(attempt, stack, spare=False)
             report = None
-            if State.FAILED not in states:
+            if CandidateState.FAILED not in states:
                 self._refuse_unexpected(attempt)
                 report, states = self._fill(attempt)
-                if State.FAILED in states and len({place.node for place in attempt.places}) > 1:
+                if CandidateState.FAILED in states and len({place.node for place in attempt.places}) > 1:
                     states = self._exchange(attempt, stack, spare=report is None)
-                    if State.FAILED not in states:
+                    if CandidateState.FAILED not in states:
                         report, states = self._fill(attempt)
-            if State.FAILED in states or report is None:
-                self._note(candidate, attempt.error, states.index(State.FAILED))
+            if CandidateState.FAILED in states or report is None:
+                self._note(candidate, attempt.error, states.index(CandidateState.FAILED))
                 return None
             return replace(report, nodes=_by_node(inventories, self._amounts))
 
-    def _refuse_unexpected(self, attempt: Attempt) -> None:
+    def _refuse_unexpected(self, attempt: CandidateRestore) -> None:
         """Find what no rank has of the candidate. Collective where some rank does not have all that it knows of.
 
         Raises:
@@ -363,20 +363,20 @@ class Course:
         generation, step = attempt.candidate.identity
         unexpected.refuse(names, max(count for count, _ in told), f"step {step} of generation {generation}")
 
-    def _exchange(self, attempt: Attempt, stack: contextlib.ExitStack, *, spare: bool) -> list[int]:
+    def _exchange(self, attempt: CandidateRestore, stack: contextlib.ExitStack, *, spare: bool) -> list[int]:
         """Find on other nodes what somebody lacks; return every rank's state then. Collective."""
         group = collectives.HostGroup()
         stack.callback(group.close)
         return self._vote(attempt, attempt.ask(group, spare=spare), attempt.counts)
 
-    def _fill(self, attempt: Attempt) -> tuple[RestoreReport | None, list[int]]:
+    def _fill(self, attempt: CandidateRestore) -> tuple[RestoreReport | None, list[int]]:
         """Fill live state; return this rank's report and every rank's state. Collective."""
         report = attempt.fill()
         tiers = report.tier_bytes if report is not None else {}
         amounts = [tiers.get(tier, 0) for tier in _TIERS]
-        return report, self._vote(attempt, State.FAILED if report is None else State.READY, amounts)
+        return report, self._vote(attempt, CandidateState.FAILED if report is None else CandidateState.READY, amounts)
 
-    def _vote(self, attempt: Attempt, state: State, amounts: Sequence[int] = ()) -> list[int]:
+    def _vote(self, attempt: CandidateRestore, state: CandidateState, amounts: Sequence[int] = ()) -> list[int]:
         """Tell all ranks this one's state, and why it failed; return every rank's. Collective.
 
         Raises:
@@ -398,11 +398,11 @@ class Course:
                 )
         self._reasons, self._amounts = [one[3] for one in told], [one[4] for one in told]
         states = [one[2] for one in told]
-        if State.MISMATCH not in states:
+        if CandidateState.MISMATCH not in states:
             return states
         if isinstance(error, TensorMismatchError):
             raise error
-        first = states.index(State.MISMATCH)
+        first = states.index(CandidateState.MISMATCH)
         raise TensorMismatchError(
             f"step {identity[1]} of generation {identity[0]} is not of this program: rank {first} says why",
             found=self._reasons[first],

@@ -106,7 +106,7 @@ class _Failure:
     error: Exception
 
 
-class Far(Protocol):
+class RemoteFetcher(Protocol):
     """Brings the bytes of jobs that lie with other ranks, a bounded amount at a time (restore/peers.py)."""
 
     def is_far(self, job: Sequence[Piece]) -> bool:
@@ -118,8 +118,12 @@ class Far(Protocol):
         ...
 
 
-def fill(
-    targets: Sequence[Target], sources: Sequence[Source], *, threads: int | None = None, far: Far | None = None
+def execute_reads(
+    targets: Sequence[Target],
+    sources: Sequence[Source],
+    *,
+    threads: int | None = None,
+    far: RemoteFetcher | None = None,
 ) -> RestoreCounts:
     """Fill every target from the nearest source that holds its bytes intact.
 
@@ -184,7 +188,7 @@ def thread_count(*, waits: bool) -> int:
 
 
 class _Fill:
-    """The state of one `fill`: buffers, sources and counters shared by its threads."""
+    """The state of one `execute_reads`: buffers, sources and counters shared by its threads."""
 
     def __init__(self, targets: Sequence[Target], sources: Sequence[Source], counts: RestoreCounts) -> None:
         self._targets, self._sources, self._counts = targets, sources, counts

@@ -13,17 +13,17 @@ from flashckpt.core.digest import chunk_count
 from flashckpt.core.manifest import Manifest
 from flashckpt.core.shard import Shard
 from flashckpt.errors import UnsupportedStateError
-from flashckpt.planning.peer_index import Wish
+from flashckpt.planning.peer_index import PeerQuery
 from flashckpt.restore.executor import Target
 from flashckpt.state import optimizer_state, pytree, state_forms
 from flashckpt.state.placement import Box, World, boxes_of, local_of, shard_of
-from flashckpt.state.registry import Tracked
+from flashckpt.state.registry import StateRegistry
 from flashckpt.state.state_forms import Form
 from flashckpt.state.structure import Structure
 
 
 @dataclass(eq=False)
-class Want:
+class RequiredShard:
     """One box of live state that is to be filled.
 
     Attributes:
@@ -40,7 +40,7 @@ class Want:
 
 
 @dataclass(eq=False)
-class Wishes:
+class Requirements:
     """Everything wanted from one set of sources.
 
     Attributes:
@@ -50,9 +50,9 @@ class Wishes:
         unnamed: What these sources do not name although the snapshot may have it; found only on request.
     """
 
-    wants: list[Want] = field(default_factory=list)
+    wants: list[RequiredShard] = field(default_factory=list)
     missing: list[str] = field(default_factory=list)
-    unnamed: list[Wish] = field(default_factory=list)
+    unnamed: list[PeerQuery] = field(default_factory=list)
     absent_state: list[AbsentState] = field(default_factory=list)
 
     @property
@@ -162,9 +162,14 @@ def _forms(manifests: Sequence[Manifest]) -> dict[str, Form]:
     return found
 
 
-def wishes(
-    tracked: Tracked, structure: Structure, manifests: Sequence[Manifest], only: str | None, *, exact: bool = False
-) -> Wishes:
+def requirements(
+    tracked: StateRegistry,
+    structure: Structure,
+    manifests: Sequence[Manifest],
+    only: str | None,
+    *,
+    exact: bool = False,
+) -> Requirements:
     """Return what is wanted of the sources: live tensors they name, and optimizer state still to be made.
 
     Args:
@@ -175,7 +180,7 @@ def wishes(
         exact: The sources may not be all of the snapshot: what they do not name may be somewhere else, and
             another rank's state is not taken in place of one's own. Fills `unnamed`.
     """
-    names, found = Names(manifests), Wishes()
+    names, found = Names(manifests), Requirements()
     for row in structure.rows:
         fqn = row.entry.fqn
         if fqn in structure.fresh or not is_wanted(fqn, only):
@@ -187,7 +192,7 @@ def wishes(
                 found.unnamed.append((fqn.partition("@")[0], fqn, shard_of(fqn, row.entry.dtype, row.box, 0)))
             continue
         shard = shard_of(source, row.entry.dtype, row.box, 0)
-        found.wants.append(Want(fqn=fqn, shard=shard, tensor=row.entry.tensor, box=row.box))
+        found.wants.append(RequiredShard(fqn=fqn, shard=shard, tensor=row.entry.tensor, box=row.box))
     for absent in absent_state(tracked, names, exact=exact):
         if is_wanted(absent.fqn, only):
             found.absent_state.append(absent)
@@ -197,7 +202,9 @@ def wishes(
     return found
 
 
-def _unnamed_state(tracked: Tracked, manifests: Sequence[Manifest], found: Wishes, only: str | None) -> Iterator[Wish]:
+def _unnamed_state(
+    tracked: StateRegistry, manifests: Sequence[Manifest], found: Requirements, only: str | None
+) -> Iterator[PeerQuery]:
     """Yield a wish for the optimizer state of each parameter that no source has state of.
 
     A parameter that some source's optimizer had has no state to miss: it never stepped.
@@ -221,7 +228,7 @@ def _listed(label: str, manifests: Sequence[Manifest]) -> Iterator[str]:
     for manifest in manifests:
         for key, value in manifest.values.items():
             if key.partition("@")[0] == f"{label}.groups":
-                for group in (g for one in pytree.put_together(value, lambda _: torch.empty(0)) for g in one):
+                for group in (g for one in pytree.unflatten(value, lambda _: torch.empty(0)) for g in one):
                     yield from group["params"]
 
 
@@ -230,7 +237,7 @@ def is_wanted(fqn: str, only: str | None) -> bool:
     return only is None or fnmatch.fnmatchcase(fqn, only)
 
 
-def absent_state(tracked: Tracked, names: Names, *, exact: bool = False) -> Iterator[AbsentState]:
+def absent_state(tracked: StateRegistry, names: Names, *, exact: bool = False) -> Iterator[AbsentState]:
     """Yield the optimizer state that the sources have and the live optimizers have not made yet."""
     for label, optimizers in tracked.optimizers.items():
         by_param: dict[str, list[tuple[str, str]]] = {}
@@ -284,7 +291,7 @@ def _mine(candidates: Iterable[tuple[str, str]], world: World, *, exact: bool) -
     return list(chosen.items())
 
 
-class Landing:
+class HostStaging:
     """Byte buffers over live tensors; where a tensor has no row-major host memory, a buffer that is copied in after."""
 
     def __init__(self) -> None:

@@ -21,8 +21,8 @@ from flashckpt.errors import DamagedError, FlashckptError
 from flashckpt.faults import crash_point
 from flashckpt.logs import guarded
 from flashckpt.planning import peer_index
-from flashckpt.planning.peer_index import ANSWER, RECORD, Wish
-from flashckpt.planning.selection import Place
+from flashckpt.planning.peer_index import ANSWER, RECORD, PeerQuery
+from flashckpt.planning.selection import SlotLocation
 from flashckpt.restore.executor import JOB_BYTES, Piece
 from flashckpt.restore.sources import Meter, Source, Span, verify_chunks
 from flashckpt.shm.segment import Pin
@@ -50,7 +50,7 @@ class PeerSource:
     tier = "peer"
     in_place = True
 
-    def __init__(self, slot: int, place: Place, manifest: Manifest) -> None:
+    def __init__(self, slot: int, place: SlotLocation, manifest: Manifest) -> None:
         self.slot, self.place, self.manifest = slot, place, manifest
         self.meter = Meter()
         self.name = f"rank {place.rank} (memory of {place.host})"
@@ -122,7 +122,7 @@ class Peers:
     def __init__(
         self,
         group: HostGroup,
-        places: Sequence[Place],
+        places: Sequence[SlotLocation],
         held: Mapping[int, tuple[Pin, Manifest]],
         *,
         rank: int,
@@ -136,14 +136,14 @@ class Peers:
 
     # -- who holds what ----------------------------------------------------------------------------------
 
-    def find(self, wanted: Iterable[Wish]) -> list[PeerSource]:
+    def find(self, wanted: Iterable[PeerQuery]) -> list[PeerSource]:
         """Return the slots of other nodes that hold what is wanted, with what was found before. Collective.
 
         The slots that reading is meant from come first; after them the ones that stand in for them.
         """
-        offers = [peer_index.offers(manifest, slot) for slot, (_, manifest) in self._held.items()]
+        offers = [peer_index.encode_held_rows(manifest, slot) for slot, (_, manifest) in self._held.items()]
         held = np.concatenate([*offers, np.zeros(0, RECORD)])
-        asked = peer_index.wishes(wanted)
+        asked = peer_index.encode_queries(wanted)
         primary = self._look_up(self._ask_directory(held, asked))
         manifests = self._ask_holders()
         return [
@@ -161,7 +161,7 @@ class Peers:
             parts.append([np.array([len(offered)], "<u8").tobytes(), offered.tobytes(), wanted.tobytes()])
         heard = [_unpacked(part) for part in self._group.all_to_all(parts)]
         board = np.concatenate([offered for offered, _ in heard])
-        found = peer_index.answers(board, {rank: wanted for rank, (_, wanted) in enumerate(heard)})
+        found = peer_index.lookup(board, {rank: wanted for rank, (_, wanted) in enumerate(heard)})
         parts = [[found[rank].tobytes()] for rank in range(ranks)]
         return [np.frombuffer(part, ANSWER) for part in self._group.all_to_all(parts)]
 
@@ -272,7 +272,7 @@ class Peers:
         return views
 
 
-class Rounds:
+class PeerExchange:
     """What `fill` does about jobs that other nodes hold: one round of all ranks after another. See Peers.
 
     Args:

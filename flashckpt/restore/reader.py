@@ -7,11 +7,11 @@ from collections.abc import Mapping
 from typing import Any
 
 from flashckpt.report import RestoreReport
-from flashckpt.restore.coordinator import Course, Request
+from flashckpt.restore.coordinator import RestoreCoordinator, RestoreRequest
 from flashckpt.settings import checked
 from flashckpt.shm.job_id import root_url
 from flashckpt.state.placement import current_world
-from flashckpt.state.registry import Tracked
+from flashckpt.state.registry import StateRegistry
 from flashckpt.storage.factory import check_options
 
 
@@ -41,8 +41,8 @@ class Reader:
         Raises:
             NoCheckpointError: There is none.
         """
-        tracked = Tracked(current_world(self._mesh))
+        tracked = StateRegistry(current_world(self._mesh))
         for name, thing in self._things.items():
             tracked.add(name, thing)
-        request = Request(root=self._root, step=step, generation=generation, only=only, strict=strict)
-        return Course(tracked=tracked, directory=None, options=self._options, request=request).read()
+        request = RestoreRequest(root=self._root, step=step, generation=generation, only=only, strict=strict)
+        return RestoreCoordinator(tracked=tracked, directory=None, options=self._options, request=request).read()

@@ -12,11 +12,11 @@ from flashckpt.errors import FlashckptError
 from flashckpt.restore.live_state import Names, absent_state
 from flashckpt.shm.job_directory import JobDirectory
 from flashckpt.shm.segment import Segment
-from flashckpt.state.registry import Tracked
+from flashckpt.state.registry import StateRegistry
 from flashckpt.state.structure import in_order
 
 
-def with_recorded(shards: list[Shard], layout: int, directory: JobDirectory, tracked: Tracked) -> list[Shard]:
+def with_recorded(shards: list[Shard], layout: int, directory: JobDirectory, tracked: StateRegistry) -> list[Shard]:
     """Return shards with those of the newest snapshot that are not among them: optimizer state, lists of tensors.
 
     Only a forecast: what the restore then brings is planned when it is there.

@@ -17,9 +17,9 @@ from flashckpt import collectives
 from flashckpt.core.digest import digest
 from flashckpt.core.manifest import Manifest
 from flashckpt.errors import UnexpectedStateError
-from flashckpt.restore.live_state import Names, Wishes
+from flashckpt.restore.live_state import Names, Requirements
 from flashckpt.state import optimizer_extra, pytree
-from flashckpt.state.registry import Tracked
+from flashckpt.state.registry import StateRegistry
 from flashckpt.state.structure import Structure
 
 _HASHES, _ROOM, _MOST_FOLD = 6, 32, 8
@@ -30,7 +30,7 @@ def _base(fqn: str) -> str:
     return fqn.partition("@")[0]
 
 
-def held_names(tracked: Tracked, manifests: Sequence[Manifest]) -> set[str]:
+def held_names(tracked: StateRegistry, manifests: Sequence[Manifest]) -> set[str]:
     """Return the parameters, buffers and state that manifests have under the tracked names of modules and optimizers.
 
     What is not tracked at all (a model read without its optimizer) is nobody's mistake and not among them.
@@ -61,7 +61,9 @@ def grouped(value: Any) -> Iterable[str]:
             yield from group["params"]
 
 
-def own_names(tracked: Tracked, structure: Structure, names: Names, wished: Wishes, held: set[str]) -> set[str]:
+def own_names(
+    tracked: StateRegistry, structure: Structure, names: Names, wished: Requirements, held: set[str]
+) -> set[str]:
     """Return the names that this rank has: live ones, those they are read from, and state of live parameters."""
     own = {_base(row.entry.fqn) for row in structure.rows} | {_base(want.shard.fqn) for want in wished.wants}
     own |= {alias for alias, full in tracked.aliases.items() if names.are_equal(alias, full)}
@@ -77,13 +79,13 @@ def own_names(tracked: Tracked, structure: Structure, names: Names, wished: Wish
     return own
 
 
-def _parameters(tracked: Tracked, label: str) -> set[str]:
+def _parameters(tracked: StateRegistry, label: str) -> set[str]:
     optimizers = tracked.optimizers[label]
     names = tracked.names_for(optimizers)
     return {names[id(p)] for o in optimizers for group in o.param_groups for p in group["params"]}
 
 
-def ungrouped(tracked: Tracked, manifests: Sequence[Manifest]) -> list[str]:
+def ungrouped(tracked: StateRegistry, manifests: Sequence[Manifest]) -> list[str]:
     """Return the parameters of live optimizers that no recorded group has; to be asked where all values are known."""
     missing = []
     for label in tracked.optimizers:

@@ -8,11 +8,11 @@ from typing import Any
 import torch
 from torch.distributed.tensor import DTensor, Replicate
 
-from flashckpt.planning.peer_index import Wish
+from flashckpt.planning.peer_index import PeerQuery
 from flashckpt.restore.live_state import is_of_this_rank, is_wanted
 from flashckpt.restore.sources import Source
 from flashckpt.state import loaders, optimizer_extra, optimizer_state, pytree, rng, samplers
-from flashckpt.state.registry import Tracked
+from flashckpt.state.registry import StateRegistry
 
 _OF_THE_WHOLE = frozenset({"groups", "forms", "state", "extra"})
 """What stands behind an optimizer's name in keys that are no parameter's."""
@@ -76,7 +76,7 @@ def _rank_of(owner: str, suffix: str) -> tuple[bool, str]:
     return owner != suffix, owner
 
 
-def unnamed_values(tracked: Tracked, values: Values, only: str | None) -> list[Wish]:
+def unnamed_values(tracked: StateRegistry, values: Values, only: str | None) -> list[PeerQuery]:
     """Return wishes for the values of this rank and its objects that the sources do not have under their own name."""
     keys = [tracked.key_of(name, thing) for name, thing in tracked.objects.items() if is_wanted(name, only)]
     if tracked.rng and is_wanted("rng", only):
@@ -85,7 +85,7 @@ def unnamed_values(tracked: Tracked, values: Values, only: str | None) -> list[W
 
 
 def restore_values(
-    tracked: Tracked,
+    tracked: StateRegistry,
     values: Values,
     tensor: Tensors,
     *,
@@ -108,7 +108,7 @@ def restore_values(
             continue
         found, skeleton = values.find(tracked.key_of(name, thing))
         if found:
-            thing.load_state_dict(pytree.put_together(skeleton, tensor, place=_to_device))
+            thing.load_state_dict(pytree.unflatten(skeleton, tensor, place=_to_device))
         else:
             missing.append(name)
     for label, optimizers in tracked.optimizers.items():
@@ -122,13 +122,13 @@ def restore_values(
             continue
         found, value = values.find(name)
         if found:
-            module.set_extra_state(pytree.put_together(value, tensor, place=_to_device))
+            module.set_extra_state(pytree.unflatten(value, tensor, place=_to_device))
         else:
             missing.append(name)
     return missing, _restore_rng(tracked, values, step) if tracked.rng and is_wanted("rng", only) else []
 
 
-def missing_values(tracked: Tracked, values: Values, only: str | None) -> list[str]:
+def missing_values(tracked: StateRegistry, values: Values, only: str | None) -> list[str]:
     """Return what `restore_values` would find missing, before any live tensor is written."""
     things = [(name, tracked.key_of(name, thing)) for name, thing in tracked.objects.items()]
     things += [(name, name) for name, _ in tracked.extra_states()]
@@ -141,7 +141,7 @@ def missing_values(tracked: Tracked, values: Values, only: str | None) -> list[s
     return missing
 
 
-def _missing_state(tracked: Tracked, label: str, values: Values) -> list[str]:
+def _missing_state(tracked: StateRegistry, label: str, values: Values) -> list[str]:
     missing = [
         f"{label}.{name}.{key}"
         for optimizer, param, name, recorded in _per_parameter(tracked, label, values)
@@ -158,13 +158,13 @@ def _missing_state(tracked: Tracked, label: str, values: Values) -> list[str]:
     return missing
 
 
-def _recorded_extra(tracked: Tracked, label: str, values: Values) -> list[dict[str, Any]] | None:
+def _recorded_extra(tracked: StateRegistry, label: str, values: Values) -> list[dict[str, Any]] | None:
     """Return what the optimizers' own `state_dict()`s said beside state and groups; None where that does not fit."""
     found, extra = values.find(f"{label}.extra@{tracked.world.suffix}")
     return extra if found and len(extra) == len(tracked.optimizers[label]) else None
 
 
-def _restore_rng(tracked: Tracked, values: Values, step: int) -> list[str]:
+def _restore_rng(tracked: StateRegistry, values: Values, step: int) -> list[str]:
     """Set the generators; without a state of this rank seed them from (step, rank), and return its name."""
     key = f"rng@{tracked.world.suffix}"
     if key in values.all:
@@ -175,25 +175,25 @@ def _restore_rng(tracked: Tracked, values: Values, step: int) -> list[str]:
     return [key]
 
 
-def _restore_state(tracked: Tracked, label: str, values: Values, tensor: Tensors) -> list[str]:
+def _restore_state(tracked: StateRegistry, label: str, values: Values, tensor: Tensors) -> list[str]:
     """Set optimizer state that is no tensor, e.g. a Python `step` or a list of tensors; return what is missing."""
     missing = _missing_state(tracked, label, values)
     for optimizer, param, _, recorded in _per_parameter(tracked, label, values):
         for key, value in recorded.items():
-            optimizer.state[param][key] = pytree.put_together(value, tensor, place=_beside(param))
+            optimizer.state[param][key] = pytree.unflatten(value, tensor, place=_beside(param))
     found, others = values.find(f"{label}.state@{tracked.world.suffix}")
     optimizers = tracked.optimizers[label]
     if found and len(others) == len(optimizers):
         for optimizer, other in zip(optimizers, others, strict=True):
-            optimizer.state.update(pytree.put_together(other, tensor, place=_to_device))
+            optimizer.state.update(pytree.unflatten(other, tensor, place=_to_device))
     for optimizer, extra in zip(optimizers, _recorded_extra(tracked, label, values) or (), strict=False):
         if extra:
-            optimizer_extra.give_back(optimizer, pytree.put_together(extra, tensor, place=_to_device))
+            optimizer_extra.give_back(optimizer, pytree.unflatten(extra, tensor, place=_to_device))
     return missing
 
 
 def _per_parameter(
-    tracked: Tracked, label: str, values: Values
+    tracked: StateRegistry, label: str, values: Values
 ) -> Iterator[tuple[torch.optim.Optimizer, torch.Tensor, str, dict[str, Any]]]:
     by_name = values.of_parameters(label, tracked.world.suffix)
     for optimizer in tracked.optimizers[label]:
@@ -222,7 +222,7 @@ def _beside(param: torch.Tensor) -> pytree.Place:
     return place
 
 
-def value_tensors(tracked: Tracked, values: Values) -> set[str]:
+def value_tensors(tracked: StateRegistry, values: Values) -> set[str]:
     """Return the names of the tensors that the wanted values refer to."""
     wanted: list[Any] = []
     for name, thing in tracked.objects.items():

@@ -13,8 +13,8 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-from flashckpt.core.lineage import Life, is_abandoned
-from flashckpt.shm.control import Control, Published, decode_published, encode_published
+from flashckpt.core.lineage import Life, is_rolled_back
+from flashckpt.shm.control import Control, RankAcks, decode_acks, encode_acks
 
 _PREFIX = "flashckpt/complete"
 
@@ -32,7 +32,7 @@ class KeyValueStore(Protocol):
         """Return whether all keys exist."""
 
 
-class Watermark:
+class SnapshotAcks:
     """This rank's side: publish what it holds, read what all hold.
 
     Args:
@@ -77,7 +77,7 @@ class Watermark:
         """
         if passed is not None:
             self._passed = max(self._passed, passed)
-        mine = Published.of((i for i in identities if not is_abandoned(i, self._line)), self._passed)
+        mine = RankAcks.of((i for i in identities if not is_rolled_back(i, self._line)), self._passed)
         if self._control is not None:
             row = self._control.row(self._local_rank)
             if row.generation != self._generation or row.rank != self._rank:
@@ -85,12 +85,12 @@ class Watermark:
                 row.rank, row.world_size, row.generation = self._rank, self._world_size, self._generation
             row.publish(mine)
         if self._store is not None:
-            self._store.set(self._key(self._rank), encode_published(mine))
+            self._store.set(self._key(self._rank), encode_acks(mine))
 
-    def known(self) -> Known:
+    def known(self) -> AckedSnapshots:
         """Return what all ranks of this generation are known to hold, and what can never become common."""
         held = self._from_store() if self._store is not None else self._from_control()
-        return known_of(held, restored=self._restored)
+        return combine_acks(held, restored=self._restored)
 
     def common(self) -> list[tuple[int, int]]:
         """Return `known().common`, newest first."""
@@ -99,20 +99,20 @@ class Watermark:
     def _key(self, rank: int) -> str:
         return f"{_PREFIX}/g{self._generation}/r{rank}"
 
-    def _from_store(self) -> list[Published | None]:
+    def _from_store(self) -> list[RankAcks | None]:
         assert self._store is not None
         keys = [self._key(rank) for rank in range(self._world_size)]
         # check first: get() waits for a key that somebody has not set yet
-        return [decode_published(bytes(self._store.get(key))) if self._store.check([key]) else None for key in keys]
+        return [decode_acks(bytes(self._store.get(key))) if self._store.check([key]) else None for key in keys]
 
-    def _from_control(self) -> list[Published | None]:
+    def _from_control(self) -> list[RankAcks | None]:
         assert self._control is not None
-        return published(self._control, generation=self._generation, rows=self._local_world_size)
+        return rank_acks(self._control, generation=self._generation, rows=self._local_world_size)
 
 
-def published(control: Control, *, generation: int, rows: int | None = None) -> list[Published | None]:
+def rank_acks(control: Control, *, generation: int, rows: int | None = None) -> list[RankAcks | None]:
     """Return what each row has published; None for a row of another generation (a dead previous occupant)."""
-    found: list[Published | None] = []
+    found: list[RankAcks | None] = []
     for index in range(control.rows if rows is None else rows):
         row = control.row(index)
         found.append(row.published if row.generation == generation else None)
@@ -120,7 +120,7 @@ def published(control: Control, *, generation: int, rows: int | None = None) -> 
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Known:
+class AckedSnapshots:
     """What one rank knows of all.
 
     Attributes:
@@ -134,7 +134,7 @@ class Known:
     hopeless: frozenset[tuple[int, int]] = frozenset()
 
 
-def known_of(held: Sequence[Published | None], *, restored: tuple[int, int] | None = None) -> Known:
+def combine_acks(held: Sequence[RankAcks | None], *, restored: tuple[int, int] | None = None) -> AckedSnapshots:
     """Return what follows from the published lists of all ranks; None stands for a rank that has not published.
 
     `restored` is the snapshot in memory that this life began with: every rank agreed that it was common.
@@ -145,4 +145,4 @@ def known_of(held: Sequence[Published | None], *, restored: tuple[int, int] | No
     common: set[tuple[int, int]] = {restored} if restored is not None else set()
     if lists and len(lists) == len(held):
         common |= set.intersection(*(set(part.complete) for part in lists))
-    return Known(common=tuple(sorted(common, reverse=True)), hopeless=frozenset(hopeless))
+    return AckedSnapshots(common=tuple(sorted(common, reverse=True)), hopeless=frozenset(hopeless))

@@ -12,33 +12,33 @@ _NO_LIMIT = 1 << 60  # cgroup v1 writes "no limit" as a huge number
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Room:
+class Capacity:
     """Bytes that may still be taken, and by what they are limited."""
 
     nbytes: int
     limit: str
 
 
-def rooms(path: Path, *, proc: Path = Path("/proc")) -> list[Room]:
+def capacities(path: Path, *, proc: Path = Path("/proc")) -> list[Capacity]:
     """Return every limit on new pages of a file under `path` (an existing folder), smallest room first."""
     fs = os.statvfs(path)
-    found = [Room(nbytes=fs.f_bavail * fs.f_frsize, limit=f"free space of the file system of {path}")]
+    found = [Capacity(nbytes=fs.f_bavail * fs.f_frsize, limit=f"free space of the file system of {path}")]
     found += _machine(proc)
-    found += cgroup_rooms(proc=proc)
+    found += cgroup_capacities(proc=proc)
     return sorted(found, key=lambda room: room.nbytes)
 
 
-def check_room(path: Path, need: int, *, what: str, gc_job: str = "", proc: Path = Path("/proc")) -> None:
+def require_capacity(path: Path, need: int, *, what: str, gc_job: str = "", proc: Path = Path("/proc")) -> None:
     """Raise SharedMemoryError if `need` bytes may not be taken under `path`; reserves nothing.
 
     The error names need, room, what limits it, and the remedies.
     """
-    least = rooms(path, proc=proc)[0]
+    least = capacities(path, proc=proc)[0]
     if need > least.nbytes:
-        raise too_little(path, need, least, what=what, job=gc_job)
+        raise insufficient_memory(path, need, least, what=what, job=gc_job)
 
 
-def too_little(path: Path, need: int, least: Room, *, what: str, job: str = "") -> SharedMemoryError:
+def insufficient_memory(path: Path, need: int, least: Capacity, *, what: str, job: str = "") -> SharedMemoryError:
     """Return the error for `need` bytes that do not fit into `least`."""
     gib = -(-need // (1 << 30)) + 1
     return SharedMemoryError(
@@ -56,7 +56,7 @@ def too_little(path: Path, need: int, least: Room, *, what: str, job: str = "") 
     )  # fmt: skip
 
 
-def cgroup_rooms(*, proc: Path = Path("/proc")) -> list[Room]:
+def cgroup_capacities(*, proc: Path = Path("/proc")) -> list[Capacity]:
     """Return the room under every limited memory cgroup that this process is in, v1 and v2, ancestors included."""
     found = []
     for folder, top, version in _cgroup_folders(proc):
@@ -103,21 +103,21 @@ def _mounts(proc: Path, version: int) -> list[tuple[str, str]]:
     return found
 
 
-def _room_v2(folder: Path) -> Room | None:
+def _room_v2(folder: Path) -> Capacity | None:
     limit = _read(folder / "memory.max").strip()
     if not limit or limit == "max":
         return None
     used = int(_read(folder / "memory.current") or 0) - _reclaimable(folder, "inactive_file", "active_file")
-    return Room(nbytes=max(0, int(limit) - used), limit=f"memory.max of cgroup {folder}")
+    return Capacity(nbytes=max(0, int(limit) - used), limit=f"memory.max of cgroup {folder}")
 
 
-def _room_v1(folder: Path) -> Room | None:
+def _room_v1(folder: Path) -> Capacity | None:
     limit = int(_read(folder / "memory.limit_in_bytes") or _NO_LIMIT)
     if limit >= _NO_LIMIT:
         return None
     used = int(_read(folder / "memory.usage_in_bytes") or 0)
     used -= _reclaimable(folder, "total_inactive_file", "total_active_file")
-    return Room(nbytes=max(0, limit - used), limit=f"memory.limit_in_bytes of cgroup {folder}")
+    return Capacity(nbytes=max(0, limit - used), limit=f"memory.limit_in_bytes of cgroup {folder}")
 
 
 def _reclaimable(folder: Path, *names: str) -> int:
@@ -126,10 +126,10 @@ def _reclaimable(folder: Path, *names: str) -> int:
     return sum(int(pair[1]) for pair in pairs if len(pair) == 2 and pair[0] in names)
 
 
-def _machine(proc: Path) -> list[Room]:
+def _machine(proc: Path) -> list[Capacity]:
     for line in _read(proc / "meminfo").splitlines():
         if line.startswith("MemAvailable:"):
-            return [Room(nbytes=int(line.split()[1]) * 1024, limit="MemAvailable of the machine")]
+            return [Capacity(nbytes=int(line.split()[1]) * 1024, limit="MemAvailable of the machine")]
     return []
 
 

@@ -48,7 +48,7 @@ _LIST_AT = 128  # counter, number of pairs, digest, then the pair passed and up 
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Published:
+class RankAcks:
     """What a rank says of its snapshots.
 
     Attributes:
@@ -61,7 +61,7 @@ class Published:
     passed: tuple[int, int] = (-1, -1)
 
     @classmethod
-    def of(cls, identities: Iterable[tuple[int, int]], passed: tuple[int, int] | None = None) -> Published:
+    def of(cls, identities: Iterable[tuple[int, int]], passed: tuple[int, int] | None = None) -> RankAcks:
         """Return it with the newest MAX_COMPLETE of `identities`; `passed` is at least the newest of them."""
         complete = tuple(sorted(identities, reverse=True))[:MAX_COMPLETE]
         return cls(complete=complete, passed=max([(-1, -1), *complete, *([passed] if passed else [])]))
@@ -72,15 +72,15 @@ class Published:
         return is_listed and identity <= self.passed and identity not in self.complete
 
 
-def encode_published(what: Published) -> bytes:
+def encode_acks(what: RankAcks) -> bytes:
     """Return 16 bytes per pair: `passed`, then the identities."""
     return b"".join(struct.pack("<qq", *pair) for pair in (what.passed, *what.complete))
 
 
-def decode_published(raw: bytes) -> Published:
-    """Return what `encode_published` wrote."""
+def decode_acks(raw: bytes) -> RankAcks:
+    """Return what `encode_acks` wrote."""
     (g, s), *complete = struct.iter_unpack("<qq", raw)
-    return Published(passed=(g, s), complete=tuple((a, b) for a, b in complete))
+    return RankAcks(passed=(g, s), complete=tuple((a, b) for a, b in complete))
 
 
 class ControlRow:
@@ -128,7 +128,7 @@ class ControlRow:
             object.__setattr__(self, name, value)
 
     @property
-    def published(self) -> Published | None:
+    def published(self) -> RankAcks | None:
         """What this rank last published; None if it never did, or is just doing so, or was another generation."""
         at = self._at + _LIST_AT
         raw = bytes(self._map[at : at + 24 + 16 * (1 + MAX_COMPLETE)])
@@ -138,7 +138,7 @@ class ControlRow:
         pairs = raw[24 : 24 + 16 * count]
         if digest(struct.pack("q", self.generation) + pairs) != expected:
             return None
-        return decode_published(pairs)
+        return decode_acks(pairs)
 
     @property
     def complete(self) -> list[tuple[int, int]]:
@@ -148,11 +148,11 @@ class ControlRow:
 
     @complete.setter
     def complete(self, identities: Iterable[tuple[int, int]]) -> None:
-        self.publish(Published.of(identities))
+        self.publish(RankAcks.of(identities))
 
-    def publish(self, what: Published) -> None:
+    def publish(self, what: RankAcks) -> None:
         """Set what this rank holds. A digest ties it to the row's generation: set that one first."""
-        pairs = encode_published(what)
+        pairs = encode_acks(what)
         at = self._at + _LIST_AT
         counter = int(struct.unpack_from("Q", self._map, at)[0]) | 1
         struct.pack_into("Q", self._map, at, counter)

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from flashckpt.core.lineage import HasLineage, is_abandoned
+from flashckpt.core.lineage import HasLineage, is_rolled_back
 from flashckpt.errors import DamagedError, FormatVersionError
 from flashckpt.shm.job_directory import JobDirectory
 from flashckpt.shm.segment import Pin, Segment, SlotHeader, SlotState
@@ -20,7 +20,7 @@ _log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Held:
+class SlotEntry:
     """One slot of one segment, with the header that was read."""
 
     path: Path
@@ -30,7 +30,7 @@ class Held:
 
 
 @dataclass(frozen=True, kw_only=True)
-class View:
+class NodeInventory:
     """All slots of this node at one moment.
 
     Args:
@@ -40,16 +40,16 @@ class View:
         least_slots: Slots of the segment that has fewest; 0 without any.
     """
 
-    slots: Sequence[Held]
+    slots: Sequence[SlotEntry]
     lineage: Sequence[HasLineage] = ()
     reserved_bytes: int = 0
     least_slots: int = 0
-    _holders: dict[Identity, dict[int, Held]] = field(default_factory=dict)
+    _holders: dict[Identity, dict[int, SlotEntry]] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        holders: dict[Identity, dict[int, Held]] = defaultdict(dict)
+        holders: dict[Identity, dict[int, SlotEntry]] = defaultdict(dict)
         for held in self.slots:
-            if held.header.is_complete and not is_abandoned(held.header.identity, self.lineage):
+            if held.header.is_complete and not is_rolled_back(held.header.identity, self.lineage):
                 holders[held.header.identity][held.rank] = held
         self._holders.update(holders)
 
@@ -87,7 +87,7 @@ class View:
             if any(held.header.persist for held in self._holders[identity].values())
         ]
 
-    def holders(self, identity: Identity) -> dict[int, Held]:
+    def holders(self, identity: Identity) -> dict[int, SlotEntry]:
         """Return rank -> slot for the ranks that hold one snapshot."""
         return self._holders.get(identity, {})
 
@@ -103,9 +103,9 @@ class View:
         return newest < identity and identity[0] >= current
 
 
-def scan(directory: JobDirectory, lineage: Sequence[HasLineage] = ()) -> View:
+def scan(directory: JobDirectory, lineage: Sequence[HasLineage] = ()) -> NodeInventory:
     """Read the headers of all segments in the job directory; unreadable ones are left out and said."""
-    slots: list[Held] = []
+    slots: list[SlotEntry] = []
     reserved = least = 0
     for path in directory.segments():
         with contextlib.ExitStack() as stack:
@@ -120,14 +120,14 @@ def scan(directory: JobDirectory, lineage: Sequence[HasLineage] = ()) -> View:
                 _say_once(path.name, str(error).splitlines()[0])
                 continue
             slots += [
-                Held(path=path, slot=slot, rank=segment.spec.rank, header=header)
+                SlotEntry(path=path, slot=slot, rank=segment.spec.rank, header=header)
                 for slot, header in enumerate(headers)
                 if header.sequence
             ]
-    return View(slots=slots, lineage=lineage, reserved_bytes=reserved, least_slots=least)
+    return NodeInventory(slots=slots, lineage=lineage, reserved_bytes=reserved, least_slots=least)
 
 
-def pin(held: Held) -> Pin | None:
+def pin(held: SlotEntry) -> Pin | None:
     """Take a lease on a slot if it still holds the same snapshot."""
     try:
         with contextlib.closing(Segment.attach(held.path)) as segment:
@@ -140,7 +140,7 @@ def pin(held: Held) -> Pin | None:
     return taken
 
 
-def pin_all(view: View, identity: Identity, ranks: Sequence[int]) -> dict[int, Pin] | None:
+def pin_all(view: NodeInventory, identity: Identity, ranks: Sequence[int]) -> dict[int, Pin] | None:
     """Take leases on one snapshot of all `ranks`, or none and None if one of them is gone."""
     pins: dict[int, Pin] = {}
     for rank in ranks:

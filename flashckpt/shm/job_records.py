@@ -81,8 +81,8 @@ def write(path: Path, record: Any) -> None:
     except OSError as error:
         if error.errno not in (errno.ENOSPC, errno.EDQUOT):
             raise
-        least = capacity.rooms(path.parent)[0]
-        raise capacity.too_little(path.parent, len(raw), least, what=f"job {path.parent.name!r}") from error
+        least = capacity.capacities(path.parent)[0]
+        raise capacity.insufficient_memory(path.parent, len(raw), least, what=f"job {path.parent.name!r}") from error
 
 
 def _replace(path: Path, raw: bytes) -> None:

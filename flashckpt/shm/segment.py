@@ -88,7 +88,7 @@ class Segment:
             FileExistsError: `path` exists and nobody owns it: attach to it instead.
         """
         path = Path(path)
-        capacity.check_room(path.parent, spec.nbytes * together, what=f"job {spec.job!r}, rank {spec.rank}")
+        capacity.require_capacity(path.parent, spec.nbytes * together, what=f"job {spec.job!r}, rank {spec.rank}")
         block.sweep_temporary(path)
         temporary, memory = block.new(path, spec.nbytes)
         fd = os.open(temporary, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW)
@@ -309,7 +309,7 @@ class Segment:
 
     def _reserve_step(self, start: int, size: int) -> None:
         missing = 0 if os.fstat(self._fd).st_blocks * 512 >= self.spec.nbytes else size
-        least = capacity.rooms(self.path.parent)[0]
+        least = capacity.capacities(self.path.parent)[0]
         cause: OSError | None = None
         try:
             if least.nbytes >= missing:
@@ -320,7 +320,7 @@ class Segment:
         if not any(h.is_complete for h in self.headers()):
             self.remove_names()
         what = f"job {self.spec.job!r}, rank {self.spec.rank}"
-        raise capacity.too_little(self.path.parent, self.spec.nbytes - start, least, what=what) from cause
+        raise capacity.insufficient_memory(self.path.parent, self.spec.nbytes - start, least, what=what) from cause
 
 
 class SlotWriter:

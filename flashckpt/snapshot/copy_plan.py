@@ -13,7 +13,7 @@ from torch.distributed.tensor import DTensor
 from flashckpt.core.manifest import ShardTable, encode_table
 from flashckpt.core.shard import layout_hash, place
 from flashckpt.snapshot.copy import Item, StalePlanError, item_of, stale_plan
-from flashckpt.snapshot.segments import Need, manifest_room
+from flashckpt.snapshot.segments import MemoryNeed, manifest_room
 from flashckpt.state.deferred_optimizer import is_like
 from flashckpt.state.placement import local_of
 from flashckpt.state.structure import Structure
@@ -23,7 +23,7 @@ _FORM = operator.attrgetter("dtype", "shape")
 _FORMS_AT_A_TIME = 1024  # looked at without letting training have the interpreter
 
 
-class Plan:
+class CopyPlan:
     """Where every row of a structure goes: made once per structure, then only read.
 
     Args:
@@ -120,10 +120,10 @@ class Plan:
             if list(map(_FORM, tensors)) != forms:
                 raise next(stale_plan(i, i.local) for i in part if _FORM(i.local) != (i.dtype, i.shape))
 
-    def need(self, value_bytes: int) -> Need:
+    def need(self, value_bytes: int) -> MemoryNeed:
         """Return what a slot for this plan and about `value_bytes` of non-tensor state needs."""
         manifest = manifest_room(self.table, len(self.table_bytes), value_bytes)
-        return Need(layout=self.signature, data_bytes=self.total, manifest_bytes=manifest)
+        return MemoryNeed(layout=self.signature, data_bytes=self.total, manifest_bytes=manifest)
 
     def versions(self) -> list[int]:
         """Return the version counters of all fenced tensors."""

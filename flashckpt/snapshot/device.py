@@ -24,7 +24,7 @@ BATCH_BYTES = 64 << 20
 
 
 @dataclass(frozen=True, slots=True)
-class Marks:
+class StreamEvents:
     """What `mark` recorded: an event per device, clones of what is not fenced, and small ones of it gathered."""
 
     events: dict[torch.device, Any]
@@ -95,7 +95,7 @@ class Packs:
         return self.large, self.packs
 
 
-class CudaLanes:
+class DeviceCopier:
     """The side streams of one rank.
 
     Args:
@@ -108,7 +108,7 @@ class CudaLanes:
         self._last: dict[torch.device, Any] = {}
         self._fenced, self._unfenced = Packs(), Packs()
 
-    def mark(self, items: Sequence[Item], unfenced: Sequence[Item]) -> Marks:
+    def mark(self, items: Sequence[Item], unfenced: Sequence[Item]) -> StreamEvents:
         """Record what is queued now on each device's current stream: copies start behind it.
 
         Args:
@@ -125,9 +125,9 @@ class CudaLanes:
             event = self._api.Event()
             event.record(self._api.current_stream(device))
             events[device] = event
-        return Marks(events=events, clones=clones, packs=packs)
+        return StreamEvents(events=events, clones=clones, packs=packs)
 
-    def enqueue(self, items: Sequence[Item], buffer: Buffer, marks: Marks) -> list[Any]:
+    def enqueue(self, items: Sequence[Item], buffer: Buffer, marks: StreamEvents) -> list[Any]:
         """Queue every copy on the side streams (copy thread); return batches of (event, items, pack or None)."""
         large, packs = self._fenced.of(items)
         copies = [*marks.clones, *((item, None) for item in large)]

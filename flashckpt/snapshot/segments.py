@@ -15,7 +15,7 @@ from flashckpt.errors import ConfigError, DamagedError, FlashckptError, FormatVe
 from flashckpt.logs import guarded
 from flashckpt.planning.slot_policy import choose_slot
 from flashckpt.shm import capacity
-from flashckpt.shm.acks import Known
+from flashckpt.shm.acks import AckedSnapshots
 from flashckpt.shm.job_directory import JobDirectory
 from flashckpt.shm.segment import Segment, SegmentSpec, SlotPinned, SlotWriter
 from flashckpt.snapshot.reservation import Reservation
@@ -29,7 +29,7 @@ _LET_GO_S = 2.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Need:
+class MemoryNeed:
     """What one slot of a rank needs.
 
     Attributes:
@@ -47,17 +47,17 @@ class Need:
         """Bytes of a slot, its header page included, and a share of the superblock."""
         return self.data_bytes + self.manifest_bytes + 3 * 4096
 
-    def with_room(self, nbytes: int) -> Need:
+    def with_room(self, nbytes: int) -> MemoryNeed:
         """Return the same need with more bytes in the data area, for state that grows."""
         return replace(self, data_bytes=self.data_bytes + nbytes)
 
 
-def need_of(shards: Sequence[Shard], value_bytes: int = 0) -> Need:
+def need_of(shards: Sequence[Shard], value_bytes: int = 0) -> MemoryNeed:
     """Return what a slot for `shards` and about `value_bytes` of non-tensor state needs, with room to grow."""
     placement = place(shards)
     table = ShardTable.from_shards(shards, placement.offsets)
     manifest = manifest_room(table, len(encode_table(table)), value_bytes)
-    return Need(layout=layout_hash(shards), data_bytes=placement.total, manifest_bytes=manifest)
+    return MemoryNeed(layout=layout_hash(shards), data_bytes=placement.total, manifest_bytes=manifest)
 
 
 def manifest_room(table: ShardTable, table_bytes: int, value_bytes: int) -> int:
@@ -65,7 +65,7 @@ def manifest_room(table: ShardTable, table_bytes: int, value_bytes: int) -> int:
     return 2 * table_bytes + 8 * table.chunks + 4 * value_bytes + MANIFEST_SLACK_BYTES
 
 
-class RankMemory:
+class RankSegments:
     """The segments of one rank: one it writes, and older ones that the daemon retires.
 
     Args:
@@ -78,7 +78,7 @@ class RankMemory:
     def __init__(self, directory: JobDirectory, *, root_digest: int, rank: int, pin_for: int | None = None) -> None:
         self._directory, self._root_digest, self._rank, self._pin_for = directory, root_digest, rank, pin_for
         self._reservation = Reservation(pin_for=pin_for)
-        self._coming: Need | None = None
+        self._coming: MemoryNeed | None = None
 
     @property
     def segment(self) -> Segment | None:
@@ -105,7 +105,7 @@ class RankMemory:
                     time.sleep(0.01)
                 segment.refuse_if_owned()
 
-    def own_existing(self, need: Need) -> Segment | None:
+    def own_existing(self, need: MemoryNeed) -> Segment | None:
         """Return this rank's segment of an earlier life if it has room for `need`, now owned; None if there is none.
 
         Raises:
@@ -136,11 +136,11 @@ class RankMemory:
         return [self._directory.segment_path(self._rank, (layout + i) % (1 << 64)) for i in range(8)]
 
     @staticmethod
-    def _has_room(spec: SegmentSpec, need: Need) -> bool:
+    def _has_room(spec: SegmentSpec, need: MemoryNeed) -> bool:
         """Whether a snapshot fits; half of the manifest's need is headroom for values that grow."""
         return spec.data_capacity >= need.data_bytes and spec.manifest_capacity >= need.manifest_bytes // 2
 
-    def open(self, need: Need, *, slots: int | None, job: str) -> None:
+    def open(self, need: MemoryNeed, *, slots: int | None, job: str) -> None:
         """Adopt or create the segment and reserve it in the background.
 
         Args:
@@ -165,7 +165,7 @@ class RankMemory:
         if self._coming is not None and self._coming.slot_bytes <= SMALL_SLOT_BYTES:
             self.wait_first()
 
-    def replace(self, need: Need, *, slots: int | None, job: str) -> None:
+    def replace(self, need: MemoryNeed, *, slots: int | None, job: str) -> None:
         """Move to another segment: from now on there is no slot until a thread has made one. Costs the caller no waiting.
 
         The segment before is given up there, and removed if it never held a snapshot. What `open` raises is raised by
@@ -181,11 +181,11 @@ class RankMemory:
 
         coming.start(obtain)
 
-    def _obtain(self, need: Need, slots: int | None, job: str) -> Segment:
+    def _obtain(self, need: MemoryNeed, slots: int | None, job: str) -> Segment:
         segment = self.own_existing(need)
         return segment if segment is not None else self._create(need, slots, job)
 
-    def _create(self, need: Need, slots: int | None, job: str) -> Segment:
+    def _create(self, need: MemoryNeed, slots: int | None, job: str) -> Segment:
         path = next(p for p in self._paths(need.layout) if not p.exists())
         for count in [slots] if slots else [3, 2]:
             spec = SegmentSpec(
@@ -225,7 +225,7 @@ class RankMemory:
         """Whether the memory of some slot is made, so that a snapshot can be taken; does not wait. Raises as `is_ready`."""
         return self.is_ready or self._reservation.first.is_set()
 
-    def fits(self, need: Need) -> bool:
+    def fits(self, need: MemoryNeed) -> bool:
         """Whether a snapshot of another structure has room in the open segment, or in the one that is being made."""
         segment, coming = self.segment, self._coming
         if segment is not None:
@@ -242,7 +242,7 @@ class RankMemory:
         world_size: int,
         persist: bool,
         parent: tuple[int, int] | None,
-        known: Known,
+        known: AckedSnapshots,
         superseded: tuple[int, int] | None,
     ) -> SlotWriter | None:
         """Return a writer on the slot that may be overwritten, or None if there is none (invariant M1, pins)."""
@@ -304,14 +304,14 @@ def slots_for(need_bytes: int, free_bytes: int, wanted: int | None) -> int:
         if need_bytes * count <= free_bytes:
             return count
     least = wanted or 2
-    raise capacity.too_little(
+    raise capacity.insufficient_memory(
         Path("/dev/shm"),  # noqa: S108 -- only named in the remedy
         need_bytes * least,
-        capacity.Room(nbytes=free_bytes, limit="the tmpfs, the machine or a cgroup"),
+        capacity.Capacity(nbytes=free_bytes, limit="the tmpfs, the machine or a cgroup"),
         what=f"{least} slots per rank",
     )
 
 
 def free_bytes(directory: JobDirectory) -> int:
     """Return the bytes that may still be reserved on this node."""
-    return capacity.rooms(directory.path)[0].nbytes
+    return capacity.capacities(directory.path)[0].nbytes

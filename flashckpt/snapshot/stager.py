@@ -25,17 +25,17 @@ from flashckpt.snapshot.copy import (
     copy_item,
     hash_item,
 )
-from flashckpt.snapshot.copy_plan import Plan
-from flashckpt.snapshot.device import CudaLanes
+from flashckpt.snapshot.copy_plan import CopyPlan
+from flashckpt.snapshot.device import DeviceCopier
 from flashckpt.state.registry import Captured
 
-__all__ = ["Identity", "Plan", "Snapshot", "Stager", "StaleWatch", "fence_error"]
+__all__ = ["CopyPlan", "Snapshot", "SnapshotRequest", "Stager", "StaleWatch", "fence_error"]
 
 _log = guarded(logging.getLogger("flashckpt"))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Identity:
+class SnapshotRequest:
     """What a manifest says besides tensors and values."""
 
     job: str
@@ -64,8 +64,8 @@ class Snapshot:
         started_s, copied_s, done_s: `time.perf_counter()` of the phases.
     """
 
-    identity: Identity
-    plan: Plan
+    identity: SnapshotRequest
+    plan: CopyPlan
     writer: SlotWriter
     buffer: Buffer
     values: dict[str, Any]
@@ -120,7 +120,7 @@ class Stager:
         self._on_complete, self._on_failure = on_complete, on_failure
         self._queue: queue.SimpleQueue[Snapshot | None] = queue.SimpleQueue()
         self._thread: threading.Thread | None = None
-        self._lanes = CudaLanes()
+        self._lanes = DeviceCopier()
         self.current: Snapshot | None = None
 
     def ready(self) -> None:
@@ -130,7 +130,13 @@ class Stager:
             self._thread.start()
 
     def start(
-        self, plan: Plan, writer: SlotWriter, captured: Captured, identity: Identity, *, optimizer_steps: int = 0
+        self,
+        plan: CopyPlan,
+        writer: SlotWriter,
+        captured: Captured,
+        identity: SnapshotRequest,
+        *,
+        optimizer_steps: int = 0,
     ) -> Snapshot:
         """Copy what is not fenced, hand out the rest, return: no planning, no allocation that grows with the state.
 

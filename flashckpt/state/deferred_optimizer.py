@@ -18,10 +18,10 @@ from torch.distributed.tensor import DTensor
 
 from flashckpt.state import optimizer_state
 from flashckpt.state.placement import local_of
-from flashckpt.state.structure import Watch
+from flashckpt.state.structure import StructureGuard
 
 
-class Forthcoming:
+class PredictedTensor:
     """The state that several optimizers are going to make; empty once it was found or another plan was made.
 
     Args:
@@ -29,7 +29,7 @@ class Forthcoming:
     """
 
     def __init__(self, optimizers: Iterable[torch.optim.Optimizer] = ()) -> None:
-        self._parts = [part for o in optimizers if (part := Ahead.of(o)) is not None]
+        self._parts = [part for o in optimizers if (part := PredictedState.of(o)) is not None]
 
     def __bool__(self) -> bool:
         return bool(self._parts)
@@ -39,7 +39,7 @@ class Forthcoming:
         """The tensors that stand for state that does not exist yet."""
         return [tensor for part in self._parts for tensor in part.stand_ins]
 
-    def of(self, optimizer: torch.optim.Optimizer) -> Ahead | None:
+    def of(self, optimizer: torch.optim.Optimizer) -> PredictedState | None:
         """Return the part of one optimizer."""
         return next((part for part in self._parts if part.optimizer is optimizer), None)
 
@@ -48,14 +48,14 @@ class Forthcoming:
         parts = [part.found() for part in self._parts]
         return None if None in parts else list(chain.from_iterable(part for part in parts if part))
 
-    def watch(self, tensors: Iterable[torch.Tensor]) -> Watch:
+    def watch(self, tensors: Iterable[torch.Tensor]) -> StructureGuard:
         """Return a watch over the state that was found, and so over every later change of it."""
         states = [part.optimizer.state for part in self._parts]
         dicts = [members for state in states for members in (state, *state.values())]
-        return Watch(dicts, [], [tensor for tensor in tensors if type(tensor) is DTensor])
+        return StructureGuard(dicts, [], [tensor for tensor in tensors if type(tensor) is DTensor])
 
 
-class Ahead:
+class PredictedState:
     """The state that one optimizer is going to make, parameter by parameter, in the order in which it makes it.
 
     Attributes:
@@ -77,7 +77,7 @@ class Ahead:
         ]
 
     @classmethod
-    def of(cls, optimizer: torch.optim.Optimizer) -> Ahead | None:
+    def of(cls, optimizer: torch.optim.Optimizer) -> PredictedState | None:
         """Return what `optimizer` will make; None where it has state already, has none at all, or is not known."""
         if any(optimizer.state.values()) or not type(optimizer).__module__.startswith("torch.optim."):
             return None  # somebody's subclass may well keep its state in another form

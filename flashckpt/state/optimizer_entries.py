@@ -12,10 +12,18 @@ from torch.distributed.tensor import DTensor
 
 from flashckpt.core.shard import Shard
 from flashckpt.errors import UnsupportedStateError
-from flashckpt.planning.write_partition import Share
+from flashckpt.planning.write_partition import WriteShare
 from flashckpt.state import modules, optimizer_state, state_forms
-from flashckpt.state.deferred_optimizer import Forthcoming
-from flashckpt.state.placement import Spread, World, boxes_of, local_of, shard_of, shared_out, spread_of_dtensor
+from flashckpt.state.deferred_optimizer import PredictedTensor
+from flashckpt.state.placement import (
+    Replication,
+    World,
+    boxes_of,
+    local_of,
+    shard_of,
+    split_among_replicas,
+    spread_of_dtensor,
+)
 from flashckpt.state.state_forms import Form
 
 Enter = Callable[..., None]
@@ -60,9 +68,9 @@ class OptimizerEntries:
         self,
         world: World,
         names: Mapping[int, str],
-        spreads: Mapping[int, tuple[Spread, str]],
-        chosen: Mapping[str, tuple[Share, ...]],
-        ahead: Forthcoming,
+        spreads: Mapping[int, tuple[Replication, str]],
+        chosen: Mapping[str, tuple[WriteShare, ...]],
+        ahead: PredictedTensor,
         enter: Enter,
     ) -> None:
         self._world, self._names, self._spreads, self._chosen = world, names, spreads, chosen
@@ -112,18 +120,18 @@ class OptimizerEntries:
                 remedy="clone it inside the optimizer",
             )
 
-    def _spread(self, param: torch.Tensor, tensor: torch.Tensor) -> tuple[Spread, tuple[Share, ...]]:
+    def _spread(self, param: torch.Tensor, tensor: torch.Tensor) -> tuple[Replication, tuple[WriteShare, ...]]:
         spread, full = self._spreads[id(param)]
         if isinstance(tensor, DTensor):
             own = spread_of_dtensor(tensor, self._world)
             return own, self._chosen.get(full, ()) if own == spread else ()
         if state_forms.is_of_one_rank(param, tensor):
-            return Spread(per_rank=True), ()
+            return Replication(per_rank=True), ()
         if isinstance(param, DTensor) and tensor.shape != local_of(param).shape:
             mesh = param.device_mesh  # scalars of a sharded parameter are equal on its whole mesh
             count = mesh.size() * spread.replicas
             first = spread.index == 0 and not any(mesh.get_coordinate() or ())
-            return Spread(replicas=count, index=0 if first else 1), ()
+            return Replication(replicas=count, index=0 if first else 1), ()
         return spread, self._chosen.get(full, ())
 
     def _forthcoming(self, label: str, optimizer: torch.optim.Optimizer) -> Iterator[Shard]:
@@ -133,10 +141,10 @@ class OptimizerEntries:
             kind = str(dtype).removeprefix("torch.")
             scalar = torch.zeros((), dtype=dtype)
             like = param if full_shape else scalar
-            shares: Sequence[Share] = self._chosen.get(full, ())
+            shares: Sequence[WriteShare] = self._chosen.get(full, ())
             if not full_shape:
                 spread, shares = self._spread(param, scalar)
-            for box in shared_out(boxes_of(name, like), kind, spread, shares):
+            for box in split_among_replicas(boxes_of(name, like), kind, spread, shares):
                 yield shard_of(name, kind, box)
 
 

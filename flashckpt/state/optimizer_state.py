@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from flashckpt.errors import ConfigError, UnsupportedStateError
-from flashckpt.state.pytree import Place, put_together, take_apart
+from flashckpt.state.pytree import Place, flatten, unflatten
 
 Named = Mapping[int, str]
 """id(parameter) -> its global name without the track name, e.g. `layers.3.w1.weight`."""
@@ -142,7 +142,7 @@ def groups(
         [{k: v for k, v in group.items() if k not in ("params", "param_names")} for group in optimizer.param_groups]
         for optimizer in optimizers
     ]
-    skeleton, tensors = take_apart(hyper, path)
+    skeleton, tensors = flatten(hyper, path)
     for one, own in zip(skeleton, named, strict=True):
         for group, params in zip(one, own, strict=True):
             group["params"] = params
@@ -224,7 +224,7 @@ def restore_groups(
         tensor: Gives the tensors in them by name.
         place: Brings them to where they lay.
     """
-    fitting, missing = _fitting(optimizers, names, [put_together(value, tensor, place=place) for value in recorded])
+    fitting, missing = _fitting(optimizers, names, [unflatten(value, tensor, place=place) for value in recorded])
     for group, found in fitting:
         _set_group(group, found)
     return missing
@@ -232,7 +232,7 @@ def restore_groups(
 
 def misfits(optimizers: Sequence[torch.optim.Optimizer], names: Named, recorded: Sequence[Any]) -> list[str]:
     """Return what `restore_groups` would, before any tensor is there: settings that are tensors are not compared."""
-    return _fitting(optimizers, names, [put_together(value, lambda _: torch.empty(0)) for value in recorded])[1]
+    return _fitting(optimizers, names, [unflatten(value, lambda _: torch.empty(0)) for value in recorded])[1]
 
 
 def _fitting(

@@ -22,7 +22,7 @@ from torch.distributed.tensor.placement_types import _StridedShard
 
 from flashckpt.core.shard import ITEMSIZE, Shard
 from flashckpt.errors import UnsupportedStateError
-from flashckpt.planning.write_partition import ROW_BYTES, Share, cut_dimension, split_rows
+from flashckpt.planning.write_partition import ROW_BYTES, WriteShare, cut_dimension, split_rows
 
 STAGE_DIMS = frozenset({"pp", "pipe", "pipeline", "stage"})
 """Mesh dimensions whose ranks hold different tensors, so that they never make replicas."""
@@ -44,7 +44,7 @@ class Box:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Spread:
+class Replication:
     """How one kind of tensor is spread over ranks.
 
     Attributes:
@@ -114,21 +114,21 @@ def current_world(mesh: DeviceMesh | None = None, replicated_over: Any = None) -
     return World(rank=rank, size=size, mesh=mesh, replicated=replicated_over == "world", group=group)
 
 
-def spread_of_plain(world: World, ddp_ranks: Sequence[int] | None = None) -> Spread:
+def spread_of_plain(world: World, ddp_ranks: Sequence[int] | None = None) -> Replication:
     """Return how a tensor that is no DTensor is spread; `ddp_ranks` are the ranks of its DDP wrapper."""
     if world.size == 1:
-        return Spread()
+        return Replication()
     ranks = ddp_ranks if ddp_ranks is not None else world.group
     if ranks is None and world.replicated:
         ranks = range(world.size)
     if ranks is not None:
-        return Spread(replicas=len(ranks), index=list(ranks).index(world.rank), over=tuple(ranks))
+        return Replication(replicas=len(ranks), index=list(ranks).index(world.rank), over=tuple(ranks))
     if world.mesh is not None:
         return _over_dims(world.mesh, lambda name: name not in STAGE_DIMS)
-    return Spread(per_rank=True)
+    return Replication(per_rank=True)
 
 
-def spread_of_dtensor(tensor: DTensor, world: World) -> Spread:
+def spread_of_dtensor(tensor: DTensor, world: World) -> Replication:
     """Return how equal copies of the local shard of `tensor` are spread: over its replicated mesh dimensions.
 
     With a mesh given to `track()`, dimensions of it that the tensor's own mesh lacks count as replicas too,
@@ -146,7 +146,7 @@ def spread_of_dtensor(tensor: DTensor, world: World) -> Spread:
         other = _over_dims(world.mesh, lambda name: name not in STAGE_DIMS and name not in own)
         count, index = count * other.replicas, index * other.replicas + other.index
         over += other.over
-    return Spread(replicas=count, index=index, over=over)
+    return Replication(replicas=count, index=index, over=over)
 
 
 @functools.lru_cache(maxsize=64)
@@ -157,14 +157,14 @@ def _ranks_over(mesh: DeviceMesh, dims: tuple[int, ...]) -> tuple[int, ...]:
     return tuple(int(rank) for rank in mesh.mesh[at].flatten().tolist())
 
 
-def _over_dims(mesh: DeviceMesh, wanted: Any) -> Spread:
+def _over_dims(mesh: DeviceMesh, wanted: Any) -> Replication:
     coordinate = mesh.get_coordinate() or [0] * mesh.ndim
     count, index = 1, 0
     names = tuple(name for name in mesh.mesh_dim_names or () if wanted(name))
     for dim, name in enumerate(mesh.mesh_dim_names or ()):
         if name in names:
             count, index = count * mesh.size(dim), index * mesh.size(dim) + int(coordinate[dim])
-    return Spread(replicas=count, index=index, over=names)
+    return Replication(replicas=count, index=index, over=names)
 
 
 def boxes_of(name: str, tensor: torch.Tensor) -> tuple[Box, ...]:
@@ -263,7 +263,9 @@ def _is_plain(tensor: torch.Tensor) -> bool:
     return type(tensor).__torch_dispatch__ is torch.Tensor.__torch_dispatch__
 
 
-def shared_out(boxes: Sequence[Box], dtype: str, spread: Spread, shares: Sequence[Share] = ()) -> tuple[Box, ...]:
+def split_among_replicas(
+    boxes: Sequence[Box], dtype: str, spread: Replication, shares: Sequence[WriteShare] = ()
+) -> tuple[Box, ...]:
     """Return the rows of one tensor: its boxes, cut where its replicas persist parts of it, none above ROW_BYTES.
 
     Args:
@@ -273,7 +275,7 @@ def shared_out(boxes: Sequence[Box], dtype: str, spread: Spread, shares: Sequenc
         shares: Who persists which rows of its one box (`balance.deal`); where they are of a tensor of another
             shape (a scalar of the optimizer) or there are several boxes, all goes to the writer of the first.
     """
-    (first, *_) = shares or (Share(start=0, stop=0, writer=0),)
+    (first, *_) = shares or (WriteShare(start=0, stop=0, writer=0),)
     dim = cut_dimension(boxes[0].lengths)
     rows = boxes[0].lengths[dim] if boxes[0].lengths else 1
     if len(boxes) == 1 and len(shares) > 1 and shares[-1].stop == rows:

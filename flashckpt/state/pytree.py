@@ -23,7 +23,7 @@ DEEPEST = 64
 """Levels of dicts, lists and tuples inside each other that a value may have; a decoder recurses for each."""
 
 
-def take_apart(tree: Any, name: str, *, mesh: DeviceMesh | None = None) -> tuple[Any, dict[str, torch.Tensor]]:
+def flatten(tree: Any, name: str, *, mesh: DeviceMesh | None = None) -> tuple[Any, dict[str, torch.Tensor]]:
     """Return (skeleton, tensors by name) of a state dict; a tensor that occurs twice is one tensor with one name.
 
     Args:
@@ -150,14 +150,14 @@ def refuse_depth(path: str) -> None:
 
 
 def tensor_names(skeleton: Any) -> list[str]:
-    """Return the names of the tensors that `put_together` will ask for."""
+    """Return the names of the tensors that `unflatten` will ask for."""
     names: list[str] = []
 
     def note(name: str) -> torch.Tensor:
         names.append(name)
         return torch.empty(0)
 
-    put_together(skeleton, note)
+    unflatten(skeleton, note)
     return names
 
 
@@ -165,8 +165,8 @@ Place = Callable[[torch.Tensor, Mapping[str, Any]], torch.Tensor]
 """Brings a tensor to where it lay: the second argument has "device", and "replicated" where it was a DTensor."""
 
 
-def put_together(skeleton: Any, tensor: Callable[[str], torch.Tensor], *, place: Place | None = None) -> Any:
-    """Return the state dict that `take_apart` took apart.
+def unflatten(skeleton: Any, tensor: Callable[[str], torch.Tensor], *, place: Place | None = None) -> Any:
+    """Return the state dict that `flatten` took apart.
 
     Args:
         skeleton: What it returned.

@@ -12,24 +12,24 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from flashckpt.errors import ConfigError, UnsupportedStateError
-from flashckpt.planning.write_partition import Part, Share, cut_dimension, deal
+from flashckpt.planning.write_partition import WritePart, WriteShare, cut_dimension, partition_writes
 from flashckpt.state import modules, optimizer_extra, optimizer_state, pytree, rng, samplers
-from flashckpt.state.deferred_optimizer import Forthcoming
+from flashckpt.state.deferred_optimizer import PredictedTensor
 from flashckpt.state.depth import refuse_deep
 from flashckpt.state.optimizer_entries import Enter, OptimizerEntries, StateValue
 from flashckpt.state.placement import (
     Box,
-    Spread,
+    Replication,
     World,
     box_bytes,
     boxes_of,
     dtype_name,
-    shared_out,
+    split_among_replicas,
     spread_of_dtensor,
     spread_of_plain,
 )
 from flashckpt.state.state_forms import Form
-from flashckpt.state.structure import Entry, Structure, Watch, structure_of
+from flashckpt.state.structure import Entry, Structure, StructureGuard, structure_of
 
 _MOST_READINGS = 3
 _REPLICATED_TYPES = (torch.optim.lr_scheduler.LRScheduler, torch.amp.GradScaler)
@@ -53,7 +53,7 @@ class Captured:
         return tuple((name, t.dtype, t.shape, t.layout) for name, t in self.tensors.items())
 
 
-class Tracked:
+class StateRegistry:
     """The tracked objects of one process.
 
     Attributes:
@@ -73,10 +73,10 @@ class Tracked:
         self.objects: dict[str, Any] = {}
         self.rng = False
         self.fenced: set[str] = set()
-        self.watch = Watch([], [])
+        self.watch = StructureGuard([], [])
         self.planned: Structure | None = None
-        self.ahead = Forthcoming()
-        self._appeared = Watch([], [])
+        self.ahead = PredictedTensor()
+        self._appeared = StructureGuard([], [])
         self.aliases: dict[str, str] = {}
         self._values: list[StateValue] = []
         self._forms: dict[str, dict[str, Form]] = {}
@@ -159,7 +159,7 @@ class Tracked:
         """Return the tensors that have taken the place of those planned ahead; None: not all of them, or others."""
         tensors = self.ahead.found() if self.ahead else None
         if tensors is not None and self._rest_holds():
-            self._appeared, self.ahead = self.ahead.watch(tensors), Forthcoming()
+            self._appeared, self.ahead = self.ahead.watch(tensors), PredictedTensor()
             return tensors
         return None
 
@@ -201,7 +201,7 @@ class Tracked:
         boxes = {full: boxes_of(full, owner.tensor) for full, owner in found.items()}
         chosen = self._shares(found, boxes)
         entries: dict[str, Entry] = {}
-        spreads: dict[int, tuple[Spread, str]] = {}
+        spreads: dict[int, tuple[Replication, str]] = {}
         for full, owner in found.items():
             spread = self._spread(owner)
             label = full.partition(".")[0]
@@ -212,13 +212,13 @@ class Tracked:
         self._names, self._groups = self._parameter_names(found, aliases), {}
         for alias, full in aliases.items():
             spreads.setdefault(id(self._aliased[alias]), (self._spread(found[full]), full))
-        self.ahead = Forthcoming(self.all_optimizers() if ahead else ())
+        self.ahead = PredictedTensor(self.all_optimizers() if ahead else ())
         enter = functools.partial(self._enter, entries)
         state = self._optimizer_entries(enter, spreads, chosen)
         for name, tensor in captured.tensors.items():
             if name in entries and entries[name].tensor is tensor:
                 continue  # it was a number when the values were looked for, and is a held tensor from now on
-            spread = Spread(per_rank="@" in name and self.world.size > 1)
+            spread = Replication(per_rank="@" in name and self.world.size > 1)
             if isinstance(tensor, DTensor):
                 spread = spread_of_dtensor(tensor, self.world)
             self._enter(entries, name, tensor, boxes_of(name, tensor), spread=spread, fenced=False)
@@ -265,20 +265,20 @@ class Tracked:
             names.setdefault(id(self._aliased[alias]), _short(alias))
         return names
 
-    def _spread(self, one: modules.ModuleTensor) -> Spread:
+    def _spread(self, one: modules.ModuleTensor) -> Replication:
         if isinstance(one.tensor, DTensor):
             return spread_of_dtensor(one.tensor, self.world)
         return spread_of_plain(self.world, one.ddp_ranks)
 
     def _shares(
         self, found: dict[str, modules.ModuleTensor], boxes: dict[str, tuple[Box, ...]]
-    ) -> dict[str, tuple[Share, ...]]:
+    ) -> dict[str, tuple[WriteShare, ...]]:
         """Return which replica persists which rows of each parameter and its state, balanced within each replica set.
 
         Sizes of optimizer state are those it will have: the cuts must not move with the first step.
         """
         state_bytes = optimizer_state.bytes_per_byte(self.all_optimizers())
-        sets: dict[tuple[int, tuple[Any, ...]], list[Part]] = {}
+        sets: dict[tuple[int, tuple[Any, ...]], list[WritePart]] = {}
         for full, one in found.items():
             spread = self._spread(one)
             if spread.replicas > 1 and one.is_parameter:  # buffers stay with replica 0, whose DDP broadcasts
@@ -286,9 +286,13 @@ class Tracked:
                 nbytes = box_bytes(dtype_name(full, one.tensor), boxes[full])
                 rows = 1 if others or not box.lengths else box.lengths[cut_dimension(box.lengths)]
                 weight = nbytes * (1 + state_bytes.get(id(one.tensor), 0))
-                part = Part(name=full, rows=rows, nbytes=nbytes, weight=weight)
+                part = WritePart(name=full, rows=rows, nbytes=nbytes, weight=weight)
                 sets.setdefault((spread.replicas, spread.over), []).append(part)
-        return {name: shares for (count, _), parts in sets.items() for name, shares in deal(parts, count).items()}
+        return {
+            name: shares
+            for (count, _), parts in sets.items()
+            for name, shares in partition_writes(parts, count).items()
+        }
 
     def _enter(
         self,
@@ -297,8 +301,8 @@ class Tracked:
         tensor: torch.Tensor,
         boxes: Sequence[Box],
         *,
-        spread: Spread,
-        shares: Sequence[Share] = (),
+        spread: Replication,
+        shares: Sequence[WriteShare] = (),
         fenced: bool,
     ) -> None:
         dtype = dtype_name(full, tensor)
@@ -309,7 +313,7 @@ class Tracked:
             fqn=fqn,
             tensor=tensor,
             dtype=dtype,
-            boxes=shared_out(boxes, dtype, spread, shares),
+            boxes=split_among_replicas(boxes, dtype, spread, shares),
             replicas=spread.replicas,
             fenced=fenced and not tensor.is_inference(),
         )
@@ -338,8 +342,8 @@ class Tracked:
                     (mixed if id(state) in changing else dicts).append(state)
             lists += [group["params"] for group in optimizer.param_groups]
             lists.append(optimizer.param_groups)
-        self.watch = Watch(dicts, lists, sharded, mixed=mixed, is_member=_is_watched)
-        self._appeared = Watch([], [])
+        self.watch = StructureGuard(dicts, lists, sharded, mixed=mixed, is_member=_is_watched)
+        self._appeared = StructureGuard([], [])
         self._extra = [
             (f"{label}.{name}", module)
             for label, parts in self.modules.items()
@@ -360,11 +364,11 @@ class Tracked:
         suffix = self.world.suffix
         for name, thing in self.objects.items():
             key = self.key_of(name, thing)
-            values[key], own = pytree.take_apart(thing.state_dict(), key)
+            values[key], own = pytree.flatten(thing.state_dict(), key)
             tensors |= own
         self._capture_optimizers(values, tensors)
         for name, module in self._extra:
-            values[name], own = pytree.take_apart(module.get_extra_state(), name)
+            values[name], own = pytree.flatten(module.get_extra_state(), name)
             tensors |= own
         if self.aliases:
             values["aliases"] = self.aliases
@@ -380,16 +384,16 @@ class Tracked:
             tensors |= own
             if any(extra := self._extras.read(group)):
                 key = f"{label}.extra@{suffix}"
-                values[key], own = pytree.take_apart(extra, key)
+                values[key], own = pytree.flatten(extra, key)
                 tensors |= own
         for value in self._values:
-            values[value.name], own = pytree.take_apart(value.state.get(value.key), value.name, mesh=value.mesh)
+            values[value.name], own = pytree.flatten(value.state.get(value.key), value.name, mesh=value.mesh)
             tensors |= own
         for label, per_optimizer in self._others:
             if any(per_optimizer):
                 key = f"{label}.state@{suffix}"
                 others = [{k: state.get(k) for k, state in one.items()} for one in per_optimizer]
-                values[key], own = pytree.take_apart(others, key)
+                values[key], own = pytree.flatten(others, key)
                 tensors |= own
         for label, forms in self._forms.items():
             values[f"{label}.forms{stage}"] = forms

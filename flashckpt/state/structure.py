@@ -52,7 +52,7 @@ class Row:
     shard: Shard
 
 
-class Watch:
+class StructureGuard:
     """Sees that a dict or list of tensors, or a DTensor, got another member: about 40 ns per member.
 
     Args:

@@ -16,7 +16,7 @@ from urllib.parse import urlsplit
 import numpy as np
 
 from flashckpt.errors import ConfigError, DataError
-from flashckpt.sampler.datasets.remote_file import Blob, is_remote, local_path
+from flashckpt.sampler.datasets.remote_file import RemoteFile, is_remote, local_path
 
 
 class RowGroups:
@@ -55,7 +55,7 @@ class RowGroups:
             raise DataError(f"{self.urls} hold no rows", found="0 rows", expected="1 or more")
         self.block_size = int(max(sizes))
         identities = [
-            Blob(url, storage_options=self._options if is_remote(url) else None).identity() for url in self.urls
+            RemoteFile(url, storage_options=self._options if is_remote(url) else None).identity() for url in self.urls
         ]
         self.fingerprint = f"{self.kind}:{self._columns}:{identities}"
         self._forget()  # nothing stays open across a fork

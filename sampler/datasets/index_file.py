@@ -19,7 +19,7 @@ import numpy as np
 import numpy.typing as npt
 
 from flashckpt.errors import DataError
-from flashckpt.sampler.datasets.remote_file import Blob, is_remote, local_path
+from flashckpt.sampler.datasets.remote_file import RemoteFile, is_remote, local_path
 
 MAGIC = b"FCKIDX1\n"
 _TYPES = {"<i8", "<i4"}
@@ -107,7 +107,7 @@ def read(
     url: str, kind: str, storage_options: Mapping[str, Any] | None = None
 ) -> tuple[dict[str, Any], dict[str, Array]]:
     """Read and check an index file; see `decode`."""
-    blob = Blob(url, storage_options=storage_options)
+    blob = RemoteFile(url, storage_options=storage_options)
     return decode(b"".join(data for _, data in blob.chunks()), kind, url)
 
 

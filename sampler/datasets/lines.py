@@ -12,7 +12,7 @@ import numpy as np
 from flashckpt.errors import DataError
 from flashckpt.sampler.datasets import index_file
 from flashckpt.sampler.datasets.index_file import Array
-from flashckpt.sampler.datasets.remote_file import Blob, is_remote
+from flashckpt.sampler.datasets.remote_file import RemoteFile, is_remote
 
 INDEX_SUFFIX = ".fckidx"
 _KIND = "lines"
@@ -26,7 +26,7 @@ def build_line_index(
 ) -> str:
     """Scan a text file once and write the index of its lines; return where it lies (default: beside the data)."""
     place = os.fspath(index) if index is not None else os.fspath(url) + INDEX_SUFFIX
-    blob = Blob(url, storage_options=storage_options)
+    blob = RemoteFile(url, storage_options=storage_options)
     index_file.write(place, index_file.encode(_KIND, _facts(blob), {"starts": _starts(blob)}), storage_options)
     return place
 
@@ -38,8 +38,8 @@ class TextLines:
         url: A path or fsspec URL; UTF-8, lines end with a newline (the last one need not).
         index: Where the index lies; default: beside the data. A missing one is built for local files.
         storage_options: For fsspec.
-        block_bytes: See `Blob`.
-        cache_blocks: See `Blob`.
+        block_bytes: See `RemoteFile`.
+        cache_blocks: See `RemoteFile`.
 
     Raises:
         DataError: the file is missing or empty, or the index is missing, damaged or of other data.
@@ -54,7 +54,9 @@ class TextLines:
         block_bytes: int = 1 << 20,
         cache_blocks: int = 16,
     ) -> None:
-        self._blob = Blob(url, storage_options=storage_options, block_bytes=block_bytes, cache_blocks=cache_blocks)
+        self._blob = RemoteFile(
+            url, storage_options=storage_options, block_bytes=block_bytes, cache_blocks=cache_blocks
+        )
         facts = _facts(self._blob)
         self.fingerprint = f"lines:{facts['data']}"
         self._starts = self._index(os.fspath(index) if index is not None else None, facts, storage_options)
@@ -129,11 +131,11 @@ class JsonLines(TextLines):
             raise self._damaged(line, f"{type(error).__name__}: {error}", expected) from error
 
 
-def _facts(blob: Blob) -> dict[str, Any]:
+def _facts(blob: RemoteFile) -> dict[str, Any]:
     return {"data": blob.identity()}
 
 
-def _starts(blob: Blob) -> Array:
+def _starts(blob: RemoteFile) -> Array:
     starts = [np.zeros(1, np.int64)]
     for offset, data in blob.chunks():
         starts.append(np.flatnonzero(np.frombuffer(data, np.uint8) == 10).astype(np.int64) + offset + 1)

@@ -31,7 +31,7 @@ def local_path(url: str) -> Path:
     return Path(urlsplit(url).path if url.startswith("file:") else url)
 
 
-class Blob:
+class RemoteFile:
     """Read-only bytes of one file.
 
     Args:

@@ -12,7 +12,7 @@ import numpy.typing as npt
 
 from flashckpt.errors import ConfigError, DataError
 from flashckpt.sampler.datasets.index_file import Array
-from flashckpt.sampler.datasets.remote_file import Blob
+from flashckpt.sampler.datasets.remote_file import RemoteFile
 
 Tokens = npt.NDArray[np.int64]
 
@@ -35,8 +35,8 @@ class TokenFile:
         extra: Tokens behind the window that come with it (1 for next-token targets).
         header_bytes: Bytes to leave out at the start of the file.
         storage_options: For fsspec.
-        block_bytes: See `Blob`.
-        cache_blocks: See `Blob`.
+        block_bytes: See `RemoteFile`.
+        cache_blocks: See `RemoteFile`.
 
     Raises:
         DataError: the file is missing, cut inside a token, or shorter than one window.
@@ -60,7 +60,9 @@ class TokenFile:
                 found=f"dtype {dtype!r}, window {window}, extra {extra}",
                 expected=f"one of {', '.join(_TOKEN_TYPES)}; a window of 1 or more",
             )
-        self._blob = Blob(url, storage_options=storage_options, block_bytes=block_bytes, cache_blocks=cache_blocks)
+        self._blob = RemoteFile(
+            url, storage_options=storage_options, block_bytes=block_bytes, cache_blocks=cache_blocks
+        )
         self._dtype = np.dtype(dtype).newbyteorder("<")
         self._header, self.window, self.extra = header_bytes, window, extra
         body = self._blob.nbytes - header_bytes
@@ -105,8 +107,8 @@ class MegatronFile:
             sequence per sample, in full length.
         extra: Tokens behind the window that come with it.
         storage_options: For fsspec.
-        block_bytes: See `Blob`.
-        cache_blocks: See `Blob`.
+        block_bytes: See `RemoteFile`.
+        cache_blocks: See `RemoteFile`.
 
     Raises:
         DataError: a file is missing, damaged or truncated, or the index does not fit its data.
@@ -123,8 +125,8 @@ class MegatronFile:
         cache_blocks: int = 16,
     ) -> None:
         name = os.fspath(prefix)
-        index = Blob(f"{name}.idx", storage_options=storage_options)
-        self._blob = Blob(
+        index = RemoteFile(f"{name}.idx", storage_options=storage_options)
+        self._blob = RemoteFile(
             f"{name}.bin", storage_options=storage_options, block_bytes=block_bytes, cache_blocks=cache_blocks
         )
         self._dtype, self.lengths, self._pointers, documents = _decode_index(index, self._blob)
@@ -164,7 +166,7 @@ class MegatronFile:
         return np.frombuffer(data, self._dtype).astype(np.int64)
 
 
-def _decode_index(index: Blob, data: Blob) -> tuple[np.dtype[Any], Array, Array, Array]:
+def _decode_index(index: RemoteFile, data: RemoteFile) -> tuple[np.dtype[Any], Array, Array, Array]:
     """Return (token type, sequence lengths, byte pointers, document boundaries), checked against the data."""
     content = index.read(0, index.nbytes)
     if len(content) < _HEADER.size or content[:9] != _MAGIC:
@@ -190,7 +192,7 @@ def _decode_index(index: Blob, data: Blob) -> tuple[np.dtype[Any], Array, Array,
     return dtype, lengths, pointers, documents
 
 
-def _misfit(index: Blob, found: str, expected: str) -> DataError:
+def _misfit(index: RemoteFile, found: str, expected: str) -> DataError:
     return DataError(
         f"the index {index.url} is damaged or does not fit its data",
         found=found,

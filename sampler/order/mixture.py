@@ -60,7 +60,7 @@ class Schedule:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Segment:
+class ScheduleSegment:
     """Weights in force from a position on, and what each source had handed out before."""
 
     start: int
@@ -86,14 +86,14 @@ class MixtureStream:
         self._sources = [
             EpochStream(n, seed=_source_seed(seed, number), order=order) for number, n in enumerate(lengths)
         ]
-        self.segments: list[Segment] = []
+        self.segments: list[ScheduleSegment] = []
         self.set_weights(0, weights)
 
     def set_weights(self, start: int, weights: Sequence[int]) -> None:
         """Put `weights` in force from position `start` on; segments that begin there or later are dropped."""
         kept = [segment for segment in self.segments if segment.start < start]
         base = tuple(self._count_in(kept, source, start) for source in range(len(self._sources)))
-        kept.append(Segment(start=start, weights=tuple(weights), schedule=Schedule(weights), base=base))
+        kept.append(ScheduleSegment(start=start, weights=tuple(weights), schedule=Schedule(weights), base=base))
         self.segments = kept
 
     def take(self, positions: Int64Array) -> Int64Array:
@@ -125,7 +125,7 @@ class MixtureStream:
         return np.array([self._count_in(kept, source, position) for source in range(len(self._sources))], np.int64)
 
     @staticmethod
-    def _count_in(segments: Sequence[Segment], source: int, position: int) -> int:
+    def _count_in(segments: Sequence[ScheduleSegment], source: int, position: int) -> int:
         if not segments:
             return 0
         last = segments[-1]

@@ -13,18 +13,18 @@ from pathlib import Path
 
 from flashckpt import faults
 from flashckpt.checkpoint.catalog import list_checkpoints, read_manifest
-from flashckpt.daemon.persister.service import Daemon, Times
-from flashckpt.restore.executor import Target, fill
+from flashckpt.daemon.persister.service import Daemon, DaemonTimeouts
+from flashckpt.restore.executor import Target, execute_reads
 from flashckpt.restore.sources import StorageSource
 from flashckpt.storage.factory import open_store
 from support.memory_tier import FakeJob, FakeRank
 from support.ranks import wait_for
 
-QUICK = Times(linger_s=0.0, patience_s=0.0)
+QUICK = DaemonTimeouts(linger_s=0.0, patience_s=0.0)
 
 
 @contextlib.contextmanager
-def daemon_of(job: FakeJob, times: Times = QUICK) -> Iterator[Daemon]:
+def daemon_of(job: FakeJob, times: DaemonTimeouts = QUICK) -> Iterator[Daemon]:
     """A daemon in this process, turned by hand."""
     lock = job.directory.hold_daemon()
     assert lock is not None
@@ -61,7 +61,7 @@ class ForkedDaemon:
         *,
         crash_at: str | None = None,
         prepare: Callable[[], None] | None = None,
-        times: Times = QUICK,
+        times: DaemonTimeouts = QUICK,
     ) -> None:
         sys.stdout.flush(), sys.stderr.flush()
         self.status: int | None = None
@@ -145,7 +145,7 @@ def assert_bitwise(jobs: FakeJob | list[FakeJob], identity: tuple[int, int]) -> 
     for rank in [rank for job in jobs for rank in job.ranks]:
         for shard in rank.shards:
             buffer = bytearray(shard.nbytes)
-            fill([Target(shard=shard, buffer=memoryview(buffer))], [source])
+            execute_reads([Target(shard=shard, buffer=memoryview(buffer))], [source])
             assert bytes(buffer) == FakeRank.bytes_of(shard, *identity)
 
 

@@ -27,23 +27,23 @@ from flashckpt.checkpoint.writer import refuse_gaps
 from flashckpt.core import slot_header, superblock
 from flashckpt.core.digest import chunk_digests, digest
 from flashckpt.core.generation import GenerationRecord
-from flashckpt.core.manifest import Manifest, ShardTable, decode_manifest, encode_manifest, merge, summary_of
-from flashckpt.core.manifest_header import HEAD_BYTES, decode_summary, encode_summary
+from flashckpt.core.manifest import Manifest, ShardTable, decode_manifest, encode_manifest, header_of, merge
+from flashckpt.core.manifest_header import HEAD_BYTES, decode_manifest_header, encode_manifest_header
 from flashckpt.core.records import seal
 from flashckpt.core.shard import Shard, place
 from flashckpt.core.slot_header import SlotHeader, SlotState
-from flashckpt.daemon.persister.proposals import Ready, choose_intent, decode_ready, encode_ready
+from flashckpt.daemon.persister.proposals import NodeProposal, choose_proposal, decode_ready, encode_ready
 from flashckpt.daemon.zygote import messages
 from flashckpt.errors import DamagedError
 from flashckpt.interop.incoming import detect, open_foreign
 from flashckpt.interop.selection import Selection
 from flashckpt.planning import slot_policy
 from flashckpt.planning.packs import index_manifest, plan_packs
-from flashckpt.planning.peer_index import offers
+from flashckpt.planning.peer_index import encode_held_rows
 from flashckpt.sampler.datasets import index_file
 from flashckpt.sampler.order.state import SamplerState
 from flashckpt.shm import segment_file
-from flashckpt.shm.control import Control, Published
+from flashckpt.shm.control import Control, RankAcks
 from flashckpt.shm.job_directory import DaemonStatus, JobConfig, JobDirectory
 from flashckpt.shm.segment import Segment
 from flashckpt.storage.posix import PosixStore
@@ -108,11 +108,11 @@ def use_manifest(raw: bytes) -> None:
     shards = [m.table.shard(row) for row in range(len(m.table))]
     assert [shard.nbytes for shard in shards] == m.table.nbytes.tolist()
     assert all(m.table.rows(shard.fqn) for shard in shards)
-    summary_of(m)
+    header_of(m)
     again = encode_manifest(m)
     decode_manifest(again)
     merge([m, m])
-    offers(m, 0)
+    encode_held_rows(m, 0)
     if m.rank < 0:
         refuse_gaps(m.table)
     elif not m.objects:
@@ -121,9 +121,9 @@ def use_manifest(raw: bytes) -> None:
 
 
 def use_summary(raw: bytes) -> None:
-    summary = decode_summary(raw[:HEAD_BYTES], len(raw))
+    summary = decode_manifest_header(raw[:HEAD_BYTES], len(raw))
     if summary is not None:
-        encode_summary(summary)
+        encode_manifest_header(summary)
 
 
 def _root_with(folder: Path) -> tuple[PosixStore, Path]:
@@ -212,7 +212,7 @@ def control(folder: Path) -> Target:
     row = mapped.row(1)
     row.clear()
     row.rank, row.generation, row.step = 1, 3, 120
-    row.publish(Published.of([(3, 120), (3, 100)], (3, 125)))
+    row.publish(RankAcks.of([(3, 120), (3, 100)], (3, 125)))
     mapped.close()
 
     def decode(raw: bytes) -> None:
@@ -278,7 +278,7 @@ def lease(folder: Path) -> Target:
 
 def use_ready(raw: bytes) -> None:
     ready = decode_ready(raw, "intents/ready-000003/r00000", "/root")
-    choose_intent([ready])
+    choose_proposal([ready])
 
 
 def message(raw: bytes) -> None:
@@ -458,7 +458,7 @@ def _table(raw: bytes) -> None:
 
 CLAIM = GenerationClaim(generation=3, token="t0k", parent=(2, 100), world_size=8, created_s=1.5)
 INTENT = Intent(generation=3, step=120, writers=(0, 1), leader="n", created_s=1.5)
-READY = Ready(ranks=(0, 1), world_size=2, pinned=(3, 120), at_least=(3, 120), complete=((3, 120),))
+READY = NodeProposal(ranks=(0, 1), world_size=2, pinned=(3, 120), at_least=(3, 120), complete=((3, 120),))
 
 
 def _unpack(raw: bytes) -> Any:

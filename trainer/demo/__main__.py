@@ -45,7 +45,7 @@ STALE_S = 90.0
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Plan:
+class DemoPlan:
     """When what happens. Steps count from 1; the kill falls into the middle of the step after `kill_after`."""
 
     folder: Path
@@ -73,7 +73,7 @@ class Demo:
         console: Where to tell it.
     """
 
-    def __init__(self, plan: Plan, console: Console) -> None:
+    def __init__(self, plan: DemoPlan, console: Console) -> None:
         self.plan, self.console = plan, console
         self.config = read_config(plan.config, ["--train.steps", str(plan.steps)])
         self.layout = resolve_layout(self.config, RANKS)
@@ -241,7 +241,7 @@ class Demo:
         )
 
 
-def read_plan(words: Sequence[str]) -> Plan:
+def read_plan(words: Sequence[str]) -> DemoPlan:
     """Return the plan of a command line.
 
     Raises:
@@ -267,7 +267,7 @@ def read_plan(words: Sequence[str]) -> Plan:
             found=f"--kill-after {args.kill_after} --lose-after {args.lose_after} --steps {args.steps} --kill-rank {args.kill_rank}",
             expected=f"{least} < kill-after < lose-after < steps, and a rank from 0 to {RANKS - 1}",
         )
-    return Plan(
+    return DemoPlan(
         folder=args.folder, config=args.config, steps=args.steps, kill_after=args.kill_after,
         kill_rank=args.kill_rank, lose_after=args.lose_after,
     )  # fmt: skip

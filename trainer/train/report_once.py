@@ -14,7 +14,7 @@ from flashckpt.trainer.nonfatal import nonfatal_stream
 _PATIENCE_S = 5.0
 
 
-def tell_once(error: FlashckptError) -> None:
+def report_once(error: FlashckptError) -> None:
     """Write `error` to standard error, if this rank is the first to meet it; else wait until it is written.
 
     The first, not rank 0: dlrun ends all ranks as soon as one of them has ended badly. For the same

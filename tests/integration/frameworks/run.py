@@ -108,7 +108,7 @@ def in_child(work: Callable[[], None], folder: Path) -> None:
 def persist(memory: str) -> None:
     """Persist the newest snapshot that all ranks left in memory."""
     from flashckpt.daemon.machine.logs import configure
-    from flashckpt.daemon.persister.service import Daemon, Times
+    from flashckpt.daemon.persister.service import Daemon, DaemonTimeouts
     from flashckpt.shm.job_directory import JobDirectory, memory_root
 
     configure()
@@ -116,7 +116,7 @@ def persist(memory: str) -> None:
     directory = JobDirectory(memory_root() / JOB)
     lock = directory.hold_daemon()
     assert lock is not None
-    Daemon(directory, lock, Times(linger_s=0.0)).run()
+    Daemon(directory, lock, DaemonTimeouts(linger_s=0.0)).run()
 
 
 def _fork(work: Callable[[], None], output: Path) -> int:
