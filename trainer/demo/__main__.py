@@ -40,7 +40,7 @@ from flashckpt.trainer.demo.run import DemoRun, forget_job
 from flashckpt.trainer.parallel.layout import resolve_layout
 
 RANKS = 8
-DEFAULT_CONFIG = Path(__file__).resolve().parent.parent / "configs" / "demo.toml"
+DEFAULT_CONFIG = Path(__file__).resolve().parents[2] / "configs" / "demo.toml"
 STALE_S = 90.0
 
 
