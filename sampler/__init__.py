@@ -23,18 +23,18 @@ if TYPE_CHECKING:
     from flashckpt.sampler.seeded import SeededSamples
 
 _LAZY = {  # these import torch (the Sampler base type) or read files; the permutation needs neither
-    "ArrowRows": "columns",
+    "ArrowRows": "datasets.columns",
     "ElasticBatchSampler": "batch",
     "ElasticSampler": "sampler",
-    "JsonLines": "lines",
-    "MegatronFile": "tokens",
-    "PackedWindows": "packing",
-    "ParquetRows": "columns",
+    "JsonLines": "datasets.lines",
+    "MegatronFile": "datasets.tokens",
+    "PackedWindows": "datasets.packing",
+    "ParquetRows": "datasets.columns",
     "SeededSamples": "seeded",
-    "TextLines": "lines",
-    "TokenFile": "tokens",
-    "build_line_index": "lines",
-    "build_packing": "packing",
+    "TextLines": "datasets.lines",
+    "TokenFile": "datasets.tokens",
+    "build_line_index": "datasets.lines",
+    "build_packing": "datasets.packing",
 }
 
 __all__ = [
