@@ -125,6 +125,8 @@ class ShardGapError(FlashckptError):
 class TensorMismatchError(ShardGapError):
     """A tensor of the program has another dtype or global shape than the snapshot's of that name: no older one is tried."""
 
+    exit_code = 39
+
 
 class DamagedError(FlashckptError):
     """Bytes do not match their digest, or a manifest, index or object is broken or missing."""
