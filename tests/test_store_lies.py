@@ -150,6 +150,6 @@ def test_tags_are_judged_only_where_they_are_known_to_be_digests() -> None:
     known.settle("s3://b", "k", tag=wrong, body=body, stored=body)
     assert known.are_digests, "one wrong tag of right bytes does not end the checks"
     with pytest.raises(StoreError):
-        known.settle("s3://b", "k", tag=wrong, body=body, stored=b"abd")
+        known.settle("s3://b", "k", tag=wrong, body=body, stored=b"abx")
     with pytest.raises(StoreError):
         known.check_parts("s3://b", "k", tag=f'"{wrong}-1"', parts=[f'"{digest}"'])
