@@ -345,7 +345,7 @@ def test_changed_import_time_variable_is_named() -> None:
 
 def test_process_with_a_second_thread_is_not_fit_to_be_forked() -> None:
     code = (
-        "import threading, time\nfrom flashckpt.daemon import zygote\nbefore = zygote.unfit()\n"
+        "import threading, time\nfrom flashckpt.daemon.zygote import server as zygote\nbefore = zygote.unfit()\n"
         "threading.Thread(target=time.sleep, args=(60,), daemon=True).start()\nprint([before, zygote.unfit()])"
     )
     output = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout
@@ -401,7 +401,7 @@ def test_worker_whose_launcher_died_while_it_was_forked_ends_at_once(reaped: boo
 def test_stop_signal_sent_to_a_worker_that_is_still_being_forked_is_not_lost() -> None:
     """The zygote ignores SIGTERM; a worker that inherited that would train on until it is killed."""
     code = (
-        "import os, signal, sys\nfrom flashckpt.daemon import zygote\nfrom flashckpt.daemon.launcher.worker import run_worker\n"
+        "import os, signal, sys\nfrom flashckpt.daemon.zygote import server as zygote\nfrom flashckpt.daemon.launcher.worker import run_worker\n"
         "zygote._shield()\nworker = zygote._fork_workers([{}])\n"
         "if isinstance(worker, dict):\n"
         "    os.kill(os.getpid(), signal.SIGTERM)\n"

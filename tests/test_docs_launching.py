@@ -38,7 +38,7 @@ def test_exit_codes_of_the_page_are_those_of_the_code() -> None:
 
 
 def test_variables_of_the_page_are_those_of_the_code() -> None:
-    source = "".join(path.read_text() for path in (ROOT / "daemon").glob("*.py"))
+    source = "".join(path.read_text() for path in (ROOT / "daemon").rglob("*.py"))
     source += "".join(path.read_text() for path in (ROOT / "flashckpt").rglob("*.py"))
     named = set(re.findall(r"FLASHCKPT_[A-Z_]+", TEXT))
     assert named

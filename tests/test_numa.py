@@ -75,9 +75,9 @@ def test_older_kernel_gets_the_lowest_node_only(monkeypatch: pytest.MonkeyPatch)
 
 
 def test_real_kernel_the_policy_is_set_and_outlasts_an_exec() -> None:
-    tell = "from flashckpt.daemon import numa; print(numa.policy())"
+    tell = "from flashckpt.daemon.machine import numa; print(numa.policy())"
     code = (
-        "import os, sys\nfrom flashckpt.daemon import numa\nerror = numa.prefer([0])\n"
+        "import os, sys\nfrom flashckpt.daemon.machine import numa\nerror = numa.prefer([0])\n"
         "print('refused', error) if error else os.execv(sys.executable, [sys.executable, '-c', sys.argv[1]])"
     )
     result = subprocess.run([sys.executable, "-c", code, tell], capture_output=True, text=True, check=True)
