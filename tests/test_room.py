@@ -75,7 +75,7 @@ def test_this_machine_has_a_least_room(shm_dir: Any) -> None:
 
 def test_the_error_names_need_room_limit_and_every_remedy(shm_dir: Any, monkeypatch: Any) -> None:
     limit = Capacity(nbytes=3 * MIB, limit="memory.max of cgroup /x")
-    monkeypatch.setattr(capacity, "rooms", lambda *_a, **_k: [limit])
+    monkeypatch.setattr(capacity, "capacities", lambda *_a, **_k: [limit])
     with pytest.raises(SharedMemoryError) as error:
         require_capacity(shm_dir, 5 * MIB, what="job 'j', rank 0")
     text = str(error.value)
@@ -87,7 +87,7 @@ def test_the_error_names_need_room_limit_and_every_remedy(shm_dir: Any, monkeypa
 
 def test_a_segment_that_does_not_fit_is_refused_before_anything_is_written(shm_dir: Any, monkeypatch: Any) -> None:
     need = spec_of().nbytes
-    monkeypatch.setattr(capacity, "rooms", lambda *_a, **_k: [Capacity(nbytes=4 * need - 1, limit="x")])
+    monkeypatch.setattr(capacity, "capacities", lambda *_a, **_k: [Capacity(nbytes=4 * need - 1, limit="x")])
     with pytest.raises(SharedMemoryError):
         Segment.create(shm_dir / "a.seg", spec_of(), together=4)
     assert list(shm_dir.iterdir()) == []
@@ -98,7 +98,7 @@ def test_room_that_vanishes_while_reserving_is_an_error_and_the_segment_is_remov
     shm_dir: Any, monkeypatch: Any
 ) -> None:
     segment = Segment.create(shm_dir / "a.seg", spec_of())
-    monkeypatch.setattr(capacity, "rooms", lambda *_a, **_k: [Capacity(nbytes=1000, limit="memory.max")])
+    monkeypatch.setattr(capacity, "capacities", lambda *_a, **_k: [Capacity(nbytes=1000, limit="memory.max")])
     with pytest.raises(SharedMemoryError, match=r"memory\.max"):
         segment.reserve()
     assert list(shm_dir.iterdir()) == []
@@ -108,7 +108,7 @@ def test_room_that_vanishes_while_reserving_is_an_error_and_the_segment_is_remov
 def test_a_segment_with_a_snapshot_is_kept_when_reserving_fails(shm_dir: Any, monkeypatch: Any) -> None:
     segment = Segment.create(shm_dir / "a.seg", spec_of())
     take(segment, 0, 10)
-    monkeypatch.setattr(capacity, "rooms", lambda *_a, **_k: [Capacity(nbytes=1000, limit="memory.max")])
+    monkeypatch.setattr(capacity, "capacities", lambda *_a, **_k: [Capacity(nbytes=1000, limit="memory.max")])
     with pytest.raises(SharedMemoryError):
         segment.reserve()
     assert restorable(shm_dir / "a.seg") == [10]
