@@ -248,7 +248,8 @@ class ElasticSampler(Place):
                     found=f"global batch of {size} samples, {self.dp_size} replicas",
                     expected="a multiple of the number of replicas",
                 )
-        self.cursor.sizes, self._spent_at = sizes, None
+        # no iterator runs: what the last one handed out and was not committed is dropped with it, and comes again
+        self.cursor.sizes, self._spent_at, self._drained = sizes, None, False
 
     def skip(self, first: int, last: int) -> None:
         """Leave out the stream positions `first` to `last` (exclusive): the bad batches behind a loss spike.
@@ -260,6 +261,7 @@ class ElasticSampler(Place):
             ConfigError: the span is empty.
         """
         self._check_ahead("positions are skipped", first)
+        self._drained = False  # as for another batch size
         self.cursor.skips = self.cursor.skips.with_span(first, last)
         self.cursor.settle(self.position)
 
@@ -281,6 +283,7 @@ class ElasticSampler(Place):
             )
         place = self.position if start is None else start
         self._check_ahead("weights are changed", place)
+        self._drained = False  # as for another batch size
         stream.set_weights(place, [weights[name] for name in self._mixture.names])
 
     def source_counts(self) -> dict[str, int]:

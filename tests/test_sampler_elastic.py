@@ -120,6 +120,18 @@ Elastic.TestCase.settings = settings(
 TestElastic = Elastic.TestCase
 
 
+def test_batch_size_changed_after_a_loader_fetched_the_whole_epoch_goes_on_where_training_is() -> None:
+    """What the loader had fetched is dropped with it: it is trained, not taken for trained."""
+    for steps in (10, 11, 12, 13, 14):
+        job = Job(world(5, 1, 1, seed=0))
+        trained = [sample for _ in range(steps) for sample in job.step()]
+        job.prefetch(16)
+        job = Job(job.samplers)
+        job.samplers[0].set_global_batch_size(1)
+        trained += [sample for _ in range(6) for sample in job.step()]
+        assert trained == unbroken(5, 0, steps + 6)
+
+
 # -- the four traps: second resume, epoch boundary, changed world, load after iter
 
 
