@@ -8,19 +8,24 @@ import signal
 import socket
 import subprocess
 import sys
+import threading
 from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
 from typing import Any, cast
+from unittest import mock
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from support.ranks import wait_for
+from torch._C._distributed_c10d import HashStore
+from torch.distributed import DistNetworkError
 
 from flashckpt.daemon.launcher import budget, failure, findings, hang, ledger, stop
+from flashckpt.daemon.launcher.job_notes import JobNotes
 from flashckpt.daemon.machine.process import adopt_parent, exit_code, thread_count
 from flashckpt.daemon.zygote import messages, server
 
@@ -411,3 +416,37 @@ def test_stop_signal_sent_to_a_worker_that_is_still_being_forked_is_not_lost() -
     become = "from flashckpt.daemon.machine.process import become_subreaper\nbecome_subreaper()\n"
     result = subprocess.run([sys.executable, "-c", become + code], capture_output=True, text=True, check=False)
     assert result.stdout.strip() == str(-signal.SIGTERM), result
+
+
+def notes_of(store: Any) -> JobNotes:
+    return JobNotes(store, "job")
+
+
+def test_exit_code_that_one_node_notes_is_read_by_the_others_and_outlives_the_store() -> None:
+    store = HashStore()
+    one, other = notes_of(store), notes_of(store)
+    assert [one.ended(), other.ended(), other.code] == [0, 0, 0]
+    one.end(11)
+    assert other.code == 0, "only known once it was read"
+    assert [one.code, other.ended(), other.code] == [11, 11, 11]
+
+    def gone(*_: Any) -> Any:
+        raise DistNetworkError("closed")
+
+    lost = mock.Mock(check=gone, set=gone, add=gone)
+    assert notes_of(lost).ended() == 0
+    late = notes_of(lost)
+    late.end(11)
+    assert late.ended() == 11
+    late.leave(2, timeout_s=60)  # its host has left: nothing to wait for
+
+
+def test_node_that_ends_waits_for_the_others_but_not_for_ever() -> None:
+    store = HashStore()
+    first = threading.Thread(target=notes_of(store).leave, args=(2, 60))
+    first.start()
+    assert first.is_alive()
+    notes_of(store).leave(2, timeout_s=60)
+    first.join(30)
+    assert not first.is_alive()
+    notes_of(HashStore()).leave(2, timeout_s=0)

@@ -214,7 +214,8 @@ class DlrunAgent(LocalElasticAgent):
         if notes is not None and isinstance(error, RendezvousTimeoutError) and held:
             notes.end(LayoutError.exit_code)
             return RefusedError.size(held)
-        code = notes.ended() if notes is not None else 0
+        answers = isinstance(error, (RendezvousClosedError, RendezvousTimeoutError))
+        code = notes.ended() if notes is not None and answers else 0
         return (RefusedError.size(held) if held else RefusedError.elsewhere(code)) if code else None
 
     def _check_nodes(self, group: WorkerGroup) -> None:

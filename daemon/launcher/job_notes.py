@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import time
 
 from torch._C._distributed_c10d import Store
@@ -16,10 +17,14 @@ class JobNotes:
     Args:
         store: Of the rendezvous.
         run_id: Of the job.
+
+    Attributes:
+        code: The exit code that ends the job everywhere, as far as this node has said or read it; 0 for none.
     """
 
     def __init__(self, store: Store, run_id: str) -> None:
         self._store, self._prefix = store, f"flashckpt.job.{run_id}"
+        self.code = 0
 
     def note_trained(self) -> None:
         """Note that some generation of the job has trained a step."""
@@ -39,14 +44,18 @@ class JobNotes:
 
     def end(self, code: int) -> None:
         """Note that every start of the job would end with this exit code, so that all nodes end with it."""
-        self._store.set(f"{self._prefix}.end", str(code))
+        self.code = code
+        with contextlib.suppress(DistError):  # the store is gone: this node knows it all the same
+            self._store.set(f"{self._prefix}.end", str(code))
 
     def ended(self) -> int:
         """Return that exit code, 0 where none was noted or the store is gone."""
         try:
-            return int(self._store.get(f"{self._prefix}.end")) if self._store.check([f"{self._prefix}.end"]) else 0
+            if self._store.check([f"{self._prefix}.end"]):
+                self.code = int(self._store.get(f"{self._prefix}.end"))
         except (DistError, ValueError):
-            return 0
+            pass
+        return self.code
 
     def leave(self, nodes: int, timeout_s: float) -> None:
         """Return once `nodes` nodes have called this, at the latest after `timeout_s` seconds.
