@@ -17,6 +17,7 @@ from pathlib import Path
 import hypothesis
 import pytest
 from support import warm
+from support.ranks import wait_for
 
 hypothesis.settings.register_profile("flashckpt", deadline=None)  # no test asserts a time
 hypothesis.settings.load_profile("flashckpt")
@@ -25,11 +26,16 @@ pytest_plugins = ("support.workers",)
 
 @pytest.fixture
 def shm_dir() -> Iterator[Path]:
-    """A memory directory of this test's own, on tmpfs; fails the test if a forgotten file keeps it."""
+    """A memory directory of this test's own, on tmpfs; fails the test if something that still runs keeps it."""
     base = Path("/dev/shm") if os.access("/dev/shm", os.W_OK) else Path(tempfile.gettempdir())
     path = Path(tempfile.mkdtemp(prefix="flashckpt-test-", dir=base))
     yield path
-    shutil.rmtree(path, ignore_errors=True)
+
+    def is_gone() -> bool:  # a daemon that ends may still write while it is removed
+        shutil.rmtree(path, ignore_errors=True)
+        return not path.exists()
+
+    wait_for(is_gone, what=f"the end of all that writes into {path}")
 
 
 @pytest.fixture(autouse=True)
