@@ -6,11 +6,12 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
+from flashckpt.core.snapshot_id import SnapshotId
 from flashckpt.errors import DamagedError, PersistError
 from flashckpt.shm.acks import AckedSnapshots
 from flashckpt.shm.job_directory import DaemonStatus, JobDirectory
 
-Identity = tuple[int, int]
+Identity = SnapshotId
 POLL_S = 0.02
 _LOOK_S = 1.0
 """Seconds between two looks at what the other ranks hold: on several nodes each look is a round of requests."""

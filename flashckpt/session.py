@@ -15,6 +15,7 @@ import torch.distributed as dist
 
 from flashckpt import callbacks
 from flashckpt.core.lineage import BEGINNING
+from flashckpt.core.snapshot_id import SnapshotId
 from flashckpt.durability import Waiting, Wanted
 from flashckpt.errors import DamagedError, FormatVersionError
 from flashckpt.logs import guarded
@@ -98,7 +99,7 @@ class Session:
         self._stale, self._optimizer_steps, self._stepped_at = StaleWatch(), 0, 0
         self._is_removed = False
         self._plan: CopyPlan | None = None
-        self._committed: tuple[int, int] | None = None
+        self._committed: SnapshotId | None = None
 
     @property
     def has_stepped(self) -> bool:
@@ -152,7 +153,7 @@ class Session:
         self._watch_commits()
         self._count("call_s", time.perf_counter() - began)
 
-    def _unrecoverable(self) -> Collection[tuple[int, int]]:
+    def _unrecoverable(self) -> Collection[SnapshotId]:
         """Ids that some rank of this node missed; between nodes it would be a round of requests, and is not asked."""
         return self._watermark.known().hopeless if self.tracked.world.size == len(self.mates) else ()
 
@@ -184,7 +185,7 @@ class Session:
         if writer is None:
             return False
         if identity.persist:
-            self._wanted.begun((record.generation, step))
+            self._wanted.begun(SnapshotId(record.generation, step))
         self._stager.start(plan, writer, captured, identity, optimizer_steps=self._optimizer_steps)
         self._skips.taken(step)
         return True
@@ -261,7 +262,7 @@ class Session:
         why = "its memory is still being reserved" if late else "every slot holds a snapshot that is still needed"
         self._skips.skipped(step, why)
         # published: ranks that lost different snapshots would keep each other's slots for ever
-        self._watermark.publish(self.memory.complete(), passed=(self.outcome.record.generation, step))
+        self._watermark.publish(self.memory.complete(), passed=SnapshotId(self.outcome.record.generation, step))
 
     def _count(self, name: str, value: float) -> None:
         self.stats[name] = self.stats.get(name, 0.0) + value
@@ -297,7 +298,7 @@ class Session:
 
     def _failed(self, snapshot: Snapshot, error: Exception) -> None:
         self._count("discarded", 1)
-        identity = (snapshot.identity.generation, snapshot.identity.step)
+        identity = SnapshotId(snapshot.identity.generation, snapshot.identity.step)
         self._wanted.discarded(identity, error, persist=snapshot.identity.persist)
         self._watermark.publish(self.memory.complete(), passed=identity)
         _log.error(
@@ -354,7 +355,7 @@ class Session:
             wanted=self._wanted,
             directory=self.directory,
             timeout_s=timeout,
-            present=(self.outcome.record.generation, self._last_step),
+            present=SnapshotId(self.outcome.record.generation, self._last_step),
             take=self._make_up,
             known=self._watermark.known,
             holds=self._holds,
@@ -373,7 +374,7 @@ class Session:
             self._stager.finish()
         return ""
 
-    def _holds(self, wanted: tuple[int, int]) -> bool:
+    def _holds(self, wanted: SnapshotId) -> bool:
         segment = self.memory.segment
         return segment is not None and any(h.is_complete and h.identity == wanted for h in segment.headers())
 

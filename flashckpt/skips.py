@@ -5,10 +5,11 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Collection
 
+from flashckpt.core.snapshot_id import SnapshotId
 from flashckpt.logs import guarded
 
 _log = guarded(logging.getLogger("flashckpt"))
-Identity = tuple[int, int]
+Identity = SnapshotId
 
 
 class Skips:

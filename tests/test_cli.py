@@ -19,6 +19,7 @@ from support.ranks import wait_for
 
 from flashckpt.checkpoint.catalog import GenerationClaim, claim_generation, list_checkpoints
 from flashckpt.cli import main as cli
+from flashckpt.core.snapshot_id import SnapshotId
 from flashckpt.daemon.persister.service import Daemon, DaemonTimeouts
 from flashckpt.shm.job_directory import DaemonStatus
 from flashckpt.storage.factory import open_store
@@ -71,7 +72,7 @@ def test_ls_shows_storage_and_memory_newest_first(job: FakeJob, capsys: Captured
 
 def test_ls_marks_abandoned_unfinished_and_kept(job: FakeJob, capsys: Captured) -> None:
     store = open_store(job.root)
-    assert claim_generation(store, GenerationClaim(generation=2, token="x", parent=(1, 10)))
+    assert claim_generation(store, GenerationClaim(generation=2, token="x", parent=SnapshotId(1, 10)))
     store.put_object("step-000000030.g2/r00000.p0.fck", [memoryview(b"half")])
     assert run("keep", job.root, "10", capsys=capsys)[0] == 0
     rows = run_json("ls", job.root, capsys=capsys)[1]["checkpoints"]
@@ -140,7 +141,7 @@ def test_status_shows_snapshot_commit_and_lag(job: FakeJob, capsys: Captured) ->
 
 def test_status_of_a_job_whose_persisting_fails_says_so_and_exits_with_40(job: FakeJob, capsys: Captured) -> None:
     job.directory.write_status(
-        DaemonStatus(committed=(1, 20), failures=7, error="the disk is full\n  found: 0 B", lag=2)
+        DaemonStatus(committed=SnapshotId(1, 20), failures=7, error="the disk is full\n  found: 0 B", lag=2)
     )
     code, document = run_json("status", "--job", "fake", capsys=capsys)
     assert (code, document["jobs"][0]["failures"], document["jobs"][0]["lag"]) == (40, 7, 2)

@@ -12,6 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from support.memory import ended, fork
 
+from flashckpt.core.snapshot_id import SnapshotId
 from flashckpt.errors import DamagedError
 from flashckpt.shm.control import (
     MAX_COMPLETE,
@@ -42,7 +43,7 @@ def test_what_one_process_writes_another_reads(control: Any, shm_dir: Any) -> No
         row.clear()
         row.rank, row.pid, row.generation, row.step = 5, os.getpid(), 2, 120
         row.heartbeat_ns, row.paused, row.restored_step = 10**18, 1, 100
-        row.complete = [(2, 115), (2, 120)]
+        row.complete = [SnapshotId(2, 115), SnapshotId(2, 120)]
 
     assert ended(fork(rank)) == 0
     row = control.row(1)
@@ -68,7 +69,7 @@ def test_a_row_is_512_bytes_and_rows_do_not_touch(control: Any) -> None:
     names = [name for name in vars(type(control.row(0)))["__annotations__"] if not name.startswith("_")]
     for name in names:
         setattr(control.row(1), name, -1)
-    control.row(1).publish(RankAcks.of([(2**62, 2**62)] * MAX_COMPLETE, (2**62, 2**62)))
+    control.row(1).publish(RankAcks.of([SnapshotId(2**62, 2**62)] * MAX_COMPLETE, SnapshotId(2**62, 2**62)))
     assert control.row(1).complete == [(2**62, 2**62)] * MAX_COMPLETE
     assert all(getattr(control.row(i), name) == 0 for i in (0, 2) for name in names)
 
@@ -97,7 +98,7 @@ def test_rank_killed_at_any_instant_of_publishing_leaves_an_old_a_new_or_an_unkn
             row = Control.open(path).row(0)
             row.generation = 1
             for n in range(10, 10**6):
-                row.complete = [(1, n), (1, n - 1), (1, n - 2)]
+                row.complete = [SnapshotId(1, n), SnapshotId(1, n - 1), SnapshotId(1, n - 2)]
                 if n == 200:
                     os.write(tell, b"x")
 

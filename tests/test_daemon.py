@@ -14,6 +14,7 @@ from support.daemons import assert_bitwise, daemon_of, steps, turn_until
 from support.memory_tier import FakeJob
 from support.ranks import wait_for
 
+from flashckpt.core.snapshot_id import SnapshotId
 from flashckpt.daemon.persister import coordinator, flush, metrics
 from flashckpt.errors import StoreError
 from flashckpt.storage.factory import open_store
@@ -108,7 +109,7 @@ def test_another_run_claimed_the_generation_nothing_is_persisted(job: FakeJob) -
     with daemon_of(job) as daemon:
         turn_until(daemon, lambda: "belongs to another run" in daemon.error, "the fence")
         assert store.folders("") == ["generations"]
-        job.restart(2, (1, 10))
+        job.restart(2, SnapshotId(1, 10))
         turn_until(daemon, lambda: steps(job) == [10], "the commit under a generation of our own")
 
 
@@ -126,15 +127,15 @@ def test_newer_generation_on_the_root_fences_the_older_daemon(job: FakeJob) -> N
 def test_segments_of_an_earlier_layout_go_once_the_new_world_has_a_common_snapshot(job: FakeJob) -> None:
     job.step(10)
     job.die()
-    after = FakeJob(job.root, world=3, generation=2, parent=(1, 10))
+    after = FakeJob(job.root, world=3, generation=2, parent=SnapshotId(1, 10))
     try:
         with daemon_of(after) as daemon:
             daemon.turn()
-            after.ranks[0].snapshot(2, 15, persist=False, parent=(1, 10))
-            after.ranks[1].snapshot(2, 15, persist=False, parent=(1, 10))
+            after.ranks[0].snapshot(2, 15, persist=False, parent=SnapshotId(1, 10))
+            after.ranks[1].snapshot(2, 15, persist=False, parent=SnapshotId(1, 10))
             daemon.turn()
             assert len(job.directory.segments()) == 5
-            after.ranks[2].snapshot(2, 15, persist=False, parent=(1, 10))
+            after.ranks[2].snapshot(2, 15, persist=False, parent=SnapshotId(1, 10))
             turn_until(daemon, lambda: len(job.directory.segments()) == 3, "the retirement")
     finally:
         after.die()
@@ -212,7 +213,7 @@ def test_snapshot_abandoned_by_a_restore_is_not_persisted_any_more(
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(flush.Flush, "settle", lambda self, place: flush.FlushOutcome.WAITING)
             turn_until(daemon, lambda: daemon.persisting and daemon.persisting.flush, "the flush of step 10")
-            job.restart(2, (1, 5))
+            job.restart(2, SnapshotId(1, 5))
             turn_until(daemon, lambda: daemon.persisting and not daemon.persisting.flush, "its end")
         assert steps(job) == [5]
         job.step(8, persist=True)
@@ -230,5 +231,5 @@ def test_candidate_abandoned_while_storage_fails_gives_its_slot_back(
         patch.setattr(coordinator, "open_store", refuse)
         job.step(10, persist=True)
         turn_until(daemon, lambda: daemon.error and job.ranks[0].segment.busy(), "the candidate")
-        job.restart(2, (1, 5))
+        job.restart(2, SnapshotId(1, 5))
         turn_until(daemon, lambda: not job.ranks[0].segment.busy(), "the slot")

@@ -25,6 +25,7 @@ from support.memory_tier import FakeJob
 from support.ranks import wait_for
 
 from flashckpt.checkpoint.writer import persist_slot
+from flashckpt.core.snapshot_id import SnapshotId
 from flashckpt.daemon.persister import flush, service
 from flashckpt.faults import CRASH_POINTS
 from flashckpt.shm.lease import Lease
@@ -45,7 +46,7 @@ def test_daemon_killed_at_point_nothing_half_visible_and_the_next_one_finishes(j
     job.step(10, persist=True)
     with daemon_of(job) as daemon:
         turn_until(daemon, lambda: identities(job) == [(1, 10)], "the first commit")
-    job.restart(2, (1, 10))  # so that a claim is made, too
+    job.restart(2, SnapshotId(1, 10))  # so that a claim is made, too
     job.step(20, persist=True)
     with forked(job, crash_at=point) as doomed:
         doomed.wait_killed()
@@ -135,7 +136,7 @@ def test_daemon_frozen_across_a_restart_elsewhere_is_fenced_when_it_wakes(
         elsewhere = tmp_path / "other-machine"
         elsewhere.mkdir()
         monkeypatch.setenv("FLASHCKPT_SHM_DIR", str(elsewhere))
-        after = FakeJob(job.root, generation=2, parent=(1, 5))
+        after = FakeJob(job.root, generation=2, parent=SnapshotId(1, 5))
         try:
             after.step(8, persist=True)
             with daemon_of(after) as daemon:

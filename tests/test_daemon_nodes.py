@@ -16,6 +16,7 @@ from support.memory_tier import FakeJob
 from support.ranks import wait_for
 
 from flashckpt.checkpoint.writer import persist_slot
+from flashckpt.core.snapshot_id import SnapshotId
 from flashckpt.daemon.persister import coordinator, flush
 from flashckpt.daemon.persister.proposals import (
     Identity,
@@ -193,9 +194,9 @@ def test_nodes_restart_in_another_generation_old_and_new_snapshots_are_committed
         turn_all(daemons, lambda: identities(nodes[0]) == [(1, 10)], "the first commit")
         for job in nodes:
             job.step(15)
-        nodes[0].restart(2, (1, 15))
+        nodes[0].restart(2, SnapshotId(1, 15))
         for job in nodes:
-            job.generation, job.parent, job.record = 2, (1, 15), nodes[0].record
+            job.generation, job.parent, job.record = 2, SnapshotId(1, 15), nodes[0].record
             job.directory.write_generation(job.record)
             job.directory.request("persist-now")
         turn_all(daemons, lambda: (1, 15) in identities(nodes[0]), "the snapshot it was restored from")
@@ -214,14 +215,20 @@ def test_node_of_several_retires_old_segments_only_after_a_commit_of_the_new_gen
         node.step(10)
     job.die()
     after = FakeJob(
-        job.root, world=2 * NODES, ranks=[4, 5], nodes=NODES, generation=2, parent=(1, 10), shapes={"other": (12, 5)}
+        job.root,
+        world=2 * NODES,
+        ranks=[4, 5],
+        nodes=NODES,
+        generation=2,
+        parent=SnapshotId(1, 10),
+        shapes={"other": (12, 5)},
     )
     try:
         after.step(15)
         view = scan(after.directory, [after.record])
         assert superseded(view, after.record, None) == []
-        assert superseded(view, after.record, (1, 10)) == []
-        gone = superseded(view, after.record, (2, 15))
+        assert superseded(view, after.record, SnapshotId(1, 10)) == []
+        gone = superseded(view, after.record, SnapshotId(2, 15))
         assert sorted(held.rank for held in gone) == [4, 5]
         assert {held.header.generation for held in gone} == {1}
     finally:
@@ -236,17 +243,17 @@ def ready(ranks: tuple[int, ...], pinned: Identity | None, **more: object) -> No
 
 
 def test_no_intent_without_every_rank_or_without_agreement() -> None:
-    assert choose_proposal([ready((0, 1), (1, 10))]) is None
-    assert choose_proposal([ready((0, 1), (1, 10)), ready((2, 3), (1, 20))]) is None
-    assert choose_proposal([ready((0, 1), (1, 10)), ready((2, 3), None)]) is None
-    both = [ready((0, 1), (1, 10)), ready((2, 3), (1, 10))]
+    assert choose_proposal([ready((0, 1), SnapshotId(1, 10))]) is None
+    assert choose_proposal([ready((0, 1), SnapshotId(1, 10)), ready((2, 3), SnapshotId(1, 20))]) is None
+    assert choose_proposal([ready((0, 1), SnapshotId(1, 10)), ready((2, 3), None)]) is None
+    both = [ready((0, 1), SnapshotId(1, 10)), ready((2, 3), SnapshotId(1, 10))]
     assert choose_proposal(both) == ((1, 10), "policy")
-    assert choose_proposal(both, floor=(1, 10)) is None
+    assert choose_proposal(both, floor=SnapshotId(1, 10)) is None
 
 
 def test_record_left_behind_by_an_early_look_does_not_block_the_nodes() -> None:
     """A daemon saw rank 3's segment before rank 2's and said so: the later record of ranks 2 and 3 replaces it."""
-    early, late, own = ready((3,), None), ready((2, 3), (1, 20)), ready((0, 1), (1, 20))
+    early, late, own = ready((3,), None), ready((2, 3), SnapshotId(1, 20)), ready((0, 1), SnapshotId(1, 20))
     assert of_other_nodes([early, late, own], (0, 1)) == [late]
     assert of_other_nodes([early, late, own], (2, 3)) == [own]  # its own are left out, under whatever name
     assert choose_proposal([own, early, late]) is None
@@ -254,10 +261,10 @@ def test_record_left_behind_by_an_early_look_does_not_block_the_nodes() -> None:
 
 
 def test_urgent_request_takes_the_newest_shared_snapshot() -> None:
-    one = ready((0, 1), (1, 10), complete=((1, 10), (1, 12), (1, 13)), urgent=True)
+    one = ready((0, 1), SnapshotId(1, 10), complete=((1, 10), (1, 12), (1, 13)), urgent=True)
     two = ready((2, 3), None, complete=((1, 10), (1, 12)))
     assert choose_proposal([one, two]) == ((1, 12), "request")
-    assert choose_proposal([one, two], floor=(1, 12)) is None
+    assert choose_proposal([one, two], floor=SnapshotId(1, 12)) is None
 
 
 @settings(max_examples=60, deadline=None)
@@ -279,7 +286,7 @@ def test_nodes_that_ask_the_root_at_any_rate_end_up_pinning_the_same_snapshot(
     for step in range(1, 3000):
         for node in range(count):
             slots = [i for i in held[node] if i != pins[node]][-2:]  # three slots, one pinned
-            held[node] = sorted({*slots, (1, step + ahead[node]), *(pin for pin in [pins[node]] if pin)})
+            held[node] = sorted({*slots, SnapshotId(1, step + ahead[node]), *(pin for pin in [pins[node]] if pin)})
             asks = step % looks[node] == 0
             if asks:
                 heard[node] = [one for other, one in said.items() if other != node]
@@ -287,7 +294,7 @@ def test_nodes_that_ask_the_root_at_any_rate_end_up_pinning_the_same_snapshot(
                 searches[node],
                 flagged=[i for i in held[node] if i[1] % every == 0],
                 newest=held[node][-1],
-                floor=(0, 0),
+                floor=SnapshotId(0, 0),
                 others=heard[node] or [NodeProposal(ranks=(99,), world_size=count)],
                 spacing=every,
             )

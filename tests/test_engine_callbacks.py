@@ -12,6 +12,7 @@ import torch
 from support.one_rank import agent_of_the_test, crash, opened  # noqa: F401 -- fixtures
 
 from flashckpt import Checkpointer
+from flashckpt.core.snapshot_id import SnapshotId
 from flashckpt.shm.job_directory import DaemonStatus, JobDirectory
 
 
@@ -34,7 +35,7 @@ def test_every_callback_may_raise(tmp_path: Path, caplog: pytest.LogCaptureFixtu
     with caplog.at_level(logging.ERROR, logger="flashckpt"):
         report = again.restore()
         assert report is not None
-        JobDirectory.open("t").write_status(DaemonStatus(committed=(1, 1)))
+        JobDirectory.open("t").write_status(DaemonStatus(committed=SnapshotId(1, 1)))
         again.step(2)
         assert again._life is not None
         again._life._stager.finish()
@@ -66,7 +67,7 @@ def test_a_callback_that_exits_does_not_end_the_copy_thread_and_ends_the_program
     assert ckpt.stats["snapshots"] == 3
     assert ckpt.stats["callback_errors"] == 3
     ckpt.on_commit = leaves
-    JobDirectory.open("t").write_status(DaemonStatus(committed=(1, 1)))
+    JobDirectory.open("t").write_status(DaemonStatus(committed=SnapshotId(1, 1)))
     with pytest.raises(SystemExit):
         ckpt.step(4)
     crash(ckpt)

@@ -18,6 +18,7 @@ from support.one_rank import Gate, agent_of_the_test, crash, finished, opened, o
 
 from flashckpt import Checkpointer
 from flashckpt.checkpoint.catalog import list_checkpoints
+from flashckpt.core.snapshot_id import SnapshotId
 from flashckpt.daemon.persister import coordinator
 from flashckpt.daemon.persister.service import Daemon
 from flashckpt.shm.inventory import pin_all, release, scan
@@ -103,23 +104,23 @@ def test_memory_that_is_still_being_made_delays_no_step_and_the_first_slot_is_us
 
 
 def test_a_missed_first_snapshot_is_tried_at_the_same_steps_on_all_ranks_until_one_is_common() -> None:
-    def steps(skips: Skips, until: int, unrecoverable: set[tuple[int, int]]) -> list[int]:
+    def steps(skips: Skips, until: int, unrecoverable: set[SnapshotId]) -> list[int]:
         return [step for step in range(11, until) if skips.is_retry(step, unrecoverable=lambda: unrecoverable)]
 
     missed, other = Skips(1), Skips(1)
     for skips in (missed, other):
-        assert not skips.is_retry(9, unrecoverable=lambda: {(1, 9)}), "nothing was due yet"
+        assert not skips.is_retry(9, unrecoverable=lambda: {SnapshotId(1, 9)}), "nothing was due yet"
         skips.tried(10, is_due=True)
     missed.skipped(10, "late")
     other.taken(10)
     assert steps(missed, 30, set()) == [11, 12, 14, 18, 26]
     assert steps(other, 30, set()) == [], "nobody missed anything, as far as this rank knows"
-    assert steps(other, 30, {(1, 10)}) == [11, 12, 14, 18, 26]
+    assert steps(other, 30, {SnapshotId(1, 10)}) == [11, 12, 14, 18, 26]
     for skips in (missed, other):
-        skips.saw([(0, 5)])
-        assert steps(skips, 13, {(1, 10)}) == [11, 12], "a snapshot of an earlier session is none of this one"
-        skips.saw([(1, 11)])
-        assert steps(skips, 30, {(1, 10)}) == []
+        skips.saw([SnapshotId(0, 5)])
+        assert steps(skips, 13, {SnapshotId(1, 10)}) == [11, 12], "a snapshot of an earlier session is none of this one"
+        skips.saw([SnapshotId(1, 11)])
+        assert steps(skips, 30, {SnapshotId(1, 10)}) == []
 
 
 def test_the_snapshot_of_a_stop_is_taken_even_if_its_slot_is_pinned_for_a_while(

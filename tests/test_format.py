@@ -28,6 +28,7 @@ from flashckpt.core.manifest import Manifest, ShardTable, decode_manifest, encod
 from flashckpt.core.manifest_header import HEAD_BYTES, decode_manifest_header
 from flashckpt.core.shard import Shard, place
 from flashckpt.core.slot_header import SlotHeader, SlotState
+from flashckpt.core.snapshot_id import SnapshotId
 from flashckpt.core.superblock import SegmentSpec, Superblock
 from flashckpt.daemon.persister.proposals import NodeProposal, decode_ready, encode_ready
 from flashckpt.errors import DamagedError, FormatVersionError
@@ -44,7 +45,7 @@ V1_2 = V1.with_name("v1.2")
 
 HEADERS = [
     SlotHeader(sequence=9, generation=3, step=120, state=SlotState.COMPLETE, world_size=2, rank=1, persist=True,
-               parent=(2, 100), manifest_bytes=777, manifest_digest=0x1122334455667788, data_bytes=4096),
+               parent=SnapshotId(2, 100), manifest_bytes=777, manifest_digest=0x1122334455667788, data_bytes=4096),
     SlotHeader(sequence=2**63, generation=1, step=0, state=SlotState.WRITING, world_size=1, rank=0),
     SlotHeader(),
 ]  # fmt: skip
@@ -54,15 +55,20 @@ BLOCK = Superblock(
     uid=1000, boot_id=bytes(range(16)), created_ns=1_790_000_000_123_456_789,
 )  # fmt: skip
 CONFIG = JobConfig(job="j", root="s3://b/r", storage_options={"endpoint": "x", "n": 1}, keep_every=100, world_size=8)
-RECORD = GenerationRecord(generation=3, token="t0k", parent=(2, 40), world_size=8, claimed=True)
-CLAIM = GenerationClaim(generation=3, token="t0k", parent=(2, 100), world_size=8, created_s=1_790_000_000.125)
+RECORD = GenerationRecord(generation=3, token="t0k", parent=SnapshotId(2, 40), world_size=8, claimed=True)
+CLAIM = GenerationClaim(generation=3, token="t0k", parent=SnapshotId(2, 100), world_size=8, created_s=1_790_000_000.125)
 FIRST_CLAIM = GenerationClaim(generation=1, token="t0k")
 INTENT = Intent(generation=3, step=120, writers=(0, 1, 2, 3), leader="node0 pid 1234", created_s=1_790_000_000.125)
 READY = NodeProposal(
-    ranks=(2, 3), world_size=4, pinned=(3, 120), at_least=(3, 120), complete=((3, 100), (3, 120)), urgent=True
+    ranks=(2, 3),
+    world_size=4,
+    pinned=SnapshotId(3, 120),
+    at_least=SnapshotId(3, 120),
+    complete=(SnapshotId(3, 100), SnapshotId(3, 120)),
+    urgent=True,
 )
 LEASE_S = 1_790_000_000.125
-STATUS = DaemonStatus(committed=(3, 60), failures=2, error="disk full", lag=1, pid=7, updated_ns=5)
+STATUS = DaemonStatus(committed=SnapshotId(3, 60), failures=2, error="disk full", lag=1, pid=7, updated_ns=5)
 
 
 def data_of(rank: int) -> list[np.ndarray]:
@@ -76,7 +82,7 @@ def manifest(rank: int, *, objects: tuple[str, ...] = ()) -> Manifest:
         Shard(fqn="empty", dtype="bool", global_shape=(0, 3), offsets=(0, 0), lengths=(0, 3)),
     ]
     return Manifest(
-        job="run-Ω", generation=3, step=120, parent=(2, 100), world_size=2, rank=rank, writers=[0, 1],
+        job="run-Ω", generation=3, step=120, parent=SnapshotId(2, 100), world_size=2, rank=rank, writers=[0, 1],
         coordinates={"dp": rank, "tp": 0}, table=ShardTable.from_shards(shards, place(shards).offsets),
         digests=np.concatenate([chunk_digests(np.ascontiguousarray(d)) for d in data_of(rank)]),
         values={"lr": 0.1, "betas": (0.9, 0.95), "big": 2**100, "none": None, f"rng@rank{rank}": b"\x00\xff"},
@@ -95,7 +101,7 @@ def pieces() -> dict[str, bytes]:
         "owner": superblock.encode_owner(4711, 123_456_789),
         "slot-manifest": encode_manifest(manifest(1)),
         "merged-manifest": encode_manifest(merged()),
-        "published": control.encode_acks(RankAcks.of([(3, 120), (2, 100)], (3, 125))),
+        "published": control.encode_acks(RankAcks.of([SnapshotId(3, 120), SnapshotId(2, 100)], SnapshotId(3, 125))),
         **{f"header-{i}": slot_header.encode_header(header) for i, header in enumerate(HEADERS)},
         **root_records(),
     }
@@ -195,7 +201,9 @@ def test_version_1_is_read() -> None:
     assert superblock.decode_superblock(raw["superblock"], path="x") == BLOCK
     assert superblock.decode_owner(raw["owner"]) == 4711
     assert [slot_header.decode_header(raw[f"header-{i}"]) for i in range(3)] == HEADERS
-    assert control.decode_acks(raw["published"]) == RankAcks(complete=((3, 120), (2, 100)), passed=(3, 125))
+    assert control.decode_acks(raw["published"]) == RankAcks(
+        complete=(SnapshotId(3, 120), SnapshotId(2, 100)), passed=SnapshotId(3, 125)
+    )
     one, both = decode_manifest(raw["slot-manifest"]), decode_manifest(raw["merged-manifest"])
     assert (one.identity, one.parent, one.rank, one.coordinates) == ((3, 120), (2, 100), 1, {"dp": 1, "tp": 0})
     assert one.values == manifest(1).values
@@ -207,13 +215,13 @@ def test_version_1_is_read() -> None:
 
 def whole_segment(path: Path) -> None:
     segment = Segment.create(path, BLOCK.spec)
-    writer = segment.begin(1, generation=3, step=120, world_size=2, persist=True, parent=(2, 100))
+    writer = segment.begin(1, generation=3, step=120, world_size=2, persist=True, parent=SnapshotId(2, 100))
     m = manifest(1)
     for row, data in enumerate(data_of(1)):
         at = int(m.table.byte_offset[row])
         writer.data[at : at + data.nbytes] = data.tobytes()
     writer.commit(encode_manifest(m))
-    segment.begin(0, generation=3, step=125, world_size=2, persist=False, parent=(2, 100))
+    segment.begin(0, generation=3, step=125, world_size=2, persist=False, parent=SnapshotId(2, 100))
     segment.close()
 
 
@@ -313,7 +321,7 @@ def write_all(folder: Path) -> None:
     row = mapped.row(1)
     row.clear()
     row.rank, row.generation, row.step = 5, 3, 120
-    row.complete = [(3, 120), (2, 100)]
+    row.complete = [SnapshotId(3, 120), SnapshotId(2, 100)]
 
 
 if __name__ == "__main__":

@@ -14,6 +14,7 @@ from support.memory import ended, fork
 from support.ranks import wait_for
 
 from flashckpt.core.generation import GenerationRecord
+from flashckpt.core.snapshot_id import SnapshotId
 from flashckpt.errors import ConfigError, DamagedError, FormatVersionError, JobInUseError, SharedMemoryError
 from flashckpt.shm.job_directory import DaemonStatus, JobConfig, JobDirectory, memory_root
 from flashckpt.shm.job_id import job_id, root_digest, root_url
@@ -81,8 +82,8 @@ def test_records_come_back_and_absent_ones_are_none() -> None:
     assert directory.read_generation() is None
     assert directory.read_status() is None
     config = JobConfig(job="j1", root="s3://b/r", storage_options={"key": "v", "n": 1}, keep_every=100, world_size=8)
-    record = GenerationRecord(generation=3, token="t", parent=(2, 40), world_size=8, claimed=True)
-    status = DaemonStatus(committed=(3, 60), failures=2, error="disk full", lag=1)
+    record = GenerationRecord(generation=3, token="t", parent=SnapshotId(2, 40), world_size=8, claimed=True)
+    status = DaemonStatus(committed=SnapshotId(3, 60), failures=2, error="disk full", lag=1)
     directory.write_config(config)
     directory.write_generation(record)
     directory.write_status(status)
@@ -307,7 +308,7 @@ def test_a_request_with_an_answer_has_one_time_from_its_first_moment(monkeypatch
 
 def test_a_full_tmpfs_is_a_clear_error_and_the_daemons_status_is_written_all_the_same(monkeypatch: Any) -> None:
     directory = JobDirectory.open("full")
-    directory.write_status(DaemonStatus(committed=(1, 5), error="x" * 100))
+    directory.write_status(DaemonStatus(committed=SnapshotId(1, 5), error="x" * 100))
     real = os.open
 
     def full(path: Any, flags: int, *rest: Any, **more: Any) -> int:
@@ -319,8 +320,8 @@ def test_a_full_tmpfs_is_a_clear_error_and_the_daemons_status_is_written_all_the
     with pytest.raises(SharedMemoryError, match="too little host memory"):
         directory.write_generation(GenerationRecord(generation=1))
     assert directory.read_generation() is None
-    directory.write_status(DaemonStatus(committed=(1, 9)))
-    assert directory.read_status() == DaemonStatus(committed=(1, 9))
+    directory.write_status(DaemonStatus(committed=SnapshotId(1, 9)))
+    assert directory.read_status() == DaemonStatus(committed=SnapshotId(1, 9))
     (directory.path / "daemon.msgpack").unlink()
     with pytest.raises(SharedMemoryError):
-        directory.write_status(DaemonStatus(committed=(1, 9)))
+        directory.write_status(DaemonStatus(committed=SnapshotId(1, 9)))

@@ -8,6 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from flashckpt.core.lineage import Life, SlotRecord, by_preference, common, is_rolled_back, newest, partially_held
+from flashckpt.core.snapshot_id import SnapshotId
 
 
 def record(rank: int, generation: int, step: int, world_size: int = 2, node: int = 0) -> SlotRecord:
@@ -37,35 +38,39 @@ def test_worlds_of_different_size_are_counted_by_their_own() -> None:
 
 
 def test_the_highest_generation_wins_over_the_highest_step() -> None:
-    assert newest([(1, 900), (2, 30)]) == (2, 30)
+    assert newest([SnapshotId(1, 900), SnapshotId(2, 30)]) == (2, 30)
     assert newest([]) is None
 
 
 def test_what_was_abandoned_is_never_chosen_again() -> None:
     """Generation 2 was restored from (1, 20): a late commit of (1, 30) by an old daemon is not chosen."""
-    lives = [Life(generation=1), Life(generation=2, parent=(1, 20))]
-    assert newest([(1, 20), (1, 30)], lives) == (1, 20)
-    assert is_rolled_back((1, 21), lives)
-    assert not is_rolled_back((1, 20), lives)
-    assert not is_rolled_back((2, 25), lives)
+    lives = [Life(generation=1), Life(generation=2, parent=SnapshotId(1, 20))]
+    assert newest([SnapshotId(1, 20), SnapshotId(1, 30)], lives) == (1, 20)
+    assert is_rolled_back(SnapshotId(1, 21), lives)
+    assert not is_rolled_back(SnapshotId(1, 20), lives)
+    assert not is_rolled_back(SnapshotId(2, 25), lives)
 
 
 def test_a_generation_between_the_parent_and_its_child_is_abandoned_whole() -> None:
-    lives = [Life(generation=1), Life(generation=2, parent=(1, 20)), Life(generation=3, parent=(1, 10))]
-    assert newest([(1, 10), (1, 20), (2, 5), (2, 30)], lives) == (1, 10)
+    lives = [
+        Life(generation=1),
+        Life(generation=2, parent=SnapshotId(1, 20)),
+        Life(generation=3, parent=SnapshotId(1, 10)),
+    ]
+    assert newest([SnapshotId(1, 10), SnapshotId(1, 20), SnapshotId(2, 5), SnapshotId(2, 30)], lives) == (1, 10)
 
 
 def test_a_claim_alone_hides_nothing() -> None:
     """A generation that died before it had restored, or whose parent is unknown, abandons no snapshot."""
-    assert newest([(1, 20)], [Life(generation=1), Life(generation=2), Life(generation=3)]) == (1, 20)
+    assert newest([SnapshotId(1, 20)], [Life(generation=1), Life(generation=2), Life(generation=3)]) == (1, 20)
 
 
 @given(st.data())
 def test_along_any_history_the_choice_stays_on_the_line_of_the_living(data: Any) -> None:
     """Replay: each life restores the newest choice; a snapshot off the present line is never chosen later."""
     lives: list[Life] = []
-    held: list[tuple[int, int]] = []
-    line: dict[tuple[int, int], bool] = {}
+    held: list[SnapshotId] = []
+    line: dict[SnapshotId, bool] = {}
     for generation in range(1, data.draw(st.integers(2, 6))):
         parent = newest(held, lives)
         assert parent is None or line[parent]
@@ -76,9 +81,9 @@ def test_along_any_history_the_choice_stays_on_the_line_of_the_living(data: Any)
         step = parent[1] if parent else 0
         for _ in range(data.draw(st.integers(0, 4))):
             step += data.draw(st.integers(1, 3))
-            line[generation, step] = True
+            line[SnapshotId(generation, step)] = True
             if data.draw(st.booleans()):
-                held.append((generation, step))
+                held.append(SnapshotId(generation, step))
         late = [i for i in line if i not in held]  # daemons of any generation commit late
         held += [i for i in late if data.draw(st.booleans())]
 
@@ -98,8 +103,16 @@ def test_slots_of_two_worlds_under_one_identity_are_of_no_snapshot() -> None:
 
 
 def test_unfinished_ones_stand_behind_the_next_whole_one_everything_else_newest_first() -> None:
-    assert by_preference({(1, 5), (1, 10)}, {(1, 15): True}) == [(1, 10), (1, 15), (1, 5)]
-    assert by_preference({(1, 5)}, {(1, 15): False, (1, 10): False}) == [(1, 15), (1, 10), (1, 5)]
-    assert by_preference({(1, 5)}, {(2, 15): True, (2, 10): False}) == [(2, 10), (1, 5), (2, 15)]
-    assert by_preference(set(), {(2, 15): True, (2, 10): True}) == [(2, 15), (2, 10)]
-    assert by_preference({(2, 15)}, {(2, 15): True}) == [(2, 15)]  # partly in memory, and committed
+    assert by_preference({SnapshotId(1, 5), SnapshotId(1, 10)}, {SnapshotId(1, 15): True}) == [(1, 10), (1, 15), (1, 5)]
+    assert by_preference({SnapshotId(1, 5)}, {SnapshotId(1, 15): False, SnapshotId(1, 10): False}) == [
+        (1, 15),
+        (1, 10),
+        (1, 5),
+    ]
+    assert by_preference({SnapshotId(1, 5)}, {SnapshotId(2, 15): True, SnapshotId(2, 10): False}) == [
+        (2, 10),
+        (1, 5),
+        (2, 15),
+    ]
+    assert by_preference(set(), {SnapshotId(2, 15): True, SnapshotId(2, 10): True}) == [(2, 15), (2, 10)]
+    assert by_preference({SnapshotId(2, 15)}, {SnapshotId(2, 15): True}) == [(2, 15)]  # partly in memory, and committed

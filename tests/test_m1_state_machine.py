@@ -19,13 +19,14 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 from flashckpt.core.generation import GenerationRecord
 from flashckpt.core.lineage import SlotRecord, by_preference, common, is_rolled_back, partially_held
 from flashckpt.core.slot_header import SlotHeader, SlotState
+from flashckpt.core.snapshot_id import NEVER, SnapshotId
 from flashckpt.daemon.persister.retire import superseded
 from flashckpt.planning.slot_policy import choose_slot
 from flashckpt.shm.acks import AckedSnapshots, combine_acks
 from flashckpt.shm.control import RankAcks
 from flashckpt.shm.inventory import NodeInventory, SlotEntry
 
-Identity = tuple[int, int]
+Identity = SnapshotId
 
 
 @dataclass
@@ -54,7 +55,7 @@ class Rank:
     memory: Memory
     step: int
     writing: int | None = None
-    passed: Identity = (-1, -1)
+    passed: Identity = NEVER
     published: RankAcks | None = None
     known: AckedSnapshots = field(default_factory=AckedSnapshots)
 
@@ -156,7 +157,7 @@ class M1(RuleBasedStateMachine):
             superseded=self.superseded,
         )
         if slot is None:
-            rank.passed = max(rank.passed, (self.generation, rank.step))
+            rank.passed = max(rank.passed, SnapshotId(self.generation, rank.step))
             if not self.late:
                 self._publish(rank)
             return

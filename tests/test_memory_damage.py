@@ -16,6 +16,7 @@ from support.one_rank import agent_of_the_test  # noqa: F401 -- a fixture
 
 from flashckpt import Checkpointer
 from flashckpt.core.generation import GenerationRecord
+from flashckpt.core.snapshot_id import SnapshotId
 from flashckpt.errors import DamagedError, PersistError
 from flashckpt.shm.control import PAGE, Control, RankAcks
 from flashckpt.shm.inventory import scan
@@ -30,7 +31,7 @@ def test_a_row_with_a_damaged_counter_can_be_published_again(tmp_path: Path) -> 
         file.write(b"\xff" * 512)
     row = control.row(0)
     row.generation = 3
-    row.publish(RankAcks.of([(3, 7)]))
+    row.publish(RankAcks.of([SnapshotId(3, 7)]))
     assert row.complete == [(3, 7)]
     control.close()
 

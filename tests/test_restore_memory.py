@@ -15,6 +15,7 @@ from support.memory_tier import FakeJob, FakeRank, split
 from flashckpt import faults
 from flashckpt.checkpoint.catalog import list_checkpoints, read_manifest
 from flashckpt.core.shard import Shard
+from flashckpt.core.snapshot_id import SnapshotId
 from flashckpt.errors import DamagedError, ShardGapError
 from flashckpt.restore.executor import RestoreCounts, Target, execute_reads
 from flashckpt.restore.sources import MemorySource, Source, StorageSource
@@ -129,7 +130,7 @@ def test_slot_without_the_snapshot_is_refused(job: FakeJob) -> None:
     segment = job.ranks[0].segment
     slot = next(k for k, header in enumerate(segment.headers()) if header.identity == (1, 10))
     with pytest.raises(DamagedError, match="no longer there"):
-        MemorySource(segment, slot, identity=(1, 11))
+        MemorySource(segment, slot, identity=SnapshotId(1, 11))
     with pytest.raises(DamagedError, match="holds no complete snapshot"):
         MemorySource(segment, (slot + 1) % 3)
     assert segment.busy() == set()

@@ -50,6 +50,7 @@ from flashckpt.checkpoint.retention import (
 )
 from flashckpt.checkpoint.writer import MANIFEST, commit, persist_slot, prefix_of
 from flashckpt.core.manifest_header import HEAD_BYTES
+from flashckpt.core.snapshot_id import SnapshotId
 from flashckpt.errors import DamagedError, NoCheckpointError, RootError
 from flashckpt.storage.factory import open_store
 from flashckpt.storage.posix import PosixStore
@@ -61,7 +62,7 @@ def store(tmp_path: Path) -> Store:
     return open_store(tmp_path / "root")
 
 
-def make(store: Store, *steps: int, generation: int = 1, parent: tuple[int, int] | None = None) -> None:
+def make(store: Store, *steps: int, generation: int = 1, parent: SnapshotId | None = None) -> None:
     for step in steps:
         prefix = prefix_of(generation, step)
         persist_slot(make_pin([shard("w", (40_000,))], step=step, generation=generation, parent=parent), store, prefix)
@@ -87,7 +88,7 @@ IDENTITIES = st.lists(st.tuples(st.integers(1, 4), st.integers(0, 60)), unique=T
     data=st.data(),
 )
 def test_newest_valid_marked_and_leased_ones_always_stay(
-    identities: list[tuple[int, int]], keep_last: int, keep_every: int | None, data: st.DataObject
+    identities: list[SnapshotId], keep_last: int, keep_every: int | None, data: st.DataObject
 ) -> None:
     infos = [info(*identity) for identity in identities]
     some = st.sets(st.sampled_from(identities)) if identities else st.just(set())
@@ -135,8 +136,8 @@ def test_mark_on_a_checkpoint_that_is_not_there_is_refused(store: Store) -> None
 def test_checkpoints_that_a_later_generation_left_behind_go_first(store: Store) -> None:
     make(store, 10, 20, 30)
     assert claim_generation(store, GenerationClaim(generation=1, token="a", parent=None))
-    assert claim_generation(store, GenerationClaim(generation=2, token="b", parent=(1, 10)))
-    make(store, 15, generation=2, parent=(1, 10))
+    assert claim_generation(store, GenerationClaim(generation=2, token="b", parent=SnapshotId(1, 10)))
+    make(store, 15, generation=2, parent=SnapshotId(1, 10))
     newest = newest_checkpoint(store)
     assert newest is not None
     assert newest.identity == (2, 15)
@@ -275,7 +276,7 @@ def test_damaged_manifest_is_never_swept(store: Store) -> None:
 
 
 def test_generation_is_claimed_once_and_known_again_by_its_token(store: Store) -> None:
-    mine = GenerationClaim(generation=4, token="mine", parent=(3, 120), world_size=8, created_s=5.0)
+    mine = GenerationClaim(generation=4, token="mine", parent=SnapshotId(3, 120), world_size=8, created_s=5.0)
     assert newest_generation(store) == 0
     assert claim_generation(store, mine)
     assert not claim_generation(store, GenerationClaim(generation=4, token="theirs"))

@@ -18,6 +18,7 @@ from flashckpt.checkpoint.intents import Intent, list_intents, put_intent
 from flashckpt.checkpoint.retention import ReadLease, leased_prefixes
 from flashckpt.checkpoint.root_summary import read_root
 from flashckpt.checkpoint.writer import commit, persist_slot, prefix_of
+from flashckpt.core.snapshot_id import SnapshotId
 from flashckpt.errors import DamagedError
 from flashckpt.storage.factory import open_store
 from flashckpt.storage.store import Store
@@ -31,7 +32,9 @@ def store(tmp_path: Path) -> Store:
     for step in (10, 20, 30):
         persist_slot(make_pin([shard("w", (400,))], step=step, generation=1), store, prefix_of(1, step))
         commit(store, prefix_of(1, step), [0])
-    claim_generation(store, GenerationClaim(generation=2, token="b" * 16, parent=(1, 30), world_size=1, created_s=2.5))
+    claim_generation(
+        store, GenerationClaim(generation=2, token="b" * 16, parent=SnapshotId(1, 30), world_size=1, created_s=2.5)
+    )
     return store
 
 

@@ -26,6 +26,7 @@ from flashckpt.core.slot_header import (
     encode_header,
     newest_copy,
 )
+from flashckpt.core.snapshot_id import SnapshotId
 from flashckpt.core.superblock import PAGE
 from flashckpt.errors import ConfigError, DamagedError, FormatVersionError, JobInUseError, SharedMemoryError
 from flashckpt.faults import CRASH_POINTS
@@ -60,7 +61,7 @@ def test_every_slot_holds_its_own_snapshot(path: Any, slots: Any) -> None:
 
 def test_the_header_tells_what_the_slot_is(path: Any) -> None:
     segment = new(path)
-    take(segment, 1, 20, generation=3, world_size=4, parent=(2, 15), persist=True)
+    take(segment, 1, 20, generation=3, world_size=4, parent=SnapshotId(2, 15), persist=True)
     segment.close()
     reader = Segment.attach(path)
     empty, full = reader.headers()

@@ -18,6 +18,7 @@ from support.s3 import moto_server
 
 from flashckpt import Checkpointer
 from flashckpt.checkpoint.catalog import list_checkpoints
+from flashckpt.core.snapshot_id import SnapshotId
 from flashckpt.daemon.persister import coordinator, service
 from flashckpt.daemon.persister.service import Daemon
 from flashckpt.errors import PersistError, StoreError, UnsupportedStateError
@@ -193,7 +194,7 @@ def test_a_persist_step_whose_snapshot_was_discarded_is_made_up_for_by_the_next_
     ckpt.step(1)
     ckpt.step(2)
     life._stager.finish()
-    life._wanted.discarded((1, 2), ValueError("changed while it was copied"), persist=True)
+    life._wanted.discarded(SnapshotId(1, 2), ValueError("changed while it was copied"), persist=True)
     ckpt.step(3)
     life._stager.finish()
     assert life._wanted.taken == (1, 3)
@@ -215,7 +216,7 @@ def test_a_snapshot_that_cannot_be_taken_any_more_is_said_and_the_newest_one_is_
     ckpt.step(1)
     ckpt.step(2)
     life._stager.finish()
-    life._wanted.discarded((1, 2), ValueError("changed while it was copied"), persist=True)
+    life._wanted.discarded(SnapshotId(1, 2), ValueError("changed while it was copied"), persist=True)
     model(torch.ones(2, 24)).sum().backward()
     optimizer.step()
     with turning("t"):

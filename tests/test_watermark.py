@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from flashckpt.core.snapshot_id import SnapshotId
 from flashckpt.shm.acks import SnapshotAcks, combine_acks
 from flashckpt.shm.control import Control, RankAcks
 
@@ -42,24 +43,24 @@ def marks(control: Control, generation: int = 2, restored: Any = None, **world: 
 
 def test_nothing_is_common_until_everybody_has_published(control: Any) -> None:
     a, b = marks(control)
-    a.publish([(2, 10), (2, 5)])
+    a.publish([SnapshotId(2, 10), SnapshotId(2, 5)])
     assert a.common() == []
-    b.publish([(2, 5)])
+    b.publish([SnapshotId(2, 5)])
     assert a.common() == b.common() == [(2, 5)]
 
 
 def test_a_row_of_a_dead_generation_does_not_count(control: Any) -> None:
     """The previous occupants both held (1, 50); only one of the new ranks has started."""
     for mark in marks(control, generation=1):
-        mark.publish([(1, 50)])
+        mark.publish([SnapshotId(1, 50)])
     a, _ = marks(control)
-    a.publish([(1, 50), (2, 60)])
+    a.publish([SnapshotId(1, 50), SnapshotId(2, 60)])
     assert a.common() == []
 
 
 def test_a_row_whose_generation_was_set_before_its_list_does_not_count(control: Any) -> None:
     for mark in marks(control, generation=1):
-        mark.publish([(1, 50)])
+        mark.publish([SnapshotId(1, 50)])
     for i in range(2):
         control.row(i).generation, control.row(i).rank = 2, i
     assert marks(control)[0].common() == []
@@ -71,9 +72,9 @@ def test_between_nodes_the_store_carries_the_lists_and_is_never_waited_for() -> 
         SnapshotAcks(control=None, local_rank=0, rank=r, world_size=2, local_world_size=1, generation=2, store=store)
         for r in range(2)
     )
-    a.publish([(2, 10)])
+    a.publish([SnapshotId(2, 10)])
     assert a.common() == []
-    b.publish([(2, 10), (2, 5)])
+    b.publish([SnapshotId(2, 10), SnapshotId(2, 5)])
     assert a.common() == [(2, 10)]
     c = SnapshotAcks(control=None, local_rank=0, rank=0, world_size=2, local_world_size=1, generation=3, store=store)
     assert c.common() == [], "keys of an earlier generation do not count"
@@ -82,8 +83,8 @@ def test_between_nodes_the_store_carries_the_lists_and_is_never_waited_for() -> 
 def test_ranks_that_lost_different_snapshots_do_not_wait_for_each_other(control: Any) -> None:
     """Two slots; rank 0 discards step 45, rank 1 holds it: without `passed` nobody could ever overwrite."""
     a, b = marks(control)
-    a.publish([(2, 40)], passed=(2, 45))
-    b.publish([(2, 45), (2, 40)])
+    a.publish([SnapshotId(2, 40)], passed=SnapshotId(2, 45))
+    b.publish([SnapshotId(2, 45), SnapshotId(2, 40)])
     known = b.known()
     assert known.common == ((2, 40),)
     assert known.hopeless == {(2, 45)}
@@ -91,41 +92,41 @@ def test_ranks_that_lost_different_snapshots_do_not_wait_for_each_other(control:
 
 def test_what_a_rank_has_not_come_to_yet_is_not_hopeless(control: Any) -> None:
     a, b = marks(control)
-    a.publish([(2, 40)])
-    b.publish([(2, 45), (2, 40)])
+    a.publish([SnapshotId(2, 40)])
+    b.publish([SnapshotId(2, 45), SnapshotId(2, 40)])
     assert b.known().hopeless == frozenset()
 
 
 def test_passing_is_remembered_when_later_lists_are_published(control: Any) -> None:
     a, b = marks(control)
-    a.publish([(2, 40)], passed=(2, 45))
-    a.publish([(2, 40)])
-    b.publish([(2, 45), (2, 40)])
+    a.publish([SnapshotId(2, 40)], passed=SnapshotId(2, 45))
+    a.publish([SnapshotId(2, 40)])
+    b.publish([SnapshotId(2, 45), SnapshotId(2, 40)])
     assert b.known().hopeless == {(2, 45)}
 
 
 def test_the_snapshot_restored_from_counts_as_common_even_on_a_rank_with_an_empty_memory(control: Any) -> None:
     """A replaced node holds nothing; the others may still free what is older than the restore point."""
     a, b = marks(control, restored=(1, 40))
-    a.publish([(1, 40), (1, 35)])
+    a.publish([SnapshotId(1, 40), SnapshotId(1, 35)])
     b.publish([])
     assert a.common() == [(1, 40)]
     assert (1, 40) not in a.known().hopeless
-    b.publish([(2, 45)])
+    b.publish([SnapshotId(2, 45)])
     assert (1, 40) not in a.known().hopeless, "never given up before something newer is common"
     assert a.known().common == ((1, 40),)
 
 
 def test_known_of_nobody_is_nothing() -> None:
     assert combine_acks([]).common == ()
-    assert combine_acks([None, RankAcks.of([(1, 1)])]).common == ()
+    assert combine_acks([None, RankAcks.of([SnapshotId(1, 1)])]).common == ()
 
 
 def test_an_abandoned_snapshot_is_not_published_even_before_its_slot_is_marked(control: Any) -> None:
     """All ranks hold (1, 30); this life was restored from (1, 10). Were (1, 30) common, (1, 10) could go."""
     a, b = marks(control, restored=(1, 10))
     for mark in (a, b):
-        mark.publish([(1, 30), (1, 10)])
+        mark.publish([SnapshotId(1, 30), SnapshotId(1, 10)])
     assert a.common() == [(1, 10)]
     assert control.row(0).complete == [(1, 10)]
 
@@ -139,7 +140,7 @@ def test_a_real_store_carries_the_lists_without_waiting() -> None:
         SnapshotAcks(control=None, local_rank=0, rank=r, world_size=2, local_world_size=1, generation=2, store=store)
         for r in range(2)
     )
-    a.publish([(2, 10), (1, 2**40)])
+    a.publish([SnapshotId(2, 10), SnapshotId(1, 2**40)])
     assert a.common() == []
-    b.publish([(2, 10)], passed=(2, 15))
+    b.publish([SnapshotId(2, 10)], passed=SnapshotId(2, 15))
     assert a.common() == b.common() == [(2, 10)]

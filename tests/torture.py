@@ -29,13 +29,14 @@ import numpy as np
 from support.memory import ended, fork, spec_of, take, verified
 
 from flashckpt.core.lineage import Life, SlotRecord, common, is_rolled_back, newest
+from flashckpt.core.snapshot_id import SnapshotId
 from flashckpt.errors import DamagedError
 from flashckpt.planning.slot_policy import choose_slot
 from flashckpt.shm.acks import SnapshotAcks
 from flashckpt.shm.control import Control
 from flashckpt.shm.segment import Segment, SlotPinned
 
-Identity = tuple[int, int]
+Identity = SnapshotId
 BYTES = 6 << 20
 
 
@@ -76,7 +77,7 @@ def ledger(folder: Path, rank: int) -> dict[str, set[Identity]]:
     path = folder / f"ledger-{rank}"
     for line in path.read_text().splitlines() if path.exists() else []:
         event, generation, step = line.split()
-        found[event].add((int(generation), int(step)))
+        found[event].add(SnapshotId(int(generation), int(step)))
     return found
 
 
@@ -105,7 +106,7 @@ def rank_main(folder: Path, rank: int, world: int, life: Life, slots: int, seed:
     step = parent[1] if parent else 0
     while True:
         step += 1
-        identity = (life.generation, step)
+        identity = SnapshotId(life.generation, step)
         time.sleep(rng.random() * 0.003)
         known = mark.known()
         slot = choose_slot(segment.headers(), pinned=segment.busy(), common=known.common, hopeless=known.hopeless)
@@ -175,7 +176,7 @@ def records_of(folder: Path, world: int) -> list[SlotRecord]:
                 g, s = pin.header.identity
                 require((g, s) in ledger(folder, rank)["take"], f"rank {rank}: {(g, s)} was never taken")
                 try:
-                    verified(pin, truth_of(rank, (g, s)))
+                    verified(pin, truth_of(rank, SnapshotId(g, s)))
                 except (AssertionError, DamagedError) as error:
                     raise BrokenPromiseError(f"rank {rank}, {(g, s)}: TORN: {error}") from error
                 found.append(SlotRecord(rank=rank, node=0, generation=g, step=s, world_size=pin.header.world_size))

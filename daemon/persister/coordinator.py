@@ -20,6 +20,7 @@ from flashckpt.checkpoint.retention import Policy
 from flashckpt.checkpoint.writer import PersistOptions, missing_writers
 from flashckpt.core.generation import GenerationRecord
 from flashckpt.core.lineage import is_rolled_back
+from flashckpt.core.snapshot_id import SnapshotId
 from flashckpt.core.superblock import MIN_SLOTS
 from flashckpt.daemon.machine.logs import log_context
 from flashckpt.daemon.persister.flush import Flush, FlushOutcome
@@ -83,8 +84,10 @@ class PersistCoordinator:
         self.committed_s: float | None = None
         self.totals = PersistTotals()
         self._store: Store | None = None
-        self._floor: Identity = (0, -1)  # nothing at or below it is persisted any more
-        self._owed: Identity = (0, -1)  # to be persisted, or something newer, though it may be overwritten meanwhile
+        self._floor: Identity = SnapshotId(0, -1)  # nothing at or below it is persisted any more
+        self._owed: Identity = SnapshotId(
+            0, -1
+        )  # to be persisted, or something newer, though it may be overwritten meanwhile
         self._known = False  # whether the root was looked at since the connection was opened
         self._asked = False
         self._search = Search()
@@ -252,7 +255,7 @@ class PersistCoordinator:
         self._search, wanted = next_candidate(
             self._search,
             flagged=flagged,
-            newest=max(alike, default=(0, -1)),
+            newest=max(alike, default=SnapshotId(0, -1)),
             floor=self._floor,
             others=self._heard or [NodeProposal(ranks=ranks, world_size=0)],
             spacing=spacing(flagged),

@@ -25,10 +25,11 @@ from flashckpt.checkpoint.intents import INTENTS
 from flashckpt.checkpoint.root_records import explaining, fields_of
 from flashckpt.core.generation import GenerationRecord
 from flashckpt.core.records import integer, seal, snapshot_id
+from flashckpt.core.snapshot_id import NOTHING, SnapshotId
 from flashckpt.errors import ObjectMissingError
 from flashckpt.storage.store import Store
 
-Identity = tuple[int, int]
+Identity = SnapshotId
 READY = f"{INTENTS}ready-"
 
 
@@ -48,7 +49,7 @@ class NodeProposal:
     ranks: tuple[int, ...]
     world_size: int
     pinned: Identity | None = None
-    at_least: Identity = (0, 0)
+    at_least: Identity = NOTHING
     complete: tuple[Identity, ...] = ()
     urgent: bool = False
 
@@ -72,7 +73,7 @@ def of_other_nodes(readies: Collection[NodeProposal], own: Collection[int]) -> l
     return [ready for ready in foreign if not any({*ready.ranks} < {*other.ranks} for other in foreign)]
 
 
-def choose_proposal(readies: Collection[NodeProposal], floor: Identity = (0, 0)) -> tuple[Identity, str] | None:
+def choose_proposal(readies: Collection[NodeProposal], floor: Identity = NOTHING) -> tuple[Identity, str] | None:
     """Return the snapshot to open an intent for and the reason, or None while the nodes do not agree yet.
 
     With an urgent request the newest snapshot that all nodes hold is taken; else all must have pinned the
@@ -98,7 +99,7 @@ class Search:
         misses: How often a target was already overwritten here when this node heard of it.
     """
 
-    target: Identity = (0, 0)
+    target: Identity = NOTHING
     misses: int = 0
 
 
@@ -130,13 +131,13 @@ def next_candidate(
     if not others:
         best = max(usable, default=None)
         return replace(search, target=best or search.target), best
-    heard = max(max(ready.at_least, ready.pinned or (0, 0)) for ready in others)
+    heard = max(max(ready.at_least, ready.pinned or NOTHING) for ready in others)
     if heard > max(search.target, floor):
         if heard not in usable and newest >= heard:
             best = max(usable, default=heard)
             if not search.misses and best > heard:  # the others may still hold, or have yet to reach, ours
                 return Search(target=best, misses=1), best
-            ahead = (newest[0], newest[1] + spacing * 2 ** min(search.misses, 16))
+            ahead = SnapshotId(newest.generation, newest.step + spacing * 2 ** min(search.misses, 16))
             return Search(target=max(ahead, heard), misses=search.misses + 1), None
         search = replace(search, target=heard)
     if search.target <= floor:

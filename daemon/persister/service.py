@@ -21,6 +21,7 @@ from pathlib import Path
 from types import FrameType
 
 from flashckpt.core.generation import GenerationRecord
+from flashckpt.core.snapshot_id import SnapshotId
 from flashckpt.daemon.machine.logs import configure, log_context
 from flashckpt.daemon.persister import metrics
 from flashckpt.daemon.persister.coordinator import PersistCoordinator
@@ -216,7 +217,7 @@ class Daemon:
             return True
         asked_ns = self.directory.asked_ns("persist-now")
         if asked_ns is not None and self._goal is None:  # what is newest now: training may go on meanwhile
-            self._goal = max(view.complete(), default=(0, 0)), asked_ns
+            self._goal = max(view.complete(), default=SnapshotId(0, 0)), asked_ns
         return self._goal is not None and persisting.floor < self._goal[0]
 
     def _persist(

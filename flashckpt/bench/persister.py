@@ -16,6 +16,7 @@ from flashckpt.bench.measure import cpu_seconds
 from flashckpt.bench.timed_store import timed
 from flashckpt.bench.worker import Command, serve
 from flashckpt.checkpoint.writer import PersistOptions, commit, persist_slot, prefix_of
+from flashckpt.core.snapshot_id import SnapshotId
 from flashckpt.errors import NoCheckpointError
 from flashckpt.shm.segment import Pin, Segment
 from flashckpt.storage.factory import open_store
@@ -42,7 +43,7 @@ class Persister:
         """Pin every rank's slot of this snapshot, write packs and indexes, commit."""
         prefix = prefix_of(generation, step)
         options = PersistOptions(compression=self.config["compression"])
-        pins = [_pin(Path(path), (generation, step)) for path in self.config["segments"]]
+        pins = [_pin(Path(path), SnapshotId(generation, step)) for path in self.config["segments"]]
         self.times.written_s = []
         cpu, started = cpu_seconds(), time.perf_counter()
 
@@ -92,7 +93,7 @@ class Persister:
         return {}
 
 
-def _pin(path: Path, identity: tuple[int, int]) -> Pin:
+def _pin(path: Path, identity: SnapshotId) -> Pin:
     segment = Segment.attach(path)
     try:
         for slot, header in enumerate(segment.headers()):

@@ -22,6 +22,7 @@ from flashckpt.bench.worker import Command, serve
 from flashckpt.checkpoint.catalog import read_manifest
 from flashckpt.core.digest import digest
 from flashckpt.core.shard import Shard
+from flashckpt.core.snapshot_id import SnapshotId
 from flashckpt.core.superblock import SegmentSpec
 from flashckpt.errors import DamagedError
 from flashckpt.planning.slot_policy import choose_slot
@@ -102,7 +103,7 @@ class Rank:
         """Take one snapshot as `Checkpointer.step` does, computing beside the copy."""
         assert self.segment is not None, "reserve first"
         self._change()
-        known = {(int(g), int(s)) for g, s in common}
+        known = {SnapshotId(int(g), int(s)) for g, s in common}
         slot = choose_slot(self.segment.headers(), pinned=self.segment.busy(), common=known)
         assert slot is not None, "a free slot: the parent lets every persist end"
         identity = SnapshotRequest(
@@ -153,7 +154,7 @@ class Rank:
         segment = Segment.attach(self.config["segment"])
         try:
             slots = [i for i, h in enumerate(segment.headers()) if h.is_complete and h.identity == (GENERATION, step)]
-            source = MemorySource(segment, slots[0], identity=(GENERATION, step))
+            source = MemorySource(segment, slots[0], identity=SnapshotId(GENERATION, step))
             mapped_s = time.perf_counter() - started
             try:
                 counts = execute_reads(self.targets, [source])

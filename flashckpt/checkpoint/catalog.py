@@ -20,6 +20,7 @@ from flashckpt.core.lineage import BEGINNING, is_rolled_back
 from flashckpt.core.manifest import Manifest, decode_manifest, header_of
 from flashckpt.core.manifest_header import ManifestHeader, decode_manifest_header
 from flashckpt.core.records import integer, is_sealed, number, seal, snapshot_id, text
+from flashckpt.core.snapshot_id import SnapshotId
 from flashckpt.errors import DamagedError, FlashckptError, FormatVersionError, NoCheckpointError, ObjectMissingError
 from flashckpt.faults import crash_point
 from flashckpt.storage.store import Store
@@ -53,7 +54,7 @@ class CheckpointInfo:
     prefix: str
     generation: int
     step: int
-    parent: tuple[int, int] | None = None
+    parent: SnapshotId | None = None
     nbytes: int = 0
     created_s: float = 0.0
     world_size: int = 0
@@ -65,9 +66,9 @@ class CheckpointInfo:
     is_whole: bool = False
 
     @property
-    def identity(self) -> tuple[int, int]:
+    def identity(self) -> SnapshotId:
         """(generation, step)."""
-        return self.generation, self.step
+        return SnapshotId(self.generation, self.step)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -84,7 +85,7 @@ class GenerationClaim:
 
     generation: int
     token: str
-    parent: tuple[int, int] | None = None
+    parent: SnapshotId | None = None
     world_size: int = 0
     created_s: float = 0.0
 
@@ -93,10 +94,10 @@ _infos: dict[tuple[str, str, int, float], CheckpointInfo] = {}
 _infos_lock = threading.Lock()
 
 
-def parse_prefix(name: str) -> tuple[int, int] | None:
+def parse_prefix(name: str) -> SnapshotId | None:
     """Return (generation, step) of a checkpoint's folder name; None for any other name."""
     match = _PREFIX.match(name.strip("/"))
-    return (int(match.group(2)), int(match.group(1))) if match else None
+    return SnapshotId(int(match.group(2)), int(match.group(1))) if match else None
 
 
 def list_checkpoints(store: Store, *, damaged: bool = False, whole: bool = False) -> list[CheckpointInfo]:
@@ -160,7 +161,7 @@ def newest_checkpoint(
     store: Store,
     *,
     generations: Sequence[GenerationClaim] | None = None,
-    below: tuple[int, int] | None = None,
+    below: SnapshotId | None = None,
     whole: bool = False,
 ) -> CheckpointInfo | None:
     """Return the newest checkpoint that no later generation abandoned; None where there is none.
@@ -277,11 +278,11 @@ def read_summary(store: Store, prefix: str, nbytes: int) -> ManifestHeader | Non
     except DamagedError as error:
         raise _damaged_manifest(store.url, prefix, error) from error
     if summary is not None:
-        _refuse_other(store.url, prefix, (summary.generation, summary.step))
+        _refuse_other(store.url, prefix, SnapshotId(summary.generation, summary.step))
     return summary
 
 
-def _broken(prefix: str, identity: tuple[int, int], mtime: float, error: FlashckptError) -> CheckpointInfo:
+def _broken(prefix: str, identity: SnapshotId, mtime: float, error: FlashckptError) -> CheckpointInfo:
     problem = f"{error.problem} ({error.found})" if error.found else error.problem
     return CheckpointInfo(
         prefix=prefix,
@@ -313,7 +314,7 @@ def _damaged_manifest(url: str, prefix: str, error: DamagedError) -> DamagedErro
     )
 
 
-def _refuse_other(url: str, prefix: str, identity: tuple[int, int]) -> None:
+def _refuse_other(url: str, prefix: str, identity: SnapshotId) -> None:
     if prefix_of(*identity) != prefix:
         raise DamagedError(
             f"the MANIFEST of {prefix} in {url} belongs to another checkpoint", found=prefix_of(*identity)

@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from flashckpt.checkpoint.root_records import explaining, fields_of
 from flashckpt.checkpoint.writer import prefix_of
 from flashckpt.core.records import integer, number, seal, text
+from flashckpt.core.snapshot_id import SnapshotId
 from flashckpt.errors import ObjectMissingError
 from flashckpt.faults import crash_point
 from flashckpt.storage.store import Store
@@ -41,9 +42,9 @@ class Intent:
     created_s: float = 0.0
 
     @property
-    def identity(self) -> tuple[int, int]:
+    def identity(self) -> SnapshotId:
         """(generation, step)."""
-        return self.generation, self.step
+        return SnapshotId(self.generation, self.step)
 
     @property
     def prefix(self) -> str:

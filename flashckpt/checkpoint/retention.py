@@ -30,6 +30,7 @@ from flashckpt.checkpoint.writer import MANIFEST, TOMBSTONE
 from flashckpt.core.lineage import is_rolled_back
 from flashckpt.core.manifest import Manifest
 from flashckpt.core.records import is_sealed, number, seal, unseal
+from flashckpt.core.snapshot_id import SnapshotId
 from flashckpt.errors import (
     DamagedError,
     FormatVersionError,
@@ -86,7 +87,7 @@ def choose_expired(
     infos: Sequence[CheckpointInfo],
     policy: Policy,
     *,
-    abandoned: Collection[tuple[int, int]] = (),
+    abandoned: Collection[SnapshotId] = (),
     kept: Collection[str] = (),
     leased: Collection[str] = (),
 ) -> list[CheckpointInfo]:
@@ -312,7 +313,7 @@ def _renew(lease: ReadLease, every_s: float, stop: threading.Event) -> None:
 
 
 def _sweep_folder(
-    store: Store, prefix: str, newest: tuple[int, int] | None, older_than_s: float, now: float, *, dry_run: bool
+    store: Store, prefix: str, newest: SnapshotId | None, older_than_s: float, now: float, *, dry_run: bool
 ) -> int | None:
     """Remove one folder if nobody can need it; return the bytes removed, None if it stays."""
     identity = parse_prefix(prefix)
@@ -352,7 +353,7 @@ def _sweep_temporary(store: Store, older_than_s: float) -> tuple[str, ...]:
         return ()
 
 
-def _sweep_intents(store: Store, newest: tuple[int, int] | None) -> None:
+def _sweep_intents(store: Store, newest: SnapshotId | None) -> None:
     """Remove intents and marks of snapshots that are committed or older than the newest checkpoint."""
     for info in store.list(INTENTS):
         name = info.key[len(INTENTS) :].partition(".")[0]

@@ -8,6 +8,7 @@ from contextlib import contextmanager
 from typing import Any
 
 from flashckpt.checkpoint.catalog import list_checkpoints, read_generations
+from flashckpt.core.snapshot_id import SnapshotId
 from flashckpt.errors import FlashckptError
 from flashckpt.planning.root_view import RootSummary
 from flashckpt.storage.factory import open_store
@@ -37,7 +38,7 @@ def read_root(root: str, options: Mapping[str, Any]) -> RootSummary:
         _log.warning("the root %s cannot be asked: %s", root, str(error).splitlines()[0])
         return RootSummary(error=str(error))
     return RootSummary(
-        committed=tuple((i.generation, i.step) for i in infos),
+        committed=tuple(SnapshotId(i.generation, i.step) for i in infos),
         prefixes=tuple(i.prefix for i in infos),
         claims=tuple((c.generation, c.parent) for c in claims),
         is_empty=is_empty,

@@ -20,6 +20,7 @@ from flashckpt.checkpoint.catalog import (
 )
 from flashckpt.cli.output import FittingTable, OutputConsole
 from flashckpt.core.lineage import is_rolled_back
+from flashckpt.core.snapshot_id import SnapshotId
 from flashckpt.errors import ConfigError, DamagedError, FlashckptError, NoCheckpointError
 from flashckpt.printable import printable, to_json
 from flashckpt.shm.job_directory import JobDirectory, jobs_in_memory
@@ -159,7 +160,7 @@ def passed_over(store: Store, chosen: CheckpointInfo) -> list[str]:
     return [f"{i.prefix}: {i.problem}" for i in infos if i.problem and i.identity > chosen.identity]
 
 
-def abandoned(store: Store, infos: list[CheckpointInfo]) -> set[tuple[int, int]]:
+def abandoned(store: Store, infos: list[CheckpointInfo]) -> set[SnapshotId]:
     """Return the identities that a later generation left behind."""
     generations = read_generations(store)
     return {info.identity for info in infos if is_rolled_back(info.identity, generations)}

@@ -24,6 +24,7 @@ from flashckpt.cli.common import (
     root_options,
     show,
 )
+from flashckpt.core.snapshot_id import SnapshotId
 from flashckpt.errors import NoCheckpointError
 from flashckpt.shm.inventory import scan
 from flashckpt.storage.store import Store
@@ -59,7 +60,7 @@ def ls(root: str, options: tuple[str, ...], as_json: bool) -> None:
     show({"root": store.url, "checkpoints": rows}, as_json=as_json, table=lambda: _table(rows))
 
 
-def _state(info: CheckpointInfo, left: Collection[tuple[int, int]]) -> str:
+def _state(info: CheckpointInfo, left: Collection[SnapshotId]) -> str:
     if info.problem:
         return "newer format" if info.is_newer else "damaged"
     return "abandoned" if info.identity in left else "committed"

@@ -12,6 +12,7 @@ import click
 from rich.table import Table
 
 from flashckpt.cli.common import Command, age_of, human_bytes, json_option, new_table, show, tell_skipped
+from flashckpt.core.snapshot_id import SnapshotId
 from flashckpt.errors import FlashckptError, PersistError
 from flashckpt.shm.control import ControlView
 from flashckpt.shm.inventory import scan
@@ -155,5 +156,5 @@ def _table(found: list[dict[str, Any]]) -> Table | str:
     return table
 
 
-def _identity(identity: tuple[int, int] | None) -> str:
+def _identity(identity: SnapshotId | None) -> str:
     return "" if identity is None else f"{identity[1]}.g{identity[0]}"

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from flashckpt.core.snapshot_id import SnapshotId
+
 
 @dataclass(frozen=True, kw_only=True)
 class GenerationRecord:
@@ -19,6 +21,6 @@ class GenerationRecord:
 
     generation: int
     token: str = ""
-    parent: tuple[int, int] | None = None
+    parent: SnapshotId | None = None
     world_size: int = 1
     claimed: bool = False

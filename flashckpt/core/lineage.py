@@ -12,7 +12,9 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
-BEGINNING = (0, 0)
+from flashckpt.core.snapshot_id import SnapshotId
+
+BEGINNING = SnapshotId(0, 0)
 """Parent of a generation that began anew on purpose: it abandons everything before it."""
 
 
@@ -35,12 +37,12 @@ class SlotRecord:
     step: int
     world_size: int
     layout_hash: int = 0
-    parent: tuple[int, int] | None = None
+    parent: SnapshotId | None = None
 
     @property
-    def identity(self) -> tuple[int, int]:
+    def identity(self) -> SnapshotId:
         """(generation, step)."""
-        return self.generation, self.step
+        return SnapshotId(self.generation, self.step)
 
 
 class HasLineage(Protocol):
@@ -51,7 +53,7 @@ class HasLineage(Protocol):
         """Number of the worker group's life."""
 
     @property
-    def parent(self) -> tuple[int, int] | None:
+    def parent(self) -> SnapshotId | None:
         """What it was restored from; None for a fresh start, or if it never came to restore."""
 
 
@@ -60,17 +62,17 @@ class Life:
     """The lineage of one generation, by itself."""
 
     generation: int
-    parent: tuple[int, int] | None = None
+    parent: SnapshotId | None = None
 
 
-def common(records: Iterable[SlotRecord], world_size: int | None = None) -> list[tuple[int, int]]:
+def common(records: Iterable[SlotRecord], world_size: int | None = None) -> list[SnapshotId]:
     """Return the identities that every rank of their worker group holds, newest first.
 
     Args:
         records: COMPLETE slots of all nodes; several of one rank (replicas) count once.
         world_size: Only identities taken by a worker group of this size; any if None.
     """
-    ranks: dict[tuple[tuple[int, int], int], set[int]] = defaultdict(set)
+    ranks: dict[tuple[SnapshotId, int], set[int]] = defaultdict(set)
     for record in records:
         ranks[record.identity, record.world_size].add(record.rank)
     found = {
@@ -81,7 +83,7 @@ def common(records: Iterable[SlotRecord], world_size: int | None = None) -> list
     return sorted(found, reverse=True)
 
 
-def partially_held(records: Iterable[SlotRecord], members: Iterable[tuple[int, int]]) -> dict[tuple[int, int], bool]:
+def partially_held(records: Iterable[SlotRecord], members: Iterable[tuple[int, int]]) -> dict[SnapshotId, bool]:
     """Return the identities that only some ranks of their worker group hold, each with whether it is unfinished.
 
     Unfinished: the memory of every rank of that generation can be reached, so some rank that lives on never completed
@@ -95,8 +97,8 @@ def partially_held(records: Iterable[SlotRecord], members: Iterable[tuple[int, i
     present: dict[int, set[int]] = defaultdict(set)
     for generation, rank in members:
         present[generation].add(rank)
-    held: dict[tuple[int, int], set[int]] = defaultdict(set)
-    kinds: dict[tuple[int, int], set[tuple[int, tuple[int, int] | None]]] = defaultdict(set)
+    held: dict[SnapshotId, set[int]] = defaultdict(set)
+    kinds: dict[SnapshotId, set[tuple[int, SnapshotId | None]]] = defaultdict(set)
     for record in records:
         present[record.generation].add(record.rank)
         held[record.identity].add(record.rank)
@@ -114,7 +116,7 @@ def _holds_all(ranks: set[int], size: int) -> bool:
     return len(ranks) >= size and ranks >= set(range(size))
 
 
-def by_preference(whole: Collection[tuple[int, int]], part: Mapping[tuple[int, int], bool]) -> list[tuple[int, int]]:
+def by_preference(whole: Collection[SnapshotId], part: Mapping[SnapshotId, bool]) -> list[SnapshotId]:
     """Return identities in the order in which they are tried: newest first, unfinished ones behind the next whole one.
 
     An unfinished snapshot lacks what belongs to one rank alone (its random numbers), and by M1 a whole one lies at
@@ -124,8 +126,8 @@ def by_preference(whole: Collection[tuple[int, int]], part: Mapping[tuple[int, i
         whole: Held by all ranks of their group, or committed on storage.
         part: Others, as `partially_held` returns them.
     """
-    order: list[tuple[int, int]] = []
-    unfinished: list[tuple[int, int]] = []
+    order: list[SnapshotId] = []
+    unfinished: list[SnapshotId] = []
     for identity in sorted({*whole, *part}, reverse=True):
         if identity not in whole and part[identity]:
             unfinished.append(identity)
@@ -137,7 +139,7 @@ def by_preference(whole: Collection[tuple[int, int]], part: Mapping[tuple[int, i
     return order + unfinished
 
 
-def is_rolled_back(identity: tuple[int, int], generations: Iterable[HasLineage]) -> bool:
+def is_rolled_back(identity: SnapshotId, generations: Iterable[HasLineage]) -> bool:
     """Return whether a later generation was restored from before `identity`."""
     generation, step = identity
     for record in generations:
@@ -151,6 +153,6 @@ def is_rolled_back(identity: tuple[int, int], generations: Iterable[HasLineage])
     return False
 
 
-def newest(identities: Iterable[tuple[int, int]], generations: Sequence[HasLineage] = ()) -> tuple[int, int] | None:
+def newest(identities: Iterable[SnapshotId], generations: Sequence[HasLineage] = ()) -> SnapshotId | None:
     """Return the identity of the highest generation, then the highest step, that was not abandoned."""
     return max((i for i in identities if not is_rolled_back(i, generations)), default=None)

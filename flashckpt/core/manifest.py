@@ -33,6 +33,7 @@ from flashckpt.core.manifest_header import (
 from flashckpt.core.records import integer, snapshot_id, text
 from flashckpt.core.schema import check_objects, check_rows, cut_tensors_with_gaps
 from flashckpt.core.shard_table import ShardTable, columns_of, table_from_columns
+from flashckpt.core.snapshot_id import SnapshotId
 from flashckpt.core.values import pack_values, packed, unpack_values
 from flashckpt.errors import DisagreementError
 
@@ -61,7 +62,7 @@ class Manifest:
     job: str
     generation: int
     step: int
-    parent: tuple[int, int] | None
+    parent: SnapshotId | None
     world_size: int
     rank: int
     writers: list[int]
@@ -72,9 +73,9 @@ class Manifest:
     objects: list[str] = field(default_factory=list)
 
     @property
-    def identity(self) -> tuple[int, int]:
+    def identity(self) -> SnapshotId:
         """(generation, step)."""
-        return self.generation, self.step
+        return SnapshotId(self.generation, self.step)
 
     @property
     def aliases(self) -> dict[str, str]:

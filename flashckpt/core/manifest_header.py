@@ -14,6 +14,7 @@ import msgpack
 
 from flashckpt.core.digest import digest
 from flashckpt.core.records import integer, snapshot_id, text
+from flashckpt.core.snapshot_id import SnapshotId
 from flashckpt.errors import DamagedError, FormatVersionError
 
 MAGIC = b"FCKMANIF"
@@ -44,7 +45,7 @@ class ManifestHeader:
     job: str
     generation: int
     step: int
-    parent: tuple[int, int] | None
+    parent: SnapshotId | None
     world_size: int
     writers: int
     tensors: int

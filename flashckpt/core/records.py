@@ -12,6 +12,7 @@ from typing import Any
 import msgpack
 
 from flashckpt.core.digest import digest, digest_of
+from flashckpt.core.snapshot_id import SnapshotId
 from flashckpt.errors import DamagedError, FormatVersionError
 
 MAGIC = b"FCKRECRD"
@@ -89,8 +90,8 @@ def number(value: Any) -> float:
     return float(value)
 
 
-def snapshot_id(value: Any, least: int = 0) -> tuple[int, int]:
+def snapshot_id(value: Any, least: int = 0) -> SnapshotId:
     """Return (generation, step) of a list of exactly two, none below `least`; ValueError otherwise."""
     if type(value) not in (list, tuple) or len(value) != 2:
         raise ValueError(f"{value!r:.40} where [generation, step] is expected")
-    return integer(value[0], least), integer(value[1], least)
+    return SnapshotId(integer(value[0], least), integer(value[1], least))

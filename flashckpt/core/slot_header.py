@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from enum import IntEnum
 
 from flashckpt.core.digest import digest
+from flashckpt.core.snapshot_id import SnapshotId
 
 HEADER_COPY_BYTES = 2048
 """Two copies per header page: A at +0, B at +2048."""
@@ -46,15 +47,15 @@ class SlotHeader:
     world_size: int = 0
     rank: int = 0
     persist: bool = False
-    parent: tuple[int, int] | None = None
+    parent: SnapshotId | None = None
     manifest_bytes: int = 0
     manifest_digest: int = 0
     data_bytes: int = 0
 
     @property
-    def identity(self) -> tuple[int, int]:
+    def identity(self) -> SnapshotId:
         """(generation, step)."""
-        return self.generation, self.step
+        return SnapshotId(self.generation, self.step)
 
     @property
     def is_complete(self) -> bool:
@@ -91,7 +92,7 @@ def decode_header(raw: bytes) -> SlotHeader | None:
         world_size=world,
         rank=rank,
         persist=bool(flags & _PERSIST),
-        parent=(p_gen, p_step) if flags & _HAS_PARENT else None,
+        parent=SnapshotId(p_gen, p_step) if flags & _HAS_PARENT else None,
         manifest_bytes=m_bytes,
         manifest_digest=m_digest,
         data_bytes=data,

@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
+from flashckpt.core.snapshot_id import SnapshotId
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RootSummary:
@@ -18,9 +20,9 @@ class RootSummary:
         is_empty: It holds nothing of any checkpoint, not even of a damaged or unfinished one.
     """
 
-    committed: tuple[tuple[int, int], ...] = ()
+    committed: tuple[SnapshotId, ...] = ()
     prefixes: tuple[str, ...] = ()
-    claims: tuple[tuple[int, tuple[int, int] | None], ...] = ()
+    claims: tuple[tuple[int, SnapshotId | None], ...] = ()
     error: str = ""
     is_empty: bool = False
 
@@ -33,9 +35,9 @@ class RootSummary:
         """Return what `pack` packed."""
         committed, prefixes, claims, error, is_empty = packed
         return cls(
-            committed=tuple((g, s) for g, s in committed),
+            committed=tuple(map(SnapshotId.of, committed)),
             prefixes=tuple(prefixes),
-            claims=tuple((g, None if p is None else (p[0], p[1])) for g, p in claims),
+            claims=tuple((g, None if p is None else SnapshotId.of(p)) for g, p in claims),
             error=error,
             is_empty=is_empty,
         )

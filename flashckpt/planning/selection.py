@@ -8,6 +8,7 @@ from typing import Any
 
 from flashckpt.core.generation import GenerationRecord
 from flashckpt.core.lineage import SlotRecord, by_preference, common, is_rolled_back, partially_held
+from flashckpt.core.snapshot_id import SnapshotId
 from flashckpt.errors import DamagedError, DisagreementError, NoCheckpointError, RootError
 from flashckpt.planning.root_view import RootSummary
 
@@ -65,15 +66,15 @@ class Inventory:
     """
 
     node: str
-    slots: tuple[tuple[int, int, int, int, int, tuple[int, int] | None], ...] = ()
-    generation: tuple[int, tuple[int, int] | None] | None = None
+    slots: tuple[tuple[int, int, int, int, int, SnapshotId | None], ...] = ()
+    generation: tuple[int, SnapshotId | None] | None = None
     restart: int = 0
     need_bytes: int = 0
     free_bytes: int = 0
     members: tuple[tuple[int, int], ...] = ()
     host: str = ""
     request: str = ""
-    committed: tuple[int, int] | None = None
+    committed: SnapshotId | None = None
     damage: str = ""
 
     def pack(self) -> list[Any]:
@@ -110,8 +111,8 @@ class Inventory:
         )
 
 
-def _pair(value: Any) -> tuple[int, int] | None:
-    return None if value is None else (int(value[0]), int(value[1]))
+def _pair(value: Any) -> SnapshotId | None:
+    return None if value is None else SnapshotId(int(value[0]), int(value[1]))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -126,7 +127,7 @@ class Candidate:
         holders: (rank that took it, index of its node) of every slot that holds it, by rank.
     """
 
-    identity: tuple[int, int]
+    identity: SnapshotId
     is_common: bool = False
     on_root: bool = False
     is_unfinished: bool = False
@@ -264,7 +265,7 @@ def candidates(
         for name, i in by_node.items()
         for r, g, s, w, h, p in i.slots
     ]
-    known: dict[int, tuple[int, int] | None] = {}
+    known: dict[int, SnapshotId | None] = {}
     for g, parent in [
         *root.claims,
         *(i.generation for i in by_node.values() if i.generation is not None),
@@ -281,7 +282,7 @@ def candidates(
     ]  # fmt: skip
     if step is None and generation is None:
         wanted = [i for i in wanted if not is_rolled_back(i, lineage)]
-    holders: dict[tuple[int, int], set[tuple[int, int]]] = {}
+    holders: dict[SnapshotId, set[tuple[int, int]]] = {}
     for record in records:
         holders.setdefault(record.identity, set()).add((record.rank, record.node))
     found = tuple(
@@ -298,7 +299,7 @@ def candidates(
     return Candidates(found=found, life=highest + 1, lineage=lineage)
 
 
-def missing_on_root(inventories: Sequence[Inventory], root: RootSummary, found: Candidates) -> tuple[int, int] | None:
+def missing_on_root(inventories: Sequence[Inventory], root: RootSummary, found: Candidates) -> SnapshotId | None:
     """Return the newest checkpoint that some node knows to be committed, where the root holds no checkpoint at all.
 
     None where the root could not be asked, holds checkpoints (damaged ones too), or none was committed on this line.
@@ -309,7 +310,7 @@ def missing_on_root(inventories: Sequence[Inventory], root: RootSummary, found: 
     return max((i for i in known if not is_rolled_back(i, found.lineage)), default=None)
 
 
-def emptied(root: str, missing: tuple[int, int], found: Candidates) -> RootError:
+def emptied(root: str, missing: SnapshotId, found: Candidates) -> RootError:
     """Return the error for a root that is empty although checkpoints were committed on it."""
     held = next((c.identity for c in found.found if c.is_whole), None)
     ways = [

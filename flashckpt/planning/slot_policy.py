@@ -5,15 +5,16 @@ from __future__ import annotations
 from collections.abc import Collection, Sequence
 
 from flashckpt.core.slot_header import SlotHeader
+from flashckpt.core.snapshot_id import SnapshotId
 
 
 def choose_slot(
     headers: Sequence[SlotHeader],
     *,
     pinned: Collection[int],
-    common: Collection[tuple[int, int]],
-    hopeless: Collection[tuple[int, int]] = (),
-    superseded: tuple[int, int] | None = None,
+    common: Collection[SnapshotId],
+    hopeless: Collection[SnapshotId] = (),
+    superseded: SnapshotId | None = None,
 ) -> int | None:
     """Return the slot that the next snapshot may overwrite, or None: skip it and count it (invariant M1).
 

@@ -14,6 +14,7 @@ from flashckpt import collectives, errors
 from flashckpt.checkpoint import catalog, root_summary
 from flashckpt.core.generation import GenerationRecord
 from flashckpt.core.lineage import BEGINNING, is_rolled_back
+from flashckpt.core.snapshot_id import SnapshotId
 from flashckpt.errors import FlashckptError, RootError
 from flashckpt.faults import crash_point
 from flashckpt.logs import guarded
@@ -25,7 +26,7 @@ _log = guarded(logging.getLogger("flashckpt"))
 
 
 def claim(
-    number: int, parent: tuple[int, int] | None, *, world: World, root: str | None, options: Mapping[str, Any]
+    number: int, parent: SnapshotId | None, *, world: World, root: str | None, options: Mapping[str, Any]
 ) -> GenerationRecord:
     """Return the record of the life that begins. Collective; only rank 0 talks to the root.
 

@@ -22,6 +22,7 @@ from flashckpt import collectives
 from flashckpt.checkpoint import root_summary
 from flashckpt.core.generation import GenerationRecord
 from flashckpt.core.lineage import BEGINNING
+from flashckpt.core.snapshot_id import SnapshotId
 from flashckpt.errors import DisagreementError, FlashckptError, RootError, ShardGapError, TensorMismatchError
 from flashckpt.logs import guarded
 from flashckpt.planning.root_view import RootSummary
@@ -72,7 +73,7 @@ class RestoreOutcome:
 
     report: RestoreReport | None
     record: GenerationRecord
-    superseded: tuple[int, int] | None
+    superseded: SnapshotId | None
     inventories: list[Inventory]
 
 
@@ -147,7 +148,7 @@ class RestoreCoordinator:
             known = isinstance(error, FlashckptError)
             return None, f"{error.problem}: {error.found}" if known else str(error)  # type: ignore[union-attr]  # known says so
 
-    def _committed(self) -> tuple[int, int] | None:
+    def _committed(self) -> SnapshotId | None:
         """Return the newest checkpoint that the daemon of this node knew of on the root."""
         assert self.directory is not None
         with contextlib.suppress(FlashckptError, OSError):
@@ -168,7 +169,7 @@ class RestoreCoordinator:
     def _segments(self) -> list[Path]:
         return [] if self.directory is None else self.directory.segments()
 
-    def _slots(self) -> Iterator[tuple[int, int, int, int, int, tuple[int, int] | None]]:
+    def _slots(self) -> Iterator[tuple[int, int, int, int, int, SnapshotId | None]]:
         for path in self._segments():
             try:
                 with contextlib.closing(Segment.attach(path)) as segment:
@@ -227,7 +228,7 @@ class RestoreCoordinator:
         """
         self._last_error: FlashckptError | None = None
         self._passed: list[str] = []
-        tried: set[tuple[tuple[int, int], bool]] = set()
+        tried: set[tuple[SnapshotId, bool]] = set()
         while True:
             with self.phase("decide"):
                 found = candidates(inventories, self.root, step=self.request.step, generation=self.request.generation)
@@ -242,9 +243,7 @@ class RestoreCoordinator:
             if report is not None:
                 return found, (fresh[0], replace(report, passed_over=tuple(self._passed)))
 
-    def _begin_life(
-        self, number: int, parent: tuple[int, int] | None, inventories: Sequence[Inventory]
-    ) -> GenerationRecord:
+    def _begin_life(self, number: int, parent: SnapshotId | None, inventories: Sequence[Inventory]) -> GenerationRecord:
         record = claim.claim(
             number,
             parent,
@@ -257,7 +256,7 @@ class RestoreCoordinator:
         claim.begin(self.directory, record, rank=self.tracked.world.rank, ranks=ranks, own=self.own)
         return record
 
-    def start_anew(self, inventories: list[Inventory], parent: tuple[int, int] | None = None) -> RestoreOutcome:
+    def start_anew(self, inventories: list[Inventory], parent: SnapshotId | None = None) -> RestoreOutcome:
         """Begin without restoring anything of this job (a warm start fills the state from elsewhere). Collective.
 
         Args:

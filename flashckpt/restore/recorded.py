@@ -8,6 +8,7 @@ from pathlib import Path
 
 from flashckpt.core.manifest import Manifest
 from flashckpt.core.shard import Shard
+from flashckpt.core.snapshot_id import SnapshotId
 from flashckpt.errors import FlashckptError
 from flashckpt.restore.live_state import Names, absent_state
 from flashckpt.shm.job_directory import JobDirectory
@@ -46,7 +47,7 @@ def with_recorded(shards: list[Shard], layout: int, directory: JobDirectory, tra
     return in_order([*shards, *more])
 
 
-def _slots(directory: JobDirectory) -> Iterator[tuple[tuple[int, int], int, int, Path, int]]:
+def _slots(directory: JobDirectory) -> Iterator[tuple[SnapshotId, int, int, Path, int]]:
     """Yield (identity, rank, layout hash, segment, slot) of each COMPLETE slot of this node."""
     for path in directory.segments():
         with contextlib.suppress(FlashckptError, OSError), contextlib.closing(Segment.attach(path)) as segment:
@@ -55,7 +56,7 @@ def _slots(directory: JobDirectory) -> Iterator[tuple[tuple[int, int], int, int,
                     yield header.identity, segment.spec.rank, segment.spec.layout_hash, path, slot
 
 
-def _manifests(slots: Sequence[tuple[tuple[int, int], int, int, Path, int]]) -> Iterator[Manifest]:
+def _manifests(slots: Sequence[tuple[SnapshotId, int, int, Path, int]]) -> Iterator[Manifest]:
     for identity, _, _, path, slot in slots:
         with contextlib.suppress(FlashckptError, OSError), contextlib.closing(Segment.attach(path)) as segment:
             pin = segment.pin(slot)

@@ -19,6 +19,7 @@ import numpy.typing as npt
 from flashckpt.checkpoint.compression import PackedObjects
 from flashckpt.core.digest import CHUNK_BYTES, copy_and_digest, digest
 from flashckpt.core.manifest import Manifest
+from flashckpt.core.snapshot_id import SnapshotId
 from flashckpt.errors import DamagedError
 from flashckpt.shm import prefault
 from flashckpt.shm.segment import Pin, Segment
@@ -111,7 +112,7 @@ class MemorySource:
     tier = "memory"
     in_place = True
 
-    def __init__(self, segment: Segment, slot: int, *, identity: tuple[int, int] | None = None) -> None:
+    def __init__(self, segment: Segment, slot: int, *, identity: SnapshotId | None = None) -> None:
         self._pin: Pin | None = segment.pin(slot)
         self._slot = slot
         self.meter = Meter()

@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 from flashckpt.core.lineage import Life, is_rolled_back
+from flashckpt.core.snapshot_id import NEVER, SnapshotId
 from flashckpt.shm.control import Control, RankAcks, decode_acks, encode_acks
 
 _PREFIX = "flashckpt/complete"
@@ -56,8 +57,8 @@ class SnapshotAcks:
         local_world_size: int,
         generation: int,
         store: KeyValueStore | None = None,
-        restored: tuple[int, int] | None = None,
-        parent: tuple[int, int] | None = None,
+        restored: SnapshotId | None = None,
+        parent: SnapshotId | None = None,
     ) -> None:
         """Publishes nothing yet."""
         self._control, self._local_rank, self._local_world_size = control, local_rank, local_world_size
@@ -65,9 +66,9 @@ class SnapshotAcks:
         self._store = store if world_size > local_world_size else None
         self._restored = restored
         self._line = [Life(generation=generation, parent=parent or restored)]
-        self._passed = (-1, -1)
+        self._passed = NEVER
 
-    def publish(self, identities: Iterable[tuple[int, int]], *, passed: tuple[int, int] | None = None) -> None:
+    def publish(self, identities: Iterable[SnapshotId], *, passed: SnapshotId | None = None) -> None:
         """Tell the others what this rank holds COMPLETE now; call after each COMPLETE, discard, skip and abandoned slot.
 
         Args:
@@ -92,7 +93,7 @@ class SnapshotAcks:
         held = self._from_store() if self._store is not None else self._from_control()
         return combine_acks(held, restored=self._restored)
 
-    def common(self) -> list[tuple[int, int]]:
+    def common(self) -> list[SnapshotId]:
         """Return `known().common`, newest first."""
         return list(self.known().common)
 
@@ -130,11 +131,11 @@ class AckedSnapshots:
             different snapshots would each keep the slots the other waits for.
     """
 
-    common: tuple[tuple[int, int], ...] = ()
-    hopeless: frozenset[tuple[int, int]] = frozenset()
+    common: tuple[SnapshotId, ...] = ()
+    hopeless: frozenset[SnapshotId] = frozenset()
 
 
-def combine_acks(held: Sequence[RankAcks | None], *, restored: tuple[int, int] | None = None) -> AckedSnapshots:
+def combine_acks(held: Sequence[RankAcks | None], *, restored: SnapshotId | None = None) -> AckedSnapshots:
     """Return what follows from the published lists of all ranks; None stands for a rank that has not published.
 
     `restored` is the snapshot in memory that this life began with: every rank agreed that it was common.
@@ -142,7 +143,7 @@ def combine_acks(held: Sequence[RankAcks | None], *, restored: tuple[int, int] |
     lists = [part for part in held if part is not None]
     everything = {identity for part in lists for identity in part.complete}
     hopeless = {i for i in everything if i != restored and any(p.lacks(i) for p in lists)}
-    common: set[tuple[int, int]] = {restored} if restored is not None else set()
+    common: set[SnapshotId] = {restored} if restored is not None else set()
     if lists and len(lists) == len(held):
         common |= set.intersection(*(set(part.complete) for part in lists))
     return AckedSnapshots(common=tuple(sorted(common, reverse=True)), hopeless=frozenset(hopeless))

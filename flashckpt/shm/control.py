@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from flashckpt.core.digest import digest
+from flashckpt.core.snapshot_id import NEVER, SnapshotId
 from flashckpt.errors import DamagedError
 
 MAGIC = b"FCKCTRL1"
@@ -57,16 +58,16 @@ class RankAcks:
             `complete` was discarded, skipped or overwritten. (-1, -1) if it never took a snapshot.
     """
 
-    complete: tuple[tuple[int, int], ...]
-    passed: tuple[int, int] = (-1, -1)
+    complete: tuple[SnapshotId, ...]
+    passed: SnapshotId = NEVER
 
     @classmethod
-    def of(cls, identities: Iterable[tuple[int, int]], passed: tuple[int, int] | None = None) -> RankAcks:
+    def of(cls, identities: Iterable[SnapshotId], passed: SnapshotId | None = None) -> RankAcks:
         """Return it with the newest MAX_COMPLETE of `identities`; `passed` is at least the newest of them."""
         complete = tuple(sorted(identities, reverse=True))[:MAX_COMPLETE]
-        return cls(complete=complete, passed=max([(-1, -1), *complete, *([passed] if passed else [])]))
+        return cls(complete=complete, passed=max([NEVER, *complete, *([passed] if passed else [])]))
 
-    def lacks(self, identity: tuple[int, int]) -> bool:
+    def lacks(self, identity: SnapshotId) -> bool:
         """Return whether the rank does not hold `identity` and never will."""
         is_listed = len(self.complete) < MAX_COMPLETE or identity > self.complete[-1]  # a full list may be cut
         return is_listed and identity <= self.passed and identity not in self.complete
@@ -80,7 +81,7 @@ def encode_acks(what: RankAcks) -> bytes:
 def decode_acks(raw: bytes) -> RankAcks:
     """Return what `encode_acks` wrote."""
     (g, s), *complete = struct.iter_unpack("<qq", raw)
-    return RankAcks(passed=(g, s), complete=tuple((a, b) for a, b in complete))
+    return RankAcks(passed=SnapshotId(g, s), complete=tuple(map(SnapshotId.of, complete)))
 
 
 class ControlRow:
@@ -141,13 +142,13 @@ class ControlRow:
         return decode_acks(pairs)
 
     @property
-    def complete(self) -> list[tuple[int, int]]:
+    def complete(self) -> list[SnapshotId]:
         """Identities of this rank's COMPLETE snapshots, newest first; [] if they are not known."""
         known = self.published
         return [] if known is None else list(known.complete)
 
     @complete.setter
-    def complete(self, identities: Iterable[tuple[int, int]]) -> None:
+    def complete(self, identities: Iterable[SnapshotId]) -> None:
         self.publish(RankAcks.of(identities))
 
     def publish(self, what: RankAcks) -> None:

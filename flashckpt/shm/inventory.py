@@ -11,11 +11,12 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from flashckpt.core.lineage import HasLineage, is_rolled_back
+from flashckpt.core.snapshot_id import SnapshotId
 from flashckpt.errors import DamagedError, FormatVersionError
 from flashckpt.shm.job_directory import JobDirectory
 from flashckpt.shm.segment import Pin, Segment, SlotHeader, SlotState
 
-Identity = tuple[int, int]
+Identity = SnapshotId
 _log = logging.getLogger(__name__)
 
 

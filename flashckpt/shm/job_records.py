@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from flashckpt.core import records
+from flashckpt.core.snapshot_id import BEFORE_ALL, SnapshotId
 from flashckpt.errors import DamagedError
 from flashckpt.shm import capacity
 
@@ -53,11 +54,11 @@ class DaemonStatus:
         updated_ns: Nanoseconds since the epoch.
     """
 
-    committed: tuple[int, int] | None = None
+    committed: SnapshotId | None = None
     failures: int = 0
     error: str = ""
     lag: int = 0
-    floor: tuple[int, int] = (0, -1)
+    floor: SnapshotId = BEFORE_ALL
     given_up: str = ""
     answered_ns: int = 0
     pid: int = 0
@@ -143,7 +144,7 @@ def _checked(kind: str, value: Any) -> Any:
     """Return a field of a record as its annotation says; ValueError where it is of another type."""
     if value is None and kind.endswith("| None"):
         return None
-    if kind.startswith("tuple"):
+    if kind.startswith("SnapshotId"):
         return records.snapshot_id(value, least=-1)  # a floor of (0, -1): nothing is committed or given up yet
     wanted = kind.removesuffix(" | None").partition("[")[0]
     if type(value).__name__ != wanted:

@@ -24,6 +24,7 @@ from flashckpt.core.slot_header import (
     encode_header,
     newest_copy,
 )
+from flashckpt.core.snapshot_id import SnapshotId
 from flashckpt.core.superblock import (
     OWNER_AT,
     PAGE,
@@ -241,7 +242,7 @@ class Segment:
         return pinned | self._writing
 
     def begin(
-        self, slot: int, *, generation: int, step: int, world_size: int, persist: bool, parent: tuple[int, int] | None
+        self, slot: int, *, generation: int, step: int, world_size: int, persist: bool, parent: SnapshotId | None
     ) -> SlotWriter:
         """Set a slot to WRITING and return its writer. The caller owns the segment and chose by `choose_slot`.
 

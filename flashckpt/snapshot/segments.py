@@ -11,6 +11,7 @@ from pathlib import Path
 
 from flashckpt.core.manifest import ShardTable, encode_table
 from flashckpt.core.shard import Shard, layout_hash, place
+from flashckpt.core.snapshot_id import SnapshotId
 from flashckpt.errors import ConfigError, DamagedError, FlashckptError, FormatVersionError, SharedMemoryError
 from flashckpt.logs import guarded
 from flashckpt.planning.slot_policy import choose_slot
@@ -241,9 +242,9 @@ class RankSegments:
         step: int,
         world_size: int,
         persist: bool,
-        parent: tuple[int, int] | None,
+        parent: SnapshotId | None,
         known: AckedSnapshots,
-        superseded: tuple[int, int] | None,
+        superseded: SnapshotId | None,
     ) -> SlotWriter | None:
         """Return a writer on the slot that may be overwritten, or None if there is none (invariant M1, pins)."""
         segment = self.segment
@@ -262,7 +263,7 @@ class RankSegments:
             except SlotPinned:  # a reader took it between the look and the lock
                 busy.add(slot)
 
-    def complete(self) -> list[tuple[int, int]]:
+    def complete(self) -> list[SnapshotId]:
         """Return the identities of this rank's COMPLETE slots, in all its segments on this node."""
         segment = self.segment
         found = {h.identity for h in segment.headers() if h.is_complete} if segment is not None else set()

@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 
 from flashckpt.core.manifest import Manifest, encode_manifest
+from flashckpt.core.snapshot_id import SnapshotId
 from flashckpt.errors import FenceError, FlashckptError, SharedMemoryError
 from flashckpt.logs import guarded
 from flashckpt.shm.segment import SlotWriter
@@ -41,7 +42,7 @@ class SnapshotRequest:
     job: str
     generation: int
     step: int
-    parent: tuple[int, int] | None
+    parent: SnapshotId | None
     world_size: int
     rank: int
     coordinates: dict[str, int]

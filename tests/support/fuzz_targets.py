@@ -32,6 +32,7 @@ from flashckpt.core.manifest_header import HEAD_BYTES, decode_manifest_header, e
 from flashckpt.core.records import seal
 from flashckpt.core.shard import Shard, place
 from flashckpt.core.slot_header import SlotHeader, SlotState
+from flashckpt.core.snapshot_id import SnapshotId
 from flashckpt.daemon.persister.proposals import NodeProposal, choose_proposal, decode_ready, encode_ready
 from flashckpt.daemon.zygote import messages
 from flashckpt.errors import DamagedError
@@ -63,7 +64,7 @@ def manifest(rank: int, objects: tuple[str, ...] = ()) -> Manifest:
     ]
     data = [np.arange(8, dtype="<f4"), np.array([7], "<i8"), np.zeros(0, np.uint8)]
     return Manifest(
-        job="run", generation=3, step=120, parent=(2, 100), world_size=2, rank=rank, writers=[rank],
+        job="run", generation=3, step=120, parent=SnapshotId(2, 100), world_size=2, rank=rank, writers=[rank],
         coordinates={"dp": rank}, table=ShardTable.from_shards(shards, place(shards).offsets),
         digests=np.concatenate([chunk_digests(one) for one in data]), values=VALUES, objects=list(objects),
     )  # fmt: skip
@@ -148,7 +149,9 @@ def catalogue(folder: Path) -> Target:
 
 # -- memory ----------------------------------------------------------------------------------------------
 
-HEADER = SlotHeader(sequence=9, generation=3, step=120, state=SlotState.COMPLETE, world_size=2, rank=1, parent=(2, 1))
+HEADER = SlotHeader(
+    sequence=9, generation=3, step=120, state=SlotState.COMPLETE, world_size=2, rank=1, parent=SnapshotId(2, 1)
+)
 SPEC = superblock.SegmentSpec(
     job="run", root_digest=1, rank=1, slots=2, manifest_capacity=4096, data_capacity=4096, layout_hash=2
 )
@@ -163,7 +166,7 @@ def use_header(raw: bytes) -> None:
     header, copy = slot_header.newest_copy(raw.ljust(4096, b"\0"))
     assert copy in (0, 1)
     assert header.state in SlotState
-    slot_policy.choose_slot([header, HEADER], pinned=(), common=[(3, 121)])
+    slot_policy.choose_slot([header, HEADER], pinned=(), common=[SnapshotId(3, 121)])
 
 
 def superblock_bytes() -> bytes:
@@ -181,7 +184,7 @@ def segment(folder: Path) -> Target:
     path = folder / "r00001.seg"
     made = Segment.create(path, SPEC)
     m = manifest(1)
-    writer = made.begin(0, generation=3, step=120, world_size=2, persist=True, parent=(2, 100))
+    writer = made.begin(0, generation=3, step=120, world_size=2, persist=True, parent=SnapshotId(2, 100))
     writer.commit(encode_manifest(m), data_bytes=4096)
     made.close()
     good = path.read_bytes()
@@ -212,7 +215,7 @@ def control(folder: Path) -> Target:
     row = mapped.row(1)
     row.clear()
     row.rank, row.generation, row.step = 1, 3, 120
-    row.publish(RankAcks.of([(3, 120), (3, 100)], (3, 125)))
+    row.publish(RankAcks.of([SnapshotId(3, 120), SnapshotId(3, 100)], SnapshotId(3, 125)))
     mapped.close()
 
     def decode(raw: bytes) -> None:
@@ -222,7 +225,7 @@ def control(folder: Path) -> Target:
             assert isinstance(again.stop_after, int)
             for index in range(again.rows):
                 known = again.row(index).published
-                assert known is None or known.lacks((3, 125)) in (True, False)
+                assert known is None or known.lacks(SnapshotId(3, 125)) in (True, False)
         finally:
             again.close()
 
@@ -456,9 +459,11 @@ def _table(raw: bytes) -> None:
     use_manifest(sealed_manifest(b"FCKMANIF\1\0".ljust(32, b"\0") + msgpack.packb(body)))
 
 
-CLAIM = GenerationClaim(generation=3, token="t0k", parent=(2, 100), world_size=8, created_s=1.5)
+CLAIM = GenerationClaim(generation=3, token="t0k", parent=SnapshotId(2, 100), world_size=8, created_s=1.5)
 INTENT = Intent(generation=3, step=120, writers=(0, 1), leader="n", created_s=1.5)
-READY = NodeProposal(ranks=(0, 1), world_size=2, pinned=(3, 120), at_least=(3, 120), complete=((3, 120),))
+READY = NodeProposal(
+    ranks=(0, 1), world_size=2, pinned=SnapshotId(3, 120), at_least=SnapshotId(3, 120), complete=(SnapshotId(3, 120),)
+)
 
 
 def _unpack(raw: bytes) -> Any:
@@ -488,8 +493,8 @@ TARGETS: dict[str, Callable[[Path], Target]] = {
     "segment": segment,
     "control": control,
     "job": lambda folder: job_record(folder, "job", JobConfig(job="j", root="/r", storage_options={"a": 1}, keep_every=5)),
-    "generation": lambda folder: job_record(folder, "generation", GenerationRecord(generation=3, token="t", parent=(2, 4))),
-    "daemon": lambda folder: job_record(folder, "daemon", DaemonStatus(committed=(3, 60), error="full", pid=7)),
+    "generation": lambda folder: job_record(folder, "generation", GenerationRecord(generation=3, token="t", parent=SnapshotId(2, 4))),
+    "daemon": lambda folder: job_record(folder, "daemon", DaemonStatus(committed=SnapshotId(3, 60), error="full", pid=7)),
     "claim": lambda _: record([encode_claim(CLAIM)], lambda raw: decode_claim(raw, "generations/000003", "/root")),
     "unsealed-claim": lambda _: Target(
         seeds=[encode_claim(CLAIM)[24:]], decode=lambda raw: decode_claim(raw, "generations/000003", "/root"),

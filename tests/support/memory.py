@@ -14,6 +14,7 @@ from flashckpt.core.digest import CHUNK_BYTES, chunk_digests, digest
 from flashckpt.core.manifest import Manifest, ShardTable, encode_manifest
 from flashckpt.core.shard import Shard, layout_hash, place
 from flashckpt.core.slot_header import SlotHeader
+from flashckpt.core.snapshot_id import SnapshotId
 from flashckpt.shm.pin import Pin
 from flashckpt.shm.segment import Segment, SegmentSpec
 
@@ -53,7 +54,7 @@ def take(
     *,
     generation: int = 1,
     world_size: int = 1,
-    parent: tuple[int, int] | None = None,
+    parent: SnapshotId | None = None,
     persist: bool = False,
     sizes: tuple[int, ...] = SIZES,
     truth: list[np.ndarray] | None = None,

@@ -13,6 +13,7 @@ from flashckpt.core.generation import GenerationRecord
 from flashckpt.core.manifest import Manifest, encode_manifest
 from flashckpt.core.shard import Shard, layout_hash, place
 from flashckpt.core.shard_table import ShardTable
+from flashckpt.core.snapshot_id import SnapshotId
 from flashckpt.planning.slot_policy import choose_slot
 from flashckpt.shm.job_directory import JobConfig, JobDirectory
 from flashckpt.shm.job_id import root_digest
@@ -81,8 +82,8 @@ class FakeRank:
         step: int,
         *,
         persist: bool,
-        parent: tuple[int, int] | None = None,
-        common: Collection[tuple[int, int]] = (),
+        parent: SnapshotId | None = None,
+        common: Collection[SnapshotId] = (),
     ) -> bool:
         """Write one snapshot as staging would; False if no slot is free (M1)."""
         segment = self.segment
@@ -141,7 +142,7 @@ class FakeJob:
         ranks: Sequence[int] | None = None,
         shapes: dict[str, tuple[int, ...]] | None = None,
         generation: int = 1,
-        parent: tuple[int, int] | None = None,
+        parent: SnapshotId | None = None,
         slots: int = 3,
         nodes: int = 1,
         **options: object,
@@ -159,7 +160,7 @@ class FakeJob:
         ]
         self.live: Lease | None = self.directory.hold_live()
 
-    def restart(self, generation: int, parent: tuple[int, int] | None) -> None:
+    def restart(self, generation: int, parent: SnapshotId | None) -> None:
         """Begin another generation with the same segments."""
         self.generation, self.parent = generation, parent
         self.record = GenerationRecord(
@@ -167,7 +168,7 @@ class FakeJob:
         )
         self.directory.write_generation(self.record)
 
-    def common(self) -> list[tuple[int, int]]:
+    def common(self) -> list[SnapshotId]:
         held = [{h.identity for h in rank.segment.headers() if h.is_complete} for rank in self.ranks]
         return sorted(set.intersection(*held))
 

@@ -12,6 +12,7 @@ import numpy as np
 from flashckpt.core.digest import chunk_digests
 from flashckpt.core.manifest import Manifest, ShardTable
 from flashckpt.core.shard import Shard, place
+from flashckpt.core.snapshot_id import SnapshotId
 
 
 @dataclass
@@ -48,7 +49,7 @@ def make_pin(
     world_size: int = 1,
     generation: int = 1,
     step: int = 10,
-    parent: tuple[int, int] | None = None,
+    parent: SnapshotId | None = None,
     values: dict[str, Any] | None = None,
     seed: int = 0,
     smooth: bool = False,

@@ -1,0 +1,33 @@
+"""The name of a snapshot: which generation took it, and after which step."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+
+class SnapshotId(NamedTuple):
+    """(generation, step): names a snapshot, and the checkpoint that is made of it, for ever. A later one is greater.
+
+    On disk and on the wire it is the pair that it is.
+    """
+
+    generation: int
+    step: int
+
+    def __str__(self) -> str:
+        """Return it as people read it."""
+        return f"step {self.step} of generation {self.generation}"
+
+    @classmethod
+    def of(cls, pair: Sequence[int]) -> SnapshotId:
+        """Return the id that a record holds as a pair."""
+        return cls(pair[0], pair[1])
+
+
+NOTHING = SnapshotId(0, 0)
+"""Before every snapshot."""
+BEFORE_ALL = SnapshotId(0, -1)
+"""Before `NOTHING` too: nothing is committed or given up yet."""
+NEVER = SnapshotId(-1, -1)
+"""A rank has passed nothing yet."""
