@@ -101,10 +101,11 @@ def test_persist_now_while_training_goes_on_persists_once_not_every_snapshot(job
 
 
 def test_another_run_claimed_the_generation_nothing_is_persisted(job: FakeJob) -> None:
-    from flashckpt.checkpoint.generations import Claim, try_claim
+    from flashckpt.checkpoint.generations import claim_generation
+    from flashckpt.core.generation import Generation
 
     store = open_store(job.root)
-    assert try_claim(store, Claim(generation=1, token="other"))
+    assert claim_generation(store, Generation(number=1, token="other"))
     job.step(10, persist=True)
     with daemon_of(job) as daemon:
         turn_until(daemon, lambda: "belongs to another run" in daemon.error, "the fence")
@@ -114,10 +115,11 @@ def test_another_run_claimed_the_generation_nothing_is_persisted(job: FakeJob) -
 
 
 def test_newer_generation_on_the_root_fences_the_older_daemon(job: FakeJob) -> None:
-    from flashckpt.checkpoint.generations import Claim, try_claim
+    from flashckpt.checkpoint.generations import claim_generation
+    from flashckpt.core.generation import Generation
 
     store = open_store(job.root)
-    assert try_claim(store, Claim(generation=7, token="newer"))
+    assert claim_generation(store, Generation(number=7, token="newer"))
     job.step(10, persist=True)
     with daemon_of(job) as daemon:
         turn_until(daemon, lambda: "generation 7 was claimed" in daemon.error, "the fence")

@@ -18,12 +18,12 @@ import msgpack
 import numpy as np
 import pytest
 
-from flashckpt.checkpoint.catalog import GenerationClaim, decode_claim, encode_claim
+from flashckpt.checkpoint.generations import decode_claim, encode_claim
 from flashckpt.checkpoint.intents import Intent, decode_intent, encode_intent
 from flashckpt.checkpoint.retention import decode_lease, encode_lease
 from flashckpt.core import slot_header, superblock
 from flashckpt.core.digest import chunk_digests, digest
-from flashckpt.core.generation import GenerationRecord
+from flashckpt.core.generation import Generation
 from flashckpt.core.manifest import Manifest, ShardTable, decode_manifest, encode_manifest, header_of, merge
 from flashckpt.core.manifest_header import HEAD_BYTES, decode_manifest_header
 from flashckpt.core.shard import Shard, place
@@ -55,9 +55,9 @@ BLOCK = Superblock(
     uid=1000, boot_id=bytes(range(16)), created_ns=1_790_000_000_123_456_789,
 )  # fmt: skip
 CONFIG = JobConfig(job="j", root="s3://b/r", storage_options={"endpoint": "x", "n": 1}, keep_every=100, world_size=8)
-RECORD = GenerationRecord(generation=3, token="t0k", parent=SnapshotId(2, 40), world_size=8, claimed=True)
-CLAIM = GenerationClaim(generation=3, token="t0k", parent=SnapshotId(2, 100), world_size=8, created_s=1_790_000_000.125)
-FIRST_CLAIM = GenerationClaim(generation=1, token="t0k")
+RECORD = Generation(number=3, token="t0k", parent=SnapshotId(2, 40), world_size=8, claimed=True)
+CLAIM = Generation(number=3, token="t0k", parent=SnapshotId(2, 100), world_size=8, created_s=1_790_000_000.125)
+FIRST_CLAIM = Generation(number=1, token="t0k", world_size=0)
 INTENT = Intent(generation=3, step=120, writers=(0, 1, 2, 3), leader="node0 pid 1234", created_s=1_790_000_000.125)
 READY = NodeProposal(
     ranks=(2, 3),

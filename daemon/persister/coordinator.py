@@ -11,14 +11,14 @@ import os
 import socket
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from flashckpt.checkpoint.catalog import newest_checkpoint
-from flashckpt.checkpoint.generations import check_fence, read_claims
+from flashckpt.checkpoint.generations import check_fence, read_generations
 from flashckpt.checkpoint.intents import Intent, abandon_intent, close_intent, list_intents, put_intent
 from flashckpt.checkpoint.retention import Policy
 from flashckpt.checkpoint.writer import PersistOptions, missing_writers
-from flashckpt.core.generation import GenerationRecord
+from flashckpt.core.generation import Generation
 from flashckpt.core.lineage import is_rolled_back
 from flashckpt.core.snapshot_id import SnapshotId
 from flashckpt.core.superblock import MIN_SLOTS
@@ -29,7 +29,6 @@ from flashckpt.daemon.persister.proposals import (
     NodeProposal,
     Search,
     choose_proposal,
-    claim_of,
     next_candidate,
     of_other_nodes,
     publish_proposal,
@@ -101,7 +100,7 @@ class PersistCoordinator:
 
     # -- one turn ---------------------------------------------------------------------------------------
 
-    def turn(self, view: NodeInventory, record: GenerationRecord, *, urgent: bool) -> None:
+    def turn(self, view: NodeInventory, record: Generation, *, urgent: bool) -> None:
         """Do what can be done now; returns quickly except for small storage operations.
 
         Args:
@@ -195,14 +194,14 @@ class PersistCoordinator:
 
     # -- agreement --------------------------------------------------------------------------------------
 
-    def _connected(self, record: GenerationRecord) -> Store:
+    def _connected(self, record: Generation) -> Store:
         if self._store is None:
             self._store = open_store(self.config.root, **self.config.storage_options)
             if self.flush is not None:
                 self.flush.use(self._store)
         if not self._known:
-            claims = read_claims(self._store)
-            newest = newest_checkpoint(self._store, generations=[*claims, claim_of(record)])
+            claims = read_generations(self._store)
+            newest = newest_checkpoint(self._store, generations=[*claims, record])
             if newest is not None:
                 self.committed = newest.identity
                 self._floor = max(self._floor, newest.identity)
@@ -216,7 +215,7 @@ class PersistCoordinator:
         newest = max((held.header.generation for held in view.slots), default=0)
         return not view.is_whole(newest)
 
-    def _decide(self, store: Store, view: NodeInventory, record: GenerationRecord, *, urgent: bool) -> None:
+    def _decide(self, store: Store, view: NodeInventory, record: Generation, *, urgent: bool) -> None:
         """Adopt the open intent, or open one if this node may and the nodes agree."""
         alone = not self._others(view)
         look = not self._asked or (not alone and self._may_look())
@@ -239,7 +238,7 @@ class PersistCoordinator:
         self._looked_s = now
         return True
 
-    def _agree(self, store: Store, view: NodeInventory, record: GenerationRecord, *, urgent: bool, look: bool) -> None:
+    def _agree(self, store: Store, view: NodeInventory, record: Generation, *, urgent: bool, look: bool) -> None:
         """Pin what the nodes converge on, say so, and open the intent once they agree and this node leads."""
         generation = max(held.header.generation for held in view.slots)
         ranks = view.ranks(generation)
@@ -281,8 +280,8 @@ class PersistCoordinator:
             self._open(store, chosen[0], tuple(range(world_size)), record)
             self._adopt(store, view, record)
 
-    def _open(self, store: Store, identity: Identity, writers: Sequence[int], record: GenerationRecord) -> None:
-        check_fence(store, claim_of(record))
+    def _open(self, store: Store, identity: Identity, writers: Sequence[int], record: Generation) -> None:
+        check_fence(store, replace(record, created_s=time.time()))
         intent = Intent(
             generation=identity[0],
             step=identity[1],
@@ -299,16 +298,16 @@ class PersistCoordinator:
         intent = Intent(generation=generation, step=step, writers=tuple(range(view.world_size(generation))))
         self._start(store, intent, self._take_pins())
 
-    def _adopt(self, store: Store, view: NodeInventory, record: GenerationRecord) -> bool:
+    def _adopt(self, store: Store, view: NodeInventory, record: Generation) -> bool:
         """Start or join the newest open intent of the root; True if there is one for this node to wait for."""
         for intent in list_intents(store):
             if intent.identity <= self._floor:
                 close_intent(store, *intent.identity)
                 continue
-            if is_rolled_back(intent.identity, [claim_of(record)]):
+            if is_rolled_back(intent.identity, [record]):
                 abandon_intent(store, *intent.identity, reason="its lineage was abandoned by a restore")
                 continue
-            check_fence(store, claim_of(record))
+            check_fence(store, replace(record, created_s=time.time()))
             return self._join(store, view, intent)
         return False
 
@@ -335,14 +334,14 @@ class PersistCoordinator:
     def _start(self, store: Store, intent: Intent, pins: dict[int, Pin]) -> None:
         self.flush = Flush(intent, pins, store, PersistOptions(compression=self.config.compression))
 
-    def _drive(self, store: Store, view: NodeInventory, record: GenerationRecord) -> None:
+    def _drive(self, store: Store, view: NodeInventory, record: Generation) -> None:
         flush = self.flush
         assert flush is not None
         try:
             if not flush.write() or (flush.has_waited and not self._may_look()):
                 return
-            check_fence(store, claim_of(record))
-            if is_rolled_back(flush.intent.identity, [claim_of(record)]):
+            check_fence(store, replace(record, created_s=time.time()))
+            if is_rolled_back(flush.intent.identity, [record]):
                 abandon_intent(store, *flush.intent.identity, reason="its lineage was abandoned by a restore")
                 self._end(FlushOutcome.GIVEN_UP)
                 return

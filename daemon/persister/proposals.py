@@ -16,15 +16,12 @@ The decisions are pure functions; the last functions read and write ready record
 from __future__ import annotations
 
 import itertools
-import time
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
 
-from flashckpt.checkpoint.generations import Claim
 from flashckpt.checkpoint.intents import INTENTS
-from flashckpt.checkpoint.root_records import explaining, fields_of
-from flashckpt.core.generation import GenerationRecord
-from flashckpt.core.records import integer, seal, snapshot_id
+from flashckpt.checkpoint.root_records import explaining, open_record
+from flashckpt.core.records import pack, seal
 from flashckpt.core.snapshot_id import NOTHING, SnapshotId
 from flashckpt.errors import ObjectMissingError
 from flashckpt.storage.store import Store
@@ -176,7 +173,7 @@ def _ready_prefix(generation: int) -> str:
 
 def encode_ready(ready: NodeProposal) -> bytes:
     """Return the object of a ready record."""
-    return seal({name: getattr(ready, name) for name in NodeProposal.__slots__})
+    return seal(pack(ready))
 
 
 def decode_ready(raw: bytes, key: str, url: str) -> NodeProposal:
@@ -190,31 +187,10 @@ def decode_ready(raw: bytes, key: str, url: str) -> NodeProposal:
         state="Nothing was persisted because of it; committed checkpoints are as they were.",
         remedy=f"none is needed while its node runs: it writes it again; else delete the object {key}",
     ):
-        fields = fields_of(raw, key)
-        for name, kind in (("ranks", list), ("complete", list), ("urgent", bool)):
-            if type(fields[name]) is not kind:
-                raise ValueError(f"{name} {fields[name]!r:.40}")
-        if not fields["ranks"]:
+        ready = open_record(NodeProposal, raw, key)
+        if not ready.ranks:
             raise ValueError("no ranks")
-        return NodeProposal(
-            ranks=tuple(integer(rank) for rank in fields["ranks"]),
-            world_size=integer(fields["world_size"]),
-            pinned=None if fields["pinned"] is None else snapshot_id(fields["pinned"]),
-            at_least=snapshot_id(fields["at_least"]),
-            complete=tuple(snapshot_id(pair) for pair in fields["complete"]),
-            urgent=fields["urgent"],
-        )
-
-
-def claim_of(record: GenerationRecord) -> Claim:
-    """Return the claim of the generation that a record names."""
-    return Claim(
-        generation=record.generation,
-        token=record.token,
-        parent=record.parent,
-        world_size=record.world_size,
-        created_s=time.time(),
-    )
+        return ready
 
 
 def spacing(flagged: Sequence[Identity]) -> int:

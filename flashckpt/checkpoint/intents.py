@@ -11,9 +11,9 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass
 
-from flashckpt.checkpoint.root_records import explaining, fields_of
+from flashckpt.checkpoint.root_records import explaining, open_record
 from flashckpt.checkpoint.writer import prefix_of
-from flashckpt.core.records import integer, number, seal, text
+from flashckpt.core.records import pack, seal
 from flashckpt.core.snapshot_id import SnapshotId
 from flashckpt.errors import ObjectMissingError
 from flashckpt.faults import crash_point
@@ -99,15 +99,7 @@ def _key(generation: int, step: int) -> str:
 
 def encode_intent(intent: Intent) -> bytes:
     """Return the object of a decision."""
-    return seal(
-        {
-            "generation": intent.generation,
-            "step": intent.step,
-            "writers": list(intent.writers),
-            "leader": intent.leader,
-            "created_s": intent.created_s,
-        }
-    )
+    return seal(pack(intent))
 
 
 def decode_intent(raw: bytes, key: str, url: str) -> Intent:
@@ -121,16 +113,7 @@ def decode_intent(raw: bytes, key: str, url: str) -> Intent:
         state="Nothing was persisted because of it; committed checkpoints are as they were.",
         remedy=f"delete the object {key}: the snapshot is decided on again, or a newer one is",
     ):
-        fields = fields_of(raw, key)
-        if type(fields["writers"]) is not list:
-            raise ValueError(f"writers {fields['writers']!r:.40}")
-        intent = Intent(
-            generation=integer(fields["generation"]),
-            step=integer(fields["step"]),
-            writers=tuple(integer(rank) for rank in fields["writers"]),
-            leader=text(fields["leader"]),
-            created_s=number(fields["created_s"]),
-        )
+        intent = open_record(Intent, raw, key)
         if _key(*intent.identity) != key:
             raise ValueError(f"the intent of step {intent.step} of generation {intent.generation}")
         if not intent.writers or len({*intent.writers}) != len(intent.writers):

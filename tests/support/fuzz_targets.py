@@ -19,14 +19,15 @@ import torch
 from torch.distributed import checkpoint as torch_dcp
 from torch.distributed.checkpoint.filesystem import FileSystemWriter
 
-from flashckpt.checkpoint.catalog import GenerationClaim, decode_claim, encode_claim, list_checkpoints
+from flashckpt.checkpoint.catalog import list_checkpoints
 from flashckpt.checkpoint.compression import Codec, Frame, PackedObjects, compressed_parts
+from flashckpt.checkpoint.generations import decode_claim, encode_claim
 from flashckpt.checkpoint.intents import Intent, decode_intent, encode_intent
 from flashckpt.checkpoint.retention import encode_lease, leased_prefixes
 from flashckpt.checkpoint.writer import refuse_gaps
 from flashckpt.core import slot_header, superblock
 from flashckpt.core.digest import chunk_digests, digest
-from flashckpt.core.generation import GenerationRecord
+from flashckpt.core.generation import Generation
 from flashckpt.core.manifest import Manifest, ShardTable, decode_manifest, encode_manifest, header_of, merge
 from flashckpt.core.manifest_header import HEAD_BYTES, decode_manifest_header, encode_manifest_header
 from flashckpt.core.records import seal
@@ -459,7 +460,7 @@ def _table(raw: bytes) -> None:
     use_manifest(sealed_manifest(b"FCKMANIF\1\0".ljust(32, b"\0") + msgpack.packb(body)))
 
 
-CLAIM = GenerationClaim(generation=3, token="t0k", parent=SnapshotId(2, 100), world_size=8, created_s=1.5)
+CLAIM = Generation(number=3, token="t0k", parent=SnapshotId(2, 100), world_size=8, created_s=1.5)
 INTENT = Intent(generation=3, step=120, writers=(0, 1), leader="n", created_s=1.5)
 READY = NodeProposal(
     ranks=(0, 1), world_size=2, pinned=SnapshotId(3, 120), at_least=SnapshotId(3, 120), complete=(SnapshotId(3, 120),)
@@ -493,7 +494,7 @@ TARGETS: dict[str, Callable[[Path], Target]] = {
     "segment": segment,
     "control": control,
     "job": lambda folder: job_record(folder, "job", JobConfig(job="j", root="/r", storage_options={"a": 1}, keep_every=5)),
-    "generation": lambda folder: job_record(folder, "generation", GenerationRecord(generation=3, token="t", parent=SnapshotId(2, 4))),
+    "generation": lambda folder: job_record(folder, "generation", Generation(number=3, token="t", parent=SnapshotId(2, 4))),
     "daemon": lambda folder: job_record(folder, "daemon", DaemonStatus(committed=SnapshotId(3, 60), error="full", pid=7)),
     "claim": lambda _: record([encode_claim(CLAIM)], lambda raw: decode_claim(raw, "generations/000003", "/root")),
     "unsealed-claim": lambda _: Target(
