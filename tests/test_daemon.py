@@ -15,7 +15,7 @@ from support.memory_tier import FakeJob
 from support.ranks import wait_for
 
 from flashckpt.core.snapshot_id import SnapshotId
-from flashckpt.daemon.persister import coordinator, flush, metrics
+from flashckpt.daemon.persister import coordinator, metrics
 from flashckpt.errors import StoreError
 from flashckpt.storage.factory import open_store
 
@@ -213,7 +213,7 @@ def test_snapshot_abandoned_by_a_restore_is_not_persisted_any_more(
         turn_until(daemon, lambda: steps(job) == [5], "the first commit")
         job.step(10, persist=True)
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(flush.Flush, "settle", lambda self, place: flush.FlushOutcome.WAITING)
+            patch.setattr(coordinator, "missing_writers", lambda store, prefix, writers: [99])  # it waits
             turn_until(daemon, lambda: daemon.persisting and daemon.persisting.flush, "the flush of step 10")
             job.restart(2, SnapshotId(1, 5))
             turn_until(daemon, lambda: daemon.persisting and not daemon.persisting.flush, "its end")

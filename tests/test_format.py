@@ -19,18 +19,19 @@ import numpy as np
 import pytest
 
 from flashckpt.checkpoint.generations import decode_claim, encode_claim
-from flashckpt.checkpoint.intents import Intent, decode_intent, encode_intent
+from flashckpt.checkpoint.intents import decode_intent, encode_intent
+from flashckpt.checkpoint.proposals import decode_proposal, encode_proposal
 from flashckpt.checkpoint.retention import decode_lease, encode_lease
 from flashckpt.core import slot_header, superblock
 from flashckpt.core.digest import chunk_digests, digest
 from flashckpt.core.generation import Generation
+from flashckpt.core.intent import Intent, NodeProposal
 from flashckpt.core.manifest import Manifest, ShardTable, decode_manifest, encode_manifest, header_of, merge
 from flashckpt.core.manifest_header import HEAD_BYTES, decode_manifest_header
 from flashckpt.core.shard import Shard, place
 from flashckpt.core.slot_header import SlotHeader, SlotState
 from flashckpt.core.snapshot_id import SnapshotId
 from flashckpt.core.superblock import SegmentSpec, Superblock
-from flashckpt.daemon.persister.proposals import NodeProposal, decode_ready, encode_ready
 from flashckpt.errors import DamagedError, FormatVersionError
 from flashckpt.shm import control, segment_file
 from flashckpt.shm.control import Control, RankAcks
@@ -113,7 +114,7 @@ def root_records() -> dict[str, bytes]:
         "claim": encode_claim(CLAIM),
         "first-claim": encode_claim(FIRST_CLAIM),
         "intent": encode_intent(INTENT),
-        "ready": encode_ready(READY),
+        "ready": encode_proposal(READY),
         "lease": encode_lease(LEASE_S),
     }
 
@@ -125,7 +126,7 @@ def read_root_record(name: str, raw: bytes) -> object:
         "claim": (decode_claim, "generations/000003"),
         "first-claim": (decode_claim, "generations/000001"),
         "intent": (decode_intent, "intents/000003-000000120"),
-        "ready": (decode_ready, "intents/ready-000003/r00002"),
+        "ready": (decode_proposal, "intents/ready-000003/r00002"),
     }
     decode, key = readers[name]
     found: object = decode(raw, key, "/root")

@@ -9,11 +9,12 @@ from support.slots import make_pin, shard
 
 from flashckpt.checkpoint.catalog import list_checkpoints, newest_checkpoint
 from flashckpt.checkpoint.generations import claim_generation, read_generations
-from flashckpt.checkpoint.intents import Intent, list_intents, put_intent
+from flashckpt.checkpoint.intents import list_intents, put_intent
 from flashckpt.checkpoint.retention import ReadLease, leased_prefixes
 from flashckpt.checkpoint.root_summary import read_root
 from flashckpt.checkpoint.writer import commit, persist_slot, prefix_of
 from flashckpt.core.generation import Generation
+from flashckpt.core.intent import Intent
 from flashckpt.core.snapshot_id import SnapshotId
 from flashckpt.errors import DamagedError
 from flashckpt.storage.factory import open_store

@@ -227,8 +227,7 @@ class Daemon:
         if asked_ns > self._attempt_ns:
             self._again_s = 0.0
         if time.monotonic() < self._again_s:
-            if not (self._in_a_row and persisting.yield_slots(view)):
-                persisting.hold(view, urgent=urgent)
+            persisting.pause(view, urgent=urgent, failing=self._in_a_row > 0)
             return
         if persisting.flush is None or not persisting.flush.is_begun:
             self._attempt_ns = asked_ns  # what fails from here on began after that request
@@ -239,7 +238,7 @@ class Daemon:
                 self._failed(persisting, error)
             return
         self._fenced = None
-        if self._in_a_row and (persisting.flush is None or not persisting.flush.is_writing):
+        if self._in_a_row and (persisting.flush is None or not persisting.flush.is_begun):
             _log.info("persisting works again")
             self._in_a_row, self.error, self._error_code = 0, "", 0
 
@@ -269,7 +268,7 @@ class Daemon:
 
     def _answer(self, persisting: PersistCoordinator, view: NodeInventory) -> None:
         """Take a request away once what was newest when it came, or something newer, is committed or gone."""
-        if self._goal is None or (persisting.floor < self._goal[0] and not persisting.is_idle(view, urgent=True)):
+        if self._goal is None or (persisting.floor < self._goal[0] and persisting.undone(view, urgent=True)):
             return
         if self.directory.asked_ns("persist-now") == self._goal[1]:  # not asked again meanwhile
             self.directory.request_path("persist-now").unlink(missing_ok=True)
@@ -331,7 +330,7 @@ class Daemon:
         urgent: bool,
         silent_s: float,
     ) -> bool:
-        idle = persisting.is_idle(view, urgent=urgent)
+        idle = not persisting.undone(view, urgent=urgent)
         if self.directory.request_path("ended").exists():
             if self._ended_generation not in (None, record.number):  # the job was started again meanwhile
                 self.directory.request_path("ended").unlink(missing_ok=True)

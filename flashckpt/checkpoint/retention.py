@@ -25,7 +25,7 @@ from flashckpt.checkpoint.catalog import (
 )
 from flashckpt.checkpoint.generations import read_generations
 from flashckpt.checkpoint.intents import INTENTS, list_intents
-from flashckpt.checkpoint.writer import MANIFEST, TOMBSTONE, parse_prefix
+from flashckpt.checkpoint.writer import MANIFEST, TOMBSTONE, parse_prefix, prefix_of
 from flashckpt.core.lineage import is_rolled_back
 from flashckpt.core.manifest import Manifest
 from flashckpt.core.records import is_sealed, pack, seal, unpack, unseal
@@ -197,7 +197,7 @@ def sweep(
     now = time.time() if now_s is None else now_s
     leased = leased_prefixes(store, now_s=now, delete_expired=not dry_run)
     newest = max((info.identity for info in list_checkpoints(store)), default=None)
-    open_prefixes = {intent.prefix for intent in list_intents(store)}
+    open_prefixes = {prefix_of(*intent.identity) for intent in list_intents(store)}
     orphans, nbytes = [], 0
     for prefix in store.folders():
         identity = parse_prefix(prefix)

@@ -55,6 +55,10 @@ class NodeInventory:
                 holders[held.header.identity][held.rank] = held
         self._holders.update(holders)
 
+    def newest_generation(self) -> int:
+        """Return the newest generation that has begun a snapshot here; 0 if none has."""
+        return max((held.header.generation for held in self.slots), default=0)
+
     def ranks(self, generation: int) -> tuple[int, ...]:
         """Return the ranks of this node that have begun a snapshot in `generation`, ascending."""
         return tuple(sorted({held.rank for held in self.slots if held.header.generation == generation}))
