@@ -40,6 +40,7 @@ class Meter:
         self._profiled = profiled
 
     def call(self, name: str, function: Callable[[], Any]) -> None:
+        """Call a function and note its cost under a name."""
         profile = cProfile.Profile() if name == self._profiled else None
         thread, process = time.thread_time(), time.process_time()
         if profile is None:
@@ -76,7 +77,7 @@ def measure(tensors: int, folder: Path, profiled: str | None) -> dict[str, list[
     meter = Meter(profiled)
     meter.call("track", lambda: ckpt.track(model=model, optimizer=optimizer, rng=True))
     meter.call("restore", ckpt.restore)
-    ckpt._alive().memory.wait_ready()  # noqa: SLF001 -- so that the first step finds a slot, as after a longer first step
+    ckpt._alive().memory.wait_ready()
     for step in range(1, 5):
         optimizer.step()
         meter.call("first_step" if step == 1 else "later_step", lambda step=step: ckpt.step(step))  # type: ignore[misc]  # bound now
@@ -87,7 +88,7 @@ def measure(tensors: int, folder: Path, profiled: str | None) -> dict[str, list[
 
 def run(tensors: int, profiled: str | None) -> dict[str, list[tuple[float, float]]]:
     """Measure in a process of its own, with memory of its own."""
-    with tempfile.TemporaryDirectory() as folder, tempfile.TemporaryDirectory(dir="/dev/shm") as memory:  # noqa: S108 -- where snapshots live
+    with tempfile.TemporaryDirectory() as folder, tempfile.TemporaryDirectory(dir="/dev/shm") as memory:
         command = [sys.executable, __file__, "--child", folder, "--tensors", str(tensors)]
         command += ["--profile", profiled] if profiled else []
         environment = {**os.environ, "FLASHCKPT_SHM_DIR": memory}
