@@ -17,6 +17,7 @@ from typing import Any
 import msgpack
 import numpy as np
 import pytest
+from support.memory import request_of
 
 from flashckpt.checkpoint.catalog import GenerationClaim, decode_claim, encode_claim
 from flashckpt.checkpoint.intents import Intent, decode_intent, encode_intent
@@ -215,13 +216,13 @@ def test_version_1_is_read() -> None:
 
 def whole_segment(path: Path) -> None:
     segment = Segment.create(path, BLOCK.spec)
-    writer = segment.begin(1, generation=3, step=120, world_size=2, persist=True, parent=SnapshotId(2, 100))
+    writer = segment.begin(1, request_of(3, 120, world_size=2, parent=SnapshotId(2, 100), persist=True))
     m = manifest(1)
     for row, data in enumerate(data_of(1)):
         at = int(m.table.byte_offset[row])
         writer.data[at : at + data.nbytes] = data.tobytes()
     writer.commit(encode_manifest(m))
-    segment.begin(0, generation=3, step=125, world_size=2, persist=False, parent=SnapshotId(2, 100))
+    segment.begin(0, request_of(3, 125, world_size=2, parent=SnapshotId(2, 100)))
     segment.close()
 
 

@@ -26,7 +26,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from support.memory import ended, fork, spec_of, take, verified
+from support.memory import ended, fork, request_of, spec_of, take, verified
 
 from flashckpt.core.lineage import Life, SlotRecord, common, is_rolled_back, newest
 from flashckpt.core.snapshot_id import SnapshotId
@@ -116,9 +116,8 @@ def rank_main(folder: Path, rank: int, world: int, life: Life, slots: int, seed:
         book.say("take", identity)
         try:
             if rng.random() < 0.1:
-                segment.begin(
-                    slot, generation=life.generation, step=step, world_size=world, persist=False, parent=parent
-                ).discard()
+                request = request_of(life.generation, step, rank=rank, world_size=world, parent=parent)
+                segment.begin(slot, request).discard()
                 mark.publish(complete(), passed=identity)
                 continue
             take(

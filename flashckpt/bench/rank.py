@@ -23,13 +23,15 @@ from flashckpt.checkpoint.catalog import read_manifest
 from flashckpt.core.digest import digest
 from flashckpt.core.shard import Shard
 from flashckpt.core.snapshot_id import SnapshotId
+from flashckpt.core.snapshot_request import SnapshotRequest
 from flashckpt.core.superblock import SegmentSpec
 from flashckpt.errors import DamagedError
 from flashckpt.planning.slot_policy import choose_slot
 from flashckpt.restore.executor import RestoreCounts, Target, execute_reads
 from flashckpt.restore.sources import MemorySource, StorageSource
 from flashckpt.shm.segment import Segment
-from flashckpt.snapshot.stager import CopyPlan, Snapshot, SnapshotRequest, Stager
+from flashckpt.snapshot.copy_plan import CopyPlan
+from flashckpt.snapshot.stager import Snapshot, Stager
 from flashckpt.state.placement import Box
 from flashckpt.state.registry import Captured
 from flashckpt.state.structure import Entry, Row, Structure
@@ -106,21 +108,18 @@ class Rank:
         known = {SnapshotId(int(g), int(s)) for g, s in common}
         slot = choose_slot(self.segment.headers(), pinned=self.segment.busy(), common=known)
         assert slot is not None, "a free slot: the parent lets every persist end"
-        identity = SnapshotRequest(
+        request = SnapshotRequest(
+            id=SnapshotId(GENERATION, step),
             job=self.config["job"],
-            generation=GENERATION,
-            step=step,
-            parent=None,
-            world_size=self.config["ranks"],
             rank=self.rank,
+            world_size=self.config["ranks"],
             coordinates={},
+            parent=None,
             persist=True,
         )
         cpu, started = cpu_seconds(), time.perf_counter()
-        writer = self.segment.begin(
-            slot, generation=GENERATION, step=step, world_size=self.config["ranks"], persist=True, parent=None
-        )
-        taken = self.stager.start(self.plan, writer, Captured(values={"step": step}, tensors={}), identity)
+        writer = self.segment.begin(slot, request)
+        taken = self.stager.start(self.plan, writer, Captured(values={"step": step}, tensors={}), request)
         call_s = time.perf_counter() - started
         loops = self._loops(lambda _: taken.done.is_set())
         self.stager.finish()
