@@ -46,7 +46,7 @@ class Flashckpt(Blocking):
             step = -(-step // PERSIST_EVERY) * PERSIST_EVERY
         elif step % PERSIST_EVERY == 0:
             step += 1
-        self.wanted = self.root / prefix_of(self.life.outcome.record.generation, step) / MANIFEST
+        self.wanted = self.root / prefix_of(self.life.outcome.record.number, step) / MANIFEST
         self.ckpt.step(step)
 
     def fence(self) -> None:

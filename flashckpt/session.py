@@ -73,7 +73,7 @@ class Session:
         row = self._row = control.row(self._local_rank)
         row.clear()
         row.rank, row.pid, row.world_size = world.rank, os.getpid(), world.size
-        row.generation = record.generation
+        row.generation = record.number
         row.entered, row.initialised = entered_ns, initialised_ns
         row.restored_step = self.outcome.report.step if self.outcome.report else -1
         row.step = self._last_step = 0 if record.parent is None else record.parent[1]
@@ -85,7 +85,7 @@ class Session:
             rank=world.rank,
             world_size=world.size,
             local_world_size=len(self.mates),
-            generation=record.generation,
+            generation=record.number,
             store=_c10d_store() if world.size > len(self.mates) else None,
             restored=record.parent if self.outcome.superseded is None and record.parent != BEGINNING else None,
             parent=record.parent,
@@ -95,8 +95,8 @@ class Session:
         self._stager.ready()
         self._commits, self._skips, self._wanted = (
             Commits(is_alone=world.size == 1),
-            Skips(record.generation),
-            Wanted(record.generation),
+            Skips(record.number),
+            Wanted(record.number),
         )
         self._stale, self._optimizer_steps, self._stepped_at = StaleWatch(), 0, 0
         self._is_removed = False
@@ -174,7 +174,7 @@ class Session:
             return False
         record = self.outcome.record
         request = SnapshotRequest(
-            id=SnapshotId(record.generation, step),
+            id=SnapshotId(record.number, step),
             job=self.settings.job,
             rank=self.tracked.world.rank,
             world_size=self.tracked.world.size,
@@ -252,7 +252,7 @@ class Session:
         why = "its memory is still being reserved" if late else "every slot holds a snapshot that is still needed"
         self._skips.skipped(step, why)
         # published: ranks that lost different snapshots would keep each other's slots for ever
-        self._watermark.publish(self.memory.complete(), passed=SnapshotId(self.outcome.record.generation, step))
+        self._watermark.publish(self.memory.complete(), passed=SnapshotId(self.outcome.record.number, step))
 
     def _count(self, name: str, value: float) -> None:
         self.stats[name] = self.stats.get(name, 0.0) + value
@@ -345,7 +345,7 @@ class Session:
             wanted=self._wanted,
             directory=self.directory,
             timeout_s=timeout,
-            present=SnapshotId(self.outcome.record.generation, self._last_step),
+            present=SnapshotId(self.outcome.record.number, self._last_step),
             take=self._make_up,
             known=self._watermark.known,
             holds=self._holds,

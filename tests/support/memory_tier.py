@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from flashckpt.core.digest import chunk_digests
-from flashckpt.core.generation import GenerationRecord
+from flashckpt.core.generation import Generation
 from flashckpt.core.manifest import Manifest, encode_manifest
 from flashckpt.core.shard import Shard, layout_hash, place
 from flashckpt.core.shard_table import ShardTable
@@ -165,9 +165,7 @@ class FakeJob:
     def restart(self, generation: int, parent: SnapshotId | None) -> None:
         """Begin another generation with the same segments."""
         self.generation, self.parent = generation, parent
-        self.record = GenerationRecord(
-            generation=generation, token=secrets.token_hex(8), parent=parent, world_size=self.world
-        )
+        self.record = Generation(number=generation, token=secrets.token_hex(8), parent=parent, world_size=self.world)
         self.directory.write_generation(self.record)
 
     def common(self) -> list[SnapshotId]:
