@@ -38,13 +38,16 @@ WORKERS ?= 2
 test: setup  ## run the tests
 	$(BIN)/python -m pytest --workers $(WORKERS)
 
+# Whole jobs on s3://, each once with s3fs as the default client and once with obstore
+S3_JOBS := tests/test_wait.py tests/test_trainer_start.py tests/test_bench_command.py tests/test_bench_scratch.py
 test-s3: setup  ## the storage tests against a real S3 server (needs root: installs Ceph radosgw by apt)
 	tests/s3/radosgw.sh install
 	@dir=$$(mktemp -d /var/tmp/flashckpt-s3.XXXXXX); export PYTHON=$(BIN)/python; \
 	trap 'tests/s3/radosgw.sh stop $$dir/rgw; rmdir $$dir' EXIT; \
 	port=$$($(BIN)/python -c 'import socket; s = socket.socket(); s.bind(("127.0.0.1", 0)); print(s.getsockname()[1])'); \
 	endpoint=$$(tests/s3/radosgw.sh start $$dir/rgw $$port) || exit 1; echo "radosgw answers at $$endpoint"; \
-	S3_TEST_ENDPOINT=$$endpoint $(BIN)/python -m pytest tests/test_store.py tests/test_store_faults.py
+	export S3_TEST_ENDPOINT=$$endpoint; $(BIN)/python -m pytest tests/test_store.py tests/test_store_faults.py && \
+	$(BIN)/python -m pytest $(S3_JOBS) -k "s3fs or obstore"
 
 # A venv of its own on top of .venv, and Azurite from npm where there is one: what is missing is skipped, with the reason.
 CLOUDS := .venv-clouds

@@ -214,6 +214,7 @@ def test_store_on_tmpfs_says_that_nothing_there_is_durable_or_cold(tmp_path: Pat
         assert made["results"]["cold"]["cached_share"] == 1.0
 
 
+@pytest.mark.usefixtures("default_client")
 def test_store_on_s3_says_what_the_server_ignores_and_leaves_the_bucket_empty(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
