@@ -11,7 +11,7 @@ export OPENBLAS_NUM_THREADS ?= 1
 # The tests start hundreds of interpreters: each would compile the package again.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: fuzz help setup preflight demo test test-s3 test-clouds bench-all check clean test-launcher test-layouts test-nodes test-mounts test-restarts docs changelog hooks test-pythons test-frameworks compatibility test-slurm test-torch-versions
+.PHONY: fuzz help setup preflight demo test test-s3 test-clouds bench-all check clean test-launcher test-layouts test-nodes test-mounts test-restarts docs changelog hooks test-pythons test-blocks test-frameworks compatibility test-slurm test-torch-versions
 
 help:  ## list the targets
 	@grep -E '^[a-z0-9-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 16
@@ -123,8 +123,14 @@ changelog: setup  ## the next section of CHANGELOG.md, made of changelog.d
 hooks: setup  ## install the checks that run before each commit
 	$(BIN)/pre-commit install
 
+# Interpreters on PATH, and those of pyenv whether it is told to offer them or not; nox names the missing ones.
+space := $(subst ,, )
+PYENVS = $(subst $(space),:,$(wildcard $(or $(PYENV_ROOT),$(HOME)/.pyenv)/versions/3.1[0-3].*/bin))
 test-pythons: setup  ## the tests under every supported Python that is installed (3.10 to 3.13)
-	$(BIN)/nox --session tests
+	PATH="$(PYENVS):$$PATH" $(BIN)/nox --session tests
+
+test-blocks: setup  ## SIGKILL and strangers' attacks on shared-memory blocks under Python 3.10 and 3.13, where installed
+	PATH="$(PYENVS):$$PATH" $(BIN)/nox --session blocks
 
 check: setup  ## ruff, mypy, codespell
 	@for link in sampler trainer daemon; do test -L flashckpt/$$link || { echo "flashckpt/$$link is not a symbolic link: check out again with git config core.symlinks true"; exit 21; }; done
