@@ -134,7 +134,7 @@ class Waiting:
         taken, known = self.wanted.taken, self.known()
         assert taken is not None
         floor = (0, -1) if status is None else status.floor
-        if floor < taken and taken not in known.hopeless:
+        if floor < taken and taken not in known.unrecoverable:
             return
         if any(identity > max(taken, floor) for identity in known.common):
             self._ask_for_newest()

@@ -14,7 +14,7 @@ from hypothesis import given, settings
 from flashckpt.errors import ConfigError, DataError, SamplerStateError
 from flashckpt.sampler import ElasticSampler, Mixture, Order
 from flashckpt.sampler.order.mixture import Schedule
-from flashckpt.sampler.order.schedule import Skips
+from flashckpt.sampler.order.schedule import SkippedSpans
 
 
 class Named(list[str]):
@@ -186,7 +186,7 @@ def test_counts_leave_out_what_is_skipped() -> None:
     sampler.commit(6)
     assert sampler.position == 10
     assert sampler.source_counts() == {"a": 3, "b": 3}
-    assert Skips(spans=((2, 6),)).count(0, 10) == 6
+    assert SkippedSpans(spans=((2, 6),)).count(0, 10) == 6
 
 
 def test_a_mixture_of_a_trillion_samples_is_random_access() -> None:

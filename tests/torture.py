@@ -109,9 +109,11 @@ def rank_main(folder: Path, rank: int, world: int, life: Life, slots: int, seed:
         identity = SnapshotId(life.generation, step)
         time.sleep(rng.random() * 0.003)
         known = mark.known()
-        slot = choose_slot(segment.headers(), pinned=segment.busy(), common=known.common, hopeless=known.hopeless)
+        slot = choose_slot(
+            segment.headers(), pinned=segment.busy(), common=known.common, unrecoverable=known.unrecoverable
+        )
         if slot is None:
-            mark.publish(complete(), passed=identity)
+            mark.publish(complete(), low_watermark=identity)
             continue
         book.say("take", identity)
         try:
@@ -119,14 +121,14 @@ def rank_main(folder: Path, rank: int, world: int, life: Life, slots: int, seed:
                 segment.begin(
                     slot, generation=life.generation, step=step, world_size=world, persist=False, parent=parent
                 ).discard()
-                mark.publish(complete(), passed=identity)
+                mark.publish(complete(), low_watermark=identity)
                 continue
             take(
                 segment, slot, step, generation=life.generation, world_size=world, parent=parent, sizes=SIZES,
                 truth=truth_of(rank, identity),
             )  # fmt: skip
         except SlotPinned:
-            mark.publish(complete(), passed=identity)
+            mark.publish(complete(), low_watermark=identity)
             continue
         book.say("complete", identity)
         mark.publish(complete())

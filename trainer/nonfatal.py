@@ -115,7 +115,7 @@ def write_all(fd: int, data: bytes) -> None:
         data = data[written:]
 
 
-class Stream:
+class NonfatalStream:
     """A text stream whose writes never raise; all else is the stream's own.
 
     Args:
@@ -170,9 +170,9 @@ def _descriptor(stream: TextIO) -> int:
         return -1
 
 
-def nonfatal_stream(stream: Any, place: str) -> Stream:
+def nonfatal_stream(stream: Any, place: str) -> NonfatalStream:
     """Return `stream` with writes that never raise."""
-    return stream if isinstance(stream, Stream) else Stream(stream, place)
+    return stream if isinstance(stream, NonfatalStream) else NonfatalStream(stream, place)
 
 
 @contextlib.contextmanager

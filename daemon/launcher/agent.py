@@ -70,7 +70,7 @@ class DlrunAgent(LocalElasticAgent):
         self,
         spec: WorkerSpec,
         *args: Any,
-        nursery: ZygoteClient,
+        zygote: ZygoteClient,
         options: AgentOptions,
         outcome: LaunchOutcome,
         **kwargs: Any,
@@ -80,7 +80,7 @@ class DlrunAgent(LocalElasticAgent):
             spec.master_addr = spec.master_port = None  # the store's own, on the loopback address
         spec.rdzv_handler = self._stores
         super().__init__(spec, *args, **kwargs)
-        self._nursery, self._options, self._outcome = nursery, options, outcome
+        self._zygote, self._options, self._outcome = zygote, options, outcome
         limit = spec.max_restarts if options.restarts_chosen else None
         self._budget = Budget(limit, refill_steps=options.refill_steps)
         self._lives = 0
@@ -119,7 +119,7 @@ class DlrunAgent(LocalElasticAgent):
             if self._outcome.resume or sys.exc_info()[0] is not None:
                 self._watch.request("persist-now")
             self._reporter.finish("ended")
-            self._nursery.close()
+            self._zygote.close()
             if self._options.wait_flush and not self._ended:
                 _log.info("waiting for the daemon to persist the newest snapshot")
                 self._watch.await_flush(self._options.grace_s)
@@ -258,7 +258,7 @@ class DlrunAgent(LocalElasticAgent):
             args,
             scripts=scripts,
             survivors_s=self._options.survivors_s,
-            nursery=self._nursery,
+            zygote=self._zygote,
             **rest,
         )
         self._pcontext = context  # before the start: a signal in between must still end its workers
@@ -404,7 +404,7 @@ _rendezvous_of_torch = registry.get_rendezvous_handler
 
 
 def launch(
-    config: Any, entrypoint: Callable[..., Any] | str, args: list[str], *, nursery: ZygoteClient, options: AgentOptions
+    config: Any, entrypoint: Callable[..., Any] | str, args: list[str], *, zygote: ZygoteClient, options: AgentOptions
 ) -> LaunchOutcome:
     """Run the job as torch's launch_agent does, with our agent in place of LocalElasticAgent.
 
@@ -417,7 +417,7 @@ def launch(
     outcome = LaunchOutcome()
 
     def build(*rest: Any, **kwargs: Any) -> DlrunAgent:
-        return DlrunAgent(*rest, nursery=nursery, options=options, outcome=outcome, **kwargs)
+        return DlrunAgent(*rest, zygote=zygote, options=options, outcome=outcome, **kwargs)
 
     def meet(params: RendezvousParameters) -> RendezvousHandler:
         return handler_of(params, _rendezvous_of_torch)

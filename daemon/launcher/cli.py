@@ -110,7 +110,7 @@ def parse_args(args: list[str] | None) -> argparse.Namespace:
     return get_args_parser().parse_args(args)
 
 
-def run(args: argparse.Namespace, nursery: ZygoteClient | None = None) -> LaunchOutcome:
+def run(args: argparse.Namespace, zygote: ZygoteClient | None = None) -> LaunchOutcome:
     """Run the job of these settings; the counterpart of torch.distributed.run.run."""
     from flashckpt.daemon.launcher.agent import launch
     from flashckpt.daemon.launcher.options import AgentOptions
@@ -135,9 +135,9 @@ def run(args: argparse.Namespace, nursery: ZygoteClient | None = None) -> Launch
         min_nodes=config.min_nodes,
         node_unit=_node_unit(args, config.min_nodes, config.max_nodes),
     )
-    nursery = nursery or ZygoteClient(disabled=_unfit_command(args))
-    nursery.prepare()
-    outcome = launch(config, command, command_args, nursery=nursery, options=options)
+    zygote = zygote or ZygoteClient(disabled=_unfit_command(args))
+    zygote.prepare()
+    outcome = launch(config, command, command_args, zygote=zygote, options=options)
     if (
         not args.log_dir and config.logs_specs is not None
     ):  # torch made a temporary one; after a failure its error files are what one wants to read
@@ -216,14 +216,14 @@ def main(args: list[str] | None = None) -> int:
     _set_up_log()
     try:
         parsed = parse_args(None)
-        nursery = _fork_zygote(parsed)
+        zygote = _fork_zygote(parsed)
     except FlashckptError as error:
         return _fail(error)
-    if isinstance(nursery, dict):  # this is a worker now: nothing of dlrun is left above it but this frame
+    if isinstance(zygote, dict):  # this is a worker now: nothing of dlrun is left above it but this frame
         from flashckpt.daemon.launcher.worker import run_worker
 
-        return run_worker(nursery)
-    code = _run_program(parsed, nursery)
+        return run_worker(zygote)
+    code = _run_program(parsed, zygote)
     atexit._run_exitfuncs()  # noqa: SLF001 -- then out: tearing down torch module by module takes half a second
     sys.stdout.flush()
     sys.stderr.flush()
@@ -241,14 +241,14 @@ def _fork_zygote(parsed: argparse.Namespace) -> ZygoteClient | dict[str, Any]:
     return ZygoteClient(disabled=reason)
 
 
-def _run_program(parsed: argparse.Namespace, nursery: ZygoteClient) -> int:
+def _run_program(parsed: argparse.Namespace, zygote: ZygoteClient) -> int:
     from torch.distributed.elastic.multiprocessing import SignalException
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, record
 
     try:
         # @record copies the first error file to the launcher's own, for schedulers that ask for one
         start = record(run) if os.environ.get("TORCHELASTIC_ERROR_FILE") else run
-        outcome = start(parsed, nursery)
+        outcome = start(parsed, zygote)
     except ChildFailedError as error:
         rank, first = error.get_first_failure()
         _log.error("the job failed: rank %d ended with %d", rank, first.exitcode)

@@ -45,7 +45,7 @@ class ScriptCommand:
 
 
 @dataclass(kw_only=True)
-class _Worker:
+class _WorkerProcess:
     local_rank: int
     pid: int
     pidfd: int
@@ -57,7 +57,7 @@ class WorkerContext(PContext):
     """The processes of one generation on this node.
 
     Args:
-        nursery: Where forked workers come from.
+        zygote: Where forked workers come from.
         scripts: Per local rank, what a forked worker runs; None spawns `entrypoint` with `args`.
         survivors_s: Seconds between SIGTERM and SIGKILL for the ranks left after a failure; 0 kills at once.
         cpus: Per local rank, the processors to bind to, and so the memory beside them.
@@ -67,16 +67,16 @@ class WorkerContext(PContext):
     def __init__(
         self,
         *,
-        nursery: ZygoteClient,
+        zygote: ZygoteClient,
         scripts: dict[int, ScriptCommand] | None,
         survivors_s: float = 0.0,
         cpus: dict[int, list[int]] | None = None,
         **kwargs: Any,
     ) -> None:
         super().__init__(**kwargs)
-        self._nursery, self._scripts = nursery, scripts
+        self._zygote, self._scripts = zygote, scripts
         self._survivors_s, self._cpus = survivors_s, cpus or {}
-        self._workers: dict[int, _Worker] = {}
+        self._workers: dict[int, _WorkerProcess] = {}
         self._result: RunProcsResult | None = None
         self._closed = False
         self.forked = False
@@ -98,14 +98,14 @@ class WorkerContext(PContext):
         if pids is None:
             pids = [self._spawn(local_rank) for local_rank in range(self.nprocs)]
         for local_rank, pid in enumerate(pids):
-            self._workers[local_rank] = _Worker(local_rank=local_rank, pid=pid, pidfd=os.pidfd_open(pid))
+            self._workers[local_rank] = _WorkerProcess(local_rank=local_rank, pid=pid, pidfd=os.pidfd_open(pid))
         self.fork_s = time.monotonic() - begun
 
     def _fork(self) -> list[int] | None:
         assert self._scripts is not None
         requests = [self._request(local_rank, script) for local_rank, script in sorted(self._scripts.items())]
         try:
-            return self._nursery.fork(requests)
+            return self._zygote.fork(requests)
         except Unavailable as why:
             _log.warning("starting fresh interpreters, which takes seconds: %s", why.reason)
             return None
@@ -169,7 +169,7 @@ class WorkerContext(PContext):
             if not worker.ended and (code := exit_code(worker.pidfd)) is not None:
                 worker.exit, worker.ended = self._exit(worker, code), True
 
-    def _exit(self, worker: _Worker, code: int) -> WorkerExit:
+    def _exit(self, worker: _WorkerProcess, code: int) -> WorkerExit:
         summary, trace, at_ns = read_error(self.error_files.get(worker.local_rank, "")) if code else ("", "", 0)
         return WorkerExit(
             local_rank=worker.local_rank,
@@ -241,14 +241,14 @@ class WorkerContext(PContext):
             kill_group(worker.pid, signal.SIGKILL, reaped=True)  # children that outlive a rank hold its files and locks
             os.close(worker.pidfd)
         self._closed = True
-        reap_strays({worker.pid for worker in self._workers.values()} | {self._nursery.pid})
+        reap_strays({worker.pid for worker in self._workers.values()} | {self._zygote.pid})
 
-    def _running(self) -> list[_Worker]:
+    def _running(self) -> list[_WorkerProcess]:
         for worker in self._workers.values():
             worker.ended = worker.ended or exit_code(worker.pidfd) is not None
         return [worker for worker in self._workers.values() if not worker.ended]
 
-    def _await_end(self, workers: list[_Worker], timeout_s: float) -> None:
+    def _await_end(self, workers: list[_WorkerProcess], timeout_s: float) -> None:
         end = time.monotonic() + timeout_s
         while (left := [worker for worker in workers if not worker.ended]) and time.monotonic() < end:
             wait_readable([worker.pidfd for worker in left], end - time.monotonic())

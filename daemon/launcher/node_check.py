@@ -37,7 +37,7 @@ PREFIX = "flashckpt/node-check"
 
 
 @dataclass(frozen=True, kw_only=True)
-class Timing:
+class NodeTiming:
     """Seconds of one node's product, or of one pair's exchange; infinite where it failed."""
 
     nodes: tuple[int, ...]
@@ -80,7 +80,7 @@ def _limit(reference_s: float) -> float:
     return max(SLOW * reference_s, reference_s + NOISE_S)
 
 
-def slow(timings: Sequence[Timing]) -> list[Timing]:
+def slow(timings: Sequence[NodeTiming]) -> list[NodeTiming]:
     """Return the timings that failed or took more than SLOW times the median of those that did not fail.
 
     The lower median: of two pairs, one of them slow, the other one is the measure.
@@ -96,7 +96,7 @@ def first_pairs(nodes: Sequence[int]) -> list[tuple[int, int]]:
     return pairs if len(nodes) % 2 == 0 or len(nodes) < 2 else [*pairs, (nodes[-1], nodes[0])]
 
 
-def second_pairs(nodes: Sequence[int], first: Sequence[Timing], alone: Sequence[int]) -> list[tuple[int, int]]:
+def second_pairs(nodes: Sequence[int], first: Sequence[NodeTiming], alone: Sequence[int]) -> list[tuple[int, int]]:
     """Pair every suspect of the first round with a node that did well in it.
 
     Args:
@@ -110,7 +110,7 @@ def second_pairs(nodes: Sequence[int], first: Sequence[Timing], alone: Sequence[
     return [(suspect, good[i % len(good)]) for i, suspect in enumerate(suspects)] if good else []
 
 
-def verdict(alone: Sequence[Timing], first: Sequence[Timing], second: Sequence[Timing]) -> dict[int, str]:
+def verdict(alone: Sequence[NodeTiming], first: Sequence[NodeTiming], second: Sequence[NodeTiming]) -> dict[int, str]:
     """Return node -> what is wrong with it.
 
     A pair that was slow with nobody good left to compare with names both of its nodes.
@@ -125,7 +125,7 @@ def verdict(alone: Sequence[Timing], first: Sequence[Timing], second: Sequence[T
     return bad
 
 
-def slow_against(second: Sequence[Timing], first: Sequence[Timing]) -> list[Timing]:
+def slow_against(second: Sequence[NodeTiming], first: Sequence[NodeTiming]) -> list[NodeTiming]:
     """Return the second round's timings that are slow by the measure of the good pairs of the first."""
     bad = slow(first)
     good = [item for item in first if item not in bad]
@@ -133,7 +133,7 @@ def slow_against(second: Sequence[Timing], first: Sequence[Timing]) -> list[Timi
     return [item for item in second if item.seconds > _limit(reference)] if good else list(second)
 
 
-def _text(what: str, item: Timing) -> str:
+def _text(what: str, item: NodeTiming) -> str:
     return f"{what} failed" if item.seconds == float("inf") else f"{what} took {item.seconds:.3f} s"
 
 
@@ -184,12 +184,12 @@ class Check:
             listener.close()
             server.join(1.0)
 
-    def _exchange(self, name: str, pairs: Sequence[tuple[int, int]]) -> list[Timing]:
+    def _exchange(self, name: str, pairs: Sequence[tuple[int, int]]) -> list[NodeTiming]:
         """Measure every pair, its first node asking; pairs run at the same time."""
         mine = {i: self._ping(second) for i, (first, second) in enumerate(pairs) if first == self._node}
         return self._share(name, mine, dict(enumerate(pairs)))
 
-    def _share(self, name: str, mine: Mapping[int, float], wanted: Mapping[int, tuple[int, ...]]) -> list[Timing]:
+    def _share(self, name: str, mine: Mapping[int, float], wanted: Mapping[int, tuple[int, ...]]) -> list[NodeTiming]:
         """Publish this node's measurements and collect all; one that never comes counts as failed."""
         for number, seconds in mine.items():
             self._set(f"{name}/{number}", seconds)
@@ -197,7 +197,7 @@ class Check:
         found = []
         for number, nodes in wanted.items():
             seconds = self._get(f"{name}/{number}", end)
-            found.append(Timing(nodes=nodes, seconds=float("inf") if seconds is None else float(seconds)))
+            found.append(NodeTiming(nodes=nodes, seconds=float("inf") if seconds is None else float(seconds)))
         return found
 
     def _set(self, key: str, value: Any) -> None:

@@ -12,7 +12,7 @@ import sys
 
 from flashckpt.daemon.launcher import worker
 
-MODULE, TOLD = "--as-module", "--own-log"
+MODULE, OWN_LOG = "--as-module", "--own-log"
 
 
 def command(argv: list[str], *, module: bool, own_log: bool) -> list[str]:
@@ -23,7 +23,7 @@ def command(argv: list[str], *, module: bool, own_log: bool) -> list[str]:
         module: Run it as `python -m` does.
         own_log: Its standard error is a file of its own: every rank prints its traceback there.
     """
-    options = [*([MODULE] if module else []), *([TOLD] if own_log else [])]
+    options = [*([MODULE] if module else []), *([OWN_LOG] if own_log else [])]
     return [sys.executable, "-u", "-m", "flashckpt.daemon.launcher.spawn_main", *options, "--", *argv]
 
 
@@ -33,7 +33,7 @@ def main() -> int:
     options, argv = sys.argv[1:end], sys.argv[end + 1 :]
     faulthandler.enable(all_threads=True)
     worker.register_stacks(os.environ.get("FLASHCKPT_STACKS_FILE", ""))
-    request = {"argv": argv, "module": MODULE in options, "stderr": TOLD in options}
+    request = {"argv": argv, "module": MODULE in options, "stderr": OWN_LOG in options}
     return worker.run_recorded({**request, "error_file": os.environ.get("TORCHELASTIC_ERROR_FILE", "")})
 
 

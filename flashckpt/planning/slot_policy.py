@@ -13,7 +13,7 @@ def choose_slot(
     *,
     pinned: Collection[int],
     common: Collection[SnapshotId],
-    hopeless: Collection[SnapshotId] = (),
+    unrecoverable: Collection[SnapshotId] = (),
     superseded: SnapshotId | None = None,
 ) -> int | None:
     """Return the slot that the next snapshot may overwrite, or None: skip it and count it (invariant M1).
@@ -25,7 +25,7 @@ def choose_slot(
         headers: One per slot.
         pinned: Slots under a reader's lease or being written; never chosen.
         common: Identities that every rank of the job is known to hold COMPLETE.
-        hopeless: Identities that can never become common (`watermark.Known`): they protect nothing.
+        unrecoverable: Identities that can never become common (`watermark.Known`): they protect nothing.
         superseded: Identity of a committed checkpoint this life was restored from; COMPLETE
             slots at or before it are free.
     """
@@ -39,7 +39,7 @@ def choose_slot(
         if i not in pinned
         and (
             (newest_common is not None and h.identity < newest_common)
-            or h.identity in hopeless
+            or h.identity in unrecoverable
             or (superseded is not None and h.identity <= superseded)
         )
     ]

@@ -20,7 +20,7 @@ from flashckpt.shm.control import Control, RankAcks, decode_acks, encode_acks
 _PREFIX = "flashckpt/complete"
 
 
-class KeyValueStore(Protocol):
+class GroupStore(Protocol):
     """What is used of a c10d store; `check` tells whether keys exist without waiting for them."""
 
     def set(self, key: str, value: Any, /) -> None:
@@ -56,7 +56,7 @@ class SnapshotAcks:
         world_size: int,
         local_world_size: int,
         generation: int,
-        store: KeyValueStore | None = None,
+        store: GroupStore | None = None,
         restored: SnapshotId | None = None,
         parent: SnapshotId | None = None,
     ) -> None:
@@ -66,19 +66,19 @@ class SnapshotAcks:
         self._store = store if world_size > local_world_size else None
         self._restored = restored
         self._line = [Life(generation=generation, parent=parent or restored)]
-        self._passed = NEVER
+        self._low_watermark = NEVER
 
-    def publish(self, identities: Iterable[SnapshotId], *, passed: SnapshotId | None = None) -> None:
+    def publish(self, identities: Iterable[SnapshotId], *, low_watermark: SnapshotId | None = None) -> None:
         """Tell the others what this rank holds COMPLETE now; call after each COMPLETE, discard, skip and abandoned slot.
 
         Args:
             identities: Its COMPLETE snapshots.
-            passed: The identity just discarded or skipped: none up to it will be completed any more. Without
+            low_watermark: The id just discarded or skipped: this rank will complete nothing up to it any more. Without
                 it two ranks that lost different snapshots would wait for each other for ever.
         """
-        if passed is not None:
-            self._passed = max(self._passed, passed)
-        mine = RankAcks.of((i for i in identities if not is_rolled_back(i, self._line)), self._passed)
+        if low_watermark is not None:
+            self._low_watermark = max(self._low_watermark, low_watermark)
+        mine = RankAcks.of((i for i in identities if not is_rolled_back(i, self._line)), self._low_watermark)
         if self._control is not None:
             row = self._control.row(self._local_rank)
             if row.generation != self._generation or row.rank != self._rank:
@@ -126,13 +126,13 @@ class AckedSnapshots:
 
     Attributes:
         common: Identities that every rank holds (or that this life was restored from), newest first.
-        hopeless: Identities that some rank holds and that can never become common: another rank passed
+        unrecoverable: Identities that some rank holds and that can never become common: another rank is
             them and does not hold them. They protect nothing; without them two ranks that lost
             different snapshots would each keep the slots the other waits for.
     """
 
     common: tuple[SnapshotId, ...] = ()
-    hopeless: frozenset[SnapshotId] = frozenset()
+    unrecoverable: frozenset[SnapshotId] = frozenset()
 
 
 def combine_acks(held: Sequence[RankAcks | None], *, restored: SnapshotId | None = None) -> AckedSnapshots:
@@ -142,8 +142,8 @@ def combine_acks(held: Sequence[RankAcks | None], *, restored: SnapshotId | None
     """
     lists = [part for part in held if part is not None]
     everything = {identity for part in lists for identity in part.complete}
-    hopeless = {i for i in everything if i != restored and any(p.lacks(i) for p in lists)}
+    unrecoverable = {i for i in everything if i != restored and any(p.lacks(i) for p in lists)}
     common: set[SnapshotId] = {restored} if restored is not None else set()
     if lists and len(lists) == len(held):
         common |= set.intersection(*(set(part.complete) for part in lists))
-    return AckedSnapshots(common=tuple(sorted(common, reverse=True)), hopeless=frozenset(hopeless))
+    return AckedSnapshots(common=tuple(sorted(common, reverse=True)), unrecoverable=frozenset(unrecoverable))

@@ -29,7 +29,7 @@ _LONGEST_JOB = 120
 _LOCK = threading.Lock()
 
 
-class Block(Protocol):
+class MappedBlock(Protocol):
     """A writable mapping of a whole segment."""
 
     @property
@@ -113,7 +113,7 @@ def name_of(path: Path) -> str | None:
     return f"flashckpt-{os.getuid()}-{job}-{path.stem}"
 
 
-def new(path: Path, nbytes: int) -> tuple[Path, Block | None]:
+def new(path: Path, nbytes: int) -> tuple[Path, MappedBlock | None]:
     """Make the memory of a new segment under a temporary name.
 
     Args:
@@ -132,7 +132,7 @@ def new(path: Path, nbytes: int) -> tuple[Path, Block | None]:
     return file, None
 
 
-def mapped(path: Path, fd: int, nbytes: int) -> Block:
+def mapped(path: Path, fd: int, nbytes: int) -> MappedBlock:
     """Map an existing segment for writing: as a shared-memory block under its own name where it can have one."""
     name = name_of(path)
     if name is not None and publish(path):

@@ -45,7 +45,9 @@ _INT_FIELDS: dict[str, int] = {  # name -> byte offset in the row; signed 64-bit
     "restored_step": 88,
     "world_size": 96,
 }
-_LIST_AT = 128  # counter, number of pairs, digest, then the pair passed and up to MAX_COMPLETE pairs (generation, step)
+_LIST_AT = (
+    128  # counter, number of pairs, digest, then the low watermark and up to MAX_COMPLETE pairs (generation, step)
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -54,34 +56,36 @@ class RankAcks:
 
     Attributes:
         complete: Identities it holds COMPLETE, newest first.
-        passed: It will never again complete an identity up to this one: what is up to here and not in
+        low_watermark: It will never again complete an identity up to this one: what is up to here and not in
             `complete` was discarded, skipped or overwritten. (-1, -1) if it never took a snapshot.
     """
 
     complete: tuple[SnapshotId, ...]
-    passed: SnapshotId = NEVER
+    low_watermark: SnapshotId = NEVER
 
     @classmethod
-    def of(cls, identities: Iterable[SnapshotId], passed: SnapshotId | None = None) -> RankAcks:
-        """Return it with the newest MAX_COMPLETE of `identities`; `passed` is at least the newest of them."""
+    def of(cls, identities: Iterable[SnapshotId], low_watermark: SnapshotId | None = None) -> RankAcks:
+        """Return it with the newest MAX_COMPLETE of `identities`; `low_watermark` is at least the newest of them."""
         complete = tuple(sorted(identities, reverse=True))[:MAX_COMPLETE]
-        return cls(complete=complete, passed=max([NEVER, *complete, *([passed] if passed else [])]))
+        return cls(
+            complete=complete, low_watermark=max([NEVER, *complete, *([low_watermark] if low_watermark else [])])
+        )
 
     def lacks(self, identity: SnapshotId) -> bool:
         """Return whether the rank does not hold `identity` and never will."""
         is_listed = len(self.complete) < MAX_COMPLETE or identity > self.complete[-1]  # a full list may be cut
-        return is_listed and identity <= self.passed and identity not in self.complete
+        return is_listed and identity <= self.low_watermark and identity not in self.complete
 
 
 def encode_acks(what: RankAcks) -> bytes:
-    """Return 16 bytes per pair: `passed`, then the identities."""
-    return b"".join(struct.pack("<qq", *pair) for pair in (what.passed, *what.complete))
+    """Return 16 bytes per pair: `low_watermark`, then the identities."""
+    return b"".join(struct.pack("<qq", *pair) for pair in (what.low_watermark, *what.complete))
 
 
 def decode_acks(raw: bytes) -> RankAcks:
     """Return what `encode_acks` wrote."""
     (g, s), *complete = struct.iter_unpack("<qq", raw)
-    return RankAcks(passed=SnapshotId(g, s), complete=tuple(map(SnapshotId.of, complete)))
+    return RankAcks(low_watermark=SnapshotId(g, s), complete=tuple(map(SnapshotId.of, complete)))
 
 
 class ControlRow:

@@ -61,7 +61,7 @@ class Segment:
         created_ns: Nanoseconds since the epoch.
     """
 
-    def __init__(self, path: Path, fd: int, superblock: Superblock, memory: block.Block | None) -> None:
+    def __init__(self, path: Path, fd: int, superblock: Superblock, memory: block.MappedBlock | None) -> None:
         """Wrap an open descriptor, and the mapping of a writer; use `create` or `attach`."""
         self.path, self.spec, self.created_ns, self._fd = path, superblock.spec, superblock.created_ns, fd
         self._lease = Lease(path)
@@ -399,7 +399,7 @@ class SlotWriter:
         self._segment._lease.release(1 + self.slot)  # noqa: SLF001 -- one unit with its segment
 
 
-def _undo(segment: Segment | None, fd: int, memory: block.Block | None) -> None:
+def _undo(segment: Segment | None, fd: int, memory: block.MappedBlock | None) -> None:
     if segment is None:
         os.close(fd)
         if memory is not None:

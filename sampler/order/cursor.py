@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from flashckpt.errors import ConfigError, SamplerStateError
 from flashckpt.sampler.order.mixture import MixtureStream
-from flashckpt.sampler.order.schedule import BatchSizes, Skips
+from flashckpt.sampler.order.schedule import BatchSizes, SkippedSpans
 from flashckpt.sampler.order.state import SamplerState, Segment, check_same
 from flashckpt.sampler.order.stream import Stream
 
@@ -42,7 +42,7 @@ class Cursor:
         self.position = 0
         self.ended: int | None = None
         """The epoch that the last commit finished, unless its loop had begun the next one by then."""
-        self.skips = Skips()
+        self.skips = SkippedSpans()
         self.sizes: BatchSizes | None = None
 
     @property
@@ -131,7 +131,9 @@ class Cursor:
         if sizes and self.sizes is None:
             self.sizes = BatchSizes.of(sizes[0][1], sizes[1:])
         self.ended = next((segment[1] for segment in state.segments if segment[0] == "ended"), None)
-        self.skips = Skips(spans=tuple((segment[1], segment[2]) for segment in state.segments if segment[0] == "skip"))
+        self.skips = SkippedSpans(
+            spans=tuple((segment[1], segment[2]) for segment in state.segments if segment[0] == "skip")
+        )
         self.settle(state.epoch * self.length + state.offset)
 
     @staticmethod

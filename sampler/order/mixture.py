@@ -18,7 +18,7 @@ import numpy as np
 
 from flashckpt.errors import ConfigError, DataError
 from flashckpt.sampler.order.permutation import Int64Array, derive_keys
-from flashckpt.sampler.order.schedule import Skips
+from flashckpt.sampler.order.schedule import SkippedSpans
 from flashckpt.sampler.order.state import fingerprint_of
 from flashckpt.sampler.order.stream import EpochStream, Order
 
@@ -111,7 +111,7 @@ class MixtureStream:
                 ids[here[mine]] = self._sources[source].take(ordinals) + self._first_id[source]
         return ids
 
-    def counts(self, position: int, skips: Skips) -> list[int]:
+    def counts(self, position: int, skips: SkippedSpans) -> list[int]:
         """Return how many samples of each source lie before `position` and are not skipped."""
         edges = [0, *(min(edge, position) for span in skips.spans for edge in span), position]
         used = zip(edges[::2], edges[1::2], strict=True)

@@ -1,6 +1,6 @@
 """Which positions of the sample stream are used, and in what batch sizes: pure integer arithmetic.
 
-A *position* counts samples of the endless global stream from 0 (epoch * length + offset). *Skips* are
+A *position* counts samples of the endless global stream from 0 (epoch * length + offset). *SkippedSpans* are
 spans of positions that are never handed out; *batch sizes* change at given positions (ramp-up).
 """
 
@@ -18,12 +18,12 @@ Int64Array = npt.NDArray[np.int64]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Skips:
+class SkippedSpans:
     """Spans [first, last) of excluded positions: sorted, disjoint and not adjacent."""
 
     spans: tuple[tuple[int, int], ...] = ()
 
-    def with_span(self, first: int, last: int) -> Skips:
+    def with_span(self, first: int, last: int) -> SkippedSpans:
         """Return these skips and [first, last), merged."""
         if not 0 <= first < last:
             raise ConfigError(
@@ -38,7 +38,7 @@ class Skips:
                 merged[-1] = (merged[-1][0], max(merged[-1][1], span[1]))
             else:
                 merged.append(span)
-        return Skips(spans=tuple(merged))
+        return SkippedSpans(spans=tuple(merged))
 
     def count(self, first: int, last: int) -> int:
         """Return how many positions of [first, last) are used."""
@@ -91,7 +91,7 @@ class BatchSizes:
         """Return the size of a batch that begins at `position`."""
         return next(size for first, size in reversed(self.steps) if first <= position)
 
-    def cover(self, position: int, end: int, skips: Skips, *, whole: bool) -> int:
+    def cover(self, position: int, end: int, skips: SkippedSpans, *, whole: bool) -> int:
         """Return how many used samples the batches from `position` on hold until one reaches `end`.
 
         Args:
