@@ -49,7 +49,7 @@ class _WorkerProcess:
     local_rank: int
     pid: int
     pidfd: int
-    exit: WorkerExit | None = None  # its end, unless this context ended it
+    exit: WorkerExit | None = None  # how it ended, unless this context ended it
     ended: bool = False
 
 
@@ -61,7 +61,7 @@ class WorkerContext(PContext):
         scripts: Per local rank, what a forked worker runs; None spawns `entrypoint` with `args`.
         survivors_s: Seconds between SIGTERM and SIGKILL for the ranks left after a failure; 0 kills at once.
         cpus: Per local rank, the processors to bind to, and so the memory beside them.
-        kwargs: What torch's PContext takes.
+        kwargs: The arguments of torch's PContext.
     """
 
     def __init__(
@@ -145,7 +145,7 @@ class WorkerContext(PContext):
         return process.pid
 
     def _command(self, local_rank: int) -> list[str]:
-        """Return what to spawn: a script of this interpreter by way of ours, for its stacks and its traceback."""
+        """Return what to spawn; a Python script starts through spawn_main, which adds stack dumps and a traceback."""
         if self._scripts is None:
             return [str(self.entrypoint), *(str(arg) for arg in self.args[local_rank])]
         script = self._scripts[local_rank]
@@ -156,11 +156,11 @@ class WorkerContext(PContext):
         return {local_rank: worker.pid for local_rank, worker in self._workers.items()}
 
     def exits(self) -> list[WorkerExit]:
-        """Return the ends seen so far, of workers this context did not kill itself."""
+        """Return the exits seen so far, except of workers that this context killed."""
         return [worker.exit for worker in self._workers.values() if worker.exit is not None]
 
     def wait_event(self, timeout_s: float, extra_fds: Sequence[int] = ()) -> None:
-        """Return when a worker ends, an extra descriptor is readable, or the time is over."""
+        """Return when a worker ends, an extra descriptor is readable, or the time is up."""
         running = [worker.pidfd for worker in self._workers.values() if not worker.ended]
         wait_readable([*running, *extra_fds], timeout_s)
 
@@ -195,7 +195,7 @@ class WorkerContext(PContext):
         return self._result
 
     def _fail(self) -> RunProcsResult:
-        """Wait shortly for the cause if only its echoes were seen, then end the survivors."""
+        """Wait briefly for the root cause if only lost connections were seen, then end the survivors."""
         self.detected_s = time.monotonic()
         end = self.detected_s + _SETTLE_S
         while all(item.is_echo for item in self.exits() if item.failed) and (left := end - time.monotonic()) > 0:
@@ -214,7 +214,7 @@ class WorkerContext(PContext):
         return RunProcsResult(failures=failures, stdouts=self.stdouts, stderrs=self.stderrs)
 
     def abort(self) -> None:
-        """Kill every worker: they hang."""
+        """Kill every worker of a group that hangs."""
         self.detected_s = time.monotonic()
         self.close(signal.SIGKILL, 0)
         self.stopped_s = time.monotonic()
@@ -236,7 +236,7 @@ class WorkerContext(PContext):
                 kill_group(worker.pid, signal.SIGKILL)
         self._await_end(left, _KILL_WAIT_S)
         for worker in self._running():
-            _log.error("worker %d does not end after SIGKILL: it waits inside the kernel", worker.pid)
+            _log.error("worker %d did not end after SIGKILL: it is blocked in the kernel", worker.pid)
         for worker in self._workers.values():
             kill_group(worker.pid, signal.SIGKILL, reaped=True)  # children that outlive a rank hold its files and locks
             os.close(worker.pidfd)
@@ -256,8 +256,8 @@ class WorkerContext(PContext):
 
 
 @dataclass(frozen=True, kw_only=True)
-class WorkerProcess:
-    """One life of the worker group: how many there were before, and after how many failures."""
+class GroupStart:
+    """One start of the worker group on this node: how many starts and failures came before it."""
 
     number: int
     failures: int
@@ -276,7 +276,7 @@ class WorkerProcess:
 
 
 def make_context(
-    life: WorkerProcess,
+    start: GroupStart,
     entrypoint: Callable[..., Any] | str,
     args: dict[int, tuple[Any, ...]],
     *,
@@ -285,12 +285,12 @@ def make_context(
     numa_options: Any,
     **rest: Any,
 ) -> WorkerContext:
-    """Build the context of a life from what torch hands to its start_processes, with a log directory of its own.
+    """Build the context of one start from the arguments of torch's start_processes, with its own log directory.
 
     torch names the log directory by TORCHELASTIC_RESTART_COUNT, which does not count changes of membership.
     """
     for env in envs.values():
-        env["TORCHELASTIC_RESTART_COUNT"] = str(life.number)
+        env["TORCHELASTIC_RESTART_COUNT"] = str(start.number)
     context = WorkerContext(
         envs=envs,
         cpus=bindings(numa_options, len(args)),
@@ -299,7 +299,7 @@ def make_context(
         **rest,
     )
     for local_rank, env in envs.items():
-        env.update(life.environment(local_rank))
+        env.update(start.environment(local_rank))
     return context
 
 
