@@ -19,14 +19,14 @@ def choose_slot(
     """Return the slot that the next snapshot may overwrite, or None: skip it and count it (invariant M1).
 
     Called by the rank that owns the slots. Slots without a whole snapshot go first, then the oldest
-    COMPLETE one for which a newer identity is known to be held by every rank.
+    COMPLETE one for which every rank is known to hold a newer id.
 
     Args:
         headers: One per slot.
         pinned: Slots under a reader's lease or being written; never chosen.
-        common: Identities that every rank of the job is known to hold COMPLETE.
-        unrecoverable: Identities that can never become common (`watermark.Known`): they protect nothing.
-        superseded: Identity of a committed checkpoint this life was restored from; COMPLETE
+        common: Ids that every rank of the job is known to hold COMPLETE.
+        unrecoverable: Ids that can never become common (`AckedSnapshots`): they protect nothing.
+        superseded: Id of a committed checkpoint this generation was restored from; COMPLETE
             slots at or before it are free.
     """
     free = [i for i, h in enumerate(headers) if i not in pinned and not h.is_complete]

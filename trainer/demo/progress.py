@@ -14,7 +14,7 @@ EVERY = 10
 
 
 class Progress:
-    """Shows how far a run is.
+    """Shows the progress of a run.
 
     Args:
         console: Where to.
@@ -57,5 +57,5 @@ class Progress:
         self._told = step
 
     def note(self, text: str) -> None:
-        """Tell an event without disturbing the live line."""
+        """Print an event without disturbing the live line."""
         self._console.print(f"  [yellow]{text}[/yellow]")

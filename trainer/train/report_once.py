@@ -1,4 +1,4 @@
-"""Tells an error that every rank meets once, and tells dlrun when no restart can mend it. Torch-free."""
+"""Reports an error of all ranks once, and tells dlrun if it is permanent. Torch-free."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ _PATIENCE_S = 5.0
 
 
 def report_once(error: FlashckptError) -> None:
-    """Write `error` to standard error, if this rank is the first to meet it; else wait until it is written.
+    """Write `error` to standard error if this rank is the first to raise it; else wait until it is written.
 
-    The first, not rank 0: dlrun ends all ranks as soon as one of them has ended badly. For the same
-    reason the others wait: their end would cut the first one's message short.
+    The first, not rank 0: dlrun ends all ranks as soon as one of them has failed. For the same reason the
+    others wait: if they ended, the first one's message would be cut off.
     """
     folder = os.environ.get("FLASHCKPT_AGENT_DIR")
     if folder is None:
@@ -31,7 +31,7 @@ def report_once(error: FlashckptError) -> None:
     except FileExistsError:
         _wait(told)
         return
-    except OSError:  # no room, no folder: better told twice than not at all
+    except OSError:  # no space, no folder: better reported twice than not at all
         _write(error)
         return
     _write(error)
