@@ -170,10 +170,10 @@ def test_wrong_mixtures_are_refused() -> None:
     with pytest.raises(ConfigError):
         Mixture({})
     sampler = ElasticSampler(mixture(a=(10, 1), b=(10, 2)))
-    with pytest.raises(ConfigError, match="do not fit"):
+    with pytest.raises(ConfigError, match="do not match"):
         sampler.set_weights({"a": 1})
     sampler.commit(5)
-    with pytest.raises(SamplerStateError, match="trained already"):
+    with pytest.raises(SamplerStateError, match="already trained"):
         sampler.set_weights({"a": 1, "b": 1}, start=3)
     with pytest.raises(ConfigError, match="not a mixture"):
         ElasticSampler(10).set_weights({"a": 1})

@@ -226,7 +226,7 @@ class DlrunAgent(LocalElasticAgent):
         self._checked = True
         address = self._worker_group.spec.local_addr or socket.getfqdn()
         check = Check(others.store, node=others.rank, count=others.size, address=address)
-        if node_check.leave_or_go_on(check.run(), others, min_nodes=self._options.min_nodes):
+        if node_check.must_meet_again(check.run(), others, min_nodes=self._options.min_nodes):
             self._rendezvous(group)
 
     def _start_workers(self, worker_group: WorkerGroup) -> dict[int, Any]:

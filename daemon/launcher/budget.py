@@ -25,9 +25,9 @@ class Budget:
     """Counts the restarts of a job.
 
     Args:
-        limit: Restarts without progress (--max-restarts); None: RESTARTS, and a crash loop is also looked for where
-            nobody counts steps: running for REFILL_S is progress there, and an error that comes twice in a row
-            without it ends the job. With a number such a script gets that many restarts in all, as from torchrun.
+        limit: Restarts without progress (--max-restarts); None: RESTARTS, and crash loops are also detected in scripts
+            that report no steps: there REFILL_S of running count as progress, and the same error twice in a row
+            without progress ends the job. With a number such a script gets that many restarts in all, as in torchrun.
         refill_steps: New steps beyond the highest one of all failures so far that refill it; 0: never.
     """
 

@@ -1,6 +1,6 @@
 """`dlrun`: torchrun with a restart of tenths of a second. Also `python -m flashckpt.daemon.run`.
 
-Accepts every torchrun flag in both spellings and every PET_* variable, and a few of its own. The
+Accepts every torchrun flag in both spellings and every PET_* variable, and a few more options. The
 order of the start is the point: torch is imported once, with one thread; the zygote is forked from
 this process before anything else has started, and imports the rest while the agent rendezvous.
 """
@@ -207,7 +207,7 @@ def main(args: list[str] | None = None) -> int:
     """Run dlrun; returns its exit code (docs/launching.md lists them).
 
     With an explicit `args` (tests, embedding) errors of the workers are raised as torchrun raises
-    them, and the zygote is a process of its own; as a program it is forked from this process.
+    them, and the zygote is a spawned process; as a program it is forked from this process.
     """
     if args is not None:
         run(parse_args(args))

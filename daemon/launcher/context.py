@@ -107,7 +107,7 @@ class WorkerContext(PContext):
         try:
             return self._zygote.fork(requests)
         except Unavailable as why:
-            _log.warning("starting fresh interpreters, which takes seconds: %s", why.reason)
+            _log.warning("starting new interpreters, which takes seconds: %s", why.reason)
             return None
 
     def _request(self, local_rank: int, script: ScriptCommand) -> dict[str, Any]:

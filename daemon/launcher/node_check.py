@@ -58,7 +58,7 @@ def is_due(group: Group, *, checked: bool, timeout_s: float = 30.0) -> bool:
     return False
 
 
-def leave_or_go_on(bad: Mapping[int, str], group: Group, *, min_nodes: int) -> bool:
+def must_meet_again(bad: Mapping[int, str], group: Group, *, min_nodes: int) -> bool:
     """Return whether the nodes must meet again without the bad ones; raise on a node that is left out.
 
     Raises:

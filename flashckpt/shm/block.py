@@ -194,7 +194,7 @@ def leftovers() -> list[Path]:
         with contextlib.suppress(OSError):
             status = path.lstat()
             is_last_link = path.is_file() and not path.is_symlink() and status.st_nlink == 1
-            if status.st_uid == os.getuid() and is_last_link and not _has_living_maker(path.name):
+            if status.st_uid == os.getuid() and is_last_link and not _is_creator_running(path.name):
                 found.append(path)
     return found
 
@@ -206,12 +206,12 @@ def sweep_temporary(path: Path) -> None:
     if name is not None:
         places.append(SHM.glob(f"{name}.*{TEMPORARY}"))
     for left in (file for place in places for file in place):
-        if not _has_living_maker(left.name):
+        if not _is_creator_running(left.name):
             with contextlib.suppress(OSError):
                 left.unlink()
 
 
-def _has_living_maker(name: str) -> bool:
+def _is_creator_running(name: str) -> bool:
     """Whether a temporary name carries the pid of a running process."""
     if not name.endswith(TEMPORARY):
         return False

@@ -61,7 +61,7 @@ class JobDirectory:
         """
         directory = cls(memory_root() / job_id)
         if create:
-            directory._live = directory._come_to_life()
+            directory._live = directory._create_live()
             return directory
         return cls.at(directory.path)
 
@@ -71,7 +71,7 @@ class JobDirectory:
         with private_directory(path.parent) as base, private_directory(path, within=base):
             return cls(path)
 
-    def _come_to_life(self) -> Lease:
+    def _create_live(self) -> Lease:
         """Create the directory and take its live lock before anything in it is read.
 
         The daemon of a run that ended removes the directory under an exclusive lock: a process that starts at

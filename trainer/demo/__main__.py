@@ -3,7 +3,7 @@
 1. The unbroken run: the same configuration, not disturbed.
 2. The run that is killed: SIGKILL to one rank in the middle of a step; it continues from host memory.
 3. The same run loses its machine: every process killed, shared memory deleted; it is started again and
-   goes on from the checkpoint on disk.
+   continues from the checkpoint on disk.
 At the end the loss of every step is compared with the unbroken run, bit for bit.
 """
 

@@ -25,11 +25,11 @@ def report_once(error: FlashckptError) -> None:
         if os.environ.get("RANK", "0") == "0" or error.exit_code not in FINAL_CODES:
             _write(error)
         return
-    told = Path(folder, f"told-{os.environ.get('FLASHCKPT_RESTART', '0')}-{error.exit_code}")
+    marker = Path(folder, f"reported-{os.environ.get('FLASHCKPT_RESTART', '0')}-{error.exit_code}")
     try:
-        told.touch(exist_ok=False)
+        marker.touch(exist_ok=False)
     except FileExistsError:
-        _wait(told)
+        _wait(marker)
         return
     except OSError:  # no space, no folder: better reported twice than not at all
         _write(error)
@@ -38,7 +38,7 @@ def report_once(error: FlashckptError) -> None:
     with contextlib.suppress(OSError):  # a full disk must not hide the exit code
         if error.exit_code in FINAL_CODES:
             _refuse(Path(folder), error.exit_code)
-        told.write_text("told")
+        marker.write_text("reported")
 
 
 def _write(error: FlashckptError) -> None:
@@ -51,11 +51,11 @@ def _refuse(folder: Path, exit_code: int) -> None:
     temporary.replace(folder / "refused")
 
 
-def _wait(told: Path) -> None:
+def _wait(marker: Path) -> None:
     end = time.monotonic() + _PATIENCE_S
     while time.monotonic() < end:
         try:
-            if told.stat().st_size:
+            if marker.stat().st_size:
                 return
         except OSError:
             return
