@@ -157,7 +157,7 @@ class Session:
 
     def _unrecoverable(self) -> Collection[SnapshotId]:
         """Ids that some rank of this node missed; between nodes it would be a round of requests, and is not asked."""
-        return self._watermark.known().hopeless if self.tracked.world.size == len(self.mates) else ()
+        return self._watermark.known().unrecoverable if self.tracked.world.size == len(self.mates) else ()
 
     def _await_slot(self, step: int) -> None:
         """Take the last snapshot before a stop, however long it takes: there is no training left that would wait."""
@@ -252,7 +252,7 @@ class Session:
         why = "its memory is still being reserved" if late else "every slot holds a snapshot that is still needed"
         self._skips.skipped(step, why)
         # published: ranks that lost different snapshots would keep each other's slots for ever
-        self._watermark.publish(self.memory.complete(), passed=SnapshotId(self.outcome.record.number, step))
+        self._watermark.publish(self.memory.complete(), low_watermark=SnapshotId(self.outcome.record.number, step))
 
     def _count(self, name: str, value: float) -> None:
         self.stats[name] = self.stats.get(name, 0.0) + value
@@ -290,7 +290,7 @@ class Session:
         self._count("discarded", 1)
         request = snapshot.request
         self._wanted.discarded(request.id, error, persist=request.persist)
-        self._watermark.publish(self.memory.complete(), passed=request.id)
+        self._watermark.publish(self.memory.complete(), low_watermark=request.id)
         _log.error(
             "[gen %d | rank %d | step %d] snapshot discarded: %s",
             request.id.generation, request.rank, request.id.step, error,

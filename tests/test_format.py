@@ -204,7 +204,7 @@ def test_version_1_is_read() -> None:
     assert superblock.decode_owner(raw["owner"]) == 4711
     assert [slot_header.decode_header(raw[f"header-{i}"]) for i in range(3)] == HEADERS
     assert control.decode_acks(raw["published"]) == RankAcks(
-        complete=(SnapshotId(3, 120), SnapshotId(2, 100)), passed=SnapshotId(3, 125)
+        complete=(SnapshotId(3, 120), SnapshotId(2, 100)), low_watermark=SnapshotId(3, 125)
     )
     one, both = decode_manifest(raw["slot-manifest"]), decode_manifest(raw["merged-manifest"])
     assert (one.identity, one.parent, one.rank, one.coordinates) == ((3, 120), (2, 100), 1, {"dp": 1, "tp": 0})

@@ -369,7 +369,7 @@ def test_a_snapshot_abandoned_while_it_is_read_is_not_taken(path: Any) -> None:
     assert pin is not None
     segment.mark_empty(0)
     assert not pin.is_current()
-    with pytest.raises(DamagedError, match="abandoned"):
+    with pytest.raises(DamagedError, match="rolled back"):
         pin.manifest()
     pin.close()
     assert restorable(path) == []

@@ -111,23 +111,25 @@ def rank_main(folder: Path, rank: int, world: int, life: Generation, slots: int,
         identity = SnapshotId(life.number, step)
         time.sleep(rng.random() * 0.003)
         known = mark.known()
-        slot = choose_slot(segment.headers(), pinned=segment.busy(), common=known.common, hopeless=known.hopeless)
+        slot = choose_slot(
+            segment.headers(), pinned=segment.busy(), common=known.common, unrecoverable=known.unrecoverable
+        )
         if slot is None:
-            mark.publish(complete(), passed=identity)
+            mark.publish(complete(), low_watermark=identity)
             continue
         book.say("take", identity)
         try:
             if rng.random() < 0.1:
                 request = request_of(life.number, step, rank=rank, world_size=world, parent=parent)
                 segment.begin(slot, request).discard()
-                mark.publish(complete(), passed=identity)
+                mark.publish(complete(), low_watermark=identity)
                 continue
             take(
                 segment, slot, step, generation=life.number, world_size=world, parent=parent, sizes=SIZES,
                 truth=truth_of(rank, identity),
             )  # fmt: skip
         except SlotPinned:
-            mark.publish(complete(), passed=identity)
+            mark.publish(complete(), low_watermark=identity)
             continue
         book.say("complete", identity)
         mark.publish(complete())

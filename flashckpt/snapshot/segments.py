@@ -245,7 +245,11 @@ class RankSegments:
         busy = segment.busy() | self._reservation.unreserved()
         while True:
             slot = choose_slot(
-                segment.headers(), pinned=busy, common=known.common, hopeless=known.hopeless, superseded=superseded
+                segment.headers(),
+                pinned=busy,
+                common=known.common,
+                unrecoverable=known.unrecoverable,
+                superseded=superseded,
             )
             if slot is None:
                 return None
