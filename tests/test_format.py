@@ -17,6 +17,7 @@ from typing import Any
 import msgpack
 import numpy as np
 import pytest
+from support.memory import request_of
 
 from flashckpt.checkpoint.generations import decode_claim, encode_claim
 from flashckpt.checkpoint.intents import decode_intent, encode_intent
@@ -203,7 +204,7 @@ def test_version_1_is_read() -> None:
     assert superblock.decode_owner(raw["owner"]) == 4711
     assert [slot_header.decode_header(raw[f"header-{i}"]) for i in range(3)] == HEADERS
     assert control.decode_acks(raw["published"]) == RankAcks(
-        complete=(SnapshotId(3, 120), SnapshotId(2, 100)), passed=SnapshotId(3, 125)
+        complete=(SnapshotId(3, 120), SnapshotId(2, 100)), low_watermark=SnapshotId(3, 125)
     )
     one, both = decode_manifest(raw["slot-manifest"]), decode_manifest(raw["merged-manifest"])
     assert (one.identity, one.parent, one.rank, one.coordinates) == ((3, 120), (2, 100), 1, {"dp": 1, "tp": 0})
@@ -216,13 +217,13 @@ def test_version_1_is_read() -> None:
 
 def whole_segment(path: Path) -> None:
     segment = Segment.create(path, BLOCK.spec)
-    writer = segment.begin(1, generation=3, step=120, world_size=2, persist=True, parent=SnapshotId(2, 100))
+    writer = segment.begin(1, request_of(3, 120, world_size=2, parent=SnapshotId(2, 100), persist=True))
     m = manifest(1)
     for row, data in enumerate(data_of(1)):
         at = int(m.table.byte_offset[row])
         writer.data[at : at + data.nbytes] = data.tobytes()
     writer.commit(encode_manifest(m))
-    segment.begin(0, generation=3, step=125, world_size=2, persist=False, parent=SnapshotId(2, 100))
+    segment.begin(0, request_of(3, 125, world_size=2, parent=SnapshotId(2, 100)))
     segment.close()
 
 

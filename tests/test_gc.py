@@ -65,7 +65,7 @@ def test_a_job_that_comes_to_life_after_it_was_listed_is_kept() -> None:
     directory = run_and_be_killed("j1")
     (dead,) = dead_memory()
     again = JobDirectory.open("j1")
-    with pytest.raises(JobInUseError, match="come to life"):
+    with pytest.raises(JobInUseError, match="was just started"):
         remove(dead)
     assert restorable(directory.segments()[0]) == [10]
     again.hold_live().close()

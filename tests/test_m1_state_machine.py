@@ -55,7 +55,7 @@ class Rank:
     memory: Memory
     step: int
     writing: int | None = None
-    passed: Identity = NEVER
+    low_watermark: Identity = NEVER
     published: RankAcks | None = None
     known: AckedSnapshots = field(default_factory=AckedSnapshots)
 
@@ -123,8 +123,8 @@ class M1(RuleBasedStateMachine):
 
     def _publish(self, rank: Rank) -> None:
         line = [i for i in self._mine(rank) if not is_rolled_back(i, self.lives[-1:])]
-        rank.published = RankAcks.of(line, rank.passed)
-        rank.passed = rank.published.passed
+        rank.published = RankAcks.of(line, rank.low_watermark)
+        rank.low_watermark = rank.published.low_watermark
 
     def _refresh(self, rank: Rank) -> None:
         rank.known = combine_acks([r.published for r in self.ranks], restored=self.restored)
@@ -153,11 +153,11 @@ class M1(RuleBasedStateMachine):
             memory.headers,
             pinned=memory.pinned,
             common=rank.known.common,
-            hopeless=rank.known.hopeless,
+            unrecoverable=rank.known.unrecoverable,
             superseded=self.superseded,
         )
         if slot is None:
-            rank.passed = max(rank.passed, SnapshotId(self.generation, rank.step))
+            rank.low_watermark = max(rank.low_watermark, SnapshotId(self.generation, rank.step))
             if not self.late:
                 self._publish(rank)
             return
@@ -176,7 +176,7 @@ class M1(RuleBasedStateMachine):
     def _discard(self, rank: Rank) -> None:
         """The fence found a change: this snapshot of this rank never existed."""
         if rank.writing is not None:
-            rank.passed = max(rank.passed, rank.memory.headers[rank.writing].identity)
+            rank.low_watermark = max(rank.low_watermark, rank.memory.headers[rank.writing].identity)
             rank.memory.put(rank.writing, state=SlotState.EMPTY)
             rank.writing = None
             if not self.late:

@@ -89,5 +89,5 @@ def test_a_segment_that_cannot_be_read_is_said_once(tmp_path: Path, caplog: pyte
     path.write_bytes(b"\0" * path.stat().st_size)
     for _ in range(3):
         scan(job.directory)
-    assert caplog.text.count("left alone") == 1
+    assert caplog.text.count("is ignored") == 1
     job.die()

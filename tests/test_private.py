@@ -325,7 +325,7 @@ def test_a_wrong_time_to_keep_dead_memory_is_refused(
 ) -> None:
     monkeypatch.setenv("FLASHCKPT_KEEP_DEAD", value)
     code, document, _ = run("gc", capsys=capsys)
-    assert (code, document["error"]["problem"]) == (10, "FLASHCKPT_KEEP_DEAD is wrong")
+    assert (code, document["error"]["problem"]) == (10, "invalid FLASHCKPT_KEEP_DEAD")
 
 
 def test_listing_goes_on_where_a_directory_vanishes(shm_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -27,7 +27,7 @@ from typing import Any
 
 import numpy as np
 from support.lineage import newest
-from support.memory import ended, fork, spec_of, take, verified
+from support.memory import ended, fork, request_of, spec_of, take, verified
 
 from flashckpt.core.generation import Generation
 from flashckpt.core.lineage import SlotRecord, common, is_rolled_back
@@ -111,24 +111,25 @@ def rank_main(folder: Path, rank: int, world: int, life: Generation, slots: int,
         identity = SnapshotId(life.number, step)
         time.sleep(rng.random() * 0.003)
         known = mark.known()
-        slot = choose_slot(segment.headers(), pinned=segment.busy(), common=known.common, hopeless=known.hopeless)
+        slot = choose_slot(
+            segment.headers(), pinned=segment.busy(), common=known.common, unrecoverable=known.unrecoverable
+        )
         if slot is None:
-            mark.publish(complete(), passed=identity)
+            mark.publish(complete(), low_watermark=identity)
             continue
         book.say("take", identity)
         try:
             if rng.random() < 0.1:
-                segment.begin(
-                    slot, generation=life.number, step=step, world_size=world, persist=False, parent=parent
-                ).discard()
-                mark.publish(complete(), passed=identity)
+                request = request_of(life.number, step, rank=rank, world_size=world, parent=parent)
+                segment.begin(slot, request).discard()
+                mark.publish(complete(), low_watermark=identity)
                 continue
             take(
                 segment, slot, step, generation=life.number, world_size=world, parent=parent, sizes=SIZES,
                 truth=truth_of(rank, identity),
             )  # fmt: skip
         except SlotPinned:
-            mark.publish(complete(), passed=identity)
+            mark.publish(complete(), low_watermark=identity)
             continue
         book.say("complete", identity)
         mark.publish(complete())

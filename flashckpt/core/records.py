@@ -183,6 +183,6 @@ def number(value: Any) -> float:
 
 def snapshot_id(value: Any, least: int = 0) -> SnapshotId:
     """Return (generation, step) of a list of exactly two, none below `least`; ValueError otherwise."""
-    if type(value) not in (list, tuple) or len(value) != 2:
+    if not isinstance(value, (list, tuple)) or len(value) != 2:
         raise ValueError(f"{value!r:.40} where [generation, step] is expected")
     return SnapshotId(integer(value[0], least), integer(value[1], least))

@@ -1,4 +1,4 @@
-"""What a root knows of the checkpoints of a job, as the choice of a restore point needs it."""
+"""What a root holds of a job's checkpoints, as far as the choice of a restore point needs it."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ class RootSummary:
     """Committed checkpoints and claims.
 
     Attributes:
-        committed: Identities of valid checkpoints, newest first.
-        prefixes: Where each lies below the root.
+        committed: Ids of valid checkpoints, newest first.
+        prefixes: The folder of each below the root.
         claims: Generations claimed on the root, with what they were restored from.
-        error: Why the root could not be asked; "" if it answered.
-        is_empty: It holds nothing of any checkpoint, not even of a damaged or unfinished one.
+        error: Why the root could not be read; "" if it was.
+        is_empty: It holds no trace of a checkpoint, not even of a damaged or unfinished one.
     """
 
     committed: tuple[SnapshotId, ...] = ()

@@ -1,4 +1,4 @@
-"""What the slots of this node hold, read from their headers: what the daemon and the command believe. Takes no lock."""
+"""What the slots of this node hold, read from their headers; the view of the daemon and the command. Takes no lock."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ class NodeInventory:
 
     Args:
         slots: Every slot that was ever written.
-        lineage: Generations of the job as far as known here; snapshots they abandoned are left out.
+        lineage: Generations of the job as far as known here; snapshots they rolled back are left out.
         reserved_bytes: Shared memory of all segments.
         least_slots: Slots of the segment that has fewest; 0 without any.
     """
@@ -98,7 +98,7 @@ class NodeInventory:
         return self._holders.get(identity, {})
 
     def may_hold(self, rank: int, identity: Identity) -> bool:
-        """Return whether a rank holds a snapshot, is writing it, or has yet to reach it in the current generation."""
+        """Return whether a rank holds a snapshot, is writing it, or may still reach it in the current generation."""
         if rank in self.holders(identity):
             return True
         headers = [held.header for held in self.slots if held.rank == rank]
@@ -110,7 +110,7 @@ class NodeInventory:
 
 
 def scan(directory: JobDirectory, lineage: Sequence[Generation] = ()) -> NodeInventory:
-    """Read the headers of all segments in the job directory; unreadable ones are left out and said."""
+    """Read the headers of all segments in the job directory; unreadable ones are skipped and logged."""
     slots: list[SlotEntry] = []
     reserved = least = 0
     for path in directory.segments():
@@ -147,7 +147,7 @@ def pin(held: SlotEntry) -> Pin | None:
 
 
 def pin_all(view: NodeInventory, identity: Identity, ranks: Sequence[int]) -> dict[int, Pin] | None:
-    """Take leases on one snapshot of all `ranks`, or none and None if one of them is gone."""
+    """Take leases on one snapshot of all `ranks`, or take none and return None if one of them is gone."""
     pins: dict[int, Pin] = {}
     for rank in ranks:
         held = view.holders(identity).get(rank)
@@ -160,12 +160,14 @@ def pin_all(view: NodeInventory, identity: Identity, ranks: Sequence[int]) -> di
 
 
 def release(pins: dict[int, Pin]) -> None:
-    """Give all leases back."""
+    """Release all leases."""
     for taken in pins.values():
         taken.close()
     pins.clear()
 
 
-@functools.lru_cache(maxsize=64)  # the daemon looks several times a second, for days, and its log lies in memory too
+@functools.lru_cache(
+    maxsize=64
+)  # the daemon polls several times a second, for days, and its log takes shared memory, too
 def _say_once(name: str, why: str) -> None:
-    _log.warning("%s cannot be read and is left alone: %s", name, why)
+    _log.warning("%s cannot be read and is ignored: %s", name, why)

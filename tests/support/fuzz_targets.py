@@ -52,6 +52,7 @@ from flashckpt.shm.job_directory import DaemonStatus, JobConfig, JobDirectory
 from flashckpt.shm.segment import Segment
 from flashckpt.storage.posix import PosixStore
 from support.fuzzing import Target
+from support.memory import request_of
 
 VALUES: dict[str, Any] = {
     "lr": 0.1, "betas": (0.9, (1, "x")), "big": 2**100, "none": None, "groups": [{"a": 1, 3: True}], "rng@rank0": b"\0\xff",
@@ -187,7 +188,7 @@ def segment(folder: Path) -> Target:
     path = folder / "r00001.seg"
     made = Segment.create(path, SPEC)
     m = manifest(1)
-    writer = made.begin(0, generation=3, step=120, world_size=2, persist=True, parent=SnapshotId(2, 100))
+    writer = made.begin(0, request_of(3, 120, world_size=2, parent=SnapshotId(2, 100), persist=True))
     writer.commit(encode_manifest(m), data_bytes=4096)
     made.close()
     good = path.read_bytes()

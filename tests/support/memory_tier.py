@@ -19,6 +19,7 @@ from flashckpt.shm.job_directory import JobConfig, JobDirectory
 from flashckpt.shm.job_id import root_digest
 from flashckpt.shm.lease import Lease
 from flashckpt.shm.segment import Segment, SegmentSpec
+from support.memory import request_of
 
 
 def content(fqn: str, shape: tuple[int, ...], generation: int, step: int) -> np.ndarray:
@@ -90,9 +91,10 @@ class FakeRank:
         slot = choose_slot(segment.headers(), pinned=segment.busy(), common=common)
         if slot is None:
             return False
-        writer = segment.begin(
-            slot, generation=generation, step=step, world_size=self.world, persist=persist, parent=parent
-        )
+        request = request_of(
+            generation, step, rank=self.rank, world_size=self.world, parent=parent, persist=persist
+        )  # fmt: skip
+        writer = segment.begin(slot, request)
         digests = []
         for shard, at in zip(self.shards, self.placement.offsets.tolist(), strict=True):
             raw = self.bytes_of(shard, generation, step)
