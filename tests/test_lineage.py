@@ -6,8 +6,9 @@ from typing import Any
 
 from hypothesis import given
 from hypothesis import strategies as st
+from support.lineage import newest
 
-from flashckpt.core.lineage import Life, SlotRecord, by_preference, common, is_rolled_back, newest, partially_held
+from flashckpt.core.lineage import Life, SlotRecord, by_preference, common, is_rolled_back, partially_held
 from flashckpt.core.snapshot_id import SnapshotId
 
 

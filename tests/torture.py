@@ -26,9 +26,10 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from support.lineage import newest
 from support.memory import ended, fork, spec_of, take, verified
 
-from flashckpt.core.lineage import Life, SlotRecord, common, is_rolled_back, newest
+from flashckpt.core.lineage import Life, SlotRecord, common, is_rolled_back
 from flashckpt.core.snapshot_id import SnapshotId
 from flashckpt.errors import DamagedError
 from flashckpt.planning.slot_policy import choose_slot

@@ -50,7 +50,7 @@ from flashckpt.daemon.launcher.options import AgentOptions, LaunchOutcome, Refus
 from flashckpt.daemon.launcher.rendezvous import OneNode, handler_of
 from flashckpt.daemon.launcher.reporting import FailureReporter
 from flashckpt.daemon.launcher.rounds import FreshStoreRendezvous
-from flashckpt.daemon.launcher.stop import AgreedStop, Group, KeyValueStore, StopSignals
+from flashckpt.daemon.launcher.stop import AgreedStop, AgreementStore, Group, StopSignals
 from flashckpt.daemon.launcher.watch import JobWatch
 from flashckpt.daemon.machine.process import become_subreaper, reap_strays
 from flashckpt.daemon.zygote.client import ZygoteClient
@@ -308,7 +308,7 @@ class DlrunAgent(LocalElasticAgent):
             self._name_cause(others.store, self._stores.lost_since_the_round_before())
         return True
 
-    def _name_cause(self, store: KeyValueStore, lost: Mapping[int, str]) -> str:
+    def _name_cause(self, store: AgreementStore, lost: Mapping[int, str]) -> str:
         """Say what ended the generation where that was not on this node: a machine that was lost, or a rank elsewhere."""
         if self._knows_cause and not lost:
             return ""

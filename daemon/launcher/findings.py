@@ -11,7 +11,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 
-from flashckpt.daemon.launcher.stop import KeyValueStore
+from flashckpt.daemon.launcher.stop import AgreementStore
 
 _FIRST, _NODE = "flashckpt/first-failure", "flashckpt/node"
 _LOOK_S = 0.2
@@ -42,7 +42,7 @@ class Finding:
         return f"rank {self.rank} on {self.host} failed first{step}: {self.cause}"
 
 
-def publish(store: KeyValueStore, finding: Finding) -> None:
+def publish(store: AgreementStore, finding: Finding) -> None:
     """Leave a finding for the other nodes; the first one of a round stays."""
     try:
         if not store.check([_FIRST]):
@@ -51,7 +51,7 @@ def publish(store: KeyValueStore, finding: Finding) -> None:
         return
 
 
-def read(store: KeyValueStore) -> Finding | None:
+def read(store: AgreementStore) -> Finding | None:
     """Return what some node has found out about this round, None if nothing."""
     try:
         if not store.check([_FIRST]):
@@ -63,12 +63,12 @@ def read(store: KeyValueStore) -> Finding | None:
         return None
 
 
-def introduce(store: KeyValueStore, node: int, *, host: str, ranks: Sequence[int]) -> None:
+def introduce(store: AgreementStore, node: int, *, host: str, ranks: Sequence[int]) -> None:
     """Say which host and ranks a node of this round has, for the day on which it does not answer."""
     store.set(f"{_NODE}/{node}", json.dumps({"host": host, "ranks": list(ranks)}))
 
 
-def describe_lost(store: KeyValueStore, node: int, address: str) -> str:
+def describe_lost(store: AgreementStore, node: int, address: str) -> str:
     """Return in words that a node of this round is gone: "node 3 (host b, rank 4, 5) is gone"."""
     try:
         record = json.loads(store.get(f"{_NODE}/{node}")) if store.check([f"{_NODE}/{node}"]) else {}
@@ -80,7 +80,7 @@ def describe_lost(store: KeyValueStore, node: int, address: str) -> str:
     return f"node {where} with rank{'s' if ',' in ranks else ''} {ranks} is gone: it sends no sign of life"
 
 
-def await_cause(store: KeyValueStore, lost: Callable[[], dict[int, str]], *, timeout_s: float) -> dict[int, str]:
+def await_cause(store: AgreementStore, lost: Callable[[], dict[int, str]], *, timeout_s: float) -> dict[int, str]:
     """Wait until some node has named the rank that failed, or nodes have been silent for too long; return those.
 
     Args:
@@ -95,7 +95,7 @@ def await_cause(store: KeyValueStore, lost: Callable[[], dict[int, str]], *, tim
     return gone
 
 
-def cause(store: KeyValueStore, lost: Mapping[int, str]) -> str:
+def cause(store: AgreementStore, lost: Mapping[int, str]) -> str:
     """Return what ended a generation, as this node knows it from the others and from those that are silent."""
     if lost:
         return "; ".join(describe_lost(store, node, address) for node, address in sorted(lost.items()))

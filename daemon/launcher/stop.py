@@ -18,6 +18,7 @@ from typing import Protocol
 
 from flashckpt.daemon.launcher.watch import JobWatch
 from flashckpt.errors import DamagedError
+from flashckpt.shm.acks import KeyValueStore
 from flashckpt.shm.control import ControlRow
 
 _REQUEST, _STEPS, _AFTER = "flashckpt/stop/request", "flashckpt/stop/steps", "flashckpt/stop/after"
@@ -28,17 +29,8 @@ MAX_AHEAD = 1000
 _log = logging.getLogger("flashckpt.dlrun")
 
 
-class KeyValueStore(Protocol):
+class AgreementStore(KeyValueStore, Protocol):
     """What the agreement needs of a c10d store."""
-
-    def set(self, key: str, value: str) -> None:
-        """Set a key."""
-
-    def get(self, key: str) -> bytes:
-        """Return a key's value, waiting for it."""
-
-    def check(self, keys: list[str]) -> bool:
-        """Return whether all keys are set."""
 
     def wait(self, keys: list[str], timeout: timedelta) -> None:
         """Return when all keys are set; RuntimeError after the timeout."""
@@ -48,7 +40,7 @@ class KeyValueStore(Protocol):
 class Group:
     """The agents of one round: their store, this one's rank and how many there are."""
 
-    store: KeyValueStore
+    store: AgreementStore
     rank: int
     size: int
 
@@ -90,7 +82,7 @@ class AgreedStop:
         """Whether the ranks have not stopped within the grace time."""
         return self._until is not None and time.monotonic() > self._until
 
-    def ask(self, store: KeyValueStore | None) -> None:
+    def ask(self, store: AgreementStore | None) -> None:
         """Ask all nodes to stop; `store` is None where this node is the only one."""
         self._note()
         if store is not None:
@@ -100,7 +92,7 @@ class AgreedStop:
         if self._until is None:
             self._until = time.monotonic() + self._grace_s
 
-    def hear(self, store: KeyValueStore) -> bool:
+    def hear(self, store: AgreementStore) -> bool:
         """Return whether some node asked for a stop."""
         if self._until is None and store.check([_REQUEST]):
             self._note()

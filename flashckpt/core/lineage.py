@@ -8,7 +8,7 @@ ended before it had restored) abandons nothing: a claim alone must never hide a 
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -151,8 +151,3 @@ def is_rolled_back(identity: SnapshotId, generations: Iterable[HasLineage]) -> b
         if step > parent_step:
             return True
     return False
-
-
-def newest(identities: Iterable[SnapshotId], generations: Sequence[HasLineage] = ()) -> SnapshotId | None:
-    """Return the identity of the highest generation, then the highest step, that was not abandoned."""
-    return max((i for i in identities if not is_rolled_back(i, generations)), default=None)

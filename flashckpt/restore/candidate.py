@@ -320,7 +320,7 @@ class CandidateRestore:
                 targets += [landing.target(s, tensor, b) for s, b in zip(absent.shards, absent.boxes, strict=True)]
             loose, loose_targets = self._value_tensors(values, sources)
         with self.phase("read"):
-            counts = execute_reads([*targets, *loose_targets], sources, threads=self.request.threads, far=rounds)
+            counts = execute_reads([*targets, *loose_targets], sources, far=rounds)
             landing.finish()
         with self.phase("values"):
             missing, reseeded = restore_values(

@@ -71,7 +71,6 @@ class RestoreCounts:
     requests: dict[str, int] = field(default_factory=dict)
     fallback_bytes: int = 0
     damaged: list[str] = field(default_factory=list)
-    list_s: float = 0.0
     plan_s: float = 0.0
     read_s: float = 0.0
     verify_s: float = 0.0
