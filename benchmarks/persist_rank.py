@@ -28,6 +28,8 @@ from flashckpt.checkpoint.writer import PersistOptions, commit, persist_slot, pr
 from flashckpt.core.digest import chunk_digests
 from flashckpt.core.manifest import Manifest, ShardTable, encode_manifest
 from flashckpt.core.shard import Shard, layout_hash, place
+from flashckpt.core.snapshot_id import SnapshotId
+from flashckpt.core.snapshot_request import SnapshotRequest
 from flashckpt.restore.executor import Target, execute_reads
 from flashckpt.restore.sources import StorageSource
 from flashckpt.shm.segment import Pin, Segment, SegmentSpec
@@ -64,7 +66,10 @@ class State:
         )
         self.segment = Segment.create(folder / f"r{rank}.seg", spec)
         offsets = placement.offsets.tolist()
-        writer = self.segment.begin(0, generation=1, step=1, world_size=ranks, persist=True, parent=None)
+        request = SnapshotRequest(
+            id=SnapshotId(1, 1), job="bench", rank=rank, world_size=ranks, coordinates={}, parent=None, persist=True
+        )
+        writer = self.segment.begin(0, request)
         digests = []
         for number, (shard, at) in enumerate(zip(self.shards, offsets, strict=True)):
             view = writer.data[at : at + shard.nbytes]

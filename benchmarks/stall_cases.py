@@ -49,7 +49,7 @@ class Job:
         self.directory = JobDirectory.open(job, create=False)
         record = self.directory.read_generation()
         assert record is not None
-        self.generation = record.generation
+        self.generation = record.number
         for _ in range(slots or 3):  # until there is memory for snapshots on all ranks
             while not self._everywhere(self.take(self.step + 1)):
                 self.finish()

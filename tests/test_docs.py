@@ -1,4 +1,4 @@
-"""Every link in README and docs leads to a file or heading that exists. Command lines: test_docs_recipes.py."""
+"""Every link in README and docs leads to a file or heading that exists. Command lines: test_docs_commands.py."""
 
 from __future__ import annotations
 

@@ -55,7 +55,7 @@ def test_a_longer_cosine_run_warns_that_the_rate_jumps_and_an_ended_one_says_so(
     assert "no checkpoints are made" not in first.stderr
     assert "jumps" not in first.stderr
     again = train(corpus, "longer", checkpoint=checkpoint)
-    assert "step 4 of 4 is trained already: nothing to do" in again.stderr
+    assert "step 4 of 4 is already trained: nothing to do" in again.stderr
     longer = train(corpus, "longer", "--train.steps", "8", checkpoint=checkpoint)
     assert longer.returncode == 0, longer.stderr
     assert "the learning rate jumps at the restored step 4: 3.000e-04 under the recorded schedule" in longer.stderr

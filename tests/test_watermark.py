@@ -86,28 +86,28 @@ def test_between_nodes_the_store_carries_the_lists_and_is_never_waited_for() -> 
 
 
 def test_ranks_that_lost_different_snapshots_do_not_wait_for_each_other(control: Any) -> None:
-    """Two slots; rank 0 discards step 45, rank 1 holds it: without `passed` nobody could ever overwrite."""
+    """Two slots; rank 0 discards step 45, rank 1 holds it: without `low_watermark` nobody could ever overwrite."""
     a, b = marks(control)
-    a.publish([SnapshotId(2, 40)], passed=SnapshotId(2, 45))
+    a.publish([SnapshotId(2, 40)], low_watermark=SnapshotId(2, 45))
     b.publish([SnapshotId(2, 45), SnapshotId(2, 40)])
     known = b.known()
     assert known.common == ((2, 40),)
-    assert known.hopeless == {(2, 45)}
+    assert known.unrecoverable == {(2, 45)}
 
 
-def test_what_a_rank_has_not_come_to_yet_is_not_hopeless(control: Any) -> None:
+def test_what_a_rank_has_not_come_to_yet_is_not_unrecoverable(control: Any) -> None:
     a, b = marks(control)
     a.publish([SnapshotId(2, 40)])
     b.publish([SnapshotId(2, 45), SnapshotId(2, 40)])
-    assert b.known().hopeless == frozenset()
+    assert b.known().unrecoverable == frozenset()
 
 
 def test_passing_is_remembered_when_later_lists_are_published(control: Any) -> None:
     a, b = marks(control)
-    a.publish([SnapshotId(2, 40)], passed=SnapshotId(2, 45))
+    a.publish([SnapshotId(2, 40)], low_watermark=SnapshotId(2, 45))
     a.publish([SnapshotId(2, 40)])
     b.publish([SnapshotId(2, 45), SnapshotId(2, 40)])
-    assert b.known().hopeless == {(2, 45)}
+    assert b.known().unrecoverable == {(2, 45)}
 
 
 def test_the_snapshot_restored_from_counts_as_common_even_on_a_rank_with_an_empty_memory(control: Any) -> None:
@@ -116,9 +116,9 @@ def test_the_snapshot_restored_from_counts_as_common_even_on_a_rank_with_an_empt
     a.publish([SnapshotId(1, 40), SnapshotId(1, 35)])
     b.publish([])
     assert common(a) == [(1, 40)]
-    assert (1, 40) not in a.known().hopeless
+    assert (1, 40) not in a.known().unrecoverable
     b.publish([SnapshotId(2, 45)])
-    assert (1, 40) not in a.known().hopeless, "never given up before something newer is common"
+    assert (1, 40) not in a.known().unrecoverable, "never given up before something newer is common"
     assert a.known().common == ((1, 40),)
 
 
@@ -147,5 +147,5 @@ def test_a_real_store_carries_the_lists_without_waiting() -> None:
     )
     a.publish([SnapshotId(2, 10), SnapshotId(1, 2**40)])
     assert common(a) == []
-    b.publish([SnapshotId(2, 10)], passed=SnapshotId(2, 15))
+    b.publish([SnapshotId(2, 10)], low_watermark=SnapshotId(2, 15))
     assert common(a) == common(b) == [(2, 10)]

@@ -1,4 +1,4 @@
-"""Waiting for the daemon's flush: as PID 1 of a container the launcher takes the daemon along when it ends."""
+"""Waiting for the daemon to persist: when PID 1 of a container exits, the daemon is killed with it."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ _log = logging.getLogger("flashckpt.dlrun")
 
 
 def is_last_process() -> bool:
-    """Whether the end of this process ends the daemon's, too: PID 1, or FLASHCKPT_WAIT_FLUSH=1 says so."""
+    """Whether the daemon dies with this process: as PID 1, or if FLASHCKPT_WAIT_FLUSH=1 says so."""
     return os.getpid() == 1 or os.environ.get("FLASHCKPT_WAIT_FLUSH") == "1"
 
 
 def wait_for_flush(job: JobDirectory, limit_s: float = LIMIT_S) -> bool:
-    """Return True once the daemon has answered every request; False if it died or `limit_s` seconds are over."""
+    """Return True once the daemon has answered every request; False if it died or `limit_s` seconds have passed."""
     end = time.monotonic() + limit_s
     said = False
     while any(job.request_path(name).exists() for name in ("persist-now", "ended")):

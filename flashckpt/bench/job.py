@@ -40,7 +40,7 @@ class JobRun:
         ranks: Processes.
         rounds: Measured rounds.
         slots: Snapshots per rank in memory.
-        peers: Names of `peers.NAMES` to run in the same rounds; [] for none.
+        peers: Names of `bench.PEERS` to run in the same rounds; [] for none.
         compression: As for `PersistOptions`.
         drop_caches: Also drop the caches of the whole machine before cold reads (root).
         keep: Leave the last checkpoint.
