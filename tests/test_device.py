@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from support.ranks import wait_for
 from torch import nn
 
 from flashckpt.core.shard import Shard
@@ -188,7 +189,7 @@ def test_the_slots_are_page_locked_for_this_ranks_device_and_given_back_before_t
     memory = RankSegments(JobDirectory.open("t"), root_digest=1, rank=0, pin_for=3)
     shard = Shard(fqn="x", dtype="uint8", global_shape=(90_000,), offsets=(0,), lengths=(90_000,))
     memory.open(need_of([shard]), slots=2, job="t")
-    assert memory.wait_ready(30)
+    wait_for(lambda: memory.is_ready, what="the reservation")
     assert memory.segment is not None
     nbytes = memory.segment.spec.nbytes
     unmapped: list[int] = []

@@ -212,11 +212,6 @@ class RankSegments:
         """Whether the memory is reserved; raises what the reservation raised."""
         return self._reservation.is_ready
 
-    def wait_ready(self, timeout_s: float | None = None) -> bool:
-        """Wait for the whole reservation; False if it is not done in time."""
-        self._reservation.ready.wait(timeout_s)
-        return self.is_ready
-
     def wait_first(self, timeout_s: float | None = None) -> bool:
         """Wait until a snapshot can be taken: one slot is reserved; False if none is in time. Raises as `is_ready`."""
         self._reservation.first.wait(timeout_s)

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from flashckpt.core.shard import Shard, layout_hash
+from flashckpt.core.shard import Shard
 from flashckpt.state.placement import Box, local_of, shard_of
 
 _VALUES = operator.methodcaller("values")
@@ -122,11 +122,6 @@ class Structure:
     def entries(self) -> list[Entry]:
         """Each tensor once."""
         return list({id(row.entry): row.entry for row in self.rows}.values())
-
-    @property
-    def signature(self) -> int:
-        """u64 over the rows: equal signatures have equal tables."""
-        return layout_hash(self.shards)
 
     def reserved(self) -> list[Shard]:
         """Return the rows together with the forecast: what memory is reserved for."""
