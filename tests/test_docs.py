@@ -14,7 +14,14 @@ PAGES = [
     ROOT / "benchmarks" / "README.md",
     *sorted((ROOT / "docs").rglob("*.md")),
 ]
-NO_MODULES = {"out/tiny", "out/tiny/checkpoints", "data/mine", "test/distributed/checkpoint", "launcher/test_run.py"}
+NO_MODULES = {
+    "out/tiny",
+    "out/tiny/checkpoints",
+    "data/mine",
+    "test/distributed/checkpoint",
+    "launcher/test_run.py",
+    "test/distributed/launcher/test_run.py",
+}
 """Folders that a user's program makes, and PyTorch's files."""
 
 
