@@ -11,7 +11,7 @@ export OPENBLAS_NUM_THREADS ?= 1
 # The tests start hundreds of interpreters: each would compile the package again.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: fuzz help setup preflight demo test test-s3 test-clouds bench-all check clean test-launcher test-layouts test-nodes test-mounts test-restarts docs changelog hooks test-pythons test-frameworks compatibility test-slurm test-torch-versions
+.PHONY: fuzz help setup preflight demo test test-s3 test-clouds bench-all check clean test-launcher test-layouts test-nodes test-mounts test-restarts docs changelog hooks test-pythons test-blocks test-frameworks compatibility test-slurm test-torch-versions
 
 help:  ## list the targets
 	@grep -E '^[a-z0-9-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 16
@@ -38,13 +38,16 @@ WORKERS ?= 2
 test: setup  ## run the tests
 	$(BIN)/python -m pytest --workers $(WORKERS)
 
+# Whole jobs on s3://, each once with s3fs as the default client and once with obstore
+S3_JOBS := tests/test_wait.py tests/test_trainer_start.py tests/test_bench_command.py tests/test_bench_scratch.py
 test-s3: setup  ## the storage tests against a real S3 server (needs root: installs Ceph radosgw by apt)
 	tests/s3/radosgw.sh install
 	@dir=$$(mktemp -d /var/tmp/flashckpt-s3.XXXXXX); export PYTHON=$(BIN)/python; \
 	trap 'tests/s3/radosgw.sh stop $$dir/rgw; rmdir $$dir' EXIT; \
 	port=$$($(BIN)/python -c 'import socket; s = socket.socket(); s.bind(("127.0.0.1", 0)); print(s.getsockname()[1])'); \
 	endpoint=$$(tests/s3/radosgw.sh start $$dir/rgw $$port) || exit 1; echo "radosgw answers at $$endpoint"; \
-	S3_TEST_ENDPOINT=$$endpoint $(BIN)/python -m pytest tests/test_store.py tests/test_store_faults.py
+	export S3_TEST_ENDPOINT=$$endpoint; $(BIN)/python -m pytest tests/test_store.py tests/test_store_faults.py && \
+	$(BIN)/python -m pytest $(S3_JOBS) -k "s3fs or obstore"
 
 # A separate venv on top of .venv, and Azurite from npm if npm is there: what is missing is skipped, with the reason.
 CLOUDS := .venv-clouds
@@ -120,8 +123,14 @@ changelog: setup  ## the next section of CHANGELOG.md, made of changelog.d
 hooks: setup  ## install the checks that run before each commit
 	$(BIN)/pre-commit install
 
+# Interpreters on PATH, and those of pyenv whether it is told to offer them or not; nox names the missing ones.
+space := $(subst ,, )
+PYENVS = $(subst $(space),:,$(wildcard $(or $(PYENV_ROOT),$(HOME)/.pyenv)/versions/3.1[0-3].*/bin))
 test-pythons: setup  ## the tests under every supported Python that is installed (3.10 to 3.13)
-	$(BIN)/nox --session tests
+	PATH="$(PYENVS):$$PATH" $(BIN)/nox --session tests
+
+test-blocks: setup  ## SIGKILL and strangers' attacks on shared-memory blocks under Python 3.10 and 3.13, where installed
+	PATH="$(PYENVS):$$PATH" $(BIN)/nox --session blocks
 
 check: setup  ## ruff, mypy, codespell
 	@for link in sampler trainer daemon; do test -L flashckpt/$$link || { echo "flashckpt/$$link is not a symbolic link: check out again with git config core.symlinks true"; exit 21; }; done

@@ -252,7 +252,7 @@ class Checkpointer:
             rank_memory.release()  # restore() may be called again, with other arguments
             directory.let_go()
             raise
-        return outcome.report if report is None else replace(report, life=outcome.record.generation)
+        return outcome.report if report is None else replace(report, life=outcome.record.number)
 
     def _open_memory(
         self, course: RestoreCoordinator, directory: JobDirectory, rank_memory: memory.RankSegments

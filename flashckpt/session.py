@@ -16,6 +16,7 @@ import torch.distributed as dist
 from flashckpt import callbacks
 from flashckpt.core.lineage import BEGINNING
 from flashckpt.core.snapshot_id import SnapshotId
+from flashckpt.core.snapshot_request import SnapshotRequest
 from flashckpt.durability import Waiting, Wanted
 from flashckpt.errors import DamagedError, FormatVersionError
 from flashckpt.logs import guarded
@@ -26,7 +27,8 @@ from flashckpt.shm.control import Control, ControlRow
 from flashckpt.shm.job_directory import DaemonStatus, JobConfig, JobDirectory
 from flashckpt.skips import Skips
 from flashckpt.snapshot import segments as memory
-from flashckpt.snapshot.stager import CopyPlan, Snapshot, SnapshotRequest, Stager, StaleWatch
+from flashckpt.snapshot.copy_plan import CopyPlan
+from flashckpt.snapshot.stager import Snapshot, Stager, StaleWatch
 from flashckpt.state import loaders
 from flashckpt.state.registry import Captured, StateRegistry
 from flashckpt.state.samplers import Commits
@@ -71,7 +73,7 @@ class Session:
         row = self._row = control.row(self._local_rank)
         row.clear()
         row.rank, row.pid, row.world_size = world.rank, os.getpid(), world.size
-        row.generation = record.generation
+        row.generation = record.number
         row.entered, row.initialised = entered_ns, initialised_ns
         row.restored_step = self.outcome.report.step if self.outcome.report else -1
         row.step = self._last_step = 0 if record.parent is None else record.parent[1]
@@ -83,7 +85,7 @@ class Session:
             rank=world.rank,
             world_size=world.size,
             local_world_size=len(self.mates),
-            generation=record.generation,
+            generation=record.number,
             store=_c10d_store() if world.size > len(self.mates) else None,
             restored=record.parent if self.outcome.superseded is None and record.parent != BEGINNING else None,
             parent=record.parent,
@@ -93,8 +95,8 @@ class Session:
         self._stager.ready()
         self._commits, self._skips, self._wanted = (
             Commits(is_alone=world.size == 1),
-            Skips(record.generation),
-            Wanted(record.generation),
+            Skips(record.number),
+            Wanted(record.number),
         )
         self._stale, self._optimizer_steps, self._stepped_at = StaleWatch(), 0, 0
         self._is_removed = False
@@ -171,37 +173,25 @@ class Session:
         if not self.memory.has_slot:
             return False
         record = self.outcome.record
-        identity = SnapshotRequest(
+        request = SnapshotRequest(
+            id=SnapshotId(record.number, step),
             job=self.settings.job,
-            generation=record.generation,
-            step=step,
-            parent=record.parent,
-            world_size=self.tracked.world.size,
             rank=self.tracked.world.rank,
+            world_size=self.tracked.world.size,
             coordinates=self.tracked.world.coordinates,
+            parent=record.parent,
             persist=self._wanted.owed is not None,
         )
-        writer = self._writer(identity)
-        if writer is None:
-            return False
-        if identity.persist:
-            self._wanted.begun(SnapshotId(record.generation, step))
-        self._stager.start(plan, writer, captured, identity, optimizer_steps=self._optimizer_steps)
-        self._skips.taken(step)
-        return True
-
-    def _writer(self, identity: SnapshotRequest) -> Any:
         known = self._watermark.known()
         self._skips.saw(known.common)
-        return self.memory.begin(
-            generation=identity.generation,
-            step=identity.step,
-            world_size=identity.world_size,
-            persist=identity.persist,
-            parent=identity.parent,
-            known=known,
-            superseded=self.outcome.superseded,
-        )
+        writer = self.memory.begin(request, known=known, superseded=self.outcome.superseded)
+        if writer is None:
+            return False
+        if request.persist:
+            self._wanted.begun(request.id)
+        self._stager.start(plan, writer, captured, request, optimizer_steps=self._optimizer_steps)
+        self._skips.taken(step)
+        return True
 
     def plan_ahead(self, plan: CopyPlan | None = None) -> None:
         """CopyPlan what the first snapshot will consist of, optimizer state that does not exist yet included.
@@ -262,7 +252,7 @@ class Session:
         why = "its memory is still being reserved" if late else "every slot holds a snapshot that is still needed"
         self._skips.skipped(step, why)
         # published: ranks that lost different snapshots would keep each other's slots for ever
-        self._watermark.publish(self.memory.complete(), low_watermark=SnapshotId(self.outcome.record.generation, step))
+        self._watermark.publish(self.memory.complete(), low_watermark=SnapshotId(self.outcome.record.number, step))
 
     def _count(self, name: str, value: float) -> None:
         self.stats[name] = self.stats.get(name, 0.0) + value
@@ -280,9 +270,9 @@ class Session:
             _log.warning(
                 "three snapshots up to step %d hold equal parameters and optimizer state although the optimizer "
                 "stepped: is the model that trains the one that is tracked?",
-                snapshot.identity.step,
+                snapshot.request.id.step,
             )
-        self._call("on_snapshot", snapshot.identity.step)
+        self._call("on_snapshot", snapshot.request.id.step)
 
     def _wake_daemon(self) -> None:
         try:
@@ -298,12 +288,12 @@ class Session:
 
     def _failed(self, snapshot: Snapshot, error: Exception) -> None:
         self._count("discarded", 1)
-        identity = SnapshotId(snapshot.identity.generation, snapshot.identity.step)
-        self._wanted.discarded(identity, error, persist=snapshot.identity.persist)
-        self._watermark.publish(self.memory.complete(), low_watermark=identity)
+        request = snapshot.request
+        self._wanted.discarded(request.id, error, persist=request.persist)
+        self._watermark.publish(self.memory.complete(), low_watermark=request.id)
         _log.error(
             "[gen %d | rank %d | step %d] snapshot discarded: %s",
-            snapshot.identity.generation, snapshot.identity.rank, snapshot.identity.step, error,
+            request.id.generation, request.rank, request.id.step, error,
         )  # fmt: skip
         self._call("on_failure", error)
 
@@ -355,7 +345,7 @@ class Session:
             wanted=self._wanted,
             directory=self.directory,
             timeout_s=timeout,
-            present=SnapshotId(self.outcome.record.generation, self._last_step),
+            present=SnapshotId(self.outcome.record.number, self._last_step),
             take=self._make_up,
             known=self._watermark.known,
             holds=self._holds,

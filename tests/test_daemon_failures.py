@@ -179,7 +179,6 @@ def test_damaged_snapshot_in_memory_is_never_committed_and_the_next_one_is(job: 
 
 def test_pack_lost_between_index_and_commit_is_written_again(job: FakeJob, monkeypatch: pytest.MonkeyPatch) -> None:
     from flashckpt.checkpoint.writer import commit as real
-    from flashckpt.daemon.persister import flush
 
     lost: list[Path] = []
 
@@ -189,7 +188,7 @@ def test_pack_lost_between_index_and_commit_is_written_again(job: FakeJob, monke
             lost[0].unlink()
         return real(store, prefix, writers)
 
-    monkeypatch.setattr(flush, "commit", commit)
+    monkeypatch.setattr(coordinator, "commit", commit)
     job.step(10, persist=True)
     with daemon_of(job) as daemon:
         turn_until(daemon, lambda: identities(job) == [(1, 10)], "the commit")

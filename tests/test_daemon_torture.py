@@ -25,7 +25,7 @@ SEEDS = [int(seed) for seed in os.environ.get("FLASHCKPT_TORTURE_SEEDS", "1").sp
 def restart(job: FakeJob, dice: random.Random) -> int:
     """Begin the next generation from a snapshot in memory or a checkpoint; return its step."""
     store = open_store(job.root)
-    committed = newest_checkpoint(store, generations=[job.record])  # type: ignore[list-item]  # it has a lineage
+    committed = newest_checkpoint(store, generations=[job.record])
     choices = [identity for identity in job.common() if identity[0] == job.generation]
     if committed is not None:
         choices.append(committed.identity)

@@ -208,7 +208,7 @@ def test_two_savers_of_one_step_the_later_life_wins_and_the_other_is_told(tmp_pa
     direct_writer._lives.clear()  # another process
     second = direct_writer.begin(store, 5, world_size=1)
     for place in (first, second):
-        direct_writer.write(store, place, 0, [], {"who": place.claim.generation}, job="test")
+        direct_writer.write(store, place, 0, [], {"who": place.claim.number}, job="test")
     direct_writer.finish(store, second)
     with pytest.raises(Exception, match="may not write to its root any more"):
         direct_writer.finish(store, first)

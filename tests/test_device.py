@@ -15,9 +15,9 @@ from torch import nn
 from flashckpt.core.shard import Shard
 from flashckpt.shm.job_directory import JobDirectory
 from flashckpt.snapshot.copy import Buffer
+from flashckpt.snapshot.copy_plan import CopyPlan
 from flashckpt.snapshot.device import DeviceCopier, Pack
 from flashckpt.snapshot.segments import RankSegments, need_of
-from flashckpt.snapshot.stager import CopyPlan
 from flashckpt.state.placement import current_world
 from flashckpt.state.registry import StateRegistry
 

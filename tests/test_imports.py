@@ -72,9 +72,20 @@ def test_packages_of_the_engine_import_only_what_lies_before_them(package: str) 
         assert not wrong, f"{path.name} of {package} imports {wrong}"
 
 
+def test_benchmarks_drive_the_public_class_and_not_the_parts_of_the_engine() -> None:
+    """A copy of what `Checkpointer` does with them would go on measuring something else when they change."""
+    inside = {"state", "snapshot", "planning", "session", "collectives"}
+    programs = [*(ROOT / "flashckpt/bench").glob("*.py"), *(ROOT / "benchmarks").glob("stall*.py")]
+    assert len(programs) > 20
+    for path in programs:
+        wrong = {room for room in inside if under(imported(path), f"flashckpt.{room}")}
+        assert not wrong, f"{path.name} imports {sorted(wrong)}"
+        assert "._life" not in path.read_text(), f"{path.name} looks into the Checkpointer"
+
+
 ARITHMETIC = {
     "__future__", "collections", "dataclasses", "enum", "functools", "itertools", "math", "msgpack", "numpy", "struct",
-    "typing", "xxhash",
+    "types", "typing", "xxhash",
 }  # fmt: skip
 """All that `core` and `planning` may import that is not ours: nothing of it does I/O."""
 

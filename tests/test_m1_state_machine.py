@@ -16,7 +16,7 @@ from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from flashckpt.core.generation import GenerationRecord
+from flashckpt.core.generation import Generation
 from flashckpt.core.lineage import SlotRecord, by_preference, common, is_rolled_back, partially_held
 from flashckpt.core.slot_header import SlotHeader, SlotState
 from flashckpt.core.snapshot_id import NEVER, SnapshotId
@@ -69,7 +69,7 @@ class M1(RuleBasedStateMachine):
         self.members: dict[int, int] = {}
         self.memories: dict[tuple[int, int], Memory] = {}
         self.storage: set[Identity] = set()
-        self.lives: list[GenerationRecord] = []
+        self.lives: list[Generation] = []
         self.best: Identity | None = None
         self.settled_after = 0
         self._new_life(world, layout=0, parent=None, from_storage=False)
@@ -106,7 +106,7 @@ class M1(RuleBasedStateMachine):
     def _new_life(self, world: int, layout: int, parent: Identity | None, from_storage: bool) -> None:
         self.generation = len(self.lives) + 1
         self.world, self.layout = world, layout
-        self.lives.append(GenerationRecord(generation=self.generation, parent=parent, world_size=world))
+        self.lives.append(Generation(number=self.generation, parent=parent, world_size=world))
         self.members |= dict.fromkeys(range(world), self.generation)
         self.restored = None if from_storage else parent
         self.superseded = parent if from_storage else None
@@ -233,7 +233,7 @@ class M1(RuleBasedStateMachine):
     def crash_and_restart(self, world: int, swap: bool, marked: set[int], claims: int) -> None:
         """All ranks die at whatever they were doing; some lives end before they come to restore."""
         for _ in range(claims):
-            self.lives.append(GenerationRecord(generation=len(self.lives) + 1))
+            self.lives.append(Generation(number=len(self.lives) + 1))
         if world != self.world:
             swap = True  # other boxes per rank
         self.layout = max(m.layout for m in self.memories.values()) if self.memories else 0

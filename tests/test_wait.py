@@ -14,7 +14,7 @@ from support.engine import agent_dir, net
 from support.one_rank import agent_of_the_test, crash  # noqa: F401 -- fixtures
 from support.proxy import Proxy
 from support.ranks import wait_for
-from support.s3 import moto_server
+from support.s3 import s3_server
 
 from flashckpt import Checkpointer
 from flashckpt.checkpoint.catalog import list_checkpoints
@@ -228,10 +228,11 @@ def test_a_snapshot_that_cannot_be_taken_any_more_is_said_and_the_newest_one_is_
     crash(ckpt)
 
 
+@pytest.mark.usefixtures("default_client")
 def test_s3_blip_between_two_waits_costs_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Refused credentials and a server that is gone, through a real proxy; then all is well again."""
     monkeypatch.setattr(service, "BACKOFF_S", (3600.0,))
-    with moto_server() as server:
+    with s3_server() as server:
         proxy = Proxy(server.endpoint)
         options = server.options(retries=1, timeout_s=5.0) | {"endpoint_url": proxy.endpoint}
         ckpt = begun(f"s3://{server.bucket}/run", storage_options=options)  # type: ignore[arg-type]  # a URL will do

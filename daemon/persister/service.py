@@ -20,7 +20,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from types import FrameType
 
-from flashckpt.core.generation import GenerationRecord
+from flashckpt.core.generation import Generation
 from flashckpt.core.snapshot_id import SnapshotId
 from flashckpt.daemon.machine.logs import configure, log_context
 from flashckpt.daemon.persister import metrics
@@ -106,7 +106,7 @@ class Daemon:
         self._stopped_s: float | None = None  # when a signal asked to end
         self._ended_generation: int | None = None
         self._surprise = self._damage = self._kind = ""
-        self._read: tuple[JobConfig | None, GenerationRecord | None] = (None, None)
+        self._read: tuple[JobConfig | None, Generation | None] = (None, None)
         self._goal: tuple[Identity, int] | None = None  # what persist-now asks for, and when it was asked
         self._attempt_ns = self._answered_ns = 0  # newest retry-now before the present, the last failed attempt began
         self._status = DaemonStatus()
@@ -157,7 +157,7 @@ class Daemon:
                 self.endpoint = metrics.serve(self, job=config.job, node=config.node)
         view = scan(self.directory, [record])
         urgent = self._urgent(self.persisting, view, alive=alive)
-        with log_context(generation=record.generation, step=max(view.complete(), default=(0, 0))[1]):
+        with log_context(generation=record.number, step=max(view.complete(), default=(0, 0))[1]):
             self._persist(self.persisting, view, record, urgent=urgent)
             retire(view, record, self.persisting.committed)
         self._answer(self.persisting, view)
@@ -190,7 +190,7 @@ class Daemon:
 
     # -- parts of a turn --------------------------------------------------------------------------------
 
-    def _records(self) -> tuple[JobConfig | None, GenerationRecord | None]:
+    def _records(self) -> tuple[JobConfig | None, Generation | None]:
         """Return the job's records; where one is damaged, as they were when they could last be read.
 
         A record of an older generation does no harm: what a newer one has claimed fences it.
@@ -221,14 +221,13 @@ class Daemon:
         return self._goal is not None and persisting.floor < self._goal[0]
 
     def _persist(
-        self, persisting: PersistCoordinator, view: NodeInventory, record: GenerationRecord, *, urgent: bool
+        self, persisting: PersistCoordinator, view: NodeInventory, record: Generation, *, urgent: bool
     ) -> None:
         asked_ns = self.directory.asked_ns("retry-now") or 0
         if asked_ns > self._attempt_ns:
             self._again_s = 0.0
         if time.monotonic() < self._again_s:
-            if not (self._in_a_row and persisting.yield_slots(view)):
-                persisting.hold(view, urgent=urgent)
+            persisting.pause(view, urgent=urgent, failing=self._in_a_row > 0)
             return
         if persisting.flush is None or not persisting.flush.is_begun:
             self._attempt_ns = asked_ns  # what fails from here on began after that request
@@ -239,18 +238,18 @@ class Daemon:
                 self._failed(persisting, error)
             return
         self._fenced = None
-        if self._in_a_row and (persisting.flush is None or not persisting.flush.is_writing):
+        if self._in_a_row and (persisting.flush is None or not persisting.flush.is_begun):
             _log.info("persisting works again")
             self._in_a_row, self.error, self._error_code = 0, "", 0
 
-    def _is_passing(self, record: GenerationRecord) -> bool:
+    def _is_passing(self, record: Generation) -> bool:
         """Whether a fence is young: the next life claims its number on the root before it tells this node.
 
         Told at once it would look like a failure of that life, whose `wait()` reads the same status.
         """
         now = time.monotonic()
-        if self._fenced is None or self._fenced[0] != record.generation:
-            self._fenced = record.generation, now
+        if self._fenced is None or self._fenced[0] != record.number:
+            self._fenced = record.number, now
         self._again_s = now + BACKOFF_S[0]
         return now - self._fenced[1] < FENCE_TOLD_S
 
@@ -269,7 +268,7 @@ class Daemon:
 
     def _answer(self, persisting: PersistCoordinator, view: NodeInventory) -> None:
         """Take a request away once what was newest when it came, or something newer, is committed or gone."""
-        if self._goal is None or (persisting.floor < self._goal[0] and not persisting.is_idle(view, urgent=True)):
+        if self._goal is None or (persisting.floor < self._goal[0] and persisting.undone(view, urgent=True)):
             return
         if self.directory.asked_ns("persist-now") == self._goal[1]:  # not asked again meanwhile
             self.directory.request_path("persist-now").unlink(missing_ok=True)
@@ -325,19 +324,19 @@ class Daemon:
         self,
         persisting: PersistCoordinator,
         view: NodeInventory,
-        record: GenerationRecord,
+        record: Generation,
         *,
         alive: bool,
         urgent: bool,
         silent_s: float,
     ) -> bool:
-        idle = persisting.is_idle(view, urgent=urgent)
+        idle = not persisting.undone(view, urgent=urgent)
         if self.directory.request_path("ended").exists():
-            if self._ended_generation not in (None, record.generation):  # the job was started again meanwhile
+            if self._ended_generation not in (None, record.number):  # the job was started again meanwhile
                 self.directory.request_path("ended").unlink(missing_ok=True)
                 self._ended_generation = None
                 return False
-            self._ended_generation = record.generation
+            self._ended_generation = record.number
             if idle and not alive:
                 return self._remove()
         if self._stopping and (persisting.flush is None or self._grace_is_over()):

@@ -13,10 +13,11 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from flashckpt.checkpoint.catalog import claim_generation, newest_checkpoint, newest_generation
-from flashckpt.checkpoint.generations import Claim, check_fence
+from flashckpt.checkpoint.catalog import newest_checkpoint
+from flashckpt.checkpoint.generations import check_fence, claim_generation, newest_generation
 from flashckpt.checkpoint.writer import commit, prefix_of
 from flashckpt.core.digest import chunk_digests
+from flashckpt.core.generation import Generation
 from flashckpt.core.manifest import Manifest, encode_manifest
 from flashckpt.core.shard import SMALL_BYTES, Shard, place
 from flashckpt.core.shard_table import ShardTable
@@ -67,17 +68,17 @@ class CheckpointSlot:
         world_size: Number of writers; their ranks are 0 to world_size - 1.
     """
 
-    claim: Claim
+    claim: Generation
     step: int
     world_size: int
 
     @property
     def prefix(self) -> str:
         """Folder of the checkpoint."""
-        return prefix_of(self.claim.generation, self.step)
+        return prefix_of(self.claim.number, self.step)
 
 
-_lives: dict[str, tuple[Claim, int]] = {}
+_lives: dict[str, tuple[Generation, int]] = {}
 """This process's life on each root, and the last step saved in it."""
 
 
@@ -111,10 +112,10 @@ def begin(store: Store, step: int | None, *, world_size: int) -> CheckpointSlot:
     return CheckpointSlot(claim=claim, step=step, world_size=world_size)
 
 
-def _claim(store: Store, world_size: int) -> Claim:
-    wish = Claim(generation=1, token=secrets.token_hex(8), world_size=world_size, created_s=time.time())
+def _claim(store: Store, world_size: int) -> Generation:
+    wish = Generation(number=1, token=secrets.token_hex(8), world_size=world_size, created_s=time.time())
     while True:
-        wish = replace(wish, generation=newest_generation(store) + 1)
+        wish = replace(wish, number=newest_generation(store) + 1)
         if claim_generation(store, wish):
             return wish
 
@@ -155,7 +156,7 @@ def write(
     claim = place_.claim
     index = Manifest(
         job=job,
-        generation=claim.generation,
+        generation=claim.number,
         step=place_.step,
         parent=claim.parent,
         world_size=place_.world_size,

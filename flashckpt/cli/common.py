@@ -11,13 +11,8 @@ from typing import Any, TypeVar
 
 import click
 
-from flashckpt.checkpoint.catalog import (
-    CheckpointInfo,
-    list_checkpoints,
-    newest_checkpoint,
-    read_generations,
-    read_manifest,
-)
+from flashckpt.checkpoint.catalog import CheckpointInfo, list_checkpoints, newest_checkpoint, read_manifest
+from flashckpt.checkpoint.generations import read_generations
 from flashckpt.cli.output import FittingTable, OutputConsole
 from flashckpt.core.lineage import is_rolled_back
 from flashckpt.core.snapshot_id import SnapshotId

@@ -8,10 +8,10 @@ ended before it had restored) abandons nothing: a claim alone must never hide a 
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
-from typing import Protocol
 
+from flashckpt.core.generation import Generation
 from flashckpt.core.snapshot_id import SnapshotId
 
 BEGINNING = SnapshotId(0, 0)
@@ -43,26 +43,6 @@ class SlotRecord:
     def identity(self) -> SnapshotId:
         """(generation, step)."""
         return SnapshotId(self.generation, self.step)
-
-
-class HasLineage(Protocol):
-    """What is looked at in a generation record."""
-
-    @property
-    def generation(self) -> int:
-        """Number of the worker group's life."""
-
-    @property
-    def parent(self) -> SnapshotId | None:
-        """What it was restored from; None for a fresh start, or if it never came to restore."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Life:
-    """The lineage of one generation, by itself."""
-
-    generation: int
-    parent: SnapshotId | None = None
 
 
 def common(records: Iterable[SlotRecord], world_size: int | None = None) -> list[SnapshotId]:
@@ -139,11 +119,11 @@ def by_preference(whole: Collection[SnapshotId], part: Mapping[SnapshotId, bool]
     return order + unfinished
 
 
-def is_rolled_back(identity: SnapshotId, generations: Iterable[HasLineage]) -> bool:
+def is_rolled_back(identity: SnapshotId, generations: Iterable[Generation]) -> bool:
     """Return whether a later generation was restored from before `identity`."""
     generation, step = identity
     for record in generations:
-        if record.generation <= generation or record.parent is None:
+        if record.number <= generation or record.parent is None:
             continue
         parent_generation, parent_step = record.parent
         if parent_generation < generation:  # restored from before this generation: all of it was abandoned
@@ -151,8 +131,3 @@ def is_rolled_back(identity: SnapshotId, generations: Iterable[HasLineage]) -> b
         if step > parent_step:
             return True
     return False
-
-
-def newest(identities: Iterable[SnapshotId], generations: Sequence[HasLineage] = ()) -> SnapshotId | None:
-    """Return the identity of the highest generation, then the highest step, that was not abandoned."""
-    return max((i for i in identities if not is_rolled_back(i, generations)), default=None)

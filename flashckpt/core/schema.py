@@ -122,8 +122,12 @@ def cut_tensors_with_gaps(table: ShardTable) -> list[int]:
     if not rows.size:
         return []
     dims = np.arange(table.dim_start[-1]) - np.repeat(table.dim_start[:-1], table.ndim)
-    boxes = products(_hashed(table.offsets + table.lengths, dims) - _hashed(table.offsets, dims), table, np.uint64)
-    wholes = products(_hashed(table.global_shape, dims) - _hashed(0 * dims, dims), table, np.uint64)
+    boxes = products(
+        mixed_coordinates(table.offsets + table.lengths, dims) - mixed_coordinates(table.offsets, dims),
+        table,
+        np.uint64,
+    )
+    wholes = products(mixed_coordinates(table.global_shape, dims) - mixed_coordinates(0 * dims, dims), table, np.uint64)
     rows = rows[np.argsort(table.fqn_id[rows], kind="stable")]
     ids = table.fqn_id[rows]
     firsts = np.flatnonzero(np.r_[True, ids[1:] != ids[:-1]])
@@ -132,7 +136,7 @@ def cut_tensors_with_gaps(table: ShardTable) -> list[int]:
     return [int(ids[firsts[at]]) for at in doubtful if not _is_covered(table, rows[firsts[at] : ends[at]])]
 
 
-def _hashed(values: Ints, dims: Ints) -> npt.NDArray[np.uint64]:
+def mixed_coordinates(values: Ints, dims: Ints) -> npt.NDArray[np.uint64]:
     """Return well-mixed 64 bits of each coordinate in its dimension (splitmix64)."""
     mixed = values.astype(np.uint64) + (dims.astype(np.uint64) + np.uint64(1)) * np.uint64(0x9E3779B97F4A7C15)
     mixed = (mixed ^ (mixed >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)

@@ -8,9 +8,9 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from flashckpt.core.box import Box
 from flashckpt.core.shard import ITEMSIZE, Shard
 from flashckpt.interop.casting import cast
-from flashckpt.planning.read_plan import flat_boxes
 from flashckpt.restore.executor import Target, execute_reads
 from flashckpt.restore.sources import StorageSource
 
@@ -48,7 +48,7 @@ class Outgoing:
         for start in range(0, count, step):
             raw = np.empty((min(start + step, count) - start) * size, np.uint8)
             targets, at = [], 0
-            for offsets, lengths in flat_boxes((origin, self.shape), start, min(start + step, count)):
+            for offsets, lengths in Box(origin, self.shape).flat(start, min(start + step, count)):
                 shard = Shard(
                     fqn=self.held, dtype=self.stored, global_shape=self.shape, offsets=offsets, lengths=lengths
                 )

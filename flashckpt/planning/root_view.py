@@ -5,12 +5,14 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
+from flashckpt.core.generation import Generation
+from flashckpt.core.records import pack, unpack
 from flashckpt.core.snapshot_id import SnapshotId
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RootSummary:
-    """Committed checkpoints and claims, as (generation, step) and (generation, parent).
+    """Committed checkpoints and claims.
 
     Attributes:
         committed: Ids of valid checkpoints, newest first.
@@ -22,13 +24,19 @@ class RootSummary:
 
     committed: tuple[SnapshotId, ...] = ()
     prefixes: tuple[str, ...] = ()
-    claims: tuple[tuple[int, SnapshotId | None], ...] = ()
+    claims: tuple[Generation, ...] = ()
     error: str = ""
     is_empty: bool = False
 
     def pack(self) -> list[Any]:
         """Return it as msgpack types."""
-        return [list(self.committed), list(self.prefixes), list(self.claims), self.error, self.is_empty]
+        return [
+            list(self.committed),
+            list(self.prefixes),
+            [pack(one) for one in self.claims],
+            self.error,
+            self.is_empty,
+        ]
 
     @classmethod
     def unpack(cls, packed: list[Any]) -> RootSummary:
@@ -37,7 +45,7 @@ class RootSummary:
         return cls(
             committed=tuple(map(SnapshotId.of, committed)),
             prefixes=tuple(prefixes),
-            claims=tuple((g, None if p is None else SnapshotId.of(p)) for g, p in claims),
+            claims=tuple(unpack(Generation, one) for one in claims),
             error=error,
             is_empty=is_empty,
         )

@@ -13,7 +13,8 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-from flashckpt.core.lineage import Life, is_rolled_back
+from flashckpt.core.generation import Generation
+from flashckpt.core.lineage import is_rolled_back
 from flashckpt.core.snapshot_id import NEVER, SnapshotId
 from flashckpt.shm.control import Control, RankAcks, decode_acks, encode_acks
 
@@ -65,7 +66,7 @@ class SnapshotAcks:
         self._rank, self._world_size, self._generation = rank, world_size, generation
         self._store = store if world_size > local_world_size else None
         self._restored = restored
-        self._line = [Life(generation=generation, parent=parent or restored)]
+        self._line = [Generation(number=generation, parent=parent or restored)]
         self._low_watermark = NEVER
 
     def publish(self, identities: Iterable[SnapshotId], *, low_watermark: SnapshotId | None = None) -> None:

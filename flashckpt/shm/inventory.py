@@ -10,7 +10,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from flashckpt.core.lineage import HasLineage, is_rolled_back
+from flashckpt.core.generation import Generation
+from flashckpt.core.lineage import is_rolled_back
 from flashckpt.core.snapshot_id import SnapshotId
 from flashckpt.errors import DamagedError, FormatVersionError
 from flashckpt.shm.job_directory import JobDirectory
@@ -42,7 +43,7 @@ class NodeInventory:
     """
 
     slots: Sequence[SlotEntry]
-    lineage: Sequence[HasLineage] = ()
+    lineage: Sequence[Generation] = ()
     reserved_bytes: int = 0
     least_slots: int = 0
     _holders: dict[Identity, dict[int, SlotEntry]] = field(default_factory=dict)
@@ -53,6 +54,10 @@ class NodeInventory:
             if held.header.is_complete and not is_rolled_back(held.header.identity, self.lineage):
                 holders[held.header.identity][held.rank] = held
         self._holders.update(holders)
+
+    def newest_generation(self) -> int:
+        """Return the newest generation that has begun a snapshot here; 0 if none has."""
+        return max((held.header.generation for held in self.slots), default=0)
 
     def ranks(self, generation: int) -> tuple[int, ...]:
         """Return the ranks of this node that have begun a snapshot in `generation`, ascending."""
@@ -100,11 +105,11 @@ class NodeInventory:
         if any(header.identity == identity and header.state is SlotState.WRITING for header in headers):
             return True
         newest = max((header.identity for header in headers), default=identity)
-        current = max((record.generation for record in self.lineage), default=0)
+        current = max((record.number for record in self.lineage), default=0)
         return newest < identity and identity[0] >= current
 
 
-def scan(directory: JobDirectory, lineage: Sequence[HasLineage] = ()) -> NodeInventory:
+def scan(directory: JobDirectory, lineage: Sequence[Generation] = ()) -> NodeInventory:
     """Read the headers of all segments in the job directory; unreadable ones are skipped and logged."""
     slots: list[SlotEntry] = []
     reserved = least = 0

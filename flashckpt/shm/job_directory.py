@@ -10,7 +10,7 @@ import threading
 import time
 from pathlib import Path
 
-from flashckpt.core.generation import GenerationRecord
+from flashckpt.core.generation import Generation
 from flashckpt.errors import JobInUseError, SharedMemoryError
 from flashckpt.settings import checked
 from flashckpt.shm import job_records
@@ -22,7 +22,7 @@ from flashckpt.shm.private import Skipped, private_directories, private_director
 _REMOVAL_S = 10.0
 _PAGE = 4096
 
-__all__ = ["DaemonStatus", "GenerationRecord", "JobConfig", "JobDirectory", "jobs_in_memory", "memory_root"]
+__all__ = ["DaemonStatus", "Generation", "JobConfig", "JobDirectory", "jobs_in_memory", "memory_root"]
 
 
 def memory_root() -> Path:
@@ -188,13 +188,13 @@ class JobDirectory:
         """Return the config, None if there is none. Raises DamagedError if it is damaged."""
         return job_records.read(self.path / "job.msgpack", JobConfig)
 
-    def write_generation(self, record: GenerationRecord) -> None:
+    def write_generation(self, record: Generation) -> None:
         """Write `generation.msgpack`."""
         job_records.write(self.path / "generation.msgpack", record)
 
-    def read_generation(self) -> GenerationRecord | None:
+    def read_generation(self) -> Generation | None:
         """Return the current generation, None if none was claimed here. Raises DamagedError."""
-        return job_records.read(self.path / "generation.msgpack", GenerationRecord)
+        return job_records.read(self.path / "generation.msgpack", Generation)
 
     def write_status(self, status: DaemonStatus) -> None:
         """Write `daemon.msgpack`; in place if the tmpfs is full, because `wait()` must see what was committed.

@@ -24,7 +24,7 @@ from flashckpt.core.slot_header import (
     encode_header,
     newest_copy,
 )
-from flashckpt.core.snapshot_id import SnapshotId
+from flashckpt.core.snapshot_request import SnapshotRequest
 from flashckpt.core.superblock import (
     OWNER_AT,
     PAGE,
@@ -242,9 +242,7 @@ class Segment:
         pinned = {slot for slot in range(self.spec.slots) if self._lease.held_by_other(1 + slot)}
         return pinned | self._writing
 
-    def begin(
-        self, slot: int, *, generation: int, step: int, world_size: int, persist: bool, parent: SnapshotId | None
-    ) -> SlotWriter:
+    def begin(self, slot: int, request: SnapshotRequest) -> SlotWriter:
         """Set a slot to WRITING and return its writer. The caller owns the segment and chose by `choose_slot`.
 
         Raises:
@@ -255,13 +253,13 @@ class Segment:
             raise SlotPinned(f"slot {slot} of {self.path}")
         crash_point("slot.before-writing")
         header = SlotHeader(
-            generation=generation,
-            step=step,
+            generation=request.id.generation,
+            step=request.id.step,
             state=SlotState.WRITING,
-            world_size=world_size,
+            world_size=request.world_size,
             rank=self.spec.rank,
-            persist=persist,
-            parent=parent,
+            persist=request.persist,
+            parent=request.parent,
         )
         # Both copies: were only one written, damage to it would bring the old COMPLETE header back over new data.
         self._put_header(slot, header)

@@ -12,6 +12,7 @@ from pathlib import Path
 from flashckpt.core.manifest import ShardTable, encode_table
 from flashckpt.core.shard import Shard, layout_hash, place
 from flashckpt.core.snapshot_id import SnapshotId
+from flashckpt.core.snapshot_request import SnapshotRequest
 from flashckpt.errors import ConfigError, DamagedError, FlashckptError, FormatVersionError, SharedMemoryError
 from flashckpt.logs import guarded
 from flashckpt.planning.slot_policy import choose_slot
@@ -236,15 +237,7 @@ class RankSegments:
         )
 
     def begin(
-        self,
-        *,
-        generation: int,
-        step: int,
-        world_size: int,
-        persist: bool,
-        parent: SnapshotId | None,
-        known: AckedSnapshots,
-        superseded: SnapshotId | None,
+        self, request: SnapshotRequest, *, known: AckedSnapshots, superseded: SnapshotId | None
     ) -> SlotWriter | None:
         """Return a writer on the slot that may be overwritten, or None if there is none (invariant M1, pins)."""
         segment = self.segment
@@ -261,9 +254,7 @@ class RankSegments:
             if slot is None:
                 return None
             try:
-                return segment.begin(
-                    slot, generation=generation, step=step, world_size=world_size, persist=persist, parent=parent
-                )
+                return segment.begin(slot, request)
             except SlotPinned:  # a reader took it between the look and the lock
                 busy.add(slot)
 

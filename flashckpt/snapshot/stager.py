@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 
 from flashckpt.core.manifest import Manifest, encode_manifest
-from flashckpt.core.snapshot_id import SnapshotId
+from flashckpt.core.snapshot_request import SnapshotRequest
 from flashckpt.errors import FenceError, FlashckptError, SharedMemoryError
 from flashckpt.logs import guarded
 from flashckpt.shm.segment import SlotWriter
@@ -30,23 +30,7 @@ from flashckpt.snapshot.copy_plan import CopyPlan
 from flashckpt.snapshot.device import DeviceCopier
 from flashckpt.state.registry import Captured
 
-__all__ = ["CopyPlan", "Snapshot", "SnapshotRequest", "Stager", "StaleWatch", "fence_error"]
-
 _log = guarded(logging.getLogger("flashckpt"))
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class SnapshotRequest:
-    """What a manifest says besides tensors and values."""
-
-    job: str
-    generation: int
-    step: int
-    parent: SnapshotId | None
-    world_size: int
-    rank: int
-    coordinates: dict[str, int]
-    persist: bool
 
 
 @dataclass(eq=False)
@@ -54,7 +38,7 @@ class Snapshot:
     """One snapshot under way.
 
     Attributes:
-        identity: What it is of.
+        request: What it is of.
         plan: Where its bytes go.
         values: Non-tensor state.
         copied: Set when nothing more is read from live tensors (on an accelerator: when all copies are queued).
@@ -65,7 +49,7 @@ class Snapshot:
         started_s, copied_s, done_s: `time.perf_counter()` of the phases.
     """
 
-    identity: SnapshotRequest
+    request: SnapshotRequest
     plan: CopyPlan
     writer: SlotWriter
     buffer: Buffer
@@ -92,7 +76,7 @@ class Snapshot:
             self.checked = True
             names = self.plan.changed(self.versions)
         if names:
-            self.error = fence_error(names, self.identity.step)
+            self.error = fence_error(names, self.request.id.step)
 
 
 def fence_error(names: Sequence[str], step: int) -> FenceError:
@@ -135,7 +119,7 @@ class Stager:
         plan: CopyPlan,
         writer: SlotWriter,
         captured: Captured,
-        identity: SnapshotRequest,
+        request: SnapshotRequest,
         *,
         optimizer_steps: int = 0,
     ) -> Snapshot:
@@ -146,9 +130,9 @@ class Stager:
         started = time.perf_counter()
         buffer = Buffer(writer.data)
         try:
-            snapshot = Snapshot(identity, plan, writer, buffer, captured.values, [], started_s=started)
+            snapshot = Snapshot(request, plan, writer, buffer, captured.values, [], started_s=started)
             try:
-                check_slot(plan.end, len(writer.data), identity.step)
+                check_slot(plan.end, len(writer.data), request.id.step)
                 for item in plan.unfenced:
                     copy_item(item, buffer)
                 for item in plan.fresh:
@@ -231,20 +215,8 @@ class Stager:
             self._commit(snapshot, digests)
 
     def _commit(self, snapshot: Snapshot, digests: np.ndarray) -> None:
-        who, plan = snapshot.identity, snapshot.plan
-        manifest = Manifest(
-            job=who.job,
-            generation=who.generation,
-            step=who.step,
-            parent=who.parent,
-            world_size=who.world_size,
-            rank=who.rank,
-            writers=[who.rank],
-            coordinates=who.coordinates,
-            table=plan.table,
-            digests=digests,
-            values=snapshot.values,
-        )
+        plan = snapshot.plan
+        manifest = Manifest.of(snapshot.request, table=plan.table, digests=digests, values=snapshot.values)
         encoded = encode_manifest(manifest, table_bytes=plan.table_bytes)
         snapshot.buffer.close()
         snapshot.writer.commit(encoded, data_bytes=plan.total)
@@ -261,7 +233,7 @@ class Stager:
                 self._discard(snapshot)
                 self._on_failure(snapshot, snapshot.error)
         except Exception:  # noqa: BLE001 -- a user's callback must not end the copy thread
-            _log.exception("the snapshot of step %d: a callback failed", snapshot.identity.step)
+            _log.exception("the snapshot of step %d: a callback failed", snapshot.request.id.step)
         finally:
             snapshot.copied.set()
             snapshot.done.set()
@@ -271,7 +243,7 @@ class Stager:
         try:
             snapshot.writer.discard()
         except (OSError, ValueError, FlashckptError) as error:
-            _log.warning("the slot of step %d could not be set EMPTY: %s", snapshot.identity.step, error)
+            _log.warning("the slot of step %d could not be set EMPTY: %s", snapshot.request.id.step, error)
 
 
 class StaleWatch:
