@@ -32,9 +32,10 @@ from flashckpt.restore.sources import MemorySource, StorageSource
 from flashckpt.shm.segment import Segment
 from flashckpt.snapshot.copy_plan import CopyPlan
 from flashckpt.snapshot.stager import Snapshot, Stager
+from flashckpt.state.captured import Captured
 from flashckpt.state.placement import Box
-from flashckpt.state.registry import Captured
-from flashckpt.state.structure import Entry, Row, Structure
+from flashckpt.state.state_layout import StateLayout
+from flashckpt.state.structure import Entry, Structure, structure_of
 from flashckpt.storage.factory import open_store
 
 GENERATION = 1
@@ -53,7 +54,7 @@ class Rank:
         self.config, self.rank = config, int(config["rank"])
         self.shards = sorted(shards_of(config["table"], self.rank), key=lambda s: (s.fqn, s.offsets))
         self.tensors = [_tensor(shard) for shard in self.shards]
-        self.plan = CopyPlan(_structure(self.shards, self.tensors))
+        self.plan = CopyPlan.of(StateLayout.of(_structure(self.shards, self.tensors)))
         self.segment: Segment | None = None
         self.stager = Stager(lambda _: None, lambda _, __: None)
         self.targets: list[Target] = []
@@ -81,9 +82,9 @@ class Rank:
             root_digest=0,
             rank=self.rank,
             slots=spec_of["slots"],
-            manifest_capacity=plan.need(0).manifest_bytes,
-            data_capacity=plan.total,
-            layout_hash=plan.signature,
+            manifest_capacity=plan.layout.need(0).manifest_bytes,
+            data_capacity=plan.layout.total,
+            layout_hash=plan.layout.signature,
         )
         self.segment = Segment.create(spec_of["segment"], spec)
         started = time.perf_counter()
@@ -244,26 +245,17 @@ def _tensor(shard: Shard) -> torch.Tensor:
 
 
 def _structure(shards: Sequence[Shard], tensors: Sequence[torch.Tensor]) -> Structure:
-    rows = []
+    entries = []
     for shard, tensor in zip(shards, tensors, strict=True):
-        starts = tuple(0 for _ in shard.lengths)
         box = Box(
             global_shape=shard.global_shape,
             offsets=shard.offsets,
             lengths=shard.lengths,
-            starts=starts,
+            starts=tuple(0 for _ in shard.lengths),
             replica=shard.replica,
         )
-        entry = Entry(
-            fqn=shard.fqn,
-            tensor=tensor,
-            dtype=shard.dtype,
-            boxes=(box,),
-            replicas=1,
-            fenced=True,
-        )
-        rows.append(Row(entry=entry, box=box, shard=shard))
-    return Structure(rows=tuple(rows))
+        entries.append(Entry(fqn=shard.fqn, tensor=tensor, dtype=shard.dtype, boxes=(box,), replicas=1, fenced=True))
+    return structure_of(entries)
 
 
 if __name__ == "__main__":
