@@ -38,7 +38,7 @@ pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled:Us
 @pytest.fixture(autouse=True)
 def _first_save(monkeypatch: pytest.MonkeyPatch) -> None:
     """Every test is a process of its own as far as lives on roots go."""
-    monkeypatch.setattr(direct_writer, "_lives", {})
+    monkeypatch.setattr(direct_writer, "_claims", {})
 
 
 def trained(kind: str, lr: float = 1e-2) -> tuple[torch.nn.Module, torch.optim.Optimizer]:

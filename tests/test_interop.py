@@ -38,7 +38,7 @@ pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled:Us
 
 @pytest.fixture(autouse=True)
 def _first_save(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(direct_writer, "_lives", {})
+    monkeypatch.setattr(direct_writer, "_claims", {})
 
 
 def run(*arguments: object, capsys: Captured) -> tuple[int, Any]:
