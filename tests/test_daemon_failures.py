@@ -104,13 +104,13 @@ def test_storage_fails_and_comes_back_training_goes_on_and_the_newest_step_is_co
         assert status.failures > 2
         assert error.problem in status.error
         assert status.lag >= 1
-        assert len([r for r in caplog.records if "persisting fails" in r.message]) == 1
+        assert len([r for r in caplog.records if "persist failed" in r.message]) == 1
         assert identities(job) == []
 
         sick.error = None
         turn_until(daemon, lambda: 30 in steps(job), "the newest persist step")
         turn_until(daemon, lambda: (s := job.directory.read_status()) and not s.error, "the error to go")
-        assert len([r for r in caplog.records if "persisting works again" in r.message]) == 1
+        assert len([r for r in caplog.records if "persist succeeded again" in r.message]) == 1
     for identity in identities(job):
         assert_bitwise(job, identity)
 

@@ -73,7 +73,7 @@ def next_candidate(
     others: Collection[NodeProposal],
     spacing: int = 1,
 ) -> tuple[Search, SnapshotId | None]:
-    """Return how to go on and what to pin now (None: wait).
+    """Return how to continue and what to pin now (None: wait).
 
     A target that this node hears of before reaching it is safe: the first persist step from there on is
     the same one on every node. A target that it has overwritten already is answered by what it holds

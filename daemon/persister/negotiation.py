@@ -93,7 +93,7 @@ class Negotiation:
     # -- one turn -------------------------------------------------------------------------------------------
 
     def _advance(self, answer: Event | None) -> list[Action]:
-        """Go on to the next question, or to the end of the turn."""
+        """Continue to the next question, or to the end of the turn."""
         assert self._turn is not None
         actions: list[Action] = []
         self._question = None
@@ -101,7 +101,7 @@ class Negotiation:
             while self._question is None:
                 action = next(self._turn) if answer is None else self._turn.send(answer)
                 actions.append(action)
-                # what has no answer cannot fail: the turn goes on at once
+                # what has no answer cannot fail: the turn continues at once
                 answer, self._question = p.Done(), action if action.answers else None
         except StopIteration:
             self._turn = None
@@ -140,7 +140,7 @@ class Negotiation:
         """Hold on to the candidate; where training would have no slot left to write, give all pins back instead.
 
         With two slots a pinned one leaves none: the other holds the newest snapshot. While storage fails the memory
-        tier must go on, and the next attempt takes what is newest then.
+        tier must continue, and the next attempt takes what is newest then.
         """
         persist = self.persist
         if not event.failing or not 0 < event.node.least_slots <= MIN_SLOTS or (persist and persist.is_writing):
@@ -178,7 +178,7 @@ class Negotiation:
         return flagged
 
     def _pin(self, node: NodeSlots, identity: SnapshotId) -> p.Turn:
-        """Hold another candidate; where it has just been overwritten, go on holding the present one."""
+        """Hold another candidate; where it has just been overwritten, keep the present one."""
         ranks = tuple(sorted(node.holders(identity)))
         if isinstance((yield p.Pin(identity, ranks)), p.Pinned):
             yield from self._unpin()

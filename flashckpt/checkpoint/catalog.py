@@ -1,7 +1,7 @@
 """What a root holds: committed checkpoints and uncommitted ones.
 
 A checkpoint exists if and only if its MANIFEST exists and its digest holds. A listing reads the summary at the
-start of each MANIFEST, which has a digest of its own; who uses a checkpoint, or deletes others because of it,
+start of each MANIFEST, which has its own digest; who uses a checkpoint, or deletes others because of it,
 reads MANIFEST whole. LATEST is never read here.
 """
 
