@@ -38,7 +38,7 @@ from flashckpt.dcp.names import Path as StatePath
 from flashckpt.errors import ConfigError, DamagedError, UnsupportedStateError
 from flashckpt.interop.foreign_files import decoding, refuse_boundless, refuse_expanded, refuse_shape
 from flashckpt.interop.outgoing import Outgoing
-from flashckpt.restore.live_state import bytes_of
+from flashckpt.restore.live_memory import bytes_of
 from flashckpt.restore.sources import StorageSource
 
 METADATA = ".metadata"

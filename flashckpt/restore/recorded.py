@@ -10,7 +10,8 @@ from flashckpt.core.manifest import Manifest
 from flashckpt.core.shard import Shard
 from flashckpt.core.snapshot_id import SnapshotId
 from flashckpt.errors import FlashckptError
-from flashckpt.restore.live_state import Names, absent_state
+from flashckpt.restore.absent_state import absent_state
+from flashckpt.restore.source_names import SourceNames
 from flashckpt.shm.job_directory import JobDirectory
 from flashckpt.shm.segment import Segment
 from flashckpt.state.registry import StateRegistry
@@ -42,8 +43,8 @@ def with_recorded(shards: list[Shard], layout: int, directory: JobDirectory, tra
         found = [table.shard(row) for row in range(len(table)) if table.fqn(row) not in known]
         more = [shard for shard in found if shard.fqn.partition("@")[0].partition(".")[0] in labels]
     else:
-        names = Names(list(_manifests(held)))
-        more = [shard for one in absent_state(tracked, names) for shard in one.shards if shard.fqn not in known]
+        state = absent_state(tracked, SourceNames(list(_manifests(held))))
+        more = [shard for shard in state.shards if shard.fqn not in known]
     return in_order([*shards, *more])
 
 
