@@ -94,7 +94,7 @@ class Inventory:
         node, slots, generation, restart, need, free, members, host, request, committed, damage = packed
         return cls(
             node=node,
-            slots=tuple(HeldSlot(*one[:-1], _snapshot_id(one[-1])) for one in slots),
+            slots=tuple(HeldSlot(r, g, s, w, h, _snapshot_id(p)) for r, g, s, w, h, p in slots),
             generation=None if generation is None else Lineage(generation[0], _snapshot_id(generation[1])),
             restart=restart,
             need_bytes=need,

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Container, Iterator, Sequence
+from collections.abc import Callable, Container, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, NamedTuple
@@ -39,24 +39,10 @@ class AbsentTensor(NamedTuple):
     boxes: tuple[Box, ...]
     form: Form
 
-    def allocate(self) -> torch.Tensor:
-        """Make the state tensor and attach it to the optimizer; the restore overwrites all of it."""
-        tensor = state_forms.allocate(
-            self.param,
-            self.key,
-            shape=self.shape,
-            dtype=getattr(torch, self.dtype),
-            group=self.group,
-            fqn=self.fqn,
-            form=self.form,
-        )
-        self.optimizer.state[self.param][self.key] = tensor
-        return tensor
-
 
 @dataclass(frozen=True, eq=False)
 class AbsentState:
-    """All of it, in the order in which it is made."""
+    """All of it, in the order in which it is made: parameter after parameter."""
 
     tensors: Sequence[AbsentTensor] = ()
 
@@ -77,18 +63,22 @@ class AbsentState:
         """The same rows as shards."""
         return [self.table.shard(row) for row in range(len(self.table))]
 
+    def allocate(self) -> Iterator[tuple[AbsentTensor, torch.Tensor]]:
+        """Make each tensor and attach it to its optimizer; the restore overwrites all of it."""
+        dtypes = {dtype: getattr(torch, dtype) for dtype in {one.dtype for one in self.tensors}}
+        last, state = None, dict[str, torch.Tensor]()
+        for one in self.tensors:
+            optimizer, group, param, key, fqn, dtype, shape, _, form = one
+            if param is not last:
+                last, state = param, optimizer.state[param]
+            made = state_forms.allocate(param, key, shape=shape, dtype=dtypes[dtype], group=group, fqn=fqn, form=form)
+            state[key] = made
+            yield one, made
 
-class _Unmade(NamedTuple):
-    """A key of a parameter's state, and the name that the sources have for it."""
 
-    optimizer: torch.optim.Optimizer
-    group: dict[str, Any]
-    param: torch.Tensor
-    key: str
-    fqn: str
-
-
-def absent_state(tracked: StateRegistry, names: SourceNames, *, exact: bool = False, wanted: Any = None) -> AbsentState:
+def absent_state(
+    tracked: StateRegistry, names: SourceNames, *, exact: bool = False, wanted: Callable[[str], bool] | None = None
+) -> AbsentState:
     """Return the optimizer state that the sources have and the live optimizers have not made yet.
 
     Args:
@@ -97,20 +87,24 @@ def absent_state(tracked: StateRegistry, names: SourceNames, *, exact: bool = Fa
         exact: Another rank's state is not taken in place of one's own.
         wanted: Tells of a name whether it is asked for; None asks for everything.
     """
-    unmade = [one for one in _unmade(tracked, names, exact=exact) if wanted is None or wanted(one.fqn)]
-    boxes = _Boxes()
-    kinds = names.kinds([one.fqn for one in unmade])
-    return AbsentState(
-        [
-            AbsentTensor(*one, dtype, shape, boxes.of(one, shape, form := names.form(one.fqn)), form)
-            for one, (dtype, shape) in zip(unmade, kinds, strict=True)
-        ]
-    )
+    unmade = [one for one in _unmade(tracked, names, exact=exact) if wanted is None or wanted(one[-1])]
+    kinds = names.kinds([one[-1] for one in unmade])
+    forms, boxes = names.forms, _Boxes()
+    tensors = []
+    for (optimizer, group, param, key, fqn), (dtype, shape) in zip(unmade, kinds, strict=True):
+        form = names.form(fqn) if forms else state_forms.USUAL
+        cut = boxes.of(param, fqn, shape, form)
+        tensors.append(AbsentTensor(optimizer, group, param, key, fqn, dtype, shape, cut, form))
+    return AbsentState(tensors)
 
 
 def is_of_this_rank(name: str, suffix: str, known: Container[str]) -> bool:
     """Whether the sources hold a parameter of this rank's own: then another rank's state of it is another tensor's."""
     return f"model.{name}@{suffix}" in known or f"{name}@{suffix}" in known
+
+
+_Unmade = tuple[torch.optim.Optimizer, dict[str, Any], torch.Tensor, str, str]
+"""Optimizer, group, parameter and key of state to be made, and the name that the sources have for it."""
 
 
 def _unmade(tracked: StateRegistry, names: SourceNames, *, exact: bool) -> Iterator[_Unmade]:
@@ -134,7 +128,7 @@ def _unmade(tracked: StateRegistry, names: SourceNames, *, exact: bool) -> Itera
                 state = made.get(param)
                 for key, fqn in sorted(found):
                     if state is None or not isinstance(state.get(key), torch.Tensor):
-                        yield _Unmade(optimizer, groups[id(param)], param, key, fqn)
+                        yield optimizer, groups[id(param)], param, key, fqn
 
 
 def _by_parameter(label: str, names: SourceNames) -> dict[str, list[tuple[str, str]]]:
@@ -168,21 +162,19 @@ class _Boxes:
     """The boxes of absent tensors; those of one parameter, or of one shape, are computed once."""
 
     def __init__(self) -> None:
-        self._of_param: dict[int, tuple[Box, ...]] = {}
+        self._param: torch.Tensor | None = None
+        self._of_param: tuple[tuple[int, ...], tuple[Box, ...]] = (), ()
         self._of_shape: dict[tuple[int, ...], tuple[Box, ...]] = {}
 
-    def of(self, one: _Unmade, shape: tuple[int, ...], form: Form) -> tuple[Box, ...]:
+    def of(self, param: torch.Tensor, fqn: str, shape: tuple[int, ...], form: Form) -> tuple[Box, ...]:
         """Return what this rank holds of a tensor: of the parameter's shape, as much as of the parameter."""
-        if shape == one.param.shape and form[0] in ("", state_forms.LOCAL):
-            known = self._of_param.get(id(one.param))
-            if known is None:
-                known = self._of_param[id(one.param)] = self._plain(one, shape)
-            return known
+        if param is not self._param:
+            own = tuple(param.shape)
+            is_plain = type(param) in (torch.Tensor, torch.nn.Parameter)
+            self._param, self._of_param = param, (own, self._whole(own) if is_plain else boxes_of(fqn, param))
+        if shape == self._of_param[0] and form[0] in ("", state_forms.LOCAL):
+            return self._of_param[1]
         return self._whole(shape)
-
-    def _plain(self, one: _Unmade, shape: tuple[int, ...]) -> tuple[Box, ...]:
-        kind = type(one.param)
-        return self._whole(shape) if kind in (torch.Tensor, torch.nn.Parameter) else boxes_of(one.fqn, one.param)
 
     def _whole(self, shape: tuple[int, ...]) -> tuple[Box, ...]:
         known = self._of_shape.get(shape)

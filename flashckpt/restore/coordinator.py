@@ -28,7 +28,7 @@ from flashckpt.restore import claim, gather
 from flashckpt.restore.candidate import Attempt
 from flashckpt.restore.candidate_restore import Rejected, restore_candidate
 from flashckpt.restore.candidate_sources import share_manifest
-from flashckpt.restore.phases import Phases
+from flashckpt.restore.phases import Phases, collector_paused
 from flashckpt.restore.requirements import LiveState
 from flashckpt.shm.job_directory import JobDirectory
 from flashckpt.shm.segment import Segment
@@ -158,6 +158,7 @@ class RestoreCoordinator:
 
     # -- candidates --------------------------------------------------------------------------------------
 
+    @collector_paused()
     def _search(self, inventories: Sequence[Inventory], root: RootSummary | None) -> _Search:
         """Try candidates in their order until every rank could fill one.
 

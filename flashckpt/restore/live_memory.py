@@ -44,8 +44,7 @@ def allocate(required: Requirements) -> LiveMemory:
     """Make the state and buffers that are still missing; return where every row goes."""
     staged: list[tuple[str, torch.Tensor, torch.Tensor]] = []
     parts = [_part(row.entry.fqn, row.entry.tensor, row.box, staged) for row in required.live]
-    for one in required.absent.tensors:
-        tensor = one.allocate()
+    for one, tensor in required.absent.allocate():
         parts += [_part(one.fqn, tensor, box, staged) for box in one.boxes]
     in_values = {}
     first = len(parts)
@@ -55,6 +54,10 @@ def allocate(required: Requirements) -> LiveMemory:
     parts += in_values.values()
     nbytes = required.wanted.nbytes
     addresses = np.array([part.data_ptr() for part in parts], np.int64)
+    sizes = np.array([part.nbytes for part in parts], np.int64)
+    if len(wrong := np.flatnonzero(sizes != nbytes)):  # bytes are copied by address: never beyond what is there
+        row = int(wrong[0])
+        raise ValueError(f"memory of {required.wanted.fqn(row)!r}: {sizes[row]} bytes, its box has {nbytes[row]}")
     return LiveMemory(
         destinations=Destinations(addresses=addresses, nbytes=nbytes, owners=parts), in_values=in_values, staged=staged
     )

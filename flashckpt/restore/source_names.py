@@ -4,13 +4,24 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import cached_property
-from typing import Any
+from typing import Any, NamedTuple
+
+import numpy as np
 
 from flashckpt.core.digest import chunk_count
 from flashckpt.core.manifest import Manifest
+from flashckpt.core.schema import mixed_coordinates
 from flashckpt.core.shard import Shard
+from flashckpt.core.shard_table import ShardTable
 from flashckpt.state import state_forms
 from flashckpt.state.state_forms import Form
+
+
+class Kind(NamedTuple):
+    """What all rows of a tensor have in common."""
+
+    dtype: str
+    global_shape: tuple[int, ...]
 
 
 class SourceNames:
@@ -90,16 +101,16 @@ class SourceNames:
                         found.setdefault(f"{label}.{name}", (kind, device))
         return found
 
-    def kinds(self, fqns: Sequence[str]) -> list[tuple[str, tuple[int, ...]]]:
-        """Return (dtype, global shape) of known tensors."""
+    def kinds(self, fqns: Sequence[str]) -> list[Kind]:
+        """Return dtype and global shape of known tensors."""
+        per_table = [(manifest.table.ids, *_kinds(manifest.table)) for manifest in self._manifests]
+        if len(per_table) == 1:
+            ((ids, which, kinds),) = per_table
+            return [kinds[which[ids[fqn]]] for fqn in fqns]
         found = []
-        per_table = [_first_rows(manifest) for manifest in self._manifests]
-        shapes: dict[tuple[int, ...], tuple[int, ...]] = {}
         for fqn in fqns:
-            ids, dtypes, dims, starts = per_table[self.known[fqn]]
-            i = ids[fqn]
-            shape = tuple(dims[starts[i] : starts[i + 1]])
-            found.append((dtypes[i], shapes.setdefault(shape, shape)))
+            ids, which, kinds = per_table[self.known[fqn]]
+            found.append(kinds[which[ids[fqn]]])
         return found
 
     def shard(self, fqn: str) -> Shard:
@@ -108,10 +119,13 @@ class SourceNames:
         return table.shard(table.rows(fqn)[0])
 
 
-def _first_rows(manifest: Manifest) -> tuple[dict[str, int], list[str], list[int], list[int]]:
-    """Return (place of each name, dtype of each tensor, dimensions of all tensors, where each one's start)."""
-    table = manifest.table
+def _kinds(table: ShardTable) -> tuple[list[int], list[Kind]]:
+    """Return the kind of each tensor (as a place in the list), and the kinds that there are: a handful."""
     order, starts = table.rows_by_tensor
-    first = table.take(order[starts[:-1]])
-    dtypes = [first.dtypes[i] for i in first.dtype_id.tolist()]
-    return table.ids, dtypes, first.global_shape.tolist(), first.dim_start.tolist()
+    first = order[starts[:-1]]
+    shapes = table.dims(table.global_shape, first, int(table.ndim.max(initial=0)), 0)
+    keys = np.column_stack((table.dtype_id[first].astype(np.int64), table.ndim[first].astype(np.int64), shapes))
+    mixed = mixed_coordinates(keys, np.broadcast_to(np.arange(keys.shape[1]), keys.shape)).sum(axis=1)
+    _, examples, which = np.unique(mixed, return_index=True, return_inverse=True)
+    shards = [table.shard(int(first[k])) for k in examples]
+    return which.ravel().tolist(), [Kind(shard.dtype, shard.global_shape) for shard in shards]

@@ -56,8 +56,8 @@ def compare(
         required: What is read from them: those names are this rank's.
         only: A pattern over names, or None.
     """
-    held = _held_names(live.tracked, names, manifests)
-    own = {_base(fqn) for fqn in required.wanted.fqns} | {_base(fqn) for fqn in live.table.fqns}
+    held = _held_names(live.tracked, manifests)
+    own = {fqn.partition("@")[0] for fqns in (required.wanted.fqns, live.table.fqns) for fqn in fqns}
     own |= _other_names(live.tracked, names, own, held - own)
     foreign = held - own
     return NameComparison(
@@ -66,14 +66,15 @@ def compare(
     )
 
 
-def _held_names(tracked: StateRegistry, names: SourceNames, manifests: Sequence[Manifest]) -> set[str]:
+def _held_names(tracked: StateRegistry, manifests: Sequence[Manifest]) -> set[str]:
     """Return the parameters, buffers and state that manifests have under the tracked names of modules and optimizers.
 
     What is not tracked at all (a model read without its optimizer) is nobody's mistake and not among them.
     """
     labels, found = {*tracked.modules, *tracked.optimizers}, set[str]()
-    inside: set[str] = set()  # tensors that values consist of come and go with their value
+    prefixes = tuple(f"{label}." for label in labels)
     for manifest in manifests:
+        inside: set[str] = set()  # tensors that values consist of come and go with their value
         for key, value in manifest.values.items():
             label, _, rest = _base(key).partition(".")
             if label not in labels:
@@ -84,10 +85,9 @@ def _held_names(tracked: StateRegistry, names: SourceNames, manifests: Sequence[
                 found.update(f"{label}.{name}" for name in grouped(value))
             elif rest not in _OF_THE_WHOLE:
                 found.add(_base(key))
-    prefixes = tuple(f"{label}." for label in labels)
-    aliases = names.aliases
-    kept = (fqn for fqn in names.known if fqn.startswith(prefixes) and fqn not in inside and fqn not in aliases)
-    found.update(fqn if "@" not in fqn else _base(fqn) for fqn in kept)
+        left_out = inside | manifest.aliases.keys()
+        fqns = (fqn for fqn in manifest.table.fqns if fqn.startswith(prefixes) and fqn not in left_out)
+        found.update(fqn.partition("@")[0] for fqn in fqns)
     return found
 
 

@@ -158,11 +158,15 @@ def missing_values(tracked: StateRegistry, values: Values, only: str | None) -> 
 
 
 def _missing_state(tracked: StateRegistry, label: str, values: Values) -> list[str]:
+    recorded = values.of_parameters(label, tracked.world.suffix)
+    live = tracked.names_for(tracked.optimizers[label])
     missing = [
-        f"{label}.{name}.{key}"
-        for optimizer, param, name, recorded in _per_parameter(tracked, label, values)
-        for key, value in optimizer.state.get(param, {}).items()
-        if not isinstance(value, torch.Tensor) and str(key) not in recorded
+        f"{label}.{live[id(param)]}.{key}"
+        for optimizer in tracked.optimizers[label]
+        for param, state in optimizer.state.items()
+        if isinstance(param, torch.Tensor) and id(param) in live
+        for key, value in state.items()
+        if not isinstance(value, torch.Tensor) and str(key) not in recorded.get(live[id(param)], ())
     ]
     optimizers = tracked.optimizers[label]
     found, others = values.find(f"{label}.state@{tracked.world.suffix}")
@@ -211,12 +215,14 @@ def _restore_state(tracked: StateRegistry, label: str, values: Values, tensor: T
 def _per_parameter(
     tracked: StateRegistry, label: str, values: Values
 ) -> Iterator[tuple[torch.optim.Optimizer, torch.Tensor, str, dict[str, Any]]]:
+    """Yield (optimizer, parameter, its name, recorded state) of every parameter with state that is no tensor."""
     by_name = values.of_parameters(label, tracked.world.suffix)
-    for optimizer in tracked.optimizers[label]:
+    for optimizer in tracked.optimizers[label] if by_name else ():
         names = tracked.names_for([optimizer])
         for param in optimizer_state.parameters(optimizer):
             name = names[id(param)]
-            yield optimizer, param, name, by_name.get(name, {})
+            if name in by_name:
+                yield optimizer, param, name, by_name[name]
 
 
 def _to_device(tensor: torch.Tensor, mark: Any) -> torch.Tensor:
