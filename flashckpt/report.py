@@ -15,7 +15,8 @@ class RestoreReport:
         generation: The generation that took the snapshot.
         life: The generation that begins now.
         tier_bytes: Bytes that went into live state, by tier: "memory", "peer", "storage".
-        seconds: Seconds per phase: inventory, decide, plan, read, values, lineage, total.
+        seconds: Seconds per phase: inventory, root, decide, structure, open, requirements, plan, names, allocate, read,
+            values, report, lineage, total.
         missing: Names that were wanted and are in no source (only with strict=False).
         unexpected: Names of parameters, buffers and optimizer state in the source that no rank has: left behind (only with
             strict=False or `only`).
