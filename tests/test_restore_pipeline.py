@@ -132,7 +132,7 @@ def test_names_become_kinds_and_aliases_of_the_nearest_source() -> None:
     far = manifest(1, [box("a", (4, 2), (2, 0), (2, 2)), box("b", (7,), (0,), (7,)), box("s@rank1", (), (), ())])
     names = SourceNames([near, far])
     assert [kind.global_shape for kind in names.kinds(["b", "a", "s@rank1"])] == [(7,), (4, 2), ()]
-    assert (names.known["a"], names.known["b"]) == (0, 1)
+    assert (names.index["a"], names.index["b"]) == (0, 1)
     assert names.find("tied") == "a"
     assert names.find("b@rank3") == "b"
     assert names.find("s@rank2") == "s@rank0"

@@ -123,7 +123,7 @@ def _unmade(tracked: StateRegistry, names: SourceNames, *, exact: bool) -> Itera
                 if found is None:
                     continue
                 if has_own:
-                    own = exact or is_of_this_rank(name, suffix, names.known)
+                    own = exact or is_of_this_rank(name, suffix, names.index)
                     found = _of_this_rank(found, tracked.world, exact=own)
                 state = made.get(param)
                 for key, fqn in sorted(found):
@@ -136,7 +136,7 @@ def _by_parameter(label: str, names: SourceNames) -> dict[str, list[tuple[str, s
     found: dict[str, list[tuple[str, str]]] = {}
     prefix = f"{label}."
     skip = len(prefix)
-    for fqn in names.known:
+    for fqn in names.index:
         if fqn.startswith(prefix):
             base = fqn.partition("@")[0] if "@" in fqn else fqn
             name, _, key = base[skip:].rpartition(".")

@@ -119,7 +119,7 @@ def prepare(attempt: Attempt, sources: CandidateSources, *, exact: bool, named_b
         in_values = value_tensors(tracked, values)
         required = requirements(attempt.live, names, manifests, in_values=in_values, only=only, exact=exact)
         if exact:
-            known = names.known
+            known = names.index
             lost = [PeerQuery(n.partition("@")[0], n, None) for n in sorted(in_values) if n not in known]
             required = replace(required, unnamed=(*required.unnamed, *lost))
     with attempt.phases("plan"):

@@ -144,7 +144,7 @@ def restore_candidate(
     assert isinstance(opened, CandidateSources)
     assert isinstance(begun, Prepared)
     prepared = _without_unexpected(attempt, begun, ballot)
-    filled, ballot = _fill(attempt, prepared, exchange)
+    filled, ballot = _fill_and_vote(attempt, prepared, exchange)
     if ballot.rejecting_rank is not None and len({location.node for location in attempt.locations}) > 1:
         attempt = replace(attempt, live=LiveState.read(attempt.tracked))  # state was made for what failed
         exchange = _Exchange.join(attempt, segments, opened, stack)
@@ -153,7 +153,7 @@ def restore_candidate(
         if ballot.rejecting_rank is not None:
             return _rejected(attempt, again, ballot)
         assert isinstance(again, Prepared)
-        filled, ballot = _fill(attempt, replace(again, left_behind=prepared.left_behind), exchange)
+        filled, ballot = _fill_and_vote(attempt, replace(again, left_behind=prepared.left_behind), exchange)
     if ballot.rejecting_rank is not None or isinstance(filled, Rejection):
         return _rejected(attempt, filled, ballot)
     manifest_bytes = 0 if checkpoint is None else len(checkpoint.manifest)
@@ -207,7 +207,9 @@ def _vote_on_plan(attempt: Attempt, answer: Prepared | _Lacking | Rejection) -> 
     return hold(Vote(id=id_, state=CandidateState.READY, foreign_names=len(names.foreign), own_names=len(names.own)))
 
 
-def _fill(attempt: Attempt, prepared: Prepared, exchange: _Exchange | None) -> tuple[RestoreReport | Rejection, Ballot]:
+def _fill_and_vote(
+    attempt: Attempt, prepared: Prepared, exchange: _Exchange | None
+) -> tuple[RestoreReport | Rejection, Ballot]:
     """Fill live state; return this rank's report and every rank's vote. Collective."""
     remote = None if exchange is None else PeerExchange(exchange.peers, prepared.sources.all)
     filled = attempted(lambda: fill(attempt, prepared, remote))

@@ -95,7 +95,7 @@ def requirements(
     named = dict(zip(table.fqns, found, strict=True))
     missing = [fqn for fqn, name in named.items() if name is None]
     absent = absent_state(live.tracked, names, exact=exact, wanted=None if only is None else _Pattern(only))
-    inside = sorted(name for name in in_values if name in names.known)
+    inside = sorted(name for name in in_values if name in names.index)
     unnamed: list[PeerQuery] = []
     if exact:
         lost = set(missing)
@@ -142,7 +142,7 @@ def _source_name(fqn: str, structure: Structure, names: SourceNames, only: str |
     """Return the name that a live tensor is read from; None where there is none, "" where it is not asked for."""
     if fqn in structure.fresh or not is_wanted(fqn, only):
         return ""
-    return fqn if fqn in names.known else names.find(fqn, exact=exact)
+    return fqn if fqn in names.index else names.find(fqn, exact=exact)
 
 
 def _whole_tensors(fqns: Sequence[str], names: SourceNames) -> ShardTable:

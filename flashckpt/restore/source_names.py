@@ -28,16 +28,16 @@ class SourceNames:
     """The names of tensors in some manifests.
 
     Attributes:
-        known: Name -> place of the first manifest that has it.
+        index: Name -> place of the first manifest that has it.
         aliases: Other names of tensors -> the name that each goes by.
     """
 
     def __init__(self, manifests: Sequence[Manifest]) -> None:
         self._manifests = manifests
-        self.known: dict[str, int] = {}
+        self.index: dict[str, int] = {}
         self.aliases: dict[str, str] = {}
         for place in reversed(range(len(manifests))):  # the first one is entered last, and stays
-            self.known |= dict.fromkeys(manifests[place].table.fqns, place)
+            self.index |= dict.fromkeys(manifests[place].table.fqns, place)
         for manifest in manifests:
             self.aliases |= manifest.aliases
 
@@ -46,12 +46,12 @@ class SourceNames:
 
         What belongs to one rank alone comes from another rank's only where not `exact`.
         """
-        if fqn in self.known:
+        if fqn in self.index:
             return fqn
-        if (other := self.aliases.get(fqn)) in self.known:
+        if (other := self.aliases.get(fqn)) in self.index:
             return other
         base = fqn.partition("@")[0]
-        if base in self.known:
+        if base in self.index:
             return base
         others = None if exact else self.of_ranks.get(base)
         return min(others) if others else None
@@ -60,7 +60,7 @@ class SourceNames:
     def of_ranks(self) -> dict[str, list[str]]:
         """Name without coordinate -> the names of that tensor that belong to one rank alone."""
         found: dict[str, list[str]] = {}
-        for fqn in self.known:
+        for fqn in self.index:
             if "@" in fqn:
                 found.setdefault(fqn.partition("@")[0], []).append(fqn)
         return found
@@ -70,7 +70,7 @@ class SourceNames:
 
         A tied weight is one tensor where all of the model is one process' own, and two on two pipeline stages.
         """
-        if alias not in self.known or fqn not in self.known:
+        if alias not in self.index or fqn not in self.index:
             return True
         return self._contents(alias) == self._contents(fqn)
 
@@ -109,13 +109,13 @@ class SourceNames:
             return [kinds[which[ids[fqn]]] for fqn in fqns]
         found = []
         for fqn in fqns:
-            ids, which, kinds = per_table[self.known[fqn]]
+            ids, which, kinds = per_table[self.index[fqn]]
             found.append(kinds[which[ids[fqn]]])
         return found
 
     def shard(self, fqn: str) -> Shard:
         """Return any row of `fqn`: its dtype and global shape."""
-        table = self._manifests[self.known[fqn]].table
+        table = self._manifests[self.index[fqn]].table
         return table.shard(table.rows(fqn)[0])
 
 

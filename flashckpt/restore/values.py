@@ -63,7 +63,7 @@ class Values:
             if not base.startswith(f"{label}.") or base.removeprefix(f"{label}.") in _OF_THE_WHOLE:
                 continue
             name, _, state_key = base.removeprefix(f"{label}.").rpartition(".")
-            if owner not in ("", suffix) and is_of_this_rank(name, suffix, self._names.known):
+            if owner not in ("", suffix) and is_of_this_rank(name, suffix, self._names.index):
                 continue
             known = keys.get((name, state_key))
             if known is None or _rank_of(owner, suffix) < _rank_of(known.partition("@")[2], suffix):
