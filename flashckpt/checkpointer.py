@@ -17,7 +17,7 @@ from typing_extensions import Self
 from flashckpt import callbacks, collectives
 from flashckpt.errors import ConfigError, FlashckptError, PersistError
 from flashckpt.logs import notice
-from flashckpt.planning.selection import Inventory, local_world
+from flashckpt.planning.inventory import Inventory, local_world
 from flashckpt.report import RestoreReport
 from flashckpt.restore.coordinator import RestoreCoordinator, RestoreOutcome, RestoreRequest
 from flashckpt.restore.reader import Reader
@@ -245,7 +245,8 @@ class Checkpointer:
         )
         try:
             plan, inventories = self._open_memory(course, directory, rank_memory)
-            outcome = course.start_anew(inventories) if warm else course.run(inventories)
+            begin = course.begin_fresh if warm else course.run
+            outcome = begin(inventories, own=rank_memory.segment)
             if outcome.report is None and not warm:
                 replication.verify(plan.layout.structure)
             life = self._live(directory, rank_memory, outcome, initialised_ns)
@@ -270,12 +271,11 @@ class Checkpointer:
             table = layout.reserved
             need = need_of(in_order([*map(table.shard, range(len(table))), *more]), value_bytes=value_bytes)
         is_there = directory.segment_path(tracked.world.rank, need.layout).exists()
-        inventories = course.inventory(0 if is_there else need.slot_bytes, memory.free_bytes(directory))
+        inventories = course.gather(0 if is_there else need.slot_bytes, memory.free_bytes(directory))
         mates = local_world(inventories, tracked.world.rank)
         missing = sum(inventories[r].need_bytes for r in mates)
         slots = memory.slots_for(missing, min(inventories[r].free_bytes for r in mates), settings.slot_count)
         rank_memory.open(need, slots=slots, job=settings.job)
-        course.own = rank_memory.segment
         assert rank_memory.segment is not None
         slots = rank_memory.segment.spec.slots
         if mates[0] == tracked.world.rank:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import chain
@@ -98,6 +98,11 @@ class StateLayout:
         layout = self._with_forecast
         room = manifest_room(layout.table, len(layout.table_bytes), value_bytes)
         return MemoryNeed(layout=layout.signature, data_bytes=layout.total, manifest_bytes=room)
+
+    def places(self, rows: Iterable[int]) -> tuple[list[int], list[int]]:
+        """Return the places of the tensors and of the boxes of `rows`."""
+        numbers = np.fromiter(rows, np.int64)
+        return self.row_tensors[numbers].tolist(), self.row_boxes[numbers].tolist()
 
     @cached_property
     def _with_forecast(self) -> StateLayout:
