@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import fnmatch
-from collections.abc import Iterator, Sequence
+import functools
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 
 import numpy as np
@@ -72,7 +73,7 @@ def requirements(
     names: SourceNames,
     manifests: Sequence[Manifest],
     *,
-    in_values: Sequence[str] = (),
+    in_values: Collection[str] = (),
     only: str | None = None,
     exact: bool = False,
 ) -> Requirements:
@@ -87,35 +88,17 @@ def requirements(
         exact: The sources may not be all of the snapshot: what they do not name may be somewhere else, and
             another rank's state is not taken in place of one's own. Fills `unnamed`.
     """
-    structure, table = live.structure, live.table
-    found = [_source_name(fqn, structure, names, only, exact=exact) for fqn in table.fqns]
-    is_named = np.array([name is not None and name != "" for name in found], np.bool_)
-    kept = np.flatnonzero(is_named[table.fqn_id]) if len(table) else np.zeros(0, np.int64)
-    of_live = table.take(kept)
-    named = dict(zip(table.fqns, found, strict=True))
-    missing = [fqn for fqn, name in named.items() if name is None]
-    absent = absent_state(live.tracked, names, exact=exact, wanted=None if only is None else _Pattern(only))
+    of_live, rows, missing = _named_rows(live, names, only, exact=exact)
+    is_asked_for = None if only is None else functools.partial(is_wanted, only=only)
+    absent = absent_state(live.tracked, names, exact=exact, wanted=is_asked_for)
     inside = sorted(name for name in in_values if name in names.index)
     unnamed: list[PeerQuery] = []
     if exact:
-        lost = set(missing)
-        rows = (row for row in structure.rows if row.entry.fqn in lost)
-        unnamed += [
-            PeerQuery(
-                row.entry.fqn.partition("@")[0], row.entry.fqn, shard_of(row.entry.fqn, row.entry.dtype, row.box, 0)
-            )
-            for row in rows
-        ]
+        unnamed += _unnamed_tensors(live.structure, set(missing))
         unnamed += _unnamed_state(live.tracked, manifests, absent, only)
     return Requirements(
-        wanted=ShardTable.stacked(
-            [
-                of_live.renamed([named[fqn] or "" for fqn in of_live.fqns]),
-                absent.table,
-                _whole_tensors(inside, names),
-            ]
-        ),
-        live=[structure.rows[row] for row in kept.tolist()],
+        wanted=ShardTable.stacked([of_live, absent.table, _whole_tensors(inside, names)]),
+        live=rows,
         absent=absent,
         in_values=inside,
         missing=tuple(sorted(missing)),
@@ -123,26 +106,36 @@ def requirements(
     )
 
 
+def _named_rows(
+    live: LiveState, names: SourceNames, only: str | None, *, exact: bool
+) -> tuple[ShardTable, list[Row], list[str]]:
+    """Return the rows of live tensors that sources name, under the names they have there, and the names of others."""
+    structure, table, index = live.structure, live.table, names.index
+    left_out = set(structure.fresh)
+    if only is not None:
+        left_out |= {fqn for fqn in table.fqns if not is_wanted(fqn, only)}
+    # None: no source has it
+    found = ["" if f in left_out else f if f in index else names.find(f, exact=exact) for f in table.fqns]
+    is_named = np.array([bool(name) for name in found], np.bool_)
+    kept = np.flatnonzero(is_named[table.fqn_id]) if len(table) else np.zeros(0, np.int64)
+    named = dict(zip(table.fqns, found, strict=True))
+    taken = table.take(kept)
+    rows = [structure.rows[row] for row in kept.tolist()]
+    missing = [fqn for fqn, name in named.items() if name is None]
+    return taken.renamed([named[fqn] or "" for fqn in taken.fqns]), rows, missing
+
+
+def _unnamed_tensors(structure: Structure, lost: set[str]) -> Iterator[PeerQuery]:
+    """Yield a query for each box of live tensors that no source names."""
+    for row in structure.rows:
+        fqn = row.entry.fqn
+        if fqn in lost:
+            yield PeerQuery(fqn.partition("@")[0], fqn, shard_of(fqn, row.entry.dtype, row.box, 0))
+
+
 def is_wanted(fqn: str, only: str | None) -> bool:
     """Whether a name is part of what the caller asked for."""
     return only is None or fnmatch.fnmatchcase(fqn, only)
-
-
-class _Pattern:
-    """`is_wanted` for one pattern."""
-
-    def __init__(self, only: str) -> None:
-        self._only = only
-
-    def __call__(self, fqn: str) -> bool:
-        return is_wanted(fqn, self._only)
-
-
-def _source_name(fqn: str, structure: Structure, names: SourceNames, only: str | None, *, exact: bool) -> str | None:
-    """Return the name that a live tensor is read from; None where there is none, "" where it is not asked for."""
-    if fqn in structure.fresh or not is_wanted(fqn, only):
-        return ""
-    return fqn if fqn in names.index else names.find(fqn, exact=exact)
 
 
 def _whole_tensors(fqns: Sequence[str], names: SourceNames) -> ShardTable:
