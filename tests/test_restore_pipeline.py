@@ -19,12 +19,12 @@ from flashckpt.core.generation import Generation
 from flashckpt.core.shard import Shard
 from flashckpt.core.shard_table import ShardTable
 from flashckpt.core.snapshot_id import SnapshotId
-from flashckpt.errors import DamagedError, DisagreementError, TensorMismatchError
+from flashckpt.errors import DamagedError, DisagreementError, TensorMismatchError, UnsupportedStateError
 from flashckpt.planning.inventory import HeldSlot, Inventory, Member
 from flashckpt.planning.root_view import RootSummary
 from flashckpt.planning.same_layout import has_same_regions
 from flashckpt.planning.selection import select, slot_locations
-from flashckpt.restore import candidate, live_memory
+from flashckpt.restore import candidate, candidate_restore, live_memory
 from flashckpt.restore.phases import collector_paused
 from flashckpt.restore.requirements import LiveState, requirements
 from flashckpt.restore.source_names import SourceNames
@@ -95,13 +95,18 @@ def shards_made(root: Path, parameters: int, monkeypatch: pytest.MonkeyPatch) ->
     crash(ckpt)
     made: list[int] = []
     check = Shard.__post_init__
+
+    def noted(shard: Shard) -> None:
+        made.append(1)
+        check(shard)
+
     with monkeypatch.context() as patch:
         for step in ("prepare", "fill"):
             function = getattr(candidate, step)
 
             def counted(*arguments: Any, _function: Any = function, **named: Any) -> Any:
                 with monkeypatch.context() as inner:
-                    inner.setattr(Shard, "__post_init__", lambda self: made.append(1) or check(self))
+                    inner.setattr(Shard, "__post_init__", noted)
                     return _function(*arguments, **named)
 
             patch.setattr(f"flashckpt.restore.candidate_restore.{step}", counted)
@@ -138,6 +143,26 @@ def test_names_become_kinds_and_aliases_of_the_nearest_source() -> None:
     assert names.find("b@rank3") == "b"
     assert names.find("s@rank2") == "s@rank0"
     assert names.find("s@rank2", exact=True) is None
+
+
+def test_state_that_cannot_be_read_is_a_vote_and_not_the_end_of_one_rank(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Other ranks would wait for ever: it is rejected as a candidate is, by all of them."""
+    model = model_of(2)
+    ckpt = opened(tmp_path, model=model)
+    ckpt.step(1)
+    ckpt.step(2)
+    crash(ckpt)
+    votes = counting(monkeypatch, candidate_restore, "hold")
+
+    def unreadable(_: StateRegistry) -> LiveState:
+        raise UnsupportedStateError("it changes")
+
+    monkeypatch.setattr(LiveState, "read", unreadable)
+    with pytest.raises(UnsupportedStateError, match="it changes"):
+        opened(tmp_path, model=model_of(2))
+    assert votes
 
 
 # -- tables ---------------------------------------------------------------------------------------------

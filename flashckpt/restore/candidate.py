@@ -25,6 +25,7 @@ from flashckpt.restore.requirements import LiveState, Requirements, requirements
 from flashckpt.restore.source_names import SourceNames
 from flashckpt.restore.sources import Source
 from flashckpt.restore.values import Applied, Values, apply_values, missing_values, unnamed_values, value_tensors
+from flashckpt.restore.votes import Rejection, attempted
 from flashckpt.state.registry import StateRegistry
 
 
@@ -33,7 +34,9 @@ class Attempt:
     """What all steps of one candidate are about.
 
     Attributes:
-        live: The state to be filled.
+        tracked: The live objects.
+        state: What they consist of now, or why that cannot be said: raised by the first step that needs it, so that this
+            rank votes like any other.
         request: What the caller asked for.
         candidate: What is tried.
         locations: Every slot that holds it, the same list on every rank; empty on one node.
@@ -41,7 +44,8 @@ class Attempt:
         phases: Counts seconds.
     """
 
-    live: LiveState
+    tracked: StateRegistry
+    state: LiveState | Rejection
     request: RestoreRequest
     candidate: Candidate
     locations: Sequence[SlotLocation]
@@ -49,9 +53,15 @@ class Attempt:
     phases: Phases
 
     @property
-    def tracked(self) -> StateRegistry:
-        """The live objects."""
-        return self.live.tracked
+    def live(self) -> LiveState:
+        """The state to be filled; raises what reading it raised."""
+        if isinstance(self.state, Rejection):
+            raise self.state.error
+        return self.state
+
+    def read_again(self) -> Attempt:
+        """Return the attempt with live state as it is now: one that failed may have made state."""
+        return replace(self, state=read_state(self.tracked, self.phases))
 
     @property
     def rank(self) -> int:
@@ -97,6 +107,12 @@ class Prepared:
     def is_whole(self, candidate: Candidate) -> bool:
         """Whether the sources are all of the snapshot."""
         return candidate.is_common or bool(self.sources.storage)
+
+
+def read_state(tracked: StateRegistry, phases: Phases) -> LiveState | Rejection:
+    """Return what the live objects consist of now, or why that cannot be said."""
+    with phases("structure"):
+        return attempted(lambda: LiveState.read(tracked))
 
 
 def prepare(attempt: Attempt, sources: CandidateSources, *, exact: bool, named_by: Sequence[Source]) -> Prepared:

@@ -25,7 +25,6 @@ from flashckpt.restore.candidate_sources import (
     slots_served_by,
 )
 from flashckpt.restore.peers import PeerExchange, Peers
-from flashckpt.restore.requirements import LiveState
 from flashckpt.restore.sources import Source, StorageSource
 from flashckpt.restore.votes import Ballot, CandidateState, Rejection, Vote, attempted, hold
 
@@ -146,14 +145,9 @@ def restore_candidate(
     prepared = _without_unexpected(attempt, begun, ballot)
     filled, ballot = _fill_and_vote(attempt, prepared, exchange)
     if ballot.rejecting_rank is not None and len({location.node for location in attempt.locations}) > 1:
-        attempt = replace(attempt, live=LiveState.read(attempt.tracked))  # state was made for what failed
+        attempt = attempt.read_again()
         exchange = _Exchange.join(attempt, segments, opened, stack)
-        again = exchange.ask(attempt, opened, replace_own=isinstance(filled, Rejection))
-        ballot = _vote_on_plan(attempt, again)
-        if ballot.rejecting_rank is not None:
-            return _rejected(attempt, again, ballot)
-        assert isinstance(again, Prepared)
-        filled, ballot = _fill_and_vote(attempt, replace(again, left_behind=prepared.left_behind), exchange)
+        filled, ballot = _fill_again(attempt, exchange, opened, filled, prepared.left_behind)
     if ballot.rejecting_rank is not None or isinstance(filled, Rejection):
         return _rejected(attempt, filled, ballot)
     manifest_bytes = 0 if checkpoint is None else len(checkpoint.manifest)
@@ -219,6 +213,29 @@ def _fill_and_vote(
     if isinstance(filled, Rejection):
         return filled, hold(Vote(id=id_, state=filled.state, reason=filled.reason), filled)
     return filled, hold(Vote(id=id_, state=CandidateState.READY, tier_bytes=dict(filled.tier_bytes)))
+
+
+def _fill_again(
+    attempt: Attempt,
+    exchange: _Exchange,
+    sources: CandidateSources,
+    failed: RestoreReport | Rejection,
+    left_behind: Sequence[str],
+) -> tuple[RestoreReport | Rejection, Ballot]:
+    """Fill once more with what other nodes have, as `_fill_and_vote`. Collective.
+
+    Args:
+        attempt: The candidate, and live state as it is now.
+        exchange: The other nodes.
+        sources: Of this node, and the root.
+        failed: What became of it on this rank: what turned out damaged here is asked for, all of it.
+        left_behind: Names that no rank has.
+    """
+    again = exchange.ask(attempt, sources, replace_own=isinstance(failed, Rejection))
+    ballot = _vote_on_plan(attempt, again)
+    if ballot.rejecting_rank is not None or isinstance(again, Rejection):
+        return again if isinstance(again, Rejection) else failed, ballot
+    return _fill_and_vote(attempt, replace(again, left_behind=left_behind), exchange)
 
 
 def _without_unexpected(attempt: Attempt, prepared: Prepared, ballot: Ballot) -> Prepared:

@@ -25,11 +25,10 @@ from flashckpt.planning.root_view import RootSummary
 from flashckpt.planning.selection import Candidate, Candidates, RestoreRequest, select, slot_locations
 from flashckpt.report import RestoreReport
 from flashckpt.restore import claim, gather
-from flashckpt.restore.candidate import Attempt
+from flashckpt.restore.candidate import Attempt, read_state
 from flashckpt.restore.candidate_restore import Rejected, restore_candidate
 from flashckpt.restore.candidate_sources import share_manifest
 from flashckpt.restore.phases import Phases, collector_paused
-from flashckpt.restore.requirements import LiveState
 from flashckpt.shm.job_directory import JobDirectory
 from flashckpt.shm.segment import Segment
 from flashckpt.state.registry import StateRegistry
@@ -178,9 +177,7 @@ class RestoreCoordinator:
                 return _Search(found, root, error=error)
             candidate = left[0]
             tried.add((candidate.identity, candidate.on_root))
-            with self.phases("structure"):  # read again for each: one that failed may have made state
-                live = LiveState.read(self.tracked)
-            answer = self._try(candidate, live, inventories, root)
+            answer = self._try(candidate, inventories, root)
             if not isinstance(answer, Rejected):
                 return _Search(found, root, candidate, replace(answer, passed_over=tuple(rejected)))
             _log.warning("%s", answer.here)
@@ -189,12 +186,13 @@ class RestoreCoordinator:
                 error = answer.error
 
     def _try(
-        self, candidate: Candidate, live: LiveState, inventories: Sequence[Inventory], root: RootSummary | None
+        self, candidate: Candidate, inventories: Sequence[Inventory], root: RootSummary | None
     ) -> RestoreReport | Rejected:
         """Open one candidate, and close it again once all ranks have filled it or given it up. Collective."""
         names, world = node_names(inventories), self.tracked.world
         attempt = Attempt(
-            live=live,
+            tracked=self.tracked,
+            state=read_state(self.tracked, self.phases),  # for each: one that failed may have made state
             request=self.request,
             candidate=candidate,
             locations=slot_locations(candidate, inventories) if len(names) > 1 else [],

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import fnmatch
+import functools
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import NamedTuple
@@ -19,7 +20,6 @@ from flashckpt.state import optimizer_state, pytree
 from flashckpt.state.placement import Box, boxes_of, shard_of
 from flashckpt.state.registry import StateRegistry
 from flashckpt.state.state_layout import StateLayout
-from flashckpt.state.structure import Structure
 
 
 class LiveRow(NamedTuple):
@@ -107,33 +107,17 @@ def requirements(
         exact: The sources may not be all of the snapshot: what they do not name may be somewhere else, and
             another rank's state is not taken in place of one's own. Fills `unnamed`.
     """
-    structure, table = live.layout.structure, live.table
-    found = [_source_name(fqn, structure, names, only, exact=exact) for fqn in table.fqns]
-    is_named = np.array([name is not None and name != "" for name in found], np.bool_)
-    kept = np.flatnonzero(is_named[table.fqn_id]) if len(table) else np.zeros(0, np.int64)
-    of_live = table.take(kept)
-    named = dict(zip(table.fqns, found, strict=True))
-    missing = [fqn for fqn, name in named.items() if name is None]
-    absent = absent_state(live.tracked, names, exact=exact, wanted=None if only is None else _Pattern(only))
+    of_live, rows, missing = _named_rows(live, names, only, exact=exact)
+    is_asked_for = None if only is None else functools.partial(is_wanted, only=only)
+    absent = absent_state(live.tracked, names, exact=exact, wanted=is_asked_for)
     inside = sorted(name for name in in_values if name in names.index)
     unnamed: list[PeerQuery] = []
     if exact:
-        lost = set(missing)
-        rows = [row for row in range(len(table)) if table.fqn(row) in lost]
-        unnamed += [
-            PeerQuery(shard.fqn.partition("@")[0], shard.fqn, replace(shard, replica=0))
-            for shard in map(table.shard, rows)
-        ]
+        unnamed += _unnamed_tensors(live.table, set(missing))
         unnamed += _unnamed_state(live.tracked, manifests, absent, only)
     return Requirements(
-        wanted=ShardTable.stacked(
-            [
-                of_live.renamed([named[fqn] or "" for fqn in of_live.fqns]),
-                absent.table,
-                _whole_tensors(inside, names),
-            ]
-        ),
-        live=list(live.rows(kept.tolist())),
+        wanted=ShardTable.stacked([of_live, absent.table, _whole_tensors(inside, names)]),
+        live=rows,
         absent=absent,
         in_values=inside,
         missing=tuple(sorted(missing)),
@@ -141,26 +125,35 @@ def requirements(
     )
 
 
+def _named_rows(
+    live: LiveState, names: SourceNames, only: str | None, *, exact: bool
+) -> tuple[ShardTable, list[LiveRow], list[str]]:
+    """Return the rows of live tensors that sources name, under the names they have there, and the names of others."""
+    table, index = live.table, names.index
+    left_out = set(live.layout.structure.fresh)
+    if only is not None:
+        left_out |= {fqn for fqn in table.fqns if not is_wanted(fqn, only)}
+    # None: no source has it
+    found = ["" if f in left_out else f if f in index else names.find(f, exact=exact) for f in table.fqns]
+    is_named = np.array([bool(name) for name in found], np.bool_)
+    kept = np.flatnonzero(is_named[table.fqn_id]) if len(table) else np.zeros(0, np.int64)
+    named = dict(zip(table.fqns, found, strict=True))
+    taken = table.take(kept)
+    rows = list(live.rows(kept.tolist()))
+    missing = [fqn for fqn, name in named.items() if name is None]
+    return taken.renamed([named[fqn] or "" for fqn in taken.fqns]), rows, missing
+
+
+def _unnamed_tensors(table: ShardTable, lost: set[str]) -> Iterator[PeerQuery]:
+    """Yield a query for each box of live tensors that no source names."""
+    for row in range(len(table) if lost else 0):
+        if (fqn := table.fqn(row)) in lost:
+            yield PeerQuery(fqn.partition("@")[0], fqn, replace(table.shard(row), replica=0))
+
+
 def is_wanted(fqn: str, only: str | None) -> bool:
     """Whether a name is part of what the caller asked for."""
     return only is None or fnmatch.fnmatchcase(fqn, only)
-
-
-class _Pattern:
-    """`is_wanted` for one pattern."""
-
-    def __init__(self, only: str) -> None:
-        self._only = only
-
-    def __call__(self, fqn: str) -> bool:
-        return is_wanted(fqn, self._only)
-
-
-def _source_name(fqn: str, structure: Structure, names: SourceNames, only: str | None, *, exact: bool) -> str | None:
-    """Return the name that a live tensor is read from; None where there is none, "" where it is not asked for."""
-    if fqn in structure.fresh or not is_wanted(fqn, only):
-        return ""
-    return fqn if fqn in names.index else names.find(fqn, exact=exact)
 
 
 def _whole_tensors(fqns: Sequence[str], names: SourceNames) -> ShardTable:
