@@ -220,7 +220,7 @@ def test_a_slot_whose_header_or_file_is_too_short_is_damaged_and_not_a_raw_error
     slot = next(i for i, header in enumerate(segment.headers()) if header.is_complete)
     with segment.pin(slot) as pin:  # type: ignore[union-attr]  # it is COMPLETE
         os.truncate(path, segment.spec.data_at(slot))
-        with pytest.raises(DamagedError, match="cut short"):
+        with pytest.raises(DamagedError, match="is truncated"):
             pin.map(populate=False)
     segment.close()
 
