@@ -37,7 +37,7 @@ BANNED = (
     Banned(r"told", "reported, logged, informed, or name the option"),
     Banned(r"life|(?<!half )lives", "generation, session, start; a process runs, an object exists"),
     Banned(r"living", "running"),
-    Banned(r"passed up to|has passed an? id|(?:rank|row|acks) passed(?! over)", "low watermark"),
+    Banned(r"passed up to|has passed an? id|(?:row|acks) passed", "low watermark"),
     Banned(r"go(?:es)? on|went on|going on", "continue"),
     Banned(r"of (?:its|their) own", "its own X, a separate X"),
     Banned(r"by (?:itself|themselves)", "alone, automatically, separately"),

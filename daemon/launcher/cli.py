@@ -112,7 +112,7 @@ def parse_args(args: list[str] | None) -> argparse.Namespace:
 
 def run(args: argparse.Namespace, zygote: ZygoteClient | None = None) -> LaunchOutcome:
     """Run the job of these settings; the counterpart of torch.distributed.run.run."""
-    from flashckpt.daemon.launcher.agent import launch
+    from flashckpt.daemon.launcher.launch import launch
     from flashckpt.daemon.launcher.options import AgentOptions
     from flashckpt.daemon.zygote.client import ZygoteClient
 

@@ -68,12 +68,13 @@ def _work(make: Callable[[dict[str, Any]], Mapping[str, Command]], orders: int, 
     commands: Mapping[str, Command] = {}
     for number, line in enumerate(os.fdopen(orders)):
         order = json.loads(line)
+        answer: dict[str, Any]
         try:
             if number == 0:
-                commands, value = make(order), os.getpid()
+                commands = make(order)
+                answer = {"answer": os.getpid()}
             else:
-                value = commands[order.pop("do")](**order)
-            answer = {"answer": value}
+                answer = {"answer": commands[order.pop("do")](**order)}
         except FlashckptError as error:
             answer = {"error": type(error).__name__, **{part: getattr(error, part) for part in _PARTS}}
         except Exception as error:  # noqa: BLE001 -- sent to the parent, which raises it
@@ -83,7 +84,7 @@ def _work(make: Callable[[dict[str, Any]], Mapping[str, Command]], orders: int, 
 
 
 @dataclass(frozen=True, slots=True)
-class _Worker:
+class _Process:
     name: str
     log: Path
     orders: TextIO
@@ -100,7 +101,7 @@ class Workers:
     def __init__(self, logs: Path) -> None:
         self._logs = logs
         self._hosts: list[subprocess.Popen[bytes]] = []
-        self._workers: list[_Worker] = []
+        self._workers: list[_Process] = []
 
     def start(
         self,
@@ -138,7 +139,7 @@ class Workers:
         for (name, config), (orders, answers) in zip(configs.items(), pipes, strict=True):
             os.close(orders[0])
             os.close(answers[1])
-            self._workers.append(_Worker(name, log, os.fdopen(orders[1], "w", buffering=1), os.fdopen(answers[0])))
+            self._workers.append(_Process(name, log, os.fdopen(orders[1], "w", buffering=1), os.fdopen(answers[0])))
             self._send(len(self._workers) - 1, config)
         return list(range(first, len(self._workers)))
 

@@ -1,4 +1,4 @@
-"""A rank's segment: slots in a block of shared memory. The only module that writes to slots.
+"""A rank's segment: slots in a block of shared memory. Only this module and `slot_writer` write to slots.
 
 Write order (each line is done when the next begins): exclusive lease on the slot; header WRITING (both
 copies); data; manifest; header COMPLETE (one copy); lease released. Read order: shared lease; header;
@@ -14,9 +14,9 @@ import threading
 import time
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
-from flashckpt.core.digest import digest
 from flashckpt.core.slot_header import (
     HEADER_COPY_BYTES,
     SlotHeader,
@@ -35,12 +35,13 @@ from flashckpt.core.superblock import (
     encode_owner,
     encode_superblock,
 )
-from flashckpt.errors import DamagedError, JobInUseError, SharedMemoryError
+from flashckpt.errors import DamagedError, JobInUseError
 from flashckpt.faults import crash_point
 from flashckpt.shm import block, capacity
 from flashckpt.shm.lease import Lease, is_at
 from flashckpt.shm.pin import Pin
 from flashckpt.shm.segment_file import address_of, boot_id, check_place, describe_process, lay_out, touch
+from flashckpt.shm.slot_writer import SlotWriter
 
 __all__ = ["Pin", "Segment", "SegmentSpec", "SlotHeader", "SlotPinned", "SlotState", "SlotWriter"]
 
@@ -75,13 +76,12 @@ class Segment:
     # -- lifetime -----------------------------------------------------------------------------------
 
     @classmethod
-    def create(cls, path: str | Path, spec: SegmentSpec, *, together: int = 1) -> Segment:
+    def create(cls, path: str | Path, spec: SegmentSpec) -> Segment:
         """Make a new segment, owned by this process from its first instant; its memory is not reserved yet.
 
         Args:
             path: Must not exist; its folder must, on tmpfs.
             spec: Shape and identity.
-            together: Ranks of this node that create such a segment now: capacity is checked for all of them.
 
         Raises:
             SharedMemoryError: Too little memory; names need, free space and remedies. Nothing is left behind.
@@ -89,7 +89,7 @@ class Segment:
             FileExistsError: `path` exists and nobody owns it: attach to it instead.
         """
         path = Path(path)
-        capacity.require_capacity(path.parent, spec.nbytes * together, what=f"job {spec.job!r}, rank {spec.rank}")
+        capacity.require_capacity(path.parent, spec.nbytes, what=f"job {spec.job!r}, rank {spec.rank}")
         block.sweep_temporary(path)
         temporary, memory = block.new(path, spec.nbytes)
         fd = os.open(temporary, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW)
@@ -265,7 +265,9 @@ class Segment:
         header = self._put_header(slot, header)
         self._writing.add(slot)
         crash_point("slot.after-writing")
-        return SlotWriter(self, slot, header)
+        return SlotWriter(
+            self.spec, self.buffer, slot, header, put=partial(self._put_header, slot), release=partial(self._end, slot)
+        )
 
     def mark_empty(self, slot: int) -> None:
         """Set a slot EMPTY: its snapshot was rolled back. A reader that has pinned it keeps its bytes.
@@ -298,6 +300,10 @@ class Segment:
         lease.close()
         return None
 
+    def _end(self, slot: int) -> None:
+        self._writing.discard(slot)
+        self._lease.release(1 + slot)
+
     def _put_header(self, slot: int, header: SlotHeader) -> SlotHeader:
         """Write one copy, the one that is not valid or older, with the next sequence number."""
         at = self.spec.header_at(slot)
@@ -320,81 +326,6 @@ class Segment:
             self.remove_names()
         what = f"job {self.spec.job!r}, rank {self.spec.rank}"
         raise capacity.insufficient_memory(self.path.parent, self.spec.nbytes - start, least, what=what) from cause
-
-
-class SlotWriter:
-    """One snapshot being written. Ends with `commit` or `discard`; if the process dies the slot stays WRITING, unreadable.
-
-    Attributes:
-        data: Writable bytes of the data area; do not use views of it after commit or discard.
-        slot: Slot number.
-        header: The WRITING header.
-    """
-
-    def __init__(self, segment: Segment, slot: int, header: SlotHeader) -> None:
-        """Made by `Segment.begin`."""
-        self._segment, self.slot, self.header = segment, slot, header
-        spec, memory = segment.spec, segment._block  # noqa: SLF001 -- one unit with its segment
-        assert memory is not None
-        start = spec.data_at(slot)
-        self.data = memory.buf[start : start + spec.data_capacity]
-        self._buffer = memory.buf
-
-    def commit(self, manifest: bytes, *, data_bytes: int | None = None) -> SlotHeader:
-        """Write the manifest and set the slot COMPLETE: from then on the snapshot exists.
-
-        Args:
-            manifest: `encode_manifest(...)`.
-            data_bytes: Used bytes of the data area; all of it if None.
-
-        Raises:
-            SharedMemoryError: The manifest or the data do not fit into their area; the snapshot is discarded.
-        """
-        spec = self._segment.spec
-        if data_bytes is not None and data_bytes > spec.data_capacity:
-            self.discard()
-            raise SharedMemoryError(
-                f"the snapshot of step {self.header.step} does not fit into its slot",
-                found=f"{data_bytes} bytes",
-                expected=f"at most {spec.data_capacity} bytes",
-                state="That snapshot was discarded; earlier ones are intact.",
-            )
-        if len(manifest) > spec.manifest_capacity:
-            self.discard()
-            raise SharedMemoryError(
-                f"the manifest of step {self.header.step} does not fit into its slot",
-                found=f"{len(manifest)} bytes",
-                expected=f"at most {spec.manifest_capacity} bytes",
-                state="That snapshot was discarded; earlier ones are intact.",
-                remedy="track less non-tensor state, or hold large values as tensors",
-            )
-        crash_point("slot.before-manifest")
-        at = spec.manifest_at(self.slot)
-        self._buffer[at : at + len(manifest)] = manifest
-        crash_point("slot.before-complete")
-        header = replace(
-            self.header,
-            state=SlotState.COMPLETE,
-            manifest_bytes=len(manifest),
-            manifest_digest=digest(manifest),
-            data_bytes=spec.data_capacity if data_bytes is None else data_bytes,
-        )
-        header = self._segment._put_header(self.slot, header)  # noqa: SLF001 -- THE commit point of the memory tier
-        crash_point("slot.after-complete")
-        self._end()
-        return header
-
-    def discard(self) -> None:
-        """Discard the snapshot and set the slot EMPTY."""
-        header = replace(self.header, state=SlotState.EMPTY)
-        self._segment._put_header(self.slot, header)  # noqa: SLF001 -- one unit with its segment
-        self._end()
-
-    def _end(self) -> None:
-        with contextlib.suppress(BufferError):  # a tensor over the slot may still hold the view
-            self.data.release()
-        self._segment._writing.discard(self.slot)  # noqa: SLF001 -- one unit with its segment
-        self._segment._lease.release(1 + self.slot)  # noqa: SLF001 -- one unit with its segment
 
 
 def _undo(segment: Segment | None, fd: int, memory: block.MappedBlock | None) -> None:
