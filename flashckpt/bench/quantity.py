@@ -36,7 +36,7 @@ def parse_scale(text: str) -> float:
     except (ValueError, ZeroDivisionError):
         value = math.nan
     if not 0 < value <= 1:
-        raise ConfigError(f"{text!r} is not a scale.", found=text, expected="above 0, at most 1: for example 1/64")
+        raise ConfigError(f"{text!r} is not a scale", found=text, expected="above 0, at most 1: for example 1/64")
     return value
 
 
@@ -47,7 +47,7 @@ def parse_share(text: str) -> float:
     except ValueError:
         value = math.nan
     if not 0 <= value <= 1:
-        raise ConfigError(f"{text!r} is not a share.", found=text, expected="a number from 0 to 1")
+        raise ConfigError(f"{text!r} is not a share", found=text, expected="a number from 0 to 1")
     return value
 
 

@@ -1,4 +1,4 @@
-"""A checkpoint written without a slot: rows that are read when their pack is written. For dcp and `import`. Torch-free.
+"""A checkpoint written without a slot: rows are read while their pack is written. For dcp and `import`. Torch-free.
 
 The write order is that of a persist: packs, this writer's index, MANIFEST by one conditional write. Only the
 rows of one part are in memory at a time; digests are taken from the bytes on their way into the pack.
@@ -60,10 +60,10 @@ def held_while_read(load: Callable[[], memoryview]) -> Callable[[int, int], memo
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class CheckpointSlot:
-    """Where one save goes: made once by the coordinator, the same on all writers.
+    """The destination of one save: chosen once by the coordinator, the same on all writers.
 
     Attributes:
-        claim: The life that writes; its generation fences older writers.
+        claim: The generation that writes; it fences older writers.
         step: Of the checkpoint.
         world_size: Number of writers; their ranks are 0 to world_size - 1.
     """
@@ -78,8 +78,8 @@ class CheckpointSlot:
         return prefix_of(self.claim.number, self.step)
 
 
-_lives: dict[str, tuple[Generation, int]] = {}
-"""This process's life on each root, and the last step saved in it."""
+_own_generations: dict[str, tuple[Generation, int]] = {}
+"""This process's generation on each root, and the last step saved in it."""
 
 
 def begin(store: Store, step: int | None, *, world_size: int) -> CheckpointSlot:
@@ -96,31 +96,31 @@ def begin(store: Store, step: int | None, *, world_size: int) -> CheckpointSlot:
 
     Raises:
         JobInUseError: A job on this machine trains on this root; its daemon would be fenced off.
-        FencedError: Another life has claimed the root since this process saved to it.
+        FencedError: Another generation has claimed the root since this process saved to it.
         RootError, StoreError: The root cannot be used.
     """
-    _refuse_living_job(store.url)
+    _refuse_running_job(store.url)
     if step is None:
         newest = newest_checkpoint(store)
         step = 1 if newest is None else newest.step + 1
-    claim, last = _lives.get(store.url, (None, 0))
+    claim, last = _own_generations.get(store.url, (None, 0))
     if claim is not None:
         check_fence(store, claim)
     if claim is None or step <= last or claim.world_size != world_size:
         claim = _claim(store, world_size)
-    _lives[store.url] = claim, step
+    _own_generations[store.url] = claim, step
     return CheckpointSlot(claim=claim, step=step, world_size=world_size)
 
 
 def _claim(store: Store, world_size: int) -> Generation:
-    wish = Generation(number=1, token=secrets.token_hex(8), world_size=world_size, created_s=time.time())
+    claim = Generation(number=1, token=secrets.token_hex(8), world_size=world_size, created_s=time.time())
     while True:
-        wish = replace(wish, number=newest_generation(store) + 1)
-        if claim_generation(store, wish):
-            return wish
+        claim = replace(claim, number=newest_generation(store) + 1)
+        if claim_generation(store, claim):
+            return claim
 
 
-def _refuse_living_job(url: str) -> None:
+def _refuse_running_job(url: str) -> None:
     for directory in jobs_in_memory()[0]:
         try:
             config = directory.read_config()
@@ -179,7 +179,7 @@ def finish(store: Store, place_: CheckpointSlot) -> None:
     """Make the checkpoint exist once all writers have written. Called by the coordinator alone.
 
     Raises:
-        FencedError: A newer life has claimed the root meanwhile.
+        FencedError: A newer generation has claimed the root meanwhile.
         PersistError, DamagedError, ShardGapError: As `persist.commit`.
     """
     check_fence(store, place_.claim)
@@ -224,7 +224,7 @@ def _groups(rows: Sequence[StreamedRow]) -> Iterator[list[StreamedRow]]:
 
 
 class _PackStream:
-    """The bytes of one pack, at most PART_BYTES at a time; starts anew on each `iter()`.
+    """The bytes of one pack, at most PART_BYTES at a time; starts over on each `iter()`.
 
     Attributes:
         digests: Per row, those of the chunks that the last pass has read.

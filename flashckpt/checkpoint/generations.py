@@ -17,7 +17,7 @@ from flashckpt.storage.store import Store
 
 GENERATIONS = "generations/"
 _LOCAL = ("claimed",)
-"""Fields of a generation that are said in the job directory alone."""
+"""Fields of a generation that are recorded in the job directory only."""
 
 
 def claim_generation(store: Store, claim: Generation) -> bool:
@@ -81,7 +81,7 @@ def decode_claim(raw: bytes, key: str, url: str) -> Generation:
     """Return the claim in `raw`, which was read from `key` of the root `url`; one without a digest was written before 1.2.
 
     Raises:
-        DamagedError, FormatVersionError: It cannot be used; the message says how to go on.
+        DamagedError, FormatVersionError: It cannot be used; the message says what to do.
     """
     with explaining(
         f"the generation claim {key} of {url} is damaged",
@@ -114,7 +114,7 @@ def _claim_key(generation: int) -> str:
 
 def _fenced(claim: Generation, found: str) -> FencedError:
     return FencedError(
-        f"Generation {claim.number} may not write to its root any more",
+        f"generation {claim.number} may not write to its root any more",
         found=found,
         expected=f"generation {claim.number} to be the newest, claimed with this run's token",
         state="Nothing was persisted; snapshots in memory are kept.",

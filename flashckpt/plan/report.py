@@ -69,7 +69,7 @@ def measured_rates(document: Mapping[str, Any], base: Rates) -> Rates:
     }
     if not found:
         raise ConfigError(
-            "This result holds no rates that a plan could use.",
+            "this result holds no rates that a plan could use",
             found=f"kind {document.get('kind')!r}",
             expected="the JSON of `flashckpt bench job`, `store` or `shm`",
         )
