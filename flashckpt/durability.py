@@ -7,9 +7,10 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from flashckpt.core.snapshot_id import SnapshotId
-from flashckpt.errors import DamagedError, PersistError
+from flashckpt.errors import PersistError
 from flashckpt.shm.acks import AckedSnapshots
 from flashckpt.shm.job_directory import DaemonStatus, JobDirectory
+from flashckpt.shm.persisted import await_persister
 
 Identity = SnapshotId
 POLL_S = 0.02
@@ -80,6 +81,7 @@ class Waiting:
     _newest_asked: bool = False
     _looked_s: float = float("-inf")
     _silent_s: float | None = None
+    _failure: str = ""
     _discards: int = field(init=False)
 
     def __post_init__(self) -> None:
@@ -92,22 +94,22 @@ class Waiting:
             PersistError: An attempt that began after this call failed, a snapshot cannot be taken, no daemon is
                 running, or the time is up.
         """
-        end = None if self.timeout_s is None else time.monotonic() + self.timeout_s
-        while True:
-            self.alive()
-            status = self._status()
-            if self._is_done(status):
-                return
-            self._refuse_discards()
-            self._make_up(status)
-            if status is not None and status.error:
-                self._retry(status)
-            self._ask_for_newest_if_gone()
-            self._look_for_daemon()
-            if end is not None and time.monotonic() > end:
-                error = status.error.splitlines()[0] if status is not None and status.error else ""
-                raise self._error(error or f"not committed after {self.timeout_s} s")
-            time.sleep(POLL_S)
+        if not await_persister(self.directory, self._look, timeout_s=self.timeout_s, poll_s=POLL_S):
+            raise self._error(self._failure or f"not committed after {self.timeout_s} s")
+
+    def _look(self, status: DaemonStatus | None) -> bool:
+        """Whether everything wanted is committed; does what can be done for it where it is not."""
+        self.alive()
+        self._failure = status.error.partition("\n")[0] if status is not None else ""
+        if self._is_done(status):
+            return True
+        self._refuse_discards()
+        self._make_up(status)
+        if status is not None and status.error:
+            self._retry(status)
+        self._ask_for_newest_if_gone()
+        self._look_for_daemon()
+        return False
 
     def _is_done(self, status: DaemonStatus | None) -> bool:
         wanted = self.wanted
@@ -169,12 +171,6 @@ class Waiting:
             self._silent_s = now
         elif now - self._silent_s > _WITHOUT_DAEMON_S:
             raise self._error("no daemon of this job is running on this node")
-
-    def _status(self) -> DaemonStatus | None:
-        try:
-            return self.directory.read_status()
-        except DamagedError:
-            return None
 
     def _error(self, found: str) -> PersistError:
         wanted = self.wanted

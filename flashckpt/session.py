@@ -30,7 +30,8 @@ from flashckpt.snapshot import segments as memory
 from flashckpt.snapshot.copy_plan import CopyPlan
 from flashckpt.snapshot.stager import Snapshot, Stager, StaleWatch
 from flashckpt.state import loaders
-from flashckpt.state.registry import Captured, StateRegistry
+from flashckpt.state.captured import Captured
+from flashckpt.state.registry import StateRegistry
 from flashckpt.state.samplers import Commits
 
 _log = guarded(logging.getLogger("flashckpt"))
@@ -101,6 +102,7 @@ class Session:
         self._stale, self._optimizer_steps, self._stepped_at = StaleWatch(), 0, 0
         self._is_removed = False
         self._plan: CopyPlan | None = None
+        self._failed_plan: CopyPlan | None = None
         self._committed: SnapshotId | None = None
 
     @property
@@ -145,7 +147,7 @@ class Session:
         if stopping or self.settings.is_persist(step):
             self._wanted.owe(step)
         if not is_due and not self._skips.is_retry(step, unrecoverable=self._unrecoverable):
-            self._take_in()
+            self._bind()
             return
         self._stager.finish()
         self._count("finish_s", time.perf_counter() - began)
@@ -194,7 +196,7 @@ class Session:
         return True
 
     def plan_ahead(self, plan: CopyPlan | None = None) -> None:
-        """CopyPlan what the first snapshot will consist of, optimizer state that does not exist yet included.
+        """Plan what the first snapshot will consist of, optimizer state that does not exist yet included.
 
         A restore may have brought state that nobody could foresee when memory was reserved: then other memory is
         reserved from now on, so that it is there when the first snapshot is due.
@@ -202,44 +204,45 @@ class Session:
         Args:
             plan: Made of the structure built last, where there is one.
         """
-        captured = None
         if plan is None:
-            structure, captured = self.tracked.settled(ahead=True)
-            plan = CopyPlan(structure, self.tracked.ahead.stand_ins)
+            _, captured = self.tracked.settled(ahead=True)
+            plan = CopyPlan.of(self.tracked.layout(), self.tracked.ahead.refused)
+        else:
+            captured = self.tracked.capture()
         self._plan = plan
-        if self._make_room(plan, captured if captured is not None else self.tracked.capture()):
+        if self._make_room(plan, captured):
             self.memory.wait_if_small()
         loaders.put_back(self.tracked.objects)
 
-    def _take_in(self) -> bool:
+    def _bind(self) -> bool:
         """Let state that was planned ahead take its place in the plan, once it exists; whether it did now."""
         if self._plan is None or not self._plan.awaits or (appeared := self.tracked.appeared()) is None:
             return False
-        self._plan.take_in(appeared)
+        self._plan = self._plan.bind(appeared)
         return True
 
     def _current_plan(self, captured: Captured) -> tuple[CopyPlan, Captured]:
         """Return the plan for the state as it is; made anew only if its structure changed."""
         plan = self._plan
-        is_current = plan is not None and not plan.is_stale and plan.structure is self.tracked.planned
-        is_current = is_current and plan is not None and captured.forms == plan.structure.forms
-        if plan is not None and is_current and (self._take_in() or self.tracked.holds()):
-            return plan, captured
+        is_current = (
+            plan is not None and plan is not self._failed_plan and plan.layout.structure is self.tracked.planned
+        )
+        is_current = is_current and plan is not None and captured.forms == plan.layout.structure.forms
+        if is_current and (self._bind() or self.tracked.holds()):
+            assert self._plan is not None
+            return self._plan, captured
         self._count("plans", 1)
-        structure, captured = self.tracked.settled()
-        plan = self._plan = CopyPlan(structure)
+        _, captured = self.tracked.settled()
+        plan = self._plan = CopyPlan.of(self.tracked.layout())
         self._make_room(plan, captured)
         return plan, captured
 
     def _make_room(self, plan: CopyPlan, captured: Captured) -> bool:
         """Begin to reserve other memory, beside training, if the plan, or what it still expects, does not fit; whether it was."""
-        structure, value_bytes = plan.structure, len(repr(captured.values))
-        need = plan.need(value_bytes)
-        if structure.forecast:
-            need = memory.need_of(structure.reserved(), value_bytes=value_bytes)
+        need = plan.layout.need(len(repr(captured.values)))
         if self.memory.fits(need):
             return False
-        _log.info("the state has another structure now: %d tensors, a new segment", len(structure.rows))
+        _log.info("the state has another structure now: %d tensors, a new segment", len(plan.layout.structure.names))
         growing = sum(item.nbytes for item in plan.fresh)  # lists of tensors grow step by step: not a segment for each
         self.memory.replace(need.with_room(growing), slots=self.settings.slot_count, job=self.settings.job)
         self._skips.reopened()
@@ -287,6 +290,8 @@ class Session:
             self._is_removed = True
 
     def _failed(self, snapshot: Snapshot, error: Exception) -> None:
+        if snapshot.needs_other_plan:
+            self._failed_plan = snapshot.plan
         self._count("discarded", 1)
         request = snapshot.request
         self._wanted.discarded(request.id, error, persist=request.persist)

@@ -17,14 +17,14 @@ from support.daemons import assert_bitwise, daemon_of, forked, identities, steps
 from support.memory_tier import FakeJob
 from support.ranks import wait_for
 
-from flashckpt.daemon.persister import coordinator, service
+from flashckpt.daemon.persister import attempts, coordinator, service
 from flashckpt.errors import RootError, StoreError
 from flashckpt.storage import factory as stores
 
 
 @pytest.fixture
 def job(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeJob]:
-    monkeypatch.setattr(service, "BACKOFF_S", (0.0, 0.01))
+    monkeypatch.setattr(attempts, "BACKOFF_S", (0.0, 0.01))
     fake = FakeJob(str(tmp_path / "root"))
     yield fake
     fake.die()
@@ -119,7 +119,7 @@ def test_two_slots_and_storage_that_fails_the_memory_tier_goes_on_and_the_newest
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A pinned slot of two would leave none to write for as long as storage fails."""
-    monkeypatch.setattr(service, "BACKOFF_S", (3600.0,))
+    monkeypatch.setattr(attempts, "BACKOFF_S", (3600.0,))
     job = FakeJob(str(tmp_path / "root"), slots=2)
     sick = FullDisk(job.root)
     monkeypatch.setattr(coordinator, "open_store", sick.open)
@@ -132,9 +132,9 @@ def test_two_slots_and_storage_that_fails_the_memory_tier_goes_on_and_the_newest
             daemon.turn()
             assert job.step(step), "no slot is pinned between two attempts"
         for _ in range(2):
-            failures = daemon._failures
+            failures = daemon.attempts.failures
             job.directory.ask("retry-now")
-            turn_until(daemon, lambda: daemon._failures > failures, "another failure")  # noqa: B023 -- called at once
+            turn_until(daemon, lambda: daemon.attempts.failures > failures, "another failure")  # noqa: B023 -- called at once
             daemon.turn()
             assert job.step(step := step + 1)
         assert identities(job) == []

@@ -170,6 +170,29 @@ def test_snapshot_gone_on_one_node_intent_is_given_up_by_all_and_the_next_one_is
     assert_bitwise(nodes, (1, 20))
 
 
+def test_snapshot_given_up_before_all_persisters_started_again_does_not_block_newer_ones(nodes: list[FakeJob]) -> None:
+    """It is the newest that all hold; deciding on it again would change nothing, for its intent is marked."""
+    for job in nodes:
+        job.step(10, persist=True)
+    segment = nodes[1].ranks[0].segment
+    with segment.path.open("r+b") as file:  # a bit flips in the slot, after the digests were taken
+        slot = next(k for k, header in enumerate(segment.headers()) if header.is_complete)
+        file.seek(segment.spec.data_at(slot) + 5)
+        file.write(b"\xff\xfe")
+    with daemons_of(nodes) as daemons:
+        turn_all(
+            daemons, lambda: all(d.persisting and d.persisting.floor == (1, 10) for d in daemons), "all to give it up"
+        )
+    with daemons_of(nodes) as daemons:
+        for _ in range(5):
+            for daemon in daemons:
+                daemon.turn()
+        for job in nodes:
+            job.step(20, persist=True)
+        turn_all(daemons, lambda: identities(nodes[0]) == [(1, 20)], "the commit of step 20")
+    assert_bitwise(nodes, (1, 20))
+
+
 def test_persist_now_on_every_node_takes_the_newest_common_snapshot(nodes: list[FakeJob]) -> None:
     with daemons_of(nodes) as daemons:
         for job in nodes:

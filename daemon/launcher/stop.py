@@ -18,6 +18,7 @@ from typing import Protocol
 
 from flashckpt.daemon.launcher.watch import JobWatch
 from flashckpt.errors import DamagedError
+from flashckpt.shm.acks import GroupStore
 from flashckpt.shm.control import ControlRow
 
 _REQUEST, _STEPS, _AFTER = "flashckpt/stop/request", "flashckpt/stop/steps", "flashckpt/stop/after"
@@ -28,17 +29,8 @@ MAX_AHEAD = 1000
 _log = logging.getLogger("flashckpt.dlrun")
 
 
-class KeyValueStore(Protocol):
+class KeyValueStore(GroupStore, Protocol):
     """The part of a c10d store that the agreement uses."""
-
-    def set(self, key: str, value: str) -> None:
-        """Set a key."""
-
-    def get(self, key: str) -> bytes:
-        """Return a key's value, waiting for it."""
-
-    def check(self, keys: list[str]) -> bool:
-        """Return whether all keys are set."""
 
     def wait(self, keys: list[str], timeout: timedelta) -> None:
         """Return when all keys are set; RuntimeError after the timeout."""

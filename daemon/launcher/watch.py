@@ -12,11 +12,13 @@ import secrets
 import time
 from pathlib import Path
 
+from flashckpt.core.snapshot_id import BEFORE_ALL
 from flashckpt.daemon.launcher.drain import is_last_process, wait_for_flush
 from flashckpt.errors import DamagedError, FlashckptError
 from flashckpt.shm.control import ControlRow, ControlView
-from flashckpt.shm.job_directory import JobDirectory, memory_root
+from flashckpt.shm.job_directory import DaemonStatus, JobDirectory, memory_root
 from flashckpt.shm.lease import Lease
+from flashckpt.shm.persisted import await_persister
 from flashckpt.shm.private import private_directories, private_directory, remove_tree
 
 _log = logging.getLogger("flashckpt.dlrun")
@@ -126,15 +128,17 @@ class JobWatch:
         rows = [row for row in self._every_row() if row.pid > 0]
         held = [set(row.complete) for row in rows]
         common = set.intersection(*held) if held else set()
-        end = time.monotonic() + timeout_s
-        while common and time.monotonic() < end:
-            with contextlib.suppress(FlashckptError):
-                status = job.read_status()
-                if status is not None and status.committed is not None and status.committed >= max(common):
-                    return True
+        newest = max(common, default=None)
+
+        def is_over(status: DaemonStatus | None) -> bool:
+            if newest is None or (status is not None and (status.committed or BEFORE_ALL) >= newest):
+                return True
             self.tick()
-            time.sleep(0.05)
-        return not common
+            return False
+
+        with contextlib.suppress(FlashckptError):
+            return await_persister(job, is_over, timeout_s=timeout_s)
+        return False
 
     def close(self) -> None:
         """Release the locks and remove the agent's directory."""

@@ -292,7 +292,10 @@ class Negotiation:
     def _join(self, node: NodeSlots, intent: Intent) -> Generator[Action, Event, bool]:
         """Hold this node's slots of an intent and start to write them; False where it had to be abandoned."""
         identity = intent.identity
-        here = {*intent.writers} & {*node.ranks(intent.generation)} if self._node_count > 1 else intent.writers
+        # A node that holds nothing of an earlier generation any more answers for the ranks that it runs now: else all
+        # would wait for the writers of a machine that was replaced.
+        ranks = node.ranks(intent.generation) or node.ranks(node.newest_generation())
+        here = {*intent.writers} & {*ranks} if self._node_count > 1 else intent.writers
         missing = (yield from p.ask(p.ReadIndexes(identity, tuple(sorted(here))), p.IndexesRead)).missing
         if identity == self.candidate and {*missing} <= {*self._pinned}:
             self._start(intent, self._pinned)

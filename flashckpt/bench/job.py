@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from flashckpt.bench.job_results import Gathered, JobMeasurement, results
-from flashckpt.bench.layouts import Layout, held_bytes, shards_of
+from flashckpt.bench.layouts import ModelLayout, held_bytes, shards_of
 from flashckpt.bench.measure import interleave, median, summarise
 from flashckpt.bench.scratch import Scratch
 from flashckpt.bench.worker import Workers
@@ -40,7 +40,7 @@ class JobRun:
         ranks: Processes.
         rounds: Measured rounds.
         slots: Snapshots per rank in memory.
-        peers: Names of `peers.NAMES` to run in the same rounds; [] for none.
+        peers: Names of `bench.PEERS` to run in the same rounds; [] for none.
         compression: As for `PersistOptions`.
         drop_caches: Also drop the caches of the whole machine before cold reads (root).
         keep: Leave the last checkpoint.
@@ -56,7 +56,7 @@ class JobRun:
     keep: bool = False
 
 
-def table_of(layout: Layout, ranks: int) -> dict[str, Any]:
+def table_of(layout: ModelLayout, ranks: int) -> dict[str, Any]:
     """Return the description of a layout of which the first `ranks` take part.
 
     Raises:

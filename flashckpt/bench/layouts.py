@@ -84,7 +84,7 @@ MODELS = {
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Layout:
+class ModelLayout:
     """A model cut over `tp` x `pp` x `dp` ranks.
 
     Attributes:
@@ -136,10 +136,10 @@ class Layout:
 
 
 DEFAULTS = {
-    "llama3-8b": Layout(model=MODELS["llama3-8b"], tp=1, pp=1, dp=8, zero=3),
-    "llama3-70b": Layout(model=MODELS["llama3-70b"], tp=8, pp=1, dp=8, zero=3),
-    "llama3-405b": Layout(model=MODELS["llama3-405b"], tp=8, pp=32, dp=2, zero=1),
-    "llama-1t": Layout(model=MODELS["llama-1t"], tp=8, pp=64, dp=2, zero=1),
+    "llama3-8b": ModelLayout(model=MODELS["llama3-8b"], tp=1, pp=1, dp=8, zero=3),
+    "llama3-70b": ModelLayout(model=MODELS["llama3-70b"], tp=8, pp=1, dp=8, zero=3),
+    "llama3-405b": ModelLayout(model=MODELS["llama3-405b"], tp=8, pp=32, dp=2, zero=1),
+    "llama-1t": ModelLayout(model=MODELS["llama-1t"], tp=8, pp=64, dp=2, zero=1),
 }
 """The layouts of the published table of checkpoint sizes."""
 
@@ -196,7 +196,7 @@ def stage_layers(layers: int, stages: int, stage: int) -> range:
     return range(start, start + size + (stage < extra))
 
 
-def rank_shards(layout: Layout, rank: int, present: Collection[int] | None = None) -> list[Shard]:
+def rank_shards(layout: ModelLayout, rank: int, present: Collection[int] | None = None) -> list[Shard]:
     """Return the shards that a rank holds.
 
     Args:
@@ -211,7 +211,7 @@ def rank_shards(layout: Layout, rank: int, present: Collection[int] | None = Non
     return [shard for shard, _ in _held(layout, rank, present)]
 
 
-def _held(layout: Layout, rank: int, present: Collection[int] | None) -> list[tuple[Shard, tuple[int, ...]]]:
+def _held(layout: ModelLayout, rank: int, present: Collection[int] | None) -> list[tuple[Shard, tuple[int, ...]]]:
     """Return the shards that a rank holds, each with the ranks that hold the same box."""
     where = layout.coordinates(rank)
     layers = stage_layers(layout.model.layers, layout.pp, where["pp"])
@@ -232,7 +232,7 @@ def _tensors(model: Model) -> tuple[Tensor, ...]:
 
 
 def _shard(
-    layout: Layout,
+    layout: ModelLayout,
     where: dict[str, int],
     tensor: Tensor,
     kind: tuple[str, str],
@@ -268,7 +268,7 @@ def _shard(
     return shard, tuple(holders)
 
 
-def _rank_of(layout: Layout, pp: int, dp: int, tp: int) -> int:
+def _rank_of(layout: ModelLayout, pp: int, dp: int, tp: int) -> int:
     return (pp * layout.dp + dp) * layout.tp + tp
 
 
@@ -282,7 +282,7 @@ def persisted_bytes(shards: Collection[Shard]) -> int:
     return sum(shard.nbytes for shard in shards if shard.replica == 0)
 
 
-def scaled(layout: Layout, factor: float) -> Layout:
+def scaled(layout: ModelLayout, factor: float) -> ModelLayout:
     """Return the layout of a smaller model with about `factor` of the bytes and the same kinds of shards.
 
     Layers, widths and the vocabulary shrink together (a cube root each for layers and width, and twice that for the
@@ -333,14 +333,14 @@ def copies_of(table: Mapping[str, Any], rank: int) -> list[tuple[Shard, tuple[in
     A separate tensor: a checkpoint of some ranks of a layout only would have gaps otherwise.
 
     Args:
-        table: `uniform_bytes` for one flat float32 tensor per rank; or the fields of a Layout with `model` as the
+        table: `uniform_bytes` for one flat float32 tensor per rank; or the fields of a ModelLayout with `model` as the
             fields of a Model, and `ranks`, how many of its first ranks take part.
         rank: Which.
     """
     if "uniform_bytes" in table:
         return [(shard, (rank,)) for shard in uniform(int(table["uniform_bytes"]), rank, int(table["ranks"]))]
     fields = {key: value for key, value in table.items() if key != "ranks"}
-    layout = Layout(**{**fields, "model": Model(**table["model"])})
+    layout = ModelLayout(**{**fields, "model": Model(**table["model"])})
     held = _held(layout, rank, range(int(table["ranks"])))
     return [(_own_tensor(shard), holders) for shard, holders in held]
 

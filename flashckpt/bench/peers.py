@@ -15,8 +15,6 @@ from typing import Any
 
 import torch
 
-from flashckpt.bench.peers_names import NAMES
-
 
 def write(
     state: dict[str, torch.Tensor],

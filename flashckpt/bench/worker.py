@@ -83,7 +83,7 @@ def _work(make: Callable[[dict[str, Any]], Mapping[str, Command]], orders: int, 
 
 
 @dataclass(frozen=True, slots=True)
-class _Worker:
+class _Process:
     name: str
     log: Path
     orders: TextIO
@@ -100,7 +100,7 @@ class Workers:
     def __init__(self, logs: Path) -> None:
         self._logs = logs
         self._hosts: list[subprocess.Popen[bytes]] = []
-        self._workers: list[_Worker] = []
+        self._workers: list[_Process] = []
 
     def start(
         self,
@@ -138,7 +138,7 @@ class Workers:
         for (name, config), (orders, answers) in zip(configs.items(), pipes, strict=True):
             os.close(orders[0])
             os.close(answers[1])
-            self._workers.append(_Worker(name, log, os.fdopen(orders[1], "w", buffering=1), os.fdopen(answers[0])))
+            self._workers.append(_Process(name, log, os.fdopen(orders[1], "w", buffering=1), os.fdopen(answers[0])))
             self._send(len(self._workers) - 1, config)
         return list(range(first, len(self._workers)))
 

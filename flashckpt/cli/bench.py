@@ -123,8 +123,8 @@ def shm_command(**options: Any) -> None:
 @common
 def job_command(url: str | None, **options: Any) -> None:
     """Snapshot, persist, commit and restore at a real model's shard layout, with real processes, at URL."""
+    from flashckpt.bench import PEERS
     from flashckpt.bench.job import JobRun, table_of
-    from flashckpt.bench.peers_names import NAMES
 
     if options["sizes"]:
         from flashckpt.bench.table import published_table
@@ -142,7 +142,7 @@ def job_command(url: str | None, **options: Any) -> None:
         ranks=ranks,
         rounds=options["rounds"],
         slots=options["slots"],
-        peers=NAMES if options["peers"] else (),
+        peers=PEERS if options["peers"] else (),
         compression=_compression(options["compression"]),
         drop_caches=options["drop_caches"],
         keep=options["keep"],

@@ -23,7 +23,6 @@ class RestoreRequest:
         step, generation: Only these, or None for the newest.
         only: A pattern over names, or None.
         strict: Names that no source has are an error.
-        threads: Threads of a fill; None chooses.
         fresh: Nothing: begin anew.
     """
 
@@ -32,7 +31,6 @@ class RestoreRequest:
     generation: int | None = None
     only: str | None = None
     strict: bool = True
-    threads: int | None = None
     fresh: bool = False
 
     @property

@@ -325,7 +325,7 @@ class CandidateRestore:
             everything = [*targets, *loose_targets]
             plan = plan_reads([t.shard for t in everything], [s.manifest.table for s in sources])
             plan.require_complete([s.name for s in sources])
-            counts = execute(plan, Destinations.of(everything), sources, threads=self.request.threads, remote=rounds)
+            counts = execute(plan, Destinations.of(everything), sources, remote=rounds)
             landing.finish()
         with self.phase("values"):
             missing, reseeded = restore_values(

@@ -94,10 +94,6 @@ class SnapshotAcks:
         held = self._from_store() if self._store is not None else self._from_control()
         return combine_acks(held, restored=self._restored)
 
-    def common(self) -> list[SnapshotId]:
-        """Return `known().common`, newest first."""
-        return list(self.known().common)
-
     def _key(self, rank: int) -> str:
         return f"{_PREFIX}/g{self._generation}/r{rank}"
 

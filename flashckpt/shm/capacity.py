@@ -28,17 +28,17 @@ def capacities(path: Path, *, proc: Path = Path("/proc")) -> list[Capacity]:
     return sorted(found, key=lambda room: room.nbytes)
 
 
-def require_capacity(path: Path, need: int, *, what: str, gc_job: str = "", proc: Path = Path("/proc")) -> None:
+def require_capacity(path: Path, need: int, *, what: str, proc: Path = Path("/proc")) -> None:
     """Raise SharedMemoryError if `need` bytes do not fit under `path`; reserves nothing.
 
     The error names need, free space, what limits it, and the remedies.
     """
     least = capacities(path, proc=proc)[0]
     if need > least.nbytes:
-        raise insufficient_memory(path, need, least, what=what, job=gc_job)
+        raise insufficient_memory(path, need, least, what=what)
 
 
-def insufficient_memory(path: Path, need: int, least: Capacity, *, what: str, job: str = "") -> SharedMemoryError:
+def insufficient_memory(path: Path, need: int, least: Capacity, *, what: str) -> SharedMemoryError:
     """Return the error for `need` bytes that do not fit into `least`."""
     gib = -(-need // (1 << 30)) + 1
     return SharedMemoryError(
@@ -47,11 +47,10 @@ def insufficient_memory(path: Path, need: int, least: Capacity, *, what: str, jo
         expected=f"{need} bytes ({need / 2**30:.2f} GiB) under {path}",
         state="Nothing of this job was kept in memory; snapshots of other jobs are untouched.",
         remedy=(
-            "list the jobs in memory: flashckpt status; free the memory of a dead one: flashckpt gc --job NAME --apply;  "
-            "or use fewer slots: Checkpointer(..., slots=2); or enlarge the file system:  "
+            "list the jobs in memory: flashckpt status; free the memory of a dead one: flashckpt gc --job NAME --apply; "
+            "or use fewer slots: Checkpointer(..., slots=2); or enlarge the file system: "
             f"mount -o remount,size={gib}G {path.anchor}dev/shm (docker: --shm-size={gib}g, Kubernetes: a memory "
             "emptyDir on /dev/shm and a higher memory limit)"
-            + (f"; this job is {job!r}" if job else "")
         ),
     )  # fmt: skip
 

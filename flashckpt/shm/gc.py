@@ -11,6 +11,7 @@ import contextlib
 import math
 import os
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -129,17 +130,31 @@ def remove(dead: DeadMemory) -> int:
     with private_directory(dead.path.parent) as base:
         if _ENDED in dead.path.name:
             return _remove_tree(dead.path, base)
-        gone = dead.path.with_name(f".{dead.job}{_ENDED}{os.getpid()}")
-        with private_directory(dead.path, within=base) as inside, contextlib.ExitStack() as stack:
-            leases = [Lease(name, create=True, dir_fd=inside) for name in ("live.lock", "daemon.lock")]
-            for lease in leases:
-                stack.callback(lease.close)
-            if not all(lease.exclusive(0) for lease in leases):
-                raise JobInUseError(f"job {dead.job!r} was just started", state="Its memory was kept.")
-            # one rename: nobody ever sees half a directory under the job's name
-            block.withdraw_all(dead.path)
-            os.rename(dead.path.name, gone.name, src_dir_fd=base, dst_dir_fd=base)
+        gone = take_away(dead.path, base, locks=["live.lock", "daemon.lock"])
+        if gone is None:
+            raise JobInUseError(f"job {dead.job!r} was just started", state="Its memory was kept.")
         return _remove_tree(gone, base)
+
+
+def take_away(path: Path, base: int, *, locks: Sequence[str]) -> Path | None:
+    """Give a job directory a name under which nobody looks for it; return that, or None where somebody lives in it.
+
+    Args:
+        path: The directory.
+        base: Descriptor of the one around it.
+        locks: Those that must be free, and are held until it is done: nobody starts in between.
+    """
+    gone = path.with_name(f".{path.name}{_ENDED}{os.getpid()}")
+    with private_directory(path, within=base) as inside, contextlib.ExitStack() as stack:
+        leases = [Lease(name, create=True, dir_fd=inside) for name in locks]
+        for lease in leases:
+            stack.callback(lease.close)
+        if not all(lease.exclusive(0) for lease in leases):
+            return None
+        # one rename: nobody ever sees half a directory under the job's name
+        block.withdraw_all(path)
+        os.rename(path.name, gone.name, src_dir_fd=base, dst_dir_fd=base)
+    return gone
 
 
 def _remove_tree(path: Path, base: int) -> int:

@@ -76,13 +76,12 @@ class Segment:
     # -- lifetime -----------------------------------------------------------------------------------
 
     @classmethod
-    def create(cls, path: str | Path, spec: SegmentSpec, *, together: int = 1) -> Segment:
+    def create(cls, path: str | Path, spec: SegmentSpec) -> Segment:
         """Make a new segment, owned by this process from its first instant; its memory is not reserved yet.
 
         Args:
             path: Must not exist; its folder must, on tmpfs.
             spec: Shape and identity.
-            together: Ranks of this node that create such a segment now: capacity is checked for all of them.
 
         Raises:
             SharedMemoryError: Too little memory; names need, free space and remedies. Nothing is left behind.
@@ -90,7 +89,7 @@ class Segment:
             FileExistsError: `path` exists and nobody owns it: attach to it instead.
         """
         path = Path(path)
-        capacity.require_capacity(path.parent, spec.nbytes * together, what=f"job {spec.job!r}, rank {spec.rank}")
+        capacity.require_capacity(path.parent, spec.nbytes, what=f"job {spec.job!r}, rank {spec.rank}")
         block.sweep_temporary(path)
         temporary, memory = block.new(path, spec.nbytes)
         fd = os.open(temporary, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW)

@@ -28,7 +28,7 @@ from flashckpt.snapshot.copy import (
 )
 from flashckpt.snapshot.copy_plan import CopyPlan
 from flashckpt.snapshot.device import DeviceCopier
-from flashckpt.state.registry import Captured
+from flashckpt.state.captured import Captured
 
 _log = guarded(logging.getLogger("flashckpt"))
 
@@ -67,6 +67,14 @@ class Snapshot:
     checked: bool = False
     digests: np.ndarray | None = None
     lock: threading.Lock = field(default_factory=threading.Lock)
+
+    @property
+    def needs_other_plan(self) -> bool:
+        """Whether it failed for a reason that its plan has in it: what is live, or what its slot holds, is otherwise.
+
+        A manifest that has outgrown its area needs another segment, as state of another form does.
+        """
+        return isinstance(self.error, (StalePlanError, SlotOverflowError, SharedMemoryError))
 
     def check(self) -> None:
         """Compare the version counters once: before the training thread may mutate, after the last read."""
@@ -136,15 +144,15 @@ class Stager:
                 for item in plan.unfenced:
                     copy_item(item, buffer)
                 for item in plan.fresh:
-                    copy_item(item, buffer, captured.tensors[item.row.entry.fqn])
+                    copy_item(item, buffer, captured.tensors[item.fqn])
             except (SlotOverflowError, StalePlanError) as error:
-                snapshot.error, plan.is_stale = error, True
+                snapshot.error = error
                 self._end(snapshot, 0.0)
                 return snapshot
             snapshot.versions = plan.versions()
             snapshot.optimizer_steps = optimizer_steps
             if plan.uses_device:
-                snapshot.marks = self._lanes.mark(plan.device, plan.device_unfenced)
+                snapshot.marks = self._lanes.mark(plan.devices, plan.device_unfenced)
         except BaseException:
             buffer.close()
             writer.discard()
@@ -189,15 +197,12 @@ class Stager:
                 self._take(snapshot)
             except Exception as error:  # noqa: BLE001 -- training goes on whatever happens to one snapshot
                 snapshot.error = error
-                # a manifest that has outgrown its area needs another segment, as state of another form does
-                snapshot.plan.is_stale = isinstance(error, (StalePlanError, SharedMemoryError))
             self._end(snapshot, time.thread_time() - started)
 
     def _take(self, snapshot: Snapshot) -> None:
         plan, buffer = snapshot.plan, snapshot.buffer
-        plan.settle()
         plan.check_forms()
-        digests = np.zeros(plan.table.chunks, np.uint64)
+        digests = np.zeros(plan.layout.table.chunks, np.uint64)
         batches = self._lanes.enqueue(plan.device, buffer, snapshot.marks) if plan.uses_device else []
         for item in plan.fenced:
             copy_and_hash(item, buffer, digests)
@@ -215,11 +220,11 @@ class Stager:
             self._commit(snapshot, digests)
 
     def _commit(self, snapshot: Snapshot, digests: np.ndarray) -> None:
-        plan = snapshot.plan
-        manifest = Manifest.of(snapshot.request, table=plan.table, digests=digests, values=snapshot.values)
-        encoded = encode_manifest(manifest, table_bytes=plan.table_bytes)
+        layout = snapshot.plan.layout
+        manifest = Manifest.of(snapshot.request, table=layout.table, digests=digests, values=snapshot.values)
+        encoded = encode_manifest(manifest, table_bytes=layout.table_bytes)
         snapshot.buffer.close()
-        snapshot.writer.commit(encoded, data_bytes=plan.total)
+        snapshot.writer.commit(encoded, data_bytes=layout.total)
         snapshot.digests = digests
         snapshot.done_s = time.perf_counter()
 

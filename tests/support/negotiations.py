@@ -92,6 +92,7 @@ class Node:
         machine: None while no persister lives.
         pending: Actions that are not executed yet.
         writing: What is being written in the background.
+        result: How it ended, which the persister has not heard of.
         reachable: Whether the root answers this node.
         fails: What the next commit of this node fails with.
     """
@@ -106,8 +107,8 @@ class Node:
     machine: Negotiation | None = None
     pending: deque[Action] = field(default_factory=deque)
     writing: p.StartWrite | None = None
+    result: p.WriteFinished | p.WriteFailed | None = None
     pinned: set[SnapshotId] = field(default_factory=set)
-    written: set[SnapshotId] = field(default_factory=set)
     reachable: bool = True
     fails: Cause | None = None
     effects: list[str] = field(default_factory=list)
@@ -156,10 +157,9 @@ class Node:
 
     def die(self) -> None:
         """It is killed: its leases end, what it was writing is never finished."""
-        self.machine, self.writing = None, None
+        self.machine, self.writing, self.result = None, None, None
         self.pending.clear()
         self.pinned.clear()
-        self.written.clear()
 
     def feed(self, event: Event) -> None:
         """An event comes to the persister."""
@@ -167,7 +167,10 @@ class Node:
             self.pending = deque(self.machine.step(event))
 
     def tick(self, now_s: float, *, urgent: bool = False) -> None:
-        """Begin a turn."""
+        """Begin a turn; how a write ended comes first."""
+        assert not self.pending, "the turn before it is not over"
+        self.hear()
+        self.run()
         self.feed(p.Tick(now_s=now_s, node=self.inventory(), generation=self.generation, urgent=urgent))
 
     def advance(self) -> Action:
@@ -188,20 +191,25 @@ class Node:
         while self.pending:
             self.advance()
 
+    def hear(self) -> None:
+        """The persister learns how its write ended."""
+        result, self.result = self.result, None
+        if result is not None:
+            self.feed(result)
+
     def finish(self, now_s: float) -> None:
-        """What is being written becomes durable."""
+        """What is being written becomes durable; the persister has yet to hear of it."""
         if self.writing is not None:
             intent, ranks = self.writing.intent, self.writing.ranks
             self.writing = None
             self.root.indexes[intent.identity] |= set(ranks)
-            self.written.add(intent.identity)
-            self.feed(p.WriteFinished(now_s))
+            self.result = p.WriteFinished(now_s)
 
     def fail(self, cause: Cause) -> None:
         """What is being written fails."""
         if self.writing is not None:
             ranks, self.writing = self.writing.ranks, None
-            self.feed(p.WriteFailed(cause, cause.name.lower(), ranks))
+            self.result = p.WriteFailed(cause, cause.name.lower(), ranks)
 
     # -- execution ------------------------------------------------------------------------------------------
 
@@ -214,7 +222,7 @@ class Node:
                 self._did(f"unpin {_id(identity)}")
                 return None
             case p.EndWrite(identity, outcome):
-                self.writing = None
+                self.writing = self.result = None
                 self.pinned.discard(identity)
                 self._did(f"end {_id(identity)} {outcome.value}")
                 assert outcome is not Outcome.COMMITTED or identity in self.root.committed | self.root.tombstones
