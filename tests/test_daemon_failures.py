@@ -104,7 +104,7 @@ def test_storage_fails_and_comes_back_training_goes_on_and_the_newest_step_is_co
         assert status.failures > 2
         assert error.problem in status.error
         assert status.lag >= 1
-        assert len([r for r in caplog.records if "persisting fails" in r.message]) == 1
+        assert len([r for r in caplog.records if "persist failed" in r.message]) == 1
         assert identities(job) == []
 
         sick.error = None

@@ -1,4 +1,4 @@
-"""Attempts that fail: how long to wait before the next one, what is said of them, and when a fence is none yet."""
+"""Failed attempts: how long to wait before the next one, how they are reported, and which fences do not count yet."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ import time
 
 from flashckpt.errors import FencedError, FlashckptError, StoreError
 
-FENCE_TOLD_S = 3.0
-"""How long a newer claim on the root may be ahead of this node's own record before it counts as a failure."""
+FENCE_GRACE_S = 3.0
+"""How long a claim on the root may be newer than this node's record before it counts as a failure."""
 BACKOFF_S = (0.5, 1.0, 2.0, 5.0, 10.0, 15.0)
 """Seconds to wait after the first, second, ... failure in a row."""
 _log = logging.getLogger("flashckpt.daemon")
@@ -65,7 +65,7 @@ class Attempts:
         self._again_s = time.monotonic() + wait_s
         kind = _kind_of(error)
         if not self.error or kind != self._kind:
-            _log.error("persisting fails, training goes on and it is tried again by itself: %s", error)
+            _log.error("persist failed (training continues; will retry): %s", error)
         self.error, self._kind, self.answered_ns = str(error), kind, self._begun_ns
         self.error_code = error.exit_code if isinstance(error, FlashckptError) else StoreError.exit_code
         return True
@@ -86,7 +86,7 @@ class Attempts:
         if self._fenced is None or self._fenced[0] != generation:
             self._fenced = generation, now
         self._again_s = now + BACKOFF_S[0]
-        return now - self._fenced[1] < FENCE_TOLD_S
+        return now - self._fenced[1] < FENCE_GRACE_S
 
 
 def _kind_of(error: Exception) -> str:

@@ -53,7 +53,7 @@ class Flush:
         self._futures = {rank: self._pool.submit(self._persist, store, rank) for rank in ranks}
 
     def result(self) -> WriteFinished | WriteFailed | None:
-        """Return how the present attempt ended, once; None while it goes on, or where none was begun."""
+        """Return how the current attempt ended, once; None while it is running, or if none was begun."""
         if self._futures is None or self.is_writing:
             return None
         futures, self._futures = self._futures, None
@@ -81,11 +81,11 @@ class Flush:
 
     @property
     def is_writing(self) -> bool:
-        """Whether background work is going on."""
+        """Whether background work is running."""
         return any(not future.done() for future in (self._futures or {}).values())
 
     def close(self) -> None:
-        """End the threads (after what they are writing) and give the slots back."""
+        """End the threads (after their current writes) and release the slots."""
         self._pool.shutdown()
         release(self.pins)
 
@@ -105,5 +105,5 @@ class Flush:
 
 
 def problem_of(error: Exception) -> str:
-    """Return what is wrong, in a few words."""
+    """Return the problem in a few words."""
     return str(getattr(error, "problem", "") or error)

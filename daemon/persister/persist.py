@@ -1,4 +1,4 @@
-"""From an intent to its commit: what one node does for the snapshot that was decided on. No I/O, as `negotiation`.
+"""From an intent to its commit: what one node does for the snapshot of an intent. No I/O, like `negotiation`.
 
 It may be tried again as often as it takes: packs are written again, an index that is there is kept, MANIFEST is created
 once. The slots are held until the snapshot is committed or given up.
@@ -15,15 +15,15 @@ from flashckpt.daemon.persister import protocol as p
 from flashckpt.daemon.persister.protocol import Action, Event, NodeSlots, Outcome, Tick
 
 TAKEOVER_S = 5.0
-"""Seconds that a node waits for the leader, times its place among the nodes, before it commits by itself."""
+"""Seconds that a node waits for the leader, times its place among the nodes, before it commits itself."""
 INTENT_PATIENCE_S = 600.0
 """Seconds that the leader waits for the writers of other nodes before it gives an intent up."""
 ATTEMPTS = 4
 """Times that damaged data is written again before the snapshot is given up."""
-ROLLED_BACK = "its lineage was abandoned by a restore"
+ROLLED_BACK = "its lineage was rolled back by a restore"
 
 _Work = Generator[Action, Event, Outcome | None]
-"""Some work on the intent, and how it ends; None: it goes on."""
+"""Some work on the intent, and how it ends; None: it is not over."""
 
 
 @dataclass
@@ -106,7 +106,7 @@ class Persist:
         return Outcome.GIVEN_UP if isinstance(answer, p.TombstoneFound) else Outcome.COMMITTED
 
     def _failed(self, cause: p.Cause, problem: str) -> _Work:
-        """Give the snapshot up where another attempt makes no sense."""
+        """Give the snapshot up if another attempt cannot succeed."""
         self.attempts += 1
         if cause is not p.Cause.FINAL and self.attempts < ATTEMPTS:
             return None

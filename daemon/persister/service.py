@@ -1,6 +1,6 @@
 """The persisting daemon of one job on one node: `python -m flashckpt.daemon.persister.service <job directory>`.
 
-A process of its own, in its own session, without torch. It wakes on events and once a second, reads the
+A separate process, in its own session, without torch. It wakes on events and once a second, reads the
 slot headers, and does what `PersistCoordinator` decides. It never stops training and never unlinks a segment
 that a restart could use. A second daemon for the same directory ends at once.
 """
@@ -45,7 +45,7 @@ SCAN_S = 1.0
 LEAST_S = 0.03
 """Least seconds between two turns, each of which costs 2.5 ms of CPU with 8 ranks: below 8 % of a core at worst."""
 BUSY_S = 0.05
-"""Seconds between two looks while a flush is going on."""
+"""Seconds between two polls while a flush is running."""
 _log = logging.getLogger("flashckpt.daemon")
 
 
@@ -56,7 +56,7 @@ class DaemonTimeouts:
     Args:
         linger_s: After the last rank and agent, once its work is done (FLASHCKPT_DAEMON_LINGER).
         patience_s: After the last rank and agent, while storage keeps failing (FLASHCKPT_DAEMON_PATIENCE); also
-            after SIGTERM while a flush goes on without a failure.
+            after SIGTERM while a flush runs without a failure.
         grace_s: After SIGTERM, while a flush is pending and storage keeps failing (FLASHCKPT_DAEMON_GRACE).
     """
 
@@ -104,7 +104,7 @@ class Daemon:
         self._wakeup = Wakeup([directory.path / "events", directory.path / "requests"])
 
     def run(self) -> None:
-        """Turn until the work is done and nobody lives, or a signal came and nothing is pending."""
+        """Run turns until the work is done and no process of the job is alive, or a signal came and nothing is pending."""
         try:
             while not self._safe_turn():
                 flushing = self.persisting is not None and self.persisting.flush is not None and not self.error
@@ -118,10 +118,10 @@ class Daemon:
             self.close()
 
     def _safe_turn(self) -> bool:
-        """One turn; what nobody foresaw is said with its traceback and tried again, for snapshots wait to be persisted."""
+        """One turn; an unforeseen error is logged with its traceback and retried, since snapshots wait to be persisted."""
         try:
             return self.turn()
-        except Exception as error:  # noqa: BLE001 -- the daemon is the last one that may give up
+        except Exception as error:  # noqa: BLE001 -- the daemon must not give up
             if str(error) != self._surprise:
                 _log.exception("a turn failed")
             self._surprise = str(error)
@@ -174,7 +174,7 @@ class Daemon:
         return self._stopped_s is not None
 
     def close(self) -> None:
-        """Give everything back."""
+        """Release everything."""
         if self.endpoint is not None:
             self.endpoint.close()
         if self.persisting is not None:
@@ -197,20 +197,20 @@ class Daemon:
         except (DamagedError, FormatVersionError) as error:
             unknown = None in self._read
             if str(error) != self._damage:
-                used = "nothing can be persisted" if unknown else "what it said before is used"
+                used = "nothing can be persisted" if unknown else "its previous content is used"
                 _log.error("a record of the job cannot be read, %s: %s", used, error)
             self._damage = str(error)
-            if unknown:  # those who wait for a commit are told
+            if unknown:  # reported to callers that wait for a commit
                 self.attempts.error, self.attempts.error_code = self._damage, error.exit_code
                 self._say(DaemonStatus(failures=self.attempts.failures, error=self.error, pid=os.getpid()))
         return self._read
 
     def _urgent(self, persisting: PersistCoordinator, view: NodeInventory, *, alive: bool) -> bool:
-        """Whether the newest common snapshot is wanted now: on request, at the end, or when nobody lives any more."""
+        """Whether the newest common snapshot is wanted now: on request, at the end, or when no process is alive any more."""
         if self.directory.request_path("ended").exists() or (not alive and view.slots):
             return True
         asked_ns = self.directory.asked_ns("persist-now")
-        if asked_ns is not None and self._goal is None:  # what is newest now: training may go on meanwhile
+        if asked_ns is not None and self._goal is None:  # what is newest now: training may continue meanwhile
             self._goal = max(view.complete(), default=SnapshotId(0, 0)), asked_ns
         return self._goal is not None and persisting.floor < self._goal[0]
 
@@ -322,8 +322,8 @@ class Daemon:
             self.exit_code = self.attempts.error_code or PersistError.exit_code
             steps = ", ".join(f"step {step} of generation {generation}" for generation, step in undone)
             _log.error(
-                "ended with work undone: %s on storage; in this node's memory it stays, and the next daemon of the"
-                " job goes on with it (%s); exit code %d",
+                "ended with work undone: %s on storage; it stays in this node's memory, and the next daemon of the"
+                " job continues with it (%s); exit code %d",
                 f"{steps} is not",
                 self.error.partition("\n")[0] or "the storage did not answer in time",
                 self.exit_code,
@@ -331,18 +331,18 @@ class Daemon:
         return True
 
     def _remove(self) -> bool:
-        """Remove the directory of a job that ended cleanly; False if somebody came to life at the last moment."""
+        """Remove the directory of a job that ended cleanly; False if the job was started again at the last moment."""
         with private_directory(self.directory.path.parent) as base:
             gone = take_away(self.directory.path, base, locks=["live.lock"])  # the daemon's lock is ours
             if gone is None:
                 return False
             remove_tree(gone.name, base)
-        _log.info("job %s ended: its memory was given back", self.directory.job)
+        _log.info("job %s finished; shared memory released", self.directory.job)
         return True
 
 
 def main(arguments: list[str]) -> int:
-    """Run the daemon of the job directory in `arguments`; 0 also where another one already lives.
+    """Run the daemon of the job directory in `arguments`; 0 also if another one is already running.
 
     Where it ends with work undone, the exit code is that of the failure: 13 root, 41 storage, 40 no answer in time.
     """
@@ -360,7 +360,7 @@ def main(arguments: list[str]) -> int:
             return 0
         daemon = Daemon(directory, lock, DaemonTimeouts.from_environment())
     except FileNotFoundError:
-        return 0  # the job ended and its directory went before we started
+        return 0  # the job ended and its directory was removed before we started
     except FlashckptError as error:
         _log.error("%s", error)
         return error.exit_code
@@ -371,7 +371,7 @@ def main(arguments: list[str]) -> int:
     daemon.run()
     if daemon.exit_code:
         logging.shutdown()
-        os._exit(daemon.exit_code)  # not held up by a writer that hangs in the storage; it has published nothing
+        os._exit(daemon.exit_code)  # does not wait for a writer that hangs in the storage; it has published nothing
     return 0
 
 

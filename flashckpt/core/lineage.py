@@ -1,7 +1,7 @@
 """Which snapshots every rank holds, which one is newest, and which were abandoned. Pure.
 
 Restoring (g, s) abandons every (g' <= g, step > s), and whole generations between g and the new one. A
-generation's record names its parent, the identity it was restored from. None (a fresh start, or a life that
+generation's record names its parent, the identity it was restored from. None (a fresh start, or a generation that
 ended before it had restored) abandons nothing: a claim alone must never hide a snapshot.
 """
 
@@ -15,7 +15,7 @@ from flashckpt.core.generation import Generation
 from flashckpt.core.snapshot_id import SnapshotId
 
 BEGINNING = SnapshotId(0, 0)
-"""Parent of a generation that began anew on purpose: it abandons everything before it."""
+"""Parent of a generation that started over on purpose: it rolls back everything before it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -66,7 +66,7 @@ def common(records: Iterable[SlotRecord], world_size: int | None = None) -> list
 def partially_held(records: Iterable[SlotRecord], members: Iterable[tuple[int, int]]) -> dict[SnapshotId, bool]:
     """Return the identities that only some ranks of their worker group hold, each with whether it is unfinished.
 
-    Unfinished: the memory of every rank of that generation can be reached, so some rank that lives on never completed
+    Unfinished: the memory of every rank of that generation can be reached, so some surviving rank never completed
     it. Otherwise ranks are lost with their nodes, and what the others hold may be the newest there is.
     Slots that disagree on the size or the parent of their worker group are of no one snapshot, and are left out.
 
@@ -100,7 +100,7 @@ def by_preference(whole: Collection[SnapshotId], part: Mapping[SnapshotId, bool]
     """Return identities in the order in which they are tried: newest first, unfinished ones behind the next whole one.
 
     An unfinished snapshot lacks what belongs to one rank alone (its random numbers), and by M1 a whole one lies at
-    most a few snapshots before it: that one goes on bit for bit.
+    most a few snapshots before it: that one continues bit for bit.
 
     Args:
         whole: Held by all ranks of their group, or committed on storage.

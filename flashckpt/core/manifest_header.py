@@ -1,4 +1,4 @@
-"""The first bytes of a manifest: its frame, and in a MANIFEST a summary with a digest of its own. Pure.
+"""The first bytes of a manifest: its frame, and in a MANIFEST a summary with its own digest. Pure.
 
 The summary answers what a listing asks without the whole MANIFEST, which has 150 MB at 16,384 ranks. It proves
 itself, not what follows: whoever uses a checkpoint reads its MANIFEST whole and verifies that digest.

@@ -137,5 +137,5 @@ def _explained(path: Path) -> Iterator[None]:
 def _way_out(path: Path) -> str:
     return (
         f"end the job and its daemon, then flashckpt forget --job {path.parent.name} --apply: "
-        "the next start goes on from storage"
+        "the next start continues from storage"
     )
