@@ -77,7 +77,8 @@ def measure(tensors: int, folder: Path, profiled: str | None) -> dict[str, list[
     meter = Meter(profiled)
     meter.call("track", lambda: ckpt.track(model=model, optimizer=optimizer, rng=True))
     meter.call("restore", ckpt.restore)
-    ckpt._alive().memory.wait_ready()
+    while not ckpt._alive().memory.is_ready:
+        time.sleep(0.001)
     for step in range(1, 5):
         optimizer.step()
         meter.call("first_step" if step == 1 else "later_step", lambda step=step: ckpt.step(step))  # type: ignore[misc]  # bound now

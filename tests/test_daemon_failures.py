@@ -110,7 +110,7 @@ def test_storage_fails_and_comes_back_training_goes_on_and_the_newest_step_is_co
         sick.error = None
         turn_until(daemon, lambda: 30 in steps(job), "the newest persist step")
         turn_until(daemon, lambda: (s := job.directory.read_status()) and not s.error, "the error to go")
-        assert len([r for r in caplog.records if "persisting works again" in r.message]) == 1
+        assert len([r for r in caplog.records if "persist succeeded again" in r.message]) == 1
     for identity in identities(job):
         assert_bitwise(job, identity)
 

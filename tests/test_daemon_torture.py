@@ -74,7 +74,7 @@ def test_random_kills_restarts_and_requests_nothing_half_visible(tmp_path: Path,
             job.step(later, persist=later == step + 8)
         wait_for(lambda: last in identities(job), what="the last persist step", deadline_s=60)
         _check(job, last)
-        newest = newest_checkpoint(open_store(job.root), generations=[job.record])  # type: ignore[list-item]
+        newest = newest_checkpoint(open_store(job.root), generations=[job.record])
         assert newest is not None
         assert newest.identity == last
         assert kills >= 3

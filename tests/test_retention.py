@@ -23,14 +23,7 @@ from flashckpt.checkpoint.catalog import (
     read_manifest,
 )
 from flashckpt.checkpoint.generations import claim_generation, newest_generation, owns_generation, read_generations
-from flashckpt.checkpoint.intents import (
-    Intent,
-    abandon_intent,
-    abandoned_reason,
-    close_intent,
-    list_intents,
-    put_intent,
-)
+from flashckpt.checkpoint.intents import abandon_intent, abandoned_reason, close_intent, list_intents, put_intent
 from flashckpt.checkpoint.retention import (
     LEASE_S,
     TOMBSTONE_AGE_S,
@@ -46,6 +39,7 @@ from flashckpt.checkpoint.retention import (
 )
 from flashckpt.checkpoint.writer import MANIFEST, commit, persist_slot, prefix_of
 from flashckpt.core.generation import Generation
+from flashckpt.core.intent import Intent
 from flashckpt.core.manifest_header import HEAD_BYTES
 from flashckpt.core.snapshot_id import SnapshotId
 from flashckpt.errors import DamagedError, NoCheckpointError, RootError

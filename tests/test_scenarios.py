@@ -125,7 +125,7 @@ def test_an_answer_that_nobody_waits_for_changes_nothing() -> None:
 
 OPERATIONS = (
     *["advance"] * 9, *["round"] * 6, *["finish"] * 5, *["step"] * 2, *["start"] * 3, *["back"] * 2,
-    "die", "cut", "fail", "bury", "forget", "urgent", "pause", "lose", "commit-fails", "wait", "restore",
+    "die", "cut", "fail", "bury", "forget", "urgent", "pause", "lose", "commit-fails", "wait", "restore", "all-start",
 )  # fmt: skip
 
 
@@ -163,6 +163,9 @@ class Job:
                 node.fail(list(Cause)[amount % len(Cause)])
             case "die":
                 node.die()
+            case "all-start":
+                for one in self.nodes:
+                    one.start()
             case "start" if node.machine is None:
                 node.start()
             case "cut" | "back":

@@ -73,7 +73,7 @@ def next_candidate(
     others: Collection[NodeProposal],
     spacing: int = 1,
 ) -> tuple[Search, SnapshotId | None]:
-    """Return the next search state and what to pin now (None: wait).
+    """Return how to continue and what to pin now (None: wait).
 
     A target that this node learns of before reaching it is safe: the first persist step from there is
     the same one on every node. If it has already overwritten the target, it answers with what it holds

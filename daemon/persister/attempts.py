@@ -1,4 +1,4 @@
-"""Failed attempts: how long to wait before the next one, how they are reported, and which fences do not count yet."""
+"""Attempts that fail: how long to wait before the next one, what is logged of them, and when a fence does not count yet."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import time
 from flashckpt.errors import FencedError, FlashckptError, StoreError
 
 FENCE_GRACE_S = 3.0
-"""How long a claim on the root may be newer than this node's record before it counts as a failure."""
+"""How long a newer claim on the root may be ahead of this node's own record before it counts as a failure."""
 BACKOFF_S = (0.5, 1.0, 2.0, 5.0, 10.0, 15.0)
 """Seconds to wait after the first, second, ... failure in a row."""
 _log = logging.getLogger("flashckpt.daemon")
@@ -65,7 +65,7 @@ class Attempts:
         self._again_s = time.monotonic() + wait_s
         kind = _kind_of(error)
         if not self.error or kind != self._kind:
-            _log.error("persist failed (training continues; will retry): %s", error)
+            _log.error("persist failed (training continues; it will be retried): %s", error)
         self.error, self._kind, self.answered_ns = str(error), kind, self._begun_ns
         self.error_code = error.exit_code if isinstance(error, FlashckptError) else StoreError.exit_code
         return True
@@ -74,7 +74,7 @@ class Attempts:
         """Note that nothing failed; `is_over`: and that nothing is under way that still may."""
         self._fenced = None
         if self._in_a_row and is_over:
-            _log.info("persisting works again")
+            _log.info("persist succeeded again")
             self._in_a_row, self.error, self.error_code = 0, "", 0
 
     def _is_passing(self, generation: int) -> bool:

@@ -1,7 +1,7 @@
 """The storage side of the daemon: executes what the negotiation decides. Every error of the root is raised to the loop.
 
 `turn` is called again and again; between two calls everything that matters is on the root or in slot
-headers, so if a daemon is killed anywhere, the next one continues from there.
+headers, so a daemon that is killed anywhere is replaced by the next one, which continues from there.
 """
 
 from __future__ import annotations
@@ -98,7 +98,7 @@ class PersistCoordinator:
         self._run(view, p.Paused(node=view, urgent=urgent, failing=failing))
 
     def disconnect(self) -> None:
-        """Drop the connection (unless it is in use), so that the next one reads credentials again."""
+        """Drop the connection (unless it is in use), so that the next one reads the credentials again."""
         if self._store is not None and (self.flush is None or not self.flush.is_writing):
             self._store.close()
             self._store = None

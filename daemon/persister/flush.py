@@ -53,7 +53,7 @@ class Flush:
         self._futures = {rank: self._pool.submit(self._persist, store, rank) for rank in ranks}
 
     def result(self) -> WriteFinished | WriteFailed | None:
-        """Return how the current attempt ended, once; None while it is running, or if none was begun."""
+        """Return how the present attempt ended, once; None while it is running, or where none was begun."""
         if self._futures is None or self.is_writing:
             return None
         futures, self._futures = self._futures, None

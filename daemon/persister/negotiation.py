@@ -101,7 +101,7 @@ class Negotiation:
             while self._question is None:
                 action = next(self._turn) if answer is None else self._turn.send(answer)
                 actions.append(action)
-                # an action without an answer cannot fail: the turn continues at once
+                # what has no answer cannot fail: the turn continues at once
                 answer, self._question = p.Done(), action if action.answers else None
         except StopIteration:
             self._turn = None
@@ -140,7 +140,7 @@ class Negotiation:
         """Hold on to the candidate; if training would have no slot left to write, release all pins instead.
 
         With two slots a pinned one leaves none: the other holds the newest snapshot. While storage fails the memory
-        tier must keep working, and the next attempt takes the then newest snapshot.
+        tier must continue, and the next attempt takes what is newest then.
         """
         persist = self.persist
         if not event.failing or not 0 < event.node.least_slots <= MIN_SLOTS or (persist and persist.is_writing):
@@ -178,7 +178,7 @@ class Negotiation:
         return flagged
 
     def _pin(self, node: NodeSlots, identity: SnapshotId) -> p.Turn:
-        """Hold another candidate; if it has just been overwritten, keep holding the current one."""
+        """Hold another candidate; where it has just been overwritten, keep the present one."""
         ranks = tuple(sorted(node.holders(identity)))
         if isinstance((yield p.PinSlots(identity, ranks)), p.Pinned):
             yield from self._unpin()

@@ -15,7 +15,7 @@ from flashckpt.daemon.persister import protocol as p
 from flashckpt.daemon.persister.protocol import Action, Event, NodeSlots, Outcome, Tick
 
 TAKEOVER_S = 5.0
-"""Seconds that a node waits for the leader, times its place among the nodes, before it commits itself."""
+"""Seconds that a node waits for the leader, times its place among the nodes, before it commits in its place."""
 INTENT_PATIENCE_S = 600.0
 """Seconds that the leader waits for the writers of other nodes before it gives an intent up."""
 ATTEMPTS = 4
@@ -106,7 +106,7 @@ class Persist:
         return Outcome.GIVEN_UP if isinstance(answer, p.TombstoneFound) else Outcome.COMMITTED
 
     def _failed(self, cause: p.Cause, problem: str) -> _Work:
-        """Give the snapshot up if another attempt cannot succeed."""
+        """Give the snapshot up where another attempt cannot help."""
         self.attempts += 1
         if cause is not p.Cause.FINAL and self.attempts < ATTEMPTS:
             return None

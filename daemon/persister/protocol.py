@@ -196,7 +196,7 @@ Event = (
     | Pinned | PinLost | CommitFound | AbandonmentFound | NothingFound | Committed | TombstoneFound | CommitFailed
 )  # fmt: skip
 STARTING = (Tick, Paused, WriteFinished, WriteFailed)
-"""Events that answer no question."""
+"""Events that answer nothing: each begins a turn."""
 
 
 # -- actions ------------------------------------------------------------------------------------------------
@@ -242,7 +242,7 @@ class PinSlots(Question):
 
 @dataclass(frozen=True, slots=True)
 class StartWrite(Question):
-    """Write the pinned slots of `ranks` in the background. WriteFinished or WriteFailed follows as an event."""
+    """Write the pinned slots of `ranks` in the background. WriteFinished or WriteFailed follows."""
 
     intent: Intent
     ranks: tuple[int, ...]

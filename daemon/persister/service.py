@@ -45,7 +45,7 @@ SCAN_S = 1.0
 LEAST_S = 0.03
 """Least seconds between two turns, each of which costs 2.5 ms of CPU with 8 ranks: below 8 % of a core at worst."""
 BUSY_S = 0.05
-"""Seconds between two polls while a flush is running."""
+"""Seconds between two looks while a flush is running."""
 _log = logging.getLogger("flashckpt.daemon")
 
 
@@ -56,7 +56,7 @@ class DaemonTimeouts:
     Args:
         linger_s: After the last rank and agent, once its work is done (FLASHCKPT_DAEMON_LINGER).
         patience_s: After the last rank and agent, while storage keeps failing (FLASHCKPT_DAEMON_PATIENCE); also
-            after SIGTERM while a flush runs without a failure.
+            after SIGTERM while a flush is running without a failure.
         grace_s: After SIGTERM, while a flush is pending and storage keeps failing (FLASHCKPT_DAEMON_GRACE).
     """
 
@@ -104,7 +104,7 @@ class Daemon:
         self._wakeup = Wakeup([directory.path / "events", directory.path / "requests"])
 
     def run(self) -> None:
-        """Run turns until the work is done and no process of the job is alive, or a signal came and nothing is pending."""
+        """Turn until the work is done and no rank is running, or a signal came and nothing is pending."""
         try:
             while not self._safe_turn():
                 flushing = self.persisting is not None and self.persisting.flush is not None and not self.error
@@ -118,7 +118,7 @@ class Daemon:
             self.close()
 
     def _safe_turn(self) -> bool:
-        """One turn; an unforeseen error is logged with its traceback and retried, since snapshots wait to be persisted."""
+        """One turn; an unforeseen error is logged with its traceback, and the turn retried: snapshots wait to be persisted."""
         try:
             return self.turn()
         except Exception as error:  # noqa: BLE001 -- the daemon must not give up
@@ -200,13 +200,13 @@ class Daemon:
                 used = "nothing can be persisted" if unknown else "its previous content is used"
                 _log.error("a record of the job cannot be read, %s: %s", used, error)
             self._damage = str(error)
-            if unknown:  # reported to callers that wait for a commit
+            if unknown:  # report it to those who wait for a commit
                 self.attempts.error, self.attempts.error_code = self._damage, error.exit_code
                 self._say(DaemonStatus(failures=self.attempts.failures, error=self.error, pid=os.getpid()))
         return self._read
 
     def _urgent(self, persisting: PersistCoordinator, view: NodeInventory, *, alive: bool) -> bool:
-        """Whether the newest common snapshot is wanted now: on request, at the end, or when no process is alive any more."""
+        """Whether the newest common snapshot is wanted now: on request, at the end, or when no rank is running any more."""
         if self.directory.request_path("ended").exists() or (not alive and view.slots):
             return True
         asked_ns = self.directory.asked_ns("persist-now")
@@ -322,7 +322,7 @@ class Daemon:
             self.exit_code = self.attempts.error_code or PersistError.exit_code
             steps = ", ".join(f"step {step} of generation {generation}" for generation, step in undone)
             _log.error(
-                "ended with work undone: %s on storage; it stays in this node's memory, and the next daemon of the"
+                "ended with work undone: %s on storage; in this node's memory it stays, and the next daemon of the"
                 " job continues with it (%s); exit code %d",
                 f"{steps} is not",
                 self.error.partition("\n")[0] or "the storage did not answer in time",
@@ -331,7 +331,7 @@ class Daemon:
         return True
 
     def _remove(self) -> bool:
-        """Remove the directory of a job that ended cleanly; False if the job was started again at the last moment."""
+        """Remove the directory of a job that ended cleanly; False if somebody started at the last moment."""
         with private_directory(self.directory.path.parent) as base:
             gone = take_away(self.directory.path, base, locks=["live.lock"])  # the daemon's lock is ours
             if gone is None:
@@ -342,7 +342,7 @@ class Daemon:
 
 
 def main(arguments: list[str]) -> int:
-    """Run the daemon of the job directory in `arguments`; 0 also if another one is already running.
+    """Run the daemon of the job directory in `arguments`; 0 also where another one is already running.
 
     Where it ends with work undone, the exit code is that of the failure: 13 root, 41 storage, 40 no answer in time.
     """

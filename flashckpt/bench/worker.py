@@ -68,12 +68,13 @@ def _work(make: Callable[[dict[str, Any]], Mapping[str, Command]], orders: int, 
     commands: Mapping[str, Command] = {}
     for number, line in enumerate(os.fdopen(orders)):
         order = json.loads(line)
+        answer: dict[str, Any]
         try:
             if number == 0:
-                commands, value = make(order), os.getpid()
+                commands = make(order)
+                answer = {"answer": os.getpid()}
             else:
-                value = commands[order.pop("do")](**order)
-            answer = {"answer": value}
+                answer = {"answer": commands[order.pop("do")](**order)}
         except FlashckptError as error:
             answer = {"error": type(error).__name__, **{part: getattr(error, part) for part in _PARTS}}
         except Exception as error:  # noqa: BLE001 -- sent to the parent, which raises it

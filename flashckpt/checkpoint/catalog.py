@@ -1,8 +1,8 @@
 """What a root holds: committed checkpoints and uncommitted ones.
 
 A checkpoint exists if and only if its MANIFEST exists and its digest holds. A listing reads the summary at the
-start of each MANIFEST, which has its own digest; a reader of the checkpoint, and retention before it deletes
-others because of it, verify the whole MANIFEST. LATEST is never read here.
+start of each MANIFEST, which has its own digest; who uses a checkpoint, or deletes others because of it,
+reads MANIFEST whole. LATEST is never read here.
 """
 
 from __future__ import annotations

@@ -78,7 +78,7 @@ class CheckpointSlot:
         return prefix_of(self.claim.number, self.step)
 
 
-_own_generations: dict[str, tuple[Generation, int]] = {}
+_claims: dict[str, tuple[Generation, int]] = {}
 """This process's generation on each root, and the last step saved in it."""
 
 
@@ -103,12 +103,12 @@ def begin(store: Store, step: int | None, *, world_size: int) -> CheckpointSlot:
     if step is None:
         newest = newest_checkpoint(store)
         step = 1 if newest is None else newest.step + 1
-    claim, last = _own_generations.get(store.url, (None, 0))
+    claim, last = _claims.get(store.url, (None, 0))
     if claim is not None:
         check_fence(store, claim)
     if claim is None or step <= last or claim.world_size != world_size:
         claim = _claim(store, world_size)
-    _own_generations[store.url] = claim, step
+    _claims[store.url] = claim, step
     return CheckpointSlot(claim=claim, step=step, world_size=world_size)
 
 

@@ -17,7 +17,7 @@ from flashckpt.storage.store import Store
 
 GENERATIONS = "generations/"
 _LOCAL = ("claimed",)
-"""Fields of a generation that are recorded in the job directory only."""
+"""Fields of a generation that only the job directory holds."""
 
 
 def claim_generation(store: Store, claim: Generation) -> bool:
@@ -81,7 +81,7 @@ def decode_claim(raw: bytes, key: str, url: str) -> Generation:
     """Return the claim in `raw`, which was read from `key` of the root `url`; one without a digest was written before 1.2.
 
     Raises:
-        DamagedError, FormatVersionError: It cannot be used; the message says what to do.
+        DamagedError, FormatVersionError: It cannot be used; the message says how to continue.
     """
     with explaining(
         f"the generation claim {key} of {url} is damaged",

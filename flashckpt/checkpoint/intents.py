@@ -86,7 +86,7 @@ def decode_intent(raw: bytes, key: str, url: str) -> Intent:
     """Return the decision in `raw`, which was read from `key` of the root `url`; one without a digest is from before 1.2.
 
     Raises:
-        DamagedError, FormatVersionError: It cannot be used; the message says what to do.
+        DamagedError, FormatVersionError: It cannot be used; the message says how to continue.
     """
     with explaining(
         f"the intent {key} of {url} is damaged",

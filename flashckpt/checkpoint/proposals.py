@@ -54,7 +54,7 @@ def decode_proposal(raw: bytes, key: str, url: str) -> NodeProposal:
     """Return the record in `raw`, which was read from `key` of the root `url`.
 
     Raises:
-        DamagedError, FormatVersionError: It cannot be used; the message says what to do.
+        DamagedError, FormatVersionError: It cannot be used; the message says how to continue.
     """
     with explaining(
         f"the proposal {key} of {url} is damaged",

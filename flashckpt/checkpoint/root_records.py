@@ -1,4 +1,4 @@
-"""Small records on a root, sealed since format 1.2: records that decide which checkpoint is chosen carry a digest."""
+"""Small records on a root, sealed since format 1.2: what decides which checkpoint is chosen has its own digest."""
 
 from __future__ import annotations
 

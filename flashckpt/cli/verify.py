@@ -12,10 +12,10 @@ from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, Trans
 from rich.table import Table
 
 from flashckpt.checkpoint.catalog import CheckpointInfo, list_checkpoints, read_manifest
+from flashckpt.checkpoint.choice import checkpoints_of
 from flashckpt.checkpoint.writer import refuse_gaps
 from flashckpt.cli.common import (
     Command,
-    checkpoints_of,
     choose,
     human_bytes,
     json_option,

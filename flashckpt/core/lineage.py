@@ -15,7 +15,7 @@ from flashckpt.core.generation import Generation
 from flashckpt.core.snapshot_id import SnapshotId
 
 BEGINNING = SnapshotId(0, 0)
-"""Parent of a generation that started over on purpose: it rolls back everything before it."""
+"""Parent of a generation that started over on purpose: it abandons everything before it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -66,7 +66,7 @@ def common(records: Iterable[SlotRecord], world_size: int | None = None) -> list
 def partially_held(records: Iterable[SlotRecord], members: Iterable[tuple[int, int]]) -> dict[SnapshotId, bool]:
     """Return the identities that only some ranks of their worker group hold, each with whether it is unfinished.
 
-    Unfinished: the memory of every rank of that generation can be reached, so some surviving rank never completed
+    Unfinished: the memory of every rank of that generation can be reached, so some rank that still runs never completed
     it. Otherwise ranks are lost with their nodes, and what the others hold may be the newest there is.
     Slots that disagree on the size or the parent of their worker group are of no one snapshot, and are left out.
 

@@ -110,7 +110,7 @@ def unpack(
         ValueError: A value is of another type, or out of range; the message names the field.
     """
     values = {}
-    for name, key, hint, least, has_default in _schema(kind):
+    for name, key, hint, least, has_default in _schema(typing.cast("Any", kind)):
         if name in leave_out or (partial and has_default and key not in found):
             continue
         try:

@@ -137,7 +137,7 @@ def remove(dead: DeadMemory) -> int:
 
 
 def take_away(path: Path, base: int, *, locks: Sequence[str]) -> Path | None:
-    """Give a job directory a name under which nobody looks for it; return that, or None if the job is running.
+    """Give a job directory a name under which nobody looks for it; return that, or None where somebody uses it.
 
     Args:
         path: The directory.
