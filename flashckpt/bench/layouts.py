@@ -315,7 +315,7 @@ def scaled(layout: ModelLayout, factor: float) -> ModelLayout:
     result = replace(layout, model=smaller)
     if result.total_bytes > 2 * max(factor * layout.total_bytes, 1):
         raise LayoutError(
-            f"{model.name} cannot be made that small on {layout.tp} x {layout.pp} x {layout.dp} ranks.",
+            f"{model.name} cannot be scaled down that far on {layout.tp} x {layout.pp} x {layout.dp} ranks",
             found=f"scale {factor:g}",
             expected=f"at least about {result.total_bytes / layout.total_bytes:.2g} (one layer per stage, {unit} rows per tensor)",
         )

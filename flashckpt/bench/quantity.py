@@ -56,9 +56,7 @@ def _parse(text: str, units: dict[str, Any], kind: str, example: str) -> float:
     factor = units.get(match.group(2).lower()) if match else None
     value = float(match.group(1)) * factor if match and factor else math.nan
     if not 0 < value < 1e30:
-        raise ConfigError(
-            f"{text!r} is not {kind}.", found=text, expected=f"a positive number with its unit: {example}"
-        )
+        raise ConfigError(f"{text!r} is not {kind}", found=text, expected=f"a positive number with its unit: {example}")
     return value
 
 

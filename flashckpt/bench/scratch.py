@@ -148,9 +148,9 @@ def _sweep(outer: Store, options: Mapping[str, Any]) -> list[str]:
             )
         if marker and is_alive(marker):
             raise JobInUseError(
-                f"another benchmark is running on {outer.url}.",
+                f"another benchmark is running on {outer.url}",
                 found=f"pid {marker.get('pid')}",
-                expected="one benchmark per place, for they would measure each other",
+                expected="one benchmark per place, since they would measure each other",
                 state="Nothing was written.",
             )
     for name in markers:

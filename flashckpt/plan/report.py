@@ -87,7 +87,7 @@ def fitted(layout: ModelLayout, gpus: int) -> ModelLayout:
     group = layout.tp * layout.pp
     if gpus % group:
         raise LayoutError(
-            f"{layout.model.name} at tp {layout.tp} x pp {layout.pp} does not fit {gpus:,} GPUs.",
+            f"{layout.model.name} at tp {layout.tp} x pp {layout.pp} does not fit {gpus:,} GPUs",
             found=f"{gpus:,} GPUs",
             expected=f"a multiple of {group}",
             remedy="give another --gpus, or other --tp and --pp",
