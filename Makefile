@@ -123,7 +123,7 @@ changelog: setup  ## the next section of CHANGELOG.md, made of changelog.d
 hooks: setup  ## install the checks that run before each commit
 	$(BIN)/pre-commit install
 
-# Interpreters on PATH, and those of pyenv whether it is told to offer them or not; nox names the missing ones.
+# Interpreters on PATH, and those of pyenv whether they are enabled there or not; nox names the missing ones.
 space := $(subst ,, )
 PYENVS = $(subst $(space),:,$(wildcard $(or $(PYENV_ROOT),$(HOME)/.pyenv)/versions/3.1[0-3].*/bin))
 test-pythons: setup  ## the tests under every supported Python that is installed (3.10 to 3.13)

@@ -2,7 +2,7 @@
 
 A simulation of the largest case: parameters and two AdamW states of a 70-layer model (Llama-70B shapes) and a scalar
 step each, sharded along dim 0 over all ranks, restored on eight ranks less, so that every rank asks for nearly
-everything. Told are the records that one rank sends, the records that the fullest part of the directory hears, and
+everything. Reported are the records that one rank sends, the records that the fullest part of the index receives, and
 the seconds to make the former and to answer the latter. No tensor data and no network exist.
 
     .venv/bin/python benchmarks/directory.py [--ranks 64,1024,8192] [--json FILE]

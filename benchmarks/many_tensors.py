@@ -1,7 +1,7 @@
 """What state of very many tensors costs the process that trains it: CPU seconds of track(), restore() and step().
 
 A model of N small parameters (experts of three matrices each) under AdamW has 4 N tensors once it has stepped. Each
-run is a process of its own on a fresh root, so that nothing is planned before; CPU time, not wall time, so that a
+run is a separate process on a new root, so that nothing is planned before; CPU time, not wall time, so that a
 busy machine can be used. Two figures per call: of the training thread, and of all threads of the process (the copy
 thread, and what reserves memory, run beside training).
 
@@ -88,7 +88,7 @@ def measure(tensors: int, folder: Path, profiled: str | None) -> dict[str, list[
 
 
 def run(tensors: int, profiled: str | None) -> dict[str, list[tuple[float, float]]]:
-    """Measure in a process of its own, with memory of its own."""
+    """Measure in a separate process with its own memory."""
     with tempfile.TemporaryDirectory() as folder, tempfile.TemporaryDirectory(dir="/dev/shm") as memory:
         command = [sys.executable, __file__, "--child", folder, "--tensors", str(tensors)]
         command += ["--profile", profiled] if profiled else []

@@ -19,7 +19,7 @@ def stream(pipe: IO[str] | None) -> IO[str]:
 
 
 def descendants(pid: int) -> list[int]:
-    """Return a process and all living descendants."""
+    """Return a process and all its running descendants."""
     found, rest = [], [pid]
     while rest:
         one = rest.pop()

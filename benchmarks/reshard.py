@@ -2,7 +2,7 @@
 
 A simulation: the metadata of a 70-layer model (Llama-70B shapes; parameters and two AdamW states in float32, a
 scalar step each) is made for a saved layout DP x TP x PP, encoded as MANIFEST, and one rank of another layout
-decodes it and plans. No tensor data exists. Each line runs in a process of its own; memory is the growth of its
+decodes it and plans. No tensor data exists. Each line runs in a separate process; memory is the growth of its
 resident set, from before it reads the file to the end of the plan.
 
     .venv/bin/python benchmarks/reshard.py [--ranks 64,1024,16384] [--repeats 3] [--json FILE]
@@ -180,7 +180,7 @@ def one_rank(path: Path, layout: tuple[int, int, int]) -> dict[str, float]:
     """Decode and plan in this process; what it took."""
     dp, tp, pp = layout
     shards = wanted_shards(dp, tp, pp, rank=(dp * tp * pp) // 2 + 1)
-    Path("/proc/self/clear_refs").write_text("5")  # VmHWM starts anew
+    Path("/proc/self/clear_refs").write_text("5")  # resets VmHWM
     before = resident_bytes("VmRSS")
     started = time.perf_counter()
     raw = path.read_bytes()

@@ -43,8 +43,8 @@ def until(condition: Callable[[], Any], what: str, deadline_s: float = 240.0) ->
     raise SystemExit(f"waited {deadline_s} s in vain for {what}")
 
 
-def lives(folder: Path, ranks: int) -> list[list[dict[str, Any]]]:
-    """Return the marks of every life that all ranks have trained in."""
+def generations(folder: Path, ranks: int) -> list[list[dict[str, Any]]]:
+    """Return the marks of every generation that all ranks have trained in."""
     try:
         lines = [json.loads(line) for line in (folder / "marks").read_text().splitlines() if line.endswith("}")]
     except FileNotFoundError:
@@ -53,23 +53,25 @@ def lives(folder: Path, ranks: int) -> list[list[dict[str, Any]]]:
     return [lines[i * ranks : (i + 1) * ranks] for i in range(whole)]
 
 
-def lived(folder: Path, ranks: int, count: int) -> bool:
-    return len(lives(folder, ranks)) == count
+def has_trained(folder: Path, ranks: int, count: int) -> bool:
+    return len(generations(folder, ranks)) == count
 
 
-def ordinary_steps(folder: Path, life: list[dict[str, Any]]) -> list[float]:
-    """Return per rank the median seconds of its 2nd to 12th step; [] until all ranks of `life` have come so far."""
+def ordinary_steps(folder: Path, generation: list[dict[str, Any]]) -> list[float]:
+    """Return per rank the median seconds of its 2nd to 12th step; [] until all ranks of `generation` have come so far."""
     try:
         lines = [line.split() for line in (folder / "ready").read_text().splitlines()]
     except FileNotFoundError:
         return []
     medians = {int(words[0]): float(words[1]) for words in lines if len(words) == 2}
-    return [medians[marks["pid"]] for marks in life] if all(marks["pid"] in medians for marks in life) else []
+    return (
+        [medians[marks["pid"]] for marks in generation] if all(marks["pid"] in medians for marks in generation) else []
+    )
 
 
-def phases(begun: float, life: list[dict[str, Any]]) -> dict[str, float]:
-    """Cut the time from `begun` to the last rank's first step at the moments when the last rank passed each mark."""
-    moments = [begun, *(max(marks[name] for marks in life) for name in MARKS)]
+def phases(begun: float, generation: list[dict[str, Any]]) -> dict[str, float]:
+    """Cut the time from `begun` to the last rank's first step at the moments when the last rank reached each mark."""
+    moments = [begun, *(max(marks[name] for marks in generation) for name in MARKS)]
     named = dict(zip(PHASES, (late - early for early, late in pairwise(moments)), strict=True))
     return {**named, "total": moments[-1] - begun}
 
@@ -104,19 +106,19 @@ def one_launch(launcher: str, args: argparse.Namespace) -> dict[str, list[dict[s
     with (folder / "log").open("wb") as log:
         process = subprocess.Popen(command, stdout=log, stderr=log, env=environment, start_new_session=True)
     try:
-        until(partial(lived, folder, args.ranks, 1), "the first life")
-        result = {"cold": [phases(begun, lives(folder, args.ranks)[0])], "restart": [], "steps": []}
+        until(partial(has_trained, folder, args.ranks, 1), "the first generation")
+        result = {"cold": [phases(begun, generations(folder, args.ranks)[0])], "restart": [], "steps": []}
         for kill in range(args.kills):
-            life = lives(folder, args.ranks)[kill]
-            steps = until(partial(ordinary_steps, folder, life), "12 steps")
+            generation = generations(folder, args.ranks)[kill]
+            steps = until(partial(ordinary_steps, folder, generation), "12 steps")
             result["steps"].append({"ordinary_step": max(steps)})
             killed = time.time()
-            os.kill(life[(kill + 1) % args.ranks]["pid"], signal.SIGKILL)
-            until(partial(lived, folder, args.ranks, kill + 2), f"life {kill + 1}")
-            result["restart"].append(phases(killed, lives(folder, args.ranks)[kill + 1]))
+            os.kill(generation[(kill + 1) % args.ranks]["pid"], signal.SIGKILL)
+            until(partial(has_trained, folder, args.ranks, kill + 2), f"generation {kill + 1}")
+            result["restart"].append(phases(killed, generations(folder, args.ranks)[kill + 1]))
         return result
     finally:
-        for marks in (line for life in lives(folder, args.ranks) for line in life):
+        for marks in (line for generation in generations(folder, args.ranks) for line in generation):
             kill_quietly(marks["pid"])
         process.send_signal(signal.SIGTERM)
         try:

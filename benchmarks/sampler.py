@@ -1,7 +1,7 @@
 """What a sampler costs at the start of an epoch, on a resume, and per sample in a loader.
 
 Question 1: CPU seconds and memory until the first index of an epoch, and until the next index after 90 %
-of it, for n = 10^6 to 10^12. Each case runs in a process of its own; peak memory is that process's
+of it, for n = 10^6 to 10^12. Each case runs in a separate process; peak memory is that process's
 growth over its state after the imports. CPU time, not wall time, so that a busy machine can be used.
 Question 2: indices per second and core of the permutation itself.
 Question 3: samples per second of a DataLoader with 0, 2 and 4 workers, against torch's own sampler.

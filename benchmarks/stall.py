@@ -7,8 +7,8 @@ of the state into warm shared memory, taken right before each, is the limit besi
     .venv/bin/python benchmarks/stall.py --gb 0.2,1.5,4 --ranks 1,4 --seconds 90 --json FILE
     .venv/bin/python benchmarks/stall.py --gb 0.2 --methods flashckpt,DLRover --dlrover-python DIR/bin/python     # with DLRover; `--dlrover-setup` says how to get it
 
-Methods whose memory does not fit beside each other run in groups, one group after the other, each with memcpys of its own;
-what does not fit alone is left out, and both are said. Blocked is what the training thread waits: the call, and the fence in
+Methods whose memory does not fit side by side run in groups, one group after the other, each with its own memcpys;
+a method that does not fit alone is omitted, and both are reported. Blocked is what the training thread waits: the call, and the fence in
 front of the next optimizer step. Lost adds what the step beside the copy takes longer than one without. Until restorable
 counts from the call to COMPLETE in memory, digests included, or to the end of the write where nothing in memory can be restored from.
 """
@@ -75,7 +75,7 @@ class Group:
 def plan_groups(methods: list[str], room: float) -> tuple[list[Group], dict[str, str]]:
     """Put methods into groups that fit into `room` multiples of the state; return them, and why others were left out.
 
-    flashckpt takes three slots where they fit, else two, as it would by itself.
+    flashckpt takes three slots where they fit, else two, as it does by default.
     """
     if need_of(methods) <= room:
         return [Group(methods=tuple(methods), need=need_of(methods))], {}

@@ -21,7 +21,7 @@ from training_loop import Blocking, Loop
 class Dlrover(Blocking):
     """`save_checkpoint` into memory, or to disk: it copies, then the agent writes.
 
-    Every rank is a shard of its own, as with sharded models.
+    Every rank is a separate shard, as with sharded models.
     """
 
     def __init__(self, loop: Loop, folder: Path, ranks: int, *, disk: bool) -> None:

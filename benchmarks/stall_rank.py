@@ -1,4 +1,4 @@
-"""One rank of `stall.py`: holds the training loop and the cases it is told to set up, and runs them on command."""
+"""One rank of `stall.py`: holds the training loop and the cases it sets up on request, and runs them on command."""
 
 from __future__ import annotations
 

@@ -2,7 +2,7 @@
 
 The same kill for flashckpt and for DLRover's two engines: the harness watches one element of the state, at a random place
 in shared memory, and sends SIGKILL the moment it changes to the new step. Then the agent of each system does what it does
-when a worker has died: flashckpt's daemon commits the newest snapshot by itself; of DLRover's saver the method is called that
+when a worker has died: flashckpt's daemon commits the newest snapshot automatically; of DLRover's saver the method is called that
 dlrover-run's agent calls (`save_shm_to_storage`). Every element of the state is the number of its step.
 
     .venv/bin/python benchmarks/torn.py [--kills 10] [--mb 256] [--seed 7] [--dlrover-python DIR/bin/python] [--json FILE]
@@ -256,7 +256,7 @@ def judged(result: dict[str, Any]) -> str:
 def measure(
     name: str, kills: int, seed: int, trial: Callable[[Path, random.Random, Path], dict[str, Any]]
 ) -> dict[str, Any]:
-    """Run trials of one system; each has folders of its own."""
+    """Run trials of one system; each has its own folders."""
     rng, trials = random.Random(f"{seed}{name}"), []
     for number in range(kills):
         with (

@@ -203,7 +203,7 @@ def measured(loop: Loop, case: Case) -> dict[str, float | None]:
 
 
 def family_cpu_seconds(others: list[int]) -> float:
-    """CPU seconds of this process (exact) and of its living descendants and `others` (in ticks of 10 ms)."""
+    """CPU seconds of this process (exact) and of its running descendants and `others` (in ticks of 10 ms)."""
     pids = {*descendants(os.getpid()), *others} - {os.getpid()}
     return time.process_time() + sum(_ticks(pid) for pid in pids) / os.sysconf("SC_CLK_TCK")
 

@@ -150,7 +150,7 @@ def test_root_fails_training_and_memory_go_on_and_the_next_persist_succeeds_by_i
     fault: str,
 ) -> None:
     monkeypatch.setenv("FLASHCKPT_DAEMON_LINGER", "0.2")
-    spoil, mend, number = FAULTS[fault]
+    spoil, repair, number = FAULTS[fault]
     with kind(tmp_path / "root", "48m") as disk:
         root = disk.path / "run"
         model = torch.nn.Linear(800, 800)
@@ -182,7 +182,7 @@ def test_root_fails_training_and_memory_go_on_and_the_next_persist_succeeds_by_i
         assert told["lag"] >= 1
         assert (job.path / "daemon.log").read_text().count("persist failed") == 1, "said once"
 
-        mend(disk)
+        repair(disk)
         train(8)
         wait_for(lambda: _durable(ckpt), what="the daemon to persist by itself", deadline_s=60)
         assert not describe(job)["error"]

@@ -123,7 +123,7 @@ def test_node_lost_and_another_takes_its_place_from_the_survivors_memory(tmp_pat
         assert tier(after, "peer", lambda host: host == new) == state
         assert tier(after, "memory", lambda host: host == survivor) == state
         assert after[0]["nodes"] == {survivor: {"memory": state}, new: {"peer": state}}
-        # ranks may have been numbered anew: who has the survivors' ranks has their generators, the others are seeded
+        # ranks may have been renumbered: a rank that has the survivors' ranks has their generators, the others are seeded
         assert sum(len(one["reseeded"]) for one in after) == 2
 
 

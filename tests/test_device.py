@@ -17,7 +17,7 @@ from flashckpt.core.shard import Shard
 from flashckpt.shm.job_directory import JobDirectory
 from flashckpt.snapshot.copy import Buffer
 from flashckpt.snapshot.copy_plan import CopyPlan
-from flashckpt.snapshot.device import DeviceCopier, Pack
+from flashckpt.snapshot.device import DeviceCopier, SmallBatch
 from flashckpt.snapshot.segments import RankSegments
 from flashckpt.state.placement import current_world
 from flashckpt.state.registry import StateRegistry
@@ -140,13 +140,13 @@ def test_small_tensors_of_every_kind_cross_the_bus_as_one_copy_and_lie_where_the
     tracked.add("model", model)
     plan = CopyPlan.of(StateLayout.of(tracked.structure(tracked.capture())))
     fetched: list[int] = []
-    real = Pack.fetch
+    real = SmallBatch.fetch
 
-    def fetch(pack: Pack) -> None:
+    def fetch(pack: SmallBatch) -> None:
         fetched.append(len(pack.items))
         real(pack)
 
-    monkeypatch.setattr(Pack, "fetch", fetch)
+    monkeypatch.setattr(SmallBatch, "fetch", fetch)
     lanes, data = DeviceCopier(FakeCuda()), bytearray(plan.layout.total)
     buffer = Buffer(memoryview(data))
     for _ in range(2):

@@ -53,7 +53,7 @@ def pinned(job: str, step: int) -> Iterator[None]:
 def test_two_slots_and_a_pinned_one_no_step_waits_and_the_next_possible_snapshot_is_persisted(
     tmp_path: Path, no_sleep: None, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Every step of this is a persist step or not; none of them may sleep, and the wish is carried over."""
+    """Every step of this is a persist step or not; none of them may sleep, and the request is carried over."""
     ckpt = Checkpointer(str(tmp_path / "root"), snapshot_every=1, persist_every=3, slots=2, job="t")
     ckpt.track(model=net())
     ckpt.restore()

@@ -152,7 +152,7 @@ def test_a_parameter_whose_data_is_of_another_form_now_is_planned_anew(other: to
         assert "another shape or storage" in str(failures[-1])
         ckpt.step(step + 1)
         life._stager.finish()
-        assert len(failures) == count + 1, "planned anew"
+        assert len(failures) == count + 1, "planned again"
     crash(ckpt)
 
 

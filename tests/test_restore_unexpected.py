@@ -238,7 +238,7 @@ def _stages(rank: int, root: str, layers: list[list[int]], dim: str, mode: str =
 def test_layers_of_other_stages_are_at_home_on_other_ranks_and_a_layer_of_none_is_named_by_all(tmp_path: Path) -> None:
     root = str(tmp_path)
     assert values(run_ranks(_stages, 2, root, [[0, 1], [2, 3]], "pp")) == [[None, []]] * 2
-    assert values(run_ranks(_stages, 2, root, [[0, 2, 3], [1]], "pp")) == [[1, []]] * 2, "spread anew"
+    assert values(run_ranks(_stages, 2, root, [[0, 2, 3], [1]], "pp")) == [[1, []]] * 2, "redistributed"
     refused = values(run_ranks(_stages, 2, root, [[0], [1, 2]], "pp"))
     assert {name for name, _ in refused} == {"UnexpectedStateError"}
     assert all("model.3.bias" in found for _, found in refused)

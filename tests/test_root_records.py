@@ -52,7 +52,7 @@ def test_no_flipped_bit_of_a_claim_chooses_another_checkpoint(store: Store) -> N
             assert "delete it" in caught.value.remedy
         store.put(key, good)
     store.put("generations/000002", flipped(good, 500))
-    assert "is damaged" in read_root(store.url, {}).error, "a cold start is told, and does not begin anew"
+    assert "is damaged" in read_root(store.url, {}).error, "a cold start reports it, and does not start over"
 
 
 def test_a_claim_under_another_name_is_damaged(store: Store) -> None:

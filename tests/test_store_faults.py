@@ -1,4 +1,4 @@
-"""What each backend does when storage misbehaves: every fault is named, nothing half-done is visible, retries mend."""
+"""What each backend does when storage misbehaves: every fault is named, nothing half-done is visible, retries succeed."""
 
 from __future__ import annotations
 
@@ -560,7 +560,7 @@ def test_temporary_file_of_a_dead_writer_is_swept_at_once_and_a_living_ones_stay
 @pytest.mark.root
 @pytest.mark.skipif(os.geteuid() != 0, reason="mounts a small file system")
 @pytest.mark.parametrize("fault", ["full", "read-only"])
-def test_full_and_read_only_file_systems_are_named_and_mend(tmp_path: Path, fault: str) -> None:
+def test_full_and_read_only_file_systems_are_named_and_recovered(tmp_path: Path, fault: str) -> None:
     size = "1m" if fault == "full" else "64m"
     mounted = subprocess.run(
         ["mount", "-t", "tmpfs", "-o", f"size={size}", "flashckpt-test", str(tmp_path)],

@@ -1,6 +1,6 @@
-"""How the nodes of a job come to agree on the snapshot that is persisted next. Pure functions.
+"""How the nodes of a job agree on the snapshot that is persisted next. Pure functions.
 
-Nodes that choose on their own diverge and commit next to nothing. So one *intent* is open at a time: every node
+Nodes that choose independently diverge and commit next to nothing. So one *intent* is open at a time: every node
 persists exactly that snapshot. While none is open, every node pins a candidate and proposes it; once all have pinned
 the same, the leader (the node of the lowest rank) opens the intent.
 """
@@ -19,16 +19,16 @@ def covers_world(proposals: Collection[NodeProposal]) -> bool:
     """Return whether the nodes together hold every rank of one world."""
     worlds = {proposal.world_size for proposal in proposals}
     ranks = {rank for proposal in proposals for rank in proposal.ranks}
-    if len(worlds) != 1 or len(ranks) != max(worlds):  # the size first: a damaged one must not be counted up to
+    if len(worlds) != 1 or len(ranks) != max(worlds):  # the size first: a damaged, huge one must not be iterated over
         return False
     return ranks == set(range(len(ranks)))
 
 
 def of_other_nodes(proposals: Collection[NodeProposal], own: Collection[int]) -> list[NodeProposal]:
-    """Return the records that still stand: one per node, without this node's own.
+    """Return the records in force: one per node, without this node's own.
 
-    A record is named by the lowest rank its node had when it wrote it. A daemon that looked before all ranks
-    of its node had a segment leaves one behind under another name: its ranks lie within a later record's.
+    A record is named by the lowest rank its node had when it wrote it. A daemon that started before all ranks
+    of its node had a segment leaves an older one under another name: its ranks are within a later record's.
     """
     foreign = [proposal for proposal in proposals if not {*proposal.ranks} & {*own}]
     return [proposal for proposal in foreign if not any({*proposal.ranks} < {*other.ranks} for other in foreign)]
@@ -37,7 +37,7 @@ def of_other_nodes(proposals: Collection[NodeProposal], own: Collection[int]) ->
 def choose_proposal(proposals: Collection[NodeProposal], floor: SnapshotId = NOTHING) -> tuple[SnapshotId, str] | None:
     """Return the snapshot to open an intent for and the reason, or None while the nodes do not agree yet.
 
-    With an urgent request the newest snapshot that all nodes hold is taken; else all must have pinned the
+    With an urgent request the newest snapshot that all nodes hold is chosen; else all must have pinned the
     same. Nothing at or below `floor` (committed or given up) is chosen again.
     """
     if not covers_world(proposals):
@@ -53,11 +53,11 @@ def choose_proposal(proposals: Collection[NodeProposal], floor: SnapshotId = NOT
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Search:
-    """How one node looks for the snapshot that all nodes can pin.
+    """How one node searches for a snapshot that all nodes can pin.
 
     Args:
-        target: It wants the first persist step from here on; the highest target of all nodes wins.
-        misses: How often a target was already overwritten here when this node heard of it.
+        target: It proposes the first persist step from this one; the highest target of all nodes wins.
+        misses: How often a target was already overwritten here when this node learned of it.
     """
 
     target: SnapshotId = NOTHING
@@ -75,10 +75,10 @@ def next_candidate(
 ) -> tuple[Search, SnapshotId | None]:
     """Return how to continue and what to pin now (None: wait).
 
-    A target that this node hears of before reaching it is safe: the first persist step from there on is
-    the same one on every node. A target that it has overwritten already is answered by what it holds
-    instead, and from the second miss on by one that lies ahead, twice as far each time, until all nodes
-    hear of it in time.
+    A target that this node learns of before reaching it is safe: the first persist step from there is
+    the same one on every node. If it has already overwritten the target, it answers with what it holds
+    instead, and from the second miss with a target in the future, twice as far each time (a doubling
+    search), until all nodes learn of it in time.
 
     Args:
         search: Result of the last call; a new one after each intent.
@@ -86,7 +86,7 @@ def next_candidate(
         newest: The newest complete snapshot of any kind.
         floor: Only snapshots above this count (committed or given up).
         others: Proposals of the other nodes.
-        spacing: Steps between two persist steps, as far as seen.
+        spacing: Steps between two persist steps, as far as known.
     """
     usable = [identity for identity in flagged if identity > floor]
     if not others:
@@ -96,7 +96,7 @@ def next_candidate(
     if heard > max(search.target, floor):
         if heard not in usable and newest >= heard:
             best = max(usable, default=heard)
-            if not search.misses and best > heard:  # the others may still hold, or have yet to reach, ours
+            if not search.misses and best > heard:  # the others may still hold ours, or have yet to reach it
                 return Search(target=best, misses=1), best
             ahead = SnapshotId(newest.generation, newest.step + spacing * 2 ** min(search.misses, 16))
             return Search(target=max(ahead, heard), misses=search.misses + 1), None

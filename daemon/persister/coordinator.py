@@ -84,8 +84,8 @@ class PersistCoordinator:
             urgent: Persist the newest common snapshot now, whether it is of a persist step or not.
 
         Raises:
-            RootError, StoreError, FencedError, DamagedError, PersistError, OSError: nothing was made
-                visible by halves; call `turn` again later.
+            RootError, StoreError, FencedError, DamagedError, PersistError, OSError: nothing
+                partial became visible; call `turn` again later.
         """
         self._record = record
         if self.flush is not None and (result := self.flush.result()) is not None:
@@ -94,7 +94,7 @@ class PersistCoordinator:
         self._run(view, p.Tick(now_s=time.monotonic(), node=view, generation=record, urgent=urgent))
 
     def pause(self, view: NodeInventory, *, urgent: bool = False, failing: bool = False) -> None:
-        """Keep the candidate pinned without touching the root; where storage is failing, not at training's cost."""
+        """Keep the candidate pinned without accessing the root; release it if storage fails and training needs the slot."""
         self._run(view, p.Paused(node=view, urgent=urgent, failing=failing))
 
     def disconnect(self) -> None:
@@ -104,7 +104,7 @@ class PersistCoordinator:
             self._store = None
 
     def close(self) -> None:
-        """Give everything back; waits for writes in progress."""
+        """Release everything; waits for writes in progress."""
         if self.flush is not None:
             self.flush.close()
             self.flush = None
@@ -127,7 +127,7 @@ class PersistCoordinator:
 
     @property
     def skipped(self) -> int:
-        """Persist steps that were seen complete here and left out, since another was being persisted."""
+        """Persist steps that were complete here but skipped, since another was being persisted."""
         return self.negotiation.skipped
 
     @property
@@ -159,7 +159,7 @@ class PersistCoordinator:
     def _execute(self, action: Action) -> Event | None:
         """Do one thing; return the answer where it is a question."""
         match action:
-            case p.Pin(identity, ranks):
+            case p.PinSlots(identity, ranks):
                 return self._pin(identity, ranks)
             case p.Unpin(identity):
                 release(self._pins.pop(identity, {}))
@@ -266,7 +266,7 @@ class PersistCoordinator:
         assert self.flush is not None
         try:
             commit(self._connected(), prefix_of(*intent.identity), intent.writers)
-        except FencedError:  # swept: a tombstone lies where MANIFEST would
+        except FencedError:  # swept: there is a tombstone in place of MANIFEST
             return p.TombstoneFound()
         except OF_THE_DATA as error:
             self._error = error  # raised once the negotiation knows of it

@@ -85,7 +85,7 @@ class Flush:
         return any(not future.done() for future in (self._futures or {}).values())
 
     def close(self) -> None:
-        """End the threads (after what they are writing) and give the slots back."""
+        """End the threads (after their current writes) and release the slots."""
         self._pool.shutdown()
         release(self.pins)
 
@@ -105,5 +105,5 @@ class Flush:
 
 
 def problem_of(error: Exception) -> str:
-    """Return what is wrong, in a few words."""
+    """Return the problem in a few words."""
     return str(getattr(error, "problem", "") or error)

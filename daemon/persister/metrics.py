@@ -38,7 +38,7 @@ GAUGES = {
 COUNTERS = {
     "commits": "Checkpoints committed, as seen by this daemon.",
     "given_up": "Snapshots whose persist was given up.",
-    "skipped_persist_steps": "Persist steps left out because another one was being persisted.",
+    "skipped_persist_steps": "Persist steps skipped because another one was being persisted.",
     "failures": "Attempts to persist that failed.",
     "persisted_bytes": "Bytes of tensors in snapshots that this node persisted.",
     "persist_seconds": "Seconds from intent to commit, summed over commits.",
@@ -89,7 +89,7 @@ class Endpoint:
 def serve(observed: Observed, *, job: str, node: int) -> Endpoint | None:
     """Start the endpoint if FLASHCKPT_METRICS_PORT is set, None where it is not.
 
-    It listens on FLASHCKPT_METRICS_HOST, which is the loopback address unless it is set: whoever reaches the port can
+    It listens on FLASHCKPT_METRICS_HOST, which is the loopback address unless it is set: anybody who can reach the port can
     read it. Node k of several on one machine takes port + k. An address or port that cannot be used costs only the
     metrics, and a warning.
     """

@@ -4,14 +4,14 @@
 its answer is the next event. Where the answer fails to come, the next `Tick` begins a new turn. There is no clock, no
 store and no thread in here: time comes with the events. `coordinator` executes; `tests/scenarios` are transcripts.
 
-What may go wrong, and what is done about it:
+Failures, and how each is handled:
 
 * The leader dies before it has decided: the next daemon of its node decides. After its index, or before its commit:
   another node commits, each `persist.TAKEOVER_S` later than the one before it. Everything that is written may be repeated.
 * A node is late: its snapshot is not complete yet (it waits), or is overwritten already (it abandons the intent, and all
   unpin). Other writers that never finish: the leader abandons the intent after `persist.INTENT_PATIENCE_S`.
-* A tombstone lies where MANIFEST belongs: the snapshot is given up here, and never committed.
-* A snapshot was abandoned and all daemons have restarted since: its mark tells them not to decide on it again.
+* There is a tombstone in place of MANIFEST: the snapshot is given up here, and never committed.
+* A snapshot was abandoned and all daemons have restarted since: its mark keeps them from deciding on it again.
 """
 
 from __future__ import annotations
@@ -73,7 +73,7 @@ class Negotiation:
         """Take one event in; return what to do about it, the question last.
 
         A state changes only once what it rests on was done: an executor that fails in the middle leaves the machine
-        as it was before that action. An answer that nobody waits for changes nothing.
+        as it was before that action. An unexpected answer changes nothing.
         """
         if isinstance(event, p.STARTING):
             self._turn = self._begin(event)
@@ -133,11 +133,11 @@ class Negotiation:
             outcome = yield from self.persist.advance(tick, lambda: self._may_look(tick.now_s))
             yield from self._end(self.persist, outcome)
         if self.persist is None and tick.now_s - self._swept_s >= SWEEP_EVERY_S:
-            self._swept_s = tick.now_s  # one that fails is not tried again at once: it is no help to anybody
+            self._swept_s = tick.now_s  # a failed retention is not retried at once: nothing depends on it
             yield p.Sweep(self.committed)
 
     def _pause(self, event: p.Paused) -> p.Turn:
-        """Hold on to the candidate; where training would have no slot left to write, give all pins back instead.
+        """Hold on to the candidate; if training would have no slot left to write, release all pins instead.
 
         With two slots a pinned one leaves none: the other holds the newest snapshot. While storage fails the memory
         tier must continue, and the next attempt takes what is newest then.
@@ -149,7 +149,7 @@ class Negotiation:
         pinned = persist.intent.identity if persist is not None else self.candidate
         if pinned is not None:
             self._owed = max(self._owed, pinned)
-            self._intents_are_read = False  # an intent that is open is looked at again: it may have to be given up
+            self._intents_are_read = False  # an open intent is checked again: it may have to be given up
         if persist is not None:
             self.persist = None
             yield p.EndWrite(persist.intent.identity, Outcome.DEFERRED)
@@ -158,7 +158,7 @@ class Negotiation:
     # -- pins: at most one snapshot per node ----------------------------------------------------------------
 
     def _hold(self, node: NodeSlots, *, urgent: bool) -> p.Turn:
-        """Keep the newest candidate pinned where this node has all ranks; the root is not asked for that."""
+        """Keep the newest candidate pinned if this node has all ranks; this needs no access to the root."""
         flagged = self._flagged(node)
         whole = [one for one in (node.complete() if urgent else flagged) if node.is_whole(one[0])]
         self._seen.update(flagged)
@@ -171,7 +171,7 @@ class Negotiation:
             yield from self._pin(node, best)
 
     def _flagged(self, node: NodeSlots) -> list[SnapshotId]:
-        """Return what is to be persisted; where that was given back and overwritten, the newest snapshot in its place."""
+        """Return what is to be persisted; if that was released and overwritten, the newest snapshot instead."""
         flagged = [identity for identity in node.flagged() if identity > self.floor]
         if not flagged and self._owed > self.floor:
             flagged = [identity for identity in node.complete() if identity >= self._owed][-1:]
@@ -180,7 +180,7 @@ class Negotiation:
     def _pin(self, node: NodeSlots, identity: SnapshotId) -> p.Turn:
         """Hold another candidate; where it has just been overwritten, keep the present one."""
         ranks = tuple(sorted(node.holders(identity)))
-        if isinstance((yield p.Pin(identity, ranks)), p.Pinned):
+        if isinstance((yield p.PinSlots(identity, ranks)), p.Pinned):
             yield from self._unpin()
             self.candidate, self._pinned = identity, ranks
 
@@ -196,7 +196,7 @@ class Negotiation:
         return self._node_count > 1 and not node.is_whole(node.newest_generation())
 
     def _may_look(self, now_s: float) -> bool:
-        """Whether the root may be asked again; asking it with every event would be many requests for nothing."""
+        """Whether the root may be polled again; polling it with every event would waste requests."""
         if now_s - self._looked_s < ROOT_LOOK_S:
             return False
         self._looked_s = now_s
@@ -262,7 +262,7 @@ class Negotiation:
         chosen = choose_proposal(nodes, self.floor)
         if chosen is None or min(mine.ranks) != min(min(one.ranks) for one in nodes):
             return
-        if chosen[0] in self._abandoned:  # its intent lies there, marked: deciding on it again would change nothing
+        if chosen[0] in self._abandoned:  # its marked intent is still there: deciding on it again would change nothing
             self.floor = chosen[0]
             return
         yield from self._open(chosen[0], tuple(range(mine.world_size)))
@@ -300,7 +300,7 @@ class Negotiation:
         if identity == self.candidate and {*missing} <= {*self._pinned}:
             self._start(intent, self._pinned)
             return True
-        if isinstance((yield p.Pin(identity, missing)), p.Pinned):
+        if isinstance((yield p.PinSlots(identity, missing)), p.Pinned):
             if identity != self.candidate:
                 yield from self._unpin()
             self._start(intent, missing)

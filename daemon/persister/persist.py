@@ -1,4 +1,4 @@
-"""From an intent to its commit: what one node does for the snapshot that was decided on. No I/O, as `negotiation`.
+"""From an intent to its commit: what one node does for the snapshot of an intent. No I/O, like `negotiation`.
 
 It may be tried again as often as it takes: packs are written again, an index that is there is kept, MANIFEST is created
 once. The slots are held until the snapshot is committed or given up.
@@ -20,7 +20,7 @@ INTENT_PATIENCE_S = 600.0
 """Seconds that the leader waits for the writers of other nodes before it gives an intent up."""
 ATTEMPTS = 4
 """Times that damaged data is written again before the snapshot is given up."""
-ROLLED_BACK = "its lineage was abandoned by a restore"
+ROLLED_BACK = "its lineage was rolled back by a restore"
 
 _Work = Generator[Action, Event, Outcome | None]
 """Some work on the intent, and how it ends; None: it is not over."""

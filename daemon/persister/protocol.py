@@ -1,4 +1,4 @@
-"""What goes into a negotiation and what comes out of it: events and actions, as values.
+"""The inputs and outputs of a negotiation: events and actions, as values.
 
 A *question* is an action that is answered by one of the events that it names. Whatever is asked of the root is a
 question, for it may fail: an action without an answer cannot.
@@ -60,7 +60,7 @@ class Outcome(enum.Enum):
 class Cause(enum.Enum):
     """Why a write or a commit failed."""
 
-    STORAGE = "the storage: it may be tried for ever"
+    STORAGE = "the storage: it may be retried forever"
     INCOMPLETE = "something is not there yet"
     DAMAGED = "bytes are not those that were written: written again, they may be"
     FINAL = "no attempt can succeed"
@@ -218,7 +218,7 @@ class Question(Action):
 
 @dataclass(frozen=True, slots=True)
 class Unpin(Action):
-    """Give the slots of the candidate back."""
+    """Release the slots of the candidate."""
 
     identity: SnapshotId
 
@@ -232,7 +232,7 @@ class EndWrite(Action):
 
 
 @dataclass(frozen=True, slots=True)
-class Pin(Question):
+class PinSlots(Question):
     """Take leases on one snapshot of all `ranks`, or of none."""
 
     answers = (Pinned, PinLost)
@@ -272,7 +272,7 @@ class ReadProposals(Question):
 
 @dataclass(frozen=True, slots=True)
 class PublishProposal(Question):
-    """Tell the other nodes."""
+    """Publish this node's proposal to the other nodes."""
 
     generation: int
     proposal: NodeProposal

@@ -1,4 +1,4 @@
-"""Removal of segments that nobody needs any more: of an earlier generation or layout, under invariant M1."""
+"""Removal of superseded segments, of an earlier generation or layout, under invariant M1."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def superseded(view: NodeInventory, record: Generation, committed: Identity | No
     Args:
         view: This node's slots.
         record: The current generation; only what is older than its own first common snapshot may go.
-        committed: Newest identity on the root.
+        committed: Newest id on the root.
     """
     known = [identity for identity in view.common() if identity[0] == record.number]
     if committed is not None and committed[0] == record.number:

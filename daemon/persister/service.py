@@ -121,7 +121,7 @@ class Daemon:
         """One turn; an unforeseen error is logged with its traceback, and the turn retried: snapshots wait to be persisted."""
         try:
             return self.turn()
-        except Exception as error:  # noqa: BLE001 -- the daemon is the last one that may give up
+        except Exception as error:  # noqa: BLE001 -- the daemon must not give up
             if str(error) != self._surprise:
                 _log.exception("a turn failed")
             self._surprise = str(error)
@@ -174,7 +174,7 @@ class Daemon:
         return self._stopped_s is not None
 
     def close(self) -> None:
-        """Give everything back."""
+        """Release everything."""
         if self.endpoint is not None:
             self.endpoint.close()
         if self.persisting is not None:
@@ -197,7 +197,7 @@ class Daemon:
         except (DamagedError, FormatVersionError) as error:
             unknown = None in self._read
             if str(error) != self._damage:
-                used = "nothing can be persisted" if unknown else "what it said before is used"
+                used = "nothing can be persisted" if unknown else "its previous content is used"
                 _log.error("a record of the job cannot be read, %s: %s", used, error)
             self._damage = str(error)
             if unknown:  # report it to those who wait for a commit
@@ -337,7 +337,7 @@ class Daemon:
             if gone is None:
                 return False
             remove_tree(gone.name, base)
-        _log.info("job %s ended: its memory was given back", self.directory.job)
+        _log.info("job %s finished; shared memory released", self.directory.job)
         return True
 
 
@@ -360,7 +360,7 @@ def main(arguments: list[str]) -> int:
             return 0
         daemon = Daemon(directory, lock, DaemonTimeouts.from_environment())
     except FileNotFoundError:
-        return 0  # the job ended and its directory went before we started
+        return 0  # the job ended and its directory was removed before we started
     except FlashckptError as error:
         _log.error("%s", error)
         return error.exit_code
@@ -371,7 +371,7 @@ def main(arguments: list[str]) -> int:
     daemon.run()
     if daemon.exit_code:
         logging.shutdown()
-        os._exit(daemon.exit_code)  # not held up by a writer that hangs in the storage; it has published nothing
+        os._exit(daemon.exit_code)  # does not wait for a writer that hangs in the storage; it has published nothing
     return 0
 
 

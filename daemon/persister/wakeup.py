@@ -24,7 +24,7 @@ class Wakeup(FileSystemEventHandler):
 
     Args:
         folders: Existing directories; not watched recursively.
-        poll_s: Seconds between two looks where inotify cannot be had.
+        poll_s: Seconds between two polls if inotify is not available.
     """
 
     def __init__(self, folders: Sequence[Path], *, poll_s: float = 0.2) -> None:

@@ -39,11 +39,11 @@ def compare(a: Mapping[str, Any], b: Mapping[str, Any]) -> list[Difference]:
         ConfigError: They are of different kinds, or have no figure in common.
     """
     if a.get("kind") != b.get("kind"):
-        raise ConfigError("These results cannot be compared.", found=f"bench {a.get('kind')} and bench {b.get('kind')}")
+        raise ConfigError("these results cannot be compared", found=f"bench {a.get('kind')} and bench {b.get('kind')}")
     others = dict(_summaries(b["results"]))
     rows = [_difference(name, one, others[name]) for name, one in _summaries(a["results"]) if name in others]
     if not rows:
-        raise ConfigError("These results have no figure in common.", found=f"two results of bench {a.get('kind')}")
+        raise ConfigError("these results have no figure in common", found=f"two results of bench {a.get('kind')}")
     return rows
 
 

@@ -28,7 +28,7 @@ JOB = "bench"
 _READY_S = 120.0
 """How long all ranks may take to reserve memory for one snapshot."""
 Progress = Callable[[str, int, int | None], None]
-"""Called with what is going on, how many bytes are through so far, and how many there will be (None: unknown yet)."""
+"""Called with the current phase, the bytes done so far, and the total (None: unknown yet)."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -64,7 +64,7 @@ def table_of(layout: ModelLayout, ranks: int) -> dict[str, Any]:
     """
     if not 1 <= ranks <= min(layout.ranks, MOST_RANKS):
         raise ConfigError(
-            "--ranks is out of range.",
+            "--ranks is out of range",
             found=f"{ranks}",
             expected=f"1 to {min(layout.ranks, MOST_RANKS)} ({layout.model.name} is cut over {layout.ranks})",
         )
@@ -101,7 +101,7 @@ class BenchJob:
         run: What to run.
         memory: Directory of the segments.
         scratch: Where to persist; None measures memory only.
-        progress: Told what goes on.
+        progress: Receives the current phase.
     """
 
     def __init__(self, run: JobRun, memory: Path, scratch: Scratch | None, progress: Progress) -> None:
@@ -276,7 +276,7 @@ class BenchJob:
         self._progress(what, self._bytes, self._bytes_in_all())
 
     def _bytes_in_all(self) -> int:
-        """Return how many bytes `progress` will have been told in the end."""
+        """Return how many bytes will have been reported to `progress` in the end."""
         held: int = sum(size["held_bytes"] for size in self.sizes)
         return held * (4 if self.scratch else 1) * (self.run.rounds + 1)
 

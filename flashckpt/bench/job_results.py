@@ -36,7 +36,7 @@ class JobMeasurement:
         sizes: Each rank's `held_bytes` and `tensors`.
         written: Bytes of tensors that each rank's slot brought to storage; empty where nothing was persisted.
         touch: Each rank's `bytes` and `seconds` of the first touch of memory like its segment's.
-        persists: Whether the rounds went on to storage; cold: how its caches were emptied.
+        persists: Whether the rounds included storage; cold: how its caches were emptied.
         uplift: By how much steps got longer beside a persist (share).
         peers: Summaries of the other libraries, by name.
     """

@@ -104,14 +104,14 @@ class ModelLayout:
     def __post_init__(self) -> None:
         if min(self.tp, self.pp, self.dp) < 1 or self.zero not in (0, 1, 3):
             raise LayoutError(
-                "This layout makes no sense.",
+                "invalid layout",
                 found=f"tp {self.tp}, pp {self.pp}, dp {self.dp}, zero {self.zero}",
                 expected="tp, pp and dp of at least 1; zero 0, 1 or 3",
             )
         narrow = min(self.model.hidden, self.model.ffn, self.model.kv, self.model.vocab)
         if self.pp > self.model.layers or self.tp > narrow:
             raise LayoutError(
-                f"{self.model.name} cannot be cut that often.",
+                f"{self.model.name} cannot be cut that often",
                 found=f"{self.pp} stages for {self.model.layers} layers, {self.tp} TP ranks for a width of {narrow}",
                 expected="at most one stage per layer and one TP rank per row",
             )
@@ -293,7 +293,7 @@ def scaled(layout: ModelLayout, factor: float) -> ModelLayout:
         LayoutError: `factor` is not in (0, 1], or nothing would be left to cut.
     """
     if not 0 < factor <= 1:
-        raise LayoutError("--scale must be above 0 and at most 1.", found=f"{factor:g}", expected="for example 1/64")
+        raise LayoutError("--scale must be above 0 and at most 1", found=f"{factor:g}", expected="for example 1/64")
     model, unit = layout.model, max(8, layout.tp * layout.dp)
     if factor == 1:
         return layout
@@ -315,7 +315,7 @@ def scaled(layout: ModelLayout, factor: float) -> ModelLayout:
     result = replace(layout, model=smaller)
     if result.total_bytes > 2 * max(factor * layout.total_bytes, 1):
         raise LayoutError(
-            f"{model.name} cannot be made that small on {layout.tp} x {layout.pp} x {layout.dp} ranks.",
+            f"{model.name} cannot be scaled down that far on {layout.tp} x {layout.pp} x {layout.dp} ranks",
             found=f"scale {factor:g}",
             expected=f"at least about {result.total_bytes / layout.total_bytes:.2g} (one layer per stage, {unit} rows per tensor)",
         )
@@ -328,9 +328,9 @@ def shards_of(table: Mapping[str, Any], rank: int) -> list[Shard]:
 
 
 def copies_of(table: Mapping[str, Any], rank: int) -> list[tuple[Shard, tuple[int, ...]]]:
-    """Return the shards of one rank, each as a tensor of its own, with the ranks that hold a copy of it.
+    """Return the shards of one rank, each as a separate tensor, with the ranks that hold a copy of it.
 
-    A tensor of its own: a checkpoint of some ranks of a layout only would have gaps otherwise.
+    A separate tensor: a checkpoint of some ranks of a layout only would have gaps otherwise.
 
     Args:
         table: `uniform_bytes` for one flat float32 tensor per rank; or the fields of a ModelLayout with `model` as the
@@ -360,7 +360,7 @@ def uniform(nbytes: int, rank: int, ranks: int) -> list[Shard]:
 
 
 def _own_tensor(shard: Shard) -> Shard:
-    """Return the box as a tensor of its own."""
+    """Return the box as a separate tensor."""
     name = f"{shard.fqn}[{','.join(map(str, shard.offsets))}]"
     nothing = (0,) * len(shard.offsets)
     return Shard(

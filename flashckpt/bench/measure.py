@@ -189,7 +189,7 @@ def require_quiet(load: LoadWatch | None = None) -> None:
     load = load or LoadWatch()
     if load.load_before > load.cores:
         raise ConfigError(
-            "This machine is too busy to measure.",
+            "this machine is too busy to measure",
             found=f"load average {load.load_before:.1f}",
             expected=f"at most {load.cores} (one runnable thread per core), as --require-quiet asks",
             state="Nothing was written.",
@@ -257,14 +257,14 @@ def read_json(path: Path) -> dict[str, Any]:
     try:
         result = json.loads(path.read_text())
     except (OSError, ValueError) as error:
-        raise ConfigError(f"Cannot read {path} as a benchmark result.", found=str(error)) from error
+        raise ConfigError(f"{path} cannot be read as a benchmark result", found=str(error)) from error
     if not isinstance(result, dict) or not isinstance(result.get("schema"), int) or "results" not in result:
         raise ConfigError(
-            f"{path} is not a result of flashckpt bench.", expected='a JSON object with "schema" and "results"'
+            f"{path} is not a result of flashckpt bench", expected='a JSON object with "schema" and "results"'
         )
     if result["schema"] > SCHEMA:
         raise FormatVersionError(
-            f"{path} was written by a newer flashckpt.",
+            f"{path} was written by a newer flashckpt",
             found=f"schema {result['schema']}",
             expected=f"at most {SCHEMA}",
             remedy="pip install -U flashckpt",

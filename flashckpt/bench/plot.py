@@ -20,7 +20,7 @@ def figure(title: str, panels: int = 1) -> tuple[Any, Any]:
         from matplotlib.figure import Figure
     except ImportError as error:
         raise ConfigError(
-            "--plot needs matplotlib.", found=str(error), remedy='pip install "flashckpt[trainer]", or drop --plot'
+            "--plot needs matplotlib", found=str(error), remedy='pip install "flashckpt[trainer]", or drop --plot'
         ) from error
     drawing = Figure(figsize=(6.4 * panels, 4.4), layout="constrained")
     FigureCanvasAgg(drawing)
@@ -33,7 +33,7 @@ def finish(drawing: Any, path: Path) -> None:
     try:
         drawing.savefig(path, dpi=120)
     except (OSError, ValueError) as error:
-        raise ConfigError(f"Cannot write {path}.", found=str(error)) from error
+        raise ConfigError(f"{path} cannot be written", found=str(error)) from error
 
 
 def draw_bench(document: Mapping[str, Any], path: Path) -> None:

@@ -70,7 +70,9 @@ def fsync_verdict(directory: Path | None, seconds: Mapping[str, list[float]], si
         return "suspicious: durable writes as fast as copies in memory; fsync is probably not honoured"
     if median(seconds["publish_s"]) < _TOO_QUICK_S:
         return "suspicious: a durable publish took less than 30 us; fsync is probably not honoured"
-    return "no impossible rates (a cache with its own power, or one behind a virtual disk, cannot be told from here)"
+    return (
+        "no impossible rates (a cache with its own power, or one behind a virtual disk, cannot be detected from here)"
+    )
 
 
 def _seconds(work: Callable[[], Any]) -> float:

@@ -36,7 +36,7 @@ def parse_scale(text: str) -> float:
     except (ValueError, ZeroDivisionError):
         value = math.nan
     if not 0 < value <= 1:
-        raise ConfigError(f"{text!r} is not a scale.", found=text, expected="above 0, at most 1: for example 1/64")
+        raise ConfigError(f"{text!r} is not a scale", found=text, expected="above 0, at most 1: for example 1/64")
     return value
 
 
@@ -47,7 +47,7 @@ def parse_share(text: str) -> float:
     except ValueError:
         value = math.nan
     if not 0 <= value <= 1:
-        raise ConfigError(f"{text!r} is not a share.", found=text, expected="a number from 0 to 1")
+        raise ConfigError(f"{text!r} is not a share", found=text, expected="a number from 0 to 1")
     return value
 
 
@@ -56,9 +56,7 @@ def _parse(text: str, units: dict[str, Any], kind: str, example: str) -> float:
     factor = units.get(match.group(2).lower()) if match else None
     value = float(match.group(1)) * factor if match and factor else math.nan
     if not 0 < value < 1e30:
-        raise ConfigError(
-            f"{text!r} is not {kind}.", found=text, expected=f"a positive number with its unit: {example}"
-        )
+        raise ConfigError(f"{text!r} is not {kind}", found=text, expected=f"a positive number with its unit: {example}")
     return value
 
 

@@ -1,7 +1,7 @@
 """One rank of `flashckpt bench job`: real tensors under a `Checkpointer`, which takes and restores them as in training.
 
 Run as `python -m flashckpt.bench.rank` by `flashckpt.bench.job`, which plays the part of dlrun: it watches over the
-ranks (FLASHCKPT_AGENT_DIR, FLASHCKPT_RESTART) and has the slots persisted by a process of its own.
+ranks (FLASHCKPT_AGENT_DIR, FLASHCKPT_RESTART) and has the slots persisted by a separate process.
 """
 
 from __future__ import annotations

@@ -65,7 +65,7 @@ def owner() -> dict[str, Any]:
 
 
 def is_alive(marker: Mapping[str, Any]) -> bool:
-    """Tell whether the run that wrote a marker still goes on; one of another machine is, for a day."""
+    """Return whether the run that wrote a marker is still running; one of another machine counts as running for a day."""
     if marker.get("boot") != boot_id().hex():
         return time.time() - float(marker.get("time", 0)) < FORGOTTEN_S
     return _start_of(int(marker.get("pid", 0))) == marker.get("start") is not None
@@ -91,14 +91,14 @@ def storage(
         need_bytes: Most bytes that lie there at any time.
         options: Storage options.
         keep: Leave the folder (its marker says so) instead of removing it.
-        processes: Of the run; memory:// lives in one only.
+        processes: Of the run; memory:// works with one only.
 
     Raises:
         RootError: Not empty, no room, no rights. Nothing was written, or what was is removed.
         JobInUseError: Another benchmark is running there.
     """
     if processes > 1 and is_process_local(url):
-        raise ConfigError(f"{url} lives in one process only.", expected="storage that several processes see")
+        raise ConfigError(f"{url} is process-local", expected="storage that several processes see")
     outer = open_store(url, **options)
     made = _missing(outer)
     swept = _sweep(outer, options)
@@ -128,7 +128,7 @@ def _sweep(outer: Store, options: Mapping[str, Any]) -> list[str]:
     foreign = sorted(name for name in names if not name.startswith(FOLDER))
     if foreign:
         raise RootError(
-            f"{outer.url} is not empty.",
+            f"{outer.url} is not empty",
             found=", ".join(foreign[:3]) + (f" and {len(foreign) - 3} more" if len(foreign) > 3 else ""),
             expected="an empty or new directory or prefix, so that the figures and the clean-up touch nothing of yours",
             state="Nothing was written.",
@@ -138,16 +138,16 @@ def _sweep(outer: Store, options: Mapping[str, Any]) -> list[str]:
     for name, marker in markers.items():
         if marker.get("kept"):
             raise RootError(
-                f"{outer.url} holds what an earlier run kept (--keep).",
+                f"{outer.url} holds what an earlier run kept (--keep)",
                 found=name,
                 state="Nothing was written.",
                 remedy=f"remove {name}, or name another place",
             )
         if marker and is_alive(marker):
             raise JobInUseError(
-                f"Another benchmark is running on {outer.url}.",
+                f"another benchmark is running on {outer.url}",
                 found=f"pid {marker.get('pid')}",
-                expected="one benchmark per place, for they would measure each other",
+                expected="one benchmark per place, since they would measure each other",
                 state="Nothing was written.",
             )
     for name in markers:
@@ -211,7 +211,7 @@ def _refuse_full(outer: Store, need_bytes: int) -> None:
     free = status.f_bavail * status.f_frsize
     if free < need_bytes:
         raise RootError(
-            f"{outer.url} has too little room for this run.",
+            f"{outer.url} has too little space for this run",
             found=f"{free / 1e9:.2f} GB free",
             expected=f"{need_bytes / 1e9:.2f} GB",
             state="Nothing was written.",

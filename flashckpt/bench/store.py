@@ -34,7 +34,7 @@ from flashckpt.restore.sources import StorageSource
 from flashckpt.storage.store import PART_BYTES, PARTS_IN_FLIGHT
 
 Progress = Callable[[str, int, int | None], None]
-"""Called with what is going on, the bytes so far, and how many there will be."""
+"""Called with the current phase, the bytes so far, and the total."""
 SMALL_BYTES = 4096
 
 
@@ -64,7 +64,7 @@ class StoreBench:
     Args:
         run: What to run.
         scratch: Where.
-        progress: Told what goes on and the bytes so far.
+        progress: Receives the current phase and the bytes so far.
     """
 
     def __init__(self, run: StoreRun, scratch: Scratch, progress: Progress) -> None:

@@ -183,7 +183,7 @@ class Workers:
         self._hosts, self._workers = [], []
 
     def finish(self) -> None:
-        """Let idle workers end by themselves, so that their CPU time counts as ours."""
+        """Let idle workers end normally, so that their CPU time counts as ours."""
         for worker in self._workers:
             worker.orders.close()
         for host in self._hosts:
@@ -220,7 +220,7 @@ class Workers:
 
 @contextlib.contextmanager
 def workers(logs: Path) -> Iterator[Workers]:
-    """Give a `Workers` whose processes have all ended behind the body: by themselves, or by force after an error."""
+    """Give a `Workers` whose processes have all ended after the body: normally, or by force after an error."""
     made = Workers(logs)
     try:
         yield made

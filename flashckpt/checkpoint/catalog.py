@@ -69,7 +69,7 @@ _infos_lock = threading.Lock()
 def list_checkpoints(store: Store, *, damaged: bool = False, whole: bool = False) -> list[CheckpointInfo]:
     """Return the committed checkpoints of a root, newest (generation, step) first.
 
-    Abandoned ones are included: `newest_checkpoint` leaves them out. A MANIFEST that this process has looked at
+    Rolled-back ones are included: `newest_checkpoint` excludes them. A MANIFEST that this process has read
     is not read again while its size and time are the same.
 
     Args:
@@ -104,7 +104,7 @@ def read_manifest(store: Store, info: CheckpointInfo | str) -> Manifest:
 
 
 def read_manifest_bytes(store: Store, prefix: str) -> bytes:
-    """Return a MANIFEST as it lies there, for `manifest_from`; NoCheckpointError where there is none."""
+    """Return the bytes of a MANIFEST, for `manifest_from`; NoCheckpointError if there is none."""
     try:
         return store.get(f"{prefix}/{MANIFEST}")
     except ObjectMissingError as error:
@@ -130,13 +130,13 @@ def newest_checkpoint(
     below: SnapshotId | None = None,
     whole: bool = False,
 ) -> CheckpointInfo | None:
-    """Return the newest checkpoint that no later generation abandoned; None where there is none.
+    """Return the newest checkpoint that no later generation rolled back; None if there is none.
 
     Args:
         store: The root.
-        generations: Claims that tell what was abandoned; read from the root if None.
+        generations: Claims that determine what was rolled back; read from the root if None.
         below: Only those before this identity (to offer the next older one when the newest is damaged).
-        whole: Its MANIFEST must hold whole; older ones are looked at until one does.
+        whole: Its whole MANIFEST must be valid; older ones are tried until one is.
     """
     claims = read_generations(store) if generations is None else generations
     for info in list_checkpoints(store):
@@ -148,7 +148,7 @@ def newest_checkpoint(
 
 
 def look_at(store: Store, prefix: str, *, whole: bool = False) -> CheckpointInfo | None:
-    """Return what the MANIFEST of one folder says; None where it has none or a tombstone; `problem` where it is damaged.
+    """Return the checkpoint of one folder; None without a MANIFEST or with a tombstone; `problem` if it is damaged.
 
     Args:
         store: The root.

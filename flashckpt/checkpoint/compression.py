@@ -2,7 +2,7 @@
 
 A `.fcz` object holds the bytes of a `.fck` pack in frames of at most 1 MiB that start where digest
 chunks start: byte-shuffled for items wider than a byte, zstd, or as they are where that is not
-smaller. A directory and a footer follow the frames. Places in manifests count *uncompressed* bytes,
+smaller. A directory and a footer follow the frames. Offsets in manifests count *uncompressed* bytes,
 so nothing above this module knows whether a pack is compressed. Byte tables are in docs/format.md.
 """
 
@@ -214,7 +214,7 @@ class PackedObjects:
             return np.frombuffer(stored, np.uint8)
         try:
             says = zstandard.frame_content_size(bytes(stored[:_ZSTD_HEADER_BYTES]))
-            if says not in (-1, nbytes):  # zstd would make that much room, whatever it is
+            if says not in (-1, nbytes):  # zstd would allocate that much, whatever it is
                 raise _damaged(self._store, key, f"a frame that says {says} bytes", f"{nbytes} bytes")
             data = _decompressor().decompress(stored, max_output_size=nbytes)
         except zstandard.ZstdError as error:

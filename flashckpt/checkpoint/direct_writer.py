@@ -1,4 +1,4 @@
-"""A checkpoint written without a slot: rows that are read when their pack is written. For dcp and `import`. Torch-free.
+"""A checkpoint written without a slot: rows are read while their pack is written. For dcp and `import`. Torch-free.
 
 The write order is that of a persist: packs, this writer's index, MANIFEST by one conditional write. Only the
 rows of one part are in memory at a time; digests are taken from the bytes on their way into the pack.
@@ -60,7 +60,7 @@ def held_while_read(load: Callable[[], memoryview]) -> Callable[[int, int], memo
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class CheckpointSlot:
-    """Where one save goes: made once by the coordinator, the same on all writers.
+    """The destination of one save: chosen once by the coordinator, the same on all writers.
 
     Attributes:
         claim: The generation that writes; it fences older writers.

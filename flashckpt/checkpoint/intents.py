@@ -24,7 +24,7 @@ _NAME = re.compile(r"^(\d{6,})-(\d{9,})$")
 
 
 def put_intent(store: Store, intent: Intent) -> bool:
-    """Write the decision; return False where one for this snapshot is already there (it stands)."""
+    """Write the decision; return False if one for this snapshot already exists (it remains in force)."""
     crash_point("persist.before-intent")
     created = store.put_if_absent(_key(intent.generation, intent.step), encode_intent(intent))
     crash_point("persist.after-intent")
@@ -67,7 +67,7 @@ def abandoned_reason(store: Store, generation: int, step: int) -> str | None:
 
 
 def close_intent(store: Store, generation: int, step: int) -> None:
-    """Remove an intent and its mark: the checkpoint is committed, or nobody waits for it any more."""
+    """Remove an intent and its mark: the checkpoint is committed, or no node waits for it any more."""
     key = _key(generation, step)
     store.delete(key)
     store.delete(key + _MARK)

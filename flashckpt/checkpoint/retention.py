@@ -1,9 +1,9 @@
 """Which checkpoints stay, readers' leases, and the removal of everything else.
 
 Deletion order: MANIFEST is replaced by a tombstone first (the checkpoint stops existing, and a
-committer that wakes up late cannot bring it back), then leases are looked at once more, then the data
-goes, and the tombstone last, after `TOMBSTONE_AGE_S`. A reader puts its lease before it reads MANIFEST
-and looks again afterwards, so either the reader sees the tombstone or the deleter sees the lease.
+committer that wakes up late cannot bring it back), then leases are checked once more, then the data is
+removed, and the tombstone last, after `TOMBSTONE_AGE_S`. A reader writes its lease before it reads MANIFEST
+and checks MANIFEST again afterwards, so either the reader sees the tombstone or the deleter sees the lease.
 """
 
 from __future__ import annotations
@@ -109,7 +109,7 @@ def choose_expired(
     Args:
         infos: All valid checkpoints of the root.
         policy: What to keep.
-        abandoned: Identities that a later generation left behind.
+        abandoned: Ids that a later generation rolled back.
         kept: Folders with a keep mark.
         leased: Folders under a lease that has not expired.
     """
@@ -131,7 +131,7 @@ def prune(store: Store, policy: Policy, *, dry_run: bool = False, now_s: float |
     Args:
         store: The root.
         policy: What to keep.
-        dry_run: Delete nothing, only tell.
+        dry_run: Delete nothing, only report.
         now_s: Unix seconds (tests).
     """
     now = time.time() if now_s is None else now_s
@@ -157,7 +157,7 @@ def prune(store: Store, policy: Policy, *, dry_run: bool = False, now_s: float |
 def _expired(store: Store, policy: Policy, now: float) -> list[CheckpointInfo]:
     """Return what the policy deletes, once the MANIFESTs of those it counts as kept were verified whole.
 
-    A summary that holds proves nothing of the rest: were a damaged checkpoint counted, the last intact one could go.
+    A valid summary proves nothing about the rest: if a damaged checkpoint counted, the last intact one could be deleted.
     """
     infos, generations = list_checkpoints(store), read_generations(store)
     abandoned = {info.identity for info in infos if is_rolled_back(info.identity, generations)}
@@ -191,7 +191,7 @@ def sweep(
     Args:
         store: The root.
         older_than_s: Age in seconds; 0 only where no writer is alive.
-        dry_run: Remove nothing, only tell.
+        dry_run: Remove nothing, only report.
         now_s: Unix seconds (tests).
     """
     now = time.time() if now_s is None else now_s
@@ -220,7 +220,7 @@ def keep(store: Store, prefix: str) -> None:
 
 
 def unkeep(store: Store, prefix: str) -> None:
-    """Take the keep mark away."""
+    """Remove the keep mark."""
     store.delete(KEEP + prefix)
 
 
@@ -287,8 +287,8 @@ class ReadLease:
 def leased(store: Store, prefix: str, *, seconds: float = LEASE_S) -> Iterator[None]:
     """Hold a lease on a checkpoint, renewed by a thread. A root that may only be read is read without a lease.
 
-    MANIFEST is to be read after the lease is in place: a deletion that began before is seen, one that begins
-    afterwards sees the lease.
+    Read MANIFEST only after the lease is in place: a deletion that began before is then visible, and one that
+    begins afterwards sees the lease.
     """
     try:
         lease = ReadLease(store, prefix, seconds=seconds)
@@ -326,7 +326,7 @@ def _renew(lease: ReadLease, every_s: float, stop: threading.Event) -> None:
 def _sweep_folder(
     store: Store, prefix: str, newest: SnapshotId | None, older_than_s: float, now: float, *, dry_run: bool
 ) -> int | None:
-    """Remove one folder if nobody can need it; return the bytes removed, None if it stays."""
+    """Remove one folder if it cannot be needed; return the bytes removed, None if it stays."""
     identity = parse_prefix(prefix)
     entries = store.list(f"{prefix}/")
     data = [entry for entry in entries if not entry.key.endswith(f"/{MANIFEST}")]
@@ -336,8 +336,8 @@ def _sweep_folder(
         try:
             read_summary(store, prefix, head.nbytes)
         except NoCheckpointError:
-            pass  # a tombstone: the data goes now, the stone itself when it is old
-        except Exception:  # noqa: BLE001 -- damaged or newer than we are: not ours to delete
+            pass  # a tombstone: the data is removed now, the tombstone itself when it is old
+        except Exception:  # noqa: BLE001 -- damaged, or of a newer format: not ours to delete
             return None
         else:
             return None

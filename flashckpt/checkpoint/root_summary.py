@@ -1,4 +1,4 @@
-"""What the root knows, as rank 0 asks it on a cold start: committed checkpoints and claimed generations. Torch-free."""
+"""What the root holds, as rank 0 reads it on a cold start: committed checkpoints and claimed generations. Torch-free."""
 
 from __future__ import annotations
 
@@ -29,14 +29,14 @@ def open_root(root: str, options: Mapping[str, Any]) -> Iterator[Store]:
 
 
 def read_root(root: str, options: Mapping[str, Any]) -> RootSummary:
-    """Ask the root; an unreachable one gives a view with `error` set, for memory may do without it."""
+    """Read the root; for an unreachable one return a view with `error` set, since memory may suffice."""
     try:
         with open_root(root, options) as store:
             infos = sorted(list_checkpoints(store), key=lambda i: (i.generation, i.step), reverse=True)
             claims = read_generations(store)
             is_empty = not infos and not any(name.startswith("step-") for name in store.folders())
     except (FlashckptError, OSError) as error:
-        _log.warning("the root %s cannot be asked: %s", root, str(error).splitlines()[0])
+        _log.warning("the root %s cannot be read: %s", root, str(error).splitlines()[0])
         return RootSummary(error=str(error))
     return RootSummary(
         committed=tuple(SnapshotId(i.generation, i.step) for i in infos),

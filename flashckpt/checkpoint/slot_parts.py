@@ -1,6 +1,6 @@
 """The bytes of a pinned slot on their way into packs: copied by system calls, verified in the copy, handed out.
 
-The slot is not read through a mapping: another process that cuts the segment's file short would end this one by SIGBUS,
+The slot is not read through a mapping: another process that truncates the segment's file would kill this one by SIGBUS,
 and the persister serves every rank of the node. A short read is an error of this snapshot alone.
 """
 
@@ -26,7 +26,7 @@ _PAGE = 4096
 
 
 class PinnedSlot(Protocol):
-    """What is needed of `flashckpt.shm.segment.Pin`."""
+    """The part of `flashckpt.shm.segment.Pin` that is used."""
 
     @property
     def nbytes(self) -> int:
@@ -43,7 +43,7 @@ class PinnedSlot(Protocol):
 
 
 class Buffers:
-    """Page-aligned buffers that are used again once nobody holds a view of them: fresh pages cost as much as the copy."""
+    """Page-aligned buffers that are reused once no view of them is left: new pages cost as much as the copy."""
 
     def __init__(self) -> None:
         self._free: list[mmap.mmap] = []

@@ -48,7 +48,7 @@ from flashckpt.storage.store import Store
 MANIFEST = "MANIFEST"
 LATEST = "LATEST"
 TOMBSTONE = b"FCKABANDONED"
-"""Content of a MANIFEST that says: nobody may commit this any more, its data is being deleted."""
+"""Content of a tombstone: this must not be committed any more, its data is being deleted."""
 _PREFIX = re.compile(r"^step-(\d{9,})\.g(\d+)$")
 
 _upload_bytes_s: dict[str, float] = {}
@@ -133,9 +133,9 @@ def commit(store: Store, prefix: str, writers: Sequence[int]) -> bool:
             return False
         raise PersistError(
             f"the checkpoint {prefix} could not be committed",
-            found="its MANIFEST was there when it was to be created, and gone when it was read",
+            found="its MANIFEST existed when it was to be created, and was gone when it was read",
             state="Packs and indexes are durable.",
-            remedy="it is tried again; if this stays, look for another program that deletes in the root",
+            remedy="it is retried; if this persists, look for another program that deletes in the root",
         )
     crash_point("persist.after-manifest")
     try:

@@ -85,9 +85,9 @@ def store_command(url: str, **options: Any) -> None:
     with _measuring("store", {"url": _plain(url), **_said(options)}, options) as finish:
         with (
             scratch.storage(url, need_bytes(run), options=given, keep=options["keep"]) as place,
-            _progress() as told,
+            _progress() as report,
         ):
-            results, paths = run_store(run, place, told), [place.directory] if place.directory else []
+            results, paths = run_store(run, place, report), [place.directory] if place.directory else []
         finish(results, paths)
 
 
@@ -132,7 +132,7 @@ def job_command(url: str | None, **options: Any) -> None:
         console().print(published_table())
         return
     if url is None:
-        raise ConfigError("bench job needs a URL to persist to.", remedy="flashckpt bench job --layout llama3-8b URL")
+        raise ConfigError("bench job needs a URL to persist to", remedy="flashckpt bench job --layout llama3-8b URL")
     _check(options, tp=(1, 1024), pp=(1, 1024), dp=(1, 65536), ranks=(1, 256), slots=(MIN_SLOTS, MAX_SLOTS))
     changes: dict[str, Any] = {key: int(options[key]) for key in ("tp", "pp", "dp", "zero") if options[key] is not None}
     layout = scaled(replace(DEFAULTS[options["name"]], **changes), options["scale"])
@@ -189,7 +189,7 @@ def _run_job(kind: str, run: Any, url: str | None, options: Mapping[str, Any]) -
     need = need_of(run)
     _refuse_memory(need.private_bytes)
     if run.peers and url is not None and "://" in url and not url.startswith("file:"):
-        raise ConfigError("--peers write files.", found=url, expected="a directory")
+        raise ConfigError("--peers needs a local directory", found=url, expected="a directory")
     given = parse_options(tuple(options.get("options", ())))
     said = {"url": _plain(url) if url else None, **_said(options), "ranks": run.ranks, "table": dict(run.table)}
     with _measuring(kind, said, options) as finish:
@@ -201,9 +201,9 @@ def _run_job(kind: str, run: Any, url: str | None, options: Mapping[str, Any]) -
         with (
             scratch.memory(need.shared_bytes, what=f"bench {kind}") as memory,
             storage as place,
-            _progress() as told,
+            _progress() as report,
         ):
-            results = run_job(run, memory, place, told)
+            results = run_job(run, memory, place, report)
             paths = [memory, *([place.directory] if place and place.directory else [])]
         finish(results, paths)
 
@@ -231,7 +231,7 @@ def _refuse_results(json_path: Path | None, plot_path: Path | None) -> None:
         refuse_picture_without(plot_path)
         figure("")
     if json_path is not None and not json_path.absolute().parent.is_dir():
-        raise ConfigError(f"{json_path} cannot be written.", expected="a folder that exists")
+        raise ConfigError(f"{json_path} cannot be written", expected="a folder that exists")
 
 
 def _finish(made: Mapping[str, Any], options: Mapping[str, Any]) -> None:
@@ -258,7 +258,7 @@ def _finish(made: Mapping[str, Any], options: Mapping[str, Any]) -> None:
 
 @contextmanager
 def _progress() -> Iterator[Callable[[str, int, int | None], None]]:
-    """Show what is going on, bytes, rate and time left, on a terminal's standard error."""
+    """Show the current phase, bytes, rate and time left, on a terminal's standard error."""
     from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn, TransferSpeedColumn
 
     columns = (
@@ -277,21 +277,21 @@ def _check(options: Mapping[str, Any], **limits: tuple[int, int]) -> None:
     for name, (low, high) in {"rounds": (1, MOST_ROUNDS), **limits}.items():
         value = options[name]
         if value is not None and not low <= value <= high:
-            raise ConfigError(f"--{name} is out of range.", found=f"{value:,}", expected=f"{low:,} to {high:,}")
+            raise ConfigError(f"--{name} is out of range", found=f"{value:,}", expected=f"{low:,} to {high:,}")
 
 
 def _size(value: int, least: int) -> None:
     if not least <= value <= 1 << 44:
-        raise ConfigError("--size is out of range.", found=show_bytes(value), expected=f"{show_bytes(least)} to 16 TiB")
+        raise ConfigError("--size is out of range", found=show_bytes(value), expected=f"{show_bytes(least)} to 16 TiB")
 
 
 def _refuse_memory(need_bytes: int) -> None:
-    """Raise ConfigError where private memory would not do; an OOM kill may hit somebody else."""
+    """Raise ConfigError if memory would not suffice; an OOM kill may hit another process."""
     from flashckpt.bench.host import available_bytes
 
     if need_bytes > (free := available_bytes()):
         raise ConfigError(
-            "This run does not fit into memory.",
+            "this run does not fit into memory",
             found=f"{show_bytes(free)} available",
             expected=f"{show_bytes(need_bytes)} for live state and restored state",
             state="Nothing was written.",

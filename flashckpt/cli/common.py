@@ -88,7 +88,7 @@ def open_root(root: str, options: tuple[str, ...] = ()) -> Store:
         ConfigError: The URL or an option cannot be used.
     """
     if is_process_local(root):
-        raise ConfigError(f"{root} lives in one process only and cannot be looked at from here")
+        raise ConfigError(f"{root} is process-local and cannot be read from here")
     store = open_store(root, **parse_options(options))
     store.check(write=False)
     return store
@@ -111,7 +111,7 @@ def passed_over(store: Store, chosen: CheckpointInfo) -> list[str]:
 
 
 def abandoned(store: Store, infos: list[CheckpointInfo]) -> set[SnapshotId]:
-    """Return the identities that a later generation left behind."""
+    """Return the ids that a later generation rolled back."""
     generations = read_generations(store)
     return {info.identity for info in infos if is_rolled_back(info.identity, generations)}
 
@@ -119,7 +119,7 @@ def abandoned(store: Store, infos: list[CheckpointInfo]) -> set[SnapshotId]:
 def jobs_on_this_machine(root: str | None = None) -> list[JobDirectory]:
     """Return the job directories of this user, only those with the given root if one is given.
 
-    What lies among them and is not this user's is not looked at; `tell_skipped` says so on standard error.
+    Foreign files among them are ignored; `tell_skipped` reports them on standard error.
     """
     found, skipped = jobs_in_memory()
     tell_skipped(skipped)
@@ -127,7 +127,7 @@ def jobs_on_this_machine(root: str | None = None) -> list[JobDirectory]:
 
 
 def tell_skipped(skipped: Sequence[Skipped]) -> list[dict[str, str]]:
-    """Say on standard error what was left alone in this user's memory because it is not ours; return it for JSON."""
+    """Report on standard error the foreign files in this user's memory folder; return them for JSON."""
     for one in skipped:
         click.echo(f"left alone, as it is not this user's own: {printable(one.path)} ({one.reason})", err=True)
     return [{"path": str(one.path), "reason": one.reason} for one in skipped]

@@ -1,4 +1,4 @@
-"""What `flashckpt inspect --coverage` and `--plan` show: where the state lies, and what another layout would read."""
+"""What `flashckpt inspect --coverage` and `--plan` show: where the state is, and what another layout would read."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def memory_manifests(root: str) -> Iterator[dict[Identity, list[tuple[str, Manif
 
 
 def coverage_rows(root: str, manifest: Manifest) -> list[dict[str, Any]]:
-    """Return, for this checkpoint's state, what each source of each snapshot covers by itself and all together.
+    """Return, for this checkpoint's state, what each source of each snapshot covers, alone and together.
 
     Of memory only this node's can be seen; which node that is stands in every row.
     """

@@ -1,4 +1,4 @@
-"""`flashckpt forget`: begin anew on a root, or go on from memory after the root was lost. Shows before it removes."""
+"""`flashckpt forget`: start over on a root, or continue from memory after the root was lost. Shows before it removes."""
 
 from __future__ import annotations
 
@@ -21,14 +21,14 @@ from flashckpt.shm.job_id import job_id
 @click.option(
     "--keep-memory",
     is_flag=True,
-    help="Keep the snapshots and forget only that checkpoints were on the root: the next start goes on from memory.",
+    help="Keep the snapshots and forget only that checkpoints were on the root: the next start continues from memory.",
 )
 @json_option
 def forget(*, root: str | None, job: str | None, do_it: bool, keep_memory: bool, as_json: bool) -> None:
-    """Show, and with --apply remove, what this machine's memory holds of a dead job, so that it begins anew.
+    """Show, and with --apply remove, what this machine's memory holds of a dead job, so that it starts over.
 
-    Checkpoints on storage stay: where ROOT holds some, the next start restores the newest of them. Memory of other
-    machines is theirs: run it on every node. From a program: restore(fresh=True), which abandons both.
+    Checkpoints on storage stay: where ROOT holds some, the next start restores the newest of them. It affects
+    this machine only: run it on every node. From a program: restore(fresh=True), which ignores both.
 
     Examples:
       rm -rf /checkpoints/run7; flashckpt forget /checkpoints/run7 --apply
@@ -94,7 +94,7 @@ def _page(document: dict[str, Any]) -> Group:
     for one in document["jobs"]:
         table.add_row(one["job"], human_bytes(one["nbytes"]), human_age(one["age_s"]))
     if document["kept_memory"]:
-        word = "the snapshots were kept: the next start goes on from them"
+        word = "the snapshots were kept: the next start continues from them"
         planned = "the snapshots would be kept and what was on the root forgotten (--apply does it)"
     else:
         word, planned = "forgotten", "would be forgotten (--apply does it)"

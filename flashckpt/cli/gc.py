@@ -1,4 +1,4 @@
-"""`flashckpt gc`: removal of what nobody needs any more, in memory and on storage. Shows before it removes."""
+"""`flashckpt gc`: removal of garbage in memory and on storage. Shows before it removes."""
 
 from __future__ import annotations
 
@@ -46,10 +46,10 @@ def gc(
     keep_every: int | None,
     as_json: bool,
 ) -> int:
-    """Show, and with --apply remove, what nobody needs any more.
+    """Show, and with --apply remove, what is not needed any more.
 
     Without ROOT: memory of jobs that are dead for longer than FLASHCKPT_KEEP_DEAD (24 h), or of --job.
-    What lies there and is another user's, or a link, is named and left alone. Exit code 14 if memory resists removal.
+    Files of other users and links there are named and not touched. Exit code 14 if memory cannot be removed.
     With ROOT: unfinished checkpoints, temporary objects, expired leases; with --keep-last also old checkpoints.
 
     Examples:
@@ -94,7 +94,7 @@ def collect_memory(
         by_name: Whatever its age; else only what has been dead for FLASHCKPT_KEEP_DEAD seconds.
 
     Raises:
-        JobInUseError: The job that was named has come to life.
+        JobInUseError: The named job was just started.
     """
     gone, kept = [], []
     for one in dead:

@@ -55,7 +55,7 @@ def import_(
     except OSError as error:
         raise ConfigError(f"{path} cannot be read", found=error.strerror or str(error), remedy="check PATH") from error
     if is_process_local(root):
-        raise ConfigError(f"{root} lives in one process only: nobody could read the checkpoint")
+        raise ConfigError(f"{root} is process-local: no other process could read the checkpoint")
     store = open_store(root, **parse_options(options))
     store.check(write=True)
     place = direct_writer.begin(store, step, world_size=1)

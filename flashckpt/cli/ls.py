@@ -40,8 +40,8 @@ def ls(root: str, options: tuple[str, ...], as_json: bool) -> None:
     Reads the summary at the start of each MANIFEST; flashckpt verify reads everything.
 
     STATE   committed    restorable
-            abandoned    a later generation went on from an earlier step
-            damaged      MANIFEST is there but its start cannot be used; flashckpt verify tells more
+            abandoned    a later generation restored an earlier step
+            damaged      MANIFEST is there but its start cannot be used; see flashckpt verify
             unfinished   never committed: being written, or left by a writer that died
             snapshot     in memory only: complete on every rank of this machine
 

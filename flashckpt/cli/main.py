@@ -25,8 +25,8 @@ COMMANDS: dict[str, tuple[str, str]] = {
     "export": ("flashckpt.cli.export:export", "Write a checkpoint as safetensors, a torch file or a dcp folder."),
     "import": ("flashckpt.cli.import_:import_", "Make a checkpoint from safetensors, a torch file or a dcp folder."),
     "keep": ("flashckpt.cli.keep:keep", "Keep a checkpoint whatever the retention policy says."),
-    "gc": ("flashckpt.cli.gc:gc", "Remove what nobody needs: dead jobs' memory, orphans, expired checkpoints."),
-    "forget": ("flashckpt.cli.forget:forget", "Begin anew: forget what this machine's memory holds of a dead job."),
+    "gc": ("flashckpt.cli.gc:gc", "Remove garbage: dead jobs' memory, orphans, expired checkpoints."),
+    "forget": ("flashckpt.cli.forget:forget", "Start over: forget what this machine's memory holds of a dead job."),
     "status": ("flashckpt.cli.status:status", "Show the jobs on this machine: last snapshot, last persist, failures."),
     "bench": ("flashckpt.cli.bench:bench", "Measure memory and storage the way flashckpt uses them."),
     "plan": ("flashckpt.cli.plan:plan", "Advise on intervals from measured or assumed costs."),
@@ -75,22 +75,22 @@ class _Lazy(click.Group):
 @click.command("flashckpt", cls=_Lazy, epilog=EPILOG, context_settings={"help_option_names": ["-h", "--help"]})
 @click.version_option(__version__, prog_name="flashckpt")
 def group() -> None:
-    """Look at, check and clean up checkpoints and the snapshots in this machine's memory.
+    """Inspect, verify and clean up checkpoints and the snapshots in this machine's memory.
 
     \b
-    ROOT is what Checkpointer was given: a directory, s3://bucket/run, gs://...
+    ROOT is the root of the Checkpointer: a directory, s3://bucket/run, gs://...
     Every command takes --json.  Shell completion: see docs/cli.md.
     """  # noqa: D301 -- click keeps the lines after a backspace character as they are
 
 
 def main(arguments: list[str] | None = None) -> None:
-    """Run the command line and exit with its code; nothing else leaves here, whatever happens."""
+    """Run the command line and exit with its code, whatever happens."""
     output.prepare_streams()
     sys.exit(_guarded(sys.argv[1:] if arguments is None else arguments))
 
 
 def _guarded(arguments: list[str]) -> int:
-    """Run the command line; return its exit code, with every error said in one form."""
+    """Run the command line; return its exit code; every error is printed in one form."""
     as_json = any(argument == "--json" or argument.startswith("--json=") for argument in arguments)
     try:
         code = _run(arguments)
@@ -104,12 +104,12 @@ def _guarded(arguments: list[str]) -> int:
         code = error.exit_code
         output.print_error(_fields("UsageError", error.format_message(), code), _usage(error), as_json=as_json)
     except (click.Abort, KeyboardInterrupt):
-        code, text = INTERRUPTED, "interrupted: nothing was changed that is not listed above"
+        code, text = INTERRUPTED, "interrupted; changes already made are listed above"
         output.print_error(_fields("Interrupted", text, code), text, as_json=as_json)
-    except BrokenPipeError:  # the reader has seen enough, as in `flashckpt ls ROOT | head -1`
+    except BrokenPipeError:  # the reader closed the pipe, as in `flashckpt ls ROOT | head -1`
         code = CLOSED_PIPE
         output.silence()
-    except Exception as error:  # noqa: BLE001 -- one clear error, also for what nobody foresaw
+    except Exception as error:  # noqa: BLE001 -- one clear error, also for unforeseen exceptions
         code = _unforeseen(error, as_json=as_json)
     return code
 

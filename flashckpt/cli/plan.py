@@ -68,10 +68,10 @@ def _refuse_absurd(options: dict[str, Any]) -> None:
         value = options[name]
         if value is not None and not 1 <= value <= _LIMIT_GPUS:
             raise ConfigError(
-                f"--{name.replace('_', '-')} is out of range.", found=f"{value:,}", expected=f"1 to {_LIMIT_GPUS:,}"
+                f"--{name.replace('_', '-')} is out of range", found=f"{value:,}", expected=f"1 to {_LIMIT_GPUS:,}"
             )
     if options["slots"] < 2:
-        raise ConfigError("--slots is out of range.", found="1", expected="2 or more: one is written while one is kept")
+        raise ConfigError("--slots is out of range", found="1", expected="2 or more: one is written while one is kept")
 
 
 def _request(options: dict[str, Any]) -> Any:

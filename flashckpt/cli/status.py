@@ -39,7 +39,7 @@ def status(job: str | None, as_json: bool) -> int:
 
 
 def describe(directory: JobDirectory) -> dict[str, Any]:
-    """Return what is known of one job on this node, as JSON values; damaged records are said, not raised."""
+    """Return what is known of one job on this node, as JSON values; damaged records are reported, not raised."""
     notes: list[str] = []
 
     def read(function: Any) -> Any:
@@ -75,7 +75,7 @@ def describe(directory: JobDirectory) -> dict[str, Any]:
 
 
 def goodput(directory: JobDirectory, now_s: float | None = None) -> dict[str, Any]:
-    """Return what dlrun's ledger tells: failures of ranks, seconds they cost, the share of time that was training.
+    """Return a summary of dlrun's ledger: failures of ranks, seconds they cost, the share of time that was training.
 
     The time counts from the job's first segment on this node; without a failure `goodput` is 1.
     """

@@ -50,7 +50,7 @@ def verify(root: str, options: tuple[str, ...], step: str | None, everything: bo
     """
     store = open_root(root, options)
     infos = checkpoints_of(store) if everything else [choose(store, step)]
-    if step is None and not everything:  # what the newest valid one was chosen in spite of
+    if step is None and not everything:  # newer checkpoints that are damaged
         broken = [info for info in list_checkpoints(store, damaged=True, whole=True) if info.problem]
         infos = [*(info for info in broken if info.identity > infos[0].identity), *infos]
     with _progress(sum(info.nbytes for info in infos), quiet=as_json) as advance:

@@ -47,9 +47,9 @@ class Manifest:
 
     Attributes:
         job: Job id.
-        generation: Life of the worker group that took it.
+        generation: Of the worker group that took it.
         step: The optimizer step just completed.
-        parent: (generation, step) this life was restored from; None on a fresh start.
+        parent: (generation, step) this generation was restored from; None on a fresh start.
         world_size: Ranks of the worker group.
         rank: Global rank; -1 in a merged MANIFEST.
         writers: Global ranks whose manifests make up the whole snapshot.

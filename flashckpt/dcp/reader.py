@@ -45,8 +45,8 @@ class FlashStorageReader(StorageReader):
     """Reads any checkpoint of a root, resharded by dcp's planner: by byte range, every digest verified.
 
     Args:
-        root: What `FlashStorageWriter` or `Checkpointer` was given.
-        step: Which checkpoint; None takes the newest that no later run abandoned.
+        root: The root of `FlashStorageWriter` or `Checkpointer`.
+        step: Which checkpoint; None takes the newest that no later run rolled back.
         generation: Only of this generation, where a step exists twice.
         storage_options: As `Checkpointer`.
 

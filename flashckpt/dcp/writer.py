@@ -30,10 +30,10 @@ _log = logging.getLogger("flashckpt")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Task:
-    """What the coordinator tells every rank: travels in the plan.
+    """What the coordinator sends to every rank inside the plan.
 
     Attributes:
-        place: Folder and life of this save.
+        place: Folder and generation of this save.
         rank: Of the writer among those that save.
         labels: Top-level names of optimizers.
         paths: Places in the nested state dict that are not the default; {} but for rank 0.
@@ -59,7 +59,7 @@ class FlashStorageWriter(StorageWriter):
         keep_last, keep_every: Retention after each commit; None for `keep_last` deletes nothing.
 
     Attributes:
-        place: Where the last save of this object went (on the coordinator); `place.prefix` is its folder.
+        place: Folder of the last save of this object (on the coordinator); `place.prefix` is its folder.
         save_id: Name of the save that is next or under way.
 
     Raises:
@@ -106,7 +106,7 @@ class FlashStorageWriter(StorageWriter):
         del is_coordinator, args
         if not kwargs.get("use_collectives", True):
             raise ConfigError(
-                "FlashStorageWriter needs the ranks to agree on one checkpoint",
+                "the ranks of a FlashStorageWriter must agree on one checkpoint",
                 found="use_collectives=False",
                 remedy="leave use_collectives out, or save per rank with no_dist=True and a root for each",
             )
@@ -122,7 +122,7 @@ class FlashStorageWriter(StorageWriter):
         """Claim the place of this save (coordinator only) and tell it to every rank."""
         if not all(plan.usable for plan in plans):
             raise ConfigError(
-                "FlashStorageWriter cannot be used with cached plans: a plan says where its checkpoint goes",
+                "cached plans cannot be used with FlashStorageWriter: a plan contains the place of its checkpoint",
                 remedy="use DefaultSavePlanner(enable_plan_caching=False), which is the default",
             )
         labels = names.optimizer_labels(item.index.fqn for plan in plans for item in plan.items)

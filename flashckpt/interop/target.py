@@ -74,7 +74,7 @@ def _refuse_existing(path: Path, *, force: bool, is_ours: Callable[[Path], bool]
     if not force:
         raise ConfigError(
             f"{path} is there already",
-            state="It was left as it is.",
+            state="It was left unchanged.",
             remedy="choose another name, or replace it with --force",
         )
     foreign = [one.name for one in sorted(path.iterdir()) if not is_ours(one)] if path.is_dir() else []
@@ -82,8 +82,8 @@ def _refuse_existing(path: Path, *, force: bool, is_ours: Callable[[Path], bool]
         raise ConfigError(
             f"the folder {path} holds files that no export wrote, and --force would remove them",
             found=", ".join(foreign[:5]),
-            state="It was left as it is.",
-            remedy="choose a folder of its own",
+            state="It was left unchanged.",
+            remedy="choose a separate folder",
         )
 
 

@@ -69,7 +69,7 @@ def measured_rates(document: Mapping[str, Any], base: Rates) -> Rates:
     }
     if not found:
         raise ConfigError(
-            "This result holds no rates that a plan could use.",
+            "this result holds no rates that a plan could use",
             found=f"kind {document.get('kind')!r}",
             expected="the JSON of `flashckpt bench job`, `store` or `shm`",
         )
@@ -87,7 +87,7 @@ def fitted(layout: ModelLayout, gpus: int) -> ModelLayout:
     group = layout.tp * layout.pp
     if gpus % group:
         raise LayoutError(
-            f"{layout.model.name} at tp {layout.tp} x pp {layout.pp} does not fit {gpus:,} GPUs.",
+            f"{layout.model.name} at tp {layout.tp} x pp {layout.pp} does not fit {gpus:,} GPUs",
             found=f"{gpus:,} GPUs",
             expected=f"a multiple of {group}",
             remedy="give another --gpus, or other --tp and --pp",

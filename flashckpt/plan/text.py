@@ -140,5 +140,5 @@ def refuse_picture_without(path: Path) -> None:
     """Raise ConfigError unless `path` names a picture in a folder that exists, before anything is computed."""
     if path.suffix not in {".png", ".svg", ".pdf"} or not path.absolute().parent.is_dir():
         raise ConfigError(
-            f"{path} cannot be drawn.", expected="a file name ending in .png, .svg or .pdf in a folder that exists"
+            f"{path} cannot be drawn", expected="a file name ending in .png, .svg or .pdf in a folder that exists"
         )

@@ -1,7 +1,7 @@
-"""Copy one box of a live tensor into a slot, hashing each 1 MiB chunk right behind the copy.
+"""Copy one box of a live tensor into a slot, hashing each 1 MiB chunk right after the copy.
 
 Both the copy and the hash release the GIL. Contiguous host memory, which is nearly all of it, goes by
-memmove: one thread's copy_ is as fast, but would start an OpenMP pool of its own in the copy thread.
+memmove: one thread's copy_ is as fast, but would start an OpenMP pool in the copy thread.
 """
 
 from __future__ import annotations
@@ -66,7 +66,7 @@ class SlotOverflowError(FlashckptError):
 
 
 def check_slot(plan_bytes: int, slot_bytes: int, step: int) -> None:
-    """Refuse a plan that would write behind its slot; once per snapshot, before the first copy.
+    """Reject a plan that would write past its slot; once per snapshot, before the first copy.
 
     Raises:
         SlotOverflowError: It would.
@@ -76,7 +76,7 @@ def check_slot(plan_bytes: int, slot_bytes: int, step: int) -> None:
             f"internal error: the snapshot of step {step} was planned for a larger slot than it was given",
             found=f"{plan_bytes} bytes to copy",
             expected=f"at most {slot_bytes} bytes",
-            state="That snapshot was discarded before anything was copied; the next one is planned anew.",
+            state="That snapshot was discarded before anything was copied; the next one is planned again.",
             remedy="please report it with the kinds of optimizer and model that are tracked",
         )
 
@@ -95,7 +95,7 @@ def is_run(local: torch.Tensor) -> bool:
 class Buffer:
     """The data area of one slot as the copies see it: an address, a view for hashing, tensors where needed.
 
-    Holds the memory for as long as it lives; `close()` lets the slot's view go.
+    Holds the memory until `close()` releases the slot's view.
     """
 
     def __init__(self, data: memoryview) -> None:
@@ -149,7 +149,7 @@ def stale_plan(item: Item, local: torch.Tensor) -> StalePlanError:
         f"{item.fqn!r} has another shape or storage than when its snapshot was planned",
         found=f"{local.dtype}, shape {tuple(local.shape)}, strides {local.stride()}",
         expected=f"{item.dtype}, shape {tuple(item.shape)}" + (", contiguous" if item.start >= 0 else ""),
-        state="That snapshot was discarded; the next one is planned anew.",
+        state="That snapshot was discarded; the next one is planned again.",
     )
 
 

@@ -17,7 +17,7 @@ from flashckpt.state.state_layout import Ints, StateLayout
 
 _VERSION = operator.attrgetter("_version")  # the only counter torch has
 _FORM = operator.attrgetter("dtype", "shape")
-_FORMS_AT_A_TIME = 1024  # looked at without letting training have the interpreter
+_FORMS_AT_A_TIME = 1024  # examined without releasing the GIL to training
 Refused = Callable[[Sequence[torch.Tensor]], tuple[str, str] | None]
 
 
@@ -26,10 +26,10 @@ class CopyOrder:
     """The rows of a layout, np.int64 each, by when they are copied.
 
     Attributes:
-        fenced: Beside the next forward/backward, host memory only; in the order of their offsets.
+        fenced: During the next forward/backward, host memory only; in the order of their offsets.
         device: The same for tensors on an accelerator.
         unfenced, device_unfenced: Before `step()` returns.
-        fresh: The same, of tensors that objects give out anew each time.
+        fresh: The same, of tensors that objects return each time.
     """
 
     fenced: Ints
@@ -70,7 +70,7 @@ class CopyPlan:
         watched: Local tensors whose version counters prove the fence.
         unfenced: Items copied before `step()` returns.
         device_unfenced: The same for tensors on an accelerator.
-        fresh: The same, of tensors that objects give out anew each time.
+        fresh: The same, of tensors that objects return each time.
     """
 
     layout: StateLayout
@@ -146,7 +146,7 @@ class CopyPlan:
 
     @cached_property
     def fenced(self) -> list[Item]:
-        """Items copied beside the next forward/backward, host memory only, in the order of their offsets.
+        """Items copied during the next forward/backward, host memory only, in the order of their offsets.
 
         Raises:
             StalePlanError: A bound tensor has another form than was predicted.
@@ -201,7 +201,7 @@ class CopyPlan:
                 "an optimizer made its state in another form than was planned ahead",
                 found=other[0],
                 expected=other[1],
-                state="That snapshot was discarded; the next one is planned anew.",
+                state="That snapshot was discarded; the next one is planned again.",
             )
 
     def check_forms(self) -> None:

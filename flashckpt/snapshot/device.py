@@ -1,7 +1,7 @@
 """Copies from an accelerator: a side stream per device, batches with an event each, the fence as a stream wait.
 
 The host is never blocked by a copy. Small tensors are gathered into one buffer on the device and cross the bus as
-one copy: a copy of its own costs each of them more than its bytes. `api` is `torch.cuda` or an object with the
+one copy: a separate copy costs each of them more than its bytes. `api` is `torch.cuda` or an object with the
 same Event, Stream, stream and current_stream, so that the order of operations is tested without a GPU.
 """
 
@@ -29,11 +29,11 @@ class StreamEvents:
 
     events: dict[torch.device, Any]
     clones: list[tuple[Item, torch.Tensor]]
-    packs: list[Pack]
+    packs: list[SmallBatch]
 
 
-class Pack:
-    """Small tensors of one device: gathered there in a few kernels, brought to the host as one copy, dealt out in the slot.
+class SmallBatch:
+    """Small tensors of one device: gathered there in a few kernels, copied to the host at once, distributed in the slot.
 
     Args:
         items: At most SMALL_BYTES each, not empty, all on one device.
@@ -75,15 +75,15 @@ class Pack:
             ctypes.memmove(buffer.address + item.offset, address + start, item.nbytes)
 
 
-class Packs:
+class SmallBatches:
     """The packs of a list of items: made when the list is another one, else used again."""
 
     def __init__(self) -> None:
         self._items: Sequence[Item] = ()
         self.large: list[Item] = []
-        self.packs: list[Pack] = []
+        self.packs: list[SmallBatch] = []
 
-    def of(self, items: Sequence[Item]) -> tuple[list[Item], list[Pack]]:
+    def of(self, items: Sequence[Item]) -> tuple[list[Item], list[SmallBatch]]:
         """Return (items that are copied one by one, packs of the others)."""
         if items is not self._items:
             small: dict[torch.device, list[Item]] = {}
@@ -91,7 +91,7 @@ class Packs:
             for item in items:
                 if 0 < item.nbytes <= SMALL_BYTES:
                     small.setdefault(item.local.device, []).append(item)
-            self._items, self.packs = items, [Pack(some) for some in small.values()]
+            self._items, self.packs = items, [SmallBatch(some) for some in small.values()]
         return self.large, self.packs
 
 
@@ -106,7 +106,7 @@ class DeviceCopier:
         self._api = api if api is not None else torch.cuda
         self._streams: dict[torch.device, Any] = {}
         self._last: dict[torch.device, Any] = {}
-        self._fenced, self._unfenced = Packs(), Packs()
+        self._fenced, self._unfenced = SmallBatches(), SmallBatches()
 
     def mark(self, devices: Iterable[torch.device], unfenced: Sequence[Item]) -> StreamEvents:
         """Record what is queued now on each device's current stream: copies start behind it.

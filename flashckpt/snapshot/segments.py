@@ -49,7 +49,7 @@ class RankSegments:
     def refuse_other_run(self) -> None:
         """Refuse to begin while a process of another run of this job holds memory on this node, whatever its layout.
 
-        To be called before any rank of this run holds any. A rank of the life before that was just killed may
+        To be called before any rank of this run holds any. A rank of the previous generation that was just killed may
         need a moment to let go.
 
         Raises:
@@ -67,7 +67,7 @@ class RankSegments:
                 segment.refuse_if_owned()
 
     def own_existing(self, need: MemoryNeed) -> Segment | None:
-        """Return this rank's segment of an earlier life if it has room for `need`, now owned; None if there is none.
+        """Return this rank's segment of an earlier generation if it has space for `need`, now owned; None if there is none.
 
         Raises:
             JobInUseError: A live process holds it.
@@ -235,7 +235,7 @@ def _other_root(path: Path) -> ConfigError:
         found=str(path),
         expected="one root per job id",
         state="The snapshots of the other run were left as they are.",
-        remedy="give this run an id of its own (job='...' or FLASHCKPT_JOB_ID), or remove the old one: flashckpt gc",
+        remedy="give this run another id (job='...' or FLASHCKPT_JOB_ID), or remove the old one: flashckpt gc",
     )
 
 

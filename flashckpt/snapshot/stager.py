@@ -94,7 +94,7 @@ def fence_error(names: Sequence[str], step: int) -> FenceError:
         f"{names[0]!r}{more} was changed while the snapshot of step {step} was copied",
         found="a write outside the step() of a tracked optimizer",
         expected="no write to parameters or optimizer state between ckpt.step() and the next optimizer.step()",
-        state="That snapshot was discarded; the one before it is intact and training goes on.",
+        state="That snapshot was discarded; the one before it is intact and training continues.",
         remedy="call ckpt.fence() before the write, or move it before ckpt.step()",
     )
 
@@ -195,7 +195,7 @@ class Stager:
             started = time.thread_time()
             try:
                 self._take(snapshot)
-            except Exception as error:  # noqa: BLE001 -- training goes on whatever happens to one snapshot
+            except Exception as error:  # noqa: BLE001 -- training continues whatever happens to one snapshot
                 snapshot.error = error
             self._end(snapshot, time.thread_time() - started)
 

@@ -1,7 +1,7 @@
-"""How tensors lie on this rank, worked out once per kind of tensor and not once per tensor.
+"""Boxes and replicas of tensors on this rank, computed once per kind of tensor, not once per tensor.
 
 A model has thousands of tensors and a handful of dtypes, shapes and placements. Everything that follows from those
-(boxes, replicas, who writes which part) is found for the first tensor of a kind and looked up for the others.
+(boxes, replicas, write partition) is computed for the first tensor of a kind and looked up for the others.
 """
 
 from __future__ import annotations
@@ -35,14 +35,14 @@ class BoxSet:
 
     Attributes:
         dtype: Name of the dtype.
-        whole: What this rank holds, before it is cut.
+        whole: This rank's boxes, before they are cut.
         boxes: The rows of the table, in order of their offsets.
         spread: How equal copies are spread over the ranks.
-        shares: Who persists which rows of `whole`; () where one rank persists all of it.
+        shares: Which rank persists which rows of `whole`; () if one rank persists all of it.
         form: Dtype and shape of the local tensor.
-        device: Where the local tensor lies.
+        device: Device of the local tensor.
         is_sharded: The tensors are DTensors.
-        is_inference: They were made in inference mode and have no version counter.
+        is_inference: They were created in inference mode and have no version counter.
     """
 
     dtype: str
@@ -61,7 +61,7 @@ class BoxSet:
         return box_bytes(self.dtype, self.whole)
 
     def name(self, fqn: str, suffix: str) -> str:
-        """Return the global name of a tensor: with the rank's suffix where it belongs to this rank alone."""
+        """Return the global name of a tensor, with the rank's suffix if it belongs to this rank alone."""
         return f"{fqn}@{suffix}" if self.spread.per_rank and "@" not in fqn else fqn
 
 
@@ -72,7 +72,7 @@ def first_alike(tensors: Sequence[torch.Tensor], *others: Sequence[Any]) -> list
 
 
 def kinds_of(tensors: Sequence[torch.Tensor], *others: Sequence[Any]) -> Iterator[tuple[Any, ...]]:
-    """Yield what tensors of equal boxes and form have in common."""
+    """Yield the common properties of tensors with equal boxes and form."""
     types = list(map(type, tensors))
     forms: Iterator[Any] = map(_FORM, tensors)
     if any(issubclass(kind, DTensor) for kind in set(types)):

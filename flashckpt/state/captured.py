@@ -1,4 +1,4 @@
-"""What is read anew for every snapshot: hyperparameters, objects' state, random number generators."""
+"""State that is read for every snapshot: hyperparameters, objects' state, random number generators."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ import torch
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Captured:
-    """The part of the state that is read anew for every snapshot.
+    """The part of the state that is read for every snapshot.
 
     Attributes:
         values: Non-tensor state by key, msgpack types.
-        tensors: Tensors that objects gave out, by name.
+        tensors: Tensors returned by objects, by name.
     """
 
     values: dict[str, Any]

@@ -1,9 +1,9 @@
-"""Optimizer state that the first step will make, planned before it exists.
+"""Optimizer state that the first step will create, planned before it exists.
 
-State appears only inside the first `optimizer.step()`, right in front of the first snapshot. For the optimizers of
-torch it is known before: its names and boxes are planned during `restore()`, and the first snapshot only finds the
-real tensors, in tens of nanoseconds each; the copy thread compares their form. Where the prediction was wrong, the
-state is planned as it is.
+State appears only inside the first `optimizer.step()`, just before the first snapshot. For torch's optimizers it can
+be predicted: its names and boxes are planned during `restore()`, and the first snapshot only looks up the real
+tensors, in tens of nanoseconds each; the copy thread compares their form. If the prediction was wrong, the actual
+state is planned.
 """
 
 from __future__ import annotations
@@ -22,14 +22,14 @@ from flashckpt.state.placement import local_of
 from flashckpt.state.structure_guard import StructureGuard
 
 _FORM = operator.attrgetter("dtype", "device", "shape")
-_AT_A_TIME = 1024  # looked at without letting training have the interpreter
+_AT_A_TIME = 1024  # examined without releasing the GIL to training
 
 
 class DeferredState:
-    """The state that several optimizers are going to make; empty once it was found or another plan was made.
+    """The state that several optimizers are going to create; empty once it was found or another plan was made.
 
     Args:
-        optimizers: Those that have state already, or of which nothing is known, are left out.
+        optimizers: Those that already have state, or are unknown, are skipped.
     """
 
     def __init__(self, optimizers: Iterable[torch.optim.Optimizer] = ()) -> None:
@@ -52,7 +52,7 @@ class DeferredState:
         return None if None in parts else list(chain.from_iterable(part for part in parts if part))
 
     def watch(self, tensors: Iterable[torch.Tensor]) -> StructureGuard:
-        """Return a watch over the state that was found, and so over every later change of it."""
+        """Return a guard over the state that was found, which detects later changes."""
         states = [part.optimizer.state for part in self._parts]
         dicts = [members for state in states for members in (state, *state.values())]
         return StructureGuard(dicts, [], [tensor for tensor in tensors if type(tensor) is DTensor])
@@ -71,7 +71,7 @@ class DeferredState:
 
 
 class PredictedState:
-    """The state that one optimizer is going to make, parameter by parameter, in the order in which it makes it.
+    """The state that one optimizer is going to create, parameter by parameter, in its own order.
 
     Attributes:
         optimizer: It has no state yet.
@@ -87,7 +87,7 @@ class PredictedState:
     def of(cls, optimizer: torch.optim.Optimizer) -> PredictedState | None:
         """Return what `optimizer` will make; None where it has state already, has none at all, or is not known."""
         if any(optimizer.state.values()) or not type(optimizer).__module__.startswith("torch.optim."):
-            return None  # somebody's subclass may well keep its state in another form
+            return None  # a subclass may keep its state in another form
         blocks = list(optimizer_state.predicted(optimizer))
         if not blocks or any(any(map(torch.Tensor.is_inference, block.params)) for block in blocks):
             return None
@@ -130,7 +130,7 @@ def _refused(
 def _are_plainly_right(
     block: PredictedBlock, tensors: Sequence[torch.Tensor], params: Sequence[torch.Tensor], *, is_full: bool
 ) -> bool:
-    """Tell whether all are plain tensors of the right form: nearly always, and quick to see."""
+    """Return whether all are plain tensors of the right form: nearly always, and quick to check."""
     if set(map(type, tensors)) != {torch.Tensor}:
         return False
     if is_full:

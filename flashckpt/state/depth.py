@@ -1,4 +1,4 @@
-"""Values that are nested too deeply, found at `track()` where they are there already."""
+"""Values that are nested too deeply, found at `track()` if they exist already."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from flashckpt.state import modules, pytree
 
 
 def refuse_deep(name: str, *things: Any) -> None:
-    """Refuse things whose state no snapshot could hold; what comes later is refused when it is taken apart.
+    """Reject objects whose state no snapshot could hold; later state is checked when it is flattened.
 
     Raises:
         UnsupportedStateError: A value of it has more than `trees.DEEPEST` levels; names it.
@@ -33,12 +33,12 @@ def _values(name: str, thing: Any) -> Iterator[tuple[str, Any]]:
     elif isinstance(thing, nn.Module):
         for path, module in modules.extra_states(thing.named_modules()):
             yield f"{name}.{path}", _asked(module.get_extra_state)
-    elif not hasattr(thing, "__iter__"):  # a stateful loader that is asked for its state begins an iterator, and draws
+    elif not hasattr(thing, "__iter__"):  # a stateful loader begins an iterator, and draws, when its state is read
         yield name, _asked(thing.state_dict)
 
 
 def _asked(get: Any) -> Any:
-    with contextlib.suppress(Exception):  # not ready yet: it is asked again in restore()
+    with contextlib.suppress(Exception):  # not ready yet: checked again in restore()
         return get()
     return None
 

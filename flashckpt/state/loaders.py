@@ -2,13 +2,13 @@
 
 A torch DataLoader draws a seed for its workers from the default generator whenever an iterator of it is made,
 workers or not, and a sampler or a transform may draw too. In the unbroken run that happened when the epoch began,
-so a snapshot in the middle of the epoch holds generators behind that draw; a resumed run makes its iterator anew,
-and must leave the generators where the snapshot had them, or everything random behind it differs. An iterator
-that the unbroken run makes behind the snapshot as well, because the restored step was the last of its epoch,
-draws in both, unless its workers persist: those draw once in the life of a process.
+so a snapshot in the middle of the epoch holds generators after that draw; a resumed run creates its iterator again,
+and must leave the generators as the snapshot had them, or everything random after it differs. An iterator that the
+unbroken run, too, creates after the snapshot, because the restored step was the last of its epoch, draws in both,
+unless its workers persist: those draw once per process.
 
 No public hook of torch comes before the draw. So from a restore until each tracked sampler has been begun once,
-`DataLoader.__iter__` is replaced by one that knows the generators as they were before.
+`DataLoader.__iter__` is replaced by one that remembers the generators as they were before.
 """
 
 from __future__ import annotations
@@ -23,12 +23,12 @@ from torch.utils.data import DataLoader, Sampler
 from flashckpt.state import rng, samplers
 
 _DEPTH = 8
-"""Most samplers inside one another that are looked through."""
+"""Maximum depth of nested samplers that are searched."""
 _held: Held | None = None
 
 
 class Held:
-    """The generators of a restore, and the tracked samplers and loaders whose first iterator is still to come.
+    """The generators of a restore, and the tracked samplers and loaders whose first iterator has yet to be created.
 
     Args:
         objects: The tracked objects, by track name.
@@ -41,12 +41,12 @@ class Held:
         self._state: dict[str, Any] | None = state
 
     def put_back(self) -> None:
-        """Set the generators once more to where the snapshot had them, as long as that is no past."""
+        """Set the generators to their state in the snapshot again, until the first step."""
         if self._state is not None:
             rng.restore(self._state)
 
     def step_is_done(self) -> None:
-        """Note that training goes on: the recorded generators are of the past."""
+        """Record that training continues: the recorded generators are out of date."""
         self._state = None
 
     def iterate(self, loader: Any, make: Callable[[Any], Any]) -> Any:
@@ -59,7 +59,7 @@ class Held:
         stages = {stage for part in (*mine, *parts) if (stage := getattr(part, "restored_stage", None))}
         before = rng.capture()
         iterator = make(loader)
-        # samplers of others do not say, the middle of an epoch is likely; a loader with a state goes on with its own
+        # foreign samplers do not tell, the middle of an epoch is likely; a stateful loader continues its own
         if stages <= {"running"} or any(thing is loader for thing in mine):
             # what the program drew between the restore and here is not in the snapshot either; but once one loader
             # has begun, its transforms may have drawn: the next one gives back its own draws alone
@@ -104,6 +104,6 @@ def put_back(objects: Mapping[str, Any]) -> None:
 
 
 def step_is_done() -> None:
-    """Note that the first step behind the restore is done, see `Held.step_is_done`."""
+    """Record that the first step after the restore is done, see `Held.step_is_done`."""
     if _held is not None:
         _held.step_is_done()

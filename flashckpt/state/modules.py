@@ -1,4 +1,4 @@
-"""What modules say about themselves: paths without wrappers, state of their own, what would be lost."""
+"""Facts about modules: paths without wrappers, extra state, state that would be lost."""
 
 from __future__ import annotations
 
@@ -23,14 +23,14 @@ _WRAPPERS = ("_orig_mod", "_checkpoint_wrapped_module", "_fsdp_wrapped_module")
 
 
 class Shapes:
-    """Notices tensors that change their shape while they train: a program that begins anew makes them as they were."""
+    """Detects tensors whose shape changes during training: a restarted program creates them with the original shape."""
 
     def __init__(self) -> None:
         self._known: dict[str, torch.Size] = {}
         self._named: set[str] = set()
 
     def look(self, names: Sequence[str], tensors: Sequence[torch.Tensor]) -> None:
-        """Warn, once for each, of tensors of another shape than at the last look."""
+        """Warn once about each tensor whose shape differs from the last check."""
         now = dict(zip(names, map(_SHAPE, tensors), strict=True))
         before, self._known = self._known, now if not self._known else {**now, **self._known}
         if not before or before == now:
@@ -97,7 +97,7 @@ def refuse_hidden_in(path: str, module: nn.Module) -> None:
 
 
 def _hidden_keys(module: nn.Module) -> list[str]:
-    """Return the keys of state that only the module's own way of saving knows; most classes have none of their own."""
+    """Return the keys of state that only the module's own save methods know; most classes do not override them."""
     kind, saved = type(module), dict[str, Any]()
     if kind.get_extra_state is not nn.Module.get_extra_state:
         return []
@@ -158,7 +158,7 @@ def watched(walked: Iterable[nn.Module]) -> Iterator[dict[str, object]]:
 
 
 def storage_key(tensor: torch.Tensor) -> tuple[object, ...]:
-    """Return what two names of one tensor have in common; unique per object where there are no bytes."""
+    """Return a key that two names of one tensor share; unique per object if it has no bytes."""
     local = local_of(tensor)
     if isinstance(tensor, DTensor) or local.is_meta or local.layout is not torch.strided or not local.numel():
         return ("object", id(tensor))

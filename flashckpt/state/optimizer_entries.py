@@ -23,11 +23,11 @@ from flashckpt.state.state_forms import Form
 
 @dataclass(frozen=True, slots=True)
 class StateValue:
-    """One value of a parameter's state that is no tensor, read anew for each snapshot.
+    """One value of a parameter's state that is not a tensor, read for each snapshot.
 
     Attributes:
         name: Its key in a snapshot.
-        state: The dict it lies in.
+        state: The dict that holds it.
         key: Its key there.
         mesh: Of its parameter, where that is a DTensor.
     """
@@ -108,7 +108,7 @@ class OptimizerEntries:
 
         Raises:
             ConfigError: A parameter that no tracked module has.
-            UnsupportedStateError: Some of it could not be given back as it is; names it.
+            UnsupportedStateError: Some of it could not be restored as it is; names it.
         """
         part = self._ahead.of(optimizer)
         if part is not None:
@@ -217,8 +217,8 @@ class OptimizerEntries:
         if shared is not None:
             raise UnsupportedStateError(
                 f"the optimizer state {shared[1]!r} is the same tensor as {shared[0]!r}",
-                found="one tensor under two names: after a restart they would be two, and go their own ways",
-                expected="a tensor of its own for every parameter and key",
+                found="one tensor under two names: after a restart they would be two tensors, and diverge",
+                expected="a separate tensor for every parameter and key",
                 remedy="clone it inside the optimizer",
             )
 

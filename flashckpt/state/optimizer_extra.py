@@ -1,4 +1,4 @@
-"""What an optimizer's own `state_dict()` says beside `state` and `param_groups`: counters of its own class, mostly."""
+"""Entries of an optimizer's own `state_dict()` besides `state` and `param_groups`: mostly counters of its class."""
 
 from __future__ import annotations
 
@@ -59,8 +59,8 @@ class Extras:
         if changed and optimizer.state:
             self._looks[key] = _LOOKS
             _log.warning(
-                "%s changes %s in attributes that its state_dict() does not have: they are in no snapshot, and begin "
-                "anew after a restart; where the updates depend on them, keep them in param_groups or track them",
+                "%s changes %s in attributes that its state_dict() does not have: they are in no snapshot, and start  "
+                "over after a restart; if the updates depend on them, keep them in param_groups or track them",
                 type(optimizer).__qualname__, ", ".join(map(repr, changed)),
             )  # fmt: skip
 
@@ -86,7 +86,7 @@ def give_back(optimizer: torch.optim.Optimizer, extra: Mapping[str, Any]) -> Non
 
 
 def refuse_one_way(name: str, optimizer: torch.optim.Optimizer) -> None:
-    """Refuse an optimizer that does not take back what its `state_dict()` says.
+    """Reject an optimizer that does not restore the contents of its `state_dict()`.
 
     Raises:
         UnsupportedStateError: Names the entries.
@@ -98,11 +98,11 @@ def refuse_one_way(name: str, optimizer: torch.optim.Optimizer) -> None:
         give_back(optimizer, extra)
         lost = [key for key in extra if key not in read(optimizer)]
         problem = f"{', '.join(map(repr, lost))} is gone after load_state_dict()" if lost else ""
-    except Exception as error:  # noqa: BLE001 -- it is a stranger's method
+    except Exception as error:  # noqa: BLE001 -- a third party's method
         problem = f"{type(error).__name__}: {error}"
     if problem:
         raise UnsupportedStateError(
-            f"the optimizer {name!r} does not take back what its state_dict() says",
+            f"the optimizer {name!r} does not restore what its state_dict() returns",
             found=problem,
             expected=f"load_state_dict() that takes {', '.join(map(repr, extra))} and an empty 'state'",
             state="Nothing was tracked.",

@@ -92,7 +92,7 @@ def usable_key(key: Any, path: str) -> str:
         if type(key) is not str
         else "an empty key, or '.' or '@' in it",
         expected="keys that are strings without '.' and '@'",
-        remedy="put it into a dict of its own: state['name'] = {key: value}",
+        remedy="put it into a separate dict: state['name'] = {key: value}",
     )
 
 

@@ -1,4 +1,4 @@
-"""Where a live tensor lies in its global tensor: boxes and replica numbers, computed without any communication.
+"""The place of a live tensor in its global tensor: boxes and replica numbers, computed without any communication.
 
 Offsets of DTensors come from torch's own placement objects, never from `Shard` and a mesh coordinate by
 hand: that formula is wrong for the strided shards of FSDP2 over tensor parallelism.
@@ -178,7 +178,7 @@ def boxes_of(name: str, tensor: torch.Tensor) -> tuple[Box, ...]:
         return (Box(global_shape=shape, offsets=(0,) * len(shape), lengths=shape, starts=(0,) * len(shape)),)
     if any(p.is_partial() for p in tensor.placements):
         raise UnsupportedStateError(
-            f"tensor {name!r} is a partial sum over ranks and has no value of its own",
+            f"tensor {name!r} is a partial sum over ranks, which has no value on its own",
             found=str(tensor.placements),
             expected="Shard or Replicate placements",
             remedy="redistribute it before it is tracked",
@@ -259,7 +259,7 @@ def dtype_name(name: str, tensor: torch.Tensor) -> str:
 
 
 def _is_plain(tensor: torch.Tensor) -> bool:
-    """Tell whether a subclass is only a name for a plain tensor (no dispatch of its own, so its bytes are its values)."""
+    """Return whether a subclass only renames a plain tensor (no custom dispatch, so its bytes are its values)."""
     return type(tensor).__torch_dispatch__ is torch.Tensor.__torch_dispatch__
 
 

@@ -1,4 +1,4 @@
-"""State dicts as plain values plus tensors: what `state_dict()` returns, taken apart and put together again.
+"""State dicts as plain values plus tensors: the result of `state_dict()`, flattened and unflattened.
 
 Tensors (and numpy arrays) become named tensors of the snapshot; the rest stays in place as msgpack types.
 Nothing is ever pickled: what has no plain form is refused by its key.
@@ -92,7 +92,7 @@ class _Apart:
         return mark
 
     def _enter(self, tensor: torch.Tensor, path: str) -> str:
-        """Return the tensor's name: its path, told apart where another key gives the same (1 and "1", "a.b" and "a" "b")."""
+        """Return the tensor's name: its path, made unique if another key gives the same (1 and "1", "a.b" and "a" "b")."""
         name, count = path, 1
         while name in self.tensors:
             name, count = f"{path}~{count}", count + 1
@@ -162,7 +162,7 @@ def tensor_names(skeleton: Any) -> list[str]:
 
 
 Place = Callable[[torch.Tensor, Mapping[str, Any]], torch.Tensor]
-"""Brings a tensor to where it lay: the second argument has "device", and "replicated" where it was a DTensor."""
+"""Brings a tensor to its place: the second argument has "device", and "replicated" where it was a DTensor."""
 
 
 def unflatten(skeleton: Any, tensor: Callable[[str], torch.Tensor], *, place: Place | None = None) -> Any:
@@ -171,7 +171,7 @@ def unflatten(skeleton: Any, tensor: Callable[[str], torch.Tensor], *, place: Pl
     Args:
         skeleton: What it returned.
         tensor: `tensor(name)` gives each tensor's values (on the CPU).
-        place: Brings a tensor to where it lay; called once per tensor, which stays one where it occurs twice.
+        place: Brings a tensor to its place; called once per tensor, which stays one where it occurs twice.
     """
     return _Together(tensor, place).node(skeleton)
 

@@ -1,4 +1,4 @@
-"""What is tracked: the objects a user names, and what a snapshot of them consists of on this rank."""
+"""The registry: the tracked objects, and what a snapshot of them consists of on this rank."""
 
 from __future__ import annotations
 
@@ -68,8 +68,10 @@ class StateRegistry:
         if name in {*self.modules, *self.optimizers, *self.objects} or not name or "@" in name or "." in name:
             raise ConfigError(
                 f"cannot track anything under the name {name!r}",
-                found="it is taken" if name and "@" not in name and "." not in name else "an empty name, '@' or '.'",
-                expected="a name of its own for every tracked object",
+                found="the name is already used"
+                if name and "@" not in name and "." not in name
+                else "an empty name, '@' or '.'",
+                expected="a separate name for every tracked object",
             )
         parts = list(thing) if isinstance(thing, (list, tuple, nn.ModuleList)) else [thing]
         if parts and all(isinstance(p, nn.Module) for p in parts):
@@ -111,7 +113,7 @@ class StateRegistry:
     # -- structure ---------------------------------------------------------------------------------------
 
     def holds(self) -> bool:
-        """Tell whether the structure built last is still that of the live objects (cheap)."""
+        """Return whether the structure built last is still that of the live objects (cheap)."""
         return not self.ahead and self._appeared.holds() and self._rest_holds()
 
     def _rest_holds(self) -> bool:
@@ -142,7 +144,7 @@ class StateRegistry:
             ahead: Optimizer state that the first step will make is part of it too.
 
         Raises:
-            UnsupportedStateError: As `structure`; or an object gives out other tensors each time it is asked.
+            UnsupportedStateError: As `structure`; or an object returns different tensors each time it is read.
         """
         if self.planned is not None:
             captured = self.capture()
@@ -164,7 +166,7 @@ class StateRegistry:
         )
 
     def _still_there(self, captured: Captured, *, ahead: bool) -> Structure | None:
-        """Return the structure built last if it is still that of the state, without what nobody awaits any more."""
+        """Return the structure built last if it is still that of the state, without what is no longer awaited."""
         planned, owners = self.planned, list(chain.from_iterable(self._owners()))
         built_of = list(chain.from_iterable(self._built_of))
         if planned is None or len(owners) != len(built_of) or not all(map(operator.is_, owners, built_of)):
@@ -250,7 +252,7 @@ class StateRegistry:
         return self._reader.key_of(name, thing)
 
     def extra_states(self) -> list[tuple[str, nn.Module]]:
-        """Return (name, module) of modules with state of their own beside tensors."""
+        """Return (name, module) of modules with extra state."""
         return list(self._reader.extra)
 
     def names_for(self, group: Iterable[torch.optim.Optimizer]) -> dict[int, str]:
@@ -268,5 +270,5 @@ class StateRegistry:
 
 
 def _is_watched(key: Any, value: Any) -> bool:
-    """Whether a value in `optimizer.state`, or in the state of one parameter, is held and not read anew."""
+    """Whether a value in `optimizer.state`, or in the state of one parameter, is held and not read again."""
     return isinstance(key, torch.Tensor) or isinstance(value, torch.Tensor)

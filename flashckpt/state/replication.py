@@ -1,4 +1,4 @@
-"""Declared replicas are compared once, at a fresh start: what is said to be equal on several ranks must be."""
+"""Declared replicas are compared once, at a fresh start: what is declared equal on several ranks must be equal."""
 
 from __future__ import annotations
 

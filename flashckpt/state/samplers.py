@@ -1,4 +1,4 @@
-"""Tracked samplers: objects with `commit`. Each is committed once per step, and is seen to move and to be drawn from."""
+"""Tracked samplers: objects with `commit`. Each is committed once per step, and checked to move and to be drawn from."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def _reached(thing: Any) -> Iterator[Any]:
 
 
 class Commits:
-    """Commits tracked samplers and notes where they stood.
+    """Commits tracked samplers and records their positions.
 
     Args:
         is_alone: This rank is the only one, so that no other can draw the samples for it.
@@ -88,7 +88,7 @@ class Commits:
                 self._watch_ahead(name, thing)
 
     def _check_drawn(self, name: str, thing: Any, step: int) -> None:
-        """Refuse to count samples that nobody drew; say it where another rank may have drawn them for this one."""
+        """Refuse to count samples that were not drawn; warn if another rank may have drawn them for this one."""
         if getattr(thing, "was_drawn_from", True) or name in self._warned:
             return
         count = self._undrawn[name] = self._undrawn.get(name, 0) + 1
@@ -101,7 +101,7 @@ class Commits:
         _log.warning("%s; it is right only if another rank gives this one its batches", error.problem)
 
     def _watch_ahead(self, name: str, thing: Any) -> None:
-        """Say once that a loop fetches its batches ahead. Loader workers do so too, and lose nothing by it."""
+        """Warn once that a loop fetches its batches ahead. Loader workers do so too, harmlessly."""
         ahead = getattr(thing, "ahead", 0)
         if not ahead or name in self._warned:
             self._ahead.pop(name, None)
@@ -117,25 +117,25 @@ class Commits:
 _FETCHED_AHEAD = (
     "the tracked sampler %r has %d samples that are fetched and not yet trained at every step(): the loop fetches its next "
     "batch before step(). A restart deals them again, none is lost; but what was drawn at random to prepare them is in "
-    "the snapshot already and is drawn once more. Fetch behind step(), or wrap the data set in SeededSamples"
+    "the snapshot already and is drawn once more. Fetch after step(), or wrap the data set in SeededSamples"
 )
 
 
 def _state(thing: Any) -> Any:
-    return copy.deepcopy(thing.state_dict())  # some give out the very dict that they go on changing
+    return copy.deepcopy(thing.state_dict())  # some return the very dict that they keep changing
 
 
 def _equal(now: Any, before: Any) -> bool:
     try:
         return bool(now == before)
-    except (RuntimeError, ValueError):  # arrays or tensors in the state of somebody's sampler: not to be judged here
+    except (RuntimeError, ValueError):  # arrays or tensors in the state of a foreign sampler: cannot be compared here
         return False
 
 
 def _stuck(name: str, state: Any, step: int) -> SamplerStateError:
     return SamplerStateError(
         f"the tracked sampler {name!r} has not moved for {_PATIENCE} steps",
-        found=f"after the commit of step {step} it stands where it stood: {str(state)[:200]}",
+        found=f"its position is unchanged after the commit of step {step}: {str(state)[:200]}",
         expected="every step that trains moves it on, or a restart would train the same samples again",
         state="No snapshot of this step was taken; earlier ones are intact.",
         remedy="track the sampler that the loop draws from, and give ckpt.step(step, samples=...) what a step trains",

@@ -30,7 +30,7 @@ def form_of(fqn: str, param: torch.Tensor, key: str, tensor: torch.Tensor, group
     """Return the form of one state tensor; USUAL where `allocate` needs none.
 
     Raises:
-        UnsupportedStateError: A DTensor that could not be made again: on another mesh, or placed in a way of its own.
+        UnsupportedStateError: A DTensor that could not be recreated: on another mesh, or with another placement.
     """
     device = tensor.device.type
     usual_device = _device(param, key, tuple(tensor.shape), group).type

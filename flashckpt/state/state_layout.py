@@ -1,4 +1,4 @@
-"""Where every byte of a structure lies in a slot, and how much memory that takes: worked out once per structure."""
+"""Where every byte of a structure is in a slot, and how much memory that takes: computed once per structure."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ class MemoryNeed:
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class StateLayout:
-    """A structure and where its bytes lie. Never changed: another structure has another layout.
+    """A structure and the places of its bytes. Immutable: another structure has another layout.
 
     Attributes:
         structure: What it is the layout of.
@@ -72,7 +72,7 @@ class StateLayout:
 
     @classmethod
     def of(cls, structure: Structure) -> StateLayout:
-        """Work out the layout of a structure."""
+        """Compute the layout of a structure."""
         pieces = _Pieces(structure.box_sets)
         counts = pieces.counts[structure.sets]
         tensors = np.repeat(np.arange(len(structure.names)), counts)
@@ -115,7 +115,7 @@ class StateLayout:
 
 
 class _Pieces:
-    """The boxes of all kinds of tensors one behind the other, as columns."""
+    """The boxes of all kinds of tensors one after another, as columns."""
 
     def __init__(self, box_sets: Sequence[BoxSet]) -> None:
         boxes = [(one.dtype, box) for one in box_sets for box in one.boxes]
@@ -130,7 +130,7 @@ class _Pieces:
         self.hashed = [hashed_part(shard) for shard in shards]
 
     def dims(self, name: str, rows: Ints) -> Ints:
-        """Return the numbers of one attribute of the boxes of `rows`, one behind the other."""
+        """Return the numbers of one attribute of the boxes of `rows`, one after another."""
         ndim = self.ndim.astype(np.int64)
         numbers = np.array(list(chain.from_iterable(getattr(box, name) for box in self.boxes)), np.int64)
         return numbers[ranges((np.cumsum(ndim) - ndim)[rows], ndim[rows])]

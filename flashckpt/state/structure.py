@@ -33,7 +33,7 @@ class Entry:
         dtype: Name of its dtype.
         boxes: What this rank holds of it, in pieces where several ranks persist parts of it.
         replicas: How many ranks hold an equal copy.
-        fenced: It changes only inside `optimizer.step()`, so it may be copied beside the next forward/backward.
+        fenced: It changes only inside `optimizer.step()`, so it may be copied during the next forward/backward.
     """
 
     fqn: str
@@ -64,7 +64,7 @@ class Row:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Forecast:
+class StateForecast:
     """Optimizer state that the first step will make and that is not planned yet: memory is reserved for it."""
 
     names: Sequence[str] = ()
@@ -87,7 +87,7 @@ class Structure:
         awaited: np.int64; the places of the tensors that do not exist yet, in the order in which they will appear.
         forecast: More that the first step will make.
         aliases: Other names of tensors that are held once: alias -> name.
-        fresh: Names of tensors that objects give out anew for every snapshot.
+        fresh: Names of tensors that objects return for every snapshot.
         forms: Name, dtype, shape and layout of each of them when it was built.
     """
 
@@ -97,7 +97,7 @@ class Structure:
     fenced: npt.NDArray[np.bool_]
     box_sets: Sequence[BoxSet]
     awaited: npt.NDArray[np.int64]
-    forecast: Forecast = Forecast()
+    forecast: StateForecast = StateForecast()
     aliases: dict[str, str] = field(default_factory=dict)
     fresh: frozenset[str] = frozenset()
     forms: tuple[Any, ...] = ()
@@ -159,7 +159,7 @@ class Structure:
             sets=self.sets[places],
             fenced=self.fenced[places],
             awaited=np.zeros(0, np.int64),
-            forecast=Forecast(
+            forecast=StateForecast(
                 [*self.forecast.names, *(self.names[at] for at in self.awaited.tolist())],
                 [*self.forecast.sets, *self.sets[self.awaited].tolist()],
             ),

@@ -17,7 +17,7 @@ from flashckpt.state.deferred_optimizer import DeferredState
 from flashckpt.state.module_tensors import ModuleTensors, two_of_one_name
 from flashckpt.state.optimizer_entries import NamedParameters, OptimizerEntries, StateColumns
 from flashckpt.state.placement import Replication, World, spread_of_dtensor, spread_of_plain
-from flashckpt.state.structure import Forecast, Structure, arranged, first_double
+from flashckpt.state.structure import StateForecast, Structure, arranged, first_double
 
 Optimizers = Mapping[str, Sequence[torch.optim.Optimizer]]
 
@@ -74,7 +74,7 @@ def build(tracked: Tracked) -> tuple[Structure, OptimizerEntries]:
         columns.fenced,
         box_sets.known,
         awaited=[first + at for at, tensor in enumerate(state.tensors) if tensor is None],
-        forecast=Forecast(entries.forecast.names, entries.forecast.sets),
+        forecast=StateForecast(entries.forecast.names, entries.forecast.sets),
         aliases=found.aliases,
         fresh=frozenset(tracked.captured.tensors),
         forms=tracked.captured.forms,

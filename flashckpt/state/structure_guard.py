@@ -1,4 +1,4 @@
-"""A cheap way to see that the structure of the state changed: the very objects it was made of are compared."""
+"""A cheap guard against changes of the structure: compares the identity of the objects it was made of."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ class StructureGuard:
         dicts: Held dicts, e.g. a module's parameters; their values are the members.
         lists: Held lists, e.g. the parameters of a group.
         sharded: DTensors, whose local tensors are members too.
-        mixed: Held dicts in which some values are read anew for each snapshot, e.g. a step counter beside a tensor:
+        mixed: Held dicts in which some values are read for each snapshot, e.g. a step counter next to a tensor:
             their keys are members, and the values that `is_member` tells.
         is_member: Of a key and a value in `mixed`.
     """

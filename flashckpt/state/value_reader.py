@@ -1,4 +1,4 @@
-"""Reading what is not a held tensor: hyperparameters, objects' state, generators; anew for every snapshot."""
+"""Reads for every snapshot what is not a held tensor: hyperparameters, objects' state, generators."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ class ValueReader:
 
     Attributes:
         values: State of parameters that is no tensor.
-        extra: (name, module) of modules with state of their own beside tensors.
+        extra: (name, module) of modules with extra state.
     """
 
     def __init__(self, tracked: Readable) -> None:
@@ -52,7 +52,7 @@ class ValueReader:
         self._extras = optimizer_extra.Extras()
 
     def look(self, found: ModuleTensors) -> None:
-        """Take note of the modules: which of them have state of their own."""
+        """Record which modules have extra state."""
         self._groups = {}
         self.extra = [
             (f"{label}.{name}", module)

@@ -21,7 +21,7 @@ _log = logging.getLogger(__name__)
 
 
 def require_restartable(parts: Iterable[memoryview]) -> Iterable[memoryview]:
-    """Return `parts`; ValueError where they could be iterated only once (our own mistake)."""
+    """Return `parts`; ValueError if they can be iterated only once (a programming error)."""
     if iter(parts) is parts:
         msg = "put_object needs parts that can be iterated again after a failed attempt"
         raise ValueError(msg)
@@ -29,12 +29,12 @@ def require_restartable(parts: Iterable[memoryview]) -> Iterable[memoryview]:
 
 
 def publish_unconditional(store: Store, key: str, data: bytes) -> bool:
-    """Publish `data` under `key` where the store ignores conditions; return whether ours is what stayed.
+    """Publish `data` under `key` in a store that ignores conditions; return whether our object is the one that remained.
 
-    Look, write, wait, read back: of two writers within SETTLE_S seconds the last one wins and the
-    first learns it. Two writers further apart than that cannot collide, because the second one sees
-    the object. A writer that stalls for longer between look and write can still replace an object:
-    MANIFESTs of one (generation, step) are equal byte for byte, so that harms nothing, and
+    Check, write, wait, read back: of two writers within SETTLE_S seconds the last one wins and the
+    first one notices. Two writers further apart than that cannot collide, because the second one sees
+    the object. A writer that stalls for longer between check and write can still replace an object:
+    MANIFESTs of one (generation, step) are equal byte for byte, so this is harmless, and
     generation claims carry a token that their owner reads again before each persist.
     """
     if store.head(key) is not None:
@@ -45,11 +45,11 @@ def publish_unconditional(store: Store, key: str, data: bytes) -> bool:
 
 
 class ProbedStore(ABC):
-    """The part of an object store that publishes an object unless it is there; finds out whether the service can.
+    """The part of an object store that publishes an object unless it exists; probes whether the service supports that.
 
     Args:
         url: The root, without credentials.
-        conditional: What `is_conditional` says; None: probed when it is first asked for.
+        conditional: The value of `is_conditional`; None: probed on first use.
     """
 
     def __init__(self, url: str, conditional: bool | None) -> None:
@@ -99,5 +99,5 @@ def truncated(url: str, key: str, *, found: str, needed: int) -> DamagedError:
 
 
 def warn_unconditional(url: str) -> None:
-    """Say once per store that it ignores conditional writes, and what is done instead."""
-    _log.warning("%s does not honour conditional writes: one writer per generation is relied on instead", url)
+    """Log once per store that it ignores conditional writes, and the rule that applies instead."""
+    _log.warning("%s does not honour conditional writes: relying on one writer per generation instead", url)

@@ -1,9 +1,9 @@
-"""Durable writing of one large local file: O_DIRECT from page-aligned memory, or buffered where that is refused.
+"""Durable writing of one large local file: O_DIRECT from page-aligned memory, or buffered if that is refused.
 
 Measured (docs/storage.md): 16 MiB extents by two threads reach the disk with 10 to 20 times less
-CPU than buffered writes and leave the page cache to the trainer. Needs of O_DIRECT: memory, file
+CPU than buffered writes and leave the page cache to the trainer. O_DIRECT requires memory, file
 offset and length in multiples of the block size. Slots and packs are laid out in pages, so that
-nothing is copied; what is not aligned goes through one aligned bounce buffer per thread.
+nothing is copied; unaligned data goes through one aligned bounce buffer per thread.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ WRITERS = 2
 DIRECT_READ_BYTES = 1 << 20
 BOUNCE_BYTES = 4 << 20
 SMALL_BYTES = 256 << 10
-"""Up to here (indexes, manifests, intents) one buffered write costs less CPU than threads and aligned memory."""
+"""Up to this size (indexes, manifests, intents) one buffered write costs less CPU than threads and aligned memory."""
 
 _local = threading.local()
 _NO_DIRECT = (errno.EINVAL, errno.EOPNOTSUPP, errno.ENOTSUP)
@@ -33,11 +33,11 @@ _NO_DIRECT = (errno.EINVAL, errno.EOPNOTSUPP, errno.ENOTSUP)
 def write_durable(path: Path, parts: Iterable[memoryview], nbytes: int | None) -> int:
     """Create `path` with the bytes of `parts`, fsync and close it; return its size in bytes.
 
-    A file that could not be written whole is left to the caller to remove: after a failed fsync the
-    kernel may have dropped the dirty pages, so the only mend is to write everything again.
+    The caller removes a file that could not be written completely: after a failed fsync the kernel may
+    have dropped the dirty pages, so the only remedy is to write everything again.
 
     Raises:
-        OSError: as the kernel said it (ENOSPC, EIO, EROFS, ...).
+        OSError: as reported by the kernel (ENOSPC, EIO, EROFS, ...).
     """
     if nbytes is not None and nbytes <= SMALL_BYTES:
         return _write_small(path, parts)
@@ -77,10 +77,10 @@ def _write_small(path: Path, parts: Iterable[memoryview]) -> int:
 
 
 def read_direct(path: Path, start: int, out: memoryview) -> int:
-    """Fill `out` with the bytes from `start`; return how many there were. From 1 MiB on by O_DIRECT where that works.
+    """Fill `out` with the bytes from `start`; return their number. Uses O_DIRECT for 1 MiB and more if possible.
 
     O_DIRECT reads at the rate of the disk for a fifth of the CPU and leaves the page cache to the
-    trainer. What is not aligned for it goes through an aligned buffer of this thread.
+    trainer. Unaligned ends go through an aligned buffer of this thread.
     """
     if len(out) >= DIRECT_READ_BYTES:
         try:
@@ -100,7 +100,7 @@ def read_direct(path: Path, start: int, out: memoryview) -> int:
 
 
 def _read_pages(fd: int, start: int, out: memoryview) -> int:
-    """Read whole pages straight into `out` where it is aligned, and the rest through the buffer."""
+    """Read whole pages directly into `out` if it is aligned, and the rest through the buffer."""
     done = _read_aligned(fd, start, out) if start % PAGE_BYTES == 0 and _address(out) % 512 == 0 else 0
     buffer = _bounce()
     target = np.frombuffer(out, np.uint8)
@@ -118,7 +118,7 @@ def _read_pages(fd: int, start: int, out: memoryview) -> int:
 
 
 def _read_aligned(fd: int, start: int, out: memoryview) -> int:
-    """Read as one request: a last part of a page by itself would wait behind the large reads of other threads."""
+    """Read as one request: a separate request for the last partial page would queue after the large reads of other threads."""
     buffer = _bounce()
     whole = len(out) - len(out) % PAGE_BYTES
     with memoryview(buffer) as view, view[:PAGE_BYTES] as last:
@@ -157,7 +157,7 @@ def _open(path: Path) -> tuple[int, bool]:
 
 
 def _reserve(fd: int, nbytes: int) -> None:
-    """Take the room at once, so that a full disk is found before anything is written."""
+    """Reserve the space at once, so that a full disk is noticed before anything is written."""
     try:
         os.posix_fallocate(fd, 0, nbytes)
     except OSError as error:
@@ -180,7 +180,7 @@ class _Writers:
             thread.start()
 
     def put(self, item: tuple[int, memoryview]) -> None:
-        self._queue.put(item)  # cannot block for ever: after an error the workers go on to drain
+        self._queue.put(item)  # cannot block forever: after an error the workers continue to drain
         if self.error is not None:
             raise self.error
 
@@ -203,7 +203,7 @@ class _Writers:
                     else:
                         bounce = bounce or mmap.mmap(-1, EXTENT_BYTES)
                         _write_bounced(self._fd, view, offset, bounce)
-                except BaseException as error:  # noqa: BLE001 -- handed to the thread that owns the write
+                except BaseException as error:  # noqa: BLE001 -- passed to the thread that owns the write
                     self.error = error
                 del item
         finally:
@@ -225,7 +225,7 @@ def _write_extents(fd: int, parts: Iterable[memoryview], *, direct: bool) -> int
 
 
 def _aligned_extents(parts: Iterable[memoryview]) -> Iterator[tuple[int, memoryview]]:
-    """Yield extents that start at page offsets; parts of odd length are joined in memory of our own."""
+    """Yield extents that start at page offsets; parts of odd length are joined in a buffer."""
     offset, carry = 0, bytearray()
     for _, part in extents(parts):
         view = part
@@ -280,6 +280,6 @@ def _read_all(fd: int, start: int, out: memoryview, *, direct: bool = False) -> 
     while done < len(out):
         count = os.preadv(fd, [out[done:]], start + done)
         done += count
-        if count == 0 or (direct and done % 512):  # the end of the file: O_DIRECT refuses to ask at an odd place
+        if count == 0 or (direct and done % 512):  # the end of the file: O_DIRECT rejects unaligned offsets
             break
     return done

@@ -1,7 +1,7 @@
-"""What an S3 server's entity tags (ETag) say of what it stored: where they are MD5 digests, they are checked.
+"""Entity tags (ETags) of an S3 server as evidence of what it stored: if they are MD5 digests, they are checked.
 
-They need not be: with KMS keys, in directory buckets and on some servers they are any text. A server is believed to give
-digests once one has fitted; a tag that does not fit before is settled by reading the object back.
+They need not be: with KMS keys, in directory buckets and on some servers they are arbitrary. A server is assumed to
+return digests once one has matched; before that, a tag that does not match is checked by reading the object back.
 """
 
 from __future__ import annotations
@@ -17,13 +17,13 @@ _OF_PARTS = re.compile(r"[0-9a-f]{32}-\d+")
 
 
 class Tags:
-    """What is known of one server's tags; None: nothing yet, True: they are MD5 digests, False: they are not."""
+    """What is known about one server's tags; None: nothing yet, True: they are MD5 digests, False: they are not."""
 
     def __init__(self) -> None:
         self.are_digests: bool | None = None
 
     def doubt(self, tag: str | None, body: bytes) -> bool:
-        """Return whether an object must be read back: its tag is no digest of `body`, as far as tags are digests here."""
+        """Return whether an object must be read back: its tag is not the digest of `body`, and tags may be digests here."""
         text = (tag or "").strip('"').lower()
         if self.are_digests is False or not _DIGEST.fullmatch(text):
             return False
@@ -33,10 +33,10 @@ class Tags:
         return False
 
     def settle(self, url: str, key: str, *, tag: str | None, body: bytes, stored: bytes) -> None:
-        """Decide a doubt by the bytes that were read back.
+        """Resolve a doubt with the bytes that were read back.
 
         Raises:
-            StoreError: They are others.
+            StoreError: They differ.
         """
         if stored == body:
             if self.are_digests is None:
@@ -47,11 +47,11 @@ class Tags:
             found=f"{len(stored)} bytes, ETag {tag}",
             expected=f"{len(body)} bytes, MD5 {_md5(body).hexdigest()}",
             state="The object counts as not written.",
-            remedy="persisting tries again; if this stays, look at the server, and at what lies between it and this machine",
+            remedy="persisting is retried; if this persists, check the server and the network path to it",
         )
 
     def check_parts(self, url: str, key: str, *, tag: str | None, parts: Sequence[str]) -> None:
-        """Check the tag of an object that was put together from parts with these tags.
+        """Check the tag of an object that was assembled from parts with these tags.
 
         Raises:
             StoreError: It belongs to other parts.
@@ -62,11 +62,11 @@ class Tags:
         expected = f"{_md5(b''.join(map(bytes.fromhex, digests))).hexdigest()}-{len(parts)}"
         if text != expected:
             raise StoreError(
-                f"the server of {url} put {key} together from other parts than were sent",
+                f"the server of {url} assembled {key} from other parts than were sent",
                 found=f"ETag {text}",
                 expected=f"ETag {expected}",
                 state="The object counts as not written.",
-                remedy="persisting tries again; if this stays, look at the server",
+                remedy="persisting is retried; if this persists, check the server",
             )
 
 

@@ -17,7 +17,7 @@ S3_OPTIONS = frozenset({
     "username", "password", "cache_regions", "max_concurrency", "fixed_upload_size", "local_expiry_check",
     "conditional", "retries", "timeout_s", "backend",
 })  # fmt: skip
-"""Storage options of s3://: those of s3fs (which takes any other name without a word), and ours."""
+"""Storage options of s3://: those of s3fs (which silently accepts any other name), and ours."""
 _COMMON = ("file", "s3", "s3a", "gs", "gcs", "az", "abfs", "memory")
 """Protocols that are known without importing fsspec."""
 
@@ -49,12 +49,12 @@ def open_store(url: str | Path, *, backend: str = "auto", **options: object) -> 
 
 
 def is_process_local(url: str) -> bool:
-    """Return whether the root lives in one process only (memory://): no daemon could write to it."""
+    """Return whether the root is process-local (memory://): no daemon could write to it."""
     return scheme_of(url) in _MEMORY_ONLY
 
 
 def check_options(url: str, options: Mapping[str, object]) -> None:
-    """Refuse what can be known to be wrong of a root and its storage options before any of it is used.
+    """Reject invalid roots and storage options before they are used.
 
     Raises:
         ConfigError: Options are given for a directory, s3:// has no such option, or nothing knows the protocol.

@@ -1,7 +1,7 @@
 """Every other fsspec protocol (gs://, az://, memory://, ...) by its common file system calls.
 
-`mode="create"` is how fsspec spells a conditional write; where an implementation does not know or
-does not honour it, the probe finds out and the single-writer rule of store_common applies.
+`mode="create"` is how fsspec spells a conditional write; if an implementation does not know or
+does not honour it, the probe notices and the single-writer rule of `conditional` applies.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ class FsspecStore(ProbedStore):
     def __init__(self, url: str, options: dict[str, Any]) -> None:
         self._options = dict(options)
         super().__init__(url.rstrip("/"), self._options.pop("conditional", None))
-        for name in ("retries", "timeout_s"):  # s3:// only: these file systems have settings of their own
+        for name in ("retries", "timeout_s"):  # s3:// only: these file systems have their own settings
             self._options.pop(name, None)
         self._fs: Any = None
         self._root = ""
@@ -72,7 +72,7 @@ class FsspecStore(ProbedStore):
             at = start + begin
             try:
                 data = self._do(key, functools.partial(_cat, self._path(key), at, at + len(view)))
-            except StoreError:  # a range behind the end: each service has a refusal of its own
+            except StoreError:  # a range past the end: each service reports it differently
                 info = self.head(key)
                 if info is None or info.nbytes >= at + len(view):
                     raise
@@ -167,7 +167,7 @@ class FsspecStore(ProbedStore):
         fs.pipe_file(self._path(key), bytes(data))
 
     def _require_bucket(self, fs: Any) -> None:
-        """Raise FileNotFoundError where the bucket is known not to be there: an empty root looks just the same."""
+        """Raise FileNotFoundError if the bucket is known not to exist: otherwise it looks like an empty root."""
         if _is_object_store(fs):
             bucket = self._root.partition("/")[0]
             try:

@@ -52,7 +52,7 @@ class ObstoreStore(S3Store):
         return None
 
     def _put_small(self, obs: Any, store: Any, key: str, body: bytes, **condition: str) -> None:
-        """One PUT; what the server's tag casts doubt on is read back."""
+        """One PUT; if the server's tag raises doubt the object is read back."""
         tag = obs.put(store, check_key(key), body, use_multipart=False, **condition)["e_tag"]
         if self._tags.doubt(tag, body):
             stored = bytes(obs.get(store, key).bytes())
@@ -226,8 +226,8 @@ class ObstoreStore(S3Store):
 class CredentialChain:
     """Gives obstore what botocore's chain finds: environment, profiles, SSO, web identity, instance roles.
 
-    Asked again every `REFRESH_S` seconds, so that credentials that expire or are rotated while the
-    daemon lives are followed.
+    Refreshed every `REFRESH_S` seconds, so that expired or rotated credentials are replaced while the
+    daemon runs.
     """
 
     REFRESH_S = 300.0

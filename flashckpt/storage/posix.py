@@ -2,7 +2,7 @@
 
 Publishing is always the same four steps: write a temporary file in the same directory, fsync it,
 rename or link it to its name, fsync the directory. `link` fails where the name exists, which makes
-`put_if_absent` atomic; a file system without hard links is told apart at the first conditional write.
+`put_if_absent` atomic; a file system without hard links is detected at the first conditional write.
 """
 
 from __future__ import annotations
@@ -226,7 +226,7 @@ class PosixStore:
             raise RootError(f"cannot {verb} {name}", found=found, expected=expected, remedy="check the path") from error
         remedy = "check the file system of the checkpoint root"
         if error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
-            remedy = "free room on it; persisting resumes by itself"
+            remedy = "free space on it; persisting then resumes automatically"
         raise StoreError(f"cannot {verb} {name}", found=found, remedy=remedy) from error
 
 
@@ -234,13 +234,13 @@ def _link(source: Path, target: Path) -> bool:
     try:
         os.link(source, target)
     except FileExistsError:
-        # NFS repeats a request whose answer was lost: two links on our file mean that it was ours
+        # NFS repeats a request whose answer was lost: two links on our file mean that our link succeeded
         return source.stat().st_nlink == 2
     return True
 
 
 def _unless_missing(error: OSError) -> None:
-    """Raise what os.walk would swallow: a folder that cannot be read must not look empty."""
+    """Raise errors that os.walk would swallow: an unreadable folder must not look empty."""
     if not isinstance(error, FileNotFoundError):
         raise error
 

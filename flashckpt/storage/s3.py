@@ -174,7 +174,7 @@ class S3Store(ProbedStore):
         return created
 
     async def _put(self, s3: Any, key: str, body: bytes, **condition: str) -> None:
-        """One PUT; what the server's tag casts doubt on is read back."""
+        """One PUT; if the server's tag raises doubt the object is read back."""
         answer = await s3.put_object(Bucket=self.bucket, Key=key, Body=body, **condition)
         if self._tags.doubt(tag := answer.get("ETag"), body):
             name = key[len(self._key("")) :]
@@ -231,7 +231,7 @@ class S3Store(ProbedStore):
     async def _abort(self, s3: Any, upload: dict[str, Any]) -> None:
         try:
             await s3.abort_multipart_upload(**upload)
-        except Exception:  # noqa: BLE001 -- the first error is the one to tell; the sweep aborts it later
+        except Exception:  # noqa: BLE001 -- the first error is the one to report; the sweep aborts the upload later
             _log.debug("could not abort the upload of %s", upload["Key"], exc_info=True)
 
     async def _download(self, s3: Any, key: str, start: int, out: memoryview) -> None:
@@ -322,7 +322,7 @@ class S3Store(ProbedStore):
         limit_s = None if is_paged else 2 * self._timeout_s  # pages are GETs, each under read_timeout
         for attempt in range(self._retries):
             try:
-                # aiohttp waits for "100 Continue" without a limit: a server that stalls there would hold us for ever
+                # aiohttp waits for "100 Continue" without a limit: a server that stalls there would block us forever
                 return await asyncio.wait_for(_as_coroutine(ask), limit_s)
             except FlashckptError:
                 raise

@@ -1,4 +1,4 @@
-"""What went wrong with an S3 request: missing bucket, refusal, dead endpoint told apart; shared by both clients."""
+"""Errors of S3 requests, shared by both clients: distinguishes a missing bucket, refused access and a dead endpoint."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def translate(error: BaseException, url: str, bucket: str, key: str) -> Flashckp
 
 
 def request_error(url: str, bucket: str, key: str, *, code: str, status: int, found: str) -> FlashckptError:
-    """Return the error for a failed request, with missing bucket, refusal and dead endpoint told apart.
+    """Return the error for a failed request; distinguishes a missing bucket, refused access and a dead endpoint.
 
     Args:
         url: The root.
@@ -53,13 +53,13 @@ def request_error(url: str, bucket: str, key: str, *, code: str, status: int, fo
             f"the credentials for {url} were refused",
             found=found,
             expected="read, write, list and delete in the bucket",
-            remedy="renew or correct the credentials; persisting resumes by itself",
+            remedy="renew or correct the credentials; persisting then resumes automatically",
         )
     if status == 0:
         return StoreError(
             f"the endpoint of {url} cannot be reached",
             found=found,
-            remedy="check network and endpoint_url; persisting resumes by itself",
+            remedy="check network and endpoint_url; persisting then resumes automatically",
         )
     return StoreError(f"the request for {key or 'the root'} of {url} failed", found=found, expected="HTTP 200")
 
@@ -86,7 +86,7 @@ def http_status(error: BaseException) -> int:
 
 
 def is_network(error: BaseException) -> bool:
-    """Return whether an exception can come from the network and its clients, not from a mistake of ours."""
+    """Return whether an exception can come from the network and its clients rather than from a bug here."""
     package = type(error).__module__.partition(".")[0]
     return isinstance(error, (OSError, asyncio.TimeoutError)) or package in ("aiohttp", "botocore", "aiobotocore")
 

@@ -1,4 +1,4 @@
-"""One interface to every place a checkpoint can live; `opening.open_store` chooses the backend.
+"""One interface to every place where checkpoints can be stored; `factory.open_store` chooses the backend.
 
 A store holds *objects* under *keys* (`step-000000120.g3/r00003.p0.fck`), relative to its root. The
 checkpoint format needs few promises, and every backend passes the same conformance suite for them:
@@ -6,7 +6,7 @@ checkpoint format needs few promises, and every backend passes the same conforma
 * `put` and `put_if_absent` publish small objects atomically: a reader sees nothing or all of it.
 * `put_object` streams a large one with bounded memory; nothing is visible under its key before it is durable.
 * `put_if_absent` lets exactly one of several writers win where `is_conditional` is true.
-* nothing here trusts a size or a checksum of a server: readers verify digests of our own.
+* nothing here trusts a size or a checksum of a server: readers verify our own digests.
 
 Backends open their clients lazily in the process that uses them (never before a fork).
 """
@@ -24,7 +24,7 @@ PARTS_IN_FLIGHT = 4
 """Parts in flight per object: memory of an upload is bounded by PART_BYTES x PARTS_IN_FLIGHT."""
 
 SWEEP_AGE_S = 3600.0
-"""Age in seconds after which a temporary object or multipart upload belongs to nobody."""
+"""Age in seconds after which a temporary object or multipart upload counts as abandoned."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -43,7 +43,7 @@ Names: TypeAlias = list[str]
 
 @runtime_checkable
 class Store(Protocol):
-    """What persist, restore, retention and the command line need of storage.
+    """What persist, restore, retention and the command line need from storage.
 
     Every method raises RootError where the root itself cannot be used (missing bucket, refused
     credentials, read-only directory) and StoreError where one operation failed after its retries.
@@ -74,7 +74,7 @@ class Store(Protocol):
 
         Args:
             key: Its key; an object already there is replaced.
-            parts: Its bytes in order. Must start anew on each `iter()` (a list, not a generator), so
+            parts: Its bytes in order. Must start over on each `iter()` (a list, not a generator), so
                 that it can be sent again after a failure that leaves nothing to resume.
             nbytes: Their sum where it is known, so that room is reserved; None otherwise.
         """
@@ -89,7 +89,7 @@ class Store(Protocol):
         ...
 
     def list(self, prefix: str = "") -> Objects:
-        """Return all objects whose key starts with `prefix`, sorted by key, temporary ones left out."""
+        """Return all objects whose key starts with `prefix`, sorted by key, except temporary ones."""
         ...
 
     def folders(self, prefix: str = "") -> Names:
@@ -101,7 +101,7 @@ class Store(Protocol):
         ...
 
     def delete(self, key: str) -> None:
-        """Remove an object; nothing happens where there is none."""
+        """Remove an object if it exists."""
         ...
 
     def sweep(self, *, older_than_s: float = SWEEP_AGE_S) -> Names:
@@ -109,12 +109,12 @@ class Store(Protocol):
         ...
 
     def close(self) -> None:
-        """Give back connections; the store opens again when it is used again."""
+        """Close connections; the store reopens when it is used again."""
         ...
 
 
 def check_key(key: str) -> str:
-    """Return `key` unchanged; ValueError where it is not a plain relative path (our own mistake, never a user's)."""
+    """Return `key` unchanged; ValueError if it is not a plain relative path (a programming error)."""
     if not key or key.startswith("/") or any(part in ("", ".", "..") for part in key.split("/")):
         msg = f"not an object key: {key!r}"
         raise ValueError(msg)

@@ -215,7 +215,7 @@ class Node:
 
     def _execute(self, action: Action) -> Event | None:
         match action:
-            case p.Pin(identity, ranks):
+            case p.PinSlots(identity, ranks):
                 return self._pin(identity, ranks)
             case p.Unpin(identity):
                 self.pinned.discard(identity)

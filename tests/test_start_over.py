@@ -1,4 +1,4 @@
-"""Begin anew on purpose, and never by accident: `restore(fresh=True)`, `flashckpt forget`, a root that was emptied."""
+"""Start over on purpose, and never by accident: `restore(fresh=True)`, `flashckpt forget`, a root that was emptied."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ def test_fresh_abandons_memory_and_storage_and_stays_begun(tmp_path: Path) -> No
     assert trained(tmp_path / "r", fresh=True) == 0
     assert trained(tmp_path / "r") == 0, "it died before its first snapshot, and what it abandoned stays abandoned"
     assert trained(tmp_path / "r", 1, fresh=True) == 0
-    assert trained(tmp_path / "r", 2) == 1, "the run that began anew"
+    assert trained(tmp_path / "r", 2) == 1, "the run that started over"
     shutil.rmtree(JobDirectory.open("t").path)
     assert trained(tmp_path / "r", job="u") == 0, "the claim on the root says so too"
     assert [i.step for i in list_checkpoints(open_store(tmp_path / "r"))] == [3], "nothing is deleted"
@@ -102,7 +102,7 @@ def begin(rank: int, root: str, how: list[dict[str, Any]]) -> str:
     return str(first - 1)
 
 
-def test_all_ranks_begin_anew_or_none_does(tmp_path: Path) -> None:
+def test_all_ranks_start_over_or_none_does(tmp_path: Path) -> None:
     root = str(tmp_path / "r")
     assert values(run_ranks(begin, 2, root, [{}])) == ["0", "0"]
     apart = values(run_ranks(begin, 2, root, [{"fresh": True}, {}]))
@@ -157,7 +157,7 @@ def test_an_emptied_root_and_fresh_is_a_fresh_start_that_stays_one(tmp_path: Pat
     persisted("t", 3)
     shutil.rmtree(root)
     assert trained(root, 1, fresh=True) == 0
-    assert trained(root) == 1, "what was committed before it began anew is not missed"
+    assert trained(root) == 1, "what was committed before it started over is not missed"
 
 
 def test_memory_of_which_nothing_was_ever_persisted_needs_no_root(tmp_path: Path) -> None:
