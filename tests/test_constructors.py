@@ -26,9 +26,12 @@ def assigned(function: ast.AST) -> Iterator[str]:
             targets = [node.target]
         for target in targets:
             for part in ast.walk(target):
-                is_own = isinstance(part, ast.Attribute) and isinstance(part.ctx, ast.Store)
-                if is_own and isinstance(part.value, ast.Name) and part.value.id == "self":
+                if isinstance(part, ast.Attribute) and isinstance(part.ctx, ast.Store) and is_self(part.value):
                     yield part.attr
+
+
+def is_self(node: ast.expr) -> bool:
+    return isinstance(node, ast.Name) and node.id == "self"
 
 
 def made_late(source: str) -> list[str]:

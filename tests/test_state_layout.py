@@ -17,8 +17,7 @@ from flashckpt.core.manifest import ShardTable, encode_table
 from flashckpt.core.shard import layout_hash, place
 from flashckpt.snapshot.copy import StalePlanError
 from flashckpt.snapshot.copy_plan import CopyPlan
-from flashckpt.state import registry as registry_module
-from flashckpt.state import state_layout
+from flashckpt.state import structure_builder
 from flashckpt.state.placement import World
 from flashckpt.state.registry import StateRegistry
 from flashckpt.state.state_layout import StateLayout, need_of
@@ -123,9 +122,9 @@ def test_the_state_is_planned_once_until_it_changes(tmp_path: Path, monkeypatch:
 
         return counted
 
-    monkeypatch.setattr(registry_module, "build", counting("built", registry_module.build))
+    monkeypatch.setattr("flashckpt.state.registry.build", counting("built", structure_builder.build))
     monkeypatch.setattr(StateLayout, "of", counting("laid out", StateLayout.of))
-    monkeypatch.setattr(state_layout, "encode_table", counting("encoded", state_layout.encode_table))
+    monkeypatch.setattr("flashckpt.state.state_layout.encode_table", counting("encoded", encode_table))
     model = Mixed()
     optimizer = torch.optim.AdamW(model.parameters())
     ckpt = Checkpointer(tmp_path, snapshot_every=1, job="t")

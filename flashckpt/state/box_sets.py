@@ -82,7 +82,7 @@ def kinds_of(tensors: Sequence[torch.Tensor], *others: Sequence[Any]) -> Iterato
 
 def _sharded_form(tensor: torch.Tensor) -> tuple[Any, ...]:
     if not isinstance(tensor, DTensor):
-        return _FORM(tensor)  # type: ignore[no-any-return]  # four attributes
+        return tuple(_FORM(tensor))
     local = local_of(tensor)
     return (*_FORM(local), type(local), local.is_quantized, tensor.shape, tensor.placements, tensor.device_mesh)
 

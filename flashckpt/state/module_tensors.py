@@ -96,13 +96,15 @@ def _walk(found: ModuleTensors, label: str, part: nn.Module) -> None:
         if isinstance(module, DistributedDataParallel)
     }
     is_unwrapped = not wrapped
+    is_plain = is_unwrapped and not modules.has_wrapper("\n".join(prefix for prefix, _ in named))
+    own_way = {kind for kind in {type(module) for _, module in once} if modules.saves_in_its_own_way(kind)}
     for prefix, module in named:
         parameters, buffers = module._parameters, module._buffers  # noqa: SLF001 -- named_parameters() drops the owner of each
-        if modules.saves_in_its_own_way(type(module)):
+        if type(module) in own_way:
             modules.refuse_hidden_in(modules.strip(prefix, wrapped), module)
         if not parameters and not buffers:
             continue
-        clean = modules.strip(prefix, wrapped)
+        clean = prefix if is_plain else modules.strip(prefix, wrapped)
         ranks = None if is_unwrapped else _ranks_around(prefix, wrapped)
         dot = f"{label}.{clean}." if clean else f"{label}."
         transient = module._non_persistent_buffers_set  # noqa: SLF001 -- the only place that says so

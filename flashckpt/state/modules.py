@@ -11,7 +11,7 @@ import torch
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
-from torch.nn.parameter import UninitializedTensorMixin, is_lazy
+from torch.nn.parameter import is_lazy
 
 from flashckpt.errors import UnsupportedStateError
 from flashckpt.logs import guarded
@@ -52,7 +52,8 @@ def refuse_lazy(names: Sequence[str], tensors: Sequence[torch.Tensor]) -> None:
     Raises:
         UnsupportedStateError: Names it.
     """
-    if not any(issubclass(kind, UninitializedTensorMixin) for kind in set(map(type, tensors))):
+    one_of_each = {type(tensor): tensor for tensor in tensors}
+    if not any(map(is_lazy, one_of_each.values())):
         return
     name, tensor = next((n, t) for n, t in zip(names, tensors, strict=True) if is_lazy(t))
     raise UnsupportedStateError(
@@ -120,9 +121,14 @@ def _hidden_keys(module: nn.Module) -> list[str]:
     ]
 
 
+def has_wrapper(paths: str) -> bool:
+    """Whether a segment of a wrapper may be in module paths."""
+    return any(wrapper in paths for wrapper in _WRAPPERS)
+
+
 def strip(prefix: str, ddp_prefixes: Sequence[str] | dict[str, tuple[int, ...]] = ()) -> str:
     """Return a module path without wrapper segments; `module` only where its parent is a DDP wrapper."""
-    if not ddp_prefixes and not any(wrapper in prefix for wrapper in _WRAPPERS):
+    if not ddp_prefixes and not has_wrapper(prefix):
         return prefix
     kept: list[str] = []
     parts = prefix.split(".") if prefix else []

@@ -147,7 +147,7 @@ def _table(names: Sequence[str], tensors: Ints, pieces: _Pieces, rows: Ints, off
     numbered = np.zeros(len(kinds), np.uint8)
     numbered[in_order] = np.arange(len(in_order))
     nbytes = pieces.nbytes[rows]
-    columns = {
+    columns: dict[str, np.ndarray] = {
         "fqn_id": of_tensor[tensors].astype(np.uint32),
         "dtype_id": numbered[codes],
         "ndim": pieces.ndim[rows],

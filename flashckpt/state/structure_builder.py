@@ -90,8 +90,7 @@ def _module_sets(found: ModuleTensors, world: World, optimizers: Optimizers, box
     of_first: dict[int, int] = {}
     for first in dict.fromkeys(firsts):
         tensor, ranks = found.tensors[first], found.ddp_ranks[first]
-        is_sharded = isinstance(tensor, DTensor)
-        spread = spread_of_dtensor(tensor, world) if is_sharded else spread_of_plain(world, ranks)
+        spread = spread_of_dtensor(tensor, world) if isinstance(tensor, DTensor) else spread_of_plain(world, ranks)
         of_first[first] = box_sets.add(found.names[first], tensor, spread)
     numbers = [of_first[first] for first in firsts]
     if not any(one.spread.replicas > 1 for one in box_sets.known):
