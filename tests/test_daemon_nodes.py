@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +25,7 @@ from flashckpt.daemon.persister.service import Daemon
 from flashckpt.faults import CRASH_POINTS
 from flashckpt.shm.inventory import scan
 from flashckpt.shm.segment import Pin
+from flashckpt.storage.store import Store
 
 assert "persist.after-intent" in CRASH_POINTS
 NODES = 3
@@ -191,6 +192,44 @@ def test_snapshot_given_up_before_all_persisters_started_again_does_not_block_ne
             job.step(20, persist=True)
         turn_all(daemons, lambda: identities(nodes[0]) == [(1, 20)], "the commit of step 20")
     assert_bitwise(nodes, (1, 20))
+
+
+def test_machine_replaced_while_an_intent_is_open_does_not_make_the_others_wait(
+    nodes: list[FakeJob], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The job continues from that very step, so that the intent is not rolled back; nobody holds ranks 4 and 5 of it."""
+    for job in nodes:
+        job.step(10, persist=True)
+    real = flush.Flush.start
+
+    def start(self: flush.Flush, store: Store, ranks: Iterable[int]) -> None:
+        if 4 not in ranks:  # the third node never writes
+            real(self, store, ranks)
+
+    with daemons_of(nodes[:2]) as daemons:
+        with daemon_of(nodes[2]) as lost, pytest.MonkeyPatch.context() as patch:
+            patch.setattr(flush.Flush, "start", start)
+            turn_all([*daemons, lost], lambda: lost.persisting and lost.persisting.flush, "all to join the intent")
+        (memory := tmp_path / "replaced").mkdir()
+        monkeypatch.setenv("FLASHCKPT_SHM_DIR", str(memory))
+        after = FakeJob(nodes[0].root, world=2 * NODES, ranks=[4, 5], nodes=NODES, node=2)
+        nodes[0].restart(2, SnapshotId(1, 10))
+        job_again = [*nodes[:2], after]
+        for job in job_again:
+            job.generation, job.parent, job.record = 2, SnapshotId(1, 10), nodes[0].record
+            job.directory.write_generation(job.record)
+            job.step(11)
+        try:
+            with daemon_of(after) as successor:
+                for _ in range(5):
+                    for daemon in [*daemons, successor]:
+                        daemon.turn()
+                for job in job_again:
+                    job.step(20, persist=True)
+                turn_all([*daemons, successor], lambda: identities(nodes[0]) == [(2, 20)], "the commit of step 20")
+            assert_bitwise(job_again, (2, 20))
+        finally:
+            after.die()
 
 
 def test_persist_now_on_every_node_takes_the_newest_common_snapshot(nodes: list[FakeJob]) -> None:
