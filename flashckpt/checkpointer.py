@@ -97,7 +97,7 @@ class Checkpointer:
         self._tracked = StateRegistry(current_world())
         self._mesh: Any = None
         self._replicated_over: Any = None
-        self._life: Session | None = None
+        self._session: Session | None = None
         self._hooks: list[Any] = []
 
     # -- what is tracked ---------------------------------------------------------------------------------
@@ -129,7 +129,7 @@ class Checkpointer:
             UnsupportedStateError: State that is there already cannot be held: nested too deeply, or in an optimizer
                 that wraps another one.
         """
-        if self._life is not None:
+        if self._session is not None:
             raise ConfigError("track() after restore()", remedy="track everything first, then call restore()")
         self._mesh = mesh if mesh is not None else self._mesh
         self._replicated_over = replicated_over if replicated_over is not None else self._replicated_over
@@ -152,7 +152,7 @@ class Checkpointer:
         *,
         fresh: bool = False,
     ) -> RestoreReport | None:
-        """Restore the newest state that every rank can reach, and begin a new life of the job. Collective.
+        """Restore the newest state that every rank can reach, and begin a new session of the job. Collective.
 
         Memory is looked at first, then storage; a restart under a living agent that memory covers never
         waits for storage. Call it once, after `track()` and before the first `step()`, on every rank.
@@ -193,7 +193,7 @@ class Checkpointer:
             strict=strict,
             fresh=bool(fresh),
         )
-        if self._life is not None:
+        if self._session is not None:
             report: RestoreReport | None = self._warm_start_after(request, given=root is not None)
         else:
             report = self._begin(request, warm=root is not None)
@@ -207,14 +207,14 @@ class Checkpointer:
 
     def _warm_start_after(self, request: RestoreRequest, *, given: bool) -> RestoreReport:
         """Fill the state of a job that found nothing of its own: `restore() or restore(root=...)`."""
-        life = self._alive()
-        if not given or life.outcome.report is not None or life.has_stepped:
+        session = self._alive()
+        if not given or session.outcome.report is not None or session.has_stepped:
             raise ConfigError(
                 "restore() was called twice",
                 expected="one call before the first step(), or restore(root=...) after one that returned None",
             )
         report = self._read(request)
-        life.plan_ahead()  # what was restored has changed the structure
+        session.plan_ahead()  # what was restored has changed the structure
         return report
 
     def _read(self, request: RestoreRequest) -> RestoreReport:
@@ -229,7 +229,7 @@ class Checkpointer:
         opening = Opening(tracked=self._tracked, settings=self._settings, request=own, begins_fresh=warm)
         with opening.undone_on_error():
             opened = opening.run()
-            self._life = Session.start(
+            self._session = Session.start(
                 opened,
                 callback=lambda name: getattr(self, name),
                 entered_ns=self._entered_ns,
@@ -258,17 +258,17 @@ class Checkpointer:
 
     def fence(self) -> None:
         """Return when parameters and optimizer state may be changed. Tracked optimizers call it by themselves."""
-        if self._life is not None:
-            self._life.fence()
+        if self._session is not None:
+            self._session.fence()
 
     def _before_optimizer_step(self, *_: object) -> None:
-        if self._life is not None:
-            self._life.before_optimizer_step()
+        if self._session is not None:
+            self._session.before_optimizer_step()
 
     @property
     def should_stop(self) -> bool:
         """Whether every rank is to end after the step just done (its snapshot is taken and persisted)."""
-        return self._life is not None and self._life.should_stop
+        return self._session is not None and self._session.should_stop
 
     def heartbeat(self) -> None:
         """Say that this rank lives and makes progress other than steps."""
@@ -277,12 +277,12 @@ class Checkpointer:
     @contextlib.contextmanager
     def paused(self) -> Iterator[None]:
         """Say that no step is to be expected inside the `with` block (evaluation, data preparation)."""
-        life = self._alive()
-        life.pause(paused=True)
+        session = self._alive()
+        session.pause(paused=True)
         try:
             yield
         finally:
-            life.pause(paused=False)
+            session.pause(paused=False)
 
     def wait(self, timeout: float | None = None) -> None:
         """Return when every persist step so far is committed on storage, or something newer is.
@@ -307,15 +307,15 @@ class Checkpointer:
         for hook in self._hooks:
             hook.remove()
         self._hooks.clear()
-        life, self._life = self._life, None
-        if life is None:
+        session, self._session = self._session, None
+        if session is None:
             return
-        clean = sys.exc_info()[0] is None and not life.should_stop
-        life.close()
-        if clean and not life.has_agent:
+        clean = sys.exc_info()[0] is None and not session.should_stop
+        session.close()
+        if clean and not session.has_agent:
             with contextlib.suppress(RuntimeError):  # a rank that died meanwhile: then the job did not end cleanly
                 collectives.all_gather(True)  # noqa: FBT003 -- one bit: this rank ended cleanly
-                life.end()
+                session.end()
 
     def __enter__(self) -> Self:
         return self
@@ -338,13 +338,13 @@ class Checkpointer:
         return dict(self._alive().stats)
 
     def _alive(self) -> Session:
-        if self._life is None:
+        if self._session is None:
             raise ConfigError(
                 "restore() was not called",
                 expected="track(), then restore(), then step() after every optimizer step",
                 remedy="call ckpt.restore() once before the loop; on a fresh start it returns None",
             )
-        return self._life
+        return self._session
 
 
 __all__ = ["Checkpointer", "FlashckptError", "PersistError"]

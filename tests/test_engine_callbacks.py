@@ -38,9 +38,9 @@ def test_every_callback_may_raise(tmp_path: Path, caplog: pytest.LogCaptureFixtu
         assert report is not None
         JobDirectory.open("t").write_status(DaemonStatus(committed=SnapshotId(1, 1)))
         again.step(2)
-        assert again._life is not None
-        again._life._stager.finish()
-        again._life._failed(snapshot_of(again, 3), ValueError("discarded"))
+        assert again._session is not None
+        again._session._stager.finish()
+        again._session._failed(snapshot_of(again, 3), ValueError("discarded"))
     assert again.stats["callback_errors"] == 4
     for name in ("on_restore", "on_snapshot", "on_failure", "on_commit"):
         (record,) = [r for r in caplog.records if f"callback {name} failed" in r.message]
@@ -62,8 +62,8 @@ def test_a_callback_that_exits_does_not_end_the_copy_thread_and_ends_the_program
     ckpt.on_snapshot = leaves
     for step in (1, 2, 3):  # a copy thread that had ended would never finish the next one
         ckpt.step(step)
-    assert ckpt._life is not None
-    ckpt._life._stager.finish()
+    assert ckpt._session is not None
+    ckpt._session._stager.finish()
     assert ckpt.stats["snapshots"] == 3
     assert ckpt.stats["callback_errors"] == 3
     ckpt.on_commit = leaves
@@ -99,14 +99,14 @@ def test_a_log_that_cannot_be_written_ends_nothing(tmp_path: Path, full: None) -
     ckpt = opened(tmp_path, model=model)
     ckpt.on_snapshot = raises  # its report cannot be written either
     ckpt.step(1)
-    assert ckpt._life is not None
-    ckpt._life._stager.finish()
-    ckpt._life._skip(2)
+    assert ckpt._session is not None
+    ckpt._session._stager.finish()
+    ckpt._session._skip(2)
     ckpt.step(3)
     crash(ckpt)
     again = opened(tmp_path, model=model)
-    assert again._life is not None
-    assert again._life.outcome.report is not None
+    assert again._session is not None
+    assert again._session.outcome.report is not None
     crash(again)
     assert Full.lines > 4
 
@@ -127,8 +127,8 @@ ckpt = Checkpointer({str(tmp_path)!r}, snapshot_every=1, job="t")
 ckpt.on_snapshot = raises
 ckpt.track(model=torch.nn.Linear(2, 2))
 ckpt.restore()
-for step in range(ckpt._life._last_step + 1, 4 + ckpt._life._last_step): ckpt.step(step)
-ckpt._life.close()
+for step in range(ckpt._session._last_step + 1, 4 + ckpt._session._last_step): ckpt.step(step)
+ckpt._session.close()
 os._exit(7)
 """
     for how in ("full", "closed"):

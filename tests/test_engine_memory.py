@@ -136,7 +136,7 @@ def test_a_single_tensor_larger_than_four_gigabytes_comes_back_bit_for_bit(tmp_p
     ckpt = Checkpointer(str(tmp_path), snapshot_every=1, job="t", slots=2)
     ckpt.track(model=model, fenced=["model"])
     ckpt.restore()
-    assert ckpt._life is not None
+    assert ckpt._session is not None
     reserved(ckpt)
     ckpt.step(1)
     began = time.perf_counter()
@@ -164,7 +164,7 @@ def extra_bytes(root: Path, side: int) -> tuple[int, int]:
     ckpt = Checkpointer(str(root), snapshot_every=1, job=f"side{side}")
     ckpt.track(model=model, optimizer=optimizer, rng=True)
     ckpt.restore()
-    life = ckpt._life
+    life = ckpt._session
     assert life is not None
     reserved(ckpt)
     for parameter in model.parameters():
@@ -195,7 +195,7 @@ def test_the_first_slot_is_used_while_the_others_are_still_being_reserved(
     gate = Gate(monkeypatch, below=900_000)
     model = nn.Linear(300, 300)
     ckpt = opened(tmp_path, model=model)
-    life = ckpt._life
+    life = ckpt._session
     assert life is not None
     assert life.memory.segment is not None
     spec = life.memory.segment.spec

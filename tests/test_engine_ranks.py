@@ -117,8 +117,8 @@ def full_state(rank: int, root: str) -> str:
     assert ckpt.restore() is not None
     state = [*model.parameters(), *(s["exp_avg"] for s in optimizer.state.values())]
     text = "".join(float(t.full_tensor().detach().double().sum()).hex() for t in state)
-    assert ckpt._life is not None
-    ckpt._life.close()
+    assert ckpt._session is not None
+    ckpt._session.close()
     return text
 
 
@@ -260,9 +260,9 @@ def steps_bare(rank: int, root: str) -> dict[str, float]:
         ckpt.step(step)
         for name, function in kept.items():
             setattr(dist, name, function)
-    assert ckpt._life is not None
-    ckpt._life.close()
-    return ckpt._life.stats
+    assert ckpt._session is not None
+    ckpt._session.close()
+    return ckpt._session.stats
 
 
 def test_from_the_second_snapshot_on_nothing_is_planned_and_no_collective_is_run(tmp_path: Path) -> None:

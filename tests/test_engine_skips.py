@@ -81,8 +81,8 @@ def test_memory_that_is_still_being_made_delays_no_step_and_the_first_slot_is_us
     ckpt = Checkpointer(str(tmp_path / "root"), snapshot_every=100, persist_every=100, job="t")
     ckpt.track(model=torch.nn.Linear(300, 300))
     ckpt.restore()
-    assert ckpt._life is not None
-    memory = ckpt._life.memory
+    assert ckpt._session is not None
+    memory = ckpt._session.memory
     monkeypatch.setattr(memory, "wait_first", None)  # whoever waits fails
     with caplog.at_level(logging.INFO, logger="flashckpt"):
         for step in range(1, 104):
@@ -131,8 +131,8 @@ def test_the_snapshot_of_a_stop_is_taken_even_if_its_slot_is_pinned_for_a_while(
     for step in (1, 2):
         ckpt.step(step)
         finished(ckpt)
-    assert ckpt._life is not None
-    ckpt._life._control.stop_after = 3
+    assert ckpt._session is not None
+    ckpt._session._control.stop_after = 3
     slept: list[float] = []
     with contextlib.ExitStack() as stack, monkeypatch.context() as patch:
         for step in (1, 2):

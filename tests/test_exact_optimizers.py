@@ -175,8 +175,8 @@ def test_a_restart_reserves_one_segment_for_what_the_snapshot_says(kind: str, tm
     step_kept(ckpt, 2)
     crash(ckpt)
     assert segments(shm_dir) == before
-    assert ckpt._life is not None
-    assert ckpt._life.stats.get("plans", 0) <= (kind == "rebound"), "planned in restore(), not in step()"
+    assert ckpt._session is not None
+    assert ckpt._session.stats.get("plans", 0) <= (kind == "rebound"), "planned in restore(), not in step()"
 
 
 def test_sparse_adam_comes_back_bit_for_bit(tmp_path: Path) -> None:

@@ -145,7 +145,7 @@ def test_a_parameter_whose_data_is_of_another_form_now_is_planned_anew(other: to
         tensor.data = other.clone()
         step = 10 * (count + 1)
         ckpt.step(step)
-        life = ckpt._life
+        life = ckpt._session
         assert life is not None
         life._stager.finish()
         assert len(failures) == count + 1, name
@@ -195,7 +195,7 @@ def test_a_plan_larger_than_its_slot_discards_the_snapshot_before_a_byte_moves(t
     ckpt, _ = started(tmp_path, model=model, optimizer=optimizer)
     failures: list[Exception] = []
     ckpt.on_failure = failures.append
-    life = ckpt._life
+    life = ckpt._session
     assert life is not None
     assert life._plans.plan is not None
     vars(life._plans.plan)["end"] = 1 << 40  # as if planned for another slot

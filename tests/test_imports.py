@@ -80,7 +80,7 @@ def test_benchmarks_drive_the_public_class_and_not_the_parts_of_the_engine() -> 
     for path in programs:
         wrong = {room for room in inside if under(imported(path), f"flashckpt.{room}")}
         assert not wrong, f"{path.name} imports {sorted(wrong)}"
-        assert "._life" not in path.read_text(), f"{path.name} looks into the Checkpointer"
+        assert "._session" not in path.read_text(), f"{path.name} looks into the Checkpointer"
 
 
 ARITHMETIC = {

@@ -28,10 +28,10 @@ def run():
 ckpt, _ = run()
 ckpt.step(1)
 ckpt.fence()
-ckpt._life.close()
+ckpt._session.close()
 ckpt, report = run()
 assert report.step == 1, report
-ckpt._life.close()
+ckpt._session.close()
 logger = logging.getLogger("flashckpt")
 print("handlers", len(logger.handlers), len(logging.root.handlers), "level", logger.level, logging.root.level)
 """

@@ -105,6 +105,6 @@ def check_restart(root: Path, build: Build, *, before: int = 3, after: int = 2) 
     ckpt.fence()
     crash(ckpt)
     assert not failures
-    assert ckpt._life is not None
-    assert ckpt._life.stats["snapshots"] == after
+    assert ckpt._session is not None
+    assert ckpt._session.stats["snapshots"] == after
     return ckpt

@@ -174,7 +174,7 @@ class Program:
         print(self.step, float(loss).hex(), generators(), flush=True)  # before step(): nothing is lost with the log
         self.ckpt.step(self.step)
         if self.step == self.options.kill_at:
-            self.ckpt._life._stager.finish()  # type: ignore[union-attr]  # the snapshot of this step is whole
+            self.ckpt._session._stager.finish()  # type: ignore[union-attr]  # the snapshot of this step is whole
             os.kill(os.getpid(), signal.SIGKILL)
 
     def evaluate(self) -> None:

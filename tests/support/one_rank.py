@@ -20,15 +20,15 @@ def agent_of_the_test(monkeypatch: pytest.MonkeyPatch, shm_dir: Path) -> None:
 
 def crash(ckpt: Checkpointer) -> None:
     """End this rank's life without a clean end: what is in memory stays."""
-    life = ckpt._life
+    life = ckpt._session
     assert life is not None
     life.close()
 
 
 def finished(ckpt: Checkpointer) -> None:
     """Wait until the snapshot under way is done."""
-    assert ckpt._life is not None
-    ckpt._life._stager.finish()
+    assert ckpt._session is not None
+    ckpt._session._stager.finish()
 
 
 def step_kept(ckpt: Checkpointer, step: int) -> None:

@@ -90,7 +90,7 @@ def train_spread(
         hook()
     report = ckpt.restore(**wish)
     faults.arm(crash_later)
-    life = ckpt._life
+    life = ckpt._session
     assert life is not None
     first = report.step if report else 0
     restored, whole = digest(model, optimizer), gathered(model, optimizer)

@@ -48,7 +48,7 @@ def test_the_versions_of_the_committed_table_are_those_that_are_pinned() -> None
     assert found == {name: version for name, version in pinned.items() if name.replace("-", "_") not in skipped}
 
 
-def _life(*lines: dict[str, Any], end: int = 0) -> Life:
+def _session(*lines: dict[str, Any], end: int = 0) -> Life:
     return Life(lines=[list(lines)], ends=[end])
 
 
@@ -56,7 +56,7 @@ def _lives(*, loss: str = "0x1", state: str = "a", **error: Any) -> Lives:
     """Lives of a case of which the killed one differs from the unbroken one where an argument does."""
     steps = [{"step": step, "loss": "0x1", "state": {"p": "a"}} for step in range(1, 8)]
     killed = [{"restored": 0, "tiers": {}, "state": {}}, {"step": 1, "loss": loss, "state": {"p": state}}]
-    return Lives(_life(*steps), _life(*killed, *([error] if error else []), end=0 if error else 9))
+    return Lives(_session(*steps), _session(*killed, *([error] if error else []), end=0 if error else 9))
 
 
 def test_the_judge_sees_a_loss_that_differs() -> None:
