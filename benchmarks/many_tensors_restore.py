@@ -1,10 +1,10 @@
 """What restoring very many tensors costs: CPU seconds of each step of a restore, from memory and from storage.
 
 A model of N small parameters under AdamW takes one step and one snapshot, which is committed; that is 4 N tensors. Then
-fresh processes restore it: from this node's memory, and from storage with an empty memory of their own. Told are the
+fresh processes restore it: from this node's memory, and from storage with an empty memory. It reports the
 CPU seconds of every phase (all threads of the process) and of all of `restore()`, as medians over the runs with the
 least and the most. CPU time, not wall time, so that a busy machine can be used. The bytes of each tensor are few: what
-is measured is what tensors cost by themselves.
+is measured is what the number of tensors costs.
 
     python benchmarks/many_tensors_restore.py [N] [--runs R] [--json FILE] [--profile memory|storage]
 
@@ -97,7 +97,7 @@ def restore(count: int, root: str, *, profiled: bool) -> dict[str, Any]:
 
 
 def child(role: str, count: int, root: str, memory: Path, *flags: str) -> str:
-    """Run this program in a process of its own, with its memory in `memory`."""
+    """Run this program in a separate process, with its memory in `memory`."""
     memory.mkdir(exist_ok=True)
     environment = {**os.environ, "FLASHCKPT_SHM_DIR": str(memory)}
     words = [sys.executable, __file__, str(count), "--role", role, "--root", root, *flags]

@@ -78,7 +78,7 @@ class Checkpointer:
         url = root_url(root)
         if is_process_local(url):
             raise ConfigError(
-                f"the root {url!r} lives inside one process, so that no daemon and no restarted rank could reach it",
+                f"the root {url!r} is private to one process: neither the daemon nor a restarted rank can reach it",
                 expected="a path, or a URL of storage that all nodes reach",
                 remedy="use a directory, e.g. /tmp/run",
             )
@@ -154,7 +154,7 @@ class Checkpointer:
     ) -> RestoreReport | None:
         """Restore the newest state that every rank can reach, and begin a new session of the job. Collective.
 
-        Memory is looked at first, then storage; a restart under a living agent that memory covers never
+        Memory is looked at first, then storage; a restart under a running agent that memory covers never
         waits for storage. Call it once, after `track()` and before the first `step()`, on every rank.
 
         Args:
@@ -164,8 +164,8 @@ class Checkpointer:
                 restore(root=...)` does so only where this job has nothing yet.
             only: Pattern over names, e.g. "model.*"; what does not match stays as it is. A new lineage begins.
             strict: Names that no source has are an error; otherwise they stay as they are and are reported.
-            fresh: Begin anew, whatever memory and storage hold: everything older is abandoned, as by a restore of a
-                step before it. A restart of the ranks under a living dlrun goes on with the run that began so.
+            fresh: Start from scratch, whatever memory and storage hold: everything older is abandoned, as by a restore of a
+                step before it. A restart of the ranks under the same dlrun continues the run that began so.
 
         Returns:
             What was restored and how; None on a fresh start.
@@ -175,7 +175,7 @@ class Checkpointer:
             ShardGapError: What exists does not cover the state; names the first tensor.
             DamagedError: No intact copy of some bytes is left.
             SharedMemoryError: Too little memory for two snapshots.
-            JobInUseError: Another run of this job id lives on this node; names a process of it.
+            JobInUseError: Another run with this job id is active on this node; names one of its processes.
             RootError: The root cannot be asked, or is empty although checkpoints of this job were committed on it.
             ConfigError: `fresh` together with something to restore.
         """
@@ -206,7 +206,7 @@ class Checkpointer:
         callbacks.call(name, function, *arguments, count=self._alive().callback_failed, may_exit=True)
 
     def _warm_start_after(self, request: RestoreRequest, *, given: bool) -> RestoreReport:
-        """Fill the state of a job that found nothing of its own: `restore() or restore(root=...)`."""
+        """Fill the state of a job that found no snapshot: `restore() or restore(root=...)`."""
         session = self._alive()
         if not given or session.outcome.report is not None or session.has_stepped:
             raise ConfigError(
@@ -257,7 +257,7 @@ class Checkpointer:
         self._alive().step(step, samples)
 
     def fence(self) -> None:
-        """Return when parameters and optimizer state may be changed. Tracked optimizers call it by themselves."""
+        """Return when parameters and optimizer state may be changed. Tracked optimizers call it automatically."""
         if self._session is not None:
             self._session.fence()
 
@@ -271,7 +271,7 @@ class Checkpointer:
         return self._session is not None and self._session.should_stop
 
     def heartbeat(self) -> None:
-        """Say that this rank lives and makes progress other than steps."""
+        """Report progress of this rank other than steps."""
         self._alive().heartbeat()
 
     @contextlib.contextmanager
@@ -291,11 +291,11 @@ class Checkpointer:
         storage has failed, the daemon tries again at once.
 
         Args:
-            timeout: Seconds; None waits without limit while a daemon lives.
+            timeout: Seconds; None waits without limit while a daemon runs.
 
         Raises:
             PersistError: An attempt that began after this call failed, the snapshot was discarded (says why), no daemon
-                lives, or the time is over. Training may go on.
+                runs, or the time is over. Training may continue.
         """
         self._alive().wait(timeout)
 

@@ -76,7 +76,7 @@ class NodePlace:
     """What a rank holds on its node while its session lasts.
 
     Attributes:
-        lease: Says that the job lives; ends with this process.
+        lease: Shows that the job is running; ends with this process.
         control: The page that agent, daemon and ranks share.
         row: This rank's row in it.
         watermark: Which snapshots this rank, and all ranks, hold.

@@ -88,7 +88,7 @@ class Session:
 
     @property
     def has_stepped(self) -> bool:
-        """Whether `step()` was called in this life."""
+        """Whether `step()` was called in this session."""
         return bool(self._row.first_step)
 
     @property
@@ -205,7 +205,7 @@ class Session:
         except FileNotFoundError:
             if not self._is_removed:
                 _log.error(
-                    "the memory of this job was removed under it (%s): training goes on, but nothing more is "
+                    "the memory of this job was removed under it (%s): training continues, but nothing more is "
                     "persisted and a crash goes back to storage, until the job is started again",
                     self.directory.path,
                 )

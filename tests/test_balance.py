@@ -27,7 +27,7 @@ from flashckpt.planning.write_partition import (
     partition_writes,
     split_rows,
 )
-from flashckpt.state.placement import Box, Replication, shard_of, split_among_replicas
+from flashckpt.state.placement import LocalBox, Replication, shard_of, split_among_replicas
 
 PARTS = st.lists(
     st.tuples(st.integers(0, 4000), st.integers(1, 1 << 20), st.integers(1, 5)), min_size=1, max_size=30
@@ -114,7 +114,7 @@ def test_pieces_of_a_box_are_the_box_contiguous_and_no_larger_than_asked(
 ) -> None:
     lengths, starts = box
     offsets = tuple(starts)
-    whole = Box(global_shape=tuple(o + n for o, n in zip(offsets, lengths, strict=True)), offsets=offsets,
+    whole = LocalBox(global_shape=tuple(o + n for o, n in zip(offsets, lengths, strict=True)), offsets=offsets,
                 lengths=lengths, starts=(0,) * len(lengths))  # fmt: skip
     dim = cut_dimension(lengths)
     rows = lengths[dim] if lengths else 1
@@ -148,7 +148,7 @@ def test_no_pack_is_larger_than_its_limit_whatever_the_tensors_are() -> None:
     """Boxes of 2 GiB, one of them a single row: only their shapes are needed."""
     shards = []
     for i, lengths in enumerate([(3 << 15, 1 << 13), (1, 700 << 20), (5, 150 << 20)]):
-        whole = Box(global_shape=lengths, offsets=(0, 0), lengths=lengths, starts=(0, 0))
+        whole = LocalBox(global_shape=lengths, offsets=(0, 0), lengths=lengths, starts=(0, 0))
         shards += [shard_of(f"t{i}", "uint8", piece) for piece in split_among_replicas([whole], "uint8", Replication())]
     placement = place(shards)
     packs = plan_packs(ShardTable.from_shards(shards, placement.offsets), placement.total)

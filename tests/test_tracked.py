@@ -10,7 +10,7 @@ from torch import nn
 
 from flashckpt.errors import ConfigError, UnsupportedStateError
 from flashckpt.state import optimizer_state, pytree, rng
-from flashckpt.state.placement import Box, contiguous_runs, current_world
+from flashckpt.state.placement import LocalBox, contiguous_runs, current_world
 from flashckpt.state.registry import StateRegistry
 from flashckpt.state.structure import Structure
 
@@ -202,7 +202,7 @@ def test_pieces_of_a_strided_shard_become_runs() -> None:
 
 def test_a_box_knows_where_it_starts_in_its_tensor() -> None:
     (row,) = structure(tracked(model=nn.Linear(3, 2, bias=False))).rows
-    assert row.box == Box(global_shape=(2, 3), offsets=(0, 0), lengths=(2, 3), starts=(0, 0))
+    assert row.box == LocalBox(global_shape=(2, 3), offsets=(0, 0), lengths=(2, 3), starts=(0, 0))
 
 
 def test_a_sampler_and_its_batch_sampler_are_refused_together_and_the_remedy_names_the_inner_one() -> None:

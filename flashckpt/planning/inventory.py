@@ -124,5 +124,5 @@ def local_world(inventories: Sequence[Inventory], rank: int) -> list[int]:
 
 
 def memory_is_current(inventories: Sequence[Inventory]) -> bool:
-    """Tell whether this is a restart under a living agent: then storage holds nothing newer than memory."""
+    """Tell whether this is a restart under a running agent: then storage holds nothing newer than memory."""
     return any(i.restart > 0 for i in inventories)

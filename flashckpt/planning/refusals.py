@@ -64,7 +64,7 @@ def emptied(root: str, missing: SnapshotId, found: Candidates) -> RootError:
         "to start fresh: restore(fresh=True), or on every node: flashckpt forget ROOT --apply",
     ]
     if held is not None:
-        ways.append("to go on from memory, on every node: flashckpt forget ROOT --keep-memory --apply")
+        ways.append("to continue from memory, on every node: flashckpt forget ROOT --keep-memory --apply")
     return RootError(
         f"the root {root} holds no checkpoint, although some of this job were committed on it",
         found="no checkpoint" if held is None else f"no checkpoint; in memory {held}",

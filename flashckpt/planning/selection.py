@@ -61,7 +61,7 @@ class Candidate:
         identity: (generation, step).
         is_common: Every rank of its worker group has it in memory that can be reached.
         on_root: It is committed on the root.
-        is_unfinished: Some rank that lives on never completed it; tried only where nothing whole is left.
+        is_unfinished: Some surviving rank never completed it; tried only where nothing whole is left.
         holders: Every slot that holds it, by rank.
     """
 

@@ -13,7 +13,7 @@ from flashckpt.core.shard import Shard
 from flashckpt.core.shard_table import ShardTable
 from flashckpt.restore.source_names import SourceNames
 from flashckpt.state import optimizer_state, state_forms
-from flashckpt.state.placement import Box, World, boxes_of
+from flashckpt.state.placement import LocalBox, World, boxes_of
 from flashckpt.state.registry import StateRegistry
 from flashckpt.state.state_forms import Form
 
@@ -36,7 +36,7 @@ class AbsentTensor(NamedTuple):
     fqn: str
     dtype: str
     shape: tuple[int, ...]
-    boxes: tuple[Box, ...]
+    boxes: tuple[LocalBox, ...]
     form: Form
 
 
@@ -163,10 +163,10 @@ class _Boxes:
 
     def __init__(self) -> None:
         self._param: torch.Tensor | None = None
-        self._of_param: tuple[tuple[int, ...], tuple[Box, ...]] = (), ()
-        self._of_shape: dict[tuple[int, ...], tuple[Box, ...]] = {}
+        self._of_param: tuple[tuple[int, ...], tuple[LocalBox, ...]] = (), ()
+        self._of_shape: dict[tuple[int, ...], tuple[LocalBox, ...]] = {}
 
-    def of(self, param: torch.Tensor, fqn: str, shape: tuple[int, ...], form: Form) -> tuple[Box, ...]:
+    def of(self, param: torch.Tensor, fqn: str, shape: tuple[int, ...], form: Form) -> tuple[LocalBox, ...]:
         """Return what this rank holds of a tensor: of the parameter's shape, as much as of the parameter."""
         if param is not self._param:
             own = tuple(param.shape)
@@ -176,7 +176,7 @@ class _Boxes:
             return self._of_param[1]
         return self._whole(shape)
 
-    def _whole(self, shape: tuple[int, ...]) -> tuple[Box, ...]:
+    def _whole(self, shape: tuple[int, ...]) -> tuple[LocalBox, ...]:
         known = self._of_shape.get(shape)
         if known is None:
             known = self._of_shape[shape] = boxes_of("", torch.empty(shape, device="meta"))

@@ -171,7 +171,7 @@ def _open(
 
 
 def _begin(attempt: Attempt, sources: CandidateSources) -> Prepared | _Lacking:
-    """Plan over what this node can reach by itself."""
+    """Plan over what this node can reach alone."""
     if not attempt.may_ask:
         return _covered(attempt, sources)
     prepared = prepare(attempt, sources, exact=True, named_by=sources.memory)

@@ -102,7 +102,7 @@ class RestoreCoordinator:
 
         Args:
             inventories: Of all ranks.
-            own: The segment this process owns already (a lock of its own would keep a second descriptor out).
+            own: The segment this process owns already (a second descriptor would be refused by the lock of the first).
 
         Raises:
             NoCheckpointError: The wanted step exists nowhere.
@@ -256,7 +256,7 @@ class RestoreCoordinator:
 
 
 def _refuse_emptied_root(request: RestoreRequest, inventories: Sequence[Inventory], root: RootSummary) -> None:
-    """Refuse to go on from memory, or to start fresh, without a word where the root has lost its checkpoints."""
+    """Refuse to continue from memory, or to start fresh, silently where the root has lost its checkpoints."""
     found = select(inventories, root)
     if (missing := missing_on_root(inventories, root, found)) is not None:
         raise emptied(request.root, missing, found)

@@ -192,7 +192,7 @@ class _Executor:
                 jobs, away = arrived
 
     def _run(self, job: Job) -> _Failure | None:
-        """Fetch, verify and copy one job; return what failed instead of raising, so that others go on."""
+        """Fetch, verify and copy one job; return what failed instead of raising, so that others continue."""
         source, pieces = self._sources[job.source], job.pieces
         started = time.perf_counter()
         try:

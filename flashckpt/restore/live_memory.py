@@ -11,7 +11,7 @@ import torch
 from flashckpt.errors import UnsupportedStateError
 from flashckpt.restore.destinations import Destinations
 from flashckpt.restore.requirements import Requirements
-from flashckpt.state.placement import Box, local_of
+from flashckpt.state.placement import LocalBox, local_of
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -64,7 +64,7 @@ def allocate(required: Requirements) -> LiveMemory:
 
 
 def _part(
-    fqn: str, tensor: torch.Tensor, box: Box, staged: list[tuple[str, torch.Tensor, torch.Tensor]]
+    fqn: str, tensor: torch.Tensor, box: LocalBox, staged: list[tuple[str, torch.Tensor, torch.Tensor]]
 ) -> torch.Tensor:
     """Return the row-major host memory of one box of a live tensor, or a buffer for it."""
     part = local_of(tensor)

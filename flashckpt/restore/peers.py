@@ -245,7 +245,7 @@ class Peers:
             jobs: Together at most ROUND_BYTES.
 
         Returns:
-            Per job its ranges' bytes one behind the other, or why there are none; None once no rank wants anything.
+            Per job its ranges' bytes one after another, or why there are none; None once no rank wants anything.
         """
         if self._group.total(len(jobs)) == 0:
             return None

@@ -36,7 +36,7 @@ class Phases:
 def collector_paused() -> Iterator[None]:
     """Keep Python's cycle collector from running.
 
-    A hundred thousand new tensors wake it again and again, and each time it goes over everything that lives. What is no
+    A hundred thousand new tensors wake it again and again, and each time it goes over every object. What is no
     longer referenced is freed all the same.
     """
     was_enabled = gc.isenabled()

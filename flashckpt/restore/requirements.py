@@ -17,7 +17,7 @@ from flashckpt.planning.peer_index import PeerQuery
 from flashckpt.restore.absent_state import AbsentState, absent_state
 from flashckpt.restore.source_names import SourceNames
 from flashckpt.state import optimizer_state, pytree
-from flashckpt.state.placement import Box, boxes_of, shard_of
+from flashckpt.state.placement import LocalBox, boxes_of, shard_of
 from flashckpt.state.registry import StateRegistry
 from flashckpt.state.state_layout import StateLayout
 
@@ -27,7 +27,7 @@ class LiveRow(NamedTuple):
 
     fqn: str
     tensor: torch.Tensor
-    box: Box
+    box: LocalBox
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -68,7 +68,7 @@ class Requirements:
 
     Attributes:
         wanted: All rows, under the names that the sources have: of live tensors, of absent state, of tensors in values.
-        live: Box and tensor of each of the first rows.
+        live: LocalBox and tensor of each of the first rows.
         absent: State to allocate; its rows come next.
         in_values: Names of tensors that values consist of, one row each; theirs come last.
         missing: Names that no source has.

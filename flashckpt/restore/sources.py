@@ -107,7 +107,7 @@ class Source(Protocol):
 
 
 class MemorySource:
-    """One slot of a segment on this node, pinned while this object lives.
+    """One slot of a segment on this node, pinned while this object exists.
 
     Args:
         segment: An attached segment; it may be closed afterwards.
@@ -217,7 +217,7 @@ class MemorySource:
 
     def _gone(self, what: str) -> DamagedError:
         return DamagedError(
-            f"A snapshot in memory is no longer there: {self.name}, slot {self._slot}",
+            f"a snapshot in memory is no longer there: {self.name}, slot {self._slot}",
             found=what,
             state="Nothing that was read from it afterwards is used.",
         )

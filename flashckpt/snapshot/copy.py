@@ -18,7 +18,7 @@ import xxhash
 from flashckpt.core.digest import CHUNK_BYTES
 from flashckpt.errors import FenceError, FlashckptError, SharedMemoryError
 from flashckpt.faults import crash_point
-from flashckpt.state.placement import Box, local_of
+from flashckpt.state.placement import LocalBox, local_of
 
 PIECE_BYTES = 256 << 10
 """Bytes copied at a time ahead of their hash: they stay in the level-2 cache."""
@@ -42,7 +42,7 @@ class Item(NamedTuple):
     """
 
     fqn: str
-    box: Box
+    box: LocalBox
     local: torch.Tensor
     offset: int
     nbytes: int
@@ -81,7 +81,7 @@ def check_slot(plan_bytes: int, slot_bytes: int, step: int) -> None:
         )
 
 
-def run_starts(boxes: Sequence[Box], shape: torch.Size, itemsize: int) -> list[int]:
+def run_starts(boxes: Sequence[LocalBox], shape: torch.Size, itemsize: int) -> list[int]:
     """Return the byte where each box of a contiguous tensor starts, if it is one run of it; -1 if not."""
     row = math.prod(shape[1:]) * itemsize
     return [(box.starts[0] if box.starts else 0) * row if box.lengths[1:] == shape[1:] else -1 for box in boxes]

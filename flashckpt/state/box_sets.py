@@ -17,7 +17,7 @@ from torch.distributed.tensor import DTensor
 
 from flashckpt.planning.write_partition import WriteShare
 from flashckpt.state.placement import (
-    Box,
+    LocalBox,
     Replication,
     box_bytes,
     boxes_of,
@@ -46,8 +46,8 @@ class BoxSet:
     """
 
     dtype: str
-    whole: tuple[Box, ...]
-    boxes: tuple[Box, ...]
+    whole: tuple[LocalBox, ...]
+    boxes: tuple[LocalBox, ...]
     spread: Replication
     shares: tuple[WriteShare, ...]
     form: tuple[torch.dtype, torch.Size]

@@ -29,7 +29,7 @@ STAGE_DIMS = frozenset({"pp", "pipe", "pipeline", "stage"})
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Box:
+class LocalBox:
     """A box of a global tensor and where it starts in the local one (elements, per dimension).
 
     Attributes:
@@ -167,7 +167,7 @@ def _over_dims(mesh: DeviceMesh, wanted: Any) -> Replication:
     return Replication(replicas=count, index=index, over=names)
 
 
-def boxes_of(name: str, tensor: torch.Tensor) -> tuple[Box, ...]:
+def boxes_of(name: str, tensor: torch.Tensor) -> tuple[LocalBox, ...]:
     """Return the boxes that this rank holds of `tensor`; one, except for strided shards that lie in pieces.
 
     Raises:
@@ -175,7 +175,7 @@ def boxes_of(name: str, tensor: torch.Tensor) -> tuple[Box, ...]:
     """
     if not isinstance(tensor, DTensor):
         shape = tuple(tensor.shape)
-        return (Box(global_shape=shape, offsets=(0,) * len(shape), lengths=shape, starts=(0,) * len(shape)),)
+        return (LocalBox(global_shape=shape, offsets=(0,) * len(shape), lengths=shape, starts=(0,) * len(shape)),)
     if any(p.is_partial() for p in tensor.placements):
         raise UnsupportedStateError(
             f"tensor {name!r} is a partial sum over ranks, which has no value on its own",
@@ -193,11 +193,11 @@ def boxes_of(name: str, tensor: torch.Tensor) -> tuple[Box, ...]:
             expected=str([sum(n for _, n in dim) for dim in runs]),
         )
     if 0 in local:
-        return (Box(global_shape=shape, offsets=(0,) * len(shape), lengths=local, starts=(0,) * len(shape)),)
+        return (LocalBox(global_shape=shape, offsets=(0,) * len(shape), lengths=local, starts=(0,) * len(shape)),)
     boxes = []
     for piece in itertools.product(*([(start, o, n) for start, (o, n) in _numbered(dim)] for dim in runs)):
         starts, offsets, lengths = zip(*piece, strict=True) if piece else ((), (), ())
-        boxes.append(Box(global_shape=shape, offsets=offsets, lengths=lengths, starts=starts))
+        boxes.append(LocalBox(global_shape=shape, offsets=offsets, lengths=lengths, starts=starts))
     return tuple(boxes)
 
 
@@ -264,8 +264,8 @@ def _is_plain(tensor: torch.Tensor) -> bool:
 
 
 def split_among_replicas(
-    boxes: Sequence[Box], dtype: str, spread: Replication, shares: Sequence[WriteShare] = ()
-) -> tuple[Box, ...]:
+    boxes: Sequence[LocalBox], dtype: str, spread: Replication, shares: Sequence[WriteShare] = ()
+) -> tuple[LocalBox, ...]:
     """Return the rows of one tensor: its boxes, cut where its replicas persist parts of it, none above ROW_BYTES.
 
     Args:
@@ -289,7 +289,7 @@ def split_among_replicas(
     )
 
 
-def _part(box: Box, dim: int, start: int, stop: int) -> Box:
+def _part(box: LocalBox, dim: int, start: int, stop: int) -> LocalBox:
     """Return rows `start` to `stop` of dimension `dim` of a box."""
     return replace(
         box,
@@ -299,7 +299,7 @@ def _part(box: Box, dim: int, start: int, stop: int) -> Box:
     )
 
 
-def _split(box: Box, itemsize: int, dim: int) -> list[Box]:
+def _split(box: LocalBox, itemsize: int, dim: int) -> list[LocalBox]:
     """Return a box in pieces of at most ROW_BYTES, cut along `dim` and, where one row is larger, along the next."""
     nbytes = math.prod(box.lengths) * itemsize
     if nbytes <= ROW_BYTES or dim >= len(box.lengths):
@@ -308,7 +308,7 @@ def _split(box: Box, itemsize: int, dim: int) -> list[Box]:
     return [piece for part in parts for piece in _split(part, itemsize, dim + 1)]
 
 
-def shard_of(fqn: str, dtype: str, box: Box, replica: int | None = None) -> Shard:
+def shard_of(fqn: str, dtype: str, box: LocalBox, replica: int | None = None) -> Shard:
     """Return the table row of one box, of another replica number where one is given."""
     return Shard(
         fqn=fqn,
@@ -320,6 +320,6 @@ def shard_of(fqn: str, dtype: str, box: Box, replica: int | None = None) -> Shar
     )
 
 
-def box_bytes(dtype: str, boxes: Sequence[Box]) -> int:
+def box_bytes(dtype: str, boxes: Sequence[LocalBox]) -> int:
     """Return the bytes of all boxes."""
     return sum(math.prod(box.lengths) for box in boxes) * ITEMSIZE[dtype]

@@ -15,7 +15,7 @@ from flashckpt.core.manifest import ShardTable, encode_table
 from flashckpt.core.shard import ITEMSIZE, Shard, hash_rows, hashed_part, layout_hash, place, place_sizes
 from flashckpt.core.shard_table import first_chunks
 from flashckpt.state.box_sets import BoxSet
-from flashckpt.state.placement import Box, shard_of
+from flashckpt.state.placement import LocalBox, shard_of
 from flashckpt.state.structure import Structure, first_double
 
 MANIFEST_SLACK_BYTES = 256 << 10
@@ -68,7 +68,7 @@ class StateLayout:
     signature: int
     row_tensors: Ints
     row_boxes: Ints
-    boxes: Sequence[Box]
+    boxes: Sequence[LocalBox]
 
     @classmethod
     def of(cls, structure: Structure) -> StateLayout:

@@ -18,7 +18,7 @@ from torch.distributed.tensor import DTensor
 
 from flashckpt.core.shard import Shard
 from flashckpt.state.box_sets import BoxSet
-from flashckpt.state.placement import Box, Replication, local_of, shard_of
+from flashckpt.state.placement import LocalBox, Replication, local_of, shard_of
 
 _SHAPE_AND_DTYPE = operator.attrgetter("dtype", "shape")
 
@@ -39,7 +39,7 @@ class Entry:
     fqn: str
     tensor: torch.Tensor | None
     dtype: str
-    boxes: tuple[Box, ...]
+    boxes: tuple[LocalBox, ...]
     replicas: int
     fenced: bool
 
@@ -55,7 +55,7 @@ class Row:
     """One box of an entry: one row of the table."""
 
     entry: Entry
-    box: Box
+    box: LocalBox
 
     @property
     def shard(self) -> Shard:
