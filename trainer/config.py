@@ -19,28 +19,12 @@ from flashckpt.errors import ConfigError
 from flashckpt.settings import checked
 from flashckpt.shm.job_id import job_id, root_url
 from flashckpt.trainer.checks import check_values
+from flashckpt.trainer.model_config import ModelConfig
 
 if sys.version_info >= (3, 11):
     import tomllib
 else:
     import tomli as tomllib
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class ModelConfig:
-    """A Llama-like model. `ffn` and `dim` count elements; `vocab` 256 means byte tokens."""
-
-    vocab: int = 256
-    dim: int = 64
-    layers: int = 4
-    heads: int = 4
-    kv_heads: int = 2
-    ffn: int = 192
-    rope_base: float = 10000.0
-    norm_eps: float = 1e-5
-    dropout: float = 0.0
-    experts: int = 0
-    experts_per_token: int = 2
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

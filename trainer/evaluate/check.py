@@ -75,6 +75,7 @@ def check(config: RunConfig) -> CheckResult | None:
     layout = prepare(config, int(os.environ.get("WORLD_SIZE", "1")))
     with process_group(config) as device:
         trainer = Trainer(config, layout, device)
+        trainer.initialise()
         mine = [trainer.one_step() for _ in range(STEPS)]
         is_first = dist.get_rank() == 0
         del trainer
@@ -85,6 +86,7 @@ def check(config: RunConfig) -> CheckResult | None:
     alone = single_process(config)
     with process_group(alone, alone=True) as device:
         reference = Trainer(alone, resolve_layout(alone, 1), device)
+        reference.initialise()
         wanted = [reference.one_step() for _ in range(STEPS)]
     result = compare_records(mine, wanted, TOLERANCE[config.train.precision])
     if not result.agrees:

@@ -35,13 +35,14 @@ def stream_keys(seed: int, name: str) -> tuple[int, int]:
 
 
 def fill_normal(out: Tensor, keys: tuple[int, int], shape: Sequence[int], offsets: Sequence[int], std: float) -> None:
-    """Fill `out` with a box of a normal tensor of standard deviation `std`; needs `out` and one block of memory.
+    """Fill `out` with a box of a normal tensor; needs `out` and one block of memory.
 
     Args:
         out: The box, contiguous, floating point.
         keys: From `stream_keys`.
         shape: Of the whole tensor; its elements are counted in row-major order.
         offsets: Where the box begins in it, per dimension.
+        std: Standard deviation.
     """
     flat = out.view(-1)
     for start, index in _blocks(tuple(out.shape), shape, offsets, out.device):
