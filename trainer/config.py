@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 import difflib
+import keyword
 import os
 import re
 import sys
@@ -77,6 +78,13 @@ class OptimConfig:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class InitConfig:
+    """First weights: `from` is a Hugging Face folder or a checkpoint root; empty draws them."""
+
+    from_: str = ""  # keys that are words of Python end in an underscore here
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class DataConfig:
     """`source`: "stdlib", or file patterns of your own text; `holdout_every`: each n-th file is held out."""
 
@@ -137,6 +145,7 @@ class RunConfig:
     parallel: ParallelConfig = field(default_factory=ParallelConfig)
     train: TrainConfig = field(default_factory=TrainConfig)
     optim: OptimConfig = field(default_factory=OptimConfig)
+    init: InitConfig = field(default_factory=InitConfig)
     data: DataConfig = field(default_factory=DataConfig)
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
     guard: GuardConfig = field(default_factory=GuardConfig)
@@ -195,7 +204,7 @@ def from_values(values: Mapping[str, Any]) -> RunConfig:
 def to_values(config: RunConfig) -> dict[str, dict[str, Any]]:
     """Return nested plain values (msgpack and TOML types); `from_values` is the way back."""
     return {
-        s: {k: list(v) if isinstance(v, tuple) else v for k, v in d.items()}
+        s: {k.rstrip("_"): list(v) if isinstance(v, tuple) else v for k, v in d.items()}
         for s, d in dataclasses.asdict(config).items()
     }
 
@@ -265,7 +274,7 @@ def _sections() -> dict[str, type[Any]]:
 
 
 def _fields(section: str) -> dict[str, Any]:
-    return get_type_hints(_sections()[section])
+    return {name.rstrip("_"): kind for name, kind in get_type_hints(_sections()[section]).items()}
 
 
 def _build(section: str, content: dict[str, Any]) -> Any:
@@ -273,7 +282,8 @@ def _build(section: str, content: dict[str, Any]) -> Any:
     for name in content:
         if name not in types:
             raise _unknown(f"{section}.{name}", [f"{section}.{known}" for known in types])
-    return _sections()[section](**{k: _coerce(f"{section}.{k}", types[k], v) for k, v in content.items()})
+    values = {k: _coerce(f"{section}.{k}", types[k], v) for k, v in content.items()}
+    return _sections()[section](**{f"{k}_" if keyword.iskeyword(k) else k: v for k, v in values.items()})
 
 
 def _coerce(key: str, wanted: Any, value: Any) -> Any:

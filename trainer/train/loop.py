@@ -123,9 +123,15 @@ class Trainer:
 
     def initialise(self) -> None:
         """Fill the weights, unless they are: a restore overwrites all of them, so it comes first."""
-        if not self._has_weights:
+        if self._has_weights:
+            return
+        if self.config.init.from_:
+            from flashckpt.trainer.hub.start import load_first_weights
+
+            load_first_weights(self.config, self.parallel.bare_parts())
+        else:
             self.parallel.fill(self.config)
-            self._has_weights = True
+        self._has_weights = True
 
     def run(self) -> int:
         """Train to the last step; return the exit code (0, or 75: start me again)."""
