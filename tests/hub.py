@@ -21,9 +21,11 @@ import flashckpt.checkpointer  # noqa: F401 -- imported before the fork, so that
 from flashckpt.checkpoint import direct_writer
 from flashckpt.trainer.__main__ import main
 from flashckpt.trainer.config import RunConfig, from_values, to_values
+from flashckpt.trainer.evaluate.check import check
 from flashckpt.trainer.hub.source import HubFolder
 from flashckpt.trainer.hub.start import with_model_of_weights
 from flashckpt.trainer.hub.weights import load
+from flashckpt.trainer.model.positions import rotate
 from flashckpt.trainer.model.transformer import Transformer
 from flashckpt.trainer.parallel.distributed import process_group
 from flashckpt.trainer.train import loop
@@ -211,6 +213,31 @@ def test_a_model_of_bytes_goes_out_with_its_tokenizer(tmp_path: Path) -> None:
     assert tokenizer(text)["input_ids"] == list(text.encode())
     assert tokenizer.decode(list(text.encode())) == text
     assert theirs(tmp_path / "out").shape == (2, TOKENS, 256)
+
+
+@pytest.mark.parametrize("wrong", [False, True])
+def test_check_asks_transformers_too(wrong: bool, tmp_path: Path, monkeypatch: Any) -> None:
+    config = run_config(tmp_path, model={"qk_norm": True}, data={"source": write_corpus(tmp_path / "text")})
+    if wrong:
+        monkeypatch.setattr("flashckpt.trainer.model.transformer.rotate", turn_neighbours)
+    (found,) = run_ranks(check_rank, 1, to_values(config), timeout_s=100)
+    if wrong:
+        assert "computes other logits than Qwen3ForCausalLM" in found.error
+    else:
+        assert found.value["loss"] < 1e-5
+        assert found.value["logits"] < 1e-5
+
+
+def turn_neighbours(x: torch.Tensor, tables: Any) -> torch.Tensor:
+    """Turn pairs of neighbours instead of halves: trains as well, and is another model."""
+    x = x.unflatten(-1, (-1, 2)).transpose(-1, -2).flatten(-2)
+    return rotate(x, tables)
+
+
+def check_rank(_rank: int, config_values: Any) -> Any:
+    result = check(from_values(config_values))
+    assert result is not None
+    return {"loss": result.loss, "logits": result.logits}
 
 
 def train_to_the_end(_rank: int, config_values: Any) -> int:

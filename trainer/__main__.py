@@ -28,7 +28,8 @@ USAGE = """Usage: python -m flashckpt.trainer [--config FILE.toml] [--section.ke
 Options:
   --config FILE.toml     the run; every setting has a default
   --section.key VALUE    override one setting, e.g. --parallel.tp 2
-  --check                train 3 steps in this layout and 3 in one process, compare, and end
+  --check                train 3 steps in this layout and 3 in one process, compare, and end; where
+                         transformers is installed, compare the logits with its as well
   --print-config         print the resolved run as TOML without credentials, and end
   --help                 this text
 
@@ -89,6 +90,7 @@ def _check(config: RunConfig) -> int:
         _say(
             "this layout trains as one process does: within 3 steps losses differ by "
             f"{result.loss:.1e}, gradient norms by {result.norm:.1e}\n"
+            + ("" if result.logits is None else f"transformers gives the same logits to {result.logits:.1e}\n")
         )
     return 0
 
