@@ -156,6 +156,11 @@ def _flashckpt(words: list[str]) -> None:
 def _trainer(words: list[str]) -> None:
     from flashckpt.trainer.config import read_config
 
+    if words[:1] == ["hub"]:
+        from flashckpt.trainer.hub.command import parse
+
+        parse(words[1:])
+        return
     config = None
     if words[:1] == ["--config"]:
         config, words = str(ROOT / words[1]), words[2:]

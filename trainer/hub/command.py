@@ -27,7 +27,7 @@ class _Parser(argparse.ArgumentParser):
 def hub(words: Sequence[str]) -> int:
     """Run `hub WORDS` and return the exit code; errors are raised."""
     try:
-        given = _parser().parse_args(list(words))
+        given = parse(words)
     except SystemExit:  # --help has printed its text
         return 0
     options = parse_options(tuple(given.options))
@@ -53,6 +53,11 @@ def hub(words: Sequence[str]) -> int:
         )
     _say(document, text, as_json=given.json)
     return 0
+
+
+def parse(words: Sequence[str]) -> argparse.Namespace:
+    """Return what a command line says; ConfigError where it is wrong, SystemExit after --help."""
+    return _parser().parse_args(list(words))
 
 
 def _say(document: dict[str, Any], text: str, *, as_json: bool) -> None:
