@@ -118,6 +118,9 @@ def test_both_ways_to_write_positions_are_read() -> None:
         ("llama", {"rope_parameters": {"partial_rotary_factor": 0.5}}, "partial_rotary_factor = 0.5"),
         ("llama", {"quantization_config": {"bits": 4}}, "quantization_config"),
         ("llama", {"hidden_size": "absent"}, "no 'hidden_size'"),
+        ("llama", {"hidden_size": "wide"}, "model.dim has the wrong type"),
+        ("llama", {"num_attention_heads": 0}, "model.heads is too small"),
+        ("llama", {"rope_scaling": "long"}, "cannot be read"),
         ("qwen2_moe", {"mlp_only_layers": [0]}, "mlp_only_layers"),
         ("qwen2_moe", {"use_sliding_window": True, "sliding_window": 4}, "use_sliding_window"),
         ("qwen2", {"layer_types": ["sliding_attention", "full_attention"]}, "layer_types"),
@@ -129,6 +132,12 @@ def test_what_our_model_would_compute_otherwise_is_refused(name: str, change: An
         HubFolder(folder)
     assert named in str(refused.value)
     assert str(folder / "config.json") in str(refused.value)
+
+
+@pytest.mark.parametrize(("key", "value"), [("num_hidden_layers", 2.5), ("vocab_size", 17), ("rms_norm_eps", -1.0)])
+def test_numbers_of_a_config_json_are_judged_as_those_of_a_run(key: str, value: float, tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"model\.(layers|vocab|norm_eps)"):
+        HubFolder(write_hub(tmp_path / "hf", MODELS["llama"], **{key: value}))
 
 
 @pytest.mark.parametrize(

@@ -10,6 +10,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from flashckpt.errors import ConfigError
+from flashckpt.trainer.config import from_values
 from flashckpt.trainer.hub.families import FAMILIES, family_of
 from flashckpt.trainer.model_config import ModelConfig
 
@@ -42,11 +43,19 @@ def from_hub(values: Mapping[str, Any], where: str) -> ModelConfig:
         if key in values and values[key] not in allowed:
             raise _refused(where, key, values[key], " or ".join(repr(one) for one in allowed if one is not None))
     try:
-        return ModelConfig(**_sizes(values, kind), **_rope(values, where), **_choices(values, kind, where))
+        found = _sizes(values, kind) | _rope(values, where) | _choices(values, kind, where)
+    except (TypeError, ValueError, AttributeError, ZeroDivisionError) as error:
+        raise ConfigError(
+            f"{where} has a setting that cannot be read", found=str(error)[:100], expected="the numbers of a model"
+        ) from error
     except KeyError as error:
         raise ConfigError(
             f"{where} lacks a setting of {kind}", found=f"no {error.args[0]!r}", expected="a complete config.json"
         ) from error
+    try:
+        return from_values({"model": found}).model  # refuses wrong types and values
+    except ConfigError as error:
+        raise ConfigError(f"{where}: {error.problem}", found=error.found, expected=error.expected) from error
 
 
 def _sizes(values: Mapping[str, Any], kind: str) -> dict[str, Any]:

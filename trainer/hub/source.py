@@ -20,7 +20,7 @@ from flashckpt.interop import safetensors_files as st
 from flashckpt.restore.executor import Target, execute_reads
 from flashckpt.restore.sources import StorageSource
 from flashckpt.storage.factory import open_store
-from flashckpt.trainer.config import RunConfig
+from flashckpt.trainer.config import RunConfig, from_values
 from flashckpt.trainer.hub.families import HubTensor, tensors_of
 from flashckpt.trainer.hub.hub_config import from_hub
 from flashckpt.trainer.model_config import ModelConfig
@@ -140,16 +140,16 @@ class CheckpointWeights:
         self.run, self.init_from = _recorded(manifest.values, self.where)
         self.model = self.run.model
         self.shapes = {tensor.ours: tensor.whole for tensor in tensors_of(self.model)}
+        names = set(manifest.table.fqns)
         for name, shape in self.shapes.items():
-            rows = manifest.table.rows(held_name(name)) if held_name(name) in set(manifest.table.fqns) else []
-            found = manifest.table.shard(rows[0]).global_shape if len(rows) else None
+            found = self._whole(held_name(name)) if held_name(name) in names else None
             if found != shape:
                 raise ConfigError(
                     f"{self.where} does not hold the model that was recorded with it",
                     found=f"{held_name(name)} of shape {found}" if found else f"no {held_name(name)}",
                     expected=f"{held_name(name)} of shape {shape}",
                 )
-        self.beside = {name: self._file(name) for name in BESIDE if _FILE + name in set(manifest.table.fqns)}
+        self.beside = {name: self._file(name) for name in BESIDE if _FILE + name in names}
 
     def dtype(self, name: str) -> str:
         """See WeightSource."""
@@ -172,10 +172,12 @@ class CheckpointWeights:
         execute_reads([Target(shard=shard, buffer=raw.data)], [self.source], threads=1)
         return raw
 
-    def _file(self, name: str) -> bytes:
+    def _whole(self, held: str) -> tuple[int, ...]:
         table = self.source.manifest.table
-        shape = table.shard(table.rows(_FILE + name)[0]).global_shape
-        return self._read(file_shard(name, shape[0])).tobytes()
+        return table.shard(table.rows(held)[0]).global_shape
+
+    def _file(self, name: str) -> bytes:
+        return self._read(file_shard(name, self._whole(_FILE + name)[0])).tobytes()
 
     def close(self) -> None:
         """See WeightSource."""
@@ -209,12 +211,11 @@ def _recorded(values: Mapping[str, Any], where: str) -> tuple[RunConfig, str]:
             expected="a checkpoint written by `python -m flashckpt.trainer` or by its `hub import`",
         )
     known = {field.name for field in dataclasses.fields(ModelConfig)}
-    model = ModelConfig(**{key: value for key, value in config["model"].items() if key in known})
-    train = RunConfig().train
-    if isinstance(config.get("train"), dict):
-        train = dataclasses.replace(train, seq_len=int(config["train"].get("seq_len", train.seq_len)))
+    sections = {"model": {key: value for key, value in config["model"].items() if key in known}}
+    if isinstance(config.get("train"), dict) and "seq_len" in config["train"]:
+        sections["train"] = {"seq_len": config["train"]["seq_len"]}
     init = config.get("init")
-    return dataclasses.replace(RunConfig(), model=model, train=train), str(init.get("from", "")) if init else ""
+    return from_values(sections), str(init.get("from", "")) if isinstance(init, dict) else ""
 
 
 def read_json(path: Path) -> dict[str, Any]:

@@ -39,6 +39,8 @@ def import_folder(folder: Path, root: str, step: int = 0, options: Mapping[str, 
         DamagedError: A file is damaged.
         RootError, StoreError, JobInUseError: As a save.
     """
+    if step < 0:
+        raise ConfigError("--step is not a step", found=str(step), expected="0 or more")
     source = HubFolder(folder)
     if is_process_local(root):
         raise ConfigError(f"{root} lives in one process only: nobody could read the checkpoint")
