@@ -102,7 +102,8 @@ def tokens() -> torch.Tensor:
 @torch.no_grad()
 def theirs(folder: Path) -> torch.Tensor:
     model = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
-    return model(tokens()).logits
+    logits: torch.Tensor = model(tokens()).logits
+    return logits
 
 
 @torch.no_grad()
@@ -110,7 +111,8 @@ def ours(folder: Path) -> torch.Tensor:
     source = HubFolder(folder)
     model = Transformer(source.model, TOKENS).eval()
     load([model], source)
-    return model(tokens())
+    logits: torch.Tensor = model(tokens())
+    return logits
 
 
 def close(one: torch.Tensor, other: torch.Tensor) -> None:
@@ -230,7 +232,7 @@ def test_check_asks_transformers_too(wrong: bool, tmp_path: Path, monkeypatch: A
 
 def turn_neighbours(x: torch.Tensor, tables: Any) -> torch.Tensor:
     """Turn pairs of neighbours instead of halves: trains as well, and is another model."""
-    x = x.unflatten(-1, (-1, 2)).transpose(-1, -2).flatten(-2)
+    x = x.view(*x.shape[:-1], -1, 2).transpose(-1, -2).flatten(-2)
     return rotate(x, tables)
 
 

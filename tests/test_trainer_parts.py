@@ -10,9 +10,10 @@ import pytest
 import torch
 
 from flashckpt.errors import DivergedError
-from flashckpt.trainer.config import GuardConfig, ModelConfig, OptimConfig, from_values
+from flashckpt.trainer.config import GuardConfig, OptimConfig, from_values
 from flashckpt.trainer.model.initial import count_parameters
 from flashckpt.trainer.model.transformer import Transformer
+from flashckpt.trainer.model_config import ModelConfig
 from flashckpt.trainer.parallel.apply import build_stage
 from flashckpt.trainer.parallel.layout import resolve_layout
 from flashckpt.trainer.rate import learning_rate

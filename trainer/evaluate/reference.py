@@ -6,6 +6,7 @@ import importlib.util
 import json
 import tempfile
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -68,6 +69,6 @@ def _theirs(config: RunConfig, settings: dict[str, object], weights: dict[str, T
     with tempfile.TemporaryDirectory() as folder:
         (Path(folder) / "config.json").write_text(json.dumps(settings))
         save_file(tensors, f"{folder}/model.safetensors", {"format": "pt"})
-        model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
-        logits: Tensor = model(tokens).logits
+        model: Any = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+        logits: Tensor = model.eval()(tokens).logits
     return logits

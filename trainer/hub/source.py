@@ -73,7 +73,9 @@ class HubFolder:
     def __init__(self, folder: Path) -> None:
         self.where = str(folder)
         self.model = from_hub(read_json(folder / CONFIG), str(folder / CONFIG))
-        self.beside = {name: (folder / name).read_bytes() for name in BESIDE if (folder / name).is_file()}
+        self.beside: Mapping[str, bytes] = {
+            name: (folder / name).read_bytes() for name in BESIDE if (folder / name).is_file()
+        }
         there = {one.name: one for one in st.read_folder(folder)}
         self.parts: dict[str, list[tuple[HubTensor, st.Incoming]]] = {}
         for tensor in tensors_of(self.model):
@@ -149,7 +151,7 @@ class CheckpointWeights:
                     found=f"{held_name(name)} of shape {found}" if found else f"no {held_name(name)}",
                     expected=f"{held_name(name)} of shape {shape}",
                 )
-        self.beside = {name: self._file(name) for name in BESIDE if _FILE + name in names}
+        self.beside: Mapping[str, bytes] = {name: self._file(name) for name in BESIDE if _FILE + name in names}
 
     def dtype(self, name: str) -> str:
         """See WeightSource."""

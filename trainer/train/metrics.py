@@ -10,8 +10,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from flashckpt.trainer.config import ModelConfig
 from flashckpt.trainer.model.initial import count_parameters
+from flashckpt.trainer.model_config import ModelConfig
 from flashckpt.trainer.nonfatal import LineFile, nonfatal_stream
 
 TRACE = "trace.jsonl"
