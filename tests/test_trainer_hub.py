@@ -135,7 +135,7 @@ def test_what_our_model_would_compute_otherwise_is_refused(name: str, change: An
 
 
 @pytest.mark.parametrize(("key", "value"), [("num_hidden_layers", 2.5), ("vocab_size", 17), ("rms_norm_eps", -1.0)])
-def test_numbers_of_a_config_json_are_judged_as_those_of_a_run(key: str, value: float, tmp_path: Path) -> None:
+def test_numbers_of_a_config_json_are_judged_as_those_of_a_run(key: str, value: Any, tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"model\.(layers|vocab|norm_eps)"):
         HubFolder(write_hub(tmp_path / "hf", MODELS["llama"], **{key: value}))
 
