@@ -11,7 +11,7 @@ export OPENBLAS_NUM_THREADS ?= 1
 # The tests start hundreds of interpreters: each would compile the package again.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: fuzz help setup preflight demo test test-s3 test-clouds bench-all check clean test-launcher test-layouts test-nodes test-mounts test-restarts docs changelog hooks test-pythons test-frameworks test-hub compatibility test-slurm test-torch-versions
+.PHONY: fuzz help setup preflight demo test test-s3 test-clouds bench-all check clean test-launcher test-layouts test-nodes test-mounts test-restarts docs changelog hooks test-pythons test-blocks test-frameworks test-hub compatibility test-slurm test-torch-versions
 
 help:  ## list the targets
 	@grep -E '^[a-z0-9-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 16
@@ -21,7 +21,7 @@ preflight:
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 10))' || { echo "make: Python 3.10 or newer is needed, found $$($(PYTHON) --version)"; exit 20; }
 	@$(PYTHON) -c 'import venv, ensurepip' 2>/dev/null || { echo "make: the venv module is missing. Install it: apt-get install python3-venv"; exit 20; }
 
-# torch first, by itself and by its exact version, so that nothing else pulls another build.
+# torch first, alone and by its exact version, so that nothing else pulls in another build.
 $(VENV)/.ready: pyproject.toml constraints.txt | preflight
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/pip install --quiet $(if $(TORCH_INDEX),--index-url $(TORCH_INDEX)) "$$(grep '^torch==' constraints.txt)"
@@ -38,15 +38,18 @@ WORKERS ?= 2
 test: setup  ## run the tests
 	$(BIN)/python -m pytest --workers $(WORKERS)
 
+# Whole jobs on s3://, each once with s3fs as the default client and once with obstore
+S3_JOBS := tests/test_wait.py tests/test_trainer_start.py tests/test_bench_command.py tests/test_bench_scratch.py
 test-s3: setup  ## the storage tests against a real S3 server (needs root: installs Ceph radosgw by apt)
 	tests/s3/radosgw.sh install
 	@dir=$$(mktemp -d /var/tmp/flashckpt-s3.XXXXXX); export PYTHON=$(BIN)/python; \
 	trap 'tests/s3/radosgw.sh stop $$dir/rgw; rmdir $$dir' EXIT; \
 	port=$$($(BIN)/python -c 'import socket; s = socket.socket(); s.bind(("127.0.0.1", 0)); print(s.getsockname()[1])'); \
 	endpoint=$$(tests/s3/radosgw.sh start $$dir/rgw $$port) || exit 1; echo "radosgw answers at $$endpoint"; \
-	S3_TEST_ENDPOINT=$$endpoint $(BIN)/python -m pytest tests/test_store.py tests/test_store_faults.py
+	export S3_TEST_ENDPOINT=$$endpoint; $(BIN)/python -m pytest tests/test_store.py tests/test_store_faults.py && \
+	$(BIN)/python -m pytest $(S3_JOBS) -k "s3fs or obstore"
 
-# A venv of its own on top of .venv, and Azurite from npm where there is one: what is missing is skipped, with the reason.
+# A separate venv on top of .venv, and Azurite from npm if npm is there: what is missing is skipped, with the reason.
 CLOUDS := .venv-clouds
 PURELIB := 'import sysconfig; print(sysconfig.get_path("purelib"))'
 test-clouds: setup  ## the storage tests against emulators of Google Cloud Storage and Azure (pip and npm)
@@ -56,7 +59,7 @@ test-clouds: setup  ## the storage tests against emulators of Google Cloud Stora
 	@if command -v npm >/dev/null; then npm install --silent --no-audit --no-fund --prefix $(CLOUDS)/npm "azurite@$$(sed -n 's/^# azurite==//p' tests/clouds.txt)" || true; else echo "npm is not there: az:// will be skipped"; fi
 	AZURITE=$$PWD/$(CLOUDS)/npm/node_modules/.bin/azurite-blob $(CLOUDS)/bin/python -m pytest tests/clouds.py
 
-# A venv of its own on top of .venv: site.addsitedir also reads the .pth files there. What does not install is named, its cases are skipped.
+# A separate venv on top of .venv: site.addsitedir also reads the .pth files there. A package that does not install is named, its cases are skipped.
 FRAMEWORKS := .venv-frameworks
 FRAMEWORKS_PINS := tests/integration/frameworks/requirements.txt
 $(FRAMEWORKS)/.ready: $(FRAMEWORKS_PINS) $(VENV)/.ready
@@ -88,7 +91,7 @@ fuzz: setup  ## damaged bytes into every decoder, so many seconds each (SECONDS=
 test-launcher: setup  ## what PyTorch's own launcher tests ask, asked of dlrun; jobs whose ranks, agent or daemon die or hang; attacks on it
 	$(BIN)/python -m pytest tests/launcher_contract.py tests/launcher_jobs.py tests/launcher_security.py
 
-test-layouts: setup  ## every layout trains and scores as one process does; go on in each of a dozen others, same bits, same losses
+test-layouts: setup  ## every layout trains and scores as one process does, and continues in each of a dozen others: same bits, same losses
 	$(BIN)/python -m pytest tests/layouts.py tests/layouts_parity.py tests/layouts_evaluate.py
 
 test-nodes: setup  ## many nodes as network namespaces: dead nodes, cut links, stops (root)
@@ -103,7 +106,7 @@ test-slurm: setup  ## the batch scripts of docs/launching.md in a Slurm of two n
 
 # Downloads gigabytes per release (the package index has older ones with CUDA only): not part of .ci/run.
 RELEASES ?=
-test-torch-versions: setup  ## other releases of torch, each in an environment of its own (RELEASES="2.11.0 2.15.0")
+test-torch-versions: setup  ## other releases of torch, each in a separate environment (RELEASES="2.11.0 2.15.0")
 	$(BIN)/python tests/versions.py --write $(RELEASES)
 
 test-restarts: setup  ## 50 kills in a row (KILLS=50), then SIGTERM at random instants of a 2x2x2 run (STOPS=20 SEED=7)
@@ -123,8 +126,14 @@ changelog: setup  ## the next section of CHANGELOG.md, made of changelog.d
 hooks: setup  ## install the checks that run before each commit
 	$(BIN)/pre-commit install
 
+# Interpreters on PATH, and those of pyenv whether it is told to offer them or not; nox names the missing ones.
+space := $(subst ,, )
+PYENVS = $(subst $(space),:,$(wildcard $(or $(PYENV_ROOT),$(HOME)/.pyenv)/versions/3.1[0-3].*/bin))
 test-pythons: setup  ## the tests under every supported Python that is installed (3.10 to 3.13)
-	$(BIN)/nox --session tests
+	PATH="$(PYENVS):$$PATH" $(BIN)/nox --session tests
+
+test-blocks: setup  ## SIGKILL and strangers' attacks on shared-memory blocks under Python 3.10 and 3.13, where installed
+	PATH="$(PYENVS):$$PATH" $(BIN)/nox --session blocks
 
 check: setup  ## ruff, mypy, codespell
 	@for link in sampler trainer daemon; do test -L flashckpt/$$link || { echo "flashckpt/$$link is not a symbolic link: check out again with git config core.symlinks true"; exit 21; }; done

@@ -1,4 +1,6 @@
-"""The suite under every supported Python that is installed: `make test-pythons`. Missing ones are skipped, and said.
+"""Tests under every supported Python that is installed. Missing ones are skipped, and named.
+
+`make test-pythons` runs the suite, `make test-blocks` the tests of shared-memory blocks under the oldest and the newest.
 
 torch comes first and by itself, by its exact version: whatever else is installed must not choose another build.
 """
@@ -20,3 +22,11 @@ def tests(session: nox.Session) -> None:
     session.install(torch)
     session.install("-e", ".[fast,trainer,data,test]")
     session.run("python", "-m", "pytest", "--workers", "2", *session.posargs)
+
+
+@nox.session(python=[PYTHONS[0], PYTHONS[-1]])
+def blocks(session: nox.Session) -> None:
+    """Run the tests of shared-memory blocks, which need no torch: resource trackers differ between these two versions."""
+    session.install("numpy", "msgpack", "xxhash", "tomli", "pytest", "pytest-timeout", "hypothesis")
+    session.env["PYTHONPATH"] = "."
+    session.run("python", "-m", "pytest", "tests/test_block.py", "tests/test_segment.py", *session.posargs)

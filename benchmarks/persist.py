@@ -33,10 +33,11 @@ from typing import Any
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
-from ranks import Ranks, clean_up_on_sigterm, peak_memory_of
+from processes import clean_up_on_sigterm
 
-from flashckpt.bench.host import available_bytes
+from flashckpt.bench.host import available_bytes, peak_memory_of
 from flashckpt.bench.measure import LoadWatch, document, plain, summarise, write_json
+from flashckpt.bench.worker import Workers, workers
 
 HERE = Path(__file__).parent
 WAYS = ("raw", "flashckpt", "torch.save", "safetensors", "dcp.save")
@@ -93,19 +94,25 @@ def in_turns(ways: list[str], seconds: float, rounds: int, one_round: Callable[[
         number += 1
 
 
-@contextmanager
-def writers(nbytes: float, ranks: int, disk: Path, shm: Path) -> Iterator[Ranks]:
-    """The rank processes, with their slots filled."""
-    command = [sys.executable, str(HERE / "persist_rank.py"), "--bytes", str(nbytes), "--ranks", str(ranks)]
-    command += ["--folder", str(disk), "--shm", str(shm)]
-    processes = Ranks([[*command, "--rank", str(r)] for r in range(ranks)], [{}] * ranks, disk / "log")
-    try:
-        processes.ask("nbytes")  # all have answered: all slots exist
-        processes.ask("ready")
-        yield processes
-        processes.ask("close")
-    finally:
-        processes.close()
+class Ranks:
+    """The rank processes of one configuration, with their slots filled.
+
+    Args:
+        processes: Where they are started.
+        config: Of all ranks.
+        ranks: How many.
+    """
+
+    def __init__(self, processes: Workers, config: dict[str, Any], ranks: int) -> None:
+        configs = {f"rank {rank}": {**config, "ranks": ranks, "rank": rank} for rank in range(ranks)}
+        self._processes = processes
+        self._numbers = processes.start([str(HERE / "persist_rank.py")], configs)
+        self.pids: list[int] = processes.answers(self._numbers)  # all have answered: all slots exist
+        self.ask("ready")
+
+    def ask(self, do: str, **order: Any) -> list[Any]:
+        """Give all ranks the same order; return their answers."""
+        return self._processes.ask(self._numbers, do, **order)
 
 
 def measure_disk(gigabytes: float, ranks: int, args: argparse.Namespace, disk: Path, shm: Path) -> dict[str, Any]:
@@ -114,7 +121,9 @@ def measure_disk(gigabytes: float, ranks: int, args: argparse.Namespace, disk: P
     kinds = ("write", "read_cold", "read_warm")
     found: dict[str, dict[str, list[dict[str, float]]]] = {kind: {way: [] for way in ways} for kind in kinds}
     cached: dict[str, float] = dict.fromkeys(ways, 0.0)
-    with writers(gigabytes * 1e9, ranks, disk, shm) as processes:
+    config = {"bytes": gigabytes * 1e9, "folder": str(disk), "shm": str(shm)}
+    with workers(disk) as started:
+        processes = Ranks(started, config, ranks)
 
         def one_round(order: list[str], *, keep: bool = True) -> None:
             for way in order:
@@ -136,6 +145,7 @@ def measure_disk(gigabytes: float, ranks: int, args: argparse.Namespace, disk: P
             processes.ask("remove", way=way)
             memory[way] = peak.extra_bytes
         nbytes = sum(processes.ask("nbytes"))
+        processes.ask("close")
     rows = {kind: rows_of(found[kind], nbytes, "raw") for kind in kinds}
     for kind, text in zip(kinds, ("durable write", "cold read", "warm read"), strict=True):
         show(f"{gigabytes} GB, {ranks} rank(s), {text}", rows[kind], "raw", memory if kind == "write" else None)
@@ -147,24 +157,24 @@ def measure_uplift(gigabytes: float, ranks: int, args: argparse.Namespace, disk:
     """Time steps of a training loop alone, beside raw writes and beside flashckpt's, in turns."""
     beside: dict[str, list[float]] = {"alone": [], "raw": [], "flashckpt": []}
     writes: dict[str, int] = dict.fromkeys(beside, 0)
-    command = [sys.executable, str(HERE / "persist_loop.py"), str(gigabytes * 1e9)]
-    with writers(gigabytes * 1e9, ranks, disk, shm) as processes:
-        loop = Ranks([command], [{}], disk / "loop.log")
+    config = {"bytes": gigabytes * 1e9, "folder": str(disk), "shm": str(shm)}
+    with workers(disk) as started:
+        processes = Ranks(started, config, ranks)
+        loop = started.start([str(HERE / "persist_loop.py")], {"loop": config})
+        started.answers(loop)
 
         def one_round(order: list[str]) -> None:
             for way in order:
-                loop.send("steps", seconds=seconds)
-                while way != "alone" and not loop.has_answered():
+                started.tell(loop, "steps", seconds=seconds)
+                while way != "alone" and not started.has_answered(loop[0]):
                     processes.ask("write", way=way)
                     processes.ask("remove", way=way)
                     writes[way] += 1
-                beside[way].append(statistics.fmean(loop.receive()[0]))
+                beside[way].append(statistics.fmean(started.answers(loop)[0]))
 
-        try:
-            seconds = max(1.5, 4 * statistics.fmean(loop.ask("steps", seconds=0)[0]))
-            in_turns(list(beside), args.seconds, args.rounds, one_round)
-        finally:
-            loop.close()
+        seconds = max(1.5, 4 * statistics.fmean(started.ask(loop, "steps", seconds=0)[0]))
+        in_turns(list(beside), args.seconds, args.rounds, one_round)
+        processes.ask("close")
     rounds = list(zip(*beside.values(), strict=True))
     uplift = {
         "raw": summarise([raw / alone - 1 for alone, raw, _ in rounds]),
@@ -183,10 +193,11 @@ def measure_uplift(gigabytes: float, ranks: int, args: argparse.Namespace, disk:
 
 def measure_s3(gigabytes: float, endpoint: str, args: argparse.Namespace, disk: Path, shm: Path) -> dict[str, Any]:
     """Upload and download by all ways in turns; look at memory in one more round that is not timed."""
-    command = [sys.executable, str(HERE / "persist_s3.py"), "--bytes", str(gigabytes * 1e9)]
-    client = Ranks([[*command, "--shm", str(shm), "--endpoint", endpoint]], [{}], disk / "log")
-    try:
-        ways: list[str] = client.ask("ways")[0]
+    config = {"bytes": gigabytes * 1e9, "shm": str(shm), "endpoint": endpoint}
+    with workers(disk) as started:
+        client = started.start([str(HERE / "persist_s3.py")], {"client": config})
+        pids = started.answers(client)
+        ways: list[str] = started.ask(client, "ways")[0]
         found: dict[str, dict[str, list[dict[str, float]]]] = {
             kind: {way: [] for way in ways} for kind in ("up", "down")
         }
@@ -194,7 +205,7 @@ def measure_s3(gigabytes: float, endpoint: str, args: argparse.Namespace, disk: 
         def one_round(order: list[str]) -> None:
             for way in order:
                 for kind, series in found.items():
-                    series[way].append(client.ask(kind, way=way)[0])
+                    series[way].append(started.ask(client, kind, way=way)[0])
 
         one_round(ways)
         for way in ways:
@@ -204,12 +215,10 @@ def measure_s3(gigabytes: float, endpoint: str, args: argparse.Namespace, disk: 
         memory: dict[str, dict[str, int]] = {kind: {} for kind in found}
         for way in ways:
             for kind, peaks in memory.items():
-                with peak_memory_of(lambda: client.pids, 0.002) as peak:
-                    client.ask(kind, way=way)
+                with peak_memory_of(lambda: pids, 0.002) as peak:
+                    started.ask(client, kind, way=way)
                 peaks[way] = peak.extra_bytes
-        client.ask("close")
-    finally:
-        client.close()
+        started.ask(client, "close")
     nbytes = int(gigabytes * 1e9)
     rows = {kind: rows_of(series, nbytes, "boto3") for kind, series in found.items()}
     for kind, text in (("up", "S3 upload"), ("down", "S3 download")):

@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
-import sys
 import time
+from collections.abc import Callable, Mapping
+from typing import Any
 
 import torch
-from ranks import serve
 from training_loop import Loop
 
+from flashckpt.bench.worker import serve
 
-def main() -> None:
-    """Serve until the parent closes stdin: `persist_loop.py BYTES`."""
+
+def commands(config: Mapping[str, Any]) -> dict[str, Callable[..., Any]]:
+    """Make a loop over `bytes` of state; return what the parent may order."""
     torch.set_num_threads(1)
-    loop = Loop(float(sys.argv[1]), tensors=None, compute=2.0, rank=0)
+    loop = Loop(config["bytes"], tensors=None, compute=2.0, rank=0)
 
     def steps(seconds: float) -> list[float]:
         found: list[float] = []
@@ -22,8 +24,8 @@ def main() -> None:
             found.append(loop.compute() + loop.update())
         return found
 
-    serve({"steps": steps})
+    return {"steps": steps}
 
 
 if __name__ == "__main__":
-    main()
+    serve(commands)

@@ -6,7 +6,6 @@ of its node, and the raw limit with the same number of threads.
 
 from __future__ import annotations
 
-import argparse
 import mmap
 import os
 import shutil
@@ -19,16 +18,18 @@ from typing import Any
 
 import numpy as np
 import torch
-from ranks import serve
 
 from flashckpt.bench.data import fill as fill_data
 from flashckpt.bench.host import evict
 from flashckpt.bench.measure import timed
+from flashckpt.bench.worker import serve
 from flashckpt.checkpoint.catalog import read_manifest
 from flashckpt.checkpoint.writer import PersistOptions, commit, persist_slot, prefix_of
 from flashckpt.core.digest import chunk_digests
 from flashckpt.core.manifest import Manifest, ShardTable, encode_manifest
 from flashckpt.core.shard import Shard, layout_hash, place
+from flashckpt.core.snapshot_id import SnapshotId
+from flashckpt.core.snapshot_request import SnapshotRequest
 from flashckpt.restore.executor import Target, execute_reads
 from flashckpt.restore.sources import StorageSource
 from flashckpt.shm.segment import Pin, Segment, SegmentSpec
@@ -65,7 +66,10 @@ class State:
         )
         self.segment = Segment.create(folder / f"r{rank}.seg", spec)
         offsets = placement.offsets.tolist()
-        writer = self.segment.begin(0, generation=1, step=1, world_size=ranks, persist=True, parent=None)
+        request = SnapshotRequest(
+            id=SnapshotId(1, 1), job="bench", rank=rank, world_size=ranks, coordinates={}, parent=None, persist=True
+        )
+        writer = self.segment.begin(0, request)
         digests = []
         for number, (shard, at) in enumerate(zip(self.shards, offsets, strict=True)):
             view = writer.data[at : at + shard.nbytes]
@@ -170,10 +174,10 @@ def warm(path: Path) -> None:
 class Rank:
     """What the parent may order."""
 
-    def __init__(self, options: argparse.Namespace) -> None:
-        self.rank, self.ranks = options.rank, options.ranks
-        self.folder, self.shm = Path(options.folder), Path(options.shm)
-        self.state = State(int(options.bytes / options.ranks), self.rank, self.ranks, self.shm)
+    def __init__(self, config: Mapping[str, Any]) -> None:
+        self.rank, self.ranks = config["rank"], config["ranks"]
+        self.folder, self.shm = Path(config["folder"]), Path(config["shm"])
+        self.state = State(int(config["bytes"] / self.ranks), self.rank, self.ranks, self.shm)
         self.pins: list[Pin] = []
         self.stores: dict[Path, Store] = {}
 
@@ -320,17 +324,13 @@ _PEERS: dict[str, tuple[Callable[..., Any], Callable[..., Any]]] = {
 }
 
 
-def main() -> None:
-    """Serve until the parent closes stdin."""
-    parser = argparse.ArgumentParser()
-    for name, kind in (("rank", int), ("ranks", int), ("bytes", float), ("folder", str), ("shm", str)):
-        parser.add_argument(f"--{name}", type=kind, required=True)
-    options = parser.parse_args()
+def commands(config: Mapping[str, Any]) -> dict[str, Callable[..., Any]]:
+    """Make the state; return what the parent may order."""
     torch.set_num_threads(1)
     warnings.simplefilter("ignore")
-    rank = Rank(options)
-    serve({n: getattr(rank, n) for n in ("ready", "write", "read", "prepare", "remove", "nbytes", "close")})
+    rank = Rank(config)
+    return {n: getattr(rank, n) for n in ("ready", "write", "read", "prepare", "remove", "nbytes", "close")}
 
 
 if __name__ == "__main__":
-    main()
+    serve(commands)

@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-import argparse
 import os
 import shutil
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
 from persist_rank import EXTENT, PREFIX, READ_THREADS, State, timing
-from ranks import serve
 
+from flashckpt.bench.worker import serve
 from flashckpt.checkpoint.catalog import read_manifest
 from flashckpt.checkpoint.writer import commit, persist_slot
 from flashckpt.restore.executor import execute_reads
@@ -27,9 +26,9 @@ PATIENT_S = 120
 class Client:
     """What the parent may order. boto3 and the libraries alone upload a file that lies in memory, flashckpt the slot itself."""
 
-    def __init__(self, options: argparse.Namespace) -> None:
-        self.endpoint, self.shm = options.endpoint, Path(options.shm)
-        self.state = State(int(options.bytes), 0, 1, self.shm)
+    def __init__(self, config: Mapping[str, Any]) -> None:
+        self.endpoint, self.shm = config["endpoint"], Path(config["shm"])
+        self.state = State(int(config["bytes"]), 0, 1, self.shm)
         self.bucket = f"flashckpt-bench-{os.getpid()}"
         self.s3 = self._boto3()
         self.s3.create_bucket(Bucket=self.bucket)
@@ -173,16 +172,12 @@ _stores: dict[str, Store] = {}
 _alone: dict[str, Any] = {}
 
 
-def main() -> None:
-    """Serve until the parent closes stdin."""
-    parser = argparse.ArgumentParser()
-    for name, kind in (("bytes", float), ("shm", str), ("endpoint", str)):
-        parser.add_argument(f"--{name}", type=kind, required=True)
+def commands(config: Mapping[str, Any]) -> dict[str, Callable[..., Any]]:
+    """Make the client; return what the parent may order."""
     warnings.simplefilter("ignore")
-    client = Client(parser.parse_args())
-    serve({"ways": lambda: list(client.ways()), "up": client.up, "down": client.down, "close": client.close})
-    os._exit(0)  # s3fs' event loop never ends
+    client = Client(config)
+    return {"ways": lambda: list(client.ways()), "up": client.up, "down": client.down, "close": client.close}
 
 
 if __name__ == "__main__":
-    main()
+    serve(commands)

@@ -191,7 +191,8 @@ def one_rank(path: Path, layout: tuple[int, int, int]) -> dict[str, float]:
     decoded = time.perf_counter()
     plan = plan_reads(shards, [manifest.table])
     done = time.perf_counter()
-    assert sum(r.nbytes for r in plan.reads) == sum(s.nbytes for s in shards)
+    plan.require_complete()
+    assert int(plan.nbytes.sum()) == sum(s.nbytes for s in shards)
     return {
         "read_s": read - started,
         "decode_s": decoded - read,
@@ -201,7 +202,7 @@ def one_rank(path: Path, layout: tuple[int, int, int]) -> dict[str, float]:
         "manifest_bytes": size,
         "rows": len(manifest.table),
         "wanted": len(shards),
-        "reads": len(plan.reads),
+        "reads": len(plan),
     }
 
 

@@ -31,11 +31,13 @@ from typing import Any
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 from dlrover_peer import SETUP, check_dlrover, environment, remove_leftovers
-from ranks import Ranks, clean_up_on_sigterm, descendants, peak_memory_of, stream
+from processes import clean_up_on_sigterm, descendants, stream
 from stall_table import summarised, table
 
-from flashckpt.bench.host import available_bytes
+from flashckpt.bench.host import available_bytes, peak_memory_of
 from flashckpt.bench.measure import LoadWatch, document, write_json
+from flashckpt.bench.worker import Workers
+from flashckpt.errors import FlashckptError
 
 HERE = Path(__file__).parent
 LOOP_COPIES = 2.4
@@ -109,36 +111,54 @@ class Family:
     """The rank processes of one configuration and group, of our Python and of DLRover's."""
 
     def __init__(self, options: argparse.Namespace, group: Group, nbytes: float, ranks: int, scratch: Path) -> None:
-        self.kinds: dict[str, Ranks] = {}
+        self.kinds: dict[str, list[int]] = {}
         self.group, self.run_id = group, f"stall{os.getpid()}"
+        self._workers, self._pids = Workers(scratch), list[int]()
         self._agent: subprocess.Popen[str] | None = None
-        arguments = ["--bytes", str(nbytes), "--ranks", str(ranks), "--compute", str(options.compute)]
-        arguments += ["--tensors", str(options.tensors)] if options.tensors else []
-        arguments += ["--slots", str(group.slots)] if group.slots else []
+        config = {
+            "folder": str(scratch), "job": f"stall-{os.getpid()}", "bytes": nbytes, "ranks": ranks,
+            "tensors": options.tensors, "compute": options.compute, "slots": group.slots,
+        }  # fmt: skip
         try:
             for kind in dict.fromkeys(map(kind_of, group.methods)):
                 python, environments = sys.executable, [{"RANK": str(rank)} for rank in range(ranks)]
                 if kind == "dlrover":
-                    python = options.dlrover_python
-                    remove_leftovers(self.run_id)
-                    environments = [environment(rank, ranks, self.run_id) for rank in range(ranks)]
-                    self._start_agent(python, environments[0])
-                    environments = [one | {"STALL_AGENT_PID": str(self.agent_pid)} for one in environments]
-                command = [python, str(HERE / "stall_rank.py"), "--kind", kind, "--folder", str(scratch)]
-                command += ["--job", f"stall-{os.getpid()}", *arguments]
-                self.kinds[kind] = Ranks([command] * ranks, environments, scratch / f"{kind}.log")
-                self.kinds[kind].ask("about")  # one after the other: they calibrate their loops
+                    python, environments = options.dlrover_python, self._dlrover(options.dlrover_python, ranks)
+                self.kinds[kind] = self._start(python, {**config, "kind": kind}, environments)
+                self._workers.ask(self.kinds[kind], "about")  # one after the other: they calibrate their loops
         except BaseException:
             self.close()
             raise
 
+    def _start(self, python: str, config: dict[str, Any], environments: list[dict[str, str]]) -> list[int]:
+        """Start a process per rank: libraries read their rank from the environment when they are imported."""
+        numbers = []
+        for rank, one in enumerate(environments):
+            name = f"{config['kind']} rank {rank}"
+            program = [str(HERE / "stall_rank.py")]
+            numbers += self._workers.start(program, {name: config}, python=python, environment=one)
+        self._pids += self._workers.answers(numbers)
+        return numbers
+
+    def _dlrover(self, python: str, ranks: int) -> list[dict[str, str]]:
+        """Start DLRover's agent; return what its launcher sets for each rank, and where our modules are."""
+        remove_leftovers(self.run_id)
+        environments = [environment(rank, ranks, self.run_id) for rank in range(ranks)]
+        self._start_agent(python, environments[0])
+        more = {"STALL_AGENT_PID": str(self.agent_pid), "PYTHONPATH": str(HERE.parent)}
+        return [one | more for one in environments]
+
     def ask(self, method: str, do: str) -> list[Any]:
         """Order something of the ranks that hold a method."""
-        return self.kinds[kind_of(method)].ask(do, case=method)
+        return self._workers.ask(self.kinds[kind_of(method)], do, case=method)
+
+    def step(self, kind: str) -> None:
+        """Take one quiet step on the ranks of a kind."""
+        self._workers.ask(self.kinds[kind], "step")
 
     def about(self) -> list[dict[str, Any]]:
         """Size of the state by rank."""
-        return next(iter(self.kinds.values())).ask("about")
+        return self._workers.ask(next(iter(self.kinds.values())), "about")
 
     def pids(self, method: str) -> list[int]:
         """All processes that work for a method."""
@@ -146,8 +166,7 @@ class Family:
 
     def processes(self) -> list[int]:
         """All ranks with their descendants, and the agent."""
-        roots = [pid for ranks in self.kinds.values() for pid in ranks.pids]
-        return [pid for root in [*roots, *([self.agent_pid] if self._agent else [])] for pid in descendants(root)]
+        return [pid for root in [*self._pids, *([self.agent_pid] if self._agent else [])] for pid in descendants(root)]
 
     @property
     def agent_pid(self) -> int:
@@ -166,12 +185,13 @@ class Family:
 
     def close(self) -> None:
         """End all ranks, then the agent."""
-        for ranks in self.kinds.values():
-            try:
-                ranks.ask("close")
-            except RuntimeError as error:
-                print(f"ending: {str(error).splitlines()[0]}", file=sys.stderr)
-            ranks.close()
+        try:
+            for numbers in self.kinds.values():
+                self._workers.ask(numbers, "close")
+            self._workers.finish()
+        except FlashckptError as error:
+            print(f"ending: {error.problem}", file=sys.stderr)
+        self._workers.close()
         if self._agent is not None:
             stream(self._agent.stdin).close()
             try:
@@ -196,7 +216,7 @@ def measure_group(family: Family, seconds: float, rounds: int) -> dict[str, Any]
             family.ask(method, "setup")
             setup_s[method] = time.perf_counter() - started
             first[method] = family.ask(method, "run")
-        standing[method] = peak.now() - peak.start_bytes
+        standing[method] = peak.end_bytes - peak.start_bytes
     series: dict[str, list[list[dict[str, Any]]]] = {method: [] for method in family.group.methods}
     end, number = time.monotonic() + seconds, 0
     while number < rounds and (number < 2 or time.monotonic() < end):
@@ -205,9 +225,9 @@ def measure_group(family: Family, seconds: float, rounds: int) -> dict[str, Any]
             series[method].append(family.ask(method, "run"))
         number += 1
     memory, usual = {}, {}
-    for kind, ranks in family.kinds.items():  # the optimizer's own temporary memory
+    for kind in family.kinds:  # the optimizer's own temporary memory
         with peak_memory_of(family.processes) as peak:
-            ranks.ask("step")
+            family.step(kind)
         usual[kind] = peak.extra_bytes
     for method in family.group.methods:
         pids = family.pids(method)
@@ -244,7 +264,7 @@ def measure(options: argparse.Namespace, gigabytes: float, ranks: int, methods: 
         share = len(group.methods) / len(methods)
         try:
             found.append(measure_in_processes(options, group, nbytes, ranks, options.seconds * share))
-        except RuntimeError as error:  # the other groups and configurations are still worth having
+        except FlashckptError as error:  # the other groups and configurations are still worth having
             print(f"{', '.join(group.methods)}: FAILED\n{error}", file=sys.stderr)
             reason = str(error).strip().splitlines()
             left_out |= dict.fromkeys(

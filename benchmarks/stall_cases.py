@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import shutil
+import threading
 import time
 from pathlib import Path
 from typing import Any
@@ -20,38 +21,91 @@ from flashckpt import Checkpointer
 from flashckpt.checkpoint.writer import MANIFEST, prefix_of
 from flashckpt.restore.executor import Target, execute_reads
 from flashckpt.restore.sources import MemorySource
+from flashckpt.shm.job_directory import JobDirectory
 from flashckpt.shm.segment import Segment
 
 PERSIST_EVERY = 1_000_000
 """Steps that divide by it are persisted; a round may count up to the next one."""
 
 
-class Flashckpt(Blocking):
-    """`ckpt.step()`: into memory only, or with `persist` until the daemon has committed it.
+class Job:
+    """One Checkpointer, which both cases of flashckpt share, as the two intervals of one job do.
 
-    Both cases share one Checkpointer, as the two intervals of one job do.
+    Attributes:
+        skipped: Snapshots that were not taken since the job was ready.
+        complete_at: When the newest snapshot was COMPLETE, digests included, on the clock of time.perf_counter.
     """
 
-    def __init__(self, ckpt: Checkpointer, root: Path, *, persist: bool) -> None:
+    def __init__(self, loop: Loop, root: Path, job: str, slots: int | None) -> None:
+        self.root, self.step, self.complete_at, self.skipped = root, 0, 0.0, 0
+        self._complete = threading.Event()
+        self.ckpt = Checkpointer(
+            str(root), snapshot_every=1, persist_every=PERSIST_EVERY, keep_last=1, job=job, slots=slots or "auto"
+        )
+        self.ckpt.on_snapshot = self._completed
+        self.ckpt.on_failure = lambda _: self._complete.set()
+        self.ckpt.track(model=loop.model, optimizer=loop.optimizer)
+        self.ckpt.restore()
+        self.directory = JobDirectory.open(job, create=False)
+        record = self.directory.read_generation()
+        assert record is not None
+        self.generation = record.number
+        for _ in range(slots or 3):  # until there is memory for snapshots on all ranks
+            while not self._everywhere(self.take(self.step + 1)):
+                self.finish()
+            self.finish()
+        self.skipped = 0
+
+    def take(self, step: int) -> bool:
+        """Take a snapshot; whether there was a slot for it."""
+        self.step = step
+        self._complete.clear()
+        skipped = self.ckpt.stats.get("skipped", 0.0)
+        self.ckpt.step(step)
+        is_taken = self.ckpt.stats.get("skipped", 0.0) == skipped
+        if not is_taken:
+            self.skipped += 1
+            self._complete.set()
+        return is_taken
+
+    def finish(self) -> float:
+        """Wait for the snapshot under way; when it was COMPLETE."""
+        self._complete.wait()
+        return self.complete_at
+
+    def _completed(self, step: int) -> None:
+        del step
+        self.complete_at = time.perf_counter()
+        self._complete.set()
+
+    @staticmethod
+    def _everywhere(value: bool) -> bool:
+        all_of_them = torch.tensor(int(value))
+        dist.all_reduce(all_of_them, op=dist.ReduceOp.MIN)
+        return bool(all_of_them)
+
+
+class Flashckpt(Blocking):
+    """`ckpt.step()`: into memory only, or with `persist` until the daemon has committed it."""
+
+    def __init__(self, job: Job, *, persist: bool) -> None:
         super().__init__()
-        self.ckpt, self.root, self.persist = ckpt, root, persist
-        life = ckpt._life
-        assert life is not None
-        self.life, self.wanted = life, root
+        self.job, self.persist, self.wanted = job, persist, job.root
 
     def call(self) -> None:
         """Take a snapshot of the next step that is (not) persisted."""
-        step = self.life._row.step + 1
+        step = self.job.step + 1
         if self.persist:
             step = -(-step // PERSIST_EVERY) * PERSIST_EVERY
         elif step % PERSIST_EVERY == 0:
             step += 1
-        self.wanted = self.root / prefix_of(self.life.outcome.record.generation, step) / MANIFEST
-        self.ckpt.step(step)
+        self.wanted = self.job.root / prefix_of(self.job.generation, step) / MANIFEST
+        if not self.job.take(step) and self.persist:
+            raise RuntimeError(f"the snapshot of step {step} was skipped: nothing would be persisted")
 
     def fence(self) -> None:
         """As the hook of the optimizer does."""
-        self.ckpt.fence()
+        self.job.ckpt.fence()
 
     def is_done(self) -> bool:
         """COMPLETE, or committed: MANIFEST is there."""
@@ -59,45 +113,36 @@ class Flashckpt(Blocking):
 
     def finish(self) -> float:
         """When it was COMPLETE, digests included, or when MANIFEST was made."""
-        self.life._stager.finish()
+        complete_at = self.job.finish()
         if not self.persist:
-            return _complete_at[self.ckpt]
+            return complete_at
         while not self.wanted.exists():
             time.sleep(0.001)
         return on_perf_counter(self.wanted.stat().st_mtime)
 
     def pids(self) -> list[int]:
         """The daemon."""
-        status = self.life.directory.read_status()
+        status = self.job.directory.read_status()
         return [status.pid] if status is not None and status.pid else []
 
     def close(self) -> None:
         """End the job, and wait until its daemon has persisted the last snapshot and removed the job's memory."""
         if not self.persist:
             return
-        path, end = self.life.directory.path, time.monotonic() + 120
-        self.ckpt.close()
+        path, end = self.job.directory.path, time.monotonic() + 120
+        self.job.ckpt.close()
         while path.exists() and time.monotonic() < end:
             time.sleep(0.05)
 
 
-def flashckpt_case(loop: Loop, root: Path, job: str, slots: int | None, *, persist: bool) -> Case:
-    """Return one of the two cases; the first one made starts the Checkpointer."""
-    if (ckpt := _checkpointers.get(job)) is None:
-        ckpt = Checkpointer(
-            str(root), snapshot_every=1, persist_every=PERSIST_EVERY, keep_last=1, job=job, slots=slots or "auto"
-        )
-        ckpt.track(model=loop.model, optimizer=loop.optimizer)
-        ckpt.restore()
-        assert ckpt._life is not None
-        assert ckpt._life.memory.wait_ready()
-        _checkpointers[job] = ckpt
-        ckpt.on_snapshot = lambda _, made=ckpt: _complete_at.update({made: time.perf_counter()})
-    return Flashckpt(ckpt, root, persist=persist)
+def flashckpt_case(loop: Loop, root: Path, name: str, slots: int | None, *, persist: bool) -> Case:
+    """Return one of the two cases; the first one made starts the job."""
+    if name not in _jobs:
+        _jobs[name] = Job(loop, root, name, slots)
+    return Flashckpt(_jobs[name], persist=persist)
 
 
-_checkpointers: dict[str, Checkpointer] = {}
-_complete_at: dict[Checkpointer, float] = {}
+_jobs: dict[str, Job] = {}
 
 
 def alone(case: Flashckpt, loop: Loop) -> dict[str, float]:
@@ -121,12 +166,10 @@ def alone(case: Flashckpt, loop: Loop) -> dict[str, float]:
 
 
 def _restore(case: Flashckpt, loop: Loop, threads: int | None) -> None:
-    held = case.life.memory.segment
-    assert held is not None
-    newest = max((h for h in held.headers() if h.is_complete), key=lambda h: h.identity)
-    slot = [h.identity if h.is_complete else None for h in held.headers()].index(newest.identity)
-    with contextlib.closing(Segment.attach(held.path)) as segment:
-        source = MemorySource(segment, slot)
+    (path,) = [one for one in case.job.directory.segments() if one.name.startswith(f"r{loop.rank:05d}-")]
+    with contextlib.closing(Segment.attach(path)) as segment:
+        complete = {header.identity: slot for slot, header in enumerate(segment.headers()) if header.is_complete}
+        source = MemorySource(segment, complete[max(complete)])
     with contextlib.closing(source):
         view, at, targets = memoryview(loop.target), 0, []
         for row in range(len(source.manifest.table)):

@@ -2,31 +2,32 @@
 
 from __future__ import annotations
 
-import argparse
 import os
 import time
 import warnings
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from ranks import descendants, serve
+from processes import descendants
 from training_loop import Case, Loop, measured
+
+from flashckpt.bench.worker import serve
 
 
 class Rank:
     """What the parent may order."""
 
-    def __init__(self, options: argparse.Namespace) -> None:
-        self.options = options
-        self.folder = Path(options.folder)
+    def __init__(self, config: Mapping[str, Any]) -> None:
+        self.config, self.ranks = config, config["ranks"]
+        self.folder = Path(config["folder"])
         self.rank = int(os.environ["RANK"])
-        store = dist.FileStore(f"{options.folder}/{options.kind}.store", options.ranks)  # type: ignore[attr-defined]  # not in the stubs
-        dist.init_process_group("gloo", store=store, rank=self.rank, world_size=options.ranks)
-        self.loop = Loop(
-            options.bytes / options.ranks, tensors=options.tensors, compute=options.compute, rank=self.rank
-        )
+        store = dist.FileStore(f"{self.folder}/{config['kind']}.store", self.ranks)  # type: ignore[attr-defined]  # not in the stubs
+        dist.init_process_group("gloo", store=store, rank=self.rank, world_size=self.ranks)
+        nbytes = config["bytes"] / self.ranks
+        self.loop = Loop(nbytes, tensors=config["tensors"], compute=config["compute"], rank=self.rank)
         self.cases: dict[str, Case] = {}
 
     def about(self) -> dict[str, Any]:
@@ -39,11 +40,11 @@ class Rank:
         if case.startswith("DLRover"):
             from stall_dlrover import Dlrover
 
-            self.cases[case] = Dlrover(self.loop, self.folder, self.options.ranks, disk=case.endswith("disk"))
+            self.cases[case] = Dlrover(self.loop, self.folder, self.ranks, disk=case.endswith("disk"))
         else:
             from stall_cases import make
 
-            job, slots = self.options.job, self.options.slots
+            job, slots = self.config["job"], self.config["slots"]
             self.cases[case] = make(case, self.loop, self.folder, job=job, slots=slots)
         return time.perf_counter() - started
 
@@ -69,8 +70,8 @@ class Rank:
         one = self.cases[case]
         assert isinstance(one, Flashckpt)
         dist.barrier()
-        found, stats = alone(one, self.loop), one.ckpt.stats
-        return found | {"copy_cpu_s": stats["copy_cpu_s"] / stats["snapshots"], "skipped": stats.get("skipped", 0.0)}
+        found, stats = alone(one, self.loop), one.job.ckpt.stats
+        return found | {"copy_cpu_s": stats["copy_cpu_s"] / stats["snapshots"], "skipped": one.job.skipped}
 
     def close(self) -> None:
         """End everything; the ranks leave together."""
@@ -79,21 +80,13 @@ class Rank:
         dist.barrier()
 
 
-def main() -> None:
-    """Serve until the parent closes stdin."""
-    parser = argparse.ArgumentParser()
-    for name, kind in (("folder", str), ("job", str), ("kind", str), ("bytes", float), ("compute", float)):
-        parser.add_argument(f"--{name}", type=kind, required=True)
-    for name in ("ranks", "tensors", "slots"):
-        parser.add_argument(f"--{name}", type=int)
-    options = parser.parse_args()
+def commands(config: Mapping[str, Any]) -> dict[str, Callable[..., Any]]:
+    """Make the loop; return what the parent may order."""
     torch.set_num_threads(1)
     warnings.simplefilter("ignore")
-    rank = Rank(options)
-    names = ("about", "setup", "run", "step", "pids", "alone", "close")
-    serve({name: getattr(rank, name) for name in names})
-    os._exit(0)  # peers leave threads that never end
+    rank = Rank(config)
+    return {name: getattr(rank, name) for name in ("about", "setup", "run", "step", "pids", "alone", "close")}
 
 
 if __name__ == "__main__":
-    main()
+    serve(commands)

@@ -35,7 +35,7 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 import numpy as np
 from dlrover_peer import check_dlrover, environment, remove_leftovers
-from ranks import clean_up_on_sigterm, stream
+from processes import clean_up_on_sigterm, stream
 
 from flashckpt.bench.measure import LoadWatch, document, write_json
 from flashckpt.checkpoint.catalog import list_checkpoints

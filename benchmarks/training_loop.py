@@ -18,7 +18,7 @@ from typing import Protocol
 
 import numpy as np
 import torch
-from ranks import descendants
+from processes import descendants
 from torch import nn
 
 QUIET_STEPS = 2

@@ -1,4 +1,4 @@
-"""`python -m flashckpt.daemon.run`: what the command `dlrun` is, where the command is not on the path."""
+"""`python -m flashckpt.daemon.run`: the command `dlrun`, for environments where it is not on PATH."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from flashckpt.daemon.launcher.cli import main
 
 
 def __getattr__(name: str) -> Any:
-    """Offer what `dlrun` offers: torchrun's names, for code that imports them from its launcher."""
+    """Re-export what dlrun offers: torchrun's names, for code that imports them from its launcher."""
     return getattr(cli, name)
 
 

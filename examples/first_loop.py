@@ -1,7 +1,7 @@
 """The loop of the README: kill it at any moment, start it again, and it continues.
 
 python examples/first_loop.py
-dlrun --nproc-per-node 1 examples/first_loop.py     # restarts by itself
+dlrun --nproc-per-node 1 examples/first_loop.py     # restarts automatically
 """
 
 import torch

@@ -1,4 +1,4 @@
-"""FSDP2 on any number of ranks: nothing about the layout is said to the checkpointer, DTensors carry it.
+"""FSDP2 on any number of ranks: the checkpointer reads the layout from the DTensors.
 
 dlrun --nproc-per-node 4 examples/fsdp2_loop.py /tmp/run
 dlrun --nproc-per-node 2 examples/fsdp2_loop.py /tmp/run     # the same run on half the ranks

@@ -1,7 +1,7 @@
 """Hugging Face Trainer: a callback that snapshots, restores and stops with flashckpt; data resumes at the next sample.
 
 pip install transformers accelerate
-python examples/hf_trainer.py /tmp/run              # kill it at any moment, start it again: it goes on
+python examples/hf_trainer.py /tmp/run              # kill it at any moment, start it again: it continues
 dlrun --nproc-per-node 2 examples/hf_trainer.py /tmp/run
 """
 
@@ -40,7 +40,7 @@ class FlashTrainer(Trainer):
             sampler=self.sampler,
             collate_fn=self.data_collator,
             num_workers=args.dataloader_num_workers,
-            generator=torch.Generator(),  # of its own: a loader's draws would shift the dropout of a resumed run
+            generator=torch.Generator(),  # separate: a loader's draws would shift the dropout of a resumed run
         )
 
 

@@ -1,7 +1,7 @@
 """Lightning: a callback that snapshots, restores and stops with flashckpt; data resumes at the next sample.
 
 pip install lightning
-python examples/lightning_fit.py /tmp/run           # kill it at any moment, start it again: it goes on
+python examples/lightning_fit.py /tmp/run           # kill it at any moment, start it again: it continues
 dlrun --nproc-per-node 2 examples/lightning_fit.py /tmp/run
 """
 
@@ -37,7 +37,7 @@ class Loops:
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Set the counters."""
         self.trainer.fit_loop.load_state_dict(state)
-        # the loop below an epoch starts anew: the sampler knows which samples are left
+        # Lightning's loop within an epoch starts over: the sampler knows which samples are left
         self.trainer.fit_loop.restarting = self.trainer.fit_loop.epoch_loop.restarting = False
 
 
@@ -115,7 +115,7 @@ def main() -> None:
         enable_model_summary=False,
         logger=False,
     )
-    # a generator of its own: a loader's draws would shift the dropout of a resumed run
+    # a separate generator: a loader's draws would shift the dropout of a resumed run
     loader = DataLoader(data, batch_size=16, sampler=sampler, generator=torch.Generator())
     trainer.fit(Regression(), loader)
 

@@ -1,6 +1,6 @@
 """The smallest loop: one process, an ordinary module and optimizer, data that resumes at the next untrained sample.
 
-python examples/plain_loop.py /tmp/run             # kill it at any moment, start it again: it goes on
+python examples/plain_loop.py /tmp/run             # kill it at any moment, start it again: it continues
 dlrun --nproc-per-node 1 examples/plain_loop.py /tmp/run
 """
 
@@ -35,7 +35,7 @@ with Checkpointer(root, snapshot_every=5, persist_every=50) as ckpt:
             loss.backward()
             optimizer.step()
             step += 1
-            if step % 50 == 0:  # before ckpt.step(): what lies behind it is not done again by a run that resumes here
+            if step % 50 == 0:  # before ckpt.step(): a run that resumes here does not repeat what comes after it
                 print(f"step {step}  loss {loss.item().hex()}", flush=True)
             ckpt.step(step)
             if step == steps or ckpt.should_stop:

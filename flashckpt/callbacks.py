@@ -1,4 +1,4 @@
-"""Functions of the user that the engine calls: what they raise is logged and counted, and never ends training."""
+"""User callbacks: an exception in one is logged and counted, and never ends training."""
 
 from __future__ import annotations
 
@@ -25,8 +25,8 @@ def call(
         function: The callback, or None.
         arguments: Passed to it.
         count: Called when it raised.
-        may_exit: Pass SystemExit and KeyboardInterrupt on: in the training thread they are meant. The copy thread
-            must outlive them, for training waits for it.
+        may_exit: Let SystemExit and KeyboardInterrupt propagate: in the training thread they are intended. The copy
+            thread must survive them, since training waits for it.
     """
     if function is None:
         return
@@ -36,4 +36,4 @@ def call(
         if may_exit and not isinstance(error, Exception):
             raise
         count()
-        _log.exception("the callback %s failed; training goes on", name)
+        _log.exception("the callback %s failed; training continues", name)

@@ -21,7 +21,7 @@ from flashckpt.planning.selection import Inventory, local_world
 from flashckpt.report import RestoreReport
 from flashckpt.restore.coordinator import RestoreCoordinator, RestoreOutcome, RestoreRequest
 from flashckpt.restore.reader import Reader
-from flashckpt.restore.recorded import with_recorded
+from flashckpt.restore.recorded import recorded_beside
 from flashckpt.session import Session
 from flashckpt.settings import Settings
 from flashckpt.shm.job_directory import JobConfig, JobDirectory
@@ -31,6 +31,8 @@ from flashckpt.snapshot.copy_plan import CopyPlan
 from flashckpt.state import replication
 from flashckpt.state.placement import current_world
 from flashckpt.state.registry import StateRegistry
+from flashckpt.state.state_layout import need_of
+from flashckpt.state.structure import in_order
 from flashckpt.storage.factory import check_options, is_process_local
 
 _logger = logging.getLogger("flashckpt")
@@ -245,14 +247,14 @@ class Checkpointer:
             plan, inventories = self._open_memory(course, directory, rank_memory)
             outcome = course.start_anew(inventories) if warm else course.run(inventories)
             if outcome.report is None and not warm:
-                replication.verify(plan.structure)
+                replication.verify(plan.layout.structure)
             life = self._live(directory, rank_memory, outcome, initialised_ns)
-            life.plan_ahead(plan if tracked.planned is plan.structure and outcome.report is None else None)
+            life.plan_ahead(plan if tracked.planned is plan.layout.structure and outcome.report is None else None)
         except BaseException:
             rank_memory.release()  # restore() may be called again, with other arguments
             directory.let_go()
             raise
-        return outcome.report if report is None else replace(report, life=outcome.record.generation)
+        return outcome.report if report is None else replace(report, life=outcome.record.number)
 
     def _open_memory(
         self, course: RestoreCoordinator, directory: JobDirectory, rank_memory: memory.RankSegments
@@ -260,13 +262,13 @@ class Checkpointer:
         """Plan, learn what all ranks have and need, then reserve this rank's segment in the background."""
         tracked, settings = self._tracked, self._settings
         rank_memory.refuse_other_run()
-        structure, captured = tracked.settled(ahead=True)
-        plan = CopyPlan(structure, tracked.ahead.stand_ins)
-        value_bytes = len(repr(captured.values))
-        need = memory.need_of(structure.reserved(), value_bytes=value_bytes)
-        foreseen = with_recorded(structure.reserved(), need.layout, directory, tracked)
-        if len(foreseen) > len(structure.reserved()):
-            need = memory.need_of(foreseen, value_bytes=value_bytes)
+        _, captured = tracked.settled(ahead=True)
+        layout = tracked.layout()
+        plan = CopyPlan.of(layout, tracked.ahead.refused)
+        need = layout.need(value_bytes := len(repr(captured.values)))
+        if more := recorded_beside(layout.reserved, need.layout, directory, tracked):
+            table = layout.reserved
+            need = need_of(in_order([*map(table.shard, range(len(table))), *more]), value_bytes=value_bytes)
         is_there = directory.segment_path(tracked.world.rank, need.layout).exists()
         inventories = course.inventory(0 if is_there else need.slot_bytes, memory.free_bytes(directory))
         mates = local_world(inventories, tracked.world.rank)

@@ -1,6 +1,6 @@
 """The collectives of `restore()`: bytes of any length between the ranks, as uint8 tensors.
 
-Object collectives would pickle. Without a process group every exchange is with oneself.
+Object collectives would pickle. Without a process group every exchange is local.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import torch.distributed as dist
 
 
 def _device() -> torch.device:
-    """Return the device whose tensors the default group can exchange; host memory where it can."""
+    """Return the device whose tensors the default group can exchange; host memory if possible."""
     kinds = {torch.device(d).type for d in dist.group.WORLD._device_types}  # type: ignore[union-attr]  # noqa: SLF001 -- no public list of them
     return torch.device("cpu" if "cpu" in kinds else torch.accelerator.current_accelerator() or "cpu")
 
@@ -27,7 +27,7 @@ def is_alone() -> bool:
 
 
 def all_gather_bytes(data: bytes) -> list[bytes]:
-    """Return every rank's `data`, in rank order. A collective: all ranks call it."""
+    """Return every rank's `data`, in rank order. A collective: all ranks must call it."""
     if is_alone():
         return [data]
     device, world = _device(), dist.get_world_size()
@@ -49,7 +49,7 @@ def all_gather(value: Any) -> list[Any]:
 
 
 def bytes_from_rank_0(data: bytes) -> bytes:
-    """Return rank 0's `data` on every rank. A collective; other ranks' is ignored. Each holds it once, whatever the world."""
+    """Return rank 0's `data` on every rank. A collective; other ranks' `data` is ignored. Each rank holds it once, whatever the world size."""
     if is_alone():
         return data
     device, is_first = _device(), dist.get_rank() == 0
@@ -66,7 +66,7 @@ def bytes_from_rank_0(data: bytes) -> bytes:
 
 
 def maximum(data: np.ndarray) -> bytes:
-    """Return the largest of all ranks' bytes at each place; all give as many. A collective."""
+    """Return the maximum over all ranks of each byte; all pass equally many. A collective."""
     if is_alone():
         return data.tobytes()
     mine = torch.from_numpy(np.ascontiguousarray(data, np.uint8)).to(_device())
@@ -82,13 +82,13 @@ def from_rank_0(value: Any) -> Any:
 
 
 class HostGroup:
-    """All ranks, by a backend that carries host memory: the default group's own, or gloo for as long as this lives.
+    """All ranks, over a backend that exchanges host memory: the default group, or a gloo group until this is closed.
 
-    Making, using and closing one are collectives.
+    Creating, using and closing it are collectives.
     """
 
     def __init__(self) -> None:
-        """Join; a default group of devices only gets a gloo group beside it."""
+        """Join; adds a gloo group if the default group exchanges device memory only."""
         self._own = None if _device().type == "cpu" else dist.new_group(backend="gloo")
         self.ranks = dist.get_world_size()
 
@@ -102,10 +102,10 @@ class HostGroup:
         """Give each rank its part and return what each rank gave to this one. A collective.
 
         Args:
-            parts: Per receiving rank the buffers that make up its part; they are copied once, one behind the other.
+            parts: Per receiving rank the buffers that make up its part; they are copied once, one after another.
 
         Returns:
-            Per sending rank its part: views of one buffer, so that memory is what was sent plus what was received.
+            Per sending rank its part: views of one buffer, so that peak memory is the bytes sent plus the bytes received.
         """
         sizes = [sum(memoryview(b).nbytes for b in part) for part in parts]
         arriving = torch.empty(self.ranks, dtype=torch.int64)
@@ -115,7 +115,7 @@ class HostGroup:
         into, at = leaving.numpy(), 0
         for buffer in (b for part in parts for b in part):
             raw = np.frombuffer(buffer, np.uint8) if memoryview(buffer).nbytes else into[:0]
-            into[at : at + len(raw)] = raw  # releases the GIL, assignment to a memoryview would not
+            into[at : at + len(raw)] = raw  # releases the GIL; assignment to a memoryview would not
             at += len(raw)
         received = torch.empty(sum(counts), dtype=torch.uint8)
         dist.all_to_all_single(received, leaving, counts, sizes, group=self._own)
@@ -126,7 +126,7 @@ class HostGroup:
         return [whole[a:b] for a, b in itertools.pairwise(ends)]
 
     def close(self) -> None:
-        """Leave; a group that was made here is destroyed."""
+        """Leave; destroys the group that `__init__` created."""
         if self._own is not None:
             dist.destroy_process_group(self._own)
             self._own = None

@@ -1,4 +1,4 @@
-"""What is to be on storage: persist steps whose snapshot is still to be taken, and waiting until they are committed."""
+"""Durability of one rank's steps: persist steps still owed, and waiting until they are committed."""
 
 from __future__ import annotations
 
@@ -7,27 +7,28 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from flashckpt.core.snapshot_id import SnapshotId
-from flashckpt.errors import DamagedError, PersistError
+from flashckpt.errors import PersistError
 from flashckpt.shm.acks import AckedSnapshots
 from flashckpt.shm.job_directory import DaemonStatus, JobDirectory
+from flashckpt.shm.persisted import await_persister
 
 Identity = SnapshotId
 POLL_S = 0.02
 _LOOK_S = 1.0
-"""Seconds between two looks at what the other ranks hold: on several nodes each look is a round of requests."""
+"""Seconds between two polls of what the other ranks hold: on several nodes each poll is a round of requests."""
 _WITHOUT_DAEMON_S = 15.0
 
 
 @dataclass(eq=False)
 class Wanted:
-    """What one rank has to see on storage.
+    """What one rank needs to have on storage.
 
     Attributes:
         generation: Of the session.
         owed: Persist step whose snapshot was skipped or discarded: the next snapshot is persisted in its place.
         taken: Newest snapshot that was taken to be persisted.
         discards: Snapshots discarded so far.
-        why: Why the last one was discarded, and which; "" if none was.
+        why: Which one was discarded last, and why; "" if none was.
     """
 
     generation: int
@@ -37,15 +38,15 @@ class Wanted:
     why: str = ""
 
     def owe(self, step: int) -> None:
-        """Note that the snapshot of `step`, or the next one that can be taken, is to be persisted."""
+        """Record that the snapshot of `step`, or the next one that can be taken, must be persisted."""
         self.owed = step
 
     def begun(self, identity: Identity) -> None:
-        """Note that a snapshot is being taken to be persisted."""
+        """Record that a snapshot to be persisted is being taken."""
         self.owed, self.taken = None, identity
 
     def discarded(self, identity: Identity, error: Exception, *, persist: bool) -> None:
-        """Note that a snapshot was discarded (called in the copy thread)."""
+        """Record a discarded snapshot (called in the copy thread)."""
         self.discards += 1
         self.why = f"the snapshot of step {identity[1]} was discarded: {str(error).splitlines()[0]}"
         if persist:
@@ -60,12 +61,12 @@ class Waiting:
         wanted: What is waited for.
         directory: Of the job on this node.
         timeout_s: Seconds, or None.
-        present: Id of the present state: of the last step done.
-        take: Begin a snapshot of the present state, to be persisted, where a slot is free; returns why it can never
+        present: Id of the current state, of the last step done.
+        take: Begin a snapshot of the current state, to be persisted, if a slot is free; returns why it can never
             be taken, or "".
-        known: What all ranks hold and what can never be held by all.
+        known: What all ranks hold, and what is unrecoverable.
         holds: Whether this rank holds a snapshot COMPLETE.
-        alive: Called again and again: slow storage is no hang.
+        alive: Called repeatedly as a heartbeat: slow storage is not a hang.
     """
 
     wanted: Wanted
@@ -80,6 +81,7 @@ class Waiting:
     _newest_asked: bool = False
     _looked_s: float = float("-inf")
     _silent_s: float | None = None
+    _failure: str = ""
     _discards: int = field(init=False)
 
     def __post_init__(self) -> None:
@@ -89,25 +91,25 @@ class Waiting:
         """Return when everything wanted is committed.
 
         Raises:
-            PersistError: An attempt that began after this call failed, a snapshot cannot be taken, no daemon lives,
-                or the time is over.
+            PersistError: An attempt that began after this call failed, a snapshot cannot be taken, no daemon is
+                running, or the time is up.
         """
-        end = None if self.timeout_s is None else time.monotonic() + self.timeout_s
-        while True:
-            self.alive()
-            status = self._status()
-            if self._is_done(status):
-                return
-            self._refuse_discards()
-            self._make_up(status)
-            if status is not None and status.error:
-                self._retry(status)
-            self._ask_for_newest_if_gone()
-            self._look_for_daemon()
-            if end is not None and time.monotonic() > end:
-                error = status.error.splitlines()[0] if status is not None and status.error else ""
-                raise self._error(error or f"not committed after {self.timeout_s} s")
-            time.sleep(POLL_S)
+        if not await_persister(self.directory, self._look, timeout_s=self.timeout_s, poll_s=POLL_S):
+            raise self._error(self._failure or f"not committed after {self.timeout_s} s")
+
+    def _look(self, status: DaemonStatus | None) -> bool:
+        """Whether everything wanted is committed; does what can be done for it where it is not."""
+        self.alive()
+        self._failure = status.error.partition("\n")[0] if status is not None else ""
+        if self._is_done(status):
+            return True
+        self._refuse_discards()
+        self._make_up(status)
+        if status is not None and status.error:
+            self._retry(status)
+        self._ask_for_newest_if_gone()
+        self._look_for_daemon()
+        return False
 
     def _is_done(self, status: DaemonStatus | None) -> bool:
         wanted = self.wanted
@@ -117,12 +119,12 @@ class Waiting:
         return wanted.taken is None or (committed is not None and committed >= wanted.taken)
 
     def _refuse_discards(self) -> None:
-        """A snapshot that was taken for this call and discarded would be discarded again."""
+        """Fail if a snapshot was discarded during this call: the next one would be discarded as well."""
         if self.wanted.discards > self._discards:
             raise self._error(self.wanted.why)
 
     def _make_up(self, status: DaemonStatus | None) -> None:
-        """Take a snapshot now where the one to be persisted was skipped, discarded, or is lost on another rank."""
+        """Take a snapshot now if the one to be persisted was skipped, discarded, or lost on another rank."""
         if self.wanted.owed is not None:
             if why := self.take():
                 self._ask_for_newest()
@@ -134,25 +136,25 @@ class Waiting:
         taken, known = self.wanted.taken, self.known()
         assert taken is not None
         floor = (0, -1) if status is None else status.floor
-        if floor < taken and taken not in known.hopeless:
+        if floor < taken and taken not in known.unrecoverable:
             return
         if any(identity > max(taken, floor) for identity in known.common):
             self._ask_for_newest()
         elif status is not None and self.present <= floor:
-            raise self._error(status.given_up or "it was given up")
+            raise self._error(status.given_up or "its persist was given up")
         elif self.present > taken and (why := self.take()):
             raise self._error(why)
 
     def _retry(self, status: DaemonStatus) -> None:
-        """Have the daemon try at once; an error counts once an attempt that began after that has failed."""
+        """Make the daemon retry at once; an error counts only if an attempt that began after that fails."""
         standing_ns = self.directory.asked_ns("retry-now") or 0
-        if not self._asked_ns or standing_ns < self._asked_ns:  # another rank of an earlier clock came after us
+        if not self._asked_ns or standing_ns < self._asked_ns:  # another rank, whose clock is behind, asked after us
             self._asked_ns = self.directory.ask("retry-now", after=status.answered_ns)
         elif status.answered_ns >= self._asked_ns:
             raise self._error(status.error)
 
     def _ask_for_newest_if_gone(self) -> None:
-        """A snapshot that was overwritten before the daemon saw it would be waited for for ever."""
+        """Ask for the newest one if the snapshot was overwritten before the daemon saw it: it would never be committed."""
         if self.wanted.owed is None and self.wanted.taken is not None and not self.holds(self.wanted.taken):
             self._ask_for_newest()
 
@@ -168,21 +170,15 @@ class Waiting:
         elif self._silent_s is None:
             self._silent_s = now
         elif now - self._silent_s > _WITHOUT_DAEMON_S:
-            raise self._error("no daemon of this job lives on this node")
-
-    def _status(self) -> DaemonStatus | None:
-        try:
-            return self.directory.read_status()
-        except DamagedError:
-            return None
+            raise self._error("no daemon of this job is running on this node")
 
     def _error(self, found: str) -> PersistError:
         wanted = self.wanted
         step = wanted.owed if wanted.owed is not None or wanted.taken is None else wanted.taken[1]
         if wanted.why and wanted.why not in found:
             found = f"{found}; {wanted.why}"
-        held = "Its snapshot is in host memory; training may go on."
-        missing = "There is no snapshot of it; what is in host memory is intact, and training may go on."
+        held = "Its snapshot is in host memory; training may continue."
+        missing = "There is no snapshot of it; what is in host memory is intact, and training may continue."
         return PersistError(
             f"step {step} of generation {wanted.generation} is not on storage",
             found=found,

@@ -1,6 +1,6 @@
 """Every error that reaches a user: one hierarchy, each class with a stable exit code.
 
-The text of an error answers, in this order: what is wrong with the user's thing, what was found
+The text of an error answers, in this order: what the problem is, what was found
 and what was expected (with units), what state was left behind, and what to do now.
 Torch-free; imported by every other part of the project.
 """
@@ -10,14 +10,14 @@ from __future__ import annotations
 from flashckpt.printable import printable
 
 FINAL_CODES = range(10, 20)
-"""Exit codes that no restart changes: configuration, layout, data, root and machine are what they are."""
+"""Exit codes of permanent errors: a restart cannot change the configuration, layout, data, root or machine."""
 
 
 class FlashckptError(Exception):
     """Base of all errors of this project.
 
     Args:
-        problem: One sentence: what is wrong with the user's thing.
+        problem: What is wrong, in one sentence, in lower case and without a full stop.
         found: What was found, with units.
         expected: What was expected, with units.
         state: What was left behind ("Nothing was written.").
@@ -33,7 +33,7 @@ class FlashckptError(Exception):
         super().__init__(self.render())
 
     def render(self) -> str:
-        """Return the whole message, one labelled line per part that is known; names of others as a terminal can show."""
+        """Return the whole message, one labelled line per known part; unprintable characters are escaped."""
         lines = [self.problem]
         parts = (("found", self.found), ("expected", self.expected), ("state", self.state), ("to do", self.remedy))
         lines += [f"  {label + ':':<10}{text}" for label, text in parts if text]
@@ -63,7 +63,7 @@ class LayoutError(FlashckptError):
 
 
 class DataError(FlashckptError):
-    """Training data is missing, empty, damaged, or not the data the state was recorded with."""
+    """Training data is missing, empty, damaged, or not the data that the state was recorded with."""
 
     exit_code = 12
 
@@ -87,7 +87,7 @@ class JobInUseError(FlashckptError):
 
 
 class UnsupportedStateError(FlashckptError):
-    """A tracked value or tensor cannot be held (its key is named)."""
+    """A tracked value or tensor cannot be stored in a snapshot (its key is named)."""
 
     exit_code = 16
 
@@ -99,7 +99,7 @@ class ReplicaMismatchError(FlashckptError):
 
 
 class FenceError(FlashckptError):
-    """State was changed while it was copied; that snapshot was discarded."""
+    """State was modified while it was copied; that snapshot was discarded."""
 
     exit_code = 18
 
@@ -111,19 +111,19 @@ class SamplerStateError(FlashckptError):
 
 
 class NoCheckpointError(FlashckptError):
-    """No checkpoint or snapshot is there that answers the request."""
+    """No checkpoint or snapshot matches the request."""
 
     exit_code = 30
 
 
 class ShardGapError(FlashckptError):
-    """The shards that exist do not cover the state that is wanted."""
+    """The existing shards do not cover the required state."""
 
     exit_code = 31
 
 
 class TensorMismatchError(ShardGapError):
-    """A tensor of the program has another dtype or global shape than the snapshot's of that name: no older one is tried."""
+    """A tensor differs in dtype or global shape from the snapshot's tensor of that name; no older snapshot is tried."""
 
     exit_code = 39
 
@@ -147,13 +147,13 @@ class HangError(FlashckptError):
 
 
 class FencedError(FlashckptError):
-    """A newer generation of the job exists; this process may not write any more."""
+    """A newer generation of the job exists; this process must not write any more."""
 
     exit_code = 35
 
 
 class FormatVersionError(FlashckptError):
-    """Written by a newer major format version than this program reads."""
+    """Written in a newer major format version than this program reads."""
 
     exit_code = 36
 
@@ -165,13 +165,13 @@ class DisagreementError(FlashckptError):
 
 
 class UnexpectedStateError(FlashckptError):
-    """A snapshot or checkpoint has parameters, buffers or groups that the program has not (they are named)."""
+    """A snapshot or checkpoint has parameters, buffers or groups that the program lacks (they are named)."""
 
     exit_code = 38
 
 
 class PersistError(FlashckptError):
-    """A persist failed; training and the memory tier went on."""
+    """A persist failed; training and the memory tier are unaffected."""
 
     exit_code = 40
 
@@ -183,7 +183,7 @@ class StoreError(FlashckptError):
 
 
 class ObjectMissingError(StoreError):
-    """An object that was asked for by name is not in the store."""
+    """The requested object is not in the store."""
 
     exit_code = 42
 

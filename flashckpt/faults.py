@@ -1,7 +1,7 @@
 """Named crash points: the places where a test kills the process with SIGKILL.
 
-Every write whose half-done state somebody could see has a point before and after it. A test
-enumerates `CRASH_POINTS`, so a new point cannot be added without being killed at. In production
+Every write whose intermediate state could be observed has a point before and after it. A test
+enumerates `CRASH_POINTS`, so every new point must be covered by a test that kills there. In production
 `crash_point` costs one comparison with None.
 
 Set FLASHCKPT_CRASH_AT=name (first time), name:3 (third time) or name:3:rank5 (third time, rank 5
@@ -21,18 +21,18 @@ CRASH_POINTS: dict[str, str] = {
     "slot.before-manifest": "all chunks copied, manifest area still old",
     "slot.before-complete": "manifest written, header still WRITING",
     "slot.after-complete": "header says COMPLETE",
-    # segment life
+    # segment creation
     "segment.before-reserve": "file exists, no superblock",
     "segment.before-rename": "superblock written under the temporary name",
     "segment.after-rename": "the segment has its name, and the temporary one still",
     # the readers, that is restore
     "restore.before-read": "restore point chosen, nothing read",
     "restore.during-read": "some ranges copied into live state",
-    "restore.before-lineage": "state read, abandoned slots not yet marked",
-    "restore.after-lineage": "abandoned slots marked",
+    "restore.before-lineage": "state read, rolled-back slots not yet marked",
+    "restore.after-lineage": "rolled-back slots marked",
     # the exchange with other nodes
-    "peers.before-round": "another round of ranges is to come, nothing of it was asked for",
-    "peers.while-serving": "ranges were asked for, none has left its slot",
+    "peers.before-round": "another round of ranges is due, none of it requested yet",
+    "peers.while-serving": "ranges were requested, none has left its slot",
     "peers.after-round": "ranges have arrived, none is in live state",
     # generation claim
     "generation.before-claim": "number chosen, nothing written",

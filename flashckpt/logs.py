@@ -11,15 +11,15 @@ from flashckpt.printable import PrintableFormatter
 
 
 class GuardedLogger(logging.LoggerAdapter):  # type: ignore[type-arg]  # not generic at run time before Python 3.11
-    """A logger whose handlers may fail: a full disk, a closed standard error, a handler of the user's that raises.
+    """A logger whose handlers may fail: a full disk, a closed standard error, a user's handler that raises.
 
-    The handlers of the standard library pass over a write that fails, but not over a closed stream.
+    The handlers of the standard library ignore a failed write, but not a closed stream.
     """
 
     def log(self, level: int, msg: object, *args: object, **kwargs: Any) -> None:
-        """Log, or lose the line."""
+        """Log; a line that cannot be written is lost."""
         with contextlib.suppress(Exception):
-            super().log(level, msg, *args, **{"stacklevel": 2, **kwargs})  # the caller's line, not this one
+            super().log(level, msg, *args, **{"stacklevel": 2, **kwargs})  # report the caller's line, not this one
 
     def exception(self, msg: object, *args: object, exc_info: Any = True, **kwargs: Any) -> None:
         """Log an error with the traceback of the exception that is being handled."""
@@ -27,7 +27,7 @@ class GuardedLogger(logging.LoggerAdapter):  # type: ignore[type-arg]  # not gen
 
 
 class _StandardError(logging.Handler):
-    """Writes to whatever standard error is at that moment; a line that cannot be written is lost."""
+    """Writes to the current standard error; a line that cannot be written is lost."""
 
     def emit(self, record: logging.LogRecord) -> None:
         """Write one record."""
@@ -41,16 +41,16 @@ _standard_error.setFormatter(PrintableFormatter("[flashckpt] %(message)s"))
 
 
 def notice(logger: logging.Logger, text: str, *args: object, is_shown: bool = True) -> None:
-    """Log what a user should see at level INFO; on standard error where the program has not set up logging.
+    """Log a notice for the user at level INFO; to standard error if the program has not set up logging.
 
-    Nothing is attached to any logger and no level is changed: how a program logs is its own affair, and standard output
-    belongs to it. A level that it gave to `logger`, or logging.disable(), is obeyed without handlers too. Never raises.
+    Nothing is attached to any logger and no level is changed: logging is configured by the program, and standard
+    output belongs to it. A level set on `logger`, or logging.disable(), is obeyed without handlers too. Never raises.
 
     Args:
         logger: Of the library.
         text: Message, with %-fields for `args`.
-        args: What goes into the fields.
-        is_shown: Whether this process shows it without handlers (rank 0 does).
+        args: Values of the fields.
+        is_shown: Whether this process prints it if there are no handlers (rank 0 does).
     """
     with contextlib.suppress(Exception):
         if logger.hasHandlers():

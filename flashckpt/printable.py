@@ -1,4 +1,4 @@
-"""Text of others (names in checkpoints, paths, messages of libraries) made safe to print, and values made safe as JSON."""
+"""Foreign text (names in checkpoints, paths, library messages) made safe to print, and values made safe as JSON."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ _MOST_INT_BITS = 14_000
 
 
 def printable(text: object, *, keep: str = "") -> str:
-    """Return `text` on one line that a terminal shows as it is: what is not printable becomes its escape sequence.
+    """Return `text` on one line that a terminal shows verbatim: unprintable characters become escape sequences.
 
     Args:
-        text: Anything; its `str` is taken.
+        text: Anything; its `str` is used.
         keep: Characters that stay, such as a line feed.
     """
     found = text if isinstance(text, str) else _str(text)
@@ -34,12 +34,12 @@ def _escaped(char: str) -> str:
 def _str(value: object) -> str:
     try:
         return str(plain(value)) if isinstance(value, (int, list, tuple, Mapping)) else str(value)
-    except ValueError:  # an integer that is too long, inside something of another kind
+    except ValueError:  # an integer that is too long, inside a value of another type
         return f"<{type(value).__name__}>"
 
 
 def plain(value: Any) -> Any:
-    """Return `value` of kinds that JSON has; others, too long integers and non-finite numbers become text."""
+    """Return `value` in types that JSON has; others, very long integers and non-finite numbers become text."""
     if value is None or isinstance(value, (bool, str)):
         return value
     if isinstance(value, int):
@@ -54,7 +54,7 @@ def plain(value: Any) -> Any:
 
 
 def to_json(value: Any, *, indent: int | None = None) -> str:
-    """Return `value` as JSON that every parser reads: no NaN, no infinity, no endless integer."""
+    """Return `value` as JSON that every parser reads: no NaN, no infinity, no very long integer."""
     return json.dumps(plain(value), indent=indent, allow_nan=False)
 
 
@@ -64,8 +64,8 @@ def counted(number: int, noun: str) -> str:
 
 
 class PrintableFormatter(logging.Formatter):
-    """Escapes what is not printable in a log message: names of tensors, paths, texts of a storage server."""
+    """Escapes unprintable characters in log messages: names of tensors, paths, texts of a storage server."""
 
     def formatMessage(self, record: logging.LogRecord) -> str:  # noqa: N802 -- of the standard library
-        """As the base class; a traceback that follows is left as it is."""
+        """Format as the base class does; an appended traceback stays unescaped."""
         return printable(super().formatMessage(record), keep="\n\t")

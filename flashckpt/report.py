@@ -11,21 +11,21 @@ class RestoreReport:
     """What `Checkpointer.restore()` returns.
 
     Attributes:
-        step: The optimizer step that was restored; training goes on with the next one.
+        step: The optimizer step that was restored; training continues with the next one.
         generation: The generation that took the snapshot.
         life: The generation that begins now.
         tier_bytes: Bytes that went into live state, by tier: "memory", "peer", "storage".
         seconds: Seconds per phase: inventory, decide, plan, read, values, lineage, total.
-        missing: Names that were wanted and are in no source (only with strict=False).
-        unexpected: Names of parameters, buffers and optimizer state in the source that no rank has: left behind (only with
-            strict=False or `only`).
-        damaged: One sentence per range that came from another source than planned.
-        read_bytes: Bytes that were read for them, by tier: rounded out to 1 MiB chunks.
+        missing: Required names that no source has (only with strict=False).
+        unexpected: Names of parameters, buffers and optimizer state in the source that no rank has: not restored
+            (only with strict=False or `only`).
+        damaged: One sentence per range that was read from another source than planned.
+        read_bytes: Bytes read for it, by tier: rounded up to 1 MiB chunks.
         manifest_bytes: Bytes of MANIFEST, which rank 0 read from storage and sent to the others; 0 without storage.
         nodes: Bytes that went into the live state of each node's ranks: host -> tier -> bytes.
-        reseeded: State of this rank alone that no reachable snapshot has: its generators were seeded from (step, rank).
+        reseeded: State of this rank alone that no reachable snapshot holds: its generators were seeded from (step, rank).
         passed_over: One sentence per newer snapshot or checkpoint that could not be restored: which, and why.
-        is_same_layout: Whether this rank's shards are the ones that were taken ("exact"), or were cut anew
+        is_same_layout: Whether this rank's shards are those of the snapshot ("exact") or were resharded
             ("state-exact").
     """
 
@@ -59,9 +59,9 @@ class RestoreReport:
         if self.missing:
             line += f"; {len(self.missing)} names were missing"
         if self.unexpected:
-            line += f"; {len(self.unexpected)} names that the program has not were left behind"
+            line += f"; {len(self.unexpected)} names that the program lacks were not restored"
         if self.reseeded:
-            line += f"; {', '.join(self.reseeded)} is held nowhere: seeded anew from (step, rank)"
+            line += f"; {', '.join(self.reseeded)} is in no snapshot: reseeded from (step, rank)"
         if len(self.nodes) > 1:
             line += "".join(f"\n  {host}: {_amounts(tiers)}" for host, tiers in self.nodes.items())
         if self.passed_over:

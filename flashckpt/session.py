@@ -16,6 +16,7 @@ import torch.distributed as dist
 from flashckpt import callbacks
 from flashckpt.core.lineage import BEGINNING
 from flashckpt.core.snapshot_id import SnapshotId
+from flashckpt.core.snapshot_request import SnapshotRequest
 from flashckpt.durability import Waiting, Wanted
 from flashckpt.errors import DamagedError, FormatVersionError
 from flashckpt.logs import guarded
@@ -26,9 +27,11 @@ from flashckpt.shm.control import Control, ControlRow
 from flashckpt.shm.job_directory import DaemonStatus, JobConfig, JobDirectory
 from flashckpt.skips import Skips
 from flashckpt.snapshot import segments as memory
-from flashckpt.snapshot.stager import CopyPlan, Snapshot, SnapshotRequest, Stager, StaleWatch
+from flashckpt.snapshot.copy_plan import CopyPlan
+from flashckpt.snapshot.stager import Snapshot, Stager, StaleWatch
 from flashckpt.state import loaders
-from flashckpt.state.registry import Captured, StateRegistry
+from flashckpt.state.captured import Captured
+from flashckpt.state.registry import StateRegistry
 from flashckpt.state.samplers import Commits
 
 _log = guarded(logging.getLogger("flashckpt"))
@@ -71,7 +74,7 @@ class Session:
         row = self._row = control.row(self._local_rank)
         row.clear()
         row.rank, row.pid, row.world_size = world.rank, os.getpid(), world.size
-        row.generation = record.generation
+        row.generation = record.number
         row.entered, row.initialised = entered_ns, initialised_ns
         row.restored_step = self.outcome.report.step if self.outcome.report else -1
         row.step = self._last_step = 0 if record.parent is None else record.parent[1]
@@ -83,7 +86,7 @@ class Session:
             rank=world.rank,
             world_size=world.size,
             local_world_size=len(self.mates),
-            generation=record.generation,
+            generation=record.number,
             store=_c10d_store() if world.size > len(self.mates) else None,
             restored=record.parent if self.outcome.superseded is None and record.parent != BEGINNING else None,
             parent=record.parent,
@@ -93,12 +96,13 @@ class Session:
         self._stager.ready()
         self._commits, self._skips, self._wanted = (
             Commits(is_alone=world.size == 1),
-            Skips(record.generation),
-            Wanted(record.generation),
+            Skips(record.number),
+            Wanted(record.number),
         )
         self._stale, self._optimizer_steps, self._stepped_at = StaleWatch(), 0, 0
         self._is_removed = False
         self._plan: CopyPlan | None = None
+        self._failed_plan: CopyPlan | None = None
         self._committed: SnapshotId | None = None
 
     @property
@@ -143,7 +147,7 @@ class Session:
         if stopping or self.settings.is_persist(step):
             self._wanted.owe(step)
         if not is_due and not self._skips.is_retry(step, unrecoverable=self._unrecoverable):
-            self._take_in()
+            self._bind()
             return
         self._stager.finish()
         self._count("finish_s", time.perf_counter() - began)
@@ -155,7 +159,7 @@ class Session:
 
     def _unrecoverable(self) -> Collection[SnapshotId]:
         """Ids that some rank of this node missed; between nodes it would be a round of requests, and is not asked."""
-        return self._watermark.known().hopeless if self.tracked.world.size == len(self.mates) else ()
+        return self._watermark.known().unrecoverable if self.tracked.world.size == len(self.mates) else ()
 
     def _await_slot(self, step: int) -> None:
         """Take the last snapshot before a stop, however long it takes: there is no training left that would wait."""
@@ -171,40 +175,28 @@ class Session:
         if not self.memory.has_slot:
             return False
         record = self.outcome.record
-        identity = SnapshotRequest(
+        request = SnapshotRequest(
+            id=SnapshotId(record.number, step),
             job=self.settings.job,
-            generation=record.generation,
-            step=step,
-            parent=record.parent,
-            world_size=self.tracked.world.size,
             rank=self.tracked.world.rank,
+            world_size=self.tracked.world.size,
             coordinates=self.tracked.world.coordinates,
+            parent=record.parent,
             persist=self._wanted.owed is not None,
         )
-        writer = self._writer(identity)
+        known = self._watermark.known()
+        self._skips.saw(known.common)
+        writer = self.memory.begin(request, known=known, superseded=self.outcome.superseded)
         if writer is None:
             return False
-        if identity.persist:
-            self._wanted.begun(SnapshotId(record.generation, step))
-        self._stager.start(plan, writer, captured, identity, optimizer_steps=self._optimizer_steps)
+        if request.persist:
+            self._wanted.begun(request.id)
+        self._stager.start(plan, writer, captured, request, optimizer_steps=self._optimizer_steps)
         self._skips.taken(step)
         return True
 
-    def _writer(self, identity: SnapshotRequest) -> Any:
-        known = self._watermark.known()
-        self._skips.saw(known.common)
-        return self.memory.begin(
-            generation=identity.generation,
-            step=identity.step,
-            world_size=identity.world_size,
-            persist=identity.persist,
-            parent=identity.parent,
-            known=known,
-            superseded=self.outcome.superseded,
-        )
-
     def plan_ahead(self, plan: CopyPlan | None = None) -> None:
-        """CopyPlan what the first snapshot will consist of, optimizer state that does not exist yet included.
+        """Plan what the first snapshot will consist of, optimizer state that does not exist yet included.
 
         A restore may have brought state that nobody could foresee when memory was reserved: then other memory is
         reserved from now on, so that it is there when the first snapshot is due.
@@ -212,44 +204,45 @@ class Session:
         Args:
             plan: Made of the structure built last, where there is one.
         """
-        captured = None
         if plan is None:
-            structure, captured = self.tracked.settled(ahead=True)
-            plan = CopyPlan(structure, self.tracked.ahead.stand_ins)
+            _, captured = self.tracked.settled(ahead=True)
+            plan = CopyPlan.of(self.tracked.layout(), self.tracked.ahead.refused)
+        else:
+            captured = self.tracked.capture()
         self._plan = plan
-        if self._make_room(plan, captured if captured is not None else self.tracked.capture()):
+        if self._make_room(plan, captured):
             self.memory.wait_if_small()
         loaders.put_back(self.tracked.objects)
 
-    def _take_in(self) -> bool:
+    def _bind(self) -> bool:
         """Let state that was planned ahead take its place in the plan, once it exists; whether it did now."""
         if self._plan is None or not self._plan.awaits or (appeared := self.tracked.appeared()) is None:
             return False
-        self._plan.take_in(appeared)
+        self._plan = self._plan.bind(appeared)
         return True
 
     def _current_plan(self, captured: Captured) -> tuple[CopyPlan, Captured]:
         """Return the plan for the state as it is; made anew only if its structure changed."""
         plan = self._plan
-        is_current = plan is not None and not plan.is_stale and plan.structure is self.tracked.planned
-        is_current = is_current and plan is not None and captured.forms == plan.structure.forms
-        if plan is not None and is_current and (self._take_in() or self.tracked.holds()):
-            return plan, captured
+        is_current = (
+            plan is not None and plan is not self._failed_plan and plan.layout.structure is self.tracked.planned
+        )
+        is_current = is_current and plan is not None and captured.forms == plan.layout.structure.forms
+        if is_current and (self._bind() or self.tracked.holds()):
+            assert self._plan is not None
+            return self._plan, captured
         self._count("plans", 1)
-        structure, captured = self.tracked.settled()
-        plan = self._plan = CopyPlan(structure)
+        _, captured = self.tracked.settled()
+        plan = self._plan = CopyPlan.of(self.tracked.layout())
         self._make_room(plan, captured)
         return plan, captured
 
     def _make_room(self, plan: CopyPlan, captured: Captured) -> bool:
         """Begin to reserve other memory, beside training, if the plan, or what it still expects, does not fit; whether it was."""
-        structure, value_bytes = plan.structure, len(repr(captured.values))
-        need = plan.need(value_bytes)
-        if structure.forecast:
-            need = memory.need_of(structure.reserved(), value_bytes=value_bytes)
+        need = plan.layout.need(len(repr(captured.values)))
         if self.memory.fits(need):
             return False
-        _log.info("the state has another structure now: %d tensors, a new segment", len(structure.rows))
+        _log.info("the state has another structure now: %d tensors, a new segment", len(plan.layout.structure.names))
         growing = sum(item.nbytes for item in plan.fresh)  # lists of tensors grow step by step: not a segment for each
         self.memory.replace(need.with_room(growing), slots=self.settings.slot_count, job=self.settings.job)
         self._skips.reopened()
@@ -262,7 +255,7 @@ class Session:
         why = "its memory is still being reserved" if late else "every slot holds a snapshot that is still needed"
         self._skips.skipped(step, why)
         # published: ranks that lost different snapshots would keep each other's slots for ever
-        self._watermark.publish(self.memory.complete(), passed=SnapshotId(self.outcome.record.generation, step))
+        self._watermark.publish(self.memory.complete(), low_watermark=SnapshotId(self.outcome.record.number, step))
 
     def _count(self, name: str, value: float) -> None:
         self.stats[name] = self.stats.get(name, 0.0) + value
@@ -280,9 +273,9 @@ class Session:
             _log.warning(
                 "three snapshots up to step %d hold equal parameters and optimizer state although the optimizer "
                 "stepped: is the model that trains the one that is tracked?",
-                snapshot.identity.step,
+                snapshot.request.id.step,
             )
-        self._call("on_snapshot", snapshot.identity.step)
+        self._call("on_snapshot", snapshot.request.id.step)
 
     def _wake_daemon(self) -> None:
         try:
@@ -297,13 +290,15 @@ class Session:
             self._is_removed = True
 
     def _failed(self, snapshot: Snapshot, error: Exception) -> None:
+        if snapshot.needs_other_plan:
+            self._failed_plan = snapshot.plan
         self._count("discarded", 1)
-        identity = SnapshotId(snapshot.identity.generation, snapshot.identity.step)
-        self._wanted.discarded(identity, error, persist=snapshot.identity.persist)
-        self._watermark.publish(self.memory.complete(), passed=identity)
+        request = snapshot.request
+        self._wanted.discarded(request.id, error, persist=request.persist)
+        self._watermark.publish(self.memory.complete(), low_watermark=request.id)
         _log.error(
             "[gen %d | rank %d | step %d] snapshot discarded: %s",
-            snapshot.identity.generation, snapshot.identity.rank, snapshot.identity.step, error,
+            request.id.generation, request.rank, request.id.step, error,
         )  # fmt: skip
         self._call("on_failure", error)
 
@@ -355,7 +350,7 @@ class Session:
             wanted=self._wanted,
             directory=self.directory,
             timeout_s=timeout,
-            present=SnapshotId(self.outcome.record.generation, self._last_step),
+            present=SnapshotId(self.outcome.record.number, self._last_step),
             take=self._make_up,
             known=self._watermark.known,
             holds=self._holds,

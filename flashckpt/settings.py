@@ -1,4 +1,4 @@
-"""The rules for settings and step numbers: one place, used by Checkpointer, by the daemon's config and by the trainer.
+"""The rules for settings and step numbers, shared by Checkpointer, the daemon's config and the trainer.
 
 Torch-free and without I/O.
 """
@@ -42,7 +42,7 @@ def compression_level(value: object) -> int | None:
     if kind == "zstd" and level.isascii() and level.isdigit() and 1 <= int(level[:9]) <= MAX_COMPRESSION_LEVEL:
         return int(level)
     raise ConfigError(
-        "compression is wrong",
+        "invalid compression",
         found=_shown(value),
         expected=f'"off", "auto", "zstd" or "zstd:LEVEL" with LEVEL 1 to {MAX_COMPRESSION_LEVEL}',
     )
@@ -53,11 +53,11 @@ def checked(name: str, value: object, *, called: str = "") -> Any:
 
     Args:
         name: Of a setting of `Checkpointer`; one without a rule here is returned as it is.
-        value: As it was given.
-        called: What the user calls it, where that is another name.
+        value: As given.
+        called: The user's name for it, if that differs.
 
     Raises:
-        ConfigError: It is wrong; names the setting, what was found and what is expected.
+        ConfigError: It is invalid; names the setting, what was found and what is expected.
     """
     try:
         return _RULES[name](name, value) if name in _RULES else value
@@ -71,7 +71,7 @@ def checked(name: str, value: object, *, called: str = "") -> Any:
 def _interval(name: str, value: object) -> int:
     number = whole_number(value, least=1)
     if number is None:
-        raise ConfigError(f"{name} is wrong", found=_shown(value), expected="a number of steps, at least 1")
+        raise ConfigError(f"invalid {name}", found=_shown(value), expected="a number of steps, at least 1")
     return number
 
 
@@ -81,7 +81,7 @@ def _keep(name: str, value: object) -> int | None:
         unit = "checkpoints" if name == "keep_last" else "steps"
         meaning = "to keep all" if name == "keep_last" else "for no such rule"
         raise ConfigError(
-            f"{name} is wrong", found=_shown(value), expected=f"a number of {unit}, at least 1, or None {meaning}"
+            f"invalid {name}", found=_shown(value), expected=f"a number of {unit}, at least 1, or None {meaning}"
         )
     return number
 
@@ -92,7 +92,7 @@ def _slots(name: str, value: object) -> int | str:
     number = whole_number(value, least=MIN_SLOTS, most=MAX_SLOTS)
     if number is None:
         raise ConfigError(
-            f"{name} is wrong", found=_shown(value), expected=f'"auto" or a number from {MIN_SLOTS} to {MAX_SLOTS}'
+            f"invalid {name}", found=_shown(value), expected=f'"auto" or a number from {MIN_SLOTS} to {MAX_SLOTS}'
         )
     return number
 
@@ -104,17 +104,17 @@ def _compression(name: str, value: object) -> object:
 
 
 def _options(name: str, value: object) -> dict[str, Any]:
-    """The daemon reads them from a record, so each value must be one that the record can hold."""
+    """The daemon reads them from a record, so every value must be of a type that the record can hold."""
     if value is None:
         return {}
     if not isinstance(value, Mapping) or any(not isinstance(key, str) for key in value):
-        raise ConfigError(f"{name} is wrong", found=_shown(value), expected="a mapping of names to values, or None")
+        raise ConfigError(f"invalid {name}", found=_shown(value), expected="a mapping of names to values, or None")
     for key, one in value.items():
         try:
             msgpack.packb(_plain(one))
         except (TypeError, ValueError, OverflowError, RecursionError) as error:
             raise ConfigError(
-                f"{name} has a value that no other process can be given: {key!r}",
+                f"{name} has a value that cannot be passed to another process: {key!r}",
                 found=type(one).__qualname__,
                 expected="None, bool, int, float, text, bytes, or lists and mappings of them",
             ) from error
@@ -138,9 +138,9 @@ _RULES: dict[str, Callable[[str, object], Any]] = {
 
 
 def _shown(value: object) -> str:
-    """Return a value for an error, short and in ASCII; of options only the type, for they hold credentials."""
+    """Return a value for an error text, short and in ASCII; of options only the type, since they hold credentials."""
     if isinstance(value, Mapping):
-        return f"{type(value).__qualname__} with other names than text"
+        return f"{type(value).__qualname__} with names that are not text"
     return f"{ascii(value)[:100]} ({type(value).__qualname__})"
 
 
@@ -149,7 +149,7 @@ class Settings:
     """As the arguments of `Checkpointer`, with root and job resolved.
 
     Raises:
-        ConfigError: One is wrong (see `checked`).
+        ConfigError: One is invalid (see `checked`).
     """
 
     root: str
@@ -188,12 +188,12 @@ def next_step(step: object, *, last: int) -> int:
         last: Number of the step before, or of the one that was restored; 0 before the first.
 
     Raises:
-        ConfigError: It is no whole number, out of range, or not above `last`.
+        ConfigError: It is not a whole number, out of range, or not above `last`.
     """
     number = whole_number(step, least=1)
     if number is None:
         raise ConfigError(
-            "the number of a step is wrong",
+            "invalid step number",
             found=_shown_step(step),
             expected=f"a whole number (int) from 1 to {MAX_STEP}",
             state="Nothing was counted and no snapshot was taken.",
@@ -203,11 +203,11 @@ def next_step(step: object, *, last: int) -> int:
         raise ConfigError(
             f"step {number} comes after step {last}",
             found=f"ckpt.step({number})",
-            expected=f"a number above {last}: a snapshot of step {number} would stand behind older state",
+            expected=f"a number above {last}: a snapshot of step {number} would sort before older state",
             state="Nothing was counted and no snapshot was taken; earlier ones are intact.",
             remedy=(
                 "count steps over the whole run, not from 1 in each epoch: keep one counter outside the loop over "
-                "epochs; after a restore go on from report.step + 1"
+                "epochs; after a restore continue from report.step + 1"
             ),
         )
     return number
@@ -219,4 +219,4 @@ def _shown_step(step: object) -> str:
     if isinstance(step, float) and math.isfinite(step):
         return f"{step!r} (float)"
     kind = type(step)
-    return f"a value of type {kind.__module__}.{kind.__qualname__}"  # never printed: a tensor may be on a device
+    return f"a value of type {kind.__module__}.{kind.__qualname__}"  # not printed: a tensor may be on a device

@@ -1,4 +1,4 @@
-"""Snapshots that could not be taken: counted, logged once per row of them, and tried again soon where memory came late."""
+"""Skipped snapshots: counted, logged once per run of skips, and retried soon if memory was not ready."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ Identity = SnapshotId
 
 
 class Skips:
-    """What one rank skipped in one session.
+    """The skipped snapshots of one rank in one session.
 
-    Until the session has its first snapshot, a missed one is tried again 1, 2, 4, 8, ... steps later and not only at
-    the next regular step: memory that is still being made is there soon. The steps are the same on all ranks, so
-    that what they take is common; a rank that missed nothing takes part where it sees that another one did.
+    Until the session has its first snapshot, a skipped one is retried 1, 2, 4, 8, ... steps later and not only at
+    the next regular step: memory that is being prepared is ready soon. The steps are the same on all ranks, so
+    that their snapshots are common; a rank that skipped nothing joins if it sees that another rank did.
 
     Args:
         generation: Of the session.
@@ -26,17 +26,17 @@ class Skips:
     def __init__(self, generation: int) -> None:
         self._generation = generation
         self._due: int | None = None  # the last regular step at which a snapshot was due
-        self._missed = False  # by this rank, at the last try
+        self._missed = False  # by this rank, at the last attempt
         self._tried = 0
         self._is_common = False
-        self._row = 0  # skipped one after the other
+        self._row = 0  # skipped in a row
 
     def is_retry(self, step: int, *, unrecoverable: Callable[[], Collection[Identity]]) -> bool:
-        """Return whether a snapshot that was missed is tried again at `step`.
+        """Return whether a skipped snapshot is retried at `step`.
 
         Args:
             step: The step just done.
-            unrecoverable: Returns the ids that some rank holds and that can never become common; asked rarely.
+            unrecoverable: Returns the unrecoverable ids; called rarely.
         """
         if self._due is None or self._is_common:
             return False
@@ -46,21 +46,21 @@ class Skips:
         return self._missed or (self._generation, self._tried) in unrecoverable()
 
     def tried(self, step: int, *, is_due: bool) -> None:
-        """Note that a snapshot of `step` is tried now."""
+        """Record that a snapshot of `step` is attempted now."""
         self._tried, self._missed = step, False
         if is_due:
             self._due = step
 
     def saw(self, common: Collection[Identity]) -> None:
-        """Note the ids that all ranks hold: once one is of this session there is nothing to hurry for."""
+        """Record the ids that all ranks hold: once one is of this session, retries end."""
         self._is_common = self._is_common or any(generation == self._generation for generation, _ in common)
 
     def reopened(self) -> None:
-        """Note that the state has moved to another segment, whose memory is still to be made."""
+        """Record that the state moved to another segment, whose memory is not ready yet."""
         self._is_common = False
 
     def skipped(self, step: int, why: str) -> None:
-        """Count a skipped snapshot; log it if it is the first of a row."""
+        """Count a skipped snapshot; log the first of several in a row."""
         self._missed = True
         self._row += 1
         if self._row == 1:

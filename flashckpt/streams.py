@@ -7,7 +7,7 @@ import sys
 
 
 def fill_closed() -> None:
-    """Open /dev/null in place of closed standard streams, or the next file or socket would get their number."""
+    """Open /dev/null in place of closed standard streams, or the next file or socket would get their descriptor."""
     for number, name in enumerate(("stdin", "stdout", "stderr")):
         try:
             os.fstat(number)

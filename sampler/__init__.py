@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from flashckpt.sampler.sampler import ElasticSampler
     from flashckpt.sampler.seeded import SeededSamples
 
-_LAZY = {  # these import torch (the Sampler base type) or read files; the permutation needs neither
+_LAZY = {  # these import torch (the Sampler base type) or read files; the permutation does neither
     "ArrowRows": "datasets.columns",
     "ElasticBatchSampler": "batch",
     "ElasticSampler": "sampler",

@@ -16,7 +16,7 @@ class ElasticBatchIterator(Iterator[list[int]]):
     """Micro-batches of one iteration.
 
     Args:
-        iterator: The walk through the epoch.
+        iterator: Over the samples of this replica in the epoch.
         size: Samples of a micro-batch.
     """
 
@@ -42,7 +42,7 @@ class ElasticBatchIterator(Iterator[list[int]]):
 
 
 class ElasticBatchSampler(Sampler[list[int]]):
-    """Cut a replica's samples into micro-batches; state and commits are the sampler's.
+    """Cut a replica's samples into micro-batches; the sampler keeps state and position.
 
     Args:
         sampler: The elastic sampler. If it has no global batch size, it gets
@@ -65,7 +65,7 @@ class ElasticBatchSampler(Sampler[list[int]]):
             if size % step == 0 and accumulation in {None, size // step}:
                 continue
             raise LayoutError(
-                "the global batch is not made of whole micro-batches",
+                "the global batch does not divide into micro-batches",
                 found=f"global batch of {size} samples; micro-batch {batch_size}, accumulation {accumulation}, "
                 f"{sampler.dp_size} replicas",
                 expected="global batch = micro-batch * accumulation * replicas",

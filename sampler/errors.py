@@ -1,4 +1,4 @@
-"""What the sampler refuses, in words: each function makes one error, which the caller raises."""
+"""The sampler's errors: each function builds one, which the caller raises."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from flashckpt.errors import SamplerStateError
 def backwards(epoch: int, *, now: int, offset: int) -> SamplerStateError:
     """`set_epoch` to an epoch before the position."""
     return SamplerStateError(
-        "set_epoch goes back to an epoch that is trained",
+        "set_epoch goes back to an epoch that is already trained",
         found=f"set_epoch({epoch})",
         expected=f"{now} or later (epoch {now}, offset {offset} is committed)",
         state="The sampler keeps its position.",
@@ -28,17 +28,17 @@ def too_many(samples: int, why: str) -> SamplerStateError:
 
 
 def unknown_size(samples: int | None) -> SamplerStateError:
-    """A commit that says not how many samples a step trained, or less than one."""
+    """A commit without the number of samples of the step, or with less than one."""
     return SamplerStateError(
-        "the size of the step is not known",
+        "the size of the step is unknown",
         found="no samples=" if samples is None else f"samples={samples}",
-        expected="samples trained by the step, over all replicas",
+        expected="the number of samples that the step trained, over all replicas",
         remedy="pass global_batch_size= to the sampler, or commit(samples)",
     )
 
 
 def never_committed(position: int, *, epoch: int, offset: int) -> SamplerStateError:
-    """An iteration to the end behind which nothing was committed."""
+    """An iteration to the end without a commit."""
     return SamplerStateError(
         "the sampler was iterated to its end and never committed",
         found=f"position {position} (epoch {epoch}, offset {offset}) before and after",
@@ -49,22 +49,22 @@ def never_committed(position: int, *, epoch: int, offset: int) -> SamplerStateEr
 
 
 def iterating(what: str, handed_out: int) -> SamplerStateError:
-    """A change of what a running iterator has already planned."""
+    """A change that a running iterator has already planned around."""
     return SamplerStateError(
         f"{what} while an iterator is running",
         found=f"an iterator that has handed out {handed_out} samples of this replica",
         expected="the call before iter()",
         state="The sampler keeps its position; nothing was changed.",
-        remedy="restore before the loader is iterated; to go back on purpose, drop the loader's iterator first",
+        remedy="restore before iterating over the loader; to go back on purpose, drop the loader's iterator first",
     )
 
 
 def trained_already(what: str, position: int, *, committed: int) -> SamplerStateError:
     """A change of positions before the committed one."""
     return SamplerStateError(
-        f"{what} that are trained already",
+        f"{what} that are already trained",
         found=f"from position {position}",
-        expected=f"from the committed position {committed} on",
+        expected=f"the committed position {committed} or later",
         state="Nothing was changed.",
         remedy="restore a snapshot before them first",
     )

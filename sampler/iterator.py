@@ -1,4 +1,4 @@
-"""One replica's walk through an epoch. It runs ahead of what is trained and records nothing."""
+"""One replica's walk through an epoch. It runs ahead of training and records nothing."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from flashckpt.errors import SamplerStateError
 from flashckpt.sampler.order.cursor import Cursor
 from flashckpt.sampler.order.permutation import Int64Array
 
-FIRST_CHUNK, CHUNK = 64, 1 << 14  # ids made at once: few for a quick first batch, then many
+FIRST_CHUNK, CHUNK = 64, 1 << 14  # ids computed at a time: few for a quick first batch, then many
 
 
 class EpochPlan(Protocol):
-    """What the walk needs to know of its sampler."""
+    """What the walk needs from its sampler."""
 
     dp_rank: int
     dp_size: int
@@ -26,16 +26,16 @@ class EpochPlan(Protocol):
     key_stride: int
 
     def ran_out(self, start: int, total: int) -> None:
-        """Note that an iteration from `start` on handed out its last sample."""
+        """Record that an iteration from `start` handed out its last sample."""
         ...
 
     def jump(self, position: int, *, is_end: bool) -> int:
-        """Make `position` the committed one (a stateful loader was restored); return where it came to lie."""
+        """Make `position` the committed one (a stateful loader was restored); return the position reached."""
         ...
 
 
 class EpochWalk(Iterator[Iterator[int]]):
-    """One replica's way from a position to the end of its epoch: chunks of sample ids, and how many are gone.
+    """One replica's walk from a position to the end of its epoch: chunks of sample ids, and how many were handed out.
 
     Args:
         plan: The sampler.
@@ -56,7 +56,7 @@ class EpochWalk(Iterator[Iterator[int]]):
             )
         self._own = max(0, (self.total - rank + size - 1) // size)
         self._made = 0
-        self._items = iter([0][:0])  # made and not handed out; its length hint is the counter
+        self._items = iter([0][:0])  # computed but not handed out; its length hint is the counter
 
     @classmethod
     def over_nothing(cls, plan: EpochPlan, start: int) -> EpochWalk:
@@ -78,7 +78,7 @@ class EpochWalk(Iterator[Iterator[int]]):
         return self._items
 
     def next_batch(self, size: int) -> list[int]:
-        """Return the next `size` ids of this replica; fewer at the end of the epoch, none behind it."""
+        """Return the next `size` ids of this replica; fewer at the end of the epoch, none after it."""
         batch = list(islice(self._items, size))
         while len(batch) < size and self._made < self._own:
             batch += islice(next(self), size - len(batch))
@@ -93,19 +93,19 @@ class EpochWalk(Iterator[Iterator[int]]):
 
     @property
     def position(self) -> int:
-        """The stream position behind the last sample that any replica can have handed out by now."""
+        """The stream position after the last sample that any replica can have handed out by now."""
         done = self.handed_out
         return self._plan.cursor.reached(self.start, self.total if done >= self._own else done * self._plan.dp_size)
 
     @property
     def end(self) -> int:
-        """The stream position behind its last sample."""
+        """The stream position after its last sample."""
         return self._plan.cursor.reached(self.start, self.total)
 
     def ids(self, first: int, last: int) -> Int64Array:
         """Return the ids of this replica's samples `first` to `last` (exclusive) of the iteration.
 
-        For `SeededSamples` they are keys, see there.
+        For `SeededSamples` they are its keys.
         """
         cursor, start = self._plan.cursor, self.start
         ordinals = np.arange(first, last, dtype=np.int64) * self._plan.dp_size + self._plan.dp_rank
@@ -122,17 +122,17 @@ class EpochWalk(Iterator[Iterator[int]]):
         return ids + (positions // cursor.length + 1) * stride if stride else ids
 
     def state_dict(self) -> dict[str, Any]:
-        """Return how far this iterator has come, for a loader that records what it has delivered."""
+        """Return the progress of this iterator, for a loader that records what it has delivered."""
         return {"position": self.position, "ended": self.handed_out >= self._own}
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Continue where a loader had delivered to; that becomes the committed position."""
+        """Continue after what a loader had delivered; that becomes the committed position."""
         position = state_dict.get("position")
         if not isinstance(position, int) or position < 0:
-            raise SamplerStateError("not a position", found=repr(position), expected="an integer from 0 on")
+            raise SamplerStateError("not a position", found=repr(position), expected="an integer of at least 0")
         deque(self._items, maxlen=0)
         self._begin(self._plan.jump(position, is_end=bool(state_dict["ended"])))
-        if state_dict["ended"]:  # its epoch was through: nothing more from this iterator, the next one goes on
+        if state_dict["ended"]:  # its epoch was finished: this iterator is empty, the next one continues
             self._own, self.exhausted = 0, True
 
     def _finish(self) -> None:
@@ -142,7 +142,7 @@ class EpochWalk(Iterator[Iterator[int]]):
 
 
 class ElasticIterator(chain[int]):
-    """The ids of a walk one by one; `itertools.chain` hands them out without running Python code per sample."""
+    """The ids of a walk one by one; `itertools.chain` yields them without running Python code per sample."""
 
     walk: EpochWalk
 

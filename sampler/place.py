@@ -1,4 +1,4 @@
-"""Where an elastic sampler stands: what can be read of it, and nothing that moves it."""
+"""The position of an elastic sampler: read-only properties."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from flashckpt.sampler.order.cursor import Cursor, TailCounts
 
 
 class Place(Sampler[int]):
-    """The readable half of `ElasticSampler`: its position, its sizes, its replica."""
+    """The read-only half of `ElasticSampler`: its position, its sizes, its replica."""
 
     cursor: Cursor
     dp_rank: int
@@ -36,7 +36,7 @@ class Place(Sampler[int]):
 
     @property
     def global_batch_size(self) -> int | None:
-        """Samples of the next optimizer step over all replicas; None where it was not given."""
+        """Samples of the next optimizer step over all replicas; None if it was not given."""
         return None if self.cursor.sizes is None else self.cursor.sizes.at(self.position)
 
     @property
@@ -46,17 +46,17 @@ class Place(Sampler[int]):
 
     @property
     def rank(self) -> int:
-        """The same as `dp_rank`."""
+        """Index of this replica; the name that DistributedSampler uses for `dp_rank`."""
         return self.dp_rank
 
     @property
     def num_replicas(self) -> int:
-        """The same as `dp_size`."""
+        """Number of replicas; the name that DistributedSampler uses for `dp_size`."""
         return self.dp_size
 
     @property
     def num_samples(self) -> int:
-        """The same as len()."""
+        """Samples of this replica in one epoch; the name that DistributedSampler uses for len()."""
         return len(self)
 
     @property
@@ -73,5 +73,5 @@ class Place(Sampler[int]):
         return batches * unit // self.dp_size
 
     def tail_counts(self) -> TailCounts:
-        """Return what is left of this epoch, and what is padded, dropped or taken from the next one at its end."""
+        """Return what is left of this epoch, and what its end pads, drops or takes from the next one."""
         return self.cursor.tail_counts()

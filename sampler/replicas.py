@@ -31,7 +31,7 @@ def resolve(dp_rank: int | None, dp_size: int | None, mesh: Any = None) -> tuple
         world = _world_size()
         if world > 1:
             raise LayoutError(
-                "the sampler must know its data-parallel rank",
+                "the sampler needs its data-parallel rank",
                 found=f"no dp_rank and dp_size in a world of {world} ranks",
                 expected="dp_rank=, dp_size= or mesh= (the global rank is wrong where a replica has several ranks)",
                 remedy="without tensor or pipeline parallelism pass num_replicas=world_size, rank=rank",
@@ -77,7 +77,7 @@ def check_same_samples(ids: npt.ArrayLike, group: Any = None, *, device: Any = N
     Args:
         ids: Sample ids of this rank's batch, in order.
         group: The group whose ranks must see the same samples (tensor- and pipeline-parallel peers).
-        device: Where the group's backend wants its tensors; default: host memory.
+        device: Device of the tensors that the group's backend exchanges; default: host memory.
 
     Raises:
         ReplicaMismatchError: the ranks hold different ids; raised on every rank of the group.

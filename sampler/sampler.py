@@ -2,7 +2,7 @@
 
 The global order is a pure function of (seed, epoch, index). The only state is the committed position in
 it; world size, batch size and accumulation appear in slicing alone, so they may change between any two
-steps. Sample k behind the committed position goes to replica k mod dp_size, so every global batch is the
+steps. Sample k after the committed position goes to replica k mod dp_size, so every global batch is the
 same set of samples whatever the layout. Iterators run ahead of the position and never move it.
 """
 
@@ -30,7 +30,7 @@ _log = logging.getLogger("flashckpt")
 
 
 class ElasticSampler(Place):
-    """Deal this replica's samples of each global batch, from the committed position on.
+    """Deal this replica's samples of each global batch, from the committed position.
 
     Takes the arguments of `torch.utils.data.DistributedSampler`. Iterating gives one epoch: it begins at
     the committed position and ends as `tail` says. The position moves only in `commit()`.
@@ -46,14 +46,14 @@ class ElasticSampler(Place):
         dp_size: Number of replicas.
         mesh: A DeviceMesh to take both from (dimensions named "dp...").
         global_batch_size: Samples of one optimizer step over all replicas and micro-batches. Without it
-            `commit` must be told how many samples a step trained.
+            `commit` needs the number of samples that a step trained.
         order: "global" (full shuffle), "block" (block-local shuffle, for storage read in blocks), "sequential",
             or an `Order` with sizes.
-        tail: What happens where the epoch does not divide: "span" (default: the last batch goes on into the
+        tail: What happens if the epoch does not divide: "span" (default: the last batch continues into the
             next epoch), "short" (the last batch is smaller, replicas differ by at most one sample), "pad"
-            (samples of this epoch are repeated), "drop" (the rest is left out).
-        fingerprint: Identity of the data; default: the data set's own `fingerprint`.
-        ramp_up: (position, size) pairs: the global batch size from that stream position on.
+            (samples of this epoch are repeated), "drop" (the rest is dropped).
+        fingerprint: Identifies the data; default: the data set's own `fingerprint`.
+        ramp_up: (position, size) pairs: the global batch size from that stream position.
         auto_commit: An exhausted iterator counts as trained (evaluation, loops without checkpoints).
 
     Raises:
@@ -99,12 +99,12 @@ class ElasticSampler(Place):
         self._mixture = inner if isinstance(inner, Mixture) else None
         self._auto_commit = auto_commit
         self._touched = False  # a commit or a load has happened
-        self._spent_at: int | None = None  # an iterator ran out here and nothing was committed since
+        self._spent_at: int | None = None  # an iterator was exhausted here and nothing was committed since
         self._running: weakref.ref[ElasticIterator] | None = None
         self._latest = (0, 0)  # stream positions at which the last iteration began and will end
-        self._drained = False  # it has handed out its last sample
-        self._again: int | None = None  # the epoch that `epochs` goes through again, with no samples left
-        self._restored_end: int | None = None  # the epoch whose last step a state was loaded of, until something moves
+        self._drained = False  # it handed out its last sample
+        self._again: int | None = None  # the epoch that `epochs` yields again, with no samples left
+        self._restored_end: int | None = None  # the epoch whose last step was restored, until the position moves
         self.was_drawn_from = False
         if global_batch_size is not None:
             self.set_global_batch_size(global_batch_size, ramp_up=ramp_up)
@@ -131,33 +131,33 @@ class ElasticSampler(Place):
         return iterator
 
     def _has_handed_out_all(self) -> bool:
-        """Tell whether the last iteration is through and some of it not committed: the loop fetches ahead."""
+        """Return whether the last iteration is exhausted but not fully committed: the loop fetches ahead."""
         return self._drained and self._latest[0] < self.position < self._latest[1]
 
     def epochs(self, stop: int) -> Iterator[int]:
-        """Yield the epochs that are left up to `stop` (exclusive), and begin each: the outer loop of a training run.
+        """Yield the remaining epochs up to `stop` (exclusive), beginning each one: the outer loop of a training run.
 
-        Directly behind a restore to the last step of an epoch that epoch comes first, with no samples left: the
-        loop does once more what follows its last batch (evaluation, schedulers that count epochs), of which the
-        restored state holds nothing.
+        Right after a restore to the last step of an epoch, that epoch comes first, with no samples left: the loop
+        repeats what follows its last batch (evaluation, schedulers that count epochs), which the restored state
+        does not contain.
         """
         if self._restored_end is not None and self.position:
             self._again, self._restored_end = self._restored_end, None
             yield self._again
             self._again = None
         for epoch in range(self.epoch, stop):
-            if not self._has_handed_out_all():  # else the last step is still to be committed, where it belongs
+            if not self._has_handed_out_all():  # else the last step has yet to be committed, to its own epoch
                 self.set_epoch(epoch)
             yield epoch
 
     def set_epoch(self, epoch: int) -> None:
-        """Begin `epoch`; in the epoch of the position, go on there.
+        """Begin `epoch`; if the position is in that epoch, continue there.
 
         Raises:
-            SamplerStateError: `epoch` is already trained, or the one before was iterated and never committed.
+            SamplerStateError: `epoch` is already trained, or the previous one was iterated and never committed.
         """
         if epoch == self.epoch:
-            self._spent_at, self._drained = None, False  # on purpose: the untrained rest of it is iterated again
+            self._spent_at, self._drained = None, False  # on purpose: iterate over the untrained rest again
             return
         self._check_spent()
         if epoch < self.epoch and self._touched:
@@ -189,22 +189,22 @@ class ElasticSampler(Place):
             raise errors.too_many(count, f"this replica's iterator has handed out up to position {running.position}")
         epoch = self.epoch
         self.cursor.settle(target)
-        is_end = self.epoch > epoch and self._latest[0] < self.position  # else the next iteration has begun already
+        is_end = self.epoch > epoch and self._latest[0] < self.position  # else the next iteration has already begun
         self.cursor.ended = epoch if is_end else None
         self._touched, self._spent_at, self._restored_end = True, None, None
 
     @property
     def ahead(self) -> int:
-        """Samples, over all replicas, that the running iteration has handed out and nobody has committed."""
+        """Samples, over all replicas, that the running iteration has handed out and that are not committed."""
         running = self._active()
         return 0 if running is None else max(0, running.position - self.position)
 
     @property
     def restored_stage(self) -> str:
-        """How far its iteration was in the state that was loaded: what a loader begun now has drawn already.
+        """The progress of the iteration in the loaded state: what a new loader counts as already drawn.
 
-        "running": begun, so a new iterator is the same one made once more; "between": through, and the next one not
-        begun; "unused": never begun.
+        "running": begun, so a new iterator repeats it; "between": exhausted, and the next one not begun;
+        "unused": never begun.
         """
         if not self.position:
             return "unused"
@@ -218,7 +218,7 @@ class ElasticSampler(Place):
         """Continue at a recorded position.
 
         Raises:
-            SamplerStateError: the state is of other data, another seed or order, or an iterator is running.
+            SamplerStateError: the state belongs to other data, another seed or order, or an iterator is running.
         """
         state = SamplerState.from_dict(state_dict)
         self._check_idle("a sampler state is loaded")
@@ -226,14 +226,14 @@ class ElasticSampler(Place):
         self._touched, self._spent_at, self._running = True, None, None
         self._latest, self._drained, self._again, self._restored_end = (0, 0), False, None, self.cursor.ended
 
-    # -- changes on the way (each on every rank, at the same position)
+    # -- changes during training (on every rank, at the same position)
 
     def set_global_batch_size(self, samples: int, *, ramp_up: Iterable[tuple[int, int]] = ()) -> None:
-        """Change the global batch from the committed position on; the global order stays as it is.
+        """Change the global batch from the committed position; the global order does not change.
 
         Args:
             samples: Samples of one optimizer step over all replicas and micro-batches.
-            ramp_up: (position, size) pairs: other sizes for batches that begin at or behind a stream position.
+            ramp_up: (position, size) pairs: other sizes for batches that begin at or after a stream position.
 
         Raises:
             LayoutError: a size does not divide over the replicas.
@@ -248,16 +248,16 @@ class ElasticSampler(Place):
                     found=f"global batch of {size} samples, {self.dp_size} replicas",
                     expected="a multiple of the number of replicas",
                 )
-        # no iterator runs: what the last one handed out and was not committed is dropped with it, and comes again
+        # no iterator is running: samples that the last one handed out uncommitted will come again
         self.cursor.sizes, self._spent_at, self._drained = sizes, None, False
 
     def skip(self, first: int, last: int) -> None:
-        """Leave out the stream positions `first` to `last` (exclusive): the bad batches behind a loss spike.
+        """Skip the stream positions `first` to `last` (exclusive): the bad batches of a loss spike.
 
-        Call it behind a restore to a snapshot before them. It is part of the state.
+        Call it after a restore to a snapshot before them. It becomes part of the state.
 
         Raises:
-            SamplerStateError: some of them are trained already, or an iterator is running.
+            SamplerStateError: some of them are already trained, or an iterator is running.
             ConfigError: the span is empty.
         """
         self._check_ahead("positions are skipped", first)
@@ -266,18 +266,18 @@ class ElasticSampler(Place):
         self.cursor.settle(self.position)
 
     def set_weights(self, weights: Mapping[str, int], *, start: int | None = None) -> None:
-        """Change the weights of a mixture from stream position `start` (default: the committed one) on.
+        """Change the weights of a mixture from stream position `start` (default: the committed one).
 
-        It is part of the state; each source goes on where it is.
+        It becomes part of the state; each source continues where it is.
 
         Raises:
-            SamplerStateError: `start` is trained already, or an iterator is running.
-            ConfigError: the sampler walks no mixture, or the names are not its sources.
+            SamplerStateError: `start` is already trained, or an iterator is running.
+            ConfigError: the data set is not a mixture, or the names are not its sources.
         """
         stream = self.cursor.stream
         if self._mixture is None or not isinstance(stream, MixtureStream) or set(weights) != set(self._mixture.names):
             raise ConfigError(
-                "weights do not fit the mixture",
+                "weights do not match the mixture",
                 found=f"weights for {sorted(weights)}",
                 expected=f"one for each of {self._mixture.names if self._mixture else 'no sources: not a mixture'}",
             )
@@ -301,14 +301,14 @@ class ElasticSampler(Place):
         if self.position != start or not total:
             return
         if self._auto_commit:
-            behind = self.cursor.skips.advance(start, total)
-            self.cursor.settle(behind if self.cursor.tail == "span" else self.cursor.epoch_end(start))
+            after = self.cursor.skips.advance(start, total)
+            self.cursor.settle(after if self.cursor.tail == "span" else self.cursor.epoch_end(start))
             self._touched = True
         else:
             self._spent_at = start
 
     def jump(self, position: int, *, is_end: bool) -> int:
-        """Make `position` the committed one, as a stateful loader was restored; return where it came to lie.
+        """Make `position` the committed one, as a stateful loader was restored; return the position reached.
 
         Args:
             position: A stream position.
@@ -364,6 +364,6 @@ def _stream_of(dataset: Sized | int, seed: int, order: Order) -> Stream:
 def _either(one: int | None, other: int | None) -> int | None:
     if one is not None and other is not None and one != other:
         raise LayoutError(
-            "two different data-parallel numbers were given", found=f"{one} and {other}", expected="one of the two"
+            "two contradicting data-parallel numbers were given", found=f"{one} and {other}", expected="one of the two"
         )
     return other if one is None else one

@@ -1,8 +1,8 @@
-"""Randomness of samples that depends on nothing but the sample: augmentation that survives any restart and resize.
+"""Randomness that depends only on the sample: augmentation that survives any restart and resize.
 
 Generators inside loader workers cannot be recorded: the workers run ahead of training by an unknown number of
 samples, and each resumed run has new ones. So the randomness of a sample is made a function of (seed, epoch,
-index), whichever process prepares it, whenever. The epoch travels with the index: the sampler deals keys,
+index), independent of which process prepares it and when. The epoch is encoded in the index: the sampler deals keys,
 `(epoch + 1) * length + index`, plain integers that reach persistent workers like any index.
 """
 
@@ -25,13 +25,13 @@ class SeededSamples(Dataset[Any]):
     """A map-style data set whose every sample is prepared under generators seeded from (seed, epoch, index).
 
     Wrap the data set whose `__getitem__` augments, and give the wrapper to the sampler and to the loader. The
-    default generators of torch (CPU), Python and numpy are seeded before each sample and set back behind it, so
-    a sample that is prepared in the main process does not disturb dropout. Generators that a transform owns
-    itself are not touched. A `__getitems__` of the data set is called with one index at a time.
+    default generators of torch (CPU), Python and numpy are seeded before each sample and restored after it, so
+    a sample that is prepared in the main process does not disturb dropout. Generators owned by a transform
+    are not touched. A `__getitems__` of the data set is called with one index at a time.
 
     Args:
         dataset: A map-style data set or a `Mixture`.
-        seed: Another seed is another augmentation of everything.
+        seed: Another seed gives another augmentation of every sample.
     """
 
     def __init__(self, dataset: Any, seed: int = 0) -> None:
@@ -40,14 +40,14 @@ class SeededSamples(Dataset[Any]):
 
     @property
     def fingerprint(self) -> Any:
-        """The identity of the data set inside."""
+        """The fingerprint of the wrapped data set."""
         return getattr(self.dataset, "fingerprint", None) or getattr(self.dataset, "_fingerprint", None)
 
     def __len__(self) -> int:
         return self._length
 
     def sample(self, index: int, epoch: int = 0) -> Any:
-        """Return one sample as training sees it in `epoch`."""
+        """Return one sample as it is trained in `epoch`."""
         with _own_generators():
             return self._prepare(epoch, index)
 
@@ -65,9 +65,9 @@ class SeededSamples(Dataset[Any]):
         rounds, index = divmod(int(key), self._length)
         if rounds < 1:
             raise DataError(
-                "the epoch of a sample is not known",
+                "the epoch of a sample is unknown",
                 found=f"index {key} of {self._length}, from a sampler that deals plain indices",
-                expected="keys of an ElasticSampler that was made with the same SeededSamples",
+                expected="keys of an ElasticSampler over the same SeededSamples",
                 remedy="ElasticSampler(samples, ...), DataLoader(samples, sampler=...); to look at one: sample(index)",
             )
         return rounds - 1, index
@@ -75,7 +75,7 @@ class SeededSamples(Dataset[Any]):
     def _prepare(self, epoch: int, index: int) -> Any:
         text = f"{self.seed}:{epoch}:{index}".encode()
         words = np.frombuffer(hashlib.blake2b(text, digest_size=24).digest(), "<u8")
-        torch.default_generator.manual_seed(int(words[0] >> 1))  # the CPU's alone: a worker must not wake a device
+        torch.default_generator.manual_seed(int(words[0] >> 1))  # the CPU's only: a worker must not initialise a device
         random.seed(int(words[1]))
         np.random.seed(words[2:].view("<u4"))  # noqa: NPY002 -- the global generator is what users' code draws from
         if callable(together := getattr(self.dataset, "__getitems__", None)):
@@ -85,7 +85,7 @@ class SeededSamples(Dataset[Any]):
 
 @contextlib.contextmanager
 def _own_generators() -> Iterator[None]:
-    """Set the default generators back to where they were."""
+    """Restore the state of the default generators."""
     before = torch.get_rng_state(), random.getstate(), np.random.get_state()  # noqa: NPY002 -- see above
     try:
         yield

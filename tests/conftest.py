@@ -21,7 +21,7 @@ from support.ranks import wait_for
 
 hypothesis.settings.register_profile("flashckpt", deadline=None)  # no test asserts a time
 hypothesis.settings.load_profile("flashckpt")
-pytest_plugins = ("support.workers",)
+pytest_plugins = ("support.workers", "support.s3")
 
 
 @pytest.fixture

@@ -161,7 +161,7 @@ def test_stopped_rank_is_a_hang_it_is_named_and_the_group_restarts(tmp_path: Pat
         assert launch.wait() == RESUME_EXIT_CODE
     assert "look at rank 1" in launch.output
     assert "rank 1 (step" in launch.output
-    assert "gives no stack: state T (stopped)" in launch.output
+    assert "gave no stack: state T (stopped)" in launch.output
     assert "all_reduce" in launch.output
     record = json.loads((tmp_path / "ledger.jsonl").read_text().splitlines()[0])
     assert (record["rank"], record["cause"][:5]) == (1, "hang:")
@@ -208,19 +208,19 @@ def test_hang_of_a_command_that_is_not_python_names_what_the_kernel_knows(tmp_pa
         pids = launch.until(partial(first_steps, tmp_path, 0, 2), "the first step")
         os.kill(pids[1], signal.SIGSTOP)
         assert launch.wait() == HangError.exit_code
-    assert re.search(r"rank 1 \(step \d+\) gives no stack: state T \(stopped\)", launch.output), launch.output
-    assert re.search(r"rank 0 \(step \d+\) gives no stack: state \w", launch.output)
+    assert re.search(r"rank 1 \(step \d+\) gave no stack: state T \(stopped\)", launch.output), launch.output
+    assert re.search(r"rank 0 \(step \d+\) gave no stack: state \w", launch.output)
     if os.geteuid() == 0 and Path("/proc/self/stack").exists():
         assert "in the kernel: do_signal_stop" in launch.output
 
 
 def test_refused_configuration_ends_the_job_with_its_exit_code_and_no_restart(tmp_path: Path, train: Path) -> None:
-    """An error that no restart can mend: told once, its own exit code, however many restarts are left."""
+    """A permanent error: reported once, with its own exit code, however many restarts are left."""
     train.write_text(train.read_text().replace("persist_every=50", "persist_every=0"))
     code, output = run_dlrun(tmp_path, "--nproc-per-node=2", "--max-restarts=5", train, tmp_path, 5, 0.0)
     assert code == ConfigError.exit_code, output
     assert output.count("failed first") == 1
-    assert "every start would end the same" in output
+    assert "is permanent" in output
 
 
 def test_job_that_fails_waits_for_the_newest_snapshot_to_be_persisted(tmp_path: Path, train: Path) -> None:

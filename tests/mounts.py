@@ -180,7 +180,7 @@ def test_root_fails_training_and_memory_go_on_and_the_next_persist_succeeds_by_i
         assert told["committed"] == (1, 2)
         assert os.strerror(number) in told["error"]
         assert told["lag"] >= 1
-        assert (job.path / "daemon.log").read_text().count("persisting fails") == 1, "said once"
+        assert (job.path / "daemon.log").read_text().count("persist failed") == 1, "said once"
 
         mend(disk)
         train(8)

@@ -158,7 +158,7 @@ def test_batch_does_not_divide_over_the_nodes_that_are_left_they_wait_until_one_
     for log in logs:
         assert f"node {them.address(2)} ({them.prefix}2) with ranks 4, 5 is gone" in log
         assert "exit code 1:" not in log, "no rank that only lost its peers is blamed"
-        assert "the layout does not fit those that are left" in log
+        assert "the layout does not fit the remaining ones" in log
 
 
 def test_batch_does_not_divide_and_no_node_comes_back_the_job_ends_with_its_exit_code(tmp_path: Path) -> None:
@@ -179,7 +179,7 @@ def test_batch_does_not_divide_and_no_node_comes_back_the_job_ends_with_its_exit
         assert [them.wait(node) for node in (0, 1)] == [LayoutError.exit_code] * 2, (
             them.log(0) + "\n=====1\n" + them.log(1)
         )
-        assert "no other number of them came in time" in them.log(0)
+        assert "no others joined in time" in them.log(0)
 
 
 def test_rank_that_was_stopped_is_named_on_all_nodes(tmp_path: Path, train: Path) -> None:
@@ -277,10 +277,10 @@ def test_node_check_the_slow_and_the_broken_node_are_named_and_the_others_train(
         codes = [them.wait(node, 400) for node in range(6)]
         logs = [them.log(node) for node in range(6)]
     assert codes == [0, 0, 0, NodeCheckError.exit_code, 0, NodeCheckError.exit_code], logs
-    assert "this node is left out: the exchange with other nodes took" in logs[3]
-    assert "this node is left out: the exchange with other nodes failed" in logs[5]
+    assert "this node is excluded: the exchange with other nodes took" in logs[3]
+    assert "this node is excluded: the exchange with other nodes failed" in logs[5]
     for node in (0, 1, 2, 4):
-        assert re.search(r"left out: node 3: the exchange .* took .*; node 5: the exchange .* failed", logs[node])
+        assert re.search(r"excluded: node 3: the exchange .* took .*; node 5: the exchange .* failed", logs[node])
     assert {int((tmp_path / f"life0-rank{rank}").read_text().split()[1]) for rank in range(4)} == {4}
 
 

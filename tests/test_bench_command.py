@@ -82,7 +82,7 @@ def test_job_measures_every_phase_on_every_rank_and_verifies_the_bytes(job: dict
     for rates in results["rank_bytes_per_s"].values():
         assert len(rates) == 3
     assert results["parts_s"]["write"]
-    assert results["parts_s"]["read"]
+    assert results["summary_s"]["memory_wall_s"]["min"] >= results["summary_s"]["restored_memory_s"]["min"]
     assert results["cold"]["cached_share"] is not None
     assert results["x_memcpy"]["restorable_s"]["median"] > 0
     assert set(results["rates"]) >= {"copy_bytes_per_s", "write_bytes_per_s", "read_bytes_per_s", "persist_uplift"}
@@ -127,7 +127,7 @@ def running_shm() -> tuple[subprocess.Popen[str], list[int]]:
     ]
     process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True)
     deadline = time.monotonic() + 120
-    while len(list(memory_root().glob(".flashckpt-bench-*/r*.seg"))) < 2:
+    while len(list(memory_root().glob(f".flashckpt-bench-*/flashckpt-{os.getuid()}/bench/r*.seg"))) < 2:
         assert time.monotonic() < deadline, "no segments appeared"
         assert process.poll() is None, process.communicate()
         time.sleep(0.05)
@@ -214,6 +214,7 @@ def test_store_on_tmpfs_says_that_nothing_there_is_durable_or_cold(tmp_path: Pat
         assert made["results"]["cold"]["cached_share"] == 1.0
 
 
+@pytest.mark.usefixtures("default_client")
 def test_store_on_s3_says_what_the_server_ignores_and_leaves_the_bucket_empty(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -327,6 +328,7 @@ def test_comparison_command(tmp_path: Path) -> None:
         ["shm", "--size", "1TB"],
         ["shm", "--ranks", "0"],
         ["shm", "--slots", "1"],
+        ["shm", "--slots", "9"],
         ["job"],
         ["job", "{}", "--scale", "0"],
         ["job", "{}", "--scale", "2"],

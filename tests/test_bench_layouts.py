@@ -12,7 +12,7 @@ from flashckpt.bench.layouts import (
     DEFAULTS,
     MODELS,
     PUBLISHED,
-    Layout,
+    ModelLayout,
     held_bytes,
     persisted_bytes,
     rank_shards,
@@ -117,7 +117,7 @@ def test_stages_hold_consecutive_layers_and_all_of_them() -> None:
 @pytest.mark.parametrize("arguments", [{"tp": 0}, {"dp": -1}, {"pp": 33}, {"zero": 2}, {"tp": 4096}], ids=str)
 def test_layout_that_does_not_divide_is_refused(arguments: dict[str, int]) -> None:
     with pytest.raises(LayoutError):
-        Layout(**{"model": MODELS["llama3-8b"], "tp": 1, "pp": 1, "dp": 8, "zero": 3, **arguments})  # type: ignore[arg-type]  # a mixed dictionary
+        ModelLayout(**{"model": MODELS["llama3-8b"], "tp": 1, "pp": 1, "dp": 8, "zero": 3, **arguments})  # type: ignore[arg-type]  # a mixed dictionary
 
 
 @pytest.mark.parametrize("factor", [0, -1, 2, 1e-12, math.nan, math.inf])

@@ -204,6 +204,7 @@ def test_storage_of_one_process_is_refused_for_several() -> None:
         pass
 
 
+@pytest.mark.usefixtures("default_client")
 def test_clean_up_on_s3_ends_its_own_uploads_and_nobody_elses(monkeypatch: pytest.MonkeyPatch) -> None:
     """An upload that somebody else began beside the benchmark, not visible as an object yet, goes on."""
     monkeypatch.setenv("AWS_DEFAULT_REGION", "us-east-1")

@@ -15,7 +15,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from support.memory import bytes_of, ended, fork, killed_at, restorable, shards_of, spec_of, take
+from support.memory import bytes_of, ended, fork, killed_at, request_of, restorable, shards_of, spec_of, take
 
 from flashckpt.core.shard import place
 from flashckpt.shm import block
@@ -238,7 +238,7 @@ def test_a_living_makers_block_is_no_leftover(path: Path) -> None:
 
 def test_buffers_in_use_outlive_the_block(path: Path) -> None:
     segment = Segment.create(path, spec_of())
-    writer = segment.begin(0, generation=1, step=1, world_size=1, persist=False, parent=None)
+    writer = segment.begin(0, request_of(1, 1))
     view = np.frombuffer(writer.data, np.uint8)
     descriptors = len(list(Path("/proc/self/fd").iterdir()))
     segment.close()

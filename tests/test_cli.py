@@ -17,8 +17,10 @@ import pytest
 from support.memory_tier import FakeJob
 from support.ranks import wait_for
 
-from flashckpt.checkpoint.catalog import GenerationClaim, claim_generation, list_checkpoints
+from flashckpt.checkpoint.catalog import list_checkpoints
+from flashckpt.checkpoint.generations import claim_generation
 from flashckpt.cli import main as cli
+from flashckpt.core.generation import Generation
 from flashckpt.core.snapshot_id import SnapshotId
 from flashckpt.daemon.persister.service import Daemon, DaemonTimeouts
 from flashckpt.shm.job_directory import DaemonStatus
@@ -72,7 +74,7 @@ def test_ls_shows_storage_and_memory_newest_first(job: FakeJob, capsys: Captured
 
 def test_ls_marks_abandoned_unfinished_and_kept(job: FakeJob, capsys: Captured) -> None:
     store = open_store(job.root)
-    assert claim_generation(store, GenerationClaim(generation=2, token="x", parent=SnapshotId(1, 10)))
+    assert claim_generation(store, Generation(number=2, token="x", parent=SnapshotId(1, 10)))
     store.put_object("step-000000030.g2/r00000.p0.fck", [memoryview(b"half")])
     assert run("keep", job.root, "10", capsys=capsys)[0] == 0
     rows = run_json("ls", job.root, capsys=capsys)[1]["checkpoints"]

@@ -117,11 +117,11 @@ pairs = st.tuples(st.integers(-1, 2**40), st.integers(-1, 2**40))
 
 
 @given(st.lists(pairs, max_size=12), st.none() | pairs)
-def test_published_lists_survive_their_bytes(identities: Any, passed: Any) -> None:
-    what = RankAcks.of(identities, passed)
+def test_published_lists_survive_their_bytes(identities: Any, low_watermark: Any) -> None:
+    what = RankAcks.of(identities, low_watermark)
     assert decode_acks(encode_acks(what)) == what
     assert list(what.complete) == sorted(identities, reverse=True)[:MAX_COMPLETE]
-    assert all(i <= what.passed for i in what.complete)
+    assert all(i <= what.low_watermark for i in what.complete)
 
 
 def test_growing_keeps_rows_and_opening_something_else_is_refused(control: Any, shm_dir: Any) -> None:

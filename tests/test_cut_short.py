@@ -36,9 +36,9 @@ def test_what_is_read_without_a_mapping_is_an_error_when_cut_and_is_whole_again_
     assert control.stop_after == 91
     for size in (0, 20, PAGE - 1):
         os.truncate(path, size)
-        with pytest.raises(DamagedError, match="cut short"):
+        with pytest.raises(DamagedError, match="truncated"):
             view.rows()
-        with pytest.raises(DamagedError, match="cut short"):
+        with pytest.raises(DamagedError, match="truncated"):
             view.stop_after = 5
         assert path.stat().st_size == size, "nothing is written behind the end"
     again = Control.open(path, rows=2)
@@ -65,7 +65,7 @@ def test_ranks_whose_memory_is_cut_short_are_started_again_and_end_with_the_stat
         output = launch.output
     assert "SIGBUS" in output
     if what == "control":
-        assert output.count("was cut short by another process") == 1
+        assert output.count("was truncated by another process") == 1
     lives = {line.split()[0] for line in (tmp_path / "trace0").read_text().splitlines()}
     assert len(lives) > 1, "a rank ended and was started again"
     for rank in traces(tmp_path, 2):
@@ -94,7 +94,7 @@ def test_the_daemon_outlives_a_segment_that_is_cut_short_while_it_is_persisted(t
             what="the daemon to say it",
         )
         assert daemon.poll() is None, "it died"
-        assert "is cut short" in str(said)
+        assert "is truncated" in str(said)
         assert describe(job.directory)["committed"] is None
         assert not list((tmp_path / "root").glob("step-*/MANIFEST"))
     job.directory.let_go()

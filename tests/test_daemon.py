@@ -15,7 +15,7 @@ from support.memory_tier import FakeJob
 from support.ranks import wait_for
 
 from flashckpt.core.snapshot_id import SnapshotId
-from flashckpt.daemon.persister import coordinator, flush, metrics
+from flashckpt.daemon.persister import coordinator, metrics
 from flashckpt.errors import StoreError
 from flashckpt.storage.factory import open_store
 
@@ -101,10 +101,11 @@ def test_persist_now_while_training_goes_on_persists_once_not_every_snapshot(job
 
 
 def test_another_run_claimed_the_generation_nothing_is_persisted(job: FakeJob) -> None:
-    from flashckpt.checkpoint.generations import Claim, try_claim
+    from flashckpt.checkpoint.generations import claim_generation
+    from flashckpt.core.generation import Generation
 
     store = open_store(job.root)
-    assert try_claim(store, Claim(generation=1, token="other"))
+    assert claim_generation(store, Generation(number=1, token="other"))
     job.step(10, persist=True)
     with daemon_of(job) as daemon:
         turn_until(daemon, lambda: "belongs to another run" in daemon.error, "the fence")
@@ -114,10 +115,11 @@ def test_another_run_claimed_the_generation_nothing_is_persisted(job: FakeJob) -
 
 
 def test_newer_generation_on_the_root_fences_the_older_daemon(job: FakeJob) -> None:
-    from flashckpt.checkpoint.generations import Claim, try_claim
+    from flashckpt.checkpoint.generations import claim_generation
+    from flashckpt.core.generation import Generation
 
     store = open_store(job.root)
-    assert try_claim(store, Claim(generation=7, token="newer"))
+    assert claim_generation(store, Generation(number=7, token="newer"))
     job.step(10, persist=True)
     with daemon_of(job) as daemon:
         turn_until(daemon, lambda: "generation 7 was claimed" in daemon.error, "the fence")
@@ -211,7 +213,7 @@ def test_snapshot_abandoned_by_a_restore_is_not_persisted_any_more(
         turn_until(daemon, lambda: steps(job) == [5], "the first commit")
         job.step(10, persist=True)
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(flush.Flush, "settle", lambda self, place: flush.FlushOutcome.WAITING)
+            patch.setattr(coordinator, "missing_writers", lambda store, prefix, writers: [99])  # it waits
             turn_until(daemon, lambda: daemon.persisting and daemon.persisting.flush, "the flush of step 10")
             job.restart(2, SnapshotId(1, 5))
             turn_until(daemon, lambda: daemon.persisting and not daemon.persisting.flush, "its end")

@@ -17,14 +17,14 @@ from support.daemons import assert_bitwise, daemon_of, forked, identities, steps
 from support.memory_tier import FakeJob
 from support.ranks import wait_for
 
-from flashckpt.daemon.persister import coordinator, service
+from flashckpt.daemon.persister import attempts, coordinator, service
 from flashckpt.errors import RootError, StoreError
 from flashckpt.storage import factory as stores
 
 
 @pytest.fixture
 def job(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeJob]:
-    monkeypatch.setattr(service, "BACKOFF_S", (0.0, 0.01))
+    monkeypatch.setattr(attempts, "BACKOFF_S", (0.0, 0.01))
     fake = FakeJob(str(tmp_path / "root"))
     yield fake
     fake.die()
@@ -104,13 +104,13 @@ def test_storage_fails_and_comes_back_training_goes_on_and_the_newest_step_is_co
         assert status.failures > 2
         assert error.problem in status.error
         assert status.lag >= 1
-        assert len([r for r in caplog.records if "persisting fails" in r.message]) == 1
+        assert len([r for r in caplog.records if "persist failed" in r.message]) == 1
         assert identities(job) == []
 
         sick.error = None
         turn_until(daemon, lambda: 30 in steps(job), "the newest persist step")
         turn_until(daemon, lambda: (s := job.directory.read_status()) and not s.error, "the error to go")
-        assert len([r for r in caplog.records if "persisting works again" in r.message]) == 1
+        assert len([r for r in caplog.records if "persist succeeded again" in r.message]) == 1
     for identity in identities(job):
         assert_bitwise(job, identity)
 
@@ -119,7 +119,7 @@ def test_two_slots_and_storage_that_fails_the_memory_tier_goes_on_and_the_newest
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A pinned slot of two would leave none to write for as long as storage fails."""
-    monkeypatch.setattr(service, "BACKOFF_S", (3600.0,))
+    monkeypatch.setattr(attempts, "BACKOFF_S", (3600.0,))
     job = FakeJob(str(tmp_path / "root"), slots=2)
     sick = FullDisk(job.root)
     monkeypatch.setattr(coordinator, "open_store", sick.open)
@@ -132,9 +132,9 @@ def test_two_slots_and_storage_that_fails_the_memory_tier_goes_on_and_the_newest
             daemon.turn()
             assert job.step(step), "no slot is pinned between two attempts"
         for _ in range(2):
-            failures = daemon._failures
+            failures = daemon.attempts.failures
             job.directory.ask("retry-now")
-            turn_until(daemon, lambda: daemon._failures > failures, "another failure")  # noqa: B023 -- called at once
+            turn_until(daemon, lambda: daemon.attempts.failures > failures, "another failure")  # noqa: B023 -- called at once
             daemon.turn()
             assert job.step(step := step + 1)
         assert identities(job) == []
@@ -179,7 +179,6 @@ def test_damaged_snapshot_in_memory_is_never_committed_and_the_next_one_is(job: 
 
 def test_pack_lost_between_index_and_commit_is_written_again(job: FakeJob, monkeypatch: pytest.MonkeyPatch) -> None:
     from flashckpt.checkpoint.writer import commit as real
-    from flashckpt.daemon.persister import flush
 
     lost: list[Path] = []
 
@@ -189,7 +188,7 @@ def test_pack_lost_between_index_and_commit_is_written_again(job: FakeJob, monke
             lost[0].unlink()
         return real(store, prefix, writers)
 
-    monkeypatch.setattr(flush, "commit", commit)
+    monkeypatch.setattr(coordinator, "commit", commit)
     job.step(10, persist=True)
     with daemon_of(job) as daemon:
         turn_until(daemon, lambda: identities(job) == [(1, 10)], "the commit")

@@ -3,20 +3,22 @@
 from __future__ import annotations
 
 import os
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
-from support.daemons import assert_bitwise, forked
+from support.daemons import assert_bitwise
 from support.memory_tier import FakeJob
 from support.proxy import Proxy
 from support.ranks import wait_for
-from support.s3 import moto_server, start_moto, stop
+from support.s3 import CLIENTS, moto_server, start_moto, stop
 
 from flashckpt.checkpoint.catalog import list_checkpoints
-from flashckpt.daemon.persister import service
 from flashckpt.errors import FlashckptError
 
 
+@pytest.mark.usefixtures("default_client")
 def test_endpoint_stops_and_starts_again_empty_the_next_persist_succeeds_by_itself() -> None:
     with moto_server() as server:
         root = f"s3://{server.bucket}/run"
@@ -30,28 +32,28 @@ def test_endpoint_stops_and_starts_again_empty_the_next_persist_succeeds_by_itse
                 return []
 
         try:
-            with forked(job, times=service.DaemonTimeouts()):
-                job.step(10, persist=True)
-                wait_for(lambda: committed() == [10], what="the first commit", deadline_s=60)
-                assert_bitwise(job, (1, 10))
-                stop(server)
-                assert job.step(20, persist=True)
-                wait_for(lambda: (s := job.directory.read_status()) and s.error, what="the failure", deadline_s=60)
-                assert job.step(25), "the memory tier goes on"
-                start_moto(server, int(server.endpoint.rpartition(":")[2]))
-                server.make_bucket()  # moto keeps nothing
-                wait_for(lambda: 20 in committed(), what="the next commit", deadline_s=90)
+            job.directory.ensure_daemon()  # not forked: obstore may have been used in this process
+            job.step(10, persist=True)
+            wait_for(lambda: committed() == [10], what="the first commit", deadline_s=60)
+            assert_bitwise(job, (1, 10))
+            stop(server)
+            assert job.step(20, persist=True)
+            wait_for(lambda: (s := job.directory.read_status()) and s.error, what="the failure", deadline_s=60)
+            assert job.step(25), "the memory tier goes on"
+            start_moto(server, int(server.endpoint.rpartition(":")[2]))
+            server.make_bucket()  # moto keeps nothing
+            wait_for(lambda: 20 in committed(), what="the next commit", deadline_s=90)
             assert_bitwise(job, (1, 20))
             status = job.directory.read_status()
             assert status is not None
             assert status.failures >= 1
         finally:
-            job.die()
+            end(job)
 
 
-@pytest.mark.parametrize("backend", ["s3fs", "obstore"])
+@pytest.mark.usefixtures("default_client")
 def test_credentials_expire_while_the_daemon_lives_and_their_successors_are_taken_up_by_itself(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, backend: str
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """They come from a file that something else renews, as SSO and sidecars do; the daemon is never told."""
     file = tmp_path / "credentials"
@@ -68,7 +70,7 @@ def test_credentials_expire_while_the_daemon_lives_and_their_successors_are_take
     monkeypatch.setenv("AWS_EC2_METADATA_DISABLED", "true")
     renew("first")
     with moto_server() as server, Proxy(server.endpoint) as proxy:
-        options = server.options(backend=backend, endpoint_url=proxy.endpoint, retries=2, timeout_s=5.0)
+        options = server.options(endpoint_url=proxy.endpoint, retries=2, timeout_s=5.0)
         job = FakeJob(
             f"s3://{server.bucket}/run",
             storage_options={k: v for k, v in options.items() if k not in ("key", "secret")},
@@ -97,9 +99,20 @@ def test_credentials_expire_while_the_daemon_lives_and_their_successors_are_take
             proxy.refused_key = None
             assert_bitwise(job, (1, 20))
         finally:
-            job.directory.request("ended")
-            job.die()
-            wait_for(lambda: not job.directory.path.exists(), what="the daemon to end")
+            end(job)
+
+
+def end(job: FakeJob) -> None:
+    job.directory.request("ended")
+    job.die()
+    wait_for(lambda: not job.directory.path.exists(), what="the daemon to end", deadline_s=60)
+
+
+def test_a_program_without_obstore_and_one_with_it_take_the_client_that_is_meant(default_client: str) -> None:
+    """What the tests above rely on, for the daemon is such a program."""
+    code = "from flashckpt.storage.factory import open_store; print(type(open_store('s3://bucket/run')).__name__)"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == CLIENTS[default_client]
 
 
 @pytest.fixture(autouse=True)

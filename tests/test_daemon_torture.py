@@ -25,7 +25,7 @@ SEEDS = [int(seed) for seed in os.environ.get("FLASHCKPT_TORTURE_SEEDS", "1").sp
 def restart(job: FakeJob, dice: random.Random) -> int:
     """Begin the next generation from a snapshot in memory or a checkpoint; return its step."""
     store = open_store(job.root)
-    committed = newest_checkpoint(store, generations=[job.record])  # type: ignore[list-item]  # it has a lineage
+    committed = newest_checkpoint(store, generations=[job.record])
     choices = [identity for identity in job.common() if identity[0] == job.generation]
     if committed is not None:
         choices.append(committed.identity)
@@ -74,7 +74,7 @@ def test_random_kills_restarts_and_requests_nothing_half_visible(tmp_path: Path,
             job.step(later, persist=later == step + 8)
         wait_for(lambda: last in identities(job), what="the last persist step", deadline_s=60)
         _check(job, last)
-        newest = newest_checkpoint(open_store(job.root), generations=[job.record])  # type: ignore[list-item]
+        newest = newest_checkpoint(open_store(job.root), generations=[job.record])
         assert newest is not None
         assert newest.identity == last
         assert kills >= 3

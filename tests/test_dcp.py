@@ -38,7 +38,7 @@ pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled:Us
 @pytest.fixture(autouse=True)
 def _first_save(monkeypatch: pytest.MonkeyPatch) -> None:
     """Every test is a process of its own as far as lives on roots go."""
-    monkeypatch.setattr(direct_writer, "_lives", {})
+    monkeypatch.setattr(direct_writer, "_claims", {})
 
 
 def trained(kind: str, lr: float = 1e-2) -> tuple[torch.nn.Module, torch.optim.Optimizer]:
@@ -205,15 +205,15 @@ def test_two_savers_of_one_step_the_later_life_wins_and_the_other_is_told(tmp_pa
     root = str(tmp_path / "root")
     store = open_store(root)
     first = direct_writer.begin(store, 5, world_size=1)
-    direct_writer._lives.clear()  # another process
+    direct_writer._claims.clear()  # another process
     second = direct_writer.begin(store, 5, world_size=1)
     for place in (first, second):
-        direct_writer.write(store, place, 0, [], {"who": place.claim.generation}, job="test")
+        direct_writer.write(store, place, 0, [], {"who": place.claim.number}, job="test")
     direct_writer.finish(store, second)
     with pytest.raises(Exception, match="may not write to its root any more"):
         direct_writer.finish(store, first)
     assert [i.prefix for i in list_checkpoints(store)] == ["step-000000005.g2"]
-    direct_writer._lives[store.url] = first.claim, 5
+    direct_writer._claims[store.url] = first.claim, 5
     with pytest.raises(Exception, match="may not write to its root any more"):
         direct_writer.begin(store, 6, world_size=1)
 

@@ -10,16 +10,18 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from support.ranks import wait_for
 from torch import nn
 
 from flashckpt.core.shard import Shard
 from flashckpt.shm.job_directory import JobDirectory
 from flashckpt.snapshot.copy import Buffer
+from flashckpt.snapshot.copy_plan import CopyPlan
 from flashckpt.snapshot.device import DeviceCopier, Pack
-from flashckpt.snapshot.segments import RankSegments, need_of
-from flashckpt.snapshot.stager import CopyPlan
+from flashckpt.snapshot.segments import RankSegments
 from flashckpt.state.placement import current_world
 from flashckpt.state.registry import StateRegistry
+from flashckpt.state.state_layout import StateLayout, need_of
 
 
 class FakeEvent:
@@ -70,7 +72,7 @@ def plan_of(model: nn.Module, optimizer: torch.optim.Optimizer) -> CopyPlan:
     tracked = StateRegistry(current_world())
     tracked.add("model", model)
     tracked.add("optimizer", optimizer)
-    return CopyPlan(tracked.structure(tracked.capture()))
+    return CopyPlan.of(StateLayout.of(tracked.structure(tracked.capture())))
 
 
 def test_copies_start_behind_the_step_and_the_fence_is_a_wait_of_the_stream_not_of_the_host() -> None:
@@ -78,8 +80,8 @@ def test_copies_start_behind_the_step_and_the_fence_is_a_wait_of_the_stream_not_
     plan = plan_of(model, torch.optim.SGD(model.parameters(), lr=0.1))
     api = FakeCuda()
     lanes = DeviceCopier(api)
-    data = memoryview(bytearray(plan.total))
-    marks = lanes.mark(plan.fenced, plan.unfenced)
+    data = memoryview(bytearray(plan.layout.total))
+    marks = lanes.mark({torch.device("cpu")}, plan.unfenced)
     with torch.no_grad():
         for held_back in list(model.buffers()):
             held_back.zero_()  # what is not fenced may change as soon as step() has returned
@@ -99,7 +101,7 @@ def test_copies_start_behind_the_step_and_the_fence_is_a_wait_of_the_stream_not_
     arrived = [item for items in lanes.arrivals(batches, buffer) for item in items]
     assert api.log[8:] == [("host waits", "side1")] * 3
     assert len(arrived) == len(plan.fenced) + len(plan.unfenced)
-    rows = {item.row.entry.fqn: item for item in arrived}
+    rows = {item.fqn: item for item in arrived}
     held = np.frombuffer(data, np.float32, 150 * 150, rows["model.0.weight"].offset)
     weight = next(model.parameters()).detach().numpy()
     assert np.array_equal(held, weight.ravel())
@@ -113,7 +115,9 @@ def test_a_second_snapshot_uses_the_same_side_stream() -> None:
     api = FakeCuda()
     lanes = DeviceCopier(api)
     for _ in range(2):
-        lanes.enqueue(plan.fenced, Buffer(memoryview(bytearray(plan.total))), lanes.mark(plan.fenced, []))
+        lanes.enqueue(
+            plan.fenced, Buffer(memoryview(bytearray(plan.layout.total))), lanes.mark({torch.device("cpu")}, [])
+        )
     assert api.count == 1
 
 
@@ -134,7 +138,7 @@ def test_small_tensors_of_every_kind_cross_the_bus_as_one_copy_and_lie_where_the
         model.register_buffer(f"many{i}", torch.full((5,), float(i)))
     tracked = StateRegistry(current_world())
     tracked.add("model", model)
-    plan = CopyPlan(tracked.structure(tracked.capture()))
+    plan = CopyPlan.of(StateLayout.of(tracked.structure(tracked.capture())))
     fetched: list[int] = []
     real = Pack.fetch
 
@@ -143,16 +147,16 @@ def test_small_tensors_of_every_kind_cross_the_bus_as_one_copy_and_lie_where_the
         real(pack)
 
     monkeypatch.setattr(Pack, "fetch", fetch)
-    lanes, data = DeviceCopier(FakeCuda()), bytearray(plan.total)
+    lanes, data = DeviceCopier(FakeCuda()), bytearray(plan.layout.total)
     buffer = Buffer(memoryview(data))
     for _ in range(2):
         marks = lanes.mark([], plan.unfenced)
         arrived = [i for items in lanes.arrivals(lanes.enqueue([], buffer, marks), buffer) for i in items]
     assert fetched == [208, 208], "one copy for all but the empty one, of the same buffer each time"
     for item in arrived:
-        live = getattr(model, item.row.entry.fqn.removeprefix("model."))
+        live = getattr(model, item.fqn.removeprefix("model."))
         wanted = live.resolve_conj().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
-        assert bytes(data[item.offset : item.offset + item.nbytes]) == wanted, item.row.entry.fqn
+        assert bytes(data[item.offset : item.offset + item.nbytes]) == wanted, item.fqn
 
 
 class FakeRuntime:
@@ -188,7 +192,7 @@ def test_the_slots_are_page_locked_for_this_ranks_device_and_given_back_before_t
     memory = RankSegments(JobDirectory.open("t"), root_digest=1, rank=0, pin_for=3)
     shard = Shard(fqn="x", dtype="uint8", global_shape=(90_000,), offsets=(0,), lengths=(90_000,))
     memory.open(need_of([shard]), slots=2, job="t")
-    assert memory.wait_ready(30)
+    wait_for(lambda: memory.is_ready, what="the reservation")
     assert memory.segment is not None
     nbytes = memory.segment.spec.nbytes
     unmapped: list[int] = []

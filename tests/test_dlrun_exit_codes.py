@@ -79,7 +79,7 @@ def test_rows_of_the_table_are_the_codes_of_dlrun() -> None:
         ("from flashckpt.errors import ReplicaMismatchError\nraise ReplicaMismatchError('x')", 17, 1, "exit code 17"),
         ("import sys; sys.exit(12)", 12, 1, "exit code 12"),
         ("from flashckpt.errors import DamagedError\nraise DamagedError('x')", 33, 2, "the same error"),
-        ("import sys; sys.exit(9)", 1, RESTARTS + 1, f"no restart of {RESTARTS} is left"),
+        ("import sys; sys.exit(9)", 1, RESTARTS + 1, f"not restarting: all {RESTARTS} restarts were used"),
     ],
 )
 def test_dlrun_retries_what_the_table_says_without_being_asked_to(

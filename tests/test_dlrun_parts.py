@@ -55,7 +55,7 @@ def test_ranks_that_only_lost_another_node_are_not_blamed() -> None:
     exits = [ended(0, 1, 6, CLOSED), ended(1, 1, 7, CLOSED)]
     report = failure.FailureReport(first=exits[0], others=exits[1:], host="a", cause="x", step=30, elsewhere=True)
     text = report.render("restarting")
-    assert text.startswith("no rank of a failed by itself at step 30: ranks 0, 1 lost the connection to another node")
+    assert text.startswith("the failure did not begin on a at step 30: ranks 0, 1 lost the connection to another node")
     assert "failed first" not in text
     assert "Connection closed by peer" in text
 
@@ -63,7 +63,7 @@ def test_ranks_that_only_lost_another_node_are_not_blamed() -> None:
 def test_finding_of_another_node_is_read_and_what_is_no_finding_is_not() -> None:
     store = DictStore()
     assert findings.read(store) is None
-    assert "no node of the job says" in findings.cause(store, {})
+    assert "no node of the job reported" in findings.cause(store, {})
     findings.publish(store, findings.Finding(rank=3, host="b", cause="killed", step=7))
     findings.publish(store, findings.Finding(rank=0, host="a", cause="later", step=9))
     assert findings.cause(store, {}) == "rank 3 on b failed first at step 7: killed"
@@ -259,7 +259,7 @@ def test_budget_is_refilled_by_progress_and_ends_without() -> None:
     assert [one.spend(fingerprint="", step=step).restart for step in steps] == [True, True, True, True, False, False]
     never = budget.Budget(1, refill_steps=0)
     assert [never.spend(fingerprint="", step=step).restart for step in (10, 1000)] == [True, False]
-    assert "no restart of 2 is left: all were used without 20 new steps" in one.spend(fingerprint="", step=44).reason
+    assert "not restarting: all 2 restarts were used without 20 new steps" in one.spend(fingerprint="", step=44).reason
     assert "--max-restarts is 0" in budget.Budget(0).spend(fingerprint="", step=4).reason
     uncounted = budget.Budget(1)
     assert [uncounted.spend(fingerprint="x", step=-1).restart for _ in range(2)] == [True, False]

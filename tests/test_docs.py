@@ -1,4 +1,4 @@
-"""Every link in README and docs leads to a file or heading that exists. Command lines: test_docs_recipes.py."""
+"""Every link in README and docs leads to a file or heading that exists. Command lines: test_docs_commands.py."""
 
 from __future__ import annotations
 
@@ -14,6 +14,15 @@ PAGES = [
     ROOT / "benchmarks" / "README.md",
     *sorted((ROOT / "docs").rglob("*.md")),
 ]
+NO_MODULES = {
+    "out/tiny",
+    "out/tiny/checkpoints",
+    "data/mine",
+    "test/distributed/checkpoint",
+    "launcher/test_run.py",
+    "test/distributed/launcher/test_run.py",
+}
+"""Folders that a user's program makes, and PyTorch's files."""
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
@@ -37,6 +46,22 @@ def test_loop_of_the_readme_is_the_example() -> None:
 def headings(path: Path) -> set[str]:
     titles = re.findall(r"^#+ (.*)$", path.read_text(), re.MULTILINE)
     return {re.sub(r"[^\w\- ]", "", title.lower()).strip().replace(" ", "-") for title in titles}
+
+
+def modules() -> set[str]:
+    """Return every module and folder of the repository as a path without its suffix."""
+    tops = ("flashckpt", "daemon", "sampler", "trainer", "tests", "benchmarks", "examples")
+    paths = [path.relative_to(ROOT) for top in tops for path in (ROOT / top).rglob("*")]
+    return {path.with_suffix("").as_posix() for path in paths if path.suffix in {"", ".py"}}
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_modules_named_in_a_page_exist(page: Path) -> None:
+    """`room/module` without a suffix names a module, with one a file; both from the root or from inside a package."""
+    text = re.sub(r"```.*?```", "", page.read_text(), flags=re.DOTALL)
+    for span in set(re.findall(r"`((?:[a-z][a-z_]*/)+[a-z_]+(?:\.py)?)`", text)) - NO_MODULES:
+        name = re.sub(r"^flashckpt/(?=sampler/|trainer/|daemon/)", "", span.removesuffix(".py"))  # links in the package
+        assert any(f"/{path}".endswith(f"/{name}") for path in modules()), f"{page.name}: there is no {span}"
 
 
 def test_links_are_found_at_all() -> None:

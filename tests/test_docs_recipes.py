@@ -1,17 +1,15 @@
 """Every recipe of the pages is run here or in the test that is named here, or its page says that it was not run.
 
-A recipe is a fenced block of Python, bash or YAML, known by its page and first line, or a command line. A new one without
-an entry fails the first test.
+A recipe is a fenced block of Python, bash or YAML, known by its page and first line; a new one without an entry fails
+the first test. Command lines: test_docs_commands.py.
 """
 
 from __future__ import annotations
 
 import re
-import shlex
 from pathlib import Path
 from typing import Any
 
-import click
 import pytest
 import torch
 from support.ranks import wait_for
@@ -50,15 +48,6 @@ BLOCKS = {
 }
 """Where a block is run: FILE::TEST, or "not run: " and words that its page must say."""
 
-NOT_RUN = {
-    "python3 -m venv ~/dlrover": ("benchmarking.md", "DLRover"),
-    'eval "$(_FLASHCKPT_COMPLETE=': ("test_cli.py", "def test_shell_completion_completes_commands"),
-}
-"""Command lines that neither dlrun, flashckpt, make nor the trainer reads: where they are dealt with, and by which words."""
-
-
-PARSED_ONLY = "The command lines of this page are tested against the programs' parsers, not run as they stand."
-
 
 def blocks() -> list[tuple[str, str, str]]:
     """Return (page, language, text) of all fenced blocks."""
@@ -67,20 +56,6 @@ def blocks() -> list[tuple[str, str, str]]:
         for page in PAGES
         for found in re.finditer(r"^```(\w+)\n(.*?)^```$", page.read_text(), re.MULTILINE | re.DOTALL)
     ]
-
-
-def commands() -> list[tuple[str, str]]:
-    """Return (page, command line) of all indented command lines, without comments and continued lines joined."""
-    line = r"^ {4}(?:\$ )?((?:dlrun|flashckpt|python3?|make|eval|pip|git) .*)$"
-    return [
-        (page.name, re.split(r"\s+#\s", found)[0].strip())
-        for page in PAGES
-        for found in re.findall(line, _without_blocks(page.read_text()), re.MULTILINE)
-    ]
-
-
-def _without_blocks(text: str) -> str:
-    return re.sub(r"^```\w+\n.*?^```$", "", text, flags=re.MULTILINE | re.DOTALL).replace("\\\n", " ")
 
 
 def entry(page: str, text: str) -> str | None:
@@ -103,83 +78,6 @@ def test_what_a_block_refers_to_is_there(key: tuple[str, str], where: str) -> No
         return
     file, _, test = where.partition("::")
     assert re.search(rf"^def {test}", (ROOT / "tests" / file).read_text(), re.MULTILINE)
-
-
-@pytest.mark.parametrize(("page", "command"), commands(), ids=lambda value: str(value)[:60])
-def test_command_line_is_accepted(page: str, command: str) -> None:
-    """Options, arguments and targets are those of the programs; paths and hosts are the reader's."""
-    words = shlex.split(command)
-    for start, (file, text) in NOT_RUN.items():
-        if command.startswith(start):
-            place = next(p for p in [*PAGES, *(ROOT / "tests").glob("*.py")] if p.name == file)
-            assert text in place.read_text()
-            return
-    if words[0] == "dlrun":
-        _dlrun(words[1:])
-    elif words[0] == "flashckpt":
-        _flashckpt(words[1:])
-    elif words[0] == "make":
-        assert re.search(rf"^{words[1]}:", (ROOT / "Makefile").read_text(), re.MULTILINE)
-    elif words[:2] == ["pip", "install"]:
-        assert re.fullmatch(r"\.(\[\w+\])?", words[2]), f"{page}: only the checkout itself: {command}"
-    elif words[:3] == ["python", "-m", "flashckpt.trainer"]:
-        _trainer(words[3:])
-    else:
-        assert words[:3] == ["python", "-m", "flashckpt.daemon.run"], f"{page}: nothing reads this: {command}"
-
-
-def _dlrun(words: list[str]) -> None:
-    from flashckpt.daemon.launcher import cli
-
-    args = cli.parse_args(words)
-    if args.module:
-        assert args.training_script == "flashckpt.trainer"
-        _trainer([word for word in args.training_script_args if word != "--check"])
-
-
-def _flashckpt(words: list[str]) -> None:
-    from flashckpt.cli import main as cli
-
-    (group,) = [value for value in vars(cli).values() if isinstance(value, click.Group)]
-    command: Any = group
-    context = click.Context(group, info_name="flashckpt")
-    while isinstance(command, click.Group):
-        found = command.get_command(context, words[0])
-        assert found is not None, words[0]
-        command, words = found, words[1:]
-    for parameter in command.params:  # only what this machine has could be there
-        if isinstance(parameter.type, click.Path):
-            parameter.type.exists = False
-    command.make_context(command.name, list(words), parent=context)
-
-
-def _trainer(words: list[str]) -> None:
-    from flashckpt.trainer.config import read_config
-
-    if words[:1] == ["hub"]:
-        from flashckpt.trainer.hub.command import parse
-
-        parse(words[1:])
-        return
-    config = None
-    if words[:1] == ["--config"]:
-        config, words = str(ROOT / words[1]), words[2:]
-    read_config(config, words)
-
-
-def test_a_page_says_that_its_command_lines_were_not_run() -> None:
-    silent = {page for page, _ in commands() if page != "README.md"}
-    for path in PAGES:
-        if path.name in silent:
-            assert PARSED_ONLY in path.read_text(), path.name
-
-
-def test_wrong_command_lines_are_refused() -> None:
-    for refused in ("dlrun --ranks 8 train.py", "flashckpt ls --nonsense root", "flashckpt lss root"):
-        with pytest.raises((SystemExit, click.UsageError, AssertionError)):
-            test_command_line_is_accepted("", refused)
-    with pytest.raises(AssertionError):
-        test_command_line_is_accepted("", "make tests")
 
 
 def world(tmp_path: Path) -> dict[str, Any]:

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from support.memory import request_of
 from support.one_rank import agent_of_the_test, crash, opened  # noqa: F401 -- fixtures
 
 from flashckpt import Checkpointer
@@ -50,11 +51,10 @@ def test_every_callback_may_raise(tmp_path: Path, caplog: pytest.LogCaptureFixtu
 
 
 def snapshot_of(ckpt: Checkpointer, step: int) -> Any:
-    """Something that has the identity of a snapshot."""
+    """Something that has the request of a snapshot."""
     from types import SimpleNamespace
 
-    identity = SimpleNamespace(generation=2, step=step, rank=0, persist=False)
-    return SimpleNamespace(identity=identity)
+    return SimpleNamespace(request=request_of(2, step))
 
 
 def test_a_callback_that_exits_does_not_end_the_copy_thread_and_ends_the_program_from_step(tmp_path: Path) -> None:

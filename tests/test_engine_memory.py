@@ -16,10 +16,17 @@ import torch
 import xxhash
 from support.engine import segments
 from support.one_rank import Gate, agent_of_the_test, crash, opened, opened_as  # noqa: F401 -- fixtures
+from support.ranks import wait_for
 from torch import nn
 
 from flashckpt import Checkpointer
 from flashckpt.errors import ConfigError
+
+
+def reserved(ckpt: Checkpointer) -> None:
+    """Wait for the memory of all slots."""
+    memory = ckpt._alive().memory
+    wait_for(lambda: memory.is_ready, what="the reservation")
 
 
 def test_memory_for_three_slots_is_missing_and_two_are_taken_and_said(
@@ -130,7 +137,7 @@ def test_a_single_tensor_larger_than_four_gigabytes_comes_back_bit_for_bit(tmp_p
     ckpt.track(model=model, fenced=["model"])
     ckpt.restore()
     assert ckpt._life is not None
-    ckpt._life.memory.wait_ready()
+    reserved(ckpt)
     ckpt.step(1)
     began = time.perf_counter()
     crash(ckpt)
@@ -159,7 +166,7 @@ def extra_bytes(root: Path, side: int) -> tuple[int, int]:
     ckpt.restore()
     life = ckpt._life
     assert life is not None
-    life.memory.wait_ready()
+    reserved(ckpt)
     for parameter in model.parameters():
         parameter.grad = torch.ones_like(parameter)
     for step in (1, 2, 3, 4):
@@ -198,7 +205,7 @@ def test_the_first_slot_is_used_while_the_others_are_still_being_reserved(
     ckpt.step(2)
     assert (ckpt.stats.get("snapshots"), ckpt.stats.get("skipped")) == (1, 1), "no second slot yet, and nobody waited"
     gate.open.set()
-    assert life.memory.wait_ready(30)
+    reserved(ckpt)
     ckpt.step(3)
     crash(ckpt)
     assert opened_as(tmp_path, "t", model=model) == 3

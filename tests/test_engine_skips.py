@@ -84,7 +84,6 @@ def test_memory_that_is_still_being_made_delays_no_step_and_the_first_slot_is_us
     assert ckpt._life is not None
     memory = ckpt._life.memory
     monkeypatch.setattr(memory, "wait_first", None)  # whoever waits fails
-    monkeypatch.setattr(memory, "wait_ready", None)
     with caplog.at_level(logging.INFO, logger="flashckpt"):
         for step in range(1, 104):
             ckpt.step(step)

@@ -198,7 +198,7 @@ def test_a_plan_larger_than_its_slot_discards_the_snapshot_before_a_byte_moves(t
     life = ckpt._life
     assert life is not None
     assert life._plan is not None
-    life._plan.end = 1 << 40  # as if planned for another slot
+    vars(life._plan)["end"] = 1 << 40  # as if planned for another slot
     step_once(model, optimizer, 1)
     ckpt.step(1)
     ckpt.step(2)

@@ -17,20 +17,22 @@ from typing import Any
 import msgpack
 import numpy as np
 import pytest
+from support.memory import request_of
 
-from flashckpt.checkpoint.catalog import GenerationClaim, decode_claim, encode_claim
-from flashckpt.checkpoint.intents import Intent, decode_intent, encode_intent
+from flashckpt.checkpoint.generations import decode_claim, encode_claim
+from flashckpt.checkpoint.intents import decode_intent, encode_intent
+from flashckpt.checkpoint.proposals import decode_proposal, encode_proposal
 from flashckpt.checkpoint.retention import decode_lease, encode_lease
 from flashckpt.core import slot_header, superblock
 from flashckpt.core.digest import chunk_digests, digest
-from flashckpt.core.generation import GenerationRecord
+from flashckpt.core.generation import Generation
+from flashckpt.core.intent import Intent, NodeProposal
 from flashckpt.core.manifest import Manifest, ShardTable, decode_manifest, encode_manifest, header_of, merge
 from flashckpt.core.manifest_header import HEAD_BYTES, decode_manifest_header
 from flashckpt.core.shard import Shard, place
 from flashckpt.core.slot_header import SlotHeader, SlotState
 from flashckpt.core.snapshot_id import SnapshotId
 from flashckpt.core.superblock import SegmentSpec, Superblock
-from flashckpt.daemon.persister.proposals import NodeProposal, decode_ready, encode_ready
 from flashckpt.errors import DamagedError, FormatVersionError
 from flashckpt.shm import control, segment_file
 from flashckpt.shm.control import Control, RankAcks
@@ -55,9 +57,9 @@ BLOCK = Superblock(
     uid=1000, boot_id=bytes(range(16)), created_ns=1_790_000_000_123_456_789,
 )  # fmt: skip
 CONFIG = JobConfig(job="j", root="s3://b/r", storage_options={"endpoint": "x", "n": 1}, keep_every=100, world_size=8)
-RECORD = GenerationRecord(generation=3, token="t0k", parent=SnapshotId(2, 40), world_size=8, claimed=True)
-CLAIM = GenerationClaim(generation=3, token="t0k", parent=SnapshotId(2, 100), world_size=8, created_s=1_790_000_000.125)
-FIRST_CLAIM = GenerationClaim(generation=1, token="t0k")
+RECORD = Generation(number=3, token="t0k", parent=SnapshotId(2, 40), world_size=8, claimed=True)
+CLAIM = Generation(number=3, token="t0k", parent=SnapshotId(2, 100), world_size=8, created_s=1_790_000_000.125)
+FIRST_CLAIM = Generation(number=1, token="t0k", world_size=0)
 INTENT = Intent(generation=3, step=120, writers=(0, 1, 2, 3), leader="node0 pid 1234", created_s=1_790_000_000.125)
 READY = NodeProposal(
     ranks=(2, 3),
@@ -113,7 +115,7 @@ def root_records() -> dict[str, bytes]:
         "claim": encode_claim(CLAIM),
         "first-claim": encode_claim(FIRST_CLAIM),
         "intent": encode_intent(INTENT),
-        "ready": encode_ready(READY),
+        "ready": encode_proposal(READY),
         "lease": encode_lease(LEASE_S),
     }
 
@@ -125,7 +127,7 @@ def read_root_record(name: str, raw: bytes) -> object:
         "claim": (decode_claim, "generations/000003"),
         "first-claim": (decode_claim, "generations/000001"),
         "intent": (decode_intent, "intents/000003-000000120"),
-        "ready": (decode_ready, "intents/ready-000003/r00002"),
+        "ready": (decode_proposal, "intents/ready-000003/r00002"),
     }
     decode, key = readers[name]
     found: object = decode(raw, key, "/root")
@@ -202,7 +204,7 @@ def test_version_1_is_read() -> None:
     assert superblock.decode_owner(raw["owner"]) == 4711
     assert [slot_header.decode_header(raw[f"header-{i}"]) for i in range(3)] == HEADERS
     assert control.decode_acks(raw["published"]) == RankAcks(
-        complete=(SnapshotId(3, 120), SnapshotId(2, 100)), passed=SnapshotId(3, 125)
+        complete=(SnapshotId(3, 120), SnapshotId(2, 100)), low_watermark=SnapshotId(3, 125)
     )
     one, both = decode_manifest(raw["slot-manifest"]), decode_manifest(raw["merged-manifest"])
     assert (one.identity, one.parent, one.rank, one.coordinates) == ((3, 120), (2, 100), 1, {"dp": 1, "tp": 0})
@@ -215,13 +217,13 @@ def test_version_1_is_read() -> None:
 
 def whole_segment(path: Path) -> None:
     segment = Segment.create(path, BLOCK.spec)
-    writer = segment.begin(1, generation=3, step=120, world_size=2, persist=True, parent=SnapshotId(2, 100))
+    writer = segment.begin(1, request_of(3, 120, world_size=2, parent=SnapshotId(2, 100), persist=True))
     m = manifest(1)
     for row, data in enumerate(data_of(1)):
         at = int(m.table.byte_offset[row])
         writer.data[at : at + data.nbytes] = data.tobytes()
     writer.commit(encode_manifest(m))
-    segment.begin(0, generation=3, step=125, world_size=2, persist=False, parent=SnapshotId(2, 100))
+    segment.begin(0, request_of(3, 125, world_size=2, parent=SnapshotId(2, 100)))
     segment.close()
 
 

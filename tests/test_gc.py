@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from support.memory import killed_at, restorable, spec_of, take
 
-from flashckpt.core.generation import GenerationRecord
+from flashckpt.core.generation import Generation
 from flashckpt.errors import JobInUseError, NoCheckpointError
 from flashckpt.shm.gc import dead_memory, remove
 from flashckpt.shm.job_directory import JobDirectory, memory_root
@@ -21,7 +21,7 @@ def run_and_be_killed(job: str) -> JobDirectory:
 
     def rank() -> None:
         directory = JobDirectory.open(job)
-        directory.write_generation(GenerationRecord(generation=1))
+        directory.write_generation(Generation(number=1))
         take(Segment.create(directory.segment_path(0, 5), spec_of(job=job)), 0, 10)
 
     killed_at("slot.after-complete", rank)
@@ -65,7 +65,7 @@ def test_a_job_that_comes_to_life_after_it_was_listed_is_kept() -> None:
     directory = run_and_be_killed("j1")
     (dead,) = dead_memory()
     again = JobDirectory.open("j1")
-    with pytest.raises(JobInUseError, match="come to life"):
+    with pytest.raises(JobInUseError, match="was just started"):
         remove(dead)
     assert restorable(directory.segments()[0]) == [10]
     again.hold_live().close()

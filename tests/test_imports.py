@@ -72,9 +72,20 @@ def test_packages_of_the_engine_import_only_what_lies_before_them(package: str) 
         assert not wrong, f"{path.name} of {package} imports {wrong}"
 
 
+def test_benchmarks_drive_the_public_class_and_not_the_parts_of_the_engine() -> None:
+    """A copy of what `Checkpointer` does with them would go on measuring something else when they change."""
+    inside = {"state", "snapshot", "planning", "session", "collectives"}
+    programs = [*(ROOT / "flashckpt/bench").glob("*.py"), *(ROOT / "benchmarks").glob("stall*.py")]
+    assert len(programs) > 20
+    for path in programs:
+        wrong = {room for room in inside if under(imported(path), f"flashckpt.{room}")}
+        assert not wrong, f"{path.name} imports {sorted(wrong)}"
+        assert "._life" not in path.read_text(), f"{path.name} looks into the Checkpointer"
+
+
 ARITHMETIC = {
     "__future__", "collections", "dataclasses", "enum", "functools", "itertools", "math", "msgpack", "numpy", "struct",
-    "typing", "xxhash",
+    "types", "typing", "xxhash",
 }  # fmt: skip
 """All that `core` and `planning` may import that is not ours: nothing of it does I/O."""
 
@@ -101,37 +112,37 @@ def test_daemon_does_not_import_trainer_or_sampler() -> None:
         assert not under(names, "flashckpt.trainer"), path.name
 
 
-FOREIGN = "flashckpt/interop/torch_files.py"
-"""Writes and reads files of torch.save and dcp for `flashckpt export` and `import`: the pickles in them are the
-format that the user asked for, and are never ours. The test below says what it may do with them."""
+FOREIGN = ("flashckpt/interop/torch_files.py", "flashckpt/interop/dcp_folders.py")
+"""Write and read files of torch.save and dcp for `flashckpt export` and `import`: the pickles in them are the
+format that the user asked for, and are never ours. The test below says what they may do with them."""
 
 
 def test_foreign_pickles_are_read_without_running_code() -> None:
     """`torch.load` with weights_only=True, and one unpickler that refuses every class but those of dcp's metadata."""
-    tree = ast.parse((ROOT / FOREIGN).read_text())
-    calls = [node for node in ast.walk(tree) if isinstance(node, ast.Call)]
+    nodes = [node for path in FOREIGN for node in ast.walk(ast.parse((ROOT / path).read_text()))]
+    calls = [node for node in nodes if isinstance(node, ast.Call)]
     loads = [call for call in calls if ast.unparse(call.func) == "torch.load"]
     assert loads
     for call in loads:
         assert {k.arg: ast.unparse(k.value) for k in call.keywords}["weights_only"] == "True"
     assert not [call for call in calls if ast.unparse(call.func) in ("pickle.load", "pickle.loads", "pickle.dump")]
-    (unpickler,) = [
-        n for n in ast.walk(tree) if isinstance(n, ast.ClassDef) and "pickle" in "".join(map(ast.unparse, n.bases))
-    ]
+    (unpickler,) = [n for n in nodes if isinstance(n, ast.ClassDef) and "pickle" in "".join(map(ast.unparse, n.bases))]
     assert "find_class" in {node.name for node in unpickler.body if isinstance(node, ast.FunctionDef)}
 
 
 def test_foreign_pickles_are_imported_only_when_they_are_asked_for() -> None:
-    for path in modules("flashckpt"):
+    for path in (path for path in modules("flashckpt") if path not in [ROOT / foreign for foreign in FOREIGN]):
         top = [node for node in ast.parse(path.read_text()).body if isinstance(node, (ast.Import, ast.ImportFrom))]
         names = {ast.unparse(node) for node in top}
-        assert not any("torch_files" in name for name in names), f"{path.name} imports it at its start"
+        assert not any("torch_files" in name or "dcp_folders" in name for name in names), (
+            f"{path.name} imports it at its start"
+        )
 
 
 @pytest.mark.parametrize("folder", ["flashckpt", "sampler", "trainer", "daemon"])
 def test_nothing_pickles(folder: str) -> None:
     """No pickle on disk, in shared memory or on a socket; torch.load and torch.save would be pickle by another name."""
-    for path in (path for path in modules(folder) if path != ROOT / FOREIGN):
+    for path in (path for path in modules(folder) if path not in [ROOT / foreign for foreign in FOREIGN]):
         names = imported(path)
         for banned in ("pickle", "cloudpickle", "dill", "marshal", "shelve"):
             assert not under(names, banned), f"{path.name} imports {banned}"

@@ -38,7 +38,7 @@ pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled:Us
 
 @pytest.fixture(autouse=True)
 def _first_save(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(direct_writer, "_lives", {})
+    monkeypatch.setattr(direct_writer, "_claims", {})
 
 
 def run(*arguments: object, capsys: Captured) -> tuple[int, Any]:
@@ -473,7 +473,7 @@ def test_a_truncated_shard_found_while_reading_commits_nothing(tmp_path: Path, c
 
 def test_import_becomes_the_newest_and_never_replaces(tmp_path: Path, root: str, capsys: Captured) -> None:
     save_file({"w": torch.zeros(3)}, tmp_path / "w.safetensors")
-    direct_writer._lives.clear()  # the command is a process of its own
+    direct_writer._claims.clear()  # the command is a process of its own
     code, document = run("import", tmp_path / "w.safetensors", root, "--step", 120, capsys=capsys)
     assert (code, document["prefix"]) == (0, "step-000000120.g2")
     assert [i.prefix for i in list_checkpoints(open_store(root))] == ["step-000000120.g2", "step-000000120.g1"]

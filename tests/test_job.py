@@ -13,7 +13,7 @@ import pytest
 from support.memory import ended, fork
 from support.ranks import wait_for
 
-from flashckpt.core.generation import GenerationRecord
+from flashckpt.core.generation import Generation
 from flashckpt.core.snapshot_id import SnapshotId
 from flashckpt.errors import ConfigError, DamagedError, FormatVersionError, JobInUseError, SharedMemoryError
 from flashckpt.shm.job_directory import DaemonStatus, JobConfig, JobDirectory, memory_root
@@ -82,7 +82,7 @@ def test_records_come_back_and_absent_ones_are_none() -> None:
     assert directory.read_generation() is None
     assert directory.read_status() is None
     config = JobConfig(job="j1", root="s3://b/r", storage_options={"key": "v", "n": 1}, keep_every=100, world_size=8)
-    record = GenerationRecord(generation=3, token="t", parent=SnapshotId(2, 40), world_size=8, claimed=True)
+    record = Generation(number=3, token="t", parent=SnapshotId(2, 40), world_size=8, claimed=True)
     status = DaemonStatus(committed=SnapshotId(3, 60), failures=2, error="disk full", lag=1)
     directory.write_config(config)
     directory.write_generation(record)
@@ -101,7 +101,7 @@ def test_records_hold_no_secret_for_others() -> None:
 
 def test_damaged_or_newer_records_are_refused() -> None:
     directory = JobDirectory.open("j1")
-    directory.write_generation(GenerationRecord(generation=3))
+    directory.write_generation(Generation(number=3))
     path = directory.path / "generation.msgpack"
     good = path.read_bytes()
     for bad, error in (
@@ -117,12 +117,12 @@ def test_damaged_or_newer_records_are_refused() -> None:
 
 def test_writer_of_a_record_killed_at_any_instant_leaves_the_old_or_the_new_one() -> None:
     directory = JobDirectory.open("j1")
-    directory.write_generation(GenerationRecord(generation=0, token="t" * 5000))
+    directory.write_generation(Generation(number=0, token="t" * 5000))
     for _ in range(10):
 
         def write_on() -> None:
             for n in range(1, 10**6):
-                directory.write_generation(GenerationRecord(generation=n, token="t" * 5000))
+                directory.write_generation(Generation(number=n, token="t" * 5000))
 
         child = fork(write_on)
         seen: set[int] = set()
@@ -130,7 +130,7 @@ def test_writer_of_a_record_killed_at_any_instant_leaves_the_old_or_the_new_one(
         def advanced(seen: set[int] = seen) -> bool:
             record = directory.read_generation()
             assert record is not None
-            seen.add(record.generation)
+            seen.add(record.number)
             return len(seen) > 5
 
         wait_for(advanced, what="records")
@@ -167,10 +167,10 @@ def test_a_rank_that_starts_while_the_last_run_is_being_removed_gets_a_directory
 
     child = fork(remover)
     os.read(removing[0], 1)
-    starter = fork(lambda: JobDirectory.open("j1").write_generation(GenerationRecord(generation=5)))
+    starter = fork(lambda: JobDirectory.open("j1").write_generation(Generation(number=5)))
     os.write(go[1], b"x")
     assert (ended(child), ended(starter)) == (0, 0)
-    assert JobDirectory.open("j1").read_generation() == GenerationRecord(generation=5)
+    assert JobDirectory.open("j1").read_generation() == Generation(number=5)
     for fd in (*removing, *go):
         os.close(fd)
 
@@ -318,7 +318,7 @@ def test_a_full_tmpfs_is_a_clear_error_and_the_daemons_status_is_written_all_the
 
     monkeypatch.setattr(os, "open", full)
     with pytest.raises(SharedMemoryError, match="too little host memory"):
-        directory.write_generation(GenerationRecord(generation=1))
+        directory.write_generation(Generation(number=1))
     assert directory.read_generation() is None
     directory.write_status(DaemonStatus(committed=SnapshotId(1, 9)))
     assert directory.read_status() == DaemonStatus(committed=SnapshotId(1, 9))

@@ -6,8 +6,10 @@ from typing import Any
 
 from hypothesis import given
 from hypothesis import strategies as st
+from support.lineage import newest
 
-from flashckpt.core.lineage import Life, SlotRecord, by_preference, common, is_rolled_back, newest, partially_held
+from flashckpt.core.generation import Generation
+from flashckpt.core.lineage import SlotRecord, by_preference, common, is_rolled_back, partially_held
 from flashckpt.core.snapshot_id import SnapshotId
 
 
@@ -44,7 +46,7 @@ def test_the_highest_generation_wins_over_the_highest_step() -> None:
 
 def test_what_was_abandoned_is_never_chosen_again() -> None:
     """Generation 2 was restored from (1, 20): a late commit of (1, 30) by an old daemon is not chosen."""
-    lives = [Life(generation=1), Life(generation=2, parent=SnapshotId(1, 20))]
+    lives = [Generation(number=1), Generation(number=2, parent=SnapshotId(1, 20))]
     assert newest([SnapshotId(1, 20), SnapshotId(1, 30)], lives) == (1, 20)
     assert is_rolled_back(SnapshotId(1, 21), lives)
     assert not is_rolled_back(SnapshotId(1, 20), lives)
@@ -53,28 +55,28 @@ def test_what_was_abandoned_is_never_chosen_again() -> None:
 
 def test_a_generation_between_the_parent_and_its_child_is_abandoned_whole() -> None:
     lives = [
-        Life(generation=1),
-        Life(generation=2, parent=SnapshotId(1, 20)),
-        Life(generation=3, parent=SnapshotId(1, 10)),
+        Generation(number=1),
+        Generation(number=2, parent=SnapshotId(1, 20)),
+        Generation(number=3, parent=SnapshotId(1, 10)),
     ]
     assert newest([SnapshotId(1, 10), SnapshotId(1, 20), SnapshotId(2, 5), SnapshotId(2, 30)], lives) == (1, 10)
 
 
 def test_a_claim_alone_hides_nothing() -> None:
     """A generation that died before it had restored, or whose parent is unknown, abandons no snapshot."""
-    assert newest([SnapshotId(1, 20)], [Life(generation=1), Life(generation=2), Life(generation=3)]) == (1, 20)
+    assert newest([SnapshotId(1, 20)], [Generation(number=1), Generation(number=2), Generation(number=3)]) == (1, 20)
 
 
 @given(st.data())
 def test_along_any_history_the_choice_stays_on_the_line_of_the_living(data: Any) -> None:
     """Replay: each life restores the newest choice; a snapshot off the present line is never chosen later."""
-    lives: list[Life] = []
+    lives: list[Generation] = []
     held: list[SnapshotId] = []
     line: dict[SnapshotId, bool] = {}
     for generation in range(1, data.draw(st.integers(2, 6))):
         parent = newest(held, lives)
         assert parent is None or line[parent]
-        lives.append(Life(generation=generation, parent=parent))
+        lives.append(Generation(number=generation, parent=parent))
         if parent is not None:  # a fresh start abandons nothing
             for identity in line:
                 line[identity] &= identity[0] <= parent[0] and identity[1] <= parent[1]

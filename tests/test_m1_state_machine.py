@@ -16,7 +16,7 @@ from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from flashckpt.core.generation import GenerationRecord
+from flashckpt.core.generation import Generation
 from flashckpt.core.lineage import SlotRecord, by_preference, common, is_rolled_back, partially_held
 from flashckpt.core.slot_header import SlotHeader, SlotState
 from flashckpt.core.snapshot_id import NEVER, SnapshotId
@@ -55,7 +55,7 @@ class Rank:
     memory: Memory
     step: int
     writing: int | None = None
-    passed: Identity = NEVER
+    low_watermark: Identity = NEVER
     published: RankAcks | None = None
     known: AckedSnapshots = field(default_factory=AckedSnapshots)
 
@@ -69,7 +69,7 @@ class M1(RuleBasedStateMachine):
         self.members: dict[int, int] = {}
         self.memories: dict[tuple[int, int], Memory] = {}
         self.storage: set[Identity] = set()
-        self.lives: list[GenerationRecord] = []
+        self.lives: list[Generation] = []
         self.best: Identity | None = None
         self.settled_after = 0
         self._new_life(world, layout=0, parent=None, from_storage=False)
@@ -106,7 +106,7 @@ class M1(RuleBasedStateMachine):
     def _new_life(self, world: int, layout: int, parent: Identity | None, from_storage: bool) -> None:
         self.generation = len(self.lives) + 1
         self.world, self.layout = world, layout
-        self.lives.append(GenerationRecord(generation=self.generation, parent=parent, world_size=world))
+        self.lives.append(Generation(number=self.generation, parent=parent, world_size=world))
         self.members |= dict.fromkeys(range(world), self.generation)
         self.restored = None if from_storage else parent
         self.superseded = parent if from_storage else None
@@ -123,8 +123,8 @@ class M1(RuleBasedStateMachine):
 
     def _publish(self, rank: Rank) -> None:
         line = [i for i in self._mine(rank) if not is_rolled_back(i, self.lives[-1:])]
-        rank.published = RankAcks.of(line, rank.passed)
-        rank.passed = rank.published.passed
+        rank.published = RankAcks.of(line, rank.low_watermark)
+        rank.low_watermark = rank.published.low_watermark
 
     def _refresh(self, rank: Rank) -> None:
         rank.known = combine_acks([r.published for r in self.ranks], restored=self.restored)
@@ -153,11 +153,11 @@ class M1(RuleBasedStateMachine):
             memory.headers,
             pinned=memory.pinned,
             common=rank.known.common,
-            hopeless=rank.known.hopeless,
+            unrecoverable=rank.known.unrecoverable,
             superseded=self.superseded,
         )
         if slot is None:
-            rank.passed = max(rank.passed, SnapshotId(self.generation, rank.step))
+            rank.low_watermark = max(rank.low_watermark, SnapshotId(self.generation, rank.step))
             if not self.late:
                 self._publish(rank)
             return
@@ -176,7 +176,7 @@ class M1(RuleBasedStateMachine):
     def _discard(self, rank: Rank) -> None:
         """The fence found a change: this snapshot of this rank never existed."""
         if rank.writing is not None:
-            rank.passed = max(rank.passed, rank.memory.headers[rank.writing].identity)
+            rank.low_watermark = max(rank.low_watermark, rank.memory.headers[rank.writing].identity)
             rank.memory.put(rank.writing, state=SlotState.EMPTY)
             rank.writing = None
             if not self.late:
@@ -233,7 +233,7 @@ class M1(RuleBasedStateMachine):
     def crash_and_restart(self, world: int, swap: bool, marked: set[int], claims: int) -> None:
         """All ranks die at whatever they were doing; some lives end before they come to restore."""
         for _ in range(claims):
-            self.lives.append(GenerationRecord(generation=len(self.lives) + 1))
+            self.lives.append(Generation(number=len(self.lives) + 1))
         if world != self.world:
             swap = True  # other boxes per rank
         self.layout = max(m.layout for m in self.memories.values()) if self.memories else 0

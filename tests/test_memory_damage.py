@@ -15,7 +15,7 @@ from support.memory_tier import FakeJob
 from support.one_rank import agent_of_the_test  # noqa: F401 -- a fixture
 
 from flashckpt import Checkpointer
-from flashckpt.core.generation import GenerationRecord
+from flashckpt.core.generation import Generation
 from flashckpt.core.snapshot_id import SnapshotId
 from flashckpt.errors import DamagedError, PersistError
 from flashckpt.shm.control import PAGE, Control, RankAcks
@@ -50,7 +50,7 @@ def test_a_request_is_newer_than_what_was_asked_and_answered_before_the_clock_wa
 
 def test_a_damaged_record_names_the_way_out(shm_dir: Path) -> None:
     directory = JobDirectory.open("t")
-    directory.write_generation(GenerationRecord(generation=1))
+    directory.write_generation(Generation(number=1))
     path = directory.path / "generation.msgpack"
     for raw in (b"", bytes([*path.read_bytes()[:-1], 0xC1]), struct.pack("q", 1) * 9):
         path.write_bytes(raw)
@@ -89,5 +89,5 @@ def test_a_segment_that_cannot_be_read_is_said_once(tmp_path: Path, caplog: pyte
     path.write_bytes(b"\0" * path.stat().st_size)
     for _ in range(3):
         scan(job.directory)
-    assert caplog.text.count("left alone") == 1
+    assert caplog.text.count("is ignored") == 1
     job.die()

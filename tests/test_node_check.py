@@ -8,18 +8,18 @@ from collections.abc import Callable
 import pytest
 from torch._C._distributed_c10d import HashStore
 
-from flashckpt.daemon.launcher.node_check import Check, Timing, first_pairs, is_due, second_pairs, verdict
+from flashckpt.daemon.launcher.node_check import Check, NodeTiming, first_pairs, is_due, second_pairs, verdict
 from flashckpt.daemon.launcher.stop import Group
 
 INFINITE = float("inf")
 
 
-def alone(*seconds: float) -> list[Timing]:
-    return [Timing(nodes=(node,), seconds=value) for node, value in enumerate(seconds)]
+def alone(*seconds: float) -> list[NodeTiming]:
+    return [NodeTiming(nodes=(node,), seconds=value) for node, value in enumerate(seconds)]
 
 
-def pairs(*items: tuple[int, int, float]) -> list[Timing]:
-    return [Timing(nodes=(one, two), seconds=value) for one, two, value in items]
+def pairs(*items: tuple[int, int, float]) -> list[NodeTiming]:
+    return [NodeTiming(nodes=(one, two), seconds=value) for one, two, value in items]
 
 
 def test_every_node_is_in_a_first_pair() -> None:

@@ -58,8 +58,8 @@ def test_refused_policy_is_said_and_fails_nothing(tmp_path: Path, monkeypatch: p
     own = sorted(os.sched_getaffinity(0))
     monkeypatch.setattr(numa, "prefer", lambda nodes: errno.EPERM)
     sysfs = machine(tmp_path, {0: ",".join(map(str, own)), 1: "1000-1001"}, memory="0-1")
-    assert numa.bind(own, sysfs=sysfs) == "memory of NUMA node [0] cannot be preferred: Operation not permitted"
-    assert "processors [100000] cannot be had" in numa.bind([100000], sysfs=sysfs)
+    assert numa.bind(own, sysfs=sysfs) == "cannot prefer the memory of NUMA node [0]: Operation not permitted"
+    assert "cannot bind to processors [100000]" in numa.bind([100000], sysfs=sysfs)
 
 
 def test_older_kernel_gets_the_lowest_node_only(monkeypatch: pytest.MonkeyPatch) -> None:

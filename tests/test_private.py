@@ -17,7 +17,7 @@ from support.memory import ended, fork, spec_of
 
 from flashckpt.bench import scratch
 from flashckpt.cli import main as cli
-from flashckpt.core.generation import GenerationRecord
+from flashckpt.core.generation import Generation
 from flashckpt.daemon.launcher import worker
 from flashckpt.daemon.launcher.watch import JobWatch
 from flashckpt.errors import ConfigError, SharedMemoryError
@@ -174,7 +174,7 @@ def test_all_that_is_made_is_private_whatever_the_umask(umask: int) -> None:
     def work() -> None:
         os.umask(umask)
         directory = JobDirectory.open("j1")
-        directory.write_generation(GenerationRecord(generation=1))
+        directory.write_generation(Generation(number=1))
         directory.notify(0)
         directory.request("persist-now")
         Segment.create(directory.segment_path(0, 5), spec_of(job="j1")).close()
@@ -325,7 +325,7 @@ def test_a_wrong_time_to_keep_dead_memory_is_refused(
 ) -> None:
     monkeypatch.setenv("FLASHCKPT_KEEP_DEAD", value)
     code, document, _ = run("gc", capsys=capsys)
-    assert (code, document["error"]["problem"]) == (10, "FLASHCKPT_KEEP_DEAD is wrong")
+    assert (code, document["error"]["problem"]) == (10, "invalid FLASHCKPT_KEEP_DEAD")
 
 
 def test_listing_goes_on_where_a_directory_vanishes(shm_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 from math import prod
 from pathlib import Path
@@ -16,6 +17,7 @@ from flashckpt.core.manifest import Manifest
 from flashckpt.core.shard import ITEMSIZE, Shard, place
 from flashckpt.core.shard_table import ShardTable
 from flashckpt.errors import DamagedError, ShardGapError
+from flashckpt.planning.pieces import JOB_BYTES, cut_pieces
 from flashckpt.restore import executor as restore
 from flashckpt.restore.executor import RestoreCounts, Target, execute_reads
 from flashckpt.restore.sources import Source, StorageSource
@@ -129,8 +131,9 @@ def test_any_box_from_any_grid_with_small_jobs(tmp_path_factory: pytest.TempPath
     source = packs.source("step", [[one] for one in rows("w", shape, parts, dim, dtype)])
     at = tuple(data.draw(st.integers(0, n - 1)) for n in shape)
     box = at, tuple(data.draw(st.integers(0, n - a)) for n, a in zip(shape, at, strict=True))
+    most = data.draw(st.sampled_from((1, 7, 1 << 16)))
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(restore, "MAX_RUNS", data.draw(st.sampled_from((1, 7, 1 << 16))))
+        patch.setattr(restore, "cut_pieces", functools.partial(cut_pieces, max_runs=most))
         restored(packs, [shard("w", shape, box, dtype)], [source], threads=1)
 
 
@@ -236,4 +239,4 @@ def test_extra_memory_is_bounded_by_a_job_per_thread(packs: Packs) -> None:
         peak = tracemalloc.get_traced_memory()[1]
     finally:
         tracemalloc.stop()
-    assert peak < 2 * restore.JOB_BYTES + (4 << 20)
+    assert peak < 2 * JOB_BYTES + (4 << 20)

@@ -17,24 +17,13 @@ from support.slots import make_pin, shard
 from flashckpt import faults
 from flashckpt.checkpoint.catalog import (
     CheckpointInfo,
-    GenerationClaim,
-    claim_generation,
     list_checkpoints,
     list_uncommitted,
     newest_checkpoint,
-    newest_generation,
-    owns_generation,
-    read_generations,
     read_manifest,
 )
-from flashckpt.checkpoint.intents import (
-    Intent,
-    abandon_intent,
-    abandoned_reason,
-    close_intent,
-    list_intents,
-    put_intent,
-)
+from flashckpt.checkpoint.generations import claim_generation, newest_generation, owns_generation, read_generations
+from flashckpt.checkpoint.intents import abandon_intent, abandoned_reason, close_intent, list_intents, put_intent
 from flashckpt.checkpoint.retention import (
     LEASE_S,
     TOMBSTONE_AGE_S,
@@ -49,6 +38,8 @@ from flashckpt.checkpoint.retention import (
     unkeep,
 )
 from flashckpt.checkpoint.writer import MANIFEST, commit, persist_slot, prefix_of
+from flashckpt.core.generation import Generation
+from flashckpt.core.intent import Intent
 from flashckpt.core.manifest_header import HEAD_BYTES
 from flashckpt.core.snapshot_id import SnapshotId
 from flashckpt.errors import DamagedError, NoCheckpointError, RootError
@@ -135,8 +126,8 @@ def test_mark_on_a_checkpoint_that_is_not_there_is_refused(store: Store) -> None
 
 def test_checkpoints_that_a_later_generation_left_behind_go_first(store: Store) -> None:
     make(store, 10, 20, 30)
-    assert claim_generation(store, GenerationClaim(generation=1, token="a", parent=None))
-    assert claim_generation(store, GenerationClaim(generation=2, token="b", parent=SnapshotId(1, 10)))
+    assert claim_generation(store, Generation(number=1, token="a", parent=None))
+    assert claim_generation(store, Generation(number=2, token="b", parent=SnapshotId(1, 10)))
     make(store, 15, generation=2, parent=SnapshotId(1, 10))
     newest = newest_checkpoint(store)
     assert newest is not None
@@ -276,10 +267,10 @@ def test_damaged_manifest_is_never_swept(store: Store) -> None:
 
 
 def test_generation_is_claimed_once_and_known_again_by_its_token(store: Store) -> None:
-    mine = GenerationClaim(generation=4, token="mine", parent=SnapshotId(3, 120), world_size=8, created_s=5.0)
+    mine = Generation(number=4, token="mine", parent=SnapshotId(3, 120), world_size=8, created_s=5.0)
     assert newest_generation(store) == 0
     assert claim_generation(store, mine)
-    assert not claim_generation(store, GenerationClaim(generation=4, token="theirs"))
+    assert not claim_generation(store, Generation(number=4, token="theirs"))
     assert claim_generation(store, mine)  # the answer to the first try was lost
     assert owns_generation(store, mine)
     assert read_generations(store) == [mine]
@@ -297,12 +288,12 @@ def test_killed_while_claiming_the_next_life_claims_a_number_of_its_own(store: S
     if pid == 0:
         try:
             faults.arm(point)
-            claim_generation(store, GenerationClaim(generation=1, token="dead"))
+            claim_generation(store, Generation(number=1, token="dead"))
         finally:
             os._exit(1)
     assert os.WTERMSIG(os.waitpid(pid, 0)[1]) == signal.SIGKILL
     number = newest_generation(store) + 1
-    assert claim_generation(store, GenerationClaim(generation=number, token="next"))
+    assert claim_generation(store, Generation(number=number, token="next"))
     assert number == (2 if point == "generation.after-claim" else 1)
 
 

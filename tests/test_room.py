@@ -87,11 +87,12 @@ def test_the_error_names_need_room_limit_and_every_remedy(shm_dir: Any, monkeypa
 
 def test_a_segment_that_does_not_fit_is_refused_before_anything_is_written(shm_dir: Any, monkeypatch: Any) -> None:
     need = spec_of().nbytes
-    monkeypatch.setattr(capacity, "capacities", lambda *_a, **_k: [Capacity(nbytes=4 * need - 1, limit="x")])
+    monkeypatch.setattr(capacity, "capacities", lambda *_a, **_k: [Capacity(nbytes=need - 1, limit="x")])
     with pytest.raises(SharedMemoryError):
-        Segment.create(shm_dir / "a.seg", spec_of(), together=4)
+        Segment.create(shm_dir / "a.seg", spec_of())
     assert list(shm_dir.iterdir()) == []
-    Segment.create(shm_dir / "a.seg", spec_of(), together=3).close()
+    monkeypatch.setattr(capacity, "capacities", lambda *_a, **_k: [Capacity(nbytes=need, limit="x")])
+    Segment.create(shm_dir / "a.seg", spec_of()).close()
 
 
 def test_room_that_vanishes_while_reserving_is_an_error_and_the_segment_is_removed(

@@ -7,17 +7,14 @@ from pathlib import Path
 import pytest
 from support.slots import make_pin, shard
 
-from flashckpt.checkpoint.catalog import (
-    GenerationClaim,
-    claim_generation,
-    list_checkpoints,
-    newest_checkpoint,
-    read_generations,
-)
-from flashckpt.checkpoint.intents import Intent, list_intents, put_intent
+from flashckpt.checkpoint.catalog import list_checkpoints, newest_checkpoint
+from flashckpt.checkpoint.generations import claim_generation, read_generations
+from flashckpt.checkpoint.intents import list_intents, put_intent
 from flashckpt.checkpoint.retention import ReadLease, leased_prefixes
 from flashckpt.checkpoint.root_summary import read_root
 from flashckpt.checkpoint.writer import commit, persist_slot, prefix_of
+from flashckpt.core.generation import Generation
+from flashckpt.core.intent import Intent
 from flashckpt.core.snapshot_id import SnapshotId
 from flashckpt.errors import DamagedError
 from flashckpt.storage.factory import open_store
@@ -28,13 +25,11 @@ from flashckpt.storage.store import Store
 def store(tmp_path: Path) -> Store:
     """A root with steps 10, 20 and 30 of generation 1, and a second life that was restored from step 30."""
     store = open_store(tmp_path / "root")
-    claim_generation(store, GenerationClaim(generation=1, token="a", world_size=1, created_s=1.5))
+    claim_generation(store, Generation(number=1, token="a", world_size=1, created_s=1.5))
     for step in (10, 20, 30):
         persist_slot(make_pin([shard("w", (400,))], step=step, generation=1), store, prefix_of(1, step))
         commit(store, prefix_of(1, step), [0])
-    claim_generation(
-        store, GenerationClaim(generation=2, token="b" * 16, parent=SnapshotId(1, 30), world_size=1, created_s=2.5)
-    )
+    claim_generation(store, Generation(number=2, token="b" * 16, parent=SnapshotId(1, 30), world_size=1, created_s=2.5))
     return store
 
 

@@ -171,7 +171,7 @@ def test_state_is_under_200_bytes_at_any_scale() -> None:
 def test_skipping_what_is_trained_or_handed_out_is_refused() -> None:
     sampler = ElasticSampler(100, global_batch_size=10)
     sampler.commit()
-    with pytest.raises(SamplerStateError, match="trained already"):
+    with pytest.raises(SamplerStateError, match="already trained"):
         sampler.skip(5, 20)
     with pytest.raises(ConfigError):
         sampler.skip(20, 20)

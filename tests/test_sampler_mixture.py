@@ -14,7 +14,7 @@ from hypothesis import given, settings
 from flashckpt.errors import ConfigError, DataError, SamplerStateError
 from flashckpt.sampler import ElasticSampler, Mixture, Order
 from flashckpt.sampler.order.mixture import Schedule
-from flashckpt.sampler.order.schedule import Skips
+from flashckpt.sampler.order.schedule import SkippedSpans
 
 
 class Named(list[str]):
@@ -170,10 +170,10 @@ def test_wrong_mixtures_are_refused() -> None:
     with pytest.raises(ConfigError):
         Mixture({})
     sampler = ElasticSampler(mixture(a=(10, 1), b=(10, 2)))
-    with pytest.raises(ConfigError, match="do not fit"):
+    with pytest.raises(ConfigError, match="do not match"):
         sampler.set_weights({"a": 1})
     sampler.commit(5)
-    with pytest.raises(SamplerStateError, match="trained already"):
+    with pytest.raises(SamplerStateError, match="already trained"):
         sampler.set_weights({"a": 1, "b": 1}, start=3)
     with pytest.raises(ConfigError, match="not a mixture"):
         ElasticSampler(10).set_weights({"a": 1})
@@ -186,7 +186,7 @@ def test_counts_leave_out_what_is_skipped() -> None:
     sampler.commit(6)
     assert sampler.position == 10
     assert sampler.source_counts() == {"a": 3, "b": 3}
-    assert Skips(spans=((2, 6),)).count(0, 10) == 6
+    assert SkippedSpans(spans=((2, 6),)).count(0, 10) == 6
 
 
 def test_a_mixture_of_a_trillion_samples_is_random_access() -> None:

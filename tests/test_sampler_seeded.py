@@ -98,7 +98,7 @@ def test_a_sampler_that_does_not_know_of_it_is_refused() -> None:
     samples = SeededSamples(Noisy())
     plain = ElasticSampler(Noisy(), dp_rank=0, dp_size=1, global_batch_size=BATCH)
     for loader in (DataLoader(samples, shuffle=True), DataLoader(samples, sampler=plain)):
-        with pytest.raises(DataError, match="the epoch of a sample is not known"):
+        with pytest.raises(DataError, match="the epoch of a sample is unknown"):
             next(iter(loader))
 
 

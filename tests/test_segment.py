@@ -13,7 +13,19 @@ from typing import Any
 
 import numpy as np
 import pytest
-from support.memory import SIZES, bytes_of, ended, fork, killed_at, restorable, shards_of, spec_of, take, verified
+from support.memory import (
+    SIZES,
+    bytes_of,
+    ended,
+    fork,
+    killed_at,
+    request_of,
+    restorable,
+    shards_of,
+    spec_of,
+    take,
+    verified,
+)
 from support.ranks import wait_for
 
 from flashckpt.core import superblock
@@ -82,7 +94,7 @@ def test_files_are_private_to_the_user_and_data_is_page_aligned(path: Any) -> No
 
 def test_a_closed_segment_leaves_buffers_in_use_alone(path: Any) -> None:
     segment = new(path)
-    writer = segment.begin(0, generation=1, step=1, world_size=1, persist=False, parent=None)
+    writer = segment.begin(0, request_of(1, 1))
     view = np.frombuffer(writer.data, np.uint8)
     segment.close()
     view[:10] = 1  # would be a segmentation fault
@@ -163,7 +175,7 @@ def test_a_header_torn_at_any_byte_never_wins() -> None:
 
 def test_damage_to_the_newest_header_never_brings_an_overwritten_snapshot_back(path: Any) -> None:
     segment = new(path, 10, 20)
-    segment.begin(0, generation=1, step=30, world_size=1, persist=False, parent=None)
+    segment.begin(0, request_of(1, 30))
     segment.close()
     at = segment.spec.header_at(0)
     for copy in (0, 1):
@@ -196,7 +208,7 @@ def test_a_flipped_byte_in_the_manifest_is_found_before_anything_is_read(path: A
 
 def test_a_discarded_snapshot_never_existed(path: Any) -> None:
     segment = new(path, 10, 20)
-    writer = segment.begin(0, generation=1, step=30, world_size=1, persist=False, parent=None)
+    writer = segment.begin(0, request_of(1, 30))
     writer.data[:100] = bytes(100)
     writer.discard()
     assert restorable(path) == [20]
@@ -206,7 +218,7 @@ def test_a_discarded_snapshot_never_existed(path: Any) -> None:
 
 def test_an_oversized_manifest_discards_only_its_own_snapshot(path: Any) -> None:
     segment = new(path, 10)
-    writer = segment.begin(1, generation=1, step=20, world_size=1, persist=False, parent=None)
+    writer = segment.begin(1, request_of(1, 20))
     with pytest.raises(SharedMemoryError, match="step 20"):
         writer.commit(bytes(1 << 20))
     assert restorable(path) == [10]
@@ -284,7 +296,7 @@ def test_a_pinned_slot_is_not_overwritten_and_stays_readable(path: Any) -> None:
     assert pin is not None
     assert segment.busy() == {0}
     with pytest.raises(SlotPinned):
-        segment.begin(0, generation=1, step=30, world_size=1, persist=False, parent=None)
+        segment.begin(0, request_of(1, 30))
     assert segment.header(0).identity == (1, 10)
     reader.close()
     assert verified(pin) == 10, "a pin outlives the segment it was made by"
@@ -308,11 +320,11 @@ def test_two_readers_share_a_slot_and_the_writer_waits_for_both(path: Any) -> No
 
 def test_a_slot_being_written_cannot_be_pinned_or_begun_again(path: Any) -> None:
     segment = new(path, 10, 20)
-    writer = segment.begin(0, generation=1, step=30, world_size=1, persist=False, parent=None)
+    writer = segment.begin(0, request_of(1, 30))
     assert segment.pin(0) is None
     assert segment.busy() == {0}
     with pytest.raises(SlotPinned):
-        segment.begin(0, generation=1, step=35, world_size=1, persist=False, parent=None)
+        segment.begin(0, request_of(1, 35))
     writer.discard()
     segment.close()
 
@@ -357,7 +369,7 @@ def test_a_snapshot_abandoned_while_it_is_read_is_not_taken(path: Any) -> None:
     assert pin is not None
     segment.mark_empty(0)
     assert not pin.is_current()
-    with pytest.raises(DamagedError, match="abandoned"):
+    with pytest.raises(DamagedError, match="rolled back"):
         pin.manifest()
     pin.close()
     assert restorable(path) == []
@@ -440,7 +452,7 @@ def test_forked_child_that_outlives_its_rank_holds_no_lease(path: Any) -> None:
         pin = segment.pin(1)
         assert pin is not None
         _ = pin.data
-        segment.begin(0, generation=1, step=30, world_size=1, persist=False, parent=None)
+        segment.begin(0, request_of(1, 30))
         worker = fork(signal.pause)
         os.write(tell, struct.pack("i", worker))
         signal.pause()
@@ -516,7 +528,7 @@ def test_reading_is_lock_free_beside_a_busy_writer(path: Any) -> None:
 
 def test_empty_table_and_the_smallest_segment(path: Any) -> None:
     segment = Segment.create(path, spec_of(sizes=()))
-    writer = segment.begin(0, generation=1, step=1, world_size=1, persist=False, parent=None)
+    writer = segment.begin(0, request_of(1, 1))
     m = Manifest(
         job="job", generation=1, step=1, parent=None, world_size=1, rank=0, writers=[0], coordinates={},
         table=ShardTable.from_shards([], []), digests=np.zeros(0, np.uint64), values={"step": 1},

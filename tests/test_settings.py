@@ -153,7 +153,7 @@ def test_what_is_no_step_number_is_refused_at_once_and_nothing_is_counted(step: 
             pass
 
     ckpt = opened(tmp_path, model=torch.nn.Linear(2, 2), sampler=Sampler())
-    with pytest.raises(ConfigError, match="the number of a step is wrong"):
+    with pytest.raises(ConfigError, match="invalid step number"):
         ckpt.step(step)
     assert Sampler.commits == 0
     assert "snapshots" not in ckpt.stats

@@ -34,7 +34,7 @@ def slots(*what: tuple[SlotState, int, int]) -> list[SlotHeader]:
         (slots((C, 1, 5), (C, 1, 10)), {"common": [(1, 10)], "pinned": {0}}, None),
         (slots((E, 0, 0), (C, 1, 5), (C, 1, 10)), {"common": [(1, 10)], "pinned": {0}}, 1),
         # what can never become common protects nothing
-        (slots((C, 1, 10), (C, 1, 15)), {"common": [(1, 10)], "hopeless": {(1, 15)}}, 1),
+        (slots((C, 1, 10), (C, 1, 15)), {"common": [(1, 10)], "unrecoverable": {(1, 15)}}, 1),
         # what a committed checkpoint supersedes
         (slots((C, 1, 20), (C, 1, 25)), {"superseded": (1, 20)}, 0),
         (slots((C, 1, 21), (C, 1, 25)), {"superseded": (1, 20)}, None),

@@ -19,8 +19,10 @@ from support.ranks import wait_for
 from support.s3 import Server, free_port, s3_server
 from support.slots import make_pin, shard
 
-from flashckpt.checkpoint.catalog import GenerationClaim, claim_generation, list_checkpoints, owns_generation
+from flashckpt.checkpoint.catalog import list_checkpoints
+from flashckpt.checkpoint.generations import claim_generation, owns_generation
 from flashckpt.checkpoint.writer import commit, missing_writers, persist_slot, prefix_of
+from flashckpt.core.generation import Generation
 from flashckpt.errors import ConfigError, DamagedError, FlashckptError, RootError, StoreError
 from flashckpt.storage.conditional import publish_unconditional
 from flashckpt.storage.factory import is_process_local, open_store
@@ -388,7 +390,7 @@ def test_server_that_ignores_conditions_is_found_out_and_one_claimer_wins(
         monkeypatch.setattr(store, "_create", lambda key, data, store=store: store.put(key, data) or True)
     assert not stores[0].is_conditional
     assert "does not honour conditional writes" in caplog.text
-    claims = [GenerationClaim(generation=1, token=token) for token in ("a", "b")]
+    claims = [Generation(number=1, token=token) for token in ("a", "b")]
     won: list[bool] = [False, False]
     barrier = threading.Barrier(2)
 

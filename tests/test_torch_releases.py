@@ -37,7 +37,7 @@ def test_torchrun_without_shutdown_timeout(tmp_path: Path, monkeypatch: pytest.M
     """torch 2.11 has no such option; the variable of the same meaning is dlrun's own to read."""
     from torch.distributed import run as torchrun
 
-    from flashckpt.daemon.launcher import agent
+    from flashckpt.daemon.launcher import launch as launcher
 
     given: dict[str, Any] = {}
     original = torchrun.config_from_args
@@ -52,7 +52,7 @@ def test_torchrun_without_shutdown_timeout(tmp_path: Path, monkeypatch: pytest.M
         given["survivors_s"] = options.survivors_s
 
     monkeypatch.setattr(torchrun, "config_from_args", config_from_args)
-    monkeypatch.setattr(agent, "launch", launch)
+    monkeypatch.setattr(launcher, "launch", launch)
     monkeypatch.setenv("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", "7")
     parser: ArgumentParser = cli.get_args_parser()
     cli.run(parser.parse_args(["--no-zygote", "--log-dir", str(tmp_path), "script.py"]))

@@ -310,12 +310,12 @@ def test_exit_codes_are_distinct() -> None:
     assert len(codes) == len(set(codes))
 
 
-def test_dlrun_does_not_restart_what_no_restart_can_mend_and_ends_with_its_code(tmp_path: Path) -> None:
+def test_dlrun_does_not_restart_after_a_permanent_error_and_ends_with_its_code(tmp_path: Path) -> None:
     command = ["-m", "flashckpt.daemon.run", "--nproc-per-node", "2", "--max-restarts", "3"]
     done = warm.run([*command, "-m", "flashckpt.trainer", "--parallel.tp", "3"], tmp_path)
     assert (done.returncode, done.stderr.count("LayoutError")) == (LayoutError.exit_code, 1)
     assert "does not fill the world" in done.stderr
-    assert "restarting" not in done.stderr
+    assert "restarting all" not in done.stderr
     assert "Traceback" not in done.stderr
 
 

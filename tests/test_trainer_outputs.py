@@ -19,7 +19,7 @@ from support.training import run_config, write_corpus
 
 from flashckpt.errors import FINAL_CODES, ConfigError, FlashckptError
 from flashckpt.trainer.config import to_toml
-from flashckpt.trainer.nonfatal import LineFile, Nonfatal, Stream
+from flashckpt.trainer.nonfatal import LineFile, Nonfatal, NonfatalStream
 from flashckpt.trainer.parallel.distributed import note_restore
 from flashckpt.trainer.train.metrics import ProgressLine, StepRecord, Trace, read_trace
 from flashckpt.trainer.train.report_once import report_once
@@ -73,7 +73,7 @@ def test_lost_lines_are_counted_and_reported_when_writing_works_again_and_at_the
 
 def test_a_stream_without_room_or_closed_raises_nothing_and_says_what_it_lost() -> None:
     full = Full()
-    stream = Stream(full, "standard error")
+    stream = NonfatalStream(full, "standard error")
     print("one\ntwo", file=stream)
     stream.flush()
     full.full = False

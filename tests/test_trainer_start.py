@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 from support import warm
-from support.s3 import Server, moto_server
+from support.s3 import Server, s3_server
 from support.training import run_config, write_corpus
 
 from flashckpt.checkpoint.catalog import list_checkpoints
@@ -30,7 +30,7 @@ def corpus(tmp_path_factory: Any) -> Any:
 
 @pytest.fixture(scope="module")
 def server() -> Iterator[Server]:
-    with moto_server() as server:
+    with s3_server() as server:
         yield server
 
 
@@ -55,7 +55,7 @@ def test_a_longer_cosine_run_warns_that_the_rate_jumps_and_an_ended_one_says_so(
     assert "no checkpoints are made" not in first.stderr
     assert "jumps" not in first.stderr
     again = train(corpus, "longer", checkpoint=checkpoint)
-    assert "step 4 of 4 is trained already: nothing to do" in again.stderr
+    assert "step 4 of 4 is already trained: nothing to do" in again.stderr
     longer = train(corpus, "longer", "--train.steps", "8", checkpoint=checkpoint)
     assert longer.returncode == 0, longer.stderr
     assert "the learning rate jumps at the restored step 4: 3.000e-04 under the recorded schedule" in longer.stderr
@@ -71,28 +71,29 @@ def test_every_shipped_run_but_the_demos_makes_checkpoints_under_out() -> None:
 
 
 def test_a_run_on_another_endpoint_than_amazons_is_checked_checkpointed_and_resumed(
-    corpus: Any, server: Server
+    corpus: Any, server: Server, default_client: str
 ) -> None:
     options = {name: value for name, value in server.options().items() if name not in ("key", "secret")}
-    root = f"s3://{server.bucket}/run"
+    root, job = f"s3://{server.bucket}/{default_client}", f"test-{default_client}"
     checkpoint = {
-        "root": root, "job": "test-endpoint", "snapshot_every": 2, "persist_every": 2, "storage_options": options,
+        "root": root, "job": job, "snapshot_every": 2, "persist_every": 2, "storage_options": options,
     }  # fmt: skip
     env = {"AWS_ACCESS_KEY_ID": server.key, "AWS_SECRET_ACCESS_KEY": server.secret}
-    first = train(corpus, "endpoint", checkpoint=checkpoint, env=env)
+    first = train(corpus, job, checkpoint=checkpoint, env=env)
     assert first.returncode == 0, first.stderr
     store = open_store(root, **server.options())
     (newest, *_) = list_checkpoints(store)
     assert newest.step == 4
     assert not [info.key for info in store.list("probe/")]  # what the check wrote is gone
-    recorded = recorded_config(root, "test-endpoint", server.options())
+    recorded = recorded_config(root, job, server.options())
     assert recorded is not None
     assert "storage_options" not in recorded["checkpoint"]
-    longer = train(corpus, "endpoint", "--train.steps", "6", checkpoint=checkpoint, env=env)
+    longer = train(corpus, job, "--train.steps", "6", checkpoint=checkpoint, env=env)
     assert longer.returncode == 0, longer.stderr
     assert "step 4" in longer.stderr
 
 
+@pytest.mark.usefixtures("default_client")
 def test_a_bucket_that_is_not_there_is_refused_before_anything_is_trained(corpus: Any, server: Server) -> None:
     checkpoint = {"root": "s3://no-such-bucket/run", "storage_options": server.options(retries=1)}
     done = train(corpus, "no-bucket", checkpoint=checkpoint)
@@ -101,6 +102,7 @@ def test_a_bucket_that_is_not_there_is_refused_before_anything_is_trained(corpus
     assert not (corpus[0] / "no-bucket" / "trace.jsonl").exists()
 
 
+@pytest.mark.usefixtures("default_client")
 def test_an_endpoint_that_does_not_answer_is_an_error_of_the_root(server: Server, monkeypatch: Any) -> None:
     dead = server.options(endpoint_url="http://127.0.0.1:9", retries=1, timeout_s=2.0)
     with pytest.raises(RootError, match="cannot be written"):

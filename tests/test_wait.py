@@ -14,12 +14,12 @@ from support.engine import agent_dir, net
 from support.one_rank import agent_of_the_test, crash  # noqa: F401 -- fixtures
 from support.proxy import Proxy
 from support.ranks import wait_for
-from support.s3 import moto_server
+from support.s3 import s3_server
 
 from flashckpt import Checkpointer
 from flashckpt.checkpoint.catalog import list_checkpoints
 from flashckpt.core.snapshot_id import SnapshotId
-from flashckpt.daemon.persister import coordinator, service
+from flashckpt.daemon.persister import attempts, coordinator, service
 from flashckpt.daemon.persister.service import Daemon
 from flashckpt.errors import PersistError, StoreError, UnsupportedStateError
 from flashckpt.shm.job_directory import JobDirectory
@@ -66,7 +66,7 @@ def fault(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Fault:
     """Failing storage, and a daemon that would wait for an hour before it tries again by itself."""
     found = Fault(str(tmp_path / "root"))
     monkeypatch.setattr(coordinator, "open_store", lambda *_, **__: found)
-    monkeypatch.setattr(service, "BACKOFF_S", (3600.0,))
+    monkeypatch.setattr(attempts, "BACKOFF_S", (3600.0,))
     return found
 
 
@@ -138,7 +138,7 @@ def test_storage_still_fails_wait_raises_what_it_says_now_and_the_next_wait_trie
 
 def test_an_attempt_that_was_under_way_and_fails_is_no_answer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """It began before `wait()`: what it met may be over. The one after it counts."""
-    monkeypatch.setattr(service, "BACKOFF_S", (3600.0,))
+    monkeypatch.setattr(attempts, "BACKOFF_S", (3600.0,))
     store, entered, go = Fault(str(tmp_path / "root")), threading.Event(), threading.Event()
     real = store.inner.put_object
 
@@ -228,10 +228,11 @@ def test_a_snapshot_that_cannot_be_taken_any_more_is_said_and_the_newest_one_is_
     crash(ckpt)
 
 
+@pytest.mark.usefixtures("default_client")
 def test_s3_blip_between_two_waits_costs_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Refused credentials and a server that is gone, through a real proxy; then all is well again."""
-    monkeypatch.setattr(service, "BACKOFF_S", (3600.0,))
-    with moto_server() as server:
+    monkeypatch.setattr(attempts, "BACKOFF_S", (3600.0,))
+    with s3_server() as server:
         proxy = Proxy(server.endpoint)
         options = server.options(retries=1, timeout_s=5.0) | {"endpoint_url": proxy.endpoint}
         ckpt = begun(f"s3://{server.bucket}/run", storage_options=options)  # type: ignore[arg-type]  # a URL will do

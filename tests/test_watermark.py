@@ -41,12 +41,17 @@ def marks(control: Control, generation: int = 2, restored: Any = None, **world: 
     ]
 
 
+def common(acks: SnapshotAcks) -> list[SnapshotId]:
+    """Return the snapshots that all ranks hold, newest first."""
+    return list(acks.known().common)
+
+
 def test_nothing_is_common_until_everybody_has_published(control: Any) -> None:
     a, b = marks(control)
     a.publish([SnapshotId(2, 10), SnapshotId(2, 5)])
-    assert a.common() == []
+    assert common(a) == []
     b.publish([SnapshotId(2, 5)])
-    assert a.common() == b.common() == [(2, 5)]
+    assert common(a) == common(b) == [(2, 5)]
 
 
 def test_a_row_of_a_dead_generation_does_not_count(control: Any) -> None:
@@ -55,7 +60,7 @@ def test_a_row_of_a_dead_generation_does_not_count(control: Any) -> None:
         mark.publish([SnapshotId(1, 50)])
     a, _ = marks(control)
     a.publish([SnapshotId(1, 50), SnapshotId(2, 60)])
-    assert a.common() == []
+    assert common(a) == []
 
 
 def test_a_row_whose_generation_was_set_before_its_list_does_not_count(control: Any) -> None:
@@ -63,7 +68,7 @@ def test_a_row_whose_generation_was_set_before_its_list_does_not_count(control: 
         mark.publish([SnapshotId(1, 50)])
     for i in range(2):
         control.row(i).generation, control.row(i).rank = 2, i
-    assert marks(control)[0].common() == []
+    assert common(marks(control)[0]) == []
 
 
 def test_between_nodes_the_store_carries_the_lists_and_is_never_waited_for() -> None:
@@ -73,36 +78,36 @@ def test_between_nodes_the_store_carries_the_lists_and_is_never_waited_for() -> 
         for r in range(2)
     )
     a.publish([SnapshotId(2, 10)])
-    assert a.common() == []
+    assert common(a) == []
     b.publish([SnapshotId(2, 10), SnapshotId(2, 5)])
-    assert a.common() == [(2, 10)]
+    assert common(a) == [(2, 10)]
     c = SnapshotAcks(control=None, local_rank=0, rank=0, world_size=2, local_world_size=1, generation=3, store=store)
-    assert c.common() == [], "keys of an earlier generation do not count"
+    assert common(c) == [], "keys of an earlier generation do not count"
 
 
 def test_ranks_that_lost_different_snapshots_do_not_wait_for_each_other(control: Any) -> None:
-    """Two slots; rank 0 discards step 45, rank 1 holds it: without `passed` nobody could ever overwrite."""
+    """Two slots; rank 0 discards step 45, rank 1 holds it: without `low_watermark` nobody could ever overwrite."""
     a, b = marks(control)
-    a.publish([SnapshotId(2, 40)], passed=SnapshotId(2, 45))
+    a.publish([SnapshotId(2, 40)], low_watermark=SnapshotId(2, 45))
     b.publish([SnapshotId(2, 45), SnapshotId(2, 40)])
     known = b.known()
     assert known.common == ((2, 40),)
-    assert known.hopeless == {(2, 45)}
+    assert known.unrecoverable == {(2, 45)}
 
 
-def test_what_a_rank_has_not_come_to_yet_is_not_hopeless(control: Any) -> None:
+def test_what_a_rank_has_not_come_to_yet_is_not_unrecoverable(control: Any) -> None:
     a, b = marks(control)
     a.publish([SnapshotId(2, 40)])
     b.publish([SnapshotId(2, 45), SnapshotId(2, 40)])
-    assert b.known().hopeless == frozenset()
+    assert b.known().unrecoverable == frozenset()
 
 
 def test_passing_is_remembered_when_later_lists_are_published(control: Any) -> None:
     a, b = marks(control)
-    a.publish([SnapshotId(2, 40)], passed=SnapshotId(2, 45))
+    a.publish([SnapshotId(2, 40)], low_watermark=SnapshotId(2, 45))
     a.publish([SnapshotId(2, 40)])
     b.publish([SnapshotId(2, 45), SnapshotId(2, 40)])
-    assert b.known().hopeless == {(2, 45)}
+    assert b.known().unrecoverable == {(2, 45)}
 
 
 def test_the_snapshot_restored_from_counts_as_common_even_on_a_rank_with_an_empty_memory(control: Any) -> None:
@@ -110,10 +115,10 @@ def test_the_snapshot_restored_from_counts_as_common_even_on_a_rank_with_an_empt
     a, b = marks(control, restored=(1, 40))
     a.publish([SnapshotId(1, 40), SnapshotId(1, 35)])
     b.publish([])
-    assert a.common() == [(1, 40)]
-    assert (1, 40) not in a.known().hopeless
+    assert common(a) == [(1, 40)]
+    assert (1, 40) not in a.known().unrecoverable
     b.publish([SnapshotId(2, 45)])
-    assert (1, 40) not in a.known().hopeless, "never given up before something newer is common"
+    assert (1, 40) not in a.known().unrecoverable, "never given up before something newer is common"
     assert a.known().common == ((1, 40),)
 
 
@@ -127,7 +132,7 @@ def test_an_abandoned_snapshot_is_not_published_even_before_its_slot_is_marked(c
     a, b = marks(control, restored=(1, 10))
     for mark in (a, b):
         mark.publish([SnapshotId(1, 30), SnapshotId(1, 10)])
-    assert a.common() == [(1, 10)]
+    assert common(a) == [(1, 10)]
     assert control.row(0).complete == [(1, 10)]
 
 
@@ -141,6 +146,6 @@ def test_a_real_store_carries_the_lists_without_waiting() -> None:
         for r in range(2)
     )
     a.publish([SnapshotId(2, 10), SnapshotId(1, 2**40)])
-    assert a.common() == []
-    b.publish([SnapshotId(2, 10)], passed=SnapshotId(2, 15))
-    assert a.common() == b.common() == [(2, 10)]
+    assert common(a) == []
+    b.publish([SnapshotId(2, 10)], low_watermark=SnapshotId(2, 15))
+    assert common(a) == common(b) == [(2, 10)]

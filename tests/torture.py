@@ -26,9 +26,11 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from support.memory import ended, fork, spec_of, take, verified
+from support.lineage import newest
+from support.memory import ended, fork, request_of, spec_of, take, verified
 
-from flashckpt.core.lineage import Life, SlotRecord, common, is_rolled_back, newest
+from flashckpt.core.generation import Generation
+from flashckpt.core.lineage import SlotRecord, common, is_rolled_back
 from flashckpt.core.snapshot_id import SnapshotId
 from flashckpt.errors import DamagedError
 from flashckpt.planning.slot_policy import choose_slot
@@ -81,7 +83,7 @@ def ledger(folder: Path, rank: int) -> dict[str, set[Identity]]:
     return found
 
 
-def rank_main(folder: Path, rank: int, world: int, life: Life, slots: int, seed: int) -> None:
+def rank_main(folder: Path, rank: int, world: int, life: Generation, slots: int, seed: int) -> None:
     """One rank of one life: adopt the segment, mark what was abandoned, then take snapshots until killed."""
     path, parent = folder / f"r{rank}.seg", life.parent
     if path.exists():
@@ -92,10 +94,10 @@ def rank_main(folder: Path, rank: int, world: int, life: Life, slots: int, seed:
     for index, header in enumerate(segment.headers()):
         if header.is_complete and is_rolled_back(header.identity, [life]):
             segment.mark_empty(index)
-    control, rng = Control.open(folder / "control", rows=world), random.Random((seed, life.generation, rank).__hash__())
+    control, rng = Control.open(folder / "control", rows=world), random.Random((seed, life.number, rank).__hash__())
     mark = SnapshotAcks(
         control=control, local_rank=rank, rank=rank, world_size=world, local_world_size=world,
-        generation=life.generation, restored=parent,
+        generation=life.number, restored=parent,
     )  # fmt: skip
     book = Ledger(folder, rank)
 
@@ -106,27 +108,28 @@ def rank_main(folder: Path, rank: int, world: int, life: Life, slots: int, seed:
     step = parent[1] if parent else 0
     while True:
         step += 1
-        identity = SnapshotId(life.generation, step)
+        identity = SnapshotId(life.number, step)
         time.sleep(rng.random() * 0.003)
         known = mark.known()
-        slot = choose_slot(segment.headers(), pinned=segment.busy(), common=known.common, hopeless=known.hopeless)
+        slot = choose_slot(
+            segment.headers(), pinned=segment.busy(), common=known.common, unrecoverable=known.unrecoverable
+        )
         if slot is None:
-            mark.publish(complete(), passed=identity)
+            mark.publish(complete(), low_watermark=identity)
             continue
         book.say("take", identity)
         try:
             if rng.random() < 0.1:
-                segment.begin(
-                    slot, generation=life.generation, step=step, world_size=world, persist=False, parent=parent
-                ).discard()
-                mark.publish(complete(), passed=identity)
+                request = request_of(life.number, step, rank=rank, world_size=world, parent=parent)
+                segment.begin(slot, request).discard()
+                mark.publish(complete(), low_watermark=identity)
                 continue
             take(
-                segment, slot, step, generation=life.generation, world_size=world, parent=parent, sizes=SIZES,
+                segment, slot, step, generation=life.number, world_size=world, parent=parent, sizes=SIZES,
                 truth=truth_of(rank, identity),
             )  # fmt: skip
         except SlotPinned:
-            mark.publish(complete(), passed=identity)
+            mark.publish(complete(), low_watermark=identity)
             continue
         book.say("complete", identity)
         mark.publish(complete())
@@ -184,7 +187,7 @@ def records_of(folder: Path, world: int) -> list[SlotRecord]:
     return found
 
 
-def segments_once(folder: Path, lives: list[Life], rng: random.Random, world: int, slots: int) -> Identity | None:
+def segments_once(folder: Path, lives: list[Generation], rng: random.Random, world: int, slots: int) -> Identity | None:
     """Start all ranks and a persister, kill them at random instants, and return what is restorable afterwards."""
     life = lives[-1]
     seed = rng.randrange(2**32)
@@ -211,7 +214,7 @@ def torture_segments(
     """Kill worker groups until `kills` SIGKILLs; return how many processes were killed."""
     rng = random.Random(seed)
     folder = Path(tempfile.mkdtemp(prefix="flashckpt-torture-", dir="/dev/shm"))
-    lives: list[Life] = [Life(generation=1)]
+    lives: list[Generation] = [Generation(number=1)]
     done = moved = 0
     try:
         while done < kills:
@@ -220,8 +223,8 @@ def torture_segments(
             except BrokenPromiseError as error:
                 raise BrokenPromiseError(f"kill {done}, seed {seed}, slots {slots}: {error}") from None
             done += world + 1
-            moved += found is not None and found[0] == lives[-1].generation
-            lives.append(Life(generation=lives[-1].generation + 1, parent=found))
+            moved += found is not None and found[0] == lives[-1].number
+            lives.append(Generation(number=lives[-1].number + 1, parent=found))
     finally:
         shutil.rmtree(folder, ignore_errors=True)
     tell(f"segment level: seed {seed}, {slots} slots, {world} ranks: {done} kills, torn 0, lost 0; "

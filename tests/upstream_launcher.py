@@ -58,8 +58,8 @@ def _our_agent() -> Any:
         def __init__(self, *args: Any, **kwargs: Any) -> None:
             if (folder := kwargs.pop("log_dir", None)) is not None:  # as older releases spelled it
                 kwargs["logs_specs"] = DefaultLogsSpecs(log_dir=folder)
-            nursery = ZygoteClient(disabled="functions are entry points here")
-            super().__init__(*args, nursery=nursery, options=AgentOptions(), outcome=LaunchOutcome(), **kwargs)
+            zygote = ZygoteClient(disabled="functions are entry points here")
+            super().__init__(*args, zygote=zygote, options=AgentOptions(), outcome=LaunchOutcome(), **kwargs)
 
         def run(self, *args: Any, **kwargs: Any) -> Any:
             try:

@@ -33,7 +33,7 @@ Options:
   --print-config         print the resolved run as TOML without credentials, and end
   --help                 this text
 
-Exit codes: 0 done, 75 stopped on request with state kept (start again to go on), 10 configuration,
+Exit codes: 0 done, 75 stopped on request with state kept (start again to continue), 10 configuration,
   11 layout, 12 data, 13 checkpoint root, 14 shared memory; others: docs/trainer.md.
 """
 
@@ -78,7 +78,7 @@ def _train(config: RunConfig) -> int:
     from flashckpt.trainer.train.loop import train
 
     code = train(config)
-    # Under dlrun a rank that stopped as agreed has done well; dlrun itself ends with 75 for all of them.
+    # Under dlrun an agreed stop is a success of the rank; dlrun itself ends with 75 for all of them.
     return 0 if code == RESUME_EXIT_CODE and "FLASHCKPT_AGENT_DIR" in os.environ else code
 
 

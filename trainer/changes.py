@@ -1,4 +1,4 @@
-"""What differs between the run that a checkpoint was recorded with and the run that resumes it. Torch-free."""
+"""Differences between the run that wrote a checkpoint and the run that resumes it. Torch-free."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from flashckpt.trainer.config import RunConfig, to_values
 
 
 def recorded_values(config: RunConfig) -> dict[str, dict[str, Any]]:
-    """Return the values that are recorded with every snapshot: all but how storage is reached, which may hold secrets."""
+    """Return the values recorded with every snapshot: all except storage options, which may hold secrets."""
     values = to_values(config)
     del values["checkpoint"]["storage_options"]
     return values
@@ -27,7 +27,7 @@ class Change:
     severity: str
 
 
-# What a change means on resume: the first matching prefix decides, everything else is a note.
+# severity of a change on resume: the first matching prefix decides, everything else is a note
 SEVERITY = (
     ("model.dropout", "warning"), ("model.", "error"), ("train.seq_len", "error"), ("train.seed", "error"),
     ("train.global_batch", "warning"), ("train.micro_batch", "warning"), ("train.precision", "warning"),

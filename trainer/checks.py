@@ -1,6 +1,6 @@
-"""What a setting may be, by itself and beside the others. On plain values; torch-free.
+"""Checks of settings, alone and in combination. On plain values; torch-free.
 
-A setting that would have no effect in the run is refused, not ignored: whoever set it expects something of it.
+A setting that would have no effect in the run is an error, not ignored: the user who set it expects an effect.
 """
 
 from __future__ import annotations
@@ -78,11 +78,11 @@ NEEDS = (
 
 
 def check_values(values: Values, defaults: Values) -> None:
-    """Refuse values out of range and settings that would have no effect.
+    """Reject values out of range and settings that would have no effect.
 
     Args:
         values: Every setting of the run.
-        defaults: Every setting as it is when nothing is given.
+        defaults: The default of every setting.
 
     Raises:
         ConfigError: a value is out of range, or would have no effect.
@@ -99,7 +99,7 @@ def check_values(values: Values, defaults: Values) -> None:
                 found=f"{need.key} = {_get(values, need.key)!r}",
                 expected=need.what,
                 state="Nothing was started.",
-                remedy=f"leave {need.key} out, or set what it needs",
+                remedy=f"omit {need.key}, or set what it needs",
             )
     if _scales(values, "ntk", "yarn", "llama3") and not _get(values, "model.rope_context"):
         raise ConfigError(

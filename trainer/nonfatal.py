@@ -18,11 +18,11 @@ logger = logging.getLogger(__name__)
 
 
 class Nonfatal:
-    """Counts what could not be written to one place; says so when writing works again, and at the end.
+    """Counts lines that could not be written to one place; reports them when writing works again, and at the end.
 
     Args:
-        place: What people call it: a file's path, "standard error".
-        say: Where the count is reported; the log by default.
+        place: Its name for the user: a file's path, "standard error".
+        say: Reports the count; the log by default.
     """
 
     def __init__(self, place: str, say: Callable[[str], None] | None = None) -> None:
@@ -46,19 +46,19 @@ class Nonfatal:
         return True
 
     def report(self, ending: str = "") -> None:
-        """Say how many lines were lost since the last report; nothing where none was."""
+        """Report how many lines were lost since the last report, if any."""
         if self.lost:
             count, self.lost = self.lost, 0
             self._say(f"{self.place}: {count} lines were lost{ending} ({self._error})")
 
 
 class LineFile:
-    """A file that lines are appended to: whole or not at all, and never an exception.
+    """A file to which lines are appended whole or not at all, without exceptions.
 
-    It is opened by the first line that finds it possible. One process writes it.
+    It is opened by the first line for which that succeeds. One process writes it.
 
     Args:
-        path: The file; its folder is made.
+        path: The file; its folder is created.
         prepare: Called with the open file descriptor before the first line.
     """
 
@@ -98,7 +98,7 @@ class LineFile:
         try:
             write_all(self._fd, data)
         except OSError:
-            os.ftruncate(self._fd, size)  # a line is whole or is not there: this needs no room
+            os.ftruncate(self._fd, size)  # remove a partial line: this needs no space
             raise
 
 
@@ -115,12 +115,12 @@ def write_all(fd: int, data: bytes) -> None:
         data = data[written:]
 
 
-class Stream:
-    """A text stream whose writes never raise; all else is the stream's own.
+class NonfatalStream:
+    """A text stream whose writes never raise; everything else is delegated.
 
     Args:
         stream: Standard output or standard error.
-        place: What people call it.
+        place: Its name for the user.
     """
 
     def __init__(self, stream: TextIO, place: str) -> None:
@@ -144,14 +144,14 @@ class Stream:
         self._writing.attempt(self._stream.flush, lines=0)
 
     def report(self) -> None:
-        """Say how many lines were lost, in the stream itself."""
+        """Report in the stream itself how many lines were lost."""
         self._writing.report()
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._stream, name)
 
     def _put(self, text: str) -> None:
-        if self._fd >= 0:  # past the stream's buffer, which would keep what failed and refuse what comes
+        if self._fd >= 0:  # bypass the stream's buffer, which would keep what failed and reject what follows
             write_all(self._fd, text.encode(self._stream.encoding or "utf-8", "backslashreplace"))
         else:
             self._stream.write(text)
@@ -166,21 +166,21 @@ def _descriptor(stream: TextIO) -> int:
     try:
         stream.flush()
         return stream.fileno()
-    except (OSError, ValueError):  # no file behind it, or one that is full already
+    except (OSError, ValueError):  # no file descriptor, or a file that is already full
         return -1
 
 
-def nonfatal_stream(stream: Any, place: str) -> Stream:
+def nonfatal_stream(stream: Any, place: str) -> NonfatalStream:
     """Return `stream` with writes that never raise."""
-    return stream if isinstance(stream, Stream) else Stream(stream, place)
+    return stream if isinstance(stream, NonfatalStream) else NonfatalStream(stream, place)
 
 
 @contextlib.contextmanager
 def nonfatal_streams() -> Iterator[None]:
-    """Let nothing that is printed within, by anyone, end the program; nor at exit what could not be flushed."""
+    """Keep failing writes to the standard streams from ending the program, also at the final flush."""
     before = sys.stdout, sys.stderr
     guarded = nonfatal_stream(sys.stdout, "standard output"), nonfatal_stream(sys.stderr, "standard error")
-    sys.stdout, sys.stderr = guarded  # all that print() and logging ask of a stream
+    sys.stdout, sys.stderr = guarded  # everything that print() and logging use of a stream
     try:
         yield
     finally:
@@ -198,4 +198,4 @@ def _is_flushed(stream: TextIO) -> bool:
 
 
 def _nowhere() -> TextIO:
-    return open(os.devnull, "w")  # noqa: PTH123 -- for what is left of the process: the interpreter flushes it at exit
+    return open(os.devnull, "w")  # noqa: PTH123 -- stays open: the interpreter flushes it at exit

@@ -1,4 +1,4 @@
-"""The learning rate as a pure function of the step, and where a changed schedule makes it jump. Torch-free."""
+"""The learning rate as a pure function of the step, and a warning if a changed schedule makes it jump. Torch-free."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from flashckpt.trainer.config import OptimConfig, RunConfig
 def learning_rate(config: OptimConfig, step: int, steps: int) -> float:
     """Return the rate of optimizer step `step` (from 1): warm-up, then the chosen shape down to `min_lr`.
 
-    A pure function of the step, so nothing of it is state. `decay_steps` 0 means: all after the warm-up
+    A pure function of the step, without state. `decay_steps` 0 means: all after the warm-up
     (for "wsd": the last fifth of the run).
     """
     if step <= config.warmup_steps:
@@ -49,7 +49,7 @@ def rate_jump(before: Mapping[str, Any], now: RunConfig, step: int) -> str:
         f"({_words(optim, steps)}), {new:.3e} under this one ({_words(now.optim, now.train.steps)}){factor}"
     )
     if _decays_with_run(optim, now.optim) and steps > optim.warmup_steps and steps != now.train.steps:
-        warning += f"; to go on along the recorded one, set optim.decay_steps = {steps - optim.warmup_steps}"
+        warning += f"; to continue on the recorded one, set optim.decay_steps = {steps - optim.warmup_steps}"
     return warning
 
 
@@ -59,5 +59,5 @@ def _words(optim: OptimConfig, steps: int) -> str:
 
 
 def _decays_with_run(before: OptimConfig, now: OptimConfig) -> bool:
-    """Whether nothing but the length of the run moved the schedule."""
+    """Whether only the length of the run changed the schedule."""
     return before == now and before.schedule in ("cosine", "linear") and not before.decay_steps

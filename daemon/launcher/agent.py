@@ -1,4 +1,4 @@
-"""The agent of one node and its launch: what overrides torch.distributed.elastic (its rendezvous: rounds.py).
+"""The agent of one node: every override of torch.distributed.elastic but its rendezvous (rounds.py).
 
 What differs from torchrun's agent, and why:
 
@@ -21,45 +21,39 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from torch.distributed import DistError
 from torch.distributed.elastic.agent.server import local_elastic_agent
 from torch.distributed.elastic.agent.server.api import RunResult, WorkerGroup, WorkerSpec, WorkerState
 from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
 from torch.distributed.elastic.metrics.api import put_metric
 from torch.distributed.elastic.multiprocessing import PContext, SignalException, start_processes
-from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
+from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 from torch.distributed.elastic.rendezvous import (
     RendezvousClosedError,
     RendezvousError,
-    RendezvousHandler,
-    RendezvousParameters,
-    RendezvousStateError,
     RendezvousTimeoutError,
-    registry,
 )
-from torch.distributed.launcher import api as launcher_api
 
 from flashckpt.daemon.launcher import findings, hang, node_check
 from flashckpt.daemon.launcher.budget import Budget, Verdict
-from flashckpt.daemon.launcher.context import WorkerContext, WorkerProcess, make_context, script_commands
+from flashckpt.daemon.launcher.context import GroupStart, WorkerContext, make_context, script_commands
 from flashckpt.daemon.launcher.elastic_compat import raise_signal, replaced
 from flashckpt.daemon.launcher.failure import FailureReport
 from flashckpt.daemon.launcher.hang import Pace
 from flashckpt.daemon.launcher.node_check import Check
-from flashckpt.daemon.launcher.options import AgentOptions, LaunchOutcome, RefusedError, RendezvousLostError
-from flashckpt.daemon.launcher.rendezvous import OneNode, handler_of
+from flashckpt.daemon.launcher.options import AgentOptions, LaunchOutcome, RefusedError
+from flashckpt.daemon.launcher.rendezvous import OneNode
 from flashckpt.daemon.launcher.reporting import FailureReporter
 from flashckpt.daemon.launcher.rounds import FreshStoreRendezvous
 from flashckpt.daemon.launcher.stop import AgreedStop, Group, KeyValueStore, StopSignals
 from flashckpt.daemon.launcher.watch import JobWatch
-from flashckpt.daemon.machine.process import become_subreaper, reap_strays
+from flashckpt.daemon.machine.process import become_subreaper
 from flashckpt.daemon.zygote.client import ZygoteClient
 from flashckpt.errors import FINAL_CODES, LayoutError
 from flashckpt.shm.control import ControlRow
 
 _log = logging.getLogger("flashckpt.dlrun")
 _TICK_S = 0.2
-_CAUSE_S = 8.0  # longer than a silent node counts as alive, where the user left that as it is
+_CAUSE_S = 8.0  # longer than a silent node counts as alive under the default settings
 _ON_LOOPBACK = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
 
 
@@ -70,7 +64,7 @@ class DlrunAgent(LocalElasticAgent):
         self,
         spec: WorkerSpec,
         *args: Any,
-        nursery: ZygoteClient,
+        zygote: ZygoteClient,
         options: AgentOptions,
         outcome: LaunchOutcome,
         **kwargs: Any,
@@ -80,10 +74,10 @@ class DlrunAgent(LocalElasticAgent):
             spec.master_addr = spec.master_port = None  # the store's own, on the loopback address
         spec.rdzv_handler = self._stores
         super().__init__(spec, *args, **kwargs)
-        self._nursery, self._options, self._outcome = nursery, options, outcome
+        self._zygote, self._options, self._outcome = zygote, options, outcome
         limit = spec.max_restarts if options.restarts_chosen else None
         self._budget = Budget(limit, refill_steps=options.refill_steps)
-        self._lives = 0
+        self._starts = 0
         self._failures = 0
         self._rendezvous_s = 0.0
         self._checked = False
@@ -93,10 +87,10 @@ class DlrunAgent(LocalElasticAgent):
         self._has_trained = False
         self._knows_cause = True
 
-    # -- life of the agent
+    # -- from start to end
 
     def run(self, role: str = "default") -> RunResult:
-        """Run the worker group to its end, with signals, the job watch and the zygote around it."""
+        """Supervise the worker group until it ends; owns the signals, the job watch and the zygote meanwhile."""
         become_subreaper()
         names = os.environ.get("TORCHELASTIC_SIGNALS_TO_HANDLE", "SIGTERM,SIGINT,SIGHUP,SIGQUIT")
         self._signals = StopSignals(names, raise_signal)
@@ -105,7 +99,7 @@ class DlrunAgent(LocalElasticAgent):
         self._reporter = FailureReporter(self._watch, self._options.ledger)
         self._signals.install()
         try:
-            # torch gives None for a node that the job never needed (more came than --nnodes allows)
+            # torch returns None for a node that was never needed (more joined than --nnodes allows)
             result = super().run(role) or RunResult(state=WorkerState.SUCCEEDED)
             self._stores.may_close = not self._outcome.resume
             self._ended = not result.is_failed() and not self._outcome.resume
@@ -119,7 +113,7 @@ class DlrunAgent(LocalElasticAgent):
             if self._outcome.resume or sys.exc_info()[0] is not None:
                 self._watch.request("persist-now")
             self._reporter.finish("ended")
-            self._nursery.close()
+            self._zygote.close()
             if self._options.wait_flush and not self._ended:
                 _log.info("waiting for the daemon to persist the newest snapshot")
                 self._watch.await_flush(self._options.grace_s)
@@ -139,8 +133,8 @@ class DlrunAgent(LocalElasticAgent):
                 self._exit_barrier()  # type: ignore[no-untyped-call]  # torch leaves it untyped
                 return result
             if result.state is WorkerState.HEALTHY:
-                _log.info("other nodes wait to join: the workers start again with them")
-                self._lives += 1
+                _log.info("other nodes are waiting to join: restarting the workers with them")
+                self._starts += 1
                 self._restart_workers(group)
             elif not self._after_failure(group, result):
                 return result
@@ -209,7 +203,7 @@ class DlrunAgent(LocalElasticAgent):
             self._check_nodes(worker_group)
 
     def _refusal(self, error: RendezvousError) -> RefusedError | None:
-        """Return what ends this node where the rendezvous failed because the job cannot run as it is."""
+        """Return the error that ends this node if the rendezvous failed because of a permanent error."""
         notes, held = self._stores.notes, self._stores.held
         if notes is not None and isinstance(error, RendezvousTimeoutError) and held:
             notes.end(LayoutError.exit_code)
@@ -219,14 +213,14 @@ class DlrunAgent(LocalElasticAgent):
         return (RefusedError.size(held) if held else RefusedError.elsewhere(code)) if code else None
 
     def _check_nodes(self, group: WorkerGroup) -> None:
-        """Leave if this node is bad; rendezvous again without the others that are."""
+        """Leave if this node is bad; rendezvous again without the other bad nodes."""
         others = self._others(group)
         if others is None or not node_check.is_due(others, checked=self._checked):
             return
         self._checked = True
         address = self._worker_group.spec.local_addr or socket.getfqdn()
         check = Check(others.store, node=others.rank, count=others.size, address=address)
-        if node_check.leave_or_go_on(check.run(), others, min_nodes=self._options.min_nodes):
+        if node_check.must_meet_again(check.run(), others, min_nodes=self._options.min_nodes):
             self._rendezvous(group)
 
     def _start_workers(self, worker_group: WorkerGroup) -> dict[int, Any]:
@@ -251,36 +245,36 @@ class DlrunAgent(LocalElasticAgent):
         scripts = script_commands(entrypoint, args)
         if callable(entrypoint) and scripts is None:
             return start_processes(entrypoint=entrypoint, args=args, **rest)
-        life = WorkerProcess(number=self._lives, failures=self._failures, job=self._options.job, watch=self._watch)
+        start = GroupStart(number=self._starts, failures=self._failures, job=self._options.job, watch=self._watch)
         context = make_context(
-            life,
+            start,
             entrypoint,
             args,
             scripts=scripts,
             survivors_s=self._options.survivors_s,
-            nursery=self._nursery,
+            zygote=self._zygote,
             **rest,
         )
-        self._pcontext = context  # before the start: a signal in between must still end its workers
+        self._pcontext = context  # before the start, so that a signal in between still ends the workers
         context.start()
         return context
 
     def _stop_workers(self, worker_group: WorkerGroup) -> None:  # noqa: ARG002 -- torch's signature
-        """End the workers of this generation: at once, or with the time the user gave by --shutdown-timeout."""
+        """End the workers of this generation: at once, or within --shutdown-timeout."""
         wait_s = int(self._options.survivors_s)
         death = signal.SIGTERM if wait_s else signal.SIGKILL
         if self._pcontext is not None:
             self._pcontext.close(death, wait_s)
-        self._shutdown(death)  # the rest; it takes no time-out before torch 2.12
+        self._shutdown(death)  # other contexts; their close() takes no timeout before torch 2.12
 
     # -- failures
 
     def _after_failure(self, group: WorkerGroup, result: RunResult) -> bool:
-        """Report the failure and restart; False if the group is not restarted."""
+        """Report the failure and restart; returns False if the group is not restarted."""
         context, hung, others = self._pcontext, bool(self._outcome.hang), self._others(group)
         report = None
         if isinstance(context, WorkerContext) and result.is_failed() and not hung:
-            report = self._reporter.failure(context, self._rows(), restart=self._lives + 1, others=others)
+            report = self._reporter.failure(context, self._rows(), restart=self._starts + 1, others=others)
             self._knows_cause = not report.elsewhere
         verdict = self._judge(report)
         action = verdict.reason
@@ -302,14 +296,14 @@ class DlrunAgent(LocalElasticAgent):
         self._outcome.hang = ""
         self._remaining_restarts = self._budget.left
         self._failures += 1
-        self._lives += 1
+        self._starts += 1
         self._restart_workers(group)
         if others is not None:
             self._name_cause(others.store, self._stores.lost_since_the_round_before())
         return True
 
     def _name_cause(self, store: KeyValueStore, lost: Mapping[int, str]) -> str:
-        """Say what ended the generation where that was not on this node: a machine that was lost, or a rank elsewhere."""
+        """Report what ended the generation if it was not on this node: a lost machine, or a rank elsewhere."""
         if self._knows_cause and not lost:
             return ""
         cause = findings.cause(store, lost)
@@ -318,13 +312,13 @@ class DlrunAgent(LocalElasticAgent):
         return cause
 
     def _refused(self) -> int:
-        """Return the exit code of a rank that found the job impossible as it is, 0 if none did."""
+        """Return the exit code of a rank whose error a restart cannot fix, 0 if there is none."""
         context = self._pcontext
         exits = context.exits() if isinstance(context, WorkerContext) else []
         return self._watch.refused() or next((item.code for item in exits if item.code in FINAL_CODES), 0)
 
     def _may_fit_again(self, refused: int) -> bool:
-        """Return whether the job was refused for its number of nodes, which may change: it has trained with another."""
+        """Return whether another number of nodes could fit the layout again: the job has trained with one."""
         notes, size = self._stores.notes, self._worker_group.group_world_size
         if refused != LayoutError.exit_code or notes is None or not self._stores.may_grow() or not notes.has_trained():
             return False
@@ -333,25 +327,29 @@ class DlrunAgent(LocalElasticAgent):
 
     def _judge(self, report: FailureReport | None) -> Verdict:
         if self._stop.is_under_way:
-            return Verdict(restart=False, reason="the job was asked to stop: it ends")
-        if self._remaining_restarts < self._budget.left:  # torch took them away: a rank is stuck in the kernel
-            return Verdict(restart=False, reason="a rank is stuck in the kernel: a new one would meet the same device")
+            return Verdict(restart=False, reason="not restarting: the job was asked to stop")
+        if self._remaining_restarts < self._budget.left:  # torch sets them to 0 when a process cannot be killed
+            return Verdict(
+                restart=False, reason="not restarting: a rank is stuck in the kernel and still holds its device"
+            )
         if refused := self._refused():
             if self._may_fit_again(refused):
-                return Verdict(restart=True, reason="nodes were lost, and the layout does not fit those that are left")
+                return Verdict(
+                    restart=True, reason="restarting: nodes were lost, and the layout does not fit the remaining ones"
+                )
             self._outcome.refused = refused
             if self._stores.notes is not None:
                 self._stores.notes.end(refused)
-            return Verdict(restart=False, reason=f"exit code {refused}: every start would end the same, the job ends")
+            return Verdict(restart=False, reason=f"not restarting: the error of exit code {refused} is permanent")
         ran_s = time.monotonic() - self._started_s
         if report is None:
             return self._budget.spend(fingerprint="", step=self._pace.highest, ran_s=ran_s)
         return self._budget.spend(fingerprint=report.fingerprint, step=report.step, ran_s=ran_s)
 
     def _end_hang(self, context: WorkerContext, rows: Sequence[ControlRow], limit_s: float) -> RunResult:
-        """Write down all stacks, then kill every rank; the odd one counts as the one that failed."""
+        """Record all stacks, then kill every rank; the rank that differs counts as the one that failed."""
         others = self._others(self._worker_group)
-        suspect = self._reporter.hang(context, rows, limit_s, restart=self._lives + 1, others=others)
+        suspect = self._reporter.hang(context, rows, limit_s, restart=self._starts + 1, others=others)
         self._knows_cause = suspect.known
         self._outcome.hang = suspect.text
         worker = next(worker for worker in self._worker_group.workers if worker.global_rank == suspect.rank)
@@ -375,71 +373,3 @@ class DlrunAgent(LocalElasticAgent):
         received = self._signals.received
         if not self._stop.tick(received, self._rows(), ranks=ranks, step_s=pace_s, group=self._others(group)):
             raise_signal(received[0] if received else signal.SIGTERM)
-
-
-def _of_the_rendezvous(error: Exception, config: Any) -> RendezvousLostError | None:
-    """Return the clear error of a rendezvous that failed, None where it was not the rendezvous."""
-    if isinstance(error, RendezvousClosedError):
-        return RendezvousLostError.closed()
-    if isinstance(error, RendezvousStateError):
-        return RendezvousLostError.written_by_others(error)
-    if "rendezvous" not in type(error).__name__.lower() and config.max_nodes == 1:
-        return None
-    if isinstance(error, RendezvousTimeoutError) and _answers(config.rdzv_endpoint):
-        return RendezvousLostError.too_few(config.min_nodes, config.rdzv_endpoint)
-    return RendezvousLostError.at(config.rdzv_endpoint, error)
-
-
-def _answers(endpoint: str) -> bool:
-    """Whether somebody listens where the rendezvous store is: then nodes were missing, not the store."""
-    host, _, port = endpoint.rpartition(":")
-    try:
-        socket.create_connection((host.strip("[]"), int(port)), timeout=2.0).close()
-    except (OSError, ValueError):
-        return False
-    return True
-
-
-_rendezvous_of_torch = registry.get_rendezvous_handler
-
-
-def launch(
-    config: Any, entrypoint: Callable[..., Any] | str, args: list[str], *, nursery: ZygoteClient, options: AgentOptions
-) -> LaunchOutcome:
-    """Run the job as torch's launch_agent does, with our agent in place of LocalElasticAgent.
-
-    Raises:
-        ChildFailedError: workers failed and no restart was left.
-        RestartBudgetError: the same error came at the same step twice.
-        HangError: the ranks hang, and no restart was left.
-        SignalException: dlrun was asked to stop and the workers could not agree on a step.
-    """
-    outcome = LaunchOutcome()
-
-    def build(*rest: Any, **kwargs: Any) -> DlrunAgent:
-        return DlrunAgent(*rest, nursery=nursery, options=options, outcome=outcome, **kwargs)
-
-    def meet(params: RendezvousParameters) -> RendezvousHandler:
-        return handler_of(params, _rendezvous_of_torch)
-
-    # another agent or rendezvous that somebody has put in place of torch's is kept
-    theirs, factory = vars(launcher_api)["LocalElasticAgent"], registry.get_rendezvous_handler
-    with (
-        replaced(launcher_api, "LocalElasticAgent", build if theirs is LocalElasticAgent else theirs),
-        replaced(registry, "get_rendezvous_handler", meet if factory is _rendezvous_of_torch else factory),
-    ):
-        try:
-            launcher_api.launch_agent(config, entrypoint, args)
-        except SignalException:
-            if not outcome.resume:
-                raise
-        except (RendezvousError, DistError) as error:
-            if (lost := _of_the_rendezvous(error, config)) is None:
-                raise
-            raise lost from error
-        except ChildFailedError as error:
-            if (clearer := outcome.error()) is not None:
-                raise clearer from error
-            raise
-    reap_strays(set())
-    return outcome

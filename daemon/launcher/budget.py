@@ -1,20 +1,20 @@
-"""When to restart and when to give up: a budget that progress gives back, and errors that repeat themselves."""
+"""When to restart and when to give up: a restart budget that progress refills, and repeated errors."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
 RESTARTS = 10
-"""Restarts without progress where the user gave no --max-restarts."""
+"""Restarts allowed without progress if --max-restarts is not given."""
 REFILL_STEPS = 20
-"""New steps between two failures that give the whole budget back."""
+"""New steps between two failures that refill the budget."""
 REFILL_S = 600.0
-"""Seconds of running between two failures that give it back where nobody counts steps and no number was given."""
+"""Seconds between two failures that refill it if the script reports no steps and --max-restarts is not given."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Verdict:
-    """Whether to restart; `reason` is for the user, `repeats` that the script fails by itself at one step."""
+    """Whether to restart; `reason` is for the user, `repeats` says that the script keeps failing at one step."""
 
     restart: bool
     reason: str
@@ -25,9 +25,9 @@ class Budget:
     """Counts the restarts of a job.
 
     Args:
-        limit: Restarts without progress (--max-restarts); None: RESTARTS, and a crash loop is also looked for where
-            nobody counts steps: running for REFILL_S is progress there, and an error that comes twice in a row
-            without it ends the job. With a number such a script gets that many restarts in all, as from torchrun.
+        limit: Restarts without progress (--max-restarts); None: RESTARTS, and crash loops are also detected in scripts
+            that report no steps: there REFILL_S of running count as progress, and the same error twice in a row
+            without progress ends the job. With a number such a script gets that many restarts in all, as in torchrun.
         refill_steps: New steps beyond the highest one of all failures so far that refill it; 0: never.
     """
 
@@ -39,11 +39,11 @@ class Budget:
         self._last: tuple[str, int] | None = None
 
     def spend(self, *, fingerprint: str, step: int, ran_s: float = 0.0) -> Verdict:
-        """Judge one failure.
+        """Record one failure and decide whether to restart.
 
         Args:
             fingerprint: What makes two errors the same (a traceback); "" for anything but the script's own error.
-            step: The step the failing rank had completed; -1 where nobody counts, which never refills by steps.
+            step: The step the failing rank had completed; -1 if the script reports no steps, which never refills by steps.
             ran_s: Seconds from the start of the workers to the failure.
         """
         counted = step >= 0
@@ -52,7 +52,9 @@ class Budget:
         if fingerprint and this == self._last and (counted or not (self._chosen or rested)):
             where = f"at step {step}" if counted else "before any progress"
             return Verdict(
-                restart=False, repeats=True, reason=f"the same error {where} twice: it is the script's, no restart"
+                restart=False,
+                repeats=True,
+                reason=f"not restarting: the script failed with the same error {where} twice",
             )
         self._last = this
         refilled = rested or (self._highest >= 0 and 0 < self._refill_steps <= step - self._highest)
@@ -62,7 +64,7 @@ class Budget:
         if self.left == 0:
             return Verdict(restart=False, reason=self._spent())
         self.left -= 1
-        again = f" (all {self.limit} were given back: the job had made progress)" if refilled else ""
+        again = f" (the budget was refilled to {self.limit}: the job had made progress)" if refilled else ""
         left = f"{self.left} of {self.limit} restarts are left{again}"
         return Verdict(restart=True, reason=f"restarting all workers, {left}")
 
@@ -70,11 +72,11 @@ class Budget:
         """Return why there is no restart, and what to do about it."""
         if self.limit == 0:
             return (
-                "no restart, --max-restarts is 0: the job ends"
+                "not restarting: --max-restarts is 0"
                 f" (without the option dlrun restarts up to {RESTARTS} times without progress)"
             )
         steps = f" without {self._refill_steps} new steps between them" if self._refill_steps else ""
         return (
-            f"no restart of {self.limit} is left: all were used{steps}, the job ends"
+            f"not restarting: all {self.limit} restarts were used{steps}"
             " (the cause is above; --max-restarts N allows more)"
         )

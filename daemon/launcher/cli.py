@@ -1,6 +1,6 @@
 """`dlrun`: torchrun with a restart of tenths of a second. Also `python -m flashckpt.daemon.run`.
 
-Accepts every torchrun flag in both spellings and every PET_* variable, and a few of its own. The
+Accepts every torchrun flag in both spellings and every PET_* variable, and a few more options. The
 order of the start is the point: torch is imported once, with one thread; the zygote is forked from
 this process before anything else has started, and imports the rest while the agent rendezvous.
 """
@@ -30,23 +30,23 @@ if TYPE_CHECKING:
 _log = logging.getLogger("flashckpt.dlrun")
 _OWN = "dlrun"
 OPTIONS: tuple[tuple[str, Any, str], ...] = (
-    ("no-zygote", False, "Start every worker as a fresh interpreter (seconds per restart) instead of forking it."),
+    ("no-zygote", False, "Start every worker as a new interpreter (seconds per restart) instead of forking it."),
     ("grace-timeout", 60.0, "Seconds an agreed stop (SIGTERM, SIGINT) may take before the workers are killed."),
     ("ledger", "", "File that gets one JSON line per failure: where the seconds of the restart went."),
     (
         "wait-flush",
         False,
-        "After a failure or a stop, end only when the newest snapshot is persisted (always so as PID 1).",
+        "After a failure or a stop, exit only when the newest snapshot is persisted (always on as PID 1).",
     ),
     (
         "node-check",
         False,
-        "Before the first generation find bad and slow nodes (matrix product, pairwise exchange); leave them out.",
+        "Before the first generation, find bad and slow nodes (matrix product, pairwise exchange) and exclude them.",
     ),
     (
         "node-unit",
         1,
-        "Run on multiples of this many nodes (c10d rendezvous); the nodes that are over wait for more.",
+        "Run on multiples of this many nodes (c10d rendezvous); surplus nodes wait for more to join.",
     ),
     (
         "hang-timeout",
@@ -56,10 +56,10 @@ OPTIONS: tuple[tuple[str, Any, str], ...] = (
     (
         "refill-steps",
         REFILL_STEPS,
-        "New steps between two failures that give all of --max-restarts back; 0: never, as in torchrun.",
+        "New steps between two failures that refill --max-restarts; 0: never, as in torchrun.",
     ),
 )
-"""dlrun's own options: name, default (False: a switch; None: a number that is learnt), help. Each is also PET_<NAME>."""
+"""dlrun's own options: name, default (False: a switch; None: learnt from the run), help. Each is also PET_<NAME>."""
 
 
 def get_args_parser() -> argparse.ArgumentParser:
@@ -92,7 +92,7 @@ def _restart_by_default(parser: argparse.ArgumentParser) -> None:
         action.default = None
     action.help = (
         f"Restarts without progress before the job ends; 0: never restart. Default: {RESTARTS}, which"
-        f" {REFILL_STEPS} new steps (or 10 minutes of running, in scripts without a Checkpointer) give back."
+        f" {REFILL_STEPS} new steps (or 10 minutes of running, in scripts without a Checkpointer) refill."
         " The same error at the same step twice ends the job at once."
     )
 
@@ -110,9 +110,9 @@ def parse_args(args: list[str] | None) -> argparse.Namespace:
     return get_args_parser().parse_args(args)
 
 
-def run(args: argparse.Namespace, nursery: ZygoteClient | None = None) -> LaunchOutcome:
+def run(args: argparse.Namespace, zygote: ZygoteClient | None = None) -> LaunchOutcome:
     """Run the job of these settings; the counterpart of torch.distributed.run.run."""
-    from flashckpt.daemon.launcher.agent import launch
+    from flashckpt.daemon.launcher.launch import launch
     from flashckpt.daemon.launcher.options import AgentOptions
     from flashckpt.daemon.zygote.client import ZygoteClient
 
@@ -135,12 +135,12 @@ def run(args: argparse.Namespace, nursery: ZygoteClient | None = None) -> Launch
         min_nodes=config.min_nodes,
         node_unit=_node_unit(args, config.min_nodes, config.max_nodes),
     )
-    nursery = nursery or ZygoteClient(disabled=_unfit_command(args))
-    nursery.prepare()
-    outcome = launch(config, command, command_args, nursery=nursery, options=options)
+    zygote = zygote or ZygoteClient(disabled=_unfit_command(args))
+    zygote.prepare()
+    outcome = launch(config, command, command_args, zygote=zygote, options=options)
     if (
         not args.log_dir and config.logs_specs is not None
-    ):  # torch made a temporary one; after a failure its error files are what one wants to read
+    ):  # torch made a temporary one; after a failure its error files are worth reading
         shutil.rmtree(config.logs_specs.root_log_dir, ignore_errors=True)
     return outcome
 
@@ -181,7 +181,7 @@ def _quicker(args: argparse.Namespace) -> str:
     """Return --rdzv-conf with waits that fit restarts of tenths of a second, where the user set none.
 
     torch waits 30 s for more nodes than the minimum, and 15 s until a silent one counts as dead. Here a node that
-    comes later is taken in by another restart.
+    joins later is included by another restart.
     """
     if args.rdzv_backend != "c10d":
         return str(args.rdzv_conf)
@@ -207,7 +207,7 @@ def main(args: list[str] | None = None) -> int:
     """Run dlrun; returns its exit code (docs/launching.md lists them).
 
     With an explicit `args` (tests, embedding) errors of the workers are raised as torchrun raises
-    them, and the zygote is a process of its own; as a program it is forked from this process.
+    them, and the zygote is a spawned process; as a program it is forked from this process.
     """
     if args is not None:
         run(parse_args(args))
@@ -216,15 +216,15 @@ def main(args: list[str] | None = None) -> int:
     _set_up_log()
     try:
         parsed = parse_args(None)
-        nursery = _fork_zygote(parsed)
+        zygote = _fork_zygote(parsed)
     except FlashckptError as error:
         return _fail(error)
-    if isinstance(nursery, dict):  # this is a worker now: nothing of dlrun is left above it but this frame
+    if isinstance(zygote, dict):  # this process is a worker now; only this frame of dlrun remains on its stack
         from flashckpt.daemon.launcher.worker import run_worker
 
-        return run_worker(nursery)
-    code = _run_program(parsed, nursery)
-    atexit._run_exitfuncs()  # noqa: SLF001 -- then out: tearing down torch module by module takes half a second
+        return run_worker(zygote)
+    code = _run_program(parsed, zygote)
+    atexit._run_exitfuncs()  # noqa: SLF001 -- at once: tearing down torch module by module takes half a second
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(code)
@@ -237,18 +237,18 @@ def _fork_zygote(parsed: argparse.Namespace) -> ZygoteClient | dict[str, Any]:
     if not reason and not server.unfit():
         return ZygoteClient.forked()
     if reason:
-        _log.info("workers are started as fresh interpreters: %s", reason)
+        _log.info("workers are started as new interpreters: %s", reason)
     return ZygoteClient(disabled=reason)
 
 
-def _run_program(parsed: argparse.Namespace, nursery: ZygoteClient) -> int:
+def _run_program(parsed: argparse.Namespace, zygote: ZygoteClient) -> int:
     from torch.distributed.elastic.multiprocessing import SignalException
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, record
 
     try:
         # @record copies the first error file to the launcher's own, for schedulers that ask for one
         start = record(run) if os.environ.get("TORCHELASTIC_ERROR_FILE") else run
-        outcome = start(parsed, nursery)
+        outcome = start(parsed, zygote)
     except ChildFailedError as error:
         rank, first = error.get_first_failure()
         _log.error("the job failed: rank %d ended with %d", rank, first.exitcode)

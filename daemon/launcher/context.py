@@ -45,11 +45,11 @@ class ScriptCommand:
 
 
 @dataclass(kw_only=True)
-class _Worker:
+class _WorkerProcess:
     local_rank: int
     pid: int
     pidfd: int
-    exit: WorkerExit | None = None  # its end, unless this context ended it
+    exit: WorkerExit | None = None  # how it ended, unless this context ended it
     ended: bool = False
 
 
@@ -57,26 +57,26 @@ class WorkerContext(PContext):
     """The processes of one generation on this node.
 
     Args:
-        nursery: Where forked workers come from.
+        zygote: Where forked workers come from.
         scripts: Per local rank, what a forked worker runs; None spawns `entrypoint` with `args`.
         survivors_s: Seconds between SIGTERM and SIGKILL for the ranks left after a failure; 0 kills at once.
         cpus: Per local rank, the processors to bind to, and so the memory beside them.
-        kwargs: What torch's PContext takes.
+        kwargs: The arguments of torch's PContext.
     """
 
     def __init__(
         self,
         *,
-        nursery: ZygoteClient,
+        zygote: ZygoteClient,
         scripts: dict[int, ScriptCommand] | None,
         survivors_s: float = 0.0,
         cpus: dict[int, list[int]] | None = None,
         **kwargs: Any,
     ) -> None:
         super().__init__(**kwargs)
-        self._nursery, self._scripts = nursery, scripts
+        self._zygote, self._scripts = zygote, scripts
         self._survivors_s, self._cpus = survivors_s, cpus or {}
-        self._workers: dict[int, _Worker] = {}
+        self._workers: dict[int, _WorkerProcess] = {}
         self._result: RunProcsResult | None = None
         self._closed = False
         self.forked = False
@@ -98,16 +98,16 @@ class WorkerContext(PContext):
         if pids is None:
             pids = [self._spawn(local_rank) for local_rank in range(self.nprocs)]
         for local_rank, pid in enumerate(pids):
-            self._workers[local_rank] = _Worker(local_rank=local_rank, pid=pid, pidfd=os.pidfd_open(pid))
+            self._workers[local_rank] = _WorkerProcess(local_rank=local_rank, pid=pid, pidfd=os.pidfd_open(pid))
         self.fork_s = time.monotonic() - begun
 
     def _fork(self) -> list[int] | None:
         assert self._scripts is not None
         requests = [self._request(local_rank, script) for local_rank, script in sorted(self._scripts.items())]
         try:
-            return self._nursery.fork(requests)
+            return self._zygote.fork(requests)
         except Unavailable as why:
-            _log.warning("starting fresh interpreters, which takes seconds: %s", why.reason)
+            _log.warning("starting new interpreters, which takes seconds: %s", why.reason)
             return None
 
     def _request(self, local_rank: int, script: ScriptCommand) -> dict[str, Any]:
@@ -145,7 +145,7 @@ class WorkerContext(PContext):
         return process.pid
 
     def _command(self, local_rank: int) -> list[str]:
-        """Return what to spawn: a script of this interpreter by way of ours, for its stacks and its traceback."""
+        """Return what to spawn; a Python script starts through spawn_main, which adds stack dumps and a traceback."""
         if self._scripts is None:
             return [str(self.entrypoint), *(str(arg) for arg in self.args[local_rank])]
         script = self._scripts[local_rank]
@@ -156,11 +156,11 @@ class WorkerContext(PContext):
         return {local_rank: worker.pid for local_rank, worker in self._workers.items()}
 
     def exits(self) -> list[WorkerExit]:
-        """Return the ends seen so far, of workers this context did not kill itself."""
+        """Return the exits seen so far, except of workers that this context killed."""
         return [worker.exit for worker in self._workers.values() if worker.exit is not None]
 
     def wait_event(self, timeout_s: float, extra_fds: Sequence[int] = ()) -> None:
-        """Return when a worker ends, an extra descriptor is readable, or the time is over."""
+        """Return when a worker ends, an extra descriptor is readable, or the time is up."""
         running = [worker.pidfd for worker in self._workers.values() if not worker.ended]
         wait_readable([*running, *extra_fds], timeout_s)
 
@@ -169,7 +169,7 @@ class WorkerContext(PContext):
             if not worker.ended and (code := exit_code(worker.pidfd)) is not None:
                 worker.exit, worker.ended = self._exit(worker, code), True
 
-    def _exit(self, worker: _Worker, code: int) -> WorkerExit:
+    def _exit(self, worker: _WorkerProcess, code: int) -> WorkerExit:
         summary, trace, at_ns = read_error(self.error_files.get(worker.local_rank, "")) if code else ("", "", 0)
         return WorkerExit(
             local_rank=worker.local_rank,
@@ -195,7 +195,7 @@ class WorkerContext(PContext):
         return self._result
 
     def _fail(self) -> RunProcsResult:
-        """Wait shortly for the cause if only its echoes were seen, then end the survivors."""
+        """Wait briefly for the root cause if only lost connections were seen, then end the survivors."""
         self.detected_s = time.monotonic()
         end = self.detected_s + _SETTLE_S
         while all(item.is_echo for item in self.exits() if item.failed) and (left := end - time.monotonic()) > 0:
@@ -214,7 +214,7 @@ class WorkerContext(PContext):
         return RunProcsResult(failures=failures, stdouts=self.stdouts, stderrs=self.stderrs)
 
     def abort(self) -> None:
-        """Kill every worker: they hang."""
+        """Kill every worker of a group that hangs."""
         self.detected_s = time.monotonic()
         self.close(signal.SIGKILL, 0)
         self.stopped_s = time.monotonic()
@@ -236,19 +236,19 @@ class WorkerContext(PContext):
                 kill_group(worker.pid, signal.SIGKILL)
         self._await_end(left, _KILL_WAIT_S)
         for worker in self._running():
-            _log.error("worker %d does not end after SIGKILL: it waits inside the kernel", worker.pid)
+            _log.error("worker %d did not end after SIGKILL: it is blocked in the kernel", worker.pid)
         for worker in self._workers.values():
             kill_group(worker.pid, signal.SIGKILL, reaped=True)  # children that outlive a rank hold its files and locks
             os.close(worker.pidfd)
         self._closed = True
-        reap_strays({worker.pid for worker in self._workers.values()} | {self._nursery.pid})
+        reap_strays({worker.pid for worker in self._workers.values()} | {self._zygote.pid})
 
-    def _running(self) -> list[_Worker]:
+    def _running(self) -> list[_WorkerProcess]:
         for worker in self._workers.values():
             worker.ended = worker.ended or exit_code(worker.pidfd) is not None
         return [worker for worker in self._workers.values() if not worker.ended]
 
-    def _await_end(self, workers: list[_Worker], timeout_s: float) -> None:
+    def _await_end(self, workers: list[_WorkerProcess], timeout_s: float) -> None:
         end = time.monotonic() + timeout_s
         while (left := [worker for worker in workers if not worker.ended]) and time.monotonic() < end:
             wait_readable([worker.pidfd for worker in left], end - time.monotonic())
@@ -256,8 +256,8 @@ class WorkerContext(PContext):
 
 
 @dataclass(frozen=True, kw_only=True)
-class WorkerProcess:
-    """One life of the worker group: how many there were before, and after how many failures."""
+class GroupStart:
+    """One start of the worker group on this node: how many starts and failures came before it."""
 
     number: int
     failures: int
@@ -276,7 +276,7 @@ class WorkerProcess:
 
 
 def make_context(
-    life: WorkerProcess,
+    start: GroupStart,
     entrypoint: Callable[..., Any] | str,
     args: dict[int, tuple[Any, ...]],
     *,
@@ -285,12 +285,12 @@ def make_context(
     numa_options: Any,
     **rest: Any,
 ) -> WorkerContext:
-    """Build the context of a life from what torch hands to its start_processes, with a log directory of its own.
+    """Build the context of one start from the arguments of torch's start_processes, with its own log directory.
 
     torch names the log directory by TORCHELASTIC_RESTART_COUNT, which does not count changes of membership.
     """
     for env in envs.values():
-        env["TORCHELASTIC_RESTART_COUNT"] = str(life.number)
+        env["TORCHELASTIC_RESTART_COUNT"] = str(start.number)
     context = WorkerContext(
         envs=envs,
         cpus=bindings(numa_options, len(args)),
@@ -299,7 +299,7 @@ def make_context(
         **rest,
     )
     for local_rank, env in envs.items():
-        env.update(life.environment(local_rank))
+        env.update(start.environment(local_rank))
     return context
 
 

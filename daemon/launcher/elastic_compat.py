@@ -1,4 +1,4 @@
-"""Small dealings with torch's launcher: putting a part of it out for a while, ending by a signal as it does."""
+"""Helpers for torch.distributed.elastic: temporary monkeypatching, re-raising its signals."""
 
 from __future__ import annotations
 

@@ -19,14 +19,14 @@ _MEANING = {
     2: "wrong command line, or an exit(2) in the script",
     126: "the command was found but may not be executed",
     127: "the command was not found",
-    128: "the shell or a device runtime gave up (128)",
+    128: "the shell or a device runtime failed (128)",
 }
 _SIGNALS = {
     signal.SIGKILL: "killed from outside",
     signal.SIGTERM: "asked to stop from outside",
     signal.SIGSEGV: "native crash: invalid memory access",
     signal.SIGABRT: "native crash: abort, often a failed assertion in C++ or CUDA",
-    signal.SIGBUS: "native crash: a mapped file or shared memory ended under it",
+    signal.SIGBUS: "native crash: a mapped file or shared memory was truncated",
     signal.SIGFPE: "native crash: arithmetic",
     signal.SIGILL: "native crash: the binary does not fit this processor",
     signal.SIGINT: "interrupted",
@@ -52,15 +52,15 @@ class WorkerExit:
 
     @property
     def is_echo(self) -> bool:
-        """Whether it only noticed that another rank had gone ("connection closed by peer")."""
+        """Whether it only noticed the end of another rank ("connection closed by peer")."""
         return bool(_ECHO.search(self.summary))
 
 
 @dataclass(frozen=True, kw_only=True)
 class FailureReport:
-    """The first failing rank of one generation and what is known of it; `step` is -1 where nobody counted.
+    """The first failing rank of one generation and what is known of it; `step` is -1 if the script reports no steps.
 
-    `elsewhere` means that every rank of this node only noticed the end of a rank, or of a machine, it was connected to.
+    `elsewhere`: every rank of this node only lost its connection to a rank on another node.
     """
 
     first: WorkerExit
@@ -100,7 +100,7 @@ class FailureReport:
         step = f" at step {self.step}" if self.step >= 0 else ""
         who = f"rank{'s' if self.others else ''} {ranks} lost the connection to another node"
         return [
-            f"no rank of {self.host} failed by itself{step}: {who}",
+            f"the failure did not begin on {self.host}{step}: {who}",
             f"  | rank {self.first.rank}: {self.first.summary.splitlines()[0]}",
         ]
 
@@ -112,7 +112,7 @@ class FailureReport:
 
 
 def first_failure(exits: Sequence[WorkerExit]) -> WorkerExit:
-    """Return the exit that caused the others: no echo before an echo, then the earliest.
+    """Return the exit that caused the others: the earliest one that is not an echo, else the earliest echo.
 
     A rank that is killed leaves no error file, and its peers' "connection closed" may be dated before
     its own end is seen: so exits by signal and true errors rank before echoes whatever their time.

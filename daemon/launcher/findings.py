@@ -1,7 +1,7 @@
-"""What an agent has found out about a failure, for the agents of the other nodes: short records in the round's store.
+"""What an agent knows about a failure, published to the other nodes: short records in the round's store.
 
-A node whose ranks only saw their connections close asks here which rank failed. Whoever reaches the store may write
-there: a record is parsed as JSON, cut to a length, and stripped of control characters before it is printed.
+A node whose ranks only saw their connections close looks here for the rank that failed. Anybody who can reach the
+store can write to it: a record is parsed as JSON, cut to a length, and stripped of control characters before it is printed.
 """
 
 from __future__ import annotations
@@ -24,12 +24,12 @@ _GONE = (
     KeyError,
     TimeoutError,
     RecursionError,
-)  # the store's host has gone, or a record is odd
+)  # the store's host is gone, or a record is malformed
 
 
 @dataclass(frozen=True, kw_only=True)
 class Finding:
-    """The rank that failed first, as the agent of its node saw it; `step` is -1 where nobody counted."""
+    """The rank that failed first, as the agent of its node saw it; `step` is -1 if the script reports no steps."""
 
     rank: int
     host: str
@@ -43,7 +43,7 @@ class Finding:
 
 
 def publish(store: KeyValueStore, finding: Finding) -> None:
-    """Leave a finding for the other nodes; the first one of a round stays."""
+    """Publish a finding for the other nodes; only the first one of a round is kept."""
     try:
         if not store.check([_FIRST]):
             store.set(_FIRST, json.dumps(asdict(finding)))
@@ -52,7 +52,7 @@ def publish(store: KeyValueStore, finding: Finding) -> None:
 
 
 def read(store: KeyValueStore) -> Finding | None:
-    """Return what some node has found out about this round, None if nothing."""
+    """Return what some node has published about this round, None if nothing."""
     try:
         if not store.check([_FIRST]):
             return None
@@ -64,7 +64,7 @@ def read(store: KeyValueStore) -> Finding | None:
 
 
 def introduce(store: KeyValueStore, node: int, *, host: str, ranks: Sequence[int]) -> None:
-    """Say which host and ranks a node of this round has, for the day on which it does not answer."""
+    """Publish the host and ranks of a node, so that others can name it if it stops answering."""
     store.set(f"{_NODE}/{node}", json.dumps({"host": host, "ranks": list(ranks)}))
 
 
@@ -75,13 +75,13 @@ def describe_lost(store: KeyValueStore, node: int, address: str) -> str:
         ranks = ", ".join(str(int(rank)) for rank in record["ranks"])
         host = _clean(record["host"])
     except _GONE:
-        return f"node {address} is gone: it sends no sign of life"
+        return f"node {address} is gone: it sends no heartbeats"
     where = f"{address} ({host})" if host != address else address
-    return f"node {where} with rank{'s' if ',' in ranks else ''} {ranks} is gone: it sends no sign of life"
+    return f"node {where} with rank{'s' if ',' in ranks else ''} {ranks} is gone: it sends no heartbeats"
 
 
 def await_cause(store: KeyValueStore, lost: Callable[[], dict[int, str]], *, timeout_s: float) -> dict[int, str]:
-    """Wait until some node has named the rank that failed, or nodes have been silent for too long; return those.
+    """Wait until some node names the failed rank, or nodes have been silent for too long; return the silent nodes.
 
     Args:
         store: Of the round.
@@ -96,11 +96,11 @@ def await_cause(store: KeyValueStore, lost: Callable[[], dict[int, str]], *, tim
 
 
 def cause(store: KeyValueStore, lost: Mapping[int, str]) -> str:
-    """Return what ended a generation, as this node knows it from the others and from those that are silent."""
+    """Return what ended a generation, from what other nodes published and which ones are silent."""
     if lost:
         return "; ".join(describe_lost(store, node, address) for node, address in sorted(lost.items()))
     found = read(store)
-    return found.text() if found is not None else "no node of the job says which rank failed first"
+    return found.text() if found is not None else "no node of the job reported which rank failed first"
 
 
 def _clean(text: object) -> str:

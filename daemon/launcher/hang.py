@@ -1,4 +1,4 @@
-"""Hang detection: no step for too long, then the stacks of all ranks, grouped, and the odd one named."""
+"""Hang detection: no step for too long, then the stacks of all ranks, grouped, and the rank that differs."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _FRAME = re.compile(r'^  File "(?P<file>.+)", line (?P<line>\d+) in (?P<name>.+)
 
 
 class Beat(Protocol):
-    """What hang detection reads of a control row."""
+    """The fields of a control row that hang detection reads."""
 
     rank: int
     pid: int
@@ -42,7 +42,7 @@ class Pace:
         self._last: tuple[float, int] | None = None
 
     def see(self, now_s: float, step: int) -> None:
-        """Take note of the highest step at this time; a lower one (a restart) begins anew."""
+        """Record the highest step at this time; a lower one (a restart) resets the estimate."""
         if self._last is None or step < self._last[1]:
             self._last = (now_s, step)
         elif step > self._last[1]:
@@ -56,7 +56,7 @@ class Pace:
         return self._last[1] if self._last is not None else -1
 
     def at_least_s(self, now_s: float) -> float:
-        """Return seconds per step, or how long the present one has taken where none was seen to end."""
+        """Return seconds per step, or how long the current one has taken if none has ended yet."""
         return self.step_s or (now_s - self._last[0] if self._last is not None else 0.0)
 
     @property
@@ -66,7 +66,7 @@ class Pace:
 
 
 def timeout_s(step_s: float, explicit_s: float | None) -> float:
-    """Return the seconds without a step that count as a hang; infinite while nothing is learnt or it is off (0)."""
+    """Return the seconds without a step that count as a hang; infinite while nothing is learnt yet, or if it is off (0)."""
     if explicit_s is not None:
         return explicit_s if explicit_s > 0 else float("inf")
     return max(MINIMUM_S, LEARNT_STEPS * step_s) if step_s > 0 else float("inf")
@@ -75,8 +75,8 @@ def timeout_s(step_s: float, explicit_s: float | None) -> float:
 def is_hanging(rows: Sequence[Beat], now_ns: int, limit_s: float) -> bool:
     """Return whether some rank has been silent for longer than `limit_s`.
 
-    Never before every rank's first step (compilation, data), nor while any rank says it is paused: the
-    others then wait for it.
+    Never before every rank's first step (compilation, data), nor while any rank is paused: the others
+    then wait for it.
     """
     if not rows or any(row.paused or not row.first_step for row in rows):
         return False
@@ -85,7 +85,7 @@ def is_hanging(rows: Sequence[Beat], now_ns: int, limit_s: float) -> bool:
 
 @dataclass(frozen=True, kw_only=True)
 class RankState:
-    """One rank in a hang: its Python stack (innermost frame first), or what the kernel says instead."""
+    """One rank in a hang: its Python stack (innermost frame first), or its kernel state if it gives none."""
 
     rank: int
     pid: int
@@ -108,7 +108,7 @@ def parse_stack(text: str) -> tuple[str, ...]:
 def collect(
     workers: Mapping[int, int], files: Mapping[int, Path], *, wait_s: float = 3.0
 ) -> dict[int, tuple[str, ...]]:
-    """Ask forked workers for their stacks; ranks that give none (stopped, in the kernel) are left out.
+    """Ask forked workers for their stacks; ranks that do not answer (stopped, in the kernel) are left out.
 
     Args:
         workers: local rank -> pid.
@@ -213,7 +213,7 @@ def render(states: Sequence[RankState], *, silent_s: float, limit_s: float, fram
             lines.append(f"  rank {ranks}:")
             lines += [f"    {frame}" for frame in group[0].stack[:frames]]
         else:
-            lines += [f"  rank {state.rank} (step {state.step}) gives no stack: {state.kernel}" for state in group]
+            lines += [f"  rank {state.rank} (step {state.step}) gave no stack: {state.kernel}" for state in group]
     return "\n".join(lines)
 
 

@@ -1,4 +1,4 @@
-"""What the nodes of one job tell each other through the rendezvous store, which lives as long as the job."""
+"""What the nodes of one job share through the rendezvous store, which lasts as long as the job."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ class JobNotes:
         run_id: Of the job.
 
     Attributes:
-        code: The exit code that ends the job everywhere, as far as this node has said or read it; 0 for none.
+        code: The exit code that ends the job on all nodes, as far as this node knows; 0 for none.
     """
 
     def __init__(self, store: Store, run_id: str) -> None:
@@ -27,25 +27,25 @@ class JobNotes:
         self.code = 0
 
     def note_trained(self) -> None:
-        """Note that some generation of the job has trained a step."""
+        """Record that some generation of the job has trained a step."""
         self._store.set(f"{self._prefix}.trained", "1")
 
     def has_trained(self) -> bool:
-        """Return whether any generation of the job has."""
+        """Return whether any generation of the job has trained a step."""
         return bool(self._store.check([f"{self._prefix}.trained"]))
 
     def refuse(self, size: int) -> None:
-        """Note that the job's layout does not fit `size` nodes."""
+        """Record that the job's layout does not fit `size` nodes."""
         self._store.set(f"{self._prefix}.refused.{size}", "1")
 
     def is_refused(self, size: int) -> bool:
-        """Return whether it does not."""
+        """Return whether the layout was recorded not to fit `size` nodes."""
         return bool(self._store.check([f"{self._prefix}.refused.{size}"]))
 
     def end(self, code: int) -> None:
-        """Note that every start of the job would end with this exit code, so that all nodes end with it."""
+        """Record the exit code of a permanent error, so that all nodes end with it."""
         self.code = code
-        with contextlib.suppress(DistError):  # the store is gone: this node knows it all the same
+        with contextlib.suppress(DistError):  # the store is gone, but this node still knows the code
             self._store.set(f"{self._prefix}.end", str(code))
 
     def ended(self) -> int:
@@ -60,7 +60,7 @@ class JobNotes:
     def leave(self, nodes: int, timeout_s: float) -> None:
         """Return once `nodes` nodes have called this, at the latest after `timeout_s` seconds.
 
-        The store may end with the process that calls this; who has not read the exit code by then never will.
+        The store may end with the calling process: a node that has not read the exit code by then never will.
         """
         until = time.monotonic() + timeout_s
         try:
@@ -69,4 +69,4 @@ class JobNotes:
                 time.sleep(_POLL_S)
                 left = self._store.add(f"{self._prefix}.left", 0)
         except DistError:
-            return  # its host has left: all had
+            return  # its host has left, so all nodes had arrived

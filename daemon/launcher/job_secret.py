@@ -1,7 +1,7 @@
 """The secret that the nodes of one job share, and what they sign with it (torch-free).
 
-It comes by the environment or by a file, never by the command line, which every user of a machine can read. It is
-not handed on to the workers.
+It comes from the environment or a file, never from the command line, which every user of the machine can read. It
+is not passed on to the workers.
 """
 
 from __future__ import annotations
@@ -24,11 +24,11 @@ class UnsealedError(Exception):
 
 
 class Seal:
-    """Signs and verifies what is kept where others may write, for one purpose of one job.
+    """Signs and verifies data that others could overwrite, for one purpose of one job.
 
     Args:
-        secret: Of the job; b"" signs nothing, and refuses what somebody else has signed.
-        purpose: What is sealed and of which run: a message of another purpose or run does not verify.
+        secret: Of the job; b"" signs nothing and rejects signed data.
+        purpose: What is signed, and for which run: data of another purpose or run does not verify.
     """
 
     def __init__(self, secret: bytes, purpose: str) -> None:
@@ -52,7 +52,7 @@ class Seal:
             msg = "it was not written by dlrun"
             raise UnsealedError(msg)
         if not self._secret and mark != "-":
-            msg = f"it is signed, and this node was given no job secret ({VARIABLE})"
+            msg = f"it is signed, and this node has no job secret ({VARIABLE})"
             raise UnsealedError(msg)
         if not hmac.compare_digest(mark.encode(), self._mark(text).encode()):
             msg = "it is not signed with the job secret of this node"
@@ -66,7 +66,7 @@ class Seal:
 
 
 def read_secret(environment: Mapping[str, str] = os.environ) -> bytes:
-    """Return the job's secret, b"" where none was given.
+    """Return the job's secret, b"" if there is none.
 
     Raises:
         ConfigError: it is too short, or its file cannot be read, or others can read it.
@@ -103,5 +103,5 @@ def _read(path: Path) -> str:
 
 
 def without(environment: Mapping[str, str]) -> dict[str, str]:
-    """Return an environment for processes that have no use for the secret."""
+    """Return an environment without the secret."""
     return {name: value for name, value in environment.items() if name not in {VARIABLE, FILE_VARIABLE}}

@@ -14,7 +14,7 @@ PHASES = ("detect", "stop", "rendezvous", "fork", "init", "restore", "first_step
 
 
 class Stamps(Protocol):
-    """What the ledger reads of a control row: CLOCK_MONOTONIC nanoseconds, 0 where not reached yet."""
+    """The fields of a control row that the ledger reads: CLOCK_MONOTONIC nanoseconds, 0 if not reached yet."""
 
     rank: int
     step: int
@@ -31,7 +31,7 @@ class Stamps(Protocol):
 class LedgerEntry:
     """One failure and the restart after it; `seconds` fills while the new generation comes up.
 
-    It begins (`begun_ns`, CLOCK_MONOTONIC) when the rank failed, or, where ranks hang, with the last sign of life.
+    It begins (`begun_ns`, CLOCK_MONOTONIC) when the rank failed or, in a hang, at the last heartbeat.
     """
 
     time: str
@@ -80,7 +80,7 @@ def advance(failure: LedgerEntry, rows: Sequence[Stamps], now_ns: int) -> bool:
 
 
 class Ledger:
-    """Appends lines to every path it was given; a path that cannot be written costs a line, never the job."""
+    """Appends lines to every path it was given; a write that fails loses a line, never the job."""
 
     def __init__(self, *paths: str | Path) -> None:
         self.paths: list[Path] = [Path(path) for path in paths if path]

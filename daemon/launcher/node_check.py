@@ -1,9 +1,9 @@
 """`--node-check`: find the bad or slow node before the first generation, with nothing but the rendezvous store.
 
-Every node times a matrix product; then nodes are paired and each pair sends a block to and fro. A node
-that is slow alone is named at once. A pair that is slow or fails makes two suspects, and each suspect is
-paired again with a node that did well: who is slow there too is the bad one. The choice is a pure function
-of the measurements, so that every node comes to the same one.
+Every node times a matrix product; then nodes are paired and each pair sends a block back and forth. A node
+that is slow alone is reported at once. A pair that is slow or fails makes two suspects, and each suspect is
+paired again with a good node: one that is slow there too is bad. The verdict is a pure function of the
+measurements, so that all nodes agree on it.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ PREFIX = "flashckpt/node-check"
 
 
 @dataclass(frozen=True, kw_only=True)
-class Timing:
+class NodeTiming:
     """Seconds of one node's product, or of one pair's exchange; infinite where it failed."""
 
     nodes: tuple[int, ...]
@@ -52,27 +52,27 @@ def is_due(group: Group, *, checked: bool, timeout_s: float = 30.0) -> bool:
         try:
             group.store.wait([key], timedelta(seconds=timeout_s))
         except (RuntimeError, TimeoutError):
-            return True  # it has gone: the check says so
+            return True  # it is gone; the check will report it
         if group.store.get(key) == b"1":
             return True
     return False
 
 
-def leave_or_go_on(bad: Mapping[int, str], group: Group, *, min_nodes: int) -> bool:
+def must_meet_again(bad: Mapping[int, str], group: Group, *, min_nodes: int) -> bool:
     """Return whether the nodes must meet again without the bad ones; raise on a node that is left out.
 
     Raises:
-        NodeCheckError: this node is bad, or too few are well.
+        NodeCheckError: this node is bad, or too few good ones remain.
     """
     if not bad:
-        _log.info("node check: %d nodes are well", group.size)
+        _log.info("node check: all %d nodes are good", group.size)
         return False
     text = "; ".join(f"node {node}: {why}" for node, why in sorted(bad.items()))
     if group.size - len(bad) < min_nodes:
-        raise NodeCheckError(f"too few nodes are well: {text}", expected=f"at least {min_nodes} nodes")
+        raise NodeCheckError(f"too few good nodes: {text}", expected=f"at least {min_nodes} nodes")
     if group.rank in bad:
-        raise NodeCheckError(f"this node is left out: {bad[group.rank]}", state="The other nodes go on.")
-    _log.warning("node check: left out: %s", text)
+        raise NodeCheckError(f"this node is excluded: {bad[group.rank]}", state="The other nodes continue.")
+    _log.warning("node check: excluded: %s", text)
     return True
 
 
@@ -80,10 +80,10 @@ def _limit(reference_s: float) -> float:
     return max(SLOW * reference_s, reference_s + NOISE_S)
 
 
-def slow(timings: Sequence[Timing]) -> list[Timing]:
+def slow(timings: Sequence[NodeTiming]) -> list[NodeTiming]:
     """Return the timings that failed or took more than SLOW times the median of those that did not fail.
 
-    The lower median: of two pairs, one of them slow, the other one is the measure.
+    The lower median is used, so that of two pairs the faster one is the reference.
     """
     good = [item.seconds for item in timings if item.seconds != float("inf")]
     limit = _limit(median_low(good)) if good else 0.0
@@ -96,13 +96,13 @@ def first_pairs(nodes: Sequence[int]) -> list[tuple[int, int]]:
     return pairs if len(nodes) % 2 == 0 or len(nodes) < 2 else [*pairs, (nodes[-1], nodes[0])]
 
 
-def second_pairs(nodes: Sequence[int], first: Sequence[Timing], alone: Sequence[int]) -> list[tuple[int, int]]:
+def second_pairs(nodes: Sequence[int], first: Sequence[NodeTiming], alone: Sequence[int]) -> list[tuple[int, int]]:
     """Pair every suspect of the first round with a node that did well in it.
 
     Args:
         nodes: All nodes.
         first: The pairs of the first round.
-        alone: Nodes that are slow by themselves: no longer of interest, and no good partners.
+        alone: Nodes already found slow alone: neither suspects nor good partners.
     """
     bad = slow(first)
     suspects = sorted({node for item in bad for node in item.nodes} - set(alone))
@@ -110,10 +110,10 @@ def second_pairs(nodes: Sequence[int], first: Sequence[Timing], alone: Sequence[
     return [(suspect, good[i % len(good)]) for i, suspect in enumerate(suspects)] if good else []
 
 
-def verdict(alone: Sequence[Timing], first: Sequence[Timing], second: Sequence[Timing]) -> dict[int, str]:
+def verdict(alone: Sequence[NodeTiming], first: Sequence[NodeTiming], second: Sequence[NodeTiming]) -> dict[int, str]:
     """Return node -> what is wrong with it.
 
-    A pair that was slow with nobody good left to compare with names both of its nodes.
+    If no good node is left to compare with, both nodes of a slow pair are reported.
     """
     bad = {item.nodes[0]: _text("its matrix product", item) for item in slow(alone)}
     suspects = {node for item in slow(first) for node in item.nodes} - set(bad)
@@ -125,7 +125,7 @@ def verdict(alone: Sequence[Timing], first: Sequence[Timing], second: Sequence[T
     return bad
 
 
-def slow_against(second: Sequence[Timing], first: Sequence[Timing]) -> list[Timing]:
+def slow_against(second: Sequence[NodeTiming], first: Sequence[NodeTiming]) -> list[NodeTiming]:
     """Return the second round's timings that are slow by the measure of the good pairs of the first."""
     bad = slow(first)
     good = [item for item in first if item not in bad]
@@ -133,7 +133,7 @@ def slow_against(second: Sequence[Timing], first: Sequence[Timing]) -> list[Timi
     return [item for item in second if item.seconds > _limit(reference)] if good else list(second)
 
 
-def _text(what: str, item: Timing) -> str:
+def _text(what: str, item: NodeTiming) -> str:
     return f"{what} failed" if item.seconds == float("inf") else f"{what} took {item.seconds:.3f} s"
 
 
@@ -184,20 +184,20 @@ class Check:
             listener.close()
             server.join(1.0)
 
-    def _exchange(self, name: str, pairs: Sequence[tuple[int, int]]) -> list[Timing]:
+    def _exchange(self, name: str, pairs: Sequence[tuple[int, int]]) -> list[NodeTiming]:
         """Measure every pair, its first node asking; pairs run at the same time."""
         mine = {i: self._ping(second) for i, (first, second) in enumerate(pairs) if first == self._node}
         return self._share(name, mine, dict(enumerate(pairs)))
 
-    def _share(self, name: str, mine: Mapping[int, float], wanted: Mapping[int, tuple[int, ...]]) -> list[Timing]:
-        """Publish this node's measurements and collect all; one that never comes counts as failed."""
+    def _share(self, name: str, mine: Mapping[int, float], wanted: Mapping[int, tuple[int, ...]]) -> list[NodeTiming]:
+        """Publish this node's measurements and collect all; a missing one counts as failed."""
         for number, seconds in mine.items():
             self._set(f"{name}/{number}", seconds)
         end = time.monotonic() + 2 * self._timeout_s
         found = []
         for number, nodes in wanted.items():
             seconds = self._get(f"{name}/{number}", end)
-            found.append(Timing(nodes=nodes, seconds=float("inf") if seconds is None else float(seconds)))
+            found.append(NodeTiming(nodes=nodes, seconds=float("inf") if seconds is None else float(seconds)))
         return found
 
     def _set(self, key: str, value: Any) -> None:
@@ -226,13 +226,13 @@ class Check:
                     if len(_read(sock, len(block))) != len(block):
                         return float("inf")
                     rounds.append(time.monotonic() - begun)
-                return min(rounds)  # a round may meet other pairs' blocks; a slow node is slow in all of them
+                return min(rounds)  # other pairs' traffic may slow one exchange; a slow node is slow in all of them
         except OSError:
             return float("inf")
 
 
 def _serve(listener: socket.socket, delay_s: float) -> None:
-    """Send back what comes, one partner after the other in threads of their own, until the listener is closed."""
+    """Echo what each partner sends, one thread per partner, until the listener is closed."""
     while True:
         try:
             sock, _ = listener.accept()
@@ -274,7 +274,7 @@ def product_s(size: int = 512, rounds: int = 5) -> float:
 
 
 def node_product_s() -> float:
-    """Return `product_s`; where there is a device, measured in a process of its own, so that the agent keeps no context."""
+    """Return `product_s`; measured in a child process if there is a device, so that the agent holds no device context."""
     import torch
 
     if not torch.accelerator.is_available():

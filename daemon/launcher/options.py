@@ -1,4 +1,4 @@
-"""What dlrun's agent is told, how it says that a launch ended, and the errors that end one (torch-free)."""
+"""The agent's options, how a launch ended, and the errors that end one (torch-free)."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ class AgentOptions:
         ledger: A file that gets one JSON line per failure, besides the job directory's own.
         hang_s: Seconds without a step that count as a hang; 0 switches it off, None learns it from the steps.
         refill_steps: New steps between two failures that give the restart budget back; 0 never.
-        wait_flush: Do not end before the daemon has persisted the newest snapshot (or grace_s is over).
+        wait_flush: Do not exit until the daemon has persisted the newest snapshot or grace_s has passed.
         node_check: Look for bad and slow nodes before the first generation, and leave them out.
         min_nodes: Fewest nodes the job runs on.
         node_unit: The job runs on multiples of this many nodes; the others wait.
@@ -41,10 +41,10 @@ class AgentOptions:
 
 @dataclass(kw_only=True)
 class LaunchOutcome:
-    """How the launch ended, for the exit code: stopped on request, hanging, or by an error that repeats itself.
+    """How the launch ended, for the exit code: stopped on request, hung, or failed with a repeated error.
 
-    `refused` is the exit code of a rank that found the job impossible as it is; `elsewhere` names what ended the job
-    where that was on another node.
+    `refused` is the exit code of a rank whose error a restart cannot fix; `elsewhere` names what ended the job
+    if that was on another node.
     """
 
     resume: bool = False
@@ -54,20 +54,20 @@ class LaunchOutcome:
     elsewhere: str = ""
 
     def error(self) -> FlashckptError | None:
-        """Return what dlrun ends with where workers failed, None where there is nothing clearer than their failure."""
+        """Return the error to end with after workers failed; None if their own failure is the clearest one."""
         if self.refused and self.elsewhere:
             return RefusedError.elsewhere(self.refused)
         if self.refused:
-            return RefusedError("the job cannot run as it is: a rank has told why, above", exit_code=self.refused)
+            return RefusedError("the job cannot start: see the error reported by a rank above", exit_code=self.refused)
         if self.repeats:
-            return RestartBudgetError(self.repeats, remedy="mend the script; its traceback is above")
+            return RestartBudgetError(self.repeats, remedy="fix the script; its traceback is above")
         if self.hang:
             return HangError(self.hang, state="All ranks were killed.")
         return FailedElsewhereError(self.elsewhere) if self.elsewhere else None
 
 
 class RefusedError(FlashckptError):
-    """A rank found the job impossible as it is; it has told why, and the exit code is its own."""
+    """A rank reported an error that a restart cannot fix; dlrun ends with that rank's exit code."""
 
     def __init__(self, problem: str, *, exit_code: int) -> None:
         self.exit_code = exit_code
@@ -75,24 +75,26 @@ class RefusedError(FlashckptError):
 
     @classmethod
     def size(cls, nodes: int) -> RefusedError:
-        """Return the error of a job that waited in vain for another number of nodes."""
-        problem = f"the job's layout does not fit {nodes} nodes, and no other number of them came in time"
+        """Return the error of a job whose layout does not fit the nodes it has."""
+        problem = f"the job's layout does not fit {nodes} nodes, and no others joined in time"
         return cls(problem, exit_code=LayoutError.exit_code)
 
     @classmethod
     def elsewhere(cls, exit_code: int) -> RefusedError:
         """Return the error of a node whose job was refused by a rank of another one."""
-        return cls("the job cannot run as it is: a rank of another node has told why, in its log", exit_code=exit_code)
+        return cls(
+            "the job cannot start: see the error reported by a rank of another node in its log", exit_code=exit_code
+        )
 
 
 class FailedElsewhereError(FlashckptError):
-    """No rank of this node failed by itself, and no restart is left."""
+    """The failure began on another node, and no restart is left."""
 
     exit_code = 1
 
 
 class RendezvousLostError(FlashckptError):
-    """The rendezvous store cannot be reached, so that nodes cannot find each other any more."""
+    """The rendezvous store cannot be reached: nodes can no longer find each other."""
 
     exit_code = 1
 
@@ -111,7 +113,7 @@ class RendezvousLostError(FlashckptError):
         """Return the error of a round that too few nodes joined in time."""
         return cls(
             f"fewer than {nodes} nodes met at {endpoint} in time",
-            found="the join time-out is over",
+            found="the join timeout has passed",
             expected=f"dlrun on {nodes} nodes (--nnodes), with the same --rdzv-id and --rdzv-endpoint",
             state="No worker was started in this round; complete snapshots are persisted by the daemon.",
             remedy="start the other nodes, or wait longer for them: --rdzv-conf join_timeout=SECONDS",
@@ -119,11 +121,11 @@ class RendezvousLostError(FlashckptError):
 
     @classmethod
     def written_by_others(cls, error: Exception) -> RendezvousLostError:
-        """Return the error of a store in which lies what no node of this job has written."""
+        """Return the error of a store that holds data which no node of this job wrote."""
         return cls(
-            "somebody else has written to the rendezvous store",
+            "the rendezvous store holds data that no node of this job wrote",
             found=str(error),
-            state="Nothing of it was used. The workers of this node were ended; the daemon persists complete snapshots.",
+            state="None of it was used. The workers of this node were ended; the daemon persists complete snapshots.",
             remedy="give all nodes the same FLASHCKPT_JOB_SECRET, and close the port of the rendezvous to others",
         )
 
@@ -138,6 +140,6 @@ class RendezvousLostError(FlashckptError):
 
 
 class NodeCheckError(FlashckptError):
-    """The node check found this node bad, or too few good ones."""
+    """The node check rejected this node, or left too few good nodes."""
 
     exit_code = 38

@@ -1,7 +1,7 @@
-"""Which rendezvous the agents of a job use, in place of torch's.
+"""The rendezvous that the agents of a job use in place of torch's.
 
-One node needs none: its agent keeps what torch wants in a store inside the process, and the workers' store listens
-on the loopback address. Several nodes meet in a c10d store whose state is signed (shared_state).
+One node needs none: its agent keeps torch's state in an in-process store, and the workers' store listens on the
+loopback address. Several nodes meet in a c10d store whose state is signed (shared_state).
 """
 
 from __future__ import annotations
@@ -28,11 +28,11 @@ _log = logging.getLogger("flashckpt.dlrun")
 
 
 class OneNode(RendezvousHandler):
-    """The rendezvous of a node that is alone by definition (--nnodes 1): nobody is asked, nobody can connect.
+    """The rendezvous of a single node (--nnodes 1): no communication, and nobody can connect.
 
     Args:
         run_id: Of the job.
-        backend: What the user called the rendezvous, for torch's events.
+        backend: The user's name of the backend, for torch's events.
         port: Of the first generation's workers' store; 0 takes a free one, as every later generation does.
     """
 
@@ -52,18 +52,18 @@ class OneNode(RendezvousHandler):
 
     def next_rendezvous(self) -> RendezvousInfo:
         """Return the next round: this node, a store in this process, a new store for the workers."""
-        self._server = None  # a port that was given is free again
+        self._server = None  # the given port is free again
         self._server = rendezvous_store.on_loopback(0 if self._rounds else self._port)
         store = PrefixStore(f"round{self._rounds}", HashStore())
         self._rounds += 1
         return RendezvousInfo(store, 0, 1, RendezvousStoreInfo(self._server.host, self._server.port))
 
     def is_closed(self) -> bool:
-        """Return False: nobody else could close it."""
+        """Return False: no other node could close it."""
         return False
 
     def set_closed(self) -> None:
-        """Do nothing: nobody else would hear of it."""
+        """Do nothing: there is no other node to inform."""
 
     def num_nodes_waiting(self) -> int:
         """Return 0."""
@@ -81,7 +81,7 @@ class OneNode(RendezvousHandler):
 def handler_of(
     params: RendezvousParameters, theirs: Callable[[RendezvousParameters], RendezvousHandler]
 ) -> RendezvousHandler:
-    """Return the rendezvous of a job; what is neither of one node nor c10d comes from torch (`theirs`).
+    """Return the rendezvous of a job; any but the single-node and c10d ones are torch's own (`theirs`).
 
     Raises:
         ConfigError: the job secret cannot be used.
@@ -96,7 +96,7 @@ def _several_nodes(params: RendezvousParameters) -> RendezvousHandler:
     secret = job_secret.read_secret()
     if not secret:
         _log.warning(
-            "several nodes and no job secret: whoever reaches the port of the rendezvous (%s) can disturb this job;"
+            "several nodes and no job secret: anybody who can reach the port of the rendezvous (%s) can disturb this job;"
             " set %s to the same value on all nodes, and close the ports of the nodes to others",
             params.endpoint,
             job_secret.VARIABLE,

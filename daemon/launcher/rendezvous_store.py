@@ -1,4 +1,4 @@
-"""Stores that nobody has written to, for the workers of one generation (torch's own rendezvous give old ones back)."""
+"""A new, empty store for the workers of each generation (torch's own rendezvous return the old one)."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def loopback() -> str:
 
 
 def on_loopback(port: int = 0) -> TCPStore:
-    """Return a server that only this machine can reach, on a port of its own choice for 0.
+    """Return a server that only this machine can reach; for port 0 it chooses a free one.
 
     Raises:
         ConfigError: the port is taken.
@@ -35,14 +35,14 @@ def on_loopback(port: int = 0) -> TCPStore:
         raise ConfigError(
             "the port of the workers' store cannot be used",
             found=f"{host} port {port}: {error.strerror or error}",
-            remedy="give another --master-port, or leave it out: dlrun takes a free one",
+            remedy="give another --master-port, or omit it: dlrun then takes a free one",
         ) from error
     port = int(listener.getsockname()[1])
     return TCPStore(host, port, is_master=True, wait_for_workers=False, master_listen_fd=listener.detach())
 
 
 def of_static(info: RendezvousInfo, number: int) -> tuple[RendezvousInfo, TCPStore | None]:
-    """Open a new port for round `number` and tell the other nodes of it through the first store."""
+    """Open a new port for round `number` and publish it to the other nodes through the first store."""
     address, server = _address(info), None
     key = f"flashckpt/port{number}"
     if info.rank == 0:
@@ -54,12 +54,12 @@ def of_static(info: RendezvousInfo, number: int) -> tuple[RendezvousInfo, TCPSto
 
 
 def _address(info: RendezvousInfo) -> str:
-    assert info.bootstrap_store_info is not None  # both rendezvous that come here fill it in
+    assert info.bootstrap_store_info is not None  # both kinds of rendezvous set it
     return str(info.bootstrap_store_info.master_addr)
 
 
 class Forwarding(RendezvousHandler):
-    """Hands on to another rendezvous what its subclasses do not change."""
+    """Delegates to another rendezvous what its subclasses do not override."""
 
     def __init__(self, inner: RendezvousHandler) -> None:
         self.inner = inner

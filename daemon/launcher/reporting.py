@@ -1,4 +1,4 @@
-"""What dlrun says and writes down of a failure: the report a user reads, the ledger's line, a hang's stacks."""
+"""How dlrun reports a failure: the text for the user, the ledger's line, the stacks of a hang."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ from flashckpt.daemon.launcher.watch import JobWatch
 
 @dataclass(frozen=True, kw_only=True)
 class Suspect:
-    """The rank that counts as the one that hangs, and the report of the hang.
+    """The rank that is blamed for a hang, and the report.
 
-    `known` is False where no rank of this node stands out: the rank is any of them.
+    `known` is False if no rank of this node differs from the others: the rank is then arbitrary.
     """
 
     rank: int
@@ -30,7 +30,7 @@ class Suspect:
     known: bool
 
 
-_STOPPED = "it was stopped (SIGSTOP or a debugger) and its peers gave up waiting for it"
+_STOPPED = "it was stopped (SIGSTOP or a debugger), and its peers timed out"
 _ELSEWHERE = "connection lost to a rank of another node"
 
 
@@ -46,10 +46,10 @@ class FailureReporter:
     def failure(
         self, context: WorkerContext, rows: Sequence[Any], *, restart: int, others: Group | None = None
     ) -> failures.FailureReport:
-        """Name the first failing rank of a generation, to the other nodes as well, and open its ledger record."""
+        """Report the first failing rank of a generation, also to the other nodes, and open its ledger record."""
         exits = [item for item in context.exits() if item.failed]
         first = failures.first_failure(exits)
-        if first.is_echo and context.standing:  # its peers gave up first, but it is the one that stood still
+        if first.is_echo and context.standing:  # its peers failed first, but this rank is the cause
             first = context.standing[0]
         before, self._oom_kills = self._oom_kills, failures.oom_kills()
         kills = self._oom_kills - before
@@ -77,7 +77,7 @@ class FailureReporter:
         findings.publish(others.store, Finding(rank=rank, host=socket.gethostname(), cause=cause, step=step))
 
     def named_elsewhere(self, cause: str) -> None:
-        """Write what was found out later into the open record."""
+        """Add what became known later to the open record."""
         if self._pending is not None:
             self._pending.cause = cause
 
@@ -118,7 +118,7 @@ class FailureReporter:
         )
 
     def started(self, *, rendezvous_s: float, fork_s: float) -> None:
-        """Note how long the new generation took to rendezvous and to fork, in seconds."""
+        """Record how long the new generation took to rendezvous and to fork, in seconds."""
         if self._pending is not None:
             self._pending.seconds |= {"rendezvous": rendezvous_s, "fork": fork_s}
             self._pending.forked_ns = time.monotonic_ns() - int(fork_s * 1e9)
@@ -129,7 +129,7 @@ class FailureReporter:
             self.finish("restarted")
 
     def finish(self, outcome: str) -> None:
-        """Write the open record, if there is one."""
+        """Write the open record, if any."""
         if self._pending is None:
             return
         if self._watch.job is not None:

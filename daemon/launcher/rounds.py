@@ -1,4 +1,4 @@
-"""The rounds of a rendezvous: a fresh store for each, in units of nodes, never of a size that the job cannot run on."""
+"""The rounds of a rendezvous: a new store for each, in units of nodes, never of a size that the job cannot run on."""
 
 from __future__ import annotations
 
@@ -37,8 +37,8 @@ _LEAVE_S = 5.0
 class UnitRounds(_DistributedRendezvousOpExecutor):
     """The steps of a c10d rendezvous, whose every round is cut to a multiple of `unit` nodes; the others wait.
 
-    Nodes that trained in the round before stay before others do: their memory holds the snapshots. A round of a
-    size that the job has refused stays open until a node more, or one less, makes another size of it.
+    Nodes that trained in the previous round have precedence: their memory holds the snapshots. A round of a size
+    that the job has refused stays open until a node joins or leaves.
     """
 
     def __init__(self, inner: DynamicRendezvousHandler, unit: int, is_refused: Callable[[int], bool]) -> None:
@@ -49,7 +49,7 @@ class UnitRounds(_DistributedRendezvousOpExecutor):
         self.held = 0
 
     def waits(self) -> bool:
-        """Return whether a round went on without this node since the last call."""
+        """Return whether a round has completed without this node since the last call."""
         waited, self.has_waited = self.has_waited, False
         return waited
 
@@ -58,13 +58,13 @@ class UnitRounds(_DistributedRendezvousOpExecutor):
         super()._add_to_wait_list()
 
     def missing(self, size: int) -> bool:
-        """Whether a node of the present round, of `size` nodes, has left it to begin another."""
+        """Whether a node of the current round, of `size` nodes, has left it to begin another."""
         return len(self._state_holder.state.participants) < size
 
     def _add_to_participants(self) -> None:
         super()._add_to_participants()
         if not self._state.complete and self.has_trained:
-            self._state.participants[self._node] = 1  # the place of its rank, which is given at the end
+            self._state.participants[self._node] = 1  # a placeholder for its rank, assigned when the round completes
 
     def _keep_alive(self) -> None:
         super()._keep_alive()
@@ -72,11 +72,11 @@ class UnitRounds(_DistributedRendezvousOpExecutor):
         enough = self._settings.min_nodes <= len(state.participants)
         if self._node not in state.participants or state.complete or state.deadline is not None or not enough:
             return
-        if not self._holds():  # a round that was held has another size now
+        if not self._holds():  # a held round has another size now
             state.deadline = datetime.now(timezone.utc) + self._settings.timeout.last_call
 
     def _holds(self) -> bool:
-        """Return whether the round must stay open as it is, and say so once per size."""
+        """Return whether the round must stay open; logs the reason once per size."""
         size = len(self._state.participants) // self._unit * self._unit
         if not self._is_refused(size):
             return False
@@ -99,19 +99,19 @@ class UnitRounds(_DistributedRendezvousOpExecutor):
         self.held = 0
         surplus = len(nodes) % self._unit
         for node in sorted(nodes, key=lambda node: (-nodes[node], node))[len(nodes) - surplus :]:
-            del nodes[node]  # its next look puts it on the wait list
+            del nodes[node]  # it joins the wait list when it next reads the state
         super()._mark_rendezvous_complete()
 
 
 class FreshStoreRendezvous(rendezvous_store.Forwarding):
-    """A rendezvous whose every round hands the workers a store that nobody has written to.
+    """A rendezvous that gives the workers a new, empty store in every round.
 
     `may_close` stays False until the job has ended for good: the shutdown of a c10d rendezvous is
     final for all nodes.
 
     Attributes:
-        rounds: How many there were.
-        notes: What the nodes tell each other of the job; None where the number of nodes is fixed.
+        rounds: Number of rounds so far.
+        notes: What the nodes share about the job; None if the number of nodes is fixed.
     """
 
     def __init__(self, inner: RendezvousHandler, *, unit: int = 1) -> None:
@@ -152,7 +152,7 @@ class FreshStoreRendezvous(rendezvous_store.Forwarding):
             except RendezvousTimeoutError:
                 if self._unit == 1 or not self._steps.waits():
                     raise
-                continue  # the others train: a node that is over waits for as long as they do
+                continue  # the others train: a surplus node waits for as long as they do
             except RendezvousClosedError:
                 if self._unit == 1 or not self._steps.waits():
                     raise
@@ -163,40 +163,40 @@ class FreshStoreRendezvous(rendezvous_store.Forwarding):
 
     @property
     def held(self) -> int:
-        """The number of nodes that this node waited in vain to change, 0 if it did not wait for that."""
+        """The number of nodes that did not change while this node waited for it; 0 if it did not wait."""
         return self._steps.held if self._steps is not None else 0
 
     def may_grow(self) -> bool:
-        """Return whether more nodes than in the present round may come."""
+        """Return whether more nodes than in the current round may join."""
         inner = self.inner
         if self._info is None or not isinstance(inner, DynamicRendezvousHandler):
             return False
         return int(self._info.world_size) < int(inner.settings.max_nodes)
 
     def lost_in_this_round(self) -> dict[int, str]:
-        """Return the nodes that the present round has lost, group rank -> address, as far as can be known yet."""
+        """Return the nodes that the current round is known to have lost, group rank -> address."""
         inner = self.inner
         if not isinstance(inner, DynamicRendezvousHandler):
             return {}
         try:
             inner.is_closed()  # reads the state again
         except RendezvousError:
-            return {}  # the host of the store has gone; the next rendezvous says so
+            return {}  # the host of the store is gone; the next rendezvous reports it
         return _gone(self._nodes, inner._state_holder.state.participants)  # noqa: SLF001 -- a copy of what all nodes share
 
     def lost_since_the_round_before(self) -> dict[int, str]:
-        """Return the nodes of the round before that are not in this one, group rank -> address."""
+        """Return the nodes of the previous round that are not in this one, group rank -> address."""
         return _gone(self._before, self._nodes)
 
     def num_nodes_waiting(self) -> int:
-        """Return how many nodes want to join and can: whole units, or any of them once a node has left the round."""
+        """Return how many waiting nodes can join: whole units, or any of them once a node has left the round."""
         waiting = int(self.inner.num_nodes_waiting())
         if self._steps is None or self._info is None or self._steps.missing(self._info.world_size):
             return waiting
         return waiting - waiting % self._unit
 
     def shutdown(self) -> bool:
-        """Close the rendezvous, but only when the job is over for every node; nodes that wait to join are let hear of it."""
+        """Close the rendezvous, but only when the job has ended on every node; gives waiting nodes the time to notice."""
         ended = self.notes is not None and self.notes.code  # not asked for: the host of the store may be lost
         if not self.may_close and not ended:
             return True
@@ -207,7 +207,7 @@ class FreshStoreRendezvous(rendezvous_store.Forwarding):
         if isinstance(self.inner, DynamicRendezvousHandler):
             state = self.inner._state_holder.state  # noqa: SLF001 -- a copy of what all nodes share
             if state.wait_list or state.redundancy_list:
-                time.sleep(_LINGER_S)  # the store may end with this process; they look once a second
+                time.sleep(_LINGER_S)  # the store may end with this process; waiting nodes poll it once a second
         return closed
 
 

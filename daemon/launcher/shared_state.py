@@ -1,7 +1,7 @@
 """The rendezvous state that the nodes of a job share: signed JSON in a store.
 
-torch keeps a pickle there, and its agents decode whatever somebody has put in its place: everybody who reaches the
-port can run code in them. Nothing of a store is ever unpickled here.
+torch keeps a pickle there, and its agents decode whatever they find: anybody who can reach the port can run code in
+them. Nothing from a store is ever unpickled here.
 """
 
 from __future__ import annotations
@@ -32,8 +32,8 @@ class SharedState(_BackendRendezvousStateHolder):
     """Keeps this node's copy of the state in step with the store; a drop-in for torch's own holder.
 
     Args:
-        store: Where the state lives.
-        settings: Of the rendezvous.
+        store: Holds the state.
+        settings: The rendezvous settings.
         seal: Signs it.
     """
 
@@ -48,7 +48,7 @@ class SharedState(_BackendRendezvousStateHolder):
 
         Raises:
             RendezvousConnectionError: the store cannot be reached.
-            RendezvousStateError: what lies there was not written by a node of this job.
+            RendezvousStateError: it holds data that no node of this job wrote.
         """
         has_set: bool | None = None
         if self._dirty:
@@ -58,7 +58,7 @@ class SharedState(_BackendRendezvousStateHolder):
         elif self._last_sync_time >= max(time.monotonic() - _CACHE_S, 0):
             return None
         else:
-            found = self._swap("", _NOTHING)  # takes effect only on a key that nobody has set; else it just reads
+            found = self._swap("", _NOTHING)  # sets the key only if it is unset; otherwise it only reads
         self._state = _RendezvousState() if found == _NOTHING else self._decode(found)
         self._text, self._dirty, self._last_sync_time = found, False, time.monotonic()
         self._sanitize()
@@ -96,7 +96,7 @@ def decode(text: str) -> _RendezvousState:
     """
     fields, state = json.loads(text), _RendezvousState()
     if not isinstance(fields, dict) or fields.keys() != vars(state).keys():
-        msg = "the fields of the state are others"
+        msg = "the state has other fields"
         raise ValueError(msg)
     for name, empty in vars(state).items():
         value = _value(fields[name])

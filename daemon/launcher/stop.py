@@ -1,4 +1,4 @@
-"""Stopping together: which step to stop after, and signals that wait until the agent can act on them."""
+"""Stopping all ranks after the same step, and deferring signals until the agent can act on them."""
 
 from __future__ import annotations
 
@@ -18,27 +18,19 @@ from typing import Protocol
 
 from flashckpt.daemon.launcher.watch import JobWatch
 from flashckpt.errors import DamagedError
+from flashckpt.shm.acks import GroupStore
 from flashckpt.shm.control import ControlRow
 
 _REQUEST, _STEPS, _AFTER = "flashckpt/stop/request", "flashckpt/stop/steps", "flashckpt/stop/after"
-_STORE_MARGIN_S = 1.5  # several looks of every agent, and the way through the store
+_STORE_MARGIN_S = 1.5  # several polls of every agent, and the round trip through the store
 MAX_AHEAD = 1000
 """Most steps between the highest one done and the one to stop after."""
 
 _log = logging.getLogger("flashckpt.dlrun")
 
 
-class KeyValueStore(Protocol):
-    """What the agreement needs of a c10d store."""
-
-    def set(self, key: str, value: str) -> None:
-        """Set a key."""
-
-    def get(self, key: str) -> bytes:
-        """Return a key's value, waiting for it."""
-
-    def check(self, keys: list[str]) -> bool:
-        """Return whether all keys are set."""
+class KeyValueStore(GroupStore, Protocol):
+    """The part of a c10d store that the agreement uses."""
 
     def wait(self, keys: list[str], timeout: timedelta) -> None:
         """Return when all keys are set; RuntimeError after the timeout."""
@@ -54,7 +46,7 @@ class Group:
 
 
 def stop_step(steps: Sequence[int], *, step_s: float, margin_s: float = 0.1) -> int:
-    """Return the step after which every rank stops: so far ahead that none can have passed it.
+    """Return the step after which every rank stops: far enough ahead that no rank can be past it.
 
     A rank may end its present step right after its number was read, and then needs `step_s` for each
     further one; the number must reach it within `margin_s`.
@@ -71,8 +63,8 @@ class AgreedStop:
     """One stop of all ranks after one step, from the request to the exit code.
 
     On one node the agent reads the steps and writes the number. Between nodes the agents agree through
-    the store of the round: anybody's request, then every node's highest step, then the number that
-    group rank 0 makes of them; each agent looks several times a second.
+    the store of the round: any agent's request, then every node's highest step, then the step that
+    group rank 0 derives from them; each agent polls several times a second.
     """
 
     def __init__(self, watch: JobWatch, grace_s: float) -> None:
@@ -87,7 +79,7 @@ class AgreedStop:
 
     @property
     def is_late(self) -> bool:
-        """Whether the ranks have not stopped within the grace time."""
+        """Whether the grace time has passed without all ranks having stopped."""
         return self._until is not None and time.monotonic() > self._until
 
     def ask(self, store: KeyValueStore | None) -> None:
@@ -109,10 +101,10 @@ class AgreedStop:
     def tick(
         self, signals: Sequence[int], rows: Sequence[ControlRow], *, ranks: int, step_s: float, group: Group | None
     ) -> bool:
-        """Hear requests, make one, or do the next part of the agreement (see `advance`); called several times a second.
+        """Receive requests, make one, or advance the agreement (see `advance`); called several times a second.
 
-        Returns False where the ranks cannot stop together any more: they know nothing of flashckpt, or the
-        grace time is over.
+        Returns False if the ranks cannot stop together: they do not use flashckpt, or the grace time has
+        passed.
 
         Args:
             signals: Stop signals received so far.
@@ -131,7 +123,9 @@ class AgreedStop:
         if not self.is_under_way:
             return True
         if self.is_late:
-            _log.error("the workers did not stop in %.0f s: they are killed, what is in memory is kept", self._grace_s)
+            _log.error(
+                "the workers did not stop within %.0f s and are killed; snapshots in memory are kept", self._grace_s
+            )
             return False
         step = self.advance(rows, ranks=ranks, step_s=step_s, group=group)
         if step is not None:
@@ -140,7 +134,7 @@ class AgreedStop:
         return True
 
     def advance(self, rows: Sequence[ControlRow], *, ranks: int, step_s: float, group: Group | None) -> int | None:
-        """Do the next part of the agreement; returns the step once, when this node's ranks are told it.
+        """Advance the agreement; returns the step once, when it is published to this node's ranks.
 
         Args:
             rows: The control rows of this node's live ranks; until there are `ranks` of them nothing is agreed.
@@ -157,13 +151,13 @@ class AgreedStop:
             return None
         try:
             control.stop_after = step
-        except (OSError, DamagedError):  # cut short just now: its ranks are dying
+        except (OSError, DamagedError):  # truncated just now: its ranks are dying
             return None
         self._step = step
         return step
 
     def has_stopped(self, rows: Sequence[ControlRow]) -> bool:
-        """After a clean end: whether the ranks ended because they were asked to. Takes the request back."""
+        """After a clean end: whether the ranks ended because they were asked to. Withdraws the request."""
         control = self._watch.control()
         if self._step < 0 or control is None:
             return False
@@ -189,8 +183,8 @@ def _agree(group: Group, highest: int, step_s: float) -> int | None:
 class StopSignals:
     """Collects stop signals while the agent supervises; `fd` becomes readable with the first of them.
 
-    Outside of supervision (a rendezvous that may last minutes) a signal is handed to `interrupt` at once,
-    which raises. Signals after the first never interrupt anything: what is being flushed is flushed.
+    Outside supervision (a rendezvous may last minutes) a signal is passed to `interrupt` at once, which
+    raises. Later signals never interrupt anything: a flush under way completes.
     """
 
     def __init__(self, names: str, interrupt: Callable[[int], None]) -> None:

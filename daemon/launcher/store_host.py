@@ -1,6 +1,6 @@
 """`python -m flashckpt.daemon.store_host PORT`: host the rendezvous store on a machine that does not train.
 
-The c10d rendezvous lives in one TCP store. In the agent of a training node it dies with that node; here it
+The c10d rendezvous is kept in one TCP store. In the agent of a training node it dies with that node; here it
 does not. The agents get `--rdzv-endpoint THIS_HOST:PORT --rdzv-conf is_host=0`.
 """
 
@@ -18,7 +18,7 @@ _log = logging.getLogger("flashckpt.dlrun")
 def main(args: list[str] | None = None) -> int:
     """Serve until SIGTERM or SIGINT; returns 0, or 1 if the port is taken."""
     parser = argparse.ArgumentParser(prog="flashckpt.daemon.store_host", description=__doc__)
-    parser.add_argument("port", type=int, help="TCP port; 0 takes a free one and names it")
+    parser.add_argument("port", type=int, help="TCP port; 0 takes a free one and prints it")
     port = parser.parse_args(args).port
     logging.basicConfig(format="[store] %(message)s", level=logging.INFO, stream=sys.stderr)
     from torch._C._distributed_c10d import TCPStore
@@ -29,7 +29,7 @@ def main(args: list[str] | None = None) -> int:
     wanted = {signal.SIGTERM, signal.SIGINT}
     signal.pthread_sigmask(signal.SIG_BLOCK, wanted)  # before the server's threads are made: they inherit it
     try:
-        # it listens on every address; the one given is where this process itself connects to it
+        # it listens on every address; the given one is where this process itself connects
         server = TCPStore(loopback(), port, is_master=True, wait_for_workers=False)
     except RuntimeError as error:
         _log.error("port %d cannot be served: %s", port, str(error).splitlines()[0])

@@ -1,6 +1,6 @@
 """The agent's eyes on the job: its own directory, the job directory, the control page, the daemon.
 
-Everything here works, by doing nothing, for scripts that know nothing of flashckpt.
+For scripts that do not use flashckpt, everything here does nothing.
 """
 
 from __future__ import annotations
@@ -12,11 +12,13 @@ import secrets
 import time
 from pathlib import Path
 
+from flashckpt.core.snapshot_id import BEFORE_ALL
 from flashckpt.daemon.launcher.drain import is_last_process, wait_for_flush
 from flashckpt.errors import DamagedError, FlashckptError
 from flashckpt.shm.control import ControlRow, ControlView
-from flashckpt.shm.job_directory import JobDirectory, memory_root
+from flashckpt.shm.job_directory import DaemonStatus, JobDirectory, memory_root
 from flashckpt.shm.lease import Lease
+from flashckpt.shm.persisted import await_persister
 from flashckpt.shm.private import private_directories, private_directory, remove_tree
 
 _log = logging.getLogger("flashckpt.dlrun")
@@ -28,7 +30,7 @@ class JobWatch:
 
     Raises:
         ConfigError: The directory of this user's agents is a link, another user's, or open to others.
-        SharedMemoryError: It cannot be made.
+        SharedMemoryError: It cannot be created.
     """
 
     def __init__(self) -> None:
@@ -42,7 +44,7 @@ class JobWatch:
         self._checked_s = 0.0
 
     def stacks_file(self, local_rank: int) -> Path:
-        """Return where a rank writes the stacks of its threads when asked."""
+        """Return the file to which a rank writes the stacks of its threads on request."""
         return self.agent_dir / f"stacks-{local_rank}"
 
     def tick(self) -> None:
@@ -69,19 +71,19 @@ class JobWatch:
         return self.job
 
     def control(self) -> ControlView | None:
-        """Return the shared control page, None where no rank has made one. It is read, never mapped: dlrun outlives it."""
+        """Return the shared control page, None where no rank has made one. It is read, never mapped, so that truncation cannot kill dlrun."""
         job = self._find()
         if self._control is None and job is not None:
             view = ControlView(job.control_path)
             try:
-                view.stop_after = -1  # one of an earlier launch that was killed while it stopped
+                view.stop_after = -1  # left by an earlier launch that was killed while it stopped
             except (OSError, FlashckptError):
                 return None
             self._control = view
         return self._control
 
     def rows(self, pids: set[int]) -> list[ControlRow]:
-        """Return a copy of the control rows of these processes; [] while the file is damaged, which is said once."""
+        """Return a copy of the control rows of these processes; [] while the file is damaged, which is logged once."""
         return [row for row in self._every_row() if row.pid in pids]
 
     def _every_row(self) -> list[ControlRow]:
@@ -101,14 +103,14 @@ class JobWatch:
         return rows
 
     def refused(self) -> int:
-        """Return the exit code of a rank that found the job impossible as it is, 0 if none did."""
+        """Return the exit code of a rank whose error a restart cannot fix, 0 if there is none."""
         try:
             return int((self.agent_dir / "refused").read_text(encoding="utf-8") or "0")
         except (OSError, ValueError):
             return 0
 
     def forget_refusal(self) -> None:
-        """Forget that a rank found the job impossible: the next generation may have another size."""
+        """Forget the permanent error of a rank: the next generation may have another size."""
         (self.agent_dir / "refused").unlink(missing_ok=True)
 
     def request(self, name: str) -> None:
@@ -119,25 +121,27 @@ class JobWatch:
                 job.request(name)
 
     def await_flush(self, timeout_s: float) -> bool:
-        """Wait until the newest snapshot that all ranks of this node hold is committed, the daemon gives up, or the time is over."""
+        """Wait until the newest snapshot that all ranks of this node hold is committed, the daemon gives up, or the time is up."""
         job = self._find()
         if job is None or self.control() is None:
             return True
         rows = [row for row in self._every_row() if row.pid > 0]
         held = [set(row.complete) for row in rows]
         common = set.intersection(*held) if held else set()
-        end = time.monotonic() + timeout_s
-        while common and time.monotonic() < end:
-            with contextlib.suppress(FlashckptError):
-                status = job.read_status()
-                if status is not None and status.committed is not None and status.committed >= max(common):
-                    return True
+        newest = max(common, default=None)
+
+        def is_over(status: DaemonStatus | None) -> bool:
+            if newest is None or (status is not None and (status.committed or BEFORE_ALL) >= newest):
+                return True
             self.tick()
-            time.sleep(0.05)
-        return not common
+            return False
+
+        with contextlib.suppress(FlashckptError):
+            return await_persister(job, is_over, timeout_s=timeout_s)
+        return False
 
     def close(self) -> None:
-        """Give the locks back and remove the agent's directory."""
+        """Release the locks and remove the agent's directory."""
         for lease in (self._live, self._lock):
             if lease is not None:
                 lease.close()
@@ -150,7 +154,7 @@ class JobWatch:
 
 
 def _make_agent_dir(base: Path) -> tuple[Path, Lease]:
-    """Return a locked directory; another agent's sweep may take one in the instant before it is locked."""
+    """Return a locked directory; another agent's sweep may remove one in the instant before it is locked."""
     while True:
         folder = base / f"{os.getpid()}-{secrets.token_hex(4)}"
         with (
@@ -174,4 +178,4 @@ def _sweep(base: Path) -> None:
                     remove_tree(folder.name, above)
                 lease.close()
         except (OSError, FlashckptError):
-            continue  # being made, or removed, just now
+            continue  # being created or removed just now

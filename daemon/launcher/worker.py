@@ -1,4 +1,4 @@
-"""What a forked worker does before and after the user's script: become a fresh interpreter in all but imports.
+"""What a forked worker does before and after the user's script: become like a new interpreter, but with imports done.
 
 A request (a JSON object from dlrun) holds: `argv` (script or module, then its arguments), `module`
 (run as `python -m`), `env` (the whole environment), `stdout` and `stderr` (a file, or "" for dlrun's
@@ -39,11 +39,11 @@ def run_worker(request: dict[str, Any]) -> int:
     """Run the user's script in this forked process; return the exit code to end with.
 
     The caller passes it to `sys.exit`, so that threads are joined, exit handlers run and files of the
-    script are flushed as in an interpreter of its own.
+    script are flushed as in any interpreter.
     """
     _become_fresh(request)
     code = run_recorded(request)
-    gc.unfreeze()  # what the zygote froze: classes in cycles are collected at the end as in an interpreter of its own
+    gc.unfreeze()  # undo the zygote's freeze: classes in cycles are collected at exit as in a new interpreter
     for stream in (sys.stdout, sys.stderr):
         try:
             stream.flush()
@@ -53,12 +53,12 @@ def run_worker(request: dict[str, Any]) -> int:
 
 
 def _become_fresh(request: dict[str, Any]) -> None:
-    os.setsid()  # a group of its own: killed whole, with the children it forks
+    os.setsid()  # its own process group: killed as a whole, with the children it forks
     for signum in (signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT, signal.SIGUSR1, signal.SIGUSR2):
         signal.signal(signum, signal.SIG_DFL)
     signal.signal(signal.SIGINT, signal.default_int_handler)
     held_back = {signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT, signal.SIGUSR1, signal.SIGUSR2}
-    signal.pthread_sigmask(signal.SIG_UNBLOCK, held_back)  # a stop that came while it was forked ends it here
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, held_back)  # a stop request that arrived during the fork ends it here
     os.environ.clear()
     os.environ.update(request["env"])
     time.tzset()
@@ -97,7 +97,7 @@ def _redirect(fd: int, name: str, path: str) -> None:
 
 
 def _set_threads() -> None:
-    """Give torch the thread count a fresh interpreter would have chosen: OMP_NUM_THREADS is read at import only."""
+    """Give torch the thread count a new interpreter would have chosen: OMP_NUM_THREADS is read at import only."""
     import torch
 
     wanted = os.environ.get("OMP_NUM_THREADS", "").split(",")[0]
@@ -119,9 +119,9 @@ def physical_cores() -> int:
 
 
 def _reseed() -> None:
-    """Give numpy's and torch's CPU generator entropy of their own, as a fresh import does; `random` reseeds itself.
+    """Reseed numpy's and torch's CPU generators from entropy, as a fresh import does; `random` reseeds itself.
 
-    Device generators are made at their first use, after the fork.
+    Device generators are created at their first use, after the fork.
     """
     import numpy as np
     import torch
@@ -158,7 +158,7 @@ def run_recorded(request: dict[str, Any]) -> int:
 
 
 def _refuse(error: FlashckptError) -> None:
-    """Leave the exit code for dlrun where a restart would end the same (the agent may kill this rank before its end)."""
+    """Record the exit code of a permanent error for dlrun (the agent may kill this rank before it exits)."""
     folder = os.environ.get("FLASHCKPT_AGENT_DIR")
     if folder and error.exit_code in FINAL_CODES:
         with contextlib.suppress(OSError):
@@ -185,7 +185,7 @@ def _run_script(argv: list[str], *, module: bool) -> None:
         runpy._run_module_as_main(argv[0], alter_argv=True)  # type: ignore[attr-defined]  # noqa: SLF001 -- what python -m calls
         return
     path = argv[0]
-    if not Path(path).exists():  # in the interpreter's own words and with its exit code
+    if not Path(path).exists():  # the interpreter's message and exit code
         sys.stderr.write(f"{sys.executable}: can't open file '{Path(path).absolute()}': [Errno 2] No such file\n")
         raise SystemExit(2)
     if Path(path).is_dir() or path.endswith((".zip", ".pyz")):
@@ -207,10 +207,10 @@ def _set_path(first: str) -> None:
 
 
 def _report(request: dict[str, Any], error: BaseException) -> None:
-    """Write the traceback to the error file in torch's form; print it where nobody else will.
+    """Write the traceback to the error file in torch's form; print it if dlrun will not.
 
-    On the console only dlrun prints, once, for the rank that failed first: the others' "connection
-    closed" would hide it. In a log file of its own every rank prints.
+    On the console only dlrun prints, once, for the rank that failed first: the "connection closed" of
+    the others would hide it. A rank with its own log file prints to it.
     """
     error.__traceback__ = _without_launcher(error.__traceback__)
     text = "".join(traceback.format_exception(error))
@@ -227,7 +227,7 @@ def _default_hook() -> bool:
 
 
 def _without_launcher(trace: types.TracebackType | None) -> types.TracebackType | None:
-    """Cut our own frames and runpy's off the top of a traceback."""
+    """Remove our own frames and runpy's from the top of a traceback."""
     own = {__file__, runpy.__file__, "<frozen runpy>"}
     rest = trace
     while rest is not None and rest.tb_frame.f_code.co_filename in own:

@@ -1,4 +1,4 @@
-"""Log lines of the daemon: every one says of which generation, rank and step it speaks.
+"""Log lines of the daemon: each one names its generation, rank and step.
 
 2026-11-20 13:35:07 INFO [gen 2 | rank 5 | step 1200] 512.0 MB in 1 pack after 0.4 s
 """
@@ -18,7 +18,7 @@ FORMAT = "%(asctime)s %(levelname)s [%(where)s] %(message)s"
 
 @contextlib.contextmanager
 def log_context(*, generation: int | None = None, rank: int | None = None, step: int | None = None) -> Iterator[None]:
-    """Within the block, lines of this thread carry these numbers; what is None stays as it was around it."""
+    """Within the block, lines of this thread carry these numbers; None leaves the outer value."""
     given = {name: value for name, value in (("gen", generation), ("rank", rank), ("step", step)) if value is not None}
     known = {**dict(_where.get()), **given}
     token = _where.set(tuple(known.items()))

@@ -1,7 +1,7 @@
 """Binding a worker to processors and to the memory beside them (torch-free; nothing here may fail a job).
 
 Affinity alone does not keep memory near: pages that another thread touched first, or the kernel's page cache, may
-lie on any node. The policy is "preferred": where the near node is full, memory comes from another one, not an OOM kill.
+be on any node. The policy is "preferred": if the near node is full, memory comes from another one instead of an OOM kill.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ def parse_ranges(text: str) -> set[int]:
     """Return the numbers of a kernel list: "0-2,5" is {0, 1, 2, 5}.
 
     Raises:
-        ValueError: it is no such list.
+        ValueError: it is not such a list.
     """
     numbers: set[int] = set()
     for part in filter(None, text.strip().split(",")):
@@ -35,7 +35,7 @@ def parse_ranges(text: str) -> set[int]:
 
 
 def nodes_with_memory(sysfs: Path = SYSFS) -> dict[int, set[int]]:
-    """Return node -> its processors, for the nodes that have memory; {} where the kernel does not tell."""
+    """Return node -> its processors, for the nodes that have memory; {} if the kernel does not report them."""
     try:
         with_memory = parse_ranges((sysfs / "has_memory").read_text())
         names = [path.name for path in sysfs.iterdir() if re.fullmatch(r"node\d+", path.name)]
@@ -52,19 +52,19 @@ def near(cpus: Collection[int], nodes: dict[int, set[int]]) -> list[int]:
 
 
 def bind(cpus: Collection[int], *, sysfs: Path = SYSFS) -> str:
-    """Run this process on `cpus` and take its memory from their nodes; return what was refused, "" if nothing.
+    """Bind this process to `cpus` and prefer the memory of their nodes; return what the system refused, "" if nothing.
 
     Both outlast an exec. Containers often forbid the memory policy (it needs SYS_NICE under Docker's default profile).
     """
     try:
         os.sched_setaffinity(0, cpus)
     except (OSError, ValueError) as error:
-        return f"processors {sorted(cpus)} cannot be had: {error}"
+        return f"cannot bind to processors {sorted(cpus)}: {error}"
     nodes = near(cpus, nodes_with_memory(sysfs))
     if not nodes:
         return ""
     error_number = prefer(nodes)
-    return f"memory of NUMA node {nodes} cannot be preferred: {os.strerror(error_number)}" if error_number else ""
+    return f"cannot prefer the memory of NUMA node {nodes}: {os.strerror(error_number)}" if error_number else ""
 
 
 def prefer(nodes: Collection[int]) -> int:
@@ -88,7 +88,7 @@ def policy() -> tuple[int, list[int]]:
     """Return mode and nodes of this process's memory policy; (0, []) is the default.
 
     Raises:
-        OSError: the kernel does not tell.
+        OSError: the kernel does not report it.
     """
     numbers = _NUMBERS.get(platform.machine())
     mode, mask = ctypes.c_int(), (ctypes.c_ulong * (_BITS // 64))()

@@ -26,8 +26,8 @@ def _prctl(option: int, value: int) -> None:
 def set_title(name: str, line: str) -> None:
     """Let ps, top and pgrep show this process as `name` (15 bytes), and its command line as `line`.
 
-    The command line is written over the one the process was started with, and cut to its length. A fork that does
-    not exec keeps its parent's otherwise: all ranks and the zygote would read "dlrun".
+    The command line is written over the one the process was started with, and cut to its length. Otherwise a
+    fork without exec keeps its parent's, and all ranks and the zygote would read "dlrun".
     """
     _libc.prctl(_PR_SET_NAME, name.encode()[:15], 0, 0, 0)
     try:
@@ -55,7 +55,7 @@ def become_subreaper() -> None:
 
 
 def adopt_parent(parent: int, *, deadline_s: float = 30.0) -> None:
-    """Wait until `parent` is this process's parent, then die with it; ends the process if it has gone, or never is."""
+    """Wait until `parent` is this process's parent, then die with it; ends the process if the parent is gone or never appears."""
     end = time.monotonic() + deadline_s
     while os.getppid() != parent:
         if time.monotonic() > end or has_ended(parent):
@@ -67,7 +67,7 @@ def adopt_parent(parent: int, *, deadline_s: float = 30.0) -> None:
 
 
 def has_ended(pid: int) -> bool:
-    """Return whether a process has gone, or waits to be reaped."""
+    """Return whether a process is gone or waits to be reaped."""
     try:
         text = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8", errors="replace")
     except OSError:
@@ -76,7 +76,7 @@ def has_ended(pid: int) -> bool:
 
 
 def is_stopped(pid: int) -> bool:
-    """Return whether a process was stopped (SIGSTOP, a debugger): it does nothing, and does not end by itself."""
+    """Return whether a process is stopped (SIGSTOP, a debugger)."""
     try:
         text = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8", errors="replace")
     except OSError:
@@ -92,8 +92,8 @@ def thread_count() -> int:
 def kill_group(pid: int, signum: int, *, reaped: bool = False) -> None:
     """Send a signal to the whole process group of a child.
 
-    A child that has not made its group yet gets the signal itself; not one that was `reaped`, whose
-    number may belong to somebody else by now.
+    A child that has not created its group yet gets the signal itself, unless it was `reaped`: its pid may
+    belong to another process by now.
     """
     try:
         os.killpg(pid, signum)
@@ -119,14 +119,14 @@ def exit_code(pidfd: int) -> int | None:
     try:
         result = os.waitid(os.P_PIDFD, pidfd, os.WEXITED | os.WNOHANG)
     except ChildProcessError:
-        return -signal.SIGKILL  # somebody else reaped it: that it ended is all we know
+        return -signal.SIGKILL  # something else reaped it: its exit code is lost
     if result is None:
         return None
     return result.si_status if result.si_code == os.CLD_EXITED else -result.si_status
 
 
 def reap_strays(known: set[int]) -> int:
-    """Reap ended orphans that a subreaper inherited, leaving the children in `known` alone; return how many."""
+    """Reap ended orphans that a subreaper inherited, except the children in `known`; return how many."""
     reaped = 0
     while True:
         try:

@@ -3,43 +3,31 @@
 from __future__ import annotations
 
 import logging
-import time
 
+from flashckpt.checkpoint.proposals import clear_proposals
 from flashckpt.checkpoint.retention import Policy, prune, sweep
-from flashckpt.daemon.persister.proposals import Identity, clear_proposals
+from flashckpt.core.snapshot_id import SnapshotId
 from flashckpt.storage.store import Store
 
-SWEEP_EVERY_S = 1800.0
 _log = logging.getLogger(__name__)
 
 
-class Housekeeping:
-    """Keeps one root tidy.
+def apply_retention(store: Store, policy: Policy) -> None:
+    """Delete what the policy does not keep; what fails here is tried again after the next commit."""
+    done = prune(store, policy)
+    if done.checkpoints:
+        _log.info("pruned %s (%d bytes)", ", ".join(done.checkpoints), done.nbytes)
+
+
+def sweep_root(store: Store, policy: Policy, committed: SnapshotId | None) -> None:
+    """Remove what dead writers left.
 
     Args:
-        policy: Which checkpoints stay.
+        store: The root.
+        policy: Which checkpoints stay: a daemon before us may have died between its commit and its retention.
+        committed: The newest checkpoint on it.
     """
-
-    def __init__(self, policy: Policy) -> None:
-        self._policy, self._swept_s = policy, 0.0
-
-    def retain(self, store: Store) -> None:
-        """Apply retention; what fails here is tried again after the next commit."""
-        done = prune(store, self._policy)
-        if done.checkpoints:
-            _log.info("pruned %s (%d bytes)", ", ".join(done.checkpoints), done.nbytes)
-
-    def turn(self, store: Store, committed: Identity | None) -> None:
-        """Remove what dead writers left, at the start and now and then.
-
-        Args:
-            store: The root.
-            committed: The newest checkpoint on it.
-        """
-        if time.monotonic() - self._swept_s < SWEEP_EVERY_S and self._swept_s:
-            return
-        self._swept_s = time.monotonic()
-        sweep(store)
-        if committed is not None:
-            self.retain(store)  # a daemon before us may have died between its commit and this
-            clear_proposals(store, committed[0])
+    sweep(store)
+    if committed is not None:
+        apply_retention(store, policy)
+        clear_proposals(store, committed[0])

@@ -33,7 +33,7 @@ GAUGES = {
     "persisting": "1 while a snapshot is being persisted.",
     "failing": "1 while the last attempt to persist failed.",
     "segment_bytes": "Shared memory reserved by the segments of this node.",
-    "ranks_alive": "1 while a rank or agent of the job lives on this node.",
+    "ranks_alive": "1 while a rank or agent of the job is running on this node.",
 }
 COUNTERS = {
     "commits": "Checkpoints committed, as seen by this daemon.",

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import logging
 
-from flashckpt.core.generation import GenerationRecord
+from flashckpt.core.generation import Generation
 from flashckpt.errors import DamagedError, FormatVersionError, JobInUseError
 from flashckpt.shm.inventory import Identity, NodeInventory, SlotEntry
 from flashckpt.shm.segment import Segment
@@ -13,7 +13,7 @@ from flashckpt.shm.segment import Segment
 _log = logging.getLogger(__name__)
 
 
-def superseded(view: NodeInventory, record: GenerationRecord, committed: Identity | None) -> list[SlotEntry]:
+def superseded(view: NodeInventory, record: Generation, committed: Identity | None) -> list[SlotEntry]:
     """Return one slot of each segment that may go: all it holds is older than what every rank is known to hold.
 
     Known to be held is a common snapshot of the current generation where all its ranks are on this node,
@@ -24,8 +24,8 @@ def superseded(view: NodeInventory, record: GenerationRecord, committed: Identit
         record: The current generation; only what is older than its own first common snapshot may go.
         committed: Newest identity on the root.
     """
-    known = [identity for identity in view.common() if identity[0] == record.generation]
-    if committed is not None and committed[0] == record.generation:
+    known = [identity for identity in view.common() if identity[0] == record.number]
+    if committed is not None and committed[0] == record.number:
         known.append(committed)
     if not known:
         return []
@@ -36,11 +36,11 @@ def superseded(view: NodeInventory, record: GenerationRecord, committed: Identit
     return [
         group[0]
         for group in by_path.values()
-        if all(held.header.generation < record.generation and held.header.identity < newest for held in group)
+        if all(held.header.generation < record.number and held.header.identity < newest for held in group)
     ]
 
 
-def retire(view: NodeInventory, record: GenerationRecord, committed: Identity | None) -> int:
+def retire(view: NodeInventory, record: Generation, committed: Identity | None) -> int:
     """Unlink superseded segments that no live process owns and no reader holds; return how many went."""
     count = 0
     for held in superseded(view, record, committed):

@@ -1,6 +1,6 @@
 """The persisting daemon of one job on one node: `python -m flashckpt.daemon.persister.service <job directory>`.
 
-A process of its own, in its own session, without torch. It wakes on events and once a second, reads the
+A separate process, in its own session, without torch. It wakes on events and once a second, reads the
 slot headers, and does what `PersistCoordinator` decides. It never stops training and never unlinks a segment
 that a restart could use. A second daemon for the same directory ends at once.
 """
@@ -11,7 +11,6 @@ import contextlib
 import faulthandler
 import logging
 import os
-import re
 import signal
 import sys
 import time
@@ -20,23 +19,22 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from types import FrameType
 
-from flashckpt.core.generation import GenerationRecord
+from flashckpt.core.generation import Generation
 from flashckpt.core.snapshot_id import SnapshotId
 from flashckpt.daemon.machine.logs import configure, log_context
 from flashckpt.daemon.persister import metrics
+from flashckpt.daemon.persister.attempts import Attempts
 from flashckpt.daemon.persister.coordinator import PersistCoordinator
 from flashckpt.daemon.persister.retire import retire
 from flashckpt.daemon.persister.wakeup import Wakeup
 from flashckpt.errors import (
     DamagedError,
-    FencedError,
     FlashckptError,
     FormatVersionError,
     PersistError,
     SharedMemoryError,
-    StoreError,
 )
-from flashckpt.shm import block
+from flashckpt.shm.gc import take_away
 from flashckpt.shm.inventory import Identity, NodeInventory, scan
 from flashckpt.shm.job_directory import DaemonStatus, JobConfig, JobDirectory
 from flashckpt.shm.lease import Lease
@@ -47,11 +45,7 @@ SCAN_S = 1.0
 LEAST_S = 0.03
 """Least seconds between two turns, each of which costs 2.5 ms of CPU with 8 ranks: below 8 % of a core at worst."""
 BUSY_S = 0.05
-"""Seconds between two looks while a flush is going on."""
-FENCE_TOLD_S = 3.0
-"""How long a newer claim on the root may be ahead of this node's own record before it counts as a failure."""
-BACKOFF_S = (0.5, 1.0, 2.0, 5.0, 10.0, 15.0)
-"""Seconds to wait after the first, second, ... failure in a row."""
+"""Seconds between two looks while a flush is running."""
 _log = logging.getLogger("flashckpt.daemon")
 
 
@@ -62,7 +56,7 @@ class DaemonTimeouts:
     Args:
         linger_s: After the last rank and agent, once its work is done (FLASHCKPT_DAEMON_LINGER).
         patience_s: After the last rank and agent, while storage keeps failing (FLASHCKPT_DAEMON_PATIENCE); also
-            after SIGTERM while a flush goes on without a failure.
+            after SIGTERM while a flush is running without a failure.
         grace_s: After SIGTERM, while a flush is pending and storage keeps failing (FLASHCKPT_DAEMON_GRACE).
     """
 
@@ -95,27 +89,22 @@ class Daemon:
     def __init__(self, directory: JobDirectory, lock: Lease, times: DaemonTimeouts) -> None:
         self.directory = directory
         self.persisting: PersistCoordinator | None = None
-        self.error = ""
+        self.attempts = Attempts()
         self.exit_code = 0
-        self._fenced: tuple[int, float] | None = None
         self._lock, self._times = lock, times
-        self._failures = self._in_a_row = 0
-        self._again_s = 0.0
         self._alive_s = time.monotonic()
-        self._error_code = 0
         self._stopped_s: float | None = None  # when a signal asked to end
         self._ended_generation: int | None = None
-        self._surprise = self._damage = self._kind = ""
-        self._read: tuple[JobConfig | None, GenerationRecord | None] = (None, None)
+        self._surprise = self._damage = ""
+        self._read: tuple[JobConfig | None, Generation | None] = (None, None)
         self._goal: tuple[Identity, int] | None = None  # what persist-now asks for, and when it was asked
-        self._attempt_ns = self._answered_ns = 0  # newest retry-now before the present, the last failed attempt began
         self._status = DaemonStatus()
         self._numbers: dict[str, float] = {}
         self.endpoint: metrics.Endpoint | None = None
         self._wakeup = Wakeup([directory.path / "events", directory.path / "requests"])
 
     def run(self) -> None:
-        """Turn until the work is done and nobody lives, or a signal came and nothing is pending."""
+        """Turn until the work is done and no rank is running, or a signal came and nothing is pending."""
         try:
             while not self._safe_turn():
                 flushing = self.persisting is not None and self.persisting.flush is not None and not self.error
@@ -129,7 +118,7 @@ class Daemon:
             self.close()
 
     def _safe_turn(self) -> bool:
-        """One turn; what nobody foresaw is said with its traceback and tried again, for snapshots wait to be persisted."""
+        """One turn; an unforeseen error is logged with its traceback, and the turn retried: snapshots wait to be persisted."""
         try:
             return self.turn()
         except Exception as error:  # noqa: BLE001 -- the daemon is the last one that may give up
@@ -157,12 +146,17 @@ class Daemon:
                 self.endpoint = metrics.serve(self, job=config.job, node=config.node)
         view = scan(self.directory, [record])
         urgent = self._urgent(self.persisting, view, alive=alive)
-        with log_context(generation=record.generation, step=max(view.complete(), default=(0, 0))[1]):
+        with log_context(generation=record.number, step=max(view.complete(), default=(0, 0))[1]):
             self._persist(self.persisting, view, record, urgent=urgent)
             retire(view, record, self.persisting.committed)
         self._answer(self.persisting, view)
         self._report(self.persisting, view, alive=alive)
         return self._finished(self.persisting, view, record, alive=alive, urgent=urgent, silent_s=silent_s)
+
+    @property
+    def error(self) -> str:
+        """Text of the last failure; "" once a persist succeeded again."""
+        return self.attempts.error
 
     def numbers(self) -> Mapping[str, float]:
         """Return what `metrics` shows, as of the last turn."""
@@ -190,15 +184,15 @@ class Daemon:
 
     # -- parts of a turn --------------------------------------------------------------------------------
 
-    def _records(self) -> tuple[JobConfig | None, GenerationRecord | None]:
+    def _records(self) -> tuple[JobConfig | None, Generation | None]:
         """Return the job's records; where one is damaged, as they were when they could last be read.
 
         A record of an older generation does no harm: what a newer one has claimed fences it.
         """
         try:
             self._read = self.directory.read_config(), self.directory.read_generation()
-            if self._damage and self.error == self._damage:
-                self.error, self._error_code = "", 0
+            if self._damage and self.attempts.error == self._damage:
+                self.attempts.error, self.attempts.error_code = "", 0
             self._damage = ""
         except (DamagedError, FormatVersionError) as error:
             unknown = None in self._read
@@ -206,70 +200,40 @@ class Daemon:
                 used = "nothing can be persisted" if unknown else "what it said before is used"
                 _log.error("a record of the job cannot be read, %s: %s", used, error)
             self._damage = str(error)
-            if unknown:  # those who wait for a commit are told
-                self.error, self._error_code = self._damage, error.exit_code
-                self._say(DaemonStatus(failures=self._failures, error=self.error, pid=os.getpid()))
+            if unknown:  # report it to those who wait for a commit
+                self.attempts.error, self.attempts.error_code = self._damage, error.exit_code
+                self._say(DaemonStatus(failures=self.attempts.failures, error=self.error, pid=os.getpid()))
         return self._read
 
     def _urgent(self, persisting: PersistCoordinator, view: NodeInventory, *, alive: bool) -> bool:
-        """Whether the newest common snapshot is wanted now: on request, at the end, or when nobody lives any more."""
+        """Whether the newest common snapshot is wanted now: on request, at the end, or when no rank is running any more."""
         if self.directory.request_path("ended").exists() or (not alive and view.slots):
             return True
         asked_ns = self.directory.asked_ns("persist-now")
-        if asked_ns is not None and self._goal is None:  # what is newest now: training may go on meanwhile
+        if asked_ns is not None and self._goal is None:  # what is newest now: training may continue meanwhile
             self._goal = max(view.complete(), default=SnapshotId(0, 0)), asked_ns
         return self._goal is not None and persisting.floor < self._goal[0]
 
     def _persist(
-        self, persisting: PersistCoordinator, view: NodeInventory, record: GenerationRecord, *, urgent: bool
+        self, persisting: PersistCoordinator, view: NodeInventory, record: Generation, *, urgent: bool
     ) -> None:
         asked_ns = self.directory.asked_ns("retry-now") or 0
-        if asked_ns > self._attempt_ns:
-            self._again_s = 0.0
-        if time.monotonic() < self._again_s:
-            if not (self._in_a_row and persisting.yield_slots(view)):
-                persisting.hold(view, urgent=urgent)
+        if not self.attempts.is_due(asked_ns):
+            persisting.pause(view, urgent=urgent, failing=self.attempts.is_failing)
             return
         if persisting.flush is None or not persisting.flush.is_begun:
-            self._attempt_ns = asked_ns  # what fails from here on began after that request
+            self.attempts.begin(asked_ns)
         try:
             persisting.turn(view, record, urgent=urgent)
         except (FlashckptError, OSError) as error:
-            if not (isinstance(error, FencedError) and self._is_passing(record)):
-                self._failed(persisting, error)
+            if self.attempts.failed(error, record.number):
+                persisting.disconnect()
             return
-        self._fenced = None
-        if self._in_a_row and (persisting.flush is None or not persisting.flush.is_writing):
-            _log.info("persisting works again")
-            self._in_a_row, self.error, self._error_code = 0, "", 0
-
-    def _is_passing(self, record: GenerationRecord) -> bool:
-        """Whether a fence is young: the next life claims its number on the root before it tells this node.
-
-        Told at once it would look like a failure of that life, whose `wait()` reads the same status.
-        """
-        now = time.monotonic()
-        if self._fenced is None or self._fenced[0] != record.generation:
-            self._fenced = record.generation, now
-        self._again_s = now + BACKOFF_S[0]
-        return now - self._fenced[1] < FENCE_TOLD_S
-
-    def _failed(self, persisting: PersistCoordinator, error: Exception) -> None:
-        """Remember a failure; log it when it is another one than before."""
-        self._failures += 1
-        wait_s = BACKOFF_S[min(self._in_a_row, len(BACKOFF_S) - 1)]
-        self._in_a_row += 1
-        self._again_s = time.monotonic() + wait_s
-        kind = _kind_of(error)
-        if not self.error or kind != self._kind:
-            _log.error("persisting fails, training goes on and it is tried again by itself: %s", error)
-        self.error, self._kind, self._answered_ns = str(error), kind, self._attempt_ns
-        self._error_code = error.exit_code if isinstance(error, FlashckptError) else StoreError.exit_code
-        persisting.disconnect()
+        self.attempts.went_well(is_over=persisting.flush is None or not persisting.flush.is_begun)
 
     def _answer(self, persisting: PersistCoordinator, view: NodeInventory) -> None:
         """Take a request away once what was newest when it came, or something newer, is committed or gone."""
-        if self._goal is None or (persisting.floor < self._goal[0] and not persisting.is_idle(view, urgent=True)):
+        if self._goal is None or (persisting.floor < self._goal[0] and persisting.undone(view, urgent=True)):
             return
         if self.directory.asked_ns("persist-now") == self._goal[1]:  # not asked again meanwhile
             self.directory.request_path("persist-now").unlink(missing_ok=True)
@@ -279,12 +243,12 @@ class Daemon:
         lag = sum(identity > persisting.floor for identity in view.flagged())
         status = DaemonStatus(
             committed=persisting.committed,
-            failures=self._failures,
+            failures=self.attempts.failures,
             error=self.error,
             lag=lag,
             floor=persisting.floor,
             given_up=persisting.given_up,
-            answered_ns=self._answered_ns,
+            answered_ns=self.attempts.answered_ns,
             pid=os.getpid(),
         )
         self._numbers = self._measured(persisting, view, alive=alive, lag=lag)
@@ -309,7 +273,7 @@ class Daemon:
             "failing": bool(self.error),
             "segment_bytes": view.reserved_bytes,
             "ranks_alive": alive,
-            "failures": self._failures,
+            "failures": self.attempts.failures,
             "skipped_persist_steps": persisting.skipped,
             **vars(persisting.totals),
         }
@@ -325,19 +289,19 @@ class Daemon:
         self,
         persisting: PersistCoordinator,
         view: NodeInventory,
-        record: GenerationRecord,
+        record: Generation,
         *,
         alive: bool,
         urgent: bool,
         silent_s: float,
     ) -> bool:
-        idle = persisting.is_idle(view, urgent=urgent)
+        idle = not persisting.undone(view, urgent=urgent)
         if self.directory.request_path("ended").exists():
-            if self._ended_generation not in (None, record.generation):  # the job was started again meanwhile
+            if self._ended_generation not in (None, record.number):  # the job was started again meanwhile
                 self.directory.request_path("ended").unlink(missing_ok=True)
                 self._ended_generation = None
                 return False
-            self._ended_generation = record.generation
+            self._ended_generation = record.number
             if idle and not alive:
                 return self._remove()
         if self._stopping and (persisting.flush is None or self._grace_is_over()):
@@ -355,11 +319,11 @@ class Daemon:
     def _leave(self, persisting: PersistCoordinator, view: NodeInventory, *, urgent: bool) -> bool:
         """Say what is left undone, if anything is; True."""
         if (undone := persisting.undone(view, urgent=urgent)) and (self.error or persisting.flush is not None):
-            self.exit_code = self._error_code or PersistError.exit_code
+            self.exit_code = self.attempts.error_code or PersistError.exit_code
             steps = ", ".join(f"step {step} of generation {generation}" for generation, step in undone)
             _log.error(
                 "ended with work undone: %s on storage; in this node's memory it stays, and the next daemon of the"
-                " job goes on with it (%s); exit code %d",
+                " job continues with it (%s); exit code %d",
                 f"{steps} is not",
                 self.error.partition("\n")[0] or "the storage did not answer in time",
                 self.exit_code,
@@ -367,30 +331,18 @@ class Daemon:
         return True
 
     def _remove(self) -> bool:
-        """Remove the directory of a job that ended cleanly; False if somebody came to life at the last moment."""
-        live = Lease(self.directory.live_path, create=True)
-        gone = self.directory.path.with_name(f".{self.directory.path.name}.ended-{os.getpid()}")
-        with private_directory(gone.parent) as base:
-            try:
-                if not live.exclusive(0):
-                    return False
-                block.withdraw_all(self.directory.path)
-                os.rename(self.directory.path.name, gone.name, src_dir_fd=base, dst_dir_fd=base)
-            finally:
-                live.close()
+        """Remove the directory of a job that ended cleanly; False if somebody started at the last moment."""
+        with private_directory(self.directory.path.parent) as base:
+            gone = take_away(self.directory.path, base, locks=["live.lock"])  # the daemon's lock is ours
+            if gone is None:
+                return False
             remove_tree(gone.name, base)
         _log.info("job %s ended: its memory was given back", self.directory.job)
         return True
 
 
-def _kind_of(error: Exception) -> str:
-    """Return the cause of a failure without the files, steps and numbers in it: the next attempt names others."""
-    cause = error.found if isinstance(error, FlashckptError) and error.found else str(error)
-    return re.sub(r"\S*[\d/]\S*", "...", cause.partition("\n")[0])
-
-
 def main(arguments: list[str]) -> int:
-    """Run the daemon of the job directory in `arguments`; 0 also where another one already lives.
+    """Run the daemon of the job directory in `arguments`; 0 also where another one is already running.
 
     Where it ends with work undone, the exit code is that of the failure: 13 root, 41 storage, 40 no answer in time.
     """

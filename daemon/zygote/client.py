@@ -18,21 +18,21 @@ _log = logging.getLogger("flashckpt.dlrun")
 
 
 @dataclass(frozen=True)
-class Unavailable(Exception):  # noqa: N818 -- a reason to take the other way, not an error
-    """The zygote cannot make workers now; `reason` says why, in words for the user."""
+class Unavailable(Exception):  # noqa: N818 -- a reason to spawn instead, not an error
+    """The zygote cannot fork workers now; `reason` is for the user."""
 
     reason: str
 
 
 class ZygoteClient:
-    """One zygote at a time, and the reason why there is none.
+    """Owns at most one zygote; knows the reason if there is none.
 
     Not thread-safe, and to be used from the main thread only: the kernel ends the zygote with the
     thread that started it.
     """
 
     def __init__(self, sock: socket.socket | None = None, pid: int = 0, *, disabled: str = "") -> None:
-        """Take over a zygote that was forked already (`sock`, `pid`), or start one when first asked."""
+        """Take over a zygote that is already forked (`sock`, `pid`), or start one at the first request."""
         self._sock, self.pid, self.disabled = sock, pid, disabled
         self._environment = dict(os.environ)
         self._ready = False
@@ -56,7 +56,7 @@ class ZygoteClient:
         environment = workers[0]["env"] if workers else {}
         changed = server.changed_at_import(self._environment, environment)
         if changed:
-            raise Unavailable(f"{changed} was changed after the zygote had started")
+            raise Unavailable(f"{changed} was changed after the zygote started")
         for _ in range(2):
             pids = self._try_fork(workers)
             if pids:
@@ -81,7 +81,7 @@ class ZygoteClient:
         except (OSError, DamagedError):
             answer = None
         pids = answer["pids"] if answer else None
-        if pids is not None and len(pids) < len(workers):  # its helper died in between: start afresh
+        if pids is not None and len(pids) < len(workers):  # the helper died in between: start over
             _log.warning("only %d of %d workers were forked", len(pids), len(workers))
         return pids if pids and len(pids) == len(workers) else None
 
@@ -90,7 +90,7 @@ class ZygoteClient:
         if ready is None:
             raise ConnectionResetError
         if ready["unfit"]:
-            self.disabled = f"the zygote is not fit to be forked ({ready['unfit']})"
+            self.disabled = f"the zygote must not be forked ({ready['unfit']})"
             self.close()
             raise Unavailable(self.disabled)
         _log.debug("zygote %d ready after %.2f s of imports", self.pid, ready["import_s"])
@@ -108,7 +108,7 @@ class ZygoteClient:
         self.started += 1
 
     def close(self) -> None:
-        """End the zygote (its workers live on) and reap it."""
+        """End the zygote (its workers keep running) and reap it."""
         if self._sock is not None:
             self._sock.close()
             self._sock = None
@@ -124,7 +124,7 @@ def _end(pid: int) -> None:
     except ProcessLookupError:
         return
     try:
-        os.kill(pid, 9)  # it holds nothing; in the middle of its imports it would not see the closed socket
+        os.kill(pid, 9)  # SIGKILL loses nothing, and during its imports it would not notice the closed socket
         while exit_code(pidfd) is None:
             os.waitid(os.P_PIDFD, pidfd, os.WEXITED | os.WNOWAIT)
     except ProcessLookupError:

@@ -14,11 +14,11 @@ from flashckpt.errors import DamagedError
 
 _LENGTH = struct.Struct("<I")
 MAX_BYTES = 64 << 20
-"""Longest message that is accepted: environments of all ranks of one node fit many times over."""
+"""Longest message that is accepted: many times the environments of all ranks of a node."""
 
 
 def send(sock: socket.socket, message: dict[str, Any]) -> None:
-    """Send one message; raises OSError when the other side has gone."""
+    """Send one message; raises OSError if the other side is gone."""
     body = json.dumps(message).encode()
     sock.sendall(_LENGTH.pack(len(body)) + body)
 
@@ -27,7 +27,7 @@ def receive(sock: socket.socket) -> dict[str, Any] | None:
     """Return the next message, or None when the other side has closed (also in mid-message).
 
     Raises:
-        DamagedError: What came is no message; nothing that follows on this socket can be trusted.
+        DamagedError: Not a message; nothing that follows on this socket can be trusted.
     """
     head = _read(sock, _LENGTH.size)
     if head is None:

@@ -2,11 +2,11 @@
 
 Most of a restart under torchrun is Python importing torch and torch._dynamo in every rank. The zygote
 imports them once, touches no device, store, process group or user code, and forks ranks in
-milliseconds. Rules that make the fork safe are checked, not hoped for: `unfit` names the first that
-is broken, and dlrun then spawns fresh interpreters instead.
+milliseconds. The conditions that make the fork safe are checked: `unfit` names the first one that does
+not hold, and dlrun then spawns new interpreters instead.
 
 A worker is forked twice, so that it becomes the agent's own child (the agent is a child subreaper):
-it survives the zygote, dies with the agent, and the agent reaps its real exit code.
+it survives the zygote, dies with the agent, and the agent reaps its true exit code.
 """
 
 from __future__ import annotations
@@ -73,10 +73,10 @@ IMPORT_TIME = (
     "TORCHINDUCTOR_",
     "PYTORCH_",
 )
-"""Prefixes of variables that are read when an interpreter or a library starts: a fork cannot change them."""
+"""Prefixes of variables that are read when an interpreter or a library starts; a fork cannot apply them."""
 
 SHIELDED = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT, signal.SIGUSR1, signal.SIGUSR2)
-"""Signals that the zygote ignores. A worker holds them back (blocked, so not lost) until it has its own handlers."""
+"""Signals that the zygote ignores. A worker keeps them blocked (not lost) until it has its own handlers."""
 
 _log = logging.getLogger("flashckpt.dlrun")
 
@@ -97,13 +97,13 @@ def single_threaded_imports() -> Iterator[None]:
 
 
 def preload() -> None:
-    """Import what workers need, so that none of them imports it; a module that is not there is skipped."""
+    """Import what workers need, so that none of them imports it; a missing module is skipped."""
     with single_threaded_imports():
         for name in TORCH_MODULES + OUR_MODULES:
             try:
                 importlib.import_module(name)
             except ImportError as error:
-                # Never fatal: the worker that really needs it gives the user the true error.
+                # never fatal: a worker that needs it will raise the real error
                 _log.debug("zygote: %s is not preloaded: %s", name, error)
 
 
@@ -127,7 +127,7 @@ def changed_at_import(before: dict[str, str], now: dict[str, str]) -> str:
 
 
 def serve(sock: socket.socket, agent: int) -> dict[str, Any]:
-    """Fork workers on request until dlrun has gone; returns only in a worker, with its request.
+    """Fork workers on request until dlrun is gone; returns only in a worker, with its request.
 
     Args:
         sock: This side of the socket pair to dlrun.
@@ -151,8 +151,8 @@ def serve(sock: socket.socket, agent: int) -> dict[str, Any]:
         os.close(gate)
         try:
             messages.send(sock, {"pids": worker})
-            os.write(opener, b"g" * len(worker))  # only now: a worker that dlrun does not know of must not run
-        except OSError:  # dlrun has gone; its workers go with it
+            os.write(opener, b"g" * len(worker))  # only now: a worker that dlrun does not know about must not run
+        except OSError:  # dlrun is gone; its workers die with it
             os._exit(0)
         os.close(opener)
 
@@ -185,7 +185,7 @@ def _fork_workers(workers: list[dict[str, Any]]) -> dict[str, Any] | list[int]:
             there.close()
             return worker
         pids.append(pid)
-    # where dlrun was ended just now, and the zygote with it, the workers see that themselves
+    # if dlrun and with it the zygote end just now, the workers notice it themselves
     with contextlib.suppress(OSError):
         messages.send(there, {"pids": pids})
     os._exit(0)
@@ -194,7 +194,7 @@ def _fork_workers(workers: list[dict[str, Any]]) -> dict[str, Any] | list[int]:
 def start_by_fork(agent_socket: socket.socket, zygote_socket: socket.socket) -> int | dict[str, Any]:
     """Fork the zygote from this very process; return its pid, or a request in each worker it forks later.
 
-    The caller must leave its own frames at once when it gets a request: it is then a worker.
+    A caller that gets a request is a worker and must unwind its own frames at once.
     """
     agent = os.getpid()
     pid = os.fork()

@@ -3,3 +3,5 @@
 Torch-free, except for the peers (`flashckpt.bench.peers`), which are other people's libraries
 measured at the same layout in the same run.
 """
+
+PEERS = ("torch.save", "dcp.save", "dcp.async_save", "safetensors")

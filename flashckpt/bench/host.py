@@ -7,8 +7,8 @@ import mmap
 import os
 import platform
 import threading
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from importlib import metadata
 from pathlib import Path
@@ -127,21 +127,41 @@ def anonymous_bytes(pid: int | str = "self") -> int:
     return 0
 
 
+def proportional_bytes(pid: int) -> int:
+    """Return private and shared memory of a process, without files; a page that others have mapped too counts in parts."""
+    try:
+        lines = Path(f"/proc/{pid}/smaps_rollup").read_text().splitlines()
+    except OSError:
+        return 0
+    return sum(int(line.split()[1]) * 1024 for line in lines if line.startswith(("Pss_Anon:", "Pss_Shmem:")))
+
+
 @dataclass(slots=True)
 class PeakMemory:
-    """Largest private memory of this process above what it was at the start."""
+    """Memory at the start and at the end of a time, and by how much its largest was above that at the start."""
 
+    start_bytes: int
+    end_bytes: int = 0
     extra_bytes: int = 0
 
 
 @contextmanager
-def peak_memory(interval_s: float = 0.005) -> Iterator[PeakMemory]:
-    """Sample this process' private memory beside the body of the `with`; read `extra_bytes` afterwards."""
-    start, peak, stop = anonymous_bytes(), PeakMemory(), threading.Event()
+def peak_memory(now: Callable[[], int] = anonymous_bytes, interval_s: float = 0.005) -> Iterator[PeakMemory]:
+    """Sample memory beside the body of the `with`, and read the result afterwards. It costs CPU: not for what is timed.
+
+    Args:
+        now: Returns the bytes; by default the private memory of this process.
+        interval_s: Seconds between two samples.
+    """
+    peak, stop = PeakMemory(now()), threading.Event()
+
+    def look() -> None:
+        peak.end_bytes = now()
+        peak.extra_bytes = max(peak.extra_bytes, peak.end_bytes - peak.start_bytes)
 
     def sample() -> None:
         while not stop.wait(interval_s):
-            peak.extra_bytes = max(peak.extra_bytes, anonymous_bytes() - start)
+            look()
 
     thread = threading.Thread(target=sample, name="bench-peak-memory", daemon=True)
     thread.start()
@@ -150,4 +170,9 @@ def peak_memory(interval_s: float = 0.005) -> Iterator[PeakMemory]:
     finally:
         stop.set()
         thread.join()
-        peak.extra_bytes = max(peak.extra_bytes, anonymous_bytes() - start)
+        look()
+
+
+def peak_memory_of(pids: Callable[[], Sequence[int]], interval_s: float = 0.005) -> AbstractContextManager[PeakMemory]:
+    """Do the same for a family of processes, each shared page counted once."""
+    return peak_memory(lambda: sum(map(proportional_bytes, pids())), interval_s)

@@ -1,13 +1,15 @@
 """`flashckpt bench job` and `bench shm`: snapshot, persist, commit and restore at a real model's shard layout.
 
-Real processes run the product's own code: ranks stage into slots and restore from them, one torch-free
-process per node persists them, as the daemon does. This module starts them, gives the orders, and gathers.
-Time is the maximum over ranks, throughput the minimum.
+Real processes run the product's own code: ranks hold their state under a `Checkpointer`, which takes snapshots and
+restores them; one torch-free process per node persists them, as the daemon does. This module starts them, gives the
+orders, and gathers. Time is the maximum over ranks, throughput the minimum.
 """
 
 from __future__ import annotations
 
+import os
 import shutil
+import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from functools import partial
@@ -15,14 +17,16 @@ from pathlib import Path
 from typing import Any
 
 from flashckpt.bench.job_results import Gathered, JobMeasurement, results
-from flashckpt.bench.layouts import Layout, held_bytes, persisted_bytes, shards_of
+from flashckpt.bench.layouts import ModelLayout, held_bytes, shards_of
 from flashckpt.bench.measure import interleave, median, summarise
 from flashckpt.bench.scratch import Scratch
 from flashckpt.bench.worker import Workers
-from flashckpt.errors import ConfigError
+from flashckpt.errors import ConfigError, FlashckptError
 
-GENERATION = 1
 MOST_RANKS = 256
+JOB = "bench"
+_READY_S = 120.0
+"""How long all ranks may take to reserve memory for one snapshot."""
 Progress = Callable[[str, int, int | None], None]
 """Called with what is going on, how many bytes are through so far, and how many there will be (None: unknown yet)."""
 
@@ -36,7 +40,7 @@ class JobRun:
         ranks: Processes.
         rounds: Measured rounds.
         slots: Snapshots per rank in memory.
-        peers: Names of `peers.NAMES` to run in the same rounds; [] for none.
+        peers: Names of `bench.PEERS` to run in the same rounds; [] for none.
         compression: As for `PersistOptions`.
         drop_caches: Also drop the caches of the whole machine before cold reads (root).
         keep: Leave the last checkpoint.
@@ -52,7 +56,7 @@ class JobRun:
     keep: bool = False
 
 
-def table_of(layout: Layout, ranks: int) -> dict[str, Any]:
+def table_of(layout: ModelLayout, ranks: int) -> dict[str, Any]:
     """Return the description of a layout of which the first `ranks` take part.
 
     Raises:
@@ -80,7 +84,7 @@ def need_of(run: JobRun) -> BenchNeed:
     """Return what a run will take, before anything is started."""
     parts = [shards_of(run.table, rank) for rank in range(run.ranks)]
     held = sum(held_bytes(part) for part in parts)
-    written = sum(persisted_bytes(part) for part in parts)
+    written = sum(shard.nbytes for part in parts for shard in part if shard.replica == 0)
     margin = 2 << 20
     return BenchNeed(
         shared_bytes=run.slots * (held + run.ranks * margin),
@@ -107,56 +111,89 @@ class Job:
         self._step = 0
         self._bytes = 0
         self.cold: Mapping[str, Any] = {}
+        self.written: Sequence[int] = ()
         self._prefix = ""
 
     def start(self) -> None:
         """Start all processes and wait until they hold their state and their slots."""
-        segments = [str(self.memory / f"r{rank:05d}.seg") for rank in range(self.run.ranks)]
-        where = {"url": self.scratch.url, "options": dict(self.scratch.options)} if self.scratch else {}
-        common = {"table": dict(self.run.table), "job": self.memory.name, "slots": self.run.slots, **where}
-        configs = {
-            f"rank {rank}": {**common, "rank": rank, "ranks": self.run.ranks, "segment": segment}
-            for rank, segment in enumerate(segments)
-        }
-        self.ranks = self.workers.start("flashckpt.bench.rank", configs)
-        self.persister: list[int] = []
+        where: dict[str, Any] = {"url": str(self.memory / "root"), "options": {}}
         if self.scratch:
-            config = {**where, "segments": segments, "compression": self.run.compression}
-            self.persister = self.workers.start("flashckpt.bench.persister", {"persister": config})
-        everybody = self.ranks + self.persister
+            where = {"url": self.scratch.url, "options": dict(self.scratch.options)}
+        common = {
+            "table": dict(self.run.table), "job": JOB, "slots": self.run.slots, "ranks": self.run.ranks,
+            "memory": str(self.memory), **where,
+        }  # fmt: skip
+        configs = {
+            f"rank {rank}": {**common, "rank": rank, "environment": self._environment(rank)}
+            for rank in range(self.run.ranks)
+        }
+        self.ranks = self.workers.start(["-m", "flashckpt.bench.rank"], configs)
         self._progress("starting processes, making data", 0, None)
-        self.workers.answers(everybody)
+        self.workers.answers(self.ranks)
         self.sizes = self.workers.ask(self.ranks, "ready")
         self._progress("reserving memory", 0, None)
-        self.touch = self.workers.ask(self.ranks, "reserve")
-        self.workers.ask(self.ranks, "alone", seconds=0.1)  # touches the restore targets
+        self.touch = self.workers.ask(self.ranks, "touch")
+        self.workers.ask(self.ranks, "begin")
+        self.persister: list[int] = []
+        if self.scratch:
+            directory = self.memory / f"flashckpt-{os.getuid()}" / JOB
+            config = {
+                **where,
+                "directory": str(directory),
+                "ranks": self.run.ranks,
+                "compression": self.run.compression,
+            }
+            self.persister = self.workers.start(["-m", "flashckpt.bench.persister"], {"persister": config})
+            self.workers.answers(self.persister)
+        self.workers.ask(self.ranks, "alone", seconds=0.1)  # touches what the state is compared with
+
+    def _environment(self, rank: int) -> dict[str, str]:
+        """Return what dlrun sets for a rank: this program plays its part, so that no daemon is started."""
+        return {
+            "FLASHCKPT_SHM_DIR": str(self.memory),
+            "FLASHCKPT_AGENT_DIR": str(self.memory),
+            "FLASHCKPT_JOB_ID": JOB,
+            "LOCAL_RANK": str(rank),
+            "GLOO_SOCKET_IFNAME": os.environ.get("GLOO_SOCKET_IFNAME", "lo"),
+        }
 
     def cycle(self, found: Gathered) -> None:
         """One round: snapshot, restore from memory, persist and commit, restore from storage, remove."""
-        self._step += 1
         held = sum(size["held_bytes"] for size in self.sizes)
         self._say("plain copy")
         alone = self.workers.ask(self.ranks, "alone", seconds=0.1)  # every round: neighbours come and go
         found.add_ranks("memcpy_s", [answer["memcpy_s"] for answer in alone])
         self._say("snapshot")
-        common = [[GENERATION, self._step - 1]] if self._step > 1 else []
-        taken = self.workers.ask(self.ranks, "snapshot", step=self._step, common=common)
+        taken = self._snapshot()
         for name in ("call_s", "restorable_s", "copied_s", "cpu_s", "beside_s"):
             found.add_ranks(name, [answer[name] for answer in taken])
         found.add_ranks("stall_s", [answer["call_s"] + answer["beside_s"] for answer in taken])
         self._say("restore from memory", held)
-        restored = self.workers.ask(self.ranks, "restore_memory", step=self._step)
-        found.add_ranks("restored_memory_s", [answer["wall_s"] for answer in restored])
-        for name in ("map_s", "verify_s", "copy_s"):
+        restored = self.workers.ask(self.ranks, "restart")
+        found.add_ranks("restored_memory_s", [answer["bytes_s"] for answer in restored])
+        for name in ("wall_s", "inventory_s", "plan_s", "read_s", "lineage_s"):
             found.add_ranks(f"memory_{name}", [answer[name] for answer in restored])
         self.workers.ask(self.ranks, "verify")
         if self.scratch is not None:
             self._persist(found, held)
 
+    def _snapshot(self) -> list[Mapping[str, Any]]:
+        """Take the snapshot of the next step on all ranks; right after a start some may have to reserve memory first."""
+        end = time.monotonic() + _READY_S
+        while True:
+            self._step += 1
+            taken = self.workers.ask(self.ranks, "snapshot", step=self._step)
+            if None not in taken:
+                return taken
+            if time.monotonic() > end:
+                raise FlashckptError(
+                    "a rank takes no snapshot", found=f"none in {_READY_S:g} s", expected="one per round"
+                )
+
     def _persist(self, found: Gathered, held: int) -> None:
         self._say("persist and commit", held)
-        (written,) = self.workers.ask(self.persister, "persist", generation=GENERATION, step=self._step)
-        self._prefix = written["prefix"]
+        (written,) = self.workers.ask(self.persister, "persist", step=self._step)
+        self._prefix, self.written = written["prefix"], written["bytes"]
         found.add_ranks("persist_s", written["ranks_s"])
         for name in ("written_s", "commit_s", "durable_s", "cpu_s", "peak_extra_bytes"):
             found.add(f"node_{name}", written[name])
@@ -170,22 +207,21 @@ class Job:
         assert self.scratch is not None
         directory = None if self.scratch.directory is None else str(self.scratch.directory)
         (self.cold,) = self.workers.ask(self.persister, "make_cold", directory=directory, drop=self.run.drop_caches)
-        restored = self.workers.ask(self.ranks, "restore_storage", prefix=self._prefix)
-        found.add_ranks("restored_storage_s", [answer["wall_s"] for answer in restored])
-        for name in ("list_s", "manifest_s", "read_s", "verify_s", "copy_s", "cpu_s"):
+        restored = self.workers.ask(self.ranks, "restore_storage", step=self._step)
+        found.add_ranks("restored_storage_s", [answer["bytes_s"] for answer in restored])
+        for name in ("wall_s", "root_s", "plan_s", "read_s", "cpu_s"):
             found.add_ranks(f"storage_{name}", [answer[name] for answer in restored])
-        found.parts["read"] += [value for answer in restored for value in answer["parts_s"]]
         self.workers.ask(self.ranks, "verify")
 
     def beside(self) -> float:
         """Persist once more while all ranks compute; return by how much their steps got longer (share)."""
         self._say("persist beside training")
         flag = self.memory / "stop"
-        self._step += 1
-        self.workers.ask(self.ranks, "snapshot", step=self._step, common=[[GENERATION, self._step - 1]])
+        self.workers.ask(self.ranks, "alone", seconds=0.1)
+        self._snapshot()
         self.workers.tell(self.ranks, "work", until=str(flag))
         try:
-            (written,) = self.workers.ask(self.persister, "persist", generation=GENERATION, step=self._step)
+            (written,) = self.workers.ask(self.persister, "persist", step=self._step)
         finally:
             flag.touch()
         worked = self.workers.answers(self.ranks)
@@ -227,6 +263,7 @@ class Job:
             found=self.found,
             first=self.first,
             sizes=self.sizes,
+            written=self.written,
             touch=self.touch,
             persists=self.scratch is not None,
             cold=self.cold,

@@ -15,7 +15,7 @@ class Gathered:
 
     values: dict[str, list[float]] = field(default_factory=dict)
     ranks: dict[str, list[list[float]]] = field(default_factory=dict)
-    parts: dict[str, list[float]] = field(default_factory=lambda: {"write": [], "read": []})
+    parts: dict[str, list[float]] = field(default_factory=lambda: {"write": []})
 
     def add(self, name: str, *values: float) -> None:
         """Keep values of the round."""
@@ -33,8 +33,9 @@ class JobMeasurement:
 
     Attributes:
         found: What the measured rounds brought; first: what the round before them did.
-        sizes: Each rank's `held_bytes`, `persisted_bytes` and `tensors`.
-        touch: Each rank's `bytes` and `seconds` of the first touch of its segment.
+        sizes: Each rank's `held_bytes` and `tensors`.
+        written: Bytes of tensors that each rank's slot brought to storage; empty where nothing was persisted.
+        touch: Each rank's `bytes` and `seconds` of the first touch of memory like its segment's.
         persists: Whether the rounds went on to storage; cold: how its caches were emptied.
         uplift: By how much steps got longer beside a persist (share).
         peers: Summaries of the other libraries, by name.
@@ -43,6 +44,7 @@ class JobMeasurement:
     found: Gathered
     first: Gathered
     sizes: Sequence[Mapping[str, Any]]
+    written: Sequence[int]
     touch: Sequence[Mapping[str, Any]]
     persists: bool
     cold: Mapping[str, Any]
@@ -54,7 +56,6 @@ def results(run: JobMeasurement) -> dict[str, Any]:
     """Return the document of a run."""
     found, sizes = run.found, run.sizes
     held = [size["held_bytes"] for size in sizes]
-    written = [size["persisted_bytes"] for size in sizes]
     made: dict[str, Any] = {
         "ranks": len(sizes),
         "tensors": sum(size["tensors"] for size in sizes),
@@ -91,7 +92,7 @@ def results(run: JobMeasurement) -> dict[str, Any]:
         "peers": dict(run.peers),
     }
     if run.persists:
-        _add_storage(made, found, held, written)
+        _add_storage(made, found, held, run.written)
         made["cold"] = dict(run.cold)
         made["rates"]["persist_uplift"] = made["step_uplift"] = run.uplift
     return made

@@ -84,7 +84,7 @@ MODELS = {
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Layout:
+class ModelLayout:
     """A model cut over `tp` x `pp` x `dp` ranks.
 
     Attributes:
@@ -136,10 +136,10 @@ class Layout:
 
 
 DEFAULTS = {
-    "llama3-8b": Layout(model=MODELS["llama3-8b"], tp=1, pp=1, dp=8, zero=3),
-    "llama3-70b": Layout(model=MODELS["llama3-70b"], tp=8, pp=1, dp=8, zero=3),
-    "llama3-405b": Layout(model=MODELS["llama3-405b"], tp=8, pp=32, dp=2, zero=1),
-    "llama-1t": Layout(model=MODELS["llama-1t"], tp=8, pp=64, dp=2, zero=1),
+    "llama3-8b": ModelLayout(model=MODELS["llama3-8b"], tp=1, pp=1, dp=8, zero=3),
+    "llama3-70b": ModelLayout(model=MODELS["llama3-70b"], tp=8, pp=1, dp=8, zero=3),
+    "llama3-405b": ModelLayout(model=MODELS["llama3-405b"], tp=8, pp=32, dp=2, zero=1),
+    "llama-1t": ModelLayout(model=MODELS["llama-1t"], tp=8, pp=64, dp=2, zero=1),
 }
 """The layouts of the published table of checkpoint sizes."""
 
@@ -196,7 +196,7 @@ def stage_layers(layers: int, stages: int, stage: int) -> range:
     return range(start, start + size + (stage < extra))
 
 
-def rank_shards(layout: Layout, rank: int, present: Collection[int] | None = None) -> list[Shard]:
+def rank_shards(layout: ModelLayout, rank: int, present: Collection[int] | None = None) -> list[Shard]:
     """Return the shards that a rank holds.
 
     Args:
@@ -208,6 +208,11 @@ def rank_shards(layout: Layout, rank: int, present: Collection[int] | None = Non
     Returns:
         Weights, then optimizer state; `replica` is 0 where this rank persists the box.
     """
+    return [shard for shard, _ in _held(layout, rank, present)]
+
+
+def _held(layout: ModelLayout, rank: int, present: Collection[int] | None) -> list[tuple[Shard, tuple[int, ...]]]:
+    """Return the shards that a rank holds, each with the ranks that hold the same box."""
     where = layout.coordinates(rank)
     layers = stage_layers(layout.model.layers, layout.pp, where["pp"])
     mine = set(layers) | ({-1} if where["pp"] == 0 else set())
@@ -218,7 +223,7 @@ def rank_shards(layout: Layout, rank: int, present: Collection[int] | None = Non
             shards.append(
                 _shard(layout, where, tensor, kind, over_dp=layout.zero >= zero, index=index, present=present)
             )
-    return [shard for shard in shards if shard.nbytes]
+    return [(shard, holders) for shard, holders in shards if shard.nbytes]
 
 
 @cache
@@ -227,7 +232,7 @@ def _tensors(model: Model) -> tuple[Tensor, ...]:
 
 
 def _shard(
-    layout: Layout,
+    layout: ModelLayout,
     where: dict[str, int],
     tensor: Tensor,
     kind: tuple[str, str],
@@ -235,8 +240,8 @@ def _shard(
     over_dp: bool,
     index: int,
     present: Collection[int] | None,
-) -> Shard:
-    """Return the box of one tensor on one rank."""
+) -> tuple[Shard, tuple[int, ...]]:
+    """Return the box of one tensor on one rank, and the ranks that hold it."""
     offsets, lengths = [0] * len(tensor.shape), list(tensor.shape)
     if tensor.tp_dim is not None:
         offsets[tensor.tp_dim], lengths[tensor.tp_dim] = cut(tensor.shape[tensor.tp_dim], layout.tp, where["tp"])
@@ -244,15 +249,15 @@ def _shard(
         start, length = cut(lengths[0], layout.dp, where["dp"])
         offsets[0], lengths[0] = offsets[0] + start, length
     holders = [
-        (dp, tp)
+        _rank_of(layout, where["pp"], dp, tp)
         for dp in ([where["dp"]] if over_dp else range(layout.dp))
         for tp in (range(layout.tp) if tensor.tp_dim is None else [where["tp"]])
         if present is None or _rank_of(layout, where["pp"], dp, tp) in present
     ]
     # Tensors are dealt out whole to their replicas in turn: layers repeat, so the bytes come out even.
     owner = index % len(holders)
-    replica = (holders.index((where["dp"], where["tp"])) - owner) % len(holders)
-    return Shard(
+    replica = (holders.index(_rank_of(layout, where["pp"], where["dp"], where["tp"])) - owner) % len(holders)
+    shard = Shard(
         fqn=kind[0].format(tensor.name),
         dtype=kind[1],
         global_shape=tensor.shape,
@@ -260,9 +265,10 @@ def _shard(
         lengths=tuple(lengths),
         replica=replica,
     )
+    return shard, tuple(holders)
 
 
-def _rank_of(layout: Layout, pp: int, dp: int, tp: int) -> int:
+def _rank_of(layout: ModelLayout, pp: int, dp: int, tp: int) -> int:
     return (pp * layout.dp + dp) * layout.tp + tp
 
 
@@ -276,7 +282,7 @@ def persisted_bytes(shards: Collection[Shard]) -> int:
     return sum(shard.nbytes for shard in shards if shard.replica == 0)
 
 
-def scaled(layout: Layout, factor: float) -> Layout:
+def scaled(layout: ModelLayout, factor: float) -> ModelLayout:
     """Return the layout of a smaller model with about `factor` of the bytes and the same kinds of shards.
 
     Layers, widths and the vocabulary shrink together (a cube root each for layers and width, and twice that for the
@@ -317,20 +323,26 @@ def scaled(layout: Layout, factor: float) -> Layout:
 
 
 def shards_of(table: Mapping[str, Any], rank: int) -> list[Shard]:
-    """Return the shards of one rank of a table description, as processes hand it to each other.
+    """Return the shards of one rank of a table description, as processes hand it to each other; see `copies_of`."""
+    return [shard for shard, _ in copies_of(table, rank)]
+
+
+def copies_of(table: Mapping[str, Any], rank: int) -> list[tuple[Shard, tuple[int, ...]]]:
+    """Return the shards of one rank, each as a tensor of its own, with the ranks that hold a copy of it.
+
+    A tensor of its own: a checkpoint of some ranks of a layout only would have gaps otherwise.
 
     Args:
-        table: `uniform_bytes` for one flat float32 tensor per rank; or the fields of a Layout with `model` as the
+        table: `uniform_bytes` for one flat float32 tensor per rank; or the fields of a ModelLayout with `model` as the
             fields of a Model, and `ranks`, how many of its first ranks take part.
         rank: Which.
     """
     if "uniform_bytes" in table:
-        return uniform(int(table["uniform_bytes"]), rank, int(table["ranks"]))
+        return [(shard, (rank,)) for shard in uniform(int(table["uniform_bytes"]), rank, int(table["ranks"]))]
     fields = {key: value for key, value in table.items() if key != "ranks"}
-    layout = Layout(**{**fields, "model": Model(**table["model"])})
-    present = range(int(table["ranks"]))
-    shards = rank_shards(layout, rank, present)
-    return shards if len(present) == layout.ranks else [_own_tensor(shard) for shard in shards]
+    layout = ModelLayout(**{**fields, "model": Model(**table["model"])})
+    held = _held(layout, rank, range(int(table["ranks"])))
+    return [(_own_tensor(shard), holders) for shard, holders in held]
 
 
 def uniform(nbytes: int, rank: int, ranks: int) -> list[Shard]:
@@ -348,7 +360,7 @@ def uniform(nbytes: int, rank: int, ranks: int) -> list[Shard]:
 
 
 def _own_tensor(shard: Shard) -> Shard:
-    """Return the box as a tensor of its own: a checkpoint of some ranks only would have gaps otherwise."""
+    """Return the box as a tensor of its own."""
     name = f"{shard.fqn}[{','.join(map(str, shard.offsets))}]"
     nothing = (0,) * len(shard.offsets)
     return Shard(

@@ -77,7 +77,7 @@ def summarise(values: Sequence[float]) -> Summary:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Timing:
+class TimedRun:
     """One run of one case: wall seconds, CPU seconds of this process and its waited-for children, what it returned."""
 
     wall_s: float
@@ -91,11 +91,11 @@ def cpu_seconds() -> float:
     return time.process_time() + times.children_user + times.children_system
 
 
-def timed(run: Callable[[], Any]) -> Timing:
+def timed(run: Callable[[], Any]) -> TimedRun:
     """Run once and return wall and CPU seconds with the result."""
     cpu, start = cpu_seconds(), time.perf_counter()
     value = run()
-    return Timing(wall_s=time.perf_counter() - start, cpu_s=cpu_seconds() - cpu, value=value)
+    return TimedRun(wall_s=time.perf_counter() - start, cpu_s=cpu_seconds() - cpu, value=value)
 
 
 def interleave(
@@ -104,7 +104,7 @@ def interleave(
     *,
     warmup: int = 0,
     on_run: Callable[[str, int], None] | None = None,
-) -> dict[str, list[Timing]]:
+) -> dict[str, list[TimedRun]]:
     """Run every case once per round and return the timings per case.
 
     Machines drift (page cache, neighbours, clocks). Cases that run in blocks are compared across
@@ -112,7 +112,7 @@ def interleave(
     next, and turns round after a full rotation: no case always runs first or always behind the same other one.
 
     Args:
-        cases: Name -> callable without arguments. Its result is kept as `Timing.value`; set-up that should not be
+        cases: Name -> callable without arguments. Its result is kept as `TimedRun.value`; set-up that should not be
             counted belongs into the callable before it times itself and returns its own seconds.
         rounds: Measured rounds, at least 1.
         warmup: Rounds before them that are run and thrown away.
@@ -124,7 +124,7 @@ def interleave(
     if rounds < 1 or not cases:
         raise ValueError("interleave needs at least one case and one round")
     names = list(cases)
-    result: dict[str, list[Timing]] = {name: [] for name in names}
+    result: dict[str, list[TimedRun]] = {name: [] for name in names}
     for number in range(-warmup, rounds):
         turn = number % len(names)
         order = names[turn:] + names[:turn]

@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from flashckpt.bench.peers_names import NAMES
+from flashckpt.bench import PEERS
 
 
 def write(
@@ -31,7 +31,7 @@ def write(
     Args:
         state: Tensors by name.
         rank: Of the writer; names its file.
-        name: One of NAMES.
+        name: One of PEERS.
         directory: Exists.
         beside: Computes until what it is given returns True, and returns by how many seconds that took too long.
     """
@@ -96,5 +96,5 @@ def _safetensors(state: dict[str, torch.Tensor], folder: Path) -> None:
 
 
 _WRITERS: dict[str, Callable[[dict[str, torch.Tensor], Path], Any]] = dict(
-    zip(NAMES, (_torch_save, _dcp_save, _dcp_async_save, _safetensors), strict=True)
+    zip(PEERS, (_torch_save, _dcp_save, _dcp_async_save, _safetensors), strict=True)
 )

@@ -1,6 +1,7 @@
 """The persister of `flashckpt bench job`: one process per node, without torch, as the daemon is.
 
-Run as `python -m flashckpt.bench.persister` by `flashckpt.bench.job`.
+Run as `python -m flashckpt.bench.persister` by `flashckpt.bench.job`. It writes with the functions the daemon writes with, but
+on order, so that each phase can be timed.
 """
 
 from __future__ import annotations
@@ -16,9 +17,10 @@ from flashckpt.bench.measure import cpu_seconds
 from flashckpt.bench.timed_store import timed
 from flashckpt.bench.worker import Command, serve
 from flashckpt.checkpoint.writer import PersistOptions, commit, persist_slot, prefix_of
-from flashckpt.core.snapshot_id import SnapshotId
 from flashckpt.errors import NoCheckpointError
-from flashckpt.shm.segment import Pin, Segment
+from flashckpt.shm.inventory import pin_all, release, scan
+from flashckpt.shm.job_directory import JobDirectory
+from flashckpt.shm.segment import Pin
 from flashckpt.storage.factory import open_store
 
 WRITERS_AT_ONCE = 4  # as in the daemon
@@ -28,7 +30,7 @@ class Persister:
     """Persists the slots of all ranks of this node and commits.
 
     Args:
-        config: Storage URL, options, compression, segment paths by rank.
+        config: Job directory, number of ranks, storage URL, options, compression.
     """
 
     def __init__(self, config: Mapping[str, Any]) -> None:
@@ -39,31 +41,30 @@ class Persister:
         """Return what the parent may order."""
         return {"persist": self.persist, "make_cold": self.make_cold, "remove": self.remove}
 
-    def persist(self, generation: int, step: int) -> Mapping[str, Any]:
+    def persist(self, step: int) -> Mapping[str, Any]:
         """Pin every rank's slot of this snapshot, write packs and indexes, commit."""
-        prefix = prefix_of(generation, step)
+        prefix, pins = self._pinned(step)
         options = PersistOptions(compression=self.config["compression"])
-        pins = [_pin(Path(path), SnapshotId(generation, step)) for path in self.config["segments"]]
         self.times.written_s = []
         cpu, started = cpu_seconds(), time.perf_counter()
 
-        def one(pin: Pin) -> float:
+        def one(pin: Pin) -> tuple[float, int]:
             begin = time.perf_counter()
-            persist_slot(pin, self.store, prefix, options=options)
-            return time.perf_counter() - begin
+            index = persist_slot(pin, self.store, prefix, options=options)
+            return time.perf_counter() - begin, int(index.table.nbytes.sum())
 
         try:
             with peak_memory() as peak, ThreadPoolExecutor(WRITERS_AT_ONCE) as pool:
-                ranks_s = list(pool.map(one, pins))
+                ranks_s, nbytes = zip(*pool.map(one, pins.values()), strict=True)
             written = time.perf_counter()
-            commit(self.store, prefix, list(range(len(pins))))
+            commit(self.store, prefix, list(pins))
         finally:
-            for pin in pins:
-                pin.close()
+            release(pins)
         now = time.perf_counter()
         return {
             "prefix": prefix,
             "ranks_s": ranks_s,
+            "bytes": nbytes,
             "written_s": written - started,
             "commit_s": now - written,
             "durable_s": now - started,
@@ -71,6 +72,19 @@ class Persister:
             "peak_extra_bytes": peak.extra_bytes,
             "parts_s": self.times.written_s,
         }
+
+    def _pinned(self, step: int) -> tuple[str, dict[int, Pin]]:
+        """Return the prefix of the snapshot of a step, and leases on its slots by rank.
+
+        Raises:
+            NoCheckpointError: Not every rank holds it.
+        """
+        directory = JobDirectory.at(Path(self.config["directory"]))
+        inventory = scan(directory, [record] if (record := directory.read_generation()) else ())
+        for identity in inventory.common():
+            if identity.step == step and (pins := pin_all(inventory, identity, range(self.config["ranks"]))):
+                return prefix_of(*identity), pins
+        raise NoCheckpointError(f"not every rank holds the snapshot of step {step}", found=f"{inventory.common()}")
 
     def make_cold(self, directory: str | None, drop: bool) -> Mapping[str, Any]:
         """Put the written files out of the page cache; say what is left there, and what could not be done."""
@@ -86,22 +100,10 @@ class Persister:
         )
         return {"how": how, "cached_share": share, "dropped": dropped}
 
-    def remove(self, prefix: str) -> Mapping[str, Any]:
+    def remove(self, prefix: str) -> None:
         """Delete one checkpoint, so that the run never needs room for more than two."""
         for info in self.store.list(f"{prefix}/"):
             self.store.delete(info.key)
-        return {}
-
-
-def _pin(path: Path, identity: SnapshotId) -> Pin:
-    segment = Segment.attach(path)
-    try:
-        for slot, header in enumerate(segment.headers()):
-            if header.is_complete and header.identity == identity and (pin := segment.pin(slot)) is not None:
-                return pin
-    finally:
-        segment.close()
-    raise NoCheckpointError(f"{path} does not hold the snapshot that was to be persisted", found=f"{identity}")
 
 
 if __name__ == "__main__":

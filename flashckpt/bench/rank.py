@@ -1,11 +1,13 @@
-"""One rank of `flashckpt bench job`: real tensors, the product's own staging, slots and restore.
+"""One rank of `flashckpt bench job`: real tensors under a `Checkpointer`, which takes and restores them as in training.
 
-Run as `python -m flashckpt.bench.rank` by `flashckpt.bench.job`.
+Run as `python -m flashckpt.bench.rank` by `flashckpt.bench.job`, which plays the part of dlrun: it watches over the
+ranks (FLASHCKPT_AGENT_DIR, FLASHCKPT_RESTART) and has the slots persisted by a process of its own.
 """
 
 from __future__ import annotations
 
-import gc
+import os
+import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -13,29 +15,26 @@ from typing import Any
 
 import numpy as np
 import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Replicate
 
 from flashckpt.bench.data import fill as fill_data
-from flashckpt.bench.layouts import shards_of
+from flashckpt.bench.layouts import copies_of
 from flashckpt.bench.measure import cpu_seconds, median
-from flashckpt.bench.timed_store import timed
 from flashckpt.bench.worker import Command, serve
-from flashckpt.checkpoint.catalog import read_manifest
+from flashckpt.checkpointer import Checkpointer
 from flashckpt.core.digest import digest
-from flashckpt.core.shard import Shard
-from flashckpt.core.snapshot_id import SnapshotId
+from flashckpt.core.shard import Shard, place
 from flashckpt.core.superblock import SegmentSpec
 from flashckpt.errors import DamagedError
-from flashckpt.planning.slot_policy import choose_slot
-from flashckpt.restore.executor import RestoreCounts, Target, execute_reads
-from flashckpt.restore.sources import MemorySource, StorageSource
+from flashckpt.report import RestoreReport
 from flashckpt.shm.segment import Segment
-from flashckpt.snapshot.stager import CopyPlan, Snapshot, SnapshotRequest, Stager
-from flashckpt.state.placement import Box
-from flashckpt.state.registry import Captured
-from flashckpt.state.structure import Entry, Row, Structure
-from flashckpt.storage.factory import open_store
 
-GENERATION = 1
+NEVER = 10**9
+"""Steps between checkpoints: the persister takes what it is asked for, and no daemon runs."""
+MANIFEST_BYTES = 1 << 20
 _SQUARE = 192  # rows of the matrices that stand for forward and backward: milliseconds each
 
 
@@ -43,102 +42,93 @@ class Rank:
     """The state of one rank and everything that is done to it.
 
     Args:
-        config: `shards` arguments, segment path, slots, storage URL and options.
+        config: `copies_of` arguments, memory directory, job id, slots, storage URL and options.
     """
 
     def __init__(self, config: Mapping[str, Any]) -> None:
         torch.set_num_threads(1)
         self.config, self.rank = config, int(config["rank"])
-        self.shards = sorted(shards_of(config["table"], self.rank), key=lambda s: (s.fqn, s.offsets))
+        os.environ.update(config["environment"])
+        if config["ranks"] > 1:
+            store = dist.FileStore(f"{config['memory']}/rendezvous", config["ranks"])  # type: ignore[attr-defined]  # not in the stubs
+            dist.init_process_group("gloo", store=store, rank=self.rank, world_size=config["ranks"])
+        held = sorted(copies_of(config["table"], self.rank), key=lambda one: one[0].fqn)
+        self.shards = [shard for shard, _ in held]
         self.tensors = [_tensor(shard) for shard in self.shards]
-        self.plan = CopyPlan(_structure(self.shards, self.tensors))
-        self.segment: Segment | None = None
-        self.stager = Stager(lambda _: None, lambda _, __: None)
-        self.targets: list[Target] = []
+        self.model = _model(self.shards, self.tensors, [holders for _, holders in held])
+        self.reference = [bytearray(shard.nbytes) for shard in self.shards]
+        self.ckpt: Checkpointer | None = None
+        self._restarts = 0
+        self._complete, self._errors = threading.Event(), list[Exception]()
         self._square = torch.randn(_SQUARE, _SQUARE)
         self._alone_s = 0.0
 
     def commands(self) -> dict[str, Command]:
         """Return what the parent may order."""
-        names = ("ready", "reserve", "alone", "snapshot", "work", "restore_memory", "restore_storage", "verify", "peer")
+        names = ("ready", "touch", "begin", "alone", "snapshot", "work", "restart", "restore_storage", "verify", "peer")
         return {name: getattr(self, name) for name in names}
 
     def ready(self) -> Mapping[str, Any]:
         """Return the sizes of this rank's state."""
-        return {
-            "held_bytes": sum(shard.nbytes for shard in self.shards),
-            "persisted_bytes": sum(shard.nbytes for shard in self.shards if shard.replica == 0),
-            "tensors": len(self.shards),
-        }
+        return {"held_bytes": sum(shard.nbytes for shard in self.shards), "tensors": len(self.shards)}
 
-    def reserve(self) -> Mapping[str, Any]:
-        """Make the segment and touch its pages; the restore targets are touched as well."""
-        plan, spec_of = self.plan, self.config
+    def touch(self) -> Mapping[str, Any]:
+        """Time the first touch of memory like that of this rank's slots, which go again at once."""
         spec = SegmentSpec(
-            job=spec_of["job"],
+            job="bench",
             root_digest=0,
             rank=self.rank,
-            slots=spec_of["slots"],
-            manifest_capacity=plan.need(0).manifest_bytes,
-            data_capacity=plan.total,
-            layout_hash=plan.signature,
+            slots=self.config["slots"],
+            manifest_capacity=MANIFEST_BYTES,
+            data_capacity=place(self.shards).total,
+            layout_hash=0,
         )
-        self.segment = Segment.create(spec_of["segment"], spec)
-        started = time.perf_counter()
-        self.segment.reserve()
-        taken = time.perf_counter() - started
-        self.targets = [Target(shard=shard, buffer=memoryview(bytearray(shard.nbytes))) for shard in self.shards]
-        return {"seconds": taken, "bytes": spec.nbytes}
+        segment = Segment.create(Path(self.config["memory"]) / f"touch{self.rank:05d}.seg", spec)
+        try:
+            started = time.perf_counter()
+            segment.reserve()
+            return {"seconds": time.perf_counter() - started, "bytes": spec.nbytes}
+        finally:
+            segment.path.unlink()
+            segment.close()
+
+    def begin(self) -> None:
+        """Start the job: nothing is there to restore."""
+        self.ckpt = self._checkpointer()
+        self.ckpt.restore()
 
     def alone(self, seconds: float) -> Mapping[str, Any]:
-        """Compute, and copy the state, with nothing beside it; later figures are compared with these."""
+        """Change the state; compute, and copy it, with nothing beside; later figures are compared with these."""
+        for tensor in self.tensors:  # one value per page, so that no storage can recognise what it holds already
+            _bytes(tensor)[::4096] += 1
         loops = self._loops(lambda spent: spent >= seconds)
         self._alone_s = median(loops)
         started = time.perf_counter()
-        for tensor, target in zip(self.tensors, self.targets, strict=True):
-            np.copyto(np.frombuffer(target.buffer, np.uint8), _bytes(tensor))
+        for tensor, reference in zip(self.tensors, self.reference, strict=True):
+            np.copyto(np.frombuffer(reference, np.uint8), _bytes(tensor))
         return {"loop_s": self._alone_s, "memcpy_s": time.perf_counter() - started}
 
-    def snapshot(self, step: int, common: Sequence[Sequence[int]]) -> Mapping[str, Any]:
-        """Take one snapshot as `Checkpointer.step` does, computing beside the copy."""
-        assert self.segment is not None, "reserve first"
-        self._change()
-        known = {SnapshotId(int(g), int(s)) for g, s in common}
-        slot = choose_slot(self.segment.headers(), pinned=self.segment.busy(), common=known)
-        assert slot is not None, "a free slot: the parent lets every persist end"
-        identity = SnapshotRequest(
-            job=self.config["job"],
-            generation=GENERATION,
-            step=step,
-            parent=None,
-            world_size=self.config["ranks"],
-            rank=self.rank,
-            coordinates={},
-            persist=True,
-        )
-        cpu, started = cpu_seconds(), time.perf_counter()
-        writer = self.segment.begin(
-            slot, generation=GENERATION, step=step, world_size=self.config["ranks"], persist=True, parent=None
-        )
-        taken = self.stager.start(self.plan, writer, Captured(values={"step": step}, tensors={}), identity)
+    def snapshot(self, step: int) -> Mapping[str, Any] | None:
+        """Take one snapshot, computing beside the copy; None where no slot could be written yet."""
+        ckpt = self._running()
+        self._complete.clear()
+        before, cpu, started = ckpt.stats, cpu_seconds(), time.perf_counter()
+        ckpt.step(step)
         call_s = time.perf_counter() - started
-        loops = self._loops(lambda _: taken.done.is_set())
-        self.stager.finish()
-        return self._snapshot_report(taken, call_s, loops, cpu_seconds() - cpu)
-
-    def _snapshot_report(
-        self, taken: Snapshot, call_s: float, loops: Sequence[float], cpu_s: float
-    ) -> Mapping[str, Any]:
-        if taken.error is not None:
-            raise taken.error
-        beside = self._lost(loops)
+        if ckpt.stats.get("skipped", 0.0) > before.get("skipped", 0.0):
+            return None
+        loops = self._loops(lambda _: self._complete.is_set())
+        ckpt.fence()
+        if self._errors:
+            raise self._errors.pop()
+        spent = {name: ckpt.stats[name] - before.get(name, 0.0) for name in ("complete_s", "copy_s", "copy_cpu_s")}
         return {
             "call_s": call_s,
-            "beside_s": beside,
-            "restorable_s": taken.done_s - taken.started_s,
-            "copied_s": taken.copied_s - taken.started_s,
-            "copy_cpu_s": taken.cpu_s,
-            "cpu_s": cpu_s,
+            "beside_s": self._lost(loops),
+            "restorable_s": spent["complete_s"],
+            "copied_s": spent["copy_s"],
+            "copy_cpu_s": spent["copy_cpu_s"],
+            "cpu_s": cpu_seconds() - cpu,
         }
 
     def work(self, until: str) -> Mapping[str, Any]:
@@ -147,48 +137,35 @@ class Rank:
         loops = self._loops(lambda _: stop.exists())
         return {"loop_s": median(loops), "uplift": median(loops) / self._alone_s - 1 if self._alone_s else 0.0}
 
-    def restore_memory(self, step: int) -> Mapping[str, Any]:
-        """Attach anew, as a restarted rank does, and fill the targets from the slot."""
+    def restart(self) -> Mapping[str, Any]:
+        """Begin again as a rank that dlrun has restarted: the state comes back from the slots."""
+        self._running().close()
+        self._restarts += 1
+        os.environ["FLASHCKPT_RESTART"] = str(self._restarts)
         self._blank()
+        self.ckpt = self._checkpointer()
         started = time.perf_counter()
-        segment = Segment.attach(self.config["segment"])
-        try:
-            slots = [i for i, h in enumerate(segment.headers()) if h.is_complete and h.identity == (GENERATION, step)]
-            source = MemorySource(segment, slots[0], identity=SnapshotId(GENERATION, step))
-            mapped_s = time.perf_counter() - started
-            try:
-                counts = execute_reads(self.targets, [source])
-            finally:
-                source.close()
-        finally:
-            segment.close()
-        return _restored(counts, time.perf_counter() - started) | {"map_s": mapped_s}
+        report = self.ckpt.restore()
+        return _restored(report, time.perf_counter() - started, tier="memory")
 
-    def restore_storage(self, prefix: str) -> Mapping[str, Any]:
-        """Read the manifest and fill the targets from storage, as a rank on a new node does."""
+    def restore_storage(self, step: int) -> Mapping[str, Any]:
+        """Read the checkpoint from storage alone, as ranks on new nodes do."""
         self._blank()
-        store, times = timed(open_store(self.config["url"], **self.config["options"]))
+        reader = Checkpointer.readonly(self.config["url"], storage_options=self.config["options"])
+        reader.track(state=self.model)
         cpu, started = cpu_seconds(), time.perf_counter()
-        store.folders()
-        listed = time.perf_counter()
-        manifest = read_manifest(store, prefix)
-        known = time.perf_counter()
-        counts = execute_reads(self.targets, [StorageSource(store, manifest, prefix)])
-        taken = _restored(counts, time.perf_counter() - started)
-        store.close()
-        phases = {"list_s": listed - started, "manifest_s": known - listed, "cpu_s": cpu_seconds() - cpu}
-        return taken | phases | {"parts_s": times.read_s}
+        report = reader.restore(step=step)
+        return _restored(report, time.perf_counter() - started, tier="storage") | {"cpu_s": cpu_seconds() - cpu}
 
-    def verify(self) -> Mapping[str, Any]:
-        """Compare what was restored with the live tensors, bit for bit.
+    def verify(self) -> None:
+        """Compare what was restored with what the snapshot was taken of, bit for bit.
 
         Raises:
             DamagedError: They differ: a bug of the product, which no figure may hide.
         """
-        for shard, tensor, target in zip(self.shards, self.tensors, self.targets, strict=True):
-            if not np.array_equal(_bytes(tensor), np.frombuffer(target.buffer, np.uint8)):
+        for shard, tensor, reference in zip(self.shards, self.tensors, self.reference, strict=True):
+            if not np.array_equal(_bytes(tensor), np.frombuffer(reference, np.uint8)):
                 raise DamagedError(f"rank {self.rank} restored other bytes than it held: {shard.fqn}")
-        return {}
 
     def peer(self, name: str, directory: str) -> Mapping[str, Any]:
         """Write the state with another library, computing beside it where it lets us."""
@@ -197,26 +174,42 @@ class Rank:
         def beside(is_done: Callable[[], bool]) -> float:
             return self._lost(self._loops(lambda _: is_done()))
 
-        return peers.write(self._state_dict(), rank=self.rank, name=name, directory=directory, beside=beside)
+        state = {shard.fqn: tensor for shard, tensor in zip(self.shards, self.tensors, strict=True)}
+        return peers.write(state, rank=self.rank, name=name, directory=directory, beside=beside)
+
+    def _checkpointer(self) -> Checkpointer:
+        config = self.config
+        ckpt = Checkpointer(
+            config["url"],
+            snapshot_every=1,
+            persist_every=NEVER,
+            keep_last=None,
+            job=config["job"],
+            slots=config["slots"],
+            storage_options=config["options"],
+        )
+        ckpt.on_snapshot = lambda _: self._complete.set()
+        ckpt.on_failure = self._failed
+        ckpt.track(state=self.model, fenced=("state",))
+        return ckpt
+
+    def _failed(self, error: Exception) -> None:
+        self._errors.append(error)
+        self._complete.set()
+
+    def _running(self) -> Checkpointer:
+        assert self.ckpt is not None, "begin first"
+        return self.ckpt
 
     def _lost(self, loops: Sequence[float]) -> float:
         """Return by how many seconds loops took longer than they take alone."""
         return sum(max(0.0, loop - self._alone_s) for loop in loops) if self._alone_s else 0.0
 
-    def _state_dict(self) -> dict[str, torch.Tensor]:
-        return {f"{shard.fqn}@{shard.offsets}": t for shard, t in zip(self.shards, self.tensors, strict=True)}
-
     def _blank(self) -> None:
-        for target in self.targets:
-            np.frombuffer(target.buffer, np.uint8)[:] = 0
-        gc.collect()
-
-    def _change(self) -> None:
-        """Change the low byte of one value per page, so that no storage can recognise what it holds already."""
         for tensor in self.tensors:
-            _bytes(tensor)[::4096] += 1
+            _bytes(tensor)[:] = 0
 
-    def _loops(self, is_over: Any) -> list[float]:
+    def _loops(self, is_over: Callable[[float], bool]) -> list[float]:
         """Multiply matrices until `is_over(seconds so far)`; return the seconds of each multiplication."""
         loops, started = [], time.perf_counter()
         while True:
@@ -228,9 +221,12 @@ class Rank:
                 return loops
 
 
-def _restored(counts: RestoreCounts, wall_s: float) -> dict[str, Any]:
-    phases = {name: getattr(counts, name) for name in ("plan_s", "read_s", "verify_s", "copy_s", "threads")}
-    return {"wall_s": wall_s, **phases, "bytes": sum(counts.needed_bytes.values())}
+def _restored(report: RestoreReport | None, wall_s: float, *, tier: str) -> dict[str, Any]:
+    """Return the seconds of the whole call, of its phases, and of those that bring the bytes back."""
+    if report is None or report.tier != tier or report.passed_over or report.damaged:
+        raise DamagedError(f"the state did not come back from {tier}", found=str(report))
+    phases = {f"{name}_s": report.seconds.get(name, 0.0) for name in ("inventory", "root", "plan", "read", "lineage")}
+    return {"wall_s": wall_s, "bytes_s": sum(phases[name] for name in ("root_s", "plan_s", "read_s")), **phases}
 
 
 def _bytes(tensor: torch.Tensor) -> Any:
@@ -238,33 +234,30 @@ def _bytes(tensor: torch.Tensor) -> Any:
 
 
 def _tensor(shard: Shard) -> torch.Tensor:
-    """Return a tensor of the shard's local box with realistic bits, the same on every rank that holds that box."""
+    """Return a tensor with realistic bits, the same on every rank that holds a copy."""
     tensor = torch.empty(shard.lengths, dtype=getattr(torch, shard.dtype))
-    fill_data(memoryview(_bytes(tensor)), shard.dtype, digest(f"{shard.fqn}{shard.offsets}".encode()))
+    fill_data(memoryview(_bytes(tensor)), shard.dtype, digest(shard.fqn.encode()))
     return tensor
 
 
-def _structure(shards: Sequence[Shard], tensors: Sequence[torch.Tensor]) -> Structure:
-    rows = []
-    for shard, tensor in zip(shards, tensors, strict=True):
-        starts = tuple(0 for _ in shard.lengths)
-        box = Box(
-            global_shape=shard.global_shape,
-            offsets=shard.offsets,
-            lengths=shard.lengths,
-            starts=starts,
-            replica=shard.replica,
-        )
-        entry = Entry(
-            fqn=shard.fqn,
-            tensor=tensor,
-            dtype=shard.dtype,
-            boxes=(box,),
-            replicas=1,
-            fenced=True,
-        )
-        rows.append(Row(entry=entry, box=box, shard=shard))
-    return Structure(rows=tuple(rows))
+def _model(shards: Sequence[Shard], tensors: Sequence[torch.Tensor], holders: Sequence[tuple[int, ...]]) -> nn.Module:
+    """Return a module with a parameter per tensor; those that several ranks hold are replicated over them."""
+    model, meshes = nn.Module(), dict[tuple[int, ...], DeviceMesh]()
+    for shard, tensor, ranks in zip(shards, tensors, holders, strict=True):
+        *path, name = shard.fqn.split(".")
+        module = model
+        for part in path:
+            if part not in module._modules:  # noqa: SLF001 -- get_submodule takes a dotted path only
+                module.add_module(part, nn.Module())
+            module = module.get_submodule(part)
+        value = tensor
+        if len(ranks) > 1:
+            # no collective runs on it: without process groups, hundreds of which would have to be made by all ranks
+            if ranks not in meshes:
+                meshes[ranks] = DeviceMesh("cpu", list(ranks), _init_backend=False)
+            value = DTensor.from_local(tensor, meshes[ranks], [Replicate()], run_check=False)
+        module.register_parameter(name, nn.Parameter(value, requires_grad=False))
+    return model
 
 
 if __name__ == "__main__":

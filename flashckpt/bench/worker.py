@@ -1,6 +1,6 @@
-"""Processes that do what they are told, one JSON line at a time: the ranks and the persister of `bench job`.
+"""Processes that carry out commands, one JSON line at a time: ranks and persister of `bench job`, and those of benchmarks/.
 
-Lines on stdin and stdout instead of sockets or pickled calls; a worker dies with its parent.
+Lines on pipes instead of sockets or pickled calls; a worker dies with its parent. What a worker prints goes to a log.
 """
 
 from __future__ import annotations
@@ -9,11 +9,12 @@ import contextlib
 import ctypes
 import json
 import os
+import select
 import signal
 import subprocess
 import sys
 import traceback
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NoReturn, TextIO
@@ -22,13 +23,17 @@ from flashckpt import errors
 from flashckpt.errors import FlashckptError
 
 _PDEATHSIG = 1
-Command = Callable[..., Mapping[str, Any]]
+_PARTS = ("problem", "found", "expected", "state", "remedy")
+Command = Callable[..., Any]
 
 
 def serve(make: Callable[[dict[str, Any]], Mapping[str, Command]]) -> None:
     """Run in the host process: fork one worker per pair of descriptors on the command line, and wait for them.
 
     The host has imported what its workers need, once for all of them, and is single-threaded.
+
+    Args:
+        make: Returns the commands of a worker from its configuration; what they return must be JSON.
     """
     parent, *pairs = sys.argv[1:]
     _die_with(int(parent))
@@ -63,22 +68,23 @@ def _work(make: Callable[[dict[str, Any]], Mapping[str, Command]], orders: int, 
     commands: Mapping[str, Command] = {}
     for number, line in enumerate(os.fdopen(orders)):
         order = json.loads(line)
+        answer: dict[str, Any]
         try:
             if number == 0:
-                commands, answer = make(order), {}
+                commands = make(order)
+                answer = {"answer": os.getpid()}
             else:
-                answer = dict(commands[order.pop("do")](**order))
+                answer = {"answer": commands[order.pop("do")](**order)}
         except FlashckptError as error:
-            parts = {key: getattr(error, key) for key in ("problem", "found", "expected", "state", "remedy")}
-            answer = {"error": type(error).__name__, **parts}
-        except Exception as error:  # noqa: BLE001 -- told to the parent, which raises it
+            answer = {"error": type(error).__name__, **{part: getattr(error, part) for part in _PARTS}}
+        except Exception as error:  # noqa: BLE001 -- sent to the parent, which raises it
             traceback.print_exc()
             answer = {"error": "FlashckptError", "problem": f"{type(error).__name__}: {error}"}
         out.write(json.dumps(answer) + "\n")
 
 
 @dataclass(frozen=True, slots=True)
-class _Worker:
+class _Process:
     name: str
     log: Path
     orders: TextIO
@@ -89,27 +95,42 @@ class Workers:
     """Some worker processes and what is asked of them.
 
     Args:
-        logs: Directory for their standard error.
+        logs: Directory for their output.
     """
 
     def __init__(self, logs: Path) -> None:
         self._logs = logs
         self._hosts: list[subprocess.Popen[bytes]] = []
-        self._workers: list[_Worker] = []
+        self._workers: list[_Process] = []
 
-    def start(self, module: str, configs: Mapping[str, Mapping[str, Any]]) -> list[int]:
-        """Start `python -m module` with one worker per name in `configs`; return their numbers."""
+    def start(
+        self,
+        program: Sequence[str],
+        configs: Mapping[str, Mapping[str, Any]],
+        *,
+        python: str = sys.executable,
+        environment: Mapping[str, str] | None = None,
+    ) -> list[int]:
+        """Start one host with one worker per configuration; return the workers' numbers.
+
+        The first answer of each worker is its process id, once its commands are made.
+
+        Args:
+            program: What follows `python` on the command line of a program that calls `serve`: a script, or -m and a module.
+            configs: Configuration by name of the worker.
+            python: The interpreter.
+            environment: Changes to this process' environment.
+        """
         pipes = [(os.pipe(), os.pipe()) for _ in configs]  # orders, answers
         theirs = [(orders[0], answers[1]) for orders, answers in pipes]
-        log = self._logs / f"{module}.log"
-        environment = {**os.environ, "OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}
-        with log.open("w") as errors_to:
+        log = self._logs / f"{Path(program[-1]).name}.{len(self._hosts)}.log"
+        with log.open("w") as output:
             host = subprocess.Popen(
-                [sys.executable, "-m", module, str(os.getpid()), *(f"{r}:{w}" for r, w in theirs)],
+                [python, *program, str(os.getpid()), *(f"{r}:{w}" for r, w in theirs)],
                 stdin=subprocess.DEVNULL,
-                stdout=errors_to,
-                stderr=errors_to,
-                env=environment,
+                stdout=output,
+                stderr=output,
+                env={**os.environ, "OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1", **(environment or {})},
                 pass_fds=[fd for pair in theirs for fd in pair],
                 start_new_session=True,  # Ctrl-C goes to the parent alone, which ends the others in order
             )
@@ -118,11 +139,11 @@ class Workers:
         for (name, config), (orders, answers) in zip(configs.items(), pipes, strict=True):
             os.close(orders[0])
             os.close(answers[1])
-            self._workers.append(_Worker(name, log, os.fdopen(orders[1], "w", buffering=1), os.fdopen(answers[0])))
+            self._workers.append(_Process(name, log, os.fdopen(orders[1], "w", buffering=1), os.fdopen(answers[0])))
             self._send(len(self._workers) - 1, config)
         return list(range(first, len(self._workers)))
 
-    def ask(self, workers: Sequence[int], do: str, **order: Any) -> list[dict[str, Any]]:
+    def ask(self, workers: Sequence[int], do: str, **order: Any) -> list[Any]:
         """Give the same order to several workers at once and return their answers, in the order of `workers`.
 
         Raises:
@@ -136,16 +157,20 @@ class Workers:
         for number in workers:
             self._send(number, {"do": do, **order})
 
-    def answers(self, workers: Sequence[int]) -> list[dict[str, Any]]:
+    def answers(self, workers: Sequence[int]) -> list[Any]:
         """Wait for one answer of each worker; all are read before an error is raised."""
         found = [self._answer(number) for number in workers]
         for number, answer in zip(workers, found, strict=True):
             if "error" in answer:
                 self._raise(number, answer)
-        return found
+        return [answer["answer"] for answer in found]
+
+    def has_answered(self, worker: int) -> bool:
+        """Whether an answer of a worker can be read without waiting."""
+        return bool(select.select([self._workers[worker].answers], [], [], 0)[0])
 
     def close(self) -> None:
-        """End all workers; what they were doing is of no use any more."""
+        """End all workers at once; what they were doing is of no use any more."""
         for host in self._hosts:
             host.kill()  # and its workers with it
         for host in self._hosts:
@@ -181,7 +206,7 @@ class Workers:
         worker = self._workers[number]
         tail = worker.log.read_text()[-2000:].strip()
         raise FlashckptError(
-            f"The {worker.name} process of the benchmark died.",
+            f"the {worker.name} process of the benchmark died",
             found=tail or "no message: it may have been killed for memory",
             state="What was written is removed.",
             remedy="a smaller --scale or fewer --ranks",
@@ -191,3 +216,14 @@ class Workers:
         kind = getattr(errors, str(answer.pop("error")), FlashckptError)
         problem = f"{self._workers[number].name}: {answer.pop('problem')}"
         raise kind(problem, **answer)
+
+
+@contextlib.contextmanager
+def workers(logs: Path) -> Iterator[Workers]:
+    """Give a `Workers` whose processes have all ended behind the body: by themselves, or by force after an error."""
+    made = Workers(logs)
+    try:
+        yield made
+        made.finish()
+    finally:
+        made.close()

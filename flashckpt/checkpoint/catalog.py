@@ -1,35 +1,26 @@
-"""What a root holds: committed checkpoints, uncommitted ones, and the generations that wrote them.
+"""What a root holds: committed checkpoints and uncommitted ones.
 
 A checkpoint exists if and only if its MANIFEST exists and its digest holds. A listing reads the summary at the
-start of each MANIFEST, which has a digest of its own; who uses a checkpoint, or deletes others because of it,
+start of each MANIFEST, which has its own digest; who uses a checkpoint, or deletes others because of it,
 reads MANIFEST whole. LATEST is never read here.
 """
 
 from __future__ import annotations
 
-import re
 import threading
-from collections.abc import Callable, Iterable, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
-from typing import TypeVar
 
-from flashckpt.checkpoint.root_records import explaining, fields_of
-from flashckpt.checkpoint.writer import MANIFEST, TOMBSTONE, prefix_of, read_start
-from flashckpt.core.lineage import BEGINNING, is_rolled_back
+from flashckpt.checkpoint.generations import read_generations
+from flashckpt.checkpoint.root_records import parallel
+from flashckpt.checkpoint.writer import MANIFEST, TOMBSTONE, parse_prefix, prefix_of, read_start
+from flashckpt.core.generation import Generation
+from flashckpt.core.lineage import is_rolled_back
 from flashckpt.core.manifest import Manifest, decode_manifest, header_of
 from flashckpt.core.manifest_header import ManifestHeader, decode_manifest_header
-from flashckpt.core.records import integer, is_sealed, number, seal, snapshot_id, text
 from flashckpt.core.snapshot_id import SnapshotId
 from flashckpt.errors import DamagedError, FlashckptError, FormatVersionError, NoCheckpointError, ObjectMissingError
-from flashckpt.faults import crash_point
 from flashckpt.storage.store import Store
-
-GENERATIONS = "generations/"
-_PREFIX = re.compile(r"^step-(\d{9,})\.g(\d+)$")
-
-_T = TypeVar("_T")
-_R = TypeVar("_R")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -71,33 +62,8 @@ class CheckpointInfo:
         return SnapshotId(self.generation, self.step)
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class GenerationClaim:
-    """One life of the worker group, claimed once on the root.
-
-    Attributes:
-        generation: Its number.
-        token: Random text of the claimer: tells "mine" from "somebody else's" after a lost answer.
-        parent: (generation, step) it was restored from; None for a fresh start.
-        world_size: Ranks.
-        created_s: Unix seconds.
-    """
-
-    generation: int
-    token: str
-    parent: SnapshotId | None = None
-    world_size: int = 0
-    created_s: float = 0.0
-
-
 _infos: dict[tuple[str, str, int, float], CheckpointInfo] = {}
 _infos_lock = threading.Lock()
-
-
-def parse_prefix(name: str) -> SnapshotId | None:
-    """Return (generation, step) of a checkpoint's folder name; None for any other name."""
-    match = _PREFIX.match(name.strip("/"))
-    return SnapshotId(int(match.group(2)), int(match.group(1))) if match else None
 
 
 def list_checkpoints(store: Store, *, damaged: bool = False, whole: bool = False) -> list[CheckpointInfo]:
@@ -160,7 +126,7 @@ def manifest_from(url: str, prefix: str, raw: bytes) -> Manifest:
 def newest_checkpoint(
     store: Store,
     *,
-    generations: Sequence[GenerationClaim] | None = None,
+    generations: Sequence[Generation] | None = None,
     below: SnapshotId | None = None,
     whole: bool = False,
 ) -> CheckpointInfo | None:
@@ -179,53 +145,6 @@ def newest_checkpoint(
             if verified is not None and not verified.problem:
                 return verified
     return None
-
-
-def claim_generation(store: Store, claim: GenerationClaim) -> bool:
-    """Claim a generation's number on the root; return whether it is ours (also when claimed by an earlier try).
-
-    Exactly one of several claimers wins. On a store without conditional writes the claim is written,
-    then read back after a pause; call `owns_generation` again before anything is persisted there.
-    """
-    crash_point("generation.before-claim")
-    key = _claim_key(claim.generation)
-    won = store.put_if_absent(key, encode_claim(claim))
-    if not won:  # an answer may have been lost: the token tells whether the object is ours
-        won = owns_generation(store, claim)
-    if won:
-        crash_point("generation.after-claim")
-    return won
-
-
-def owns_generation(store: Store, claim: GenerationClaim) -> bool:
-    """Return whether the claim on the root carries this claim's token."""
-    try:
-        return _read_claim(store, _claim_key(claim.generation)).token == claim.token
-    except ObjectMissingError:
-        return False
-
-
-def read_generations(store: Store) -> list[GenerationClaim]:
-    """Return all claims of a root, lowest number first; a claim that cannot be read is an error (never skipped)."""
-    keys = [info.key for info in store.list(GENERATIONS) if info.key.rpartition("/")[2].isdigit()]
-    return sorted(parallel(lambda key: _read_claim(store, key), keys), key=lambda claim: claim.generation)
-
-
-def newest_generation(store: Store) -> int:
-    """Return the highest number claimed on the root or used by a checkpoint folder; 0 where there is none."""
-    names = [info.key.rpartition("/")[2] for info in store.list(GENERATIONS)]
-    claimed = [int(name) for name in names if name.isdigit()]
-    used = [identity[0] for name in store.folders() if (identity := parse_prefix(name))]
-    return max([*claimed, *used], default=0)
-
-
-def parallel(work: Callable[[_T], _R], items: Iterable[_T]) -> list[_R]:
-    """Return `work(item)` for each item in order, eight requests at a time."""
-    todo = list(items)
-    if len(todo) < 2:
-        return [work(item) for item in todo]
-    with ThreadPoolExecutor(max_workers=min(8, len(todo)), thread_name_prefix="flashckpt-list") as pool:
-        return list(pool.map(work, todo))
 
 
 def look_at(store: Store, prefix: str, *, whole: bool = False) -> CheckpointInfo | None:
@@ -319,53 +238,3 @@ def _refuse_other(url: str, prefix: str, identity: SnapshotId) -> None:
         raise DamagedError(
             f"the MANIFEST of {prefix} in {url} belongs to another checkpoint", found=prefix_of(*identity)
         )
-
-
-def _claim_key(generation: int) -> str:
-    return f"{GENERATIONS}{generation:06d}"
-
-
-def encode_claim(claim: GenerationClaim) -> bytes:
-    """Return the object that claims a generation."""
-    return seal(
-        {
-            "generation": claim.generation,
-            "token": claim.token,
-            "parent": None if claim.parent is None else list(claim.parent),
-            "world_size": claim.world_size,
-            "created_s": claim.created_s,
-        }
-    )
-
-
-def decode_claim(raw: bytes, key: str, url: str) -> GenerationClaim:
-    """Return the claim in `raw`, which was read from `key` of the root `url`; one without a digest was written before 1.2.
-
-    Raises:
-        DamagedError, FormatVersionError: It cannot be used; the message says how to go on.
-    """
-    with explaining(
-        f"the generation claim {key} of {url} is damaged",
-        state="Nothing was chosen: without it, it is not known which checkpoints that life of the job abandoned.",
-        remedy=f"restore the object {key} from a backup or an older version of it; if that life of the job abandoned "
-        "nothing (it began where the one before it ended), delete it",
-    ):
-        fields = fields_of(raw, key)
-        claim = GenerationClaim(
-            generation=integer(fields["generation"], least=1),
-            token=text(fields["token"]),
-            parent=None if fields["parent"] is None else snapshot_id(fields["parent"]),
-            world_size=integer(fields["world_size"]),
-            created_s=number(fields["created_s"]),
-        )
-        if _claim_key(claim.generation) != key:
-            raise ValueError(f"the claim of generation {claim.generation}")
-        # the beginning of everything is a parent only in a sealed claim: an unsealed one is older than `restore(fresh=True)`
-        begins = claim.parent == BEGINNING and is_sealed(raw)
-        if claim.parent is not None and not begins and not 0 < claim.parent[0] < claim.generation:
-            raise ValueError(f"generation {claim.generation} restored from generation {claim.parent[0]}")
-        return claim
-
-
-def _read_claim(store: Store, key: str) -> GenerationClaim:
-    return decode_claim(store.get(key), key, store.url)

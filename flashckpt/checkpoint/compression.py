@@ -133,7 +133,7 @@ def plan_frames(table: ShardTable, pack: Pack) -> list[Frame]:
 def compressed_parts(
     stream: Iterable[memoryview], frames: Sequence[Frame], codec: Codec, *, threads: int
 ) -> FrameStream:
-    """Return the bytes of the compressed object; `stream` must yield exactly the frames and start anew each time."""
+    """Return the bytes of the compressed object; `stream` must yield exactly the frames and start over each time."""
     return FrameStream(stream, frames, codec, threads)
 
 

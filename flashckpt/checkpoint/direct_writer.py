@@ -13,10 +13,11 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from flashckpt.checkpoint.catalog import claim_generation, newest_checkpoint, newest_generation
-from flashckpt.checkpoint.generations import Claim, check_fence
+from flashckpt.checkpoint.catalog import newest_checkpoint
+from flashckpt.checkpoint.generations import check_fence, claim_generation, newest_generation
 from flashckpt.checkpoint.writer import commit, prefix_of
 from flashckpt.core.digest import chunk_digests
+from flashckpt.core.generation import Generation
 from flashckpt.core.manifest import Manifest, encode_manifest
 from flashckpt.core.shard import SMALL_BYTES, Shard, place
 from flashckpt.core.shard_table import ShardTable
@@ -62,23 +63,23 @@ class CheckpointSlot:
     """Where one save goes: made once by the coordinator, the same on all writers.
 
     Attributes:
-        claim: The life that writes; its generation fences older writers.
+        claim: The generation that writes; it fences older writers.
         step: Of the checkpoint.
         world_size: Number of writers; their ranks are 0 to world_size - 1.
     """
 
-    claim: Claim
+    claim: Generation
     step: int
     world_size: int
 
     @property
     def prefix(self) -> str:
         """Folder of the checkpoint."""
-        return prefix_of(self.claim.generation, self.step)
+        return prefix_of(self.claim.number, self.step)
 
 
-_lives: dict[str, tuple[Claim, int]] = {}
-"""This process's life on each root, and the last step saved in it."""
+_claims: dict[str, tuple[Generation, int]] = {}
+"""This process's generation on each root, and the last step saved in it."""
 
 
 def begin(store: Store, step: int | None, *, world_size: int) -> CheckpointSlot:
@@ -95,31 +96,31 @@ def begin(store: Store, step: int | None, *, world_size: int) -> CheckpointSlot:
 
     Raises:
         JobInUseError: A job on this machine trains on this root; its daemon would be fenced off.
-        FencedError: Another life has claimed the root since this process saved to it.
+        FencedError: Another generation has claimed the root since this process saved to it.
         RootError, StoreError: The root cannot be used.
     """
-    _refuse_living_job(store.url)
+    _refuse_running_job(store.url)
     if step is None:
         newest = newest_checkpoint(store)
         step = 1 if newest is None else newest.step + 1
-    claim, last = _lives.get(store.url, (None, 0))
+    claim, last = _claims.get(store.url, (None, 0))
     if claim is not None:
         check_fence(store, claim)
     if claim is None or step <= last or claim.world_size != world_size:
         claim = _claim(store, world_size)
-    _lives[store.url] = claim, step
+    _claims[store.url] = claim, step
     return CheckpointSlot(claim=claim, step=step, world_size=world_size)
 
 
-def _claim(store: Store, world_size: int) -> Claim:
-    wish = Claim(generation=1, token=secrets.token_hex(8), world_size=world_size, created_s=time.time())
+def _claim(store: Store, world_size: int) -> Generation:
+    claim = Generation(number=1, token=secrets.token_hex(8), world_size=world_size, created_s=time.time())
     while True:
-        wish = replace(wish, generation=newest_generation(store) + 1)
-        if claim_generation(store, wish):
-            return wish
+        claim = replace(claim, number=newest_generation(store) + 1)
+        if claim_generation(store, claim):
+            return claim
 
 
-def _refuse_living_job(url: str) -> None:
+def _refuse_running_job(url: str) -> None:
     for directory in jobs_in_memory()[0]:
         try:
             config = directory.read_config()
@@ -155,7 +156,7 @@ def write(
     claim = place_.claim
     index = Manifest(
         job=job,
-        generation=claim.generation,
+        generation=claim.number,
         step=place_.step,
         parent=claim.parent,
         world_size=place_.world_size,
@@ -178,7 +179,7 @@ def finish(store: Store, place_: CheckpointSlot) -> None:
     """Make the checkpoint exist once all writers have written. Called by the coordinator alone.
 
     Raises:
-        FencedError: A newer life has claimed the root meanwhile.
+        FencedError: A newer generation has claimed the root meanwhile.
         PersistError, DamagedError, ShardGapError: As `persist.commit`.
     """
     check_fence(store, place_.claim)
@@ -223,7 +224,7 @@ def _groups(rows: Sequence[StreamedRow]) -> Iterator[list[StreamedRow]]:
 
 
 class _PackStream:
-    """The bytes of one pack, at most PART_BYTES at a time; starts anew on each `iter()`.
+    """The bytes of one pack, at most PART_BYTES at a time; starts over on each `iter()`.
 
     Attributes:
         digests: Per row, those of the chunks that the last pass has read.

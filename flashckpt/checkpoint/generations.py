@@ -1,45 +1,122 @@
 """Claims of generations on the root, and the fence: only the newest generation of a root may persist there. Torch-free.
 
-`try_claim` creates one small object per life of the worker group. Its token
-tells our own claim from another's of the same number; a newer claim fences every older writer.
+A claim is one small object per generation, created once. Its token tells our own claim from another's of the same
+number; a newer claim fences every older writer.
 """
 
 from __future__ import annotations
 
-from flashckpt.checkpoint.catalog import GENERATIONS, claim_generation, read_generations
-from flashckpt.checkpoint.catalog import GenerationClaim as Claim
-from flashckpt.errors import FencedError
+from flashckpt.checkpoint.root_records import explaining, open_record, parallel
+from flashckpt.checkpoint.writer import parse_prefix
+from flashckpt.core.generation import Generation
+from flashckpt.core.lineage import BEGINNING
+from flashckpt.core.records import is_sealed, pack, seal
+from flashckpt.errors import FencedError, ObjectMissingError
+from flashckpt.faults import crash_point
 from flashckpt.storage.store import Store
 
-__all__ = ["Claim", "check_fence", "read_claims", "try_claim"]
+GENERATIONS = "generations/"
+_LOCAL = ("claimed",)
+"""Fields of a generation that only the job directory holds."""
 
-read_claims = read_generations
-try_claim = claim_generation
+
+def claim_generation(store: Store, claim: Generation) -> bool:
+    """Claim a generation's number on the root; return whether it is ours (also when claimed by an earlier try).
+
+    Exactly one of several claimers wins. On a store without conditional writes the claim is written,
+    then read back after a pause; call `owns_generation` again before anything is persisted there.
+    """
+    crash_point("generation.before-claim")
+    won = store.put_if_absent(_claim_key(claim.number), encode_claim(claim))
+    if not won:  # an answer may have been lost: the token tells whether the object is ours
+        won = owns_generation(store, claim)
+    if won:
+        crash_point("generation.after-claim")
+    return won
 
 
-def check_fence(store: Store, claim: Claim) -> None:
+def owns_generation(store: Store, claim: Generation) -> bool:
+    """Return whether the claim on the root carries this claim's token."""
+    try:
+        return _read_claim(store, _claim_key(claim.number)).token == claim.token
+    except ObjectMissingError:
+        return False
+
+
+def read_generations(store: Store) -> list[Generation]:
+    """Return all claims of a root, lowest number first; a claim that cannot be read is an error (never skipped)."""
+    keys = [info.key for info in store.list(GENERATIONS) if info.key.rpartition("/")[2].isdigit()]
+    return sorted(parallel(lambda key: _read_claim(store, key), keys), key=lambda claim: claim.number)
+
+
+def newest_generation(store: Store) -> int:
+    """Return the highest number claimed on the root or used by a checkpoint folder; 0 where there is none."""
+    used = [identity[0] for name in store.folders() if (identity := parse_prefix(name))]
+    return max([*_claimed(store), *used], default=0)
+
+
+def check_fence(store: Store, claim: Generation) -> None:
     """Raise unless the root's newest generation is `claim`; claim it where it is free, before anything is persisted.
 
     Args:
         store: The root.
-        claim: This life of the worker group.
+        claim: This generation of the job.
 
     Raises:
-        FencedError: A newer generation is there, or this number belongs to another life.
+        FencedError: A newer generation is there, or this number belongs to another run.
     """
-    numbers = [int(name) for info in store.list(GENERATIONS) if (name := info.key.rpartition("/")[2]).isdigit()]
-    newest = max(numbers, default=0)
-    if newest > claim.generation:
+    newest = max(_claimed(store), default=0)
+    if newest > claim.number:
         raise _fenced(claim, f"generation {newest} was claimed on {store.url}")
-    if not try_claim(store, claim):
-        raise _fenced(claim, f"generation {claim.generation} of {store.url} belongs to another run")
+    if not claim_generation(store, claim):
+        raise _fenced(claim, f"generation {claim.number} of {store.url} belongs to another run")
 
 
-def _fenced(claim: Claim, found: str) -> FencedError:
+def encode_claim(claim: Generation) -> bytes:
+    """Return the object that claims a generation."""
+    return seal(pack(claim, leave_out=_LOCAL))
+
+
+def decode_claim(raw: bytes, key: str, url: str) -> Generation:
+    """Return the claim in `raw`, which was read from `key` of the root `url`; one without a digest was written before 1.2.
+
+    Raises:
+        DamagedError, FormatVersionError: It cannot be used; the message says how to continue.
+    """
+    with explaining(
+        f"the generation claim {key} of {url} is damaged",
+        state="Nothing was chosen: without it, it is not known which checkpoints that generation rolled back.",
+        remedy=f"restore the object {key} from a backup or an older version of it; if that generation rolled back "
+        "nothing (it began where the one before it ended), delete it",
+    ):
+        claim = open_record(Generation, raw, key, leave_out=_LOCAL)
+        if claim.number < 1 or _claim_key(claim.number) != key:
+            raise ValueError(f"the claim of generation {claim.number}")
+        # the beginning of everything is a parent only in a sealed claim: an unsealed one is older than `restore(fresh=True)`
+        begins = claim.parent == BEGINNING and is_sealed(raw)
+        if claim.parent is not None and not begins and not 0 < claim.parent[0] < claim.number:
+            raise ValueError(f"generation {claim.number} restored from generation {claim.parent[0]}")
+        return claim
+
+
+def _read_claim(store: Store, key: str) -> Generation:
+    return decode_claim(store.get(key), key, store.url)
+
+
+def _claimed(store: Store) -> list[int]:
+    """Return the numbers that are claimed, from the names alone."""
+    return [int(name) for info in store.list(GENERATIONS) if (name := info.key.rpartition("/")[2]).isdigit()]
+
+
+def _claim_key(generation: int) -> str:
+    return f"{GENERATIONS}{generation:06d}"
+
+
+def _fenced(claim: Generation, found: str) -> FencedError:
     return FencedError(
-        f"Generation {claim.generation} may not write to its root any more",
+        f"generation {claim.number} may not write to its root any more",
         found=found,
-        expected=f"generation {claim.generation} to be the newest, claimed with this run's token",
+        expected=f"generation {claim.number} to be the newest, claimed with this run's token",
         state="Nothing was persisted; snapshots in memory are kept.",
         remedy="if two runs share this root, stop one of them or give it another root",
     )

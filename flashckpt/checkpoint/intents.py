@@ -9,11 +9,10 @@ may be repeated.
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass
 
-from flashckpt.checkpoint.root_records import explaining, fields_of
-from flashckpt.checkpoint.writer import prefix_of
-from flashckpt.core.records import integer, number, seal, text
+from flashckpt.checkpoint.root_records import explaining, open_record
+from flashckpt.core.intent import Intent
+from flashckpt.core.records import pack, seal
 from flashckpt.core.snapshot_id import SnapshotId
 from flashckpt.errors import ObjectMissingError
 from flashckpt.faults import crash_point
@@ -22,34 +21,6 @@ from flashckpt.storage.store import Store
 INTENTS = "intents/"
 _MARK = ".abandoned"
 _NAME = re.compile(r"^(\d{6,})-(\d{9,})$")
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Intent:
-    """One decision of the leader.
-
-    Attributes:
-        generation, step: The snapshot to persist.
-        writers: Global ranks that write; the commit waits for their indexes.
-        leader: Who decided, for people ("node0 pid 1234").
-        created_s: Unix seconds.
-    """
-
-    generation: int
-    step: int
-    writers: tuple[int, ...]
-    leader: str = ""
-    created_s: float = 0.0
-
-    @property
-    def identity(self) -> SnapshotId:
-        """(generation, step)."""
-        return SnapshotId(self.generation, self.step)
-
-    @property
-    def prefix(self) -> str:
-        """Folder of the checkpoint it will become."""
-        return prefix_of(self.generation, self.step)
 
 
 def put_intent(store: Store, intent: Intent) -> bool:
@@ -62,15 +33,24 @@ def put_intent(store: Store, intent: Intent) -> bool:
 
 def list_intents(store: Store) -> list[Intent]:
     """Return the intents that are neither closed nor abandoned, newest first (committed ones may still be among them)."""
+    return read_intents(store)[0]
+
+
+def read_intents(store: Store) -> tuple[list[Intent], set[SnapshotId]]:
+    """Return what `list_intents` does, and the snapshots whose intents carry the mark that they were abandoned."""
     names = {info.key[len(INTENTS) :] for info in store.list(INTENTS)}
-    found = []
+    found, marked = [], set()
     for name in names:
-        if _NAME.match(name) and name + _MARK not in names:
-            try:
-                found.append(_read(store, name))
-            except ObjectMissingError:
-                continue  # closed while we looked
-    return sorted(found, key=lambda intent: intent.identity, reverse=True)
+        if (parts := _NAME.match(name)) is None:
+            continue
+        if name + _MARK in names:
+            marked.add(SnapshotId(*map(int, parts.groups())))
+            continue
+        try:
+            found.append(_read(store, name))
+        except ObjectMissingError:
+            continue  # closed while we looked
+    return sorted(found, key=lambda intent: intent.identity, reverse=True), marked
 
 
 def abandon_intent(store: Store, generation: int, step: int, reason: str) -> None:
@@ -99,38 +79,21 @@ def _key(generation: int, step: int) -> str:
 
 def encode_intent(intent: Intent) -> bytes:
     """Return the object of a decision."""
-    return seal(
-        {
-            "generation": intent.generation,
-            "step": intent.step,
-            "writers": list(intent.writers),
-            "leader": intent.leader,
-            "created_s": intent.created_s,
-        }
-    )
+    return seal(pack(intent))
 
 
 def decode_intent(raw: bytes, key: str, url: str) -> Intent:
     """Return the decision in `raw`, which was read from `key` of the root `url`; one without a digest is from before 1.2.
 
     Raises:
-        DamagedError, FormatVersionError: It cannot be used; the message says how to go on.
+        DamagedError, FormatVersionError: It cannot be used; the message says how to continue.
     """
     with explaining(
         f"the intent {key} of {url} is damaged",
         state="Nothing was persisted because of it; committed checkpoints are as they were.",
         remedy=f"delete the object {key}: the snapshot is decided on again, or a newer one is",
     ):
-        fields = fields_of(raw, key)
-        if type(fields["writers"]) is not list:
-            raise ValueError(f"writers {fields['writers']!r:.40}")
-        intent = Intent(
-            generation=integer(fields["generation"]),
-            step=integer(fields["step"]),
-            writers=tuple(integer(rank) for rank in fields["writers"]),
-            leader=text(fields["leader"]),
-            created_s=number(fields["created_s"]),
-        )
+        intent = open_record(Intent, raw, key)
         if _key(*intent.identity) != key:
             raise ValueError(f"the intent of step {intent.step} of generation {intent.generation}")
         if not intent.writers or len({*intent.writers}) != len(intent.writers):

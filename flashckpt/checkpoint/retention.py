@@ -20,16 +20,15 @@ from flashckpt.checkpoint.catalog import (
     CheckpointInfo,
     list_checkpoints,
     look_at,
-    parse_prefix,
-    read_generations,
     read_manifest,
     read_summary,
 )
+from flashckpt.checkpoint.generations import read_generations
 from flashckpt.checkpoint.intents import INTENTS, list_intents
-from flashckpt.checkpoint.writer import MANIFEST, TOMBSTONE
+from flashckpt.checkpoint.writer import MANIFEST, TOMBSTONE, parse_prefix, prefix_of
 from flashckpt.core.lineage import is_rolled_back
 from flashckpt.core.manifest import Manifest
-from flashckpt.core.records import is_sealed, number, seal, unseal
+from flashckpt.core.records import is_sealed, pack, seal, unpack, unseal
 from flashckpt.core.snapshot_id import SnapshotId
 from flashckpt.errors import (
     DamagedError,
@@ -64,6 +63,17 @@ class Policy:
 
     keep_last: int | None = 3
     keep_every: int | None = None
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class LeaseRecord:
+    """The object of a reader's lease.
+
+    Attributes:
+        expires_s: Unix seconds.
+    """
+
+    expires_s: float
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -187,7 +197,7 @@ def sweep(
     now = time.time() if now_s is None else now_s
     leased = leased_prefixes(store, now_s=now, delete_expired=not dry_run)
     newest = max((info.identity for info in list_checkpoints(store)), default=None)
-    open_prefixes = {intent.prefix for intent in list_intents(store)}
+    open_prefixes = {prefix_of(*intent.identity) for intent in list_intents(store)}
     orphans, nbytes = [], 0
     for prefix in store.folders():
         identity = parse_prefix(prefix)
@@ -242,7 +252,7 @@ def leased_prefixes(store: Store, *, now_s: float | None = None, delete_expired:
 
 def encode_lease(expires_s: float) -> bytes:
     """Return the object of a reader's lease."""
-    return seal({"expires_s": expires_s})
+    return seal(pack(LeaseRecord(expires_s=expires_s)))
 
 
 def decode_lease(raw: bytes, name: str) -> float:
@@ -251,7 +261,8 @@ def decode_lease(raw: bytes, name: str) -> float:
     Raises:
         DamagedError, FormatVersionError, ValueError, KeyError: It cannot be used.
     """
-    return number(unseal(raw, name)["expires_s"] if is_sealed(raw) else float(raw.decode()))
+    fields = unseal(raw, name) if is_sealed(raw) else {"expires_s": float(raw.decode())}
+    return unpack(LeaseRecord, fields).expires_s
 
 
 class ReadLease:

@@ -1,15 +1,19 @@
-"""Small records on a root, sealed since format 1.2: what decides which checkpoint is chosen has a digest of its own."""
+"""Small records on a root, sealed since format 1.2: what decides which checkpoint is chosen has its own digest."""
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
-from typing import Any
+from collections.abc import Callable, Collection, Iterable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any, TypeVar
 
 import msgpack
 
-from flashckpt.core.records import is_sealed, unseal
+from flashckpt.core.records import Record, is_sealed, unpack, unseal
 from flashckpt.errors import DamagedError, FormatVersionError
+
+_T = TypeVar("_T")
+_R = TypeVar("_R")
 
 
 @contextlib.contextmanager
@@ -30,15 +34,29 @@ def explaining(problem: str, *, state: str, remedy: str) -> Iterator[None]:
         ) from error
 
 
-def fields_of(raw: bytes, name: str) -> dict[str, Any]:
-    """Return the fields of a record; before 1.2 it was the msgpack map alone, as msgpack writes it and no other way.
+def open_record(kind: type[Record], raw: bytes, name: str, *, leave_out: Collection[str] = ()) -> Record:
+    """Return the record in the bytes of the object `name`; one without a digest was written before format 1.2.
 
     Raises:
-        DamagedError, FormatVersionError, ValueError: It is neither.
+        DamagedError, FormatVersionError, ValueError, KeyError: As `unseal` and `unpack`.
     """
+    return unpack(kind, _fields_of(raw, name), leave_out=leave_out)
+
+
+def _fields_of(raw: bytes, name: str) -> dict[str, Any]:
+    """Return the fields of a record; before 1.2 it was the msgpack map alone, as msgpack writes it and no other way."""
     if is_sealed(raw):
         return unseal(raw, name)
     fields = msgpack.unpackb(raw)
     if type(fields) is not dict or msgpack.packb(fields) != raw:
         raise ValueError(f"{len(raw)} bytes starting {raw[:16]!r}")
     return fields
+
+
+def parallel(work: Callable[[_T], _R], items: Iterable[_T]) -> list[_R]:
+    """Return `work(item)` for each item in order, eight requests at a time."""
+    todo = list(items)
+    if len(todo) < 2:
+        return [work(item) for item in todo]
+    with ThreadPoolExecutor(max_workers=min(8, len(todo)), thread_name_prefix="flashckpt-list") as pool:
+        return list(pool.map(work, todo))

@@ -7,7 +7,8 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
-from flashckpt.checkpoint.catalog import list_checkpoints, read_generations
+from flashckpt.checkpoint.catalog import list_checkpoints
+from flashckpt.checkpoint.generations import read_generations
 from flashckpt.core.snapshot_id import SnapshotId
 from flashckpt.errors import FlashckptError
 from flashckpt.planning.root_view import RootSummary
@@ -40,6 +41,6 @@ def read_root(root: str, options: Mapping[str, Any]) -> RootSummary:
     return RootSummary(
         committed=tuple(SnapshotId(i.generation, i.step) for i in infos),
         prefixes=tuple(i.prefix for i in infos),
-        claims=tuple((c.generation, c.parent) for c in claims),
+        claims=tuple(claims),
         is_empty=is_empty,
     )

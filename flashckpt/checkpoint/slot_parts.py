@@ -63,9 +63,9 @@ class Buffers:
 
 @dataclass(frozen=True, slots=True)
 class SlotParts:
-    """The bytes of one pack in `ranges` of the slot, each chunk verified before it is handed out; starts anew.
+    """The bytes of one pack in `ranges` of the slot, each chunk verified before it is handed out; starts over on each `iter()`.
 
-    A part is a copy of its own: it stays what it is for as long as the consumer holds it.
+    A part is a copy: it stays what it is for as long as the consumer holds it.
     """
 
     slot: PinnedSlot

@@ -9,6 +9,7 @@ is there and equal is kept, a second MANIFEST is refused by the store.
 from __future__ import annotations
 
 import logging
+import re
 import time
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -29,6 +30,7 @@ from flashckpt.core.manifest import Manifest, decode_manifest, encode_manifest, 
 from flashckpt.core.manifest_header import HEAD_BYTES, decode_manifest_header
 from flashckpt.core.schema import cut_tensors_with_gaps, products
 from flashckpt.core.shard_table import ShardTable
+from flashckpt.core.snapshot_id import SnapshotId
 from flashckpt.errors import DamagedError, FencedError, FlashckptError, ObjectMissingError, PersistError, ShardGapError
 from flashckpt.faults import crash_point
 from flashckpt.planning.packs import (
@@ -47,6 +49,7 @@ MANIFEST = "MANIFEST"
 LATEST = "LATEST"
 TOMBSTONE = b"FCKABANDONED"
 """Content of a MANIFEST that says: nobody may commit this any more, its data is being deleted."""
+_PREFIX = re.compile(r"^step-(\d{9,})\.g(\d+)$")
 
 _upload_bytes_s: dict[str, float] = {}
 _log = logging.getLogger(__name__)
@@ -289,3 +292,9 @@ def _check_packs(store: Store, prefix: str, index: Manifest) -> None:
 def prefix_of(generation: int, step: int) -> str:
     """Return the folder of a checkpoint under the root, e.g. "step-000000120.g3"."""
     return f"step-{step:09d}.g{generation}"
+
+
+def parse_prefix(name: str) -> SnapshotId | None:
+    """Return (generation, step) of a checkpoint's folder name; None for any other name."""
+    match = _PREFIX.match(name.strip("/"))
+    return SnapshotId(int(match.group(2)), int(match.group(1))) if match else None

@@ -14,6 +14,7 @@ from flashckpt.bench.layouts import DEFAULTS, scaled
 from flashckpt.bench.quantity import SCALE, SIZE, show_bytes
 from flashckpt.cli.common import console, json_file_option, parse_options
 from flashckpt.cli.output import OutputConsole
+from flashckpt.core.superblock import MAX_SLOTS, MIN_SLOTS
 from flashckpt.errors import ConfigError
 from flashckpt.printable import to_json
 
@@ -99,7 +100,7 @@ def shm_command(**options: Any) -> None:
     """First touch, snapshot and restore in host memory, per rank and for N ranks together."""
     from flashckpt.bench.job import JobRun
 
-    _check(options, ranks=(1, 256), slots=(2, 16))
+    _check(options, ranks=(1, 256), slots=(MIN_SLOTS, MAX_SLOTS))
     _size(options["size"], 1 << 20)
     table = {"uniform_bytes": options["size"], "ranks": options["ranks"]}
     run = JobRun(table=table, ranks=options["ranks"], rounds=options["rounds"], slots=options["slots"])
@@ -122,8 +123,8 @@ def shm_command(**options: Any) -> None:
 @common
 def job_command(url: str | None, **options: Any) -> None:
     """Snapshot, persist, commit and restore at a real model's shard layout, with real processes, at URL."""
+    from flashckpt.bench import PEERS
     from flashckpt.bench.job import JobRun, table_of
-    from flashckpt.bench.peers_names import NAMES
 
     if options["sizes"]:
         from flashckpt.bench.table import published_table
@@ -132,7 +133,7 @@ def job_command(url: str | None, **options: Any) -> None:
         return
     if url is None:
         raise ConfigError("bench job needs a URL to persist to.", remedy="flashckpt bench job --layout llama3-8b URL")
-    _check(options, tp=(1, 1024), pp=(1, 1024), dp=(1, 65536), ranks=(1, 256), slots=(2, 16))
+    _check(options, tp=(1, 1024), pp=(1, 1024), dp=(1, 65536), ranks=(1, 256), slots=(MIN_SLOTS, MAX_SLOTS))
     changes: dict[str, Any] = {key: int(options[key]) for key in ("tp", "pp", "dp", "zero") if options[key] is not None}
     layout = scaled(replace(DEFAULTS[options["name"]], **changes), options["scale"])
     ranks = layout.ranks if options["ranks"] is None else options["ranks"]
@@ -141,7 +142,7 @@ def job_command(url: str | None, **options: Any) -> None:
         ranks=ranks,
         rounds=options["rounds"],
         slots=options["slots"],
-        peers=NAMES if options["peers"] else (),
+        peers=PEERS if options["peers"] else (),
         compression=_compression(options["compression"]),
         drop_caches=options["drop_caches"],
         keep=options["keep"],

@@ -11,17 +11,13 @@ from typing import Any, TypeVar
 
 import click
 
-from flashckpt.checkpoint.catalog import (
-    CheckpointInfo,
-    list_checkpoints,
-    newest_checkpoint,
-    read_generations,
-    read_manifest,
-)
+from flashckpt.checkpoint.catalog import CheckpointInfo, list_checkpoints
+from flashckpt.checkpoint.choice import choose_checkpoint
+from flashckpt.checkpoint.generations import read_generations
 from flashckpt.cli.output import FittingTable, OutputConsole
 from flashckpt.core.lineage import is_rolled_back
 from flashckpt.core.snapshot_id import SnapshotId
-from flashckpt.errors import ConfigError, DamagedError, FlashckptError, NoCheckpointError
+from flashckpt.errors import ConfigError, FlashckptError
 from flashckpt.printable import printable, to_json
 from flashckpt.shm.job_directory import JobDirectory, jobs_in_memory
 from flashckpt.shm.job_id import root_url
@@ -31,7 +27,6 @@ from flashckpt.storage.store import Store
 
 Function = TypeVar("Function", bound=Callable[..., Any])
 _NUMBER = re.compile("[0-9]{1,20}")
-OURS = ("step-", "generations", "intents", "keep", "leases", "LATEST", "ledger")
 
 
 class Command(click.Command):
@@ -99,59 +94,14 @@ def open_root(root: str, options: tuple[str, ...] = ()) -> Store:
     return store
 
 
-def checkpoints_of(store: Store) -> list[CheckpointInfo]:
-    """Return all checkpoints, damaged ones with their problem; NoCheckpointError where the root is empty or not ours."""
-    infos = list_checkpoints(store, damaged=True)
-    if infos:
-        return infos
-    folders, objects = store.folders(), [info.key for info in store.list() if "/" not in info.key]
-    foreign = sorted(name for name in [*folders, *objects] if not name.startswith(OURS))
-    if foreign and len(foreign) == len(folders) + len(objects):
-        raise NoCheckpointError(
-            f"{store.url} is not a checkpoint root",
-            found=", ".join(foreign[:5]) + (", ..." if len(foreign) > 5 else ""),
-            expected="folders like step-000000120.g1",
-            remedy="give the root that Checkpointer was given",
-        )
-    writing = [name for name in folders if name.startswith("step-")]
-    raise NoCheckpointError(
-        f"{store.url} holds no committed checkpoint" if folders or objects else f"{store.url} is empty",
-        found=f"{len(writing)} that were never committed" if writing else "",
-        remedy="flashckpt status shows what is in this machine's memory",
-    )
-
-
 def choose(store: Store, step: str | None) -> CheckpointInfo:
-    """Return the checkpoint `step` ("120" or "120.g3") names, or the newest valid one that was not abandoned.
-
-    Raises:
-        NoCheckpointError: There is no such checkpoint.
-        DamagedError, FormatVersionError: The one that was asked for is damaged, or newer than this program.
-    """
-    infos = checkpoints_of(store)
+    """Return the checkpoint `step` ("120" or "120.g3") names, or the newest valid one; errors as `choose_checkpoint`."""
     if step is None:
-        best = newest_checkpoint(store, whole=True)
-        if best is None:
-            raise DamagedError(
-                f"{store.url} holds no usable checkpoint",
-                found=infos[0].problem or "all of them were abandoned",
-                remedy=f"flashckpt ls {store.url}",
-            )
-        return best
+        return choose_checkpoint(store)
     number, _, generation = step.removeprefix("step-").partition(".g")
     if not _NUMBER.fullmatch(number) or (generation and not _NUMBER.fullmatch(generation)):
         raise ConfigError("a step cannot be read", found=step, expected="STEP or STEP.gN, e.g. 120 or 120.g3")
-    asked = int(number), int(generation) if generation else None
-    wanted = [i for i in infos if i.step == asked[0] and asked[1] in (None, i.generation)]
-    if not wanted:
-        there = ", ".join(f"{i.step}.g{i.generation}" for i in infos[:8])
-        raise NoCheckpointError(
-            f"{store.url} has no checkpoint of step {step}", found=there, remedy="choose one of these"
-        )
-    if wanted[0].problem:
-        read_manifest(store, wanted[0])  # raises what is wrong with it: damaged, or of a newer format
-        raise DamagedError(f"the checkpoint {wanted[0].prefix} of {store.url} is damaged", found=wanted[0].problem)
-    return wanted[0]
+    return choose_checkpoint(store, int(number), int(generation) if generation else None)
 
 
 def passed_over(store: Store, chosen: CheckpointInfo) -> list[str]:

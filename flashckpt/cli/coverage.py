@@ -18,9 +18,9 @@ from flashckpt.core.manifest import Manifest
 from flashckpt.core.shard import Shard
 from flashckpt.core.shard_table import ShardTable
 from flashckpt.errors import ConfigError
+from flashckpt.planning.pieces import cut_pieces, merge_pieces
 from flashckpt.planning.read_plan import coverage, plan_reads
 from flashckpt.printable import counted
-from flashckpt.restore.executor import cut_pieces, merge_pieces
 from flashckpt.shm.inventory import Identity, pin, scan
 
 MOST_RANKS = 64
@@ -143,13 +143,14 @@ def plan_layout(root: str, manifest: Manifest, layout: tuple[int, int, int]) -> 
 
 def _plan_rank(shards: list[Shard], tables: list[ShardTable]) -> dict[str, int]:
     plan = plan_reads(shards, tables)
-    pieces = [piece for read in plan.reads for piece in cut_pieces(read, shards[read.target], tables[read.source])]
-    chunks = {(piece.source, piece.span): piece.span.stop - piece.span.start for piece in pieces}
+    plan.require_complete()
+    pieces = cut_pieces(plan)
+    spans = np.unique(np.column_stack((pieces.source, pieces.row, pieces.start, pieces.stop)), axis=0)
     return {
-        "needed_bytes": plan.nbytes,
-        "read_bytes": sum(chunks.values()),
+        "needed_bytes": plan.needed_bytes,
+        "read_bytes": int((spans[:, 3] - spans[:, 2]).sum()),
         "requests": len(merge_pieces(pieces)),
-        "memory_bytes": plan.nbytes - plan.nbytes_of(len(tables) - 1),
+        "memory_bytes": plan.needed_bytes - plan.nbytes_of(len(tables) - 1),
     }
 
 

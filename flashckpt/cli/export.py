@@ -177,7 +177,7 @@ def _safetensors(wanted: _Wanted, source: StorageSource) -> dict[str, Any]:
 def _torch(wanted: _Wanted, source: StorageSource) -> dict[str, Any]:
     from flashckpt.dcp.contents import contents_of
     from flashckpt.dcp.reader import whole_tensor
-    from flashckpt.interop import torch_files
+    from flashckpt.interop import dcp_folders, torch_files
     from flashckpt.state import pytree
 
     manifest, selection = source.manifest, wanted.selection
@@ -195,7 +195,7 @@ def _torch(wanted: _Wanted, source: StorageSource) -> dict[str, Any]:
     }
     paths = {new: (new,) if selection.renames else held.paths[key] for key, new in pairs}
     nbytes = sum(one.nbytes for one in tensors.values())
-    write = torch_files.write_torch_file if wanted.kind == "torch" else torch_files.write_dcp_folder
+    write = torch_files.write_torch_file if wanted.kind == "torch" else dcp_folders.write_dcp_folder
     with wanted.replaced(nbytes, _is_dcp) as temporary:
         write(temporary, tensors, values, paths, source)
     kept = set(held.tensors.values())

@@ -68,7 +68,7 @@ def import_(
         "root": store.url,
         "prefix": place.prefix,
         "step": step,
-        "generation": place.claim.generation,
+        "generation": place.claim.number,
         "tensors": foreign.tensors,
         "values": len(foreign.values.get("dcp", {}).get("values", {})),
         "nbytes": nbytes,

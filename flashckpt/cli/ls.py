@@ -9,13 +9,14 @@ from typing import Any
 import click
 from rich.table import Table
 
-from flashckpt.checkpoint.catalog import CheckpointInfo, list_uncommitted, parse_prefix
+from flashckpt.checkpoint.catalog import CheckpointInfo, list_uncommitted
+from flashckpt.checkpoint.choice import checkpoints_of
 from flashckpt.checkpoint.retention import kept_prefixes
+from flashckpt.checkpoint.writer import parse_prefix
 from flashckpt.cli.common import (
     Command,
     abandoned,
     age_of,
-    checkpoints_of,
     human_bytes,
     jobs_on_this_machine,
     json_option,

@@ -59,7 +59,7 @@ def describe(directory: JobDirectory) -> dict[str, Any]:
         "root": config.root if config else None,
         "alive": bool(read(directory.anyone_alive)),
         "daemon_alive": bool(read(directory.daemon_alive)),
-        "generation": record.generation if record else None,
+        "generation": record.number if record else None,
         "step": read(lambda: _step(directory)),
         "snapshot": newest,
         "snapshots": view.complete(),

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any
+from typing import Any, NamedTuple
 
 import click
 import numpy as np
@@ -12,10 +12,10 @@ from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, Trans
 from rich.table import Table
 
 from flashckpt.checkpoint.catalog import CheckpointInfo, list_checkpoints, read_manifest
+from flashckpt.checkpoint.choice import checkpoints_of
 from flashckpt.checkpoint.writer import refuse_gaps
 from flashckpt.cli.common import (
     Command,
-    checkpoints_of,
     choose,
     human_bytes,
     json_option,
@@ -27,8 +27,8 @@ from flashckpt.cli.common import (
 )
 from flashckpt.cli.output import OutputConsole
 from flashckpt.errors import DamagedError, FlashckptError
-from flashckpt.restore.executor import GAP_BYTES, JOB_BYTES
-from flashckpt.restore.sources import Span, StorageSource
+from flashckpt.planning.pieces import GAP_BYTES, JOB_BYTES
+from flashckpt.restore.sources import Spans, StorageSource
 from flashckpt.storage.store import Store
 
 THREADS = 4
@@ -79,7 +79,7 @@ def verify_checkpoint(store: Store, info: CheckpointInfo, advance: Callable[[int
 
     def check(spans: Sequence[Span]) -> list[dict[str, str]]:
         try:
-            source.views(spans)
+            source.verified(Spans([s.row for s in spans], [s.start for s in spans], [s.stop for s in spans]))
         except (FlashckptError, OSError) as error:
             if len(spans) > 1:
                 return [one for span in spans for one in check([span])]
@@ -92,6 +92,14 @@ def verify_checkpoint(store: Store, info: CheckpointInfo, advance: Callable[[int
     with ThreadPoolExecutor(THREADS, thread_name_prefix="flashckpt-verify") as pool:
         damaged = [one for found in pool.map(check, _requests(source)) for one in found]
     return result | {"nbytes": int(manifest.table.nbytes.sum()), "damaged": damaged}
+
+
+class Span(NamedTuple):
+    """Whole chunks of one row, in bytes."""
+
+    row: int
+    start: int
+    stop: int
 
 
 def _damage(tensor: str, error: Exception) -> dict[str, str]:

@@ -1,4 +1,4 @@
-"""Digests of byte ranges: xxh3 per chunk, hashed right behind the copy. Proves corruption, not tampering. Pure."""
+"""Digests of byte ranges: xxh3 per chunk, hashed right after the copy. Detects corruption, not tampering. Pure."""
 
 from __future__ import annotations
 

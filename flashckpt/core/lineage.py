@@ -1,21 +1,21 @@
 """Which snapshots every rank holds, which one is newest, and which were abandoned. Pure.
 
 Restoring (g, s) abandons every (g' <= g, step > s), and whole generations between g and the new one. A
-generation's record names its parent, the identity it was restored from. None (a fresh start, or a life that
+generation's record names its parent, the identity it was restored from. None (a fresh start, or a generation that
 ended before it had restored) abandons nothing: a claim alone must never hide a snapshot.
 """
 
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
-from typing import Protocol
 
+from flashckpt.core.generation import Generation
 from flashckpt.core.snapshot_id import SnapshotId
 
 BEGINNING = SnapshotId(0, 0)
-"""Parent of a generation that began anew on purpose: it abandons everything before it."""
+"""Parent of a generation that started over on purpose: it abandons everything before it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -45,26 +45,6 @@ class SlotRecord:
         return SnapshotId(self.generation, self.step)
 
 
-class HasLineage(Protocol):
-    """What is looked at in a generation record."""
-
-    @property
-    def generation(self) -> int:
-        """Number of the worker group's life."""
-
-    @property
-    def parent(self) -> SnapshotId | None:
-        """What it was restored from; None for a fresh start, or if it never came to restore."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Life:
-    """The lineage of one generation, by itself."""
-
-    generation: int
-    parent: SnapshotId | None = None
-
-
 def common(records: Iterable[SlotRecord], world_size: int | None = None) -> list[SnapshotId]:
     """Return the identities that every rank of their worker group holds, newest first.
 
@@ -86,7 +66,7 @@ def common(records: Iterable[SlotRecord], world_size: int | None = None) -> list
 def partially_held(records: Iterable[SlotRecord], members: Iterable[tuple[int, int]]) -> dict[SnapshotId, bool]:
     """Return the identities that only some ranks of their worker group hold, each with whether it is unfinished.
 
-    Unfinished: the memory of every rank of that generation can be reached, so some rank that lives on never completed
+    Unfinished: the memory of every rank of that generation can be reached, so some rank that still runs never completed
     it. Otherwise ranks are lost with their nodes, and what the others hold may be the newest there is.
     Slots that disagree on the size or the parent of their worker group are of no one snapshot, and are left out.
 
@@ -120,7 +100,7 @@ def by_preference(whole: Collection[SnapshotId], part: Mapping[SnapshotId, bool]
     """Return identities in the order in which they are tried: newest first, unfinished ones behind the next whole one.
 
     An unfinished snapshot lacks what belongs to one rank alone (its random numbers), and by M1 a whole one lies at
-    most a few snapshots before it: that one goes on bit for bit.
+    most a few snapshots before it: that one continues bit for bit.
 
     Args:
         whole: Held by all ranks of their group, or committed on storage.
@@ -139,11 +119,11 @@ def by_preference(whole: Collection[SnapshotId], part: Mapping[SnapshotId, bool]
     return order + unfinished
 
 
-def is_rolled_back(identity: SnapshotId, generations: Iterable[HasLineage]) -> bool:
+def is_rolled_back(identity: SnapshotId, generations: Iterable[Generation]) -> bool:
     """Return whether a later generation was restored from before `identity`."""
     generation, step = identity
     for record in generations:
-        if record.generation <= generation or record.parent is None:
+        if record.number <= generation or record.parent is None:
             continue
         parent_generation, parent_step = record.parent
         if parent_generation < generation:  # restored from before this generation: all of it was abandoned
@@ -151,8 +131,3 @@ def is_rolled_back(identity: SnapshotId, generations: Iterable[HasLineage]) -> b
         if step > parent_step:
             return True
     return False
-
-
-def newest(identities: Iterable[SnapshotId], generations: Sequence[HasLineage] = ()) -> SnapshotId | None:
-    """Return the identity of the highest generation, then the highest step, that was not abandoned."""
-    return max((i for i in identities if not is_rolled_back(i, generations)), default=None)

@@ -34,6 +34,7 @@ from flashckpt.core.records import integer, snapshot_id, text
 from flashckpt.core.schema import check_objects, check_rows, cut_tensors_with_gaps
 from flashckpt.core.shard_table import ShardTable, columns_of, table_from_columns
 from flashckpt.core.snapshot_id import SnapshotId
+from flashckpt.core.snapshot_request import SnapshotRequest
 from flashckpt.core.values import pack_values, packed, unpack_values
 from flashckpt.errors import DisagreementError
 
@@ -71,6 +72,25 @@ class Manifest:
     digests: np.ndarray
     values: dict[str, Any] = field(default_factory=dict)
     objects: list[str] = field(default_factory=list)
+
+    @classmethod
+    def of(
+        cls, request: SnapshotRequest, *, table: ShardTable, digests: np.ndarray, values: dict[str, Any]
+    ) -> Manifest:
+        """Return the manifest of one rank's snapshot in its slot."""
+        return cls(
+            job=request.job,
+            generation=request.id.generation,
+            step=request.id.step,
+            parent=request.parent,
+            world_size=request.world_size,
+            rank=request.rank,
+            writers=[request.rank],
+            coordinates=request.coordinates,
+            table=table,
+            digests=digests,
+            values=values,
+        )
 
     @property
     def identity(self) -> SnapshotId:

@@ -1,4 +1,8 @@
-"""Small msgpack maps in a sealed frame: magic, version, digest. Pure: bytes in, bytes out; docs/format.md, section 5.
+"""Records: frozen dataclasses as msgpack maps, in a sealed frame (magic, version, digest). Pure; docs/format.md, section 5.
+
+`pack` and `unpack` go by the declared fields: the one place where a record becomes a map, and a map a record again.
+A map is checked field by field against the annotations, for a digest proves that bytes are those that were written, not
+that they make sense.
 
 Records of the job directory are of version 1.0, whose digest is of the body. Those on a root are of version 1.2:
 their digest covers the frame too, so that no single flipped bit of one goes unnoticed.
@@ -6,8 +10,13 @@ their digest covers the frame too, so that no single flipped bit of one goes unn
 
 from __future__ import annotations
 
+import functools
 import struct
-from typing import Any
+import types
+import typing
+from collections.abc import Collection, Mapping
+from dataclasses import MISSING, Field, fields
+from typing import Any, TypeVar
 
 import msgpack
 
@@ -19,6 +28,7 @@ MAGIC = b"FCKRECRD"
 MAJOR = 1
 MINOR_WHOLE = 2
 """From this minor version on the digest is of the first 16 bytes and the body."""
+Record = TypeVar("Record")
 _PREFIX = struct.Struct("<8sHHI")  # magic, major, minor, zero
 FRAME = struct.Struct("<8sHHIQ")
 
@@ -69,6 +79,87 @@ def unseal(raw: bytes, name: str) -> dict[str, Any]:
     return fields
 
 
+def pack(record: Any, *, leave_out: Collection[str] = ()) -> dict[str, Any]:
+    """Return the map of a record: each declared field, in the order of declaration, under its name.
+
+    A field of another name in the map says so in its metadata (`{"key": ...}`).
+
+    Args:
+        record: A dataclass of the types that `unpack` knows.
+        leave_out: Fields that this kind of record does not carry.
+    """
+    return {_key(one): getattr(record, one.name) for one in fields(record) if one.name not in leave_out}
+
+
+def unpack(
+    kind: type[Record], found: Mapping[str, Any], *, leave_out: Collection[str] = (), partial: bool = False
+) -> Record:
+    """Return the record in a map, each value checked against its field's annotation; unknown names are left out.
+
+    Known are int, float (finite), str, bool, SnapshotId, `tuple[T, ...]`, `dict[str, Any]` and `T | None` of them. An
+    integer is at least 0, or what the field's metadata says as `least`.
+
+    Args:
+        kind: The dataclass.
+        found: The map, as msgpack gives it.
+        leave_out: Fields that this kind of record does not carry: they keep their defaults.
+        partial: A field that is not there keeps its default, if it has one.
+
+    Raises:
+        KeyError: A field is not there.
+        ValueError: A value is of another type, or out of range; the message names the field.
+    """
+    values = {}
+    for name, key, hint, least, has_default in _schema(typing.cast("Any", kind)):
+        if name in leave_out or (partial and has_default and key not in found):
+            continue
+        try:
+            values[name] = _checked(hint, found[key], least)
+        except ValueError as error:
+            raise ValueError(f"{key}: {error}") from None
+    return kind(**values)
+
+
+@functools.cache
+def _schema(kind: Any) -> tuple[tuple[str, str, Any, int, bool], ...]:
+    """Return (name, key in the map, type, least integer, whether it has a default) of each field."""
+    hints = typing.get_type_hints(kind)
+    return tuple(
+        (one.name, _key(one), hints[one.name], one.metadata.get("least", 0), _has_default(one)) for one in fields(kind)
+    )
+
+
+def _key(one: Field[Any]) -> str:
+    return str(one.metadata.get("key", one.name))
+
+
+def _has_default(one: Field[Any]) -> bool:
+    return one.default is not MISSING or one.default_factory is not MISSING
+
+
+def _checked(hint: Any, value: Any, least: int) -> Any:
+    """Return `value` as the annotation `hint` says; ValueError where it is not of that type."""
+    origin, parts = typing.get_origin(hint), typing.get_args(hint)
+    if origin in (types.UnionType, typing.Union):  # only `T | None`
+        (inner,) = (part for part in parts if part is not type(None))
+        return None if value is None else _checked(inner, value, least)
+    if origin is tuple:
+        return tuple(_checked(parts[0], one, least) for one in _of(list, value))
+    if hint is SnapshotId:
+        return snapshot_id(value, least)
+    if hint is int:
+        return integer(value, least)
+    if hint is float:
+        return number(value)
+    return text(value) if hint is str else _of(origin or hint, value)
+
+
+def _of(kind: type, value: Any) -> Any:
+    if type(value) is not kind:
+        raise ValueError(f"{value!r:.40} where {kind.__name__} is expected")
+    return value
+
+
 def integer(value: Any, least: int = 0) -> int:
     """Return `value`, an int of at least `least` that fits 64 bits; ValueError otherwise (a bool is none)."""
     if type(value) is not int or not least <= value < 1 << 63:
@@ -92,6 +183,6 @@ def number(value: Any) -> float:
 
 def snapshot_id(value: Any, least: int = 0) -> SnapshotId:
     """Return (generation, step) of a list of exactly two, none below `least`; ValueError otherwise."""
-    if type(value) not in (list, tuple) or len(value) != 2:
+    if not isinstance(value, (list, tuple)) or len(value) != 2:
         raise ValueError(f"{value!r:.40} where [generation, step] is expected")
     return SnapshotId(integer(value[0], least), integer(value[1], least))

@@ -1,7 +1,7 @@
 """Whether the rows of a manifest agree with each other: one check for slot, index and MANIFEST. Pure, numpy only.
 
-A digest proves that the bytes are those that were written, not that they make sense. Every reader relies on what is
-checked here: that a row's bytes are those of its box, lie where no other row's do, and have their digests.
+A digest proves that the bytes are those that were written, not that they make sense. Every reader relies on these
+checks: that a row has as many bytes as its box, shares none with another row, and has its digests.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ def check_objects(objects: Sequence[str]) -> None:
     """Raise ValueError unless every pack name is a plain name inside its folder, each once."""
     for name in objects:
         if not name or name in (".", "..") or "/" in name or "\0" in name or len(name.encode()) > 255:
-            raise ValueError(f"{name!r:.80} is no name of a pack")
+            raise ValueError(f"{name!r:.80} is not a pack name")
     if len(set(objects)) != len(objects):
         raise ValueError("two packs of one name")
 
@@ -37,7 +37,7 @@ def check_rows(table: ShardTable, *, objects: int, digests: int, is_slot: bool) 
         table: Its columns have the lengths that they should have.
         objects: Number of packs.
         digests: Number of digests.
-        is_slot: Rows lie in the data area of a slot, which is no object.
+        is_slot: Rows are in the data area of a slot, which is not an object.
     """
     if not len(table):
         if digests:
@@ -45,14 +45,14 @@ def check_rows(table: ShardTable, *, objects: int, digests: int, is_slot: bool) 
         return
     _check_boxes(table)
     if table.byte_offset.min() < 0 or table.byte_offset.max() > _MOST_BYTES:
-        raise ValueError("a row lies outside any object")
+        raise ValueError("a row is outside every object")
     wanted = int(chunk_counts(table.nbytes).sum())
     if digests != wanted or not np.array_equal(table.first_chunk, first_chunks(table.nbytes)):
         raise ValueError(f"{digests} digests for {wanted} chunks, or not in the order of the rows")
     held = table.nbytes > 0
     last = 0 if is_slot else objects - 1
     if held.any() and (table.object_id[held].min() < 0 or table.object_id[held].max() > last):
-        raise ValueError(f"a row lies in pack {table.object_id[held].max()} of {objects}")
+        raise ValueError(f"a row is in pack {table.object_id[held].max()} of {objects}")
     _check_ranges(table.object_id[held], table.byte_offset[held], table.nbytes[held])
 
 
@@ -62,10 +62,12 @@ def _check_boxes(table: ShardTable) -> None:
             raise ValueError("a box with a negative number")
     outside = table.offsets > table.global_shape - table.lengths
     if outside.any():
-        raise ValueError(f"a box of {_name_at(table, outside)!r} does not lie in its tensor")
+        raise ValueError(f"a box of {_name_at(table, outside)!r} is not inside its tensor")
     sizes = np.array([ITEMSIZE[name] for name in table.dtypes], np.int64)[table.dtype_id]
     for column, what in ((table.global_shape, "a tensor"), (table.lengths, "a box")):
-        with np.errstate(over="ignore", invalid="ignore"):  # infinite is too many; infinite times 0 is no byte
+        with np.errstate(
+            over="ignore", invalid="ignore"
+        ):  # an infinite product is too large; infinite times 0 is 0 bytes
             too_large = products(column, table, np.float64) * sizes >= _MOST_BYTES
         if too_large.any():
             raise ValueError(f"{what} of more bytes than there are")
@@ -105,11 +107,11 @@ def products(column: npt.NDArray[Any], table: ShardTable, kind: type = np.int64)
 
 
 def cut_tensors_with_gaps(table: ShardTable) -> list[int]:
-    """Return the tensors (places in `table.fqns`) whose boxes do not cover them, ascending; each dim is looked at once.
+    """Return the tensors (places in `table.fqns`) whose boxes do not cover them, ascending; each dimension is visited once.
 
-    A tensor is covered at once where a box is all of it. For the others the boxes tile it if, over all boxes,
-    the products of hash(end) - hash(start) add up to that of the whole: one pass without sorting. What does not add
-    up overlaps or has a gap, and is looked at box by box.
+    A tensor is covered if one box is all of it. For the others the boxes tile it if, over all boxes, the products
+    of hash(end) - hash(start) add up to that of the whole: one pass without sorting. If they do not add up, boxes
+    overlap or leave a gap, and are compared one by one.
     """
     if not len(table):
         return []
@@ -120,8 +122,12 @@ def cut_tensors_with_gaps(table: ShardTable) -> list[int]:
     if not rows.size:
         return []
     dims = np.arange(table.dim_start[-1]) - np.repeat(table.dim_start[:-1], table.ndim)
-    boxes = products(_hashed(table.offsets + table.lengths, dims) - _hashed(table.offsets, dims), table, np.uint64)
-    wholes = products(_hashed(table.global_shape, dims) - _hashed(0 * dims, dims), table, np.uint64)
+    boxes = products(
+        mixed_coordinates(table.offsets + table.lengths, dims) - mixed_coordinates(table.offsets, dims),
+        table,
+        np.uint64,
+    )
+    wholes = products(mixed_coordinates(table.global_shape, dims) - mixed_coordinates(0 * dims, dims), table, np.uint64)
     rows = rows[np.argsort(table.fqn_id[rows], kind="stable")]
     ids = table.fqn_id[rows]
     firsts = np.flatnonzero(np.r_[True, ids[1:] != ids[:-1]])
@@ -130,7 +136,7 @@ def cut_tensors_with_gaps(table: ShardTable) -> list[int]:
     return [int(ids[firsts[at]]) for at in doubtful if not _is_covered(table, rows[firsts[at] : ends[at]])]
 
 
-def _hashed(values: Ints, dims: Ints) -> npt.NDArray[np.uint64]:
+def mixed_coordinates(values: Ints, dims: Ints) -> npt.NDArray[np.uint64]:
     """Return well-mixed 64 bits of each coordinate in its dimension (splitmix64)."""
     mixed = values.astype(np.uint64) + (dims.astype(np.uint64) + np.uint64(1)) * np.uint64(0x9E3779B97F4A7C15)
     mixed = (mixed ^ (mixed >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
@@ -140,7 +146,7 @@ def _hashed(values: Ints, dims: Ints) -> npt.NDArray[np.uint64]:
 
 
 def _is_covered(table: ShardTable, rows: Ints) -> bool:
-    """Return whether these boxes of one tensor cover it, overlapping as they like."""
+    """Return whether these boxes of one tensor cover it; they may overlap."""
     shapes = {tuple(table.global_shape[table.dim_start[row] : table.dim_start[row + 1]].tolist()) for row in rows}
     if len(shapes) > 1:
         return False
@@ -152,7 +158,7 @@ def _is_covered(table: ShardTable, rows: Ints) -> bool:
 
 
 def _covered(starts: Ints, ends: Ints, shape: tuple[int, ...]) -> bool:
-    """Cut the space where a box begins or ends, and look at each slab without its first dimension."""
+    """Cut the space where a box begins or ends, and recurse into each slab without its first dimension."""
     if 0 in shape:
         return True
     if not len(starts) or not shape:

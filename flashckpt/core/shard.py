@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 import msgpack
 import numpy as np
+import numpy.typing as npt
 import xxhash
 
 from flashckpt.errors import UnsupportedStateError
@@ -106,16 +108,16 @@ def place(shards: Sequence[Shard]) -> Placement:
 
     Deterministic in the order of `shards`; boxes never overlap; empty ones take no room.
     """
-    offsets = np.zeros(len(shards), np.int64)
-    sizes = [shard.nbytes for shard in shards]
-    cursor = 0
-    for i, size in enumerate(sizes):
-        if size > SMALL_BYTES:
-            offsets[i], cursor = cursor, round_up(cursor + size, ALIGN_LARGE)
-    for i, size in enumerate(sizes):
-        if size <= SMALL_BYTES:
-            offsets[i], cursor = cursor, round_up(cursor + size, ALIGN_SMALL)
-    return Placement(offsets=offsets, total=round_up(cursor, ALIGN_LARGE))
+    return place_sizes(np.array([shard.nbytes for shard in shards], np.int64))
+
+
+def place_sizes(nbytes: npt.NDArray[np.int64]) -> Placement:
+    """Return what `place` does for shards of so many bytes, np.int64[n]."""
+    large = nbytes > SMALL_BYTES
+    taken = np.where(large, -(-nbytes // ALIGN_LARGE) * ALIGN_LARGE, -(-nbytes // ALIGN_SMALL) * ALIGN_SMALL)
+    pages = int(taken[large].sum())
+    offsets = np.where(large, np.cumsum(taken * large), pages + np.cumsum(taken * ~large)) - taken
+    return Placement(offsets=offsets, total=round_up(int(taken.sum()), ALIGN_LARGE))
 
 
 def intersect(
@@ -165,5 +167,29 @@ def _both(
 
 def layout_hash(shards: Sequence[Shard]) -> int:
     """Return a u64 over names, dtypes, boxes and their order: stable over processes, machines and releases."""
-    rows = [[s.fqn, s.dtype, s.global_shape, s.offsets, s.lengths, s.replica] for s in shards]
-    return int(xxhash.xxh3_64_intdigest(msgpack.packb(rows)))
+    return hash_rows([shard.fqn for shard in shards], [hashed_part(shard) for shard in shards])
+
+
+def hashed_part(shard: Shard) -> bytes:
+    """Return what `layout_hash` takes of a shard beside its name: equal for all of one dtype, box and replica number."""
+    fields = (shard.dtype, shard.global_shape, shard.offsets, shard.lengths, shard.replica)
+    return b"".join(map(msgpack.packb, fields))
+
+
+def hash_rows(fqns: Iterable[str], parts: Sequence[bytes]) -> int:
+    """Return `layout_hash` of rows with these names, whose `hashed_part` are `parts`.
+
+    What is hashed is one msgpack array of rows, put together by hand: packing nested lists costs microseconds a row.
+    """
+    header = msgpack.Packer().pack_array_header(len(parts))
+    names = [fqn.encode() for fqn in fqns]
+    rows = [_row_head(len(name)) + name + part for name, part in zip(names, parts, strict=True)]
+    return int(xxhash.xxh3_64_intdigest(header + b"".join(rows)))
+
+
+@functools.cache
+def _row_head(name_bytes: int) -> bytes:
+    """Return the msgpack headers of a row of six fields, and of its name."""
+    row: bytes = msgpack.packb([""] * 6)[:1]
+    text: bytes = msgpack.packb("x" * name_bytes)
+    return row + text[: len(text) - name_bytes]

@@ -95,10 +95,10 @@ class ShardTable:
             for name in ("ndim", "replica", "byte_offset", "nbytes"):
                 pieces[name].append(getattr(table, name)[keep])
             pieces["object_id"].append(table.object_id[keep] + np.int32(shift))
-            dims = _ranges(table.dim_start[:-1][keep], table.ndim[keep])
+            dims = ranges(table.dim_start[:-1][keep], table.ndim[keep])
             for name in _DIMS:
                 pieces[name].append(getattr(table, name)[dims])
-            digests.append(chunk_digests[_ranges(table.first_chunk[keep], chunk_counts(table.nbytes[keep]))])
+            digests.append(chunk_digests[ranges(table.first_chunk[keep], chunk_counts(table.nbytes[keep]))])
             shift += objects
         columns = {name: np.concatenate(arrays) for name, arrays in pieces.items() if arrays}
         columns["first_chunk"] = first_chunks(columns["nbytes"])
@@ -136,15 +136,54 @@ class ShardTable:
 
     def rows(self, fqn: str) -> Sequence[int]:
         """Return the rows that are parts of tensor `fqn`, ascending; empty if there is none."""
-        order, starts, ids = self._by_fqn
-        i = ids.get(fqn)
-        return () if i is None else [int(row) for row in order[starts[i] : starts[i + 1]]]
+        i = self.ids.get(fqn)
+        if i is None:
+            return ()
+        order, starts = self.rows_by_tensor
+        rows: list[int] = order[starts[i] : starts[i + 1]].tolist()
+        return rows
 
     @cached_property
-    def _by_fqn(self) -> tuple[np.ndarray, np.ndarray, dict[str, int]]:
+    def ids(self) -> dict[str, int]:
+        """The place of each name in `fqns`."""
+        return {name: i for i, name in enumerate(self.fqns)}
+
+    @cached_property
+    def rows_by_tensor(self) -> tuple[np.ndarray, np.ndarray]:
+        """(order, starts): the rows of tensor i are `order[starts[i] : starts[i + 1]]`, ascending."""
         order = np.argsort(self.fqn_id, kind="stable")
-        starts = np.searchsorted(self.fqn_id[order], np.arange(len(self.fqns) + 1))
-        return order, starts, {name: i for i, name in enumerate(self.fqns)}
+        return order, np.searchsorted(self.fqn_id[order], np.arange(len(self.fqns) + 1))
+
+    def dims(self, column: np.ndarray, rows: np.ndarray, width: int, fill: int) -> np.ndarray:
+        """Return the dimensions of some rows as np.int64[len(rows), width], behind the last dimension `fill`.
+
+        Args:
+            column: One of `global_shape`, `offsets` and `lengths`.
+            rows: np.int64, at most `width` dimensions each.
+            width: Columns of the result.
+            fill: What stands where a row has no dimension.
+        """
+        found = np.full((len(rows), width), fill, np.int64)
+        ndim, starts = self.ndim[rows], self.dim_start[rows]
+        for dim in range(width):
+            having = slice(None) if len(ndim) and int(ndim.min()) > dim else np.flatnonzero(ndim > dim)
+            found[having, dim] = column[starts[having] + dim]
+        return found
+
+    def take(self, rows: np.ndarray) -> ShardTable:
+        """Return the table of some rows, at the places where they are; `first_chunk` counts from 0."""
+        rows = np.asarray(rows, np.int64)
+        kept, names = np.unique(self.fqn_id[rows], return_inverse=True)
+        order = np.argsort(np.unique(names, return_index=True)[1], kind="stable")  # names by first appearance
+        place = np.empty(len(kept), np.uint32)
+        place[order] = np.arange(len(kept), dtype=np.uint32)
+        dims = ranges(self.dim_start[:-1][rows], self.ndim[rows])
+        columns = {name: getattr(self, name)[rows] for name in _COLUMNS} | {
+            name: getattr(self, name)[dims] for name in _DIMS
+        }
+        columns["fqn_id"] = place[names.ravel()] if len(kept) else self.fqn_id[:0]
+        columns["first_chunk"] = first_chunks(columns["nbytes"])
+        return ShardTable([self.fqns[i] for i in kept[order].tolist()], list(self.dtypes), columns)
 
 
 def columns_of(table: ShardTable) -> dict[str, Any]:
@@ -190,7 +229,7 @@ def first_chunks(nbytes: np.ndarray) -> np.ndarray:
     return starts
 
 
-def _ranges(starts: np.ndarray, counts: np.ndarray) -> np.ndarray:
+def ranges(starts: np.ndarray, counts: np.ndarray) -> np.ndarray:
     """Return the indexes start, start + 1, ... of every range, one range after another."""
     counts = counts.astype(np.int64)
     ends = np.cumsum(counts)

@@ -18,7 +18,7 @@ _PERSIST, _HAS_PARENT = 1, 2
 
 
 class SlotState(IntEnum):
-    """What a slot holds."""
+    """State of a slot."""
 
     EMPTY = 0
     WRITING = 1
@@ -31,7 +31,7 @@ class SlotHeader:
 
     Attributes:
         sequence: Counts every header written to this slot; 0 for one never written.
-        generation, step: Identity of the snapshot.
+        generation, step: The snapshot id.
         state: EMPTY, WRITING or COMPLETE.
         world_size, rank: Of the worker group that took it; global rank.
         persist: A persist step: the daemon writes it to storage.

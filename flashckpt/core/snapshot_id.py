@@ -1,4 +1,4 @@
-"""The name of a snapshot: which generation took it, and after which step."""
+"""The id of a snapshot: which generation took it, and after which step."""
 
 from __future__ import annotations
 
@@ -7,16 +7,16 @@ from typing import NamedTuple
 
 
 class SnapshotId(NamedTuple):
-    """(generation, step): names a snapshot, and the checkpoint that is made of it, for ever. A later one is greater.
+    """(generation, step): names a snapshot, and the checkpoint made from it, permanently. A later one is greater.
 
-    On disk and on the wire it is the pair that it is.
+    On disk and on the wire it is a plain pair.
     """
 
     generation: int
     step: int
 
     def __str__(self) -> str:
-        """Return it as people read it."""
+        """Return it in words."""
         return f"step {self.step} of generation {self.generation}"
 
     @classmethod
@@ -30,4 +30,4 @@ NOTHING = SnapshotId(0, 0)
 BEFORE_ALL = SnapshotId(0, -1)
 """Before `NOTHING` too: nothing is committed or given up yet."""
 NEVER = SnapshotId(-1, -1)
-"""A rank has passed nothing yet."""
+"""The low watermark of a rank that has completed and skipped nothing yet."""

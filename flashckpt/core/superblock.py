@@ -1,4 +1,4 @@
-"""The first 4 KiB of a segment: what it is, whose it is, and its shape. Pure. Byte tables are in docs/format.md."""
+"""The first 4 KiB of a segment: format, owner and shape. Pure. Byte tables are in docs/format.md."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ class SegmentSpec:
 
     Attributes:
         job: Job id, at most 256 bytes of UTF-8.
-        root_digest: u64 over the absolute root URL; another root under the same job id is refused.
+        root_digest: u64 over the absolute root URL; another root under the same job id is rejected.
         rank: Global rank of the owner.
         slots: Snapshots it can hold, 2 to 8 (1 holds no previous snapshot while one is written).
         manifest_capacity: Bytes of each slot's manifest area, rounded up to pages.
@@ -43,7 +43,7 @@ class SegmentSpec:
     def __post_init__(self) -> None:
         if not MIN_SLOTS <= self.slots <= MAX_SLOTS:
             expected = f"{MIN_SLOTS} to {MAX_SLOTS}"
-            raise ConfigError("the number of slots is wrong", found=f"slots={self.slots}", expected=expected)
+            raise ConfigError("invalid number of slots", found=f"slots={self.slots}", expected=expected)
         if len(self.job.encode()) > 256:
             raise ConfigError("the job id is too long", found=f"{len(self.job.encode())} bytes", expected="up to 256")
         object.__setattr__(self, "manifest_capacity", round_up(self.manifest_capacity, PAGE))
@@ -74,7 +74,7 @@ class SegmentSpec:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Superblock:
-    """A checked superblock: the spec, and where and when it was made."""
+    """A verified superblock: the spec, and where and when it was created."""
 
     spec: SegmentSpec
     uid: int
@@ -108,11 +108,11 @@ def decode_superblock(raw: bytes, *, path: str) -> Superblock:
             f"segment {path} was written in a format this program does not read",
             found=f"format version {major}.{minor}",
             expected=f"format version {MAJOR}.x",
-            state="It was left as it is.",
+            state="It was left unchanged.",
             remedy="use the flashckpt release that wrote it, or remove it with flashckpt gc",
         )
     if digest(raw[: OWNER_AT - 8]) != struct.unpack_from("<Q", raw, OWNER_AT - 8)[0]:
-        raise DamagedError(f"the superblock of segment {path} is damaged", state="It was left as it is.")
+        raise DamagedError(f"the superblock of segment {path} is damaged", state="It was left unchanged.")
     try:
         spec = SegmentSpec(
             job=job[:n].decode(),
@@ -127,14 +127,14 @@ def decode_superblock(raw: bytes, *, path: str) -> Superblock:
         raise DamagedError(
             f"the superblock of segment {path} contradicts itself",
             found=str(error).splitlines()[0],
-            state="It was left as it is.",
+            state="It was left unchanged.",
             remedy="remove the segment with flashckpt gc",
         ) from error
     return Superblock(spec=spec, uid=uid, boot_id=boot, created_ns=created)
 
 
 def encode_owner(pid: int, since_ns: int) -> bytes:
-    """Return the owner record: who took the segment, for error texts only (the lock decides)."""
+    """Return the owner record: which process took the segment, for error texts only (the lock decides)."""
     fields = _OWNER.pack(pid, since_ns)
     return fields + struct.pack("<Q", digest(fields))
 

@@ -1,7 +1,7 @@
-"""Non-tensor state as bytes: what may be held, and how deep. Pure; msgpack, never pickle.
+"""Non-tensor state as bytes: the types allowed, and the depth. Pure; msgpack, never pickle.
 
-Depth is limited on both sides: a tuple is a message within a message, and a decoder that called itself for each
-would overflow the C stack. Here tuples are opened one level at a time, by Python.
+Depth is limited on both sides: a tuple is a message within a message, and a recursive decoder would overflow the
+C stack. Here Python decodes tuples one level at a time.
 """
 
 from __future__ import annotations
@@ -13,14 +13,14 @@ import msgpack
 from flashckpt.errors import UnsupportedStateError
 
 MAX_DEPTH = 64
-"""Most dicts, lists and tuples within one another, the map of all values counted too."""
+"""Maximum nesting of dicts, lists and tuples, including the map of all values."""
 _EXT_TUPLE, _EXT_BIG_INT = 1, 2
 _CONTAINERS = frozenset((dict, list, tuple))
 _PLAIN = frozenset((type(None), bool, int, float, str, bytes))
 
 
 def packed(value: Any) -> bytes:
-    """Return the bytes of one value; TypeError, ValueError or OverflowError for what cannot be held."""
+    """Return the bytes of one value; TypeError, ValueError or OverflowError if it cannot be held."""
     return bytes(msgpack.packb(value, strict_types=True, default=_pack_ext))
 
 
@@ -50,7 +50,7 @@ def pack_values(values: dict[str, Any]) -> bytes:
 
 
 def unpack_values(raw: Any) -> dict[str, Any]:
-    """Return the values that `pack_values` packed; ValueError or TypeError if they are none."""
+    """Return the values that `pack_values` packed; ValueError or TypeError if the bytes are not values."""
     found = _resolve(_unpacked(raw), 1)
     if type(found) is not dict or not all(type(key) is str for key in found):
         raise ValueError("the values are not a map of names")
@@ -58,7 +58,7 @@ def unpack_values(raw: Any) -> dict[str, Any]:
 
 
 class _Tuple(NamedTuple):
-    """The bytes of a tuple that is not opened yet."""
+    """The bytes of a tuple that is not decoded yet."""
 
     data: bytes
 
@@ -76,7 +76,7 @@ def _unpack_ext(code: int, data: bytes) -> Any:
 
 
 def _resolve(node: Any, depth: int) -> Any:
-    """Open the tuples in `node` and check every type; recursion is bounded by MAX_DEPTH."""
+    """Decode the tuples in `node` and check every type; recursion is bounded by MAX_DEPTH."""
     if type(node) in _PLAIN:
         return node
     if depth > MAX_DEPTH:
@@ -123,7 +123,7 @@ def _too_deep(values: dict[str, Any]) -> str | None:
     else:
         return None
     todo: list[tuple[Any, str, int]] = [(values, "", 1)]
-    while todo:  # once more, with names: state that nests like this is rare
+    while todo:  # a second pass, with names: state that nests this deeply is rare
         node, path, depth = todo.pop()
         if depth > MAX_DEPTH:
             return path if len(path) <= 80 else f"{path[:80]}..."
@@ -134,7 +134,7 @@ def _too_deep(values: dict[str, Any]) -> str | None:
 
 
 def _unsupported(values: dict[str, Any]) -> tuple[str, Any] | None:
-    """Return path and value of the first thing that msgpack has no type for."""
+    """Return path and value of the first value that msgpack has no type for."""
     todo: list[tuple[Any, str]] = [(values, "")]
     while todo:
         node, path = todo.pop()
@@ -152,7 +152,7 @@ def _unsupported(values: dict[str, Any]) -> tuple[str, Any] | None:
 
 
 def _is_unencodable(item: Any) -> bool:
-    """Return whether it is text that UTF-8 has no bytes for (a lone surrogate)."""
+    """Return whether it is text that UTF-8 cannot encode (a lone surrogate)."""
     return type(item) is str and any("\ud800" <= char <= "\udfff" for char in item)
 
 

@@ -22,13 +22,14 @@ from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, LoadPla
 from torch.distributed.checkpoint.storage import StorageReader
 from torch.futures import Future
 
-from flashckpt.checkpoint.catalog import CheckpointInfo, list_checkpoints, newest_checkpoint, read_manifest
+from flashckpt.checkpoint.catalog import CheckpointInfo, read_manifest
+from flashckpt.checkpoint.choice import choose_checkpoint
 from flashckpt.checkpoint.retention import reading
 from flashckpt.core.manifest import Manifest
 from flashckpt.core.shard import Shard
 from flashckpt.dcp.contents import Contents, contents_of
 from flashckpt.dcp.writer import parse_step
-from flashckpt.errors import ConfigError, DamagedError, DisagreementError, NoCheckpointError
+from flashckpt.errors import ConfigError, DisagreementError
 from flashckpt.restore.executor import Target, execute_reads
 from flashckpt.restore.live_state import bytes_of
 from flashckpt.restore.sources import StorageSource
@@ -96,7 +97,7 @@ class FlashStorageReader(StorageReader):
         store = self._open()
         try:
             store.check(write=False)
-            self._info = _choose(store, *self._wanted)
+            self._info = choose_checkpoint(store, *self._wanted)
             manifest = read_manifest(store, self._info)
         finally:
             store.close()
@@ -164,28 +165,6 @@ class FlashStorageReader(StorageReader):
 
     def _open(self) -> Store:
         return open_store(self.root, **self._options)
-
-
-def _choose(store: Store, step: int | None, generation: int | None) -> CheckpointInfo:
-    if step is None and generation is None:
-        found = newest_checkpoint(store, whole=True)
-        if found is None:
-            damaged = list_checkpoints(store, damaged=True, whole=True)
-            if damaged:
-                raise DamagedError(f"{store.url} holds no usable checkpoint", found=damaged[0].problem)
-            raise NoCheckpointError(f"{store.url} holds no committed checkpoint", remedy=f"flashckpt ls {store.url}")
-        return found
-    infos = list_checkpoints(store, damaged=True)
-    wanted = [i for i in infos if step in (None, i.step) and generation in (None, i.generation)]
-    if not wanted:
-        raise NoCheckpointError(
-            f"{store.url} has no checkpoint of step {step}" + (f", generation {generation}" if generation else ""),
-            found=", ".join(f"{i.step}.g{i.generation}" for i in infos[:8]),
-            remedy=f"flashckpt ls {store.url}",
-        )
-    if wanted[0].problem:
-        read_manifest(store, wanted[0])  # raises what is wrong with it: damaged, or of a newer format
-    return wanted[0]
 
 
 def _tensor_metadata(manifest: Manifest, name: str) -> TensorStorageMetadata:

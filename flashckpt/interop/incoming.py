@@ -16,7 +16,7 @@ from flashckpt.interop.foreign_files import decoding, refuse_shape
 from flashckpt.interop.selection import Selection, refuse_clashes, refuse_nothing
 
 if TYPE_CHECKING:
-    from flashckpt.interop.torch_files import StateDict
+    from flashckpt.interop.state_dicts import StateDict
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -78,9 +78,9 @@ def open_foreign(path: Path, kind: str, selection: Selection) -> Foreign:
     """
     if kind == "safetensors":
         return _from_safetensors(st.read_folder(path) if path.is_dir() else st.read_file(path), selection)
-    from flashckpt.interop import torch_files
+    from flashckpt.interop import dcp_folders, torch_files
 
-    state = torch_files.read_dcp_folder(path) if kind == "dcp" else torch_files.read_torch_file(path)
+    state = dcp_folders.read_dcp_folder(path) if kind == "dcp" else torch_files.read_torch_file(path)
     with decoding(path, f"a {kind} checkpoint"):
         for key in [*(row.shard.fqn for row in state.tensors), *state.values]:
             refuse_shape(key, (), path)
@@ -102,7 +102,7 @@ def _from_state_dict(state: StateDict, kind: str, selection: Selection) -> Forei
     import torch
 
     from flashckpt.dcp import contents
-    from flashckpt.interop.torch_files import rows_of
+    from flashckpt.interop.state_dicts import rows_of
 
     keys = list(dict.fromkeys([*(row.shard.fqn for row in state.tensors), *state.values]))
     labels = names.optimizer_labels(keys)

@@ -8,9 +8,9 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from flashckpt.core.box import Box
 from flashckpt.core.shard import ITEMSIZE, Shard
 from flashckpt.interop.casting import cast
-from flashckpt.planning.read_plan import flat_boxes
 from flashckpt.restore.executor import Target, execute_reads
 from flashckpt.restore.sources import StorageSource
 
@@ -54,7 +54,7 @@ class Outgoing:
         for start in range(0, count, step):
             raw = np.empty((min(start + step, count) - start) * size, np.uint8)
             targets, at = [], 0
-            for offsets, n in flat_boxes((origin, lengths), start, min(start + step, count)):
+            for offsets, n in Box(origin, lengths).flat(start, min(start + step, count)):
                 shard = Shard(fqn=self.held, dtype=self.stored, global_shape=whole, offsets=offsets, lengths=n)
                 targets.append(Target(shard=shard, buffer=raw[at : at + shard.nbytes].data))
                 at += shard.nbytes

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
-from flashckpt.bench.layouts import BYTES_PER_PARAMETER, Layout, held_bytes, rank_shards
+from flashckpt.bench.layouts import BYTES_PER_PARAMETER, ModelLayout, held_bytes, rank_shards
 from flashckpt.errors import ConfigError, LayoutError
 from flashckpt.plan.model import Costs, Failures, Intervals, at_sizes, best, daly, forecast, wrong_intervals, young
 
@@ -44,7 +44,7 @@ class Rates:
 class PlanRequest:
     """What was asked: the job, its failures, and the times that no benchmark of storage can know."""
 
-    layout: Layout
+    layout: ModelLayout
     gpus: int
     gpus_per_node: int = 8
     gpu_mtbf_s: float
@@ -78,7 +78,7 @@ def measured_rates(document: Mapping[str, Any], base: Rates) -> Rates:
     return replace(base, **found, sources={**base.sources, **dict.fromkeys(found, source)})
 
 
-def fitted(layout: Layout, gpus: int) -> Layout:
+def fitted(layout: ModelLayout, gpus: int) -> ModelLayout:
     """Return the layout with as many data-parallel ranks as `gpus` allow.
 
     Raises:

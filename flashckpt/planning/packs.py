@@ -1,8 +1,8 @@
 """Which bytes of a slot go into which pack: page-aligned runs of the rows this rank writes. Pure.
 
 A pack is a concatenation of *runs*, each a range of the slot's data area that starts and ends on a
-page. So every byte can go from the slot to the disk by O_DIRECT without a copy; what lies between two
-written rows on the same page (padding, rows that a replica writes) comes along and is never read.
+page. So every byte can go from the slot to the disk by O_DIRECT without a copy; whatever is between two
+written rows on the same page (padding, rows that a replica writes) is copied along and never read.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from flashckpt.core.manifest import Manifest
 from flashckpt.core.shard_table import ShardTable
 
 PACK_BYTES = 256 << 20
-"""Size at which a pack is closed; between 64 and 512 MiB, no row is larger unless the tensor cannot be cut."""
+"""Size at which a pack is closed, between 64 and 512 MiB; no row is larger unless its tensor cannot be cut."""
 
 PAGE_BYTES = 4096
 

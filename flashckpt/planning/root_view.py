@@ -1,34 +1,42 @@
-"""What a root knows of the checkpoints of a job, as the choice of a restore point needs it."""
+"""What a root holds of a job's checkpoints, as far as the choice of a restore point needs it."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 from typing import Any
 
+from flashckpt.core.generation import Generation
+from flashckpt.core.records import pack, unpack
 from flashckpt.core.snapshot_id import SnapshotId
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RootSummary:
-    """Committed checkpoints and claims, as (generation, step) and (generation, parent).
+    """Committed checkpoints and claims.
 
     Attributes:
-        committed: Identities of valid checkpoints, newest first.
-        prefixes: Where each lies below the root.
+        committed: Ids of valid checkpoints, newest first.
+        prefixes: The folder of each below the root.
         claims: Generations claimed on the root, with what they were restored from.
-        error: Why the root could not be asked; "" if it answered.
-        is_empty: It holds nothing of any checkpoint, not even of a damaged or unfinished one.
+        error: Why the root could not be read; "" if it was.
+        is_empty: It holds no trace of a checkpoint, not even of a damaged or unfinished one.
     """
 
     committed: tuple[SnapshotId, ...] = ()
     prefixes: tuple[str, ...] = ()
-    claims: tuple[tuple[int, SnapshotId | None], ...] = ()
+    claims: tuple[Generation, ...] = ()
     error: str = ""
     is_empty: bool = False
 
     def pack(self) -> list[Any]:
         """Return it as msgpack types."""
-        return [list(self.committed), list(self.prefixes), list(self.claims), self.error, self.is_empty]
+        return [
+            list(self.committed),
+            list(self.prefixes),
+            [pack(one) for one in self.claims],
+            self.error,
+            self.is_empty,
+        ]
 
     @classmethod
     def unpack(cls, packed: list[Any]) -> RootSummary:
@@ -37,7 +45,7 @@ class RootSummary:
         return cls(
             committed=tuple(map(SnapshotId.of, committed)),
             prefixes=tuple(prefixes),
-            claims=tuple((g, None if p is None else SnapshotId.of(p)) for g, p in claims),
+            claims=tuple(unpack(Generation, one) for one in claims),
             error=error,
             is_empty=is_empty,
         )

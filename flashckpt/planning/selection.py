@@ -6,7 +6,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from flashckpt.core.generation import GenerationRecord
+from flashckpt.core import records
+from flashckpt.core.generation import Generation
 from flashckpt.core.lineage import SlotRecord, by_preference, common, is_rolled_back, partially_held
 from flashckpt.core.snapshot_id import SnapshotId
 from flashckpt.errors import DamagedError, DisagreementError, NoCheckpointError, RootError
@@ -22,7 +23,6 @@ class RestoreRequest:
         step, generation: Only these, or None for the newest.
         only: A pattern over names, or None.
         strict: Names that no source has are an error.
-        threads: Threads of a fill; None chooses.
         fresh: Nothing: begin anew.
     """
 
@@ -31,7 +31,6 @@ class RestoreRequest:
     generation: int | None = None
     only: str | None = None
     strict: bool = True
-    threads: int | None = None
     fresh: bool = False
 
     @property
@@ -54,7 +53,7 @@ class Inventory:
     Attributes:
         node: Name of the node: equal for ranks that share a job directory.
         slots: (rank, generation, step, world size, layout hash, parent) of each COMPLETE slot.
-        generation: (generation, parent) of the node's generation record, or None.
+        generation: the generation that the node last knew of, or None.
         restart: Restarts in the life of the rank's agent; above 0 the memory tier is current.
         need_bytes: Bytes of one slot of this rank that are not reserved yet.
         free_bytes: Room on the node before anybody reserves.
@@ -67,7 +66,7 @@ class Inventory:
 
     node: str
     slots: tuple[tuple[int, int, int, int, int, SnapshotId | None], ...] = ()
-    generation: tuple[int, SnapshotId | None] | None = None
+    generation: Generation | None = None
     restart: int = 0
     need_bytes: int = 0
     free_bytes: int = 0
@@ -83,7 +82,7 @@ class Inventory:
         return [
             self.node,
             list(self.slots),
-            self.generation,
+            None if self.generation is None else records.pack(self.generation),
             *sizes,
             list(self.members),
             self.host,
@@ -99,7 +98,7 @@ class Inventory:
         return cls(
             node=node,
             slots=tuple((r, g, s, w, h, _pair(p)) for r, g, s, w, h, p in slots),
-            generation=None if generation is None else (generation[0], _pair(generation[1])),
+            generation=None if generation is None else records.unpack(Generation, generation),
             restart=restart,
             need_bytes=need,
             free_bytes=free,
@@ -151,7 +150,7 @@ class Candidates:
 
     found: tuple[Candidate, ...]
     life: int
-    lineage: tuple[GenerationRecord, ...]
+    lineage: tuple[Generation, ...]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -260,21 +259,21 @@ def candidates(
     """
     nodes = {name: index for index, name in enumerate(node_names(inventories))}
     by_node = {i.node: i for i in reversed(inventories)}  # ranks of one node see the same: the lowest speaks for it
-    records = [
+    slots = [
         SlotRecord(rank=r, node=nodes[name], generation=g, step=s, world_size=w, layout_hash=h, parent=p)
         for name, i in by_node.items()
         for r, g, s, w, h, p in i.slots
     ]
     known: dict[int, SnapshotId | None] = {}
-    for g, parent in [
+    for told in [
         *root.claims,
         *(i.generation for i in by_node.values() if i.generation is not None),
-        *((r.generation, r.parent) for r in records),
+        *(Generation(number=slot.generation, parent=slot.parent) for slot in slots),
     ]:
-        known[g] = parent if parent is not None else known.get(g)
-    lineage = tuple(GenerationRecord(generation=g, parent=p) for g, p in sorted(known.items()))
-    in_memory, on_root = set(common(records)), set(root.committed)
-    part = partially_held(records, [member for i in by_node.values() for member in i.members])
+        known[told.number] = told.parent if told.parent is not None else known.get(told.number)
+    lineage = tuple(Generation(number=g, parent=p) for g, p in sorted(known.items()))
+    in_memory, on_root = set(common(slots)), set(root.committed)
+    part = partially_held(slots, [member for i in by_node.values() for member in i.members])
     wanted = [
         i
         for i in by_preference(in_memory | on_root, part)
@@ -283,8 +282,8 @@ def candidates(
     if step is None and generation is None:
         wanted = [i for i in wanted if not is_rolled_back(i, lineage)]
     holders: dict[SnapshotId, set[tuple[int, int]]] = {}
-    for record in records:
-        holders.setdefault(record.identity, set()).add((record.rank, record.node))
+    for slot in slots:
+        holders.setdefault(slot.identity, set()).add((slot.rank, slot.node))
     found = tuple(
         Candidate(
             identity=i,

@@ -13,20 +13,20 @@ def choose_slot(
     *,
     pinned: Collection[int],
     common: Collection[SnapshotId],
-    hopeless: Collection[SnapshotId] = (),
+    unrecoverable: Collection[SnapshotId] = (),
     superseded: SnapshotId | None = None,
 ) -> int | None:
     """Return the slot that the next snapshot may overwrite, or None: skip it and count it (invariant M1).
 
     Called by the rank that owns the slots. Slots without a whole snapshot go first, then the oldest
-    COMPLETE one for which a newer identity is known to be held by every rank.
+    COMPLETE one for which every rank is known to hold a newer id.
 
     Args:
         headers: One per slot.
         pinned: Slots under a reader's lease or being written; never chosen.
-        common: Identities that every rank of the job is known to hold COMPLETE.
-        hopeless: Identities that can never become common (`watermark.Known`): they protect nothing.
-        superseded: Identity of a committed checkpoint this life was restored from; COMPLETE
+        common: Ids that every rank of the job is known to hold COMPLETE.
+        unrecoverable: Ids that can never become common (`AckedSnapshots`): they protect nothing.
+        superseded: Id of a committed checkpoint this generation was restored from; COMPLETE
             slots at or before it are free.
     """
     free = [i for i, h in enumerate(headers) if i not in pinned and not h.is_complete]
@@ -39,7 +39,7 @@ def choose_slot(
         if i not in pinned
         and (
             (newest_common is not None and h.identity < newest_common)
-            or h.identity in hopeless
+            or h.identity in unrecoverable
             or (superseded is not None and h.identity <= superseded)
         )
     ]

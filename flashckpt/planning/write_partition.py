@@ -1,9 +1,9 @@
-"""Who persists what of state that several ranks hold alike: each byte once, equally many bytes per rank. Pure.
+"""Which rank persists which part of replicated state: each byte once, equally many bytes per rank. Pure.
 
-The tensors of one replica set are laid one behind the other by name, each with the bytes of its optimizer
-state, and the line is cut into as many equal parts as there are ranks. Every rank of the set computes the
-same from the same list. At most one tensor per cut is divided, along its first dimension, and what a rank
-writes lies together in its slot.
+The tensors of one replica set are ordered by name, each with the bytes of its optimizer state, and the
+sequence is cut into as many equal parts as there are ranks. Every rank of the set computes the same
+partition from the same list. At most one tensor per cut is divided, along its first dimension, and what a
+rank writes is contiguous in its slot.
 """
 
 from __future__ import annotations
@@ -13,9 +13,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 CUT_BYTES = 256 << 10
-"""Tensors below this size are assigned whole: the nearer end of such a tensor takes the cut."""
+"""Tensors below this size are assigned whole: the cut moves to the nearer end of such a tensor."""
 LEAST_PIECE_BYTES = 128 << 10
-"""No cut leaves a smaller piece: pieces above 64 KiB start on a page of their own in slot and pack."""
+"""No cut leaves a smaller piece: pieces above 64 KiB start on their own page in slot and pack."""
 ROW_BYTES = 256 << 20
 """Boxes above this size are persisted in several rows, so that no pack is larger than a pack may be."""
 
@@ -52,9 +52,9 @@ def cut_dimension(lengths: Sequence[int]) -> int:
 
 
 def partition_writes(parts: Sequence[WritePart], writers: int) -> dict[str, tuple[WriteShare, ...]]:
-    """Return for each tensor which of `writers` ranks persists which of its rows; the order of `parts` is of no matter.
+    """Return for each tensor which of `writers` ranks persists which of its rows; the order of `parts` does not matter.
 
-    The largest load is beyond the mean by less than CUT_BYTES (weighted as the tensor), or one row of a cut tensor.
+    The largest load exceeds the mean by less than CUT_BYTES (weighted as the tensor), or one row of a cut tensor.
     """
     total = sum(part.weight for part in parts)
     found: dict[str, tuple[WriteShare, ...]] = {}
@@ -75,7 +75,7 @@ def partition_writes(parts: Sequence[WritePart], writers: int) -> dict[str, tupl
 
 
 def _cut(part: WritePart, goal: int, at: int) -> int:
-    """Return the row, at or behind `at`, in front of which `part` is cut so that about `goal` of its weight lies before."""
+    """Return the row, `at` or later, before which `part` is cut so that about `goal` of its weight precedes the cut."""
     if part.nbytes < CUT_BYTES:
         return part.rows if 2 * goal >= part.weight else at
     row = (2 * goal * part.rows + part.weight) // (2 * part.weight)
@@ -86,7 +86,7 @@ def _cut(part: WritePart, goal: int, at: int) -> int:
 
 
 def split_rows(rows: int, nbytes: int, limit_bytes: int = ROW_BYTES) -> list[tuple[int, int]]:
-    """Return (start, stop) of the fewest equal runs of rows of at most `limit_bytes`; single rows where one is larger."""
+    """Return (start, stop) of the fewest equal runs of rows of at most `limit_bytes`; single rows if one is larger."""
     pieces = max(1, min(rows, -(-nbytes // limit_bytes)))
     if rows and math.ceil(rows / pieces) * nbytes > limit_bytes * rows:  # rows do not divide evenly
         pieces = min(rows, math.ceil(rows / max(1, limit_bytes * rows // nbytes)))

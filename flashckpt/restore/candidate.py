@@ -20,12 +20,13 @@ from flashckpt.core.manifest import Manifest
 from flashckpt.core.shard import Shard, boxes_by_name
 from flashckpt.errors import FlashckptError, NoCheckpointError, ShardGapError, TensorMismatchError
 from flashckpt.planning.peer_index import PeerQuery
-from flashckpt.planning.read_plan import plan_reads, uncovered
+from flashckpt.planning.read_plan import plan_reads
 from flashckpt.planning.root_view import RootSummary
 from flashckpt.planning.selection import Candidate, RestoreRequest, SlotLocation
 from flashckpt.report import RestoreReport
 from flashckpt.restore import live_state, unexpected
-from flashckpt.restore.executor import RestoreCounts, Target, execute_reads
+from flashckpt.restore.destinations import Destinations, Target
+from flashckpt.restore.executor import RestoreCounts, execute
 from flashckpt.restore.peers import PeerExchange, Peers, PeerSource
 from flashckpt.restore.sources import MemorySource, Source, StorageSource
 from flashckpt.restore.values import Values, missing_values, restore_values, unnamed_values, value_tensors
@@ -242,7 +243,7 @@ class CandidateRestore:
         shards = [*wished.shards, *(target.shard for target in self._value_tensors(values, sources)[1])]
         asks = list(wished.unnamed)
         near = [source.manifest.table for source in (self.peers if spare else sources)]
-        for target, (offsets, lengths) in uncovered(shards, near):
+        for target, (offsets, lengths) in plan_reads(shards, near).gaps:
             shard = shards[target]
             asks.append((shard.fqn.partition("@")[0], shard.fqn, replace(shard, offsets=offsets, lengths=lengths)))
         names = live_state.Names(manifests)
@@ -262,7 +263,8 @@ class CandidateRestore:
             here = sorted(self.held - self.own)
             raise missing_error(wished.missing or [wished.unnamed[0][0]], here, is_whole=is_whole)
         self._refuse_missing_values()
-        plan_reads(wished.shards, [m.table for m in manifests], names=[s.name for s in self.sources])
+        names = [s.name for s in self.sources]
+        plan_reads(wished.shards, [m.table for m in manifests], names=names).require_complete(names)
         return wished
 
     @property
@@ -320,7 +322,10 @@ class CandidateRestore:
                 targets += [landing.target(s, tensor, b) for s, b in zip(absent.shards, absent.boxes, strict=True)]
             loose, loose_targets = self._value_tensors(values, sources)
         with self.phase("read"):
-            counts = execute_reads([*targets, *loose_targets], sources, threads=self.request.threads, far=rounds)
+            everything = [*targets, *loose_targets]
+            plan = plan_reads([t.shard for t in everything], [s.manifest.table for s in sources])
+            plan.require_complete([s.name for s in sources])
+            counts = execute(plan, Destinations.of(everything), sources, remote=rounds)
             landing.finish()
         with self.phase("values"):
             missing, reseeded = restore_values(

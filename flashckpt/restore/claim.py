@@ -11,8 +11,8 @@ from pathlib import Path
 from typing import Any
 
 from flashckpt import collectives, errors
-from flashckpt.checkpoint import catalog, root_summary
-from flashckpt.core.generation import GenerationRecord
+from flashckpt.checkpoint import generations, root_summary
+from flashckpt.core.generation import Generation
 from flashckpt.core.lineage import BEGINNING, is_rolled_back
 from flashckpt.core.snapshot_id import SnapshotId
 from flashckpt.errors import FlashckptError, RootError
@@ -27,7 +27,7 @@ _log = guarded(logging.getLogger("flashckpt"))
 
 def claim(
     number: int, parent: SnapshotId | None, *, world: World, root: str | None, options: Mapping[str, Any]
-) -> GenerationRecord:
+) -> Generation:
     """Return the record of the life that begins. Collective; only rank 0 talks to the root.
 
     Args:
@@ -43,7 +43,7 @@ def claim(
     token, claimed, error = secrets.token_hex(8), False, None
     if world.rank == 0 and root is not None:
         try:
-            wish = catalog.GenerationClaim(generation=number, token=token, parent=parent, world_size=world.size)
+            wish = Generation(number=number, token=token, parent=parent, world_size=world.size)
             number, claimed = _claim_on_root(root, options, wish), True
         except (FlashckptError, OSError) as problem:
             error = _packed(problem) if parent in (None, BEGINNING) else None
@@ -51,19 +51,17 @@ def claim(
     number, token, claimed, error = collectives.from_rank_0([number, token, claimed, error])
     if error is not None:
         raise _unpacked(error)
-    return GenerationRecord(generation=number, token=token, parent=parent, world_size=world.size, claimed=claimed)
+    return Generation(number=number, token=token, parent=parent, world_size=world.size, claimed=claimed)
 
 
-def _claim_on_root(root: str, options: Mapping[str, Any], wish: catalog.GenerationClaim) -> int:
+def _claim_on_root(root: str, options: Mapping[str, Any], wish: Generation) -> int:
     with root_summary.open_root(root, options) as store:
-        while not catalog.claim_generation(store, wish):
-            wish = replace(wish, generation=catalog.newest_generation(store) + 1)
-        return wish.generation
+        while not generations.claim_generation(store, wish):
+            wish = replace(wish, number=generations.newest_generation(store) + 1)
+        return wish.number
 
 
-def begin(
-    directory: JobDirectory, record: GenerationRecord, *, rank: int, ranks: Sequence[int], own: Segment | None
-) -> None:
+def begin(directory: JobDirectory, record: Generation, *, rank: int, ranks: Sequence[int], own: Segment | None) -> None:
     """Write the lineage of this node, then empty the slots that it abandons.
 
     Args:
@@ -85,7 +83,7 @@ def begin(
     crash_point("restore.after-lineage")
 
 
-def _empty_abandoned(path: Path, record: GenerationRecord, own: Segment | None) -> None:
+def _empty_abandoned(path: Path, record: Generation, own: Segment | None) -> None:
     with contextlib.suppress(FlashckptError, OSError), contextlib.ExitStack() as stack:
         segment = own or stack.enter_context(contextlib.closing(Segment.attach(path, writable=True)))
         for slot, header in enumerate(segment.headers()):

@@ -20,7 +20,7 @@ from typing import Any
 
 from flashckpt import collectives
 from flashckpt.checkpoint import root_summary
-from flashckpt.core.generation import GenerationRecord
+from flashckpt.core.generation import Generation
 from flashckpt.core.lineage import BEGINNING
 from flashckpt.core.snapshot_id import SnapshotId
 from flashckpt.errors import DisagreementError, FlashckptError, RootError, ShardGapError, TensorMismatchError
@@ -72,7 +72,7 @@ class RestoreOutcome:
     """
 
     report: RestoreReport | None
-    record: GenerationRecord
+    record: Generation
     superseded: SnapshotId | None
     inventories: list[Inventory]
 
@@ -124,7 +124,7 @@ class RestoreCoordinator:
             mine = Inventory(
                 node=f"{boot_id().hex()}:{status.st_dev}:{status.st_ino}",
                 slots=tuple(self._slots()),
-                generation=None if record is None else (record.generation, record.parent),
+                generation=record,
                 restart=int(os.environ.get("FLASHCKPT_RESTART") or 0),
                 need_bytes=need_bytes,
                 free_bytes=free_bytes,
@@ -139,7 +139,7 @@ class RestoreCoordinator:
         require_same_request(found)
         return found
 
-    def _lineage(self) -> tuple[GenerationRecord | None, str]:
+    def _lineage(self) -> tuple[Generation | None, str]:
         """Return this node's record of the generation, and what is wrong with it: an error here would leave others waiting."""
         assert self.directory is not None
         try:
@@ -218,7 +218,7 @@ class RestoreCoordinator:
             record = self._begin_life(found.life, parent, inventories)
         superseded = parent if done is not None and done[0].on_root else None
         self.seconds["total"] = time.perf_counter() - self.started
-        final = None if done is None else _with(done[1], record.generation, self.seconds)
+        final = None if done is None else _with(done[1], record.number, self.seconds)
         return RestoreOutcome(report=final, record=record, superseded=superseded, inventories=inventories)
 
     def _try_all(self, inventories: Sequence[Inventory]) -> tuple[Candidates, tuple[Candidate, RestoreReport] | None]:
@@ -243,7 +243,7 @@ class RestoreCoordinator:
             if report is not None:
                 return found, (fresh[0], replace(report, passed_over=tuple(self._passed)))
 
-    def _begin_life(self, number: int, parent: SnapshotId | None, inventories: Sequence[Inventory]) -> GenerationRecord:
+    def _begin_life(self, number: int, parent: SnapshotId | None, inventories: Sequence[Inventory]) -> Generation:
         record = claim.claim(
             number,
             parent,

@@ -14,7 +14,7 @@ from flashckpt.core.manifest import Manifest
 from flashckpt.core.shard import Shard
 from flashckpt.errors import UnsupportedStateError
 from flashckpt.planning.peer_index import PeerQuery
-from flashckpt.restore.executor import Target
+from flashckpt.restore.destinations import Target
 from flashckpt.state import optimizer_state, pytree, state_forms
 from flashckpt.state.placement import Box, World, boxes_of, local_of, shard_of
 from flashckpt.state.registry import StateRegistry

@@ -8,9 +8,11 @@ and the receiver verifies them: a damaged chunk, or a slot that is no more, is r
 
 from __future__ import annotations
 
+import itertools
 import logging
 import time
 from collections.abc import Iterable, Mapping, Sequence
+from typing import NamedTuple
 
 import msgpack
 import numpy as np
@@ -22,9 +24,10 @@ from flashckpt.faults import crash_point
 from flashckpt.logs import guarded
 from flashckpt.planning import peer_index
 from flashckpt.planning.peer_index import ANSWER, RECORD, PeerQuery
+from flashckpt.planning.pieces import JOB_BYTES, Job
 from flashckpt.planning.selection import SlotLocation
-from flashckpt.restore.executor import JOB_BYTES, Piece
-from flashckpt.restore.sources import Meter, Source, Span, verify_chunks
+from flashckpt.restore.destinations import Bytes
+from flashckpt.restore.sources import Meter, Source, Spans, Verified, verify_spans
 from flashckpt.shm.segment import Pin
 from flashckpt.state import pytree
 
@@ -34,8 +37,21 @@ REQUEST = np.dtype([("job", "<u4"), ("slot", "<u4"), ("start", "<u8"), ("nbytes"
 """A byte range of the data area of a slot; ranges of one job are answered together."""
 _SENT, _LATER, _GONE = 0, 1, 2
 
-Job = Sequence[Piece]
 _log = guarded(logging.getLogger("flashckpt"))
+
+
+class SlotRange(NamedTuple):
+    """A range of the data area of a slot, in bytes."""
+
+    start: int
+    nbytes: int
+
+
+class SlotJob(NamedTuple):
+    """What one job wants of one slot."""
+
+    slot: int
+    ranges: Sequence[SlotRange]
 
 
 class PeerSource:
@@ -43,37 +59,36 @@ class PeerSource:
 
     Args:
         slot: Number of the slot.
-        place: Where it lies.
-        manifest: Of the rows that its holder told of; their places count in the slot's data.
+        location: Where it lies.
+        manifest: Of the rows that its holder sent; their places count in the slot's data.
     """
 
     tier = "peer"
     in_place = True
 
-    def __init__(self, slot: int, place: SlotLocation, manifest: Manifest) -> None:
-        self.slot, self.place, self.manifest = slot, place, manifest
+    def __init__(self, slot: int, location: SlotLocation, manifest: Manifest) -> None:
+        self.slot, self.location, self.manifest = slot, location, manifest
         self.meter = Meter()
-        self.name = f"rank {place.rank} (memory of {place.host})"
+        self.name = f"rank {location.rank} (memory of {location.host})"
         self.is_gone = False
-        self._landed: dict[tuple[int, int], memoryview] = {}
+        self._arrived: dict[SlotRange, tuple[Bytes, int]] = {}
 
     def read(self, row: int, start: int, out: memoryview) -> None:
-        """See Source: a span that has arrived is copied, then verified in its new place."""
-        span = Span(row=row, start=start, stop=start + len(out))
+        """See Source: a range that has arrived is copied, then verified in its new place."""
         began = time.perf_counter()
-        np.copyto(np.frombuffer(out, np.uint8), np.frombuffer(self._arrived(span), np.uint8))
+        spans = Spans([row], [start], [start + len(out)])
+        data, (at,) = self._located(spans)
+        into = np.frombuffer(out, np.uint8)
+        np.copyto(into, data[at : at + len(out)])
         copied = time.perf_counter()
-        verify_chunks(self, span, out)
+        verify_spans(self, spans, Verified(into, [0]))
         self.meter.add(0, copied - began, time.perf_counter() - copied, requests=0)
 
-    def views(self, spans: Sequence[Span]) -> list[memoryview]:
+    def verified(self, spans: Spans) -> Verified:
         """See Source: the bytes as they arrived."""
         began = time.perf_counter()
-        found = []
-        for span in spans:
-            view = self._arrived(span)
-            verify_chunks(self, span, view)
-            found.append(view)
+        found = self._located(spans)
+        verify_spans(self, spans, found)
         self.meter.add(0, 0.0, time.perf_counter() - began, requests=0)
         return found
 
@@ -82,30 +97,43 @@ class PeerSource:
 
     def close(self) -> None:
         """See Source."""
-        self._landed.clear()
+        self._arrived.clear()
 
-    def range_of(self, span: Span) -> tuple[int, int]:
-        """Return (first byte, bytes) of a span in the slot's data."""
-        return int(self.manifest.table.byte_offset[span.row]) + span.start, span.stop - span.start
+    def ranges(self, job: Job) -> list[SlotRange]:
+        """Return the ranges of the slot's data that a job is made of, each once."""
+        p, at = job.pieces, job.rows
+        starts = self.manifest.table.byte_offset[p.row[at]] + p.start[at]
+        columns = zip(starts.tolist(), (p.stop[at] - p.start[at]).tolist(), strict=True)
+        return list(dict.fromkeys(itertools.starmap(SlotRange, columns)))
 
     def has(self, job: Job) -> bool:
         """Whether all of a job has arrived, or never will."""
-        return self.is_gone or all(self.range_of(piece.span) in self._landed for piece in job)
+        return self.is_gone or all(one in self._arrived for one in self.ranges(job))
 
-    def land(self, place: tuple[int, int], view: memoryview) -> None:
-        """Take bytes that have arrived; they stay until `close`."""
-        self._landed[place] = view
-        self.meter.add(len(view), 0.0, 0.0)
+    def take_in(self, ranges: Sequence[SlotRange], data: memoryview) -> None:
+        """Take bytes that have arrived, one range behind the other; they stay until `close`."""
+        block, at = np.frombuffer(data, np.uint8), 0
+        for one in ranges:
+            self._arrived[one] = block, at
+            at += one.nbytes
+        self.meter.add(at, 0.0, 0.0, requests=len(ranges))
 
-    def _arrived(self, span: Span) -> memoryview:
-        view = self._landed.get(self.range_of(span))
-        if view is None:
+    def _located(self, spans: Spans) -> Verified:
+        """Return where ranges lie among what has arrived; those of several rounds are put together."""
+        starts = (self.manifest.table.byte_offset[spans.rows] + np.array(spans.starts, np.int64)).tolist()
+        sizes = [stop - start for start, stop in zip(spans.starts, spans.stops, strict=True)]
+        found = [self._arrived.get(SlotRange(*one)) for one in zip(starts, sizes, strict=True)]
+        places = [place for place in found if place is not None]
+        if len(places) < len(found):
             raise DamagedError(
-                f"A snapshot in memory is no longer there: {self.name}",
-                found=f"the rank that answers for it ({self.place.server}) could not read it",
+                f"a snapshot in memory is no longer there: {self.name}",
+                found=f"the rank that answers for it ({self.location.server}) could not read it",
                 state="Nothing was taken from it.",
             )
-        return view
+        if len({id(block) for block, _ in places}) == 1:
+            return Verified(places[0][0], [at for _, at in places])
+        whole = np.concatenate([block[at : at + n] for (block, at), n in zip(places, sizes, strict=True)])
+        return Verified(whole, [0, *itertools.accumulate(sizes)][:-1])
 
 
 class Peers:
@@ -113,7 +141,7 @@ class Peers:
 
     Args:
         group: Carries host memory between the ranks.
-        places: Every slot that holds the snapshot, the same list on every rank.
+        locations: Every slot that holds the snapshot, the same list on every rank.
         held: What this rank answers for: slot number -> (its lease, its manifest).
         rank: This rank.
         node: Its node.
@@ -122,13 +150,13 @@ class Peers:
     def __init__(
         self,
         group: HostGroup,
-        places: Sequence[SlotLocation],
+        locations: Sequence[SlotLocation],
         held: Mapping[int, tuple[Pin, Manifest]],
         *,
         rank: int,
         node: int,
     ) -> None:
-        self._group, self._places, self._held = group, places, held
+        self._group, self._locations, self._held = group, locations, held
         self._rank, self._node = rank, node
         self._rows: dict[int, set[int]] = {}
         self._values: set[int] = set()
@@ -147,7 +175,7 @@ class Peers:
         primary = self._look_up(self._ask_directory(held, asked))
         manifests = self._ask_holders()
         return [
-            PeerSource(slot, self._places[slot], manifest)
+            PeerSource(slot, self._locations[slot], manifest)
             for slot, manifest in sorted(manifests.items(), key=lambda one: (one[0] not in primary, one[0]))
         ]
 
@@ -169,7 +197,7 @@ class Peers:
         """Note the rows that were found on other nodes; return the slots that are meant first."""
         primary = set()
         for slot, row, copy in np.concatenate(answers).tolist():
-            if self._places[slot].node == self._node:
+            if self._locations[slot].node == self._node:
                 continue
             rows = self._rows.setdefault(slot, set())
             if row >= 0:
@@ -184,7 +212,7 @@ class Peers:
         wanted: list[list[list[object]]] = [[] for _ in range(self._group.ranks)]
         for slot, rows in sorted(self._rows.items()):
             packed = np.array(sorted(rows), "<u4").tobytes()
-            wanted[self._places[slot].server].append([slot, packed, slot in self._values])
+            wanted[self._locations[slot].server].append([slot, packed, slot in self._values])
         arrived = self._group.all_to_all([[msgpack.packb(one)] for one in wanted])
         told = [[self._tell(*one) for one in msgpack.unpackb(part)] for part in arrived]
         replies = [msgpack.unpackb(part) for part in self._group.all_to_all([[msgpack.packb(one)] for one in told])]
@@ -193,7 +221,7 @@ class Peers:
             try:
                 found[slot] = decode_manifest(raw)
             except FlashckptError as error:
-                _log.warning("rank %d is left out: %s", self._places[slot].rank, error.problem)
+                _log.warning("rank %d is left out: %s", self._locations[slot].rank, error.problem)
         return found
 
     def _tell(self, slot: int, packed: bytes, values: bool) -> tuple[int, bytes | None]:
@@ -208,21 +236,21 @@ class Peers:
 
     # -- rounds ------------------------------------------------------------------------------------------
 
-    def transfer(self, jobs: Sequence[tuple[int, Sequence[tuple[int, int]]]]) -> list[list[memoryview] | int] | None:
+    def transfer(self, jobs: Sequence[SlotJob]) -> list[memoryview | int] | None:
         """Go through one round. Collective.
 
         Args:
-            jobs: Per job the slot and the (first byte, bytes) of its data; together at most ROUND_BYTES.
+            jobs: Together at most ROUND_BYTES.
 
         Returns:
-            Per job its ranges' bytes, or why there are none; None once no rank wants anything any more.
+            Per job its ranges' bytes one behind the other, or why there are none; None once no rank wants anything.
         """
         if self._group.total(len(jobs)) == 0:
             return None
         crash_point("peers.before-round")
         by_server: dict[int, list[int]] = {}
-        for index, (slot, _) in enumerate(jobs):
-            by_server.setdefault(self._places[slot].server, []).append(index)
+        for index, job in enumerate(jobs):
+            by_server.setdefault(self._locations[job.slot].server, []).append(index)
         asked = [_requests(jobs, by_server.get(server, ())) for server in range(self._group.ranks)]
         arrived = self._group.all_to_all([[one.tobytes()] for one in asked])
         parts = self._serve([np.frombuffer(part, REQUEST) for part in arrived])
@@ -230,9 +258,9 @@ class Peers:
         replies = self._group.all_to_all(parts)
         crash_point("peers.after-round")
         self.round += 1
-        found: list[list[memoryview] | int] = [_GONE] * len(jobs)
+        found: list[memoryview | int] = [_GONE] * len(jobs)
         for server, indices in by_server.items():
-            for index, reply in zip(indices, _replies(replies[server], [jobs[i][1] for i in indices]), strict=True):
+            for index, reply in zip(indices, _replies(replies[server], [jobs[i] for i in indices]), strict=True):
                 found[index] = reply
         return found
 
@@ -287,7 +315,7 @@ class PeerExchange:
 
     def is_far(self, job: Job) -> bool:
         """Whether the bytes of a job are still on another node."""
-        source = self._sources.get(job[0].source)
+        source = self._sources.get(job.source)
         return source is not None and not source.has(job)
 
     def exchange(self, jobs: Sequence[Job]) -> tuple[list[Job], list[Job]] | None:
@@ -302,12 +330,11 @@ class PeerExchange:
         later: list[Job] = []
         nbytes = 0
         for job in jobs:
-            size = sum(length for _, length in self._ranges(job))
+            size = sum(one.nbytes for one in self._of(job).ranges)
             fits = not now or nbytes + size <= ROUND_BYTES
             (now if fits else later).append(job)
             nbytes += size if fits else 0
-        wanted = [(self._sources[job[0].source].slot, self._ranges(job)) for job in now]
-        replies = self._peers.transfer(wanted)
+        replies = self._peers.transfer([self._of(job) for job in now])
         if replies is None:
             self.is_over = True
             return None
@@ -315,7 +342,7 @@ class PeerExchange:
         waiting: list[Job] = []
         for job, reply in zip(now, replies, strict=True):
             (waiting if reply == _LATER else arrived).append(job)
-            self._land(job, reply)
+            self._take_in(job, reply)
         return arrived, waiting + later
 
     def drain(self) -> None:
@@ -323,17 +350,16 @@ class PeerExchange:
         while not self.is_over:
             self.exchange([])
 
-    def _ranges(self, job: Job) -> list[tuple[int, int]]:
-        source = self._sources[job[0].source]
-        return list(dict.fromkeys(source.range_of(piece.span) for piece in job))
+    def _of(self, job: Job) -> SlotJob:
+        source = self._sources[job.source]
+        return SlotJob(source.slot, source.ranges(job))
 
-    def _land(self, job: Job, reply: list[memoryview] | int) -> None:
-        source = self._sources[job[0].source]
+    def _take_in(self, job: Job, reply: memoryview | int) -> None:
+        source = self._sources[job.source]
         if reply == _GONE:
             source.is_gone = True
         elif not isinstance(reply, int):
-            for place, view in zip(self._ranges(job), reply, strict=True):
-                source.land(place, view)
+            source.take_in(source.ranges(job), reply)
 
 
 def _unpacked(part: memoryview) -> tuple[peer_index.Records, peer_index.Records]:
@@ -342,29 +368,24 @@ def _unpacked(part: memoryview) -> tuple[peer_index.Records, peer_index.Records]
     return np.frombuffer(part[8:end], RECORD), np.frombuffer(part[end:], RECORD)
 
 
-def _requests(jobs: Sequence[tuple[int, Sequence[tuple[int, int]]]], indices: Sequence[int]) -> peer_index.Records:
-    rows = [(index, jobs[index][0], start, nbytes) for index in indices for start, nbytes in jobs[index][1]]
+def _requests(jobs: Sequence[SlotJob], indices: Sequence[int]) -> peer_index.Records:
+    rows = [(index, jobs[index].slot, *one) for index in indices for one in jobs[index].ranges]
     return np.array(rows, REQUEST)
 
 
-def _replies(part: memoryview, jobs: Sequence[Sequence[tuple[int, int]]]) -> list[list[memoryview] | int]:
+def _replies(part: memoryview, jobs: Sequence[SlotJob]) -> list[memoryview | int]:
     """Take one holder's part to pieces: per job the bytes of its ranges, or why there are none.
 
     A part that ends too early, or says what no holder says, counts as a slot that is gone: another source is read.
     """
     states, at = bytes(part[: len(jobs)]).ljust(len(jobs), bytes([_GONE])), len(jobs)
-    found: list[list[memoryview] | int] = []
-    for state, ranges in zip(states, jobs, strict=True):
-        if state != _SENT:
-            found.append(_LATER if state == _LATER else _GONE)
+    found: list[memoryview | int] = []
+    for state, job in zip(states, jobs, strict=True):
+        size = sum(one.nbytes for one in job.ranges)
+        if state == _SENT and at + size <= len(part):
+            found.append(part[at : at + size])
+            at += size
             continue
-        if at + sum(nbytes for _, nbytes in ranges) > len(part):
-            found.append(_GONE)
-            at = len(part)
-            continue
-        views = []
-        for _, nbytes in ranges:
-            views.append(part[at : at + nbytes])
-            at += nbytes
-        found.append(views)
+        found.append(_LATER if state == _LATER else _GONE)
+        at = len(part) if state == _SENT else at
     return found

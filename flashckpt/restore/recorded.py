@@ -8,23 +8,23 @@ from pathlib import Path
 
 from flashckpt.core.manifest import Manifest
 from flashckpt.core.shard import Shard
+from flashckpt.core.shard_table import ShardTable
 from flashckpt.core.snapshot_id import SnapshotId
 from flashckpt.errors import FlashckptError
 from flashckpt.restore.live_state import Names, absent_state
 from flashckpt.shm.job_directory import JobDirectory
 from flashckpt.shm.segment import Segment
 from flashckpt.state.registry import StateRegistry
-from flashckpt.state.structure import in_order
 
 
-def with_recorded(shards: list[Shard], layout: int, directory: JobDirectory, tracked: StateRegistry) -> list[Shard]:
-    """Return shards with those of the newest snapshot that are not among them: optimizer state, lists of tensors.
+def recorded_beside(table: ShardTable, layout: int, directory: JobDirectory, tracked: StateRegistry) -> list[Shard]:
+    """Return shards of the newest snapshot that are not among the planned ones: optimizer state, lists of tensors.
 
     Only a forecast: what the restore then brings is planned when it is there.
 
     Args:
-        shards: What memory would be reserved for, in order.
-        layout: Their layout hash; where this rank's newest snapshot has the same, there is nothing to add.
+        table: What memory would be reserved for.
+        layout: Its layout hash; where this rank's newest snapshot has the same, there is nothing to add.
         directory: Of the job on this node.
         tracked: The live objects, after `structure`.
     """
@@ -33,18 +33,16 @@ def with_recorded(shards: list[Shard], layout: int, directory: JobDirectory, tra
     held = [one for one in slots if one[0] == newest]
     mine = [one for one in held if one[1] == tracked.world.rank]
     if not held or any(one[2] == layout for one in mine):
-        return shards
+        return []
     labels = {*tracked.modules, *tracked.optimizers, *tracked.objects}
-    known = {shard.fqn for shard in shards}
+    known = set(table.fqns)
     manifests = list(_manifests(mine or held))
     if mine and manifests and manifests[0].world_size == tracked.world.size:
-        table = manifests[0].table
-        found = [table.shard(row) for row in range(len(table)) if table.fqn(row) not in known]
-        more = [shard for shard in found if shard.fqn.partition("@")[0].partition(".")[0] in labels]
-    else:
-        names = Names(list(_manifests(held)))
-        more = [shard for one in absent_state(tracked, names) for shard in one.shards if shard.fqn not in known]
-    return in_order([*shards, *more])
+        held_rows = manifests[0].table
+        found = [held_rows.shard(row) for row in range(len(held_rows)) if held_rows.fqn(row) not in known]
+        return [shard for shard in found if shard.fqn.partition("@")[0].partition(".")[0] in labels]
+    names = Names(list(_manifests(held)))
+    return [shard for one in absent_state(tracked, names) for shard in one.shards if shard.fqn not in known]
 
 
 def _slots(directory: JobDirectory) -> Iterator[tuple[SnapshotId, int, int, Path, int]]:

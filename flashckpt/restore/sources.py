@@ -10,29 +10,39 @@ import mmap
 import threading
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import numpy as np
-import numpy.typing as npt
 
 from flashckpt.checkpoint.compression import PackedObjects
 from flashckpt.core.digest import CHUNK_BYTES, copy_and_digest, digest
 from flashckpt.core.manifest import Manifest
 from flashckpt.core.snapshot_id import SnapshotId
 from flashckpt.errors import DamagedError
+from flashckpt.restore.destinations import Bytes, address_of
 from flashckpt.shm import prefault
 from flashckpt.shm.segment import Pin, Segment
 from flashckpt.storage.store import Store
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Span:
-    """Whole chunks of one row: `start` is a multiple of CHUNK_BYTES, `stop` too or the end of the row (bytes)."""
+class Spans(NamedTuple):
+    """Ranges of whole chunks, one entry per range: `starts` are multiples of CHUNK_BYTES, `stops` too or the row's end."""
 
-    row: int
-    start: int
-    stop: int
+    rows: list[int]
+    starts: list[int]
+    stops: list[int]
+
+
+class Verified(NamedTuple):
+    """Bytes that match their digests.
+
+    Attributes:
+        data: np.uint8, holds them all.
+        offsets: Where each range starts in it.
+    """
+
+    data: Bytes
+    offsets: list[int]
 
 
 class Meter:
@@ -61,8 +71,7 @@ class Source(Protocol):
         tier: "memory", "peer" or "storage": what the report counts under.
         name: What an error calls it.
         manifest: What it holds; `table.byte_offset` counts from the start of its data.
-        ranks: The ranks whose state it holds, as an error names them.
-        in_place: Whether `views` costs no copy (a slot mapped into this process).
+        in_place: Whether `verified` costs no copy (a slot mapped into this process).
         meter: Counters.
     """
 
@@ -81,15 +90,15 @@ class Source(Protocol):
         """
         ...
 
-    def views(self, spans: Sequence[Span]) -> list[memoryview]:
-        """Return the verified bytes of spans that follow each other closely in one object.
+    def verified(self, spans: Spans) -> Verified:
+        """Return the verified bytes of ranges that follow each other closely in one object.
 
-        The views are read-only in spirit and hold until this thread's next call. Raises as `read`.
+        They are only read, and hold until this thread's next call. Raises as `read`.
         """
         ...
 
     def check(self) -> None:
-        """Raise DamagedError where what `views` returned may have changed since."""
+        """Raise DamagedError where what `verified` returned may have changed since."""
         ...
 
     def close(self) -> None:
@@ -98,7 +107,7 @@ class Source(Protocol):
 
 
 class MemorySource:
-    """One slot of a segment on this node, held by a lease while this object lives.
+    """One slot of a segment on this node, pinned while this object lives.
 
     Args:
         segment: An attached segment; it may be closed afterwards.
@@ -124,7 +133,7 @@ class MemorySource:
         except BaseException:
             self.close()
             raise
-        self._mapped: npt.NDArray[np.uint8] | None = None
+        self._mapped: Bytes | None = None
         self._lock = threading.Lock()
         if identity is not None and self.manifest.identity != identity:
             self.close()
@@ -140,7 +149,7 @@ class MemorySource:
         begin = start // CHUNK_BYTES * CHUNK_BYTES
         held = self._held(row, begin, min(-(-stop // CHUNK_BYTES) * CHUNK_BYTES, end))
         into = np.frombuffer(out, np.uint8)
-        address, copy_s, verify_s = int(into.ctypes.data), 0.0, 0.0
+        address, copy_s, verify_s = address_of(into), 0.0, 0.0
         for chunk in range(start // CHUNK_BYTES, -(-stop // CHUNK_BYTES)):
             first, last = chunk * CHUNK_BYTES, min((chunk + 1) * CHUNK_BYTES, end)
             low, high = max(first, start), min(last, stop)
@@ -160,39 +169,45 @@ class MemorySource:
         self.check()
         self.meter.add(_rounded(start, stop, end), copy_s, verify_s)
 
-    def views(self, spans: Sequence[Span]) -> list[memoryview]:
+    def verified(self, spans: Spans) -> Verified:
         """See Source: the slot's own bytes, verified in place."""
         t0 = time.perf_counter()
-        found = []
-        for span in spans:
-            view = self._held(span.row, span.start, span.stop).data
-            verify_chunks(self, span, view)
-            found.append(view)
-        self.meter.add(sum(map(len, found)), 0.0, time.perf_counter() - t0)
+        mapped = self._map()
+        rows, starts, stops = (np.array(column, np.int64) for column in spans)
+        places = self.manifest.table.byte_offset[rows] + starts
+        low, high = int(places.min()), int((places + stops - starts).max())
+        prefault.populate(address_of(mapped) + low, high - low, write=False)
+        found = Verified(mapped, places.tolist())
+        verify_spans(self, spans, found)
+        self.meter.add(int((stops - starts).sum()), 0.0, time.perf_counter() - t0)
         return found
 
     def check(self) -> None:
-        """See Source: the header is read again (a lease holds writers off, but is never the proof)."""
+        """See Source: the header is read again (a pin holds writers off, but is never the proof)."""
         if self._pin is None or not self._pin.is_current():
             raise self._gone("it was overwritten while it was read")
 
     def close(self) -> None:
-        """Release the lease."""
+        """Release the pin."""
         if self._pin is not None:
             self._mapped = None
             self._pin.close()
             self._pin = None
 
-    def _held(self, row: int, start: int, stop: int) -> npt.NDArray[np.uint8]:
-        """Return bytes [start, stop) of a row where they lie in the slot; only pages that are read are ever mapped."""
+    def _map(self) -> Bytes:
+        """Return the slot's data; only pages that are read are ever mapped."""
         with self._lock:
             if self._mapped is None:
                 if self._pin is None:
-                    raise self._gone("the lease was given up")
+                    raise self._gone("the pin was given up")
                 self._mapped = np.frombuffer(self._pin.map(populate=False), np.uint8)
-            base = int(self.manifest.table.byte_offset[row])
-            held = self._mapped[base + start : base + stop]
-        prefault.populate(int(held.ctypes.data), len(held), write=False)
+            return self._mapped
+
+    def _held(self, row: int, start: int, stop: int) -> Bytes:
+        """Return bytes [start, stop) of a row where they lie in the slot."""
+        base = int(self.manifest.table.byte_offset[row])
+        held = self._map()[base + start : base + stop]
+        prefault.populate(address_of(held), len(held), write=False)
         return held
 
     def _verify(self, row: int, chunk: int, found: int) -> None:
@@ -235,26 +250,22 @@ class StorageSource:
         if (first, last) == (start, stop):
             self._fetch(row, start, out)
             t0 = time.perf_counter()
-            verify_chunks(self, Span(row=row, start=start, stop=stop), out)
+            verify_spans(self, Spans([row], [start], [stop]), Verified(np.frombuffer(out, np.uint8), [0]))
             self.meter.add(0, 0.0, time.perf_counter() - t0, requests=0)
             return
-        (view,) = self.views([Span(row=row, start=first, stop=last)])
-        np.copyto(np.frombuffer(out, np.uint8), np.frombuffer(view, np.uint8)[start - first : stop - first])
+        data, (at,) = self.verified(Spans([row], [first], [last]))
+        np.copyto(np.frombuffer(out, np.uint8), data[at + start - first : at + stop - first])
 
-    def views(self, spans: Sequence[Span]) -> list[memoryview]:
-        """See Source: one request for all spans."""
-        table = self.manifest.table
-        places = [int(table.byte_offset[span.row]) for span in spans]
-        base = min(place + span.start for place, span in zip(places, spans, strict=True))
-        stop = max(place + span.stop for place, span in zip(places, spans, strict=True))
-        scratch = self._buffer(stop - base)
-        self._fetch(spans[0].row, base - places[0], scratch)
+    def verified(self, spans: Spans) -> Verified:
+        """See Source: one request for all ranges."""
+        rows, starts, stops = (np.array(column, np.int64) for column in spans)
+        places = self.manifest.table.byte_offset[rows] + starts
+        base, end = int(places.min()), int((places + stops - starts).max())
+        scratch = self._buffer(end - base)
+        self._fetch(spans.rows[0], base - int(self.manifest.table.byte_offset[spans.rows[0]]), scratch)
         t0 = time.perf_counter()
-        found = []
-        for place, span in zip(places, spans, strict=True):
-            view = scratch[place + span.start - base : place + span.stop - base]
-            verify_chunks(self, span, view)
-            found.append(view)
+        found = Verified(np.frombuffer(scratch, np.uint8), (places - base).tolist())
+        verify_spans(self, spans, found)
         self.meter.add(0, 0.0, time.perf_counter() - t0, requests=0)
         return found
 
@@ -272,21 +283,27 @@ class StorageSource:
         self.meter.add(len(out), time.perf_counter() - t0, 0.0)
 
     def _buffer(self, nbytes: int) -> memoryview:
-        """Return this thread's scratch, grown to `nbytes` (bounded by the size of a job in restore.py)."""
+        """Return this thread's scratch, grown to `nbytes` (bounded by the size of a job in planning/pieces.py)."""
         if len(getattr(self._scratch, "data", b"")) < nbytes:
             self._scratch.data = mmap.mmap(-1, nbytes)  # page-aligned, so that the disk can fill it without a copy
         return memoryview(self._scratch.data)[:nbytes]
 
 
-def verify_chunks(source: Source, span: Span, view: memoryview) -> None:
-    """Compare the bytes of a span with the digests of its manifest; DamagedError names the first bad chunk."""
+def verify_spans(source: Source, spans: Spans, found: Verified) -> None:
+    """Compare bytes with the digests of their manifest; DamagedError names the first bad chunk."""
     manifest = source.manifest
-    first = int(manifest.table.first_chunk[span.row])
-    for at in range(0, len(view), CHUNK_BYTES):
-        chunk = (span.start + at) // CHUNK_BYTES
-        expected = int(manifest.digests[first + chunk])
-        if (found := digest(view[at : at + CHUNK_BYTES])) != expected:
-            raise damaged_chunk(source, span.row, chunk, found, expected)
+    firsts = manifest.table.first_chunk[spans.rows] + np.array(spans.starts, np.int64) // CHUNK_BYTES
+    view = found.data.data
+    sizes = map(int.__sub__, spans.stops, spans.starts)
+    digests = manifest.digests[firsts].tolist()
+    for k, (at, nbytes, expected) in enumerate(zip(found.offsets, sizes, digests, strict=True)):
+        # most ranges are one chunk: nothing else is done for those than to hash and to compare
+        if (actual := digest(view[at : at + min(nbytes, CHUNK_BYTES)])) != expected:
+            raise damaged_chunk(source, spans.rows[k], spans.starts[k] // CHUNK_BYTES, actual, expected)
+        for chunk in range(1, -(-nbytes // CHUNK_BYTES)):
+            start, want = at + chunk * CHUNK_BYTES, int(manifest.digests[int(firsts[k]) + chunk])
+            if (actual := digest(view[start : min(start + CHUNK_BYTES, at + nbytes)])) != want:
+                raise damaged_chunk(source, spans.rows[k], spans.starts[k] // CHUNK_BYTES + chunk, actual, want)
 
 
 def damaged_chunk(source: Source, row: int, chunk: int, found: int, expected: int) -> DamagedError:

@@ -1,10 +1,10 @@
-"""Which snapshots every rank is known to hold: the knowledge behind invariant M1. Torch-free.
+"""Which snapshots every rank has acknowledged: what invariant M1 relies on. Torch-free.
 
-A rank publishes the identities of its COMPLETE slots: in its control row for the ranks of its node, and, when
-the job has several nodes, under a key of the generation in the process group's store, from the copy thread. What
-is read is a statement about the past, and that is enough: an identity goes away only when every rank
-is known to hold a newer one, so the newest identity that everybody once published is held by
-everybody or superseded by a newer common one.
+A rank publishes the ids of its COMPLETE slots: in its control row for the ranks of its node and, when the job
+has several nodes, under a key of the generation in the process group's store, from the copy thread. What is
+read may be out of date, and that is enough: an id goes away only when every rank has acknowledged a newer
+one, so the newest id that every rank once published is either still held by all or superseded by a newer
+common one.
 """
 
 from __future__ import annotations
@@ -13,15 +13,16 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-from flashckpt.core.lineage import Life, is_rolled_back
+from flashckpt.core.generation import Generation
+from flashckpt.core.lineage import is_rolled_back
 from flashckpt.core.snapshot_id import NEVER, SnapshotId
 from flashckpt.shm.control import Control, RankAcks, decode_acks, encode_acks
 
 _PREFIX = "flashckpt/complete"
 
 
-class KeyValueStore(Protocol):
-    """What is used of a c10d store; `check` tells whether keys exist without waiting for them."""
+class GroupStore(Protocol):
+    """The part of a c10d store that is used; `check` does not wait for a key."""
 
     def set(self, key: str, value: Any, /) -> None:
         """Set a key."""
@@ -34,17 +35,17 @@ class KeyValueStore(Protocol):
 
 
 class SnapshotAcks:
-    """This rank's side: publish what it holds, read what all hold.
+    """This rank's side: publish what it holds, read what all ranks hold.
 
     Args:
         control: The node's control file, or None without one.
         local_rank: This rank's row.
-        rank, world_size, generation: Of the worker group.
+        rank, world_size, generation: This rank's, the worker group's.
         local_world_size: Ranks of this node, rows 0 to local_world_size - 1 of the control file.
         store: The process group's store; None if all ranks are on this node.
-        restored: Identity of the snapshot *in memory* that this life was restored from.
-        parent: Identity this life was restored from, in memory or on storage; `restored` if not given.
-            Snapshots off this line are not published, even before their slots are marked EMPTY.
+        restored: Id of the snapshot *in memory* that this generation was restored from.
+        parent: Id this generation was restored from, in memory or on storage; `restored` if not given.
+            Snapshots that it rolled back are not published, even before their slots are marked EMPTY.
     """
 
     def __init__(
@@ -56,7 +57,7 @@ class SnapshotAcks:
         world_size: int,
         local_world_size: int,
         generation: int,
-        store: KeyValueStore | None = None,
+        store: GroupStore | None = None,
         restored: SnapshotId | None = None,
         parent: SnapshotId | None = None,
     ) -> None:
@@ -65,37 +66,33 @@ class SnapshotAcks:
         self._rank, self._world_size, self._generation = rank, world_size, generation
         self._store = store if world_size > local_world_size else None
         self._restored = restored
-        self._line = [Life(generation=generation, parent=parent or restored)]
-        self._passed = NEVER
+        self._line = [Generation(number=generation, parent=parent or restored)]
+        self._low_watermark = NEVER
 
-    def publish(self, identities: Iterable[SnapshotId], *, passed: SnapshotId | None = None) -> None:
-        """Tell the others what this rank holds COMPLETE now; call after each COMPLETE, discard, skip and abandoned slot.
+    def publish(self, identities: Iterable[SnapshotId], *, low_watermark: SnapshotId | None = None) -> None:
+        """Publish what this rank holds COMPLETE; call after each COMPLETE, discard, skip and rolled-back slot.
 
         Args:
             identities: Its COMPLETE snapshots.
-            passed: The identity just discarded or skipped: none up to it will be completed any more. Without
+            low_watermark: The id just discarded or skipped: this rank will complete nothing up to it any more. Without
                 it two ranks that lost different snapshots would wait for each other for ever.
         """
-        if passed is not None:
-            self._passed = max(self._passed, passed)
-        mine = RankAcks.of((i for i in identities if not is_rolled_back(i, self._line)), self._passed)
+        if low_watermark is not None:
+            self._low_watermark = max(self._low_watermark, low_watermark)
+        mine = RankAcks.of((i for i in identities if not is_rolled_back(i, self._line)), self._low_watermark)
         if self._control is not None:
             row = self._control.row(self._local_rank)
             if row.generation != self._generation or row.rank != self._rank:
-                row.forget()  # a list of the row's previous occupant must never be read as ours
+                row.forget()  # the list of the row's previous owner must never be read as ours
                 row.rank, row.world_size, row.generation = self._rank, self._world_size, self._generation
             row.publish(mine)
         if self._store is not None:
             self._store.set(self._key(self._rank), encode_acks(mine))
 
     def known(self) -> AckedSnapshots:
-        """Return what all ranks of this generation are known to hold, and what can never become common."""
+        """Return what all ranks of this generation hold, and what can never become common."""
         held = self._from_store() if self._store is not None else self._from_control()
         return combine_acks(held, restored=self._restored)
-
-    def common(self) -> list[SnapshotId]:
-        """Return `known().common`, newest first."""
-        return list(self.known().common)
 
     def _key(self, rank: int) -> str:
         return f"{_PREFIX}/g{self._generation}/r{rank}"
@@ -103,7 +100,7 @@ class SnapshotAcks:
     def _from_store(self) -> list[RankAcks | None]:
         assert self._store is not None
         keys = [self._key(rank) for rank in range(self._world_size)]
-        # check first: get() waits for a key that somebody has not set yet
+        # check first: get() waits for a key that is not set yet
         return [decode_acks(bytes(self._store.get(key))) if self._store.check([key]) else None for key in keys]
 
     def _from_control(self) -> list[RankAcks | None]:
@@ -112,7 +109,7 @@ class SnapshotAcks:
 
 
 def rank_acks(control: Control, *, generation: int, rows: int | None = None) -> list[RankAcks | None]:
-    """Return what each row has published; None for a row of another generation (a dead previous occupant)."""
+    """Return what each row has published; None for a row of another generation (a dead previous owner)."""
     found: list[RankAcks | None] = []
     for index in range(control.rows if rows is None else rows):
         row = control.row(index)
@@ -122,28 +119,28 @@ def rank_acks(control: Control, *, generation: int, rows: int | None = None) -> 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AckedSnapshots:
-    """What one rank knows of all.
+    """What one rank knows about all ranks.
 
     Attributes:
-        common: Identities that every rank holds (or that this life was restored from), newest first.
-        hopeless: Identities that some rank holds and that can never become common: another rank passed
+        common: Ids that every rank holds (or that this generation was restored from), newest first.
+        unrecoverable: Identities that some rank holds and that can never become common: another rank is
             them and does not hold them. They protect nothing; without them two ranks that lost
             different snapshots would each keep the slots the other waits for.
     """
 
     common: tuple[SnapshotId, ...] = ()
-    hopeless: frozenset[SnapshotId] = frozenset()
+    unrecoverable: frozenset[SnapshotId] = frozenset()
 
 
 def combine_acks(held: Sequence[RankAcks | None], *, restored: SnapshotId | None = None) -> AckedSnapshots:
     """Return what follows from the published lists of all ranks; None stands for a rank that has not published.
 
-    `restored` is the snapshot in memory that this life began with: every rank agreed that it was common.
+    `restored` is the snapshot in memory that this generation began with: every rank agreed that it was common.
     """
     lists = [part for part in held if part is not None]
     everything = {identity for part in lists for identity in part.complete}
-    hopeless = {i for i in everything if i != restored and any(p.lacks(i) for p in lists)}
+    unrecoverable = {i for i in everything if i != restored and any(p.lacks(i) for p in lists)}
     common: set[SnapshotId] = {restored} if restored is not None else set()
     if lists and len(lists) == len(held):
         common |= set.intersection(*(set(part.complete) for part in lists))
-    return AckedSnapshots(common=tuple(sorted(common, reverse=True)), hopeless=frozenset(hopeless))
+    return AckedSnapshots(common=tuple(sorted(common, reverse=True)), unrecoverable=frozenset(unrecoverable))

@@ -1,11 +1,11 @@
 """Blocks of host memory that segments are made of: `multiprocessing.shared_memory` in /dev/shm, else a file on tmpfs.
 
-A block in /dev/shm has two names. Its durable one is a hard link in the job directory (`r00003-<layout>.seg`): the
-segment exists from that link on, and goes with it. Its own one, `flashckpt-<uid>-<job>-r00003-<layout>`, lets any Python
-process attach with the standard library alone, and may go at any time: before Python 3.13 a process that attaches
+A block in /dev/shm has two names. Its durable name is a hard link in the job directory (`r00003-<layout>.seg`): the
+segment exists as long as that link. Its POSIX name, `flashckpt-<uid>-<job>-r00003-<layout>`, lets any Python
+process attach with the standard library alone, and may vanish at any time: before Python 3.13 a process that attaches
 registers the block with its resource tracker, which unlinks that name when the process ends. Nothing is lost then, and
-the next writer of the segment names it again. For the same reason our own processes never register a block: undoing it
-would leave a moment in which SIGKILL makes the tracker remove it.
+the next writer of the segment restores it. For the same reason our own processes never register a block: registering
+and undoing it would leave a moment in which SIGKILL makes the tracker remove it.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ _LONGEST_JOB = 120
 _LOCK = threading.Lock()
 
 
-class Block(Protocol):
+class MappedBlock(Protocol):
     """A writable mapping of a whole segment."""
 
     @property
@@ -37,7 +37,7 @@ class Block(Protocol):
         """All its bytes."""
 
     def close(self) -> None:
-        """Unmap it; buffers that are still in use keep the mapping until they go."""
+        """Unmap it; buffers still in use keep the mapping until they are freed."""
 
 
 class _NoTracker:
@@ -47,13 +47,13 @@ class _NoTracker:
 
 
 class SharedBlock(shared_memory.SharedMemory):
-    """A `SharedMemory` that no resource tracker hears of, and whose buffers may outlive `close()`."""
+    """A `SharedMemory` unknown to every resource tracker, whose buffers may outlive `close()`."""
 
     def __init__(self, name: str, *, create: bool = False, size: int = 0) -> None:
         if sys.version_info >= (3, 13):
             super().__init__(name, create=create, size=size, track=False)
             return
-        with _LOCK:  # the module's own name for the tracker, in this module alone, while the block is opened
+        with _LOCK:  # replaces the tracker inside the module `shared_memory` only, while the block is opened
             module: Any = shared_memory
             tracker, module.resource_tracker = module.resource_tracker, _NoTracker
             try:
@@ -65,7 +65,7 @@ class SharedBlock(shared_memory.SharedMemory):
 
     @property
     def buf(self) -> memoryview:
-        """All its bytes; not once it is closed."""
+        """All its bytes; invalid once it is closed."""
         buffer: memoryview | None = self._buf
         assert buffer is not None
         return buffer
@@ -86,7 +86,7 @@ class SharedBlock(shared_memory.SharedMemory):
 
 
 class FileBlock:
-    """The same over a file on another tmpfs."""
+    """The same for a file on another tmpfs."""
 
     def __init__(self, fd: int, nbytes: int) -> None:
         self._map = mmap.mmap(fd, nbytes)
@@ -100,7 +100,7 @@ class FileBlock:
 
 
 def name_of(path: Path) -> str | None:
-    """Return the own name of the block of a segment, None where it is a plain file: not of a job below /dev/shm.
+    """Return the POSIX name of a segment's block; None for a plain file, outside /dev/shm.
 
     Args:
         path: Its durable name, <memory root>/<job id>/r<rank>-<layout>.seg.
@@ -113,30 +113,30 @@ def name_of(path: Path) -> str | None:
     return f"flashckpt-{os.getuid()}-{job}-{path.stem}"
 
 
-def new(path: Path, nbytes: int) -> tuple[Path, Block | None]:
+def new(path: Path, nbytes: int) -> tuple[Path, MappedBlock | None]:
     """Make the memory of a new segment under a temporary name.
 
     Args:
-        path: What its durable name is going to be.
-        nbytes: Its size; no page is reserved yet.
+        path: Its future durable name.
+        nbytes: Its size; no pages are reserved yet.
 
     Returns:
-        Where it lies until then, and its mapping (None: `mapped` makes it).
+        Its temporary path, and its mapping (None: `mapped` makes it).
     """
     name, unique = name_of(path), f"{os.getpid()}.{os.urandom(4).hex()}{TEMPORARY}"
     if name is not None:
-        with contextlib.suppress(PermissionError):  # a machine that gives no POSIX shared memory: a plain file
+        with contextlib.suppress(PermissionError):  # no POSIX shared memory on this machine: a plain file
             return SHM / f"{name}.{unique}", SharedBlock(f"{name}.{unique}", create=True, size=nbytes)
     file = path.with_name(f".{path.name}.{unique}")
     os.close(os.open(file, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600))
     return file, None
 
 
-def mapped(path: Path, fd: int, nbytes: int) -> Block:
-    """Map an existing segment for writing: as a shared-memory block under its own name where it can have one."""
+def mapped(path: Path, fd: int, nbytes: int) -> MappedBlock:
+    """Map an existing segment for writing: as a shared-memory block under its POSIX name if it can have one."""
     name = name_of(path)
     if name is not None and publish(path):
-        with contextlib.suppress(OSError):  # a stranger's tracker took the name away between the two lines
+        with contextlib.suppress(OSError):  # another process's tracker removed the name in between
             block = SharedBlock(name)
             if block.inode == os.fstat(fd).st_ino and block.size >= nbytes:
                 return block
@@ -145,9 +145,9 @@ def mapped(path: Path, fd: int, nbytes: int) -> Block:
 
 
 def publish(path: Path) -> bool:
-    """Give a segment its own name, so that strangers find it; return whether it has it.
+    """Give a segment its POSIX name, so that other programs can find it; return whether it has it.
 
-    Another user may own a file of that name in /dev/shm: then it goes without.
+    It has none if another user owns a file of that name in /dev/shm.
     """
     name = name_of(path)
     if name is None:
@@ -158,7 +158,7 @@ def publish(path: Path) -> bool:
     temporary = SHM / f"{name}.{os.getpid()}.{os.urandom(4).hex()}{TEMPORARY}"
     try:
         os.link(path, temporary)
-        temporary.replace(SHM / name)  # whatever stood under the name belonged to a segment that is gone
+        temporary.replace(SHM / name)  # the name was left by a segment that is gone
     except OSError:
         return False
     finally:
@@ -167,7 +167,7 @@ def publish(path: Path) -> bool:
 
 
 def withdraw(path: Path) -> None:
-    """Take a segment's own name away, before its durable one goes: without it the memory would stay in use."""
+    """Remove a segment's POSIX name before its durable one: otherwise the memory would stay in use."""
     name = name_of(path)
     if name is None:
         return
@@ -177,42 +177,42 @@ def withdraw(path: Path) -> None:
 
 
 def withdraw_all(directory: Path) -> None:
-    """Take away the own names of all segments in a job directory that is about to be removed."""
+    """Remove the POSIX names of all segments in a job directory that is about to be removed."""
     with contextlib.suppress(OSError):
         for path in directory.iterdir():
             withdraw(path)
 
 
 def leftovers() -> list[Path]:
-    """Return blocks of this user that no job directory holds any more, and unfinished ones of dead processes.
+    """Return this user's blocks that belong to no job directory any more, and unfinished ones of dead processes.
 
-    Whoever removes a job directory withdraws its names first; killed in between, or where somebody removed the
-    directory by hand, the own name is the last link to the memory.
+    A job directory is removed after its names. If that was interrupted, or the directory was removed by hand,
+    the POSIX name is the last link to the memory.
     """
     found = []
     for path in SHM.glob(f"flashckpt-{os.getuid()}-*"):
         with contextlib.suppress(OSError):
             status = path.lstat()
             is_last_link = path.is_file() and not path.is_symlink() and status.st_nlink == 1
-            if status.st_uid == os.getuid() and is_last_link and not _has_living_maker(path.name):
+            if status.st_uid == os.getuid() and is_last_link and not _is_creator_running(path.name):
                 found.append(path)
     return found
 
 
 def sweep_temporary(path: Path) -> None:
-    """Remove what makers of this segment left that were killed before they could."""
+    """Remove temporary files of processes that were killed while creating this segment."""
     name = name_of(path)
     places = [path.parent.glob(f".{path.name}.*{TEMPORARY}")]
     if name is not None:
         places.append(SHM.glob(f"{name}.*{TEMPORARY}"))
     for left in (file for place in places for file in place):
-        if not _has_living_maker(left.name):
+        if not _is_creator_running(left.name):
             with contextlib.suppress(OSError):
                 left.unlink()
 
 
-def _has_living_maker(name: str) -> bool:
-    """Whether a temporary name carries the number of a process that lives."""
+def _is_creator_running(name: str) -> bool:
+    """Whether a temporary name carries the pid of a running process."""
     if not name.endswith(TEMPORARY):
         return False
     pid = name.removesuffix(TEMPORARY).split(".")[-2]

@@ -1,4 +1,4 @@
-"""How much host memory may still be reserved on a tmpfs: its free space, the machine, every ancestor cgroup."""
+"""How much host memory may still be reserved on a tmpfs: limits of the file system, the machine and every ancestor cgroup."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ _NO_LIMIT = 1 << 60  # cgroup v1 writes "no limit" as a huge number
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Capacity:
-    """Bytes that may still be taken, and by what they are limited."""
+    """Bytes that may still be used, and what limits them."""
 
     nbytes: int
     limit: str
 
 
 def capacities(path: Path, *, proc: Path = Path("/proc")) -> list[Capacity]:
-    """Return every limit on new pages of a file under `path` (an existing folder), smallest room first."""
+    """Return every limit on new pages of a file under `path` (an existing folder), the tightest first."""
     fs = os.statvfs(path)
     found = [Capacity(nbytes=fs.f_bavail * fs.f_frsize, limit=f"free space of the file system of {path}")]
     found += _machine(proc)
@@ -28,17 +28,17 @@ def capacities(path: Path, *, proc: Path = Path("/proc")) -> list[Capacity]:
     return sorted(found, key=lambda room: room.nbytes)
 
 
-def require_capacity(path: Path, need: int, *, what: str, gc_job: str = "", proc: Path = Path("/proc")) -> None:
-    """Raise SharedMemoryError if `need` bytes may not be taken under `path`; reserves nothing.
+def require_capacity(path: Path, need: int, *, what: str, proc: Path = Path("/proc")) -> None:
+    """Raise SharedMemoryError if `need` bytes do not fit under `path`; reserves nothing.
 
-    The error names need, room, what limits it, and the remedies.
+    The error names need, free space, what limits it, and the remedies.
     """
     least = capacities(path, proc=proc)[0]
     if need > least.nbytes:
-        raise insufficient_memory(path, need, least, what=what, job=gc_job)
+        raise insufficient_memory(path, need, least, what=what)
 
 
-def insufficient_memory(path: Path, need: int, least: Capacity, *, what: str, job: str = "") -> SharedMemoryError:
+def insufficient_memory(path: Path, need: int, least: Capacity, *, what: str) -> SharedMemoryError:
     """Return the error for `need` bytes that do not fit into `least`."""
     gib = -(-need // (1 << 30)) + 1
     return SharedMemoryError(
@@ -47,11 +47,10 @@ def insufficient_memory(path: Path, need: int, least: Capacity, *, what: str, jo
         expected=f"{need} bytes ({need / 2**30:.2f} GiB) under {path}",
         state="Nothing of this job was kept in memory; snapshots of other jobs are untouched.",
         remedy=(
-            "list the jobs in memory: flashckpt status; give back that of a dead one: flashckpt gc --job NAME --apply; "
-            "or take fewer slots: Checkpointer(..., slots=2); or make the file system larger: "
+            "list the jobs in memory: flashckpt status; free the memory of a dead one: flashckpt gc --job NAME --apply; "
+            "or use fewer slots: Checkpointer(..., slots=2); or enlarge the file system: "
             f"mount -o remount,size={gib}G {path.anchor}dev/shm (docker: --shm-size={gib}g, Kubernetes: a memory "
             "emptyDir on /dev/shm and a higher memory limit)"
-            + (f"; this job is {job!r}" if job else "")
         ),
     )  # fmt: skip
 
@@ -121,7 +120,7 @@ def _room_v1(folder: Path) -> Capacity | None:
 
 
 def _reclaimable(folder: Path, *names: str) -> int:
-    """Bytes of file cache that the kernel gives back before it kills; tmpfs pages are not among them."""
+    """Bytes of file cache that the kernel reclaims before it kills; tmpfs pages do not count."""
     pairs = (line.split() for line in _read(folder / "memory.stat").splitlines())
     return sum(int(pair[1]) for pair in pairs if len(pair) == 2 and pair[0] in names)
 

@@ -1,12 +1,12 @@
-"""The control file of a job on one node: one header page and one 512-byte row per local rank, mapped by all.
+"""The control file of a job on one node: a header page and one 512-byte row per local rank, mapped by all ranks.
 
 Ranks write their own row, the agent writes `stop_after`. Every field is one aligned 8-byte word in the machine's
-byte order, written whole (struct's native mode copies it at once, its standard modes byte by byte);
-the list of COMPLETE identities is bracketed by a counter (odd while it changes), and carries a digest, so that
-a rank killed in the middle leaves a row that counts as empty and never as a wrong one.
+byte order, written in one store (struct's native mode copies a word at once, its standard modes byte by byte);
+the list of COMPLETE ids is bracketed by a counter (odd while it changes) and carries a digest, so that a
+rank killed halfway leaves a row that reads as empty, never as wrong.
 
-Ranks map the file, because `step()` may cost no system call; a process that cuts the file short kills them (SIGBUS), and the
-next life brings it back to its size. Whoever watches over ranks must outlive that and reads with `ControlView`.
+Ranks map the file, because `step()` must not make system calls; a process that truncates the file kills them (SIGBUS), and the
+next start restores its size. Processes that supervise ranks must survive that and read with `ControlView`.
 """
 
 from __future__ import annotations
@@ -45,52 +45,56 @@ _INT_FIELDS: dict[str, int] = {  # name -> byte offset in the row; signed 64-bit
     "restored_step": 88,
     "world_size": 96,
 }
-_LIST_AT = 128  # counter, number of pairs, digest, then the pair passed and up to MAX_COMPLETE pairs (generation, step)
+_LIST_AT = (
+    128  # counter, number of pairs, digest, then the low watermark and up to MAX_COMPLETE pairs (generation, step)
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RankAcks:
-    """What a rank says of its snapshots.
+    """What a rank has published about its snapshots.
 
     Attributes:
-        complete: Identities it holds COMPLETE, newest first.
-        passed: It will never again complete an identity up to this one: what is up to here and not in
+        complete: Ids it holds COMPLETE, newest first.
+        low_watermark: It will never complete an id up to this one any more: what is up to here and not in
             `complete` was discarded, skipped or overwritten. (-1, -1) if it never took a snapshot.
     """
 
     complete: tuple[SnapshotId, ...]
-    passed: SnapshotId = NEVER
+    low_watermark: SnapshotId = NEVER
 
     @classmethod
-    def of(cls, identities: Iterable[SnapshotId], passed: SnapshotId | None = None) -> RankAcks:
-        """Return it with the newest MAX_COMPLETE of `identities`; `passed` is at least the newest of them."""
+    def of(cls, identities: Iterable[SnapshotId], low_watermark: SnapshotId | None = None) -> RankAcks:
+        """Return the acknowledgement of the newest MAX_COMPLETE `identities`; `low_watermark` is at least the newest of them."""
         complete = tuple(sorted(identities, reverse=True))[:MAX_COMPLETE]
-        return cls(complete=complete, passed=max([NEVER, *complete, *([passed] if passed else [])]))
+        return cls(
+            complete=complete, low_watermark=max([NEVER, *complete, *([low_watermark] if low_watermark else [])])
+        )
 
     def lacks(self, identity: SnapshotId) -> bool:
         """Return whether the rank does not hold `identity` and never will."""
-        is_listed = len(self.complete) < MAX_COMPLETE or identity > self.complete[-1]  # a full list may be cut
-        return is_listed and identity <= self.passed and identity not in self.complete
+        is_listed = len(self.complete) < MAX_COMPLETE or identity > self.complete[-1]  # a full list may be truncated
+        return is_listed and identity <= self.low_watermark and identity not in self.complete
 
 
 def encode_acks(what: RankAcks) -> bytes:
-    """Return 16 bytes per pair: `passed`, then the identities."""
-    return b"".join(struct.pack("<qq", *pair) for pair in (what.passed, *what.complete))
+    """Return 16 bytes per pair: `low_watermark`, then the identities."""
+    return b"".join(struct.pack("<qq", *pair) for pair in (what.low_watermark, *what.complete))
 
 
 def decode_acks(raw: bytes) -> RankAcks:
     """Return what `encode_acks` wrote."""
     (g, s), *complete = struct.iter_unpack("<qq", raw)
-    return RankAcks(passed=SnapshotId(g, s), complete=tuple(map(SnapshotId.of, complete)))
+    return RankAcks(low_watermark=SnapshotId(g, s), complete=tuple(map(SnapshotId.of, complete)))
 
 
 class ControlRow:
     """One rank's row: plain attributes over shared memory.
 
     Attributes:
-        rank, pid, generation, step, world_size: Of the process that lives in this row; `step` is the last step done.
+        rank, pid, generation, step, world_size: Of the process that owns this row; `step` is the last step done.
         heartbeat_ns, entered, initialised, restore_started, restored, first_step: CLOCK_MONOTONIC nanoseconds.
-        paused: 1 while the loop said that it is not stepping (evaluation, data preparation).
+        paused: 1 while the loop is paused (evaluation, data preparation).
         restored_step: Step it was restored from; -1 on a fresh start.
     """
 
@@ -130,7 +134,7 @@ class ControlRow:
 
     @property
     def published(self) -> RankAcks | None:
-        """What this rank last published; None if it never did, or is just doing so, or was another generation."""
+        """What this rank last published; None if it never did, is doing so now, or belongs to another generation."""
         at = self._at + _LIST_AT
         raw = bytes(self._map[at : at + 24 + 16 * (1 + MAX_COMPLETE)])
         counter, count, expected = struct.unpack_from("QQQ", raw)
@@ -143,7 +147,7 @@ class ControlRow:
 
     @property
     def complete(self) -> list[SnapshotId]:
-        """Identities of this rank's COMPLETE snapshots, newest first; [] if they are not known."""
+        """Ids of this rank's COMPLETE snapshots, newest first; [] if unknown."""
         known = self.published
         return [] if known is None else list(known.complete)
 
@@ -160,14 +164,14 @@ class ControlRow:
         self._map[at + 24 : at + 24 + len(pairs)] = pairs
         seal = digest(struct.pack("q", self.generation) + pairs)
         struct.pack_into("QQ", self._map, at + 8, len(pairs) // 16, seal)
-        struct.pack_into("Q", self._map, at, (counter + 1) % 2**64)  # whatever a damaged page held before
+        struct.pack_into("Q", self._map, at, (counter + 1) % 2**64)  # even over a damaged page
 
     def forget(self) -> None:
-        """Publish nothing: this rank's snapshots are not known."""
+        """Withdraw the list: this rank's snapshots are unknown."""
         struct.pack_into("QQ", self._map, self._at + _LIST_AT + 8, 0, 0)
 
     def clear(self) -> None:
-        """Empty the row for a new occupant."""
+        """Clear the row for a new owner."""
         self.forget()
         for name in _INT_FIELDS:
             setattr(self, name, -1 if name in {"rank", "generation", "step", "restored_step"} else 0)
@@ -185,7 +189,7 @@ class Control:
         """Map the control file, made or grown to `rows` rows if given.
 
         Raises:
-            FileNotFoundError: There is none and `rows` is None.
+            FileNotFoundError: It does not exist and `rows` is None.
             DamagedError: It is not a control file.
         """
         flags = os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW | (os.O_CREAT if rows is not None else 0)
@@ -202,7 +206,7 @@ class Control:
 
     @property
     def stop_after(self) -> int:
-        """Step after which every rank stops; -1 for none, and where the page was damaged."""
+        """Step after which every rank stops; -1 for none, or if the page is damaged."""
         return _stop_in(self._map)
 
     @stop_after.setter
@@ -214,7 +218,7 @@ class Control:
         """Return row `index` (the local rank).
 
         Raises:
-            IndexError: There is no such row.
+            IndexError: No such row.
         """
         if not 0 <= index < self.rows:
             raise IndexError(index)
@@ -226,10 +230,10 @@ class Control:
 
 
 class ControlView:
-    """The control file as a process sees it that must not die with it: read by system calls, never mapped.
+    """The control file for processes that must survive its truncation: read by system calls, never mapped.
 
-    The path is opened for each call, so that a file that was made anew is found, and one that was cut short and
-    brought back to its size by the next life is as good as before.
+    The path is opened for each call, so that a recreated file is found, and one that was truncated and restored
+    by the next start works as before.
 
     Args:
         path: Of the control file.
@@ -238,7 +242,7 @@ class ControlView:
     _TRIES = 8
 
     def __init__(self, path: str | Path) -> None:
-        """Opens nothing yet."""
+        """Does not open the file."""
         self.path = Path(path)
 
     def rows(self) -> list[ControlRow]:
@@ -246,7 +250,7 @@ class ControlView:
 
         Raises:
             FileNotFoundError: There is none.
-            DamagedError: It is no control file, or was cut short.
+            DamagedError: It is no control file, or was truncated.
         """
         raw = self._read()
         return [ControlRow(raw, index) for index in range((len(raw) - PAGE) // ROW_BYTES)]
@@ -259,13 +263,13 @@ class ControlView:
     @stop_after.setter
     def stop_after(self, step: int) -> None:
         with self._open(os.O_RDWR) as fd:
-            if os.fstat(fd).st_size < PAGE:  # writing would make a file of a few bytes out of nothing
+            if os.fstat(fd).st_size < PAGE:  # writing would extend it to a file of a few bytes
                 raise self._cut_short(os.fstat(fd).st_size)
             os.pwrite(fd, struct.pack("q", step), _STOP_AT)
             os.pwrite(fd, struct.pack("Q", _check_of(step)), _STOP_AT + 8)
 
     def _read(self) -> bytes:
-        """Return the file. Read until it is twice the same: a copy may catch a word of a rank in the middle."""
+        """Return the file. Read until two copies are equal: one may catch a rank in the middle of a write."""
         with self._open(os.O_RDONLY) as fd:
             before = b""
             for _ in range(self._TRIES):
@@ -290,17 +294,17 @@ class ControlView:
 
     def _cut_short(self, size: int) -> DamagedError:
         return DamagedError(
-            f"the control file {self.path} was cut short by another process",
+            f"the control file {self.path} was truncated by another process",
             found=f"{size} bytes",
             expected=f"at least {PAGE + ROW_BYTES} bytes",
-            state="The snapshots in memory are not touched by this; ranks that use the file end with SIGBUS.",
-            remedy="find what writes there; the ranks' next start brings the file back to its size",
+            state="The snapshots in memory are intact; ranks that use the file die of SIGBUS.",
+            remedy="find out which process writes there; the next start of the ranks restores the size of the file",
         )
 
 
 def _stop_in(page: mmap.mmap | bytes) -> int:
     step, check = struct.unpack_from("qQ", page, _STOP_AT)
-    return int(step) if check in (0, _check_of(step)) else -1  # 0: written before 1.2, or the check is to come
+    return int(step) if check in (0, _check_of(step)) else -1  # 0: written before 1.2, or not written yet
 
 
 def _grow(fd: int, rows: int) -> None:
@@ -310,7 +314,7 @@ def _grow(fd: int, rows: int) -> None:
         os.posix_fallocate(fd, 0, size)
     if os.pread(fd, 8, 0) != MAGIC:
         os.pwrite(fd, struct.pack("qQ", -1, _check_of(-1)), _STOP_AT)
-        os.pwrite(fd, MAGIC, 0)  # last: a file with the magic has everything before it
+        os.pwrite(fd, MAGIC, 0)  # last: a file with the magic is complete
 
 
 def _check_of(step: int) -> int:

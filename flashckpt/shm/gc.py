@@ -1,7 +1,7 @@
-"""Memory of jobs whose processes are all dead: what may go, and its removal. Torch-free.
+"""Memory of jobs whose processes are all dead: what may be removed, and its removal. Torch-free.
 
-Such memory is *resumable*, not garbage: a restart finds its snapshots. It goes only when its job ended cleanly
-(the daemon does that), when the user names the job, or when it is older than FLASHCKPT_KEEP_DEAD seconds (24 h).
+Such memory is *resumable*, not garbage: a restart finds its snapshots. It is removed only when its job ended cleanly
+(by the daemon), when the user names the job, or when it is older than FLASHCKPT_KEEP_DEAD seconds (24 h).
 Segments that a newer common snapshot of the same job supersedes are the daemon's to retire (M1).
 """
 
@@ -11,6 +11,7 @@ import contextlib
 import math
 import os
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -29,11 +30,11 @@ class DeadMemory:
     """The memory of one dead job on this node.
 
     Attributes:
-        job: Job id, or the name of a directory whose removal was cut short.
+        job: Job id, or the name of a directory whose removal was interrupted.
         path: Its directory.
         age_s: Seconds since the job last did something here.
         nbytes: Bytes of host memory it holds.
-        is_expired: Whether it may go without being named.
+        is_expired: Whether it may be removed without being named.
     """
 
     job: str
@@ -53,7 +54,7 @@ def keep_dead_s() -> float:
     with contextlib.suppress(ValueError):
         if (value := float(text)) >= 0 and math.isfinite(value):
             return value
-    raise ConfigError("FLASHCKPT_KEEP_DEAD is wrong", found=repr(text), expected="a number of seconds, at least 0")
+    raise ConfigError("invalid FLASHCKPT_KEEP_DEAD", found=repr(text), expected="a number of seconds, at least 0")
 
 
 def dead_memory(job: str | None = None) -> list[DeadMemory]:
@@ -70,7 +71,7 @@ def dead_memory(job: str | None = None) -> list[DeadMemory]:
 
 
 def look(job: str | None = None) -> tuple[list[DeadMemory], list[Skipped]]:
-    """Return what `dead_memory` does, and what lies among it that is not ours: that is not opened, sized or removed."""
+    """Return what `dead_memory` does, and foreign files among it, which are not opened, measured or removed."""
     keep_s = keep_dead_s()
     paths, skipped = private_directories(memory_root())
     if job is not None and job not in [path.name for path in paths]:
@@ -101,9 +102,9 @@ def look(job: str | None = None) -> tuple[list[DeadMemory], list[Skipped]]:
 
 
 def _unlinked_blocks(job: str | None) -> list[DeadMemory]:
-    """Return blocks that no job directory holds any more: somebody removed it by hand, or was killed doing so."""
+    """Return blocks that belong to no job directory any more: it was removed by hand, or its removal was interrupted."""
     found = []
-    is_default = memory_root().parent == block.SHM  # only there have segments a name of their own
+    is_default = memory_root().parent == block.SHM  # segments have a POSIX name only there
     for path in block.leftovers() if job is None and is_default else []:
         with contextlib.suppress(FileNotFoundError):
             status = path.lstat()
@@ -120,7 +121,7 @@ def remove(dead: DeadMemory) -> int:
         Bytes that could not be removed: 0 if all of it is gone.
 
     Raises:
-        JobInUseError: It has come to life since it was looked at; it was kept.
+        JobInUseError: It was started since it was found; it was kept.
         FileNotFoundError: It is gone already.
     """
     if dead.path.parent == block.SHM:
@@ -129,17 +130,31 @@ def remove(dead: DeadMemory) -> int:
     with private_directory(dead.path.parent) as base:
         if _ENDED in dead.path.name:
             return _remove_tree(dead.path, base)
-        gone = dead.path.with_name(f".{dead.job}{_ENDED}{os.getpid()}")
-        with private_directory(dead.path, within=base) as inside, contextlib.ExitStack() as stack:
-            leases = [Lease(name, create=True, dir_fd=inside) for name in ("live.lock", "daemon.lock")]
-            for lease in leases:
-                stack.callback(lease.close)
-            if not all(lease.exclusive(0) for lease in leases):
-                raise JobInUseError(f"job {dead.job!r} has just come to life", state="Its memory was kept.")
-            # at once for everybody: half a directory is never seen under the job's name
-            block.withdraw_all(dead.path)
-            os.rename(dead.path.name, gone.name, src_dir_fd=base, dst_dir_fd=base)
+        gone = take_away(dead.path, base, locks=["live.lock", "daemon.lock"])
+        if gone is None:
+            raise JobInUseError(f"job {dead.job!r} was just started", state="Its memory was kept.")
         return _remove_tree(gone, base)
+
+
+def take_away(path: Path, base: int, *, locks: Sequence[str]) -> Path | None:
+    """Give a job directory a name under which nobody looks for it; return that, or None where somebody uses it.
+
+    Args:
+        path: The directory.
+        base: Descriptor of the one around it.
+        locks: Those that must be free, and are held until it is done: nobody starts in between.
+    """
+    gone = path.with_name(f".{path.name}{_ENDED}{os.getpid()}")
+    with private_directory(path, within=base) as inside, contextlib.ExitStack() as stack:
+        leases = [Lease(name, create=True, dir_fd=inside) for name in locks]
+        for lease in leases:
+            stack.callback(lease.close)
+        if not all(lease.exclusive(0) for lease in leases):
+            return None
+        # one rename: nobody ever sees half a directory under the job's name
+        block.withdraw_all(path)
+        os.rename(path.name, gone.name, src_dir_fd=base, dst_dir_fd=base)
+    return gone
 
 
 def _remove_tree(path: Path, base: int) -> int:

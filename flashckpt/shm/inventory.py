@@ -1,4 +1,4 @@
-"""What the slots of this node hold, read from their headers: what the daemon and the command believe. Takes no lock."""
+"""What the slots of this node hold, read from their headers; the view of the daemon and the command. Takes no lock."""
 
 from __future__ import annotations
 
@@ -10,7 +10,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from flashckpt.core.lineage import HasLineage, is_rolled_back
+from flashckpt.core.generation import Generation
+from flashckpt.core.lineage import is_rolled_back
 from flashckpt.core.snapshot_id import SnapshotId
 from flashckpt.errors import DamagedError, FormatVersionError
 from flashckpt.shm.job_directory import JobDirectory
@@ -36,13 +37,13 @@ class NodeInventory:
 
     Args:
         slots: Every slot that was ever written.
-        lineage: Generations of the job as far as known here; snapshots they abandoned are left out.
+        lineage: Generations of the job as far as known here; snapshots they rolled back are left out.
         reserved_bytes: Shared memory of all segments.
         least_slots: Slots of the segment that has fewest; 0 without any.
     """
 
     slots: Sequence[SlotEntry]
-    lineage: Sequence[HasLineage] = ()
+    lineage: Sequence[Generation] = ()
     reserved_bytes: int = 0
     least_slots: int = 0
     _holders: dict[Identity, dict[int, SlotEntry]] = field(default_factory=dict)
@@ -53,6 +54,10 @@ class NodeInventory:
             if held.header.is_complete and not is_rolled_back(held.header.identity, self.lineage):
                 holders[held.header.identity][held.rank] = held
         self._holders.update(holders)
+
+    def newest_generation(self) -> int:
+        """Return the newest generation that has begun a snapshot here; 0 if none has."""
+        return max((held.header.generation for held in self.slots), default=0)
 
     def ranks(self, generation: int) -> tuple[int, ...]:
         """Return the ranks of this node that have begun a snapshot in `generation`, ascending."""
@@ -93,19 +98,19 @@ class NodeInventory:
         return self._holders.get(identity, {})
 
     def may_hold(self, rank: int, identity: Identity) -> bool:
-        """Return whether a rank holds a snapshot, is writing it, or has yet to reach it in the current generation."""
+        """Return whether a rank holds a snapshot, is writing it, or may still reach it in the current generation."""
         if rank in self.holders(identity):
             return True
         headers = [held.header for held in self.slots if held.rank == rank]
         if any(header.identity == identity and header.state is SlotState.WRITING for header in headers):
             return True
         newest = max((header.identity for header in headers), default=identity)
-        current = max((record.generation for record in self.lineage), default=0)
+        current = max((record.number for record in self.lineage), default=0)
         return newest < identity and identity[0] >= current
 
 
-def scan(directory: JobDirectory, lineage: Sequence[HasLineage] = ()) -> NodeInventory:
-    """Read the headers of all segments in the job directory; unreadable ones are left out and said."""
+def scan(directory: JobDirectory, lineage: Sequence[Generation] = ()) -> NodeInventory:
+    """Read the headers of all segments in the job directory; unreadable ones are skipped and logged."""
     slots: list[SlotEntry] = []
     reserved = least = 0
     for path in directory.segments():
@@ -142,7 +147,7 @@ def pin(held: SlotEntry) -> Pin | None:
 
 
 def pin_all(view: NodeInventory, identity: Identity, ranks: Sequence[int]) -> dict[int, Pin] | None:
-    """Take leases on one snapshot of all `ranks`, or none and None if one of them is gone."""
+    """Take leases on one snapshot of all `ranks`, or take none and return None if one of them is gone."""
     pins: dict[int, Pin] = {}
     for rank in ranks:
         held = view.holders(identity).get(rank)
@@ -155,12 +160,14 @@ def pin_all(view: NodeInventory, identity: Identity, ranks: Sequence[int]) -> di
 
 
 def release(pins: dict[int, Pin]) -> None:
-    """Give all leases back."""
+    """Release all leases."""
     for taken in pins.values():
         taken.close()
     pins.clear()
 
 
-@functools.lru_cache(maxsize=64)  # the daemon looks several times a second, for days, and its log lies in memory too
+@functools.lru_cache(
+    maxsize=64
+)  # the daemon polls several times a second, for days, and its log takes shared memory, too
 def _say_once(name: str, why: str) -> None:
-    _log.warning("%s cannot be read and is left alone: %s", name, why)
+    _log.warning("%s cannot be read and is ignored: %s", name, why)

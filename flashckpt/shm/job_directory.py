@@ -10,7 +10,7 @@ import threading
 import time
 from pathlib import Path
 
-from flashckpt.core.generation import GenerationRecord
+from flashckpt.core.generation import Generation
 from flashckpt.errors import JobInUseError, SharedMemoryError
 from flashckpt.settings import checked
 from flashckpt.shm import job_records
@@ -22,7 +22,7 @@ from flashckpt.shm.private import Skipped, private_directories, private_director
 _REMOVAL_S = 10.0
 _PAGE = 4096
 
-__all__ = ["DaemonStatus", "GenerationRecord", "JobConfig", "JobDirectory", "jobs_in_memory", "memory_root"]
+__all__ = ["DaemonStatus", "Generation", "JobConfig", "JobDirectory", "jobs_in_memory", "memory_root"]
 
 
 def memory_root() -> Path:
@@ -32,7 +32,7 @@ def memory_root() -> Path:
 
 
 def jobs_in_memory() -> tuple[list[JobDirectory], list[Skipped]]:
-    """Return this user's jobs on this node by name, and what lies among them that is not ours and was left alone."""
+    """Return this user's jobs on this node by name, and foreign files among them, which are left untouched."""
     paths, skipped = private_directories(memory_root())
     return [JobDirectory(path) for path in paths if not path.name.startswith(".")], skipped
 
@@ -51,17 +51,17 @@ class JobDirectory:
 
     @classmethod
     def open(cls, job_id: str, create: bool = True) -> JobDirectory:
-        """Return the directory of `job_id`; with `create` made where it is missing, and held alive (`hold_live`).
+        """Return the directory of `job_id`; with `create` it is created if missing, and held alive (`hold_live`).
 
         Raises:
             FileNotFoundError: It does not exist and `create` is False.
             ConfigError: It, or the folder above, is a link, belongs to another user or is open to others.
-            SharedMemoryError: The system refuses to make it: read-only, full, a name that is too long.
+            SharedMemoryError: The system refuses to create it: read-only, full, or the name is too long.
             JobInUseError: It is being removed, for longer than 10 s.
         """
         directory = cls(memory_root() / job_id)
         if create:
-            directory._live = directory._come_to_life()
+            directory._live = directory._create_live()
             return directory
         return cls.at(directory.path)
 
@@ -71,15 +71,15 @@ class JobDirectory:
         with private_directory(path.parent) as base, private_directory(path, within=base):
             return cls(path)
 
-    def _come_to_life(self) -> Lease:
-        """Make the directory and say that somebody lives in it, before anything in it is read.
+    def _create_live(self) -> Lease:
+        """Create the directory and take its live lock before anything in it is read.
 
-        The daemon of a life that ended removes the directory under an exclusive lock: whoever comes
-        at that moment waits for it and makes a new one.
+        The daemon of a run that ended removes the directory under an exclusive lock: a process that starts at
+        that moment waits for it and creates a new one.
         """
         end = time.monotonic() + _REMOVAL_S
         while True:
-            with contextlib.suppress(FileNotFoundError):  # removed meanwhile: the next turn makes it
+            with contextlib.suppress(FileNotFoundError):  # removed meanwhile: the next iteration creates it
                 lease = self._make()
                 if lease.shared(0) and is_at(self.live_path, lease.fd) and self.path.is_dir():
                     return lease
@@ -89,12 +89,12 @@ class JobDirectory:
                     f"the memory of job {self.job!r} is being removed",
                     found=f"{self.live_path} is held exclusively for {_REMOVAL_S} s",
                     state="Nothing was changed.",
-                    remedy="wait for `flashckpt gc` or the daemon of the last run to end, then start again",
+                    remedy="wait until `flashckpt gc` or the daemon of the last run has ended, then start again",
                 )
             time.sleep(0.01)
 
     def _make(self) -> Lease:
-        """Make and check the directory and those in it; return a lease on its live lock that holds nothing yet."""
+        """Create and check the directory and its folders; return an unlocked lease on its live lock."""
         with (
             private_directory(self.path.parent, create=True) as base,
             private_directory(self.path, create=True, within=base) as inside,
@@ -116,7 +116,7 @@ class JobDirectory:
 
     @property
     def live_path(self) -> Path:
-        """File whose byte 0 every live rank and agent of the job holds shared."""
+        """File whose byte 0 every running rank and agent of the job holds shared."""
         return self.path / "live.lock"
 
     @property
@@ -149,14 +149,14 @@ class JobDirectory:
         path.touch(mode=0o600, exist_ok=True)
 
     def request(self, name: str) -> None:
-        """Leave a request for the daemon; asking twice is asking once. Where the directory was removed nobody is asked."""
-        with contextlib.suppress(FileNotFoundError):  # whoever waits for an answer sees that no daemon lives
+        """Leave a request for the daemon; idempotent. Does nothing if the directory was removed."""
+        with contextlib.suppress(FileNotFoundError):  # a caller that waits for an answer sees that no daemon is running
             self.request_path(name).touch(mode=0o600, exist_ok=True)
 
     def ask(self, name: str, *, after: int = 0) -> int:
         """Leave a request, and return its time as the daemon reads it: nanoseconds since the epoch, above `after`.
 
-        It is above the time of an earlier request too: the machine's clock may have been set back since.
+        It is also later than any earlier request, even if the machine's clock was set back since.
         """
         path = self.request_path(name)
         temporary = path.with_name(f".{name}.{os.getpid()}.{threading.get_ident()}")
@@ -164,11 +164,11 @@ class JobDirectory:
         with contextlib.suppress(FileNotFoundError):  # as `request`
             temporary.touch(mode=0o600)
             os.utime(temporary, ns=(now, now))
-            temporary.replace(path)  # at once: of two times the daemon would make two requests
+            temporary.replace(path)  # one call: with two different times the daemon would see two requests
         return self.asked_ns(name) or now
 
     def asked_ns(self, name: str) -> int | None:
-        """Return when a request was last left, in nanoseconds since the epoch; None if none stands."""
+        """Return when a request was last left, in nanoseconds since the epoch; None if there is none."""
         try:
             return self.request_path(name).stat().st_mtime_ns
         except FileNotFoundError:
@@ -178,7 +178,7 @@ class JobDirectory:
         """Write `job.msgpack`.
 
         Raises:
-            ConfigError: A setting in it is wrong: the daemon could never persist with it.
+            ConfigError: A setting in it is invalid: the daemon could never persist with it.
         """
         for name in ("storage_options", "keep_last", "keep_every", "compression"):
             checked(name, getattr(config, name))
@@ -188,18 +188,18 @@ class JobDirectory:
         """Return the config, None if there is none. Raises DamagedError if it is damaged."""
         return job_records.read(self.path / "job.msgpack", JobConfig)
 
-    def write_generation(self, record: GenerationRecord) -> None:
+    def write_generation(self, record: Generation) -> None:
         """Write `generation.msgpack`."""
         job_records.write(self.path / "generation.msgpack", record)
 
-    def read_generation(self) -> GenerationRecord | None:
+    def read_generation(self) -> Generation | None:
         """Return the current generation, None if none was claimed here. Raises DamagedError."""
-        return job_records.read(self.path / "generation.msgpack", GenerationRecord)
+        return job_records.read(self.path / "generation.msgpack", Generation)
 
     def write_status(self, status: DaemonStatus) -> None:
-        """Write `daemon.msgpack`; in place where the tmpfs is full, for `wait()` must see what was committed.
+        """Write `daemon.msgpack`; in place if the tmpfs is full, because `wait()` must see what was committed.
 
-        A reader that comes in the middle of that finds a wrong digest, and looks again.
+        A reader that catches it halfway finds a wrong digest and reads again.
         """
         path = self.path / "daemon.msgpack"
         try:
@@ -208,7 +208,7 @@ class JobDirectory:
             raw = job_records.framed(status)
             if not path.exists() or len(raw) > _PAGE:
                 raise
-            with path.open("r+b") as file:  # its page is there
+            with path.open("r+b") as file:  # its page exists already
                 file.write(raw)
                 file.truncate()
 
@@ -217,11 +217,11 @@ class JobDirectory:
         return job_records.read(self.path / "daemon.msgpack", DaemonStatus)
 
     def forget_status(self) -> None:
-        """Remove `daemon.msgpack`: what is known to be committed. The caller holds the daemon's lock."""
+        """Remove `daemon.msgpack`, the record of what is committed. The caller holds the daemon's lock."""
         (self.path / "daemon.msgpack").unlink(missing_ok=True)
 
     def hold_live(self) -> Lease:
-        """Return a lease that says "a rank or agent of this job lives" until it is closed or the process dies.
+        """Return a lease that marks the job as running until it is closed or the process dies.
 
         The first call after `open(create=True)` hands out the lease that was taken there.
         """
@@ -233,17 +233,17 @@ class JobDirectory:
         return lease
 
     def let_go(self) -> None:
-        """Close the lease of `open(create=True)` if nobody took it over."""
+        """Close the lease of `open(create=True)` unless it was handed out."""
         if self._live is not None:
             self._live.close()
             self._live = None
 
     def anyone_alive(self) -> bool:
-        """Return whether a rank or agent of the job lives (a caller that holds the lease itself counts)."""
+        """Return whether a rank or agent of the job is running (a caller that holds the lease counts)."""
         return _is_held(self.live_path)
 
     def hold_daemon(self) -> Lease | None:
-        """Return the daemon's lease, or None if another daemon lives."""
+        """Return the daemon's lease, or None if another daemon is running."""
         lease = Lease(self.daemon_lock_path, create=True)
         if lease.exclusive(0):
             return lease
@@ -251,13 +251,13 @@ class JobDirectory:
         return None
 
     def daemon_alive(self) -> bool:
-        """Return whether a daemon of this job lives on this node."""
+        """Return whether a daemon of this job is running on this node."""
         return _is_held(self.daemon_lock_path)
 
     def ensure_daemon(self) -> None:
-        """Start the daemon, detached and in a session of its own, unless one lives.
+        """Start the daemon, detached in its own process session, unless one is running.
 
-        Two callers may both start one: the second daemon finds the lock taken and ends by itself.
+        Two callers may both start one: the second daemon finds the lock taken and exits.
         """
         if self.daemon_alive():
             return
@@ -265,7 +265,7 @@ class JobDirectory:
         with private_directory(self.path) as inside:
             log = os.open("daemon.log", flags, 0o600, dir_fd=inside)
         try:
-            # The shell between us and the daemon ends at once, so that the daemon is nobody's child to reap.
+            # the shell in between exits at once, so that no process of ours has to reap the daemon
             subprocess.run(
                 [
                     "/bin/sh",
@@ -290,7 +290,7 @@ class JobDirectory:
 
 
 def _daemon_environment() -> dict[str, str]:
-    """The caller's environment, where the daemon can import the same flashckpt from any directory."""
+    """The caller's environment, extended so that the daemon imports the same flashckpt from any directory."""
     home = str(Path(__file__).resolve().parents[2])  # the folder that holds the package
     paths = [home, *filter(None, os.environ.get("PYTHONPATH", "").split(os.pathsep))]
     return {**os.environ, "PYTHONPATH": os.pathsep.join(dict.fromkeys(paths))}

@@ -28,7 +28,7 @@ def root_digest(root: str) -> int:
 def job_id(root: str | os.PathLike[str], explicit: str | None = None) -> str:
     """Return the job id: `explicit`, FLASHCKPT_JOB_ID, Slurm's or the JobSet's id, else a digest of root and uid.
 
-    A random run id, as torchrun makes one per launch, is not an identity and is not looked at.
+    A random run id, such as torchrun makes per launch, does not identify a job and is ignored.
 
     Raises:
         ConfigError: The id cannot name a directory.

@@ -8,18 +8,20 @@ from __future__ import annotations
 import contextlib
 import errno
 import os
-from collections.abc import Callable, Iterator
-from dataclasses import asdict, dataclass, field, fields
+from collections.abc import Iterator
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
-from flashckpt.core import records
+from flashckpt.core.generation import Generation
+from flashckpt.core.records import Record, pack, seal, unpack, unseal
 from flashckpt.core.snapshot_id import BEFORE_ALL, SnapshotId
 from flashckpt.errors import DamagedError
 from flashckpt.shm import capacity
 
 _LEFT = "It was left as it is; checkpoints on storage are not touched."
-Record = TypeVar("Record")
+_ROOT_ONLY: dict[Any, tuple[str, ...]] = {Generation: ("created_s",)}
+"""Fields that a kind of record carries on the root alone."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -58,7 +60,7 @@ class DaemonStatus:
     failures: int = 0
     error: str = ""
     lag: int = 0
-    floor: SnapshotId = BEFORE_ALL
+    floor: SnapshotId = field(default=BEFORE_ALL, metadata={"least": -1})
     given_up: str = ""
     answered_ns: int = 0
     pid: int = 0
@@ -67,7 +69,7 @@ class DaemonStatus:
 
 def framed(record: Any) -> bytes:
     """Return the bytes of a record."""
-    return records.seal(asdict(record), minor=0)
+    return seal(pack(record, leave_out=_ROOT_ONLY.get(type(record), ())), minor=0)
 
 
 def write(path: Path, record: Any) -> None:
@@ -98,7 +100,7 @@ def _replace(path: Path, raw: bytes) -> None:
         raise
 
 
-def read(path: Path, kind: Callable[..., Record]) -> Record | None:
+def read(path: Path, kind: type[Record]) -> Record | None:
     """Return the record of `kind` at `path`; None if there is none.
 
     Raises:
@@ -109,11 +111,10 @@ def read(path: Path, kind: Callable[..., Record]) -> Record | None:
     except FileNotFoundError:
         return None
     with _explained(path):
-        found = records.unseal(raw, str(path))
-    known = {f.name: str(f.type) for f in fields(kind)}  # type: ignore[arg-type]  # every kind is a dataclass
+        found = unseal(raw, str(path))
     try:
-        return kind(**{key: _checked(known[key], value) for key, value in found.items() if key in known})
-    except (ValueError, TypeError) as error:
+        return unpack(kind, found, leave_out=_ROOT_ONLY.get(kind, ()), partial=True)
+    except (ValueError, KeyError) as error:
         raise DamagedError(
             f"{path} does not follow its schema",
             found=str(error)[:200],
@@ -136,17 +137,5 @@ def _explained(path: Path) -> Iterator[None]:
 def _way_out(path: Path) -> str:
     return (
         f"end the job and its daemon, then flashckpt forget --job {path.parent.name} --apply: "
-        "the next start goes on from storage"
+        "the next start continues from storage"
     )
-
-
-def _checked(kind: str, value: Any) -> Any:
-    """Return a field of a record as its annotation says; ValueError where it is of another type."""
-    if value is None and kind.endswith("| None"):
-        return None
-    if kind.startswith("SnapshotId"):
-        return records.snapshot_id(value, least=-1)  # a floor of (0, -1): nothing is committed or given up yet
-    wanted = kind.removesuffix(" | None").partition("[")[0]
-    if type(value).__name__ != wanted:
-        raise ValueError(f"{value!r:.40} where {wanted} is expected")
-    return value

@@ -1,6 +1,6 @@
-"""OFD locks as proof that a holder lives: they end with the process, and never cross a fork.
+"""OFD locks as proof that their holder is alive: they end with the process and never cross a fork.
 
-A lock says nothing about data: what may be read is decided by headers and digests alone.
+A lock says nothing about data: only headers and digests decide what may be read.
 An open-file-description lock is shared by every descriptor of that description, so a lease opens its
 own descriptor, which is never mapped (mmap keeps a duplicate) and is closed in forked children.
 """
@@ -21,7 +21,7 @@ _OPEN: weakref.WeakSet[Lease] = weakref.WeakSet()
 
 
 class Lease:
-    """A descriptor of its own on `path`, for locks on single bytes; `close()`, or being forgotten, ends them all."""
+    """A separate descriptor on `path`, for locks on single bytes; `close()` or garbage collection ends them all."""
 
     def __init__(self, path: str | Path, *, create: bool = False, dir_fd: int | None = None) -> None:
         flags = os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW | (os.O_CREAT if create else 0)
@@ -44,7 +44,7 @@ class Lease:
         return self._set(fcntl.F_RDLCK, byte)
 
     def release(self, byte: int) -> None:
-        """Give one byte back."""
+        """Release one byte."""
         if self.fd >= 0:
             self._set(fcntl.F_UNLCK, byte)
 
@@ -76,7 +76,7 @@ def _close(cell: list[int]) -> None:
 
 
 def is_at(path: Path, fd: int) -> bool:
-    """Return whether the open file is still the one of that name (a count of links does not tell: see `create`)."""
+    """Return whether `path` still names the open file (st_nlink is not enough: `create` links)."""
     try:
         return path.stat().st_ino == os.fstat(fd).st_ino
     except FileNotFoundError:
@@ -84,7 +84,7 @@ def is_at(path: Path, fd: int) -> bool:
 
 
 def _close_in_child() -> None:
-    """A forked child must hold no lease, or it would keep its rank alive for everyone who asks (tried)."""
+    """A forked child must hold no lease, or its dead rank would count as alive."""
     for lease in list(_OPEN):
         _close(lease._cell)  # noqa: SLF001 -- the same module
     _OPEN.clear()

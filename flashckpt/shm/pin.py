@@ -17,7 +17,7 @@ from flashckpt.shm.lease import Lease
 
 
 class Pin:
-    """A shared lease on a COMPLETE slot: its owner will not overwrite it while this process lives or until `close()`.
+    """A shared lease on a COMPLETE slot: its owner does not overwrite it until `close()` or the end of this process.
 
     Attributes:
         slot: Slot number.
@@ -31,7 +31,7 @@ class Pin:
         self.path, self.spec, self._fd, self.slot, self.header, self._lease = path, spec, fd, slot, header, lease
         self._data: mmap.mmap | None = None
         self._view: memoryview | None = None
-        self._page = b""  # the page of headers as it was when it was last found to be current
+        self._page = b""  # the page of headers when it was last found to be current
 
     def manifest_bytes(self) -> bytes:
         """Return the verified bytes of the manifest.
@@ -51,13 +51,13 @@ class Pin:
                 f"the snapshot of step {self.header.step} in memory is damaged",
                 found=f"manifest digest {digest(raw):016x}",
                 expected=f"{self.header.manifest_digest:016x} (slot {self.slot} of {self.path})",
-                state="It was left as it is and is not restored.",
+                state="It was left unchanged and is not restored.",
             )
         if not self.is_current():
             raise DamagedError(
-                f"the snapshot of step {self.header.step} was abandoned while it was read",
+                f"the snapshot of step {self.header.step} was rolled back while it was read",
                 found=f"slot {self.slot} of {self.path} has a newer header",
-                state="Nothing was taken from it.",
+                state="Nothing was read from it.",
             )
         return raw
 
@@ -81,11 +81,11 @@ class Pin:
             f"the snapshot of step {self.header.step} in memory contradicts itself",
             found=f"{found} (slot {self.slot} of {self.path})",
             expected=expected,
-            state="It was left as it is and is not restored.",
+            state="It was left unchanged and is not restored.",
         )
 
     def is_current(self) -> bool:
-        """Whether the header is still the one that was pinned (not abandoned meanwhile)."""
+        """Whether the header is still the one that was pinned (not rolled back meanwhile)."""
         page = os.pread(self._fd, PAGE, self.spec.header_at(self.slot))
         if page == self._page:
             return True
@@ -106,10 +106,10 @@ class Pin:
         return used
 
     def read_into(self, start: int, out: memoryview) -> None:
-        """Copy the data area from byte `start` into `out` by system calls: no other process can end this one by SIGBUS.
+        """Copy the data area from byte `start` into `out` by system calls: no other process can kill this one by SIGBUS.
 
         Raises:
-            DamagedError: The file ends before.
+            DamagedError: The file is shorter.
         """
         at, done = self.spec.data_at(self.slot) + start, 0
         while done < len(out):
@@ -126,15 +126,15 @@ class Pin:
         """Return the read-only bytes of the data area.
 
         Args:
-            populate: Map every page now, in one thread. Who reads only parts, or with several threads, populates
-                what it is about to read (`pages.populate`): mapping a page costs a third of copying it.
+            populate: Map every page now, in one thread. A caller that reads only parts, or with several threads,
+                populates what it is about to read (`prefault.populate`): mapping a page costs a third of copying it.
         """
         if self._view is None:
             at, used = self.spec.data_at(self.slot), self.nbytes
             lead = at % mmap.ALLOCATIONGRANULARITY  # 0 unless the machine's pages are larger than 4 KiB
             flags = mmap.MAP_SHARED | (mmap.MAP_POPULATE if populate else 0)
             size = max(1, lead + used)
-            if (end := os.fstat(self._fd).st_size) < at + used:  # reading behind the end of the file would be SIGBUS
+            if (end := os.fstat(self._fd).st_size) < at + used:  # reading past the end of the file would raise SIGBUS
                 raise self._short(f"a file of {end} bytes", f"at least {at + used} bytes")
             self._data = mmap.mmap(self._fd, size, flags=flags, prot=mmap.PROT_READ, offset=at - lead)
             self._view = memoryview(self._data)[lead : lead + used]
@@ -142,14 +142,14 @@ class Pin:
 
     def _short(self, found: str, expected: str) -> DamagedError:
         return DamagedError(
-            f"the snapshot of step {self.header.step} in memory is cut short",
+            f"the snapshot of step {self.header.step} in memory is truncated",
             found=found,
             expected=f"{expected} (slot {self.slot} of {self.path})",
-            state="It was left as it is and is not restored.",
+            state="It was left unchanged and is not restored.",
         )
 
     def close(self) -> None:
-        """Give the slot back."""
+        """Release the slot."""
         if self._view is not None:
             with contextlib.suppress(BufferError):
                 self._view.release()

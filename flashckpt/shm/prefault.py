@@ -1,8 +1,8 @@
-"""Pages of this process's memory, made before they are needed: a first touch costs more than the copy after it.
+"""Pages of this process's memory, created before they are needed: a first touch costs more than the copy after it.
 
-Faulting memory in page by page runs at 1 to 2 GB/s, in one call at 4 or more, where warm memory is copied at 7 to 11.
-Huge pages are not asked for: 1.15 times as fast where the machine has them at hand, 3 times as slow in a virtual machine
-that must get them from its host first. Nothing here is needed for correctness: what the kernel refuses is left.
+Faulting memory in page by page runs at 1 to 2 GB/s, in one call at 4 or more, while warm memory is copied at 7 to 11.
+Huge pages are not requested: 1.15 times as fast if the machine has them ready, 3 times as slow in a virtual machine
+that must get them from its host first. Nothing here is needed for correctness: refusals of the kernel are ignored.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
-"""Directories of ours in shared memory: of this user, mode 0700, no links. Made and checked here alone. Torch-free.
+"""Our directories in shared memory: owned by this user, mode 0700, no links. Created and checked only here. Torch-free.
 
-`/dev/shm` is open to every user of the machine: what stands there under our name may be another's, or a link to
-anywhere. A directory is therefore opened first, without following a link, and checked by its descriptor; what is
-then done relative to the descriptor (`dir_fd`) is done in the directory that was checked, whoever swaps the path.
+`/dev/shm` is open to every user of the machine: a file there under our name may be another user's, or a link to
+anywhere. A directory is therefore opened first, without following a link, and checked by its descriptor; operations
+relative to the descriptor (`dir_fd`) then act on the checked directory, even if the path is swapped.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ _DIRECTORY = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Skipped:
-    """Something that is not a directory of ours and was left alone."""
+    """Something that is not our directory and was left untouched."""
 
     path: Path
     reason: str
@@ -30,17 +30,17 @@ class Skipped:
 
 @contextlib.contextmanager
 def private_directory(path: Path, *, create: bool = False, within: int | None = None) -> Iterator[int]:
-    """Give a descriptor of a directory of ours while the body runs.
+    """Open one of our directories for the duration of the body; yields its descriptor.
 
     Args:
         path: The directory.
-        create: Make it, and the directories above it, where they are missing.
+        create: Create it and missing parents.
         within: Descriptor of its parent, itself checked; then only the last part of `path` is looked up.
 
     Raises:
         FileNotFoundError: It does not exist and `create` is False, or it was removed in this instant.
         ConfigError: It is a link or no directory, another user's, or open to other users.
-        SharedMemoryError: The system refuses to make or open it.
+        SharedMemoryError: The system refuses to create or open it.
     """
     name = path if within is None else Path(path.name)
     try:
@@ -60,9 +60,9 @@ def private_directory(path: Path, *, create: bool = False, within: int | None = 
 
 
 def private_directories(base: Path) -> tuple[list[Path], list[Skipped]]:
-    """Return the directories of ours directly in `base`, by name, and what there is not ours, without opening that.
+    """Return our directories directly in `base`, by name, and the foreign entries there, which are not opened.
 
-    A `base` that is missing holds nothing; one that is not ours is itself what was skipped.
+    A missing `base` is empty; a `base` that is not ours is itself the foreign entry.
     """
     found: list[Path] = []
     skipped: list[Skipped] = []
@@ -83,11 +83,11 @@ def private_directories(base: Path) -> tuple[list[Path], list[Skipped]]:
 
 
 def create_file(path: Path, *, flags: int = os.O_WRONLY) -> int:
-    """Return a descriptor of a new empty file, mode 0600, in a directory of ours; an older file of that name goes.
+    """Return a descriptor of a new empty file, mode 0600, in one of our directories; replaces a file of that name.
 
     Raises:
         ConfigError: The directory is not ours.
-        OSError: The file cannot be made, or somebody else made one in the same instant.
+        OSError: The file cannot be created, or another process created one in the same instant.
     """
     with private_directory(path.parent) as fd:
         with contextlib.suppress(FileNotFoundError):
@@ -96,7 +96,7 @@ def create_file(path: Path, *, flags: int = os.O_WRONLY) -> int:
 
 
 def remove_tree(name: str, within: int) -> bool:
-    """Remove the directory `name` in the directory of a checked descriptor, following no link; whether it is gone."""
+    """Remove the directory `name` below a checked descriptor, following no link; returns whether it is gone."""
     if not shutil.rmtree.avoids_symlink_attacks:
         raise SharedMemoryError(f"{name} cannot be removed safely", found="a platform without openat")
     place = Path(f"/proc/self/fd/{within}", name)  # rmtree takes no dir_fd before Python 3.11
@@ -108,14 +108,14 @@ def _make(name: Path, within: int | None) -> None:
     if within is None:
         try:
             name.parent.mkdir(mode=0o755, parents=True, exist_ok=True)  # $FLASHCKPT_SHM_DIR, which may be for all users
-        except FileNotFoundError as error:  # as in /proc: waiting would not help
+        except FileNotFoundError as error:  # such as in /proc: waiting would not help
             raise _impossible(name, error) from error
     with contextlib.suppress(FileExistsError):
         os.mkdir(name, 0o700, dir_fd=within)
 
 
 def _reason(status: os.stat_result) -> str:
-    """Return why this is no directory of ours, "" if it is one."""
+    """Return why this is not our directory, "" if it is."""
     if stat.S_ISLNK(status.st_mode):
         return f"a symbolic link, uid {status.st_uid}"
     if stat.S_ISDIR(status.st_mode) and status.st_uid == os.getuid() and not status.st_mode & 0o077:
@@ -124,7 +124,7 @@ def _reason(status: os.stat_result) -> str:
 
 
 def _why_not(path: Path) -> str:
-    """Return why what is at `path` could not be opened as a directory of ours; "" where that says nothing."""
+    """Return why `path` could not be opened as our directory; "" if the reason is unknown."""
     try:
         return _reason(path.lstat())
     except OSError:

@@ -1,4 +1,4 @@
-"""The rules for a checkpoint root: one absolute form for a path or URL, and a clear refusal of everything else."""
+"""The rules for a checkpoint root: one absolute form for a path or URL, and a clear error for everything else."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ from urllib.parse import unquote
 from flashckpt.errors import ConfigError
 
 MAX_PATH_BYTES = 3800
-"""Linux takes 4096 bytes for a path; the rest is for the names below a root."""
+"""Linux allows 4096 bytes for a path; the rest is for the names below a root."""
 MAX_NAME_BYTES = 255
 MAX_URL_BYTES = 900
-"""Object stores take keys of 1024 bytes; the rest is for the names below a root."""
+"""Object stores allow keys of 1024 bytes; the rest is for the names below a root."""
 UNSUITED = ("http", "https", "git", "zip", "ftp")
 _SCHEME = re.compile(r"([A-Za-z][A-Za-z0-9+.-]*)://")
 _LOST_SLASH = re.compile(r"[A-Za-z][A-Za-z0-9+.-]+:/(?!/)")
@@ -30,10 +30,10 @@ def scheme_of(root: str) -> str:
 def root_url(root: str | os.PathLike[str]) -> str:
     """Return the absolute form of a root: file:// and a real path, or a URL without trailing slashes.
 
-    The form of a root in this form is itself. In paths "%", "?" and "#" are written as in a URL.
+    Idempotent. In paths "%", "?" and "#" are written as in a URL.
 
     Raises:
-        ConfigError: It cannot be a root; says what is wrong with it. Nothing is looked up on storage.
+        ConfigError: It cannot be a root; the error says why. Storage is not accessed.
     """
     text = _text_of(root)
     protocol = scheme_of(text)
@@ -65,7 +65,7 @@ def _text_of(root: object) -> str:
     if not isinstance(root, str):
         raise ConfigError("root is neither a path nor a URL", found=repr(root)[:200], expected=_EXPECTED)
     if bad := _CONTROL.search(root):
-        raise _refused(root, "has a character that is no text", f"{bad.group()!a} at position {bad.start()}")
+        raise _refused(root, "has a character that is not valid text", f"{bad.group()!a} at position {bad.start()}")
     if not root.strip():
         raise _refused(
             root, "is empty", repr(root), remedy="name a directory ('.' is the current one); is a variable unset?"
@@ -73,9 +73,11 @@ def _text_of(root: object) -> str:
     if _LOST_SLASH.match(root):
         raise _refused(
             root,
-            "has one slash behind its protocol",
+            "has one slash after its protocol",
             root[:200],
-            remedy="URLs lose a slash in pathlib.Path: give text; a directory of that name is './" + root[:80] + "'",
+            remedy="pathlib.Path drops a slash of a URL: pass a str;  a directory of that name is './"
+            + root[:80]
+            + "'",
         )
     return root
 

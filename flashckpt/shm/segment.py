@@ -1,7 +1,7 @@
-"""A rank's segment: slots in a block of shared memory. THE module that touches what lies in it.
+"""A rank's segment: slots in a block of shared memory. Only this module and `slot_writer` write to slots.
 
 Write order (each line is done when the next begins): exclusive lease on the slot; header WRITING (both
-copies); data; manifest; header COMPLETE (one copy); lease given back. Read order: shared lease; header;
+copies); data; manifest; header COMPLETE (one copy); lease released. Read order: shared lease; header;
 manifest and its digest; header again; data and its digests. Nothing relies on the order in which stores
 become visible: what a digest does not confirm is not read. Byte tables are in docs/format.md.
 """
@@ -14,9 +14,9 @@ import threading
 import time
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
-from flashckpt.core.digest import digest
 from flashckpt.core.slot_header import (
     HEADER_COPY_BYTES,
     SlotHeader,
@@ -24,7 +24,7 @@ from flashckpt.core.slot_header import (
     encode_header,
     newest_copy,
 )
-from flashckpt.core.snapshot_id import SnapshotId
+from flashckpt.core.snapshot_request import SnapshotRequest
 from flashckpt.core.superblock import (
     OWNER_AT,
     PAGE,
@@ -35,12 +35,13 @@ from flashckpt.core.superblock import (
     encode_owner,
     encode_superblock,
 )
-from flashckpt.errors import DamagedError, JobInUseError, SharedMemoryError
+from flashckpt.errors import DamagedError, JobInUseError
 from flashckpt.faults import crash_point
 from flashckpt.shm import block, capacity
 from flashckpt.shm.lease import Lease, is_at
 from flashckpt.shm.pin import Pin
 from flashckpt.shm.segment_file import address_of, boot_id, check_place, describe_process, lay_out, touch
+from flashckpt.shm.slot_writer import SlotWriter
 
 __all__ = ["Pin", "Segment", "SegmentSpec", "SlotHeader", "SlotPinned", "SlotState", "SlotWriter"]
 
@@ -48,7 +49,7 @@ RESERVE_BYTES = 64 << 20
 _OWNER_BYTE = 0  # slot k is byte 1 + k
 
 
-class SlotPinned(Exception):  # noqa: N818 -- not an error of the user's: the caller takes another slot or skips
+class SlotPinned(Exception):  # noqa: N818 -- not a user error: the caller chooses another slot or skips
     """The slot is under a reader's lease, or is being written."""
 
 
@@ -61,35 +62,34 @@ class Segment:
         created_ns: Nanoseconds since the epoch.
     """
 
-    def __init__(self, path: Path, fd: int, superblock: Superblock, memory: block.Block | None) -> None:
+    def __init__(self, path: Path, fd: int, superblock: Superblock, memory: block.MappedBlock | None) -> None:
         """Wrap an open descriptor, and the mapping of a writer; use `create` or `attach`."""
         self.path, self.spec, self.created_ns, self._fd = path, superblock.spec, superblock.created_ns, fd
         self._lease = Lease(path)
-        if os.fstat(self._lease.fd).st_ino != os.fstat(fd).st_ino:  # removed and made anew between the two opens
+        if os.fstat(self._lease.fd).st_ino != os.fstat(fd).st_ino:  # removed and recreated between the two opens
             self._lease.close()
             raise FileNotFoundError(path)
         self._block = memory
         self._writing: set[int] = set()
         self._owned = False
 
-    # -- life ---------------------------------------------------------------------------------------
+    # -- lifetime -----------------------------------------------------------------------------------
 
     @classmethod
-    def create(cls, path: str | Path, spec: SegmentSpec, *, together: int = 1) -> Segment:
+    def create(cls, path: str | Path, spec: SegmentSpec) -> Segment:
         """Make a new segment, owned by this process from its first instant; its memory is not reserved yet.
 
         Args:
             path: Must not exist; its folder must, on tmpfs.
             spec: Shape and identity.
-            together: Ranks of this node that create such a segment now: room is checked for all of them.
 
         Raises:
-            SharedMemoryError: There is too little room; names need, room and remedies. Nothing is left.
+            SharedMemoryError: Too little memory; names need, free space and remedies. Nothing is left behind.
             JobInUseError: `path` exists and a live process owns it.
             FileExistsError: `path` exists and nobody owns it: attach to it instead.
         """
         path = Path(path)
-        capacity.require_capacity(path.parent, spec.nbytes * together, what=f"job {spec.job!r}, rank {spec.rank}")
+        capacity.require_capacity(path.parent, spec.nbytes, what=f"job {spec.job!r}, rank {spec.rank}")
         block.sweep_temporary(path)
         temporary, memory = block.new(path, spec.nbytes)
         fd = os.open(temporary, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW)
@@ -118,11 +118,11 @@ class Segment:
 
     @classmethod
     def attach(cls, path: str | Path, *, writable: bool = False) -> Segment:
-        """Open an existing segment; `writable` maps it, for a rank that goes on with its slots.
+        """Open an existing segment; `writable` maps it, for a rank that continues to use its slots.
 
         Raises:
-            FileNotFoundError: There is none.
-            DamagedError: It is not a segment, cut short, another user's, or of an earlier boot.
+            FileNotFoundError: It does not exist.
+            DamagedError: It is not a segment, is truncated, is another user's, or is from an earlier boot.
             FormatVersionError: Written by another major version.
         """
         path = Path(path)
@@ -144,7 +144,7 @@ class Segment:
             progress: Called with the number of bytes, from the start of the segment, that are reserved and touched.
 
         Raises:
-            SharedMemoryError: The file system or a cgroup has no room. A segment without a snapshot is removed.
+            SharedMemoryError: The file system or a cgroup is full. A segment without a snapshot is removed.
         """
         assert self._block is not None, "attach(writable=True)"
         buffer = self._block.buf
@@ -158,7 +158,7 @@ class Segment:
             progress(start + size)
 
     def close(self) -> None:
-        """Give up ownership and unmap; buffers that are still in use keep the mapping until they go."""
+        """Give up ownership and unmap; buffers still in use keep the mapping until they are freed."""
         self._lease.close()
         self._owned = False
         if self._block is not None:
@@ -178,7 +178,7 @@ class Segment:
         self.remove_names()
 
     def remove_names(self) -> None:
-        """Remove both names of the memory; it goes with its last mapping."""
+        """Remove both names of the memory; it is freed with its last mapping."""
         block.withdraw(self.path)
         self.path.unlink(missing_ok=True)
 
@@ -241,9 +241,7 @@ class Segment:
         pinned = {slot for slot in range(self.spec.slots) if self._lease.held_by_other(1 + slot)}
         return pinned | self._writing
 
-    def begin(
-        self, slot: int, *, generation: int, step: int, world_size: int, persist: bool, parent: SnapshotId | None
-    ) -> SlotWriter:
+    def begin(self, slot: int, request: SnapshotRequest) -> SlotWriter:
         """Set a slot to WRITING and return its writer. The caller owns the segment and chose by `choose_slot`.
 
         Raises:
@@ -254,23 +252,25 @@ class Segment:
             raise SlotPinned(f"slot {slot} of {self.path}")
         crash_point("slot.before-writing")
         header = SlotHeader(
-            generation=generation,
-            step=step,
+            generation=request.id.generation,
+            step=request.id.step,
             state=SlotState.WRITING,
-            world_size=world_size,
+            world_size=request.world_size,
             rank=self.spec.rank,
-            persist=persist,
-            parent=parent,
+            persist=request.persist,
+            parent=request.parent,
         )
         # Both copies: were only one written, damage to it would bring the old COMPLETE header back over new data.
         self._put_header(slot, header)
         header = self._put_header(slot, header)
         self._writing.add(slot)
         crash_point("slot.after-writing")
-        return SlotWriter(self, slot, header)
+        return SlotWriter(
+            self.spec, self.buffer, slot, header, put=partial(self._put_header, slot), release=partial(self._end, slot)
+        )
 
     def mark_empty(self, slot: int) -> None:
-        """Set a slot EMPTY: its snapshot was abandoned (lineage). A reader that has it pinned keeps its bytes.
+        """Set a slot EMPTY: its snapshot was rolled back. A reader that has pinned it keeps its bytes.
 
         Raises:
             JobInUseError: Another live process owns the segment.
@@ -292,13 +292,17 @@ class Segment:
         if not self.header(slot).is_complete:
             return None
         lease = Lease(self.path)
-        same_file = os.fstat(lease.fd).st_ino == os.fstat(self._fd).st_ino  # the path may have been taken anew
+        same_file = os.fstat(lease.fd).st_ino == os.fstat(self._fd).st_ino  # the path may name a new segment by now
         if same_file and lease.shared(1 + slot):
-            header = self.header(slot)  # again: it may have been overwritten before the lease was ours
+            header = self.header(slot)  # again: it may have been overwritten before we got the lease
             if header.is_complete:
                 return Pin(self.path, self.spec, os.dup(self._fd), slot=slot, header=header, lease=lease)
         lease.close()
         return None
+
+    def _end(self, slot: int) -> None:
+        self._writing.discard(slot)
+        self._lease.release(1 + slot)
 
     def _put_header(self, slot: int, header: SlotHeader) -> SlotHeader:
         """Write one copy, the one that is not valid or older, with the next sequence number."""
@@ -324,82 +328,7 @@ class Segment:
         raise capacity.insufficient_memory(self.path.parent, self.spec.nbytes - start, least, what=what) from cause
 
 
-class SlotWriter:
-    """One snapshot being written. Ends with `commit` or `discard`; death leaves the slot WRITING, never readable.
-
-    Attributes:
-        data: Writable bytes of the data area; use no view of it after the end.
-        slot: Slot number.
-        header: The WRITING header.
-    """
-
-    def __init__(self, segment: Segment, slot: int, header: SlotHeader) -> None:
-        """Made by `Segment.begin`."""
-        self._segment, self.slot, self.header = segment, slot, header
-        spec, memory = segment.spec, segment._block  # noqa: SLF001 -- one unit with its segment
-        assert memory is not None
-        start = spec.data_at(slot)
-        self.data = memory.buf[start : start + spec.data_capacity]
-        self._buffer = memory.buf
-
-    def commit(self, manifest: bytes, *, data_bytes: int | None = None) -> SlotHeader:
-        """Write the manifest and set the slot COMPLETE: from here on the snapshot exists.
-
-        Args:
-            manifest: `encode_manifest(...)`.
-            data_bytes: Used bytes of the data area; all of it if None.
-
-        Raises:
-            SharedMemoryError: The manifest or the data are larger than their area; the snapshot is discarded.
-        """
-        spec = self._segment.spec
-        if data_bytes is not None and data_bytes > spec.data_capacity:
-            self.discard()
-            raise SharedMemoryError(
-                f"the snapshot of step {self.header.step} does not fit into its slot",
-                found=f"{data_bytes} bytes",
-                expected=f"at most {spec.data_capacity} bytes",
-                state="That snapshot was discarded; earlier ones are intact.",
-            )
-        if len(manifest) > spec.manifest_capacity:
-            self.discard()
-            raise SharedMemoryError(
-                f"the manifest of step {self.header.step} does not fit into its slot",
-                found=f"{len(manifest)} bytes",
-                expected=f"at most {spec.manifest_capacity} bytes",
-                state="That snapshot was discarded; earlier ones are intact.",
-                remedy="track less non-tensor state, or hold large values as tensors",
-            )
-        crash_point("slot.before-manifest")
-        at = spec.manifest_at(self.slot)
-        self._buffer[at : at + len(manifest)] = manifest
-        crash_point("slot.before-complete")
-        header = replace(
-            self.header,
-            state=SlotState.COMPLETE,
-            manifest_bytes=len(manifest),
-            manifest_digest=digest(manifest),
-            data_bytes=spec.data_capacity if data_bytes is None else data_bytes,
-        )
-        header = self._segment._put_header(self.slot, header)  # noqa: SLF001 -- THE commit point of the memory tier
-        crash_point("slot.after-complete")
-        self._end()
-        return header
-
-    def discard(self) -> None:
-        """Set the slot EMPTY: this snapshot never existed."""
-        header = replace(self.header, state=SlotState.EMPTY)
-        self._segment._put_header(self.slot, header)  # noqa: SLF001 -- one unit with its segment
-        self._end()
-
-    def _end(self) -> None:
-        with contextlib.suppress(BufferError):  # a tensor over the slot may still hold the view
-            self.data.release()
-        self._segment._writing.discard(self.slot)  # noqa: SLF001 -- one unit with its segment
-        self._segment._lease.release(1 + self.slot)  # noqa: SLF001 -- one unit with its segment
-
-
-def _undo(segment: Segment | None, fd: int, memory: block.Block | None) -> None:
+def _undo(segment: Segment | None, fd: int, memory: block.MappedBlock | None) -> None:
     if segment is None:
         os.close(fd)
         if memory is not None:

@@ -1,4 +1,4 @@
-"""A segment as a file: its size, the pages that must exist, the checks before it is read, the touching of its pages."""
+"""A segment as a file: its size, its first pages, the checks before it is read, the prefaulting of the rest."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def boot_id() -> bytes:
 
 
 def lay_out(fd: int, spec: SegmentSpec) -> None:
-    """Give the file its size, and pages to everything that is read before the rest is reserved."""
+    """Set the size of the file, and reserve the pages that are read before the rest is reserved."""
     os.ftruncate(fd, spec.nbytes)
     try:
         for at in (0, *(spec.header_at(slot) for slot in range(spec.slots))):
@@ -31,9 +31,9 @@ def lay_out(fd: int, spec: SegmentSpec) -> None:
 
 
 def check_place(fd: int, block: Superblock, path: Path) -> None:
-    """Refuse a segment that is cut short (reading it would be SIGBUS), another user's, or of an earlier boot."""
+    """Reject a segment that is truncated (reading it would raise SIGBUS), another user's, or from an earlier boot."""
     status = os.fstat(fd)
-    left = "It was left as it is."
+    left = "It was left unchanged."
     if status.st_size != block.spec.nbytes:
         raise DamagedError(
             f"segment {path} has the wrong size", found=f"{status.st_size} bytes", expected=f"{block.spec.nbytes} bytes",
@@ -48,7 +48,7 @@ def check_place(fd: int, block: Superblock, path: Path) -> None:
         )
     if block.boot_id != boot_id():
         raise DamagedError(
-            f"segment {path} is of an earlier boot of this machine",
+            f"segment {path} is from an earlier boot of this machine",
             found=block.boot_id.hex(),
             expected=boot_id().hex(),
             state=left,
@@ -66,14 +66,14 @@ def describe_process(pid: int) -> str:
 
 
 def address_of(mapping: memoryview) -> int:
-    """Return where the mapping starts; keeps no export of it, so that it can be closed."""
+    """Return the address of the mapping without keeping an export of it, so that it can be closed."""
     return int(np.frombuffer(mapping, np.uint8).ctypes.data)
 
 
 def touch(mapping: memoryview, address: int, start: int, size: int) -> None:
     """Map every page now, so that the first snapshot is as fast as the second (1.4 GB/s untouched, 11 warm).
 
-    Reading them is enough, and half the work where an earlier life has written them: the mapping is shared and writable.
+    Reading them is enough, and half the work if an earlier process has written them: the mapping is shared and writable.
     """
     if not prefault.populate(address + start, size, write=False):
         touched = np.frombuffer(mapping, np.uint8)[start : start + size : PAGE]  # kernels before 5.14

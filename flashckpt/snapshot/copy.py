@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import ctypes
 import math
-from dataclasses import dataclass
-from typing import Any
+from collections.abc import Sequence
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -18,45 +18,39 @@ import xxhash
 from flashckpt.core.digest import CHUNK_BYTES
 from flashckpt.errors import FenceError, FlashckptError, SharedMemoryError
 from flashckpt.faults import crash_point
-from flashckpt.state.placement import local_of
-from flashckpt.state.structure import Row
+from flashckpt.state.placement import Box, local_of
 
 PIECE_BYTES = 256 << 10
 """Bytes copied at a time ahead of their hash: they stay in the level-2 cache."""
 _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64, 16: torch.complex128}
 
 
-@dataclass(slots=True)
-class Item:
+class Item(NamedTuple):
     """One row of the table and where it goes.
 
     Attributes:
-        row: The box.
-        local: The tensor with this rank's bytes; held, so that nothing is looked up per snapshot. Set once more
-            where the plan was made before the tensor existed (`Plan.settle`).
+        fqn: Name of its tensor.
+        box: The box.
+        local: The tensor with this rank's bytes; held, so that nothing is looked up per snapshot.
         offset: Byte in the data area.
         nbytes: Its size.
         first_chunk: Index of its first digest.
         start: Byte in the local tensor where the box starts, if it is one run of host memory there; -1 if not.
         local_bytes: Size of the whole local tensor when this was planned.
-        shape: Of the whole local tensor when this was planned.
-        dtype: Its dtype then.
+        dtype: Of the whole local tensor when this was planned.
+        shape: Of it then.
     """
 
-    row: Row
+    fqn: str
+    box: Box
     local: torch.Tensor
     offset: int
     nbytes: int
     first_chunk: int
     start: int
     local_bytes: int
-    shape: torch.Size
     dtype: torch.dtype
-
-    @property
-    def is_host(self) -> bool:
-        """Whether the tensor lies in host memory."""
-        return self.local.device.type == "cpu"
+    shape: torch.Size
 
 
 class StalePlanError(FlashckptError):
@@ -87,16 +81,15 @@ def check_slot(plan_bytes: int, slot_bytes: int, step: int) -> None:
         )
 
 
-def item_of(row: Row, offset: int, nbytes: int, first_chunk: int) -> Item:
-    """Return the Item of a row; finds out whether its box is one run of the local tensor."""
-    local, box = row.entry.local, row.box
-    start = -1
-    whole = box.lengths[1:] == tuple(local.shape[1:])
-    if whole and local.is_contiguous() and local.device.type == "cpu" and not local.is_conj() and not local.is_neg():
-        start = 0
-        if box.starts and box.starts[0]:
-            start = box.starts[0] * math.prod(local.shape[1:]) * local.element_size()
-    return Item(row, local, offset, nbytes, first_chunk, start, local.nbytes, local.shape, local.dtype)
+def run_starts(boxes: Sequence[Box], shape: torch.Size, itemsize: int) -> list[int]:
+    """Return the byte where each box of a contiguous tensor starts, if it is one run of it; -1 if not."""
+    row = math.prod(shape[1:]) * itemsize
+    return [(box.starts[0] if box.starts else 0) * row if box.lengths[1:] == shape[1:] else -1 for box in boxes]
+
+
+def is_run(local: torch.Tensor) -> bool:
+    """Whether a tensor is one run of host memory that holds its values bit for bit."""
+    return local.device.type == "cpu" and local.is_contiguous() and not local.is_conj() and not local.is_neg()
 
 
 class Buffer:
@@ -113,7 +106,7 @@ class Buffer:
     def tensor(self, item: Item) -> torch.Tensor:
         """Return the destination of an item as a tensor of integers as wide as its elements."""
         flat = torch.from_numpy(self._array[item.offset : item.offset + item.nbytes])
-        return flat.view(_INTEGERS[item.local.element_size()]).view(item.row.box.lengths)
+        return flat.view(_INTEGERS[item.local.element_size()]).view(item.box.lengths)
 
     def close(self) -> None:
         """Forget the memory."""
@@ -133,7 +126,7 @@ def source_of(item: Item, tensor: torch.Tensor | None = None) -> torch.Tensor:
     if local.is_conj() or local.is_neg():
         local = local.resolve_conj().resolve_neg()
     source = local.view(_INTEGERS[local.element_size()])
-    for dim, (start, length) in enumerate(zip(item.row.box.starts, item.row.box.lengths, strict=True)):
+    for dim, (start, length) in enumerate(zip(item.box.starts, item.box.lengths, strict=True)):
         source = source.narrow(dim, start, length)
     return source
 
@@ -153,7 +146,7 @@ def address_of(item: Item) -> int:
 def stale_plan(item: Item, local: torch.Tensor) -> StalePlanError:
     """Return the error for a tensor that is not of the form that was planned any more."""
     return StalePlanError(
-        f"{item.row.entry.fqn!r} has another shape or storage than when its snapshot was planned",
+        f"{item.fqn!r} has another shape or storage than when its snapshot was planned",
         found=f"{local.dtype}, shape {tuple(local.shape)}, strides {local.stride()}",
         expected=f"{item.dtype}, shape {tuple(item.shape)}" + (", contiguous" if item.start >= 0 else ""),
         state="That snapshot was discarded; the next one is planned anew.",

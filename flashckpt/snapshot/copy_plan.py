@@ -1,108 +1,208 @@
-"""Where every byte of a structure goes: made once per structure, ahead of the first snapshot where that can be."""
+"""Which bytes of a layout are copied when, and from which tensors: made once per structure, never changed."""
 
 from __future__ import annotations
 
 import operator
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+from functools import cached_property
 from itertools import chain
 
 import numpy as np
 import torch
-from torch.distributed.tensor import DTensor
 
-from flashckpt.core.manifest import ShardTable, encode_table
-from flashckpt.core.shard import layout_hash, place
-from flashckpt.snapshot.copy import Item, StalePlanError, item_of, stale_plan
-from flashckpt.snapshot.segments import MemoryNeed, manifest_room
-from flashckpt.state.deferred_optimizer import is_like
+from flashckpt.snapshot.copy import Item, StalePlanError, is_run, run_starts, stale_plan
 from flashckpt.state.placement import local_of
-from flashckpt.state.structure import Structure
+from flashckpt.state.state_layout import Ints, StateLayout
 
 _VERSION = operator.attrgetter("_version")  # the only counter torch has
 _FORM = operator.attrgetter("dtype", "shape")
 _FORMS_AT_A_TIME = 1024  # looked at without letting training have the interpreter
+Refused = Callable[[Sequence[torch.Tensor]], tuple[str, str] | None]
 
 
-class CopyPlan:
-    """Where every row of a structure goes: made once per structure, then only read.
-
-    Args:
-        structure: What is to be copied.
-        stand_ins: Tensors in it that stand for optimizer state that does not exist yet (`tracking.ahead`).
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class CopyOrder:
+    """The rows of a layout, np.int64 each, by when they are copied.
 
     Attributes:
-        structure: What it was made for.
-        signature: u64 layout hash of its rows.
-        total: Bytes of the data area.
-        end: Byte behind the last one that a copy writes; checked against the slot before the first copy.
-        unfenced: Items copied before `step()` returns.
+        fenced: Beside the next forward/backward, host memory only; in the order of their offsets.
+        device: The same for tensors on an accelerator.
+        unfenced, device_unfenced: Before `step()` returns.
         fresh: The same, of tensors that objects give out anew each time.
-        fenced: Items copied beside the next forward/backward, host memory only.
-        device, device_unfenced: The same for tensors on an accelerator.
-        rows_compared: First digests of what should change from step to step.
-        is_stale: A snapshot found that a tensor has another shape or storage now.
-        watched: Local tensors whose version counters prove the fence, with their names.
-        awaits: It has stand-ins, and nothing can be copied before `take_in`.
     """
 
-    def __init__(self, structure: Structure, stand_ins: Sequence[torch.Tensor] = ()) -> None:
-        self.structure, self.is_stale = structure, False
-        shards = structure.shards
-        placement = place(shards)
-        self.signature, self.total = layout_hash(shards), placement.total
-        self.table = ShardTable.from_shards(shards, placement.offsets)
-        self.table_bytes = encode_table(self.table)
-        places = zip(
-            placement.offsets.tolist(), self.table.nbytes.tolist(), self.table.first_chunk.tolist(), strict=True
+    fenced: Ints
+    device: Ints
+    unfenced: Ints
+    device_unfenced: Ints
+    fresh: Ints
+
+    @classmethod
+    def of(cls, layout: StateLayout) -> CopyOrder:
+        """Sort the rows of a layout."""
+        structure, rows = layout.structure, layout.row_tensors
+        is_host = np.array([one.device.type == "cpu" for one in structure.box_sets], np.bool_)[structure.sets]
+        fresh = np.zeros(len(structure.names), np.bool_)
+        if structure.fresh:
+            fresh = np.array([name in structure.fresh for name in structure.names], np.bool_)
+        host, fenced, again = is_host[rows], structure.fenced[rows], fresh[rows]
+        loose = ~fenced & ~again
+        copied = np.flatnonzero(fenced & host)
+        return cls(
+            fenced=copied[np.argsort(layout.table.byte_offset[copied], kind="stable")],
+            device=np.flatnonzero(fenced & ~host),
+            unfenced=np.flatnonzero(loose & host),
+            device_unfenced=np.flatnonzero(loose & ~host),
+            fresh=np.flatnonzero(again),
         )
-        items = [item_of(row, *place_) for row, place_ in zip(structure.rows, places, strict=True)]
-        self.end = max((i.offset + i.nbytes for i in items), default=0)
-        host = [i for i in items if i.is_host]
-        fresh = structure.fresh
-        self.fresh = [i for i in items if i.row.entry.fqn in fresh]
-        loose = [i for i in items if not i.row.entry.fenced and i.row.entry.fqn not in fresh]
-        self.unfenced = [i for i in loose if i.is_host]
-        self.device_unfenced = [i for i in loose if not i.is_host]
-        self.fenced = sorted((i for i in host if i.row.entry.fenced), key=lambda item: item.offset)
-        self.device = [i for i in items if i.row.entry.fenced and not i.is_host]
-        self.uses_device = bool(self.device or self.device_unfenced)
-        self.rows_compared = np.array([i.first_chunk for i in items if i.row.entry.fenced and i.nbytes], np.int64)
-        watched = {id(i.row.entry.tensor): i.row.entry for i in [*self.fenced, *self.device]}
-        awaited = [watched.pop(id(tensor)) for tensor in stand_ins]
-        self.watched = [entry.local for entry in watched.values()]
-        self.watched_names = [entry.fqn for entry in [*watched.values(), *awaited]]
-        self.awaits, self._stand_ins = bool(stand_ins), stand_ins
-        self._taken_in: Sequence[torch.Tensor] = ()
-        self._runs: list[tuple[list[torch.Tensor], list[tuple[torch.dtype, torch.Size]], list[Item]]] = []
-        self._has_dtensors = any(isinstance(tensor, DTensor) for tensor in stand_ins)
 
-    def take_in(self, tensors: Sequence[torch.Tensor]) -> None:
-        """Let the tensors that exist now take the place of the stand-ins, in their order; the copy thread checks them."""
-        self.watched += map(local_of, tensors) if self._has_dtensors else tensors
-        self.awaits, self._taken_in = False, tensors
 
-    def settle(self) -> None:
-        """Give the items what was taken in; in the copy thread, before anything is read.
+@dataclass(frozen=True, kw_only=True, eq=False)
+class CopyPlan:
+    """Where every row of a structure goes, and from which tensor.
+
+    Attributes:
+        layout: What it was made for.
+        order: When each row is copied.
+        bound: The tensors that are now where the structure awaited some, in its order.
+        refused: Tells what of `bound` has another form than was predicted; asked in the copy thread.
+        watched: Local tensors whose version counters prove the fence.
+        unfenced: Items copied before `step()` returns.
+        device_unfenced: The same for tensors on an accelerator.
+        fresh: The same, of tensors that objects give out anew each time.
+    """
+
+    layout: StateLayout
+    order: CopyOrder
+    refused: Refused
+    bound: Sequence[torch.Tensor] = ()
+    watched: Sequence[torch.Tensor]
+    unfenced: Sequence[Item] = field(default=())
+    device_unfenced: Sequence[Item] = field(default=())
+    fresh: Sequence[Item] = field(default=())
+
+    @classmethod
+    def of(cls, layout: StateLayout, refused: Refused = lambda _: None) -> CopyPlan:
+        """Return the plan for a layout.
+
+        Args:
+            layout: Of the structure.
+            refused: As in the attributes; of the optimizers whose state the structure awaits.
+        """
+        structure, order = layout.structure, CopyOrder.of(layout)
+        held = zip(structure.tensors, structure.fenced.tolist(), strict=True)
+        plan = cls(
+            layout=layout,
+            order=order,
+            refused=refused,
+            watched=[local_of(tensor) for tensor, fenced in held if fenced and tensor is not None],
+        )
+        return replace(
+            plan,
+            unfenced=plan.items(order.unfenced),
+            device_unfenced=plan.items(order.device_unfenced),
+            fresh=plan.items(order.fresh),
+        )
+
+    def bind(self, tensors: Sequence[torch.Tensor]) -> CopyPlan:
+        """Return the plan in which these tensors take the place of the awaited ones, in their order.
+
+        What costs time per tensor is done in the copy thread, by the first snapshot of the new plan.
+        """
+        is_plain = not any(one.is_sharded for one in self.layout.structure.box_sets)
+        locals_ = tensors if is_plain else list(map(local_of, tensors))
+        return replace(self, bound=tensors, watched=[*self.watched, *locals_])
+
+    @property
+    def awaits(self) -> bool:
+        """Whether nothing can be copied before `bind`."""
+        return len(self.layout.structure.awaited) > len(self.bound)
+
+    @cached_property
+    def end(self) -> int:
+        """Byte behind the last one that a copy writes; checked against the slot before the first copy."""
+        table = self.layout.table
+        return int((table.byte_offset + table.nbytes).max(initial=0))
+
+    @property
+    def uses_device(self) -> bool:
+        """Whether some of the state is on an accelerator."""
+        return bool(len(self.order.device) or len(self.order.device_unfenced))
+
+    @cached_property
+    def devices(self) -> frozenset[torch.device]:
+        """The accelerators that hold fenced tensors."""
+        structure, rows = self.layout.structure, self.layout.row_tensors[self.order.device]
+        return frozenset(structure.box_sets[number].device for number in set(structure.sets[rows].tolist()))
+
+    @cached_property
+    def rows_compared(self) -> Ints:
+        """First digests of what should change from step to step."""
+        table, fenced = self.layout.table, self.layout.structure.fenced[self.layout.row_tensors]
+        return table.first_chunk[fenced & (table.nbytes > 0)]
+
+    # -- in the copy thread ------------------------------------------------------------------------------
+
+    @cached_property
+    def fenced(self) -> list[Item]:
+        """Items copied beside the next forward/backward, host memory only, in the order of their offsets.
 
         Raises:
-            StalePlanError: A tensor has another form than was predicted.
+            StalePlanError: A bound tensor has another form than was predicted.
         """
-        stand_ins, tensors, self._stand_ins, self._taken_in = self._stand_ins, self._taken_in, (), ()
-        if not tensors:
-            return
-        places: dict[int, torch.Tensor] = {}
-        for stand_in, tensor in zip(stand_ins, tensors, strict=True):
-            places[id(stand_in)] = tensor
-            if not is_like(tensor, stand_in):
-                raise StalePlanError(
-                    "an optimizer made its state in another form than was planned ahead",
-                    found=f"{type(tensor).__name__} of {tensor.dtype}, shape {tuple(tensor.shape)}, on {tensor.device}",
-                    expected=f"{type(stand_in).__name__} of {stand_in.dtype}, shape {tuple(stand_in.shape)}, on {stand_in.device}",
-                    state="That snapshot was discarded; the next one is planned anew.",
-                )
-        for item in chain(self.fenced, self.device):
-            if (found := places.get(id(item.row.entry.tensor))) is not None:
-                item.local = local_of(found)
+        return self.items(self.order.fenced)
+
+    @cached_property
+    def device(self) -> list[Item]:
+        """The same for tensors on an accelerator. Raises as `fenced`."""
+        return self.items(self.order.device)
+
+    def items(self, rows: Ints) -> list[Item]:
+        """Return rows as items. Raises as `fenced`."""
+        layout, structure, table = self.layout, self.layout.structure, self.layout.table
+        numbers = rows.tolist()
+        owners = layout.row_tensors[rows].tolist()
+        locals_ = list(map(self._locals.__getitem__, owners)) if numbers else []
+        kinds = [structure.box_sets[number] for number in structure.sets[layout.row_tensors[rows]].tolist()]
+        starts = _run_starts(layout)
+        boxes = layout.row_boxes[rows].tolist()
+        sizes = {id(one): one.form[1].numel() * one.form[0].itemsize for one in kinds}
+        columns = zip(
+            [structure.names[owner] for owner in owners],
+            [layout.boxes[box] for box in boxes],
+            locals_,
+            table.byte_offset[rows].tolist(),
+            table.nbytes[rows].tolist(),
+            table.first_chunk[rows].tolist(),
+            [starts[box] if is_run(local) else -1 for box, local in zip(boxes, locals_, strict=True)],
+            [sizes[id(one)] for one in kinds],
+            [one.form[0] for one in kinds],
+            [one.form[1] for one in kinds],
+            strict=True,
+        )
+        return list(map(Item._make, columns))
+
+    @cached_property
+    def _locals(self) -> Sequence[torch.Tensor]:
+        """The local tensors by their place in the structure; an awaited one is an empty tensor and never copied."""
+        structure = self.layout.structure
+        nothing = torch.empty(0)
+        found = [nothing if tensor is None else local_of(tensor) for tensor in structure.tensors]
+        if self.bound:
+            self._refuse_other_forms()
+            for place, tensor in zip(structure.awaited.tolist(), self.bound, strict=True):
+                found[place] = local_of(tensor)
+        return found
+
+    def _refuse_other_forms(self) -> None:
+        if (other := self.refused(self.bound)) is not None:
+            raise StalePlanError(
+                "an optimizer made its state in another form than was planned ahead",
+                found=other[0],
+                expected=other[1],
+                state="That snapshot was discarded; the next one is planned anew.",
+            )
 
     def check_forms(self) -> None:
         """Check that what is copied by its address is of the planned dtypes and shapes; in the copy thread.
@@ -110,20 +210,19 @@ class CopyPlan:
         `p.data = ...` changes neither the parameter's identity nor its version: the bytes fit, and mean something else.
 
         Raises:
-            StalePlanError: A tensor is of another form now.
+            StalePlanError: A tensor is of another form now, or was made in another form than was predicted.
         """
-        if not self._runs:
-            items = [i for i in chain(self.fenced, self.unfenced) if i.start >= 0]
-            parts = (items[first : first + _FORMS_AT_A_TIME] for first in range(0, len(items), _FORMS_AT_A_TIME))
-            self._runs = [([i.local for i in part], [(i.dtype, i.shape) for i in part], part) for part in parts]
         for tensors, forms, part in self._runs:
             if list(map(_FORM, tensors)) != forms:
                 raise next(stale_plan(i, i.local) for i in part if _FORM(i.local) != (i.dtype, i.shape))
 
-    def need(self, value_bytes: int) -> MemoryNeed:
-        """Return what a slot for this plan and about `value_bytes` of non-tensor state needs."""
-        manifest = manifest_room(self.table, len(self.table_bytes), value_bytes)
-        return MemoryNeed(layout=self.signature, data_bytes=self.total, manifest_bytes=manifest)
+    @cached_property
+    def _runs(self) -> list[tuple[list[torch.Tensor], list[tuple[torch.dtype, torch.Size]], list[Item]]]:
+        items = [i for i in chain(self.fenced, self.unfenced) if i.start >= 0]
+        parts = (items[first : first + _FORMS_AT_A_TIME] for first in range(0, len(items), _FORMS_AT_A_TIME))
+        return [([i.local for i in part], [(i.dtype, i.shape) for i in part], part) for part in parts]
+
+    # -- the fence ---------------------------------------------------------------------------------------
 
     def versions(self) -> list[int]:
         """Return the version counters of all fenced tensors."""
@@ -134,4 +233,15 @@ class CopyPlan:
         now = self.versions()
         if now == before:
             return []
-        return [name for name, a, b in zip(self.watched_names, before, now, strict=True) if a != b]
+        structure = self.layout.structure
+        columns = zip(structure.names, structure.tensors, structure.fenced.tolist(), strict=True)
+        names = [name for name, tensor, fenced in columns if fenced and tensor is not None]
+        names += [structure.names[place] for place in structure.awaited.tolist()]
+        return [name for name, a, b in zip(names, before, now, strict=True) if a != b]
+
+
+def _run_starts(layout: StateLayout) -> list[int]:
+    """Return for each box of a layout the byte where it starts in its local tensor, if that is contiguous; -1 if it is no run."""
+    return [
+        start for one in layout.structure.box_sets for start in run_starts(one.boxes, one.form[1], one.form[0].itemsize)
+    ]

@@ -8,7 +8,7 @@ same Event, Stream, stream and current_stream, so that the order of operations i
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 from typing import Any
@@ -57,7 +57,7 @@ class Pack:
 
     def _part(self, item: Item, start: int) -> torch.Tensor:
         flat = self._on_device[start : start + item.nbytes]
-        return flat.view(source_of(item).dtype).view(item.row.box.lengths)
+        return flat.view(source_of(item).dtype).view(item.box.lengths)
 
     def gather(self) -> None:
         """Queue the gathering on the current stream."""
@@ -108,11 +108,11 @@ class DeviceCopier:
         self._last: dict[torch.device, Any] = {}
         self._fenced, self._unfenced = Packs(), Packs()
 
-    def mark(self, items: Sequence[Item], unfenced: Sequence[Item]) -> StreamEvents:
+    def mark(self, devices: Iterable[torch.device], unfenced: Sequence[Item]) -> StreamEvents:
         """Record what is queued now on each device's current stream: copies start behind it.
 
         Args:
-            items: Fenced tensors; read where they are.
+            devices: Of the fenced tensors, which are read where they are.
             unfenced: Tensors that may change as soon as `step()` returns: cloned or gathered on the device first, in
                 stream order. The snapshot before must be at its end: its gathered tensors are overwritten.
         """
@@ -121,7 +121,7 @@ class DeviceCopier:
         for pack in packs:
             pack.gather()
         events = {}
-        for device in {item.local.device for item in [*items, *unfenced]}:
+        for device in {*devices, *(item.local.device for item in unfenced)}:
             event = self._api.Event()
             event.record(self._api.current_stream(device))
             events[device] = event

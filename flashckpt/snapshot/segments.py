@@ -5,13 +5,10 @@ from __future__ import annotations
 import contextlib
 import logging
 import time
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
 from pathlib import Path
 
-from flashckpt.core.manifest import ShardTable, encode_table
-from flashckpt.core.shard import Shard, layout_hash, place
 from flashckpt.core.snapshot_id import SnapshotId
+from flashckpt.core.snapshot_request import SnapshotRequest
 from flashckpt.errors import ConfigError, DamagedError, FlashckptError, FormatVersionError, SharedMemoryError
 from flashckpt.logs import guarded
 from flashckpt.planning.slot_policy import choose_slot
@@ -20,50 +17,13 @@ from flashckpt.shm.acks import AckedSnapshots
 from flashckpt.shm.job_directory import JobDirectory
 from flashckpt.shm.segment import Segment, SegmentSpec, SlotPinned, SlotWriter
 from flashckpt.snapshot.reservation import Reservation
+from flashckpt.state.state_layout import MemoryNeed
 
 _log = guarded(logging.getLogger("flashckpt"))
-MANIFEST_SLACK_BYTES = 256 << 10
 SMALL_SLOT_BYTES = 16 << 20
 """Up to here the first slot is made at once, in about 10 ms; larger ones in the background, beside training."""
 _LET_GO_S = 2.0
 """How long a killed process may take to give its locks back."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class MemoryNeed:
-    """What one slot of a rank needs.
-
-    Attributes:
-        layout: u64 layout hash; names the segment.
-        data_bytes: Bytes of the data area.
-        manifest_bytes: Bytes of the manifest area.
-    """
-
-    layout: int
-    data_bytes: int
-    manifest_bytes: int
-
-    @property
-    def slot_bytes(self) -> int:
-        """Bytes of a slot, its header page included, and a share of the superblock."""
-        return self.data_bytes + self.manifest_bytes + 3 * 4096
-
-    def with_room(self, nbytes: int) -> MemoryNeed:
-        """Return the same need with more bytes in the data area, for state that grows."""
-        return replace(self, data_bytes=self.data_bytes + nbytes)
-
-
-def need_of(shards: Sequence[Shard], value_bytes: int = 0) -> MemoryNeed:
-    """Return what a slot for `shards` and about `value_bytes` of non-tensor state needs, with room to grow."""
-    placement = place(shards)
-    table = ShardTable.from_shards(shards, placement.offsets)
-    manifest = manifest_room(table, len(encode_table(table)), value_bytes)
-    return MemoryNeed(layout=layout_hash(shards), data_bytes=placement.total, manifest_bytes=manifest)
-
-
-def manifest_room(table: ShardTable, table_bytes: int, value_bytes: int) -> int:
-    """Return the bytes to reserve for a manifest: its table and digests, and values that may grow."""
-    return 2 * table_bytes + 8 * table.chunks + 4 * value_bytes + MANIFEST_SLACK_BYTES
 
 
 class RankSegments:
@@ -211,11 +171,6 @@ class RankSegments:
         """Whether the memory is reserved; raises what the reservation raised."""
         return self._reservation.is_ready
 
-    def wait_ready(self, timeout_s: float | None = None) -> bool:
-        """Wait for the whole reservation; False if it is not done in time."""
-        self._reservation.ready.wait(timeout_s)
-        return self.is_ready
-
     def wait_first(self, timeout_s: float | None = None) -> bool:
         """Wait until a snapshot can be taken: one slot is reserved; False if none is in time. Raises as `is_ready`."""
         self._reservation.first.wait(timeout_s)
@@ -236,15 +191,7 @@ class RankSegments:
         )
 
     def begin(
-        self,
-        *,
-        generation: int,
-        step: int,
-        world_size: int,
-        persist: bool,
-        parent: SnapshotId | None,
-        known: AckedSnapshots,
-        superseded: SnapshotId | None,
+        self, request: SnapshotRequest, *, known: AckedSnapshots, superseded: SnapshotId | None
     ) -> SlotWriter | None:
         """Return a writer on the slot that may be overwritten, or None if there is none (invariant M1, pins)."""
         segment = self.segment
@@ -252,14 +199,16 @@ class RankSegments:
         busy = segment.busy() | self._reservation.unreserved()
         while True:
             slot = choose_slot(
-                segment.headers(), pinned=busy, common=known.common, hopeless=known.hopeless, superseded=superseded
+                segment.headers(),
+                pinned=busy,
+                common=known.common,
+                unrecoverable=known.unrecoverable,
+                superseded=superseded,
             )
             if slot is None:
                 return None
             try:
-                return segment.begin(
-                    slot, generation=generation, step=step, world_size=world_size, persist=persist, parent=parent
-                )
+                return segment.begin(slot, request)
             except SlotPinned:  # a reader took it between the look and the lock
                 busy.add(slot)
 

@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 
 from flashckpt.core.manifest import Manifest, encode_manifest
-from flashckpt.core.snapshot_id import SnapshotId
+from flashckpt.core.snapshot_request import SnapshotRequest
 from flashckpt.errors import FenceError, FlashckptError, SharedMemoryError
 from flashckpt.logs import guarded
 from flashckpt.shm.segment import SlotWriter
@@ -28,25 +28,9 @@ from flashckpt.snapshot.copy import (
 )
 from flashckpt.snapshot.copy_plan import CopyPlan
 from flashckpt.snapshot.device import DeviceCopier
-from flashckpt.state.registry import Captured
-
-__all__ = ["CopyPlan", "Snapshot", "SnapshotRequest", "Stager", "StaleWatch", "fence_error"]
+from flashckpt.state.captured import Captured
 
 _log = guarded(logging.getLogger("flashckpt"))
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class SnapshotRequest:
-    """What a manifest says besides tensors and values."""
-
-    job: str
-    generation: int
-    step: int
-    parent: SnapshotId | None
-    world_size: int
-    rank: int
-    coordinates: dict[str, int]
-    persist: bool
 
 
 @dataclass(eq=False)
@@ -54,7 +38,7 @@ class Snapshot:
     """One snapshot under way.
 
     Attributes:
-        identity: What it is of.
+        request: What it is of.
         plan: Where its bytes go.
         values: Non-tensor state.
         copied: Set when nothing more is read from live tensors (on an accelerator: when all copies are queued).
@@ -65,7 +49,7 @@ class Snapshot:
         started_s, copied_s, done_s: `time.perf_counter()` of the phases.
     """
 
-    identity: SnapshotRequest
+    request: SnapshotRequest
     plan: CopyPlan
     writer: SlotWriter
     buffer: Buffer
@@ -84,6 +68,14 @@ class Snapshot:
     digests: np.ndarray | None = None
     lock: threading.Lock = field(default_factory=threading.Lock)
 
+    @property
+    def needs_other_plan(self) -> bool:
+        """Whether it failed for a reason that its plan has in it: what is live, or what its slot holds, is otherwise.
+
+        A manifest that has outgrown its area needs another segment, as state of another form does.
+        """
+        return isinstance(self.error, (StalePlanError, SlotOverflowError, SharedMemoryError))
+
     def check(self) -> None:
         """Compare the version counters once: before the training thread may mutate, after the last read."""
         with self.lock:
@@ -92,7 +84,7 @@ class Snapshot:
             self.checked = True
             names = self.plan.changed(self.versions)
         if names:
-            self.error = fence_error(names, self.identity.step)
+            self.error = fence_error(names, self.request.id.step)
 
 
 def fence_error(names: Sequence[str], step: int) -> FenceError:
@@ -135,7 +127,7 @@ class Stager:
         plan: CopyPlan,
         writer: SlotWriter,
         captured: Captured,
-        identity: SnapshotRequest,
+        request: SnapshotRequest,
         *,
         optimizer_steps: int = 0,
     ) -> Snapshot:
@@ -146,21 +138,21 @@ class Stager:
         started = time.perf_counter()
         buffer = Buffer(writer.data)
         try:
-            snapshot = Snapshot(identity, plan, writer, buffer, captured.values, [], started_s=started)
+            snapshot = Snapshot(request, plan, writer, buffer, captured.values, [], started_s=started)
             try:
-                check_slot(plan.end, len(writer.data), identity.step)
+                check_slot(plan.end, len(writer.data), request.id.step)
                 for item in plan.unfenced:
                     copy_item(item, buffer)
                 for item in plan.fresh:
-                    copy_item(item, buffer, captured.tensors[item.row.entry.fqn])
+                    copy_item(item, buffer, captured.tensors[item.fqn])
             except (SlotOverflowError, StalePlanError) as error:
-                snapshot.error, plan.is_stale = error, True
+                snapshot.error = error
                 self._end(snapshot, 0.0)
                 return snapshot
             snapshot.versions = plan.versions()
             snapshot.optimizer_steps = optimizer_steps
             if plan.uses_device:
-                snapshot.marks = self._lanes.mark(plan.device, plan.device_unfenced)
+                snapshot.marks = self._lanes.mark(plan.devices, plan.device_unfenced)
         except BaseException:
             buffer.close()
             writer.discard()
@@ -205,15 +197,12 @@ class Stager:
                 self._take(snapshot)
             except Exception as error:  # noqa: BLE001 -- training goes on whatever happens to one snapshot
                 snapshot.error = error
-                # a manifest that has outgrown its area needs another segment, as state of another form does
-                snapshot.plan.is_stale = isinstance(error, (StalePlanError, SharedMemoryError))
             self._end(snapshot, time.thread_time() - started)
 
     def _take(self, snapshot: Snapshot) -> None:
         plan, buffer = snapshot.plan, snapshot.buffer
-        plan.settle()
         plan.check_forms()
-        digests = np.zeros(plan.table.chunks, np.uint64)
+        digests = np.zeros(plan.layout.table.chunks, np.uint64)
         batches = self._lanes.enqueue(plan.device, buffer, snapshot.marks) if plan.uses_device else []
         for item in plan.fenced:
             copy_and_hash(item, buffer, digests)
@@ -231,23 +220,11 @@ class Stager:
             self._commit(snapshot, digests)
 
     def _commit(self, snapshot: Snapshot, digests: np.ndarray) -> None:
-        who, plan = snapshot.identity, snapshot.plan
-        manifest = Manifest(
-            job=who.job,
-            generation=who.generation,
-            step=who.step,
-            parent=who.parent,
-            world_size=who.world_size,
-            rank=who.rank,
-            writers=[who.rank],
-            coordinates=who.coordinates,
-            table=plan.table,
-            digests=digests,
-            values=snapshot.values,
-        )
-        encoded = encode_manifest(manifest, table_bytes=plan.table_bytes)
+        layout = snapshot.plan.layout
+        manifest = Manifest.of(snapshot.request, table=layout.table, digests=digests, values=snapshot.values)
+        encoded = encode_manifest(manifest, table_bytes=layout.table_bytes)
         snapshot.buffer.close()
-        snapshot.writer.commit(encoded, data_bytes=plan.total)
+        snapshot.writer.commit(encoded, data_bytes=layout.total)
         snapshot.digests = digests
         snapshot.done_s = time.perf_counter()
 
@@ -261,7 +238,7 @@ class Stager:
                 self._discard(snapshot)
                 self._on_failure(snapshot, snapshot.error)
         except Exception:  # noqa: BLE001 -- a user's callback must not end the copy thread
-            _log.exception("the snapshot of step %d: a callback failed", snapshot.identity.step)
+            _log.exception("the snapshot of step %d: a callback failed", snapshot.request.id.step)
         finally:
             snapshot.copied.set()
             snapshot.done.set()
@@ -271,7 +248,7 @@ class Stager:
         try:
             snapshot.writer.discard()
         except (OSError, ValueError, FlashckptError) as error:
-            _log.warning("the slot of step %d could not be set EMPTY: %s", snapshot.identity.step, error)
+            _log.warning("the slot of step %d could not be set EMPTY: %s", snapshot.request.id.step, error)
 
 
 class StaleWatch:

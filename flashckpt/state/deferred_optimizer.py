@@ -1,15 +1,15 @@
 """Optimizer state that the first step will make, planned before it exists.
 
-Planning costs tens of microseconds per tensor, and state appears only inside the first `optimizer.step()`, right
-in front of the first snapshot. For the optimizers of torch it is known before: stand-ins of the same form
-take its place in the plan during `restore()`, and the first snapshot only finds the real tensors, in tens of
-nanoseconds each; the copy thread compares their form. Where the prediction was wrong, the state is planned as it is.
+State appears only inside the first `optimizer.step()`, right in front of the first snapshot. For the optimizers of
+torch it is known before: its names and boxes are planned during `restore()`, and the first snapshot only finds the
+real tensors, in tens of nanoseconds each; the copy thread compares their form. Where the prediction was wrong, the
+state is planned as it is.
 """
 
 from __future__ import annotations
 
 import operator
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from itertools import chain
 from typing import Any
 
@@ -17,11 +17,15 @@ import torch
 from torch.distributed.tensor import DTensor
 
 from flashckpt.state import optimizer_state
+from flashckpt.state.optimizer_state import PredictedBlock
 from flashckpt.state.placement import local_of
-from flashckpt.state.structure import StructureGuard
+from flashckpt.state.structure_guard import StructureGuard
+
+_FORM = operator.attrgetter("dtype", "device", "shape")
+_AT_A_TIME = 1024  # looked at without letting training have the interpreter
 
 
-class PredictedTensor:
+class DeferredState:
     """The state that several optimizers are going to make; empty once it was found or another plan was made.
 
     Args:
@@ -34,17 +38,16 @@ class PredictedTensor:
     def __bool__(self) -> bool:
         return bool(self._parts)
 
-    @property
-    def stand_ins(self) -> list[torch.Tensor]:
-        """The tensors that stand for state that does not exist yet."""
-        return [tensor for part in self._parts for tensor in part.stand_ins]
-
     def of(self, optimizer: torch.optim.Optimizer) -> PredictedState | None:
         """Return the part of one optimizer."""
         return next((part for part in self._parts if part.optimizer is optimizer), None)
 
+    def is_awaited(self) -> bool:
+        """Whether none of it exists yet."""
+        return not any(any(part.optimizer.state.values()) for part in self._parts)
+
     def found(self) -> list[torch.Tensor] | None:
-        """Return the tensors that have taken the place of the stand-ins, in their order; None if not all, or others."""
+        """Return the tensors that were made, in the order in which they are awaited; None if not all, or others."""
         parts = [part.found() for part in self._parts]
         return None if None in parts else list(chain.from_iterable(part for part in parts if part))
 
@@ -54,45 +57,44 @@ class PredictedTensor:
         dicts = [members for state in states for members in (state, *state.values())]
         return StructureGuard(dicts, [], [tensor for tensor in tensors if type(tensor) is DTensor])
 
+    def refused(self, tensors: Sequence[torch.Tensor]) -> tuple[str, str] | None:
+        """Return (what was found, what was expected) of the first tensor that is not of the predicted form; in the copy thread."""
+        start = 0
+        for block in (block for part in self._parts for block in part.blocks):
+            count = len(block.keys)
+            own = tensors[start : start + count * len(block.params)]
+            start += len(own)
+            for number, (key, is_full) in enumerate(block.keys):
+                if (found := _refused(block, key, own[number::count], is_full=is_full)) is not None:
+                    return found
+        return None
+
 
 class PredictedState:
     """The state that one optimizer is going to make, parameter by parameter, in the order in which it makes it.
 
     Attributes:
         optimizer: It has no state yet.
-        stand_ins: One tensor for each that it will make, of the same form; they share the bytes of the parameters.
+        blocks: What it will make, group by group.
     """
 
-    def __init__(
-        self, optimizer: torch.optim.Optimizer, predicted: Sequence[tuple[torch.Tensor, str, bool, Any]]
-    ) -> None:
-        self.optimizer = optimizer
-        self._owners = [param for param, _, _, _ in predicted]
-        self._params = list({id(p): p for p in self._owners}.values())
-        self._keys = [key for _, key, _, _ in predicted]
-        groups = optimizer_state.groups_by_parameter(optimizer)
-        self.stand_ins = [
-            param.detach() if full else torch.zeros((), dtype=dtype, device=_scalar_device(param, groups[id(param)]))
-            for param, _, full, dtype in predicted
-        ]
+    def __init__(self, optimizer: torch.optim.Optimizer, blocks: Sequence[PredictedBlock]) -> None:
+        self.optimizer, self.blocks = optimizer, blocks
+        self._params = [param for block in blocks for param in block.params]
+        self._keys = list(chain.from_iterable([key for key, _ in b.keys] * len(b.params) for b in blocks))
 
     @classmethod
     def of(cls, optimizer: torch.optim.Optimizer) -> PredictedState | None:
         """Return what `optimizer` will make; None where it has state already, has none at all, or is not known."""
         if any(optimizer.state.values()) or not type(optimizer).__module__.startswith("torch.optim."):
             return None  # somebody's subclass may well keep its state in another form
-        predicted = list(optimizer_state.predicted(optimizer))
-        if not predicted or any(param.is_inference() for param, _, _, _ in predicted):
+        blocks = list(optimizer_state.predicted(optimizer))
+        if not blocks or any(any(map(torch.Tensor.is_inference, block.params)) for block in blocks):
             return None
-        return cls(optimizer, predicted)
-
-    def state_tensors(self, names: optimizer_state.Named) -> Iterator[tuple[str, str, torch.Tensor, torch.Tensor]]:
-        """Yield what `optimizer_state.state_tensors` will, with stand-ins."""
-        for param, key, tensor in zip(self._owners, self._keys, self.stand_ins, strict=True):
-            yield names[id(param)], key, param, tensor
+        return cls(optimizer, blocks)
 
     def found(self) -> list[torch.Tensor] | None:
-        """Return the tensors that have taken the place of the stand-ins, in their order; None if they have other keys."""
+        """Return the tensors that were made, in the order in which they are awaited; None if they have other keys."""
         state = self.optimizer.state
         if len(state) != len(self._params) or not all(map(operator.is_, state, self._params)):
             return None
@@ -101,16 +103,53 @@ class PredictedState:
         return list(chain.from_iterable(map(dict.values, state.values())))
 
 
-def is_like(tensor: Any, stand_in: torch.Tensor) -> bool:
-    """Whether `tensor` has the type, dtype, device, shape, and as a DTensor the placements, of its stand-in."""
-    if type(tensor) is not type(stand_in):
+def example(block: PredictedBlock, param: torch.Tensor, *, is_full: bool) -> torch.Tensor:
+    """Return a tensor of the form that the state of `param` will have; its values are none."""
+    return param.detach() if is_full else torch.zeros((), dtype=block.scalar, device=_scalar_device(block, param))
+
+
+def _scalar_device(block: PredictedBlock, param: torch.Tensor) -> torch.device:
+    on_device = block.group.get("capturable") or block.group.get("fused")
+    return param.device if on_device else torch.device("cpu")
+
+
+def _refused(
+    block: PredictedBlock, key: str, tensors: Sequence[torch.Tensor], *, is_full: bool
+) -> tuple[str, str] | None:
+    for first in range(0, len(tensors), _AT_A_TIME):
+        some, params = tensors[first : first + _AT_A_TIME], block.params[first : first + _AT_A_TIME]
+        if _are_plainly_right(block, some, params, is_full=is_full):
+            continue
+        for tensor, param in zip(some, params, strict=True):
+            wanted = example(block, param, is_full=is_full)
+            if not _is_like(tensor, wanted):
+                return f"{key!r} as {_said(tensor)}", _said(wanted)
+    return None
+
+
+def _are_plainly_right(
+    block: PredictedBlock, tensors: Sequence[torch.Tensor], params: Sequence[torch.Tensor], *, is_full: bool
+) -> bool:
+    """Tell whether all are plain tensors of the right form: nearly always, and quick to see."""
+    if set(map(type, tensors)) != {torch.Tensor}:
         return False
-    if isinstance(tensor, DTensor) and isinstance(stand_in, DTensor):
-        placed = (tensor.placements, tensor.device_mesh) == (stand_in.placements, stand_in.device_mesh)
-        return placed and is_like(local_of(tensor), local_of(stand_in))
-    wanted = stand_in.dtype, stand_in.device, stand_in.shape
-    return (tensor.dtype, tensor.device, tensor.shape) == wanted
+    if is_full:
+        return {torch.Tensor, torch.nn.Parameter}.issuperset(map(type, params)) and (
+            list(map(_FORM, tensors)) == list(map(_FORM, params))
+        )
+    devices = {_scalar_device(block, param) for param in params}
+    return len(devices) == 1 and set(map(_FORM, tensors)) == {(block.scalar, devices.pop(), torch.Size())}
 
 
-def _scalar_device(param: torch.Tensor, group: dict[str, Any]) -> torch.device:
-    return param.device if group.get("capturable") or group.get("fused") else torch.device("cpu")
+def _is_like(tensor: Any, example: torch.Tensor) -> bool:
+    """Whether `tensor` has the type, dtype, device, shape, and as a DTensor the placements, of an example."""
+    if type(tensor) is not type(example):
+        return False
+    if isinstance(tensor, DTensor) and isinstance(example, DTensor):
+        placed = (tensor.placements, tensor.device_mesh) == (example.placements, example.device_mesh)
+        return placed and _is_like(local_of(tensor), local_of(example))
+    return bool(_FORM(tensor) == _FORM(example))
+
+
+def _said(tensor: torch.Tensor) -> str:
+    return f"{type(tensor).__name__} of {tensor.dtype}, shape {tuple(tensor.shape)}, on {tensor.device}"

@@ -31,7 +31,7 @@ def _values(name: str, thing: Any) -> Iterator[tuple[str, Any]]:
             own = state.items() if isinstance(key, torch.Tensor) else [(key, state)]
             yield from ((f"{name}.state.{inner}", value) for inner, value in own)
     elif isinstance(thing, nn.Module):
-        for path, module in modules.extra_states(thing):
+        for path, module in modules.extra_states(thing.named_modules()):
             yield f"{name}.{path}", _asked(module.get_extra_state)
     elif not hasattr(thing, "__iter__"):  # a stateful loader that is asked for its state begins an iterator, and draws
         yield name, _asked(thing.state_dict)

@@ -1,43 +1,25 @@
-"""Names and tensors of tracked modules: wrappers stripped, parts merged, shared tensors once."""
+"""What modules say about themselves: paths without wrappers, state of their own, what would be lost."""
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+import operator
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
-from torch.nn.parallel import DistributedDataParallel
-from torch.nn.parameter import is_lazy
+from torch.nn.parameter import UninitializedTensorMixin, is_lazy
 
 from flashckpt.errors import UnsupportedStateError
 from flashckpt.logs import guarded
 from flashckpt.state.placement import local_of
 
 _log = guarded(logging.getLogger("flashckpt"))
+_SHAPE = operator.attrgetter("shape")
 _WRAPPERS = ("_orig_mod", "_checkpoint_wrapped_module", "_fsdp_wrapped_module")
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ModuleTensor:
-    """One parameter or persistent buffer.
-
-    Attributes:
-        name: Global name without the track name.
-        tensor: The parameter or buffer as its module holds it.
-        is_parameter: False for a buffer.
-        ddp_ranks: Ranks of the DDP wrapper around it, or None.
-    """
-
-    name: str
-    tensor: torch.Tensor
-    is_parameter: bool
-    ddp_ranks: tuple[int, ...] | None
 
 
 class Shapes:
@@ -47,52 +29,39 @@ class Shapes:
         self._known: dict[str, torch.Size] = {}
         self._named: set[str] = set()
 
-    def look(self, found: Mapping[str, ModuleTensor]) -> None:
+    def look(self, names: Sequence[str], tensors: Sequence[torch.Tensor]) -> None:
         """Warn, once for each, of tensors of another shape than at the last look."""
-        for name, one in found.items():
-            before = self._known.setdefault(name, one.tensor.shape)
-            if before == one.tensor.shape or name in self._named:
+        now = dict(zip(names, map(_SHAPE, tensors), strict=True))
+        before, self._known = self._known, now if not self._known else {**now, **self._known}
+        if not before or before == now:
+            return
+        for name in (name for name, shape in now.items() if before.get(name, shape) != shape):
+            if name in self._named:
                 continue
             self._named.add(name)
             _log.warning(
                 "%r had the shape %s and has %s now: its snapshots can only be restored into a program that makes it with "
                 "the shape it has then; leave it out with persistent=False, or make it with its largest shape",
-                name, tuple(before), tuple(one.tensor.shape),
+                name, tuple(before[name]), tuple(now[name]),
             )  # fmt: skip
 
 
-def tensors_of(part: nn.Module) -> Iterator[ModuleTensor]:
-    """Yield the parameters and persistent buffers of one model part; shared ones under each of their names."""
-    reshard(part)
-    wrapped: dict[str, tuple[int, ...]] = {}
-    for prefix, module in part.named_modules(remove_duplicate=False):
-        if isinstance(module, DistributedDataParallel):
-            wrapped[prefix] = tuple(dist.get_process_group_ranks(module.process_group))
-    for prefix, module in part.named_modules(remove_duplicate=False):
-        ranks = next((r for p, r in wrapped.items() if prefix == p or prefix.startswith(f"{p}." if p else "")), None)
-        clean = strip(prefix, wrapped)
-        _refuse_hidden(clean, module)
-        dot = f"{clean}." if clean else ""
-        for key, parameter in module._parameters.items():  # noqa: SLF001 -- named_parameters() drops the owner of each
-            if parameter is not None:
-                _refuse_lazy(dot + key, parameter)
-                yield ModuleTensor(name=dot + key, tensor=parameter, is_parameter=True, ddp_ranks=ranks)
-        transient = module._non_persistent_buffers_set  # noqa: SLF001 -- the only place that says so
-        for key, buffer in module._buffers.items():  # noqa: SLF001 -- as above
-            if buffer is not None and key not in transient:
-                _refuse_lazy(dot + key, buffer)
-                yield ModuleTensor(name=dot + key, tensor=buffer, is_parameter=False, ddp_ranks=ranks)
+def refuse_lazy(names: Sequence[str], tensors: Sequence[torch.Tensor]) -> None:
+    """Refuse a parameter or buffer that a lazy module has not made yet.
 
-
-def _refuse_lazy(name: str, tensor: torch.Tensor) -> None:
-    if is_lazy(tensor):
-        raise UnsupportedStateError(
-            f"{name!r} is uninitialized: a lazy module makes it in its first forward",
-            found=type(tensor).__qualname__,
-            expected="tensors that have a shape and values",
-            state="Nothing was tracked.",
-            remedy="run the model once on a batch of the right shape before restore()",
-        )
+    Raises:
+        UnsupportedStateError: Names it.
+    """
+    if not any(issubclass(kind, UninitializedTensorMixin) for kind in set(map(type, tensors))):
+        return
+    name, tensor = next((n, t) for n, t in zip(names, tensors, strict=True) if is_lazy(t))
+    raise UnsupportedStateError(
+        f"{name!r} is uninitialized: a lazy module makes it in its first forward",
+        found=type(tensor).__qualname__,
+        expected="tensors that have a shape and values",
+        state="Nothing was tracked.",
+        remedy="run the model once on a batch of the right shape before restore()",
+    )
 
 
 def refuse_hidden(name: str, part: nn.Module) -> None:
@@ -102,10 +71,18 @@ def refuse_hidden(name: str, part: nn.Module) -> None:
         UnsupportedStateError: Names the module, its class and the keys that would be lost.
     """
     for prefix, module in part.named_modules(prefix=name):
-        _refuse_hidden(prefix, module)
+        if saves_in_its_own_way(type(module)):
+            refuse_hidden_in(prefix, module)
 
 
-def _refuse_hidden(path: str, module: nn.Module) -> None:
+def saves_in_its_own_way(kind: type[nn.Module]) -> bool:
+    """Whether a class of modules overrides what a state dict is made of."""
+    is_usual = kind.state_dict is nn.Module.state_dict and kind._save_to_state_dict is nn.Module._save_to_state_dict  # noqa: SLF001 -- what quantized modules override
+    return not is_usual
+
+
+def refuse_hidden_in(path: str, module: nn.Module) -> None:
+    """As `refuse_hidden`, of one module."""
     hidden = _hidden_keys(module)
     if not hidden:
         return
@@ -145,6 +122,8 @@ def _hidden_keys(module: nn.Module) -> list[str]:
 
 def strip(prefix: str, ddp_prefixes: Sequence[str] | dict[str, tuple[int, ...]] = ()) -> str:
     """Return a module path without wrapper segments; `module` only where its parent is a DDP wrapper."""
+    if not ddp_prefixes and not any(wrapper in prefix for wrapper in _WRAPPERS):
+        return prefix
     kept: list[str] = []
     parts = prefix.split(".") if prefix else []
     for i, part in enumerate(parts):
@@ -154,24 +133,24 @@ def strip(prefix: str, ddp_prefixes: Sequence[str] | dict[str, tuple[int, ...]] 
     return ".".join(kept)
 
 
-def extra_states(part: nn.Module) -> Iterator[tuple[str, nn.Module]]:
-    """Yield (name, module) of modules that override `get_extra_state`."""
-    for prefix, module in part.named_modules():
+def extra_states(named: Iterable[tuple[str, nn.Module]]) -> Iterator[tuple[str, nn.Module]]:
+    """Yield (name, module) of modules that override `get_extra_state`, of (path, module) in one part."""
+    for prefix, module in named:
         if type(module).get_extra_state is not nn.Module.get_extra_state:
             clean = strip(prefix)
             yield f"{clean}._extra_state" if clean else "_extra_state", module
 
 
-def reshard(part: nn.Module) -> None:
+def reshard(walked: Iterable[nn.Module]) -> None:
     """Bring FSDP2 modules back to sharded parameters (they stay gathered after a forward without a backward)."""
-    for module in part.modules():
+    for module in walked:
         if isinstance(module, FSDPModule):
             module.reshard()
 
 
-def watched(part: nn.Module) -> Iterator[dict[str, object]]:
+def watched(walked: Iterable[nn.Module]) -> Iterator[dict[str, object]]:
     """Yield the dicts whose values change when a parameter, buffer or submodule is added or replaced."""
-    for module in part.modules():
+    for module in walked:
         yield module._parameters  # type: ignore[misc]  # noqa: SLF001 -- held, to see changes without walking the modules
         yield module._buffers  # type: ignore[misc]  # noqa: SLF001 -- as above
         if module._modules:  # noqa: SLF001 -- as above

@@ -1,33 +1,24 @@
-"""Optimizer state as entries of the structure: names, boxes, replicas, forms; what is a value; what is still to come."""
+"""Optimizer state in a structure: names, boxes, replicas, forms; what is a value; what is still to come."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
-from flashckpt.core.shard import Shard
 from flashckpt.errors import UnsupportedStateError
 from flashckpt.planning.write_partition import WriteShare
-from flashckpt.state import modules, optimizer_state, state_forms
-from flashckpt.state.deferred_optimizer import PredictedTensor
-from flashckpt.state.placement import (
-    Replication,
-    World,
-    boxes_of,
-    local_of,
-    shard_of,
-    split_among_replicas,
-    spread_of_dtensor,
-)
+from flashckpt.state import optimizer_state, state_forms
+from flashckpt.state.box_sets import BoxSets, first_alike
+from flashckpt.state.deferred_optimizer import DeferredState, example
+from flashckpt.state.module_tensors import first_shared
+from flashckpt.state.optimizer_state import PredictedBlock, name_of, usable_key
+from flashckpt.state.placement import Replication, World, local_of, spread_of_dtensor
 from flashckpt.state.state_forms import Form
-
-Enter = Callable[..., None]
-"""`Tracked._enter` for the entries under way: name, tensor, boxes, spread and shares."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,84 +38,205 @@ class StateValue:
     mesh: DeviceMesh | None
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class NamedParameters:
+    """What optimizer state is named and placed after.
+
+    Attributes:
+        names: id(parameter) -> name without the track name.
+        sets: id(parameter) -> number of its boxes, those of the tensor it stands for where it is an alias.
+    """
+
+    names: Mapping[int, str]
+    sets: Mapping[int, int]
+
+
+@dataclass(slots=True, eq=False)
+class StateColumns:
+    """Tensors of a structure under way: a name, a tensor (None where it does not exist yet) and its boxes' number."""
+
+    names: list[str] = field(default_factory=list)
+    tensors: list[torch.Tensor | None] = field(default_factory=list)
+    sets: list[int] = field(default_factory=list)
+    fenced: list[bool] = field(default_factory=list)
+
+    def extend(
+        self, names: Sequence[str], tensors: Sequence[torch.Tensor | None], sets: Sequence[int], fenced: Sequence[bool]
+    ) -> None:
+        """Append one tensor for each name."""
+        self.names += names
+        self.tensors += tensors
+        self.sets += sets
+        self.fenced += fenced
+
+
+@dataclass(slots=True, eq=False)
+class _Found:
+    """State tensors that exist, in columns; one entry per tensor."""
+
+    params: list[torch.Tensor] = field(default_factory=list)
+    names: list[str] = field(default_factory=list)
+    keys: list[str] = field(default_factory=list)
+    tensors: list[torch.Tensor] = field(default_factory=list)
+    on_device: list[bool] = field(default_factory=list)
+
+
 class OptimizerEntries:
     """The state of all optimizers in one structure.
 
     Args:
         world: The ranks.
-        names: id(parameter) -> name without the track name.
-        spreads: id(parameter) -> how it is spread, and its full name.
-        chosen: Full name of a parameter -> who persists which rows.
+        parameters: Names and boxes of the parameters.
+        box_sets: The kinds of tensors in the structure; grows.
         ahead: State that does not exist yet.
-        enter: Takes one tensor into the structure.
 
     Attributes:
+        columns: The state tensors.
+        forecast: State that the first step will make and that is not planned ahead.
         values: State that is no tensor.
-        forecast: Shards of state that the first step will make.
         forms: By track name: name of a state tensor -> its form, where that is not the usual one.
     """
 
-    def __init__(  # noqa: PLR0917 -- the parts of the structure under way
-        self,
-        world: World,
-        names: Mapping[int, str],
-        spreads: Mapping[int, tuple[Replication, str]],
-        chosen: Mapping[str, tuple[WriteShare, ...]],
-        ahead: PredictedTensor,
-        enter: Enter,
-    ) -> None:
-        self._world, self._names, self._spreads, self._chosen = world, names, spreads, chosen
-        self._ahead, self._enter = ahead, enter
-        self._seen: dict[tuple[object, ...], str] = {}
+    def __init__(self, world: World, parameters: NamedParameters, box_sets: BoxSets, ahead: DeferredState) -> None:
+        self._world, self._parameters, self._box_sets, self._ahead = world, parameters, box_sets, ahead
+        self.columns, self.forecast = StateColumns(), StateColumns()
         self.values: list[StateValue] = []
-        self.forecast: list[Shard] = []
         self.forms: dict[str, dict[str, Form]] = {}
 
     def add(self, label: str, optimizer: torch.optim.Optimizer) -> None:
         """Enter the state of one optimizer.
 
         Raises:
+            ConfigError: A parameter that no tracked module has.
             UnsupportedStateError: Some of it could not be given back as it is; names it.
         """
-        groups = optimizer_state.groups_by_parameter(optimizer)
         part = self._ahead.of(optimizer)
         if part is not None:
-            tensors = part.state_tensors(self._names)
-        else:
-            tensors = optimizer_state.state_tensors(optimizer, self._names, label)
-        for name, key, param, tensor in tensors:
-            full = f"{label}.{name}.{key}"
-            form = state_forms.form_of(full, param, key, tensor, groups[id(param)])
-            if form != state_forms.USUAL:
-                self.forms.setdefault(label, {})[f"{name}.{key}"] = form
-            if part is None:
-                self._refuse_shared(full, tensor)
-            spread, shares = self._spread(param, tensor)
-            placed = _as_sharded(param, tensor)
-            self._enter(full, placed, boxes_of(full, placed), spread=spread, shares=shares, fenced=True)
-        suffix = f"@{self._world.suffix}"
-        for name, param, state, key in optimizer_state.state_values(optimizer, self._names, label):
-            own = suffix if self._spreads[id(param)][0].per_rank else ""
-            mesh = param.device_mesh if isinstance(param, DTensor) else None
-            self.values.append(StateValue(name + own, state, key, mesh))
-        if part is None:
-            self.forecast += self._forthcoming(label, optimizer)
+            for block in part.blocks:
+                self._add_predicted(self.columns, label, block)
+            return
+        self._add_existing(label, optimizer)
+        for block in optimizer_state.predicted(optimizer):
+            self._add_predicted(self.forecast, label, block)
 
-    def _refuse_shared(self, full: str, tensor: torch.Tensor) -> None:
-        known = self._seen.setdefault(modules.storage_key(tensor), full)
-        if known != full:
+    # -- what is still to come -----------------------------------------------------------------------
+
+    def _add_predicted(self, columns: StateColumns, label: str, block: PredictedBlock) -> None:
+        """Enter what a first step will make, in its order: for each parameter every key."""
+        sets = [self._parameters.sets[id(p)] for p in block.params]
+        named = [f"{label}.{self._parameters.names[id(p)]}." for p in block.params]
+        of_key = [self._predicted_sets(label, block, key, sets, is_full=is_full) for key, is_full in block.keys]
+        names: list[str] = [""] * (len(sets) * len(of_key))
+        numbers = [0] * len(names)
+        for at, ((key, _), found) in enumerate(zip(block.keys, of_key, strict=True)):
+            names[at :: len(of_key)] = [f"{name}{key}" for name in named]
+            numbers[at :: len(of_key)] = [found[number] for number in sets]
+        columns.extend(self._suffixed(names, numbers), [None] * len(names), numbers, [True] * len(names))
+
+    def _predicted_sets(
+        self, label: str, block: PredictedBlock, key: str, sets: Sequence[int], *, is_full: bool
+    ) -> dict[int, int]:
+        """Return for each kind of parameter the kind of its state."""
+        found = {}
+        for number, param in dict(zip(reversed(sets), reversed(block.params), strict=True)).items():
+            full = f"{label}.{self._parameters.names[id(param)]}.{key}"
+            tensor = example(block, param, is_full=is_full)
+            found[number] = self._set_of(full, number, param, tensor)
+            form = state_forms.form_of(full, param, key, tensor, block.group)
+            if form != state_forms.USUAL:
+                alike = (p for p, other in zip(block.params, sets, strict=True) if other == number)
+                names = (f"{self._parameters.names[id(p)]}.{key}" for p in alike)
+                self.forms.setdefault(label, {}).update(dict.fromkeys(names, form))
+        return found
+
+    def _suffixed(self, names: list[str], numbers: Sequence[int]) -> list[str]:
+        """Return names with the suffix of this rank where a tensor belongs to it alone."""
+        if not any(self._box_sets.known[number].spread.per_rank for number in set(numbers)):
+            return names
+        known, suffix = self._box_sets.known, self._world.suffix
+        return [known[number].name(name, suffix) for name, number in zip(names, numbers, strict=True)]
+
+    # -- what exists -------------------------------------------------------------------------------------
+
+    def _add_existing(self, label: str, optimizer: torch.optim.Optimizer) -> None:
+        found = self._read(label, optimizer)
+        numbers = [self._parameters.sets[id(p)] for p in found.params]
+        is_step = [key == "step" for key in found.keys]
+        firsts = first_alike(found.tensors, numbers, is_step, found.on_device)
+        of_first: dict[int, tuple[int, Form]] = {}
+        for first in dict.fromkeys(firsts):
+            param, tensor, key = found.params[first], found.tensors[first], found.keys[first]
+            full = f"{label}.{found.names[first]}.{key}"
+            form = state_forms.form_of(full, param, key, tensor, {"capturable": found.on_device[first]})
+            of_first[first] = self._set_of(full, numbers[first], param, tensor), form
+        sets = [of_first[first][0] for first in firsts]
+        names = [f"{label}.{name}.{key}" for name, key in zip(found.names, found.keys, strict=True)]
+        fenced = [not self._box_sets.known[number].is_inference for number in sets]
+        self.columns.extend(self._suffixed(names, sets), found.tensors, sets, fenced)
+        if any(form != state_forms.USUAL for _, form in of_first.values()):
+            for name, key, first in zip(found.names, found.keys, firsts, strict=True):
+                if (form := of_first[first][1]) != state_forms.USUAL:
+                    self.forms.setdefault(label, {})[f"{name}.{key}"] = form
+
+    def _read(self, label: str, optimizer: torch.optim.Optimizer) -> _Found:
+        """Read the state of every parameter: tensors into columns, the rest into `values`."""
+        found, states = _Found(), optimizer.state
+        for group in optimizer.param_groups:
+            on_device = bool(group.get("capturable") or group.get("fused"))
+            for param in group["params"]:
+                name = name_of(param, self._parameters.names, label)
+                state = states.get(param) if states else None
+                for key, value in state.items() if state else ():
+                    usable = usable_key(key, f"{label}.{name}")
+                    if isinstance(value, torch.Tensor):
+                        found.params.append(param)
+                        found.names.append(name)
+                        found.keys.append(usable)
+                        found.tensors.append(value)
+                        found.on_device.append(on_device)
+                    else:
+                        self._add_value(f"{label}.{name}.{usable}", param, state, key)
+        return found
+
+    def _add_value(self, name: str, param: torch.Tensor, state: Any, key: Any) -> None:
+        spread = self._box_sets.known[self._parameters.sets[id(param)]].spread
+        own = f"@{self._world.suffix}" if spread.per_rank else ""
+        self.values.append(
+            StateValue(name + own, state, key, param.device_mesh if isinstance(param, DTensor) else None)
+        )
+
+    def refuse_shared(self) -> None:
+        """Refuse state that is one tensor under two names; when all of it was added.
+
+        Raises:
+            UnsupportedStateError: Names both.
+        """
+        columns = zip(self.columns.names, self.columns.tensors, strict=True)
+        held = [(name, tensor) for name, tensor in columns if tensor is not None]
+        shared = first_shared([name for name, _ in held], [tensor for _, tensor in held])
+        if shared is not None:
             raise UnsupportedStateError(
-                f"the optimizer state {full!r} is the same tensor as {known!r}",
+                f"the optimizer state {shared[1]!r} is the same tensor as {shared[0]!r}",
                 found="one tensor under two names: after a restart they would be two, and go their own ways",
                 expected="a tensor of its own for every parameter and key",
                 remedy="clone it inside the optimizer",
             )
 
-    def _spread(self, param: torch.Tensor, tensor: torch.Tensor) -> tuple[Replication, tuple[WriteShare, ...]]:
-        spread, full = self._spreads[id(param)]
+    # -- boxes -------------------------------------------------------------------------------------------
+
+    def _set_of(self, full: str, number: int, param: torch.Tensor, tensor: torch.Tensor) -> int:
+        """Return the kind of a state tensor, from the kind of its parameter; asked once per kind."""
+        spread, shares = self._spread(number, param, tensor)
+        return self._box_sets.add(full, _as_sharded(param, tensor), spread, shares)
+
+    def _spread(
+        self, number: int, param: torch.Tensor, tensor: torch.Tensor
+    ) -> tuple[Replication, tuple[WriteShare, ...]]:
+        known = self._box_sets.known[number]
+        spread, shares = known.spread, known.shares
         if isinstance(tensor, DTensor):
             own = spread_of_dtensor(tensor, self._world)
-            return own, self._chosen.get(full, ()) if own == spread else ()
+            return own, shares if own == spread else ()
         if state_forms.is_of_one_rank(param, tensor):
             return Replication(per_rank=True), ()
         if isinstance(param, DTensor) and tensor.shape != local_of(param).shape:
@@ -132,20 +244,7 @@ class OptimizerEntries:
             count = mesh.size() * spread.replicas
             first = spread.index == 0 and not any(mesh.get_coordinate() or ())
             return Replication(replicas=count, index=0 if first else 1), ()
-        return spread, self._chosen.get(full, ())
-
-    def _forthcoming(self, label: str, optimizer: torch.optim.Optimizer) -> Iterator[Shard]:
-        for param, key, full_shape, dtype in optimizer_state.predicted(optimizer):
-            spread, full = self._spreads[id(param)]
-            name = f"{label}.{self._names[id(param)]}.{key}" + (f"@{self._world.suffix}" if spread.per_rank else "")
-            kind = str(dtype).removeprefix("torch.")
-            scalar = torch.zeros((), dtype=dtype)
-            like = param if full_shape else scalar
-            shares: Sequence[WriteShare] = self._chosen.get(full, ())
-            if not full_shape:
-                spread, shares = self._spread(param, scalar)
-            for box in split_among_replicas(boxes_of(name, like), kind, spread, shares):
-                yield shard_of(name, kind, box)
+        return spread, shares
 
 
 def _as_sharded(param: torch.Tensor, tensor: torch.Tensor) -> torch.Tensor:

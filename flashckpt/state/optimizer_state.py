@@ -7,6 +7,7 @@ one they run a real step. Here the tensors in `optimizer.state` are held by refe
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -77,17 +78,6 @@ def name_of(param: torch.Tensor, names: Named, where: str) -> str:
         ) from None
 
 
-def state_tensors(
-    optimizer: torch.optim.Optimizer, names: Named, where: str
-) -> Iterator[tuple[str, str, torch.Tensor, torch.Tensor]]:
-    """Yield (parameter name, state key, parameter, state tensor) of everything that exists now."""
-    for param in parameters(optimizer):
-        name = name_of(param, names, where)
-        for key, value in optimizer.state.get(param, {}).items():
-            if isinstance(value, torch.Tensor):
-                yield name, usable_key(key, f"{where}.{name}"), param, value
-
-
 def usable_key(key: Any, path: str) -> str:
     """Return a key of a parameter's state that can be a part of a name.
 
@@ -104,18 +94,6 @@ def usable_key(key: Any, path: str) -> str:
         expected="keys that are strings without '.' and '@'",
         remedy="put it into a dict of its own: state['name'] = {key: value}",
     )
-
-
-def state_values(
-    optimizer: torch.optim.Optimizer, names: Named, where: str
-) -> Iterator[tuple[str, torch.Tensor, dict[Any, Any], Any]]:
-    """Yield (name of the value, parameter, the state dict it lies in, its key) of state that is no tensor."""
-    for param in parameters(optimizer):
-        state = optimizer.state.get(param, {})
-        for key, value in state.items():
-            if not isinstance(value, torch.Tensor):
-                name = f"{where}.{name_of(param, names, where)}"
-                yield f"{name}.{usable_key(key, name)}", param, state, key
 
 
 def other_keys(optimizer: torch.optim.Optimizer) -> list[Any]:
@@ -149,19 +127,35 @@ def groups(
     return skeleton, tensors
 
 
-def predicted(optimizer: torch.optim.Optimizer) -> Iterator[tuple[torch.Tensor, str, bool, torch.dtype]]:
-    """Yield (parameter, state key, has the parameter's shape, dtype) of state that the first step will make.
+@dataclass(frozen=True, slots=True, eq=False)
+class PredictedBlock:
+    """State that the first step will make of one group: for each parameter every key, in this order.
+
+    Attributes:
+        group: The group.
+        params: Its parameters that have no state yet.
+        keys: (key, whether its tensors have the parameter's form); the others are scalars.
+        scalar: Dtype of the scalars.
+    """
+
+    group: dict[str, Any]
+    params: list[torch.Tensor]
+    keys: list[tuple[str, bool]]
+    scalar: torch.dtype
+
+
+def predicted(optimizer: torch.optim.Optimizer) -> Iterator[PredictedBlock]:
+    """Yield the state that the first step will make, group by group.
 
     Only a forecast, to reserve memory before the first step; unknown optimizers give nothing.
     """
-    wide = torch.get_default_dtype() == torch.float64
+    wide, state = torch.get_default_dtype() == torch.float64, optimizer.state
     for group in optimizer.param_groups:
-        scalar = torch.float64 if wide and not group.get("fused") else torch.float32
-        for param in group["params"]:
-            if not param.requires_grad or optimizer.state.get(param):
-                continue
-            for key, full in _predicted_keys(optimizer, group):
-                yield param, key, full, param.dtype if full else scalar
+        keys = _predicted_keys(optimizer, group)
+        params = [p for p in group["params"] if p.requires_grad and not (state and state.get(p))]
+        if keys and params:
+            scalar = torch.float64 if wide and not group.get("fused") else torch.float32
+            yield PredictedBlock(group, params, keys, scalar)
 
 
 _KEYS: tuple[tuple[type[torch.optim.Optimizer], tuple[tuple[str, str], ...]], ...] = (

@@ -1,20 +1,26 @@
-"""The structure of the state on this rank: every tensor, its boxes, and a cheap way to see that it changed."""
+"""The structure of the state on this rank: every tensor, its boxes and its place in the order of the table.
+
+Columns and not one object per tensor: there may be hundreds of thousands, and a restart waits for them.
+"""
 
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass, field
-from itertools import chain
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, field, replace
+from functools import cached_property
 from typing import Any
 
+import numpy as np
+import numpy.typing as npt
 import torch
+from torch.distributed.tensor import DTensor
 
-from flashckpt.core.shard import Shard, layout_hash
-from flashckpt.state.placement import Box, local_of, shard_of
+from flashckpt.core.shard import Shard
+from flashckpt.state.box_sets import BoxSet
+from flashckpt.state.placement import Box, Replication, local_of, shard_of
 
-_VALUES = operator.methodcaller("values")
-_LOCAL = operator.attrgetter("_local_tensor")  # of a DTensor; to_local() would make a new view each time
+_SHAPE_AND_DTYPE = operator.attrgetter("dtype", "shape")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -23,7 +29,7 @@ class Entry:
 
     Attributes:
         fqn: Global name; state of this rank alone ends in `@<coordinate>`.
-        tensor: The tensor as its owner holds it (a DTensor where it is one).
+        tensor: The tensor as its owner holds it (a DTensor where it is one); None where it does not exist yet.
         dtype: Name of its dtype.
         boxes: What this rank holds of it, in pieces where several ranks persist parts of it.
         replicas: How many ranks hold an equal copy.
@@ -31,7 +37,7 @@ class Entry:
     """
 
     fqn: str
-    tensor: torch.Tensor
+    tensor: torch.Tensor | None
     dtype: str
     boxes: tuple[Box, ...]
     replicas: int
@@ -40,6 +46,7 @@ class Entry:
     @property
     def local(self) -> torch.Tensor:
         """The tensor with this rank's bytes."""
+        assert self.tensor is not None, "it does not exist yet"
         return local_of(self.tensor)
 
 
@@ -49,110 +56,181 @@ class Row:
 
     entry: Entry
     box: Box
-    shard: Shard
+
+    @property
+    def shard(self) -> Shard:
+        """The box as the table says it."""
+        return shard_of(self.entry.fqn, self.entry.dtype, self.box)
 
 
-class StructureGuard:
-    """Sees that a dict or list of tensors, or a DTensor, got another member: about 40 ns per member.
+@dataclass(frozen=True, slots=True, eq=False)
+class Forecast:
+    """Optimizer state that the first step will make and that is not planned yet: memory is reserved for it."""
 
-    Args:
-        dicts: Held dicts, e.g. a module's parameters; their values are the members.
-        lists: Held lists, e.g. the parameters of a group.
-        sharded: DTensors, whose local tensors are members too.
-        mixed: Held dicts in which some values are read anew for each snapshot, e.g. a step counter beside a tensor:
-            their keys are members, and the values that `is_member` tells.
-        is_member: Of a key and a value in `mixed`.
-    """
+    names: Sequence[str] = ()
+    sets: Sequence[int] = ()
 
-    def __init__(
-        self,
-        dicts: Iterable[Any],
-        lists: Iterable[Sequence[Any]],
-        sharded: Iterable[torch.Tensor] = (),
-        *,
-        mixed: Iterable[Any] = (),
-        is_member: Callable[[Any, Any], bool] = lambda _, value: isinstance(value, torch.Tensor),
-    ) -> None:
-        self._dicts, self._lists, self._sharded = list(dicts), list(lists), list(sharded)
-        self._mixed = list(mixed)
-        members = [(d, key) for d in self._mixed for key, value in d.items() if is_member(key, value)]
-        self._owners, self._keys = [d for d, _ in members], [key for _, key in members]
-        self._held = list(self._members())
-
-    def _members(self) -> Iterator[Any]:
-        dicts = chain.from_iterable(map(_VALUES, self._dicts))
-        rest = chain.from_iterable(self._lists), map(_LOCAL, self._sharded), chain.from_iterable(self._mixed)
-        # the keys come first: where one is gone, the comparison ends before it is looked up
-        return chain(dicts, *rest, map(operator.getitem, self._owners, self._keys))
-
-    def holds(self) -> bool:
-        """Tell whether every member is still the very object it was."""
-        count = sum(map(len, self._dicts)) + sum(map(len, self._lists)) + len(self._sharded)
-        count += sum(map(len, self._mixed)) + len(self._keys)
-        try:
-            return count == len(self._held) and all(map(operator.is_, self._members(), self._held))
-        except KeyError:  # a key moved from one dict to the next
-            return False
+    def __bool__(self) -> bool:
+        return bool(self.names)
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Structure:
-    """All tensors of this rank's state, in the order of the table.
+    """All tensors of this rank's state, in the order of the table: by name.
 
     Attributes:
-        rows: One per box, sorted by name and offset.
-        forecast: Shards of optimizer state that the first step will make; memory is reserved for them.
+        names: Global names, ascending.
+        tensors: As their owners hold them; None where a tensor does not exist yet.
+        sets: Number of each tensor's boxes in `box_sets`.
+        fenced: np.bool_[n]; which change only inside `optimizer.step()`.
+        box_sets: The kinds of tensors.
+        awaited: np.int64; the places of the tensors that do not exist yet, in the order in which they will appear.
+        forecast: More that the first step will make.
         aliases: Other names of tensors that are held once: alias -> name.
         fresh: Names of tensors that objects give out anew for every snapshot.
         forms: Name, dtype, shape and layout of each of them when it was built.
     """
 
-    rows: tuple[Row, ...]
-    forecast: tuple[Shard, ...] = ()
+    names: Sequence[str]
+    tensors: Sequence[torch.Tensor | None]
+    sets: npt.NDArray[np.int64]
+    fenced: npt.NDArray[np.bool_]
+    box_sets: Sequence[BoxSet]
+    awaited: npt.NDArray[np.int64]
+    forecast: Forecast = Forecast()
     aliases: dict[str, str] = field(default_factory=dict)
     fresh: frozenset[str] = frozenset()
     forms: tuple[Any, ...] = ()
+
+    @cached_property
+    def entries(self) -> list[Entry]:
+        """Each tensor, one object for each: made where somebody asks."""
+        columns = zip(self.names, self.tensors, self.sets.tolist(), self.fenced.tolist(), strict=True)
+        return [
+            Entry(
+                fqn=name,
+                tensor=tensor,
+                dtype=self.box_sets[number].dtype,
+                boxes=self.box_sets[number].boxes,
+                replicas=self.box_sets[number].spread.replicas,
+                fenced=fenced,
+            )
+            for name, tensor, number, fenced in columns
+        ]
+
+    @cached_property
+    def rows(self) -> tuple[Row, ...]:
+        """One per box."""
+        return tuple(Row(entry=entry, box=box) for entry in self.entries for box in entry.boxes)
 
     @property
     def shards(self) -> list[Shard]:
         """The rows of the table."""
         return [row.shard for row in self.rows]
 
-    @property
-    def entries(self) -> list[Entry]:
-        """Each tensor once."""
-        return list({id(row.entry): row.entry for row in self.rows}.values())
-
-    @property
-    def signature(self) -> int:
-        """u64 over the rows: equal signatures have equal tables."""
-        return layout_hash(self.shards)
-
     def reserved(self) -> list[Shard]:
         """Return the rows together with the forecast: what memory is reserved for."""
-        return in_order([*self.shards, *self.forecast])
+        return self.with_forecast().shards
+
+    def with_forecast(self) -> Structure:
+        """Return the structure in which all that is only forecast is a tensor that does not exist yet."""
+        if not self.forecast:
+            return self
+        more = self.forecast
+        return arranged(
+            [*self.names, *more.names],
+            [*self.tensors, *[None] * len(more.names)],
+            [*self.sets.tolist(), *more.sets],
+            [*self.fenced.tolist(), *[True] * len(more.names)],
+            self.box_sets,
+        )
+
+    def present(self) -> Structure:
+        """Return the structure without what does not exist yet: that is only forecast."""
+        if not len(self.awaited):
+            return self
+        kept = np.ones(len(self.names), np.bool_)
+        kept[self.awaited] = False
+        places = np.flatnonzero(kept)
+        return replace(
+            self,
+            names=[self.names[at] for at in places.tolist()],
+            tensors=[self.tensors[at] for at in places.tolist()],
+            sets=self.sets[places],
+            fenced=self.fenced[places],
+            awaited=np.zeros(0, np.int64),
+            forecast=Forecast(
+                [*self.forecast.names, *(self.names[at] for at in self.awaited.tolist())],
+                [*self.forecast.sets, *self.sets[self.awaited].tolist()],
+            ),
+        )
+
+    def has_form(self) -> bool:
+        """Tell whether every tensor still has the dtype and shape that it had: `p.data = ...` is seen by nothing else."""
+        tensors = (local_of(tensor) for tensor in self.tensors if tensor is not None)
+        numbers = (
+            number for number, tensor in zip(self.sets.tolist(), self.tensors, strict=True) if tensor is not None
+        )
+        return all(
+            _SHAPE_AND_DTYPE(tensor) == self.box_sets[number].form
+            for tensor, number in zip(tensors, numbers, strict=True)
+        )
+
+    def sharded(self) -> Iterator[torch.Tensor]:
+        """Yield the fenced DTensors that exist."""
+        if any(one.is_sharded for one in self.box_sets):
+            for tensor, fenced in zip(self.tensors, self.fenced.tolist(), strict=True):
+                if fenced and isinstance(tensor, DTensor):
+                    yield tensor
 
 
-def structure_of(
-    entries: Iterable[Entry],
+def arranged(
+    names: Sequence[str],
+    tensors: Sequence[torch.Tensor | None],
+    sets: Sequence[int] | npt.NDArray[np.int64],
+    fenced: Sequence[bool] | npt.NDArray[np.bool_],
+    box_sets: Sequence[BoxSet],
     *,
-    forecast: Iterable[Shard] = (),
-    aliases: dict[str, str] | None = None,
-    fresh: Iterable[str] = (),
-    forms: tuple[Any, ...] = (),
+    awaited: Sequence[int] | npt.NDArray[np.int64] = (),
+    **rest: Any,
 ) -> Structure:
-    """Return the Structure of `entries`; the order they come in does not matter."""
-    rows = [Row(entry=e, box=box, shard=shard_of(e.fqn, e.dtype, box)) for e in entries for box in e.boxes]
-    rows.sort(key=lambda row: _order(row.shard))
+    """Return the Structure of columns in any order; `rest` are further attributes of it."""
+    order = sorted(range(len(names)), key=names.__getitem__)
+    place = np.empty(len(order), np.int64)
+    places = np.asarray(order, np.int64)
+    place[places] = np.arange(len(order))
     return Structure(
-        rows=tuple(rows), forecast=tuple(forecast), aliases=aliases or {}, fresh=frozenset(fresh), forms=forms
+        names=[names[at] for at in order],
+        tensors=[tensors[at] for at in order],
+        sets=np.asarray(sets, np.int64)[places],
+        fenced=np.asarray(fenced, np.bool_)[places],
+        box_sets=box_sets,
+        awaited=place[np.asarray(awaited, np.int64)],
+        **rest,
     )
+
+
+def structure_of(entries: Iterable[Entry]) -> Structure:
+    """Return the Structure of entries that were made one by one; the order they come in does not matter."""
+    entries = list(entries)
+    sets = [
+        BoxSet(
+            dtype=e.dtype,
+            whole=e.boxes,
+            boxes=tuple(sorted(e.boxes, key=operator.attrgetter("offsets"))),
+            spread=Replication(replicas=e.replicas),
+            shares=(),
+            form=_SHAPE_AND_DTYPE(e.local),
+            device=e.local.device,
+            is_sharded=isinstance(e.tensor, DTensor),
+            is_inference=e.local.is_inference(),
+        )
+        for e in entries
+    ]
+    numbers = range(len(entries))
+    return arranged([e.fqn for e in entries], [e.tensor for e in entries], numbers, [e.fenced for e in entries], sets)
 
 
 def in_order(shards: Iterable[Shard]) -> list[Shard]:
     """Return shards in the order of the table, in which `layout_hash` takes them."""
-    return sorted(shards, key=_order)
-
-
-def _order(shard: Shard) -> tuple[str, tuple[int, ...]]:
-    return shard.fqn, shard.offsets
+    return sorted(shards, key=lambda shard: (shard.fqn, shard.offsets))

@@ -1,7 +1,7 @@
 """Rows of Parquet and Arrow files, read by row group (pyarrow; extra `data`).
 
 A row group is read whole and kept in a small cache: use order="block" with the data set's `block_size`,
-so that neighbours in time are neighbours in the file.
+so that consecutive samples are close to each other in the file.
 """
 
 from __future__ import annotations
@@ -66,7 +66,7 @@ class RowGroups:
         self._tables: OrderedDict[int, Any] = OrderedDict()
 
     def __getstate__(self) -> dict[str, Any]:
-        """Open files and cached groups stay behind when a loader sends its data set to a worker."""
+        """Pickle without open files and cached groups: a loader sends its data set to workers."""
         return {name: value for name, value in self.__dict__.items() if name not in {"_files", "_tables", "_process"}}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -134,7 +134,7 @@ class RowGroups:
     def _rows(self, file: int, group: int) -> int:
         return int(self._guarded(file, lambda: self._group_rows(self._open(file), group)))
 
-    # -- what the formats differ in
+    # -- what differs between the formats
 
     def _reader(self, source: Any) -> Any:
         raise NotImplementedError

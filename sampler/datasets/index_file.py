@@ -1,4 +1,4 @@
-"""Index files: named integer arrays and the facts of the data they belong to, digested, written atomically.
+"""Index files: named integer arrays and facts about their data, with digests, written atomically.
 
 Layout: magic (8 bytes), header length (u32, little endian), JSON header, then the arrays one after
 another. The header holds the kind, the facts, the arrays' names, types and lengths, a digest of the arrays, and
@@ -38,7 +38,7 @@ def encode(kind: str, facts: Mapping[str, Any], arrays: Mapping[str, Array]) -> 
         "arrays": [[name, part.dtype.str, len(part)] for name, part in parts.items()],
         "digest": _digest(body),
     }
-    header["seal"] = _seal(json.loads(json.dumps(header)))  # as a reader has it: its keys are all strings
+    header["seal"] = _seal(json.loads(json.dumps(header)))  # as a reader decodes it: all keys are strings
     text = json.dumps(header, sort_keys=True).encode()
     return MAGIC + struct.pack("<I", len(text)) + text + body
 

@@ -24,7 +24,7 @@ def build_line_index(
     *,
     storage_options: Mapping[str, Any] | None = None,
 ) -> str:
-    """Scan a text file once and write the index of its lines; return where it lies (default: beside the data)."""
+    """Scan a text file once and write the index of its lines; return its path (default: beside the data)."""
     place = os.fspath(index) if index is not None else os.fspath(url) + INDEX_SUFFIX
     blob = RemoteFile(url, storage_options=storage_options)
     index_file.write(place, index_file.encode(_KIND, _facts(blob), {"starts": _starts(blob)}), storage_options)
@@ -36,7 +36,7 @@ class TextLines:
 
     Args:
         url: A path or fsspec URL; UTF-8, lines end with a newline (the last one need not).
-        index: Where the index lies; default: beside the data. A missing one is built for local files.
+        index: Path of the index; default: beside the data. A missing one is built for local files.
         storage_options: For fsspec.
         block_bytes: See `RemoteFile`.
         cache_blocks: See `RemoteFile`.
@@ -77,7 +77,7 @@ class TextLines:
             try:
                 index_file.write(where, index_file.encode(_KIND, facts, {"starts": starts}))
             except OSError:
-                pass  # a read-only data folder: the scan is repeated next time
+                pass  # a read-only data folder: the file is scanned again next time
             return starts
         found, arrays = index_file.read(where, _KIND, options if remote else None)
         index_file.check_facts(where, found, facts)

@@ -1,7 +1,7 @@
 """Sequence packing from an offline index: documents of uneven length in windows of equal length.
 
-First-fit packing while training is state that a resume would have to carry. Here the packing is computed
-once, by a deterministic best-fit over all lengths, and stored; a packed sample is then a pure function of
+First-fit packing during training is state that a resume would have to restore. Here the packing is computed
+once, by a deterministic best fit over all lengths, and stored; a packed sample is then a pure function of
 its number, and the sampler deals packed samples like any others.
 """
 
@@ -26,8 +26,8 @@ _KIND = "packing"
 def pack(lengths: npt.ArrayLike, window: int) -> dict[str, Array]:
     """Return a packing of documents into windows: best fit, longest piece first.
 
-    Documents longer than the window are cut into pieces, documents of length 0 are left out. No token is
-    dropped and none comes twice.
+    Documents longer than the window are cut into pieces, documents of length 0 are omitted. No token is
+    dropped or repeated.
 
     Args:
         lengths: Tokens of each document, shape (documents,).
@@ -59,7 +59,7 @@ def pack(lengths: npt.ArrayLike, window: int) -> dict[str, Array]:
 def _best_fit(length: Array, window: int) -> Array:
     """Return the bin of each piece; bins are numbered by their first document."""
     bins = np.zeros(len(length), np.int64)
-    open_bins: dict[int, list[int]] = {}  # room left -> bins with that room
+    open_bins: dict[int, list[int]] = {}  # free space -> bins with that much
     rooms: list[int] = []  # the keys of open_bins, sorted
     count = 0
     for piece in np.argsort(-length, kind="stable").tolist():
@@ -92,7 +92,7 @@ def build_packing(
     *,
     storage_options: Mapping[str, Any] | None = None,
 ) -> str:
-    """Pack documents and write the index; return where it lies."""
+    """Pack documents and write the index; return its path."""
     place = os.fspath(index)
     index_file.write(place, index_file.encode(_KIND, _facts(lengths, window), pack(lengths, window)), storage_options)
     return place
@@ -158,7 +158,7 @@ class PackedWindows:
 
     @property
     def fill(self) -> float:
-        """Share of all windows' places that hold a token."""
+        """Share of the positions of all windows that hold a token."""
         return self.tokens / (len(self) * self.window) if len(self) else 0.0
 
 

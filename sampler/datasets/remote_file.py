@@ -1,8 +1,8 @@
 """Random access to the bytes of a file or an fsspec URL, in any process.
 
 Local files are memory-mapped. URLs are read in aligned blocks through a small cache: a block is the
-read-ahead, and the number of blocks bounds the memory. Nothing is open before the first read, and a
-forked or unpickled copy opens its own: handles and event loops do not survive a fork.
+read-ahead, and the number of blocks bounds the memory. Nothing is opened before the first read, and a
+forked or unpickled copy opens its own handles: handles and event loops do not survive a fork.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from urllib.parse import urlsplit
 
 from flashckpt.errors import DataError
 
-EDGE_BYTES = 1 << 16  # what a fingerprint reads at either end
+EDGE_BYTES = 1 << 16  # bytes that a fingerprint reads at either end
 
 
 def is_remote(url: str) -> bool:
@@ -66,7 +66,7 @@ class RemoteFile:
         self.fetches = 0
 
     def __getstate__(self) -> dict[str, Any]:
-        """Handles and cached blocks stay behind when a loader sends its data set to a worker."""
+        """Pickle without handles and cached blocks: a loader sends its data set to workers."""
         hidden = {"_map", "_filesystem", "_blocks", "_process", "fetches"}
         return {name: value for name, value in self.__dict__.items() if name not in hidden}
 
@@ -98,7 +98,7 @@ class RemoteFile:
             self._forget()
         data = self._read_blocks(start, stop) if is_remote(self.url) else self._mapped()[start:stop]
         if len(data) != stop - start:
-            raise self._unreadable(f"{len(data)} bytes came of {stop - start}; the file changed while it was read")
+            raise self._unreadable(f"{len(data)} of {stop - start} bytes; the file changed while it was read")
         return data
 
     def chunks(self, nbytes: int = 8 << 20) -> Iterator[tuple[int, bytes]]:
@@ -108,7 +108,7 @@ class RemoteFile:
             yield start, self._fetch(start, stop) if is_remote(self.url) else self.read(start, stop)
 
     def identity(self) -> str:
-        """Return size and a digest of both ends: equal for copies of a file, wherever they lie."""
+        """Return size and a digest of both ends: equal for copies of a file in any place."""
         head = self.read(0, min(EDGE_BYTES, self.nbytes))
         tail = self.read(max(0, self.nbytes - EDGE_BYTES), self.nbytes)
         return f"{self.nbytes}:{hashlib.blake2b(head + tail, digest_size=8).hexdigest()}"

@@ -32,8 +32,8 @@ class TokenFile:
         url: A path or fsspec URL.
         window: Tokens of a sample.
         dtype: uint8, uint16, uint32, int32 or int64, little endian.
-        extra: Tokens behind the window that come with it (1 for next-token targets).
-        header_bytes: Bytes to leave out at the start of the file.
+        extra: Tokens after the window that come with it (1 for next-token targets).
+        header_bytes: Bytes to skip at the start of the file.
         storage_options: For fsspec.
         block_bytes: See `RemoteFile`.
         cache_blocks: See `RemoteFile`.
@@ -71,7 +71,7 @@ class TokenFile:
                 f"{self._blob.url} is cut inside a token",
                 found=f"{self._blob.nbytes} bytes, {header_bytes} of them header",
                 expected=f"whole tokens of {self._dtype.itemsize} bytes ({dtype})",
-                remedy="the file is truncated, or the dtype is another one",
+                remedy="the file is truncated, or has another dtype",
             )
         self.tokens = body // self._dtype.itemsize
         self._length = (self.tokens - extra) // window
@@ -103,9 +103,9 @@ class MegatronFile:
 
     Args:
         prefix: Path or fsspec URL without .bin and .idx.
-        window: Tokens of a sample, cut over the documents as they follow each other; None gives one
-            sequence per sample, in full length.
-        extra: Tokens behind the window that come with it.
+        window: Tokens of a sample, cut from the concatenated documents; None gives one
+            sequence per sample, at full length.
+        extra: Tokens after the window that come with it.
         storage_options: For fsspec.
         block_bytes: See `RemoteFile`.
         cache_blocks: See `RemoteFile`.
@@ -153,7 +153,7 @@ class MegatronFile:
         return self._read(start * self._dtype.itemsize, self.window + self.extra)
 
     def document_starts(self, sample: int) -> Tokens:
-        """Return where documents begin inside window `sample` (for attention masks), without the window's start."""
+        """Return where documents begin inside window `sample` (for attention masks), excluding the window's start."""
         if self.window is None:
             return np.zeros(0, np.int64)
         first = sample * self.window
@@ -184,7 +184,7 @@ def _decode_index(index: RemoteFile, data: RemoteFile) -> tuple[np.dtype[Any], A
     documents = np.frombuffer(content, "<i8", boundaries, at + sizes[0] + sizes[1])
     ends = np.cumsum(lengths, dtype=np.int64) * dtype.itemsize
     if (lengths < 0).any() or not np.array_equal(pointers[1:], ends[:-1]) or (sequences and pointers[0] != 0):
-        raise _misfit(index, "pointers that do not follow from the lengths", "sequences one behind the other")
+        raise _misfit(index, "pointers that do not follow from the lengths", "sequences one after another")
     if boundaries and (documents.min() < 0 or documents.max() > sequences or (np.diff(documents) < 0).any()):
         raise _misfit(index, "document boundaries out of range", f"0 to {sequences}, ascending")
     if (total := int(ends[-1]) if sequences else 0) != data.nbytes:

@@ -1,8 +1,8 @@
 """Block-local shuffle: for storage where neighbouring samples are cheap and distant ones are not.
 
 Blocks of consecutive samples are permuted, then samples inside windows of a few blocks. A reader that
-keeps `window_blocks` blocks open touches every block once per epoch, yet neighbours part. Random access
-both ways, O(1) in n: one block permutation, and one permutation per window as windows come along.
+keeps `window_blocks` blocks open touches every block once per epoch, yet neighbours are separated. Random
+access both ways, O(1) in n: one block permutation, and one permutation per window when it is reached.
 """
 
 from __future__ import annotations
@@ -17,14 +17,14 @@ from flashckpt.sampler.order.permutation import Int64Array, Permutation, derive_
 
 
 class BlockCore:
-    """The bijection behind `BlockPermutation`; see there for the arguments."""
+    """The bijection of `BlockPermutation`, which documents the arguments."""
 
     def __init__(self, n: int, seed: int, epoch: int, block_size: int, window_blocks: int) -> None:
         self._n, self._block, self._window = n, block_size, block_size * window_blocks
         blocks = -(-n // block_size)
         self._order = Permutation(blocks, seed, epoch)
-        self._missing = blocks * block_size - n  # what the last block lacks
-        self._short_at = self._order.index(blocks - 1)  # where the last block comes to lie
+        self._missing = blocks * block_size - n  # samples that the last block lacks
+        self._short_at = self._order.index(blocks - 1)  # position of the last block
         keys = derive_keys("window", seed, epoch, n, block_size, window_blocks)
         self._inside: Callable[[int], Permutation] = lru_cache(maxsize=8)(
             lambda window: Permutation(min(self._window, n - window * self._window), keys[0] | keys[1] << 32, window)
@@ -69,7 +69,7 @@ class BlockPermutation(Permutation):
         seed: Any integer.
         epoch: Any integer.
         block_size: Consecutive samples that belong together (a row group, a read-ahead block).
-        window_blocks: Blocks whose samples are mixed: what a reader keeps open at a time.
+        window_blocks: Blocks whose samples are mixed: the number a reader keeps open.
 
     Raises:
         SamplerStateError: `n` is out of range.

@@ -1,4 +1,4 @@
-"""The committed position in a sample stream, and how far an epoch goes from there: pure arithmetic, no replicas."""
+"""The committed position in a sample stream, and what is left of its epoch: pure arithmetic, no replicas."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from flashckpt.errors import ConfigError, SamplerStateError
 from flashckpt.sampler.order.mixture import MixtureStream
-from flashckpt.sampler.order.schedule import BatchSizes, Skips
+from flashckpt.sampler.order.schedule import BatchSizes, SkippedSpans
 from flashckpt.sampler.order.state import SamplerState, Segment, check_same
 from flashckpt.sampler.order.stream import Stream
 
@@ -15,7 +15,7 @@ TAILS = ("span", "short", "pad", "drop")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TailCounts:
-    """What the end of the current epoch does, in samples over all replicas, seen from the committed position."""
+    """How the current epoch will end, in samples over all replicas, seen from the committed position."""
 
     remaining: int
     padded: int = 0
@@ -30,7 +30,7 @@ class Cursor:
         stream: The order.
         seed: Key of the order, for the state.
         fingerprint: Identity of the data, for the state.
-        tail: What happens where an epoch does not divide into batches, see `ElasticSampler`.
+        tail: What happens if an epoch does not divide into batches, see `ElasticSampler`.
         unit: Batch size to assume where no global batch size is set (one sample per replica).
     """
 
@@ -41,8 +41,8 @@ class Cursor:
         self._seed, self._fingerprint = seed, fingerprint
         self.position = 0
         self.ended: int | None = None
-        """The epoch that the last commit finished, unless its loop had begun the next one by then."""
-        self.skips = Skips()
+        """The epoch that the last commit finished, unless the loop had already begun the next one."""
+        self.skips = SkippedSpans()
         self.sizes: BatchSizes | None = None
 
     @property
@@ -57,7 +57,7 @@ class Cursor:
 
     @property
     def offset(self) -> int:
-        """Samples of the epoch that lie behind the position."""
+        """Samples of the epoch before the position."""
         return self.position % self.length
 
     def epoch_end(self, position: int) -> int:
@@ -69,20 +69,20 @@ class Cursor:
         return self.skips.count(position, self.epoch_end(position))
 
     def planned(self, position: int) -> int:
-        """Return how many samples, over all replicas, an iteration from `position` on hands out."""
+        """Return how many samples, over all replicas, an iteration from `position` hands out."""
         if self.tail == "short":
             return self.left(position)
         sizes = self.sizes or BatchSizes.of(self._unit)
         return sizes.cover(position, self.epoch_end(position), self.skips, whole=self.tail != "drop")
 
     def reached(self, start: int, used: int) -> int:
-        """Return the position behind the first `used` samples of an iteration from `start` on."""
+        """Return the position after the first `used` samples of an iteration from `start`."""
         if self.tail == "pad":
             used = min(used, self.left(start))  # padding is not progress
         return self.skips.advance(start, used)
 
     def settled(self, position: int) -> int:
-        """Return `position`, or the next epoch's start where nothing more of its epoch will be handed out."""
+        """Return `position`, or the next epoch's start if nothing more of its epoch will be handed out."""
         while self.left(position) == 0:
             position = self.epoch_end(position)
         if self.tail == "drop" and position % self.length and self.planned(position) == 0:
@@ -94,7 +94,7 @@ class Cursor:
         self.position = self.settled(position)
 
     def tail_counts(self) -> TailCounts:
-        """Return what is left of this epoch and what its end will do."""
+        """Return what is left of this epoch and how it will end."""
         left, planned = self.left(self.position), self.planned(self.position)
         more, less = max(0, planned - left), max(0, left - planned)
         borrowed = more if self.tail == "span" else 0
@@ -122,7 +122,7 @@ class Cursor:
         )
 
     def adopt(self, state: SamplerState) -> None:
-        """Move to a recorded position, with its skips and weights; nothing changes where it is refused."""
+        """Move to a recorded position, with its skipped spans and weights; an error changes nothing."""
         check_same(state, self.state())
         weights = [segment[1:] for segment in state.segments if segment[0] == "weights"]
         sizes = [segment[1:] for segment in state.segments if segment[0] == "batch"]
@@ -131,7 +131,9 @@ class Cursor:
         if sizes and self.sizes is None:
             self.sizes = BatchSizes.of(sizes[0][1], sizes[1:])
         self.ended = next((segment[1] for segment in state.segments if segment[0] == "ended"), None)
-        self.skips = Skips(spans=tuple((segment[1], segment[2]) for segment in state.segments if segment[0] == "skip"))
+        self.skips = SkippedSpans(
+            spans=tuple((segment[1], segment[2]) for segment in state.segments if segment[0] == "skip")
+        )
         self.settle(state.epoch * self.length + state.offset)
 
     @staticmethod

@@ -1,9 +1,9 @@
 """Mixtures of data sets in fixed integer proportions, with the position as the only state.
 
 Slots of the stream are dealt to the sources by a schedule that repeats after sum(weights) slots, each
-source as evenly spaced as its weight allows. How many slots of a source lie before a position is then a
+source as evenly spaced as its weight allows. The number of slots of a source before a position is then a
 closed form (whole periods times the weight, plus a table lookup), so each source's own counter, epoch and
-shuffle follow from the position alone. Changed weights are a new segment from a position on.
+shuffle follow from the position alone. Changed weights start a new segment at a position.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ import numpy as np
 
 from flashckpt.errors import ConfigError, DataError
 from flashckpt.sampler.order.permutation import Int64Array, derive_keys
-from flashckpt.sampler.order.schedule import Skips
+from flashckpt.sampler.order.schedule import SkippedSpans
 from flashckpt.sampler.order.state import fingerprint_of
 from flashckpt.sampler.order.stream import EpochStream, Order
 
@@ -40,10 +40,10 @@ class Schedule:
             raise ConfigError(
                 "mixture weights cannot be scheduled",
                 found=f"weights {list(weights)}",
-                expected=f"integers from 0 on, not all 0, with a sum up to {MAX_PERIOD} (rounded percentages do)",
+                expected=f"integers of at least 0, not all 0, with a sum up to {MAX_PERIOD} (rounded percentages do)",
             )
         common = math.lcm(*(weight for weight in self.weights if weight))
-        slots = sorted(  # the k-th of w slots lies at (2k + 1) / 2w of the period
+        slots = sorted(  # the k-th of w slots is at (2k + 1) / 2w of the period
             ((2 * k + 1) * (common // weight), source)
             for source, weight in enumerate(self.weights)
             for k in range(weight)
@@ -61,7 +61,7 @@ class Schedule:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ScheduleSegment:
-    """Weights in force from a position on, and what each source had handed out before."""
+    """Weights in force from a position, and what each source had handed out before."""
 
     start: int
     weights: tuple[int, ...]
@@ -90,7 +90,7 @@ class MixtureStream:
         self.set_weights(0, weights)
 
     def set_weights(self, start: int, weights: Sequence[int]) -> None:
-        """Put `weights` in force from position `start` on; segments that begin there or later are dropped."""
+        """Apply `weights` from position `start`; segments that begin there or later are dropped."""
         kept = [segment for segment in self.segments if segment.start < start]
         base = tuple(self._count_in(kept, source, start) for source in range(len(self._sources)))
         kept.append(ScheduleSegment(start=start, weights=tuple(weights), schedule=Schedule(weights), base=base))
@@ -111,8 +111,8 @@ class MixtureStream:
                 ids[here[mine]] = self._sources[source].take(ordinals) + self._first_id[source]
         return ids
 
-    def counts(self, position: int, skips: Skips) -> list[int]:
-        """Return how many samples of each source lie before `position` and are not skipped."""
+    def counts(self, position: int, skips: SkippedSpans) -> list[int]:
+        """Return how many samples of each source come before `position` and are not skipped."""
         edges = [0, *(min(edge, position) for span in skips.spans for edge in span), position]
         used = zip(edges[::2], edges[1::2], strict=True)
         totals = np.zeros(len(self._sources), np.int64)
@@ -133,10 +133,10 @@ class MixtureStream:
 
 
 class Mixture:
-    """Several data sets in fixed proportions: a map-style data set, and the stream a sampler walks along.
+    """Several data sets in fixed proportions: a map-style data set, and the stream of a sampler.
 
-    `ElasticSampler(mixture)` deals it; `mixture[id]` reads a sample. Each source is shuffled by itself and
-    starts its own next epoch when it is through, so within a source every sample comes once per epoch.
+    `ElasticSampler(mixture)` deals it; `mixture[id]` reads a sample. Each source is shuffled separately and
+    starts its own next epoch when it is exhausted, so within a source every sample comes once per epoch.
 
     Args:
         sources: Name -> (data set, integer weight).
@@ -157,7 +157,7 @@ class Mixture:
         for name, length in zip(self.names, self.lengths, strict=True):
             if length < 1:
                 raise DataError(f"source {name!r} of the mixture is empty", found="0 samples", expected="1 or more")
-        Schedule(self.weights)  # refuses bad weights here, where the user wrote them
+        Schedule(self.weights)  # raises for bad weights here, where the user gave them
         self._ends = np.cumsum(self.lengths).tolist()
         self.epoch_length = epoch_length or self._ends[-1]
 

@@ -2,11 +2,11 @@
 
 Large n: an alternating Feistel network over a rectangle of `rows` x 2**right_bits cells that holds n. Each
 round adds to one coordinate a hash of the other (modulo the rows, or by XOR), so the network is a
-bijection whatever the hash does. Only the last row may be partly outside [0, n): at most one value in 256
-is sent through again (cycle walking), whatever n is; a network on whole bits walks twice for n = 2**k + 1.
+bijection for any hash. Only the last row may be partly outside [0, n): at most one value in 256
+is sent through again (cycle walking) for any n; a network on whole bits walks twice for n = 2**k + 1.
 Both coordinates fit in 31 bits, so the rounds run in uint32, where numpy vectorises.
-Small n (below 2**16): a table, sorted by a counter-based generator of our own. numpy's generators are not
-used anywhere: their streams may change between versions, and an order that checkpoints rely on may not.
+Small n (below 2**16): a table, sorted by our own counter-based generator. numpy's generators are not used
+anywhere: their streams may change between versions, and an order that checkpoints rely on must not.
 """
 
 from __future__ import annotations
@@ -26,12 +26,12 @@ Int64Array = npt.NDArray[np.int64]
 Rounds = list[tuple[int, int]]
 
 PERMUTATION_ID = "feistel10.1"
-"""Recorded in every sampler state; a change of any constant of this file needs a new one."""
+"""Recorded in every sampler state; changing any constant of this file requires a new id."""
 
 ROUNDS = 10
 MAX_LENGTH = 1 << 62
 TABLE_BELOW = 1 << 16
-CHUNK = 1 << 15  # indices per pass: all scratch arrays together stay in the second-level cache
+CHUNK = 1 << 15  # indices per pass: all scratch arrays together fit in the second-level cache
 
 _MULTIPLY_1, _MULTIPLY_2 = 0x7FEB352D, 0x846CA68B  # 32-bit mixers with low bias
 _GOLDEN, _MIX_1, _MIX_2 = 0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9, 0x94D049BB133111EB  # splitmix64
@@ -122,7 +122,7 @@ class Network:
         return out
 
     def _pass(self, values: Int64Array, rounds: Rounds, sign: int) -> Int64Array:
-        """Send every value through the network once; results may lie outside [0, n)."""
+        """Send every value through the network once; results may be outside [0, n)."""
         unsigned = values.view(np.uint64)
         row = (unsigned >> np.uint64(self._right_bits)).astype(np.uint32)
         column = (unsigned & np.uint64(self._right_mask)).astype(np.uint32)
@@ -191,8 +191,8 @@ class Table:
 class Permutation:
     """A permutation of [0, n), a pure function of (n, seed, epoch): the same on every platform and numpy version.
 
-    `p[i]` costs microseconds and `p.take` about 20 ns per index, whatever n and i are; nothing is
-    materialised from n = 65536 on.
+    `p[i]` costs microseconds and `p.take` about 20 ns per index, for all n and i; nothing is
+    materialised for n >= 65536.
 
     Args:
         n: Length, 1 to 2**62.

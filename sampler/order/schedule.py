@@ -1,7 +1,7 @@
 """Which positions of the sample stream are used, and in what batch sizes: pure integer arithmetic.
 
-A *position* counts samples of the endless global stream from 0 (epoch * length + offset). *Skips* are
-spans of positions that are never handed out; *batch sizes* change at given positions (ramp-up).
+A *position* counts samples of the endless global stream from 0 (epoch * length + offset). **Skipped spans* are
+ranges of positions that are never handed out; *batch sizes* change at given positions (ramp-up).
 """
 
 from __future__ import annotations
@@ -18,16 +18,16 @@ Int64Array = npt.NDArray[np.int64]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Skips:
+class SkippedSpans:
     """Spans [first, last) of excluded positions: sorted, disjoint and not adjacent."""
 
     spans: tuple[tuple[int, int], ...] = ()
 
-    def with_span(self, first: int, last: int) -> Skips:
-        """Return these skips and [first, last), merged."""
+    def with_span(self, first: int, last: int) -> SkippedSpans:
+        """Return these spans and [first, last), merged."""
         if not 0 <= first < last:
             raise ConfigError(
-                "a span to skip runs from a first position to a later one",
+                "a span to skip must end after it begins",
                 found=f"first {first}, last {last}",
                 expected="0 <= first < last, counted in samples of the global stream",
                 state="Nothing is skipped.",
@@ -38,7 +38,7 @@ class Skips:
                 merged[-1] = (merged[-1][0], max(merged[-1][1], span[1]))
             else:
                 merged.append(span)
-        return Skips(spans=tuple(merged))
+        return SkippedSpans(spans=tuple(merged))
 
     def count(self, first: int, last: int) -> int:
         """Return how many positions of [first, last) are used."""
@@ -46,7 +46,7 @@ class Skips:
         return max(0, last - first) - hidden
 
     def advance(self, position: int, count: int) -> int:
-        """Return the position behind the next `count` used positions from `position` on (`position` itself for 0)."""
+        """Return the position after the next `count` used positions from `position` (`position` itself for 0)."""
         end = position + count
         for start, stop in self.spans:
             if stop <= position:
@@ -58,7 +58,7 @@ class Skips:
         return end
 
     def positions(self, position: int, ordinals: Int64Array) -> Int64Array:
-        """Return the positions of the k-th used samples from `position` on, for every k of `ordinals` (ascending)."""
+        """Return the positions of the k-th used samples from `position`, for every k of `ordinals` (ascending)."""
         out = ordinals + position
         for start, stop in self.spans:
             if stop <= position:
@@ -76,14 +76,14 @@ class BatchSizes:
 
     @classmethod
     def of(cls, base: int, ramp_up: Iterable[tuple[int, int]] = ()) -> BatchSizes:
-        """Return `base` from position 0 on, replaced by each (position, size) of `ramp_up` from there on."""
+        """Return `base` from position 0, replaced by each (position, size) of `ramp_up` from that position."""
         steps = [(0, base), *((int(at), int(size)) for at, size in ramp_up)]
         places = [at for at, _ in steps]
         if any(size < 1 for _, size in steps) or places != sorted(set(places)):
             raise ConfigError(
-                "a batch size schedule has ascending positions and positive sizes",
+                "a batch size schedule needs ascending positions and positive sizes",
                 found=str(steps),
-                expected="global_batch_size > 0, then ramp_up=[(position, size), ...] with positions from 1 on",
+                expected="global_batch_size > 0, then ramp_up=[(position, size), ...] with positions of at least 1",
             )
         return cls(steps=tuple(steps))
 
@@ -91,20 +91,20 @@ class BatchSizes:
         """Return the size of a batch that begins at `position`."""
         return next(size for first, size in reversed(self.steps) if first <= position)
 
-    def cover(self, position: int, end: int, skips: Skips, *, whole: bool) -> int:
-        """Return how many used samples the batches from `position` on hold until one reaches `end`.
+    def cover(self, position: int, end: int, skips: SkippedSpans, *, whole: bool) -> int:
+        """Return how many used samples the batches from `position` hold until one reaches `end`.
 
         Args:
             position: Where the first batch begins.
             end: The position to reach.
             skips: Excluded positions.
-            whole: True counts the batch that crosses `end`, False leaves it out.
+            whole: True counts the batch that crosses `end`, False omits it.
         """
         total, here = 0, position
         while (left := skips.count(here, end)) > 0:
             size = self.at(here)
             border = min((first for first, _ in self.steps if here < first < end), default=end)
-            batches = max(1, -(-skips.count(here, border) // size))  # those that begin before the size changes
+            batches = max(1, -(-skips.count(here, border) // size))  # batches that begin before the size changes
             if not whole and batches * size > left:
                 return total + left // size * size
             total += batches * size

@@ -16,17 +16,17 @@ _INTEGERS = ("version", "seed", "epoch", "offset", "length", "fingerprint")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SamplerState:
-    """Where training stands in which order of which data.
+    """The position of training: in which order of which data.
 
     Args:
         seed: Key of the order.
         epoch: The epoch the next sample belongs to.
         offset: Samples of that epoch that are trained, over all ranks.
         length: Samples of one epoch.
-        fingerprint: Identity of the data, 0 where the data set gives none.
+        fingerprint: Identifies the data; 0 if the data set gives none.
         order: Kind and version of the order, e.g. "global:feistel8.1".
-        segments: What changes on the way: ("skip", first, last), ("batch", position, samples),
-            ("weights", position, weight, weight, ...), ("ended", epoch) behind the last step of an epoch.
+        segments: Changes along the stream: ("skip", first, last), ("batch", position, samples),
+            ("weights", position, weight, weight, ...), ("ended", epoch) after the last step of an epoch.
     """
 
     seed: int
@@ -39,7 +39,7 @@ class SamplerState:
     version: int = STATE_VERSION
 
     def to_dict(self) -> dict[str, Any]:
-        """Return the state as plain values (JSON and msgpack can hold it)."""
+        """Return the state as plain values, for JSON and msgpack."""
         return {
             "version": self.version,
             "seed": self.seed,
@@ -93,12 +93,12 @@ def _unreadable(problem: str, found: str, expected: str) -> SamplerStateError:
         found=found,
         expected=expected,
         state="The sampler keeps its position.",
-        remedy="pass what ElasticSampler.state_dict() returned",
+        remedy="pass the result of ElasticSampler.state_dict()",
     )
 
 
 def check_same(state: SamplerState, own: SamplerState) -> None:
-    """Refuse a state that belongs to other data, another seed or another order; both sides are named."""
+    """Reject a state that belongs to other data, another seed or another order; names both sides."""
     for name, label in (
         ("length", "samples per epoch"),
         ("fingerprint", "data set fingerprint"),
@@ -117,7 +117,7 @@ def check_same(state: SamplerState, own: SamplerState) -> None:
 
 
 def fingerprint_of(value: object) -> int:
-    """Return 63 bits that identify a data set: of an explicit value, or of its `fingerprint`; 0 when it has none."""
+    """Return 63 bits that identify a data set: from an explicit value, or from its `fingerprint`; 0 if it has none."""
     if not isinstance(value, (int, str, bytes)) or isinstance(value, bool):
         value = getattr(value, "fingerprint", None) or getattr(value, "_fingerprint", None)
         value = value() if callable(value) else value

@@ -1,4 +1,4 @@
-"""From a position of the endless sample stream to a sample of the data set: a pure function, world size unknown."""
+"""From a position of the endless sample stream to a sample of the data set: a pure function, independent of world size."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ ORDERS = ("global", "block", "sequential")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Order:
-    """Which order the samples of an epoch come in.
+    """The order of the samples of an epoch.
 
     Args:
         kind: "global" (full shuffle), "block" (blocks, then samples inside windows of blocks) or "sequential".
@@ -56,7 +56,7 @@ class Order:
 
 
 class Stream(Protocol):
-    """What a sampler walks along: `length` samples per epoch, and the sample at any position."""
+    """A sample stream: `length` samples per epoch, and the sample at any position."""
 
     length: int
     name: str
@@ -67,7 +67,7 @@ class Stream(Protocol):
 
 
 class EpochStream:
-    """Epoch after epoch of one data set, each in its own order.
+    """The epochs of one data set one after another, each in its own order.
 
     Args:
         length: Samples of the data set.

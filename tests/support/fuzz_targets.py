@@ -19,21 +19,24 @@ import torch
 from torch.distributed import checkpoint as torch_dcp
 from torch.distributed.checkpoint.filesystem import FileSystemWriter
 
-from flashckpt.checkpoint.catalog import GenerationClaim, decode_claim, encode_claim, list_checkpoints
+from flashckpt.checkpoint.catalog import list_checkpoints
 from flashckpt.checkpoint.compression import Codec, Frame, PackedObjects, compressed_parts
-from flashckpt.checkpoint.intents import Intent, decode_intent, encode_intent
+from flashckpt.checkpoint.generations import decode_claim, encode_claim
+from flashckpt.checkpoint.intents import decode_intent, encode_intent
+from flashckpt.checkpoint.proposals import decode_proposal, encode_proposal
 from flashckpt.checkpoint.retention import encode_lease, leased_prefixes
 from flashckpt.checkpoint.writer import refuse_gaps
 from flashckpt.core import slot_header, superblock
 from flashckpt.core.digest import chunk_digests, digest
-from flashckpt.core.generation import GenerationRecord
+from flashckpt.core.generation import Generation
+from flashckpt.core.intent import Intent, NodeProposal
 from flashckpt.core.manifest import Manifest, ShardTable, decode_manifest, encode_manifest, header_of, merge
 from flashckpt.core.manifest_header import HEAD_BYTES, decode_manifest_header, encode_manifest_header
 from flashckpt.core.records import seal
 from flashckpt.core.shard import Shard, place
 from flashckpt.core.slot_header import SlotHeader, SlotState
 from flashckpt.core.snapshot_id import SnapshotId
-from flashckpt.daemon.persister.proposals import NodeProposal, choose_proposal, decode_ready, encode_ready
+from flashckpt.daemon.persister.agreement import choose_proposal
 from flashckpt.daemon.zygote import messages
 from flashckpt.errors import DamagedError
 from flashckpt.interop.incoming import detect, open_foreign
@@ -49,6 +52,7 @@ from flashckpt.shm.job_directory import DaemonStatus, JobConfig, JobDirectory
 from flashckpt.shm.segment import Segment
 from flashckpt.storage.posix import PosixStore
 from support.fuzzing import Target
+from support.memory import request_of
 
 VALUES: dict[str, Any] = {
     "lr": 0.1, "betas": (0.9, (1, "x")), "big": 2**100, "none": None, "groups": [{"a": 1, 3: True}], "rng@rank0": b"\0\xff",
@@ -184,7 +188,7 @@ def segment(folder: Path) -> Target:
     path = folder / "r00001.seg"
     made = Segment.create(path, SPEC)
     m = manifest(1)
-    writer = made.begin(0, generation=3, step=120, world_size=2, persist=True, parent=SnapshotId(2, 100))
+    writer = made.begin(0, request_of(3, 120, world_size=2, parent=SnapshotId(2, 100), persist=True))
     writer.commit(encode_manifest(m), data_bytes=4096)
     made.close()
     good = path.read_bytes()
@@ -280,7 +284,7 @@ def lease(folder: Path) -> Target:
 
 
 def use_ready(raw: bytes) -> None:
-    ready = decode_ready(raw, "intents/ready-000003/r00000", "/root")
+    ready = decode_proposal(raw, "intents/ready-000003/r00000", "/root")
     choose_proposal([ready])
 
 
@@ -459,7 +463,7 @@ def _table(raw: bytes) -> None:
     use_manifest(sealed_manifest(b"FCKMANIF\1\0".ljust(32, b"\0") + msgpack.packb(body)))
 
 
-CLAIM = GenerationClaim(generation=3, token="t0k", parent=SnapshotId(2, 100), world_size=8, created_s=1.5)
+CLAIM = Generation(number=3, token="t0k", parent=SnapshotId(2, 100), world_size=8, created_s=1.5)
 INTENT = Intent(generation=3, step=120, writers=(0, 1), leader="n", created_s=1.5)
 READY = NodeProposal(
     ranks=(0, 1), world_size=2, pinned=SnapshotId(3, 120), at_least=SnapshotId(3, 120), complete=(SnapshotId(3, 120),)
@@ -493,7 +497,7 @@ TARGETS: dict[str, Callable[[Path], Target]] = {
     "segment": segment,
     "control": control,
     "job": lambda folder: job_record(folder, "job", JobConfig(job="j", root="/r", storage_options={"a": 1}, keep_every=5)),
-    "generation": lambda folder: job_record(folder, "generation", GenerationRecord(generation=3, token="t", parent=SnapshotId(2, 4))),
+    "generation": lambda folder: job_record(folder, "generation", Generation(number=3, token="t", parent=SnapshotId(2, 4))),
     "daemon": lambda folder: job_record(folder, "daemon", DaemonStatus(committed=SnapshotId(3, 60), error="full", pid=7)),
     "claim": lambda _: record([encode_claim(CLAIM)], lambda raw: decode_claim(raw, "generations/000003", "/root")),
     "unsealed-claim": lambda _: Target(
@@ -501,7 +505,7 @@ TARGETS: dict[str, Callable[[Path], Target]] = {
         tree=(_unpack, msgpack.packb),
     ),
     "intent": lambda _: record([encode_intent(INTENT)], lambda raw: decode_intent(raw, "intents/000003-000000120", "/root")),
-    "ready": lambda _: record([encode_ready(READY)], use_ready),
+    "ready": lambda _: record([encode_proposal(READY)], use_ready),
     "lease": lease,
     "compressed": compressed,
     "sampler-state": lambda _: sampler_state(),

@@ -15,6 +15,7 @@ from flashckpt.core.manifest import Manifest, ShardTable, encode_manifest
 from flashckpt.core.shard import Shard, layout_hash, place
 from flashckpt.core.slot_header import SlotHeader
 from flashckpt.core.snapshot_id import SnapshotId
+from flashckpt.core.snapshot_request import SnapshotRequest
 from flashckpt.shm.pin import Pin
 from flashckpt.shm.segment import Segment, SegmentSpec
 
@@ -47,6 +48,21 @@ def spec_of(rank: int = 0, *, slots: int = 2, job: str = "job", sizes: tuple[int
     )
 
 
+def request_of(
+    generation: int,
+    step: int,
+    *,
+    rank: int = 0,
+    world_size: int = 1,
+    parent: SnapshotId | None = None,
+    persist: bool = False,
+) -> SnapshotRequest:
+    return SnapshotRequest(
+        id=SnapshotId(generation, step), job="job", rank=rank, world_size=world_size, coordinates={}, parent=parent,
+        persist=persist,
+    )  # fmt: skip
+
+
 def take(
     segment: Segment,
     slot: int,
@@ -61,9 +77,8 @@ def take(
 ) -> SlotHeader:
     """Take one snapshot as the copy threads do: chunk by chunk, each digest right behind its copy."""
     rank = segment.spec.rank
-    writer = segment.begin(
-        slot, generation=generation, step=step, world_size=world_size, persist=persist, parent=parent
-    )
+    request = request_of(generation, step, rank=rank, world_size=world_size, parent=parent, persist=persist)
+    writer = segment.begin(slot, request)
     shards, digests = shards_of(rank, sizes), []
     placement = place(shards)
     target = np.frombuffer(writer.data, np.uint8)

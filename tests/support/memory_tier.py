@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from flashckpt.core.digest import chunk_digests
-from flashckpt.core.generation import GenerationRecord
+from flashckpt.core.generation import Generation
 from flashckpt.core.manifest import Manifest, encode_manifest
 from flashckpt.core.shard import Shard, layout_hash, place
 from flashckpt.core.shard_table import ShardTable
@@ -19,6 +19,7 @@ from flashckpt.shm.job_directory import JobConfig, JobDirectory
 from flashckpt.shm.job_id import root_digest
 from flashckpt.shm.lease import Lease
 from flashckpt.shm.segment import Segment, SegmentSpec
+from support.memory import request_of
 
 
 def content(fqn: str, shape: tuple[int, ...], generation: int, step: int) -> np.ndarray:
@@ -90,9 +91,10 @@ class FakeRank:
         slot = choose_slot(segment.headers(), pinned=segment.busy(), common=common)
         if slot is None:
             return False
-        writer = segment.begin(
-            slot, generation=generation, step=step, world_size=self.world, persist=persist, parent=parent
-        )
+        request = request_of(
+            generation, step, rank=self.rank, world_size=self.world, parent=parent, persist=persist
+        )  # fmt: skip
+        writer = segment.begin(slot, request)
         digests = []
         for shard, at in zip(self.shards, self.placement.offsets.tolist(), strict=True):
             raw = self.bytes_of(shard, generation, step)
@@ -163,9 +165,7 @@ class FakeJob:
     def restart(self, generation: int, parent: SnapshotId | None) -> None:
         """Begin another generation with the same segments."""
         self.generation, self.parent = generation, parent
-        self.record = GenerationRecord(
-            generation=generation, token=secrets.token_hex(8), parent=parent, world_size=self.world
-        )
+        self.record = Generation(number=generation, token=secrets.token_hex(8), parent=parent, world_size=self.world)
         self.directory.write_generation(self.record)
 
     def common(self) -> list[SnapshotId]:

@@ -14,9 +14,32 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 from flashckpt.storage.factory import open_store
 from flashckpt.storage.store import Store
 from support.ranks import wait_for
+
+CLIENTS = {"s3fs": "S3Store", "obstore": "ObstoreStore"}
+"""Class of the store that each client is used by."""
+WITHOUT = Path(__file__).parent / "without"
+
+
+@pytest.fixture(params=CLIENTS)
+def default_client(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
+    """Name the client that s3:// goes through where nothing chooses one, here and in programs that the test starts.
+
+    With s3fs everything runs as after a plain `pip install flashckpt`, without obstore.
+    """
+    client = str(request.param)
+    if client == "s3fs":
+        monkeypatch.setitem(sys.modules, "obstore", None)
+        monkeypatch.setenv("WITHOUT_PACKAGES", "obstore")
+        monkeypatch.setenv("PYTHONPATH", os.pathsep.join(filter(None, (str(WITHOUT), os.environ.get("PYTHONPATH")))))
+    else:
+        pytest.importorskip("obstore")
+    assert type(open_store("s3://bucket/run")).__name__ == CLIENTS[client]
+    return client
 
 
 @dataclass

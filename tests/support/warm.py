@@ -26,7 +26,7 @@ from flashckpt.daemon.machine.process import set_title
 from flashckpt.daemon.zygote import server
 
 ALSO = (
-    "flashckpt.daemon.launcher.agent",
+    "flashckpt.daemon.launcher.launch",
     "torch.distributed.run",
     "torch.distributed.elastic.rendezvous.c10d_rendezvous_backend",
 )

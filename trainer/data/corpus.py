@@ -27,17 +27,17 @@ MAX_STDLIB_FILES = 400
 
 
 def prepare_corpus(folder: str | os.PathLike[str], source: Sequence[str], holdout_every: int) -> dict[str, Any]:
-    """Return the index of the prepared corpus in `folder`, preparing it if that has not been done.
+    """Return the index of the prepared corpus in `folder`, preparing it if necessary.
 
     Safe to call from many processes at once: one prepares under a file lock, the others wait for it.
 
     Args:
-        folder: Where the tokens are or will be.
+        folder: Folder of the tokens.
         source: "stdlib", or file patterns (each pattern's stem-less parent is no channel; one channel "text").
         holdout_every: About one file in so many, chosen by its digest, is held out for evaluation.
 
     Raises:
-        DataError: no file matches, or there is no text in them, or the folder holds another source.
+        DataError: no file matches, the files hold no text, or the folder holds another source.
     """
     path = Path(folder)
     recipe = {"version": VERSION, "source": list(source), "holdout_every": holdout_every}
@@ -62,7 +62,7 @@ def read_index(folder: str | os.PathLike[str]) -> dict[str, Any]:
     """Return the index of a prepared corpus.
 
     Raises:
-        DataError: nothing (whole) is prepared there.
+        DataError: no complete corpus is prepared there.
     """
     index = _read_index(Path(folder))
     if index is None:
@@ -131,7 +131,7 @@ class _Set:
 
     def close(self) -> dict[str, Any]:
         self._file.flush()
-        os.fsync(self._file.fileno())  # the index that vouches for these bytes is written after them
+        os.fsync(self._file.fileno())  # the index that refers to these bytes is written after them
         self._file.close()
         return {"channel": self.channel, "split": self.split, "tokens": self.tokens, "sha256": self._digest.hexdigest()}
 
@@ -164,7 +164,9 @@ def _stdlib_texts() -> Iterator[tuple[str, str]]:
 def _docstrings(text: str) -> str:
     try:
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # the library's own invalid escapes are not the user's business
+            warnings.simplefilter(
+                "ignore"
+            )  # warnings about the library's own invalid escapes are of no use to the user
             tree = ast.parse(text)
     except (SyntaxError, ValueError):
         return ""

@@ -49,7 +49,7 @@ class TokenDataset:
         seq_len: Tokens of a sample; one more is read for the last target.
 
     Raises:
-        DataError: nothing is prepared there, or not one window fits.
+        DataError: nothing is prepared there, or it is shorter than one window.
     """
 
     def __init__(self, folder: str | os.PathLike[str], split: str, seq_len: int) -> None:
@@ -97,7 +97,7 @@ class TokenDataset:
 
 
 class TrainingData:
-    """This rank's batches: the sampler says which samples, the data set what is in them.
+    """This rank's batches: the sampler chooses the samples, the data set holds their contents.
 
     Args:
         dataset: The training split.
@@ -115,17 +115,17 @@ class TrainingData:
         self._whole = ElasticSampler(dataset, dp_rank=0, dp_size=1, seed=seed, global_batch_size=global_batch)
 
     def next(self) -> Batch:
-        """Return the batch behind the committed position; the position moves only when a step commits."""
+        """Return the batch after the committed position; the position moves only when a step commits."""
         return self.dataset.batch(self.sampler.next_ids())
 
-    def position_behind(self) -> int:
-        """Return the stream position behind the batch that `next()` gives."""
+    def position_after_next(self) -> int:
+        """Return the stream position after the batch that `next()` returns."""
         self._whole.load_state_dict(self.sampler.state_dict())
         self._whole.commit()
         return self._whole.position
 
     def global_ids(self) -> list[int]:
-        """Return the sample numbers of the whole global batch that `next()` cuts this rank's part from."""
+        """Return the sample numbers of the whole global batch of which `next()` returns this rank's part."""
         self._whole.load_state_dict(self.sampler.state_dict())
         return [int(number) for number in self._whole.next_ids()]
 

@@ -1,9 +1,9 @@
 """`make demo`: train 2x2x2 on real text, kill a rank, lose nothing; then lose the machine's memory, lose nothing.
 
-1. The unbroken run: the same configuration, left alone.
-2. The run that is killed: SIGKILL to one rank in the middle of a step; it goes on from host memory.
+1. The unbroken run: the same configuration, not disturbed.
+2. The run that is killed: SIGKILL to one rank in the middle of a step; it continues from host memory.
 3. The same run loses its machine: every process killed, shared memory deleted; it is started again and
-   goes on from the checkpoint on disk.
+   continues from the checkpoint on disk.
 At the end the loss of every step is compared with the unbroken run, bit for bit.
 """
 
@@ -66,18 +66,18 @@ class Crash:
 
 
 class Demo:
-    """Runs the plan and tells it.
+    """Runs the plan and reports on it.
 
     Args:
         plan: When what happens.
-        console: Where to tell it.
+        console: Where to report.
     """
 
     def __init__(self, plan: DemoPlan, console: Console) -> None:
         self.plan, self.console = plan, console
         self.config = read_config(plan.config, ["--train.steps", str(plan.steps)])
         self.layout = resolve_layout(self.config, RANKS)
-        # The id says which folder it belongs to: demos in two clones do not meet in shared memory.
+        # The id depends on the folder: demos in two clones do not collide in shared memory.
         mark = hashlib.blake2b(str(plan.folder.resolve()).encode(), digest_size=4).hexdigest()
         self.unbroken = self._run("unbroken run", "unbroken", f"demo-{mark}-unbroken")
         self.crash = self._run("run that is killed", "crash", f"demo-{mark}-crash")
@@ -157,18 +157,18 @@ class Demo:
     def _kill(self, run: DemoRun, progress: Progress) -> Crash:
         line = run.wait_step(self.plan.kill_after, progress.update)
         time.sleep(0.4 * float(line["seconds"]))  # the middle of the next step
-        after, lives = run.trace()[-1]["step"], len(read_restores(run.folder))
+        after, restores = run.trace()[-1]["step"], len(read_restores(run.folder))
         killed = run.kill_rank(self.plan.kill_rank)
         progress.note(f"SIGKILL to rank {self.plan.kill_rank} in step {after + 1}")
-        return self._recovered(run, progress, after, killed, lives)
+        return self._recovered(run, progress, after, killed, restores)
 
-    def _recovered(self, run: DemoRun, progress: Progress, after: int, since: float, lives: int) -> Crash:
-        """Wait for the first trained step of the next life; `lives`: how many restores there were before."""
-        run.wait(lambda: len(read_restores(run.folder)) > lives, lambda _: None, "a restore")
-        restored = read_restores(run.folder)[lives].step
+    def _recovered(self, run: DemoRun, progress: Progress, after: int, since: float, restores: int) -> Crash:
+        """Wait for the first trained step of the next generation; `restores`: how many restores came before."""
+        run.wait(lambda: len(read_restores(run.folder)) > restores, lambda _: None, "a restore")
+        restored = read_restores(run.folder)[restores].step
         line = run.wait_step(restored + 1, progress.update, since=since)
         seconds = float(line["time"]) - since
-        what = read_restores(run.folder)[lives]  # all ranks have told by now
+        what = read_restores(run.folder)[restores]  # all ranks have reported by now
         progress.note(f"back at step {restored} with {what.text()}; next step trained {seconds:.2f} s after")
         return Crash(after=after, restored=restored, seconds=seconds)
 
@@ -228,7 +228,7 @@ class Demo:
             )
 
     def _leftovers(self) -> None:
-        """Wait until the daemons have removed what cleanly ended jobs leave, and say so."""
+        """Wait until the daemons have removed the memory of the ended jobs, and report it."""
         from flashckpt.shm.job_directory import memory_root
 
         jobs = [memory_root() / run.job for run in (self.unbroken, self.crash)]
@@ -245,12 +245,12 @@ def read_plan(words: Sequence[str]) -> DemoPlan:
     """Return the plan of a command line.
 
     Raises:
-        ConfigError: the crashes do not lie in order inside the run.
+        ConfigError: the crashes are not in order inside the run.
     """
     parser = argparse.ArgumentParser(
         prog="python -m flashckpt.trainer.demo", description=(__doc__ or "").splitlines()[0]
     )
-    parser.add_argument("--folder", type=Path, default=Path("out/demo"), help="where everything goes; emptied first")
+    parser.add_argument("--folder", type=Path, default=Path("out/demo"), help="folder of all output; emptied first")
     parser.add_argument("--config", type=Path, default=DEFAULT_CONFIG, help="the run, on 8 ranks")
     parser.add_argument("--steps", type=int, default=40, help="steps of the run [%(default)s]")
     parser.add_argument(

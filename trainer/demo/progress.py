@@ -14,7 +14,7 @@ EVERY = 10
 
 
 class Progress:
-    """Shows how far a run is.
+    """Shows the progress of a run.
 
     Args:
         console: Where to.
@@ -26,7 +26,7 @@ class Progress:
         self._console, self._steps, self._name = console, steps, name
         self._bar: Bar | None = None
         self._task = TaskID(0)
-        self._told = 0
+        self._printed = 0
 
     def __enter__(self) -> Progress:  # noqa: PYI034 -- typing.Self needs Python 3.11
         if self._console.is_terminal:
@@ -52,10 +52,10 @@ class Progress:
         step, loss = int(trace[-1]["step"]), float.fromhex(trace[-1]["loss"])
         if self._bar is not None:
             self._bar.update(self._task, completed=step, text=f"loss {loss:.4f}")
-        elif step // EVERY != self._told // EVERY:
+        elif step // EVERY != self._printed // EVERY:
             self._console.print(f"  step {step}/{self._steps}  loss {loss:.4f}")
-        self._told = step
+        self._printed = step
 
     def note(self, text: str) -> None:
-        """Tell an event without disturbing the live line."""
+        """Print an event without disturbing the live line."""
         self._console.print(f"  [yellow]{text}[/yellow]")

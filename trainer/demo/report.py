@@ -27,7 +27,7 @@ PHASES = {
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Comparison:
-    """Two traces, step by step, bit for bit: `equal` of `steps` agree; `first` says where they part."""
+    """Two traces, step by step, bit for bit: `equal` of `steps` agree; `first` is the first difference."""
 
     steps: int
     equal: int
@@ -58,7 +58,7 @@ def compare_traces(one: Sequence[Mapping[str, Any]], other: Sequence[Mapping[str
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Restored:
-    """What all ranks together read in one restore: bytes per tier, and the slowest rank's seconds."""
+    """What all ranks read in one restore: bytes per tier, and the slowest rank's seconds."""
 
     step: int
     ranks: int
@@ -73,8 +73,8 @@ class Restored:
 
 def read_restores(folder: Path) -> list[Restored]:
     """Return the restores of a run in order, from the lines that every rank wrote."""
-    # A generation that reached neither storage nor surviving memory is counted anew: the launch tells them apart.
-    lives: dict[tuple[str, int], list[dict[str, Any]]] = {}
+    # Without storage or surviving memory generations start at 1 again: the launch distinguishes them.
+    generations: dict[tuple[str, int], list[dict[str, Any]]] = {}
     try:
         lines = (folder / "restores.jsonl").read_text().splitlines()
     except FileNotFoundError:
@@ -82,10 +82,10 @@ def read_restores(folder: Path) -> list[Restored]:
     for line in lines:
         try:
             record = json.loads(line)
-        except ValueError:  # cut short by a disk that was full
+        except ValueError:  # truncated by a full disk
             continue
-        lives.setdefault((record["launch"], record["generation"]), []).append(record)
-    return [_sum(records) for records in lives.values()]
+        generations.setdefault((record["launch"], record["generation"]), []).append(record)
+    return [_sum(records) for records in generations.values()]
 
 
 def _sum(records: Sequence[Mapping[str, Any]]) -> Restored:
@@ -117,7 +117,7 @@ def recovery_table(seconds: Mapping[str, float], measured_s: float) -> Table:
 
 
 def recovery_facts(failure: Mapping[str, Any], restored: Restored | None, lost: int) -> list[str]:
-    """Return lines for people: who died, what it cost, where the state came from."""
+    """Return readable lines: which rank died, what it cost, where the state came from."""
     facts = [f"steps lost {lost}"]
     if failure:
         cause = str(failure.get("cause", "?")).partition(":")[0]

@@ -30,13 +30,13 @@ class DemoRun:
     """One job of the demo under dlrun.
 
     Attributes:
-        name: For people.
+        name: Shown to the user.
         folder: Log folder of the run: trace, ledger, output of dlrun.
         root: Checkpoint root.
         job: Job id.
         config: The TOML file.
-        ranks: How many.
-        overrides: More words for the trainer.
+        ranks: Number of ranks.
+        overrides: More arguments for the trainer.
     """
 
     name: str
@@ -59,7 +59,7 @@ class DemoRun:
 
     @contextlib.contextmanager
     def running(self) -> Iterator[DemoRun]:
-        """Start dlrun; whatever happens, nothing of it is left running."""
+        """Start dlrun; nothing of it is left running on any exit."""
         self.folder.mkdir(parents=True, exist_ok=True)
         command = [
             sys.executable, "-m", "flashckpt.daemon.run", "--nproc-per-node", str(self.ranks), "--max-restarts", "3",
@@ -80,7 +80,7 @@ class DemoRun:
         """Wait until `done()`; call `tick(trace)` meanwhile.
 
         Raises:
-            FlashckptError: dlrun ended first, or no step was finished for five minutes.
+            FlashckptError: dlrun ended first, or no step finished for five minutes.
         """
         seen, since = -1, time.monotonic()
         while not done():
@@ -94,7 +94,7 @@ class DemoRun:
                 )
             if time.monotonic() - since > STALL_S:
                 raise self._failed(
-                    f"the {self.name} made no step for {STALL_S:.0f} s", f"{seen} steps, waiting for {what}"
+                    f"the {self.name} finished no step for {STALL_S:.0f} s", f"{seen} steps, waiting for {what}"
                 )
             time.sleep(_POLL_S)
         tick(self.trace())
@@ -113,7 +113,7 @@ class DemoRun:
         return found[0]
 
     def wait_end(self, tick: Callable[[list[dict[str, Any]]], None]) -> None:
-        """Wait until dlrun has ended well."""
+        """Wait until dlrun has ended with code 0."""
         process = self.process
         assert process is not None
         self.wait(lambda: process.poll() == 0, tick, "the end")
@@ -181,7 +181,7 @@ def forget_job(job: str) -> None:
             "another demo is running in this folder",
             found=f"live ranks of job {job}",
             expected="none",
-            remedy="wait for its end, or run this one elsewhere: python -m flashckpt.trainer.demo --folder out/demo2",
+            remedy="wait until it ends, or run this one elsewhere: python -m flashckpt.trainer.demo --folder out/demo2",
         )
     stop_daemon(directory)
     block.withdraw_all(directory.path)
@@ -190,7 +190,7 @@ def forget_job(job: str) -> None:
 
 
 def stop_daemon(directory: JobDirectory) -> None:
-    """Kill the job's daemon, if one lives, and wait until it is gone."""
+    """Kill the job's daemon, if one is running, and wait until it is gone."""
     status = directory.read_status()
     if directory.daemon_alive() and status is not None and status.pid > 0:
         _kill(status.pid)

@@ -1,6 +1,6 @@
-"""`--check`: does this layout train as one process does? Three steps of each, on the same samples, compared.
+"""`--check`: compares three steps in this layout with three in one process, on the same samples.
 
-And where transformers is installed: does the model compute what theirs does with the same weights?
+Where transformers is installed, the logits of the trained weights are compared with its own as well.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ class CheckResult:
 
 
 def single_process(config: RunConfig) -> RunConfig:
-    """Return the same run on one rank: same samples, same weights; dropout is left out of both."""
+    """Return the same run on one rank: same samples, same weights; dropout is off in both."""
     defaults = ParallelConfig()
     alone = replace(
         config.parallel,
@@ -60,7 +60,7 @@ def single_process(config: RunConfig) -> RunConfig:
 
 
 def compare_records(mine: Sequence[StepRecord], wanted: Sequence[StepRecord], tolerance: float) -> CheckResult:
-    """Return how far two runs are apart; NaN counts as infinitely far."""
+    """Return the difference of two runs; NaN counts as infinite."""
     pairs = list(zip(mine, wanted, strict=True))
 
     def far(a: float, b: float) -> float:
@@ -90,7 +90,7 @@ def check(config: RunConfig) -> CheckResult | None:
         del trainer
     if not is_first:
         return None
-    if dist.is_initialized():  # a group that the caller made: the reference needs one of its own
+    if dist.is_initialized():  # a group that the caller created: the reference needs its own
         dist.destroy_process_group()
     alone = single_process(config)
     with process_group(alone, alone=True) as device:
@@ -104,6 +104,6 @@ def check(config: RunConfig) -> CheckResult | None:
             f"this layout does not train as one process does ({layout.describe()})",
             found=f"losses differ by {result.loss:.2e}, gradient norms by {result.norm:.2e} within {STEPS} steps",
             expected=f"at most {result.tolerance:.0e}",
-            remedy="do not trust this layout; try it with parallel.* changed one by one to find the part",
+            remedy="do not use this layout; change parallel.* one by one to find the cause",
         )
     return result

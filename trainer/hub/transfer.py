@@ -95,7 +95,7 @@ def export_folder(
 
     Args:
         root: Of the trainer, or of `import_folder`.
-        folder: Made anew.
+        folder: Made new.
         step: "120" or "120.g3"; None: the newest.
         dtype: To cast floating-point tensors to; None: as they are.
         tokenizer: A folder whose tokenizer files are copied. Empty: those that the checkpoint has or its weights came

@@ -1,6 +1,6 @@
-"""What to do about a bad step: non-finite values are skipped on all ranks, loss spikes are judged.
+"""What to do about a bad step: non-finite values are skipped on all ranks, loss spikes are detected.
 
-Pure decisions from numbers that every rank has alike; so every rank decides the same.
+Pure decisions from numbers that are equal on all ranks, so all ranks decide the same.
 """
 
 from __future__ import annotations
@@ -15,9 +15,9 @@ from flashckpt.trainer.config import GuardConfig
 
 
 class Guard:
-    """Counts skipped steps and judges the loss against a window of recent ones.
+    """Counts skipped steps and compares the loss with a window of recent ones.
 
-    Its state is part of every checkpoint, so a resumed run decides as the unbroken one.
+    Its state is part of every checkpoint, so a resumed run decides like the unbroken one.
     """
 
     flashckpt_replicated = True
@@ -51,7 +51,7 @@ class Guard:
         return False
 
     def is_spike(self, loss: float) -> bool:
-        """Return whether `loss` lies far outside the window: median +- `spike_mads` median deviations."""
+        """Return whether `loss` is far outside the window: median +- `spike_mads` median deviations."""
         if len(self.window) < self.config.window:
             return False
         middle = statistics.median(self.window)

@@ -1,6 +1,6 @@
 """The training loop. Its order is what makes a resume exact.
 
-1. next batch: behind the committed position of the sampler, which only a finished step moves
+1. next batch: after the committed position of the sampler, which only a finished step moves
 2. forward and backward; loss, channel losses and gradient norm in one collective
 3. guard, clip by value, clip by norm, optimizer step or skip; the rate is a function of the step
 4. the step is finished: `Checkpointer.step` commits the position and takes the snapshot
@@ -42,7 +42,7 @@ logger = logging.getLogger(__name__)
 
 
 def _say_once(level: int, text: str) -> None:
-    """Log what all ranks know alike, on rank 0."""
+    """Log on rank 0 what all ranks know."""
     if os.environ.get("RANK", "0") == "0":
         logger.log(level, "%s", text)
 
@@ -62,7 +62,7 @@ class RunRecord:
         return {"config": recorded_values(self.config), "tokens": self.tokens}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Keep what was recorded; refuse a run that cannot continue it.
+        """Keep the recorded values; reject a run that cannot continue them.
 
         Raises:
             ConfigError: a dimension of the model, the sequence length or the seed differs.
@@ -76,11 +76,11 @@ class RunRecord:
 
 
 class SpikeError(Exception):
-    """The loss spiked at `step` and the run is to be rolled back; `behind` is the stream position behind the batch."""
+    """The loss spiked at `step` and the run is to be rolled back; `end` is the stream position after the batch."""
 
-    def __init__(self, step: int, behind: int) -> None:
+    def __init__(self, step: int, end: int) -> None:
         super().__init__(f"loss spike at step {step}")
-        self.step, self.behind = step, behind
+        self.step, self.end = step, end
 
 
 class Trainer:
@@ -139,7 +139,7 @@ class Trainer:
         self._restore()
         if self.done >= self.config.train.steps:
             _say_once(
-                logging.WARNING, f"step {self.done} of {self.config.train.steps} is trained already: nothing to do"
+                logging.WARNING, f"step {self.done} of {self.config.train.steps} is already trained: nothing to do"
             )
         self._open_reporter()
         try:
@@ -157,7 +157,7 @@ class Trainer:
         where = f"{train.precision} on {self.parallel.device.type}, {self.config.parallel.data_parallel}"
         _say_once(logging.INFO, f"{self.layout.describe()}; {where}")
         if not self.config.checkpoint.root:
-            _say_once(logging.WARNING, "no checkpoints are made: checkpoint.root is empty, all of [checkpoint] is idle")
+            _say_once(logging.WARNING, "no checkpoints are made: checkpoint.root is empty, [checkpoint] has no effect")
 
     def _open_reporter(self) -> None:
         if self.reporter is not None:
@@ -182,21 +182,21 @@ class Trainer:
         return 0
 
     def _roll_back(self, spike: SpikeError) -> None:
-        """Take up the newest snapshot in memory, and leave out the samples between it and the spike. Collective."""
+        """Restore the newest snapshot in memory, and skip the samples between it and the spike. Collective."""
         assert self.ckpt is not None
         rollbacks = self.guard.rollbacks
-        self.ckpt.close()  # while `spike` is being handled: so the snapshots stay
+        self.ckpt.close()  # while `spike` is being handled: close() then keeps the snapshots
         self._restore()
         self.guard.rollbacks = rollbacks
         sampler = self.data.sampler
-        if sampler.position < spike.behind:
-            sampler.skip(sampler.position, spike.behind)
+        if sampler.position < spike.end:
+            sampler.skip(sampler.position, spike.end)
         self._open_reporter()
         logger.warning(
-            "step %d: rolled back to step %d, %d samples are left out",
+            "step %d: rolled back to step %d, %d samples are skipped",
             spike.step,
             self.done,
-            spike.behind - sampler.position,
+            spike.end - sampler.position,
         )
 
     def _evaluate(self, evaluator: Evaluator) -> None:
@@ -206,7 +206,7 @@ class Trainer:
             self.reporter.scores(self.done, scores)
 
     def one_step(self) -> StepRecord:
-        """Train one step and return what it was. Collective.
+        """Train one step and return its record. Collective.
 
         Raises:
             SpikeError: the loss spiked and the run is to be rolled back; nothing was changed.
@@ -236,7 +236,7 @@ class Trainer:
         )
 
     def _judge(self, totals: Totals, step: int) -> bool:
-        """Return whether the optimizer may step; every rank holds the same totals and decides alike."""
+        """Return whether the optimizer may step; every rank holds the same totals and makes the same decision."""
         if not self.guard.admit(totals.loss, totals.norm, step=step):
             return False
         if not self.guard.is_spike(totals.loss):
@@ -246,7 +246,7 @@ class Trainer:
             self.reporter.spike(step, totals.loss, totals.norm, self.data.global_ids(), action)
         if action == "rollback":
             self.guard.count_rollback(step=step, loss=totals.loss)
-            raise SpikeError(step, self.data.position_behind())
+            raise SpikeError(step, self.data.position_after_next())
         return action == "warn"
 
     def _apply(self, totals: Totals, rate: float) -> bool:
@@ -288,7 +288,7 @@ class Trainer:
             note_restore(self.config.log.folder, report)
 
     def _explain(self, error: FlashckptError) -> None:
-        """Raise ConfigError instead of `error` if the run was changed into one that cannot take up the state."""
+        """Raise ConfigError instead of `error` if a changed setting is the reason."""
         from flashckpt.trainer.train.recorded_config import recorded_config
 
         settings = self.config.checkpoint
@@ -327,7 +327,7 @@ class Trainer:
 
 
 def prepare(config: RunConfig, world: int) -> Layout:
-    """Check everything that can be wrong before a process group exists, and prepare the corpus.
+    """Check everything that can be checked before a process group exists, and prepare the corpus.
 
     Raises:
         LayoutError: the layout does not divide.

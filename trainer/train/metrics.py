@@ -1,4 +1,4 @@
-"""The trace (one JSON line per step), the progress line, and what they are made of."""
+"""The trace (one JSON line per step), the progress line, and their records."""
 
 from __future__ import annotations
 
@@ -54,16 +54,16 @@ class StepRecord:
 
 
 class Trace:
-    """A JSONL file of a run with one line per step: no step twice, whatever crashes lie between.
+    """A JSONL file of a run with one line per step: no step twice, despite any crashes.
 
-    Lines behind the restored step are moved to another file, so what a crash cost stays visible. A disk that is full
-    costs lines, which are counted and reported; never the run.
+    Lines after the restored step are moved to another file, so what a crash cost stays visible. A full disk costs
+    lines, which are counted and reported; never the run.
 
     Args:
         folder: The run's log folder; created.
-        after: Step that was restored; later lines are abandoned. 0 starts the trace anew.
+        after: Step that was restored; later lines are moved away. 0 starts a new trace.
         name: The file.
-        abandoned: The file for abandoned lines.
+        abandoned: The file for lines of steps that were rolled back.
     """
 
     def __init__(
@@ -81,7 +81,7 @@ class Trace:
         self._file.close()
 
     def _take_back(self, fd: int) -> None:
-        """Move the lines of later steps to the other file. Cutting a file off needs no room on its disk."""
+        """Move the lines of later steps to the other file. Truncating a file needs no space on its disk."""
         with os.fdopen(os.dup(fd), "rb") as file:
             kept, lost = _split(file.read(), self._after)
         if lost:
@@ -103,7 +103,9 @@ def read_trace(path: str | os.PathLike[str]) -> list[dict[str, Any]]:
 
 def _split(data: bytes, after: int) -> tuple[int, list[bytes]]:
     """Return the number of bytes before the first line of a later step, and the whole lines from there on."""
-    whole = [line for line in data.splitlines(keepends=True) if line.endswith(b"\n")]  # torn: a step never finished
+    whole = [
+        line for line in data.splitlines(keepends=True) if line.endswith(b"\n")
+    ]  # incomplete: a step that never finished
     for number, line in enumerate(whole):
         if _step(line) > after:
             return sum(map(len, whole[:number])), whole[number:]
@@ -114,7 +116,7 @@ def _step(line: bytes) -> int:
     try:
         return int(json.loads(line)["step"])
     except (ValueError, KeyError, TypeError):
-        return -1  # damaged: stays where it is
+        return -1  # damaged: left in place
 
 
 def flops_per_token(model: ModelConfig, seq_len: int) -> float:
@@ -139,7 +141,7 @@ class ProgressLine:
         self._pace_s = 0.0
 
     def show(self, record: StepRecord, batch_tokens: int) -> None:
-        """Print `record` if it is its turn."""
+        """Print `record` if it is an n-th step."""
         self._pace_s = record.seconds if not self._pace_s else 0.8 * self._pace_s + 0.2 * record.seconds
         if record.step % self._every and record.step != self._steps:
             return
@@ -148,7 +150,7 @@ class ProgressLine:
         self._out.write(f"\r\x1b[K{line}{end}" if self._out.isatty() else line + "\n")
 
     def close(self) -> None:
-        """Say what could not be shown."""
+        """Report lines that could not be printed."""
         self._out.report()
 
     def text(self, record: StepRecord, batch_tokens: int) -> str:

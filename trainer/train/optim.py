@@ -16,10 +16,10 @@ from flashckpt.trainer.parallel.tied import add_tied_gradients, is_tied_head
 
 
 class LocalAdamW(torch.optim.AdamW):
-    """AdamW that updates local shards; its state stays DTensors, which know their place in the whole.
+    """AdamW that updates local shards; its state stays DTensors, which know their global offsets.
 
-    The update goes element by element and `settle_gradients` has placed every gradient as its parameter, so DTensor has
-    nothing to decide. Asked all the same, it plans for each list of tensors: a quarter of the first step after a restart.
+    The update is element-wise and `settle_gradients` has placed every gradient like its parameter, so DTensor has
+    nothing to decide. Its dispatch would still plan each list of tensors: a quarter of the first step after a restart.
     """
 
     def _init_group(self, group: dict[str, Any], *lists: list[Tensor]) -> bool:
@@ -37,7 +37,7 @@ def build_optimizers(config: OptimConfig, parts: Iterable[nn.Module], *, tied: b
 def _build(config: OptimConfig, part: nn.Module, *, tied: bool) -> torch.optim.AdamW:
     decayed: list[nn.Parameter] = []
     plain: list[nn.Parameter] = []
-    experts: list[nn.Parameter] = []  # a group of their own: they lie on another mesh, and a group is one operator
+    experts: list[nn.Parameter] = []  # a separate group: they are on another mesh, and a group is one operator
     for name, parameter in part.named_parameters():
         small = parameter.dim() < 2 or "tok_embeddings" in name or (tied and is_tied_head(name))
         (experts if name.endswith(EXPERT_WEIGHTS) else plain if small else decayed).append(parameter)
@@ -63,7 +63,7 @@ def set_rate(optimizers: Iterable[torch.optim.Optimizer], rate: float) -> None:
 
 
 def settle_gradients(parallel: Parallel) -> None:
-    """Make every gradient the mean over the data-parallel ranks, placed as its parameter."""
+    """Make every gradient the mean over the data-parallel ranks, placed like its parameter."""
     for part in parallel.parts:
         average_expert_gradients(part)
     for parameter in parallel.parameters():
@@ -90,10 +90,10 @@ def local_square_sum(parallel: Parallel) -> Tensor:
 
 def _owns(grad: Tensor) -> bool:
     if not isinstance(grad, DTensor):
-        return True  # plain gradients exist under DDP only, where dp_replicate is the only dimension that repeats
+        return True  # plain gradients exist under DDP only, where dp_replicate is the only replicated dimension
     coordinate = list(grad.device_mesh.get_coordinate() or [])
     for placement, index in zip(grad.placements, coordinate, strict=True):
-        assert not isinstance(placement, Partial), "settle_gradients() runs first"
+        assert not isinstance(placement, Partial), "settle_gradients() must run first"
         if isinstance(placement, Replicate) and index != 0:
             return False
     return True

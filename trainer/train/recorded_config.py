@@ -19,7 +19,7 @@ RECORD = "run"
 
 
 def recorded_config(root: str, job: str | None, storage_options: Mapping[str, Any]) -> dict[str, Any] | None:
-    """Return the recorded values of the newest snapshot or checkpoint; None where nothing readable is."""
+    """Return the recorded values of the newest snapshot or checkpoint; None if none is readable."""
     found = [*_in_memory(root, job), *_on_storage(root, storage_options)]
     newest = max(found, key=lambda manifest: manifest.identity, default=None)
     if newest is None:

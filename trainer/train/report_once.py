@@ -1,4 +1,4 @@
-"""Tells an error that every rank meets once, and tells dlrun when no restart can mend it. Torch-free."""
+"""Reports an error of all ranks once, and tells dlrun if it is permanent. Torch-free."""
 
 from __future__ import annotations
 
@@ -15,30 +15,30 @@ _PATIENCE_S = 5.0
 
 
 def report_once(error: FlashckptError) -> None:
-    """Write `error` to standard error, if this rank is the first to meet it; else wait until it is written.
+    """Write `error` to standard error if this rank is the first to raise it; else wait until it is written.
 
-    The first, not rank 0: dlrun ends all ranks as soon as one of them has ended badly. For the same
-    reason the others wait: their end would cut the first one's message short.
+    The first, not rank 0: dlrun ends all ranks as soon as one of them has failed. For the same reason the
+    others wait: if they ended, the first one's message would be cut off.
     """
     folder = os.environ.get("FLASHCKPT_AGENT_DIR")
     if folder is None:
         if os.environ.get("RANK", "0") == "0" or error.exit_code not in FINAL_CODES:
             _write(error)
         return
-    told = Path(folder, f"told-{os.environ.get('FLASHCKPT_RESTART', '0')}-{error.exit_code}")
+    marker = Path(folder, f"reported-{os.environ.get('FLASHCKPT_RESTART', '0')}-{error.exit_code}")
     try:
-        told.touch(exist_ok=False)
+        marker.touch(exist_ok=False)
     except FileExistsError:
-        _wait(told)
+        _wait(marker)
         return
-    except OSError:  # no room, no folder: better told twice than not at all
+    except OSError:  # no space, no folder: better reported twice than not at all
         _write(error)
         return
     _write(error)
     with contextlib.suppress(OSError):  # a full disk must not hide the exit code
         if error.exit_code in FINAL_CODES:
             _refuse(Path(folder), error.exit_code)
-        told.write_text("told")
+        marker.write_text("reported")
 
 
 def _write(error: FlashckptError) -> None:
@@ -51,11 +51,11 @@ def _refuse(folder: Path, exit_code: int) -> None:
     temporary.replace(folder / "refused")
 
 
-def _wait(told: Path) -> None:
+def _wait(marker: Path) -> None:
     end = time.monotonic() + _PATIENCE_S
     while time.monotonic() < end:
         try:
-            if told.stat().st_size:
+            if marker.stat().st_size:
                 return
         except OSError:
             return

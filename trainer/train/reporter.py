@@ -17,16 +17,16 @@ from flashckpt.trainer.train.metrics import ProgressLine, StepRecord, Trace, flo
 logger = logging.getLogger(__name__)
 EVAL, SPIKES = "eval.jsonl", "spikes.jsonl"
 BOARD_PATIENCE = 100
-"""After a failure tensorboard is tried again at each so manieth step: a new writer is a file and a thread."""
+"""After a failure tensorboard is retried once every so many steps: a new writer costs a file and a thread."""
 
 
 class Reporter:
-    """Writes everything of a run that is for people and programs to read.
+    """Writes all outputs of a run: trace, scores, spikes, progress.
 
     Args:
         config: The run.
         world: Number of ranks.
-        after: Step that was restored; whatever was written for later steps is taken back.
+        after: Step that was restored; output for later steps is removed.
     """
 
     def __init__(self, config: RunConfig, *, world: int, after: int) -> None:
@@ -78,32 +78,32 @@ class Reporter:
     def spike(self, step: int, loss: float, norm: float, ids: Sequence[int], action: str) -> None:
         """Write a loss spike with the samples that were trained in it."""
         if self._spikes is None:
-            # Nothing is taken back here: a rolled-back spike is exactly what this file is for.
+            # not truncated on rollback: a rolled-back spike is exactly what this file records
             self._spikes = Trace(self._folder, 1 << 62, name=SPIKES)
         line = {"step": step, "loss": loss, "norm": norm, "action": action, "samples": list(ids)}
         self._spikes.write(json.dumps(line))
         logger.warning("step %d: loss %.4f is a spike (%s); its samples are in %s", step, loss, action, SPIKES)
 
     def close(self) -> None:
-        """Close every file, and say what could not be written."""
+        """Close every file, and report what could not be written."""
         for output in (self._trace, self._eval, self._spikes, self._board, self._progress):
             if output is not None:
                 output.close()
 
 
 class Board:
-    """Curves for tensorboard. A disk that is full costs points, which are counted and reported; never the run.
+    """Curves for tensorboard. A full disk costs points, which are counted and reported; never the run.
 
     Args:
         folder: The run's log folder.
-        after: Step that was restored; points of later steps are cut, so that none is drawn twice.
+        after: Step that was restored; points of later steps are removed, so that none is drawn twice.
     """
 
     def __init__(self, folder: str, after: int) -> None:
         self._folder, self._after = f"{folder}/tensorboard", after
         self._writer: Any = None
         self._writing = Nonfatal(self._folder)
-        self._calls = 0  # since it was given up
+        self._calls = 0  # since writing failed
         self._is_installed = True
 
     def add(self, values: Mapping[str, float], step: int) -> None:
@@ -112,7 +112,7 @@ class Board:
             self._give_up()
 
     def close(self) -> None:
-        """Write what is left."""
+        """Flush and close."""
         if self._writer is not None and not self._writing.attempt(self._writer.close, lines=0):
             self._writing.lost += 1
         self._writing.report()
@@ -121,7 +121,7 @@ class Board:
         if self._writer is None:
             self._calls += 1
             if self._writing.lost and self._calls % BOARD_PATIENCE:
-                raise OSError(errno.EAGAIN, "given up for the moment")
+                raise OSError(errno.EAGAIN, "not writing for now")
             self._writer = _summary_writer(self._folder, self._after)
             self._is_installed = self._writer is not None
         if self._writer is not None:
@@ -130,7 +130,7 @@ class Board:
             self._after = step
 
     def _give_up(self) -> None:
-        # Its thread has died of the error; a new writer begins a new file behind the last point that was taken.
+        # Its thread died of the error; a new writer begins a new file after the last accepted point.
         if self._writer is not None:
             with contextlib.suppress(OSError, ValueError):
                 self._writer.close()

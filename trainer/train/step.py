@@ -24,7 +24,7 @@ from flashckpt.trainer.train.optim import local_square_sum, settle_gradients
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Totals:
-    """What every rank knows after backward, the same on all: loss in nats per token, gradient norm, loss per channel."""
+    """The totals after backward, equal on all ranks: loss in nats per token, gradient norm, loss per channel."""
 
     loss: float
     norm: float
@@ -33,14 +33,14 @@ class Totals:
 
 @contextmanager
 def generators_kept_in_trials(parts: Sequence[nn.Module], device: torch.device) -> Iterator[None]:
-    """Set the generators of torch back behind every forward without gradients.
+    """Restore torch's generators after every forward without gradients.
 
-    Before its first step, a pipeline of torch runs each stage on zeros to learn the shapes. Since torch 2.12 it keeps the
-    generators meanwhile; 2.11 does not. A resumed process makes that run once more: its dropout would then be another
-    than that of the unbroken run.
+    Before its first step, a torch pipeline runs each stage on zeros to infer the shapes. Since torch 2.12 it preserves
+    the generators; 2.11 does not. A resumed process repeats that run: its dropout would then differ from the unbroken
+    run's.
 
     Args:
-        parts: The stages; none of them runs inside another.
+        parts: The stages; they do not nest.
         device: Theirs.
     """
     devices = [] if device.type == "cpu" else [device]
@@ -61,7 +61,7 @@ def generators_kept_in_trials(parts: Sequence[nn.Module], device: torch.device) 
 
 
 class TrainStep:
-    """Runs forward and backward; the optimizer is the caller's.
+    """Runs forward and backward; the caller runs the optimizer.
 
     Args:
         parallel: This rank's parts.
@@ -79,7 +79,7 @@ class TrainStep:
         self._parts: list[tuple[Tensor, Tensor]] = []  # (summed loss, channel) per sample, one entry per micro-batch
 
     def backward(self, batch: Batch) -> Totals:
-        """Leave the gradients of the global batch in the parameters and return the totals of the step. Collective."""
+        """Compute the gradients of the global batch and return the totals of the step. Collective."""
         self._parts.clear()
         for parameter in self._parallel.parameters():
             parameter.grad = None
@@ -144,7 +144,7 @@ class TrainStep:
         self._divide_gradients()
 
     def _divide_gradients(self) -> None:
-        """Make sums over micro-batches means; on local shards, for DTensor would plan it anew for every shape."""
+        """Make sums over micro-batches means; on local shards, since DTensor would plan each shape again."""
         for parameter in self._parallel.parameters():
             if parameter.grad is not None:
                 local_tensor(parameter.grad).div_(self._parallel.layout.micro_batches)
@@ -158,17 +158,17 @@ class TrainStep:
         return losses.mean()
 
     def _channel_sums(self) -> Tensor:
-        """Return loss sums and token counts per channel, (2, C); zero where another rank reports them."""
+        """Return loss sums and token counts per channel, (2, C); zero if another rank reports them."""
         sums = torch.zeros(2, len(self._channels), dtype=torch.float64, device=self._parallel.device)
         if self._parallel.has_last and self._parallel.coordinate("tp") == 0:
-            # A pipeline calls the loss once more beforehand, on empty tensors, to learn its shape.
+            # A pipeline also calls the loss beforehand, on empty tensors, to infer its shape.
             for losses, channel in self._parts[-self._parallel.layout.micro_batches :]:
                 sums[0].index_add_(0, channel, losses)
                 sums[1].index_add_(0, channel, torch.full_like(losses, self._tokens))
         return sums
 
     def _reduce(self, square_sum: Tensor) -> Totals:
-        # Everything in one all-reduce over the world: the ranks then hold the same bits and decide alike.
+        # one all-reduce over the world: the ranks then hold the same bits and make the same decisions
         vector = torch.cat([self._channel_sums().flatten(), square_sum.reshape(1)])
         dist.all_reduce(vector)
         *flat, square = vector.tolist()

@@ -185,7 +185,7 @@ def everything(start: Start) -> Program:
     return _with(model, optimizer, thing.advance, thing=thing)
 
 
-@case(BESIDE, "an object that holds one of a class of its own", quick=True, refused="cannot be held")
+@case(BESIDE, "an object that holds an instance of another class", quick=True, refused="cannot be held")
 def foreign(start: Start) -> Program:
     class Holder(Everything):
         def state_dict(self) -> dict[str, Any]:

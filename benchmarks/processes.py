@@ -1,0 +1,32 @@
+"""Processes of a benchmark: ending them with it, and finding those that belong to one. Needs the standard library only."""
+
+from __future__ import annotations
+
+import signal
+import sys
+from pathlib import Path
+from typing import IO
+
+
+def clean_up_on_sigterm() -> None:
+    """Let SIGTERM (of `timeout`) unwind the program as Ctrl-C does, so that ranks end and folders go."""
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
+
+
+def stream(pipe: IO[str] | None) -> IO[str]:
+    assert pipe is not None
+    return pipe
+
+
+def descendants(pid: int) -> list[int]:
+    """Return a process and all living descendants."""
+    found, rest = [], [pid]
+    while rest:
+        one = rest.pop()
+        found.append(one)
+        for children in Path(f"/proc/{one}/task").glob("*/children"):
+            try:
+                rest += [int(child) for child in children.read_text().split()]
+            except OSError:
+                continue  # the thread ended meanwhile
+    return found

@@ -1,0 +1,97 @@
+"""The launch of one node: torch's launch_agent with our agent and rendezvous, and errors that say what to do."""
+
+from __future__ import annotations
+
+import socket
+from collections.abc import Callable
+from typing import Any
+
+from torch.distributed import DistError
+from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
+from torch.distributed.elastic.multiprocessing import SignalException
+from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+from torch.distributed.elastic.rendezvous import (
+    RendezvousClosedError,
+    RendezvousError,
+    RendezvousHandler,
+    RendezvousParameters,
+    RendezvousStateError,
+    RendezvousTimeoutError,
+    registry,
+)
+from torch.distributed.launcher import api as launcher_api
+
+from flashckpt.daemon.launcher.agent import DlrunAgent
+from flashckpt.daemon.launcher.elastic_compat import replaced
+from flashckpt.daemon.launcher.options import AgentOptions, LaunchOutcome, RendezvousLostError
+from flashckpt.daemon.launcher.rendezvous import handler_of
+from flashckpt.daemon.machine.process import reap_strays
+from flashckpt.daemon.zygote.client import ZygoteClient
+
+
+def _rendezvous_error(error: Exception, config: Any) -> RendezvousLostError | None:
+    """Return the clear error of a rendezvous that failed, None where it was not the rendezvous."""
+    if isinstance(error, RendezvousClosedError):
+        return RendezvousLostError.closed()
+    if isinstance(error, RendezvousStateError):
+        return RendezvousLostError.written_by_others(error)
+    if "rendezvous" not in type(error).__name__.lower() and config.max_nodes == 1:
+        return None
+    if isinstance(error, RendezvousTimeoutError) and _answers(config.rdzv_endpoint):
+        return RendezvousLostError.too_few(config.min_nodes, config.rdzv_endpoint)
+    return RendezvousLostError.at(config.rdzv_endpoint, error)
+
+
+def _answers(endpoint: str) -> bool:
+    """Whether somebody listens where the rendezvous store is: then nodes were missing, not the store."""
+    host, _, port = endpoint.rpartition(":")
+    try:
+        socket.create_connection((host.strip("[]"), int(port)), timeout=2.0).close()
+    except (OSError, ValueError):
+        return False
+    return True
+
+
+_rendezvous_of_torch = registry.get_rendezvous_handler
+
+
+def launch(
+    config: Any, entrypoint: Callable[..., Any] | str, args: list[str], *, zygote: ZygoteClient, options: AgentOptions
+) -> LaunchOutcome:
+    """Run the job as torch's launch_agent does, with our agent in place of LocalElasticAgent.
+
+    Raises:
+        ChildFailedError: workers failed and no restart was left.
+        RestartBudgetError: the same error came at the same step twice.
+        HangError: the ranks hang, and no restart was left.
+        SignalException: dlrun was asked to stop and the workers could not agree on a step.
+    """
+    outcome = LaunchOutcome()
+
+    def build(*rest: Any, **kwargs: Any) -> DlrunAgent:
+        return DlrunAgent(*rest, zygote=zygote, options=options, outcome=outcome, **kwargs)
+
+    def meet(params: RendezvousParameters) -> RendezvousHandler:
+        return handler_of(params, _rendezvous_of_torch)
+
+    # another agent or rendezvous that somebody has put in place of torch's is kept
+    theirs, factory = vars(launcher_api)["LocalElasticAgent"], registry.get_rendezvous_handler
+    with (
+        replaced(launcher_api, "LocalElasticAgent", build if theirs is LocalElasticAgent else theirs),
+        replaced(registry, "get_rendezvous_handler", meet if factory is _rendezvous_of_torch else factory),
+    ):
+        try:
+            launcher_api.launch_agent(config, entrypoint, args)
+        except SignalException:
+            if not outcome.resume:
+                raise
+        except (RendezvousError, DistError) as error:
+            if (lost := _rendezvous_error(error, config)) is None:
+                raise
+            raise lost from error
+        except ChildFailedError as error:
+            if (clearer := outcome.error()) is not None:
+                raise clearer from error
+            raise
+    reap_strays(set())
+    return outcome

@@ -1,0 +1,347 @@
+"""Who persists which snapshot, and when it counts: the decisions of one node, as a state machine without I/O.
+
+`Negotiation.step(event)` returns the actions to execute, in order. At most the last of them is a question
+(`protocol`): its answer is the next event, unless it failed, and then a later `Tick` begins again. There is no clock, no store and no thread
+in here: time comes with the events. `coordinator` executes; `tests/scenarios` are transcripts.
+
+What may go wrong, and what is done about it:
+
+* The leader dies before it has decided: the next daemon of its node decides. After its index, or before its commit:
+  another node commits, each `persist.TAKEOVER_S` later than the one before it. Everything that is written may be repeated.
+* A node is late: its snapshot is not complete yet (it waits), or is overwritten already (it abandons the intent, and all
+  unpin). Other writers that never finish: the leader abandons the intent after `persist.INTENT_PATIENCE_S`.
+* A tombstone lies where MANIFEST belongs: the snapshot is given up here, and never committed.
+* A snapshot was abandoned and all daemons have restarted since: its mark tells them not to decide on it again.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Generator
+
+from flashckpt.core.intent import Intent, NodeProposal
+from flashckpt.core.lineage import is_rolled_back
+from flashckpt.core.snapshot_id import BEFORE_ALL, SnapshotId
+from flashckpt.core.superblock import MIN_SLOTS
+from flashckpt.daemon.persister import protocol as p
+from flashckpt.daemon.persister.agreement import Search, choose_proposal, next_candidate, of_other_nodes, spacing
+from flashckpt.daemon.persister.persist import ROLLED_BACK, Persist
+from flashckpt.daemon.persister.protocol import Action, Event, NodeSlots, Outcome, Tick
+
+ROOT_LOOK_S = 0.5
+"""Seconds between two looks at the root while this node waits for others: events come with every snapshot."""
+SWEEP_EVERY_S = 1800.0
+"""Seconds between two sweeps of the root."""
+
+
+class Negotiation:
+    """The decisions of one node.
+
+    Args:
+        node_count: Nodes of the job.
+
+    Attributes:
+        committed: Newest committed snapshot of this root, as far as known.
+        floor: Nothing at or below it is persisted any more.
+        persist: The open intent that this node works on.
+        candidate: The snapshot that is pinned while no intent is open.
+        skipped: Persist steps that were seen complete here and left out, since another was being persisted.
+        given_up: Why the last snapshot that was given up was; "" if none was.
+    """
+
+    def __init__(self, node_count: int = 1) -> None:
+        self.committed: SnapshotId | None = None
+        self.floor = BEFORE_ALL
+        self.persist: Persist | None = None
+        self.candidate: SnapshotId | None = None
+        self.skipped = 0
+        self.given_up = ""
+        self._node_count = node_count
+        self._pinned: tuple[int, ...] = ()  # ranks whose slots of the candidate are held
+        self._owed = BEFORE_ALL  # to be persisted, or something newer, though it may be overwritten meanwhile
+        self._root_is_read = False
+        self._intents_are_read = False
+        self._abandoned: frozenset[SnapshotId] = frozenset()
+        self._search = Search()
+        self._seen: set[SnapshotId] = set()
+        self._heard: list[NodeProposal] = []
+        self._published: NodeProposal | None = None
+        self._looked_s = self._swept_s = float("-inf")
+        self._turn: p.Turn | None = None
+        self._question: Action | None = None
+
+    def step(self, event: Event) -> list[Action]:
+        """Take one event in; return what to do about it, the question last.
+
+        A state changes only once what it rests on was done: an executor that fails in the middle leaves the machine
+        as it was before that action. An answer that nobody waits for changes nothing.
+        """
+        if isinstance(event, p.STARTING):
+            self._turn = self._begin(event)
+            return self._advance(None)
+        if self._question is None or not isinstance(event, self._question.answers):
+            return []
+        return self._advance(event)
+
+    def undone(self, node: NodeSlots, *, urgent: bool) -> list[SnapshotId]:
+        """Return what this node holds and was to persist: the open intent's snapshot, else the newest; [] if none."""
+        if self.persist is not None:
+            return [self.persist.intent.identity]
+        wanted = node.complete() if urgent else self._flagged(node)
+        possible = [identity for identity in wanted if self._node_count > 1 or node.is_whole(identity[0])]
+        return sorted(identity for identity in possible if identity > self.floor)[-1:]
+
+    # -- one turn -------------------------------------------------------------------------------------------
+
+    def _advance(self, answer: Event | None) -> list[Action]:
+        """Continue to the next question, or to the end of the turn."""
+        assert self._turn is not None
+        actions: list[Action] = []
+        self._question = None
+        try:
+            while self._question is None:
+                action = next(self._turn) if answer is None else self._turn.send(answer)
+                actions.append(action)
+                # what has no answer cannot fail: the turn continues at once
+                answer, self._question = p.Done(), action if action.answers else None
+        except StopIteration:
+            self._turn = None
+        return actions
+
+    def _begin(self, event: Event) -> p.Turn:
+        match event:
+            case Tick():
+                return self._tick(event)
+            case p.Paused():
+                return self._pause(event)
+            case p.WriteFinished():
+                return self._finished(event)
+            case p.WriteFailed():
+                return self._write_failed(event)
+        raise AssertionError(event)
+
+    def _tick(self, tick: Tick) -> p.Turn:
+        yield from self._hold(tick.node, urgent=tick.urgent)
+        if not self._root_is_read:
+            if self.candidate is None and not tick.urgent and not tick.node.newest_generation():
+                return
+            self.committed = (yield from p.ask(p.ReadRoot(), p.RootRead)).committed
+            self.floor = max(self.floor, self.committed or self.floor)
+            self._root_is_read = True
+        if self.persist is None:
+            yield from self._decide(tick)
+        if self.persist is not None:
+            outcome = yield from self.persist.advance(tick, lambda: self._may_look(tick.now_s))
+            yield from self._end(self.persist, outcome)
+        if self.persist is None and tick.now_s - self._swept_s >= SWEEP_EVERY_S:
+            self._swept_s = tick.now_s  # one that fails is not tried again at once: it is no help to anybody
+            yield p.Sweep(self.committed)
+
+    def _pause(self, event: p.Paused) -> p.Turn:
+        """Hold on to the candidate; where training would have no slot left to write, give all pins back instead.
+
+        With two slots a pinned one leaves none: the other holds the newest snapshot. While storage fails the memory
+        tier must continue, and the next attempt takes what is newest then.
+        """
+        persist = self.persist
+        if not event.failing or not 0 < event.node.least_slots <= MIN_SLOTS or (persist and persist.is_writing):
+            yield from self._hold(event.node, urgent=event.urgent)
+            return
+        pinned = persist.intent.identity if persist is not None else self.candidate
+        if pinned is not None:
+            self._owed = max(self._owed, pinned)
+            self._intents_are_read = False  # an intent that is open is looked at again: it may have to be given up
+        if persist is not None:
+            self.persist = None
+            yield p.EndWrite(persist.intent.identity, Outcome.DEFERRED)
+        yield from self._unpin()
+
+    # -- pins: at most one snapshot per node ----------------------------------------------------------------
+
+    def _hold(self, node: NodeSlots, *, urgent: bool) -> p.Turn:
+        """Keep the newest candidate pinned where this node has all ranks; the root is not asked for that."""
+        flagged = self._flagged(node)
+        whole = [one for one in (node.complete() if urgent else flagged) if node.is_whole(one[0])]
+        self._seen.update(flagged)
+        if self.persist is not None or self._has_others(node):
+            return
+        if self.candidate is not None and self.candidate not in whole:
+            yield from self._unpin()  # rolled back by a restore, or no longer asked for
+        best = max(whole, default=None)
+        if best is not None and best > self.floor and best != self.candidate:
+            yield from self._pin(node, best)
+
+    def _flagged(self, node: NodeSlots) -> list[SnapshotId]:
+        """Return what is to be persisted; where that was given back and overwritten, the newest snapshot in its place."""
+        flagged = [identity for identity in node.flagged() if identity > self.floor]
+        if not flagged and self._owed > self.floor:
+            flagged = [identity for identity in node.complete() if identity >= self._owed][-1:]
+        return flagged
+
+    def _pin(self, node: NodeSlots, identity: SnapshotId) -> p.Turn:
+        """Hold another candidate; where it has just been overwritten, keep the present one."""
+        ranks = tuple(sorted(node.holders(identity)))
+        if isinstance((yield p.Pin(identity, ranks)), p.Pinned):
+            yield from self._unpin()
+            self.candidate, self._pinned = identity, ranks
+
+    def _unpin(self) -> p.Turn:
+        if self.candidate is not None:
+            gone, self.candidate, self._pinned = self.candidate, None, ()
+            yield p.Unpin(gone)
+
+    # -- agreement: from proposals to an intent -------------------------------------------------------------
+
+    def _has_others(self, node: NodeSlots) -> bool:
+        """Whether the newest generation here has ranks on other nodes."""
+        return self._node_count > 1 and not node.is_whole(node.newest_generation())
+
+    def _may_look(self, now_s: float) -> bool:
+        """Whether the root may be asked again; asking it with every event would be many requests for nothing."""
+        if now_s - self._looked_s < ROOT_LOOK_S:
+            return False
+        self._looked_s = now_s
+        return True
+
+    def _decide(self, tick: Tick) -> p.Turn:
+        """Adopt the open intent, or open one if this node may and the nodes agree."""
+        has_others = self._has_others(tick.node)
+        look = not self._intents_are_read or (has_others and self._may_look(tick.now_s))
+        if look and (yield from self._adopt(tick)):
+            return
+        self._intents_are_read = True  # a node that has all ranks is the only one that opens intents from here on
+        if has_others:
+            if tick.node.newest_generation():
+                yield from self._agree(tick, look=look)
+        elif self.candidate is not None:
+            identity, writers = self.candidate, tuple(range(tick.node.world_size(self.candidate[0])))
+            yield from self._open(identity, writers)
+            self._start(Intent(generation=identity[0], step=identity[1], writers=writers), self._pinned)
+
+    def _agree(self, tick: Tick, *, look: bool) -> p.Turn:
+        """Pin what the nodes converge on, propose it, and open the intent once they agree and this node leads."""
+        node, generation = tick.node, tick.node.newest_generation()
+        ranks, world_size = node.ranks(generation), node.world_size(generation)
+        if look:
+            answer = yield from p.ask(p.ReadProposals(generation), p.ProposalsRead)
+            self._heard = of_other_nodes(answer.proposals, ranks)
+        alike = [  # of a generation with the same ranks here: others cannot be agreed on in these proposals
+            identity
+            for identity in node.complete()
+            if (node.ranks(identity[0]), node.world_size(identity[0])) == (ranks, world_size)
+        ]
+        flagged = [identity for identity in node.flagged() if identity in alike]
+        self._search, wanted = next_candidate(
+            self._search,
+            flagged=flagged,
+            newest=max(alike, default=SnapshotId(0, -1)),
+            floor=self.floor,
+            others=self._heard or [NodeProposal(ranks=ranks, world_size=0)],
+            spacing=spacing(flagged),
+        )
+        if wanted != self.candidate:
+            yield from self._unpin()
+            if wanted is not None:
+                yield from self._pin(node, wanted)
+        mine = NodeProposal(
+            ranks=ranks,
+            world_size=world_size,
+            pinned=self.candidate,
+            at_least=self._search.target,
+            complete=tuple(alike),
+            urgent=tick.urgent,
+        )
+        if look:
+            yield from self._propose(tick, generation, mine)
+
+    def _propose(self, tick: Tick, generation: int, mine: NodeProposal) -> p.Turn:
+        """Publish this node's proposal where it has changed; decide where all agree and this node leads."""
+        if mine != self._published:
+            yield p.PublishProposal(generation, mine)
+            self._published = mine
+        nodes = [mine, *self._heard]
+        chosen = choose_proposal(nodes, self.floor)
+        if chosen is None or min(mine.ranks) != min(min(one.ranks) for one in nodes):
+            return
+        if chosen[0] in self._abandoned:  # its intent lies there, marked: deciding on it again would change nothing
+            self.floor = chosen[0]
+            return
+        yield from self._open(chosen[0], tuple(range(mine.world_size)))
+        yield from self._adopt(tick)
+
+    def _open(self, identity: SnapshotId, writers: tuple[int, ...]) -> p.Turn:
+        yield p.CheckFence()
+        yield p.WriteIntent(identity, writers)
+
+    def _adopt(self, tick: Tick) -> Generator[Action, Event, bool]:
+        """Start or join the newest open intent of the root; True if there is one for this node to wait for."""
+        answer = yield from p.ask(p.ReadIntents(), p.IntentsRead)
+        self._abandoned = answer.abandoned
+        if self.candidate is not None and self.candidate in answer.abandoned:
+            self.floor = max(self.floor, self.candidate)
+            yield from self._unpin()
+        for intent in answer.intents:
+            if intent.identity <= self.floor:
+                yield p.CloseIntent(intent.identity)
+            elif is_rolled_back(intent.identity, [tick.generation]):
+                yield p.AbandonIntent(intent.identity, ROLLED_BACK)
+            else:
+                yield p.CheckFence()
+                return (yield from self._join(tick.node, intent))
+        return False
+
+    def _join(self, node: NodeSlots, intent: Intent) -> Generator[Action, Event, bool]:
+        """Hold this node's slots of an intent and start to write them; False where it had to be abandoned."""
+        identity = intent.identity
+        # A node that holds nothing of an earlier generation any more answers for the ranks that it runs now: else all
+        # would wait for the writers of a machine that was replaced.
+        ranks = node.ranks(intent.generation) or node.ranks(node.newest_generation())
+        here = {*intent.writers} & {*ranks} if self._node_count > 1 else intent.writers
+        missing = (yield from p.ask(p.ReadIndexes(identity, tuple(sorted(here))), p.IndexesRead)).missing
+        if identity == self.candidate and {*missing} <= {*self._pinned}:
+            self._start(intent, self._pinned)
+            return True
+        if isinstance((yield p.Pin(identity, missing)), p.Pinned):
+            if identity != self.candidate:
+                yield from self._unpin()
+            self._start(intent, missing)
+            return True
+        lost = [rank for rank in missing if not node.may_hold(rank, identity)]
+        if not lost:
+            return True  # it is not complete here yet
+        yield p.AbandonIntent(identity, f"ranks {lost} no longer hold the snapshot in memory")
+        self.floor = max(self.floor, identity)
+        return False
+
+    def _start(self, intent: Intent, pinned: tuple[int, ...]) -> None:
+        """Work on an intent; the pins of the candidate are its own from here on."""
+        self.persist = Persist(intent=intent, pinned=pinned, left=pinned)
+        self.candidate, self._pinned = None, ()
+
+    def _write_failed(self, event: p.WriteFailed) -> p.Turn:
+        if self.persist is not None:
+            yield from self._end(self.persist, (yield from self.persist.write_failed(event)))
+
+    def _finished(self, event: p.WriteFinished) -> p.Turn:
+        if self.persist is not None:
+            self.persist.write_finished(event)
+        yield from ()
+
+    def _end(self, persist: Persist, outcome: Outcome | None) -> p.Turn:
+        """Let go of the snapshot of an intent, if the work on it is over; nothing up to it is persisted any more."""
+        if outcome is None:
+            return
+        identity = persist.intent.identity
+        self.persist, self._search = None, Search()
+        self.floor = max(self.floor, identity)
+        is_committed = outcome is Outcome.COMMITTED
+        if is_committed:
+            self.committed = max(self.committed or identity, identity)
+        if persist.problem:
+            self.given_up = f"step {identity.step} was given up: {persist.problem}"
+        older = {seen for seen in self._seen if seen <= identity}
+        self._seen -= older
+        self.skipped += len(older - ({identity} if is_committed else set()))
+        yield p.EndWrite(identity, outcome)
+        if is_committed and persist.place == 0:
+            yield p.CloseIntent(identity)
+            yield p.ApplyRetention()

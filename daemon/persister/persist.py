@@ -1,0 +1,123 @@
+"""From an intent to its commit: what one node does for the snapshot that was decided on. No I/O, as `negotiation`.
+
+It may be tried again as often as it takes: packs are written again, an index that is there is kept, MANIFEST is created
+once. The slots are held until the snapshot is committed or given up.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Generator
+from dataclasses import dataclass
+
+from flashckpt.core.intent import Intent
+from flashckpt.core.lineage import is_rolled_back
+from flashckpt.daemon.persister import protocol as p
+from flashckpt.daemon.persister.protocol import Action, Event, NodeSlots, Outcome, Tick
+
+TAKEOVER_S = 5.0
+"""Seconds that a node waits for the leader, times its place among the nodes, before it commits in its place."""
+INTENT_PATIENCE_S = 600.0
+"""Seconds that the leader waits for the writers of other nodes before it gives an intent up."""
+ATTEMPTS = 4
+"""Times that damaged data is written again before the snapshot is given up."""
+ROLLED_BACK = "its lineage was abandoned by a restore"
+
+_Work = Generator[Action, Event, Outcome | None]
+"""Some work on the intent, and how it ends; None: it is not over."""
+
+
+@dataclass
+class Persist:
+    """This node's work on one intent.
+
+    Attributes:
+        intent: What is persisted.
+        pinned: Ranks whose slots are held; may lack those whose index is there already.
+        left: Those of them that are still to be written.
+        is_writing: Whether they are being written.
+        written_s: When the last index of this node became durable; None before.
+        has_waited: Whether the other writers were not done when this node was.
+        attempts: Failures that were not the storage's.
+        place: This node's place among those that may commit, as last seen; 0 leads.
+        problem: Why the snapshot was given up, where it was for a failure; "" before.
+    """
+
+    intent: Intent
+    pinned: tuple[int, ...]
+    left: tuple[int, ...]
+    is_writing: bool = False
+    written_s: float | None = None
+    has_waited: bool = False
+    attempts: int = 0
+    place: int = 0
+    problem: str = ""
+
+    def advance(self, tick: Tick, may_look: Callable[[], bool]) -> _Work:
+        """Write, then wait for the other writers, then commit where that is this node's turn."""
+        if self.written_s is None:
+            if not self.is_writing:
+                yield p.StartWrite(self.intent, self.left)
+                self.is_writing = True
+            return None
+        if self.has_waited and not may_look():
+            return None
+        identity = self.intent.identity
+        yield p.CheckFence()
+        if is_rolled_back(identity, [tick.generation]):
+            yield p.AbandonIntent(identity, ROLLED_BACK)
+            return Outcome.GIVEN_UP
+        self.place = _place(self.intent, tick.node)
+        found = yield p.ReadOutcome(identity)
+        if isinstance(found, p.AbandonmentFound):
+            return Outcome.GIVEN_UP
+        is_there = isinstance(found, p.CommitFound)
+        if is_there or (yield from self._may_commit(tick.now_s - self.written_s)):
+            return (yield from self._commit(is_there=is_there))
+        return None
+
+    def write_finished(self, event: p.WriteFinished) -> None:
+        """All slots of this node are written."""
+        self.is_writing, self.left, self.written_s = False, (), event.now_s
+
+    def write_failed(self, event: p.WriteFailed) -> _Work:
+        """Some are not; what the storage refused is written again with the next turn."""
+        self.is_writing, self.left = False, event.ranks
+        if event.cause is p.Cause.STORAGE:
+            return None
+        return (yield from self._failed(event.cause, event.problem))
+
+    def _may_commit(self, waited_s: float) -> Generator[Action, Event, bool]:
+        """Whether it is this node's turn and every writer's index is there; the leader's patience ends some day."""
+        if waited_s >= self.place * TAKEOVER_S:
+            indexes = yield from p.ask(p.ReadIndexes(self.intent.identity, self.intent.writers), p.IndexesRead)
+            if not indexes.missing:
+                return True
+        self.has_waited = True
+        if waited_s > INTENT_PATIENCE_S and self.place == 0:
+            yield p.AbandonIntent(self.intent.identity, "other writers did not finish")
+        return False
+
+    def _commit(self, *, is_there: bool) -> _Work:
+        answer = yield p.Commit(self.intent)
+        if isinstance(answer, p.CommitFailed):
+            if answer.cause is p.Cause.DAMAGED and not is_there:  # what was durable is not: write ours again
+                self.left, self.written_s = self.pinned, None
+            return (yield from self._failed(answer.cause, answer.problem))
+        return Outcome.GIVEN_UP if isinstance(answer, p.TombstoneFound) else Outcome.COMMITTED
+
+    def _failed(self, cause: p.Cause, problem: str) -> _Work:
+        """Give the snapshot up where another attempt cannot help."""
+        self.attempts += 1
+        if cause is not p.Cause.FINAL and self.attempts < ATTEMPTS:
+            return None
+        yield p.AbandonIntent(self.intent.identity, problem)
+        self.problem = problem
+        return Outcome.GIVEN_UP
+
+
+def _place(intent: Intent, node: NodeSlots) -> int:
+    """Return this node's place in the order of those that may commit: 0 for the node of the lowest writer."""
+    here = node.ranks(intent.generation)
+    if not here or min(here) == min(intent.writers):
+        return 0
+    return 1 + min(here) // max(len(here), 1)

@@ -1,0 +1,355 @@
+"""What goes into a negotiation and what comes out of it: events and actions, as values.
+
+A *question* is an action that is answered by one of the events that it names. Whatever is asked of the root is a
+question, for it may fail: an action without an answer cannot.
+"""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Collection, Generator
+from dataclasses import dataclass
+from typing import ClassVar, Protocol, TypeVar
+
+from flashckpt.core.generation import Generation
+from flashckpt.core.intent import Intent, NodeProposal
+from flashckpt.core.snapshot_id import SnapshotId
+
+
+class NodeSlots(Protocol):
+    """What the slots of this node hold at one moment; see `flashckpt.shm.inventory.NodeInventory`."""
+
+    @property
+    def least_slots(self) -> int:
+        """Slots of the rank that has fewest; 0 without any."""
+
+    def newest_generation(self) -> int:
+        """Newest generation that has begun a snapshot here; 0 if none has."""
+
+    def ranks(self, generation: int) -> tuple[int, ...]:
+        """Ranks of this node that have begun a snapshot in `generation`, ascending."""
+
+    def world_size(self, generation: int) -> int:
+        """Ranks of the worker group of `generation`; 0 if nothing is known of it."""
+
+    def complete(self) -> list[SnapshotId]:
+        """Snapshots that every rank of this node holds whole, ascending."""
+
+    def flagged(self) -> list[SnapshotId]:
+        """Those of them that are to be persisted, ascending."""
+
+    def is_whole(self, generation: int) -> bool:
+        """Whether all ranks of the worker group of `generation` are on this node."""
+
+    def holders(self, identity: SnapshotId) -> Collection[int]:
+        """Ranks that hold one snapshot."""
+
+    def may_hold(self, rank: int, identity: SnapshotId) -> bool:
+        """Whether a rank holds a snapshot, is writing it, or has yet to reach it."""
+
+
+class Outcome(enum.Enum):
+    """How this node's work on one intent ends."""
+
+    COMMITTED = "committed"
+    GIVEN_UP = "given up"
+    DEFERRED = "deferred"
+    """The slots were given back while storage fails; the intent stays open."""
+
+
+class Cause(enum.Enum):
+    """Why a write or a commit failed."""
+
+    STORAGE = "the storage: it may be tried for ever"
+    INCOMPLETE = "something is not there yet"
+    DAMAGED = "bytes are not those that were written: written again, they may be"
+    FINAL = "no attempt can succeed"
+
+
+# -- events: something happened -----------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Tick:
+    """Time to do what can be done; what was asked before and not answered is asked again.
+
+    Attributes:
+        now_s: Seconds of a clock that never goes back.
+        node: This node's slots.
+        generation: The current generation of the job.
+        urgent: Persist the newest common snapshot now, whether it is of a persist step or not.
+    """
+
+    now_s: float
+    node: NodeSlots
+    generation: Generation
+    urgent: bool = False
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Paused:
+    """The root is not to be asked now; `failing`: because storage fails, so that training needs the slots."""
+
+    node: NodeSlots
+    urgent: bool = False
+    failing: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class WriteFinished:
+    """The indexes of all slots of this node are durable."""
+
+    now_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class WriteFailed:
+    """The slots of `ranks` are not written; what of theirs was under way has ended."""
+
+    cause: Cause
+    problem: str
+    ranks: tuple[int, ...]
+
+
+# -- events: answers ----------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class Done:
+    """It was done."""
+
+
+@dataclass(frozen=True, slots=True)
+class RootRead:
+    """The newest checkpoint of this line of generations; None where there is none."""
+
+    committed: SnapshotId | None
+
+
+@dataclass(frozen=True, slots=True)
+class IntentsRead:
+    """Open intents, newest first, and the snapshots whose intents were abandoned."""
+
+    intents: tuple[Intent, ...]
+    abandoned: frozenset[SnapshotId] = frozenset()
+
+
+@dataclass(frozen=True, slots=True)
+class ProposalsRead:
+    """What all nodes of a generation propose, this one among them."""
+
+    proposals: tuple[NodeProposal, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class IndexesRead:
+    """The writers whose index is not there."""
+
+    missing: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Pinned:
+    """The slots are pinned."""
+
+
+@dataclass(frozen=True, slots=True)
+class PinLost:
+    """One of the slots holds the snapshot no more; none is pinned."""
+
+
+@dataclass(frozen=True, slots=True)
+class CommitFound:
+    """Something lies where MANIFEST belongs: a commit, or a tombstone."""
+
+
+@dataclass(frozen=True, slots=True)
+class AbandonmentFound:
+    """The intent was abandoned."""
+
+
+@dataclass(frozen=True, slots=True)
+class NothingFound:
+    """Neither committed nor abandoned."""
+
+
+@dataclass(frozen=True, slots=True)
+class Committed:
+    """MANIFEST exists, and is whole."""
+
+
+@dataclass(frozen=True, slots=True)
+class TombstoneFound:
+    """The checkpoint was given up and swept, or deleted: nobody may commit it any more."""
+
+
+@dataclass(frozen=True, slots=True)
+class CommitFailed:
+    """MANIFEST was not written, or cannot be used."""
+
+    cause: Cause
+    problem: str
+
+
+Event = (
+    Tick | Paused | WriteFinished | WriteFailed | Done | RootRead | IntentsRead | ProposalsRead | IndexesRead
+    | Pinned | PinLost | CommitFound | AbandonmentFound | NothingFound | Committed | TombstoneFound | CommitFailed
+)  # fmt: skip
+STARTING = (Tick, Paused, WriteFinished, WriteFailed)
+"""Events that answer nothing: each begins a turn."""
+
+
+# -- actions ------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class Action:
+    """Something to do."""
+
+    answers: ClassVar[tuple[type, ...]] = ()
+
+
+class Question(Action):
+    """Something to do that is answered by an event of one of `answers`."""
+
+    __slots__ = ()
+    answers: ClassVar[tuple[type, ...]] = (Done,)
+
+
+@dataclass(frozen=True, slots=True)
+class Unpin(Action):
+    """Give the slots of the candidate back."""
+
+    identity: SnapshotId
+
+
+@dataclass(frozen=True, slots=True)
+class EndWrite(Action):
+    """The work on an intent is over: give its slots back, wait for what is being written."""
+
+    identity: SnapshotId
+    outcome: Outcome
+
+
+@dataclass(frozen=True, slots=True)
+class Pin(Question):
+    """Take leases on one snapshot of all `ranks`, or of none."""
+
+    answers = (Pinned, PinLost)
+    identity: SnapshotId
+    ranks: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class StartWrite(Question):
+    """Write the pinned slots of `ranks` in the background. WriteFinished or WriteFailed follows."""
+
+    intent: Intent
+    ranks: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class ReadRoot(Question):
+    """Find the newest checkpoint that was not rolled back."""
+
+    answers = (RootRead,)
+
+
+@dataclass(frozen=True, slots=True)
+class ReadIntents(Question):
+    """List the decisions of the job."""
+
+    answers = (IntentsRead,)
+
+
+@dataclass(frozen=True, slots=True)
+class ReadProposals(Question):
+    """List what the nodes propose."""
+
+    answers = (ProposalsRead,)
+    generation: int
+
+
+@dataclass(frozen=True, slots=True)
+class PublishProposal(Question):
+    """Tell the other nodes."""
+
+    generation: int
+    proposal: NodeProposal
+
+
+@dataclass(frozen=True, slots=True)
+class CheckFence(Question):
+    """Make sure that no newer generation has claimed the root, and that this one has; else stop here."""
+
+
+@dataclass(frozen=True, slots=True)
+class WriteIntent(Question):
+    """Decide: this snapshot is persisted next. A decision that is there for it stands."""
+
+    identity: SnapshotId
+    writers: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class CloseIntent(Question):
+    """Remove an intent that nobody waits for."""
+
+    identity: SnapshotId
+
+
+@dataclass(frozen=True, slots=True)
+class AbandonIntent(Question):
+    """Mark an intent: nobody commits it, every node unpins."""
+
+    identity: SnapshotId
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class ReadIndexes(Question):
+    """Find out which of `writers` have no index yet."""
+
+    answers = (IndexesRead,)
+    identity: SnapshotId
+    writers: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class ReadOutcome(Question):
+    """Look whether a checkpoint was committed, and if not, whether its intent was abandoned."""
+
+    answers = (CommitFound, AbandonmentFound, NothingFound)
+    identity: SnapshotId
+
+
+@dataclass(frozen=True, slots=True)
+class Commit(Question):
+    """Verify all indexes and create MANIFEST; one that is there is verified."""
+
+    answers = (Committed, TombstoneFound, CommitFailed)
+    intent: Intent
+
+
+@dataclass(frozen=True, slots=True)
+class ApplyRetention(Question):
+    """Delete the checkpoints that the policy does not keep."""
+
+
+@dataclass(frozen=True, slots=True)
+class Sweep(Question):
+    """Remove what dead writers left."""
+
+    committed: SnapshotId | None
+
+
+Turn = Generator[Action, Event, None]
+"""The course of one turn: an action comes out, its answer goes in (`Done` for what has none)."""
+_Answer = TypeVar("_Answer")
+
+
+def ask(question: Question, kind: type[_Answer]) -> Generator[Action, Event, _Answer]:
+    """Ask a question that has one kind of answer."""
+    answer = yield question
+    assert isinstance(answer, kind)
+    return answer

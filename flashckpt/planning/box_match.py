@@ -1,0 +1,214 @@
+"""Wanted boxes against the rows of one table, all at once in numpy. Pure.
+
+Three cases need no look at single boxes, and are nearly all there is: a row is the wanted box, a row contains it, or
+the rows that meet it tile it without overlapping (what FSDP, TP and their product make, even or uneven).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from flashckpt.core.box import Box
+from flashckpt.core.schema import mixed_coordinates
+from flashckpt.core.shard import Shard
+from flashckpt.core.shard_table import ShardTable, ranges
+from flashckpt.errors import TensorMismatchError
+from flashckpt.planning.reads import Gap, Reads
+
+Ints = npt.NDArray[np.int64]
+MOST_PAIRS = 1 << 18
+"""Pairs of a wanted box and a row that are looked at together: bounds memory to about 60 MB."""
+
+
+class Match(NamedTuple):
+    """What one table has of the wanted boxes.
+
+    Attributes:
+        reads: Those of boxes that it covers.
+        left: Wanted rows of which it has nothing.
+        partial: Boxes that it covers in part, or with overlapping rows: to be cut one by one.
+    """
+
+    reads: Reads
+    left: Ints
+    partial: list[Gap]
+
+
+class _Pairs(NamedTuple):
+    """Wanted boxes (by their place in a block) and rows of the same tensor that share an element with them."""
+
+    wanted: Ints
+    row: Ints
+    low: Ints
+    high: Ints
+    start: Ints
+    stop: Ints
+
+
+def match(wanted: ShardTable, left: Ints, held: ShardTable, *, name: str) -> Match:
+    """Return what table `held` has of rows `left` of `wanted`.
+
+    Args:
+        wanted: The wanted shards.
+        left: Rows of it that nothing was planned for yet, ascending; none is empty.
+        held: The table that is read from.
+        name: What to call it in an error.
+
+    Raises:
+        TensorMismatchError: A tensor has another dtype or global shape there.
+    """
+    ids = _ids(wanted, left, held)
+    here = np.flatnonzero(ids >= 0)
+    _check_kinds(wanted, left[here], held, ids[here], name)
+    width = int(wanted.ndim.max(initial=0))
+    parts: list[Reads] = []
+    decided = np.zeros(len(left), np.int8)  # 0: nothing found, 1: covered, 2: in part
+    for block in _blocks(here, ids, held):
+        pairs = _pairs(wanted, left[block], held, ids[block], width)
+        chosen, is_covered, is_met = _choose(pairs, len(block))
+        decided[block[is_met]] = 2
+        decided[block[is_covered]] = 1
+        parts.append(
+            Reads(
+                target=left[block[pairs.wanted[chosen]]],
+                row=pairs.row[chosen],
+                offsets=pairs.low[chosen],
+                lengths=(pairs.high - pairs.low)[chosen],
+                source=np.zeros(len(chosen), np.int64),
+            )
+        )
+    partial = [Gap(row, _box(wanted, row)) for row in left[decided == 2].tolist()]
+    return Match(reads=Reads.joined(parts, width), left=left[decided == 0], partial=partial)
+
+
+def row_boxes(table: ShardTable, rows: Sequence[int], box: Box) -> list[tuple[int, Box]]:
+    """Return the rows (of one tensor) that meet a box, each with its own box."""
+    ids = np.asarray(rows, np.int64)
+    ndim = len(box.offsets)
+    offsets, lengths = table.dims(table.offsets, ids, ndim, 0), table.dims(table.lengths, ids, ndim, 1)
+    low, stop = np.array(box.offsets, np.int64), np.array(box.offsets, np.int64) + np.array(box.lengths, np.int64)
+    hits = (np.minimum(offsets + lengths, stop) > np.maximum(offsets, low)).all(axis=1)
+    return [(int(ids[k]), Box(tuple(offsets[k].tolist()), tuple(lengths[k].tolist()))) for k in np.flatnonzero(hits)]
+
+
+def refuse_other_kind(shard: Shard, held: Shard, name: str) -> None:
+    """Raise TensorMismatchError where a source's tensor has another dtype or global shape than the wanted one."""
+    for word, wanted, found in (
+        ("dtype", shard.dtype, held.dtype),
+        ("global shape", shard.global_shape, held.global_shape),
+    ):
+        if wanted != found:
+            raise TensorMismatchError(
+                f"the state holds {shard.fqn!r} with another {word} than the running model",
+                found=f"{found} in {name}",
+                expected=str(wanted),
+                state="Nothing was read.",
+                remedy="change the model back, restore an older step (flashckpt ls ROOT), or leave this tensor out with "
+                "restore(only=...)",
+            )
+
+
+def _ids(wanted: ShardTable, left: Ints, held: ShardTable) -> Ints:
+    """Return where the names of wanted rows stand in the other table's `fqns`; -1 for none."""
+    names = np.unique(wanted.fqn_id[left])
+    places = np.full(len(wanted.fqns), -1, np.int64)
+    known = held.ids
+    places[names] = [known.get(wanted.fqns[i], -1) for i in names.tolist()]
+    found: Ints = places[wanted.fqn_id[left]]
+    return found
+
+
+def _check_kinds(wanted: ShardTable, rows: Ints, held: ShardTable, ids: Ints, name: str) -> None:
+    """Compare dtype and global shape of wanted rows with those of the tensors' first rows."""
+    if not len(rows):
+        return
+    order, starts = held.rows_by_tensor
+    first = order[starts[ids]]
+    dtypes = {dtype: i for i, dtype in enumerate(wanted.dtypes)}
+    other = np.array([dtypes.get(dtype, -1) for dtype in held.dtypes], np.int64)
+    wrong = (other[held.dtype_id[first]] != wanted.dtype_id[rows]) | (held.ndim[first] != wanted.ndim[rows])
+    alike = np.flatnonzero(~wrong)
+    width = int(wanted.ndim[rows].max(initial=0))
+    shapes = [table.dims(table.global_shape, at[alike], width, 1) for table, at in ((wanted, rows), (held, first))]
+    wrong[alike] = (shapes[0] != shapes[1]).any(axis=1)
+    for k in np.flatnonzero(wrong)[:1].tolist():
+        refuse_other_kind(wanted.shard(int(rows[k])), held.shard(int(first[k])), name)
+
+
+def _blocks(here: Ints, ids: Ints, held: ShardTable) -> Iterator[Ints]:
+    """Cut the wanted boxes into blocks of about MOST_PAIRS pairs."""
+    _, starts = held.rows_by_tensor
+    ends = np.cumsum(starts[ids[here] + 1] - starts[ids[here]])
+    first = 0
+    while first < len(here):
+        done = int(ends[first - 1]) if first else 0
+        last = max(first + 1, int(np.searchsorted(ends, done + MOST_PAIRS, side="right")))
+        yield here[first:last]
+        first = last
+
+
+def _pairs(wanted: ShardTable, rows: Ints, held: ShardTable, ids: Ints, width: int) -> _Pairs:
+    """Return the pairs that share an element, by wanted box, then by row."""
+    order, starts = held.rows_by_tensor
+    counts = starts[ids + 1] - starts[ids]
+    which = np.repeat(np.arange(len(rows)), counts)
+    other = order[ranges(starts[ids], counts)]
+    offsets, lengths = wanted.dims(wanted.offsets, rows, width, 0), wanted.dims(wanted.lengths, rows, width, 1)
+    start, stop = offsets[which], (offsets + lengths)[which]
+    held_start = held.dims(held.offsets, other, width, 0)
+    low = np.maximum(held_start, start)
+    high = np.minimum(held_start + held.dims(held.lengths, other, width, 1), stop)
+    hit = np.flatnonzero((high > low).all(axis=1))
+    return _Pairs(which[hit], other[hit], low[hit], high[hit], start[hit], stop[hit])
+
+
+def _choose(pairs: _Pairs, count: int) -> tuple[Ints, npt.NDArray[np.bool_], npt.NDArray[np.bool_]]:
+    """Return (pairs to read, which of the `count` wanted boxes they cover, which boxes any row meets)."""
+    is_met, is_covered = np.zeros(count, np.bool_), np.zeros(count, np.bool_)
+    is_met[pairs.wanted] = True
+    whole = np.flatnonzero(((pairs.low == pairs.start) & (pairs.high == pairs.stop)).all(axis=1))
+    boxes, first = np.unique(pairs.wanted[whole], return_index=True)
+    is_covered[boxes] = True
+    chosen = whole[first]
+    rest = np.flatnonzero(~is_covered[pairs.wanted])
+    for drop_replicas in (False, True):
+        rest = _without_replicas(pairs, rest) if drop_replicas else rest
+        if len(rest):
+            is_covered[_tiled(pairs, rest)] = True
+            chosen = np.concatenate((chosen, rest[is_covered[pairs.wanted[rest]]]))
+            rest = rest[~is_covered[pairs.wanted[rest]]]
+    return chosen, is_covered, is_met
+
+
+def _tiled(pairs: _Pairs, rest: Ints) -> Ints:
+    """Return the wanted boxes that their pairs among `rest` tile, none overlapping another."""
+    owner, firsts = np.unique(pairs.wanted[rest], return_index=True)
+    parts = _fingerprints(pairs.low[rest], pairs.high[rest])
+    wholes = _fingerprints(pairs.start[rest][firsts], pairs.stop[rest][firsts])
+    found: Ints = owner[np.add.reduceat(parts, firsts) == wholes]
+    return found
+
+
+def _without_replicas(pairs: _Pairs, rest: Ints) -> Ints:
+    """Return `rest` with one pair, that of the lowest row, of those that share the same elements."""
+    if not len(rest):
+        return rest
+    keys = np.column_stack((pairs.wanted[rest], pairs.low[rest], pairs.high[rest]))
+    _, first = np.unique(keys, axis=0, return_index=True)
+    return rest[np.sort(first)]
+
+
+def _fingerprints(low: Ints, high: Ints) -> npt.NDArray[np.uint64]:
+    """Return 64 bits per box, of which those of boxes that tile another add up to its own (see core/schema.py)."""
+    dims = np.broadcast_to(np.arange(low.shape[1]), low.shape)
+    found: npt.NDArray[np.uint64] = (mixed_coordinates(high, dims) - mixed_coordinates(low, dims)).prod(axis=1)
+    return found
+
+
+def _box(table: ShardTable, row: int) -> Box:
+    shard = table.shard(row)
+    return Box(shard.offsets, shard.lengths)

@@ -1,0 +1,89 @@
+"""The memory that a restore writes into, by address: a hundred thousand tensors need no object each. Torch-free."""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from flashckpt.core.shard import Shard
+
+Bytes = npt.NDArray[np.uint8]
+_GIL_BYTES = 64 << 10
+"""From here on a copy lets other threads run; giving the interpreter lock up costs more than a smaller copy."""
+_copy_holding_gil: Any = ctypes.PyDLL(None).memmove
+_copy_holding_gil.argtypes = (ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Target:
+    """A wanted shard and the memory it goes to.
+
+    Args:
+        shard: The wanted box.
+        buffer: Its writable bytes, row-major, `shard.nbytes` of them.
+    """
+
+    shard: Shard
+    buffer: memoryview
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Destinations:
+    """Where the bytes of each wanted shard go.
+
+    Attributes:
+        addresses: int64[n], of writable host memory, row-major; 0 for a shard without bytes.
+        nbytes: int64[n], bytes of each.
+        owners: What keeps that memory alive.
+    """
+
+    addresses: npt.NDArray[np.int64]
+    nbytes: npt.NDArray[np.int64]
+    owners: Sequence[object]
+
+    @classmethod
+    def of(cls, targets: Sequence[Target]) -> Destinations:
+        """Return the memory of targets.
+
+        Raises:
+            ValueError: A buffer is read-only, or has another size than its shard.
+        """
+        addresses = np.zeros(len(targets), np.int64)
+        for k, target in enumerate(targets):
+            buffer = memoryview(target.buffer)
+            if buffer.nbytes != target.shard.nbytes or (buffer.readonly and buffer.nbytes):
+                msg = f"buffer of {target.shard.fqn!r}: {buffer.nbytes} bytes, shard has {target.shard.nbytes}"
+                raise ValueError(msg)
+            if buffer.nbytes:
+                addresses[k] = address_of(np.frombuffer(buffer, np.uint8))
+        nbytes = np.array([target.shard.nbytes for target in targets], np.int64)
+        return cls(addresses=addresses, nbytes=nbytes, owners=targets)
+
+    def view(self, target: int) -> Bytes:
+        """Return the bytes of one shard, writable."""
+        return np.asarray(_Memory(int(self.addresses[target]), int(self.nbytes[target]), self.owners))
+
+
+class _Memory:
+    """Host memory, as numpy takes it over; the array keeps this object, and so the owners."""
+
+    def __init__(self, address: int, nbytes: int, owners: object) -> None:
+        self.owners = owners
+        self.__array_interface__ = {"version": 3, "typestr": "|u1", "shape": (nbytes,), "data": (address, False)}
+
+
+def address_of(array: Bytes) -> int:
+    """Return where an array's first byte lies."""
+    address: int = array.__array_interface__["data"][0]
+    return address
+
+
+def copy_bytes(targets: Sequence[int], sources: Sequence[int], sizes: Sequence[int]) -> None:
+    """Copy `sizes[k]` bytes from address `sources[k]` to `targets[k]`, one after another. They do not overlap."""
+    for target, source, nbytes in zip(targets, sources, sizes, strict=True):
+        (_copy_holding_gil if nbytes < _GIL_BYTES else ctypes.memmove)(target, source, nbytes)

@@ -1,0 +1,158 @@
+"""How tensors lie on this rank, worked out once per kind of tensor and not once per tensor.
+
+A model has thousands of tensors and a handful of dtypes, shapes and placements. Everything that follows from those
+(boxes, replicas, who writes which part) is found for the first tensor of a kind and looked up for the others.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from itertools import count
+from typing import Any
+
+import torch
+from torch.distributed.tensor import DTensor
+
+from flashckpt.planning.write_partition import WriteShare
+from flashckpt.state.placement import (
+    Box,
+    Replication,
+    box_bytes,
+    boxes_of,
+    dtype_name,
+    local_of,
+    split_among_replicas,
+)
+
+_FORM = operator.attrgetter("dtype", "shape", "device", "layout")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class BoxSet:
+    """The boxes of all tensors of one kind, cut as their replicas share them.
+
+    Attributes:
+        dtype: Name of the dtype.
+        whole: What this rank holds, before it is cut.
+        boxes: The rows of the table, in order of their offsets.
+        spread: How equal copies are spread over the ranks.
+        shares: Who persists which rows of `whole`; () where one rank persists all of it.
+        form: Dtype and shape of the local tensor.
+        device: Where the local tensor lies.
+        is_sharded: The tensors are DTensors.
+        is_inference: They were made in inference mode and have no version counter.
+    """
+
+    dtype: str
+    whole: tuple[Box, ...]
+    boxes: tuple[Box, ...]
+    spread: Replication
+    shares: tuple[WriteShare, ...]
+    form: tuple[torch.dtype, torch.Size]
+    device: torch.device
+    is_sharded: bool
+    is_inference: bool
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes that this rank holds."""
+        return box_bytes(self.dtype, self.whole)
+
+    def name(self, fqn: str, suffix: str) -> str:
+        """Return the global name of a tensor: with the rank's suffix where it belongs to this rank alone."""
+        return f"{fqn}@{suffix}" if self.spread.per_rank and "@" not in fqn else fqn
+
+
+def first_alike(tensors: Sequence[torch.Tensor], *others: Sequence[Any]) -> list[int]:
+    """Return for each tensor the index of the first one of its kind; `others` are further parts of the kind."""
+    seen: dict[Any, int] = {}
+    return list(map(seen.setdefault, kinds_of(tensors, *others), count()))
+
+
+def kinds_of(tensors: Sequence[torch.Tensor], *others: Sequence[Any]) -> Iterator[tuple[Any, ...]]:
+    """Yield what tensors of equal boxes and form have in common."""
+    types = list(map(type, tensors))
+    forms: Iterator[Any] = map(_FORM, tensors)
+    if any(issubclass(kind, DTensor) for kind in set(types)):
+        forms = map(_sharded_form, tensors)
+    return zip(types, forms, map(torch.Tensor.is_inference, tensors), *others, strict=True)
+
+
+def _sharded_form(tensor: torch.Tensor) -> tuple[Any, ...]:
+    if not isinstance(tensor, DTensor):
+        return _FORM(tensor)  # type: ignore[no-any-return]  # four attributes
+    local = local_of(tensor)
+    return (*_FORM(local), type(local), local.is_quantized, tensor.shape, tensor.placements, tensor.device_mesh)
+
+
+class BoxSets:
+    """All kinds of tensors in a structure; a tensor's kind is a number.
+
+    Attributes:
+        known: The kinds, by number.
+    """
+
+    def __init__(self) -> None:
+        self.known: list[BoxSet] = []
+        self._numbers: dict[tuple[Any, ...], int] = {}
+
+    def add(
+        self,
+        name: str,
+        tensor: torch.Tensor,
+        spread: Replication,
+        shares: tuple[WriteShare, ...] = (),
+    ) -> int:
+        """Return the number of a tensor's kind; a new one for each call.
+
+        Args:
+            name: For the error.
+            tensor: The first of its kind.
+            spread: Its replicas.
+            shares: Who persists which rows.
+
+        Raises:
+            UnsupportedStateError: A tensor that cannot be held.
+        """
+        dtype = dtype_name(name, tensor)
+        local = local_of(tensor)
+        whole = boxes_of(name, tensor)
+        cut = split_among_replicas(whole, dtype, spread, shares)
+        self.known.append(
+            BoxSet(
+                dtype=dtype,
+                whole=whole,
+                boxes=tuple(sorted(cut, key=operator.attrgetter("offsets"))),
+                spread=spread,
+                shares=shares,
+                form=(getattr(torch, dtype), local.shape),
+                device=local.device,
+                is_sharded=isinstance(tensor, DTensor),
+                is_inference=tensor.is_inference(),
+            )
+        )
+        return len(self.known) - 1
+
+    def shared(self, number: int, shares: tuple[WriteShare, ...]) -> int:
+        """Return the number of the same kind of tensor, of which other ranks persist other rows."""
+        key = number, shares
+        if key not in self._numbers:
+            before = self.known[number]
+            boxes = split_among_replicas(before.whole, before.dtype, before.spread, shares)
+            self.known.append(
+                BoxSet(
+                    dtype=before.dtype,
+                    whole=before.whole,
+                    boxes=tuple(sorted(boxes, key=operator.attrgetter("offsets"))),
+                    spread=before.spread,
+                    shares=shares,
+                    form=before.form,
+                    device=before.device,
+                    is_sharded=before.is_sharded,
+                    is_inference=before.is_inference,
+                )
+            )
+            self._numbers[key] = len(self.known) - 1
+        return self._numbers[key]

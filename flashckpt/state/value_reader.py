@@ -1,0 +1,129 @@
+"""Reading what is not a held tensor: hyperparameters, objects' state, generators; anew for every snapshot."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, Protocol
+
+import torch
+from torch import nn
+
+from flashckpt.state import modules, optimizer_extra, optimizer_state, pytree, rng
+from flashckpt.state.captured import Captured
+from flashckpt.state.module_tensors import ModuleTensors
+from flashckpt.state.optimizer_entries import OptimizerEntries, StateValue
+from flashckpt.state.placement import World
+from flashckpt.state.state_forms import Form
+
+_REPLICATED_TYPES = (torch.optim.lr_scheduler.LRScheduler, torch.amp.GradScaler)
+
+
+class Readable(Protocol):
+    """What is read: the tracked objects."""
+
+    world: World
+    optimizers: dict[str, list[torch.optim.Optimizer]]
+    objects: dict[str, Any]
+    rng: bool
+    aliases: dict[str, str]
+
+    def names_for(self, group: Iterable[torch.optim.Optimizer]) -> Mapping[int, str]:
+        """Return the names of the parameters: id(parameter) -> name without the track name `model`."""
+
+
+class ValueReader:
+    """What has to be known to read the values, found out once per structure.
+
+    Args:
+        tracked: The tracked objects.
+
+    Attributes:
+        values: State of parameters that is no tensor.
+        extra: (name, module) of modules with state of their own beside tensors.
+    """
+
+    def __init__(self, tracked: Readable) -> None:
+        self._tracked = tracked
+        self.values: list[StateValue] = []
+        self.extra: list[tuple[str, nn.Module]] = []
+        self._forms: dict[str, dict[str, Form]] = {}
+        self._others: list[tuple[str, list[dict[Any, Any]]]] = []
+        self._groups: dict[str, list[list[list[str]]]] = {}
+        self._extras = optimizer_extra.Extras()
+
+    def look(self, found: ModuleTensors) -> None:
+        """Take note of the modules: which of them have state of their own."""
+        self._groups = {}
+        self.extra = [
+            (f"{label}.{name}", module)
+            for label, walked in found.walked
+            for name, module in modules.extra_states(walked)
+        ]
+
+    def take(self, entries: OptimizerEntries) -> None:
+        """Take note of the optimizers' state: what of it is no tensor."""
+        self.values, self._forms, self._groups = entries.values, entries.forms, {}
+        self._others = [
+            (label, [dict.fromkeys(optimizer_state.other_keys(optimizer), optimizer.state) for optimizer in group])
+            for label, group in self._tracked.optimizers.items()
+        ]
+
+    def key_of(self, name: str, thing: Any = None) -> str:
+        """Return the key of an object's state: with a suffix where the state belongs to this rank alone."""
+        if getattr(thing, "flashckpt_replicated", False) or isinstance(thing, _REPLICATED_TYPES):
+            return name
+        return f"{name}@{self._tracked.world.suffix}"
+
+    def read(self) -> Captured:
+        """Read everything as it is now.
+
+        Raises:
+            UnsupportedStateError: A value that cannot be held; names it.
+        """
+        values: dict[str, Any] = {}
+        tensors: dict[str, torch.Tensor] = {}
+        for name, thing in self._tracked.objects.items():
+            key = self.key_of(name, thing)
+            values[key], own = pytree.flatten(thing.state_dict(), key)
+            tensors |= own
+        self._read_optimizers(values, tensors)
+        for name, module in self.extra:
+            values[name], own = pytree.flatten(module.get_extra_state(), name)
+            tensors |= own
+        if self._tracked.aliases:
+            values["aliases"] = self._tracked.aliases
+        if self._tracked.rng:
+            values[f"rng@{self._tracked.world.suffix}"] = rng.capture()
+        return Captured(values=values, tensors=tensors)
+
+    def _read_optimizers(self, values: dict[str, Any], tensors: dict[str, torch.Tensor]) -> None:
+        world = self._tracked.world
+        suffix, stage = world.suffix, f"@{world.stage}" if world.stage else ""
+        for label, group in self._tracked.optimizers.items():
+            key = f"{label}.groups{stage}"
+            values[key], own = optimizer_state.groups(
+                group, self._group_names(label, group), f"{label}.groups@{suffix}"
+            )
+            tensors |= own
+            if any(extra := self._extras.read(group)):
+                key = f"{label}.extra@{suffix}"
+                values[key], own = pytree.flatten(extra, key)
+                tensors |= own
+        for value in self.values:
+            values[value.name], own = pytree.flatten(value.state.get(value.key), value.name, mesh=value.mesh)
+            tensors |= own
+        for label, per_optimizer in self._others:
+            if any(per_optimizer):
+                key = f"{label}.state@{suffix}"
+                others = [{k: state.get(k) for k, state in one.items()} for one in per_optimizer]
+                values[key], own = pytree.flatten(others, key)
+                tensors |= own
+        for label, forms in self._forms.items():
+            values[f"{label}.forms{stage}"] = forms
+
+    def _group_names(self, label: str, group: Sequence[torch.optim.Optimizer]) -> list[list[list[str]]]:
+        known = self._groups.get(label)
+        counts = [[len(g["params"]) for g in o.param_groups] for o in group]
+        if known is None or [[len(names) for names in one] for one in known] != counts:
+            known = self._groups[label] = optimizer_state.group_names(group, self._tracked.names_for(group))
+        return known
