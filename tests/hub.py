@@ -77,7 +77,7 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
 
 @pytest.fixture(autouse=True)
 def _apart(monkeypatch: Any, tmp_path: Path) -> None:
-    monkeypatch.setattr(direct_writer, "_lives", {})
+    monkeypatch.setattr(direct_writer, "_claims", {})
     monkeypatch.setenv("FLASHCKPT_SHM_DIR", str(tmp_path))
 
 

@@ -54,7 +54,7 @@ MODELS: dict[str, ModelConfig] = {
 
 @pytest.fixture(autouse=True)
 def _first_save(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(direct_writer, "_lives", {})
+    monkeypatch.setattr(direct_writer, "_claims", {})
 
 
 def write_hub(folder: Path, config: ModelConfig, dtype: torch.dtype = torch.float32, **changes: Any) -> Path:
