@@ -64,8 +64,8 @@ def manifest_of(shards: list[Shard]) -> Manifest:
     )
 
 
-def wishes_of(shards: list[Shard]) -> peer_index.Records:
-    return peer_index.encode_queries((shard.fqn, shard.fqn, shard) for shard in shards)
+def queries_of(shards: list[Shard]) -> peer_index.Records:
+    return peer_index.encode_queries(peer_index.PeerQuery(shard.fqn, shard.fqn, shard) for shard in shards)
 
 
 def measure(ranks: int) -> dict[str, Any]:
@@ -73,7 +73,7 @@ def measure(ranks: int) -> dict[str, Any]:
     wanting = ranks - 8
     began = time.perf_counter()
     held = peer_index.encode_held_rows(manifest_of(shards_of(ranks // 2, ranks)), ranks // 2)
-    asked = wishes_of(shards_of(wanting // 2, wanting))
+    asked = queries_of(shards_of(wanting // 2, wanting))
     send_s = time.perf_counter() - began
 
     owners = Counter(peer_index.owner_of(held["key"], ranks).tolist())
@@ -87,7 +87,7 @@ def measure(ranks: int) -> dict[str, Any]:
         records = peer_index.encode_held_rows(manifest_of(shards_of_names(rank, ranks, fqns)), rank)
         board.append(records[np.isin(records["key"], np.array(sorted(keys), np.uint64))])
         if rank < wanting:
-            records = wishes_of(shards_of_names(rank, wanting, fqns))
+            records = queries_of(shards_of_names(rank, wanting, fqns))
             wanted[rank] = records[np.isin(records["key"], np.array(sorted(keys), np.uint64))]
     everything = np.concatenate(board)
     began = time.perf_counter()

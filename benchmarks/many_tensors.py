@@ -41,7 +41,7 @@ class Meter:
 
     def call(self, name: str, function: Callable[[], Any]) -> None:
         """Call a function and note its cost under a name."""
-        profile = cProfile.Profile() if name == self._profiled else None
+        profile = cProfile.Profile(time.thread_time) if name == self._profiled else None
         thread, process = time.thread_time(), time.process_time()
         if profile is None:
             function()

@@ -11,28 +11,20 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from typing import Any
 
-import torch
 from typing_extensions import Self
 
 from flashckpt import callbacks, collectives
 from flashckpt.errors import ConfigError, FlashckptError, PersistError
 from flashckpt.logs import notice
-from flashckpt.planning.selection import Inventory, local_world
+from flashckpt.opening import Opening
 from flashckpt.report import RestoreReport
-from flashckpt.restore.coordinator import RestoreCoordinator, RestoreOutcome, RestoreRequest
+from flashckpt.restore.coordinator import RestoreCoordinator, RestoreRequest
 from flashckpt.restore.reader import Reader
-from flashckpt.restore.recorded import recorded_beside
 from flashckpt.session import Session
 from flashckpt.settings import Settings
-from flashckpt.shm.job_directory import JobConfig, JobDirectory
-from flashckpt.shm.job_id import job_id, root_digest, root_url
-from flashckpt.snapshot import segments as memory
-from flashckpt.snapshot.copy_plan import CopyPlan
-from flashckpt.state import replication
+from flashckpt.shm.job_id import job_id, root_url
 from flashckpt.state.placement import current_world
 from flashckpt.state.registry import StateRegistry
-from flashckpt.state.state_layout import need_of
-from flashckpt.state.structure import in_order
 from flashckpt.storage.factory import check_options, is_process_local
 
 _logger = logging.getLogger("flashckpt")
@@ -231,94 +223,21 @@ class Checkpointer:
 
     def _begin(self, request: RestoreRequest, *, warm: bool) -> RestoreReport | None:
         initialised_ns = time.monotonic_ns()
-        settings, tracked = self._settings, self._tracked
-        tracked.world = current_world(self._mesh, self._replicated_over)
+        self._tracked.world = current_world(self._mesh, self._replicated_over)
         report = self._read(request) if warm else None
-        directory = JobDirectory.open(settings.job)
-        own = RestoreRequest(root=settings.root) if warm else request
-        course = RestoreCoordinator(tracked=tracked, directory=directory, options=settings.storage_options, request=own)
-        rank_memory = memory.RankSegments(
-            directory,
-            root_digest=root_digest(settings.root),
-            rank=tracked.world.rank,
-            pin_for=torch.cuda.current_device() if torch.cuda.is_available() and torch.cuda.is_initialized() else None,  # type: ignore[no-untyped-call]  # torch leaves it without types
-        )
-        try:
-            plan, inventories = self._open_memory(course, directory, rank_memory)
-            outcome = course.start_anew(inventories) if warm else course.run(inventories)
-            if outcome.report is None and not warm:
-                replication.verify(plan.layout.structure)
-            life = self._live(directory, rank_memory, outcome, initialised_ns)
-            life.plan_ahead(plan if tracked.planned is plan.layout.structure and outcome.report is None else None)
-        except BaseException:
-            rank_memory.release()  # restore() may be called again, with other arguments
-            directory.let_go()
-            raise
-        return outcome.report if report is None else replace(report, life=outcome.record.number)
-
-    def _open_memory(
-        self, course: RestoreCoordinator, directory: JobDirectory, rank_memory: memory.RankSegments
-    ) -> tuple[CopyPlan, list[Inventory]]:
-        """Plan, learn what all ranks have and need, then reserve this rank's segment in the background."""
-        tracked, settings = self._tracked, self._settings
-        rank_memory.refuse_other_run()
-        _, captured = tracked.settled(ahead=True)
-        layout = tracked.layout()
-        plan = CopyPlan.of(layout, tracked.ahead.refused)
-        need = layout.need(value_bytes := len(repr(captured.values)))
-        if more := recorded_beside(layout.reserved, need.layout, directory, tracked):
-            table = layout.reserved
-            need = need_of(in_order([*map(table.shard, range(len(table))), *more]), value_bytes=value_bytes)
-        is_there = directory.segment_path(tracked.world.rank, need.layout).exists()
-        inventories = course.inventory(0 if is_there else need.slot_bytes, memory.free_bytes(directory))
-        mates = local_world(inventories, tracked.world.rank)
-        missing = sum(inventories[r].need_bytes for r in mates)
-        slots = memory.slots_for(missing, min(inventories[r].free_bytes for r in mates), settings.slot_count)
-        rank_memory.open(need, slots=slots, job=settings.job)
-        course.own = rank_memory.segment
-        assert rank_memory.segment is not None
-        slots = rank_memory.segment.spec.slots
-        if mates[0] == tracked.world.rank:
-            fallback = " (3 did not fit)" if slots < 3 and settings.slot_count is None else ""
-            total = need.slot_bytes * slots * len(mates)
-            notice(
-                _logger,
-                "snapshots: %d slots%s of %.1f MB for each of %d ranks, about %.1f MB of this node's memory, in %s%s",
-                slots, fallback, need.slot_bytes / 1e6, len(mates), total / 1e6, directory.path,
-                "; with two slots snapshots are skipped while a checkpoint is being written" if slots == 2 else "",
-                is_shown=tracked.world.rank == 0,
-            )  # fmt: skip
-        return plan, inventories
-
-    def _live(
-        self, directory: JobDirectory, rank_memory: memory.RankSegments, outcome: RestoreOutcome, initialised_ns: int
-    ) -> Session:
-        settings, world = self._settings, self._tracked.world
-        mates = local_world(outcome.inventories, world.rank)
-        nodes = list(dict.fromkeys(i.node for i in outcome.inventories))
-        config = JobConfig(
-            job=settings.job,
-            root=settings.root,
-            storage_options=settings.storage_options,
-            keep_last=settings.keep_last,
-            keep_every=settings.keep_every,
-            persist_every=settings.persist_every,
-            compression=settings.compression,
-            world_size=world.size,
-            node_count=len(nodes),
-            node=nodes.index(outcome.inventories[world.rank].node),
-        )
-        life = self._life = Session(
-            tracked=self._tracked,
-            directory=directory,
-            memory=rank_memory,
-            settings=settings,
-            outcome=outcome,
-            mates=mates,
-            callback=lambda name: getattr(self, name),
-        )
-        life.begin(config, entered_ns=self._entered_ns, initialised_ns=initialised_ns)
-        return life
+        own = RestoreRequest(root=self._settings.root) if warm else request
+        opening = Opening(tracked=self._tracked, settings=self._settings, request=own, begins_fresh=warm)
+        with opening.undone_on_error():
+            opened = opening.run()
+            self._life = Session.start(
+                opened,
+                callback=lambda name: getattr(self, name),
+                entered_ns=self._entered_ns,
+                initialised_ns=initialised_ns,
+            )
+        if report is not None:
+            return replace(report, life=opened.outcome.record.number)
+        return opened.outcome.report
 
     # -- the training loop -------------------------------------------------------------------------------
 

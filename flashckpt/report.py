@@ -15,12 +15,13 @@ class RestoreReport:
         generation: The generation that took the snapshot.
         life: The generation that begins now.
         tier_bytes: Bytes that went into live state, by tier: "memory", "peer", "storage".
-        seconds: Seconds per phase: inventory, decide, plan, read, values, lineage, total.
-        missing: Required names that no source has (only with strict=False).
-        unexpected: Names of parameters, buffers and optimizer state in the source that no rank has: not restored
-            (only with strict=False or `only`).
-        damaged: One sentence per range that was read from another source than planned.
-        read_bytes: Bytes read for it, by tier: rounded up to 1 MiB chunks.
+        seconds: Seconds per phase: inventory, root, decide, structure, open, requirements, plan, names, allocate, read,
+            values, report, lineage, total.
+        missing: Names that were wanted and are in no source (only with strict=False).
+        unexpected: Names of parameters, buffers and optimizer state in the source that no rank has: left behind (only with
+            strict=False or `only`).
+        damaged: One sentence per range that came from another source than planned.
+        read_bytes: Bytes that were read for them, by tier: rounded out to 1 MiB chunks.
         manifest_bytes: Bytes of MANIFEST, which rank 0 read from storage and sent to the others; 0 without storage.
         nodes: Bytes that went into the live state of each node's ranks: host -> tier -> bytes.
         reseeded: State of this rank alone that no reachable snapshot holds: its generators were seeded from (step, rank).

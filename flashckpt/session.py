@@ -1,4 +1,4 @@
-"""One life of the worker group on one rank: from `restore()` to `close()`."""
+"""One session: what a rank has open from `restore()` to `close()`."""
 
 from __future__ import annotations
 
@@ -6,104 +6,85 @@ import atexit
 import logging
 import os
 import time
-from collections.abc import Callable, Collection, Sequence
-from dataclasses import dataclass, field
-from pathlib import Path
+from collections.abc import Collection
 from typing import Any
 
-import torch.distributed as dist
-
 from flashckpt import callbacks
-from flashckpt.core.lineage import BEGINNING
 from flashckpt.core.snapshot_id import SnapshotId
 from flashckpt.core.snapshot_request import SnapshotRequest
 from flashckpt.durability import Waiting, Wanted
 from flashckpt.errors import DamagedError, FormatVersionError
 from flashckpt.logs import guarded
-from flashckpt.restore.coordinator import RestoreOutcome
-from flashckpt.settings import Settings, next_step
-from flashckpt.shm.acks import SnapshotAcks
-from flashckpt.shm.control import Control, ControlRow
-from flashckpt.shm.job_directory import DaemonStatus, JobConfig, JobDirectory
+from flashckpt.node_place import Callback, NodePlace, OpenedJob, has_agent
+from flashckpt.settings import next_step
+from flashckpt.shm.control import ControlRow
+from flashckpt.shm.job_directory import DaemonStatus
 from flashckpt.skips import Skips
-from flashckpt.snapshot import segments as memory
 from flashckpt.snapshot.copy_plan import CopyPlan
+from flashckpt.snapshot.current_plan import CurrentPlan
 from flashckpt.snapshot.stager import Snapshot, Stager, StaleWatch
 from flashckpt.state import loaders
-from flashckpt.state.captured import Captured
-from flashckpt.state.registry import StateRegistry
 from flashckpt.state.samplers import Commits
 
 _log = guarded(logging.getLogger("flashckpt"))
 _POLL_S = 0.002
 
 
-@dataclass(eq=False, kw_only=True)
 class Session:
-    """What `Checkpointer` delegates to between restore and close.
+    """What `Checkpointer` delegates to between restore and close; `Session.start` makes one.
 
     Attributes:
+        tracked: The tracked objects.
+        directory: Of the job on this node.
+        memory: The segments of this rank.
+        outcome: Of the restore that it began with.
         mates: Global ranks of this node, ascending; the first one writes the node's records.
-        callback: Returns the user's callback of a name, or None.
         stats: Counters and seconds, for people and benchmarks.
     """
 
-    tracked: StateRegistry
-    directory: JobDirectory
-    memory: memory.RankSegments
-    settings: Settings
-    outcome: RestoreOutcome
-    mates: Sequence[int]
-    callback: Callable[[str], Callable[..., object] | None]
-    stats: dict[str, float] = field(default_factory=dict)
-
-    def begin(self, config: JobConfig, *, entered_ns: int, initialised_ns: int) -> None:
-        """Announce the job on this node, start the daemon where no agent does, and take the control row."""
-        world, record = self.tracked.world, self.outcome.record
-        self._lease, self._pid = self.directory.hold_live(), os.getpid()
-        atexit.register(self._at_exit)
-        if self._is_first:
-            self.directory.request_path("ended").unlink(missing_ok=True)
-            self.directory.write_config(config)
-            if not self.has_agent:
-                self.directory.ensure_daemon()
-        if self.has_agent and os.environ.get("LOCAL_RANK", "0") == "0":  # of each agent: a node may have several
-            self._announce()
-        control = self._control = Control.open(self.directory.control_path, rows=len(self.mates))
-        self._local_rank = self.mates.index(world.rank)
-        row = self._row = control.row(self._local_rank)
-        row.clear()
-        row.rank, row.pid, row.world_size = world.rank, os.getpid(), world.size
-        row.generation = record.number
-        row.entered, row.initialised = entered_ns, initialised_ns
-        row.restored_step = self.outcome.report.step if self.outcome.report else -1
-        row.step = self._last_step = 0 if record.parent is None else record.parent[1]
-        row.restored = row.heartbeat_ns = time.monotonic_ns()
-        row.restore_started = initialised_ns
-        self._watermark = SnapshotAcks(
-            control=control,
-            local_rank=self._local_rank,
-            rank=world.rank,
-            world_size=world.size,
-            local_world_size=len(self.mates),
-            generation=record.number,
-            store=_c10d_store() if world.size > len(self.mates) else None,
-            restored=record.parent if self.outcome.superseded is None and record.parent != BEGINNING else None,
-            parent=record.parent,
-        )
-        self._watermark.publish(self.memory.complete())
+    def __init__(self, opened: OpenedJob, place: NodePlace, callback: Callback) -> None:
+        self.tracked, self.directory, self.memory = opened.tracked, opened.directory, opened.memory
+        self.outcome, self.mates = opened.outcome, opened.mates
+        self.stats: dict[str, float] = {}
+        self._settings, self._callback = opened.settings, callback
+        self._pid, self._lease = os.getpid(), place.lease
+        self._control, self._row, self._watermark = place.control, place.row, place.watermark
+        world, generation = self.tracked.world, self.outcome.record.number
+        self._commits, self._skips = Commits(is_alone=world.size == 1), Skips(generation)
+        self._wanted, self._stale = Wanted(generation), StaleWatch()
         self._stager = Stager(self._completed, self._failed)
-        self._stager.ready()
-        self._commits, self._skips, self._wanted = (
-            Commits(is_alone=world.size == 1),
-            Skips(record.number),
-            Wanted(record.number),
+        self._plans = CurrentPlan(
+            self.tracked,
+            self.memory,
+            slots=self._settings.slot_count,
+            job=self._settings.job,
+            on_new_memory=self._skips.reopened,
+            on_new_plan=lambda: self._count("plans", 1),
         )
-        self._stale, self._optimizer_steps, self._stepped_at = StaleWatch(), 0, 0
+        self._last_step, self._stepped_at, self._optimizer_steps = self._row.step, 0, 0
         self._is_removed = False
-        self._plan: CopyPlan | None = None
-        self._failed_plan: CopyPlan | None = None
         self._committed: SnapshotId | None = None
+
+    @classmethod
+    def start(cls, opened: OpenedJob, *, callback: Callback, entered_ns: int, initialised_ns: int) -> Session:
+        """Announce the job on this node, start the daemon where no agent does, and plan the first snapshot.
+
+        Args:
+            opened: The job after its restore.
+            callback: Returns the user's callback of a name, or None.
+            entered_ns: `time.monotonic_ns()` when the program came to its checkpointer.
+            initialised_ns: The same when it came to restore.
+        """
+        place = NodePlace.take(opened, entered_ns=entered_ns, initialised_ns=initialised_ns)
+        session = cls(opened, place, callback)
+        atexit.register(session._at_exit)
+        try:
+            session._stager.ready()
+            session.plan_ahead(opened.plan)
+        except BaseException:
+            session.close()
+            raise
+        return session
 
     @property
     def has_stepped(self) -> bool:
@@ -111,20 +92,9 @@ class Session:
         return bool(self._row.first_step)
 
     @property
-    def _is_first(self) -> bool:
-        return self.mates[0] == self.tracked.world.rank
-
-    @property
     def has_agent(self) -> bool:
         """Whether dlrun watches over this rank and its daemon."""
-        return bool(os.environ.get("FLASHCKPT_AGENT_DIR"))
-
-    def _announce(self) -> None:
-        """Tell the agent of this rank which job it is."""
-        path = Path(os.environ["FLASHCKPT_AGENT_DIR"]) / "job"
-        temporary = path.with_name(f".job.{os.getpid()}")
-        temporary.write_text(str(self.directory.path))
-        temporary.replace(path)
+        return has_agent()
 
     # -- step --------------------------------------------------------------------------------------------
 
@@ -143,11 +113,11 @@ class Session:
         if not row.first_step:
             row.first_step = now
         stopping = self._control.stop_after == step
-        is_due = stopping or self.settings.is_due(step)
-        if stopping or self.settings.is_persist(step):
+        is_due = stopping or self._settings.is_due(step)
+        if stopping or self._settings.is_persist(step):
             self._wanted.owe(step)
         if not is_due and not self._skips.is_retry(step, unrecoverable=self._unrecoverable):
-            self._bind()
+            self._plans.bind()
             return
         self._stager.finish()
         self._count("finish_s", time.perf_counter() - began)
@@ -171,13 +141,13 @@ class Session:
     def _take(self, step: int) -> bool:
         """Begin a snapshot of the present state; False, at once, where no slot can be written now."""
         captured = self.tracked.capture()
-        plan, captured = self._current_plan(captured)
+        plan, captured = self._plans.of(captured)
         if not self.memory.has_slot:
             return False
         record = self.outcome.record
         request = SnapshotRequest(
             id=SnapshotId(record.number, step),
-            job=self.settings.job,
+            job=self._settings.job,
             rank=self.tracked.world.rank,
             world_size=self.tracked.world.size,
             coordinates=self.tracked.world.coordinates,
@@ -196,57 +166,9 @@ class Session:
         return True
 
     def plan_ahead(self, plan: CopyPlan | None = None) -> None:
-        """Plan what the first snapshot will consist of, optimizer state that does not exist yet included.
-
-        A restore may have brought state that nobody could foresee when memory was reserved: then other memory is
-        reserved from now on, so that it is there when the first snapshot is due.
-
-        Args:
-            plan: Made of the structure built last, where there is one.
-        """
-        if plan is None:
-            _, captured = self.tracked.settled(ahead=True)
-            plan = CopyPlan.of(self.tracked.layout(), self.tracked.ahead.refused)
-        else:
-            captured = self.tracked.capture()
-        self._plan = plan
-        if self._make_room(plan, captured):
-            self.memory.wait_if_small()
+        """Plan what the first snapshot will consist of; `plan` is of the structure built last, where there is one."""
+        self._plans.look_ahead(plan)
         loaders.put_back(self.tracked.objects)
-
-    def _bind(self) -> bool:
-        """Let state that was planned ahead take its place in the plan, once it exists; whether it did now."""
-        if self._plan is None or not self._plan.awaits or (appeared := self.tracked.appeared()) is None:
-            return False
-        self._plan = self._plan.bind(appeared)
-        return True
-
-    def _current_plan(self, captured: Captured) -> tuple[CopyPlan, Captured]:
-        """Return the plan for the state as it is; made anew only if its structure changed."""
-        plan = self._plan
-        is_current = (
-            plan is not None and plan is not self._failed_plan and plan.layout.structure is self.tracked.planned
-        )
-        is_current = is_current and plan is not None and captured.forms == plan.layout.structure.forms
-        if is_current and (self._bind() or self.tracked.holds()):
-            assert self._plan is not None
-            return self._plan, captured
-        self._count("plans", 1)
-        _, captured = self.tracked.settled()
-        plan = self._plan = CopyPlan.of(self.tracked.layout())
-        self._make_room(plan, captured)
-        return plan, captured
-
-    def _make_room(self, plan: CopyPlan, captured: Captured) -> bool:
-        """Begin to reserve other memory, beside training, if the plan, or what it still expects, does not fit; whether it was."""
-        need = plan.layout.need(len(repr(captured.values)))
-        if self.memory.fits(need):
-            return False
-        _log.info("the state has another structure now: %d tensors, a new segment", len(plan.layout.structure.names))
-        growing = sum(item.nbytes for item in plan.fresh)  # lists of tensors grow step by step: not a segment for each
-        self.memory.replace(need.with_room(growing), slots=self.settings.slot_count, job=self.settings.job)
-        self._skips.reopened()
-        return True
 
     def _skip(self, step: int) -> None:
         late = not self.memory.has_slot
@@ -291,7 +213,7 @@ class Session:
 
     def _failed(self, snapshot: Snapshot, error: Exception) -> None:
         if snapshot.needs_other_plan:
-            self._failed_plan = snapshot.plan
+            self._plans.failed(snapshot.plan)
         self._count("discarded", 1)
         request = snapshot.request
         self._wanted.discarded(request.id, error, persist=request.persist)
@@ -374,7 +296,7 @@ class Session:
         return segment is not None and any(h.is_complete and h.identity == wanted for h in segment.headers())
 
     def _call(self, name: str, *arguments: Any, may_exit: bool = False) -> None:
-        callbacks.call(name, self.callback(name), *arguments, count=self.callback_failed, may_exit=may_exit)
+        callbacks.call(name, self._callback(name), *arguments, count=self.callback_failed, may_exit=may_exit)
 
     def callback_failed(self) -> None:
         """Count a callback that raised."""
@@ -395,13 +317,8 @@ class Session:
 
     def end(self) -> None:
         """Tell the daemon that the job ended cleanly (first rank of the node; dlrun does it where it runs)."""
-        if self._is_first:
+        if self.mates[0] == self.tracked.world.rank:
             self.directory.request("ended")
-
-
-def _c10d_store() -> Any:
-    """Return the store behind the default process group: how nodes tell each other what they hold."""
-    return dist.distributed_c10d._get_default_store()  # noqa: SLF001 -- there is no public way to the store
 
 
 __all__ = ["ControlRow", "Session"]

@@ -39,10 +39,12 @@ def manifest(rank: int, shards: Sequence[Shard], values: dict[str, object] | Non
     )
 
 
-def found(manifests: Sequence[Manifest], wishes: Sequence[PeerQuery], rank: int = 0) -> list[tuple[int, int, int]]:
+def found(
+    manifests: Sequence[Manifest], queries: Sequence[tuple[str, str, Shard | None]], rank: int = 0
+) -> list[tuple[int, int, int]]:
     """Ask all parts of a directory of three ranks."""
     held = np.concatenate([peer_index.encode_held_rows(m, slot) for slot, m in enumerate(manifests)])
-    asked = peer_index.encode_queries(wishes)
+    asked = peer_index.encode_queries(itertools.starmap(PeerQuery, queries))
     answers: list[tuple[int, int, int]] = []
     for owner in range(3):
         mine, wanted = (r[peer_index.owner_of(r["key"], 3) == owner] for r in (held, asked))
@@ -113,8 +115,8 @@ def test_state_of_a_parameter_is_found_below_its_name_whatever_it_is_called_and_
     rows = [box("optimizer.a.w.exp_avg", (8, 4), (0, 0), (4, 4)), box("optimizer.a.w.step", (), (), ())]
     others = [box("optimizer.a.w.exp_avg", (8, 4), (4, 0), (4, 4)), box("optimizer.a.wb.step", (), (), ())]
     held = [manifest(0, rows), manifest(1, others)]
-    wish = ("optimizer.a.w.*", "", box("a.w", (8, 4), (0, 0), (4, 4)))
-    assert found(held, [wish]) == [(0, 0, 0), (0, 1, 0)]
+    query = ("optimizer.a.w.*", "", box("a.w", (8, 4), (0, 0), (4, 4)))
+    assert found(held, [query]) == [(0, 0, 0), (0, 1, 0)]
 
 
 def test_state_of_one_rank_is_found_under_its_own_name_else_without_coordinate_else_the_first_ones() -> None:

@@ -54,7 +54,7 @@ def snapshot_of(ckpt: Checkpointer, step: int) -> Any:
     """Something that has the request of a snapshot."""
     from types import SimpleNamespace
 
-    return SimpleNamespace(request=request_of(2, step))
+    return SimpleNamespace(request=request_of(2, step), needs_other_plan=False)
 
 
 def test_a_callback_that_exits_does_not_end_the_copy_thread_and_ends_the_program_from_step(tmp_path: Path) -> None:

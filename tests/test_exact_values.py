@@ -197,8 +197,8 @@ def test_a_plan_larger_than_its_slot_discards_the_snapshot_before_a_byte_moves(t
     ckpt.on_failure = failures.append
     life = ckpt._life
     assert life is not None
-    assert life._plan is not None
-    vars(life._plan)["end"] = 1 << 40  # as if planned for another slot
+    assert life._plans.plan is not None
+    vars(life._plans.plan)["end"] = 1 << 40  # as if planned for another slot
     step_once(model, optimizer, 1)
     ckpt.step(1)
     ckpt.step(2)
@@ -220,7 +220,7 @@ def test_a_slot_whose_header_or_file_is_too_short_is_damaged_and_not_a_raw_error
     slot = next(i for i, header in enumerate(segment.headers()) if header.is_complete)
     with segment.pin(slot) as pin:  # type: ignore[union-attr]  # it is COMPLETE
         os.truncate(path, segment.spec.data_at(slot))
-        with pytest.raises(DamagedError, match="cut short"):
+        with pytest.raises(DamagedError, match="is truncated"):
             pin.map(populate=False)
     segment.close()
 

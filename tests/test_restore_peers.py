@@ -68,7 +68,8 @@ def test_optimizer_state_that_no_source_here_names_is_asked_for_unless_it_never_
     import torch
     from test_directory import box, manifest
 
-    from flashckpt.restore import live_state
+    from flashckpt.restore.requirements import LiveState, requirements
+    from flashckpt.restore.source_names import SourceNames
     from flashckpt.state.placement import World
     from flashckpt.state.registry import StateRegistry
 
@@ -76,18 +77,19 @@ def test_optimizer_state_that_no_source_here_names_is_asked_for_unless_it_never_
     tracked = StateRegistry(World())
     tracked.add("model", model)
     tracked.add("optimizer", torch.optim.AdamW(model.parameters()))
-    structure = tracked.structure(tracked.capture())
+    live = LiveState.read(tracked)
     rows = [box("model.weight", (2, 4), (0, 0), (2, 4)), box("model.bias", (2,), (0,), (2,))]
     rows.append(box("optimizer.weight.exp_avg", (2, 4), (0, 0), (2, 4)))
 
     def unnamed(**values: object) -> list[str]:
         held = [manifest(0, rows, values)]
-        return [key for key, _, _ in live_state.requirements(tracked, structure, held, None, exact=True).unnamed]
+        return [query.filed_under for query in requirements(live, SourceNames(held), held, exact=True).unnamed]
 
     assert unnamed() == ["optimizer.bias.*"]
     assert unnamed(**{"optimizer.groups": [[{"params": ["weight"]}]]}) == ["optimizer.bias.*"]
     assert unnamed(**{"optimizer.groups": [[{"params": ["weight", "bias"]}]]}) == []
-    assert live_state.requirements(tracked, structure, [manifest(0, rows)], None).unnamed == []
+    held = [manifest(0, rows)]
+    assert requirements(live, SourceNames(held), held).unnamed == ()
 
 
 @pytest.mark.parametrize(
@@ -242,7 +244,8 @@ def test_damaged_range_of_a_peer_is_replaced_by_another_replica(tmp_path: Path) 
 
 def vanishing(rank: int, root: str, nodes: list[int]) -> dict[str, Any]:
     """Rank 0 gives its snapshot up between two rounds."""
-    from flashckpt.restore import executor, peers
+    from flashckpt.planning import pieces
+    from flashckpt.restore import peers
 
     def hook() -> None:
         whole = peers.Peers._is_current
@@ -251,7 +254,7 @@ def vanishing(rank: int, root: str, nodes: list[int]) -> dict[str, Any]:
             return whole(self, slot) and not (rank == 0 and self.round > 0)
 
         peers.Peers._is_current = is_current  # type: ignore[method-assign]  # of this process alone
-        executor.JOB_BYTES = peers.ROUND_BYTES = 1 << 20
+        pieces.JOB_BYTES = peers.ROUND_BYTES = 1 << 20
 
     return train_spread(rank, "plain", root, nodes, 2, {"width": 12_000}, hook=hook)
 
@@ -291,9 +294,10 @@ def test_rank_killed_while_it_serves_or_receives_leaves_every_source_intact(
 def counted(rank: int, root: str, nodes: list[int], options: dict[str, Any]) -> dict[str, Any]:
     """Restore and count what goes through the exchange: collectives, and the most bytes of one of them."""
     from flashckpt import collectives
-    from flashckpt.restore import executor, peers
+    from flashckpt.planning import pieces
+    from flashckpt.restore import peers
 
-    executor.JOB_BYTES, peers.ROUND_BYTES = 1 << 20, 2 << 20
+    pieces.JOB_BYTES, peers.ROUND_BYTES = 1 << 20, 2 << 20
     seen = {"gathers": 0, "groups": 0, "most": 0, "rounds": 0}
     gather, group, send = collectives.all_gather_bytes, collectives.HostGroup.__init__, collectives.HostGroup.all_to_all
 

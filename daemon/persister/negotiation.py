@@ -1,8 +1,8 @@
 """Who persists which snapshot, and when it counts: the decisions of one node, as a state machine without I/O.
 
-`Negotiation.step(event)` returns the actions to execute, in order. At most the last of them is a question
-(`protocol`): its answer is the next event, unless it failed, and then a later `Tick` begins again. There is no clock, no store and no thread
-in here: time comes with the events. `coordinator` executes; `tests/scenarios` are transcripts.
+`Negotiation.step(event)` returns the actions to execute, in order. At most the last of them is a question (`protocol`):
+its answer is the next event. Where the answer fails to come, the next `Tick` begins a new turn. There is no clock, no
+store and no thread in here: time comes with the events. `coordinator` executes; `tests/scenarios` are transcripts.
 
 What may go wrong, and what is done about it:
 

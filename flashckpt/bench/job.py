@@ -94,7 +94,7 @@ def need_of(run: JobRun) -> BenchNeed:
     )
 
 
-class Job:
+class BenchJob:
     """The processes of one run.
 
     Args:
@@ -283,7 +283,7 @@ class Job:
 
 def run_job(run: JobRun, memory: Path, scratch: Scratch | None, progress: Progress) -> dict[str, Any]:
     """Run everything and return the results; all processes have ended when this returns or raises."""
-    job = Job(run, memory, scratch, progress)
+    job = BenchJob(run, memory, scratch, progress)
     try:
         job.start()
         return job.measure()

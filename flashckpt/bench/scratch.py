@@ -24,6 +24,7 @@ from flashckpt.errors import ConfigError, FlashckptError, JobInUseError, RootErr
 from flashckpt.shm.capacity import require_capacity
 from flashckpt.shm.job_directory import memory_root
 from flashckpt.shm.private import create_file, private_directories, private_directory, remove_tree
+from flashckpt.shm.segment_file import boot_id
 from flashckpt.storage.factory import is_process_local, open_store
 from flashckpt.storage.store import Store
 
@@ -60,18 +61,14 @@ class Scratch:
 
 def owner() -> dict[str, Any]:
     """Return what tells this process from any other, on this machine or another."""
-    return {"pid": os.getpid(), "start": _start_of(os.getpid()), "boot": _boot(), "time": time.time()}
+    return {"pid": os.getpid(), "start": _start_of(os.getpid()), "boot": boot_id().hex(), "time": time.time()}
 
 
 def is_alive(marker: Mapping[str, Any]) -> bool:
     """Tell whether the run that wrote a marker still goes on; one of another machine is, for a day."""
-    if marker.get("boot") != _boot():
+    if marker.get("boot") != boot_id().hex():
         return time.time() - float(marker.get("time", 0)) < FORGOTTEN_S
     return _start_of(int(marker.get("pid", 0))) == marker.get("start") is not None
-
-
-def _boot() -> str:
-    return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
 
 
 def _start_of(pid: int) -> int | None:

@@ -1,4 +1,4 @@
-"""The first bytes of a manifest: its frame, and in a MANIFEST a summary with a digest of its own. Pure.
+"""The first bytes of a manifest: its frame, and in a MANIFEST a summary with its own digest. Pure.
 
 The summary answers what a listing asks without the whole MANIFEST, which has 150 MB at 16,384 ranks. It proves
 itself, not what follows: whoever uses a checkpoint reads its MANIFEST whole and verifies that digest.
@@ -7,13 +7,13 @@ itself, not what follows: whoever uses a checkpoint reads its MANIFEST whole and
 from __future__ import annotations
 
 import struct
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import Any, NoReturn
 
 import msgpack
 
 from flashckpt.core.digest import digest
-from flashckpt.core.records import integer, snapshot_id, text
+from flashckpt.core.records import pack, unpack
 from flashckpt.core.snapshot_id import SnapshotId
 from flashckpt.errors import DamagedError, FormatVersionError
 
@@ -54,8 +54,7 @@ class ManifestHeader:
 
 def encode_manifest_header(summary: ManifestHeader) -> bytes:
     """Return the value of the first key of a MANIFEST: u64 digest and msgpack map."""
-    fields = asdict(summary)
-    packed: bytes = msgpack.packb({**fields, "parent": None if summary.parent is None else list(summary.parent)})
+    packed: bytes = msgpack.packb(pack(summary))
     return _DIGEST.pack(digest(packed)) + packed
 
 
@@ -114,13 +113,7 @@ def decode_manifest_header(start: Any, object_bytes: int) -> ManifestHeader | No
 def _summary_from(fields: Any) -> ManifestHeader:
     if type(fields) is not dict:
         raise TypeError("the summary is not a map")
-    parent = fields["parent"]
-    numbers = ("generation", "step", "world_size", "writers", "tensors", "nbytes")
-    return ManifestHeader(
-        job=text(fields["job"]),
-        parent=None if parent is None else snapshot_id(parent),
-        **{name: integer(fields[name]) for name in numbers},
-    )
+    return unpack(ManifestHeader, fields)
 
 
 def damaged(found: str, expected: str) -> NoReturn:

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import functools
 import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from itertools import chain
 
 import msgpack
 import numpy as np
@@ -150,7 +150,7 @@ def boxes_by_name(shards: Iterable[Shard]) -> dict[str, list[tuple[tuple[int, ..
     found: dict[str, list[tuple[tuple[int, ...], tuple[int, ...]]]] = {}
     for shard in shards:
         found.setdefault(shard.fqn, []).append((shard.offsets, shard.lengths))
-    return {fqn: joined(boxes) for fqn, boxes in found.items()}
+    return {fqn: joined(boxes) if len(boxes) > 1 else boxes for fqn, boxes in found.items()}
 
 
 def _both(
@@ -182,12 +182,13 @@ def hash_rows(fqns: Iterable[str], parts: Sequence[bytes]) -> int:
     What is hashed is one msgpack array of rows, put together by hand: packing nested lists costs microseconds a row.
     """
     header = msgpack.Packer().pack_array_header(len(parts))
-    names = [fqn.encode() for fqn in fqns]
-    rows = [_row_head(len(name)) + name + part for name, part in zip(names, parts, strict=True)]
-    return int(xxhash.xxh3_64_intdigest(header + b"".join(rows)))
+    names = list(map(str.encode, fqns))
+    sizes = list(map(len, names))
+    heads = {size: _row_head(size) for size in set(sizes)}
+    rows = zip(map(heads.__getitem__, sizes), names, parts, strict=True)
+    return int(xxhash.xxh3_64_intdigest(b"".join([header, *chain.from_iterable(rows)])))
 
 
-@functools.cache
 def _row_head(name_bytes: int) -> bytes:
     """Return the msgpack headers of a row of six fields, and of its name."""
     row: bytes = msgpack.packb([""] * 6)[:1]

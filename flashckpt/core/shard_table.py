@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 from functools import cached_property
 from typing import Any
@@ -53,23 +54,76 @@ class ShardTable:
         cls, shards: Sequence[Shard], byte_offsets: Any, *, object_ids: Sequence[int] | np.ndarray | None = None
     ) -> ShardTable:
         """Return the table of `shards` that lie at `byte_offsets` (bytes) of slot or pack `object_ids` (default 0)."""
+        return cls.from_boxes(
+            [s.fqn for s in shards],
+            [s.dtype for s in shards],
+            [s.global_shape for s in shards],
+            [s.offsets for s in shards],
+            [s.lengths for s in shards],
+            byte_offsets=byte_offsets,
+            replicas=[s.replica for s in shards],
+            object_ids=object_ids,
+        )
+
+    @classmethod
+    def from_boxes(
+        cls,
+        fqns: Sequence[str],
+        dtypes: Sequence[str],
+        global_shapes: Sequence[Sequence[int]],
+        offsets: Sequence[Sequence[int]],
+        lengths: Sequence[Sequence[int]],
+        *,
+        byte_offsets: Any = None,
+        replicas: Sequence[int] | None = None,
+        object_ids: Sequence[int] | np.ndarray | None = None,
+    ) -> ShardTable:
+        """Return the table of boxes that are known to lie in their tensors, one entry per row in each sequence.
+
+        What is not given is 0 in all rows: boxes that are wanted lie nowhere yet.
+        """
+        count = len(fqns)
+        fqn_ids = {fqn: i for i, fqn in enumerate(dict.fromkeys(fqns))}
+        dtype_ids = {dtype: i for i, dtype in enumerate(dict.fromkeys(dtypes))}
+        sizes = np.array([ITEMSIZE[dtype] for dtype in dtype_ids], np.int64)
+        columns: dict[str, np.ndarray] = {
+            "fqn_id": np.array([fqn_ids[fqn] for fqn in fqns], np.uint32),
+            "dtype_id": np.array([dtype_ids[dtype] for dtype in dtypes], np.uint8),
+            "ndim": np.array([len(one) for one in lengths], np.uint8),
+            "replica": np.zeros(count, np.int32) if replicas is None else np.array(replicas, np.int32),
+            "byte_offset": np.zeros(count, np.int64) if byte_offsets is None else np.asarray(byte_offsets, np.int64),
+            "object_id": np.zeros(count, np.int32) if object_ids is None else np.asarray(object_ids, np.int32),
+        }
+        for name, boxes in zip(_DIMS, (global_shapes, offsets, lengths), strict=True):
+            columns[name] = np.fromiter(itertools.chain.from_iterable(boxes), np.int64)
+        columns["nbytes"] = _products(columns["lengths"], columns["ndim"]) * sizes[columns["dtype_id"]]
+        columns["first_chunk"] = first_chunks(columns["nbytes"])
+        return cls(list(fqn_ids), list(dtype_ids), columns)
+
+    @classmethod
+    def stacked(cls, tables: Sequence[ShardTable]) -> ShardTable:
+        """Return the rows of several tables one after another, each where it lies."""
         fqn_ids: dict[str, int] = {}
         dtype_ids: dict[str, int] = {}
-        nbytes = np.array([s.nbytes for s in shards], np.int64)
-        columns: dict[str, np.ndarray] = {
-            "fqn_id": np.array([fqn_ids.setdefault(s.fqn, len(fqn_ids)) for s in shards], np.uint32),
-            "dtype_id": np.array([dtype_ids.setdefault(s.dtype, len(dtype_ids)) for s in shards], np.uint8),
-            "ndim": np.array([len(s.lengths) for s in shards], np.uint8),
-            "replica": np.array([s.replica for s in shards], np.int32),
-            "byte_offset": np.asarray(byte_offsets, np.int64),
-            "nbytes": nbytes,
-            "first_chunk": first_chunks(nbytes),
-            "object_id": np.zeros(len(shards), np.int32) if object_ids is None else np.asarray(object_ids, np.int32),
-            "global_shape": np.array([d for s in shards for d in s.global_shape], np.int64),
-            "offsets": np.array([d for s in shards for d in s.offsets], np.int64),
-            "lengths": np.array([d for s in shards for d in s.lengths], np.int64),
-        }
+        pieces: dict[str, list[np.ndarray]] = {name: [] for name in (*_COLUMNS, *_DIMS)}
+        for table in tables:
+            names = np.array([fqn_ids.setdefault(f, len(fqn_ids)) for f in table.fqns], np.uint32)
+            kinds = np.array([dtype_ids.setdefault(d, len(dtype_ids)) for d in table.dtypes], np.uint8)
+            for name, column in pieces.items():
+                column.append(getattr(table, name))
+            pieces["fqn_id"][-1] = names[table.fqn_id] if len(table) else table.fqn_id
+            pieces["dtype_id"][-1] = kinds[table.dtype_id] if len(table) else table.dtype_id
+        columns = {name: np.concatenate(arrays) for name, arrays in pieces.items()}
+        columns["first_chunk"] = first_chunks(columns["nbytes"])
         return cls(list(fqn_ids), list(dtype_ids), columns)
+
+    def renamed(self, fqns: Sequence[str]) -> ShardTable:
+        """Return the same rows under other names, one for each entry of `self.fqns`; two may become one."""
+        ids = {fqn: i for i, fqn in enumerate(dict.fromkeys(fqns))}
+        columns = {name: getattr(self, name) for name in (*_COLUMNS, *_DIMS)}
+        if len(self):
+            columns["fqn_id"] = np.array([ids[fqn] for fqn in fqns], np.uint32)[self.fqn_id]
+        return ShardTable(list(ids), self.dtypes, columns)
 
     @classmethod
     def concatenate(cls, parts: Sequence[tuple[ShardTable, np.ndarray, int]]) -> tuple[ShardTable, np.ndarray]:
@@ -214,6 +268,16 @@ def _names(value: Any, what: str) -> list[str]:
     if type(value) is not list or not {str}.issuperset(map(type, value)) or len(set(value)) != len(value):
         raise ValueError(f"{what} is not a list of names, each once")
     return value
+
+
+def _products(column: np.ndarray, ndim: np.ndarray) -> np.ndarray:
+    """Return each row's product over its dimensions, which lie one row after another; 1 for a scalar."""
+    found = np.ones(len(ndim), np.int64)
+    starts = np.cumsum(ndim, dtype=np.int64) - ndim
+    for dim in range(int(ndim.max(initial=0))):
+        rows = np.flatnonzero(ndim > dim)
+        found[rows] *= column[starts[rows] + dim]
+    return found
 
 
 def chunk_counts(nbytes: np.ndarray) -> np.ndarray:

@@ -31,7 +31,7 @@ from flashckpt.dcp.contents import Contents, contents_of
 from flashckpt.dcp.writer import parse_step
 from flashckpt.errors import ConfigError, DisagreementError
 from flashckpt.restore.executor import Target, execute_reads
-from flashckpt.restore.live_state import bytes_of
+from flashckpt.restore.live_memory import bytes_of
 from flashckpt.restore.sources import StorageSource
 from flashckpt.state import pytree
 from flashckpt.storage.factory import open_store

@@ -20,7 +20,7 @@ from flashckpt.checkpoint.retention import Policy, prune
 from flashckpt.core.shard import ITEMSIZE, Shard
 from flashckpt.dcp import contents, names
 from flashckpt.errors import ConfigError, FlashckptError, UnsupportedStateError
-from flashckpt.restore.live_state import bytes_of
+from flashckpt.restore.live_memory import bytes_of
 from flashckpt.state.placement import dtype_name
 from flashckpt.storage.factory import open_store
 from flashckpt.storage.store import Store

@@ -15,7 +15,7 @@ from flashckpt.core.shard import ITEMSIZE, Shard
 from flashckpt.dcp.names import Path as StatePath
 from flashckpt.errors import UnsupportedStateError
 from flashckpt.interop.foreign_files import refuse_expanded
-from flashckpt.restore.live_state import bytes_of
+from flashckpt.restore.live_memory import bytes_of
 
 
 @dataclass(kw_only=True)

@@ -187,8 +187,8 @@ def _choose(pairs: _Pairs, count: int) -> tuple[Ints, npt.NDArray[np.bool_], npt
 def _tiled(pairs: _Pairs, rest: Ints) -> Ints:
     """Return the wanted boxes that their pairs among `rest` tile, none overlapping another."""
     owner, firsts = np.unique(pairs.wanted[rest], return_index=True)
-    parts = _fingerprints(pairs.low[rest], pairs.high[rest])
-    wholes = _fingerprints(pairs.start[rest][firsts], pairs.stop[rest][firsts])
+    parts = fingerprints(pairs.low[rest], pairs.high[rest])
+    wholes = fingerprints(pairs.start[rest][firsts], pairs.stop[rest][firsts])
     found: Ints = owner[np.add.reduceat(parts, firsts) == wholes]
     return found
 
@@ -202,7 +202,7 @@ def _without_replicas(pairs: _Pairs, rest: Ints) -> Ints:
     return rest[np.sort(first)]
 
 
-def _fingerprints(low: Ints, high: Ints) -> npt.NDArray[np.uint64]:
+def fingerprints(low: Ints, high: Ints) -> npt.NDArray[np.uint64]:
     """Return 64 bits per box, of which those of boxes that tile another add up to its own (see core/schema.py)."""
     dims = np.broadcast_to(np.arange(low.shape[1]), low.shape)
     found: npt.NDArray[np.uint64] = (mixed_coordinates(high, dims) - mixed_coordinates(low, dims)).prod(axis=1)

@@ -1,8 +1,8 @@
-"""Who holds what of one snapshot: a directory of rows, spread over all ranks by name. Pure, numpy only.
+"""Who holds what of one snapshot: an index of rows, spread over all ranks by name. Pure, numpy only.
 
-A restore from peers must find, for boxes that lie on no slot of a node, the slots that hold them. Telling everybody
-everything would be gigabytes per rank at 1,000 nodes. So each name has one rank that hears what is held and what
-is wanted of it, and answers: a rank sends and hears about as much as its own table is long, whatever the
+A restore from peers must find, for boxes that lie on no slot of a node, the slots that hold them. Sending everything to
+everybody would be gigabytes per rank at 1,000 nodes. So each name has one rank that receives what is held and what
+is wanted of it, and answers: a rank sends and receives about as much as its own table is long, whatever the
 size of the job. Rows travel as records of fixed width; names as their digests, so that an equal digest of another
 name could only offer a row too many.
 """
@@ -11,17 +11,18 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
-from flashckpt.core.digest import CHUNK_BYTES, digest
+from flashckpt.core.digest import digest
 from flashckpt.core.manifest import Manifest
 from flashckpt.core.shard import Shard
-from flashckpt.core.shard_table import ShardTable
+from flashckpt.core.shard_table import ShardTable, chunk_counts, ranges
 
 DIMS = 4
-"""Dimensions of a box that a record tells; of a longer box the rest is taken for intersecting."""
+"""Dimensions of a box in a record; of a longer box the rest is taken for intersecting."""
 ANYTHING = 255
 """`ndim` of a record that every box intersects."""
 COPIES = 2
@@ -32,7 +33,7 @@ RECORD = np.dtype([
 ])  # fmt: skip
 """One row that is held, or one box that is wanted.
 
-key: what the record is filed under; name: digest of the exact name (0 in a wish for any); shape, box: digests of the
+key: what the record is filed under; name: digest of the exact name (0 in a query for any); shape, box: digests of the
 global shape and of the whole box; slot: number of the slot that holds the row; row: in the table of that slot, -1 for a value.
 """
 ANSWER = np.dtype([("slot", "<u4"), ("row", "<i4"), ("copy", "u1")])
@@ -40,8 +41,20 @@ ANSWER = np.dtype([("slot", "<u4"), ("row", "<i4"), ("copy", "u1")])
 _SAME = ["key", "name", "shape", "box", "ndim"]
 
 Records = npt.NDArray[np.void]
-PeerQuery = tuple[str, str, Shard | None]
-"""What it is filed under, its exact name ("" for all that is filed there), and the box (None for all)."""
+
+
+class PeerQuery(NamedTuple):
+    """What a rank lacks.
+
+    Attributes:
+        filed_under: The key that it is filed under.
+        name: Its exact name; "" for all that is filed there.
+        shard: The box; None for all of it.
+    """
+
+    filed_under: str
+    name: str
+    shard: Shard | None
 
 
 def key_of(text: str) -> int:
@@ -50,7 +63,7 @@ def key_of(text: str) -> int:
 
 
 def owner_of(keys: npt.NDArray[np.uint64], ranks: int) -> npt.NDArray[np.int64]:
-    """Return the rank whose part of the directory each key belongs to."""
+    """Return the rank whose part of the index each key belongs to."""
     return (keys % np.uint64(ranks)).astype(np.int64)
 
 
@@ -98,9 +111,9 @@ def encode_held_rows(manifest: Manifest, slot: int) -> Records:
 
 
 def lookup(held: Records, asked: Mapping[int, Records]) -> dict[int, Records]:
-    """Return for each asking rank the rows (of ANSWER) that its wishes meet, COPIES of each box that is held alike.
+    """Return for each asking rank the rows (of ANSWER) that its queries meet, COPIES of each box that is held alike.
 
-    Ranks that ask for the same box are told different copies first, so that reading spreads over the replicas.
+    Ranks that ask for the same box are answered with different copies first, so that reading spreads over the replicas.
     """
     board = _Board(held)
     found = {}
@@ -112,18 +125,11 @@ def lookup(held: Records, asked: Mapping[int, Records]) -> dict[int, Records]:
 
 
 def part_of(manifest: Manifest, rows: Sequence[int], *, values: bool) -> Manifest:
-    """Return the manifest of some of its rows, at the same places: what a holder tells of its slot."""
-    table = manifest.table
-    shards = [table.shard(row) for row in rows]
-    places = table.byte_offset[np.asarray(rows, np.int64)] if rows else np.zeros(0, np.int64)
-    digests = [
-        manifest.digests[int(table.first_chunk[row]) :][: -(-int(table.nbytes[row]) // CHUNK_BYTES)] for row in rows
-    ]
+    """Return the manifest of some of its rows, at the same places: what a holder sends of its slot."""
+    table, chosen = manifest.table, np.asarray(rows, np.int64)
+    chunks = ranges(table.first_chunk[chosen], chunk_counts(table.nbytes[chosen]))
     return replace(
-        manifest,
-        table=ShardTable.from_shards(shards, places),
-        digests=np.concatenate(digests) if digests else np.zeros(0, np.uint64),
-        values=manifest.values if values else {},
+        manifest, table=table.take(chosen), digests=manifest.digests[chunks], values=manifest.values if values else {}
     )
 
 
@@ -141,7 +147,7 @@ class _Board:
         self._boxes = self._held[self._first]
 
     def find(self, ask: np.void, rank: int) -> Iterator[Records]:
-        """Yield, per box that the wish meets, the slots to read it from."""
+        """Yield, per box that the query meets, the slots to read it from."""
         low, high = (int(np.searchsorted(self._boxes["key"], ask["key"], side=side)) for side in ("left", "right"))
         boxes = self._boxes[low:high]
         hits = np.flatnonzero(_meets(boxes, ask))
@@ -155,7 +161,7 @@ class _Board:
 
 
 def _meets(boxes: Records, ask: np.void) -> npt.NDArray[np.bool_]:
-    """Tell which boxes may hold elements of the wish; a box of another shape always may (its owner knows how)."""
+    """Tell which boxes may hold elements of the query; a box of another shape always may (its owner knows how)."""
     low = np.maximum(boxes["at"], ask["at"])
     high = np.minimum(boxes["at"] + boxes["lengths"], ask["at"] + ask["lengths"])
     if ask["ndim"] == ANYTHING:

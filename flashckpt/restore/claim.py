@@ -1,4 +1,4 @@
-"""The beginning of a life of the worker group: its number claimed, its lineage written, abandoned slots emptied."""
+"""The beginning of a generation: its number claimed, its lineage written, abandoned slots emptied."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ _log = guarded(logging.getLogger("flashckpt"))
 def claim(
     number: int, parent: SnapshotId | None, *, world: World, root: str | None, options: Mapping[str, Any]
 ) -> Generation:
-    """Return the record of the life that begins. Collective; only rank 0 talks to the root.
+    """Return the record of the generation that begins. Collective; only rank 0 talks to the root.
 
     Args:
         number: 1 + the largest generation seen anywhere; a higher one is taken if it is claimed already.
@@ -43,8 +43,8 @@ def claim(
     token, claimed, error = secrets.token_hex(8), False, None
     if world.rank == 0 and root is not None:
         try:
-            wish = Generation(number=number, token=token, parent=parent, world_size=world.size)
-            number, claimed = _claim_on_root(root, options, wish), True
+            wanted = Generation(number=number, token=token, parent=parent, world_size=world.size)
+            number, claimed = _claim_on_root(root, options, wanted), True
         except (FlashckptError, OSError) as problem:
             error = _packed(problem) if parent in (None, BEGINNING) else None
             _log.warning("generation %d is claimed later by the daemon: %s", number, str(problem).splitlines()[0])
@@ -54,11 +54,11 @@ def claim(
     return Generation(number=number, token=token, parent=parent, world_size=world.size, claimed=claimed)
 
 
-def _claim_on_root(root: str, options: Mapping[str, Any], wish: Generation) -> int:
+def _claim_on_root(root: str, options: Mapping[str, Any], wanted: Generation) -> int:
     with root_summary.open_root(root, options) as store:
-        while not generations.claim_generation(store, wish):
-            wish = replace(wish, number=generations.newest_generation(store) + 1)
-        return wish.number
+        while not generations.claim_generation(store, wanted):
+            wanted = replace(wanted, number=generations.newest_generation(store) + 1)
+        return wanted.number
 
 
 def begin(directory: JobDirectory, record: Generation, *, rank: int, ranks: Sequence[int], own: Segment | None) -> None:
@@ -66,7 +66,7 @@ def begin(directory: JobDirectory, record: Generation, *, rank: int, ranks: Sequ
 
     Args:
         directory: Of the job on this node.
-        record: The life that begins.
+        record: The generation that begins.
         rank: This rank; it empties its own slots.
         ranks: Ranks of this node; the first also empties those of ranks that are no more.
         own: The segment this process owns already.

@@ -2,8 +2,8 @@
 
 Nothing is served on demand: a rank that restores also serves, in the same thread, in rounds that all ranks go
 through side by side. A round carries at most ROUND_BYTES to a rank and as much away from it, whatever is
-wanted, so that memory is bounded; what does not fit is told to wait. A holder sends bytes as they lie in its slot
-and the receiver verifies them: a damaged chunk, or a slot that is no more, is read elsewhere by the ordinary rule of `fill`.
+wanted, so that memory is bounded; what does not fit is deferred to the next round. A holder sends bytes as they lie in its slot
+and the receiver verifies them: a damaged chunk, or a slot that is no more, is read elsewhere by the ordinary rule of `execute`.
 """
 
 from __future__ import annotations
@@ -142,7 +142,7 @@ class Peers:
     Args:
         group: Carries host memory between the ranks.
         locations: Every slot that holds the snapshot, the same list on every rank.
-        held: What this rank answers for: slot number -> (its lease, its manifest).
+        held: What this rank answers for: slot number -> (its pin, its manifest).
         rank: This rank.
         node: Its node.
     """
@@ -172,14 +172,14 @@ class Peers:
         offers = [peer_index.encode_held_rows(manifest, slot) for slot, (_, manifest) in self._held.items()]
         held = np.concatenate([*offers, np.zeros(0, RECORD)])
         asked = peer_index.encode_queries(wanted)
-        primary = self._look_up(self._ask_directory(held, asked))
+        primary = self._look_up(self._query_index(held, asked))
         manifests = self._ask_holders()
         return [
             PeerSource(slot, self._locations[slot], manifest)
             for slot, manifest in sorted(manifests.items(), key=lambda one: (one[0] not in primary, one[0]))
         ]
 
-    def _ask_directory(self, held: peer_index.Records, asked: peer_index.Records) -> list[peer_index.Records]:
+    def _query_index(self, held: peer_index.Records, asked: peer_index.Records) -> list[peer_index.Records]:
         """Send both to where their names are filed; answer what arrives here; return what is answered."""
         ranks = self._group.ranks
         sides = [(records, peer_index.owner_of(records["key"], ranks)) for records in (held, asked)]
@@ -208,14 +208,16 @@ class Peers:
         return primary
 
     def _ask_holders(self) -> dict[int, Manifest]:
-        """Return what the holders tell of the noted rows: slot -> a manifest of them, with the values where needed."""
+        """Return what the holders send of the noted rows: slot -> a manifest of them, with the values where needed."""
         wanted: list[list[list[object]]] = [[] for _ in range(self._group.ranks)]
         for slot, rows in sorted(self._rows.items()):
             packed = np.array(sorted(rows), "<u4").tobytes()
             wanted[self._locations[slot].server].append([slot, packed, slot in self._values])
         arrived = self._group.all_to_all([[msgpack.packb(one)] for one in wanted])
-        told = [[self._tell(*one) for one in msgpack.unpackb(part)] for part in arrived]
-        replies = [msgpack.unpackb(part) for part in self._group.all_to_all([[msgpack.packb(one)] for one in told])]
+        described = [[self._describe(*one) for one in msgpack.unpackb(part)] for part in arrived]
+        replies = [
+            msgpack.unpackb(part) for part in self._group.all_to_all([[msgpack.packb(one)] for one in described])
+        ]
         found = {}
         for slot, raw in (one for reply in replies for one in reply if one[1] is not None):
             try:
@@ -224,7 +226,7 @@ class Peers:
                 _log.warning("rank %d is left out: %s", self._locations[slot].rank, error.problem)
         return found
 
-    def _tell(self, slot: int, packed: bytes, values: bool) -> tuple[int, bytes | None]:
+    def _describe(self, slot: int, packed: bytes, values: bool) -> tuple[int, bytes | None]:
         if slot not in self._held:
             return slot, None
         manifest = self._held[slot][1]
@@ -301,7 +303,7 @@ class Peers:
 
 
 class PeerExchange:
-    """What `fill` does about jobs that other nodes hold: one round of all ranks after another. See Peers.
+    """What `execute` does about jobs that other nodes hold: one round of all ranks after another. See Peers.
 
     Args:
         peers: Of the snapshot.

@@ -11,7 +11,8 @@ from flashckpt.core.shard import Shard
 from flashckpt.core.shard_table import ShardTable
 from flashckpt.core.snapshot_id import SnapshotId
 from flashckpt.errors import FlashckptError
-from flashckpt.restore.live_state import Names, absent_state
+from flashckpt.restore.absent_state import absent_state
+from flashckpt.restore.source_names import SourceNames
 from flashckpt.shm.job_directory import JobDirectory
 from flashckpt.shm.segment import Segment
 from flashckpt.state.registry import StateRegistry
@@ -41,8 +42,8 @@ def recorded_beside(table: ShardTable, layout: int, directory: JobDirectory, tra
         held_rows = manifests[0].table
         found = [held_rows.shard(row) for row in range(len(held_rows)) if held_rows.fqn(row) not in known]
         return [shard for shard in found if shard.fqn.partition("@")[0].partition(".")[0] in labels]
-    names = Names(list(_manifests(held)))
-    return [shard for one in absent_state(tracked, names) for shard in one.shards if shard.fqn not in known]
+    state = absent_state(tracked, SourceNames(list(_manifests(held))))
+    return [shard for shard in state.shards if shard.fqn not in known]
 
 
 def _slots(directory: JobDirectory) -> Iterator[tuple[SnapshotId, int, int, Path, int]]:

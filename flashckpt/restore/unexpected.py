@@ -8,6 +8,7 @@ wherever `w` is.
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -17,12 +18,12 @@ from flashckpt import collectives
 from flashckpt.core.digest import digest
 from flashckpt.core.manifest import Manifest
 from flashckpt.errors import UnexpectedStateError
-from flashckpt.restore.live_state import Names, Requirements
+from flashckpt.restore.requirements import LiveState, Requirements, is_wanted
+from flashckpt.restore.source_names import SourceNames
 from flashckpt.state import optimizer_extra, pytree
 from flashckpt.state.registry import StateRegistry
-from flashckpt.state.structure import Structure
 
-_HASHES, _ROOM, _MOST_FOLD = 6, 32, 8
+_HASHES, _BITS_PER_NAME, _MOST_FOLD = 6, 32, 8
 _OF_THE_WHOLE = frozenset({"groups", "forms", "state"})
 
 
@@ -30,12 +31,48 @@ def _base(fqn: str) -> str:
     return fqn.partition("@")[0]
 
 
-def held_names(tracked: StateRegistry, manifests: Sequence[Manifest]) -> set[str]:
+@dataclass(frozen=True, kw_only=True)
+class NameComparison:
+    """Which names the sources have, and which this rank has.
+
+    Attributes:
+        foreign: Of the sources', those that this rank has not.
+        own: Names that this rank has.
+    """
+
+    foreign: frozenset[str]
+    own: frozenset[str]
+
+
+def compare(
+    live: LiveState, names: SourceNames, manifests: Sequence[Manifest], required: Requirements, only: str | None
+) -> NameComparison:
+    """Compare the names that sources have with those that this rank has: what is unexpected follows from all ranks'.
+
+    Args:
+        live: The state that is to be filled.
+        names: Of the sources.
+        manifests: Of the sources.
+        required: What is read from them: those names are this rank's.
+        only: A pattern over names, or None.
+    """
+    held = _held_names(live.tracked, manifests)
+    own = {fqn.partition("@")[0] for fqns in (required.wanted.fqns, live.table.fqns) for fqn in fqns}
+    own |= _other_names(live.tracked, names, own, held - own)
+    foreign = held - own
+    return NameComparison(
+        foreign=frozenset(foreign if only is None else (name for name in foreign if is_wanted(name, only))),
+        own=frozenset(own),
+    )
+
+
+def _held_names(tracked: StateRegistry, manifests: Sequence[Manifest]) -> set[str]:
     """Return the parameters, buffers and state that manifests have under the tracked names of modules and optimizers.
 
     What is not tracked at all (a model read without its optimizer) is nobody's mistake and not among them.
     """
     labels, found = {*tracked.modules, *tracked.optimizers}, set[str]()
+    prefixes = tuple(f"{label}." for label in labels)
     for manifest in manifests:
         inside: set[str] = set()  # tensors that values consist of come and go with their value
         for key, value in manifest.values.items():
@@ -48,9 +85,9 @@ def held_names(tracked: StateRegistry, manifests: Sequence[Manifest]) -> set[str
                 found.update(f"{label}.{name}" for name in grouped(value))
             elif rest not in _OF_THE_WHOLE:
                 found.add(_base(key))
-        aliases = manifest.aliases
-        names = (fqn for fqn in manifest.table.fqns if fqn not in inside and fqn not in aliases)
-        found.update(base for base in map(_base, names) if base.partition(".")[0] in labels)
+        left_out = inside | manifest.aliases.keys()
+        fqns = (fqn for fqn in manifest.table.fqns if fqn.startswith(prefixes) and fqn not in left_out)
+        found.update(fqn.partition("@")[0] for fqn in fqns)
     return found
 
 
@@ -61,22 +98,20 @@ def grouped(value: Any) -> Iterable[str]:
             yield from group["params"]
 
 
-def own_names(
-    tracked: StateRegistry, structure: Structure, names: Names, wished: Requirements, held: set[str]
-) -> set[str]:
-    """Return the names that this rank has: live ones, those they are read from, and state of live parameters."""
-    own = {_base(row.entry.fqn) for row in structure.rows} | {_base(want.shard.fqn) for want in wished.wants}
-    own |= {alias for alias, full in tracked.aliases.items() if names.are_equal(alias, full)}
-    own |= {*tracked.aliases.values(), *(name for name, _ in tracked.extra_states())}
-    own |= {other for alias, other in names.aliases.items() if alias in own}
+def _other_names(tracked: StateRegistry, names: SourceNames, own: set[str], unknown: set[str]) -> set[str]:
+    """Return further names of this rank: aliases, values, and state (`unknown` so far) of its parameters."""
+    more = {alias for alias, full in tracked.aliases.items() if names.are_equal(alias, full)}
+    more |= {*tracked.aliases.values(), *(name for name, _ in tracked.extra_states())}
+    more |= {other for alias, other in names.aliases.items() if alias in own or alias in more}
     for label, optimizers in tracked.optimizers.items():
         if not all(map(optimizer_extra.says_nothing_more, optimizers)):
-            own.add(f"{label}.extra")
-        live = set(tracked.names_for(optimizers).values()) & _parameters(tracked, label)
-        own |= {f"{label}.{name}" for name in live}
-        mine = (name for name in held if name.startswith(f"{label}."))
-        own |= {name for name in mine if name.removeprefix(f"{label}.").rpartition(".")[0] in live}
-    return own
+            more.add(f"{label}.extra")
+        prefix = f"{label}."
+        here = _parameters(tracked, label)
+        more |= {prefix + name for name in here}
+        state = (name for name in unknown if name.startswith(prefix))
+        more |= {name for name in state if name[len(prefix) :].rpartition(".")[0] in here}
+    return more
 
 
 def _parameters(tracked: StateRegistry, label: str) -> set[str]:
@@ -90,8 +125,8 @@ def ungrouped(tracked: StateRegistry, manifests: Sequence[Manifest]) -> list[str
     missing = []
     for label in tracked.optimizers:
         groups = [v for m in manifests for k, v in m.values.items() if _base(k) == f"{label}.groups"]
-        known = {name for value in groups for name in grouped(value)}
-        missing += [f"{label}.{name}" for name in sorted(_parameters(tracked, label) - known) if groups]
+        recorded = {name for value in groups for name in grouped(value)}
+        missing += [f"{label}.{name}" for name in sorted(_parameters(tracked, label) - recorded) if groups]
     return missing
 
 
@@ -108,15 +143,15 @@ def nowhere(mine: Iterable[str], own: Iterable[str], *, counts: Sequence[int]) -
     """
     if collectives.is_alone():
         return sorted(mine)
-    size = _ROOM * max(1, min(sum(counts), _MOST_FOLD * max(counts, default=0)))
+    size = _BITS_PER_NAME * max(1, min(sum(counts), _MOST_FOLD * max(counts, default=0)))
     table = np.zeros(size, np.uint8)
     for name in own:
-        table[_places(name, size)] = 1
+        table[_bits(name, size)] = 1
     table = np.frombuffer(collectives.maximum(table), np.uint8)
-    return sorted(name for name in mine if not table[_places(name, size)].all())
+    return sorted(name for name in mine if not table[_bits(name, size)].all())
 
 
-def _places(name: str, size: int) -> npt.NDArray[np.int64]:
+def _bits(name: str, size: int) -> npt.NDArray[np.int64]:
     mixed = digest(name.encode())
     first, step = mixed >> 32, (mixed & 0xFFFFFFFF) | 1
     return np.array([(first + k * step) % size for k in range(_HASHES)], np.int64)

@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+import functools
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
 
 import torch
 from torch.distributed.tensor import DTensor, Replicate
 
+from flashckpt.core.manifest import Manifest
 from flashckpt.planning.peer_index import PeerQuery
-from flashckpt.restore.live_state import is_of_this_rank, is_wanted
-from flashckpt.restore.sources import Source
+from flashckpt.restore.absent_state import is_of_this_rank
+from flashckpt.restore.gaps import half_restored
+from flashckpt.restore.requirements import is_wanted
+from flashckpt.restore.source_names import SourceNames
 from flashckpt.state import loaders, optimizer_extra, optimizer_state, pytree, rng, samplers
 from flashckpt.state.registry import StateRegistry
 
@@ -22,10 +26,9 @@ Tensors = Callable[[str], torch.Tensor]
 class Values:
     """The non-tensor state of a snapshot as this rank sees it: its own manifest first."""
 
-    def __init__(self, sources: Sequence[Source], rank: int) -> None:
-        manifests = [s.manifest for s in sources]
+    def __init__(self, manifests: Sequence[Manifest], names: SourceNames, rank: int) -> None:
         self._manifests = sorted(manifests, key=lambda m: (m.rank != rank, m.rank))
-        self._names = {name for manifest in manifests for name in manifest.table.fqns if "@" in name}
+        self._names = names
         self.all: dict[str, Any] = {}
         for manifest in self._manifests:
             for key, value in manifest.values.items():
@@ -60,7 +63,7 @@ class Values:
             if not base.startswith(f"{label}.") or base.removeprefix(f"{label}.") in _OF_THE_WHOLE:
                 continue
             name, _, state_key = base.removeprefix(f"{label}.").rpartition(".")
-            if owner not in ("", suffix) and is_of_this_rank(name, suffix, self._names):
+            if owner not in ("", suffix) and is_of_this_rank(name, suffix, self._names.index):
                 continue
             known = keys.get((name, state_key))
             if known is None or _rank_of(owner, suffix) < _rank_of(known.partition("@")[2], suffix):
@@ -77,30 +80,36 @@ def _rank_of(owner: str, suffix: str) -> tuple[bool, str]:
 
 
 def unnamed_values(tracked: StateRegistry, values: Values, only: str | None) -> list[PeerQuery]:
-    """Return wishes for the values of this rank and its objects that the sources do not have under their own name."""
+    """Return queries for the values of this rank and its objects that the sources lack under their own name."""
     keys = [tracked.key_of(name, thing) for name, thing in tracked.objects.items() if is_wanted(name, only)]
     if tracked.rng and is_wanted("rng", only):
         keys.append(f"rng@{tracked.world.suffix}")
-    return [(f"={key}", "", None) for key in keys if key not in values.all]
+    return [PeerQuery(f"={key}", "", None) for key in keys if key not in values.all]
 
 
-def restore_values(
-    tracked: StateRegistry,
-    values: Values,
-    tensor: Tensors,
-    *,
-    step: int,
-    only: str | None,
-) -> tuple[list[str], list[str]]:
-    """Give every object its state back; return what was missing, and what was seeded anew.
+class Applied(NamedTuple):
+    """What became of the values: names that were missing, and generators that were seeded from (step, rank)."""
+
+    missing: list[str]
+    reseeded: list[str]
+
+
+def apply_values(
+    tracked: StateRegistry, values: Values, tensors: Mapping[str, torch.Tensor], *, step: int, only: str | None
+) -> Applied:
+    """Give every object its state back.
 
     Args:
         tracked: The live objects.
         values: Of the snapshot.
-        tensor: `tensor(name)` gives the tensors that objects' state consists of, filled.
+        tensors: Those that objects' state consists of, filled, by name.
         step: The restored step; seeds generators whose own state was never taken.
         only: A pattern over names, or None.
+
+    Raises:
+        ShardGapError: A value consists of a tensor that no source has.
     """
+    tensor = functools.partial(_filled, tensors)
     missing = []
     # samplers last: asked for its state before the restore, a stateful loader began an iterator, which it drops now
     for name, thing in sorted(tracked.objects.items(), key=lambda item: samplers.is_sampler(item[1])):
@@ -125,11 +134,18 @@ def restore_values(
             module.set_extra_state(pytree.unflatten(value, tensor, place=_to_device))
         else:
             missing.append(name)
-    return missing, _restore_rng(tracked, values, step) if tracked.rng and is_wanted("rng", only) else []
+    reseeded = _restore_rng(tracked, values, step) if tracked.rng and is_wanted("rng", only) else []
+    return Applied(missing, reseeded)
+
+
+def _filled(tensors: Mapping[str, torch.Tensor], name: str) -> torch.Tensor:
+    if name not in tensors:
+        raise half_restored([name])
+    return tensors[name]
 
 
 def missing_values(tracked: StateRegistry, values: Values, only: str | None) -> list[str]:
-    """Return what `restore_values` would find missing, before any live tensor is written."""
+    """Return what `apply_values` would find missing, before any live tensor is written."""
     things = [(name, tracked.key_of(name, thing)) for name, thing in tracked.objects.items()]
     things += [(name, name) for name, _ in tracked.extra_states()]
     missing = [name for name, key in things if is_wanted(name, only) and not values.find(key)[0]]
@@ -142,11 +158,15 @@ def missing_values(tracked: StateRegistry, values: Values, only: str | None) -> 
 
 
 def _missing_state(tracked: StateRegistry, label: str, values: Values) -> list[str]:
+    recorded = values.of_parameters(label, tracked.world.suffix)
+    live = tracked.names_for(tracked.optimizers[label])
     missing = [
-        f"{label}.{name}.{key}"
-        for optimizer, param, name, recorded in _per_parameter(tracked, label, values)
-        for key, value in optimizer.state.get(param, {}).items()
-        if not isinstance(value, torch.Tensor) and str(key) not in recorded
+        f"{label}.{live[id(param)]}.{key}"
+        for optimizer in tracked.optimizers[label]
+        for param, state in optimizer.state.items()
+        if isinstance(param, torch.Tensor) and id(param) in live
+        for key, value in state.items()
+        if not isinstance(value, torch.Tensor) and str(key) not in recorded.get(live[id(param)], ())
     ]
     optimizers = tracked.optimizers[label]
     found, others = values.find(f"{label}.state@{tracked.world.suffix}")
@@ -195,12 +215,14 @@ def _restore_state(tracked: StateRegistry, label: str, values: Values, tensor: T
 def _per_parameter(
     tracked: StateRegistry, label: str, values: Values
 ) -> Iterator[tuple[torch.optim.Optimizer, torch.Tensor, str, dict[str, Any]]]:
+    """Yield (optimizer, parameter, its name, recorded state) of every parameter with state that is no tensor."""
     by_name = values.of_parameters(label, tracked.world.suffix)
-    for optimizer in tracked.optimizers[label]:
+    for optimizer in tracked.optimizers[label] if by_name else ():
         names = tracked.names_for([optimizer])
         for param in optimizer_state.parameters(optimizer):
             name = names[id(param)]
-            yield optimizer, param, name, by_name.get(name, {})
+            if name in by_name:
+                yield optimizer, param, name, by_name[name]
 
 
 def _to_device(tensor: torch.Tensor, mark: Any) -> torch.Tensor:

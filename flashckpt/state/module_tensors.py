@@ -95,6 +95,7 @@ def _walk(found: ModuleTensors, label: str, part: nn.Module) -> None:
         for prefix, module in named
         if isinstance(module, DistributedDataParallel)
     }
+    is_unwrapped = not wrapped
     for prefix, module in named:
         parameters, buffers = module._parameters, module._buffers  # noqa: SLF001 -- named_parameters() drops the owner of each
         if modules.saves_in_its_own_way(type(module)):
@@ -102,15 +103,21 @@ def _walk(found: ModuleTensors, label: str, part: nn.Module) -> None:
         if not parameters and not buffers:
             continue
         clean = modules.strip(prefix, wrapped)
-        ranks = next((r for p, r in wrapped.items() if prefix == p or prefix.startswith(f"{p}." if p else "")), None)
+        ranks = None if is_unwrapped else _ranks_around(prefix, wrapped)
         dot = f"{label}.{clean}." if clean else f"{label}."
         transient = module._non_persistent_buffers_set  # noqa: SLF001 -- the only place that says so
-        for key, parameter in parameters.items():
-            if parameter is not None:
-                _append(found, dot + key, parameter, ranks, is_parameter=True)
-        for key, buffer in buffers.items():
-            if buffer is not None and key not in transient:
-                _append(found, dot + key, buffer, ranks, is_parameter=False)
+        own = [(key, one) for key, one in parameters.items() if one is not None]
+        count = len(own)
+        own += [(key, one) for key, one in buffers.items() if one is not None and key not in transient]
+        found.names += [dot + key for key, _ in own]
+        found.tensors += [tensor for _, tensor in own]
+        found.is_parameter += [True] * count + [False] * (len(own) - count)
+        found.ddp_ranks += [ranks] * len(own)
+
+
+def _ranks_around(prefix: str, wrapped: Mapping[str, tuple[int, ...]]) -> tuple[int, ...] | None:
+    """Return the ranks of the DDP wrapper around a module."""
+    return next((r for p, r in wrapped.items() if prefix == p or prefix.startswith(f"{p}." if p else "")), None)
 
 
 def _append(

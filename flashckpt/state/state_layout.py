@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import chain
@@ -16,7 +16,7 @@ from flashckpt.core.shard import ITEMSIZE, Shard, hash_rows, hashed_part, layout
 from flashckpt.core.shard_table import first_chunks
 from flashckpt.state.box_sets import BoxSet
 from flashckpt.state.placement import Box, shard_of
-from flashckpt.state.structure import Structure
+from flashckpt.state.structure import Structure, first_double
 
 MANIFEST_SLACK_BYTES = 256 << 10
 Ints = npt.NDArray[np.int64]
@@ -87,7 +87,7 @@ class StateLayout:
             table=table,
             table_bytes=encode_table(table),
             total=placement.total,
-            signature=hash_rows(fqns, [pieces.hashed[row] for row in rows.tolist()]),
+            signature=hash_rows(fqns, list(map(pieces.hashed.__getitem__, rows.tolist()))),
             row_tensors=tensors,
             row_boxes=rows,
             boxes=pieces.boxes,
@@ -98,6 +98,11 @@ class StateLayout:
         layout = self._with_forecast
         room = manifest_room(layout.table, len(layout.table_bytes), value_bytes)
         return MemoryNeed(layout=layout.signature, data_bytes=layout.total, manifest_bytes=room)
+
+    def places(self, rows: Iterable[int]) -> tuple[list[int], list[int]]:
+        """Return the places of the tensors and of the boxes of `rows`."""
+        numbers = np.fromiter(rows, np.int64)
+        return self.row_tensors[numbers].tolist(), self.row_boxes[numbers].tolist()
 
     @cached_property
     def _with_forecast(self) -> StateLayout:
@@ -132,7 +137,7 @@ class _Pieces:
 
 
 def _table(names: Sequence[str], tensors: Ints, pieces: _Pieces, rows: Ints, offsets: Ints) -> ShardTable:
-    unique = list(dict.fromkeys(names))
+    unique = list(names) if first_double(names) is None else list(dict.fromkeys(names))
     numbers = {name: number for number, name in enumerate(unique)} if len(unique) < len(names) else {}
     of_tensor = np.array([numbers[name] for name in names], np.uint32) if numbers else np.arange(len(names))
     kinds = list(dict.fromkeys(pieces.dtypes))

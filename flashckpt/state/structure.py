@@ -210,6 +210,12 @@ def arranged(
     )
 
 
+def first_double(names: Sequence[str]) -> str | None:
+    """Return the first of ascending names that is there twice."""
+    equal = list(map(operator.eq, names, names[1:]))
+    return names[equal.index(True)] if True in equal else None
+
+
 def structure_of(entries: Iterable[Entry]) -> Structure:
     """Return the Structure of entries that were made one by one; the order they come in does not matter."""
     entries = list(entries)

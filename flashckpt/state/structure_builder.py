@@ -17,7 +17,7 @@ from flashckpt.state.deferred_optimizer import DeferredState
 from flashckpt.state.module_tensors import ModuleTensors, two_of_one_name
 from flashckpt.state.optimizer_entries import NamedParameters, OptimizerEntries, StateColumns
 from flashckpt.state.placement import Replication, World, spread_of_dtensor, spread_of_plain
-from flashckpt.state.structure import Forecast, Structure, arranged
+from flashckpt.state.structure import Forecast, Structure, arranged, first_double
 
 Optimizers = Mapping[str, Sequence[torch.optim.Optimizer]]
 
@@ -67,8 +67,6 @@ def build(tracked: Tracked) -> tuple[Structure, OptimizerEntries]:
     state = entries.columns
     columns.extend(state.names, state.tensors, state.sets, state.fenced)
     _enter_captured(columns, tracked, box_sets)
-    if len(set(columns.names)) < len(columns.names):
-        raise two_of_one_name(_first_double(columns.names))
     structure = arranged(
         columns.names,
         columns.tensors,
@@ -81,6 +79,8 @@ def build(tracked: Tracked) -> tuple[Structure, OptimizerEntries]:
         fresh=frozenset(tracked.captured.tensors),
         forms=tracked.captured.forms,
     )
+    if (double := first_double(structure.names)) is not None:
+        raise two_of_one_name(double)
     return structure, entries
 
 
@@ -158,8 +158,3 @@ def _enter_captured(columns: StateColumns, tracked: Tracked, box_sets: BoxSets) 
         if isinstance(tensor, DTensor):
             spread = spread_of_dtensor(tensor, tracked.world)
         columns.extend([name], [tensor], [box_sets.add(name, tensor, spread)], [False])
-
-
-def _first_double(names: Sequence[str]) -> str:
-    seen: set[str] = set()
-    return next(name for name in names if name in seen or seen.add(name))  # type: ignore[func-returns-value]  # add returns None

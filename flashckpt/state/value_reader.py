@@ -62,7 +62,7 @@ class ValueReader:
 
     def take(self, entries: OptimizerEntries) -> None:
         """Take note of the optimizers' state: what of it is no tensor."""
-        self.values, self._forms, self._groups = entries.values, entries.forms, {}
+        self.values, self._forms = entries.values, entries.forms
         self._others = [
             (label, [dict.fromkeys(optimizer_state.other_keys(optimizer), optimizer.state) for optimizer in group])
             for label, group in self._tracked.optimizers.items()

@@ -1,0 +1,163 @@
+"""What restoring very many tensors costs: CPU seconds of each step of a restore, from memory and from storage.
+
+A model of N small parameters under AdamW takes one step and one snapshot, which is committed; that is 4 N tensors. Then
+fresh processes restore it: from this node's memory, and from storage with an empty memory of their own. Told are the
+CPU seconds of every phase (all threads of the process) and of all of `restore()`, as medians over the runs with the
+least and the most. CPU time, not wall time, so that a busy machine can be used. The bytes of each tensor are few: what
+is measured is what tensors cost by themselves.
+
+    python benchmarks/many_tensors_restore.py [N] [--runs R] [--json FILE] [--profile memory|storage]
+
+`--profile` prints where one restore from that tier spent its time, instead of the table.
+"""
+
+from __future__ import annotations
+
+import argparse
+import cProfile
+import json
+import os
+import platform
+import pstats
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+ROWS, COLUMNS = 4, 8
+PER_BLOCK = 100
+STRUCTURE = "structure"
+"""The phase that reads what the live objects consist of; everything else is what a restore does with it."""
+
+
+def objects(count: int, *, stepped: bool) -> tuple[Any, Any]:
+    """Return a module with `count` parameters of 4 x 8 float32, and its optimizer."""
+    import torch
+
+    model = torch.nn.Module()
+    model.blocks = torch.nn.ModuleList()
+    for first in range(0, count, PER_BLOCK):
+        block = torch.nn.Module()
+        for k in range(min(PER_BLOCK, count - first)):
+            block.register_parameter(f"w{k}", torch.nn.Parameter(torch.full((ROWS, COLUMNS), float(first + k))))
+        model.blocks.append(block)
+    optimizer = torch.optim.AdamW(model.parameters(), foreach=True)
+    if stepped:
+        for parameter in model.parameters():
+            parameter.grad = torch.ones_like(parameter)
+        optimizer.step()
+    return model, optimizer
+
+
+def save(count: int, root: str) -> None:
+    """Take one snapshot of step 1 and wait until it is committed."""
+    import flashckpt
+
+    model, optimizer = objects(count, stepped=True)
+    checkpointer = flashckpt.Checkpointer(root, job="many-tensors", persist_every=1)
+    checkpointer.track(model=model, optimizer=optimizer)
+    checkpointer.restore()
+    checkpointer.step(1)
+    checkpointer.wait(1800)
+    os._exit(0)  # as if killed: memory stays for the next process
+
+
+def restore(count: int, root: str, *, profiled: bool) -> dict[str, Any]:
+    """Restore in this process; return CPU seconds by phase, and check one value of each kind."""
+    import flashckpt
+    from flashckpt.restore.phases import Phases
+
+    model, optimizer = objects(count, stepped=False)
+    checkpointer = flashckpt.Checkpointer(root, job="many-tensors", persist_every=1)
+    checkpointer.track(model=model, optimizer=optimizer)
+    seen: list[Phases] = []
+    make_report = Phases.report
+
+    def reporting(self: Phases) -> dict[str, float]:
+        seen.append(self)
+        return make_report(self)
+
+    Phases.report = reporting  # type: ignore[method-assign]  # the phases are nobody's business but a benchmark's
+    profile = cProfile.Profile()
+    began = time.process_time()
+    report = profile.runcall(checkpointer.restore) if profiled else checkpointer.restore()
+    total = time.process_time() - began
+    assert report is not None
+    assert report.step == 1
+    last = next(reversed(list(model.parameters())))
+    assert set(optimizer.state[last]) == {"step", "exp_avg", "exp_avg_sq"}
+    if profiled:
+        pstats.Stats(profile, stream=sys.stderr).sort_stats("tottime").print_stats(40)
+    phases = dict(seen[-1].cpu_seconds)
+    pipeline = sum(phases.values()) - phases.get(STRUCTURE, 0.0)
+    return {"tier": report.tier, "phases": phases, "pipeline": pipeline, "total": total}
+
+
+def child(role: str, count: int, root: str, memory: Path, *flags: str) -> str:
+    """Run this program in a process of its own, with its memory in `memory`."""
+    memory.mkdir(exist_ok=True)
+    environment = {**os.environ, "FLASHCKPT_SHM_DIR": str(memory)}
+    words = [sys.executable, __file__, str(count), "--role", role, "--root", root, *flags]
+    return subprocess.run(words, env=environment, check=True, stdout=subprocess.PIPE, text=True).stdout
+
+
+def measured(count: int, runs: int, profiled: str | None) -> dict[str, list[dict[str, Any]]]:
+    """Return what each run cost, by tier."""
+    found: dict[str, list[dict[str, Any]]] = {"memory": [], "storage": []}
+    with (
+        tempfile.TemporaryDirectory(dir="/dev/shm", prefix="flashckpt-many-") as scratch,
+        tempfile.TemporaryDirectory() as disk,
+    ):
+        child("save", count, disk, Path(scratch) / "job")
+        for run in range(runs):
+            for tier, memory in (("memory", Path(scratch) / "job"), ("storage", Path(scratch) / f"empty{run}")):
+                if profiled in (None, tier):
+                    flags = ["--profile", tier] if profiled else []
+                    found[tier].append(json.loads(child("restore", count, disk, memory, *flags).splitlines()[-1]))
+    return found
+
+
+def table(count: int, found: dict[str, list[dict[str, Any]]]) -> str:
+    """Return medians (least to most) of CPU seconds by phase."""
+    lines = [f"{count} parameters, {4 * count} tensors: CPU s, median (least to most)", ""]
+    for tier, runs in found.items():
+        lines.append(f"from {tier}")
+        names = [*dict.fromkeys(name for run in runs for name in run["phases"])]
+        rows = {name: [run["phases"].get(name, 0.0) for run in runs] for name in names}
+        rows |= {f"all phases but {STRUCTURE}": [run["pipeline"] for run in runs]}
+        rows |= {"restore() in all": [run["total"] for run in runs]}
+        for name, values in rows.items():
+            spread = f"({min(values):.3f} to {max(values):.3f})"
+            lines.append(f"  {name:<26} {statistics.median(values):>8.3f} {spread}")
+    return "\n".join(lines)
+
+
+def main() -> None:
+    """Read the command line and measure."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("count", type=int, nargs="?", default=100_000, help="parameters (100,000)")
+    parser.add_argument("--runs", type=int, default=3, help="restores from each tier (3)")
+    parser.add_argument("--json", type=Path, help="write all figures to this file")
+    parser.add_argument("--profile", choices=("memory", "storage"), help="profile one restore from this tier")
+    parser.add_argument("--role", choices=("save", "restore"), help=argparse.SUPPRESS)
+    parser.add_argument("--root", help=argparse.SUPPRESS)
+    options = parser.parse_args()
+    if options.role == "save":
+        save(options.count, options.root)
+    elif options.role == "restore":
+        print(json.dumps(restore(options.count, options.root, profiled=options.profile is not None)))
+        sys.stdout.flush()
+        os._exit(0)
+    else:
+        found = measured(options.count, 1 if options.profile else options.runs, options.profile)
+        print(table(options.count, found))
+        if options.json:
+            machine = {"python": platform.python_version(), "cores": os.cpu_count(), "machine": platform.machine()}
+            options.json.write_text(json.dumps({"count": options.count, "machine": machine, "runs": found}, indent=1))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,153 @@
+"""A rank takes its place on its node: the job announced, the daemon started, the control row, the acknowledgements."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch.distributed as dist
+
+from flashckpt.core.lineage import BEGINNING
+from flashckpt.planning.inventory import local_world
+from flashckpt.restore.coordinator import RestoreOutcome
+from flashckpt.settings import Settings
+from flashckpt.shm.acks import SnapshotAcks
+from flashckpt.shm.control import Control, ControlRow
+from flashckpt.shm.job_directory import JobConfig, JobDirectory
+from flashckpt.shm.lease import Lease
+from flashckpt.snapshot.copy_plan import CopyPlan
+from flashckpt.snapshot.segments import RankSegments
+from flashckpt.state.registry import StateRegistry
+
+Callback = Callable[[str], Callable[..., object] | None]
+"""Returns the user's callback of a name, or None."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OpenedJob:
+    """A job after its restore, on one rank.
+
+    Attributes:
+        tracked: The tracked objects.
+        directory: Of the job on this node.
+        memory: The segments of this rank.
+        settings: Of the checkpointer.
+        outcome: Of the restore.
+        plan: Made before the restore, where it still is one for the state; else None.
+    """
+
+    tracked: StateRegistry
+    directory: JobDirectory
+    memory: RankSegments
+    settings: Settings
+    outcome: RestoreOutcome
+    plan: CopyPlan | None
+
+    @property
+    def mates(self) -> Sequence[int]:
+        """Global ranks of this node, ascending."""
+        return local_world(self.outcome.inventories, self.tracked.world.rank)
+
+    @property
+    def config(self) -> JobConfig:
+        """What the daemon of this node has to know."""
+        settings, inventories = self.settings, self.outcome.inventories
+        nodes = list(dict.fromkeys(i.node for i in inventories))
+        return JobConfig(
+            job=settings.job,
+            root=settings.root,
+            storage_options=settings.storage_options,
+            keep_last=settings.keep_last,
+            keep_every=settings.keep_every,
+            persist_every=settings.persist_every,
+            compression=settings.compression,
+            world_size=self.tracked.world.size,
+            node_count=len(nodes),
+            node=nodes.index(inventories[self.tracked.world.rank].node),
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class NodePlace:
+    """What a rank holds on its node while its session lasts.
+
+    Attributes:
+        lease: Says that the job lives; ends with this process.
+        control: The page that agent, daemon and ranks share.
+        row: This rank's row in it.
+        watermark: Which snapshots this rank, and all ranks, hold.
+    """
+
+    lease: Lease
+    control: Control
+    row: ControlRow
+    watermark: SnapshotAcks
+
+    @classmethod
+    def take(cls, opened: OpenedJob, *, entered_ns: int, initialised_ns: int) -> NodePlace:
+        """Announce the job on this node, start the daemon where no agent does, and take the control row."""
+        directory, mates, world = opened.directory, opened.mates, opened.tracked.world
+        lease = directory.hold_live()
+        if mates[0] == world.rank:
+            directory.request_path("ended").unlink(missing_ok=True)
+            directory.write_config(opened.config)
+            if not has_agent():
+                directory.ensure_daemon()
+        if has_agent() and os.environ.get("LOCAL_RANK", "0") == "0":  # of each agent: a node may have several
+            _announce(directory)
+        control = Control.open(directory.control_path, rows=len(mates))
+        row = control.row(mates.index(world.rank))
+        _fill(row, opened, entered_ns=entered_ns, initialised_ns=initialised_ns)
+        watermark = _acks(opened, control)
+        watermark.publish(opened.memory.complete())
+        return cls(lease=lease, control=control, row=row, watermark=watermark)
+
+
+def has_agent() -> bool:
+    """Whether dlrun watches over this rank and its daemon."""
+    return bool(os.environ.get("FLASHCKPT_AGENT_DIR"))
+
+
+def _announce(directory: JobDirectory) -> None:
+    """Tell the agent of this rank which job it is."""
+    path = Path(os.environ["FLASHCKPT_AGENT_DIR"]) / "job"
+    temporary = path.with_name(f".job.{os.getpid()}")
+    temporary.write_text(str(directory.path))
+    temporary.replace(path)
+
+
+def _fill(row: ControlRow, opened: OpenedJob, *, entered_ns: int, initialised_ns: int) -> None:
+    world, record, report = opened.tracked.world, opened.outcome.record, opened.outcome.report
+    row.clear()
+    row.rank, row.pid, row.world_size = world.rank, os.getpid(), world.size
+    row.generation = record.number
+    row.entered, row.initialised = entered_ns, initialised_ns
+    row.restored_step = report.step if report else -1
+    row.step = 0 if record.parent is None else record.parent.step
+    row.restored = row.heartbeat_ns = time.monotonic_ns()
+    row.restore_started = initialised_ns
+
+
+def _acks(opened: OpenedJob, control: Control) -> SnapshotAcks:
+    world, mates, outcome = opened.tracked.world, opened.mates, opened.outcome
+    record = outcome.record
+    return SnapshotAcks(
+        control=control,
+        local_rank=mates.index(world.rank),
+        rank=world.rank,
+        world_size=world.size,
+        local_world_size=len(mates),
+        generation=record.number,
+        store=_c10d_store() if world.size > len(mates) else None,
+        restored=record.parent if outcome.superseded is None and record.parent != BEGINNING else None,
+        parent=record.parent,
+    )
+
+
+def _c10d_store() -> Any:
+    """Return the store behind the default process group: how nodes tell each other what they hold."""
+    return dist.distributed_c10d._get_default_store()  # noqa: SLF001 -- there is no public way to the store

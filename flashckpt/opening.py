@@ -1,0 +1,130 @@
+"""From tracked objects to a job that is open on this rank: state planned, memory reserved, the newest state restored."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+
+import torch
+
+from flashckpt.logs import notice
+from flashckpt.node_place import OpenedJob
+from flashckpt.planning.inventory import Inventory, local_world
+from flashckpt.restore.coordinator import RestoreCoordinator, RestoreRequest
+from flashckpt.restore.recorded import recorded_beside
+from flashckpt.settings import Settings
+from flashckpt.shm.job_directory import JobDirectory
+from flashckpt.shm.job_id import root_digest
+from flashckpt.snapshot import segments
+from flashckpt.snapshot.copy_plan import CopyPlan
+from flashckpt.state import replication
+from flashckpt.state.registry import StateRegistry
+from flashckpt.state.state_layout import MemoryNeed, need_of
+from flashckpt.state.structure import in_order
+
+_logger = logging.getLogger("flashckpt")
+
+
+@dataclass(eq=False, kw_only=True)
+class Opening:
+    """The opening of one job on one rank. Collective.
+
+    Args:
+        tracked: The tracked objects.
+        settings: Of the checkpointer.
+        request: What is to be restored of this job.
+        begins_fresh: The state was filled from elsewhere: nothing of this job is restored.
+    """
+
+    tracked: StateRegistry
+    settings: Settings
+    request: RestoreRequest
+    begins_fresh: bool
+    directory: JobDirectory = field(init=False)
+    memory: segments.RankSegments = field(init=False)
+
+    def __post_init__(self) -> None:
+        settings = self.settings
+        self.directory = JobDirectory.open(settings.job)
+        self.memory = segments.RankSegments(
+            self.directory,
+            root_digest=root_digest(settings.root),
+            rank=self.tracked.world.rank,
+            pin_for=torch.cuda.current_device() if torch.cuda.is_available() and torch.cuda.is_initialized() else None,  # type: ignore[no-untyped-call]  # torch leaves it without types
+        )
+
+    @contextlib.contextmanager
+    def undone_on_error(self) -> Iterator[None]:
+        """Give everything up where something is raised: restore() may be called again, with other arguments."""
+        try:
+            yield
+        except BaseException:
+            self.memory.release()
+            self.directory.let_go()
+            raise
+
+    def run(self) -> OpenedJob:
+        """Plan, reserve memory, restore.
+
+        Raises:
+            FlashckptError: As `Checkpointer.restore` says.
+        """
+        coordinator = RestoreCoordinator(
+            tracked=self.tracked,
+            directory=self.directory,
+            options=self.settings.storage_options,
+            request=self.request,
+        )
+        self.memory.refuse_other_run()
+        plan, inventories = self._open_memory(coordinator)
+        begin = coordinator.begin_fresh if self.begins_fresh else coordinator.run
+        outcome = begin(inventories, own=self.memory.segment)
+        if outcome.report is None and not self.begins_fresh:
+            replication.verify(plan.layout.structure)
+        is_current = self.tracked.planned is plan.layout.structure and outcome.report is None
+        return OpenedJob(
+            tracked=self.tracked,
+            directory=self.directory,
+            memory=self.memory,
+            settings=self.settings,
+            outcome=outcome,
+            plan=plan if is_current else None,
+        )
+
+    def _open_memory(self, coordinator: RestoreCoordinator) -> tuple[CopyPlan, list[Inventory]]:
+        """Plan, learn what all ranks have and need, then reserve this rank's segment in the background."""
+        directory, rank = self.directory, self.tracked.world.rank
+        plan, need = self._plan()
+        is_there = directory.segment_path(rank, need.layout).exists()
+        inventories = coordinator.gather(0 if is_there else need.slot_bytes, segments.free_bytes(directory))
+        mates = local_world(inventories, rank)
+        missing, wanted = sum(inventories[r].need_bytes for r in mates), self.settings.slot_count
+        slots = segments.slots_for(missing, min(inventories[r].free_bytes for r in mates), wanted)
+        self.memory.open(need, slots=slots, job=self.settings.job)
+        assert self.memory.segment is not None
+        if mates[0] == rank:
+            self._say(self.memory.segment.spec.slots, need, ranks=len(mates))
+        return plan, inventories
+
+    def _plan(self) -> tuple[CopyPlan, MemoryNeed]:
+        """Plan the state as it is, with what the first step will make; reserve also for what a restore will bring."""
+        _, captured = self.tracked.settled(ahead=True)
+        layout = self.tracked.layout()
+        need = layout.need(value_bytes := len(repr(captured.values)))
+        if more := recorded_beside(layout.reserved, need.layout, self.directory, self.tracked):
+            planned = map(layout.reserved.shard, range(len(layout.reserved)))
+            need = need_of(in_order([*planned, *more]), value_bytes=value_bytes)
+        return CopyPlan.of(layout, self.tracked.ahead.refused), need
+
+    def _say(self, slots: int, need: MemoryNeed, *, ranks: int) -> None:
+        fallback = " (3 did not fit)" if slots < 3 and self.settings.slot_count is None else ""
+        total = need.slot_bytes * slots * ranks
+        notice(
+            _logger,
+            "snapshots: %d slots%s of %.1f MB for each of %d ranks, about %.1f MB of this node's memory, in %s%s",
+            slots, fallback, need.slot_bytes / 1e6, ranks, total / 1e6, self.directory.path,
+            "; with two slots snapshots are skipped while a checkpoint is being written" if slots == 2 else "",
+            is_shown=self.tracked.world.rank == 0,
+        )  # fmt: skip

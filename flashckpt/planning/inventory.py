@@ -1,0 +1,128 @@
+"""What each rank publishes before a restore: the snapshots of its node, its lineage, its need of memory. Pure."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+from flashckpt.core import records
+from flashckpt.core.generation import Generation
+from flashckpt.core.snapshot_id import SnapshotId
+
+
+class HeldSlot(NamedTuple):
+    """One COMPLETE slot.
+
+    Attributes:
+        rank: Global rank that took it.
+        generation, step: Its snapshot id.
+        world_size: Ranks of its worker group.
+        layout_hash: Of its segment.
+        parent: What its generation was restored from.
+    """
+
+    rank: int
+    generation: int
+    step: int
+    world_size: int
+    layout_hash: int
+    parent: SnapshotId | None
+
+
+class Member(NamedTuple):
+    """A rank of a worker group."""
+
+    generation: int
+    rank: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Inventory:
+    """What one rank publishes: the COMPLETE slots of its node, its node's lineage, its need of memory.
+
+    Attributes:
+        node: Name of the node: equal for ranks that share a job directory.
+        slots: Each COMPLETE slot.
+        generation: What the node's generation record says, or None.
+        restart: Restarts so far under the rank's agent; above 0 the memory tier is current.
+        need_bytes: Bytes of one slot of this rank that are not reserved yet.
+        free_bytes: Room on the node before anybody reserves.
+        members: Every rank that last ran on the node, whatever it holds.
+        host: Name of the node, for people.
+        request: What the rank was asked to restore; one and the same on all.
+        committed: Newest checkpoint that the node's daemon knows of on the root, or None.
+        damage: Why the node's generation record cannot be read; "" if it can.
+    """
+
+    node: str
+    slots: tuple[HeldSlot, ...] = ()
+    generation: Generation | None = None
+    restart: int = 0
+    need_bytes: int = 0
+    free_bytes: int = 0
+    members: tuple[Member, ...] = ()
+    host: str = ""
+    request: str = ""
+    committed: SnapshotId | None = None
+    damage: str = ""
+
+    def pack(self) -> list[Any]:
+        """Return it as msgpack types."""
+        sizes = [self.restart, self.need_bytes, self.free_bytes]
+        return [
+            self.node,
+            list(self.slots),
+            None if self.generation is None else records.pack(self.generation),
+            *sizes,
+            list(self.members),
+            self.host,
+            self.request,
+            self.committed,
+            self.damage,
+        ]
+
+    @classmethod
+    def unpack(cls, packed: list[Any]) -> Inventory:
+        """Return what `pack` packed."""
+        node, slots, generation, restart, need, free, members, host, request, committed, damage = packed
+        return cls(
+            node=node,
+            slots=tuple(HeldSlot(r, g, s, w, h, _snapshot_id(p)) for r, g, s, w, h, p in slots),
+            generation=None if generation is None else records.unpack(Generation, generation),
+            restart=restart,
+            need_bytes=need,
+            free_bytes=free,
+            members=tuple(itertools.starmap(Member, members)),
+            host=host,
+            request=request,
+            committed=_snapshot_id(committed),
+            damage=damage,
+        )
+
+
+def _snapshot_id(value: Any) -> SnapshotId | None:
+    return None if value is None else SnapshotId(int(value[0]), int(value[1]))
+
+
+def host_names(inventories: Sequence[Inventory]) -> list[str]:
+    """Return a name for people of every node; where several have one host name, with the node's number."""
+    hosts = {i.node: i.host for i in inventories}
+    names = [hosts[name] or "node" for name in node_names(inventories)]
+    return [name if names.count(name) == 1 else f"{name}#{k}" for k, name in enumerate(names)]
+
+
+def node_names(inventories: Sequence[Inventory]) -> list[str]:
+    """Return every node once, in the order of its lowest rank: what node indices count in."""
+    return list(dict.fromkeys(i.node for i in inventories))
+
+
+def local_world(inventories: Sequence[Inventory], rank: int) -> list[int]:
+    """Return the global ranks that share the node of `rank`, ascending."""
+    return [r for r, i in enumerate(inventories) if i.node == inventories[rank].node]
+
+
+def memory_is_current(inventories: Sequence[Inventory]) -> bool:
+    """Tell whether this is a restart under a living agent: then storage holds nothing newer than memory."""
+    return any(i.restart > 0 for i in inventories)

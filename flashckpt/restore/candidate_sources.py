@@ -1,0 +1,159 @@
+"""What a candidate is read from: pinned slots of this node, its packs on the root; opened, and closed together."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from flashckpt import collectives
+from flashckpt.checkpoint import root_summary
+from flashckpt.checkpoint.catalog import manifest_from, read_manifest_bytes
+from flashckpt.checkpoint.retention import leased
+from flashckpt.core.manifest import Manifest
+from flashckpt.core.snapshot_id import SnapshotId
+from flashckpt.errors import FlashckptError, NoCheckpointError
+from flashckpt.planning.selection import SlotLocation
+from flashckpt.restore.peers import PeerSource
+from flashckpt.restore.sources import MemorySource, Source, StorageSource
+from flashckpt.restore.votes import Rejection, attempted
+from flashckpt.shm.segment import Pin, Segment
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CandidateSources:
+    """The sources of one candidate on one rank.
+
+    Attributes:
+        memory: Slots of this node, this rank's own first.
+        peers: Slots of other nodes, as far as they were asked for.
+        storage: The checkpoint, if it is committed and can be read.
+    """
+
+    memory: tuple[MemorySource, ...] = ()
+    peers: tuple[PeerSource, ...] = ()
+    storage: tuple[StorageSource, ...] = ()
+
+    @property
+    def all(self) -> list[Source]:
+        """All of them, nearest first."""
+        return [*self.memory, *self.peers, *self.storage]
+
+    def with_peers(self, peers: Sequence[PeerSource]) -> CandidateSources:
+        """Return them with other nodes' slots."""
+        return replace(self, peers=tuple(peers))
+
+
+class Checkpoint(NamedTuple):
+    """A candidate on the root.
+
+    Attributes:
+        root, options: The root, and how to open it.
+        prefix: Folder of the checkpoint.
+        manifest: MANIFEST as rank 0 read it; empty where that failed.
+        rejection: Why it failed, on rank 0.
+    """
+
+    root: str
+    options: Mapping[str, Any]
+    prefix: str
+    manifest: bytes
+    rejection: Rejection | None
+
+
+def share_manifest(
+    root: str, options: Mapping[str, Any], prefix: str, *, is_rank_0: bool, stack: contextlib.ExitStack
+) -> Checkpoint:
+    """Let rank 0 read MANIFEST and take a lease for all; give it to every rank. Collective.
+
+    It has 150 MB at 16,384 ranks, and a lease per rank would be as many objects to write and to renew.
+    """
+
+    def read() -> bytes:
+        store = stack.enter_context(root_summary.open_root(root, options))
+        stack.enter_context(leased(store, prefix))
+        return read_manifest_bytes(store, prefix)
+
+    found = attempted(read) if is_rank_0 else b""
+    rejection = found if isinstance(found, Rejection) else None
+    raw = collectives.bytes_from_rank_0(b"" if isinstance(found, Rejection) else found)
+    return Checkpoint(root, options, prefix, raw, rejection)
+
+
+def open_memory(
+    segments: Sequence[Path], id_: SnapshotId, rank: int, stack: contextlib.ExitStack
+) -> list[MemorySource]:
+    """Return the slots of this node that hold a snapshot, this rank's own first. What cannot be pinned is left out."""
+    found = []
+    for segment, slot in complete_slots(segments, id_, stack):
+        with contextlib.suppress(FlashckptError, OSError):
+            source = MemorySource(segment, slot, identity=id_)
+            stack.callback(source.close)
+            found.append(source)
+    return sorted(found, key=lambda s: (s.manifest.rank != rank, s.manifest.rank))
+
+
+def open_storage(checkpoint: Checkpoint, stack: contextlib.ExitStack) -> StorageSource:
+    """Return a checkpoint as a source.
+
+    Raises:
+        FlashckptError, OSError: Its MANIFEST or the root cannot be read.
+    """
+    if not checkpoint.manifest:
+        if checkpoint.rejection is not None:
+            raise checkpoint.rejection.error
+        raise NoCheckpointError(f"rank 0 could not read MANIFEST of {checkpoint.prefix}")
+    store = stack.enter_context(root_summary.open_root(checkpoint.root, checkpoint.options))
+    manifest = manifest_from(store.url, checkpoint.prefix, checkpoint.manifest)
+    source = StorageSource(store, manifest, checkpoint.prefix)
+    stack.callback(source.close)
+    return source
+
+
+def complete_slots(
+    segments: Sequence[Path], id_: SnapshotId, stack: contextlib.ExitStack
+) -> Iterator[tuple[Segment, int]]:
+    """Yield (segment, slot) of every slot of this node that holds a snapshot."""
+    for path in segments:
+        with contextlib.suppress(FlashckptError, OSError):
+            segment = stack.enter_context(contextlib.closing(Segment.attach(path)))
+            for slot, header in enumerate(segment.headers()):
+                if header.is_complete and header.identity == id_:
+                    yield segment, slot
+
+
+def pin_served(
+    segments: Sequence[Path],
+    id_: SnapshotId,
+    served: Mapping[int, int],
+    memory: Sequence[MemorySource],
+    stack: contextlib.ExitStack,
+) -> dict[int, tuple[Pin, Manifest]]:
+    """Pin every slot that this rank answers for.
+
+    Args:
+        segments: Of this node.
+        id_: The candidate.
+        served: Rank that took the snapshot -> number of its slot among all of the candidate.
+        memory: The same slots as sources.
+        stack: Releases the pins.
+    """
+    manifests = {source.manifest.rank: source.manifest for source in memory}
+    held = {}
+    for segment, slot in complete_slots(segments, id_, stack):
+        rank = segment.spec.rank
+        if rank in served and rank in manifests and (pin := segment.pin(slot)) is not None:
+            stack.callback(pin.close)
+            held[served[rank]] = pin, manifests[rank]
+    return held
+
+
+def slots_served_by(locations: Sequence[SlotLocation], node: int, rank: int) -> dict[int, int]:
+    """Return rank that took it -> number of the slot, for the slots of a node that `rank` answers for."""
+    return {
+        location.rank: number
+        for number, location in enumerate(locations)
+        if location.node == node and location.server == rank
+    }

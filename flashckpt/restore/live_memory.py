@@ -1,0 +1,104 @@
+"""Live tensors as the destinations of a restore: their host memory, or a buffer that is copied in afterwards."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import torch
+
+from flashckpt.errors import UnsupportedStateError
+from flashckpt.restore.destinations import Destinations
+from flashckpt.restore.requirements import Requirements
+from flashckpt.state.placement import Box, local_of
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class LiveMemory:
+    """Where the rows of some requirements go.
+
+    Attributes:
+        destinations: Of all rows.
+        in_values: The tensors that values consist of, by name.
+        staged: (name, live tensor, buffer) of those that have no row-major host memory; see `finish`.
+    """
+
+    destinations: Destinations
+    in_values: dict[str, torch.Tensor]
+    staged: list[tuple[str, torch.Tensor, torch.Tensor]] = field(default_factory=list)
+
+    def finish(self) -> None:
+        """Copy the buffers to where they belong.
+
+        Raises:
+            UnsupportedStateError: A live tensor has one element where the snapshot has several that differ.
+        """
+        with torch.no_grad():
+            for fqn, live, staged in self.staged:
+                _copy_once(fqn, live, staged)
+        self.staged.clear()
+
+
+def allocate(required: Requirements) -> LiveMemory:
+    """Make the state and buffers that are still missing; return where every row goes."""
+    staged: list[tuple[str, torch.Tensor, torch.Tensor]] = []
+    parts = [_part(row.fqn, row.tensor, row.box, staged) for row in required.live]
+    for one, tensor in required.absent.allocate():
+        parts += [_part(one.fqn, tensor, box, staged) for box in one.boxes]
+    in_values = {}
+    first = len(parts)
+    for row, name in enumerate(required.in_values, first):
+        shard = required.wanted.shard(row)
+        in_values[name] = torch.empty(shard.global_shape, dtype=getattr(torch, shard.dtype))
+    parts += in_values.values()
+    nbytes = required.wanted.nbytes
+    addresses = np.array([part.data_ptr() for part in parts], np.int64)
+    sizes = np.array([part.nbytes for part in parts], np.int64)
+    if len(wrong := np.flatnonzero(sizes != nbytes)):  # bytes are copied by address: never beyond what is there
+        row = int(wrong[0])
+        raise ValueError(f"memory of {required.wanted.fqn(row)!r}: {sizes[row]} bytes, its box has {nbytes[row]}")
+    return LiveMemory(
+        destinations=Destinations(addresses=addresses, nbytes=nbytes, owners=parts), in_values=in_values, staged=staged
+    )
+
+
+def _part(
+    fqn: str, tensor: torch.Tensor, box: Box, staged: list[tuple[str, torch.Tensor, torch.Tensor]]
+) -> torch.Tensor:
+    """Return the row-major host memory of one box of a live tensor, or a buffer for it."""
+    part = local_of(tensor)
+    if part.shape != box.lengths:
+        part = part.detach()
+        for dim, (start, length) in enumerate(zip(box.starts, box.lengths, strict=True)):
+            part = part.narrow(dim, start, length)
+    if part.is_cpu and part.is_contiguous() and not part.is_conj() and not part.is_neg():
+        return part
+    buffer = torch.empty(part.shape, dtype=part.dtype)
+    staged.append((fqn, part.detach(), buffer))
+    return buffer
+
+
+def _copy_once(fqn: str, live: torch.Tensor, staged: torch.Tensor) -> None:
+    """Copy; of an expanded tensor, whose elements are one in memory along some dimensions, each element once."""
+    if live.numel() and 0 in live.stride():
+        whole = staged
+        for dim, stride in enumerate(live.stride()):
+            if not stride and live.shape[dim] > 1:
+                live, staged = live.narrow(dim, 0, 1), staged.narrow(dim, 0, 1)
+        if bytes(bytes_of(staged.expand(whole.shape).contiguous())) != bytes(bytes_of(whole)):
+            raise UnsupportedStateError(
+                f"{fqn!r} is an expanded tensor here, which has one value where the snapshot has several",
+                found=f"strides {live.stride()} for shape {tuple(whole.shape)}",
+                state="Live state is a mixture and must not be trained on.",
+                remedy="build the tensor as the run that took the snapshot did: .clone() or .contiguous()",
+            )
+    live.copy_(staged)
+
+
+def bytes_of(tensor: torch.Tensor) -> memoryview:
+    """Return the writable bytes of a contiguous host tensor of any dtype."""
+    if not tensor.numel():
+        return memoryview(bytearray())
+    array: Any = tensor.reshape(-1).view(torch.uint8).numpy()
+    return memoryview(array)

@@ -1,0 +1,194 @@
+"""What a restore needs of its sources: live tensors they name, and state still to be made. Nothing is written here."""
+
+from __future__ import annotations
+
+import fnmatch
+import functools
+from collections.abc import Collection, Iterable, Iterator, Sequence
+from dataclasses import dataclass, field, replace
+from typing import NamedTuple
+
+import numpy as np
+import torch
+
+from flashckpt.core.manifest import Manifest
+from flashckpt.core.shard_table import ShardTable
+from flashckpt.planning.peer_index import PeerQuery
+from flashckpt.restore.absent_state import AbsentState, absent_state
+from flashckpt.restore.source_names import SourceNames
+from flashckpt.state import optimizer_state, pytree
+from flashckpt.state.placement import Box, boxes_of, shard_of
+from flashckpt.state.registry import StateRegistry
+from flashckpt.state.state_layout import StateLayout
+
+
+class LiveRow(NamedTuple):
+    """One box of a live tensor."""
+
+    fqn: str
+    tensor: torch.Tensor
+    box: Box
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class LiveState:
+    """The tracked objects and their tensors as they are now; read again once a restore has made state.
+
+    Attributes:
+        tracked: The objects.
+        layout: Their tensors, and where their bytes lie.
+    """
+
+    tracked: StateRegistry
+    layout: StateLayout
+
+    @classmethod
+    def read(cls, tracked: StateRegistry) -> LiveState:
+        """Return the state as it is now."""
+        tracked.settled()
+        return cls(tracked=tracked, layout=tracked.layout())
+
+    @property
+    def table(self) -> ShardTable:
+        """The rows of the live tensors."""
+        return self.layout.table
+
+    def rows(self, numbers: Iterable[int]) -> Iterator[LiveRow]:
+        """Yield rows of the table, by their numbers."""
+        names, tensors, boxes = self.layout.structure.names, self.layout.structure.tensors, self.layout.boxes
+        for at, box in zip(*self.layout.places(numbers), strict=True):
+            tensor = tensors[at]
+            assert tensor is not None, "settled: everything is there"
+            yield LiveRow(names[at], tensor, boxes[box])
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Requirements:
+    """Everything that is required of one set of sources.
+
+    Attributes:
+        wanted: All rows, under the names that the sources have: of live tensors, of absent state, of tensors in values.
+        live: Box and tensor of each of the first rows.
+        absent: State to allocate; its rows come next.
+        in_values: Names of tensors that values consist of, one row each; theirs come last.
+        missing: Names that no source has.
+        unnamed: What these sources do not name although the snapshot may have it; found only on request.
+    """
+
+    wanted: ShardTable
+    live: Sequence[LiveRow]
+    absent: AbsentState
+    in_values: Sequence[str]
+    missing: tuple[str, ...] = ()
+    unnamed: tuple[PeerQuery, ...] = field(default=())
+
+    def with_missing(self, names: Sequence[str]) -> Requirements:
+        """Return the same with more missing names."""
+        return replace(self, missing=tuple(sorted({*self.missing, *names}))) if names else self
+
+
+def requirements(
+    live: LiveState,
+    names: SourceNames,
+    manifests: Sequence[Manifest],
+    *,
+    in_values: Collection[str] = (),
+    only: str | None = None,
+    exact: bool = False,
+) -> Requirements:
+    """Return what is required of the sources.
+
+    Args:
+        live: The state that is to be filled.
+        names: That the sources have.
+        manifests: Of the sources.
+        in_values: Names of tensors in the values that are wanted; those that no source names are left out.
+        only: A pattern over names ("model.*"), or None for everything.
+        exact: The sources may not be all of the snapshot: what they do not name may be somewhere else, and
+            another rank's state is not taken in place of one's own. Fills `unnamed`.
+    """
+    of_live, rows, missing = _named_rows(live, names, only, exact=exact)
+    is_asked_for = None if only is None else functools.partial(is_wanted, only=only)
+    absent = absent_state(live.tracked, names, exact=exact, wanted=is_asked_for)
+    inside = sorted(name for name in in_values if name in names.index)
+    unnamed: list[PeerQuery] = []
+    if exact:
+        unnamed += _unnamed_tensors(live.table, set(missing))
+        unnamed += _unnamed_state(live.tracked, manifests, absent, only)
+    return Requirements(
+        wanted=ShardTable.stacked([of_live, absent.table, _whole_tensors(inside, names)]),
+        live=rows,
+        absent=absent,
+        in_values=inside,
+        missing=tuple(sorted(missing)),
+        unnamed=tuple(unnamed),
+    )
+
+
+def _named_rows(
+    live: LiveState, names: SourceNames, only: str | None, *, exact: bool
+) -> tuple[ShardTable, list[LiveRow], list[str]]:
+    """Return the rows of live tensors that sources name, under the names they have there, and the names of others."""
+    table, index = live.table, names.index
+    left_out = set(live.layout.structure.fresh)
+    if only is not None:
+        left_out |= {fqn for fqn in table.fqns if not is_wanted(fqn, only)}
+    # None: no source has it
+    found = ["" if f in left_out else f if f in index else names.find(f, exact=exact) for f in table.fqns]
+    is_named = np.array([bool(name) for name in found], np.bool_)
+    kept = np.flatnonzero(is_named[table.fqn_id]) if len(table) else np.zeros(0, np.int64)
+    named = dict(zip(table.fqns, found, strict=True))
+    taken = table.take(kept)
+    rows = list(live.rows(kept.tolist()))
+    missing = [fqn for fqn, name in named.items() if name is None]
+    return taken.renamed([named[fqn] or "" for fqn in taken.fqns]), rows, missing
+
+
+def _unnamed_tensors(table: ShardTable, lost: set[str]) -> Iterator[PeerQuery]:
+    """Yield a query for each box of live tensors that no source names."""
+    for row in range(len(table) if lost else 0):
+        if (fqn := table.fqn(row)) in lost:
+            yield PeerQuery(fqn.partition("@")[0], fqn, replace(table.shard(row), replica=0))
+
+
+def is_wanted(fqn: str, only: str | None) -> bool:
+    """Whether a name is part of what the caller asked for."""
+    return only is None or fnmatch.fnmatchcase(fqn, only)
+
+
+def _whole_tensors(fqns: Sequence[str], names: SourceNames) -> ShardTable:
+    """Return whole tensors of the sources as wanted rows."""
+    kinds = names.kinds(fqns)
+    shapes = [shape for _, shape in kinds]
+    zeros = [(0,) * len(shape) for shape in shapes]
+    return ShardTable.from_boxes(fqns, [dtype for dtype, _ in kinds], shapes, zeros, shapes)
+
+
+def _unnamed_state(
+    tracked: StateRegistry, manifests: Sequence[Manifest], absent: AbsentState, only: str | None
+) -> Iterator[PeerQuery]:
+    """Yield a query for the optimizer state of each parameter that no source has state of.
+
+    A parameter that some source's optimizer had has no state to miss: it never stepped.
+    """
+    named = {id(one.param) for one in absent.tensors}
+    for label, optimizers in tracked.optimizers.items():
+        listed = set(_listed(label, manifests))
+        live = tracked.names_for(optimizers)
+        for optimizer in optimizers:
+            for param in optimizer_state.parameters(optimizer):
+                name = live[id(param)]
+                known = optimizer.state.get(param) or id(param) in named or name in listed
+                if known or not is_wanted(f"{label}.{name}.", only):
+                    continue
+                for box in boxes_of(name, param):
+                    yield PeerQuery(f"{label}.{name}.*", "", shard_of(name, "float32", box, 0))
+
+
+def _listed(label: str, manifests: Sequence[Manifest]) -> Iterator[str]:
+    """Yield the parameters of every optimizer that recorded its groups under `label`."""
+    for manifest in manifests:
+        for key, value in manifest.values.items():
+            if key.partition("@")[0] == f"{label}.groups":
+                for group in (g for one in pytree.unflatten(value, lambda _: torch.empty(0)) for g in one):
+                    yield from group["params"]
