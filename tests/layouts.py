@@ -79,6 +79,15 @@ JOURNEYS: dict[str, tuple[dict[str, Any], list[tuple[str, dict[str, Any]]]]] = {
             ("4x1x1, experts over 4", {"dp_shard": 4}),
         ],
     ),
+    "tied": (
+        {**EXPERTS, "tied_embeddings": True, "qk_norm": True, "qkv_bias": True, "shared_ffn": 32},
+        [
+            ("2x2x2, tied, experts over 2", dense(2, 2, 2)),
+            ("1x1x1", {}),
+            ("1x2x2 zero bubble V", {"tp": 2, "pp": 2, "schedule": "ZBVZeroBubble"}),
+            ("4x1x1, experts over 4", {"dp_shard": 4}),
+        ],
+    ),
 }
 
 

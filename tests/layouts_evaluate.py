@@ -81,6 +81,7 @@ def evaluate_rank(_rank: int, config_values: Any) -> Any:
     layout = loop.prepare(config, int(os.environ["WORLD_SIZE"]))
     with process_group(config) as device:
         trainer = loop.Trainer(config, layout, device)
+        trainer.initialise()
         evaluator, losses = Evaluator(config, trainer.parallel), []
         for number in range(3):
             losses += [score.loss for score in evaluator.scores().values()]

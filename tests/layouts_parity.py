@@ -163,12 +163,61 @@ def test_ddp_in_bfloat16_computes_in_it_and_keeps_everything_else_in_float32(cor
         }
 
 
+FAMILIES: dict[str, dict[str, Any]] = {
+    "tied, scaled": {"tied_embeddings": True, "rope_scaling": "llama3", "rope_factor": 8.0, "rope_context": 8},
+    "qk-norm, wide heads, window": {"qk_norm": True, "head_dim": 16, "window": 5, "window_from": 2},
+    "biases, experts, a shared one, tied": {
+        **EXPERTS, "qkv_bias": True, "shared_ffn": 48, "normalize_experts": False, "tied_embeddings": True,
+    },
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_every_kind_of_model_trains_in_three_dimensions_as_in_one_process(name: str, corpus: Any) -> None:
+    same_as_alone(corpus, 8, {"pp": 2, "tp": 2}, FAMILIES[name])
+
+
+@pytest.mark.parametrize(
+    ("world", "parallel"),
+    [
+        (2, {"pp": 2, "schedule": "ZBVZeroBubble"}),
+        (2, {"dp_replicate": 2, "dp_shard": 1, "data_parallel": "ddp"}),
+        (4, {"dp_replicate": 2, "dp_shard": 1, "pp": 2, "data_parallel": "ddp"}),
+        (2, {"tp": 2, "sequence_parallel": False}),
+    ],
+    ids=["both ends on one rank", "ddp", "ddp-pp", "tp"],
+)
+def test_tied_embeddings_are_the_same_at_both_ends(world: Any, parallel: Any, corpus: Any) -> None:
+    same_as_alone(corpus, world, parallel, {"tied_embeddings": True})
+
+
+def test_experts_without_sequence_parallel(corpus: Any) -> None:
+    same_as_alone(corpus, 4, {"tp": 2, "sequence_parallel": False}, FAMILIES["biases, experts, a shared one, tied"])
+
+
+def same_as_alone(corpus: Any, world: int, parallel: Any, model: Any) -> None:
+    batch = {"global_batch": 8, "micro_batch": 2}
+    wanted = train(corpus, 1, {}, model=model, train=batch)[0]
+    ranks = train(corpus, world, parallel, model=model, train=batch)
+    assert all((rank["losses"], rank["norms"]) == (ranks[0]["losses"], ranks[0]["norms"]) for rank in ranks)
+    assert floats(ranks[0]["losses"]) == pytest.approx(floats(wanted["losses"]), abs=2e-6)
+    assert floats(ranks[0]["norms"]) == pytest.approx(floats(wanted["norms"]), abs=2e-6)
+    ends: dict[str, set[str]] = {}
+    for rank in ranks:
+        for name, digest in rank["ends"].items():
+            ends.setdefault(name.partition(" ")[2], set()).add(digest)
+    alike = 1 if model.get("tied_embeddings") else 2
+    assert ends
+    assert {len(digests) for digests in ends.values()} == {alike}  # to the bit, moments included
+
+
 def kinds_of(_rank: int, config_values: Any) -> Any:
     """Return the types met in one step."""
     config = from_values(config_values)
     layout = loop.prepare(config, 2)
     with process_group(config) as device:
         trainer = loop.Trainer(config, layout, device)
+        trainer.initialise()
         met: dict[str, set[str]] = {name: set() for name in ("products", "gradients", "parameters", "moments")}
         for module in trainer.parallel.parts[0].modules():
             if isinstance(module, torch.nn.Linear):

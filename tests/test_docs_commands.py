@@ -203,6 +203,12 @@ def _program(file: Path, words: list[str]) -> None:
 def _trainer(words: list[str]) -> None:
     from flashckpt.trainer.config import read_config
 
+    if words[:1] == ["hub"]:
+        from flashckpt.trainer.hub.command import parse
+
+        parse(words[1:])
+        return
+
     words = [word for word in words if word not in {"--check", "--print-config", "--help"}]
     config = None
     if words[:1] == ["--config"]:

@@ -109,7 +109,8 @@ def test_a_changed_dimension_is_an_error_and_a_changed_rate_a_warning() -> None:
         ({"parallel": {"activation_checkpoint": "every:0"}}, 1, "activation_checkpoint"),
         ({"parallel": {"pp": 0}}, 1, "parallel.pp"),
         ({"model": {"experts": 3}}, 2, "model.experts"),
-        ({"model": {"experts": 4}, "parallel": {"tp": 2}}, 2, "without tensor parallel"),
+        ({"model": {"experts": 4}, "parallel": DDP}, 2, "experts go with fsdp"),
+        ({"model": {"experts": 4, "shared_ffn": 3}, "parallel": {"tp": 2}}, 2, "model.shared_ffn"),
         ({"model": {"experts": 1}}, 1, "experts_per_token"),
         ({"parallel": {"pp": 2, "schedule": "ZBVZeroBubble", "stages_per_rank": 3}}, 2, "stages_per_rank"),
         *(
@@ -316,3 +317,29 @@ def test_dlrun_does_not_restart_after_a_permanent_error_and_ends_with_its_code(t
     assert "does not fill the world" in done.stderr
     assert "restarting all" not in done.stderr
     assert "Traceback" not in done.stderr
+
+
+def test_a_checkpoint_of_other_rotary_pairs_is_not_gone_on_with() -> None:
+    """Its weights would fit, and mean something else."""
+    run = from_values({})
+    before = recorded_values(run)
+    del before["model"]["head_dim"]
+    with pytest.raises(ConfigError, match=r"model\.rope_pairs changed since the checkpoint"):
+        refuse_changes(compare(before, run))
+
+
+@pytest.mark.parametrize(
+    ("model", "named"),
+    [
+        ({"rope_scaling": "yarn", "rope_factor": 4.0}, "needs a length to scale from"),
+        ({"rope_scaling": "twice"}, "model.rope_scaling has no such choice"),
+        ({"rope_factor": 4.0}, "model.rope_factor would have no effect"),
+        ({"rope_scaling": "llama3", "rope_context": 64, "rope_beta_fast": 16.0}, "model.rope_beta_fast would have"),
+        ({"window_from": 1}, "model.window_from would have no effect"),
+        ({"shared_ffn": 16}, "model.shared_ffn would have no effect"),
+        ({"family": "gpt2"}, "model.family has no such choice"),
+    ],
+)
+def test_a_model_that_cannot_be_meant_is_refused(model: Any, named: str) -> None:
+    with pytest.raises(ConfigError, match=named):
+        from_values({"model": model})

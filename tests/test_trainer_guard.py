@@ -74,6 +74,7 @@ def run_clipped(_rank: int, config_values: Any) -> Any:
     layout = prepare(config, int(os.environ["WORLD_SIZE"]))
     with process_group(config) as device:
         trainer = Trainer(config, layout, device)
+        trainer.initialise()
         totals = trainer.train_step.backward(trainer.data.next())
         trainer._apply(totals, rate=0.0)
         return {"before": totals.norm, "after": trainer.train_step.norm()}

@@ -20,10 +20,16 @@ USAGE = """Usage: python -m flashckpt.trainer [--config FILE.toml] [--section.ke
     python -m flashckpt.trainer --config configs/tiny.toml
     dlrun --nproc-per-node 8 -m flashckpt.trainer --config configs/3d.toml --train.steps 50
 
+  Weights from and to Hugging Face (hub --help):
+
+    python -m flashckpt.trainer hub import HF_FOLDER ROOT
+    python -m flashckpt.trainer hub export ROOT HF_FOLDER [--step N] [--dtype bf16]
+
 Options:
   --config FILE.toml     the run; every setting has a default
   --section.key VALUE    override one setting, e.g. --parallel.tp 2
-  --check                train 3 steps in this layout and 3 in one process, compare, and end
+  --check                train 3 steps in this layout and 3 in one process, compare, and end; where
+                         transformers is installed, compare the logits with its as well
   --print-config         print the resolved run as TOML without credentials, and end
   --help                 this text
 
@@ -39,7 +45,7 @@ def main(words: Sequence[str] | None = None) -> int:
         _say(USAGE)
         return 0
     try:
-        return _run(rest)
+        return _hub(rest[1:]) if rest[:1] == ["hub"] else _run(rest)
     except FlashckptError as error:
         report_once(error)
         return error.exit_code
@@ -49,6 +55,10 @@ def _run(words: list[str]) -> int:
     show = _take_flag(words, "--print-config")
     check_only = _take_flag(words, "--check")
     config = read_config(_take_value(words, "--config"), words)
+    if config.init.from_:
+        from flashckpt.trainer.hub.start import with_model_of_weights
+
+        config = with_model_of_weights(config)
     if show:
         _say(to_toml(without_secrets(config)))
         return 0
@@ -56,6 +66,12 @@ def _run(words: list[str]) -> int:
     with nonfatal_streams():
         logging.basicConfig(level=logging.INFO, format=f"[rank {os.environ.get('RANK', '0')}] %(name)s: %(message)s")
         return _check(config) if check_only else _train(config)
+
+
+def _hub(words: list[str]) -> int:
+    from flashckpt.trainer.hub.command import hub
+
+    return hub(words)
 
 
 def _train(config: RunConfig) -> int:
@@ -74,6 +90,7 @@ def _check(config: RunConfig) -> int:
         _say(
             "this layout trains as one process does: within 3 steps losses differ by "
             f"{result.loss:.1e}, gradient norms by {result.norm:.1e}\n"
+            + ("" if result.logits is None else f"transformers gives the same logits to {result.logits:.1e}\n")
         )
     return 0
 

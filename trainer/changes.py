@@ -38,6 +38,8 @@ SEVERITY = (
 def compare(before: Mapping[str, Any], now: RunConfig) -> list[Change]:
     """Return what changed between the values recorded with a checkpoint and this run, in order of sections."""
     changes = []
+    if before.get("model") and "head_dim" not in before["model"]:  # recorded when neighbours were turned, not halves
+        changes.append(Change(key="model.rope_pairs", before="neighbours", now="halves", severity="error"))
     for section, content in to_values(now).items():
         old = before.get(section, {})
         for key, value in content.items():

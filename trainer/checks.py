@@ -19,12 +19,17 @@ CHOICES = {
     "train.precision": ("float32", "bfloat16"),
     "train.device": ("auto", "cpu", "cuda"),
     "optim.schedule": ("constant", "cosine", "linear", "wsd"),
+    "model.family": ("", "llama", "mistral", "mixtral", "qwen2", "qwen3", "qwen2_moe", "qwen3_moe"),
+    "model.rope_scaling": ("none", "linear", "ntk", "yarn", "llama3"),
     "guard.on_spike": ("warn", "skip", "rollback"),
 }
 MINIMUM: Mapping[str, float] = {
     "train.steps": 1, "train.seq_len": 2, "train.global_batch": 1, "train.micro_batch": 1,
     "model.vocab": 256, "model.dim": 2, "model.layers": 1, "model.heads": 1, "model.kv_heads": 1, "model.ffn": 1,
     "model.rope_base": 1.0, "model.norm_eps": 0.0, "model.experts": 0, "model.experts_per_token": 1,
+    "model.head_dim": 0, "model.window": 0, "model.window_from": 0, "model.context": 0, "model.shared_ffn": 0,
+    "model.rope_factor": 1.0, "model.rope_context": 0, "model.rope_low": 0.0, "model.rope_high": 0.0,
+    "model.rope_beta_fast": 0.0, "model.rope_beta_slow": 0.0, "model.rope_attention": 0.0,
     "parallel.timeout_s": 1.0,
     "optim.lr": 0.0, "optim.min_lr": 0.0, "optim.warmup_steps": 0, "optim.decay_steps": 0, "optim.weight_decay": 0.0,
     "optim.eps": 0.0, "optim.clip_norm": 0.0, "optim.clip_value": 0.0,
@@ -44,8 +49,24 @@ class Need:
     holds: Callable[[Values], bool]
 
 
+def _scales(values: Values, *kinds: str) -> bool:
+    return values["model"]["rope_scaling"] in kinds
+
+
 NEEDS = (
     Need("model.experts_per_token", "model.experts of 1 or more", lambda v: v["model"]["experts"] > 0),
+    Need("model.normalize_experts", "model.experts of 1 or more", lambda v: v["model"]["experts"] > 0),
+    Need("model.shared_ffn", "model.experts of 1 or more", lambda v: v["model"]["experts"] > 0),
+    Need("model.window_from", "a model.window", lambda v: v["model"]["window"] > 0),
+    Need("model.rope_factor", "a model.rope_scaling", lambda v: v["model"]["rope_scaling"] != "none"),
+    Need(
+        "model.rope_context", "model.rope_scaling = ntk, yarn or llama3", lambda v: _scales(v, "ntk", "yarn", "llama3")
+    ),
+    Need("model.rope_low", "model.rope_scaling = llama3", lambda v: _scales(v, "llama3")),
+    Need("model.rope_high", "model.rope_scaling = llama3", lambda v: _scales(v, "llama3")),
+    Need("model.rope_beta_fast", "model.rope_scaling = yarn", lambda v: _scales(v, "yarn")),
+    Need("model.rope_beta_slow", "model.rope_scaling = yarn", lambda v: _scales(v, "yarn")),
+    Need("model.rope_attention", "model.rope_scaling = yarn", lambda v: _scales(v, "yarn")),
     Need("parallel.loss_parallel", "parallel.tp of 2 or more", lambda v: v["parallel"]["tp"] > 1),
     Need("parallel.schedule", "parallel.pp of 2 or more", lambda v: v["parallel"]["pp"] > 1),
     Need("parallel.stages_per_rank", "parallel.pp of 2 or more", lambda v: v["parallel"]["pp"] > 1),
@@ -80,6 +101,14 @@ def check_values(values: Values, defaults: Values) -> None:
                 state="Nothing was started.",
                 remedy=f"omit {need.key}, or set what it needs",
             )
+    if _scales(values, "ntk", "yarn", "llama3") and not _get(values, "model.rope_context"):
+        raise ConfigError(
+            f"model.rope_scaling = {_get(values, 'model.rope_scaling')} needs a length to scale from",
+            found="model.rope_context = 0",
+            expected="the tokens that the model was made for before",
+            state="Nothing was started.",
+            remedy="set model.rope_context (original_max_position_embeddings in a config.json)",
+        )
     if _get(values, "guard.on_spike") == "rollback" and not _get(values, "checkpoint.root"):
         raise ConfigError(
             "guard.on_spike = rollback has nothing to roll back to",

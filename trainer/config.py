@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 import difflib
+import keyword
 import os
 import re
 import sys
@@ -19,28 +20,12 @@ from flashckpt.errors import ConfigError
 from flashckpt.settings import checked
 from flashckpt.shm.job_id import job_id, root_url
 from flashckpt.trainer.checks import check_values
+from flashckpt.trainer.model_config import ModelConfig
 
 if sys.version_info >= (3, 11):
     import tomllib
 else:
     import tomli as tomllib
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class ModelConfig:
-    """A Llama-like model. `ffn` and `dim` count elements; `vocab` 256 means byte tokens."""
-
-    vocab: int = 256
-    dim: int = 64
-    layers: int = 4
-    heads: int = 4
-    kv_heads: int = 2
-    ffn: int = 192
-    rope_base: float = 10000.0
-    norm_eps: float = 1e-5
-    dropout: float = 0.0
-    experts: int = 0
-    experts_per_token: int = 2
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -90,6 +75,13 @@ class OptimConfig:
     weight_decay: float = 0.1
     clip_norm: float = 1.0
     clip_value: float = 0.0
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class InitConfig:
+    """First weights: `from` is a Hugging Face folder or a checkpoint root; empty draws them."""
+
+    from_: str = ""  # keys that are words of Python end in an underscore here
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -153,6 +145,7 @@ class RunConfig:
     parallel: ParallelConfig = field(default_factory=ParallelConfig)
     train: TrainConfig = field(default_factory=TrainConfig)
     optim: OptimConfig = field(default_factory=OptimConfig)
+    init: InitConfig = field(default_factory=InitConfig)
     data: DataConfig = field(default_factory=DataConfig)
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
     guard: GuardConfig = field(default_factory=GuardConfig)
@@ -211,7 +204,7 @@ def from_values(values: Mapping[str, Any]) -> RunConfig:
 def to_values(config: RunConfig) -> dict[str, dict[str, Any]]:
     """Return nested plain values (msgpack and TOML types); `from_values` is the way back."""
     return {
-        s: {k: list(v) if isinstance(v, tuple) else v for k, v in d.items()}
+        s: {k.rstrip("_"): list(v) if isinstance(v, tuple) else v for k, v in d.items()}
         for s, d in dataclasses.asdict(config).items()
     }
 
@@ -281,7 +274,7 @@ def _sections() -> dict[str, type[Any]]:
 
 
 def _fields(section: str) -> dict[str, Any]:
-    return get_type_hints(_sections()[section])
+    return {name.rstrip("_"): kind for name, kind in get_type_hints(_sections()[section]).items()}
 
 
 def _build(section: str, content: dict[str, Any]) -> Any:
@@ -289,7 +282,8 @@ def _build(section: str, content: dict[str, Any]) -> Any:
     for name in content:
         if name not in types:
             raise _unknown(f"{section}.{name}", [f"{section}.{known}" for known in types])
-    return _sections()[section](**{k: _coerce(f"{section}.{k}", types[k], v) for k, v in content.items()})
+    values = {k: _coerce(f"{section}.{k}", types[k], v) for k, v in content.items()}
+    return _sections()[section](**{f"{k}_" if keyword.iskeyword(k) else k: v for k, v in values.items()})
 
 
 def _coerce(key: str, wanted: Any, value: Any) -> Any:

@@ -26,7 +26,9 @@ class Outgoing:
         name: On the other side.
         held: In the checkpoint.
         stored, dtype: Dtype in the checkpoint, and the one it is written as.
-        shape: Of the whole tensor.
+        shape: Of what is written.
+        index: Which slice of the first dimension of the held tensor is written; None: the whole tensor.
+        held_rows: Length of that dimension.
     """
 
     name: str
@@ -34,6 +36,8 @@ class Outgoing:
     stored: str
     dtype: str
     shape: tuple[int, ...]
+    index: int | None = None
+    held_rows: int = 0
 
     @property
     def nbytes(self) -> int:
@@ -44,14 +48,14 @@ class Outgoing:
         """Yield its bytes in row-major order; DamagedError, ShardGapError as `execute_reads`."""
         count, size = math.prod(self.shape), ITEMSIZE[self.stored]
         step = BLOCK_BYTES // size
-        origin = (0,) * len(self.shape)
+        whole, origin, lengths = self.shape, (0,) * len(self.shape), self.shape
+        if self.index is not None:
+            whole, origin, lengths = (self.held_rows, *whole), (self.index, *origin), (1, *lengths)
         for start in range(0, count, step):
             raw = np.empty((min(start + step, count) - start) * size, np.uint8)
             targets, at = [], 0
-            for offsets, lengths in Box(origin, self.shape).flat(start, min(start + step, count)):
-                shard = Shard(
-                    fqn=self.held, dtype=self.stored, global_shape=self.shape, offsets=offsets, lengths=lengths
-                )
+            for offsets, n in Box(origin, lengths).flat(start, min(start + step, count)):
+                shard = Shard(fqn=self.held, dtype=self.stored, global_shape=whole, offsets=offsets, lengths=n)
                 targets.append(Target(shard=shard, buffer=raw[at : at + shard.nbytes].data))
                 at += shard.nbytes
             execute_reads(targets, [source])

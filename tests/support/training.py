@@ -46,6 +46,7 @@ def train_rank(rank: int, values: dict[str, Any], steps: int) -> dict[str, Any]:
     layout = prepare(config, int(os.environ["WORLD_SIZE"]))
     with process_group(config) as device:
         trainer = Trainer(config, layout, device)
+        trainer.initialise()
         records = [trainer.one_step() for _ in range(steps)]
         return {
             "losses": [record.loss.hex() for record in records],
@@ -54,24 +55,44 @@ def train_rank(rank: int, values: dict[str, Any], steps: int) -> dict[str, Any]:
             "channels": [record.channels for record in records],
             "reporter": trainer.parallel.reporter,
             "parameters": parameter_digest(trainer),
+            "ends": ends_digests(trainer),
         }
 
 
 def parameter_digest(trainer: Any) -> str:
     """Return a digest of this rank's local parameters and optimizer state."""
+    tensors = []
+    for optimizer in trainer.optimizers:
+        for group in optimizer.param_groups:
+            for parameter in group["params"]:
+                state = optimizer.state.get(parameter, {})
+                tensors += [parameter, *(state[key] for key in sorted(state))]
+    return digest_of(tensors)
+
+
+def ends_digests(trainer: Any) -> dict[str, str]:
+    """Return digests of what this rank holds of embedding and head, and of their moments: name and place -> digest."""
+    from flashckpt.trainer.parallel.tied import EMBEDDING, HEAD
+
+    place = f"dp {trainer.parallel.dp_rank}, tp {trainer.parallel.coordinate('tp')}"
+    found = {}
+    for part, optimizer in zip(trainer.parallel.bare_parts(), trainer.optimizers, strict=True):
+        for name, parameter in part.named_parameters():
+            if name in (EMBEDDING, HEAD):
+                state = optimizer.state[parameter]
+                found[f"{name} {place}"] = digest_of([parameter, *(state[key] for key in sorted(state))])
+    return found
+
+
+def digest_of(tensors: list[Any]) -> str:
+    """Return a digest of the local parts of tensors."""
     import torch
 
     from flashckpt.trainer.parallel.apply import local_tensor
 
     sha = hashlib.sha256()
-    for optimizer in trainer.optimizers:
-        for group in optimizer.param_groups:
-            for parameter in group["params"]:
-                state = optimizer.state.get(parameter, {})
-                for value in (parameter, *(state[key] for key in sorted(state))):
-                    sha.update(
-                        local_tensor(value.detach()).contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
-                    )
+    for value in tensors:
+        sha.update(local_tensor(value.detach()).contiguous().reshape(-1).view(torch.uint8).numpy().tobytes())
     return sha.hexdigest()[:16]
 
 

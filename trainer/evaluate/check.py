@@ -1,4 +1,7 @@
-"""`--check`: compares three steps in this layout with three in one process, on the same samples."""
+"""`--check`: compares three steps in this layout with three in one process, on the same samples.
+
+Where transformers is installed, the logits of the trained weights are compared with its own as well.
+"""
 
 from __future__ import annotations
 
@@ -10,6 +13,7 @@ import torch.distributed as dist
 
 from flashckpt.errors import LayoutError
 from flashckpt.trainer.config import ParallelConfig, RunConfig
+from flashckpt.trainer.evaluate.reference import differ_from_transformers
 from flashckpt.trainer.parallel.distributed import process_group
 from flashckpt.trainer.parallel.layout import resolve_layout
 from flashckpt.trainer.train.loop import Trainer, prepare
@@ -21,11 +25,15 @@ TOLERANCE = {"float32": 1e-5, "bfloat16": 3e-2}
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class CheckResult:
-    """Largest difference of losses (nats per token) and of gradient norms over the steps."""
+    """Largest difference of losses (nats per token) and of gradient norms over the steps.
+
+    `logits` is how far they are from those of transformers after the steps; None where it could not be asked.
+    """
 
     loss: float
     norm: float
     tolerance: float
+    logits: float | None = None
 
     @property
     def agrees(self) -> bool:
@@ -70,11 +78,13 @@ def check(config: RunConfig) -> CheckResult | None:
 
     Raises:
         LayoutError: they differ by more than rounding.
+        ConfigError: transformers is installed and computes other logits with these weights.
     """
     config = replace(config, model=replace(config.model, dropout=0.0))
     layout = prepare(config, int(os.environ.get("WORLD_SIZE", "1")))
     with process_group(config) as device:
         trainer = Trainer(config, layout, device)
+        trainer.initialise()
         mine = [trainer.one_step() for _ in range(STEPS)]
         is_first = dist.get_rank() == 0
         del trainer
@@ -85,8 +95,10 @@ def check(config: RunConfig) -> CheckResult | None:
     alone = single_process(config)
     with process_group(alone, alone=True) as device:
         reference = Trainer(alone, resolve_layout(alone, 1), device)
+        reference.initialise()
         wanted = [reference.one_step() for _ in range(STEPS)]
-    result = compare_records(mine, wanted, TOLERANCE[config.train.precision])
+        logits = differ_from_transformers(alone, reference.parallel.parts[0])
+    result = replace(compare_records(mine, wanted, TOLERANCE[config.train.precision]), logits=logits)
     if not result.agrees:
         raise LayoutError(
             f"this layout does not train as one process does ({layout.describe()})",

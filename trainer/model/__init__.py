@@ -1,5 +1,5 @@
-"""The transformer, dense or with experts.
+"""The transformer, dense or with experts, and its initial weights.
 
 In: a configuration. Out: modules with global names.
-May import: trainer.config.
+May import: trainer.model_config.
 """

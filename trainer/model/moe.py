@@ -14,19 +14,33 @@ from torch.distributed._functional_collectives import all_to_all_single_autograd
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 
-from flashckpt.trainer.config import ModelConfig
+from flashckpt.trainer.model_config import ModelConfig
 
 EXPERT_WEIGHTS = ("experts.w1", "experts.w2", "experts.w3")
 
 
+class FeedForward(nn.Module):
+    """SwiGLU: w2(silu(w1 x) * w3 x)."""
+
+    def __init__(self, dim: int, ffn: int) -> None:
+        super().__init__()
+        self.w1 = nn.Linear(dim, ffn, bias=False)
+        self.w2 = nn.Linear(ffn, dim, bias=False)
+        self.w3 = nn.Linear(dim, ffn, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """(B, T, D) -> (B, T, D)."""
+        return self.w2(F.silu(self.w1(x)) * self.w3(x))  # type: ignore[no-any-return]  # nn.Module calls are Any
+
+
 class Experts(nn.Module):
-    """SwiGLU experts as three 3-D weights, first dimension the expert."""
+    """SwiGLU experts as three 3-D weights, first dimension the expert, then as `nn.Linear` has them: out, in."""
 
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
-        self.w1 = nn.Parameter(torch.empty(config.experts, config.dim, config.ffn))
-        self.w2 = nn.Parameter(torch.empty(config.experts, config.ffn, config.dim))
-        self.w3 = nn.Parameter(torch.empty(config.experts, config.dim, config.ffn))
+        self.w1 = nn.Parameter(torch.empty(config.experts, config.ffn, config.dim))
+        self.w2 = nn.Parameter(torch.empty(config.experts, config.dim, config.ffn))
+        self.w3 = nn.Parameter(torch.empty(config.experts, config.ffn, config.dim))
 
     def forward(self, x: Tensor, counts: list[int]) -> Tensor:
         """Apply local expert i to the i-th run of rows.
@@ -36,8 +50,8 @@ class Experts(nn.Module):
             counts: Rows of each local expert; they add up to N.
         """
         w1, w2, w3 = (_local(weight).to(x.dtype) for weight in (self.w1, self.w2, self.w3))
-        runs = torch.split(x, counts)
-        return torch.cat([(F.silu(rows @ w1[i]) * (rows @ w3[i])) @ w2[i] for i, rows in enumerate(runs)])
+        runs = enumerate(torch.split(x, counts))
+        return torch.cat([F.linear(F.silu(F.linear(rows, w1[i])) * F.linear(rows, w3[i]), w2[i]) for i, rows in runs])
 
 
 class MixtureOfExperts(nn.Module):
@@ -47,20 +61,26 @@ class MixtureOfExperts(nn.Module):
         super().__init__()
         self.router = nn.Linear(config.dim, config.experts, bias=False)
         self.experts = Experts(config)
-        self.number, self.top_k = config.experts, config.experts_per_token
+        self.shared = FeedForward(config.dim, config.shared_ffn) if config.shared_ffn else None
+        self.shared_gate = nn.Linear(config.dim, 1, bias=False) if config.shared_ffn else None
+        self.number, self.top_k, self.normalized = config.experts, config.experts_per_token, config.normalize_experts
         self.group: dist.ProcessGroup | None = None
 
     def forward(self, x: Tensor) -> Tensor:
         """(B, T, D) -> (B, T, D)."""
         flat = x.reshape(-1, x.shape[-1])
         weight, chosen = torch.topk(torch.softmax(self.router(flat).float(), -1), self.top_k, dim=-1)
-        weight = (weight / weight.sum(-1, keepdim=True)).to(x.dtype)
+        if self.normalized:
+            weight = weight / weight.sum(-1, keepdim=True)
         order = torch.argsort(chosen.reshape(-1), stable=True)  # rows by expert
         rows = flat[order // self.top_k]
         counts = torch.bincount(chosen.reshape(-1), minlength=self.number)
         done = self.experts(rows, counts.tolist()) if self.group is None else self._exchange(rows, counts)
-        done = done * weight.reshape(-1)[order][:, None]
-        return torch.zeros_like(flat).index_add(0, order // self.top_k, done).view_as(x)
+        done = done * weight.to(x.dtype).reshape(-1)[order][:, None]
+        out = torch.zeros_like(flat).index_add(0, order // self.top_k, done)
+        if self.shared is not None and self.shared_gate is not None:
+            out = out + torch.sigmoid(self.shared_gate(flat)) * self.shared(flat)
+        return out.view_as(x)
 
     def _exchange(self, rows: Tensor, counts: Tensor) -> Tensor:
         """Send each row to the rank of its expert, apply it there, and bring it back. Collective over `group`."""
@@ -82,16 +102,21 @@ def spread_experts(module: nn.Module, mesh: DeviceMesh) -> set[nn.Parameter]:
     """Give each data-parallel rank its experts, as DTensors; return their parameters.
 
     Args:
-        module: A model part.
-        mesh: ("dp_replicate", "dp_shard"): experts are cut over the second and repeated over the first.
+        module: A model part on the meta device.
+        mesh: ("dp_replicate", "dp_shard", "tp"): experts are repeated over the first and cut over the second; over the
+            third each expert's inner features are cut.
     """
     spread: set[nn.Parameter] = set()
-    placements: list[Placement] = [Replicate(), Shard(0)]
     for layer in module.modules():
         if isinstance(layer, MixtureOfExperts):
             layer.group = mesh["dp_shard"].get_group()
             for name, weight in list(layer.experts.named_parameters()):
-                part = weight.detach().chunk(mesh["dp_shard"].size())[mesh["dp_shard"].get_local_rank()].clone()
+                inner = 2 if name == "w2" else 1
+                placements: list[Placement] = [Replicate(), Shard(0), Shard(inner)]
+                lengths = list(weight.shape)
+                lengths[0] //= mesh["dp_shard"].size()
+                lengths[inner] //= mesh["tp"].size()
+                part = torch.empty(lengths, dtype=weight.dtype, device=weight.device)
                 whole = DTensor.from_local(part, mesh, placements, run_check=False)
                 layer.experts.register_parameter(name, nn.Parameter(whole))
                 spread.add(getattr(layer.experts, name))

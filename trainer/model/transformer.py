@@ -1,4 +1,7 @@
-"""A Llama-like model: RMSNorm, real-valued rotary positions, grouped queries, SwiGLU.
+"""A Llama-like model: RMSNorm, rotary positions, grouped queries, SwiGLU. Its families differ by configuration.
+
+A tied head is a parameter of its own, equal to the embedding in every layout: gradients of both are added
+(`parallel/tied`), so that the two ends of a pipeline each have what they need and state has the same names everywhere.
 
 A pipeline stage is the same class with parts left out; layers keep their global number as name, so
 state names are unique over stages. Shapes: B batch, T tokens, D model, H local heads, K head size.
@@ -6,92 +9,73 @@ state names are unique over stages. Shapes: B batch, T tokens, D model, H local 
 
 from __future__ import annotations
 
-import hashlib
+import functools
 from collections.abc import Sequence
 from typing import Any
 
-import torch
 import torch.nn.functional as F  # noqa: N812 -- the name everybody reads
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from flashckpt.trainer.config import ModelConfig
-from flashckpt.trainer.model.moe import MixtureOfExperts
-
-INIT_STD = 0.02
-
-
-def rope_table(seq_len: int, head_dim: int, base: float) -> Tensor:
-    """Return cosines and sines, float32 of shape (2, seq_len, head_dim / 2)."""
-    inverse = 1.0 / (base ** (torch.arange(0, head_dim, 2, dtype=torch.float64) / head_dim))
-    angles = torch.outer(torch.arange(seq_len, dtype=torch.float64), inverse)
-    return torch.stack([angles.cos(), angles.sin()]).float()
-
-
-def rotate(x: Tensor, table: Tensor) -> Tensor:
-    """Rotate pairs of features by position: (B, T, H, K) -> the same, in real arithmetic."""
-    cos, sin = (part[: x.shape[1], None, :].to(x.dtype) for part in table)
-    even, odd = x[..., 0::2], x[..., 1::2]
-    return torch.stack([even * cos - odd * sin, even * sin + odd * cos], -1).flatten(-2)
+from flashckpt.trainer.model.moe import FeedForward, MixtureOfExperts
+from flashckpt.trainer.model.positions import Positions, make_positions, rotate
+from flashckpt.trainer.model_config import ModelConfig
 
 
 class Attention(nn.Module):
     """Causal self-attention with grouped queries; the number of local heads follows from the weights."""
 
-    def __init__(self, config: ModelConfig) -> None:
+    def __init__(self, config: ModelConfig, *, has_window: bool) -> None:
         super().__init__()
-        self.head_dim = config.dim // config.heads
-        self.wq = nn.Linear(config.dim, config.heads * self.head_dim, bias=False)
-        self.wk = nn.Linear(config.dim, config.kv_heads * self.head_dim, bias=False)
-        self.wv = nn.Linear(config.dim, config.kv_heads * self.head_dim, bias=False)
+        self.head_dim, self.has_window = config.head_size, has_window
+        self.wq = nn.Linear(config.dim, config.heads * self.head_dim, bias=config.qkv_bias)
+        self.wk = nn.Linear(config.dim, config.kv_heads * self.head_dim, bias=config.qkv_bias)
+        self.wv = nn.Linear(config.dim, config.kv_heads * self.head_dim, bias=config.qkv_bias)
         self.wo = nn.Linear(config.heads * self.head_dim, config.dim, bias=False)
+        self.q_norm = nn.RMSNorm(self.head_dim, eps=config.norm_eps) if config.qk_norm else None
+        self.k_norm = nn.RMSNorm(self.head_dim, eps=config.norm_eps) if config.qk_norm else None
 
-    def forward(self, x: Tensor, table: Tensor) -> Tensor:
+    def forward(self, x: Tensor, positions: Positions) -> Tensor:
         """(B, T, D) -> (B, T, D)."""
         batch, tokens, _ = x.shape
         shape = (batch, tokens, -1, self.head_dim)  # -1: the local heads under tensor parallelism
-        q = rotate(self.wq(x).view(shape), table).transpose(1, 2)
-        k = rotate(self.wk(x).view(shape), table).transpose(1, 2)
-        v = self.wv(x).view(shape).transpose(1, 2)
-        out = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=q.shape[1] != k.shape[1])
+        q, k, v = self.wq(x).view(shape), self.wk(x).view(shape), self.wv(x).view(shape)
+        if self.q_norm is not None and self.k_norm is not None:
+            q, k = self.q_norm(q), self.k_norm(k)
+        q, k, v = (part.transpose(1, 2) for part in (rotate(q, positions), rotate(k, positions), v))
+        mask = positions.window if self.has_window else None
+        out = F.scaled_dot_product_attention(
+            q,
+            k,
+            v,
+            attn_mask=None if mask is None else mask[:tokens, :tokens],
+            is_causal=mask is None,
+            enable_gqa=q.shape[1] != k.shape[1],
+        )
         return self.wo(out.transpose(1, 2).reshape(batch, tokens, -1))  # type: ignore[no-any-return]  # nn.Module calls are Any
-
-
-class FeedForward(nn.Module):
-    """SwiGLU: w2(silu(w1 x) * w3 x)."""
-
-    def __init__(self, config: ModelConfig) -> None:
-        super().__init__()
-        self.w1 = nn.Linear(config.dim, config.ffn, bias=False)
-        self.w2 = nn.Linear(config.ffn, config.dim, bias=False)
-        self.w3 = nn.Linear(config.dim, config.ffn, bias=False)
-
-    def forward(self, x: Tensor) -> Tensor:
-        """(B, T, D) -> (B, T, D)."""
-        return self.w2(F.silu(self.w1(x)) * self.w3(x))  # type: ignore[no-any-return]  # nn.Module calls are Any
 
 
 class Block(nn.Module):
     """One layer. `recompute`: "none", "ffn" (only the feed-forward part) or "full"."""
 
-    def __init__(self, config: ModelConfig) -> None:
+    def __init__(self, config: ModelConfig, number: int) -> None:
         super().__init__()
         self.attention_norm = nn.RMSNorm(config.dim, eps=config.norm_eps)
-        self.attention = Attention(config)
+        self.attention = Attention(config, has_window=config.window > 0 and number >= config.window_from)
         self.ffn_norm = nn.RMSNorm(config.dim, eps=config.norm_eps)
-        self.feed_forward = MixtureOfExperts(config) if config.experts else FeedForward(config)
+        self.feed_forward = MixtureOfExperts(config) if config.experts else FeedForward(config.dim, config.ffn)
         self.dropout = nn.Dropout(config.dropout)
         self.recompute = "none"
 
-    def forward(self, x: Tensor, table: Tensor) -> Tensor:
+    def forward(self, x: Tensor, positions: Positions) -> Tensor:
         """(B, T, D) -> (B, T, D); under sequence parallelism T is this rank's part."""
         # Recomputing here instead of in a wrapper module keeps the names of all state unchanged.
         if self.recompute == "full" and self.training:
-            return checkpoint(self._both, x, table, use_reentrant=False)  # type: ignore[no-any-return]  # untyped in torch
-        return self._both(x, table)
+            return checkpoint(self._both, x, positions, use_reentrant=False)  # type: ignore[no-any-return]  # untyped in torch
+        return self._both(x, positions)
 
-    def _both(self, x: Tensor, table: Tensor) -> Tensor:
-        x = x + self.dropout(self.attention(self.attention_norm(x), table))
+    def _both(self, x: Tensor, positions: Positions) -> Tensor:
+        x = x + self.dropout(self.attention(self.attention_norm(x), positions))
         if self.recompute == "ffn" and self.training:
             recomputed: Tensor = checkpoint(self._ffn, x, use_reentrant=False)
             return x + recomputed
@@ -124,17 +108,19 @@ class Transformer(nn.Module):
         super().__init__()
         numbers = range(config.layers) if layers is None else layers
         self.tok_embeddings = nn.Embedding(config.vocab, config.dim) if first else None
-        self.layers = nn.ModuleDict({str(i): Block(config) for i in numbers})
+        self.layers = nn.ModuleDict({str(i): Block(config, i) for i in numbers})
         self.norm = nn.RMSNorm(config.dim, eps=config.norm_eps) if last else None
         self.output = nn.Linear(config.dim, config.vocab, bias=False) if last else None
-        table = rope_table(seq_len, config.dim // config.heads, config.rope_base)
-        self.register_buffer("rope", table, persistent=False)
+        self._positions: Positions | None = None
+        self._make_positions = functools.partial(make_positions, config, seq_len)
 
     def forward(self, x: Tensor) -> Tensor:
         """Tokens (B, T) int64 or activations (B, T, D) -> activations or logits (B, T, vocab)."""
+        if self._positions is None:  # not before: the model is made on the meta device
+            self._positions = self._make_positions(next(self.parameters()).device)
         hidden = x if self.tok_embeddings is None else self.tok_embeddings(x)
         for block in self.layers.values():
-            hidden = block(hidden, self.rope)
+            hidden = block(hidden, self._positions)
         if self.norm is None or self.output is None:
             return hidden
         return self.output(self.norm(hidden))  # type: ignore[no-any-return]  # nn.Module calls are Any
@@ -145,43 +131,6 @@ class Transformer(nn.Module):
             assert isinstance(block, Block)
             full = every > 0 and int(number) % every == 0
             block.recompute = "ffn" if mode == "ffn" else "full" if full else "none"
-
-
-def initialise(model: nn.Module, seed: int, layers: int) -> None:
-    """Draw every weight from a generator seeded by (seed, its name), whatever the layout.
-
-    Norm weights are one; matrices are normal with standard deviation 0.02, those that write to the
-    residual stream divided by sqrt(2 x layers). Must run before parameters are sharded.
-    """
-    for name, parameter in model.named_parameters():
-        with torch.no_grad():
-            if parameter.dim() < 2:
-                parameter.fill_(1.0)
-                continue
-            std = (
-                INIT_STD / (2 * layers) ** 0.5
-                if name.endswith(("attention.wo.weight", "w2.weight", "experts.w2"))
-                else INIT_STD
-            )
-            generator = torch.Generator().manual_seed(name_seed(seed, name))
-            parameter.copy_(torch.randn(parameter.shape, generator=generator) * std)
-
-
-def name_seed(seed: int, name: str) -> int:
-    """Return a 63-bit seed of (seed, name), the same on every machine."""
-    return int.from_bytes(hashlib.blake2b(f"{seed}:{name}".encode(), digest_size=8).digest(), "little") >> 1
-
-
-def count_parameters(config: ModelConfig, *, active: bool = False) -> int:
-    """Return the number of parameters of the whole model; `active`: of those that one token meets."""
-    head_dim = config.dim // config.heads
-    attention = config.dim * head_dim * (2 * config.heads + 2 * config.kv_heads)
-    feed_forward = 3 * config.dim * config.ffn
-    if config.experts:
-        experts = config.experts_per_token if active else config.experts
-        feed_forward = experts * feed_forward + config.dim * config.experts
-    block = attention + feed_forward + 2 * config.dim
-    return config.layers * block + 2 * config.vocab * config.dim + config.dim
 
 
 def per_token_loss(logits: Any, targets: Tensor) -> Tensor:

@@ -1,13 +1,13 @@
 """Applies a layout to the model: mesh, pipeline stages, tensor + sequence parallel, FSDP2 / HSDP / DDP.
 
-Order: build the stage -> weights by name -> tensor parallel -> activation checkpointing -> data parallel.
+Order: build the stage on the meta device -> tensor parallel -> activation checkpointing -> data parallel -> memory for
+what this rank holds. Nothing is filled here: a restore, a folder of weights or `Parallel.fill` does that, once.
 The mesh always has four dimensions, size-1 ones kept, and `fully_shard` is applied even to one
 rank: one code path, and every parameter is a DTensor that knows its global offset.
 """
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -19,19 +19,15 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.pipelining import PipelineStage
 from torch.distributed.pipelining.schedules import get_schedule_class
-from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard
-from torch.distributed.tensor.parallel import (
-    ColwiseParallel,
-    ParallelStyle,
-    PrepareModuleInput,
-    RowwiseParallel,
-    parallelize_module,
-)
+from torch.distributed.tensor import DTensor
 
 from flashckpt.trainer.config import RunConfig
+from flashckpt.trainer.model.initial import fill, materialise
 from flashckpt.trainer.model.moe import spread_experts
-from flashckpt.trainer.model.transformer import Transformer, initialise
+from flashckpt.trainer.model.transformer import Transformer
 from flashckpt.trainer.parallel.layout import MESH_NAMES, Layout, check_recompute
+from flashckpt.trainer.parallel.tensor import tensor_parallel
+from flashckpt.trainer.parallel.tied import is_tied_head
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -44,6 +40,7 @@ class Parallel:
         dp_rank: Which slice of the global batch this rank reads.
         has_first: Whether a part takes tokens; has_last: whether one computes the loss.
         hidden: What a stage hands to the next for one micro-batch; a tensor without data.
+        tied: Whether the head is tied to the embedding.
         reporter: Whether this is the one rank that writes traces: last stage, data rank 0, tensor rank 0.
     """
 
@@ -56,6 +53,7 @@ class Parallel:
     has_first: bool
     has_last: bool
     hidden: Tensor
+    tied: bool
     reporter: bool
 
     def coordinate(self, name: str) -> int:
@@ -105,6 +103,20 @@ class Parallel:
                 module.reshard()  # as it was found: parameters that stay gathered would miss a restore
         return values if self.has_last else []
 
+    def fill(self, config: RunConfig) -> int:
+        """Fill this rank's weights with the initial ones of the run; return the elements written."""
+        return sum(fill(part, config.model, config.train.seed) for part in self.bare_parts())
+
+    def counted_parameters(self) -> list[nn.Parameter]:
+        """Return the parameters of all local parts without a head that is tied to the embedding."""
+        named = [pair for part in self.parts for pair in part.named_parameters()]
+        return [parameter for name, parameter in named if not (self.tied and is_tied_head(name))]
+
+    def bare_parts(self) -> list[nn.Module]:
+        """Return the parts without DDP around them."""
+        ddp = nn.parallel.DistributedDataParallel
+        return [part.module if isinstance(part, ddp) else part for part in self.parts]
+
     def parameters(self) -> list[nn.Parameter]:
         """Return the parameters of all local parts, in a fixed order."""
         return [parameter for part in self.parts for parameter in part.parameters()]
@@ -128,6 +140,7 @@ def build_parallel(config: RunConfig, layout: Layout, device: torch.device) -> P
         has_first=0 in stages,
         has_last=has_last,
         hidden=_hidden(config, layout),
+        tied=config.model.tied_embeddings,
         reporter=has_last and dp_rank == 0 and mesh["tp"].get_local_rank() == 0,
     )
 
@@ -141,25 +154,25 @@ def _hidden(config: RunConfig, layout: Layout) -> Tensor:
 
 
 def build_stage(config: RunConfig, layout: Layout, stage: int) -> Transformer:
-    """Return one stage with its initial weights, not yet sharded."""
-    part = Transformer(
-        config.model,
-        config.train.seq_len,
-        layers=layout.stage_layers[stage],
-        first=stage == 0,
-        last=stage == layout.stages - 1,
-    )
-    initialise(part, config.train.seed, config.model.layers)
-    return part
+    """Return one stage on the meta device, not yet sharded."""
+    with torch.device("meta"):
+        return Transformer(
+            config.model,
+            config.train.seq_len,
+            layers=layout.stage_layers[stage],
+            first=stage == 0,
+            last=stage == layout.stages - 1,
+        )
 
 
 def _build_part(config: RunConfig, layout: Layout, mesh: DeviceMesh, device: torch.device, stage: int) -> nn.Module:
-    part = build_stage(config, layout, stage).to(device)
+    part = build_stage(config, layout, stage)
     if layout.tp > 1:
-        _tensor_parallel(part, mesh["tp"], config)
+        tensor_parallel(part, mesh["tp"], config)
     mode = config.parallel.activation_checkpoint
     part.set_recompute(mode, check_recompute(mode))
     if config.parallel.data_parallel == "ddp":
+        materialise(part, device)
         if config.train.precision == "bfloat16":
             # Float32 parameters, gradients and activations between blocks; bfloat16 in every product. Forward only:
             # the backward of an operator runs in the type of its forward.
@@ -169,6 +182,7 @@ def _build_part(config: RunConfig, layout: Layout, mesh: DeviceMesh, device: tor
         group = mesh["dp_replicate"].get_group()
         return nn.parallel.DistributedDataParallel(part, process_group=group, find_unused_parameters=True)
     _fully_shard(part, mesh, config, layout)
+    materialise(part, device)
     return part
 
 
@@ -178,76 +192,11 @@ def _fully_shard(part: Transformer, mesh: DeviceMesh, config: RunConfig, layout:
     if config.train.precision == "bfloat16":
         # The sharded float32 parameter is the master copy: one copy is held and stored, not two.
         policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
-    experts = spread_experts(part, mesh["dp_replicate", "dp_shard"]) or None
+    experts = spread_experts(part, mesh["dp_replicate", "dp_shard", "tp"]) or None
     reshard = layout.pp == 1  # with pipelines, gathering again for every micro-batch costs more than it frees
     for block in part.layers.values():
         fully_shard(block, mesh=dp_mesh, reshard_after_forward=reshard, mp_policy=policy, ignored_params=experts)
     fully_shard(part, mesh=dp_mesh, reshard_after_forward=reshard, mp_policy=policy, ignored_params=experts)
-
-
-def _tensor_parallel(part: Transformer, mesh: DeviceMesh, config: RunConfig) -> None:
-    sequence = config.parallel.sequence_parallel
-    stream = Shard(1) if sequence else Replicate()
-    plan: dict[str, ParallelStyle] = {}
-    if part.tok_embeddings is not None:
-        plan["tok_embeddings"] = RowwiseParallel(input_layouts=Replicate(), output_layouts=stream)
-    if part.norm is not None:
-        plan["norm"] = LocalNorm(sharded=sequence)
-        keep = config.parallel.loss_parallel
-        plan["output"] = ColwiseParallel(
-            input_layouts=stream, output_layouts=Shard(-1) if keep else Replicate(), use_local_output=not keep
-        )
-    parallelize_module(part, mesh, plan)
-    for block in part.layers.values():
-        parallelize_module(block, mesh, _block_plan(sequence=sequence))
-
-
-def _block_plan(*, sequence: bool) -> dict[str, ParallelStyle]:
-    stream = Shard(1) if sequence else Replicate()
-    plan: dict[str, ParallelStyle] = {
-        "attention.wq": ColwiseParallel(),
-        "attention.wk": ColwiseParallel(),
-        "attention.wv": ColwiseParallel(),
-        "attention.wo": RowwiseParallel(output_layouts=stream),
-        "feed_forward.w1": ColwiseParallel(),
-        "feed_forward.w3": ColwiseParallel(),
-        "feed_forward.w2": RowwiseParallel(output_layouts=stream),
-    }
-    plan |= {"attention_norm": LocalNorm(sharded=sequence), "ffn_norm": LocalNorm(sharded=sequence)}
-    if not sequence:
-        return plan
-    return plan | {
-        "attention": PrepareModuleInput(input_layouts=(Shard(1), None), desired_input_layouts=(Replicate(), None)),
-        "feed_forward": PrepareModuleInput(input_layouts=(Shard(1),), desired_input_layouts=(Replicate(),)),
-    }
-
-
-class LocalNorm(ParallelStyle):
-    """A norm of the tokens that this rank holds: it needs no other rank, so it is computed on local tensors.
-
-    As DTensors its dozen small operators, and theirs backward, would be planned again in every process. Only the weight
-    is one, replicated: every parameter then lies on the same mesh (one optimizer, one gradient norm).
-
-    Args:
-        sharded: Whether the ranks hold different tokens (sequence parallel): gradients of the weight are then parts of a sum.
-    """
-
-    def __init__(self, *, sharded: bool) -> None:
-        super().__init__()
-        self._grad = Partial() if sharded else Replicate()
-
-    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
-        weight = DTensor.from_local(
-            module.get_parameter("weight").detach(), device_mesh, [Replicate()], run_check=False
-        )
-        module.register_parameter("weight", nn.Parameter(weight))
-        module.forward = functools.partial(_norm, module, self._grad)
-        return module
-
-
-def _norm(module: Any, grad: Placement, tokens: Tensor) -> Tensor:
-    weight = module.weight.to_local(grad_placements=[grad])
-    return torch.rms_norm(tokens, module.normalized_shape, weight, module.eps)
 
 
 def set_gradient_sync(part: nn.Module, *, sync: bool) -> None:

@@ -183,16 +183,17 @@ def _check_model(config: RunConfig, tp: int) -> None:
         "model.ffn": model.ffn,
         "model.vocab": model.vocab,
     }
+    if model.shared_ffn:
+        divided["model.shared_ffn"] = model.shared_ffn
     if config.parallel.sequence_parallel:
         divided["train.seq_len (sequence parallel)"] = train.seq_len
     for name, value in divided.items():
         _divides(name, value, "parallel.tp", tp)
-    _divides("model.dim", model.dim, "model.heads", model.heads)
+    if not model.head_dim:
+        _divides("model.dim", model.dim, "model.heads", model.heads)
     _divides("model.heads", model.heads, "model.kv_heads", model.kv_heads)
-    if (model.dim // model.heads) % 2:
-        raise LayoutError(
-            "the head dimension is odd", found=f"{model.dim // model.heads}", expected="even (rotary pairs)"
-        )
+    if model.head_size % 2:
+        raise LayoutError("the head dimension is odd", found=f"{model.head_size}", expected="even (rotary pairs)")
 
 
 def _check_experts(config: RunConfig, degrees: dict[str, int]) -> None:
@@ -204,12 +205,12 @@ def _check_experts(config: RunConfig, degrees: dict[str, int]) -> None:
         raise LayoutError(
             "model.experts_per_token does not fit", found=str(model.experts_per_token), expected=f"1 to {model.experts}"
         )
-    if degrees["tp"] > 1 or config.parallel.data_parallel == "ddp":
+    if config.parallel.data_parallel == "ddp":
         raise LayoutError(
-            "experts go with fsdp and without tensor parallel",
-            found=f"tp = {degrees['tp']}, data_parallel = {config.parallel.data_parallel}",
-            expected="tp = 1, data_parallel = fsdp",
-            remedy="spread the experts over more dp_shard ranks instead",
+            "experts go with fsdp",
+            found=f"data_parallel = {config.parallel.data_parallel}",
+            expected="data_parallel = fsdp",
+            remedy="set parallel.data_parallel = fsdp; dp_shard = 1 with dp_replicate keeps all experts on each rank",
         )
 
 

@@ -24,7 +24,7 @@ from flashckpt.trainer.config import RunConfig
 from flashckpt.trainer.data.corpus import prepare_corpus
 from flashckpt.trainer.data.windows import TokenDataset, TrainingData, ids_digest
 from flashckpt.trainer.evaluate.scores import Evaluator
-from flashckpt.trainer.model.transformer import name_seed
+from flashckpt.trainer.model.initial import name_seed
 from flashckpt.trainer.parallel.apply import build_parallel
 from flashckpt.trainer.parallel.distributed import check_root, note_restore, process_group
 from flashckpt.trainer.parallel.layout import Layout, resolve_layout
@@ -96,7 +96,7 @@ class Trainer:
         self.config, self.layout = config, layout
         dataset = TokenDataset(config.data.folder, "train", config.train.seq_len)
         self.parallel = build_parallel(config, layout, device)
-        self.optimizers = build_optimizers(config.optim, self.parallel.parts)
+        self.optimizers = build_optimizers(config.optim, self.parallel.parts, tied=config.model.tied_embeddings)
         self.data = TrainingData(
             dataset,
             dp_rank=self.parallel.dp_rank,
@@ -112,6 +112,7 @@ class Trainer:
         self.reporter: Reporter | None = None
         self.ckpt: Checkpointer | None = None
         self.done = 0
+        self._has_weights = False
         self._seed_rng()
 
     def _seed_rng(self) -> None:
@@ -119,6 +120,18 @@ class Trainer:
         tp = self.parallel.coordinate("tp") if self.config.parallel.sequence_parallel else 0
         name = f"rng:{self.parallel.coordinate('pp')}:{self.parallel.dp_rank}:{tp}"
         torch.manual_seed(name_seed(self.config.train.seed, name))
+
+    def initialise(self) -> None:
+        """Fill the weights, unless they are: a restore overwrites all of them, so it comes first."""
+        if self._has_weights:
+            return
+        if self.config.init.from_:
+            from flashckpt.trainer.hub.start import load_first_weights
+
+            load_first_weights(self.config, self.parallel.bare_parts())
+        else:
+            self.parallel.fill(self.config)
+        self._has_weights = True
 
     def run(self) -> int:
         """Train to the last step; return the exit code (0, or 75: start me again)."""
@@ -256,8 +269,11 @@ class Trainer:
         return (time.perf_counter() - began) * 1e3
 
     def _restore(self) -> None:
-        if not self.config.checkpoint.root:
-            return
+        if self.config.checkpoint.root:
+            self._restore_state()
+        self.initialise()
+
+    def _restore_state(self) -> None:
         self.ckpt = self._checkpointer()
         try:
             report = self.ckpt.restore()
@@ -266,6 +282,7 @@ class Trainer:
             raise
         if report is not None:
             self.done = report.step
+            self._has_weights = True
             if self.record.before is not None and (jump := rate_jump(self.record.before, self.config, self.done)):
                 _say_once(logging.WARNING, jump)
             note_restore(self.config.log.folder, report)

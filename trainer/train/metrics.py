@@ -10,8 +10,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from flashckpt.trainer.config import ModelConfig
-from flashckpt.trainer.model.transformer import count_parameters
+from flashckpt.trainer.model.initial import count_parameters
+from flashckpt.trainer.model_config import ModelConfig
 from flashckpt.trainer.nonfatal import LineFile, nonfatal_stream
 
 TRACE = "trace.jsonl"
@@ -121,7 +121,7 @@ def _step(line: bytes) -> int:
 
 def flops_per_token(model: ModelConfig, seq_len: int) -> float:
     """Return training FLOPs per token, 6 N + 12 L H Q T (PaLM, appendix B)."""
-    return 6.0 * count_parameters(model, active=True) + 12.0 * model.layers * model.dim * seq_len
+    return 6.0 * count_parameters(model, active=True) + 12.0 * model.layers * model.heads * model.head_size * seq_len
 
 
 class ProgressLine:

@@ -12,6 +12,7 @@ from torch.distributed.tensor import DTensor, Partial, Replicate
 from flashckpt.trainer.config import OptimConfig
 from flashckpt.trainer.model.moe import EXPERT_WEIGHTS, average_expert_gradients
 from flashckpt.trainer.parallel.apply import Parallel, local_tensor
+from flashckpt.trainer.parallel.tied import add_tied_gradients, is_tied_head
 
 
 class LocalAdamW(torch.optim.AdamW):
@@ -28,17 +29,17 @@ class LocalAdamW(torch.optim.AdamW):
         return has_complex
 
 
-def build_optimizers(config: OptimConfig, parts: Iterable[nn.Module]) -> list[torch.optim.AdamW]:
-    """Return one AdamW per local model part; norms and embeddings are not decayed."""
-    return [_build(config, part) for part in parts]
+def build_optimizers(config: OptimConfig, parts: Iterable[nn.Module], *, tied: bool = False) -> list[torch.optim.AdamW]:
+    """Return one AdamW per local model part; norms, biases and embeddings (and a head tied to them) are not decayed."""
+    return [_build(config, part, tied=tied) for part in parts]
 
 
-def _build(config: OptimConfig, part: nn.Module) -> torch.optim.AdamW:
+def _build(config: OptimConfig, part: nn.Module, *, tied: bool) -> torch.optim.AdamW:
     decayed: list[nn.Parameter] = []
     plain: list[nn.Parameter] = []
     experts: list[nn.Parameter] = []  # a separate group: they are on another mesh, and a group is one operator
     for name, parameter in part.named_parameters():
-        small = parameter.dim() < 2 or "tok_embeddings" in name
+        small = parameter.dim() < 2 or "tok_embeddings" in name or (tied and is_tied_head(name))
         (experts if name.endswith(EXPERT_WEIGHTS) else plain if small else decayed).append(parameter)
     groups = [
         {"params": decayed, "weight_decay": config.weight_decay},
@@ -69,6 +70,8 @@ def settle_gradients(parallel: Parallel) -> None:
         grad = parameter.grad
         if isinstance(grad, DTensor) and isinstance(parameter, DTensor) and grad.placements != parameter.placements:
             parameter.grad = grad.redistribute(placements=parameter.placements)
+    if parallel.tied:
+        add_tied_gradients(parallel)
 
 
 def local_square_sum(parallel: Parallel) -> Tensor:
@@ -79,7 +82,7 @@ def local_square_sum(parallel: Parallel) -> Tensor:
     """
     total = torch.zeros((), dtype=torch.float64, device=parallel.device)
     first = parallel.coordinate("dp_replicate") == 0
-    for parameter in parallel.parameters():
+    for parameter in parallel.counted_parameters():
         if parameter.grad is not None and first and _owns(parameter.grad):
             total += local_tensor(parameter.grad).detach().double().square().sum()
     return total

@@ -1,0 +1,247 @@
+"""Where weights come from: a Hugging Face folder or a checkpoint root, asked for boxes of our tensors. Torch-free."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any, Protocol
+
+import numpy as np
+import numpy.typing as npt
+
+from flashckpt.checkpoint.retention import reading
+from flashckpt.cli.common import choose
+from flashckpt.core.shard import ITEMSIZE, Shard
+from flashckpt.errors import ConfigError, DamagedError
+from flashckpt.interop import safetensors_files as st
+from flashckpt.restore.executor import Target, execute_reads
+from flashckpt.restore.sources import StorageSource
+from flashckpt.storage.factory import open_store
+from flashckpt.trainer.config import RunConfig, from_values
+from flashckpt.trainer.hub.families import HubTensor, tensors_of
+from flashckpt.trainer.hub.hub_config import from_hub
+from flashckpt.trainer.model_config import ModelConfig
+
+Bytes = npt.NDArray[np.uint8]
+CONFIG = "config.json"
+BESIDE = (
+    CONFIG, "generation_config.json", "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json",
+    "added_tokens.json", "vocab.json", "merges.txt", "tokenizer.model", "chat_template.jinja",
+)  # fmt: skip
+"""Files of a folder that travel with its weights."""
+_ROW_BYTES = 64 << 10
+"""Below this the columns of a row are read along with the rest of it."""
+
+
+class WeightSource(Protocol):
+    """Weights of a model under our names.
+
+    Attributes:
+        model: What they are weights of.
+        where: For error texts.
+        beside: Files that travel with them, by name: config.json and the tokenizer's.
+    """
+
+    model: ModelConfig
+    where: str
+    beside: Mapping[str, bytes]
+
+    def dtype(self, name: str) -> str:
+        """Return the type of the elements of a tensor."""
+        ...
+
+    def read(self, name: str, offsets: Sequence[int], lengths: Sequence[int]) -> Bytes:
+        """Return the bytes of a box of a tensor, row-major; errors name the file or the object."""
+        ...
+
+    def close(self) -> None:
+        """Give up the lease on a checkpoint."""
+        ...
+
+
+class HubFolder:
+    """A folder as `from_pretrained` reads it; see WeightSource.
+
+    Raises:
+        ConfigError: No config.json, an unknown family, a tensor is missing or has another shape.
+        DamagedError: A file is damaged.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self.where = str(folder)
+        self.model = from_hub(read_json(folder / CONFIG), str(folder / CONFIG))
+        self.beside: Mapping[str, bytes] = {
+            name: (folder / name).read_bytes() for name in BESIDE if (folder / name).is_file()
+        }
+        there = {one.name: one for one in st.read_folder(folder)}
+        self.parts: dict[str, list[tuple[HubTensor, st.Incoming]]] = {}
+        for tensor in tensors_of(self.model):
+            found = there.get(tensor.theirs)
+            if found is None or found.shape != tensor.shape:
+                raise ConfigError(
+                    f"{folder} does not hold the model that its {CONFIG} describes",
+                    found=f"{tensor.theirs} of shape {found.shape}" if found else f"no {tensor.theirs}",
+                    expected=f"{tensor.theirs} of shape {tensor.shape}",
+                    state="Nothing was read.",
+                )
+            self.parts.setdefault(tensor.ours, []).append((tensor, found))
+
+    def dtype(self, name: str) -> str:
+        """See WeightSource."""
+        return self.parts[name][0][1].dtype
+
+    def read(self, name: str, offsets: Sequence[int], lengths: Sequence[int]) -> Bytes:
+        """See WeightSource."""
+        parts = self.parts[name]
+        if parts[0][0].expert is None:
+            return _read_box(parts[0][1], offsets, lengths)
+        chosen = parts[offsets[0] : offsets[0] + lengths[0]]
+        return np.concatenate([_read_box(file, offsets[1:], lengths[1:]) for _, file in chosen])
+
+    def close(self) -> None:
+        """See WeightSource."""
+
+
+def _read_box(file: st.Incoming, offsets: Sequence[int], lengths: Sequence[int]) -> Bytes:
+    """Read whole rows where that costs little, else the wanted columns of each."""
+    size = ITEMSIZE[file.dtype]
+    if len(file.shape) == 1:
+        start = offsets[0] * size
+        return np.frombuffer(file.read(start, start + lengths[0] * size), np.uint8)
+    (first, left), (rows, columns), width = offsets, lengths, file.shape[1]
+    if columns < width and columns * size >= _ROW_BYTES:
+        starts = [((first + row) * width + left) * size for row in range(rows)]
+        return np.concatenate([np.frombuffer(file.read(at, at + columns * size), np.uint8) for at in starts])
+    whole = np.frombuffer(file.read(first * width * size, (first + rows) * width * size), np.uint8)
+    return np.ascontiguousarray(whole.reshape(rows, width * size)[:, left * size : (left + columns) * size]).reshape(-1)
+
+
+class CheckpointWeights:
+    """The model of a checkpoint that the trainer wrote, or `hub import`; see WeightSource.
+
+    Args:
+        root: Path or URL.
+        step: "120" or "120.g3"; None: the newest.
+        options: Of the store.
+
+    Raises:
+        NoCheckpointError: There is none.
+        ConfigError: It is not of the trainer.
+    """
+
+    def __init__(self, root: str, step: str | None = None, options: Mapping[str, Any] | None = None) -> None:
+        store = open_store(root, **(options or {}))
+        info = choose(store, step)
+        self.where = f"{store.url}/{info.prefix}"
+        self._held = ExitStack()
+        manifest = self._held.enter_context(reading(store, info.prefix))
+        self.source = StorageSource(store, manifest, info.prefix)
+        self.run, self.init_from = _recorded(manifest.values, self.where)
+        self.model = self.run.model
+        self.shapes = {tensor.ours: tensor.whole for tensor in tensors_of(self.model)}
+        names = set(manifest.table.fqns)
+        for name, shape in self.shapes.items():
+            found = self._whole(held_name(name)) if held_name(name) in names else None
+            if found != shape:
+                raise ConfigError(
+                    f"{self.where} does not hold the model that was recorded with it",
+                    found=f"{held_name(name)} of shape {found}" if found else f"no {held_name(name)}",
+                    expected=f"{held_name(name)} of shape {shape}",
+                )
+        self.beside: Mapping[str, bytes] = {name: self._file(name) for name in BESIDE if _FILE + name in names}
+
+    def dtype(self, name: str) -> str:
+        """See WeightSource."""
+        table = self.source.manifest.table
+        return table.shard(table.rows(held_name(name))[0]).dtype
+
+    def read(self, name: str, offsets: Sequence[int], lengths: Sequence[int]) -> Bytes:
+        """See WeightSource."""
+        shard = Shard(
+            fqn=held_name(name),
+            dtype=self.dtype(name),
+            global_shape=self.shapes[name],
+            offsets=tuple(offsets),
+            lengths=tuple(lengths),
+        )
+        return self._read(shard)
+
+    def _read(self, shard: Shard) -> Bytes:
+        raw = np.empty(shard.nbytes, np.uint8)
+        execute_reads([Target(shard=shard, buffer=raw.data)], [self.source], threads=1)
+        return raw
+
+    def _whole(self, held: str) -> tuple[int, ...]:
+        table = self.source.manifest.table
+        return table.shard(table.rows(held)[0]).global_shape
+
+    def _file(self, name: str) -> bytes:
+        return self._read(file_shard(name, self._whole(_FILE + name)[0])).tobytes()
+
+    def close(self) -> None:
+        """See WeightSource."""
+        self.source.close()
+        self._held.close()
+
+
+_FILE = "hub/"
+
+
+def held_name(name: str) -> str:
+    """Return what a tensor is called in a checkpoint: the trainer tracks its parts as `model`."""
+    return f"model.{name}"
+
+
+def file_shard(name: str, nbytes: int) -> Shard:
+    """Return the row under which a file lies in a checkpoint."""
+    return Shard(fqn=_FILE + name, dtype="uint8", global_shape=(nbytes,), offsets=(0,), lengths=(nbytes,))
+
+
+def _recorded(values: Mapping[str, Any], where: str) -> tuple[RunConfig, str]:
+    """Return the run that wrote a checkpoint as far as it matters here, and where its weights came from."""
+    record = values.get("run")
+    config = record.get("config") if isinstance(record, dict) else None
+    if not isinstance(config, dict) or not isinstance(config.get("model"), dict) or "head_dim" not in config["model"]:
+        raise ConfigError(
+            f"{where} is no checkpoint of this trainer",
+            found="no configuration of a model in it"
+            if not isinstance(config, dict)
+            else "a model of an older release",
+            expected="a checkpoint written by `python -m flashckpt.trainer` or by its `hub import`",
+        )
+    known = {field.name for field in dataclasses.fields(ModelConfig)}
+    sections = {"model": {key: value for key, value in config["model"].items() if key in known}}
+    if isinstance(config.get("train"), dict) and "seq_len" in config["train"]:
+        sections["train"] = {"seq_len": config["train"]["seq_len"]}
+    init = config.get("init")
+    return from_values(sections), str(init.get("from", "")) if isinstance(init, dict) else ""
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """Return a JSON object; ConfigError where it is not there, DamagedError where it is none."""
+    try:
+        values = json.loads(path.read_bytes())
+    except OSError as error:
+        raise ConfigError(
+            f"{path} cannot be read",
+            found=error.strerror or str(error),
+            expected="a folder as `save_pretrained` writes it: config.json and *.safetensors",
+        ) from error
+    except ValueError as error:
+        raise DamagedError(f"{path} is not JSON", found=str(error)[:100]) from error
+    if not isinstance(values, dict):
+        raise DamagedError(f"{path} is not a JSON object", found=type(values).__name__)
+    return values
+
+
+def is_hub_folder(where: str) -> bool:
+    """Return whether a path is a folder with a config.json; any other is taken for a checkpoint root."""
+    return "://" not in where and (Path(where) / CONFIG).is_file()
+
+
+def open_weights(where: str, options: Mapping[str, Any] | None = None) -> WeightSource:
+    """Return the weights of a Hugging Face folder or of the newest checkpoint of a root."""
+    return HubFolder(Path(where)) if is_hub_folder(where) else CheckpointWeights(where, options=options)

@@ -1,0 +1,75 @@
+"""`[init] from`: the model and the first weights of a run are those of a folder or a root. Torch is imported late."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+from flashckpt.errors import ConfigError, FlashckptError
+from flashckpt.trainer.config import RunConfig, from_values, to_values
+from flashckpt.trainer.hub.source import open_weights
+from flashckpt.trainer.model_config import ModelConfig
+
+if TYPE_CHECKING:
+    from torch import nn
+
+_FREE = ("family", "context", "dropout")
+"""Settings that change no weight."""
+
+
+def with_model_of_weights(config: RunConfig) -> RunConfig:
+    """Return the run with the model of `init.from`, if it names none itself; a model that is named has to be that one.
+
+    Weights that cannot be read are no error for a run that names its model: it may have no need of them any more.
+
+    Raises:
+        ConfigError: The two differ, or there is no model at `init.from`.
+    """
+    if not config.init.from_:
+        return config
+    try:
+        source = open_weights(config.init.from_, config.checkpoint.storage_options)
+    except FlashckptError:
+        if config.model == ModelConfig():
+            raise
+        return config
+    source.close()
+    if replace(config.model, dropout=0.0) == ModelConfig():
+        found = replace(config, model=replace(source.model, dropout=config.model.dropout))
+        return from_values(to_values(found))
+    _refuse_other(config.model, source.model, source.where)
+    return config
+
+
+def load_first_weights(config: RunConfig, parts: Sequence[nn.Module]) -> None:
+    """Fill the parts of a model, as this rank holds them, from `init.from`.
+
+    Raises:
+        ConfigError: There is no model, or another one.
+        DamagedError, ShardGapError: Bytes are missing or damaged.
+    """
+    from flashckpt.trainer.hub.weights import load
+
+    source = open_weights(config.init.from_, config.checkpoint.storage_options)
+    try:
+        _refuse_other(config.model, source.model, source.where)
+        load(parts, source)
+    finally:
+        source.close()
+
+
+def _refuse_other(mine: ModelConfig, theirs: ModelConfig, where: str) -> None:
+    names = [field.name for field in dataclasses.fields(ModelConfig) if field.name not in _FREE]
+    differing = [name for name in names if getattr(mine, name) != getattr(theirs, name)]
+    if mine.head_size == theirs.head_size and "head_dim" in differing:
+        differing.remove("head_dim")
+    if differing:
+        raise ConfigError(
+            f"init.from = {where} holds weights of another model: {', '.join(f'model.{name}' for name in differing)}",
+            found=", ".join(f"model.{name} = {getattr(mine, name)}" for name in differing),
+            expected=", ".join(f"model.{name} = {getattr(theirs, name)}" for name in differing),
+            state="Nothing was started.",
+            remedy="leave [model] out: it is read from there",
+        )

@@ -1,0 +1,188 @@
+"""`hub import` and `hub export`: a Hugging Face folder as a checkpoint, and back, bit for bit. Torch-free."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from flashckpt.checkpoint import direct_writer
+from flashckpt.checkpoint.direct_writer import StreamedRow
+from flashckpt.core.shard import Shard
+from flashckpt.errors import ConfigError
+from flashckpt.interop import safetensors_files as st
+from flashckpt.interop.casting import parse_dtype, target_dtype
+from flashckpt.interop.outgoing import Outgoing
+from flashckpt.interop.target import replacing
+from flashckpt.storage.factory import is_process_local, open_store
+from flashckpt.trainer.changes import recorded_values
+from flashckpt.trainer.config import RunConfig
+from flashckpt.trainer.hub.byte_tokenizer import byte_tokenizer
+from flashckpt.trainer.hub.families import HubTensor, tensors_of
+from flashckpt.trainer.hub.hub_config import to_hub
+from flashckpt.trainer.hub.source import BESIDE, CONFIG, CheckpointWeights, HubFolder, file_shard, held_name, read_json
+from flashckpt.trainer.model_config import ModelConfig
+
+SHARD_BYTES = 5 << 30
+_OVERHEAD_BYTES = 64 << 20
+
+
+def import_folder(folder: Path, root: str, step: int = 0, options: Mapping[str, Any] | None = None) -> dict[str, Any]:
+    """Write the weights of a folder as a checkpoint of `root` that `[init] from` and `hub export` take; say what was done.
+
+    Types stay as they are. The tokenizer's files and config.json are stored along. Nothing of an optimizer is in it.
+
+    Raises:
+        ConfigError: The folder holds no model of a known family, or not the one it describes.
+        DamagedError: A file is damaged.
+        RootError, StoreError, JobInUseError: As a save.
+    """
+    if step < 0:
+        raise ConfigError("--step is not a step", found=str(step), expected="0 or more")
+    source = HubFolder(folder)
+    if is_process_local(root):
+        raise ConfigError(f"{root} lives in one process only: nobody could read the checkpoint")
+    rows = [
+        StreamedRow(shard=_shard(tensor, file.dtype), read=file.read)
+        for parts in source.parts.values()
+        for tensor, file in parts
+    ]
+    rows += [
+        StreamedRow(shard=file_shard(name, len(content)), read=_reader(content))
+        for name, content in source.beside.items()
+        if content
+    ]
+    config = replace(RunConfig(), model=source.model)
+    store = open_store(root, **(options or {}))
+    store.check(write=True)
+    place = direct_writer.begin(store, step, world_size=1)
+    values: dict[str, object] = {"run": {"config": {"model": recorded_values(config)["model"]}, "tokens": 0}}
+    direct_writer.write(store, place, 0, rows, values, job="import")
+    direct_writer.finish(store, place)
+    nbytes = sum(row.shard.nbytes for row in rows)
+    return {
+        "root": store.url, "prefix": place.prefix, "family": source.model.family, "tensors": len(source.parts),
+        "nbytes": nbytes, "files": sorted(source.beside),
+    }  # fmt: skip
+
+
+def _shard(tensor: HubTensor, dtype: str) -> Shard:
+    if tensor.expert is None:
+        offsets, lengths = (0,) * len(tensor.shape), tensor.shape
+    else:
+        offsets, lengths = (tensor.expert, *(0 for _ in tensor.shape)), (1, *tensor.shape)
+    name = held_name(tensor.ours)
+    return Shard(fqn=name, dtype=dtype, global_shape=tensor.whole, offsets=offsets, lengths=lengths)
+
+
+def _reader(content: bytes) -> Any:
+    return lambda start, stop: memoryview(content)[start:stop]
+
+
+def export_folder(
+    root: str,
+    folder: Path,
+    *,
+    step: str | None = None,
+    dtype: str | None = None,
+    tokenizer: str = "",
+    force: bool = False,
+    options: Mapping[str, Any] | None = None,
+) -> dict[str, Any]:
+    """Write a checkpoint's model as a folder that `AutoModelForCausalLM.from_pretrained` reads; say what was done.
+
+    Args:
+        root: Of the trainer, or of `import_folder`.
+        folder: Made new.
+        step: "120" or "120.g3"; None: the newest.
+        dtype: To cast floating-point tensors to; None: as they are.
+        tokenizer: A folder whose tokenizer files are copied. Empty: those that the checkpoint has or its weights came
+            with; for 256 tokens, a tokenizer of bytes.
+        force: Replace a folder that an export wrote.
+        options: Of the store.
+
+    Raises:
+        NoCheckpointError, ConfigError, DamagedError: There is no such checkpoint, or no model to be read in it.
+    """
+    source = CheckpointWeights(root, step, options)
+    try:
+        wanted = parse_dtype(dtype)
+        tensors = [_outgoing(tensor, source, wanted) for tensor in _written(source.model)]
+        st.refuse_dtypes(tensors)
+        beside = _beside(source, tokenizer, options)
+        before = json.loads(beside[CONFIG]) if CONFIG in beside else None
+        values = to_hub(source.model, source.run.train.seq_len, tensors[0].dtype, before)
+        beside[CONFIG] = (json.dumps(values, indent=2) + "\n").encode()
+        nbytes = sum(one.nbytes for one in tensors)
+        with replacing(folder, nbytes=nbytes + _OVERHEAD_BYTES, force=force, is_ours=_is_ours) as temporary:
+            metadata = {"flashckpt.step": str(source.source.manifest.step)}
+            files = st.write_folder(temporary, tensors, source.source, metadata, limit=SHARD_BYTES)
+            for name, content in beside.items():
+                (temporary / name).write_bytes(content)
+    finally:
+        source.close()
+    return {
+        "from": source.where, "to": str(folder.absolute()), "family": values["model_type"], "tensors": len(tensors),
+        "nbytes": nbytes, "files": sorted([*files, *beside]), "has_tokenizer": _has_tokenizer(beside),
+    }  # fmt: skip
+
+
+def _written(model: ModelConfig) -> list[HubTensor]:
+    """Return the tensors of a folder: a tied head is not one of them."""
+    return [one for one in tensors_of(model) if not (model.tied_embeddings and one.ours == "output.weight")]
+
+
+def _outgoing(tensor: HubTensor, source: CheckpointWeights, dtype: str | None) -> Outgoing:
+    stored = source.dtype(tensor.ours)
+    return Outgoing(
+        name=tensor.theirs,
+        held=held_name(tensor.ours),
+        stored=stored,
+        dtype=target_dtype(stored, dtype),
+        shape=tensor.shape,
+        index=tensor.expert,
+        held_rows=tensor.whole[0],
+    )
+
+
+def _beside(source: CheckpointWeights, tokenizer: str, options: Mapping[str, Any] | None) -> dict[str, bytes]:
+    """Return the files that go with the weights, from the first place that has some."""
+    if tokenizer:
+        found = _files_of(Path(tokenizer))
+        if not _has_tokenizer(found):
+            raise ConfigError(
+                f"{tokenizer} holds no tokenizer",
+                found="none of its files",
+                expected=", ".join(BESIDE[2:]),
+                state="Nothing was written.",
+            )
+        return {**source.beside, **{name: content for name, content in found.items() if name != CONFIG}}
+    if source.beside:
+        return dict(source.beside)
+    if came_from := source.init_from:
+        if Path(came_from).is_dir() and (found := _files_of(Path(came_from))):
+            return found
+        try:
+            origin = CheckpointWeights(came_from, options=options)
+        except Exception:  # noqa: BLE001 -- gone or elsewhere: the weights are here, and the caller is told of no tokenizer
+            return {}
+        origin.close()
+        return dict(origin.beside)
+    return byte_tokenizer() if source.model.vocab == 256 else {}
+
+
+def _files_of(folder: Path) -> dict[str, bytes]:
+    found = {name: (folder / name).read_bytes() for name in BESIDE if (folder / name).is_file()}
+    if CONFIG in found:
+        read_json(folder / CONFIG)
+    return found
+
+
+def _has_tokenizer(files: Mapping[str, bytes]) -> bool:
+    return any(name in files for name in ("tokenizer.json", "tokenizer.model", "vocab.json"))
+
+
+def _is_ours(path: Path) -> bool:
+    return st.is_ours(path) or (path.is_file() and path.name in BESIDE)

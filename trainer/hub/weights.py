@@ -1,0 +1,53 @@
+"""Fills the weights of a parallel model from a folder or a root: each rank reads the boxes that it holds."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor, nn
+
+from flashckpt.core.shard import ITEMSIZE
+from flashckpt.errors import ConfigError
+from flashckpt.trainer.hub.source import WeightSource
+from flashckpt.trainer.model.initial import box
+
+BLOCK_BYTES = 16 << 20
+"""Bytes of a tensor that are read at a time."""
+_FLOATS = ("float64", "float32", "bfloat16", "float16")
+
+
+@torch.no_grad()
+def load(parts: Sequence[nn.Module], source: WeightSource) -> None:
+    """Overwrite all parameters of model parts, or this rank's shards of them; no communication.
+
+    Args:
+        parts: Without wrappers around them; floating-point parameters.
+        source: Weights of the same model.
+
+    Raises:
+        ConfigError: A tensor is of a type that is no number.
+        DamagedError, ShardGapError: Bytes are missing or damaged.
+    """
+    for part in parts:
+        for name, parameter in part.named_parameters():
+            offsets, local = box(parameter)
+            _load(name, offsets, local, source)
+
+
+def _load(name: str, offsets: tuple[int, ...], local: Tensor, source: WeightSource) -> None:
+    if not local.numel():
+        return
+    dtype = source.dtype(name)
+    if dtype not in _FLOATS:
+        raise ConfigError(
+            f"the tensor {name!r} of {source.where} cannot be trained", found=dtype, expected=", ".join(_FLOATS)
+        )
+    row_bytes = math.prod(local.shape[1:]) * ITEMSIZE[dtype]
+    step = max(1, BLOCK_BYTES // row_bytes)
+    for start in range(0, local.shape[0], step):
+        lengths = (min(step, local.shape[0] - start), *local.shape[1:])
+        raw = source.read(name, (offsets[0] + start, *offsets[1:]), lengths)
+        block = torch.frombuffer(bytearray(raw), dtype=getattr(torch, dtype)).view(lengths)
+        local[start : start + lengths[0]].copy_(block)

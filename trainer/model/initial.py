@@ -1,0 +1,86 @@
+"""Initial weights: each rank makes what it holds, and the whole is the same in every layout.
+
+Norm weights are one, biases zero; matrices are normal with standard deviation 0.02, those that write to the residual
+stream divided by sqrt(2 x layers).
+"""
+
+from __future__ import annotations
+
+import hashlib
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+
+from flashckpt.trainer.model.counter_normal import fill_normal, stream_keys
+from flashckpt.trainer.model_config import ModelConfig
+
+INIT_STD = 0.02
+TIED = {"output.weight": "tok_embeddings.weight"}
+"""The second name of a tied tensor and its first, from which both get their numbers."""
+_TO_RESIDUAL = ("attention.wo.weight", "w2.weight", "experts.w2")
+
+
+@torch.no_grad()
+def fill(part: nn.Module, config: ModelConfig, seed: int) -> int:
+    """Fill the parameters of a model part, or this rank's shards of them; return the elements written.
+
+    Args:
+        part: A Transformer; its parameters may be DTensors. No wrapper around it.
+        config: Of the whole model.
+        seed: Of the run.
+    """
+    count = 0
+    for name, parameter in part.named_parameters():
+        offsets, local = box(parameter)
+        if name.endswith("norm.weight"):
+            local.fill_(1.0)
+        elif name.endswith(".bias"):
+            local.zero_()
+        else:
+            std = INIT_STD / ((2 * config.layers) ** 0.5 if name.endswith(_TO_RESIDUAL) else 1.0)
+            known = TIED.get(name, name) if config.tied_embeddings else name
+            fill_normal(local, stream_keys(seed, known), tuple(parameter.shape), offsets, std)
+        count += local.numel()
+    return count
+
+
+def box(tensor: Tensor) -> tuple[tuple[int, ...], Tensor]:
+    """Return where this rank's part of a tensor begins in the whole, and the part; no communication."""
+    if not isinstance(tensor, DTensor):
+        return (0,) * tensor.dim(), tensor
+    _, offsets = compute_local_shape_and_global_offset(tensor.shape, tensor.device_mesh, tensor.placements)
+    return tuple(offsets), tensor.to_local()
+
+
+def materialise(part: nn.Module, device: torch.device) -> None:
+    """Give the parameters of a part on the meta device memory of their own on `device`: zeros.
+
+    Zeros and not what lies there: whatever a restore decides, ranks that hold the same tensor hold the same bytes.
+    """
+    part.to_empty(device=device)
+    with torch.no_grad():
+        for parameter in part.parameters():
+            box(parameter)[1].zero_()
+
+
+def name_seed(seed: int, name: str) -> int:
+    """Return a 63-bit seed of (seed, name), the same on every machine."""
+    return int.from_bytes(hashlib.blake2b(f"{seed}:{name}".encode(), digest_size=8).digest(), "little") >> 1
+
+
+def count_parameters(config: ModelConfig, *, active: bool = False) -> int:
+    """Return the number of parameters of the whole model, a tied head not counted; `active`: that one token meets."""
+    heads = config.heads + 2 * config.kv_heads
+    attention = config.dim * config.head_size * (heads + config.heads)
+    attention += heads * config.head_size if config.qkv_bias else 0
+    attention += 2 * config.head_size if config.qk_norm else 0
+    feed_forward = 3 * config.dim * config.ffn
+    if config.experts:
+        experts = config.experts_per_token if active else config.experts
+        feed_forward = experts * feed_forward + config.dim * config.experts
+        feed_forward += (3 * config.shared_ffn + 1) * config.dim if config.shared_ffn else 0
+    block = attention + feed_forward + 2 * config.dim
+    ends = config.vocab * config.dim * (1 if config.tied_embeddings else 2)
+    return config.layers * block + ends + config.dim

@@ -1,0 +1,106 @@
+"""Positions: rotary tables with their scalings, and the mask of a sliding window.
+
+Half-split as Hugging Face's: feature i turns with feature i + K/2. Frequencies are made in float64.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from flashckpt.trainer.model_config import ModelConfig
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Positions:
+    """What attention knows of where tokens are. No buffer and no tensor argument: FSDP would cast those to bfloat16.
+
+    Attributes:
+        cosines, sines: float32, (T, K / 2).
+        window: Which key (column) each query (row) sees in layers with a window, bool (T, T); None: no key is too far.
+    """
+
+    cosines: Tensor
+    sines: Tensor
+    window: Tensor | None
+
+
+def make_positions(config: ModelConfig, seq_len: int, device: torch.device | str) -> Positions:
+    """Return the tables of sequences of `seq_len` tokens."""
+    frequencies, factor = _SCALINGS[config.rope_scaling](config, seq_len)
+    angles = torch.outer(torch.arange(seq_len, dtype=torch.float64), frequencies)
+    mask = None
+    if 0 < config.window < seq_len:
+        ones = torch.ones(seq_len, seq_len, dtype=torch.bool)
+        mask = ones.tril_().triu_(1 - config.window).to(device)
+    return Positions(
+        cosines=(angles.cos() * factor).float().to(device),
+        sines=(angles.sin() * factor).float().to(device),
+        window=mask,
+    )
+
+
+def rotate(x: Tensor, positions: Positions) -> Tensor:
+    """Turn the halves of each head by position, in float32: (B, T, H, K) -> the same."""
+    cosines, sines = (table[: x.shape[1], None, :] for table in (positions.cosines, positions.sines))
+    first, second = x.float().chunk(2, -1)
+    return torch.cat([first * cosines - second * sines, second * cosines + first * sines], -1).to(x.dtype)
+
+
+Scaled = tuple[Tensor, float]
+"""Frequencies, float64 of shape (K / 2,), and the factor of cosines and sines."""
+
+
+def _frequencies(base: float, size: int) -> Tensor:
+    return 1.0 / (base ** (torch.arange(0, size, 2, dtype=torch.float64) / size))
+
+
+def _plain(config: ModelConfig, _: int) -> Scaled:
+    return _frequencies(config.rope_base, config.head_size), 1.0
+
+
+def _linear(config: ModelConfig, _: int) -> Scaled:
+    return _frequencies(config.rope_base, config.head_size) / config.rope_factor, 1.0
+
+
+def _ntk(config: ModelConfig, seq_len: int) -> Scaled:
+    """The base grows with the length beyond `rope_context`: the slowest turn is stretched, the fastest stays."""
+    size, factor = config.head_size, config.rope_factor
+    stretch = factor * max(seq_len, config.rope_context) / config.rope_context - (factor - 1)
+    return _frequencies(config.rope_base * stretch ** (size / (size - 2)), size), 1.0
+
+
+def _yarn(config: ModelConfig, _: int) -> Scaled:
+    """Fast turns stay, slow ones are interpolated, and a ramp over the features lies between."""
+    size, plain = config.head_size, _frequencies(config.rope_base, config.head_size)
+
+    def feature(turns: float) -> float:
+        return size * math.log(config.rope_context / (turns * 2 * math.pi)) / (2 * math.log(config.rope_base))
+
+    low = max(math.floor(feature(config.rope_beta_fast)), 0)
+    high: float = min(math.ceil(feature(config.rope_beta_slow)), size - 1)
+    high = high + 0.001 if low == high else high
+    ramp = ((torch.arange(size // 2, dtype=torch.float64) - low) / (high - low)).clamp(0, 1)
+    return plain / config.rope_factor * ramp + plain * (1 - ramp), yarn_attention(config)
+
+
+def yarn_attention(config: ModelConfig) -> float:
+    """Return the factor by which YaRN makes queries and keys longer."""
+    return config.rope_attention or (0.1 * math.log(config.rope_factor) + 1.0)
+
+
+def _llama3(config: ModelConfig, _: int) -> Scaled:
+    """Waves shorter than rope_context / rope_high stay, those longer than rope_context / rope_low are stretched."""
+    plain = _frequencies(config.rope_base, config.head_size)
+    turns = config.rope_context * plain / (2 * math.pi)
+    smooth = ((turns - config.rope_low) / (config.rope_high - config.rope_low)).clamp(0, 1)
+    return (1 - smooth) * plain / config.rope_factor + smooth * plain, 1.0
+
+
+_SCALINGS: dict[str, Callable[[ModelConfig, int], Scaled]] = {
+    "none": _plain, "linear": _linear, "ntk": _ntk, "yarn": _yarn, "llama3": _llama3,
+}  # fmt: skip

@@ -1,0 +1,142 @@
+"""Tensor and sequence parallelism of one stage: which weights are cut how, and what is computed on local tensors."""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard
+from torch.distributed.tensor.parallel import (
+    ColwiseParallel,
+    ParallelStyle,
+    PrepareModuleInput,
+    RowwiseParallel,
+    parallelize_module,
+)
+
+from flashckpt.trainer.config import RunConfig
+from flashckpt.trainer.model.moe import MixtureOfExperts
+from flashckpt.trainer.model.transformer import Transformer
+from flashckpt.trainer.model_config import ModelConfig
+
+
+def tensor_parallel(part: Transformer, mesh: DeviceMesh, config: RunConfig) -> None:
+    """Cut a stage over the "tp" dimension of the mesh."""
+    sequence = config.parallel.sequence_parallel
+    stream = Shard(1) if sequence else Replicate()
+    plan: dict[str, ParallelStyle] = {}
+    if part.tok_embeddings is not None:
+        plan["tok_embeddings"] = RowwiseParallel(input_layouts=Replicate(), output_layouts=stream)
+    if part.norm is not None:
+        plan["norm"] = LocalNorm(sharded=sequence)
+        keep = config.parallel.loss_parallel
+        plan["output"] = ColwiseParallel(
+            input_layouts=stream, output_layouts=Shard(-1) if keep else Replicate(), use_local_output=not keep
+        )
+    parallelize_module(part, mesh, plan)
+    for block in part.layers.values():
+        parallelize_module(block, mesh, _block_plan(config.model, sequence=sequence))
+
+
+def _block_plan(model: ModelConfig, *, sequence: bool) -> dict[str, ParallelStyle]:
+    stream = Shard(1) if sequence else Replicate()
+    plan: dict[str, ParallelStyle] = {
+        "attention.wq": ColwiseParallel(),
+        "attention.wk": ColwiseParallel(),
+        "attention.wv": ColwiseParallel(),
+        "attention.wo": RowwiseParallel(output_layouts=stream),
+    }
+    if model.experts:
+        plan["feed_forward"] = LocalExperts(stream)
+    else:
+        plan |= {"feed_forward.w1": ColwiseParallel(), "feed_forward.w3": ColwiseParallel()}
+        plan["feed_forward.w2"] = RowwiseParallel(output_layouts=stream)
+    if model.qk_norm:  # each rank normalises its own heads
+        plan |= {f"attention.{name}": LocalNorm(sharded=True) for name in ("q_norm", "k_norm")}
+    plan |= {"attention_norm": LocalNorm(sharded=sequence), "ffn_norm": LocalNorm(sharded=sequence)}
+    if not sequence:
+        return plan
+    plan["attention"] = PrepareModuleInput(input_layouts=(Shard(1), None), desired_input_layouts=(Replicate(), None))
+    if not model.experts:
+        plan["feed_forward"] = PrepareModuleInput(input_layouts=(Shard(1),), desired_input_layouts=(Replicate(),))
+    return plan
+
+
+class LocalNorm(ParallelStyle):
+    """A norm of the tokens that this rank holds: it needs no other rank, so it is computed on local tensors.
+
+    As DTensors its dozen small operators, and theirs backward, would be planned anew in every process. Only the weight
+    is one, replicated: every parameter then lies on the same mesh (one optimizer, one gradient norm).
+
+    Args:
+        sharded: Whether the ranks hold different tokens (sequence parallel): gradients of the weight are then parts of a sum.
+    """
+
+    def __init__(self, *, sharded: bool) -> None:
+        super().__init__()
+        self._grad = Partial() if sharded else Replicate()
+
+    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
+        weight = DTensor.from_local(
+            module.get_parameter("weight").detach(), device_mesh, [Replicate()], run_check=False
+        )
+        module.register_parameter("weight", nn.Parameter(weight))
+        module.forward = functools.partial(_norm, module, self._grad)
+        return module
+
+
+def _norm(module: Any, grad: Placement, tokens: Tensor) -> Tensor:
+    weight = module.weight.to_local(grad_placements=[grad])
+    return torch.rms_norm(tokens, module.normalized_shape, weight, module.eps)
+
+
+class LocalExperts(ParallelStyle):
+    """A mixture of experts of which each rank computes a part of every expert's inner features, for all tokens.
+
+    Inside, all tensors are local: what goes in is gathered, what comes out is a part of a sum, and so are the gradients
+    of the input and of the weights that every rank holds (router, gate of the shared expert).
+
+    Args:
+        stream: How activations lie between the parts of a block.
+    """
+
+    def __init__(self, stream: Placement) -> None:
+        super().__init__()
+        self._stream = stream
+
+    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
+        assert isinstance(module, MixtureOfExperts)
+        for gate in (module.router, module.shared_gate):
+            if gate is not None:
+                gate.register_parameter("weight", _cut(gate.weight, device_mesh, Replicate()))
+                gate.forward = functools.partial(_linear, gate, Partial())  # type: ignore[method-assign]  # as LocalNorm
+        if module.shared is not None:
+            for linear, dim in ((module.shared.w1, 0), (module.shared.w3, 0), (module.shared.w2, 1)):
+                linear.register_parameter("weight", _cut(linear.weight, device_mesh, Shard(dim)))
+                linear.forward = functools.partial(_linear, linear, None)  # type: ignore[method-assign]  # as above
+        module.forward = functools.partial(self._forward, module.forward, device_mesh)  # type: ignore[method-assign]  # as above
+        return module
+
+    def _forward(self, forward: Any, mesh: DeviceMesh, x: Tensor) -> Tensor:
+        whole = DTensor.from_local(x, mesh, [self._stream], run_check=False).redistribute(placements=[Replicate()])
+        out = forward(whole.to_local(grad_placements=[Partial()]))
+        return (
+            DTensor.from_local(out, mesh, [Partial()], run_check=False)
+            .redistribute(placements=[self._stream])
+            .to_local()
+        )
+
+
+def _cut(weight: Tensor, mesh: DeviceMesh, placement: Placement) -> nn.Parameter:
+    local = weight.detach()
+    if isinstance(placement, Shard):
+        local = local.chunk(mesh.size(), placement.dim)[mesh.get_local_rank()].contiguous()
+    return nn.Parameter(DTensor.from_local(local, mesh, [placement], run_check=False))
+
+
+def _linear(module: Any, grad: Placement | None, x: Tensor) -> Tensor:
+    weight = module.weight.to_local(grad_placements=None if grad is None else [grad])
+    return nn.functional.linear(x, weight)
