@@ -26,3 +26,7 @@ if LIBRARY:
     module = importlib.util.module_from_spec(spec)
     sys.modules[name] = module
     spec.loader.exec_module(module)
+
+    from flashckpt.native import copying
+
+    assert copying._c is module, "the tests would run against the build of the package"
