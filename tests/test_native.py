@@ -150,6 +150,19 @@ def test_many_rows_in_any_order(level: str, sizes: list[int], seed: int) -> None
 
 
 @every_level
+def test_digests_of_rows_follow_each_other(level: str) -> None:
+    """Without indexes: those of a row of several chunks, of one without a byte, of the next."""
+    sizes = [3 * CHUNK_BYTES, 0, CHUNK_BYTES + 1, 7]
+    target = np.zeros(sum(sizes), np.uint8)
+    places = np.cumsum(sizes) - sizes
+    table = rows(
+        *((at(RANDOM) + k, at(target) + place, n) for k, (place, n) in enumerate(zip(places, sizes, strict=True)))
+    )
+    expected = [chunk_digests(RANDOM[k : k + n]) for k, n in enumerate(sizes)]
+    assert copy_and_digest(table, level=level).tolist() == np.concatenate(expected).tolist()
+
+
+@every_level
 def test_without_digests_it_is_a_copy(level: str) -> None:
     target = np.zeros((3 << 20) + 5, np.uint8)
     source = RANDOM[: len(target)]

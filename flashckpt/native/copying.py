@@ -17,6 +17,7 @@ except ImportError:  # installed without a compiler, or on a machine that the C 
     _c: Any = None
 else:
     _c = _built
+_NATIVE: tuple[str, ...] = _c.levels() if _c is not None else ()
 
 LEVEL_VARIABLE = "FLASHCKPT_COPY"
 """Environment variable that chooses a level by name, for measurements and for machines where the best one misbehaves."""
@@ -25,7 +26,7 @@ PYTHON = "python"
 
 def levels() -> tuple[str, ...]:
     """Return the levels that work here, the best one last: "python", then those of the C part if it was built."""
-    return (PYTHON, *(_c.levels() if _c is not None else ()))
+    return (PYTHON, *_NATIVE)
 
 
 def implementation() -> str:
@@ -82,7 +83,7 @@ def copy_and_digest(
     else:
         at = [0 if array is None else array.ctypes.data for array in (rows, first, out)]
         room = 0 if out is None else len(out)
-        finding = Finding(*_c.run(_c.levels().index(name), at[0], len(rows), at[1], at[2], room, check))
+        finding = Finding(*_c.run(_NATIVE.index(name), at[0], len(rows), at[1], at[2], room, check))
     if finding.problem:
         raise error_of(finding, rows)
     return out if out is not None else np.zeros(0, np.uint64)

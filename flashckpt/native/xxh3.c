@@ -134,14 +134,6 @@ uint64_t xxh3_end(const struct xxh3_level *level, uint64_t acc[8], const uint8_t
     return avalanche(hash);
 }
 
-uint64_t xxh3(const struct xxh3_level *level, const uint8_t *input, size_t nbytes) {
-    if (nbytes <= XXH3_SHORT) return xxh3_short(input, nbytes);
-    uint64_t acc[8];
-    xxh3_begin(acc);
-    level->blocks(acc, input, xxh3_full_blocks(nbytes));
-    return xxh3_end(level, acc, input, nbytes);
-}
-
 /* -- plain ------------------------------------------------------------------------------------------------------ */
 
 static void stripes_plain(uint64_t acc[8], const uint8_t *input, const uint8_t *secret, size_t stripes) {

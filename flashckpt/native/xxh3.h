@@ -38,6 +38,4 @@ uint64_t xxh3_end(const struct xxh3_level *level, uint64_t acc[8], const uint8_t
 /* Blocks that are scrambled: at least one byte always stays behind for the end. */
 static inline size_t xxh3_full_blocks(size_t nbytes) { return (nbytes - 1) / XXH3_BLOCK; }
 
-uint64_t xxh3(const struct xxh3_level *level, const uint8_t *input, size_t nbytes);
-
 #endif
