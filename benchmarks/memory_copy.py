@@ -72,7 +72,7 @@ def cases_of(memory: Memory) -> dict[str, tuple[int, Callable[[], Any]]]:
 
     def digests() -> None:
         for at in range(0, n, CHUNK_BYTES):
-            xxhash.xxh3_64_intdigest(memory.source[at : at + CHUNK_BYTES])
+            xxhash.xxh3_64_intdigest(memory.source[at : at + CHUNK_BYTES].data)
 
     found: dict[str, tuple[int, Callable[[], Any]]] = {
         "memcpy, one call": (n, lambda: ctypes.memmove(target, source, n)),
