@@ -11,7 +11,7 @@ export OPENBLAS_NUM_THREADS ?= 1
 # The tests start hundreds of interpreters: each would compile the package again.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: fuzz help setup preflight demo test test-s3 test-clouds bench-all check clean test-launcher test-layouts test-nodes test-mounts test-restarts docs changelog hooks test-pythons test-blocks test-frameworks test-hub compatibility test-slurm test-torch-versions
+.PHONY: fuzz help setup preflight demo test test-s3 test-clouds bench-all check clean test-launcher test-layouts test-nodes test-mounts test-restarts docs changelog hooks test-pythons test-blocks test-frameworks test-hub compatibility test-slurm test-torch-versions test-native-sanitized test-native-arm
 
 help:  ## list the targets
 	@grep -E '^[a-z0-9-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 16
@@ -22,7 +22,8 @@ preflight:
 	@$(PYTHON) -c 'import venv, ensurepip' 2>/dev/null || { echo "make: the venv module is missing. Install it: apt-get install python3-venv"; exit 20; }
 
 # torch first, alone and by its exact version, so that nothing else pulls in another build.
-$(VENV)/.ready: pyproject.toml constraints.txt | preflight
+# The C part of flashckpt/native is built along where there is a compiler; without one everything works, slower.
+$(VENV)/.ready: pyproject.toml setup.py constraints.txt $(wildcard flashckpt/native/*.[ch]) | preflight
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/pip install --quiet $(if $(TORCH_INDEX),--index-url $(TORCH_INDEX)) "$$(grep '^torch==' constraints.txt)"
 	$(BIN)/pip install --quiet -c constraints.txt -e '.[fast,trainer,data,test,dev,docs]'
@@ -87,6 +88,23 @@ torture: setup  ## kill at random instants for minutes (KILLS=300 SEED=7), prove
 SECONDS ?= 10
 fuzz: setup  ## damaged bytes into every decoder, so many seconds each (SECONDS=60 SEED=7 ONLY=manifest)
 	PYTHONPATH=tests:. $(BIN)/python tests/fuzz.py --seconds $(SECONDS) $(if $(SEED),--seed $(SEED)) $(if $(ONLY),--only $(ONLY))
+
+# Straight from the compiler, with warnings as errors: the build of the package may fail and go on without it.
+CC ?= cc
+NATIVE_FLAGS := -std=c11 -Wall -Wextra -Wshadow -Werror
+SANITIZED := out/sanitized/_copy.abi3.so
+$(SANITIZED): $(wildcard flashckpt/native/*.[ch]) $(VENV)/.ready
+	mkdir -p $(@D)
+	$(CC) $(NATIVE_FLAGS) -O1 -g -fno-omit-frame-pointer -fsanitize=address,undefined -fno-sanitize-recover=all -shared -fPIC \
+	    -DPy_LIMITED_API=0x030A0000 -I$$($(BIN)/python -c 'import sysconfig; print(sysconfig.get_path("include"))') flashckpt/native/*.c -o $@
+
+test-native-sanitized: $(SANITIZED)  ## the native copy's tests with the address and undefined-behaviour sanitizers (a C compiler)
+	NATIVE_COPY_LIBRARY=$(SANITIZED) LD_PRELOAD="$$($(CC) -print-file-name=libasan.so)" ASAN_OPTIONS=detect_leaks=0 \
+	    $(BIN)/python -m pytest tests/test_native.py tests/test_native_memory.py
+
+# The level for 64-bit ARM, on other machines: Debian's gcc-aarch64-linux-gnu and qemu-user.
+test-native-arm: setup  ## the native copy's NEON level in an emulator (gcc-aarch64-linux-gnu, qemu-user)
+	$(BIN)/python -m pytest tests/native_arm.py
 
 test-launcher: setup  ## what PyTorch's own launcher tests ask, asked of dlrun; jobs whose ranks, agent or daemon die or hang; attacks on it
 	$(BIN)/python -m pytest tests/launcher_contract.py tests/launcher_jobs.py tests/launcher_security.py

@@ -36,6 +36,7 @@ seconds_for() {  # of rounds per configuration; two rounds are taken in any case
 }
 
 printf '# Tables of %s\n' "$(date -u +%Y-%m-%dT%H:%MZ)" > "$tables"
+run 120 "copy of memory" "$python" benchmarks/memory_copy.py --json "$results/memory-copy.json"
 # shellcheck disable=SC2086 -- $dlrover is two words or none
 for size in $sizes; do
     s=$(seconds_for "$size")

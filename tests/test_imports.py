@@ -48,6 +48,7 @@ def test_engine_imports_none_of_the_other_three(other: str) -> None:
 
 ORDER = (
     "core",
+    "native",
     "planning",
     "shm",
     "storage",
@@ -157,6 +158,7 @@ def test_nothing_pickles(folder: str) -> None:
     "module",
     [
         "flashckpt",
+        "flashckpt.native",
         "flashckpt.cli.main",
         "flashckpt.cli.export",
         "flashckpt.cli.import_",

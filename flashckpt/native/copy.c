@@ -1,0 +1,193 @@
+#include "copy.h"
+
+#include <string.h>
+
+/* Bytes that are copied and then digested: still in the first-level cache for the digest, and whole blocks of it. */
+#define PIECE_BYTES 16384
+/* Rows below this go through the cache: their ends, which do, would be most of them. */
+#define STREAM_FROM 2048
+#define LINE 64
+/* Rows of a few hundred bytes wait for memory, each at another place: ask this many rows ahead. */
+#define AHEAD 6
+
+/* -- stores that pass the cache: what is overwritten is not read first, and the program's data stays in -------------
+ *
+ * A piece is copied in four lanes at once, as pages of memory are read ahead one by one: 0.85 times as long as a single
+ * lane. QUAD copies four cache lines, ONE copies one; both targets are aligned. */
+#define QUAD_BYTES (4 * LINE)
+#define DEFINE_STREAM(NAME, ATTRIBUTE, QUAD, ONE)                                                                     \
+    ATTRIBUTE static void NAME(uint8_t *target, const uint8_t *source, size_t n) {                                     \
+        size_t lane = n / 4 / QUAD_BYTES * QUAD_BYTES;                                                                 \
+        for (size_t at = 0; at < lane; at += QUAD_BYTES)                                                               \
+            for (size_t k = 0; k < 4; k++) QUAD(target + k * lane + at, source + k * lane + at);                       \
+        for (size_t at = 4 * lane; at < n; at += LINE) ONE(target + at, source + at);                                  \
+    }
+
+#if defined(__x86_64__)
+#include <immintrin.h>
+
+#define AVX512 __attribute__((target("avx512f")))
+#define AVX2 __attribute__((target("avx2")))
+
+AVX512 static inline void line_avx512(uint8_t *target, const uint8_t *source) {
+    _mm512_stream_si512((void *)target, _mm512_loadu_si512(source));
+}
+
+AVX512 static inline void quad_avx512(uint8_t *target, const uint8_t *source) {
+    __m512i a = _mm512_loadu_si512(source), b = _mm512_loadu_si512(source + LINE);
+    __m512i c = _mm512_loadu_si512(source + 2 * LINE), d = _mm512_loadu_si512(source + 3 * LINE);
+    _mm512_stream_si512((void *)target, a);
+    _mm512_stream_si512((void *)(target + LINE), b);
+    _mm512_stream_si512((void *)(target + 2 * LINE), c);
+    _mm512_stream_si512((void *)(target + 3 * LINE), d);
+}
+
+AVX2 static inline void line_avx2(uint8_t *target, const uint8_t *source) {
+    __m256i a = _mm256_loadu_si256((const __m256i *)source), b = _mm256_loadu_si256((const __m256i *)(source + 32));
+    _mm256_stream_si256((__m256i *)target, a);
+    _mm256_stream_si256((__m256i *)(target + 32), b);
+}
+
+AVX2 static inline void quad_avx2(uint8_t *target, const uint8_t *source) {
+    for (size_t at = 0; at < QUAD_BYTES; at += LINE) line_avx2(target + at, source + at);
+}
+
+DEFINE_STREAM(stream_avx512, AVX512, quad_avx512, line_avx512)
+DEFINE_STREAM(stream_avx2, AVX2, quad_avx2, line_avx2)
+
+static void settle(void) { _mm_sfence(); } /* such stores are ordered by nothing else */
+
+static const struct level level_avx2 = {"avx2", &xxh3_avx2, stream_avx2};
+static const struct level level_avx512 = {"avx512", &xxh3_avx512, stream_avx512};
+
+#elif defined(__aarch64__)
+
+static inline void line_neon(uint8_t *target, const uint8_t *source) {
+    __asm__ volatile("ldp q0, q1, [%0]\n\tldp q2, q3, [%0, #32]\n\t"
+                     "stnp q0, q1, [%1]\n\tstnp q2, q3, [%1, #32]"
+                     :
+                     : "r"(source), "r"(target)
+                     : "v0", "v1", "v2", "v3", "memory");
+}
+
+static inline void quad_neon(uint8_t *target, const uint8_t *source) {
+    for (size_t at = 0; at < QUAD_BYTES; at += LINE) line_neon(target + at, source + at);
+}
+
+DEFINE_STREAM(stream_neon, , quad_neon, line_neon)
+
+static void settle(void) { __atomic_thread_fence(__ATOMIC_SEQ_CST); }
+
+static const struct level level_neon = {"neon", &xxh3_neon, stream_neon};
+
+#else
+static void settle(void) { __atomic_thread_fence(__ATOMIC_SEQ_CST); }
+#endif
+
+static const struct level level_plain = {"plain", &xxh3_plain, NULL};
+
+size_t usable_levels(const struct level *found[], size_t room) {
+    size_t count = 0;
+    if (count < room) found[count++] = &level_plain;
+#if defined(__x86_64__)
+    if (count < room && __builtin_cpu_supports("avx2")) found[count++] = &level_avx2;
+    if (count < room && __builtin_cpu_supports("avx512f")) found[count++] = &level_avx512;
+#elif defined(__aarch64__)
+    if (count < room) found[count++] = &level_neon;
+#endif
+    return count;
+}
+
+/* -- one row ------------------------------------------------------------------------------------------------------- */
+
+/* How far a row has been copied. The first bytes, up to a cache line of the target, and the last go through the cache. */
+struct copy_state {
+    const struct level *level;
+    const uint8_t *source;
+    uint8_t *target; /* NULL: nothing is copied */
+    size_t done, nbytes;
+};
+
+static void start_copy(struct copy_state *copy, const struct level *level, const struct row *row) {
+    *copy = (struct copy_state){level, (const uint8_t *)(uintptr_t)row->source, (uint8_t *)(uintptr_t)row->target, 0,
+                                (size_t)row->nbytes};
+    if (copy->target == NULL || level->stream == NULL || copy->nbytes < STREAM_FROM) return;
+    copy->done = (size_t)(-(uintptr_t)copy->target & (LINE - 1));
+    memcpy(copy->target, copy->source, copy->done);
+}
+
+/* Copy at least up to byte `stop` of the row, by whole cache lines until its end. */
+static void copy_up_to(struct copy_state *copy, size_t stop) {
+    if (copy->target == NULL || stop <= copy->done) return;
+    size_t n = stop - copy->done, lines = 0;
+    if (copy->level->stream != NULL && copy->nbytes >= STREAM_FROM) {
+        lines = n & ~(size_t)(LINE - 1);
+        copy->level->stream(copy->target + copy->done, copy->source + copy->done, lines);
+        copy->done += lines;
+        if (stop < copy->nbytes) return; /* the rest of this line comes with the next piece */
+        n -= lines;
+    }
+    memcpy(copy->target + copy->done, copy->source + copy->done, n);
+    copy->done += n;
+}
+
+static size_t smaller(size_t a, size_t b) { return a < b ? a : b; }
+
+/* Have the first lines of each page of the next piece fetched meanwhile; the CPU itself then goes on within the page. */
+static inline void ask_for_piece(const uint8_t *input) {
+    for (size_t page = 0; page < PIECE_BYTES; page += 4096)
+        for (size_t line = 0; line < 8; line++) __builtin_prefetch(input + page + line * LINE);
+}
+
+/* Digest bytes [begin, end) of the row's source, at most a chunk, each piece right behind its copy. */
+static uint64_t copy_chunk(struct copy_state *copy, size_t begin, size_t end) {
+    const uint8_t *input = copy->source + begin;
+    const struct xxh3_level *hash = copy->level->hash;
+    size_t nbytes = end - begin;
+    if (nbytes <= XXH3_SHORT) {
+        copy_up_to(copy, end);
+        return xxh3_short(input, nbytes);
+    }
+    uint64_t acc[8];
+    xxh3_begin(acc);
+    size_t blocks = xxh3_full_blocks(nbytes);
+    for (size_t b = 0; b < blocks; b += PIECE_BYTES / XXH3_BLOCK) {
+        size_t some = smaller(PIECE_BYTES / XXH3_BLOCK, blocks - b);
+        copy_up_to(copy, begin + (b + some) * XXH3_BLOCK);
+        if (b + some < blocks) ask_for_piece(input + (b + some) * XXH3_BLOCK);
+        hash->blocks(acc, input + b * XXH3_BLOCK, some);
+    }
+    copy_up_to(copy, end);
+    return xxh3_end(hash, acc, input, nbytes);
+}
+
+static void copy_row(const struct level *level, const struct row *row, uint64_t *digests) {
+    struct copy_state copy;
+    start_copy(&copy, level, row);
+    if (digests == NULL) {
+        if (level->stream != NULL) /* else the C library is free to take the whole row */
+            for (size_t stop = PIECE_BYTES; stop < copy.nbytes; stop += PIECE_BYTES) copy_up_to(&copy, stop);
+        copy_up_to(&copy, copy.nbytes);
+        return;
+    }
+    for (size_t begin = 0; begin < copy.nbytes; begin += CHUNK_BYTES)
+        *digests++ = copy_chunk(&copy, begin, smaller(begin + CHUNK_BYTES, copy.nbytes));
+}
+
+/* Ask for the start of a row that is not its turn yet; the CPU itself sees how a longer one goes on. */
+static void ask_for_row(const struct row *row) {
+    const char *source = (const char *)(uintptr_t)row->source;
+    for (int64_t at = 0; at < row->nbytes && at < 512; at += LINE) __builtin_prefetch(source + at);
+}
+
+void copy_rows(const struct level *level, const struct row *rows, size_t count, const struct digest_output *out) {
+    int64_t next = 0;
+    for (size_t k = 0; k < count; k++) {
+        if (k + AHEAD < count) ask_for_row(&rows[k + AHEAD]);
+        if (rows[k].nbytes == 0) continue;
+        int64_t first = out->first != NULL ? out->first[k] : next;
+        next += chunk_count(rows[k].nbytes);
+        copy_row(level, &rows[k], out->digests != NULL && first >= 0 ? out->digests + first : NULL);
+    }
+    settle();
+}

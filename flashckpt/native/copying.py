@@ -1,0 +1,106 @@
+"""The one function, and the choice of what runs it."""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+
+import numpy as np
+
+from flashckpt.errors import ConfigError
+from flashckpt.native import fallback
+from flashckpt.native.descriptors import Digests, Finding, error_of, first_chunks_of, output_of, rows_of
+
+try:
+    from flashckpt.native import _copy as _built
+except ImportError:  # installed without a compiler, or on a machine that the C part does not know
+    _c: Any = None
+else:
+    _c = _built
+_NATIVE: tuple[str, ...] = _c.levels() if _c is not None else ()
+
+LEVEL_VARIABLE = "FLASHCKPT_COPY"
+"""Environment variable that chooses a level by name, for measurements and for machines where the best one misbehaves."""
+PYTHON = "python"
+
+
+def levels() -> tuple[str, ...]:
+    """Return the levels that work here, the best one last: "python", then those of the C part if it was built."""
+    return (PYTHON, *_NATIVE)
+
+
+def implementation() -> str:
+    """Return what copies: "native avx512", "native avx2", "native neon", "native plain" or "python".
+
+    Raises:
+        ConfigError: FLASHCKPT_COPY names a level that does not work here.
+    """
+    name = _choose(None)
+    return name if name == PYTHON else f"native {name}"
+
+
+def copy_and_digest(
+    descriptors: Any,
+    *,
+    digests: Digests | None = None,
+    first_chunks: Any = None,
+    digest: bool = True,
+    check: bool = True,
+    level: str | None = None,
+) -> Digests:
+    """Copy rows of memory and return their digests: the bytes are read once, and the GIL is not held.
+
+    Every chunk of 1 MiB of a row, counted from the row's start, gets the digest that `core.digest` gives it. It is taken
+    of the source, right behind the copy: a source that somebody writes meanwhile does not verify. All bytes are visible to
+    other processes when this returns.
+
+    Args:
+        descriptors: int64[n, 3], contiguous: address of the source, address of the target (0: nothing is copied, the
+            source is digested only), bytes. Must not change until this returns, nor may the memory go away.
+        digests: uint64[k] that digests go to; None makes one that is large enough.
+        first_chunks: int64[n]: per row the index of its first digest, -1 for a row that is copied only. None: the
+            digests of all rows one behind another.
+        digest: False copies only.
+        check: Whether to compare the rows with this process's map of its memory, about half a millisecond per call. Leave
+            it out only for memory that an earlier call has checked.
+        level: What runs; None chooses the best one here, or what FLASHCKPT_COPY names.
+
+    Returns:
+        uint64[k]: `digests`, or the array made for None; empty without digests.
+
+    Raises:
+        DescriptorError: A form, size, address or index is wrong, or a target overlaps a source or another target.
+        UnusableMemoryError: Memory is not mapped, not readable or writable, or its file was cut short before the call. One that is
+            unmapped or cut short while this runs ends the process, as any other access would.
+        ConfigError: There is no such level here.
+    """
+    rows = rows_of(descriptors)
+    first = first_chunks_of(first_chunks, rows) if digest else None
+    out = output_of(digests, rows, first) if digest else None
+    name = _choose(level)
+    if name == PYTHON:
+        finding = fallback.run(rows, first, out, check=check)
+    else:
+        at = [0 if array is None else array.ctypes.data for array in (rows, first, out)]
+        room = 0 if out is None else len(out)
+        finding = Finding(*_c.run(_NATIVE.index(name), at[0], len(rows), at[1], at[2], room, check))
+    if finding.problem:
+        raise error_of(finding, rows)
+    return out if out is not None else np.zeros(0, np.uint64)
+
+
+def _choose(level: str | None) -> str:
+    usable = levels()
+    if name := level or os.environ.get(LEVEL_VARIABLE, ""):
+        if name not in usable:
+            raise ConfigError(
+                f"there is no {name!r} copy on this machine",
+                found=f"{LEVEL_VARIABLE}={name}" if level is None else f"level={name!r}",
+                expected=" or ".join(usable),
+                state="Nothing was copied.",
+                remedy=f"unset {LEVEL_VARIABLE}: the best one is chosen"
+                if level is None
+                else "leave it out: the best one is chosen",
+            )
+        return name
+    return usable[-1]

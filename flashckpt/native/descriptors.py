@@ -1,0 +1,137 @@
+"""The arguments of a copy: their form, and the error for each thing that can be wrong with a row."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from flashckpt.core.digest import CHUNK_BYTES
+from flashckpt.errors import FlashckptError, SharedMemoryError
+
+Integers = npt.NDArray[np.int64]
+Digests = npt.NDArray[np.uint64]
+
+
+class DescriptorError(FlashckptError):
+    """The rows of a copy contradict themselves: a fault of the program that made them, found before a byte was copied."""
+
+
+class UnusableMemoryError(FlashckptError):
+    """Memory of a copy is not mapped, or not with the rights it needs; found before a byte was copied."""
+
+    exit_code = SharedMemoryError.exit_code
+
+
+class Finding(NamedTuple):
+    """What a check found: an index into PROBLEMS (0: nothing), the row, and the other row where there are two."""
+
+    problem: int
+    row: int = 0
+    other: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Problem:
+    """What an error says about a row."""
+
+    kind: type[FlashckptError]
+    problem: str
+    expected: str
+
+
+_FORM, _MEMORY = DescriptorError, UnusableMemoryError
+PROBLEMS: tuple[Problem | None, ...] = (
+    None,
+    Problem(_FORM, "a size is negative", "0 bytes or more"),
+    Problem(_FORM, "an address is outside the address space", "a source above 0, a target of 0 or more"),
+    Problem(_FORM, "there is nothing to do for a row", "a target, or digests"),
+    Problem(_FORM, "digests would lie outside their array", "room for one digest per MiB of the row"),
+    Problem(_FORM, "a target lies over a source", "sources and targets that are apart"),
+    Problem(_FORM, "two targets lie over each other", "targets that are apart"),
+    Problem(_MEMORY, "a source is not mapped", "memory of this process"),
+    Problem(_MEMORY, "a source cannot be read", "memory that may be read"),
+    Problem(_MEMORY, "a source lies behind the end of its file", "a file that was not cut short"),
+    Problem(_MEMORY, "a target is not mapped", "memory of this process"),
+    Problem(_MEMORY, "a target is read-only", "memory that may be written"),
+    Problem(_MEMORY, "a target lies behind the end of its file", "a file that was not cut short"),
+)
+"""By number, as `enum problem` of check.h has them."""
+(
+    FINE,
+    NEGATIVE_SIZE,
+    BAD_ADDRESS,
+    NOTHING_TO_DO,
+    DIGEST_OUTSIDE,
+    OVERLAP_SOURCE,
+    OVERLAP_TARGET,
+    SOURCE_UNMAPPED,
+    SOURCE_UNREADABLE,
+    SOURCE_CUT_SHORT,
+    TARGET_UNMAPPED,
+    TARGET_READ_ONLY,
+    TARGET_CUT_SHORT,
+) = range(len(PROBLEMS))
+
+
+def rows_of(descriptors: Any) -> Integers:
+    """Return the rows as an array; DescriptorError where it is not a contiguous int64[n, 3]."""
+    rows = np.asarray(descriptors)
+    if rows.dtype != np.int64 or rows.ndim != 2 or rows.shape[1] != 3 or not rows.flags.c_contiguous:
+        raise _wrong_form("the descriptors", rows, "int64[n, 3], contiguous: source, target, bytes")
+    return rows
+
+
+def first_chunks_of(first_chunks: Any, rows: Integers) -> Integers | None:
+    """Return where each row's digests start; DescriptorError where it is not a contiguous int64[n]."""
+    if first_chunks is None:
+        return None
+    first = np.asarray(first_chunks)
+    if first.dtype != np.int64 or first.shape != (len(rows),) or not first.flags.c_contiguous:
+        raise _wrong_form("the indexes of digests", first, f"int64[{len(rows)}], contiguous: one per row")
+    return first
+
+
+def output_of(digests: Any, rows: Integers, first: Integers | None) -> Digests:
+    """Return the array that digests go to, a new one for None; DescriptorError where it cannot be written to."""
+    if digests is None:
+        counts = -(-np.maximum(rows[:, 2], 0) // CHUNK_BYTES)
+        total = int(counts.sum()) if first is None else int((first + counts)[first >= 0].max(initial=0))
+        return np.zeros(total, np.uint64)
+    out = np.asarray(digests)
+    if out.dtype != np.uint64 or out.ndim != 1 or not out.flags.c_contiguous or not out.flags.writeable:
+        raise _wrong_form("the array of digests", out, "uint64[k], contiguous, writable")
+    return out
+
+
+def _wrong_form(what: str, array: npt.NDArray[Any], expected: str) -> DescriptorError:
+    form = f"{array.dtype}{list(array.shape)}"
+    if not array.flags.c_contiguous:
+        form += ", not contiguous"
+    if not array.flags.writeable:
+        form += ", read-only"
+    return DescriptorError(
+        f"{what} of a copy have another form", found=form, expected=expected, state="Nothing was copied."
+    )
+
+
+def error_of(finding: Finding, rows: Integers) -> FlashckptError:
+    """Return the error for what a check found."""
+    problem = PROBLEMS[finding.problem]
+    assert problem is not None
+    found = _row_text(rows, finding.row)
+    if finding.other != finding.row:
+        found += f"; {_row_text(rows, finding.other)}"
+    return problem.kind(
+        f"{problem.problem} in a copy",
+        found=found,
+        expected=problem.expected,
+        state="Nothing was copied.",
+    )
+
+
+def _row_text(rows: Integers, row: int) -> str:
+    source, target, nbytes = rows[row].tolist()
+    return f"row {row} of {len(rows)}: {nbytes} bytes from {source:#x} to {target:#x}"
