@@ -1,6 +1,6 @@
 """The training program of `test_gpu_jobs.py` and of benchmarks/gpu_restart.py's tests: one rank, exact, told where to die.
 
-    dlrun ... -m integration.gpu.job FOLDER --device cuda --backend nccl --die copy
+dlrun ... -m integration.gpu.job FOLDER --device cuda --backend nccl --die copy
 """
 
 from __future__ import annotations
@@ -102,14 +102,15 @@ def main() -> None:
     parser.add_argument("--job", default="gpu")
     options = parser.parse_args()
     os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
-    torch.use_deterministic_algorithms(True)
+    torch.use_deterministic_algorithms(mode=True)
     device = torch.device(options.device, 0) if options.device == "cuda" else torch.device("cpu")
     if device.type == "cuda":
         torch.cuda.set_device(device)  # all ranks share the one device
     if options.device == "cpu":
         torch.set_num_threads(1)
-        from flashckpt.snapshot.copy import Item
         from support.fake_cuda import FakeCuda
+
+        from flashckpt.snapshot.copy import Item
 
         api, real = FakeCuda(), DeviceCopier.__init__
         Item.is_host = property(lambda _: False)  # type: ignore[method-assign, assignment]  # the device's path, on the host

@@ -19,9 +19,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from integration.gpu.parts import PARTS, Part
-
 from flashckpt.bench.measure import LoadWatch, document, write_json
+from integration.gpu.parts import PARTS, Part
 
 GRACE_S = 5.0
 """What a part may take beyond its budget to end by itself."""
@@ -78,7 +77,7 @@ def end(process: subprocess.Popen[bytes], mark: str) -> None:
 def tests_in(report: Path) -> dict[str, Any]:
     """Return the outcome of every test of a junit report, and a row per outcome."""
     tests = []
-    for case in ET.parse(report).getroot().iter("testcase"):  # noqa: S314 -- pytest wrote it just now
+    for case in ET.parse(report).getroot().iter("testcase"):
         kinds = {child.tag: child.get("message", "") for child in case}
         outcome = next((kind for kind in ("error", "failure", "skipped") if kind in kinds), "passed")
         about = kinds.get(outcome, "")[:300]
@@ -158,9 +157,7 @@ def main() -> int:
         return 2
     for folder in (options.out, options.work):
         folder.mkdir(parents=True, exist_ok=True)
-    results = run_all(
-        parts, device=options.device, seconds=options.minutes * 60, out=options.out, work=options.work
-    )
+    results = run_all(parts, device=options.device, seconds=options.minutes * 60, out=options.out, work=options.work)
     text = f"{options.device}, torch {torch.__version__}\n{table(results)}\n"
     (options.out / "gpu.txt").write_text(text)
     print(f"\n{text}{options.out / 'gpu.json'}")
