@@ -22,6 +22,7 @@ from typing import Any
 from flashckpt.bench.measure import LoadWatch, document, write_json
 from integration.gpu.parts import PARTS, Part
 
+DEFAULT_S = 540.0
 GRACE_S = 5.0
 """What a part may take beyond its budget to end by itself."""
 
@@ -122,6 +123,7 @@ def chosen(names: str) -> list[Part]:
 def run_all(parts: Sequence[Part], *, device: str, seconds: float, out: Path, work: Path) -> list[dict[str, Any]]:
     """Run parts while there is time; the JSON is written after each."""
     end_at, load, results = time.monotonic() + seconds, LoadWatch(), list[dict[str, Any]]()
+    scale = max(1.0, seconds / DEFAULT_S)  # more time for all is more time for each
     about = machine()
     for part in parts:
         left = end_at - time.monotonic() - GRACE_S
@@ -130,7 +132,7 @@ def run_all(parts: Sequence[Part], *, device: str, seconds: float, out: Path, wo
             results.append({"name": part.name, "state": "skipped", "seconds": 0.0, "rows": [why]})
         else:
             print(f"{part.name} ...", file=sys.stderr, flush=True)
-            results.append(run_part(part, device=device, seconds=min(part.seconds, left), work=work))
+            results.append(run_part(part, device=device, seconds=min(part.seconds * scale, left), work=work))
         arguments = {"device": device, "seconds": seconds}
         write_json(out / "gpu.json", document("gpu", arguments, {"machine": about, "parts": results}, load=load))
     return results
@@ -140,7 +142,7 @@ def main() -> int:
     """Parse arguments, run, print; 1 where a part failed."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
-    parser.add_argument("--minutes", type=float, default=9.0, help="for all parts together")
+    parser.add_argument("--minutes", type=float, default=DEFAULT_S / 60, help="for all parts together")
     parser.add_argument("--parts", default="", help="only parts whose name has one of these words, by commas")
     parser.add_argument("--out", type=Path, default=Path("out/gpu"))
     parser.add_argument("--work", type=Path, default=Path("out/gpu/parts"), help="for what the parts write themselves")
