@@ -22,7 +22,7 @@ from torch.nn import functional as F  # noqa: N812 -- as everybody calls it
 
 from flashckpt import Checkpointer
 
-LAYERS, HEADS, ROWS, LENGTH = 28, 8, 2, 256
+LAYERS, HEAD, ROWS, LENGTH = 28, 128, 4, 1024
 
 
 class Block(nn.Module):
@@ -38,7 +38,7 @@ class Block(nn.Module):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """Return what the next block is given."""
         y = self.before(x)
-        q, k, v = (part(y).unflatten(-1, (HEADS, -1)).transpose(1, 2) for part in (self.q, self.k, self.v))
+        q, k, v = (part(y).unflatten(-1, (-1, HEAD)).transpose(1, 2) for part in (self.q, self.k, self.v))
         x = x + self.out(F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2).flatten(2))
         y = self.behind(x)
         out: torch.Tensor = x + self.down(F.silu(self.gate(y)) * self.up(y))
@@ -56,7 +56,7 @@ class DeviceLoop:
 
     def __init__(self, nbytes: float, *, device: torch.device, step_s: float) -> None:
         self.device = device
-        dim = max(64, round((nbytes / 12 / (12 * LAYERS)) ** 0.5 / 64) * 64)
+        dim = max(HEAD, round((nbytes / 12 / (12 * LAYERS)) ** 0.5 / HEAD) * HEAD)
         torch.manual_seed(0)
         with device:
             self.model = nn.Sequential(*(Block(dim) for _ in range(LAYERS)))

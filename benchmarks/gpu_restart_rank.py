@@ -8,6 +8,7 @@ import argparse  # noqa: E402 -- the time of the first line is the measurement
 import json  # noqa: E402
 import os  # noqa: E402
 from pathlib import Path  # noqa: E402
+from typing import Any  # noqa: E402
 
 import torch  # noqa: E402
 import torch.distributed as dist  # noqa: E402
@@ -38,9 +39,10 @@ def main() -> None:
 
     width = 4096 if options.gb >= 1 else 256
     count = max(1, round(options.gb * 1e9 / 12 / width**2))
-    with device:
-        make = [torch.nn.utils.skip_init(torch.nn.Linear, width, width, bias=False) for _ in range(count)]
-    model = torch.nn.Sequential(*make)
+    kinds = {"bias": False, "device": device}
+    skip: Any = torch.nn.utils.skip_init
+    parts: list[torch.nn.Linear] = [skip(torch.nn.Linear, width, width, **kinds) for _ in range(count)]
+    model = torch.nn.Sequential(*parts)
     optimizer = torch.optim.AdamW(model.parameters(), fused=device.type == "cuda")
     mark("built")
     ckpt = Checkpointer(f"{options.folder}/root", snapshot_every=1, persist_every=10**9, job="gpu-restart", slots=2)
@@ -50,7 +52,7 @@ def main() -> None:
     report = ckpt.restore()
     mark("restored")
     if report is None:
-        for part in model:
+        for part in parts:
             part.reset_parameters()
     step = report.step if report else 0
     while not (options.folder / "finish").exists():

@@ -36,7 +36,7 @@ def measured(loop: gpu_loop.DeviceLoop, case: Any) -> dict[str, float]:
     loop.update()
     loop.synchronize()
     beside = time.perf_counter() - started
-    behind = []
+    behind: list[float] = []
     while not case.is_done() and len(behind) < 200:
         behind.append(loop.step())
     return {

@@ -111,7 +111,7 @@ def test_buffers_gathered_behind_the_step_instead_of_in_it_would_show(monkeypatc
             patch.setattr(Pack, "gather", lambda pack: None)
             marks = real(self, items, unfenced)
         fetch = Pack.fetch
-        monkeypatch.setattr(Pack, "fetch", lambda pack: (pack.gather(), fetch(pack))[1])  # type: ignore[func-returns-value]
+        monkeypatch.setattr(Pack, "fetch", lambda pack: (pack.gather(), fetch(pack))[1])
         return marks
 
     monkeypatch.setattr(DeviceCopier, "mark", mark)
@@ -180,7 +180,7 @@ def test_a_write_between_step_and_fence_discards_the_snapshot_of_a_device(
     model, copied = nn.Linear(8, 8), threading.Event()
     real = FakeEvent.synchronize
     with tensors_as_on_a_device(monkeypatch):
-        monkeypatch.setattr(FakeEvent, "synchronize", lambda event: (copied.wait(30), real(event))[1])  # type: ignore[func-returns-value]
+        monkeypatch.setattr(FakeEvent, "synchronize", lambda event: (copied.wait(30), real(event))[1])
         copied.set()
         ckpt = opened(tmp_path / "root", model=model, optimizer=torch.optim.SGD(model.parameters(), lr=0.1))
         ckpt.step(1)

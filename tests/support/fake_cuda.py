@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes  # type: ignore[attr-defined]
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
 from flashckpt.snapshot.copy import Item
 from flashckpt.snapshot.device import DeviceCopier

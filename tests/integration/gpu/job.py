@@ -114,12 +114,10 @@ def main() -> None:
 
         api, real = FakeCuda(), DeviceCopier.__init__
         Item.is_host = property(lambda _: False)  # type: ignore[method-assign, assignment]  # the device's path, on the host
-        DeviceCopier.__init__ = lambda self, given=None: real(self, given or api)  # type: ignore[method-assign]
+        DeviceCopier.__init__ = lambda self, api=api: real(self, api)  # type: ignore[method-assign]
     dist.init_process_group(options.backend)
-    try:
-        train(options, device)
-    finally:
-        dist.destroy_process_group()
+    train(options, device)
+    dist.destroy_process_group()  # not behind an error: a device that has failed would be waited for
 
 
 if __name__ == "__main__":

@@ -28,7 +28,7 @@ class Part:
 
 def tests(name: str, file: str, seconds: int, least: int) -> Part:
     """Return the part that runs one file of tests."""
-    words = ("-m", "pytest", "-q", "-p", "no:cacheprovider", "--junitxml={xml}", f"{TESTS}/{file}")
+    words = ("-m", "pytest", "-v", "-p", "no:cacheprovider", "--junitxml={xml}", f"{TESTS}/{file}")
     return Part(name=name, words=words, seconds=seconds, least=least)
 
 

@@ -79,7 +79,7 @@ def test_a_rank_killed_in_a_step_a_copy_or_a_restore_goes_on_to_the_same_trace(
     ("death", "says"),
     [
         ("memory", "out of memory"),
-        ("assert", "device-side assert"),
+        ("assert", "device-side assert triggered"),
         ("ordinal", "invalid device ordinal"),
     ],
 )
@@ -90,7 +90,7 @@ def test_a_rank_whose_device_fails_is_named_with_the_drivers_words_and_the_job_g
     assert code == 0, output
     assert says in output
     assert first_steps_trained(tmp_path / death) == [1, SNAPSHOT + 1]
-    others = {"out of memory", "device-side assert", "invalid device ordinal"} - {says}
+    others = {"out of memory", "device-side assert triggered", "invalid device ordinal"} - {says}
     assert not [word for word in others if word in output]
 
 
