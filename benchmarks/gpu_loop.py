@@ -60,7 +60,7 @@ class DeviceLoop:
         torch.manual_seed(0)
         with device:
             self.model = nn.Sequential(*(Block(dim) for _ in range(LAYERS)))
-            self.input = torch.randn(ROWS, LENGTH if device.type == "cuda" else 16, dim)
+            self.input = torch.randn(ROWS, LENGTH if device.type == "cuda" else 4, dim)
         self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-5, fused=device.type == "cuda")
         self.micro = 1
         self.step()

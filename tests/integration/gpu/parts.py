@@ -41,7 +41,7 @@ def numbers(name: str, program: str, *words: str, seconds: int, least: int, on_c
 PARTS = (
     tests("tests: staging", "test_gpu_staging.py", 60, 20),
     numbers("numbers: bus", "gpu_bus.py", seconds=25, least=15, on_cpu=("--mb=64",)),
-    numbers("numbers: 8 GB", "gpu_snapshots.py", "--gb=8", seconds=75, least=40, on_cpu=("--gb=0.2", "--step-s=0.2")),
+    numbers("numbers: 8 GB", "gpu_snapshots.py", "--gb=8", seconds=75, least=40, on_cpu=("--gb=0.05", "--step-s=0.1")),
     numbers(
         "numbers: restart", "gpu_restart.py", "--gb=16", seconds=60, least=40, on_cpu=("--gb=0.05", "--kills=1")
     ),
@@ -49,11 +49,11 @@ PARTS = (
     tests("tests: trainer", "test_gpu_trainer.py", 70, 40),
     numbers(
         "numbers: every 1, 5, 20", "gpu_intervals.py", "--gb=8", seconds=45, least=30,
-        on_cpu=("--gb=0.05", "--step-s=0.1"),
+        on_cpu=("--gb=0.03", "--step-s=0.05"),
     ),
-    numbers("numbers: 1 GB", "gpu_snapshots.py", "--gb=1", seconds=35, least=20, on_cpu=("--gb=0.05", "--step-s=0.1")),
+    numbers("numbers: 1 GB", "gpu_snapshots.py", "--gb=1", seconds=35, least=20, on_cpu=("--gb=0.03", "--step-s=0.1")),
     numbers(
         "numbers: 32 GB", "gpu_snapshots.py", "--gb=32", "--slots=2", "--methods=flashckpt", seconds=80, least=60,
-        on_cpu=("--gb=0.4", "--step-s=0.4"),
+        on_cpu=("--gb=0.1", "--step-s=0.2"),
     ),
 )  # fmt: skip
