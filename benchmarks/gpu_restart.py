@@ -105,6 +105,10 @@ def main() -> None:
         rows = [f"{options.gb:g} GB, {len(found)} kills" + (f"; {why}" if why else "")]
         keys = list(dict.fromkeys(key for one in found for key in one))
         rows += [f"{key}: {summarise([one[key] for one in found if key in one]).text()} s" for key in keys]
+        if found:
+            rows.append(
+                f"restore into the device: {summarise([options.gb / one['restore'] for one in found]).text()} GB/s"
+            )
         if why:
             rows += [f"| {line}" for line in (folder / "log").read_text(errors="replace").splitlines()[-5:]]
         arguments = {"gb": options.gb, "device": options.device}

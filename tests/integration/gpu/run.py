@@ -127,7 +127,7 @@ def chosen(names: str) -> list[Part]:
 def run_all(parts: Sequence[Part], *, device: str, seconds: float, out: Path, work: Path) -> list[dict[str, Any]]:
     """Run parts while there is time; the JSON is written after each."""
     end_at, load, results = time.monotonic() + seconds, LoadWatch(), list[dict[str, Any]]()
-    scale = max(1.0, seconds / DEFAULT_S)  # more time for all is more time for each
+    scale = max(1.0, seconds / max(1, sum(part.seconds for part in parts)))  # fewer parts have more time each
     about = machine()
     for part in parts:
         left = end_at - time.monotonic() - GRACE_S
