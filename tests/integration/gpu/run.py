@@ -23,7 +23,7 @@ from typing import Any
 from flashckpt.bench.measure import LoadWatch, document, write_json
 from integration.gpu.parts import PARTS, Part
 
-_OUTCOME = re.compile(r"::.* (PASSED|FAILED|SKIPPED|ERROR)")
+_TEST_LINE = re.compile(r"::test_\w+")  # with its outcome; the last one without, where it was cut off
 DEFAULT_S = 540.0
 GRACE_S = 5.0
 """What a part may take beyond its budget to end by itself."""
@@ -55,7 +55,9 @@ def run_part(part: Part, *, device: str, seconds: float, work: Path) -> dict[str
     if report.exists():
         result |= tests_in(report)
     elif "pytest" in part.words:  # cut off: pytest writes its report at the end
-        result["rows"] = [line[:200] for line in log.read_text(errors="replace").splitlines() if _OUTCOME.search(line)]
+        result["rows"] = [
+            line[:200] for line in log.read_text(errors="replace").splitlines() if _TEST_LINE.search(line)
+        ]
     elif found.exists():
         result |= {"results": json.loads(found.read_text())}
         result["rows"] = result["results"].get("rows", [])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -56,23 +57,44 @@ def first_steps_trained(folder: Path, rank: int = 0) -> list[int]:
     return list(first.values())
 
 
+@pytest.fixture(scope="module")
+def unbroken(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str, str, int], Path]:
+    """Runs that nothing happens to, each made once."""
+    made: dict[tuple[str, str, int], Path] = {}
+
+    def run_once(kind: str, backend: str, world: int) -> Path:
+        if (key := (kind, backend, world)) not in made:
+            folder = tmp_path_factory.mktemp("unbroken") / f"{backend}{world}"
+            code, output = run(folder, kind, backend, world)
+            assert code == 0, output
+            made[key] = folder
+        return made[key]
+
+    return run_once
+
+
 @pytest.mark.parametrize(("backend", "world"), [("nccl", 1), ("gloo", 3)])
+@pytest.mark.parametrize(
+    ("death", "goes_on"), [("step", SNAPSHOT + 1), ("copy", SNAPSHOT - 1), ("restore", SNAPSHOT + 1)]
+)
 def test_a_rank_killed_in_a_step_a_copy_or_a_restore_goes_on_to_the_same_trace(
-    backend: str, world: int, device_type: str, tmp_path: Path
+    death: str,
+    goes_on: int,
+    backend: str,
+    world: int,
+    device_type: str,
+    unbroken: Callable[[str, str, int], Path],
+    tmp_path: Path,
 ) -> None:
     if backend == "nccl":
         backend = backend_of(device_type)
-    unbroken = tmp_path / "unbroken"
-    code, output = run(unbroken, device_type, backend, world)
+    whole = unbroken(device_type, backend, world)
+    folder = tmp_path / death
+    code, output = run(folder, device_type, backend, world, "--die", death, "--rank", world - 1)
     assert code == 0, output
-    dies = world - 1
-    for death, goes_on in (("step", [SNAPSHOT + 1]), ("copy", [SNAPSHOT - 1]), ("restore", [SNAPSHOT + 1])):
-        folder = tmp_path / death
-        code, output = run(folder, device_type, backend, world, "--die", death, "--rank", dies)
-        assert code == 0, output
-        assert output.count("signal 9 (SIGKILL") == (2 if death == "restore" else 1), output
-        assert first_steps_trained(folder) == [1, *goes_on]
-        check_trace(folder, unbroken, world)
+    assert output.count("signal 9 (SIGKILL") == (2 if death == "restore" else 1), output
+    assert first_steps_trained(folder) == [1, goes_on]
+    check_trace(folder, whole, world)
 
 
 @pytest.mark.parametrize(
