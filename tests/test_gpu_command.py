@@ -109,3 +109,17 @@ def test_a_wheel_that_is_missing_here_and_there_is_named(
     assert wheels.unpack(tmp_path, tmp_path / "site") == 1
     assert "make gpu-wheels" in capfd.readouterr().err
     assert not any((tmp_path / "site").iterdir())
+
+
+def test_memory_of_a_part_that_was_cut_off_is_removed_where_it_was_made_for_this_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    kept, cleared = tmp_path / "kept", tmp_path / "cleared"
+    for folder in (kept, cleared):
+        (folder / "job").mkdir(parents=True)
+    monkeypatch.delenv("GPU_TEST_SHM", raising=False)
+    monkeypatch.setenv("FLASHCKPT_SHM_DIR", str(kept))
+    results(tmp_path, part("pass"))
+    monkeypatch.setenv("GPU_TEST_SHM", str(cleared))
+    results(tmp_path, part("pass"))
+    assert ((kept / "job").exists(), (cleared / "job").exists()) == (True, False)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -57,14 +56,6 @@ def device_type() -> str:
     if not torch.cuda.is_available():
         pytest.skip(NO_GPU)
     return "cuda"
-
-
-@pytest.fixture
-def roomy_shm(shm_dir: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """Memory for large snapshots: where gpu.sh has made some."""
-    folder = Path(os.environ.get("GPU_TEST_SHM", shm_dir))
-    monkeypatch.setenv("FLASHCKPT_SHM_DIR", str(folder))
-    return folder
 
 
 def bits(tensor: torch.Tensor) -> bytes:

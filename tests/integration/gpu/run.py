@@ -11,6 +11,7 @@ import contextlib
 import json
 import os
 import re
+import shutil
 import signal
 import subprocess
 import sys
@@ -49,6 +50,7 @@ def run_part(part: Part, *, device: str, seconds: float, work: Path) -> dict[str
             timed_out, code = True, -signal.SIGKILL
         finally:
             end(process, mark)
+            clear_memory()
     state = "cut off" if timed_out else "passed" if code in (0, 5) else "failed"
     result: dict[str, Any] = {"name": part.name, "state": state, "seconds": round(time.monotonic() - began, 1)}
     result |= {"code": code, "rows": [], "log_end": log.read_text(errors="replace")[-2000:]}
@@ -79,6 +81,13 @@ def end(process: subprocess.Popen[bytes], mark: str) -> None:
         with contextlib.suppress(ProcessLookupError):
             os.kill(pid, signal.SIGKILL)
     process.wait()
+
+
+def clear_memory() -> None:
+    """Remove what a part that was cut off has left of its snapshots; only from memory that gpu.sh made for this run."""
+    if "GPU_TEST_SHM" in os.environ:
+        for left in Path(os.environ["GPU_TEST_SHM"]).iterdir():
+            shutil.rmtree(left, ignore_errors=True)
 
 
 def tests_in(report: Path) -> dict[str, Any]:

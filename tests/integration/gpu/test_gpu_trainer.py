@@ -19,9 +19,9 @@ from flashckpt.shm.segment import Segment
 from flashckpt.trainer.config import TrainConfig, to_toml
 from flashckpt.trainer.demo.report import compare_traces, read_restores
 from flashckpt.trainer.train.metrics import read_trace
-from integration.gpu.device import device_type, in_time, roomy_shm
+from integration.gpu.device import device_type, in_time
 
-__all__ = ["device_type", "in_time", "roomy_shm"]
+__all__ = ["device_type", "in_time"]
 pytestmark = pytest.mark.timeout(400)
 ROOT = Path(__file__).resolve().parents[3]
 STEPS = 9
@@ -84,9 +84,7 @@ def test_a_killed_run_in_bfloat16_has_the_trace_of_the_unbroken_one(device_type:
     assert result.identical, result.first
 
 
-def test_a_billion_parameters_are_killed_and_go_on_from_memory(
-    device_type: str, roomy_shm: Path, tmp_path: Path
-) -> None:
+def test_a_billion_parameters_are_killed_and_go_on_from_memory(device_type: str, shm_dir: Path, tmp_path: Path) -> None:
     if device_type == "cpu":
         pytest.skip("needs a GPU: a billion parameters take minutes per step without one")
     words, env = words_and_env(
@@ -96,7 +94,7 @@ def test_a_billion_parameters_are_killed_and_go_on_from_memory(
     )  # fmt: skip
     log = tmp_path / "billion" / "log"
     with dlrun(tmp_path / "billion", *words, env=env) as launch:
-        launch.until(lambda: has_complete_snapshot(roomy_shm), "a COMPLETE snapshot")
+        launch.until(lambda: has_complete_snapshot(shm_dir), "a COMPLETE snapshot")
         (pid,) = re.findall(r"started rank 0 pid (\d+)", launch.output)
         os.kill(int(pid), signal.SIGKILL)
         launch.until((log / "restores.jsonl").exists, "the restore")
