@@ -56,6 +56,8 @@ class DeviceLoop:
 
     def __init__(self, nbytes: float, *, device: torch.device, step_s: float) -> None:
         self.device = device
+        if device.type == "cpu":
+            torch.set_num_threads(1)
         dim = max(HEAD, round((nbytes / 12 / (12 * LAYERS)) ** 0.5 / HEAD) * HEAD)
         torch.manual_seed(0)
         with device:

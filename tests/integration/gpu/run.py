@@ -154,7 +154,7 @@ def run_all(parts: Sequence[Part], *, device: str, seconds: float, out: Path, wo
 
 
 def main() -> int:
-    """Parse arguments, run, print; 1 where a part failed."""
+    """Parse arguments, run, print; 1 where a part failed, 3 where the time was over before all was run, 2 without a GPU."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
     parser.add_argument("--minutes", type=float, default=DEFAULT_S / 60, help="for all parts together")
@@ -178,7 +178,8 @@ def main() -> int:
     text = f"{options.device}, torch {torch.__version__}\n{table(results)}\n"
     (options.out / "gpu.txt").write_text(text)
     print(f"\n{text}{options.out / 'gpu.json'}")
-    return int(any(result["state"] == "failed" for result in results))
+    states = {result["state"] for result in results}
+    return 1 if "failed" in states else 3 if states & {"cut off", "skipped"} else 0
 
 
 if __name__ == "__main__":
