@@ -4,7 +4,8 @@
 #   tests/integration/gpu/gpu.sh [--device cuda|cpu] [--minutes 9] [--parts NAME,NAME] [--list]
 #
 # Needs Python 3.10 or newer with torch, and .gpu-wheels (make gpu-wheels) for what else is missing there; no network, no
-# installation. PYTHON: another interpreter. OUT: another folder than out/gpu.
+# installation. PYTHON: another interpreter. OUT: another folder than out/gpu. Ends with 0: all was run and passed, 1: a part failed,
+# 2: no GPU, 3: the time was over before all was run.
 set -euo pipefail
 cd "$(dirname "$0")/../../.."
 python=${PYTHON:-python3}
