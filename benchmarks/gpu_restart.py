@@ -114,6 +114,7 @@ def main() -> None:
         arguments = {"gb": options.gb, "device": options.device}
         result = document("gpu_restart", arguments, {"kills": found, "stopped": why}, load=load)
         write_json(options.json, result | {"rows": rows})
+        sys.exit(0 if found else 1)
 
 
 if __name__ == "__main__":

@@ -7,6 +7,7 @@
 # installation. PYTHON: another interpreter. OUT: another folder than out/gpu. Ends with 0: all was run and passed, 1: a part failed,
 # 2: no GPU, 3: the time was over before all was run.
 set -euo pipefail
+{ # read whole before it runs: the file may change meanwhile
 cd "$(dirname "$0")/../../.."
 python=${PYTHON:-python3}
 out=${OUT:-out/gpu}
@@ -34,3 +35,4 @@ export PYTHONPATH="$PWD:$PWD/tests:$PWD/benchmarks:$work/site" PYTHONUNBUFFERED=
 status=0
 "$python" -m integration.gpu.run --out "$out" --work "$work/parts" "$@" || status=$?
 exit "$status"
+}

@@ -34,6 +34,8 @@ def run_part(part: Part, *, device: str, seconds: float, work: Path) -> dict[str
     """Run one part; return its state ("passed", "failed", "cut off"), seconds, rows and results."""
     stem = part.name.replace(": ", "-").replace(", ", "-").replace(" ", "-")
     found, report, log = (work / f"{stem}.{kind}" for kind in ("json", "xml", "log"))
+    for old in (found, report):
+        old.unlink(missing_ok=True)
     fields = {"device": device, "seconds": f"{seconds:.0f}", "json": str(found), "xml": str(report)}
     words = [word.format(**fields) for word in part.words] + list(part.on_cpu if device == "cpu" else ())
     mark = f"GPU_TEST_PART={os.getpid()}-{stem}"
