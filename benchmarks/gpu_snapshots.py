@@ -11,6 +11,7 @@ memory can be restored from. A method whose last round took longer than what is 
 from __future__ import annotations
 
 import argparse
+import math
 import time
 from pathlib import Path
 from typing import Any
@@ -50,8 +51,11 @@ def measured(loop: gpu_loop.DeviceLoop, case: Any) -> dict[str, float]:
     }
 
 
-def rounds(loop: gpu_loop.DeviceLoop, cases: dict[str, Any], end: float, save: Any) -> None:
-    """Run the cases in turns until the time is over; `save` is called with all series after each run."""
+def rounds(loop: gpu_loop.DeviceLoop, cases: dict[str, Any], end: float, save: Any, left_out: dict[str, str]) -> None:
+    """Run the cases in turns until the time is over; `save` is called with all series after each run.
+
+    A case that fails is noted in `left_out` and not run again.
+    """
     series: dict[str, list[dict[str, float]]] = {name: [] for name in cases}
     took = dict.fromkeys(cases, 0.0)
     for number in range(1000):
@@ -63,7 +67,13 @@ def rounds(loop: gpu_loop.DeviceLoop, cases: dict[str, Any], end: float, save: A
             if time.monotonic() + took[name] * 1.1 >= end:
                 continue
             began = time.monotonic()
-            found = measured(loop, cases[name])
+            try:
+                found = measured(loop, cases[name])
+            except Exception as error:  # noqa: BLE001 -- the other methods are still worth having
+                left_out[name] = f"failed in round {number + 1}: {type(error).__name__}: {error}"
+                took[name] = math.inf
+                save(series)
+                continue
             took[name] = time.monotonic() - began
             if number:  # the first one allocates
                 series[name].append(found)
@@ -114,7 +124,7 @@ def run(options: argparse.Namespace, folder: Path) -> None:
         write_json(options.json, result | {"rows": lines})
 
     save({name: [] for name in cases})
-    rounds(loop, cases, end, save)
+    rounds(loop, cases, end, save, left_out)
 
 
 def main() -> None:
