@@ -11,7 +11,7 @@ export OPENBLAS_NUM_THREADS ?= 1
 # The tests start hundreds of interpreters: each would compile the package again.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: fuzz help setup preflight demo test test-s3 test-clouds bench-all check clean test-launcher test-layouts test-nodes test-mounts test-restarts docs changelog hooks test-pythons test-blocks test-frameworks test-hub compatibility test-slurm test-torch-versions test-native-sanitized test-native-arm
+.PHONY: fuzz help setup preflight demo test test-s3 test-clouds bench-all check clean test-launcher test-layouts test-nodes test-mounts test-restarts docs changelog hooks test-pythons test-blocks test-frameworks test-hub compatibility test-slurm test-torch-versions test-native-sanitized test-native-arm gpu gpu-wheels
 
 help:  ## list the targets
 	@grep -E '^[a-z0-9-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 16
@@ -131,6 +131,16 @@ test-restarts: setup  ## 50 kills in a row (KILLS=50), then SIGTERM at random in
 	DLRUN_TEST_KILLS=$(if $(filter file,$(origin KILLS)),50,$(KILLS)) $(BIN)/python -m pytest tests/test_dlrun.py -k five_times
 	PYTHONPATH=tests:. $(BIN)/python tests/stops.py --stops $(or $(STOPS),20) $(if $(SEED),--seed $(SEED))
 
+# Nothing is set up: the machine's own Python and torch, the wheels that were carried along, and the working tree.
+DEVICE ?= cuda
+MINUTES ?= 9
+PARTS ?=
+gpu:  ## the path through a GPU: tests and numbers in one table, at most 9 minutes (DEVICE=cpu, PARTS=tests, MINUTES=9, OUT=DIR)
+	PYTHON=$(PYTHON) tests/integration/gpu/gpu.sh --device $(DEVICE) --minutes $(MINUTES) $(if $(PARTS),--parts "$(PARTS)")
+
+gpu-wheels: setup  ## fetch what `make gpu` needs beside torch into .gpu-wheels (27 MB), to be carried to a machine without a network
+	$(BIN)/python tests/integration/gpu/wheels.py fetch .gpu-wheels
+
 bench-all: setup  ## every benchmark of the engine and of storage, more than half an hour on a quiet machine (DLROVER_PYTHON=, RADOSGW=1)
 	PYTHON=$(BIN)/python benchmarks/all_quiet.sh
 
@@ -163,4 +173,4 @@ check: setup  ## ruff, mypy, codespell
 	$(BIN)/python -m mkdocs build --strict 2>&1 | { ! grep -E "WARNING|ERROR|Aborted"; }
 
 clean:  ## remove .venv and everything that was generated
-	rm -rf $(VENV) .venv-clouds .venv-frameworks .venv-versions build dist *.egg-info out
+	rm -rf $(VENV) .venv-clouds .venv-frameworks .venv-versions .gpu-wheels build dist *.egg-info out

@@ -21,7 +21,7 @@ from typing import Any
 import numpy as np
 import xxhash
 
-from flashckpt.bench.measure import LoadWatch, Timing, document, interleave, summarise, write_json
+from flashckpt.bench.measure import LoadWatch, TimedRun, document, interleave, summarise, write_json
 from flashckpt.bench.table import about
 from flashckpt.core.digest import CHUNK_BYTES
 from flashckpt.native import copy_and_digest, implementation, levels
@@ -90,7 +90,7 @@ def cases_of(memory: Memory) -> dict[str, tuple[int, Callable[[], Any]]]:
     return found
 
 
-def result_of(nbytes: int, timings: list[Timing]) -> dict[str, Any]:
+def result_of(nbytes: int, timings: list[TimedRun]) -> dict[str, Any]:
     """Return the figures of one case."""
     return {
         "nbytes": nbytes,

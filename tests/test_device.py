@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from support.fake_cuda import FakeCuda
 from support.ranks import wait_for
 from torch import nn
 
@@ -22,50 +23,6 @@ from flashckpt.snapshot.segments import RankSegments
 from flashckpt.state.placement import current_world
 from flashckpt.state.registry import StateRegistry
 from flashckpt.state.state_layout import StateLayout, need_of
-
-
-class FakeEvent:
-    def __init__(self, api: FakeCuda) -> None:
-        self.api, self.recorded_on = api, ""
-
-    def record(self, stream: FakeStream) -> None:
-        self.recorded_on = stream.name
-        self.api.log.append(("record", stream.name))
-
-    def synchronize(self) -> None:
-        self.api.log.append(("host waits", self.recorded_on))
-
-
-class FakeStream:
-    def __init__(self, api: FakeCuda, name: str) -> None:
-        self.api, self.name = api, name
-
-    def wait_event(self, event: FakeEvent) -> None:
-        self.api.log.append(("stream waits", self.name, event.recorded_on))
-
-
-class FakeCuda:
-    """What is used of torch.cuda."""
-
-    def __init__(self) -> None:
-        self.log: list[tuple[str, ...]] = []
-        self.main, self.count = FakeStream(self, "main"), 0
-
-    def Event(self) -> FakeEvent:
-        return FakeEvent(self)
-
-    def Stream(self, _device: Any) -> FakeStream:
-        self.count += 1
-        return FakeStream(self, f"side{self.count}")
-
-    def current_stream(self, _device: Any) -> FakeStream:
-        return self.main
-
-    @contextlib.contextmanager
-    def stream(self, stream: FakeStream) -> Iterator[None]:
-        self.log.append(("enter", stream.name))
-        yield
-        self.log.append(("leave", stream.name))
 
 
 def plan_of(model: nn.Module, optimizer: torch.optim.Optimizer) -> CopyPlan:

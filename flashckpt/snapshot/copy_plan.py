@@ -21,6 +21,11 @@ _FORMS_AT_A_TIME = 1024  # examined without releasing the GIL to training
 Refused = Callable[[Sequence[torch.Tensor]], tuple[str, str] | None]
 
 
+def is_host(device: torch.device) -> bool:
+    """Return whether tensors on a device are copied by their address, and not by its streams."""
+    return device.type == "cpu"
+
+
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class CopyOrder:
     """The rows of a layout, np.int64 each, by when they are copied.
@@ -42,11 +47,11 @@ class CopyOrder:
     def of(cls, layout: StateLayout) -> CopyOrder:
         """Sort the rows of a layout."""
         structure, rows = layout.structure, layout.row_tensors
-        is_host = np.array([one.device.type == "cpu" for one in structure.box_sets], np.bool_)[structure.sets]
+        on_host = np.array([is_host(one.device) for one in structure.box_sets], np.bool_)[structure.sets]
         fresh = np.zeros(len(structure.names), np.bool_)
         if structure.fresh:
             fresh = np.array([name in structure.fresh for name in structure.names], np.bool_)
-        host, fenced, again = is_host[rows], structure.fenced[rows], fresh[rows]
+        host, fenced, again = on_host[rows], structure.fenced[rows], fresh[rows]
         loose = ~fenced & ~again
         copied = np.flatnonzero(fenced & host)
         return cls(

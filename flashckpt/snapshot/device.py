@@ -16,7 +16,7 @@ from typing import Any
 import torch
 
 from flashckpt.core.shard import ALIGN_SMALL, SMALL_BYTES, round_up
-from flashckpt.snapshot.copy import Buffer, Item, source_of
+from flashckpt.snapshot.copy import Buffer, Item, StalePlanError, source_of
 
 _PORTABLE = 1  # cudaHostRegisterPortable
 BATCH_BYTES = 64 << 20
@@ -25,11 +25,16 @@ BATCH_BYTES = 64 << 20
 
 @dataclass(frozen=True, slots=True)
 class StreamEvents:
-    """What `mark` recorded: an event per device, clones of what is not fenced, and small ones of it gathered."""
+    """What `mark` recorded: an event per device, clones of what is not fenced, and small ones of it gathered.
+
+    Attributes:
+        error: Why this snapshot cannot be taken; raised by `enqueue`, for training goes on.
+    """
 
     events: dict[torch.device, Any]
     clones: list[tuple[Item, torch.Tensor]]
     packs: list[SmallBatch]
+    error: StalePlanError | None = None
 
 
 class SmallBatch:
@@ -45,7 +50,7 @@ class SmallBatch:
         *starts, total = accumulate((round_up(item.nbytes, ALIGN_SMALL) for item in items), initial=0)
         self._starts = starts
         self._on_device = torch.empty(total, dtype=torch.uint8, device=self.device)
-        self._on_host = torch.empty(total, dtype=torch.uint8, pin_memory=self.device.type == "cuda")
+        self._on_host: torch.Tensor | None = None
         self._groups: dict[torch.dtype, tuple[list[torch.Tensor], list[Item]]] = {}
         for item, start in zip(
             items, starts, strict=True
@@ -65,11 +70,19 @@ class SmallBatch:
             torch._foreach_copy_(parts, [source_of(item) for item in items])
 
     def fetch(self) -> None:
-        """Queue the copy to the host on the current stream."""
+        """Queue the copy to the host on the current stream (copy thread).
+
+        The page-locked buffer is made here and not with the pack: making it holds up the device, and `step()` with it.
+        """
+        if self._on_host is None:
+            self._on_host = torch.empty(
+                self._on_device.numel(), dtype=torch.uint8, pin_memory=self.device.type == "cuda"
+            )
         self._on_host.copy_(self._on_device, non_blocking=True)
 
     def deal(self, buffer: Buffer) -> None:
         """Put every tensor into its place in the slot; the copy must have arrived."""
+        assert self._on_host is not None, "fetch() comes first"
         address = self._on_host.data_ptr()
         for item, start in zip(self.items, self._starts, strict=True):
             ctypes.memmove(buffer.address + item.offset, address + start, item.nbytes)
@@ -95,6 +108,20 @@ class SmallBatches:
         return self.large, self.packs
 
 
+class Devices:
+    """The devices of a list of items: looked up when the list is another one, since it may have 20,000 items."""
+
+    def __init__(self) -> None:
+        self._items: Sequence[Item] = ()
+        self._found: frozenset[torch.device] = frozenset()
+
+    def of(self, items: Sequence[Item]) -> frozenset[torch.device]:
+        """Return the devices of the items."""
+        if items is not self._items:
+            self._items, self._found = items, frozenset(item.local.device for item in items)
+        return self._found
+
+
 class DeviceCopier:
     """The side streams of one rank.
 
@@ -106,7 +133,7 @@ class DeviceCopier:
         self._api = api if api is not None else torch.cuda
         self._streams: dict[torch.device, Any] = {}
         self._last: dict[torch.device, Any] = {}
-        self._fenced, self._unfenced = SmallBatches(), SmallBatches()
+        self._fenced, self._unfenced, self._devices = SmallBatches(), SmallBatches(), Devices()
 
     def mark(self, devices: Iterable[torch.device], unfenced: Sequence[Item]) -> StreamEvents:
         """Record what is queued now on each device's current stream: copies start behind it.
@@ -116,51 +143,87 @@ class DeviceCopier:
             unfenced: Tensors that may change as soon as `step()` returns: cloned or gathered on the device first, in
                 stream order. The snapshot before must be at its end: its gathered tensors are overwritten.
         """
-        large, packs = self._unfenced.of(unfenced)
-        clones = [(item, source_of(item).clone()) for item in large]
-        for pack in packs:
-            pack.gather()
+        clones: list[tuple[Item, torch.Tensor]] = []
+        packs: list[SmallBatch] = []
+        error = None
+        try:
+            large, packs = self._unfenced.of(unfenced)
+            clones += [(item, source_of(item).clone()) for item in large]
+            for pack in packs:
+                pack.gather()
+        except StalePlanError as found:
+            error = found
         events = {}
-        for device in {*devices, *(item.local.device for item in unfenced)}:
+        for device in {*devices, *self._devices.of(unfenced)}:
             event = self._api.Event()
             event.record(self._api.current_stream(device))
             events[device] = event
-        return StreamEvents(events=events, clones=clones, packs=packs)
+        return StreamEvents(events=events, clones=clones, packs=packs, error=error)
 
     def enqueue(self, items: Sequence[Item], buffer: Buffer, marks: StreamEvents) -> list[Any]:
-        """Queue every copy on the side streams (copy thread); return batches of (event, items, pack or None)."""
+        """Queue every copy on the side streams (copy thread); return batches of (event, items, pack or None).
+
+        Where it raises, nothing is under way any more: the slot may be given to another snapshot, or unmapped.
+        """
+        if marks.error is not None:
+            raise marks.error
         large, packs = self._fenced.of(items)
         copies = [*marks.clones, *((item, None) for item in large)]
         batches: list[Any] = []
-        for device, mark in marks.events.items():
-            stream = self._streams.get(device)
-            if stream is None:
-                stream = self._streams[device] = self._api.Stream(device)
-            with self._api.stream(stream):
-                stream.wait_event(mark)
-                for pack in packs:
-                    if pack.device == device:
-                        pack.gather()
-                for pack in [*packs, *marks.packs]:
-                    if pack.device == device:
-                        pack.fetch()
-                        batches.append((self._recorded(device, stream), pack.items, pack))
-                for batch in _batches([copy for copy in copies if copy[0].local.device == device]):
-                    for item, clone in batch:
-                        source = source_of(item) if clone is None else clone
-                        buffer.tensor(item).copy_(source, non_blocking=True)
-                    batches.append((self._recorded(device, stream), [item for item, _ in batch], None))
+        try:
+            for device, mark in marks.events.items():
+                # the device first: a thread begins on device 0, and going back there would make a context on it
+                with self._api.device(device), self._api.stream(stream := self._stream(device)):
+                    stream.wait_event(mark)
+                    own = [copy for copy in copies if copy[0].local.device == device]
+                    batches += self._queue(device, buffer, own, packs, marks.packs)
+        except BaseException:
+            self.wait()
+            raise
         return batches
 
-    def _recorded(self, device: torch.device, stream: Any) -> Any:
-        event = self._last[device] = self._api.Event()
-        event.record(stream)
+    def _queue(
+        self,
+        device: torch.device,
+        buffer: Buffer,
+        copies: Sequence[tuple[Item, torch.Tensor | None]],
+        packs: Sequence[SmallBatch],
+        gathered: Sequence[SmallBatch],
+    ) -> Iterator[Any]:
+        """Queue the copies of one device on its stream, which is the current one; yield what `enqueue` returns."""
+        for pack in packs:
+            if pack.device == device:
+                pack.gather()
+        for pack in [*packs, *gathered]:
+            if pack.device == device:
+                pack.fetch()
+                yield self._recorded(device), pack.items, pack
+        for batch in _batches(copies):
+            for item, clone in batch:
+                source = source_of(item) if clone is None else clone
+                buffer.tensor(item).copy_(source, non_blocking=True)
+            yield self._recorded(device), [item for item, _ in batch], None
+
+    def _stream(self, device: torch.device) -> Any:
+        if device not in self._streams:
+            self._streams[device] = self._api.Stream(device)
+        return self._streams[device]
+
+    def _recorded(self, device: torch.device) -> Any:
+        # blocking: the host sleeps until it has happened, where it would otherwise spin on a core for the whole copy
+        event = self._last[device] = self._api.Event(blocking=True)
+        event.record(self._stream(device))
         return event
 
     def fence(self) -> None:
         """Make what the training thread queues from now on wait for the copies; returns at once."""
         for device, event in self._last.items():
             self._api.current_stream(device).wait_event(event)
+
+    def wait(self) -> None:
+        """Return when every copy that was queued has ended: before a slot whose snapshot is discarded is used again."""
+        for stream in self._streams.values():
+            stream.synchronize()
 
     def arrivals(self, batches: Sequence[Any], buffer: Buffer) -> Iterator[Sequence[Item]]:
         """Yield each batch when its bytes are in the slot (copy thread; the wait releases the GIL)."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import queue
 import threading
@@ -197,6 +198,8 @@ class Stager:
                 self._take(snapshot)
             except Exception as error:  # noqa: BLE001 -- training continues whatever happens to one snapshot
                 snapshot.error = error
+                with contextlib.suppress(Exception):  # of a device that failed; the error of the snapshot says more
+                    self._lanes.wait()  # nothing may still be on its way into a slot that is given up
             self._end(snapshot, time.thread_time() - started)
 
     def _take(self, snapshot: Snapshot) -> None:

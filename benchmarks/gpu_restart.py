@@ -1,0 +1,121 @@
+"""From SIGKILL of a rank to its next step on a GPU, by phase: the CUDA context and NCCL apart, the restore from memory to the device.
+
+    python benchmarks/gpu_restart.py --gb 16 --seconds 60 --json out/gpu-restart.json [--device cpu]
+
+One rank under dlrun, which forks it from a process that has the imports done. 16 GB are a billion parameters with two moments.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import json
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from processes import descendants
+
+from flashckpt.bench.measure import LoadWatch, document, summarise, write_json
+
+RANK = Path(__file__).with_name("gpu_restart_rank.py")
+PHASES = ("fork", "import", "CUDA context", "process group", "build", "restore", "first step")
+MARKS = ("entered", "imported", "context", "group", "built", "restored", "stepped")
+
+
+def until(condition: Callable[[], Any], end: float) -> Any:
+    """Poll; None when the time is over."""
+    while time.monotonic() < end:
+        if value := condition():
+            return value
+        time.sleep(0.005)
+    return None
+
+
+def starts(folder: Path) -> list[dict[str, Any]]:
+    """Return the records of all starts of the rank so far."""
+    path = folder / "marks"
+    lines = path.read_text().splitlines() if path.exists() else []
+    return [json.loads(line) for line in lines if line.endswith("}")]
+
+
+def phases(record: dict[str, Any], killed: float) -> dict[str, float]:
+    """Return seconds by phase, from the kill to the first step."""
+    ends = [record["marks"][name] for name in MARKS]
+    begins = [killed, *ends[:-1]]
+    found = {name: end - begin for name, begin, end in zip(PHASES, begins, ends, strict=True)}
+    return found | {"kill to step": ends[-1] - killed}
+
+
+def kills(options: argparse.Namespace, folder: Path, end: float) -> tuple[list[dict[str, float]], str]:
+    """Kill and measure while there is time; return the phases of every kill, and why it stopped early."""
+    found: list[dict[str, float]] = []
+    for number in range(options.kills):
+        record = until(lambda n=number: len(starts(folder)) > n and starts(folder)[n], end)  # type: ignore[misc]
+        if record is None:
+            return found, f"start {number + 1} did not train in time"
+        if until((folder / f"ready{record['pid']}").exists, end) is None:
+            return found, f"start {number + 1} had no two snapshots in time"
+        killed = time.time()
+        os.kill(record["pid"], signal.SIGKILL)
+        behind = until(lambda n=number: len(starts(folder)) > n + 1 and starts(folder)[n + 1], end)  # type: ignore[misc]
+        if behind is None:
+            return found, f"no step within the time after kill {number + 1}"
+        if not behind["restored"]:
+            return found, "nothing was restored"
+        found.append(phases(behind, killed))
+        found[-1] |= {f"restore: {key}": value for key, value in behind["seconds"].items()}
+    return found, ""
+
+
+def main() -> None:
+    """Parse arguments; run, write."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--gb", type=float, default=16.0)
+    parser.add_argument("--kills", type=int, default=3)
+    parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
+    parser.add_argument("--seconds", type=float, default=60.0)
+    parser.add_argument("--json", type=Path, required=True)
+    options = parser.parse_args()
+    end, load = time.monotonic() + options.seconds - 3, LoadWatch()
+    with tempfile.TemporaryDirectory(prefix="flashckpt-gpu-", ignore_cleanup_errors=True) as name:
+        folder = Path(name)
+        words = ["-m", "flashckpt.daemon.run", "--standalone", "--nproc-per-node=1", f"--max-restarts={options.kills}"]
+        words += [str(RANK), name, "--gb", str(options.gb), "--device", options.device]
+        base = os.environ.get("FLASHCKPT_SHM_DIR", "/dev/shm")
+        environment = {**os.environ, "FLASHCKPT_SHM_DIR": f"{base}/restart"}
+        with (folder / "log").open("wb") as log:
+            agent = subprocess.Popen(
+                [sys.executable, *words], stdout=log, stderr=subprocess.STDOUT, env=environment, start_new_session=True
+            )
+            try:
+                found, why = kills(options, folder, end)
+            finally:
+                for pid in descendants(agent.pid):  # the agent itself, then its zygote, daemon and rank
+                    with contextlib.suppress(ProcessLookupError):
+                        os.kill(pid, signal.SIGKILL)
+                agent.wait()
+                subprocess.run(["rm", "-rf", f"{base}/restart"], check=False)
+        rows = [f"{options.gb:g} GB, {len(found)} kills" + (f"; {why}" if why else "")]
+        keys = list(dict.fromkeys(key for one in found for key in one))
+        rows += [f"{key}: {summarise([one[key] for one in found if key in one]).text()} s" for key in keys]
+        if found:
+            rows.append(
+                f"restore into the device: {summarise([options.gb / one['restore'] for one in found]).text()} GB/s"
+            )
+        if why:
+            rows += [f"| {line}" for line in (folder / "log").read_text(errors="replace").splitlines()[-5:]]
+        arguments = {"gb": options.gb, "device": options.device}
+        result = document("gpu_restart", arguments, {"kills": found, "stopped": why}, load=load)
+        write_json(options.json, result | {"rows": rows})
+        sys.exit(0 if found else 1)
+
+
+if __name__ == "__main__":
+    main()
