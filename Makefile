@@ -89,7 +89,7 @@ SECONDS ?= 10
 fuzz: setup  ## damaged bytes into every decoder, so many seconds each (SECONDS=60 SEED=7 ONLY=manifest)
 	PYTHONPATH=tests:. $(BIN)/python tests/fuzz.py --seconds $(SECONDS) $(if $(SEED),--seed $(SEED)) $(if $(ONLY),--only $(ONLY))
 
-# Straight from the compiler, with warnings as errors: the build of the package may fail and go on without it.
+# Straight from the compiler, with warnings as errors: the build of the package may fail and continue without it.
 CC ?= cc
 NATIVE_FLAGS := -std=c11 -Wall -Wextra -Wshadow -Werror
 SANITIZED := out/sanitized/_copy.abi3.so

@@ -1,6 +1,6 @@
 """What copying a snapshot costs a core: memcpy, the copy with digests in Python and in C at every level, digests alone.
 
-One thread, from private memory into touched shared memory. Cases take turns; told are medians [min-max] of gigabytes
+One thread, from private memory into touched shared memory. Cases take turns; the report has medians [min-max] of gigabytes
 (10^9 bytes) per second of the clock and of CPU seconds per GiB. On a busy machine compare the CPU seconds.
 
     .venv/bin/python benchmarks/memory_copy.py [--gib 1] [--rounds 9] [--json FILE]

@@ -15,6 +15,7 @@ PAGES = [
     *sorted((ROOT / "docs").rglob("*.md")),
 ]
 NO_MODULES = {
+    "out/gpu",
     "out/tiny",
     "out/tiny/checkpoints",
     "data/mine",

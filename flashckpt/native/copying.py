@@ -9,7 +9,7 @@ import numpy as np
 
 from flashckpt.errors import ConfigError
 from flashckpt.native import fallback
-from flashckpt.native.descriptors import Digests, Finding, error_of, first_chunks_of, output_of, rows_of
+from flashckpt.native.descriptors import Digests, Refusal, error_of, first_chunks_of, output_of, rows_of
 
 try:
     from flashckpt.native import _copy as _built
@@ -83,7 +83,7 @@ def copy_and_digest(
     else:
         at = [0 if array is None else array.ctypes.data for array in (rows, first, out)]
         room = 0 if out is None else len(out)
-        finding = Finding(*_c.run(_NATIVE.index(name), at[0], len(rows), at[1], at[2], room, check))
+        finding = Refusal(*_c.run(_NATIVE.index(name), at[0], len(rows), at[1], at[2], room, check))
     if finding.problem:
         raise error_of(finding, rows)
     return out if out is not None else np.zeros(0, np.uint64)

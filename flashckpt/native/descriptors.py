@@ -25,7 +25,7 @@ class UnusableMemoryError(FlashckptError):
     exit_code = SharedMemoryError.exit_code
 
 
-class Finding(NamedTuple):
+class Refusal(NamedTuple):
     """What a check found: an index into PROBLEMS (0: nothing), the row, and the other row where there are two."""
 
     problem: int
@@ -117,7 +117,7 @@ def _wrong_form(what: str, array: npt.NDArray[Any], expected: str) -> Descriptor
     )
 
 
-def error_of(finding: Finding, rows: Integers) -> FlashckptError:
+def error_of(finding: Refusal, rows: Integers) -> FlashckptError:
     """Return the error for what a check found."""
     problem = PROBLEMS[finding.problem]
     assert problem is not None

@@ -17,7 +17,7 @@ import xxhash
 
 from flashckpt.core.digest import CHUNK_BYTES
 from flashckpt.native import descriptors as d
-from flashckpt.native.descriptors import Digests, Finding, Integers
+from flashckpt.native.descriptors import Digests, Refusal, Integers
 
 PIECE_BYTES = 256 << 10
 """Bytes copied at a time ahead of their digest: they stay in the second-level cache."""
@@ -25,7 +25,7 @@ _MOST = np.iinfo(np.int64).max
 Flags = npt.NDArray[np.bool_]
 
 
-def run(rows: Integers, first: Integers | None, digests: Digests | None, *, check: bool) -> Finding:
+def run(rows: Integers, first: Integers | None, digests: Digests | None, *, check: bool) -> Refusal:
     """Check the rows, then copy and digest them; return what the check found."""
     counts = -(-rows[:, 2] // CHUNK_BYTES)
     if first is None:
@@ -61,7 +61,7 @@ def _copy_row(source: int, target: int, nbytes: int, digests: Digests) -> None:
 # -- checks ------------------------------------------------------------------------------------------------------------
 
 
-def check_rows(rows: Integers, first: Integers, room: int | None) -> Finding:
+def check_rows(rows: Integers, first: Integers, room: int | None) -> Refusal:
     """Check sizes, addresses, indexes of digests (`room`: how many there are, None for none) and overlaps."""
     source, target, nbytes = rows.T
     used, digested = nbytes > 0, (first >= 0) & (room is not None)
@@ -79,23 +79,23 @@ def check_rows(rows: Integers, first: Integers, room: int | None) -> Finding:
     )
     if problems.any():
         row = int(np.flatnonzero(problems)[0])
-        return Finding(int(problems[row]), row, row)
+        return Refusal(int(problems[row]), row, row)
     return _check_overlaps(source, target, nbytes)
 
 
-def _check_overlaps(source: Integers, target: Integers, nbytes: Integers) -> Finding:
+def _check_overlaps(source: Integers, target: Integers, nbytes: Integers) -> Refusal:
     copied = np.flatnonzero((nbytes > 0) & (target != 0))
     copied = copied[np.argsort(target[copied], kind="stable")]
     starts, stops = target[copied], target[copied] + nbytes[copied]
     if (wrong := np.flatnonzero(starts[1:] < stops[:-1])).size:
-        return Finding(d.OVERLAP_TARGET, int(copied[wrong[0] + 1]), int(copied[wrong[0]]))
+        return Refusal(d.OVERLAP_TARGET, int(copied[wrong[0] + 1]), int(copied[wrong[0]]))
     used = np.flatnonzero(nbytes > 0)
     hits = np.searchsorted(stops, source[used], side="right")
     over = hits < len(stops)
     over[over] = starts[hits[over]] < (source + nbytes)[used[over]]
     if (wrong := np.flatnonzero(over)).size:
-        return Finding(d.OVERLAP_SOURCE, int(copied[hits[wrong[0]]]), int(used[wrong[0]]))
-    return Finding(d.FINE)
+        return Refusal(d.OVERLAP_SOURCE, int(copied[hits[wrong[0]]]), int(used[wrong[0]]))
+    return Refusal(d.FINE)
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,14 +110,14 @@ class _Mappings:
     writable_until: Integers
 
 
-def check_memory(rows: Integers) -> Finding:
+def check_memory(rows: Integers) -> Refusal:
     """Compare the rows with /proc/self/maps; a refusal must be seen twice, for other threads change the map meanwhile."""
-    return _check_memory_once(rows) if _check_memory_once(rows).problem else Finding(d.FINE)
+    return _check_memory_once(rows) if _check_memory_once(rows).problem else Refusal(d.FINE)
 
 
-def _check_memory_once(rows: Integers) -> Finding:
+def _check_memory_once(rows: Integers) -> Refusal:
     if (mappings := _read_mappings()) is None:
-        return Finding(d.FINE)
+        return Refusal(d.FINE)
     used = np.full(len(mappings.starts), -1, np.int64)
     for column, until, unmapped, refused in (
         (0, mappings.readable_until, d.SOURCE_UNMAPPED, d.SOURCE_UNREADABLE),
@@ -131,7 +131,7 @@ def _check_memory_once(rows: Integers) -> Finding:
         bad = np.flatnonzero(~(is_mapped & (until[at_most] >= end)))
         if bad.size:
             row = int(chosen[bad[0]])
-            return Finding(refused if is_mapped[bad[0]] else unmapped, row, row)
+            return Refusal(refused if is_mapped[bad[0]] else unmapped, row, row)
         _note_ends(mappings, at, end, used)
     return _try_ends(mappings, rows, used)
 
@@ -145,15 +145,15 @@ def _note_ends(mappings: _Mappings, at: Integers, end: Integers, used: Integers)
         used[whole] = mappings.stops[whole]
 
 
-def _try_ends(mappings: _Mappings, rows: Integers, used: Integers) -> Finding:
+def _try_ends(mappings: _Mappings, rows: Integers, used: Integers) -> Refusal:
     """Let the kernel read the last byte used of each file: it answers where a load would end this process by SIGBUS."""
     ends = used[mappings.has_file & (used > 0)].tolist()
     if not ends:
-        return Finding(d.FINE)
+        return Refusal(d.FINE)
     try:
         out, into = os.pipe2(os.O_CLOEXEC | os.O_NONBLOCK)
     except OSError:  # no descriptor left: not known
-        return Finding(d.FINE)
+        return Refusal(d.FINE)
     try:
         for end in ends:
             try:
@@ -162,17 +162,17 @@ def _try_ends(mappings: _Mappings, rows: Integers, used: Integers) -> Finding:
             except OSError as error:
                 if error.errno == errno.EFAULT:
                     return _whose(end - 1, rows)
-        return Finding(d.FINE)
+        return Refusal(d.FINE)
     finally:
         os.close(out)
         os.close(into)
 
 
-def _whose(address: int, rows: Integers) -> Finding:
+def _whose(address: int, rows: Integers) -> Refusal:
     for column, problem in ((0, d.SOURCE_CUT_SHORT), (1, d.TARGET_CUT_SHORT)):
         start = rows[:, column]
         if (found := np.flatnonzero((start <= address) & (address - start < rows[:, 2]))).size:
-            return Finding(problem, int(found[0]), int(found[0]))
+            return Refusal(problem, int(found[0]), int(found[0]))
     raise AssertionError("an address that no row has")
 
 

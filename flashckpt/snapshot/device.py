@@ -28,7 +28,7 @@ class StreamEvents:
     """What `mark` recorded: an event per device, clones of what is not fenced, and small ones of it gathered.
 
     Attributes:
-        error: Why this snapshot cannot be taken; raised by `enqueue`, for training goes on.
+        error: Why this snapshot cannot be taken; raised by `enqueue` in the copy thread, so that training continues.
     """
 
     events: dict[torch.device, Any]

@@ -125,7 +125,7 @@ def _rope(values: Mapping[str, Any], where: str) -> dict[str, Any]:
     if kind == "default":
         return settings
     settings["rope_factor"] = float(found["factor"])
-    if kind == "dynamic":  # Hugging Face scales it from the length that the model is said to be for
+    if kind == "dynamic":  # Hugging Face scales it from max_position_embeddings
         settings["rope_context"] = values["max_position_embeddings"]
     if kind in ("yarn", "llama3"):
         settings["rope_context"] = found.get("original_max_position_embeddings") or values["max_position_embeddings"]

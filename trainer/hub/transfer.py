@@ -43,7 +43,7 @@ def import_folder(folder: Path, root: str, step: int = 0, options: Mapping[str, 
         raise ConfigError("--step is not a step", found=str(step), expected="0 or more")
     source = HubFolder(folder)
     if is_process_local(root):
-        raise ConfigError(f"{root} lives in one process only: nobody could read the checkpoint")
+        raise ConfigError(f"{root} is private to one process: no other could read the checkpoint")
     rows = [
         StreamedRow(shard=_shard(tensor, file.dtype), read=file.read)
         for parts in source.parts.values()
@@ -166,7 +166,7 @@ def _beside(source: CheckpointWeights, tokenizer: str, options: Mapping[str, Any
             return found
         try:
             origin = CheckpointWeights(came_from, options=options)
-        except Exception:  # noqa: BLE001 -- gone or elsewhere: the weights are here, and the caller is told of no tokenizer
+        except Exception:  # noqa: BLE001 -- gone or elsewhere: the weights are here, and the caller learns that there is no tokenizer
             return {}
         origin.close()
         return dict(origin.beside)

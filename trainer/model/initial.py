@@ -55,7 +55,7 @@ def box(tensor: Tensor) -> tuple[tuple[int, ...], Tensor]:
 
 
 def materialise(part: nn.Module, device: torch.device) -> None:
-    """Give the parameters of a part on the meta device memory of their own on `device`: zeros.
+    """Give the parameters of a part on the meta device memory on `device`: zeros.
 
     Zeros and not what lies there: whatever a restore decides, ranks that hold the same tensor hold the same bytes.
     """

@@ -1,6 +1,6 @@
 """A Llama-like model: RMSNorm, rotary positions, grouped queries, SwiGLU. Its families differ by configuration.
 
-A tied head is a parameter of its own, equal to the embedding in every layout: gradients of both are added
+A tied head is a separate parameter, equal to the embedding in every layout: gradients of both are added
 (`parallel/tied`), so that the two ends of a pipeline each have what they need and state has the same names everywhere.
 
 A pipeline stage is the same class with parts left out; layers keep their global number as name, so

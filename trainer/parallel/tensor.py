@@ -68,7 +68,7 @@ def _block_plan(model: ModelConfig, *, sequence: bool) -> dict[str, ParallelStyl
 class LocalNorm(ParallelStyle):
     """A norm of the tokens that this rank holds: it needs no other rank, so it is computed on local tensors.
 
-    As DTensors its dozen small operators, and theirs backward, would be planned anew in every process. Only the weight
+    As DTensors its dozen small operators, and theirs backward, would be planned again in every process. Only the weight
     is one, replicated: every parameter then lies on the same mesh (one optimizer, one gradient norm).
 
     Args:
