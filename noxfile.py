@@ -29,4 +29,6 @@ def blocks(session: nox.Session) -> None:
     """Run the tests of shared-memory blocks, which need no torch: resource trackers differ between these two versions."""
     session.install("numpy", "msgpack", "xxhash", "tomli", "pytest", "pytest-timeout", "hypothesis")
     session.env["PYTHONPATH"] = "."
-    session.run("python", "-m", "pytest", "tests/test_block.py", "tests/test_segment.py", *session.posargs)
+    session.run(
+        "python", "-m", "pytest", "tests/unit/shm/test_block.py", "tests/unit/shm/test_segment.py", *session.posargs
+    )

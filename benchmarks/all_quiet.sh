@@ -65,11 +65,11 @@ uplift=$(echo "$sizes" | tr ' ' '\n' | grep -E '^(0|1)' | paste -sd,)
 run 200 "persist, uplift" "$python" benchmarks/persist.py --uplift --gb "$uplift" --seconds 25 --rounds "$rounds" --json "$results/persist-uplift.json"
 if [ -n "${RADOSGW:-}" ]; then
     scratch=$(mktemp -d /var/tmp/flashckpt-s3.XXXXXX)
-    trap 'tests/s3/radosgw.sh stop $scratch/rgw; rmdir $scratch' EXIT
+    trap 'tests/integration/s3/radosgw.sh stop $scratch/rgw; rmdir $scratch' EXIT
     export PYTHON=$python
-    tests/s3/radosgw.sh install > /dev/null
+    tests/integration/s3/radosgw.sh install > /dev/null
     port=$("$python" -c 'import socket; s = socket.socket(); s.bind(("127.0.0.1", 0)); print(s.getsockname()[1])')
-    S3_TEST_ENDPOINT=$(tests/s3/radosgw.sh start "$scratch/rgw" "$port")
+    S3_TEST_ENDPOINT=$(tests/integration/s3/radosgw.sh start "$scratch/rgw" "$port")
     export S3_TEST_ENDPOINT
 fi
 run 300 "persist, S3" "$python" benchmarks/persist.py --s3 --gb "${S3_GB:-0.2}" --seconds 30 --rounds "$rounds" --json "$results/persist-s3.json"

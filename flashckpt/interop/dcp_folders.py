@@ -1,7 +1,7 @@
 """Folders of torch.distributed.checkpoint. Their metadata is a pickle: nothing of ours is ever one.
 
 The metadata is read by an unpickler that knows the classes of dcp's metadata and nothing else, items by `torch.load` with
-weights_only=True. tests/test_imports.py allows this module and `torch_files` by name.
+weights_only=True. tests/project/test_imports.py allows this module and `torch_files` by name.
 """
 
 from __future__ import annotations

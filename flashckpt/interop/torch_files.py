@@ -1,7 +1,7 @@
 """Files of torch.save. Their pickles are theirs: nothing of ours is ever pickled.
 
 Foreign files are written and read because a user asks for exactly that: `torch.load` only with weights_only=True.
-tests/test_imports.py allows this module and `dcp_folders` by name.
+tests/project/test_imports.py allows this module and `dcp_folders` by name.
 """
 
 from __future__ import annotations

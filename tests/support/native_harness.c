@@ -1,4 +1,4 @@
-/* Runs the C part without Python, for machines that this one only emulates: see tests/native_arm.py.
+/* Runs the C part without Python, for machines that this one only emulates: see tests/integration/native/native_arm.py.
  *
  * Reads lines "NBYTES SOURCE_ALIGNMENT TARGET_ALIGNMENT" and prints, per level and line, "LEVEL DIGEST DIGEST ...". Ends
  * with 1 where a copy is not the source or a byte beside it was written. */

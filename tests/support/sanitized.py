@@ -1,4 +1,4 @@
-"""Lets tests/test_native.py run against another build of the C part: the one with sanitizers.
+"""Lets tests/unit/native/test_native.py run against another build of the C part: the one with sanitizers.
 
 NATIVE_COPY_LIBRARY names its file. Import this before flashckpt.native.
 """

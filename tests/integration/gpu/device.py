@@ -44,7 +44,9 @@ def device(monkeypatch: pytest.MonkeyPatch) -> Iterator[torch.device]:
 def gpu(device: torch.device) -> torch.device:
     """A real device: for what stand-ins cannot show."""
     if device.type != "cuda":
-        pytest.skip("needs a GPU: streams that run by themselves; their order is shown in tests/test_device_order.py")
+        pytest.skip(
+            "needs a GPU: streams that run by themselves; their order is shown in tests/unit/snapshot/test_device_order.py"
+        )
     return device
 
 

@@ -131,13 +131,13 @@ def test_neither_step_nor_the_fence_waits_for_the_device(gpu: torch.device, tmp_
         ckpt.step(step)
     finished(ckpt)
     torch.cuda.synchronize()
-    torch.cuda._sleep(CYCLES)  # type: ignore[no-untyped-call]  # what torch's own tests use
+    torch.cuda._sleep(CYCLES)
     behind = torch.cuda.Event()
-    behind.record()  # type: ignore[no-untyped-call]
+    behind.record()
     ckpt.step(3)
-    assert not behind.query(), "step() waited for the device"  # type: ignore[no-untyped-call]
+    assert not behind.query(), "step() waited for the device"
     optimizer.step()
-    assert not behind.query(), "the fence waited for the device"  # type: ignore[no-untyped-call]
+    assert not behind.query(), "the fence waited for the device"
     finished(ckpt)
     crash(ckpt)
 
@@ -187,7 +187,7 @@ def test_a_write_past_the_fence_discards_that_snapshot_alone(gpu: torch.device, 
     update(model, optimizer, gpu)
     ckpt.step(1)
     finished(ckpt)
-    torch.cuda._sleep(CYCLES)  # type: ignore[no-untyped-call]  # the copy begins behind it
+    torch.cuda._sleep(CYCLES)
     ckpt.step(2)
     with torch.no_grad():
         model[0].weight.add_(1)  # type: ignore[operator]  # a parameter

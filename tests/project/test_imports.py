@@ -1,0 +1,181 @@
+"""The direction of imports, and what may not be imported at all, held as tests."""
+
+from __future__ import annotations
+
+import ast
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from support.paths import ROOT
+
+OBJECT_COLLECTIVES = {
+    f"{verb}_{what}"
+    for verb in ("all_gather", "gather", "broadcast", "scatter", "send", "recv")
+    for what in ("object", "object_list")
+}
+
+
+def modules(folder: str) -> list[Path]:
+    """Return the Python files of one top-level folder, without following the links inside flashckpt/."""
+    found = [p for p in (ROOT / folder).rglob("*.py") if not any(q.is_symlink() for q in p.relative_to(ROOT).parents)]
+    assert found
+    return [p for p in found if not any((ROOT / q).is_symlink() for q in p.relative_to(ROOT).parents)]
+
+
+def imported(path: Path) -> set[str]:
+    """Return every dotted name that a file imports, at module level or inside functions."""
+    names: set[str] = set()
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Import):
+            names |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0, f"{path}: relative import"
+            names |= {node.module or ""} | {f"{node.module}.{alias.name}" for alias in node.names}
+    return names
+
+
+def under(names: set[str], package: str) -> set[str]:
+    return {name for name in names if name == package or name.startswith(package + ".")}
+
+
+@pytest.mark.parametrize("other", ["flashckpt.sampler", "flashckpt.trainer", "flashckpt.daemon"])
+def test_engine_imports_none_of_the_other_three(other: str) -> None:
+    for path in modules("flashckpt"):
+        assert not under(imported(path), other), f"{path.name} imports {other}"
+
+
+ORDER = (
+    "core",
+    "native",
+    "planning",
+    "shm",
+    "storage",
+    "checkpoint",
+    "state",
+    "restore",
+    "snapshot",
+    "dcp",
+    "interop",
+    "bench",
+    "plan",
+    "cli",
+)
+
+
+@pytest.mark.parametrize("package", ORDER)
+def test_packages_of_the_engine_import_only_what_lies_before_them(package: str) -> None:
+    """`bench` and `plan` use each other's words; everything else has one direction."""
+    later = [name for name in ORDER[ORDER.index(package) + 1 :] if {package, name} != {"bench", "plan"}]
+    for path in modules(f"flashckpt/{package}"):
+        wrong = [name for name in later if under(imported(path), f"flashckpt.{name}")]
+        assert not wrong, f"{path.name} of {package} imports {wrong}"
+
+
+def test_benchmarks_drive_the_public_class_and_not_the_parts_of_the_engine() -> None:
+    """A copy of what `Checkpointer` does with them would go on measuring something else when they change."""
+    inside = {"state", "snapshot", "planning", "session", "collectives"}
+    programs = [*(ROOT / "flashckpt/bench").glob("*.py"), *(ROOT / "benchmarks").glob("stall*.py")]
+    assert len(programs) > 20
+    for path in programs:
+        wrong = {room for room in inside if under(imported(path), f"flashckpt.{room}")}
+        assert not wrong, f"{path.name} imports {sorted(wrong)}"
+        assert "._session" not in path.read_text(), f"{path.name} looks into the Checkpointer"
+
+
+ARITHMETIC = {
+    "__future__", "collections", "dataclasses", "enum", "functools", "itertools", "math", "msgpack", "numpy", "struct",
+    "types", "typing", "xxhash",
+}  # fmt: skip
+"""All that `core` and `planning` may import that is not ours: nothing of it does I/O."""
+
+
+@pytest.mark.parametrize("package", ["core", "planning"])
+def test_pure_packages_do_no_io(package: str) -> None:
+    for path in modules(f"flashckpt/{package}"):
+        foreign = {name.partition(".")[0] for name in imported(path)} - {"flashckpt"} - ARITHMETIC
+        assert not foreign, f"{path.name} of {package} imports {sorted(foreign)}"
+        calls = {ast.unparse(node.func) for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, ast.Call)}
+        assert not calls & {"open", "print", "input"}, path.name
+
+
+def test_sampler_imports_nothing_of_ours_but_errors() -> None:
+    for path in modules("sampler"):
+        ours = under(imported(path), "flashckpt")
+        allowed = under(ours, "flashckpt.sampler") | under(ours, "flashckpt.errors") | {"flashckpt"}
+        assert ours <= allowed, f"{path.name} imports {sorted(ours - allowed)}"
+
+
+def test_daemon_does_not_import_trainer_or_sampler() -> None:
+    for path in modules("daemon"):
+        names = imported(path)
+        assert not under(names, "flashckpt.trainer"), path.name
+
+
+FOREIGN = ("flashckpt/interop/torch_files.py", "flashckpt/interop/dcp_folders.py")
+"""Write and read files of torch.save and dcp for `flashckpt export` and `import`: the pickles in them are the
+format that the user asked for, and are never ours. The test below says what they may do with them."""
+
+
+def test_foreign_pickles_are_read_without_running_code() -> None:
+    """`torch.load` with weights_only=True, and one unpickler that refuses every class but those of dcp's metadata."""
+    nodes = [node for path in FOREIGN for node in ast.walk(ast.parse((ROOT / path).read_text()))]
+    calls = [node for node in nodes if isinstance(node, ast.Call)]
+    loads = [call for call in calls if ast.unparse(call.func) == "torch.load"]
+    assert loads
+    for call in loads:
+        assert {k.arg: ast.unparse(k.value) for k in call.keywords}["weights_only"] == "True"
+    assert not [call for call in calls if ast.unparse(call.func) in ("pickle.load", "pickle.loads", "pickle.dump")]
+    (unpickler,) = [n for n in nodes if isinstance(n, ast.ClassDef) and "pickle" in "".join(map(ast.unparse, n.bases))]
+    assert "find_class" in {node.name for node in unpickler.body if isinstance(node, ast.FunctionDef)}
+
+
+def test_foreign_pickles_are_imported_only_when_they_are_asked_for() -> None:
+    for path in (path for path in modules("flashckpt") if path not in [ROOT / foreign for foreign in FOREIGN]):
+        top = [node for node in ast.parse(path.read_text()).body if isinstance(node, (ast.Import, ast.ImportFrom))]
+        names = {ast.unparse(node) for node in top}
+        assert not any("torch_files" in name or "dcp_folders" in name for name in names), (
+            f"{path.name} imports it at its start"
+        )
+
+
+@pytest.mark.parametrize("folder", ["flashckpt", "sampler", "trainer", "daemon"])
+def test_nothing_pickles(folder: str) -> None:
+    """No pickle on disk, in shared memory or on a socket; torch.load and torch.save would be pickle by another name."""
+    for path in (path for path in modules(folder) if path not in [ROOT / foreign for foreign in FOREIGN]):
+        names = imported(path)
+        for banned in ("pickle", "cloudpickle", "dill", "marshal", "shelve"):
+            assert not under(names, banned), f"{path.name} imports {banned}"
+        calls = {ast.unparse(node.func) for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, ast.Call)}
+        banned_calls = {"torch.load", "torch.save"} if "bench" not in path.parts else {"torch.load"}
+        objects = {call for call in calls if call.rpartition(".")[2] in OBJECT_COLLECTIVES}
+        assert not (calls & banned_calls), f"{path.name} calls {calls & banned_calls}"
+        assert not objects, f"{path.name} calls {objects}, which pickles"
+
+
+@pytest.mark.parametrize(
+    "module",
+    [
+        "flashckpt",
+        "flashckpt.native",
+        "flashckpt.cli.main",
+        "flashckpt.cli.export",
+        "flashckpt.cli.import_",
+        "flashckpt.daemon.persister.service",
+    ],
+)
+def test_torch_is_not_imported_by(module: str) -> None:
+    """The daemon and the command start in tenths of a second and hold no device context."""
+    code = f"import sys, {module}; sys.exit('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+
+
+def test_bare_import_of_a_linked_package_is_refused() -> None:
+    """`import sampler` from the repository root would make a second copy of every class."""
+    for name in ("sampler", "trainer", "daemon"):
+        result = subprocess.run(
+            [sys.executable, "-c", f"import {name}"], cwd=ROOT, capture_output=True, text=True, check=False
+        )
+        assert result.returncode != 0
+        assert f"import this package as flashckpt.{name}" in result.stderr

@@ -1,0 +1,99 @@
+"""The wheel holds one top-level package with everything in it, and the links are links."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+import tarfile
+import zipfile
+from pathlib import Path
+
+import pytest
+from support.paths import ROOT
+
+LINKED = ("sampler", "trainer", "daemon")
+
+
+@pytest.mark.parametrize("name", LINKED)
+def test_link_is_relative_and_points_to_the_folder_beside_the_engine(name: str) -> None:
+    link = ROOT / "flashckpt" / name
+    assert link.is_symlink()
+    assert str(link.readlink()) == f"../{name}"
+
+
+def build_wheel(folder: Path, **environment: str) -> Path:
+    source = folder / "source"  # a build leaves its folders behind: not in the checkout
+    shutil.copytree(ROOT, source, symlinks=True, ignore=_not_of_the_source)
+    options = ["--quiet", "--no-deps", "--no-build-isolation", "-w", str(folder)]
+    command = [sys.executable, "-m", "pip", "wheel", *options, str(source)]
+    subprocess.run(command, check=True, capture_output=True, env={**os.environ, **environment})
+    (wheel,) = folder.glob("*.whl")
+    return wheel
+
+
+def test_wheel_has_flashckpt_as_its_only_top_level_name(tmp_path: Path) -> None:
+    """`daemon`, `trainer` and `sampler` are names that other distributions install."""
+    wheel = build_wheel(tmp_path)
+    names = zipfile.ZipFile(wheel).namelist()
+    assert {name.split("/")[0] for name in names if ".dist-info" not in name} == {"flashckpt"}
+    for package in LINKED:
+        assert f"flashckpt/{package}/__init__.py" in names
+    assert "flashckpt/py.typed" in names
+    assert "-cp310-abi3-" in wheel.name
+    if shutil.which("cc"):
+        assert "flashckpt/native/_copy.abi3.so" in names
+
+
+def test_wheel_without_a_compiler_works_in_python(tmp_path: Path) -> None:
+    wheel = build_wheel(tmp_path, CC="false")
+    unpacked = tmp_path / "unpacked"
+    with zipfile.ZipFile(wheel) as archive:
+        archive.extractall(unpacked)
+    assert not list(unpacked.rglob("*.so"))
+    code = "import flashckpt.native as n; print(n.__file__, n.implementation())"
+    command = [sys.executable, "-c", code]
+    environment = {**os.environ, "PYTHONPATH": str(unpacked)}
+    done = subprocess.run(command, check=True, capture_output=True, text=True, env=environment, cwd=tmp_path)
+    assert done.stdout.split() == [str(unpacked / "flashckpt" / "native" / "__init__.py"), "python"]
+
+
+def test_source_distribution_can_build_the_c_part(tmp_path: Path) -> None:
+    """Sources and headers are in it; the release builds its wheels from it."""
+    source = tmp_path / "source"
+    shutil.copytree(ROOT, source, symlinks=True, ignore=_not_of_the_source)
+    subprocess.run([sys.executable, "setup.py", "-q", "sdist"], cwd=source, check=True, capture_output=True)
+    (archive,) = (source / "dist").glob("*.tar.gz")
+    with tarfile.open(archive) as tar:
+        names = {name.partition("/")[2] for name in tar.getnames()}
+    assert {str(path.relative_to(ROOT)) for path in (ROOT / "flashckpt/native").glob("*.[ch]")} <= names
+    assert "setup.py" in names
+
+
+def _not_of_the_source(folder: str, names: list[str]) -> set[str]:
+    made = {"out", "data", "build", "site"} if Path(folder) == ROOT else set()
+    return {name for name in names if name in made or name.startswith(".") or name.endswith((".egg-info", ".so"))}
+
+
+def test_coverage_sees_all_four_folders(tmp_path: Path) -> None:
+    """Coverage records files by their real path, so each of the four folders must be named as a source."""
+    code = "import flashckpt.errors, flashckpt.sampler, flashckpt.trainer, flashckpt.daemon"
+    env_file = tmp_path / "coverage"
+    run = [sys.executable, "-m", "coverage", "run", f"--data-file={env_file}", "-c", code]
+    subprocess.run([*run[:-2], str(_script(tmp_path, code))], cwd=ROOT, check=True)
+    report = tmp_path / "coverage.json"
+    subprocess.run(
+        [sys.executable, "-m", "coverage", "json", f"--data-file={env_file}", "-o", str(report), "--quiet"],
+        cwd=ROOT,
+        check=True,
+    )
+    seen = {Path(name).parts[0] for name in json.loads(report.read_text())["files"]}
+    assert {"flashckpt", *LINKED} <= seen
+
+
+def _script(folder: Path, code: str) -> Path:
+    path = folder / "script.py"
+    path.write_text(code + "\n")
+    return path

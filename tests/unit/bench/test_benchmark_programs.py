@@ -1,0 +1,133 @@
+"""What the programs under benchmarks/ decide by themselves: which methods fit into memory together, and what was torn."""
+
+from __future__ import annotations
+
+import importlib
+import json
+import os
+import re
+import shlex
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from support.paths import ROOT
+
+PROGRAMS = ROOT / "benchmarks"
+
+
+@pytest.fixture(autouse=True)
+def programs(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    monkeypatch.setattr(sys, "path", [str(PROGRAMS), *sys.path])
+    yield
+    for name in [name for name in sys.modules if (PROGRAMS / f"{name}.py").exists()]:
+        del sys.modules[name]
+
+
+def program(name: str) -> Any:
+    return importlib.import_module(name)
+
+
+def test_methods_share_one_group_where_memory_allows() -> None:
+    stall = program("stall")
+    groups, left_out = stall.plan_groups(list(stall.METHODS), room=100.0)
+    assert [group.methods for group in groups] == [tuple(stall.METHODS)]
+    assert groups[0].slots is None
+    assert left_out == {}
+
+
+@pytest.mark.parametrize("room", [3.0, 4.5, 5.0, 6.5, 8.0, 9.0])
+def test_every_method_is_in_one_group_that_fits_or_named_as_left_out(room: float) -> None:
+    stall = program("stall")
+    groups, left_out = stall.plan_groups(list(stall.METHODS), room)
+    placed = [method for group in groups for method in group.methods]
+    assert sorted([*placed, *left_out]) == sorted(stall.METHODS)
+    for group in groups:
+        assert stall.need_of(list(group.methods), slots=group.slots or 3) <= room
+        for first, second in stall.PAIRS.items():  # a pair shares one checkpointer: never in two groups
+            assert (first in group.methods) == (second in group.methods)
+    assert ("flashckpt" in left_out) == (room < stall.LOOP_COPIES + 2)
+
+
+@pytest.mark.parametrize(
+    ("elements", "committed", "complete", "word"),
+    [
+        ({"4": 1.0}, 4, 4, "intact"),
+        ({"5": 1.0}, 5, 4, "intact"),  # complete before its report was read
+        ({"4": 0.4, "5": 0.6}, 4, 4, "torn"),
+        ({"5": 1.0}, 4, 4, "torn"),  # another step than it says
+        ({"3": 1.0}, 3, 4, "lost"),
+        ({}, 4, 4, "missing"),
+        ({}, None, 4, "lost"),
+    ],
+)
+def test_what_a_kill_left_is_judged(
+    elements: dict[str, float], committed: int | None, complete: int, word: str
+) -> None:
+    assert program("torn").judged({"elements": elements, "committed": committed, "complete": complete}) == word
+
+
+def test_a_python_without_dlrover_ends_the_program_with_the_command_that_makes_one(
+    capfd: pytest.CaptureFixture[str],
+) -> None:
+    with pytest.raises(SystemExit) as end:
+        program("dlrover_peer").check_dlrover("/bin/false")
+    assert end.value.code == 2
+    assert 'pip install torch==2.13.0 "dlrover[torch]==' in capfd.readouterr().err
+
+
+def test_programs_of_all_quiet_exist_and_know_the_options_it_gives() -> None:
+    script = PROGRAMS / "all_quiet.sh"
+    assert os.access(script, os.X_OK)
+    text = script.read_text().replace("\\\n", " ")
+    names = re.findall(r"benchmarks/(\w+\.py)", text)
+    assert {"stall.py", "persist.py", "torn.py"} <= set(names)
+    for line in [line for line in text.splitlines() if re.search(r"\"\$python\" benchmarks/\w+\.py", line)]:
+        source = (PROGRAMS / re.findall(r"benchmarks/(\w+\.py)", line)[0]).read_text()
+        for option in [
+            word.strip('"()') for word in shlex.split(line.replace("(", " ").replace(")", " "), comments=True)
+        ]:
+            assert not option.startswith("--") or f'"{option}"' in source, option
+
+
+def test_workers_protocol_needs_nothing_that_another_python_may_lack() -> None:
+    """DLRover's Python has its own packages, and runs ranks of `stall.py`."""
+    code = "import sys; sys.path.insert(0, sys.argv[1]); import flashckpt.bench.worker, processes"
+    words = [
+        sys.executable,
+        "-I",
+        "-S",
+        "-c",
+        code.replace("import flashckpt", f"sys.path.append({str(PROGRAMS)!r}); import flashckpt"),
+    ]
+    done = subprocess.run([*words, str(PROGRAMS.parent)], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+
+
+@pytest.mark.parametrize(
+    ("name", "words"),
+    [
+        ("stall", ["--methods", "flashckpt,blocking", "--ranks", "2"]),
+        ("persist", ["--ranks", "2"]),
+        ("persist", ["--uplift"]),
+    ],
+)
+def test_a_program_measures_with_its_workers_and_leaves_nothing(tmp_path: Path, name: str, words: list[str]) -> None:
+    before, result = {*Path("/dev/shm").glob(f"flashckpt-{name}-*")}, tmp_path / "result.json"
+    sizes = ["--gb", "0.004", "--seconds", "0", "--rounds", "2", "--dir", str(tmp_path), "--json", str(result)]
+    done = subprocess.run(
+        [sys.executable, str(PROGRAMS / f"{name}.py"), *sizes, *words],
+        capture_output=True,
+        text=True,
+        timeout=300,
+        check=False,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    results = json.loads(result.read_text())["results"]
+    assert len(results) == 1
+    assert not any("left_out" in one and one["left_out"] for one in results.values())
+    assert [path.name for path in tmp_path.iterdir()] == ["result.json"]
+    assert {*Path("/dev/shm").glob(f"flashckpt-{name}-*")} <= before

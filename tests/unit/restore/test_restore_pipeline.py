@@ -1,0 +1,310 @@
+"""The steps of a restore as values: each planned once, none with an object per tensor, votes that say what they mean."""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from support.one_rank import agent_of_the_test, crash  # noqa: F401 -- fixtures
+from torch import nn
+from unit.planning.test_directory import box, manifest
+
+from flashckpt import Checkpointer, collectives
+from flashckpt.core.generation import Generation
+from flashckpt.core.shard import Shard
+from flashckpt.core.shard_table import ShardTable
+from flashckpt.core.snapshot_id import SnapshotId
+from flashckpt.errors import DamagedError, DisagreementError, TensorMismatchError, UnsupportedStateError
+from flashckpt.planning.inventory import HeldSlot, Inventory, Member
+from flashckpt.planning.root_view import RootSummary
+from flashckpt.planning.same_layout import has_same_regions
+from flashckpt.planning.selection import select, slot_locations
+from flashckpt.restore import candidate, candidate_restore, live_memory
+from flashckpt.restore.phases import collector_paused
+from flashckpt.restore.requirements import LiveState, requirements
+from flashckpt.restore.source_names import SourceNames
+from flashckpt.restore.votes import Ballot, CandidateState, Rejection, Vote, attempted, hold
+from flashckpt.state.placement import World
+from flashckpt.state.registry import StateRegistry
+
+
+def model_of(parameters: int) -> nn.ParameterList:
+    return nn.ParameterList([torch.full((3, 2), float(k)) for k in range(parameters)])
+
+
+def stepped(model: nn.Module) -> torch.optim.Optimizer:
+    optimizer = torch.optim.AdamW(model.parameters())
+    for parameter in model.parameters():
+        parameter.grad = torch.ones_like(parameter)
+    optimizer.step()
+    return optimizer
+
+
+def opened(root: Path, **things: Any) -> Checkpointer:
+    ckpt = Checkpointer(str(root), snapshot_every=1, job=root.name)
+    ckpt.track(**things)
+    ckpt.restore()
+    return ckpt
+
+
+def counting(monkeypatch: pytest.MonkeyPatch, owner: Any, name: str) -> list[int]:
+    """Count the calls of a function; the list has one entry per call."""
+    calls: list[int] = []
+    function: Callable[..., Any] = getattr(owner, name)
+
+    def counted(*arguments: Any, **named: Any) -> Any:
+        calls.append(1)
+        return function(*arguments, **named)
+
+    monkeypatch.setattr(owner, name, counted)
+    return calls
+
+
+def restored_again(root: Path, model: nn.Module) -> torch.optim.Optimizer:
+    optimizer = torch.optim.AdamW(model.parameters())
+    crash(opened(root, model=model, optimizer=optimizer))
+    return optimizer
+
+
+def test_a_candidate_is_planned_once_and_that_plan_is_executed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    model = model_of(5)
+    ckpt = opened(tmp_path, model=model, optimizer=stepped(model))
+    ckpt.step(1)
+    ckpt.step(2)
+    crash(ckpt)
+    plans = counting(monkeypatch, candidate, "plan_reads")
+    required = counting(monkeypatch, candidate, "requirements")
+    other = model_of(5)
+    optimizer = restored_again(tmp_path, other)
+    assert len(plans) == len(required) == 1
+    assert all(torch.equal(a, b) for a, b in zip(model, other, strict=True))
+    assert set(optimizer.state[other[4]]) == {"step", "exp_avg", "exp_avg_sq"}
+
+
+def shards_made(root: Path, parameters: int, monkeypatch: pytest.MonkeyPatch) -> int:
+    """Return how many Shards the steps behind the reading of live state make."""
+    model = model_of(parameters)
+    ckpt = opened(root, model=model, optimizer=stepped(model))
+    ckpt.step(1)
+    ckpt.step(2)
+    crash(ckpt)
+    made: list[int] = []
+    check = Shard.__post_init__
+
+    def noted(shard: Shard) -> None:
+        made.append(1)
+        check(shard)
+
+    with monkeypatch.context() as patch:
+        for step in ("prepare", "fill"):
+            function = getattr(candidate, step)
+
+            def counted(*arguments: Any, _function: Any = function, **named: Any) -> Any:
+                with monkeypatch.context() as inner:
+                    inner.setattr(Shard, "__post_init__", noted)
+                    return _function(*arguments, **named)
+
+            patch.setattr(f"flashckpt.restore.candidate_restore.{step}", counted)
+        restored_again(root, model_of(parameters))
+    return len(made)
+
+
+def test_no_shard_is_made_per_tensor(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Requirements, plan, execution: what they make does not grow with the number of tensors."""
+    few = shards_made(tmp_path / "few", 3, monkeypatch)
+    assert shards_made(tmp_path / "many", 60, monkeypatch) == few
+
+
+def test_memory_of_another_size_than_its_box_is_never_written(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Bytes are copied by address: a tensor that shrank since it was looked at must not be written beyond its end."""
+    model = model_of(2)
+    tracked = StateRegistry(World())
+    tracked.add("model", model)
+    held = [manifest(0, [box(f"model.{k}", (3, 2), (0, 0), (3, 2)) for k in range(2)])]
+    required = requirements(LiveState.read(tracked), SourceNames(held), held)
+    monkeypatch.setattr(live_memory, "local_of", lambda tensor: tensor.detach().reshape(-1)[:2])
+    monkeypatch.setattr(torch.Tensor, "narrow", lambda self, *_: self)
+    with pytest.raises(ValueError, match=r"memory of 'model\.0': 8 bytes, its box has 24"):
+        live_memory.allocate(required)
+
+
+def test_names_become_kinds_and_aliases_of_the_nearest_source() -> None:
+    near = manifest(0, [box("a", (4, 2), (0, 0), (2, 2)), box("s@rank0", (), (), ())], {"aliases": {"tied": "a"}})
+    far = manifest(1, [box("a", (4, 2), (2, 0), (2, 2)), box("b", (7,), (0,), (7,)), box("s@rank1", (), (), ())])
+    names = SourceNames([near, far])
+    assert [kind.global_shape for kind in names.kinds(["b", "a", "s@rank1"])] == [(7,), (4, 2), ()]
+    assert (names.index["a"], names.index["b"]) == (0, 1)
+    assert names.find("tied") == "a"
+    assert names.find("b@rank3") == "b"
+    assert names.find("s@rank2") == "s@rank0"
+    assert names.find("s@rank2", exact=True) is None
+
+
+def test_state_that_cannot_be_read_is_a_vote_and_not_the_end_of_one_rank(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Other ranks would wait for ever: it is rejected as a candidate is, by all of them."""
+    model = model_of(2)
+    ckpt = opened(tmp_path, model=model)
+    ckpt.step(1)
+    ckpt.step(2)
+    crash(ckpt)
+    votes = counting(monkeypatch, candidate_restore, "hold")
+
+    def unreadable(_: StateRegistry) -> LiveState:
+        raise UnsupportedStateError("it changes")
+
+    monkeypatch.setattr(LiveState, "read", unreadable)
+    with pytest.raises(UnsupportedStateError, match="it changes"):
+        opened(tmp_path, model=model_of(2))
+    assert votes
+
+
+# -- tables ---------------------------------------------------------------------------------------------
+
+
+def test_rows_taken_stacked_and_renamed_are_the_rows_they_were() -> None:
+    shards = [box("b", (4, 2), (2, 0), (2, 2)), box("a", (5,), (0,), (5,)), box("s", (), (), ()), box("b", (4, 2), (0, 0), (2, 2))]  # fmt: skip
+    table = ShardTable.from_shards(shards, [0, 64, 128, 192])
+    taken = table.take(np.array([3, 1]))
+    assert [taken.shard(row) for row in range(2)] == [shards[3], shards[1]]
+    assert taken.byte_offset.tolist() == [192, 64]
+    assert taken.fqns == ["b", "a"]
+    both = ShardTable.stacked([taken, table])
+    assert [both.shard(row) for row in range(6)] == [shards[3], shards[1], *shards]
+    assert both.first_chunk.tolist() == list(range(6))
+    other = table.renamed(["x", "y", "x"])
+    assert [other.fqn(row) for row in range(4)] == ["x", "y", "x", "x"]
+    assert other.rows("x") == [0, 2, 3]
+
+
+def test_the_same_region_in_other_rows_is_the_same_layout() -> None:
+    def table(*boxes: tuple[tuple[int, ...], tuple[int, ...]]) -> ShardTable:
+        return ShardTable.from_shards([box("w", (6, 4), *one) for one in boxes], np.zeros(len(boxes)))
+
+    whole, halves = table(((0, 0), (4, 4))), table(((2, 0), (2, 4)), ((0, 0), (2, 4)))
+    assert has_same_regions(whole, halves)
+    assert has_same_regions(halves, whole)
+    assert not has_same_regions(whole, table(((2, 0), (4, 4))))
+    assert not has_same_regions(whole, table(((0, 0), (2, 4))))
+    scalar = ShardTable.from_shards([box("s", (), (), ())], [0])
+    both = ShardTable.stacked([whole, scalar])
+    assert has_same_regions(whole, both)
+    assert not has_same_regions(both, whole)
+    assert has_same_regions(both, whole, common_only=True)
+
+
+# -- selection ------------------------------------------------------------------------------------------
+
+
+def slot(rank: int, step: int, generation: int = 1, size: int = 2) -> HeldSlot:
+    return HeldSlot(rank, generation, step, size, 7, None)
+
+
+def node(name: str, *slots: HeldSlot, members: tuple[Member, ...] = ()) -> Inventory:
+    return Inventory(node=name, host=name, slots=slots, members=members)
+
+
+def test_the_newest_snapshot_that_every_rank_holds_is_selected_first() -> None:
+    inventories = [node("a", slot(0, 10), slot(0, 20)), node("b", slot(1, 10), members=(Member(1, 1),))]
+    found = select(inventories, RootSummary(committed=(SnapshotId(1, 5),), prefixes=("step-5",)))
+    assert [c.identity.step for c in found.found] == [10, 20, 5]
+    assert [c.is_unfinished for c in found.found] == [False, True, False]
+    assert found.next_generation == 2
+    assert [(one.rank, one.node, one.server) for one in slot_locations(found.found[0], inventories)] == [(0, 0, 0), (1, 1, 1)]  # fmt: skip
+    assert [c.identity.step for c in select(inventories, RootSummary(), step=20).found] == [20]
+
+
+def test_what_was_rolled_back_is_not_selected_unless_it_is_asked_for() -> None:
+    inventories = [node("a", slot(0, 30), slot(1, 30))]
+    root = RootSummary(
+        claims=(Generation(number=2, parent=SnapshotId(1, 20)),), committed=(SnapshotId(1, 20),), prefixes=("step-20",)
+    )
+    assert [c.identity.step for c in select(inventories, root).found] == [20]
+    assert [c.identity.step for c in select(inventories, root, step=30).found] == [30]
+    assert select(inventories, root).next_generation == 3
+
+
+def test_an_inventory_is_what_was_packed() -> None:
+    mine = Inventory(
+        node="a",
+        slots=(slot(0, 10), HeldSlot(1, 2, 11, 2, 9, SnapshotId(1, 10))),
+        generation=Generation(number=2, parent=SnapshotId(1, 10)),
+        members=(Member(2, 0),),
+        committed=SnapshotId(1, 5),
+    )
+    assert Inventory.unpack(mine.pack()) == mine
+
+
+# -- votes ----------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def others(monkeypatch: pytest.MonkeyPatch) -> list[Vote]:
+    """Votes of other ranks, which every exchange has behind this rank's."""
+    votes: list[Vote] = []
+    monkeypatch.setattr(collectives, "all_gather", lambda mine: [mine, *(vote.pack() for vote in votes)])
+    return votes
+
+
+def vote(state: CandidateState = CandidateState.READY, step: int = 10, **more: Any) -> Vote:
+    return Vote(id=SnapshotId(1, step), state=state, **more)
+
+
+def test_a_vote_is_what_was_packed() -> None:
+    one = vote(CandidateState.LACKING, reason="r", foreign_names=2, own_names=3, tier_bytes={"memory": 5})
+    assert Vote.unpack(one.pack()) == one
+
+
+def test_one_rank_that_rejects_a_candidate_rejects_it_for_all(others: list[Vote]) -> None:
+    others += [vote(CandidateState.LACKING), vote(CandidateState.REJECTED, reason="no memory")]
+    ballot = hold(vote())
+    assert ballot.rejecting_rank == 2
+    assert not ballot.is_lacking, "nobody exchanges anything for a candidate that is given up"
+    assert Ballot([vote(), vote(CandidateState.LACKING)]).is_lacking
+    assert Ballot([vote()]).rejecting_rank is None
+
+
+def test_ranks_that_try_different_candidates_all_end(others: list[Vote]) -> None:
+    others.append(vote(step=11))
+    with pytest.raises(DisagreementError, match="rank 1: step 11 of generation 1"):
+        hold(vote())
+
+
+def test_another_program_ends_every_rank_each_with_its_own_error(others: list[Vote]) -> None:
+    own = Rejection(TensorMismatchError("mine"))
+    others.append(vote(CandidateState.MISMATCH, reason="theirs"))
+    with pytest.raises(TensorMismatchError, match="rank 1 says why"):
+        hold(vote())
+    with pytest.raises(TensorMismatchError, match="mine"):
+        hold(vote(own.state, reason=own.reason), own)
+
+
+def test_an_error_of_a_step_becomes_a_value_and_a_bug_does_not() -> None:
+    def damaged() -> None:
+        raise DamagedError("a", found="b")
+
+    found = attempted(damaged)
+    assert isinstance(found, Rejection)
+    assert found.state is CandidateState.REJECTED
+    assert "\n" not in found.reason
+    with pytest.raises(ZeroDivisionError):
+        attempted(lambda: 1 / 0)
+
+
+def test_the_collector_runs_again_after_a_restore() -> None:
+    was_enabled = collector_paused()(gc.isenabled)()
+    assert not was_enabled
+    assert gc.isenabled()
+    gc.disable()
+    try:
+        with collector_paused():
+            pass
+        assert not gc.isenabled(), "a program that turned it off keeps it off"
+    finally:
+        gc.enable()
