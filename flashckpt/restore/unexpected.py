@@ -57,7 +57,9 @@ def compare(
         only: A pattern over names, or None.
     """
     held = _held_names(live.tracked, manifests)
-    own = {fqn.partition("@")[0] for fqns in (required.wanted.fqns, live.table.fqns) for fqn in fqns}
+    # a tensor that a value consists of is named after its value ("optimizer.extra@rank0.sums"): it is not compared
+    wanted = set(required.wanted.fqns).difference(required.in_values)
+    own = {_base(fqn) for fqns in (wanted, live.table.fqns) for fqn in fqns}
     own |= _other_names(live.tracked, names, own, held - own)
     foreign = held - own
     return NameComparison(

@@ -49,7 +49,7 @@ def test_a_record_damaged_under_a_daemon_is_said_and_what_it_said_before_is_used
         path.write_bytes(good)
         job.step(15, persist=True)
         turn_until(daemon, lambda: 15 in steps(job), "a commit after it was put right")
-    assert "what it said before is used" in caplog.text
+    assert "its previous content is used" in caplog.text
     assert_bitwise(job, (1, 10))
 
 

@@ -290,7 +290,7 @@ def test_an_optimizer_that_does_not_take_back_what_it_says_is_refused(kind: Any,
     model = net(4)
     optimizer = kind(model.parameters())
     before = vars(optimizer) | {}
-    with pytest.raises(UnsupportedStateError, match="does not take back") as refused:
+    with pytest.raises(UnsupportedStateError, match="does not restore") as refused:
         started(tmp_path, model=model, optimizer=optimizer)
     assert named in str(refused.value)
     assert optimizer.state is before["state"]

@@ -147,7 +147,7 @@ def test_a_thing_without_state_is_refused_by_its_name() -> None:
     with pytest.raises(ConfigError, match="number"):
         tracked(number=3)
     found = tracked(model=nn.Linear(1, 1))
-    with pytest.raises(ConfigError, match="taken"):
+    with pytest.raises(ConfigError, match="already used"):
         found.add("model", nn.Linear(1, 1))
 
 
