@@ -14,6 +14,7 @@ _ECHO = re.compile(
     r"|closed by peer|remote process exited|timed out waiting|heartbeat monitor|no route to host",
     re.IGNORECASE,
 )
+_CAUSED = "The above exception was the direct cause of the following exception:"
 _MEANING = {
     1: "an exception or an exit(1) in the script",
     2: "wrong command line, or an exit(2) in the script",
@@ -51,9 +52,18 @@ class WorkerExit:
         return self.code != 0
 
     @property
+    def lost_connection(self) -> str:
+        """How it noticed the end of another rank ("connection closed by peer"); "" if that is not what ended it.
+
+        Pipeline stages raise an error of theirs from it ("failed to run forward"), so causes count too.
+        """
+        causes = [part.rstrip().rpartition("\n")[2] for part in self.traceback.split(_CAUSED)[:-1]]
+        return next((text for text in (self.summary, *causes) if _ECHO.search(text)), "")
+
+    @property
     def is_echo(self) -> bool:
-        """Whether it only noticed the end of another rank ("connection closed by peer")."""
-        return bool(_ECHO.search(self.summary))
+        """Whether it only noticed the end of another rank."""
+        return bool(self.lost_connection)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -101,7 +111,7 @@ class FailureReport:
         who = f"rank{'s' if self.others else ''} {ranks} lost the connection to another node"
         return [
             f"the failure did not begin on {self.host}{step}: {who}",
-            f"  | rank {self.first.rank}: {self.first.summary.splitlines()[0]}",
+            f"  | rank {self.first.rank}: {(self.first.lost_connection or self.first.summary).splitlines()[0]}",
         ]
 
     def _others(self) -> str:

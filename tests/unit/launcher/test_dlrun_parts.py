@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import os
 import signal
@@ -9,6 +10,7 @@ import socket
 import subprocess
 import sys
 import threading
+import traceback
 from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import timedelta
@@ -45,6 +47,22 @@ def test_killed_rank_is_named_before_its_earlier_dated_echoes() -> None:
 def test_earliest_of_two_true_errors_is_first() -> None:
     exits = [ended(0, 1, 7, "ValueError: b"), ended(1, 1, 6, "ValueError: a"), ended(2, 1, 5, CLOSED)]
     assert failure.first_failure(exits).rank == 1
+
+
+def raised(lost: Exception) -> failure.WorkerExit:
+    """The exit of a rank whose pipeline stage raised its own error from `lost`, as torch's does."""
+    try:
+        try:
+            raise lost
+        except type(lost) as cause:
+            raise RuntimeError("[Stage 1] failed to run forward:\nargs: (Tensor(2, 8),)") from cause
+    except RuntimeError as error:
+        return dataclasses.replace(ended(1, 1, 5), summary=str(error), traceback=traceback.format_exc())
+
+
+def test_a_stage_that_fails_because_its_peer_is_gone_only_lost_its_peer() -> None:
+    assert raised(RuntimeError("[../gloo/transport/tcp/pair.cc:534] Connection closed by peer [10.0.0.3]:7123")).is_echo
+    assert not raised(ValueError("mat1 and mat2 shapes cannot be multiplied")).is_echo
 
 
 def test_only_echoes_the_earliest_is_named() -> None:
