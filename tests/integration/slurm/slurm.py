@@ -21,7 +21,7 @@ from support.ranks import wait_for
 
 pytestmark = [pytest.mark.timeout(170), pytest.mark.skipif(os.geteuid() != 0, reason="namespaces need root")]
 
-CLUSTER = str(TESTS / "slurm" / "cluster.sh")
+CLUSTER = str(Path(__file__).with_name("cluster.sh"))
 NAMESPACES = "--mount --net --pid --ipc --uts --fork --kill-child --mount-proc"
 SIZE = ("--gpus-per-node=2", "--cpus-per-task=2")
 
@@ -106,7 +106,7 @@ def slurm() -> Iterator[Slurm]:
 def submit(slurm: Slurm, name: str, *size: str) -> Job:
     folder = slurm.folder / name
     folder.mkdir()
-    shutil.copy(TESTS / "slurm" / "train.py", folder)
+    shutil.copy(Path(__file__).with_name("train.py"), folder)
     (folder / "job.sh").write_text(script(name))
     number = slurm("sbatch", "--parsable", "--output=job.out", *SIZE, *size, "job.sh", cwd=folder)
     return Job(slurm, number, folder)
