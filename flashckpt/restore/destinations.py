@@ -57,8 +57,9 @@ class Destinations:
         for k, target in enumerate(targets):
             buffer = memoryview(target.buffer)
             if buffer.nbytes != target.shard.nbytes or (buffer.readonly and buffer.nbytes):
-                msg = f"buffer of {target.shard.fqn!r}: {buffer.nbytes} bytes, shard has {target.shard.nbytes}"
-                raise ValueError(msg)
+                raise ValueError(
+                    f"buffer of {target.shard.fqn!r}: {buffer.nbytes} bytes, shard has {target.shard.nbytes}"
+                )
             if buffer.nbytes:
                 addresses[k] = address_of(np.frombuffer(buffer, np.uint8))
         nbytes = np.array([target.shard.nbytes for target in targets], np.int64)
