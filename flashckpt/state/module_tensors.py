@@ -123,9 +123,9 @@ def _walk(found: ModuleTensors, label: str, part: nn.Module) -> None:
                 found.tensors.append(tensor)
         count = len(found.names) - before
         found.is_parameter += [True] * count
-        for key, tensor in _persistent(module) if buffers else ():
+        for key, buffer in _persistent(module) if buffers else ():
             found.names.append(dot + key)
-            found.tensors.append(tensor)
+            found.tensors.append(buffer)
         found.is_parameter += [False] * (len(found.names) - before - count)
         found.ddp_ranks += [ranks] * (len(found.names) - before)
 
