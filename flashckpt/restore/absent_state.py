@@ -135,7 +135,7 @@ def absent_state(
             live = tracked.names_for([optimizer])
             for group in optimizer.param_groups:
                 params = group["params"]
-                search = _Search(label, [live[id(param)] for param in params], names, tracked.world.suffix, exact)
+                search = _StateSearch(label, [live[id(param)] for param in params], names, tracked.world.suffix, exact)
                 found = {key: search.find(key) for key in keys}
                 if optimizer.state:
                     found = {key: _unmade(optimizer, params, key, fqns) for key, fqns in found.items()}
@@ -160,7 +160,7 @@ def _recorded_keys(label: str, names: SourceNames) -> list[str]:
 
 
 @dataclass(frozen=True)
-class _Search:
+class _StateSearch:
     """A search for the state of some parameters of one optimizer.
 
     Attributes:
