@@ -13,24 +13,30 @@ from collections.abc import Sequence
 from typing import NamedTuple, Protocol
 
 import numpy as np
+import numpy.typing as npt
 
 from flashckpt.checkpoint.compression import PackedObjects
 from flashckpt.core.digest import CHUNK_BYTES, copy_and_digest, digest
 from flashckpt.core.manifest import Manifest
+from flashckpt.core.shard_table import chunk_counts, ranges
 from flashckpt.core.snapshot_id import SnapshotId
 from flashckpt.errors import DamagedError
+from flashckpt.native.copying import PYTHON, implementation
+from flashckpt.native.copying import copy_and_digest as copy_and_digest_rows
 from flashckpt.restore.destinations import Bytes, address_of
 from flashckpt.shm import prefault
 from flashckpt.shm.segment import Pin, Segment
 from flashckpt.storage.store import Store
 
+Ints = npt.NDArray[np.int64]
+
 
 class Spans(NamedTuple):
     """Ranges of whole chunks, one entry per range: `starts` are multiples of CHUNK_BYTES, `stops` too or the row's end."""
 
-    rows: list[int]
-    starts: list[int]
-    stops: list[int]
+    rows: Sequence[int] | Ints
+    starts: Sequence[int] | Ints
+    stops: Sequence[int] | Ints
 
 
 class Verified(NamedTuple):
@@ -42,7 +48,7 @@ class Verified(NamedTuple):
     """
 
     data: Bytes
-    offsets: list[int]
+    offsets: Sequence[int] | Ints
 
 
 class Meter:
@@ -173,11 +179,11 @@ class MemorySource:
         """See Source: the slot's own bytes, verified in place."""
         t0 = time.perf_counter()
         mapped = self._map()
-        rows, starts, stops = (np.array(column, np.int64) for column in spans)
+        rows, starts, stops = (np.asarray(column, np.int64) for column in spans)
         places = self.manifest.table.byte_offset[rows] + starts
         low, high = int(places.min()), int((places + stops - starts).max())
         prefault.populate(address_of(mapped) + low, high - low, write=False)
-        found = Verified(mapped, places.tolist())
+        found = Verified(mapped, places)
         verify_spans(self, spans, found)
         self.meter.add(int((stops - starts).sum()), 0.0, time.perf_counter() - t0)
         return found
@@ -258,13 +264,13 @@ class StorageSource:
 
     def verified(self, spans: Spans) -> Verified:
         """See Source: one request for all ranges."""
-        rows, starts, stops = (np.array(column, np.int64) for column in spans)
+        rows, starts, stops = (np.asarray(column, np.int64) for column in spans)
         places = self.manifest.table.byte_offset[rows] + starts
         base, end = int(places.min()), int((places + stops - starts).max())
         scratch = self._buffer(end - base)
-        self._fetch(spans.rows[0], base - int(self.manifest.table.byte_offset[spans.rows[0]]), scratch)
+        self._fetch(int(rows[0]), base - int(self.manifest.table.byte_offset[rows[0]]), scratch)
         t0 = time.perf_counter()
-        found = Verified(np.frombuffer(scratch, np.uint8), (places - base).tolist())
+        found = Verified(np.frombuffer(scratch, np.uint8), places - base)
         verify_spans(self, spans, found)
         self.meter.add(0, 0.0, time.perf_counter() - t0, requests=0)
         return found
@@ -292,18 +298,28 @@ class StorageSource:
 def verify_spans(source: Source, spans: Spans, found: Verified) -> None:
     """Compare bytes with the digests of their manifest; DamagedError names the first bad chunk."""
     manifest = source.manifest
-    firsts = manifest.table.first_chunk[spans.rows] + np.array(spans.starts, np.int64) // CHUNK_BYTES
-    view = found.data.data
-    sizes = map(int.__sub__, spans.stops, spans.starts)
-    digests = manifest.digests[firsts].tolist()
-    for k, (at, nbytes, expected) in enumerate(zip(found.offsets, sizes, digests, strict=True)):
-        # most ranges are one chunk: nothing else is done for those than to hash and to compare
-        if (actual := digest(view[at : at + min(nbytes, CHUNK_BYTES)])) != expected:
-            raise damaged_chunk(source, spans.rows[k], spans.starts[k] // CHUNK_BYTES, actual, expected)
-        for chunk in range(1, -(-nbytes // CHUNK_BYTES)):
-            start, want = at + chunk * CHUNK_BYTES, int(manifest.digests[int(firsts[k]) + chunk])
-            if (actual := digest(view[start : min(start + CHUNK_BYTES, at + nbytes)])) != want:
-                raise damaged_chunk(source, spans.rows[k], spans.starts[k] // CHUNK_BYTES + chunk, actual, want)
+    rows, starts, stops = (np.asarray(column, np.int64) for column in spans)
+    counts = chunk_counts(stops - starts)
+    expected = manifest.digests[ranges(manifest.table.first_chunk[rows] + starts // CHUNK_BYTES, counts)]
+    actual = _digests(found.data, np.asarray(found.offsets, np.int64), stops - starts)
+    if len(wrong := np.flatnonzero(actual != expected)):
+        at, ends = int(wrong[0]), np.cumsum(counts)
+        span = int(np.searchsorted(ends, at, side="right"))
+        chunk = int(starts[span]) // CHUNK_BYTES + at - int(ends[span] - counts[span])
+        raise damaged_chunk(source, int(rows[span]), chunk, int(actual[at]), int(expected[at]))
+
+
+def _digests(data: Bytes, starts: Ints, sizes: Ints) -> npt.NDArray[np.uint64]:
+    """Return the digests of the chunks of ranges of `data`, one range behind another."""
+    if implementation() != PYTHON:
+        rows = np.column_stack((address_of(data) + starts, np.zeros_like(starts), sizes))
+        return copy_and_digest_rows(rows, check=False)
+    counts = chunk_counts(sizes)
+    first = ranges(np.zeros_like(counts), counts) * CHUNK_BYTES
+    begin = np.repeat(starts, counts) + first
+    end = begin + np.minimum(np.repeat(sizes, counts) - first, CHUNK_BYTES)
+    view = data.data
+    return np.array([digest(view[a:b]) for a, b in zip(begin.tolist(), end.tolist(), strict=True)], np.uint64)
 
 
 def damaged_chunk(source: Source, row: int, chunk: int, found: int, expected: int) -> DamagedError:
