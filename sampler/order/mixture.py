@@ -18,7 +18,7 @@ import numpy as np
 
 from flashckpt.errors import ConfigError, DataError
 from flashckpt.sampler.order.permutation import Int64Array, derive_keys
-from flashckpt.sampler.order.schedule import SkippedSpans
+from flashckpt.sampler.order.spans import SkippedSpans
 from flashckpt.sampler.order.state import fingerprint_of
 from flashckpt.sampler.order.stream import EpochStream, Order
 

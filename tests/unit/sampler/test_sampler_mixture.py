@@ -14,7 +14,7 @@ from hypothesis import given, settings
 from flashckpt.errors import ConfigError, DataError, SamplerStateError
 from flashckpt.sampler import ElasticSampler, Mixture, Order
 from flashckpt.sampler.order.mixture import Schedule
-from flashckpt.sampler.order.schedule import SkippedSpans
+from flashckpt.sampler.order.spans import SkippedSpans
 
 
 class Named(list[str]):
