@@ -67,7 +67,7 @@ class Schedule:
         beyond = at.sum() - np.cumsum(at)[:-1]  # for every slot of the period: the signs of those that count it
         found = np.zeros(len(self._counts), np.int64)
         np.add.at(found, self.source, beyond)
-        return found + (periods * signs).sum() * self._counts
+        return np.asarray(found + (periods * signs).sum() * self._counts)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -117,7 +117,7 @@ class MixtureStream:
         epochs, offsets = np.divmod(ordinals, self._lengths[sources])
         if self._is_shuffled and len(offsets):
             offsets = take_each(self._order_of, sources, epochs, offsets)
-        return offsets + self._first_id[sources]
+        return np.asarray(offsets + self._first_id[sources])
 
     def _order_of(self, source: int, epoch: int) -> Permutation:
         order = self._sources[source].of_epoch(epoch)
@@ -129,7 +129,8 @@ class MixtureStream:
         edges = [min(edge, position) for span in skips.spans if span[0] < position for edge in span]
         signs = np.ones(len(edges) + 1, np.int64)
         signs[1::2] = -1  # what is hidden lies between an even edge and the next one: the start adds, the end takes off
-        return self._sums(self.segments, np.array([*edges, position], np.int64), signs).tolist()
+        sums = self._sums(self.segments, np.array([*edges, position], np.int64), signs)
+        return [int(count) for count in sums]
 
     def _sums(self, segments: Sequence[ScheduleSegment], positions: Int64Array, signs: Int64Array) -> Int64Array:
         """Return for every source the sum over `positions` of sign * (samples of it before the position)."""

@@ -174,7 +174,8 @@ def feistel_pass(values: Int64Array, cells: Cells, rounds: Rounds, sign: int) ->
     joined = row.astype(np.uint64)
     np.left_shift(joined, cells.right_bits, out=joined)
     np.bitwise_or(joined, column, out=joined)
-    return joined.view(np.int64)
+    result: Int64Array = joined.view(np.int64)
+    return result
 
 
 class Table:

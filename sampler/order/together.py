@@ -30,25 +30,28 @@ def take_each(
 def take_together(permutations: Sequence[Permutation], counts: Int64Array, indices: Int64Array) -> Int64Array:
     """Return the values at `indices`: the first `counts[0]` belong to `permutations[0]`, and so on."""
     values = np.empty_like(indices)
-    networks: list[int] = []
-    blocks: list[int] = []
+    networks: dict[int, Network] = {}
+    blocks: dict[int, BlockCore] = {}
     stops = np.cumsum(counts)
     for number, (permutation, stop, count) in enumerate(
         zip(permutations, stops.tolist(), counts.tolist(), strict=True)
     ):
         core = permutation.core
         if isinstance(core, Network):
-            networks.append(number)
+            networks[number] = core
         elif isinstance(core, BlockCore):
-            blocks.append(number)
+            blocks[number] = core
         else:
             values[stop - count : stop] = core.forward_array(indices[stop - count : stop])
     owners = np.repeat(np.arange(len(permutations)), counts)
-    for numbers, forward in ((networks, _through_networks), (blocks, _through_blocks)):
-        if numbers:
-            here = np.flatnonzero(np.isin(owners, numbers)) if len(numbers) < len(permutations) else slice(None)
-            mine = np.repeat(np.arange(len(numbers)), counts[numbers])
-            values[here] = forward([permutations[number].core for number in numbers], mine, indices[here])
+    if networks:
+        here = np.flatnonzero(np.isin(owners, list(networks)))
+        mine = np.repeat(np.arange(len(networks)), counts[list(networks)])
+        values[here] = _through_networks(list(networks.values()), mine, indices[here])
+    if blocks:
+        here = np.flatnonzero(np.isin(owners, list(blocks)))
+        mine = np.repeat(np.arange(len(blocks)), counts[list(blocks)])
+        values[here] = _through_blocks(list(blocks.values()), mine, indices[here])
     return values
 
 
@@ -83,4 +86,5 @@ def _through_blocks(cores: Sequence[BlockCore], owners: Int64Array, indices: Int
     place = take_each(lambda owner, number: cores[owner].inside(number), owners, windows, inside) + windows * window
     place += np.where(place >= (short_at + 1) * block - missing, missing, 0)
     slots, rest = np.divmod(place, block)
-    return take_each(lambda owner, _: cores[owner].order, owners, np.zeros_like(owners), slots) * block + rest
+    shuffled: Int64Array = take_each(lambda owner, _: cores[owner].order, owners, np.zeros_like(owners), slots)
+    return np.asarray(shuffled * block + rest)
