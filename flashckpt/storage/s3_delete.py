@@ -10,6 +10,8 @@ from typing import Any
 from flashckpt.errors import ObjectMissingError, RootError, StoreError
 from flashckpt.storage.s3_errors import error_code, http_status, is_transient_code, request_error
 
+FIRST_PAUSE_S = 0.2
+"""Seconds before keys that failed are sent again; each pause is twice the one before."""
 _log = logging.getLogger(__name__)
 _UNKNOWN_REQUEST = ("NotImplemented", "MethodNotAllowed", "MissingContentMD5", "InvalidRequest", "MalformedXML")
 """Answers of servers that have no batch delete, or want other checksums for it than the client sends."""
@@ -52,7 +54,7 @@ async def delete_batch_retried(
         left = again
         if attempt + 1 < attempts:
             _log.debug("%d keys of a batch delete are tried again: %s", len(again), answer[again[0]])
-            await asyncio.sleep(min(0.2 * 2**attempt, 10.0))
+            await asyncio.sleep(min(FIRST_PAUSE_S * 2**attempt, 10.0))
     return failed | {key: answer[key] for key in left}
 
 

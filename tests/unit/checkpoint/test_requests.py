@@ -30,22 +30,21 @@ def commit_step(store: RequestStore, step: int) -> None:
     commit(store, prefix, [0])
 
 
-def root_of(count: int, *, has_catalog: bool = True) -> RequestStore:
-    """Return a root with `count` checkpoints, steps 10, 20, ..., the newest of them real and the others copies of it."""
+def root_of(count: int) -> RequestStore:
+    """Return a root with `count` checkpoints, steps 10, 20, ..., the newest six real and the others copies."""
     store = RequestStore()
     commit_step(store, 10 * count)
     newest = prefix_of(1, 10 * count)
     (info,) = list_checkpoints(store)
+    for step in range(10 * count - 10, max(0, 10 * count - 60), -10):
+        commit_step(store, step)
     parts = {key.rpartition("/")[2]: held for key, held in store.objects.items() if key.startswith(newest)}
     for step in range(10, 10 * count, 10):
         for name, held in parts.items():
-            store.objects[f"{prefix_of(1, step)}/{name}"] = held
-        if has_catalog:
-            entry = CommittedEntry(manifest_bytes=info.manifest_bytes, created_ms=1_700_000_000_000, nbytes=info.nbytes,
-                                   world_size=1, writers=1, tensors=1, parent=None)  # fmt: skip
-            store.objects[encode_entry(prefix_of(1, step), entry)] = (b"", time.time())
-    if not has_catalog:  # their bytes say another step: only names count for what follows
-        return store
+            store.objects.setdefault(f"{prefix_of(1, step)}/{name}", held)
+        entry = CommittedEntry(manifest_bytes=info.manifest_bytes, created_ms=1_700_000_000_000, nbytes=info.nbytes,
+                               world_size=1, writers=1, tensors=1, parent=None)  # fmt: skip
+        store.objects[encode_entry(prefix_of(1, step), entry)] = (b"", time.time())
     prune(store, Policy(keep_last=None))  # adds the newest one
     store.reset()
     return store
@@ -55,7 +54,7 @@ def root_of(count: int, *, has_catalog: bool = True) -> RequestStore:
 def test_listing_takes_the_time_of_its_pages_and_reads_only_the_newest(count: int) -> None:
     store = root_of(count)
     contents = read_contents(store)
-    assert len(contents.infos) == count
+    assert len(contents.infos) == count, "copies among the newest are damaged, and shown"
     assert contents.uncommitted == ()
     assert store.most_pages <= ceil((count + 1) / PAGE), "folders and catalogue are listed at the same time"
     assert store.requests["list"] <= 2 * ceil((count + 1) / PAGE)
@@ -76,7 +75,7 @@ def test_retention_after_a_commit_reads_no_old_checkpoint(count: int) -> None:
     fixed = store.total - store.requests["list"]
     assert fixed <= 20
     assert store.requests["list"] <= 2 * ceil((count + 2) / PAGE) + 10
-    assert set(read_names(store).committed) == {info.prefix for info in list_checkpoints(store)}
+    assert set(read_names(store).committed) == {info.prefix for info in list_checkpoints(store, damaged=True)}
     assert newest in read_names(store).committed, "the commit was added to the catalogue"
     assert read_names(store).unknown == []
 
