@@ -29,7 +29,7 @@ class Client:
         self.batches: list[list[str]] = []
         self.single: list[str] = []
 
-    async def delete_objects(self, *, Bucket: str, Delete: dict[str, Any]) -> dict[str, Any]:
+    async def delete_objects(self, *, Bucket: str, Delete: dict[str, Any]) -> dict[str, Any]:  # noqa: N803
         assert Bucket == "bucket"
         if self.refuses is not None:
             raise self.refuses
@@ -38,7 +38,7 @@ class Client:
         failed = [{"Key": key, "Code": self.codes[key].pop(0), "Message": "m"} for key in keys if self.codes.get(key)]
         return {"Errors": failed}
 
-    async def delete_object(self, *, Bucket: str, Key: str) -> None:
+    async def delete_object(self, *, Bucket: str, Key: str) -> None:  # noqa: N803
         assert Bucket == "bucket"
         self.single.append(Key)
 
@@ -102,6 +102,6 @@ def test_directory_deletes_what_it_can_and_names_what_it_cannot(tmp_path: Path) 
     for key in ("a/1", "a/2", "b/1"):
         store.put(key, b"x")
     (tmp_path / "root" / "a" / "folder").mkdir()
-    with pytest.raises((RootError, StoreError), match="1 objects of .* could not be deleted"):
+    with pytest.raises((RootError, StoreError), match=r"1 objects of .* could not be deleted"):
         store.delete_many(["a/1", "a/folder", "a/2", "b/1"])
     assert store.list() == []
