@@ -115,18 +115,16 @@ class Housekeeper:
                 self._problem = ""
             except (FlashckptError, OSError) as error:
                 self._report(str(error))
-                store = _closed(store)  # the next attempt reads the credentials again
+                if store is not None:
+                    store.close()
+                store = None  # the next attempt reads the credentials again
             except Exception:  # noqa: BLE001 -- commits continue without it
                 _log.exception("retention failed")
-        _closed(store)
+        if store is not None:
+            store.close()
 
     def _report(self, problem: str) -> None:
         """Log a failure, once as long as it stays the same."""
         if problem != self._problem:
             _log.warning("nothing more is deleted from the root until the next commit: %s", problem)
         self._problem = problem
-
-
-def _closed(store: Store | None) -> None:
-    if store is not None:
-        store.close()

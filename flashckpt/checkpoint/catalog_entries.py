@@ -11,6 +11,7 @@ left over. The entry of a committed checkpoint goes before its MANIFEST does, so
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 
 from flashckpt.checkpoint.root_records import parallel
@@ -101,8 +102,10 @@ def decode_entry(key: str) -> tuple[str, CommittedEntry | None] | None:
 
 def read_names(store: Store) -> RootNames:
     """List the folders and the catalogue, at the same time: one request per 1,000 of each."""
-    folders, objects = parallel(lambda read: read(), (store.folders, lambda: store.list(CATALOG)))
-    names = sorted(name for name in folders if parse_prefix(name) is not None)
+    with ThreadPoolExecutor(1, "flashckpt-list") as beside:
+        listing = beside.submit(store.folders)
+        objects = store.list(CATALOG)
+        names = sorted(name for name in listing.result() if parse_prefix(name) is not None)
     there = set(names)
     committed: dict[str, CommittedEntry] = {}
     deleted: dict[str, float] = {}
