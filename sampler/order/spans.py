@@ -1,8 +1,8 @@
 """Skipped spans of the sample stream: many may be added one by one, and every question takes O(log k) of them.
 
 The spans lie in runs of at most `MOST` spans each, so adding one moves few others. What each span hides, and how many
-used positions come before it, is summed up per run when it is asked for; an added span renews the sums of its own
-run, and those over the runs.
+used positions come before it, is summed up per run when it is asked for; an added span renews the sums of the run
+it belongs to, and those over the runs.
 """
 
 from __future__ import annotations

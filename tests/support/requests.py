@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
+from bisect import bisect_left
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from math import ceil
@@ -29,6 +30,7 @@ class RequestStore:
 
     def __init__(self) -> None:
         self.objects: dict[str, tuple[bytes, float]] = {}
+        self._sorted: list[str] | None = None  # of all keys, until one comes or goes
         self._lock = threading.Lock()
         self.reset()
 
@@ -46,11 +48,13 @@ class RequestStore:
     def put(self, key: str, data: bytes) -> None:
         with self._lock:
             self.requests["put"] += 1
+            self._sorted = None
             self.objects[key] = (bytes(data), time.time())
 
     def put_if_absent(self, key: str, data: bytes) -> bool:
         with self._lock:
             self.requests["put"] += 1
+            self._sorted = None
             return self.objects.setdefault(key, (bytes(data), time.time()))[0] is data
 
     def put_object(self, key: str, parts: Iterable[memoryview], nbytes: int | None = None) -> None:
@@ -76,7 +80,11 @@ class RequestStore:
 
     def list(self, prefix: str = "") -> Objects:
         with self._lock:
-            found = [self._info(key) for key in sorted(self.objects) if key.startswith(prefix)]
+            if self._sorted is None:
+                self._sorted = sorted(self.objects)
+            first = bisect_left(self._sorted, prefix)
+            beyond = bisect_left(self._sorted, prefix + "\U0010ffff")
+            found = [self._info(key) for key in self._sorted[first:beyond]]
             self._listed(len(found))
             return found
 
@@ -90,11 +98,13 @@ class RequestStore:
     def delete(self, key: str) -> None:
         with self._lock:
             self.requests["delete"] += 1
+            self._sorted = None
             self.objects.pop(key, None)
 
     def delete_many(self, keys: Sequence[str]) -> None:
         with self._lock:
             self.requests["delete"] += ceil(len(keys) / DELETE_BATCH)
+            self._sorted = None
             for key in keys:
                 self.objects.pop(key, None)
 
