@@ -65,7 +65,7 @@ class MicroBatch:
             )
 
     def ends(self, *, is_first: bool, is_last: bool) -> dict[str, Any]:
-        """Return what a PipelineStage is told of its ends: {} lets torch find it out by a trial micro-batch through all."""
+        """Return arguments of a PipelineStage: {} lets torch find the shapes by a trial micro-batch through all stages."""
         if self.logits is None:
             return {}
         return {

@@ -108,8 +108,8 @@ def test_stages_hold_each_parameter_of_the_model_once() -> None:
 
 
 @pytest.mark.parametrize("precision", ["float32", "bfloat16"])
-def test_stages_are_told_the_shapes_that_go_through_them(precision: str) -> None:
-    """A stage that is told nothing, or too little, has torch send a trial micro-batch through all of them."""
+def test_stages_know_the_shapes_that_go_through_them(precision: str) -> None:
+    """A stage that knows nothing, or too little, has torch send a trial micro-batch through all of them."""
     values = {
         "model": {"dim": 16, "ffn": 32, "vocab": 300},
         "parallel": {"pp": 2},
