@@ -39,6 +39,11 @@ def implementation() -> str:
     return name if name == PYTHON else f"native {name}"
 
 
+def is_native() -> bool:
+    """Return whether the C part copies. Raises as `implementation`."""
+    return _choose(None) != PYTHON
+
+
 def copy_and_digest(
     descriptors: Any,
     *,
