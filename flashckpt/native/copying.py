@@ -94,6 +94,27 @@ def copy_and_digest(
     return out if out is not None else np.zeros(0, np.uint64)
 
 
+def digest_ranges(memory: Any, starts: Any, sizes: Any) -> Digests:
+    """Return the digests of ranges of a buffer, those of one behind those of the other; raises as `copy_and_digest`.
+
+    Args:
+        memory: Contiguous bytes that this process has just read or written: they are not compared with its map of memory.
+        starts: [n] byte where each range begins.
+        sizes: [n] bytes of each.
+
+    Raises:
+        ValueError: A range is not in the buffer.
+    """
+    begin, size = np.asarray(starts, np.int64), np.asarray(sizes, np.int64)
+    if not len(begin):
+        return np.zeros(0, np.uint64)
+    held = np.frombuffer(memory, np.uint8)
+    if begin.min() < 0 or size.min() < 0 or (begin + size).max() > held.nbytes:
+        raise ValueError(f"ranges to byte {(begin + size).max()} of a buffer of {held.nbytes} bytes")
+    rows = np.column_stack((begin + held.ctypes.data, np.zeros_like(begin), size))
+    return copy_and_digest(rows, check=False)
+
+
 def _choose(level: str | None) -> str:
     usable = levels()
     if name := level or os.environ.get(LEVEL_VARIABLE, ""):
