@@ -109,7 +109,7 @@ class Runs:
         """Return what keeps every storage alive that was found.
 
         One that was where it is now the time before is kept from then on, so that this costs nothing later: its address cannot be
-        given to another. One that has moved is held by the caller alone: a tensor that gets new memory every step does not keep two.
+        given to another. One that has moved is held by the caller alone. A tensor that moves after it was kept has two until the next snapshot.
         """
         moved = addresses != self._addresses
         if moved.any():
