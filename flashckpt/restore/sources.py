@@ -17,8 +17,10 @@ import numpy as np
 from flashckpt.checkpoint.compression import PackedObjects
 from flashckpt.core.digest import CHUNK_BYTES, copy_and_digest, digest
 from flashckpt.core.manifest import Manifest
+from flashckpt.core.shard_table import chunk_counts, ranges
 from flashckpt.core.snapshot_id import SnapshotId
 from flashckpt.errors import DamagedError
+from flashckpt.native import digest_ranges
 from flashckpt.restore.destinations import Bytes, address_of
 from flashckpt.shm import prefault
 from flashckpt.shm.segment import Pin, Segment
@@ -292,18 +294,15 @@ class StorageSource:
 def verify_spans(source: Source, spans: Spans, found: Verified) -> None:
     """Compare bytes with the digests of their manifest; DamagedError names the first bad chunk."""
     manifest = source.manifest
-    firsts = manifest.table.first_chunk[spans.rows] + np.array(spans.starts, np.int64) // CHUNK_BYTES
-    view = found.data.data
-    sizes = map(int.__sub__, spans.stops, spans.starts)
-    digests = manifest.digests[firsts].tolist()
-    for k, (at, nbytes, expected) in enumerate(zip(found.offsets, sizes, digests, strict=True)):
-        # most ranges are one chunk: nothing else is done for those than to hash and to compare
-        if (actual := digest(view[at : at + min(nbytes, CHUNK_BYTES)])) != expected:
-            raise damaged_chunk(source, spans.rows[k], spans.starts[k] // CHUNK_BYTES, actual, expected)
-        for chunk in range(1, -(-nbytes // CHUNK_BYTES)):
-            start, want = at + chunk * CHUNK_BYTES, int(manifest.digests[int(firsts[k]) + chunk])
-            if (actual := digest(view[start : min(start + CHUNK_BYTES, at + nbytes)])) != want:
-                raise damaged_chunk(source, spans.rows[k], spans.starts[k] // CHUNK_BYTES + chunk, actual, want)
+    starts, sizes = np.array(spans.starts, np.int64), np.subtract(spans.stops, spans.starts, dtype=np.int64)
+    firsts, counts = manifest.table.first_chunk[spans.rows] + starts // CHUNK_BYTES, chunk_counts(sizes)
+    actual = digest_ranges(found.data, found.offsets, sizes)
+    expected = manifest.digests[ranges(firsts, counts)]
+    if len(wrong := np.flatnonzero(actual != expected)):
+        bad, ends = int(wrong[0]), np.cumsum(counts)
+        k = int(np.searchsorted(ends, bad, side="right"))
+        chunk = spans.starts[k] // CHUNK_BYTES + bad - int(ends[k] - counts[k])
+        raise damaged_chunk(source, spans.rows[k], chunk, int(actual[bad]), int(expected[bad]))
 
 
 def damaged_chunk(source: Source, row: int, chunk: int, found: int, expected: int) -> DamagedError:

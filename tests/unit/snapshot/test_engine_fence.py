@@ -15,26 +15,26 @@ from torch import nn
 
 from flashckpt import Checkpointer
 from flashckpt.errors import FenceError
-from flashckpt.snapshot import stager
+from flashckpt.snapshot.runs import Runs
 
 
 @pytest.fixture
 def gate(monkeypatch: pytest.MonkeyPatch) -> threading.Event:
-    """Holds the copy thread back at its first tensor while it is cleared."""
+    """Holds the copy thread back in front of its copies while it is cleared."""
     opened_gate = threading.Event()
     opened_gate.set()
-    real: Any = getattr(stager, "copy_and_hash")  # noqa: B009 -- it is not exported, on purpose
+    real: Any = Runs.copy_and_digest
 
     def held(*args: Any) -> None:
         assert opened_gate.wait(30)
         real(*args)
 
-    monkeypatch.setattr(stager, "copy_and_hash", held)
+    monkeypatch.setattr(Runs, "copy_and_digest", held)
     return opened_gate
 
 
 def test_a_change_of_parameters_while_they_are_copied_discards_the_snapshot_and_names_the_tensor(
-    tmp_path: Path, gate: threading.Event
+    tmp_path: Path, gate: threading.Event, copied_by: str
 ) -> None:
     model = nn.Linear(20, 20)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
