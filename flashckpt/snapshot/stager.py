@@ -18,6 +18,7 @@ from flashckpt.core.snapshot_request import SnapshotRequest
 from flashckpt.errors import FenceError, FlashckptError, SharedMemoryError
 from flashckpt.faults import crash_point
 from flashckpt.logs import guarded
+from flashckpt.native import UnusableMemoryError
 from flashckpt.shm.segment import SlotWriter
 from flashckpt.snapshot.copy import (
     Buffer,
@@ -148,7 +149,7 @@ class Stager:
                         copy_item(item, buffer)
                 for item in plan.fresh:
                     copy_item(item, buffer, captured.tensors[item.fqn])
-            except (SlotOverflowError, StalePlanError) as error:
+            except (SlotOverflowError, StalePlanError, UnusableMemoryError) as error:
                 snapshot.error = error
                 self._end(snapshot, 0.0)
                 return snapshot

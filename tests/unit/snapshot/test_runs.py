@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import os
+from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -12,6 +14,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 from flashckpt import faults
 from flashckpt.core.digest import CHUNK_BYTES, chunk_digests
+from flashckpt.native import UnusableMemoryError
 from flashckpt.snapshot import runs
 from flashckpt.snapshot.copy import Buffer, Item, StalePlanError
 from flashckpt.snapshot.runs import Runs, digest_in_slot, places_of
@@ -78,24 +81,89 @@ def test_any_number_of_tensors_is_one_call(monkeypatch: pytest.MonkeyPatch) -> N
     assert calls == [3000, 3000]
 
 
+@pytest.mark.parametrize("still", [0, 1, 2], ids="{} snapshots before it moves".format)
 def test_memory_that_is_given_up_while_it_is_copied_stays_until_the_copy_has_ended(
-    monkeypatch: pytest.MonkeyPatch, copied_by: str
+    monkeypatch: pytest.MonkeyPatch, copied_by: str, still: int
 ) -> None:
     parameter = torch.nn.Parameter(torch.full((1000,), 7.0))
-    slot, real, alive = Slot([parameter]), runs.copy_and_digest, []
+    slot, real, given_up = Slot([parameter]), runs.copy_and_digest, []
 
     def call(rows: Any, **more: Any) -> None:
-        storage = StorageWeakRef(parameter.untyped_storage())
-        parameter.data = torch.zeros(1000)
-        alive.append(not storage.expired())
+        given_up.append(StorageWeakRef(parameter.untyped_storage()))
+        parameter.data = torch.full((1000,), 7.0 + len(given_up))
+        assert not given_up[-1].expired()
         real(rows, **more)
-        alive.append(storage)
 
+    for _ in range(still):
+        slot.take()
     monkeypatch.setattr(runs, "copy_and_digest", call)
+    for value in (7.0, 8.0, 9.0):
+        slot.take()
+        assert slot.digests[0] == chunk_digests(np.full(1000, value, np.float32))[0]
+        assert given_up[-1].expired(), "nothing keeps a tensor's memory after its copy"
+
+
+def test_no_memory_is_kept_between_snapshots() -> None:
+    parameter = torch.nn.Parameter(torch.zeros(1000))
+    slot = Slot([parameter])
+    for _ in range(3):
+        slot.take()
+        slot.runs.copy(slot.buffer)
+    given_up = StorageWeakRef(parameter.untyped_storage())
+    parameter.data = torch.ones(1000)
+    assert given_up.expired()
+
+
+def lose_by_resizing(tensor: torch.Tensor) -> None:
+    tensor.untyped_storage().resize_(0)
+
+
+def lose_by_sharing(tensor: torch.Tensor) -> None:
+    tensor.share_memory_()
+
+
+@pytest.mark.parametrize("lose", [lose_by_resizing, lose_by_sharing])
+@pytest.mark.parametrize("how", ["copy", "copy and digest"])
+def test_memory_that_is_replaced_while_it_is_copied_discards_the_snapshot(
+    monkeypatch: pytest.MonkeyPatch, copied_by: str, how: str, lose: Callable[[torch.Tensor], None]
+) -> None:
+    tensor, real = torch.ones(1000), runs.copy_and_digest
+    slot = Slot([torch.zeros(5), tensor])
+
+    def call(rows: Any, **more: Any) -> None:
+        real(rows, **more)
+        lose(tensor)
+
     slot.take()
-    assert alive[0] is True
-    assert slot.digests[0] == chunk_digests(np.full(1000, 7.0, np.float32))[0]
-    assert alive[1].expired(), "nothing keeps a tensor's memory that has moved"
+    monkeypatch.setattr(runs, "copy_and_digest", call)
+    with pytest.raises(StalePlanError, match="memory of 't1'"):
+        slot.runs.copy(slot.buffer) if how == "copy" else slot.take()
+
+
+@pytest.mark.parametrize("nbytes", [0, 3996])
+def test_a_tensor_that_reaches_beyond_its_storage_is_refused(copied_by: str, nbytes: int) -> None:
+    tensor = torch.ones(1000)
+    slot = Slot([torch.zeros(5), tensor])
+    slot.take()
+    tensor.untyped_storage().resize_(nbytes)
+    slot.data[:] = bytes(len(slot.data))
+    for attempt in (slot.take, lambda: slot.runs.copy(slot.buffer)):
+        with pytest.raises(StalePlanError, match="memory of 't1'"):
+            attempt()
+    assert not any(slot.data), "nothing was copied"
+
+
+@pytest.mark.parametrize("how", ["copy", "copy and digest"])
+def test_a_file_that_was_cut_short_below_its_tensor_is_refused_each_time(
+    tmp_path: Path, copied_by: str, how: str
+) -> None:
+    path = tmp_path / "weights"
+    path.write_bytes(bytes(1 << 16))
+    slot = Slot([torch.zeros(5), torch.from_file(str(path), shared=True, size=1 << 16, dtype=torch.uint8)])
+    os.truncate(path, 0)
+    for _ in range(3):
+        with pytest.raises(UnusableMemoryError):
+            slot.runs.copy(slot.buffer) if how == "copy" else slot.take()
 
 
 @pytest.mark.parametrize(
@@ -114,18 +182,26 @@ def test_a_tensor_of_another_form_is_refused(other: torch.Tensor) -> None:
     assert not any(slot.data), "nothing was copied"
 
 
-def test_a_tensor_that_moves_between_the_look_and_the_copy_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("asked", ["_STORAGE", "_ADDRESS"])
+def test_a_tensor_that_moves_while_it_is_looked_up_is_refused_or_copied_as_it_was(
+    monkeypatch: pytest.MonkeyPatch, asked: str
+) -> None:
     parameter = torch.nn.Parameter(torch.zeros(30))
-    slot, real = Slot([parameter]), Runs._find
+    slot, real, held = Slot([parameter]), getattr(runs, asked), []
 
-    def moved(self: Runs) -> Any:
-        found = real(self)
+    def moved(tensor: torch.Tensor) -> Any:
+        found = real(tensor)
+        held.append(parameter.data)  # its memory stays, so that the new one is elsewhere
         parameter.data = torch.ones(30)
         return found
 
-    monkeypatch.setattr(Runs, "_find", moved)
-    with pytest.raises(StalePlanError):
+    monkeypatch.setattr(runs, asked, moved)
+    if asked == "_STORAGE":
+        with pytest.raises(StalePlanError, match="memory of 't0'"):
+            slot.take()
+    else:  # storage and address belong together: what was found is copied
         slot.take()
+        assert slot.digests[0] == chunk_digests(np.zeros(30, np.float32))[0]
 
 
 def test_the_crash_point_is_behind_each_chunk(monkeypatch: pytest.MonkeyPatch, copied_by: str) -> None:
