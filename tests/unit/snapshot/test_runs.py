@@ -14,7 +14,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 from flashckpt import faults
 from flashckpt.core.digest import CHUNK_BYTES, chunk_digests
-from flashckpt.native import UnusableMemoryError
+from flashckpt.native import UnusableMemoryError, copy_and_digest
 from flashckpt.snapshot import runs
 from flashckpt.snapshot.copy import Buffer, Item, StalePlanError
 from flashckpt.snapshot.runs import Runs, digest_in_slot, places_of
@@ -50,6 +50,17 @@ class Slot:
         self.runs.copy_and_digest(self.buffer, self.digests)
 
 
+class Watched:
+    """The memory of a tensor, watched without being held."""
+
+    def __init__(self, tensor: torch.Tensor) -> None:
+        self._storage = StorageWeakRef(tensor.untyped_storage())  # type: ignore[no-untyped-call]
+
+    @property
+    def is_free(self) -> bool:
+        return bool(self._storage.expired())  # type: ignore[no-untyped-call]
+
+
 def test_bytes_and_digests_are_those_of_the_format_whatever_copies(copied_by: str) -> None:
     tensors = [torch.randn(size) for size in SIZES]
     slot = Slot(tensors)
@@ -73,8 +84,12 @@ def test_what_is_copied_without_digests_gets_the_same_ones_in_the_slot(copied_by
 
 def test_any_number_of_tensors_is_one_call(monkeypatch: pytest.MonkeyPatch) -> None:
     calls: list[int] = []
-    real = runs.copy_and_digest
-    monkeypatch.setattr(runs, "copy_and_digest", lambda rows, **more: [calls.append(len(rows)), real(rows, **more)][1])
+
+    def counted(rows: Any, **more: Any) -> Any:
+        calls.append(len(rows))
+        return copy_and_digest(rows, **more)
+
+    monkeypatch.setattr(runs, "copy_and_digest", counted)
     slot = Slot([torch.ones(3) for _ in range(3000)])
     slot.take()
     slot.runs.copy(slot.buffer)
@@ -86,13 +101,14 @@ def test_memory_that_is_given_up_while_it_is_copied_stays_until_the_copy_has_end
     monkeypatch: pytest.MonkeyPatch, copied_by: str, still: int
 ) -> None:
     parameter = torch.nn.Parameter(torch.full((1000,), 7.0))
-    slot, real, given_up = Slot([parameter]), runs.copy_and_digest, []
+    slot = Slot([parameter])
+    given_up: list[Watched] = []
 
     def call(rows: Any, **more: Any) -> None:
-        given_up.append(StorageWeakRef(parameter.untyped_storage()))
+        given_up.append(Watched(parameter))
         parameter.data = torch.full((1000,), 7.0 + len(given_up))
-        assert not given_up[-1].expired()
-        real(rows, **more)
+        assert not given_up[-1].is_free
+        copy_and_digest(rows, **more)
 
     for _ in range(still):
         slot.take()
@@ -100,7 +116,7 @@ def test_memory_that_is_given_up_while_it_is_copied_stays_until_the_copy_has_end
     for value in (7.0, 8.0, 9.0):
         slot.take()
         assert slot.digests[0] == chunk_digests(np.full(1000, value, np.float32))[0]
-        assert given_up[-1].expired(), "nothing keeps a tensor's memory after its copy"
+        assert given_up[-1].is_free, "nothing keeps a tensor's memory after its copy"
 
 
 def test_no_memory_is_kept_between_snapshots() -> None:
@@ -109,9 +125,9 @@ def test_no_memory_is_kept_between_snapshots() -> None:
     for _ in range(3):
         slot.take()
         slot.runs.copy(slot.buffer)
-    given_up = StorageWeakRef(parameter.untyped_storage())
+    given_up = Watched(parameter)
     parameter.data = torch.ones(1000)
-    assert given_up.expired()
+    assert given_up.is_free
 
 
 def lose_by_resizing(tensor: torch.Tensor) -> None:
@@ -119,7 +135,7 @@ def lose_by_resizing(tensor: torch.Tensor) -> None:
 
 
 def lose_by_sharing(tensor: torch.Tensor) -> None:
-    tensor.share_memory_()
+    tensor.share_memory_()  # type: ignore[no-untyped-call]
 
 
 @pytest.mark.parametrize("lose", [lose_by_resizing, lose_by_sharing])
@@ -127,11 +143,11 @@ def lose_by_sharing(tensor: torch.Tensor) -> None:
 def test_memory_that_is_replaced_while_it_is_copied_discards_the_snapshot(
     monkeypatch: pytest.MonkeyPatch, copied_by: str, how: str, lose: Callable[[torch.Tensor], None]
 ) -> None:
-    tensor, real = torch.ones(1000), runs.copy_and_digest
+    tensor = torch.ones(1000)
     slot = Slot([torch.zeros(5), tensor])
 
     def call(rows: Any, **more: Any) -> None:
-        real(rows, **more)
+        copy_and_digest(rows, **more)
         lose(tensor)
 
     slot.take()
@@ -187,7 +203,8 @@ def test_a_tensor_that_moves_while_it_is_looked_up_is_refused_or_copied_as_it_wa
     monkeypatch: pytest.MonkeyPatch, asked: str
 ) -> None:
     parameter = torch.nn.Parameter(torch.zeros(30))
-    slot, real, held = Slot([parameter]), getattr(runs, asked), []
+    slot, real = Slot([parameter]), getattr(runs, asked)
+    held: list[torch.Tensor] = []
 
     def moved(tensor: torch.Tensor) -> Any:
         found = real(tensor)
@@ -220,10 +237,12 @@ def test_the_crash_point_is_behind_each_chunk(monkeypatch: pytest.MonkeyPatch, c
 
 def test_memory_is_checked_each_time_in_c_and_once_per_slot_in_python(monkeypatch: pytest.MonkeyPatch) -> None:
     checks: list[bool] = []
-    real = runs.copy_and_digest
-    monkeypatch.setattr(
-        runs, "copy_and_digest", lambda rows, **more: [checks.append(more["check"]), real(rows, **more)][1]
-    )
+
+    def noted(rows: Any, **more: Any) -> Any:
+        checks.append(more["check"])
+        return copy_and_digest(rows, **more)
+
+    monkeypatch.setattr(runs, "copy_and_digest", noted)
     monkeypatch.setattr(runs, "is_native", lambda: False)
     tensor = torch.nn.Parameter(torch.ones(100))
     slot = Slot([tensor])
