@@ -81,7 +81,7 @@ def restore(count: int, root: str, *, profiled: bool) -> dict[str, Any]:
         return make_report(self)
 
     Phases.report = reporting  # type: ignore[method-assign]  # the phases are nobody's business but a benchmark's
-    profile = cProfile.Profile()
+    profile = cProfile.Profile(time.process_time)
     began = time.process_time()
     report = profile.runcall(checkpointer.restore) if profiled else checkpointer.restore()
     total = time.process_time() - began
@@ -123,7 +123,7 @@ def measured(count: int, runs: int, profiled: str | None) -> dict[str, list[dict
 def table(count: int, found: dict[str, list[dict[str, Any]]]) -> str:
     """Return medians (least to most) of CPU seconds by phase."""
     lines = [f"{count} parameters, {4 * count} tensors: CPU s, median (least to most)", ""]
-    for tier, runs in found.items():
+    for tier, runs in ((tier, runs) for tier, runs in found.items() if runs):
         lines.append(f"from {tier}")
         names = [*dict.fromkeys(name for run in runs for name in run["phases"])]
         rows = {name: [run["phases"].get(name, 0.0) for run in runs] for name in names}

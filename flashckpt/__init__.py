@@ -21,8 +21,7 @@ _LAZY = {"Checkpointer": "flashckpt.checkpointer", "RestoreReport": "flashckpt.r
 def __getattr__(name: str) -> object:
     """Load a public name on first use, so that `import flashckpt` stays free of torch."""
     if name not in _LAZY:
-        msg = f"module 'flashckpt' has no attribute {name!r}"
-        raise AttributeError(msg)
+        raise AttributeError(f"module 'flashckpt' has no attribute {name!r}")
     from importlib import import_module
 
     return getattr(import_module(_LAZY[name]), name)

@@ -76,8 +76,7 @@ def crash_point(name: str) -> None:
         return
     wanted, _, rest = _armed.partition(":")
     if wanted not in CRASH_POINTS or name not in CRASH_POINTS:
-        msg = f"unknown crash point {wanted if wanted not in CRASH_POINTS else name!r}"
-        raise ValueError(msg)
+        raise ValueError(f"unknown crash point {wanted if wanted not in CRASH_POINTS else name!r}")
     count, _, where = rest.partition(":")
     if name != wanted or (where and where != f"rank{os.environ.get('RANK', '0')}"):
         return

@@ -6,11 +6,11 @@ import os
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import torch.distributed as dist
 
+from flashckpt.agent_folder import agent_folder, write_job
 from flashckpt.core.lineage import BEGINNING
 from flashckpt.planning.inventory import local_world
 from flashckpt.restore.coordinator import RestoreOutcome
@@ -91,33 +91,20 @@ class NodePlace:
     def take(cls, opened: OpenedJob, *, entered_ns: int, initialised_ns: int) -> NodePlace:
         """Announce the job on this node, start the daemon where no agent does, and take the control row."""
         directory, mates, world = opened.directory, opened.mates, opened.tracked.world
-        lease = directory.hold_live()
+        agent, lease = agent_folder(), directory.hold_live()
         if mates[0] == world.rank:
             directory.request_path("ended").unlink(missing_ok=True)
             directory.write_config(opened.config)
-            if not has_agent():
+            if agent is None:
                 directory.ensure_daemon()
-        if has_agent() and os.environ.get("LOCAL_RANK", "0") == "0":  # of each agent: a node may have several
-            _announce(directory)
+        if agent is not None and os.environ.get("LOCAL_RANK", "0") == "0":  # of each agent: a node may have several
+            write_job(agent, directory.path)
         control = Control.open(directory.control_path, rows=len(mates))
         row = control.row(mates.index(world.rank))
         _fill(row, opened, entered_ns=entered_ns, initialised_ns=initialised_ns)
         watermark = _acks(opened, control)
         watermark.publish(opened.memory.complete())
         return cls(lease=lease, control=control, row=row, watermark=watermark)
-
-
-def has_agent() -> bool:
-    """Whether dlrun watches over this rank and its daemon."""
-    return bool(os.environ.get("FLASHCKPT_AGENT_DIR"))
-
-
-def _announce(directory: JobDirectory) -> None:
-    """Tell the agent of this rank which job it is."""
-    path = Path(os.environ["FLASHCKPT_AGENT_DIR"]) / "job"
-    temporary = path.with_name(f".job.{os.getpid()}")
-    temporary.write_text(str(directory.path))
-    temporary.replace(path)
 
 
 def _fill(row: ControlRow, opened: OpenedJob, *, entered_ns: int, initialised_ns: int) -> None:

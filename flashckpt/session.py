@@ -10,12 +10,13 @@ from collections.abc import Collection
 from typing import Any
 
 from flashckpt import callbacks
+from flashckpt.agent_folder import agent_folder
 from flashckpt.core.snapshot_id import SnapshotId
 from flashckpt.core.snapshot_request import SnapshotRequest
 from flashckpt.durability import Waiting, Wanted
 from flashckpt.errors import DamagedError, FormatVersionError
 from flashckpt.logs import guarded
-from flashckpt.node_place import Callback, NodePlace, OpenedJob, has_agent
+from flashckpt.node_place import Callback, NodePlace, OpenedJob
 from flashckpt.settings import next_step
 from flashckpt.shm.control import ControlRow
 from flashckpt.shm.job_directory import DaemonStatus
@@ -94,7 +95,7 @@ class Session:
     @property
     def has_agent(self) -> bool:
         """Whether dlrun watches over this rank and its daemon."""
-        return has_agent()
+        return agent_folder() is not None
 
     # -- step --------------------------------------------------------------------------------------------
 

@@ -1,8 +1,7 @@
 """flashckpt.sampler: see ARCHITECTURE.md for where it stands among the other parts."""
 
 if not __name__.startswith("flashckpt."):  # a bare `import sampler` would make a second copy of every class
-    msg = f"import this package as flashckpt.sampler, not as {__name__!r}"
-    raise ImportError(msg)
+    raise ImportError(f"import this package as flashckpt.sampler, not as {__name__!r}")
 
 from importlib import import_module
 from typing import TYPE_CHECKING, Any

@@ -49,14 +49,11 @@ class Seal:
         except UnicodeDecodeError:
             mark, space, text = "", "", ""
         if not space:
-            msg = "it was not written by dlrun"
-            raise UnsealedError(msg)
+            raise UnsealedError("it was not written by dlrun")
         if not self._secret and mark != "-":
-            msg = f"it is signed, and this node has no job secret ({VARIABLE})"
-            raise UnsealedError(msg)
+            raise UnsealedError(f"it is signed, and this node has no job secret ({VARIABLE})")
         if not hmac.compare_digest(mark.encode(), self._mark(text).encode()):
-            msg = "it is not signed with the job secret of this node"
-            raise UnsealedError(msg)
+            raise UnsealedError("it is not signed with the job secret of this node")
         return text
 
     def _mark(self, text: str) -> str:

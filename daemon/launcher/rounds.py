@@ -156,8 +156,7 @@ class FreshStoreRendezvous(rendezvous_store.Forwarding):
             except RendezvousClosedError:
                 if self._unit == 1 or not self._steps.waits():
                     raise
-                msg = "the job has ended without this node"
-                raise RendezvousGracefulExitError(msg) from None
+                raise RendezvousGracefulExitError("the job has ended without this node") from None
             self._steps.has_trained, self._steps.held = True, 0
             return info
 

@@ -68,19 +68,18 @@ class SharedState(_BackendRendezvousStateHolder):
         try:
             found = self._store.compare_set(self._key, expected, wanted)
         except (ValueError, RuntimeError, TimeoutError) as error:
-            msg = "the rendezvous store cannot be reached"
-            raise RendezvousConnectionError(msg) from error
+            raise RendezvousConnectionError("the rendezvous store cannot be reached") from error
         return bytes(found).decode(errors="replace")
 
     def _decode(self, text: str) -> _RendezvousState:
         try:
             return decode(self._seal.open(text.encode()))
         except UnsealedError as error:
-            msg = f"the rendezvous state is refused: {error}"
-            raise RendezvousStateError(msg) from error
+            raise RendezvousStateError(f"the rendezvous state is refused: {error}") from error
         except (ValueError, TypeError, KeyError, AttributeError, RecursionError, OverflowError) as error:
-            msg = f"the rendezvous state is not one of dlrun's ({type(error).__name__})"
-            raise RendezvousStateError(msg) from error
+            raise RendezvousStateError(
+                f"the rendezvous state is not one of dlrun's ({type(error).__name__})"
+            ) from error
 
 
 def encode(state: _RendezvousState) -> str:
@@ -96,14 +95,12 @@ def decode(text: str) -> _RendezvousState:
     """
     fields, state = json.loads(text), _RendezvousState()
     if not isinstance(fields, dict) or fields.keys() != vars(state).keys():
-        msg = "the state has other fields"
-        raise ValueError(msg)
+        raise ValueError("the state has other fields")
     for name, empty in vars(state).items():
         value = _value(fields[name])
         wanted = (datetime, type(None)) if empty is None else (type(empty),)
         if type(value) not in wanted:
-            msg = f"{name} is a {type(value).__name__}"
-            raise ValueError(msg)
+            raise ValueError(f"{name} is a {type(value).__name__}")
         setattr(state, name, value)
     _check(state)
     return state
@@ -121,8 +118,7 @@ def _plain(value: Any) -> Any:
         return {"map": [[_plain(key), _plain(value[key])] for key in sorted(value)]}
     if value is None or isinstance(value, (bool, int)):
         return value
-    msg = f"a {type(value).__name__} in the rendezvous state of this torch is not known"
-    raise TypeError(msg)
+    raise TypeError(f"a {type(value).__name__} in the rendezvous state of this torch is not known")
 
 
 def _value(plain: Any) -> Any:
@@ -132,8 +128,7 @@ def _value(plain: Any) -> Any:
     if kind == "node":
         address, pid, number = inner
         if (type(address), type(pid), type(number)) != (str, int, int):
-            msg = "a node is a name, a process and a number"
-            raise ValueError(msg)
+            raise ValueError("a node is a name, a process and a number")
         return _NodeDesc(address, pid, number)
     if kind == "time":
         return datetime.fromtimestamp(float(inner), timezone.utc)
@@ -141,8 +136,7 @@ def _value(plain: Any) -> Any:
         return {_value(item) for item in inner}
     if kind == "map":
         return {_value(key): _value(item) for key, item in inner}
-    msg = f"{kind} is not known"
-    raise ValueError(msg)
+    raise ValueError(f"{kind} is not known")
 
 
 def _check(state: _RendezvousState) -> None:
@@ -154,5 +148,4 @@ def _check(state: _RendezvousState) -> None:
         and all(type(rank) is int for rank in ranks)
         and all(isinstance(time, datetime) for time in times)
     ):
-        msg = "not the nodes of a rendezvous"
-        raise ValueError(msg)
+        raise ValueError("not the nodes of a rendezvous")

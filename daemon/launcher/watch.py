@@ -12,6 +12,7 @@ import secrets
 import time
 from pathlib import Path
 
+from flashckpt import agent_folder
 from flashckpt.core.snapshot_id import BEFORE_ALL
 from flashckpt.daemon.launcher.drain import is_last_process, wait_for_flush
 from flashckpt.errors import DamagedError, FlashckptError
@@ -63,7 +64,9 @@ class JobWatch:
         if self.job is not None:
             return self.job
         try:
-            path = Path((self.agent_dir / "job").read_text(encoding="utf-8").strip())
+            path = agent_folder.read_job(self.agent_dir)
+            if path is None:
+                return None
             self.job = JobDirectory.open(path.name, create=False)
             self._live = self.job.hold_live()
         except (OSError, FlashckptError):
@@ -104,14 +107,11 @@ class JobWatch:
 
     def refused(self) -> int:
         """Return the exit code of a rank whose error a restart cannot fix, 0 if there is none."""
-        try:
-            return int((self.agent_dir / "refused").read_text(encoding="utf-8") or "0")
-        except (OSError, ValueError):
-            return 0
+        return agent_folder.read_permanent_error(self.agent_dir)
 
     def forget_refusal(self) -> None:
         """Forget the permanent error of a rank: the next generation may have another size."""
-        (self.agent_dir / "refused").unlink(missing_ok=True)
+        agent_folder.forget_permanent_error(self.agent_dir)
 
     def request(self, name: str) -> None:
         """Leave a request (`persist-now`, `ended`) for the daemon."""

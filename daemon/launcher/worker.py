@@ -24,9 +24,10 @@ import types
 from pathlib import Path
 from typing import Any
 
+from flashckpt.agent_folder import agent_folder, write_permanent_error
 from flashckpt.daemon.machine import numa
 from flashckpt.daemon.machine.process import set_title
-from flashckpt.errors import FINAL_CODES, FlashckptError
+from flashckpt.errors import FlashckptError
 from flashckpt.shm.private import create_file
 
 STACKS_SIGNAL = signal.SIGRTMIN + 7
@@ -159,10 +160,10 @@ def run_recorded(request: dict[str, Any]) -> int:
 
 def _refuse(error: FlashckptError) -> None:
     """Record the exit code of a permanent error for dlrun (the agent may kill this rank before it exits)."""
-    folder = os.environ.get("FLASHCKPT_AGENT_DIR")
-    if folder and error.exit_code in FINAL_CODES:
+    folder = agent_folder()
+    if folder is not None:
         with contextlib.suppress(OSError):
-            Path(folder, "refused").write_text(str(error.exit_code), encoding="utf-8")
+            write_permanent_error(folder, error.exit_code)
 
 
 def _system_exit(error: SystemExit) -> int:

@@ -180,13 +180,18 @@ def hash_rows(fqns: Iterable[str], parts: Sequence[bytes]) -> int:
     """Return `layout_hash` of rows with these names, whose `hashed_part` are `parts`.
 
     What is hashed is one msgpack array of rows, put together by hand: packing nested lists costs microseconds a row.
+    All is joined as text, one character for each byte: a name is ASCII as a rule, and then is its own encoding.
     """
-    header = msgpack.Packer().pack_array_header(len(parts))
-    names = list(map(str.encode, fqns))
+    header: bytes = msgpack.Packer().pack_array_header(len(parts))
+    names = list(fqns)
+    if not all(map(str.isascii, names)):
+        names = [name.encode().decode("latin-1") for name in names]
     sizes = list(map(len, names))
-    heads = {size: _row_head(size) for size in set(sizes)}
-    rows = zip(map(heads.__getitem__, sizes), names, parts, strict=True)
-    return int(xxhash.xxh3_64_intdigest(b"".join([header, *chain.from_iterable(rows)])))
+    heads = {size: _row_head(size).decode("latin-1") for size in set(sizes)}
+    tails = {part: part.decode("latin-1") for part in set(parts)}
+    rows = zip(map(heads.__getitem__, sizes), names, map(tails.__getitem__, parts), strict=True)
+    joined = "".join(chain.from_iterable(rows))
+    return int(xxhash.xxh3_64_intdigest(header + joined.encode("latin-1")))
 
 
 def _row_head(name_bytes: int) -> bytes:

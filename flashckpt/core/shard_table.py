@@ -103,11 +103,12 @@ class ShardTable:
     @classmethod
     def stacked(cls, tables: Sequence[ShardTable]) -> ShardTable:
         """Return the rows of several tables one after another, each where it lies."""
-        fqn_ids: dict[str, int] = {}
         dtype_ids: dict[str, int] = {}
         pieces: dict[str, list[np.ndarray]] = {name: [] for name in (*_COLUMNS, *_DIMS)}
-        for table in tables:
-            names = np.array([fqn_ids.setdefault(f, len(fqn_ids)) for f in table.fqns], np.uint32)
+        fqns, numbers = _numbered(list(itertools.chain.from_iterable(table.fqns for table in tables)))
+        ends = np.cumsum([len(table.fqns) for table in tables], dtype=np.int64).tolist()
+        for table, end in zip(tables, ends, strict=True):
+            names = numbers[end - len(table.fqns) : end]
             kinds = np.array([dtype_ids.setdefault(d, len(dtype_ids)) for d in table.dtypes], np.uint8)
             for name, column in pieces.items():
                 column.append(getattr(table, name))
@@ -115,7 +116,7 @@ class ShardTable:
             pieces["dtype_id"][-1] = kinds[table.dtype_id] if len(table) else table.dtype_id
         columns = {name: np.concatenate(arrays) for name, arrays in pieces.items()}
         columns["first_chunk"] = first_chunks(columns["nbytes"])
-        return cls(list(fqn_ids), list(dtype_ids), columns)
+        return cls(fqns, list(dtype_ids), columns)
 
     def renamed(self, fqns: Sequence[str]) -> ShardTable:
         """Return the same rows under other names, one for each entry of `self.fqns`; two may become one."""
@@ -124,6 +125,16 @@ class ShardTable:
         if len(self):
             columns["fqn_id"] = np.array([ids[fqn] for fqn in fqns], np.uint32)[self.fqn_id]
         return ShardTable(list(ids), self.dtypes, columns)
+
+    def under(self, fqns: Sequence[str], rows: np.ndarray) -> ShardTable:
+        """Return rows of this table, each as often as it is named in `rows`, under the names `fqns`, one per row."""
+        names, numbers = _numbered(fqns)
+        columns = {name: getattr(self, name)[rows] for name in _COLUMNS}
+        dims = ranges(self.dim_start[:-1][rows], columns["ndim"])
+        columns |= {name: getattr(self, name)[dims] for name in _DIMS}
+        columns["fqn_id"] = numbers
+        columns["first_chunk"] = first_chunks(columns["nbytes"])
+        return ShardTable(names, list(self.dtypes), columns)
 
     @classmethod
     def concatenate(cls, parts: Sequence[tuple[ShardTable, np.ndarray, int]]) -> tuple[ShardTable, np.ndarray]:
@@ -238,6 +249,15 @@ class ShardTable:
         columns["fqn_id"] = place[names.ravel()] if len(kept) else self.fqn_id[:0]
         columns["first_chunk"] = first_chunks(columns["nbytes"])
         return ShardTable([self.fqns[i] for i in kept[order].tolist()], list(self.dtypes), columns)
+
+
+def _numbered(fqns: Sequence[str]) -> tuple[list[str], np.ndarray]:
+    """Return the names, each once, and the number of each of `fqns` among them."""
+    names = list(dict.fromkeys(fqns))
+    if len(names) == len(fqns):
+        return names, np.arange(len(fqns), dtype=np.uint32)
+    ids = {name: i for i, name in enumerate(names)}
+    return names, np.array([ids[fqn] for fqn in fqns], np.uint32)
 
 
 def columns_of(table: ShardTable) -> dict[str, Any]:

@@ -25,8 +25,7 @@ _LAZY = {"FlashStorageReader": "flashckpt.dcp.reader", "FlashStorageWriter": "fl
 def __getattr__(name: str) -> object:
     """Load a public name on first use: the names of state (`flashckpt.dcp.names`) are free of torch."""
     if name not in _LAZY:
-        msg = f"module 'flashckpt.dcp' has no attribute {name!r}"
-        raise AttributeError(msg)
+        raise AttributeError(f"module 'flashckpt.dcp' has no attribute {name!r}")
     from importlib import import_module
 
     return getattr(import_module(_LAZY[name]), name)

@@ -28,7 +28,7 @@ from flashckpt.checkpoint.retention import reading
 from flashckpt.core.manifest import Manifest
 from flashckpt.core.shard import Shard
 from flashckpt.dcp.contents import Contents, contents_of
-from flashckpt.dcp.writer import parse_step
+from flashckpt.dcp.writer import is_step, parse_step
 from flashckpt.errors import ConfigError, DisagreementError
 from flashckpt.restore.executor import Target, execute_reads
 from flashckpt.restore.live_memory import bytes_of
@@ -80,11 +80,7 @@ class FlashStorageReader(StorageReader):
     @classmethod
     def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
         """Return whether this is a step."""
-        try:
-            parse_step(checkpoint_id)
-        except ConfigError:
-            return False
-        return True
+        return is_step(checkpoint_id)
 
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
         """Choose the checkpoint and return what it holds in dcp's words.

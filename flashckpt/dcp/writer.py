@@ -95,11 +95,7 @@ class FlashStorageWriter(StorageWriter):
     @classmethod
     def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
         """Return whether this is a step."""
-        try:
-            parse_step(checkpoint_id)
-        except ConfigError:
-            return False
-        return True
+        return is_step(checkpoint_id)
 
     def set_up_storage_writer(self, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
         """Refuse what would write one checkpoint per rank."""
@@ -188,6 +184,15 @@ def parse_step(text: object) -> tuple[int, int | None]:
     if not number.isdigit() or (dot and not generation.isdigit()):
         raise ConfigError("a checkpoint of flashckpt is named by its step", found=str(text), expected="120 or 120.g3")
     return int(number), int(generation) if dot else None
+
+
+def is_step(text: object) -> bool:
+    """Return whether `parse_step` takes it."""
+    try:
+        parse_step(text)
+    except ConfigError:
+        return False
+    return True
 
 
 def _dtype(item: WriteItem) -> str:

@@ -193,8 +193,7 @@ class _MetadataUnpickler(pickle.Unpickler):
             return getattr(torch, name)
         if name in _DCP_CLASSES.get(module, ()):
             return getattr(importlib.import_module(module), name)
-        msg = f"GLOBAL {module}.{name}"
-        raise pickle.UnpicklingError(msg)
+        raise pickle.UnpicklingError(f"GLOBAL {module}.{name}")
 
 
 def _read_metadata(path: Path) -> Metadata:

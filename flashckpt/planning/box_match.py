@@ -65,9 +65,10 @@ def match(wanted: ShardTable, left: Ints, held: ShardTable, *, name: str) -> Mat
     here = np.flatnonzero(ids >= 0)
     _check_kinds(wanted, left[here], held, ids[here], name)
     width = int(wanted.ndim.max(initial=0))
-    parts: list[Reads] = []
     decided = np.zeros(len(left), np.int8)  # 0: nothing found, 1: covered, 2: in part
-    for block in _blocks(here, ids, held):
+    alike, parts = _match_alike(wanted, left[here], held, ids[here], width)
+    decided[here[alike]] = 1
+    for block in _blocks(here[~alike], ids, held):
         pairs = _pairs(wanted, left[block], held, ids[block], width)
         chosen, is_covered, is_met = _choose(pairs, len(block))
         decided[block[is_met]] = 2
@@ -83,6 +84,24 @@ def match(wanted: ShardTable, left: Ints, held: ShardTable, *, name: str) -> Mat
         )
     partial = [Gap(row, _box(wanted, row)) for row in left[decided == 2].tolist()]
     return Match(reads=Reads.joined(parts, width), left=left[decided == 0], partial=partial)
+
+
+def _match_alike(
+    wanted: ShardTable, rows: Ints, held: ShardTable, ids: Ints, width: int
+) -> tuple[npt.NDArray[np.bool_], list[Reads]]:
+    """Return which wanted boxes are the only row that the table has of their tensor, and the reads of those.
+
+    Nearly every tensor of a layout that has not changed: no pairs have to be made for it.
+    """
+    order, starts = held.rows_by_tensor
+    row = order[starts[ids]]
+    alike = starts[ids + 1] - starts[ids] == 1
+    offsets, lengths = wanted.dims(wanted.offsets, rows, width, 0), wanted.dims(wanted.lengths, rows, width, 1)
+    alike &= (offsets == held.dims(held.offsets, row, width, 0)).all(axis=1)
+    alike &= (lengths == held.dims(held.lengths, row, width, 1)).all(axis=1)
+    source = np.zeros(int(alike.sum()), np.int64)
+    reads = Reads(target=rows[alike], source=source, row=row[alike], offsets=offsets[alike], lengths=lengths[alike])
+    return alike, [reads]
 
 
 def row_boxes(table: ShardTable, rows: Sequence[int], box: Box) -> list[tuple[int, Box]]:
@@ -114,10 +133,8 @@ def refuse_other_kind(shard: Shard, held: Shard, name: str) -> None:
 
 def _ids(wanted: ShardTable, left: Ints, held: ShardTable) -> Ints:
     """Return where the names of wanted rows stand in the other table's `fqns`; -1 for none."""
-    names = np.unique(wanted.fqn_id[left])
-    places = np.full(len(wanted.fqns), -1, np.int64)
     known = held.ids
-    places[names] = [known.get(wanted.fqns[i], -1) for i in names.tolist()]
+    places = np.array([known.get(fqn, -1) for fqn in wanted.fqns], np.int64)
     found: Ints = places[wanted.fqn_id[left]]
     return found
 

@@ -150,21 +150,33 @@ def cut_pieces(plan: ReadPlan, without: frozenset[SourceRow] = frozenset(), *, m
 
 def merge_pieces(pieces: Pieces) -> list[Job]:
     """Group pieces into jobs: neighbours in one object within GAP_BYTES, at most JOB_BYTES from end to end."""
-    order = np.lexsort((pieces.part, pieces.read, pieces.target, pieces.place, pieces.object_id, pieces.source))
-    pieces = pieces.take(order)
-    stops = (pieces.place + pieces.stop - pieces.start).tolist()
+    pieces = pieces.take(_in_order(pieces))
+    stops = pieces.place + pieces.stop - pieces.start
     other = np.flatnonzero(np.diff(pieces.source) | np.diff(pieces.object_id)) + 1
     bounds: list[int] = []
-    for low, high in zip([0, *other.tolist()], [*other.tolist(), len(pieces)], strict=True):
-        begin = last = None
-        for piece, place in enumerate(pieces.place[low:high].tolist(), low):
-            stop = stops[piece]
-            if last is None or place - last > GAP_BYTES or max(stop, last) - begin > JOB_BYTES:
-                bounds.append(piece)
-                begin, last = place, stop
-            elif stop > last:
-                last = stop
+    for low, high in itertools.pairwise([0, *other.tolist(), len(pieces)]):
+        bounds += _job_starts(pieces.place[low:high], stops[low:high], low)
     return [Job(pieces, a, b) for a, b in itertools.pairwise([*bounds, len(pieces)])]
+
+
+def _in_order(pieces: Pieces) -> Ints:
+    """Return the pieces by source, object and place; those of one place as they were cut."""
+    columns = (pieces.place, pieces.object_id, pieces.source)
+    keys = [column for column in columns if len(column) and (column != column[0]).any()]
+    order: Ints = np.lexsort(keys) if keys else np.arange(len(pieces))
+    return order
+
+
+def _job_starts(places: Ints, stops: Ints, first: int) -> Iterator[int]:
+    """Yield where the jobs of one object begin; its pieces stand from `first` on, in the order of their places."""
+    reached = np.maximum.accumulate(stops)
+    gaps = np.append(np.flatnonzero(places[1:] - reached[:-1] > GAP_BYTES) + 1, len(places))
+    begin = 0
+    while begin < len(places):
+        yield first + begin
+        full = int(np.searchsorted(reached, places[begin] + JOB_BYTES, side="right"))
+        gap = int(gaps[np.searchsorted(gaps, begin, side="right")])
+        begin = max(begin + 1, min(full, gap))
 
 
 def _single_runs(plan: ReadPlan) -> tuple[npt.NDArray[np.bool_], Ints, Ints]:

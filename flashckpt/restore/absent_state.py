@@ -1,79 +1,120 @@
-"""Optimizer state that the sources have and the live optimizers have not made yet."""
+"""Optimizer state that the sources have and the live optimizers have not made yet.
+
+Parameters of one kind that lack the same state are one block: there may be hundreds of thousands of them, and a handful
+of kinds.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Container, Iterator, Sequence
+from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any, NamedTuple
+from typing import Any
 
+import numpy as np
+import numpy.typing as npt
 import torch
 
 from flashckpt.core.shard import Shard
 from flashckpt.core.shard_table import ShardTable
-from flashckpt.restore.source_names import SourceNames
-from flashckpt.state import optimizer_state, state_forms
-from flashckpt.state.placement import LocalBox, World, boxes_of
+from flashckpt.restore.source_names import Kind, SourceNames
+from flashckpt.state import state_forms
+from flashckpt.state.box_sets import first_alike
+from flashckpt.state.placement import LocalBox, boxes_of
 from flashckpt.state.registry import StateRegistry
 from flashckpt.state.state_forms import Form
 
+Ints = npt.NDArray[np.int64]
+_PLAIN = (torch.Tensor, torch.nn.Parameter)
 
-class AbsentTensor(NamedTuple):
-    """One tensor of optimizer state that is still to be made.
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class AbsentKey:
+    """One key of the state of the parameters of a block.
 
     Attributes:
-        optimizer, group, param, key: Where it belongs: `optimizer.state[param][key]`.
-        fqn: Its name in the sources.
-        dtype, shape: Of the global tensor.
-        boxes: What this rank holds of it.
-        form: How it lies beside its parameter.
+        key: Where it belongs: `optimizer.state[param][key]`.
+        fqns: Its names in the sources, one for each parameter.
+        kind: Dtype and shape of each global tensor.
+        boxes: What this rank holds of each.
+        form: How each lies beside its parameter.
+    """
+
+    key: str
+    fqns: Sequence[str]
+    kind: Kind
+    boxes: Sequence[LocalBox]
+    form: Form
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class AbsentBlock:
+    """State that is still to be made, the same for each of several parameters of one kind.
+
+    Attributes:
+        optimizer, group: Whose state it is.
+        params: The parameters.
+        keys: What each of them lacks.
     """
 
     optimizer: torch.optim.Optimizer
-    group: dict[str, Any]
-    param: torch.Tensor
-    key: str
-    fqn: str
-    dtype: str
-    shape: tuple[int, ...]
-    boxes: tuple[LocalBox, ...]
-    form: Form
+    group: Mapping[str, Any]
+    params: Sequence[torch.Tensor]
+    keys: Sequence[AbsentKey]
+
+    def allocate(self) -> list[list[torch.Tensor]]:
+        """Make the tensors of each key and attach them to the optimizer; the restore overwrites all of them."""
+        made = [self._make(key) for key in self.keys]
+        names, state = [key.key for key in self.keys], self.optimizer.state
+        for param, tensors in zip(self.params, zip(*made, strict=True), strict=True):
+            state[param].update(zip(names, tensors, strict=True))
+        return made
+
+    def _make(self, key: AbsentKey) -> list[torch.Tensor]:
+        shape, dtype = key.kind.global_shape, getattr(torch, key.kind.dtype)
+        is_plain = key.form == state_forms.USUAL and type(self.params[0]) in _PLAIN
+        singly = self.params[:1] if is_plain else self.params
+        made = [
+            state_forms.allocate(p, key.key, shape=shape, dtype=dtype, group=self.group, fqn=fqn, form=key.form)
+            for p, fqn in zip(singly, key.fqns, strict=False)
+        ]
+        alike = self.params[len(singly) :]
+        if not shape or shape != tuple(self.params[0].shape):
+            return made + [torch.empty_like(made[0]) for _ in alike]
+        if dtype == self.params[0].dtype:
+            return made + [torch.empty_like(param) for param in alike]
+        return made + [torch.empty_like(param, dtype=dtype) for param in alike]
 
 
 @dataclass(frozen=True, eq=False)
 class AbsentState:
-    """All of it, in the order in which it is made: parameter after parameter."""
+    """All of it, block by block."""
 
-    tensors: Sequence[AbsentTensor] = ()
+    blocks: Sequence[AbsentBlock] = ()
 
     @cached_property
     def table(self) -> ShardTable:
-        """The rows that are wanted of it: one per box, tensor after tensor."""
-        rows = [(one, box) for one in self.tensors for box in one.boxes]
-        return ShardTable.from_boxes(
-            [one.fqn for one, _ in rows],
-            [one.dtype for one, _ in rows],
-            [one.shape for one, _ in rows],
+        """The rows that are wanted of it: block by block, key by key, box by box, one for each parameter."""
+        rows = [(key, box) for block in self.blocks for key in block.keys for box in key.boxes]
+        kinds = ShardTable.from_boxes(
+            [str(number) for number in range(len(rows))],
+            [key.kind.dtype for key, _ in rows],
+            [key.kind.global_shape for key, _ in rows],
             [box.offsets for _, box in rows],
             [box.lengths for _, box in rows],
         )
+        which = np.repeat(np.arange(len(rows)), [len(key.fqns) for key, _ in rows])
+        return kinds.under([fqn for key, _ in rows for fqn in key.fqns], which)
 
     @property
     def shards(self) -> list[Shard]:
         """The same rows as shards."""
         return [self.table.shard(row) for row in range(len(self.table))]
 
-    def allocate(self) -> Iterator[tuple[AbsentTensor, torch.Tensor]]:
-        """Make each tensor and attach it to its optimizer; the restore overwrites all of it."""
-        dtypes = {dtype: getattr(torch, dtype) for dtype in {one.dtype for one in self.tensors}}
-        last, state = None, dict[str, torch.Tensor]()
-        for one in self.tensors:
-            optimizer, group, param, key, fqn, dtype, shape, _, form = one
-            if param is not last:
-                last, state = param, optimizer.state[param]
-            made = state_forms.allocate(param, key, shape=shape, dtype=dtypes[dtype], group=group, fqn=fqn, form=form)
-            state[key] = made
-            yield one, made
+    @property
+    def params(self) -> Iterator[torch.Tensor]:
+        """The parameters that lack something."""
+        return (param for block in self.blocks for param in block.params)
 
 
 def absent_state(
@@ -87,15 +128,21 @@ def absent_state(
         exact: Another rank's state is not taken in place of one's own.
         wanted: Tells of a name whether it is asked for; None asks for everything.
     """
-    unmade = [one for one in _unmade(tracked, names, exact=exact) if wanted is None or wanted(one[-1])]
-    kinds = names.kinds([one[-1] for one in unmade])
-    forms, boxes = names.forms, _Boxes()
-    tensors = []
-    for (optimizer, group, param, key, fqn), (dtype, shape) in zip(unmade, kinds, strict=True):
-        form = names.form(fqn) if forms else state_forms.USUAL
-        cut = boxes.of(param, fqn, shape, form)
-        tensors.append(AbsentTensor(optimizer, group, param, key, fqn, dtype, shape, cut, form))
-    return AbsentState(tensors)
+    blocks: list[AbsentBlock] = []
+    for label, optimizers in tracked.optimizers.items():
+        keys = _recorded_keys(label, names)
+        for optimizer in optimizers if keys else ():
+            live = tracked.names_for([optimizer])
+            for group in optimizer.param_groups:
+                params = group["params"]
+                search = _StateSearch(label, [live[id(param)] for param in params], names, tracked.world.suffix, exact)
+                found = {key: search.find(key) for key in keys}
+                if optimizer.state:
+                    found = {key: _unmade(optimizer, params, key, fqns) for key, fqns in found.items()}
+                if wanted is not None:
+                    found = {key: [f if f and wanted(f) else None for f in fqns] for key, fqns in found.items()}
+                blocks += _blocks(optimizer, group, found, names)
+    return AbsentState(blocks)
 
 
 def is_of_this_rank(name: str, suffix: str, known: Container[str]) -> bool:
@@ -103,81 +150,113 @@ def is_of_this_rank(name: str, suffix: str, known: Container[str]) -> bool:
     return f"model.{name}@{suffix}" in known or f"{name}@{suffix}" in known
 
 
-_Unmade = tuple[torch.optim.Optimizer, dict[str, Any], torch.Tensor, str, str]
-"""Optimizer, group, parameter and key of state to be made, and the name that the sources have for it."""
-
-
-def _unmade(tracked: StateRegistry, names: SourceNames, *, exact: bool) -> Iterator[_Unmade]:
-    has_own = bool(names.of_ranks)
-    suffix = tracked.world.suffix
-    for label, optimizers in tracked.optimizers.items():
-        recorded = _by_parameter(label, names)
-        if not recorded:
-            continue
-        for optimizer in optimizers:
-            live, groups = tracked.names_for([optimizer]), optimizer_state.groups_by_parameter(optimizer)
-            made = optimizer.state
-            for param in optimizer_state.parameters(optimizer):
-                name = live[id(param)]
-                found = recorded.get(name)
-                if found is None:
-                    continue
-                if has_own:
-                    own = exact or is_of_this_rank(name, suffix, names.index)
-                    found = _of_this_rank(found, tracked.world, exact=own)
-                state = made.get(param)
-                for key, fqn in sorted(found):
-                    if state is None or not isinstance(state.get(key), torch.Tensor):
-                        yield optimizer, groups[id(param)], param, key, fqn
-
-
-def _by_parameter(label: str, names: SourceNames) -> dict[str, list[tuple[str, str]]]:
-    """Return (state key, name in the sources) of all state of one optimizer, by parameter."""
-    found: dict[str, list[tuple[str, str]]] = {}
+def _recorded_keys(label: str, names: SourceNames) -> list[str]:
+    """Return the keys that the sources have of the state of one optimizer."""
     prefix = f"{label}."
-    skip = len(prefix)
-    for fqn in names.index:
-        if fqn.startswith(prefix):
-            base = fqn.partition("@")[0] if "@" in fqn else fqn
-            name, _, key = base[skip:].rpartition(".")
-            if name in found:
-                found[name].append((key, fqn))
-            else:
-                found[name] = [(key, fqn)]
+    state = (fqn for fqn in names.index if fqn.startswith(prefix))
+    if names.of_ranks:
+        state = (fqn.partition("@")[0] for fqn in state)
+    return sorted({fqn.rpartition(".")[2] for fqn in state})
+
+
+@dataclass(frozen=True)
+class _StateSearch:
+    """A search for the state of some parameters of one optimizer.
+
+    Attributes:
+        label: Track name of the optimizer.
+        params: Names of the parameters.
+        names: Of the sources.
+        suffix: Of this rank.
+        exact: As in `absent_state`.
+    """
+
+    label: str
+    params: Sequence[str]
+    names: SourceNames
+    suffix: str
+    exact: bool
+
+    def find(self, key: str) -> list[str | None]:
+        """Return the name in the sources of each parameter's state of one key."""
+        index = self.names.index
+        fqns = [f"{self.label}.{name}.{key}" for name in self.params]
+        if not self.names.of_ranks:
+            return [fqn if fqn in index else None for fqn in fqns]
+        return [self._of_rank(name, fqn) for name, fqn in zip(self.params, fqns, strict=True)]
+
+    def _of_rank(self, name: str, fqn: str) -> str | None:
+        """Return this rank's tensor, else that of all ranks, else (where not `exact`) another rank's."""
+        index = self.names.index
+        if (own := f"{fqn}@{self.suffix}") in index:
+            return own
+        if fqn in index or self.exact or is_of_this_rank(name, self.suffix, index):
+            return fqn if fqn in index else None
+        return min(self.names.of_ranks.get(fqn, ()), default=None)
+
+
+def _unmade(
+    optimizer: torch.optim.Optimizer, params: Sequence[torch.Tensor], key: str, fqns: Sequence[str | None]
+) -> list[str | None]:
+    """Return the names without those of tensors that the optimizer has made."""
+    states = map(optimizer.state.get, params)
+    made = [state is not None and isinstance(state.get(key), torch.Tensor) for state in states]
+    return [None if is_made else fqn for is_made, fqn in zip(made, fqns, strict=True)]
+
+
+def _blocks(
+    optimizer: torch.optim.Optimizer,
+    group: Mapping[str, Any],
+    found: Mapping[str, Sequence[str | None]],
+    names: SourceNames,
+) -> Iterator[AbsentBlock]:
+    """Yield the blocks of one group.
+
+    Args:
+        optimizer: The optimizer.
+        group: The group.
+        found: By key: for each parameter the name of what is to be made; None where there is nothing.
+        names: Of the sources.
+    """
+    lacking = {key: fqns for key, fqns in found.items() if any(fqns)}
+    if not lacking:
+        return
+    params = group["params"]
+    alike = np.array(first_alike(params), np.int64)
+    is_lacking = np.zeros(len(params), np.bool_)
+    for fqns in lacking.values():
+        numbers = _numbers(fqns, names)
+        is_lacking |= numbers > 0
+        alike = np.unique(alike * (numbers.max() + 1) + numbers, return_inverse=True)[1]
+    order = np.flatnonzero(is_lacking)
+    order = order[np.argsort(alike[order], kind="stable")]
+    for which in np.split(order, np.flatnonzero(np.diff(alike[order])) + 1):
+        places = which.tolist()
+        keys = [(key, fqns) for key, fqns in lacking.items() if fqns[places[0]]]
+        of_block = [params[at] for at in places]
+        yield AbsentBlock(
+            optimizer=optimizer,
+            group=group,
+            params=of_block,
+            keys=[_key(of_block[0], key, [fqns[at] or "" for at in places], names) for key, fqns in keys],
+        )
+
+
+def _numbers(fqns: Sequence[str | None], names: SourceNames) -> Ints:
+    """Return for each name a number that stands for its dtype, shape and form; 0 where there is none."""
+    known = [fqn for fqn in fqns if fqn is not None]
+    numbers = names.kind_numbers(known)
+    if names.forms:
+        seen: dict[Form, int] = {}
+        forms = np.array([seen.setdefault(names.form(fqn), len(seen)) for fqn in known], np.int64)
+        numbers = numbers * len(seen) + forms
+    found = np.zeros(len(fqns), np.int64)
+    found[[fqn is not None for fqn in fqns]] = numbers + 1
     return found
 
 
-def _of_this_rank(candidates: Sequence[tuple[str, str]], world: World, *, exact: bool) -> list[tuple[str, str]]:
-    """Of several names of one key (one per rank), return this rank's, else (where not `exact`) the first."""
-    chosen: dict[str, str] = {}
-    for key, fqn in sorted(candidates):
-        if exact and "@" in fqn and not fqn.endswith(f"@{world.suffix}"):
-            continue
-        if key not in chosen or fqn.endswith(f"@{world.suffix}"):
-            chosen[key] = fqn
-    return list(chosen.items())
-
-
-class _Boxes:
-    """The boxes of absent tensors; those of one parameter, or of one shape, are computed once."""
-
-    def __init__(self) -> None:
-        self._param: torch.Tensor | None = None
-        self._of_param: tuple[tuple[int, ...], tuple[LocalBox, ...]] = (), ()
-        self._of_shape: dict[tuple[int, ...], tuple[LocalBox, ...]] = {}
-
-    def of(self, param: torch.Tensor, fqn: str, shape: tuple[int, ...], form: Form) -> tuple[LocalBox, ...]:
-        """Return what this rank holds of a tensor: of the parameter's shape, as much as of the parameter."""
-        if param is not self._param:
-            own = tuple(param.shape)
-            is_plain = type(param) in (torch.Tensor, torch.nn.Parameter)
-            self._param, self._of_param = param, (own, self._whole(own) if is_plain else boxes_of(fqn, param))
-        if shape == self._of_param[0] and form[0] in ("", state_forms.LOCAL):
-            return self._of_param[1]
-        return self._whole(shape)
-
-    def _whole(self, shape: tuple[int, ...]) -> tuple[LocalBox, ...]:
-        known = self._of_shape.get(shape)
-        if known is None:
-            known = self._of_shape[shape] = boxes_of("", torch.empty(shape, device="meta"))
-        return known
+def _key(param: torch.Tensor, key: str, fqns: Sequence[str], names: SourceNames) -> AbsentKey:
+    (kind,), form = names.kinds(fqns[:1]), names.form(fqns[0])
+    is_beside = kind.global_shape == tuple(param.shape) and form[0] in ("", state_forms.LOCAL)
+    like = param if is_beside else torch.empty(kind.global_shape, device="meta")
+    return AbsentKey(key=key, fqns=fqns, kind=kind, boxes=boxes_of(fqns[0], like), form=form)

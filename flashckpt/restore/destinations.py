@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -11,8 +12,11 @@ import numpy as np
 import numpy.typing as npt
 
 from flashckpt.core.shard import Shard
+from flashckpt.native.copying import PYTHON, copy_and_digest, implementation
+from flashckpt.native.descriptors import DescriptorError
 
 Bytes = npt.NDArray[np.uint8]
+Ints = npt.NDArray[np.int64]
 _GIL_BYTES = 64 << 10
 """From here on a copy lets other threads run; giving the interpreter lock up costs more than a smaller copy."""
 _copy_holding_gil: Any = ctypes.PyDLL(None).memmove
@@ -42,8 +46,8 @@ class Destinations:
         owners: What keeps that memory alive.
     """
 
-    addresses: npt.NDArray[np.int64]
-    nbytes: npt.NDArray[np.int64]
+    addresses: Ints
+    nbytes: Ints
     owners: Sequence[object]
 
     @classmethod
@@ -57,8 +61,9 @@ class Destinations:
         for k, target in enumerate(targets):
             buffer = memoryview(target.buffer)
             if buffer.nbytes != target.shard.nbytes or (buffer.readonly and buffer.nbytes):
-                msg = f"buffer of {target.shard.fqn!r}: {buffer.nbytes} bytes, shard has {target.shard.nbytes}"
-                raise ValueError(msg)
+                raise ValueError(
+                    f"buffer of {target.shard.fqn!r}: {buffer.nbytes} bytes, shard has {target.shard.nbytes}"
+                )
             if buffer.nbytes:
                 addresses[k] = address_of(np.frombuffer(buffer, np.uint8))
         nbytes = np.array([target.shard.nbytes for target in targets], np.int64)
@@ -83,7 +88,12 @@ def address_of(array: Bytes) -> int:
     return address
 
 
-def copy_bytes(targets: Sequence[int], sources: Sequence[int], sizes: Sequence[int]) -> None:
-    """Copy `sizes[k]` bytes from address `sources[k]` to `targets[k]`, one after another. They do not overlap."""
-    for target, source, nbytes in zip(targets, sources, sizes, strict=True):
+def copy_bytes(targets: Ints, sources: Ints, sizes: Ints) -> None:
+    """Copy `sizes[k]` bytes from address `sources[k]` to `targets[k]`; none lies over a source."""
+    if implementation() != PYTHON:
+        rows = np.column_stack((sources, targets, sizes))[sizes > 0]
+        with contextlib.suppress(DescriptorError):  # live tensors may be views of each other: one after another then
+            copy_and_digest(rows, digest=False, check=False)
+            return
+    for target, source, nbytes in zip(targets.tolist(), sources.tolist(), sizes.tolist(), strict=True):
         (_copy_holding_gil if nbytes < _GIL_BYTES else ctypes.memmove)(target, source, nbytes)

@@ -203,10 +203,10 @@ class _Executor:
             rest = np.flatnonzero(~is_direct) + job.first
             copy_s = 0.0
             if len(rest):
-                spans = Spans(pieces.row[rest].tolist(), pieces.start[rest].tolist(), pieces.stop[rest].tolist())
+                spans = Spans(pieces.row[rest], pieces.start[rest], pieces.stop[rest])
                 data, offsets = source.verified(spans)
                 started = time.perf_counter()
-                copied += self._copy(pieces, rest, data, np.array(offsets, np.int64))
+                copied += self._copy(pieces, rest, data, np.asarray(offsets, np.int64))
                 copy_s = time.perf_counter() - started
             source.check()
         except (FlashckptError, OSError) as error:
@@ -241,7 +241,7 @@ class _Executor:
         sizes = np.minimum(begin + pieces.nbytes[at], pieces.stop[at]) - low
         sources = address_of(data) + first + low - pieces.start[at]
         targets = self._destinations.addresses[pieces.target[at]] + pieces.target_start[at] + low - begin
-        copy_bytes(targets.tolist(), sources.tolist(), sizes.tolist())
+        copy_bytes(targets, sources, sizes)
         copied = int(sizes.sum())
         for piece, offset in zip(which[~is_run].tolist(), offsets[~is_run].tolist(), strict=True):
             start, stop = int(pieces.start[piece]), int(pieces.stop[piece])

@@ -2,16 +2,26 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 
 from flashckpt.errors import UnsupportedStateError
+from flashckpt.restore.absent_state import AbsentKey
 from flashckpt.restore.destinations import Destinations
 from flashckpt.restore.requirements import Requirements
 from flashckpt.state.placement import LocalBox, local_of
+
+
+class Staged(NamedTuple):
+    """A live tensor that has no row-major host memory, and the buffer that is copied to it afterwards."""
+
+    fqn: str
+    live: torch.Tensor
+    buffer: torch.Tensor
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -21,12 +31,12 @@ class LiveMemory:
     Attributes:
         destinations: Of all rows.
         in_values: The tensors that values consist of, by name.
-        staged: (name, live tensor, buffer) of those that have no row-major host memory; see `finish`.
+        staged: What is copied to its place by `finish`.
     """
 
     destinations: Destinations
     in_values: dict[str, torch.Tensor]
-    staged: list[tuple[str, torch.Tensor, torch.Tensor]] = field(default_factory=list)
+    staged: list[Staged] = field(default_factory=list)
 
     def finish(self) -> None:
         """Copy the buffers to where they belong.
@@ -42,13 +52,14 @@ class LiveMemory:
 
 def allocate(required: Requirements) -> LiveMemory:
     """Make the state and buffers that are still missing; return where every row goes."""
-    staged: list[tuple[str, torch.Tensor, torch.Tensor]] = []
-    parts = [_part(row.fqn, row.tensor, row.box, staged) for row in required.live]
-    for one, tensor in required.absent.allocate():
-        parts += [_part(one.fqn, tensor, box, staged) for box in one.boxes]
+    staged: list[Staged] = []
+    live = required.live
+    parts = _parts(live.fqns, live.tensors, live.boxes, staged)
+    for block in required.absent.blocks:
+        for key, made in zip(block.keys, block.allocate(), strict=True):
+            parts += _parts_of_key(key, made, staged)
     in_values = {}
-    first = len(parts)
-    for row, name in enumerate(required.in_values, first):
+    for row, name in enumerate(required.in_values, len(parts)):
         shard = required.wanted.shard(row)
         in_values[name] = torch.empty(shard.global_shape, dtype=getattr(torch, shard.dtype))
     parts += in_values.values()
@@ -63,11 +74,31 @@ def allocate(required: Requirements) -> LiveMemory:
     )
 
 
-def _part(
-    fqn: str, tensor: torch.Tensor, box: LocalBox, staged: list[tuple[str, torch.Tensor, torch.Tensor]]
-) -> torch.Tensor:
-    """Return the row-major host memory of one box of a live tensor, or a buffer for it."""
-    part = local_of(tensor)
+def _parts_of_key(key: AbsentKey, made: list[torch.Tensor], staged: list[Staged]) -> list[torch.Tensor]:
+    """Return the same as `_parts` for tensors that were just made, all of one kind: box by box."""
+    first = made[0]
+    is_whole = type(first) is torch.Tensor and first.is_cpu and [first.shape] == [box.lengths for box in key.boxes]
+    if is_whole and all(tensor.is_contiguous() for tensor in made):
+        return made
+    return [part for box in key.boxes for part in _parts(key.fqns, made, [box] * len(made), staged)]
+
+
+def _parts(
+    fqns: Sequence[str], tensors: Sequence[torch.Tensor], boxes: Sequence[LocalBox], staged: list[Staged]
+) -> list[torch.Tensor]:
+    """Return the row-major host memory of one box of each live tensor, or a buffer for it."""
+    whole = [local_of(tensor) for tensor in tensors]
+    is_ready = [
+        part.shape == box.lengths and part.is_cpu and part.is_contiguous() and not part.is_conj() and not part.is_neg()
+        for part, box in zip(whole, boxes, strict=True)
+    ]
+    for row in np.flatnonzero(~np.array(is_ready, np.bool_)).tolist():
+        whole[row] = _part(fqns[row], whole[row], boxes[row], staged)
+    return whole
+
+
+def _part(fqn: str, part: torch.Tensor, box: LocalBox, staged: list[Staged]) -> torch.Tensor:
+    """Return the row-major host memory of one box of a local tensor, or a buffer for it."""
     if part.shape != box.lengths:
         part = part.detach()
         for dim, (start, length) in enumerate(zip(box.starts, box.lengths, strict=True)):
@@ -75,7 +106,7 @@ def _part(
     if part.is_cpu and part.is_contiguous() and not part.is_conj() and not part.is_neg():
         return part
     buffer = torch.empty(part.shape, dtype=part.dtype)
-    staged.append((fqn, part.detach(), buffer))
+    staged.append(Staged(fqn, part.detach(), buffer))
     return buffer
 
 

@@ -121,7 +121,7 @@ class PeerSource:
     def _located(self, spans: Spans) -> Verified:
         """Return where ranges lie among what has arrived; those of several rounds are put together."""
         starts = (self.manifest.table.byte_offset[spans.rows] + np.array(spans.starts, np.int64)).tolist()
-        sizes = [stop - start for start, stop in zip(spans.starts, spans.stops, strict=True)]
+        sizes = (np.asarray(spans.stops) - np.asarray(spans.starts)).tolist()
         found = [self._arrived.get(SlotRange(*one)) for one in zip(starts, sizes, strict=True)]
         places = [place for place in found if place is not None]
         if len(places) < len(found):

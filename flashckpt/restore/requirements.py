@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import fnmatch
 import functools
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, field, replace
-from typing import NamedTuple
+from typing import cast
 
 import numpy as np
+import numpy.typing as npt
 import torch
 
 from flashckpt.core.manifest import Manifest
@@ -21,13 +22,16 @@ from flashckpt.state.placement import LocalBox, boxes_of, shard_of
 from flashckpt.state.registry import StateRegistry
 from flashckpt.state.state_layout import StateLayout
 
+Ints = npt.NDArray[np.int64]
 
-class LiveRow(NamedTuple):
-    """One box of a live tensor."""
 
-    fqn: str
-    tensor: torch.Tensor
-    box: LocalBox
+@dataclass(frozen=True, kw_only=True, eq=False)
+class LiveRows:
+    """Boxes of live tensors, one entry per row in each list: the name, the tensor, what is meant of it."""
+
+    fqns: Sequence[str]
+    tensors: Sequence[torch.Tensor]
+    boxes: Sequence[LocalBox]
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -53,13 +57,17 @@ class LiveState:
         """The rows of the live tensors."""
         return self.layout.table
 
-    def rows(self, numbers: Iterable[int]) -> Iterator[LiveRow]:
-        """Yield rows of the table, by their numbers."""
-        names, tensors, boxes = self.layout.structure.names, self.layout.structure.tensors, self.layout.boxes
-        for at, box in zip(*self.layout.places(numbers), strict=True):
-            tensor = tensors[at]
-            assert tensor is not None, "settled: everything is there"
-            yield LiveRow(names[at], tensor, boxes[box])
+    def rows(self, numbers: Ints) -> LiveRows:
+        """Return rows of the table, by their numbers."""
+        structure = self.layout.structure
+        tensors, boxes = self.layout.places(numbers)
+        found = [structure.tensors[at] for at in tensors]
+        assert not any(tensor is None for tensor in found), "settled: everything is there"
+        return LiveRows(
+            fqns=[structure.names[at] for at in tensors],
+            tensors=cast("list[torch.Tensor]", found),
+            boxes=[self.layout.boxes[box] for box in boxes],
+        )
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -68,7 +76,7 @@ class Requirements:
 
     Attributes:
         wanted: All rows, under the names that the sources have: of live tensors, of absent state, of tensors in values.
-        live: LocalBox and tensor of each of the first rows.
+        live: The first rows, of live tensors.
         absent: State to allocate; its rows come next.
         in_values: Names of tensors that values consist of, one row each; theirs come last.
         missing: Names that no source has.
@@ -76,7 +84,7 @@ class Requirements:
     """
 
     wanted: ShardTable
-    live: Sequence[LiveRow]
+    live: LiveRows
     absent: AbsentState
     in_values: Sequence[str]
     missing: tuple[str, ...] = ()
@@ -127,19 +135,21 @@ def requirements(
 
 def _named_rows(
     live: LiveState, names: SourceNames, only: str | None, *, exact: bool
-) -> tuple[ShardTable, list[LiveRow], list[str]]:
+) -> tuple[ShardTable, LiveRows, list[str]]:
     """Return the rows of live tensors that sources name, under the names they have there, and the names of others."""
     table, index = live.table, names.index
     left_out = set(live.layout.structure.fresh)
     if only is not None:
         left_out |= {fqn for fqn in table.fqns if not is_wanted(fqn, only)}
+    if not left_out and all(fqn in index for fqn in table.fqns):  # nearly always
+        return table, live.rows(np.arange(len(table))), []
     # None: no source has it
     found = ["" if f in left_out else f if f in index else names.find(f, exact=exact) for f in table.fqns]
     is_named = np.array([bool(name) for name in found], np.bool_)
     kept = np.flatnonzero(is_named[table.fqn_id]) if len(table) else np.zeros(0, np.int64)
     named = dict(zip(table.fqns, found, strict=True))
     taken = table.take(kept)
-    rows = list(live.rows(kept.tolist()))
+    rows = live.rows(kept)
     missing = [fqn for fqn, name in named.items() if name is None]
     return taken.renamed([named[fqn] or "" for fqn in taken.fqns]), rows, missing
 
@@ -171,7 +181,7 @@ def _unnamed_state(
 
     A parameter that some source's optimizer had has no state to miss: it never stepped.
     """
-    named = {id(one.param) for one in absent.tensors}
+    named = set(map(id, absent.params))
     for label, optimizers in tracked.optimizers.items():
         listed = set(_listed(label, manifests))
         live = tracked.names_for(optimizers)

@@ -7,6 +7,7 @@ from functools import cached_property
 from typing import Any, NamedTuple
 
 import numpy as np
+import numpy.typing as npt
 
 from flashckpt.core.digest import chunk_count
 from flashckpt.core.manifest import Manifest
@@ -15,6 +16,8 @@ from flashckpt.core.shard import Shard
 from flashckpt.core.shard_table import ShardTable
 from flashckpt.state import state_forms
 from flashckpt.state.state_forms import Form
+
+Ints = npt.NDArray[np.int64]
 
 
 class Kind(NamedTuple):
@@ -60,6 +63,8 @@ class SourceNames:
     def of_ranks(self) -> dict[str, list[str]]:
         """Name without coordinate -> the names of that tensor that belong to one rank alone."""
         found: dict[str, list[str]] = {}
+        if "@" not in "\0".join(self.index):  # nearly always, and one search says so
+            return found
         for fqn in self.index:
             if "@" in fqn:
                 found.setdefault(fqn.partition("@")[0], []).append(fqn)
@@ -103,15 +108,28 @@ class SourceNames:
 
     def kinds(self, fqns: Sequence[str]) -> list[Kind]:
         """Return dtype and global shape of known tensors."""
-        per_table = [(manifest.table.ids, *_kinds(manifest.table)) for manifest in self._manifests]
-        if len(per_table) == 1:
-            ((ids, which, kinds),) = per_table
-            return [kinds[which[ids[fqn]]] for fqn in fqns]
-        found = []
-        for fqn in fqns:
-            ids, which, kinds = per_table[self.index[fqn]]
-            found.append(kinds[which[ids[fqn]]])
-        return found
+        _, kinds = self._kinds
+        return [kinds[number] for number in self.kind_numbers(fqns).tolist()]
+
+    def kind_numbers(self, fqns: Sequence[str]) -> Ints:
+        """Return a number for the kind of each of these known tensors: equal for those of equal kinds."""
+        tables, _ = self._kinds
+        if len(tables) == 1:
+            ((ids, numbers),) = tables
+            return numbers[np.array([ids[fqn] for fqn in fqns], np.int64)]
+        found = [tables[self.index[fqn]] for fqn in fqns]
+        return np.array([numbers[ids[fqn]] for fqn, (ids, numbers) in zip(fqns, found, strict=True)], np.int64)
+
+    @cached_property
+    def _kinds(self) -> tuple[list[tuple[dict[str, int], Ints]], list[Kind]]:
+        """Per manifest the places of the names in its table and the numbers of their kinds; and the kinds."""
+        known: dict[Kind, int] = {}
+        tables = []
+        for manifest in self._manifests:
+            which, kinds = _kinds(manifest.table)
+            numbers = np.array([known.setdefault(kind, len(known)) for kind in kinds], np.int64)
+            tables.append((manifest.table.ids, numbers[which]))
+        return tables, list(known)
 
     def shard(self, fqn: str) -> Shard:
         """Return any row of `fqn`: its dtype and global shape."""
@@ -119,7 +137,7 @@ class SourceNames:
         return table.shard(table.rows(fqn)[0])
 
 
-def _kinds(table: ShardTable) -> tuple[list[int], list[Kind]]:
+def _kinds(table: ShardTable) -> tuple[Ints, list[Kind]]:
     """Return the kind of each tensor (as a place in the list), and the kinds that there are: a handful."""
     order, starts = table.rows_by_tensor
     first = order[starts[:-1]]
@@ -128,4 +146,4 @@ def _kinds(table: ShardTable) -> tuple[list[int], list[Kind]]:
     mixed = mixed_coordinates(keys, np.broadcast_to(np.arange(keys.shape[1]), keys.shape)).sum(axis=1)
     _, examples, which = np.unique(mixed, return_index=True, return_inverse=True)
     shards = [table.shard(int(first[k])) for k in examples]
-    return which.ravel().tolist(), [Kind(shard.dtype, shard.global_shape) for shard in shards]
+    return which.ravel(), [Kind(shard.dtype, shard.global_shape) for shard in shards]

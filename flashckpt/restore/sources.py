@@ -33,9 +33,9 @@ Ints = npt.NDArray[np.int64]
 class Spans(NamedTuple):
     """Ranges of whole chunks, one entry per range: `starts` are multiples of CHUNK_BYTES, `stops` too or the row's end."""
 
-    rows: list[int]
-    starts: list[int]
-    stops: list[int]
+    rows: Sequence[int] | Ints
+    starts: Sequence[int] | Ints
+    stops: Sequence[int] | Ints
 
 
 class Verified(NamedTuple):
@@ -47,7 +47,7 @@ class Verified(NamedTuple):
     """
 
     data: Bytes
-    offsets: list[int]
+    offsets: Sequence[int] | Ints
 
 
 class Meter:
@@ -168,11 +168,11 @@ class MemorySource:
         """See Source: the slot's own bytes, verified in place."""
         t0 = time.perf_counter()
         mapped = self._map()
-        rows, starts, stops = (np.array(column, np.int64) for column in spans)
+        rows, starts, stops = (np.asarray(column, np.int64) for column in spans)
         places = self.manifest.table.byte_offset[rows] + starts
         low, high = int(places.min()), int((places + stops - starts).max())
         prefault.populate(address_of(mapped) + low, high - low, write=False)
-        found = Verified(mapped, places.tolist())
+        found = Verified(mapped, places)
         verify_spans(self, spans, found)
         self.meter.add(int((stops - starts).sum()), 0.0, time.perf_counter() - t0)
         return found
@@ -248,13 +248,13 @@ class StorageSource:
 
     def verified(self, spans: Spans) -> Verified:
         """See Source: one request for all ranges."""
-        rows, starts, stops = (np.array(column, np.int64) for column in spans)
+        rows, starts, stops = (np.asarray(column, np.int64) for column in spans)
         places = self.manifest.table.byte_offset[rows] + starts
         base, end = int(places.min()), int((places + stops - starts).max())
         scratch = self._buffer(end - base)
-        self._fetch(spans.rows[0], base - int(self.manifest.table.byte_offset[spans.rows[0]]), scratch)
+        self._fetch(int(rows[0]), base - int(self.manifest.table.byte_offset[rows[0]]), scratch)
         t0 = time.perf_counter()
-        found = Verified(np.frombuffer(scratch, np.uint8), (places - base).tolist())
+        found = Verified(np.frombuffer(scratch, np.uint8), places - base)
         verify_spans(self, spans, found)
         self.meter.add(0, 0.0, time.perf_counter() - t0, requests=0)
         return found
@@ -282,15 +282,15 @@ class StorageSource:
 def verify_spans(source: Source, spans: Spans, found: Verified) -> None:
     """Compare bytes with the digests of their manifest; DamagedError names the first bad chunk."""
     manifest = source.manifest
-    starts, sizes = np.array(spans.starts, np.int64), np.subtract(spans.stops, spans.starts, dtype=np.int64)
-    firsts, counts = manifest.table.first_chunk[spans.rows] + starts // CHUNK_BYTES, chunk_counts(sizes)
-    actual = digest_ranges(found.data, found.offsets, sizes)
-    expected = manifest.digests[ranges(firsts, counts)]
+    rows, starts, stops = (np.asarray(column, np.int64) for column in spans)
+    counts = chunk_counts(stops - starts)
+    expected = manifest.digests[ranges(manifest.table.first_chunk[rows] + starts // CHUNK_BYTES, counts)]
+    actual = digest_ranges(found.data, found.offsets, stops - starts)
     if len(wrong := np.flatnonzero(actual != expected)):
-        bad, ends = int(wrong[0]), np.cumsum(counts)
-        k = int(np.searchsorted(ends, bad, side="right"))
-        chunk = spans.starts[k] // CHUNK_BYTES + bad - int(ends[k] - counts[k])
-        raise damaged_chunk(source, spans.rows[k], chunk, int(actual[bad]), int(expected[bad]))
+        at, ends = int(wrong[0]), np.cumsum(counts)
+        span = int(np.searchsorted(ends, at, side="right"))
+        chunk = int(starts[span]) // CHUNK_BYTES + at - int(ends[span] - counts[span])
+        raise damaged_chunk(source, int(rows[span]), chunk, int(actual[at]), int(expected[at]))
 
 
 def damaged_chunk(source: Source, row: int, chunk: int, found: int, expected: int) -> DamagedError:

@@ -8,6 +8,7 @@ wherever `w` is.
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from collections.abc import Set as AbstractSet
 from dataclasses import dataclass
 from typing import Any
 
@@ -41,7 +42,7 @@ class NameComparison:
     """
 
     foreign: frozenset[str]
-    own: frozenset[str]
+    own: AbstractSet[str]
 
 
 def compare(
@@ -56,24 +57,31 @@ def compare(
         required: What is read from them: those names are this rank's.
         only: A pattern over names, or None.
     """
-    held = _held_names(live.tracked, manifests)
     # a tensor that a value consists of is named after its value ("optimizer.extra@rank0.sums"): it is not compared
-    wanted = set(required.wanted.fqns).difference(required.in_values)
-    own = {_base(fqn) for fqns in (wanted, live.table.fqns) for fqn in fqns}
-    own |= _other_names(live.tracked, names, own, held - own)
-    foreign = held - own
+    wanted = required.wanted.fqns
+    own = set(_bases(list(set(wanted).difference(required.in_values)) if required.in_values else wanted))
+    own.update(_bases(live.table.fqns))
+    unknown = _unknown_names(live.tracked, manifests, own)
+    own |= _other_names(live.tracked, names, own, unknown)
     return NameComparison(
-        foreign=frozenset(foreign if only is None else (name for name in foreign if is_wanted(name, only))),
-        own=frozenset(own),
+        foreign=frozenset(name for name in unknown - own if only is None or is_wanted(name, only)),
+        own=own,
     )
 
 
-def _held_names(tracked: StateRegistry, manifests: Sequence[Manifest]) -> set[str]:
-    """Return the parameters, buffers and state that manifests have under the tracked names of modules and optimizers.
+def _bases(fqns: Sequence[str]) -> Iterable[str]:
+    """Return names without the coordinates of their owners; nearly always there are none, and one search says so."""
+    return map(_base, fqns) if "@" in "\0".join(fqns) else fqns
 
-    What is not tracked at all (a model read without its optimizer) is nobody's mistake and not among them.
+
+def _unknown_names(tracked: StateRegistry, manifests: Sequence[Manifest], own: AbstractSet[str]) -> set[str]:
+    """Return the parameters, buffers and state that manifests have under the tracked names, without those in `own`.
+
+    What is not tracked at all (a model read without its optimizer) is nobody's mistake and not among them. The
+    parameters of live optimizers are left out too: their names in groups are this rank's own.
     """
     labels, found = {*tracked.modules, *tracked.optimizers}, set[str]()
+    here = {label: _parameters(tracked, label) for label in tracked.optimizers}
     prefixes = tuple(f"{label}." for label in labels)
     for manifest in manifests:
         inside: set[str] = set()  # tensors that values consist of come and go with their value
@@ -84,13 +92,13 @@ def _held_names(tracked: StateRegistry, manifests: Sequence[Manifest]) -> set[st
             if isinstance(value, (dict, list, tuple)):
                 inside.update(pytree.tensor_names(value))
             if label in tracked.optimizers and rest == "groups":
-                found.update(f"{label}.{name}" for name in grouped(value))
+                found.update(f"{label}.{name}" for name in set(grouped(value)) - here[label])
             elif rest not in _OF_THE_WHOLE:
                 found.add(_base(key))
         left_out = inside | manifest.aliases.keys()
-        fqns = (fqn for fqn in manifest.table.fqns if fqn.startswith(prefixes) and fqn not in left_out)
-        found.update(fqn.partition("@")[0] for fqn in fqns)
-    return found
+        others = [fqn for fqn in manifest.table.fqns if fqn not in own]
+        found.update(_base(fqn) for fqn in others if fqn.startswith(prefixes) and fqn not in left_out)
+    return found - own
 
 
 def grouped(value: Any) -> Iterable[str]:

@@ -6,6 +6,7 @@ import operator
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
+from itertools import compress
 
 import numpy as np
 import torch
@@ -96,13 +97,11 @@ class CopyPlan:
             refused: As in the attributes; of the optimizers whose state the structure awaits.
         """
         structure, order = layout.structure, CopyOrder.of(layout)
-        held = zip(structure.tensors, structure.fenced.tolist(), strict=True)
-        plan = cls(
-            layout=layout,
-            order=order,
-            refused=refused,
-            watched=[local_of(tensor) for tensor, fenced in held if fenced and tensor is not None],
-        )
+        held = compress(structure.tensors, structure.fenced.tolist())
+        watched = [tensor for tensor in held if tensor is not None]
+        if structure.is_sharded:
+            watched = list(map(local_of, watched))
+        plan = cls(layout=layout, order=order, refused=refused, watched=watched)
         unfenced = plan.items(order.unfenced)
         return replace(
             plan,
@@ -117,8 +116,7 @@ class CopyPlan:
 
         What costs time per tensor is done in the copy thread, by the first snapshot of the new plan.
         """
-        is_plain = not any(one.is_sharded for one in self.layout.structure.box_sets)
-        locals_ = tensors if is_plain else list(map(local_of, tensors))
+        locals_ = list(map(local_of, tensors)) if self.layout.structure.is_sharded else tensors
         return replace(self, bound=tensors, watched=[*self.watched, *locals_])
 
     @property

@@ -7,7 +7,7 @@ A model has thousands of tensors and a handful of dtypes, shapes and placements.
 from __future__ import annotations
 
 import operator
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import count
 from typing import Any
@@ -26,7 +26,7 @@ from flashckpt.state.placement import (
     split_among_replicas,
 )
 
-_FORM = operator.attrgetter("dtype", "shape", "device", "layout")
+FORM = operator.attrgetter("dtype", "shape", "device", "layout")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -65,26 +65,37 @@ class BoxSet:
         return f"{fqn}@{suffix}" if self.spread.per_rank and "@" not in fqn else fqn
 
 
-def first_alike(tensors: Sequence[torch.Tensor], *others: Sequence[Any]) -> list[int]:
-    """Return for each tensor the index of the first one of its kind; `others` are further parts of the kind."""
+def first_alike(
+    tensors: Sequence[torch.Tensor], *others: Sequence[Any], forms: Sequence[Any] | None = None
+) -> list[int]:
+    """Return for each tensor the index of the first one of its kind.
+
+    Args:
+        tensors: What is compared.
+        *others: Further parts of the kind.
+        forms: `FORM` of each, where the caller has it.
+    """
     seen: dict[Any, int] = {}
-    return list(map(seen.setdefault, kinds_of(tensors, *others), count()))
+    return list(map(seen.setdefault, _kinds_of(tensors, forms, *others), count()))
 
 
-def kinds_of(tensors: Sequence[torch.Tensor], *others: Sequence[Any]) -> Iterator[tuple[Any, ...]]:
+def _kinds_of(
+    tensors: Sequence[torch.Tensor], forms: Iterable[Any] | None, *others: Sequence[Any]
+) -> Iterator[tuple[Any, ...]]:
     """Yield the common properties of tensors with equal boxes and form."""
     types = list(map(type, tensors))
-    forms: Iterator[Any] = map(_FORM, tensors)
     if any(issubclass(kind, DTensor) for kind in set(types)):
         forms = map(_sharded_form, tensors)
+    elif forms is None:
+        forms = map(FORM, tensors)
     return zip(types, forms, map(torch.Tensor.is_inference, tensors), *others, strict=True)
 
 
 def _sharded_form(tensor: torch.Tensor) -> tuple[Any, ...]:
     if not isinstance(tensor, DTensor):
-        return tuple(_FORM(tensor))
+        return tuple(FORM(tensor))
     local = local_of(tensor)
-    return (*_FORM(local), type(local), local.is_quantized, tensor.shape, tensor.placements, tensor.device_mesh)
+    return (*FORM(local), type(local), local.is_quantized, tensor.shape, tensor.placements, tensor.device_mesh)
 
 
 class BoxSets:

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-import operator
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -15,9 +16,10 @@ from torch.nn.parallel import DistributedDataParallel
 
 from flashckpt.errors import ConfigError
 from flashckpt.state import modules
+from flashckpt.state.box_sets import FORM
 
 _PLAIN = frozenset({torch.Tensor, nn.Parameter, nn.Buffer})
-_LAYOUT = operator.attrgetter("layout")
+_Value = TypeVar("_Value")
 
 
 @dataclass(eq=False)
@@ -42,29 +44,33 @@ class ModuleTensors:
     aliased: dict[str, torch.Tensor] = field(default_factory=dict)
     walked: list[tuple[str, list[tuple[str, nn.Module]]]] = field(default_factory=list)
 
-    @property
+    @cached_property
+    def ids(self) -> list[int]:
+        """id() of each tensor."""
+        return list(map(id, self.tensors))
+
+    @cached_property
+    def forms(self) -> list[tuple[Any, ...]]:
+        """Dtype, shape, device and layout of each: torch makes a new object for every shape that is asked for."""
+        return list(map(FORM, self.tensors))
+
+    @cached_property
     def shortened(self) -> dict[int, str]:
-        """id(tensor) -> its name inside the name of its optimizer state."""
-        named = {id(tensor): short(alias) for alias, tensor in reversed(self.aliased.items())}
-        named.update(zip(map(id, self.tensors), map(short, self.names), strict=True))
+        """id(tensor) -> its name inside the name of its optimizer state: without the track name `model`."""
+        named = {id(tensor): alias.removeprefix("model.") for alias, tensor in reversed(self.aliased.items())}
+        named.update(zip(self.ids, [name.removeprefix("model.") for name in self.names], strict=True))
         return named
 
-    @property
-    def places(self) -> dict[int, int]:
-        """id(tensor) -> its place in the columns; an alias has the place of the tensor it stands for."""
+    def by_id(self, column: Sequence[_Value]) -> dict[int, _Value]:
+        """Return id(tensor) -> its value in a column; an alias has the value of the tensor it stands for."""
         place = {name: i for i, name in enumerate(self.names)} if self.aliases else {}
-        found = {id(self.aliased[alias]): place[name] for alias, name in reversed(self.aliases.items())}
-        found.update(zip(map(id, self.tensors), range(len(self.tensors)), strict=True))
+        found = {id(self.aliased[alias]): column[place[name]] for alias, name in reversed(self.aliases.items())}
+        found.update(zip(self.ids, column, strict=True))
         return found
 
     def walked_modules(self) -> Iterable[nn.Module]:
         """Yield every module."""
         return (module for _, part in self.walked for _, module in part)
-
-
-def short(full: str) -> str:
-    """Return a parameter's name inside the name of its optimizer state: without the track name `model`."""
-    return full.removeprefix("model.")
 
 
 def collect(parts_by_label: Mapping[str, Sequence[nn.Module]]) -> ModuleTensors:
@@ -79,15 +85,18 @@ def collect(parts_by_label: Mapping[str, Sequence[nn.Module]]) -> ModuleTensors:
         for part in parts:
             _walk(found, label, part)
     modules.refuse_lazy(found.names, found.tensors)
-    doubles = _storages_met_twice(found.tensors)
+    doubles = _storages_met_twice(found.tensors, found.forms)
     if doubles is None or doubles or len(set(found.names)) < len(found.names):
         return _without_aliases(found, doubles)
     return found
 
 
 def _walk(found: ModuleTensors, label: str, part: nn.Module) -> None:
-    named = list(part.named_modules(remove_duplicate=False))
-    once = list({id(module): (prefix, module) for prefix, module in reversed(named)}.values())[::-1]
+    named = list[tuple[str, nn.Module]]()
+    _enter_named_modules(named, "", part)
+    once = named
+    if len(set(map(id, (module for _, module in named)))) < len(named):
+        once = list({id(module): (prefix, module) for prefix, module in reversed(named)}.values())[::-1]
     found.walked.append((label, once))
     modules.reshard(module for _, module in once)
     wrapped = {
@@ -107,14 +116,40 @@ def _walk(found: ModuleTensors, label: str, part: nn.Module) -> None:
         clean = prefix if is_plain else modules.strip(prefix, wrapped)
         ranks = None if is_unwrapped else _ranks_around(prefix, wrapped)
         dot = f"{label}.{clean}." if clean else f"{label}."
-        transient = module._non_persistent_buffers_set  # noqa: SLF001 -- the only place that says so
-        own = [(key, one) for key, one in parameters.items() if one is not None]
-        count = len(own)
-        own += [(key, one) for key, one in buffers.items() if one is not None and key not in transient]
-        found.names += [dot + key for key, _ in own]
-        found.tensors += [tensor for _, tensor in own]
-        found.is_parameter += [True] * count + [False] * (len(own) - count)
-        found.ddp_ranks += [ranks] * len(own)
+        before = len(found.names)
+        for key, tensor in parameters.items():
+            if tensor is not None:
+                found.names.append(dot + key)
+                found.tensors.append(tensor)
+        count = len(found.names) - before
+        found.is_parameter += [True] * count
+        for key, buffer in _persistent(module) if buffers else ():
+            found.names.append(dot + key)
+            found.tensors.append(buffer)
+        found.is_parameter += [False] * (len(found.names) - before - count)
+        found.ddp_ranks += [ranks] * (len(found.names) - before)
+
+
+def _enter_named_modules(named: list[tuple[str, nn.Module]], prefix: str, module: nn.Module) -> None:
+    """Enter what `module.named_modules(remove_duplicate=False)` yields: its generators pass each through every level."""
+    if type(module).named_modules is not nn.Module.named_modules:
+        named += module.named_modules(prefix=prefix, remove_duplicate=False)
+        return
+    named.append((prefix, module))
+    if not module._modules:  # noqa: SLF001 -- what named_modules() reads
+        return
+    dot = f"{prefix}." if prefix else ""
+    for name, child in module._modules.items():  # noqa: SLF001 -- as above
+        if child is not None:
+            _enter_named_modules(named, dot + name, child)
+
+
+def _persistent(module: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
+    """Yield the buffers that are part of a module's state."""
+    transient = module._non_persistent_buffers_set  # noqa: SLF001 -- the only place that says so
+    for key, buffer in module._buffers.items():  # noqa: SLF001 -- named_buffers() yields those of submodules too
+        if buffer is not None and key not in transient:
+            yield key, buffer
 
 
 def _ranks_around(prefix: str, wrapped: Mapping[str, tuple[int, ...]]) -> tuple[int, ...] | None:
@@ -131,22 +166,30 @@ def _append(
     found.ddp_ranks.append(ranks)
 
 
-def _storages_met_twice(tensors: Sequence[torch.Tensor]) -> set[int] | None:
+def _storages_met_twice(tensors: Sequence[torch.Tensor], forms: Sequence[tuple[Any, ...]]) -> set[int] | None:
     """Return the addresses and ids that occur more than once; None where the tensors are not all of a kind that has them.
 
     Tensors that share their bytes have equal addresses: where none are equal, nothing has to be compared one by one.
+
+    Args:
+        tensors: What is compared.
+        forms: `FORM` of each.
     """
     kinds = set(map(type, tensors))
     if not all(kind in _PLAIN or kind is DTensor for kind in kinds):
         return None
-    plain = tensors if DTensor not in kinds else [tensor for tensor in tensors if type(tensor) is not DTensor]
-    if set(map(_LAYOUT, plain)) - {torch.strided}:
+    plain = tensors
+    if DTensor in kinds:
+        plain = [tensor for tensor in tensors if type(tensor) is not DTensor]
+        forms = list(map(FORM, plain))
+    if any(layout is not torch.strided for _, _, _, layout in forms):
         return None
-    seen = Counter(map(torch.Tensor.data_ptr, plain))
-    seen.pop(0, None)  # empty, or without bytes
-    twice = {address for address, times in seen.items() if times > 1} if len(seen) < len(plain) else set()
-    if len(set(map(id, tensors))) < len(tensors):
-        twice |= {one for one, times in Counter(map(id, tensors)).items() if times > 1}
+    addresses = list(map(torch.Tensor.data_ptr, plain))
+    distinct = set(addresses)
+    if len(distinct) == len(tensors) and 0 not in distinct:
+        return set()  # then no tensor is there twice either
+    twice = {address for address, times in Counter(addresses).items() if times > 1 and address}  # 0: it has no bytes
+    twice |= {one for one, times in Counter(map(id, tensors)).items() if times > 1}
     return twice
 
 
@@ -176,7 +219,7 @@ def _without_aliases(found: ModuleTensors, doubles: set[int] | None) -> ModuleTe
 
 def first_shared(names: Sequence[str], tensors: Sequence[torch.Tensor]) -> tuple[str, str] | None:
     """Return the names of the first two tensors that share their bytes; None if none do."""
-    doubles = _storages_met_twice(tensors)
+    doubles = _storages_met_twice(tensors, list(map(FORM, tensors)))
     if doubles is not None and not doubles:
         return None
     seen: dict[tuple[object, ...], str] = {}

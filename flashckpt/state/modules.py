@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import operator
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
@@ -18,7 +17,6 @@ from flashckpt.logs import guarded
 from flashckpt.state.placement import local_of
 
 _log = guarded(logging.getLogger("flashckpt"))
-_SHAPE = operator.attrgetter("shape")
 _WRAPPERS = ("_orig_mod", "_checkpoint_wrapped_module", "_fsdp_wrapped_module")
 
 
@@ -27,14 +25,17 @@ class Shapes:
 
     def __init__(self) -> None:
         self._known: dict[str, torch.Size] = {}
+        self._first: tuple[Sequence[str], Sequence[torch.Size]] = (), ()
         self._named: set[str] = set()
 
-    def look(self, names: Sequence[str], tensors: Sequence[torch.Tensor]) -> None:
-        """Warn once about each tensor whose shape differs from the last check."""
-        now = dict(zip(names, map(_SHAPE, tensors), strict=True))
-        before, self._known = self._known, now if not self._known else {**now, **self._known}
-        if not before or before == now:
+    def look(self, names: Sequence[str], shapes: Sequence[torch.Size]) -> None:
+        """Warn once about each tensor whose shape differs from the first one that was seen."""
+        if not self._first[0]:
+            self._first = names, shapes
+        if self._first == (names, shapes):
             return
+        now, before = dict(zip(names, shapes, strict=True)), self._known or dict(zip(*self._first, strict=True))
+        self._known = {**now, **before}
         for name in (name for name, shape in now.items() if before.get(name, shape) != shape):
             if name in self._named:
                 continue

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+import operator
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -123,14 +125,15 @@ class OptimizerEntries:
 
     def _add_predicted(self, columns: StateColumns, label: str, block: PredictedBlock) -> None:
         """Enter what a first step will make, in its order: for each parameter every key."""
-        sets = [self._parameters.sets[id(p)] for p in block.params]
-        named = [f"{label}.{self._parameters.names[id(p)]}." for p in block.params]
+        ids = list(map(id, block.params))
+        sets = list(map(self._parameters.sets.__getitem__, ids))
+        paths = list(map(self._parameters.names.__getitem__, ids))
         of_key = [self._predicted_sets(label, block, key, sets, is_full=is_full) for key, is_full in block.keys]
         names: list[str] = [""] * (len(sets) * len(of_key))
         numbers = [0] * len(names)
         for at, ((key, _), found) in enumerate(zip(block.keys, of_key, strict=True)):
-            names[at :: len(of_key)] = [f"{name}{key}" for name in named]
-            numbers[at :: len(of_key)] = [found[number] for number in sets]
+            names[at :: len(of_key)] = [f"{label}.{path}.{key}" for path in paths]
+            numbers[at :: len(of_key)] = map(found.__getitem__, sets)
         columns.extend(self._suffixed(names, numbers), [None] * len(names), numbers, [True] * len(names))
 
     def _predicted_sets(
@@ -211,6 +214,8 @@ class OptimizerEntries:
         Raises:
             UnsupportedStateError: Names both.
         """
+        if all(map(operator.is_, self.columns.tensors, itertools.repeat(None))):
+            return  # nothing exists yet: as a rule in a fresh start
         columns = zip(self.columns.names, self.columns.tensors, strict=True)
         held = [(name, tensor) for name, tensor in columns if tensor is not None]
         shared = first_shared([name for name, _ in held], [tensor for _, tensor in held])

@@ -6,6 +6,8 @@ one they run a real step. Here the tensors in `optimizer.state` are held by refe
 
 from __future__ import annotations
 
+import itertools
+import operator
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -15,6 +17,7 @@ import torch
 from flashckpt.errors import ConfigError, UnsupportedStateError
 from flashckpt.state.pytree import Place, flatten, unflatten
 
+_REQUIRES_GRAD = operator.attrgetter("requires_grad")
 Named = Mapping[int, str]
 """id(parameter) -> its global name without the track name, e.g. `layers.3.w1.weight`."""
 
@@ -103,7 +106,10 @@ def other_keys(optimizer: torch.optim.Optimizer) -> list[Any]:
 
 def group_names(optimizers: Sequence[torch.optim.Optimizer], names: Named) -> list[list[list[str]]]:
     """Return the parameters' names per optimizer and group: static, so that it is made once per structure."""
-    return [[[names[id(p)] for p in group["params"]] for group in optimizer.param_groups] for optimizer in optimizers]
+    return [
+        [list(map(names.__getitem__, map(id, group["params"]))) for group in optimizer.param_groups]
+        for optimizer in optimizers
+    ]
 
 
 def groups(
@@ -152,7 +158,9 @@ def predicted(optimizer: torch.optim.Optimizer) -> Iterator[PredictedBlock]:
     wide, state = torch.get_default_dtype() == torch.float64, optimizer.state
     for group in optimizer.param_groups:
         keys = _predicted_keys(optimizer, group)
-        params = [p for p in group["params"] if p.requires_grad and not (state and state.get(p))]
+        params = list(itertools.compress(group["params"], map(_REQUIRES_GRAD, group["params"])))
+        if state:
+            params = [p for p in params if not state.get(p)]
         if keys and params:
             scalar = torch.float64 if wide and not group.get("fused") else torch.float32
             yield PredictedBlock(group, params, keys, scalar)

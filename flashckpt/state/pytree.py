@@ -19,6 +19,7 @@ from flashckpt.errors import UnsupportedStateError
 
 _MARK = "__flashckpt__"  # key of a dict that stands for something msgpack has no type for
 _PLAIN = (bool, int, float, bytes)
+_LEAVES = frozenset({*_PLAIN, str, type(None)})
 DEEPEST = 64
 """Levels of dicts, lists and tuples inside each other that a value may have; a decoder recurses for each."""
 
@@ -190,6 +191,8 @@ class _Together:
                 return {k: self.node(v) for k, v in skeleton.items()}
             return self._special(kind, skeleton)
         if isinstance(skeleton, (list, tuple)):
+            if _LEAVES.issuperset(map(type, skeleton)):  # names of a hundred thousand parameters
+                return type(skeleton)(skeleton)
             return type(skeleton)(self.node(v) for v in skeleton)
         return skeleton
 

@@ -202,7 +202,7 @@ class StateRegistry:
         return [(self.world, None), *((o.state, o.param_groups) for o in self.all_optimizers())]
 
     def _build(self, captured: Captured, *, ahead: bool) -> Structure:
-        self._shapes.look(self._found.names, self._found.tensors)
+        self._shapes.look(self._found.names, [shape for _, shape, _, _ in self._found.forms])
         self.ahead = DeferredState(self.all_optimizers() if ahead else ())
         tracked = Tracked(
             world=self.world,

@@ -16,7 +16,7 @@ from flashckpt.core.shard import ITEMSIZE, Shard, hash_rows, hashed_part, layout
 from flashckpt.core.shard_table import first_chunks
 from flashckpt.state.box_sets import BoxSet
 from flashckpt.state.placement import LocalBox, shard_of
-from flashckpt.state.structure import Structure, first_double
+from flashckpt.state.structure import Structure
 
 MANIFEST_SLACK_BYTES = 256 << 10
 Ints = npt.NDArray[np.int64]
@@ -78,7 +78,7 @@ class StateLayout:
         tensors = np.repeat(np.arange(len(structure.names)), counts)
         rows = ranges(pieces.starts[structure.sets], counts)
         placement = place_sizes(pieces.nbytes[rows])
-        table = _table(structure.names, tensors, pieces, rows, placement.offsets)
+        table = _table(structure, tensors, pieces, rows, placement.offsets)
         fqns = structure.names
         if bool((counts != 1).any()):
             fqns = [fqns[at] for at in tensors.tolist()]
@@ -136,10 +136,13 @@ class _Pieces:
         return numbers[ranges((np.cumsum(ndim) - ndim)[rows], ndim[rows])]
 
 
-def _table(names: Sequence[str], tensors: Ints, pieces: _Pieces, rows: Ints, offsets: Ints) -> ShardTable:
-    unique = list(names) if first_double(names) is None else list(dict.fromkeys(names))
-    numbers = {name: number for number, name in enumerate(unique)} if len(unique) < len(names) else {}
-    of_tensor = np.array([numbers[name] for name in names], np.uint32) if numbers else np.arange(len(names))
+def _table(structure: Structure, tensors: Ints, pieces: _Pieces, rows: Ints, offsets: Ints) -> ShardTable:
+    names = unique = list(structure.names)
+    of_tensor = np.arange(len(names))
+    if structure.first_double is not None:
+        unique = list(dict.fromkeys(names))
+        numbers = {name: number for number, name in enumerate(unique)}
+        of_tensor = np.array([numbers[name] for name in names], np.int64)
     kinds = list(dict.fromkeys(pieces.dtypes))
     codes = np.array([kinds.index(dtype) for dtype in pieces.dtypes], np.int64)[rows]
     occurring, firsts = np.unique(codes, return_index=True)

@@ -5,6 +5,7 @@ Columns and not one object per tensor: there may be hundreds of thousands, and a
 
 from __future__ import annotations
 
+import itertools
 import operator
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
@@ -102,6 +103,17 @@ class Structure:
     fresh: frozenset[str] = frozenset()
     forms: tuple[Any, ...] = ()
 
+    @property
+    def is_sharded(self) -> bool:
+        """Whether some of the tensors are DTensors."""
+        return any(one.is_sharded for one in self.box_sets)
+
+    @cached_property
+    def first_double(self) -> str | None:
+        """The first name that is there twice, or None."""
+        equal = list(map(operator.eq, self.names, itertools.islice(self.names, 1, None)))
+        return self.names[equal.index(True)] if True in equal else None
+
     @cached_property
     def entries(self) -> list[Entry]:
         """Each tensor, one object for each: made where somebody asks."""
@@ -178,7 +190,7 @@ class Structure:
 
     def sharded(self) -> Iterator[torch.Tensor]:
         """Yield the fenced DTensors that exist."""
-        if any(one.is_sharded for one in self.box_sets):
+        if self.is_sharded:
             for tensor, fenced in zip(self.tensors, self.fenced.tolist(), strict=True):
                 if fenced and isinstance(tensor, DTensor):
                     yield tensor
@@ -200,20 +212,14 @@ def arranged(
     places = np.asarray(order, np.int64)
     place[places] = np.arange(len(order))
     return Structure(
-        names=[names[at] for at in order],
-        tensors=[tensors[at] for at in order],
+        names=list(map(names.__getitem__, order)),
+        tensors=list(map(tensors.__getitem__, order)),
         sets=np.asarray(sets, np.int64)[places],
         fenced=np.asarray(fenced, np.bool_)[places],
         box_sets=box_sets,
         awaited=place[np.asarray(awaited, np.int64)],
         **rest,
     )
-
-
-def first_double(names: Sequence[str]) -> str | None:
-    """Return the first of ascending names that is there twice."""
-    equal = list(map(operator.eq, names, names[1:]))
-    return names[equal.index(True)] if True in equal else None
 
 
 def structure_of(entries: Iterable[Entry]) -> Structure:

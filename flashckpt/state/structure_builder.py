@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import chain, compress, count, repeat
 from typing import Any
 
+import numpy as np
 import torch
 from torch.distributed.tensor import DTensor
 
@@ -17,7 +20,7 @@ from flashckpt.state.deferred_optimizer import DeferredState
 from flashckpt.state.module_tensors import ModuleTensors, two_of_one_name
 from flashckpt.state.optimizer_entries import NamedParameters, OptimizerEntries, StateColumns
 from flashckpt.state.placement import Replication, World, spread_of_dtensor, spread_of_plain
-from flashckpt.state.structure import StateForecast, Structure, arranged, first_double
+from flashckpt.state.structure import StateForecast, Structure, arranged
 
 Optimizers = Mapping[str, Sequence[torch.optim.Optimizer]]
 
@@ -56,8 +59,7 @@ def build(tracked: Tracked) -> tuple[Structure, OptimizerEntries]:
     numbers = _module_sets(found, world, tracked.optimizers, box_sets)
     columns = StateColumns()
     _enter_modules(columns, tracked, numbers, box_sets)
-    places = found.places
-    parameters = NamedParameters(tracked.names, {one: numbers[at] for one, at in places.items()})
+    parameters = NamedParameters(tracked.names, found.by_id(numbers))
     entries = OptimizerEntries(world, parameters, box_sets, tracked.ahead)
     for label, group in tracked.optimizers.items():
         for optimizer in group:
@@ -73,20 +75,20 @@ def build(tracked: Tracked) -> tuple[Structure, OptimizerEntries]:
         columns.sets,
         columns.fenced,
         box_sets.known,
-        awaited=[first + at for at, tensor in enumerate(state.tensors) if tensor is None],
+        awaited=list(compress(count(first), map(operator.is_, state.tensors, repeat(None)))),
         forecast=StateForecast(entries.forecast.names, entries.forecast.sets),
         aliases=found.aliases,
         fresh=frozenset(tracked.captured.tensors),
         forms=tracked.captured.forms,
     )
-    if (double := first_double(structure.names)) is not None:
-        raise two_of_one_name(double)
+    if structure.first_double is not None:
+        raise two_of_one_name(structure.first_double)
     return structure, entries
 
 
 def _module_sets(found: ModuleTensors, world: World, optimizers: Optimizers, box_sets: BoxSets) -> list[int]:
     """Return the number of each module tensor's boxes."""
-    firsts = first_alike(found.tensors, found.ddp_ranks)
+    firsts = first_alike(found.tensors, found.ddp_ranks, forms=found.forms)
     of_first: dict[int, int] = {}
     for first in dict.fromkeys(firsts):
         tensor, ranks = found.tensors[first], found.ddp_ranks[first]
@@ -130,19 +132,16 @@ def _rows(boxes: Sequence[Any]) -> int:
 def _enter_modules(columns: StateColumns, tracked: Tracked, numbers: Sequence[int], box_sets: BoxSets) -> None:
     found, known = tracked.found, box_sets.known
     groups = (group for optimizers in tracked.optimizers.values() for o in optimizers for group in o.param_groups)
-    owned = {one for group in groups for one in map(id, group["params"])}
+    owned = set(map(id, chain.from_iterable(group["params"] for group in groups)))
     names = found.names
     if any(one.spread.per_rank for one in known):
         suffix = tracked.world.suffix
         names = [known[number].name(name, suffix) for name, number in zip(names, numbers, strict=True)]
-    versioned = [not one.is_inference for one in known]
-    labels = tuple(f"{label}." for label in tracked.fenced)
-    flags = zip(found.is_parameter, map(id, found.tensors), found.names, numbers, strict=True)
-    fenced = [
-        versioned[number] and ((is_parameter and one in owned) or name.startswith(labels))
-        for is_parameter, one, name, number in flags
-    ]
-    columns.extend(names, found.tensors, numbers, fenced)
+    fenced = np.fromiter(map(owned.__contains__, found.ids), np.bool_) & np.array(found.is_parameter, np.bool_)
+    if labels := tuple(f"{label}." for label in tracked.fenced):
+        fenced |= np.array([name.startswith(labels) for name in found.names], np.bool_)
+    versioned = np.array([not one.is_inference for one in known], np.bool_)[np.array(numbers, np.int64)]
+    columns.extend(names, found.tensors, numbers, (fenced & versioned).tolist())
 
 
 def _enter_captured(columns: StateColumns, tracked: Tracked, box_sets: BoxSets) -> None:

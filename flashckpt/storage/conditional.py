@@ -23,8 +23,7 @@ _log = logging.getLogger(__name__)
 def require_restartable(parts: Iterable[memoryview]) -> Iterable[memoryview]:
     """Return `parts`; ValueError if they can be iterated only once (a programming error)."""
     if iter(parts) is parts:
-        msg = "put_object needs parts that can be iterated again after a failed attempt"
-        raise ValueError(msg)
+        raise ValueError("put_object needs parts that can be iterated again after a failed attempt")
     return parts
 
 

@@ -175,8 +175,7 @@ class FsspecStore(ProbedStore):
             except Exception:  # noqa: BLE001 -- the right to look at the bucket itself is not needed for anything else
                 return
             if not there:
-                msg = f"no bucket or container {bucket}"
-                raise FileNotFoundError(msg)
+                raise FileNotFoundError(f"no bucket or container {bucket}")
 
     def _make_parent(self, fs: Any, key: str) -> None:
         if _is_object_store(fs):  # has no folders; some implementations would make a missing bucket instead

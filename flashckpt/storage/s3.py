@@ -259,8 +259,7 @@ class S3Store(ProbedStore):
         if filled != len(view):
             whole = int((answer.get("ContentRange") or "/0").rpartition("/")[2] or 0)
             if whole >= start + len(view):
-                msg = f"the connection ended {len(view) - filled} bytes early"
-                raise ConnectionError(msg)  # retried
+                raise ConnectionError(f"the connection ended {len(view) - filled} bytes early")  # retried
             raise truncated(self.url, key, found=f"{start + filled} bytes", needed=start + len(view))
 
     # -- session, retries, errors ----------------------------------------------------------------

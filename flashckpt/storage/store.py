@@ -116,6 +116,5 @@ class Store(Protocol):
 def check_key(key: str) -> str:
     """Return `key` unchanged; ValueError if it is not a plain relative path (a programming error)."""
     if not key or key.startswith("/") or any(part in ("", ".", "..") for part in key.split("/")):
-        msg = f"not an object key: {key!r}"
-        raise ValueError(msg)
+        raise ValueError(f"not an object key: {key!r}")
     return key

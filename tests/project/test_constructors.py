@@ -10,7 +10,7 @@ import pytest
 from support.paths import ROOT
 
 ENGINE = ROOT / "flashckpt"
-ROOMS = ("snapshot", "state")
+ROOMS = ("core", "planning", "snapshot", "state", "restore", "checkpoint", "daemon/persister")
 FILES = sorted(
     [*ENGINE.glob("*.py"), *(path for room in ROOMS for path in (ENGINE / room).glob("*.py"))],
 )

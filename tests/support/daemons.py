@@ -153,3 +153,16 @@ def assert_all_bitwise(job: FakeJob) -> None:
     """Whatever is visible is whole."""
     for identity in identities(job):
         assert_bitwise(job, identity)
+
+
+@contextlib.contextmanager
+def two_checkpoints(root: Path, shapes: dict[str, tuple[int, ...]]) -> Iterator[str]:
+    """A root with steps 10 and 20, committed by a daemon that has gone; the job that took them still runs."""
+    job = FakeJob(str(root), shapes=shapes)
+    store = open_store(job.root)
+    with daemon_of(job) as daemon:
+        for step in (10, 20):
+            job.step(step, persist=True)
+            turn_until(daemon, lambda: any(info.step == step for info in list_checkpoints(store)), "a commit")  # noqa: B023
+    yield job.root
+    job.die()

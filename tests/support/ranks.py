@@ -41,8 +41,7 @@ def wait_for(condition: Callable[[], Any], *, deadline_s: float = 30.0, what: st
         if value := condition():
             return value
         time.sleep(0.005)
-    msg = f"waited {deadline_s} s in vain for {what}"
-    raise AssertionError(msg)
+    raise AssertionError(f"waited {deadline_s} s in vain for {what}")
 
 
 def run_ranks(

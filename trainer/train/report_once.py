@@ -8,6 +8,7 @@ import sys
 import time
 from pathlib import Path
 
+from flashckpt.agent_folder import agent_folder, write_permanent_error
 from flashckpt.errors import FINAL_CODES, FlashckptError
 from flashckpt.trainer.nonfatal import nonfatal_stream
 
@@ -20,12 +21,12 @@ def report_once(error: FlashckptError) -> None:
     The first, not rank 0: dlrun ends all ranks as soon as one of them has failed. For the same reason the
     others wait: if they ended, the first one's message would be cut off.
     """
-    folder = os.environ.get("FLASHCKPT_AGENT_DIR")
+    folder = agent_folder()
     if folder is None:
         if os.environ.get("RANK", "0") == "0" or error.exit_code not in FINAL_CODES:
             _write(error)
         return
-    marker = Path(folder, f"reported-{os.environ.get('FLASHCKPT_RESTART', '0')}-{error.exit_code}")
+    marker = folder / f"reported-{os.environ.get('FLASHCKPT_RESTART', '0')}-{error.exit_code}"
     try:
         marker.touch(exist_ok=False)
     except FileExistsError:
@@ -36,19 +37,12 @@ def report_once(error: FlashckptError) -> None:
         return
     _write(error)
     with contextlib.suppress(OSError):  # a full disk must not hide the exit code
-        if error.exit_code in FINAL_CODES:
-            _refuse(Path(folder), error.exit_code)
+        write_permanent_error(folder, error.exit_code)
         marker.write_text("reported")
 
 
 def _write(error: FlashckptError) -> None:
     nonfatal_stream(sys.stderr, "standard error").write(f"{type(error).__name__}: {error}\n")
-
-
-def _refuse(folder: Path, exit_code: int) -> None:
-    temporary = folder / f"refused.{os.getpid()}"
-    temporary.write_text(str(exit_code))
-    temporary.replace(folder / "refused")
 
 
 def _wait(marker: Path) -> None:

@@ -15,10 +15,11 @@ import subprocess
 import sys
 import threading
 import time
+from collections.abc import Iterator
 from contextlib import redirect_stdout
 from datetime import timedelta
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 from unittest import mock
 
 import pytest
@@ -428,20 +429,34 @@ class Meeting:
     def until(self, wanted: dict[str, tuple[int, int] | str]) -> None:
         wait_for(lambda: self.places == wanted, what=f"{wanted}, have {self.places}")
 
+    def end(self) -> None:
+        """Leave no thread behind: one that talks to a store while the interpreter ends takes the process down."""
+        for node in self.nodes.values():
+            node.may_close = True
+            node.shutdown()  # the first closes the rendezvous, and whoever waits gives up; each stops its heartbeats
+        for thread in self.threads:
+            thread.join(30)
+            assert not thread.is_alive(), f"{thread.name} still waits for a rendezvous that is closed"
+        for node in self.nodes.values():
+            cast("DynamicRendezvousHandler", node.inner)._stop_heartbeats()
+
 
 @pytest.fixture
-def one_address(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Nodes have made-up addresses; the workers' store that the first of them opens is here."""
+def meeting(monkeypatch: pytest.MonkeyPatch) -> Iterator[Meeting]:
+    """Nodes that join by twos; they have made-up addresses, and the workers' store that the first opens is here."""
 
     def here(_self: Any, _address: str, port: int) -> TCPStore:
         return TCPStore("localhost", port, is_master=True, wait_for_workers=False)
 
     monkeypatch.setattr(DynamicRendezvousHandler, "_create_tcp_store_server", here)
+    nodes = Meeting(2, least=2, most=4)
+    yield nodes
+    nodes.end()
 
 
-@pytest.mark.usefixtures("one_address")
-def test_node_unit_the_node_that_is_over_waits_and_joins_with_another_or_in_place_of_one_that_leaves() -> None:
-    meeting = Meeting(2, least=2, most=4)
+def test_node_unit_the_node_that_is_over_waits_and_joins_with_another_or_in_place_of_one_that_leaves(
+    meeting: Meeting,
+) -> None:
     for name in "abc":
         meeting.join(name)
     wait_for(lambda: len(meeting.places) == 2, what="a round of two")
@@ -458,10 +473,8 @@ def test_node_unit_the_node_that_is_over_waits_and_joins_with_another_or_in_plac
     assert over in meeting.places
 
 
-@pytest.mark.usefixtures("one_address")
-def test_node_unit_nodes_that_trained_stay_and_a_spare_comes_in_place_of_one_that_left() -> None:
+def test_node_unit_nodes_that_trained_stay_and_a_spare_comes_in_place_of_one_that_left(meeting: Meeting) -> None:
     """b and c train, a comes later: it sorts first, but has no snapshots in memory."""
-    meeting = Meeting(2, least=2, most=4)
     for name in "bc":
         meeting.join(name)
     meeting.until({"b": (0, 2), "c": (1, 2)})
@@ -474,9 +487,7 @@ def test_node_unit_nodes_that_trained_stay_and_a_spare_comes_in_place_of_one_tha
     wait_for(lambda: meeting.nodes["b"].num_nodes_waiting() > 0, what="b is told")
 
 
-@pytest.mark.usefixtures("one_address")
-def test_node_unit_waits_longer_than_the_join_timeout_and_ends_with_the_job() -> None:
-    meeting = Meeting(2, least=2, most=4)
+def test_node_unit_waits_longer_than_the_join_timeout_and_ends_with_the_job(meeting: Meeting) -> None:
     for name in "ab":
         meeting.join(name)
     meeting.until({"a": (0, 2), "b": (1, 2)})

@@ -8,6 +8,8 @@
 # Access key "test", secret "testtest". Comes up in 15 to 50 s; its first request creates pools (2 s more).
 set -euo pipefail
 
+source "$(dirname "$0")/../debian.sh"
+
 PACKAGES=(radosgw ceph-mon ceph-osd ceph-common)
 
 need_root() {
@@ -19,22 +21,7 @@ need_root() {
 
 install() {
     if command -v radosgw ceph-mon ceph-osd ceph radosgw-admin >/dev/null; then return; fi
-    need_root
-    if ! command -v apt-get >/dev/null; then
-        echo "radosgw.sh: apt-get not found; install by hand: ${PACKAGES[*]}" >&2
-        exit 20
-    fi
-    local ours=""
-    if [ ! -e /usr/sbin/policy-rc.d ]; then  # containers often ship one: that one stays as it is
-        ours=1
-        printf '#!/bin/sh\nexit 101\n' > /usr/sbin/policy-rc.d
-        chmod +x /usr/sbin/policy-rc.d
-        trap 'rm -f /usr/sbin/policy-rc.d' EXIT
-    fi
-    export DEBIAN_FRONTEND=noninteractive
-    apt-get update -q
-    apt-get install -y -q --no-install-recommends "${PACKAGES[@]}"
-    if [ -n "$ours" ]; then rm -f /usr/sbin/policy-rc.d; trap - EXIT; fi
+    install_packages "${PACKAGES[@]}"
 }
 
 configuration() {  # DIR PORT MON_PORT FSID

@@ -10,26 +10,14 @@
 # or /dev/shm, and no process of the machine is touched, and nothing is left behind. The nodes are n1, n2, ...
 set -euo pipefail
 
+source "$(dirname "$0")/../debian.sh"
+
 PACKAGES=(slurm-wlm munge)
 ADDRESS=10.77.0.1
 
 fetch_packages() {
     if command -v slurmctld slurmd munged sbatch >/dev/null; then return; fi
-    if [ "$(id -u)" != 0 ] || ! command -v apt-get >/dev/null; then
-        echo "cluster.sh: needs root and apt-get to install ${PACKAGES[*]}" >&2
-        exit 20
-    fi
-    local ours=""
-    if [ ! -e /usr/sbin/policy-rc.d ]; then  # containers often ship one: that one stays as it is
-        ours=1
-        printf '#!/bin/sh\nexit 101\n' > /usr/sbin/policy-rc.d
-        chmod +x /usr/sbin/policy-rc.d
-        trap 'rm -f /usr/sbin/policy-rc.d' EXIT
-    fi
-    export DEBIAN_FRONTEND=noninteractive
-    apt-get update -q
-    apt-get install -y -q --no-install-recommends "${PACKAGES[@]}"
-    if [ -n "$ours" ]; then rm -f /usr/sbin/policy-rc.d; trap - EXIT; fi
+    install_packages "${PACKAGES[@]}"
 }
 
 own_places() {  # DIR: what a Slurm writes outside its state, and what names its nodes, is seen in here only

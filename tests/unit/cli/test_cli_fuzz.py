@@ -9,14 +9,10 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from support.memory_tier import FakeJob
+from support.daemons import two_checkpoints
 from support.paths import ROOT
-from support.ranks import wait_for
 
-from flashckpt.checkpoint.catalog import list_checkpoints
 from flashckpt.cli import main as cli
-from flashckpt.daemon.persister.service import Daemon, DaemonTimeouts
-from flashckpt.storage.factory import open_store
 
 SEED, CASES = 20261122, 300
 DOCUMENTED = {
@@ -49,17 +45,8 @@ NUMBERS = (
 @pytest.fixture
 def root(tmp_path: Path) -> Iterator[str]:
     """A root with steps 10 and 20, whose tensors have names that terminals and rich could trip over."""
-    job = FakeJob(str(tmp_path / "root"), shapes={"model.w": (50, 4), f"model.{ESCAPES}.b": (7,)})
-    lock = job.directory.hold_daemon()
-    assert lock is not None
-    daemon = Daemon(job.directory, lock, DaemonTimeouts(linger_s=0.0))
-    store = open_store(job.root)
-    for step in (10, 20):
-        job.step(step, persist=True)
-        wait_for(lambda: daemon.turn() or any(i.step == step for i in list_checkpoints(store)), what="a commit")  # noqa: B023
-    daemon.close()
-    yield job.root
-    job.die()
+    with two_checkpoints(tmp_path / "root", {"model.w": (50, 4), f"model.{ESCAPES}.b": (7,)}) as made:
+        yield made
 
 
 def roots(root: str, tmp_path: Path) -> list[str]:

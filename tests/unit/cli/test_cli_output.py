@@ -17,14 +17,12 @@ from typing import Any
 import numpy as np
 import pytest
 from rich.console import Console
-from support.memory_tier import FakeJob
-from support.ranks import wait_for
+from support.daemons import two_checkpoints
 
-from flashckpt.checkpoint.catalog import list_checkpoints, read_manifest
+from flashckpt.checkpoint.catalog import read_manifest
 from flashckpt.cli import common, diff, gc, inspect, status
 from flashckpt.cli import main as cli
 from flashckpt.cli.output import FittingTable
-from flashckpt.daemon.persister.service import Daemon, DaemonTimeouts
 from flashckpt.errors import DamagedError, StoreError
 from flashckpt.printable import PrintableFormatter, counted, plain, printable, to_json
 from flashckpt.storage.factory import open_store
@@ -39,17 +37,8 @@ COMMANDS = [["ls", "ROOT"], ["inspect", "ROOT", "--all"], ["verify", "ROOT"], ["
 def root(tmp_path: Path) -> Iterator[str]:
     """A root with steps 10 and 20 and a tensor whose name terminals and rich could trip over."""
     name = "optimizer.0.model.layers.0.feed_forward.w1.weight.exp_avg"
-    job = FakeJob(str(tmp_path / "root"), shapes={name: (50, 4), f"model.{NASTY}.b": (7,)})
-    lock = job.directory.hold_daemon()
-    assert lock is not None
-    daemon = Daemon(job.directory, lock, DaemonTimeouts(linger_s=0.0))
-    store = open_store(job.root)
-    for step in (10, 20):
-        job.step(step, persist=True)
-        wait_for(lambda: daemon.turn() or any(i.step == step for i in list_checkpoints(store)), what="a commit")  # noqa: B023
-    daemon.close()
-    yield job.root
-    job.die()
+    with two_checkpoints(tmp_path / "root", {name: (50, 4), f"model.{NASTY}.b": (7,)}) as made:
+        yield made
 
 
 def run(*arguments: str, capsys: pytest.CaptureFixture[str]) -> tuple[int, str, str]:

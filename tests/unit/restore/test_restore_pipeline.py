@@ -20,11 +20,14 @@ from flashckpt.core.shard import Shard
 from flashckpt.core.shard_table import ShardTable
 from flashckpt.core.snapshot_id import SnapshotId
 from flashckpt.errors import DamagedError, DisagreementError, TensorMismatchError, UnsupportedStateError
+from flashckpt.native import LEVEL_VARIABLE, levels
 from flashckpt.planning.inventory import HeldSlot, Inventory, Member
 from flashckpt.planning.root_view import RootSummary
 from flashckpt.planning.same_layout import has_same_regions
 from flashckpt.planning.selection import select, slot_locations
 from flashckpt.restore import candidate, candidate_restore, live_memory
+from flashckpt.restore.absent_state import absent_state
+from flashckpt.restore.destinations import address_of, copy_bytes
 from flashckpt.restore.phases import collector_paused
 from flashckpt.restore.requirements import LiveState, requirements
 from flashckpt.restore.source_names import SourceNames
@@ -163,6 +166,60 @@ def test_state_that_cannot_be_read_is_a_vote_and_not_the_end_of_one_rank(
     with pytest.raises(UnsupportedStateError, match="it changes"):
         opened(tmp_path, model=model_of(2))
     assert votes
+
+
+def test_parameters_of_one_kind_lack_their_state_as_one_block() -> None:
+    model = nn.ParameterList([torch.zeros(3, 2), torch.zeros(4), torch.zeros(3, 2), torch.zeros(3, 2)])
+    tracked = StateRegistry(World())
+    optimizer = torch.optim.AdamW(model.parameters())
+    tracked.add("model", model)
+    tracked.add("optimizer", optimizer)
+    optimizer.state[model[2]]["step"] = torch.zeros(())  # made already
+    tracked.settled()
+    shapes = {"exp_avg": ((3, 2), (4,), (3, 2), (3, 2)), "step": ((), (), (), ())}
+    held = manifest(
+        0,
+        [
+            box(f"optimizer.{k}.{key}", shape, (0,) * len(shape), shape)
+            for key, of_key in shapes.items()
+            for k, shape in enumerate(of_key)
+        ],
+    )
+    state = absent_state(tracked, SourceNames([held]))
+    lacking = [(len(block.params), [key.key for key in block.keys]) for block in state.blocks]
+    assert sorted(lacking) == [(1, ["exp_avg"]), (1, ["exp_avg", "step"]), (2, ["exp_avg", "step"])]
+    assert sorted(state.table.fqns) == sorted(fqn for fqn in held.table.fqns if fqn != "optimizer.2.step")
+    for block in state.blocks:
+        block.allocate()
+    for parameter, shape in zip(model, shapes["exp_avg"], strict=True):
+        made = optimizer.state[parameter]
+        assert made["exp_avg"].shape == shape
+        assert not made["exp_avg"].requires_grad
+    assert len({made["exp_avg"].untyped_storage().data_ptr() for made in optimizer.state.values()}) == 4
+
+
+@pytest.mark.parametrize("level", levels())
+def test_small_rows_are_verified_and_copied_alike_with_and_without_the_c_part(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, level: str
+) -> None:
+    monkeypatch.setenv(LEVEL_VARIABLE, level)
+    model = model_of(5)
+    ckpt = opened(tmp_path, model=model, optimizer=stepped(model))
+    ckpt.step(1)
+    ckpt.step(2)
+    crash(ckpt)
+    other = model_of(5)
+    restored_again(tmp_path, other)
+    assert all(torch.equal(a, b) for a, b in zip(model, other, strict=True))
+
+
+@pytest.mark.parametrize("level", levels())
+def test_targets_that_share_memory_are_copied_one_after_another(monkeypatch: pytest.MonkeyPatch, level: str) -> None:
+    monkeypatch.setenv(LEVEL_VARIABLE, level)
+    source, target = np.arange(16, dtype=np.uint8), np.zeros(12, np.uint8)
+    into, held = address_of(target), address_of(source)
+    copy_bytes(np.array([into, into + 4, into]), np.array([held, held + 8, held]), np.array([8, 8, 0]))
+    assert target.tolist() == [0, 1, 2, 3, *range(8, 16)]
 
 
 # -- tables ---------------------------------------------------------------------------------------------

@@ -22,7 +22,7 @@ from torch import nn
 
 from flashckpt.core.shard_table import ShardTable
 from flashckpt.restore import live_memory
-from flashckpt.restore.requirements import LiveRow
+from flashckpt.restore.requirements import LiveRows
 from flashckpt.snapshot.copy import Buffer, Item, StalePlanError
 from flashckpt.snapshot.copy_plan import CopyPlan
 from flashckpt.snapshot.device import DeviceCopier, SmallBatch
@@ -212,8 +212,8 @@ def test_a_restore_into_device_memory_goes_by_a_buffer_of_the_host() -> None:
     live = torch.zeros(6, 4)
     (box,) = boxes_of("x", live)
     table = ShardTable.from_shards([shard_of("x", "float32", box, 0)], np.zeros(1, np.int64))
-    row = LiveRow("x", live.as_subclass(OnDevice), box)
-    required: Any = SimpleNamespace(live=[row], absent=SimpleNamespace(allocate=list), in_values=[], wanted=table)
+    rows = LiveRows(fqns=["x"], tensors=[live.as_subclass(OnDevice)], boxes=[box])
+    required: Any = SimpleNamespace(live=rows, absent=SimpleNamespace(blocks=[]), in_values=[], wanted=table)
     memory = live_memory.allocate(required)
     wanted = torch.arange(24.0).reshape(6, 4)
     ctypes.memmove(int(memory.destinations.addresses[0]), wanted.data_ptr(), wanted.nbytes)

@@ -1,0 +1,57 @@
+"""The folder in which a rank leaves word for the dlrun agent that started it: its job, a permanent error. Torch-free."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+from flashckpt.errors import FINAL_CODES
+
+
+def agent_folder() -> Path | None:
+    """Return the folder of the agent above this process, or None without dlrun."""
+    folder = os.environ.get("FLASHCKPT_AGENT_DIR")
+    return Path(folder) if folder else None
+
+
+def write_job(folder: Path, job: Path) -> None:
+    """Record the job directory of the ranks below an agent; the same for all of them."""
+    _replace(folder / "job", str(job))
+
+
+def read_job(folder: Path) -> Path | None:
+    """Return the job directory that a rank recorded, or None.
+
+    Raises:
+        OSError: it cannot be read, though it may be there.
+    """
+    try:
+        text = (folder / "job").read_text(encoding="utf-8").strip()
+    except FileNotFoundError:
+        return None
+    return Path(text) if text else None
+
+
+def write_permanent_error(folder: Path, exit_code: int) -> None:
+    """Record that a restart cannot fix an error, before the agent kills the rank that has it; other errors are none."""
+    if exit_code in FINAL_CODES:
+        _replace(folder / "refused", str(exit_code))
+
+
+def read_permanent_error(folder: Path) -> int:
+    """Return the exit code of a rank's permanent error, 0 if there is none."""
+    try:
+        return int((folder / "refused").read_text(encoding="utf-8") or "0")
+    except (OSError, ValueError):
+        return 0
+
+
+def forget_permanent_error(folder: Path) -> None:
+    """Remove the record: the next generation may have another size, which the error was about."""
+    (folder / "refused").unlink(missing_ok=True)
+
+
+def _replace(path: Path, text: str) -> None:
+    temporary = path.with_name(f".{path.name}.{os.getpid()}")
+    temporary.write_text(text, encoding="utf-8")
+    temporary.replace(path)
