@@ -12,7 +12,7 @@ import numpy as np
 import torch
 
 from flashckpt.snapshot.copy import Item, StalePlanError, is_run, run_starts
-from flashckpt.snapshot.runs import Runs, places_of
+from flashckpt.snapshot.runs import HostRuns, places_of
 from flashckpt.state.placement import local_of
 from flashckpt.state.state_layout import Ints, StateLayout
 
@@ -84,7 +84,7 @@ class CopyPlan:
     bound: Sequence[torch.Tensor] = ()
     watched: Sequence[torch.Tensor]
     unfenced: Sequence[Item] = field(default=())
-    unfenced_runs: Runs = field(default_factory=lambda: Runs(()))
+    unfenced_runs: HostRuns = field(default_factory=lambda: HostRuns(()))
     device_unfenced: Sequence[Item] = field(default=())
     fresh: Sequence[Item] = field(default=())
 
@@ -106,7 +106,7 @@ class CopyPlan:
         return replace(
             plan,
             unfenced=unfenced,
-            unfenced_runs=Runs([item for item in unfenced if item.start >= 0]),
+            unfenced_runs=HostRuns([item for item in unfenced if item.start >= 0]),
             device_unfenced=plan.items(order.device_unfenced),
             fresh=plan.items(order.fresh),
         )
@@ -159,9 +159,9 @@ class CopyPlan:
         return self.items(self.order.fenced)
 
     @cached_property
-    def runs(self) -> Runs:
+    def runs(self) -> HostRuns:
         """Those of `fenced` that are runs of host memory. Raises as `fenced`."""
-        return Runs([item for item in self.fenced if item.start >= 0])
+        return HostRuns([item for item in self.fenced if item.start >= 0])
 
     @cached_property
     def others(self) -> list[Item]:

@@ -25,7 +25,7 @@ _AT_A_TIME = 1024  # looked up without releasing the GIL to training
 _POINT = "slot.during-copy"
 
 
-class Held(NamedTuple):
+class HeldMemory(NamedTuple):
     """Memory that nobody can free while this exists, except by resizing a storage.
 
     Attributes:
@@ -39,7 +39,7 @@ class Held(NamedTuple):
     storages: list[torch.UntypedStorage]
 
 
-class Runs:
+class HostRuns:
     """The rows of one native copy: made once per plan, moved to a slot's address per snapshot.
 
     Storages are held while they are read, and no longer: `p.data = ...` in another thread would free what is being read.
@@ -113,7 +113,7 @@ class Runs:
             if list(map(_DTYPE, tensors)) != self._dtypes[part] or list(map(_SHAPE, tensors)) != self._shapes[part]:
                 self._refuse(part)
 
-    def _hold(self) -> Held:
+    def _hold(self) -> HeldMemory:
         """Return what keeps every storage alive, and where each tensor is in it.
 
         A storage is taken first and its bounds after, so that the address is in memory that is held, whatever other threads do.
@@ -131,17 +131,17 @@ class Runs:
             addresses[part] = list(map(_ADDRESS, tensors))
             bases[part], rooms[part] = list(map(_BASE, own)), list(map(_ROOM, own))
             storages += own
-        held = Held(addresses, bases, storages)
+        held = HeldMemory(addresses, bases, storages)
         outside = (addresses < bases) | (addresses + self._room > bases + rooms)
         self._refuse_first(outside & (self._room > 0), held)
         return held
 
-    def _refuse_lost(self, held: Held) -> None:
+    def _refuse_lost(self, held: HeldMemory) -> None:
         """Refuse what was copied of a storage that got other memory meanwhile: its bytes were anybody's."""
         for part in self._parts():
             self._refuse_first(held.bases[part] != list(map(_BASE, held.storages[part])), held, part.start)
 
-    def _refuse_first(self, wrong: npt.NDArray[np.bool_], held: Held, first: int = 0) -> None:
+    def _refuse_first(self, wrong: npt.NDArray[np.bool_], held: HeldMemory, first: int = 0) -> None:
         for number in np.flatnonzero(wrong)[:1].tolist():
             item, storage = self._items[first + number], held.storages[first + number]
             raise StalePlanError(
@@ -151,17 +151,17 @@ class Runs:
                 state="That snapshot was discarded; the next one is planned again.",
             )
 
-    def _is_new(self, held: Held, buffer: Buffer) -> bool:
+    def _is_new(self, held: HeldMemory, buffer: Buffer) -> bool:
         """Whether memory is used that no earlier copy has checked: another slot, or tensors elsewhere."""
         was_checked = buffer.address in self._checked_slots and np.array_equal(held.addresses, self._checked_addresses)
         return not was_checked
 
-    def _note_checked(self, held: Held, buffer: Buffer) -> None:
+    def _note_checked(self, held: HeldMemory, buffer: Buffer) -> None:
         if not np.array_equal(held.addresses, self._checked_addresses):
             self._checked_addresses, self._checked_slots = held.addresses, set()
         self._checked_slots.add(buffer.address)
 
-    def _rows(self, held: Held, buffer: Buffer) -> Ints:
+    def _rows(self, held: HeldMemory, buffer: Buffer) -> Ints:
         return np.column_stack((held.addresses + self._start, self._offset + buffer.address, self._nbytes))
 
     def _parts(self) -> Iterator[slice]:

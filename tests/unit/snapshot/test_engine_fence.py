@@ -17,7 +17,7 @@ from torch import nn
 from flashckpt import Checkpointer
 from flashckpt.errors import FenceError
 from flashckpt.native import UnusableMemoryError
-from flashckpt.snapshot.runs import Runs
+from flashckpt.snapshot.runs import HostRuns
 
 
 @pytest.fixture
@@ -25,13 +25,13 @@ def gate(monkeypatch: pytest.MonkeyPatch) -> threading.Event:
     """Holds the copy thread back in front of its copies while it is cleared."""
     opened_gate = threading.Event()
     opened_gate.set()
-    real: Any = Runs.copy_and_digest
+    real: Any = HostRuns.copy_and_digest
 
     def held(*args: Any) -> None:
         assert opened_gate.wait(30)
         real(*args)
 
-    monkeypatch.setattr(Runs, "copy_and_digest", held)
+    monkeypatch.setattr(HostRuns, "copy_and_digest", held)
     return opened_gate
 
 

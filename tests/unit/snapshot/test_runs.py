@@ -17,7 +17,7 @@ from flashckpt.core.digest import CHUNK_BYTES, chunk_digests
 from flashckpt.native import UnusableMemoryError, copy_and_digest
 from flashckpt.snapshot import runs
 from flashckpt.snapshot.copy import Buffer, Item, StalePlanError
-from flashckpt.snapshot.runs import Runs, digest_in_slot, places_of
+from flashckpt.snapshot.runs import HostRuns, digest_in_slot, places_of
 from flashckpt.state.placement import LocalBox
 
 SIZES = (0, 1, 3, 64, 4096, CHUNK_BYTES // 4, CHUNK_BYTES // 4 + 1, 700_001)
@@ -43,7 +43,7 @@ class Slot:
         self.items, chunks = items_of(tensors)
         self.data = bytearray(max(item.offset + item.nbytes for item in self.items) + 64)
         self.digests = np.zeros(chunks, np.uint64)
-        self.buffer, self.runs = Buffer(memoryview(self.data)), Runs(self.items)
+        self.buffer, self.runs = Buffer(memoryview(self.data)), HostRuns(self.items)
 
     def take(self) -> None:
         self.runs.check_forms()
