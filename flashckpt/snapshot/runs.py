@@ -119,7 +119,7 @@ class HostRuns:
         A storage is taken first and its bounds after, so that the address is in memory that is held, whatever other threads do.
 
         Raises:
-            StalePlanError: A tensor is not contiguous any more, or reaches beyond its storage, or moves right now.
+            StalePlanError: A tensor is not contiguous any more, has no memory, reaches beyond its storage, or moves right now.
         """
         addresses, bases, rooms = np.zeros((3, len(self._items)), np.int64)
         storages: list[torch.UntypedStorage] = []
@@ -132,7 +132,7 @@ class HostRuns:
             bases[part], rooms[part] = list(map(_BASE, own)), list(map(_ROOM, own))
             storages += own
         held = HeldMemory(addresses, bases, storages)
-        outside = (addresses < bases) | (addresses + self._room > bases + rooms)
+        outside = (addresses == 0) | (addresses < bases) | (addresses + self._room > bases + rooms)
         self._refuse_first(outside & (self._room > 0), held)
         return held
 

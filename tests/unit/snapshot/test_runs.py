@@ -169,6 +169,15 @@ def test_a_tensor_that_reaches_beyond_its_storage_is_refused(copied_by: str, nby
     assert not any(slot.data), "nothing was copied"
 
 
+def test_a_tensor_without_memory_is_refused(copied_by: str) -> None:
+    tensor = torch.ones(1000)
+    slot = Slot([torch.zeros(5), tensor])
+    torch.utils.swap_tensors(tensor, torch.ones(1000, device="meta"))  # type: ignore[no-untyped-call]
+    for attempt in (slot.take, lambda: slot.runs.copy(slot.buffer)):
+        with pytest.raises(StalePlanError, match="memory of 't1'"):
+            attempt()
+
+
 @pytest.mark.parametrize("how", ["copy", "copy and digest"])
 def test_a_file_that_was_cut_short_below_its_tensor_is_refused_each_time(
     tmp_path: Path, copied_by: str, how: str
