@@ -45,7 +45,12 @@ CRASH_POINTS: dict[str, str] = {
     "persist.before-manifest": "index durable, MANIFEST not written",
     "persist.after-manifest": "MANIFEST committed, slot still pinned",
     "persist.before-prune": "commit done, nothing pruned",
+    "persist.before-tombstone": "catalogue entry of an old checkpoint deleted, its MANIFEST still there",
     "persist.during-prune": "MANIFEST of an old checkpoint deleted, its data still there",
+    "persist.after-prune": "data of an old checkpoint deleted, not yet noted in the catalogue",
+    # the sweep of a root
+    "sweep.before-entries": "data of orphans deleted, not yet noted in the catalogue",
+    "sweep.before-tombstones": "catalogue entries of old tombstones deleted, the tombstones still there",
     # a save without slots: dcp, import
     "save.during-pack": "part of a pack written",
     "save.before-index": "packs durable, index not written",

@@ -262,7 +262,7 @@ class ElasticSampler(Place):
         """
         self._check_ahead("positions are skipped", first)
         self._drained = False  # as for another batch size
-        self.cursor.skips = self.cursor.skips.with_span(first, last)
+        self.cursor.skips.add(first, last)
         self.cursor.settle(self.position)
 
     def set_weights(self, weights: Mapping[str, int], *, start: int | None = None) -> None:

@@ -10,6 +10,7 @@ import logging
 import os
 import socket
 import time
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 from flashckpt.checkpoint.catalog import newest_checkpoint
@@ -24,7 +25,7 @@ from flashckpt.core.snapshot_id import SnapshotId
 from flashckpt.daemon.machine.logs import log_context
 from flashckpt.daemon.persister import protocol as p
 from flashckpt.daemon.persister.flush import OF_THE_DATA, Flush, problem_of
-from flashckpt.daemon.persister.housekeeping import apply_retention, sweep_root
+from flashckpt.daemon.persister.housekeeping import Housekeeper
 from flashckpt.daemon.persister.negotiation import Negotiation
 from flashckpt.daemon.persister.protocol import Action, Event, Outcome
 from flashckpt.errors import FencedError
@@ -52,21 +53,25 @@ class PersistCoordinator:
 
     Args:
         config: The job.
+        on_commit: Called when a snapshot was committed, before its slots are released.
 
     Attributes:
         negotiation: All decisions.
+        housekeeper: Retention and sweep, in their own thread.
         flush: The writes of the open intent that this node works on.
         committed_s: time.monotonic() of the last commit that this daemon saw.
         totals: Counters.
     """
 
-    def __init__(self, config: JobConfig) -> None:
+    def __init__(self, config: JobConfig, on_commit: Callable[[NodeInventory], None] | None = None) -> None:
         self.config = config
+        self._on_commit = on_commit
         self.negotiation = Negotiation(config.node_count)
         self.flush: Flush | None = None
         self.committed_s: float | None = None
         self.totals = PersistTotals()
-        self._policy = Policy(keep_last=config.keep_last, keep_every=config.keep_every)
+        policy = Policy(keep_last=config.keep_last, keep_every=config.keep_every)
+        self.housekeeper = Housekeeper(lambda: open_store(config.root, **config.storage_options), policy)
         self._store: Store | None = None
         self._pins: dict[SnapshotId, dict[int, Pin]] = {}
         self._view = NodeInventory(slots=())
@@ -104,7 +109,7 @@ class PersistCoordinator:
             self._store = None
 
     def close(self) -> None:
-        """Release everything; waits for writes in progress."""
+        """Release everything; waits for writes in progress, and a limited time for deletions."""
         if self.flush is not None:
             self.flush.close()
             self.flush = None
@@ -112,6 +117,7 @@ class PersistCoordinator:
             release(pins)
         self._pins.clear()
         self.disconnect()
+        self.housekeeper.close()
 
     # -- what it is asked about -----------------------------------------------------------------------------
 
@@ -216,12 +222,17 @@ class PersistCoordinator:
             case p.AbandonIntent(identity, reason):
                 abandon_intent(store, *identity, reason=reason)
             case p.ApplyRetention():
-                apply_retention(store, self._policy)
+                self.housekeeper.retain()
             case p.Sweep(committed):
-                sweep_root(store, self._policy, committed)
+                if self._sweeps_here():
+                    self.housekeeper.sweep(committed)
             case _:
                 raise AssertionError(action)
         return p.Done()
+
+    def _sweeps_here(self) -> bool:
+        """Whether this node sweeps the root: the one with rank 0 does, for all."""
+        return self.config.node_count <= 1 or 0 in self._view.ranks(self._view.newest_generation())
 
     def _connected(self) -> Store:
         if self._store is None:
@@ -244,6 +255,8 @@ class PersistCoordinator:
         self.flush.start(self._connected(), ranks)
 
     def _end_write(self, identity: SnapshotId, outcome: Outcome) -> None:
+        if outcome is Outcome.COMMITTED and self._on_commit is not None:
+            self._on_commit(self._view)
         release(self._pins.pop(identity, {}))
         flush, self.flush = self.flush, None
         if flush is None:

@@ -141,7 +141,7 @@ class Daemon:
         if self.persisting is None or self.persisting.config != config:
             if self.persisting is not None:
                 self.persisting.close()
-            self.persisting = PersistCoordinator(config)
+            self.persisting = PersistCoordinator(config, self._report_commit)
             if self.endpoint is None:
                 self.endpoint = metrics.serve(self, job=config.job, node=config.node)
         view = scan(self.directory, [record])
@@ -238,6 +238,11 @@ class Daemon:
         if self.directory.asked_ns("persist-now") == self._goal[1]:  # not asked again meanwhile
             self.directory.request_path("persist-now").unlink(missing_ok=True)
         self._goal = None
+
+    def _report_commit(self, view: NodeInventory) -> None:
+        """Write the status at once: who waits for the commit does not wait for what follows it."""
+        if self.persisting is not None:
+            self._report(self.persisting, view, alive=bool(self._numbers.get("ranks_alive")))
 
     def _report(self, persisting: PersistCoordinator, view: NodeInventory, *, alive: bool) -> None:
         lag = sum(identity > persisting.floor for identity in view.flagged())

@@ -1,16 +1,19 @@
 """What a root holds: committed checkpoints and uncommitted ones.
 
-A checkpoint exists if and only if its MANIFEST exists and its digest holds. A listing reads the summary at the
-start of each MANIFEST, which has its own digest; who uses a checkpoint, or deletes others because of it,
-reads MANIFEST whole. LATEST is never read here.
+A checkpoint exists if and only if its MANIFEST exists and its digest holds. A listing takes what the catalogue names
+(`catalog_entries`), and reads the summary, which has its own digest, at the start of the newest MANIFESTs and of those
+that the catalogue lacks; who uses a checkpoint, or deletes others because of it, reads MANIFEST whole. LATEST is never
+read here.
 """
 
 from __future__ import annotations
 
+import enum
 import threading
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 
+from flashckpt.checkpoint.catalog_entries import CommittedEntry, RootNames, read_names
 from flashckpt.checkpoint.generations import read_generations
 from flashckpt.checkpoint.root_records import parallel
 from flashckpt.checkpoint.writer import MANIFEST, TOMBSTONE, parse_prefix, prefix_of, read_start
@@ -36,7 +39,8 @@ class CheckpointInfo:
         world_size: Ranks of the worker group.
         writers: How many ranks wrote packs or values.
         tensors: Number of global tensors.
-        job: Job id.
+        job: Job id; "" where only the catalogue was read.
+        manifest_bytes: Size of MANIFEST; 0 where it cannot be used.
         problem: "" for a valid one; else why MANIFEST cannot be used (only listed where asked for).
         is_newer: Whether the problem is a format that this release does not know: nothing is damaged.
         is_whole: Whether the digest of the whole MANIFEST was verified, not only its summary's.
@@ -52,6 +56,7 @@ class CheckpointInfo:
     writers: int = 0
     tensors: int = 0
     job: str = ""
+    manifest_bytes: int = 0
     problem: str = ""
     is_newer: bool = False
     is_whole: bool = False
@@ -61,6 +66,34 @@ class CheckpointInfo:
         """(generation, step)."""
         return SnapshotId(self.generation, self.step)
 
+
+class Absent(enum.Enum):
+    """Why a folder holds no checkpoint."""
+
+    UNCOMMITTED = "there is no MANIFEST"
+    DELETED = "there is a tombstone in its place"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RootContents:
+    """What a root holds, as `read_contents` found it.
+
+    Attributes:
+        names: What the names said.
+        infos: Checkpoints, newest first; damaged ones have a `problem`.
+        uncommitted: Folders without MANIFEST.
+        tombstones: Folders that were looked at and hold a tombstone; others have an entry (`names.deleted`).
+    """
+
+    names: RootNames
+    infos: tuple[CheckpointInfo, ...]
+    uncommitted: tuple[str, ...]
+    tombstones: tuple[str, ...]
+
+
+VERIFIED_NEWEST = 32
+"""Checkpoints whose header a listing reads although the catalogue names them: those that somebody may choose."""
+_MAX_INFOS = 4096
 
 _infos: dict[tuple[str, str, int, float], CheckpointInfo] = {}
 _infos_lock = threading.Lock()
@@ -80,16 +113,34 @@ def list_checkpoints(store: Store, *, damaged: bool = False, whole: bool = False
     Raises:
         RootError, StoreError: the root cannot be read.
     """
-    names = [name for name in store.folders() if parse_prefix(name)]
-    found = [info for info in parallel(lambda name: look_at(store, name, whole=whole), names) if info is not None]
-    return sorted((i for i in found if damaged or not i.problem), key=lambda i: i.identity, reverse=True)
+    return [info for info in read_contents(store, whole=whole).infos if damaged or not info.problem]
 
 
 def list_uncommitted(store: Store) -> list[str]:
     """Return the folders of checkpoints without a MANIFEST (being written, given up, or being deleted)."""
-    names = [name for name in store.folders() if parse_prefix(name)]
-    heads = parallel(lambda name: store.head(f"{name}/{MANIFEST}"), names)
-    return [name for name, head in zip(names, heads, strict=True) if head is None]
+    return list(read_contents(store, verify=0).uncommitted)
+
+
+def read_contents(store: Store, *, whole: bool = False, verify: int = VERIFIED_NEWEST) -> RootContents:
+    """Return what a root holds: from its names, and from the MANIFESTs that they do not tell enough of.
+
+    Args:
+        store: The root.
+        whole: Read all MANIFESTs whole.
+        verify: How many of the newest checkpoints that the catalogue names are looked at in spite of it.
+    """
+    names = read_names(store)
+    listed = sorted((_from_entry(*one) for one in names.committed.items()), key=lambda i: i.identity, reverse=True)
+    trusted = [] if whole else listed[verify:]
+    ask = [*names.unknown, *(info.prefix for info in listed[: len(listed) - len(trusted)])]
+    found = list(zip(ask, parallel(lambda name: examine(store, name, whole=whole), ask), strict=True))
+    infos = [*trusted, *(one for _, one in found if isinstance(one, CheckpointInfo))]
+    return RootContents(
+        names=names,
+        infos=tuple(sorted(infos, key=lambda info: info.identity, reverse=True)),
+        uncommitted=tuple(sorted(name for name, one in found if one is Absent.UNCOMMITTED)),
+        tombstones=tuple(sorted(name for name, one in found if one is Absent.DELETED)),
+    )
 
 
 def read_manifest(store: Store, info: CheckpointInfo | str) -> Manifest:
@@ -141,7 +192,7 @@ def newest_checkpoint(
     claims = read_generations(store) if generations is None else generations
     for info in list_checkpoints(store):
         if (below is None or info.identity < below) and not is_rolled_back(info.identity, claims):
-            verified = look_at(store, info.prefix, whole=True) if whole else info
+            verified = look_at(store, info.prefix, whole=whole)
             if verified is not None and not verified.problem:
                 return verified
     return None
@@ -155,10 +206,16 @@ def look_at(store: Store, prefix: str, *, whole: bool = False) -> CheckpointInfo
         prefix: The folder.
         whole: Verify it whole; else the first HEAD_BYTES, where it has a summary.
     """
+    found = examine(store, prefix, whole=whole)
+    return None if isinstance(found, Absent) else found
+
+
+def examine(store: Store, prefix: str, *, whole: bool = False) -> CheckpointInfo | Absent:
+    """Return the checkpoint of one folder, as `look_at` does, or why there is none."""
     head = store.head(f"{prefix}/{MANIFEST}")
     identity = parse_prefix(prefix)
     if head is None or identity is None:
-        return None
+        return Absent.UNCOMMITTED
     cache_key = (store.url, prefix, head.nbytes, head.mtime)
     with _infos_lock:
         if (known := _infos.get(cache_key)) is not None and (known.is_whole or not whole):
@@ -169,14 +226,47 @@ def look_at(store: Store, prefix: str, *, whole: bool = False) -> CheckpointInfo
         if summary is None:
             summary = header_of(read_manifest(store, prefix))
     except NoCheckpointError:
-        return None
+        return Absent.DELETED
     except (DamagedError, FormatVersionError) as error:
         return _broken(prefix, identity, head.mtime, error)
-    fields = asdict(summary)
-    info = CheckpointInfo(prefix=prefix, created_s=head.mtime, is_whole=is_whole, **fields)
+    info = CheckpointInfo(
+        prefix=prefix, created_s=head.mtime, manifest_bytes=head.nbytes, is_whole=is_whole, **asdict(summary)
+    )
     with _infos_lock:
+        while len(_infos) >= _MAX_INFOS:
+            del _infos[next(iter(_infos))]  # a daemon that commits for months keeps only the newest
         _infos[cache_key] = info
     return info
+
+
+def _from_entry(prefix: str, entry: CommittedEntry) -> CheckpointInfo:
+    identity = parse_prefix(prefix)
+    assert identity is not None
+    return CheckpointInfo(
+        prefix=prefix,
+        generation=identity.generation,
+        step=identity.step,
+        parent=entry.parent,
+        nbytes=entry.nbytes,
+        created_s=entry.created_ms / 1000,
+        world_size=entry.world_size,
+        writers=entry.writers,
+        tensors=entry.tensors,
+        manifest_bytes=entry.manifest_bytes,
+    )
+
+
+def entry_from(info: CheckpointInfo) -> CommittedEntry:
+    """Return the catalogue's entry of a valid checkpoint whose MANIFEST was read."""
+    return CommittedEntry(
+        manifest_bytes=info.manifest_bytes,
+        created_ms=round(info.created_s * 1000),
+        nbytes=info.nbytes,
+        world_size=info.world_size,
+        writers=info.writers,
+        tensors=info.tensors,
+        parent=info.parent,
+    )
 
 
 def read_summary(store: Store, prefix: str, nbytes: int) -> ManifestHeader | None:

@@ -2,19 +2,26 @@
 
 from __future__ import annotations
 
+from typing import NoReturn
+
 from flashckpt.checkpoint.catalog import CheckpointInfo, list_checkpoints, newest_checkpoint, read_manifest
 from flashckpt.errors import DamagedError, NoCheckpointError
 from flashckpt.storage.store import Store
 
-OURS = ("step-", "generations", "intents", "keep", "leases", "LATEST", "ledger")
+OURS = ("step-", "generations", "intents", "keep", "leases", "catalog", "LATEST", "ledger")
 """What the names of our objects on a root begin with."""
 
 
 def checkpoints_of(store: Store) -> list[CheckpointInfo]:
     """Return all checkpoints, damaged ones with their problem; NoCheckpointError where the root is empty or not ours."""
     infos = list_checkpoints(store, damaged=True)
-    if infos:
-        return infos
+    if not infos:
+        refuse_empty(store)
+    return infos
+
+
+def refuse_empty(store: Store) -> NoReturn:
+    """Raise the NoCheckpointError of a root that holds no checkpoint: it is empty, or not ours."""
     folders, objects = store.folders(), [info.key for info in store.list() if "/" not in info.key]
     foreign = sorted(name for name in [*folders, *objects] if not name.startswith(OURS))
     if foreign and len(foreign) == len(folders) + len(objects):

@@ -35,10 +35,8 @@ def read_proposals(store: Store, generation: int) -> list[NodeProposal]:
 
 def clear_proposals(store: Store, below: int) -> None:
     """Remove the proposals of generations before `below`."""
-    for info in store.list(READY):
-        number = info.key[len(READY) :].partition("/")[0]
-        if number.isdigit() and int(number) < below:
-            store.delete(info.key)
+    numbers = {info.key: info.key[len(READY) :].partition("/")[0] for info in store.list(READY)}
+    store.delete_many([key for key, number in numbers.items() if number.isdigit() and int(number) < below])
 
 
 def _ready_prefix(generation: int) -> str:

@@ -1,9 +1,10 @@
-"""Which checkpoints stay, readers' leases, and the removal of everything else.
+"""Which checkpoints stay, readers' leases, and the removal of the others; `sweeping` removes what is left over.
 
-Deletion order: MANIFEST is replaced by a tombstone first (the checkpoint stops existing, and a
-committer that wakes up late cannot bring it back), then leases are checked once more, then the data is
-removed, and the tombstone last, after `TOMBSTONE_AGE_S`. A reader writes its lease before it reads MANIFEST
-and checks MANIFEST again afterwards, so either the reader sees the tombstone or the deleter sees the lease.
+Deletion order, for up to BATCH checkpoints at a time: their catalogue entries go first, then MANIFEST is replaced by a
+tombstone (the checkpoint stops existing, and a committer that wakes up late cannot bring it back), then leases are
+checked once more, then the data is removed, and the tombstone last, after `TOMBSTONE_AGE_S`. A reader writes its lease
+before it reads MANIFEST and checks MANIFEST again afterwards, so either the reader sees the tombstone or the deleter
+sees the lease.
 """
 
 from __future__ import annotations
@@ -13,33 +14,21 @@ import logging
 import secrets
 import threading
 import time
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
-from flashckpt.checkpoint.catalog import (
-    CheckpointInfo,
-    list_checkpoints,
-    look_at,
-    read_manifest,
-    read_summary,
-)
+from flashckpt.checkpoint.catalog import CheckpointInfo, RootContents, entry_from, look_at, read_contents, read_manifest
+from flashckpt.checkpoint.catalog_entries import CommittedEntry, RootNames, add_entries
 from flashckpt.checkpoint.generations import read_generations
-from flashckpt.checkpoint.intents import INTENTS, list_intents
-from flashckpt.checkpoint.writer import MANIFEST, TOMBSTONE, parse_prefix, prefix_of
+from flashckpt.checkpoint.root_records import parallel
+from flashckpt.checkpoint.writer import MANIFEST, TOMBSTONE
 from flashckpt.core.lineage import is_rolled_back
 from flashckpt.core.manifest import Manifest
 from flashckpt.core.records import is_sealed, pack, seal, unpack, unseal
 from flashckpt.core.snapshot_id import SnapshotId
-from flashckpt.errors import (
-    DamagedError,
-    FormatVersionError,
-    NoCheckpointError,
-    ObjectMissingError,
-    RootError,
-    StoreError,
-)
+from flashckpt.errors import DamagedError, FormatVersionError, ObjectMissingError, RootError, StoreError
 from flashckpt.faults import crash_point
-from flashckpt.storage.store import SWEEP_AGE_S, Store
+from flashckpt.storage.store import ObjectInfo, Objects, Store
 
 _log = logging.getLogger(__name__)
 
@@ -50,6 +39,12 @@ LEASE_S = 600.0
 
 TOMBSTONE_AGE_S = 3600.0
 """Seconds a tombstone stays: longer than a committer can sleep between its checks and its commit."""
+
+BATCH = 256
+"""Checkpoints that are deleted together: one look at the leases for all of them, and their data in batches."""
+
+_VERIFIED = 3
+"""Newest checkpoints whose MANIFEST is verified whole before older ones are deleted: the last intact one must stay."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -128,6 +123,8 @@ def choose_expired(
 def prune(store: Store, policy: Policy, *, dry_run: bool = False, now_s: float | None = None) -> Swept:
     """Delete the checkpoints that the policy does not keep; computed from storage alone.
 
+    Reads names, and MANIFESTs only of the newest checkpoints and of those that the catalogue lacks, which are added.
+
     Args:
         store: The root.
         policy: What to keep.
@@ -135,42 +132,69 @@ def prune(store: Store, policy: Policy, *, dry_run: bool = False, now_s: float |
         now_s: Unix seconds (tests).
     """
     now = time.time() if now_s is None else now_s
-    expired = _expired(store, policy, now)
+    contents = read_contents(store, verify=0)
+    expired = [info.prefix for info in _expired(store, policy, contents, now)]
+    if not dry_run:
+        stay = {info.prefix for info in contents.infos}.difference(expired)
+        add_entries(store, (one for one in missing_entries(contents) if one[0] in stay))
     if not expired:
         return Swept()
     crash_point("persist.before-prune")
     gone, nbytes = [], 0
-    for info in expired:
-        if dry_run:
-            nbytes += sum(entry.nbytes for entry in store.list(f"{info.prefix}/"))
-            gone.append(info.prefix)
-            continue
-        store.put(f"{info.prefix}/{MANIFEST}", _tombstone("pruned", now))
-        crash_point("persist.during-prune")
-        if info.prefix in leased_prefixes(store, now_s=now):
-            continue  # a reader came in between: it finishes, and the sweep removes the data later
-        nbytes += _delete_data(store, info.prefix)
-        gone.append(info.prefix)
+    for start in range(0, len(expired), BATCH):
+        batch = expired[start : start + BATCH]
+        if not dry_run:
+            batch = _bury(store, contents.names, batch, now)
+        data = data_of(store, batch)
+        nbytes += sum(entry.nbytes for entry in data)
+        gone += batch
+        if not dry_run:
+            store.delete_many([entry.key for entry in data])
+            crash_point("persist.after-prune")
+            add_entries(store, ((prefix, None) for prefix in batch))
     return Swept(checkpoints=tuple(gone), nbytes=nbytes)
 
 
-def _expired(store: Store, policy: Policy, now: float) -> list[CheckpointInfo]:
-    """Return what the policy deletes, once the MANIFESTs of those it counts as kept were verified whole.
+def _bury(store: Store, names: RootNames, batch: Sequence[str], now: float) -> list[str]:
+    """Put tombstones in place of MANIFESTs; return the folders whose data may be removed at once."""
+    store.delete_many([key for prefix in batch for key in names.keys.get(prefix, ())])
+    crash_point("persist.before-tombstone")
+    parallel(lambda prefix: store.put(f"{prefix}/{MANIFEST}", tombstone("pruned", now)), batch)
+    crash_point("persist.during-prune")
+    held = leased_prefixes(store, now_s=now)
+    return [prefix for prefix in batch if prefix not in held]  # a reader came in between: the sweep removes it later
 
-    A valid summary proves nothing about the rest: if a damaged checkpoint counted, the last intact one could be deleted.
+
+def _expired(store: Store, policy: Policy, contents: RootContents, now: float) -> list[CheckpointInfo]:
+    """Return what the policy deletes, once the newest that it counts as kept were verified whole.
+
+    Names, and a valid summary, prove nothing about the rest: if a damaged checkpoint counted, the last intact one could
+    be deleted.
     """
-    infos, generations = list_checkpoints(store), read_generations(store)
+    infos = [info for info in contents.infos if not info.problem]
+    if policy.keep_last is None or len(infos) <= 1:
+        return []
+    generations = read_generations(store)
     abandoned = {info.identity for info in infos if is_rolled_back(info.identity, generations)}
     kept, leased = kept_prefixes(store), leased_prefixes(store, now_s=now)
-    while True:
-        expired = choose_expired(infos, policy, abandoned=abandoned, kept=kept, leased=leased)
-        if not expired:
-            return []
-        stays = [info for info in infos if info not in expired and info.identity not in abandoned]
-        bad = [info for info in stays[: max(1, policy.keep_last or 1)] if not _is_whole(store, info)]
-        if not bad:
-            return expired
-        infos = [info for info in infos if info not in bad]
+    if not choose_expired(infos, policy, abandoned=abandoned, kept=kept, leased=leased):
+        return []
+    bad = _damaged(store, (i for i in infos if i.identity not in abandoned), min(_VERIFIED, max(1, policy.keep_last)))
+    infos = [info for info in infos if info.prefix not in bad]
+    return choose_expired(infos, policy, abandoned=abandoned, kept=kept, leased=leased)
+
+
+def _damaged(store: Store, newest_first: Iterable[CheckpointInfo], wanted: int) -> set[str]:
+    """Return the checkpoints that do not count: all those passed over until `wanted` intact ones were found."""
+    bad: set[str] = set()
+    for info in newest_first:
+        if wanted == 0:
+            break
+        if _is_whole(store, info):
+            wanted -= 1
+        else:
+            bad.add(info.prefix)
+    return bad
 
 
 def _is_whole(store: Store, info: CheckpointInfo) -> bool:
@@ -180,37 +204,21 @@ def _is_whole(store: Store, info: CheckpointInfo) -> bool:
     return found is not None and not found.problem
 
 
-def sweep(
-    store: Store, *, older_than_s: float = SWEEP_AGE_S, dry_run: bool = False, now_s: float | None = None
-) -> Swept:
-    """Remove what no commit will ever need: orphaned folders, temporary objects, expired leases, old tombstones.
+def missing_entries(contents: RootContents) -> list[tuple[str, CommittedEntry | None]]:
+    """Return the catalogue's entries of valid checkpoints that were looked at because it lacks them."""
+    named = contents.names.committed
+    return [(info.prefix, entry_from(info)) for info in contents.infos if not info.problem and info.prefix not in named]
 
-    A folder without MANIFEST is an orphan when a newer checkpoint is committed, no intent is open for
-    it, and nothing was written into it for `older_than_s` seconds.
 
-    Args:
-        store: The root.
-        older_than_s: Age in seconds; 0 only where no writer is alive.
-        dry_run: Remove nothing, only report.
-        now_s: Unix seconds (tests).
-    """
-    now = time.time() if now_s is None else now_s
-    leased = leased_prefixes(store, now_s=now, delete_expired=not dry_run)
-    newest = max((info.identity for info in list_checkpoints(store)), default=None)
-    open_prefixes = {prefix_of(*intent.identity) for intent in list_intents(store)}
-    orphans, nbytes = [], 0
-    for prefix in store.folders():
-        identity = parse_prefix(prefix)
-        if identity is None or prefix in leased or prefix in open_prefixes:
-            continue
-        size = _sweep_folder(store, prefix, newest, older_than_s, now, dry_run=dry_run)
-        if size is not None:
-            orphans.append(prefix)
-            nbytes += size
-    if not dry_run:
-        _sweep_intents(store, newest)
-    temporary = () if dry_run else _sweep_temporary(store, older_than_s)
-    return Swept(orphans=tuple(orphans), temporary=temporary, nbytes=nbytes)
+def data_of(store: Store, prefixes: Iterable[str]) -> Objects:
+    """Return all objects in folders of checkpoints but MANIFEST: one listing for each folder, several at a time."""
+    found = parallel(lambda prefix: store.list(f"{prefix}/"), prefixes)
+    return [entry for entries in found for entry in entries if not entry.key.endswith(f"/{MANIFEST}")]
+
+
+def tombstone(why: str, now_s: float) -> bytes:
+    """Return what takes the place of a MANIFEST."""
+    return TOMBSTONE + f" {why} at {now_s:.0f}\n".encode()
 
 
 def keep(store: Store, prefix: str) -> None:
@@ -235,19 +243,25 @@ def leased_prefixes(store: Store, *, now_s: float | None = None, delete_expired:
     A lease lasts at least LEASE_S seconds from its last write, as storage dates it: the reader's clock may be behind.
     """
     now = time.time() if now_s is None else now_s
-    found = set()
-    for info in store.list(LEASES):
-        try:
-            expires_s = max(decode_lease(store.get(info.key), info.key), info.mtime + LEASE_S)
-        except ObjectMissingError:
-            continue
-        except (ValueError, KeyError, DamagedError, FormatVersionError):
-            expires_s = info.mtime + LEASE_S  # not ours or damaged: treated as one that was just taken
-        if expires_s >= now:
+    found, expired = set(), []
+    infos = store.list(LEASES)
+    for info, expires_s in zip(infos, parallel(lambda one: _expires_s(store, one), infos), strict=True):
+        if expires_s is not None and expires_s >= now:
             found.add(info.key[len(LEASES) :].partition("/")[0])
-        elif delete_expired:
-            store.delete(info.key)
+        elif expires_s is not None:
+            expired.append(info.key)
+    if delete_expired:
+        store.delete_many(expired)
     return found
+
+
+def _expires_s(store: Store, info: ObjectInfo) -> float | None:
+    try:
+        return max(decode_lease(store.get(info.key), info.key), info.mtime + LEASE_S)
+    except ObjectMissingError:
+        return None
+    except (ValueError, KeyError, DamagedError, FormatVersionError):
+        return info.mtime + LEASE_S  # not ours or damaged: treated as one that was just taken
 
 
 def encode_lease(expires_s: float) -> bytes:
@@ -321,67 +335,3 @@ def _renew(lease: ReadLease, every_s: float, stop: threading.Event) -> None:
             lease.renew()
         except (RootError, StoreError) as error:
             _log.warning("the lease on %s could not be renewed: %s", lease.prefix, error.problem)
-
-
-def _sweep_folder(
-    store: Store, prefix: str, newest: SnapshotId | None, older_than_s: float, now: float, *, dry_run: bool
-) -> int | None:
-    """Remove one folder if it cannot be needed; return the bytes removed, None if it stays."""
-    identity = parse_prefix(prefix)
-    entries = store.list(f"{prefix}/")
-    data = [entry for entry in entries if not entry.key.endswith(f"/{MANIFEST}")]
-    age_s = now - max((entry.mtime for entry in entries), default=now)
-    manifest_key = f"{prefix}/{MANIFEST}"
-    if (head := store.head(manifest_key)) is not None:
-        try:
-            read_summary(store, prefix, head.nbytes)
-        except NoCheckpointError:
-            pass  # a tombstone: the data is removed now, the tombstone itself when it is old
-        except Exception:  # noqa: BLE001 -- damaged, or of a newer format: not ours to delete
-            return None
-        else:
-            return None
-        if data and not dry_run:
-            _delete_data(store, prefix)
-        if age_s > TOMBSTONE_AGE_S and not dry_run:
-            store.delete(manifest_key)
-        return sum(entry.nbytes for entry in data) if data else None
-    if newest is None or identity is None or identity >= newest or age_s < older_than_s:
-        return None
-    if not dry_run:
-        if not store.put_if_absent(manifest_key, _tombstone("swept", now)):
-            return None  # committed at this very moment
-        _delete_data(store, prefix)
-    return sum(entry.nbytes for entry in data)
-
-
-def _sweep_temporary(store: Store, older_than_s: float) -> tuple[str, ...]:
-    """Remove temporary objects and uploads; without the right to list uploads that is left to a lifecycle rule."""
-    try:
-        return tuple(store.sweep(older_than_s=older_than_s))
-    except RootError as error:
-        _log.warning("unfinished uploads of %s cannot be swept: %s", store.url, error.found or error.problem)
-        return ()
-
-
-def _sweep_intents(store: Store, newest: SnapshotId | None) -> None:
-    """Remove intents and marks of snapshots that are committed or older than the newest checkpoint."""
-    for info in store.list(INTENTS):
-        name = info.key[len(INTENTS) :].partition(".")[0]
-        generation, _, step = name.partition("-")
-        if newest is not None and generation.isdigit() and step.isdigit() and (int(generation), int(step)) <= newest:
-            store.delete(info.key)
-
-
-def _delete_data(store: Store, prefix: str) -> int:
-    """Delete all objects of a folder but MANIFEST; return their bytes."""
-    nbytes = 0
-    for entry in store.list(f"{prefix}/"):
-        if not entry.key.endswith(f"/{MANIFEST}"):
-            store.delete(entry.key)
-            nbytes += entry.nbytes
-    return nbytes
-
-
-def _tombstone(why: str, now_s: float) -> bytes:
-    return TOMBSTONE + f" {why} at {now_s:.0f}\n".encode()

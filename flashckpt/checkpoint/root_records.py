@@ -12,6 +12,9 @@ import msgpack
 from flashckpt.core.records import Record, is_sealed, unpack, unseal
 from flashckpt.errors import DamagedError, FormatVersionError
 
+IN_FLIGHT = 32
+"""Requests in flight at a time where many small ones are made: the connections that an S3 client keeps open."""
+
 _T = TypeVar("_T")
 _R = TypeVar("_R")
 
@@ -54,9 +57,9 @@ def _fields_of(raw: bytes, name: str) -> dict[str, Any]:
 
 
 def parallel(work: Callable[[_T], _R], items: Iterable[_T]) -> list[_R]:
-    """Return `work(item)` for each item in order, eight requests at a time."""
+    """Return `work(item)` for each item in order, IN_FLIGHT requests at a time."""
     todo = list(items)
     if len(todo) < 2:
         return [work(item) for item in todo]
-    with ThreadPoolExecutor(max_workers=min(8, len(todo)), thread_name_prefix="flashckpt-list") as pool:
+    with ThreadPoolExecutor(max_workers=min(IN_FLIGHT, len(todo)), thread_name_prefix="flashckpt-list") as pool:
         return list(pool.map(work, todo))

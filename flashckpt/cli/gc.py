@@ -8,7 +8,8 @@ from typing import Any
 import click
 from rich.console import Group
 
-from flashckpt.checkpoint.retention import Policy, prune, sweep
+from flashckpt.checkpoint.retention import Policy, prune
+from flashckpt.checkpoint.sweeping import sweep
 from flashckpt.cli.common import (
     Command,
     human_age,

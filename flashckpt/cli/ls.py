@@ -9,9 +9,10 @@ from typing import Any
 import click
 from rich.table import Table
 
-from flashckpt.checkpoint.catalog import CheckpointInfo, list_uncommitted
-from flashckpt.checkpoint.choice import checkpoints_of
+from flashckpt.checkpoint.catalog import CheckpointInfo, RootContents, read_contents
+from flashckpt.checkpoint.choice import refuse_empty
 from flashckpt.checkpoint.retention import kept_prefixes
+from flashckpt.checkpoint.root_records import parallel
 from flashckpt.checkpoint.writer import parse_prefix
 from flashckpt.cli.common import (
     Command,
@@ -26,7 +27,6 @@ from flashckpt.cli.common import (
     show,
 )
 from flashckpt.core.snapshot_id import SnapshotId
-from flashckpt.errors import NoCheckpointError
 from flashckpt.shm.inventory import scan
 from flashckpt.storage.store import Store
 
@@ -37,7 +37,8 @@ from flashckpt.storage.store import Store
 def ls(root: str, options: tuple[str, ...], as_json: bool) -> None:
     """List the checkpoints of ROOT, newest first, and the snapshots of it in this machine's memory.
 
-    Reads the summary at the start of each MANIFEST; flashckpt verify reads everything.
+    Reads the catalogue, and the summary at the start of the 32 newest MANIFESTs and of those that it lacks;
+    flashckpt verify reads everything.
 
     STATE   committed    restorable
             abandoned    a later generation restored an earlier step
@@ -51,12 +52,10 @@ def ls(root: str, options: tuple[str, ...], as_json: bool) -> None:
     """
     store = open_root(root, options)
     memory = _memory_rows(root)
-    try:
-        rows = _storage_rows(store, checkpoints_of(store))
-    except NoCheckpointError:
-        if not memory:
-            raise
-        rows = []
+    contents = read_contents(store)
+    if not contents.infos and not memory:
+        refuse_empty(store)
+    rows = _storage_rows(store, contents) if contents.infos else []
     rows = sorted(memory + rows, key=lambda row: (row["generation"], row["step"]), reverse=True)
     show({"root": store.url, "checkpoints": rows}, as_json=as_json, table=lambda: _table(rows))
 
@@ -67,8 +66,8 @@ def _state(info: CheckpointInfo, left: Collection[SnapshotId]) -> str:
     return "abandoned" if info.identity in left else "committed"
 
 
-def _storage_rows(store: Store, infos: list[CheckpointInfo]) -> list[dict[str, Any]]:
-    left = abandoned(store, infos)
+def _storage_rows(store: Store, contents: RootContents) -> list[dict[str, Any]]:
+    left = abandoned(store, list(contents.infos))
     kept = kept_prefixes(store)
     rows = [
         {
@@ -84,11 +83,11 @@ def _storage_rows(store: Store, infos: list[CheckpointInfo]) -> list[dict[str, A
             "parent": info.parent,
             "problem": info.problem,
         }
-        for info in infos
+        for info in contents.infos
     ]
-    for prefix in list_uncommitted(store):
+    listed = parallel(lambda prefix: store.list(f"{prefix}/"), contents.uncommitted)
+    for prefix, entries in zip(contents.uncommitted, listed, strict=True):
         generation, step = parse_prefix(prefix) or (0, 0)
-        entries = store.list(f"{prefix}/")
         rows.append(
             _row(step, generation, "storage", "unfinished", max((e.mtime for e in entries), default=time.time()))
             | {"nbytes": sum(entry.nbytes for entry in entries)}

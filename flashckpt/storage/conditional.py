@@ -1,4 +1,4 @@
-"""What several backends share: restartable streams, and the rule for stores without conditional writes."""
+"""What several backends share: restartable streams, deletion key by key, and the rule for stores without conditional writes."""
 
 from __future__ import annotations
 
@@ -6,10 +6,11 @@ import logging
 import secrets
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING, cast
 
-from flashckpt.errors import DamagedError
+from flashckpt.errors import DamagedError, RootError, StoreError
 
 if TYPE_CHECKING:
     from flashckpt.storage.store import Store
@@ -17,6 +18,7 @@ if TYPE_CHECKING:
 SETTLE_S = 1.0
 """Seconds a writer waits before it reads back what it wrote, where writes cannot be conditional."""
 
+_DELETES_IN_FLIGHT = 16
 _log = logging.getLogger(__name__)
 
 
@@ -25,6 +27,37 @@ def require_restartable(parts: Iterable[memoryview]) -> Iterable[memoryview]:
     if iter(parts) is parts:
         raise ValueError("put_object needs parts that can be iterated again after a failed attempt")
     return parts
+
+
+def delete_each(url: str, keys: Sequence[str], delete: Callable[[str], None]) -> None:
+    """Delete keys one by one, several at a time, where the service has no batch delete; errors as `delete_many`."""
+    failed: dict[str, RootError | StoreError] = {}
+
+    def one(key: str) -> None:
+        try:
+            delete(key)
+        except (RootError, StoreError) as error:
+            failed[key] = error
+
+    if keys:
+        with ThreadPoolExecutor(min(_DELETES_IN_FLIGHT, len(keys)), thread_name_prefix="flashckpt-delete") as pool:
+            list(pool.map(one, keys))
+    raise_undeleted(url, failed)
+
+
+def raise_undeleted(url: str, failed: Mapping[str, RootError | StoreError]) -> None:
+    """Raise the first error of a batch delete, with the number of keys that failed; nothing if none did."""
+    if not failed:
+        return
+    first = min(failed)
+    error = failed[first]
+    raise type(error)(
+        f"{len(failed)} objects of {url} could not be deleted",
+        found=f"{first}: {error.found or error.problem}",
+        expected=error.expected,
+        state="All others of the batch were deleted; what is left is deleted by the next sweep.",
+        remedy=error.remedy,
+    ) from error
 
 
 def publish_unconditional(store: Store, key: str, data: bytes) -> bool:
@@ -62,6 +95,10 @@ class ProbedStore(ABC):
     @abstractmethod
     def delete(self, key: str) -> None:
         """Remove an object."""
+
+    def delete_many(self, keys: Sequence[str]) -> None:
+        """Remove objects, key by key: fsspec has no batch delete that reports what failed."""
+        delete_each(self.url, keys, self.delete)
 
     @property
     def is_conditional(self) -> bool:

@@ -11,9 +11,10 @@ from __future__ import annotations
 import datetime as dt
 import functools
 import importlib.util
+import logging
 import os
 import re
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -23,10 +24,19 @@ from flashckpt.storage.conditional import require_restartable, truncated
 from flashckpt.storage.direct_io import extents
 from flashckpt.storage.s3 import S3Store
 from flashckpt.storage.s3_errors import no_credentials, request_error
-from flashckpt.storage.store import PART_BYTES, PARTS_IN_FLIGHT, Names, ObjectInfo, Objects, check_key
+from flashckpt.storage.store import (
+    DELETE_BATCH,
+    PART_BYTES,
+    PARTS_IN_FLIGHT,
+    Names,
+    ObjectInfo,
+    Objects,
+    check_key,
+)
 
 _OPTIONS = {"key", "secret", "token", "endpoint_url", "client_kwargs", "retries", "timeout_s", "conditional", "anon"}
 _CLIENT_OPTIONS = {"region_name", "endpoint_url", "aws_access_key_id", "aws_secret_access_key", "aws_session_token"}
+_log = logging.getLogger(__name__)
 
 _first_pid = 0
 
@@ -142,6 +152,19 @@ class ObstoreStore(S3Store):
             self._do(key, lambda obs: obs.delete(store, check_key(key)))
         except ObjectMissingError:
             pass  # some servers answer 404 to the deletion of nothing
+        return None
+
+    def delete_many(self, keys: Sequence[str]) -> None:
+        """Remove objects, 1,000 per request. obstore does not say which keys a server refused: s3fs asks again."""
+        if (store := self._client()) is None or not keys:
+            return super().delete_many(keys)
+        for start in range(0, len(keys), DELETE_BATCH):
+            batch = [check_key(key) for key in keys[start : start + DELETE_BATCH]]
+            try:
+                self._do(batch[0], functools.partial(_delete_batch, store, batch))
+            except FlashckptError as error:
+                _log.debug("a batch delete through obstore failed: %s", error)
+                return super().delete_many(keys[start:])
         return None
 
     def close(self) -> None:
@@ -263,6 +286,10 @@ def _translate(error: BaseException, url: str, bucket: str, key: str) -> Flashck
         status = 404
     found = f"{code or type(error).__name__}: {text[:300]}"
     return request_error(url, bucket, key, code=code, status=status, found=found)
+
+
+def _delete_batch(store: Any, keys: list[str], obs: Any) -> None:
+    obs.delete(store, keys)
 
 
 def _ranges(store: Any, key: str, starts: list[int], lengths: list[int], obs: Any) -> list[Any]:

@@ -13,13 +13,18 @@ import hashlib
 import os
 import secrets
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import NoReturn
 
 from flashckpt.errors import DamagedError, ObjectMissingError, RootError, StoreError
 from flashckpt.faults import crash_point
-from flashckpt.storage.conditional import publish_unconditional, require_restartable, warn_unconditional
+from flashckpt.storage.conditional import (
+    publish_unconditional,
+    raise_undeleted,
+    require_restartable,
+    warn_unconditional,
+)
 from flashckpt.storage.direct_io import read_direct, write_durable
 from flashckpt.storage.store import SWEEP_AGE_S, Names, ObjectInfo, Objects, check_key
 
@@ -129,6 +134,35 @@ class PosixStore:
                     parent.rmdir()
                 except OSError:
                     break  # not empty, or somebody else was faster
+
+    def delete_many(self, keys: Sequence[str]) -> None:
+        """Remove files folder by folder, each folder synced once, and folders that became empty."""
+        folders: dict[Path, list[str]] = {}
+        for key in keys:
+            folders.setdefault((self.root / check_key(key)).parent, []).append(key)
+        failed: dict[str, RootError | StoreError] = {}
+        for folder, inside in folders.items():
+            for key in (*inside, ""):
+                try:
+                    with self._named(key or inside[0], "delete"):
+                        if key:
+                            (self.root / key).unlink(missing_ok=True)
+                        else:
+                            self._sync_or_remove(folder)
+                except (RootError, StoreError) as error:
+                    failed[key or inside[0]] = error
+        raise_undeleted(self.url, failed)
+
+    def _sync_or_remove(self, folder: Path) -> None:
+        """Make deletions in a folder durable; an empty one is removed, and so are its parents that are empty then."""
+        while folder != self.root:
+            try:
+                folder.rmdir()
+            except OSError:
+                break  # not empty, or somebody else was faster
+            folder = folder.parent
+        with contextlib.suppress(FileNotFoundError):
+            _sync_directory(folder)
 
     def sweep(self, *, older_than_s: float = SWEEP_AGE_S) -> Names:
         """Remove temporary files whose writer died on this machine, or which are older than `older_than_s`."""

@@ -8,21 +8,32 @@ keep at most PARTS_IN_FLIGHT parts in memory and start the next as soon as one i
 from __future__ import annotations
 
 import asyncio
+import functools
 import itertools
 import logging
 import os
 import secrets
 import time
-from collections.abc import Awaitable, Callable, Iterable, Iterator
+from collections.abc import Awaitable, Callable, Iterable, Iterator, Sequence
 from typing import Any, TypeAlias
 from urllib.parse import urlsplit
 
-from flashckpt.errors import ConfigError, FlashckptError
-from flashckpt.storage.conditional import ProbedStore, require_restartable, truncated
+from flashckpt.errors import ConfigError, FlashckptError, RootError, StoreError
+from flashckpt.storage.conditional import ProbedStore, delete_each, raise_undeleted, require_restartable, truncated
 from flashckpt.storage.direct_io import extents
 from flashckpt.storage.etags import Tags
+from flashckpt.storage.s3_delete import delete_batch, delete_batch_retried, has_no_batch_delete, undeleted
 from flashckpt.storage.s3_errors import MISSING_KEY, error_code, http_status, is_network, is_transient, translate
-from flashckpt.storage.store import PART_BYTES, PARTS_IN_FLIGHT, SWEEP_AGE_S, Names, ObjectInfo, Objects, check_key
+from flashckpt.storage.store import (
+    DELETE_BATCH,
+    PART_BYTES,
+    PARTS_IN_FLIGHT,
+    SWEEP_AGE_S,
+    Names,
+    ObjectInfo,
+    Objects,
+    check_key,
+)
 
 _log = logging.getLogger(__name__)
 
@@ -47,6 +58,7 @@ class S3Store(ProbedStore):
         self._retries = int(self._options.pop("retries", 8))
         self._timeout_s = float(self._options.pop("timeout_s", 60.0))
         self._tags = Tags()
+        self._has_batch_delete = True
         self._fs: Any = None
         self._pid = 0
 
@@ -123,6 +135,38 @@ class S3Store(ProbedStore):
     def delete(self, key: str) -> None:
         """Remove an object."""
         self._run(key, lambda s3: s3.delete_object(Bucket=self.bucket, Key=self._key(check_key(key))))
+
+    def delete_many(self, keys: Sequence[str]) -> None:
+        """Remove objects, 1,000 per request; each key that the server could not delete is retried or reported."""
+        if not self._has_batch_delete:
+            return delete_each(self.url, keys, self.delete)
+        failed: dict[str, RootError | StoreError] = {}
+        for start in range(0, len(keys), DELETE_BATCH):
+            batch = [check_key(key) for key in keys[start : start + DELETE_BATCH]]
+            answers = self._call(batch[0], functools.partial(self._delete_batch, batch))
+            if answers is None:
+                _log.warning("%s has no batch delete: objects are deleted one by one", self.url)
+                self._has_batch_delete = False
+                delete_each(self.url, keys[start:], self.delete)
+                break
+            for full, (code, message) in answers.items():
+                key = full[len(self._key("")) :]
+                if (error := undeleted(self.url, self.bucket, key, code, message)) is not None:
+                    failed[key] = error
+        return raise_undeleted(self.url, failed)
+
+    async def _delete_batch(self, keys: Sequence[str], s3: Any) -> dict[str, tuple[str, str]] | None:
+        """Delete one batch; return code and message by full key of what failed, None where the server cannot do it."""
+
+        async def send(left: Sequence[str]) -> Any:
+            return await self._retry(keys[0], lambda: delete_batch(s3, self.bucket, left))
+
+        try:
+            return await delete_batch_retried(send, [self._key(key) for key in keys], attempts=self._retries)
+        except Exception as error:
+            if has_no_batch_delete(error):
+                return None
+            raise
 
     def sweep(self, *, older_than_s: float = SWEEP_AGE_S) -> Names:
         """Abort multipart uploads under the root that began more than `older_than_s` ago."""

@@ -21,7 +21,15 @@ REFUSED = (
     "401",
     "403",
 )
-_PERMANENT = ("NoSuchBucket", "NoSuchUpload", "InvalidBucketName", "PreconditionFailed", "412", "MethodNotAllowed")
+_PERMANENT = (
+    "NoSuchBucket",
+    "NoSuchUpload",
+    "InvalidBucketName",
+    "PreconditionFailed",
+    "412",
+    "MethodNotAllowed",
+    "NotImplemented",
+)
 
 
 def translate(error: BaseException, url: str, bucket: str, key: str) -> FlashckptError:
@@ -89,6 +97,19 @@ def is_network(error: BaseException) -> bool:
     """Return whether an exception can come from the network and its clients rather than from a bug here."""
     package = type(error).__module__.partition(".")[0]
     return isinstance(error, (OSError, asyncio.TimeoutError)) or package in ("aiohttp", "botocore", "aiobotocore")
+
+
+def is_transient_code(code: str) -> bool:
+    """Return whether a key of a batch that failed with this code may succeed a moment later."""
+    return code in (
+        "SlowDown",
+        "RequestTimeout",
+        "InternalError",
+        "ServiceUnavailable",
+        "503",
+        "500",
+        "OperationAborted",
+    )
 
 
 def is_transient(error: BaseException) -> bool:

@@ -13,7 +13,7 @@ Backends open their clients lazily in the process that uses them (never before a
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Protocol, TypeAlias, runtime_checkable
 
@@ -22,6 +22,9 @@ PART_BYTES = 16 << 20
 
 PARTS_IN_FLIGHT = 4
 """Parts in flight per object: memory of an upload is bounded by PART_BYTES x PARTS_IN_FLIGHT."""
+
+DELETE_BATCH = 1000
+"""Keys of one batch delete on S3, which is also the most that S3 takes."""
 
 SWEEP_AGE_S = 3600.0
 """Age in seconds after which a temporary object or multipart upload counts as abandoned."""
@@ -102,6 +105,16 @@ class Store(Protocol):
 
     def delete(self, key: str) -> None:
         """Remove an object if it exists."""
+        ...
+
+    def delete_many(self, keys: Sequence[str]) -> None:
+        """Remove objects that exist, in as few requests as the service allows; durable when this returns.
+
+        Where some cannot be removed, the others are. Their order is not that of their removal.
+
+        Raises:
+            RootError, StoreError: Some could not be removed; the error names them.
+        """
         ...
 
     def sweep(self, *, older_than_s: float = SWEEP_AGE_S) -> Names:

@@ -20,14 +20,14 @@ class BlockCore:
     """The bijection of `BlockPermutation`, which documents the arguments."""
 
     def __init__(self, n: int, seed: int, epoch: int, block_size: int, window_blocks: int) -> None:
-        self._n, self._block, self._window = n, block_size, block_size * window_blocks
+        self.block, self.window = block_size, block_size * window_blocks
         blocks = -(-n // block_size)
-        self._order = Permutation(blocks, seed, epoch)
-        self._missing = blocks * block_size - n  # samples that the last block lacks
-        self._short_at = self._order.index(blocks - 1)  # position of the last block
+        self.order = Permutation(blocks, seed, epoch)
+        self.missing = blocks * block_size - n  # samples that the last block lacks
+        self.short_at = self.order.index(blocks - 1)  # position of the last block
         keys = derive_keys("window", seed, epoch, n, block_size, window_blocks)
-        self._inside: Callable[[int], Permutation] = lru_cache(maxsize=8)(
-            lambda window: Permutation(min(self._window, n - window * self._window), keys[0] | keys[1] << 32, window)
+        self.inside: Callable[[int], Permutation] = lru_cache(maxsize=8)(
+            lambda window: Permutation(min(self.window, n - window * self.window), keys[0] | keys[1] << 32, window)
         )
 
     def forward(self, index: int) -> int:
@@ -41,23 +41,23 @@ class BlockCore:
     def forward_array(self, indices: Int64Array) -> Int64Array:
         """Return the values at `indices` (1-d)."""
         place = self._within_windows(indices, Permutation.take)
-        place += np.where(place >= (self._short_at + 1) * self._block - self._missing, self._missing, 0)
-        slots, inside = np.divmod(place, self._block)
-        return self._order.take(slots) * self._block + inside
+        place += np.where(place >= (self.short_at + 1) * self.block - self.missing, self.missing, 0)
+        slots, inside = np.divmod(place, self.block)
+        return self.order.take(slots) * self.block + inside
 
     def backward_array(self, values: Int64Array) -> Int64Array:
         """Return the indices of `values` (1-d)."""
-        blocks, inside = np.divmod(values, self._block)
-        slots = self._order.index_of(blocks)
-        place = slots * self._block + inside - np.where(slots > self._short_at, self._missing, 0)
+        blocks, inside = np.divmod(values, self.block)
+        slots = self.order.index_of(blocks)
+        place = slots * self.block + inside - np.where(slots > self.short_at, self.missing, 0)
         return self._within_windows(place, Permutation.index_of)
 
     def _within_windows(self, places: Int64Array, apply: Callable[[Permutation, Int64Array], Int64Array]) -> Int64Array:
-        windows, inside = np.divmod(places, self._window)
+        windows, inside = np.divmod(places, self.window)
         out = np.empty_like(places)
         for window in np.unique(windows).tolist():
             here = windows == window
-            out[here] = apply(self._inside(window), inside[here]) + window * self._window
+            out[here] = apply(self.inside(window), inside[here]) + window * self.window
         return out
 
 
@@ -86,4 +86,4 @@ class BlockPermutation(Permutation):
                 found=f"block_size {block_size}, window_blocks {window_blocks}",
                 expected="1 or more",
             )
-        self._core = BlockCore(n, seed, epoch, block_size, window_blocks)
+        self.core = BlockCore(n, seed, epoch, block_size, window_blocks)

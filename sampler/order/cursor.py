@@ -6,7 +6,8 @@ from dataclasses import dataclass
 
 from flashckpt.errors import ConfigError, SamplerStateError
 from flashckpt.sampler.order.mixture import MixtureStream
-from flashckpt.sampler.order.schedule import BatchSizes, SkippedSpans
+from flashckpt.sampler.order.schedule import BatchSizes
+from flashckpt.sampler.order.spans import SkippedSpans
 from flashckpt.sampler.order.state import SamplerState, Segment, check_same
 from flashckpt.sampler.order.stream import Stream
 
@@ -83,8 +84,9 @@ class Cursor:
 
     def settled(self, position: int) -> int:
         """Return `position`, or the next epoch's start if nothing more of its epoch will be handed out."""
-        while self.left(position) == 0:
-            position = self.epoch_end(position)
+        hidden = self.skips.end_of(position)
+        if hidden >= self.epoch_end(position):
+            position = hidden // self.length * self.length
         if self.tail == "drop" and position % self.length and self.planned(position) == 0:
             position = self.epoch_end(position)
         return position
@@ -132,7 +134,7 @@ class Cursor:
             self.sizes = BatchSizes.of(sizes[0][1], sizes[1:])
         self.ended = next((segment[1] for segment in state.segments if segment[0] == "ended"), None)
         self.skips = SkippedSpans(
-            spans=tuple((segment[1], segment[2]) for segment in state.segments if segment[0] == "skip")
+            spans=((segment[1], segment[2]) for segment in state.segments if segment[0] == "skip")
         )
         self.settle(state.epoch * self.length + state.offset)
 

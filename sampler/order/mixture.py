@@ -4,23 +4,25 @@ Slots of the stream are dealt to the sources by a schedule that repeats after su
 source as evenly spaced as its weight allows. The number of slots of a source before a position is then a
 closed form (whole periods times the weight, plus a table lookup), so each source's own counter, epoch and
 shuffle follow from the position alone. Changed weights start a new segment at a position.
+All samples of a batch are dealt together, however many sources they come from.
 """
 
 from __future__ import annotations
 
 import math
 from bisect import bisect_right
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 
 from flashckpt.errors import ConfigError, DataError
-from flashckpt.sampler.order.permutation import Int64Array, derive_keys
-from flashckpt.sampler.order.schedule import SkippedSpans
+from flashckpt.sampler.order.permutation import Int64Array, Permutation, derive_keys
+from flashckpt.sampler.order.spans import SkippedSpans
 from flashckpt.sampler.order.state import fingerprint_of
 from flashckpt.sampler.order.stream import EpochStream, Order
+from flashckpt.sampler.order.together import take_each
 
 MAX_PERIOD = 1 << 16
 
@@ -42,21 +44,30 @@ class Schedule:
                 found=f"weights {list(weights)}",
                 expected=f"integers of at least 0, not all 0, with a sum up to {MAX_PERIOD} (rounded percentages do)",
             )
-        common = math.lcm(*(weight for weight in self.weights if weight))
-        slots = sorted(  # the k-th of w slots is at (2k + 1) / 2w of the period
-            ((2 * k + 1) * (common // weight), source)
-            for source, weight in enumerate(self.weights)
-            for k in range(weight)
-        )
-        self.source = np.array([source for _, source in slots], np.int64)
-        self._before = np.zeros((len(weights), self.period + 1), np.int64)
-        for source in range(len(weights)):
-            np.cumsum(self.source == source, out=self._before[source, 1:])
+        counts = np.array(self.weights, np.int64)
+        owners, turns = np.repeat(np.arange(len(counts)), counts), np.arange(self.period)
+        turns -= np.repeat(np.cumsum(counts) - counts, counts)
+        # The k-th of w slots is at (2k + 1) / 2w of the period. Quotients of integers below 2**18 that differ, differ
+        # as float64 too, and those that are equal are equal: the order is exact, ties go to the first source.
+        order = np.lexsort((owners, (2 * turns + 1) / (2 * counts[owners])))
+        self.source, self.turn = owners[order], turns[order]
+        self._counts = counts
 
-    def count(self, source: int, slots: Int64Array) -> Int64Array:
-        """Return how many of the first `slots` slots belong to `source`."""
+    def ordinals(self, slots: Int64Array) -> tuple[Int64Array, Int64Array]:
+        """Return the source of each slot, and how many slots before it belong to the same source."""
         periods, rest = np.divmod(slots, self.period)
-        return np.asarray(periods * self.weights[source] + self._before[source][rest])
+        sources = self.source[rest]
+        return sources, periods * self._counts[sources] + self.turn[rest]
+
+    def sums(self, slots: Int64Array, signs: Int64Array) -> Int64Array:
+        """Return for every source the sum over `slots` of sign * (slots before it that belong to the source)."""
+        periods, rest = np.divmod(slots, self.period)
+        at = np.zeros(self.period + 1, np.int64)
+        np.add.at(at, rest, signs)
+        beyond = at.sum() - np.cumsum(at)[:-1]  # for every slot of the period: the signs of those that count it
+        found = np.zeros(len(self._counts), np.int64)
+        np.add.at(found, self.source, beyond)
+        return np.asarray(found + (periods * signs).sum() * self._counts)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -66,7 +77,7 @@ class ScheduleSegment:
     start: int
     weights: tuple[int, ...]
     schedule: Schedule
-    base: tuple[int, ...]
+    base: Int64Array
 
 
 class MixtureStream:
@@ -82,54 +93,64 @@ class MixtureStream:
 
     def __init__(self, lengths: Sequence[int], weights: Sequence[int], *, seed: int, order: Order, length: int) -> None:
         self.length, self.name = length, f"mixture:{order.name}"
-        self._first_id = np.concatenate([[0], np.cumsum(lengths)]).astype(np.int64)
+        self._lengths = np.array(lengths, np.int64)
+        self._first_id = np.cumsum(self._lengths) - self._lengths
         self._sources = [
             EpochStream(n, seed=_source_seed(seed, number), order=order) for number, n in enumerate(lengths)
         ]
+        self._is_shuffled = order.kind != "sequential"
         self.segments: list[ScheduleSegment] = []
         self.set_weights(0, weights)
 
     def set_weights(self, start: int, weights: Sequence[int]) -> None:
         """Apply `weights` from position `start`; segments that begin there or later are dropped."""
         kept = [segment for segment in self.segments if segment.start < start]
-        base = tuple(self._count_in(kept, source, start) for source in range(len(self._sources)))
-        kept.append(ScheduleSegment(start=start, weights=tuple(weights), schedule=Schedule(weights), base=base))
-        self.segments = kept
+        schedule, base = Schedule(weights), self._sums(kept, np.array([start], np.int64), np.ones(1, np.int64))
+        self.segments = [*kept, ScheduleSegment(start=start, weights=tuple(weights), schedule=schedule, base=base)]
 
     def take(self, positions: Int64Array) -> Int64Array:
         """Return the sample ids at `positions` (1-d)."""
-        ids = np.empty_like(positions)
-        starts = np.array([segment.start for segment in self.segments], np.int64)
-        which = np.searchsorted(starts, positions, side="right") - 1
-        for number in np.unique(which).tolist():
-            segment, here = self.segments[number], np.flatnonzero(which == number)
-            slots = positions[here] - segment.start
-            sources = segment.schedule.source[slots % segment.schedule.period]
-            for source in np.unique(sources).tolist():
-                mine = sources == source
-                ordinals = segment.base[source] + segment.schedule.count(source, slots[mine])
-                ids[here[mine]] = self._sources[source].take(ordinals) + self._first_id[source]
-        return ids
+        sources, ordinals = np.empty_like(positions), np.empty_like(positions)
+        for segment, here in _by_segment(self.segments, positions):
+            dealt, before = segment.schedule.ordinals(positions[here] - segment.start)
+            sources[here], ordinals[here] = dealt, before + segment.base[dealt]
+        epochs, offsets = np.divmod(ordinals, self._lengths[sources])
+        if self._is_shuffled and len(offsets):
+            offsets = take_each(self._order_of, sources, epochs, offsets)
+        return np.asarray(offsets + self._first_id[sources])
+
+    def _order_of(self, source: int, epoch: int) -> Permutation:
+        order = self._sources[source].of_epoch(epoch)
+        assert order is not None, "only a sequential order has no permutation"
+        return order
 
     def counts(self, position: int, skips: SkippedSpans) -> list[int]:
         """Return how many samples of each source come before `position` and are not skipped."""
-        edges = [0, *(min(edge, position) for span in skips.spans for edge in span), position]
-        used = zip(edges[::2], edges[1::2], strict=True)
-        totals = np.zeros(len(self._sources), np.int64)
-        for first, last in used:
-            totals += self._before(last) - self._before(first)
-        return [int(total) for total in totals]
+        edges = [min(edge, position) for span in skips.spans if span[0] < position for edge in span]
+        signs = np.ones(len(edges) + 1, np.int64)
+        signs[1::2] = -1  # what is hidden lies between an even edge and the next one: the start adds, the end takes off
+        sums = self._sums(self.segments, np.array([*edges, position], np.int64), signs)
+        return [int(count) for count in sums]
 
-    def _before(self, position: int) -> Int64Array:
-        kept = [segment for segment in self.segments if segment.start <= position]
-        return np.array([self._count_in(kept, source, position) for source in range(len(self._sources))], np.int64)
+    def _sums(self, segments: Sequence[ScheduleSegment], positions: Int64Array, signs: Int64Array) -> Int64Array:
+        """Return for every source the sum over `positions` of sign * (samples of it before the position)."""
+        total = np.zeros(len(self._sources), np.int64)
+        for segment, here in _by_segment(segments, positions):
+            total += segment.schedule.sums(positions[here] - segment.start, signs[here])
+            total += segment.base * signs[here].sum()
+        return total
 
-    @staticmethod
-    def _count_in(segments: Sequence[ScheduleSegment], source: int, position: int) -> int:
-        if not segments:
-            return 0
-        last = segments[-1]
-        return last.base[source] + int(last.schedule.count(source, np.array([position - last.start], np.int64))[0])
+
+def _by_segment(
+    segments: Sequence[ScheduleSegment], positions: Int64Array
+) -> Iterator[tuple[ScheduleSegment, Int64Array | slice]]:
+    """Give each segment in which some positions lie, and which of them."""
+    if len(segments) < 2:
+        yield from ((segment, slice(None)) for segment in segments)
+        return
+    which = np.searchsorted(np.array([segment.start for segment in segments], np.int64), positions, side="right") - 1
+    for number in np.unique(which).tolist():
+        yield segments[number], np.flatnonzero(which == number)
 
 
 class Mixture:

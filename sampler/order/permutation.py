@@ -15,7 +15,7 @@ import hashlib
 import operator
 from collections.abc import Iterator, Sequence
 from functools import cached_property
-from typing import Protocol, overload
+from typing import Any, NamedTuple, Protocol, overload
 
 import numpy as np
 import numpy.typing as npt
@@ -23,7 +23,7 @@ import numpy.typing as npt
 from flashckpt.errors import SamplerStateError
 
 Int64Array = npt.NDArray[np.int64]
-Rounds = list[tuple[int, int]]
+Rounds = list[tuple[int, Any]]
 
 PERMUTATION_ID = "feistel10.1"
 """Recorded in every sampler state; changing any constant of this file requires a new id."""
@@ -65,6 +65,22 @@ def derive_keys(*parts: int | str) -> list[int]:
     return [int.from_bytes(digest[i : i + 4], "little") for i in range(0, 64, 4)]
 
 
+class Cells(NamedTuple):
+    """The rectangle of one network, or of one network for each value, as numpy integers or arrays of them."""
+
+    right_bits: Any  # uint64
+    right_mask: Any  # uint64
+    shift: Any  # uint32
+    rows: Any  # uint32
+    wide_rows: Any  # uint64
+
+    @classmethod
+    def of(cls, right_bits: Any, rows: Any) -> Cells:
+        """Return the cells of `rows` (uint32) x 2**right_bits (uint64)."""
+        shift = (np.uint64(32) - right_bits).astype(np.uint32)
+        return cls(right_bits, (np.uint64(1) << right_bits) - np.uint64(1), shift, rows, rows.astype(np.uint64))
+
+
 class Network:
     """The Feistel network on [0, n), n >= 2. Exposed for tests, which run it with fewer rounds and at small n.
 
@@ -74,11 +90,12 @@ class Network:
     """
 
     def __init__(self, n: int, keys: Sequence[int]) -> None:
-        self._n = n
-        self._right_bits = max(1, (n - 1).bit_length() // 2)
-        self._right_mask = (1 << self._right_bits) - 1
-        self._rows = -(-n >> self._right_bits)  # ceil(n / columns), at most 2**31
+        self.n = n
+        self.right_bits = max(1, (n - 1).bit_length() // 2)
+        self.rows = -(-n >> self.right_bits)  # ceil(n / columns), at most 2**31
+        self.keys = list(keys)
         self._rounds = list(enumerate(keys))
+        self._cells = Cells.of(np.uint64(self.right_bits), np.uint32(self.rows))
 
     def forward(self, index: int) -> int:
         """Return the value at `index`."""
@@ -98,59 +115,67 @@ class Network:
 
     def _walk(self, value: int, rounds: Rounds, sign: int) -> int:
         while True:
-            row, column = value >> self._right_bits, value & self._right_mask
+            row, column = value >> self.right_bits, value & ((1 << self.right_bits) - 1)
             for number, key in rounds:
                 mixed = (((column, row)[number & 1] ^ key) * _MULTIPLY_1) & _MASK_32
                 mixed = ((mixed ^ (mixed >> 16)) * _MULTIPLY_2) & _MASK_32
                 if number & 1:
-                    column ^= mixed >> (32 - self._right_bits)
+                    column ^= mixed >> (32 - self.right_bits)
                 else:
-                    row = (row + sign * (mixed * self._rows >> 32)) % self._rows
-            value = (row << self._right_bits) | column
-            if value < self._n:
+                    row = (row + sign * (mixed * self.rows >> 32)) % self.rows
+            value = (row << self.right_bits) | column
+            if value < self.n:
                 return value
 
     def _walk_array(self, values: Int64Array, rounds: Rounds, sign: int) -> Int64Array:
         out = np.empty(len(values), np.int64)
         for start in range(0, len(values), CHUNK):
-            block = self._pass(values[start : start + CHUNK], rounds, sign)
-            outside = np.flatnonzero(block >= self._n)
+            block = feistel_pass(values[start : start + CHUNK], self._cells, rounds, sign)
+            outside = np.flatnonzero(block >= self.n)
             while len(outside):
-                block[outside] = self._pass(block[outside], rounds, sign)
-                outside = outside[block[outside] >= self._n]
+                block[outside] = feistel_pass(block[outside], self._cells, rounds, sign)
+                outside = outside[block[outside] >= self.n]
             out[start : start + CHUNK] = block
         return out
 
-    def _pass(self, values: Int64Array, rounds: Rounds, sign: int) -> Int64Array:
-        """Send every value through the network once; results may be outside [0, n)."""
-        unsigned = values.view(np.uint64)
-        row = (unsigned >> np.uint64(self._right_bits)).astype(np.uint32)
-        column = (unsigned & np.uint64(self._right_mask)).astype(np.uint32)
-        rows, shift = np.uint32(self._rows), np.uint32(32 - self._right_bits)
-        mixed, scratch, wide = np.empty_like(row), np.empty_like(row), np.empty(len(row), np.uint64)
-        for number, key in rounds:
-            np.bitwise_xor(row if number & 1 else column, np.uint32(key), out=mixed)
-            np.multiply(mixed, np.uint32(_MULTIPLY_1), out=mixed)
-            np.right_shift(mixed, np.uint32(16), out=scratch)
-            np.bitwise_xor(mixed, scratch, out=mixed)
-            np.multiply(mixed, np.uint32(_MULTIPLY_2), out=mixed)
-            if number & 1:
-                np.right_shift(mixed, shift, out=mixed)
-                np.bitwise_xor(column, mixed, out=column)
-                continue
-            np.multiply(mixed, np.uint64(rows), out=wide, dtype=np.uint64)  # the high word is uniform in [0, rows)
-            np.right_shift(wide, np.uint64(32), out=wide)
-            if sign > 0:
-                np.add(row, wide, out=row, casting="unsafe")
-                np.subtract(row, rows, out=scratch)  # wraps to a large value where row < rows
-            else:
-                np.subtract(row, wide, out=row, casting="unsafe")  # wraps where row < wide
-                np.add(row, rows, out=scratch)
-            np.minimum(row, scratch, out=row)
-        joined = row.astype(np.uint64)
-        np.left_shift(joined, np.uint64(self._right_bits), out=joined)
-        np.bitwise_or(joined, column, out=joined)
-        return joined.view(np.int64)
+
+def feistel_pass(values: Int64Array, cells: Cells, rounds: Rounds, sign: int) -> Int64Array:
+    """Send every value through its network once; results may be outside [0, n).
+
+    Args:
+        values: Indices, 1-d.
+        cells: Of the one network, or of the network of each value.
+        rounds: (number, key) in the order in which they are applied; a key may be an array, one for each value.
+        sign: 1 forward, -1 backward.
+    """
+    unsigned = values.view(np.uint64)
+    row = (unsigned >> cells.right_bits).astype(np.uint32)
+    column = (unsigned & cells.right_mask).astype(np.uint32)
+    mixed, scratch, wide = np.empty_like(row), np.empty_like(row), np.empty(len(row), np.uint64)
+    for number, key in rounds:
+        np.bitwise_xor(row if number & 1 else column, np.uint32(key), out=mixed)
+        np.multiply(mixed, np.uint32(_MULTIPLY_1), out=mixed)
+        np.right_shift(mixed, np.uint32(16), out=scratch)
+        np.bitwise_xor(mixed, scratch, out=mixed)
+        np.multiply(mixed, np.uint32(_MULTIPLY_2), out=mixed)
+        if number & 1:
+            np.right_shift(mixed, cells.shift, out=mixed)
+            np.bitwise_xor(column, mixed, out=column)
+            continue
+        np.multiply(mixed, cells.wide_rows, out=wide, dtype=np.uint64)  # the high word is uniform in [0, rows)
+        np.right_shift(wide, np.uint64(32), out=wide)
+        if sign > 0:
+            np.add(row, wide, out=row, casting="unsafe")
+            np.subtract(row, cells.rows, out=scratch)  # wraps to a large value where row < rows
+        else:
+            np.subtract(row, wide, out=row, casting="unsafe")  # wraps where row < wide
+            np.add(row, cells.rows, out=scratch)
+        np.minimum(row, scratch, out=row)
+    joined = row.astype(np.uint64)
+    np.left_shift(joined, cells.right_bits, out=joined)
+    np.bitwise_or(joined, column, out=joined)
+    result: Int64Array = joined.view(np.int64)
+    return result
 
 
 class Table:
@@ -212,7 +237,7 @@ class Permutation:
                 remedy="check the data set's length",
             )
         keys = derive_keys(self._n, self.seed, self.epoch)
-        self._core: Bijection = Table(self._n, keys) if self._n < TABLE_BELOW else Network(self._n, keys[:ROUNDS])
+        self.core: Bijection = Table(self._n, keys) if self._n < TABLE_BELOW else Network(self._n, keys[:ROUNDS])
 
     def __len__(self) -> int:
         return self._n
@@ -226,9 +251,9 @@ class Permutation:
     def __getitem__(self, index: slice) -> Int64Array: ...
     def __getitem__(self, index: int | slice) -> int | Int64Array:
         if isinstance(index, slice):
-            return self._core.forward_array(np.arange(*index.indices(self._n), dtype=np.int64))
+            return self.core.forward_array(np.arange(*index.indices(self._n), dtype=np.int64))
         place = operator.index(index)
-        return self._core.forward(self._checked(place + self._n if place < 0 else place))
+        return self.core.forward(self._checked(place + self._n if place < 0 else place))
 
     def __iter__(self) -> Iterator[int]:
         for start in range(0, self._n, CHUNK):
@@ -236,17 +261,17 @@ class Permutation:
 
     def index(self, value: int) -> int:
         """Return i with `self[i] == value`; IndexError outside [0, n)."""
-        return self._core.backward(self._checked(operator.index(value)))
+        return self.core.backward(self._checked(operator.index(value)))
 
     def take(self, indices: npt.ArrayLike) -> Int64Array:
         """Return `self[i]` for every i of an integer array, in its shape, as int64; IndexError outside [0, n)."""
         array = self._checked_array(indices)
-        return self._core.forward_array(array.ravel()).reshape(array.shape)
+        return self.core.forward_array(array.ravel()).reshape(array.shape)
 
     def index_of(self, values: npt.ArrayLike) -> Int64Array:
         """Return `self.index(v)` for every v of an integer array, in its shape, as int64."""
         array = self._checked_array(values)
-        return self._core.backward_array(array.ravel()).reshape(array.shape)
+        return self.core.backward_array(array.ravel()).reshape(array.shape)
 
     def _checked(self, value: int) -> int:
         if not 0 <= value < self._n:

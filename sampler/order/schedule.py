@@ -1,6 +1,6 @@
-"""Which positions of the sample stream are used, and in what batch sizes: pure integer arithmetic.
+"""In what batch sizes the sample stream is used: pure integer arithmetic.
 
-A *position* counts samples of the endless global stream from 0 (epoch * length + offset). **Skipped spans* are
+A *position* counts samples of the endless global stream from 0 (epoch * length + offset). *Skipped spans* are
 ranges of positions that are never handed out; *batch sizes* change at given positions (ramp-up).
 """
 
@@ -9,63 +9,8 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-import numpy as np
-import numpy.typing as npt
-
 from flashckpt.errors import ConfigError
-
-Int64Array = npt.NDArray[np.int64]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class SkippedSpans:
-    """Spans [first, last) of excluded positions: sorted, disjoint and not adjacent."""
-
-    spans: tuple[tuple[int, int], ...] = ()
-
-    def with_span(self, first: int, last: int) -> SkippedSpans:
-        """Return these spans and [first, last), merged."""
-        if not 0 <= first < last:
-            raise ConfigError(
-                "a span to skip must end after it begins",
-                found=f"first {first}, last {last}",
-                expected="0 <= first < last, counted in samples of the global stream",
-                state="Nothing is skipped.",
-            )
-        merged: list[tuple[int, int]] = []
-        for span in sorted([*self.spans, (first, last)]):
-            if merged and span[0] <= merged[-1][1]:
-                merged[-1] = (merged[-1][0], max(merged[-1][1], span[1]))
-            else:
-                merged.append(span)
-        return SkippedSpans(spans=tuple(merged))
-
-    def count(self, first: int, last: int) -> int:
-        """Return how many positions of [first, last) are used."""
-        hidden = sum(max(0, min(last, end) - max(first, start)) for start, end in self.spans)
-        return max(0, last - first) - hidden
-
-    def advance(self, position: int, count: int) -> int:
-        """Return the position after the next `count` used positions from `position` (`position` itself for 0)."""
-        end = position + count
-        for start, stop in self.spans:
-            if stop <= position:
-                continue
-            begin = max(start, position)
-            if begin >= end:
-                break
-            end += stop - begin
-        return end
-
-    def positions(self, position: int, ordinals: Int64Array) -> Int64Array:
-        """Return the positions of the k-th used samples from `position`, for every k of `ordinals` (ascending)."""
-        out = ordinals + position
-        for start, stop in self.spans:
-            if stop <= position:
-                continue
-            begin = max(start, position)
-            out[out >= begin] += stop - begin
-        return out
+from flashckpt.sampler.order.spans import SkippedSpans
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

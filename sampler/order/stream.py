@@ -77,7 +77,7 @@ class EpochStream:
 
     def __init__(self, length: int, *, seed: int, order: Order) -> None:
         self.length, self.name = length, order.name
-        self._epoch: Callable[[int], Permutation | None] = lru_cache(maxsize=2)(
+        self.of_epoch: Callable[[int], Permutation | None] = lru_cache(maxsize=2)(
             lambda epoch: order.permutation(length, seed, epoch)
         )
 
@@ -95,5 +95,5 @@ class EpochStream:
         return ids
 
     def _of_epoch(self, epoch: int, offsets: Int64Array) -> Int64Array:
-        permutation = self._epoch(epoch)
+        permutation = self.of_epoch(epoch)
         return offsets if permutation is None else permutation.take(offsets)

@@ -162,7 +162,7 @@ def test_sigterm_while_a_flush_is_pending_finishes_it_first(job: FakeJob) -> Non
 
 
 def test_temporary_files_of_a_killed_daemon_go_with_the_sweep(job: FakeJob) -> None:
-    from flashckpt.checkpoint.retention import sweep
+    from flashckpt.checkpoint.sweeping import sweep
 
     job.step(10, persist=True)
     with forked(job, crash_at="persist.during-pack") as doomed:

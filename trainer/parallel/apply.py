@@ -31,6 +31,50 @@ from flashckpt.trainer.parallel.tied import is_tied_head
 
 
 @dataclass(frozen=True, kw_only=True)
+class MicroBatch:
+    """What goes through the stages for one micro-batch, as tensors without data.
+
+    Attributes:
+        tokens: What the first stage takes.
+        hidden: What a stage hands to the next.
+        logits: What the last stage gives; None where they stay a DTensor.
+    """
+
+    tokens: Tensor
+    hidden: Tensor
+    logits: Tensor | None
+
+    @classmethod
+    def of(cls, config: RunConfig, layout: Layout) -> MicroBatch:
+        """Return that of a run."""
+        rows, seq_len = layout.local_batch // layout.micro_batches, config.train.seq_len
+        is_half = config.train.precision == "bfloat16"
+        # FSDP casts the parameters and with them all activations; under autocast the sums between blocks stay float32
+        is_cast = is_half and config.parallel.data_parallel == "fsdp"
+        hidden = torch.bfloat16 if is_cast else torch.float32
+        logits = torch.bfloat16 if is_half else torch.float32
+        length = seq_len // (layout.tp if config.parallel.sequence_parallel else 1)
+        is_sharded = config.parallel.loss_parallel and layout.tp > 1
+        with torch.device("meta"):
+            return cls(
+                tokens=torch.empty(rows, seq_len, dtype=torch.int64),
+                hidden=torch.empty(rows, length, config.model.dim, dtype=hidden, requires_grad=True),
+                logits=None
+                if is_sharded
+                else torch.empty(rows, seq_len, config.model.vocab, dtype=logits, requires_grad=True),
+            )
+
+    def ends(self, *, is_first: bool, is_last: bool) -> dict[str, Any]:
+        """Return what a PipelineStage is told of its ends: {} lets torch find it out by a trial micro-batch through all."""
+        if self.logits is None:
+            return {}
+        return {
+            "input_args": self.tokens if is_first else self.hidden,
+            "output_args": self.logits if is_last else self.hidden,
+        }
+
+
+@dataclass(frozen=True, kw_only=True)
 class Parallel:
     """What one rank holds of a parallel model.
 
@@ -39,7 +83,7 @@ class Parallel:
         stages: Global stage number of each part.
         dp_rank: Which slice of the global batch this rank reads.
         has_first: Whether a part takes tokens; has_last: whether one computes the loss.
-        hidden: What a stage hands to the next for one micro-batch; a tensor without data.
+        micro_batch: What goes through the stages.
         tied: Whether the head is tied to the embedding.
         reporter: Whether this is the one rank that writes traces: last stage, data rank 0, tensor rank 0.
     """
@@ -52,7 +96,7 @@ class Parallel:
     dp_rank: int
     has_first: bool
     has_last: bool
-    hidden: Tensor
+    micro_batch: MicroBatch
     tied: bool
     reporter: bool
 
@@ -66,10 +110,11 @@ class Parallel:
         It leaves gradients summed over the micro-batches: `TrainStep` divides them.
         """
         group = self.mesh["pp"].get_group()
-        built = [
-            PipelineStage(part, stage, self.layout.stages, self.device, group=group)
-            for stage, part in zip(self.stages, self.parts, strict=True)
-        ]
+        count = self.layout.stages
+        built = []
+        for stage, part in zip(self.stages, self.parts, strict=True):
+            ends = self.micro_batch.ends(is_first=stage == 0, is_last=stage == count - 1)
+            built.append(PipelineStage(part, stage, count, self.device, group=group, **ends))
         cls: Any = get_schedule_class(self.layout.schedule)
         held: Any = built[0] if self.layout.stages_per_rank == 1 else built
         return cls(held, n_microbatches=self.layout.micro_batches, loss_fn=loss, scale_grads=False)
@@ -90,7 +135,7 @@ class Parallel:
             goes_to = None if stage == self.layout.stages - 1 else owner(stage + 1)
             for number in range(len(values)):
                 if came_from not in (None, here):
-                    values[number] = torch.empty_like(self.hidden, device=self.device)
+                    values[number] = torch.empty_like(self.micro_batch.hidden, device=self.device, requires_grad=False)
                     dist.recv(values[number], group=group, group_src=came_from)
                 values[number] = part(values[number]).contiguous()
                 if goes_to not in (None, here):
@@ -139,18 +184,10 @@ def build_parallel(config: RunConfig, layout: Layout, device: torch.device) -> P
         dp_rank=dp_rank,
         has_first=0 in stages,
         has_last=has_last,
-        hidden=_hidden(config, layout),
+        micro_batch=MicroBatch.of(config, layout),
         tied=config.model.tied_embeddings,
         reporter=has_last and dp_rank == 0 and mesh["tp"].get_local_rank() == 0,
     )
-
-
-def _hidden(config: RunConfig, layout: Layout) -> Tensor:
-    tokens = config.train.seq_len // (layout.tp if config.parallel.sequence_parallel else 1)
-    # FSDP casts the parameters and with them all activations; under autocast the sums between blocks stay float32
-    is_cast = config.train.precision == "bfloat16" and config.parallel.data_parallel == "fsdp"
-    shape = (layout.local_batch // layout.micro_batches, tokens, config.model.dim)
-    return torch.empty(shape, dtype=torch.bfloat16 if is_cast else torch.float32, device="meta")
 
 
 def build_stage(config: RunConfig, layout: Layout, stage: int) -> Transformer:

@@ -22,6 +22,7 @@ from flashckpt.checkpoint.catalog import (
     newest_checkpoint,
     read_manifest,
 )
+from flashckpt.checkpoint.catalog_entries import CATALOG
 from flashckpt.checkpoint.generations import claim_generation, newest_generation, owns_generation, read_generations
 from flashckpt.checkpoint.intents import abandon_intent, abandoned_reason, close_intent, list_intents, put_intent
 from flashckpt.checkpoint.retention import (
@@ -34,9 +35,9 @@ from flashckpt.checkpoint.retention import (
     leased_prefixes,
     prune,
     reading,
-    sweep,
     unkeep,
 )
+from flashckpt.checkpoint.sweeping import sweep
 from flashckpt.checkpoint.writer import MANIFEST, commit, persist_slot, prefix_of
 from flashckpt.core.generation import Generation
 from flashckpt.core.intent import Intent
@@ -203,7 +204,16 @@ def test_lease_taken_during_the_deletion_keeps_the_data(store: Store, monkeypatc
     assert store.head(f"{prefix_of(1, 10)}/r00000.p0.fck") is None
 
 
-@pytest.mark.parametrize("point", ["persist.before-prune", "persist.during-prune", "store.before-publish"])
+@pytest.mark.parametrize(
+    "point",
+    [
+        "persist.before-prune",
+        "persist.before-tombstone",
+        "persist.during-prune",
+        "persist.after-prune",
+        "store.before-publish",
+    ],
+)
 def test_killed_while_pruning_no_half_checkpoint_is_visible_and_the_sweep_finishes(store: Store, point: str) -> None:
     make(store, 10, 20, 30)
     pid = os.fork()
@@ -223,7 +233,8 @@ def test_killed_while_pruning_no_half_checkpoint_is_visible_and_the_sweep_finish
     left = [i.key for i in store.list("step-") if not i.key.startswith(prefix_of(1, 30))]
     assert all(key.endswith(MANIFEST) for key in left)
     sweep(store, now_s=time.time() + TOMBSTONE_AGE_S + 1)
-    assert store.folders() == [prefix_of(1, 30)]
+    assert [name for name in store.folders() if name.startswith("step-")] == [prefix_of(1, 30)]
+    assert [key for info in store.list(CATALOG) if not (key := info.key).startswith(CATALOG + prefix_of(1, 30))] == []
     assert not list(Path(store.url).rglob("*.tmp"))
 
 

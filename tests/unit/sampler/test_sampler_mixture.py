@@ -14,7 +14,7 @@ from hypothesis import given, settings
 from flashckpt.errors import ConfigError, DataError, SamplerStateError
 from flashckpt.sampler import ElasticSampler, Mixture, Order
 from flashckpt.sampler.order.mixture import Schedule
-from flashckpt.sampler.order.schedule import SkippedSpans
+from flashckpt.sampler.order.spans import SkippedSpans
 
 
 class Named(list[str]):
@@ -44,9 +44,9 @@ def test_schedule_is_exact_per_period_and_even_inside(weights: Any) -> None:
     schedule = Schedule(weights)
     slots = np.arange(3 * schedule.period + 1)
     for source, weight in enumerate(schedule.weights):
-        counts = schedule.count(source, slots)
-        walked = np.concatenate([[0], np.cumsum(schedule.source[slots[:-1] % schedule.period] == source)])
-        assert np.array_equal(counts, walked)
+        counts = np.concatenate([[0], np.cumsum(schedule.ordinals(slots[:-1])[0] == source)])
+        before = schedule.ordinals(slots)[1][schedule.ordinals(slots)[0] == source]
+        assert np.array_equal(before, np.arange(len(before))), "the turns of a source are counted one by one"
         assert counts[schedule.period] == weight
         assert np.abs(counts - slots * weight / schedule.period).max() <= len(weights), "not spread evenly"
 

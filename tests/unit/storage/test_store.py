@@ -59,6 +59,15 @@ class TestConformance:
             store.get_range("nothing/here", 0, memoryview(bytearray(4)))
         store.delete("nothing/here")
 
+    def test_many_objects_are_deleted_together(self, store: Store) -> None:
+        keys = [f"folder/{number}" for number in range(3)] + ["other/1"]
+        for key in (*keys, "folder/stays"):
+            store.put(key, b"x")
+        store.delete_many([*keys, "not/there"])
+        assert [info.key for info in store.list()] == ["folder/stays"]
+        assert store.folders() == ["folder"]
+        store.delete_many([])
+
     def test_conditional_put_keeps_the_first(self, store: Store) -> None:
         assert store.is_conditional
         assert store.put_if_absent("claim", b"first")

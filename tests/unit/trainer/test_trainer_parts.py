@@ -14,7 +14,7 @@ from flashckpt.trainer.config import GuardConfig, OptimConfig, from_values
 from flashckpt.trainer.model.initial import count_parameters
 from flashckpt.trainer.model.transformer import Transformer
 from flashckpt.trainer.model_config import ModelConfig
-from flashckpt.trainer.parallel.apply import build_stage
+from flashckpt.trainer.parallel.apply import MicroBatch, build_stage
 from flashckpt.trainer.parallel.layout import resolve_layout
 from flashckpt.trainer.rate import learning_rate
 from flashckpt.trainer.train.anomaly import Guard
@@ -105,6 +105,30 @@ def test_stages_hold_each_parameter_of_the_model_once() -> None:
         assert not parts.keys() & part.keys()  # names are global: stages never collide
         parts |= part
     assert {name: part.shape for name, part in parts.items()} == {name: part.shape for name, part in whole.items()}
+
+
+@pytest.mark.parametrize("precision", ["float32", "bfloat16"])
+def test_stages_are_told_the_shapes_that_go_through_them(precision: str) -> None:
+    """A stage that is told nothing, or too little, has torch send a trial micro-batch through all of them."""
+    values = {
+        "model": {"dim": 16, "ffn": 32, "vocab": 300},
+        "parallel": {"pp": 2},
+        "train": {"seq_len": 24, "global_batch": 12, "micro_batch": 3, "precision": precision},
+    }
+    config = from_values(values)
+    layout = resolve_layout(config, 2)
+    for stage in range(2):
+        ends = MicroBatch.of(config, layout).ends(is_first=stage == 0, is_last=stage == 1)
+        part = build_stage(config, layout, stage)
+        made = part.to(getattr(torch, precision))(ends["input_args"])
+        assert (made.shape, made.dtype) == (ends["output_args"].shape, ends["output_args"].dtype)
+        assert ends["output_args"].requires_grad
+
+
+def test_logits_that_stay_sharded_are_left_to_torch() -> None:
+    values = {"parallel": {"pp": 2, "tp": 2, "loss_parallel": True}, "model": {"heads": 4, "kv_heads": 2}}
+    config = from_values(values)
+    assert MicroBatch.of(config, resolve_layout(config, 4)).ends(is_first=True, is_last=False) == {}
 
 
 def test_parameter_count_and_flops_follow_the_model() -> None:
