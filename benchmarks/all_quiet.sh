@@ -37,6 +37,7 @@ seconds_for() {  # of rounds per configuration; two rounds are taken in any case
 
 printf '# Tables of %s\n' "$(date -u +%Y-%m-%dT%H:%MZ)" > "$tables"
 run 120 "copy of memory" "$python" benchmarks/memory_copy.py --json "$results/memory-copy.json"
+run 300 "copy thread" "$python" benchmarks/copy_thread.py --json "$results/copy-thread.json"
 # shellcheck disable=SC2086 -- $dlrover is two words or none
 for size in $sizes; do
     s=$(seconds_for "$size")

@@ -89,3 +89,8 @@ def crash_point(name: str) -> None:
     _hits += 1
     if _hits == int(count or 1):
         os.kill(os.getpid(), signal.SIGKILL)
+
+
+def is_armed(name: str) -> bool:
+    """Return whether this process is to be killed at a point: work of one call is then done in steps, with the point in between."""
+    return _armed is not None and _armed.partition(":")[0] == name

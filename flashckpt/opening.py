@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 import torch
 
 from flashckpt.logs import notice
+from flashckpt.native import implementation
 from flashckpt.node_place import OpenedJob
 from flashckpt.planning.inventory import Inventory, local_world
 from flashckpt.restore.coordinator import RestoreCoordinator, RestoreRequest
@@ -123,8 +124,8 @@ class Opening:
         total = need.slot_bytes * slots * ranks
         notice(
             _logger,
-            "snapshots: %d slots%s of %.1f MB for each of %d ranks, about %.1f MB of this node's memory, in %s%s",
-            slots, fallback, need.slot_bytes / 1e6, ranks, total / 1e6, self.directory.path,
+            "snapshots: %d slots%s of %.1f MB for each of %d ranks, about %.1f MB of this node's memory, in %s; copied by: %s%s",
+            slots, fallback, need.slot_bytes / 1e6, ranks, total / 1e6, self.directory.path, implementation(),
             "; with two slots snapshots are skipped while a checkpoint is being written" if slots == 2 else "",
             is_shown=self.tracked.world.rank == 0,
         )  # fmt: skip

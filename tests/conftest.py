@@ -49,6 +49,14 @@ def _own_memory_tier(shm_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.delenv("RANK")
 
 
+@pytest.fixture(params=["python", "the best"])
+def copied_by(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
+    """Runs a test with memory copied in Python, and by what flashckpt.native chooses here."""
+    if request.param == "python":
+        monkeypatch.setenv("FLASHCKPT_COPY", "python")
+    return str(request.param)
+
+
 @pytest.fixture(scope="session", autouse=True)
 def _no_interpreter_is_left() -> Iterator[None]:
     yield

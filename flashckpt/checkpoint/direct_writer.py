@@ -23,6 +23,7 @@ from flashckpt.core.shard import SMALL_BYTES, Shard, place
 from flashckpt.core.shard_table import ShardTable
 from flashckpt.errors import DamagedError, FormatVersionError, JobInUseError
 from flashckpt.faults import crash_point
+from flashckpt.native import digest_ranges
 from flashckpt.planning.packs import PACK_BYTES, index_name, pack_name
 from flashckpt.shm.job_directory import jobs_in_memory
 from flashckpt.shm.job_id import root_url
@@ -261,7 +262,7 @@ class _PackStream:
         found = []
         for start in range(0, nbytes, PART_BYTES):
             view = row.read(start, min(start + PART_BYTES, nbytes))
-            found.append(chunk_digests(view))
+            found.append(digest_ranges(view, [0], [view.nbytes]))
             yield view
             crash_point("save.during-pack")
         self.digests[number] = np.concatenate(found)

@@ -9,16 +9,17 @@ from __future__ import annotations
 import mmap
 import threading
 import weakref
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
 import numpy as np
 
-from flashckpt.core.digest import CHUNK_BYTES, digest
+from flashckpt.core.digest import CHUNK_BYTES
 from flashckpt.core.manifest import Manifest
 from flashckpt.errors import DamagedError
 from flashckpt.faults import crash_point
+from flashckpt.native import digest_ranges
 from flashckpt.planning.packs import Pack
 from flashckpt.storage.store import PART_BYTES
 
@@ -84,8 +85,7 @@ class SlotParts:
                 due = next(chunks, None)
             low = min([begin, *(check[0] for check in checks)])
             view = self._read(low, max([end, *(check[1] for check in checks)]))
-            for start, stop, expected, row in checks:
-                self._verify(view[start - low : stop - low], start, expected, row)
+            self._verify(view, low, checks)
             part = view[begin - low : end - low]
             del view
             yield part
@@ -108,17 +108,23 @@ class SlotParts:
                 expected = int(self.manifest.digests[first + number])
                 yield start + at, start + min(at + CHUNK_BYTES, nbytes), expected, row
 
-    def _verify(self, raw: memoryview, start: int, expected: int, row: int) -> None:
-        if (found := digest(raw)) != expected:
-            begin = start - int(self.manifest.table.byte_offset[row])
-            raise DamagedError(
-                f"{self.manifest.table.fqn(row)!r} is damaged in the snapshot of step {self.manifest.step}"
-                f" (rank {self.manifest.rank}, memory)",
-                found=f"digest {found:016x} of its bytes {begin} to {begin + len(raw)}",
-                expected=f"digest {expected:016x}",
-                state="Nothing of this step was committed; earlier checkpoints are as they were.",
-                remedy="check the machine's memory; the next snapshot is persisted as usual",
-            )
+    def _verify(self, view: memoryview, low: int, checks: Sequence[tuple[int, int, int, int]]) -> None:
+        starts, sizes = [start - low for start, *_ in checks], [stop - start for start, stop, *_ in checks]
+        digests = digest_ranges(view, starts, sizes).tolist()
+        for found, (start, stop, expected, row) in zip(digests, checks, strict=True):
+            if found != expected:
+                raise self._damaged(found, start, stop, expected, row)
+
+    def _damaged(self, found: int, start: int, stop: int, expected: int, row: int) -> DamagedError:
+        begin = start - int(self.manifest.table.byte_offset[row])
+        return DamagedError(
+            f"{self.manifest.table.fqn(row)!r} is damaged in the snapshot of step {self.manifest.step}"
+            f" (rank {self.manifest.rank}, memory)",
+            found=f"digest {found:016x} of its bytes {begin} to {begin + stop - start}",
+            expected=f"digest {expected:016x}",
+            state="Nothing of this step was committed; earlier checkpoints are as they were.",
+            remedy="check the machine's memory; the next snapshot is persisted as usual",
+        )
 
 
 def parts_of(pack: Pack) -> Iterator[tuple[int, int]]:

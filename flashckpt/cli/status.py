@@ -14,6 +14,7 @@ from rich.table import Table
 from flashckpt.cli.common import Command, age_of, human_bytes, json_option, new_table, show, tell_skipped
 from flashckpt.core.snapshot_id import SnapshotId
 from flashckpt.errors import FlashckptError, PersistError
+from flashckpt.native import implementation
 from flashckpt.shm.control import ControlView
 from flashckpt.shm.inventory import scan
 from flashckpt.shm.job_directory import JobDirectory, jobs_in_memory
@@ -26,6 +27,7 @@ from flashckpt.shm.segment import Segment
 def status(job: str | None, as_json: bool) -> int:
     """Show the jobs in this machine's memory: last snapshot, last persist, lag, failures.
 
+    `copied_by` is what copies memory in this installation: the C part, and its level, or python.
     Exit code 40 if persisting fails for one of them.
 
     Example:
@@ -34,7 +36,8 @@ def status(job: str | None, as_json: bool) -> int:
     directories, skipped = jobs_in_memory()
     left_alone = tell_skipped(skipped)
     found = [describe(directory) for directory in directories if job in (None, directory.job)]
-    show({"jobs": found, "left_alone": left_alone}, as_json=as_json, table=lambda: _table(found))
+    document = {"jobs": found, "left_alone": left_alone, "copied_by": implementation()}
+    show(document, as_json=as_json, table=lambda: _table(found, implementation()))
     return PersistError.exit_code if any(one["error"] for one in found) else 0
 
 
@@ -114,9 +117,9 @@ def _step(directory: JobDirectory) -> int | None:
     return max((row.step for row in rows if row.pid), default=None)
 
 
-def _table(found: list[dict[str, Any]]) -> Table | str:
+def _table(found: list[dict[str, Any]], copied_by: str) -> Table | str:
     if not found:
-        return "no job in this machine's memory"
+        return f"no job in this machine's memory; copied by: {copied_by}"
     table = new_table(
         "JOB",
         "STATE",
@@ -131,6 +134,7 @@ def _table(found: list[dict[str, Any]]) -> Table | str:
         ">MEMORY",
         "ROOT",
         "",
+        title=f"memory is copied by: {copied_by}",
     )
     for one in found:
         state = "running" if one["alive"] else "flushing" if one["daemon_alive"] else "dead, resumable"

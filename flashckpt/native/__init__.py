@@ -4,7 +4,7 @@ In: addresses and sizes, int64[n, 3]. Out: bytes at their targets, one digest pe
 May import: core, errors; no torch.
 """
 
-from flashckpt.native.copying import LEVEL_VARIABLE, copy_and_digest, implementation, levels
+from flashckpt.native.copying import LEVEL_VARIABLE, copy_and_digest, digest_ranges, implementation, is_native, levels
 from flashckpt.native.descriptors import DescriptorError, UnusableMemoryError
 
 __all__ = [
@@ -12,6 +12,8 @@ __all__ = [
     "DescriptorError",
     "UnusableMemoryError",
     "copy_and_digest",
+    "digest_ranges",
     "implementation",
+    "is_native",
     "levels",
 ]

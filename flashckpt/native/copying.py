@@ -39,6 +39,11 @@ def implementation() -> str:
     return name if name == PYTHON else f"native {name}"
 
 
+def is_native() -> bool:
+    """Return whether the C part copies. Raises as `implementation`."""
+    return _choose(None) != PYTHON
+
+
 def copy_and_digest(
     descriptors: Any,
     *,
@@ -87,6 +92,27 @@ def copy_and_digest(
     if finding.problem:
         raise error_of(finding, rows)
     return out if out is not None else np.zeros(0, np.uint64)
+
+
+def digest_ranges(memory: Any, starts: Any, sizes: Any) -> Digests:
+    """Return the digests of ranges of a buffer, those of one behind those of the other; raises as `copy_and_digest`.
+
+    Args:
+        memory: Contiguous bytes that this process has just read or written: they are not compared with its map of memory.
+        starts: [n] byte where each range begins.
+        sizes: [n] bytes of each.
+
+    Raises:
+        ValueError: A range is not in the buffer.
+    """
+    begin, size = np.asarray(starts, np.int64), np.asarray(sizes, np.int64)
+    if not len(begin):
+        return np.zeros(0, np.uint64)
+    held = np.frombuffer(memory, np.uint8)
+    if begin.min() < 0 or size.min() < 0 or (begin + size).max() > held.nbytes:
+        raise ValueError(f"ranges to byte {(begin + size).max()} of a buffer of {held.nbytes} bytes")
+    rows = np.column_stack((begin + held.ctypes.data, np.zeros_like(begin), size))
+    return copy_and_digest(rows, check=False)
 
 
 def _choose(level: str | None) -> str:

@@ -38,14 +38,16 @@ def run(rows: Integers, first: Integers | None, digests: Digests | None, *, chec
         for (source, target, nbytes), start in zip(rows.tolist(), starts, strict=True):
             if start < 0 or digests is None:
                 ctypes.memmove(target, source, nbytes)
-            else:
+            elif nbytes > PIECE_BYTES:
                 _copy_row(source, target, nbytes, digests[start:])
+            elif nbytes:
+                if target:
+                    ctypes.memmove(target, source, nbytes)
+                digests[start] = xxhash.xxh3_64_intdigest((ctypes.c_ubyte * nbytes).from_address(source))
     return finding
 
 
 def _copy_row(source: int, target: int, nbytes: int, digests: Digests) -> None:
-    if not nbytes:
-        return
     view = memoryview((ctypes.c_ubyte * nbytes).from_address(source))
     for chunk, begin in enumerate(range(0, nbytes, CHUNK_BYTES)):
         end = min(begin + CHUNK_BYTES, nbytes)

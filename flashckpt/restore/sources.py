@@ -16,13 +16,12 @@ import numpy as np
 import numpy.typing as npt
 
 from flashckpt.checkpoint.compression import PackedObjects
-from flashckpt.core.digest import CHUNK_BYTES, copy_and_digest, digest
+from flashckpt.core.digest import CHUNK_BYTES
 from flashckpt.core.manifest import Manifest
 from flashckpt.core.shard_table import chunk_counts, ranges
 from flashckpt.core.snapshot_id import SnapshotId
 from flashckpt.errors import DamagedError
-from flashckpt.native.copying import PYTHON, implementation
-from flashckpt.native.copying import copy_and_digest as copy_and_digest_rows
+from flashckpt.native import copy_and_digest, digest_ranges
 from flashckpt.restore.destinations import Bytes, address_of
 from flashckpt.shm import prefault
 from flashckpt.shm.segment import Pin, Segment
@@ -146,34 +145,24 @@ class MemorySource:
             raise self._gone(f"it holds step {self.manifest.step} of generation {self.manifest.generation}")
 
     def read(self, row: int, start: int, out: memoryview) -> None:
-        """See Source: whole chunks are hashed in their new place right behind the copy (counted as reading).
-
-        Memory that was never touched is made right before it is copied to: its zeroes are then still in cache.
-        """
+        """See Source: one call copies, and digests the slot's bytes right behind the copy (counted as reading)."""
         table = self.manifest.table
         end, stop = int(table.nbytes[row]), start + len(out)
         begin = start // CHUNK_BYTES * CHUNK_BYTES
-        held = self._held(row, begin, min(-(-stop // CHUNK_BYTES) * CHUNK_BYTES, end))
+        held = self._held(row, begin, begin + _rounded(start, stop, end))
+        t0 = time.perf_counter()
         into = np.frombuffer(out, np.uint8)
-        address, copy_s, verify_s = address_of(into), 0.0, 0.0
-        for chunk in range(start // CHUNK_BYTES, -(-stop // CHUNK_BYTES)):
-            first, last = chunk * CHUNK_BYTES, min((chunk + 1) * CHUNK_BYTES, end)
-            low, high = max(first, start), min(last, stop)
-            t0 = time.perf_counter()
-            if (low, high) != (first, last):  # a part: only the whole chunk has a digest
-                self._verify(row, chunk, digest(held[first - begin : last - begin]))
-            t1 = time.perf_counter()
-            if not prefault.is_mapped(address + high - start - 1):
-                prefault.populate(address + low - start, high - low)
-            source, target = held[low - begin : high - begin], into[low - start : high - start]
-            if (low, high) == (first, last):
-                self._verify(row, chunk, copy_and_digest(source, target))
-            else:
-                np.copyto(target, source)
-            copy_s += time.perf_counter() - t1
-            verify_s += t1 - t0
+        _make_pages(address_of(into), len(into))
+        rows, first_chunks = _rows_of_read(address_of(held) - begin, address_of(into) - start, (start, stop, end))
+        # `held` lies within a file that was long enough when it was mapped, `out` is memory of this restore
+        found = copy_and_digest(rows, first_chunks=first_chunks, check=False)
+        first = int(table.first_chunk[row]) + begin // CHUNK_BYTES
+        expected = self.manifest.digests[first : first + len(found)]
+        if len(wrong := np.flatnonzero(found != expected)):
+            bad = int(wrong[0])
+            raise damaged_chunk(self, row, begin // CHUNK_BYTES + bad, int(found[bad]), int(expected[bad]))
         self.check()
-        self.meter.add(_rounded(start, stop, end), copy_s, verify_s)
+        self.meter.add(len(held), time.perf_counter() - t0, 0.0)
 
     def verified(self, spans: Spans) -> Verified:
         """See Source: the slot's own bytes, verified in place."""
@@ -215,11 +204,6 @@ class MemorySource:
         held = self._map()[base + start : base + stop]
         prefault.populate(address_of(held), len(held), write=False)
         return held
-
-    def _verify(self, row: int, chunk: int, found: int) -> None:
-        expected = int(self.manifest.digests[self.manifest.table.first_chunk[row] + chunk])
-        if found != expected:
-            raise damaged_chunk(self, row, chunk, found, expected)
 
     def _gone(self, what: str) -> DamagedError:
         return DamagedError(
@@ -301,25 +285,12 @@ def verify_spans(source: Source, spans: Spans, found: Verified) -> None:
     rows, starts, stops = (np.asarray(column, np.int64) for column in spans)
     counts = chunk_counts(stops - starts)
     expected = manifest.digests[ranges(manifest.table.first_chunk[rows] + starts // CHUNK_BYTES, counts)]
-    actual = _digests(found.data, np.asarray(found.offsets, np.int64), stops - starts)
+    actual = digest_ranges(found.data, found.offsets, stops - starts)
     if len(wrong := np.flatnonzero(actual != expected)):
         at, ends = int(wrong[0]), np.cumsum(counts)
         span = int(np.searchsorted(ends, at, side="right"))
         chunk = int(starts[span]) // CHUNK_BYTES + at - int(ends[span] - counts[span])
         raise damaged_chunk(source, int(rows[span]), chunk, int(actual[at]), int(expected[at]))
-
-
-def _digests(data: Bytes, starts: Ints, sizes: Ints) -> npt.NDArray[np.uint64]:
-    """Return the digests of the chunks of ranges of `data`, one range behind another."""
-    if implementation() != PYTHON:
-        rows = np.column_stack((address_of(data) + starts, np.zeros_like(starts), sizes))
-        return copy_and_digest_rows(rows, check=False)
-    counts = chunk_counts(sizes)
-    first = ranges(np.zeros_like(counts), counts) * CHUNK_BYTES
-    begin = np.repeat(starts, counts) + first
-    end = begin + np.minimum(np.repeat(sizes, counts) - first, CHUNK_BYTES)
-    view = data.data
-    return np.array([digest(view[a:b]) for a, b in zip(begin.tolist(), end.tolist(), strict=True)], np.uint64)
 
 
 def damaged_chunk(source: Source, row: int, chunk: int, found: int, expected: int) -> DamagedError:
@@ -336,6 +307,44 @@ def damaged_chunk(source: Source, row: int, chunk: int, found: int, expected: in
         state="These bytes were not used.",
         remedy="flashckpt verify ROOT lists everything that is damaged",
     )
+
+
+def _rows_of_read(source: int, target: int, at: tuple[int, int, int]) -> tuple[Ints, Ints]:
+    """Return the rows of a native copy, and the index of each one's first digest, for one range of a row of a table.
+
+    Whole chunks are one row. Of a chunk that is needed in part the whole has a digest: it is digested, and the part copied.
+
+    Args:
+        source: Address that byte 0 of the row of the table has, or would have.
+        target: The same where it goes.
+        at: The range's start and stop, and the end of the row.
+    """
+    start, stop, end = at
+    first_byte = start // CHUNK_BYTES * CHUNK_BYTES
+    whole_until = stop if stop == end else stop // CHUNK_BYTES * CHUNK_BYTES
+    rows: list[tuple[int, int, int]] = []
+    first: list[int] = []
+    while start < stop:
+        chunk = start // CHUNK_BYTES * CHUNK_BYTES
+        number = (chunk - first_byte) // CHUNK_BYTES
+        if start == chunk and start < whole_until:
+            high = whole_until
+        else:
+            rows.append((source + chunk, 0, min(CHUNK_BYTES, end - chunk)))
+            first.append(number)
+            high, number = min(chunk + CHUNK_BYTES, stop), -1
+        rows.append((source + start, target + start, high - start))
+        first.append(number)
+        start = high
+    return np.array(rows, np.int64).reshape(-1, 3), np.array(first, np.int64)
+
+
+def _make_pages(address: int, nbytes: int) -> None:
+    """Make memory that was never touched, which costs less than making it page by page under the copy."""
+    for start in range(address, address + nbytes, CHUNK_BYTES):
+        size = min(CHUNK_BYTES, address + nbytes - start)
+        if not prefault.is_mapped(start + size - 1):
+            prefault.populate(start, size)
 
 
 def _rounded(start: int, stop: int, end: int) -> int:

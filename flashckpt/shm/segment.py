@@ -228,6 +228,11 @@ class Segment:
 
     # -- slots --------------------------------------------------------------------------------------
 
+    @property
+    def is_cut_short(self) -> bool:
+        """Whether another process truncated the file: an access behind its end would be a SIGBUS, and nobody can attach to it."""
+        return os.fstat(self._fd).st_size < self.spec.nbytes
+
     def header(self, slot: int) -> SlotHeader:
         """Return the valid header of a slot with the highest sequence."""
         return newest_copy(os.pread(self._fd, PAGE, self.spec.header_at(slot)))[0]

@@ -1,27 +1,17 @@
-"""Copy one box of a live tensor into a slot, hashing each 1 MiB chunk right after the copy.
-
-Both the copy and the hash release the GIL. Contiguous host memory, which is nearly all of it, goes by
-memmove: one thread's copy_ is as fast, but would start an OpenMP pool in the copy thread.
-"""
+"""What is copied: one box of a live tensor and its place in a slot. Most are runs of host memory, which `snapshot/runs` copies."""
 
 from __future__ import annotations
 
-import ctypes
 import math
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
 import torch
-import xxhash
 
-from flashckpt.core.digest import CHUNK_BYTES
 from flashckpt.errors import FenceError, FlashckptError, SharedMemoryError
-from flashckpt.faults import crash_point
 from flashckpt.state.placement import LocalBox, local_of
 
-PIECE_BYTES = 256 << 10
-"""Bytes copied at a time ahead of their hash: they stay in the level-2 cache."""
 _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64, 16: torch.complex128}
 
 
@@ -93,13 +83,12 @@ def is_run(local: torch.Tensor) -> bool:
 
 
 class Buffer:
-    """The data area of one slot as the copies see it: an address, a view for hashing, tensors where needed.
+    """The data area of one slot as the copies see it: an address, tensors where needed.
 
     Holds the memory until `close()` releases the slot's view.
     """
 
     def __init__(self, data: memoryview) -> None:
-        self.view = data
         self._array: Any = np.frombuffer(data, np.uint8)
         self.address = int(self._array.ctypes.data)
 
@@ -111,7 +100,6 @@ class Buffer:
     def close(self) -> None:
         """Forget the memory."""
         self._array = None
-        self.view = memoryview(b"")
 
 
 def source_of(item: Item, tensor: torch.Tensor | None = None) -> torch.Tensor:
@@ -131,18 +119,6 @@ def source_of(item: Item, tensor: torch.Tensor | None = None) -> torch.Tensor:
     return source
 
 
-def address_of(item: Item) -> int:
-    """Return the address of an item's first byte.
-
-    Raises:
-        StalePlanError: The tensor was given another storage (`p.data = ...`) that is not of the planned form.
-    """
-    local = item.local
-    if local.nbytes != item.local_bytes or not local.is_contiguous():
-        raise stale_plan(item, local)
-    return local.data_ptr() + item.start
-
-
 def stale_plan(item: Item, local: torch.Tensor) -> StalePlanError:
     """Return the error for a tensor that is not of the form that was planned any more."""
     return StalePlanError(
@@ -154,41 +130,6 @@ def stale_plan(item: Item, local: torch.Tensor) -> StalePlanError:
 
 
 def copy_item(item: Item, buffer: Buffer, tensor: torch.Tensor | None = None) -> None:
-    """Copy one item without hashing it; from `tensor` where its owner gives out another object each time."""
-    if not item.nbytes:
-        return
-    if item.start >= 0 and tensor is None:
-        ctypes.memmove(buffer.address + item.offset, address_of(item), item.nbytes)
-    else:
+    """Copy one item by torch, without digesting it; from `tensor` where its owner gives out another object each time."""
+    if item.nbytes:
         buffer.tensor(item).copy_(source_of(item, tensor))
-
-
-def hash_item(item: Item, buffer: Buffer, digests: np.ndarray) -> None:
-    """Hash one item where it lies in the slot."""
-    view, end = buffer.view, item.offset + item.nbytes
-    for chunk, at in enumerate(range(item.offset, end, CHUNK_BYTES), item.first_chunk):
-        digests[chunk] = xxhash.xxh3_64_intdigest(view[at : min(at + CHUNK_BYTES, end)])
-
-
-def copy_and_hash(item: Item, buffer: Buffer, digests: np.ndarray) -> None:
-    """Copy one item, hashing behind the copy.
-
-    Runs of host memory are hashed where they came from: the bytes are in the cache even where the stores went past it,
-    and a run that somebody wrote in between does not verify.
-    """
-    if item.start < 0 or item.nbytes <= PIECE_BYTES:
-        copy_item(item, buffer)
-        hash_item(item, buffer, digests)
-        crash_point("slot.during-copy")
-        return
-    source, target, end = address_of(item), buffer.address + item.offset, item.nbytes
-    view = memoryview((ctypes.c_ubyte * end).from_address(source))
-    for chunk, first in enumerate(range(0, end, CHUNK_BYTES), item.first_chunk):
-        hasher = xxhash.xxh3_64()
-        last = min(first + CHUNK_BYTES, end)
-        for at in range(first, last, PIECE_BYTES):
-            size = min(PIECE_BYTES, last - at)
-            ctypes.memmove(target + at, source + at, size)
-            hasher.update(view[at : at + size])
-        digests[chunk] = hasher.intdigest()
-        crash_point("slot.during-copy")

@@ -6,18 +6,17 @@ import operator
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from itertools import chain, compress
+from itertools import compress
 
 import numpy as np
 import torch
 
-from flashckpt.snapshot.copy import Item, StalePlanError, is_run, run_starts, stale_plan
+from flashckpt.snapshot.copy import Item, StalePlanError, is_run, run_starts
+from flashckpt.snapshot.runs import HostRuns, places_of
 from flashckpt.state.placement import local_of
 from flashckpt.state.state_layout import Ints, StateLayout
 
 _VERSION = operator.attrgetter("_version")  # the only counter torch has
-_FORM = operator.attrgetter("dtype", "shape")
-_FORMS_AT_A_TIME = 1024  # examined without releasing the GIL to training
 Refused = Callable[[Sequence[torch.Tensor]], tuple[str, str] | None]
 
 
@@ -74,6 +73,7 @@ class CopyPlan:
         refused: Tells what of `bound` has another form than was predicted; asked in the copy thread.
         watched: Local tensors whose version counters prove the fence.
         unfenced: Items copied before `step()` returns.
+        unfenced_runs: Those of them that are runs of host memory.
         device_unfenced: The same for tensors on an accelerator.
         fresh: The same, of tensors that objects return each time.
     """
@@ -84,6 +84,7 @@ class CopyPlan:
     bound: Sequence[torch.Tensor] = ()
     watched: Sequence[torch.Tensor]
     unfenced: Sequence[Item] = field(default=())
+    unfenced_runs: HostRuns = field(default_factory=lambda: HostRuns(()))
     device_unfenced: Sequence[Item] = field(default=())
     fresh: Sequence[Item] = field(default=())
 
@@ -101,9 +102,11 @@ class CopyPlan:
         if structure.is_sharded:
             watched = list(map(local_of, watched))
         plan = cls(layout=layout, order=order, refused=refused, watched=watched)
+        unfenced = plan.items(order.unfenced)
         return replace(
             plan,
-            unfenced=plan.items(order.unfenced),
+            unfenced=unfenced,
+            unfenced_runs=HostRuns([item for item in unfenced if item.start >= 0]),
             device_unfenced=plan.items(order.device_unfenced),
             fresh=plan.items(order.fresh),
         )
@@ -156,6 +159,23 @@ class CopyPlan:
         return self.items(self.order.fenced)
 
     @cached_property
+    def runs(self) -> HostRuns:
+        """Those of `fenced` that are runs of host memory. Raises as `fenced`."""
+        return HostRuns([item for item in self.fenced if item.start >= 0])
+
+    @cached_property
+    def others(self) -> list[Item]:
+        """The rest of `fenced`. Raises as `fenced`."""
+        return [item for item in self.fenced if item.start < 0]
+
+    @cached_property
+    def digested_later(self) -> Ints:
+        """int64[n, 3] as of `places_of`: what is copied without digests, that is all on the host but `runs`. Raises as `fenced`."""
+        table, rows = self.layout.table, np.concatenate([self.order.unfenced, self.order.fresh])
+        columns = (table.byte_offset[rows], table.nbytes[rows], table.first_chunk[rows])
+        return np.concatenate([places_of(self.others), np.column_stack(columns).astype(np.int64, copy=False)])
+
+    @cached_property
     def device(self) -> list[Item]:
         """The same for tensors on an accelerator. Raises as `fenced`."""
         return self.items(self.order.device)
@@ -205,24 +225,6 @@ class CopyPlan:
                 expected=other[1],
                 state="That snapshot was discarded; the next one is planned again.",
             )
-
-    def check_forms(self) -> None:
-        """Check that what is copied by its address is of the planned dtypes and shapes; in the copy thread.
-
-        `p.data = ...` changes neither the parameter's identity nor its version: the bytes fit, and mean something else.
-
-        Raises:
-            StalePlanError: A tensor is of another form now, or was made in another form than was predicted.
-        """
-        for tensors, forms, part in self._runs:
-            if list(map(_FORM, tensors)) != forms:
-                raise next(stale_plan(i, i.local) for i in part if _FORM(i.local) != (i.dtype, i.shape))
-
-    @cached_property
-    def _runs(self) -> list[tuple[list[torch.Tensor], list[tuple[torch.dtype, torch.Size]], list[Item]]]:
-        items = [i for i in chain(self.fenced, self.unfenced) if i.start >= 0]
-        parts = (items[first : first + _FORMS_AT_A_TIME] for first in range(0, len(items), _FORMS_AT_A_TIME))
-        return [([i.local for i in part], [(i.dtype, i.shape) for i in part], part) for part in parts]
 
     # -- the fence ---------------------------------------------------------------------------------------
 

@@ -5,6 +5,8 @@ from __future__ import annotations
 import contextlib
 import logging
 import time
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 from flashckpt.core.snapshot_id import SnapshotId
@@ -40,6 +42,7 @@ class RankSegments:
         self._directory, self._root_digest, self._rank, self._pin_for = directory, root_digest, rank, pin_for
         self._reservation = Reservation(pin_for=pin_for)
         self._coming: MemoryNeed | None = None
+        self._replace_again: Callable[[], None] | None = None
 
     @property
     def segment(self) -> Segment | None:
@@ -119,6 +122,7 @@ class RankSegments:
         self._reservation.segment = segment
         self._reservation.start(lambda: segment)
         self._coming = need
+        self._replace_again = partial(self.replace, need, slots=slots, job=job)
         self.wait_if_small()
 
     def wait_if_small(self) -> None:
@@ -135,6 +139,7 @@ class RankSegments:
         before, coming = self._reservation, Reservation(pin_for=self._pin_for)
         before.stop.set()
         self._reservation, self._coming = coming, need
+        self._replace_again = partial(self.replace, need, slots=slots, job=job)
 
         def obtain() -> Segment | None:
             before.end(unlink_unused=True)
@@ -193,9 +198,20 @@ class RankSegments:
     def begin(
         self, request: SnapshotRequest, *, known: AckedSnapshots, superseded: SnapshotId | None
     ) -> SlotWriter | None:
-        """Return a writer on the slot that may be overwritten, or None if there is none (invariant M1, pins)."""
+        """Return a writer on the slot that may be overwritten, or None if there is none (invariant M1, pins).
+
+        There is none either where the file was cut short: what is written to it could never be read. Another one is made then.
+        """
         segment = self.segment
         assert segment is not None, "ask has_slot first"
+        if segment.is_cut_short:
+            assert self._replace_again is not None, "there is a segment"
+            _log.error(
+                "%s was truncated by another process: the snapshots in it are lost; other memory is being made, beside training",
+                segment.path,
+            )
+            self._replace_again()
+            return None
         busy = segment.busy() | self._reservation.unreserved()
         while True:
             slot = choose_slot(

@@ -16,19 +16,20 @@ import numpy as np
 from flashckpt.core.manifest import Manifest, encode_manifest
 from flashckpt.core.snapshot_request import SnapshotRequest
 from flashckpt.errors import FenceError, FlashckptError, SharedMemoryError
+from flashckpt.faults import crash_point
 from flashckpt.logs import guarded
+from flashckpt.native import UnusableMemoryError
 from flashckpt.shm.segment import SlotWriter
 from flashckpt.snapshot.copy import (
     Buffer,
     SlotOverflowError,
     StalePlanError,
     check_slot,
-    copy_and_hash,
     copy_item,
-    hash_item,
 )
 from flashckpt.snapshot.copy_plan import CopyPlan
 from flashckpt.snapshot.device import DeviceCopier
+from flashckpt.snapshot.runs import digest_in_slot, places_of
 from flashckpt.state.captured import Captured
 
 _log = guarded(logging.getLogger("flashckpt"))
@@ -142,11 +143,13 @@ class Stager:
             snapshot = Snapshot(request, plan, writer, buffer, captured.values, [], started_s=started)
             try:
                 check_slot(plan.end, len(writer.data), request.id.step)
+                plan.unfenced_runs.copy(buffer)
                 for item in plan.unfenced:
-                    copy_item(item, buffer)
+                    if item.start < 0:
+                        copy_item(item, buffer)
                 for item in plan.fresh:
                     copy_item(item, buffer, captured.tensors[item.fqn])
-            except (SlotOverflowError, StalePlanError) as error:
+            except (SlotOverflowError, StalePlanError, UnusableMemoryError) as error:
                 snapshot.error = error
                 self._end(snapshot, 0.0)
                 return snapshot
@@ -204,20 +207,21 @@ class Stager:
 
     def _take(self, snapshot: Snapshot) -> None:
         plan, buffer = snapshot.plan, snapshot.buffer
-        plan.check_forms()
+        plan.unfenced_runs.check_forms()
+        plan.runs.check_forms()
         digests = np.zeros(plan.layout.table.chunks, np.uint64)
         batches = self._lanes.enqueue(plan.device, buffer, snapshot.marks) if plan.uses_device else []
-        for item in plan.fenced:
-            copy_and_hash(item, buffer, digests)
+        plan.runs.copy_and_digest(buffer, digests)
+        for item in plan.others:
+            copy_item(item, buffer)
+            crash_point("slot.during-copy")
         if not plan.uses_device:
             snapshot.check()
         snapshot.copied_s = time.perf_counter()
         snapshot.copied.set()
-        for item in [*plan.unfenced, *plan.fresh]:
-            hash_item(item, buffer, digests)
+        digest_in_slot(plan.digested_later, buffer, digests)
         for items in self._lanes.arrivals(batches, buffer):
-            for item in items:
-                hash_item(item, buffer, digests)
+            digest_in_slot(places_of(items), buffer, digests)
         snapshot.check()
         if snapshot.error is None:
             self._commit(snapshot, digests)

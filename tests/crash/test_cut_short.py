@@ -50,9 +50,7 @@ def test_what_is_read_without_a_mapping_is_an_error_when_cut_and_is_whole_again_
 
 
 @pytest.mark.parametrize("what", ["control", "*.seg"])
-def test_ranks_whose_memory_is_cut_short_are_started_again_and_end_with_the_state_of_an_unbroken_run(
-    tmp_path: Path, what: str
-) -> None:
+def test_ranks_whose_memory_is_cut_short_end_with_the_state_of_an_unbroken_run(tmp_path: Path, what: str) -> None:
     script = tmp_path / "train.py"
     script.write_text(ENGINE)
     with dlrun(tmp_path, "--nproc-per-node=2", "--max-restarts=3", script, tmp_path, 60, 0.02) as launch:
@@ -63,11 +61,13 @@ def test_ranks_whose_memory_is_cut_short_are_started_again_and_end_with_the_stat
             os.truncate(path, 0)
         assert launch.wait() == 0
         output = launch.output
-    assert "SIGBUS" in output
-    if what == "control":
-        assert output.count("was truncated by another process") == 1
     lives = {line.split()[0] for line in (tmp_path / "trace0").read_text().splitlines()}
-    assert len(lives) > 1, "a rank ended and was started again"
+    if what == "control":
+        assert "SIGBUS" in output
+        assert output.count("was truncated by another process") == 1
+        assert len(lives) > 1, "a rank ended and was started again"
+    else:  # found before it is touched, unless just then a snapshot was being copied
+        assert "was truncated by another process" in output or "SIGBUS" in output
     for rank in traces(tmp_path, 2):
         assert sorted(rank) == list(range(1, 61))
         assert all(len(losses) == 1 for losses in rank.values()), "a step that was trained twice had the same loss"

@@ -24,6 +24,7 @@ from flashckpt.cli import main as cli
 from flashckpt.core.generation import Generation
 from flashckpt.core.snapshot_id import SnapshotId
 from flashckpt.daemon.persister.service import Daemon, DaemonTimeouts
+from flashckpt.native import implementation
 from flashckpt.shm.job_directory import DaemonStatus
 from flashckpt.storage.factory import open_store
 
@@ -151,7 +152,9 @@ def test_status_of_a_job_whose_persisting_fails_says_so_and_exits_with_40(job: F
     code, out, _ = run("status", capsys=capsys)
     assert code == 40
     assert "the disk is full" in out
-    assert run_json("status", "--job", "other", capsys=capsys) == (0, {"jobs": [], "left_alone": []})
+    found = run_json("status", "--job", "other", capsys=capsys)
+    assert found == (0, {"jobs": [], "left_alone": [], "copied_by": implementation()})
+    assert f"memory is copied by: {implementation()}" in out
 
 
 def test_status_reads_goodput_from_the_ledger_and_skips_a_torn_line(job: FakeJob, capsys: Captured) -> None:

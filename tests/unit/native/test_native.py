@@ -22,6 +22,7 @@ from flashckpt.native import (
     DescriptorError,
     copy_and_digest,
     descriptors,
+    digest_ranges,
     implementation,
 )
 
@@ -317,3 +318,13 @@ def test_without_the_c_part_python_runs() -> None:
         "assert native.implementation() == 'python'\n"
     )
     assert subprocess.run([sys.executable, "-c", code], check=False, env=sanitized.clean_environment()).returncode == 0
+
+
+def test_ranges_of_a_buffer_are_digested_in_their_order(copied_by: str) -> None:
+    data = RANDOM[: (2 << 20) + 5].tobytes()
+    found = digest_ranges(memoryview(data), [7, 0, 3], [(1 << 20) + 9, 0, 2])
+    pieces = [data[7 : 7 + (1 << 20)], data[7 + (1 << 20) : 16 + (1 << 20)], data[3:5]]
+    assert found.tolist() == [xxh3(np.frombuffer(piece, np.uint8)) for piece in pieces]
+    assert digest_ranges(b"", [], []).size == 0
+    with pytest.raises(ValueError, match="of a buffer of"):
+        digest_ranges(data, [len(data) - 1], [2])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import os
 import signal
 from collections.abc import Iterator
@@ -84,6 +85,49 @@ def test_any_number_of_ranks_restores_from_two_bitwise_and_only_from_memory(job:
         counts = restored(wanted(ranks), sources)
     assert counts.needed_bytes == {"memory": 12_000_052}
     assert counts.damaged == []
+
+
+MIB, END = 1 << 20, 6_000_000
+EDGES = (0, 1, MIB - 1, MIB, MIB + 1, 3 * MIB, 3 * MIB + 7, 5 * MIB, END - 1, END)
+"""Of a row of 5 chunks and a part: on a chunk's edge, beside it, within the last chunk, at the end."""
+
+
+def row_of_w(source: Source) -> int:
+    return next(row for row in range(len(source.manifest.table.nbytes)) if source.manifest.table.fqn(row) == "w")
+
+
+def test_any_range_of_a_slot_is_read_bit_for_bit_and_no_byte_beside_it(job: FakeJob, copied_by: str) -> None:
+    whole = FakeRank.bytes_of(next(s for s in job.ranks[0].shards if s.fqn == "w"), 1, 10)
+    assert len(whole) == END
+    with sources_of(job) as sources:
+        row = row_of_w(sources[0])
+        for start, stop in itertools.combinations_with_replacement(EDGES, 2):
+            into = bytearray(b"\xaa" * (stop - start + 2))
+            sources[0].read(row, start, memoryview(into)[1:-1])
+            assert bytes(into) == b"\xaa" + whole[start:stop] + b"\xaa", (start, stop)
+        rounded = sum(
+            min(-(-stop // MIB) * MIB, END) - start // MIB * MIB
+            for start, stop in itertools.combinations_with_replacement(EDGES, 2)
+        )
+        assert sources[0].meter.read_bytes == rounded
+
+
+@pytest.mark.parametrize("damaged", [0, MIB, 3 * MIB + 9, END - 1], ids="byte {}".format)
+def test_a_flipped_bit_is_found_by_every_read_that_touches_its_chunk_and_named(
+    job: FakeJob, copied_by: str, damaged: int
+) -> None:
+    table = job.ranks[0].table
+    row = next(row for row in range(len(table.nbytes)) if table.fqn(row) == "w")
+    flip(job, 0, int(table.byte_offset[row]) + damaged)
+    chunk = damaged // MIB
+    with sources_of(job) as sources:
+        for start, stop in itertools.combinations(EDGES, 2):
+            into = memoryview(bytearray(stop - start))
+            if start // MIB <= chunk < -(-stop // MIB):
+                with pytest.raises(DamagedError, match=f"bytes {chunk * MIB} to {min((chunk + 1) * MIB, END)}"):
+                    sources[0].read(row, start, into)
+            else:
+                sources[0].read(row, start, into)
 
 
 def test_segment_of_one_rank_gone_exactly_its_part_comes_from_storage(job: FakeJob) -> None:

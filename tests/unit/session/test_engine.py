@@ -19,7 +19,7 @@ def test_a_tracked_run_has_the_trace_of_an_untracked_one_from_the_first_step(tmp
     assert train(0, "plain", str(tmp_path), 6)["digests"] == train(0, "plain", None, 6)["digests"]
 
 
-def test_a_run_that_died_goes_on_bit_for_bit_from_memory(tmp_path: Path) -> None:
+def test_a_run_that_died_goes_on_bit_for_bit_from_memory(tmp_path: Path, copied_by: str) -> None:
     whole = train(0, "plain", None, 8)
     train(0, "plain", str(tmp_path), 5)
     resumed = train(0, "plain", str(tmp_path), 8)
@@ -36,7 +36,7 @@ EVERY_DTYPE = [
 ]  # fmt: skip
 
 
-def test_every_kind_of_tensor_comes_back_bit_for_bit(tmp_path: Path) -> None:
+def test_every_kind_of_tensor_comes_back_bit_for_bit(tmp_path: Path, copied_by: str) -> None:
     def make(seed: int) -> nn.Module:
         generator = torch.Generator().manual_seed(seed)
         model = nn.Module()

@@ -1,4 +1,4 @@
-"""Pages made before they are needed; threads of a fill; copying and hashing in one go."""
+"""Pages made before they are needed; threads of a fill."""
 
 from __future__ import annotations
 
@@ -9,7 +9,6 @@ from collections.abc import Iterator
 import numpy as np
 import pytest
 
-from flashckpt.core.digest import CHUNK_BYTES, copy_and_digest, digest
 from flashckpt.restore.executor import thread_count
 from flashckpt.shm import prefault
 
@@ -33,14 +32,6 @@ def test_populate_maps_what_it_is_asked_for_and_no_more(fresh: mmap.mmap) -> Non
     assert all(prefault.is_mapped(start + k * 4096) for k in range(4)), "the pages at both ends count whole"
     assert not prefault.is_mapped(start - 4096)
     assert not prefault.is_mapped(start + 4 * 4096)
-
-
-@pytest.mark.parametrize("nbytes", [0, 1, 4095, 256 << 10, (256 << 10) + 1, CHUNK_BYTES])
-def test_copy_and_digest_is_a_copy_with_the_digest_of_the_whole(nbytes: int) -> None:
-    source = np.random.default_rng(nbytes).integers(0, 256, nbytes, np.uint8)
-    target = np.zeros_like(source)
-    assert copy_and_digest(source, target) == digest(source)
-    assert np.array_equal(source, target)
 
 
 def test_ranks_of_a_node_share_its_cores(monkeypatch: pytest.MonkeyPatch) -> None:

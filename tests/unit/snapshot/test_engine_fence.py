@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import os
 import threading
 from pathlib import Path
 from typing import Any
@@ -15,26 +16,27 @@ from torch import nn
 
 from flashckpt import Checkpointer
 from flashckpt.errors import FenceError
-from flashckpt.snapshot import stager
+from flashckpt.native import UnusableMemoryError
+from flashckpt.snapshot.runs import HostRuns
 
 
 @pytest.fixture
 def gate(monkeypatch: pytest.MonkeyPatch) -> threading.Event:
-    """Holds the copy thread back at its first tensor while it is cleared."""
+    """Holds the copy thread back in front of its copies while it is cleared."""
     opened_gate = threading.Event()
     opened_gate.set()
-    real: Any = getattr(stager, "copy_and_hash")  # noqa: B009 -- it is not exported, on purpose
+    real: Any = HostRuns.copy_and_digest
 
     def held(*args: Any) -> None:
         assert opened_gate.wait(30)
         real(*args)
 
-    monkeypatch.setattr(stager, "copy_and_hash", held)
+    monkeypatch.setattr(HostRuns, "copy_and_digest", held)
     return opened_gate
 
 
 def test_a_change_of_parameters_while_they_are_copied_discards_the_snapshot_and_names_the_tensor(
-    tmp_path: Path, gate: threading.Event
+    tmp_path: Path, gate: threading.Event, copied_by: str
 ) -> None:
     model = nn.Linear(20, 20)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
@@ -61,6 +63,30 @@ def test_a_change_of_parameters_while_they_are_copied_discards_the_snapshot_and_
     other = torch.optim.SGD(fresh.parameters(), lr=0.1)
     crash(opened(tmp_path, model=fresh, optimizer=other))
     assert digest(fresh, other) == kept_3, "step 3 is intact, and step 2 never existed"
+
+
+def test_memory_that_cannot_be_read_discards_that_snapshot_and_training_goes_on(tmp_path: Path, copied_by: str) -> None:
+    mapped = tmp_path / "table"
+    mapped.write_bytes(bytes(1 << 16))
+    model = nn.Linear(20, 20)
+    model.register_buffer("table", torch.from_file(str(mapped), shared=True, size=1 << 16, dtype=torch.uint8))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    failures: list[Exception] = []
+    ckpt = opened(tmp_path / "root", model=model, optimizer=optimizer)
+    ckpt.on_failure = failures.append
+    os.truncate(mapped, 0)
+    ckpt.step(1)
+    assert [type(error) for error in failures] == [UnusableMemoryError]
+    os.truncate(mapped, 1 << 16)
+    ckpt.step(2)
+    ckpt.fence()
+    kept = digest(model, optimizer)
+    crash(ckpt)
+    with torch.no_grad():
+        model.weight.zero_()
+    crash(opened(tmp_path / "root", model=model, optimizer=optimizer))
+    assert digest(model, optimizer) == kept
+    assert len(failures) == 1
 
 
 def test_an_average_of_weights_that_is_updated_right_after_the_step_is_in_the_snapshot_as_it_was(

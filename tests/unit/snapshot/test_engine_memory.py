@@ -15,11 +15,12 @@ import pytest
 import torch
 import xxhash
 from support.engine import segments
-from support.one_rank import Gate, agent_of_the_test, crash, opened, opened_as  # noqa: F401 -- fixtures
+from support.one_rank import Gate, agent_of_the_test, crash, finished, opened, opened_as  # noqa: F401 -- fixtures
 from support.ranks import wait_for
 from torch import nn
 
 from flashckpt import Checkpointer
+from flashckpt.core.snapshot_id import SnapshotId
 from flashckpt.errors import ConfigError
 
 
@@ -42,6 +43,38 @@ def test_memory_for_three_slots_is_missing_and_two_are_taken_and_said(
     lines = [r.message for r in caplog.records if "slots" in r.message]
     assert len(lines) == 1
     assert "2 slots (3 did not fit)" in lines[0]
+
+
+@pytest.mark.parametrize("size", [0, 5000])
+def test_memory_that_is_cut_short_under_a_running_job_is_made_again_and_said(
+    tmp_path: Path, shm_dir: Path, caplog: pytest.LogCaptureFixture, copied_by: str, size: int
+) -> None:
+    model = nn.Linear(20, 20)
+    ckpt = opened(tmp_path, model=model)
+    for step in (1, 2):
+        ckpt.step(step)
+        finished(ckpt)
+    (path,) = shm_dir.rglob("*.seg")
+    os.truncate(path, size)
+    ckpt.step(3)
+    assert [record.message for record in caplog.records if "truncated by another process" in record.message]
+    memory = ckpt._alive().memory
+    assert memory.wait_first(60)
+    ckpt.step(4)
+    finished(ckpt)
+    assert memory.complete() == [SnapshotId(1, 4)]
+    assert "discarded" not in ckpt.stats
+    kept = model.weight.detach().clone()
+    crash(ckpt)
+    with torch.no_grad():
+        model.weight.zero_()
+    again = Checkpointer(str(tmp_path), snapshot_every=1, job="t")
+    again.track(model=model)
+    report = again.restore()
+    crash(again)
+    assert report is not None
+    assert report.step == 4
+    assert torch.equal(model.weight, kept)
 
 
 def test_a_clean_end_asks_for_removal_and_a_crash_does_not(

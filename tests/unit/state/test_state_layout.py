@@ -109,7 +109,7 @@ def test_state_of_another_form_than_was_predicted_is_refused_by_the_bound_plan()
     plan = CopyPlan.of(found.layout(), found.ahead.refused)
     tensors = [torch.zeros(2, 2, dtype=torch.float16) for _ in plan.layout.structure.awaited]
     with pytest.raises(StalePlanError, match="another form than was planned ahead"):
-        plan.bind(tensors).check_forms()
+        plan.bind(tensors).runs.check_forms()
 
 
 def test_the_state_is_planned_once_until_it_changes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

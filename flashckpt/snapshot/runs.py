@@ -1,0 +1,196 @@
+"""Items that are one run of host memory each: found again by address, copied and digested by one call of `flashckpt.native`."""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Iterator, Sequence
+from typing import NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from flashckpt import faults
+from flashckpt.core.digest import CHUNK_BYTES
+from flashckpt.native import copy_and_digest, is_native
+from flashckpt.snapshot.copy import Buffer, Item, StalePlanError, stale_plan
+
+Ints = npt.NDArray[np.int64]
+_SHAPE = operator.attrgetter("shape")
+_DTYPE = operator.attrgetter("dtype")
+_NBYTES = operator.attrgetter("nbytes")
+_STORAGE, _ADDRESS = torch.Tensor.untyped_storage, torch.Tensor.data_ptr
+_BASE, _ROOM = torch.UntypedStorage.data_ptr, torch.UntypedStorage.nbytes
+_AT_A_TIME = 1024  # looked up without releasing the GIL to training
+_POINT = "slot.during-copy"
+
+
+class HeldMemory(NamedTuple):
+    """Memory that nobody can free while this exists, except by resizing a storage.
+
+    Attributes:
+        addresses: int64[n] of each item's tensor.
+        bases: int64[n] where the storage of each starts.
+        storages: That hold them.
+    """
+
+    addresses: Ints
+    bases: Ints
+    storages: list[torch.UntypedStorage]
+
+
+class HostRuns:
+    """The rows of one native copy: made once per plan, moved to a slot's address per snapshot.
+
+    Storages are held while they are read, and no longer: `p.data = ...` in another thread would free what is being read.
+
+    Args:
+        items: Each with `start` >= 0.
+    """
+
+    def __init__(self, items: Sequence[Item]) -> None:
+        self._items = items
+        self._locals = [item.local for item in items]
+        self._shapes, self._dtypes = [item.shape for item in items], [item.dtype for item in items]
+        self._sizes = [item.local_bytes for item in items]
+        columns = [(item.start, item.offset, item.nbytes, item.first_chunk, item.local_bytes) for item in items]
+        self._start, self._offset, self._nbytes, self._first, self._room = (
+            np.array(columns, np.int64).reshape(-1, 5).T.copy()
+        )
+        self._checked_addresses = np.zeros(0, np.int64)
+        self._checked_slots: set[int] = set()
+
+    def __len__(self) -> int:
+        return len(self._items)
+
+    def copy(self, buffer: Buffer) -> None:
+        """Copy without digests, in the training thread: what else is wrong with a tensor is found by `check_forms`.
+
+        Raises:
+            StalePlanError: A tensor has another size, or is not contiguous any more, or lost its memory meanwhile.
+            UnusableMemoryError: Its memory, or the slot's, cannot be used.
+        """
+        if not self._items:
+            return
+        for part in self._parts():
+            if list(map(_NBYTES, self._locals[part])) != self._sizes[part]:
+                self._refuse(part)
+        held = self._hold()
+        copy_and_digest(self._rows(held, buffer), digest=False, check=self._is_new(held, buffer))
+        self._refuse_lost(held)
+        self._note_checked(held, buffer)
+
+    def copy_and_digest(self, buffer: Buffer, digests: npt.NDArray[np.uint64]) -> None:
+        """Copy and digest in the copy thread, after `check_forms`; the GIL is free except while tensors are looked up.
+
+        Raises:
+            StalePlanError: A tensor is not contiguous any more, or lost its memory meanwhile.
+            UnusableMemoryError: Its memory, or the slot's, cannot be used.
+        """
+        if not self._items:
+            return
+        held = self._hold()
+        rows = self._rows(held, buffer)
+        # asking for the map of memory is cheap in C alone
+        check = self._is_new(held, buffer) or is_native()
+        if faults.is_armed(_POINT):
+            _copy_by_chunk(rows, self._first, digests)
+        else:
+            copy_and_digest(rows, digests=digests, first_chunks=self._first, check=check)
+        self._refuse_lost(held)
+        self._note_checked(held, buffer)
+
+    def check_forms(self) -> None:
+        """Check that every tensor is of the planned dtype and shape.
+
+        `p.data = ...` changes neither the parameter's identity nor its version: the bytes fit, and mean something else.
+
+        Raises:
+            StalePlanError: One is not.
+        """
+        for part in self._parts():
+            tensors = self._locals[part]
+            if list(map(_DTYPE, tensors)) != self._dtypes[part] or list(map(_SHAPE, tensors)) != self._shapes[part]:
+                self._refuse(part)
+
+    def _hold(self) -> HeldMemory:
+        """Return what keeps every storage alive, and where each tensor is in it.
+
+        A storage is taken first and its bounds after, so that the address is in memory that is held, whatever other threads do.
+
+        Raises:
+            StalePlanError: A tensor is not contiguous any more, has no memory, reaches beyond its storage, or moves right now.
+        """
+        addresses, bases, rooms = np.zeros((3, len(self._items)), np.int64)
+        storages: list[torch.UntypedStorage] = []
+        for part in self._parts():
+            tensors = self._locals[part]
+            if not all(map(torch.Tensor.is_contiguous, tensors)):
+                self._refuse(part)
+            own = list(map(_STORAGE, tensors))
+            addresses[part] = list(map(_ADDRESS, tensors))
+            bases[part], rooms[part] = list(map(_BASE, own)), list(map(_ROOM, own))
+            storages += own
+        held = HeldMemory(addresses, bases, storages)
+        outside = (addresses == 0) | (addresses < bases) | (addresses + self._room > bases + rooms)
+        self._refuse_first(outside & (self._room > 0), held)
+        return held
+
+    def _refuse_lost(self, held: HeldMemory) -> None:
+        """Refuse what was copied of a storage that got other memory meanwhile: its bytes were anybody's."""
+        for part in self._parts():
+            self._refuse_first(held.bases[part] != list(map(_BASE, held.storages[part])), held, part.start)
+
+    def _refuse_first(self, wrong: npt.NDArray[np.bool_], held: HeldMemory, first: int = 0) -> None:
+        for number in np.flatnonzero(wrong)[:1].tolist():
+            item, storage = self._items[first + number], held.storages[first + number]
+            raise StalePlanError(
+                f"the memory of {item.fqn!r} was replaced or resized while its snapshot was taken",
+                found=f"a storage of {storage.nbytes()} bytes at {storage.data_ptr():#x}",
+                expected=f"{item.local_bytes} bytes from {int(held.addresses[first + number]):#x} on, until they are copied",
+                state="That snapshot was discarded; the next one is planned again.",
+            )
+
+    def _is_new(self, held: HeldMemory, buffer: Buffer) -> bool:
+        """Whether memory is used that no earlier copy has checked: another slot, or tensors elsewhere."""
+        was_checked = buffer.address in self._checked_slots and np.array_equal(held.addresses, self._checked_addresses)
+        return not was_checked
+
+    def _note_checked(self, held: HeldMemory, buffer: Buffer) -> None:
+        if not np.array_equal(held.addresses, self._checked_addresses):
+            self._checked_addresses, self._checked_slots = held.addresses, set()
+        self._checked_slots.add(buffer.address)
+
+    def _rows(self, held: HeldMemory, buffer: Buffer) -> Ints:
+        return np.column_stack((held.addresses + self._start, self._offset + buffer.address, self._nbytes))
+
+    def _parts(self) -> Iterator[slice]:
+        return (slice(first, first + _AT_A_TIME) for first in range(0, len(self._items), _AT_A_TIME))
+
+    def _refuse(self, part: slice) -> None:
+        for item in self._items[part]:
+            local = item.local
+            if (local.dtype, local.shape) != (item.dtype, item.shape) or not local.is_contiguous():
+                raise stale_plan(item, local)
+
+
+def places_of(items: Sequence[Item]) -> Ints:
+    """Return int64[n, 3]: offset in the slot, bytes and first digest of each item."""
+    return np.array([(item.offset, item.nbytes, item.first_chunk) for item in items], np.int64).reshape(-1, 3)
+
+
+def digest_in_slot(places: Ints, buffer: Buffer, digests: npt.NDArray[np.uint64]) -> None:
+    """Digest what lies in the slot already; `places` as of `places_of`."""
+    if len(places):
+        offset, nbytes, first = places.T
+        rows = np.column_stack((offset + buffer.address, np.zeros_like(offset), nbytes))
+        copy_and_digest(rows, digests=digests, first_chunks=np.ascontiguousarray(first), check=False)
+
+
+def _copy_by_chunk(rows: Ints, first: Ints, digests: npt.NDArray[np.uint64]) -> None:
+    """Copy with the crash point behind each chunk, as if many calls were one: only where that point is armed."""
+    for (source, target, nbytes), chunk in zip(rows.tolist(), first.tolist(), strict=True):
+        for number, at in enumerate(range(0, max(nbytes, 1), CHUNK_BYTES), chunk):
+            row = np.array([(source + at, target + at, min(CHUNK_BYTES, nbytes - at))], np.int64)
+            copy_and_digest(row, digests=digests, first_chunks=np.array([number], np.int64))
+            faults.crash_point(_POINT)
