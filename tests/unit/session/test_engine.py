@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from support.dlrun import processes_of
 from support.engine import agent_dir, net, segments, train
 from support.one_rank import Holder, agent_of_the_test, crash, opened, opened_as  # noqa: F401 -- fixtures
 from support.ranks import wait_for
@@ -187,6 +188,8 @@ def test_a_reader_fills_a_model_from_storage_and_changes_nothing(
     ckpt.step(2)
     ckpt.wait(60)
     ckpt.close()
+    wait_for(lambda: not processes_of(shm_dir), what="the end of the daemon, which tidies up the root after its commit")
+    assert not segments(shm_dir), "the daemon removes the memory of an ended job"
     before = sorted(p.relative_to(tmp_path) for p in tmp_path.rglob("*"))
     other = nn.Linear(5, 5)
     reader = Checkpointer.readonly(str(tmp_path))
@@ -195,7 +198,6 @@ def test_a_reader_fills_a_model_from_storage_and_changes_nothing(
     assert (report.step, report.tier) == (2, "storage")
     assert all(torch.equal(a, b) for a, b in zip(model.parameters(), other.parameters(), strict=True))
     assert sorted(p.relative_to(tmp_path) for p in tmp_path.rglob("*")) == before
-    wait_for(lambda: not segments(shm_dir), what="the daemon to remove the memory of the ended job")
 
 
 def test_a_part_of_another_run_is_a_warm_start_with_a_lineage_of_its_own(
