@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Iterable, Sequence
-from itertools import chain
+from itertools import chain, repeat
 from typing import Any
 
 import torch
@@ -96,11 +96,25 @@ class PredictedState:
     def found(self) -> list[torch.Tensor] | None:
         """Return the tensors that were made, in the order in which they are awaited; None if they have other keys."""
         state = self.optimizer.state
-        if len(state) != len(self._params) or not all(map(operator.is_, state, self._params)):
+        if len(state) != len(self._params):
             return None
-        if list(chain.from_iterable(state.values())) != self._keys:
+        is_in_order = all(map(operator.is_, state, self._params))
+        if is_in_order and list(chain.from_iterable(state.values())) == self._keys:
+            return list(chain.from_iterable(map(dict.values, state.values())))
+        if not is_in_order and not all(map(state.__contains__, self._params)):
             return None
-        return list(chain.from_iterable(map(dict.values, state.values())))
+        return self._looked_up(list(state.values()) if is_in_order else list(map(state.__getitem__, self._params)))
+
+    def _looked_up(self, states: Sequence[dict[Any, Any]]) -> list[torch.Tensor] | None:
+        """Return the same of dicts that have their keys in another order: a restore makes them by name."""
+        keys = [len(block.keys) for block in self.blocks for _ in block.params]
+        if list(map(len, states)) != keys:
+            return None
+        owners = chain.from_iterable(map(repeat, states, keys))
+        try:
+            return list(map(operator.getitem, owners, self._keys))
+        except KeyError:
+            return None
 
 
 def example(block: PredictedBlock, param: torch.Tensor, *, is_full: bool) -> torch.Tensor:

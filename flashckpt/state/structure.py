@@ -177,16 +177,22 @@ class Structure:
             ),
         )
 
+    def filled(self, tensors: Sequence[torch.Tensor]) -> Structure:
+        """Return the structure with these tensors where it awaits some, in its order."""
+        found = list(self.tensors)
+        for place, tensor in zip(self.awaited.tolist(), tensors, strict=True):
+            found[place] = tensor
+        return replace(self, tensors=found, awaited=np.zeros(0, np.int64))
+
     def has_form(self) -> bool:
         """Tell whether every tensor still has the dtype and shape that it had: `p.data = ...` is seen by nothing else."""
-        tensors = (local_of(tensor) for tensor in self.tensors if tensor is not None)
-        numbers = (
-            number for number, tensor in zip(self.sets.tolist(), self.tensors, strict=True) if tensor is not None
-        )
-        return all(
-            _SHAPE_AND_DTYPE(tensor) == self.box_sets[number].form
-            for tensor, number in zip(tensors, numbers, strict=True)
-        )
+        here = [tensor is not None for tensor in self.tensors]
+        tensors: Iterable[torch.Tensor] = itertools.compress(self.tensors, here)  # type: ignore[arg-type]  # None is left out
+        if self.is_sharded:
+            tensors = map(local_of, tensors)
+        forms = [one.form for one in self.box_sets]
+        expected = map(forms.__getitem__, itertools.compress(self.sets.tolist(), here))
+        return all(map(operator.eq, map(_SHAPE_AND_DTYPE, tensors), expected))
 
     def sharded(self) -> Iterator[torch.Tensor]:
         """Yield the fenced DTensors that exist."""
