@@ -22,6 +22,7 @@ from flashckpt.state.placement import local_of
 from flashckpt.state.structure_guard import StructureGuard
 
 _FORM = operator.attrgetter("dtype", "device", "shape")
+_DEVICE = operator.attrgetter("device")
 _AT_A_TIME = 1024  # examined without releasing the GIL to training
 
 
@@ -151,7 +152,8 @@ def _are_plainly_right(
         return {torch.Tensor, torch.nn.Parameter}.issuperset(map(type, params)) and (
             list(map(_FORM, tensors)) == list(map(_FORM, params))
         )
-    devices = {_scalar_device(block, param) for param in params}
+    is_on_device = block.group.get("capturable") or block.group.get("fused")
+    devices = set(map(_DEVICE, params)) if is_on_device else {torch.device("cpu")}
     return len(devices) == 1 and set(map(_FORM, tensors)) == {(block.scalar, devices.pop(), torch.Size())}
 
 
