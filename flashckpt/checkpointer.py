@@ -19,6 +19,7 @@ from flashckpt.logs import notice
 from flashckpt.opening import Opening
 from flashckpt.report import RestoreReport
 from flashckpt.restore.coordinator import RestoreCoordinator, RestoreRequest
+from flashckpt.restore.phases import collector_paused
 from flashckpt.restore.reader import Reader
 from flashckpt.session import Session
 from flashckpt.settings import Settings
@@ -205,6 +206,7 @@ class Checkpointer:
     def _call(self, name: str, function: Callable[..., object] | None, *arguments: Any) -> None:
         callbacks.call(name, function, *arguments, count=self._alive().callback_failed, may_exit=True)
 
+    @collector_paused()
     def _warm_start_after(self, request: RestoreRequest, *, given: bool) -> RestoreReport:
         """Fill the state of a job that found no snapshot: `restore() or restore(root=...)`."""
         session = self._alive()
@@ -221,6 +223,7 @@ class Checkpointer:
         options = self._settings.storage_options
         return RestoreCoordinator(tracked=self._tracked, directory=None, options=options, request=request).read()
 
+    @collector_paused()  # a plan is made of a few objects per tensor
     def _begin(self, request: RestoreRequest, *, warm: bool) -> RestoreReport | None:
         initialised_ns = time.monotonic_ns()
         self._tracked.world = current_world(self._mesh, self._replicated_over)

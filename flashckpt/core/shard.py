@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from itertools import chain
 
 import msgpack
 import numpy as np
@@ -189,8 +188,11 @@ def hash_rows(fqns: Iterable[str], parts: Sequence[bytes]) -> int:
     sizes = list(map(len, names))
     heads = {size: _row_head(size).decode("latin-1") for size in set(sizes)}
     tails = {part: part.decode("latin-1") for part in set(parts)}
-    rows = zip(map(heads.__getitem__, sizes), names, map(tails.__getitem__, parts), strict=True)
-    joined = "".join(chain.from_iterable(rows))
+    pieces = [""] * (3 * len(parts))
+    pieces[::3] = map(heads.__getitem__, sizes)
+    pieces[1::3] = names
+    pieces[2::3] = map(tails.__getitem__, parts)
+    joined = "".join(pieces)
     return int(xxhash.xxh3_64_intdigest(header + joined.encode("latin-1")))
 
 

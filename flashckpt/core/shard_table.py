@@ -48,6 +48,7 @@ class ShardTable:
         self.global_shape, self.offsets, self.lengths = (columns[name] for name in _DIMS)
         self.dim_start = np.concatenate(([0], np.cumsum(self.ndim, dtype=np.int64)))
         self._shards: dict[int, Shard] = {}
+        self._asked: tuple[Sequence[str] | None, np.ndarray] = None, np.zeros(0, np.int64)
 
     @classmethod
     def from_shards(
@@ -211,7 +212,18 @@ class ShardTable:
     @cached_property
     def ids(self) -> dict[str, int]:
         """The place of each name in `fqns`."""
-        return {name: i for i, name in enumerate(self.fqns)}
+        return dict(zip(self.fqns, range(len(self.fqns)), strict=True))
+
+    def places(self, fqns: Sequence[str]) -> np.ndarray:
+        """Return where names stand in `fqns` of this table, np.int64; -1 for none.
+
+        The answer for the list that was asked last is kept: a plan and its report ask for the same wanted names.
+        """
+        asked, found = self._asked
+        if asked is not fqns:
+            found = np.fromiter(map(self.ids.get, fqns, itertools.repeat(-1)), np.int64, len(fqns))
+            self._asked = fqns, found
+        return found
 
     @cached_property
     def rows_by_tensor(self) -> tuple[np.ndarray, np.ndarray]:

@@ -133,9 +133,7 @@ def refuse_other_kind(shard: Shard, held: Shard, name: str) -> None:
 
 def _ids(wanted: ShardTable, left: Ints, held: ShardTable) -> Ints:
     """Return where the names of wanted rows stand in the other table's `fqns`; -1 for none."""
-    known = held.ids
-    places = np.array([known.get(fqn, -1) for fqn in wanted.fqns], np.int64)
-    found: Ints = places[wanted.fqn_id[left]]
+    found: Ints = held.places(wanted.fqns)[wanted.fqn_id[left]]
     return found
 
 

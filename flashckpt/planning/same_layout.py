@@ -17,7 +17,7 @@ def has_same_regions(wanted: ShardTable, held: ShardTable, *, common_only: bool 
         held: Other tensors in it do not count.
         common_only: Tensors that `held` does not have at all do not count either.
     """
-    here = np.array([held.ids.get(fqn, -1) for fqn in wanted.fqns], np.int64)
+    here = held.places(wanted.fqns)
     if not common_only and (here < 0).any():
         return False
     kept = np.flatnonzero(here >= 0)

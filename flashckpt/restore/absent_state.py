@@ -6,9 +6,11 @@ of kinds.
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import repeat
 from typing import Any
 
 import numpy as np
@@ -25,6 +27,7 @@ from flashckpt.state.registry import StateRegistry
 from flashckpt.state.state_forms import Form
 
 Ints = npt.NDArray[np.int64]
+_LAST = operator.itemgetter(2)
 _PLAIN = (torch.Tensor, torch.nn.Parameter)
 
 
@@ -153,10 +156,10 @@ def is_of_this_rank(name: str, suffix: str, known: Container[str]) -> bool:
 def _recorded_keys(label: str, names: SourceNames) -> list[str]:
     """Return the keys that the sources have of the state of one optimizer."""
     prefix = f"{label}."
-    state = (fqn for fqn in names.index if fqn.startswith(prefix))
+    state = [fqn for fqn in names.index if fqn.startswith(prefix)]
     if names.of_ranks:
-        state = (fqn.partition("@")[0] for fqn in state)
-    return sorted({fqn.rpartition(".")[2] for fqn in state})
+        state = [fqn.partition("@")[0] for fqn in state]
+    return sorted(set(map(_LAST, map(str.rpartition, state, repeat(".")))))
 
 
 @dataclass(frozen=True)

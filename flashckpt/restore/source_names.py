@@ -116,7 +116,7 @@ class SourceNames:
         tables, _ = self._kinds
         if len(tables) == 1:
             ((ids, numbers),) = tables
-            return numbers[np.array([ids[fqn] for fqn in fqns], np.int64)]
+            return numbers[np.fromiter(map(ids.__getitem__, fqns), np.int64, len(fqns))]
         found = [tables[self.index[fqn]] for fqn in fqns]
         return np.array([numbers[ids[fqn]] for fqn, (ids, numbers) in zip(fqns, found, strict=True)], np.int64)
 

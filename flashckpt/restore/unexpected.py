@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from collections.abc import Set as AbstractSet
 from dataclasses import dataclass
+from itertools import chain
 from typing import Any
 
 import numpy as np
@@ -21,7 +22,7 @@ from flashckpt.core.manifest import Manifest
 from flashckpt.errors import UnexpectedStateError
 from flashckpt.restore.requirements import LiveState, Requirements, is_wanted
 from flashckpt.restore.source_names import SourceNames
-from flashckpt.state import optimizer_extra, pytree
+from flashckpt.state import optimizer_extra, optimizer_state, pytree
 from flashckpt.state.registry import StateRegistry
 
 _HASHES, _BITS_PER_NAME, _MOST_FOLD = 6, 32, 8
@@ -127,7 +128,7 @@ def _other_names(tracked: StateRegistry, names: SourceNames, own: set[str], unkn
 def _parameters(tracked: StateRegistry, label: str) -> set[str]:
     optimizers = tracked.optimizers[label]
     names = tracked.names_for(optimizers)
-    return {names[id(p)] for o in optimizers for group in o.param_groups for p in group["params"]}
+    return {*map(names.__getitem__, map(id, chain.from_iterable(map(optimizer_state.parameters, optimizers))))}
 
 
 def ungrouped(tracked: StateRegistry, manifests: Sequence[Manifest]) -> list[str]:

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Iterable, Sequence
-from itertools import chain
+from itertools import chain, repeat
 from typing import Any
 
 import torch
@@ -22,6 +22,7 @@ from flashckpt.state.placement import local_of
 from flashckpt.state.structure_guard import StructureGuard
 
 _FORM = operator.attrgetter("dtype", "device", "shape")
+_DEVICE = operator.attrgetter("device")
 _AT_A_TIME = 1024  # examined without releasing the GIL to training
 
 
@@ -96,11 +97,25 @@ class PredictedState:
     def found(self) -> list[torch.Tensor] | None:
         """Return the tensors that were made, in the order in which they are awaited; None if they have other keys."""
         state = self.optimizer.state
-        if len(state) != len(self._params) or not all(map(operator.is_, state, self._params)):
+        if len(state) != len(self._params):
             return None
-        if list(chain.from_iterable(state.values())) != self._keys:
+        is_in_order = all(map(operator.is_, state, self._params))
+        if is_in_order and list(chain.from_iterable(state.values())) == self._keys:
+            return list(chain.from_iterable(map(dict.values, state.values())))
+        if not is_in_order and not all(map(state.__contains__, self._params)):
             return None
-        return list(chain.from_iterable(map(dict.values, state.values())))
+        return self._looked_up(list(state.values()) if is_in_order else list(map(state.__getitem__, self._params)))
+
+    def _looked_up(self, states: Sequence[dict[Any, Any]]) -> list[torch.Tensor] | None:
+        """Return the same of dicts that have their keys in another order: a restore makes them by name."""
+        keys = [len(block.keys) for block in self.blocks for _ in block.params]
+        if list(map(len, states)) != keys:
+            return None
+        owners = chain.from_iterable(map(repeat, states, keys))
+        try:
+            return list(map(operator.getitem, owners, self._keys))
+        except KeyError:
+            return None
 
 
 def example(block: PredictedBlock, param: torch.Tensor, *, is_full: bool) -> torch.Tensor:
@@ -137,7 +152,8 @@ def _are_plainly_right(
         return {torch.Tensor, torch.nn.Parameter}.issuperset(map(type, params)) and (
             list(map(_FORM, tensors)) == list(map(_FORM, params))
         )
-    devices = {_scalar_device(block, param) for param in params}
+    is_on_device = block.group.get("capturable") or block.group.get("fused")
+    devices = set(map(_DEVICE, params)) if is_on_device else {torch.device("cpu")}
     return len(devices) == 1 and set(map(_FORM, tensors)) == {(block.scalar, devices.pop(), torch.Size())}
 
 

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import operator
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
+from itertools import repeat
 from typing import Any, TypeVar
 
 import torch
@@ -19,6 +21,8 @@ from flashckpt.state import modules
 from flashckpt.state.box_sets import FORM
 
 _PLAIN = frozenset({torch.Tensor, nn.Parameter, nn.Buffer})
+_LAYOUT = operator.attrgetter("layout")
+_LAYOUT_IN_FORM = operator.itemgetter(3)
 _Value = TypeVar("_Value")
 
 
@@ -58,7 +62,10 @@ class ModuleTensors:
     def shortened(self) -> dict[int, str]:
         """id(tensor) -> its name inside the name of its optimizer state: without the track name `model`."""
         named = {id(tensor): alias.removeprefix("model.") for alias, tensor in reversed(self.aliased.items())}
-        named.update(zip(self.ids, [name.removeprefix("model.") for name in self.names], strict=True))
+        names = self.names
+        if any(label == "model" for label, _ in self.walked):
+            names = list(map(str.removeprefix, names, repeat("model.")))
+        named.update(zip(self.ids, names, strict=True))
         return named
 
     def by_id(self, column: Sequence[_Value]) -> dict[int, _Value]:
@@ -85,7 +92,7 @@ def collect(parts_by_label: Mapping[str, Sequence[nn.Module]]) -> ModuleTensors:
         for part in parts:
             _walk(found, label, part)
     modules.refuse_lazy(found.names, found.tensors)
-    doubles = _storages_met_twice(found.tensors, found.forms)
+    doubles = _storages_met_twice(found.tensors, map(_LAYOUT_IN_FORM, found.forms))
     if doubles is None or doubles or len(set(found.names)) < len(found.names):
         return _without_aliases(found, doubles)
     return found
@@ -166,14 +173,14 @@ def _append(
     found.ddp_ranks.append(ranks)
 
 
-def _storages_met_twice(tensors: Sequence[torch.Tensor], forms: Sequence[tuple[Any, ...]]) -> set[int] | None:
+def _storages_met_twice(tensors: Sequence[torch.Tensor], layouts: Iterable[torch.layout]) -> set[int] | None:
     """Return the addresses and ids that occur more than once; None where the tensors are not all of a kind that has them.
 
     Tensors that share their bytes have equal addresses: where none are equal, nothing has to be compared one by one.
 
     Args:
         tensors: What is compared.
-        forms: `FORM` of each.
+        layouts: Of each.
     """
     kinds = set(map(type, tensors))
     if not all(kind in _PLAIN or kind is DTensor for kind in kinds):
@@ -181,8 +188,8 @@ def _storages_met_twice(tensors: Sequence[torch.Tensor], forms: Sequence[tuple[A
     plain = tensors
     if DTensor in kinds:
         plain = [tensor for tensor in tensors if type(tensor) is not DTensor]
-        forms = list(map(FORM, plain))
-    if any(layout is not torch.strided for _, _, _, layout in forms):
+        layouts = map(_LAYOUT, plain)
+    if not {torch.strided}.issuperset(layouts):
         return None
     addresses = list(map(torch.Tensor.data_ptr, plain))
     distinct = set(addresses)
@@ -219,7 +226,7 @@ def _without_aliases(found: ModuleTensors, doubles: set[int] | None) -> ModuleTe
 
 def first_shared(names: Sequence[str], tensors: Sequence[torch.Tensor]) -> tuple[str, str] | None:
     """Return the names of the first two tensors that share their bytes; None if none do."""
-    doubles = _storages_met_twice(tensors, list(map(FORM, tensors)))
+    doubles = _storages_met_twice(tensors, map(_LAYOUT, tensors))
     if doubles is not None and not doubles:
         return None
     seen: dict[tuple[object, ...], str] = {}

@@ -24,8 +24,7 @@ Named = Mapping[int, str]
 
 def parameters(optimizer: torch.optim.Optimizer) -> Iterator[torch.Tensor]:
     """Yield the parameters of all groups, in order."""
-    for group in optimizer.param_groups:
-        yield from group["params"]
+    return itertools.chain.from_iterable(group["params"] for group in optimizer.param_groups)
 
 
 def refuse_wrapper(name: str, optimizer: torch.optim.Optimizer) -> None:

@@ -4,18 +4,20 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Iterable
+from dataclasses import replace
 from itertools import chain
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
+from torch.distributed.tensor import DTensor
 
 from flashckpt.errors import ConfigError, UnsupportedStateError
 from flashckpt.state import modules, optimizer_extra, optimizer_state, samplers
 from flashckpt.state.captured import Captured
 from flashckpt.state.deferred_optimizer import DeferredState
 from flashckpt.state.depth import refuse_deep
-from flashckpt.state.module_tensors import ModuleTensors, collect
+from flashckpt.state.module_tensors import ModuleTensors, collect, first_shared
 from flashckpt.state.placement import World
 from flashckpt.state.state_layout import StateLayout
 from flashckpt.state.structure import Structure
@@ -24,6 +26,23 @@ from flashckpt.state.structure_guard import StructureGuard
 from flashckpt.state.value_reader import ValueReader
 
 _MOST_READINGS = 3
+_SHAPE = operator.itemgetter(1)  # of a FORM
+
+
+class _Foreseen(NamedTuple):
+    """A structure with state that did not exist, kept while a restore may be making that very state.
+
+    Attributes:
+        layout: Of it.
+        state: What it awaits.
+        guard: Over everything that existed.
+        built_of: As in `StateRegistry`.
+    """
+
+    layout: StateLayout
+    state: DeferredState
+    guard: StructureGuard
+    built_of: list[tuple[Any, Any]]
 
 
 class StateRegistry:
@@ -53,6 +72,7 @@ class StateRegistry:
         self._guard = self._appeared = StructureGuard([], [])
         self._built_of: list[tuple[Any, Any]] = []
         self._layout: StateLayout | None = None
+        self._foreseen: _Foreseen | None = None
         self._found = ModuleTensors()
         self._names: dict[int, str] = {}
         self._reader = ValueReader(self)
@@ -150,6 +170,8 @@ class StateRegistry:
             captured = self.capture()
             if (planned := self._still_there(captured, ahead=ahead)) is not None:
                 return planned, captured
+            if ahead and (planned := self._as_foreseen(captured)) is not None:
+                return planned, captured
         for _ in range(_MOST_READINGS):  # state that has just appeared may consist of tensors too
             self._look_at_modules()
             structure = self._build(self.capture(), ahead=ahead)
@@ -167,21 +189,46 @@ class StateRegistry:
 
     def _still_there(self, captured: Captured, *, ahead: bool) -> Structure | None:
         """Return the structure built last if it is still that of the state, without what is no longer awaited."""
-        planned, owners = self.planned, list(chain.from_iterable(self._owners()))
-        built_of = list(chain.from_iterable(self._built_of))
-        if planned is None or len(owners) != len(built_of) or not all(map(operator.is_, owners, built_of)):
+        planned = self.planned
+        if planned is None or not self._are_owners(self._built_of):
             return None
+        if ahead and planned.forecast and not len(planned.awaited):
+            return None  # state that is only forecast is to be planned too
         if captured.forms != planned.forms or not planned.has_form():
             return None
         if len(planned.awaited):
             if not self.ahead or not self.ahead.is_awaited() or not self._rest_holds():
                 return None
             if not ahead:  # from now on every change is to be seen, also that this state appears
+                if self._layout is not None and self._layout.structure is planned:
+                    self._foreseen = _Foreseen(self._layout, self.ahead, self._guard, self._built_of)
                 self.planned, self.ahead = planned.present(), DeferredState()
                 self._watch()
             return self.planned
-        is_whole = not (ahead and planned.forecast)
-        return planned if is_whole and self.holds() else None
+        return planned if self.holds() else None
+
+    def _as_foreseen(self, captured: Captured) -> Structure | None:
+        """Return the structure of which a restore has made all the state that did not exist, and nothing else.
+
+        None where that cannot be said. Its layout is known already: there is nothing to sort, to place or to hash.
+        """
+        foreseen, self._foreseen = self._foreseen, None
+        if foreseen is None or not self._are_owners(foreseen.built_of):
+            return None
+        planned, tensors = foreseen.layout.structure, foreseen.state.found()
+        if tensors is None or not {torch.Tensor, DTensor}.issuperset(map(type, tensors)):
+            return None
+        if captured.forms != planned.forms or not foreseen.guard.holds() or not planned.has_form():
+            return None
+        if foreseen.state.refused(tensors) is not None or any(map(torch.Tensor.is_inference, tensors)):
+            return None
+        if first_shared([planned.names[at] for at in planned.awaited.tolist()], tensors) is not None:
+            return None  # building says it in words
+        self.planned = planned.filled(tensors)
+        self._layout = replace(foreseen.layout, structure=self.planned)
+        self._guard, self._appeared, self.ahead = foreseen.guard, foreseen.state.watch(tensors), DeferredState()
+        self._built_of = foreseen.built_of
+        return self.planned
 
     def structure(self, captured: Captured, *, ahead: bool = False) -> Structure:
         """Build the structure of the state as it is now; objects' tensors are taken from `captured`.
@@ -201,9 +248,14 @@ class StateRegistry:
         """Return the objects that a structure is of and that a guard over their members does not see replaced."""
         return [(self.world, None), *((o.state, o.param_groups) for o in self.all_optimizers())]
 
+    def _are_owners(self, known: list[tuple[Any, Any]]) -> bool:
+        """Return whether `_owners` are still the same objects."""
+        owners, before = list(chain.from_iterable(self._owners())), list(chain.from_iterable(known))
+        return len(owners) == len(before) and all(map(operator.is_, owners, before))
+
     def _build(self, captured: Captured, *, ahead: bool) -> Structure:
-        self._shapes.look(self._found.names, [shape for _, shape, _, _ in self._found.forms])
-        self.ahead = DeferredState(self.all_optimizers() if ahead else ())
+        self._shapes.look(self._found.names, list(map(_SHAPE, self._found.forms)))
+        self.ahead, self._foreseen = DeferredState(self.all_optimizers() if ahead else ()), None
         tracked = Tracked(
             world=self.world,
             found=self._found,
@@ -261,7 +313,8 @@ class StateRegistry:
         Raises:
             ConfigError: An optimizer of `group` has a parameter that no tracked module has.
         """
-        if not all(self._names.keys() >= set(map(id, optimizer_state.parameters(o))) for o in group):
+        ids = map(id, chain.from_iterable(map(optimizer_state.parameters, group)))
+        if not all(map(self._names.__contains__, ids)):
             self._names = collect(self.modules).shortened
             for label, optimizers in self.optimizers.items():
                 for p in (p for o in optimizers for p in optimizer_state.parameters(o)):

@@ -161,32 +161,38 @@ class Structure:
         """Return the structure without what does not exist yet: that is only forecast."""
         if not len(self.awaited):
             return self
-        kept = np.ones(len(self.names), np.bool_)
-        kept[self.awaited] = False
-        places = np.flatnonzero(kept)
+        is_there = np.ones(len(self.names), np.bool_)
+        is_there[self.awaited] = False
+        places, kept = np.flatnonzero(is_there), is_there.tolist()
         return replace(
             self,
-            names=[self.names[at] for at in places.tolist()],
-            tensors=[self.tensors[at] for at in places.tolist()],
+            names=list(itertools.compress(self.names, kept)),
+            tensors=list(itertools.compress(self.tensors, kept)),
             sets=self.sets[places],
             fenced=self.fenced[places],
             awaited=np.zeros(0, np.int64),
             forecast=StateForecast(
-                [*self.forecast.names, *(self.names[at] for at in self.awaited.tolist())],
+                [*self.forecast.names, *map(self.names.__getitem__, self.awaited.tolist())],
                 [*self.forecast.sets, *self.sets[self.awaited].tolist()],
             ),
         )
 
+    def filled(self, tensors: Sequence[torch.Tensor]) -> Structure:
+        """Return the structure with these tensors where it awaits some, in its order."""
+        found = list(self.tensors)
+        for place, tensor in zip(self.awaited.tolist(), tensors, strict=True):
+            found[place] = tensor
+        return replace(self, tensors=found, awaited=np.zeros(0, np.int64))
+
     def has_form(self) -> bool:
         """Tell whether every tensor still has the dtype and shape that it had: `p.data = ...` is seen by nothing else."""
-        tensors = (local_of(tensor) for tensor in self.tensors if tensor is not None)
-        numbers = (
-            number for number, tensor in zip(self.sets.tolist(), self.tensors, strict=True) if tensor is not None
-        )
-        return all(
-            _SHAPE_AND_DTYPE(tensor) == self.box_sets[number].form
-            for tensor, number in zip(tensors, numbers, strict=True)
-        )
+        here = list(map(operator.is_not, self.tensors, itertools.repeat(None)))
+        tensors: Iterable[torch.Tensor] = itertools.compress(self.tensors, here)  # type: ignore[arg-type]  # None is left out
+        if self.is_sharded:
+            tensors = map(local_of, tensors)
+        forms = [one.form for one in self.box_sets]
+        expected = map(forms.__getitem__, itertools.compress(self.sets.tolist(), here))
+        return all(map(operator.eq, map(_SHAPE_AND_DTYPE, tensors), expected))
 
     def sharded(self) -> Iterator[torch.Tensor]:
         """Yield the fenced DTensors that exist."""
@@ -209,7 +215,7 @@ def arranged(
     """Return the Structure of columns in any order; `rest` are further attributes of it."""
     order = sorted(range(len(names)), key=names.__getitem__)
     place = np.empty(len(order), np.int64)
-    places = np.asarray(order, np.int64)
+    places = np.fromiter(order, np.int64, len(order))
     place[places] = np.arange(len(order))
     return Structure(
         names=list(map(names.__getitem__, order)),

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import gc
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -165,6 +167,29 @@ def test_twenty_thousand_tensors_are_staged_and_restored(tmp_path: Path) -> None
     other = nn.ParameterList([torch.zeros(3) for _ in range(20_000)])
     crash(opened(tmp_path, model=other, optimizer=torch.optim.SGD(other.parameters(), lr=0.1)))
     assert all(torch.equal(a, b) for a, b in zip(model, other, strict=True))
+
+
+def test_the_cycle_collector_rests_while_a_restore_plans_and_runs_again_afterwards(tmp_path: Path) -> None:
+    class Witness(Holder):
+        def __init__(self) -> None:
+            super().__init__(asked=0)
+            self.saw: set[bool] = set()
+
+        def state_dict(self) -> dict[str, Any]:
+            self.saw.add(gc.isenabled())
+            return super().state_dict()
+
+    witness = Witness()
+    ckpt = Checkpointer(tmp_path, snapshot_every=1, persist_every=100)
+    ckpt.track(model=nn.Linear(2, 2), witness=witness)
+    witness.saw.clear()
+    ckpt.restore()
+    assert witness.saw == {False}
+    assert gc.isenabled()
+    with pytest.raises(ConfigError, match="called twice"):
+        ckpt.restore()
+    assert gc.isenabled(), "also where it fails"
+    crash(ckpt)
 
 
 def test_the_layout_net_of_the_rank_tests_is_deterministic() -> None:

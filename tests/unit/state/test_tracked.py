@@ -12,6 +12,7 @@ from flashckpt.errors import ConfigError, UnsupportedStateError
 from flashckpt.state import optimizer_state, pytree, rng
 from flashckpt.state.placement import LocalBox, contiguous_runs, current_world
 from flashckpt.state.registry import StateRegistry
+from flashckpt.state.state_layout import StateLayout
 from flashckpt.state.structure import Structure
 
 
@@ -113,6 +114,91 @@ def test_a_changed_structure_is_seen_and_an_unchanged_one_is_not_planned_again()
     structure(found)
     model[0].weight = nn.Parameter(torch.zeros(4, 4))
     assert not found.holds(), "a parameter was replaced"
+
+
+def planned_ahead() -> tuple[StateRegistry, nn.Sequential, torch.optim.Optimizer, StateLayout]:
+    """Return objects whose structure was planned with state to come and then read without it, as a restore does."""
+    model = nn.Sequential(nn.Linear(4, 4))
+    optimizer = torch.optim.AdamW(model.parameters())
+    found = tracked(model=model, optimizer=optimizer)
+    found.settled(ahead=True)
+    layout = found.layout()
+    found.settled()
+    assert len(found.layout().table) < len(layout.table)
+    return found, model, optimizer, layout
+
+
+@pytest.mark.parametrize("is_by_name", [False, True])
+def test_state_that_was_made_as_foreseen_takes_its_place_and_nothing_is_planned_again(*, is_by_name: bool) -> None:
+    found, model, optimizer, before = planned_ahead()
+    one_step(model, optimizer)
+    if is_by_name:  # keys and parameters in another order than a step makes them in
+        made = {param: dict(sorted(state.items())) for param, state in reversed(optimizer.state.items())}
+        optimizer.state.clear()
+        optimizer.state.update(made)
+    now, _ = found.settled(ahead=True)
+    assert found.layout().table is before.table
+    built = structure(tracked(model=model, optimizer=optimizer))
+    assert list(now.names) == list(built.names)
+    assert all(a is b for a, b in zip(now.tensors, built.tensors, strict=True))
+    assert now.shards == built.shards
+    assert now.fenced.tolist() == built.fenced.tolist()
+    assert not len(now.awaited)
+    assert not now.forecast
+    again = StateLayout.of(built)
+    assert (found.layout().signature, found.layout().table_bytes) == (again.signature, again.table_bytes)
+    one_step(model, optimizer)
+    assert found.holds()
+    assert found.settled(ahead=True)[0] is now
+    optimizer.state[next(model.parameters())]["exp_avg"] = torch.zeros(4, 4)
+    assert not found.holds(), "state was replaced"
+
+
+def in_half_precision(model: Any, state: Any) -> None:
+    state["exp_avg"] = state["exp_avg"].bfloat16()
+
+
+def with_another_key(model: Any, state: Any) -> None:
+    state["more"] = torch.zeros(4, 4)
+
+
+def under_another_key(model: Any, state: Any) -> None:
+    state["other"] = state.pop("exp_avg")
+
+
+def with_a_number(model: Any, state: Any) -> None:
+    state["step"] = 1
+
+
+def with_another_layer(model: Any, state: Any) -> None:
+    model.append(nn.Linear(4, 4))
+
+
+def with_a_wider_parameter(model: Any, state: Any) -> None:
+    model[0].weight.data = torch.zeros(4, 4, dtype=torch.float64)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [in_half_precision, with_another_key, under_another_key, with_a_number, with_another_layer, with_a_wider_parameter],
+)
+def test_state_that_was_made_otherwise_than_foreseen_is_planned_again(change: Any) -> None:
+    found, model, optimizer, before = planned_ahead()
+    one_step(model, optimizer)
+    change(model, optimizer.state[next(model.parameters())])
+    now, _ = found.settled(ahead=True)
+    assert found.layout().table is not before.table
+    built = structure(tracked(model=model, optimizer=optimizer))
+    assert now.shards == built.shards
+
+
+def test_state_made_as_one_tensor_under_two_names_is_refused_although_its_form_was_foreseen() -> None:
+    found, model, optimizer, _ = planned_ahead()
+    one_step(model, optimizer)
+    state = optimizer.state[next(model.parameters())]
+    state["exp_avg_sq"] = state["exp_avg"]
+    with pytest.raises(UnsupportedStateError, match="is the same tensor as"):
+        found.settled(ahead=True)
 
 
 def test_a_parameter_of_no_tracked_module_is_refused_with_its_optimizer() -> None:
