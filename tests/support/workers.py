@@ -30,14 +30,16 @@ import pytest
 # Files that take longest, by `--durations`; a file missing here is only handed out later.
 LONGEST_FIRST = (
     "test_dlrun.py",
-    "test_trainer_resume.py",
     "test_dlrun_exit_codes.py",
-    "test_trainer_outputs.py",
     "test_store_faults.py",
     "test_engine_launchers.py",
-    "test_bench_command.py",
-    "test_examples.py",
     "test_trainer_start.py",
+    "test_bench_command.py",
+    "test_frameworks.py",
+    "test_daemon_s3.py",
+    "test_packaging.py",
+    "test_examples.py",
+    "test_benchmark_programs.py",
     "test_store.py",
 )
 GRACE_S = 30.0  # for the tear-down of a worker that is interrupted
