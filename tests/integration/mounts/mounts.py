@@ -33,6 +33,7 @@ from flashckpt.storage.factory import open_store
 pytestmark = [pytest.mark.timeout(300), pytest.mark.skipif(os.geteuid() != 0, reason="mounting needs root")]
 
 MIB = 1 << 20
+KEEP_LAST = 2
 
 
 def run(*command: str) -> None:
@@ -155,7 +156,7 @@ def test_root_fails_training_and_memory_go_on_and_the_next_persist_succeeds_by_i
         root = disk.path / "run"
         model = torch.nn.Linear(800, 800)
         optimizer = torch.optim.AdamW(model.parameters())  # 7.7 MB with its moments
-        ckpt = Checkpointer(str(root), snapshot_every=1, persist_every=2, keep_last=2, job="mounted")
+        ckpt = Checkpointer(str(root), snapshot_every=1, persist_every=2, keep_last=KEEP_LAST, job="mounted")
         ckpt.track(model=model, optimizer=optimizer)
         ckpt.restore()
 
@@ -202,6 +203,7 @@ def _durable(ckpt: Checkpointer) -> bool:
 def _holds(root: Path, model: torch.nn.Module, optimizer: torch.optim.Optimizer, *, step: int) -> None:
     """Every checkpoint is whole, and the newest is the live state bit for bit."""
     store = open_store(root)
+    wait_for(lambda: len(list_checkpoints(store)) <= KEEP_LAST, what="retention, which no commit waits for")
     infos = list_checkpoints(store, damaged=True, whole=True)
     assert infos[0].step == step
     for info in infos:

@@ -22,11 +22,18 @@ fetch_packages() {
 
 own_places() {  # DIR: what a Slurm writes outside its state, and what names its nodes, is seen in here only
     mount --make-rprivate /
-    mkdir -p "$1"/{state,log,spool,munge,tmp}
+    mkdir -p "$1"/{state,log,spool,munge,tmp,checkout}
     chmod 1777 "$1/tmp"
+    local checkout
+    checkout=$(cd "$(dirname "$0")/../../.." && pwd)
+    mount --bind "$checkout" "$1/checkout"
     mount -t tmpfs -o size=1g,mode=1777 shm /dev/shm
     mount -t tmpfs -o mode=755 run /run
     mount --bind "$1/tmp" /tmp
+    if [ ! -e "$checkout" ]; then  # it lies in the /tmp that is hidden now
+        mkdir -p "$checkout"
+        mount --bind "$1/checkout" "$checkout"
+    fi
     hostname n1
     ip link set lo up
     ip link add eth0 type veth peer name eth1  # an address that is not loopback: names are not resolved without one
