@@ -66,6 +66,8 @@ def caveats(a: Mapping[str, Any], b: Mapping[str, Any]) -> list[str]:
 
 
 def _summaries(value: Any, path: str = "") -> Iterator[tuple[str, Mapping[str, Any]]]:
+    if isinstance(value, list):
+        value = dict(enumerate(value, 1))
     if not isinstance(value, Mapping):
         return
     if {"median", "spread", "n"} <= set(value):

@@ -283,6 +283,12 @@ def test_comparison_tells_differences_from_noise() -> None:
     assert rows["short"].verdict == "too few rounds"
 
 
+def test_figures_inside_lists_are_compared() -> None:
+    figures = measure.summarise([1.0, 1.0, 1.0])
+    a = {"kind": "stall", "results": {"1 GB": {"groups": [{"lost_s": figures}, {"lost_s": figures}]}}}
+    assert [row.name for row in compare(a, a)] == ["1 GB.groups.1.lost_s", "1 GB.groups.2.lost_s"]
+
+
 def test_comparison_of_other_machines_load_or_arguments_is_warned_about() -> None:
     a, b = document(x=[1.0]), document(x=[1.0])
     assert not [line for line in caveats(a, b) if "cpu" in line]
