@@ -284,7 +284,7 @@ def test_comparison_tells_differences_from_noise() -> None:
 
 
 def test_figures_inside_lists_are_compared() -> None:
-    figures = measure.summarise([1.0, 1.0, 1.0])
+    figures = measure.plain(measure.summarise([1.0, 1.0, 1.0]))
     a = {"kind": "stall", "results": {"1 GB": {"groups": [{"lost_s": figures}, {"lost_s": figures}]}}}
     assert [row.name for row in compare(a, a)] == ["1 GB.groups.1.lost_s", "1 GB.groups.2.lost_s"]
 
