@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import enum
 import threading
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 
 from flashckpt.checkpoint.catalog_entries import CommittedEntry, RootNames, read_names
@@ -132,15 +132,33 @@ def read_contents(store: Store, *, whole: bool = False, verify: int = VERIFIED_N
     names = read_names(store)
     listed = sorted((_from_entry(*one) for one in names.committed.items()), key=lambda i: i.identity, reverse=True)
     trusted = [] if whole else listed[verify:]
-    ask = [*names.unknown, *(info.prefix for info in listed[: len(listed) - len(trusted)])]
-    found = list(zip(ask, parallel(lambda name: examine(store, name, whole=whole), ask), strict=True))
-    infos = [*trusted, *(one for _, one in found if isinstance(one, CheckpointInfo))]
+
+    def look(ask: Sequence[str]) -> dict[str, CheckpointInfo | Absent]:
+        return dict(zip(ask, parallel(lambda name: examine(store, name, whole=whole), ask), strict=True))
+
+    found = look([*names.unknown, *(info.prefix for info in listed[: len(listed) - len(trusted)])])
+    found |= look(_doubted(names, [*trusted, *_checkpoints(found)]))
     return RootContents(
         names=names,
-        infos=tuple(sorted(infos, key=lambda info: info.identity, reverse=True)),
-        uncommitted=tuple(sorted(name for name, one in found if one is Absent.UNCOMMITTED)),
-        tombstones=tuple(sorted(name for name, one in found if one is Absent.DELETED)),
+        infos=tuple(sorted([*trusted, *_checkpoints(found)], key=lambda info: info.identity, reverse=True)),
+        uncommitted=tuple(sorted(name for name, one in found.items() if one is Absent.UNCOMMITTED)),
+        tombstones=tuple(sorted(n for n, one in found.items() if one is Absent.DELETED and n not in names.deleted)),
     )
+
+
+def _checkpoints(found: Mapping[str, CheckpointInfo | Absent]) -> list[CheckpointInfo]:
+    return [one for one in found.values() if isinstance(one, CheckpointInfo)]
+
+
+def _doubted(names: RootNames, infos: Iterable[CheckpointInfo]) -> list[str]:
+    """Return the folders whose deletion is not believed: all that are newer than the newest checkpoint.
+
+    Retention deletes older ones. Somebody who removed folders by hand, and not the catalogue, may have started over:
+    such an entry would then hide the checkpoint that a restore has to find.
+    """
+    newest = max((info.identity for info in infos if not info.problem), default=None)
+    identities = {name: parse_prefix(name) for name in names.deleted}
+    return [name for name, found in identities.items() if newest is None or (found is not None and found > newest)]
 
 
 def read_manifest(store: Store, info: CheckpointInfo | str) -> Manifest:

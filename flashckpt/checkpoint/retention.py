@@ -18,7 +18,7 @@ from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 from flashckpt.checkpoint.catalog import CheckpointInfo, RootContents, entry_from, look_at, read_contents, read_manifest
-from flashckpt.checkpoint.catalog_entries import CommittedEntry, RootNames, add_entries
+from flashckpt.checkpoint.catalog_entries import CommittedEntry, RootNames, add_entries, encode_entry
 from flashckpt.checkpoint.generations import read_generations
 from flashckpt.checkpoint.root_records import parallel
 from flashckpt.checkpoint.writer import MANIFEST, TOMBSTONE
@@ -136,6 +136,7 @@ def prune(store: Store, policy: Policy, *, dry_run: bool = False, now_s: float |
     expired = [info.prefix for info in _expired(store, policy, contents, now)]
     if not dry_run:
         stay = {info.prefix for info in contents.infos}.difference(expired)
+        store.delete_many(mistaken_entries(contents))
         add_entries(store, (one for one in missing_entries(contents) if one[0] in stay))
     if not expired:
         return Swept()
@@ -208,6 +209,11 @@ def missing_entries(contents: RootContents) -> list[tuple[str, CommittedEntry | 
     """Return the catalogue's entries of valid checkpoints that were looked at because it lacks them."""
     named = contents.names.committed
     return [(info.prefix, entry_from(info)) for info in contents.infos if not info.problem and info.prefix not in named]
+
+
+def mistaken_entries(contents: RootContents) -> list[str]:
+    """Return the keys of the catalogue's deletions of folders that were looked at and hold a checkpoint."""
+    return [encode_entry(info.prefix, None) for info in contents.infos if info.prefix in contents.names.deleted]
 
 
 def data_of(store: Store, prefixes: Iterable[str]) -> Objects:

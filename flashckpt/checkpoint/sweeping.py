@@ -13,7 +13,14 @@ from dataclasses import dataclass
 from flashckpt.checkpoint.catalog import RootContents, read_contents
 from flashckpt.checkpoint.catalog_entries import add_entries
 from flashckpt.checkpoint.intents import INTENTS, list_intents
-from flashckpt.checkpoint.retention import TOMBSTONE_AGE_S, Swept, leased_prefixes, missing_entries, tombstone
+from flashckpt.checkpoint.retention import (
+    TOMBSTONE_AGE_S,
+    Swept,
+    leased_prefixes,
+    missing_entries,
+    mistaken_entries,
+    tombstone,
+)
 from flashckpt.checkpoint.root_records import parallel
 from flashckpt.checkpoint.writer import MANIFEST, TOMBSTONE, parse_prefix, prefix_of
 from flashckpt.core.snapshot_id import SnapshotId
@@ -71,6 +78,7 @@ def sweep(
         old = {one.prefix for one in empty if one.is_deleted and one.age_s > TOMBSTONE_AGE_S}
         crash_point("sweep.before-entries")
         entries = [(one.prefix, None) for one in empty if one.prefix not in old]
+        store.delete_many(mistaken_entries(contents))
         add_entries(store, [*missing_entries(contents), *entries])
         _remove_tombstones(store, contents, old, leased, now)
         _sweep_intents(store, newest)

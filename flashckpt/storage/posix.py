@@ -127,13 +127,7 @@ class PosixStore:
         path = self.root / check_key(key)
         with self._named(key, "delete"):
             path.unlink(missing_ok=True)
-            for parent in path.parents:
-                if parent == self.root:
-                    break
-                try:
-                    parent.rmdir()
-                except OSError:
-                    break  # not empty, or somebody else was faster
+            self._remove_empty(path.parent)
 
     def delete_many(self, keys: Sequence[str]) -> None:
         """Remove files folder by folder, each folder synced once, and folders that became empty."""
@@ -142,27 +136,24 @@ class PosixStore:
             folders.setdefault((self.root / check_key(key)).parent, []).append(key)
         failed: dict[str, RootError | StoreError] = {}
         for folder, inside in folders.items():
-            for key in (*inside, ""):
-                try:
-                    with self._named(key or inside[0], "delete"):
-                        if key:
-                            (self.root / key).unlink(missing_ok=True)
-                        else:
-                            self._sync_or_remove(folder)
-                except (RootError, StoreError) as error:
-                    failed[key or inside[0]] = error
+            for key in inside:
+                with _failing(failed, key), self._named(key, "delete"):
+                    (self.root / key).unlink(missing_ok=True)
+            with _failing(failed, inside[0]), self._named(inside[0], "delete"):
+                left = self._remove_empty(folder)
+                with contextlib.suppress(FileNotFoundError):
+                    _sync_directory(left)
         raise_undeleted(self.url, failed)
 
-    def _sync_or_remove(self, folder: Path) -> None:
-        """Make deletions in a folder durable; an empty one is removed, and so are its parents that are empty then."""
+    def _remove_empty(self, folder: Path) -> Path:
+        """Remove a folder if it is empty, and its parents that are empty then; return the first that stays."""
         while folder != self.root:
             try:
                 folder.rmdir()
             except OSError:
                 break  # not empty, or somebody else was faster
             folder = folder.parent
-        with contextlib.suppress(FileNotFoundError):
-            _sync_directory(folder)
+        return folder
 
     def sweep(self, *, older_than_s: float = SWEEP_AGE_S) -> Names:
         """Remove temporary files whose writer died on this machine, or which are older than `older_than_s`."""
@@ -262,6 +253,15 @@ class PosixStore:
         if error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
             remedy = "free space on it; persisting then resumes automatically"
         raise StoreError(f"cannot {verb} {name}", found=found, remedy=remedy) from error
+
+
+@contextlib.contextmanager
+def _failing(failed: dict[str, RootError | StoreError], key: str) -> Iterator[None]:
+    """Note the error under the key it is about, and go on."""
+    try:
+        yield
+    except (RootError, StoreError) as error:
+        failed[key] = error
 
 
 def _link(source: Path, target: Path) -> bool:

@@ -21,6 +21,7 @@ REFUSED = (
     "401",
     "403",
 )
+_BUSY = ("SlowDown", "RequestTimeout")
 _PERMANENT = (
     "NoSuchBucket",
     "NoSuchUpload",
@@ -101,15 +102,7 @@ def is_network(error: BaseException) -> bool:
 
 def is_transient_code(code: str) -> bool:
     """Return whether a key of a batch that failed with this code may succeed a moment later."""
-    return code in (
-        "SlowDown",
-        "RequestTimeout",
-        "InternalError",
-        "ServiceUnavailable",
-        "503",
-        "500",
-        "OperationAborted",
-    )
+    return code in (*_BUSY, "InternalError", "ServiceUnavailable", "OperationAborted", "500", "503")
 
 
 def is_transient(error: BaseException) -> bool:
@@ -119,4 +112,4 @@ def is_transient(error: BaseException) -> bool:
         return False
     if status == 0:
         return is_network(error)
-    return status >= 500 or status in (408, 429) or code in ("SlowDown", "RequestTimeout")
+    return status >= 500 or status in (408, 429) or code in _BUSY

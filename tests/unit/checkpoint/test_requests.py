@@ -13,7 +13,7 @@ from support.requests import PAGE, RequestStore
 from support.slots import make_pin, shard
 
 from flashckpt import faults
-from flashckpt.checkpoint.catalog import VERIFIED_NEWEST, list_checkpoints, newest_checkpoint, read_contents
+from flashckpt.checkpoint.catalog import VERIFIED_NEWEST, entry_from, list_checkpoints, newest_checkpoint, read_contents
 from flashckpt.checkpoint.catalog_entries import CATALOG, CommittedEntry, decode_entry, encode_entry, read_names
 from flashckpt.checkpoint.retention import TOMBSTONE_AGE_S, Policy, prune
 from flashckpt.checkpoint.sweeping import sweep
@@ -144,22 +144,47 @@ def test_entry_without_its_checkpoint_promises_nothing(tmp_path: Path) -> None:
     store = open_store(tmp_path / "root")
     entry = CommittedEntry(manifest_bytes=1, created_ms=1, nbytes=1, world_size=1, writers=1, tensors=1, parent=None)
     store.put(encode_entry(prefix_of(1, 99), entry), b"")  # its folder has gone
-    persist_slot(make_pin([shard("w", (9,))], step=10), store, prefix_of(1, 10))
-    commit(store, prefix_of(1, 10), [0])
+    for step in (10, 20):
+        persist_slot(make_pin([shard("w", (9,))], step=step), store, prefix_of(1, step))
+        commit(store, prefix_of(1, step), [0])
     store.put(encode_entry(prefix_of(1, 10), entry), b"")
     store.put(encode_entry(prefix_of(1, 10), None), b"")  # a deletion outweighs a commit
-    assert list_checkpoints(store) == []
+    assert read_names(store).committed == {}
+    assert [info.step for info in list_checkpoints(store)] == [20]
     store.put(f"catalog/{prefix_of(1, 11)}_of_a_later_release", b"")
     sweep(store)
+    (newest,) = list_checkpoints(store)
     assert {info.key for info in store.list(CATALOG)} == {
         encode_entry(prefix_of(1, 10), None),
+        encode_entry(newest.prefix, entry_from(newest)),
         f"catalog/{prefix_of(1, 11)}_of_a_later_release",
     }
     sweep(store, now_s=time.time() + TOMBSTONE_AGE_S + 1)
     assert store.head(f"{prefix_of(1, 10)}/{MANIFEST}") is not None, "what is not a tombstone is never removed as one"
-    newest = newest_checkpoint(store)
-    assert newest is not None
-    assert newest.step == 10, "its folder is looked at again"
+    assert [info.step for info in list_checkpoints(store)] == [20, 10], "its folder is looked at again"
+
+
+def test_entries_that_outlived_their_folders_neither_hide_nor_make_a_checkpoint(tmp_path: Path) -> None:
+    """Somebody removed the folders by hand and started over: the same names, other contents."""
+    store = open_store(tmp_path / "root")
+    entry = CommittedEntry(manifest_bytes=1, created_ms=1, nbytes=1, world_size=1, writers=1, tensors=1, parent=None)
+    for step, was_deleted in ((10, False), (20, True), (30, False)):
+        store.put(encode_entry(prefix_of(1, step), None if was_deleted else entry), b"")
+        persist_slot(make_pin([shard("w", (9,))], step=step), store, prefix_of(1, step))
+        if step < 30:  # its packs are written, and its MANIFEST is not
+            commit(store, prefix_of(1, step), [0])
+    store.delete(encode_entry(prefix_of(1, 30), entry))
+    for _ in range(2):
+        assert [info.step for info in list_checkpoints(store)] == [20, 10]
+        newest = newest_checkpoint(store)
+        assert newest is not None
+        assert newest.step == 20
+        prune(store, Policy(keep_last=2))
+    assert read_names(store).deleted == {}
+    store.put(encode_entry(prefix_of(1, 30), entry), b"")
+    assert [info.step for info in list_checkpoints(store)] == [20, 10]
+    assert prune(store, Policy(keep_last=1)).checkpoints == (prefix_of(1, 10),)
+    assert [info.step for info in list_checkpoints(store)] == [20]
 
 
 @pytest.mark.parametrize("point", ["sweep.before-entries", "sweep.before-tombstones"])
