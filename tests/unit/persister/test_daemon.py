@@ -16,6 +16,7 @@ from support.ranks import wait_for
 
 from flashckpt.core.snapshot_id import SnapshotId
 from flashckpt.daemon.persister import coordinator, metrics
+from flashckpt.daemon.persister.flush import Flush
 from flashckpt.errors import StoreError
 from flashckpt.storage.factory import open_store
 
@@ -40,6 +41,23 @@ def test_persist_step_is_committed_bitwise_and_others_are_not(job: FakeJob) -> N
     status = job.directory.read_status()
     assert status is not None
     assert (status.committed, status.failures, status.lag) == ((1, 10), 0, 0)
+
+
+def test_a_commit_is_in_the_status_before_the_slots_are_released(job: FakeJob, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Who waits for a commit does not wait for the unmapping of slots, which takes a while where they are large."""
+    said: list[SnapshotId | None] = []
+    close = Flush.close
+
+    def noted(flush: Flush) -> None:
+        status = job.directory.read_status()
+        said.append(status.committed if status else None)
+        close(flush)
+
+    monkeypatch.setattr(Flush, "close", noted)
+    with daemon_of(job) as daemon:
+        job.step(10, persist=True)
+        turn_until(daemon, lambda: steps(job) == [10] and said, "the commit")
+    assert said == [(1, 10)]
 
 
 def test_daemon_process_runs_without_torch() -> None:

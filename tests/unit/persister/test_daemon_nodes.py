@@ -20,6 +20,7 @@ from flashckpt.core.intent import NodeProposal
 from flashckpt.core.snapshot_id import SnapshotId
 from flashckpt.daemon.persister import flush, negotiation, persist
 from flashckpt.daemon.persister.agreement import Search, choose_proposal, next_candidate, of_other_nodes
+from flashckpt.daemon.persister.housekeeping import Housekeeper
 from flashckpt.daemon.persister.retire import superseded
 from flashckpt.daemon.persister.service import Daemon
 from flashckpt.faults import CRASH_POINTS
@@ -75,6 +76,19 @@ def test_all_nodes_persist_the_same_step_and_it_is_whole(nodes: list[FakeJob]) -
         turn_all(daemons, lambda: all(d.persisting and d.persisting.flush is None for d in daemons), "all to unpin")
         assert [d.error for d in daemons] == ["", "", ""]
     assert_bitwise(nodes, (1, 10))
+
+
+def test_only_the_node_with_rank_0_sweeps_for_all(nodes: list[FakeJob], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(negotiation, "SWEEP_EVERY_S", 0.0)
+    asked: list[Housekeeper] = []
+    monkeypatch.setattr(Housekeeper, "sweep", lambda keeper, committed: asked.append(keeper))
+    with daemons_of(nodes) as daemons:
+        for job in nodes:
+            job.step(10, persist=True)
+        turn_all(daemons, lambda: identities(nodes[0]) == [(1, 10)] and len(asked) >= 2 * NODES, "sweeps")
+        first = daemons[0].persisting
+        assert first is not None
+        assert {id(keeper) for keeper in asked} == {id(first.housekeeper)}
 
 
 class _Clock:
