@@ -50,7 +50,10 @@ class DeferredState:
     def found(self) -> list[torch.Tensor] | None:
         """Return the tensors that were made, in the order in which they are awaited; None if not all, or others."""
         parts = [part.found() for part in self._parts]
-        return None if None in parts else list(chain.from_iterable(part for part in parts if part))
+        if None in parts:
+            return None
+        made = list(chain.from_iterable(part for part in parts if part))
+        return made if all(issubclass(one, torch.Tensor) for one in set(map(type, made))) else None
 
     def watch(self, tensors: Iterable[torch.Tensor]) -> StructureGuard:
         """Return a guard over the state that was found, which detects later changes."""

@@ -148,6 +148,24 @@ def test_state_of_another_shape_than_predicted_discards_one_snapshot_and_is_plan
     assert opened_as(tmp_path, "t", model=nn.Linear(6, 6, bias=False)) == 2
 
 
+def test_state_that_is_no_tensor_against_the_prediction_is_planned_as_it_is(tmp_path: Path) -> None:
+    """Older releases of torch kept `step` as an int, and so do programs that set it themselves."""
+    model = nn.Linear(6, 6)
+    optimizer = torch.optim.AdamW(model.parameters())
+    ckpt = opened(tmp_path, model=model, optimizer=optimizer)
+    model(torch.ones(2, 6)).sum().backward()
+    optimizer.step()
+    for state in optimizer.state.values():
+        state["step"] = 1
+    ckpt.step(1)
+    crash(ckpt)
+    other = nn.Linear(6, 6)
+    fresh = torch.optim.AdamW(other.parameters())
+    crash(opened(tmp_path, model=other, optimizer=fresh))
+    assert [state["step"] for state in fresh.state.values()] == [1, 1]
+    assert torch.equal(fresh.state[other.weight]["exp_avg"], optimizer.state[model.weight]["exp_avg"])
+
+
 def test_a_subclass_of_a_known_optimizer_is_planned_as_it_is(tmp_path: Path) -> None:
     model = nn.Linear(6, 6)
     optimizer = InHalves(model.parameters(), lr=0.1, momentum=0.9)
