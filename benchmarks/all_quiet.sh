@@ -52,6 +52,8 @@ for size in $sizes; do
             ;;
     esac
 done
+run 600 "end to end" "$python" benchmarks/end_to_end.py --gb "$(echo "$sizes" | tr ' ' ',')" --seconds 40 --rounds "$rounds" --json "$results/end-to-end.json"
+run 400 "restore, from the start of a process" "$python" benchmarks/end_to_end.py --restore --gb 1.5 --seconds 60 --rounds "$rounds" --json "$results/end-to-end-restore.json"
 for tensors in 1000 20000; do
     run 200 "stall, $tensors tensors" "$python" benchmarks/stall.py --gb 0.25 --tensors $tensors --methods flashckpt,blocking \
         --seconds 8 --rounds "$rounds" --json "$results/stall-${tensors}tensors.json"
