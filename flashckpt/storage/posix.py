@@ -257,7 +257,7 @@ class PosixStore:
 
 @contextlib.contextmanager
 def _failing(failed: dict[str, RootError | StoreError], key: str) -> Iterator[None]:
-    """Note the error under the key it is about, and go on."""
+    """Note the error under the key it is about."""
     try:
         yield
     except (RootError, StoreError) as error:
