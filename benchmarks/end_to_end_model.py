@@ -9,7 +9,7 @@ TENSORS = 100
 
 
 class Model(nn.Module):
-    """100 parameters of so many bytes in all, each with memory of its own."""
+    """100 parameters of so many bytes in all, each with its own memory."""
 
     def __init__(self, nbytes: int, *, value: float = 1.0) -> None:
         super().__init__()

@@ -89,7 +89,7 @@ class Trainer:
         }
 
     def save(self, way: str) -> dict[str, float]:
-        """Save by another way; seconds until it is durable, and for one that goes on beside until it returned."""
+        """Save by another way; seconds until it is durable, and for a save beside training until the call returned."""
         if way in ("raw", "memcpy"):
             began = time.monotonic()
             self._raw() if way == "raw" else self._memcpy()
