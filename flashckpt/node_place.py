@@ -12,6 +12,7 @@ import torch.distributed as dist
 
 from flashckpt.agent_folder import agent_folder, write_job
 from flashckpt.core.lineage import BEGINNING
+from flashckpt.native import IMPLEMENTATIONS, implementation
 from flashckpt.planning.inventory import local_world
 from flashckpt.restore.coordinator import RestoreOutcome
 from flashckpt.settings import Settings
@@ -111,7 +112,7 @@ def _fill(row: ControlRow, opened: OpenedJob, *, entered_ns: int, initialised_ns
     world, record, report = opened.tracked.world, opened.outcome.record, opened.outcome.report
     row.clear()
     row.rank, row.pid, row.world_size = world.rank, os.getpid(), world.size
-    row.generation = record.number
+    row.generation, row.copied_by = record.number, IMPLEMENTATIONS.index(implementation())
     row.entered, row.initialised = entered_ns, initialised_ns
     row.restored_step = report.step if report else -1
     row.step = 0 if record.parent is None else record.parent.step

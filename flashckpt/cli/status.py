@@ -14,8 +14,8 @@ from rich.table import Table
 from flashckpt.cli.common import Command, age_of, human_bytes, json_option, new_table, show, tell_skipped
 from flashckpt.core.snapshot_id import SnapshotId
 from flashckpt.errors import FlashckptError, PersistError
-from flashckpt.native import implementation
-from flashckpt.shm.control import ControlView
+from flashckpt.native import IMPLEMENTATIONS, implementation
+from flashckpt.shm.control import ControlRow, ControlView
 from flashckpt.shm.inventory import scan
 from flashckpt.shm.job_directory import JobDirectory, jobs_in_memory
 from flashckpt.shm.segment import Segment
@@ -27,7 +27,7 @@ from flashckpt.shm.segment import Segment
 def status(job: str | None, as_json: bool) -> int:
     """Show the jobs in this machine's memory: last snapshot, last persist, lag, failures.
 
-    `copied_by` is what copies memory in this installation: the C part, and its level, or python.
+    `copied_by` is what copies memory: the C part, and its level, or python; of a job, what its ranks use, else what this installation would.
     Exit code 40 if persisting fails for one of them.
 
     Example:
@@ -54,6 +54,7 @@ def describe(directory: JobDirectory) -> dict[str, Any]:
 
     config, record = read(directory.read_config), read(directory.read_generation)
     daemon = read(directory.read_status)
+    rows = read(lambda: _rows(directory)) or []
     view = scan(directory, [record] if record else [])
     newest = max(view.complete(), default=None)
     return {
@@ -63,7 +64,8 @@ def describe(directory: JobDirectory) -> dict[str, Any]:
         "alive": bool(read(directory.anyone_alive)),
         "daemon_alive": bool(read(directory.daemon_alive)),
         "generation": record.number if record else None,
-        "step": read(lambda: _step(directory)),
+        "step": max((row.step for row in rows), default=None),
+        "copied_by": sorted({_implementation(row.copied_by) for row in rows} - {""}),
         "snapshot": newest,
         "snapshots": view.complete(),
         "committed": daemon.committed if daemon else None,
@@ -109,12 +111,16 @@ def _created_s(path: Path) -> float | None:
         return None
 
 
-def _step(directory: JobDirectory) -> int | None:
-    """Return the highest step any local rank has reported."""
+def _rows(directory: JobDirectory) -> list[ControlRow]:
+    """Return the control rows of the local ranks that have taken theirs."""
     if not directory.control_path.exists():
-        return None
-    rows = ControlView(directory.control_path).rows()
-    return max((row.step for row in rows if row.pid), default=None)
+        return []
+    return [row for row in ControlView(directory.control_path).rows() if row.pid]
+
+
+def _implementation(number: int) -> str:
+    """Return what copies, by its number in a row; "" for none, and for one of a later release."""
+    return IMPLEMENTATIONS[number] if 0 <= number < len(IMPLEMENTATIONS) else ""
 
 
 def _table(found: list[dict[str, Any]], copied_by: str) -> Table | str:
@@ -134,7 +140,7 @@ def _table(found: list[dict[str, Any]], copied_by: str) -> Table | str:
         ">MEMORY",
         "ROOT",
         "",
-        title=f"memory is copied by: {copied_by}",
+        title=f"this installation copies memory by: {copied_by}",
     )
     for one in found:
         state = "running" if one["alive"] else "flushing" if one["daemon_alive"] else "dead, resumable"
@@ -142,6 +148,8 @@ def _table(found: list[dict[str, Any]], copied_by: str) -> Table | str:
         remark = one["error"].splitlines()[0] if one["error"] else ""
         if stale:
             remark = f"the daemon has said nothing for {age_of(one['updated_s'])}. {remark}"
+        if one["copied_by"] not in ([], [copied_by]):
+            remark = f"its ranks copy by: {', '.join(one['copied_by'])}. {remark}"
         table.add_row(
             one["job"],
             state,

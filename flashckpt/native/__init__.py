@@ -4,10 +4,19 @@ In: addresses and sizes, int64[n, 3]. Out: bytes at their targets, one digest pe
 May import: core, errors; no torch.
 """
 
-from flashckpt.native.copying import LEVEL_VARIABLE, copy_and_digest, digest_ranges, implementation, is_native, levels
+from flashckpt.native.copying import (
+    IMPLEMENTATIONS,
+    LEVEL_VARIABLE,
+    copy_and_digest,
+    digest_ranges,
+    implementation,
+    is_native,
+    levels,
+)
 from flashckpt.native.descriptors import DescriptorError, UnusableMemoryError
 
 __all__ = [
+    "IMPLEMENTATIONS",
     "LEVEL_VARIABLE",
     "DescriptorError",
     "UnusableMemoryError",

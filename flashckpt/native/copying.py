@@ -22,6 +22,8 @@ _NATIVE: tuple[str, ...] = _c.levels() if _c is not None else ()
 LEVEL_VARIABLE = "FLASHCKPT_COPY"
 """Environment variable that chooses a level by name, for measurements and for machines where the best one misbehaves."""
 PYTHON = "python"
+IMPLEMENTATIONS = ("", PYTHON, "native plain", "native avx2", "native avx512", "native neon")
+"""Every answer of `implementation`, at the place that is its number in a control row; 0: not known. Only ever appended to."""
 
 
 def levels() -> tuple[str, ...]:

@@ -44,6 +44,7 @@ _INT_FIELDS: dict[str, int] = {  # name -> byte offset in the row; signed 64-bit
     "first_step": 80,
     "restored_step": 88,
     "world_size": 96,
+    "copied_by": 104,
 }
 _LIST_AT = (
     128  # counter, number of pairs, digest, then the low watermark and up to MAX_COMPLETE pairs (generation, step)
@@ -96,6 +97,7 @@ class ControlRow:
         heartbeat_ns, entered, initialised, restore_started, restored, first_step: CLOCK_MONOTONIC nanoseconds.
         paused: 1 while the loop is paused (evaluation, data preparation).
         restored_step: Step it was restored from; -1 on a fresh start.
+        copied_by: What copies its snapshots, by its place in `native.IMPLEMENTATIONS`; 0 unknown.
     """
 
     rank: int
@@ -111,6 +113,7 @@ class ControlRow:
     first_step: int
     restored_step: int
     world_size: int
+    copied_by: int
     _map: Any
     _at: int
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import re
@@ -24,7 +25,8 @@ from flashckpt.cli import main as cli
 from flashckpt.core.generation import Generation
 from flashckpt.core.snapshot_id import SnapshotId
 from flashckpt.daemon.persister.service import Daemon, DaemonTimeouts
-from flashckpt.native import implementation
+from flashckpt.native import IMPLEMENTATIONS, implementation
+from flashckpt.shm.control import Control
 from flashckpt.shm.job_directory import DaemonStatus
 from flashckpt.storage.factory import open_store
 
@@ -154,7 +156,23 @@ def test_status_of_a_job_whose_persisting_fails_says_so_and_exits_with_40(job: F
     assert "the disk is full" in out
     found = run_json("status", "--job", "other", capsys=capsys)
     assert found == (0, {"jobs": [], "left_alone": [], "copied_by": implementation()})
-    assert f"memory is copied by: {implementation()}" in out
+    assert f"this installation copies memory by: {implementation()}" in out
+
+
+def test_status_says_by_what_the_ranks_of_a_job_copy(job: FakeJob, capsys: Captured) -> None:
+    (one,) = run_json("status", capsys=capsys)[1]["jobs"]
+    assert one["copied_by"] == []
+    with contextlib.closing(Control.open(job.directory.control_path, rows=3)) as control:
+        for row, number in zip(map(control.row, range(3)), (0, 1, len(IMPLEMENTATIONS)), strict=True):
+            row.clear()
+            row.pid, row.copied_by = (
+                os.getpid(),
+                number,
+            )  # of a release before that said so, of this one, of a later one
+    (one,) = run_json("status", capsys=capsys)[1]["jobs"]
+    assert one["copied_by"] == ["python"]
+    out = run("status", capsys=capsys)[1]
+    assert ("its ranks copy by: python" in out) is (implementation() != "python")
 
 
 def test_status_reads_goodput_from_the_ledger_and_skips_a_torn_line(job: FakeJob, capsys: Captured) -> None:

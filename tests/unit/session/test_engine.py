@@ -16,6 +16,9 @@ from torch import nn
 
 from flashckpt import Checkpointer
 from flashckpt.errors import ConfigError, NoCheckpointError, ShardGapError, UnsupportedStateError
+from flashckpt.native import IMPLEMENTATIONS, implementation
+from flashckpt.shm.control import ControlView
+from flashckpt.shm.job_directory import jobs_in_memory
 
 
 def test_a_tracked_run_has_the_trace_of_an_untracked_one_from_the_first_step(tmp_path: Path) -> None:
@@ -61,6 +64,9 @@ def test_every_kind_of_tensor_comes_back_bit_for_bit(tmp_path: Path, copied_by: 
 
     model = make(1)
     ckpt = opened(tmp_path, model=model)
+    (directory,) = jobs_in_memory()[0]
+    (row,) = ControlView(directory.control_path).rows()
+    assert IMPLEMENTATIONS[row.copied_by] == implementation()
     ckpt.step(1)
     crash(ckpt)
     other = make(2)
