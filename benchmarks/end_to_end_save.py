@@ -43,7 +43,8 @@ class Trainer:
         self._complete, self._complete_at = threading.Event(), 0.0
         self.ckpt = Checkpointer(str(self.root), snapshot_every=1, persist_every=1, keep_last=1, job=JOB)
         self.ckpt.on_snapshot = self._completed
-        self.ckpt.track(model=self.model)
+        # its step is the fence: parameters of a model without one would be copied before step() returns
+        self.ckpt.track(model=self.model, optimizer=torch.optim.SGD(self.model.parameters(), lr=0.1))
         self.ckpt.restore()
         self.step = 0
 

@@ -13,7 +13,8 @@ from flashckpt.shm.job_directory import DaemonStatus, JobDirectory
 from flashckpt.shm.persisted import await_persister
 
 Identity = SnapshotId
-POLL_S = 0.02
+POLL_S = 0.01
+"""Seconds between two looks at the daemon's status, 0.3 ms each: a watch on the file would save half of it, and cost threads in every rank."""
 _LOOK_S = 1.0
 """Seconds between two polls of what the other ranks hold: on several nodes each poll is a round of requests."""
 _WITHOUT_DAEMON_S = 15.0
