@@ -7,12 +7,18 @@ from __future__ import annotations
 
 import contextlib
 import logging
-from collections.abc import Iterator
+import os
+from collections.abc import Iterator, Sequence
 from contextvars import ContextVar
+from pathlib import Path
 
+from flashckpt.errors import FlashckptError
 from flashckpt.printable import PrintableFormatter
+from flashckpt.shm.private import private_directory
 
 _where: ContextVar[tuple[tuple[str, int], ...]] = ContextVar("flashckpt_where", default=())
+LOG_BYTES = 4 << 20
+"""Size at which the log is turned over: it lies in memory beside the snapshots."""
 FORMAT = "%(asctime)s %(levelname)s [%(where)s] %(message)s"
 
 
@@ -44,3 +50,32 @@ def configure() -> None:
     handler.addFilter(WhereFilter())
     handler.setFormatter(PrintableFormatter(FORMAT))
     logging.basicConfig(level=logging.INFO, handlers=[handler])
+
+
+def turn_over(path: Path, *, streams: Sequence[int] = (1, 2), limit: int = LOG_BYTES) -> bool:
+    """Begin a new log where the present one has grown past `limit`; that one becomes NAME.1, and the one before it goes.
+
+    What writes to the descriptors, the C library and faulthandler included, continues in the new file.
+
+    Args:
+        path: The log, in a directory of our own.
+        streams: Descriptors of it; nothing is done if the first of them is something else.
+        limit: Bytes.
+
+    Returns:
+        Whether there is a new log.
+    """
+    held = os.fstat(streams[0])
+    if held.st_size <= limit:
+        return False
+    with contextlib.suppress(OSError, FlashckptError), private_directory(path.parent) as inside:
+        if not os.path.samestat(held, os.stat(path.name, dir_fd=inside, follow_symlinks=False)):
+            return False
+        os.rename(path.name, f"{path.name}.1", src_dir_fd=inside, dst_dir_fd=inside)
+        flags = os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC | os.O_NOFOLLOW
+        new = os.open(path.name, flags, 0o600, dir_fd=inside)
+        for stream in streams:
+            os.dup2(new, stream)
+        os.close(new)
+        return True
+    return False  # the directory has gone, or memory is full: another turn tries again

@@ -21,7 +21,7 @@ from types import FrameType
 
 from flashckpt.core.generation import Generation
 from flashckpt.core.snapshot_id import SnapshotId
-from flashckpt.daemon.machine.logs import configure, log_context
+from flashckpt.daemon.machine.logs import configure, log_context, turn_over
 from flashckpt.daemon.persister import metrics
 from flashckpt.daemon.persister.attempts import Attempts
 from flashckpt.daemon.persister.coordinator import PersistCoordinator
@@ -107,6 +107,7 @@ class Daemon:
         """Turn until the work is done and no rank is running, or a signal came and nothing is pending."""
         try:
             while not self._safe_turn():
+                turn_over(self.directory.path / "daemon.log")
                 flushing = self.persisting is not None and self.persisting.flush is not None and not self.error
                 turned_s = time.monotonic()
                 self._wakeup.wait(BUSY_S if flushing else SCAN_S)
