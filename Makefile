@@ -11,7 +11,7 @@ export OPENBLAS_NUM_THREADS ?= 1
 # The tests start hundreds of interpreters: each would compile the package again.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: fuzz help setup preflight demo test test-s3 test-clouds bench-all check clean test-launcher test-trainer test-layouts test-nodes test-mounts test-restarts docs changelog hooks test-pythons test-blocks test-frameworks test-hub compatibility test-slurm test-torch-versions test-native-sanitized test-native-arm gpu gpu-wheels
+.PHONY: fuzz soak help setup preflight demo test test-s3 test-clouds bench-all check clean test-launcher test-trainer test-layouts test-nodes test-mounts test-restarts docs changelog hooks test-pythons test-blocks test-frameworks test-hub compatibility test-slurm test-torch-versions test-native-sanitized test-native-arm gpu gpu-wheels
 
 help:  ## list the targets
 	@grep -E '^[a-z0-9-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 16
@@ -84,6 +84,9 @@ SEED ?=
 torture: setup  ## kill at random instants for minutes (KILLS=300 SEED=7), prove each restore
 	PYTHONPATH=tests:. $(BIN)/python tests/crash/torture.py --kills $(KILLS) $(if $(SEED),--seed $(SEED))
 	FLASHCKPT_TORTURE_SEEDS=$$(seq -s, $(or $(SEED),1) $$(($(or $(SEED),1) + 19))) $(BIN)/python -m pytest -q tests/crash/test_daemon_torture.py
+
+soak: setup  ## one job that commits as fast as it can: memory, descriptors, threads, logs and files stay flat (MINUTES=60)
+	PYTHONPATH=tests:. $(BIN)/python tests/crash/soak.py --minutes $(if $(filter file,$(origin MINUTES)),60,$(MINUTES))
 
 SECONDS ?= 10
 fuzz: setup  ## damaged bytes into every decoder, so many seconds each (SECONDS=60 SEED=7 ONLY=manifest)
