@@ -9,7 +9,8 @@ Failures, and how each is handled:
 * The leader dies before it has decided: the next daemon of its node decides. After its index, or before its commit:
   another node commits, each `persist.TAKEOVER_S` later than the one before it. Everything that is written may be repeated.
 * A node is late: its snapshot is not complete yet (it waits), or is overwritten already (it abandons the intent, and all
-  unpin). Other writers that never finish: the leader abandons the intent after `persist.INTENT_PATIENCE_S`.
+  unpin). Other writers that never finish: the leader abandons the intent after `persist.INTENT_PATIENCE_S`, and sooner
+  once a newer generation runs.
 * There is a tombstone in place of MANIFEST: the snapshot is given up here, and never committed.
 * A snapshot was abandoned and all daemons have restarted since: its mark keeps them from deciding on it again.
 """

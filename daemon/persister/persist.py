@@ -18,6 +18,8 @@ TAKEOVER_S = 5.0
 """Seconds that a node waits for the leader, times its place among the nodes, before it commits in its place."""
 INTENT_PATIENCE_S = 600.0
 """Seconds that the leader waits for the writers of other nodes before it gives an intent up."""
+EARLIER_PATIENCE_S = 60.0
+"""The same once a newer generation runs: writers may have gone with their machine, and newer snapshots wait to be persisted."""
 ATTEMPTS = 4
 """Times that damaged data is written again before the snapshot is given up."""
 ROLLED_BACK = "its lineage was rolled back by a restore"
@@ -71,7 +73,8 @@ class Persist:
         if isinstance(found, p.AbandonmentFound):
             return Outcome.GIVEN_UP
         is_there = isinstance(found, p.CommitFound)
-        if is_there or (yield from self._may_commit(tick.now_s - self.written_s)):
+        patience_s = INTENT_PATIENCE_S if tick.generation.number == identity.generation else EARLIER_PATIENCE_S
+        if is_there or (yield from self._may_commit(tick.now_s - self.written_s, patience_s)):
             return (yield from self._commit(is_there=is_there))
         return None
 
@@ -86,14 +89,14 @@ class Persist:
             return None
         return (yield from self._failed(event.cause, event.problem))
 
-    def _may_commit(self, waited_s: float) -> Generator[Action, Event, bool]:
+    def _may_commit(self, waited_s: float, patience_s: float) -> Generator[Action, Event, bool]:
         """Whether it is this node's turn and every writer's index is there; the leader's patience ends some day."""
         if waited_s >= self.place * TAKEOVER_S:
             indexes = yield from p.ask(p.ReadIndexes(self.intent.identity, self.intent.writers), p.IndexesRead)
             if not indexes.missing:
                 return True
         self.has_waited = True
-        if waited_s > INTENT_PATIENCE_S and self.place == 0:
+        if waited_s > patience_s and self.place == 0:
             yield p.AbandonIntent(self.intent.identity, "other writers did not finish")
         return False
 

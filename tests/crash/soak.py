@@ -11,6 +11,7 @@ the second half must not exceed that of the first. Exit code 0 if all of it is f
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import os
 import signal
@@ -43,18 +44,19 @@ Sample = Mapping[str, float]
 def size_below(folder: Path) -> int:
     """Bytes that the files of a folder occupy; files that go meanwhile do not count."""
     total = 0
-    for path in folder.rglob("*"):
-        try:
-            total += path.lstat().st_blocks * 512
-        except FileNotFoundError:
-            continue
+    for base, _, files in os.walk(folder):
+        for name in files:
+            with contextlib.suppress(FileNotFoundError):
+                total += (Path(base) / name).lstat().st_blocks * 512
     return total
 
 
 def count_data(root: Path) -> int:
     """Objects below a root but those that a deleted checkpoint leaves for an hour: its tombstone and its catalogue entry."""
-    deleted = {path.name.rpartition("_")[0] for path in root.glob("catalog/*_deleted")}
-    return sum(path.is_file() and path.parent.name not in {*deleted, "catalog"} for path in root.rglob("*"))
+    deleted = {
+        n.removesuffix("_deleted") for _, _, files in os.walk(root / "catalog") for n in files if n.endswith("_deleted")
+    }
+    return sum(len(files) for base, _, files in os.walk(root) if Path(base).name not in {*deleted, "catalog"})
 
 
 def look_at(name: str, pid: int) -> dict[str, float]:

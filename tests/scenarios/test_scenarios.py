@@ -52,6 +52,7 @@ def test_a_transcript_with_one_action_more_or_less_is_wrong(path: Path) -> None:
     [
         (persist, "TAKEOVER_S", 0.0, "leader-dies-after-its-index"),
         (persist, "INTENT_PATIENCE_S", 1e9, "writers-that-never-finish"),
+        (persist, "EARLIER_PATIENCE_S", 1e9, "node-lost-for-good-restored-that-step"),
         (persist, "ATTEMPTS", 2, "damaged-in-memory"),
         (negotiation, "ROOT_LOOK_S", 1.0, "leader-dies-after-its-index"),
         (negotiation, "MIN_SLOTS", 1, "storage-fails-two-slots"),
