@@ -84,7 +84,7 @@ def test_dropout_is_that_of_a_run_whose_pipeline_was_not_tried_first(monkeypatch
     monkeypatch.setattr("flashckpt.trainer.train.step.settle_gradients", lambda _: None)
     monkeypatch.setattr("flashckpt.trainer.train.step.local_square_sum", lambda _: torch.zeros(()))
     monkeypatch.setattr(step, "_reduce", lambda _: None)
-    batch: Any = SimpleNamespace(tokens=torch.ones(64), targets=torch.ones(64))
+    batch: Any = SimpleNamespace(tokens=torch.ones(64), targets=torch.ones(64), documents=None)
     torch.manual_seed(3)
     wanted = [stage(batch.tokens) for _ in range(2)]
     torch.manual_seed(3)
