@@ -13,7 +13,8 @@ from flashckpt.trainer.config import RunConfig, to_values
 def recorded_values(config: RunConfig) -> dict[str, dict[str, Any]]:
     """Return the values recorded with every snapshot: all except storage options, which may hold secrets."""
     values = to_values(config)
-    del values["checkpoint"]["storage_options"]
+    for content in (values["checkpoint"], *values["data"]["sources"]):
+        del content["storage_options"]
     return values
 
 
@@ -40,7 +41,7 @@ def compare(before: Mapping[str, Any], now: RunConfig) -> list[Change]:
     changes = []
     if before.get("model") and "head_dim" not in before["model"]:  # recorded when neighbours were turned, not halves
         changes.append(Change(key="model.rope_pairs", before="neighbours", now="halves", severity="error"))
-    for section, content in to_values(now).items():
+    for section, content in recorded_values(now).items():
         old = before.get(section, {})
         for key, value in content.items():
             if key in old and old[key] != value:
