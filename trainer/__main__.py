@@ -70,9 +70,9 @@ def _run(words: list[str]) -> int:
         return 0
     resolve_layout(config, int(os.environ.get("WORLD_SIZE", "1")))  # refused before torch is imported
     if config.data.sources:
-        from flashckpt.trainer.data.prepared import check_prepared
+        from flashckpt.trainer.data.prepared import check_sources
 
-        check_prepared(config)
+        check_sources(config)
     with nonfatal_streams():
         logging.basicConfig(level=logging.INFO, format=f"[rank {os.environ.get('RANK', '0')}] %(name)s: %(message)s")
         return _check(config) if check_only else _train(config)
@@ -87,7 +87,8 @@ def _hub(words: list[str]) -> int:
 def _data(words: list[str]) -> int:
     from flashckpt.trainer.data.command import data
 
-    return data(words)
+    path = _take_value(words, "--config")
+    return data(words, path)
 
 
 def _train(config: RunConfig) -> int:

@@ -97,6 +97,8 @@ def check_data(values: Mapping[str, Any], defaults: Mapping[str, Any]) -> None:
         )
     for number, source in enumerate(values["sources"]):
         _check_source(f"data.sources[{number}]", source)
+    if values["packing"] == "best-fit" and any(source["kind"] == "tokens" for source in values["sources"]):
+        raise _wrong("token files cannot be packed", 'data.packing = "best-fit"', 'data.packing = "stream"')
     if not any(source["weight"] for source in values["sources"]):
         raise _wrong("no source has a weight", "data.sources.weight = 0", "1 or more for one of them")
 

@@ -8,27 +8,18 @@ from collections.abc import Sequence
 
 from flashckpt.errors import ConfigError
 from flashckpt.trainer.config import read_config
-from flashckpt.trainer.data.prepare import Progress, prepare
+from flashckpt.trainer.data.prepare import PrepareProgress, prepare
 
-USAGE = """Usage: python -m flashckpt.trainer data prepare --config FILE.toml [--section.key VALUE ...]
-
-  Tokenise the [[data.sources]] of a run into data.folder. Interrupt it at any time: the same command
-  continues after the last finished part.
-"""
 INTERRUPTED = 130
 
 
-def data(words: Sequence[str]) -> int:
-    """Run `data WORDS` and return the exit code; errors are raised."""
-    rest = list(words)
-    if rest[:1] != ["prepare"]:
-        raise ConfigError("unknown command", found=" ".join(["data", *rest[:1]]), expected="data prepare --config FILE")
-    _, *rest = rest
-    place = next((i for i, word in enumerate(rest) if word == "--config" and i + 1 < len(rest)), None)
-    path = rest.pop(place + 1) if place is not None else None
-    if place is not None:
-        rest.pop(place)
-    config = read_config(path, rest)
+def data(words: Sequence[str], path: str | None) -> int:
+    """Run `data WORDS --config PATH` and return the exit code; errors are raised."""
+    if list(words[:1]) != ["prepare"]:
+        raise ConfigError(
+            "unknown command", found=" ".join(["data", *words[:1]]), expected="data prepare --config FILE"
+        )
+    config = read_config(path, words[1:])
     lines = _Lines()
     try:
         index = prepare(config.data, lines)
@@ -51,7 +42,7 @@ class _Lines:
         self._shown = 0.0
         self._before = 0
 
-    def __call__(self, progress: Progress) -> None:
+    def __call__(self, progress: PrepareProgress) -> None:
         self.tokens = progress.tokens
         now = time.monotonic()
         if progress.reused == progress.done:  # the clock starts with the first part that is read

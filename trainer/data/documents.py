@@ -5,7 +5,6 @@ from __future__ import annotations
 import hashlib
 import itertools
 import json
-import os
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -14,6 +13,7 @@ from urllib.parse import urlsplit
 from flashckpt.errors import ConfigError, DataError
 from flashckpt.sampler.datasets.remote_file import RemoteFile, is_remote, local_path
 from flashckpt.trainer.data.corpus import stdlib_texts
+from flashckpt.trainer.data.files import file_system, full_name, matching_files, unreadable
 from flashckpt.trainer.data_config import SourceConfig
 
 SPLIT_BYTES = 64 << 20
@@ -22,7 +22,7 @@ _BLOCK = 4 << 20
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Part:
+class TextPart:
     """What is read in one piece: files [text], a byte range [jsonl], a row group [parquet], a file [datasets].
 
     Attributes:
@@ -44,7 +44,7 @@ class Part:
         return [self.source.kind, self.source.key, self.first, self.last, list(self.identities)]
 
 
-def parts_of(source: SourceConfig, *, split_bytes: int = SPLIT_BYTES) -> list[Part]:
+def parts_of(source: SourceConfig, *, split_bytes: int = SPLIT_BYTES) -> list[TextPart]:
     """Return the parts of a source, in order.
 
     Raises:
@@ -53,13 +53,16 @@ def parts_of(source: SourceConfig, *, split_bytes: int = SPLIT_BYTES) -> list[Pa
     """
     if source.kind == "stdlib":
         return [_stdlib_part(source, name) for name in source.urls]
-    urls = [found for url in source.urls for found in _matching(source, url)]
+    if source.kind == "datasets":
+        urls = [found for url in source.urls for found in _arrow_files(source, url)]
+    else:
+        urls = [found for url in source.urls for found in matching_files(url, source.storage_options)]
     if source.kind == "text":
         return _joined(source, urls, split_bytes // 4)
     return [part for url in urls for part in _SPLITTERS[source.kind](source, url, split_bytes)]
 
 
-def documents_of(part: Part) -> Iterator[str]:
+def documents_of(part: TextPart) -> Iterator[str]:
     """Yield the texts of a part, empty ones included.
 
     Raises:
@@ -68,37 +71,12 @@ def documents_of(part: Part) -> Iterator[str]:
     yield from _READERS[part.source.kind](part)
 
 
-def _matching(source: SourceConfig, url: str) -> list[str]:
-    """Return the files that a path, a pattern or a URL names, as URLs or absolute paths, sorted."""
-    import fsspec
-
-    try:
-        filesystem, path = fsspec.core.url_to_fs(os.fspath(url), **source.storage_options)
-        if source.kind == "datasets":
-            found = _arrow_files(filesystem, path)
-        elif any(sign in path for sign in "*?["):
-            found = sorted(name for name in filesystem.glob(path) if filesystem.isfile(name))
-        else:
-            found = [path] if filesystem.isfile(path) else []
-    except (DataError, ConfigError):
-        raise
-    except Exception as error:
-        raise _unreadable(url, f"{type(error).__name__}: {error}") from error
-    if not found:
-        raise DataError(
-            f"no file matches {url!r}",
-            found="0 files",
-            expected=f"files of kind {source.kind}",
-            state="Nothing was prepared.",
-            remedy="correct data.sources.urls; paths are relative to the folder the command starts in",
-        )
-    return [filesystem.unstrip_protocol(name) if is_remote(url) else name for name in found]
-
-
-def _arrow_files(filesystem: Any, path: str) -> list[str]:
+def _arrow_files(source: SourceConfig, url: str) -> list[str]:
+    """Return the files of a Hugging Face data set on disk."""
+    filesystem, path = file_system(url, source.storage_options)
     try:
         names = [one["filename"] for one in json.loads(filesystem.cat_file(f"{path}/state.json"))["_data_files"]]
-    except FileNotFoundError as error:
+    except (FileNotFoundError, NotADirectoryError) as error:
         raise DataError(
             f"{path} is no data set on disk",
             found="no state.json"
@@ -106,30 +84,30 @@ def _arrow_files(filesystem: Any, path: str) -> list[str]:
             expected="the folder of one split, as save_to_disk wrote it",
             remedy="name the folder of the split in data.sources.urls",
         ) from error
-    except (ValueError, KeyError, TypeError) as error:
-        raise _unreadable(f"{path}/state.json", f"{type(error).__name__}: {error}") from error
-    return [f"{path}/{name}" for name in names]
+    except Exception as error:
+        raise unreadable(f"{path}/state.json", error) from error
+    return [full_name(filesystem, url, f"{path}/{name}") for name in names]
 
 
 def _blob(source: SourceConfig, url: str) -> RemoteFile:
     return RemoteFile(url, storage_options=source.storage_options if is_remote(url) else None, block_bytes=_BLOCK)
 
 
-def _stdlib_part(source: SourceConfig, name: str) -> Part:
+def _stdlib_part(source: SourceConfig, name: str) -> TextPart:
     if name not in ("code", "doc", "prose"):
         raise ConfigError("the Python library has no such text", found=name, expected="code, doc or prose")
     digest = hashlib.blake2b(digest_size=8)
     for text in _stdlib(name):
         digest.update(text.encode("utf-8", "replace"))
-    return Part(source=source, urls=(name,), identities=(digest.hexdigest(),))
+    return TextPart(source=source, urls=(name,), identities=(digest.hexdigest(),))
 
 
 def _stdlib(name: str) -> Iterator[str]:
     return (text for channel, text in stdlib_texts() if channel == name)
 
 
-def _joined(source: SourceConfig, urls: Sequence[str], limit: int) -> list[Part]:
-    parts: list[Part] = []
+def _joined(source: SourceConfig, urls: Sequence[str], limit: int) -> list[TextPart]:
+    parts: list[TextPart] = []
     names: list[str] = []
     identities: list[str] = []
     size = 0
@@ -139,41 +117,41 @@ def _joined(source: SourceConfig, urls: Sequence[str], limit: int) -> list[Part]
         identities.append(blob.identity())
         size += blob.nbytes
         if size >= limit:
-            parts.append(Part(source=source, urls=tuple(names), identities=tuple(identities)))
+            parts.append(TextPart(source=source, urls=tuple(names), identities=tuple(identities)))
             names, identities, size = [], [], 0
-    return [*parts, Part(source=source, urls=tuple(names), identities=tuple(identities))] if names else parts
+    return [*parts, TextPart(source=source, urls=tuple(names), identities=tuple(identities))] if names else parts
 
 
-def _ranges(source: SourceConfig, url: str, split_bytes: int) -> list[Part]:
+def _ranges(source: SourceConfig, url: str, split_bytes: int) -> list[TextPart]:
     blob = _blob(source, url)
     identity = (blob.identity(),)
     edges = [*range(0, blob.nbytes, split_bytes), blob.nbytes]
     return [
-        Part(source=source, urls=(url,), first=first, last=last, identities=identity)
+        TextPart(source=source, urls=(url,), first=first, last=last, identities=identity)
         for first, last in itertools.pairwise(edges)
     ]
 
 
-def _row_groups(source: SourceConfig, url: str, _: int) -> list[Part]:
+def _row_groups(source: SourceConfig, url: str, _: int) -> list[TextPart]:
     identity = (_blob(source, url).identity(),)
     count = _arrow(url, lambda: _parquet(source, url).num_row_groups)
-    return [Part(source=source, urls=(url,), first=i, last=i + 1, identities=identity) for i in range(count)]
+    return [TextPart(source=source, urls=(url,), first=i, last=i + 1, identities=identity) for i in range(count)]
 
 
-def _whole(source: SourceConfig, url: str, _: int) -> list[Part]:
-    return [Part(source=source, urls=(url,), identities=(_blob(source, url).identity(),))]
+def _whole(source: SourceConfig, url: str, _: int) -> list[TextPart]:
+    return [TextPart(source=source, urls=(url,), identities=(_blob(source, url).identity(),))]
 
 
 _SPLITTERS = {"jsonl": _ranges, "parquet": _row_groups, "datasets": _whole}
 
 
-def _text_files(part: Part) -> Iterator[str]:
+def _text_files(part: TextPart) -> Iterator[str]:
     for url in part.urls:
         blob = _blob(part.source, url)
         yield b"".join(data for _, data in blob.chunks()).decode("utf-8", "replace")
 
 
-def _json_lines(part: Part) -> Iterator[str]:
+def _json_lines(part: TextPart) -> Iterator[str]:
     for start, line in _lines(_blob(part.source, part.urls[0]), part.first, part.last):
         if not line.strip():
             continue
@@ -200,35 +178,35 @@ def _lines(blob: RemoteFile, first: int, last: int) -> Iterator[tuple[int, bytes
         yield start, rest
 
 
-def _rows(part: Part) -> Iterator[str]:
+def _rows(part: TextPart) -> Iterator[str]:
     url = part.urls[0]
-    table = _arrow(url, lambda: _parquet(part.source, url).read_row_group(part.first))
-    for row, text in enumerate(_column(part, table)):
+    file = _arrow(url, lambda: _parquet(part.source, url))
+    _check_column(part, file.schema_arrow)
+    table = _arrow(url, lambda: file.read_row_group(part.first, columns=[part.source.key]))
+    for row, text in enumerate(table.column(part.source.key).to_pylist()):
         yield _checked(part, f"row {row} of group {part.first}", text)
 
 
-def _data_set_rows(part: Part) -> Iterator[str]:
-    import pyarrow as pa
-
+def _data_set_rows(part: TextPart) -> Iterator[str]:
     url, row = part.urls[0], 0
-    with _arrow(url, lambda: pa.ipc.open_stream(_opened(part.source, url))) as reader:
+    with _arrow(url, lambda: _stream(part.source, url)) as reader:
+        _check_column(part, reader.schema)
         while True:
             try:
                 batch = _arrow(url, reader.read_next_batch)
             except StopIteration:
                 return
-            for text in _column(part, batch):
+            for text in batch.column(part.source.key).to_pylist():
                 yield _checked(part, f"row {row}", text)
                 row += 1
 
 
-def _column(part: Part, table: Any) -> list[Any]:
-    if part.source.key not in table.schema.names:
-        raise _damaged(part, "the table", f"columns {', '.join(table.schema.names)}")
-    return list(table.column(part.source.key).to_pylist())
+def _check_column(part: TextPart, schema: Any) -> None:
+    if part.source.key not in schema.names:
+        raise _damaged(part, "the table", f"columns {', '.join(schema.names)}")
 
 
-def _checked(part: Part, where: str, text: Any) -> str:
+def _checked(part: TextPart, where: str, text: Any) -> str:
     if not isinstance(text, str):
         raise _damaged(part, where, f"{type(text).__name__} under {part.source.key!r}")
     return text
@@ -238,6 +216,12 @@ def _parquet(source: SourceConfig, url: str) -> Any:
     import pyarrow.parquet
 
     return pyarrow.parquet.ParquetFile(_opened(source, url), page_checksum_verification=True)
+
+
+def _stream(source: SourceConfig, url: str) -> Any:
+    import pyarrow as pa
+
+    return pa.ipc.open_stream(_opened(source, url))
 
 
 def _opened(source: SourceConfig, url: str) -> Any:
@@ -261,25 +245,19 @@ def _arrow(url: str, work: Callable[[], Any]) -> Any:
             remedy="pip install 'flashckpt[data]'",
         ) from error
     except Exception as error:
-        raise _unreadable(url, f"{type(error).__name__}: {error}") from error
+        raise unreadable(url, error) from error
 
 
-_READERS: dict[str, Callable[[Part], Iterator[str]]] = {
+_READERS: dict[str, Callable[[TextPart], Iterator[str]]] = {
     "text": _text_files, "jsonl": _json_lines, "parquet": _rows, "datasets": _data_set_rows,
     "stdlib": lambda part: _stdlib(part.urls[0]),
 }  # fmt: skip
 
 
-def _damaged(part: Part, where: str, found: str) -> DataError:
+def _damaged(part: TextPart, where: str, found: str) -> DataError:
     return DataError(
         f"{where} of {part.urls[0]} has no text",
         found=found,
         expected=f"text under {part.source.key!r} (data.sources.key)",
         remedy="correct data.sources.key, or repair the file",
-    )
-
-
-def _unreadable(url: str, why: str) -> DataError:
-    return DataError(
-        f"{url} cannot be read", found=why, expected="a readable file", remedy="check the path, the kind and the access"
     )

@@ -12,6 +12,7 @@ import hashlib
 import itertools
 import json
 import os
+import re
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -24,7 +25,7 @@ from flashckpt.errors import ConfigError, DataError
 from flashckpt.faults import crash_point
 from flashckpt.sampler.datasets import index_file
 from flashckpt.trainer.data.corpus import is_held_out
-from flashckpt.trainer.data.documents import SPLIT_BYTES, Part, documents_of, parts_of
+from flashckpt.trainer.data.documents import SPLIT_BYTES, TextPart, documents_of, parts_of
 from flashckpt.trainer.data.vocabulary import Tokens, Vocabulary, read_vocabulary, train_bpe
 from flashckpt.trainer.data_config import DataConfig
 
@@ -32,10 +33,11 @@ VERSION = 1
 SPLITS = ("train", "held")
 KIND = "documents"
 _BATCH_CHARACTERS = 4 << 20
+_OURS = re.compile(r"\.?((?P<part>[0-9a-f]{24})|index|tokenizer-[0-9a-f]+|bpe-[0-9a-f]+)\.(.*\.)?(json|bin|idx|tmp)")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Progress:
+class PrepareProgress:
     """How far a preparation is: parts, and tokens and bytes of text so far; `reused` parts were there before."""
 
     done: int
@@ -65,7 +67,7 @@ def settings_of(data: DataConfig) -> dict[str, Any]:
 
 
 def prepare(
-    data: DataConfig, report: Callable[[Progress], None] = lambda _: None, *, split_bytes: int = SPLIT_BYTES
+    data: DataConfig, report: Callable[[PrepareProgress], None] = lambda _: None, *, split_bytes: int = SPLIT_BYTES
 ) -> dict[str, Any]:
     """Tokenise the sources of `data` into its folder and return the index.
 
@@ -94,6 +96,7 @@ def prepare(
             "dtype": dtype,
             "vocab": max(one.size for one in vocabularies if one),
             "tokenizer": next(_file_name(one) for one in vocabularies if one),
+            "digests": [one.digest if one else "" for one in vocabularies],
             "sources": records,
         }
         index["fingerprint"] = _digest(index)
@@ -120,7 +123,7 @@ def _locked(path: Path) -> Iterator[Path]:
         ) from error
 
 
-def _vocabularies(folder: Path, data: DataConfig, parts: Sequence[Sequence[Part]]) -> list[Vocabulary | None]:
+def _vocabularies(folder: Path, data: DataConfig, parts: Sequence[Sequence[TextPart]]) -> list[Vocabulary | None]:
     """Return the vocabulary of each source that is text, the same object where it is the same; each is kept as a file."""
     opened: dict[str, Vocabulary] = {}
     found: list[Vocabulary | None] = []
@@ -137,7 +140,7 @@ def _vocabularies(folder: Path, data: DataConfig, parts: Sequence[Sequence[Part]
     return found
 
 
-def _trained(folder: Path, data: DataConfig, parts: Sequence[Sequence[Part]]) -> Vocabulary:
+def _trained(folder: Path, data: DataConfig, parts: Sequence[Sequence[TextPart]]) -> Vocabulary:
     mine = [part for few, one in zip(parts, data.sources, strict=True) if not one.tokenizer for part in few]
     path = folder / f"bpe-{_digest([data.bpe, [part.facts for part in mine]])}.json"
     if not path.exists():
@@ -152,9 +155,9 @@ def _file_name(vocabulary: Vocabulary) -> str:
 
 def _records(
     target: _Target,
-    parts: Sequence[Sequence[Part]],
+    parts: Sequence[Sequence[TextPart]],
     vocabularies: Sequence[Vocabulary | None],
-    report: Callable[[Progress], None],
+    report: Callable[[PrepareProgress], None],
 ) -> list[list[dict[str, Any]]]:
     """Return the records of each source's parts, writing those that are not there."""
     total, done, reused, tokens, nbytes = sum(len(few) for few in parts), 0, 0, 0, 0
@@ -171,7 +174,7 @@ def _records(
             done += 1
             tokens += sum(record[split]["tokens"] for split in SPLITS)
             nbytes += sum(record[split]["bytes"] for split in SPLITS)
-            report(Progress(done=done, parts=total, reused=reused, tokens=tokens, nbytes=nbytes))
+            report(PrepareProgress(done=done, parts=total, reused=reused, tokens=tokens, nbytes=nbytes))
     return found
 
 
@@ -187,7 +190,7 @@ def _recorded(target: _Target, name: str) -> dict[str, Any] | None:
     return record if sizes == wanted and indexed else None
 
 
-def _write_part(target: _Target, name: str, part: Part, vocabulary: Vocabulary) -> dict[str, Any]:
+def _write_part(target: _Target, name: str, part: TextPart, vocabulary: Vocabulary) -> dict[str, Any]:
     shards = {split: _Shard(target.folder / f"{name}.{split}", target.dtype) for split in SPLITS}
     try:
         for texts in _batches(documents_of(part)):
@@ -265,10 +268,11 @@ def _refuse_nothing_to_train(index: dict[str, Any]) -> None:
 
 
 def _remove_others(folder: Path, index: dict[str, Any]) -> None:
-    """Remove the shards of earlier preparations and of killed ones."""
+    """Remove what earlier preparations and killed ones left; other people's files may be in the folder."""
     kept = {record["name"] for records in index["sources"] for record in records}
     for path in folder.iterdir():
-        if path.name.partition(".")[0] not in kept and path.suffix in (".bin", ".idx", ".tmp"):
+        match = _OURS.fullmatch(path.name)
+        if match and (path.suffix == ".tmp" or (match["part"] and match["part"] not in kept)):
             path.unlink(missing_ok=True)
 
 

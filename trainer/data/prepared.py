@@ -9,6 +9,8 @@ from typing import Any
 from flashckpt.errors import ConfigError, DataError
 from flashckpt.trainer.config import RunConfig
 from flashckpt.trainer.data.prepare import VERSION, settings_of
+from flashckpt.trainer.data.token_windows import check_token_files
+from flashckpt.trainer.data.vocabulary import digest_of
 from flashckpt.trainer.data_config import DataConfig
 
 _PREPARE = "run: python -m flashckpt.trainer data prepare --config FILE.toml"
@@ -25,14 +27,14 @@ def read_prepared(data: DataConfig) -> dict[str, Any] | None:
     folder = Path(data.folder)
     try:
         index: dict[str, Any] = json.loads((folder / "index.json").read_text())
-        version, settings, dtype = index["version"], index["settings"], index["dtype"]
+        version, settings, dtype = index["version"], dict(index["settings"]), index["dtype"]
         whole = all(
             (folder / f"{record['name']}.{split}.bin").stat().st_size == record[split]["tokens"] * int(dtype[-1])
             for records in index["sources"]
             for record in records
             for split in ("train", "held")
         )
-    except (OSError, ValueError, KeyError, TypeError) as error:
+    except (OSError, ValueError, KeyError, TypeError, IndexError) as error:
         raise DataError(
             f"no prepared data in {folder}",
             found=f"{type(error).__name__}: {error}",
@@ -50,7 +52,36 @@ def read_prepared(data: DataConfig) -> dict[str, Any] | None:
             state="Nothing was started.",
             remedy=_PREPARE,
         )
+    _check_tokenizers(data, index)
     return index
+
+
+def _check_tokenizers(data: DataConfig, index: dict[str, Any]) -> None:
+    """Refuse data whose tokenizer.json has another content now; one that is not here any more is not needed."""
+    for source, prepared in zip(data.sources, index["digests"], strict=True):
+        place = source.tokenizer or data.tokenizer
+        now = digest_of(place, data.end_token) if place and source.has_text else None
+        if now not in (None, prepared):
+            raise DataError(
+                f"the tokenizer {place} is not the one that the data in {data.folder} was prepared with",
+                found=f"digest {now}",
+                expected=f"digest {prepared}",
+                state="Nothing was started.",
+                remedy=f"use the earlier file again, or {_PREPARE}",
+            )
+
+
+def check_sources(config: RunConfig) -> None:
+    """Refuse what `check_prepared` refuses, and files of tokens that cannot be read.
+
+    Raises:
+        DataError: see `read_prepared`; or a file is missing, damaged, or shorter than one window.
+        ConfigError: the tokenizer has more tokens than the model.
+    """
+    check_prepared(config)
+    for source in config.data.sources:
+        if not source.has_text:
+            check_token_files(source, config.train.seq_len)
 
 
 def check_prepared(config: RunConfig) -> None:

@@ -13,10 +13,10 @@ from typing import Any, Protocol
 import numpy as np
 import numpy.typing as npt
 
-from flashckpt.errors import DataError
 from flashckpt.sampler.datasets import index_file
 from flashckpt.sampler.datasets.packing import PackedWindows
 from flashckpt.sampler.datasets.tokens import MegatronFile, TokenFile
+from flashckpt.trainer.data.files import has_pattern, matching_files
 from flashckpt.trainer.data.prepare import KIND
 from flashckpt.trainer.data_config import DataConfig, SourceConfig
 
@@ -159,7 +159,7 @@ class Joined:
         return self._parts[number][sample - int(self._first[number])]
 
 
-class Held:
+class SplitWindows:
     """Every n-th window, or all the others: how token files are split, which have no documents to choose by."""
 
     def __init__(self, windows: Windows, every: int, *, split: str) -> None:
@@ -186,20 +186,43 @@ def open_windows(data: DataConfig, index: dict[str, Any] | None, number: int, sp
         assert index is not None
         shards = Shards(data.folder, index["sources"][number], split, index["dtype"])
         return FilledWindows(shards, window) if data.packing == "best-fit" else StreamWindows(shards, window)
+    files = [_file_windows(data, source, url, window) for url in token_files(source)]
+    return SplitWindows(Joined(files), data.holdout_every, split=split)
+
+
+def token_files(source: SourceConfig) -> list[str]:
+    """Return the files (of "megatron": prefixes) of a source of tokens, those of a pattern sorted.
+
+    Raises:
+        DataError: a pattern matches nothing.
+    """
+    ending = ".idx" if source.kind == "megatron" else ""
+    found: list[str] = []
+    for url in source.urls:
+        if has_pattern(url):
+            names = matching_files(f"{url.removesuffix(ending)}{ending}", source.storage_options)
+            found += [name.removesuffix(ending) for name in names]
+        else:
+            found.append(url)
+    return found
+
+
+def check_token_files(source: SourceConfig, window: int) -> None:
+    """Open every file of a source of tokens.
+
+    Raises:
+        DataError: one is missing, damaged, or shorter than a window.
+    """
+    for url in token_files(source):
+        if source.kind == "tokens":
+            FileWindows(source, url, window)
+        else:
+            MegatronFile(url, storage_options=source.storage_options)
+
+
+def _file_windows(data: DataConfig, source: SourceConfig, url: str, window: int) -> Windows:
     if source.kind == "tokens":
-        if data.packing == "best-fit":
-            raise DataError(
-                "token files cannot be packed",
-                found=f"data.sources[{number}].kind = tokens with data.packing = best-fit",
-                expected="kind megatron or text, whose documents are known",
-                remedy='set data.packing = "stream"',
-            )
-        return Held(Joined([FileWindows(source, url, window) for url in source.urls]), data.holdout_every, split=split)
+        return FileWindows(source, url, window)
     if data.packing == "best-fit":
-        options = source.storage_options
-        parts: list[Windows] = [
-            FilledWindows(MegatronFile(url, storage_options=options), window) for url in source.urls
-        ]
-    else:
-        parts = [MegatronWindows(source, url, window) for url in source.urls]
-    return Held(Joined(parts), data.holdout_every, split=split)
+        return FilledWindows(MegatronFile(url, storage_options=source.storage_options), window)
+    return MegatronWindows(source, url, window)

@@ -16,11 +16,11 @@ from flashckpt.trainer.data.windows import Batch, Data
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _Read:
-    """A batch that was read ahead: of the global batch with these ids, from one stream position to another."""
+    """A batch that was read: of the global batch `whole`, after the sampler's `state`, up to stream position `end`."""
 
     batch: Batch
     whole: npt.NDArray[np.int64]
-    first: int
+    state: dict[str, Any]
     end: int
 
 
@@ -28,8 +28,8 @@ class TrainingData:
     """This rank's batches: the sampler chooses the samples, the data set holds their contents.
 
     A second sampler of the same order runs ahead of the first, in the thread that reads. What it has read counts for
-    nothing until the first sampler's next batch is the same one; after a restore, a rollback or a skip it is not, and
-    reading begins again at the committed position.
+    nothing until the first sampler is in the state in which it was dealt; after a restore, a rollback or a skip it is
+    not, and reading begins again at the committed position. An error of the thread is raised by `next()`.
 
     Args:
         dataset: The training split.
@@ -83,31 +83,23 @@ class TrainingData:
             self._pool = None
 
     def _next(self) -> _Read:
-        ids = self.sampler.next_ids()
-        if self._last is not None and self._is_at(self._last, ids):
-            return self._last
-        found = self._taken(ids)
-        if found is None:
-            self._forget()
-            found = self._begin(self.sampler.state_dict())
-            assert self._is_at(found, ids), "both samplers have one order"
-        self._last = found
-        return found
+        state = self.sampler.state_dict()
+        if self._last is None or self._last.state != state:
+            self._last = self._taken(state) or self._begin(state)
+        return self._last
 
-    def _is_at(self, read: _Read, ids: npt.NDArray[np.int64]) -> bool:
-        return read.first == self.sampler.position and np.array_equal(read.batch.ids, ids)
-
-    def _taken(self, ids: npt.NDArray[np.int64]) -> _Read | None:
-        """Return the batch that was read for these ids, and let another one be read; None if there is none."""
+    def _taken(self, state: dict[str, Any]) -> _Read | None:
+        """Return the batch that was read for this state, and let another one be read; None if there is none."""
         if not self._coming or self._pool is None:
             return None
         found = self._coming.popleft().result()
-        if not self._is_at(found, ids):
+        if found.state != state:
             return None
         self._coming.append(self._pool.submit(self._read))
         return found
 
     def _begin(self, state: dict[str, Any]) -> _Read:
+        self._forget()
         if not self._ahead:
             self._reader.load_state_dict(state)
             return self._read()
@@ -118,10 +110,10 @@ class TrainingData:
         return first.result()
 
     def _read(self) -> _Read:
-        first, whole = self._reader.position, self._reader.next_ids()
+        state, whole = self._reader.state_dict(), self._reader.next_ids()
         self._reader.commit()
         batch = self.dataset.batch(whole[self._mine])
-        return _Read(batch=batch.pinned() if self._pin else batch, whole=whole, first=first, end=self._reader.position)
+        return _Read(batch=batch.pinned() if self._pin else batch, whole=whole, state=state, end=self._reader.position)
 
     def _forget(self) -> None:
         for one in self._coming:

@@ -37,7 +37,7 @@ class Vocabulary:
     def __init__(self, text: bytes, end_token: str = "", *, name: str = "bytes") -> None:
         self.name, self._tokenizer, self.size, self.end = name, None, 256, 0
         self.files = byte_tokenizer() if not text else {"tokenizer.json": text}
-        self.digest = hashlib.blake2b(text + b"\0" + end_token.encode(), digest_size=8).hexdigest()
+        self.digest = _digest(text, end_token)
         if text:
             self._tokenizer = _parsed(text, name)
             self.size = max(self._tokenizer.get_vocab(with_added_tokens=True).values()) + 1
@@ -77,9 +77,28 @@ def read_vocabulary(place: str, end_token: str) -> Vocabulary:
     """
     if place in ("", "bytes"):
         return Vocabulary(b"", end_token)
+    blob = _file(place)
+    return Vocabulary(blob.read(0, blob.nbytes), end_token, name=blob.url)
+
+
+def digest_of(place: str, end_token: str) -> str | None:
+    """Return the digest of `read_vocabulary(place, end_token)` without the library; None if the file is not here."""
+    if place in ("", "bytes"):
+        return _digest(b"", end_token)
+    try:
+        blob = _file(place)
+        return _digest(blob.read(0, blob.nbytes), end_token)
+    except DataError:
+        return None
+
+
+def _file(place: str) -> RemoteFile:
     url = place if place.endswith(".json") else f"{place.rstrip('/')}/tokenizer.json"
-    blob = RemoteFile(Path(url).expanduser() if "://" not in url else url)
-    return Vocabulary(blob.read(0, blob.nbytes), end_token, name=url)
+    return RemoteFile(url if "://" in url else Path(url).expanduser())
+
+
+def _digest(text: bytes, end_token: str) -> str:
+    return hashlib.blake2b(text + b"\0" + end_token.encode(), digest_size=8).hexdigest()
 
 
 def train_bpe(texts: Iterable[str], size: int) -> bytes:
