@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from flashckpt.errors import ConfigError
+from flashckpt.errors import ConfigError, DataError, SamplerStateError
 from flashckpt.trainer.config import RunConfig, to_values
 
 
@@ -62,3 +62,14 @@ def refuse_changes(changes: Sequence[Change]) -> None:
             state="Nothing was trained; the checkpoint is untouched.",
             remedy="set the recorded value again, or start a new run with another checkpoint.root",
         )
+
+
+def other_data(error: SamplerStateError) -> DataError:
+    """Return what a sampler's refusal means for a run whose settings are those of its checkpoint."""
+    return DataError(
+        "this run cannot resume: its data is not that of the checkpoint",
+        found=error.found,
+        expected=error.expected,
+        state="Nothing was trained; the checkpoint is untouched.",
+        remedy="prepare the earlier data again, or start a new run with another checkpoint.root",
+    )

@@ -85,7 +85,9 @@ class TrainingData:
     def _next(self) -> _Read:
         state = self.sampler.state_dict()
         if self._last is None or self._last.state != state:
+            ids = self.sampler.next_ids()
             self._last = self._taken(state) or self._begin(state)
+            assert np.array_equal(self._last.batch.ids, ids), "both samplers have one order"
         return self._last
 
     def _taken(self, state: dict[str, Any]) -> _Read | None:

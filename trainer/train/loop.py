@@ -18,8 +18,8 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from flashckpt.errors import RESUME_EXIT_CODE, ConfigError, FlashckptError
-from flashckpt.trainer.changes import compare, recorded_values, refuse_changes
+from flashckpt.errors import RESUME_EXIT_CODE, ConfigError, FlashckptError, SamplerStateError
+from flashckpt.trainer.changes import compare, other_data, recorded_values, refuse_changes
 from flashckpt.trainer.config import RunConfig
 from flashckpt.trainer.data.corpus import prepare_corpus
 from flashckpt.trainer.data.mixed import open_data
@@ -292,7 +292,7 @@ class Trainer:
             note_restore(self.config.log.folder, report)
 
     def _explain(self, error: FlashckptError) -> None:
-        """Raise ConfigError instead of `error` if a changed setting is the reason."""
+        """Raise ConfigError or DataError instead of `error` if a changed setting or other data is the reason."""
         from flashckpt.trainer.train.recorded_config import recorded_config
 
         settings = self.config.checkpoint
@@ -302,6 +302,8 @@ class Trainer:
                 refuse_changes(compare(before, self.config))
             except ConfigError as clearer:
                 raise clearer from error
+            if isinstance(error, SamplerStateError):
+                raise other_data(error) from error
 
     def _checkpointer(self) -> Checkpointer:
         from flashckpt import Checkpointer

@@ -63,6 +63,7 @@ def data_set(folder: Path) -> tuple[str, ...]:
     return (str(folder),)
 
 
+NOT_INSTALLED = "the tokenizers library is not installed; `make test-hub` installs it and runs this"
 KINDS = {"text": text_files, "jsonl": json_lines, "parquet": parquet, "datasets": data_set}
 
 
@@ -114,7 +115,7 @@ def shards(folder: Path) -> dict[str, bytes]:
 
 @pytest.mark.parametrize("point", [point for point in CRASH_POINTS if point.startswith("prepare.")])
 def test_killed_anywhere_the_same_command_ends_with_the_same_bytes(point: str, tmp_path: Path) -> None:
-    pytest.importorskip("tokenizers")
+    pytest.importorskip("tokenizers", reason=NOT_INSTALLED)
     data = bpe_run(tmp_path)
     wanted = prepare(DataConfig(sources=data.sources, bpe=300, folder=str(tmp_path / "unbroken")), split_bytes=1500)
     pid = os.fork()
@@ -127,7 +128,7 @@ def test_killed_anywhere_the_same_command_ends_with_the_same_bytes(point: str, t
     assert not (tmp_path / "tokens/index.json").exists()
     assert prepare(data, split_bytes=1500) == wanted
     assert shards(tmp_path / "tokens") == shards(tmp_path / "unbroken")
-    assert not list((tmp_path / "tokens").glob("*.tmp"))
+    assert not [path for path in (tmp_path / "tokens").iterdir() if path.suffix == ".tmp"]
 
 
 def test_parts_that_are_recorded_are_not_tokenised_again_and_a_changed_file_is(tmp_path: Path) -> None:
@@ -149,7 +150,7 @@ def test_parts_that_are_recorded_are_not_tokenised_again_and_a_changed_file_is(t
 
 
 def test_a_tokenizer_of_more_than_65536_tokens_takes_four_bytes_and_decodes_to_the_text(tmp_path: Path) -> None:
-    tokenizers = pytest.importorskip("tokenizers")
+    tokenizers = pytest.importorskip("tokenizers", reason=NOT_INSTALLED)
     data = bpe_run(tmp_path)
     small = prepare(data)
     made = json.loads((tmp_path / "tokens" / small["tokenizer"]).read_text())
@@ -168,6 +169,25 @@ def test_a_tokenizer_of_more_than_65536_tokens_takes_four_bytes_and_decodes_to_t
     assert {whole.decode(piece[:-1].tolist()) for piece in pieces} <= set(TEXTS)
 
 
+def test_files_of_earlier_preparations_go_and_those_of_other_people_stay(tmp_path: Path) -> None:
+    folder = tmp_path / "tokens"
+    folder.mkdir()
+    theirs = {"train.bin", "notes.json", "a.idx", "b.tmp", "tokenizer.json", "index.html"}
+    for name in theirs:
+        (folder / name).write_text("theirs")
+    source = SourceConfig(kind="jsonl", urls=json_lines(tmp_path / "raw"))
+    first = prepare(DataConfig(sources=(source,), folder=str(folder)))
+    before = {path.name for path in folder.iterdir()} - theirs
+    (folder / f".{first['sources'][0][0]['name']}.train.idx.0a1b2c3d4e5f.tmp").write_text("of a killed one")
+    with (tmp_path / "raw/b.jsonl").open("a") as file:
+        file.write("\n" + json.dumps({"text": "one more"}) + "\n")
+    prepare(DataConfig(sources=(source,), folder=str(folder)))
+    after = {path.name for path in folder.iterdir()} - theirs
+    assert len(after) == len(before) > 10
+    assert len(after & before) < len(before)
+    assert all((folder / name).read_text() == "theirs" for name in theirs)
+
+
 @pytest.mark.parametrize(
     ("settings", "error", "words"),
     [
@@ -183,12 +203,12 @@ def test_a_tokenizer_of_more_than_65536_tokens_takes_four_bytes_and_decodes_to_t
 def test_bad_input_is_one_clear_error(
     settings: dict[str, Any], error: type[Exception], words: str, tmp_path: Path
 ) -> None:
-    pytest.importorskip("tokenizers")
+    pytest.importorskip("tokenizers", reason=NOT_INSTALLED)
     pytest.importorskip("pyarrow")
     json_lines(tmp_path / "raw")
     (tmp_path / "bad.json").write_text('{"model": 3}')
     (tmp_path / "blank.txt").write_text(" \n")
-    given = {
+    given: dict[str, Any] = {
         key: tuple(one.format(tmp_path) for one in value) if isinstance(value, tuple) else value.format(tmp_path)
         for key, value in {"kind": "jsonl", **settings}.items()
     }
