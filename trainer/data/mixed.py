@@ -10,11 +10,11 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from flashckpt.errors import ConfigError, DataError
+from flashckpt.errors import ConfigError
 from flashckpt.sampler import Mixture
 from flashckpt.trainer.config import RunConfig
 from flashckpt.trainer.data.prepared import read_prepared
-from flashckpt.trainer.data.token_windows import open_windows
+from flashckpt.trainer.data.token_windows import open_windows, too_short
 from flashckpt.trainer.data.windows import Batch, Data, TokenDataset
 
 NO_TARGET = -100
@@ -42,9 +42,9 @@ class MixedDataset:
                 sources[f"{number} {source.channel}"] = (windows, source.weight if split == "train" else 1)
                 self._numbers.append(number)
             elif split == "train":
-                raise _too_short(number, config.train.seq_len)
+                raise too_short(number, config.train.seq_len)
         if not sources:
-            raise _too_short(0, config.train.seq_len, split)
+            raise too_short(0, config.train.seq_len, split)
         self.samples = Mixture(sources)
         self.channels = list(dict.fromkeys(config.data.sources[number].channel for number in self._numbers))
         self._channel_of = [self.channels.index(config.data.sources[number].channel) for number in self._numbers]
@@ -99,15 +99,6 @@ def open_data(config: RunConfig, split: str) -> Data:
     if config.data.sources:
         return MixedDataset(config, split)
     return TokenDataset(config.data.folder, split, config.train.seq_len)
-
-
-def _too_short(number: int, seq_len: int, split: str = "train") -> DataError:
-    return DataError(
-        f"data.sources[{number}] has no sample in the {split} split",
-        found=f"fewer than {seq_len + 1} tokens",
-        expected=f"at least {seq_len + 1}",
-        remedy="add text, lower train.seq_len, or change data.holdout_every",
-    )
 
 
 def _outside(token: int, vocab: int) -> ConfigError:

@@ -9,7 +9,7 @@ from typing import Any
 from flashckpt.errors import ConfigError, DataError
 from flashckpt.trainer.config import RunConfig
 from flashckpt.trainer.data.prepare import VERSION, settings_of
-from flashckpt.trainer.data.token_windows import check_token_files
+from flashckpt.trainer.data.token_windows import check_token_files, too_short
 from flashckpt.trainer.data.vocabulary import digest_of
 from flashckpt.trainer.data_config import DataConfig
 
@@ -72,20 +72,24 @@ def _check_tokenizers(data: DataConfig, index: dict[str, Any]) -> None:
 
 
 def check_sources(config: RunConfig) -> None:
-    """Refuse what `check_prepared` refuses, and files of tokens that cannot be read.
+    """Refuse what `check_prepared` refuses, sources without a window, and files of tokens that cannot be read.
 
     Raises:
-        DataError: see `read_prepared`; or a file is missing, damaged, or shorter than one window.
+        DataError: see `read_prepared`; or a file is missing or damaged, or a source is shorter than one window.
         ConfigError: the tokenizer has more tokens than the model.
     """
-    check_prepared(config)
-    for source in config.data.sources:
+    index = check_prepared(config)
+    for number, source in enumerate(config.data.sources):
         if not source.has_text:
             check_token_files(source, config.train.seq_len)
+        elif index is not None and config.data.packing == "stream":
+            tokens = sum(record["train"]["tokens"] for record in index["sources"][number])
+            if tokens <= config.train.seq_len:
+                raise too_short(number, config.train.seq_len)
 
 
-def check_prepared(config: RunConfig) -> None:
-    """Refuse a run whose data is not prepared, or whose tokens the model has no rows for.
+def check_prepared(config: RunConfig) -> dict[str, Any] | None:
+    """Return the index of a run's data; refuse what is not prepared, or has tokens for which the model has no rows.
 
     Raises:
         DataError: see `read_prepared`.
@@ -100,3 +104,4 @@ def check_prepared(config: RunConfig) -> None:
             state="Nothing was started.",
             remedy="raise model.vocab, or prepare the data with the tokenizer of the model",
         )
+    return index

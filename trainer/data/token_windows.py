@@ -13,6 +13,7 @@ from typing import Any, Protocol
 import numpy as np
 import numpy.typing as npt
 
+from flashckpt.errors import DataError
 from flashckpt.sampler.datasets import index_file
 from flashckpt.sampler.datasets.packing import PackedWindows
 from flashckpt.sampler.datasets.tokens import MegatronFile, TokenFile
@@ -226,3 +227,13 @@ def _file_windows(data: DataConfig, source: SourceConfig, url: str, window: int)
     if data.packing == "best-fit":
         return FilledWindows(MegatronFile(url, storage_options=source.storage_options), window)
     return MegatronWindows(source, url, window)
+
+
+def too_short(number: int, seq_len: int, split: str = "train") -> DataError:
+    """Return the error for a source that has no window."""
+    return DataError(
+        f"data.sources[{number}] has no sample in the {split} split",
+        found=f"fewer than {seq_len + 1} tokens",
+        expected=f"at least {seq_len + 1}",
+        remedy="add text, lower train.seq_len, or change data.holdout_every",
+    )

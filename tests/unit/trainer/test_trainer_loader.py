@@ -88,7 +88,8 @@ class Training(RuleBasedStateMachine):
         return batch
 
     def _coming(self) -> list[int]:
-        position, found = self.ranks[0].sampler.position, []
+        position = self.ranks[0].sampler.position
+        found: list[int] = []
         while len(found) < GLOBAL:
             if position not in self.skipped:
                 found.append(position)

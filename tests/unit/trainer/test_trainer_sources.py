@@ -69,7 +69,10 @@ def test_data_that_is_not_prepared_and_too_small_a_model_are_refused(tmp_path: P
     with pytest.raises(DataError, match="no prepared data"):
         check_prepared(config)
     prepare(config.data)
-    check_prepared(config)
+    check_sources(config)
+    long = replace(config, train=replace(config.train, seq_len=1 << 16))
+    with pytest.raises(DataError, match=r"sources\[0\] has no sample in the train split"):
+        check_sources(long)
     with pytest.raises(DataError, match="is not that of this run"):
         check_prepared(run_of(tmp_path, holdout_every=7))
     with pytest.raises(ConfigError, match=r"sources\[0\].kind is unknown"):
@@ -108,12 +111,12 @@ def test_files_of_tokens_and_patterns_give_windows_whose_documents_are_whole(pla
         kept[split] = len(batch.ids)
         assert batch.documents is not None
         for tokens, targets, documents in zip(batch.tokens, batch.targets[:, :-1], batch.documents, strict=True):
-            for number in documents.unique():
+            for number in set(documents.tolist()):
                 inside = tokens[documents == number]
                 assert len(set(inside[inside != 7].tolist())) <= 1  # the tokens of one document are alike
             assert torch.equal(targets[:-1] == -100, documents[1:] != documents[:-1])
-            seen += len(documents.unique())
-        assert batch.targets[:, -1].unique().tolist() == [0, 1]
+            seen += len(set(documents.tolist()))
+        assert set(batch.targets[:, -1].tolist()) == {0, 1}
         assert windows.channels == ["flat", "megatron"]
     assert seen > kept["train"] + kept["held"]  # windows of several documents
     assert 3 <= kept["train"] / kept["held"] < 5
@@ -129,7 +132,7 @@ def test_megatron_documents_are_packed_whole_and_padding_is_no_target(tmp_path: 
     batch = windows.batch(range(len(windows.samples)))
     assert batch.documents is not None
     for tokens, targets, documents in zip(batch.tokens, batch.targets[:, :-1], batch.documents, strict=True):
-        for number in documents.unique():
+        for number in set(documents.tolist()):
             inside = tokens[documents == number].tolist()
             assert number == -1 or inside == [inside[0]] * (inside[0] - 90) or documents[-1] == number
         assert (targets[documents < 0] == -100).all()
