@@ -60,6 +60,10 @@ CRASH_POINTS: dict[str, str] = {
     "export.between-renames": "the old folder is aside, the new one still has the temporary name",
     # trainer: preparing the corpus
     "corpus.before-index": "all token files written, index.json not written",
+    "prepare.before-tokenizer": "a tokenizer trained, under its temporary name",
+    "prepare.during-part": "some documents of a part written, under temporary names",
+    "prepare.before-record": "shards of a part durable, its record not written",
+    "prepare.before-index": "all parts recorded, index.json of an earlier preparation or none",
     # every object a directory store publishes
     "store.before-publish": "temporary file durable, not yet under its name",
     "store.after-publish": "object under its name, directory not yet synced",

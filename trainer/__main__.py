@@ -25,6 +25,10 @@ USAGE = """Usage: python -m flashckpt.trainer [--config FILE.toml] [--section.ke
     python -m flashckpt.trainer hub import HF_FOLDER ROOT
     python -m flashckpt.trainer hub export ROOT HF_FOLDER [--step N] [--dtype bf16]
 
+  Text to tokens, as [[data.sources]] say:
+
+    python -m flashckpt.trainer data prepare --config FILE.toml
+
 Options:
   --config FILE.toml     the run; every setting has a default
   --section.key VALUE    override one setting, e.g. --parallel.tp 2
@@ -45,7 +49,9 @@ def main(words: Sequence[str] | None = None) -> int:
         _say(USAGE)
         return 0
     try:
-        return _hub(rest[1:]) if rest[:1] == ["hub"] else _run(rest)
+        if rest[:1] == ["hub"]:
+            return _hub(rest[1:])
+        return _data(rest[1:]) if rest[:1] == ["data"] else _run(rest)
     except FlashckptError as error:
         report_once(error)
         return error.exit_code
@@ -63,6 +69,10 @@ def _run(words: list[str]) -> int:
         _say(to_toml(without_secrets(config)))
         return 0
     resolve_layout(config, int(os.environ.get("WORLD_SIZE", "1")))  # refused before torch is imported
+    if config.data.sources:
+        from flashckpt.trainer.data.prepared import check_sources
+
+        check_sources(config)
     with nonfatal_streams():
         logging.basicConfig(level=logging.INFO, format=f"[rank {os.environ.get('RANK', '0')}] %(name)s: %(message)s")
         return _check(config) if check_only else _train(config)
@@ -72,6 +82,13 @@ def _hub(words: list[str]) -> int:
     from flashckpt.trainer.hub.command import hub
 
     return hub(words)
+
+
+def _data(words: list[str]) -> int:
+    from flashckpt.trainer.data.command import data
+
+    path = _take_value(words, "--config")
+    return data(words, path)
 
 
 def _train(config: RunConfig) -> int:

@@ -6,14 +6,15 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from flashckpt.errors import ConfigError
+from flashckpt.errors import ConfigError, DataError, SamplerStateError
 from flashckpt.trainer.config import RunConfig, to_values
 
 
 def recorded_values(config: RunConfig) -> dict[str, dict[str, Any]]:
     """Return the values recorded with every snapshot: all except storage options, which may hold secrets."""
     values = to_values(config)
-    del values["checkpoint"]["storage_options"]
+    for content in (values["checkpoint"], *values["data"]["sources"]):
+        del content["storage_options"]
     return values
 
 
@@ -40,7 +41,7 @@ def compare(before: Mapping[str, Any], now: RunConfig) -> list[Change]:
     changes = []
     if before.get("model") and "head_dim" not in before["model"]:  # recorded when neighbours were turned, not halves
         changes.append(Change(key="model.rope_pairs", before="neighbours", now="halves", severity="error"))
-    for section, content in to_values(now).items():
+    for section, content in recorded_values(now).items():
         old = before.get(section, {})
         for key, value in content.items():
             if key in old and old[key] != value:
@@ -61,3 +62,14 @@ def refuse_changes(changes: Sequence[Change]) -> None:
             state="Nothing was trained; the checkpoint is untouched.",
             remedy="set the recorded value again, or start a new run with another checkpoint.root",
         )
+
+
+def other_data(error: SamplerStateError) -> DataError:
+    """Return what a sampler's refusal means for a run whose settings are those of its checkpoint."""
+    return DataError(
+        "this run cannot resume: its data is not that of the checkpoint",
+        found=error.found,
+        expected=error.expected,
+        state="Nothing was trained; the checkpoint is untouched.",
+        remedy="prepare the earlier data again, or start a new run with another checkpoint.root",
+    )

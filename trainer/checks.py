@@ -22,6 +22,7 @@ CHOICES = {
     "model.family": ("", "llama", "mistral", "mixtral", "qwen2", "qwen3", "qwen2_moe", "qwen3_moe"),
     "model.rope_scaling": ("none", "linear", "ntk", "yarn", "llama3"),
     "guard.on_spike": ("warn", "skip", "rollback"),
+    "data.packing": ("stream", "best-fit"),
 }
 MINIMUM: Mapping[str, float] = {
     "train.steps": 1, "train.seq_len": 2, "train.global_batch": 1, "train.micro_batch": 1,
@@ -34,7 +35,7 @@ MINIMUM: Mapping[str, float] = {
     "optim.lr": 0.0, "optim.min_lr": 0.0, "optim.warmup_steps": 0, "optim.decay_steps": 0, "optim.weight_decay": 0.0,
     "optim.eps": 0.0, "optim.clip_norm": 0.0, "optim.clip_value": 0.0,
     "checkpoint.snapshot_every": 1, "checkpoint.persist_every": 1, "checkpoint.keep_last": 1,
-    "data.holdout_every": 2, "guard.window": 4, "guard.max_skipped": 1, "guard.spike_mads": 0.0, "guard.max_rollbacks": 0,
+    "data.holdout_every": 2, "data.bpe": 0, "data.read_ahead": 0, "guard.window": 4, "guard.max_skipped": 1, "guard.spike_mads": 0.0, "guard.max_rollbacks": 0,
     "eval.every": 0, "eval.batches": 1, "log.every": 1, "log.peak_tflops": 0.0,
 }  # fmt: skip
 BELOW_ONE = ("model.dropout", "optim.beta1", "optim.beta2")

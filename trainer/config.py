@@ -20,6 +20,7 @@ from flashckpt.errors import ConfigError
 from flashckpt.settings import checked
 from flashckpt.shm.job_id import job_id, root_url
 from flashckpt.trainer.checks import check_values
+from flashckpt.trainer.data_config import DataConfig, check_data
 from flashckpt.trainer.model_config import ModelConfig
 
 if sys.version_info >= (3, 11):
@@ -82,15 +83,6 @@ class InitConfig:
     """First weights: `from` is a Hugging Face folder or a checkpoint root; empty draws them."""
 
     from_: str = ""  # keys that are words of Python end in an underscore here
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class DataConfig:
-    """`source`: "stdlib", or file patterns of your own text; `holdout_every`: each n-th file is held out."""
-
-    source: tuple[str, ...] = ("stdlib",)
-    folder: str = "data/stdlib"
-    holdout_every: int = 20
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -196,7 +188,9 @@ def from_values(values: Mapping[str, Any]) -> RunConfig:
                 f"[{section}] is not a table", found=repr(content), expected=f"[{section}] with key = value"
             )
     config = RunConfig(**{section: _build(section, dict(content)) for section, content in values.items()})
-    check_values(to_values(config), DEFAULTS)
+    plain = to_values(config)
+    check_values(plain, DEFAULTS)
+    check_data(plain["data"], DEFAULTS["data"])
     _check_checkpoint(config.checkpoint)
     return config
 
@@ -204,9 +198,15 @@ def from_values(values: Mapping[str, Any]) -> RunConfig:
 def to_values(config: RunConfig) -> dict[str, dict[str, Any]]:
     """Return nested plain values (msgpack and TOML types); `from_values` is the way back."""
     return {
-        s: {k.rstrip("_"): list(v) if isinstance(v, tuple) else v for k, v in d.items()}
-        for s, d in dataclasses.asdict(config).items()
+        section: {key.rstrip("_"): _without_tuples(value) for key, value in content.items()}
+        for section, content in dataclasses.asdict(config).items()
     }
+
+
+def _without_tuples(value: Any) -> Any:
+    if isinstance(value, list | tuple):
+        return [_without_tuples(part) for part in value]
+    return {name: _without_tuples(part) for name, part in value.items()} if isinstance(value, dict) else value
 
 
 def to_toml(config: RunConfig) -> str:
@@ -225,7 +225,15 @@ _LOGIN = re.compile(r"(?<=://)[^/@\s]+@")
 def without_secrets(config: RunConfig) -> RunConfig:
     """Return the run as it may be shown: values of store options that look like credentials are "***"."""
     options = _masked(config.checkpoint.storage_options)
-    return replace(config, checkpoint=replace(config.checkpoint, storage_options=options))
+    sources = tuple(
+        replace(source, storage_options=_masked(source.storage_options), urls=tuple(_masked(source.urls)))
+        for source in config.data.sources
+    )
+    return replace(
+        config,
+        checkpoint=replace(config.checkpoint, storage_options=options),
+        data=replace(config.data, sources=sources),
+    )
 
 
 def _masked(value: Any) -> Any:
@@ -278,12 +286,16 @@ def _fields(section: str) -> dict[str, Any]:
 
 
 def _build(section: str, content: dict[str, Any]) -> Any:
-    types = _fields(section)
+    return _filled(_sections()[section], section, content)
+
+
+def _filled(kind: type[Any], where: str, content: Mapping[str, Any]) -> Any:
+    types = {name.rstrip("_"): hint for name, hint in get_type_hints(kind).items()}
     for name in content:
         if name not in types:
-            raise _unknown(f"{section}.{name}", [f"{section}.{known}" for known in types])
-    values = {k: _coerce(f"{section}.{k}", types[k], v) for k, v in content.items()}
-    return _sections()[section](**{f"{k}_" if keyword.iskeyword(k) else k: v for k, v in values.items()})
+            raise _unknown(f"{where}.{name}", [f"{where}.{known}" for known in types])
+    values = {k: _coerce(f"{where}.{k}", types[k], v) for k, v in content.items()}
+    return kind(**{f"{k}_" if keyword.iskeyword(k) else k: v for k, v in values.items()})
 
 
 def _coerce(key: str, wanted: Any, value: Any) -> Any:
@@ -295,6 +307,10 @@ def _coerce(key: str, wanted: Any, value: Any) -> Any:
         if not isinstance(value, Mapping):
             raise ConfigError(f"{key} has the wrong type", found=repr(value), expected=f"a table: [{key}]")
         return dict(value)
+    if dataclasses.is_dataclass(wanted):
+        if not isinstance(value, Mapping):
+            raise ConfigError(f"{key} has the wrong type", found=repr(value), expected=f"tables: [[{key}]]")
+        return _filled(wanted, key, value)  # type: ignore[arg-type]  # a class, as hints are
     if wanted is float and isinstance(value, int) and not isinstance(value, bool):
         return float(value)
     if type(value) is not wanted:
@@ -316,6 +332,8 @@ def _parse(key: str, text: str) -> Any:
     wanted = _fields(section).get(name)
     if wanted is None:
         raise _unknown(key, [f"{section}.{known}" for known in _fields(section)])
+    if get_origin(wanted) is tuple and dataclasses.is_dataclass(get_args(wanted)[0]):
+        raise ConfigError(f"--{key} sets tables", found=text, expected=f"[[{key}]] in the file of --config")
     if get_origin(wanted) is tuple:
         return [_scalar(key, get_args(wanted)[0], part) for part in text.split(",") if part]
     if get_origin(wanted) is dict:

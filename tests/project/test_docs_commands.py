@@ -99,6 +99,7 @@ def test_a_page_says_that_its_command_lines_were_not_run() -> None:
         "python -m pytest tests/test_no_such.py",
         "python -m flashckpt.trainer --train.stepz 3",
         "python -m flashckpt.no_such",
+        "python -m flashckpt.trainer data prepares --config configs/sources.toml",
         "dlrun -m flashckpt.trainer --train.stepz 3",
     ],
 )
@@ -209,6 +210,9 @@ def _trainer(words: list[str]) -> None:
         parse(words[1:])
         return
 
+    if words[:1] == ["data"]:
+        assert words[1:2] == ["prepare"], words
+        words = words[2:]
     words = [word for word in words if word not in {"--check", "--print-config", "--help"}]
     config = None
     if words[:1] == ["--config"]:

@@ -80,11 +80,11 @@ def test_dropout_is_that_of_a_run_whose_pipeline_was_not_tried_first(monkeypatch
         parts=[stage], device=torch.device("cpu"), layout=SimpleNamespace(pp=2, micro_batches=1),
         has_first=True, has_last=True, parameters=list, schedule=lambda _: schedule,
     )  # fmt: skip
-    step = TrainStep(cast("Parallel", parallel), [], 8)
+    step = TrainStep(cast("Parallel", parallel), [])
     monkeypatch.setattr("flashckpt.trainer.train.step.settle_gradients", lambda _: None)
     monkeypatch.setattr("flashckpt.trainer.train.step.local_square_sum", lambda _: torch.zeros(()))
     monkeypatch.setattr(step, "_reduce", lambda _: None)
-    batch: Any = SimpleNamespace(tokens=torch.ones(64), targets=torch.ones(64))
+    batch: Any = SimpleNamespace(tokens=torch.ones(64), targets=torch.ones(64), documents=None)
     torch.manual_seed(3)
     wanted = [stage(batch.tokens) for _ in range(2)]
     torch.manual_seed(3)

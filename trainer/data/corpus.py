@@ -86,13 +86,13 @@ def _read_index(path: Path) -> dict[str, Any] | None:
 
 def _write_corpus(path: Path, recipe: dict[str, Any], source: Sequence[str], holdout_every: int) -> dict[str, Any]:
     (path / "index.json").unlink(missing_ok=True)
-    texts = _stdlib_texts() if list(source) == [STDLIB] else _file_texts(source)
+    texts = stdlib_texts() if list(source) == [STDLIB] else _file_texts(source)
     writers: dict[str, _Set] = {}
     try:
         for channel, text in texts:
             data = text.encode("utf-8", "replace")
             if data.strip():
-                split = "held" if _held_out(data, holdout_every) else "train"
+                split = "held" if is_held_out(data, holdout_every) else "train"
                 name = f"{split}.{channel}.bin"
                 if name not in writers:
                     writers[name] = _Set(path / name, channel, split)
@@ -140,11 +140,12 @@ def _fingerprint(sets: dict[str, Any]) -> str:
     return hashlib.sha256(json.dumps(sets, sort_keys=True).encode()).hexdigest()
 
 
-def _held_out(data: bytes, every: int) -> bool:
+def is_held_out(data: bytes, every: int) -> bool:
+    """Return whether a document belongs to the evaluation: about one in `every`, by its content alone."""
     return int.from_bytes(hashlib.sha256(data).digest()[:8], "little") % every == 0
 
 
-def _stdlib_texts() -> Iterator[tuple[str, str]]:
+def stdlib_texts() -> Iterator[tuple[str, str]]:
     """Yield (channel, text): sources (code), their docstrings (doc), the language reference (prose)."""
     root = Path(sysconfig.get_paths()["stdlib"])
     skipped = {"test", "tests", "site-packages", "dist-packages", "idle_test", "pydoc_data", "lib2to3", "__pycache__"}

@@ -10,9 +10,9 @@ import hashlib
 import json
 import os
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -20,7 +20,6 @@ import torch
 from torch import Tensor
 
 from flashckpt.errors import DataError
-from flashckpt.sampler import ElasticSampler
 from flashckpt.trainer.data.corpus import read_index
 
 
@@ -32,12 +31,39 @@ class Batch:
         tokens: int64 (B, seq_len).
         targets: int64 (B, seq_len + 1): the next tokens, and in the last column the channel number
             (one tensor, so that a pipeline cuts both into the same micro-batches).
+            A token without target has -100.
         ids: Sample numbers, int64 (B,).
+        documents: Which document each token is of, int64 (B, seq_len), where tokens see only their own.
     """
 
     tokens: Tensor
     targets: Tensor
     ids: npt.NDArray[np.int64]
+    documents: Tensor | None = None
+
+    def pinned(self) -> Batch:
+        """Return the same in page-locked memory, from which a copy to a GPU runs beside it."""
+        documents = None if self.documents is None else self.documents.pin_memory()
+        return replace(self, tokens=self.tokens.pin_memory(), targets=self.targets.pin_memory(), documents=documents)
+
+
+class Data(Protocol):
+    """One split of a run's data: numbered samples, each of one channel."""
+
+    channels: list[str]
+
+    @property
+    def samples(self) -> Any:
+        """What a sampler deals: something with a length and a fingerprint, or a Mixture."""
+
+    def batch(self, ids: Sequence[int] | npt.NDArray[np.int64]) -> Batch:
+        """Return the samples with these numbers."""
+
+    def channel_ids(self, channel: int, count: int) -> npt.NDArray[np.int64]:
+        """Return `count` sample numbers spread evenly over one channel (fewer if it has fewer)."""
+
+    def bytes_per_token(self, channel: int) -> float:
+        """Return how much text a token of a channel is; nan if that is not known."""
 
 
 class TokenDataset:
@@ -74,6 +100,15 @@ class TokenDataset:
                 remedy="add text to data.source, or lower train.seq_len",
             )
 
+    @property
+    def samples(self) -> TokenDataset:
+        """See `Data`."""
+        return self
+
+    def bytes_per_token(self, _: int) -> float:
+        """Return 1: tokens are bytes."""
+        return 1.0
+
     def __len__(self) -> int:
         """Number of samples."""
         return int(self.starts[-1])
@@ -94,40 +129,6 @@ class TokenDataset:
         first, last = int(self.starts[channel]), int(self.starts[channel + 1])
         count = min(count, last - first)
         return first + np.arange(count, dtype=np.int64) * ((last - first) // count)
-
-
-class TrainingData:
-    """This rank's batches: the sampler chooses the samples, the data set holds their contents.
-
-    Args:
-        dataset: The training split.
-        dp_rank: Index of the data-parallel replica.
-        dp_size: Number of replicas.
-        global_batch: Samples of one step over all replicas.
-        seed: Key of the order.
-    """
-
-    def __init__(self, dataset: TokenDataset, *, dp_rank: int, dp_size: int, global_batch: int, seed: int) -> None:
-        self.dataset = dataset
-        self.sampler = ElasticSampler(
-            dataset, dp_rank=dp_rank, dp_size=dp_size, seed=seed, global_batch_size=global_batch
-        )
-        self._whole = ElasticSampler(dataset, dp_rank=0, dp_size=1, seed=seed, global_batch_size=global_batch)
-
-    def next(self) -> Batch:
-        """Return the batch after the committed position; the position moves only when a step commits."""
-        return self.dataset.batch(self.sampler.next_ids())
-
-    def position_after_next(self) -> int:
-        """Return the stream position after the batch that `next()` returns."""
-        self._whole.load_state_dict(self.sampler.state_dict())
-        self._whole.commit()
-        return self._whole.position
-
-    def global_ids(self) -> list[int]:
-        """Return the sample numbers of the whole global batch of which `next()` returns this rank's part."""
-        self._whole.load_state_dict(self.sampler.state_dict())
-        return [int(number) for number in self._whole.next_ids()]
 
 
 def ids_digest(ids: Sequence[int]) -> str:

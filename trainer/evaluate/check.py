@@ -86,6 +86,7 @@ def check(config: RunConfig) -> CheckResult | None:
         trainer = Trainer(config, layout, device)
         trainer.initialise()
         mine = [trainer.one_step() for _ in range(STEPS)]
+        trainer.data.close()
         is_first = dist.get_rank() == 0
         del trainer
     if not is_first:
@@ -97,6 +98,7 @@ def check(config: RunConfig) -> CheckResult | None:
         reference = Trainer(alone, resolve_layout(alone, 1), device)
         reference.initialise()
         wanted = [reference.one_step() for _ in range(STEPS)]
+        reference.data.close()
         logits = differ_from_transformers(alone, reference.parallel.parts[0])
     result = replace(compare_records(mine, wanted, TOLERANCE[config.train.precision]), logits=logits)
     if not result.agrees:

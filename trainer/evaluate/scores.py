@@ -16,16 +16,20 @@ import numpy.typing as npt
 import torch
 
 from flashckpt.trainer.config import RunConfig
-from flashckpt.trainer.data.windows import TokenDataset
+from flashckpt.trainer.data.mixed import open_data
 from flashckpt.trainer.parallel.apply import Parallel
 from flashckpt.trainer.train.step import TrainStep
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Score:
-    """One channel: `loss` in nats per token, perplexity per token, bits per byte (tokens are bytes)."""
+    """One channel: `loss` in nats per token, perplexity per token, bits per byte of the text.
+
+    `bytes_per_token` is that of the held-out text; nan where the text is not known (token files).
+    """
 
     loss: float
+    bytes_per_token: float = 1.0
 
     @property
     def perplexity(self) -> float:
@@ -35,7 +39,7 @@ class Score:
     @property
     def bits_per_byte(self) -> float:
         """Bits per byte; comparable over tokenizers."""
-        return self.loss / math.log(2)
+        return self.loss / math.log(2) / self.bytes_per_token
 
 
 class Evaluator:
@@ -51,15 +55,16 @@ class Evaluator:
 
     def __init__(self, config: RunConfig, parallel: Parallel) -> None:
         self._parallel, self._batch, self._batches = parallel, config.train.global_batch, config.eval.batches
-        self._data = TokenDataset(config.data.folder, "held", config.train.seq_len)
-        self._step = TrainStep(
-            parallel, self._data.channels, config.train.seq_len, loss_parallel_on=config.parallel.loss_parallel
-        )
+        self._data = open_data(config, "held")
+        self._step = TrainStep(parallel, self._data.channels, loss_parallel_on=config.parallel.loss_parallel)
 
     def scores(self) -> dict[str, Score]:
         """Return the score of each channel, the same on every rank. Collective."""
         with self._quiet():
-            return {name: Score(loss=self._channel(number)) for number, name in enumerate(self._data.channels)}
+            return {
+                name: Score(loss=self._channel(number), bytes_per_token=self._data.bytes_per_token(number))
+                for number, name in enumerate(self._data.channels)
+            }
 
     def _channel(self, number: int) -> float:
         ids = np.resize(self._data.channel_ids(number, self._batch * self._batches), self._batch * self._batches)

@@ -20,13 +20,23 @@ class Positions:
     """What attention knows of where tokens are. No buffer and no tensor argument: FSDP would cast those to bfloat16.
 
     Attributes:
-        cosines, sines: float32, (T, K / 2).
+        cosines, sines: float32, (T, K / 2), or (B, T, K / 2) where documents begin again at 0.
         window: Which key (column) each query (row) sees in layers with a window, bool (T, T); None: no key is too far.
+        documents: Which key each query sees because it is of its document and not after it, bool (B, 1, T, T); None: all
+            tokens are one document.
     """
 
     cosines: Tensor
     sines: Tensor
     window: Tensor | None
+    documents: Tensor | None = None
+
+    def mask(self, tokens: int, *, has_window: bool) -> Tensor | None:
+        """Return which key each query of `tokens` sees in a layer; None: those that are not after it."""
+        window = self.window[:tokens, :tokens] if has_window and self.window is not None else None
+        if self.documents is None:
+            return window
+        return self.documents if window is None else self.documents & window
 
 
 def make_positions(config: ModelConfig, seq_len: int, device: torch.device | str) -> Positions:
@@ -44,9 +54,29 @@ def make_positions(config: ModelConfig, seq_len: int, device: torch.device | str
     )
 
 
+def with_documents(positions: Positions, documents: Tensor) -> Positions:
+    """Return the positions of rows of several documents: each begins at 0 and sees itself alone.
+
+    Args:
+        positions: Of one document.
+        documents: Which document each token is of, integers (B, T); the tokens of one are next to each other.
+    """
+    index = torch.arange(documents.shape[1], device=documents.device)
+    begins = torch.zeros_like(documents, dtype=torch.int64)
+    begins[:, 1:] = torch.where(documents[:, 1:] != documents[:, :-1], index[1:], 0)
+    within = index - begins.cummax(1).values
+    same = documents[:, None, :, None] == documents[:, None, None, :]
+    return Positions(
+        cosines=positions.cosines[within],
+        sines=positions.sines[within],
+        window=positions.window,
+        documents=same & (index[:, None] >= index[None, :]),
+    )
+
+
 def rotate(x: Tensor, positions: Positions) -> Tensor:
     """Turn the halves of each head by position, in float32: (B, T, H, K) -> the same."""
-    cosines, sines = (table[: x.shape[1], None, :] for table in (positions.cosines, positions.sines))
+    cosines, sines = (table[..., : x.shape[1], None, :] for table in (positions.cosines, positions.sines))
     first, second = x.float().chunk(2, -1)
     return torch.cat([first * cosines - second * sines, second * cosines + first * sines], -1).to(x.dtype)
 

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from flashckpt.trainer.model.moe import FeedForward, MixtureOfExperts
-from flashckpt.trainer.model.positions import Positions, make_positions, rotate
+from flashckpt.trainer.model.positions import Positions, make_positions, rotate, with_documents
 from flashckpt.trainer.model_config import ModelConfig
 
 
@@ -43,12 +43,12 @@ class Attention(nn.Module):
         if self.q_norm is not None and self.k_norm is not None:
             q, k = self.q_norm(q), self.k_norm(k)
         q, k, v = (part.transpose(1, 2) for part in (rotate(q, positions), rotate(k, positions), v))
-        mask = positions.window if self.has_window else None
+        mask = positions.mask(tokens, has_window=self.has_window)
         out = F.scaled_dot_product_attention(
             q,
             k,
             v,
-            attn_mask=None if mask is None else mask[:tokens, :tokens],
+            attn_mask=mask,
             is_causal=mask is None,
             enable_gqa=q.shape[1] != k.shape[1],
         )
@@ -114,13 +114,17 @@ class Transformer(nn.Module):
         self._positions: Positions | None = None
         self._make_positions = functools.partial(make_positions, config, seq_len)
 
-    def forward(self, x: Tensor) -> Tensor:
-        """Tokens (B, T) int64 or activations (B, T, D) -> activations or logits (B, T, vocab)."""
+    def forward(self, x: Tensor, documents: Tensor | None = None) -> Tensor:
+        """Tokens (B, T) int64 or activations (B, T, D) -> activations or logits (B, T, vocab).
+
+        `documents`, integers (B, T), tells tokens of one document from those of another; None: a row is one document.
+        """
         if self._positions is None:  # not before: the model is made on the meta device
             self._positions = self._make_positions(next(self.parameters()).device)
+        positions = self._positions if documents is None else with_documents(self._positions, documents)
         hidden = x if self.tok_embeddings is None else self.tok_embeddings(x)
         for block in self.layers.values():
-            hidden = block(hidden, self._positions)
+            hidden = block(hidden, positions)
         if self.norm is None or self.output is None:
             return hidden
         return self.output(self.norm(hidden))  # type: ignore[no-any-return]  # nn.Module calls are Any
@@ -134,5 +138,5 @@ class Transformer(nn.Module):
 
 
 def per_token_loss(logits: Any, targets: Tensor) -> Tensor:
-    """Cross entropy of each token in nats, float32, shape (B x T,)."""
+    """Cross entropy of each token in nats, float32, shape (B x T,); 0 where there is no target (-100)."""
     return F.cross_entropy(logits.flatten(0, 1).float(), targets.flatten(), reduction="none")

@@ -119,7 +119,7 @@ class Parallel:
         held: Any = built[0] if self.layout.stages_per_rank == 1 else built
         return cls(held, n_microbatches=self.layout.micro_batches, loss_fn=loss, scale_grads=False)
 
-    def forward_only(self, tokens: Sequence[Tensor]) -> list[Tensor]:
+    def forward_only(self, tokens: Sequence[Tensor], documents: Sequence[Tensor | None] | None = None) -> list[Tensor]:
         """Return the last stage's outputs (empty where it is not), one per micro-batch, under any schedule. Collective.
 
         Stage after stage, all micro-batches of one before the next: the pipelines of torch that go backward in two halves
@@ -127,7 +127,9 @@ class Parallel:
 
         Args:
             tokens: Inputs of the first stage, one tensor per micro-batch.
+            documents: Which document each token is of, for every stage; None: a row is one document.
         """
+        rows = documents or [None] * len(tokens)
         group, owner, here = self.mesh["pp"].get_group(), self.layout.rank_of_stage, self.coordinate("pp")
         values, sends = list(tokens), []
         for stage, part in zip(self.stages, self.parts, strict=True):  # ascending
@@ -137,7 +139,7 @@ class Parallel:
                 if came_from not in (None, here):
                     values[number] = torch.empty_like(self.micro_batch.hidden, device=self.device, requires_grad=False)
                     dist.recv(values[number], group=group, group_src=came_from)
-                values[number] = part(values[number]).contiguous()
+                values[number] = part(values[number], rows[number]).contiguous()
                 if goes_to not in (None, here):
                     sends.append(dist.isend(values[number], group=group, group_dst=goes_to))
         for send in sends:

@@ -18,11 +18,14 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from flashckpt.errors import RESUME_EXIT_CODE, ConfigError, FlashckptError
-from flashckpt.trainer.changes import compare, recorded_values, refuse_changes
+from flashckpt.errors import RESUME_EXIT_CODE, ConfigError, FlashckptError, SamplerStateError
+from flashckpt.trainer.changes import compare, other_data, recorded_values, refuse_changes
 from flashckpt.trainer.config import RunConfig
 from flashckpt.trainer.data.corpus import prepare_corpus
-from flashckpt.trainer.data.windows import TokenDataset, TrainingData, ids_digest
+from flashckpt.trainer.data.mixed import open_data
+from flashckpt.trainer.data.prepared import check_prepared
+from flashckpt.trainer.data.training_data import TrainingData
+from flashckpt.trainer.data.windows import ids_digest
 from flashckpt.trainer.evaluate.scores import Evaluator
 from flashckpt.trainer.model.initial import name_seed
 from flashckpt.trainer.parallel.apply import build_parallel
@@ -94,7 +97,7 @@ class Trainer:
 
     def __init__(self, config: RunConfig, layout: Layout, device: torch.device) -> None:
         self.config, self.layout = config, layout
-        dataset = TokenDataset(config.data.folder, "train", config.train.seq_len)
+        dataset = open_data(config, "train")
         self.parallel = build_parallel(config, layout, device)
         self.optimizers = build_optimizers(config.optim, self.parallel.parts, tied=config.model.tied_embeddings)
         self.data = TrainingData(
@@ -103,10 +106,10 @@ class Trainer:
             dp_size=layout.dp,
             global_batch=config.train.global_batch,
             seed=config.train.seed,
+            ahead=config.data.read_ahead,
+            pin=device.type == "cuda",
         )
-        self.train_step = TrainStep(
-            self.parallel, dataset.channels, config.train.seq_len, loss_parallel_on=config.parallel.loss_parallel
-        )
+        self.train_step = TrainStep(self.parallel, dataset.channels, loss_parallel_on=config.parallel.loss_parallel)
         self.guard = Guard(config.guard)
         self.record = RunRecord(config)
         self.reporter: Reporter | None = None
@@ -145,6 +148,7 @@ class Trainer:
         try:
             code = self._train()
         finally:
+            self.data.close()
             if self.reporter is not None:
                 self.reporter.close()
         if self.ckpt is not None:
@@ -288,7 +292,7 @@ class Trainer:
             note_restore(self.config.log.folder, report)
 
     def _explain(self, error: FlashckptError) -> None:
-        """Raise ConfigError instead of `error` if a changed setting is the reason."""
+        """Raise ConfigError or DataError instead of `error` if a changed setting or other data is the reason."""
         from flashckpt.trainer.train.recorded_config import recorded_config
 
         settings = self.config.checkpoint
@@ -298,6 +302,8 @@ class Trainer:
                 refuse_changes(compare(before, self.config))
             except ConfigError as clearer:
                 raise clearer from error
+            if isinstance(error, SamplerStateError):
+                raise other_data(error) from error
 
     def _checkpointer(self) -> Checkpointer:
         from flashckpt import Checkpointer
@@ -335,8 +341,11 @@ def prepare(config: RunConfig, world: int) -> Layout:
         RootError: the checkpoint root cannot be written.
     """
     layout = resolve_layout(config, world)
-    prepare_corpus(config.data.folder, config.data.source, config.data.holdout_every)
-    TokenDataset(config.data.folder, "train", config.train.seq_len)
+    if config.data.sources:
+        check_prepared(config)
+    else:
+        prepare_corpus(config.data.folder, config.data.source, config.data.holdout_every)
+    open_data(config, "train")
     if config.checkpoint.root:
         check_root(config.checkpoint.root, config.checkpoint.storage_options)
     return layout

@@ -6,6 +6,7 @@ import contextlib
 import errno
 import json
 import logging
+import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -60,7 +61,7 @@ class Reporter:
             name: {
                 "loss": round(score.loss, 6),
                 "perplexity": round(score.perplexity, 4),
-                "bits_per_byte": round(score.bits_per_byte, 6),
+                "bits_per_byte": None if math.isnan(score.bits_per_byte) else round(score.bits_per_byte, 6),
             }
             for name, score in scores.items()
         }

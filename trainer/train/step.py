@@ -66,29 +66,27 @@ class TrainStep:
     Args:
         parallel: This rank's parts.
         channels: Names of the data channels, in the order of their numbers.
-        seq_len: Tokens of a sample.
         loss_parallel_on: Whether logits stay sharded over the vocabulary.
     """
 
-    def __init__(
-        self, parallel: Parallel, channels: Sequence[str], seq_len: int, *, loss_parallel_on: bool = False
-    ) -> None:
-        self._parallel, self._channels, self._tokens = parallel, list(channels), seq_len
+    def __init__(self, parallel: Parallel, channels: Sequence[str], *, loss_parallel_on: bool = False) -> None:
+        self._parallel, self._channels = parallel, list(channels)
         self._sharded_loss = loss_parallel_on and parallel.layout.tp > 1
         self._schedule: Any = None
-        self._parts: list[tuple[Tensor, Tensor]] = []  # (summed loss, channel) per sample, one entry per micro-batch
+        # (summed loss, channel, targets) per sample, one entry per micro-batch
+        self._parts: list[tuple[Tensor, Tensor, Tensor]] = []
 
     def backward(self, batch: Batch) -> Totals:
         """Compute the gradients of the global batch and return the totals of the step. Collective."""
         self._parts.clear()
         for parameter in self._parallel.parameters():
             parameter.grad = None
-        tokens, targets = batch.tokens.to(self._parallel.device), batch.targets.to(self._parallel.device)
+        tokens, targets, documents = self._on_device(batch)
         with self._context():
             if self._parallel.layout.pp == 1:
-                self._accumulate(tokens, targets)
+                self._accumulate(tokens, targets, documents)
             else:
-                self._run_schedule(tokens, targets)
+                self._run_schedule(tokens, targets, documents)
         settle_gradients(self._parallel)
         return self._reduce(local_square_sum(self._parallel))
 
@@ -102,15 +100,14 @@ class TrainStep:
     def evaluate(self, batch: Batch) -> dict[str, float]:
         """Return the loss per channel in nats per token, without gradients. Collective."""
         self._parts.clear()
-        tokens, targets = batch.tokens.to(self._parallel.device), batch.targets.to(self._parallel.device)
+        rows = self._micro(*self._on_device(batch))
         with self._context():
-            pairs = self._micro(tokens, targets)
             if self._parallel.layout.pp == 1:
-                for x, y in pairs:
-                    self._loss(self._parallel.parts[0](x), y)
+                for x, y, documents in rows:
+                    self._loss(self._parallel.parts[0](x, documents), y)
             else:
-                logits = self._parallel.forward_only([x for x, _ in pairs])
-                for output, (_, y) in zip(logits, pairs, strict=False):  # no logits where the last stage is elsewhere
+                logits = self._parallel.forward_only([x for x, _, _ in rows], [d for _, _, d in rows])
+                for output, (_, y, _) in zip(logits, rows, strict=False):  # no logits where the last stage is elsewhere
                     self._loss(output, y)
         return self._reduce(torch.zeros((), dtype=torch.float64, device=self._parallel.device)).channels
 
@@ -121,26 +118,35 @@ class TrainStep:
             warnings.filterwarnings("ignore", message="FSDP2-wrapped module .* returned a view")
             yield
 
-    def _micro(self, tokens: Tensor, targets: Tensor) -> list[tuple[Tensor, Tensor]]:
+    def _on_device(self, batch: Batch) -> tuple[Tensor, Tensor, Tensor | None]:
+        device = self._parallel.device
+        documents = None if batch.documents is None else batch.documents.to(device, non_blocking=True)
+        return batch.tokens.to(device, non_blocking=True), batch.targets.to(device, non_blocking=True), documents
+
+    def _micro(
+        self, tokens: Tensor, targets: Tensor, documents: Tensor | None
+    ) -> list[tuple[Tensor, Tensor, Tensor | None]]:
         count = self._parallel.layout.micro_batches
-        return list(zip(tokens.chunk(count), targets.chunk(count), strict=True))
+        rows = [None] * count if documents is None else documents.chunk(count)
+        return list(zip(tokens.chunk(count), targets.chunk(count), rows, strict=True))
 
-    def _accumulate(self, tokens: Tensor, targets: Tensor) -> None:
+    def _accumulate(self, tokens: Tensor, targets: Tensor, documents: Tensor | None) -> None:
         part = self._parallel.parts[0]
-        pairs = self._micro(tokens, targets)
-        for number, (x, y) in enumerate(pairs):
-            set_gradient_sync(part, sync=number == len(pairs) - 1)
-            (self._loss(part(x), y) / len(pairs)).backward()  # type: ignore[no-untyped-call]  # untyped in torch
+        rows = self._micro(tokens, targets, documents)
+        for number, (x, y, row) in enumerate(rows):
+            set_gradient_sync(part, sync=number == len(rows) - 1)
+            (self._loss(part(x, row), y) / len(rows)).backward()  # type: ignore[no-untyped-call]  # untyped in torch
 
-    def _run_schedule(self, tokens: Tensor, targets: Tensor) -> None:
+    def _run_schedule(self, tokens: Tensor, targets: Tensor, documents: Tensor | None) -> None:
         trial: contextlib.AbstractContextManager[None] = contextlib.nullcontext()
         if self._schedule is None:
             self._schedule = self._parallel.schedule(self._loss)
             trial = generators_kept_in_trials(self._parallel.parts, self._parallel.device)
         first, last = self._parallel.has_first, self._parallel.has_last
         inputs = (tokens,) if first else ()
+        everywhere = {} if documents is None else {"documents": documents}
         with trial:
-            self._schedule.step(*inputs, target=targets if last else None, losses=[] if last else None)
+            self._schedule.step(*inputs, target=targets if last else None, losses=[] if last else None, **everywhere)
         self._divide_gradients()
 
     def _divide_gradients(self) -> None:
@@ -154,7 +160,7 @@ class TrainStep:
         with torch.no_grad():
             whole = losses.full_tensor() if isinstance(losses, DTensor) else losses
             per_sample = whole.detach().double().view(targets.shape[0], -1).sum(1)
-            self._parts.append((per_sample, targets[:, -1]))
+            self._parts.append((per_sample, targets[:, -1], (targets[:, :-1] >= 0).sum(1).double()))
         return losses.mean()
 
     def _channel_sums(self) -> Tensor:
@@ -162,9 +168,9 @@ class TrainStep:
         sums = torch.zeros(2, len(self._channels), dtype=torch.float64, device=self._parallel.device)
         if self._parallel.has_last and self._parallel.coordinate("tp") == 0:
             # A pipeline also calls the loss beforehand, on empty tensors, to infer its shape.
-            for losses, channel in self._parts[-self._parallel.layout.micro_batches :]:
+            for losses, channel, counts in self._parts[-self._parallel.layout.micro_batches :]:
                 sums[0].index_add_(0, channel, losses)
-                sums[1].index_add_(0, channel, torch.full_like(losses, self._tokens))
+                sums[1].index_add_(0, channel, counts)
         return sums
 
     def _reduce(self, square_sum: Tensor) -> Totals:

@@ -156,7 +156,7 @@ def run_leg(rank: int, values: dict[str, Any], steps: int, beyond: int) -> dict[
         (report,) = reports
         result: dict[str, Any] = {
             "restored": trainer.done,
-            "dataset": len(trainer.data.dataset),
+            "dataset": len(trainer.data.dataset.samples),
             "state": gathered(trainer) if trainer.done else {},
             "held": local_bytes(trainer),
             "needed": dict(report.tier_bytes) if report else {},

@@ -6,13 +6,13 @@ import inspect
 import json
 import pickle
 import random
-import struct
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+from support.megatron import write_megatron
 from support.s3 import Server, moto_server
 from torch.utils.data import DataLoader
 
@@ -36,20 +36,6 @@ from flashckpt.sampler.datasets.remote_file import RemoteFile
 
 TEXT = inspect.getsource(random) + "ünïcödé\r\n\nlast line without an end"
 LINES = TEXT.replace("\r\n", "\n").split("\n")
-
-
-def write_megatron(prefix: Path, documents: list[np.ndarray], code: int, dtype: str) -> None:
-    """The published layout, written here on its own: magic, version, type, counts, lengths, pointers, documents."""
-    lengths = np.array([len(d) for d in documents], "<i4")
-    pointers = np.concatenate([[0], np.cumsum(lengths, dtype=np.int64)[:-1]]) * np.dtype(dtype).itemsize
-    prefix.with_suffix(".bin").write_bytes(b"".join(d.astype(dtype).tobytes() for d in documents))
-    prefix.with_suffix(".idx").write_bytes(
-        b"MMIDIDX\x00\x00"
-        + struct.pack("<QBQQ", 1, code, len(lengths), len(lengths) + 1)
-        + lengths.tobytes()
-        + pointers.astype("<i8").tobytes()
-        + np.arange(len(lengths) + 1, dtype="<i8").tobytes()
-    )
 
 
 @pytest.fixture

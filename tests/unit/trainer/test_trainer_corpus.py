@@ -14,7 +14,8 @@ from support.training import write_corpus
 from flashckpt import faults
 from flashckpt.errors import DataError
 from flashckpt.trainer.data.corpus import prepare_corpus, read_index
-from flashckpt.trainer.data.windows import TokenDataset, TrainingData, ids_digest
+from flashckpt.trainer.data.training_data import TrainingData
+from flashckpt.trainer.data.windows import TokenDataset, ids_digest
 
 
 @pytest.fixture(scope="module")

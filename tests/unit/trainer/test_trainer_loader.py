@@ -1,0 +1,200 @@
+"""The trainer's own loader: exactly once over crashes, resizes, rollbacks and failing reads; its thread and its memory."""
+
+from __future__ import annotations
+
+import gc
+import threading
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
+from support.ranks import wait_for
+
+from flashckpt.errors import DataError
+from flashckpt.sampler import ElasticSampler, Mixture
+from flashckpt.trainer.data.training_data import TrainingData
+from flashckpt.trainer.data.windows import Batch
+
+GLOBAL = 4
+
+
+class CountingData:
+    """Samples that are their own numbers; counts its reads, and fails when it is told to."""
+
+    channels = ("a", "b")
+
+    def __init__(self) -> None:
+        self.samples = Mixture({"a": (range(13), 3), "b": (range(7), 1)})
+        self.reads = 0
+        self.failures = 0
+
+    def batch(self, ids: Sequence[int] | np.ndarray) -> Batch:
+        self.reads += 1
+        if self.failures:
+            self.failures -= 1
+            raise DataError("the storage is gone", found="nothing", expected="a file")
+        numbers = np.asarray(ids, dtype=np.int64)
+        return Batch(tokens=torch.from_numpy(numbers.copy()), targets=torch.empty(0), ids=numbers)
+
+    def channel_ids(self, channel: int, count: int) -> Any:
+        raise NotImplementedError
+
+    def bytes_per_token(self, channel: int) -> float:
+        raise NotImplementedError
+
+
+def loader(data: Any, *, rank: int = 0, replicas: int = 1, ahead: int = 2) -> TrainingData:
+    return TrainingData(data, dp_rank=rank, dp_size=replicas, global_batch=GLOBAL, seed=3, ahead=ahead)
+
+
+def order(count: int) -> list[int]:
+    """The order of the run, dealt by nobody's loader."""
+    sampler = ElasticSampler(CountingData().samples, dp_rank=0, dp_size=1, seed=3, global_batch_size=GLOBAL)
+    found: list[int] = []
+    while len(found) < count:
+        found += sampler.next_ids().tolist()
+        sampler.commit()
+    return found[:count]
+
+
+ORDER = order(400)
+
+
+class Training(RuleBasedStateMachine):
+    """What was trained is always the order of the run up to the committed position, without what was skipped."""
+
+    @initialize(replicas=st.sampled_from([1, 2, 4]), ahead=st.integers(0, 3))
+    def begin(self, replicas: int, ahead: int) -> None:
+        self.data = CountingData()
+        self.trained: list[int] = []  # stream positions
+        self.skipped: set[int] = set()
+        self._start(replicas, ahead)
+        self.snapshot = (self.ranks[0].sampler.state_dict(), 0)
+
+    def _start(self, replicas: int, ahead: int) -> None:
+        self.ranks = [loader(self.data, rank=rank, replicas=replicas, ahead=ahead) for rank in range(replicas)]
+
+    def _next(self) -> list[int]:
+        before = [rank.sampler.state_dict() for rank in self.ranks]
+        parts = [rank.next().ids.tolist() for rank in self.ranks]
+        assert [rank.sampler.state_dict() for rank in self.ranks] == before  # the committed position stays
+        batch = [number for row in zip(*parts, strict=True) for number in row]
+        assert all(rank.global_ids() == batch for rank in self.ranks)
+        return batch
+
+    def _coming(self) -> list[int]:
+        position = self.ranks[0].sampler.position
+        found: list[int] = []
+        while len(found) < GLOBAL:
+            if position not in self.skipped:
+                found.append(position)
+            position += 1
+        return found
+
+    @rule()
+    def look_and_die(self) -> None:
+        assert self._next() == [ORDER[position] for position in self._coming()]
+
+    @rule(steps=st.integers(1, 3))
+    def train(self, steps: int) -> None:
+        for _ in range(steps):
+            coming = self._coming()
+            assert self._next() == [ORDER[position] for position in coming]
+            assert {rank.position_after_next() for rank in self.ranks} == {coming[-1] + 1}
+            self.trained += coming
+            for rank in self.ranks:
+                rank.sampler.commit()
+
+    @rule()
+    def take_snapshot(self) -> None:
+        self.snapshot = (self.ranks[0].sampler.state_dict(), len(self.trained))
+
+    @rule(replicas=st.sampled_from([1, 2, 4]), ahead=st.integers(0, 3))
+    def crash_and_resize(self, replicas: int, ahead: int) -> None:
+        for rank in self.ranks:
+            rank.close()
+        self._start(replicas, ahead)
+        self._restore()
+
+    @rule()
+    def roll_back_over_a_spike(self) -> None:
+        self._next()
+        end = self.ranks[0].position_after_next()
+        self._restore()
+        first = self.ranks[0].sampler.position
+        for rank in self.ranks:
+            rank.sampler.skip(first, end)
+        self.skipped |= set(range(first, end))
+        self.take_snapshot()
+
+    @rule()
+    def a_read_fails(self) -> None:
+        """It is raised once, and the next try reads the same batch."""
+        for rank in self.ranks:
+            rank.close()
+        self.data.failures = 1
+        with pytest.raises(DataError, match="the storage is gone"):
+            self._next()
+        self.look_and_die()
+
+    def _restore(self) -> None:
+        state, count = self.snapshot
+        for rank in self.ranks:
+            rank.sampler.load_state_dict(state)
+        del self.trained[count:]
+
+    @invariant()
+    def nothing_is_lost_or_repeated(self) -> None:
+        if hasattr(self, "ranks"):
+            end = max([*self.trained, -1]) + 1
+            assert sorted(set(range(end)) - self.skipped) == self.trained
+
+    def teardown(self) -> None:
+        for rank in getattr(self, "ranks", []):
+            rank.close()
+
+
+TestTraining = Training.TestCase
+TestTraining.settings = settings(max_examples=30, stateful_step_count=15, deadline=None)
+
+
+def test_no_more_than_the_batches_asked_for_are_held_and_each_is_read_once() -> None:
+    data = CountingData()
+    run = loader(data, ahead=3)
+    for step in range(1, 9):
+        run.next()
+        wait_for(lambda: data.reads == step + 3, what="the reader is as far ahead as it may be")  # noqa: B023 -- asked at once
+        assert len(run._coming) == 3
+        run.sampler.commit()
+    run.close()
+    assert data.reads == 8 + 3
+
+
+def reading_threads() -> list[str]:
+    return [thread.name for thread in threading.enumerate() if thread.name.startswith("read-ahead")]
+
+
+def test_the_thread_is_no_daemon_and_ends_with_the_loader_or_its_error() -> None:
+    data = CountingData()
+    run = loader(data)
+    run.next()
+    (thread,) = [one for one in threading.enumerate() if one.name.startswith("read-ahead")]
+    assert not thread.daemon
+    run.close()
+    assert not reading_threads()
+    data.failures = 1
+    with pytest.raises(DataError, match="the storage is gone"):
+        run.next()
+    run.close()
+    assert not reading_threads()
+    run.next()
+    del run, thread  # nobody closed it
+    gc.collect()  # the error above holds the frames that it went through
+    wait_for(lambda: not reading_threads(), what="the thread of a loader that is gone ends")
+    loader(data, ahead=0).next()
+    assert not reading_threads()

@@ -1,0 +1,66 @@
+"""`python -m flashckpt.trainer data prepare --config FILE`. Torch-free."""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Sequence
+
+from flashckpt.errors import ConfigError
+from flashckpt.trainer.config import read_config
+from flashckpt.trainer.data.prepare import PrepareProgress, prepare
+
+INTERRUPTED = 130
+
+
+def data(words: Sequence[str], path: str | None) -> int:
+    """Run `data WORDS --config PATH` and return the exit code; errors are raised."""
+    if list(words[:1]) != ["prepare"]:
+        raise ConfigError(
+            "unknown command", found=" ".join(["data", *words[:1]]), expected="data prepare --config FILE"
+        )
+    config = read_config(path, words[1:])
+    lines = _Lines()
+    try:
+        index = prepare(config.data, lines)
+    except KeyboardInterrupt:
+        sys.stderr.write("interrupted; the finished parts are kept, and the same command continues after them\n")
+        return INTERRUPTED
+    sys.stdout.write(
+        f"{config.data.folder}: {_number(lines.tokens)} tokens of a vocabulary of {index['vocab']}, "
+        f"fingerprint {index['fingerprint']}\n"
+    )
+    return 0
+
+
+class _Lines:
+    """One line per finished part, at most one a second: parts, tokens, rate, and the time that is left."""
+
+    def __init__(self) -> None:
+        self.tokens = 0
+        self._began = time.monotonic()
+        self._shown = 0.0
+        self._before = 0
+
+    def __call__(self, progress: PrepareProgress) -> None:
+        self.tokens = progress.tokens
+        now = time.monotonic()
+        if progress.reused == progress.done:  # the clock starts with the first part that is read
+            self._before, self._began = progress.tokens, now
+        if progress.done < progress.parts and now - self._shown < 1.0:
+            return
+        self._shown = now
+        rate = (progress.tokens - self._before) / max(now - self._began, 1e-9)
+        worked = progress.done - progress.reused
+        left = (progress.parts - progress.done) * (now - self._began) / worked if worked else 0.0
+        sys.stderr.write(
+            f"part {progress.done} of {progress.parts} ({progress.reused} reused): {_number(progress.tokens)} tokens, "
+            f"{_number(rate)} tokens/s, {left:.0f} s left\n"
+        )
+
+
+def _number(value: float) -> str:
+    for unit, size in (("G", 1e9), ("M", 1e6), ("k", 1e3)):
+        if value >= size:
+            return f"{value / size:.1f} {unit}"
+    return f"{value:.0f}"

@@ -1,0 +1,110 @@
+"""The sources of a run as one mixture of windows, and the choice between it and the corpus of bytes."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from flashckpt.errors import ConfigError
+from flashckpt.sampler import Mixture
+from flashckpt.trainer.config import RunConfig
+from flashckpt.trainer.data.prepared import read_prepared
+from flashckpt.trainer.data.token_windows import open_windows, too_short
+from flashckpt.trainer.data.windows import Batch, Data, TokenDataset
+
+NO_TARGET = -100
+
+
+class MixedDataset:
+    """One split of `[[data.sources]]`: sample ids count through the sources one after another.
+
+    Args:
+        config: The run.
+        split: "train" or "held".
+
+    Raises:
+        DataError: the data is not prepared, damaged, or shorter than one window.
+    """
+
+    def __init__(self, config: RunConfig, split: str) -> None:
+        self._data, self._index, self._split = config.data, read_prepared(config.data), split
+        self._vocab = config.model.vocab
+        sources: dict[str, tuple[Any, int]] = {}
+        self._numbers: list[int] = []  # of the sources that have a window
+        for number, source in enumerate(config.data.sources):
+            windows = open_windows(config.data, self._index, number, split, config.train.seq_len)
+            if len(windows):
+                sources[f"{number} {source.channel}"] = (windows, source.weight if split == "train" else 1)
+                self._numbers.append(number)
+            elif split == "train":
+                raise too_short(number, config.train.seq_len)
+        if not sources:
+            raise too_short(0, config.train.seq_len, split)
+        self.samples = Mixture(sources)
+        self.channels = list(dict.fromkeys(config.data.sources[number].channel for number in self._numbers))
+        self._channel_of = [self.channels.index(config.data.sources[number].channel) for number in self._numbers]
+        self._ends = np.cumsum(self.samples.lengths)
+
+    def batch(self, ids: Sequence[int] | npt.NDArray[np.int64]) -> Batch:
+        """Return the samples with these numbers."""
+        numbers = np.asarray(ids, dtype=np.int64)
+        rows = [self.samples[int(number)] for number in numbers]
+        tokens = np.stack([row for row, _ in rows])
+        documents = np.stack([row for _, row in rows])
+        if tokens.max() >= self._vocab:
+            raise _outside(int(tokens.max()), self._vocab)
+        without = documents[:, 1:] < 0
+        if self._data.document_mask:  # the first token of a document does not follow from the end of another
+            without |= documents[:, 1:] != documents[:, :-1]
+        channel = np.array(self._channel_of)[np.searchsorted(self._ends, numbers, side="right")]
+        targets = np.concatenate([np.where(without, NO_TARGET, tokens[:, 1:]), channel[:, None]], axis=1)
+        return Batch(
+            tokens=torch.from_numpy(tokens[:, :-1].copy()),
+            targets=torch.from_numpy(targets),
+            ids=numbers,
+            documents=torch.from_numpy(documents[:, :-1].copy()) if self._data.document_mask else None,
+        )
+
+    def channel_ids(self, channel: int, count: int) -> npt.NDArray[np.int64]:
+        """Return `count` sample numbers spread evenly over one channel (fewer if it has fewer)."""
+        spans = [
+            np.arange(end - length, end, dtype=np.int64)
+            for end, length, mine in zip(self._ends, self.samples.lengths, self._channel_of, strict=True)
+            if mine == channel
+        ]
+        ids = np.concatenate(spans)
+        count = min(count, len(ids))
+        return ids[np.arange(count) * (len(ids) // count)]
+
+    def bytes_per_token(self, channel: int) -> float:
+        """Return bytes of text per token of a channel in this split; nan where a source of it holds tokens."""
+        mine = [n for n, c in zip(self._numbers, self._channel_of, strict=True) if c == channel]
+        if self._index is None or not all(self._data.sources[number].has_text for number in mine):
+            return math.nan
+        records = [record[self._split] for number in mine for record in self._index["sources"][number]]
+        return float(sum(one["bytes"] for one in records) / sum(one["tokens"] for one in records))
+
+
+def open_data(config: RunConfig, split: str) -> Data:
+    """Return one split of a run's data.
+
+    Raises:
+        DataError: nothing is prepared, or there is not one window.
+    """
+    if config.data.sources:
+        return MixedDataset(config, split)
+    return TokenDataset(config.data.folder, split, config.train.seq_len)
+
+
+def _outside(token: int, vocab: int) -> ConfigError:
+    return ConfigError(
+        "a token is outside the vocabulary of the model",
+        found=f"token {token}",
+        expected=f"0 to {vocab - 1} (model.vocab)",
+        remedy="name the tokens of this model in data.sources, and their dtype",
+    )

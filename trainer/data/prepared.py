@@ -1,0 +1,107 @@
+"""What `data prepare` wrote, and the check of a run's data before anything slow is imported. Torch-free."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+from flashckpt.errors import ConfigError, DataError
+from flashckpt.trainer.config import RunConfig
+from flashckpt.trainer.data.prepare import VERSION, settings_of
+from flashckpt.trainer.data.token_windows import check_token_files, too_short
+from flashckpt.trainer.data.vocabulary import digest_of
+from flashckpt.trainer.data_config import DataConfig
+
+_PREPARE = "run: python -m flashckpt.trainer data prepare --config FILE.toml"
+
+
+def read_prepared(data: DataConfig) -> dict[str, Any] | None:
+    """Return the index of the prepared sources; None if every source holds tokens already.
+
+    Raises:
+        DataError: nothing is prepared, it is not whole, or it was prepared from other settings.
+    """
+    if not any(source.has_text for source in data.sources):
+        return None
+    folder = Path(data.folder)
+    try:
+        index: dict[str, Any] = json.loads((folder / "index.json").read_text())
+        version, settings, dtype = index["version"], dict(index["settings"]), index["dtype"]
+        whole = all(
+            (folder / f"{record['name']}.{split}.bin").stat().st_size == record[split]["tokens"] * int(dtype[-1])
+            for records in index["sources"]
+            for record in records
+            for split in ("train", "held")
+        )
+    except (OSError, ValueError, KeyError, TypeError, IndexError) as error:
+        raise DataError(
+            f"no prepared data in {folder}",
+            found=f"{type(error).__name__}: {error}",
+            expected="index.json and the shards that it names",
+            state="Nothing was started.",
+            remedy=_PREPARE,
+        ) from error
+    wanted = settings_of(data)
+    if version != VERSION or settings != wanted or not whole:
+        different = [key for key in wanted if settings.get(key) != wanted[key]]
+        raise DataError(
+            f"the prepared data in {folder} is not that of this run",
+            found=", ".join(f"data.{key} = {wanted[key]}" for key in different) or "shards that were cut short",
+            expected=", ".join(f"data.{key} = {settings.get(key)}" for key in different) or "whole shards",
+            state="Nothing was started.",
+            remedy=_PREPARE,
+        )
+    _check_tokenizers(data, index)
+    return index
+
+
+def _check_tokenizers(data: DataConfig, index: dict[str, Any]) -> None:
+    """Refuse data whose tokenizer.json has another content now; one that is not here any more is not needed."""
+    for source, prepared in zip(data.sources, index["digests"], strict=True):
+        place = source.tokenizer or data.tokenizer
+        now = digest_of(place, data.end_token) if place and source.has_text else None
+        if now not in (None, prepared):
+            raise DataError(
+                f"the tokenizer {place} is not the one that the data in {data.folder} was prepared with",
+                found=f"digest {now}",
+                expected=f"digest {prepared}",
+                state="Nothing was started.",
+                remedy=f"use the earlier file again, or {_PREPARE}",
+            )
+
+
+def check_sources(config: RunConfig) -> None:
+    """Refuse what `check_prepared` refuses, sources without a window, and files of tokens that cannot be read.
+
+    Raises:
+        DataError: see `read_prepared`; or a file is missing or damaged, or a source is shorter than one window.
+        ConfigError: the tokenizer has more tokens than the model.
+    """
+    index = check_prepared(config)
+    for number, source in enumerate(config.data.sources):
+        if not source.has_text:
+            check_token_files(source, config.train.seq_len)
+        elif index is not None and config.data.packing == "stream":
+            tokens = sum(record["train"]["tokens"] for record in index["sources"][number])
+            if tokens <= config.train.seq_len:
+                raise too_short(number, config.train.seq_len)
+
+
+def check_prepared(config: RunConfig) -> dict[str, Any] | None:
+    """Return the index of a run's data; refuse what is not prepared, or has tokens for which the model has no rows.
+
+    Raises:
+        DataError: see `read_prepared`.
+        ConfigError: the tokenizer has more tokens than the model.
+    """
+    index = read_prepared(config.data)
+    if index is not None and index["vocab"] > config.model.vocab:
+        raise ConfigError(
+            "the tokenizer has more tokens than the model",
+            found=f"model.vocab = {config.model.vocab}",
+            expected=f"{index['vocab']} or more, as the data in {config.data.folder} was tokenised",
+            state="Nothing was started.",
+            remedy="raise model.vocab, or prepare the data with the tokenizer of the model",
+        )
+    return index

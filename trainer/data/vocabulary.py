@@ -1,0 +1,160 @@
+"""Text to tokens: bytes, any tokenizer.json (the `tokenizers` library), or a byte-level BPE trained on the text. Torch-free."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from flashckpt.errors import ConfigError, DataError
+from flashckpt.sampler.datasets.remote_file import RemoteFile
+from flashckpt.trainer.hub.byte_tokenizer import byte_tokenizer
+
+END_TOKEN = "<|endoftext|>"  # noqa: S105 -- a token of text
+"""What a BPE that is trained here puts between documents."""
+_KNOWN_ENDS = (END_TOKEN, "<|end_of_text|>", "</s>", "<eos>", "<|im_end|>", "<|end|>", "[EOS]", "[SEP]")
+
+Tokens = npt.NDArray[np.uint32]
+
+
+class Vocabulary:
+    """Encodes documents; each ends with the end token.
+
+    Args:
+        text: Content of a tokenizer.json; b"" for bytes.
+        end_token: Name of the end token; "": the first known one.
+        name: What errors call it.
+
+    Raises:
+        ConfigError: the library is not installed, the file is no tokenizer, or it has no such token.
+    """
+
+    def __init__(self, text: bytes, end_token: str = "", *, name: str = "bytes") -> None:
+        self.name, self._tokenizer, self.size, self.end = name, None, 256, 0
+        self.files = byte_tokenizer() if not text else {"tokenizer.json": text}
+        self.digest = _digest(text, end_token)
+        if text:
+            self._tokenizer = _parsed(text, name)
+            self.size = max(self._tokenizer.get_vocab(with_added_tokens=True).values()) + 1
+            self.end = self._number_of_end(end_token)
+        elif end_token:
+            raise ConfigError("data.end_token has no effect on bytes", found=end_token, expected="a tokenizer")
+
+    def _number_of_end(self, wanted: str) -> int:
+        assert self._tokenizer is not None
+        for name in (wanted,) if wanted else _KNOWN_ENDS:
+            number = self._tokenizer.token_to_id(name)
+            if number is not None:
+                return int(number)
+        raise ConfigError(
+            f"the tokenizer {self.name} has no token that ends a document",
+            found=f"none of {wanted or ', '.join(_KNOWN_ENDS)}",
+            expected="the name of one of its tokens",
+            remedy="set data.end_token",
+        )
+
+    def encode(self, texts: Sequence[str]) -> list[Tokens]:
+        """Return the tokens of each text and its end token, uint32; in parallel over the cores."""
+        if self._tokenizer is None:
+            return [
+                np.frombuffer(text.encode("utf-8", "replace") + b"\0", np.uint8).astype(np.uint32) for text in texts
+            ]
+        found = self._tokenizer.encode_batch_fast(list(texts), add_special_tokens=False)
+        return [np.array([*one.ids, self.end], np.uint32) for one in found]
+
+
+def read_vocabulary(place: str, end_token: str) -> Vocabulary:
+    """Return the vocabulary of a tokenizer.json or of the folder that has one; bytes for "" and "bytes".
+
+    Raises:
+        DataError: the file cannot be read.
+        ConfigError: see `Vocabulary`.
+    """
+    if place in ("", "bytes"):
+        return Vocabulary(b"", end_token)
+    blob = _file(place)
+    return Vocabulary(blob.read(0, blob.nbytes), end_token, name=blob.url)
+
+
+def digest_of(place: str, end_token: str) -> str | None:
+    """Return the digest of `read_vocabulary(place, end_token)` without the library; None if the file is not here."""
+    if place in ("", "bytes"):
+        return _digest(b"", end_token)
+    try:
+        blob = _file(place)
+        return _digest(blob.read(0, blob.nbytes), end_token)
+    except DataError:
+        return None
+
+
+def _file(place: str) -> RemoteFile:
+    url = place if place.endswith(".json") else f"{place.rstrip('/')}/tokenizer.json"
+    return RemoteFile(url if "://" in url else Path(url).expanduser())
+
+
+def _digest(text: bytes, end_token: str) -> str:
+    return hashlib.blake2b(text + b"\0" + end_token.encode(), digest_size=8).hexdigest()
+
+
+def train_bpe(texts: Iterable[str], size: int) -> bytes:
+    """Return the tokenizer.json of a byte-level BPE of `size` tokens, the end token among them.
+
+    Raises:
+        ConfigError: the library is not installed.
+        DataError: the text is too small for so many tokens.
+    """
+    library = _library()
+    tokenizer = library.Tokenizer(library.models.BPE())
+    tokenizer.pre_tokenizer = library.pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = library.decoders.ByteLevel()
+    trainer = library.trainers.BpeTrainer(
+        vocab_size=size,
+        special_tokens=[END_TOKEN],
+        initial_alphabet=sorted(library.pre_tokenizers.ByteLevel.alphabet()),
+        show_progress=False,
+    )
+    tokenizer.train_from_iterator(texts, trainer)
+    if tokenizer.get_vocab_size() != size:
+        raise DataError(
+            "the text is too small for this vocabulary",
+            found=f"{tokenizer.get_vocab_size()} tokens can be made of it",
+            expected=f"{size} tokens (data.bpe)",
+            remedy="lower data.bpe, or add text",
+        )
+    return str(tokenizer.to_str()).encode()
+
+
+def _parsed(text: bytes, name: str) -> Any:
+    try:
+        json.loads(text)
+        tokenizer = _library().Tokenizer.from_str(text.decode())
+    except ConfigError:
+        raise
+    except Exception as error:  # the library raises bare Exception
+        raise ConfigError(
+            f"{name} is no tokenizer", found=str(error), expected="a tokenizer.json of the tokenizers library"
+        ) from error
+    tokenizer.no_truncation()
+    tokenizer.no_padding()
+    return tokenizer
+
+
+def _library() -> Any:
+    try:
+        import tokenizers
+        import tokenizers.decoders
+        import tokenizers.models
+        import tokenizers.pre_tokenizers
+        import tokenizers.trainers
+    except ModuleNotFoundError as error:
+        raise ConfigError(
+            "the tokenizers library is needed for tokens other than bytes",
+            found=str(error),
+            remedy="pip install 'flashckpt[tokenizers]', or leave data.tokenizer and data.bpe out",
+        ) from error
+    return tokenizers
