@@ -1,7 +1,7 @@
-"""The bytes of a pinned slot on their way into packs: copied by system calls, verified in the copy, handed out.
+"""The bytes of a pinned slot on their way into packs: verified, then handed out where they lie.
 
-The slot is not read through a mapping: another process that truncates the segment's file would kill this one by SIGBUS,
-and the persister serves every rank of the node. A short read is an error of this snapshot alone.
+The persister serves every rank of the node, so that it must outlive another process that truncates a segment's file: a
+mapping whose loss is an error of this snapshot alone, or, where there is none, copies by system calls.
 """
 
 from __future__ import annotations
@@ -33,8 +33,14 @@ class PinnedSlot(Protocol):
     def nbytes(self) -> int:
         """Used bytes of the slot's data area."""
 
+    def view(self) -> memoryview | None:
+        """Bytes of the data area, whose loss does not end this process; None where only `read_into` is as safe."""
+
     def read_into(self, start: int, out: memoryview) -> None:
         """Fill `out` from byte `start` of the data area; DamagedError where the file ends before."""
+
+    def check_whole(self) -> None:
+        """Raise DamagedError where a byte that `view` gave may not have been the slot's."""
 
     def manifest(self) -> Manifest:
         """Return the slot's verified manifest."""
@@ -66,7 +72,8 @@ class Buffers:
 class SlotParts:
     """The bytes of one pack in `ranges` of the slot, each chunk verified before it is handed out; starts over on each `iter()`.
 
-    A part is a copy: it stays what it is for as long as the consumer holds it.
+    Parts lie in the slot (`PinnedSlot.check_whole` when all are used), or in buffers that are reused once nobody holds a
+    view of them.
     """
 
     slot: PinnedSlot
@@ -84,20 +91,13 @@ class SlotParts:
                 checks.append(due)
                 due = next(chunks, None)
             low = min([begin, *(check[0] for check in checks)])
-            view = self._read(low, max([end, *(check[1] for check in checks)]))
+            view = read(self.slot, self.buffers, low, max([end, *(check[1] for check in checks)]))
             self._verify(view, low, checks)
             part = view[begin - low : end - low]
             del view
             yield part
             del part  # before the next one is read: its buffer may be free by then
             crash_point("persist.during-pack")
-
-    def _read(self, start: int, stop: int) -> memoryview:
-        lead = start % _PAGE  # aligned as in the slot: what can be written past the page cache stays so
-        buffer = self.buffers.take(lead + stop - start)
-        view = buffer[lead : lead + stop - start]
-        self.slot.read_into(start, view)
-        return view
 
     def _chunks(self) -> Iterator[tuple[int, int, int, int]]:
         """Yield (start, stop, digest, row) of every chunk, by place in the slot."""
@@ -113,6 +113,7 @@ class SlotParts:
         digests = digest_ranges(view, starts, sizes).tolist()
         for found, (start, stop, expected, row) in zip(digests, checks, strict=True):
             if found != expected:
+                self.slot.check_whole()  # has more to say
                 raise self._damaged(found, start, stop, expected, row)
 
     def _damaged(self, found: int, start: int, stop: int, expected: int, row: int) -> DamagedError:
@@ -125,6 +126,16 @@ class SlotParts:
             state="Nothing of this step was committed; earlier checkpoints are as they were.",
             remedy="check the machine's memory; the next snapshot is persisted as usual",
         )
+
+
+def read(slot: PinnedSlot, buffers: Buffers, start: int, stop: int) -> memoryview:
+    """Return bytes of a slot's data area, in place or copied into a buffer, at the same place of a page as in the slot."""
+    if (whole := slot.view()) is not None:
+        return whole[start:stop]
+    lead = start % _PAGE  # what can be written past the page cache stays so
+    view = buffers.take(lead + stop - start)[lead : lead + stop - start]
+    slot.read_into(start, view)
+    return view
 
 
 def parts_of(pack: Pack) -> Iterator[tuple[int, int]]:

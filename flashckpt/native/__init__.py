@@ -1,15 +1,18 @@
 """Copy rows of memory and digest them on the way: in C where it was built, else in Python, with one result.
 
 In: addresses and sizes, int64[n, 3]. Out: bytes at their targets, one digest per MiB, or an error before a byte is touched.
+Beside it a mapping of a file whose end or damage is not the end of the process that reads it.
 May import: core, errors; no torch.
 """
 
 from flashckpt.native.copying import LEVEL_VARIABLE, copy_and_digest, digest_ranges, implementation, is_native, levels
 from flashckpt.native.descriptors import DescriptorError, UnusableMemoryError
+from flashckpt.native.guarding import GuardedMap
 
 __all__ = [
     "LEVEL_VARIABLE",
     "DescriptorError",
+    "GuardedMap",
     "UnusableMemoryError",
     "copy_and_digest",
     "digest_ranges",
