@@ -23,7 +23,10 @@ from flashckpt.native import digest_ranges
 from flashckpt.planning.packs import Pack
 from flashckpt.storage.store import PART_BYTES
 
+COPIED_PART_BYTES = 4 << 20
+"""Bytes of a part that is copied: a consumer holds several, and all writers of a node have their own."""
 _PAGE = 4096
+_STEP = 2 << 20  # parts differ by the chunks that reach over their ends, and shall fit into each other's buffers
 
 
 class PinnedSlot(Protocol):
@@ -62,7 +65,7 @@ class Buffers:
             fitting = next((one for one in self._free if len(one) >= nbytes), None)
             if fitting is not None:
                 self._free.remove(fitting)
-        memory = fitting if fitting is not None else mmap.mmap(-1, max(nbytes, _PAGE))
+        memory = fitting if fitting is not None else mmap.mmap(-1, -(-nbytes // _STEP) * _STEP)
         array = np.frombuffer(memory, np.uint8)
         weakref.finalize(array, self._free.append, memory)  # append: atomic, may run in any thread and within `take`
         return array.data
@@ -138,8 +141,7 @@ def read(slot: PinnedSlot, buffers: Buffers, start: int, stop: int) -> memoryvie
     return view
 
 
-def parts_of(pack: Pack) -> Iterator[tuple[int, int]]:
-    """Yield (start, stop) of the pack's bytes in the slot, at most PART_BYTES each."""
-    for start, stop in pack.runs:
-        for begin in range(start, stop, PART_BYTES):
-            yield begin, min(begin + PART_BYTES, stop)
+def parts_of(pack: Pack, slot: PinnedSlot) -> tuple[tuple[int, int], ...]:
+    """Return (start, stop) of the pack's bytes in the slot: at most PART_BYTES each, or COPIED_PART_BYTES."""
+    most = COPIED_PART_BYTES if slot.view() is None else PART_BYTES
+    return tuple((begin, min(begin + most, stop)) for start, stop in pack.runs for begin in range(start, stop, most))

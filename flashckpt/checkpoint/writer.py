@@ -189,7 +189,7 @@ class _PackWriter:
         name = pack_name(self._manifest.rank, number, COMPRESSED_SUFFIX if codec else PACK_SUFFIX)
         key = f"{self._prefix}/{name}"
         if codec is None:
-            stream = SlotParts(self._slot, self._manifest, pack, tuple(parts_of(pack)), self._buffers)
+            stream = SlotParts(self._slot, self._manifest, pack, parts_of(pack, self._slot), self._buffers)
             begin = time.monotonic()
             self._store.put_object(key, stream, pack.nbytes)
             _upload_bytes_s[self._store.url] = pack.nbytes / max(time.monotonic() - begin, 1e-6)
