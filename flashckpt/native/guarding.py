@@ -50,5 +50,5 @@ class GuardedMap(mmap.mmap):
 
     def __del__(self) -> None:  # runs before the memory is unmapped, once no view of it is left
         number, self._number = self._number, -1
-        if number >= 0:
+        if number >= 0 and _c is not None:  # None: while the interpreter ends
             _c.unguard(number)
