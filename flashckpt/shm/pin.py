@@ -140,8 +140,10 @@ class Pin:
 
     def check_whole(self) -> None:
         """Raise DamagedError where a byte that `view` gave may not have been the slot's."""
+        if self._guarded is None:
+            return
         self._check_length()
-        if self._guarded is not None and self._guarded.is_lost:
+        if self._guarded.is_lost:
             raise DamagedError(
                 f"a page of the snapshot of step {self.header.step} in memory was lost while it was read",
                 found=f"a bus error (slot {self.slot} of {self.path})",
