@@ -21,7 +21,7 @@ static struct sigaction before; /* what SIGBUS did until `install` */
 static uintptr_t page_bytes;
 static bool installed;
 
-/* Only the range and its mark: the read goes on with zeros, and whoever guards the range asks afterwards. */
+/* Only the range and its mark: the read continues with zeros, and whoever guards the range asks afterwards. */
 static bool replace_lost_pages(uintptr_t address) {
     for (int k = 0; k < MOST_RANGES; k++) {
         uintptr_t low = atomic_load(&ranges[k].low), high = atomic_load(&ranges[k].high);
