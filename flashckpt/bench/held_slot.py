@@ -33,6 +33,13 @@ class FakePinnedSlot:
         """Used bytes."""
         return len(self.data)
 
+    def view(self) -> memoryview:
+        """The bytes where they lie."""
+        return self.data
+
+    def check_whole(self) -> None:
+        """Nobody else can take a page of it."""
+
     def read_into(self, start: int, out: memoryview) -> None:
         """Copy from byte `start` into `out`."""
         out[:] = self.data[start : start + len(out)]

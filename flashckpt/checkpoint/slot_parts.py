@@ -1,7 +1,7 @@
-"""The bytes of a pinned slot on their way into packs: copied by system calls, verified in the copy, handed out.
+"""The bytes of a pinned slot on their way into packs: verified, then handed out where they lie.
 
-The slot is not read through a mapping: another process that truncates the segment's file would kill this one by SIGBUS,
-and the persister serves every rank of the node. A short read is an error of this snapshot alone.
+The persister serves every rank of the node, so that it must outlive another process that truncates a segment's file: a
+mapping whose loss is an error of this snapshot alone, or, where there is none, copies by system calls.
 """
 
 from __future__ import annotations
@@ -23,7 +23,10 @@ from flashckpt.native import digest_ranges
 from flashckpt.planning.packs import Pack
 from flashckpt.storage.store import PART_BYTES
 
+COPIED_PART_BYTES = 4 << 20
+"""Bytes of a part that is copied: a consumer holds several, and all writers of a node have their own."""
 _PAGE = 4096
+_STEP = 2 << 20  # parts differ by the chunks that reach over their ends, and shall fit into each other's buffers
 
 
 class PinnedSlot(Protocol):
@@ -33,8 +36,14 @@ class PinnedSlot(Protocol):
     def nbytes(self) -> int:
         """Used bytes of the slot's data area."""
 
+    def view(self) -> memoryview | None:
+        """Bytes of the data area, whose loss does not end this process; None where only `read_into` is as safe."""
+
     def read_into(self, start: int, out: memoryview) -> None:
         """Fill `out` from byte `start` of the data area; DamagedError where the file ends before."""
+
+    def check_whole(self) -> None:
+        """Raise DamagedError where a byte that `view` gave may not have been the slot's."""
 
     def manifest(self) -> Manifest:
         """Return the slot's verified manifest."""
@@ -56,7 +65,7 @@ class Buffers:
             fitting = next((one for one in self._free if len(one) >= nbytes), None)
             if fitting is not None:
                 self._free.remove(fitting)
-        memory = fitting if fitting is not None else mmap.mmap(-1, max(nbytes, _PAGE))
+        memory = fitting if fitting is not None else mmap.mmap(-1, -(-nbytes // _STEP) * _STEP)
         array = np.frombuffer(memory, np.uint8)
         weakref.finalize(array, self._free.append, memory)  # append: atomic, may run in any thread and within `take`
         return array.data
@@ -66,7 +75,8 @@ class Buffers:
 class SlotParts:
     """The bytes of one pack in `ranges` of the slot, each chunk verified before it is handed out; starts over on each `iter()`.
 
-    A part is a copy: it stays what it is for as long as the consumer holds it.
+    Parts lie in the slot (`PinnedSlot.check_whole` when all are used), or in buffers that are reused once nobody holds a
+    view of them.
     """
 
     slot: PinnedSlot
@@ -84,20 +94,13 @@ class SlotParts:
                 checks.append(due)
                 due = next(chunks, None)
             low = min([begin, *(check[0] for check in checks)])
-            view = self._read(low, max([end, *(check[1] for check in checks)]))
+            view = read(self.slot, self.buffers, low, max([end, *(check[1] for check in checks)]))
             self._verify(view, low, checks)
             part = view[begin - low : end - low]
             del view
             yield part
             del part  # before the next one is read: its buffer may be free by then
             crash_point("persist.during-pack")
-
-    def _read(self, start: int, stop: int) -> memoryview:
-        lead = start % _PAGE  # aligned as in the slot: what can be written past the page cache stays so
-        buffer = self.buffers.take(lead + stop - start)
-        view = buffer[lead : lead + stop - start]
-        self.slot.read_into(start, view)
-        return view
 
     def _chunks(self) -> Iterator[tuple[int, int, int, int]]:
         """Yield (start, stop, digest, row) of every chunk, by place in the slot."""
@@ -113,6 +116,7 @@ class SlotParts:
         digests = digest_ranges(view, starts, sizes).tolist()
         for found, (start, stop, expected, row) in zip(digests, checks, strict=True):
             if found != expected:
+                self.slot.check_whole()  # has more to say
                 raise self._damaged(found, start, stop, expected, row)
 
     def _damaged(self, found: int, start: int, stop: int, expected: int, row: int) -> DamagedError:
@@ -127,8 +131,17 @@ class SlotParts:
         )
 
 
-def parts_of(pack: Pack) -> Iterator[tuple[int, int]]:
-    """Yield (start, stop) of the pack's bytes in the slot, at most PART_BYTES each."""
-    for start, stop in pack.runs:
-        for begin in range(start, stop, PART_BYTES):
-            yield begin, min(begin + PART_BYTES, stop)
+def read(slot: PinnedSlot, buffers: Buffers, start: int, stop: int) -> memoryview:
+    """Return bytes of a slot's data area, in place or copied into a buffer, at the same place of a page as in the slot."""
+    if (whole := slot.view()) is not None:
+        return whole[start:stop]
+    lead = start % _PAGE  # what can be written past the page cache stays so
+    view = buffers.take(lead + stop - start)[lead : lead + stop - start]
+    slot.read_into(start, view)
+    return view
+
+
+def parts_of(pack: Pack, slot: PinnedSlot) -> tuple[tuple[int, int], ...]:
+    """Return (start, stop) of the pack's bytes in the slot: at most PART_BYTES each, or COPIED_PART_BYTES."""
+    most = COPIED_PART_BYTES if slot.view() is None else PART_BYTES
+    return tuple((begin, min(begin + most, stop)) for start, stop in pack.runs for begin in range(start, stop, most))

@@ -25,13 +25,22 @@ from flashckpt.checkpoint.compression import (
     plan_frames,
     worth_compressing,
 )
-from flashckpt.checkpoint.slot_parts import Buffers, PinnedSlot, SlotParts, parts_of
+from flashckpt.checkpoint.slot_parts import Buffers, PinnedSlot, SlotParts, parts_of, read
 from flashckpt.core.manifest import Manifest, decode_manifest, encode_manifest, merge
 from flashckpt.core.manifest_header import HEAD_BYTES, decode_manifest_header
 from flashckpt.core.schema import cut_tensors_with_gaps, products
 from flashckpt.core.shard_table import ShardTable
 from flashckpt.core.snapshot_id import SnapshotId
-from flashckpt.errors import DamagedError, FencedError, FlashckptError, ObjectMissingError, PersistError, ShardGapError
+from flashckpt.errors import (
+    DamagedError,
+    FencedError,
+    FlashckptError,
+    ObjectMissingError,
+    PersistError,
+    RootError,
+    ShardGapError,
+    StoreError,
+)
 from flashckpt.faults import crash_point
 from flashckpt.planning.packs import (
     COMPRESSED_SUFFIX,
@@ -90,7 +99,12 @@ def persist_slot(pin: PinnedSlot, store: Store, prefix: str, *, options: Persist
         return there
     packs = plan_packs(manifest.table, pin.nbytes, options.pack_bytes)
     writer = _PackWriter(store, prefix, manifest, pin, options)
-    names = [writer.write(number, pack) for number, pack in enumerate(packs)]
+    try:
+        names = [writer.write(number, pack) for number, pack in enumerate(packs)]
+    except (RootError, StoreError):
+        pin.check_whole()  # where memory went away under a write, the storage only knows of a bad address
+        raise
+    pin.check_whole()
     if not pin.is_current():
         raise PersistError(
             f"the snapshot of step {manifest.step} was abandoned while rank {manifest.rank} was being persisted",
@@ -175,7 +189,7 @@ class _PackWriter:
         name = pack_name(self._manifest.rank, number, COMPRESSED_SUFFIX if codec else PACK_SUFFIX)
         key = f"{self._prefix}/{name}"
         if codec is None:
-            stream = SlotParts(self._slot, self._manifest, pack, tuple(parts_of(pack)), self._buffers)
+            stream = SlotParts(self._slot, self._manifest, pack, parts_of(pack, self._slot), self._buffers)
             begin = time.monotonic()
             self._store.put_object(key, stream, pack.nbytes)
             _upload_bytes_s[self._store.url] = pack.nbytes / max(time.monotonic() - begin, 1e-6)
@@ -193,8 +207,7 @@ class _PackWriter:
             return None  # the first pack is the measurement
         codec, frames = Codec(), plan_frames(self._manifest.table, pack)
         frame = max(frames, key=lambda f: f.stop - f.start)
-        sample = self._buffers.take(frame.stop - frame.start)[: frame.stop - frame.start]
-        self._slot.read_into(frame.start, sample)
+        sample = read(self._slot, self._buffers, frame.start, frame.stop)
         encode, ratio = measure(codec, sample, frame.itemsize)
         threads = self._options.threads
         fast = worth_compressing(upload_bytes_s=rate, encode_bytes_s=encode, ratio=ratio, threads=threads)

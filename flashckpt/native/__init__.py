@@ -1,6 +1,7 @@
 """Copy rows of memory and digest them on the way: in C where it was built, else in Python, with one result.
 
 In: addresses and sizes, int64[n, 3]. Out: bytes at their targets, one digest per MiB, or an error before a byte is touched.
+Beside it a mapping of a file whose end or damage is not the end of the process that reads it.
 May import: core, errors; no torch.
 """
 
@@ -14,11 +15,13 @@ from flashckpt.native.copying import (
     levels,
 )
 from flashckpt.native.descriptors import DescriptorError, UnusableMemoryError
+from flashckpt.native.guarding import GuardedMap
 
 __all__ = [
     "IMPLEMENTATIONS",
     "LEVEL_VARIABLE",
     "DescriptorError",
+    "GuardedMap",
     "UnusableMemoryError",
     "copy_and_digest",
     "digest_ranges",

@@ -4,6 +4,7 @@
 
 #include "check.h"
 #include "copy.h"
+#include "guard.h"
 
 #define MOST_LEVELS 8
 
@@ -46,10 +47,36 @@ static PyObject *run(PyObject *self, PyObject *args) {
                          (unsigned long long)finding.other);
 }
 
+/* The three of guard.h: calls are made with the GIL, one at a time. */
+static PyObject *guard_range(PyObject *self, PyObject *args) {
+    (void)self;
+    unsigned long long start, nbytes;
+    if (!PyArg_ParseTuple(args, "KK", &start, &nbytes)) return NULL;
+    return PyLong_FromLong(guard((uintptr_t)start, (size_t)nbytes));
+}
+
+static PyObject *unguard_range(PyObject *self, PyObject *args) {
+    (void)self;
+    int number;
+    if (!PyArg_ParseTuple(args, "i", &number)) return NULL;
+    unguard(number);
+    return Py_BuildValue("");
+}
+
+static PyObject *is_range_lost(PyObject *self, PyObject *args) {
+    (void)self;
+    int number;
+    if (!PyArg_ParseTuple(args, "i", &number)) return NULL;
+    return PyBool_FromLong(is_lost(number));
+}
+
 static PyMethodDef methods[] = {
     {"levels", level_names, METH_NOARGS, "Names of the levels this CPU has, the best one last."},
     {"run", run, METH_VARARGS,
      "run(level, rows, count, first, digests, digest_count, check) -> (problem, row, other); addresses, 0 for none."},
+    {"guard", guard_range, METH_VARARGS, "guard(address, nbytes) -> number of the range, -1 where it cannot be guarded."},
+    {"unguard", unguard_range, METH_VARARGS, "unguard(number): before the range is unmapped."},
+    {"is_lost", is_range_lost, METH_VARARGS, "is_lost(number): whether pages of the range were replaced by zeros."},
     {NULL, NULL, 0, NULL},
 };
 

@@ -13,6 +13,7 @@ from flashckpt.core.manifest import Manifest, decode_manifest
 from flashckpt.core.slot_header import SlotHeader, newest_copy
 from flashckpt.core.superblock import PAGE, SegmentSpec
 from flashckpt.errors import DamagedError
+from flashckpt.native import GuardedMap
 from flashckpt.shm.lease import Lease
 
 
@@ -31,6 +32,7 @@ class Pin:
         self.path, self.spec, self._fd, self.slot, self.header, self._lease = path, spec, fd, slot, header, lease
         self._data: mmap.mmap | None = None
         self._view: memoryview | None = None
+        self._guarded: GuardedMap | None = None
         self._page = b""  # the page of headers when it was last found to be current
 
     def manifest_bytes(self) -> bytes:
@@ -117,6 +119,43 @@ class Pin:
                 raise self._short(f"a file of {at + done} bytes", f"at least {at + len(out)} bytes")
             done += count
 
+    def view(self) -> memoryview | None:
+        """Return the read-only bytes of the data area without a copy, for a process that must outlive their loss.
+
+        What another process cuts off while it is read reads as zeros: `check_whole` finds out.
+
+        Returns:
+            None where there is no such mapping here, or no byte: `read_into` reads them then.
+
+        Raises:
+            DamagedError: The file is shorter.
+        """
+        used = self.nbytes
+        at = self.spec.data_at(self.slot)
+        lead = at % mmap.ALLOCATIONGRANULARITY  # 0 unless the machine's pages are larger than 4 KiB
+        if self._guarded is None and used:
+            self._check_length()
+            self._guarded = GuardedMap.of(self._fd, lead + used, at - lead)
+        return None if self._guarded is None else memoryview(self._guarded)[lead : lead + used]
+
+    def check_whole(self) -> None:
+        """Raise DamagedError where a byte that `view` gave may not have been the slot's."""
+        if self._guarded is None:
+            return
+        self._check_length()
+        if self._guarded.is_lost:
+            raise DamagedError(
+                f"a page of the snapshot of step {self.header.step} in memory was lost while it was read",
+                found=f"a bus error (slot {self.slot} of {self.path})",
+                state="It was left unchanged and is not restored.",
+                remedy="check the machine's memory (dmesg); the next snapshot is persisted as usual",
+            )
+
+    def _check_length(self) -> None:
+        end, needed = os.fstat(self._fd).st_size, self.spec.data_at(self.slot) + self.nbytes
+        if end < needed:  # a read behind the end of the file would raise SIGBUS
+            raise self._short(f"a file of {end} bytes", f"at least {needed} bytes")
+
     @property
     def data(self) -> memoryview:
         """Read-only bytes of the data area, every page mapped on first use (3 GB/s fault by fault, 10 populated)."""
@@ -134,8 +173,7 @@ class Pin:
             lead = at % mmap.ALLOCATIONGRANULARITY  # 0 unless the machine's pages are larger than 4 KiB
             flags = mmap.MAP_SHARED | (mmap.MAP_POPULATE if populate else 0)
             size = max(1, lead + used)
-            if (end := os.fstat(self._fd).st_size) < at + used:  # reading past the end of the file would raise SIGBUS
-                raise self._short(f"a file of {end} bytes", f"at least {at + used} bytes")
+            self._check_length()
             self._data = mmap.mmap(self._fd, size, flags=flags, prot=mmap.PROT_READ, offset=at - lead)
             self._view = memoryview(self._data)[lead : lead + used]
         return self._view
@@ -156,7 +194,7 @@ class Pin:
         if self._data is not None:
             with contextlib.suppress(BufferError):
                 self._data.close()
-        self._view = self._data = None
+        self._view = self._data = self._guarded = None  # what is still in use stays mapped until it is not
         self._lease.close()
         fd, self._fd = self._fd, -1
         if fd >= 0:

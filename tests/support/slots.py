@@ -23,10 +23,17 @@ class FakePin:
     memory: mmap.mmap
     nbytes: int
     current: bool = True
+    is_copied: bool = False
 
     @property
     def data(self) -> memoryview:
         return memoryview(self.memory)[: self.nbytes]
+
+    def view(self) -> memoryview | None:
+        return None if self.is_copied else self.data
+
+    def check_whole(self) -> None:
+        pass
 
     def read_into(self, start: int, out: memoryview) -> None:
         out[:] = self.data[start : start + len(out)]
