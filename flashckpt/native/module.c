@@ -4,6 +4,7 @@
 
 #include "check.h"
 #include "copy.h"
+#include "objects.h"
 
 #define MOST_LEVELS 8
 
@@ -50,6 +51,11 @@ static PyMethodDef methods[] = {
     {"levels", level_names, METH_NOARGS, "Names of the levels this CPU has, the best one last."},
     {"run", run, METH_VARARGS,
      "run(level, rows, count, first, digests, digest_count, check) -> (problem, row, other); addresses, 0 for none."},
+    {"same_members", same_members, METH_VARARGS,
+     "same_members(dicts, kind, lists, held) -> whether the dicts' values and the lists' elements are held's, one by one; "
+     "None where a dict is neither a dict nor of that kind, or a list is of a subclass."},
+    {"read_counters", read_counters, METH_VARARGS,
+     "read_counters(objects, to_body, to_counter, to_value, out) -> whether all have a counter; out: address of uint32[n]."},
     {NULL, NULL, 0, NULL},
 };
 
