@@ -224,7 +224,7 @@ class JobDirectory:
         A file that was written a moment ago may be written in place again without getting another time.
         """
         try:
-            found = os.stat(f"{self.path}/daemon.msgpack")
+            found = os.stat(f"{self.path}/daemon.msgpack")  # noqa: PTH116 -- at each snapshot: a path costs more than the call
         except FileNotFoundError:
             return None
         is_settled = abs(time.time_ns() - found.st_mtime_ns) > _SETTLED_NS
