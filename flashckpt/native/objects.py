@@ -10,6 +10,9 @@ import numpy.typing as npt
 
 from flashckpt.native import copying
 
+_same_members = getattr(copying.part, "same_members", None)  # a C part that was built of older sources lacks both
+_read_counters = getattr(copying.part, "read_counters", None)
+
 
 class CounterPath(NamedTuple):
     """How memory leads from a Python object to a counter of 4 bytes: bytes from the start of each to the next one's address.
@@ -31,7 +34,10 @@ def same_members(dicts: list[Any], lists: list[Any], held: list[Any]) -> bool | 
     Returns:
         None where the C part cannot say it: it does not run here, or a container is of a class that may iterate in its own way.
     """
-    return copying.part.same_members(dicts, defaultdict, lists, held) if copying.is_native() else None
+    if _same_members is None or not copying.is_native():
+        return None
+    found: bool | None = _same_members(dicts, defaultdict, lists, held)
+    return found
 
 
 def read_counters(objects: list[Any], path: CounterPath) -> npt.NDArray[np.uint32] | None:
@@ -39,7 +45,7 @@ def read_counters(objects: list[Any], path: CounterPath) -> npt.NDArray[np.uint3
 
     The path must have been found to be right for objects of this kind: memory is read without being asked for.
     """
-    if not copying.is_native():
+    if _read_counters is None or not copying.is_native():
         return None
     found = np.empty(len(objects), np.uint32)
-    return found if copying.part.read_counters(objects, *path, found.ctypes.data) else None
+    return found if _read_counters(objects, *path, found.ctypes.data) else None

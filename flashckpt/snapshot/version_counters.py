@@ -56,8 +56,8 @@ class VersionCounters:
         """
         now = self.read() if self._is_proven else list(map(_VERSION, self._tensors))
         if isinstance(before, list) or isinstance(now, list):
-            before, now = list(before), list(now)
-            places = [] if now == before else [at for at, one in enumerate(now) if one != before[at]]
+            before, now = (one if isinstance(one, list) else one.tolist() for one in (before, now))
+            places = [] if now == before else [at for at, (a, b) in enumerate(zip(before, now, strict=True)) if a != b]
         else:
             places = np.flatnonzero(now != before).tolist()
         if not self._is_proven and places:
