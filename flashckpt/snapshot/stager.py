@@ -30,7 +30,7 @@ from flashckpt.snapshot.copy import (
 from flashckpt.snapshot.copy_plan import CopyPlan
 from flashckpt.snapshot.device import DeviceCopier
 from flashckpt.snapshot.runs import digest_in_slot, places_of
-from flashckpt.snapshot.version_counters import Counts
+from flashckpt.snapshot.version_counters import Counts, counter_path
 from flashckpt.state.captured import Captured
 
 _log = guarded(logging.getLogger("flashckpt"))
@@ -121,8 +121,9 @@ class Stager:
         self.current: Snapshot | None = None
 
     def ready(self) -> None:
-        """Start the thread, so that the first snapshot need not."""
+        """Start the thread, and find out where version counters lie, so that the first snapshot need not."""
         if self._thread is None:
+            counter_path()
             self._thread = threading.Thread(target=self._run, name="flashckpt-copy", daemon=True)
             self._thread.start()
 
