@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from support import sanitized  # noqa: F401 -- the build with sanitizers, where one is named, comes before flashckpt.native
 from torch import nn
 
 from flashckpt.native import LEVEL_VARIABLE, is_native
@@ -62,14 +63,14 @@ def counted(tensor: torch.Tensor) -> None:
 
 
 def set_far(tensor: torch.Tensor) -> None:
-    torch._C._autograd._unsafe_set_version_counter((tensor,), (2**32 - 2,))  # type: ignore[attr-defined]
+    torch._C._autograd._unsafe_set_version_counter((tensor,), (2**32 - 2,))
 
 
 def swapped(tensor: torch.Tensor) -> None:
     other = torch.zeros(5)
     for _ in range(random.randrange(9)):
         other.zero_()
-    torch.utils.swap_tensors(tensor, other)
+    torch.utils.swap_tensors(tensor, other)  # type: ignore[no-untyped-call]  # torch leaves it without types
 
 
 WRITES: tuple[Callable[[Any], None], ...] = (written, given_other_memory, counted, set_far, swapped)

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from support import sanitized  # noqa: F401 -- the build with sanitizers, where one is named, comes before flashckpt.native
 
 from flashckpt.native import is_native
 from flashckpt.native.objects import same_members
