@@ -219,7 +219,7 @@ class JobDirectory:
         return job_records.read(self.path / "daemon.msgpack", DaemonStatus)
 
     def status_mark(self) -> tuple[int, int, int] | None:
-        """Return what tells one status of the daemon from another without reading it; None where it cannot be told (yet).
+        """Return what distinguishes one status of the daemon from another without reading it; None where it cannot yet.
 
         A file that was written a moment ago may be written in place again without getting another time.
         """
