@@ -65,6 +65,7 @@ class Session:
         self._last_step, self._stepped_at, self._optimizer_steps = self._row.step, 0, 0
         self._is_removed = False
         self._committed: SnapshotId | None = None
+        self._status_mark: tuple[int, int, int] | None = None
 
     @classmethod
     def start(cls, opened: OpenedJob, *, callback: Callback, entered_ns: int, initialised_ns: int) -> Session:
@@ -105,7 +106,10 @@ class Session:
         number = next_step(step, last=self._last_step)
         self._commits.commit(self.tracked.objects, samples, number)
         loaders.step_is_done()
-        self._step(number, began)
+        try:
+            self._step(number, began)
+        finally:  # last: from here on the copy thread wants the GIL, and would get it wherever this thread reads a file
+            self._stager.hand_over()
 
     def _step(self, step: int, began: float) -> None:
         self._last_step, self._stepped_at = step, self._optimizer_steps
@@ -162,7 +166,7 @@ class Session:
             return False
         if request.persist:
             self._wanted.begun(request.id)
-        self._stager.start(plan, writer, captured, request, optimizer_steps=self._optimizer_steps)
+        self._stager.prepare(plan, writer, captured, request, optimizer_steps=self._optimizer_steps)
         self._skips.taken(step)
         return True
 
@@ -260,7 +264,11 @@ class Session:
             return None
 
     def _watch_commits(self) -> None:
+        mark = self.directory.status_mark()  # before it is read: what is written meanwhile is seen the next time
+        if mark is not None and mark == self._status_mark:
+            return
         status = self._status()
+        self._status_mark = mark if status is not None else None
         if status is not None and status.committed not in (None, self._committed):
             assert status.committed is not None
             self._committed = status.committed

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import struct
 from dataclasses import dataclass
 from enum import IntEnum
@@ -23,6 +24,9 @@ class SlotState(IntEnum):
     EMPTY = 0
     WRITING = 1
     COMPLETE = 2
+
+
+_STATES = frozenset(SlotState)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -74,15 +78,16 @@ def encode_header(h: SlotHeader) -> bytes:
     return fields + struct.pack("<Q", digest(fields))
 
 
+@functools.lru_cache(maxsize=64)  # a rank reads its own few headers several times per snapshot
 def decode_header(raw: bytes) -> SlotHeader | None:
-    """Return the header in one copy, or None if it is torn, damaged or was never written."""
+    """Return the header in one copy, or None if it is torn, damaged or was never written: a matter of its bytes alone."""
     fields, checksum = raw[: _HEADER.size], raw[_HEADER.size : HEADER_BYTES]
     if len(checksum) != 8 or digest(fields) != struct.unpack("<Q", checksum)[0]:
         return None
     magic, sequence, generation, step, state, world, rank, flags, p_gen, p_step, m_bytes, m_digest, data = (
         _HEADER.unpack(fields)
     )
-    if magic != _MAGIC or state not in list(SlotState):
+    if magic != _MAGIC or state not in _STATES:
         return None
     return SlotHeader(
         sequence=sequence,

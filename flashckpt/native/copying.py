@@ -14,10 +14,10 @@ from flashckpt.native.descriptors import Digests, Refusal, error_of, first_chunk
 try:
     from flashckpt.native import _copy as _built
 except ImportError:  # installed without a compiler, or on a machine that the C part does not know
-    _c: Any = None
+    part: Any = None
 else:
-    _c = _built
-_NATIVE: tuple[str, ...] = _c.levels() if _c is not None else ()
+    part = _built
+_NATIVE: tuple[str, ...] = part.levels() if part is not None else ()
 
 LEVEL_VARIABLE = "FLASHCKPT_COPY"
 """Environment variable that chooses a level by name, for measurements and for machines where the best one misbehaves."""
@@ -90,7 +90,7 @@ def copy_and_digest(
     else:
         at = [0 if array is None else array.ctypes.data for array in (rows, first, out)]
         room = 0 if out is None else len(out)
-        finding = Refusal(*_c.run(_NATIVE.index(name), at[0], len(rows), at[1], at[2], room, check))
+        finding = Refusal(*part.run(_NATIVE.index(name), at[0], len(rows), at[1], at[2], room, check))
     if finding.problem:
         raise error_of(finding, rows)
     return out if out is not None else np.zeros(0, np.uint64)

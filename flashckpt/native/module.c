@@ -5,6 +5,7 @@
 #include "check.h"
 #include "copy.h"
 #include "guard.h"
+#include "objects.h"
 
 #define MOST_LEVELS 8
 
@@ -77,6 +78,11 @@ static PyMethodDef methods[] = {
     {"guard", guard_range, METH_VARARGS, "guard(address, nbytes) -> number of the range, -1 where it cannot be guarded."},
     {"unguard", unguard_range, METH_VARARGS, "unguard(number): before the range is unmapped."},
     {"is_lost", is_range_lost, METH_VARARGS, "is_lost(number): whether pages of the range were replaced by zeros."},
+    {"same_members", same_members, METH_VARARGS,
+     "same_members(dicts, kind, lists, held) -> whether the dicts' values and the lists' elements are held's, one by one; "
+     "None where a dict is neither a dict nor of that kind, or a list is of a subclass."},
+    {"read_counters", read_counters, METH_VARARGS,
+     "read_counters(objects, to_body, to_counter, to_value, out) -> whether all have a counter; out: address of uint32[n]."},
     {NULL, NULL, 0, NULL},
 };
 

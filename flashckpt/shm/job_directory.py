@@ -21,6 +21,8 @@ from flashckpt.shm.private import Skipped, private_directories, private_director
 
 _REMOVAL_S = 10.0
 _PAGE = 4096
+_SETTLED_NS = 100_000_000
+"""Clocks of file systems have ticks of a few milliseconds."""
 
 __all__ = ["DaemonStatus", "Generation", "JobConfig", "JobDirectory", "jobs_in_memory", "memory_root"]
 
@@ -215,6 +217,18 @@ class JobDirectory:
     def read_status(self) -> DaemonStatus | None:
         """Return the daemon's last status, None if there is none. Raises DamagedError."""
         return job_records.read(self.path / "daemon.msgpack", DaemonStatus)
+
+    def status_mark(self) -> tuple[int, int, int] | None:
+        """Return what distinguishes one status of the daemon from another without reading it; None where it cannot yet.
+
+        A file that was written a moment ago may be written in place again without getting another time.
+        """
+        try:
+            found = os.stat(f"{self.path}/daemon.msgpack")  # noqa: PTH116 -- at each snapshot: a path costs more than the call
+        except FileNotFoundError:
+            return None
+        is_settled = abs(time.time_ns() - found.st_mtime_ns) > _SETTLED_NS
+        return (found.st_ino, found.st_mtime_ns, found.st_size) if is_settled else None
 
     def forget_status(self) -> None:
         """Remove `daemon.msgpack`, the record of what is committed. The caller holds the daemon's lock."""

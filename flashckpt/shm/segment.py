@@ -266,8 +266,7 @@ class Segment:
             parent=request.parent,
         )
         # Both copies: were only one written, damage to it would bring the old COMPLETE header back over new data.
-        self._put_header(slot, header)
-        header = self._put_header(slot, header)
+        header = self._put_both_headers(slot, header)
         self._writing.add(slot)
         crash_point("slot.after-writing")
         return SlotWriter(
@@ -285,8 +284,7 @@ class Segment:
         try:
             old = self.header(slot)
             header = replace(old, state=SlotState.EMPTY, manifest_bytes=0, manifest_digest=0, data_bytes=0)
-            self._put_header(slot, header)
-            self._put_header(slot, header)
+            self._put_both_headers(slot, header)
         finally:
             if borrowed:
                 self._lease.release(_OWNER_BYTE)
@@ -308,6 +306,15 @@ class Segment:
     def _end(self, slot: int) -> None:
         self._writing.discard(slot)
         self._lease.release(1 + slot)
+
+    def _put_both_headers(self, slot: int, header: SlotHeader) -> SlotHeader:
+        """Write both copies one after the other, as `_put_header` would, which need not be read in between."""
+        at = self.spec.header_at(slot)
+        newest, copy = newest_copy(os.pread(self._fd, PAGE, at))
+        for more, place in enumerate((copy, 1 - copy), 1):
+            header = replace(header, sequence=newest.sequence + more)
+            os.pwrite(self._lease.fd, encode_header(header), at + place * HEADER_COPY_BYTES)
+        return header
 
     def _put_header(self, slot: int, header: SlotHeader) -> SlotHeader:
         """Write one copy, the one that is not valid or older, with the next sequence number."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import operator
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
@@ -13,10 +12,10 @@ import torch
 
 from flashckpt.snapshot.copy import Item, StalePlanError, is_run, run_starts
 from flashckpt.snapshot.runs import HostRuns, places_of
+from flashckpt.snapshot.version_counters import Counts, VersionCounters
 from flashckpt.state.placement import local_of
 from flashckpt.state.state_layout import Ints, StateLayout
 
-_VERSION = operator.attrgetter("_version")  # the only counter torch has
 Refused = Callable[[Sequence[torch.Tensor]], tuple[str, str] | None]
 
 
@@ -228,20 +227,24 @@ class CopyPlan:
 
     # -- the fence ---------------------------------------------------------------------------------------
 
-    def versions(self) -> list[int]:
-        """Return the version counters of all fenced tensors."""
-        return list(map(_VERSION, self.watched))
+    @cached_property
+    def _counters(self) -> VersionCounters:
+        return VersionCounters(self.watched)
 
-    def changed(self, before: Sequence[int]) -> list[str]:
+    def versions(self) -> Counts:
+        """Return the version counters of all fenced tensors."""
+        return self._counters.read()
+
+    def changed(self, before: Counts) -> list[str]:
         """Return the names of fenced tensors whose counters differ from `before`."""
-        now = self.versions()
-        if now == before:
+        places = self._counters.changed(before)
+        if not places:
             return []
         structure = self.layout.structure
         columns = zip(structure.names, structure.tensors, structure.fenced.tolist(), strict=True)
         names = [name for name, tensor, fenced in columns if fenced and tensor is not None]
         names += [structure.names[place] for place in structure.awaited.tolist()]
-        return [name for name, a, b in zip(names, before, now, strict=True) if a != b]
+        return [names[place] for place in places]
 
 
 def _run_starts(layout: StateLayout) -> list[int]:

@@ -30,6 +30,7 @@ from flashckpt.snapshot.copy import (
 from flashckpt.snapshot.copy_plan import CopyPlan
 from flashckpt.snapshot.device import DeviceCopier
 from flashckpt.snapshot.runs import digest_in_slot, places_of
+from flashckpt.snapshot.version_counters import Counts, counter_path
 from flashckpt.state.captured import Captured
 
 _log = guarded(logging.getLogger("flashckpt"))
@@ -56,7 +57,7 @@ class Snapshot:
     writer: SlotWriter
     buffer: Buffer
     values: dict[str, Any]
-    versions: list[int]
+    versions: Counts
     marks: Any = None
     optimizer_steps: int = 0
     copied: threading.Event = field(default_factory=threading.Event)
@@ -116,15 +117,17 @@ class Stager:
         self._queue: queue.SimpleQueue[Snapshot | None] = queue.SimpleQueue()
         self._thread: threading.Thread | None = None
         self._lanes = DeviceCopier()
+        self._prepared: Snapshot | None = None
         self.current: Snapshot | None = None
 
     def ready(self) -> None:
-        """Start the thread, so that the first snapshot need not."""
+        """Start the thread, and find out where version counters lie, so that the first snapshot need not."""
         if self._thread is None:
+            counter_path()
             self._thread = threading.Thread(target=self._run, name="flashckpt-copy", daemon=True)
             self._thread.start()
 
-    def start(
+    def prepare(
         self,
         plan: CopyPlan,
         writer: SlotWriter,
@@ -133,9 +136,9 @@ class Stager:
         *,
         optimizer_steps: int = 0,
     ) -> Snapshot:
-        """Copy what is not fenced, hand out the rest, return: no planning, no allocation that grows with the state.
+        """Copy what is not fenced, note the versions of the rest: no planning, no allocation that grows with the state.
 
-        A plan that does not fit the slot, or the live tensors, discards this snapshot and no other.
+        The copy thread begins with `hand_over`, or where somebody waits for this snapshot. A plan that does not fit the slot, or the live tensors, discards this snapshot and no other.
         """
         started = time.perf_counter()
         buffer = Buffer(writer.data)
@@ -161,13 +164,19 @@ class Stager:
             buffer.close()
             writer.discard()
             raise
-        self.ready()
-        self.current = snapshot
-        self._queue.put(snapshot)
+        self.current = self._prepared = snapshot
         return snapshot
+
+    def hand_over(self) -> None:
+        """Let the copy thread begin with what was prepared, if anything was."""
+        if self._prepared is not None:
+            self.ready()
+            self._queue.put(self._prepared)
+            self._prepared = None
 
     def fence(self) -> None:
         """Return when live state may be changed: copies are done, or on an accelerator ordered before what follows."""
+        self.hand_over()
         snapshot = self.current
         if snapshot is None:
             return

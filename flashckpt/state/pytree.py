@@ -19,6 +19,7 @@ from flashckpt.errors import UnsupportedStateError
 
 _MARK = "__flashckpt__"  # key of a dict that stands for something msgpack has no type for
 _PLAIN = (bool, int, float, bytes)
+_NUMBERS = frozenset({*_PLAIN, type(None)})
 _LEAVES = frozenset({*_PLAIN, str, type(None)})
 DEEPEST = 64
 """Levels of dicts, lists and tuples inside each other that a value may have; a decoder recurses for each."""
@@ -60,6 +61,9 @@ class _Apart:
             return self._tensor(node, path)
         if isinstance(node, np.ndarray):
             return {_MARK: "array", "name": self._enter(_from_array(node, path), path)}
+        if type(node) is dict and {str}.issuperset(map(type, node)) and "".join(node).isascii() and _MARK not in node:
+            # nearly every dict there is: hyperparameters and counters are read for each snapshot
+            return {k: v if type(v) in _NUMBERS else self.node(v, f"{path}.{k}", depth + 1) for k, v in node.items()}
         if isinstance(node, Mapping):
             items = [[_key(k, path), self.node(v, f"{path}.{k}", depth + 1)] for k, v in node.items()]
             if all(type(k) is str for k, _ in items) and _MARK not in node:

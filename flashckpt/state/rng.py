@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import struct
 from typing import Any
 
 import numpy as np
@@ -19,14 +20,14 @@ def capture() -> dict[str, Any]:
         "python": _python(random.getstate()),
         "numpy": [kind, np.asarray(keys).tobytes(), int(position), int(has_gauss), float(gauss)],
     }
-    if torch.cuda.is_available() and torch.cuda.is_initialized():  # type: ignore[no-untyped-call]  # torch leaves it without types
+    if torch.cuda.is_initialized() and torch.cuda.is_available():  # type: ignore[no-untyped-call]  # torch leaves it without types
         state["cuda"] = torch.cuda.get_rng_state().numpy().tobytes()
     return state
 
 
 def _python(state: Any) -> list[Any]:
     version, words, gauss = state
-    return [version, np.array(words, "<u4").tobytes(), gauss]
+    return [version, struct.pack(f"<{len(words)}I", *words), gauss]
 
 
 def restore(state: dict[str, Any]) -> None:

@@ -9,12 +9,14 @@ from typing import Any
 
 import torch
 
+from flashckpt.native.objects import same_members
+
 _VALUES = operator.methodcaller("values")
 _LOCAL = operator.attrgetter("_local_tensor")  # of a DTensor; to_local() would make a new view each time
 
 
 class StructureGuard:
-    """Sees that a dict or list of tensors, or a DTensor, got another member: about 40 ns per member.
+    """Sees that a dict or list of tensors, or a DTensor, got another member: 40 to 80 ns per member in Python, a fifth of it in C.
 
     Args:
         dicts: Held dicts, e.g. a module's parameters; their values are the members.
@@ -38,19 +40,28 @@ class StructureGuard:
         self._mixed = list(mixed)
         members = [(d, key) for d in self._mixed for key, value in d.items() if is_member(key, value)]
         self._owners, self._keys = [d for d, _ in members], [key for _, key in members]
-        self._held = list(self._members())
+        self._held, self._rest = list(self._members()), list(self._other_members())
 
     def _members(self) -> Iterator[Any]:
-        dicts = chain.from_iterable(map(_VALUES, self._dicts))
-        rest = chain.from_iterable(self._lists), map(_LOCAL, self._sharded), chain.from_iterable(self._mixed)
+        return chain(chain.from_iterable(map(_VALUES, self._dicts)), chain.from_iterable(self._lists))
+
+    def _other_members(self) -> Iterator[Any]:
         # the keys come first: where one is gone, the comparison ends before it is looked up
-        return chain(dicts, *rest, map(operator.getitem, self._owners, self._keys))
+        keys = chain.from_iterable(self._mixed)
+        return chain(map(_LOCAL, self._sharded), keys, map(operator.getitem, self._owners, self._keys))
 
     def holds(self) -> bool:
         """Tell whether every member is still the very object it was."""
-        count = sum(map(len, self._dicts)) + sum(map(len, self._lists)) + len(self._sharded)
-        count += sum(map(len, self._mixed)) + len(self._keys)
+        plain = same_members(self._dicts, self._lists, self._held)
+        return (self._holds_plain() if plain is None else plain) and self._holds_rest()
+
+    def _holds_plain(self) -> bool:
+        count = sum(map(len, self._dicts)) + sum(map(len, self._lists))
+        return count == len(self._held) and all(map(operator.is_, self._members(), self._held))
+
+    def _holds_rest(self) -> bool:
+        count = len(self._sharded) + sum(map(len, self._mixed)) + len(self._keys)
         try:
-            return count == len(self._held) and all(map(operator.is_, self._members(), self._held))
+            return count == len(self._rest) and all(map(operator.is_, self._other_members(), self._rest))
         except KeyError:  # a key moved from one dict to the next
             return False

@@ -29,5 +29,5 @@ if LIBRARY:
 
 from flashckpt.native import copying, levels  # noqa: E402 -- not before the other build is in place
 
-assert not LIBRARY or copying._c is module, "the tests would run against the build of the package"
+assert not LIBRARY or copying.part is module, "the tests would run against the build of the package"
 __all__ = ["LIBRARY", "clean_environment", "levels"]

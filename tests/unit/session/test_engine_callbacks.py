@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import os
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -70,6 +71,55 @@ def test_a_callback_that_exits_does_not_end_the_copy_thread_and_ends_the_program
     JobDirectory.open("t").write_status(DaemonStatus(committed=SnapshotId(1, 1)))
     with pytest.raises(SystemExit):
         ckpt.step(4)
+    ckpt._session._stager.finish()
+    assert ckpt.stats["snapshots"] == 4, "what was prepared before the callback is taken"
+    crash(ckpt)
+
+
+def test_the_copy_begins_after_everything_else_that_step_does(tmp_path: Path) -> None:
+    """It wants the GIL, and would get it wherever `step()` reads a file, for up to 5 ms each time."""
+    ckpt = opened(tmp_path, model=torch.nn.Linear(2, 2))
+    session = ckpt._session
+    assert session is not None
+    begun: list[bool] = []
+    ckpt.on_commit = lambda *_: begun.append(session._stager._prepared is None)
+    JobDirectory.open("t").write_status(DaemonStatus(committed=SnapshotId(1, 1)))
+    ckpt.step(1)
+    assert begun == [False]
+    session._stager.finish()
+    assert ckpt.stats["snapshots"] == 1
+    crash(ckpt)
+
+
+def test_a_status_is_read_again_only_when_another_was_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    ckpt = opened(tmp_path, model=torch.nn.Linear(2, 2))
+    directory = JobDirectory.open("t")
+    seen: list[tuple[int, int]] = []
+    ckpt.on_commit = lambda *snapshot: seen.append(snapshot)
+    reads: list[object] = []
+    read = JobDirectory.read_status
+    monkeypatch.setattr(JobDirectory, "read_status", lambda self: reads.append(self) or read(self))  # type: ignore[func-returns-value]
+    file = directory.path / "daemon.msgpack"
+
+    def write(committed: int, age_s: int) -> None:
+        directory.write_status(DaemonStatus(committed=SnapshotId(1, committed)))
+        os.utime(file, ns=(0, file.stat().st_mtime_ns - age_s * 10**9))
+
+    write(1, age_s=5)
+    for step in (1, 2, 3):
+        ckpt.step(step)
+    assert (len(reads), seen) == (1, [(1, 1)])
+    write(2, age_s=3)
+    ckpt.step(4)
+    ckpt.step(5)
+    assert (len(reads), seen) == (2, [(1, 1), (1, 2)])
+    monkeypatch.setattr(
+        "flashckpt.shm.job_directory._SETTLED_NS", 10**12
+    )  # a moment ago: it may be written in place again
+    write(3, age_s=2)
+    ckpt.step(6)
+    ckpt.step(7)
+    assert (len(reads), seen[2:]) == (4, [(1, 3)])
     crash(ckpt)
 
 

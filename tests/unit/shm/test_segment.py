@@ -537,3 +537,24 @@ def test_empty_table_and_the_smallest_segment(path: Any) -> None:
     assert restorable(path) == [1]
     assert shards_of(0, ()) == bytes_of(0, 1, ()) == []
     segment.close()
+
+
+@pytest.mark.parametrize("damaged", [(), (0,), (1,), (0, 1)])
+@pytest.mark.parametrize("snapshots", [0, 1, 2, 3])
+def test_both_headers_are_written_as_one_after_the_other_is(
+    path: Path, snapshots: int, damaged: tuple[int, ...]
+) -> None:
+    segment = new(path)
+    for step in range(1, snapshots + 1):
+        take(segment, 0, step)
+    at = segment.spec.header_at(0)
+    for copy in damaged:
+        os.pwrite(segment._fd, b"\0\1" * 8, at + copy * HEADER_COPY_BYTES)
+    before = os.pread(segment._fd, PAGE, at)
+    header = SlotHeader(generation=7, step=9, state=SlotState.WRITING, world_size=1)
+    one_by_one = [segment._put_header(0, header), segment._put_header(0, header)][-1]
+    expected = os.pread(segment._fd, PAGE, at)
+    os.pwrite(segment._fd, before, at)
+    assert segment._put_both_headers(0, header) == one_by_one
+    assert os.pread(segment._fd, PAGE, at) == expected
+    segment.close()
