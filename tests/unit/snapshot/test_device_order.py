@@ -6,27 +6,21 @@ then the state of the step only if every wait that is needed is there.
 
 from __future__ import annotations
 
-import ctypes
 import threading
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 from support.engine import train
-from support.fake_cuda import FakeEvent, LateCuda, OnDevice, tensors_as_on_a_device
+from support.fake_cuda import FakeEvent, LateCuda, tensors_as_on_a_device
 from support.one_rank import agent_of_the_test, crash, finished, opened  # noqa: F401 -- a fixture
 from torch import nn
 
-from flashckpt.core.shard_table import ShardTable
-from flashckpt.restore import live_memory
-from flashckpt.restore.requirements import LiveRows
 from flashckpt.snapshot.copy import Buffer, Item, StalePlanError
 from flashckpt.snapshot.copy_plan import CopyPlan
 from flashckpt.snapshot.device import DeviceCopier, SmallBatch
-from flashckpt.state.placement import boxes_of, current_world, shard_of
+from flashckpt.state.placement import current_world
 from flashckpt.state.registry import StateRegistry
 from flashckpt.state.state_layout import StateLayout
 
@@ -206,17 +200,3 @@ def test_a_write_between_step_and_fence_discards_the_snapshot_of_a_device(
         finished(ckpt)
         assert ckpt.stats["snapshots"] == 2
         crash(ckpt)
-
-
-def test_a_restore_into_device_memory_goes_by_a_buffer_of_the_host() -> None:
-    live = torch.zeros(6, 4)
-    (box,) = boxes_of("x", live)
-    table = ShardTable.from_shards([shard_of("x", "float32", box, 0)], np.zeros(1, np.int64))
-    rows = LiveRows(fqns=["x"], tensors=[live.as_subclass(OnDevice)], boxes=[box])
-    required: Any = SimpleNamespace(live=rows, absent=SimpleNamespace(blocks=[]), in_values=[], wanted=table)
-    memory = live_memory.allocate(required)
-    wanted = torch.arange(24.0).reshape(6, 4)
-    ctypes.memmove(int(memory.destinations.addresses[0]), wanted.data_ptr(), wanted.nbytes)
-    assert not live.any(), "nothing of it is live before every byte has been verified"
-    memory.finish()
-    assert torch.equal(live, wanted)
