@@ -301,3 +301,24 @@ def test_tensors_that_an_object_makes_on_a_device_are_not_copied_to_the_host_in_
         crash(opened(tmp_path / "root", owner=owner))
     assert owner.scale.item() == 3.0
     assert owner.given.unique().tolist() == [3.0]
+
+
+def test_a_snapshot_that_fails_while_copies_are_under_way_waits_for_them_before_its_slot_is_given_up(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def arrivals(*_: Any) -> Any:
+        raise OSError("the digest of a batch failed")
+
+    discard = stager.Stager._discard
+    with tensors_as_on_a_device(monkeypatch) as cuda:
+        ckpt = opened(
+            tmp_path / "root", model=(model := nn.Linear(8, 8)), optimizer=torch.optim.SGD(model.parameters())
+        )
+        monkeypatch.setattr(DeviceCopier, "arrivals", arrivals)
+        gone = staticmethod(lambda snapshot: (cuda.log.append(("given up",)), discard(snapshot))[1])
+        monkeypatch.setattr(stager.Stager, "_discard", gone)
+        ckpt.step(1)
+        finished(ckpt)
+        crash(ckpt)
+    assert ckpt.stats["discarded"] == 1
+    assert cuda.log.index(("host waits for all", "side1")) < cuda.log.index(("given up",))
