@@ -24,14 +24,14 @@ __all__ = ["device_type", "in_time"]
 pytestmark = pytest.mark.timeout(400)
 ROOT = Path(__file__).resolve().parents[3]
 STEPS = 9
-BILLION = ROOT / "configs" / "1b.toml"
+TINY, BILLION = ROOT / "configs" / "tiny.toml", ROOT / "configs" / "1b.toml"
 
 
 def words_and_env(folder: Path, name: str, kind: str, **sections: Any) -> tuple[list[object], dict[str, str]]:
     """Write the run's configuration into a folder of its own; return what dlrun is given."""
     own = folder / name
     own.mkdir()
-    model = {"dim": 64, "layers": 2, "heads": 4, "kv_heads": 2, "ffn": 128, "dropout": 0.1, **sections.pop("model", {})}
+    model = {**to_values(read_config(TINY))["model"], "dropout": 0.1, **sections.pop("model", {})}
     training = {"steps": STEPS, "seq_len": 32, "global_batch": 8, "micro_batch": 4, "device": kind}
     training |= {"precision": "bfloat16", "deterministic": True, **sections.pop("train", {})}
     source, log = write_corpus(folder / "text"), {"folder": str(own / "log"), "every": 1}
