@@ -147,7 +147,8 @@ class DeviceRows:
     def _new_block(self, device: torch.device) -> torch.Tensor:
         if device.type == "cuda" and self._may_lock:
             try:
-                return torch.empty(BLOCK_BYTES, dtype=torch.uint8, pin_memory=True)
+                with cuda.device(device):  # as in `_queueing`
+                    return torch.empty(BLOCK_BYTES, dtype=torch.uint8, pin_memory=True)
             except RuntimeError as error:
                 self._may_lock = False
                 _log.warning("no page-locked memory for the restore, which is slower without: %s", error)

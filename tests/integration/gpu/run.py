@@ -22,6 +22,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from flashckpt.bench.measure import LoadWatch, document, write_json
+from flashckpt.native import implementation
 from integration.gpu.goals import as_values, goals
 from integration.gpu.parts import PARTS, Part
 
@@ -112,6 +113,7 @@ def machine() -> dict[str, Any]:
     import torch
 
     facts: dict[str, Any] = {"torch": torch.__version__, "python": sys.version.split()[0], "cuda": torch.version.cuda}
+    facts["copied_by"] = implementation()
     query = "name,driver_version,pcie.link.gen.current,pcie.link.gen.max,pcie.link.width.current,memory.total"
     try:
         words = ["nvidia-smi", f"--query-gpu={query}", "--format=csv,noheader"]
@@ -123,7 +125,7 @@ def machine() -> dict[str, Any]:
 
 def headline(about: dict[str, Any], device: str) -> str:
     """Return the machine and its versions in one line."""
-    versions = f"Python {about['python']}, torch {about['torch']}, CUDA {about['cuda'] or 'none'}"
+    versions = f"Python {about['python']}, torch {about['torch']}, CUDA {about['cuda'] or 'none'}; copied by {about['copied_by']}"
     return f"{device}; {versions}; {about['nvidia_smi'].strip()}"
 
 

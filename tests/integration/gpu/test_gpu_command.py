@@ -12,10 +12,12 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import torch
 from support.dlrun import alive
 from support.paths import ROOT
 from support.ranks import wait_for
 
+from flashckpt.native import implementation
 from integration.gpu import run, wheels
 from integration.gpu.goals import goals
 from integration.gpu.parts import PARTS, Part
@@ -196,3 +198,10 @@ def test_goals_are_met_missed_or_unknown() -> None:
     assert [row.partition(" ")[0] for row in rows] == ["met", "met", "missed", "unknown"]
     assert [row.rpartition(": ")[2] for row in rows] == ["1.70 ms", "+0.70 %", "88 %", "its part gave no figure"]
     assert {goal.state for goal in goals(parts, device="cpu")} == {"unknown"}
+
+
+def test_the_table_says_what_it_was_measured_on() -> None:
+    about = run.machine()
+    line = run.headline(about, "cpu")
+    assert torch.__version__ in line
+    assert f"copied by {implementation()}" in line

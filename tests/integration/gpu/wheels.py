@@ -11,6 +11,7 @@ from __future__ import annotations
 import importlib.util
 import platform
 import re
+import shutil
 import subprocess
 import sys
 import zipfile
@@ -18,6 +19,8 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[3]
 LIMIT_BYTES = 60 << 20
+NATIVE = ROOT / "flashckpt" / "native" / "_copy.abi3.so"
+"""The C part: one build serves every Python from 3.10 on."""
 NEEDED = {
     "numpy": "numpy",
     "fsspec": "fsspec",
@@ -68,6 +71,12 @@ def fetch(folder: Path) -> int:
         (wheel,) = wheels_of(folder, pin)
         total += wheel.stat().st_size
         print(f"{wheel.stat().st_size / 1e6:8.2f} MB  {wheel.name}  ({name})")
+    if NATIVE.exists():
+        shutil.copy2(NATIVE, folder)
+        total += NATIVE.stat().st_size
+        print(f"{NATIVE.stat().st_size / 1e6:8.2f} MB  {NATIVE.name}  (the C part of this tree)")
+    else:
+        print(f"{NATIVE.name} is not built here (no compiler?): copies will be made in Python there")
     print(f"{total / (1 << 20):8.2f} MiB in {len(wanted)} wheels; {LIMIT_BYTES >> 20} MiB are the limit")
     return 1 if total > LIMIT_BYTES else 0
 
