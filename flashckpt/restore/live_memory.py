@@ -101,8 +101,10 @@ def allocate(required: Requirements) -> LiveMemory:
 
 def _device_rows(parts: Sequence[torch.Tensor], on_device: Sequence[torch.Tensor]) -> DeviceRows | None:
     """Return what writes to those of `parts` that are in `on_device`; None where none has a byte."""
+    if not on_device:
+        return None
     known = {id(part) for part in on_device}
-    rows = {row: part for row, part in enumerate(parts) if known and id(part) in known and part.nbytes}
+    rows = {row: part for row, part in enumerate(parts) if id(part) in known and part.nbytes}
     return (
         DeviceRows({row: part.detach().reshape(-1).view(torch.uint8) for row, part in rows.items()}) if rows else None
     )

@@ -42,14 +42,14 @@ def slowed_percent(parts: Mapping[str, Results]) -> float | None:
     steps = parts.get("numbers: every 1, 5, 20", {}).get("step_s", {})
     if not steps.get("5") or not steps.get("0"):
         return None
-    return (median(steps["5"]) / median(steps["0"]) - 1) * 100
+    return float(median(steps["5"]) / median(steps["0"]) - 1) * 100
 
 
 def bus_percent(parts: Mapping[str, Results]) -> float | None:
     """Return the rate into page-locked slots as a share of the best rate of the run."""
     found = parts.get("numbers: bus", {})
     rate = found.get("rates_gb_per_s", {}).get("tmpfs, registered")
-    return None if rate is None else rate["median"] / found["limit_gb_per_s"] * 100
+    return None if rate is None else float(rate["median"] / found["limit_gb_per_s"] * 100)
 
 
 def restart_s(parts: Mapping[str, Results]) -> float | None:
