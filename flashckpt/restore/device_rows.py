@@ -15,7 +15,6 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch import cuda
 
 from flashckpt.core.shard import round_up
 from flashckpt.logs import guarded
@@ -29,6 +28,9 @@ BLOCKS = 16
 """Blocks of one restore; more only where more threads fill one each at the same moment."""
 _ALIGN = 16
 """Runs that share a block begin at multiples of this: a kernel then copies them by whole words."""
+
+cuda: Any = torch.cuda
+"""Or a stand-in, so that the order of operations is tested without a GPU."""
 
 _log = guarded(logging.getLogger("flashckpt"))
 

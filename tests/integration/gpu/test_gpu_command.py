@@ -10,6 +10,7 @@ import subprocess
 import sys
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -182,13 +183,13 @@ def test_tests_may_have_the_time_that_is_left_over_and_numbers_their_own() -> No
     assert run.allowed_s(check, [other], 5.0, 1.0) == 5
 
 
-def found(name: str, results: dict[str, object]) -> dict[str, object]:
+def found(name: str, results: dict[str, Any]) -> dict[str, Any]:
     return {"name": name, "results": {"results": results}}
 
 
 def test_goals_are_met_missed_or_unknown() -> None:
     rounds = [{"call_s": 1.0}, {"call_s": 0.0015}, {"call_s": 0.0019}]
-    parts = [
+    parts: list[dict[str, Any]] = [
         found("numbers: 1 GB", {"series": {"flashckpt": rounds}}),
         found("numbers: bus", {"rates_gb_per_s": {"tmpfs, registered": {"median": 44.0}}, "limit_gb_per_s": 50.0}),
         found("numbers: every 1, 5, 20", {"step_s": {"0": [0.5, 0.5], "5": [0.504, 0.503], "1": []}}),

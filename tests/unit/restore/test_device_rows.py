@@ -86,7 +86,7 @@ def test_many_runs_cross_the_bus_together(late: LateCuda, monkeypatch: pytest.Mo
     held = noise(int(sizes.sum()))
     starts = np.cumsum(sizes) - sizes
     live = {row: torch.zeros(size + 10, dtype=torch.uint8) for row, size in enumerate(sizes.tolist())}
-    taken: list[int] = []
+    taken: Any = []
     real = DeviceRows._take
     monkeypatch.setattr(DeviceRows, "_take", lambda self, n, device: (taken.append(n), real(self, n, device))[1])
     with late:
@@ -162,7 +162,7 @@ def required_of(live: torch.Tensor, found: torch.Tensor) -> Any:
 def test_a_tensor_on_a_device_has_no_buffer_of_its_size(monkeypatch: pytest.MonkeyPatch) -> None:
     install(monkeypatch.setattr)
     live = torch.zeros(600, 400)
-    made: list[int] = []
+    made: Any = []
     real: Callable[..., torch.Tensor] = torch.empty
     monkeypatch.setattr(torch, "empty", lambda *shape, **kinds: (made.append(1), real(*shape, **kinds))[1])
     memory = live_memory.allocate(required_of(live, live.as_subclass(OnDevice)))
