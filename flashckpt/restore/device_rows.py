@@ -117,11 +117,11 @@ class DeviceRows:
             arrived = torch.empty(round_up(len(held), _ALIGN), dtype=torch.uint8, device=target.device)
             arrived[: len(held)].copy_(staging[: len(held)], non_blocking=True)
             for block in strided_blocks(len(held), start, found):
-                shape = (block.count, block.nbytes)
+                shape = (block.runs, block.nbytes)
                 source = arrived.as_strided(shape, (block.source_step, 1), block.source_start)
                 into = target.as_strided(shape, (block.target_step, 1), target.storage_offset() + block.target_start)
                 into.copy_(source, non_blocking=True)
-                copied += block.count * block.nbytes
+                copied += block.runs * block.nbytes
         return copied
 
     def wait(self) -> None:

@@ -14,11 +14,11 @@ Bytes = npt.NDArray[np.uint8]
 
 
 class StridedBlock(NamedTuple):
-    """`count` runs of `nbytes` bytes, one distance apart on each side; starts and steps are in bytes."""
+    """So many runs of `nbytes` bytes, one distance apart on each side; starts and steps are in bytes."""
 
     source_start: int
     target_start: int
-    count: int
+    runs: int
     source_step: int
     target_step: int
     nbytes: int
@@ -32,11 +32,11 @@ def scatter(held: Bytes, start: int, found: Runs, into: Bytes) -> int:
     """
     copied = 0
     for block in strided_blocks(len(held), start, found):
-        shape = (block.count, block.nbytes)
+        shape = (block.runs, block.nbytes)
         source = np.lib.stride_tricks.as_strided(held[block.source_start :], shape, (block.source_step, 1))
         target = np.lib.stride_tricks.as_strided(into[block.target_start :], shape, (block.target_step, 1))
         np.copyto(target, source)  # releases the GIL
-        copied += block.count * block.nbytes
+        copied += block.runs * block.nbytes
     return copied
 
 
