@@ -121,8 +121,12 @@ def test_a_restore_of_many_megabytes_goes_through_a_few_blocks(
     monkeypatch.setattr(device_rows.DeviceRows, "_new_block", lambda rows, on: (made.append(1), real(rows, on))[1])
     model = nn.Sequential(*(nn.Linear(1500, 1500) for _ in range(8))).to(device)
     ckpt = opened(tmp_path / "root", model=model)
+    assert ckpt._session is not None
+    memory = ckpt._session.memory
+    wait_for(lambda: memory.is_ready, deadline_s=120, what="the segment")  # a snapshot would be skipped before
     ckpt.step(1)
     finished(ckpt)
+    assert ckpt.stats["snapshots"] == 1
     crash(ckpt)
     wanted = {name: bits(tensor) for name, tensor in model.state_dict().items()}
     other = nn.Sequential(*(nn.Linear(1500, 1500) for _ in range(8))).to(device)
