@@ -62,8 +62,8 @@ class LiveMemory:
 
 
 @dataclass(frozen=True)
-class _Found:
-    """What was met on the way through the live tensors."""
+class _OutOfPlace:
+    """Live tensors that have no row-major memory of the host."""
 
     staged: list[Staged] = field(default_factory=list)
     on_device: list[torch.Tensor] = field(default_factory=list)
@@ -71,7 +71,7 @@ class _Found:
 
 def allocate(required: Requirements) -> LiveMemory:
     """Make the state and buffers that are still missing; return where every row goes."""
-    met = _Found()
+    met = _OutOfPlace()
     live = required.live
     parts = _parts(live.fqns, live.tensors, live.boxes, met)
     for block in required.absent.blocks:
@@ -110,7 +110,7 @@ def _device_rows(parts: Sequence[torch.Tensor], on_device: Sequence[torch.Tensor
     )
 
 
-def _parts_of_key(key: AbsentKey, made: list[torch.Tensor], met: _Found) -> list[torch.Tensor]:
+def _parts_of_key(key: AbsentKey, made: list[torch.Tensor], met: _OutOfPlace) -> list[torch.Tensor]:
     """Return the same as `_parts` for tensors that were just made, all of one kind: box by box."""
     first = made[0]
     is_whole = type(first) is torch.Tensor and _is_host(first) and [first.shape] == [box.lengths for box in key.boxes]
@@ -120,7 +120,7 @@ def _parts_of_key(key: AbsentKey, made: list[torch.Tensor], met: _Found) -> list
 
 
 def _parts(
-    fqns: Sequence[str], tensors: Sequence[torch.Tensor], boxes: Sequence[LocalBox], met: _Found
+    fqns: Sequence[str], tensors: Sequence[torch.Tensor], boxes: Sequence[LocalBox], met: _OutOfPlace
 ) -> list[torch.Tensor]:
     """Return the row-major memory of one box of each live tensor, or a buffer for it."""
     whole = [local_of(tensor) for tensor in tensors]
@@ -137,7 +137,7 @@ def _parts(
     return whole
 
 
-def _part(fqn: str, part: torch.Tensor, box: LocalBox, met: _Found) -> torch.Tensor:
+def _part(fqn: str, part: torch.Tensor, box: LocalBox, met: _OutOfPlace) -> torch.Tensor:
     """Return the row-major memory of one box of a local tensor, or a buffer for it."""
     if part.shape != box.lengths:
         part = part.detach()
