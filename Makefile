@@ -143,7 +143,7 @@ DEVICE ?= cuda
 MINUTES ?= 9
 PARTS ?=
 gpu:  ## the path through a GPU: tests and numbers in one table, at most 9 minutes (DEVICE=cpu, PARTS=tests, MINUTES=9, OUT=DIR)
-	PYTHON=$(PYTHON) tests/integration/gpu/gpu.sh --device $(DEVICE) --minutes $(MINUTES) $(if $(PARTS),--parts "$(PARTS)")
+	PYTHON=$(PYTHON) tests/integration/gpu.sh --device $(DEVICE) --minutes $(MINUTES) $(if $(PARTS),--parts "$(PARTS)")
 
 gpu-wheels: setup  ## fetch what `make gpu` needs beside torch into .gpu-wheels (27 MB), to be carried to a machine without a network
 	$(BIN)/python tests/integration/gpu/wheels.py fetch .gpu-wheels

@@ -19,6 +19,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from gpu_time import end_of
 
 from flashckpt.bench.measure import LoadWatch, document, interleave, summarise, write_json
 from flashckpt.snapshot import device as copies
@@ -113,11 +114,11 @@ def main() -> None:
     parser.add_argument("--seconds", type=float, default=25.0)
     parser.add_argument("--json", type=Path, required=True)
     options = parser.parse_args()
-    end, load = time.monotonic() + options.seconds, LoadWatch()
+    end, load = end_of(options.seconds), LoadWatch()
     bus = Bus(int(options.mb * 1e6) // 256 * 256, options.device)
     series: dict[str, list[float]] = {name: [] for name in bus.targets}
     interleave(bus.targets, 1)
-    while time.monotonic() < end - 3 and len(series["pageable"]) < 20:
+    while time.monotonic() < end - 1 and len(series["pageable"]) < 20:
         for name, timings in interleave(bus.targets, 1).items():
             series[name] += [bus.nbytes / timing.wall_s / 1e9 for timing in timings]
     rates = {name: summarise(values) for name, values in series.items() if values}

@@ -12,6 +12,7 @@ from typing import Any
 
 import gpu_loop
 import torch
+from gpu_time import end_of
 
 from flashckpt.bench.measure import LoadWatch, document, median, summarise, write_json
 
@@ -46,8 +47,8 @@ def main() -> None:
     parser.add_argument("--seconds", type=float, default=45.0)
     parser.add_argument("--json", type=Path, required=True)
     options = parser.parse_args()
-    end, load = time.monotonic() + options.seconds, LoadWatch()
-    with gpu_loop.places() as folder:
+    end, load = end_of(options.seconds), LoadWatch()
+    with gpu_loop.places(options.device) as folder:
         loop = gpu_loop.DeviceLoop(options.gb * 1e9, device=torch.device(options.device), step_s=options.step_s)
         case = gpu_loop.Flashckpt(loop, folder, None)
         case.finish()

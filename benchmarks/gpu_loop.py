@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from gpu_time import take_the_devices_path
 from torch import nn
 from torch.nn import functional as F  # noqa: N812 -- as everybody calls it
 
@@ -186,14 +187,22 @@ class TorchSave(PinnedCopy):
 
 
 class AsyncSave:
-    """dcp.async_save with a kept stager: page-locked, staged off the caller, as its documentation recommends."""
+    """dcp.async_save with a kept stager: page-locked, staged off the caller, as its documentation recommends.
+
+    That of torch 2.11 raises KeyError when it is used again: there each call has a new one, which allocates.
+    """
 
     def __init__(self, loop: DeviceLoop, folder: Path) -> None:
+        self.loop, self.folder, self.count, self.ended = loop, folder / "dcp", 0, 0.0
+        self.keeps, self.stager = not torch.__version__.startswith("2.11."), self.new_stager()
+        self.response: Any = None
+
+    def new_stager(self) -> Any:
+        """Return a stager with its thread."""
         from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
 
-        on_device = loop.device.type == "cuda"
-        self.loop, self.folder, self.count, self.ended = loop, folder / "dcp", 0, 0.0
-        self.stager = DefaultStager(
+        on_device = self.loop.device.type == "cuda"
+        return DefaultStager(
             StagingOptions(
                 use_pinned_memory=on_device,
                 use_shared_memory=False,
@@ -201,7 +210,6 @@ class AsyncSave:
                 use_non_blocking_copy=on_device,
             )
         )
-        self.response: Any = None
 
     def call(self) -> None:
         """Hand it over."""
@@ -209,6 +217,9 @@ class AsyncSave:
         from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType, async_save
 
         self.count += 1
+        if not self.keeps and self.count > 1:
+            self.stager.close()
+            self.stager = self.new_stager()
         self.response = async_save(
             self.loop.state(),
             storage_writer=FileSystemWriter(self.folder / str(self.count), sync_files=False),
@@ -245,8 +256,14 @@ def make(name: str, loop: DeviceLoop, folder: Path, slots: int | None) -> Any:
 
 
 @contextmanager
-def places() -> Iterator[Path]:
-    """A folder for files, and one in memory for snapshots without a daemon; both are removed."""
+def places(device: str) -> Iterator[Path]:
+    """A folder for files, and one in memory for snapshots without a daemon; both are removed.
+
+    Args:
+        device: "cpu": from now on this process's tensors take the path of device memory.
+    """
+    if device == "cpu":
+        take_the_devices_path()
     base = os.environ.get("FLASHCKPT_SHM_DIR", "/dev/shm")
     Path(base).mkdir(parents=True, exist_ok=True)
     with (

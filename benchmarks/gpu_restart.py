@@ -20,6 +20,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from gpu_time import end_of
 from processes import descendants
 
 from flashckpt.bench.measure import LoadWatch, document, summarise, write_json
@@ -83,7 +84,7 @@ def main() -> None:
     parser.add_argument("--seconds", type=float, default=60.0)
     parser.add_argument("--json", type=Path, required=True)
     options = parser.parse_args()
-    end, load = time.monotonic() + options.seconds - 3, LoadWatch()
+    end, load = end_of(options.seconds) - 1, LoadWatch()
     with tempfile.TemporaryDirectory(prefix="flashckpt-gpu-", ignore_cleanup_errors=True) as name:
         folder = Path(name)
         words = ["-m", "flashckpt.daemon.run", "--standalone", "--nproc-per-node=1", f"--max-restarts={options.kills}"]

@@ -37,6 +37,10 @@ def main() -> None:
     mark("group")
     from flashckpt import Checkpointer
 
+    if device.type == "cpu":
+        from gpu_time import take_the_devices_path
+
+        take_the_devices_path()
     width = 4096 if options.gb >= 1 else 256
     count = max(1, round(options.gb * 1e9 / 12 / width**2))
     kinds = {"bias": False, "device": device}

@@ -18,6 +18,7 @@ from typing import Any
 
 import gpu_loop
 import torch
+from gpu_time import end_of
 
 from flashckpt.bench.measure import LoadWatch, document, median, summarise, write_json
 
@@ -100,7 +101,7 @@ def row(name: str, series: list[dict[str, float]], nbytes: int) -> str:
 
 def run(options: argparse.Namespace, folder: Path) -> None:
     """Set up, measure, write after every run."""
-    end, load = time.monotonic() + options.seconds, LoadWatch()
+    end, load = end_of(options.seconds), LoadWatch()
     loop = gpu_loop.DeviceLoop(options.gb * 1e9, device=torch.device(options.device), step_s=options.step_s)
     wanted = tuple((options.methods or "").split(","))
     cases: dict[str, Any] = {}
@@ -138,7 +139,7 @@ def main() -> None:
     parser.add_argument("--seconds", type=float, default=75.0, help="for everything")
     parser.add_argument("--json", type=Path, required=True)
     options = parser.parse_args()
-    with gpu_loop.places() as folder:
+    with gpu_loop.places(options.device) as folder:
         run(options, folder)
 
 

@@ -49,7 +49,7 @@ class ParallelConfig:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TrainConfig:
-    """Sizes of a step: `global_batch` and `micro_batch` count samples, `seq_len` tokens."""
+    """Sizes of a step: `global_batch` and `micro_batch` count samples, `seq_len` tokens. `compile`: each block by torch.compile."""
 
     steps: int = 100
     seq_len: int = 64
@@ -59,6 +59,7 @@ class TrainConfig:
     precision: str = "float32"
     device: str = "auto"
     deterministic: bool = False
+    compile: bool = False
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -202,7 +202,10 @@ def fill(attempt: Attempt, prepared: Prepared, remote: RemoteFetcher | None) -> 
     with attempt.phases("allocate"):
         memory: LiveMemory = live_memory.allocate(prepared.required)
     with attempt.phases("read"):
-        counts = execute(prepared.plan, memory.destinations, prepared.sources.all, remote=remote)
+        try:
+            counts = execute(prepared.plan, memory.destinations, prepared.sources.all, remote=remote)
+        finally:
+            memory.settle()
         memory.finish()
     with attempt.phases("values"):
         step, only = attempt.candidate.identity.step, attempt.request.only

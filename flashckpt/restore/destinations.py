@@ -5,8 +5,9 @@ from __future__ import annotations
 import contextlib
 import ctypes
 from collections.abc import Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -14,6 +15,7 @@ import numpy.typing as npt
 from flashckpt.core.shard import Shard
 from flashckpt.native.copying import PYTHON, copy_and_digest, implementation
 from flashckpt.native.descriptors import DescriptorError
+from flashckpt.planning.runs import Runs
 
 Bytes = npt.NDArray[np.uint8]
 Ints = npt.NDArray[np.int64]
@@ -36,19 +38,37 @@ class Target:
     buffer: memoryview
 
 
+class RowWriter(Protocol):
+    """Writes into wanted shards whose memory has no address on the host (restore/device_rows.py). From any thread."""
+
+    def filling(self, row: int, at: int, nbytes: int) -> AbstractContextManager[memoryview]:
+        """Give memory to fill with what belongs at byte `at` of a shard; nothing is written where the block raises."""
+        ...
+
+    def write(self, rows: Ints, at: Ints, sources: Ints, sizes: Ints) -> None:
+        """Copy `sizes[k]` bytes from host address `sources[k]` to byte `at[k]` of shard `rows[k]`."""
+        ...
+
+    def scatter(self, row: int, held: Bytes, start: int, found: Runs) -> int:
+        """Copy the runs that lie in `held` to their places in a shard; return the bytes copied."""
+        ...
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Destinations:
     """Where the bytes of each wanted shard go.
 
     Attributes:
-        addresses: int64[n], of writable host memory, row-major; 0 for a shard without bytes.
+        addresses: int64[n], of writable host memory, row-major; 0 for a shard without bytes, and for one of `writer`.
         nbytes: int64[n], bytes of each.
         owners: What keeps that memory alive.
+        writer: Writes to shards with bytes and without an address; None where there are none.
     """
 
     addresses: Ints
     nbytes: Ints
     owners: Sequence[object]
+    writer: RowWriter | None = None
 
     @classmethod
     def of(cls, targets: Sequence[Target]) -> Destinations:
@@ -68,6 +88,10 @@ class Destinations:
                 addresses[k] = address_of(np.frombuffer(buffer, np.uint8))
         nbytes = np.array([target.shard.nbytes for target in targets], np.int64)
         return cls(addresses=addresses, nbytes=nbytes, owners=targets)
+
+    def writer_of(self, target: int) -> RowWriter | None:
+        """Return what writes to a shard without an address; None where it has one."""
+        return None if self.addresses[target] else self.writer
 
     def view(self, target: int) -> Bytes:
         """Return the bytes of one shard, writable."""

@@ -228,8 +228,12 @@ class _Executor:
     def _read_direct(self, pieces: Pieces, piece: int, source: Source) -> int:
         start, nbytes = int(pieces.start[piece]), int(pieces.stop[piece] - pieces.start[piece])
         at = int(pieces.target_start[piece]) + start - int(pieces.source_start[piece])
-        into = self._destinations.view(int(pieces.target[piece]))[at : at + nbytes]
-        source.read(int(pieces.row[piece]), start, into.data)
+        target, row = int(pieces.target[piece]), int(pieces.row[piece])
+        if (writer := self._destinations.writer_of(target)) is not None:
+            with writer.filling(target, at, nbytes) as memory:
+                source.read(row, start, memory)
+        else:
+            source.read(row, start, self._destinations.view(target)[at : at + nbytes].data)
         return nbytes
 
     def _copy(self, pieces: Pieces, which: np.ndarray, data: np.ndarray, offsets: np.ndarray) -> int:
@@ -240,14 +244,25 @@ class _Executor:
         low = np.maximum(begin, pieces.start[at])
         sizes = np.minimum(begin + pieces.nbytes[at], pieces.stop[at]) - low
         sources = address_of(data) + first + low - pieces.start[at]
-        targets = self._destinations.addresses[pieces.target[at]] + pieces.target_start[at] + low - begin
-        copy_bytes(targets, sources, sizes)
+        self._copy_runs(pieces.target[at], pieces.target_start[at] + low - begin, sources, sizes)
         copied = int(sizes.sum())
         for piece, offset in zip(which[~is_run].tolist(), offsets[~is_run].tolist(), strict=True):
-            start, stop = int(pieces.start[piece]), int(pieces.stop[piece])
-            into = self._destinations.view(int(pieces.target[piece]))
-            copied += scatter(data[offset : offset + stop - start], start, pieces.parts[pieces.part[piece]].runs, into)
+            start, target = int(pieces.start[piece]), int(pieces.target[piece])
+            held, found = data[offset : offset + int(pieces.stop[piece]) - start], pieces.parts[pieces.part[piece]].runs
+            if (writer := self._destinations.writer_of(target)) is not None:
+                copied += writer.scatter(target, held, start, found)
+            else:
+                copied += scatter(held, start, found, self._destinations.view(target))
         return copied
+
+    def _copy_runs(self, targets: np.ndarray, at: np.ndarray, sources: np.ndarray, sizes: np.ndarray) -> None:
+        """Copy runs of host memory, by address, to bytes `at` of their targets."""
+        addresses, writer = self._destinations.addresses[targets], self._destinations.writer
+        if writer is not None and not addresses.all():
+            away = (addresses == 0) & (sizes > 0)
+            writer.write(targets[away], at[away], sources[away], sizes[away])
+            addresses, at, sources, sizes = addresses[~away], at[~away], sources[~away], sizes[~away]
+        copy_bytes(addresses + at, sources, sizes)
 
     def _count(self, tier: str, nbytes: int, copy_s: float) -> None:
         with self._lock:

@@ -1,7 +1,8 @@
-"""Live tensors as the destinations of a restore: their host memory, or a buffer that is copied in afterwards."""
+"""Live tensors as the destinations of a restore: their memory on host or device, or a buffer that is copied in afterwards."""
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
@@ -12,12 +13,15 @@ import torch
 from flashckpt.errors import UnsupportedStateError
 from flashckpt.restore.absent_state import AbsentKey
 from flashckpt.restore.destinations import Destinations
+from flashckpt.restore.device_rows import DeviceRows
 from flashckpt.restore.requirements import Requirements
 from flashckpt.state.placement import LocalBox, local_of
 
+_is_host = operator.attrgetter("is_cpu")
+
 
 class Staged(NamedTuple):
-    """A live tensor that has no row-major host memory, and the buffer that is copied to it afterwards."""
+    """A live tensor whose memory is not row-major, and the buffer that is copied to it afterwards."""
 
     fqn: str
     live: torch.Tensor
@@ -32,11 +36,18 @@ class LiveMemory:
         destinations: Of all rows.
         in_values: The tensors that values consist of, by name.
         staged: What is copied to its place by `finish`.
+        device_rows: Those of the destinations that lie on a device; None where none does.
     """
 
     destinations: Destinations
     in_values: dict[str, torch.Tensor]
     staged: list[Staged] = field(default_factory=list)
+    device_rows: DeviceRows | None = None
+
+    def settle(self) -> None:
+        """Return when no copy to a device is under way any more: another candidate may write to the same tensors."""
+        if self.device_rows is not None:
+            self.device_rows.wait()
 
     def finish(self) -> None:
         """Copy the buffers to where they belong.
@@ -50,63 +61,94 @@ class LiveMemory:
         self.staged.clear()
 
 
+@dataclass(frozen=True)
+class _OutOfPlace:
+    """Live tensors that have no row-major memory of the host."""
+
+    staged: list[Staged] = field(default_factory=list)
+    on_device: list[torch.Tensor] = field(default_factory=list)
+
+
 def allocate(required: Requirements) -> LiveMemory:
     """Make the state and buffers that are still missing; return where every row goes."""
-    staged: list[Staged] = []
+    met = _OutOfPlace()
     live = required.live
-    parts = _parts(live.fqns, live.tensors, live.boxes, staged)
+    parts = _parts(live.fqns, live.tensors, live.boxes, met)
     for block in required.absent.blocks:
         for key, made in zip(block.keys, block.allocate(), strict=True):
-            parts += _parts_of_key(key, made, staged)
+            parts += _parts_of_key(key, made, met)
     in_values = {}
     for row, name in enumerate(required.in_values, len(parts)):
         shard = required.wanted.shard(row)
         in_values[name] = torch.empty(shard.global_shape, dtype=getattr(torch, shard.dtype))
     parts += in_values.values()
     nbytes = required.wanted.nbytes
-    addresses = np.array([part.data_ptr() for part in parts], np.int64)
     sizes = np.array([part.nbytes for part in parts], np.int64)
     if len(wrong := np.flatnonzero(sizes != nbytes)):  # bytes are copied by address: never beyond what is there
         row = int(wrong[0])
         raise ValueError(f"memory of {required.wanted.fqn(row)!r}: {sizes[row]} bytes, its box has {nbytes[row]}")
+    addresses = np.array([part.data_ptr() for part in parts], np.int64)
+    device_rows = _device_rows(parts, met.on_device)
+    if device_rows is not None:
+        addresses[list(device_rows.rows)] = 0
     return LiveMemory(
-        destinations=Destinations(addresses=addresses, nbytes=nbytes, owners=parts), in_values=in_values, staged=staged
+        destinations=Destinations(addresses=addresses, nbytes=nbytes, owners=parts, writer=device_rows),
+        in_values=in_values,
+        staged=met.staged,
+        device_rows=device_rows,
     )
 
 
-def _parts_of_key(key: AbsentKey, made: list[torch.Tensor], staged: list[Staged]) -> list[torch.Tensor]:
+def _device_rows(parts: Sequence[torch.Tensor], on_device: Sequence[torch.Tensor]) -> DeviceRows | None:
+    """Return what writes to those of `parts` that are in `on_device`; None where none has a byte."""
+    if not on_device:
+        return None
+    known = {id(part) for part in on_device}
+    rows = {row: part for row, part in enumerate(parts) if id(part) in known and part.nbytes}
+    return (
+        DeviceRows({row: part.detach().reshape(-1).view(torch.uint8) for row, part in rows.items()}) if rows else None
+    )
+
+
+def _parts_of_key(key: AbsentKey, made: list[torch.Tensor], met: _OutOfPlace) -> list[torch.Tensor]:
     """Return the same as `_parts` for tensors that were just made, all of one kind: box by box."""
     first = made[0]
-    is_whole = type(first) is torch.Tensor and first.is_cpu and [first.shape] == [box.lengths for box in key.boxes]
+    is_whole = type(first) is torch.Tensor and _is_host(first) and [first.shape] == [box.lengths for box in key.boxes]
     if is_whole and all(tensor.is_contiguous() for tensor in made):
         return made
-    return [part for box in key.boxes for part in _parts(key.fqns, made, [box] * len(made), staged)]
+    return [part for box in key.boxes for part in _parts(key.fqns, made, [box] * len(made), met)]
 
 
 def _parts(
-    fqns: Sequence[str], tensors: Sequence[torch.Tensor], boxes: Sequence[LocalBox], staged: list[Staged]
+    fqns: Sequence[str], tensors: Sequence[torch.Tensor], boxes: Sequence[LocalBox], met: _OutOfPlace
 ) -> list[torch.Tensor]:
-    """Return the row-major host memory of one box of each live tensor, or a buffer for it."""
+    """Return the row-major memory of one box of each live tensor, or a buffer for it."""
     whole = [local_of(tensor) for tensor in tensors]
     is_ready = [
-        part.shape == box.lengths and part.is_cpu and part.is_contiguous() and not part.is_conj() and not part.is_neg()
+        part.shape == box.lengths
+        and _is_host(part)
+        and part.is_contiguous()
+        and not part.is_conj()
+        and not part.is_neg()
         for part, box in zip(whole, boxes, strict=True)
     ]
     for row in np.flatnonzero(~np.array(is_ready, np.bool_)).tolist():
-        whole[row] = _part(fqns[row], whole[row], boxes[row], staged)
+        whole[row] = _part(fqns[row], whole[row], boxes[row], met)
     return whole
 
 
-def _part(fqn: str, part: torch.Tensor, box: LocalBox, staged: list[Staged]) -> torch.Tensor:
-    """Return the row-major host memory of one box of a local tensor, or a buffer for it."""
+def _part(fqn: str, part: torch.Tensor, box: LocalBox, met: _OutOfPlace) -> torch.Tensor:
+    """Return the row-major memory of one box of a local tensor, or a buffer for it."""
     if part.shape != box.lengths:
         part = part.detach()
         for dim, (start, length) in enumerate(zip(box.starts, box.lengths, strict=True)):
             part = part.narrow(dim, start, length)
-    if part.is_cpu and part.is_contiguous() and not part.is_conj() and not part.is_neg():
+    if part.is_contiguous() and not part.is_conj() and not part.is_neg():
+        if not _is_host(part):
+            met.on_device.append(part)
         return part
     buffer = torch.empty(part.shape, dtype=part.dtype)
-    staged.append(Staged(fqn, part.detach(), buffer))
+    met.staged.append(Staged(fqn, part.detach(), buffer))
     return buffer
 
 

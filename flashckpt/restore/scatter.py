@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -12,40 +13,51 @@ from flashckpt.planning.runs import Runs
 Bytes = npt.NDArray[np.uint8]
 
 
+class StridedBlock(NamedTuple):
+    """So many runs of `nbytes` bytes, one distance apart on each side; starts and steps are in bytes."""
+
+    source_start: int
+    target_start: int
+    runs: int
+    source_step: int
+    target_step: int
+    nbytes: int
+
+
 def scatter(held: Bytes, start: int, found: Runs, into: Bytes) -> int:
     """Copy the runs that lie in `held`, which begins at byte `start` of the row, to their places in `into`.
 
     Returns:
         The bytes copied.
     """
-    starts, targets, nbytes = found.source_starts - start, found.target_starts, found.nbytes
-    low, high = 0, len(starts)
     copied = 0
-    for k in sorted({0, len(starts) - 1}):  # only the first and the last run can reach over the ends
-        skip, stop = max(-int(starts[k]), 0), min(nbytes, len(held) - int(starts[k]))
-        if skip or stop < nbytes:
-            a, b = int(starts[k]), int(targets[k])
-            np.copyto(into[b + skip : b + stop], held[a + skip : a + stop])
-            copied += stop - skip
-            low, high = (1, high) if k == 0 else (low, k)
-    if low < high:
-        for first, last in _uniform(starts[low:high], targets[low:high]):
-            _copy_block(held, into, starts[low + first : low + last], targets[low + first : low + last], nbytes)
-        copied += (high - low) * nbytes
+    for block in strided_blocks(len(held), start, found):
+        shape = (block.runs, block.nbytes)
+        source = np.lib.stride_tricks.as_strided(held[block.source_start :], shape, (block.source_step, 1))
+        target = np.lib.stride_tricks.as_strided(into[block.target_start :], shape, (block.target_step, 1))
+        np.copyto(target, source)  # releases the GIL
+        copied += block.runs * block.nbytes
     return copied
 
 
-def _copy_block(
-    held: Bytes, into: Bytes, starts: npt.NDArray[np.int64], targets: npt.NDArray[np.int64], nbytes: int
-) -> None:
-    """Copy runs that have one distance on each side, as one strided copy (which releases the GIL)."""
-    count = len(starts)
-    steps = [int(side[1] - side[0]) if count > 1 else nbytes for side in (starts, targets)]
-    views = [
-        np.lib.stride_tricks.as_strided(array[int(side[0]) :], (count, nbytes), (step, 1))
-        for array, side, step in ((held, starts, steps[0]), (into, targets, steps[1]))
-    ]
-    np.copyto(views[1], views[0])
+def strided_blocks(held_bytes: int, start: int, found: Runs) -> Iterator[StridedBlock]:
+    """Yield the copies that `scatter` makes out of `held_bytes` bytes, which begin at byte `start` of the row."""
+    starts, targets, nbytes = found.source_starts - start, found.target_starts, found.nbytes
+    low, high = 0, len(starts)
+    for k in sorted({0, len(starts) - 1}):  # only the first and the last run can reach over the ends
+        skip, stop = max(-int(starts[k]), 0), min(nbytes, held_bytes - int(starts[k]))
+        if skip or stop < nbytes:
+            size = stop - skip
+            if size > 0:
+                yield StridedBlock(int(starts[k]) + skip, int(targets[k]) + skip, 1, size, size, size)
+            low, high = (1, high) if k == 0 else (low, k)
+    if low >= high:
+        return
+    for first, last in _uniform(starts[low:high], targets[low:high]):
+        count = last - first
+        source, target = starts[low + first : low + last], targets[low + first : low + last]
+        steps = [int(side[1] - side[0]) if count > 1 else nbytes for side in (source, target)]
+        yield StridedBlock(int(source[0]), int(target[0]), count, steps[0], steps[1], nbytes)
 
 
 def _uniform(starts: npt.NDArray[np.int64], targets: npt.NDArray[np.int64]) -> Iterator[tuple[int, int]]:

@@ -13,6 +13,8 @@ from flashckpt.errors import FenceError, FlashckptError, SharedMemoryError
 from flashckpt.state.placement import LocalBox, local_of
 
 _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64, 16: torch.complex128}
+_COPIED_BY_BITS = {torch.float32, torch.bfloat16, torch.float16, torch.float64, torch.int64, torch.int32}
+_PLAIN_TYPES = {torch.Tensor, torch.nn.Parameter}
 
 
 class Item(NamedTuple):
@@ -90,6 +92,7 @@ class Buffer:
 
     def __init__(self, data: memoryview) -> None:
         self._array: Any = np.frombuffer(data, np.uint8)
+        self._by_dtype: dict[torch.dtype, torch.Tensor] = {}
         self.address = int(self._array.ctypes.data)
 
     def tensor(self, item: Item) -> torch.Tensor:
@@ -97,9 +100,17 @@ class Buffer:
         flat = torch.from_numpy(self._array[item.offset : item.offset + item.nbytes])
         return flat.view(_INTEGERS[item.local.element_size()]).view(item.box.lengths)
 
+    def like_live(self, item: Item) -> torch.Tensor:
+        """Return the destination of an item that `is_plain`, of the dtype and strides of its live tensor."""
+        if item.dtype not in self._by_dtype:
+            whole = self._array[: len(self._array) // 8 * 8]
+            self._by_dtype[item.dtype] = torch.from_numpy(whole).view(item.dtype)
+        at = item.offset // item.dtype.itemsize
+        return self._by_dtype[item.dtype].as_strided(item.shape, item.local.stride(), at)
+
     def close(self) -> None:
         """Forget the memory."""
-        self._array = None
+        self._array, self._by_dtype = None, {}
 
 
 def source_of(item: Item, tensor: torch.Tensor | None = None) -> torch.Tensor:
@@ -117,6 +128,26 @@ def source_of(item: Item, tensor: torch.Tensor | None = None) -> torch.Tensor:
     for dim, (start, length) in enumerate(zip(item.box.starts, item.box.lengths, strict=True)):
         source = source.narrow(dim, start, length)
     return source
+
+
+def is_plain(item: Item) -> bool:
+    """Whether the live tensor may be copied as it stands: whole, row-major, of a type whose copies keep every bit.
+
+    No view of it is made then, which costs more than all of these questions.
+
+    Raises:
+        StalePlanError: As `source_of`.
+    """
+    local = item.local
+    if local.shape != item.shape or local.dtype is not item.dtype:
+        raise stale_plan(item, local)
+    return (
+        local.dtype in _COPIED_BY_BITS
+        and type(local) in _PLAIN_TYPES
+        and local.shape == item.box.lengths
+        and local.is_contiguous()
+        and not local.is_neg()
+    )
 
 
 def stale_plan(item: Item, local: torch.Tensor) -> StalePlanError:

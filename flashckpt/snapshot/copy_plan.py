@@ -32,7 +32,7 @@ class CopyOrder:
         fenced: During the next forward/backward, host memory only; in the order of their offsets.
         device: The same for tensors on an accelerator.
         unfenced, device_unfenced: Before `step()` returns.
-        fresh: The same, of tensors that objects return each time.
+        fresh, device_fresh: The same, of tensors that objects return each time.
     """
 
     fenced: Ints
@@ -40,6 +40,7 @@ class CopyOrder:
     unfenced: Ints
     device_unfenced: Ints
     fresh: Ints
+    device_fresh: Ints
 
     @classmethod
     def of(cls, layout: StateLayout) -> CopyOrder:
@@ -57,7 +58,8 @@ class CopyOrder:
             device=np.flatnonzero(fenced & ~host),
             unfenced=np.flatnonzero(loose & host),
             device_unfenced=np.flatnonzero(loose & ~host),
-            fresh=np.flatnonzero(again),
+            fresh=np.flatnonzero(again & host),
+            device_fresh=np.flatnonzero(again & ~host),
         )
 
 
@@ -74,7 +76,7 @@ class CopyPlan:
         unfenced: Items copied before `step()` returns.
         unfenced_runs: Those of them that are runs of host memory.
         device_unfenced: The same for tensors on an accelerator.
-        fresh: The same, of tensors that objects return each time.
+        fresh, device_fresh: The same, of tensors that objects return each time.
     """
 
     layout: StateLayout
@@ -86,6 +88,7 @@ class CopyPlan:
     unfenced_runs: HostRuns = field(default_factory=lambda: HostRuns(()))
     device_unfenced: Sequence[Item] = field(default=())
     fresh: Sequence[Item] = field(default=())
+    device_fresh: Sequence[Item] = field(default=())
 
     @classmethod
     def of(cls, layout: StateLayout, refused: Refused = lambda _: None) -> CopyPlan:
@@ -108,6 +111,7 @@ class CopyPlan:
             unfenced_runs=HostRuns([item for item in unfenced if item.start >= 0]),
             device_unfenced=plan.items(order.device_unfenced),
             fresh=plan.items(order.fresh),
+            device_fresh=plan.items(order.device_fresh),
         )
 
     def bind(self, tensors: Sequence[torch.Tensor]) -> CopyPlan:
@@ -132,7 +136,8 @@ class CopyPlan:
     @property
     def uses_device(self) -> bool:
         """Whether some of the state is on an accelerator."""
-        return bool(len(self.order.device) or len(self.order.device_unfenced))
+        order = self.order
+        return bool(len(order.device) or len(order.device_unfenced) or len(order.device_fresh))
 
     @cached_property
     def devices(self) -> frozenset[torch.device]:

@@ -17,7 +17,7 @@ import torch
 
 from flashckpt.core.shard import ALIGN_SMALL, SMALL_BYTES, round_up
 from flashckpt.native import copy_and_digest
-from flashckpt.snapshot.copy import Buffer, Item, StalePlanError, source_of
+from flashckpt.snapshot.copy import Buffer, Item, StalePlanError, is_plain, source_of
 
 _PORTABLE = 1  # cudaHostRegisterPortable
 BATCH_BYTES = 64 << 20
@@ -52,23 +52,26 @@ class SmallBatch:
         self._starts = starts
         self._on_device = torch.empty(total, dtype=torch.uint8, device=self.device)
         self._on_host: torch.Tensor | None = None
-        self._groups: dict[torch.dtype, tuple[list[torch.Tensor], list[Item]]] = {}
-        for item, start in zip(
-            items, starts, strict=True
-        ):  # one kernel copies many tensors only if they are of one type
-            part = self._part(item, start)
-            parts, own = self._groups.setdefault(part.dtype, ([], []))
-            parts.append(part)
-            own.append(item)
-
-    def _part(self, item: Item, start: int) -> torch.Tensor:
-        flat = self._on_device[start : start + item.nbytes]
-        return flat.view(source_of(item).dtype).view(item.box.lengths)
+        flat = [self._on_device[start : start + item.nbytes] for item, start in zip(items, starts, strict=True)]
+        pairs = list(zip(flat, items, strict=True))
+        self._typed = [part.view(item.dtype).view(item.box.lengths) for part, item in pairs]
+        self._integers = [part.view(source_of(item).dtype).view(item.box.lengths) for part, item in pairs]
 
     def gather(self) -> None:
-        """Queue the gathering on the current stream."""
-        for parts, items in self._groups.values():
-            torch._foreach_copy_(parts, [source_of(item) for item in items])
+        """Queue the gathering on the current stream.
+
+        One kernel copies many tensors only if they are of one type, and only if all of them are plain: others stand apart.
+        """
+        groups: dict[tuple[torch.dtype, bool], tuple[list[torch.Tensor], list[torch.Tensor]]] = {}
+        for number, item in enumerate(self.items):
+            plain = is_plain(item) and item.local.stride() == self._typed[number].stride()
+            part, source = (self._typed[number], item.local) if plain else (self._integers[number], source_of(item))
+            parts, sources = groups.setdefault((part.dtype, plain), ([], []))
+            parts.append(part)
+            sources.append(source)
+        with torch.no_grad():
+            for parts, sources in groups.values():
+                torch._foreach_copy_(parts, sources)
 
     def fetch(self) -> None:
         """Queue the copy to the host on the current stream (copy thread).
@@ -139,13 +142,19 @@ class DeviceCopier:
         self._last: dict[torch.device, Any] = {}
         self._fenced, self._unfenced, self._devices = SmallBatches(), SmallBatches(), Devices()
 
-    def mark(self, devices: Iterable[torch.device], unfenced: Sequence[Item]) -> StreamEvents:
+    def mark(
+        self,
+        devices: Iterable[torch.device],
+        unfenced: Sequence[Item],
+        fresh: Sequence[tuple[Item, torch.Tensor]] = (),
+    ) -> StreamEvents:
         """Record what is queued now on each device's current stream: copies start behind it.
 
         Args:
             devices: Of the fenced tensors, which are read where they are.
             unfenced: Tensors that may change as soon as `step()` returns: cloned or gathered on the device first, in
                 stream order. The snapshot before must be at its end: its gathered tensors are overwritten.
+            fresh: The same, each with what its owner returned for this snapshot.
         """
         clones: list[tuple[Item, torch.Tensor]] = []
         packs: list[SmallBatch] = []
@@ -153,12 +162,13 @@ class DeviceCopier:
         try:
             large, packs = self._unfenced.of(unfenced)
             clones += [(item, source_of(item).clone()) for item in large]
+            clones += [(item, source_of(item, tensor).clone()) for item, tensor in fresh]
             for pack in packs:
                 pack.gather()
         except StalePlanError as found:
             error = found
         events = {}
-        for device in {*devices, *self._devices.of(unfenced)}:
+        for device in {*devices, *self._devices.of(unfenced), *(clone.device for _, clone in clones)}:
             event = self._api.Event()
             event.record(self._api.current_stream(device))
             events[device] = event
@@ -179,7 +189,7 @@ class DeviceCopier:
                 # the device first: a thread begins on device 0, and going back there would make a context on it
                 with self._api.device(device), self._api.stream(stream := self._stream(device)):
                     stream.wait_event(mark)
-                    own = [copy for copy in copies if copy[0].local.device == device]
+                    own = [copy for copy in copies if (copy[0].local if copy[1] is None else copy[1]).device == device]
                     batches += self._queue(device, buffer, own, packs, marks.packs)
         except BaseException:
             self.wait()
@@ -203,9 +213,7 @@ class DeviceCopier:
                 pack.fetch()
                 yield self._recorded(device), pack.items, pack
         for batch in _batches(copies):
-            for item, clone in batch:
-                source = source_of(item) if clone is None else clone
-                buffer.tensor(item).copy_(source, non_blocking=True)
+            _copy(batch, buffer)
             yield self._recorded(device), [item for item, _ in batch], None
 
     def _stream(self, device: torch.device) -> Any:
@@ -236,6 +244,18 @@ class DeviceCopier:
             if pack is not None:
                 pack.deal(buffer)
             yield items
+
+
+def _copy(copies: Sequence[tuple[Item, torch.Tensor | None]], buffer: Buffer) -> None:
+    """Queue copies on the current stream: all that are plain in one call, which holds the GIL up for none of them."""
+    targets: list[torch.Tensor] = []
+    sources: list[torch.Tensor] = []
+    for item, clone in copies:
+        plain = clone is None and is_plain(item)
+        targets.append(buffer.like_live(item) if plain else buffer.tensor(item))
+        sources.append(item.local if plain else source_of(item) if clone is None else clone)
+    with torch.no_grad():
+        torch._foreach_copy_(targets, sources, non_blocking=True)
 
 
 def _batches(copies: Sequence[tuple[Item, torch.Tensor | None]]) -> Iterator[list[tuple[Item, torch.Tensor | None]]]:

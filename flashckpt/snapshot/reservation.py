@@ -6,6 +6,7 @@ import logging
 import threading
 import time
 from collections.abc import Callable
+from typing import Any
 
 import numpy as np
 
@@ -25,7 +26,7 @@ class Reservation:
     Attributes:
         segment: None while it is still to be made, and after the end.
         stop: Set to end the thread early.
-        ready, first: Set once all of it, or one slot, is reserved; both where that failed.
+        ready, first: Set once all of it, or one slot, is reserved and page-locked; both where that failed.
         error: What the thread raised.
         seconds: How long the reservation took.
     """
@@ -35,8 +36,9 @@ class Reservation:
         self.stop, self.ready, self.first = threading.Event(), threading.Event(), threading.Event()
         self.error: Exception | None = None
         self.seconds = 0.0
-        self._pin_for, self._registered = pin_for, 0
-        self._reserved_bytes = 0
+        self._pin_for = pin_for
+        self._page_locked: list[int] = []
+        self._usable: set[int] = set()
         self._thread: threading.Thread | None = None
 
     def start(self, obtain: Callable[[], Segment | None]) -> None:
@@ -62,27 +64,33 @@ class Reservation:
         self.first.set()
 
     def _reserve(self, segment: Segment) -> None:
-        segment.reserve(self.stop, progress=self._note)
-        if self._pin_for is None or self.stop.is_set():
+        view: Any = np.frombuffer(segment.buffer, np.uint8)
+        address, spec = int(view.ctypes.data), segment.spec
+
+        def note(nbytes: int) -> None:
+            """Page-lock each slot as soon as it is reserved: the first snapshot waits for no other slot."""
+            for slot in sorted({*range(spec.slots)} - self._usable):
+                if spec.data_at(slot) + spec.data_capacity <= nbytes and not self.stop.is_set():
+                    self._page_lock(address + spec.data_at(slot), spec.data_capacity)
+                    self._usable.add(slot)
+                    self.first.set()
+
+        segment.reserve(self.stop, progress=note)
+
+    def _page_lock(self, address: int, nbytes: int) -> None:
+        if self._pin_for is None:
             return
-        mapping = np.frombuffer(segment.buffer, np.uint8)  # the mapping itself is what CUDA page-locks
-        if device.register(int(mapping.ctypes.data), mapping.nbytes, index=self._pin_for):
-            self._registered = int(mapping.ctypes.data)
+        if device.register(address, nbytes, index=self._pin_for):
+            self._page_locked.append(address)
         else:
             _log.warning("the snapshots' memory could not be page-locked: copies from the device are slower")
-
-    def _note(self, nbytes: int) -> None:
-        self._reserved_bytes = nbytes
-        assert self.segment is not None
-        if self._pin_for is None and len(self.unreserved()) < self.segment.spec.slots:
-            self.first.set()
+            self._pin_for = None  # the limit that refused this slot refuses the others
 
     def unreserved(self) -> set[int]:
-        """Return the slots whose memory is not whole yet."""
+        """Return the slots whose memory is not whole, or not page-locked, yet."""
         if self.segment is None or self.ready.is_set():
             return set()
-        spec = self.segment.spec
-        return {slot for slot in range(spec.slots) if spec.data_at(slot) + spec.data_capacity > self._reserved_bytes}
+        return {*range(self.segment.spec.slots)} - self._usable
 
     @property
     def is_ready(self) -> bool:
@@ -101,9 +109,8 @@ class Reservation:
         if self._thread is not None:
             self._thread.join()
             self._thread = None
-        if self._registered:
-            device.unregister(self._registered)
-            self._registered = 0
+        while self._page_locked:
+            device.unregister(self._page_locked.pop())
         segment, self.segment = self.segment, None
         if segment is not None:
             if unlink_unused and not any(header.is_complete for header in segment.headers()):

@@ -159,7 +159,8 @@ class Stager:
             snapshot.versions = plan.versions()
             snapshot.optimizer_steps = optimizer_steps
             if plan.uses_device:
-                snapshot.marks = self._lanes.mark(plan.devices, plan.device_unfenced)
+                fresh = [(item, captured.tensors[item.fqn]) for item in plan.device_fresh]
+                snapshot.marks = self._lanes.mark(plan.devices, plan.device_unfenced, fresh)
         except BaseException:
             buffer.close()
             writer.discard()

@@ -11,6 +11,7 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
+from flashckpt.restore import device_rows, live_memory
 from flashckpt.snapshot import copy_plan
 from flashckpt.snapshot.device import DeviceCopier
 
@@ -77,11 +78,18 @@ class FakeCuda:
 @contextlib.contextmanager
 def tensors_as_on_a_device(monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeCuda]:
     """Let every tensor of this process's jobs take the path of device memory, with streams that do all at once."""
-    api, real = FakeCuda(), DeviceCopier.__init__
     with monkeypatch.context() as patch:
-        patch.setattr(copy_plan, "is_host", lambda device: False)
-        patch.setattr(DeviceCopier, "__init__", lambda self, given=None: real(self, given or api))
-        yield api
+        yield install(patch.setattr)
+
+
+def install(setattr_: Callable[[Any, str, Any], None]) -> FakeCuda:
+    """Let all tensors of this process take the path of device memory from now on; `setattr_` sets what that takes."""
+    api, real = FakeCuda(), DeviceCopier.__init__
+    setattr_(copy_plan, "is_host", lambda device: False)
+    setattr_(live_memory, "_is_host", lambda tensor: False)
+    setattr_(device_rows, "cuda", api)
+    setattr_(DeviceCopier, "__init__", lambda self, given=None: real(self, given or api))
+    return api
 
 
 class LateEvent:

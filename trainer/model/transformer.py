@@ -13,6 +13,7 @@ import functools
 from collections.abc import Sequence
 from typing import Any
 
+import torch
 import torch.nn.functional as F  # noqa: N812 -- the name everybody reads
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
@@ -135,6 +136,12 @@ class Transformer(nn.Module):
             assert isinstance(block, Block)
             full = every > 0 and int(number) % every == 0
             block.recompute = "ffn" if mode == "ffn" else "full" if full else "none"
+
+    def compile_blocks(self) -> None:
+        """Let torch.compile make the forward of every block, at its first call; names and hooks stay as they are."""
+        for block in self.layers.values():
+            # not the module: its hooks, with which FSDP gathers parameters, are no part of the graph
+            block.forward = torch.compile(block.forward)
 
 
 def per_token_loss(logits: Any, targets: Tensor) -> Tensor:

@@ -1,7 +1,7 @@
 """Applies a layout to the model: mesh, pipeline stages, tensor + sequence parallel, FSDP2 / HSDP / DDP.
 
-Order: build the stage on the meta device -> tensor parallel -> activation checkpointing -> data parallel -> memory for
-what this rank holds. Nothing is filled here: a restore, a folder of weights or `Parallel.fill` does that, once.
+Order: build the stage on the meta device -> tensor parallel -> activation checkpointing -> torch.compile -> data parallel ->
+memory for what this rank holds. Nothing is filled here: a restore, a folder of weights or `Parallel.fill` does that, once.
 The mesh always has four dimensions, size-1 ones kept, and `fully_shard` is applied even to one
 rank: one code path, and every parameter is a DTensor that knows its global offset.
 """
@@ -210,6 +210,8 @@ def _build_part(config: RunConfig, layout: Layout, mesh: DeviceMesh, device: tor
         tensor_parallel(part, mesh["tp"], config)
     mode = config.parallel.activation_checkpoint
     part.set_recompute(mode, check_recompute(mode))
+    if config.train.compile:
+        part.compile_blocks()
     if config.parallel.data_parallel == "ddp":
         materialise(part, device)
         if config.train.precision == "bfloat16":

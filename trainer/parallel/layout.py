@@ -96,6 +96,7 @@ def resolve_layout(config: RunConfig, world: int) -> Layout:
     )
     _check_schedule(layout)
     _check_ddp(config, layout)
+    _check_compile(config, layout)
     check_recompute(config.parallel.activation_checkpoint)
     return layout
 
@@ -279,6 +280,22 @@ def _check_schedule(layout: Layout) -> None:
             found=f"{micro} micro-batches, {stages} stages",
             expected=f"{least} or more micro-batches",
             remedy="raise train.global_batch, or lower train.micro_batch or parallel.pp",
+        )
+
+
+def _check_compile(config: RunConfig, layout: Layout) -> None:
+    if not config.train.compile:
+        return
+    found = f"parallel.tp = {layout.tp}" if layout.tp > 1 else ""
+    if layout.pp > 1 and layout.schedule in SPLIT_BACKWARD:
+        found = found or f"parallel.schedule = {layout.schedule}, whose backward has two halves"
+    if found:
+        raise LayoutError(
+            "train.compile does not go with this layout: compiled blocks would have other gradients",
+            found=found,
+            expected="no tensor parallelism, and a pipeline whose backward is whole (1F1B, GPipe)",
+            state="Nothing was started.",
+            remedy="omit train.compile, or choose another layout",
         )
 
 

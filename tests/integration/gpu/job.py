@@ -108,13 +108,9 @@ def main() -> None:
         torch.cuda.set_device(device)  # all ranks share the one device
     if options.device == "cpu":
         torch.set_num_threads(1)
-        from support.fake_cuda import FakeCuda
+        from support.fake_cuda import install
 
-        from flashckpt.snapshot import copy_plan
-
-        api, real = FakeCuda(), DeviceCopier.__init__
-        copy_plan.is_host = lambda device: False  # the device's path, on the host
-        DeviceCopier.__init__ = lambda self, api=api: real(self, api)  # type: ignore[method-assign]
+        install(setattr)  # the device's path, on the host
     dist.init_process_group(options.backend)
     train(options, device)
     dist.destroy_process_group()  # not behind an error: a device that has failed would be waited for

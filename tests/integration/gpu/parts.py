@@ -14,7 +14,7 @@ class Part:
     Attributes:
         name: In the table and in --parts.
         words: Behind the interpreter; {device}, {seconds}, {json} and {xml} are filled in.
-        seconds: Most that it may take.
+        seconds: Most that it may take; tests also what is left over by then.
         least: With less time than this left it is not begun.
         on_cpu: Words put behind the others with --device cpu: sizes that a laptop has.
     """

@@ -19,9 +19,11 @@ import time
 import xml.etree.ElementTree as ET
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 from flashckpt.bench.measure import LoadWatch, document, write_json
+from flashckpt.native import implementation
+from integration.gpu.goals import as_values, goals
 from integration.gpu.parts import PARTS, Part
 
 _TEST_LINE = re.compile(r"::test_\w+")  # with its outcome; the last one without, where it was cut off
@@ -111,6 +113,7 @@ def machine() -> dict[str, Any]:
     import torch
 
     facts: dict[str, Any] = {"torch": torch.__version__, "python": sys.version.split()[0], "cuda": torch.version.cuda}
+    facts["copied_by"] = implementation()
     query = "name,driver_version,pcie.link.gen.current,pcie.link.gen.max,pcie.link.width.current,memory.total"
     try:
         words = ["nvidia-smi", f"--query-gpu={query}", "--format=csv,noheader"]
@@ -118,6 +121,12 @@ def machine() -> dict[str, Any]:
     except (OSError, subprocess.SubprocessError) as error:
         facts["nvidia_smi"] = f"not to be had: {error}"
     return facts
+
+
+def headline(about: dict[str, Any], device: str) -> str:
+    """Return the machine and its versions in one line."""
+    versions = f"Python {about['python']}, torch {about['torch']}, CUDA {about['cuda'] or 'none'}; copied by {about['copied_by']}"
+    return f"{device}; {versions}; {about['nvidia_smi'].strip()}"
 
 
 def table(results: Sequence[dict[str, Any]]) -> str:
@@ -131,10 +140,36 @@ def table(results: Sequence[dict[str, Any]]) -> str:
     return "\n".join(lines)
 
 
+class UnknownPartError(ValueError):
+    """No part has a name like that."""
+
+
 def chosen(names: str) -> list[Part]:
-    """Return the parts whose name has one of the words; all where none is given."""
+    """Return the parts whose name has one of the words; all where none is given.
+
+    Raises:
+        UnknownPartError: No part's name has one of the words.
+    """
     words = [word.strip() for word in names.split(",") if word.strip()]
+    for word in words:
+        if not any(word in part.name for part in PARTS):
+            raise UnknownPartError(f"no part is called {word!r}; there are: {'; '.join(part.name for part in PARTS)}")
     return [part for part in PARTS if not words or any(word in part.name for word in words)]
+
+
+def allowed_s(part: Part, later: Sequence[Part], left: float, scale: float) -> float:
+    """Return the most seconds that a part may take.
+
+    Tests may also have what the parts before them left over; numbers take all the time that they are given.
+
+    Args:
+        part: The next one.
+        later: Those behind it.
+        left: Seconds left for all of them.
+        scale: What budgets are multiplied by.
+    """
+    spare = left - sum(other.seconds for other in later) * scale if part.name.startswith("tests") else 0.0
+    return min(max(part.seconds * scale, spare), left)
 
 
 def run_all(parts: Sequence[Part], *, device: str, seconds: float, out: Path, work: Path) -> list[dict[str, Any]]:
@@ -142,22 +177,36 @@ def run_all(parts: Sequence[Part], *, device: str, seconds: float, out: Path, wo
     end_at, load, results = time.monotonic() + seconds, LoadWatch(), list[dict[str, Any]]()
     scale = max(1.0, seconds / max(1, sum(part.seconds for part in parts)))  # fewer parts have more time each
     about = machine()
-    for part in parts:
+    for number, part in enumerate(parts):
         left = end_at - time.monotonic() - GRACE_S
         if left < part.least:
             why = f"skipped: {left:.0f} s of the time were left, it needs {part.least}"
             results.append({"name": part.name, "state": "skipped", "seconds": 0.0, "rows": [why]})
         else:
             print(f"{part.name} ...", file=sys.stderr, flush=True)
-            results.append(run_part(part, device=device, seconds=min(part.seconds * scale, left), work=work))
+            allowed = allowed_s(part, parts[number + 1 :], left, scale)
+            results.append(run_part(part, device=device, seconds=allowed, work=work))
         arguments = {"device": device, "seconds": seconds}
-        write_json(out / "gpu.json", document("gpu", arguments, {"machine": about, "parts": results}, load=load))
+        found = {"machine": about, "parts": results, "goals": as_values(goals(results, device=device))}
+        write_json(out / "gpu.json", document("gpu", arguments, found, load=load))
     return results
 
 
+class Parser(argparse.ArgumentParser):
+    """Ends with a code that says nothing else."""
+
+    def error(self, message: str) -> NoReturn:
+        """Print the message alone."""
+        self.exit(4, f"gpu: {message}\n")
+
+
 def main() -> int:
-    """Parse arguments, run, print; 1 where a part failed, 3 where the time was over before all was run, 2 without a GPU."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    """Parse arguments; run, print.
+
+    Returns:
+        0 where all was run and passed; 1: a part failed; 2: no GPU; 3: the time was over before all was run; 4: not begun.
+    """
+    parser = Parser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
     parser.add_argument("--minutes", type=float, default=DEFAULT_S / 60, help="for all parts together")
     parser.add_argument("--parts", default="", help="only parts whose name has one of these words, by commas")
@@ -165,19 +214,27 @@ def main() -> int:
     parser.add_argument("--work", type=Path, default=Path("out/gpu/parts"), help="for what the parts write themselves")
     parser.add_argument("--list", action="store_true", help="name the parts and end")
     options = parser.parse_args()
-    parts = chosen(options.parts)
+    try:
+        parts = chosen(options.parts)
+    except UnknownPartError as error:
+        parser.error(str(error))
+    if options.minutes <= 0:
+        parser.error(f"--minutes must be more than 0, found {options.minutes:g}")
     if options.list:
         print("\n".join(f"{part.name:28} at most {part.seconds} s" for part in parts))
         return 0
-    import torch
-
+    try:
+        import torch
+    except (ImportError, OSError) as error:
+        parser.error(f"torch cannot be imported by {sys.executable}: {error}")
     if options.device == "cuda" and not torch.cuda.is_available():
         print("gpu: torch sees no GPU; --device cpu runs the same parts without one", file=sys.stderr)
         return 2
     for folder in (options.out, options.work):
         folder.mkdir(parents=True, exist_ok=True)
     results = run_all(parts, device=options.device, seconds=options.minutes * 60, out=options.out, work=options.work)
-    text = f"{options.device}, torch {torch.__version__}\n{table(results)}\n"
+    found = "\n".join(goal.row for goal in goals(results, device=options.device))
+    text = f"{headline(machine(), options.device)}\n{table(results)}\n\n{found}\n"
     (options.out / "gpu.txt").write_text(text)
     print(f"\n{text}{options.out / 'gpu.json'}")
     states = {result["state"] for result in results}

@@ -8,14 +8,19 @@ import re
 import signal
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
+import torch
 from support.dlrun import alive
 from support.paths import ROOT
 from support.ranks import wait_for
 
+from flashckpt.native import implementation
 from integration.gpu import run, wheels
+from integration.gpu.goals import goals
 from integration.gpu.parts import PARTS, Part
 
 
@@ -123,3 +128,81 @@ def test_memory_of_a_part_that_was_cut_off_is_removed_where_it_was_made_for_this
     monkeypatch.setenv("GPU_TEST_SHM", str(cleared))
     results(tmp_path, part("pass"))
     assert ((kept / "job").exists(), (cleared / "job").exists()) == (True, False)
+
+
+def command(*words: str, **environment: str) -> tuple[int, str]:
+    """Run the entry as a user does, from another folder; return (exit code, stderr)."""
+    done = subprocess.run(
+        ["bash", str(ROOT / "tests/integration/gpu.sh"), *words], check=False,
+        env={**os.environ, "PYTHON": sys.executable, **environment}, capture_output=True, text=True, timeout=120, cwd="/",
+    )  # fmt: skip
+    return done.returncode, done.stderr
+
+
+def test_what_cannot_begin_says_in_one_line_what_is_missing(tmp_path: Path) -> None:
+    file = tmp_path / "file"
+    file.touch()
+    bare, old = tmp_path / "bare", tmp_path / "old"
+    bare.write_text(f'#!/bin/sh\ncase "$2" in *torch*) exit 1;; esac\nexec {sys.executable} "$@"\n')
+    old.write_text('#!/bin/sh\n[ "$1" = -V ] && echo Python 3.9.18\nexit 1\n')
+    for script in (bare, old):
+        script.chmod(0o755)
+    out = {"OUT": str(tmp_path / "out")}
+    cases: list[tuple[tuple[str, ...], dict[str, str], str]] = [
+        ((), {"PYTHON": str(tmp_path / "none")}, "not found: set PYTHON"),
+        ((), {"PYTHON": str(old)}, "Python 3.10 or newer is needed, found Python 3.9.18"),
+        ((), {"PYTHON": str(bare)}, "has no torch"),
+        ((), {"OUT": str(file / "x")}, "cannot be written: set OUT"),
+        (("--parts", "nonsense"), out, "no part is called 'nonsense'; there are: tests: staging; "),
+        (("--device", "tpu"), out, "argument --device: invalid choice: 'tpu'"),
+        (("--minutes", "0"), out, "--minutes must be more than 0"),
+    ]
+    for words, environment, says in cases:
+        code, error = command(*words, **environment)
+        assert (code, error.count("\n"), says in error) == (4, 1, True), (words, environment, error)
+
+
+def test_a_wheel_of_another_python_is_not_unpacked(tmp_path: Path) -> None:
+    minor = sys.version_info[1]
+    names = {
+        "a-1-py3-none-any.whl": True,
+        f"a-1-cp3{minor}-cp3{minor}-manylinux_2_27_{os.uname().machine}.whl": True,
+        f"a-1-cp3{minor - 1}-cp3{minor - 1}-manylinux_2_27_{os.uname().machine}.whl": False,
+        f"a-1-cp3{minor - 1}-abi3-manylinux_2_27_{os.uname().machine}.whl": True,
+        f"a-1-cp3{minor}-cp3{minor}-manylinux_2_27_riscv64.whl": False,
+    }
+    assert {name: wheels.fits(tmp_path / name) for name in names} == names
+
+
+def test_tests_may_have_the_time_that_is_left_over_and_numbers_their_own() -> None:
+    one, other = part("pass", seconds=10), part("pass", seconds=30)
+    check = replace(one, name="tests: one")
+    assert run.allowed_s(one, [other], 100.0, 1.0) == 10
+    assert run.allowed_s(check, [other], 100.0, 1.0) == 70
+    assert run.allowed_s(check, [other], 25.0, 1.0) == 10
+    assert run.allowed_s(check, [other], 5.0, 1.0) == 5
+
+
+def found(name: str, results: dict[str, Any]) -> dict[str, Any]:
+    return {"name": name, "results": {"results": results}}
+
+
+def test_goals_are_met_missed_or_unknown() -> None:
+    rounds = [{"call_s": 1.0}, {"call_s": 0.0015}, {"call_s": 0.0019}]
+    parts: list[dict[str, Any]] = [
+        found("numbers: 1 GB", {"series": {"flashckpt": rounds}}),
+        found("numbers: bus", {"rates_gb_per_s": {"tmpfs, registered": {"median": 44.0}}, "limit_gb_per_s": 50.0}),
+        found("numbers: every 1, 5, 20", {"step_s": {"0": [0.5, 0.5], "5": [0.504, 0.503], "1": []}}),
+        {"name": "numbers: restart", "state": "skipped"},
+    ]
+    rows = [goal.row for goal in goals(parts, device="cuda")]
+    assert [row.partition(" ")[0] for row in rows] == ["met", "met", "missed", "unknown"]
+    assert [row.rpartition(": ")[2] for row in rows] == ["1.70 ms", "+0.70 %", "88 %", "its part gave no figure"]
+    assert {goal.state for goal in goals(parts, device="cpu")} == {"unknown"}
+
+
+def test_the_table_says_what_it_was_measured_on() -> None:
+    about = run.machine()
+    line = run.headline(about, "cpu")
+    assert torch.__version__ in line
+    assert f"copied by {implementation()}" in line

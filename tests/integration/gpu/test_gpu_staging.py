@@ -14,6 +14,8 @@ from support.ranks import wait_for
 from torch import nn
 
 from flashckpt import Checkpointer
+from flashckpt.restore import device_rows
+from flashckpt.restore.executor import thread_count
 from integration.gpu.device import bits, device, gpu, in_time
 
 __all__ = ["agent_of_the_test", "device", "gpu", "in_time"]
@@ -107,6 +109,30 @@ def test_tensors_of_every_kind_come_back_bit_for_bit(device: torch.device, tmp_p
     other = made(4)
     crash(opened(tmp_path / "root", model=other))
     assert {name: bits(tensor) for name, tensor in other.named_buffers()} == wanted
+
+
+def test_a_restore_of_many_megabytes_goes_through_a_few_blocks(
+    device: torch.device, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Several threads fill blocks while others are on the wire; the host never holds as much as the state."""
+    monkeypatch.setattr(device_rows, "BLOCKS", 3)
+    made: Any = []
+    real = device_rows.DeviceRows._new_block
+    monkeypatch.setattr(device_rows.DeviceRows, "_new_block", lambda rows, on: (made.append(1), real(rows, on))[1])
+    model = nn.Sequential(*(nn.Linear(1500, 1500) for _ in range(8))).to(device)
+    ckpt = opened(tmp_path / "root", model=model)
+    assert ckpt._session is not None
+    memory = ckpt._session.memory
+    wait_for(lambda: memory.is_ready, deadline_s=120, what="the segment")  # a snapshot would be skipped before
+    ckpt.step(1)
+    finished(ckpt)
+    assert ckpt.stats["snapshots"] == 1
+    crash(ckpt)
+    wanted = {name: bits(tensor) for name, tensor in model.state_dict().items()}
+    other = nn.Sequential(*(nn.Linear(1500, 1500) for _ in range(8))).to(device)
+    crash(opened(tmp_path / "root", model=other))
+    assert {name: bits(tensor) for name, tensor in other.state_dict().items()} == wanted
+    assert 0 < len(made) <= max(3, thread_count(waits=False)), "72 MB"
 
 
 def test_the_device_generator_goes_on_where_it_was(device: torch.device, tmp_path: Path) -> None:

@@ -6,7 +6,6 @@ import contextlib
 import os
 import re
 import signal
-from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +15,7 @@ from support.training import run_config, write_corpus
 
 from flashckpt.errors import FlashckptError
 from flashckpt.shm.segment import Segment
-from flashckpt.trainer.config import TrainConfig, to_toml
+from flashckpt.trainer.config import read_config, to_toml, to_values
 from flashckpt.trainer.demo.report import compare_traces, read_restores
 from flashckpt.trainer.train.metrics import read_trace
 from integration.gpu.device import device_type, in_time
@@ -25,20 +24,14 @@ __all__ = ["device_type", "in_time"]
 pytestmark = pytest.mark.timeout(400)
 ROOT = Path(__file__).resolve().parents[3]
 STEPS = 9
-BILLION = {"dim": 2048, "layers": 20, "heads": 16, "kv_heads": 8, "ffn": 5632}
-"""About a billion parameters, 12 GB with two moments in float32."""
-
-
-def compiled() -> dict[str, Any]:
-    """Return the setting that compiles the model, where this trainer has one."""
-    return {"compile": True} if "compile" in {field.name for field in fields(TrainConfig)} else {}
+TINY, BILLION = ROOT / "configs" / "tiny.toml", ROOT / "configs" / "1b.toml"
 
 
 def words_and_env(folder: Path, name: str, kind: str, **sections: Any) -> tuple[list[object], dict[str, str]]:
     """Write the run's configuration into a folder of its own; return what dlrun is given."""
     own = folder / name
     own.mkdir()
-    model = {"dim": 64, "layers": 2, "heads": 4, "kv_heads": 2, "ffn": 128, "dropout": 0.1, **sections.pop("model", {})}
+    model = {**to_values(read_config(TINY))["model"], "dropout": 0.1, **sections.pop("model", {})}
     training = {"steps": STEPS, "seq_len": 32, "global_batch": 8, "micro_batch": 4, "device": kind}
     training |= {"precision": "bfloat16", "deterministic": True, **sections.pop("train", {})}
     source, log = write_corpus(folder / "text"), {"folder": str(own / "log"), "every": 1}
@@ -71,7 +64,7 @@ def checkpoints(folder: Path, job: str, **more: Any) -> dict[str, Any]:
 
 
 def test_a_killed_run_in_bfloat16_has_the_trace_of_the_unbroken_one(device_type: str, tmp_path: Path) -> None:
-    extra = compiled() if device_type == "cuda" else {}
+    extra = {"compile": device_type == "cuda"}  # without a GPU the compiler takes most of the part's time
     unbroken, _ = train(tmp_path, "unbroken", device_type, train=extra)
     killed, output = train(
         tmp_path, "killed", device_type, train=extra, checkpoint=checkpoints(tmp_path, "killed"),
@@ -87,11 +80,13 @@ def test_a_killed_run_in_bfloat16_has_the_trace_of_the_unbroken_one(device_type:
 def test_a_billion_parameters_are_killed_and_go_on_from_memory(device_type: str, shm_dir: Path, tmp_path: Path) -> None:
     if device_type == "cpu":
         pytest.skip("needs a GPU: a billion parameters take minutes per step without one")
+    plan = to_values(read_config(BILLION))
     words, env = words_and_env(
-        tmp_path, "billion", device_type, model={**BILLION, "dropout": 0.0},
-        train={"steps": 100_000, "seq_len": 512, "global_batch": 8, "deterministic": False, **compiled()},
+        tmp_path, "billion", device_type, model={**plan["model"], "dropout": 0.0},
+        train={**plan["train"], "device": device_type, "steps": 100_000, "seq_len": 512, "global_batch": 8, "deterministic": False},
         checkpoint=checkpoints(tmp_path, "billion"),
     )  # fmt: skip
+    assert (plan["train"]["precision"], plan["train"]["compile"]) == ("bfloat16", True)
     log = tmp_path / "billion" / "log"
     with dlrun(tmp_path / "billion", *words, env=env) as launch:
         launch.until(lambda: has_complete_snapshot(shm_dir), "a COMPLETE snapshot")

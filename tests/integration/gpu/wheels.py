@@ -9,7 +9,9 @@ For Python 3.12 on x86-64; torch, and what torch itself asks for, are the machin
 from __future__ import annotations
 
 import importlib.util
+import platform
 import re
+import shutil
 import subprocess
 import sys
 import zipfile
@@ -17,6 +19,8 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[3]
 LIMIT_BYTES = 60 << 20
+NATIVE = ROOT / "flashckpt" / "native" / "_copy.abi3.so"
+"""The C part: one build serves every Python from 3.10 on."""
 NEEDED = {
     "numpy": "numpy",
     "fsspec": "fsspec",
@@ -67,6 +71,12 @@ def fetch(folder: Path) -> int:
         (wheel,) = wheels_of(folder, pin)
         total += wheel.stat().st_size
         print(f"{wheel.stat().st_size / 1e6:8.2f} MB  {wheel.name}  ({name})")
+    if NATIVE.exists():
+        shutil.copy2(NATIVE, folder)
+        total += NATIVE.stat().st_size
+        print(f"{NATIVE.stat().st_size / 1e6:8.2f} MB  {NATIVE.name}  (the C part of this tree)")
+    else:
+        print(f"{NATIVE.name} is not built here (no compiler?): copies will be made in Python there")
     print(f"{total / (1 << 20):8.2f} MiB in {len(wanted)} wheels; {LIMIT_BYTES >> 20} MiB are the limit")
     return 1 if total > LIMIT_BYTES else 0
 
@@ -82,6 +92,15 @@ def normal(name: str) -> str:
     return re.sub(r"[-_.]+", "-", name).lower()
 
 
+def fits(wheel: Path) -> bool:
+    """Whether this interpreter can import what a wheel holds."""
+    python, abi, where = wheel.stem.split("-")[-3:]
+    if where != "any" and platform.machine() not in where:
+        return False
+    newest = max((int(tag[3:]) for tag in python.split(".") if tag.startswith("cp3") and tag[3:].isdigit()), default=0)
+    return newest == sys.version_info[1] or newest == 0 or (abi == "abi3" and newest <= sys.version_info[1])
+
+
 def unpack(folder: Path, target: Path) -> int:
     """Unpack the wheels whose module this Python lacks; 1, and their names, where some are missing in the folder too."""
     target.mkdir(parents=True, exist_ok=True)
@@ -89,14 +108,19 @@ def unpack(folder: Path, target: Path) -> int:
     for name, pin in pins().items():
         if importlib.util.find_spec(NEEDED[name]) is not None:
             continue
-        found = wheels_of(folder, pin)
+        found = [wheel for wheel in wheels_of(folder, pin) if fits(wheel)]
         if not found:
             missing.append(pin)
             continue
         with zipfile.ZipFile(found[0]) as wheel:
             wheel.extractall(target)
     if missing:
-        print(f"missing here and in {folder}: {', '.join(missing)}; make gpu-wheels fetches them", file=sys.stderr)
+        here = f"Python {sys.version_info[0]}.{sys.version_info[1]} on {platform.machine()}"
+        print(
+            f"gpu: {here} lacks {', '.join(missing)}, and {folder} has no wheel of them for it;"
+            " make gpu-wheels fetches those for Python 3.12 on x86_64",
+            file=sys.stderr,
+        )
     return 1 if missing else 0
 
 

@@ -375,6 +375,18 @@ def test_process_with_a_second_thread_is_not_fit_to_be_forked() -> None:
     assert output.strip() == "['', '2 threads after the imports, 1 expected']"
 
 
+def test_process_that_has_counted_its_gpus_is_not_fit_to_be_forked() -> None:
+    """torch marks it: in each of its forks the first use of a device raises."""
+    code = (
+        "import os, torch\nfrom flashckpt.daemon.zygote import server as zygote\nbefore = zygote.unfit()\n"
+        "parent = os.getpid()\ntorch.cuda._is_in_bad_fork = lambda: os.getpid() != parent\n"
+        "print([before, zygote.unfit()])"
+    )
+    environment = {**os.environ, **dict.fromkeys(server.ONE_THREAD, "1")}
+    output = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, env=environment)
+    assert output.stdout.strip() == "['', 'an import has asked CUDA for its devices']"
+
+
 def test_messages_keep_bytes_that_are_not_utf8_and_end_with_the_peer() -> None:
     here, there = socket.socketpair()
     message = {"env": {"A": b"\xff\xfe".decode(errors="surrogateescape"), "B": "ü" * 10_000}}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -133,10 +134,9 @@ class FakeRuntime:
         return 0
 
 
-@pytest.mark.parametrize("code", [0, 2])
-def test_the_slots_are_page_locked_for_this_ranks_device_and_given_back_before_they_are_unmapped(
-    code: int, shm_dir: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
+@contextlib.contextmanager
+def runtime_of(code: int, monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeRuntime]:
+    """Let page-locking end with a code of the driver."""
     runtime = FakeRuntime(code)
 
     @contextlib.contextmanager
@@ -146,23 +146,59 @@ def test_the_slots_are_page_locked_for_this_ranks_device_and_given_back_before_t
 
     monkeypatch.setattr(torch.cuda, "cudart", lambda: runtime)
     monkeypatch.setattr(torch.cuda, "device", on)
+    yield runtime
+
+
+def reserving(slots: int = 2) -> RankSegments:
     memory = RankSegments(JobDirectory.open("t"), root_digest=1, rank=0, pin_for=3)
     shard = Shard(fqn="x", dtype="uint8", global_shape=(90_000,), offsets=(0,), lengths=(90_000,))
-    memory.open(need_of([shard]), slots=2, job="t")
-    wait_for(lambda: memory.is_ready, what="the reservation")
-    assert memory.segment is not None
-    nbytes = memory.segment.spec.nbytes
-    unmapped: list[int] = []
-    real = memory.segment.close
+    memory.open(need_of([shard]), slots=slots, job="t")
+    return memory
 
-    def close() -> None:
-        unmapped.append(len(runtime.calls))
-        real()
 
-    monkeypatch.setattr(memory.segment, "close", close)
-    memory.release()
-    ((_, device, address, registered, _flags), *later) = runtime.calls
-    assert (device, registered) == (3, nbytes)
-    assert later == ([("unregister", address)] if code == 0 else [])
+@pytest.mark.parametrize("code", [0, 2])
+def test_the_slots_are_page_locked_for_this_ranks_device_and_given_back_before_they_are_unmapped(
+    code: int, shm_dir: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    with runtime_of(code, monkeypatch) as runtime:
+        memory = reserving()
+        wait_for(lambda: memory.is_ready, what="the reservation")
+        assert memory.segment is not None
+        spec = memory.segment.spec
+        unmapped: list[int] = []
+        real = memory.segment.close
+
+        def close() -> None:
+            unmapped.append(len(runtime.calls))
+            real()
+
+        monkeypatch.setattr(memory.segment, "close", close)
+        memory.release()
+    tried = [call for call in runtime.calls if call[0] == "register"]
+    assert [(index, nbytes) for _, index, _, nbytes, _ in tried] == [(3, spec.data_capacity)] * (1 if code else 2)
+    addresses = [address for _, _, address, _, _ in tried]
+    assert addresses[-1] - addresses[0] == (0 if code else spec.data_at(1) - spec.data_at(0))
+    assert sorted(runtime.calls[len(tried) :]) == ([] if code else [("unregister", one) for one in addresses])
     assert unmapped == [len(runtime.calls)]
-    assert ("page-locked" in caplog.text) == (code != 0)
+    assert caplog.text.count("page-locked") == (code != 0)
+
+
+def test_the_first_slot_is_there_while_the_second_is_still_being_page_locked(
+    shm_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with runtime_of(0, monkeypatch) as runtime:
+        goes_on, real = threading.Event(), runtime.cudaHostRegister
+
+        def register(*words: Any) -> int:
+            assert not runtime.calls or goes_on.wait(60)
+            return real(*words)
+
+        monkeypatch.setattr(runtime, "cudaHostRegister", register)
+        memory = reserving()
+        assert memory.wait_first(60)
+        assert not memory.is_ready
+        assert memory._reservation.unreserved() == {1}
+        goes_on.set()
+        wait_for(lambda: memory.is_ready, what="the second slot")
+        assert memory._reservation.unreserved() == set()
+        memory.release()

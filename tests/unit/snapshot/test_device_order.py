@@ -6,27 +6,23 @@ then the state of the step only if every wait that is needed is there.
 
 from __future__ import annotations
 
-import ctypes
 import threading
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
 from support.engine import train
-from support.fake_cuda import FakeEvent, LateCuda, OnDevice, tensors_as_on_a_device
+from support.fake_cuda import FakeCuda, FakeEvent, LateCuda, tensors_as_on_a_device
 from support.one_rank import agent_of_the_test, crash, finished, opened  # noqa: F401 -- a fixture
 from torch import nn
 
-from flashckpt.core.shard_table import ShardTable
-from flashckpt.restore import live_memory
-from flashckpt.restore.requirements import LiveRows
+from flashckpt.snapshot import device, stager
 from flashckpt.snapshot.copy import Buffer, Item, StalePlanError
 from flashckpt.snapshot.copy_plan import CopyPlan
-from flashckpt.snapshot.device import DeviceCopier, SmallBatch
-from flashckpt.state.placement import boxes_of, current_world, shard_of
+from flashckpt.snapshot.device import DeviceCopier, SmallBatch, SmallBatches
+from flashckpt.state.placement import current_world
 from flashckpt.state.registry import StateRegistry
 from flashckpt.state.state_layout import StateLayout
 
@@ -154,6 +150,72 @@ def test_a_buffer_of_another_shape_discards_the_snapshot_and_step_does_not_raise
             loop.lanes.enqueue(loop.plan.fenced, Buffer(memoryview(loop.data)), marks)
 
 
+@pytest.mark.parametrize("eager", SCHEDULES)
+def test_what_an_owner_returns_for_a_snapshot_is_copied_behind_the_step_and_may_be_changed(eager: str) -> None:
+    loop, found = Loop(eager), torch.full((150, 150), 4.0)
+    (item,) = [item for item in loop.plan.fenced if item.shape == found.shape]
+    buffer = Buffer(memoryview(loop.data))
+    with loop.cuda:
+        marks = loop.lanes.mark([], [], [(item, found)])
+        assert not any(loop.data), "nothing was copied to the host in step()"
+        found.fill_(9)
+        batches = loop.lanes.enqueue([], buffer, marks)
+        assert [one for items in loop.lanes.arrivals(batches, buffer) for one in items] == [item]
+    assert loop.values(item) == {4.0}
+
+
+def test_one_tensor_of_other_strides_leaves_the_others_their_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = nn.Module()
+    for number in range(6):
+        model.register_buffer(f"many{number}", torch.full((3, 4), float(number)))
+    model.register_buffer("turned", torch.arange(12.0).reshape(4, 3).t())
+    model.register_buffer(
+        "flat", torch.arange(4.0).as_strided((4, 1), (1, 9))
+    )  # contiguous; a kernel asks for its strides
+    tracked = StateRegistry(current_world())
+    tracked.add("model", model)
+    plan = CopyPlan.of(StateLayout.of(tracked.structure(tracked.capture())))
+    calls: list[list[tuple[Any, Any]]] = []
+    real: Any = torch._foreach_copy_
+
+    def copy(targets: Any, sources: Any, **more: Any) -> Any:
+        calls.append([(t.stride(), s.stride()) for t, s in zip(targets, sources, strict=True)])
+        return real(targets, sources, **more)
+
+    monkeypatch.setattr(torch, "_foreach_copy_", copy)
+    (batch,) = SmallBatches().of(plan.unfenced)[1]
+    batch.gather()
+    assert [len(call) for call in calls if all(a == b for a, b in call)] == [6]
+    batch.fetch()
+    buffer = Buffer(memoryview(data := bytearray(plan.layout.total)))
+    batch.deal(buffer)
+    for item in plan.unfenced:
+        wanted = model.get_buffer(item.fqn.removeprefix("model.")).reshape(-1).tolist()
+        assert torch.frombuffer(data, dtype=torch.float32, count=len(wanted), offset=item.offset).tolist() == wanted
+
+
+@pytest.mark.parametrize("nbytes", [4_000, 80_000])
+def test_no_view_of_a_plain_tensor_is_made_for_its_copy(nbytes: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A thousand tensors are queued in a millisecond or two of Python: views alone took several times that."""
+    model = nn.ParameterList([torch.full((nbytes // 4,), float(number)) for number in range(5)])
+    tracked = StateRegistry(current_world())
+    tracked.add("model", model)
+    tracked.add("optimizer", torch.optim.SGD(model.parameters(), lr=0.1))
+    plan = CopyPlan.of(StateLayout.of(tracked.structure(tracked.capture())))
+    lanes, data = DeviceCopier(FakeCuda()), bytearray(plan.layout.total)
+    buffer = Buffer(memoryview(data))
+
+    def snapshot() -> None:
+        batches = lanes.enqueue(plan.fenced, buffer, lanes.mark(CPU, plan.unfenced))
+        assert sum(len(items) for items in lanes.arrivals(batches, buffer)) == 5
+
+    snapshot()  # makes the batches
+    monkeypatch.setattr(device, "source_of", lambda item: pytest.fail("a view was made"))
+    snapshot()
+    for number, item in enumerate(plan.fenced):
+        assert data[item.offset : item.offset + nbytes] == np.full(nbytes // 4, number, np.float32).tobytes()
+
+
 def test_the_devices_of_a_plan_are_looked_up_once() -> None:
     loop, looked = Loop(""), []
 
@@ -208,15 +270,59 @@ def test_a_write_between_step_and_fence_discards_the_snapshot_of_a_device(
         crash(ckpt)
 
 
-def test_a_restore_into_device_memory_goes_by_a_buffer_of_the_host() -> None:
-    live = torch.zeros(6, 4)
-    (box,) = boxes_of("x", live)
-    table = ShardTable.from_shards([shard_of("x", "float32", box, 0)], np.zeros(1, np.int64))
-    rows = LiveRows(fqns=["x"], tensors=[live.as_subclass(OnDevice)], boxes=[box])
-    required: Any = SimpleNamespace(live=rows, absent=SimpleNamespace(blocks=[]), in_values=[], wanted=table)
-    memory = live_memory.allocate(required)
-    wanted = torch.arange(24.0).reshape(6, 4)
-    ctypes.memmove(int(memory.destinations.addresses[0]), wanted.data_ptr(), wanted.nbytes)
-    assert not live.any(), "nothing of it is live before every byte has been verified"
-    memory.finish()
-    assert torch.equal(live, wanted)
+class Returns:
+    """An object that makes other tensors for each snapshot, and uses their memory afterwards."""
+
+    def __init__(self) -> None:
+        self.scale = torch.tensor(3.0)
+        self.given = torch.zeros(40_000)
+
+    def state_dict(self) -> dict[str, Any]:
+        self.given = torch.full((40_000,), float(self.scale))
+        return {"large": self.given, "small": self.scale.clone()}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.scale, self.given = state["small"], state["large"]
+
+
+def test_tensors_that_an_object_makes_on_a_device_are_not_copied_to_the_host_in_step(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    owner = Returns()
+    with tensors_as_on_a_device(monkeypatch):
+        ckpt = opened(tmp_path / "root", owner=owner)
+        monkeypatch.setattr(stager, "copy_item", lambda *_: pytest.fail("copied by the training thread"))
+        ckpt.step(1)
+        owner.given.zero_()
+        finished(ckpt)
+        assert ckpt.stats["snapshots"] == 1
+        crash(ckpt)
+        owner.scale = torch.tensor(8.0)
+        crash(opened(tmp_path / "root", owner=owner))
+    assert owner.scale.item() == 3.0
+    assert set(owner.given.tolist()) == {3.0}
+
+
+def test_a_snapshot_that_fails_while_copies_are_under_way_waits_for_them_before_its_slot_is_given_up(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def arrivals(*_: Any) -> Any:
+        raise OSError("the digest of a batch failed")
+
+    discard = stager.Stager._discard
+    with tensors_as_on_a_device(monkeypatch) as cuda:
+        ckpt = opened(
+            tmp_path / "root", model=(model := nn.Linear(8, 8)), optimizer=torch.optim.SGD(model.parameters())
+        )
+        monkeypatch.setattr(DeviceCopier, "arrivals", arrivals)
+
+        def given_up(snapshot: stager.Snapshot) -> None:
+            cuda.log.append(("given up",))
+            discard(snapshot)
+
+        monkeypatch.setattr(stager.Stager, "_discard", staticmethod(given_up))
+        ckpt.step(1)
+        finished(ckpt)
+        crash(ckpt)
+    assert ckpt.stats["discarded"] == 1
+    assert cuda.log.index(("host waits for all", "side1")) < cuda.log.index(("given up",))

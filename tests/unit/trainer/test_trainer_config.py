@@ -8,12 +8,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from support import warm
 from support.paths import ROOT
 
 from flashckpt.errors import ConfigError, FlashckptError, LayoutError
 from flashckpt.trainer.changes import compare, recorded_values, refuse_changes
 from flashckpt.trainer.config import from_values, read_config, to_toml, to_values
+from flashckpt.trainer.model.transformer import Transformer
 from flashckpt.trainer.parallel.layout import MULTI_STAGE, SINGLE_STAGE, SPLIT_BACKWARD, resolve_layout, stage_layers
 from flashckpt.trainer.rate import rate_jump
 
@@ -77,6 +79,26 @@ def test_a_missing_file_is_refused(tmp_path: Any) -> None:
 def test_every_shipped_config_is_valid(path: Any) -> None:
     run = read_config(path)
     resolve_layout(run, 8 if run.parallel.pp > 1 else 1)
+
+
+def test_the_large_config_is_a_billion_parameters_in_bfloat16_and_compiled() -> None:
+    run = read_config(ROOT / "configs" / "1b.toml")
+    assert (run.train.precision, run.train.compile) == ("bfloat16", True)
+    with torch.device("meta"):
+        model = Transformer(run.model, run.train.seq_len)
+    assert 0.95e9 < sum(parameter.numel() for parameter in model.parameters()) < 1.05e9
+
+
+@pytest.mark.parametrize(
+    ("parallel", "found"),
+    [({"tp": 2}, "parallel.tp = 2"), ({"pp": 2, "schedule": "ZBVZeroBubble"}, "ZBVZeroBubble, whose backward")],
+)
+def test_blocks_are_not_compiled_where_their_gradients_would_be_others(parallel: Any, found: str) -> None:
+    run = from_values({"train": {"compile": True}, "parallel": parallel})
+    with pytest.raises(LayoutError, match=r"train\.compile does not go") as caught:
+        resolve_layout(run, 2)
+    assert found in caught.value.found
+    resolve_layout(from_values({"train": {"compile": True}, "parallel": {"pp": 2}}), 2)
 
 
 def test_a_changed_dimension_is_an_error_and_a_changed_rate_a_warning() -> None:

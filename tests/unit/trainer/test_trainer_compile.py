@@ -1,0 +1,58 @@
+"""Blocks by torch.compile: the same names, losses and gradients as without, recomputed blocks too."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+
+from flashckpt.trainer.config import from_values
+from flashckpt.trainer.model.initial import fill, materialise
+from flashckpt.trainer.model.transformer import Transformer
+from flashckpt.trainer.parallel.apply import build_stage
+from flashckpt.trainer.parallel.layout import check_recompute
+
+pytestmark = pytest.mark.filterwarnings("default")  # torch warns about its own look at a tensor's .grad
+
+
+def built(mode: str, *, compiled: bool) -> Transformer:
+    run = from_values({"model": {"dim": 32, "layers": 2, "heads": 4, "kv_heads": 2, "ffn": 64}})
+    layout: Any = type("Layout", (), {"stage_layers": ((0, 1),), "stages": 1})
+    model = build_stage(run, layout, 0)
+    model.set_recompute(mode, check_recompute(mode))
+    if compiled:
+        model.compile_blocks()
+    materialise(model, torch.device("cpu"))
+    fill(model, run.model, 3)
+    return model
+
+
+@pytest.mark.parametrize("mode", ["none", "full"])
+def test_compiled_blocks_have_the_names_the_loss_and_the_gradients_of_plain_ones(
+    mode: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ran: Any = []
+
+    def backend(
+        graph: Any, _inputs: Any
+    ) -> Callable[..., Any]:  # what is compiled is run as it stands: equal to the bit
+        return lambda *words: (ran.append(1), graph(*words))[1]
+
+    monkeypatch.setattr(torch, "compile", partial(torch.compile, backend=backend))
+    tokens = torch.arange(24).reshape(2, 12)
+    plain, compiled = built(mode, compiled=False), built(mode, compiled=True)
+    losses = [model(tokens).float().square().mean() for model in (plain, compiled)]
+    for loss in losses:
+        loss.backward()
+    assert len(ran) == 2, "each of two blocks ran what was compiled"
+    assert losses[0].item() == losses[1].item()
+    own, others = dict(plain.named_parameters()), dict(compiled.named_parameters())
+    assert list(own) == list(others)
+    assert all(torch.equal(own[name].grad, others[name].grad) for name in own)  # type: ignore[arg-type]  # they have one
+
+
+def test_nothing_is_compiled_unless_asked_for() -> None:
+    assert from_values({}).train.compile is False
