@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
@@ -14,6 +15,9 @@ from flashckpt.restore.absent_state import AbsentKey
 from flashckpt.restore.destinations import Destinations
 from flashckpt.restore.requirements import Requirements
 from flashckpt.state.placement import LocalBox, local_of
+
+_SHAPE, _IS_CPU, _NBYTES = (operator.attrgetter(name) for name in ("shape", "is_cpu", "nbytes"))
+_LENGTHS = operator.attrgetter("lengths")
 
 
 class Staged(NamedTuple):
@@ -64,8 +68,8 @@ def allocate(required: Requirements) -> LiveMemory:
         in_values[name] = torch.empty(shard.global_shape, dtype=getattr(torch, shard.dtype))
     parts += in_values.values()
     nbytes = required.wanted.nbytes
-    addresses = np.array([part.data_ptr() for part in parts], np.int64)
-    sizes = np.array([part.nbytes for part in parts], np.int64)
+    addresses = np.fromiter(map(torch.Tensor.data_ptr, parts), np.int64, len(parts))
+    sizes = np.fromiter(map(_NBYTES, parts), np.int64, len(parts))
     if len(wrong := np.flatnonzero(sizes != nbytes)):  # bytes are copied by address: never beyond what is there
         row = int(wrong[0])
         raise ValueError(f"memory of {required.wanted.fqn(row)!r}: {sizes[row]} bytes, its box has {nbytes[row]}")
@@ -78,7 +82,7 @@ def _parts_of_key(key: AbsentKey, made: list[torch.Tensor], staged: list[Staged]
     """Return the same as `_parts` for tensors that were just made, all of one kind: box by box."""
     first = made[0]
     is_whole = type(first) is torch.Tensor and first.is_cpu and [first.shape] == [box.lengths for box in key.boxes]
-    if is_whole and all(tensor.is_contiguous() for tensor in made):
+    if is_whole and all(map(torch.Tensor.is_contiguous, made)):
         return made
     return [part for box in key.boxes for part in _parts(key.fqns, made, [box] * len(made), staged)]
 
@@ -87,12 +91,13 @@ def _parts(
     fqns: Sequence[str], tensors: Sequence[torch.Tensor], boxes: Sequence[LocalBox], staged: list[Staged]
 ) -> list[torch.Tensor]:
     """Return the row-major host memory of one box of each live tensor, or a buffer for it."""
-    whole = [local_of(tensor) for tensor in tensors]
-    is_ready = [
-        part.shape == box.lengths and part.is_cpu and part.is_contiguous() and not part.is_conj() and not part.is_neg()
-        for part, box in zip(whole, boxes, strict=True)
-    ]
-    for row in np.flatnonzero(~np.array(is_ready, np.bool_)).tolist():
+    whole = list(map(local_of, tensors))
+    lacks = np.fromiter(map(operator.ne, map(_SHAPE, whole), map(_LENGTHS, boxes)), np.bool_, len(whole))
+    for has in (_IS_CPU, torch.Tensor.is_contiguous):
+        lacks |= ~np.fromiter(map(has, whole), np.bool_, len(whole))
+    for has_not in (torch.Tensor.is_conj, torch.Tensor.is_neg):
+        lacks |= np.fromiter(map(has_not, whole), np.bool_, len(whole))
+    for row in np.flatnonzero(lacks).tolist():
         whole[row] = _part(fqns[row], whole[row], boxes[row], staged)
     return whole
 

@@ -163,6 +163,7 @@ def _missing_state(tracked: StateRegistry, label: str, values: Values) -> list[s
     missing = [
         f"{label}.{live[id(param)]}.{key}"
         for optimizer in tracked.optimizers[label]
+        if not optimizer_state.has_only_tensors(optimizer)
         for param, state in optimizer.state.items()
         if isinstance(param, torch.Tensor) and id(param) in live
         for key, value in state.items()

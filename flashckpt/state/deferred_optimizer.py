@@ -9,7 +9,7 @@ state is planned.
 from __future__ import annotations
 
 import operator
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from itertools import chain, repeat
 from typing import Any
 
@@ -42,6 +42,12 @@ class DeferredState:
     def of(self, optimizer: torch.optim.Optimizer) -> PredictedState | None:
         """Return the part of one optimizer."""
         return next((part for part in self._parts if part.optimizer is optimizer), None)
+
+    def blocks(self) -> Iterator[tuple[torch.optim.Optimizer, PredictedBlock]]:
+        """Yield (optimizer, what it will make), in the order in which the tensors are awaited."""
+        for part in self._parts:
+            for block in part.blocks:
+                yield part.optimizer, block
 
     def is_awaited(self) -> bool:
         """Whether none of it exists yet."""

@@ -29,7 +29,7 @@ _MOST_READINGS = 3
 _SHAPE = operator.itemgetter(1)  # of a FORM
 
 
-class _Foreseen(NamedTuple):
+class Foreseen(NamedTuple):
     """A structure with state that did not exist, kept while a restore may be making that very state.
 
     Attributes:
@@ -72,7 +72,7 @@ class StateRegistry:
         self._guard = self._appeared = StructureGuard([], [])
         self._built_of: list[tuple[Any, Any]] = []
         self._layout: StateLayout | None = None
-        self._foreseen: _Foreseen | None = None
+        self._foreseen: Foreseen | None = None
         self._found = ModuleTensors()
         self._names: dict[int, str] = {}
         self._reader = ValueReader(self)
@@ -201,11 +201,17 @@ class StateRegistry:
                 return None
             if not ahead:  # from now on every change is to be seen, also that this state appears
                 if self._layout is not None and self._layout.structure is planned:
-                    self._foreseen = _Foreseen(self._layout, self.ahead, self._guard, self._built_of)
+                    self._foreseen = Foreseen(self._layout, self.ahead, self._guard, self._built_of)
                 self.planned, self.ahead = planned.present(), DeferredState()
                 self._watch()
             return self.planned
         return planned if self.holds() else None
+
+    def foreseen(self) -> Foreseen | None:
+        """Return what was planned with state that does not exist yet, as long as none of it does and it may still come."""
+        known = self._foreseen
+        is_awaited = known is not None and known.state.is_awaited() and self._are_owners(known.built_of)
+        return known if is_awaited else None
 
     def _as_foreseen(self, captured: Captured) -> Structure | None:
         """Return the structure of which a restore has made all the state that did not exist, and nothing else.
@@ -306,6 +312,10 @@ class StateRegistry:
     def extra_states(self) -> list[tuple[str, nn.Module]]:
         """Return (name, module) of modules with extra state."""
         return list(self._reader.extra)
+
+    def group_names(self, label: str) -> list[list[list[str]]]:
+        """Return the names of the parameters of the optimizers of one label, per optimizer and group."""
+        return self._reader.group_names(label)
 
     def names_for(self, group: Iterable[torch.optim.Optimizer]) -> dict[int, str]:
         """Return the names of the parameters: id(parameter) -> name without the track name `model`.

@@ -157,12 +157,17 @@ class Structure:
             self.box_sets,
         )
 
+    def is_awaited(self) -> npt.NDArray[np.bool_]:
+        """Return for each tensor whether it does not exist yet."""
+        found = np.zeros(len(self.names), np.bool_)
+        found[self.awaited] = True
+        return found
+
     def present(self) -> Structure:
         """Return the structure without what does not exist yet: that is only forecast."""
         if not len(self.awaited):
             return self
-        is_there = np.ones(len(self.names), np.bool_)
-        is_there[self.awaited] = False
+        is_there = ~self.is_awaited()
         places, kept = np.flatnonzero(is_there), is_there.tolist()
         return replace(
             self,
