@@ -191,6 +191,8 @@ def _single_runs(plan: ReadPlan) -> tuple[npt.NDArray[np.bool_], Ints, Ints]:
     wanted_at = wanted.dims(wanted.offsets, plan.target, width, 0)
     wanted_n = wanted.dims(wanted.lengths, plan.target, width, 1)
     is_run, is_whole = np.ones(count, np.bool_), np.ones(count, np.bool_)
+    if bool((plan.lengths == held_n).all() and (plan.lengths == wanted_n).all()):  # nothing is cut: rows as they are
+        return is_run, np.zeros(count, np.int64), np.zeros(count, np.int64)
     for dim in reversed(range(width)):
         # behind a dimension that is not taken whole on both sides, every one before it must be a single element
         is_run &= is_whole | (plan.lengths[:, dim] == 1)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Iterable
-from dataclasses import replace
 from itertools import chain
 from typing import Any, NamedTuple
 
@@ -231,7 +230,7 @@ class StateRegistry:
         if first_shared([planned.names[at] for at in planned.awaited.tolist()], tensors) is not None:
             return None  # building says it in words
         self.planned = planned.filled(tensors)
-        self._layout = replace(foreseen.layout, structure=self.planned)
+        self._layout = foreseen.layout.with_tensors(self.planned)
         self._guard, self._appeared, self.ahead = foreseen.guard, foreseen.state.watch(tensors), DeferredState()
         self._built_of = foreseen.built_of
         return self.planned

@@ -22,6 +22,7 @@ from flashckpt.state.box_sets import BoxSet
 from flashckpt.state.placement import LocalBox, Replication, local_of, shard_of
 
 _SHAPE_AND_DTYPE = operator.attrgetter("dtype", "shape")
+_SHAPE, _DTYPE = operator.attrgetter("shape"), operator.attrgetter("dtype")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -191,13 +192,19 @@ class Structure:
 
     def has_form(self) -> bool:
         """Tell whether every tensor still has the dtype and shape that it had: `p.data = ...` is seen by nothing else."""
-        here = list(map(operator.is_not, self.tensors, itertools.repeat(None)))
-        tensors: Iterable[torch.Tensor] = itertools.compress(self.tensors, here)  # type: ignore[arg-type]  # None is left out
+        tensors: Sequence[torch.Tensor | None] = self.tensors
+        sets = self.sets
+        if len(self.awaited):
+            here = ~self.is_awaited()
+            tensors, sets = list(itertools.compress(tensors, here.tolist())), sets[here]
         if self.is_sharded:
-            tensors = map(local_of, tensors)
-        forms = [one.form for one in self.box_sets]
-        expected = map(forms.__getitem__, itertools.compress(self.sets.tolist(), here))
-        return all(map(operator.eq, map(_SHAPE_AND_DTYPE, tensors), expected))
+            tensors = [None if tensor is None else local_of(tensor) for tensor in tensors]
+        numbers = sets.tolist()
+        for part, attribute in enumerate((_DTYPE, _SHAPE)):
+            expected = [one.form[part] for one in self.box_sets]
+            if not all(map(operator.eq, map(attribute, tensors), map(expected.__getitem__, numbers))):
+                return False
+        return True
 
     def sharded(self) -> Iterator[torch.Tensor]:
         """Yield the fenced DTensors that exist."""
