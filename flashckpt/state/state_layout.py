@@ -105,7 +105,7 @@ class StateLayout:
         fqns = self.structure.names
         if len(self.row_tensors) != len(fqns) or bool((np.diff(self.row_tensors) != 1).any()):
             fqns = [fqns[at] for at in self.row_tensors.tolist()]
-        return hash_rows(fqns, list(map(self.hashed.__getitem__, self.row_boxes.tolist())))
+        return hash_rows(fqns, self.hashed, self.row_boxes)
 
     def need(self, value_bytes: int) -> MemoryNeed:
         """Return what a slot needs for this structure, its forecast, and about `value_bytes` of non-tensor state."""
@@ -143,11 +143,14 @@ class _Pieces:
         self.replica = np.array([box.replica for box in self.boxes], np.int32)
         self.hashed = [hashed_part(shard) for shard in shards]
 
-    def dims(self, name: str, rows: Ints) -> Ints:
-        """Return the numbers of one attribute of the boxes of `rows`, one after another."""
+    def dims(self, rows: Ints) -> dict[str, Ints]:
+        """Return shapes, offsets and lengths of the boxes of `rows`, the numbers of one row behind those of another."""
         ndim = self.ndim.astype(np.int64)
-        numbers = np.array(list(chain.from_iterable(getattr(box, name) for box in self.boxes)), np.int64)
-        return numbers[ranges((np.cumsum(ndim) - ndim)[rows], ndim[rows])]
+        which = ranges((np.cumsum(ndim) - ndim)[rows], ndim[rows])
+        found = {}
+        for name in ("global_shape", "offsets", "lengths"):
+            found[name] = np.array(list(chain.from_iterable(getattr(box, name) for box in self.boxes)), np.int64)[which]
+        return found
 
 
 def _table(structure: Structure, tensors: Ints, pieces: _Pieces, rows: Ints, offsets: Ints) -> ShardTable:
@@ -173,7 +176,7 @@ def _table(structure: Structure, tensors: Ints, pieces: _Pieces, rows: Ints, off
         "nbytes": nbytes,
         "first_chunk": first_chunks(nbytes),
         "object_id": np.zeros(len(rows), np.int32),
-        **{name: pieces.dims(name, rows) for name in ("global_shape", "offsets", "lengths")},
+        **pieces.dims(rows),
     }
     return ShardTable(unique, [kinds[code] for code in in_order.tolist()], columns)
 

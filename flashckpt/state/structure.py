@@ -112,8 +112,9 @@ class Structure:
     @cached_property
     def first_double(self) -> str | None:
         """The first name that is there twice, or None."""
-        equal = list(map(operator.eq, self.names, itertools.islice(self.names, 1, None)))
-        return self.names[equal.index(True)] if True in equal else None
+        if not any(map(operator.eq, self.names, itertools.islice(self.names, 1, None))):
+            return None
+        return next(a for a, b in itertools.pairwise(self.names) if a == b)
 
     @cached_property
     def entries(self) -> list[Entry]:
