@@ -16,7 +16,7 @@ from flashckpt.state import modules, optimizer_extra, optimizer_state, samplers
 from flashckpt.state.captured import Captured
 from flashckpt.state.deferred_optimizer import DeferredState
 from flashckpt.state.depth import refuse_deep
-from flashckpt.state.module_tensors import ModuleTensors, collect, first_shared
+from flashckpt.state.module_tensors import ModuleTensors, collect, may_share
 from flashckpt.state.placement import World
 from flashckpt.state.state_layout import StateLayout
 from flashckpt.state.structure import Structure
@@ -221,15 +221,17 @@ class StateRegistry:
         if foreseen is None or not self._are_owners(foreseen.built_of):
             return None
         planned, tensors = foreseen.layout.structure, foreseen.state.found()
-        if tensors is None or not {torch.Tensor, DTensor}.issuperset(map(type, tensors)):
+        if tensors is None or not {torch.Tensor, DTensor}.issuperset(kinds := set(map(type, tensors))):
             return None
-        if captured.forms != planned.forms or not foreseen.guard.holds() or not planned.has_form():
+        filled = planned.filled(tensors)
+        if captured.forms != planned.forms or not foreseen.guard.holds() or not filled.has_form():
             return None
-        if foreseen.state.refused(tensors) is not None or any(map(torch.Tensor.is_inference, tensors)):
+        is_as_foreseen = not planned.is_sharded and DTensor not in kinds and filled.is_in_place()
+        if not is_as_foreseen and foreseen.state.refused(tensors) is not None:
             return None
-        if first_shared([planned.names[at] for at in planned.awaited.tolist()], tensors) is not None:
+        if any(map(torch.Tensor.is_inference, tensors)) or may_share(tensors):
             return None  # building says it in words
-        self.planned = planned.filled(tensors)
+        self.planned = filled
         self._layout = foreseen.layout.with_tensors(self.planned)
         self._guard, self._appeared, self.ahead = foreseen.guard, foreseen.state.watch(tensors), DeferredState()
         self._built_of = foreseen.built_of

@@ -22,7 +22,7 @@ from flashckpt.state.box_sets import BoxSet
 from flashckpt.state.placement import LocalBox, Replication, local_of, shard_of
 
 _SHAPE_AND_DTYPE = operator.attrgetter("dtype", "shape")
-_SHAPE, _DTYPE = operator.attrgetter("shape"), operator.attrgetter("dtype")
+_SHAPE, _DTYPE, _DEVICE, _IS_CPU = (operator.attrgetter(name) for name in ("shape", "dtype", "device", "is_cpu"))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -206,6 +206,14 @@ class Structure:
             if not all(map(operator.eq, map(attribute, tensors), map(expected.__getitem__, numbers))):
                 return False
         return True
+
+    def is_in_place(self) -> bool:
+        """Tell whether every tensor, none of which is a DTensor, is on the device that it was on, or is expected on."""
+        devices = [one.device for one in self.box_sets]
+        if {"cpu"}.issuperset(device.type for device in devices):
+            return all(map(_IS_CPU, self.tensors))
+        expected = map(devices.__getitem__, self.sets.tolist())
+        return all(map(operator.eq, map(_DEVICE, self.tensors), expected))
 
     def sharded(self) -> Iterator[torch.Tensor]:
         """Yield the fenced DTensors that exist."""
