@@ -30,10 +30,12 @@ class ForeseenState:
     """What there is to know where all sources have the planned names, in the planned order.
 
     Attributes:
+        rows: The rows of the live table that are to be filled.
         absent: The state that is still to be made.
         places: Where the names of the live tensors, then those of `absent`, stand among the names of every source.
     """
 
+    rows: Ints
     absent: AbsentState
     places: Ints
 
@@ -56,15 +58,17 @@ def foreseen_state(
     """
     foreseen = tracked.foreseen()
     layout = live if foreseen is None else foreseen.layout
-    if not manifests or names.forms or layout.structure.fresh or not _are_named_alike(manifests, layout.table.fqns):
+    if not manifests or names.forms or not _are_named_alike(manifests, layout):
         return None
     structure = layout.structure
     if foreseen is None:
-        return ForeseenState(absent=AbsentState(), places=np.arange(len(structure.names)))
+        rows, here = _held_rows(live, np.arange(len(structure.names)))
+        return ForeseenState(rows=rows, absent=AbsentState(), places=here)
     if len(live.structure.names) + len(structure.awaited) != len(structure.names):
         return None
     blocks: list[AbsentBlock] = []
-    places: list[Ints] = [np.flatnonzero(~structure.is_awaited())]
+    rows, here = _held_rows(live, np.flatnonzero(~structure.is_awaited()))
+    places: list[Ints] = [here]
     start = 0
     for optimizer, predicted in foreseen.state.blocks():
         count = len(predicted.params) * len(predicted.keys)
@@ -77,12 +81,30 @@ def foreseen_state(
             chosen = _Chosen(predicted=predicted, which=which, awaited=awaited[which])
             blocks.append(_block(optimizer, chosen, layout.table.fqns, [kind for kind in kinds if kind]))
             places += list(awaited[which].T)
-    return ForeseenState(absent=AbsentState(blocks, are_distinct=True), places=np.concatenate(places))
+    absent = AbsentState(blocks, are_distinct=True)
+    return ForeseenState(rows=rows, absent=absent, places=np.concatenate(places))
 
 
-def _are_named_alike(manifests: Sequence[Manifest], fqns: Sequence[str]) -> bool:
-    """Return whether each manifest has just these names, in this order, none of which belongs to one rank alone."""
-    return all(manifest.table.fqns == fqns for manifest in manifests) and "@" not in "\0".join(fqns)
+def _held_rows(live: StateLayout, places: Ints) -> tuple[Ints, Ints]:
+    """Return the rows of live tensors, without those that objects return anew for each snapshot, and their places.
+
+    Args:
+        live: The live tensors.
+        places: Where the names of all of them stand among the planned ones.
+    """
+    structure = live.structure
+    if not structure.fresh:
+        return np.arange(len(live.table)), places
+    is_held = np.fromiter((name not in structure.fresh for name in structure.names), np.bool_, len(places))
+    return np.flatnonzero(is_held[live.row_tensors]), places[is_held]
+
+
+def _are_named_alike(manifests: Sequence[Manifest], planned: StateLayout) -> bool:
+    """Return whether each manifest has just the planned names, in this order, and none is of one rank but in values."""
+    fqns, fresh = planned.table.fqns, planned.structure.fresh
+    if not all(manifest.table.fqns == fqns for manifest in manifests):
+        return False
+    return "@" not in "\0".join(fqns) or all("@" not in fqn or fqn in fresh for fqn in fqns)
 
 
 def _alike(structure: Structure, awaited: Ints) -> Iterator[Ints]:

@@ -120,8 +120,8 @@ def requirements(
     """
     known = None if only is not None else foreseen_state(live.tracked, live.layout, names, manifests)
     if known is not None:
-        of_live, rows, missing = live.table, live.rows(np.arange(len(live.table))), list[str]()
-        absent = known.absent
+        of_live = live.table if len(known.rows) == len(live.table) else live.table.take(known.rows)
+        rows, missing, absent = live.rows(known.rows), list[str](), known.absent
     else:
         of_live, rows, missing = _named_rows(live, names, only, exact=exact)
         is_asked_for = None if only is None else functools.partial(is_wanted, only=only)
