@@ -38,11 +38,14 @@ def _are_same_rows(
         if (starts[tensors + 1] - starts[tensors] != 1).any():
             return False
         firsts.append(order[starts[tensors]])
-    rows = list(zip((wanted, held), firsts, strict=True))
-    return all(
-        bool(np.array_equal(*(table.dims(getattr(table, name), at, width, -1) for table, at in rows)))
-        for name in ("offsets", "lengths")
-    )
+    for name in ("offsets", "lengths"):
+        own, other = (
+            table.dims(getattr(table, name), rows, width, -1)
+            for table, rows in zip((wanted, held), firsts, strict=True)
+        )
+        if not np.array_equal(own, other):
+            return False
+    return True
 
 
 def _region_sums(table: ShardTable, width: int) -> npt.NDArray[np.uint64]:

@@ -41,6 +41,8 @@ class ForeseenState:
 
     def note(self, wanted: ShardTable, tables: Sequence[ShardTable]) -> None:
         """Tell the tables of the sources where these wanted names stand in them."""
+        if len(wanted.fqns) != len(self.places):
+            return  # a tensor of which this rank holds no box has no row: the tables look its neighbours up by name
         for table in tables:
             table.note_places(wanted.fqns, self.places)
 

@@ -72,6 +72,7 @@ def described(required: Requirements) -> tuple[Any, ...]:
 CASES: list[tuple[Callable[[nn.ParameterList], Optimizer], nn.ParameterList]] = [
     (lambda model: torch.optim.AdamW(model.parameters()), model_of((3, 2), (4,), (3, 2), ())),
     (lambda model: torch.optim.AdamW(model.parameters(), amsgrad=True), model_of((3, 2), (3, 2), frozen=1)),
+    (lambda model: torch.optim.AdamW(model.parameters()), model_of((3, 2), (0, 2), (3, 2))),
     (in_two_groups, model_of((2,), (2,), (5, 1), (2,))),
     (lambda model: torch.optim.SGD(model.parameters(), lr=0.1), model_of((2,), (3,))),
 ]
