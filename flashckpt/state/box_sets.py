@@ -86,7 +86,7 @@ def _kinds_of(tensors: Sequence[torch.Tensor], forms: Iterable[Any] | None, *oth
         forms = map(_sharded_form, tensors)
     elif forms is None:
         forms = map(FORM, tensors)
-    columns = [types, list(map(torch.Tensor.is_inference, tensors)), *others]
+    columns: list[Sequence[Any]] = [types, list(map(torch.Tensor.is_inference, tensors)), *others]
     differing = [column for column in columns if column and column.count(column[0]) != len(column)]
     return zip(forms, *differing, strict=True) if differing else iter(forms)
 
