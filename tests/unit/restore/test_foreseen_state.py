@@ -182,7 +182,7 @@ def test_recorded_forms_and_state_that_was_made_meanwhile_are_searched() -> None
 
 def test_a_group_with_a_parameter_of_no_live_optimizer_is_foreign_although_all_tensors_are_known() -> None:
     live, shards = planned(lambda model: torch.optim.AdamW(model.parameters()), model_of((3, 2), (3, 2)))
-    values = {"optimizer.groups": [[{"params": ["0", "1", "2"]}]]}
+    values: dict[str, object] = {"optimizer.groups": [[{"params": ["0", "1", "2"]}]]}
     held = [manifest(0, shards, values)]
     names = SourceNames(held)
     known = requirements(live, names, held)
@@ -222,6 +222,6 @@ def test_state_that_is_not_only_tensors_is_looked_at_one_by_one() -> None:
     optimizer.state[model[1]]["step"] = 3
     assert not optimizer_state.has_only_tensors(optimizer)
     del optimizer.state[model[1]]["step"]
-    optimizer.state["common"] = {"count": torch.zeros(())}
+    optimizer.state["common"] = {"count": torch.zeros(())}  # type: ignore[index]  # as some optimizers do
     assert not optimizer_state.has_only_tensors(optimizer)
     assert optimizer_state.other_keys(optimizer) == ["common"]
