@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import operator
 from collections.abc import Sequence
 from functools import cached_property
 from typing import Any
@@ -321,7 +320,7 @@ def _names(value: Any, what: str) -> list[str]:
 
 def _are_distinct(names: list[str]) -> bool:
     """Return whether no name is there twice: nearly always they ascend, which is found out without hashing them."""
-    return all(map(operator.lt, names, itertools.islice(names, 1, None))) or len(set(names)) == len(names)
+    return all(map(str.__lt__, names, itertools.islice(names, 1, None))) or len(set(names)) == len(names)
 
 
 def _products(column: np.ndarray, ndim: np.ndarray) -> np.ndarray:

@@ -1,4 +1,4 @@
-"""Sources that have the very names that were planned before the restore: a run that goes on as it was.
+"""Sources that have the very names that were planned before the restore: a run that continues as it was.
 
 Then what is absent is known by its places in the planned structure, and nothing has to be searched by name. Whatever is
 otherwise is left to `absent_state`, which finds the same by search.
@@ -88,7 +88,7 @@ def foreseen_state(
 
 
 def _held_rows(live: StateLayout, places: Ints) -> tuple[Ints, Ints]:
-    """Return the rows of live tensors, without those that objects return anew for each snapshot, and their places.
+    """Return the rows of live tensors, without those that objects return for each snapshot, and their places.
 
     Args:
         live: The live tensors.
