@@ -166,7 +166,10 @@ def _both(
 
 def layout_hash(shards: Sequence[Shard]) -> int:
     """Return a u64 over names, dtypes, boxes and their order: stable over processes, machines and releases."""
-    return hash_rows([shard.fqn for shard in shards], [hashed_part(shard) for shard in shards])
+    parts = [hashed_part(shard) for shard in shards]
+    kinds = {part: number for number, part in enumerate(dict.fromkeys(parts))}
+    numbers = np.array([kinds[part] for part in parts], np.int64)
+    return hash_rows([shard.fqn for shard in shards], list(kinds), numbers)
 
 
 def hashed_part(shard: Shard) -> bytes:
@@ -175,25 +178,45 @@ def hashed_part(shard: Shard) -> bytes:
     return b"".join(map(msgpack.packb, fields))
 
 
-def hash_rows(fqns: Iterable[str], parts: Sequence[bytes]) -> int:
-    """Return `layout_hash` of rows with these names, whose `hashed_part` are `parts`.
+def hash_rows(fqns: Sequence[str], kinds: Sequence[bytes], numbers: npt.NDArray[np.int64]) -> int:
+    """Return `layout_hash` of rows with these names.
 
     What is hashed is one msgpack array of rows, put together by hand: packing nested lists costs microseconds a row.
     All is joined as text, one character for each byte: a name is ASCII as a rule, and then is its own encoding.
+
+    Args:
+        fqns: The names.
+        kinds: What `hashed_part` returns of the shards; each once is enough.
+        numbers: np.int64[len(fqns)]; the place of each row's part in `kinds`.
     """
-    header: bytes = msgpack.Packer().pack_array_header(len(parts))
-    names = list(fqns)
+    count, names = len(fqns), fqns
+    header: bytes = msgpack.Packer().pack_array_header(count)
+    if not count:
+        return int(xxhash.xxh3_64_intdigest(header))
     if not all(map(str.isascii, names)):
         names = [name.encode().decode("latin-1") for name in names]
-    sizes = list(map(len, names))
-    heads = {size: _row_head(size).decode("latin-1") for size in set(sizes)}
-    tails = {part: part.decode("latin-1") for part in set(parts)}
-    pieces = [""] * (3 * len(parts))
-    pieces[::3] = map(heads.__getitem__, sizes)
-    pieces[1::3] = names
-    pieces[2::3] = map(tails.__getitem__, parts)
-    joined = "".join(pieces)
-    return int(xxhash.xxh3_64_intdigest(header + joined.encode("latin-1")))
+    lengths = np.fromiter(map(len, names), np.int64, count)
+    widest = int(lengths.max()) + 1
+    # between two names: the end of one row and the head of the next one, one text for each pair that occurs
+    codes, which = _coded(numbers[:-1] * widest + lengths[1:], len(kinds) * widest)
+    between = [kinds[code // widest] + _row_head(code % widest) for code in codes.tolist()]
+    texts = np.array([text.decode("latin-1") for text in between], object)
+    pieces = [""] * (2 * count + 1)
+    pieces[0] = _row_head(int(lengths[0])).decode("latin-1")
+    pieces[1::2] = names
+    pieces[2:-1:2] = texts[which].tolist()
+    pieces[-1] = kinds[int(numbers[-1])].decode("latin-1")
+    return int(xxhash.xxh3_64_intdigest(header + "".join(pieces).encode("latin-1")))
+
+
+def _coded(codes: npt.NDArray[np.int64], end: int) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
+    """Return the codes that occur, ascending, and the place of each code among them; all are below `end`."""
+    if end > 8 * len(codes):
+        found, which = np.unique(codes, return_inverse=True)
+        return found, which.ravel()
+    occurs = np.zeros(end, np.bool_)  # a table instead of a sort: there are few kinds and lengths of names
+    occurs[codes] = True
+    return np.flatnonzero(occurs), (np.cumsum(occurs) - 1)[codes]
 
 
 def _row_head(name_bytes: int) -> bytes:

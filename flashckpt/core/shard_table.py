@@ -102,11 +102,17 @@ class ShardTable:
         return cls(list(fqn_ids), list(dtype_ids), columns)
 
     @classmethod
-    def stacked(cls, tables: Sequence[ShardTable]) -> ShardTable:
-        """Return the rows of several tables one after another, each where it lies."""
+    def stacked(cls, tables: Sequence[ShardTable], *, are_distinct: bool = False) -> ShardTable:
+        """Return the rows of several tables one after another, each where it lies.
+
+        Args:
+            tables: The tables.
+            are_distinct: No two of them have a name in common.
+        """
         dtype_ids: dict[str, int] = {}
         pieces: dict[str, list[np.ndarray]] = {name: [] for name in (*_COLUMNS, *_DIMS)}
-        fqns, numbers = _numbered(list(itertools.chain.from_iterable(table.fqns for table in tables)))
+        every = list(itertools.chain.from_iterable(table.fqns for table in tables))
+        fqns, numbers = _numbered(every, are_distinct=are_distinct)
         ends = np.cumsum([len(table.fqns) for table in tables], dtype=np.int64).tolist()
         for table, end in zip(tables, ends, strict=True):
             names = numbers[end - len(table.fqns) : end]
@@ -127,9 +133,15 @@ class ShardTable:
             columns["fqn_id"] = np.array([ids[fqn] for fqn in fqns], np.uint32)[self.fqn_id]
         return ShardTable(list(ids), self.dtypes, columns)
 
-    def under(self, fqns: Sequence[str], rows: np.ndarray) -> ShardTable:
-        """Return rows of this table, each as often as it is named in `rows`, under the names `fqns`, one per row."""
-        names, numbers = _numbered(fqns)
+    def under(self, fqns: Sequence[str], rows: np.ndarray, *, are_distinct: bool = False) -> ShardTable:
+        """Return rows of this table, each as often as it is named in `rows`, under the names `fqns`, one per row.
+
+        Args:
+            fqns: The names.
+            rows: np.int64.
+            are_distinct: No name is there twice.
+        """
+        names, numbers = _numbered(fqns, are_distinct=are_distinct)
         columns = {name: getattr(self, name)[rows] for name in _COLUMNS}
         dims = ranges(self.dim_start[:-1][rows], columns["ndim"])
         columns |= {name: getattr(self, name)[dims] for name in _DIMS}
@@ -225,6 +237,10 @@ class ShardTable:
             self._asked = fqns, found
         return found
 
+    def note_places(self, fqns: Sequence[str], places: np.ndarray) -> None:
+        """Take note of what `places` is to return for this list of names, where the caller knows it already."""
+        self._asked = fqns, places
+
     @cached_property
     def rows_by_tensor(self) -> tuple[np.ndarray, np.ndarray]:
         """(order, starts): the rows of tensor i are `order[starts[i] : starts[i + 1]]`, ascending."""
@@ -263,9 +279,9 @@ class ShardTable:
         return ShardTable([self.fqns[i] for i in kept[order].tolist()], list(self.dtypes), columns)
 
 
-def _numbered(fqns: Sequence[str]) -> tuple[list[str], np.ndarray]:
+def _numbered(fqns: Sequence[str], *, are_distinct: bool = False) -> tuple[list[str], np.ndarray]:
     """Return the names, each once, and the number of each of `fqns` among them."""
-    names = list(dict.fromkeys(fqns))
+    names = list(fqns) if are_distinct else list(dict.fromkeys(fqns))
     if len(names) == len(fqns):
         return names, np.arange(len(fqns), dtype=np.uint32)
     ids = {name: i for i, name in enumerate(names)}
@@ -297,9 +313,14 @@ def table_from_columns(columns: dict[str, Any]) -> ShardTable:
 
 
 def _names(value: Any, what: str) -> list[str]:
-    if type(value) is not list or not {str}.issuperset(map(type, value)) or len(set(value)) != len(value):
+    if type(value) is not list or not {str}.issuperset(map(type, value)) or not _are_distinct(value):
         raise ValueError(f"{what} is not a list of names, each once")
     return value
+
+
+def _are_distinct(names: list[str]) -> bool:
+    """Return whether no name is there twice: nearly always they ascend, which is found out without hashing them."""
+    return all(map(str.__lt__, names, itertools.islice(names, 1, None))) or len(set(names)) == len(names)
 
 
 def _products(column: np.ndarray, ndim: np.ndarray) -> np.ndarray:

@@ -183,7 +183,7 @@ def _single_runs(plan: ReadPlan) -> tuple[npt.NDArray[np.bool_], Ints, Ints]:
     """Return which reads are one run on both sides, and where the runs start in row and target, in bytes."""
     count, width = plan.offsets.shape
     held_at, held_n = np.zeros((count, width), np.int64), np.ones((count, width), np.int64)
-    for source in np.unique(plan.source).tolist():
+    for source in distinct(plan.source):
         which, table = np.flatnonzero(plan.source == source), plan.sources[source]
         held_at[which] = table.dims(table.offsets, plan.row[which], width, 0)
         held_n[which] = table.dims(table.lengths, plan.row[which], width, 1)
@@ -191,6 +191,8 @@ def _single_runs(plan: ReadPlan) -> tuple[npt.NDArray[np.bool_], Ints, Ints]:
     wanted_at = wanted.dims(wanted.offsets, plan.target, width, 0)
     wanted_n = wanted.dims(wanted.lengths, plan.target, width, 1)
     is_run, is_whole = np.ones(count, np.bool_), np.ones(count, np.bool_)
+    if bool((plan.lengths == held_n).all() and (plan.lengths == wanted_n).all()):  # nothing is cut: rows as they are
+        return is_run, np.zeros(count, np.int64), np.zeros(count, np.int64)
     for dim in reversed(range(width)):
         # behind a dimension that is not taken whole on both sides, every one before it must be a single element
         is_run &= is_whole | (plan.lengths[:, dim] == 1)
@@ -228,9 +230,17 @@ def _of_rows(plan: ReadPlan, reads: Ints, column: str) -> Ints:
     """Return a column of the source tables, for the rows of some reads."""
     found = np.zeros(len(reads), np.int64)
     sources = plan.source[reads]
-    for source in np.unique(sources).tolist():
+    for source in distinct(sources):
         which = np.flatnonzero(sources == source)
         found[which] = getattr(plan.sources[source], column)[plan.row[reads[which]]]
+    return found
+
+
+def distinct(numbers: Ints) -> list[int]:
+    """Return the numbers that occur, ascending: as a rule it is one, and nothing has to be sorted to see that."""
+    if len(numbers) and (numbers == numbers[0]).all():
+        return [int(numbers[0])]
+    found: list[int] = np.unique(numbers).tolist()
     return found
 
 

@@ -10,7 +10,7 @@ import operator
 from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from itertools import repeat
+from itertools import chain, repeat
 from typing import Any
 
 import numpy as np
@@ -69,8 +69,12 @@ class AbsentBlock:
         """Make the tensors of each key and attach them to the optimizer; the restore overwrites all of them."""
         made = [self._make(key) for key in self.keys]
         names, state = [key.key for key in self.keys], self.optimizer.state
-        for param, tensors in zip(self.params, zip(*made, strict=True), strict=True):
-            state[param].update(zip(names, tensors, strict=True))
+        members = map(dict, map(zip, repeat(names), zip(*made, strict=True)))
+        if not state or not any(map(state.__contains__, self.params)):
+            state.update(zip(self.params, members, strict=True))
+            return made
+        for param, own in zip(self.params, members, strict=True):
+            state[param].update(own)
         return made
 
     def _make(self, key: AbsentKey) -> list[torch.Tensor]:
@@ -83,17 +87,23 @@ class AbsentBlock:
         ]
         alike = self.params[len(singly) :]
         if not shape or shape != tuple(self.params[0].shape):
-            return made + [torch.empty_like(made[0]) for _ in alike]
+            return made + list(map(torch.empty_like, repeat(made[0], len(alike))))
         if dtype == self.params[0].dtype:
-            return made + [torch.empty_like(param) for param in alike]
+            return made + list(map(torch.empty_like, alike))
         return made + [torch.empty_like(param, dtype=dtype) for param in alike]
 
 
 @dataclass(frozen=True, eq=False)
 class AbsentState:
-    """All of it, block by block."""
+    """All of it, block by block.
+
+    Attributes:
+        blocks: The blocks.
+        are_distinct: No name is known to be there twice.
+    """
 
     blocks: Sequence[AbsentBlock] = ()
+    are_distinct: bool = False
 
     @cached_property
     def table(self) -> ShardTable:
@@ -107,7 +117,9 @@ class AbsentState:
             [box.lengths for _, box in rows],
         )
         which = np.repeat(np.arange(len(rows)), [len(key.fqns) for key, _ in rows])
-        return kinds.under([fqn for key, _ in rows for fqn in key.fqns], which)
+        fqns = list(chain.from_iterable(key.fqns for key, _ in rows))
+        are_distinct = self.are_distinct and all(len(key.boxes) == 1 for key, _ in rows)
+        return kinds.under(fqns, which, are_distinct=are_distinct)
 
     @property
     def shards(self) -> list[Shard]:
@@ -259,7 +271,22 @@ def _numbers(fqns: Sequence[str | None], names: SourceNames) -> Ints:
 
 
 def _key(param: torch.Tensor, key: str, fqns: Sequence[str], names: SourceNames) -> AbsentKey:
-    (kind,), form = names.kinds(fqns[:1]), names.form(fqns[0])
+    (kind,) = names.kinds(fqns[:1])
+    return key_of_kind(param, key, fqns, kind, names.form(fqns[0]))
+
+
+def key_of_kind(
+    param: torch.Tensor, key: str, fqns: Sequence[str], kind: Kind, form: Form = state_forms.USUAL
+) -> AbsentKey:
+    """Return one key of state that parameters lack.
+
+    Args:
+        param: One of the parameters, which are all of one kind.
+        key: The key.
+        fqns: Its names in the sources, one for each parameter.
+        kind: Dtype and shape of each.
+        form: How each lies beside its parameter.
+    """
     is_beside = kind.global_shape == tuple(param.shape) and form[0] in ("", state_forms.LOCAL)
     like = param if is_beside else torch.empty(kind.global_shape, device="meta")
     return AbsentKey(key=key, fqns=fqns, kind=kind, boxes=boxes_of(fqns[0], like), form=form)

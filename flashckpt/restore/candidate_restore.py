@@ -198,7 +198,7 @@ def _vote_on_plan(attempt: Attempt, answer: Prepared | _Lacking | Rejection) -> 
     if isinstance(answer, _Lacking):
         return hold(Vote(id=id_, state=CandidateState.LACKING))
     names = answer.comparison
-    return hold(Vote(id=id_, state=CandidateState.READY, foreign_names=len(names.foreign), own_names=len(names.own)))
+    return hold(Vote(id=id_, state=CandidateState.READY, foreign_names=len(names.foreign), own_names=names.count))
 
 
 def _fill_and_vote(

@@ -24,7 +24,7 @@ from flashckpt.core.shard import ITEMSIZE, Shard
 from flashckpt.errors import DamagedError, FlashckptError
 from flashckpt.faults import crash_point
 from flashckpt.logs import guarded
-from flashckpt.planning.pieces import JOB_BYTES, Job, Pieces, cut_pieces, merge_pieces
+from flashckpt.planning.pieces import JOB_BYTES, Job, Pieces, cut_pieces, distinct, merge_pieces
 from flashckpt.planning.read_plan import ReadPlan, plan_gaps, plan_reads
 from flashckpt.planning.reads import Gap, SourceRow
 from flashckpt.restore.destinations import Destinations, Target, address_of, copy_bytes
@@ -137,7 +137,7 @@ def execute(
     executor = _Executor(plan, destinations, sources, counts)
     jobs = merge_pieces(cut_pieces(plan))
     counts.plan_s = time.perf_counter() - started
-    in_place = all(sources[source].in_place for source in np.unique(plan.source).tolist())
+    in_place = all(sources[source].in_place for source in distinct(plan.source))
     counts.threads = 1 if plan.needed_bytes < INLINE_BYTES else threads or thread_count(waits=not in_place)
     before = [(s.meter.read_bytes, s.meter.requests, s.meter.read_s, s.meter.verify_s) for s in sources]
     crash_point("restore.before-read")

@@ -18,6 +18,7 @@ from flashckpt.restore.requirements import Requirements
 from flashckpt.state.placement import LocalBox, local_of
 
 _is_host = operator.attrgetter("is_cpu")
+_SHAPE, _NBYTES, _LENGTHS = (operator.attrgetter(name) for name in ("shape", "nbytes", "lengths"))
 
 
 class Staged(NamedTuple):
@@ -83,11 +84,11 @@ def allocate(required: Requirements) -> LiveMemory:
         in_values[name] = torch.empty(shard.global_shape, dtype=getattr(torch, shard.dtype))
     parts += in_values.values()
     nbytes = required.wanted.nbytes
-    sizes = np.array([part.nbytes for part in parts], np.int64)
+    sizes = np.fromiter(map(_NBYTES, parts), np.int64, len(parts))
     if len(wrong := np.flatnonzero(sizes != nbytes)):  # bytes are copied by address: never beyond what is there
         row = int(wrong[0])
         raise ValueError(f"memory of {required.wanted.fqn(row)!r}: {sizes[row]} bytes, its box has {nbytes[row]}")
-    addresses = np.array([part.data_ptr() for part in parts], np.int64)
+    addresses = np.fromiter(map(torch.Tensor.data_ptr, parts), np.int64, len(parts))
     device_rows = _device_rows(parts, met.on_device)
     if device_rows is not None:
         addresses[list(device_rows.rows)] = 0
@@ -114,7 +115,7 @@ def _parts_of_key(key: AbsentKey, made: list[torch.Tensor], met: _OutOfPlace) ->
     """Return the same as `_parts` for tensors that were just made, all of one kind: box by box."""
     first = made[0]
     is_whole = type(first) is torch.Tensor and _is_host(first) and [first.shape] == [box.lengths for box in key.boxes]
-    if is_whole and all(tensor.is_contiguous() for tensor in made):
+    if is_whole and all(map(torch.Tensor.is_contiguous, made)):
         return made
     return [part for box in key.boxes for part in _parts(key.fqns, made, [box] * len(made), met)]
 
@@ -123,16 +124,13 @@ def _parts(
     fqns: Sequence[str], tensors: Sequence[torch.Tensor], boxes: Sequence[LocalBox], met: _OutOfPlace
 ) -> list[torch.Tensor]:
     """Return the row-major memory of one box of each live tensor, or a buffer for it."""
-    whole = [local_of(tensor) for tensor in tensors]
-    is_ready = [
-        part.shape == box.lengths
-        and _is_host(part)
-        and part.is_contiguous()
-        and not part.is_conj()
-        and not part.is_neg()
-        for part, box in zip(whole, boxes, strict=True)
-    ]
-    for row in np.flatnonzero(~np.array(is_ready, np.bool_)).tolist():
+    whole = list(map(local_of, tensors))
+    lacks = np.fromiter(map(operator.ne, map(_SHAPE, whole), map(_LENGTHS, boxes)), np.bool_, len(whole))
+    for has in (_is_host, torch.Tensor.is_contiguous):
+        lacks |= ~np.fromiter(map(has, whole), np.bool_, len(whole))
+    for has_not in (torch.Tensor.is_conj, torch.Tensor.is_neg):
+        lacks |= np.fromiter(map(has_not, whole), np.bool_, len(whole))
+    for row in np.flatnonzero(lacks).tolist():
         whole[row] = _part(fqns[row], whole[row], boxes[row], met)
     return whole
 

@@ -16,6 +16,7 @@ from flashckpt.core.manifest import Manifest
 from flashckpt.core.shard_table import ShardTable
 from flashckpt.planning.peer_index import PeerQuery
 from flashckpt.restore.absent_state import AbsentState, absent_state
+from flashckpt.restore.foreseen_state import foreseen_state
 from flashckpt.restore.source_names import SourceNames
 from flashckpt.state import optimizer_state, pytree
 from flashckpt.state.placement import LocalBox, boxes_of, shard_of
@@ -80,6 +81,7 @@ class Requirements:
         absent: State to allocate; its rows come next.
         in_values: Names of tensors that values consist of, one row each; theirs come last.
         missing: Names that no source has.
+        is_foreseen: The sources have just the names that were planned: see `foreseen_state`.
         unnamed: What these sources do not name although the snapshot may have it; found only on request.
     """
 
@@ -88,6 +90,7 @@ class Requirements:
     absent: AbsentState
     in_values: Sequence[str]
     missing: tuple[str, ...] = ()
+    is_foreseen: bool = False
     unnamed: tuple[PeerQuery, ...] = field(default=())
 
     def with_missing(self, names: Sequence[str]) -> Requirements:
@@ -115,20 +118,30 @@ def requirements(
         exact: The sources may not be all of the snapshot: what they do not name may be somewhere else, and
             another rank's state is not taken in place of one's own. Fills `unnamed`.
     """
-    of_live, rows, missing = _named_rows(live, names, only, exact=exact)
-    is_asked_for = None if only is None else functools.partial(is_wanted, only=only)
-    absent = absent_state(live.tracked, names, exact=exact, wanted=is_asked_for)
+    known = None if only is not None else foreseen_state(live.tracked, live.layout, names, manifests)
+    if known is not None:
+        of_live = live.table if len(known.rows) == len(live.table) else live.table.take(known.rows)
+        rows, missing, absent = live.rows(known.rows), list[str](), known.absent
+    else:
+        of_live, rows, missing = _named_rows(live, names, only, exact=exact)
+        is_asked_for = None if only is None else functools.partial(is_wanted, only=only)
+        absent = absent_state(live.tracked, names, exact=exact, wanted=is_asked_for)
     inside = sorted(name for name in in_values if name in names.index)
     unnamed: list[PeerQuery] = []
     if exact:
         unnamed += _unnamed_tensors(live.table, set(missing))
         unnamed += _unnamed_state(live.tracked, manifests, absent, only)
+    parts = [of_live, absent.table, _whole_tensors(inside, names)]
+    wanted = ShardTable.stacked(parts, are_distinct=known is not None and not inside)
+    if known is not None and not inside:
+        known.note(wanted, [manifest.table for manifest in manifests])
     return Requirements(
-        wanted=ShardTable.stacked([of_live, absent.table, _whole_tensors(inside, names)]),
+        wanted=wanted,
         live=rows,
         absent=absent,
         in_values=inside,
         missing=tuple(sorted(missing)),
+        is_foreseen=known is not None,
         unnamed=tuple(unnamed),
     )
 

@@ -31,18 +31,22 @@ class SourceNames:
     """The names of tensors in some manifests.
 
     Attributes:
-        index: Name -> place of the first manifest that has it.
         aliases: Other names of tensors -> the name that each goes by.
     """
 
     def __init__(self, manifests: Sequence[Manifest]) -> None:
         self._manifests = manifests
-        self.index: dict[str, int] = {}
         self.aliases: dict[str, str] = {}
-        for place in reversed(range(len(manifests))):  # the first one is entered last, and stays
-            self.index |= dict.fromkeys(manifests[place].table.fqns, place)
         for manifest in manifests:
             self.aliases |= manifest.aliases
+
+    @cached_property
+    def index(self) -> dict[str, int]:
+        """Name -> place of the first manifest that has it."""
+        found: dict[str, int] = {}
+        for place in reversed(range(len(self._manifests))):  # the first one is entered last, and stays
+            found |= dict.fromkeys(self._manifests[place].table.fqns, place)
+        return found
 
     def find(self, fqn: str, *, exact: bool = False) -> str | None:
         """Return the name in the sources that `fqn` is to be read from, or None.
@@ -108,6 +112,8 @@ class SourceNames:
 
     def kinds(self, fqns: Sequence[str]) -> list[Kind]:
         """Return dtype and global shape of known tensors."""
+        if not fqns:
+            return []
         _, kinds = self._kinds
         return [kinds[number] for number in self.kind_numbers(fqns).tolist()]
 

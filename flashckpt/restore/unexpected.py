@@ -7,9 +7,11 @@ wherever `w` is.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+import functools
+from collections.abc import Callable, Iterable, Sequence
 from collections.abc import Set as AbstractSet
 from dataclasses import dataclass
+from functools import cached_property
 from itertools import chain
 from typing import Any
 
@@ -33,17 +35,24 @@ def _base(fqn: str) -> str:
     return fqn.partition("@")[0]
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True, eq=False)
 class NameComparison:
     """Which names the sources have, and which this rank has.
 
     Attributes:
         foreign: Of the sources', those that this rank has not.
-        own: Names that this rank has.
+        count: How many names this rank has, or somewhat more.
+        find_own: Returns them.
     """
 
     foreign: frozenset[str]
-    own: AbstractSet[str]
+    count: int
+    find_own: Callable[[], AbstractSet[str]]
+
+    @cached_property
+    def own(self) -> AbstractSet[str]:
+        """Names that this rank has: put together where somebody asks, for as a rule nothing is foreign."""
+        return self.find_own()
 
 
 def compare(
@@ -58,16 +67,32 @@ def compare(
         required: What is read from them: those names are this rank's.
         only: A pattern over names, or None.
     """
+    tracked = live.tracked
+    unknown = {name for manifest in manifests for name in _unknown_values(tracked, manifest)}
+    if required.is_foreseen and not unknown:  # every tensor that they name is this rank's
+        own = functools.partial(_own_names, live, names, required, unknown)
+        parameters = sum(len(group["params"]) for o in tracked.all_optimizers() for group in o.param_groups)
+        return NameComparison(foreign=frozenset(), count=len(required.wanted.fqns) + parameters, find_own=own)
+    of_tensors = _tensor_names(live, required)
+    unknown |= _unknown_tensors(tracked, manifests, of_tensors)
+    found = _own_names(live, names, required, unknown)
+    foreign = frozenset(name for name in unknown - found if only is None or is_wanted(name, only))
+    return NameComparison(foreign=foreign, count=len(found), find_own=lambda: found)
+
+
+def _tensor_names(live: LiveState, required: Requirements) -> set[str]:
+    """Return the names of the tensors that this rank has or reads."""
     # a tensor that a value consists of is named after its value ("optimizer.extra@rank0.sums"): it is not compared
     wanted = required.wanted.fqns
-    own = set(_bases(list(set(wanted).difference(required.in_values)) if required.in_values else wanted))
-    own.update(_bases(live.table.fqns))
-    unknown = _unknown_names(live.tracked, manifests, own)
-    own |= _other_names(live.tracked, names, own, unknown)
-    return NameComparison(
-        foreign=frozenset(name for name in unknown - own if only is None or is_wanted(name, only)),
-        own=own,
-    )
+    found = set(_bases(list(set(wanted).difference(required.in_values)) if required.in_values else wanted))
+    found.update(_bases(live.table.fqns))
+    return found
+
+
+def _own_names(live: LiveState, names: SourceNames, required: Requirements, unknown: set[str]) -> set[str]:
+    """Return all names of this rank; `unknown` ones are among them where they are state of its parameters."""
+    own = _tensor_names(live, required)
+    return own | _other_names(live.tracked, names, own, unknown)
 
 
 def _bases(fqns: Sequence[str]) -> Iterable[str]:
@@ -75,31 +100,45 @@ def _bases(fqns: Sequence[str]) -> Iterable[str]:
     return map(_base, fqns) if "@" in "\0".join(fqns) else fqns
 
 
-def _unknown_names(tracked: StateRegistry, manifests: Sequence[Manifest], own: AbstractSet[str]) -> set[str]:
-    """Return the parameters, buffers and state that manifests have under the tracked names, without those in `own`.
+def _unknown_values(tracked: StateRegistry, manifest: Manifest) -> set[str]:
+    """Return the names of values that a manifest has under the tracked names, and of parameters in its groups.
 
-    What is not tracked at all (a model read without its optimizer) is nobody's mistake and not among them. The
-    parameters of live optimizers are left out too: their names in groups are this rank's own.
+    The parameters of live optimizers are left out: their names in groups are this rank's own.
     """
     labels, found = {*tracked.modules, *tracked.optimizers}, set[str]()
-    here = {label: _parameters(tracked, label) for label in tracked.optimizers}
+    for key, value in manifest.values.items():
+        label, _, rest = _base(key).partition(".")
+        if label not in labels:
+            continue
+        if label in tracked.optimizers and rest == "groups":
+            if not _are_parameters(tracked, label, value):
+                found.update(f"{label}.{name}" for name in set(grouped(value)) - _parameters(tracked, label))
+        elif rest not in _OF_THE_WHOLE:
+            found.add(_base(key))
+    return found
+
+
+def _unknown_tensors(tracked: StateRegistry, manifests: Sequence[Manifest], own: AbstractSet[str]) -> set[str]:
+    """Return the parameters, buffers and state that manifests have under the tracked names, without those in `own`.
+
+    What is not tracked at all (a model read without its optimizer) is nobody's mistake and not among them.
+    """
+    labels, found = {*tracked.modules, *tracked.optimizers}, set[str]()
     prefixes = tuple(f"{label}." for label in labels)
     for manifest in manifests:
         inside: set[str] = set()  # tensors that values consist of come and go with their value
         for key, value in manifest.values.items():
-            label, _, rest = _base(key).partition(".")
-            if label not in labels:
-                continue
-            if isinstance(value, (dict, list, tuple)):
+            if _base(key).partition(".")[0] in labels and isinstance(value, (dict, list, tuple)):
                 inside.update(pytree.tensor_names(value))
-            if label in tracked.optimizers and rest == "groups":
-                found.update(f"{label}.{name}" for name in set(grouped(value)) - here[label])
-            elif rest not in _OF_THE_WHOLE:
-                found.add(_base(key))
         left_out = inside | manifest.aliases.keys()
         others = [fqn for fqn in manifest.table.fqns if fqn not in own]
         found.update(_base(fqn) for fqn in others if fqn.startswith(prefixes) and fqn not in left_out)
-    return found - own
+    return found
+
+
+def _are_parameters(tracked: StateRegistry, label: str, value: Any) -> bool:
+    """Return whether recorded groups have just the parameters of the live optimizers, in their order."""
+    return [[group["params"] for group in optimizer] for optimizer in value] == tracked.group_names(label)
 
 
 def grouped(value: Any) -> Iterable[str]:
@@ -136,6 +175,8 @@ def ungrouped(tracked: StateRegistry, manifests: Sequence[Manifest]) -> list[str
     missing = []
     for label in tracked.optimizers:
         groups = [v for m in manifests for k, v in m.values.items() if _base(k) == f"{label}.groups"]
+        if any(_are_parameters(tracked, label, value) for value in groups):
+            continue
         recorded = {name for value in groups for name in grouped(value)}
         missing += [f"{label}.{name}" for name in sorted(_parameters(tracked, label) - recorded) if groups]
     return missing

@@ -158,17 +158,9 @@ def missing_values(tracked: StateRegistry, values: Values, only: str | None) -> 
 
 
 def _missing_state(tracked: StateRegistry, label: str, values: Values) -> list[str]:
-    recorded = values.of_parameters(label, tracked.world.suffix)
-    live = tracked.names_for(tracked.optimizers[label])
-    missing = [
-        f"{label}.{live[id(param)]}.{key}"
-        for optimizer in tracked.optimizers[label]
-        for param, state in optimizer.state.items()
-        if isinstance(param, torch.Tensor) and id(param) in live
-        for key, value in state.items()
-        if not isinstance(value, torch.Tensor) and str(key) not in recorded.get(live[id(param)], ())
-    ]
     optimizers = tracked.optimizers[label]
+    several = [optimizer for optimizer in optimizers if not optimizer_state.has_only_tensors(optimizer)]
+    missing = _missing_beside_tensors(tracked, label, several, values) if several else []
     found, others = values.find(f"{label}.state@{tracked.world.suffix}")
     fits = found and len(others) == len(optimizers)
     if not fits and (found or any(optimizer_state.other_keys(optimizer) for optimizer in optimizers)):
@@ -176,6 +168,21 @@ def _missing_state(tracked: StateRegistry, label: str, values: Values) -> list[s
     if any(map(optimizer_extra.read, optimizers)) and _recorded_extra(tracked, label, values) is None:
         missing.append(f"{label}.extra")
     return missing
+
+
+def _missing_beside_tensors(
+    tracked: StateRegistry, label: str, optimizers: Sequence[torch.optim.Optimizer], values: Values
+) -> list[str]:
+    """Return the state of parameters that is no tensor and was not recorded."""
+    recorded, live = values.of_parameters(label, tracked.world.suffix), tracked.names_for(optimizers)
+    return [
+        f"{label}.{live[id(param)]}.{key}"
+        for optimizer in optimizers
+        for param, state in optimizer.state.items()
+        if isinstance(param, torch.Tensor) and id(param) in live
+        for key, value in state.items()
+        if not isinstance(value, torch.Tensor) and str(key) not in recorded.get(live[id(param)], ())
+    ]
 
 
 def _recorded_extra(tracked: StateRegistry, label: str, values: Values) -> list[dict[str, Any]] | None:

@@ -79,16 +79,16 @@ def first_alike(
     return list(map(seen.setdefault, _kinds_of(tensors, forms, *others), count()))
 
 
-def _kinds_of(
-    tensors: Sequence[torch.Tensor], forms: Iterable[Any] | None, *others: Sequence[Any]
-) -> Iterator[tuple[Any, ...]]:
-    """Yield the common properties of tensors with equal boxes and form."""
+def _kinds_of(tensors: Sequence[torch.Tensor], forms: Iterable[Any] | None, *others: Sequence[Any]) -> Iterator[Any]:
+    """Yield what tensors with equal boxes and form have in common, without what all of them have."""
     types = list(map(type, tensors))
     if any(issubclass(kind, DTensor) for kind in set(types)):
         forms = map(_sharded_form, tensors)
     elif forms is None:
         forms = map(FORM, tensors)
-    return zip(types, forms, map(torch.Tensor.is_inference, tensors), *others, strict=True)
+    columns: list[Sequence[Any]] = [types, list(map(torch.Tensor.is_inference, tensors)), *others]
+    differing = [column for column in columns if column and column.count(column[0]) != len(column)]
+    return zip(forms, *differing, strict=True) if differing else iter(forms)
 
 
 def _sharded_form(tensor: torch.Tensor) -> tuple[Any, ...]:

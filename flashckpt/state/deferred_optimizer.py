@@ -9,7 +9,7 @@ state is planned.
 from __future__ import annotations
 
 import operator
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from itertools import chain, repeat
 from typing import Any
 
@@ -22,7 +22,7 @@ from flashckpt.state.placement import local_of
 from flashckpt.state.structure_guard import StructureGuard
 
 _FORM = operator.attrgetter("dtype", "device", "shape")
-_DEVICE = operator.attrgetter("device")
+_DTYPE, _DEVICE, _SHAPE, _IS_CPU = (operator.attrgetter(name) for name in ("dtype", "device", "shape", "is_cpu"))
 _AT_A_TIME = 1024  # examined without releasing the GIL to training
 
 
@@ -42,6 +42,12 @@ class DeferredState:
     def of(self, optimizer: torch.optim.Optimizer) -> PredictedState | None:
         """Return the part of one optimizer."""
         return next((part for part in self._parts if part.optimizer is optimizer), None)
+
+    def blocks(self) -> Iterator[tuple[torch.optim.Optimizer, PredictedBlock]]:
+        """Yield (optimizer, what it will make), in the order in which the tensors are awaited."""
+        for part in self._parts:
+            for block in part.blocks:
+                yield part.optimizer, block
 
     def is_awaited(self) -> bool:
         """Whether none of it exists yet."""
@@ -153,11 +159,19 @@ def _are_plainly_right(
         return False
     if is_full:
         return {torch.Tensor, torch.nn.Parameter}.issuperset(map(type, params)) and (
-            list(map(_FORM, tensors)) == list(map(_FORM, params))
+            _devices(tensors) == _devices(params)
+            and all(map(operator.is_, map(_DTYPE, tensors), map(_DTYPE, params)))
+            and all(map(operator.eq, map(_SHAPE, tensors), map(_SHAPE, params)))
         )
     is_on_device = block.group.get("capturable") or block.group.get("fused")
     devices = set(map(_DEVICE, params)) if is_on_device else {torch.device("cpu")}
-    return len(devices) == 1 and set(map(_FORM, tensors)) == {(block.scalar, devices.pop(), torch.Size())}
+    is_right = len(devices) == 1 and {block.scalar}.issuperset(map(_DTYPE, tensors))
+    return is_right and not any(map(torch.Tensor.dim, tensors)) and set(_devices(tensors)) == devices
+
+
+def _devices(tensors: Sequence[torch.Tensor]) -> Sequence[torch.device]:
+    """Return the devices of tensors; once where all are in host memory: torch makes an object each time it is asked."""
+    return [torch.device("cpu")] if all(map(_IS_CPU, tensors)) else list(map(_DEVICE, tensors))
 
 
 def _is_like(tensor: Any, example: torch.Tensor) -> bool:

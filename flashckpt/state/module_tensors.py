@@ -224,10 +224,15 @@ def _without_aliases(found: ModuleTensors, doubles: set[int] | None) -> ModuleTe
     return kept
 
 
+def may_share(tensors: Sequence[torch.Tensor]) -> bool:
+    """Return whether two of the tensors may share their bytes; `first_shared` says whether they do."""
+    doubles = _storages_met_twice(tensors, map(_LAYOUT, tensors))
+    return doubles is None or bool(doubles)
+
+
 def first_shared(names: Sequence[str], tensors: Sequence[torch.Tensor]) -> tuple[str, str] | None:
     """Return the names of the first two tensors that share their bytes; None if none do."""
-    doubles = _storages_met_twice(tensors, map(_LAYOUT, tensors))
-    if doubles is not None and not doubles:
+    if not may_share(tensors):
         return None
     seen: dict[tuple[object, ...], str] = {}
     for name, tensor in zip(names, tensors, strict=True):

@@ -131,8 +131,9 @@ class OptimizerEntries:
         of_key = [self._predicted_sets(label, block, key, sets, is_full=is_full) for key, is_full in block.keys]
         names: list[str] = [""] * (len(sets) * len(of_key))
         numbers = [0] * len(names)
+        stems = [f"{label}.{path}." for path in paths]
         for at, ((key, _), found) in enumerate(zip(block.keys, of_key, strict=True)):
-            names[at :: len(of_key)] = [f"{label}.{path}.{key}" for path in paths]
+            names[at :: len(of_key)] = map(operator.add, stems, itertools.repeat(key))
             numbers[at :: len(of_key)] = map(found.__getitem__, sets)
         columns.extend(self._suffixed(names, numbers), [None] * len(names), numbers, [True] * len(names))
 

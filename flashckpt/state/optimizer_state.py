@@ -100,7 +100,19 @@ def usable_key(key: Any, path: str) -> str:
 
 def other_keys(optimizer: torch.optim.Optimizer) -> list[Any]:
     """Return the keys of `optimizer.state` that are no parameters: state that an optimizer keeps once for all of them."""
+    if {torch.Tensor, torch.nn.Parameter}.issuperset(map(type, optimizer.state)):
+        return []
     return [key for key in optimizer.state if not isinstance(key, torch.Tensor)]
+
+
+def has_only_tensors(optimizer: torch.optim.Optimizer) -> bool:
+    """Whether all state is of parameters, and plain tensors: one quick look at very many. False says nothing."""
+    state = optimizer.state
+    if not {torch.Tensor, torch.nn.Parameter}.issuperset(map(type, state)) or not {dict}.issuperset(
+        map(type, state.values())
+    ):
+        return False
+    return {torch.Tensor}.issuperset(map(type, itertools.chain.from_iterable(map(dict.values, state.values()))))
 
 
 def group_names(optimizers: Sequence[torch.optim.Optimizer], names: Named) -> list[list[list[str]]]:
@@ -240,6 +252,8 @@ def _fitting(
     optimizers: Sequence[torch.optim.Optimizer], names: Named, recorded: Sequence[Any]
 ) -> tuple[list[tuple[dict[str, Any], dict[str, Any]]], list[str]]:
     """Return (live group, recorded group) of what fits, and what does not."""
+    if recorded and (same := _same_groups(optimizers, names, recorded[-1])) is not None:
+        return same, []
     by_name: dict[str, dict[str, Any]] = {}
     by_place: dict[tuple[int, int], dict[str, Any]] = {}
     for value in recorded:
@@ -259,6 +273,23 @@ def _fitting(
             else:
                 fitting.append((group, found))
     return fitting, missing
+
+
+def _same_groups(
+    optimizers: Sequence[torch.optim.Optimizer], names: Named, recorded: Any
+) -> list[tuple[dict[str, Any], dict[str, Any]]] | None:
+    """Return (live group, recorded group) where all groups have the same parameters; None where they have not.
+
+    What was recorded last counts, as the names of its parameters say which group is theirs.
+    """
+    live = [group for optimizer in optimizers for group in optimizer.param_groups]
+    held = [group for one in recorded for group in one]
+    if not all(group["params"] for group in live):
+        return None  # a group without parameters is found by its place
+    if [len(o.param_groups) for o in optimizers] != [len(one) for one in recorded]:
+        return None
+    own = [list(map(names.__getitem__, map(id, group["params"]))) for group in live]
+    return list(zip(live, held, strict=True)) if own == [group["params"] for group in held] else None
 
 
 def _settings(group: Mapping[str, Any]) -> dict[str, Any]:

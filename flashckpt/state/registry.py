@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Iterable
-from dataclasses import replace
 from itertools import chain
 from typing import Any, NamedTuple
 
@@ -17,7 +16,7 @@ from flashckpt.state import modules, optimizer_extra, optimizer_state, samplers
 from flashckpt.state.captured import Captured
 from flashckpt.state.deferred_optimizer import DeferredState
 from flashckpt.state.depth import refuse_deep
-from flashckpt.state.module_tensors import ModuleTensors, collect, first_shared
+from flashckpt.state.module_tensors import ModuleTensors, collect, may_share
 from flashckpt.state.placement import World
 from flashckpt.state.state_layout import StateLayout
 from flashckpt.state.structure import Structure
@@ -29,7 +28,7 @@ _MOST_READINGS = 3
 _SHAPE = operator.itemgetter(1)  # of a FORM
 
 
-class _Foreseen(NamedTuple):
+class Foreseen(NamedTuple):
     """A structure with state that did not exist, kept while a restore may be making that very state.
 
     Attributes:
@@ -72,7 +71,7 @@ class StateRegistry:
         self._guard = self._appeared = StructureGuard([], [])
         self._built_of: list[tuple[Any, Any]] = []
         self._layout: StateLayout | None = None
-        self._foreseen: _Foreseen | None = None
+        self._foreseen: Foreseen | None = None
         self._found = ModuleTensors()
         self._names: dict[int, str] = {}
         self._reader = ValueReader(self)
@@ -201,11 +200,17 @@ class StateRegistry:
                 return None
             if not ahead:  # from now on every change is to be seen, also that this state appears
                 if self._layout is not None and self._layout.structure is planned:
-                    self._foreseen = _Foreseen(self._layout, self.ahead, self._guard, self._built_of)
+                    self._foreseen = Foreseen(self._layout, self.ahead, self._guard, self._built_of)
                 self.planned, self.ahead = planned.present(), DeferredState()
                 self._watch()
             return self.planned
         return planned if self.holds() else None
+
+    def foreseen(self) -> Foreseen | None:
+        """Return what was planned with state that does not exist yet, as long as none of it does and it may still come."""
+        known = self._foreseen
+        is_awaited = known is not None and known.state.is_awaited() and self._are_owners(known.built_of)
+        return known if is_awaited else None
 
     def _as_foreseen(self, captured: Captured) -> Structure | None:
         """Return the structure of which a restore has made all the state that did not exist, and nothing else.
@@ -216,16 +221,18 @@ class StateRegistry:
         if foreseen is None or not self._are_owners(foreseen.built_of):
             return None
         planned, tensors = foreseen.layout.structure, foreseen.state.found()
-        if tensors is None or not {torch.Tensor, DTensor}.issuperset(map(type, tensors)):
+        if tensors is None or not {torch.Tensor, DTensor}.issuperset(kinds := set(map(type, tensors))):
             return None
-        if captured.forms != planned.forms or not foreseen.guard.holds() or not planned.has_form():
+        filled = planned.filled(tensors)
+        if captured.forms != planned.forms or not foreseen.guard.holds() or not filled.has_form():
             return None
-        if foreseen.state.refused(tensors) is not None or any(map(torch.Tensor.is_inference, tensors)):
+        is_as_foreseen = not planned.is_sharded and DTensor not in kinds and filled.is_in_place()
+        if not is_as_foreseen and foreseen.state.refused(tensors) is not None:
             return None
-        if first_shared([planned.names[at] for at in planned.awaited.tolist()], tensors) is not None:
+        if any(map(torch.Tensor.is_inference, tensors)) or may_share(tensors):
             return None  # building says it in words
-        self.planned = planned.filled(tensors)
-        self._layout = replace(foreseen.layout, structure=self.planned)
+        self.planned = filled
+        self._layout = foreseen.layout.with_tensors(self.planned)
         self._guard, self._appeared, self.ahead = foreseen.guard, foreseen.state.watch(tensors), DeferredState()
         self._built_of = foreseen.built_of
         return self.planned
@@ -306,6 +313,10 @@ class StateRegistry:
     def extra_states(self) -> list[tuple[str, nn.Module]]:
         """Return (name, module) of modules with extra state."""
         return list(self._reader.extra)
+
+    def group_names(self, label: str) -> list[list[list[str]]]:
+        """Return the names of the parameters of the optimizers of one label, per optimizer and group."""
+        return self._reader.group_names(label)
 
     def names_for(self, group: Iterable[torch.optim.Optimizer]) -> dict[int, str]:
         """Return the names of the parameters: id(parameter) -> name without the track name `model`.

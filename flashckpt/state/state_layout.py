@@ -53,22 +53,20 @@ class StateLayout:
     Attributes:
         structure: What it is the layout of.
         table: The rows, with their offsets in the data area.
-        table_bytes: The table as every manifest of this structure has it.
         total: Bytes of the data area.
-        signature: u64 layout hash of the rows.
         row_tensors: np.int64[rows]; the place in the structure of each row's tensor.
         row_boxes: np.int64[rows]; the place in `boxes` of each row's box.
         boxes: The boxes that occur.
+        hashed: What the layout hash takes of each box.
     """
 
     structure: Structure
     table: ShardTable
-    table_bytes: bytes
     total: int
-    signature: int
     row_tensors: Ints
     row_boxes: Ints
     boxes: Sequence[LocalBox]
+    hashed: Sequence[bytes]
 
     @classmethod
     def of(cls, structure: Structure) -> StateLayout:
@@ -79,19 +77,35 @@ class StateLayout:
         rows = ranges(pieces.starts[structure.sets], counts)
         placement = place_sizes(pieces.nbytes[rows])
         table = _table(structure, tensors, pieces, rows, placement.offsets)
-        fqns = structure.names
-        if bool((counts != 1).any()):
-            fqns = [fqns[at] for at in tensors.tolist()]
         return cls(
             structure=structure,
             table=table,
-            table_bytes=encode_table(table),
             total=placement.total,
-            signature=hash_rows(fqns, list(map(pieces.hashed.__getitem__, rows.tolist()))),
             row_tensors=tensors,
             row_boxes=rows,
             boxes=pieces.boxes,
+            hashed=pieces.hashed,
         )
+
+    def with_tensors(self, structure: Structure) -> StateLayout:
+        """Return the layout of a structure that has other tensors of the same names and boxes."""
+        found = replace(self, structure=structure)
+        known = {"table_bytes", "signature"} & self.__dict__.keys()
+        found.__dict__.update({name: self.__dict__[name] for name in known})
+        return found
+
+    @cached_property
+    def table_bytes(self) -> bytes:
+        """The table as every manifest of this structure has it: made where somebody asks, as a restore need not."""
+        return encode_table(self.table)
+
+    @cached_property
+    def signature(self) -> int:
+        """u64 layout hash of the rows."""
+        fqns = self.structure.names
+        if len(self.row_tensors) != len(fqns) or bool((np.diff(self.row_tensors) != 1).any()):
+            fqns = [fqns[at] for at in self.row_tensors.tolist()]
+        return hash_rows(fqns, self.hashed, self.row_boxes)
 
     def need(self, value_bytes: int) -> MemoryNeed:
         """Return what a slot needs for this structure, its forecast, and about `value_bytes` of non-tensor state."""
@@ -129,11 +143,14 @@ class _Pieces:
         self.replica = np.array([box.replica for box in self.boxes], np.int32)
         self.hashed = [hashed_part(shard) for shard in shards]
 
-    def dims(self, name: str, rows: Ints) -> Ints:
-        """Return the numbers of one attribute of the boxes of `rows`, one after another."""
+    def dims(self, rows: Ints) -> dict[str, Ints]:
+        """Return shapes, offsets and lengths of the boxes of `rows`, the numbers of one row behind those of another."""
         ndim = self.ndim.astype(np.int64)
-        numbers = np.array(list(chain.from_iterable(getattr(box, name) for box in self.boxes)), np.int64)
-        return numbers[ranges((np.cumsum(ndim) - ndim)[rows], ndim[rows])]
+        which = ranges((np.cumsum(ndim) - ndim)[rows], ndim[rows])
+        found = {}
+        for name in ("global_shape", "offsets", "lengths"):
+            found[name] = np.array(list(chain.from_iterable(getattr(box, name) for box in self.boxes)), np.int64)[which]
+        return found
 
 
 def _table(structure: Structure, tensors: Ints, pieces: _Pieces, rows: Ints, offsets: Ints) -> ShardTable:
@@ -159,7 +176,7 @@ def _table(structure: Structure, tensors: Ints, pieces: _Pieces, rows: Ints, off
         "nbytes": nbytes,
         "first_chunk": first_chunks(nbytes),
         "object_id": np.zeros(len(rows), np.int32),
-        **{name: pieces.dims(name, rows) for name in ("global_shape", "offsets", "lengths")},
+        **pieces.dims(rows),
     }
     return ShardTable(unique, [kinds[code] for code in in_order.tolist()], columns)
 

@@ -22,6 +22,7 @@ from flashckpt.state.box_sets import BoxSet
 from flashckpt.state.placement import LocalBox, Replication, local_of, shard_of
 
 _SHAPE_AND_DTYPE = operator.attrgetter("dtype", "shape")
+_SHAPE, _DTYPE, _DEVICE, _IS_CPU = (operator.attrgetter(name) for name in ("shape", "dtype", "device", "is_cpu"))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -111,8 +112,9 @@ class Structure:
     @cached_property
     def first_double(self) -> str | None:
         """The first name that is there twice, or None."""
-        equal = list(map(operator.eq, self.names, itertools.islice(self.names, 1, None)))
-        return self.names[equal.index(True)] if True in equal else None
+        if not any(map(operator.eq, self.names, itertools.islice(self.names, 1, None))):
+            return None
+        return next(a for a, b in itertools.pairwise(self.names) if a == b)
 
     @cached_property
     def entries(self) -> list[Entry]:
@@ -157,12 +159,17 @@ class Structure:
             self.box_sets,
         )
 
+    def is_awaited(self) -> npt.NDArray[np.bool_]:
+        """Return for each tensor whether it does not exist yet."""
+        found = np.zeros(len(self.names), np.bool_)
+        found[self.awaited] = True
+        return found
+
     def present(self) -> Structure:
         """Return the structure without what does not exist yet: that is only forecast."""
         if not len(self.awaited):
             return self
-        is_there = np.ones(len(self.names), np.bool_)
-        is_there[self.awaited] = False
+        is_there = ~self.is_awaited()
         places, kept = np.flatnonzero(is_there), is_there.tolist()
         return replace(
             self,
@@ -186,13 +193,27 @@ class Structure:
 
     def has_form(self) -> bool:
         """Tell whether every tensor still has the dtype and shape that it had: `p.data = ...` is seen by nothing else."""
-        here = list(map(operator.is_not, self.tensors, itertools.repeat(None)))
-        tensors: Iterable[torch.Tensor] = itertools.compress(self.tensors, here)  # type: ignore[arg-type]  # None is left out
+        tensors: Sequence[torch.Tensor | None] = self.tensors
+        sets = self.sets
+        if len(self.awaited):
+            here = ~self.is_awaited()
+            tensors, sets = list(itertools.compress(tensors, here.tolist())), sets[here]
         if self.is_sharded:
-            tensors = map(local_of, tensors)
-        forms = [one.form for one in self.box_sets]
-        expected = map(forms.__getitem__, itertools.compress(self.sets.tolist(), here))
-        return all(map(operator.eq, map(_SHAPE_AND_DTYPE, tensors), expected))
+            tensors = [None if tensor is None else local_of(tensor) for tensor in tensors]
+        numbers = sets.tolist()
+        for part, attribute in enumerate((_DTYPE, _SHAPE)):
+            expected = [one.form[part] for one in self.box_sets]
+            if not all(map(operator.eq, map(attribute, tensors), map(expected.__getitem__, numbers))):
+                return False
+        return True
+
+    def is_in_place(self) -> bool:
+        """Tell whether every tensor, none of which is a DTensor, is on the device that it was on, or is expected on."""
+        devices = [one.device for one in self.box_sets]
+        if {"cpu"}.issuperset(device.type for device in devices):
+            return all(map(_IS_CPU, self.tensors))
+        expected = map(devices.__getitem__, self.sets.tolist())
+        return all(map(operator.eq, map(_DEVICE, self.tensors), expected))
 
     def sharded(self) -> Iterator[torch.Tensor]:
         """Yield the fenced DTensors that exist."""

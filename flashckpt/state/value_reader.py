@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from typing import Any, Protocol
 
 import torch
@@ -101,9 +101,7 @@ class ValueReader:
         suffix, stage = world.suffix, f"@{world.stage}" if world.stage else ""
         for label, group in self._tracked.optimizers.items():
             key = f"{label}.groups{stage}"
-            values[key], own = optimizer_state.groups(
-                group, self._group_names(label, group), f"{label}.groups@{suffix}"
-            )
+            values[key], own = optimizer_state.groups(group, self.group_names(label), f"{label}.groups@{suffix}")
             tensors |= own
             if any(extra := self._extras.read(group)):
                 key = f"{label}.extra@{suffix}"
@@ -121,7 +119,9 @@ class ValueReader:
         for label, forms in self._forms.items():
             values[f"{label}.forms{stage}"] = forms
 
-    def _group_names(self, label: str, group: Sequence[torch.optim.Optimizer]) -> list[list[list[str]]]:
+    def group_names(self, label: str) -> list[list[list[str]]]:
+        """Return the names of the parameters per optimizer and group."""
+        group = self._tracked.optimizers[label]
         known = self._groups.get(label)
         counts = [[len(g["params"]) for g in o.param_groups] for o in group]
         if known is None or [[len(names) for names in one] for one in known] != counts:

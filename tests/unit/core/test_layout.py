@@ -5,12 +5,15 @@ from __future__ import annotations
 import itertools
 from typing import Any
 
+import msgpack
 import numpy as np
 import pytest
+import xxhash
 from hypothesis import given
 from hypothesis import strategies as st
 
 from flashckpt.core.shard import ALIGN_LARGE, ALIGN_SMALL, SMALL_BYTES, Shard, intersect, layout_hash, place
+from flashckpt.core.shard_table import ShardTable, columns_of, table_from_columns
 from flashckpt.errors import UnsupportedStateError
 
 
@@ -88,3 +91,31 @@ def test_layout_hash_is_frozen_and_sees_every_field() -> None:
     assert len(hashes) == 7
     assert layout_hash([base, others[0]]) != layout_hash([others[0], base])
     assert layout_hash([base]) == 14967543578775886577, "golden"
+
+
+@pytest.mark.parametrize("kinds", [2, 40])
+def test_layout_hash_is_that_of_one_packed_list_of_rows(kinds: int) -> None:
+    """The rows are put together by hand: names of all lengths, some beyond ASCII, few kinds and many."""
+    names = [f"{'blocks.' * (k % 7)}{'ä' * (k % 3)}w{k}{'x' * (k * 9 % 300)}" for k in range(40)]
+    shards = [
+        Shard(fqn=name, dtype="float32", global_shape=(64, k % kinds + 1), offsets=(0, 0), lengths=(64, k % kinds + 1))
+        for k, name in enumerate(names)
+    ]
+    rows = [[s.fqn, s.dtype, s.global_shape, s.offsets, s.lengths, s.replica] for s in shards]
+    assert layout_hash(shards) == xxhash.xxh3_64_intdigest(msgpack.packb(rows))
+    assert layout_hash([]) == xxhash.xxh3_64_intdigest(msgpack.packb([]))
+
+
+def test_names_of_a_table_are_each_there_once_in_any_order() -> None:
+    def read(*fqns: str) -> list[str]:
+        shards = [
+            Shard(fqn=str(k), dtype="int8", global_shape=(1,), offsets=(0,), lengths=(1,)) for k in range(len(fqns))
+        ]
+        columns = columns_of(ShardTable.from_shards(shards, np.arange(len(fqns))))
+        return table_from_columns(columns | {"fqns": list(fqns)}).fqns
+
+    assert read("a", "b", "c") == ["a", "b", "c"]
+    assert read("c", "a", "b") == ["c", "a", "b"]
+    for names in (("a", "a", "b"), ("b", "a", "b")):
+        with pytest.raises(ValueError, match="fqns is not a list of names, each once"):
+            read(*names)
