@@ -130,6 +130,7 @@ def read_contents(store: Store, *, whole: bool = False, verify: int = VERIFIED_N
         verify: How many of the newest checkpoints that the catalogue names are looked at in spite of it.
     """
     names = read_names(store)
+    _forget_gone(store.url, names)
     listed = sorted((_from_entry(*one) for one in names.committed.items()), key=lambda i: i.identity, reverse=True)
     trusted = [] if whole else listed[verify:]
 
@@ -144,6 +145,14 @@ def read_contents(store: Store, *, whole: bool = False, verify: int = VERIFIED_N
         uncommitted=tuple(sorted(name for name, one in found.items() if one is Absent.UNCOMMITTED)),
         tombstones=tuple(sorted(n for n, one in found.items() if one is Absent.DELETED and n not in names.deleted)),
     )
+
+
+def _forget_gone(url: str, names: RootNames) -> None:
+    """Drop what this process knows of checkpoints that are gone: a daemon commits and deletes for months."""
+    there = set(names.folders).difference(names.deleted)
+    with _infos_lock:
+        for key in [key for key in _infos if key[0] == url and key[1] not in there]:
+            del _infos[key]
 
 
 def _checkpoints(found: Mapping[str, CheckpointInfo | Absent]) -> list[CheckpointInfo]:
@@ -252,7 +261,7 @@ def examine(store: Store, prefix: str, *, whole: bool = False) -> CheckpointInfo
     )
     with _infos_lock:
         while len(_infos) >= _MAX_INFOS:
-            del _infos[next(iter(_infos))]  # a daemon that commits for months keeps only the newest
+            del _infos[next(iter(_infos))]
         _infos[cache_key] = info
     return info
 

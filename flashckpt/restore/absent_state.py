@@ -7,6 +7,7 @@ of kinds.
 from __future__ import annotations
 
 import operator
+from collections import defaultdict
 from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -70,7 +71,7 @@ class AbsentBlock:
         made = [self._make(key) for key in self.keys]
         names, state = [key.key for key in self.keys], self.optimizer.state
         members = map(dict, map(zip, repeat(names), zip(*made, strict=True)))
-        if not state or not any(map(state.__contains__, self.params)):
+        if type(state) in (dict, defaultdict) and not any(map(state.__contains__, self.params)):
             state.update(zip(self.params, members, strict=True))
             return made
         for param, own in zip(self.params, members, strict=True):

@@ -13,6 +13,7 @@ from support.requests import PAGE, RequestStore
 from support.slots import make_pin, shard
 
 from flashckpt import faults
+from flashckpt.checkpoint import catalog
 from flashckpt.checkpoint.catalog import VERIFIED_NEWEST, entry_from, list_checkpoints, newest_checkpoint, read_contents
 from flashckpt.checkpoint.catalog_entries import CATALOG, CommittedEntry, decode_entry, encode_entry, read_names
 from flashckpt.checkpoint.retention import TOMBSTONE_AGE_S, Policy, prune
@@ -185,6 +186,17 @@ def test_entries_that_outlived_their_folders_neither_hide_nor_make_a_checkpoint(
     assert [info.step for info in list_checkpoints(store)] == [20, 10]
     assert prune(store, Policy(keep_last=1)).checkpoints == (prefix_of(1, 10),)
     assert [info.step for info in list_checkpoints(store)] == [20]
+
+
+def test_nothing_is_kept_in_memory_of_checkpoints_that_are_gone(tmp_path: Path) -> None:
+    """A daemon that kept what it has read of each grew by kilobytes with every commit."""
+    store = open_store(tmp_path / "root")
+    for step in (10, 20, 30, 40):
+        persist_slot(make_pin([shard("w", (9,))], step=step), store, prefix_of(1, step))
+        commit(store, prefix_of(1, step), [0])
+        prune(store, Policy(keep_last=1))
+        read_contents(store)
+    assert [prefix for url, prefix, *_ in catalog._infos if url == store.url] == [prefix_of(1, 40)]
 
 
 @pytest.mark.parametrize("point", ["sweep.before-entries", "sweep.before-tombstones"])
