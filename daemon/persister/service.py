@@ -241,8 +241,9 @@ class Daemon:
         self._goal = None
 
     def _report_commit(self, view: NodeInventory) -> None:
-        """Write the status at once: who waits for the commit does not wait for what follows it."""
+        """Write the status at once, without the failure before: who waits for the commit does not wait for what follows it."""
         if self.persisting is not None:
+            self.attempts.went_well(is_over=True)
             self._report(self.persisting, view, alive=bool(self._numbers.get("ranks_alive")))
 
     def _report(self, persisting: PersistCoordinator, view: NodeInventory, *, alive: bool) -> None:

@@ -45,19 +45,20 @@ def test_persist_step_is_committed_bitwise_and_others_are_not(job: FakeJob) -> N
 
 def test_a_commit_is_in_the_status_before_the_slots_are_released(job: FakeJob, monkeypatch: pytest.MonkeyPatch) -> None:
     """Who waits for a commit does not wait for the unmapping of slots, which takes a while where they are large."""
-    said: list[SnapshotId | None] = []
+    said: list[tuple[SnapshotId | None, str] | None] = []
     close = Flush.close
 
     def noted(flush: Flush) -> None:
         status = job.directory.read_status()
-        said.append(status.committed if status else None)
+        said.append((status.committed, status.error) if status else None)
         close(flush)
 
     monkeypatch.setattr(Flush, "close", noted)
     with daemon_of(job) as daemon:
+        daemon.attempts.failed(StoreError("the disk is full"), 1)
         job.step(10, persist=True)
         turn_until(daemon, lambda: steps(job) == [10] and said, "the commit")
-    assert said == [(1, 10)]
+    assert said == [((1, 10), "")], "and the failure before it is over"
 
 
 def test_daemon_process_runs_without_torch() -> None:

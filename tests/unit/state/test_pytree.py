@@ -15,7 +15,7 @@ SHARED = torch.zeros(3)
 TREES: tuple[dict[Any, Any], ...] = (
     {},
     {"lr": 0.1, "steps": 3, "on": True, "none": None, "raw": b"x", "text": "long", "betas": (0.9, 0.95)},
-    {"\N{GREEK SMALL LETTER LAMDA}": 1, "a": {"b": [1, {"c": SHARED}], "d": SHARED}},
+    {"\N{GREEK SMALL LETTER PSI}": 1, "a": {"b": [1, {"c": SHARED}], "d": SHARED}},
     {1: "a", "1": "b"},
     {"__flashckpt__": "tensor"},
     {"a": {"__flashckpt__": 1, 2: 3}},
