@@ -40,7 +40,7 @@ test: setup  ## run the tests
 	$(BIN)/python -m pytest --workers $(WORKERS)
 
 # Whole jobs on s3://, each once with s3fs as the default client and once with obstore
-S3_JOBS := tests/unit/session/test_wait.py tests/integration/trainer/test_trainer_start.py tests/unit/bench/test_bench_command.py tests/unit/bench/test_bench_scratch.py
+S3_JOBS := tests/unit/session/test_wait.py tests/integration/trainer/trainer_start.py tests/unit/bench/test_bench_command.py tests/unit/bench/test_bench_scratch.py
 test-s3: setup  ## the storage tests against a real S3 server (needs root: installs Ceph radosgw by apt)
 	tests/integration/s3/radosgw.sh install
 	@dir=$$(mktemp -d /var/tmp/flashckpt-s3.XXXXXX); export PYTHON=$(BIN)/python; \
@@ -113,8 +113,8 @@ test-native-arm: setup  ## the native copy's NEON level in an emulator (gcc-aarc
 test-launcher: setup  ## what PyTorch's own launcher tests ask, asked of dlrun; jobs whose ranks, agent or daemon die or hang; attacks on it
 	$(BIN)/python -m pytest tests/integration/launcher/launcher_contract.py tests/integration/launcher/launcher_jobs.py tests/integration/launcher/launcher_security.py
 
-test-trainer: setup  ## whole runs of the trainer that are killed, resumed, changed, guarded and evaluated, and all that they write
-	$(BIN)/python -m pytest --workers $(WORKERS) tests/integration/trainer/trainer_resume.py tests/integration/trainer/trainer_outputs.py tests/integration/trainer/trainer_data.py tests/integration/trainer/trainer_guard.py
+test-trainer: setup  ## whole runs of the trainer that are started, killed, resumed, changed, guarded and evaluated, and all that they write
+	$(BIN)/python -m pytest --workers $(WORKERS) tests/integration/trainer/trainer_resume.py tests/integration/trainer/trainer_outputs.py tests/integration/trainer/trainer_data.py tests/integration/trainer/trainer_guard.py tests/integration/trainer/trainer_start.py
 
 test-layouts: setup  ## every layout trains and scores as one process does, and continues in each of a dozen others: same bits, same losses
 	$(BIN)/python -m pytest tests/integration/layouts/layouts.py tests/integration/layouts/layouts_parity.py tests/integration/layouts/layouts_evaluate.py tests/integration/layouts/layouts_documents.py
