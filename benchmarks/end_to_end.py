@@ -24,14 +24,13 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
-from processes import clean_up_on_sigterm
+from processes import clean_up_on_sigterm, places
 
 from flashckpt.bench import PEERS
 from flashckpt.bench.host import available_bytes, evict
@@ -140,16 +139,6 @@ def measure_restore(gigabytes: float, args: argparse.Namespace, disk: Path, shm:
     seconds, ratios = summaries(series, "start")
     show(f"{gigabytes} GB restored, from the start of the process", ratios, "start", seconds)
     return {"bytes": nbytes, "seconds": seconds, "x_start": ratios, "before_reading_s": before}
-
-
-@contextmanager
-def places(where: str | None) -> Iterator[tuple[Path, Path]]:
-    """A folder on the disk to measure, and one in memory; both are removed."""
-    with (
-        tempfile.TemporaryDirectory(dir=where, prefix="flashckpt-bench-") as disk,
-        tempfile.TemporaryDirectory(dir="/dev/shm", prefix="flashckpt-bench-", ignore_cleanup_errors=True) as memory,
-    ):
-        yield Path(disk), Path(memory)
 
 
 def main() -> int:

@@ -33,7 +33,7 @@ from typing import Any
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
-from processes import clean_up_on_sigterm
+from processes import clean_up_on_sigterm, places
 
 from flashckpt.bench.host import available_bytes, peak_memory_of
 from flashckpt.bench.measure import LoadWatch, document, plain, summarise, write_json
@@ -258,16 +258,6 @@ def _answers(endpoint: str) -> bool:
     except OSError:
         return False
     return True
-
-
-@contextmanager
-def places(where: str | None) -> Iterator[tuple[Path, Path]]:
-    """A folder on the disk to measure, and one in memory for the slots; both are removed."""
-    with (
-        tempfile.TemporaryDirectory(dir=where, prefix="flashckpt-bench-") as disk,
-        tempfile.TemporaryDirectory(dir="/dev/shm", prefix="flashckpt-bench-", ignore_cleanup_errors=True) as memory,
-    ):
-        yield Path(disk), Path(memory)
 
 
 def measure(args: argparse.Namespace) -> dict[str, Any]:

@@ -1,9 +1,12 @@
-"""Processes of a benchmark: ending them with it, and finding those that belong to one. Needs the standard library only."""
+"""Processes and folders of a benchmark: ending them with it, finding those that belong to one. Needs the standard library only."""
 
 from __future__ import annotations
 
 import signal
 import sys
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import IO
 
@@ -30,3 +33,13 @@ def descendants(pid: int) -> list[int]:
             except OSError:
                 continue  # the thread ended meanwhile
     return found
+
+
+@contextmanager
+def places(where: str | None) -> Iterator[tuple[Path, Path]]:
+    """A folder on the disk to measure, and one in memory for the slots; both are removed."""
+    with (
+        tempfile.TemporaryDirectory(dir=where, prefix="flashckpt-bench-") as disk,
+        tempfile.TemporaryDirectory(dir="/dev/shm", prefix="flashckpt-bench-", ignore_cleanup_errors=True) as memory,
+    ):
+        yield Path(disk), Path(memory)

@@ -99,9 +99,8 @@ class CurrentPlan:
         if self._memory.fits(need):
             return False
         _log.info("the state has another structure now: %d tensors, a new segment", len(plan.layout.structure.names))
-        growing = sum(
-            item.nbytes for item in (*plan.fresh, *plan.device_fresh)
-        )  # lists of tensors grow step by step: not a segment for each
+        # lists of tensors grow step by step: room for the next ones, not a segment for each
+        growing = sum(item.nbytes for item in (*plan.fresh, *plan.device_fresh))
         self._memory.replace(need.with_room(growing), slots=self._slots, job=self._job)
         self._on_new_memory()
         return True

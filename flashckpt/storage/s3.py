@@ -24,6 +24,7 @@ from flashckpt.storage.direct_io import extents
 from flashckpt.storage.etags import Tags
 from flashckpt.storage.s3_delete import delete_batch, delete_batch_retried, has_no_batch_delete, undeleted
 from flashckpt.storage.s3_errors import MISSING_KEY, error_code, http_status, is_network, is_transient, translate
+from flashckpt.storage.s3_pieces import drain, pieces_of
 from flashckpt.storage.store import (
     DELETE_BATCH,
     PART_BYTES,
@@ -230,7 +231,7 @@ class S3Store(ProbedStore):
             return bytes(await body.read())
 
     async def _upload(self, s3: Any, key: str, parts: Iterable[memoryview]) -> None:
-        pieces = _pieces(parts)
+        pieces = pieces_of(parts)
         head = list(itertools.islice(pieces, 2))
         if len(head) < 2:
             await self._retry(key, lambda: self._put(s3, key, b"".join(head)))
@@ -238,7 +239,7 @@ class S3Store(ProbedStore):
         created = await self._retry(key, lambda: s3.create_multipart_upload(Bucket=self.bucket, Key=key))
         upload = {"Bucket": self.bucket, "Key": key, "UploadId": created["UploadId"]}
         try:
-            done = await self._send_parts(s3, upload, _drain(head, pieces))
+            done = await self._send_parts(s3, upload, drain(head, pieces))
             answer = await self._retry(
                 key, lambda: s3.complete_multipart_upload(**upload, MultipartUpload={"Parts": done})
             )
@@ -375,28 +376,6 @@ class S3Store(ProbedStore):
                 _log.debug("%s/%s: attempt %d failed: %s", self.url, key, attempt + 1, error)
                 await asyncio.sleep(min(0.2 * 2**attempt, 10.0))
         raise AssertionError  # pragma: no cover -- retries is at least 1
-
-
-def _pieces(parts: Iterable[memoryview]) -> Iterator[bytes]:
-    """Cut and join parts into bytes of PART_BYTES: S3 wants every part but the last at 5 MiB or more."""
-    buffer = bytearray()
-    for _, view in extents(parts, PART_BYTES):
-        if not buffer and len(view) == PART_BYTES:
-            yield bytes(view)
-            continue
-        buffer += view
-        while len(buffer) >= PART_BYTES:
-            yield bytes(memoryview(buffer)[:PART_BYTES])
-            del buffer[:PART_BYTES]
-    if buffer:
-        yield bytes(buffer)
-
-
-def _drain(head: list[bytes], rest: Iterator[bytes]) -> Iterator[bytes]:
-    """Yield the pieces read ahead, letting go of each, then the rest: memory stays bounded."""
-    while head:
-        yield head.pop(0)
-    yield from rest
 
 
 async def _as_coroutine(ask: Callable[[], Awaitable[Any]]) -> Any:
