@@ -8,6 +8,7 @@
 # 2: no GPU, 3: the time was over before all was run, 4: it could not begin (an argument, Python, torch, wheels, a folder).
 set -euo pipefail
 { # read whole before it runs: the file may change meanwhile
+case "${1:-}" in -h | --help) sed -n '2,9s/^# \{0,1\}//p' "$0"; exit 0 ;; esac
 cd "$(dirname "$0")/../../.."
 python=${PYTHON:-python3}
 out=${OUT:-out/gpu}

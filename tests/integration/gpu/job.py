@@ -8,6 +8,7 @@ from __future__ import annotations
 import argparse
 import os
 import signal
+import threading
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -20,6 +21,8 @@ from flashckpt import Checkpointer, faults
 from flashckpt.snapshot.device import DeviceCopier
 
 STEPS, DIES_AT, WIDTH = 10, 7, 300
+EVERY = 2
+"""Steps between snapshots."""
 DEATHS = ("", "step", "copy", "restore", "memory", "assert", "ordinal")
 
 
@@ -67,13 +70,19 @@ def train(options: argparse.Namespace, device: torch.device) -> None:
     model = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh(), nn.Dropout(0.1), nn.Linear(WIDTH, 4)).to(device)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     torch.manual_seed(100 + rank)
-    ckpt = Checkpointer(f"{options.folder}/root", snapshot_every=2, persist_every=1000, job=options.job)
+    ckpt = Checkpointer(f"{options.folder}/root", snapshot_every=EVERY, persist_every=1000, job=options.job)
+    complete = threading.Event()
+    ckpt.on_snapshot = lambda _: complete.set()
     ckpt.track(model=model, optimizer=optimizer, rng=True, replicated_over="world")
     if options.die == "restore" and restarts == 1 and rank == options.rank:
         faults.arm("restore.before-lineage")
     report = ckpt.restore()
     first = report.step if report else 0
     for step in range(first + 1, STEPS + 1):
+        if options.die and restarts == 0 and step > EVERY and step % EVERY == 1:
+            # copies run beside the steps: which one a killed job goes on from must not depend on their speed
+            assert complete.wait(60), "no snapshot of the step before within 60 s"
+        complete.clear()
         optimizer.zero_grad()
         loss = model(torch.rand(8, WIDTH, device=device)).square().mean()
         loss.backward()
