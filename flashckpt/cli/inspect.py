@@ -18,18 +18,22 @@ from flashckpt.cli.common import (
     choose,
     human_bytes,
     json_option,
+    new_table,
     open_root,
     root_options,
     show,
     step_option,
 )
 from flashckpt.cli.coverage import coverage_rows, coverage_table, parse_layout, plan_layout, plan_table
+from flashckpt.cli.output import FittingTable
 from flashckpt.core.manifest import Manifest
 from flashckpt.core.shard_table import ShardTable
 from flashckpt.printable import counted, plain, printable
 
 MANY = 40
 """Children of a tree node beyond which only a count is shown, unless --all is given."""
+LINES = 1000
+"""Tensors beyond which --all shows lines with whole names, for grep: a tree of so many would take a minute."""
 
 
 @click.command(cls=Command)
@@ -156,7 +160,9 @@ def _value(tree: Tree, key: str, value: Any) -> None:
     tree.add(_label(f"{key} = {text if len(text) <= 100 else text[:97] + '...'}"))
 
 
-def _tensors(manifest: Manifest, tensors: list[dict[str, Any]], *, everything: bool) -> Tree:
+def _tensors(manifest: Manifest, tensors: list[dict[str, Any]], *, everything: bool) -> Tree | FittingTable:
+    if everything and len(tensors) > LINES:
+        return _lines(tensors)
     tree = Tree(f"tensors of step {manifest.step}")
     branches: dict[str, Tree] = {"": tree}
     counts: dict[str, int] = defaultdict(int)
@@ -176,3 +182,11 @@ def _tensors(manifest: Manifest, tensors: list[dict[str, Any]], *, everything: b
         elif counts[prefix] == MANY + 1:
             branch.add("... (--all shows the rest)")
     return tree
+
+
+def _lines(tensors: list[dict[str, Any]]) -> FittingTable:
+    table = new_table("TENSOR", "DTYPE", "SHAPE", ">SIZE", ">SHARDS")
+    for one in tensors:
+        shape = "x".join(map(str, one["shape"])) or "scalar"
+        table.add_row(one["fqn"], one["dtype"], shape, human_bytes(one["nbytes"]), str(one["shards"]))
+    return table

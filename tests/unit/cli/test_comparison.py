@@ -1,0 +1,92 @@
+"""The comparison of two checkpoints reads tensors in batches, and a table of many rows is what a small one is."""
+
+from __future__ import annotations
+
+import io
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+from support.daemons import two_checkpoints
+
+from flashckpt.cli import comparison, diff, output
+from flashckpt.cli.output import FittingTable, OutputConsole
+from flashckpt.core.shard import Shard
+from flashckpt.restore.executor import Target, execute_reads
+from flashckpt.restore.sources import StorageSource
+from flashckpt.storage.factory import open_store
+
+SHAPES: dict[str, tuple[int, ...]] = {"wide": (40, 30), "row": (7,), "flat": (1, 1)} | {
+    f"small.{number}": (3, number % 5 + 1) for number in range(30)
+}
+
+
+@pytest.fixture
+def sides(tmp_path: Path) -> Iterator[tuple[StorageSource, StorageSource]]:
+    """Steps 10 and 20 of one job; all elements of all tensors differ."""
+    with two_checkpoints(tmp_path / "root", SHAPES) as root:
+        store = open_store(root)
+        yield diff._source(store, "10"), diff._source(store, "20")
+
+
+@pytest.mark.parametrize("block_bytes", [1, 64, 1000, comparison.BLOCK_BYTES])
+def test_every_size_of_a_batch_finds_the_same(
+    block_bytes: int, sides: tuple[StorageSource, StorageSource], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(comparison, "BLOCK_BYTES", block_bytes)
+    found = {one["fqn"]: one for one in comparison.compare(*sides)["tensors"]}
+    for name, shape in SHAPES.items():
+        whole = [one for one in found if one == name or one.endswith(f".{name}")]
+        assert found[whole[0]]["elements"] == np.prod(shape, dtype=int)
+        assert 0 < found[whole[0]]["differing"] <= found[whole[0]]["elements"]
+        assert found[whole[0]]["max_abs"] > 0
+
+
+@pytest.mark.parametrize(("shape", "blocks"), [((), 1), ((0, 3), 0), ((3, 0), 1), ((5,), 1), ((100, 3), 4)])
+def test_blocks_cover_a_tensor_once(shape: tuple[int, ...], blocks: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(comparison, "BLOCK_BYTES", 300)
+    ndim = len(shape)
+    whole = Shard(fqn="one", dtype="float32", global_shape=shape, offsets=(0,) * ndim, lengths=shape)
+    found = list(comparison._blocks(whole))
+    assert len(found) == blocks
+    assert sum(block.nbytes for block in found) == whole.nbytes
+
+
+def test_few_calls_read_many_tensors(
+    sides: tuple[StorageSource, StorageSource], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    calls: list[int] = []
+
+    def counting(targets: list[Target], sources: list[StorageSource]) -> None:
+        calls.append(len(targets))
+        execute_reads(targets, sources)
+
+    monkeypatch.setattr(comparison, "execute_reads", counting)
+    comparison.compare(*sides)
+    assert len(calls) == 2, "one for each side"
+
+
+def test_shards_that_do_not_lie_alike_are_compared_name_by_name(
+    sides: tuple[StorageSource, StorageSource], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    at_once = comparison.compare(*sides)
+    monkeypatch.setattr(comparison, "_same_rows", lambda *_: False)
+    assert comparison.compare(*sides) == at_once
+    assert comparison.compare(sides[0], sides[0])["tensors"] == []
+
+
+@pytest.mark.parametrize("title", ["", "a title"])
+@pytest.mark.parametrize("last", ["TEXT", ">NUMBER", ""])
+def test_a_table_of_many_rows_is_written_as_a_small_one(title: str, last: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    def rendered(many: int) -> str:
+        monkeypatch.setattr(output, "_MANY_ROWS", many)
+        table = FittingTable("TENSOR", ">N", "", last, title=title)
+        for i in range(50):
+            table.add_row(f"a.{i}", str(i * 7), "", "ü" * (i % 5) + "日本"[: i % 3])
+        console = OutputConsole()
+        console.file = io.StringIO()
+        console.print(table)
+        return console.file.getvalue()
+
+    assert rendered(10) == rendered(1000)
