@@ -105,6 +105,11 @@ class ElasticBatchSampler(Sampler[list[int]]):
         """See `ElasticSampler.commit`."""
         self.sampler.commit(samples)
 
+    @property
+    def flashckpt_progress(self) -> tuple[int, int | None]:
+        """See `ElasticSampler.flashckpt_progress`."""
+        return self.sampler.flashckpt_progress
+
     def state_dict(self) -> dict[str, Any]:
         """Return the sampler's state."""
         return self.sampler.state_dict()

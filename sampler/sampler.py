@@ -210,6 +210,11 @@ class ElasticSampler(Place):
             return "unused"
         return "running" if self._restored_end is None else "between"
 
+    @property
+    def flashckpt_progress(self) -> tuple[int, int | None]:
+        """What a step moves: the position and the epoch that ended there. The Checkpointer compares it at every step."""
+        return self.position, self.cursor.ended
+
     def state_dict(self) -> dict[str, Any]:
         """Return the committed position and what it refers to: the same on every rank, under 200 bytes."""
         return self.cursor.state().to_dict()
