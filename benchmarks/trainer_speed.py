@@ -134,7 +134,7 @@ def main() -> None:
     args = parsed()
     clean_up_on_sigterm()
     folder = Path(args.keep or tempfile.mkdtemp(prefix="trainer-speed-")).absolute()
-    shm = Path(tempfile.mkdtemp(prefix="trainer-speed-", dir="/dev/shm"))  # noqa: S108 -- snapshots
+    shm = Path(tempfile.mkdtemp(prefix="trainer-speed-", dir="/dev/shm"))
     result: dict[str, Any] = {"before": facts(), "block": args.block, "warm_up": args.warm_up, "layouts": {}}
     for name, given in (("torchtitan", args.torchtitan), ("nanoGPT", args.nanogpt)):
         if not given:

@@ -24,9 +24,9 @@ def no_gpu() -> None:
     """Give torchtitan a device: before it is imported."""
     sys.modules["torchtitan.distributed.minimal_async_ep.kernels"] = unittest.mock.MagicMock()  # imports triton
     cpu: Any = torch.cpu
-    cpu.get_device_name = lambda device=None: "cpu"
-    cpu.get_device_properties = lambda device=None: types.SimpleNamespace(total_memory=24 << 30)
-    cpu.memory_stats = lambda device=None: {}
+    cpu.get_device_name = lambda *_: "cpu"
+    cpu.get_device_properties = lambda *_: types.SimpleNamespace(total_memory=24 << 30)
+    cpu.memory_stats = lambda *_: {}
     cpu.reset_peak_memory_stats = cpu.empty_cache = lambda *_: None
     importlib.import_module("torch._utils").__dict__["_get_available_device_type"] = lambda: "cpu"
 
@@ -36,7 +36,7 @@ def no_nightly() -> None:
     attention = importlib.import_module("torchtitan.models.common.attention")
     llama: Any = importlib.import_module("torchtitan.models.llama3")
     # flex attention needs a compiler, varlen CUDA; so documents of a row are not masked
-    llama.get_attention_config = lambda backend: attention.ScaledDotProductAttention.Config()
+    llama.get_attention_config = lambda _: attention.ScaledDotProductAttention.Config()
     distributed: Any = importlib.import_module("torchtitan.distributed.utils")
     distributed.set_pg_timeouts = lambda **_: None
     divide: Any = FSDPModule.set_gradient_divide_factor
