@@ -4,7 +4,7 @@
 
 One model for all: dim 256, 6 layers, 16 heads, a vocabulary of 2,048, windows of 256 tokens, 4 of them for each data-parallel
 rank, float32, one thread per rank, gloo. All contestants of a layout are started, then trained in turns of some steps, in
-another order each round, so that a busy machine is busy for all; who waits uses no processor. The first steps are left out.
+another order each round, so that a busy machine is busy for all; who waits uses no processor. The first steps are left out, and with them the first touch of all slots.
 A ratio is the median of the ratios of each round, with the least and the greatest.
 
 Nothing is fetched: `--torchtitan` is a virtual environment with torchtitan 0.3.0 and torch 2.13 (or its Python), `--nanogpt` a folder with
@@ -123,7 +123,9 @@ def parsed() -> argparse.Namespace:
     parser.add_argument("--layouts", default=",".join(LAYOUTS), help=f"of {', '.join(LAYOUTS)}")
     parser.add_argument("--rounds", type=int, default=6, help="turns of each contestant")
     parser.add_argument("--block", type=int, default=10, help="steps of a turn")
-    parser.add_argument("--warm-up", type=int, default=3, help="first steps, left out")
+    parser.add_argument(
+        "--warm-up", type=int, default=16, help="first steps, left out: three slots of snapshots are touched first"
+    )
     parser.add_argument("--no-snapshots", action="store_true", help="leave the runs with the engine out")
     parser.add_argument("--keep", metavar="FOLDER", help="keep data and logs here")
     parser.add_argument("--json")

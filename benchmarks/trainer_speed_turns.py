@@ -1,4 +1,4 @@
-"""One rank's side of benchmarks/trainer_speed.py: trains when told to, and says what it took. Standard library only.
+"""One rank's side of benchmarks/trainer_speed.py: trains when it is its turn, and reports what that took. Standard library only.
 
 The program writes the number of steps of a turn to the rank's standard input; at the end of the turn the rank writes
 one JSON line to the descriptor in SPEED_ANSWERS. A rank that waits for its turn uses no processor. Input that ends ends the rank.

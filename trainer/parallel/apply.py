@@ -2,8 +2,8 @@
 
 Order: build the stage on the meta device -> tensor parallel -> activation checkpointing -> torch.compile -> data parallel ->
 memory for what this rank holds. Nothing is filled here: a restore, a folder of weights or `Parallel.fill` does that, once.
-The mesh always has four dimensions, size-1 ones kept, and `fully_shard` is applied even to one
-rank: one code path, and every parameter is a DTensor that knows its global offset.
+The mesh always has four dimensions, size-1 ones kept. Where there is one data-parallel rank, `fully_shard` has nothing to
+shard and is left out: it would copy every weight twice and every gradient once in each step.
 """
 
 from __future__ import annotations

@@ -95,7 +95,7 @@ def _square_sum(grad: Tensor) -> Tensor:
 
 def _owns(grad: Tensor) -> bool:
     if not isinstance(grad, DTensor):
-        return True  # plain gradients exist under DDP only, where dp_replicate is the only replicated dimension
+        return True  # plain gradients exist under DDP, where only dp_replicate is replicated, and in layouts without any copy
     coordinate = list(grad.device_mesh.get_coordinate() or [])
     for placement, index in zip(grad.placements, coordinate, strict=True):
         assert not isinstance(placement, Partial), "settle_gradients() must run first"
