@@ -14,6 +14,7 @@ from torch.distributed._functional_collectives import all_to_all_single_autograd
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 
+from flashckpt.trainer.model.operators import swiglu
 from flashckpt.trainer.model_config import ModelConfig
 
 EXPERT_WEIGHTS = ("experts.w1", "experts.w2", "experts.w3")
@@ -30,7 +31,7 @@ class FeedForward(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """(B, T, D) -> (B, T, D)."""
-        return self.w2(F.silu(self.w1(x)) * self.w3(x))  # type: ignore[no-any-return]  # nn.Module calls are Any
+        return self.w2(swiglu(self.w1(x), self.w3(x)))  # type: ignore[no-any-return]  # nn.Module calls are Any
 
 
 class Experts(nn.Module):
@@ -51,7 +52,7 @@ class Experts(nn.Module):
         """
         w1, w2, w3 = (_local(weight).to(x.dtype) for weight in (self.w1, self.w2, self.w3))
         runs = enumerate(torch.split(x, counts))
-        return torch.cat([F.linear(F.silu(F.linear(rows, w1[i])) * F.linear(rows, w3[i]), w2[i]) for i, rows in runs])
+        return torch.cat([F.linear(swiglu(F.linear(rows, w1[i]), F.linear(rows, w3[i])), w2[i]) for i, rows in runs])
 
 
 class MixtureOfExperts(nn.Module):

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from flashckpt.trainer.model.operators import turn
 from flashckpt.trainer.model_config import ModelConfig
 
 
@@ -77,8 +78,7 @@ def with_documents(positions: Positions, documents: Tensor) -> Positions:
 def rotate(x: Tensor, positions: Positions) -> Tensor:
     """Turn the halves of each head by position, in float32: (B, T, H, K) -> the same."""
     cosines, sines = (table[..., : x.shape[1], None, :] for table in (positions.cosines, positions.sines))
-    first, second = x.float().chunk(2, -1)
-    return torch.cat([first * cosines - second * sines, second * cosines + first * sines], -1).to(x.dtype)
+    return turn(x, cosines, sines)
 
 
 Scaled = tuple[Tensor, float]

@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from flashckpt.trainer.model.moe import FeedForward, MixtureOfExperts
+from flashckpt.trainer.model.operators import RMSNorm, token_losses
 from flashckpt.trainer.model.positions import Positions, make_positions, rotate, with_documents
 from flashckpt.trainer.model_config import ModelConfig
 
@@ -33,8 +34,8 @@ class Attention(nn.Module):
         self.wk = nn.Linear(config.dim, config.kv_heads * self.head_dim, bias=config.qkv_bias)
         self.wv = nn.Linear(config.dim, config.kv_heads * self.head_dim, bias=config.qkv_bias)
         self.wo = nn.Linear(config.heads * self.head_dim, config.dim, bias=False)
-        self.q_norm = nn.RMSNorm(self.head_dim, eps=config.norm_eps) if config.qk_norm else None
-        self.k_norm = nn.RMSNorm(self.head_dim, eps=config.norm_eps) if config.qk_norm else None
+        self.q_norm = RMSNorm(self.head_dim, eps=config.norm_eps) if config.qk_norm else None
+        self.k_norm = RMSNorm(self.head_dim, eps=config.norm_eps) if config.qk_norm else None
 
     def forward(self, x: Tensor, positions: Positions) -> Tensor:
         """(B, T, D) -> (B, T, D)."""
@@ -61,9 +62,9 @@ class Block(nn.Module):
 
     def __init__(self, config: ModelConfig, number: int) -> None:
         super().__init__()
-        self.attention_norm = nn.RMSNorm(config.dim, eps=config.norm_eps)
+        self.attention_norm = RMSNorm(config.dim, eps=config.norm_eps)
         self.attention = Attention(config, has_window=config.window > 0 and number >= config.window_from)
-        self.ffn_norm = nn.RMSNorm(config.dim, eps=config.norm_eps)
+        self.ffn_norm = RMSNorm(config.dim, eps=config.norm_eps)
         self.feed_forward = MixtureOfExperts(config) if config.experts else FeedForward(config.dim, config.ffn)
         self.dropout = nn.Dropout(config.dropout)
         self.recompute = "none"
@@ -110,7 +111,7 @@ class Transformer(nn.Module):
         numbers = range(config.layers) if layers is None else layers
         self.tok_embeddings = nn.Embedding(config.vocab, config.dim) if first else None
         self.layers = nn.ModuleDict({str(i): Block(config, i) for i in numbers})
-        self.norm = nn.RMSNorm(config.dim, eps=config.norm_eps) if last else None
+        self.norm = RMSNorm(config.dim, eps=config.norm_eps) if last else None
         self.output = nn.Linear(config.dim, config.vocab, bias=False) if last else None
         self._positions: Positions | None = None
         self._make_positions = functools.partial(make_positions, config, seq_len)
@@ -146,4 +147,4 @@ class Transformer(nn.Module):
 
 def per_token_loss(logits: Any, targets: Tensor) -> Tensor:
     """Cross entropy of each token in nats, float32, shape (B x T,); 0 where there is no target (-100)."""
-    return F.cross_entropy(logits.flatten(0, 1).float(), targets.flatten(), reduction="none")
+    return token_losses(logits.flatten(0, 1), targets.flatten())

@@ -2,8 +2,8 @@
 
 Order: build the stage on the meta device -> tensor parallel -> activation checkpointing -> torch.compile -> data parallel ->
 memory for what this rank holds. Nothing is filled here: a restore, a folder of weights or `Parallel.fill` does that, once.
-The mesh always has four dimensions, size-1 ones kept, and `fully_shard` is applied even to one
-rank: one code path, and every parameter is a DTensor that knows its global offset.
+The mesh always has four dimensions, size-1 ones kept. Where there is one data-parallel rank, `fully_shard` has nothing to
+shard and is left out: it would copy every weight twice and every gradient once in each step.
 """
 
 from __future__ import annotations
@@ -222,9 +222,15 @@ def _build_part(config: RunConfig, layout: Layout, mesh: DeviceMesh, device: tor
         # resumed run adds gradients in the same order as the unbroken one.
         group = mesh["dp_replicate"].get_group()
         return nn.parallel.DistributedDataParallel(part, process_group=group, find_unused_parameters=True)
-    _fully_shard(part, mesh, config, layout)
+    if _needs_fsdp(config, layout):
+        _fully_shard(part, mesh, config, layout)
     materialise(part, device)
     return part
+
+
+def _needs_fsdp(config: RunConfig, layout: Layout) -> bool:
+    """Whether there is something to gather or to cast: a single data-parallel rank would only copy every weight and gradient."""
+    return layout.dp > 1 or config.train.precision == "bfloat16" or config.model.experts > 0
 
 
 def _fully_shard(part: Transformer, mesh: DeviceMesh, config: RunConfig, layout: Layout) -> None:
@@ -237,7 +243,8 @@ def _fully_shard(part: Transformer, mesh: DeviceMesh, config: RunConfig, layout:
     reshard = layout.pp == 1  # with pipelines, gathering again for every micro-batch costs more than it frees
     for block in part.layers.values():
         fully_shard(block, mesh=dp_mesh, reshard_after_forward=reshard, mp_policy=policy, ignored_params=experts)
-    fully_shard(part, mesh=dp_mesh, reshard_after_forward=reshard, mp_policy=policy, ignored_params=experts)
+    # The head is the first that backward needs: to free it after forward would be to gather it twice.
+    fully_shard(part, mesh=dp_mesh, reshard_after_forward=False, mp_policy=policy, ignored_params=experts)
 
 
 def set_gradient_sync(part: nn.Module, *, sync: bool) -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import ctypes
 import json
 import os
 from collections.abc import Iterator, Mapping
@@ -73,6 +75,15 @@ def _append(path: Path, data: bytes) -> None:
         os.close(fd)
 
 
+def _keep_freed_memory() -> None:
+    """Let the C library keep what a step frees: the next step needs it again, and new pages have to be zeroed."""
+    trim_threshold, mmap_threshold = -1, -3  # numbers of glibc's mallopt; other C libraries have none
+    with contextlib.suppress(AttributeError, OSError):
+        change = ctypes.CDLL(None).mallopt
+        change(mmap_threshold, 32 << 20)
+        change(trim_threshold, 1 << 30)
+
+
 @contextmanager
 def process_group(config: RunConfig, *, alone: bool = False) -> Iterator[torch.device]:
     """Join the process group (or make one of a single rank) and yield this rank's device."""
@@ -91,6 +102,7 @@ def process_group(config: RunConfig, *, alone: bool = False) -> Iterator[torch.d
         torch.cuda.set_device(device)
     else:
         torch.set_num_threads(1)
+        _keep_freed_memory()
     torch.use_deterministic_algorithms(config.train.deterministic)
     if dist.is_initialized() and not alone:
         yield device

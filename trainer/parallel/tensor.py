@@ -5,7 +5,6 @@ from __future__ import annotations
 import functools
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard
@@ -19,6 +18,7 @@ from torch.distributed.tensor.parallel import (
 
 from flashckpt.trainer.config import RunConfig
 from flashckpt.trainer.model.moe import MixtureOfExperts
+from flashckpt.trainer.model.operators import rms_norm
 from flashckpt.trainer.model.transformer import Transformer
 from flashckpt.trainer.model_config import ModelConfig
 
@@ -90,7 +90,7 @@ class LocalNorm(ParallelStyle):
 
 def _norm(module: Any, grad: Placement, tokens: Tensor) -> Tensor:
     weight = module.weight.to_local(grad_placements=[grad])
-    return torch.rms_norm(tokens, module.normalized_shape, weight, module.eps)
+    return rms_norm(tokens, weight, module.eps)
 
 
 class LocalExperts(ParallelStyle):

@@ -84,13 +84,18 @@ def local_square_sum(parallel: Parallel) -> Tensor:
     first = parallel.coordinate("dp_replicate") == 0
     for parameter in parallel.counted_parameters():
         if parameter.grad is not None and first and _owns(parameter.grad):
-            total += local_tensor(parameter.grad).detach().double().square().sum()
+            total += _square_sum(local_tensor(parameter.grad).detach())
     return total
+
+
+def _square_sum(grad: Tensor) -> Tensor:
+    """Return the sum of squares, float64; rows are short enough to be added in float32."""
+    return torch.linalg.vector_norm(grad, dim=-1).double().square().sum()
 
 
 def _owns(grad: Tensor) -> bool:
     if not isinstance(grad, DTensor):
-        return True  # plain gradients exist under DDP only, where dp_replicate is the only replicated dimension
+        return True  # plain gradients exist under DDP, where only dp_replicate is replicated, and in layouts without any copy
     coordinate = list(grad.device_mesh.get_coordinate() or [])
     for placement, index in zip(grad.placements, coordinate, strict=True):
         assert not isinstance(placement, Partial), "settle_gradients() must run first"

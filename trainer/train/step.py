@@ -119,8 +119,10 @@ class TrainStep:
             yield
 
     def _on_device(self, batch: Batch) -> tuple[Tensor, Tensor, Tensor | None]:
-        device = self._parallel.device
-        documents = None if batch.documents is None else batch.documents.to(device, non_blocking=True)
+        device, documents = self._parallel.device, batch.documents
+        if documents is not None:  # rows of one document each need no mask
+            has_several = bool((documents != documents[:, :1]).any())
+            documents = documents.to(device, non_blocking=True) if has_several else None
         return batch.tokens.to(device, non_blocking=True), batch.targets.to(device, non_blocking=True), documents
 
     def _micro(

@@ -51,7 +51,8 @@ def test_compiled_blocks_have_the_names_the_loss_and_the_gradients_of_plain_ones
     assert losses[0].item() == losses[1].item()
     own, others = dict(plain.named_parameters()), dict(compiled.named_parameters())
     assert list(own) == list(others)
-    assert all(torch.equal(own[name].grad, others[name].grad) for name in own)  # type: ignore[arg-type]  # they have one
+    for name, value in own.items():  # not to the bit: of a value used twice, gradients are added in another order
+        torch.testing.assert_close(value.grad, others[name].grad, rtol=1e-5, atol=1e-8)
 
 
 def test_nothing_is_compiled_unless_asked_for() -> None:
