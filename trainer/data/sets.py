@@ -65,7 +65,7 @@ def sets_of(config: RunConfig) -> RunConfig:
         sources=sources,
         tokenizer=tokenizer,
         end_token=config.data.end_token if tokenizer else "",
-        document_mask=config.data.document_mask,
+        document_mask=config.data.document_mask and bool(config.data.sources),  # as the run trains
     )
     return replace(config, data=data)
 
