@@ -11,17 +11,17 @@ import numpy as np
 TEXTS = [
     f"{number}: a story of {number * 7} words, " + "and then " * (number % 5) + "the end\u00e9" for number in range(23)
 ]
-PROBABILITY = [
+PROBABILITY: list[dict[str, Any]] = [
     {"prompt": "the capital of France is", "target": " Paris"},
     {"prompt": "two and two is ", "target": "four"},
     {"prompt": "", "target": "once upon a time there was a word that went on and on, longer than the model can see"},
 ]
-PAIRS = [
+PAIRS: list[dict[str, Any]] = [
     {"better": "The cats sleep.", "worse": "The cats sleeps."},
     {"sentence_good": "Who did she see?", "sentence_bad": "Who did she see him?", "UID": "x"},
     {"better": "One dog barks at a cat.", "worse": "One dogs barks at cat."},
 ]
-CHOICE = [
+CHOICE: list[dict[str, Any]] = [
     {"prompt": "Snow is", "choices": [" white", " black as coal", " a bird"], "answer": 0},
     {
         "ind": 4, "activity_label": "Baking", "ctx_a": "A man bakes.", "ctx_b": "he", "ctx": "A man bakes. he", "label": "1",
@@ -48,7 +48,7 @@ def write_evaluation(folder: Path) -> dict[str, Any]:
     tokens[::29] = 0
     tokens.astype("<u2").tofile(folder / "flat.bin")
     stories = write_lines(folder / "stories.jsonl", [{"text": text} for text in TEXTS])
-    kinds = {"probability": PROBABILITY, "pairs": PAIRS, "choice": CHOICE}
+    kinds: dict[str, list[dict[str, Any]]] = {"probability": PROBABILITY, "pairs": PAIRS, "choice": CHOICE}
     urls = {kind: write_lines(folder / f"{kind}.jsonl", lines) for kind, lines in kinds.items()}
     return {
         "every": 1,

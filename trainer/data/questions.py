@@ -42,7 +42,7 @@ def read_questions(probe: ProbeConfig) -> list[Question]:
     options = probe.storage_options if is_remote(probe.url) else None
     blob = RemoteFile(probe.url, storage_options=options)
     content = b"".join(data for _, data in blob.chunks())
-    questions = []
+    questions: list[Question] = []
     for number, line in enumerate(content.split(b"\n"), 1):
         if line.strip() and not 0 < probe.limit <= len(questions):
             questions.append(_question(probe, number, line))

@@ -84,8 +84,8 @@ def score_table(scores: Scores) -> str:
         "  ".join([row[0].ljust(widths[0]), *(c.rjust(w) for c, w in zip(row[1:], widths[1:], strict=True))])
         for row in rows
     ]
-    texts = lines if len(rows) > 1 else []
-    return "".join(f"{line}\n" for line in [*texts, *(f"{name}: {_figures(f)}" for name, f in scores.probes.items())])
+    table = lines if len(rows) > 1 else []
+    return "".join(f"{line}\n" for line in [*table, *(f"{name}: {_figures(f)}" for name, f in scores.probes.items())])
 
 
 def _plain(score: Score) -> dict[str, Any]:
