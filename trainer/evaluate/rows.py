@@ -9,6 +9,7 @@ import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -130,22 +131,24 @@ class RowScorer:
 
     def _forward(self, rows: Rows) -> Tensor | None:
         """Return sums per row, (B, 4); None where the last stage is not."""
-        parts = self._parallel.layout.micro_batches
-        tokens, targets, documents, text = (
-            [None] * parts if one is None else torch.from_numpy(one).to(self._parallel.device).chunk(parts)
-            for one in (rows.tokens, rows.targets, rows.documents, rows.text)
-        )
+        tokens, targets = self._micro(rows.tokens), self._micro(rows.targets)
+        documents = [None] * len(tokens) if rows.documents is None else self._micro(rows.documents)
+        text = [None] * len(tokens) if rows.text is None else self._micro(rows.text)
         with loss_context(is_sharded=self._is_sharded):
             if self._parallel.layout.pp == 1:
                 part = self._parallel.parts[0]
                 # one after the other: the logits of one micro-batch are held at a time
                 results = [
-                    self._sums(part(*one[:2]), *one[2:]) for one in zip(tokens, documents, targets, text, strict=True)
+                    self._sums(part(x, row), y, is_text)
+                    for x, row, y, is_text in zip(tokens, documents, targets, text, strict=True)
                 ]
             else:
-                logits = self._parallel.forward_only(tokens, documents)
-                results = [self._sums(*one) for one in zip(logits, targets, text, strict=False)]
+                logits = self._parallel.forward_only(tokens, documents)  # none where the last stage is elsewhere
+                results = [self._sums(out, y, is_text) for out, y, is_text in zip(logits, targets, text, strict=False)]
         return torch.cat(results) if results else None
+
+    def _micro(self, values: npt.NDArray[Any]) -> list[Tensor]:
+        return list(torch.from_numpy(values).to(self._parallel.device).chunk(self._parallel.layout.micro_batches))
 
     def _sums(self, logits: Tensor, targets: Tensor, text: Tensor | None) -> Tensor:
         losses = per_token_loss(logits, targets)
@@ -173,16 +176,12 @@ def likeliest(logits: Tensor) -> Tensor:
 
 def _filled(rows: Rows, count: int) -> Rows:
     """Return `count` rows: those after the given ones have no targets."""
-    missing = count - len(rows.tokens)
-
-    def fill(values: npt.NDArray[np.generic] | None, value: int) -> npt.NDArray[np.generic] | None:
-        return None if values is None else np.pad(values, ((0, missing), (0, 0)), constant_values=value)
-
+    padding = ((0, count - len(rows.tokens)), (0, 0))
     return Rows(
-        tokens=fill(rows.tokens, 0),
-        targets=fill(rows.targets, NO_TARGET),
-        documents=fill(rows.documents, 0),
-        text=fill(rows.text, 0),
+        tokens=np.pad(rows.tokens, padding),
+        targets=np.pad(rows.targets, padding, constant_values=NO_TARGET),
+        documents=None if rows.documents is None else np.pad(rows.documents, padding),
+        text=None if rows.text is None else np.pad(rows.text, padding),
     )
 
 

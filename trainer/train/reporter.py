@@ -10,8 +10,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from flashckpt.trainer.config import RunConfig
-from flashckpt.trainer.evaluate.results import curves_of, plain_scores, score_lines
-from flashckpt.trainer.evaluate.scores import Scores
+from flashckpt.trainer.evaluate.results import Scores, curves_of, plain_scores, score_lines
 from flashckpt.trainer.nonfatal import Nonfatal
 from flashckpt.trainer.train.metrics import ProgressLine, StepRecord, Trace, flops_per_token
 
