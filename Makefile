@@ -74,7 +74,7 @@ test-frameworks: $(FRAMEWORKS)/.ready  ## optimizers, modules, dtypes, wrappers,
 	$(FRAMEWORKS)/bin/python -m pytest tests/integration/frameworks/all_frameworks.py
 
 test-hub: $(FRAMEWORKS)/.ready  ## models from and to Hugging Face folders: transformers gives the same logits, in one process and in 2x2x2; any tokenizer.json
-	$(FRAMEWORKS)/bin/python -m pytest tests/integration/hub/hub.py tests/unit/trainer/test_trainer_prepare.py tests/unit/trainer/test_trainer_sources.py
+	$(FRAMEWORKS)/bin/python -m pytest tests/integration/hub/hub.py tests/unit/trainer/test_trainer_prepare.py tests/unit/trainer/test_trainer_sources.py tests/unit/trainer/test_trainer_evaluation.py
 
 compatibility: $(FRAMEWORKS)/.ready  ## the same, and write docs/compatibility.md (CASES="part of a name" for some)
 	PYTHONPATH=tests:. $(FRAMEWORKS)/bin/python -m integration.frameworks.table $(CASES)
@@ -114,10 +114,10 @@ test-launcher: setup  ## what PyTorch's own launcher tests ask, asked of dlrun; 
 	$(BIN)/python -m pytest tests/integration/launcher/launcher_contract.py tests/integration/launcher/launcher_jobs.py tests/integration/launcher/launcher_security.py
 
 test-trainer: setup  ## whole runs of the trainer that are started, killed, resumed, changed, guarded and evaluated, and all that they write
-	$(BIN)/python -m pytest --workers $(WORKERS) tests/integration/trainer/trainer_resume.py tests/integration/trainer/trainer_outputs.py tests/integration/trainer/trainer_data.py tests/integration/trainer/trainer_guard.py tests/integration/trainer/trainer_start.py
+	$(BIN)/python -m pytest --workers $(WORKERS) tests/integration/trainer/trainer_resume.py tests/integration/trainer/trainer_outputs.py tests/integration/trainer/trainer_data.py tests/integration/trainer/trainer_guard.py tests/integration/trainer/trainer_start.py tests/integration/trainer/trainer_scores.py
 
 test-layouts: setup  ## every layout trains and scores as one process does, and continues in each of a dozen others: same bits, same losses
-	$(BIN)/python -m pytest tests/integration/layouts/layouts.py tests/integration/layouts/layouts_parity.py tests/integration/layouts/layouts_evaluate.py tests/integration/layouts/layouts_documents.py
+	$(BIN)/python -m pytest tests/integration/layouts/layouts.py tests/integration/layouts/layouts_parity.py tests/integration/layouts/layouts_evaluate.py tests/integration/layouts/layouts_documents.py tests/integration/layouts/layouts_scores.py
 
 test-nodes: setup  ## many nodes as network namespaces: dead nodes, cut links, stops (root)
 	$(BIN)/python -m pytest tests/integration/nodes/nodes.py tests/integration/nodes/nodes_restore.py

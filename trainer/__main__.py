@@ -34,6 +34,7 @@ Options:
   --section.key VALUE    override one setting, e.g. --parallel.tp 2
   --check                train 3 steps in this layout and 3 in one process, compare, and end; where
                          transformers is installed, compare the logits with its as well
+  --evaluate             score the newest checkpoint of the run, or init.from, without training, and end
   --print-config         print the resolved run as TOML without credentials, and end
   --help                 this text
 
@@ -60,6 +61,8 @@ def main(words: Sequence[str] | None = None) -> int:
 def _run(words: list[str]) -> int:
     show = _take_flag(words, "--print-config")
     check_only = _take_flag(words, "--check")
+    if evaluate_only := _take_flag(words, "--evaluate"):
+        words += ["--eval.every", "1"]  # [eval] has an effect
     config = read_config(_take_value(words, "--config"), words)
     if config.init.from_:
         from flashckpt.trainer.hub.start import with_model_of_weights
@@ -69,12 +72,18 @@ def _run(words: list[str]) -> int:
         _say(to_toml(without_secrets(config)))
         return 0
     resolve_layout(config, int(os.environ.get("WORLD_SIZE", "1")))  # refused before torch is imported
-    if config.data.sources:
+    if config.data.sources and (config.eval.held_out or not evaluate_only):
         from flashckpt.trainer.data.prepared import check_sources
 
         check_sources(config)
+    if config.eval.sets or config.eval.probes:
+        from flashckpt.trainer.data.sets import check_evaluation
+
+        check_evaluation(config)
     with nonfatal_streams():
         logging.basicConfig(level=logging.INFO, format=f"[rank {os.environ.get('RANK', '0')}] %(name)s: %(message)s")
+        if evaluate_only:
+            return _evaluate(config)
         return _check(config) if check_only else _train(config)
 
 
@@ -109,6 +118,15 @@ def _check(config: RunConfig) -> int:
             f"{result.loss:.1e}, gradient norms by {result.norm:.1e}\n"
             + ("" if result.logits is None else f"transformers gives the same logits to {result.logits:.1e}\n")
         )
+    return 0
+
+
+def _evaluate(config: RunConfig) -> int:
+    from flashckpt.trainer.evaluate.command import evaluate
+    from flashckpt.trainer.evaluate.results import score_table
+
+    scores, where = evaluate(config)
+    _say(f"{where}\n{score_table(scores)}")
     return 0
 
 

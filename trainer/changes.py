@@ -13,7 +13,8 @@ from flashckpt.trainer.config import RunConfig, to_values
 def recorded_values(config: RunConfig) -> dict[str, dict[str, Any]]:
     """Return the values recorded with every snapshot: all except storage options, which may hold secrets."""
     values = to_values(config)
-    for content in (values["checkpoint"], *values["data"]["sources"]):
+    tables = (*values["data"]["sources"], *values["eval"]["sets"], *values["eval"]["probes"])
+    for content in (values["checkpoint"], *tables):
         del content["storage_options"]
     return values
 

@@ -21,6 +21,7 @@ from flashckpt.settings import checked
 from flashckpt.shm.job_id import job_id, root_url
 from flashckpt.trainer.checks import check_values
 from flashckpt.trainer.data_config import DataConfig, check_data
+from flashckpt.trainer.eval_config import EvalConfig, check_eval
 from flashckpt.trainer.model_config import ModelConfig
 
 if sys.version_info >= (3, 11):
@@ -113,14 +114,6 @@ class GuardConfig:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class EvalConfig:
-    """Evaluation on the held-out files of each channel; `every` 0 switches it off. `batches` per channel."""
-
-    every: int = 0
-    batches: int = 2
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
 class LogConfig:
     """Where the trace goes; `peak_tflops` (of one device) makes MFU printable."""
 
@@ -192,6 +185,7 @@ def from_values(values: Mapping[str, Any]) -> RunConfig:
     plain = to_values(config)
     check_values(plain, DEFAULTS)
     check_data(plain["data"], DEFAULTS["data"])
+    check_eval(plain["eval"])
     _check_checkpoint(config.checkpoint)
     return config
 
@@ -225,23 +219,25 @@ _LOGIN = re.compile(r"(?<=://)[^/@\s]+@")
 
 def without_secrets(config: RunConfig) -> RunConfig:
     """Return the run as it may be shown: values of store options that look like credentials are "***"."""
+    data = replace(config.data, sources=tuple(map(_shown, config.data.sources)))
+    evaluation = replace(
+        config.eval, sets=tuple(map(_shown, config.eval.sets)), probes=tuple(map(_shown, config.eval.probes))
+    )
     options = _masked(config.checkpoint.storage_options)
-    sources = tuple(
-        replace(source, storage_options=_masked(source.storage_options), urls=tuple(_masked(source.urls)))
-        for source in config.data.sources
-    )
-    return replace(
-        config,
-        checkpoint=replace(config.checkpoint, storage_options=options),
-        data=replace(config.data, sources=sources),
-    )
+    return replace(config, checkpoint=replace(config.checkpoint, storage_options=options), data=data, eval=evaluation)
+
+
+def _shown(table: Any) -> Any:
+    """Return a dataclass with a place in storage as it may be shown."""
+    places = {"storage_options", "urls", "url"} & {one.name for one in dataclasses.fields(table)}
+    return replace(table, **{name: _masked(getattr(table, name)) for name in places})
 
 
 def _masked(value: Any) -> Any:
     if isinstance(value, Mapping):
         return {name: "***" if any(s in name.lower() for s in _SECRET) else _masked(v) for name, v in value.items()}
     if isinstance(value, list | tuple):
-        return [_masked(part) for part in value]
+        return type(value)(_masked(part) for part in value)
     return _LOGIN.sub("***@", value) if isinstance(value, str) else value
 
 

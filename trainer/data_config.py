@@ -96,14 +96,19 @@ def check_data(values: Mapping[str, Any], defaults: Mapping[str, Any]) -> None:
             "data.bpe is too small", str(values["bpe"]), "257 or more: the bytes and a token between documents"
         )
     for number, source in enumerate(values["sources"]):
-        _check_source(f"data.sources[{number}]", source)
+        check_source(f"data.sources[{number}]", source)
     if values["packing"] == "best-fit" and any(source["kind"] == "tokens" for source in values["sources"]):
         raise _wrong("token files cannot be packed", 'data.packing = "best-fit"', 'data.packing = "stream"')
     if not any(source["weight"] for source in values["sources"]):
         raise _wrong("no source has a weight", "data.sources.weight = 0", "1 or more for one of them")
 
 
-def _check_source(name: str, source: Mapping[str, Any]) -> None:
+def check_source(name: str, source: Mapping[str, Any]) -> None:
+    """Refuse a source, called `name`, whose settings contradict each other.
+
+    Raises:
+        ConfigError: see `check_data`.
+    """
     if source["kind"] not in TEXT_KINDS + TOKEN_KINDS:
         raise _wrong(f"{name}.kind is unknown", repr(source["kind"]), f"one of {', '.join(TEXT_KINDS + TOKEN_KINDS)}")
     if not source["urls"]:

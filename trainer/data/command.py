@@ -5,10 +5,12 @@ from __future__ import annotations
 import sys
 import time
 from collections.abc import Sequence
+from typing import Any
 
 from flashckpt.errors import ConfigError
 from flashckpt.trainer.config import read_config
 from flashckpt.trainer.data.prepare import PrepareProgress, prepare
+from flashckpt.trainer.data.sets import prepare_sets, sets_of
 
 INTERRUPTED = 130
 
@@ -20,17 +22,24 @@ def data(words: Sequence[str], path: str | None) -> int:
             "unknown command", found=" ".join(["data", *words[:1]]), expected="data prepare --config FILE"
         )
     config = read_config(path, words[1:])
-    lines = _Lines()
     try:
-        index = prepare(config.data, lines)
+        if config.data.sources or not config.eval.sets:
+            lines = _Lines()
+            _say(config.data.folder, lines, prepare(config.data, lines))
+        lines = _Lines()
+        if (index := prepare_sets(config, lines)) is not None:
+            _say(sets_of(config).data.folder, lines, index)
     except KeyboardInterrupt:
         sys.stderr.write("interrupted; the finished parts are kept, and the same command continues after them\n")
         return INTERRUPTED
+    return 0
+
+
+def _say(folder: str, lines: _Lines, index: dict[str, Any]) -> None:
     sys.stdout.write(
-        f"{config.data.folder}: {_number(lines.tokens)} tokens of a vocabulary of {index['vocab']}, "
+        f"{folder}: {_number(lines.tokens)} tokens of a vocabulary of {index['vocab']}, "
         f"fingerprint {index['fingerprint']}\n"
     )
-    return 0
 
 
 class _Lines:

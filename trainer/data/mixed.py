@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -14,7 +13,7 @@ from flashckpt.errors import ConfigError
 from flashckpt.sampler import Mixture
 from flashckpt.trainer.config import RunConfig
 from flashckpt.trainer.data.prepared import read_prepared
-from flashckpt.trainer.data.token_windows import open_windows, too_short
+from flashckpt.trainer.data.token_windows import Windows, open_windows, too_short
 from flashckpt.trainer.data.windows import Batch, Data, TokenDataset
 
 NO_TARGET = -100
@@ -26,29 +25,37 @@ class MixedDataset:
     Args:
         config: The run.
         split: "train" or "held".
+        is_sets: Whether `config.data` is that of `sets_of`: each source is scored whole, and has to have a window.
 
     Raises:
         DataError: the data is not prepared, damaged, or shorter than one window.
     """
 
-    def __init__(self, config: RunConfig, split: str) -> None:
-        self._data, self._index, self._split = config.data, read_prepared(config.data), split
+    def __init__(self, config: RunConfig, split: str, *, is_sets: bool = False) -> None:
+        name = "eval.sets" if is_sets else "data"
+        self._data, self._index = config.data, read_prepared(config.data, name=name)
         self._vocab = config.model.vocab
         sources: dict[str, tuple[Any, int]] = {}
         self._numbers: list[int] = []  # of the sources that have a window
         for number, source in enumerate(config.data.sources):
-            windows = open_windows(config.data, self._index, number, split, config.train.seq_len)
+            windows = open_windows(config.data, self._index, number, split, config.train.seq_len, rest=is_sets)
             if len(windows):
                 sources[f"{number} {source.channel}"] = (windows, source.weight if split == "train" else 1)
                 self._numbers.append(number)
-            elif split == "train":
-                raise too_short(number, config.train.seq_len)
+            elif split == "train" or is_sets:
+                raise too_short(number, config.train.seq_len, split, "eval.sets" if is_sets else "data.sources")
         if not sources:
             raise too_short(0, config.train.seq_len, split)
         self.samples = Mixture(sources)
         self.channels = list(dict.fromkeys(config.data.sources[number].channel for number in self._numbers))
         self._channel_of = [self.channels.index(config.data.sources[number].channel) for number in self._numbers]
         self._ends = np.cumsum(self.samples.lengths)
+        self._text_bytes: list[Windows | None] = [  # in the order of the mixture, for what is scored
+            open_windows(config.data, self._index, number, split, config.train.seq_len, ending="len", rest=is_sets)
+            if split == "held" and config.data.sources[number].has_text
+            else None
+            for number in self._numbers
+        ]
 
     def batch(self, ids: Sequence[int] | npt.NDArray[np.int64]) -> Batch:
         """Return the samples with these numbers."""
@@ -81,13 +88,17 @@ class MixedDataset:
         count = min(count, len(ids))
         return ids[np.arange(count) * (len(ids) // count)]
 
-    def bytes_per_token(self, channel: int) -> float:
-        """Return bytes of text per token of a channel in this split; nan where a source of it holds tokens."""
-        mine = [n for n, c in zip(self._numbers, self._channel_of, strict=True) if c == channel]
-        if self._index is None or not all(self._data.sources[number].has_text for number in mine):
-            return math.nan
-        records = [record[self._split] for number in mine for record in self._index["sources"][number]]
-        return float(sum(one["bytes"] for one in records) / sum(one["tokens"] for one in records))
+    def text_bytes(self, ids: Sequence[int] | npt.NDArray[np.int64]) -> npt.NDArray[np.int64] | None:
+        """See `Data`; None if a sample is of a source of tokens, or of the training split."""
+        rows = []
+        for number in np.asarray(ids, dtype=np.int64):
+            source = int(np.searchsorted(self._ends, number, side="right"))
+            windows = self._text_bytes[source]
+            if windows is None:
+                return None
+            first = int(self._ends[source]) - self.samples.lengths[source]
+            rows.append(windows[int(number) - first][0][1:] - 1)
+        return np.stack(rows)
 
 
 def open_data(config: RunConfig, split: str) -> Data:

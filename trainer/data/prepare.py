@@ -1,7 +1,7 @@
 """`data prepare`: documents become shards of tokens, part by part, so that a killed preparation continues where it was.
 
 A folder holds `NAME.train.bin` and `NAME.held.bin` (tokens) with `.idx` (lengths of the documents) per part,
-`NAME.json` (the record, written after them), tokenizers, and `index.json`, written last: without it nothing is prepared.
+`NAME.held.len` (bytes of text of each token, see `Vocabulary.encode_with_bytes`, as uint32), `NAME.json` (the record, written after them), tokenizers, and `index.json`, written last: without it nothing is prepared.
 NAME is a digest of everything the tokens depend on: a part whose record is there is not read again. Torch-free.
 """
 
@@ -26,14 +26,16 @@ from flashckpt.faults import crash_point
 from flashckpt.sampler.datasets import index_file
 from flashckpt.trainer.data.corpus import is_held_out
 from flashckpt.trainer.data.documents import SPLIT_BYTES, TextPart, documents_of, parts_of
-from flashckpt.trainer.data.vocabulary import Tokens, Vocabulary, read_vocabulary, train_bpe
+from flashckpt.trainer.data.vocabulary import Vocabulary, read_vocabulary, tokenizer_file, train_bpe
 from flashckpt.trainer.data_config import DataConfig
 
-VERSION = 1
+VERSION = 2
 SPLITS = ("train", "held")
 KIND = "documents"
 _BATCH_CHARACTERS = 4 << 20
-_OURS = re.compile(r"\.?((?P<part>[0-9a-f]{24})|index|tokenizer-[0-9a-f]+|bpe-[0-9a-f]+)\.(.*\.)?(json|bin|idx|tmp)")
+_OURS = re.compile(
+    r"\.?((?P<part>[0-9a-f]{24})|index|tokenizer-[0-9a-f]+|bpe-[0-9a-f]+)\.(.*\.)?(json|bin|idx|len|tmp)"
+)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -67,7 +69,11 @@ def settings_of(data: DataConfig) -> dict[str, Any]:
 
 
 def prepare(
-    data: DataConfig, report: Callable[[PrepareProgress], None] = lambda _: None, *, split_bytes: int = SPLIT_BYTES
+    data: DataConfig,
+    report: Callable[[PrepareProgress], None] = lambda _: None,
+    *,
+    split_bytes: int = SPLIT_BYTES,
+    name: str = "data.sources",
 ) -> dict[str, Any]:
     """Tokenise the sources of `data` into its folder and return the index.
 
@@ -75,10 +81,11 @@ def prepare(
         data: The sources; those that hold tokens already are left where they are.
         report: Called after every part.
         split_bytes: See `parts_of`.
+        name: What errors call the sources. If `data.holdout_every` is 1, all of them is held out, as it is for evaluation.
 
     Raises:
         ConfigError: no source is text, or a tokenizer cannot be used.
-        DataError: a source cannot be read, has no document to train on, or the folder cannot be written.
+        DataError: a source cannot be read, has no document to use, or the folder cannot be written.
     """
     if not any(source.has_text for source in data.sources):
         raise ConfigError(
@@ -95,12 +102,12 @@ def prepare(
             "settings": settings_of(data),
             "dtype": dtype,
             "vocab": max(one.size for one in vocabularies if one),
-            "tokenizer": next(_file_name(one) for one in vocabularies if one),
+            "tokenizer": next(tokenizer_file(one.digest) for one in vocabularies if one),
             "digests": [one.digest if one else "" for one in vocabularies],
             "sources": records,
         }
         index["fingerprint"] = _digest(index)
-        _refuse_nothing_to_train(index)
+        _refuse_nothing_to_use(index, name, data.holdout_every)
         crash_point("prepare.before-index")
         _replace(folder / "index.json", json.dumps(index, indent=1).encode())
         _remove_others(folder, index)
@@ -134,7 +141,7 @@ def _vocabularies(folder: Path, data: DataConfig, parts: Sequence[Sequence[TextP
             opened[place] = _trained(folder, data, parts) if trained else read_vocabulary(place, data.end_token)
         found.append(opened[place] if source.has_text else None)
     for one in opened.values():
-        path = folder / _file_name(one)
+        path = folder / tokenizer_file(one.digest)
         if not path.exists():
             _replace(path, one.files["tokenizer.json"])
     return found
@@ -147,10 +154,6 @@ def _trained(folder: Path, data: DataConfig, parts: Sequence[Sequence[TextPart]]
         texts = itertools.chain.from_iterable(documents_of(part) for part in mine)
         _replace(path, train_bpe(texts, data.bpe), before=lambda: crash_point("prepare.before-tokenizer"))
     return Vocabulary(path.read_bytes(), data.end_token, name=str(path))
-
-
-def _file_name(vocabulary: Vocabulary) -> str:
-    return f"tokenizer-{vocabulary.digest}.json"
 
 
 def _records(
@@ -182,21 +185,30 @@ def _recorded(target: _Target, name: str) -> dict[str, Any] | None:
     folder = target.folder
     try:
         record: dict[str, Any] = json.loads((folder / f"{name}.json").read_text())
-        sizes = [(folder / f"{name}.{split}.bin").stat().st_size for split in SPLITS]
-        wanted = [record[split]["tokens"] * np.dtype(target.dtype).itemsize for split in SPLITS]
+        sizes = [(folder / file).stat().st_size for file, _ in sizes_of(record, target.dtype)]
+        wanted = [size for _, size in sizes_of(record, target.dtype)]
         indexed = all((folder / f"{name}.{split}.idx").is_file() for split in SPLITS)
     except (OSError, ValueError, KeyError, TypeError):
         return None
     return record if sizes == wanted and indexed else None
 
 
+def sizes_of(record: dict[str, Any], dtype: str) -> list[tuple[str, int]]:
+    """Return the files of a part whose sizes follow from its record, and these sizes in bytes."""
+    name, held = record["name"], record["held"]["tokens"]
+    files = [(f"{name}.{split}.bin", record[split]["tokens"] * np.dtype(dtype).itemsize) for split in SPLITS]
+    return [*files, (f"{name}.held.len", held * 4)]
+
+
 def _write_part(target: _Target, name: str, part: TextPart, vocabulary: Vocabulary) -> dict[str, Any]:
-    shards = {split: _Shard(target.folder / f"{name}.{split}", target.dtype) for split in SPLITS}
+    shards = {
+        split: _Shard(target.folder / f"{name}.{split}", target.dtype, has_bytes=split == "held") for split in SPLITS
+    }
     try:
         for texts in _batches(documents_of(part)):
-            for text, tokens in zip(texts, vocabulary.encode(texts), strict=True):
-                data = text.encode("utf-8", "replace")
-                shards["held" if is_held_out(data, target.every) else "train"].add(tokens, len(data))
+            held = [is_held_out(text.encode("utf-8", "replace"), target.every) for text in texts]
+            shards["train"].add([text for text, out in zip(texts, held, strict=True) if not out], vocabulary)
+            shards["held"].add([text for text, out in zip(texts, held, strict=True) if out], vocabulary)
             crash_point("prepare.during-part")
         record = {"name": name, **{split: shard.publish() for split, shard in shards.items()}}
     finally:
@@ -222,48 +234,61 @@ def _batches(texts: Iterator[str]) -> Iterator[list[str]]:
 
 
 class _Shard:
-    """Tokens of one part and split while they are written, under a temporary name."""
+    """Tokens of one part and split while they are written, under temporary names, and perhaps the bytes of each."""
 
-    def __init__(self, path: Path, dtype: str) -> None:
-        self._path, self._dtype = path, dtype
-        self._temporary = path.with_name(f"{path.name}.tmp")
-        self._file: IO[bytes] = self._temporary.open("wb")
+    def __init__(self, path: Path, dtype: str, *, has_bytes: bool) -> None:
+        self._path, self._dtype, self._has_bytes = path, dtype, has_bytes
+        self._files: dict[str, IO[bytes]] = {
+            ending: path.with_name(f"{path.name}.{ending}.tmp").open("wb")
+            for ending in (("bin", "len") if has_bytes else ("bin",))
+        }
         self._digest = hashlib.sha256()
         self._lengths: list[int] = []
         self._bytes = 0
 
-    def add(self, tokens: Tokens, nbytes: int) -> None:
-        data = tokens.astype(self._dtype).tobytes()
-        self._file.write(data)
-        self._digest.update(data)
-        self._lengths.append(len(tokens))
-        self._bytes += nbytes
+    def add(self, texts: Sequence[str], vocabulary: Vocabulary) -> None:
+        self._bytes += sum(len(text.encode("utf-8", "replace")) for text in texts)
+        if self._has_bytes:
+            found = vocabulary.encode_with_bytes(texts)
+            self._files["len"].write(b"".join(text_bytes.astype("<u4").tobytes() for _, text_bytes in found))
+            encoded = [tokens for tokens, _ in found]
+        else:
+            encoded = vocabulary.encode(texts)
+        for tokens in encoded:
+            data = tokens.astype(self._dtype).tobytes()
+            self._files["bin"].write(data)
+            self._digest.update(data)
+            self._lengths.append(len(tokens))
 
     def publish(self) -> dict[str, Any]:
-        """Make both files durable under their names and return what the record says of them."""
-        self._file.flush()
-        os.fsync(self._file.fileno())
-        self._file.close()
+        """Make the files durable under their names and return what the record says of them."""
+        for file in self._files.values():
+            file.flush()
+            os.fsync(file.fileno())
+            file.close()
         facts = {"tokens": sum(self._lengths), "sha256": self._digest.hexdigest()}
         lengths = np.array(self._lengths, np.int64)
         index_file.write(f"{self._path}.idx", index_file.encode(KIND, facts, {"lengths": lengths}))
-        self._temporary.replace(f"{self._path}.bin")
+        for ending, file in self._files.items():
+            Path(file.name).replace(f"{self._path}.{ending}")
         return {**facts, "documents": len(lengths), "bytes": self._bytes}
 
     def close(self) -> None:
-        self._file.close()
-        self._temporary.unlink(missing_ok=True)
+        for file in self._files.values():
+            file.close()
+            Path(file.name).unlink(missing_ok=True)
 
 
-def _refuse_nothing_to_train(index: dict[str, Any]) -> None:
+def _refuse_nothing_to_use(index: dict[str, Any], name: str, every: int) -> None:
+    split, purpose = ("train", "train on") if every > 1 else ("held", "evaluate on")
     for number, (records, settings) in enumerate(zip(index["sources"], index["settings"]["sources"], strict=True)):
-        if len(settings) > 1 and not any(record["train"]["tokens"] for record in records):
+        if len(settings) > 1 and not any(record[split]["tokens"] for record in records):
             raise DataError(
-                f"data.sources[{number}] has nothing to train on",
-                found=f"no text in {', '.join(settings[1])}, or all of it is held out",
+                f"{name}[{number}] has nothing to {purpose}",
+                found=f"no text in {', '.join(settings[1])}" + (", or all of it is held out" if every > 1 else ""),
                 expected="documents with text in them",
                 state="The parts that were tokenised are kept.",
-                remedy="correct data.sources.urls, or raise data.holdout_every",
+                remedy=f"correct {name}.urls" + (", or raise data.holdout_every" if every > 1 else ""),
             )
 
 

@@ -8,7 +8,7 @@ from typing import Any
 
 from flashckpt.errors import ConfigError, DataError
 from flashckpt.trainer.config import RunConfig
-from flashckpt.trainer.data.prepare import VERSION, settings_of
+from flashckpt.trainer.data.prepare import VERSION, settings_of, sizes_of
 from flashckpt.trainer.data.token_windows import check_token_files, too_short
 from flashckpt.trainer.data.vocabulary import digest_of
 from flashckpt.trainer.data_config import DataConfig
@@ -16,8 +16,12 @@ from flashckpt.trainer.data_config import DataConfig
 _PREPARE = "run: python -m flashckpt.trainer data prepare --config FILE.toml"
 
 
-def read_prepared(data: DataConfig) -> dict[str, Any] | None:
+def read_prepared(data: DataConfig, *, name: str = "data") -> dict[str, Any] | None:
     """Return the index of the prepared sources; None if every source holds tokens already.
+
+    Args:
+        data: The sources.
+        name: What errors call their table.
 
     Raises:
         DataError: nothing is prepared, it is not whole, or it was prepared from other settings.
@@ -29,10 +33,10 @@ def read_prepared(data: DataConfig) -> dict[str, Any] | None:
         index: dict[str, Any] = json.loads((folder / "index.json").read_text())
         version, settings, dtype = index["version"], dict(index["settings"]), index["dtype"]
         whole = all(
-            (folder / f"{record['name']}.{split}.bin").stat().st_size == record[split]["tokens"] * int(dtype[-1])
+            (folder / file).stat().st_size == size
             for records in index["sources"]
             for record in records
-            for split in ("train", "held")
+            for file, size in sizes_of(record, dtype)
         )
     except (OSError, ValueError, KeyError, TypeError, IndexError) as error:
         raise DataError(
@@ -44,11 +48,13 @@ def read_prepared(data: DataConfig) -> dict[str, Any] | None:
         ) from error
     wanted = settings_of(data)
     if version != VERSION or settings != wanted or not whole:
-        different = [key for key in wanted if settings.get(key) != wanted[key]]
+        before = {f"{name}.{key}": value for key, value in settings.items()} | {"version": version}
+        now = {f"{name}.{key}": value for key, value in wanted.items()} | {"version": VERSION}
+        different = [key for key in now if before.get(key) != now[key]]
         raise DataError(
             f"the prepared data in {folder} is not that of this run",
-            found=", ".join(f"data.{key} = {wanted[key]}" for key in different) or "shards that were cut short",
-            expected=", ".join(f"data.{key} = {settings.get(key)}" for key in different) or "whole shards",
+            found=", ".join(f"{key} = {before.get(key)}" for key in different) or "shards that were cut short",
+            expected=", ".join(f"{key} = {now[key]}" for key in different) or "whole shards",
             state="Nothing was started.",
             remedy=_PREPARE,
         )

@@ -6,6 +6,7 @@ the document of each, counted inside the window; -1 is padding.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Protocol
@@ -44,16 +45,19 @@ class Shards:
         records: Of the source's parts.
         split: "train" or "held".
         dtype: As in the index.
+        ending: "bin": tokens; "len", of "held": the bytes of text of each, plus one, in place of it.
 
     Raises:
         DataError: a shard is missing or damaged.
     """
 
-    def __init__(self, folder: str, records: Sequence[dict[str, Any]], split: str, dtype: str) -> None:
+    def __init__(
+        self, folder: str, records: Sequence[dict[str, Any]], split: str, dtype: str, ending: str = "bin"
+    ) -> None:
         used = [record for record in records if record[split]["tokens"]]
         names = [str(Path(folder) / f"{record['name']}.{split}") for record in used]
-        kind = {"<u2": "uint16", "<u4": "uint32"}[dtype]
-        self._files = [TokenFile(f"{name}.bin", window=1, dtype=kind, extra=0) for name in names]
+        kind = {"<u2": "uint16", "<u4": "uint32"}[dtype if ending == "bin" else "<u4"]
+        self._files = [TokenFile(f"{name}.{ending}", window=1, dtype=kind, extra=0) for name in names]
         self._first = np.concatenate([[0], np.cumsum([file.tokens for file in self._files])]).astype(np.int64)
         self.tokens = int(self._first[-1])
         lengths = [index_file.read(f"{name}.idx", KIND)[1]["lengths"] for name in names]
@@ -79,20 +83,30 @@ class Shards:
 
 
 class StreamWindows:
-    """Windows over documents one after another: all tokens but the rest of the last window, each predicted once."""
+    """Windows over documents one after another, each token predicted once.
 
-    def __init__(self, shards: Shards, window: int) -> None:
+    Args:
+        shards: The documents.
+        window: Inputs of a sample.
+        rest: Whether the tokens that are left in the end make a window, filled up with padding; else they are left out.
+    """
+
+    def __init__(self, shards: Shards, window: int, *, rest: bool = False) -> None:
         self._shards, self._window = shards, window
+        windows = max(0, shards.tokens - 1) / window
+        self._length = math.ceil(windows) if rest else math.floor(windows)
         self.fingerprint = f"stream:{window}:{shards.fingerprint}"
 
     def __len__(self) -> int:
-        return max(0, (self._shards.tokens - 1) // self._window)
+        return self._length
 
     def __getitem__(self, sample: int) -> Window:
         first = sample * self._window
-        last = first + self._window + 1
+        last = min(first + self._window + 1, self._shards.tokens)
         documents = np.searchsorted(self._shards.starts, np.arange(first, last), side="right")
-        return self._shards.slice(first, last), (documents - documents[0]).astype(np.int64)
+        padding = (0, self._window + 1 - (last - first))
+        tokens = np.pad(self._shards.slice(first, last), padding)
+        return tokens, np.pad((documents - documents[0]).astype(np.int64), padding, constant_values=-1)
 
 
 class FilledWindows:
@@ -176,8 +190,26 @@ class SplitWindows:
         return self._windows[block * self._every + (self._every - 1 if self._is_held else rest)]
 
 
-def open_windows(data: DataConfig, index: dict[str, Any] | None, number: int, split: str, window: int) -> Windows:
+def open_windows(
+    data: DataConfig,
+    index: dict[str, Any] | None,
+    number: int,
+    split: str,
+    window: int,
+    *,
+    ending: str = "bin",
+    rest: bool = False,
+) -> Windows:
     """Return the windows of source `number` in one split; there may be none in "held".
+
+    Args:
+        data: The sources.
+        index: Of those that are text.
+        number: Of the source.
+        split: "train" or "held".
+        window: Inputs of a sample.
+        ending: See `Shards`: "len" is for sources that are text.
+        rest: See `StreamWindows`.
 
     Raises:
         DataError: a file is missing or damaged, or holds no window.
@@ -185,8 +217,8 @@ def open_windows(data: DataConfig, index: dict[str, Any] | None, number: int, sp
     source = data.sources[number]
     if source.has_text:
         assert index is not None
-        shards = Shards(data.folder, index["sources"][number], split, index["dtype"])
-        return FilledWindows(shards, window) if data.packing == "best-fit" else StreamWindows(shards, window)
+        shards = Shards(data.folder, index["sources"][number], split, index["dtype"], ending)
+        return FilledWindows(shards, window) if data.packing == "best-fit" else StreamWindows(shards, window, rest=rest)
     files = [_file_windows(data, source, url, window) for url in token_files(source)]
     return SplitWindows(Joined(files), data.holdout_every, split=split)
 
@@ -229,10 +261,10 @@ def _file_windows(data: DataConfig, source: SourceConfig, url: str, window: int)
     return MegatronWindows(source, url, window)
 
 
-def too_short(number: int, seq_len: int, split: str = "train") -> DataError:
+def too_short(number: int, seq_len: int, split: str = "train", name: str = "data.sources") -> DataError:
     """Return the error for a source that has no window."""
     return DataError(
-        f"data.sources[{number}] has no sample in the {split} split",
+        f"{name}[{number}] has no sample in the {split} split",
         found=f"fewer than {seq_len + 1} tokens",
         expected=f"at least {seq_len + 1}",
         remedy="add text, lower train.seq_len, or change data.holdout_every",

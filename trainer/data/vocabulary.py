@@ -67,6 +67,40 @@ class Vocabulary:
         found = self._tokenizer.encode_batch_fast(list(texts), add_special_tokens=False)
         return [np.array([*one.ids, self.end], np.uint32) for one in found]
 
+    def encode_with_bytes(self, texts: Sequence[str]) -> list[tuple[Tokens, Tokens]]:
+        """Return for each text its tokens as `encode` does, and how many bytes of its UTF-8 each token is, plus one.
+
+        0 stands for no text: the end token. Bytes that no token is of (white space that a tokenizer drops) count with the
+        next one, or with the last; a character that is cut into several tokens counts with the first.
+        """
+        if self._tokenizer is None:
+            found = self.encode(texts)
+            return [(one, np.where(np.arange(len(one)) < len(one) - 1, 2, 0).astype(np.uint32)) for one in found]
+        encoded = self._tokenizer.encode_batch(list(texts), add_special_tokens=False)
+        return [
+            (np.array([*one.ids, self.end], np.uint32), _text_bytes(text, one.offsets))
+            for text, one in zip(texts, encoded, strict=True)
+        ]
+
+    def number_of(self, token: str) -> int | None:
+        """Return the number of a token by its name; None: there is none."""
+        number = None if self._tokenizer is None else self._tokenizer.token_to_id(token)
+        return None if number is None else int(number)
+
+
+def _text_bytes(text: str, offsets: Sequence[tuple[int, int]]) -> Tokens:
+    """Return bytes plus one of each token whose characters are at `offsets`, and 0 for the end token after them."""
+    marks = np.zeros(len(offsets) + 1, np.uint32)
+    if len(offsets):
+        points = np.frombuffer(text.encode("utf-32-le", "surrogatepass"), "<u4")
+        sizes = 1 + (points >= 0x80).astype(np.int64) + (points >= 0x800) + (points >= 0x10000)
+        sizes[(points >= 0xD800) & (points < 0xE000)] = 1  # half a pair: encoded as "?"
+        before = np.concatenate([[0], np.cumsum(sizes)])
+        ends = before[np.maximum.accumulate(np.array([end for _, end in offsets], np.int64))]
+        ends[-1] = before[-1]
+        marks[:-1] = np.diff(ends, prepend=0) + 1
+    return marks
+
 
 def read_vocabulary(place: str, end_token: str) -> Vocabulary:
     """Return the vocabulary of a tokenizer.json or of the folder that has one; bytes for "" and "bytes".
@@ -79,6 +113,11 @@ def read_vocabulary(place: str, end_token: str) -> Vocabulary:
         return Vocabulary(b"", end_token)
     blob = _file(place)
     return Vocabulary(blob.read(0, blob.nbytes), end_token, name=blob.url)
+
+
+def tokenizer_file(digest: str) -> str:
+    """Return the name of the file in which `data prepare` keeps a tokenizer."""
+    return f"tokenizer-{digest}.json"
 
 
 def digest_of(place: str, end_token: str) -> str | None:

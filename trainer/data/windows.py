@@ -62,8 +62,8 @@ class Data(Protocol):
     def channel_ids(self, channel: int, count: int) -> npt.NDArray[np.int64]:
         """Return `count` sample numbers spread evenly over one channel (fewer if it has fewer)."""
 
-    def bytes_per_token(self, channel: int) -> float:
-        """Return how much text a token of a channel is; nan if that is not known."""
+    def text_bytes(self, ids: Sequence[int] | npt.NDArray[np.int64]) -> npt.NDArray[np.int64] | None:
+        """Return bytes of text of each target of these samples, int64 (B, seq_len); -1: no text; None: not known."""
 
 
 class TokenDataset:
@@ -105,9 +105,9 @@ class TokenDataset:
         """See `Data`."""
         return self
 
-    def bytes_per_token(self, _: int) -> float:
-        """Return 1: tokens are bytes."""
-        return 1.0
+    def text_bytes(self, ids: Sequence[int] | npt.NDArray[np.int64]) -> npt.NDArray[np.int64] | None:
+        """Return 1 for each byte, and -1 for the zero byte that ends a file."""
+        return np.where(self.batch(ids).targets[:, :-1].numpy() == 0, -1, 1)
 
     def __len__(self) -> int:
         """Number of samples."""

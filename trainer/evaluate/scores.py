@@ -1,4 +1,4 @@
-"""Loss, perplexity and bits per byte on the held-out files of each channel.
+"""Evaluates a model: held-out text of each channel, named sets, probes.
 
 Evaluation reads neither the training sampler nor the random state: a run with it has the same trace
 as a run without it, bit for bit.
@@ -7,82 +7,110 @@ as a run without it, bit for bit.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 import numpy as np
-import numpy.typing as npt
-import torch
 
 from flashckpt.trainer.config import RunConfig
-from flashckpt.trainer.data.mixed import open_data
+from flashckpt.trainer.data.mixed import MixedDataset, open_data
+from flashckpt.trainer.data.sets import run_vocabulary, sets_of
+from flashckpt.trainer.data.windows import Data
+from flashckpt.trainer.evaluate.probes import Probe, open_probes
+from flashckpt.trainer.evaluate.results import Score, Scores
+from flashckpt.trainer.evaluate.rows import NO_TARGET, Chunk, Ints, Rows, RowScorer, RowScores, chunks_of
 from flashckpt.trainer.parallel.apply import Parallel
-from flashckpt.trainer.train.step import TrainStep
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Score:
-    """One channel: `loss` in nats per token, perplexity per token, bits per byte of the text.
-
-    `bytes_per_token` is that of the held-out text; nan where the text is not known (token files).
-    """
-
-    loss: float
-    bytes_per_token: float = 1.0
-
-    @property
-    def perplexity(self) -> float:
-        """Perplexity per token."""
-        return math.exp(min(self.loss, 700.0))
-
-    @property
-    def bits_per_byte(self) -> float:
-        """Bits per byte; comparable over tokenizers."""
-        return self.loss / math.log(2) / self.bytes_per_token
+def score_of(rows: RowScores) -> Score:
+    """Return the score of a text whose windows are these rows: each token weighs the same."""
+    tokens, nbytes = int(rows.targets.sum()), float(rows.nbytes.sum())
+    return Score(
+        loss=float(rows.nats.sum()) / tokens if tokens else math.nan,
+        tokens=tokens,
+        bits_per_byte=float(rows.text_nats.sum()) / math.log(2) / nbytes if nbytes else math.nan,
+    )
 
 
 class Evaluator:
-    """Scores the held-out split with the model as it is.
+    """Scores the texts and probes of a run with the model as it is.
 
     Args:
-        config: The run; `eval.batches` global batches are read per channel, always the same samples.
+        config: The run; always the same samples are scored.
         parallel: This rank's parts.
 
     Raises:
-        DataError: the corpus has no held-out sample.
+        DataError: there is no held-out sample, a set is not prepared, or a probe cannot be read.
+        ConfigError: the tokenizer that sets or probes need is not known, or does not fit the model.
     """
 
     def __init__(self, config: RunConfig, parallel: Parallel) -> None:
-        self._parallel, self._batch, self._batches = parallel, config.train.global_batch, config.eval.batches
-        self._data = open_data(config, "held")
-        self._step = TrainStep(parallel, self._data.channels, loss_parallel_on=config.parallel.loss_parallel)
+        self._batch, self._seq_len = config.train.global_batch, config.train.seq_len
+        self._multiple = parallel.layout.tp if config.parallel.sequence_parallel else 1
+        self._scorer = RowScorer(parallel, loss_parallel_on=config.parallel.loss_parallel)
+        self._held = (
+            _channels(open_data(config, "held"), self._batch * config.eval.batches) if config.eval.held_out else {}
+        )
+        self._sets = _sets(config)
+        self._probes = _probes(config)
 
-    def scores(self) -> dict[str, Score]:
-        """Return the score of each channel, the same on every rank. Collective."""
-        with self._quiet():
-            return {
-                name: Score(loss=self._channel(number), bytes_per_token=self._data.bytes_per_token(number))
-                for number, name in enumerate(self._data.channels)
-            }
+    def scores(self) -> Scores:
+        """Return all results, the same on every rank. Collective."""
+        return Scores(
+            held_out={name: self._text(text) for name, text in self._held.items()},
+            sets={name: self._text(text) for name, text in self._sets.items()},
+            probes={name: self._probe(probe) for name, probe in self._probes.items()},
+        )
 
-    def _channel(self, number: int) -> float:
-        ids = np.resize(self._data.channel_ids(number, self._batch * self._batches), self._batch * self._batches)
-        losses = [self._one(ids[i : i + self._batch], number) for i in range(0, len(ids), self._batch)]
-        return sum(losses) / len(losses)
+    def _text(self, text: _Text) -> Score:
+        count = len(text.ids)
+        chunks = [Chunk(ids=np.arange(i, min(i + self._batch, count)), length=0) for i in range(0, count, self._batch)]
+        return score_of(self._scorer.score(chunks, text.rows))
 
-    def _one(self, ids: npt.NDArray[np.int64], number: int) -> float:
-        mine = ids[self._parallel.dp_rank :: self._parallel.layout.dp]
-        return self._step.evaluate(self._data.batch(mine))[self._data.channels[number]]
+    def _probe(self, probe: Probe) -> Mapping[str, float]:
+        chunks = chunks_of(probe.lengths, self._batch, most=self._seq_len, multiple=self._multiple)
+        return probe.results(self._scorer.score(chunks, probe.rows))
 
-    @contextmanager
-    def _quiet(self) -> Iterator[None]:
-        device = self._parallel.device
-        with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
-            for part in self._parallel.parts:
-                part.eval()
-            try:
-                yield
-            finally:
-                for part in self._parallel.parts:
-                    part.train()
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Text:
+    """Windows `ids` of some data."""
+
+    data: Data
+    ids: Ints
+
+    def rows(self, numbers: Ints, _: int) -> Rows:
+        ids = self.ids[numbers]
+        batch, sizes = self.data.batch(ids), self.data.text_bytes(ids)
+        targets = batch.targets[:, :-1].numpy()
+        predicted = targets != NO_TARGET
+        return Rows(
+            tokens=batch.tokens.numpy(),
+            targets=targets,
+            documents=None if batch.documents is None else batch.documents.numpy(),
+            text=None if sizes is None else sizes >= 0,
+            nbytes=np.full(len(ids), np.nan)
+            if sizes is None
+            else np.where(predicted & (sizes >= 0), sizes, 0).sum(1).astype(np.float64),
+        )
+
+
+def _channels(data: Data, most: int) -> dict[str, _Text]:
+    return {name: _Text(data=data, ids=data.channel_ids(number, most)) for number, name in enumerate(data.channels)}
+
+
+def _sets(config: RunConfig) -> dict[str, _Text]:
+    if not config.eval.sets:
+        return {}
+    data = MixedDataset(sets_of(config), "held", is_sets=True)
+    found = {}
+    for number, one in enumerate(config.eval.sets):
+        most = one.batches * config.train.global_batch or len(data.samples)
+        found[one.name] = _Text(data=data, ids=data.channel_ids(number, most))
+    return found
+
+
+def _probes(config: RunConfig) -> dict[str, Probe]:
+    if not config.eval.probes:
+        return {}
+    return {probe.name: probe for probe in open_probes(config, run_vocabulary(config))}

@@ -39,7 +39,7 @@ def with_model_of_weights(config: RunConfig) -> RunConfig:
     if replace(config.model, dropout=0.0) == ModelConfig():
         found = replace(config, model=replace(source.model, dropout=config.model.dropout))
         return from_values(to_values(found))
-    _refuse_other(config.model, source.model, source.where)
+    refuse_other_model(config.model, source.model, source.where)
     return config
 
 
@@ -54,20 +54,21 @@ def load_first_weights(config: RunConfig, parts: Sequence[nn.Module]) -> None:
 
     source = open_weights(config.init.from_, config.checkpoint.storage_options)
     try:
-        _refuse_other(config.model, source.model, source.where)
+        refuse_other_model(config.model, source.model, source.where)
         load(parts, source)
     finally:
         source.close()
 
 
-def _refuse_other(mine: ModelConfig, theirs: ModelConfig, where: str) -> None:
+def refuse_other_model(mine: ModelConfig, theirs: ModelConfig, where: str) -> None:
+    """Raise ConfigError if weights at `where` are those of another model."""
     names = [field.name for field in dataclasses.fields(ModelConfig) if field.name not in _FREE]
     differing = [name for name in names if getattr(mine, name) != getattr(theirs, name)]
     if mine.head_size == theirs.head_size and "head_dim" in differing:
         differing.remove("head_dim")
     if differing:
         raise ConfigError(
-            f"init.from = {where} holds weights of another model: {', '.join(f'model.{name}' for name in differing)}",
+            f"{where} holds weights of another model: {', '.join(f'model.{name}' for name in differing)}",
             found=", ".join(f"model.{name} = {getattr(mine, name)}" for name in differing),
             expected=", ".join(f"model.{name} = {getattr(theirs, name)}" for name in differing),
             state="Nothing was started.",

@@ -126,18 +126,21 @@ class Parallel:
         cannot leave the backward out.
 
         Args:
-            tokens: Inputs of the first stage, one tensor per micro-batch.
+            tokens: Inputs of the first stage, one tensor per micro-batch, all of one shape; rows may be shorter than in training.
             documents: Which document each token is of, for every stage; None: a row is one document.
         """
         rows = documents or [None] * len(tokens)
         group, owner, here = self.mesh["pp"].get_group(), self.layout.rank_of_stage, self.coordinate("pp")
         values, sends = list(tokens), []
+        rows_of, length = tokens[0].shape
+        hidden = self.micro_batch.hidden
+        shape = (rows_of, length * hidden.shape[1] // self.micro_batch.tokens.shape[1], hidden.shape[2])
         for stage, part in zip(self.stages, self.parts, strict=True):  # ascending
             came_from = None if stage == 0 else owner(stage - 1)
             goes_to = None if stage == self.layout.stages - 1 else owner(stage + 1)
             for number in range(len(values)):
                 if came_from not in (None, here):
-                    values[number] = torch.empty_like(self.micro_batch.hidden, device=self.device, requires_grad=False)
+                    values[number] = torch.empty(shape, dtype=hidden.dtype, device=self.device)
                     dist.recv(values[number], group=group, group_src=came_from)
                 values[number] = part(values[number], rows[number]).contiguous()
                 if goes_to not in (None, here):

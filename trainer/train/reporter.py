@@ -6,12 +6,11 @@ import contextlib
 import errno
 import json
 import logging
-import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 from flashckpt.trainer.config import RunConfig
-from flashckpt.trainer.evaluate.scores import Score
+from flashckpt.trainer.evaluate.results import Scores, curves_of, plain_scores, score_lines
 from flashckpt.trainer.nonfatal import Nonfatal
 from flashckpt.trainer.train.metrics import ProgressLine, StepRecord, Trace, flops_per_token
 
@@ -55,26 +54,14 @@ class Reporter:
             values |= {f"loss/{name}": value for name, value in record.channels.items()}
             self._board.add(values, record.step)
 
-    def scores(self, step: int, scores: Mapping[str, Score]) -> None:
+    def scores(self, step: int, scores: Scores) -> None:
         """Write an evaluation."""
-        rounded = {
-            name: {
-                "loss": round(score.loss, 6),
-                "perplexity": round(score.perplexity, 4),
-                "bits_per_byte": None if math.isnan(score.bits_per_byte) else round(score.bits_per_byte, 6),
-            }
-            for name, score in scores.items()
-        }
         if self._eval is not None:
-            self._eval.write(json.dumps({"step": step, "held_out": rounded}))
+            self._eval.write(json.dumps({"step": step, **plain_scores(scores)}))
         if self._board is not None:
-            bits = {f"held out/{name} bits per byte": score.bits_per_byte for name, score in scores.items()}
-            self._board.add(bits, step)
-        logger.info(
-            "step %d, held out: %s",
-            step,
-            "  ".join(f"{name} ppl {s.perplexity:.2f} ({s.bits_per_byte:.3f} bits/byte)" for name, s in scores.items()),
-        )
+            self._board.add(curves_of(scores), step)
+        for line in score_lines(scores):
+            logger.info("step %d, %s", step, line)
 
     def spike(self, step: int, loss: float, norm: float, ids: Sequence[int], action: str) -> None:
         """Write a loss spike with the samples that were trained in it."""

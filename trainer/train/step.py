@@ -60,6 +60,15 @@ def generators_kept_in_trials(parts: Sequence[nn.Module], device: torch.device) 
         yield
 
 
+@contextmanager
+def loss_context(*, is_sharded: bool) -> Iterator[None]:
+    """Compute losses from logits that may be `is_sharded` over the vocabulary."""
+    with warnings.catch_warnings(), loss_parallel() if is_sharded else contextlib.nullcontext():
+        # The logits of a tensor-parallel head are a view of a DTensor; the loss never writes into them.
+        warnings.filterwarnings("ignore", message="FSDP2-wrapped module .* returned a view")
+        yield
+
+
 class TrainStep:
     """Runs forward and backward; the caller runs the optimizer.
 
@@ -82,7 +91,7 @@ class TrainStep:
         for parameter in self._parallel.parameters():
             parameter.grad = None
         tokens, targets, documents = self._on_device(batch)
-        with self._context():
+        with loss_context(is_sharded=self._sharded_loss):
             if self._parallel.layout.pp == 1:
                 self._accumulate(tokens, targets, documents)
             else:
@@ -95,28 +104,6 @@ class TrainStep:
         square = local_square_sum(self._parallel)
         dist.all_reduce(square)
         return math.sqrt(square.item())
-
-    @torch.no_grad()
-    def evaluate(self, batch: Batch) -> dict[str, float]:
-        """Return the loss per channel in nats per token, without gradients. Collective."""
-        self._parts.clear()
-        rows = self._micro(*self._on_device(batch))
-        with self._context():
-            if self._parallel.layout.pp == 1:
-                for x, y, documents in rows:
-                    self._loss(self._parallel.parts[0](x, documents), y)
-            else:
-                logits = self._parallel.forward_only([x for x, _, _ in rows], [d for _, _, d in rows])
-                for output, (_, y, _) in zip(logits, rows, strict=False):  # no logits where the last stage is elsewhere
-                    self._loss(output, y)
-        return self._reduce(torch.zeros((), dtype=torch.float64, device=self._parallel.device)).channels
-
-    @contextmanager
-    def _context(self) -> Iterator[None]:
-        with warnings.catch_warnings(), loss_parallel() if self._sharded_loss else contextlib.nullcontext():
-            # The logits of a tensor-parallel head are a view of a DTensor; the loss never writes into them.
-            warnings.filterwarnings("ignore", message="FSDP2-wrapped module .* returned a view")
-            yield
 
     def _on_device(self, batch: Batch) -> tuple[Tensor, Tensor, Tensor | None]:
         device, documents = self._parallel.device, batch.documents

@@ -19,6 +19,7 @@ from support.training import run_config, write_corpus
 
 from flashckpt.errors import FINAL_CODES, ConfigError, FlashckptError
 from flashckpt.trainer.config import to_toml
+from flashckpt.trainer.evaluate.results import Scores
 from flashckpt.trainer.nonfatal import LineFile, Nonfatal, NonfatalStream
 from flashckpt.trainer.parallel.distributed import note_restore
 from flashckpt.trainer.train.metrics import ProgressLine, StepRecord, Trace, read_trace
@@ -129,7 +130,7 @@ def test_a_log_folder_that_cannot_be_made_costs_every_line_until_it_can(tmp_path
     config = run_config(tmp_path, eval={"every": 1})
     reporter = Reporter(config, world=1, after=0)
     reporter.step(StepRecord(step=1, **RECORD))
-    reporter.scores(1, {})
+    reporter.scores(1, Scores())
     reporter.spike(1, 2.0, 1.0, [1, 2], "warn")
     (tmp_path / "log").unlink()
     reporter.step(StepRecord(step=2, **RECORD))

@@ -44,7 +44,7 @@ class CountingData:
     def channel_ids(self, channel: int, count: int) -> Any:
         raise NotImplementedError
 
-    def bytes_per_token(self, channel: int) -> float:
+    def text_bytes(self, ids: Any) -> Any:
         raise NotImplementedError
 
 

@@ -1,0 +1,191 @@
+"""Questions of probes from JSON Lines: which texts are compared, and which one is right. Torch-free.
+
+Fields are those of the files that people have: BLiMP, HellaSwag, ARC and MMLU, with the prompts that lm-eval makes of them.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from flashckpt.errors import DataError
+from flashckpt.sampler.datasets.remote_file import RemoteFile, is_remote
+from flashckpt.trainer.eval_config import ProbeConfig
+
+Line = Mapping[str, Any]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Question:
+    """`endings` that may follow `prompt` and a `space`, and the number of the right one."""
+
+    prompt: str
+    endings: tuple[str, ...]
+    right: int = 0
+    space: str = ""
+
+    @property
+    def continuations(self) -> tuple[str, ...]:
+        """What follows the prompt."""
+        return tuple(self.space + ending for ending in self.endings)
+
+
+def read_questions(probe: ProbeConfig) -> list[Question]:
+    """Return the questions of a probe, in the order of its lines.
+
+    Raises:
+        DataError: the file cannot be read or has no line, or a line is none of the forms of the probe's kind; it is named.
+    """
+    options = probe.storage_options if is_remote(probe.url) else None
+    blob = RemoteFile(probe.url, storage_options=options)
+    content = b"".join(data for _, data in blob.chunks())
+    questions: list[Question] = []
+    for number, line in enumerate(content.split(b"\n"), 1):
+        if line.strip() and not 0 < probe.limit <= len(questions):
+            questions.append(_question(probe, number, line))
+    if not questions:
+        raise DataError(
+            f"the probe {probe.name} has no questions",
+            found=f"no line in {probe.url}",
+            expected=_EXPECTED[probe.kind],
+            state="Nothing was started.",
+        )
+    return questions
+
+
+def _question(probe: ProbeConfig, number: int, line: bytes) -> Question:
+    try:
+        return _checked(_parsed(json.loads(line), probe.kind))
+    except (ValueError, KeyError, TypeError, IndexError, AttributeError) as error:
+        found = f"no {error.args[0]}" if isinstance(error, KeyError) else str(error)
+        raise DataError(
+            f"{probe.url}:{number} is no question of kind {probe.kind!r}",
+            found=found[:200],
+            expected=_EXPECTED[probe.kind],
+            state="Nothing was started.",
+            remedy="repair the line, or set eval.probes.kind to what the file holds",
+        ) from error
+
+
+def _parsed(values: Any, kind: str) -> Question:
+    if not isinstance(values, dict):
+        raise TypeError(f"a {type(values).__name__}, not an object")
+    for keys, make in _FORMS[kind]:
+        if keys <= values.keys():
+            return make(values)
+    raise ValueError(f"an object with {', '.join(values) or 'nothing'}")
+
+
+def _checked(question: Question) -> Question:
+    if not all(question.endings):
+        raise ValueError("an ending without text")
+    if not 0 <= question.right < len(question.endings):
+        raise ValueError(f"answer {question.right} of {len(question.endings)} endings")
+    return question
+
+
+def _text(values: Line, key: str) -> str:
+    if not isinstance(values[key], str):
+        raise TypeError(f"{key} is a {type(values[key]).__name__}, not a string")
+    return str(values[key])
+
+
+def _texts(values: Any, key: str) -> tuple[str, ...]:
+    if not isinstance(values, list) or len(values) < 2 or not all(isinstance(one, str) for one in values):
+        raise TypeError(f"{key} is not a list of two strings or more")
+    return tuple(values)
+
+
+def _probability(values: Line) -> Question:
+    return Question(prompt=_text(values, "prompt"), endings=(_text(values, "target"),))
+
+
+def _pair(better: str, worse: str) -> Callable[[Line], Question]:
+    return lambda values: Question(prompt="", endings=(_text(values, better), _text(values, worse)))
+
+
+def _plain(values: Line) -> Question:
+    endings = _texts(values["choices"], "choices")
+    return Question(prompt=_text(values, "prompt"), endings=endings, right=_index(values["answer"]))
+
+
+def _hellaswag(values: Line) -> Question:
+    prompt = _text(values, "ctx")
+    if {"ctx_a", "ctx_b", "activity_label"} <= values.keys():
+        begin, end = _text(values, "ctx_a"), _text(values, "ctx_b").capitalize()
+        prompt = f"{_text(values, 'activity_label')}: {begin} {end}"
+    endings = tuple(_without_marks(one) for one in _texts(values["endings"], "endings"))
+    return Question(prompt=_without_marks(prompt), endings=endings, right=_index(values["label"]), space=" ")
+
+
+def _without_marks(text: str) -> str:
+    """Remove what the WikiHow part of HellaSwag was marked up with, as lm-eval does."""
+    return re.sub(r"\[.*?\]", "", text.strip().replace(" [title]", ". ")).replace("  ", " ")
+
+
+def _arc(values: Line) -> Question:
+    """As the data set on the hub has it, or with the question as an object, as its makers published it."""
+    question, choices = values["question"], values.get("choices")
+    if isinstance(question, dict):
+        listed = question["choices"]
+        choices = {name: [one[name] for one in listed] for name in ("text", "label")}
+        question = question["stem"]
+    if not isinstance(question, str) or not isinstance(choices, dict):
+        raise TypeError("question is not a string, or choices have no text and label")
+    labels = [str(one) for one in choices["label"]]
+    if str(values["answerKey"]) not in labels:
+        raise ValueError(f"answerKey {values['answerKey']!r} is none of {', '.join(labels)}")
+    endings = _texts(choices["text"], "choices.text")
+    return Question(
+        prompt=f"Question: {question}\nAnswer:",
+        endings=endings,
+        right=labels.index(str(values["answerKey"])),
+        space=" ",
+    )
+
+
+def _mmlu(values: Line) -> Question:
+    """The letters are compared; the choices are part of the question."""
+    texts = _texts(values["choices"], "choices")
+    letters = tuple("ABCDEFGHIJKLMNOPQRSTUVWXYZ"[: len(texts)])
+    answer = values["answer"]
+    listed = "\n".join(f"{letter}. {text}" for letter, text in zip(letters, texts, strict=True))
+    subject = _text(values, "subject").replace("_", " ") if values.get("subject") else ""
+    about = f"The following are multiple choice questions (with answers) about {subject}.\n\n" if subject else ""
+    return Question(
+        prompt=f"{about}{_text(values, 'question').strip()}\n{listed}\nAnswer:",
+        endings=letters,
+        right=letters.index(answer) if isinstance(answer, str) and answer in letters else _index(answer),
+        space=" ",
+    )
+
+
+def _index(value: Any) -> int:
+    """Return the number of an answer: an integer, or one as a string."""
+    if isinstance(value, bool) or not isinstance(value, int | str) or not re.fullmatch(r"\d+", str(value)):
+        raise ValueError(f"{value!r} is not the number of an answer")
+    return int(value)
+
+
+_FORMS: Mapping[str, tuple[tuple[set[str], Callable[[Line], Question]], ...]] = {
+    "probability": (({"prompt", "target"}, _probability),),
+    "pairs": (
+        ({"better", "worse"}, _pair("better", "worse")),
+        ({"sentence_good", "sentence_bad"}, _pair("sentence_good", "sentence_bad")),
+    ),
+    "choice": (
+        ({"prompt", "choices", "answer"}, _plain),
+        ({"ctx", "endings", "label"}, _hellaswag),
+        ({"question", "answerKey"}, _arc),
+        ({"question", "choices", "answer"}, _mmlu),
+    ),
+}
+_EXPECTED = {
+    "probability": "an object with prompt and target",
+    "pairs": "an object with better and worse, or sentence_good and sentence_bad",
+    "choice": "an object with prompt, choices, answer; or as in HellaSwag (ctx, endings, label), ARC (question, choices, "
+    "answerKey) or MMLU (question, choices, answer)",
+}

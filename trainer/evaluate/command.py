@@ -1,0 +1,77 @@
+"""`--evaluate`: the scores of a checkpoint, or of weights from elsewhere, without training. In any layout."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+
+import torch
+import torch.distributed as dist
+
+from flashckpt.errors import ConfigError, NoCheckpointError
+from flashckpt.trainer.config import RunConfig
+from flashckpt.trainer.data.corpus import prepare_corpus
+from flashckpt.trainer.evaluate.results import Scores
+from flashckpt.trainer.evaluate.scores import Evaluator
+from flashckpt.trainer.hub.source import WeightSource, open_weights
+from flashckpt.trainer.hub.start import refuse_other_model
+from flashckpt.trainer.hub.weights import load
+from flashckpt.trainer.parallel.apply import build_parallel
+from flashckpt.trainer.parallel.distributed import process_group
+from flashckpt.trainer.parallel.layout import resolve_layout
+
+
+def evaluate(config: RunConfig) -> tuple[Scores, str]:
+    """Return the scores of the weights of a run, the same on every rank, and where the weights were.
+
+    They are those of the newest checkpoint of the run, or else those of `init.from`. Nothing is written but the text
+    of a run without `[[data.sources]]`.
+
+    Raises:
+        ConfigError: there are none, or they are those of another model.
+        DataError, LayoutError: see `Evaluator` and `resolve_layout`.
+    """
+    layout = resolve_layout(config, int(os.environ.get("WORLD_SIZE", "1")))
+    if not config.data.sources and config.eval.held_out:
+        prepare_corpus(config.data.folder, config.data.source, config.data.holdout_every)
+    source = _weights(config)
+    try:
+        refuse_other_model(config.model, source.model, source.where)
+        with process_group(config) as device:
+            parallel = build_parallel(config, layout, device)
+            evaluator = Evaluator(config, parallel)
+            _refuse_different(source.where, device)
+            load(parallel.bare_parts(), source)
+            return evaluator.scores(), source.where
+    finally:
+        source.close()
+
+
+def _weights(config: RunConfig) -> WeightSource:
+    for place in (config.checkpoint.root, config.init.from_):
+        if place:
+            try:
+                return open_weights(place, config.checkpoint.storage_options)
+            except NoCheckpointError:
+                continue
+    raise ConfigError(
+        "there are no weights to evaluate",
+        found=f"no checkpoint in checkpoint.root = {config.checkpoint.root!r}, init.from = {config.init.from_!r}",
+        expected="the root of a run that has a checkpoint, or init.from",
+        state="Nothing was started.",
+    )
+
+
+def _refuse_different(where: str, device: torch.device) -> None:
+    """Raise ConfigError if the ranks read different checkpoints: one was committed between their looks. Collective."""
+    number = int.from_bytes(hashlib.blake2b(where.encode(), digest_size=7).digest(), "little")
+    ends = torch.tensor([number, -number], device=device)
+    dist.all_reduce(ends, dist.ReduceOp.MAX)
+    if int(ends[0]) != -int(ends[1]):
+        raise ConfigError(
+            "the ranks found different checkpoints",
+            found=f"{where} on this one",
+            expected="one on all: the run seems to go on",
+            state="Nothing was evaluated.",
+            remedy="start again, or evaluate a root to which nothing is written",
+        )
