@@ -22,6 +22,7 @@ from flashckpt.shm.job_id import job_id, root_url
 from flashckpt.trainer.checks import check_values
 from flashckpt.trainer.data_config import DataConfig, check_data
 from flashckpt.trainer.model_config import ModelConfig
+from flashckpt.trainer.sample_config import SampleConfig, check_samples
 
 if sys.version_info >= (3, 11):
     import tomllib
@@ -143,6 +144,7 @@ class RunConfig:
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
     guard: GuardConfig = field(default_factory=GuardConfig)
     eval: EvalConfig = field(default_factory=EvalConfig)
+    samples: SampleConfig = field(default_factory=SampleConfig)
     log: LogConfig = field(default_factory=LogConfig)
 
 
@@ -192,6 +194,7 @@ def from_values(values: Mapping[str, Any]) -> RunConfig:
     plain = to_values(config)
     check_values(plain, DEFAULTS)
     check_data(plain["data"], DEFAULTS["data"])
+    check_samples(plain["samples"], DEFAULTS["samples"])
     _check_checkpoint(config.checkpoint)
     return config
 
