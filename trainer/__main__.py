@@ -79,6 +79,10 @@ def _run(words: list[str]) -> int:
         from flashckpt.trainer.data.prepared import check_sources
 
         check_sources(config)
+    if config.samples.every:
+        from flashckpt.trainer.generate.prompts import read_prompts
+
+        read_prompts(config)
     with nonfatal_streams():
         logging.basicConfig(level=logging.INFO, format=f"[rank {os.environ.get('RANK', '0')}] %(name)s: %(message)s")
         return _check(config) if check_only else _train(config)

@@ -77,7 +77,9 @@ def check_choice(temperature: float, top_p: float, seed: int, *, of: str) -> Non
     """Refuse values out of range.
 
     Args:
-        temperature, top_p, seed: See Choice.
+        temperature: See Choice.
+        top_p: See Choice.
+        seed: See Choice.
         of: What stands before their names: "--" or "samples.".
 
     Raises:

@@ -45,6 +45,13 @@ class Codec:
         found = (self._library.token_to_id(name) for name in KNOWN_ENDS)
         return frozenset([number for number in found if number is not None][:1])
 
+    def number(self, token: str) -> int:
+        """Return the number of a token of that name; ConfigError where there is none."""
+        found = None if self._library is None else self._library.token_to_id(token)
+        if found is None:
+            raise ConfigError(f"the tokenizer {self.name} has no token {token!r}", expected="the name of a token")
+        return int(found)
+
     def encode(self, prompt: str, vocab: int) -> list[int]:
         """Return the tokens of a prompt; an empty one is a text that begins: an end token alone.
 

@@ -60,9 +60,13 @@ def parse(words: Sequence[str]) -> argparse.Namespace:
         "--top-p", type=float, default=Choice().top_p, metavar="P",
         help="only the likeliest tokens that together have this probability [%(default)s]",
     )  # fmt: skip
-    parser.add_argument("--seed", type=int, default=Choice().seed, metavar="S", help="same seed, same text [%(default)s]")
+    parser.add_argument(
+        "--seed", type=int, default=Choice().seed, metavar="S", help="same seed, same text [%(default)s]"
+    )
     parser.add_argument("--step", metavar="N", help="which checkpoint, as N or N.gM (default: the newest)")
-    parser.add_argument("--live", action="store_true", help="SOURCE is a root: ask the job on this machine that writes to it")
+    parser.add_argument(
+        "--live", action="store_true", help="SOURCE is a root: ask the job on this machine that writes to it"
+    )
     parser.add_argument("--tokenizer", default="", metavar="FOLDER_OR_FILE", help='another tokenizer.json, or "bytes"')
     parser.add_argument("-o", dest="options", action="append", default=[], metavar="KEY=VALUE", help="storage option")
     parser.add_argument("--json", action="store_true", help="print one JSON document at the end instead")

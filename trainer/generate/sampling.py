@@ -28,10 +28,12 @@ class Chooser:
         logits = logits.detach().float().cpu()
         if self._choice.temperature == 0:
             return int(logits.argmax())
-        probability, token = torch.softmax(logits / self._choice.temperature, -1).sort(descending=True, stable=True)
-        before = probability.cumsum(-1) - probability
-        probability[before >= self._choice.top_p] = 0.0  # the first one always stays
-        return int(token[torch.multinomial(probability, 1, generator=self._numbers)])
+        probability = torch.softmax(logits / self._choice.temperature, -1)
+        if self._choice.top_p < 1:
+            likely, token = probability.sort(descending=True, stable=True)
+            before = likely.cumsum(-1) - likely
+            probability[token[before >= self._choice.top_p]] = 0.0  # the first one always stays
+        return int(torch.multinomial(probability, 1, generator=self._numbers))
 
 
 @torch.no_grad()

@@ -15,7 +15,9 @@ from flashckpt.trainer.hub.memory import LiveWeights, is_in_memory, job_of_root
 from flashckpt.trainer.hub.source import CheckpointWeights, HubFolder, SavedWeights, WeightSource, is_hub_folder
 from flashckpt.trainer.hub.tokenizer_files import files_of_folder, files_of_saved
 
-_EXPECTED = "a checkpoint root, a Hugging Face folder (config.json and *.safetensors), or the id of a job on this machine"
+_EXPECTED = (
+    "a checkpoint root, a Hugging Face folder (config.json and *.safetensors), or the id of a job on this machine"
+)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -71,7 +73,9 @@ def _open(where: str, *, live: bool, step: str | None, options: Mapping[str, Any
         return LiveWeights(where, _number(step))
     if is_hub_folder(where):
         if step is not None:
-            raise ConfigError("--step has no effect on a Hugging Face folder", found=f"--step {step}", expected="a root")
+            raise ConfigError(
+                "--step has no effect on a Hugging Face folder", found=f"--step {step}", expected="a root"
+            )
         return HubFolder(Path(where))
     if not where or is_process_local(where) or ("://" not in where and not Path(where).is_dir()):
         raise ConfigError(f"{where!r} is no model", found=_what_is_there(where), expected=_EXPECTED)

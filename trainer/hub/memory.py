@@ -12,7 +12,7 @@ from typing import Any
 
 from flashckpt.core.shard import Shard
 from flashckpt.core.snapshot_id import SnapshotId
-from flashckpt.errors import ConfigError, DamagedError, NoCheckpointError, ShardGapError
+from flashckpt.errors import ConfigError, DamagedError, NoCheckpointError
 from flashckpt.planning.read_plan import coverage
 from flashckpt.restore.sources import MemorySource
 from flashckpt.shm.inventory import NodeInventory, scan
@@ -37,6 +37,8 @@ class LiveWeights(SavedWeights):
         ConfigError: The job is not of the trainer.
     """
 
+    may_be_part = True
+
     def __init__(self, job: str, step: int | None = None) -> None:
         directory = _directory(job)
         identity, sources = _pinned(directory, step)
@@ -44,28 +46,24 @@ class LiveWeights(SavedWeights):
             for source in sources:
                 undo.callback(source.close)
             super().__init__(sources, _values(sources), f"step {identity.step} in memory (job {job})")
-            self._refuse_part(job, identity)
+            self._refuse_part()
             undo.pop_all()
         self.step = identity.step
 
-    def _refuse_part(self, job: str, identity: SnapshotId) -> None:
-        tables = [source.manifest.table for source in self._sources]
+    def _refuse_part(self) -> None:
         wanted = [
-            Shard(fqn=held_name(name), dtype=self.dtype(name), global_shape=shape, offsets=(0,) * len(shape), lengths=shape)
+            Shard(
+                fqn=held_name(name),
+                dtype=self.dtype(name),
+                global_shape=shape,
+                offsets=(0,) * len(shape),
+                lengths=shape,
+            )
             for name, shape in self.shapes.items()
-        ]  # fmt: skip
-        _, missing = coverage(wanted, tables)
-        if not missing:
-            return
-        first = self._sources[0].manifest
-        ranks = ", ".join(str(source.manifest.rank) for source in self._sources)
-        raise ShardGapError(
-            f"this node holds only a part of the model of job {job}",
-            found=f"ranks {ranks} of {first.world_size}, step {identity.step}, without {missing} bytes of the model",
-            expected="every element of the model in the memory of one node",
-            state="The job was not disturbed.",
-            remedy="give its checkpoint root instead: that holds the newest checkpoint of all nodes",
-        )
+        ]
+        _, missing = coverage(wanted, [source.manifest.table for source in self._sources])
+        if missing:
+            raise self._part(f"without {missing} bytes of it")
 
 
 def job_of_root(root: str) -> str:

@@ -15,7 +15,7 @@ import numpy.typing as npt
 from flashckpt.checkpoint.retention import reading
 from flashckpt.cli.common import choose
 from flashckpt.core.shard import ITEMSIZE, Shard
-from flashckpt.errors import ConfigError, DamagedError
+from flashckpt.errors import ConfigError, DamagedError, ShardGapError
 from flashckpt.interop import safetensors_files as st
 from flashckpt.restore.executor import Target, execute_reads
 from flashckpt.restore.sources import Source, StorageSource
@@ -130,12 +130,15 @@ class SavedWeights:
         where: For error texts.
 
     Attributes:
+        may_be_part: Whether the sources may be those of one node of several.
         run: The recorded run, as far as it matters for the model.
         recorded: All that was recorded of it, section by section.
 
     Raises:
         ConfigError: It is not of the trainer.
     """
+
+    may_be_part = False
 
     def __init__(self, sources: Sequence[Source], values: Mapping[str, Any], where: str) -> None:
         self.where, self._sources = where, list(sources)
@@ -144,6 +147,8 @@ class SavedWeights:
         self.shapes = {tensor.ours: tensor.whole for tensor in tensors_of(self.model)}
         for name, shape in self.shapes.items():
             found = self._first(held_name(name))
+            if found is None and self.may_be_part:
+                raise self._part(f"without {held_name(name)}")
             if found is None or found.global_shape != shape:
                 raise ConfigError(
                     f"{where} does not hold the model that was recorded with it",
@@ -153,6 +158,18 @@ class SavedWeights:
         self.beside: Mapping[str, bytes] = {
             name: self._file(name, held.global_shape[0]) for name in BESIDE if (held := self._first(_FILE + name))
         }
+
+    def _part(self, missing: str) -> ShardGapError:
+        """Return the error of a node that does not hold the whole model."""
+        first = self._sources[0].manifest
+        ranks = ", ".join(str(rank) for source in self._sources for rank in source.manifest.writers)
+        return ShardGapError(
+            f"this node holds only a part of the model: {self.where}",
+            found=f"ranks {ranks} of {first.world_size}, {missing}",
+            expected="every element of the model in the memory of one node",
+            state="The job was not disturbed.",
+            remedy="give its checkpoint root instead: there the newest checkpoint is whole",
+        )
 
     @property
     def init_from(self) -> str:
