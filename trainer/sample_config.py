@@ -18,7 +18,7 @@ class SampleConfig:
         every: Steps from one set of samples to the next.
         prompts: One sample each.
         max_tokens: Tokens that are added to a prompt; fewer where train.seq_len is reached.
-        temperature, top_p, seed: See Choice. The seed begins anew each time, so samples differ by the weights alone.
+        temperature, top_p, seed: See Choice. Each time begins with the same seed, so samples differ by the weights alone.
     """
 
     every: int = 0

@@ -47,7 +47,7 @@ def generate(words: Sequence[str]) -> int:
 def parse(words: Sequence[str]) -> argparse.Namespace:
     """Return what a command line says; ConfigError where it is wrong, SystemExit after --help."""
     parser = _Parser(
-        prog="python -m flashckpt.trainer generate", description=_ABOUT,
+        prog="python -m flashckpt.trainer generate", description=_ABOUT, allow_abbrev=False,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )  # fmt: skip
     parser.add_argument("source", metavar="SOURCE")
