@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import importlib.util
 import subprocess
 import sys
@@ -36,10 +35,9 @@ def prepare_text(config: RunConfig) -> str:
         index = prepare_corpus(config.data.folder, config.data.source, config.data.holdout_every)
         sets = [entry for entry in index["sets"].values() if entry["split"] == "train"]
         return ", ".join(f"{entry['channel']} {entry['tokens'] / 1e6:.2f} M bytes" for entry in sets)
-    index = None
-    with contextlib.suppress(DataError):
-        index = check_prepared(config)
-    if index is None:
+    try:
+        index = check_prepared(config) or prepare(config.data)
+    except DataError:
         index = prepare(config.data)
     kind = f"tokens of a BPE of {index['vocab']}" if config.data.bpe else "bytes"
     counts = [sum(record["train"]["tokens"] for record in records) for records in index["sources"]]

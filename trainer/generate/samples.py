@@ -78,7 +78,7 @@ class SampleMaker:
     def _next(self, texts: Sequence[Sequence[int]], choosers: Sequence[Chooser], is_open: Sequence[bool]) -> list[int]:
         """Return the next token of each text, _ENDED for one that is finished. Collective over the world."""
         tokens = self._windows(texts)
-        outputs = self._parallel.forward_only(list(tokens.split(self._rows)))
+        outputs = self._parallel.forward_only(list(torch.split(tokens, self._rows)))
         whole = [output.full_tensor() if isinstance(output, DTensor) else output for output in outputs]
         chosen = torch.full((len(texts),), _ENDED, dtype=torch.int64)
         if dist.get_rank() == self._chooses:
