@@ -26,7 +26,7 @@ preflight:
 $(VENV)/.ready: pyproject.toml setup.py constraints.txt $(wildcard flashckpt/native/*.[ch]) | preflight
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/pip install --quiet $(if $(TORCH_INDEX),--index-url $(TORCH_INDEX)) "$$(grep '^torch==' constraints.txt)"
-	$(BIN)/pip install --quiet -c constraints.txt -e '.[fast,trainer,data,test,dev,docs]'
+	$(BIN)/pip install --quiet -c constraints.txt -e '.[fast,trainer,data,tokenizers,test,dev,docs]'
 	touch $@
 
 setup: $(VENV)/.ready  ## create .venv with everything pinned
@@ -114,7 +114,7 @@ test-launcher: setup  ## what PyTorch's own launcher tests ask, asked of dlrun; 
 	$(BIN)/python -m pytest tests/integration/launcher/launcher_contract.py tests/integration/launcher/launcher_jobs.py tests/integration/launcher/launcher_security.py
 
 test-trainer: setup  ## whole runs of the trainer that are started, killed, resumed, changed, guarded and evaluated, and all that they write
-	$(BIN)/python -m pytest --workers $(WORKERS) tests/integration/trainer/trainer_resume.py tests/integration/trainer/trainer_outputs.py tests/integration/trainer/trainer_data.py tests/integration/trainer/trainer_guard.py tests/integration/trainer/trainer_start.py tests/integration/trainer/trainer_scores.py
+	$(BIN)/python -m pytest --workers $(WORKERS) tests/integration/trainer/trainer_resume.py tests/integration/trainer/trainer_outputs.py tests/integration/trainer/trainer_data.py tests/integration/trainer/trainer_guard.py tests/integration/trainer/trainer_start.py tests/integration/trainer/trainer_scores.py tests/integration/trainer/trainer_samples.py
 
 test-layouts: setup  ## every layout trains and scores as one process does, and continues in each of a dozen others: same bits, same losses
 	$(BIN)/python -m pytest tests/integration/layouts/layouts.py tests/integration/layouts/layouts_parity.py tests/integration/layouts/layouts_evaluate.py tests/integration/layouts/layouts_documents.py tests/integration/layouts/layouts_scores.py

@@ -29,6 +29,10 @@ USAGE = """Usage: python -m flashckpt.trainer [--config FILE.toml] [--section.ke
 
     python -m flashckpt.trainer data prepare --config FILE.toml
 
+  What a model says, from a checkpoint, a folder, or the memory of a job (generate --help):
+
+    python -m flashckpt.trainer generate SOURCE "Once upon a time" [--max-tokens N] [--temperature T]
+
 Options:
   --config FILE.toml     the run; every setting has a default
   --section.key VALUE    override one setting, e.g. --parallel.tp 2
@@ -46,12 +50,14 @@ Exit codes: 0 done, 75 stopped on request with state kept (start again to contin
 def main(words: Sequence[str] | None = None) -> int:
     """Run the command line and return its exit code."""
     rest = list(sys.argv[1:] if words is None else words)
-    if "--help" in rest or "-h" in rest:
+    if rest[:1] not in (["generate"], ["hub"]) and ("--help" in rest or "-h" in rest):
         _say(USAGE)
         return 0
     try:
         if rest[:1] == ["hub"]:
             return _hub(rest[1:])
+        if rest[:1] == ["generate"]:
+            return _generate(rest[1:])
         return _data(rest[1:]) if rest[:1] == ["data"] else _run(rest)
     except FlashckptError as error:
         report_once(error)
@@ -80,6 +86,10 @@ def _run(words: list[str]) -> int:
         from flashckpt.trainer.data.sets import check_evaluation
 
         check_evaluation(config)
+    if config.samples.every:
+        from flashckpt.trainer.generate.prompts import read_prompts
+
+        read_prompts(config)
     with nonfatal_streams():
         logging.basicConfig(level=logging.INFO, format=f"[rank {os.environ.get('RANK', '0')}] %(name)s: %(message)s")
         if evaluate_only:
@@ -91,6 +101,12 @@ def _hub(words: list[str]) -> int:
     from flashckpt.trainer.hub.command import hub
 
     return hub(words)
+
+
+def _generate(words: list[str]) -> int:
+    from flashckpt.trainer.generate.command import generate
+
+    return generate(words)
 
 
 def _data(words: list[str]) -> int:

@@ -23,6 +23,7 @@ from flashckpt.trainer.checks import check_values
 from flashckpt.trainer.data_config import DataConfig, check_data
 from flashckpt.trainer.eval_config import EvalConfig, check_eval
 from flashckpt.trainer.model_config import ModelConfig
+from flashckpt.trainer.sample_config import SampleConfig, check_samples
 
 if sys.version_info >= (3, 11):
     import tomllib
@@ -136,6 +137,7 @@ class RunConfig:
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
     guard: GuardConfig = field(default_factory=GuardConfig)
     eval: EvalConfig = field(default_factory=EvalConfig)
+    samples: SampleConfig = field(default_factory=SampleConfig)
     log: LogConfig = field(default_factory=LogConfig)
 
 
@@ -186,6 +188,7 @@ def from_values(values: Mapping[str, Any]) -> RunConfig:
     check_values(plain, DEFAULTS)
     check_data(plain["data"], DEFAULTS["data"])
     check_eval(plain["eval"])
+    check_samples(plain["samples"], DEFAULTS["samples"])
     _check_checkpoint(config.checkpoint)
     return config
 

@@ -100,6 +100,7 @@ def test_a_page_says_that_its_command_lines_were_not_run() -> None:
         "python -m flashckpt.trainer --train.stepz 3",
         "python -m flashckpt.no_such",
         "python -m flashckpt.trainer data prepares --config configs/sources.toml",
+        "python -m flashckpt.trainer generate ROOT prompt --temperatur 3",
         "dlrun -m flashckpt.trainer --train.stepz 3",
     ],
 )
@@ -208,6 +209,11 @@ def _trainer(words: list[str]) -> None:
         from flashckpt.trainer.hub.command import parse
 
         parse(words[1:])
+        return
+    if words[:1] == ["generate"]:
+        from flashckpt.trainer.generate import command
+
+        command.parse(words[1:])
         return
 
     if words[:1] == ["data"]:

@@ -14,7 +14,7 @@ import json
 import os
 import sysconfig
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from pathlib import Path
 from typing import IO, Any
 
@@ -23,6 +23,7 @@ from flashckpt.faults import crash_point
 
 VERSION = 1
 STDLIB = "stdlib"
+CHANNELS = ("code", "doc", "prose")
 MAX_STDLIB_FILES = 400
 
 
@@ -145,8 +146,17 @@ def is_held_out(data: bytes, every: int) -> bool:
     return int.from_bytes(hashlib.sha256(data).digest()[:8], "little") % every == 0
 
 
-def stdlib_texts() -> Iterator[tuple[str, str]]:
-    """Yield (channel, text): sources (code), their docstrings (doc), the language reference (prose)."""
+def stdlib_texts(wanted: Collection[str] = CHANNELS) -> Iterator[tuple[str, str]]:
+    """Yield (channel, text) of the wanted ones: sources (code), their docstrings (doc), the language reference (prose)."""
+    if "code" in wanted or "doc" in wanted:
+        yield from ((channel, text) for channel, text in _library_texts("doc" in wanted) if channel in wanted)
+    if "prose" in wanted:
+        topics = importlib.import_module("pydoc_data.topics").topics
+        for name in sorted(topics):
+            yield "prose", topics[name]
+
+
+def _library_texts(with_docs: bool) -> Iterator[tuple[str, str]]:
     root = Path(sysconfig.get_paths()["stdlib"])
     skipped = {"test", "tests", "site-packages", "dist-packages", "idle_test", "pydoc_data", "lib2to3", "__pycache__"}
     files = (p for p in sorted(root.rglob("*.py")) if not skipped & set(p.relative_to(root).parts))
@@ -155,11 +165,8 @@ def stdlib_texts() -> Iterator[tuple[str, str]]:
             break
         text = file.read_text(encoding="utf-8", errors="replace")
         yield "code", text
-        if docs := _docstrings(text):
+        if with_docs and (docs := _docstrings(text)):
             yield "doc", docs
-    topics = importlib.import_module("pydoc_data.topics").topics
-    for name in sorted(topics):
-        yield "prose", topics[name]
 
 
 def _docstrings(text: str) -> str:

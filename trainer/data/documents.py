@@ -103,7 +103,7 @@ def _stdlib_part(source: SourceConfig, name: str) -> TextPart:
 
 
 def _stdlib(name: str) -> Iterator[str]:
-    return (text for channel, text in stdlib_texts() if channel == name)
+    return (text for _, text in stdlib_texts((name,)))
 
 
 def _joined(source: SourceConfig, urls: Sequence[str], limit: int) -> list[TextPart]:

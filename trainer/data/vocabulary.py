@@ -17,7 +17,8 @@ from flashckpt.trainer.hub.byte_tokenizer import byte_tokenizer
 
 END_TOKEN = "<|endoftext|>"  # noqa: S105 -- a token of text
 """What a BPE that is trained here puts between documents."""
-_KNOWN_ENDS = (END_TOKEN, "<|end_of_text|>", "</s>", "<eos>", "<|im_end|>", "<|end|>", "[EOS]", "[SEP]")
+KNOWN_ENDS = (END_TOKEN, "<|end_of_text|>", "</s>", "<eos>", "<|im_end|>", "<|end|>", "[EOS]", "[SEP]")
+"""What tokenizers call the token that ends a text, the likeliest first."""
 
 Tokens = npt.NDArray[np.uint32]
 
@@ -39,7 +40,7 @@ class Vocabulary:
         self.files = byte_tokenizer() if not text else {"tokenizer.json": text}
         self.digest = _digest(text, end_token)
         if text:
-            self._tokenizer = _parsed(text, name)
+            self._tokenizer = parse_tokenizer(text, name)
             self.size = max(self._tokenizer.get_vocab(with_added_tokens=True).values()) + 1
             self.end = self._number_of_end(end_token)
         elif end_token:
@@ -47,13 +48,13 @@ class Vocabulary:
 
     def _number_of_end(self, wanted: str) -> int:
         assert self._tokenizer is not None
-        for name in (wanted,) if wanted else _KNOWN_ENDS:
+        for name in (wanted,) if wanted else KNOWN_ENDS:
             number = self._tokenizer.token_to_id(name)
             if number is not None:
                 return int(number)
         raise ConfigError(
             f"the tokenizer {self.name} has no token that ends a document",
-            found=f"none of {wanted or ', '.join(_KNOWN_ENDS)}",
+            found=f"none of {wanted or ', '.join(KNOWN_ENDS)}",
             expected="the name of one of its tokens",
             remedy="set data.end_token",
         )
@@ -168,7 +169,12 @@ def train_bpe(texts: Iterable[str], size: int) -> bytes:
     return str(tokenizer.to_str()).encode()
 
 
-def _parsed(text: bytes, name: str) -> Any:
+def parse_tokenizer(text: bytes, name: str) -> Any:
+    """Return the tokenizer of the library, which neither cuts nor pads.
+
+    Raises:
+        ConfigError: the library is not installed, or `text` is no tokenizer.json.
+    """
     try:
         json.loads(text)
         tokenizer = _library().Tokenizer.from_str(text.decode())

@@ -4,7 +4,8 @@
 2. The run that is killed: SIGKILL to one rank in the middle of a step; it continues from host memory.
 3. The same run loses its machine: every process killed, shared memory deleted; it is started again and
    continues from the checkpoint on disk.
-At the end the loss of every step is compared with the unbroken run, bit for bit.
+At the end the loss of every step is compared with the unbroken run, bit for bit, and the model of the killed run
+says a few words.
 """
 
 from __future__ import annotations
@@ -26,7 +27,6 @@ from rich.console import Console
 from flashckpt.daemon.launcher import ledger
 from flashckpt.errors import ConfigError, FlashckptError, JobInUseError
 from flashckpt.trainer.config import RunConfig, read_config
-from flashckpt.trainer.data.corpus import prepare_corpus
 from flashckpt.trainer.demo.progress import Progress
 from flashckpt.trainer.demo.report import (
     Comparison,
@@ -37,6 +37,7 @@ from flashckpt.trainer.demo.report import (
     recovery_table,
 )
 from flashckpt.trainer.demo.run import DemoRun, forget_job
+from flashckpt.trainer.demo.words import prepare_text, say_words, without_library
 from flashckpt.trainer.parallel.layout import resolve_layout
 
 RANKS = 8
@@ -75,7 +76,9 @@ class Demo:
 
     def __init__(self, plan: DemoPlan, console: Console) -> None:
         self.plan, self.console = plan, console
-        self.config = read_config(plan.config, ["--train.steps", str(plan.steps)])
+        self._overrides = ["--train.steps", str(plan.steps)]
+        self._overrides += without_library(read_config(plan.config))
+        self.config = read_config(plan.config, self._overrides)
         self.layout = resolve_layout(self.config, RANKS)
         # The id depends on the folder: demos in two clones do not collide in shared memory.
         mark = hashlib.blake2b(str(plan.folder.resolve()).encode(), digest_size=4).hexdigest()
@@ -86,11 +89,11 @@ class Demo:
         place = self.plan.folder / folder
         return DemoRun(
             name=name, folder=place, root=place / "checkpoints", job=job, config=self.plan.config, ranks=RANKS,
-            overrides=["--train.steps", str(self.plan.steps)],
+            overrides=self._overrides,
         )  # fmt: skip
 
     def run(self) -> int:
-        """Do all of it; return 0 if both traces are identical, else 1."""
+        """Do all of it; return 0 if both traces are identical and the model says something, else 1."""
         self._clean()
         try:
             return self._tell_all()
@@ -132,15 +135,10 @@ class Demo:
 
     def _introduce(self) -> None:
         say = self.console.print
-        index = prepare_corpus(self.config.data.folder, self.config.data.source, self.config.data.holdout_every)
-        channels = ", ".join(
-            f"{entry['channel']} {entry['tokens'] / 1e6:.2f} MB"
-            for entry in index["sets"].values()
-            if entry["split"] == "train"
-        )
+        text = prepare_text(self.config)
         settings = self.config.checkpoint
         say("[bold]flashckpt demo[/bold]: kill a worker, lose nothing")
-        say(f"  model    Llama-like, {self.config.model.layers} layers, on real text: {channels}")
+        say(f"  model    Llama-like, {self.config.model.layers} layers, on real text: {text}")
         say(f"  layout   {RANKS} ranks on CPU: {self.layout.describe()}")
         say(
             f"  keeping  a snapshot in shared memory every {settings.snapshot_every} steps, "
@@ -213,8 +211,11 @@ class Demo:
         say(f"  picture  {picture}")
         say(f"  traces   {self.unbroken.folder / 'trace.jsonl'}  {self.crash.folder / 'trace.jsonl'}")
         self._leftovers()
+        talks, text = say_words(self.crash.root)
+        self.console.print("  says     " if talks else "  [bold red]generate failed[/bold red]: ", end="")
+        self.console.print(text, markup=False)
         say(f"  time     {time.monotonic() - began:.0f} s")
-        return 0 if result.identical else 1
+        return 0 if result.identical and talks else 1
 
     def _verdict(self, result: Comparison) -> None:
         if result.identical:

@@ -156,7 +156,7 @@ def draw(folder: Path, picture: Path, marks: Sequence[tuple[int, int, str]]) -> 
         )  # fmt: skip
         axes.axvspan(restored, died + 0.5, color="#cb181d", alpha=0.07)
     axes.set_xlabel("optimizer step")
-    axes.set_ylabel("training loss (nats per byte)")
+    axes.set_ylabel("training loss (nats per token)")
     axes.set_title("Killed twice, same loss curve: 8 ranks, DP 2 x TP 2 x PP 2")
     axes.legend(loc="lower left", frameon=False)
     axes.grid(alpha=0.25)

@@ -15,10 +15,10 @@ import numpy.typing as npt
 from flashckpt.checkpoint.retention import reading
 from flashckpt.cli.common import choose
 from flashckpt.core.shard import ITEMSIZE, Shard
-from flashckpt.errors import ConfigError, DamagedError
+from flashckpt.errors import ConfigError, DamagedError, ShardGapError
 from flashckpt.interop import safetensors_files as st
 from flashckpt.restore.executor import Target, execute_reads
-from flashckpt.restore.sources import StorageSource
+from flashckpt.restore.sources import Source, StorageSource
 from flashckpt.storage.factory import open_store
 from flashckpt.trainer.config import RunConfig, from_values
 from flashckpt.trainer.hub.families import HubTensor, tensors_of
@@ -32,6 +32,8 @@ BESIDE = (
     "added_tokens.json", "vocab.json", "merges.txt", "tokenizer.model", "chat_template.jinja",
 )  # fmt: skip
 """Files of a folder that travel with its weights."""
+RECORD = "run"
+"""Under which name the trainer tracks its configuration."""
 _ROW_BYTES = 64 << 10
 """Below this the columns of a row are read along with the rest of it."""
 
@@ -119,7 +121,101 @@ def _read_box(file: st.Incoming, offsets: Sequence[int], lengths: Sequence[int])
     return np.ascontiguousarray(whole.reshape(rows, width * size)[:, left * size : (left + columns) * size]).reshape(-1)
 
 
-class CheckpointWeights:
+class SavedWeights:
+    """The model in what the trainer saved, wherever its bytes are; see WeightSource.
+
+    Args:
+        sources: Manifests and bytes, nearest first; together they hold the model.
+        values: Non-tensor state, from the manifests.
+        where: For error texts.
+
+    Attributes:
+        may_be_part: Whether the sources may be those of one node of several.
+        run: The recorded run, as far as it matters for the model.
+        recorded: All that was recorded of it, section by section.
+
+    Raises:
+        ConfigError: It is not of the trainer.
+    """
+
+    may_be_part = False
+
+    def __init__(self, sources: Sequence[Source], values: Mapping[str, Any], where: str) -> None:
+        self.where, self._sources = where, list(sources)
+        self.run, self.recorded = _recorded(values, where)
+        self.model = self.run.model
+        self.shapes = {tensor.ours: tensor.whole for tensor in tensors_of(self.model)}
+        for name, shape in self.shapes.items():
+            found = self._first(held_name(name))
+            if found is None and self.may_be_part:
+                raise self._part(f"without {held_name(name)}")
+            if found is None or found.global_shape != shape:
+                raise ConfigError(
+                    f"{where} does not hold the model that was recorded with it",
+                    found=f"{held_name(name)} of shape {found.global_shape}" if found else f"no {held_name(name)}",
+                    expected=f"{held_name(name)} of shape {shape}",
+                )
+        self.beside: Mapping[str, bytes] = {
+            name: self._file(name, held.global_shape[0]) for name in BESIDE if (held := self._first(_FILE + name))
+        }
+
+    def _part(self, missing: str) -> ShardGapError:
+        """Return the error of a node that does not hold the whole model."""
+        first = self._sources[0].manifest
+        ranks = ", ".join(str(rank) for source in self._sources for rank in source.manifest.writers)
+        return ShardGapError(
+            f"this node holds only a part of the model: {self.where}",
+            found=f"ranks {ranks} of {first.world_size}, {missing}",
+            expected="every element of the model in the memory of one node",
+            state="The job was not disturbed.",
+            remedy="give its checkpoint root instead: there the newest checkpoint is whole",
+        )
+
+    @property
+    def init_from(self) -> str:
+        """Where the weights of the run came from; "" if it drew them."""
+        init = self.recorded.get("init")
+        return str(init.get("from", "")) if isinstance(init, dict) else ""
+
+    def dtype(self, name: str) -> str:
+        """See WeightSource."""
+        held = self._first(held_name(name))
+        assert held is not None, "all tensors of the model were there"
+        return held.dtype
+
+    def read(self, name: str, offsets: Sequence[int], lengths: Sequence[int]) -> Bytes:
+        """See WeightSource."""
+        shard = Shard(
+            fqn=held_name(name),
+            dtype=self.dtype(name),
+            global_shape=self.shapes[name],
+            offsets=tuple(offsets),
+            lengths=tuple(lengths),
+        )
+        return self._read(shard)
+
+    def _read(self, shard: Shard) -> Bytes:
+        raw = np.empty(shard.nbytes, np.uint8)
+        execute_reads([Target(shard=shard, buffer=raw.data)], self._sources, threads=1)
+        return raw
+
+    def _first(self, held: str) -> Shard | None:
+        """Return a part of a tensor; None where nobody holds one."""
+        for table in (source.manifest.table for source in self._sources):
+            if len(rows := table.rows(held)):
+                return table.shard(rows[0])
+        return None
+
+    def _file(self, name: str, nbytes: int) -> bytes:
+        return self._read(file_shard(name, nbytes)).tobytes()
+
+    def close(self) -> None:
+        """See WeightSource."""
+        for source in self._sources:
+            source.close()
+
+
+class CheckpointWeights(SavedWeights):
     """The model of a checkpoint that the trainer wrote, or `hub import`; see WeightSource.
 
     Args:
@@ -135,55 +231,15 @@ class CheckpointWeights:
     def __init__(self, root: str, step: str | None = None, options: Mapping[str, Any] | None = None) -> None:
         store = open_store(root, **(options or {}))
         info = choose(store, step)
-        self.where = f"{store.url}/{info.prefix}"
-        self._held = ExitStack()
-        manifest = self._held.enter_context(reading(store, info.prefix))
-        self.source = StorageSource(store, manifest, info.prefix)
-        self.run, self.init_from = _recorded(manifest.values, self.where)
-        self.model = self.run.model
-        self.shapes = {tensor.ours: tensor.whole for tensor in tensors_of(self.model)}
-        names = set(manifest.table.fqns)
-        for name, shape in self.shapes.items():
-            found = self._whole(held_name(name)) if held_name(name) in names else None
-            if found != shape:
-                raise ConfigError(
-                    f"{self.where} does not hold the model that was recorded with it",
-                    found=f"{held_name(name)} of shape {found}" if found else f"no {held_name(name)}",
-                    expected=f"{held_name(name)} of shape {shape}",
-                )
-        self.beside: Mapping[str, bytes] = {name: self._file(name) for name in BESIDE if _FILE + name in names}
-
-    def dtype(self, name: str) -> str:
-        """See WeightSource."""
-        table = self.source.manifest.table
-        return table.shard(table.rows(held_name(name))[0]).dtype
-
-    def read(self, name: str, offsets: Sequence[int], lengths: Sequence[int]) -> Bytes:
-        """See WeightSource."""
-        shard = Shard(
-            fqn=held_name(name),
-            dtype=self.dtype(name),
-            global_shape=self.shapes[name],
-            offsets=tuple(offsets),
-            lengths=tuple(lengths),
-        )
-        return self._read(shard)
-
-    def _read(self, shard: Shard) -> Bytes:
-        raw = np.empty(shard.nbytes, np.uint8)
-        execute_reads([Target(shard=shard, buffer=raw.data)], [self.source], threads=1)
-        return raw
-
-    def _whole(self, held: str) -> tuple[int, ...]:
-        table = self.source.manifest.table
-        return table.shard(table.rows(held)[0]).global_shape
-
-    def _file(self, name: str) -> bytes:
-        return self._read(file_shard(name, self._whole(_FILE + name)[0])).tobytes()
+        with ExitStack() as held:
+            manifest = held.enter_context(reading(store, info.prefix))
+            self.source = StorageSource(store, manifest, info.prefix)
+            super().__init__([self.source], manifest.values, f"{store.url}/{info.prefix}")
+            self._held = held.pop_all()
 
     def close(self) -> None:
         """See WeightSource."""
-        self.source.close()
+        super().close()
         self._held.close()
 
 
@@ -200,9 +256,9 @@ def file_shard(name: str, nbytes: int) -> Shard:
     return Shard(fqn=_FILE + name, dtype="uint8", global_shape=(nbytes,), offsets=(0,), lengths=(nbytes,))
 
 
-def _recorded(values: Mapping[str, Any], where: str) -> tuple[RunConfig, str]:
-    """Return the run that wrote a checkpoint as far as it matters here, and where its weights came from."""
-    record = values.get("run")
+def _recorded(values: Mapping[str, Any], where: str) -> tuple[RunConfig, dict[str, Any]]:
+    """Return the run that wrote a checkpoint as far as it matters here, and all that it recorded of itself."""
+    record = values.get(RECORD)
     config = record.get("config") if isinstance(record, dict) else None
     if not isinstance(config, dict) or not isinstance(config.get("model"), dict) or "head_dim" not in config["model"]:
         raise ConfigError(
@@ -216,8 +272,7 @@ def _recorded(values: Mapping[str, Any], where: str) -> tuple[RunConfig, str]:
     sections = {"model": {key: value for key, value in config["model"].items() if key in known}}
     if isinstance(config.get("train"), dict) and "seq_len" in config["train"]:
         sections["train"] = {"seq_len": config["train"]["seq_len"]}
-    init = config.get("init")
-    return from_values(sections), str(init.get("from", "")) if isinstance(init, dict) else ""
+    return from_values(sections), dict(config)
 
 
 def read_json(path: Path) -> dict[str, Any]:

@@ -19,10 +19,10 @@ from flashckpt.interop.target import replacing
 from flashckpt.storage.factory import is_process_local, open_store
 from flashckpt.trainer.changes import recorded_values
 from flashckpt.trainer.config import RunConfig
-from flashckpt.trainer.hub.byte_tokenizer import byte_tokenizer
 from flashckpt.trainer.hub.families import HubTensor, tensors_of
 from flashckpt.trainer.hub.hub_config import to_hub
-from flashckpt.trainer.hub.source import BESIDE, CONFIG, CheckpointWeights, HubFolder, file_shard, held_name, read_json
+from flashckpt.trainer.hub.source import BESIDE, CONFIG, CheckpointWeights, HubFolder, file_shard, held_name
+from flashckpt.trainer.hub.tokenizer_files import files_of_folder, files_of_saved
 from flashckpt.trainer.model_config import ModelConfig
 
 SHARD_BYTES = 5 << 30
@@ -150,7 +150,7 @@ def _outgoing(tensor: HubTensor, source: CheckpointWeights, dtype: str | None) -
 def _beside(source: CheckpointWeights, tokenizer: str, options: Mapping[str, Any] | None) -> dict[str, bytes]:
     """Return the files that go with the weights, from the first place that has some."""
     if tokenizer:
-        found = _files_of(Path(tokenizer))
+        found = files_of_folder(Path(tokenizer))
         if not _has_tokenizer(found):
             raise ConfigError(
                 f"{tokenizer} holds no tokenizer",
@@ -159,25 +159,7 @@ def _beside(source: CheckpointWeights, tokenizer: str, options: Mapping[str, Any
                 state="Nothing was written.",
             )
         return {**source.beside, **{name: content for name, content in found.items() if name != CONFIG}}
-    if source.beside:
-        return dict(source.beside)
-    if came_from := source.init_from:
-        if Path(came_from).is_dir() and (found := _files_of(Path(came_from))):
-            return found
-        try:
-            origin = CheckpointWeights(came_from, options=options)
-        except Exception:  # noqa: BLE001 -- gone or elsewhere: the weights are here, and the caller learns that there is no tokenizer
-            return {}
-        origin.close()
-        return dict(origin.beside)
-    return byte_tokenizer() if source.model.vocab == 256 else {}
-
-
-def _files_of(folder: Path) -> dict[str, bytes]:
-    found = {name: (folder / name).read_bytes() for name in BESIDE if (folder / name).is_file()}
-    if CONFIG in found:
-        read_json(folder / CONFIG)
-    return found
+    return files_of_saved(source, options)
 
 
 def _has_tokenizer(files: Mapping[str, bytes]) -> bool:

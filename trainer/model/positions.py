@@ -8,12 +8,16 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
 from flashckpt.trainer.model.operators import turn
 from flashckpt.trainer.model_config import ModelConfig
+
+if TYPE_CHECKING:
+    from flashckpt.trainer.model.cache import KeyValueCache
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -25,15 +29,19 @@ class Positions:
         window: Which key (column) each query (row) sees in layers with a window, bool (T, T); None: no key is too far.
         documents: Which key each query sees because it is of its document and not after it, bool (B, 1, T, T); None: all
             tokens are one document.
+        cache: Keys and values of the tokens before these; None: these are all.
     """
 
     cosines: Tensor
     sines: Tensor
     window: Tensor | None
     documents: Tensor | None = None
+    cache: KeyValueCache | None = None
 
     def mask(self, tokens: int, *, has_window: bool) -> Tensor | None:
         """Return which key each query of `tokens` sees in a layer; None: those that are not after it."""
+        if self.cache is not None:
+            return self.cache.mask(tokens, self.cosines.device, has_window=has_window)
         window = self.window[:tokens, :tokens] if has_window and self.window is not None else None
         if self.documents is None:
             return window

@@ -18,6 +18,7 @@ import torch.nn.functional as F  # noqa: N812 -- the name everybody reads
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
+from flashckpt.trainer.model.cache import KeyValueCache, continued
 from flashckpt.trainer.model.moe import FeedForward, MixtureOfExperts
 from flashckpt.trainer.model.operators import RMSNorm, token_losses
 from flashckpt.trainer.model.positions import Positions, make_positions, rotate, with_documents
@@ -46,6 +47,8 @@ class Attention(nn.Module):
             q, k = self.q_norm(q), self.k_norm(k)
         q, k, v = (part.transpose(1, 2) for part in (rotate(q, positions), rotate(k, positions), v))
         mask = positions.mask(tokens, has_window=self.has_window)
+        if positions.cache is not None:
+            k, v = positions.cache.extend(self, k, v)
         out = F.scaled_dot_product_attention(
             q,
             k,
@@ -113,6 +116,7 @@ class Transformer(nn.Module):
         self.layers = nn.ModuleDict({str(i): Block(config, i) for i in numbers})
         self.norm = RMSNorm(config.dim, eps=config.norm_eps) if last else None
         self.output = nn.Linear(config.dim, config.vocab, bias=False) if last else None
+        self.window = config.window
         self._positions: Positions | None = None
         self._make_positions = functools.partial(make_positions, config, seq_len)
 
@@ -121,9 +125,24 @@ class Transformer(nn.Module):
 
         `documents`, integers (B, T), tells tokens of one document from those of another; None: a row is one document.
         """
+        known = self._known_positions()
+        return self._through(x, known if documents is None else with_documents(known, documents))
+
+    def step(self, tokens: Tensor, cache: KeyValueCache) -> Tensor:
+        """Tokens (B, T) int64 behind those of a cache -> their logits (B, T, vocab); the cache has them afterwards.
+
+        Only for a whole model that is in one piece: no wrapper sees the call.
+        """
+        logits = self._through(tokens, continued(self._known_positions(), cache, tokens.shape[1]))
+        cache.length += tokens.shape[1]
+        return logits
+
+    def _known_positions(self) -> Positions:
         if self._positions is None:  # not before: the model is made on the meta device
             self._positions = self._make_positions(next(self.parameters()).device)
-        positions = self._positions if documents is None else with_documents(self._positions, documents)
+        return self._positions
+
+    def _through(self, x: Tensor, positions: Positions) -> Tensor:
         hidden = x if self.tok_embeddings is None else self.tok_embeddings(x)
         for block in self.layers.values():
             hidden = block(hidden, positions)

@@ -27,6 +27,7 @@ from flashckpt.trainer.data.prepared import check_prepared
 from flashckpt.trainer.data.training_data import TrainingData
 from flashckpt.trainer.data.windows import ids_digest
 from flashckpt.trainer.evaluate.scores import Evaluator
+from flashckpt.trainer.generate.samples import SampleMaker
 from flashckpt.trainer.model.initial import name_seed
 from flashckpt.trainer.parallel.apply import build_parallel
 from flashckpt.trainer.parallel.distributed import check_root, note_restore, process_group
@@ -171,6 +172,7 @@ class Trainer:
 
     def _train(self) -> int:
         evaluator = Evaluator(self.config, self.parallel) if self.config.eval.every else None
+        maker = SampleMaker(self.config, self.parallel) if self.config.samples.every else None
         while self.done < self.config.train.steps:
             try:
                 record = self.one_step()
@@ -183,6 +185,8 @@ class Trainer:
                 return RESUME_EXIT_CODE
             if evaluator is not None and self.done % self.config.eval.every == 0:
                 self._evaluate(evaluator)
+            if maker is not None and self.done % self.config.samples.every == 0:
+                self._sample(maker)
         return 0
 
     def _roll_back(self, spike: SpikeError) -> None:
@@ -208,6 +212,12 @@ class Trainer:
             scores = evaluator.scores()
         if self.reporter is not None:
             self.reporter.scores(self.done, scores)
+
+    def _sample(self, maker: SampleMaker) -> None:
+        with contextlib.nullcontext() if self.ckpt is None else self.ckpt.paused():
+            samples = maker.samples()
+        if self.reporter is not None:
+            self.reporter.samples(self.done, samples)
 
     def one_step(self) -> StepRecord:
         """Train one step and return its record. Collective.

@@ -6,16 +6,18 @@ import contextlib
 import errno
 import json
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+from flashckpt.printable import printable
 from flashckpt.trainer.config import RunConfig
 from flashckpt.trainer.evaluate.results import Scores, curves_of, plain_scores, score_lines
+from flashckpt.trainer.generate.samples import Sample
 from flashckpt.trainer.nonfatal import Nonfatal
 from flashckpt.trainer.train.metrics import ProgressLine, StepRecord, Trace, flops_per_token
 
 logger = logging.getLogger(__name__)
-EVAL, SPIKES = "eval.jsonl", "spikes.jsonl"
+EVAL, SPIKES, SAMPLES = "eval.jsonl", "spikes.jsonl", "samples.jsonl"
 BOARD_PATIENCE = 100
 """After a failure tensorboard is retried once every so many steps: a new writer costs a file and a thread."""
 
@@ -34,6 +36,9 @@ class Reporter:
         self._batch_tokens = config.train.global_batch * config.train.seq_len
         self._trace = Trace(folder, after)
         self._eval = Trace(folder, after, name=EVAL, abandoned=f"abandoned.{EVAL}") if config.eval.every else None
+        self._samples = (
+            Trace(folder, after, name=SAMPLES, abandoned=f"abandoned.{SAMPLES}") if config.samples.every else None
+        )
         self._spikes: Trace | None = None
         self._folder, self._after = folder, after
         self._board = Board(folder, after) if config.log.tensorboard else None
@@ -63,6 +68,16 @@ class Reporter:
         for line in score_lines(scores):
             logger.info("step %d, %s", step, line)
 
+    def samples(self, step: int, samples: Sequence[Sample]) -> None:
+        """Write what the model says."""
+        if self._samples is not None:
+            line = {"step": step, "samples": [{"prompt": one.prompt, "text": one.text} for one in samples]}
+            self._samples.write(json.dumps(line))
+        if self._board is not None:
+            self._board.say({f"sample/{one.prompt[:40]}": one.prompt + one.text for one in samples}, step)
+        for one in samples:
+            logger.info("step %d, sample: %s|%s", step, printable(one.prompt), printable(one.text))
+
     def spike(self, step: int, loss: float, norm: float, ids: Sequence[int], action: str) -> None:
         """Write a loss spike with the samples that were trained in it."""
         if self._spikes is None:
@@ -74,7 +89,7 @@ class Reporter:
 
     def close(self) -> None:
         """Close every file, and report what could not be written."""
-        for output in (self._trace, self._eval, self._spikes, self._board, self._progress):
+        for output in (self._trace, self._eval, self._samples, self._spikes, self._board, self._progress):
             if output is not None:
                 output.close()
 
@@ -96,8 +111,14 @@ class Board:
 
     def add(self, values: Mapping[str, float], step: int) -> None:
         """Add one point to each named curve."""
-        if self._is_installed and not self._writing.attempt(lambda: self._add(values, step), lines=len(values)):
-            self._give_up()
+        self._attempt(
+            lambda writer: [writer.add_scalar(name, values[name], step) for name in values], step, len(values)
+        )
+
+    def say(self, texts: Mapping[str, str], step: int) -> None:
+        """Add a text under each name, as it is: markdown shows indented lines so."""
+        shown = {name: "".join(f"    {line}\n" for line in text.splitlines()) for name, text in texts.items()}
+        self._attempt(lambda writer: [writer.add_text(name, shown[name], step) for name in shown], step, len(shown))
 
     def close(self) -> None:
         """Flush and close."""
@@ -105,7 +126,11 @@ class Board:
             self._writing.lost += 1
         self._writing.report()
 
-    def _add(self, values: Mapping[str, float], step: int) -> None:
+    def _attempt(self, put: Callable[[Any], object], step: int, lines: int) -> None:
+        if self._is_installed and not self._writing.attempt(lambda: self._put(put, step), lines=lines):
+            self._give_up()
+
+    def _put(self, put: Callable[[Any], object], step: int) -> None:
         if self._writer is None:
             self._calls += 1
             if self._writing.lost and self._calls % BOARD_PATIENCE:
@@ -113,8 +138,7 @@ class Board:
             self._writer = _summary_writer(self._folder, self._after)
             self._is_installed = self._writer is not None
         if self._writer is not None:
-            for name, value in values.items():
-                self._writer.add_scalar(name, value, step)
+            put(self._writer)
             self._after = step
 
     def _give_up(self) -> None:

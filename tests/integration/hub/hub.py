@@ -22,6 +22,7 @@ from flashckpt.checkpoint import direct_writer
 from flashckpt.trainer.__main__ import main
 from flashckpt.trainer.config import RunConfig, from_values, to_values
 from flashckpt.trainer.evaluate.check import check
+from flashckpt.trainer.hub.byte_tokenizer import byte_tokenizer
 from flashckpt.trainer.hub.source import HubFolder
 from flashckpt.trainer.hub.start import with_model_of_weights
 from flashckpt.trainer.hub.weights import load
@@ -247,3 +248,35 @@ def train_to_the_end(_rank: int, config_values: Any) -> int:
     layout = loop.prepare(config, int(os.environ["WORLD_SIZE"]))
     with process_group(config) as device:
         return loop.Trainer(config, layout, device).run()
+
+
+# -- what it says
+
+
+def said_by_theirs(model: Any, prompt: torch.Tensor, count: int) -> list[int]:
+    """Return the greedy continuation of transformers' own `generate`, with its cache."""
+    out = model.generate(
+        prompt, max_new_tokens=count, do_sample=False, pad_token_id=0, eos_token_id=None, use_cache=True
+    )
+    return [int(token) for token in out[0, prompt.shape[1] :]]
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_greedy_text_is_that_of_transformers(name: str, tmp_path: Path, capsys: Any) -> None:
+    model = make_theirs(name, tmp_path / "hf")
+    for file, content in byte_tokenizer().items():
+        (tmp_path / "hf" / file).write_bytes(content)
+    for file in ("config.json", "generation_config.json"):  # random models say their end token soon
+        path = tmp_path / "hf" / file
+        settings = json.loads(path.read_text()) | {"eos_token_id": 319}
+        path.write_text(json.dumps(settings))
+    prompt = list(b"abcdef")
+    count = 8  # with the prompt below 16, from where on the cache of "ntk" would hold keys that were turned otherwise
+    wanted = said_by_theirs(model, torch.tensor([prompt]), count)
+    capsys.readouterr()
+    command = ["generate", str(tmp_path / "hf"), "abcdef", "--temperature", "0", "--max-tokens", str(count), "--json"]
+    assert main(command) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert found["prompt_tokens"] == prompt
+    assert found["tokens"] == (wanted[: wanted.index(319)] if 319 in wanted else wanted)
+    assert len(set(wanted)) > 1  # text that says something

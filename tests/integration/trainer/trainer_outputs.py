@@ -20,6 +20,7 @@ from support.training import run_config, write_corpus
 from flashckpt.errors import FINAL_CODES, ConfigError, FlashckptError
 from flashckpt.trainer.config import to_toml
 from flashckpt.trainer.evaluate.results import Scores
+from flashckpt.trainer.generate.samples import Sample
 from flashckpt.trainer.nonfatal import LineFile, Nonfatal, NonfatalStream
 from flashckpt.trainer.parallel.distributed import note_restore
 from flashckpt.trainer.train.metrics import ProgressLine, StepRecord, Trace, read_trace
@@ -306,3 +307,24 @@ def test_a_run_and_its_resume_end_well_on_a_full_log_disk(corpus: Any, shm_dir: 
         assert "step 6/6" in outputs[1]
     finally:
         subprocess.run(["umount", str(mount)], check=True)
+
+
+def test_samples_are_logged_kept_and_shown(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    accumulator = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
+    samples = {"every": 1, "prompts": ["The "]}
+    config = run_config(tmp_path, samples=samples, log={"folder": str(tmp_path / "log"), "tensorboard": True})
+    caplog.set_level("INFO")
+    for after in (0, 1):  # a resume from step 1: the sample of step 2 is taken back
+        reporter = Reporter(config, world=1, after=after)
+        for step in (after + 1, after + 2):
+            reporter.samples(step, [Sample(prompt="The ", text=f"end\x1b[31m\nof {step}")])
+        reporter.close()
+    lines = [json.loads(text) for text in (tmp_path / "log" / "samples.jsonl").read_text().splitlines()]
+    assert [(one["step"], one["samples"][0]["text"][-4:]) for one in lines] == [(1, "of 1"), (2, "of 2"), (3, "of 3")]
+    assert r"step 1, sample: The |end\x1b[31m\nof 1" in caplog.text
+    shown = accumulator.EventAccumulator(str(tmp_path / "log" / "tensorboard"))
+    shown.Reload()
+    (tag,) = shown.Tags()["tensors"]
+    texts = [event.tensor_proto.string_val[0].decode() for event in shown.Tensors(tag)]
+    assert tag.startswith("sample/The")
+    assert {text.split()[-1] for text in texts} == {"1", "2", "3"}

@@ -1,0 +1,161 @@
+"""`[samples]`: what is refused before torch, which tokenizer a run's prompts and checkpoints have, and the demo's words."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from support.training import run_config, write_corpus
+
+from flashckpt.checkpoint import direct_writer
+from flashckpt.errors import ConfigError
+from flashckpt.trainer.__main__ import main
+from flashckpt.trainer.config import RunConfig, from_values, read_config, to_toml
+from flashckpt.trainer.data.prepare import prepare
+from flashckpt.trainer.demo import words
+from flashckpt.trainer.demo.__main__ import DEFAULT_CONFIG
+from flashckpt.trainer.generate.prompts import read_prompts
+from flashckpt.trainer.hub.source import SavedWeights
+from flashckpt.trainer.hub.tokenizer_files import files_of_saved
+
+
+@pytest.mark.parametrize(
+    ("samples", "named"),
+    [
+        ({"every": 5}, "samples.every has no prompts"),
+        ({"prompts": ["a"]}, "samples.prompts would have no effect"),
+        ({"max_tokens": 3}, "samples.max_tokens would have no effect"),
+        ({"temperature": 0.5}, "samples.temperature would have no effect"),
+        ({"every": -1, "prompts": ["a"]}, "samples.every is too small"),
+        ({"every": 1, "prompts": ["a"], "max_tokens": 0}, "samples.max_tokens is too small"),
+        ({"every": 1, "prompts": ["a"], "temperature": -0.1}, "samples.temperature is out of range"),
+        ({"every": 1, "prompts": ["a"], "top_p": 1.1}, "samples.top_p is out of range"),
+        ({"every": 1, "prompts": ["a"], "seed": -1}, "samples.seed is out of range"),
+        ({"every": 1, "prompt": ["a"]}, "unknown setting 'samples.prompt'"),
+    ],
+)
+def test_wrong_settings_are_refused(samples: dict[str, Any], named: str) -> None:
+    with pytest.raises(ConfigError) as raised:
+        from_values({"samples": samples})
+    assert named in str(raised.value)
+
+
+def test_a_prompt_that_fills_the_window_is_refused_before_torch(tmp_path: Path) -> None:
+    config = run_config(tmp_path, samples={"every": 1, "prompts": ["x" * 16]})
+    (tmp_path / "run.toml").write_text(to_toml(config))
+    program = (
+        "import sys; from flashckpt.trainer.__main__ import main; code = main(sys.argv[1:]); "
+        "assert 'torch' not in sys.modules; sys.exit(code)"
+    )
+    command = [sys.executable, "-c", program, "--config", str(tmp_path / "run.toml")]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.returncode == ConfigError.exit_code, done.stderr
+    assert "a prompt of samples.prompts is too long" in done.stderr
+
+
+def test_a_run_on_tokens_needs_a_tokenizer_for_its_samples(tmp_path: Path) -> None:
+    config = from_values(
+        {
+            "data": {"sources": [{"kind": "tokens", "urls": ["x.bin"]}]},
+            "samples": {"every": 1, "prompts": ["a"]},
+        }
+    )
+    with pytest.raises(ConfigError, match="samples need a tokenizer"):
+        read_prompts(config)
+
+
+class Recorded(SavedWeights):
+    """What a checkpoint says of its run, without a checkpoint."""
+
+    def __init__(self, vocab: int, **recorded: Any) -> None:
+        self.beside, self.recorded = {}, recorded
+        self.model = from_values({"model": {"vocab": vocab}}).model
+
+
+def test_the_tokenizer_of_a_checkpoint_is_the_one_its_run_trained(tmp_path: Path) -> None:
+    bytes_only = {"sources": [{"kind": "text", "tokenizer": ""}], "bpe": 0, "tokenizer": ""}
+    trained = {**bytes_only, "bpe": 512, "folder": str(tmp_path)}
+    tokens = {**bytes_only, "sources": [{"kind": "tokens", "tokenizer": ""}]}
+    assert files_of_saved(Recorded(300, data=bytes_only))["tokenizer.json"]
+    assert files_of_saved(Recorded(256))["tokenizer.json"]
+    assert files_of_saved(Recorded(512, data=trained)) == {}
+    assert files_of_saved(Recorded(512, data=tokens)) == {}
+    (tmp_path / "index.json").write_text(json.dumps({"tokenizer": "../elsewhere/tokenizer-1.json"}))
+    (tmp_path / "tokenizer-1.json").write_text("{}")
+    assert files_of_saved(Recorded(512, data=trained)) == {"tokenizer.json": b"{}"}
+    (tmp_path / "tokenizer.json").write_text("[]")
+    named = {**tokens, "tokenizer": str(tmp_path / "tokenizer.json"), "folder": "nowhere"}
+    assert files_of_saved(Recorded(512, data=named)) == {"tokenizer.json": b"[]"}
+
+
+def test_a_bpe_run_samples_is_asked_and_exported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:
+    pytest.importorskip("tokenizers", reason="`make setup` installs it")
+    monkeypatch.setattr(direct_writer, "_claims", {})
+    monkeypatch.setenv("FLASHCKPT_SHM_DIR", str(tmp_path / "memory"))
+    (tmp_path / "memory").mkdir()
+    write_corpus(tmp_path / "text")
+    config = run_config(
+        tmp_path,
+        model={"vocab": 300},
+        train={"steps": 2},
+        data={
+            "source": ["stdlib"],
+            "bpe": 300,
+            "sources": [{"kind": "text", "urls": [f"{tmp_path}/text/*/*.txt"], "channel": "text"}],
+        },
+        checkpoint={"root": str(tmp_path / "root"), "snapshot_every": 1, "persist_every": 2, "job": "bpe"},
+        samples={"every": 1, "prompts": ["The value"], "max_tokens": 4},
+    )
+    (tmp_path / "run.toml").write_text(to_toml(config))
+    prepare(config.data)
+    codec, prompts = read_prompts(config)
+    assert len(prompts[0]) < len("The value")
+    command = [sys.executable, "-m", "flashckpt.trainer", "--config", str(tmp_path / "run.toml")]
+    subprocess.run(command, check=True, capture_output=True, env={**os.environ, "OMP_NUM_THREADS": "1"})
+    lines = [json.loads(line) for line in (tmp_path / "log" / "samples.jsonl").read_text().splitlines()]
+    assert [(line["step"], line["samples"][0]["prompt"]) for line in lines] == [(1, "The value"), (2, "The value")]
+    greedy = ["--temperature", "0", "--max-tokens", "4", "--json"]
+    assert main(["generate", str(tmp_path / "root"), "The value", *greedy]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert found["prompt_tokens"] == prompts[0]
+    assert found["text"] == lines[1]["samples"][0]["text"]
+    assert main(["hub", "export", str(tmp_path / "root"), str(tmp_path / "hf")]) == 0
+    capsys.readouterr()
+    assert main(["generate", str(tmp_path / "hf"), "The value", *greedy]) == 0
+    assert json.loads(capsys.readouterr().out)["tokens"] == found["tokens"]
+    assert codec.ends
+
+
+# -- the demo's words
+
+
+def test_the_demo_falls_back_to_bytes_without_the_library(monkeypatch: pytest.MonkeyPatch) -> None:
+    config = read_config(DEFAULT_CONFIG)
+    assert config.data.bpe == config.model.vocab
+    monkeypatch.setattr(importlib.util, "find_spec", lambda _: None)
+    plain = read_config(DEFAULT_CONFIG, words.without_library(config))
+    assert (plain.data.bpe, plain.model.vocab) == (0, 256)
+    assert plain.data.folder != config.data.folder
+    assert words.without_library(RunConfig()) == []
+
+
+def test_the_demo_prepares_its_text_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    config = read_config(DEFAULT_CONFIG, ["--data.bpe", "0", "--model.vocab", "256", "--data.folder", str(tmp_path)])
+    said = words.prepare_text(config)
+    assert said.startswith("prose 0.")
+    assert said.endswith(" M bytes")
+    monkeypatch.setattr(words, "prepare", lambda _: pytest.fail("it is prepared"))
+    assert words.prepare_text(config) == said
+
+
+def test_what_generate_cannot_say_is_its_error(tmp_path: Path) -> None:
+    (tmp_path / "empty").mkdir()
+    talks, text = words.say_words(tmp_path / "empty")
+    assert not talks
+    assert "NoCheckpointError" in text

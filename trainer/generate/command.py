@@ -1,0 +1,153 @@
+"""`python -m flashckpt.trainer generate SOURCE "prompt"`. Torch is imported when everything else is in order."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import sys
+from collections.abc import Iterator, Sequence
+from typing import NoReturn
+
+from flashckpt.cli.common import parse_options
+from flashckpt.errors import ConfigError
+from flashckpt.printable import printable
+from flashckpt.trainer.generate.codec import TextStream
+from flashckpt.trainer.generate.subject import Subject, open_subject
+from flashckpt.trainer.sample_config import Choice, check_choice
+
+INTERRUPTED = 130
+_ABOUT = """Continue a prompt and print the text as it comes, on the CPU in float32, or on a GPU where there is one.
+
+SOURCE is a checkpoint root (path or URL, of a run in any layout), a Hugging Face folder, or the id of a job on this
+machine (flashckpt status): then its newest snapshot is read out of shared memory, while it trains."""
+
+
+class _Parser(argparse.ArgumentParser):
+    def error(self, message: str) -> NoReturn:
+        raise ConfigError(f"{self.prog}: {message}", expected=self.format_usage().strip(), remedy="see --help")
+
+
+def generate(words: Sequence[str]) -> int:
+    """Run `generate WORDS` and return the exit code; errors are raised."""
+    try:
+        given = parse(words)
+    except SystemExit:  # --help has printed its text
+        return 0
+    try:
+        return _generate(given)
+    except BrokenPipeError:  # the reader has seen enough; the interpreter flushes at exit
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 0
+    except KeyboardInterrupt:
+        sys.stderr.write("\n")
+        return INTERRUPTED
+
+
+def parse(words: Sequence[str]) -> argparse.Namespace:
+    """Return what a command line says; ConfigError where it is wrong, SystemExit after --help."""
+    parser = _Parser(
+        prog="python -m flashckpt.trainer generate", description=_ABOUT, allow_abbrev=False,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )  # fmt: skip
+    parser.add_argument("source", metavar="SOURCE")
+    parser.add_argument("prompt", metavar="PROMPT", help="the text to continue; - reads it from standard input")
+    parser.add_argument("--max-tokens", type=int, default=128, metavar="N", help="most tokens to add [%(default)s]")
+    parser.add_argument(
+        "--temperature", type=float, default=Choice().temperature, metavar="T", help="0: greedy [%(default)s]"
+    )
+    parser.add_argument(
+        "--top-p", type=float, default=Choice().top_p, metavar="P",
+        help="only the likeliest tokens that together have this probability [%(default)s]",
+    )  # fmt: skip
+    parser.add_argument(
+        "--seed", type=int, default=Choice().seed, metavar="S", help="same seed, same text [%(default)s]"
+    )
+    parser.add_argument("--step", metavar="N", help="which checkpoint, as N or N.gM (default: the newest)")
+    parser.add_argument(
+        "--live", action="store_true", help="SOURCE is a root: ask the job on this machine that writes to it"
+    )
+    parser.add_argument("--tokenizer", default="", metavar="FOLDER_OR_FILE", help='another tokenizer.json, or "bytes"')
+    parser.add_argument("-o", dest="options", action="append", default=[], metavar="KEY=VALUE", help="storage option")
+    parser.add_argument("--json", action="store_true", help="print one JSON document at the end instead")
+    given = parser.parse_args(list(words))
+    if given.max_tokens < 1:
+        raise ConfigError("--max-tokens is out of range", found=str(given.max_tokens), expected="1 or more")
+    check_choice(given.temperature, given.top_p, given.seed, of="--")
+    return given
+
+
+def _generate(given: argparse.Namespace) -> int:
+    prompt = sys.stdin.read() if given.prompt == "-" else given.prompt
+    subject = open_subject(
+        given.source,
+        live=given.live,
+        step=given.step,
+        tokenizer=given.tokenizer,
+        options=parse_options(tuple(given.options)),
+    )
+    try:
+        tokens = subject.codec.encode(prompt, subject.weights.model.vocab)
+        most = _room(subject, len(tokens), given.max_tokens)
+        from flashckpt.trainer.generate.speaker import Speaker  # imports torch
+
+        speaker = Speaker(subject, len(tokens) + most)
+    finally:
+        subject.weights.close()  # read: nobody's memory is pinned while text is made
+    choice = Choice(temperature=given.temperature, top_p=given.top_p, seed=given.seed)
+    said = speaker.continuation(tokens, choice, most)
+    added = _count(said, tokens, subject, prompt, is_shown=not given.json)
+    why = "end" if len(added) < most else "length" if most == given.max_tokens else "context"
+    if given.json:
+        text = _text(subject, tokens, added)
+        document = {
+            "source": subject.weights.where, "prompt": prompt, "text": text, "prompt_tokens": tokens, "tokens": added,
+            "stopped": why, "device": speaker.device,
+        }  # fmt: skip
+        _write(json.dumps(document) + "\n")
+    elif why == "context":
+        sys.stderr.write(f"stopped: the {subject.context} tokens of the model's context are full\n")
+    return 0
+
+
+def _room(subject: Subject, prompt: int, wanted: int) -> int:
+    """Return how many tokens fit behind a prompt."""
+    if prompt >= subject.context:
+        raise ConfigError(
+            "the prompt is longer than the model's context",
+            found=f"{prompt} tokens",
+            expected=f"at most {subject.context - 1}, so that one can be added",
+            remedy="shorten the prompt",
+        )
+    return min(wanted, subject.context - prompt)
+
+
+def _count(said: Iterator[int], tokens: Sequence[int], subject: Subject, prompt: str, *, is_shown: bool) -> list[int]:
+    """Return the tokens that are said; show them as they come."""
+    stream = subject.codec.stream(tokens)
+    added: list[int] = []
+    if is_shown:
+        _show(prompt)
+    for token in said:
+        added.append(token)
+        if is_shown:
+            _show(stream.push(token))
+    if is_shown:
+        _show(stream.finish() + "\n")
+    return added
+
+
+def _text(subject: Subject, tokens: Sequence[int], added: Sequence[int]) -> str:
+    stream: TextStream = subject.codec.stream(tokens)
+    return "".join([*(stream.push(token) for token in added), stream.finish()])
+
+
+def _show(text: str) -> None:
+    """Write text; to a terminal without what would move its cursor or change its colours."""
+    if text:
+        _write(printable(text, keep="\n\t") if sys.stdout.isatty() else text)
+
+
+def _write(text: str) -> None:
+    sys.stdout.write(text.encode(sys.stdout.encoding or "utf-8", "replace").decode(sys.stdout.encoding or "utf-8"))
+    sys.stdout.flush()

@@ -1,0 +1,118 @@
+"""Samples during training: what the model says to fixed prompts, in any layout.
+
+The forward pass of evaluation, stage after stage, on whole windows and without a cache: so it works wherever the model
+trains, and the shapes are those that the layout knows. One rank chooses each token and gives it to all others. Neither
+the sampler nor the random state is read: the trace is the same with and without samples.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+
+from flashckpt.trainer.config import RunConfig
+from flashckpt.trainer.generate.prompts import read_prompts
+from flashckpt.trainer.generate.sampling import Chooser
+from flashckpt.trainer.parallel.apply import Parallel
+from flashckpt.trainer.sample_config import Choice
+
+_ENDED = -1
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Sample:
+    """A prompt, and the text that the model put behind it."""
+
+    prompt: str
+    text: str
+
+
+class SampleMaker:
+    """Continues the prompts of `[samples]` with the model as it is.
+
+    Args:
+        config: The run.
+        parallel: This rank's parts.
+
+    Raises:
+        ConfigError, DataError: See `read_prompts`.
+    """
+
+    def __init__(self, config: RunConfig, parallel: Parallel) -> None:
+        self._settings, self._parallel = config.samples, parallel
+        self._codec, self._prompts = read_prompts(config)
+        self._rows, self._length = parallel.micro_batch.tokens.shape
+        last = parallel.layout.rank_of_stage(parallel.layout.stages - 1)
+        self._chooses = int(parallel.mesh.mesh[last, 0, 0, 0])
+        """The rank that chooses tokens: the last stage's first."""
+
+    def samples(self) -> list[Sample]:
+        """Return one sample per prompt, the same on every rank. Collective."""
+        settings = self._settings
+        choice = Choice(temperature=settings.temperature, top_p=settings.top_p, seed=settings.seed)
+        choosers = [Chooser(replace(choice, seed=choice.seed + number)) for number in range(len(self._prompts))]
+        texts = [list(tokens) for tokens in self._prompts]
+        is_open = [True] * len(texts)
+        with _undisturbed(self._parallel), torch.no_grad():
+            for _ in range(settings.max_tokens):
+                for number, token in enumerate(self._next(texts, choosers, is_open)):
+                    if token == _ENDED:
+                        is_open[number] = False
+                    else:
+                        texts[number].append(token)
+                is_open = [one and len(text) < self._length for one, text in zip(is_open, texts, strict=True)]
+                if not any(is_open):
+                    break
+        added = [text[len(prompt) :] for text, prompt in zip(texts, self._prompts, strict=True)]
+        return [
+            Sample(prompt=prompt, text=self._text(before, new))
+            for prompt, before, new in zip(settings.prompts, self._prompts, added, strict=True)
+        ]
+
+    def _next(self, texts: Sequence[Sequence[int]], choosers: Sequence[Chooser], is_open: Sequence[bool]) -> list[int]:
+        """Return the next token of each text, _ENDED for one that is finished. Collective over the world."""
+        tokens = self._windows(texts)
+        outputs = self._parallel.forward_only(list(torch.split(tokens, self._rows)))
+        whole = [output.full_tensor() if isinstance(output, DTensor) else output for output in outputs]
+        chosen = torch.full((len(texts),), _ENDED, dtype=torch.int64)
+        if dist.get_rank() == self._chooses:
+            logits = torch.cat(whole)
+            for number, text in enumerate(texts):
+                if is_open[number]:
+                    token = choosers[number].next(logits[number, len(text) - 1])
+                    chosen[number] = _ENDED if token in self._codec.ends else token
+        chosen = chosen.to(self._parallel.device)
+        dist.broadcast(chosen, src=self._chooses)
+        return chosen.tolist()
+
+    def _windows(self, texts: Sequence[Sequence[int]]) -> Tensor:
+        """Return whole micro-batches of windows: a text, and zeros behind it, which nothing before them sees."""
+        count = -(-len(texts) // self._rows) * self._rows
+        windows = torch.zeros(count, self._length, dtype=torch.int64)
+        for window, text in zip(windows, texts, strict=False):
+            window[: len(text)] = torch.tensor(text)
+        return windows.to(self._parallel.device)
+
+    def _text(self, before: Sequence[int], added: Sequence[int]) -> str:
+        stream = self._codec.stream(before)
+        return "".join([*(stream.push(token) for token in added), stream.finish()])
+
+
+@contextmanager
+def _undisturbed(parallel: Parallel) -> Iterator[None]:
+    """Keep the random state, and run without dropout."""
+    device = parallel.device
+    with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
+        for part in parallel.parts:
+            part.eval()
+        try:
+            yield
+        finally:
+            for part in parallel.parts:
+                part.train()
