@@ -21,6 +21,7 @@ from flashckpt.settings import checked
 from flashckpt.shm.job_id import job_id, root_url
 from flashckpt.trainer.checks import check_values
 from flashckpt.trainer.data_config import DataConfig, check_data
+from flashckpt.trainer.log_config import LogConfig
 from flashckpt.trainer.model_config import ModelConfig
 
 if sys.version_info >= (3, 11):
@@ -118,16 +119,6 @@ class EvalConfig:
 
     every: int = 0
     batches: int = 2
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class LogConfig:
-    """Where the trace goes; `peak_tflops` (of one device) makes MFU printable."""
-
-    folder: str = "out/run"
-    every: int = 1
-    tensorboard: bool = False
-    peak_tflops: float = 0.0
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
