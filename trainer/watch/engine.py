@@ -66,7 +66,7 @@ class EngineWatch:
     def _on_commit(self, generation: int, step: int) -> None:
         self.committed = step
         if step > self._known:  # older ones were committed before this restart
-            self._events.add(step, f"checkpoint of generation {generation} committed")
+            self._events.add(step, f"checkpoint of generation {generation} committed", kind="commit")
 
     def _on_failure(self, error: Exception) -> None:  # called in the copy thread
         self._events.add(self.snapshot, f"a later snapshot was discarded: {getattr(error, 'problem', error)}")

@@ -62,7 +62,7 @@ def render(view: View, *, width: int, height: int, encoding: str = "utf-8") -> l
         encoding: Of the terminal.
     """
     page = _Page(encoding)
-    console = Console(file=page, width=max(20, width - 1), force_terminal=True, legacy_windows=False, highlight=False)
+    console = Console(file=page, width=max(10, width - 1), force_terminal=True, legacy_windows=False, highlight=False)
     events = list(view.events)[-max(0, height - FIXED_LINES - 3) :] if height > FIXED_LINES + 3 else []
     console.print(Group(_bar(view), *_figures(view), *(_event(event) for event in events)))
     return page.getvalue().splitlines()[: max(1, height - 2)]
@@ -95,12 +95,12 @@ def _figures(view: View) -> list[Text]:
             ("rate", f"{record.rate:.2e}"),
             ("norm", f"{record.norm:.2f}"),
             ("tok/s", f"{figures.tokens_per_s:,.0f}"),
-            ("mfu", "n/a" if figures.mfu is None else f"{figures.mfu:.1%}"),
+            *([] if figures.mfu is None else [("mfu", f"{figures.mfu:.1%}")]),
         ),
         (
-            ("device", "n/a" if figures.device_gib is None else f"{figures.device_gib:.2f} GiB"),
-            ("host", "n/a" if figures.host_gib is None else f"{figures.host_gib:.2f} GiB"),
-            *((f"{name}", f"{value:.4f}") for name, value in record.channels.items()),
+            *([] if figures.device_gib is None else [("device", f"{figures.device_gib:.2f} GiB")]),
+            *([] if figures.host_gib is None else [("host", f"{figures.host_gib:.2f} GiB")]),
+            *((name, f"{value:.4f}") for name, value in record.channels.items()),
         ),
         (
             ("snapshot", f"{figures.snapshot or 'none'} (held {record.stall_ms:.1f} ms)"),
