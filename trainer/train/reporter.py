@@ -16,7 +16,7 @@ from flashckpt.trainer.watch.beside import Beside
 from flashckpt.trainer.watch.board import Board
 from flashckpt.trainer.watch.engine import EngineWatch
 from flashckpt.trainer.watch.events import Events
-from flashckpt.trainer.watch.figures import Meter, curves
+from flashckpt.trainer.watch.figures import StepMeter, curves
 from flashckpt.trainer.watch.flops import flops_per_token, peak_tflops
 from flashckpt.trainer.watch.live import LiveDisplay
 from flashckpt.trainer.watch.plain import ProgressLine
@@ -61,7 +61,7 @@ class Reporter:
         self._spikes: Trace | None = None
         self._folder = folder
         self._display = _display(config, self._events)
-        self._meter = Meter(
+        self._meter = StepMeter(
             batch_tokens=config.train.global_batch * config.train.seq_len,
             flops=flops_per_token(config.model, config.train.seq_len),
             peak_tflops=_peak(config, device),

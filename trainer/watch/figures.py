@@ -35,7 +35,7 @@ class Figures:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Meter:
+class StepMeter:
     """Measures the figures of a step.
 
     Attributes:
@@ -93,7 +93,7 @@ def curves(record: StepRecord, figures: Figures, world: int) -> dict[str, float]
         "memory/host resident GiB": figures.host_gib,
         "checkpoint/snapshot stall ms": record.stall_ms,
         "checkpoint/persist lag steps": figures.lag,
-        "checkpoint/restarts": float(figures.restarts),
+        "checkpoint/restarts so far": float(figures.restarts),
     }
     values |= {f"train/loss {name}": value for name, value in record.channels.items()}
     return {name: value for name, value in values.items() if value is not None}

@@ -17,7 +17,7 @@ from flashckpt.trainer.nonfatal import write_all
 from flashckpt.trainer.train.metrics import StepRecord
 from flashckpt.trainer.watch.events import Events
 from flashckpt.trainer.watch.figures import Figures
-from flashckpt.trainer.watch.plain import Pace, progress_text
+from flashckpt.trainer.watch.plain import StepPace, progress_text
 from flashckpt.trainer.watch.terminal import CLEAR
 
 REFRESH_S = 0.5
@@ -41,7 +41,7 @@ class LiveDisplay:
         self._panel = panel
         self._fd = stream.fileno()
         self._encoding = stream.encoding or "utf-8"
-        self._steps, self._events, self._pace = steps, events, Pace()
+        self._steps, self._events, self._pace = steps, events, StepPace()
         self._last: tuple[StepRecord, Figures] | None = None
         self._is_gone = False
         self._closing = threading.Event()

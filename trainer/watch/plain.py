@@ -19,7 +19,7 @@ def duration(seconds: float) -> str:
     return f"{whole // 86400}d{whole % 86400 // 3600:02d}h"
 
 
-class Pace:
+class StepPace:
     """Seconds per step, smoothed over about five."""
 
     def __init__(self) -> None:
@@ -55,7 +55,7 @@ class ProgressLine:
     def __init__(self, *, steps: int, every: int) -> None:
         self._steps, self._every = steps, every
         self._out = nonfatal_stream(sys.stderr, "standard error")
-        self._pace = Pace()
+        self._pace = StepPace()
 
     def show(self, record: StepRecord, figures: Figures) -> None:
         """Print `record` if it is an n-th step."""

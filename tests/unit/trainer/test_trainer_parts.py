@@ -19,7 +19,7 @@ from flashckpt.trainer.parallel.layout import resolve_layout
 from flashckpt.trainer.rate import learning_rate
 from flashckpt.trainer.train.anomaly import Guard
 from flashckpt.trainer.train.metrics import StepRecord, Trace, read_trace
-from flashckpt.trainer.watch.figures import Meter
+from flashckpt.trainer.watch.figures import StepMeter
 from flashckpt.trainer.watch.flops import flops_per_token
 from flashckpt.trainer.watch.plain import ProgressLine
 
@@ -90,7 +90,7 @@ def test_a_resumed_trace_has_no_step_twice_and_keeps_what_was_lost(tmp_path: Any
 def test_the_progress_line_says_what_a_user_wants_to_know() -> None:
     line = ProgressLine(steps=100, every=1)
     record = StepRecord(step=10, loss=2.5, stall_ms=0.4, **RECORD)
-    figures = Meter(batch_tokens=1000, peak_tflops=1.0, flops=1e9, world=2).measure(record)
+    figures = StepMeter(batch_tokens=1000, peak_tflops=1.0, flops=1e9, world=2).measure(record)
     line.show(record, figures)
     text = line.text(record, figures)
     assert text.startswith(

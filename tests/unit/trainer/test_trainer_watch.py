@@ -26,7 +26,7 @@ from flashckpt.trainer.watch import beside
 from flashckpt.trainer.watch.beside import Beside
 from flashckpt.trainer.watch.engine import EngineWatch
 from flashckpt.trainer.watch.events import Events
-from flashckpt.trainer.watch.figures import Figures, Meter, curves
+from flashckpt.trainer.watch.figures import Figures, StepMeter, curves
 from flashckpt.trainer.watch.flops import flops_per_token, peak_tflops
 from flashckpt.trainer.watch.wandb_page import PATIENCE, RUN_ID, WandbPage, last_step
 
@@ -160,13 +160,13 @@ def test_fences_are_counted_per_step_and_from_zero_in_another_session() -> None:
 def test_restarts_under_dlrun_count_before_anything_was_restored(monkeypatch: Any) -> None:
     monkeypatch.setenv("FLASHCKPT_RESTART", "2")
     assert EngineWatch(Events()).restarts == 2
-    assert Meter(batch_tokens=1).measure(record(1)).restarts == 2
+    assert StepMeter(batch_tokens=1).measure(record(1)).restarts == 2
 
 
 def test_unknown_figures_have_no_curve() -> None:
     names = curves(record(1), Figures(tokens_per_s=2.0), 1)
     assert not {"throughput/MFU", "memory/device peak GiB", "checkpoint/persist lag steps"} & names.keys()
-    found = Meter(batch_tokens=100, device_bytes=lambda: 3 << 30).measure(record(1))
+    found = StepMeter(batch_tokens=100, device_bytes=lambda: 3 << 30).measure(record(1))
     assert (found.tokens_per_s, found.device_gib) == (200.0, 3.0)
     assert found.host_gib is not None
     assert 0.0 < found.host_gib < 1000.0
@@ -202,11 +202,11 @@ def test_a_page_has_every_figure_once_per_step_over_a_restart(tmp_path: Path) ->
         "train/loss", "train/loss code", "train/gradient norm", "train/learning rate",
         "throughput/tokens per second", "throughput/tokens per second and device", "throughput/seconds per step",
         "throughput/MFU", "memory/device peak GiB", "memory/host resident GiB",
-        "checkpoint/snapshot stall ms", "checkpoint/persist lag steps", "checkpoint/restarts",
+        "checkpoint/snapshot stall ms", "checkpoint/persist lag steps", "checkpoint/restarts so far",
     }  # fmt: skip
     assert all([step for step, _ in curve] == [1, 2, 3, 4, 5, 6] for curve in found.values())
     assert [value for _, value in found["train/loss"]] == [1, 2, 203, 204, 205, 206]
-    assert [value for _, value in found["checkpoint/restarts"]] == [0, 0, 1, 1, 1, 1]
+    assert [value for _, value in found["checkpoint/restarts so far"]] == [0, 0, 1, 1, 1, 1]
     assert found["checkpoint/snapshot stall ms"][0] == (1, 0.5)
 
 
