@@ -75,7 +75,11 @@ def until(at: Terminal, process: Any, condition: Any, what: str) -> None:
 
 
 def ended(at: Terminal, process: Any) -> int:
-    wait_for(lambda: at.read(0.02) or process.poll() is not None, deadline_s=DEADLINE_S, what="the end")
+    def has_ended() -> bool:
+        at.read(0.02)
+        return process.poll() is not None
+
+    wait_for(has_ended, deadline_s=DEADLINE_S, what="the end")
     at.read(0.1)
     return int(process.returncode)
 
