@@ -11,7 +11,7 @@ export OPENBLAS_NUM_THREADS ?= 1
 # The tests start hundreds of interpreters: each would compile the package again.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: fuzz soak help setup preflight demo test test-s3 test-clouds bench-all check clean test-launcher test-trainer test-layouts test-nodes test-mounts test-restarts docs changelog hooks test-pythons test-blocks test-frameworks test-hub compatibility test-slurm test-torch-versions test-native-sanitized test-native-arm gpu gpu-wheels
+.PHONY: fuzz soak help setup preflight demo test test-s3 test-clouds bench-all check clean test-launcher test-trainer test-layouts test-nodes test-mounts test-restarts docs changelog hooks test-pythons test-blocks test-frameworks test-hub test-wandb compatibility test-slurm test-torch-versions test-native-sanitized test-native-arm gpu gpu-wheels
 
 help:  ## list the targets
 	@grep -E '^[a-z0-9-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 16
@@ -76,6 +76,14 @@ test-frameworks: $(FRAMEWORKS)/.ready  ## optimizers, modules, dtypes, wrappers,
 test-hub: $(FRAMEWORKS)/.ready  ## models from and to Hugging Face folders: transformers gives the same logits, in one process and in 2x2x2; any tokenizer.json
 	$(FRAMEWORKS)/bin/python -m pytest tests/integration/hub/hub.py tests/unit/trainer/test_trainer_prepare.py tests/unit/trainer/test_trainer_sources.py tests/unit/trainer/test_trainer_evaluation.py
 
+# A separate venv on top of .venv. Nothing is sent anywhere: the runs are offline.
+WANDB := .venv-wandb
+test-wandb: setup  ## the page of a run with wandb itself, offline (pip)
+	test -d $(WANDB) || $(PYTHON) -m venv $(WANDB)
+	echo "import site; site.addsitedir('$$($(BIN)/python -c $(PURELIB))')" > $$($(WANDB)/bin/python -c $(PURELIB))/base.pth
+	$(WANDB)/bin/pip install --quiet -c constraints.txt wandb==0.31.0
+	$(WANDB)/bin/python -m pytest tests/integration/trainer/trainer_wandb.py
+
 compatibility: $(FRAMEWORKS)/.ready  ## the same, and write docs/compatibility.md (CASES="part of a name" for some)
 	PYTHONPATH=tests:. $(FRAMEWORKS)/bin/python -m integration.frameworks.table $(CASES)
 
@@ -113,8 +121,8 @@ test-native-arm: setup  ## the native copy's NEON level in an emulator (gcc-aarc
 test-launcher: setup  ## what PyTorch's own launcher tests ask, asked of dlrun; jobs whose ranks, agent or daemon die or hang; attacks on it
 	$(BIN)/python -m pytest tests/integration/launcher/launcher_contract.py tests/integration/launcher/launcher_jobs.py tests/integration/launcher/launcher_security.py
 
-test-trainer: setup  ## whole runs of the trainer that are started, killed, resumed, changed, guarded and evaluated, and all that they write
-	$(BIN)/python -m pytest --workers $(WORKERS) tests/integration/trainer/trainer_resume.py tests/integration/trainer/trainer_outputs.py tests/integration/trainer/trainer_data.py tests/integration/trainer/trainer_guard.py tests/integration/trainer/trainer_start.py tests/integration/trainer/trainer_scores.py tests/integration/trainer/trainer_samples.py
+test-trainer: setup  ## whole runs of the trainer that are started, killed, resumed, changed, guarded, evaluated and watched, and all that they write
+	$(BIN)/python -m pytest --workers $(WORKERS) tests/integration/trainer/trainer_resume.py tests/integration/trainer/trainer_outputs.py tests/integration/trainer/trainer_data.py tests/integration/trainer/trainer_guard.py tests/integration/trainer/trainer_start.py tests/integration/trainer/trainer_scores.py tests/integration/trainer/trainer_samples.py tests/integration/trainer/trainer_display.py
 
 test-layouts: setup  ## every layout trains and scores as one process does, and continues in each of a dozen others: same bits, same losses
 	$(BIN)/python -m pytest tests/integration/layouts/layouts.py tests/integration/layouts/layouts_parity.py tests/integration/layouts/layouts_evaluate.py tests/integration/layouts/layouts_documents.py tests/integration/layouts/layouts_scores.py
@@ -180,4 +188,4 @@ check: setup  ## ruff, mypy, codespell
 	$(BIN)/python -m mkdocs build --strict 2>&1 | { ! grep -E "WARNING|ERROR|Aborted"; }
 
 clean:  ## remove .venv and everything that was generated
-	rm -rf $(VENV) .venv-clouds .venv-frameworks .venv-versions .gpu-wheels build dist *.egg-info out
+	rm -rf $(VENV) .venv-clouds .venv-frameworks .venv-wandb .venv-versions .gpu-wheels build dist *.egg-info out

@@ -1,4 +1,4 @@
-"""The folder in which a rank leaves word for the dlrun agent that started it: its job, a permanent error. Torch-free."""
+"""The folder in which a rank leaves word for the dlrun agent that started it: its job, a permanent error, a display. Torch-free."""
 
 from __future__ import annotations
 
@@ -49,6 +49,25 @@ def read_permanent_error(folder: Path) -> int:
 def forget_permanent_error(folder: Path) -> None:
     """Remove the record: the next generation may have another size, which the error was about."""
     (folder / "refused").unlink(missing_ok=True)
+
+
+def note_display(folder: Path) -> None:
+    """Record that a rank draws on the terminal: whoever writes there next erases what is below the cursor first."""
+    (folder / "display").touch()
+
+
+def has_display(folder: Path) -> bool:
+    """Return whether a rank draws on the terminal."""
+    return (folder / "display").exists()
+
+
+def forget_display(folder: Path) -> bool:
+    """Remove the record after the ranks have ended; return whether there was one."""
+    try:
+        (folder / "display").unlink()
+    except OSError:
+        return False
+    return True
 
 
 def _replace(path: Path, text: str) -> None:

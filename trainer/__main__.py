@@ -12,6 +12,7 @@ from flashckpt.trainer.config import RunConfig, read_config, to_toml, without_se
 from flashckpt.trainer.nonfatal import nonfatal_streams
 from flashckpt.trainer.parallel.layout import resolve_layout
 from flashckpt.trainer.train.report_once import report_once
+from flashckpt.trainer.watch.terminal import terminal_of
 
 USAGE = """Usage: python -m flashckpt.trainer [--config FILE.toml] [--section.key VALUE ...]
 
@@ -90,7 +91,9 @@ def _run(words: list[str]) -> int:
         from flashckpt.trainer.generate.prompts import read_prompts
 
         read_prompts(config)
-    with nonfatal_streams():
+    with nonfatal_streams(
+        over_display=not (check_only or evaluate_only) and terminal_of(config.log.display) is not None
+    ):
         logging.basicConfig(level=logging.INFO, format=f"[rank {os.environ.get('RANK', '0')}] %(name)s: %(message)s")
         if evaluate_only:
             return _evaluate(config)

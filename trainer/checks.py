@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from typing import Any, TypeAlias
 
 from flashckpt.errors import ConfigError, LayoutError
+from flashckpt.trainer.log_config import DISPLAYS, WANDB_MODES
 
 Values: TypeAlias = Mapping[str, Mapping[str, Any]]
 
@@ -23,6 +24,8 @@ CHOICES = {
     "model.rope_scaling": ("none", "linear", "ntk", "yarn", "llama3"),
     "guard.on_spike": ("warn", "skip", "rollback"),
     "data.packing": ("stream", "best-fit"),
+    "log.display": DISPLAYS,
+    "log.wandb_mode": WANDB_MODES,
 }
 MINIMUM: Mapping[str, float] = {
     "train.steps": 1, "train.seq_len": 2, "train.global_batch": 1, "train.micro_batch": 1,
@@ -74,6 +77,8 @@ NEEDS = (
     Need("optim.decay_steps", "an optim.schedule that decays", lambda v: v["optim"]["schedule"] != "constant"),
     Need("optim.min_lr", "an optim.schedule that decays", lambda v: v["optim"]["schedule"] != "constant"),
     Need("guard.max_rollbacks", 'guard.on_spike = "rollback"', lambda v: v["guard"]["on_spike"] == "rollback"),
+    Need("log.wandb_run", "a project: log.wandb", lambda v: bool(v["log"]["wandb"])),
+    Need("log.wandb_mode", "a project: log.wandb", lambda v: bool(v["log"]["wandb"])),
     Need("eval.batches", "eval.every of 1 or more", lambda v: v["eval"]["every"] > 0),
 )
 

@@ -22,6 +22,7 @@ from flashckpt.shm.job_id import job_id, root_url
 from flashckpt.trainer.checks import check_values
 from flashckpt.trainer.data_config import DataConfig, check_data
 from flashckpt.trainer.eval_config import EvalConfig, check_eval
+from flashckpt.trainer.log_config import LogConfig
 from flashckpt.trainer.model_config import ModelConfig
 from flashckpt.trainer.sample_config import SampleConfig, check_samples
 
@@ -112,16 +113,6 @@ class GuardConfig:
     window: int = 32
     spike_mads: float = 12.0
     max_rollbacks: int = 3
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class LogConfig:
-    """Where the trace goes; `peak_tflops` (of one device) makes MFU printable."""
-
-    folder: str = "out/run"
-    every: int = 1
-    tensorboard: bool = False
-    peak_tflops: float = 0.0
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -10,9 +10,12 @@ import errno
 import logging
 import os
 import sys
+import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, TextIO
+
+from flashckpt.trainer.watch.terminal import CLEAR, is_terminal
 
 logger = logging.getLogger(__name__)
 
@@ -121,15 +124,26 @@ class NonfatalStream:
     Args:
         stream: Standard output or standard error.
         place: Its name for the user.
+        over_display: Write whole lines only, each in place of a live display that is then drawn again below.
     """
 
-    def __init__(self, stream: TextIO, place: str) -> None:
-        self._stream = stream
+    def __init__(self, stream: TextIO, place: str, *, over_display: bool = False) -> None:
+        self._stream, self._over_display = stream, over_display
+        self._begun, self._turn = "", threading.Lock()
         self._fd = _descriptor(stream)
         self._writing = Nonfatal(place, self._say)
 
     def write(self, text: str) -> int:
         """Write `text`, or count its lines as lost."""
+        if not self._over_display:
+            return self._write(text)
+        with self._turn:
+            whole, end, self._begun = (self._begun + text).rpartition("\n")
+        if end:
+            self._write(CLEAR + whole + end)
+        return len(text)
+
+    def _write(self, text: str) -> int:
         lines = max(text.count("\n"), int(text.startswith("\r")))
         self._writing.attempt(lambda: self._put(text), lines)
         return len(text)
@@ -144,7 +158,9 @@ class NonfatalStream:
         self._writing.attempt(self._stream.flush, lines=0)
 
     def report(self) -> None:
-        """Report in the stream itself how many lines were lost."""
+        """Report in the stream itself how many lines were lost; end a line that was begun."""
+        if self._begun:
+            self.write("\n")
         self._writing.report()
 
     def __getattr__(self, name: str) -> Any:
@@ -170,16 +186,25 @@ def _descriptor(stream: TextIO) -> int:
         return -1
 
 
-def nonfatal_stream(stream: Any, place: str) -> NonfatalStream:
+def nonfatal_stream(stream: Any, place: str, *, over_display: bool = False) -> NonfatalStream:
     """Return `stream` with writes that never raise."""
-    return stream if isinstance(stream, NonfatalStream) else NonfatalStream(stream, place)
+    if isinstance(stream, NonfatalStream):
+        return stream
+    return NonfatalStream(stream, place, over_display=over_display and is_terminal(stream))
 
 
 @contextlib.contextmanager
-def nonfatal_streams() -> Iterator[None]:
-    """Keep failing writes to the standard streams from ending the program, also at the final flush."""
+def nonfatal_streams(*, over_display: bool = False) -> Iterator[None]:
+    """Keep failing writes to the standard streams from ending the program, also at the final flush.
+
+    Args:
+        over_display: A rank may draw a live display on the terminal.
+    """
     before = sys.stdout, sys.stderr
-    guarded = nonfatal_stream(sys.stdout, "standard output"), nonfatal_stream(sys.stderr, "standard error")
+    guarded = (
+        nonfatal_stream(sys.stdout, "standard output", over_display=over_display),
+        nonfatal_stream(sys.stderr, "standard error", over_display=over_display),
+    )
     sys.stdout, sys.stderr = guarded  # everything that print() and logging use of a stream
     try:
         yield

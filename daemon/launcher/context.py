@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import logging
 import os
@@ -11,12 +12,14 @@ import sys
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from torch.distributed import run as torchrun
 from torch.distributed.elastic.multiprocessing.api import PContext, RunProcsResult
 from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 
+from flashckpt import agent_folder
 from flashckpt.daemon.launcher import job_secret, spawn_main
 from flashckpt.daemon.launcher.failure import WorkerExit, first_failure, read_error
 from flashckpt.daemon.launcher.watch import JobWatch
@@ -241,7 +244,17 @@ class WorkerContext(PContext):
             kill_group(worker.pid, signal.SIGKILL, reaped=True)  # children that outlive a rank hold its files and locks
             os.close(worker.pidfd)
         self._closed = True
+        self._clear_display()
         reap_strays({worker.pid for worker in self._workers.values()} | {self._zygote.pid})
+
+    def _clear_display(self) -> None:
+        """Erase what a rank that was killed has drawn at the end of the screen; the cursor is at the beginning of it."""
+        folder = next((env["FLASHCKPT_AGENT_DIR"] for env in self.envs.values() if "FLASHCKPT_AGENT_DIR" in env), "")
+        if folder and agent_folder.forget_display(Path(folder)):
+            for fd in (fd for fd in (2, 1) if os.isatty(fd)):
+                with contextlib.suppress(OSError):  # the terminal was closed
+                    os.write(fd, b"\r\x1b[J")
+                break
 
     def _running(self) -> list[_WorkerProcess]:
         for worker in self._workers.values():

@@ -10,6 +10,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import logging
 import os
 import time
@@ -38,6 +39,8 @@ from flashckpt.trainer.train.metrics import StepRecord
 from flashckpt.trainer.train.optim import build_optimizers, clamp_gradients, clip_gradients, set_rate
 from flashckpt.trainer.train.reporter import Reporter
 from flashckpt.trainer.train.step import Totals, TrainStep
+from flashckpt.trainer.watch.engine import EngineWatch
+from flashckpt.trainer.watch.events import Events
 
 if TYPE_CHECKING:
     from flashckpt import Checkpointer
@@ -114,6 +117,8 @@ class Trainer:
         self.guard = Guard(config.guard)
         self.record = RunRecord(config)
         self.reporter: Reporter | None = None
+        self.events = Events()
+        self.watch = EngineWatch(self.events) if self.parallel.reporter and config.checkpoint.root else None
         self.ckpt: Checkpointer | None = None
         self.done = 0
         self._has_weights = False
@@ -168,7 +173,19 @@ class Trainer:
         if self.reporter is not None:
             self.reporter.close()
         if self.parallel.reporter:
-            self.reporter = Reporter(self.config, world=self.layout.world, after=self.done)
+            device = self.parallel.device
+            is_cuda = device.type == "cuda"
+            self.reporter = Reporter(
+                self.config,
+                world=self.layout.world,
+                after=self.done,
+                engine=self.watch,
+                events=self.events,
+                device=torch.cuda.get_device_name(device) if is_cuda else "",
+                device_bytes=functools.partial(torch.cuda.max_memory_allocated, device) if is_cuda else None,
+            )
+            if self.watch is not None and self.watch.restored:
+                self.reporter.note(self.done, self.watch.restored)
 
     def _train(self) -> int:
         evaluator = Evaluator(self.config, self.parallel) if self.config.eval.every else None
@@ -280,7 +297,8 @@ class Trainer:
             return 0.0
         began = time.perf_counter()
         self.ckpt.step(step)  # commits the sampler's position, then records it with everything else
-        return (time.perf_counter() - began) * 1e3
+        stall_ms = (time.perf_counter() - began) * 1e3
+        return stall_ms if self.watch is None else stall_ms + self.watch.fence_ms(self.ckpt)
 
     def _restore(self) -> None:
         if self.config.checkpoint.root:
@@ -289,11 +307,15 @@ class Trainer:
 
     def _restore_state(self) -> None:
         self.ckpt = self._checkpointer()
+        if self.watch is not None:
+            self.watch.attach(self.ckpt)
         try:
             report = self.ckpt.restore()
         except FlashckptError as error:
             self._explain(error)
             raise
+        if self.watch is not None:
+            self.watch.began(report)
         if report is not None:
             self.done = report.step
             self._has_weights = True

@@ -1,18 +1,15 @@
-"""The trace (one JSON line per step), the progress line, and their records."""
+"""The record of a step, and the trace: one JSON line per step."""
 
 from __future__ import annotations
 
 import json
 import os
-import sys
 import time
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from flashckpt.trainer.model.initial import count_parameters
-from flashckpt.trainer.model_config import ModelConfig
-from flashckpt.trainer.nonfatal import LineFile, nonfatal_stream
+from flashckpt.trainer.nonfatal import LineFile
 
 TRACE = "trace.jsonl"
 ABANDONED = "abandoned.jsonl"
@@ -20,7 +17,10 @@ ABANDONED = "abandoned.jsonl"
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class StepRecord:
-    """One finished step. Losses in nats per token; `seconds` of wall clock; `samples`: digest of the global batch."""
+    """One finished step. Losses in nats per token; `seconds` of wall clock; `samples`: digest of the global batch.
+
+    `stall_ms`: how long `Checkpointer.step()` and its fence held the training thread of this rank.
+    """
 
     step: int
     loss: float
@@ -117,49 +117,3 @@ def _step(line: bytes) -> int:
         return int(json.loads(line)["step"])
     except (ValueError, KeyError, TypeError):
         return -1  # damaged: left in place
-
-
-def flops_per_token(model: ModelConfig, seq_len: int) -> float:
-    """Return training FLOPs per token, 6 N + 12 L H Q T (PaLM, appendix B)."""
-    return 6.0 * count_parameters(model, active=True) + 12.0 * model.layers * model.heads * model.head_size * seq_len
-
-
-class ProgressLine:
-    """One line per step on standard error: rewritten in place on a terminal, appended elsewhere.
-
-    Args:
-        steps: Steps of the whole run.
-        every: Print each n-th step.
-        peak_tflops: Peak of one device, for MFU; 0: not known.
-        flops: FLOPs per token.
-        world: Number of devices.
-    """
-
-    def __init__(self, *, steps: int, every: int, peak_tflops: float = 0.0, flops: float = 0.0, world: int = 1) -> None:
-        self._steps, self._every, self._peak, self._flops, self._world = steps, every, peak_tflops, flops, world
-        self._out = nonfatal_stream(sys.stderr, "standard error")
-        self._pace_s = 0.0
-
-    def show(self, record: StepRecord, batch_tokens: int) -> None:
-        """Print `record` if it is an n-th step."""
-        self._pace_s = record.seconds if not self._pace_s else 0.8 * self._pace_s + 0.2 * record.seconds
-        if record.step % self._every and record.step != self._steps:
-            return
-        line = self.text(record, batch_tokens)
-        end = "\n" if record.step == self._steps else ""
-        self._out.write(f"\r\x1b[K{line}{end}" if self._out.isatty() else line + "\n")
-
-    def close(self) -> None:
-        """Report lines that could not be printed."""
-        self._out.report()
-
-    def text(self, record: StepRecord, batch_tokens: int) -> str:
-        """Return the line."""
-        rate = batch_tokens / record.seconds if record.seconds > 0 else 0.0
-        mfu = f"{rate * self._flops / (self._peak * 1e12 * self._world):.1%}" if self._peak else "n/a"
-        left_s = int(self._pace_s * (self._steps - record.step))
-        skipped = "  skipped" if record.skipped else ""
-        return (
-            f"step {record.step}/{self._steps}  loss {record.loss:.4f}  gnorm {record.norm:.2f}  lr {record.rate:.1e}  "
-            f"tok/s {rate:,.0f}  mfu {mfu}  snap {record.stall_ms:.1f} ms  eta {left_s // 60}m{left_s % 60:02d}s{skipped}"
-        )

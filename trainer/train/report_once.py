@@ -8,7 +8,7 @@ import sys
 import time
 from pathlib import Path
 
-from flashckpt.agent_folder import agent_folder, write_permanent_error
+from flashckpt.agent_folder import agent_folder, has_display, write_permanent_error
 from flashckpt.errors import FINAL_CODES, FlashckptError
 from flashckpt.trainer.nonfatal import nonfatal_stream
 
@@ -42,7 +42,9 @@ def report_once(error: FlashckptError) -> None:
 
 
 def _write(error: FlashckptError) -> None:
-    nonfatal_stream(sys.stderr, "standard error").write(f"{type(error).__name__}: {error}\n")
+    folder = agent_folder()
+    stream = nonfatal_stream(sys.stderr, "standard error", over_display=folder is not None and has_display(folder))
+    stream.write(f"{type(error).__name__}: {error}\n")
 
 
 def _wait(marker: Path) -> None:

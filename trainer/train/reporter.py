@@ -1,25 +1,33 @@
-"""What the one reporting rank writes: trace, evaluation, spikes, tensorboard, the progress line."""
+"""What the one reporting rank writes: trace, evaluation, spikes; it hands every step to the pages and the display."""
 
 from __future__ import annotations
 
-import contextlib
-import errno
+import functools
 import json
 import logging
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
 
 from flashckpt.printable import printable
-from flashckpt.trainer.config import RunConfig
+from flashckpt.trainer.changes import recorded_values
+from flashckpt.trainer.config import RunConfig, without_secrets
 from flashckpt.trainer.evaluate.results import Scores, curves_of, plain_scores, score_lines
 from flashckpt.trainer.generate.samples import Sample
-from flashckpt.trainer.nonfatal import Nonfatal
-from flashckpt.trainer.train.metrics import ProgressLine, StepRecord, Trace, flops_per_token
+from flashckpt.trainer.train.metrics import StepRecord, Trace
+from flashckpt.trainer.watch.beside import Beside
+from flashckpt.trainer.watch.board import Board
+from flashckpt.trainer.watch.engine import EngineWatch
+from flashckpt.trainer.watch.events import Events
+from flashckpt.trainer.watch.figures import StepMeter, curves
+from flashckpt.trainer.watch.flops import flops_per_token, peak_tflops
+from flashckpt.trainer.watch.live import LiveDisplay
+from flashckpt.trainer.watch.plain import ProgressLine
+from flashckpt.trainer.watch.terminal import terminal_of
+from flashckpt.trainer.watch.wandb_page import WandbPage
 
 logger = logging.getLogger(__name__)
 EVAL, SPIKES, SAMPLES = "eval.jsonl", "spikes.jsonl", "samples.jsonl"
-BOARD_PATIENCE = 100
-"""After a failure tensorboard is retried once every so many steps: a new writer costs a file and a thread."""
+_CLOSE_S = 60.0
+"""Seconds for the last points of a page at the end of a run."""
 
 
 class Reporter:
@@ -29,43 +37,68 @@ class Reporter:
         config: The run.
         world: Number of ranks.
         after: Step that was restored; output for later steps is removed.
+        engine: What the engine does; None without checkpoints.
+        events: What is shown of the past; None begins without.
+        device: Name of this rank's device, for its peak; "": not one of those known.
+        device_bytes: Returns the peak of memory on the device; None where there is none.
     """
 
-    def __init__(self, config: RunConfig, *, world: int, after: int) -> None:
+    def __init__(
+        self,
+        config: RunConfig,
+        *,
+        world: int,
+        after: int,
+        engine: EngineWatch | None = None,
+        events: Events | None = None,
+        device: str = "",
+        device_bytes: Callable[[], int] | None = None,
+    ) -> None:
         folder = config.log.folder
-        self._batch_tokens = config.train.global_batch * config.train.seq_len
+        self._world, self._events = world, events or Events()
+        self._pages = [(page, Beside(name)) for name, page in _pages(config, after).items()]
         self._trace = Trace(folder, after)
         self._eval = Trace(folder, after, name=EVAL, abandoned=f"abandoned.{EVAL}") if config.eval.every else None
         self._samples = (
             Trace(folder, after, name=SAMPLES, abandoned=f"abandoned.{SAMPLES}") if config.samples.every else None
         )
         self._spikes: Trace | None = None
-        self._folder, self._after = folder, after
-        self._board = Board(folder, after) if config.log.tensorboard else None
-        self._progress = ProgressLine(
-            steps=config.train.steps,
-            every=config.log.every,
-            peak_tflops=config.log.peak_tflops,
+        self._folder = folder
+        self._display = _display(config, self._events)
+        self._meter = StepMeter(
+            batch_tokens=config.train.global_batch * config.train.seq_len,
             flops=flops_per_token(config.model, config.train.seq_len),
+            peak_tflops=_peak(config, device),
             world=world,
+            device_bytes=device_bytes,
+            engine=engine,
         )
 
     def step(self, record: StepRecord) -> None:
         """Write one finished step."""
         self._trace.write(record.to_line())
-        self._progress.show(record, self._batch_tokens)
-        if self._board is not None:
-            values = {"loss": record.loss, "gradient norm": record.norm, "learning rate": record.rate}
-            values |= {f"loss/{name}": value for name, value in record.channels.items()}
-            self._board.add(values, record.step)
+        figures = self._meter.measure(record)
+        self._display.show(record, figures)
+        if self._pages:
+            self._draw(curves(record, figures, self._world), record.step)
+
+    def _draw(self, values: Mapping[str, float], step: int) -> None:
+        for page, thread in self._pages:
+            thread.do(functools.partial(page.add, values, step))
+
+    def note(self, step: int, text: str) -> None:
+        """Show an event on the display, and mark its step on TensorBoard's page."""
+        self._events.add(step, text)
+        for page, thread in self._pages:
+            thread.do(functools.partial(page.note, text, step))
 
     def scores(self, step: int, scores: Scores) -> None:
         """Write an evaluation."""
         if self._eval is not None:
             self._eval.write(json.dumps({"step": step, **plain_scores(scores)}))
-        if self._board is not None:
-            self._board.add(curves_of(scores), step)
+        self._draw(curves_of(scores), step)
         for line in score_lines(scores):
+            self._events.add(step, line)
             logger.info("step %d, %s", step, line)
 
     def samples(self, step: int, samples: Sequence[Sample]) -> None:
@@ -73,10 +106,13 @@ class Reporter:
         if self._samples is not None:
             line = {"step": step, "samples": [{"prompt": one.prompt, "text": one.text} for one in samples]}
             self._samples.write(json.dumps(line))
-        if self._board is not None:
-            self._board.say({f"sample/{one.prompt[:40]}": one.prompt + one.text for one in samples}, step)
+        texts = {f"sample/{one.prompt[:40]}": one.prompt + one.text for one in samples}
+        for page, thread in self._pages:
+            thread.do(functools.partial(page.say, texts, step))
         for one in samples:
-            logger.info("step %d, sample: %s|%s", step, printable(one.prompt), printable(one.text))
+            text = f"sample: {printable(one.prompt)}|{printable(one.text)}"
+            self._events.add(step, text)
+            logger.info("step %d, %s", step, text)
 
     def spike(self, step: int, loss: float, norm: float, ids: Sequence[int], action: str) -> None:
         """Write a loss spike with the samples that were trained in it."""
@@ -86,73 +122,43 @@ class Reporter:
         line = {"step": step, "loss": loss, "norm": norm, "action": action, "samples": list(ids)}
         self._spikes.write(json.dumps(line))
         logger.warning("step %d: loss %.4f is a spike (%s); its samples are in %s", step, loss, action, SPIKES)
+        self.note(step, f"loss {loss:.4f} is a spike ({action})")
 
     def close(self) -> None:
         """Close every file, and report what could not be written."""
-        for output in (self._trace, self._eval, self._samples, self._spikes, self._board, self._progress):
+        self._display.close()
+        for page, thread in self._pages:
+            thread.close(page.close, _CLOSE_S)
+        for output in (self._trace, self._eval, self._samples, self._spikes):
             if output is not None:
                 output.close()
 
 
-class Board:
-    """Curves for tensorboard. A full disk costs points, which are counted and reported; never the run.
-
-    Args:
-        folder: The run's log folder.
-        after: Step that was restored; points of later steps are removed, so that none is drawn twice.
-    """
-
-    def __init__(self, folder: str, after: int) -> None:
-        self._folder, self._after = f"{folder}/tensorboard", after
-        self._writer: Any = None
-        self._writing = Nonfatal(self._folder)
-        self._calls = 0  # since writing failed
-        self._is_installed = True
-
-    def add(self, values: Mapping[str, float], step: int) -> None:
-        """Add one point to each named curve."""
-        self._attempt(
-            lambda writer: [writer.add_scalar(name, values[name], step) for name in values], step, len(values)
-        )
-
-    def say(self, texts: Mapping[str, str], step: int) -> None:
-        """Add a text under each name, as it is: markdown shows indented lines so."""
-        shown = {name: "".join(f"    {line}\n" for line in text.splitlines()) for name, text in texts.items()}
-        self._attempt(lambda writer: [writer.add_text(name, shown[name], step) for name in shown], step, len(shown))
-
-    def close(self) -> None:
-        """Flush and close."""
-        if self._writer is not None and not self._writing.attempt(self._writer.close, lines=0):
-            self._writing.lost += 1
-        self._writing.report()
-
-    def _attempt(self, put: Callable[[Any], object], step: int, lines: int) -> None:
-        if self._is_installed and not self._writing.attempt(lambda: self._put(put, step), lines=lines):
-            self._give_up()
-
-    def _put(self, put: Callable[[Any], object], step: int) -> None:
-        if self._writer is None:
-            self._calls += 1
-            if self._writing.lost and self._calls % BOARD_PATIENCE:
-                raise OSError(errno.EAGAIN, "not writing for now")
-            self._writer = _summary_writer(self._folder, self._after)
-            self._is_installed = self._writer is not None
-        if self._writer is not None:
-            put(self._writer)
-            self._after = step
-
-    def _give_up(self) -> None:
-        # Its thread died of the error; a new writer begins a new file after the last accepted point.
-        if self._writer is not None:
-            with contextlib.suppress(OSError, ValueError):
-                self._writer.close()
-        self._writer = None
+def _pages(config: RunConfig, after: int) -> dict[str, Board | WandbPage]:
+    pages: dict[str, Board | WandbPage] = {}
+    if config.log.tensorboard:
+        pages["tensorboard"] = Board(config.log.folder, after)
+    if config.log.wandb:
+        pages["wandb"] = WandbPage(config.log, recorded_values(without_secrets(config)), after)
+    return pages
 
 
-def _summary_writer(folder: str, after: int) -> Any:
-    try:
-        from torch.utils.tensorboard import SummaryWriter
-    except ImportError:
-        logger.warning("log.tensorboard is on, but tensorboard is not installed: pip install 'flashckpt[trainer]'")
-        return None
-    return SummaryWriter(log_dir=folder, purge_step=after + 1)
+def _display(config: RunConfig, events: Events) -> LiveDisplay | ProgressLine:
+    terminal = terminal_of(config.log.display)
+    if terminal is not None:
+        try:
+            return LiveDisplay(terminal, steps=config.train.steps, events=events)
+        except (ImportError, OSError, ValueError) as error:
+            logger.warning("no live display: %s", error)
+    return ProgressLine(steps=config.train.steps, every=config.log.every)
+
+
+def _peak(config: RunConfig, device: str) -> float:
+    if config.log.peak_tflops or not device:
+        return config.log.peak_tflops
+    peak = peak_tflops(device)
+    if peak:
+        logger.info("MFU is of %g TFLOPS per device (%s, dense bfloat16)", peak, device)
+    else:
+        logger.info("no MFU: the peak of %s is not known, set log.peak_tflops", device)
+    return peak

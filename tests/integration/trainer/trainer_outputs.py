@@ -23,9 +23,12 @@ from flashckpt.trainer.evaluate.results import Scores
 from flashckpt.trainer.generate.samples import Sample
 from flashckpt.trainer.nonfatal import LineFile, Nonfatal, NonfatalStream
 from flashckpt.trainer.parallel.distributed import note_restore
-from flashckpt.trainer.train.metrics import ProgressLine, StepRecord, Trace, read_trace
+from flashckpt.trainer.train.metrics import StepRecord, Trace, read_trace
 from flashckpt.trainer.train.report_once import report_once
-from flashckpt.trainer.train.reporter import BOARD_PATIENCE, Board, Reporter
+from flashckpt.trainer.train.reporter import Reporter
+from flashckpt.trainer.watch.board import BOARD_PATIENCE, Board
+from flashckpt.trainer.watch.figures import Figures
+from flashckpt.trainer.watch.plain import ProgressLine
 
 RECORD: dict[str, Any] = {"norm": 1.0, "rate": 0.1, "tokens": 64, "samples": "ab", "seconds": 0.5, "loss": 2.0}
 
@@ -167,9 +170,9 @@ def test_a_progress_line_that_cannot_be_shown_is_counted(monkeypatch: Any) -> No
     full = Full()
     monkeypatch.setattr(sys, "stderr", full)
     progress = ProgressLine(steps=9, every=1)
-    progress.show(StepRecord(step=1, **RECORD), 64)
+    progress.show(StepRecord(step=1, **RECORD), Figures(tokens_per_s=128))
     full.full = False
-    progress.show(StepRecord(step=2, **RECORD), 64)
+    progress.show(StepRecord(step=2, **RECORD), Figures(tokens_per_s=128))
     progress.close()
     assert full.getvalue().startswith("step 2/9")
     assert "standard error: 1 lines were lost" in full.getvalue()
@@ -208,7 +211,7 @@ class Curves:
     made: list[Curves] = []  # noqa: RUF012 -- one list for all on purpose
     full = True
 
-    def __init__(self, log_dir: str, purge_step: int) -> None:
+    def __init__(self, log_dir: str, purge_step: int, flush_secs: int) -> None:
         self.purge_step, self.points = purge_step, list[Any]()
         Curves.made.append(self)
 

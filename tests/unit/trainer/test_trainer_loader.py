@@ -198,3 +198,30 @@ def test_the_thread_is_no_daemon_and_ends_with_the_loader_or_its_error() -> None
     wait_for(lambda: not reading_threads(), what="the thread of a loader that is gone ends")
     loader(data, ahead=0).next()
     assert not reading_threads()
+
+
+@pytest.mark.parametrize("ahead", [0, 2])
+def test_the_samples_of_a_step_are_named_without_dealing_them_again(monkeypatch: Any, ahead: int) -> None:
+    """What the reporting rank asks for its trace is what the reader dealt: as many deals as on every other rank."""
+    deals: list[int] = []
+    deal = ElasticSampler.next_ids
+
+    def counted(sampler: ElasticSampler) -> Any:
+        deals.append(sampler.dp_size)
+        return deal(sampler)
+
+    monkeypatch.setattr(ElasticSampler, "next_ids", counted)
+    counts = []
+    for is_reporter in (False, True):
+        deals.clear()
+        data = loader(CountingData(), rank=1, replicas=2, ahead=ahead)
+        for step in range(3):
+            data.next()
+            if is_reporter:
+                assert data.global_ids() == ORDER[GLOBAL * step : GLOBAL * (step + 1)]
+                data.position_after_next()
+            data.sampler.commit()
+        data.close()
+        counts.append(deals.count(2))
+        assert deals.count(1) <= 3 + ahead
+    assert counts == [3, 3]

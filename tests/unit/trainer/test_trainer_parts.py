@@ -18,7 +18,10 @@ from flashckpt.trainer.parallel.apply import MicroBatch, build_stage
 from flashckpt.trainer.parallel.layout import resolve_layout
 from flashckpt.trainer.rate import learning_rate
 from flashckpt.trainer.train.anomaly import Guard
-from flashckpt.trainer.train.metrics import ProgressLine, StepRecord, Trace, flops_per_token, read_trace
+from flashckpt.trainer.train.metrics import StepRecord, Trace, read_trace
+from flashckpt.trainer.watch.figures import StepMeter
+from flashckpt.trainer.watch.flops import flops_per_token
+from flashckpt.trainer.watch.plain import ProgressLine
 
 RECORD: dict[str, Any] = {"norm": 1.0, "rate": 0.1, "tokens": 64, "samples": "ab", "seconds": 0.5}
 
@@ -85,10 +88,11 @@ def test_a_resumed_trace_has_no_step_twice_and_keeps_what_was_lost(tmp_path: Any
 
 
 def test_the_progress_line_says_what_a_user_wants_to_know() -> None:
-    line = ProgressLine(steps=100, every=1, peak_tflops=1.0, flops=1e9, world=2)
+    line = ProgressLine(steps=100, every=1)
     record = StepRecord(step=10, loss=2.5, stall_ms=0.4, **RECORD)
-    line.show(record, batch_tokens=1000)
-    text = line.text(record, batch_tokens=1000)
+    figures = StepMeter(batch_tokens=1000, peak_tflops=1.0, flops=1e9, world=2).measure(record)
+    line.show(record, figures)
+    text = line.text(record, figures)
     assert text.startswith(
         "step 10/100  loss 2.5000  gnorm 1.00  lr 1.0e-01  tok/s 2,000  mfu 100.0%  snap 0.4 ms  eta 0m45s"
     )
@@ -135,7 +139,8 @@ def test_parameter_count_and_flops_follow_the_model() -> None:
     config = ModelConfig(dim=32, heads=4, kv_heads=2, ffn=48, layers=3)
     model = Transformer(config, 16)
     assert count_parameters(config) == sum(p.numel() for p in model.parameters())
-    assert flops_per_token(config, 16) == 6 * count_parameters(config) + 12 * 3 * 32 * 16
+    table = 256 * 32  # a row of it is read, and multiplied with nothing
+    assert flops_per_token(config, 16) == 6 * (count_parameters(config) - table) + 12 * 3 * 32 * 16
     sparse = ModelConfig(dim=32, heads=4, kv_heads=2, ffn=48, layers=3, experts=4, experts_per_token=1)
     assert count_parameters(sparse) == sum(p.numel() for p in Transformer(sparse, 16).parameters())
     assert count_parameters(sparse, active=True) == count_parameters(config) + 3 * 32 * 4
