@@ -123,7 +123,7 @@ def _room(subject: Subject, prompt: int, wanted: int) -> int:
 
 
 def _count(said: Iterator[int], tokens: Sequence[int], subject: Subject, prompt: str, *, is_shown: bool) -> list[int]:
-    """Return the tokens that are said; show them as they come."""
+    """Return the tokens that are chosen; show them as they come."""
     stream = subject.codec.stream(tokens)
     added: list[int] = []
     if is_shown:

@@ -13,7 +13,7 @@ from flashckpt.trainer.sample_config import Choice
 
 
 class Chooser:
-    """Chooses token after token; has a random state of its own, which it alone reads and moves.
+    """Chooses token after token; has a separate random state.
 
     Args:
         choice: How.
