@@ -219,7 +219,7 @@ def _trainer(words: list[str]) -> None:
     if words[:1] == ["data"]:
         assert words[1:2] == ["prepare"], words
         words = words[2:]
-    words = [word for word in words if word not in {"--check", "--print-config", "--help"}]
+    words = [word for word in words if word not in {"--check", "--evaluate", "--print-config", "--help"}]
     config = None
     if words[:1] == ["--config"]:
         config, words = str(ROOT / words[1]), words[2:]
