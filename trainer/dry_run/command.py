@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import sys
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from flashckpt.errors import DataError
@@ -36,10 +37,11 @@ def describe(config: RunConfig, options: DryRunOptions) -> dict[str, Any]:
     """Return the JSON document of a dry run; raises as `dry_run`, except for what does not fit."""
     layout = resolve_layout(config, options.world)  # refused before torch is imported
     data = _data(config)
-    from flashckpt.trainer.dry_run.held import SLOTS, held_by
+    from flashckpt.trainer.dry_run.child import held_in_child
+    from flashckpt.trainer.dry_run.held import SLOTS
     from flashckpt.trainer.model.initial import count_parameters
 
-    built = [(kind, held_by(config, layout, kind.example(layout))) for kind in rank_kinds(config, layout)]
+    built = [(kind, held_in_child(config, layout, kind.example(layout))) for kind in rank_kinds(config, layout)]
     shared = {kind.pp_ranks: held.shared for kind, held in built}
     total = sum(len(ranks) * nbytes for ranks, nbytes in shared.items())
     total += sum(kind.count(layout) * held.own for kind, held in built)
@@ -81,10 +83,15 @@ def _data(config: RunConfig) -> str:
 
 def _merged(built: Sequence[tuple[RankKind, Held]]) -> list[tuple[RankKind, Held]]:
     """Return the kinds, those of one pipeline rank that turned out to be equal as one."""
-    groups: dict[tuple[tuple[int, ...], Held], list[int]] = {}
-    for kind, held in built:
-        groups.setdefault((kind.pp_ranks, held), []).extend(kind.shards)
-    return [(RankKind(pp_ranks=ranks, shards=tuple(sorted(shards))), held) for (ranks, held), shards in groups.items()]
+    groups: dict[tuple[tuple[int, ...], Held], list[tuple[RankKind, Held]]] = {}
+    for kind, held in built:  # the room for manifests differs with random states
+        groups.setdefault((kind.pp_ranks, replace(held, slot=0, snapshots=0)), []).append((kind, held))
+    found = []
+    for (ranks, _), alike in groups.items():
+        shards = sorted(shard for kind, _ in alike for shard in kind.shards)
+        largest = max((held for _, held in alike), key=lambda held: held.slot)
+        found.append((RankKind(pp_ranks=ranks, shards=tuple(shards)), largest))
+    return found
 
 
 def _node_bytes(kinds: Sequence[RankKind], held: Sequence[Held], layout: Layout, options: DryRunOptions) -> int:

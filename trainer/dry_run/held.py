@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -69,7 +69,8 @@ def fake_rank(rank: int, world: int) -> Iterator[torch.device]:
 
 
 def held_by(config: RunConfig, layout: Layout, rank: int) -> Held:
-    """Build one rank of a run and return what it holds; the process must be in no process group."""
+    """Build one rank of a run and return what it holds; the process must be in no process group, and build no other rank."""
+    config = replace(config, train=replace(config.train, compile=False))  # holds the same, and the compiler loads for seconds
     with fake_rank(rank, layout.world) as device:
         parallel = build_parallel(config, layout, device)
         optimizers = build_optimizers(config.optim, parallel.parts, tied=config.model.tied_embeddings)
