@@ -70,7 +70,9 @@ def fake_rank(rank: int, world: int) -> Iterator[torch.device]:
 
 def held_by(config: RunConfig, layout: Layout, rank: int) -> Held:
     """Build one rank of a run and return what it holds; the process must be in no process group, and build no other rank."""
-    config = replace(config, train=replace(config.train, compile=False))  # holds the same, and the compiler loads for seconds
+    config = replace(
+        config, train=replace(config.train, compile=False)
+    )  # holds the same, and the compiler loads for seconds
     with fake_rank(rank, layout.world) as device:
         parallel = build_parallel(config, layout, device)
         optimizers = build_optimizers(config.optim, parallel.parts, tied=config.model.tied_embeddings)
@@ -139,4 +141,6 @@ def _whole_of(parameter: Any) -> int:
         return int(parameter.numel())
     names = parameter.device_mesh.mesh_dim_names or ()
     cut = next((p for name, p in zip(names, parameter.placements, strict=True) if name == "tp"), None)
-    return int(parameter.numel()) // (parameter.device_mesh["tp"].size() if cut is not None and not cut.is_replicate() else 1)
+    return int(parameter.numel()) // (
+        parameter.device_mesh["tp"].size() if cut is not None and not cut.is_replicate() else 1
+    )

@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import json
 import os
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
+from support.paths import ROOT
 from support.ranks import run_ranks, values
 from support.training import run_config, write_corpus
 
@@ -108,3 +111,15 @@ def test_a_dry_run_counts_what_real_ranks_hold_byte_for_byte(name: str, tmp_path
     assert found["checkpoint"]["bytes"] == checkpoint_bytes(config.checkpoint.root)
     assert found["model"]["parameters"] == count_parameters(config.model)
     json.dumps(found)
+
+
+def test_sixteen_thousand_ranks_take_less_than_two_gigabytes() -> None:
+    words = ["--dry-run", "--world", "16384", "--config", str(ROOT / "configs" / "llama3-405b.toml"), "--json"]
+    process = subprocess.Popen([sys.executable, "-m", "flashckpt.trainer", *words], stdout=subprocess.PIPE, cwd=ROOT)
+    assert process.stdout is not None
+    found = json.loads(process.stdout.read())
+    _, status, usage = os.wait4(process.pid, 0)
+    process.returncode = os.waitstatus_to_exitcode(status)
+    assert process.returncode == 0
+    assert found["model"]["parameters"] == 405_853_388_800
+    assert usage.ru_maxrss < 2_000_000  # kB, of the largest of its processes

@@ -13,13 +13,19 @@ from support.paths import ROOT
 from flashckpt.trainer.config import read_config
 from flashckpt.trainer.dry_run.command import describe
 from flashckpt.trainer.dry_run.options import DryRunOptions
+from flashckpt.trainer.dry_run.report import as_text
 from flashckpt.trainer.hub.hub_config import from_hub, to_hub
 from flashckpt.trainer.model.initial import count_parameters
 
 CONFIGS = sorted((ROOT / "configs").glob("*.toml"))
 LLAMA = {"model_type": "llama", "rms_norm_eps": 1e-5, "rope_theta": 500000.0, "max_position_embeddings": 131072}
 LLAMA |= {"vocab_size": 128256, "num_key_value_heads": 8}
-SCALED = {"rope_type": "llama3", "low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
+SCALED = {
+    "rope_type": "llama3",
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 8192,
+}
 
 
 def llama(dim: int, layers: int, heads: int, ffn: int, factor: float, *, tied: bool = False) -> dict[str, Any]:
@@ -58,9 +64,14 @@ def world_of(path: Path) -> int:
     return parallel.pp * parallel.dp_replicate * abs(parallel.dp_shard) * parallel.tp
 
 
+SHOWN = {"llama3-8b": "trainer.md", "llama3-405b": "trainer-dry-run.md"}
+"""Pages that show the table of a configuration."""
+
+
 @pytest.mark.parametrize("path", CONFIGS, ids=lambda path: path.stem)
 def test_a_shipped_configuration_is_built_by_a_dry_run(path: Path) -> None:
-    found = describe(read_config(path), DryRunOptions(world=world_of(path)))
+    world = world_of(path)
+    found = describe(read_config(path), DryRunOptions(world=world, ranks_per_node=min(8, world)))
     assert sum(one["count"] for one in found["ranks"]) == found["world"]
     model = read_config(path).model
     held = found["model"]["parameters"] + model.tied_embeddings * model.vocab * model.dim
@@ -69,6 +80,10 @@ def test_a_shipped_configuration_is_built_by_a_dry_run(path: Path) -> None:
     assert copies >= 4 * held  # what tensor-parallel ranks hold alike is there several times
     assert found["checkpoint"]["bytes"] >= 12 * held
     assert found["checkpoint"]["bytes"] == pytest.approx(12 * held, rel=1e-3)
+    if path.stem in SHOWN:
+        page = (ROOT / "docs" / SHOWN[path.stem]).read_text().splitlines()
+        shown = [line for line in as_text(found).splitlines() if line and not line.startswith(("data:", "Per rank;"))]
+        assert set(shown) <= set(page), path.stem
 
 
 @pytest.mark.parametrize("path", CONFIGS, ids=lambda path: path.stem)
@@ -86,3 +101,17 @@ def test_a_published_model_has_its_published_sizes(name: str) -> None:
     assert (count_parameters(config.model), count_parameters(config.model, active=True)) == (total, active)
     assert from_hub(values, name) == config.model
     assert to_hub(config.model, config.train.seq_len, "bfloat16")["model_type"] == values["model_type"]
+
+
+def test_the_batch_script_of_the_trainers_page_is_the_one_that_is_run_in_slurm() -> None:
+    command = "-m flashckpt.trainer --config configs/llama3-8b.toml"
+    (script,) = re.findall(r"```bash\n(#!/bin/bash.*?)```", (ROOT / "docs" / "trainer.md").read_text(), re.DOTALL)
+    assert f"```bash\n{script.replace(command, 'train.py')}```" in (ROOT / "docs" / "launching.md").read_text()
+
+
+def test_every_configuration_is_in_the_table_of_the_page() -> None:
+    page = (ROOT / "docs" / "trainer-configs.md").read_text()
+    for path in CONFIGS:
+        assert f"`{path.name}`" in page, path.name
+        if path.stem in PUBLISHED:
+            assert f"{PUBLISHED[path.stem][0]:,}" in page

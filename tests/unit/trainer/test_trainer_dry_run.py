@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 from support.paths import ROOT
 
-from flashckpt.errors import ConfigError, LayoutError
+from flashckpt.errors import ConfigError
 from flashckpt.trainer import __main__ as command
 from flashckpt.trainer.config import from_values, read_config
 from flashckpt.trainer.dry_run.estimate import estimate, in_flight
@@ -101,7 +101,15 @@ def test_json_has_the_documented_members(capfd: Any) -> None:
     found = json.loads(out)
     page = (ROOT / "docs" / "trainer-dry-run.md").read_text()
     rank = {**found["ranks"][0], **found["ranks"][0]["estimate"]}
-    for name in [*found, *found["layout"], *found["model"], *found["step"], *found["checkpoint"], *found["snapshots"], *rank]:
+    for name in [
+        *found,
+        *found["layout"],
+        *found["model"],
+        *found["step"],
+        *found["checkpoint"],
+        *found["snapshots"],
+        *rank,
+    ]:
         assert f"`{name}`" in page, name
     assert (found["version"], found["world"], found["snapshots"]["ranks_per_node"]) == (1, 2, 1)
     assert found["snapshots"]["node_bytes"] == rank["snapshot_bytes"]
@@ -148,7 +156,10 @@ def test_every_rank_is_of_one_kind_and_stages_and_remainders_make_kinds() -> Non
     layout = resolve_layout(config, 16384)
     kinds = rank_kinds(config, layout)
     assert {kind.pp_ranks for kind in kinds} == {(0,), tuple(range(1, 15)), (15,)}
-    assert {kind.shards for kind in kinds if kind.pp_ranks == (0,)} == {tuple(range(127)), (127,)}  # 16,032 rows over 128
+    assert {kind.shards for kind in kinds if kind.pp_ranks == (0,)} == {
+        tuple(range(127)),
+        (127,),
+    }  # 16,032 rows over 128
     of_rank = kinds_by_rank(kinds, layout)
     assert len(of_rank) == 16384
     for number, kind in enumerate(kinds):
