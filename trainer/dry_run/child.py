@@ -1,4 +1,4 @@
-"""A rank that is counted in a process of its own: torch keeps plans by mesh, and those of one rank are wrong for another."""
+"""A rank that is counted in a separate process: torch keeps plans by mesh, and those of one rank are wrong for another."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ from typing import Any
 from flashckpt import errors
 from flashckpt.errors import FlashckptError
 from flashckpt.trainer.config import RunConfig
-from flashckpt.trainer.dry_run.held import Held, held_by
+from flashckpt.trainer.dry_run.held import RankHoldings, held_by
 from flashckpt.trainer.parallel.layout import Layout
 
 _PARTS = ("problem", "found", "expected", "state", "remedy")
 
 
-def held_in_child(config: RunConfig, layout: Layout, rank: int) -> Held:
+def held_in_child(config: RunConfig, layout: Layout, rank: int) -> RankHoldings:
     """Return what a rank holds, as `held_by`, worked out by a forked process.
 
     Raises:
@@ -37,7 +37,7 @@ def held_in_child(config: RunConfig, layout: Layout, rank: int) -> Held:
     os.waitpid(pid, 0)
     answer: dict[str, Any] = json.loads(raw) if raw else {}
     if "held" in answer:
-        return Held(**answer["held"])
+        return RankHoldings(**answer["held"])
     if "error" in answer:
         raise _same(answer)
     raise RuntimeError(f"rank {rank} could not be built; its process has said why")

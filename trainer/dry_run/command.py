@@ -17,7 +17,7 @@ from flashckpt.trainer.dry_run.report import VERSION, as_text, refuse_misfits
 from flashckpt.trainer.parallel.layout import Layout, resolve_layout
 
 if TYPE_CHECKING:
-    from flashckpt.trainer.dry_run.held import Held
+    from flashckpt.trainer.dry_run.held import RankHoldings
 
 
 def dry_run(config: RunConfig, options: DryRunOptions) -> int:
@@ -81,9 +81,9 @@ def _data(config: RunConfig) -> str:
     return "prepared"
 
 
-def _merged(built: Sequence[tuple[RankKind, Held]]) -> list[tuple[RankKind, Held]]:
+def _merged(built: Sequence[tuple[RankKind, RankHoldings]]) -> list[tuple[RankKind, RankHoldings]]:
     """Return the kinds, those of one pipeline rank that turned out to be equal as one."""
-    groups: dict[tuple[tuple[int, ...], Held], list[tuple[RankKind, Held]]] = {}
+    groups: dict[tuple[tuple[int, ...], RankHoldings], list[tuple[RankKind, RankHoldings]]] = {}
     for kind, held in built:  # the room for manifests differs with random states
         groups.setdefault((kind.pp_ranks, replace(held, slot=0, snapshots=0)), []).append((kind, held))
     found = []
@@ -94,14 +94,14 @@ def _merged(built: Sequence[tuple[RankKind, Held]]) -> list[tuple[RankKind, Held
     return found
 
 
-def _node_bytes(kinds: Sequence[RankKind], held: Sequence[Held], layout: Layout, options: DryRunOptions) -> int:
+def _node_bytes(kinds: Sequence[RankKind], held: Sequence[RankHoldings], layout: Layout, options: DryRunOptions) -> int:
     """Return the memory that snapshots take on the node that needs most of it."""
     of_rank, per_node = kinds_by_rank(kinds, layout), options.ranks_per_node
     nodes = [of_rank[first : first + per_node] for first in range(0, len(of_rank), per_node)]
     return max(sum(held[kind].snapshots for kind in node) for node in nodes)
 
 
-def _row(config: RunConfig, layout: Layout, kind: RankKind, held: Held) -> dict[str, Any]:
+def _row(config: RunConfig, layout: Layout, kind: RankKind, held: RankHoldings) -> dict[str, Any]:
     first = kind.pp_ranks[0]  # has the most in flight
     guess = estimate(config, layout, first, block=held.block, rest=held.rest, whole=held.whole)
     state = held.parameters + held.gradients + held.optimizer

@@ -20,7 +20,7 @@ class Estimate:
 
 
 def estimate(config: RunConfig, layout: Layout, pp_rank: int, *, block: int, rest: int, whole: int) -> Estimate:
-    """Return the estimate for a pipeline rank whose all-gathers bring together so many elements (see `Held`)."""
+    """Return the estimate for a pipeline rank whose all-gathers bring together so many elements (see `RankHoldings`)."""
     return Estimate(
         gathered=_gathered(config, layout, block, rest, whole), activations=_activations(config, layout, pp_rank)
     )

@@ -32,7 +32,7 @@ SLOTS = 3
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Held:
+class RankHoldings:
     """What one rank holds, in bytes.
 
     Attributes:
@@ -68,7 +68,7 @@ def fake_rank(rank: int, world: int) -> Iterator[torch.device]:
         dist.destroy_process_group()
 
 
-def held_by(config: RunConfig, layout: Layout, rank: int) -> Held:
+def held_by(config: RunConfig, layout: Layout, rank: int) -> RankHoldings:
     """Build one rank of a run and return what it holds; the process must be in no process group, and build no other rank."""
     config = replace(
         config, train=replace(config.train, compile=False)
@@ -91,7 +91,7 @@ def held_by(config: RunConfig, layout: Layout, rank: int) -> Held:
         )  # fmt: skip
         whole = structure.with_forecast()
         parameters = sum(_nbytes(parameter) for parameter in parallel.parameters())
-        return Held(
+        return RankHoldings(
             parameters=parameters,
             gradients=sum(_nbytes(parameter) for parameter in parallel.parameters() if parameter.requires_grad),
             optimizer=_on_rank(whole, "optimizer."),

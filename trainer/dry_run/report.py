@@ -65,7 +65,7 @@ def spans(numbers: Sequence[int]) -> str:
 
 
 def refuse_misfits(document: dict[str, Any], options: DryRunOptions) -> None:
-    """Refuse a run that needs more memory than was said there is.
+    """Refuse a run that needs more memory than the options allow.
 
     Raises:
         LayoutError: Of a device, or of a node for its snapshots; names the need.
