@@ -9,6 +9,7 @@ from collections.abc import Sequence
 
 from flashckpt.errors import RESUME_EXIT_CODE, FlashckptError
 from flashckpt.trainer.config import RunConfig, read_config, to_toml, without_secrets
+from flashckpt.trainer.dry_run.options import take_options
 from flashckpt.trainer.nonfatal import nonfatal_streams
 from flashckpt.trainer.parallel.layout import resolve_layout
 from flashckpt.trainer.train.report_once import report_once
@@ -34,6 +35,10 @@ USAGE = """Usage: python -m flashckpt.trainer [--config FILE.toml] [--section.ke
 
     python -m flashckpt.trainer generate SOURCE "Once upon a time" [--max-tokens N] [--temperature T]
 
+  What a run would hold per rank, without running it:
+
+    python -m flashckpt.trainer --dry-run --world 64 --config FILE.toml
+
 Options:
   --config FILE.toml     the run; every setting has a default
   --section.key VALUE    override one setting, e.g. --parallel.tp 2
@@ -41,6 +46,8 @@ Options:
                          transformers is installed, compare the logits with its as well
   --evaluate             score the newest checkpoint of the run, or init.from, without training, and end
   --print-config         print the resolved run as TOML without credentials, and end
+  --dry-run --world N    build the run as N ranks that do not exist, print bytes per rank, and end; with
+                         --json, --ranks-per-node N (8), and --device-memory GIB, --node-memory GIB to compare with
   --help                 this text
 
 Exit codes: 0 done, 75 stopped on request with state kept (start again to continue), 10 configuration,
@@ -66,6 +73,7 @@ def main(words: Sequence[str] | None = None) -> int:
 
 
 def _run(words: list[str]) -> int:
+    dry = take_options(words)
     show = _take_flag(words, "--print-config")
     check_only = _take_flag(words, "--check")
     if evaluate_only := _take_flag(words, "--evaluate"):
@@ -78,6 +86,10 @@ def _run(words: list[str]) -> int:
     if show:
         _say(to_toml(without_secrets(config)))
         return 0
+    if dry is not None:
+        from flashckpt.trainer.dry_run.command import dry_run
+
+        return dry_run(config, dry)
     resolve_layout(config, int(os.environ.get("WORLD_SIZE", "1")))  # refused before torch is imported
     if config.data.sources and (config.eval.held_out or not evaluate_only):
         from flashckpt.trainer.data.prepared import check_sources

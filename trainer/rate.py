@@ -29,8 +29,12 @@ def learning_rate(config: OptimConfig, step: int, steps: int) -> float:
     return config.min_lr + (config.lr - config.min_lr) * shape
 
 
+_NOTICEABLE = 0.05
+"""Part by which the next rate may differ: curves that part slowly from here on do not jump."""
+
+
 def rate_jump(before: Mapping[str, Any], now: RunConfig, step: int) -> str:
-    """Return a warning if the rate at `step` is not the one of the recorded schedule; "" if it is.
+    """Return a warning if the rate at `step`, or noticeably at the next, is not the recorded schedule's; "" if it is.
 
     Args:
         before: The values recorded with the checkpoint.
@@ -40,12 +44,18 @@ def rate_jump(before: Mapping[str, Any], now: RunConfig, step: int) -> str:
     known = {field.name for field in dataclasses.fields(OptimConfig)}
     optim = OptimConfig(**{name: value for name, value in before.get("optim", {}).items() if name in known})
     steps = int(before.get("train", {}).get("steps", now.train.steps))
-    old, new = learning_rate(optim, step, steps), learning_rate(now.optim, step, now.train.steps)
+
+    def rates(at: int) -> tuple[float, float]:
+        return learning_rate(optim, at, steps), learning_rate(now.optim, at, now.train.steps)
+
+    where, (old, new) = f"the restored step {step}", rates(step)
     if math.isclose(old, new, rel_tol=1e-9):
-        return ""
+        where, (old, new) = f"step {step + 1}, the first after the restored one", rates(step + 1)
+        if math.isclose(old, new, rel_tol=_NOTICEABLE) or step >= now.train.steps:
+            return ""
     factor = f" ({new / old:.3g} times)" if old > 0 else ""
     warning = (
-        f"the learning rate jumps at the restored step {step}: {old:.3e} under the recorded schedule "
+        f"the learning rate jumps at {where}: {old:.3e} under the recorded schedule "
         f"({_words(optim, steps)}), {new:.3e} under this one ({_words(now.optim, now.train.steps)}){factor}"
     )
     if _decays_with_run(optim, now.optim) and steps > optim.warmup_steps and steps != now.train.steps:

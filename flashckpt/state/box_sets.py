@@ -101,11 +101,15 @@ def _sharded_form(tensor: torch.Tensor) -> tuple[Any, ...]:
 class BoxSets:
     """All kinds of tensors in a structure; a tensor's kind is a number.
 
+    Args:
+        takes_meta: Tensors on the meta device are taken too: they have boxes, though no values.
+
     Attributes:
         known: The kinds, by number.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, *, takes_meta: bool = False) -> None:
+        self._takes_meta = takes_meta
         self.known: list[BoxSet] = []
         self._numbers: dict[tuple[Any, ...], int] = {}
 
@@ -127,7 +131,7 @@ class BoxSets:
         Raises:
             UnsupportedStateError: A tensor that cannot be held.
         """
-        dtype = dtype_name(name, tensor)
+        dtype = dtype_name(name, tensor, takes_meta=self._takes_meta)
         local = local_of(tensor)
         whole = boxes_of(name, tensor)
         cut = split_among_replicas(whole, dtype, spread, shares)

@@ -237,11 +237,11 @@ def local_of(tensor: torch.Tensor) -> torch.Tensor:
     return tensor._local_tensor if isinstance(tensor, DTensor) else tensor  # noqa: SLF001 -- as in boxes_of
 
 
-def dtype_name(name: str, tensor: torch.Tensor) -> str:
+def dtype_name(name: str, tensor: torch.Tensor, *, takes_meta: bool = False) -> str:
     """Return the dtype's name; refuse by key what has no plain bytes (meta, sparse, quantised, unknown subclasses)."""
     local, dtype = local_of(tensor), str(tensor.dtype).removeprefix("torch.")
     kind = ""
-    if local.is_meta:
+    if local.is_meta and not takes_meta:
         kind = "a tensor on the meta device, which has no values yet"
     elif local.layout is not torch.strided or local.is_quantized or dtype not in ITEMSIZE:
         kind = f"a tensor of layout {local.layout} and dtype {local.dtype}"

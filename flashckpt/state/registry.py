@@ -47,6 +47,10 @@ class Foreseen(NamedTuple):
 class StateRegistry:
     """The tracked objects of one process.
 
+    Args:
+        world: The ranks as this one sees them.
+        plans_only: Tensors on the meta device are planned too: how large snapshots would be. Nothing can be copied then.
+
     Attributes:
         modules: Model parts by track name.
         optimizers: torch optimizers by track name.
@@ -58,8 +62,8 @@ class StateRegistry:
         fenced: Track names whose tensors the user declared to change only inside `optimizer.step()`.
     """
 
-    def __init__(self, world: World) -> None:
-        self.world = world
+    def __init__(self, world: World, *, plans_only: bool = False) -> None:
+        self.world, self._plans_only = world, plans_only
         self.modules: dict[str, list[nn.Module]] = {}
         self.optimizers: dict[str, list[torch.optim.Optimizer]] = {}
         self.objects: dict[str, Any] = {}
@@ -271,6 +275,7 @@ class StateRegistry:
             fenced=self.fenced,
             captured=captured,
             ahead=self.ahead,
+            plans_only=self._plans_only,
         )
         self.planned, entries = build(tracked)
         self.aliases = self._found.aliases

@@ -37,6 +37,7 @@ class Tracked:
         fenced: Track names whose tensors change only inside `optimizer.step()`, as the user says.
         captured: What was read last; objects' tensors are taken from it.
         ahead: Optimizer state that does not exist yet and is planned all the same.
+        plans_only: Tensors may be on the meta device.
     """
 
     world: World
@@ -46,6 +47,7 @@ class Tracked:
     fenced: Collection[str]
     captured: Captured
     ahead: DeferredState
+    plans_only: bool = False
 
 
 def build(tracked: Tracked) -> tuple[Structure, OptimizerEntries]:
@@ -55,7 +57,7 @@ def build(tracked: Tracked) -> tuple[Structure, OptimizerEntries]:
         UnsupportedStateError: A tensor that cannot be held; names it.
         ConfigError: Two tensors of one name, or an optimizer over parameters of no tracked module.
     """
-    world, found, box_sets = tracked.world, tracked.found, BoxSets()
+    world, found, box_sets = tracked.world, tracked.found, BoxSets(takes_meta=tracked.plans_only)
     numbers = _module_sets(found, world, tracked.optimizers, box_sets)
     columns = StateColumns()
     _enter_modules(columns, tracked, numbers, box_sets)

@@ -102,6 +102,8 @@ def test_a_page_says_that_its_command_lines_were_not_run() -> None:
         "python -m flashckpt.trainer data prepares --config configs/sources.toml",
         "python -m flashckpt.trainer generate ROOT prompt --temperatur 3",
         "dlrun -m flashckpt.trainer --train.stepz 3",
+        "python -m flashckpt.trainer --dry-run --config configs/tiny.toml",
+        "python -m flashckpt.trainer --dry-run --world none --config configs/tiny.toml",
     ],
 )
 def test_wrong_command_lines_are_found(refused: str) -> None:
@@ -204,6 +206,7 @@ def _program(file: Path, words: list[str]) -> None:
 
 def _trainer(words: list[str]) -> None:
     from flashckpt.trainer.config import read_config
+    from flashckpt.trainer.dry_run.options import take_options
 
     if words[:1] == ["hub"]:
         from flashckpt.trainer.hub.command import parse
@@ -220,6 +223,7 @@ def _trainer(words: list[str]) -> None:
         assert words[1:2] == ["prepare"], words
         words = words[2:]
     words = [word for word in words if word not in {"--check", "--evaluate", "--print-config", "--help"}]
+    take_options(words)
     config = None
     if words[:1] == ["--config"]:
         config, words = str(ROOT / words[1]), words[2:]

@@ -173,9 +173,12 @@ class Parallel:
 
 
 def build_parallel(config: RunConfig, layout: Layout, device: torch.device) -> Parallel:
-    """Build this rank's part of the model. Collective: every rank of the world calls it."""
+    """Build this rank's part of the model. Collective: every rank of the world calls it.
+
+    On the meta device nothing gets memory: what a rank would hold (`dry_run`).
+    """
     sizes = (layout.pp, layout.dp_replicate, layout.dp_shard, layout.tp)
-    mesh = init_device_mesh(device.type, sizes, mesh_dim_names=MESH_NAMES)
+    mesh = init_device_mesh("cpu" if device.type == "meta" else device.type, sizes, mesh_dim_names=MESH_NAMES)
     pp_rank = mesh["pp"].get_local_rank()
     dp_rank = mesh["dp_replicate"].get_local_rank() * layout.dp_shard + mesh["dp_shard"].get_local_rank()
     stages = layout.stages_of(pp_rank)
@@ -220,11 +223,14 @@ def _build_part(config: RunConfig, layout: Layout, mesh: DeviceMesh, device: tor
         if config.train.precision == "bfloat16":
             # Float32 parameters, gradients and activations between blocks; bfloat16 in every product. Forward only:
             # the backward of an operator runs in the type of its forward.
-            part.forward = torch.autocast(device.type, dtype=torch.bfloat16)(part.forward)  # type: ignore[method-assign]  # as torch documents it
+            part.forward = torch.autocast(mesh.device_type, dtype=torch.bfloat16)(part.forward)  # type: ignore[method-assign]  # as torch documents it
         # find_unused_parameters: the buckets are then never rebuilt after the first backward, and a
         # resumed run adds gradients in the same order as the unbroken one.
         group = mesh["dp_replicate"].get_group()
-        return nn.parallel.DistributedDataParallel(part, process_group=group, find_unused_parameters=True)
+        synced = device.type != "meta"
+        return nn.parallel.DistributedDataParallel(
+            part, process_group=group, find_unused_parameters=True, init_sync=synced
+        )
     if _needs_fsdp(config, layout):
         _fully_shard(part, mesh, config, layout)
     materialise(part, device)

@@ -1,0 +1,117 @@
+"""The shipped configurations: each divides, is built by a dry run on the ranks that it names, and is the published model."""
+
+from __future__ import annotations
+
+import math
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+from support.paths import ROOT
+
+from flashckpt.trainer.config import read_config
+from flashckpt.trainer.dry_run.command import describe
+from flashckpt.trainer.dry_run.options import DryRunOptions
+from flashckpt.trainer.dry_run.report import as_text
+from flashckpt.trainer.hub.hub_config import from_hub, to_hub
+from flashckpt.trainer.model.initial import count_parameters
+
+CONFIGS = sorted((ROOT / "configs").glob("*.toml"))
+LLAMA = {"model_type": "llama", "rms_norm_eps": 1e-5, "rope_theta": 500000.0, "max_position_embeddings": 131072}
+LLAMA |= {"vocab_size": 128256, "num_key_value_heads": 8}
+SCALED = {
+    "rope_type": "llama3",
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 8192,
+}
+
+
+def llama(dim: int, layers: int, heads: int, ffn: int, factor: float, *, tied: bool = False) -> dict[str, Any]:
+    return LLAMA | {
+        "hidden_size": dim, "num_hidden_layers": layers, "num_attention_heads": heads, "intermediate_size": ffn,
+        "rope_scaling": {**SCALED, "factor": factor}, "tie_word_embeddings": tied,
+    }  # fmt: skip
+
+
+PUBLISHED: dict[str, tuple[int, int, dict[str, Any]]] = {
+    "llama3-1b": (1_235_814_400, 1_235_814_400, llama(2048, 16, 32, 8192, 32.0, tied=True)),
+    "llama3-8b": (8_030_261_248, 8_030_261_248, llama(4096, 32, 32, 14336, 8.0)),
+    "llama3-70b": (70_553_706_496, 70_553_706_496, llama(8192, 80, 64, 28672, 8.0)),
+    "llama3-405b": (405_853_388_800, 405_853_388_800, llama(16384, 126, 128, 53248, 8.0)),
+    "qwen3-moe-30b-a3b": (
+        30_532_122_624,
+        3_353_032_704,
+        {
+            "model_type": "qwen3_moe", "vocab_size": 151936, "hidden_size": 2048, "num_hidden_layers": 48,
+            "num_attention_heads": 32, "num_key_value_heads": 4, "head_dim": 128, "moe_intermediate_size": 768,
+            "num_experts": 128, "num_experts_per_tok": 8, "norm_topk_prob": True, "rms_norm_eps": 1e-6,
+            "rope_theta": 1000000.0, "max_position_embeddings": 40960, "tie_word_embeddings": False,
+        },
+    ),
+}  # fmt: skip
+"""Parameters in all and active, and the keys of config.json that say what is computed, as they were published."""
+
+
+def world_of(path: Path) -> int:
+    """Return the ranks that the comment of a configuration starts, else those of its layout."""
+    (line,) = re.findall(r"^#\s+dlrun (.*)$", path.read_text(), re.MULTILINE)[:1] or [""]
+    sizes = [int(number) for number in re.findall(r"--(?:nnodes|nproc-per-node)[ =](\d+)", line)]
+    if sizes:
+        return math.prod(sizes)
+    parallel = read_config(path).parallel
+    return parallel.pp * parallel.dp_replicate * abs(parallel.dp_shard) * parallel.tp
+
+
+SHOWN = {"llama3-8b": "trainer.md", "llama3-405b": "trainer-dry-run.md"}
+"""Pages that show the table of a configuration."""
+
+
+@pytest.mark.parametrize("path", CONFIGS, ids=lambda path: path.stem)
+def test_a_shipped_configuration_is_built_by_a_dry_run(path: Path) -> None:
+    world = world_of(path)
+    found = describe(read_config(path), DryRunOptions(world=world, ranks_per_node=min(8, world)))
+    assert sum(one["count"] for one in found["ranks"]) == found["world"]
+    model = read_config(path).model
+    held = found["model"]["parameters"] + model.tied_embeddings * model.vocab * model.dim
+    layout = found["layout"]
+    copies = sum(one["count"] * one["parameter_bytes"] for one in found["ranks"]) // layout["dp_replicate"]
+    assert copies >= 4 * held  # what tensor-parallel ranks hold alike is there several times
+    assert found["checkpoint"]["bytes"] >= 12 * held
+    assert found["checkpoint"]["bytes"] == pytest.approx(12 * held, rel=1e-3)
+    if path.stem in SHOWN:
+        page = (ROOT / "docs" / SHOWN[path.stem]).read_text().splitlines()
+        shown = [line for line in as_text(found).splitlines() if line and not line.startswith(("data:", "Per rank;"))]
+        assert set(shown) <= set(page), path.stem
+
+
+@pytest.mark.parametrize("path", CONFIGS, ids=lambda path: path.stem)
+def test_a_shipped_configuration_says_where_it_was_run_or_that_it_was_not(path: Path) -> None:
+    comment = "".join(line for line in path.read_text().splitlines(keepends=True) if line.startswith("#"))
+    assert re.search(r"[Nn]ot (?:yet )?run|minutes?\b|CPU ranks|eight ranks", comment)
+    if re.search(r"[Nn]ot (?:yet )?run", comment) and path.stem in PUBLISHED:
+        assert f"{world_of(path):,} rank" in comment or f"for {world_of(path)} " in comment
+
+
+@pytest.mark.parametrize("name", PUBLISHED)
+def test_a_published_model_has_its_published_sizes(name: str) -> None:
+    total, active, values = PUBLISHED[name]
+    config = read_config(ROOT / "configs" / f"{name}.toml")
+    assert (count_parameters(config.model), count_parameters(config.model, active=True)) == (total, active)
+    assert from_hub(values, name) == config.model
+    assert to_hub(config.model, config.train.seq_len, "bfloat16")["model_type"] == values["model_type"]
+
+
+def test_the_batch_script_of_the_trainers_page_is_the_one_that_is_run_in_slurm() -> None:
+    command = "-m flashckpt.trainer --config configs/llama3-8b.toml"
+    (script,) = re.findall(r"```bash\n(#!/bin/bash.*?)```", (ROOT / "docs" / "trainer.md").read_text(), re.DOTALL)
+    assert f"```bash\n{script.replace(command, 'train.py')}```" in (ROOT / "docs" / "launching.md").read_text()
+
+
+def test_every_configuration_is_in_the_table_of_the_page() -> None:
+    page = (ROOT / "docs" / "trainer-configs.md").read_text()
+    for path in CONFIGS:
+        assert f"`{path.name}`" in page, path.name
+        if path.stem in PUBLISHED:
+            assert f"{PUBLISHED[path.stem][0]:,}" in page

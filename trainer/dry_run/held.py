@@ -1,0 +1,146 @@
+"""One rank that does not exist: built as every rank is, on a process group without others and the meta device, and counted."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed.tensor import DTensor
+from torch.testing._internal.distributed.fake_pg import FakeStore
+
+from flashckpt.core.shard import ITEMSIZE
+from flashckpt.core.superblock import SegmentSpec
+from flashckpt.sampler import ElasticSampler
+from flashckpt.state.placement import current_world
+from flashckpt.state.registry import StateRegistry
+from flashckpt.state.structure import Structure
+from flashckpt.trainer.config import RunConfig
+from flashckpt.trainer.model.moe import EXPERT_WEIGHTS
+from flashckpt.trainer.parallel.apply import Parallel, build_parallel, local_tensor
+from flashckpt.trainer.parallel.layout import Layout
+from flashckpt.trainer.train.anomaly import Guard
+from flashckpt.trainer.train.loop import RunRecord
+from flashckpt.trainer.train.optim import build_optimizers
+
+SLOTS = 3
+"""Snapshots that are kept in memory, where they fit (else 2)."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RankHoldings:
+    """What one rank holds, in bytes.
+
+    Attributes:
+        parameters, gradients, optimizer: On the device.
+        slot_data: Of one snapshot: parameters, optimizer state, and what aligns them.
+        slot: Of one snapshot in memory, with its header and its manifest; that depends a little on random states.
+        snapshots: Of the memory that all slots take; 0 without a checkpoint root.
+        shared: Of one checkpoint: tensors that ranks of this pipeline rank hold together, each counted once.
+        own: Of one checkpoint: tensors of this rank alone.
+        block, rest, whole: Elements that FSDP gathers: of the largest block, outside of blocks, and of all of them.
+    """
+
+    parameters: int
+    gradients: int
+    optimizer: int
+    slot_data: int
+    slot: int
+    snapshots: int
+    shared: int
+    own: int
+    block: int
+    rest: int
+    whole: int
+
+
+@contextmanager
+def fake_rank(rank: int, world: int) -> Iterator[torch.device]:
+    """Be one rank of a process group whose collectives do nothing; yield the meta device."""
+    dist.init_process_group("fake", rank=rank, world_size=world, store=FakeStore())
+    try:
+        yield torch.device("meta")
+    finally:
+        dist.destroy_process_group()
+
+
+def held_by(config: RunConfig, layout: Layout, rank: int) -> RankHoldings:
+    """Build one rank of a run and return what it holds; the process must be in no process group, and build no other rank."""
+    config = replace(
+        config, train=replace(config.train, compile=False)
+    )  # holds the same, and the compiler loads for seconds
+    with fake_rank(rank, layout.world) as device:
+        parallel = build_parallel(config, layout, device)
+        optimizers = build_optimizers(config.optim, parallel.parts, tied=config.model.tied_embeddings)
+        tracked = StateRegistry(current_world(parallel.mesh), plans_only=True)
+        tracked.add("model", parallel.parts)
+        tracked.add("optimizer", optimizers)
+        sampler = ElasticSampler(1 << 40, dp_rank=parallel.dp_rank, dp_size=layout.dp, global_batch_size=layout.dp)
+        for name, thing in {"sampler": sampler, "run": RunRecord(config), "guard": Guard(config.guard)}.items():
+            tracked.add(name, thing)
+        tracked.rng = True
+        structure, captured = tracked.settled(ahead=True)
+        need = tracked.layout().need(len(repr(captured.values)))
+        spec = SegmentSpec(
+            job="", root_digest=0, rank=rank, slots=SLOTS, layout_hash=need.layout,
+            manifest_capacity=need.manifest_bytes, data_capacity=need.data_bytes,
+        )  # fmt: skip
+        whole = structure.with_forecast()
+        parameters = sum(_nbytes(parameter) for parameter in parallel.parameters())
+        return RankHoldings(
+            parameters=parameters,
+            gradients=sum(_nbytes(parameter) for parameter in parallel.parameters() if parameter.requires_grad),
+            optimizer=_on_rank(whole, "optimizer."),
+            slot_data=spec.data_capacity,
+            slot=spec.slot_bytes,
+            snapshots=spec.nbytes if config.checkpoint.root else 0,
+            shared=_in_checkpoint(whole, own=False),
+            own=_in_checkpoint(whole, own=True),
+            **_gathered(parallel),
+        )
+
+
+def _nbytes(tensor: torch.Tensor) -> int:
+    local = local_tensor(tensor)
+    return local.numel() * local.element_size()
+
+
+def _on_rank(structure: Structure, prefix: str) -> int:
+    pairs = zip(structure.names, structure.sets.tolist(), strict=True)
+    return sum(structure.box_sets[number].nbytes for name, number in pairs if name.startswith(prefix))
+
+
+def _in_checkpoint(structure: Structure, *, own: bool) -> int:
+    """Return the bytes of whole tensors; `own`: of those that belong to one rank alone, else of the others."""
+    total = 0
+    for name, number in zip(structure.names, structure.sets.tolist(), strict=True):
+        kind = structure.box_sets[number]
+        if (kind.spread.per_rank or "@" in name) == own:
+            total += torch.Size(kind.whole[0].global_shape).numel() * ITEMSIZE[kind.dtype]
+    return total
+
+
+def _gathered(parallel: Parallel) -> dict[str, int]:
+    """Return the elements that all-gathers bring together: experts stay where they are."""
+    units: Counter[str] = Counter()
+    for part in parallel.bare_parts():
+        for name, parameter in part.named_parameters():
+            if not name.endswith(EXPERT_WEIGHTS):
+                units[".".join(name.split(".")[:2]) if name.startswith("layers.") else ""] += _whole_of(parameter)
+    rest = units.pop("", 0)
+    return {"block": max(units.values(), default=0), "rest": rest, "whole": rest + sum(units.values())}
+
+
+def _whole_of(parameter: Any) -> int:
+    """Return the elements of a parameter before data parallelism cuts it."""
+    if not isinstance(parameter, DTensor):
+        return int(parameter.numel())
+    names = parameter.device_mesh.mesh_dim_names or ()
+    cut = next((p for name, p in zip(names, parameter.placements, strict=True) if name == "tp"), None)
+    return int(parameter.numel()) // (
+        parameter.device_mesh["tp"].size() if cut is not None and not cut.is_replicate() else 1
+    )
