@@ -63,4 +63,4 @@ def _answer(writer: int, config: RunConfig, layout: Layout, rank: int) -> None:
 
 def _same(answer: dict[str, Any]) -> FlashckptError:
     kind = getattr(errors, answer["error"], FlashckptError)
-    return kind(answer["problem"], **{part: answer[part] for part in _PARTS[1:]})  # type: ignore[no-any-return]  # one of ours
+    return kind(answer["problem"], **{part: answer[part] for part in _PARTS[1:]})

@@ -62,10 +62,11 @@ class _RmsNorm(torch.autograd.Function):
         norm = torch.linalg.vector_norm(x, dim=-1, keepdim=True)
         scale = norm.square_().div_(x.shape[-1]).add_(eps).rsqrt_()
         ctx.save_for_backward(x, weight, scale)
-        return (x * scale).mul_(weight)
+        out: Tensor = (x * scale).mul_(weight)
+        return out
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, None]:  # type: ignore[override]  # of this forward
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, None]:
         x, weight, scale = ctx.saved_tensors
         rows = scale.flatten()
         product = (grad * x).flatten(0, -2)
@@ -82,7 +83,7 @@ class _SwiGlu(torch.autograd.Function):
         return F.silu(gate).mul_(x)
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor]:  # type: ignore[override]  # of this forward
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor]:
         gate, x = ctx.saved_tensors
         return torch.ops.aten.silu_backward(grad * x, gate), F.silu(gate).mul_(grad)
 
@@ -94,7 +95,7 @@ class _Turn(torch.autograd.Function):
         return _turned(x, cosines, sines, 1)
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:  # type: ignore[override]  # of this forward
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
         cosines, sines = ctx.saved_tensors
         return _turned(grad, cosines, sines, -1), None, None
 
@@ -114,7 +115,7 @@ class _TokenLosses(torch.autograd.Function):
         return F.nll_loss(logs, targets.where(targets >= 0, -100), reduction="none")
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:  # type: ignore[override]  # of this forward
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
         logs, targets = ctx.saved_tensors
         grad = grad.where(targets >= 0, 0).unsqueeze(-1)
         # In place: the largest tensor of a step is not needed twice. A second backward is noticed by autograd.

@@ -90,7 +90,8 @@ def local_square_sum(parallel: Parallel) -> Tensor:
 
 def _square_sum(grad: Tensor) -> Tensor:
     """Return the sum of squares, float64; rows are short enough to be added in float32."""
-    return torch.linalg.vector_norm(grad, dim=-1).double().square().sum()
+    norms: Tensor = torch.linalg.vector_norm(grad, dim=-1)
+    return norms.double().square().sum()
 
 
 def _owns(grad: Tensor) -> bool:
