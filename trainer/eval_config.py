@@ -106,7 +106,7 @@ def _check_names(values: Mapping[str, Any]) -> None:
         for number, one in enumerate(values[part]):
             where = f"eval.{part}[{number}]"
             if not one["name"] or names.index(one["name"]) != number:
-                raise _wrong(f"{where} has no name of its own", f"name = {one['name']!r}", "a name that no other has")
+                raise _wrong(f"{where} needs another name", f"name = {one['name']!r}", "a name that no other has")
             if not one[first]:
                 raise _wrong(f"{where} has no {first}", f"{first} = {one[first]!r}", "a path or URL")
 

@@ -19,7 +19,7 @@ Line = Mapping[str, Any]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Question:
+class ProbeQuestion:
     """`endings` that may follow `prompt` and a `space`, and the number of the right one."""
 
     prompt: str
@@ -33,7 +33,7 @@ class Question:
         return tuple(self.space + ending for ending in self.endings)
 
 
-def read_questions(probe: ProbeConfig) -> list[Question]:
+def read_questions(probe: ProbeConfig) -> list[ProbeQuestion]:
     """Return the questions of a probe, in the order of its lines.
 
     Raises:
@@ -42,7 +42,7 @@ def read_questions(probe: ProbeConfig) -> list[Question]:
     options = probe.storage_options if is_remote(probe.url) else None
     blob = RemoteFile(probe.url, storage_options=options)
     content = b"".join(data for _, data in blob.chunks())
-    questions: list[Question] = []
+    questions: list[ProbeQuestion] = []
     for number, line in enumerate(content.split(b"\n"), 1):
         if line.strip() and not 0 < probe.limit <= len(questions):
             questions.append(_question(probe, number, line))
@@ -56,7 +56,7 @@ def read_questions(probe: ProbeConfig) -> list[Question]:
     return questions
 
 
-def _question(probe: ProbeConfig, number: int, line: bytes) -> Question:
+def _question(probe: ProbeConfig, number: int, line: bytes) -> ProbeQuestion:
     try:
         return _checked(_parsed(json.loads(line), probe.kind))
     except (ValueError, KeyError, TypeError, IndexError, AttributeError) as error:
@@ -70,7 +70,7 @@ def _question(probe: ProbeConfig, number: int, line: bytes) -> Question:
         ) from error
 
 
-def _parsed(values: Any, kind: str) -> Question:
+def _parsed(values: Any, kind: str) -> ProbeQuestion:
     if not isinstance(values, dict):
         raise TypeError(f"a {type(values).__name__}, not an object")
     for keys, make in _FORMS[kind]:
@@ -79,7 +79,7 @@ def _parsed(values: Any, kind: str) -> Question:
     raise ValueError(f"an object with {', '.join(values) or 'nothing'}")
 
 
-def _checked(question: Question) -> Question:
+def _checked(question: ProbeQuestion) -> ProbeQuestion:
     if not all(question.endings):
         raise ValueError("an ending without text")
     if not 0 <= question.right < len(question.endings):
@@ -99,26 +99,26 @@ def _texts(values: Any, key: str) -> tuple[str, ...]:
     return tuple(values)
 
 
-def _probability(values: Line) -> Question:
-    return Question(prompt=_text(values, "prompt"), endings=(_text(values, "target"),))
+def _probability(values: Line) -> ProbeQuestion:
+    return ProbeQuestion(prompt=_text(values, "prompt"), endings=(_text(values, "target"),))
 
 
-def _pair(better: str, worse: str) -> Callable[[Line], Question]:
-    return lambda values: Question(prompt="", endings=(_text(values, better), _text(values, worse)))
+def _pair(better: str, worse: str) -> Callable[[Line], ProbeQuestion]:
+    return lambda values: ProbeQuestion(prompt="", endings=(_text(values, better), _text(values, worse)))
 
 
-def _plain(values: Line) -> Question:
+def _plain(values: Line) -> ProbeQuestion:
     endings = _texts(values["choices"], "choices")
-    return Question(prompt=_text(values, "prompt"), endings=endings, right=_index(values["answer"]))
+    return ProbeQuestion(prompt=_text(values, "prompt"), endings=endings, right=_index(values["answer"]))
 
 
-def _hellaswag(values: Line) -> Question:
+def _hellaswag(values: Line) -> ProbeQuestion:
     prompt = _text(values, "ctx")
     if {"ctx_a", "ctx_b", "activity_label"} <= values.keys():
         begin, end = _text(values, "ctx_a"), _text(values, "ctx_b").capitalize()
         prompt = f"{_text(values, 'activity_label')}: {begin} {end}"
     endings = tuple(_without_marks(one) for one in _texts(values["endings"], "endings"))
-    return Question(prompt=_without_marks(prompt), endings=endings, right=_index(values["label"]), space=" ")
+    return ProbeQuestion(prompt=_without_marks(prompt), endings=endings, right=_index(values["label"]), space=" ")
 
 
 def _without_marks(text: str) -> str:
@@ -126,7 +126,7 @@ def _without_marks(text: str) -> str:
     return re.sub(r"\[.*?\]", "", text.strip().replace(" [title]", ". ")).replace("  ", " ")
 
 
-def _arc(values: Line) -> Question:
+def _arc(values: Line) -> ProbeQuestion:
     """As the data set on the hub has it, or with the question as an object, as its makers published it."""
     question, choices = values["question"], values.get("choices")
     if isinstance(question, dict):
@@ -139,15 +139,15 @@ def _arc(values: Line) -> Question:
     if str(values["answerKey"]) not in labels:
         raise ValueError(f"answerKey {values['answerKey']!r} is none of {', '.join(labels)}")
     endings = _texts(choices["text"], "choices.text")
-    return Question(
-        prompt=f"Question: {question}\nAnswer:",
+    return ProbeQuestion(
+        prompt=f"ProbeQuestion: {question}\nAnswer:",
         endings=endings,
         right=labels.index(str(values["answerKey"])),
         space=" ",
     )
 
 
-def _mmlu(values: Line) -> Question:
+def _mmlu(values: Line) -> ProbeQuestion:
     """The letters are compared; the choices are part of the question."""
     texts = _texts(values["choices"], "choices")
     letters = tuple("ABCDEFGHIJKLMNOPQRSTUVWXYZ"[: len(texts)])
@@ -155,7 +155,7 @@ def _mmlu(values: Line) -> Question:
     listed = "\n".join(f"{letter}. {text}" for letter, text in zip(letters, texts, strict=True))
     subject = _text(values, "subject").replace("_", " ") if values.get("subject") else ""
     about = f"The following are multiple choice questions (with answers) about {subject}.\n\n" if subject else ""
-    return Question(
+    return ProbeQuestion(
         prompt=f"{about}{_text(values, 'question').strip()}\n{listed}\nAnswer:",
         endings=letters,
         right=letters.index(answer) if isinstance(answer, str) and answer in letters else _index(answer),
@@ -170,7 +170,7 @@ def _index(value: Any) -> int:
     return int(value)
 
 
-_FORMS: Mapping[str, tuple[tuple[set[str], Callable[[Line], Question]], ...]] = {
+_FORMS: Mapping[str, tuple[tuple[set[str], Callable[[Line], ProbeQuestion]], ...]] = {
     "probability": (({"prompt", "target"}, _probability),),
     "pairs": (
         ({"better", "worse"}, _pair("better", "worse")),

@@ -11,7 +11,7 @@ import numpy as np
 import numpy.typing as npt
 
 from flashckpt.trainer.config import RunConfig
-from flashckpt.trainer.data.questions import Question, read_questions
+from flashckpt.trainer.data.questions import ProbeQuestion, read_questions
 from flashckpt.trainer.data.sets import start_token
 from flashckpt.trainer.data.vocabulary import Vocabulary
 from flashckpt.trainer.evaluate.rows import NO_TARGET, Ints, Rows, RowScores
@@ -63,7 +63,7 @@ class Probe:
     """
 
     def __init__(
-        self, name: str, kind: str, questions: Sequence[Question], texts: Sequence[Continued], seq_len: int
+        self, name: str, kind: str, questions: Sequence[ProbeQuestion], texts: Sequence[Continued], seq_len: int
     ) -> None:
         self.name = name
         self._kind, self._questions = kind, questions
@@ -114,7 +114,7 @@ def _cut(one: Continued, seq_len: int) -> Continued:
     return Continued(tokens=one.tokens[-(seq_len + 1) :], targets=min(one.targets, seq_len, len(one.tokens) - 1))
 
 
-def _probability(_: Sequence[Question], likelihoods: Floats, greedy: npt.NDArray[np.bool_]) -> dict[str, float]:
+def _probability(_: Sequence[ProbeQuestion], likelihoods: Floats, greedy: npt.NDArray[np.bool_]) -> dict[str, float]:
     return {
         "probability": float(np.exp(likelihoods).mean()),
         "log_probability": float(likelihoods.mean()),
@@ -122,12 +122,12 @@ def _probability(_: Sequence[Question], likelihoods: Floats, greedy: npt.NDArray
     }
 
 
-def _pairs(_: Sequence[Question], likelihoods: Floats, __: npt.NDArray[np.bool_]) -> dict[str, float]:
+def _pairs(_: Sequence[ProbeQuestion], likelihoods: Floats, __: npt.NDArray[np.bool_]) -> dict[str, float]:
     better, worse = likelihoods[0::2], likelihoods[1::2]
     return {"accuracy": float((better > worse).mean())}
 
 
-def _choice(questions: Sequence[Question], likelihoods: Floats, _: npt.NDArray[np.bool_]) -> dict[str, float]:
+def _choice(questions: Sequence[ProbeQuestion], likelihoods: Floats, _: npt.NDArray[np.bool_]) -> dict[str, float]:
     sizes: Mapping[str, Callable[[str], int]] = {
         "acc": lambda _: 1,
         "acc_norm": len,
@@ -143,6 +143,6 @@ def _choice(questions: Sequence[Question], likelihoods: Floats, _: npt.NDArray[n
     return {name: count / len(questions) for name, count in right.items()}
 
 
-_RESULTS: Mapping[str, Callable[[Sequence[Question], Floats, npt.NDArray[np.bool_]], dict[str, float]]] = {
+_RESULTS: Mapping[str, Callable[[Sequence[ProbeQuestion], Floats, npt.NDArray[np.bool_]], dict[str, float]]] = {
     "probability": _probability, "pairs": _pairs, "choice": _choice,
 }  # fmt: skip

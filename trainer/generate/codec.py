@@ -15,7 +15,7 @@ TOKENIZER = "tokenizer.json"
 _BROKEN = "\ufffd"
 
 
-class Codec:
+class TextCodec:
     """A tokenizer as generation needs it.
 
     Args:
@@ -150,15 +150,15 @@ class LibraryStream(TextStream):
         return text
 
 
-def codec_of_files(files: Mapping[str, bytes], *, special: bool, name: str) -> Codec | None:
+def codec_of_files(files: Mapping[str, bytes], *, special: bool, name: str) -> TextCodec | None:
     """Return the codec of a tokenizer.json and what lies beside it; None where there is no tokenizer.json.
 
     Raises:
-        ConfigError: See Codec.
+        ConfigError: See TextCodec.
     """
     if TOKENIZER not in files:
         return None
-    return Codec(files[TOKENIZER], _ends(files), special=special, name=name)
+    return TextCodec(files[TOKENIZER], _ends(files), special=special, name=name)
 
 
 def _ends(files: Mapping[str, bytes]) -> list[int]:

@@ -7,11 +7,11 @@ import json
 import os
 import sys
 from collections.abc import Iterator, Sequence
-from typing import NoReturn
 
 from flashckpt.cli.common import parse_options
 from flashckpt.errors import ConfigError
 from flashckpt.printable import printable
+from flashckpt.trainer.command_line import CommandParser
 from flashckpt.trainer.generate.codec import TextStream
 from flashckpt.trainer.generate.subject import Subject, open_subject
 from flashckpt.trainer.sample_config import Choice, check_choice
@@ -21,11 +21,6 @@ _ABOUT = """Continue a prompt and print the text as it comes, on the CPU in floa
 
 SOURCE is a checkpoint root (path or URL, of a run in any layout), a Hugging Face folder, or the id of a job on this
 machine (flashckpt status): then its newest snapshot is read out of shared memory, while it trains."""
-
-
-class _Parser(argparse.ArgumentParser):
-    def error(self, message: str) -> NoReturn:
-        raise ConfigError(f"{self.prog}: {message}", expected=self.format_usage().strip(), remedy="see --help")
 
 
 def generate(words: Sequence[str]) -> int:
@@ -46,7 +41,7 @@ def generate(words: Sequence[str]) -> int:
 
 def parse(words: Sequence[str]) -> argparse.Namespace:
     """Return what a command line says; ConfigError where it is wrong, SystemExit after --help."""
-    parser = _Parser(
+    parser = CommandParser(
         prog="python -m flashckpt.trainer generate", description=_ABOUT, allow_abbrev=False,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )  # fmt: skip

@@ -8,10 +8,10 @@ from flashckpt.errors import ConfigError
 from flashckpt.trainer.config import RunConfig
 from flashckpt.trainer.data.prepared import read_prepared
 from flashckpt.trainer.data.vocabulary import read_vocabulary
-from flashckpt.trainer.generate.codec import Codec
+from flashckpt.trainer.generate.codec import TextCodec
 
 
-def read_prompts(config: RunConfig) -> tuple[Codec, list[list[int]]]:
+def read_prompts(config: RunConfig) -> tuple[TextCodec, list[list[int]]]:
     """Return the tokenizer of a run and the tokens of its prompts.
 
     Raises:
@@ -31,11 +31,11 @@ def read_prompts(config: RunConfig) -> tuple[Codec, list[list[int]]]:
     return codec, found
 
 
-def run_codec(config: RunConfig) -> Codec:
+def run_codec(config: RunConfig) -> TextCodec:
     """Return the tokenizer that a run's text went through. Raises as `read_prompts`."""
     data = config.data
     if not data.sources:
-        return Codec(b"")
+        return TextCodec(b"")
     if (index := read_prepared(data)) is not None:
         path = Path(data.folder) / index["tokenizer"]
         name = str(path)
@@ -51,5 +51,5 @@ def run_codec(config: RunConfig) -> Codec:
             state="Nothing was started.",
             remedy="set data.tokenizer, or samples.every = 0",
         )
-    codec = Codec(content, name=name)
-    return Codec(content, [codec.number(data.end_token)], name=name) if data.end_token else codec
+    codec = TextCodec(content, name=name)
+    return TextCodec(content, [codec.number(data.end_token)], name=name) if data.end_token else codec

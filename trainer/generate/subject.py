@@ -10,7 +10,7 @@ from typing import Any
 from flashckpt.errors import ConfigError, DataError
 from flashckpt.sampler.datasets.remote_file import RemoteFile
 from flashckpt.storage.factory import is_process_local
-from flashckpt.trainer.generate.codec import TOKENIZER, Codec, codec_of_files
+from flashckpt.trainer.generate.codec import TOKENIZER, TextCodec, codec_of_files
 from flashckpt.trainer.hub.memory import LiveWeights, is_in_memory, job_of_root
 from flashckpt.trainer.hub.source import CheckpointWeights, HubFolder, SavedWeights, WeightSource, is_hub_folder
 from flashckpt.trainer.hub.tokenizer_files import files_of_folder, files_of_saved
@@ -31,7 +31,7 @@ class Subject:
     """
 
     weights: WeightSource
-    codec: Codec
+    codec: TextCodec
     context: int
 
 
@@ -98,7 +98,7 @@ def _number(step: str | None) -> int | None:
     raise ConfigError("a step in memory cannot be read", found=step, expected="STEP, e.g. 120")
 
 
-def _codec(weights: WeightSource, tokenizer: str, options: Mapping[str, Any] | None) -> Codec:
+def _codec(weights: WeightSource, tokenizer: str, options: Mapping[str, Any] | None) -> TextCodec:
     if tokenizer:
         return _given(tokenizer)
     if isinstance(weights, SavedWeights):
@@ -121,10 +121,10 @@ def _folder_of(weights: WeightSource) -> str:
     return f", nor in data.folder = {folder}" if folder else ""
 
 
-def _given(place: str) -> Codec:
+def _given(place: str) -> TextCodec:
     """Return the codec of --tokenizer: "bytes", a file (any fsspec URL), or a folder."""
     if place == "bytes":
-        return Codec(b"")
+        return TextCodec(b"")
     path = Path(place).expanduser()
     if path.is_dir():
         found = codec_of_files(files_of_folder(path), special=True, name=place)
@@ -138,4 +138,4 @@ def _given(place: str) -> Codec:
         raise ConfigError(
             f"the tokenizer {place} cannot be read", found=error.found or error.problem, expected=f"a {TOKENIZER}"
         ) from error
-    return Codec(content, special=True, name=place)
+    return TextCodec(content, special=True, name=place)

@@ -7,21 +7,16 @@ import json
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 
 from flashckpt.cli.common import human_bytes, parse_options
-from flashckpt.errors import ConfigError
+from flashckpt.trainer.command_line import CommandParser
 from flashckpt.trainer.hub.transfer import export_folder, import_folder
 
 _ABOUT_IMPORT = """Make a checkpoint of ROOT from a Hugging Face folder (config.json and *.safetensors), types as they are.
 A run takes it up with [init] from = "ROOT"; [init] from = "HF_FOLDER" does the same without a copy."""
 _ABOUT_EXPORT = """Write the model of a checkpoint as a folder for AutoModelForCausalLM.from_pretrained: weights,
 config.json, and the tokenizer that the weights came with (bytes, for a vocabulary of 256)."""
-
-
-class _Parser(argparse.ArgumentParser):
-    def error(self, message: str) -> NoReturn:
-        raise ConfigError(f"{self.prog}: {message}", expected=self.format_usage().strip(), remedy="see --help")
 
 
 def hub(words: Sequence[str]) -> int:
@@ -65,7 +60,9 @@ def _say(document: dict[str, Any], text: str, *, as_json: bool) -> None:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = _Parser(prog="python -m flashckpt.trainer hub", description="Weights from and to Hugging Face folders.")
+    parser = CommandParser(
+        prog="python -m flashckpt.trainer hub", description="Weights from and to Hugging Face folders."
+    )
     commands = parser.add_subparsers(dest="command", required=True, metavar="import | export")
     shared: dict[str, Any] = {"formatter_class": argparse.RawDescriptionHelpFormatter}
     one = commands.add_parser("import", help="a folder becomes a checkpoint", description=_ABOUT_IMPORT, **shared)

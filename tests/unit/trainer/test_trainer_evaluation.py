@@ -245,8 +245,12 @@ def test_known_files_are_read_as_they_are(tmp_path: Path) -> None:
     assert plain.continuations == (" white", " black as coal", " a bird")
     assert hellaswag.prompt == "Baking: A man bakes. He"
     assert hellaswag.continuations[:2] == (" eats a stone. x", " opens the oven.")
-    assert (arc.prompt, arc.right) == ("Question: What falls from clouds?\nAnswer:", 1)
-    assert (published.prompt, published.endings, published.right) == ("Question: Ice is\nAnswer:", ("cold", "hot"), 0)
+    assert (arc.prompt, arc.right) == ("ProbeQuestion: What falls from clouds?\nAnswer:", 1)
+    assert (published.prompt, published.endings, published.right) == (
+        "ProbeQuestion: Ice is\nAnswer:",
+        ("cold", "hot"),
+        0,
+    )
     assert mmlu.continuations == (" A", " B", " C", " D")
     assert mmlu.right == 1
     assert len(read_like(CHOICE, "choice", limit=2)) == 2
@@ -282,8 +286,8 @@ def test_a_line_that_is_no_question_is_named(kind: str, line: str, words: str, t
 @pytest.mark.parametrize(
     ("values", "words"),
     [
-        ({"sets": [{"urls": ["a"]}]}, "has no name of its own"),
-        ({"sets": [{"name": "a", "urls": ["a"]}, {"name": "a", "urls": ["b"]}]}, r"eval.sets\[1\] has no name of its own"),
+        ({"sets": [{"urls": ["a"]}]}, "needs another name"),
+        ({"sets": [{"name": "a", "urls": ["a"]}, {"name": "a", "urls": ["b"]}]}, r"eval.sets\[1\] needs another name"),
         ({"sets": [{"name": "a"}]}, "has no urls"),
         ({"sets": [{"name": "a", "urls": ["a"], "kind": "csv"}]}, r"eval.sets\[0\].kind is unknown"),
         ({"sets": [{"name": "a", "urls": ["a"], "end": 3}]}, r"eval.sets\[0\].end has no effect"),

@@ -27,7 +27,7 @@ from flashckpt.shm.inventory import scan
 from flashckpt.shm.job_directory import JobDirectory
 from flashckpt.trainer.__main__ import main
 from flashckpt.trainer.config import from_values, to_values
-from flashckpt.trainer.generate.codec import Codec, LibraryStream
+from flashckpt.trainer.generate.codec import LibraryStream, TextCodec
 from flashckpt.trainer.generate.sampling import Chooser, continuation
 from flashckpt.trainer.hub.families import tensors_of
 from flashckpt.trainer.hub.hub_config import to_hub
@@ -136,7 +136,7 @@ def test_the_same_seed_draws_the_same_and_moves_no_other_random_state() -> None:
 
 def test_bytes_never_show_half_a_character() -> None:
     text = "aé€😀z"
-    codec = Codec(b"")
+    codec = TextCodec(b"")
     tokens = codec.encode(text, 256)
     stream = codec.stream()
     assert [stream.push(token) for token in tokens] == ["a", "", "é", "", "", "€", "", "", "", "😀", "z"]
@@ -153,7 +153,7 @@ def test_tokens_of_a_library_never_show_half_a_character() -> None:
     from flashckpt.trainer.data.vocabulary import train_bpe
 
     content = train_bpe(["the cat sat on the mat " * 50], 266)
-    codec = Codec(content)
+    codec = TextCodec(content)
     assert codec.ends == {tokenizers.Tokenizer.from_str(content.decode()).token_to_id("<|endoftext|>")}
     text = "the cat é€😀 " + "\ufffd" + " the mat"
     tokens = codec.encode(text, 266)
