@@ -6,8 +6,7 @@ Everything that is evaluated is a list of rows; each is scored exactly once, and
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -20,6 +19,7 @@ from torch.distributed.tensor import DTensor
 
 from flashckpt.trainer.model.transformer import per_token_loss
 from flashckpt.trainer.parallel.apply import Parallel
+from flashckpt.trainer.parallel.quiet import quiet
 from flashckpt.trainer.train.step import loss_context
 
 NO_TARGET = -100
@@ -183,17 +183,3 @@ def _filled(rows: Rows, count: int) -> Rows:
         documents=None if rows.documents is None else np.pad(rows.documents, padding),
         text=None if rows.text is None else np.pad(rows.text, padding),
     )
-
-
-@contextmanager
-def quiet(parallel: Parallel) -> Iterator[None]:
-    """Evaluate without dropout, and leave the random state as it is."""
-    device = parallel.device
-    with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
-        for part in parallel.parts:
-            part.eval()
-        try:
-            yield
-        finally:
-            for part in parallel.parts:
-                part.train()

@@ -7,8 +7,7 @@ the sampler nor the random state is read: the trace is the same with and without
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -20,6 +19,7 @@ from flashckpt.trainer.config import RunConfig
 from flashckpt.trainer.generate.prompts import read_prompts
 from flashckpt.trainer.generate.sampling import Chooser
 from flashckpt.trainer.parallel.apply import Parallel
+from flashckpt.trainer.parallel.quiet import quiet
 from flashckpt.trainer.sample_config import Choice
 
 _ENDED = -1
@@ -59,7 +59,7 @@ class SampleMaker:
         choosers = [Chooser(replace(choice, seed=choice.seed + number)) for number in range(len(self._prompts))]
         texts = [list(tokens) for tokens in self._prompts]
         is_open = [True] * len(texts)
-        with _undisturbed(self._parallel), torch.no_grad():
+        with quiet(self._parallel), torch.no_grad():
             for _ in range(settings.max_tokens):
                 for number, token in enumerate(self._next(texts, choosers, is_open)):
                     if token == _ENDED:
@@ -102,17 +102,3 @@ class SampleMaker:
     def _text(self, before: Sequence[int], added: Sequence[int]) -> str:
         stream = self._codec.stream(before)
         return "".join([*(stream.push(token) for token in added), stream.finish()])
-
-
-@contextmanager
-def _undisturbed(parallel: Parallel) -> Iterator[None]:
-    """Keep the random state, and run without dropout."""
-    device = parallel.device
-    with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
-        for part in parallel.parts:
-            part.eval()
-        try:
-            yield
-        finally:
-            for part in parallel.parts:
-                part.train()

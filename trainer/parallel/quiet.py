@@ -1,0 +1,24 @@
+"""Forward passes beside training that leave no trace in it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+
+from flashckpt.trainer.parallel.apply import Parallel
+
+
+@contextmanager
+def quiet(parallel: Parallel) -> Iterator[None]:
+    """Run without dropout, and leave the random state as it is."""
+    device = parallel.device
+    with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
+        for part in parallel.parts:
+            part.eval()
+        try:
+            yield
+        finally:
+            for part in parallel.parts:
+                part.train()
