@@ -33,7 +33,7 @@ class Change:
 SEVERITY = (
     ("model.dropout", "warning"), ("model.", "error"), ("train.seq_len", "error"), ("train.seed", "error"),
     ("train.global_batch", "warning"), ("train.micro_batch", "warning"), ("train.precision", "warning"),
-    ("train.compile", "warning"),
+    ("train.compile", "warning"), ("train.attention", "warning"),
     ("optim.", "warning"), ("parallel.timeout_s", "note"), ("parallel.", "warning"), ("data.", "warning"),
 )  # fmt: skip
 

@@ -18,6 +18,7 @@ Values: TypeAlias = Mapping[str, Mapping[str, Any]]
 CHOICES = {
     "parallel.data_parallel": ("fsdp", "ddp"),
     "train.precision": ("float32", "bfloat16"),
+    "train.attention": ("sdpa", "flex"),
     "train.device": ("auto", "cpu", "cuda"),
     "optim.schedule": ("constant", "cosine", "linear", "wsd"),
     "model.family": ("", "llama", "mistral", "mixtral", "qwen2", "qwen3", "qwen2_moe", "qwen3_moe"),

@@ -52,7 +52,10 @@ class ParallelConfig:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TrainConfig:
-    """Sizes of a step: `global_batch` and `micro_batch` count samples, `seq_len` tokens. `compile`: each block by torch.compile."""
+    """Sizes of a step: `global_batch` and `micro_batch` count samples, `seq_len` tokens. `compile`: each block by torch.compile.
+
+    `attention`: "sdpa", or on a GPU "flex".
+    """
 
     steps: int = 100
     seq_len: int = 64
@@ -60,6 +63,7 @@ class TrainConfig:
     micro_batch: int = 1
     seed: int = 1
     precision: str = "float32"
+    attention: str = "sdpa"
     device: str = "auto"
     deterministic: bool = False
     compile: bool = False

@@ -18,6 +18,7 @@ from flashckpt.trainer.model_config import ModelConfig
 
 if TYPE_CHECKING:
     from flashckpt.trainer.model.cache import KeyValueCache
+    from flashckpt.trainer.model.flex import FlexMasks
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -30,6 +31,7 @@ class Positions:
         documents: Which key each query sees because it is of its document and not after it, bool (B, 1, T, T); None: all
             tokens are one document.
         cache: Keys and values of the tokens before these; None: these are all.
+        flex: Attention is computed by FlexAttention with these masks, in place of `window` and `documents`; None: it is not.
     """
 
     cosines: Tensor
@@ -37,6 +39,7 @@ class Positions:
     window: Tensor | None
     documents: Tensor | None = None
     cache: KeyValueCache | None = None
+    flex: FlexMasks | None = None
 
     def mask(self, tokens: int, *, has_window: bool) -> Tensor | None:
         """Return which key each query of `tokens` sees in a layer; None: those that are not after it."""
@@ -48,39 +51,44 @@ class Positions:
         return self.documents if window is None else self.documents & window
 
 
-def make_positions(config: ModelConfig, seq_len: int, device: torch.device | str) -> Positions:
-    """Return the tables of sequences of `seq_len` tokens."""
+def make_positions(config: ModelConfig, seq_len: int, device: torch.device | str, *, mask: bool = True) -> Positions:
+    """Return the tables of sequences of `seq_len` tokens; with `mask`, and a window, also its mask of T x T."""
     frequencies, factor = _SCALINGS[config.rope_scaling](config, seq_len)
     angles = torch.outer(torch.arange(seq_len, dtype=torch.float64), frequencies)
-    mask = None
-    if 0 < config.window < seq_len:
+    window = None
+    if mask and 0 < config.window < seq_len:
         ones = torch.ones(seq_len, seq_len, dtype=torch.bool)
-        mask = ones.tril_().triu_(1 - config.window).to(device)
+        window = ones.tril_().triu_(1 - config.window).to(device)
     return Positions(
         cosines=(angles.cos() * factor).float().to(device),
         sines=(angles.sin() * factor).float().to(device),
-        window=mask,
+        window=window,
     )
 
 
-def with_documents(positions: Positions, documents: Tensor) -> Positions:
+def with_documents(positions: Positions, documents: Tensor, *, mask: bool = True) -> Positions:
     """Return the positions of rows of several documents: each begins at 0 and sees itself alone.
 
     Args:
         positions: Of one document.
         documents: Which document each token is of, integers (B, T); the tokens of one are next to each other.
+        mask: Whether to make the mask, which holds B x T x T.
     """
     index = torch.arange(documents.shape[1], device=documents.device)
     begins = torch.zeros_like(documents, dtype=torch.int64)
     begins[:, 1:] = torch.where(documents[:, 1:] != documents[:, :-1], index[1:], 0)
     within = index - begins.cummax(1).values
-    same = documents[:, None, :, None] == documents[:, None, None, :]
     return Positions(
         cosines=positions.cosines[within],
         sines=positions.sines[within],
         window=positions.window,
-        documents=same & (index[:, None] >= index[None, :]),
+        documents=_document_mask(documents, index) if mask else None,
     )
+
+
+def _document_mask(documents: Tensor, index: Tensor) -> Tensor:
+    same = documents[:, None, :, None] == documents[:, None, None, :]
+    return same & (index[:, None] >= index[None, :])
 
 
 def rotate(x: Tensor, positions: Positions) -> Tensor:

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -19,6 +20,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from flashckpt.trainer.model.cache import KeyValueCache, continued
+from flashckpt.trainer.model.flex import FlexMasks
 from flashckpt.trainer.model.moe import FeedForward, MixtureOfExperts
 from flashckpt.trainer.model.operators import RMSNorm, token_losses
 from flashckpt.trainer.model.positions import Positions, make_positions, rotate, with_documents
@@ -46,18 +48,18 @@ class Attention(nn.Module):
         if self.q_norm is not None and self.k_norm is not None:
             q, k = self.q_norm(q), self.k_norm(k)
         q, k, v = (part.transpose(1, 2) for part in (rotate(q, positions), rotate(k, positions), v))
-        mask = positions.mask(tokens, has_window=self.has_window)
+        out = self._attend(q, k, v, positions)
+        return self.wo(out.transpose(1, 2).reshape(batch, tokens, -1))  # type: ignore[no-any-return]  # nn.Module calls are Any
+
+    def _attend(self, q: Tensor, k: Tensor, v: Tensor, positions: Positions) -> Tensor:
+        """(B, H, T, K), (B, G, T, K) twice -> (B, H, T, K)."""
+        if positions.flex is not None:
+            return positions.flex.attend(q, k, v, has_window=self.has_window)
+        mask = positions.mask(q.shape[2], has_window=self.has_window)
         if positions.cache is not None:
             k, v = positions.cache.extend(self, k, v)
-        out = F.scaled_dot_product_attention(
-            q,
-            k,
-            v,
-            attn_mask=mask,
-            is_causal=mask is None,
-            enable_gqa=q.shape[1] != k.shape[1],
-        )
-        return self.wo(out.transpose(1, 2).reshape(batch, tokens, -1))  # type: ignore[no-any-return]  # nn.Module calls are Any
+        is_grouped = q.shape[1] != k.shape[1]
+        return F.scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=mask is None, enable_gqa=is_grouped)
 
 
 class Block(nn.Module):
@@ -116,7 +118,7 @@ class Transformer(nn.Module):
         self.layers = nn.ModuleDict({str(i): Block(config, i) for i in numbers})
         self.norm = RMSNorm(config.dim, eps=config.norm_eps) if last else None
         self.output = nn.Linear(config.dim, config.vocab, bias=False) if last else None
-        self.window = config.window
+        self.window, self.uses_flex = config.window, False
         self._positions: Positions | None = None
         self._make_positions = functools.partial(make_positions, config, seq_len)
 
@@ -125,8 +127,14 @@ class Transformer(nn.Module):
 
         `documents`, integers (B, T), tells tokens of one document from those of another; None: a row is one document.
         """
-        known = self._known_positions()
-        return self._through(x, known if documents is None else with_documents(known, documents))
+        positions = self._known_positions()
+        if documents is not None:
+            positions = with_documents(positions, documents, mask=not self.uses_flex)
+        if self.uses_flex:
+            rows, tokens = x.shape[:2]
+            masks = FlexMasks(rows, tokens, window=self.window, documents=documents, device=x.device)
+            positions = replace(positions, flex=masks)
+        return self._through(x, positions)
 
     def step(self, tokens: Tensor, cache: KeyValueCache) -> Tensor:
         """Tokens (B, T) int64 behind those of a cache -> their logits (B, T, vocab); the cache has them afterwards.
@@ -139,7 +147,7 @@ class Transformer(nn.Module):
 
     def _known_positions(self) -> Positions:
         if self._positions is None:  # not before: the model is made on the meta device
-            self._positions = self._make_positions(next(self.parameters()).device)
+            self._positions = self._make_positions(next(self.parameters()).device, mask=not self.uses_flex)
         return self._positions
 
     def _through(self, x: Tensor, positions: Positions) -> Tensor:

@@ -216,6 +216,7 @@ def _build_part(config: RunConfig, layout: Layout, mesh: DeviceMesh, device: tor
         tensor_parallel(part, mesh["tp"], config)
     mode = config.parallel.activation_checkpoint
     part.set_recompute(mode, check_recompute(mode))
+    part.uses_flex = config.train.attention == "flex"
     if config.train.compile:
         part.compile_blocks()
     if config.parallel.data_parallel == "ddp":

@@ -84,6 +84,16 @@ def _keep_freed_memory() -> None:
         change(trim_threshold, 1 << 30)
 
 
+def _refuse_flex(config: RunConfig) -> None:
+    if config.train.attention == "flex":
+        raise ConfigError(
+            "train.attention = flex needs a GPU: FlexAttention has no backward on a CPU",
+            found="a CPU",
+            expected='train.attention = "sdpa"',
+            state="Nothing was started.",
+        )
+
+
 @contextmanager
 def process_group(config: RunConfig, *, alone: bool = False) -> Iterator[torch.device]:
     """Join the process group (or make one of a single rank) and yield this rank's device."""
@@ -101,6 +111,7 @@ def process_group(config: RunConfig, *, alone: bool = False) -> Iterator[torch.d
         device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")) % torch.cuda.device_count())
         torch.cuda.set_device(device)
     else:
+        _refuse_flex(config)
         torch.set_num_threads(1)
         _keep_freed_memory()
     torch.use_deterministic_algorithms(config.train.deterministic)

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from support.dlrun import dlrun, run_dlrun
 from support.training import run_config, write_corpus
 
@@ -17,10 +18,12 @@ from flashckpt.errors import FlashckptError
 from flashckpt.shm.segment import Segment
 from flashckpt.trainer.config import read_config, to_toml, to_values
 from flashckpt.trainer.demo.report import compare_traces, read_restores
+from flashckpt.trainer.model.transformer import Transformer, per_token_loss
+from flashckpt.trainer.model_config import ModelConfig
 from flashckpt.trainer.train.metrics import read_trace
-from integration.gpu.device import device_type, in_time
+from integration.gpu.device import device, device_type, gpu, in_time
 
-__all__ = ["device_type", "in_time"]
+__all__ = ["device", "device_type", "gpu", "in_time"]
 pytestmark = pytest.mark.timeout(400)
 ROOT = Path(__file__).resolve().parents[3]
 STEPS = 9
@@ -75,6 +78,24 @@ def test_a_killed_run_in_bfloat16_has_the_trace_of_the_unbroken_one(device_type:
     assert (restored.step, set(restored.tiers)) == (6, {"memory"})
     result = compare_traces(read_trace(unbroken / "trace.jsonl"), read_trace(killed / "trace.jsonl"), STEPS)
     assert result.identical, result.first
+
+
+@pytest.mark.parametrize("window", [0, 100])
+def test_flex_attention_trains_as_attention_with_a_mask_does(window: int, gpu: torch.device) -> None:
+    torch.manual_seed(1)
+    size = ModelConfig(dim=256, layers=2, heads=4, kv_heads=2, ffn=512, vocab=512, window=window)
+    model = Transformer(size, 384).to(gpu)
+    tokens = torch.randint(512, (2, 384), device=gpu)
+    documents = (torch.arange(384, device=gpu) // 150).expand(2, 384)
+    found = []
+    for uses_flex in (False, True):
+        model.uses_flex, model._positions = uses_flex, None
+        model.zero_grad()
+        logits = model(tokens, documents)
+        per_token_loss(logits, tokens).mean().backward()
+        found.append([logits.detach(), *(one.grad.clone() for one in model.parameters() if one.grad is not None)])
+    for masked, flexed in zip(*found, strict=True):
+        torch.testing.assert_close(flexed, masked, atol=2e-3, rtol=2e-2)  # kernels may multiply in TF32
 
 
 def test_a_billion_parameters_are_killed_and_go_on_from_memory(device_type: str, shm_dir: Path, tmp_path: Path) -> None:
