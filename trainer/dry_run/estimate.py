@@ -8,7 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from flashckpt.trainer.config import RunConfig
-from flashckpt.trainer.parallel.layout import SPLIT_BACKWARD, Layout, check_recompute
+from flashckpt.trainer.parallel.layout import SPLIT_BACKWARD, Layout, check_recompute, needs_fsdp
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -30,6 +30,8 @@ def _gathered(config: RunConfig, layout: Layout, block: int, rest: int, whole: i
     item = _itemsize(config)
     if config.parallel.data_parallel == "ddp":
         return whole * (4 + (2 if item == 2 else 0))  # buckets of gradients; casts that autocast keeps
+    if not needs_fsdp(config, layout):
+        return 0
     stays = layout.pp > 1  # gathered until the step ends
     parameters = whole if stays else rest + 2 * block
     gradients = whole * 4 if layout.micro_batches > 1 else block * item
@@ -47,7 +49,7 @@ def _activations(config: RunConfig, layout: Layout, pp_rank: int) -> int:
     if layout.stages - 1 in stages:
         cut = layout.tp if config.parallel.loss_parallel else 1
         total += tokens * config.model.vocab // cut * (_itemsize(config) + 8)  # logits, in float32, their gradient
-    if config.data.sources and config.data.document_mask:
+    if config.data.sources and config.data.document_mask and config.train.attention == "sdpa":
         total += tokens * config.train.seq_len * in_flight(layout, pp_rank)
     return total
 

@@ -25,7 +25,7 @@ from flashckpt.trainer.config import RunConfig
 from flashckpt.trainer.model.initial import fill, materialise
 from flashckpt.trainer.model.moe import spread_experts
 from flashckpt.trainer.model.transformer import Transformer
-from flashckpt.trainer.parallel.layout import MESH_NAMES, Layout, check_recompute
+from flashckpt.trainer.parallel.layout import MESH_NAMES, Layout, check_recompute, needs_fsdp
 from flashckpt.trainer.parallel.tensor import tensor_parallel
 from flashckpt.trainer.parallel.tied import is_tied_head
 
@@ -232,15 +232,10 @@ def _build_part(config: RunConfig, layout: Layout, mesh: DeviceMesh, device: tor
         return nn.parallel.DistributedDataParallel(
             part, process_group=group, find_unused_parameters=True, init_sync=synced
         )
-    if _needs_fsdp(config, layout):
+    if needs_fsdp(config, layout):
         _fully_shard(part, mesh, config, layout)
     materialise(part, device)
     return part
-
-
-def _needs_fsdp(config: RunConfig, layout: Layout) -> bool:
-    """Whether there is something to gather or to cast: a single data-parallel rank would only copy every weight and gradient."""
-    return layout.dp > 1 or config.train.precision == "bfloat16" or config.model.experts > 0
 
 
 def _fully_shard(part: Transformer, mesh: DeviceMesh, config: RunConfig, layout: Layout) -> None:

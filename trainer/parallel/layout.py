@@ -307,3 +307,8 @@ def _divides(name: str, value: int, by_name: str, by: int) -> None:
             expected=f"{name} a multiple of {by}",
             state="Nothing was started.",
         )
+
+
+def needs_fsdp(config: RunConfig, layout: Layout) -> bool:
+    """Return whether there is something to gather or to cast: a single data-parallel rank would only copy weights and gradients."""
+    return layout.dp > 1 or config.train.precision == "bfloat16" or config.model.experts > 0

@@ -203,5 +203,11 @@ def test_gradients_are_gathered_where_several_micro_batches_add_up() -> None:
     assert (once, twice) == (2 * (5 + 20) + 20, 2 * (5 + 20) + 400)
 
 
+@pytest.mark.parametrize(("precision", "gathered"), [("float32", 0), ("bfloat16", 2 * (5 + 20) + 20)])
+def test_nothing_is_gathered_where_there_is_nothing_to_gather(precision: str, gathered: int) -> None:
+    config = from_values({"train": {"precision": precision, "global_batch": 1}})
+    assert estimate(config, resolve_layout(config, 1), 0, block=10, rest=5, whole=100).gathered == gathered
+
+
 def test_spans_of_numbers() -> None:
     assert spans([0, 1, 2, 5, 7, 8]) == "0-2,5,7-8"
