@@ -38,6 +38,9 @@ BLOCKS = {
     ("recipes.md", "sampler = ElasticSampler(data, dp_rank=rank"): "test_recipes.py::test_recipe_killed_in_an_epoch",
     ("launching.md", "#!/bin/bash\n#SBATCH --nodes=4"): "slurm.py::test_job_of_several_nodes",
     ("launching.md", "#!/bin/bash\n#SBATCH --nodes=1"): "slurm.py::test_job_of_one_node_without_srun",
+    ("trainer.md", "#!/bin/bash\n#SBATCH --nodes=1"): (
+        "test_trainer_configs.py::test_the_batch_script_of_the_trainers_page_is_the_one_that_is_run_in_slurm"  # it is that of launching.md
+    ),
     ("format.md", "import struct"): "test_block.py::test_the_recipe_of_the_docs_prints_the_slots",
     ("migrating.md", "model.load_state_dict(...)"): "not run: The two loops of this page were not run as they stand",
     (
