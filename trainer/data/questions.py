@@ -140,7 +140,7 @@ def _arc(values: Line) -> ProbeQuestion:
         raise ValueError(f"answerKey {values['answerKey']!r} is none of {', '.join(labels)}")
     endings = _texts(choices["text"], "choices.text")
     return ProbeQuestion(
-        prompt=f"ProbeQuestion: {question}\nAnswer:",
+        prompt=f"Question: {question}\nAnswer:",
         endings=endings,
         right=labels.index(str(values["answerKey"])),
         space=" ",

@@ -148,10 +148,14 @@ class Parallel:
         for send in sends:
             assert send is not None, "None is for ranks outside the group"
             send.wait()
+        self.reshard()
+        return values if self.has_last else []
+
+    def reshard(self) -> None:
+        """Free what a forward without backward left gathered: `parameters()` would be those, and miss a restore or zero_grad."""
         for module in (module for part in self.parts for module in part.modules()):
             if isinstance(module, FSDPModule):
-                module.reshard()  # as it was found: parameters that stay gathered would miss a restore
-        return values if self.has_last else []
+                module.reshard()
 
     def fill(self, config: RunConfig) -> int:
         """Fill this rank's weights with the initial ones of the run; return the elements written."""

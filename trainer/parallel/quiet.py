@@ -12,7 +12,7 @@ from flashckpt.trainer.parallel.apply import Parallel
 
 @contextmanager
 def quiet(parallel: Parallel) -> Iterator[None]:
-    """Run without dropout, and leave the random state as it is."""
+    """Run without dropout; leave the random state and the parameters as they are."""
     device = parallel.device
     with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
         for part in parallel.parts:
@@ -20,5 +20,6 @@ def quiet(parallel: Parallel) -> Iterator[None]:
         try:
             yield
         finally:
+            parallel.reshard()
             for part in parallel.parts:
                 part.train()

@@ -196,8 +196,8 @@ def test_probes_give_what_their_texts_alone_give(alone: Any, plain_model: Transf
             [" eats a stone. x", " opens the oven.", " is a tree.", " flies."],
             1,
         ),
-        ("ProbeQuestion: What falls from clouds?\nAnswer:", [" sand", " rain", " glass"], 1),
-        ("ProbeQuestion: Ice is\nAnswer:", [" cold", " hot"], 0),
+        ("Question: What falls from clouds?\nAnswer:", [" sand", " rain", " glass"], 1),
+        ("Question: Ice is\nAnswer:", [" cold", " hot"], 0),
         (
             f"{about}\n\n1 + 1 =\nA. 1\nB. 2\nC. 3\nD. 4\nAnswer:",
             [" A", " B", " C", " D"],

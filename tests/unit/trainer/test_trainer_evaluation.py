@@ -245,9 +245,9 @@ def test_known_files_are_read_as_they_are(tmp_path: Path) -> None:
     assert plain.continuations == (" white", " black as coal", " a bird")
     assert hellaswag.prompt == "Baking: A man bakes. He"
     assert hellaswag.continuations[:2] == (" eats a stone. x", " opens the oven.")
-    assert (arc.prompt, arc.right) == ("ProbeQuestion: What falls from clouds?\nAnswer:", 1)
+    assert (arc.prompt, arc.right) == ("Question: What falls from clouds?\nAnswer:", 1)
     assert (published.prompt, published.endings, published.right) == (
-        "ProbeQuestion: Ice is\nAnswer:",
+        "Question: Ice is\nAnswer:",
         ("cold", "hot"),
         0,
     )
