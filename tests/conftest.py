@@ -40,13 +40,17 @@ def shm_dir() -> Iterator[Path]:
 
 
 @pytest.fixture(autouse=True)
-def _own_memory_tier(shm_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """No test touches the machine's real memory tier, and none inherits a launcher's variables."""
+def _own_memory_tier(shm_dir: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """No test touches the machine's real memory tier, and none inherits the variables of a launcher or of another test."""
     monkeypatch.setenv("FLASHCKPT_SHM_DIR", str(shm_dir))
     for name in [key for key in os.environ if key.startswith("FLASHCKPT_") and key != "FLASHCKPT_SHM_DIR"]:
         monkeypatch.delenv(name)
     with contextlib.suppress(KeyError):
         monkeypatch.delenv("RANK")
+    yield
+    # What the test has set: fixtures of the next module are made before this one clears anything.
+    for name in [key for key in os.environ if key.startswith("FLASHCKPT_")]:
+        del os.environ[name]
 
 
 @pytest.fixture(params=["python", "the best"])

@@ -212,8 +212,6 @@ def trained(tmp_path_factory: Any) -> Path:
         checkpoint={"root": str(folder / "root"), "snapshot_every": 1, "persist_every": 2, "job": "talks"},
     )
     with pytest.MonkeyPatch.context() as patch:
-        for name in [key for key in os.environ if key.startswith("FLASHCKPT_")]:
-            patch.delenv(name)  # of the file before: what clears them is made for each test, after this
         patch.setenv("FLASHCKPT_SHM_DIR", str(folder / "memory"))
         assert values(run_ranks(train_and_stay, 8, to_values(config), 2, 1, timeout_s=100)) == list(range(8))
     return Path(folder)
