@@ -2,7 +2,13 @@
 
 from __future__ import annotations
 
-from flashckpt.errors import SamplerStateError
+from flashckpt.errors import ConfigError, SamplerStateError
+
+UNWEIGHTED = (
+    "the global batch of %d samples does not divide over %d replicas, and sampler.weights was not read: a mean over rows "
+    "counts padding, and samples of replicas that have fewer of them count more. Multiply the loss of each row by its weight"
+)
+"""A warning of a loop that takes the plain mean of a batch that does not divide."""
 
 
 def backwards(epoch: int, *, now: int, offset: int) -> SamplerStateError:
@@ -67,4 +73,14 @@ def trained_already(what: str, position: int, *, committed: int) -> SamplerState
         expected=f"the committed position {committed} or later",
         state="Nothing was changed.",
         remedy="restore a snapshot before them first",
+    )
+
+
+def nothing_padded() -> ConfigError:
+    """Weights of a sampler that hands out no padding."""
+    return ConfigError(
+        'tail="short" has no weights: its replicas have unequally many rows',
+        found='tail="short"',
+        expected='tail="span", "pad" or "drop"',
+        remedy="weigh each sample alike, or choose another tail",
     )

@@ -12,6 +12,7 @@ import numpy as np
 
 from flashckpt.errors import SamplerStateError
 from flashckpt.sampler.order.cursor import Cursor
+from flashckpt.sampler.order.dealing import Dealing
 from flashckpt.sampler.order.permutation import Int64Array
 
 FIRST_CHUNK, CHUNK = 64, 1 << 14  # ids computed at a time: few for a quick first batch, then many
@@ -49,12 +50,14 @@ class EpochWalk(Iterator[Iterator[int]]):
 
     def _begin(self, start: int) -> None:
         rank, size = self._plan.dp_rank, self._plan.dp_size
-        self.start, self.total = start, self._plan.cursor.planned(start)
+        cursor = self._plan.cursor
+        self._dealing = Dealing(cursor.batches(start), rank=rank, replicas=size, is_padded=cursor.tail != "short")
+        self.start, self.total = start, self._dealing.samples
         if start + self.total >= 1 << 62:
             raise SamplerStateError(
                 "the sample stream is at its end", found=f"position {start}", expected="below 2**62"
             )
-        self._own = max(0, (self.total - rank + size - 1) // size)
+        self._own = self._dealing.rows
         self._made = 0
         self._items = iter([0][:0])  # computed but not handed out; its length hint is the counter
 
@@ -78,7 +81,7 @@ class EpochWalk(Iterator[Iterator[int]]):
         return self._items
 
     def next_batch(self, size: int) -> list[int]:
-        """Return the next `size` ids of this replica; fewer at the end of the epoch, none after it."""
+        """Return the ids of the next `size` rows of this replica; fewer at the end of the epoch, none after it."""
         batch = list(islice(self._items, size))
         while len(batch) < size and self._made < self._own:
             batch += islice(next(self), size - len(batch))
@@ -86,16 +89,20 @@ class EpochWalk(Iterator[Iterator[int]]):
             self._finish()
         return batch
 
+    def left_of_batch(self) -> tuple[int, int]:
+        """Return the size of the batch of which `next_batch` hands out rows, and this replica's rows that are left of it."""
+        return self._dealing.left_of_batch(self.handed_out)
+
     @property
     def handed_out(self) -> int:
-        """Samples this replica has handed out."""
+        """Rows this replica has handed out: its samples, and what fills batches that do not divide."""
         return self._made - length_hint(self._items)
 
     @property
     def position(self) -> int:
         """The stream position after the last sample that any replica can have handed out by now."""
         done = self.handed_out
-        return self._plan.cursor.reached(self.start, self.total if done >= self._own else done * self._plan.dp_size)
+        return self._plan.cursor.reached(self.start, self.total if done >= self._own else self._dealing.reached(done))
 
     @property
     def end(self) -> int:
@@ -103,13 +110,13 @@ class EpochWalk(Iterator[Iterator[int]]):
         return self._plan.cursor.reached(self.start, self.total)
 
     def ids(self, first: int, last: int) -> Int64Array:
-        """Return the ids of this replica's samples `first` to `last` (exclusive) of the iteration.
+        """Return the ids of this replica's rows `first` to `last` (exclusive) of the iteration.
 
         For `SeededSamples` they are its keys.
         """
         cursor, start = self._plan.cursor, self.start
-        ordinals = np.arange(first, last, dtype=np.int64) * self._plan.dp_size + self._plan.dp_rank
-        if cursor.tail != "pad" or not len(ordinals) or ordinals[-1] < (left := cursor.left(start)):
+        ordinals = self._dealing.ordinals(first, last)
+        if cursor.tail != "pad" or not len(ordinals) or ordinals.max() < (left := cursor.left(start)):
             return self._named(cursor.skips.positions(start, ordinals))
         epoch = start // cursor.length * cursor.length
         padding = epoch + (ordinals - left) % cursor.length  # samples of this epoch again, from its start

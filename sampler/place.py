@@ -5,6 +5,7 @@ from __future__ import annotations
 from torch.utils.data import Sampler
 
 from flashckpt.sampler.order.cursor import Cursor, TailCounts
+from flashckpt.sampler.order.dealing import samples_of
 
 
 class Place(Sampler[int]):
@@ -60,17 +61,25 @@ class Place(Sampler[int]):
         return len(self)
 
     @property
+    def tail(self) -> str:
+        """What happens at the end of an epoch."""
+        return self.cursor.tail
+
+    @property
     def drop_last(self) -> bool:
         """Whether tail is "drop"."""
         return self.cursor.tail == "drop"
 
     def __len__(self) -> int:
-        """Samples of this replica in one epoch; the same after a resume, so schedulers may rely on it."""
-        if self.cursor.tail == "short":
-            return (self.length - self.dp_rank + self.dp_size - 1) // self.dp_size
+        """Rows of this replica in one epoch, padding included; the same after a resume, so schedulers may rely on it."""
         unit = self.global_batch_size or self.dp_size
-        batches = self.length // unit if self.cursor.tail == "drop" else -(-self.length // unit)
-        return batches * unit // self.dp_size
+        batches, rest = divmod(self.length, unit)
+        if self.cursor.tail == "short":
+            own, last = (samples_of(size, self.dp_rank, self.dp_size) for size in (unit, rest))
+            return batches * own + last
+        if self.cursor.tail != "drop" and rest:
+            batches += 1
+        return batches * -(-unit // self.dp_size)
 
     def tail_counts(self) -> TailCounts:
         """Return what is left of this epoch, and what its end pads, drops or takes from the next one."""

@@ -13,10 +13,14 @@ import weakref
 from collections.abc import Iterable, Iterator, Mapping, Sized
 from typing import Any
 
+import torch
+from torch import Tensor
+
 from flashckpt.errors import ConfigError, DataError, LayoutError
 from flashckpt.sampler import errors
 from flashckpt.sampler.iterator import ElasticIterator, EpochWalk
 from flashckpt.sampler.order.cursor import Cursor
+from flashckpt.sampler.order.dealing import samples_of, weights_of
 from flashckpt.sampler.order.mixture import Mixture, MixtureStream
 from flashckpt.sampler.order.permutation import MAX_LENGTH, Int64Array
 from flashckpt.sampler.order.schedule import BatchSizes
@@ -106,15 +110,20 @@ class ElasticSampler(Place):
         self._again: int | None = None  # the epoch that `epochs` yields again, with no samples left
         self._restored_end: int | None = None  # the epoch whose last step was restored, until the position moves
         self.was_drawn_from = False
+        self.is_weighted = False
+        """Whether the loop weighs the rows of a batch that does not divide: `weights` was read, or set by the loop."""
         if global_batch_size is not None:
             self.set_global_batch_size(global_batch_size, ramp_up=ramp_up)
 
     def next_ids(self) -> Int64Array:
-        """Return this replica's sample ids of the next global batch (needs global_batch_size); nothing moves."""
+        """Return this replica's sample ids of the next global batch (needs global_batch_size); nothing moves.
+
+        No padding: where the batch does not divide, replicas have one more or one less, or none.
+        """
         self.was_drawn_from = True
         walk = EpochWalk(self, self.position)
         size = min(self._size_of_step(None), walk.total)
-        return walk.ids(0, max(0, -(-(size - self.dp_rank) // self.dp_size)))
+        return walk.ids(0, samples_of(size, self.dp_rank, self.dp_size))
 
     # -- iterating
 
@@ -192,6 +201,29 @@ class ElasticSampler(Place):
         is_end = self.epoch > epoch and self._latest[0] < self.position  # else the next iteration has already begun
         self.cursor.ended = epoch if is_end else None
         self._touched, self._spent_at, self._restored_end = True, None, None
+        if samples is None and count % self.dp_size and not self.is_weighted and self.cursor.tail != "short":
+            self.is_weighted = True  # logged once
+            _log.warning(errors.UNWEIGHTED, count, self.dp_size)
+
+    @property
+    def weights(self) -> Tensor:
+        """What each row of the next step weighs, float32 (rows,); 0: padding, 1: the global batch divides.
+
+        The mean of loss times weight over rows and replicas is the mean over the samples of the global batch.
+
+        Raises:
+            SamplerStateError: the global batch size is not known.
+            ConfigError: tail is "short": nothing is padded, replicas differ by one row.
+        """
+        return self.weights_in(self._size_of_step(None))[0]
+
+    def weights_in(self, micro: int) -> Tensor:
+        """Return `weights` cut into micro-batches of at most `micro` rows, float32 (micro-batches, rows of each)."""
+        if self.cursor.tail == "short":
+            raise errors.nothing_padded()
+        self.is_weighted = True
+        weights = weights_of(self._size_of_step(None), self.dp_rank, self.dp_size, micro)
+        return torch.from_numpy(weights).float()
 
     @property
     def ahead(self) -> int:
@@ -241,18 +273,10 @@ class ElasticSampler(Place):
             ramp_up: (position, size) pairs: other sizes for batches that begin at or after a stream position.
 
         Raises:
-            LayoutError: a size does not divide over the replicas.
-            SamplerStateError: an iterator is running (it has planned its end; use `ramp_up`).
+                SamplerStateError: an iterator is running (it has planned its end; use `ramp_up`).
         """
         self._check_idle("the global batch size is changed")
         sizes = BatchSizes.of(samples, ramp_up)
-        for _, size in sizes.steps:
-            if size % self.dp_size:
-                raise LayoutError(
-                    "the global batch does not divide over the replicas",
-                    found=f"global batch of {size} samples, {self.dp_size} replicas",
-                    expected="a multiple of the number of replicas",
-                )
         # no iterator is running: samples that the last one handed out uncommitted will come again
         self.cursor.sizes, self._spent_at, self._drained = sizes, None, False
 

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from flashckpt.errors import ConfigError, SamplerStateError
 from flashckpt.sampler.order.mixture import MixtureStream
-from flashckpt.sampler.order.schedule import BatchSizes
+from flashckpt.sampler.order.schedule import AlikeBatches, BatchSizes
 from flashckpt.sampler.order.spans import SkippedSpans
 from flashckpt.sampler.order.state import SamplerState, Segment, check_same
 from flashckpt.sampler.order.stream import Stream
@@ -69,12 +69,16 @@ class Cursor:
         """Return the used samples from `position` to the end of its epoch."""
         return self.skips.count(position, self.epoch_end(position))
 
+    def batches(self, position: int) -> list[AlikeBatches]:
+        """Return the batches, over all replicas, that an iteration from `position` hands out."""
+        sizes, is_whole = self.sizes or BatchSizes.of(self._unit), self.tail not in {"drop", "short"}
+        found = sizes.cover(position, self.epoch_end(position), self.skips, whole=is_whole)
+        rest = self.left(position) - sum(each.samples for each in found)
+        return [*found, AlikeBatches(batches=1, size=rest)] if self.tail == "short" and rest else found
+
     def planned(self, position: int) -> int:
         """Return how many samples, over all replicas, an iteration from `position` hands out."""
-        if self.tail == "short":
-            return self.left(position)
-        sizes = self.sizes or BatchSizes.of(self._unit)
-        return sizes.cover(position, self.epoch_end(position), self.skips, whole=self.tail != "drop")
+        return sum(each.samples for each in self.batches(position))
 
     def reached(self, start: int, used: int) -> int:
         """Return the position after the first `used` samples of an iteration from `start`."""

@@ -14,6 +14,19 @@ from flashckpt.sampler.order.spans import SkippedSpans
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class AlikeBatches:
+    """`batches` batches of `size` samples each, one after the other."""
+
+    batches: int
+    size: int
+
+    @property
+    def samples(self) -> int:
+        """Samples of all of them."""
+        return self.batches * self.size
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class BatchSizes:
     """The global batch size by stream position: (first position, samples), ascending, the first at 0."""
 
@@ -36,8 +49,8 @@ class BatchSizes:
         """Return the size of a batch that begins at `position`."""
         return next(size for first, size in reversed(self.steps) if first <= position)
 
-    def cover(self, position: int, end: int, skips: SkippedSpans, *, whole: bool) -> int:
-        """Return how many used samples the batches from `position` hold until one reaches `end`.
+    def cover(self, position: int, end: int, skips: SkippedSpans, *, whole: bool) -> list[AlikeBatches]:
+        """Return the batches from `position` until one reaches `end`.
 
         Args:
             position: Where the first batch begins.
@@ -45,13 +58,14 @@ class BatchSizes:
             skips: Excluded positions.
             whole: True counts the batch that crosses `end`, False omits it.
         """
-        total, here = 0, position
+        found: list[AlikeBatches] = []
+        here = position
         while (left := skips.count(here, end)) > 0:
             size = self.at(here)
             border = min((first for first, _ in self.steps if here < first < end), default=end)
             batches = max(1, -(-skips.count(here, border) // size))  # batches that begin before the size changes
             if not whole and batches * size > left:
-                return total + left // size * size
-            total += batches * size
+                return [*found, AlikeBatches(batches=left // size, size=size)]
+            found.append(AlikeBatches(batches=batches, size=size))
             here = skips.advance(here, batches * size)
-        return total
+        return found

@@ -11,6 +11,7 @@ from flashckpt.sampler import (
     ElasticSampler,
     Permutation,
 )
+from flashckpt.sampler.order.dealing import samples_of
 
 
 def world(dataset: Any, dp_size: int, global_batch: int | None, **options: Any) -> list[ElasticSampler]:
@@ -39,13 +40,19 @@ class Job:
     def step(self) -> list[int]:
         """Train one global batch and commit it; return its samples in global order."""
         size, ranks = self.samplers[0].global_batch_size or 0, len(self.samplers)
-        self.prefetch(size // ranks)
+        if self.samplers[0].tail == "short":
+            size = min(size, self.samplers[0].tail_counts().remaining)
+        own = [samples_of(size, rank, ranks) for rank in range(ranks)]
+        rows = own if self.samplers[0].tail == "short" else [-(-size // ranks)] * ranks
+        self.prefetch(max(rows))
         if not any(self.queues):  # the epoch is over: the loop begins the next one
             self.iterators = None
-            self.prefetch(size // ranks)
-        batches = [queue[: size // ranks] for queue in self.queues]
-        self.queues = [queue[size // ranks :] for queue in self.queues]
-        merged = [batches[k % ranks][k // ranks] for k in range(sum(map(len, batches)))]
+            self.prefetch(max(rows))
+        batches = [queue[:count] for queue, count in zip(self.queues, rows, strict=True)]
+        self.queues = [queue[count:] for queue, count in zip(self.queues, rows, strict=True)]
+        merged = [batches[k % ranks][k // ranks] for k in range(sum(map(min, own, map(len, batches))))]
+        padding = {sample for batch, count in zip(batches, own, strict=True) for sample in batch[count:]}
+        assert padding <= set(merged), "padding is of the same batch"
         for sampler in self.samplers:
             sampler.commit()
         return merged

@@ -53,15 +53,18 @@ def test_ramp_up_changes_the_batch_at_its_position_and_survives_a_resume() -> No
     assert ElasticBatchSampler(ElasticSampler(1000, global_batch_size=4, ramp_up=ramp), 2).accumulation == 2
 
 
-def test_batches_that_do_not_divide_are_refused() -> None:
+def test_contradictory_sizes_are_refused() -> None:
+    with pytest.raises(LayoutError, match="accumulation does not fit") as caught:
+        ElasticBatchSampler(ElasticSampler(100, 2, 0, global_batch_size=8), 3, accumulation=1)
+    assert "2 micro-batches" in caught.value.expected
     with pytest.raises(LayoutError):
-        ElasticSampler(100, 3, 0, global_batch_size=8)
-    with pytest.raises(LayoutError):
-        ElasticBatchSampler(ElasticSampler(100, 2, 0, global_batch_size=8), 3)
-    with pytest.raises(LayoutError):
-        ElasticBatchSampler(ElasticSampler(100, global_batch_size=4, ramp_up=[(8, 6)]), 4)
+        ElasticBatchSampler(ElasticSampler(100, global_batch_size=4, ramp_up=[(8, 6)]), 4, accumulation=1)
     with pytest.raises(ConfigError):
         ElasticSampler(100, global_batch_size=4, ramp_up=[(8, 4), (8, 8)])
+    with pytest.raises(ConfigError, match="no weights"):
+        _ = ElasticSampler(100, 3, 0, global_batch_size=8, tail="short").weights
+    with pytest.raises(SamplerStateError, match="size of the step is unknown"):
+        _ = ElasticSampler(100, 3, 0).weights
 
 
 def test_wrong_arguments_are_refused() -> None:
