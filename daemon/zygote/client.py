@@ -12,6 +12,7 @@ from typing import Any
 
 from flashckpt.daemon.machine.process import exit_code
 from flashckpt.daemon.zygote import messages, server
+from flashckpt.daemon.zygote.warm_copy import WarmCopy, key_of
 from flashckpt.errors import DamagedError
 
 _log = logging.getLogger("flashckpt.dlrun")
@@ -36,6 +37,8 @@ class ZygoteClient:
         self._sock, self.pid, self.disabled = sock, pid, disabled
         self._environment = dict(os.environ)
         self._ready = False
+        self._warm: WarmCopy | None = None
+        self._given_up = ""  # what is not rehearsed again: it could not be
         self.started = 1 if pid else 0
 
     @classmethod
@@ -57,12 +60,58 @@ class ZygoteClient:
         changed = server.changed_at_import(self._environment, environment)
         if changed:
             raise Unavailable(f"{changed} was changed after the zygote started")
+        if self._warm is not None and (pids := self._warm.fork(workers)) is not None:
+            return pids
         for _ in range(2):
             pids = self._try_fork(workers)
             if pids:
                 return pids
             self.close()
         raise Unavailable("the zygote died twice in a row")
+
+    @property
+    def pids(self) -> set[int]:
+        """The zygote and its copy, where there are any."""
+        return {self.pid} | ({self._warm.pid} if self._warm is not None else set())
+
+    def rehearse(self, target: str, worker: dict[str, Any], *, is_asked: bool) -> None:
+        """Let a copy of the zygote call `target`, and fork later generations of this layout from it. Does not wait for it.
+
+        Asked again, it only looks whether the copy is ready.
+
+        Args:
+            target: module:function; see `rehearse.rehearse`.
+            worker: The request of this node's first worker.
+            is_asked: Whether the user named `target`.
+        """
+        if self._warm is not None and not self._warm.poll():
+            self._given_up = self._warm.key
+            self._end_copy()
+        key = key_of(worker)
+        if self._sock is None or not self._ready or key == self._given_up or (self._warm and self._warm.key == key):
+            return
+        self._end_copy()
+        here, there = socket.socketpair()
+        try:
+            messages.send(
+                self._sock, {"rehearse": {"target": target, **{k: worker[k] for k in ("argv", "module", "env")}}}
+            )
+            socket.send_fds(self._sock, [b"f"], [there.fileno()])
+            answer = messages.receive(self._sock)
+        except (OSError, DamagedError):
+            answer = None
+        there.close()
+        if answer and answer["pids"]:
+            self._warm = WarmCopy(here, answer["pids"][0], key, is_asked)
+        else:  # the zygote died: the next fork starts another
+            here.close()
+            self.close()
+
+    def _end_copy(self) -> None:
+        if self._warm is not None:
+            self._warm.sock.close()
+            _end(self._warm.pid)
+            self._warm = None
 
     def prepare(self) -> None:
         """Start the zygote if it is not there, without waiting for its imports."""
@@ -108,7 +157,8 @@ class ZygoteClient:
         self.started += 1
 
     def close(self) -> None:
-        """End the zygote (its workers keep running) and reap it."""
+        """End the zygote and its copy (their workers keep running) and reap them."""
+        self._end_copy()
         if self._sock is not None:
             self._sock.close()
             self._sock = None

@@ -25,6 +25,7 @@ from typing import Any
 
 from flashckpt.daemon.machine.process import adopt_parent, set_title, thread_count
 from flashckpt.daemon.zygote import messages
+from flashckpt.daemon.zygote.rehearse import rehearse
 
 TORCH_MODULES = (
     "numpy",
@@ -56,6 +57,7 @@ OUR_MODULES = (
     "flashckpt.trainer.train.loop",
     "flashckpt.trainer.config",
     "flashckpt.trainer.evaluate.scores",
+    "flashckpt.rehearsal",
 )
 ONE_THREAD = ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS")
 """Variables that keep numpy and torch from starting thread pools at import; workers get their real values back."""
@@ -146,13 +148,14 @@ def serve(sock: socket.socket, agent: int) -> dict[str, Any]:
     started = time.monotonic()
     set_title("dlrun-zygote", "dlrun zygote (forks the workers)")
     preload()
-    gc.collect()
-    gc.freeze()  # keeps shared pages shared: the collector would write to every object's header
-    messages.send(sock, {"unfit": unfit(), "import_s": round(time.monotonic() - started, 3)})
+    _announce(sock, started, unfit())
     while True:
         request = messages.receive(sock)
         if request is None:
             os._exit(0)
+        if "rehearse" in request:
+            sock = _copied(sock, agent, request["rehearse"]) or sock
+            continue
         gate, opener = os.pipe()
         worker = _fork_workers(request["workers"])
         if isinstance(worker, dict):
@@ -165,6 +168,35 @@ def serve(sock: socket.socket, agent: int) -> dict[str, Any]:
         except OSError:  # dlrun is gone; its workers die with it
             os._exit(0)
         os.close(opener)
+
+
+def _announce(sock: socket.socket, started_s: float, reason: str) -> None:
+    gc.collect()
+    gc.freeze()  # keeps shared pages shared: the collector would write to every object's header
+    try:
+        messages.send(sock, {"unfit": reason, "import_s": round(time.monotonic() - started_s, 3)})
+    except OSError:  # dlrun is gone, or has given this process up
+        os._exit(0)
+
+
+def _copied(sock: socket.socket, agent: int, request: dict[str, Any]) -> socket.socket | None:
+    """Fork a copy of this process that rehearses; return its socket to dlrun in the copy, None in this process.
+
+    This process stays as it is: it answers meanwhile, and when the copy fails or another layout is started.
+    """
+    _, (fd, *_), *_ = socket.recv_fds(sock, 1, 1)
+    answer = _fork_workers([{}])
+    if isinstance(answer, list):
+        os.close(fd)
+        messages.send(sock, {"pids": answer})
+        return None
+    sock.close()
+    adopt_parent(agent)
+    set_title("dlrun-warm", "dlrun zygote (has rehearsed; forks the workers)")
+    started = time.monotonic()
+    copy = socket.socket(fileno=fd)
+    _announce(copy, started, rehearse(request) or unfit())
+    return copy
 
 
 def _await_go(gate: int, opener: int, agent: int, worker: dict[str, Any]) -> dict[str, Any]:
