@@ -13,6 +13,7 @@ import torch.distributed as dist
 from flashckpt.agent_folder import agent_folder, write_job
 from flashckpt.core.lineage import BEGINNING
 from flashckpt.native import IMPLEMENTATIONS, implementation
+from flashckpt.partnering import Partnering
 from flashckpt.planning.inventory import local_world
 from flashckpt.restore.coordinator import RestoreOutcome
 from flashckpt.settings import Settings
@@ -39,6 +40,7 @@ class OpenedJob:
         settings: Of the checkpointer.
         outcome: Of the restore.
         plan: Made before the restore, where it still is one for the state; else None.
+        partnering: Who keeps replicas of whom; None without replication.
     """
 
     tracked: StateRegistry
@@ -47,6 +49,7 @@ class OpenedJob:
     settings: Settings
     outcome: RestoreOutcome
     plan: CopyPlan | None
+    partnering: Partnering | None = None
 
     @property
     def mates(self) -> Sequence[int]:
@@ -69,6 +72,8 @@ class OpenedJob:
             world_size=self.tracked.world.size,
             node_count=len(nodes),
             node=nodes.index(inventories[self.tracked.world.rank].node),
+            replicate=settings.replicate if self.partnering is not None else 0,
+            replica_address=self.partnering.address if self.partnering is not None else "",
         )
 
 
@@ -100,6 +105,8 @@ class NodePlace:
                 directory.ensure_daemon()
         if agent is not None and os.environ.get("LOCAL_RANK", "0") == "0":  # of each agent: a node may have several
             write_job(agent, directory.path)
+        if opened.partnering is not None:
+            opened.partnering.meet(directory, opened.outcome)
         control = Control.open(directory.control_path, rows=len(mates))
         row = control.row(mates.index(world.rank))
         _fill(row, opened, entered_ns=entered_ns, initialised_ns=initialised_ns)

@@ -33,6 +33,13 @@ GAUGES = {
     "persisting": "1 while a snapshot is being persisted.",
     "failing": "1 while the last attempt to persist failed.",
     "segment_bytes": "Shared memory reserved by the segments of this node.",
+    "replicated_step": "Step of the newest snapshot that the partners of all nodes hold in memory.",
+    "replicated_generation": "Generation of that snapshot.",
+    "replica_lag_steps": "Steps that the newest snapshot is ahead of the newest replicated one.",
+    "replica_lag_seconds": "Seconds since this node held a snapshot that was not replicated everywhere.",
+    "replica_pending_bytes": "Bytes of the snapshot under way that the partners of this node lack.",
+    "replica_failing": "1 while no replica can be sent.",
+    "replica_bytes": "Shared memory that replicas of other nodes take on this node.",
     "ranks_alive": "1 while a rank or agent of the job is running on this node.",
 }
 COUNTERS = {
@@ -41,6 +48,7 @@ COUNTERS = {
     "skipped_persist_steps": "Persist steps skipped because another one was being persisted.",
     "failures": "Attempts to persist that failed.",
     "persisted_bytes": "Bytes of tensors in snapshots that this node persisted.",
+    "replica_sent_bytes": "Bytes of replicas sent to partners.",
     "persist_seconds": "Seconds from intent to commit, summed over commits.",
 }
 

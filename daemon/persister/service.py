@@ -34,6 +34,7 @@ from flashckpt.errors import (
     PersistError,
     SharedMemoryError,
 )
+from flashckpt.replicate.service import ReplicaState, ReplicationService, replica_numbers
 from flashckpt.shm.gc import take_away
 from flashckpt.shm.inventory import Identity, NodeInventory, scan
 from flashckpt.shm.job_directory import DaemonStatus, JobConfig, JobDirectory
@@ -102,6 +103,8 @@ class Daemon:
         self._numbers: dict[str, float] = {}
         self.endpoint: metrics.Endpoint | None = None
         self._wakeup = Wakeup([directory.path / "events", directory.path / "requests"])
+        self.replication = ReplicationService(directory, self._wakeup.wake)
+        self._replica_trouble = ""
 
     def run(self) -> None:
         """Turn until the work is done and no rank is running, or a signal came and nothing is pending."""
@@ -151,6 +154,7 @@ class Daemon:
             self._persist(self.persisting, view, record, urgent=urgent)
             retire(view, record, self.persisting.committed)
         self._answer(self.persisting, view)
+        self._replicate(config, view, record)
         self._report(self.persisting, view, alive=alive)
         return self._finished(self.persisting, view, record, alive=alive, urgent=urgent, silent_s=silent_s)
 
@@ -178,6 +182,7 @@ class Daemon:
         """Release everything."""
         if self.endpoint is not None:
             self.endpoint.close()
+        self.replication.close()
         if self.persisting is not None:
             self.persisting.close()
         self._wakeup.close()
@@ -232,6 +237,17 @@ class Daemon:
             return
         self.attempts.went_well(is_over=persisting.flush is None or not persisting.flush.is_begun)
 
+    def _replicate(self, config: JobConfig, view: NodeInventory, record: Generation) -> None:
+        """Take replication a turn further; what fails there costs replicas only."""
+        try:
+            self.replication.turn(config, view, record)
+        except (FlashckptError, OSError) as error:
+            if str(error) != self._replica_trouble:
+                _log.warning("replicas wait: %s", error)
+            self._replica_trouble = str(error)
+            return
+        self._replica_trouble = ""
+
     def _answer(self, persisting: PersistCoordinator, view: NodeInventory) -> None:
         """Take a request away once what was newest when it came, or something newer, is committed or gone."""
         if self._goal is None or (persisting.floor < self._goal[0] and persisting.undone(view, urgent=True)):
@@ -248,6 +264,7 @@ class Daemon:
 
     def _report(self, persisting: PersistCoordinator, view: NodeInventory, *, alive: bool) -> None:
         lag = sum(identity > persisting.floor for identity in view.flagged())
+        replicas = self.replication.state() if self.replication.session is not None else ReplicaState()
         status = DaemonStatus(
             committed=persisting.committed,
             failures=self.attempts.failures,
@@ -256,9 +273,16 @@ class Daemon:
             floor=persisting.floor,
             given_up=persisting.given_up,
             answered_ns=self.attempts.answered_ns,
+            replicated=replicas.everywhere,
+            replica_lag=replicas.lag_steps,
+            replica_lag_s=int(replicas.lag_s),
+            replica_pending=replicas.pending_bytes,
+            replica_problem=(replicas.problem or self._replica_trouble)[:1000],
             pid=os.getpid(),
         )
         self._numbers = self._measured(persisting, view, alive=alive, lag=lag)
+        if self.replication.session is not None:
+            self._numbers |= replica_numbers(replicas)
         self._say(status)
 
     def _say(self, status: DaemonStatus) -> None:

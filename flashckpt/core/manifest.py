@@ -58,6 +58,7 @@ class Manifest:
         digests: np.uint64; chunk k of row i is at `table.first_chunk[i] + k`.
         values: Non-tensor state by key; None, bool, int, float, str, bytes, list, tuple, dict only.
         objects: Pack names that `table.object_id` points into; [] in a slot.
+        is_part: It lacks rows that its rank holds, for other nodes hold them too: it is of a replica slot.
     """
 
     job: str
@@ -72,6 +73,7 @@ class Manifest:
     digests: np.ndarray
     values: dict[str, Any] = field(default_factory=dict)
     objects: list[str] = field(default_factory=list)
+    is_part: bool = False
 
     @classmethod
     def of(
@@ -136,6 +138,7 @@ def encode_manifest(m: Manifest, *, table_bytes: bytes | None = None) -> bytes:
         "digests": np.ascontiguousarray(m.digests, "<u8").tobytes(),
         "values": pack_values(m.values),
     }
+    body_map |= {"is_part": True} if m.is_part else {}
     body = msgpack.packb(body_map)
     prefix = PREFIX.pack(MAGIC, MAJOR, MINOR_WITH_SUMMARY if m.rank < 0 else MINOR, 0, len(body))
     return b"".join((prefix, struct.pack("<Q", digest(prefix + body)), body))
@@ -246,6 +249,7 @@ def _manifest_from(head: Any) -> Manifest:
         digests=np.frombuffer(head["digests"], "<u8").astype(np.uint64, copy=False),
         values=unpack_values(head["values"]),
         objects=[text(name) for name in _list(head["objects"])],
+        is_part=head.get("is_part") is True,
     )
     check_objects(m.objects)
     check_rows(m.table, objects=len(m.objects), digests=m.digests.size, is_slot=m.rank >= 0 and not m.objects)

@@ -238,5 +238,6 @@ def _is_same_layout(attempt: Attempt, prepared: Prepared) -> bool:
         return bool(sources) and sources[0].manifest.world_size == size
     if own.manifest.world_size != size:
         return False
-    # another node sent only the rows that were asked for
-    return has_same_regions(prepared.required.wanted, own.manifest.table, common_only=own.tier == "peer")
+    # another node sent only the rows that were asked for, and a replica has only those that few nodes hold
+    is_part = own.tier == "peer" or own.manifest.is_part
+    return has_same_regions(prepared.required.wanted, own.manifest.table, common_only=is_part)

@@ -199,7 +199,8 @@ class RestoreCoordinator:
             node=names.index(inventories[world.rank].node) if inventories else 0,
             phases=self.phases,
         )
-        segments = [] if self.directory is None else self.directory.segments()
+        directory = self.directory
+        segments = [] if directory is None else [*directory.segments(), *directory.replica_segments()]
         with contextlib.ExitStack() as stack:
             checkpoint = None
             if candidate.on_root:

@@ -102,7 +102,7 @@ def _members(directory: JobDirectory) -> Iterator[Member]:
 
 
 def _slots(directory: JobDirectory) -> Iterator[HeldSlot]:
-    for path in directory.segments():
+    for path in (*directory.segments(), *directory.replica_segments()):
         try:
             with contextlib.closing(Segment.attach(path)) as segment:
                 for h in segment.headers():

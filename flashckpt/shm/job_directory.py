@@ -101,7 +101,7 @@ class JobDirectory:
             private_directory(self.path.parent, create=True) as base,
             private_directory(self.path, create=True, within=base) as inside,
         ):
-            for name in ("events", "requests"):
+            for name in ("events", "requests", "replicas"):
                 with private_directory(self.path / name, create=True, within=inside):
                     pass
             return Lease(self.live_path.name, create=True, dir_fd=inside)
@@ -130,6 +130,19 @@ class JobDirectory:
         """Return the path of the segment of one rank and layout."""
         return self.path / f"r{rank:05d}-{layout_hash:016x}.seg"
 
+    @property
+    def replicas_path(self) -> Path:
+        """Folder of what this node keeps of the ranks of other nodes, and of the records of that."""
+        return self.path / "replicas"
+
+    def replica_path(self, rank: int, layout_hash: int) -> Path:
+        """Return the path of the replica segment of one rank of another node."""
+        return self.replicas_path / f"r{rank:05d}-{layout_hash:016x}.seg"
+
+    def replica_segments(self) -> list[Path]:
+        """Return the replica segments of all ranks and layouts, by rank."""
+        return _segments_in(self.replicas_path)
+
     def event_path(self, rank: int) -> Path:
         """Return the file that `rank` touches after each COMPLETE."""
         return self.path / "events" / f"r{rank:05d}"
@@ -140,10 +153,7 @@ class JobDirectory:
 
     def segments(self) -> list[Path]:
         """Return the segments of all ranks and layouts, by rank, oldest file name first."""
-        try:
-            return sorted(p for p in self.path.iterdir() if SEGMENT_NAME.fullmatch(p.name))
-        except FileNotFoundError:
-            return []
+        return _segments_in(self.path)
 
     def notify(self, rank: int) -> None:
         """Wake the daemon: a snapshot of `rank` is COMPLETE."""
@@ -308,6 +318,13 @@ def _daemon_environment() -> dict[str, str]:
     home = str(Path(__file__).resolve().parents[2])  # the folder that holds the package
     paths = [home, *filter(None, os.environ.get("PYTHONPATH", "").split(os.pathsep))]
     return {**os.environ, "PYTHONPATH": os.pathsep.join(dict.fromkeys(paths))}
+
+
+def _segments_in(folder: Path) -> list[Path]:
+    try:
+        return sorted(p for p in folder.iterdir() if SEGMENT_NAME.fullmatch(p.name))
+    except FileNotFoundError:
+        return []
 
 
 def _is_held(path: Path) -> bool:

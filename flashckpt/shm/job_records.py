@@ -38,6 +38,8 @@ class JobConfig:
     world_size: int = 1
     node_count: int = 1
     node: int = 0
+    replicate: int = 0
+    replica_address: str = ""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -52,6 +54,11 @@ class DaemonStatus:
         floor: (generation, step) up to which nothing is persisted any more: committed or given up.
         given_up: Why the last snapshot that was given up was; "" if none was.
         answered_ns: Time of the newest request to retry (`JobDirectory.ask`) before the last failed attempt began.
+        replicated: Newest snapshot that the partners of all nodes hold; None where there is none, or no replication.
+        replica_lag: Steps that the newest snapshot is ahead of it.
+        replica_lag_s: Whole seconds since this node held a snapshot that was not replicated everywhere; 0 if there is none.
+        replica_pending: Bytes of the snapshot under way that partners lack.
+        replica_problem: Why no replica can be sent; "" where one can.
         pid: Of the daemon, for people.
         updated_ns: Nanoseconds since the epoch.
     """
@@ -63,6 +70,11 @@ class DaemonStatus:
     floor: SnapshotId = field(default=BEFORE_ALL, metadata={"least": -1})
     given_up: str = ""
     answered_ns: int = 0
+    replicated: SnapshotId | None = None
+    replica_lag: int = 0
+    replica_lag_s: int = 0
+    replica_pending: int = 0
+    replica_problem: str = ""
     pid: int = 0
     updated_ns: int = 0
 

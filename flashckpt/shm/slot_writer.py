@@ -87,6 +87,10 @@ class SlotWriter:
         self._put(replace(self.header, state=SlotState.EMPTY))
         self._end()
 
+    def leave(self) -> None:
+        """Give the slot up as it is: it stays WRITING, unreadable, until somebody writes it."""
+        self._end()
+
     def _end(self) -> None:
         with contextlib.suppress(BufferError):  # a tensor over the slot may still hold the view
             self.data.release()

@@ -1,0 +1,213 @@
+"""An authenticated connection between two nodes of a job: both prove that they know the job secret (torch-free).
+
+Each side sends a random nonce. The connecting side then sends an HMAC over its role, the purpose, the job and both
+nonces; the accepting side verifies it before it answers with its own. The same values give one key per direction, with
+which every later message is signed together with its number: nobody in between can change, repeat, drop or insert one
+unnoticed. Nothing is encrypted: who can read the network can read the messages.
+"""
+
+from __future__ import annotations
+
+import hmac
+import os
+import socket
+import struct
+import time
+from typing import Any
+
+import msgpack
+
+from flashckpt.errors import ConfigError
+
+LEAST_SECRET = 16
+"""Fewest bytes of a secret."""
+MOST_BYTES = 64 << 20
+"""Default bound of one message, in bytes."""
+_NONCE, _MARK = 32, 32
+_HEAD = struct.Struct(">Q")
+_CONNECTS, _ACCEPTS = b"connects", b"accepts"
+
+
+class StrangerError(ConnectionError):
+    """The other side did not prove that it belongs to this job, or a message was not the one that it sent."""
+
+
+class PeerLink:
+    """Messages over an authenticated connection. Made by `authenticate`; for one thread at a time.
+
+    Args:
+        sock: The connection; the link owns it.
+        sending: Key of this side's messages.
+        receiving: Key of the other side's.
+        most: Longest message that is sent or accepted, in bytes.
+    """
+
+    def __init__(self, sock: socket.socket, sending: bytes, receiving: bytes, most: int) -> None:
+        self._sock, self._sending, self._receiving, self._most = sock, sending, receiving, most
+        self._sent = self._received = 0
+
+    def send(self, message: Any, timeout_s: float) -> None:
+        """Send a value of msgpack's types.
+
+        Raises:
+            ValueError: It is longer than the bound.
+            OSError: The connection is gone, or the other side does not read (TimeoutError).
+        """
+        data = msgpack.packb(message)
+        if len(data) > self._most:
+            raise ValueError(f"a message of {len(data)} bytes is longer than the bound of {self._most} bytes")
+        head = _HEAD.pack(len(data))
+        self._sock.settimeout(timeout_s)
+        self._sock.sendall(b"".join((head, _mark(self._sending, self._sent, data), data)))
+        self._sent += 1
+
+    def send_bytes(self, data: memoryview, timeout_s: float) -> None:
+        """Send bytes whose number the message before has announced; they are signed like a message. OSError as for `send`."""
+        mark = _mark(self._sending, self._sent, data)
+        self._sock.settimeout(timeout_s)
+        self._sock.sendall(mark)
+        self._sock.sendall(data)
+        self._sent += 1
+
+    def receive_bytes(self, into: memoryview, timeout_s: float) -> None:
+        """Fill `into` with bytes that were sent by `send_bytes`. They are not to be used before this has returned.
+
+        Raises:
+            StrangerError: They are not the ones that the other side sent next.
+            OSError: The connection is gone, or they did not arrive in time (TimeoutError).
+        """
+        until = time.monotonic() + timeout_s
+        mark = _read(self._sock, _MARK, until)
+        _read_into(self._sock, into, until)
+        if not hmac.compare_digest(mark, _mark(self._receiving, self._received, into)):
+            raise StrangerError("bytes are not the ones that the other side sent")
+        self._received += 1
+
+    def receive_map(self, timeout_s: float, most: int | None = None) -> dict[Any, Any]:
+        """Return the next message, which must be a map; else as `receive`."""
+        found = self.receive(timeout_s, most)
+        if type(found) is not dict:
+            raise StrangerError(f"a message is {type(found).__name__}, not a map")
+        return found
+
+    def receive(self, timeout_s: float, most: int | None = None) -> Any:
+        """Return the next message; the time-out is for the whole of it, `most` a closer bound than that of the link.
+
+        Raises:
+            StrangerError: It is too long, not msgpack, or not the message that the other side sent next.
+            OSError: The connection is gone, or the message did not arrive in time (TimeoutError).
+        """
+        until = time.monotonic() + timeout_s
+        (nbytes,) = _HEAD.unpack(_read(self._sock, _HEAD.size, until))
+        bound = self._most if most is None else min(most, self._most)
+        if nbytes > bound:  # before any memory is taken for it
+            raise StrangerError(f"a message of {nbytes} bytes is longer than the bound of {bound} bytes")
+        mark = _read(self._sock, _MARK, until)
+        data = _read(self._sock, nbytes, until)
+        if not hmac.compare_digest(mark, _mark(self._receiving, self._received, data)):
+            raise StrangerError("a message is not the one that the other side sent")
+        self._received += 1
+        try:
+            return msgpack.unpackb(data, strict_map_key=False)
+        except (ValueError, TypeError, RecursionError, msgpack.UnpackException) as error:
+            raise StrangerError("a message is not msgpack") from error
+
+    def close(self) -> None:
+        """Close the connection."""
+        self._sock.close()
+
+
+def authenticate(
+    sock: socket.socket,
+    *,
+    accepts: bool,
+    secret: bytes,
+    purpose: str,
+    job: str,
+    timeout_s: float,
+    most: int = MOST_BYTES,
+) -> PeerLink:
+    """Return a link once both sides have proved that they know the secret. The secret itself is never sent.
+
+    Args:
+        sock: A connected stream socket.
+        accepts: Whether this side accepted the connection; the other one connected.
+        secret: Of the job.
+        purpose: What the connection is for; both sides must name the same.
+        job: Identity of the job; likewise.
+        timeout_s: For the whole handshake, however slowly the other side sends.
+        most: Bound of one message, in bytes.
+
+    Raises:
+        ConfigError: There is no secret, or it is too short.
+        StrangerError: The other side does not know it, or means another purpose or job.
+        OSError: The connection is gone, or the other side did not answer in time (TimeoutError).
+    """
+    if len(secret) < LEAST_SECRET:
+        raise ConfigError(
+            "nodes cannot authenticate each other without a job secret",
+            found=f"{len(secret)} bytes",
+            expected=f"at least {LEAST_SECRET}",
+            remedy="set FLASHCKPT_JOB_SECRET to the same value on all nodes (openssl rand -hex 32)",
+        )
+    until = time.monotonic() + timeout_s
+    mine = os.urandom(_NONCE)
+    _write(sock, mine, until)
+    theirs = _read(sock, _NONCE, until)
+    if hmac.compare_digest(mine, theirs):
+        raise StrangerError("the other side sent this side's own nonce back")
+    nonces = theirs + mine if accepts else mine + theirs
+    context = b"".join(_HEAD.pack(len(part)) + part for part in (purpose.encode(), job.encode(), nonces))
+    if not accepts:
+        _write(sock, _proof(secret, _CONNECTS, context), until)
+    proof = _read(sock, _MARK, until)
+    if not hmac.compare_digest(proof, _proof(secret, _CONNECTS if accepts else _ACCEPTS, context)):
+        raise StrangerError("the other side does not know the job secret, or is of another job")
+    if accepts:
+        _write(sock, _proof(secret, _ACCEPTS, context), until)
+    keys = [hmac.digest(secret, b"key " + role + b"\0" + context, "sha256") for role in (_CONNECTS, _ACCEPTS)]
+    return PeerLink(sock, keys[accepts], keys[not accepts], most)
+
+
+def _proof(secret: bytes, role: bytes, context: bytes) -> bytes:
+    return hmac.digest(secret, b"proof " + role + b"\0" + context, "sha256")
+
+
+def _mark(key: bytes, number: int, data: bytes | memoryview) -> bytes:
+    found = hmac.new(key, _HEAD.pack(number), "sha256")
+    found.update(data)
+    return found.digest()
+
+
+def _write(sock: socket.socket, data: bytes, until: float) -> None:
+    sock.settimeout(_left(until))
+    sock.sendall(data)
+
+
+def _read(sock: socket.socket, nbytes: int, until: float) -> bytes:
+    """Return exactly `nbytes` bytes. One deadline for all: a side that sends a byte now and then does not extend it."""
+    data = bytearray()
+    while len(data) < nbytes:
+        sock.settimeout(_left(until))
+        part = sock.recv(min(nbytes - len(data), 1 << 20))
+        if not part:
+            raise StrangerError("the other side closed the connection in the middle of a message")
+        data += part
+    return bytes(data)
+
+
+def _read_into(sock: socket.socket, into: memoryview, until: float) -> None:
+    done = 0
+    while done < len(into):
+        sock.settimeout(_left(until))
+        count = sock.recv_into(into[done:])
+        if not count:
+            raise StrangerError("the other side closed the connection in the middle of a message")
+        done += count
+
+
+def _left(until: float) -> float:
+    left = until - time.monotonic()
+    if left <= 0:
+        raise TimeoutError("the other side did not answer in time")
+    return left

@@ -1,0 +1,269 @@
+"""The listening side: one thread per connection takes replicas in, or the reports of nodes where this one decides for all."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import socket
+import threading
+from collections.abc import Callable
+from typing import Any, Protocol
+
+import numpy as np
+
+from flashckpt.core.digest import CHUNK_BYTES
+from flashckpt.core.snapshot_id import SnapshotId
+from flashckpt.errors import FlashckptError
+from flashckpt.faults import crash_point
+from flashckpt.peer_link import PeerLink
+from flashckpt.planning.replica_rounds import NodeReport, RoundDecision
+from flashckpt.replicate.connections import SMALL, linked
+from flashckpt.replicate.records import ReplicaSession
+from flashckpt.replicate.slots import IncomingReplica, Kept, NoSlotError, ReplicaSlots
+
+SILENCE_S = 60.0
+"""Seconds after which a connection on which nothing comes is closed; the other side says something every second or so."""
+MOST_CONNECTIONS = 4096
+"""A leader of that many nodes has one connection to each."""
+_log = logging.getLogger(__name__)
+
+
+class Host(Protocol):
+    """What a connection asks of the persister that it reached."""
+
+    @property
+    def session(self) -> ReplicaSession | None:
+        """The present one."""
+
+    @property
+    def slots(self) -> ReplicaSlots:
+        """What this node keeps."""
+
+    def kept(self) -> Kept | None:
+        """Return what may not be overwritten; None where that is not known yet."""
+
+    def take_report(self, node: int, report: NodeReport) -> RoundDecision:
+        """Note what a node says, and return what all do."""
+
+
+class Listener:
+    """Accepts connections from `start` to `close`.
+
+    Args:
+        host: The persister.
+        address: What to listen on: the address that other nodes reach this one by.
+        port: As before, where this persister takes the place of one that was killed; 0 for any.
+    """
+
+    def __init__(self, host: Host, address: str, port: int = 0) -> None:
+        self._host = host
+        family = socket.AF_INET6 if ":" in address else socket.AF_INET
+        self._socket = socket.socket(family, socket.SOCK_STREAM)
+        self._open: set[socket.socket] = set()
+        self._senders: dict[int, socket.socket] = {}
+        self._lock = threading.Lock()
+        try:
+            self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            try:
+                self._socket.bind((address, port))
+            except OSError:
+                if not port:
+                    raise
+                self._socket.bind((address, 0))
+            self._socket.listen(128)
+        except OSError:
+            self._socket.close()
+            raise
+        self.port = int(self._socket.getsockname()[1])
+        threading.Thread(target=self._accept, name="flashckpt-replicas", daemon=True).start()
+
+    def close(self) -> None:
+        """Close the socket and every connection; their threads end."""
+        with contextlib.suppress(OSError):
+            self._socket.shutdown(socket.SHUT_RDWR)
+        self._socket.close()
+        self.drop()
+
+    def drop(self) -> None:
+        """Close every connection: they are of a session that is over."""
+        with self._lock:
+            for one in self._open:
+                with contextlib.suppress(OSError):
+                    one.shutdown(socket.SHUT_RDWR)
+
+    def _accept(self) -> None:
+        while True:
+            try:
+                connection, _ = self._socket.accept()
+            except OSError:
+                return
+            with self._lock:
+                if len(self._open) >= MOST_CONNECTIONS:
+                    connection.close()
+                    continue
+                self._open.add(connection)
+            threading.Thread(target=self._serve, args=(connection,), name="flashckpt-replica", daemon=True).start()
+
+    def _serve(self, connection: socket.socket) -> None:
+        try:
+            connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+            session = self._host.session
+            if session is None:
+                return
+            link = linked(connection, session, accepts=True)
+            hello = link.receive_map(SILENCE_S, SMALL)
+            node, generation = hello.get("node"), hello.get("generation")
+            if type(node) is not int or generation != session.generation or not 0 <= node < len(session.addresses):
+                link.send({"state": "other session"}, SILENCE_S)
+                return
+            if hello.get("kind") == "rounds":
+                _Rounds(self._host, link, node, session).run()
+                return
+            self._take_place_of_earlier(node, connection)
+            _Replicas(self._host, link, node, session).run()
+        except OSError as error:
+            _log.debug("a connection of another node ended: %s", error)
+        except Exception:  # noqa: BLE001 -- a thread that must not end unseen
+            _log.exception("a replica could not be taken in")
+        finally:
+            with self._lock:
+                self._open.discard(connection)
+            connection.close()
+
+    def _take_place_of_earlier(self, node: int, connection: socket.socket) -> None:
+        """A node has one connection for replicas: where it comes again, the one before is dead, whether TCP knows it or not."""
+        with self._lock:
+            earlier, self._senders[node] = self._senders.get(node), connection
+        if earlier is not None:
+            with contextlib.suppress(OSError):
+                earlier.shutdown(socket.SHUT_RDWR)
+
+
+class _Rounds:
+    """The reports of one node."""
+
+    def __init__(self, host: Host, link: PeerLink, node: int, session: ReplicaSession) -> None:
+        self._host, self._link, self._node, self._session = host, link, node, session
+
+    def run(self) -> None:
+        self._link.send({"state": "ready"}, SILENCE_S)
+        while self._host.session == self._session:
+            report = report_from(self._link.receive_map(SILENCE_S, SMALL))
+            self._link.send(packed_decision(self._host.take_report(self._node, report)), SILENCE_S)
+
+
+class _Replicas:
+    """The replicas that one node sends."""
+
+    def __init__(self, host: Host, link: PeerLink, node: int, session: ReplicaSession) -> None:
+        self._host, self._link, self._session = host, link, session
+        self._ranks = session.ranks_of(node)
+        self._buffer = bytearray(CHUNK_BYTES)
+        self._coming: IncomingReplica | None = None
+
+    def run(self) -> None:
+        holds = {rank: [list(one) for one in self._host.slots.holds(rank)] for rank in self._ranks}
+        self._link.send({"state": "ready", "holds": holds}, SILENCE_S)
+        handlers: dict[str, Callable[[dict[str, Any]], None]] = {
+            "offer": self._offer,
+            "chunk": self._chunk,
+            "end": self._end,
+        }
+        try:
+            while self._host.session == self._session:
+                fields = self._link.receive_map(SILENCE_S)
+                handler = handlers.get(next(iter(fields), ""))
+                if handler is not None:
+                    handler(fields)
+        finally:
+            if self._coming is not None:  # stays as it is: the next connection fills it further
+                self._coming.writer.leave()
+
+    def _offer(self, fields: dict[str, Any]) -> None:
+        if self._coming is not None:
+            self._coming.writer.leave()
+            self._coming = None
+        kept, raw = self._host.kept(), fields["offer"]
+        if kept is None or type(raw) is not bytes:
+            self._link.send({"state": "busy", "reason": "what may be overwritten here is not known yet"}, SILENCE_S)
+            return
+        try:
+            self._coming = self._host.slots.begin(
+                raw, kept=kept, persist=fields.get("persist") is True, ranks=self._ranks
+            )
+        except NoSlotError as error:
+            self._link.send({"state": "busy", "reason": str(error)}, SILENCE_S)
+        except (FlashckptError, OSError) as error:
+            self._link.send({"state": "refused", "reason": str(error)[:2000]}, SILENCE_S)
+        else:
+            self._answer()
+
+    def _answer(self) -> None:
+        if self._coming is None:
+            self._link.send({"state": "complete"}, SILENCE_S)
+        else:
+            self._link.send({"state": "send", "arrived": np.packbits(self._coming.arrived).tobytes()}, SILENCE_S)
+
+    def _chunk(self, fields: dict[str, Any]) -> None:
+        nbytes = fields.get("bytes")
+        if type(nbytes) is not int or not 0 <= nbytes <= CHUNK_BYTES:
+            raise ConnectionError(f"not a chunk: {nbytes!r} bytes")
+        data = memoryview(self._buffer)[:nbytes]
+        self._link.receive_bytes(data, SILENCE_S)
+        if self._coming is not None and type(fields["chunk"]) is int:
+            self._coming.take_in(fields["chunk"], data)
+            crash_point("replica.during-receive")
+
+    def _end(self, fields: dict[str, Any]) -> None:
+        del fields
+        if self._coming is not None and self._coming.commit():
+            self._coming = None
+            crash_point("replica.after-complete")
+        self._answer()
+
+
+def packed_report(report: NodeReport) -> dict[str, Any]:
+    """Return a report as the fields of a message."""
+    return {"held": report.held, "replicated": report.replicated, "target": report.target}
+
+
+def report_from(fields: dict[str, Any]) -> NodeReport:
+    """Return the report in a message; ConnectionError where it is none."""
+    try:
+        return NodeReport(
+            held=_ids(fields["held"]), replicated=_ids(fields["replicated"]), target=_id_or_none(fields["target"])
+        )
+    except (KeyError, TypeError, IndexError) as error:
+        raise ConnectionError(f"a report cannot be read: {error!r}") from error
+
+
+def packed_decision(decision: RoundDecision) -> dict[str, Any]:
+    """Return a decision as the fields of a message."""
+    return {"target": decision.target, "everywhere": decision.everywhere, "unrecoverable": decision.unrecoverable}
+
+
+def decision_from(fields: dict[str, Any]) -> RoundDecision:
+    """Return the decision in a message; ConnectionError where it is none."""
+    try:
+        return RoundDecision(
+            target=_id_or_none(fields["target"]),
+            everywhere=_id_or_none(fields["everywhere"]),
+            unrecoverable=_ids(fields["unrecoverable"]),
+        )
+    except (KeyError, TypeError, IndexError) as error:
+        raise ConnectionError(f"a decision cannot be read: {error!r}") from error
+
+
+def _ids(value: Any) -> tuple[SnapshotId, ...]:
+    return tuple(_id(one) for one in value)
+
+
+def _id_or_none(value: Any) -> SnapshotId | None:
+    return None if value is None else _id(value)
+
+
+def _id(value: Any) -> SnapshotId:
+    generation, step = value
+    if type(generation) is not int or type(step) is not int:
+        raise TypeError("an id is no pair of integers")
+    return SnapshotId(generation, step)

@@ -1,0 +1,240 @@
+"""Replicas between persisters: what arrives, what is kept, dropped connections, killed senders and receivers."""
+
+from __future__ import annotations
+
+import contextlib
+import socket
+import threading
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from support.daemons import ForkedDaemon, daemon_of
+from support.ranks import wait_for
+from support.replicas import Replicating, everywhere, replicas_of, turn_all
+
+from flashckpt.core.snapshot_id import SnapshotId
+from flashckpt.daemon.persister.service import Daemon
+from flashckpt.faults import CRASH_POINTS
+from flashckpt.peer_link import StrangerError
+from flashckpt.replicate import records
+from flashckpt.replicate.connections import SMALL, linked
+from flashckpt.shm import job_records
+
+SHAPES = {"w": (1200, 700), "b": (7,)}
+"""3.4 MB: several chunks for each rank."""
+
+
+@contextlib.contextmanager
+def daemons_of(them: Replicating) -> Iterator[list[Daemon]]:
+    with contextlib.ExitStack() as stack:
+        daemons = [stack.enter_context(daemon_of(job)) for job in them.jobs]
+        for daemon in daemons:
+            daemon.turn()
+        them.write_session()
+        yield daemons
+
+
+def test_each_node_keeps_what_its_neighbour_alone_holds_and_nothing_else(shm_dir: Path) -> None:
+    them = Replicating(shm_dir, 3, per_node=2, shapes=SHAPES)
+    with daemons_of(them) as daemons:
+        assert them.step(2)
+        turn_all(daemons, lambda: all(everywhere(d) == (1, 2) for d in daemons), "step 2 on all partners")
+        kept = [replicas_of(job.directory) for job in them.jobs]
+        assert [sorted({rank for rank, _ in one}) for one in kept] == [[4, 5], [0, 1], [2, 3]]
+        for one in kept:
+            for (rank, _), manifest in one.items():
+                own = them.jobs[rank // 2].ranks[rank % 2]
+                assert manifest.is_part
+                assert sorted(manifest.table.fqns) == sorted(own.table.fqns)
+                assert manifest.values == {"step": 2}
+        state = daemons[0].replication.state()
+        assert (state.lag_steps, state.pending_bytes, state.problem) == (0, 0, "")
+        read = them.jobs[1].directory.read_status
+        turn_all(
+            daemons, lambda: (status := read()) is not None and status.replicated == (1, 2), "the status of node 1"
+        )
+
+
+def test_replica_slots_are_overwritten_in_turn_and_the_newest_everywhere_stays_pinned_at_home(shm_dir: Path) -> None:
+    them = Replicating(shm_dir, 2, slots=4)
+    with daemons_of(them) as daemons:
+        for step in range(2, 12, 2):
+            assert them.step(step)
+            turn_all(daemons, lambda s=step: all(everywhere(d) == (1, s) for d in daemons), f"step {step}")  # type: ignore[misc]
+        assert {i for _, i in replicas_of(them.jobs[0].directory)} == {(1, 8), (1, 10)}
+        segment = them.jobs[0].ranks[0].segment
+        turn_all(daemons, lambda: len(segment.busy()) == 1, "one pin")
+        (slot,) = segment.busy()
+        assert segment.headers()[slot].identity == (1, 10)
+
+
+def test_two_partners_each_hold_all_of_a_node(shm_dir: Path) -> None:
+    them = Replicating(shm_dir, 3, replicas=2)
+    with daemons_of(them) as daemons:
+        assert them.step(1)
+        turn_all(daemons, lambda: all(everywhere(d) == (1, 1) for d in daemons), "step 1")
+        assert [{rank for rank, _ in replicas_of(job.directory)} for job in them.jobs] == [{1, 2}, {0, 2}, {0, 1}]
+
+
+def test_only_every_kth_step_is_replicated_and_lag_says_what_is_not(shm_dir: Path) -> None:
+    them = Replicating(shm_dir, 2, slots=4)
+    them.every = 4
+    with daemons_of(them) as daemons:
+        assert them.step(4)
+        turn_all(daemons, lambda: all(everywhere(d) == (1, 4) for d in daemons), "step 4")
+        assert them.step(6)
+        turn_all(daemons, lambda: daemons[0].replication.state().lag_steps == 2, "a lag of 2 steps")
+        assert {i for _, i in replicas_of(them.jobs[0].directory)} == {(1, 4)}
+        assert daemons[0].numbers()["replica_lag_steps"] == 2
+        assert daemons[0].numbers()["replicated_step"] == 4
+
+
+def test_partner_that_is_gone_costs_replicas_and_nothing_else_and_is_found_again(shm_dir: Path) -> None:
+    them = Replicating(shm_dir, 2, slots=4, shapes=SHAPES)
+    with daemon_of(them.jobs[0]) as first:
+        first.turn()
+        with daemon_of(them.jobs[1]) as second:
+            second.turn()
+            them.write_session()
+            assert them.step(2)
+            turn_all([first, second], lambda: everywhere(first) == (1, 2), "step 2")
+        assert them.step(4)
+        turn_all([first], lambda: "cannot be reached" in first.replication.state().problem, "the problem to be named")
+        assert first.replication.state().lag_steps == 2
+        status = them.jobs[0].directory.read_status()
+        assert status is not None
+        assert status.replica_lag == 2
+        assert them.step(6)
+        with daemon_of(them.jobs[1]) as second:  # another process of that node, on the same port
+            turn_all([first, second], lambda: everywhere(first) == everywhere(second) == (1, 6), "step 6")
+            assert first.replication.state().problem == ""
+
+
+class Cutting:
+    """Lets a port through to a persister, and cuts each connection after so many bytes."""
+
+    def __init__(self, port: int, cut_after: int) -> None:
+        self._port, self.cut_after, self.cuts = port, cut_after, 0
+        self._socket = socket.create_server(("127.0.0.1", 0))
+        self.port = self._socket.getsockname()[1]
+        threading.Thread(target=self._run, daemon=True).start()
+
+    def close(self) -> None:
+        with contextlib.suppress(OSError):
+            self._socket.shutdown(socket.SHUT_RDWR)
+        self._socket.close()
+
+    def _run(self) -> None:
+        with contextlib.suppress(OSError):
+            while True:
+                here, _ = self._socket.accept()
+                there = socket.create_connection(("127.0.0.1", self._port))
+                threading.Thread(target=self._pass, args=(here, there, self.cut_after), daemon=True).start()
+                threading.Thread(target=self._pass, args=(there, here, 1 << 60), daemon=True).start()
+
+    def _pass(self, source: socket.socket, target: socket.socket, left: int) -> None:
+        with contextlib.suppress(OSError):
+            while left > 0 and (data := source.recv(min(left, 1 << 16))):
+                target.sendall(data)
+                left -= len(data)
+        if left <= 0:
+            self.cuts += 1
+        for one in (source, target):
+            with contextlib.suppress(OSError):
+                one.shutdown(socket.SHUT_RDWR)
+        source.close()
+
+
+def test_connection_that_is_cut_again_and_again_is_resumed_where_it_was(shm_dir: Path) -> None:
+    """4.2 MB per rank through connections that live for 1.5 MB: from the start each time, it would never be whole."""
+    them = Replicating(shm_dir, 2, slots=4, shapes={"w": (2400, 875)})
+    with daemon_of(them.jobs[0]) as first, daemon_of(them.jobs[1]) as second:
+        first.turn(), second.turn()
+        endpoint = records.read_endpoint(them.jobs[1].directory)
+        assert endpoint is not None
+        cutting = Cutting(endpoint.port, cut_after=1_500_000)
+        with contextlib.closing(cutting):
+            them.write_session()
+            session = records.read_session(them.jobs[0].directory)
+            assert session is not None
+            addresses = (session.addresses[0], f"127.0.0.1 {cutting.port}")
+            job_records.write(records.session_path(them.jobs[0].directory), replace(session, addresses=addresses))
+            assert them.step(2)
+            turn_all([first, second], lambda: everywhere(first) == (1, 2), "step 2")
+            assert cutting.cuts >= 2
+        assert replicas_of(them.jobs[1].directory).keys() == {(0, (1, 2))}
+
+
+SENDER = ["replica.before-offer", "replica.during-send"]
+RECEIVER = ["replica.after-begin", "replica.during-receive", "replica.before-complete", "replica.after-complete"]
+assert {*SENDER, *RECEIVER} == {p for p in CRASH_POINTS if p.startswith("replica.")}
+
+
+@pytest.mark.parametrize("point", [*SENDER, *RECEIVER])
+def test_persister_killed_at_point_no_torn_replica_and_the_next_one_finishes(point: str, shm_dir: Path) -> None:
+    """Node 0 decides and sends; the persister that is killed is that of node 1, which sends to node 0 and receives from it."""
+    them = Replicating(shm_dir, 2, slots=4, shapes=SHAPES)
+    with daemon_of(them.jobs[0]) as first:
+        first.turn()
+        killed = ForkedDaemon(them.jobs[1], crash_at=point)
+        wait_for(lambda: records.read_endpoint(them.jobs[1].directory), what="the address")
+        them.write_session()
+        assert them.step(2)
+        turn_all([first], lambda: killed.poll() is not None, f"the death at {point}")
+        killed.wait_killed()
+        for job in them.jobs:
+            assert all(identity == (1, 2) for _, identity in replicas_of(job.directory))  # whole, or not there
+        with daemon_of(them.jobs[1]) as second:
+            turn_all([first, second], lambda: everywhere(first) == everywhere(second) == (1, 2), "step 2")
+        assert replicas_of(them.jobs[0].directory).keys() == {(1, (1, 2))}
+        assert replicas_of(them.jobs[1].directory).keys() == {(0, (1, 2))}
+
+
+def test_snapshot_that_was_damaged_at_home_is_not_replicated_and_the_next_one_is(shm_dir: Path) -> None:
+    them = Replicating(shm_dir, 2, slots=4)
+    with daemons_of(them) as daemons:
+        assert them.step(2)
+        segment = them.jobs[0].ranks[0].segment
+        segment.buffer[segment.spec.data_at(0)] ^= 1
+        turn_all(daemons, lambda: any(s.progress.damaged for s in daemons[0].replication._senders), "the damage")
+        assert them.step(4)
+        turn_all(daemons, lambda: all(everywhere(d) == (1, 4) for d in daemons), "step 4")
+        assert (0, (1, 2)) not in replicas_of(them.jobs[1].directory)
+
+
+def test_stranger_is_refused_before_anything_is_read(shm_dir: Path) -> None:
+    them = Replicating(shm_dir, 2)
+    with daemons_of(them) as daemons:
+        turn_all(daemons, lambda: all(d.replication.session for d in daemons), "the session")
+        endpoint = records.read_endpoint(them.jobs[0].directory)
+        assert endpoint is not None
+        session = records.read_session(them.jobs[1].directory)
+        assert session is not None
+        stranger = socket.create_connection(("127.0.0.1", endpoint.port), timeout=10)
+        with stranger, pytest.raises(StrangerError):
+            linked(stranger, replace(session, secret={"key": b"another secret of 32 bytes length"}), accepts=False)
+        with socket.create_connection(("127.0.0.1", endpoint.port), timeout=10) as friend:
+            link = linked(friend, session, accepts=False)
+            link.send({"kind": "replicas", "node": 1, "generation": 7}, 10)
+            assert link.receive_map(10, SMALL) == {"state": "other session"}
+
+
+def test_next_generation_keeps_what_it_was_restored_from_until_its_own_is_everywhere(shm_dir: Path) -> None:
+    them = Replicating(shm_dir, 2, slots=4)
+    parent = SnapshotId(1, 4)
+    with daemons_of(them) as daemons:
+        for step in (2, 4):
+            assert them.step(step)
+            turn_all(daemons, lambda s=step: all(everywhere(d) == (1, s) for d in daemons), f"step {step}")  # type: ignore[misc]
+        them.begin_again(parent)
+        them.write_session(restored=parent)
+        turn_all(
+            daemons, lambda: all(d.replication.session and d.replication.session.generation == 2 for d in daemons), "it"
+        )
+        assert everywhere(daemons[0]) is None
+        assert {i for _, i in replicas_of(them.jobs[0].directory)} == {(1, 2), parent}
+        assert them.step(5)
+        turn_all(daemons, lambda: all(everywhere(d) == (2, 5) for d in daemons), "step 5")
+        assert {i for _, i in replicas_of(them.jobs[0].directory)} == {parent, (2, 5)}
