@@ -176,6 +176,8 @@ class DlrunAgent(LocalElasticAgent):
         if not self._has_trained and self._stores.notes is not None and any(row.first_step for row in rows):
             self._has_trained = True
             self._stores.notes.note_trained()
+        if any(row.first_step for row in rows):
+            context.rehearse(self._options.warm)
         self._reporter.tick(rows)
         limit_s = hang.timeout_s(self._pace.step_s, self._options.hang_s)
         if self._stop.is_under_way or not hang.is_hanging(rows, time.monotonic_ns(), limit_s):

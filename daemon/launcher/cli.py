@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any
 
 from flashckpt.daemon.launcher.budget import REFILL_STEPS, RESTARTS
 from flashckpt.daemon.zygote import server
+from flashckpt.daemon.zygote.rehearse import check_target
 from flashckpt.errors import RESUME_EXIT_CODE, ConfigError, FlashckptError
 from flashckpt.printable import PrintableFormatter
 from flashckpt.streams import fill_closed
@@ -49,6 +50,11 @@ OPTIONS: tuple[tuple[str, Any, str], ...] = (
         "Run on multiples of this many nodes (c10d rendezvous); surplus nodes wait for more to join.",
     ),
     (
+        "replica-domain",
+        "",
+        "Name of what fails together with this node (a rack, a switch): replicas go to nodes with another name.",
+    ),
+    (
         "hang-timeout",
         None,
         "Seconds without a step that count as a hang; 0: never. Default: 20 median steps, at least 60 s.",
@@ -57,6 +63,11 @@ OPTIONS: tuple[tuple[str, Any, str], ...] = (
         "refill-steps",
         REFILL_STEPS,
         "New steps between two failures that refill --max-restarts; 0: never, as in torchrun.",
+    ),
+    (
+        "warm",
+        "",
+        "MODULE:FUNCTION that rehearses a step in the process that forks restarted workers; none: no rehearsal.",
     ),
 )
 """dlrun's own options: name, default (False: a switch; None: learnt from the run), help. Each is also PET_<NAME>."""
@@ -117,6 +128,8 @@ def run(args: argparse.Namespace, zygote: ZygoteClient | None = None) -> LaunchO
     from flashckpt.daemon.zygote.client import ZygoteClient
 
     named = _fill_rendezvous(args)
+    if args.replica_domain:
+        os.environ["FLASHCKPT_REPLICA_DOMAIN"] = args.replica_domain  # the workers inherit it
     args.rdzv_conf = _quicker(args)
     config, command, command_args = config_from_args(args)
     timeout = getattr(args, "shutdown_timeout", None)  # an option of torchrun since 2.12
@@ -134,6 +147,7 @@ def run(args: argparse.Namespace, zygote: ZygoteClient | None = None) -> LaunchO
         node_check=args.node_check,
         min_nodes=config.min_nodes,
         node_unit=_node_unit(args, config.min_nodes, config.max_nodes),
+        warm=check_target(args.warm),
     )
     zygote = zygote or ZygoteClient(disabled=_unfit_command(args))
     zygote.prepare()

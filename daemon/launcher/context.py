@@ -33,6 +33,7 @@ from flashckpt.daemon.machine.process import (
     wait_readable,
 )
 from flashckpt.daemon.zygote.client import Unavailable, ZygoteClient
+from flashckpt.daemon.zygote.rehearse import NO_REHEARSAL
 
 _log = logging.getLogger("flashckpt.dlrun")
 _SETTLE_S = 0.25
@@ -45,6 +46,9 @@ class ScriptCommand:
 
     argv: tuple[str, ...]
     module: bool
+
+
+TRAINER_REHEARSAL = {"flashckpt.trainer": "flashckpt.trainer.rehearsal:rehearse"}
 
 
 @dataclass(kw_only=True)
@@ -112,6 +116,19 @@ class WorkerContext(PContext):
         except Unavailable as why:
             _log.warning("starting new interpreters, which takes seconds: %s", why.reason)
             return None
+
+    def rehearse(self, asked: str) -> None:
+        """Let the zygote prepare another generation like this one; called again and again, it does so once.
+
+        Args:
+            asked: What --warm names; "": the trainer's own, where the workers run it.
+        """
+        if not self._scripts or not self.forked or asked == NO_REHEARSAL:
+            return
+        first = min(self._scripts)
+        script = self._scripts[first]
+        if target := asked or (TRAINER_REHEARSAL.get(script.argv[0], "") if script.module else ""):
+            self._zygote.rehearse(target, self._request(first, script), is_asked=bool(asked))
 
     def _request(self, local_rank: int, script: ScriptCommand) -> dict[str, Any]:
         environment = self.envs[local_rank]
@@ -245,7 +262,7 @@ class WorkerContext(PContext):
             os.close(worker.pidfd)
         self._closed = True
         self._clear_display()
-        reap_strays({worker.pid for worker in self._workers.values()} | {self._zygote.pid})
+        reap_strays({worker.pid for worker in self._workers.values()} | self._zygote.pids)
 
     def _clear_display(self) -> None:
         """Erase what a rank that was killed has drawn at the end of the screen; the cursor is at the beginning of it."""

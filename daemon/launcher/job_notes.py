@@ -1,13 +1,21 @@
-"""What the nodes of one job share through the rendezvous store, which lasts as long as the job."""
+"""What the nodes of one job share through the rendezvous store, which lasts as long as the job.
+
+Anybody who can reach the store can write to it, so notes are signed, each under its own name: one without the right
+signature counts as absent.
+"""
 
 from __future__ import annotations
 
 import contextlib
+import logging
 import time
 
 from torch._C._distributed_c10d import Store
 from torch.distributed import DistError
 
+from flashckpt.daemon.launcher.job_secret import Seal, UnsealedError
+
+_log = logging.getLogger("flashckpt.dlrun")
 _POLL_S = 0.05
 
 
@@ -17,42 +25,43 @@ class JobNotes:
     Args:
         store: Of the rendezvous.
         run_id: Of the job.
+        secret: Of the job; without one (b"") notes are not signed.
 
     Attributes:
         code: The exit code that ends the job on all nodes, as far as this node knows; 0 for none.
     """
 
-    def __init__(self, store: Store, run_id: str) -> None:
-        self._store, self._prefix = store, f"flashckpt.job.{run_id}"
+    def __init__(self, store: Store, run_id: str, secret: bytes = b"") -> None:
+        self._store, self._prefix, self._secret = store, f"flashckpt.job.{run_id}", secret
+        self._warned = False
         self.code = 0
 
     def note_trained(self) -> None:
         """Record that some generation of the job has trained a step."""
-        self._store.set(f"{self._prefix}.trained", "1")
+        self._note("trained", "1")
 
     def has_trained(self) -> bool:
         """Return whether any generation of the job has trained a step."""
-        return bool(self._store.check([f"{self._prefix}.trained"]))
+        return self._noted("trained") is not None
 
     def refuse(self, size: int) -> None:
         """Record that the job's layout does not fit `size` nodes."""
-        self._store.set(f"{self._prefix}.refused.{size}", "1")
+        self._note(f"refused.{size}", "1")
 
     def is_refused(self, size: int) -> bool:
         """Return whether the layout was recorded not to fit `size` nodes."""
-        return bool(self._store.check([f"{self._prefix}.refused.{size}"]))
+        return self._noted(f"refused.{size}") is not None
 
     def end(self, code: int) -> None:
         """Record the exit code of a permanent error, so that all nodes end with it."""
         self.code = code
         with contextlib.suppress(DistError):  # the store is gone, but this node still knows the code
-            self._store.set(f"{self._prefix}.end", str(code))
+            self._note("end", str(code))
 
     def ended(self) -> int:
         """Return that exit code, 0 where none was noted or the store is gone."""
         try:
-            if self._store.check([f"{self._prefix}.end"]):
-                self.code = int(self._store.get(f"{self._prefix}.end"))
+            self.code = int(self._noted("end") or self.code)
         except (DistError, ValueError):
             pass
         return self.code
@@ -70,3 +79,20 @@ class JobNotes:
                 left = self._store.add(f"{self._prefix}.left", 0)
         except DistError:
             return  # its host has left, so all nodes had arrived
+
+    def _note(self, name: str, value: str) -> None:
+        key = f"{self._prefix}.{name}"
+        self._store.set(key, Seal(self._secret, key).close(value).decode())
+
+    def _noted(self, name: str) -> str | None:
+        """Return a note, None if there is none or a stranger wrote it."""
+        key = f"{self._prefix}.{name}"
+        if not self._store.check([key]):
+            return None
+        try:
+            return Seal(self._secret, key).open(self._store.get(key))
+        except UnsealedError as error:
+            if not self._warned:
+                _log.warning("a note in the rendezvous store is ignored: %s", error)
+            self._warned = True
+            return None

@@ -24,6 +24,7 @@ class AgentOptions:
         node_check: Look for bad and slow nodes before the first generation, and leave them out.
         min_nodes: Fewest nodes the job runs on.
         node_unit: The job runs on multiples of this many nodes; the others wait.
+        warm: module:function that a copy of the zygote calls for the workers of the next generation.
     """
 
     job: str = ""
@@ -37,6 +38,7 @@ class AgentOptions:
     node_check: bool = False
     min_nodes: int = 1
     node_unit: int = 1
+    warm: str = ""
 
 
 @dataclass(kw_only=True)

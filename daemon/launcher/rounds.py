@@ -23,7 +23,7 @@ from torch.distributed.elastic.rendezvous.dynamic_rendezvous import (
 )
 from torch.distributed.elastic.rendezvous.static_tcp_rendezvous import StaticTCPRendezvous
 
-from flashckpt.daemon.launcher import rendezvous_store
+from flashckpt.daemon.launcher import job_secret, rendezvous_store
 from flashckpt.daemon.launcher.job_notes import JobNotes
 
 if TYPE_CHECKING:
@@ -126,7 +126,7 @@ class FreshStoreRendezvous(rendezvous_store.Forwarding):
         self._nodes: dict[_NodeDesc, int] = {}
         self._before: dict[_NodeDesc, int] = {}
         if isinstance(inner, DynamicRendezvousHandler):
-            self.notes = JobNotes(inner._store, inner.get_run_id())  # noqa: SLF001 -- torch offers no other way in
+            self.notes = JobNotes(inner._store, inner.get_run_id(), job_secret.read_secret())  # noqa: SLF001 -- torch offers no other way in
             self._steps = inner._op_executor = UnitRounds(inner, unit, self.notes.is_refused)  # noqa: SLF001 -- the same
 
     def next_rendezvous(self) -> RendezvousInfo:

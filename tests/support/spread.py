@@ -11,6 +11,7 @@ from typing import Any
 
 from flashckpt import Checkpointer, faults
 from support.engine import digest, net
+from support.ranks import wait_for
 
 
 def node_dir(node: int) -> Path:
@@ -67,7 +68,8 @@ def train_spread(
         root: Checkpoint root.
         nodes: Node of each rank.
         steps: Last step.
-        options: Of the Checkpointer; `width` of the model, `persisted` to wait for storage, `restore` its arguments.
+        options: Of the Checkpointer; `width` of the model, `persisted` to wait for storage, `replicated` for the partners,
+            `restore` its arguments.
         crash: Crash point that is armed before `restore()`.
         hook: Called before `restore()`.
         crash_later: Crash point that is armed after it.
@@ -77,6 +79,7 @@ def train_spread(
     on_node(rank, nodes)
     given = dict(options or {})
     width, persisted = given.pop("width", 24), given.pop("persisted", False)
+    replicated = given.pop("replicated", False)
     wish = given.pop("restore", {})
     model, mesh = spread_model(kind, width)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
@@ -107,9 +110,17 @@ def train_spread(
             states[str(step)] = gathered(model, optimizer)
         if persisted:
             ckpt.wait(60)
+        if replicated:
+            life._stager.finish()
+            wait_for(lambda: _replicated(life.directory) == steps, what="the replicas of the last step", deadline_s=60)
     finally:
         life.close()  # as after a crash: the snapshot under way is finished, everything stays
     return {"first": first, "restored": restored, "whole": whole, "states": states, "report": told(report)}
+
+
+def _replicated(directory: Any) -> int | None:
+    status = directory.read_status()
+    return None if status is None or status.replicated is None else int(status.replicated.step)
 
 
 def gathered(model: Any, optimizer: Any) -> str:

@@ -89,6 +89,19 @@ def listening(pids: list[int]) -> set[tuple[str, int]]:
     return found
 
 
+def in_an_argument_list(secret: str) -> list[str]:
+    """Processes of this machine that show the secret to every user."""
+    found = []
+    for path in Path("/proc").glob("[0-9]*/cmdline"):
+        try:
+            data = path.read_bytes()
+        except OSError:
+            continue  # it has ended
+        if secret.encode() in data:
+            found.append(path.parent.name)
+    return found
+
+
 def family(launch: Launch) -> list[int]:
     children = Path(f"/proc/{launch.process.pid}/task/{launch.process.pid}/children").read_text().split()
     return [launch.process.pid, *map(int, children)]
@@ -141,12 +154,14 @@ def test_several_nodes_a_pickle_in_place_of_the_state_is_refused_and_not_decoded
     env = {"FLASHCKPT_JOB_SECRET": secret} if secret else {}
     with dlrun(tmp_path, *FLAGS, *nodes, script, tmp_path, env=env) as launch:
         launch.until(lambda: up(tmp_path), "the ranks")
+        assert not secret or not in_an_argument_list(secret)
         poison(port, tmp_path / "pwned", *KEYS)
         assert launch.wait() == 1
     assert not (tmp_path / "pwned").exists()
     assert "the rendezvous store holds data that no node of this job wrote" in launch.output
     assert ("no job secret" in launch.output) == (not secret)
     assert SECRET not in launch.output
+    assert not [path for path in tmp_path.rglob("*") if path.is_file() and SECRET.encode() in path.read_bytes()]
 
 
 def test_stock_torchrun_runs_the_code(tmp_path: Path, script: Path) -> None:

@@ -471,6 +471,25 @@ def test_exit_code_that_one_node_notes_is_read_by_the_others_and_outlives_the_st
     late.leave(2, timeout_s=60)  # its host has left: nothing to wait for
 
 
+def test_notes_of_a_stranger_do_not_count_nor_does_a_note_under_another_name() -> None:
+    store, secret = HashStore(), b"correct-horse-battery-staple"
+    notes = JobNotes(store, "job", secret)
+    for name, value in (("end", "11"), ("trained", "1"), ("refused.2", "1"), ("end", "- 11")):
+        store.set(f"flashckpt.job.job.{name}", value)
+        JobNotes(store, "job", b"another secret of a job")._note("refused.3", "1")
+        assert [notes.ended(), notes.has_trained(), notes.is_refused(2), notes.is_refused(3)] == [
+            0,
+            False,
+            False,
+            False,
+        ]
+    notes.note_trained()
+    store.set("flashckpt.job.job.refused.2", store.get("flashckpt.job.job.trained").decode())
+    assert [notes.has_trained(), notes.is_refused(2)] == [True, False]
+    JobNotes(store, "job", secret).end(11)
+    assert notes.ended() == 11
+
+
 def test_node_that_ends_waits_for_the_others_but_not_for_ever() -> None:
     store = HashStore()
     first = threading.Thread(target=notes_of(store).leave, args=(2, 60))
