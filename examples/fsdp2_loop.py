@@ -7,6 +7,7 @@ dlrun --nproc-per-node 2 examples/fsdp2_loop.py /tmp/run     # the same run on h
 from __future__ import annotations
 
 import sys
+from itertools import islice
 
 import torch
 import torch.distributed as dist
@@ -37,11 +38,12 @@ with Checkpointer(root, snapshot_every=5, persist_every=50) as ckpt:
     while step < steps and not ckpt.should_stop:
         samples = iter(sampler)
         while step < steps and not ckpt.should_stop:
-            picks = [pick for _, pick in zip(range(32 // size), samples, strict=False)]
+            weights = sampler.weights.to(device)  # of this rank's rows; 1 where 32 divides
+            picks = list(islice(samples, len(weights)))
             if not picks:
                 break
             x, y = inputs[picks].to(device), targets[picks].to(device)
-            loss = torch.nn.functional.mse_loss(model(x), y)
+            loss = ((model(x) - y).square().mean(1) * weights).mean()
             optimizer.zero_grad()
             loss.backward()
             optimizer.step()

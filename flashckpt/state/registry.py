@@ -22,6 +22,7 @@ from flashckpt.state.state_layout import StateLayout
 from flashckpt.state.structure import Structure
 from flashckpt.state.structure_builder import Tracked, build
 from flashckpt.state.structure_guard import StructureGuard
+from flashckpt.state.unwrapping import unwrapped
 from flashckpt.state.value_reader import ValueReader
 
 _MOST_READINGS = 3
@@ -96,6 +97,7 @@ class StateRegistry:
                 else "an empty name, '@' or '.'",
                 expected="a separate name for every tracked object",
             )
+        thing = unwrapped(thing)
         parts = list(thing) if isinstance(thing, (list, tuple, nn.ModuleList)) else [thing]
         if parts and all(isinstance(p, nn.Module) for p in parts):
             refuse_deep(name, *parts)

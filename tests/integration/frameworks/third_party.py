@@ -261,7 +261,7 @@ def _accelerated(start: Start, *, raw: bool) -> Program:
     return Program(train=train, tracked={"model": model, "optimizer": optimizer if raw else prepared})
 
 
-@case(GROUP, "accelerate: the prepared model and optimizer", needs=("accelerate",), refused="wraps another optimizer")
+@case(GROUP, "accelerate: the prepared model and optimizer", needs=("accelerate",))
 def accelerated(start: Start) -> Program:
     return _accelerated(start, raw=False)
 

@@ -1,0 +1,113 @@
+"""Micro-batches for a framework that counts epochs in optimizer steps: a fixed number of whole steps in each of them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from torch.utils.data import Sampler
+
+from flashckpt.errors import SamplerStateError
+from flashckpt.sampler import ElasticSampler
+from flashckpt.sampler.iterator import EpochWalk
+
+
+class StepBatches(Sampler[list[int]]):
+    """Cut the endless stream of an elastic sampler into epochs of equally many optimizer steps.
+
+    Trainer works out once how many steps an epoch has, and gives every step its batches. An epoch here is that many
+    whole steps; where the data does not divide, its last step takes the first samples of the next pass over the
+    data, so no sample is dropped or repeated. A restored epoch deals what is left of it.
+
+    Args:
+        sampler: Tail "span", with a global batch size.
+        batch_size: Samples of one micro-batch of this replica.
+        steps: Optimizer steps of an epoch.
+    """
+
+    flashckpt_replicated = True
+
+    def __init__(self, sampler: ElasticSampler, *, batch_size: int, steps: int) -> None:
+        self._order, self._batch_size, self._steps = sampler, batch_size, steps
+        self.batch_size = batch_size
+        self.done = 0
+        self._is_finished = False
+
+    @property
+    def order(self) -> ElasticSampler:
+        """The sampler with the order and the position. Not called `sampler`: its iterators are not used."""
+        return self._order
+
+    def __len__(self) -> int:
+        """Micro-batches of this replica in a whole epoch."""
+        return self._steps * self._micro
+
+    @property
+    def _micro(self) -> int:
+        return (self._order.global_batch_size or 0) // (self._order.dp_size * self._batch_size)
+
+    def __iter__(self) -> Iterator[list[int]]:
+        self._order.was_drawn_from = True
+        left = 0 if self._is_finished else len(self) - self.done % self._steps * self._micro
+        position = self._order.position
+        while left:
+            walk = EpochWalk(self._order, position)
+            while left and (batch := walk.next_batch(self._batch_size)):
+                left -= 1
+                yield batch
+            position = self._order.cursor.settled(walk.end)
+
+    def finish(self) -> None:
+        """Deal nothing more: the restored step was the last one."""
+        self._is_finished = True
+
+    @property
+    def was_drawn_from(self) -> bool:
+        """See `ElasticSampler`."""
+        return self._order.was_drawn_from
+
+    @property
+    def restored_stage(self) -> str:
+        """See `ElasticSampler.restored_stage`, of epochs that are counted in steps."""
+        if not self.done:
+            return "unused"
+        return "running" if self.done % self._steps else "between"
+
+    @property
+    def flashckpt_progress(self) -> tuple[int, int]:
+        """What a step moves."""
+        return self._order.position, self.done
+
+    @property
+    def epochs_done(self) -> float:
+        """Epochs so far, with the part of the current one."""
+        return self.done / self._steps
+
+    def commit(self, samples: int | None = None) -> None:
+        """Count a finished optimizer step."""
+        self._order.commit(samples)
+        self.done += 1
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the order, the position in it, and the steps done in epochs of so many."""
+        return {"order": self._order.state_dict(), "done": self.done, "steps": self._steps}
+
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+        """Continue at a recorded position.
+
+        Raises:
+            SamplerStateError: The state belongs to other data, another seed or order.
+        """
+        if not {"order", "done", "steps"} <= set(state_dict):
+            raise SamplerStateError(
+                "the state of the data order is not one of this callback",
+                found=f"members {sorted(state_dict)}",
+                expected="'order', 'done' and 'steps'",
+            )
+        self._order.load_state_dict(state_dict["order"])
+        done, steps = int(state_dict["done"]), int(state_dict["steps"])
+        # another global batch: the same part of the epoch, in steps of the new size
+        self.done = done if steps == self._steps else done // steps * self._steps + done % steps * self._steps // steps
+
+
+__all__ = ["StepBatches"]

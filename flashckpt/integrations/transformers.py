@@ -1,0 +1,222 @@
+"""Hugging Face Trainer: one callback for snapshots, restore and the order of the data.
+
+    Trainer(..., callbacks=[FlashCheckpoint("/checkpoints/run7", snapshot_every=5, persist_every=100)])
+
+Needs transformers 5. Trainer gives callbacks neither itself nor a chance to supply the data, so the callback finds the
+Trainer that calls `on_init_end` on the stack, and puts its own `get_train_dataloader` in front of the Trainer's.
+"""
+
+# ruff: noqa: ARG002 -- hooks have the signatures of the framework
+
+from __future__ import annotations
+
+import inspect
+import os
+from typing import Any
+
+from torch.utils.data import DataLoader, IterableDataset
+from transformers import Trainer, TrainerCallback
+
+from flashckpt.checkpointer import Checkpointer
+from flashckpt.errors import ConfigError
+from flashckpt.integrations.step_batches import StepBatches
+from flashckpt.sampler import ElasticSampler
+from flashckpt.state import rng
+
+_LOADER = (
+    "collate_fn",
+    "num_workers",
+    "pin_memory",
+    "timeout",
+    "worker_init_fn",
+    "multiprocessing_context",
+    "prefetch_factor",
+    "persistent_workers",
+    "in_order",
+)
+_COUNTED = ("best_metric", "best_global_step", "best_model_checkpoint", "num_input_tokens_seen", "total_flos")
+
+
+class FlashCheckpoint(TrainerCallback):  # type: ignore[misc]  # transformers is not there when types are checked
+    """Snapshots, checkpoints and exact resume for a `transformers.Trainer`; do not pass `resume_from_checkpoint`.
+
+    The training data is dealt by an `ElasticSampler` instead of the Trainer's sampler: shuffled by `args.seed`
+    (`data_seed` where given), or in sequence with `train_sampling_strategy="sequential"`.
+
+    Args:
+        root: As for `Checkpointer`.
+        global_batch_size: Samples of one optimizer step over all ranks. Sets `gradient_accumulation_steps` to what
+            gives it, so that a run continues alike on another number of ranks. None: what the arguments give.
+        **options: As for `Checkpointer`: snapshot_every and persist_every in optimizer steps, keep_last ...
+
+    Attributes:
+        checkpointer: The Checkpointer, from `on_train_begin` on.
+
+    Raises:
+        ConfigError: An argument is wrong; when the Trainer is built or begins: it has data or a sampling strategy whose
+            order cannot be resumed, or a global batch that its ranks and micro-batches do not give.
+    """
+
+    def __init__(self, root: str | os.PathLike[str], *, global_batch_size: int | None = None, **options: Any) -> None:
+        self.checkpointer = Checkpointer(root, **options)
+        self._global_batch_size = global_batch_size
+        self._trainer: Any = None
+        self._batches: StepBatches | None = None
+        self._before_evaluation: dict[str, Any] | None = None
+
+    def on_init_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        """Take the place of the Trainer's data order."""
+        trainer = self._trainer = _calling_trainer()
+        self._set_accumulation(args)
+        original = trainer.get_train_dataloader
+        trainer.get_train_dataloader = lambda: self._loader(original())
+
+    def _set_accumulation(self, args: Any) -> None:
+        if self._global_batch_size is None:
+            return
+        step = args.per_device_train_batch_size * args.world_size
+        if self._global_batch_size % step:
+            raise ConfigError(
+                "the global batch does not divide into micro-batches",
+                found=f"global batch of {self._global_batch_size} samples; {args.world_size} ranks with micro-batches of "
+                f"{args.per_device_train_batch_size}",
+                expected="global batch = micro-batch * accumulation * ranks",
+                remedy="change per_device_train_batch_size or global_batch_size",
+            )
+        args.gradient_accumulation_steps = self._global_batch_size // step
+
+    def _loader(self, made: Any) -> DataLoader[Any]:
+        """Return a loader like the Trainer's in everything but the order."""
+        args = self._trainer.args
+        _refuse_unordered(made, args)
+        world = args.world_size // (
+            self._trainer.get_sp_size() * self._trainer.get_cp_size() * self._trainer.get_tp_size()
+        )
+        if world != args.world_size:
+            raise ConfigError(
+                "this callback deals data to data-parallel ranks only",
+                found=f"{args.world_size} ranks that are {world} data-parallel replicas",
+                expected="as many replicas as ranks",
+                remedy="track the parts of the Trainer with a Checkpointer, and a sampler with dp_rank and dp_size",
+            )
+        batch = args.per_device_train_batch_size
+        step = batch * args.gradient_accumulation_steps * world
+        sampler = ElasticSampler(
+            made.dataset,
+            dp_rank=args.process_index,
+            dp_size=world,
+            global_batch_size=step,
+            seed=args.seed if args.data_seed is None else args.data_seed,
+            shuffle=args.train_sampling_strategy != "sequential",
+        )
+        length = len(made.dataset)
+        steps = length // step if args.dataloader_drop_last else -(-length // step)
+        self._batches = StepBatches(sampler, batch_size=batch, steps=max(1, steps))
+        same = {name: getattr(made, name) for name in _LOADER if hasattr(made, name)}
+        return DataLoader(made.dataset, batch_sampler=self._batches, **same)
+
+    def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        """Track what the Trainer has made, and restore."""
+        trainer, ckpt = self._trainer, self.checkpointer
+        if trainer is None or self._batches is None:
+            raise ConfigError(
+                "the callback FlashCheckpoint was added to a Trainer that was there already",
+                expected="Trainer(..., callbacks=[FlashCheckpoint(...)])",
+            )
+        scaler = getattr(trainer.accelerator, "scaler", None)
+        ckpt.track(
+            model=trainer.model_wrapped,  # with DDP or FSDP around it: says which tensors are equal on all ranks
+            optimizer=trainer.optimizer,
+            scheduler=trainer.lr_scheduler,
+            scaler=scaler,
+            data=self._batches,
+            trainer=_Counted(trainer),
+            rng=True,
+        )
+        if report := ckpt.restore():
+            # the second: else the first logged loss is divided by all steps so far
+            state.global_step = trainer._globalstep_last_logged = trainer._initial_global_step = report.step  # noqa: SLF001
+            state.epoch = self._batches.epochs_done
+            if state.global_step >= state.max_steps:
+                self._batches.finish()
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        """Say that the step is done."""
+        self.checkpointer.step(state.global_step)
+        assert self._batches is not None
+        state.epoch = self._batches.epochs_done
+        if self.checkpointer.should_stop:
+            control.should_training_stop = True
+        self._keep_generators(control)
+
+    def on_epoch_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        """Note the generators before an evaluation at the end of the epoch."""
+        self._keep_generators(control)
+
+    def _keep_generators(self, control: Any) -> None:
+        self._before_evaluation = rng.capture() if control.should_evaluate else None
+
+    def on_evaluate(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        """Set the generators back: a run that resumes at this step does not evaluate it again, and must be the same."""
+        if self._before_evaluation is not None:
+            rng.restore(self._before_evaluation)
+
+    def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        """Wait for the last commit, give the memory up."""
+        self.checkpointer.wait()
+        self.checkpointer.close()
+
+
+class _Counted:
+    """What a Trainer counts beside steps, the same on every rank."""
+
+    flashckpt_replicated = True
+
+    def __init__(self, trainer: Any) -> None:
+        self._trainer = trainer
+
+    def state_dict(self) -> dict[str, Any]:
+        return {name: getattr(self._trainer.state, name) for name in _COUNTED}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        for name, value in state_dict.items():
+            setattr(self._trainer.state, name, value)
+
+
+def _calling_trainer() -> Any:
+    frame = inspect.currentframe()
+    while frame is not None:
+        if isinstance(found := frame.f_locals.get("self"), Trainer):
+            return found
+        frame = frame.f_back
+    raise ConfigError(
+        "no Trainer called FlashCheckpoint.on_init_end",
+        expected="Trainer(..., callbacks=[FlashCheckpoint(...)])",
+    )
+
+
+def _refuse_unordered(made: Any, args: Any) -> None:
+    """Refuse data whose order is not ours to deal: it would silently begin again after a restart."""
+    if isinstance(made.dataset, IterableDataset) or not hasattr(made.dataset, "__len__"):
+        raise ConfigError(
+            "the order of the training data cannot be resumed",
+            found=f"{type(made.dataset).__qualname__}, which is read in sequence and has no length",
+            expected="a map-style data set: __len__ and __getitem__",
+            remedy="load it map-style (datasets: streaming=False)",
+        )
+    if args.train_sampling_strategy not in {"random", "sequential"}:
+        raise ConfigError(
+            "this order of the training data cannot be resumed",
+            found=f"train_sampling_strategy={args.train_sampling_strategy!r}",
+            expected="'random' or 'sequential'",
+        )
+    if args.n_gpu > 1:
+        raise ConfigError(
+            "one process with several devices is not supported",
+            found=f"{args.n_gpu} devices in one process",
+            expected="one process per device",
+            remedy="dlrun --nproc-per-node N",
+        )
+
+
+__all__ = ["FlashCheckpoint"]
