@@ -10,11 +10,14 @@ from typing import TYPE_CHECKING, Any
 
 from flashckpt.errors import DataError
 from flashckpt.trainer.config import RunConfig
-from flashckpt.trainer.dry_run.estimate import estimate
 from flashckpt.trainer.dry_run.kinds import RankKind, kinds_by_rank, rank_kinds
 from flashckpt.trainer.dry_run.options import DryRunOptions
 from flashckpt.trainer.dry_run.report import VERSION, as_text, refuse_misfits
 from flashckpt.trainer.parallel.layout import Layout, resolve_layout
+from flashckpt.trainer.parallel.switches import with_precision
+from flashckpt.trainer.plan.activations import estimate
+from flashckpt.trainer.plan.flops import count_parameters
+from flashckpt.trainer.plan.held import SLOTS
 
 if TYPE_CHECKING:
     from flashckpt.trainer.dry_run.held import RankHoldings
@@ -24,7 +27,7 @@ def dry_run(config: RunConfig, options: DryRunOptions) -> int:
     """Print what a run would hold; return the exit code.
 
     Raises:
-        LayoutError: The layout does not divide, or the run does not fit.
+        LayoutError: The layout does not fit, or the run does not fit.
         ConfigError: The prepared data has more tokens than the model.
     """
     document = describe(config, options)
@@ -35,11 +38,10 @@ def dry_run(config: RunConfig, options: DryRunOptions) -> int:
 
 def describe(config: RunConfig, options: DryRunOptions) -> dict[str, Any]:
     """Return the JSON document of a dry run; raises as `dry_run`, except for what does not fit."""
+    config = with_precision(config, "cpu" if config.train.device == "cpu" else "cuda")
     layout = resolve_layout(config, options.world)  # refused before torch is imported
     data = _data(config)
     from flashckpt.trainer.dry_run.child import held_in_child
-    from flashckpt.trainer.dry_run.held import SLOTS
-    from flashckpt.trainer.model.initial import count_parameters
 
     built = [(kind, held_in_child(config, layout, kind.example(layout))) for kind in rank_kinds(config, layout)]
     shared = {kind.pp_ranks: held.shared for kind, held in built}
@@ -51,7 +53,7 @@ def describe(config: RunConfig, options: DryRunOptions) -> dict[str, Any]:
         "layout": {
             "text": layout.describe(), "pp": layout.pp, "dp_replicate": layout.dp_replicate,
             "dp_shard": layout.dp_shard, "tp": layout.tp, "stages": layout.stages,
-            "micro_batches": layout.micro_batches, "bubble": layout.bubble,
+            "micro_batches": layout.micro_batches, "padding": layout.padding, "bubble": layout.bubble,
         },
         "model": {
             "parameters": count_parameters(config.model),

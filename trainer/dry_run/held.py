@@ -21,14 +21,13 @@ from flashckpt.state.registry import StateRegistry
 from flashckpt.state.structure import Structure
 from flashckpt.trainer.config import RunConfig
 from flashckpt.trainer.model.moe import EXPERT_WEIGHTS
+from flashckpt.trainer.optim.average import WeightAverage
+from flashckpt.trainer.optim.builders import build_optimizers
 from flashckpt.trainer.parallel.apply import Parallel, build_parallel, local_tensor
 from flashckpt.trainer.parallel.layout import Layout
+from flashckpt.trainer.plan.held import SLOTS
 from flashckpt.trainer.train.anomaly import Guard
-from flashckpt.trainer.train.loop import RunRecord
-from flashckpt.trainer.train.optim import build_optimizers
-
-SLOTS = 3
-"""Snapshots that are kept in memory, where they fit (else 2)."""
+from flashckpt.trainer.train.record import RunRecord
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -79,6 +78,8 @@ def held_by(config: RunConfig, layout: Layout, rank: int) -> RankHoldings:
         tracked = StateRegistry(current_world(parallel.mesh), plans_only=True)
         tracked.add("model", parallel.parts)
         tracked.add("optimizer", optimizers)
+        if config.ema.decay:
+            tracked.add("ema", WeightAverage(config.ema, parallel.bare_parts()).modules)
         sampler = ElasticSampler(1 << 40, dp_rank=parallel.dp_rank, dp_size=layout.dp, global_batch_size=layout.dp)
         for name, thing in {"sampler": sampler, "run": RunRecord(config), "guard": Guard(config.guard)}.items():
             tracked.add(name, thing)
@@ -94,7 +95,7 @@ def held_by(config: RunConfig, layout: Layout, rank: int) -> RankHoldings:
         return RankHoldings(
             parameters=parameters,
             gradients=sum(_nbytes(parameter) for parameter in parallel.parameters() if parameter.requires_grad),
-            optimizer=_on_rank(whole, "optimizer."),
+            optimizer=_on_rank(whole, "optimizer.") + _on_rank(whole, "ema."),
             slot_data=spec.data_capacity,
             slot=spec.slot_bytes,
             snapshots=spec.nbytes if config.checkpoint.root else 0,

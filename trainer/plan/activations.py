@@ -1,0 +1,156 @@
+"""What a device needs beside the state: an estimate by formula, with the attention kernel that keeps no T x T scores. Pure.
+
+docs/trainer-dry-run.md says the formulas in words.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from flashckpt.trainer.config import RunConfig
+from flashckpt.trainer.parallel.layout import SPLIT_BACKWARD, Layout, needs_fsdp
+from flashckpt.trainer.plan.recompute import FEED_FORWARD, FULL, KEPT, SELECTIVE, group_size, recompute_of
+
+MASTER = 4
+"""Bytes of an element of parameters, gradients and moments: float32 in every precision, cast where it is gathered."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Estimate:
+    """Bytes on a device: what data parallelism gathers and what forward keeps for backward."""
+
+    gathered: int
+    activations: int
+
+
+def estimate(
+    config: RunConfig, layout: Layout, pp_rank: int, *, block: int, rest: int, whole: int, is_plain: bool = False
+) -> Estimate:
+    """Return the estimate for a pipeline rank whose all-gathers bring together so many elements (see `RankHoldings`).
+
+    `is_plain`: on a processor in float32 without tensor parallelism, where the model's own operators keep less.
+    """
+    return Estimate(
+        gathered=_gathered(config, layout, block, rest, whole),
+        activations=_activations(config, layout, pp_rank, is_plain=is_plain),
+    )
+
+
+def _gathered(config: RunConfig, layout: Layout, block: int, rest: int, whole: int) -> int:
+    item = itemsize(config)
+    if config.parallel.data_parallel == "ddp":
+        return whole * (4 + (2 if item == 2 else 0))  # buckets of gradients; casts that autocast keeps
+    if not needs_fsdp(config, layout):
+        return 0
+    stays = layout.pp > 1  # gathered until the step ends
+    parameters = whole if stays else rest + 2 * block
+    gradients = whole * 4 if layout.micro_batches > 1 else block * item
+    return parameters * item + gradients
+
+
+def _activations(config: RunConfig, layout: Layout, pp_rank: int, *, is_plain: bool) -> int:
+    tokens = config.train.micro_batch * config.train.seq_len
+    stages = layout.stages_of(pp_rank)
+    layers = [number for stage in stages for number in layout.stage_layers[stage]]
+    kept = sum(_layer(config, layout, number, is_plain=is_plain) for number in layers)
+    per_token = kept * in_flight(layout, pp_rank) // len(stages) * itemsize(config)
+    # Logits are freed before the first layer is made again for its backward.
+    per_token += max(_made_again(config, layout, layers, is_plain=is_plain), _logits(config, layout, stages))
+    total = tokens * per_token
+    if config.data.sources and config.data.document_mask and config.train.attention == "sdpa":
+        total += tokens * config.train.seq_len * in_flight(layout, pp_rank)
+    return total
+
+
+def _logits(config: RunConfig, layout: Layout, stages: Sequence[int]) -> int:
+    """Return the bytes per token of the logits, their logarithms in float32, and the gradients of these."""
+    if layout.stages - 1 not in stages:
+        return 0
+    cut = layout.tp if config.parallel.loss_parallel else 1
+    return config.model.vocab // cut * (8 if itemsize(config) == MASTER else 10)
+
+
+def _made_again(config: RunConfig, layout: Layout, layers: Sequence[int], *, is_plain: bool) -> int:
+    """Return the bytes per token of the layer that is computed again first, beyond what those after it had kept."""
+    freed = 0
+    for number in reversed(layers):
+        mode = recompute_of(config.parallel.activation_checkpoint, number)
+        if mode != KEPT:
+            part = _feed_forward if mode == FEED_FORWARD else _whole_layer
+            again = part(config, layout, is_plain=is_plain) + 2 * _width(
+                config, layout
+            )  # and gradients of its products
+            again += (group_size(config.parallel.activation_checkpoint) - 1) * _whole_layer(
+                config, layout, is_plain=is_plain
+            )
+            return max(0, again - freed) * itemsize(config)
+        freed += _whole_layer(config, layout, is_plain=is_plain)
+    return 0
+
+
+def in_flight(layout: Layout, pp_rank: int) -> int:
+    """Return how many forwards of a stage wait for their backward at most, over all stages of a rank."""
+    every = layout.micro_batches * layout.stages_per_rank
+    if layout.pp == 1:
+        return 1
+    if layout.schedule == "1F1B":
+        return min(every, layout.pp - pp_rank)
+    if layout.schedule in ("GPipe", "LoopedBFS"):
+        return every
+    if layout.schedule in SPLIT_BACKWARD and layout.schedule != "InterleavedZeroBubble":
+        return min(every, 2 * layout.pp)
+    return min(every, (layout.stages_per_rank - 1) * layout.pp + 2 * (layout.pp - pp_rank - 1) + 1)
+
+
+def _layer(config: RunConfig, layout: Layout, number: int, *, is_plain: bool) -> int:
+    """Return the elements per token that one layer keeps, as its activation checkpointing says."""
+    mode = recompute_of(config.parallel.activation_checkpoint, number)
+    if mode == FULL:
+        return _stream(config, layout) // group_size(config.parallel.activation_checkpoint)
+    if mode == SELECTIVE:
+        return _products(config, layout)
+    whole = _whole_layer(config, layout, is_plain=is_plain)
+    return whole - (_feed_forward(config, layout, is_plain=is_plain) if mode == FEED_FORWARD else 0)
+
+
+def _products(config: RunConfig, layout: Layout) -> int:
+    """What comes into a layer and out of its products and of attention."""
+    model = config.model
+    heads = 2 * (model.heads + model.kv_heads) * model.head_size // layout.tp
+    return 3 * _stream(config, layout) + heads + 2 * _width(config, layout)
+
+
+def _whole_layer(config: RunConfig, layout: Layout, *, is_plain: bool) -> int:
+    model = config.model
+    copies = 3 if model.qk_norm else 2  # q and k turned, v, and what comes out; before them those that are normed
+    heads = copies * (model.heads + model.kv_heads) * model.head_size // layout.tp
+    normed = _gathered_input(config, layout)
+    return 2 * _stream(config, layout) + normed + heads + _feed_forward(config, layout, is_plain=is_plain)
+
+
+def _feed_forward(config: RunConfig, layout: Layout, *, is_plain: bool) -> int:
+    model = config.model
+    copies = 2 * model.dim * model.experts_per_token if model.experts else 0
+    inner = 3 if is_plain else 4  # both products, what they become, and the gate's silu
+    return _gathered_input(config, layout) + copies + inner * _width(config, layout)
+
+
+def _width(config: RunConfig, layout: Layout) -> int:
+    model = config.model
+    return (model.ffn * (model.experts_per_token if model.experts else 1) + model.shared_ffn) // layout.tp
+
+
+def _stream(config: RunConfig, layout: Layout) -> int:
+    return config.model.dim // (layout.tp if config.parallel.sequence_parallel else 1)
+
+
+def _gathered_input(config: RunConfig, layout: Layout) -> int:
+    """A norm's output, and under sequence parallelism the same of all tokens."""
+    whole = config.model.dim if config.parallel.sequence_parallel and layout.tp > 1 else 0
+    return _stream(config, layout) + whole
+
+
+def itemsize(config: RunConfig) -> int:
+    """Return the bytes of an element of what is computed."""
+    return 2 if config.train.precision in ("bfloat16", "float16") else MASTER

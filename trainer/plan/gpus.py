@@ -1,0 +1,128 @@
+"""What GPUs can do: memory, products per second, and how fast bytes move. From data sheets. Pure.
+
+Sources: NVIDIA's data sheets of V100 (SXM2), A100 (SXM4), H100 (SXM5), H200 (SXM), L40S and DGX B200, and AMD's of Instinct
+MI300X. Links count one direction: half of what the sheets give for NVLink (300, 600, 900 and 1,800 GB/s) and for
+Infinity Fabric (seven links of 128 GB/s). The network is what the vendor's node of eight has for each: DGX-1 four adapters of
+100 Gb/s, DGX A100 eight of 200, DGX H100, H200 and B200 and AMD's MI300X platform eight of 400. L40S has no NVLink: PCIe 4.0
+x16; its network is taken as 100 Gb/s. "cpu" is a nominal core (3 GHz, two AVX2 products per cycle), to be measured or given.
+"""
+
+from __future__ import annotations
+
+import difflib
+import re
+from dataclasses import dataclass, replace
+
+from flashckpt.errors import ConfigError
+
+PEAK_TFLOPS = (
+    (r"\bA100\b|\bA800\b", 312.0),
+    (r"\bH100 NVL\b", 835.0),
+    (r"\bH200 NVL\b", 835.0),
+    (r"\bH100 PCIe\b", 756.0),
+    (r"\bH100\b|\bH200\b|\bH800\b|\bGH200\b", 989.0),
+    (r"\bGB200\b", 2500.0),
+    (r"\bB200\b", 2250.0),
+    (r"\bV100\b", 125.0),
+    (r"\bL40S\b", 362.0),
+    (r"\bL4\b", 121.0),
+    (r"\bA10\b", 125.0),
+    (r"\bRTX 4090\b(?! D| Laptop)", 165.0),
+    (r"\bMI300X\b|\bMI325X\b", 1307.0),
+    (r"\bMI250X\b", 191.5),
+)
+"""Names that drivers report, and the peak of dense bfloat16 matrix products with float32 sums, in TFLOPS of one device.
+
+From the data sheets of NVIDIA (V100: of float16, it has no bfloat16; A100, H100, H200, Blackwell, L40S, L4, A10: half of what they give with sparsity; the
+RTX 4090 from the Ada GPU architecture white paper) and AMD (Instinct MI300X, MI325X; MI250X: one of its two dies, which
+are two devices to a program).
+"""
+
+
+def peak_tflops(device: str) -> float:
+    """Return the peak of a device by its name, 0.0 where it is not known; a slice of one (MIG) is not known."""
+    if "MIG" in device:
+        return 0.0
+    return next((peak for pattern, peak in PEAK_TFLOPS if re.search(pattern, device, re.IGNORECASE)), 0.0)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Gpu:
+    """One device and its links.
+
+    Attributes:
+        name: As `--gpu` has it.
+        device: A name as its driver reports it; "" for a processor.
+        memory: Bytes.
+        flops: Of dense bfloat16 (V100: float16) products, per second.
+        memory_rate: Bytes per second of its memory.
+        node_link: Bytes per second to others of its node, in one direction.
+        network: Bytes per second to other nodes, in one direction.
+    """
+
+    name: str
+    device: str
+    memory: int
+    flops: float
+    memory_rate: float
+    node_link: float
+    network: float
+
+    def is_named(self, device: str) -> bool:
+        """Return whether a driver's name is that of this kind of device."""
+        kind = re.sub(r"-.*", "", self.name)
+        return bool(device) and re.search(rf"\b{kind}\b", device, re.IGNORECASE) is not None
+
+
+def _gpu(name: str, device: str, gigabytes: int, *rates: float) -> Gpu:
+    memory_rate, node_link, network = rates  # GB/s
+    return Gpu(
+        name=name, device=device, memory=gigabytes * 10**9, flops=peak_tflops(device) * 1e12, memory_rate=memory_rate * 1e9,
+        node_link=node_link * 1e9, network=network * 1e9,
+    )  # fmt: skip
+
+
+_CPU = Gpu(name="cpu", device="", memory=4 * 10**9, flops=96e9, memory_rate=10e9, node_link=5e9, network=1.25e9)
+GPUS = {
+    gpu.name: gpu
+    for gpu in (
+        _gpu("v100", "Tesla V100-SXM2-32GB", 32, 900, 150, 6.25),
+        _gpu("a100-40", "NVIDIA A100-SXM4-40GB", 40, 1555, 300, 25),
+        _gpu("a100-80", "NVIDIA A100-SXM4-80GB", 80, 2039, 300, 25),
+        _gpu("h100", "NVIDIA H100 80GB HBM3", 80, 3350, 450, 50),
+        _gpu("h200", "NVIDIA H200", 141, 4800, 450, 50),
+        _gpu("b200", "NVIDIA B200", 180, 8000, 900, 50),
+        _gpu("l40s", "NVIDIA L40S", 48, 864, 32, 12.5),
+        _gpu("mi300x", "AMD Instinct MI300X", 192, 5300, 448, 50),
+        _CPU,
+    )
+}
+ALIASES = {"a100": "a100-80"}
+
+
+def find_gpu(name: str, **given: float) -> Gpu:
+    """Return a GPU by name, with figures that were `given` (fields of Gpu) in place of the table's.
+
+    Raises:
+        ConfigError: The table has no such name; the nearest is given.
+    """
+    known = ALIASES.get(name.lower(), name.lower())
+    if known not in GPUS:
+        nearest = difflib.get_close_matches(known, [*GPUS, *ALIASES], n=1)
+        raise ConfigError(
+            f"unknown GPU {name!r}",
+            found=name,
+            expected=f"{nearest[0]} (the nearest name)" if nearest else " | ".join(GPUS),
+            state="Nothing was computed.",
+            remedy=f"choose one of {', '.join(GPUS)}, and override its figures where yours differs",
+        )
+    changes = {field: int(value) if field == "memory" else value for field, value in given.items()}
+    return replace(GPUS[known], **changes)  # type: ignore[arg-type]  # names of fields, as documented
+
+
+def gpu_of_device(device: str) -> Gpu | None:
+    """Return the GPU that a driver names, "" for a processor; None where the table has none."""
+    if not device:
+        return _CPU
+    named = [gpu for gpu in GPUS.values() if gpu.is_named(device)]
+    return next((gpu for gpu in named if gpu.device == device), named[-1] if named else None)

@@ -1,0 +1,149 @@
+"""The options of `plan`. Torch-free."""
+
+from __future__ import annotations
+
+import argparse
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from flashckpt.errors import ConfigError
+from flashckpt.trainer.command_line import CommandParser
+from flashckpt.trainer.plan.failures import gpu_hours
+from flashckpt.trainer.plan.forecast import EFFICIENCY
+from flashckpt.trainer.plan.gpus import GPUS, Gpu, find_gpu
+
+_SUFFIX = {"": 1, "K": 1e3, "M": 1e6, "G": 1e9, "B": 1e9, "T": 1e12}
+_FIGURES = {
+    "gpu_memory": ("memory", 1e9, "GB of a device"),
+    "gpu_flops": ("flops", 1e12, "TFLOPS of a device, dense bfloat16"),
+    "memory_rate": ("memory_rate", 1e9, "GB/s of a device's memory"),
+    "node_link": ("node_link", 1e9, "GB/s between devices of a node, one direction"),
+    "network": ("network", 1e9, "GB/s of a device to other nodes, one direction"),
+}
+_LIMIT = 1_000_000
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class PlanOptions:
+    """What is asked of a plan.
+
+    Attributes:
+        config: Path of the run's file; None for the defaults.
+        gpus: How many.
+        gpu: What each can do.
+        ranks_per_node: GPUs that share a node.
+        efficiency: Share of the peak that products reach.
+        tokens: To train; 0: what the run trains.
+        failures: As it was given; `gpu_hours` of it.
+        search, measure, json: Switches.
+        top: Candidates that are shown.
+    """
+
+    config: str | None
+    gpus: int
+    gpu: Gpu
+    ranks_per_node: int
+    efficiency: float
+    tokens: float
+    failures: str
+    search: bool
+    measure: bool
+    json: bool
+    top: int
+
+
+def parse(words: Sequence[str]) -> tuple[PlanOptions, list[str]]:
+    """Return the options of a command line, and the words that override settings.
+
+    Raises:
+        ConfigError: An option is missing, unknown or out of range; the GPU is not known.
+    """
+    found, rest = _parser().parse_known_args(list(words))
+    given = {field: getattr(found, name) * unit for name, (field, unit, _) in _FIGURES.items() if getattr(found, name)}
+    gpu_hours(found.failures)
+    return PlanOptions(
+        config=found.config,
+        gpus=found.gpus,
+        gpu=find_gpu(found.gpu, **given),
+        ranks_per_node=min(found.ranks_per_node, found.gpus),
+        efficiency=found.efficiency,
+        tokens=found.tokens,
+        failures=found.failures,
+        search=found.search,
+        measure=found.measure,
+        json=found.json,
+        top=found.top,
+    ), rest
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = CommandParser(
+        prog="plan",
+        description="Say what a run needs and how long it takes on so many GPUs, by arithmetic; settings as --section.key VALUE.",
+        allow_abbrev=False,
+    )
+    parser.add_argument("--config", metavar="FILE.toml", help="the run; every setting has a default")
+    parser.add_argument("--gpus", type=_count, required=True, metavar="N", help="how many GPUs")
+    parser.add_argument("--gpu", required=True, metavar="NAME", help=" | ".join(GPUS))
+    parser.add_argument("--ranks-per-node", type=_count, default=8, metavar="N", help="GPUs of a node (%(default)s)")
+    for name, (_, _, what) in _FIGURES.items():
+        parser.add_argument(f"--{name.replace('_', '-')}", type=_positive, metavar="X", help=f"{what}, not the table's")
+    parser.add_argument(
+        "--efficiency", type=_share, default=EFFICIENCY, metavar="X",
+        help="share of the peak that products reach (%(default)s, assumed)",
+    )  # fmt: skip
+    parser.add_argument(
+        "--tokens", type=_tokens, default=0.0, metavar="N", help="days to so many: 300e9, 15T; else the run's"
+    )
+    parser.add_argument(
+        "--failures", default="llama3", metavar="PRESET", help="llama3 | 8-percent-month | hours per GPU, as 50000h"
+    )
+    parser.add_argument("--search", action="store_true", help="try layouts, and rank those that fit")
+    parser.add_argument("--top", type=_count, default=5, metavar="N", help="how many of them to show (%(default)s)")
+    parser.add_argument("--measure", action="store_true", help="time two blocks per candidate on this machine")
+    parser.add_argument("--json", action="store_true", help="print one JSON document")
+    return parser
+
+
+def _count(text: str) -> int:
+    if not (text.isascii() and text.isdigit()) or not 1 <= int(text) <= _LIMIT:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a number from 1 to {_LIMIT:,}")
+    return int(text)
+
+
+def _positive(text: str) -> float:
+    try:
+        value = float(text)
+    except ValueError:
+        value = 0.0
+    if not 0 < value < 1e9:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a number above 0")
+    return value
+
+
+def _share(text: str) -> float:
+    value = _positive(text)
+    if value > 1:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a share above 0, up to 1")
+    return value
+
+
+def _tokens(text: str) -> float:
+    found = re.fullmatch(r"([0-9.]+(?:e[0-9]{1,2})?)([KMGBT]?)", text)
+    try:
+        value = float(found[1]) * _SUFFIX[found[2]] if found else 0.0
+    except ValueError:
+        value = 0.0
+    if value < 1:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a number of tokens, such as 300e9 or 15T")
+    return value
+
+
+def refuse_without_effect(options: PlanOptions) -> None:
+    """Raise ConfigError for an option that would do nothing."""
+    if options.top != 5 and not options.search:
+        raise ConfigError(
+            "--top has no effect without --search", found=f"--top {options.top}", expected="--search --top N",
+            state="Nothing was computed.",
+        )  # fmt: skip
