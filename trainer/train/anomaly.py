@@ -1,4 +1,4 @@
-"""What to do about a bad step: non-finite values are skipped on all ranks, loss spikes are detected.
+"""What to do about a bad step: non-finite values are skipped on all ranks, spikes of loss and gradient norm are detected.
 
 Pure decisions from numbers that are equal on all ranks, so all ranks decide the same.
 """
@@ -15,7 +15,7 @@ from flashckpt.trainer.config import GuardConfig
 
 
 class Guard:
-    """Counts skipped steps and compares the loss with a window of recent ones.
+    """Counts skipped steps and compares loss and gradient norm with windows of recent ones.
 
     Its state is part of every checkpoint, so a resumed run decides like the unbroken one.
     """
@@ -25,6 +25,7 @@ class Guard:
     def __init__(self, config: GuardConfig) -> None:
         self.config = config
         self.window: list[float] = []
+        self.norms: list[float] = []
         self.skipped = 0
         self.in_a_row = 0
         self.rollbacks = 0
@@ -58,11 +59,24 @@ class Guard:
         deviation = statistics.median(abs(value - middle) for value in self.window)
         return abs(loss - middle) > self.config.spike_mads * max(deviation, 0.01 * abs(middle))
 
-    def record(self, loss: float) -> None:
-        """Add an accepted step's loss to the window."""
-        self.window = [*self.window, loss][-self.config.window :]
+    def is_norm_spike(self, norm: float) -> bool:
+        """Return whether a gradient norm is far above the window: `norm_mads` median deviations, if that is above 0."""
+        if not self.config.norm_mads or len(self.norms) < self.config.window:
+            return False
+        middle = statistics.median(self.norms)
+        deviation = statistics.median(abs(value - middle) for value in self.norms)
+        return norm - middle > self.config.norm_mads * max(deviation, 0.01 * middle)
 
-    def count_rollback(self, *, step: int, loss: float) -> None:
+    def record(self, loss: float, norm: float) -> None:
+        """Add an accepted step's loss and gradient norm to the windows."""
+        self.window = [*self.window, loss][-self.config.window :]
+        self.norms = [*self.norms, norm][-self.config.window :]
+
+    def forget(self) -> None:
+        """Begin new windows: what follows is not to be compared with what was."""
+        self.window, self.norms = [], []
+
+    def count_rollback(self, *, step: int, loss: float, norm: float) -> None:
         """Count one rollback.
 
         Raises:
@@ -71,9 +85,9 @@ class Guard:
         self.rollbacks += 1
         if self.rollbacks > self.config.max_rollbacks:
             raise DivergedError(
-                f"the loss spiked again after {self.config.max_rollbacks} rollbacks",
-                found=f"step {step}: loss {loss}",
-                expected=f"about {statistics.median(self.window):.4f}",
+                f"the loss or the gradient norm spiked again after {self.config.max_rollbacks} rollbacks",
+                found=f"step {step}: loss {loss}, gradient norm {norm}",
+                expected=f"about {statistics.median(self.window):.4f}, {statistics.median(self.norms):.4f}",
                 remedy="lower optim.lr, or look at the samples in spikes.jsonl",
             )
 
@@ -81,6 +95,7 @@ class Guard:
         """Return the counters and the window."""
         return {
             "window": list(self.window),
+            "norms": list(self.norms),
             "skipped": self.skipped,
             "in_a_row": self.in_a_row,
             "rollbacks": self.rollbacks,
@@ -89,5 +104,6 @@ class Guard:
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Continue with recorded counters."""
         self.window = [float(value) for value in state["window"]]
+        self.norms = [float(value) for value in state.get("norms", [])]
         self.skipped, self.in_a_row = int(state["skipped"]), int(state["in_a_row"])
         self.rollbacks = int(state["rollbacks"])

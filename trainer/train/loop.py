@@ -12,15 +12,16 @@ from __future__ import annotations
 import contextlib
 import functools
 import logging
+import math
 import os
 import time
-from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from dataclasses import replace
+from typing import TYPE_CHECKING
 
 import torch
 
 from flashckpt.errors import RESUME_EXIT_CODE, ConfigError, FlashckptError, SamplerStateError
-from flashckpt.trainer.changes import compare, other_data, recorded_values, refuse_changes
+from flashckpt.trainer.changes import compare, other_data, refuse_changes
 from flashckpt.trainer.config import RunConfig
 from flashckpt.trainer.data.corpus import prepare_corpus
 from flashckpt.trainer.data.mixed import open_data
@@ -30,64 +31,39 @@ from flashckpt.trainer.data.windows import ids_digest
 from flashckpt.trainer.evaluate.scores import Evaluator
 from flashckpt.trainer.generate.samples import SampleMaker
 from flashckpt.trainer.model.initial import name_seed
-from flashckpt.trainer.parallel.apply import build_parallel
-from flashckpt.trainer.parallel.distributed import check_root, note_restore, process_group
+from flashckpt.trainer.optim.average import WeightAverage
+from flashckpt.trainer.optim.builders import apply_settings, build_optimizers, set_rate, settings_of
+from flashckpt.trainer.parallel.apply import MicroBatch, build_parallel
+from flashckpt.trainer.parallel.distributed import (
+    check_root,
+    device_name,
+    is_first_start,
+    note_restore,
+    process_group,
+)
 from flashckpt.trainer.parallel.layout import Layout, resolve_layout
-from flashckpt.trainer.rate import learning_rate, rate_jump
+from flashckpt.trainer.parallel.switches import host_memory_switches, with_precision
+from flashckpt.trainer.phases import Phase, check_layouts, phase_at, phases_of
+from flashckpt.trainer.plan.start import start_line
+from flashckpt.trainer.rate_jump import rate_jump
 from flashckpt.trainer.train.anomaly import Guard
 from flashckpt.trainer.train.metrics import StepRecord
-from flashckpt.trainer.train.optim import build_optimizers, clamp_gradients, clip_gradients, set_rate
+from flashckpt.trainer.train.nonfinite import report_nonfinite
+from flashckpt.trainer.train.optim import clamp_gradients, clip_gradients
+from flashckpt.trainer.train.phased_data import PhasedData
+from flashckpt.trainer.train.record import RunRecord, SpikeError, say_once
 from flashckpt.trainer.train.reporter import Reporter
 from flashckpt.trainer.train.step import Totals, TrainStep
 from flashckpt.trainer.watch.engine import EngineWatch
 from flashckpt.trainer.watch.events import Events
+from flashckpt.trainer.watch.phases import PhaseTimer, StartClock
+from flashckpt.trainer.watch.profile_range import ProfileRange
+from flashckpt.trainer.watch.profiler import StepProfiler
 
 if TYPE_CHECKING:
     from flashckpt import Checkpointer
 
 logger = logging.getLogger(__name__)
-
-
-def _say_once(level: int, text: str) -> None:
-    """Log on rank 0 what all ranks know."""
-    if os.environ.get("RANK", "0") == "0":
-        logger.log(level, "%s", text)
-
-
-class RunRecord:
-    """The resolved configuration and the token count, recorded with every snapshot and compared on resume."""
-
-    flashckpt_replicated = True
-
-    def __init__(self, config: RunConfig) -> None:
-        self.config = config
-        self.tokens = 0
-        self.before: dict[str, Any] | None = None
-
-    def state_dict(self) -> dict[str, Any]:
-        """Return plain values."""
-        return {"config": recorded_values(self.config), "tokens": self.tokens}
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Keep the recorded values; reject a run that cannot continue them.
-
-        Raises:
-            ConfigError: a dimension of the model, the sequence length or the seed differs.
-        """
-        self.before, self.tokens = dict(state["config"]), int(state["tokens"])
-        changes = compare(self.before, self.config)
-        refuse_changes(changes)
-        for change in changes:
-            level = logging.WARNING if change.severity == "warning" else logging.INFO
-            _say_once(level, f"{change.key} changed since the checkpoint: {change.before!r} -> {change.now!r}")
-
-
-class SpikeError(Exception):
-    """The loss spiked at `step` and the run is to be rolled back; `end` is the stream position after the batch."""
-
-    def __init__(self, step: int, end: int) -> None:
-        super().__init__(f"loss spike at step {step}")
-        self.step, self.end = step, end
 
 
 class Trainer:
@@ -97,23 +73,32 @@ class Trainer:
         config: The run.
         layout: What `resolve_layout` gave for it.
         device: This rank's device.
+        clock: Measures the start; None begins here.
+        profiled: Steps to profile.
     """
 
-    def __init__(self, config: RunConfig, layout: Layout, device: torch.device) -> None:
+    def __init__(
+        self,
+        config: RunConfig,
+        layout: Layout,
+        device: torch.device,
+        *,
+        clock: StartClock | None = None,
+        profiled: ProfileRange | None = None,
+    ) -> None:
+        config = with_precision(config, device.type)
         self.config, self.layout = config, layout
-        dataset = open_data(config, "train")
+        self.clock, self.timer = clock or StartClock(), PhaseTimer()
+        rank = int(os.environ.get("RANK", "0"))
+        self.profiler = None if profiled is None else StepProfiler(profiled, config.log.folder, rank, device)
+        self.phases = phases_of(config)
+        self.phase = self.phases[0]
         self.parallel = build_parallel(config, layout, device)
         self.optimizers = build_optimizers(config.optim, self.parallel.parts, tied=config.model.tied_embeddings)
-        self.data = TrainingData(
-            dataset,
-            dp_rank=self.parallel.dp_rank,
-            dp_size=layout.dp,
-            global_batch=config.train.global_batch,
-            seed=config.train.seed,
-            ahead=config.data.read_ahead,
-            pin=device.type == "cuda",
-        )
-        self.train_step = TrainStep(self.parallel, dataset.channels, loss_parallel_on=config.parallel.loss_parallel)
+        self._settings = settings_of(self.optimizers)
+        self.average = WeightAverage(config.ema, self.parallel.bare_parts()) if config.ema.decay else None
+        self.data = PhasedData(self.phases, self._training_data)
+        self.train_step = self._step_of(config)
         self.guard = Guard(config.guard)
         self.record = RunRecord(config)
         self.reporter: Reporter | None = None
@@ -123,6 +108,46 @@ class Trainer:
         self.done = 0
         self._has_weights = False
         self._seed_rng()
+
+    def _training_data(self, config: RunConfig, seed: int) -> TrainingData:
+        return TrainingData(
+            open_data(config, "train"),
+            dp_rank=self.parallel.dp_rank,
+            dp_size=self.layout.dp,
+            global_batch=config.train.global_batch,
+            rows=resolve_layout(config, self.layout.world).local_batch,
+            seed=seed,
+            ahead=config.data.read_ahead,
+            pin=self.parallel.device.type == "cuda",
+        )
+
+    def _step_of(self, config: RunConfig) -> TrainStep:
+        return TrainStep(
+            self.parallel,
+            self.data.dataset.channels,
+            settings=config.parallel,
+            has_losses=config.train.loss_chunk > 0,
+            phases=self.timer,
+        )
+
+    def _enter(self, phase: Phase) -> None:
+        """Continue with a phase: its data, its lengths, its number of micro-batches. Parameters stay where they are."""
+        config = phase.config
+        if phase.number != self.data.phase.number:  # else a restore has brought the data there
+            self.data.enter(phase)
+        for part in self.parallel.bare_parts():
+            part.use_positions(config.model, config.train.seq_len)  # type: ignore[operator]  # a Transformer
+        layout = resolve_layout(config, self.layout.world)
+        self.parallel = replace(self.parallel, layout=layout, micro_batch=MicroBatch.of(config, layout))
+        self.train_step = self._step_of(config)
+        self.phase, self.record.phase = phase, phase.config
+        if phase.number:
+            train = config.train
+            say_once(
+                logging.INFO,
+                f"phase {phase.number} from step {phase.first_step}: seq_len {train.seq_len}, global batch "
+                f"{train.global_batch}, rope base {config.model.rope_base:g}, lr {config.optim.lr:g}",
+            )
 
     def _seed_rng(self) -> None:
         # Without sequence parallelism the tensor-parallel ranks hold the same activations: same dropout.
@@ -140,19 +165,24 @@ class Trainer:
             load_first_weights(self.config, self.parallel.bare_parts())
         else:
             self.parallel.fill(self.config)
+        if self.average is not None:
+            self.average.begin()
         self._has_weights = True
 
     def run(self) -> int:
         """Train to the last step; return the exit code (0, or 75: start me again)."""
+        self.clock.reach("build")
         self._announce()
         self._restore()
+        self.clock.reach("restore" if self.done else "weights")
+        began = f"restored step {self.done}" if self.done else "cold"
         if self.done >= self.config.train.steps:
-            _say_once(
+            say_once(
                 logging.WARNING, f"step {self.done} of {self.config.train.steps} is already trained: nothing to do"
             )
         self._open_reporter()
         try:
-            code = self._train()
+            code = self._train(began)
         finally:
             self.data.close()
             if self.reporter is not None:
@@ -165,9 +195,12 @@ class Trainer:
     def _announce(self) -> None:
         train = self.config.train
         where = f"{train.precision} on {self.parallel.device.type}, {self.config.parallel.data_parallel}"
-        _say_once(logging.INFO, f"{self.layout.describe()}; {where}")
+        say_once(logging.INFO, f"{self.layout.describe()}; {where}")
+        if self.parallel.device.type == "cpu" and (moved := host_memory_switches(self.config.parallel)):
+            say_once(logging.WARNING, f"{moved}: all is in host memory on a CPU: nothing is saved")
+        say_once(logging.INFO, start_line(self.config, self.layout, device_name(self.parallel.device)))
         if not self.config.checkpoint.root:
-            _say_once(logging.WARNING, "no checkpoints are made: checkpoint.root is empty, [checkpoint] has no effect")
+            say_once(logging.WARNING, "no checkpoints are made: checkpoint.root is empty, [checkpoint] has no effect")
 
     def _open_reporter(self) -> None:
         if self.reporter is not None:
@@ -176,59 +209,86 @@ class Trainer:
             device = self.parallel.device
             is_cuda = device.type == "cuda"
             self.reporter = Reporter(
-                self.config,
+                self.phase.config,
                 world=self.layout.world,
                 after=self.done,
                 engine=self.watch,
                 events=self.events,
-                device=torch.cuda.get_device_name(device) if is_cuda else "",
+                device=device_name(device),
                 device_bytes=functools.partial(torch.cuda.max_memory_allocated, device) if is_cuda else None,
             )
             if self.watch is not None and self.watch.restored:
                 self.reporter.note(self.done, self.watch.restored)
 
-    def _train(self) -> int:
-        evaluator = Evaluator(self.config, self.parallel) if self.config.eval.every else None
-        maker = SampleMaker(self.config, self.parallel) if self.config.samples.every else None
+    def _train(self, began: str) -> int:
+        evaluator, maker, phase = *self._beside(), self.phase
         while self.done < self.config.train.steps:
+            if self.profiler is not None:
+                self.profiler.before(self.done + 1)
             try:
                 record = self.one_step()
             except SpikeError as spike:
                 self._roll_back(spike)
                 continue
-            if self.reporter is not None:
-                self.reporter.step(record)
+            if self.profiler is not None:
+                self.profiler.after(self.done)
+            self._report(record, began)
             if self.ckpt is not None and self.ckpt.should_stop:
                 return RESUME_EXIT_CODE
+            if phase is not self.phase:
+                evaluator, maker, phase = *self._beside(), self.phase
             if evaluator is not None and self.done % self.config.eval.every == 0:
                 self._evaluate(evaluator)
             if maker is not None and self.done % self.config.samples.every == 0:
                 self._sample(maker)
         return 0
 
+    def _report(self, record: StepRecord, began: str) -> None:
+        if self.reporter is not None:
+            with self.timer.beside("log"):
+                self.reporter.step(record)
+            if line := self.clock.finish(began):
+                self.reporter.started(record.step, line)
+
+    def _beside(self) -> tuple[Evaluator | None, SampleMaker | None]:
+        """Return what looks at the model as it is in this phase."""
+        config = self.phase.config
+        return (
+            Evaluator(config, self.parallel) if config.eval.every else None,
+            SampleMaker(config, self.parallel) if config.samples.every else None,
+        )
+
     def _roll_back(self, spike: SpikeError) -> None:
         """Restore the newest snapshot in memory, and skip the samples between it and the spike. Collective."""
         assert self.ckpt is not None
-        rollbacks = self.guard.rollbacks
+        rollbacks, stream = self.guard.rollbacks, self.phase.stream
         self.ckpt.close()  # while `spike` is being handled: close() then keeps the snapshots
         self._restore()
         self.guard.rollbacks = rollbacks
-        sampler = self.data.sampler
-        if sampler.position < spike.end:
-            sampler.skip(sampler.position, spike.end)
+        skipped = self.data.skip_to(stream, spike.end)
         self._open_reporter()
         logger.warning(
             "step %d: rolled back to step %d, %d samples are skipped",
             spike.step,
             self.done,
-            spike.end - sampler.position,
+            skipped,
         )
 
     def _evaluate(self, evaluator: Evaluator) -> None:
         with contextlib.nullcontext() if self.ckpt is None else self.ckpt.paused():
-            scores = evaluator.scores()
+            if self.average is not None and self.config.ema.evaluate:
+                self._fence()
+                with self.average.as_weights():
+                    scores = evaluator.scores()
+            else:
+                scores = evaluator.scores()
         if self.reporter is not None:
             self.reporter.scores(self.done, scores)
+
+    def _fence(self) -> None:
+        """Wait until no snapshot is copying the weights or their average any more."""
+        if self.ckpt is not None:
+            self.ckpt.fence()
 
     def _sample(self, maker: SampleMaker) -> None:
         with contextlib.nullcontext() if self.ckpt is None else self.ckpt.paused():
@@ -240,19 +300,34 @@ class Trainer:
         """Train one step and return its record. Collective.
 
         Raises:
-            SpikeError: the loss spiked and the run is to be rolled back; nothing was changed.
+            SpikeError: the loss or the gradient norm spiked and the run is to be rolled back; nothing was changed.
             DivergedError: the guard gave up.
         """
-        began = time.perf_counter()
+        self.timer.start()
         step = self.done + 1
+        if (phase := phase_at(self.phases, step)).number != self.phase.number:
+            self._enter(phase)
+            self.guard.forget()  # other data, other losses
+            if self.reporter is not None:
+                self._open_reporter()  # with the sizes of the phase
         batch = self.data.next()
+        self.timer.reach("data")
         samples = ids_digest(self.data.global_ids()) if self.parallel.reporter else ""
+        self.train_step.scale = self.record.scaler.scale
+        self.timer.reach("log")
         totals = self.train_step.backward(batch)
-        rate = learning_rate(self.config.optim, step, self.config.train.steps)
-        accepted = self._judge(totals, step) and self._apply(totals, rate)
+        rate = self.phase.rate(step)
+        overflowed = self.record.scaler.overflowed(totals.loss, totals.norm)
+        accepted = not overflowed and self._judge(totals, step) and self._apply(totals, rate)
+        if self.average is not None and self.average.is_due(step):
+            self._fence()
+            self.average.update()
         self.done = step
         self.record.tokens += self._batch_tokens()
+        self.timer.reach("log")
         stall_ms = self._commit(step)
+        self.timer.reach("snapshot")
+        phases = self.timer.seconds()
         return StepRecord(
             step=step,
             loss=totals.loss,
@@ -262,21 +337,24 @@ class Trainer:
             samples=samples,
             channels=totals.channels,
             skipped=not accepted,
-            seconds=time.perf_counter() - began,
+            seconds=sum(phases.values()),
             stall_ms=stall_ms,
+            phases=phases,
         )
 
     def _judge(self, totals: Totals, step: int) -> bool:
         """Return whether the optimizer may step; every rank holds the same totals and makes the same decision."""
+        if not (math.isfinite(totals.loss) and math.isfinite(totals.norm)):
+            report_nonfinite(self.parallel, self.train_step.own_losses(), step)
         if not self.guard.admit(totals.loss, totals.norm, step=step):
             return False
-        if not self.guard.is_spike(totals.loss):
+        if not (self.guard.is_spike(totals.loss) or self.guard.is_norm_spike(totals.norm)):
             return True
         action = self.config.guard.on_spike
         if self.reporter is not None:
             self.reporter.spike(step, totals.loss, totals.norm, self.data.global_ids(), action)
         if action == "rollback":
-            self.guard.count_rollback(step=step, loss=totals.loss)
+            self.guard.count_rollback(step=step, loss=totals.loss, norm=totals.norm)
             raise SpikeError(step, self.data.position_after_next())
         return action == "warn"
 
@@ -285,10 +363,12 @@ class Trainer:
         clamp_gradients(self.parallel, by_value)
         norm = self.train_step.norm() if by_value > 0 and by_norm > 0 else totals.norm
         clip_gradients(self.parallel, norm, by_norm)
+        self.timer.reach("clip")
         set_rate(self.optimizers, rate)
         for optimizer in self.optimizers:
             optimizer.step()
-        self.guard.record(totals.loss)
+        self.timer.reach("optimizer")
+        self.guard.record(totals.loss, totals.norm)
         return True
 
     def _commit(self, step: int) -> float:
@@ -319,8 +399,11 @@ class Trainer:
         if report is not None:
             self.done = report.step
             self._has_weights = True
+            apply_settings(self.optimizers, self._settings)
+            if self.data.phase is not self.phase:
+                self._enter(self.data.phase)
             if self.record.before is not None and (jump := rate_jump(self.record.before, self.config, self.done)):
-                _say_once(logging.WARNING, jump)
+                say_once(logging.WARNING, jump)
             note_restore(self.config.log.folder, report)
 
     def _explain(self, error: FlashckptError) -> None:
@@ -348,6 +431,9 @@ class Trainer:
             keep_last=settings.keep_last,
             job=settings.job or None,
             storage_options=settings.storage_options,
+            replicate=settings.replicate,
+            replicate_every=settings.replicate_every,
+            replicate_rate=settings.replicate_rate or None,
         )
         ckpt.track(
             model=self.parallel.parts,
@@ -356,12 +442,14 @@ class Trainer:
             rng=True,
             run=self.record,
             guard=self.guard,
+            ema=None if self.average is None else self.average.modules,
+            fenced=("ema",),
             mesh=self.parallel.mesh,
         )
         return ckpt
 
     def _batch_tokens(self) -> int:
-        return self.config.train.global_batch * self.config.train.seq_len
+        return self.phase.config.train.global_batch * self.phase.config.train.seq_len
 
 
 def prepare(config: RunConfig, world: int) -> Layout:
@@ -370,21 +458,29 @@ def prepare(config: RunConfig, world: int) -> Layout:
     Raises:
         LayoutError: the layout does not divide.
         DataError: the corpus is missing or empty.
-        RootError: the checkpoint root cannot be written.
     """
     layout = resolve_layout(config, world)
+    check_layouts(config, world)
     if config.data.sources:
         check_prepared(config)
     else:
         prepare_corpus(config.data.folder, config.data.source, config.data.holdout_every)
-    open_data(config, "train")
-    if config.checkpoint.root:
-        check_root(config.checkpoint.root, config.checkpoint.storage_options)
+    for phase in phases_of(config):
+        open_data(phase.config, "train")
     return layout
 
 
-def train(config: RunConfig) -> int:
-    """Train this rank of a run to its end and return the exit code."""
+def train(config: RunConfig, profiled: ProfileRange | None = None) -> int:
+    """Train this rank of a run to its end and return the exit code.
+
+    Raises:
+        RootError: the checkpoint root cannot be written, and the job has not trained yet.
+    """
+    clock = StartClock()
     layout = prepare(config, int(os.environ.get("WORLD_SIZE", "1")))
+    clock.reach("data")
     with process_group(config) as device:
-        return Trainer(config, layout, device).run()
+        clock.reach("process group")
+        if config.checkpoint.root and is_first_start(device):
+            check_root(config.checkpoint.root, config.checkpoint.storage_options)
+        return Trainer(config, layout, device, clock=clock, profiled=profiled).run()

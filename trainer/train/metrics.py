@@ -20,6 +20,7 @@ class StepRecord:
     """One finished step. Losses in nats per token; `seconds` of wall clock; `samples`: digest of the global batch.
 
     `stall_ms`: how long `Checkpointer.step()` and its fence held the training thread of this rank.
+    `phases`: seconds by phase (`watch.phases.PHASES`); they add up to `seconds`.
     """
 
     step: int
@@ -32,6 +33,7 @@ class StepRecord:
     channels: dict[str, float] = field(default_factory=dict)
     skipped: bool = False
     stall_ms: float = 0.0
+    phases: dict[str, float] = field(default_factory=dict)
 
     def to_line(self) -> str:
         """Return one JSON line; the loss is also given bit for bit, as `float.hex()`."""
@@ -48,6 +50,7 @@ class StepRecord:
                 "skipped": self.skipped,
                 "seconds": round(self.seconds, 4),
                 "stall_ms": round(self.stall_ms, 3),
+                "phases_ms": {name: round(seconds * 1e3, 3) for name, seconds in self.phases.items()},
                 "time": round(time.time(), 3),
             }
         )

@@ -12,13 +12,16 @@ from flashckpt.trainer.changes import recorded_values
 from flashckpt.trainer.config import RunConfig, without_secrets
 from flashckpt.trainer.evaluate.results import Scores, curves_of, plain_scores, score_lines
 from flashckpt.trainer.generate.samples import Sample
+from flashckpt.trainer.parallel.layout import resolve_layout
+from flashckpt.trainer.plan.flops import flops_per_token
+from flashckpt.trainer.plan.gpus import peak_tflops
+from flashckpt.trainer.plan.start import expected_mfu
 from flashckpt.trainer.train.metrics import StepRecord, Trace
 from flashckpt.trainer.watch.beside import Beside
 from flashckpt.trainer.watch.board import Board
 from flashckpt.trainer.watch.engine import EngineWatch
 from flashckpt.trainer.watch.events import Events
 from flashckpt.trainer.watch.figures import StepMeter, curves
-from flashckpt.trainer.watch.flops import flops_per_token, peak_tflops
 from flashckpt.trainer.watch.live import LiveDisplay
 from flashckpt.trainer.watch.plain import ProgressLine
 from flashckpt.trainer.watch.terminal import terminal_of
@@ -69,6 +72,7 @@ class Reporter:
             batch_tokens=config.train.global_batch * config.train.seq_len,
             flops=flops_per_token(config.model, config.train.seq_len),
             peak_tflops=_peak(config, device),
+            planned_mfu=expected_mfu(config, resolve_layout(config, world), device),
             world=world,
             device_bytes=device_bytes,
             engine=engine,
@@ -91,6 +95,11 @@ class Reporter:
         self._events.add(step, text)
         for page, thread in self._pages:
             thread.do(functools.partial(page.note, text, step))
+
+    def started(self, step: int, line: str) -> None:
+        """Log how long the start took, by phase, and show it with the first step."""
+        logger.info("%s", line)
+        self.note(step, line)
 
     def scores(self, step: int, scores: Scores) -> None:
         """Write an evaluation."""

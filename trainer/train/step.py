@@ -17,9 +17,11 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import loss_parallel
 
 from flashckpt.trainer.data.windows import Batch
-from flashckpt.trainer.model.transformer import per_token_loss
+from flashckpt.trainer.model.loss import per_token_loss
 from flashckpt.trainer.parallel.apply import Parallel, local_tensor, set_gradient_sync
-from flashckpt.trainer.train.optim import local_square_sum, settle_gradients
+from flashckpt.trainer.parallel_config import ParallelConfig
+from flashckpt.trainer.train.optim import local_square_sum, scale_gradients, settle_gradients
+from flashckpt.trainer.watch.phases import PhaseTimer
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -75,12 +77,28 @@ class TrainStep:
     Args:
         parallel: This rank's parts.
         channels: Names of the data channels, in the order of their numbers.
-        loss_parallel_on: Whether logits stay sharded over the vocabulary.
+        settings: Of [parallel].
+        has_losses: Whether the last stage gives losses, not logits (`loss_chunk`).
+        phases: Measures forward, backward and sync.
+
+    Attributes:
+        scale: Factor of the loss before backward, which the gradients are divided by.
     """
 
-    def __init__(self, parallel: Parallel, channels: Sequence[str], *, loss_parallel_on: bool = False) -> None:
+    def __init__(
+        self,
+        parallel: Parallel,
+        channels: Sequence[str],
+        *,
+        settings: ParallelConfig | None = None,
+        has_losses: bool = False,
+        phases: PhaseTimer | None = None,
+    ) -> None:
+        self._phases = phases or PhaseTimer()
         self._parallel, self._channels = parallel, list(channels)
-        self._sharded_loss = loss_parallel_on and parallel.layout.tp > 1
+        self._settings = settings or ParallelConfig()
+        self._sharded_loss = self._settings.loss_parallel and parallel.layout.tp > 1
+        self._has_losses, self.scale = has_losses, 1.0
         self._schedule: Any = None
         # (summed loss, channel, targets) per sample, one entry per micro-batch
         self._parts: list[tuple[Tensor, Tensor, Tensor]] = []
@@ -97,7 +115,15 @@ class TrainStep:
             else:
                 self._run_schedule(tokens, targets, documents)
         settle_gradients(self._parallel)
-        return self._reduce(local_square_sum(self._parallel))
+        if self.scale != 1.0:
+            scale_gradients(self._parallel, 1.0 / self.scale)
+        totals = self._reduce(local_square_sum(self._parallel))
+        self._phases.reach("sync")
+        return totals
+
+    def own_losses(self) -> list[Tensor]:
+        """Return the summed losses of this rank's samples in the last step, per micro-batch; [] where there are none."""
+        return [losses for losses, _, _ in self._parts[-self._parallel.layout.micro_batches :]]
 
     def norm(self) -> float:
         """Return the norm of the gradients as they are now, the same on all ranks. Collective."""
@@ -120,37 +146,52 @@ class TrainStep:
         return list(zip(tokens.chunk(count), targets.chunk(count), rows, strict=True))
 
     def _accumulate(self, tokens: Tensor, targets: Tensor, documents: Tensor | None) -> None:
-        part = self._parallel.parts[0]
+        part, divisor = self._parallel.parts[0], self._parallel.layout.divisor
         rows = self._micro(tokens, targets, documents)
         for number, (x, y, row) in enumerate(rows):
-            set_gradient_sync(part, sync=number == len(rows) - 1)
-            (self._loss(part(x, row), y) / len(rows)).backward()  # type: ignore[no-untyped-call]  # untyped in torch
+            set_gradient_sync(part, last=number == len(rows) - 1, zero=self._settings.zero)
+            loss = self._loss(part(x, row, **self._given(y)), y) / divisor
+            self._phases.reach("forward")
+            loss.backward()  # type: ignore[no-untyped-call]  # untyped in torch
+            self._phases.reach("backward")
+
+    def _given(self, targets: Tensor) -> dict[str, Tensor]:
+        """Return what the last stage needs to give losses, not logits."""
+        return {"targets": targets[:, :-1]} if self._has_losses else {}
 
     def _run_schedule(self, tokens: Tensor, targets: Tensor, documents: Tensor | None) -> None:
         trial: contextlib.AbstractContextManager[None] = contextlib.nullcontext()
         if self._schedule is None:
             self._schedule = self._parallel.schedule(self._loss)
+            self._time_forwards()
             trial = generators_kept_in_trials(self._parallel.parts, self._parallel.device)
         first, last = self._parallel.has_first, self._parallel.has_last
         inputs = (tokens,) if first else ()
-        everywhere = {} if documents is None else {"documents": documents}
+        everywhere = self._given(targets) if documents is None else {"documents": documents, **self._given(targets)}
         with trial:
             self._schedule.step(*inputs, target=targets if last else None, losses=[] if last else None, **everywhere)
         self._divide_gradients()
+        self._phases.reach("backward")  # with what its rank waited for others
+
+    def _time_forwards(self) -> None:
+        """Take the forwards of the stages out of what a schedule does; what is between them counts as backward."""
+        for part in self._parallel.parts:
+            part.register_forward_pre_hook(lambda *_: self._phases.reach("backward"))
+            part.register_forward_hook(lambda *_: self._phases.reach("forward"))
 
     def _divide_gradients(self) -> None:
-        """Make sums over micro-batches means; on local shards, since DTensor would plan each shape again."""
+        """Make sums over micro-batches means over samples; on local shards, since DTensor would plan each shape again."""
         for parameter in self._parallel.parameters():
             if parameter.grad is not None:
-                local_tensor(parameter.grad).div_(self._parallel.layout.micro_batches)
+                local_tensor(parameter.grad).div_(self._parallel.layout.divisor)
 
-    def _loss(self, logits: Tensor, targets: Tensor) -> Tensor:
-        losses = per_token_loss(logits, targets[:, :-1])
+    def _loss(self, output: Tensor, targets: Tensor) -> Tensor:
+        losses = output.flatten() if self._has_losses else per_token_loss(output, targets[:, :-1])
         with torch.no_grad():
             whole = losses.full_tensor() if isinstance(losses, DTensor) else losses
             per_sample = whole.detach().double().view(targets.shape[0], -1).sum(1)
             self._parts.append((per_sample, targets[:, -1], (targets[:, :-1] >= 0).sum(1).double()))
-        return losses.mean()
+        return losses.mean() * self.scale
 
     def _channel_sums(self) -> Tensor:
         """Return loss sums and token counts per channel, (2, C); zero if another rank reports them."""

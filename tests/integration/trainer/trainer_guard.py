@@ -8,12 +8,13 @@ import os
 from typing import Any
 
 import pytest
+from support.dlrun import run_dlrun
 from support.ranks import run_ranks, values, wait_for
 from support.training import run_config, write_corpus
 
 import flashckpt.checkpointer  # noqa: F401 -- imported before the fork, so that ranks start in 0.2 s
 from flashckpt.shm.job_directory import memory_root
-from flashckpt.trainer.config import from_values, to_values
+from flashckpt.trainer.config import from_values, to_toml, to_values
 from flashckpt.trainer.parallel.distributed import process_group
 from flashckpt.trainer.train.anomaly import Guard
 from flashckpt.trainer.train.loop import Trainer, prepare
@@ -128,3 +129,55 @@ def test_a_loss_that_is_not_a_number_is_skipped_on_all_ranks(text: Any) -> None:
     told, trace = run(text, "nan", nan_at=4)
     assert told["skipped"] == 1
     assert [line["step"] for line in trace if line["skipped"]] == [4]
+
+
+POISONED = """
+import math, sys
+from flashckpt.trainer.config import read_config
+from flashckpt.trainer.train.loop import Trainer, train
+from flashckpt.trainer.train.step import TrainStep
+
+SPIKE, NAN = 7, 9
+loss_of, one_step, visits, now = TrainStep._loss, Trainer.one_step, [], [0]
+
+def poisoned(self, logits, targets):
+    first = visits.count(now[0]) == 1 and self._parallel.dp_rank == 1
+    if now[0] == NAN and first:
+        logits = logits * math.nan
+    return loss_of(self, logits, targets) * (1e4 if now[0] == SPIKE and first else 1.0)
+
+def counted(self):
+    now[0] = self.done + 1
+    visits.append(now[0])
+    return one_step(self)
+
+TrainStep._loss, Trainer.one_step = poisoned, counted
+sys.exit(train(read_config(sys.argv[1])))
+"""
+
+
+@pytest.mark.timeout(400)
+def test_2x2x2_under_dlrun_rolls_back_a_norm_spike_and_names_the_ranks_of_a_nan(text: Any) -> None:
+    """The second of two data-parallel replicas computes gradients of 10,000 times the size once, and NaN another time."""
+    folder = text[0] / "eight"
+    folder.mkdir()
+    values_of_run = config_of(
+        text,
+        "eight",
+        guard={"on_spike": "rollback", "window": 4, "norm_mads": 50.0, "spike_mads": 1e6},
+        checkpoint={"root": str(folder / "root"), "job": "test-eight", "snapshot_every": 2},
+    )
+    values_of_run["parallel"].update(dp_shard=2, tp=2)
+    values_of_run["train"].update(steps=10)
+    (folder / "run.toml").write_text(to_toml(from_values(values_of_run)))
+    (folder / "poisoned.py").write_text(POISONED)
+    code, output = run_dlrun(folder, "--nproc-per-node", 8, folder / "poisoned.py", folder / "run.toml", deadline_s=300)
+    assert code == 0, output
+    trace = read_trace(folder / "trace.jsonl")
+    assert [line["step"] for line in trace] == list(range(1, 11))
+    assert [line["step"] for line in trace if line["skipped"]] == [9]
+    assert "step 7: rolled back to step 6, 8 samples are skipped" in output
+    assert "step 9: losses are not finite on rank 6, 7, gradients on rank 0, 1, 2, 3, 4, 5, 6, 7" in output
+    (spike,) = (json.loads(line) for line in (folder / "spikes.jsonl").read_text().splitlines())
+    assert (spike["step"], spike["action"]) == (7, "rollback")
+    assert all(math.isfinite(float.fromhex(line["loss"])) for line in trace if line["step"] != 9)

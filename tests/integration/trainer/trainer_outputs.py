@@ -292,6 +292,29 @@ def test_a_run_and_its_resume_end_well_on_full_streams(
     assert restored["step"] == 2
 
 
+def test_a_run_says_its_plan_and_how_long_it_took_to_start_and_profiles_what_is_asked(
+    corpus: Any, shm_dir: Any
+) -> None:
+    words = command(corpus, "profiled", log={"folder": str(corpus[0] / "profiled"), "every": 1, "peak_tflops": 0.1})
+    said = []
+    for steps, more in ((3, ["--profile", "2:4"]), (6, [])):
+        done = subprocess.run([*words, "--train.steps", str(steps), *more], capture_output=True, text=True, check=False)
+        assert done.returncode == 0, done.stderr
+        assert done.stderr.count("plan: ") == done.stderr.count("the process began") == 1
+        assert "on the fullest rank (parameters" in done.stderr
+        assert "FLOPs per token, MFU of " in done.stderr
+        assert "% (plan " in done.stderr  # the MFU of a step beside it
+        said.append(done.stderr)
+    assert "the process began (cold): imports " in said[0]
+    assert "weights" in said[0].partition("process began")[2].splitlines()[0]
+    assert "the process began (restored step " in said[1]
+    assert "restore" in said[1].partition("(restored")[2].splitlines()[0]
+    found = {path.name for path in (corpus[0] / "profiled" / "profile").iterdir()}
+    assert found == {"rank-0-steps-2-3.trace.json.gz", "rank-0-steps-2-3.memory.json.gz"}
+    for entry in read_trace(corpus[0] / "profiled" / "trace.jsonl"):
+        assert sum(entry["phases_ms"].values()) == pytest.approx(1e3 * entry["seconds"], abs=0.1)
+
+
 @pytest.mark.root
 def test_a_run_and_its_resume_end_well_on_a_full_log_disk(corpus: Any, shm_dir: Any) -> None:
     mount = corpus[0] / "tiny-disk"

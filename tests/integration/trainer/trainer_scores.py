@@ -13,7 +13,8 @@ from support.evaluation import write_evaluation
 from support.ranks import run_ranks, values
 from support.training import run_config, run_rank, write_corpus
 
-from flashckpt.trainer.config import RunConfig, from_values, to_toml, to_values
+from flashckpt.errors import NoCheckpointError
+from flashckpt.trainer.config import CheckpointConfig, RunConfig, from_values, to_toml, to_values
 from flashckpt.trainer.data.sets import prepare_sets
 from flashckpt.trainer.evaluate.command import evaluate
 from flashckpt.trainer.evaluate.results import plain_scores
@@ -24,7 +25,12 @@ def run_of(folder: Path, **parallel: Any) -> RunConfig:
         folder,
         parallel=parallel,
         data={"source": [f"even={folder}/text/a/*.txt"], "holdout_every": 4},
-        checkpoint={"root": str(folder / "root"), "job": f"scores-{folder.name}", "persist_every": 4},
+        checkpoint={
+            "root": str(folder / "root"),
+            "job": f"scores-{folder.name}",
+            "snapshot_every": 2,
+            "persist_every": 1,
+        },
         eval={**write_evaluation(folder / "evaluation"), "every": 4},
     )
 
@@ -88,6 +94,31 @@ def test_the_command_prints_a_table_and_writes_nothing(trained: Any) -> None:
     assert [row.split()[-4] for row in rows[:3]] == [f"{n:,}" for n in tokens]
     assert [row.partition(":")[0] for row in rows[3:]] == ["probability", "pairs", "choice", "one text"]
     assert {path: path.stat().st_mtime_ns for path in (folder / "log").rglob("*")} == before
+
+
+def test_a_step_names_the_checkpoint(trained: Any, tmp_path: Path) -> None:
+    folder, _ = trained
+    steps = sorted(int(path.name[5:].partition(".")[0]) for path in (folder / "root").glob("step-*"))
+    assert len(steps) > 1, "the run keeps several checkpoints"
+    step = str(steps[-2])
+    done = command(folder, run_of(folder), "--evaluate", "--step", step)
+    assert done.returncode == 0, done.stderr
+    assert step in done.stdout.splitlines()[0].rpartition("step-")[2]
+    # init.from is there, and is not taken in place of a step that is not
+    config = run_of(folder)
+    config = replace(config, init=replace(config.init, from_=config.checkpoint.root))
+    done = command(folder, config, "--evaluate", "--step", "999")
+    assert done.returncode == NoCheckpointError.exit_code, done.stderr
+    assert "has no checkpoint of step 999" in done.stderr
+    assert "Traceback" not in done.stderr
+
+
+def test_a_step_without_a_root_is_refused_before_torch_is_there(trained: Any, tmp_path: Path) -> None:
+    folder, _ = trained
+    config = run_of(folder)
+    done = command(tmp_path, replace(config, checkpoint=CheckpointConfig()), "--evaluate", "--step", "1")
+    assert done.returncode == 10, done.stderr
+    assert "--step names a checkpoint of no run" in done.stderr
 
 
 def test_weights_of_another_root_and_sets_alone_need_no_training_data(trained: Any, tmp_path: Path) -> None:

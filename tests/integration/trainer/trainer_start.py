@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from support import warm
 from support.paths import ROOT
+from support.ranks import run_ranks, values
 from support.s3 import Server, s3_server
 from support.training import run_config, write_corpus
 
@@ -17,7 +20,7 @@ from flashckpt.checkpoint.catalog import list_checkpoints
 from flashckpt.errors import ConfigError, RootError
 from flashckpt.storage.factory import open_store
 from flashckpt.trainer.config import from_values, read_config, to_toml
-from flashckpt.trainer.parallel.distributed import check_root, process_group
+from flashckpt.trainer.parallel.distributed import check_root, is_first_start, process_group
 from flashckpt.trainer.train.recorded_config import recorded_config
 
 CONFIGS = ROOT / "configs"
@@ -134,3 +137,15 @@ def test_a_device_that_is_not_there_is_refused(monkeypatch: Any) -> None:
         process_group(from_values({"train": {"device": "cuda"}})),
     ):
         pass
+
+
+def first_starts(rank: int, restarted: int) -> bool:
+    if rank == restarted:
+        os.environ["FLASHCKPT_RESTART"] = "2"
+    return is_first_start(torch.device("cpu"))
+
+
+@pytest.mark.parametrize(("restarted", "is_first"), [(-1, True), (1, False)])
+def test_a_node_that_joins_a_running_job_is_no_first_start(restarted: int, is_first: bool) -> None:
+    """Its ranks would check a root that the others no longer need: storage that fails later never stops training."""
+    assert values(run_ranks(first_starts, 2, restarted)) == [is_first] * 2

@@ -1,0 +1,177 @@
+"""Phases of a step and of a start, and `--profile`: what is measured, written and refused."""
+
+from __future__ import annotations
+
+import gzip
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from support.paths import ROOT
+from support.ranks import run_ranks, values
+from support.training import run_config, write_corpus
+
+from flashckpt.errors import ConfigError
+from flashckpt.trainer import __main__ as command
+from flashckpt.trainer.config import from_values, to_values
+from flashckpt.trainer.parallel.distributed import process_group
+from flashckpt.trainer.train.loop import Trainer, prepare
+from flashckpt.trainer.train.metrics import StepRecord
+from flashckpt.trainer.watch import phases as module
+from flashckpt.trainer.watch.figures import Figures, curves
+from flashckpt.trainer.watch.phases import PHASES, PhaseTimer, StartClock, process_age_s
+from flashckpt.trainer.watch.profile_range import ProfileRange, profile_range
+from flashckpt.trainer.watch.profiler import StepProfiler, live_tensors
+
+TINY = str(ROOT / "configs" / "tiny.toml")
+
+
+class Clock:
+    """Stands for `time`: each reading is one second later."""
+
+    def __init__(self) -> None:
+        self.now = 0.0
+
+    def perf_counter(self) -> float:
+        self.now += 1.0
+        return self.now
+
+    monotonic = perf_counter
+
+
+def test_phases_add_up_to_the_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = Clock()
+    monkeypatch.setattr(module, "time", clock)
+    timer = PhaseTimer()
+    with timer.beside("log"):
+        pass
+    timer.start()
+    began = clock.now
+    for phase in ("data", "forward", "backward", "forward", "backward", "sync"):
+        timer.reach(phase)
+    found = timer.seconds()
+    assert found == dict.fromkeys(PHASES, 0.0) | {"data": 1, "forward": 2, "backward": 2, "sync": 1, "log": 1}
+    assert sum(found.values()) == clock.now - began + 1  # and what was written beside the step before
+    timer.start()
+    assert sum(timer.seconds().values()) == 0
+
+
+def test_a_phase_costs_no_more_than_some_operations() -> None:
+    """No lists grow, nothing is kept: a thousand marks leave a timer as it was."""
+    timer = PhaseTimer()
+    timer.start()
+    for _ in range(1000):
+        timer.reach("forward")
+    assert set(timer.seconds()) == set(PHASES)
+
+
+def phases_of(rank: int, config_values: Any) -> Any:
+    config = from_values(config_values)
+    layout = prepare(config, int(os.environ["WORLD_SIZE"]))
+    with process_group(config) as device:
+        trainer = Trainer(config, layout, device)
+        trainer.initialise()
+        records = [trainer.one_step() for _ in range(2)]
+        trainer.data.close()
+        return [(record.seconds, record.phases) for record in records]
+
+
+@pytest.mark.parametrize("parallel", [{"dp_shard": 2}, {"pp": 2}])
+def test_every_phase_of_a_trained_step_is_measured(parallel: Any, tmp_path: Path) -> None:
+    config = run_config(tmp_path, parallel=parallel, data={"source": write_corpus(tmp_path / "text")})
+    for records in values(run_ranks(phases_of, 2, to_values(config), timeout_s=120)):
+        for seconds, found in records:
+            assert set(found) == set(PHASES)
+            assert sum(found.values()) == pytest.approx(seconds)
+            assert all(found[name] > 0 for name in ("data", "forward", "backward", "sync", "optimizer", "clip"))
+
+
+def test_phases_are_in_the_trace_and_on_the_pages() -> None:
+    record = StepRecord(step=1, loss=1.0, norm=1.0, rate=1.0, tokens=1, samples="", seconds=0.5, phases={"data": 0.25})
+    assert json.loads(record.to_line())["phases_ms"] == {"data": 250.0}
+    assert curves(record, Figures(tokens_per_s=1.0), 1)["phase/data ms"] == 250.0
+
+
+def test_a_start_is_measured_by_phase_and_reported_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert 0 < process_age_s() < 86400
+    clock = StartClock()
+    clock.reach("data")
+    line = clock.finish("cold")
+    assert line is not None
+    assert "(cold): imports " in line
+    assert line.index("data") < line.index("first step", 10)
+    assert clock.finish("cold") is None
+
+
+@pytest.mark.parametrize(
+    "text", ["", "5", "5:", ":5", "5:5", "6:5", "0:3", "1:12", "a:b", "-1:3", "1:2:3", "1:999999999999"]
+)
+def test_a_wrong_range_is_one_clear_error(text: str) -> None:
+    with pytest.raises(ConfigError, match="not a range of steps"):
+        profile_range(text, 10)
+
+
+def test_a_range_is_its_steps() -> None:
+    assert profile_range("3:5", 10) == ProfileRange(3, 5)
+    assert profile_range("1:11", 10) == ProfileRange(1, 11)
+    assert profile_range(None, 10) is None
+    with pytest.raises(ConfigError, match="not a range"):
+        profile_range("1:102", 1000)
+
+
+@pytest.mark.parametrize("flag", [["--check"], ["--evaluate"], ["--print-config"], ["--dry-run", "--world", "1"]])
+def test_a_profile_of_no_training_is_refused(flag: list[str], capfd: Any) -> None:
+    assert command.main(["--config", TINY, "--profile", "1:2", *flag]) == 10
+    assert "--profile would have no effect" in capfd.readouterr().err
+
+
+def test_a_trace_and_the_memory_of_some_steps_are_written(tmp_path: Path) -> None:
+    profiler = StepProfiler(ProfileRange(2, 4), str(tmp_path), 3, torch.device("cpu"))
+    kept = torch.zeros(123, 45)
+    for step in range(1, 6):
+        profiler.before(step)
+        assert (profiler._profile is not None) == (step in (2, 3))
+        torch.nn.functional.silu(kept)
+        profiler.after(step)
+    folder = tmp_path / "profile"
+    assert {path.name for path in folder.iterdir()} == {
+        "rank-3-steps-2-3.trace.json.gz",
+        "rank-3-steps-2-3.memory.json.gz",
+    }
+    with gzip.open(folder / "rank-3-steps-2-3.trace.json.gz", "rt") as file:
+        names = [event.get("name") for event in json.load(file)["traceEvents"]]
+    assert names.count("aten::silu") == 2
+    with gzip.open(folder / "rank-3-steps-2-3.memory.json.gz", "rt") as file:
+        found = json.load(file)
+    ours = [kind for kind in found["kinds"] if kind["shape"] == [123, 45]]
+    assert ours == [{"device": "cpu", "dtype": "float32", "shape": [123, 45], "count": 1, "bytes": 4 * 123 * 45}]
+    assert found["bytes"] == sum(kind["bytes"] for kind in found["kinds"])
+
+
+def test_a_profile_that_cannot_be_written_costs_no_run(tmp_path: Path) -> None:
+    (tmp_path / "profile").write_text("a file where the folder should be")
+    profiler = StepProfiler(ProfileRange(1, 2), str(tmp_path), 0, torch.device("cpu"))
+    profiler.before(1)
+    profiler.after(1)
+    assert (tmp_path / "profile").is_file()
+
+
+def test_views_of_one_storage_count_once() -> None:
+    whole = torch.zeros(1000, 31)
+    views = [whole[start : start + 10] for start in range(0, 1000, 10)]
+    kinds = live_tensors()["kinds"]
+    assert sum(kind["bytes"] for kind in kinds if kind["shape"] in ([1000, 31], [10, 31])) == whole.nbytes
+    assert len(views) == 100
+
+
+def test_tensors_without_a_storage_hinder_no_list() -> None:
+    """Whatever else the process holds; the parts of a sparse tensor are no objects of Python until asked for."""
+    values = torch.ones(7, 11)
+    others = [torch.sparse_coo_tensor(torch.arange(7)[None], values, (9, 11)), torch.eye(5).to_sparse_csr()]
+    others.append(torch.ones(3, 13).to_mkldnn())
+    shapes = [kind["shape"] for kind in live_tensors()["kinds"]]
+    assert [7, 11] in shapes
+    assert not any(list(other.shape) in shapes for other in others)

@@ -1,0 +1,52 @@
+"""Names the ranks, and the parameters, whose losses or gradients are not finite. Only called once some are not."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from flashckpt.trainer.parallel.apply import Parallel, local_tensor
+
+logger = logging.getLogger(__name__)
+_NAMED = 3
+"""Parameters that a rank names; the first NaN of a step is in few, or in all."""
+
+
+def report_nonfinite(parallel: Parallel, losses: Sequence[Tensor], step: int) -> tuple[list[int], list[int]]:
+    """Log where a step is not finite; return the ranks with such losses, and those with such gradients. Collective.
+
+    Gradients are those after the sum over data-parallel ranks: a rank is named for the part that it holds. Losses are of
+    the samples of a rank.
+
+    Args:
+        parallel: This rank's parts.
+        losses: Of the samples of this rank; none where the loss is computed elsewhere.
+        step: For the log.
+    """
+    named = [pair for part in parallel.bare_parts() for pair in part.named_parameters()]
+    bad = [name for name, p in named if p.grad is not None and not _is_finite(local_tensor(p.grad))]
+    flags = torch.zeros(2, dist.get_world_size(), device=parallel.device)
+    flags[0, dist.get_rank()] = float(not all(map(_is_finite, losses)))
+    flags[1, dist.get_rank()] = float(bool(bad))
+    dist.all_reduce(flags)
+    by_loss, by_gradient = ([rank for rank, flag in enumerate(row) if flag] for row in flags.tolist())
+    if bad:
+        more = f" and {len(bad) - _NAMED} more" if len(bad) > _NAMED else ""
+        logger.warning("step %d: gradients of %s%s are not finite here", step, ", ".join(bad[:_NAMED]), more)
+    if dist.get_rank() == 0:
+        logger.warning(
+            "step %d: losses are not finite on %s, gradients on %s", step, _ranks(by_loss), _ranks(by_gradient)
+        )
+    return by_loss, by_gradient
+
+
+def _is_finite(value: Tensor) -> bool:
+    return bool(torch.isfinite(value).all())
+
+
+def _ranks(numbers: list[int]) -> str:
+    return f"rank {', '.join(map(str, numbers))}" if numbers else "no rank"

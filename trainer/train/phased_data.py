@@ -1,0 +1,177 @@
+"""The data of a run whose phases change the length, the weights or the number of samples of a step."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+from flashckpt.errors import ConfigError
+from flashckpt.sampler import ElasticSampler
+from flashckpt.trainer.config import RunConfig
+from flashckpt.trainer.data.training_data import TrainingData
+from flashckpt.trainer.data.windows import Batch, Data
+from flashckpt.trainer.phases import Phase
+
+
+class PhasedSampler:
+    """The sampler of the phase that runs, and which phase that is: what a snapshot takes.
+
+    Args:
+        data: Whose sampler it stands for.
+    """
+
+    flashckpt_replicated = True
+
+    def __init__(self, data: PhasedData) -> None:
+        self._data = data
+
+    @property
+    def was_drawn_from(self) -> bool:
+        """See ElasticSampler."""
+        return bool(getattr(self._data.inner, "was_drawn_from", True))
+
+    @property
+    def flashckpt_progress(self) -> tuple[int, Any]:
+        """The stream, and the position in it."""
+        return self._data.phase.stream, self._data.inner.flashckpt_progress
+
+    def commit(self, samples: int | None = None) -> None:
+        """Move the position behind the samples of a step."""
+        self._data.inner.commit(samples)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the phase and the state of its sampler."""
+        phase = self._data.phase
+        return {
+            "phase": phase.number,
+            "seq_len": phase.config.train.seq_len,
+            "skipped": {str(stream): end for stream, end in self._data.skipped.items()},
+            "state": self._data.inner.state_dict(),
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go back to a recorded phase, and to the position in it.
+
+        Raises:
+            ConfigError: phases that had begun are other ones now.
+            SamplerStateError: see ElasticSampler.
+        """
+        if "phase" not in state:  # recorded before the run had phases
+            self._data.load(0, {}, state)
+            return
+        number, phases = int(state["phase"]), self._data.phases
+        if number >= len(phases) or phases[number].config.train.seq_len != state["seq_len"]:
+            raise ConfigError(
+                "this run cannot resume: a phase that had begun is another one now",
+                found=f"{len(phases) - 1} phases"
+                + (
+                    f", phase[{number - 1}] of seq_len {phases[number].config.train.seq_len}"
+                    if number < len(phases)
+                    else ""
+                ),
+                expected=f"phase[{number - 1}] of seq_len {state['seq_len']}, as in the checkpoint",
+                state="Nothing was trained; the checkpoint is untouched.",
+                remedy="change only phases that are still to come, or start a new run with another checkpoint.root",
+            )
+        self._data.load(number, {int(key): int(end) for key, end in state["skipped"].items()}, state["state"])
+
+
+class PhasedData:
+    """This rank's batches, phase after phase.
+
+    Phases with samples of one length draw from one order, and each continues where the one before it stopped; samples
+    of another length are other samples, in a separate order.
+
+    Args:
+        phases: Of the run.
+        build: Makes the data of one phase; it is given the configuration and the seed of the order.
+
+    Attributes:
+        skipped: By stream: end of what a rollback wants left out at its beginning.
+    """
+
+    def __init__(self, phases: Sequence[Phase], build: Callable[[RunConfig, int], TrainingData]) -> None:
+        self.phases, self._build = phases, build
+        self.skipped: dict[int, int] = {}
+        self.phase = phases[0]
+        self._data = self._opened(phases[0])
+        self._sampler = PhasedSampler(self)
+
+    @property
+    def sampler(self) -> Any:
+        """What is tracked: the sampler itself where the run has one phase."""
+        return self._sampler if len(self.phases) > 1 else self.inner
+
+    @property
+    def inner(self) -> ElasticSampler:
+        """The sampler of the phase that runs."""
+        return self._data.sampler
+
+    @property
+    def dataset(self) -> Data:
+        """The training split of the phase that runs."""
+        return self._data.dataset
+
+    def enter(self, phase: Phase) -> None:
+        """Continue with a phase: in the order of the one before, or at the beginning of another."""
+        state, before = self.inner.state_dict(), self.phase
+        self._replace(phase)
+        if phase.stream == before.stream:
+            self.inner.load_state_dict(state)
+        elif end := self.skipped.pop(phase.stream, 0):
+            self.inner.skip(0, end)
+        self._weigh(before)
+
+    def load(self, number: int, skipped: dict[int, int], state: Mapping[str, Any]) -> None:
+        """Go to a phase and to a recorded position in it."""
+        self.skipped = skipped
+        self._replace(self.phases[number])
+        self.inner.load_state_dict(state)
+
+    def skip_to(self, stream: int, end: int) -> int:
+        """Leave out what lies between here and a position; return how many samples of its order that is."""
+        if stream != self.phase.stream:  # restored to before the phase began: it will begin behind them
+            self.skipped[stream] = end
+            return end
+        begin = self.inner.position
+        if begin < end:
+            self.inner.skip(begin, end)
+        return end - begin
+
+    def next(self) -> Batch:
+        """See TrainingData."""
+        return self._data.next()
+
+    def position_after_next(self) -> int:
+        """See TrainingData."""
+        return self._data.position_after_next()
+
+    def global_ids(self) -> list[int]:
+        """See TrainingData."""
+        return self._data.global_ids()
+
+    def close(self) -> None:
+        """See TrainingData."""
+        self._data.close()
+
+    def _replace(self, phase: Phase) -> None:
+        self._data.close()
+        self.phase, self._data = phase, self._opened(phase)
+
+    def _opened(self, phase: Phase) -> TrainingData:
+        # the weights that the order began with: later ones are in the state of its sampler
+        first = next(one for one in self.phases if one.stream == phase.stream)
+        sources = first.config.data.sources
+        config = _with_sources(phase.config, sources)
+        return self._build(config, phase.config.train.seed + phase.stream * 1_000_003)
+
+    def _weigh(self, before: Phase) -> None:
+        mine, first = self.phase.config.data.sources, next(p for p in self.phases if p.stream == self.phase.stream)
+        last = before.config.data.sources if before.stream == self.phase.stream else first.config.data.sources
+        if [one.weight for one in mine] != [one.weight for one in last]:
+            self.inner.set_weights({f"{number} {one.channel}": one.weight for number, one in enumerate(mine)})
+
+
+def _with_sources(config: RunConfig, sources: Any) -> RunConfig:
+    return replace(config, data=replace(config.data, sources=sources))

@@ -1,0 +1,65 @@
+"""What a run records of itself in every snapshot, and why a step is undone."""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Mapping
+from typing import Any
+
+from flashckpt.trainer.changes import compare, recorded_values, refuse_changes
+from flashckpt.trainer.config import RunConfig
+from flashckpt.trainer.train.scaler import LossScaler
+
+logger = logging.getLogger(__name__)
+
+
+def say_once(level: int, text: str) -> None:
+    """Log on rank 0 what all ranks know."""
+    if os.environ.get("RANK", "0") == "0":
+        logger.log(level, "%s", text)
+
+
+class RunRecord:
+    """The resolved configuration and the token count, recorded with every snapshot and compared on resume."""
+
+    flashckpt_replicated = True
+
+    def __init__(self, config: RunConfig) -> None:
+        self.config = config
+        self.phase = config  # as it is in the phase that runs
+        self.scaler = LossScaler(enabled=config.train.precision == "float16")
+        self.tokens = 0
+        self.before: dict[str, Any] | None = None
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return plain values."""
+        state: dict[str, Any] = {"config": recorded_values(self.config), "tokens": self.tokens}
+        if scaler := self.scaler.state_dict():
+            state["scaler"] = scaler
+        if self.config.phase.each:
+            phase = self.phase
+            state["phase"] = {"model": {"rope_base": phase.model.rope_base}, "train": {"seq_len": phase.train.seq_len}}
+        return state
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Keep the recorded values; reject a run that cannot continue them.
+
+        Raises:
+            ConfigError: a dimension of the model, the sequence length or the seed differs.
+        """
+        self.before, self.tokens = dict(state["config"]), int(state["tokens"])
+        self.scaler.load_state_dict(state.get("scaler", {}))
+        changes = compare(self.before, self.config)
+        refuse_changes(changes)
+        for change in changes:
+            level = logging.WARNING if change.severity == "warning" else logging.INFO
+            say_once(level, f"{change.key} changed since the checkpoint: {change.before!r} -> {change.now!r}")
+
+
+class SpikeError(Exception):
+    """The loss spiked at `step` and the run is to be rolled back; `end` is the stream position after the batch."""
+
+    def __init__(self, step: int, end: int) -> None:
+        super().__init__(f"loss spike at step {step}")
+        self.step, self.end = step, end
