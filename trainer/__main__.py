@@ -7,12 +7,14 @@ import os
 import sys
 from collections.abc import Sequence
 
-from flashckpt.errors import RESUME_EXIT_CODE, FlashckptError
+from flashckpt.errors import RESUME_EXIT_CODE, ConfigError, FlashckptError
+from flashckpt.trainer.command_line import take_flag, take_value
 from flashckpt.trainer.config import RunConfig, read_config, to_toml, without_secrets
 from flashckpt.trainer.dry_run.options import take_options
 from flashckpt.trainer.nonfatal import nonfatal_streams
-from flashckpt.trainer.parallel.layout import resolve_layout
+from flashckpt.trainer.phases import check_layouts, phases_of
 from flashckpt.trainer.train.report_once import report_once
+from flashckpt.trainer.watch.profile_range import ProfileRange, profile_range
 from flashckpt.trainer.watch.terminal import terminal_of
 
 USAGE = """Usage: python -m flashckpt.trainer [--config FILE.toml] [--section.key VALUE ...]
@@ -35,6 +37,10 @@ USAGE = """Usage: python -m flashckpt.trainer [--config FILE.toml] [--section.ke
 
     python -m flashckpt.trainer generate SOURCE "Once upon a time" [--max-tokens N] [--temperature T]
 
+  What a run needs, and how long it takes, on so many GPUs, by arithmetic; which layout is best (plan --help):
+
+    python -m flashckpt.trainer plan --config FILE.toml --gpus 64 --gpu h100 [--search] [--measure] [--json]
+
   What a run would hold per rank, without running it:
 
     python -m flashckpt.trainer --dry-run --world 64 --config FILE.toml
@@ -44,7 +50,9 @@ Options:
   --section.key VALUE    override one setting, e.g. --parallel.tp 2
   --check                train 3 steps in this layout and 3 in one process, compare, and end; where
                          transformers is installed, compare the logits with its as well
-  --evaluate             score the newest checkpoint of the run, or init.from, without training, and end
+  --evaluate             score the newest checkpoint of the run, or init.from, without training, and end;
+                         --step N (or N.gM) scores that checkpoint of the run
+  --profile FROM:TO      write a trace and the memory of steps FROM to TO - 1 to log.folder/profile, per rank
   --print-config         print the resolved run as TOML without credentials, and end
   --dry-run --world N    build the run as N ranks that do not exist, print bytes per rank, and end; with
                          --json, --ranks-per-node N (8), and --device-memory GIB, --node-memory GIB to compare with
@@ -58,7 +66,7 @@ Exit codes: 0 done, 75 stopped on request with state kept (start again to contin
 def main(words: Sequence[str] | None = None) -> int:
     """Run the command line and return its exit code."""
     rest = list(sys.argv[1:] if words is None else words)
-    if rest[:1] not in (["generate"], ["hub"]) and ("--help" in rest or "-h" in rest):
+    if rest[:1] not in (["generate"], ["hub"], ["plan"]) and ("--help" in rest or "-h" in rest):
         _say(USAGE)
         return 0
     try:
@@ -66,6 +74,8 @@ def main(words: Sequence[str] | None = None) -> int:
             return _hub(rest[1:])
         if rest[:1] == ["generate"]:
             return _generate(rest[1:])
+        if rest[:1] == ["plan"]:
+            return _plan(rest[1:])
         return _data(rest[1:]) if rest[:1] == ["data"] else _run(rest)
     except FlashckptError as error:
         report_once(error)
@@ -74,11 +84,22 @@ def main(words: Sequence[str] | None = None) -> int:
 
 def _run(words: list[str]) -> int:
     dry = take_options(words)
-    show = _take_flag(words, "--print-config")
-    check_only = _take_flag(words, "--check")
-    if evaluate_only := _take_flag(words, "--evaluate"):
+    show = take_flag(words, "--print-config")
+    check_only = take_flag(words, "--check")
+    if evaluate_only := take_flag(words, "--evaluate"):
         words += ["--eval.every", "1"]  # [eval] has an effect
-    config = read_config(_take_value(words, "--config"), words)
+    step = take_value(words, "--step") if evaluate_only else None
+    asked = take_value(words, "--profile")
+    config = read_config(take_value(words, "--config"), words)
+    if step is not None and not config.checkpoint.root:
+        raise ConfigError("--step names a checkpoint of no run", found=f"--step {step}", expected="checkpoint.root")
+    trains = not (check_only or evaluate_only or show or dry is not None)
+    profiled = profile_range(asked, config.train.steps)
+    if profiled is not None and not trains:
+        raise ConfigError(
+            "--profile would have no effect: nothing is trained", found=f"--profile {asked}", expected="a run alone",
+            state="Nothing was started.",
+        )  # fmt: skip
     if config.init.from_:
         from flashckpt.trainer.hub.start import with_model_of_weights
 
@@ -90,7 +111,17 @@ def _run(words: list[str]) -> int:
         from flashckpt.trainer.dry_run.command import dry_run
 
         return dry_run(config, dry)
-    resolve_layout(config, int(os.environ.get("WORLD_SIZE", "1")))  # refused before torch is imported
+    _check_inputs(config, evaluate_only=evaluate_only)
+    with nonfatal_streams(over_display=trains and terminal_of(config.log.display) is not None):
+        logging.basicConfig(level=logging.INFO, format=f"[rank {os.environ.get('RANK', '0')}] %(name)s: %(message)s")
+        if evaluate_only:
+            return _evaluate(config, step)
+        return _check(config) if check_only else _train(config, profiled)
+
+
+def _check_inputs(config: RunConfig, *, evaluate_only: bool) -> None:
+    """Refuse what can be known to be wrong before torch is imported."""
+    check_layouts(config, int(os.environ.get("WORLD_SIZE", "1")))
     if config.data.sources and (config.eval.held_out or not evaluate_only):
         from flashckpt.trainer.data.prepared import check_sources
 
@@ -102,14 +133,8 @@ def _run(words: list[str]) -> int:
     if config.samples.every:
         from flashckpt.trainer.generate.prompts import read_prompts
 
-        read_prompts(config)
-    with nonfatal_streams(
-        over_display=not (check_only or evaluate_only) and terminal_of(config.log.display) is not None
-    ):
-        logging.basicConfig(level=logging.INFO, format=f"[rank {os.environ.get('RANK', '0')}] %(name)s: %(message)s")
-        if evaluate_only:
-            return _evaluate(config)
-        return _check(config) if check_only else _train(config)
+        for phase in phases_of(config):
+            read_prompts(phase.config)
 
 
 def _hub(words: list[str]) -> int:
@@ -124,17 +149,23 @@ def _generate(words: list[str]) -> int:
     return generate(words)
 
 
+def _plan(words: list[str]) -> int:
+    from flashckpt.trainer.plan.command import plan
+
+    return plan(words)
+
+
 def _data(words: list[str]) -> int:
     from flashckpt.trainer.data.command import data
 
-    path = _take_value(words, "--config")
+    path = take_value(words, "--config")
     return data(words, path)
 
 
-def _train(config: RunConfig) -> int:
+def _train(config: RunConfig, profiled: ProfileRange | None) -> int:
     from flashckpt.trainer.train.loop import train
 
-    code = train(config)
+    code = train(config, profiled)
     # Under dlrun an agreed stop is a success of the rank; dlrun itself ends with 75 for all of them.
     return 0 if code == RESUME_EXIT_CODE and "FLASHCKPT_AGENT_DIR" in os.environ else code
 
@@ -152,11 +183,11 @@ def _check(config: RunConfig) -> int:
     return 0
 
 
-def _evaluate(config: RunConfig) -> int:
+def _evaluate(config: RunConfig, step: str | None) -> int:
     from flashckpt.trainer.evaluate.command import evaluate
     from flashckpt.trainer.evaluate.results import score_table
 
-    scores, where = evaluate(config)
+    scores, where = evaluate(config, step)
     _say(f"{where}\n{score_table(scores)}")
     return 0
 
@@ -164,23 +195,6 @@ def _evaluate(config: RunConfig) -> int:
 def _say(text: str) -> None:
     if os.environ.get("RANK", "0") == "0":
         sys.stdout.write(text)
-
-
-def _take_flag(words: list[str], name: str) -> bool:
-    if name in words:
-        words.remove(name)
-        return True
-    return False
-
-
-def _take_value(words: list[str], name: str) -> str | None:
-    for i, word in enumerate(words):
-        if word == name and i + 1 < len(words):
-            del words[i]
-            return words.pop(i)
-        if word.startswith(f"{name}="):
-            return words.pop(i).partition("=")[2]
-    return None
 
 
 if __name__ == "__main__":

@@ -33,8 +33,9 @@ class Change:
 SEVERITY = (
     ("model.dropout", "warning"), ("model.", "error"), ("train.seq_len", "error"), ("train.seed", "error"),
     ("train.global_batch", "warning"), ("train.micro_batch", "warning"), ("train.precision", "warning"),
-    ("train.compile", "warning"), ("train.attention", "warning"),
-    ("optim.", "warning"), ("parallel.timeout_s", "note"), ("parallel.", "warning"), ("data.", "warning"),
+    ("train.compile", "warning"), ("train.attention", "warning"), ("train.tf32", "warning"),
+    ("optim.name", "error"), ("optim.", "warning"), ("ema.decay", "warning"), ("ema.every", "warning"),
+    ("parallel.timeout_s", "note"), ("parallel.", "warning"), ("data.", "warning"), ("phase.", "warning"),
 )  # fmt: skip
 
 
@@ -43,6 +44,7 @@ def compare(before: Mapping[str, Any], now: RunConfig) -> list[Change]:
     changes = []
     if before.get("model") and "head_dim" not in before["model"]:  # recorded when neighbours were turned, not halves
         changes.append(Change(key="model.rope_pairs", before="neighbours", now="halves", severity="error"))
+    changes += _new_state(before, now)
     for section, content in recorded_values(now).items():
         old = before.get(section, {})
         for key, value in content.items():
@@ -50,6 +52,23 @@ def compare(before: Mapping[str, Any], now: RunConfig) -> list[Change]:
                 name = f"{section}.{key}"
                 severity = next((level for prefix, level in SEVERITY if name.startswith(prefix)), "note")
                 changes.append(Change(key=name, before=old[key], now=value, severity=severity))
+    return changes
+
+
+def _new_state(before: Mapping[str, Any], now: RunConfig) -> list[Change]:
+    """Return what makes the run hold other state than a recorded one, which may not have had the setting yet."""
+    changes = []
+    if "optim" in before and "name" not in before["optim"] and now.optim.name != "adamw":
+        changes.append(Change(key="optim.name", before="adamw", now=now.optim.name, severity="error"))
+    decay = before.get("ema", {}).get("decay", 0.0)
+    if before and (decay > 0) != (now.ema.decay > 0):
+        changes.append(Change(key="ema.decay", before=decay, now=now.ema.decay, severity="error"))
+    phases = before.get("phase", {}).get("each", [])
+    if phases and not now.phase.each:
+        changes.append(Change(key="phase", before=f"{len(phases)} phases", now="none", severity="error"))
+    if any(phase.from_tokens for phase in now.phase.each):  # the beginnings follow from the sizes of all steps before
+        sizes = [(key, before["train"][key], getattr(now.train, key)) for key in ("global_batch",) if "train" in before]
+        changes += [Change(key=f"train.{k}", before=b, now=n, severity="error") for k, b, n in sizes if b != n]
     return changes
 
 

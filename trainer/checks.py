@@ -12,15 +12,21 @@ from typing import Any, TypeAlias
 
 from flashckpt.errors import ConfigError, LayoutError
 from flashckpt.trainer.log_config import DISPLAYS, WANDB_MODES
+from flashckpt.trainer.optim_config import DECAY_SHAPES, MUON_RATES, OPTIMIZERS, SCHEDULES
 
 Values: TypeAlias = Mapping[str, Mapping[str, Any]]
 
 CHOICES = {
     "parallel.data_parallel": ("fsdp", "ddp"),
-    "train.precision": ("float32", "bfloat16"),
+    "parallel.zero": (-1, 0, 1, 2, 3),
+    "parallel.offload": ("none", "state"),
+    "train.precision": ("auto", "float32", "bfloat16", "float16"),
     "train.attention": ("sdpa", "flex"),
     "train.device": ("auto", "cpu", "cuda"),
-    "optim.schedule": ("constant", "cosine", "linear", "wsd"),
+    "optim.name": OPTIMIZERS,
+    "optim.schedule": SCHEDULES,
+    "optim.decay_shape": DECAY_SHAPES,
+    "optim.muon_rate": MUON_RATES,
     "model.family": ("", "llama", "mistral", "mixtral", "qwen2", "qwen3", "qwen2_moe", "qwen3_moe"),
     "model.rope_scaling": ("none", "linear", "ntk", "yarn", "llama3"),
     "guard.on_spike": ("warn", "skip", "rollback"),
@@ -29,20 +35,21 @@ CHOICES = {
     "log.wandb_mode": WANDB_MODES,
 }
 MINIMUM: Mapping[str, float] = {
-    "train.steps": 1, "train.seq_len": 2, "train.global_batch": 1, "train.micro_batch": 1,
+    "train.steps": 1, "train.seq_len": 2, "train.global_batch": 1, "train.micro_batch": 1, "train.loss_chunk": 0,
     "model.vocab": 256, "model.dim": 2, "model.layers": 1, "model.heads": 1, "model.kv_heads": 1, "model.ffn": 1,
     "model.rope_base": 1.0, "model.norm_eps": 0.0, "model.experts": 0, "model.experts_per_token": 1,
     "model.head_dim": 0, "model.window": 0, "model.window_from": 0, "model.context": 0, "model.shared_ffn": 0,
     "model.rope_factor": 1.0, "model.rope_context": 0, "model.rope_low": 0.0, "model.rope_high": 0.0,
     "model.rope_beta_fast": 0.0, "model.rope_beta_slow": 0.0, "model.rope_attention": 0.0,
-    "parallel.timeout_s": 1.0,
+    "parallel.timeout_s": 1.0, "parallel.bucket_mb": 0.001,
     "optim.lr": 0.0, "optim.min_lr": 0.0, "optim.warmup_steps": 0, "optim.decay_steps": 0, "optim.weight_decay": 0.0,
-    "optim.eps": 0.0, "optim.clip_norm": 0.0, "optim.clip_value": 0.0,
+    "optim.eps": 0.0, "ema.every": 1, "optim.clip_norm": 0.0, "optim.clip_value": 0.0,
     "checkpoint.snapshot_every": 1, "checkpoint.persist_every": 1, "checkpoint.keep_last": 1,
-    "data.holdout_every": 2, "data.bpe": 0, "data.read_ahead": 0, "guard.window": 4, "guard.max_skipped": 1, "guard.spike_mads": 0.0, "guard.max_rollbacks": 0,
+    "checkpoint.replicate": 0, "checkpoint.replicate_every": 1, "checkpoint.replicate_rate": 0,
+    "data.holdout_every": 2, "data.bpe": 0, "data.read_ahead": 0, "guard.window": 4, "guard.max_skipped": 1, "guard.spike_mads": 0.0, "guard.norm_mads": 0.0, "guard.max_rollbacks": 0,
     "eval.every": 0, "eval.batches": 1, "log.every": 1, "log.peak_tflops": 0.0,
 }  # fmt: skip
-BELOW_ONE = ("model.dropout", "optim.beta1", "optim.beta2")
+BELOW_ONE = ("model.dropout", "optim.beta1", "optim.beta2", "optim.momentum", "ema.decay")
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,6 +80,7 @@ NEEDS = (
     Need("model.rope_beta_slow", "model.rope_scaling = yarn", lambda v: _scales(v, "yarn")),
     Need("model.rope_attention", "model.rope_scaling = yarn", lambda v: _scales(v, "yarn")),
     Need("parallel.loss_parallel", "parallel.tp of 2 or more", lambda v: v["parallel"]["tp"] > 1),
+    Need("parallel.bucket_mb", "parallel.data_parallel = ddp", lambda v: v["parallel"]["data_parallel"] == "ddp"),
     Need("parallel.schedule", "parallel.pp of 2 or more", lambda v: v["parallel"]["pp"] > 1),
     Need("parallel.stages_per_rank", "parallel.pp of 2 or more", lambda v: v["parallel"]["pp"] > 1),
     Need("optim.decay_steps", "an optim.schedule that decays", lambda v: v["optim"]["schedule"] != "constant"),
@@ -80,6 +88,9 @@ NEEDS = (
     Need("guard.max_rollbacks", 'guard.on_spike = "rollback"', lambda v: v["guard"]["on_spike"] == "rollback"),
     Need("log.wandb_run", "a project: log.wandb", lambda v: bool(v["log"]["wandb"])),
     Need("log.wandb_mode", "a project: log.wandb", lambda v: bool(v["log"]["wandb"])),
+    Need("checkpoint.replicate", "a checkpoint.root", lambda v: bool(v["checkpoint"]["root"])),
+    Need("checkpoint.replicate_every", "checkpoint.replicate of 1 or 2", lambda v: v["checkpoint"]["replicate"] > 0),
+    Need("checkpoint.replicate_rate", "checkpoint.replicate of 1 or 2", lambda v: v["checkpoint"]["replicate"] > 0),
     Need("eval.batches", "eval.every of 1 or more", lambda v: v["eval"]["every"] > 0),
 )
 
@@ -97,7 +108,9 @@ def check_values(values: Values, defaults: Values) -> None:
     """
     for key, choices in CHOICES.items():
         if _get(values, key) not in choices:
-            raise ConfigError(f"{key} has no such choice", found=repr(_get(values, key)), expected=" | ".join(choices))
+            raise ConfigError(
+                f"{key} has no such choice", found=repr(_get(values, key)), expected=" | ".join(map(str, choices))
+            )
     _check_ranges(values)
     for need in NEEDS:
         if _get(values, need.key) != _get(defaults, need.key) and not need.holds(values):

@@ -24,6 +24,9 @@ from flashckpt.trainer.data_config import DataConfig, check_data
 from flashckpt.trainer.eval_config import EvalConfig, check_eval
 from flashckpt.trainer.log_config import LogConfig
 from flashckpt.trainer.model_config import ModelConfig
+from flashckpt.trainer.optim_config import EmaConfig, OptimConfig, check_optim
+from flashckpt.trainer.parallel_config import ParallelConfig
+from flashckpt.trainer.phase_config import PhasesConfig, as_table, check_phases
 from flashckpt.trainer.sample_config import SampleConfig, check_samples
 
 if sys.version_info >= (3, 11):
@@ -33,28 +36,11 @@ else:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class ParallelConfig:
-    """Degrees of the mesh ("pp", "dp_replicate", "dp_shard", "tp"); `dp_shard` -1 fills up to the world size."""
-
-    pp: int = 1
-    dp_replicate: int = 1
-    dp_shard: int = -1
-    tp: int = 1
-    sequence_parallel: bool = True
-    loss_parallel: bool = False
-    data_parallel: str = "fsdp"
-    schedule: str = "1F1B"
-    stages_per_rank: int = 0
-    layers_per_stage: tuple[int, ...] = ()
-    activation_checkpoint: str = "none"
-    timeout_s: float = 120.0
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
 class TrainConfig:
     """Sizes of a step: `global_batch` and `micro_batch` count samples, `seq_len` tokens. `compile`: each block by torch.compile.
 
-    `attention`: "sdpa", or on a GPU "flex".
+    `attention`: "sdpa", or on a GPU "flex". `precision` "auto": bfloat16 on a GPU, else float32. `loss_chunk`: tokens whose
+    logits exist at a time (0: all of a micro-batch). `tf32`: products of float32 matrices in TF32, on a GPU.
     """
 
     steps: int = 100
@@ -62,28 +48,13 @@ class TrainConfig:
     global_batch: int = 16
     micro_batch: int = 1
     seed: int = 1
-    precision: str = "float32"
+    precision: str = "auto"
+    tf32: bool = False
+    loss_chunk: int = 0
     attention: str = "sdpa"
     device: str = "auto"
     deterministic: bool = False
     compile: bool = False
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class OptimConfig:
-    """AdamW and its schedule; the rate is a pure function of the step. 0 switches a clip off."""
-
-    lr: float = 3e-3
-    min_lr: float = 3e-4
-    warmup_steps: int = 10
-    schedule: str = "cosine"
-    decay_steps: int = 0
-    beta1: float = 0.9
-    beta2: float = 0.95
-    eps: float = 1e-8
-    weight_decay: float = 0.1
-    clip_norm: float = 1.0
-    clip_value: float = 0.0
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -98,6 +69,7 @@ class CheckpointConfig:
     """Where and how often; an empty `root` trains without checkpoints. Intervals in steps.
 
     `storage_options` goes to the store: `endpoint_url` and the like. Credentials are better left to the environment.
+    `replicate` partner nodes keep what a node alone holds, `replicate_rate` bytes per second at most (0: no limit).
     """
 
     root: str = ""
@@ -106,16 +78,23 @@ class CheckpointConfig:
     keep_last: int = 3
     job: str = ""
     storage_options: dict[str, Any] = field(default_factory=dict)
+    replicate: int = 0
+    replicate_every: int = 1
+    replicate_rate: int = 0
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class GuardConfig:
-    """What to do about non-finite values and loss spikes. `window` in steps; `spike_mads` in median deviations."""
+    """What to do about non-finite values and spikes. `window` in steps.
+
+    In median deviations: `spike_mads` of the loss, up or down; `norm_mads` of the gradient norm, up (0: never).
+    """
 
     max_skipped: int = 5
     on_spike: str = "warn"
     window: int = 32
     spike_mads: float = 12.0
+    norm_mads: float = 0.0
     max_rollbacks: int = 3
 
 
@@ -127,6 +106,7 @@ class RunConfig:
     parallel: ParallelConfig = field(default_factory=ParallelConfig)
     train: TrainConfig = field(default_factory=TrainConfig)
     optim: OptimConfig = field(default_factory=OptimConfig)
+    ema: EmaConfig = field(default_factory=EmaConfig)
     init: InitConfig = field(default_factory=InitConfig)
     data: DataConfig = field(default_factory=DataConfig)
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
@@ -134,6 +114,7 @@ class RunConfig:
     eval: EvalConfig = field(default_factory=EvalConfig)
     samples: SampleConfig = field(default_factory=SampleConfig)
     log: LogConfig = field(default_factory=LogConfig)
+    phase: PhasesConfig = field(default_factory=PhasesConfig)
 
 
 def read_config(path: str | os.PathLike[str] | None, overrides: Sequence[str] = ()) -> RunConfig:
@@ -171,6 +152,7 @@ def _put(content: Any, key: str, text: str) -> None:
 
 def from_values(values: Mapping[str, Any]) -> RunConfig:
     """Return the RunConfig of nested plain values (TOML, or the values stored with a checkpoint)."""
+    values = as_table(values)
     for section, content in values.items():
         if section not in _sections():
             raise _unknown(section, list(_sections()))
@@ -181,9 +163,11 @@ def from_values(values: Mapping[str, Any]) -> RunConfig:
     config = RunConfig(**{section: _build(section, dict(content)) for section, content in values.items()})
     plain = to_values(config)
     check_values(plain, DEFAULTS)
+    check_optim(plain, DEFAULTS)
     check_data(plain["data"], DEFAULTS["data"])
     check_eval(plain["eval"])
     check_samples(plain["samples"], DEFAULTS["samples"])
+    check_phases(plain)
     _check_checkpoint(config.checkpoint)
     return config
 
@@ -371,7 +355,7 @@ def _unknown(key: str, known: Sequence[str]) -> ConfigError:
 
 
 def _check_checkpoint(config: CheckpointConfig) -> None:
-    for name in ("snapshot_every", "persist_every", "keep_last"):
+    for name in ("snapshot_every", "persist_every", "keep_last", "replicate", "replicate_every"):
         checked(name, getattr(config, name), called=f"checkpoint.{name}")
     if config.root:
         root_url(config.root)

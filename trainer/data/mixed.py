@@ -14,9 +14,7 @@ from flashckpt.sampler import Mixture
 from flashckpt.trainer.config import RunConfig
 from flashckpt.trainer.data.prepared import read_prepared
 from flashckpt.trainer.data.token_windows import Windows, open_windows, too_short
-from flashckpt.trainer.data.windows import Batch, Data, TokenDataset
-
-NO_TARGET = -100
+from flashckpt.trainer.data.windows import NO_TARGET, Batch, Data, TokenDataset
 
 
 class MixedDataset:

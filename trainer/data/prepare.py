@@ -1,8 +1,8 @@
 """`data prepare`: documents become shards of tokens, part by part, so that a killed preparation continues where it was.
 
 A folder holds `NAME.train.bin` and `NAME.held.bin` (tokens) with `.idx` (lengths of the documents) per part,
-`NAME.held.len` (bytes of text of each token, see `Vocabulary.encode_with_bytes`, as uint32), `NAME.json` (the record, written after them), tokenizers, and `index.json`, written last: without it nothing is prepared.
-NAME is a digest of everything the tokens depend on: a part whose record is there is not read again. Torch-free.
+`NAME.held.len` (bytes of text of each token, see `Vocabulary.encode_with_bytes`, as uint32), `NAME.json` (the record, written after them), tokenizers, and `index-SETTINGS.json`, written last: without it nothing is prepared. SETTINGS is a digest of `settings_of`: runs with other
+settings may use the same folder, and share the parts that are the same. NAME is a digest of everything the tokens depend on: a part whose record is there is not read again. Torch-free.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ SPLITS = ("train", "held")
 KIND = "documents"
 _BATCH_CHARACTERS = 4 << 20
 _OURS = re.compile(
-    r"\.?((?P<part>[0-9a-f]{24})|index|tokenizer-[0-9a-f]+|bpe-[0-9a-f]+)\.(.*\.)?(json|bin|idx|len|tmp)"
+    r"\.?((?P<part>[0-9a-f]{24})|index(-[0-9a-f]{24})?|tokenizer-[0-9a-f]+|bpe-[0-9a-f]+)\.(.*\.)?(json|bin|idx|len|tmp)"
 )
 
 
@@ -66,6 +66,25 @@ def settings_of(data: DataConfig) -> dict[str, Any]:
             [one.kind, list(one.urls), one.key, one.tokenizer] if one.has_text else [one.kind] for one in data.sources
         ],
     }  # fmt: skip
+
+
+def index_name(data: DataConfig) -> str:
+    """Return the name of the index of what is prepared with these settings."""
+    return f"index-{_digest(settings_of(data))}.json"
+
+
+def read_indexes(folder: Path) -> dict[str, dict[str, Any]]:
+    """Return what is prepared in a folder, by the name of its index, the newest first; `index.json` is an earlier release's."""
+    found: list[tuple[int, str, dict[str, Any]]] = []
+    for path in folder.glob("index*.json"):
+        try:
+            index = json.loads(path.read_bytes())
+            assert isinstance(index["settings"], dict)
+            assert all(record["name"] for records in index["sources"] for record in records)
+            found.append((path.stat().st_mtime_ns, path.name, index))
+        except (OSError, ValueError, KeyError, TypeError, AssertionError):
+            continue  # not one of ours, or damaged: what it names is prepared again
+    return {name: index for _, name, index in sorted(found, key=lambda one: one[:2], reverse=True)}
 
 
 def prepare(
@@ -109,7 +128,7 @@ def prepare(
         index["fingerprint"] = _digest(index)
         _refuse_nothing_to_use(index, name, data.holdout_every)
         crash_point("prepare.before-index")
-        _replace(folder / "index.json", json.dumps(index, indent=1).encode())
+        _replace(folder / index_name(data), json.dumps(index, indent=1).encode())
         _remove_others(folder, index)
         return index
 
@@ -293,8 +312,13 @@ def _refuse_nothing_to_use(index: dict[str, Any], name: str, every: int) -> None
 
 
 def _remove_others(folder: Path, index: dict[str, Any]) -> None:
-    """Remove what earlier preparations and killed ones left; other people's files may be in the folder."""
+    """Remove what no index names, of earlier preparations and killed ones; other people's files may be in the folder."""
     kept = {record["name"] for records in index["sources"] for record in records}
+    for name, other in read_indexes(folder).items():
+        if name == "index.json" and other["settings"] == index["settings"]:
+            (folder / name).unlink()  # an earlier release's of the same settings
+        else:
+            kept |= {record["name"] for records in other["sources"] for record in records}
     for path in folder.iterdir():
         match = _OURS.fullmatch(path.name)
         if match and (path.suffix == ".tmp" or (match["part"] and match["part"] not in kept)):

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
 from flashckpt.errors import ConfigError, DataError
 from flashckpt.trainer.config import RunConfig
-from flashckpt.trainer.data.prepare import VERSION, settings_of, sizes_of
+from flashckpt.trainer.data.prepare import VERSION, index_name, read_indexes, settings_of, sizes_of
 from flashckpt.trainer.data.token_windows import check_token_files, too_short
 from flashckpt.trainer.data.vocabulary import digest_of
 from flashckpt.trainer.data_config import DataConfig
@@ -30,7 +29,7 @@ def read_prepared(data: DataConfig, *, name: str = "data") -> dict[str, Any] | N
         return None
     folder = Path(data.folder)
     try:
-        index: dict[str, Any] = json.loads((folder / "index.json").read_text())
+        index = _index(folder, data)
         version, settings, dtype = index["version"], dict(index["settings"]), index["dtype"]
         whole = all(
             (folder / file).stat().st_size == size
@@ -42,7 +41,7 @@ def read_prepared(data: DataConfig, *, name: str = "data") -> dict[str, Any] | N
         raise DataError(
             f"no prepared data in {folder}",
             found=f"{type(error).__name__}: {error}",
-            expected="index.json and the shards that it names",
+            expected=f"{index_name(data)} and the shards that it names",
             state="Nothing was started.",
             remedy=_PREPARE,
         ) from error
@@ -60,6 +59,16 @@ def read_prepared(data: DataConfig, *, name: str = "data") -> dict[str, Any] | N
         )
     _check_tokenizers(data, index)
     return index
+
+
+def _index(folder: Path, data: DataConfig) -> dict[str, Any]:
+    """Return the index of these settings; the newest of others if there is none, for what is different."""
+    found = read_indexes(folder)
+    if not found:
+        raise FileNotFoundError(f"no index in {folder}")
+    wanted = settings_of(data)
+    same = [index for index in found.values() if index["settings"] == wanted]
+    return [*same, *found.values()][0]
 
 
 def _check_tokenizers(data: DataConfig, index: dict[str, Any]) -> None:

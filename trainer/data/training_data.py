@@ -36,6 +36,7 @@ class TrainingData:
         dp_rank: Index of the data-parallel replica.
         dp_size: Number of replicas.
         global_batch: Samples of one step over all replicas.
+        rows: Rows of this rank's batches, those of padding included; 0: as many as its samples.
         seed: Key of the order.
         ahead: Batches that are read before they are needed; 0: none, and no thread.
         pin: Whether batches are put into page-locked memory.
@@ -49,6 +50,7 @@ class TrainingData:
         dp_size: int,
         global_batch: int,
         seed: int,
+        rows: int = 0,
         ahead: int = 0,
         pin: bool = False,
     ) -> None:
@@ -56,8 +58,9 @@ class TrainingData:
         self.sampler = ElasticSampler(
             dataset.samples, dp_rank=dp_rank, dp_size=dp_size, seed=seed, global_batch_size=global_batch
         )
+        self.sampler.is_weighted = True  # padding has no targets
         self._reader = ElasticSampler(dataset.samples, dp_rank=0, dp_size=1, seed=seed, global_batch_size=global_batch)
-        self._mine = slice(dp_rank, None, dp_size)
+        self._mine, self._rows = slice(dp_rank, None, dp_size), rows
         self._ahead, self._pin = ahead, pin
         self._pool: ThreadPoolExecutor | None = None
         self._coming: deque[Future[_Read]] = deque()
@@ -114,7 +117,10 @@ class TrainingData:
     def _read(self) -> _Read:
         state, whole = self._reader.state_dict(), self._reader.next_ids()
         self._reader.commit()
-        batch = self.dataset.batch(whole[self._mine])
+        mine = whole[self._mine]
+        # a rank without a sample takes part all the same: every collective needs it
+        batch = self.dataset.batch(mine if len(mine) else whole[:1])
+        batch = batch.padded(self._rows or len(mine), samples=len(mine))
         return _Read(batch=batch.pinned() if self._pin else batch, whole=whole, state=state, end=self._reader.position)
 
     def _forget(self) -> None:

@@ -17,10 +17,13 @@ from typing import Any, Protocol
 import numpy as np
 import numpy.typing as npt
 import torch
+import torch.nn.functional as F  # noqa: N812 -- the name everybody reads
 from torch import Tensor
 
 from flashckpt.errors import DataError
 from flashckpt.trainer.data.corpus import read_index
+
+NO_TARGET = -100
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -28,11 +31,11 @@ class Batch:
     """One rank's part of a global batch.
 
     Attributes:
-        tokens: int64 (B, seq_len).
+        tokens: int64 (B, seq_len). Rows from len(ids) on are padding: no sample, and no targets.
         targets: int64 (B, seq_len + 1): the next tokens, and in the last column the channel number
             (one tensor, so that a pipeline cuts both into the same micro-batches).
             A token without target has -100.
-        ids: Sample numbers, int64 (B,).
+        ids: Sample numbers, int64 (N,) with N <= B.
         documents: Which document each token is of, int64 (B, seq_len), where tokens see only their own.
     """
 
@@ -40,6 +43,21 @@ class Batch:
     targets: Tensor
     ids: npt.NDArray[np.int64]
     documents: Tensor | None = None
+
+    def padded(self, rows: int, *, samples: int) -> Batch:
+        """Return a batch of `rows` rows, of which the first `samples` are those of this one; the others weigh nothing."""
+        if rows == samples == len(self.tokens):
+            return self
+        more = (0, 0, 0, rows - samples)
+        targets = F.pad(self.targets[:samples, :-1], more, value=NO_TARGET)
+        channels = F.pad(self.targets[:samples, -1:], more)  # every row has one
+        documents = None if self.documents is None else F.pad(self.documents[:samples], more)
+        return Batch(
+            tokens=F.pad(self.tokens[:samples], more),
+            targets=torch.cat([targets, channels], 1),
+            ids=self.ids[:samples],
+            documents=documents,
+        )
 
     def pinned(self) -> Batch:
         """Return the same in page-locked memory, from which a copy to a GPU runs beside it."""

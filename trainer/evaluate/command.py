@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import os
+from dataclasses import replace
 
 import torch
 import torch.distributed as dist
@@ -13,32 +14,39 @@ from flashckpt.trainer.config import RunConfig
 from flashckpt.trainer.data.corpus import prepare_corpus
 from flashckpt.trainer.evaluate.results import Scores
 from flashckpt.trainer.evaluate.scores import Evaluator
-from flashckpt.trainer.hub.source import WeightSource, open_weights
+from flashckpt.trainer.hub.source import AVERAGE, MODEL, CheckpointWeights, SavedWeights, WeightSource, open_weights
 from flashckpt.trainer.hub.start import refuse_other_model
 from flashckpt.trainer.hub.weights import load
 from flashckpt.trainer.parallel.apply import build_parallel
 from flashckpt.trainer.parallel.distributed import process_group
 from flashckpt.trainer.parallel.layout import resolve_layout
+from flashckpt.trainer.parallel.switches import with_precision
 
 
-def evaluate(config: RunConfig) -> tuple[Scores, str]:
+def evaluate(config: RunConfig, step: str | None = None) -> tuple[Scores, str]:
     """Return the scores of the weights of a run, the same on every rank, and where the weights were.
 
-    They are those of the newest checkpoint of the run, or else those of `init.from`. Nothing is written but the text
+    They are those of the newest checkpoint of the run (`ema.evaluate`: their average), or else those of `init.from`. Nothing is written but the text
     of a run without `[[data.sources]]`.
 
+    Args:
+        config: The run.
+        step: Which checkpoint of the run, as "120" or "120.g3"; None: the newest.
+
     Raises:
+        NoCheckpointError: the run has no checkpoint of `step`.
         ConfigError: there are none, or they are those of another model.
         DataError, LayoutError: see `Evaluator` and `resolve_layout`.
     """
     layout = resolve_layout(config, int(os.environ.get("WORLD_SIZE", "1")))
     if not config.data.sources and config.eval.held_out:
         prepare_corpus(config.data.folder, config.data.source, config.data.holdout_every)
-    source = _weights(config)
+    source = _weights(config, step)
     try:
+        config = _as_written(config, source)
         refuse_other_model(config.model, source.model, source.where)
         with process_group(config) as device:
-            parallel = build_parallel(config, layout, device)
+            parallel = build_parallel(with_precision(config, device.type), layout, device)
             evaluator = Evaluator(config, parallel)
             _refuse_different(source.where, device)
             load(parallel.bare_parts(), source)
@@ -47,11 +55,22 @@ def evaluate(config: RunConfig) -> tuple[Scores, str]:
         source.close()
 
 
-def _weights(config: RunConfig) -> WeightSource:
-    for place in (config.checkpoint.root, config.init.from_):
+def _as_written(config: RunConfig, source: WeightSource) -> RunConfig:
+    """Return the run as it is in the phase that wrote the weights."""
+    if not config.phase.each or not isinstance(source, SavedWeights):
+        return config
+    model = replace(config.model, rope_base=source.model.rope_base)
+    return replace(config, model=model, train=replace(config.train, seq_len=source.run.train.seq_len))
+
+
+def _weights(config: RunConfig, step: str | None) -> WeightSource:
+    wanted = AVERAGE if config.ema.evaluate else MODEL
+    if step is not None:  # never other weights in its place
+        return CheckpointWeights(config.checkpoint.root, step, config.checkpoint.storage_options, wanted)
+    for place, label in ((config.checkpoint.root, wanted), (config.init.from_, MODEL)):
         if place:
             try:
-                return open_weights(place, config.checkpoint.storage_options)
+                return open_weights(place, config.checkpoint.storage_options, label)
             except NoCheckpointError:
                 continue
     raise ConfigError(

@@ -40,6 +40,7 @@ def hub(words: Sequence[str]) -> int:
             dtype=given.dtype,
             tokenizer=given.tokenizer,
             force=given.force,
+            average=given.ema,
             options=options,
         )
         text = (
@@ -75,6 +76,7 @@ def _parser() -> argparse.ArgumentParser:
     other.add_argument("--step", metavar="N", help="which checkpoint, as N or N.gM (default: the newest)")
     other.add_argument("--dtype", metavar="DTYPE", help="cast to bf16, float16 or float32")
     other.add_argument("--tokenizer", default="", metavar="FOLDER", help="copy the tokenizer of this folder")
+    other.add_argument("--ema", action="store_true", help="the average of the weights ([ema] of the run) instead")
     other.add_argument("--force", action="store_true", help="replace a folder that an export wrote")
     for command in (one, other):
         command.add_argument(

@@ -32,6 +32,8 @@ BESIDE = (
     "added_tokens.json", "vocab.json", "merges.txt", "tokenizer.model", "chat_template.jinja",
 )  # fmt: skip
 """Files of a folder that travel with its weights."""
+MODEL, AVERAGE = "model", "ema"
+"""Under which names the trainer tracks its parts, and the average of their weights."""
 RECORD = "run"
 """Under which name the trainer tracks its configuration."""
 _ROW_BYTES = 64 << 10
@@ -128,6 +130,7 @@ class SavedWeights:
         sources: Manifests and bytes, nearest first; together they hold the model.
         values: Non-tensor state, from the manifests.
         where: For error texts.
+        label: Under which name its tensors were tracked: MODEL or AVERAGE.
 
     Attributes:
         may_be_part: Whether the sources may be those of one node of several.
@@ -140,20 +143,27 @@ class SavedWeights:
 
     may_be_part = False
 
-    def __init__(self, sources: Sequence[Source], values: Mapping[str, Any], where: str) -> None:
-        self.where, self._sources = where, list(sources)
+    def __init__(self, sources: Sequence[Source], values: Mapping[str, Any], where: str, label: str = MODEL) -> None:
+        self.where, self._sources, self.label = where, list(sources), label
         self.run, self.recorded = _recorded(values, where)
         self.model = self.run.model
         self.shapes = {tensor.ours: tensor.whole for tensor in tensors_of(self.model)}
         for name, shape in self.shapes.items():
-            found = self._first(held_name(name))
+            held_as = held_name(name, label)
+            found = self._first(held_as)
+            if found is None and label == AVERAGE:
+                raise ConfigError(
+                    f"{where} holds no average of the weights",
+                    found=f"no {held_as}",
+                    expected="a checkpoint of a run with ema.decay above 0",
+                )
             if found is None and self.may_be_part:
-                raise self._part(f"without {held_name(name)}")
+                raise self._part(f"without {held_as}")
             if found is None or found.global_shape != shape:
                 raise ConfigError(
                     f"{where} does not hold the model that was recorded with it",
-                    found=f"{held_name(name)} of shape {found.global_shape}" if found else f"no {held_name(name)}",
-                    expected=f"{held_name(name)} of shape {shape}",
+                    found=f"{held_as} of shape {found.global_shape}" if found else f"no {held_as}",
+                    expected=f"{held_as} of shape {shape}",
                 )
         self.beside: Mapping[str, bytes] = {
             name: self._file(name, held.global_shape[0]) for name in BESIDE if (held := self._first(_FILE + name))
@@ -179,14 +189,14 @@ class SavedWeights:
 
     def dtype(self, name: str) -> str:
         """See WeightSource."""
-        held = self._first(held_name(name))
+        held = self._first(held_name(name, self.label))
         assert held is not None, "all tensors of the model were there"
         return held.dtype
 
     def read(self, name: str, offsets: Sequence[int], lengths: Sequence[int]) -> Bytes:
         """See WeightSource."""
         shard = Shard(
-            fqn=held_name(name),
+            fqn=held_name(name, self.label),
             dtype=self.dtype(name),
             global_shape=self.shapes[name],
             offsets=tuple(offsets),
@@ -222,19 +232,22 @@ class CheckpointWeights(SavedWeights):
         root: Path or URL.
         step: "120" or "120.g3"; None: the newest.
         options: Of the store.
+        label: MODEL or AVERAGE.
 
     Raises:
         NoCheckpointError: There is none.
-        ConfigError: It is not of the trainer.
+        ConfigError: It is not of the trainer, or has no average.
     """
 
-    def __init__(self, root: str, step: str | None = None, options: Mapping[str, Any] | None = None) -> None:
+    def __init__(
+        self, root: str, step: str | None = None, options: Mapping[str, Any] | None = None, label: str = MODEL
+    ) -> None:
         store = open_store(root, **(options or {}))
         info = choose(store, step)
         with ExitStack() as held:
             manifest = held.enter_context(reading(store, info.prefix))
             self.source = StorageSource(store, manifest, info.prefix)
-            super().__init__([self.source], manifest.values, f"{store.url}/{info.prefix}")
+            super().__init__([self.source], manifest.values, f"{store.url}/{info.prefix}", label)
             self._held = held.pop_all()
 
     def close(self) -> None:
@@ -246,9 +259,9 @@ class CheckpointWeights(SavedWeights):
 _FILE = "hub/"
 
 
-def held_name(name: str) -> str:
-    """Return what a tensor is called in a checkpoint: the trainer tracks its parts as `model`."""
-    return f"model.{name}"
+def held_name(name: str, label: str = MODEL) -> str:
+    """Return what a tensor is called in a checkpoint."""
+    return f"{label}.{name}"
 
 
 def file_shard(name: str, nbytes: int) -> Shard:
@@ -272,6 +285,8 @@ def _recorded(values: Mapping[str, Any], where: str) -> tuple[RunConfig, dict[st
     sections = {"model": {key: value for key, value in config["model"].items() if key in known}}
     if isinstance(config.get("train"), dict) and "seq_len" in config["train"]:
         sections["train"] = {"seq_len": config["train"]["seq_len"]}
+    for section, own in values[RECORD].get("phase", {}).items():  # as it was in the phase that wrote it
+        sections.setdefault(section, {}).update(own)
     return from_values(sections), dict(config)
 
 
@@ -297,6 +312,6 @@ def is_hub_folder(where: str) -> bool:
     return "://" not in where and (Path(where) / CONFIG).is_file()
 
 
-def open_weights(where: str, options: Mapping[str, Any] | None = None) -> WeightSource:
-    """Return the weights of a Hugging Face folder or of the newest checkpoint of a root."""
-    return HubFolder(Path(where)) if is_hub_folder(where) else CheckpointWeights(where, options=options)
+def open_weights(where: str, options: Mapping[str, Any] | None = None, label: str = MODEL) -> WeightSource:
+    """Return the weights of a Hugging Face folder, or of the newest checkpoint of a root (`label`: or their average)."""
+    return HubFolder(Path(where)) if is_hub_folder(where) else CheckpointWeights(where, options=options, label=label)

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
-import json
+import contextlib
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from flashckpt.errors import ConfigError
+from flashckpt.trainer.config import from_values
+from flashckpt.trainer.data.prepare import read_indexes, settings_of
 from flashckpt.trainer.hub.byte_tokenizer import byte_tokenizer
 from flashckpt.trainer.hub.source import BESIDE, CONFIG, CheckpointWeights, SavedWeights, read_json
 
@@ -64,7 +67,7 @@ def _prepared(data: Any) -> dict[str, bytes]:
         return {}
     folder = Path(str(data.get("folder", "")))
     try:
-        index = json.loads((folder / "index.json").read_bytes())
+        index = _index_of(folder, data)
         content = (folder / Path(str(index["tokenizer"])).name).read_bytes()
     except (OSError, ValueError, KeyError, TypeError):
         tokenizer = str(data.get("tokenizer") or "")
@@ -74,3 +77,14 @@ def _prepared(data: Any) -> dict[str, bytes]:
         except OSError:
             return {}
     return {TOKENIZER: content}
+
+
+def _index_of(folder: Path, data: dict[str, Any]) -> dict[str, Any]:
+    """Return the index of a run's recorded `data`; the newest in the folder if it recorded other keys than today's runs."""
+    found = list(read_indexes(folder).values())
+    if not found:
+        raise FileNotFoundError(str(folder))
+    with contextlib.suppress(ConfigError, KeyError, TypeError):
+        wanted = settings_of(from_values({"data": data}).data)
+        found.sort(key=lambda index: index["settings"] != wanted)
+    return found[0]

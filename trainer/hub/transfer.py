@@ -21,7 +21,16 @@ from flashckpt.trainer.changes import recorded_values
 from flashckpt.trainer.config import RunConfig
 from flashckpt.trainer.hub.families import HubTensor, tensors_of
 from flashckpt.trainer.hub.hub_config import to_hub
-from flashckpt.trainer.hub.source import BESIDE, CONFIG, CheckpointWeights, HubFolder, file_shard, held_name
+from flashckpt.trainer.hub.source import (
+    AVERAGE,
+    BESIDE,
+    CONFIG,
+    MODEL,
+    CheckpointWeights,
+    HubFolder,
+    file_shard,
+    held_name,
+)
 from flashckpt.trainer.hub.tokenizer_files import files_of_folder, files_of_saved
 from flashckpt.trainer.model_config import ModelConfig
 
@@ -89,6 +98,7 @@ def export_folder(
     dtype: str | None = None,
     tokenizer: str = "",
     force: bool = False,
+    average: bool = False,
     options: Mapping[str, Any] | None = None,
 ) -> dict[str, Any]:
     """Write a checkpoint's model as a folder that `AutoModelForCausalLM.from_pretrained` reads; say what was done.
@@ -101,12 +111,13 @@ def export_folder(
         tokenizer: A folder whose tokenizer files are copied. Empty: those that the checkpoint has or its weights came
             with; for 256 tokens, a tokenizer of bytes.
         force: Replace a folder that an export wrote.
+        average: Write the exponential moving average instead of the weights.
         options: Of the store.
 
     Raises:
         NoCheckpointError, ConfigError, DamagedError: There is no such checkpoint, or no model to be read in it.
     """
-    source = CheckpointWeights(root, step, options)
+    source = CheckpointWeights(root, step, options, AVERAGE if average else MODEL)
     try:
         wanted = parse_dtype(dtype)
         tensors = [_outgoing(tensor, source, wanted) for tensor in _written(source.model)]
@@ -138,7 +149,7 @@ def _outgoing(tensor: HubTensor, source: CheckpointWeights, dtype: str | None) -
     stored = source.dtype(tensor.ours)
     return Outgoing(
         name=tensor.theirs,
-        held=held_name(tensor.ours),
+        held=held_name(tensor.ours, source.label),
         stored=stored,
         dtype=target_dtype(stored, dtype),
         shape=tensor.shape,

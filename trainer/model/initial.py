@@ -68,19 +68,3 @@ def materialise(part: nn.Module, device: torch.device) -> None:
 def name_seed(seed: int, name: str) -> int:
     """Return a 63-bit seed of (seed, name), the same on every machine."""
     return int.from_bytes(hashlib.blake2b(f"{seed}:{name}".encode(), digest_size=8).digest(), "little") >> 1
-
-
-def count_parameters(config: ModelConfig, *, active: bool = False) -> int:
-    """Return the number of parameters of the whole model, a tied head not counted; `active`: that one token meets."""
-    heads = config.heads + 2 * config.kv_heads
-    attention = config.dim * config.head_size * (heads + config.heads)
-    attention += heads * config.head_size if config.qkv_bias else 0
-    attention += 2 * config.head_size if config.qk_norm else 0
-    feed_forward = 3 * config.dim * config.ffn
-    if config.experts:
-        experts = config.experts_per_token if active else config.experts
-        feed_forward = experts * feed_forward + config.dim * config.experts
-        feed_forward += (3 * config.shared_ffn + 1) * config.dim if config.shared_ffn else 0
-    block = attention + feed_forward + 2 * config.dim
-    ends = config.vocab * config.dim * (1 if config.tied_embeddings else 2)
-    return config.layers * block + ends + config.dim

@@ -14,6 +14,7 @@ from torch.distributed._functional_collectives import all_to_all_single_autograd
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 
+from flashckpt.trainer.model.joint import feed_forward, joins
 from flashckpt.trainer.model.operators import swiglu
 from flashckpt.trainer.model_config import ModelConfig
 
@@ -28,9 +29,12 @@ class FeedForward(nn.Module):
         self.w1 = nn.Linear(dim, ffn, bias=False)
         self.w2 = nn.Linear(ffn, dim, bias=False)
         self.w3 = nn.Linear(dim, ffn, bias=False)
+        self.joint = True
 
     def forward(self, x: Tensor) -> Tensor:
-        """(B, T, D) -> (B, T, D)."""
+        """(..., D) -> (..., D)."""
+        if self.joint and joins(x, self.w1, self.w2, self.w3):
+            return feed_forward(x, self.w1.weight, self.w2.weight, self.w3.weight)
         return self.w2(swiglu(self.w1(x), self.w3(x)))  # type: ignore[no-any-return]  # nn.Module calls are Any
 
 

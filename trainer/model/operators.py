@@ -68,12 +68,13 @@ class _RmsNorm(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, None]:
         x, weight, scale = ctx.saved_tensors
-        rows = scale.flatten()
-        product = (grad * x).flatten(0, -2)
-        # the part of the gradient along x, which the norm takes out
-        along = (product @ weight).mul_(rows.pow(3)).div_(x.shape[-1])
-        grad_x = (grad * weight).mul_(scale).addcmul_(x, along.view_as(scale), value=-1)
-        return grad_x, rows @ product, None
+        # LayerNorm's backward is one pass. With a mean of 0 it is this norm's, less what it takes out along the mean.
+        of_layer_norm = torch.ops.aten.native_layer_norm_backward
+        grad_x, grad_weight, _ = of_layer_norm(
+            grad, x, weight.shape, torch.zeros_like(scale), scale, weight, None, [True, True, False]
+        )
+        along_mean = (grad.flatten(0, -2) @ weight).view_as(scale).mul_(scale).div_(x.shape[-1])
+        return grad_x.add_(along_mean), grad_weight, None
 
 
 class _SwiGlu(torch.autograd.Function):

@@ -41,6 +41,10 @@ class Positions:
     cache: KeyValueCache | None = None
     flex: FlexMasks | None = None
 
+    def tables(self, tokens: int) -> tuple[Tensor, Tensor]:
+        """Return cosines and sines for `tokens` tokens of heads: (T, 1, K / 2) or (B, T, 1, K / 2)."""
+        return self.cosines[..., :tokens, None, :], self.sines[..., :tokens, None, :]
+
     def mask(self, tokens: int, *, has_window: bool) -> Tensor | None:
         """Return which key each query of `tokens` sees in a layer; None: those that are not after it."""
         if self.cache is not None:
@@ -93,8 +97,7 @@ def _document_mask(documents: Tensor, index: Tensor) -> Tensor:
 
 def rotate(x: Tensor, positions: Positions) -> Tensor:
     """Turn the halves of each head by position, in float32: (B, T, H, K) -> the same."""
-    cosines, sines = (table[..., : x.shape[1], None, :] for table in (positions.cosines, positions.sines))
-    return turn(x, cosines, sines)
+    return turn(x, *positions.tables(x.shape[1]))
 
 
 Scaled = tuple[Tensor, float]

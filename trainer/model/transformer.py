@@ -12,7 +12,6 @@ from __future__ import annotations
 import functools
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any
 
 import torch
 import torch.nn.functional as F  # noqa: N812 -- the name everybody reads
@@ -21,10 +20,14 @@ from torch.utils.checkpoint import checkpoint
 
 from flashckpt.trainer.model.cache import KeyValueCache, continued
 from flashckpt.trainer.model.flex import FlexMasks
+from flashckpt.trainer.model.joint import joins, turned_projections
+from flashckpt.trainer.model.kept import moved_to_host, selective
+from flashckpt.trainer.model.loss import chunked_losses
 from flashckpt.trainer.model.moe import FeedForward, MixtureOfExperts
-from flashckpt.trainer.model.operators import RMSNorm, token_losses
+from flashckpt.trainer.model.operators import RMSNorm
 from flashckpt.trainer.model.positions import Positions, make_positions, rotate, with_documents
 from flashckpt.trainer.model_config import ModelConfig
+from flashckpt.trainer.parallel_config import Recompute
 
 
 class Attention(nn.Module):
@@ -32,7 +35,7 @@ class Attention(nn.Module):
 
     def __init__(self, config: ModelConfig, *, has_window: bool) -> None:
         super().__init__()
-        self.head_dim, self.has_window = config.head_size, has_window
+        self.head_dim, self.has_window, self.joint = config.head_size, has_window, True
         self.wq = nn.Linear(config.dim, config.heads * self.head_dim, bias=config.qkv_bias)
         self.wk = nn.Linear(config.dim, config.kv_heads * self.head_dim, bias=config.qkv_bias)
         self.wv = nn.Linear(config.dim, config.kv_heads * self.head_dim, bias=config.qkv_bias)
@@ -43,13 +46,22 @@ class Attention(nn.Module):
     def forward(self, x: Tensor, positions: Positions) -> Tensor:
         """(B, T, D) -> (B, T, D)."""
         batch, tokens, _ = x.shape
-        shape = (batch, tokens, -1, self.head_dim)  # -1: the local heads under tensor parallelism
-        q, k, v = self.wq(x).view(shape), self.wk(x).view(shape), self.wv(x).view(shape)
-        if self.q_norm is not None and self.k_norm is not None:
-            q, k = self.q_norm(q), self.k_norm(k)
-        q, k, v = (part.transpose(1, 2) for part in (rotate(q, positions), rotate(k, positions), v))
+        q, k, v = (part.transpose(1, 2) for part in self._projected(x, positions))
         out = self._attend(q, k, v, positions)
         return self.wo(out.transpose(1, 2).reshape(batch, tokens, -1))  # type: ignore[no-any-return]  # nn.Module calls are Any
+
+    def _projected(self, x: Tensor, positions: Positions) -> tuple[Tensor, Tensor, Tensor]:
+        """(B, T, D) -> queries and keys, normalised and turned, and values: (B, T, H or G, K)."""
+        linears = (self.wq, self.wk, self.wv)
+        if self.joint and self.q_norm is None and joins(x, *linears):
+            return turned_projections(
+                x, (self.wq.weight, self.wk.weight, self.wv.weight), *positions.tables(x.shape[1])
+            )
+        shape = (*x.shape[:2], -1, self.head_dim)  # -1: the local heads under tensor parallelism
+        q, k, v = (linear(x).view(shape) for linear in linears)
+        if self.q_norm is not None and self.k_norm is not None:
+            q, k = self.q_norm(q), self.k_norm(k)
+        return rotate(q, positions), rotate(k, positions), v
 
     def _attend(self, q: Tensor, k: Tensor, v: Tensor, positions: Positions) -> Tensor:
         """(B, H, T, K), (B, G, T, K) twice -> (B, H, T, K)."""
@@ -63,7 +75,7 @@ class Attention(nn.Module):
 
 
 class Block(nn.Module):
-    """One layer. `recompute`: "none", "ffn" (only the feed-forward part) or "full"."""
+    """One layer. `recompute`: "none", "ffn" (only the feed-forward part), "full" or "selective" (by operator)."""
 
     def __init__(self, config: ModelConfig, number: int) -> None:
         super().__init__()
@@ -72,13 +84,18 @@ class Block(nn.Module):
         self.ffn_norm = RMSNorm(config.dim, eps=config.norm_eps)
         self.feed_forward = MixtureOfExperts(config) if config.experts else FeedForward(config.dim, config.ffn)
         self.dropout = nn.Dropout(config.dropout)
-        self.recompute = "none"
+        self.recompute, self.offloads = "none", False
 
     def forward(self, x: Tensor, positions: Positions) -> Tensor:
         """(B, T, D) -> (B, T, D); under sequence parallelism T is this rank's part."""
         # Recomputing here instead of in a wrapper module keeps the names of all state unchanged.
         if self.recompute == "full" and self.training:
             return checkpoint(self._both, x, positions, use_reentrant=False)  # type: ignore[no-any-return]  # untyped in torch
+        if self.recompute == "selective" and self.training:
+            return checkpoint(self._both, x, positions, use_reentrant=False, context_fn=selective())  # type: ignore[no-any-return]  # untyped in torch
+        if self.offloads and self.training:
+            with moved_to_host(self):
+                return self._both(x, positions)
         return self._both(x, positions)
 
     def _both(self, x: Tensor, positions: Positions) -> Tensor:
@@ -119,12 +136,18 @@ class Transformer(nn.Module):
         self.norm = RMSNorm(config.dim, eps=config.norm_eps) if last else None
         self.output = nn.Linear(config.dim, config.vocab, bias=False) if last else None
         self.window, self.uses_flex = config.window, False
+        self.group, self.loss_chunk = 1, 0
+        self.use_positions(config, seq_len)
+
+    def use_positions(self, config: ModelConfig, seq_len: int) -> None:
+        """Take rotary tables for another length or base from the next forward on."""
         self._positions: Positions | None = None
         self._make_positions = functools.partial(make_positions, config, seq_len)
 
-    def forward(self, x: Tensor, documents: Tensor | None = None) -> Tensor:
+    def forward(self, x: Tensor, documents: Tensor | None = None, targets: Tensor | None = None) -> Tensor:
         """Tokens (B, T) int64 or activations (B, T, D) -> activations or logits (B, T, vocab).
 
+        With `targets` (B, T) the last stage gives the loss of each token instead, float32 (B, T), by `loss_chunk`.
         `documents`, integers (B, T), tells tokens of one document from those of another; None: a row is one document.
         """
         positions = self._known_positions()
@@ -134,7 +157,7 @@ class Transformer(nn.Module):
             rows, tokens = x.shape[:2]
             masks = FlexMasks(rows, tokens, window=self.window, documents=documents, device=x.device)
             positions = replace(positions, flex=masks)
-        return self._through(x, positions)
+        return self._through(x, positions, targets)
 
     def step(self, tokens: Tensor, cache: KeyValueCache) -> Tensor:
         """Tokens (B, T) int64 behind those of a cache -> their logits (B, T, vocab); the cache has them afterwards.
@@ -150,20 +173,38 @@ class Transformer(nn.Module):
             self._positions = self._make_positions(next(self.parameters()).device, mask=not self.uses_flex)
         return self._positions
 
-    def _through(self, x: Tensor, positions: Positions) -> Tensor:
+    def _through(self, x: Tensor, positions: Positions, targets: Tensor | None = None) -> Tensor:
         hidden = x if self.tok_embeddings is None else self.tok_embeddings(x)
-        for block in self.layers.values():
-            hidden = block(hidden, positions)
+        blocks = list(self.layers.values())
+        for start in range(0, len(blocks), self.group):
+            group = blocks[start : start + self.group]
+            if self.group > 1 and self.training:
+                hidden = checkpoint(_in_turn, group, hidden, positions, use_reentrant=False)
+            else:
+                hidden = _in_turn(group, hidden, positions)
         if self.norm is None or self.output is None:
             return hidden
+        if targets is not None:
+            return chunked_losses(self.output, self.norm(hidden), targets, self.loss_chunk)
         return self.output(self.norm(hidden))  # type: ignore[no-any-return]  # nn.Module calls are Any
 
-    def set_recompute(self, mode: str, every: int) -> None:
-        """Choose activation checkpointing: "ffn" for all blocks, else "full" for each `every`-th (0: none)."""
+    def set_recompute(self, recompute: Recompute, *, offload: bool = False) -> None:
+        """Choose what backward computes again, and whether what blocks keep lies in host memory."""
+        if recompute.mode == "groups":
+            self.group = recompute.number
         for number, block in self.layers.items():
             assert isinstance(block, Block)
-            full = every > 0 and int(number) % every == 0
-            block.recompute = "ffn" if mode == "ffn" else "full" if full else "none"
+            is_full = recompute.mode == "full" and int(number) % recompute.number == 0
+            chosen = "full" if is_full else recompute.mode if recompute.mode in ("ffn", "selective") else "none"
+            block.recompute, block.offloads = chosen, offload
+        if recompute.mode == "selective":  # keeps the results of products, which joint layers write over
+            self.split_layers()
+
+    def split_layers(self) -> None:
+        """Compute each linear layer separately: backward may then give the gradients of inputs and of weights at two times."""
+        for module in self.modules():
+            if isinstance(module, Attention | FeedForward):
+                module.joint = False
 
     def compile_blocks(self) -> None:
         """Let torch.compile make the forward of every block, at its first call; names and hooks stay as they are."""
@@ -172,6 +213,7 @@ class Transformer(nn.Module):
             block.forward = torch.compile(block.forward)
 
 
-def per_token_loss(logits: Any, targets: Tensor) -> Tensor:
-    """Cross entropy of each token in nats, float32, shape (B x T,); 0 where there is no target (-100)."""
-    return token_losses(logits.flatten(0, 1), targets.flatten())
+def _in_turn(blocks: Sequence[nn.Module], hidden: Tensor, positions: Positions) -> Tensor:
+    for block in blocks:
+        hidden = block(hidden, positions)
+    return hidden

@@ -16,16 +16,18 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.pipelining import PipelineStage
 from torch.distributed.pipelining.schedules import get_schedule_class
 from torch.distributed.tensor import DTensor
 
+from flashckpt.rehearsal import adopt
 from flashckpt.trainer.config import RunConfig
 from flashckpt.trainer.model.initial import fill, materialise
 from flashckpt.trainer.model.moe import spread_experts
 from flashckpt.trainer.model.transformer import Transformer
-from flashckpt.trainer.parallel.layout import MESH_NAMES, Layout, check_recompute, needs_fsdp
+from flashckpt.trainer.parallel.layout import MESH_NAMES, SPLIT_BACKWARD, Layout, needs_fsdp
+from flashckpt.trainer.parallel.switches import recompute_of
 from flashckpt.trainer.parallel.tensor import tensor_parallel
 from flashckpt.trainer.parallel.tied import is_tied_head
 
@@ -37,7 +39,7 @@ class MicroBatch:
     Attributes:
         tokens: What the first stage takes.
         hidden: What a stage hands to the next.
-        logits: What the last stage gives; None where they stay a DTensor.
+        logits: What the last stage gives, with `loss_chunk` losses; None where they stay a DTensor.
     """
 
     tokens: Tensor
@@ -48,20 +50,19 @@ class MicroBatch:
     def of(cls, config: RunConfig, layout: Layout) -> MicroBatch:
         """Return that of a run."""
         rows, seq_len = layout.local_batch // layout.micro_batches, config.train.seq_len
-        is_half = config.train.precision == "bfloat16"
+        half = half_type(config)
         # FSDP casts the parameters and with them all activations; under autocast the sums between blocks stay float32
-        is_cast = is_half and config.parallel.data_parallel == "fsdp"
-        hidden = torch.bfloat16 if is_cast else torch.float32
-        logits = torch.bfloat16 if is_half else torch.float32
+        is_cast = half is not None and config.parallel.data_parallel == "fsdp"
+        hidden = half if is_cast else torch.float32
+        logits = torch.float32 if config.train.loss_chunk else half or torch.float32
+        last = (rows, seq_len) if config.train.loss_chunk else (rows, seq_len, config.model.vocab)
         length = seq_len // (layout.tp if config.parallel.sequence_parallel else 1)
         is_sharded = config.parallel.loss_parallel and layout.tp > 1
         with torch.device("meta"):
             return cls(
                 tokens=torch.empty(rows, seq_len, dtype=torch.int64),
                 hidden=torch.empty(rows, length, config.model.dim, dtype=hidden, requires_grad=True),
-                logits=None
-                if is_sharded
-                else torch.empty(rows, seq_len, config.model.vocab, dtype=logits, requires_grad=True),
+                logits=None if is_sharded else torch.empty(last, dtype=logits, requires_grad=True),
             )
 
     def ends(self, *, is_first: bool, is_last: bool) -> dict[str, Any]:
@@ -183,6 +184,7 @@ def build_parallel(config: RunConfig, layout: Layout, device: torch.device) -> P
     """
     sizes = (layout.pp, layout.dp_replicate, layout.dp_shard, layout.tp)
     mesh = init_device_mesh("cpu" if device.type == "meta" else device.type, sizes, mesh_dim_names=MESH_NAMES)
+    adopt(mesh)
     pp_rank = mesh["pp"].get_local_rank()
     dp_rank = mesh["dp_replicate"].get_local_rank() * layout.dp_shard + mesh["dp_shard"].get_local_rank()
     stages = layout.stages_of(pp_rank)
@@ -218,50 +220,79 @@ def _build_part(config: RunConfig, layout: Layout, mesh: DeviceMesh, device: tor
     part = build_stage(config, layout, stage)
     if layout.tp > 1:
         tensor_parallel(part, mesh["tp"], config)
-    mode = config.parallel.activation_checkpoint
-    part.set_recompute(mode, check_recompute(mode))
+    part.set_recompute(recompute_of(config.parallel), offload=config.parallel.activation_offload)
+    part.loss_chunk = config.train.loss_chunk
+    if layout.schedule in SPLIT_BACKWARD and layout.pp > 1:
+        part.split_layers()
     part.uses_flex = config.train.attention == "flex"
     if config.train.compile:
         part.compile_blocks()
     if config.parallel.data_parallel == "ddp":
-        materialise(part, device)
-        if config.train.precision == "bfloat16":
-            # Float32 parameters, gradients and activations between blocks; bfloat16 in every product. Forward only:
-            # the backward of an operator runs in the type of its forward.
-            part.forward = torch.autocast(mesh.device_type, dtype=torch.bfloat16)(part.forward)  # type: ignore[method-assign]  # as torch documents it
-        # find_unused_parameters: the buckets are then never rebuilt after the first backward, and a
-        # resumed run adds gradients in the same order as the unbroken one.
-        group = mesh["dp_replicate"].get_group()
-        synced = device.type != "meta"
-        return nn.parallel.DistributedDataParallel(
-            part, process_group=group, find_unused_parameters=True, init_sync=synced
-        )
+        return _replicated(part, mesh, device, config)
     if needs_fsdp(config, layout):
         _fully_shard(part, mesh, config, layout)
-    materialise(part, device)
+    materialise(part, torch.device("cpu") if is_offloaded(config) and device.type == "cuda" else device)
     return part
+
+
+def _replicated(part: Transformer, mesh: DeviceMesh, device: torch.device, config: RunConfig) -> nn.Module:
+    materialise(part, device)
+    if half := half_type(config):
+        # Float32 parameters, gradients and activations between blocks; half precision in every product. Forward only:
+        # the backward of an operator runs in the type of its forward.
+        part.forward = torch.autocast(mesh.device_type, dtype=half)(part.forward)  # type: ignore[method-assign]  # as torch documents it
+    # find_unused_parameters: the buckets are then never rebuilt after the first backward, and a
+    # resumed run adds gradients in the same order as the unbroken one.
+    return nn.parallel.DistributedDataParallel(
+        part,
+        process_group=mesh["dp_replicate"].get_group(),
+        bucket_cap_mb=config.parallel.bucket_mb,
+        find_unused_parameters=True,
+        init_sync=device.type != "meta",
+    )
 
 
 def _fully_shard(part: Transformer, mesh: DeviceMesh, config: RunConfig, layout: Layout) -> None:
     dp_mesh = mesh["dp_replicate", "dp_shard"] if layout.dp_replicate > 1 else mesh["dp_shard"]
-    policy = MixedPrecisionPolicy()
-    if config.train.precision == "bfloat16":
-        # The sharded float32 parameter is the master copy: one copy is held and stored, not two.
-        policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+    half = half_type(config)
+    # The sharded float32 parameter is the master copy: one copy is held and stored, not two.
+    policy = MixedPrecisionPolicy(param_dtype=half, reduce_dtype=torch.float32) if half else MixedPrecisionPolicy()
     experts = spread_experts(part, mesh["dp_replicate", "dp_shard", "tp"]) or None
-    reshard = layout.pp == 1  # with pipelines, gathering again for every micro-batch costs more than it frees
+    options: dict[str, Any] = {"mesh": dp_mesh, "mp_policy": policy, "ignored_params": experts}
+    if is_offloaded(config):
+        options["offload_policy"] = CPUOffloadPolicy(pin_memory=mesh.device_type == "cuda")
+    # with pipelines, gathering again for every micro-batch costs more than it frees
+    reshard = layout.pp == 1 and config.parallel.zero in (-1, 3)
     for block in part.layers.values():
-        fully_shard(block, mesh=dp_mesh, reshard_after_forward=reshard, mp_policy=policy, ignored_params=experts)
+        fully_shard(block, reshard_after_forward=reshard, **options)
     # The head is the first that backward needs: to free it after forward would be to gather it twice.
-    fully_shard(part, mesh=dp_mesh, reshard_after_forward=False, mp_policy=policy, ignored_params=experts)
+    fully_shard(part, reshard_after_forward=False, **options)
 
 
-def set_gradient_sync(part: nn.Module, *, sync: bool) -> None:
-    """Choose whether the next backward reduces gradients (the last micro-batch) or keeps adding them up."""
+def half_type(config: RunConfig) -> torch.dtype | None:
+    """Return the type that products are computed in, where it is not that of the parameters."""
+    return {"bfloat16": torch.bfloat16, "float16": torch.float16}.get(config.train.precision)
+
+
+def is_offloaded(config: RunConfig) -> bool:
+    """Return whether parameters, gradients and optimizer state lie in host memory."""
+    return config.parallel.offload == "state"
+
+
+def set_gradient_sync(part: nn.Module, *, last: bool, zero: int) -> None:
+    """Choose what the next backward does with gradients and parameters.
+
+    Args:
+        part: A part of the model.
+        last: Whether it is that of the step's last micro-batch.
+        zero: `parallel.zero`: from 2 gradients are cut after each micro-batch, else after the last; up to 2 parameters stay
+            whole until then.
+    """
     if isinstance(part, FSDPModule):
-        part.set_requires_gradient_sync(sync)
+        part.set_requires_gradient_sync(last or zero >= 2)
+        part.set_reshard_after_backward(last or zero not in (0, 1, 2))
     elif isinstance(part, nn.parallel.DistributedDataParallel):
-        part.require_backward_grad_sync = sync
+        part.require_backward_grad_sync = last
 
 
 def local_tensor(value: Tensor) -> Tensor:

@@ -51,6 +51,13 @@ def check_root(root: str, storage_options: Mapping[str, Any]) -> None:
         ) from error
 
 
+def is_first_start(device: torch.device) -> bool:
+    """Return whether no rank of the group was started before: a node that joins a running job finds others that were. Collective."""
+    restarted = torch.tensor([float(os.environ.get("FLASHCKPT_RESTART", "0") != "0")], device=device)
+    dist.all_reduce(restarted, dist.ReduceOp.MAX)
+    return not restarted.item()
+
+
 def note_restore(folder: str, report: RestoreReport) -> None:
     """Append this rank's restore to `restores.jsonl`; each line is one write, so ranks may share the file."""
     line = {
@@ -84,7 +91,14 @@ def _keep_freed_memory() -> None:
         change(trim_threshold, 1 << 30)
 
 
-def _refuse_flex(config: RunConfig) -> None:
+def _refuse_on_cpu(config: RunConfig) -> None:
+    if config.train.tf32:
+        raise ConfigError(
+            "train.tf32 needs a GPU: only its products have that type",
+            found="a CPU",
+            expected="train.tf32 = false",
+            state="Nothing was started.",
+        )
     if config.train.attention == "flex":
         raise ConfigError(
             "train.attention = flex needs a GPU: FlexAttention has no backward on a CPU",
@@ -111,9 +125,10 @@ def process_group(config: RunConfig, *, alone: bool = False) -> Iterator[torch.d
         device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")) % torch.cuda.device_count())
         torch.cuda.set_device(device)
     else:
-        _refuse_flex(config)
+        _refuse_on_cpu(config)
         torch.set_num_threads(1)
         _keep_freed_memory()
+    torch.set_float32_matmul_precision("high" if config.train.tf32 else "highest")
     torch.use_deterministic_algorithms(config.train.deterministic)
     if dist.is_initialized() and not alone:
         yield device
@@ -128,3 +143,8 @@ def process_group(config: RunConfig, *, alone: bool = False) -> Iterator[torch.d
         yield device
     finally:
         dist.destroy_process_group()
+
+
+def device_name(device: torch.device) -> str:
+    """Return the name that the driver gives a device, "" for a processor."""
+    return torch.cuda.get_device_name(device) if device.type == "cuda" else ""

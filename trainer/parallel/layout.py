@@ -1,4 +1,4 @@
-"""Arithmetic of the parallel layout: degrees, stages, and every way in which they can fail to divide.
+"""Arithmetic of the parallel layout: degrees, stages, and every way in which they can fail to fit.
 
 Pure and torch-free: a layout that cannot work is refused before torch is imported.
 """
@@ -11,18 +11,27 @@ from dataclasses import dataclass
 
 from flashckpt.errors import LayoutError
 from flashckpt.trainer.config import RunConfig
+from flashckpt.trainer.parallel.batch_split import Rounds, split_batch
+from flashckpt.trainer.parallel.switches import check_switches, check_zero, replicas_of
+from flashckpt.trainer.plan import schedules
 
 MESH_NAMES = ("pp", "dp_replicate", "dp_shard", "tp")
 SINGLE_STAGE = ("1F1B", "GPipe")
 MULTI_STAGE = ("Interleaved1F1B", "LoopedBFS", "InterleavedZeroBubble", "ZBVZeroBubble", "DualPipeV")
 V_SHAPED = ("ZBVZeroBubble", "DualPipeV")
-# Backward in two halves: gradients of weights are then not seen by DDP, which would not average them.
-SPLIT_BACKWARD = ("InterleavedZeroBubble", "ZBVZeroBubble", "DualPipeV")
+SPLIT_BACKWARD = schedules.SPLIT_BACKWARD
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Layout:
-    """A layout that divides. `micro_batches` per data-parallel rank and step; `stage_layers[i]`: layers of stage i."""
+    """A layout that fits.
+
+    Attributes:
+        stage_layers: Entry i: layers of stage i.
+        micro_batches: Micro-batches of a step, the same on each data-parallel rank.
+        local_batch: Rows of a step on each data-parallel rank. What they are more than its samples is padding.
+        global_batch: Samples of a step over all data-parallel ranks.
+    """
 
     pp: int
     dp_replicate: int
@@ -33,6 +42,7 @@ class Layout:
     stage_layers: tuple[tuple[int, ...], ...]
     micro_batches: int
     local_batch: int
+    global_batch: int
 
     @property
     def dp(self) -> int:
@@ -50,9 +60,22 @@ class Layout:
         return len(self.stage_layers)
 
     @property
+    def padding(self) -> int:
+        """Rows of a step, over all data-parallel ranks, that hold no sample: they weigh nothing."""
+        return self.local_batch * self.dp - self.global_batch
+
+    @property
+    def divisor(self) -> float:
+        """What makes the sum of the means of all micro-batches, averaged over replicas, the mean over the samples.
+
+        `micro_batches` where the batch divides; less where rows are padding.
+        """
+        return self.global_batch * self.micro_batches / (self.local_batch * self.dp)
+
+    @property
     def bubble(self) -> float:
-        """Idle share of a step, (p - 1) / (v m + p - 1) with v stages per rank; a zero-bubble schedule has less."""
-        return (self.pp - 1) / (self.stages_per_rank * self.micro_batches + self.pp - 1)
+        """Idle share of a step, by the schedule."""
+        return schedules.bubble(self.schedule, self.pp, self.stages_per_rank, self.micro_batches)
 
     def stages_of(self, pp_rank: int) -> tuple[int, ...]:
         """Return the stages that a pipeline rank holds, in the order the schedule wants them."""
@@ -68,16 +91,16 @@ class Layout:
         """Return one line for people."""
         dp = f"DP {self.dp_shard}" if self.dp_replicate == 1 else f"DP {self.dp_replicate}x{self.dp_shard} (HSDP)"
         pp = f"PP {self.pp}" + (f" ({self.schedule}, {self.stages} stages)" if self.pp > 1 else "")
-        at_most = "at most " if self.schedule in SPLIT_BACKWARD else ""
-        bubble = f", bubble {at_most}{self.bubble:.1%}" if self.pp > 1 else ""
-        return f"{dp} x TP {self.tp} x {pp}, {self.micro_batches} micro-batches{bubble}"
+        bubble = f", bubble {self.bubble:.1%}" if self.pp > 1 else ""
+        padding = f" ({self.padding} of {self.local_batch * self.dp} rows are padding)" if self.padding else ""
+        return f"{dp} x TP {self.tp} x {pp}, {self.micro_batches} micro-batches{padding}{bubble}"
 
 
 def resolve_layout(config: RunConfig, world: int) -> Layout:
     """Return the layout of a run on `world` ranks.
 
     Raises:
-        LayoutError: something does not divide; the message names both numbers.
+        LayoutError: something does not fit; the message names both numbers.
     """
     degrees = _degrees(config, world)
     _check_model(config, degrees["tp"])
@@ -85,19 +108,21 @@ def resolve_layout(config: RunConfig, world: int) -> Layout:
     schedule = _schedule_name(config.parallel.schedule)
     per_rank = _stages_per_rank(config, schedule, degrees["pp"])
     stages = per_rank * degrees["pp"]
-    local_batch, micro_batches = _batches(config, degrees["dp_replicate"] * degrees["dp_shard"])
+    rounds = Rounds(schedule=schedule, pp=degrees["pp"], stages=stages)
+    replicas = degrees["dp_replicate"] * degrees["dp_shard"]
+    micro_batches, rows = split_batch(config.train.global_batch, replicas, config.train.micro_batch, rounds)
     layout = Layout(
         **degrees,
         schedule=schedule,
         stages_per_rank=per_rank,
         stage_layers=stage_layers(config.model.layers, stages, config.parallel.layers_per_stage),
         micro_batches=micro_batches,
-        local_batch=local_batch,
+        local_batch=micro_batches * rows,
+        global_batch=config.train.global_batch,
     )
-    _check_schedule(layout)
     _check_ddp(config, layout)
     _check_compile(config, layout)
-    check_recompute(config.parallel.activation_checkpoint)
+    check_switches(config, layout.pp, layout.dp_shard, layout.tp)
     return layout
 
 
@@ -131,32 +156,16 @@ def stage_layers(layers: int, stages: int, override: Sequence[int] = ()) -> tupl
     return tuple(tuple(range(start, start + count)) for start, count in zip(starts, counts, strict=True))
 
 
-def check_recompute(mode: str) -> int:
-    """Return n of "every:n" (1 for "full", 0 for "none" and "ffn").
-
-    Raises:
-        LayoutError: the mode is not known.
-    """
-    if mode in ("none", "ffn"):
-        return 0
-    if mode == "full":
-        return 1
-    name, _, number = mode.partition(":")
-    if name == "every" and number.isdigit() and int(number) > 0:
-        return int(number)
-    raise LayoutError(
-        "parallel.activation_checkpoint has no such mode", found=repr(mode), expected="none | full | ffn | every:N"
-    )
-
-
 def _degrees(config: RunConfig, world: int) -> dict[str, int]:
     p = config.parallel
     degrees = {"pp": p.pp, "dp_replicate": p.dp_replicate, "dp_shard": p.dp_shard, "tp": p.tp}
     for name, degree in degrees.items():
         if degree < 1 and not (name == "dp_shard" and degree == -1):
             raise LayoutError(f"parallel.{name} is not a degree", found=str(degree), expected="1 or more")
+    check_zero(p)
+    degrees["dp_replicate"] = replicas_of(p, world)
     if p.dp_shard == -1:
-        degrees["dp_shard"] = max(1, world // (p.pp * p.dp_replicate * p.tp))
+        degrees["dp_shard"] = max(1, world // (p.pp * degrees["dp_replicate"] * p.tp))
     product = degrees["pp"] * degrees["dp_replicate"] * degrees["dp_shard"] * degrees["tp"]
     if product != world:
         raise LayoutError(
@@ -180,7 +189,6 @@ def _check_model(config: RunConfig, tp: int) -> None:
     model, train = config.model, config.train
     divided = {
         "model.heads": model.heads,
-        "model.kv_heads": model.kv_heads,
         "model.ffn": model.ffn,
         "model.vocab": model.vocab,
     }
@@ -216,6 +224,7 @@ def _check_experts(config: RunConfig, degrees: dict[str, int]) -> None:
 
 
 def _check_ddp(config: RunConfig, layout: Layout) -> None:
+    # Gradients of weights come in the second half of such a backward, which DDP does not see.
     if config.parallel.data_parallel == "ddp" and layout.pp > 1 and layout.schedule in SPLIT_BACKWARD:
         raise LayoutError(
             f"data_parallel = ddp does not go with {layout.schedule}",
@@ -224,13 +233,6 @@ def _check_ddp(config: RunConfig, layout: Layout) -> None:
             state="Nothing was started.",
             remedy="use data_parallel = fsdp: DDP would not average the gradients of these schedules",
         )
-
-
-def _batches(config: RunConfig, dp: int) -> tuple[int, int]:
-    train = config.train
-    _divides("train.global_batch", train.global_batch, "dp x train.micro_batch", dp * train.micro_batch)
-    local = train.global_batch // dp
-    return local, local // train.micro_batch
 
 
 def _schedule_name(name: str) -> str:
@@ -261,28 +263,6 @@ def _stages_per_rank(config: RunConfig, schedule: str, pp: int) -> int:
     return wanted or default
 
 
-def _check_schedule(layout: Layout) -> None:
-    if layout.pp == 1:
-        return
-    micro, stages = layout.micro_batches, layout.stages
-    rounds = max(1, micro // layout.pp)
-    if layout.schedule in ("Interleaved1F1B", "InterleavedZeroBubble") and micro % rounds:
-        raise LayoutError(
-            f"{layout.schedule} wants whole rounds of micro-batches",
-            found=f"{micro} micro-batches, pp = {layout.pp}",
-            expected=f"a multiple of {rounds}",
-            remedy="change train.global_batch or train.micro_batch",
-        )
-    least = {"1F1B": stages, "DualPipeV": stages}.get(layout.schedule, 1)
-    if micro < least:
-        raise LayoutError(
-            f"{layout.schedule} needs at least as many micro-batches as stages",
-            found=f"{micro} micro-batches, {stages} stages",
-            expected=f"{least} or more micro-batches",
-            remedy="raise train.global_batch, or lower train.micro_batch or parallel.pp",
-        )
-
-
 def _check_compile(config: RunConfig, layout: Layout) -> None:
     if not config.train.compile:
         return
@@ -311,4 +291,5 @@ def _divides(name: str, value: int, by_name: str, by: int) -> None:
 
 def needs_fsdp(config: RunConfig, layout: Layout) -> bool:
     """Return whether there is something to gather or to cast: a single data-parallel rank would only copy weights and gradients."""
-    return layout.dp > 1 or config.train.precision == "bfloat16" or config.model.experts > 0
+    is_half = config.train.precision in ("bfloat16", "float16")
+    return layout.dp > 1 or is_half or config.model.experts > 0 or config.parallel.offload != "none"

@@ -38,7 +38,10 @@ def tensor_parallel(part: Transformer, mesh: DeviceMesh, config: RunConfig) -> N
         )
     parallelize_module(part, mesh, plan)
     for block in part.layers.values():
-        parallelize_module(block, mesh, _block_plan(config.model, sequence=sequence))
+        plan = _block_plan(config.model, sequence=sequence)
+        if config.model.kv_heads % mesh.size():
+            plan |= {f"attention.{name}": SharedHeads(config.model) for name in ("wk", "wv")}
+        parallelize_module(block, mesh, plan)
 
 
 def _block_plan(model: ModelConfig, *, sequence: bool) -> dict[str, ParallelStyle]:
@@ -91,6 +94,43 @@ class LocalNorm(ParallelStyle):
 def _norm(module: Any, grad: Placement, tokens: Tensor) -> Tensor:
     weight = module.weight.to_local(grad_placements=[grad])
     return rms_norm(tokens, weight, module.eps)
+
+
+class SharedHeads(ParallelStyle):
+    """Keys or values whose heads do not divide over the ranks.
+
+    Every rank holds all weights, and computes the heads that its queries meet: one for all of them, or one for each.
+
+    Args:
+        model: Sizes.
+    """
+
+    def __init__(self, model: ModelConfig) -> None:
+        super().__init__()
+        self._model = model
+
+    def heads_of(self, rank: int, ranks: int) -> list[int]:
+        """Return the heads that a rank computes."""
+        queries, shared = self._model.heads // ranks, self._model.heads // self._model.kv_heads
+        met = [query // shared for query in range(rank * queries, (rank + 1) * queries)]
+        return met[:1] if len(set(met)) == 1 else met
+
+    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
+        for name, parameter in list(module.named_parameters()):
+            module.register_parameter(name, _cut(parameter, device_mesh, Replicate()))
+        heads = self.heads_of(device_mesh.get_local_rank(), device_mesh.size())
+        module.forward = functools.partial(_some_heads, module, heads, self._model.head_size, device_mesh)
+        return module
+
+
+def _some_heads(module: Any, heads: list[int], size: int, mesh: DeviceMesh, x: Tensor) -> Tensor:
+    if not isinstance(x, DTensor):
+        x = DTensor.from_local(x, mesh, [Replicate()], run_check=False)
+    weight, bias = module.weight.to_local(grad_placements=[Partial()]), None
+    weight = weight.unflatten(0, (-1, size))[heads].flatten(0, 1)
+    if module.bias is not None:
+        bias = module.bias.to_local(grad_placements=[Partial()]).unflatten(0, (-1, size))[heads].flatten()
+    return nn.functional.linear(x.to_local(grad_placements=[Partial()]), weight, bias)
 
 
 class LocalExperts(ParallelStyle):

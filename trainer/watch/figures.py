@@ -6,6 +6,7 @@ import os
 from collections.abc import Callable
 from dataclasses import dataclass
 
+from flashckpt.trainer.plan.flops import mfu
 from flashckpt.trainer.train.metrics import StepRecord
 from flashckpt.trainer.watch.engine import EngineWatch
 
@@ -19,6 +20,7 @@ class Figures:
     Attributes:
         tokens_per_s: Of all ranks together.
         mfu: Share of the devices' peak, 0.0 to 1.0.
+        planned_mfu: What the plan expects of it.
         device_gib: Peak that torch has allocated on the reporting rank's device, GiB.
         host_gib: Resident memory of the reporting rank, the snapshots that it maps included, GiB.
         snapshot, committed, lag, restarts: As of EngineWatch, in steps.
@@ -26,6 +28,7 @@ class Figures:
 
     tokens_per_s: float
     mfu: float | None = None
+    planned_mfu: float | None = None
     device_gib: float | None = None
     host_gib: float | None = None
     snapshot: int = 0
@@ -43,6 +46,7 @@ class StepMeter:
         flops: Per token.
         peak_tflops: Of one device; 0: not known.
         world: Number of devices.
+        planned_mfu: As Figures has it.
         device_bytes: Returns the peak of memory on the device; None where there is none.
         engine: What the engine does; None without checkpoints.
     """
@@ -51,6 +55,7 @@ class StepMeter:
     flops: float = 0.0
     peak_tflops: float = 0.0
     world: int = 1
+    planned_mfu: float | None = None
     device_bytes: Callable[[], int] | None = None
     engine: EngineWatch | None = None
 
@@ -60,7 +65,8 @@ class StepMeter:
         engine = self.engine
         return Figures(
             tokens_per_s=speed,
-            mfu=speed * self.flops / (self.peak_tflops * 1e12 * self.world) if self.peak_tflops else None,
+            mfu=mfu(speed, self.flops, self.peak_tflops * 1e12, self.world) if self.peak_tflops else None,
+            planned_mfu=self.planned_mfu,
             device_gib=None if self.device_bytes is None else self.device_bytes() / 2**30,
             host_gib=resident_gib(),
             snapshot=0 if engine is None else engine.snapshot,
@@ -89,6 +95,7 @@ def curves(record: StepRecord, figures: Figures, world: int) -> dict[str, float]
         "throughput/tokens per second and device": figures.tokens_per_s / world,
         "throughput/seconds per step": record.seconds,
         "throughput/MFU": figures.mfu,
+        "throughput/MFU planned": figures.planned_mfu,
         "memory/device peak GiB": figures.device_gib,
         "memory/host resident GiB": figures.host_gib,
         "checkpoint/snapshot stall ms": record.stall_ms,
@@ -96,4 +103,5 @@ def curves(record: StepRecord, figures: Figures, world: int) -> dict[str, float]
         "checkpoint/restarts so far": float(figures.restarts),
     }
     values |= {f"train/loss {name}": value for name, value in record.channels.items()}
+    values |= {f"phase/{name} ms": seconds * 1e3 for name, seconds in record.phases.items()}
     return {name: value for name, value in values.items() if value is not None}

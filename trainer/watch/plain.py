@@ -37,6 +37,7 @@ class StepPace:
 def progress_text(record: StepRecord, figures: Figures, *, steps: int, left_s: float) -> str:
     """Return one line about a step."""
     mfu = "n/a" if figures.mfu is None else f"{figures.mfu:.1%}"
+    mfu += "" if figures.mfu is None or figures.planned_mfu is None else f" (plan {figures.planned_mfu:.1%})"
     skipped = "  skipped" if record.skipped else ""
     return (
         f"step {record.step}/{steps}  loss {record.loss:.4f}  gnorm {record.norm:.2f}  lr {record.rate:.1e}  "

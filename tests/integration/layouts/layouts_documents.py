@@ -6,11 +6,11 @@ import os
 from typing import Any
 
 import pytest
+from support.documents import documents_run, write_documents
 from support.ranks import run_ranks, values
-from support.training import floats, run_config, train_rank, write_corpus
+from support.training import floats, train_rank
 
-from flashckpt.trainer.config import RunConfig, from_values, to_values
-from flashckpt.trainer.data.prepare import prepare
+from flashckpt.trainer.config import from_values, to_values
 from flashckpt.trainer.evaluate.scores import Evaluator
 from flashckpt.trainer.parallel.distributed import process_group
 from flashckpt.trainer.parallel.layout import MULTI_STAGE, SINGLE_STAGE
@@ -30,33 +30,10 @@ LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
 }
 
 
-def documents_run(folder: Any, parallel: dict[str, Any], **data: Any) -> RunConfig:
-    """Return a run over two sources of short documents."""
-    sources = [
-        {"kind": "text", "urls": [f"{folder}/text/{name}/*.txt"], "channel": name, "weight": weight}
-        for name, weight in (("a", 3), ("b", 1))
-    ]
-    return run_config(
-        folder,
-        model={"window": 9, "window_from": 2},
-        train={"seq_len": 32, "global_batch": 8, "micro_batch": 2},
-        parallel=parallel,
-        data={"source": ["stdlib"], "folder": str(folder / "tokens"), "sources": sources, "holdout_every": 4, **data},
-        eval={"every": 1, "batches": 1},
-    )
-
-
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: Any) -> Any:
-    """Text whose documents are a few words: every window has several."""
     folder = tmp_path_factory.mktemp("documents")
-    write_corpus(folder / "all")
-    for channel in "ab":
-        (folder / "text" / channel).mkdir(parents=True)
-        for number, path in enumerate(sorted((folder / "all" / channel).iterdir())[:20]):
-            for piece, line in enumerate(path.read_text().splitlines()[:8]):
-                (folder / "text" / channel / f"{number}.{piece}.txt").write_text(line)
-    prepare(documents_run(folder, {}).data)
+    write_documents(folder)
     return folder
 
 

@@ -13,7 +13,7 @@ from flashckpt.trainer.config import from_values
 from flashckpt.trainer.model.initial import fill, materialise
 from flashckpt.trainer.model.transformer import Transformer
 from flashckpt.trainer.parallel.apply import build_stage
-from flashckpt.trainer.parallel.layout import check_recompute
+from flashckpt.trainer.parallel_config import Recompute
 
 pytestmark = pytest.mark.filterwarnings("default")  # torch warns about its own look at a tensor's .grad
 
@@ -22,7 +22,7 @@ def built(mode: str, *, compiled: bool) -> Transformer:
     run = from_values({"model": {"dim": 32, "layers": 2, "heads": 4, "kv_heads": 2, "ffn": 64}})
     layout: Any = type("Layout", (), {"stage_layers": ((0, 1),), "stages": 1})
     model = build_stage(run, layout, 0)
-    model.set_recompute(mode, check_recompute(mode))
+    model.set_recompute(Recompute.parse(mode) or Recompute(mode="none"))
     if compiled:
         model.compile_blocks()
     materialise(model, torch.device("cpu"))

@@ -15,7 +15,11 @@ from flashckpt.trainer.dry_run.command import describe
 from flashckpt.trainer.dry_run.options import DryRunOptions
 from flashckpt.trainer.dry_run.report import as_text
 from flashckpt.trainer.hub.hub_config import from_hub, to_hub
-from flashckpt.trainer.model.initial import count_parameters
+from flashckpt.trainer.parallel.layout import resolve_layout
+from flashckpt.trainer.parallel.switches import with_precision
+from flashckpt.trainer.plan.activations import estimate
+from flashckpt.trainer.plan.flops import count_parameters
+from flashckpt.trainer.plan.held import held
 
 CONFIGS = sorted((ROOT / "configs").glob("*.toml"))
 LLAMA = {"model_type": "llama", "rms_norm_eps": 1e-5, "rope_theta": 500000.0, "max_position_embeddings": 131072}
@@ -64,6 +68,20 @@ def world_of(path: Path) -> int:
     return parallel.pp * parallel.dp_replicate * abs(parallel.dp_shard) * parallel.tp
 
 
+def planned_as_counted(path: Path, world: int, found: dict[str, Any]) -> None:
+    """The arithmetic of `plan` has the bytes of every kind of rank, to the byte."""
+    config = read_config(path)
+    config = with_precision(config, "cpu" if config.train.device == "cpu" else "cuda")
+    layout = resolve_layout(config, world)
+    for row in found["ranks"]:
+        for shard in (row["dp_shard"][0], row["dp_shard"][-1]):
+            planned = held(config, layout, row["pp"][0], shard)
+            counted = (row["parameter_bytes"], row["gradient_bytes"], row["optimizer_bytes"])
+            assert (planned.parameters, planned.gradients, planned.optimizer) == counted
+        guess = estimate(config, layout, row["pp"][0], block=planned.block, rest=planned.rest, whole=planned.whole)
+        assert guess.gathered == row["estimate"]["gathered_bytes"]
+
+
 SHOWN = {"llama3-8b": "trainer.md", "llama3-405b": "trainer-dry-run.md"}
 """Pages that show the table of a configuration."""
 
@@ -76,10 +94,12 @@ def test_a_shipped_configuration_is_built_by_a_dry_run(path: Path) -> None:
     model = read_config(path).model
     held = found["model"]["parameters"] + model.tied_embeddings * model.vocab * model.dim
     layout = found["layout"]
+    assert layout["padding"] == 0  # its batch divides
     copies = sum(one["count"] * one["parameter_bytes"] for one in found["ranks"]) // layout["dp_replicate"]
     assert copies >= 4 * held  # what tensor-parallel ranks hold alike is there several times
     assert found["checkpoint"]["bytes"] >= 12 * held
     assert found["checkpoint"]["bytes"] == pytest.approx(12 * held, rel=1e-3)
+    planned_as_counted(path, world, found)
     if path.stem in SHOWN:
         page = (ROOT / "docs" / SHOWN[path.stem]).read_text().splitlines()
         shown = [line for line in as_text(found).splitlines() if line and not line.startswith(("data:", "Per rank;"))]

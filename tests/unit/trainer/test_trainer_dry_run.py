@@ -15,11 +15,11 @@ from support.paths import ROOT
 from flashckpt.errors import ConfigError
 from flashckpt.trainer import __main__ as command
 from flashckpt.trainer.config import from_values, read_config
-from flashckpt.trainer.dry_run.estimate import estimate, in_flight
 from flashckpt.trainer.dry_run.kinds import kinds_by_rank, rank_kinds
 from flashckpt.trainer.dry_run.options import DryRunOptions, take_options
 from flashckpt.trainer.dry_run.report import spans
 from flashckpt.trainer.parallel.layout import resolve_layout
+from flashckpt.trainer.plan.activations import estimate, in_flight
 
 TINY = str(ROOT / "configs" / "tiny.toml")
 CUBE = str(ROOT / "configs" / "3d.toml")
@@ -84,6 +84,12 @@ def test_a_layout_that_does_not_divide_is_one_clear_error(capfd: Any) -> None:
     code, out, err = run(capfd, "--dry-run", "--world", "8", "--config", CUBE, "--model.layers", "1")
     assert (code, out) == (11, "")
     assert "fewer layers than pipeline stages" in err
+
+
+def test_a_batch_that_does_not_divide_is_described_with_its_padding(capfd: Any) -> None:
+    code, out, _ = run(capfd, "--dry-run", "--world", "3", "--config", TINY, "--train.global_batch", "16")
+    assert code == 0
+    assert "3 ranks: DP 3 x TP 1 x PP 1, 2 micro-batches (2 of 18 rows are padding)" in out
 
 
 def test_the_table_says_what_a_rank_holds(capfd: Any) -> None:
@@ -186,13 +192,13 @@ def activations(**sections: Any) -> int:
 def test_activations_follow_the_formula() -> None:
     model = {"dim": 64, "layers": 4, "heads": 4, "kv_heads": 2, "ffn": 192, "vocab": 256}
     train = {"seq_len": 64, "micro_batch": 2}
-    logits = 128 * 256 * (4 + 8)
-    layer = 2 * 64 + 64 + 3 * (4 + 2) * 16 + 64 + 4 * 192
+    logits = 128 * 256 * 8
+    layer = 2 * 64 + 64 + 2 * (4 + 2) * 16 + 64 + 4 * 192
     assert activations(model=model, train=train) == 128 * 4 * 4 * layer + logits
     full = activations(model=model, train=train, parallel={"activation_checkpoint": "full"})
-    assert full == 128 * 4 * (4 * 64 + layer) + logits
+    assert full == 128 * 4 * (4 * 64 + layer + 2 * 192)  # more than the logits, which are freed before
     half = activations(model=model, train={**train, "precision": "bfloat16"})
-    assert half == 128 * 2 * 4 * layer + 128 * 256 * (2 + 8)
+    assert half == 128 * 2 * 4 * layer + 128 * 256 * 10
 
 
 def test_gradients_are_gathered_where_several_micro_batches_add_up() -> None:

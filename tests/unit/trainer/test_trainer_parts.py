@@ -10,17 +10,17 @@ import pytest
 import torch
 
 from flashckpt.errors import DivergedError
-from flashckpt.trainer.config import GuardConfig, OptimConfig, from_values
-from flashckpt.trainer.model.initial import count_parameters
+from flashckpt.trainer.config import GuardConfig, from_values
 from flashckpt.trainer.model.transformer import Transformer
 from flashckpt.trainer.model_config import ModelConfig
+from flashckpt.trainer.optim_config import OptimConfig
 from flashckpt.trainer.parallel.apply import MicroBatch, build_stage
 from flashckpt.trainer.parallel.layout import resolve_layout
+from flashckpt.trainer.plan.flops import count_parameters, flops_per_token
 from flashckpt.trainer.rate import learning_rate
 from flashckpt.trainer.train.anomaly import Guard
 from flashckpt.trainer.train.metrics import StepRecord, Trace, read_trace
 from flashckpt.trainer.watch.figures import StepMeter
-from flashckpt.trainer.watch.flops import flops_per_token
 from flashckpt.trainer.watch.plain import ProgressLine
 
 RECORD: dict[str, Any] = {"norm": 1.0, "rate": 0.1, "tokens": 64, "samples": "ab", "seconds": 0.5}
@@ -55,7 +55,7 @@ def test_a_loss_far_off_the_window_is_a_spike_both_ways(loss: Any) -> None:
     guard = Guard(GuardConfig(window=8))
     for i in range(8):
         assert not guard.is_spike(loss)  # a window that is not full judges nobody
-        guard.record(3.0 + 0.01 * (-1) ** i)
+        guard.record(3.0 + 0.01 * (-1) ** i, 1.0)
     assert guard.is_spike(loss)
     assert not guard.is_spike(3.05)
     resumed = Guard(GuardConfig(window=8))
@@ -63,12 +63,30 @@ def test_a_loss_far_off_the_window_is_a_spike_both_ways(loss: Any) -> None:
     assert resumed.state_dict() == guard.state_dict()
 
 
+def test_a_gradient_norm_far_above_the_window_is_a_spike_where_that_is_asked() -> None:
+    guard = Guard(GuardConfig(window=8, norm_mads=10.0))
+    for i in range(8):
+        assert not guard.is_norm_spike(50.0)
+        guard.record(3.0, 1.0 + 0.1 * (-1) ** i)
+    assert guard.is_norm_spike(2.2)
+    assert not guard.is_norm_spike(1.9)
+    assert not guard.is_norm_spike(0.0), "a small one is no harm"
+    old = guard.state_dict()
+    del old["norms"]  # recorded before norms were
+    resumed = Guard(GuardConfig(window=8, norm_mads=10.0))
+    resumed.load_state_dict(old)
+    assert not resumed.is_norm_spike(2.2)
+    silent = Guard(GuardConfig(window=8))
+    silent.load_state_dict(guard.state_dict())
+    assert not silent.is_norm_spike(1e9)
+
+
 def test_rollbacks_are_bounded() -> None:
     guard = Guard(GuardConfig(max_rollbacks=1))
-    guard.record(3.0)
-    guard.count_rollback(step=5, loss=9.0)
+    guard.record(3.0, 1.0)
+    guard.count_rollback(step=5, loss=9.0, norm=1.0)
     with pytest.raises(DivergedError, match="after 1 rollbacks"):
-        guard.count_rollback(step=6, loss=9.0)
+        guard.count_rollback(step=6, loss=9.0, norm=1.0)
 
 
 def test_a_resumed_trace_has_no_step_twice_and_keeps_what_was_lost(tmp_path: Any) -> None:

@@ -18,7 +18,8 @@ from flashckpt import faults
 from flashckpt.errors import ConfigError, DataError
 from flashckpt.faults import CRASH_POINTS
 from flashckpt.trainer.data.documents import documents_of, parts_of
-from flashckpt.trainer.data.prepare import prepare
+from flashckpt.trainer.data.prepare import index_name, prepare
+from flashckpt.trainer.data.prepared import read_prepared
 from flashckpt.trainer.data_config import DataConfig, SourceConfig
 
 TEXTS = [f"document {i}: " + "lorem ipsum dolor sit amet " * (i % 7) + "\u00e9\u4e2d" * (i % 3) for i in range(60)]
@@ -129,7 +130,7 @@ def test_killed_anywhere_the_same_command_ends_with_the_same_bytes(point: str, t
         prepare(data, split_bytes=1500)
         os._exit(0)
     assert os.WTERMSIG(os.waitpid(pid, 0)[1]) == signal.SIGKILL
-    assert not (tmp_path / "tokens/index.json").exists()
+    assert not list((tmp_path / "tokens").glob("index*.json"))
     assert prepare(data, split_bytes=1500) == wanted
     assert shards(tmp_path / "tokens") == shards(tmp_path / "unbroken")
     assert not [path for path in (tmp_path / "tokens").iterdir() if path.suffix == ".tmp"]
@@ -192,6 +193,36 @@ def test_files_of_earlier_preparations_go_and_those_of_other_people_stay(tmp_pat
     assert all((folder / name).read_text() == "theirs" for name in theirs)
 
 
+def test_runs_of_other_settings_share_a_folder_and_what_is_the_same(tmp_path: Path) -> None:
+    """Before, the second removed what the first had prepared."""
+    folder = tmp_path / "tokens"
+    urls = json_lines(tmp_path / "raw")
+    one = DataConfig(sources=(SourceConfig(kind="jsonl", urls=urls),), folder=str(folder))
+    other = replace(one, sources=(SourceConfig(kind="jsonl", urls=urls[:1]),))
+    third = replace(one, holdout_every=2)
+    indexes = [prepare(data) for data in (one, other, third)]
+    assert [read_prepared(data) for data in (one, other, third)] == indexes
+    assert indexes[1]["sources"][0] == indexes[0]["sources"][0][:1]
+    with pytest.raises(DataError, match="is not that of this run"):
+        read_prepared(replace(one, holdout_every=3))
+    (folder / index_name(third)).unlink()  # how its parts are given up: the next preparation removes them
+    prepare(one)
+    parts = {path.name.partition(".")[0] for path in folder.glob("*.bin")}
+    assert parts == {record["name"] for record in indexes[0]["sources"][0]}
+
+
+def test_an_index_of_an_earlier_release_is_read_and_replaced(tmp_path: Path) -> None:
+    data = DataConfig(
+        sources=(SourceConfig(kind="jsonl", urls=json_lines(tmp_path / "raw")),), folder=str(tmp_path / "tokens")
+    )
+    index = prepare(data)
+    folder = tmp_path / "tokens"
+    (folder / index_name(data)).rename(folder / "index.json")
+    assert read_prepared(data) == index
+    prepare(data)
+    assert [path.name for path in folder.glob("index*.json")] == [index_name(data)]
+
+
 @pytest.mark.parametrize(
     ("settings", "error", "words"),
     [
@@ -219,4 +250,4 @@ def test_bad_input_is_one_clear_error(
     }
     with pytest.raises(error, match=words):
         prepare(DataConfig(sources=(SourceConfig(**given),), folder=str(tmp_path / "tokens")))
-    assert not (tmp_path / "tokens/index.json").exists()
+    assert not list((tmp_path / "tokens").glob("index*.json"))

@@ -4,20 +4,16 @@ from __future__ import annotations
 
 import importlib.util
 import json
-import os
 import subprocess
 import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
-from support.training import run_config, write_corpus
+from support.training import run_config
 
-from flashckpt.checkpoint import direct_writer
 from flashckpt.errors import ConfigError
-from flashckpt.trainer.__main__ import main
 from flashckpt.trainer.config import RunConfig, from_values, read_config, to_toml
-from flashckpt.trainer.data.prepare import prepare
 from flashckpt.trainer.demo import words
 from flashckpt.trainer.demo.__main__ import DEFAULT_CONFIG
 from flashckpt.trainer.generate.prompts import read_prompts
@@ -86,50 +82,14 @@ def test_the_tokenizer_of_a_checkpoint_is_the_one_its_run_trained(tmp_path: Path
     assert files_of_saved(Recorded(256))["tokenizer.json"]
     assert files_of_saved(Recorded(512, data=trained)) == {}
     assert files_of_saved(Recorded(512, data=tokens)) == {}
-    (tmp_path / "index.json").write_text(json.dumps({"tokenizer": "../elsewhere/tokenizer-1.json"}))
+    (tmp_path / "index.json").write_text(
+        json.dumps({"settings": {}, "sources": [], "tokenizer": "../elsewhere/tokenizer-1.json"})
+    )
     (tmp_path / "tokenizer-1.json").write_text("{}")
     assert files_of_saved(Recorded(512, data=trained)) == {"tokenizer.json": b"{}"}
     (tmp_path / "tokenizer.json").write_text("[]")
     named = {**tokens, "tokenizer": str(tmp_path / "tokenizer.json"), "folder": "nowhere"}
     assert files_of_saved(Recorded(512, data=named)) == {"tokenizer.json": b"[]"}
-
-
-def test_a_bpe_run_samples_is_asked_and_exported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:
-    pytest.importorskip("tokenizers", reason="`make setup` installs it")
-    monkeypatch.setattr(direct_writer, "_claims", {})
-    monkeypatch.setenv("FLASHCKPT_SHM_DIR", str(tmp_path / "memory"))
-    (tmp_path / "memory").mkdir()
-    write_corpus(tmp_path / "text")
-    config = run_config(
-        tmp_path,
-        model={"vocab": 300},
-        train={"steps": 2},
-        data={
-            "source": ["stdlib"],
-            "bpe": 300,
-            "sources": [{"kind": "text", "urls": [f"{tmp_path}/text/*/*.txt"], "channel": "text"}],
-        },
-        checkpoint={"root": str(tmp_path / "root"), "snapshot_every": 1, "persist_every": 2, "job": "bpe"},
-        samples={"every": 1, "prompts": ["The value"], "max_tokens": 4},
-    )
-    (tmp_path / "run.toml").write_text(to_toml(config))
-    prepare(config.data)
-    codec, prompts = read_prompts(config)
-    assert len(prompts[0]) < len("The value")
-    command = [sys.executable, "-m", "flashckpt.trainer", "--config", str(tmp_path / "run.toml")]
-    subprocess.run(command, check=True, capture_output=True, env={**os.environ, "OMP_NUM_THREADS": "1"})
-    lines = [json.loads(line) for line in (tmp_path / "log" / "samples.jsonl").read_text().splitlines()]
-    assert [(line["step"], line["samples"][0]["prompt"]) for line in lines] == [(1, "The value"), (2, "The value")]
-    greedy = ["--temperature", "0", "--max-tokens", "4", "--json"]
-    assert main(["generate", str(tmp_path / "root"), "The value", *greedy]) == 0
-    found = json.loads(capsys.readouterr().out)
-    assert found["prompt_tokens"] == prompts[0]
-    assert found["text"] == lines[1]["samples"][0]["text"]
-    assert main(["hub", "export", str(tmp_path / "root"), str(tmp_path / "hf")]) == 0
-    capsys.readouterr()
-    assert main(["generate", str(tmp_path / "hf"), "The value", *greedy]) == 0
-    assert json.loads(capsys.readouterr().out)["tokens"] == found["tokens"]
-    assert codec.ends
 
 
 # -- the demo's words

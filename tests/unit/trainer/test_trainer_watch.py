@@ -18,8 +18,9 @@ from flashckpt.errors import ConfigError
 from flashckpt.report import RestoreReport
 from flashckpt.trainer.changes import recorded_values
 from flashckpt.trainer.config import from_values
-from flashckpt.trainer.model.initial import count_parameters
 from flashckpt.trainer.model_config import ModelConfig
+from flashckpt.trainer.plan.flops import count_parameters, flops_per_token
+from flashckpt.trainer.plan.gpus import peak_tflops
 from flashckpt.trainer.train.metrics import StepRecord, Trace
 from flashckpt.trainer.train.reporter import Reporter
 from flashckpt.trainer.watch import beside
@@ -27,7 +28,6 @@ from flashckpt.trainer.watch.beside import Beside
 from flashckpt.trainer.watch.engine import EngineWatch
 from flashckpt.trainer.watch.events import Events
 from flashckpt.trainer.watch.figures import Figures, StepMeter, curves
-from flashckpt.trainer.watch.flops import flops_per_token, peak_tflops
 from flashckpt.trainer.watch.wandb_page import PATIENCE, RUN_ID, WandbPage, last_step
 
 RECORD: dict[str, Any] = {"norm": 1.25, "rate": 0.1, "tokens": 64, "samples": "ab", "seconds": 0.5, "loss": 2.5}
@@ -201,7 +201,7 @@ def test_a_page_has_every_figure_once_per_step_over_a_restart(tmp_path: Path) ->
     assert {*found} == {
         "train/loss", "train/loss code", "train/gradient norm", "train/learning rate",
         "throughput/tokens per second", "throughput/tokens per second and device", "throughput/seconds per step",
-        "throughput/MFU", "memory/device peak GiB", "memory/host resident GiB",
+        "throughput/MFU", "throughput/MFU planned", "memory/device peak GiB", "memory/host resident GiB",
         "checkpoint/snapshot stall ms", "checkpoint/persist lag steps", "checkpoint/restarts so far",
     }  # fmt: skip
     assert all([step for step, _ in curve] == [1, 2, 3, 4, 5, 6] for curve in found.values())

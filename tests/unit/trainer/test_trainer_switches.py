@@ -1,0 +1,114 @@
+"""Pairs of switches that cannot work are refused before torch is imported; the factor of float16 losses."""
+
+from __future__ import annotations
+
+import math
+import subprocess
+import sys
+from typing import Any
+
+import pytest
+
+from flashckpt.errors import ConfigError, LayoutError
+from flashckpt.trainer.config import from_values
+from flashckpt.trainer.parallel.layout import resolve_layout
+from flashckpt.trainer.parallel.switches import with_precision
+from flashckpt.trainer.train.scaler import FIRST, GROW_AFTER, LossScaler
+
+DDP = {"data_parallel": "ddp", "dp_replicate": 2, "dp_shard": 1}
+
+
+@pytest.mark.parametrize(
+    ("sections", "world", "why"),
+    [
+        ({"parallel": {**DDP, "zero": 3}}, 2, "DDP keeps everything on each rank"),
+        ({"parallel": {"zero": 0, "dp_shard": 2}}, 2, "zero = 0 cuts nothing"),
+        ({"parallel": {"zero": 2, "pp": 2}}, 4, "torch keeps whole gradients and parameters of a stage"),
+        ({"parallel": {"zero": 3, "pp": 2}}, 4, "does not go with a pipeline"),
+        ({"parallel": {"zero": 1}}, 1, "nothing to cut over"),
+        ({"parallel": {"bucket_mb": 1.0}}, 2, "bucket_mb would have no effect"),
+        ({"parallel": {**DDP, "offload": "state"}}, 2, "offload = state does not go with this run"),
+        ({"parallel": {"offload": "state"}, "model": {"experts": 2}}, 2, "offload = state does not go with this run"),
+        (
+            {"parallel": {"offload": "state", "pp": 2}, "model": {"tied_embeddings": True}},
+            2,
+            "offload = state does not go with this run",
+        ),
+        ({"parallel": {"activation_offload": True, "activation_checkpoint": "full"}}, 1, "nothing would be moved"),
+        ({"parallel": {"activation_offload": True, "activation_checkpoint": "groups:2"}}, 1, "nothing would be moved"),
+        ({"parallel": {"activation_offload": True}, "train": {"compile": True}}, 1, "through their own graphs"),
+        (
+            {"parallel": {"activation_checkpoint": "selective"}, "train": {"compile": True}},
+            1,
+            "the compiler chooses what is kept",
+        ),
+        ({"parallel": {"tp": 2}, "train": {"loss_chunk": 8}}, 2, "different columns of the logits"),
+        ({"parallel": {"activation_checkpoint": "groups:0"}}, 1, "no such mode"),
+    ],
+)
+def test_a_pair_that_cannot_work_is_refused_with_the_reason(sections: Any, world: int, why: str) -> None:
+    with pytest.raises(LayoutError, match=why):
+        resolve_layout(from_values(sections), world)
+
+
+def test_values_that_no_switch_has_are_refused() -> None:
+    for sections in ({"parallel": {"zero": 4}}, {"parallel": {"offload": "disk"}}, {"train": {"precision": "float8"}}):
+        with pytest.raises(ConfigError, match="no such choice"):
+            from_values(sections)
+
+
+def test_refusals_do_not_import_torch() -> None:
+    program = (
+        "import sys\n"
+        "from flashckpt.trainer.config import from_values\n"
+        "from flashckpt.trainer.parallel.layout import resolve_layout\n"
+        "try:\n    resolve_layout(from_values({'parallel': {'zero': 2, 'pp': 2}}), 4)\n"
+        "except Exception as error:\n    print(type(error).__name__, 'torch' in sys.modules)"
+    )
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
+    assert done.stdout.split() == ["LayoutError", "False"]
+
+
+def test_zero_without_cuts_fills_the_world_with_replicas() -> None:
+    layout = resolve_layout(from_values({"parallel": {"zero": 0, "tp": 2}}), 8)
+    assert (layout.dp_replicate, layout.dp_shard, layout.tp) == (4, 1, 2)
+
+
+def test_auto_is_bfloat16_on_a_gpu_and_float32_elsewhere() -> None:
+    run = from_values({})
+    assert with_precision(run, "cuda").train.precision == "bfloat16"
+    assert with_precision(run, "cpu").train.precision == "float32"
+    assert with_precision(from_values({"train": {"precision": "float32"}}), "cuda").train.precision == "float32"
+
+
+def test_the_scaler_halves_on_overflow_and_doubles_after_steps_without() -> None:
+    scaler = LossScaler(enabled=True)
+    assert scaler.overflowed(2.0, math.inf)
+    assert scaler.scale == FIRST / 2
+    assert not any(scaler.overflowed(2.0, 1.0) for _ in range(GROW_AFTER - 1))
+    state = scaler.state_dict()
+    resumed = LossScaler(enabled=True)
+    resumed.load_state_dict(state)
+    for each in (scaler, resumed):  # one step more: both double at once
+        assert not each.overflowed(2.0, 1.0)
+        assert each.scale == FIRST
+
+
+def test_tf32_is_refused_on_a_cpu() -> None:
+    from flashckpt.trainer.parallel.distributed import process_group
+
+    with (
+        pytest.raises(ConfigError, match=r"train\.tf32 needs a GPU"),
+        process_group(from_values({"train": {"tf32": True, "device": "cpu"}}), alone=True),
+    ):
+        pass
+
+
+def test_what_the_scaler_cannot_help_is_left_to_the_guard() -> None:
+    scaler = LossScaler(enabled=True)
+    assert not scaler.overflowed(math.nan, math.nan)
+    while scaler.scale > 1.0:
+        assert scaler.overflowed(2.0, math.nan)
+    assert not scaler.overflowed(2.0, math.nan)
+    assert not LossScaler(enabled=False).overflowed(2.0, math.inf)
+    assert LossScaler(enabled=False).state_dict() == {}

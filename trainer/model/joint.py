@@ -1,0 +1,110 @@
+"""Linear layers that one input goes through, with what follows them, as one operator on a CPU: queries, keys, values; SwiGLU.
+
+As single operators of torch, each product's gradient of the input is a tensor, added to the others by another pass,
+and every step between products writes new memory. Here products add up in place, and what is no longer needed is written
+over. Other devices and types, DTensors, biases and torch.compile take the single operators: `joins` says which it is.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F  # noqa: N812 -- the name everybody reads
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+
+def joins(x: Tensor, *linears: nn.Linear) -> bool:
+    """Return whether `x` (..., D) and the layers that it goes through can be computed jointly."""
+    if torch.compiler.is_compiling() or torch.is_autocast_enabled("cpu"):
+        return False
+    tensors = [x, *(linear.weight for linear in linears)]
+    is_plain = all(t.device.type == "cpu" and t.dtype == torch.float32 and not isinstance(t, DTensor) for t in tensors)
+    return is_plain and all(linear.bias is None for linear in linears)
+
+
+def feed_forward(x: Tensor, w1: Tensor, w2: Tensor, w3: Tensor) -> Tensor:
+    """Return w2(silu(w1 x) * w3 x): (..., D), weights as `nn.Linear` has them -> (..., D)."""
+    return _FeedForward.apply(x, w1, w2, w3)  # type: ignore[no-any-return, no-untyped-call]  # untyped in torch
+
+
+def turned_projections(
+    x: Tensor, weights: tuple[Tensor, Tensor, Tensor], cosines: Tensor, sines: Tensor
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Return queries and keys turned by their positions, and values.
+
+    The features of each turned head come in another order, the halves of a pair side by side: products of queries with keys
+    are the same in any order that both have.
+
+    Args:
+        x: (B, T, D).
+        weights: Of queries, keys and values, (heads x K, D), the halves of each head as `positions.rotate` has them.
+        cosines: (T, 1, K / 2) or (B, T, 1, K / 2).
+        sines: As cosines.
+
+    Returns:
+        (B, T, heads, K), three times.
+    """
+    return _TurnedProjections.apply(x, torch.complex(cosines, sines), *weights)  # type: ignore[no-any-return, no-untyped-call]  # untyped in torch
+
+
+class _FeedForward(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, w1: Tensor, w2: Tensor, w3: Tensor) -> Tensor:
+        rows = x.flatten(0, -2)
+        gate, up = rows @ w1.t(), rows @ w3.t()
+        ctx.save_for_backward(rows, gate, up, w1, w2, w3)  # what w2 takes is computed again: a fourth less is held
+        out = F.silu(gate).mul_(up) @ w2.t()
+        return out.view(*x.shape[:-1], -1)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        rows, gate, up, w1, w2, w3 = ctx.saved_tensors
+        out = grad.reshape(-1, grad.shape[-1])
+        silu = F.silu(gate)
+        hidden = silu * up
+        grad_w2 = out.t() @ hidden
+        torch.mm(out, w2, out=hidden)  # from here on the gradient of what it was
+        grad_up = silu.mul_(hidden)
+        hidden.mul_(up)
+        grad_gate = torch.ops.aten.silu_backward.grad_input(hidden, gate, grad_input=hidden)
+        grad_x = (grad_gate @ w1).addmm_(grad_up, w3)
+        return grad_x.view(*grad.shape[:-1], -1), grad_gate.t() @ rows, grad_w2, grad_up.t() @ rows
+
+
+class _TurnedProjections(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, turns: Tensor, *weights: Tensor) -> tuple[Tensor, ...]:
+        (wq, wk, wv), rows, size = weights, x.flatten(0, -2), 2 * turns.shape[-1]
+        ctx.save_for_backward(rows, turns, *weights)
+        shape = (*x.shape[:-1], -1, size)
+        q, k = ((rows @ _paired(weight, size).t()).view(shape) for weight in (wq, wk))
+        for heads in (q, k):
+            _as_complex(heads).mul_(turns)
+        return q, k, (rows @ wv.t()).view(shape)
+
+    @staticmethod
+    def backward(ctx: Any, grad_q: Tensor, grad_k: Tensor, grad_v: Tensor) -> tuple[Tensor | None, ...]:
+        rows, turns, wq, wk, wv = ctx.saved_tensors
+        size, length = 2 * turns.shape[-1], rows.shape[0]
+        q, k = (torch.view_as_real(_as_complex(grad) * turns.conj()).view(length, -1) for grad in (grad_q, grad_k))
+        v = grad_v.reshape(length, -1)
+        grad_x = (q @ _paired(wq, size)).addmm_(k, _paired(wk, size)).addmm_(v, wv)
+        of_q, of_k = (_unpaired(grad.t() @ rows, size) for grad in (q, k))
+        return grad_x.view(*grad_q.shape[:-2], -1), None, of_q, of_k, v.t() @ rows
+
+
+def _as_complex(heads: Tensor) -> Tensor:
+    """(..., K), paired -> complex (..., K / 2): the same memory if `heads` is contiguous."""
+    return torch.view_as_complex(heads.contiguous().view(*heads.shape[:-1], -1, 2))
+
+
+def _paired(weight: Tensor, size: int) -> Tensor:
+    """Bring feature i of each head next to feature i + K/2, with which it turns: rows of (heads x K, D)."""
+    return weight.view(-1, 2, size // 2, weight.shape[-1]).transpose(1, 2).reshape(weight.shape)
+
+
+def _unpaired(weight: Tensor, size: int) -> Tensor:
+    """Undo `_paired`."""
+    return weight.view(-1, size // 2, 2, weight.shape[-1]).transpose(1, 2).reshape(weight.shape)

@@ -1,0 +1,80 @@
+"""What a forward keeps for its backward: computed again by operator, or moved to host memory."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed._functional_collectives import AsyncCollectiveTensor
+from torch.distributed.tensor import DTensor
+from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
+
+KEPT_OPERATORS = frozenset(
+    {
+        "aten::mm",
+        "aten::addmm",
+        "aten::bmm",
+        "aten::_scaled_dot_product_flash_attention",
+        "aten::_scaled_dot_product_flash_attention_for_cpu",
+        "aten::_scaled_dot_product_efficient_attention",
+        "aten::_scaled_dot_product_cudnn_attention",
+        "_c10d_functional::reduce_scatter_tensor",
+        "_c10d_functional::all_gather_into_tensor",
+        "_c10d_functional::all_reduce",
+        "_c10d_functional::all_to_all_single",
+    }
+)
+"""Products, attention and collectives: what costs most to compute again. Norms, turns and SwiGLU are made again."""
+
+
+def selective() -> Callable[[], Any]:
+    """Return `context_fn` of torch's checkpoint that keeps the results of `KEPT_OPERATORS`."""
+
+    def policy(_context: Any, operator: Any, *_args: Any, **_options: Any) -> CheckpointPolicy:
+        return CheckpointPolicy.MUST_SAVE if operator.name() in KEPT_OPERATORS else CheckpointPolicy.PREFER_RECOMPUTE
+
+    return partial(create_selective_checkpoint_contexts, policy)
+
+
+@contextmanager
+def moved_to_host(module: nn.Module) -> Iterator[None]:
+    """Let autograd keep a copy in host memory of what the forward inside saves, but for parameters of `module`.
+
+    torch's `save_on_cpu` would move weights too. On a CPU it is a copy, and saves nothing.
+    """
+    # parameters as FSDP gathered them for this forward; linear layers save views of them
+    own = {_local(parameter).untyped_storage().data_ptr() for parameter in module.parameters()}
+
+    def pack(tensor: Tensor) -> Any:
+        local = _local(tensor)
+        if not tensor.is_floating_point() or local.untyped_storage().data_ptr() in own:
+            return tensor
+        host = torch.empty(local.shape, dtype=local.dtype, pin_memory=local.is_cuda)
+        host.copy_(local, non_blocking=local.is_cuda)
+        if not isinstance(tensor, DTensor):
+            return host, local.device, None
+        return host, local.device, (tensor.device_mesh, tensor.placements, tensor.shape, tensor.stride())
+
+    def unpack(packed: Any) -> Tensor:
+        if isinstance(packed, Tensor):
+            return packed
+        host, device, spec = packed
+        moved: Tensor = host.to(device, non_blocking=True)
+        if spec is None:
+            return moved
+        mesh, placements, shape, stride = spec
+        return DTensor.from_local(moved, mesh, placements, run_check=False, shape=shape, stride=stride)
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, unpack):
+        yield
+
+
+def _local(tensor: Tensor) -> Tensor:
+    """Return what this rank holds of a tensor; a result that is still on its way is waited for."""
+    detached: Any = tensor.detach()
+    local: Any = detached.to_local() if isinstance(tensor, DTensor) else tensor
+    return local.wait() if isinstance(local, AsyncCollectiveTensor) else local

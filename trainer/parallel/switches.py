@@ -1,0 +1,148 @@
+"""Switches of [parallel] and [train] that cannot work together, refused with the reason. Pure and torch-free."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from flashckpt.errors import LayoutError
+from flashckpt.trainer.config import RunConfig
+from flashckpt.trainer.parallel_config import ParallelConfig, Recompute
+from flashckpt.trainer.plan.recompute import parse_recompute
+from flashckpt.trainer.plan.schedules import SPLIT_BACKWARD
+
+_SPLIT = frozenset(name.lower() for name in SPLIT_BACKWARD)
+
+
+def recompute_of(parallel: ParallelConfig) -> Recompute:
+    """Return what a run computes again in backward.
+
+    Raises:
+        LayoutError: the mode is not known.
+    """
+    return parse_recompute(parallel.activation_checkpoint)
+
+
+def replicas_of(parallel: ParallelConfig, world: int) -> int:
+    """Return `dp_replicate`; under zero = 0, which cuts nothing, replicas fill up the world where no degree is given."""
+    if parallel.zero == 0 and parallel.dp_shard == -1 and parallel.dp_replicate == 1:
+        return max(1, world // (parallel.pp * parallel.tp))
+    return parallel.dp_replicate
+
+
+def check_zero(parallel: ParallelConfig) -> None:
+    """Refuse a `zero` that the other settings of data parallelism contradict.
+
+    Raises:
+        LayoutError: they do.
+    """
+    zero = parallel.zero
+    if zero > 0 and parallel.data_parallel == "ddp":
+        raise _refused(
+            f"parallel.zero = {zero} does not go with data_parallel = ddp: DDP keeps everything on each rank",
+            found=f"parallel.zero = {zero}, parallel.data_parallel = ddp",
+            expected="zero = 0 with ddp, or data_parallel = fsdp",
+        )
+    if zero == 0 and parallel.dp_shard > 1:
+        raise _refused(
+            "parallel.zero = 0 cuts nothing, and dp_shard asks for it",
+            found=f"parallel.zero = 0, parallel.dp_shard = {parallel.dp_shard}",
+            expected="dp_shard = 1, and as many dp_replicate",
+        )
+    if zero in (2, 3) and parallel.pp > 1:
+        raise _refused(
+            f"parallel.zero = {zero} does not go with a pipeline: torch keeps whole gradients and parameters of a stage "
+            "until its last micro-batch",
+            found=f"parallel.zero = {zero}, parallel.pp = {parallel.pp}",
+            expected="zero = 1 (what it is with a pipeline), or pp = 1",
+        )
+
+
+def check_switches(config: RunConfig, pp: int, dp_shard: int, tp: int) -> None:
+    """Refuse pairs of switches that cannot work, for the degrees of a layout.
+
+    Raises:
+        LayoutError: a pair cannot work, or a switch would have no effect; the message says why.
+    """
+    parallel = config.parallel
+    if parallel.zero > 0 and dp_shard == 1:
+        raise _refused(
+            f"parallel.zero = {parallel.zero} would have no effect: there is nothing to cut over",
+            found=f"parallel.zero = {parallel.zero}, parallel.dp_shard = 1",
+            expected="dp_shard of 2 or more, or zero = 0",
+        )
+    _check_kept(config, recompute_of(parallel))
+    _check_offload(config, pp)
+    if config.train.loss_chunk and tp > 1:
+        raise _refused(
+            "train.loss_chunk does not go with tensor parallelism: the ranks of one hold different columns of the logits",
+            found=f"train.loss_chunk = {config.train.loss_chunk}, parallel.tp = {tp}",
+            expected="parallel.loss_parallel = true, which never gathers logits, or tp = 1",
+        )
+    if pp > 1 and parallel.schedule.lower() in _SPLIT and recompute_of(parallel).mode == "selective":
+        raise _refused(
+            f"activation_checkpoint = selective does not go with {parallel.schedule}: it goes backward in two halves, and "
+            "what is kept by operator can be used once",
+            found=f'parallel.activation_checkpoint = "selective", parallel.schedule = "{parallel.schedule}"',
+            expected="another mode, or a schedule whose backward is one pass",
+        )
+    if config.train.compile and recompute_of(parallel).mode == "selective":
+        raise _refused(
+            "train.compile does not go with activation_checkpoint = selective: the compiler chooses what is kept",
+            found='train.compile = true, parallel.activation_checkpoint = "selective"',
+            expected="one of the two",
+        )
+
+
+def _check_kept(config: RunConfig, recompute: Recompute) -> None:
+    parallel = config.parallel
+    if parallel.activation_offload and recompute.mode not in ("none", "ffn"):
+        raise _refused(
+            f"activation_offload does not go with activation_checkpoint = {parallel.activation_checkpoint}: "
+            "what that keeps is not among what autograd saves, so nothing would be moved",
+            found=f'parallel.activation_offload = true, activation_checkpoint = "{parallel.activation_checkpoint}"',
+            expected='activation_checkpoint = "none" or "ffn"',
+        )
+    if parallel.activation_offload and config.train.compile:
+        raise _refused(
+            "activation_offload does not go with train.compile: compiled blocks save through their own graphs",
+            found="parallel.activation_offload = true, train.compile = true",
+            expected="one of the two",
+        )
+
+
+def _check_offload(config: RunConfig, pp: int) -> None:
+    parallel, model = config.parallel, config.model
+    if parallel.offload == "none":
+        return
+    reason = ""
+    if parallel.data_parallel == "ddp":
+        reason = "data_parallel = ddp: DDP reduces gradients where they are computed"
+    elif model.experts:
+        reason = f"model.experts = {model.experts}: experts are outside of FSDP and stay on the device"
+    elif model.tied_embeddings and pp > 1:
+        reason = "model.tied_embeddings with parallel.pp > 1: the two ends exchange gradients from the device"
+    if reason:
+        raise _refused(
+            f"parallel.offload = {parallel.offload} does not go with this run",
+            found=reason,
+            expected='parallel.offload = "none", or a run without it',
+        )
+
+
+def _refused(problem: str, *, found: str, expected: str) -> LayoutError:
+    return LayoutError(
+        problem, found=found, expected=expected, state="Nothing was started.", remedy="change one of the two settings"
+    )
+
+
+def with_precision(config: RunConfig, device: str) -> RunConfig:
+    """Return the run with the precision that "auto" is on a type of device."""
+    if config.train.precision != "auto":
+        return config
+    return replace(config, train=replace(config.train, precision="bfloat16" if device == "cuda" else "float32"))
+
+
+def host_memory_switches(parallel: ParallelConfig) -> str:
+    """Return those that move something to host memory, for people."""
+    names = {"parallel.offload": parallel.offload != "none", "parallel.activation_offload": parallel.activation_offload}
+    return ", ".join(name for name, is_on in names.items() if is_on)

@@ -1,0 +1,64 @@
+"""The section [parallel] of a run: degrees of the mesh, what data parallelism keeps whole, what is kept for backward. Torch-free."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+BUCKET_MB = 25.0
+RECOMPUTE_MODES = "none | full | ffn | every:N | groups:N | selective"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ParallelConfig:
+    """Degrees of the mesh ("pp", "dp_replicate", "dp_shard", "tp"); `dp_shard` -1 fills up to the world size.
+
+    Attributes:
+        zero: What is cut over `dp_shard`: 0 nothing, 1 optimizer state, 2 and gradients, 3 and parameters; -1: parameters
+            (with a pipeline optimizer state), and gradients once per step.
+        bucket_mb: MiB of gradients that DDP sends at once.
+        offload: "state": parameters, gradients and optimizer state lie in host memory, and the optimizer runs there.
+        activation_checkpoint: "none", "full", "ffn", "every:N", "groups:N", "selective".
+        activation_offload: What forward keeps for backward lies in host memory.
+    """
+
+    pp: int = 1
+    dp_replicate: int = 1
+    dp_shard: int = -1
+    tp: int = 1
+    sequence_parallel: bool = True
+    loss_parallel: bool = False
+    data_parallel: str = "fsdp"
+    zero: int = -1
+    bucket_mb: float = BUCKET_MB
+    offload: str = "none"
+    schedule: str = "1F1B"
+    stages_per_rank: int = 0
+    layers_per_stage: tuple[int, ...] = ()
+    activation_checkpoint: str = "none"
+    activation_offload: bool = False
+    timeout_s: float = 120.0
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Recompute:
+    """What is computed again in backward.
+
+    Attributes:
+        mode: "none", "full" (whole layers), "ffn", "groups" or "selective".
+        number: Every how many layers one is (full), or layers of a group (groups); else 0.
+    """
+
+    mode: str
+    number: int = 0
+
+    @classmethod
+    def parse(cls, text: str) -> Recompute | None:
+        """Return what `activation_checkpoint` says; None if it is no mode."""
+        if text in ("none", "ffn", "selective"):
+            return cls(mode=text)
+        if text == "full":
+            return cls(mode="full", number=1)
+        name, _, number = text.partition(":")
+        if name in ("every", "groups") and number.isdigit() and int(number) > 0:
+            return cls(mode="full" if name == "every" else "groups", number=int(number))
+        return None
