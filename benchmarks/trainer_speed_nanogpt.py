@@ -26,6 +26,16 @@ def batch(tokens: str, rows: int, length: int) -> tuple[Tensor, Tensor]:
     return torch.stack([window[:-1] for window in windows]), torch.stack([window[1:] for window in windows])
 
 
+def widen(model: Any, inner: int) -> None:
+    """Give the feed-forward parts another width, and the head a separate weight: the products of another model."""
+    dim, vocab = model.config.n_embd, model.config.vocab_size
+    for block in model.transformer.h:
+        block.mlp.c_fc = torch.nn.Linear(dim, inner, bias=False)
+        block.mlp.c_proj = torch.nn.Linear(inner, dim, bias=False)
+    model.lm_head = torch.nn.Linear(dim, vocab, bias=False)
+    model.apply(model._init_weights)
+
+
 def main() -> None:
     folder, tokens, sizes = sys.argv[1], sys.argv[2], json.loads(sys.argv[3])
     sys.path.insert(0, folder)
@@ -38,6 +48,8 @@ def main() -> None:
         n_embd=sizes["dim"], dropout=0.0, bias=False,
     )  # fmt: skip
     model = source.GPT(config)
+    if "inner" in sizes:
+        widen(model, sizes["inner"])
     print(f"{sum(parameter.numel() for parameter in model.parameters())} parameters", flush=True)
     optimizer = model.configure_optimizers(0.1, 1e-3, (0.9, 0.95), "cpu")
     x, y = batch(tokens, sizes["rows"], sizes["seq_len"])

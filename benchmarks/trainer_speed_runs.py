@@ -91,10 +91,18 @@ def contestants(
     if torchtitan:
         runs.append(_torchtitan(layout, degrees, folder, torchtitan))
     if nanogpt and degrees.ranks == 1:
-        sizes = json.dumps({**SIZES, "rows": ROWS, "seq_len": SEQ_LEN})
-        command = [sys.executable, str(HERE / "trainer_speed_nanogpt.py"), nanogpt, str(folder / "train.bin"), sizes]
-        runs.append(Contestant(name="nanoGPT", ranks=1, tokens=ROWS * SEQ_LEN, command=command))
+        runs += [
+            _nanogpt(folder, nanogpt, "nanoGPT"),
+            _nanogpt(folder, nanogpt, "nanoGPT as large", inner=FFN * 3 // 2),
+        ]
     return runs
+
+
+def _nanogpt(folder: Path, source: str, name: str, **more: int) -> Contestant:
+    """Return nanoGPT as it is; with `inner`, two matrices of that width are as large as our three of FFN: equal multiplications."""
+    sizes = json.dumps({**SIZES, "rows": ROWS, "seq_len": SEQ_LEN, **more})
+    command = [sys.executable, str(HERE / "trainer_speed_nanogpt.py"), source, str(folder / "train.bin"), sizes]
+    return Contestant(name=name, ranks=1, tokens=ROWS * SEQ_LEN, command=command)
 
 
 def _ours(layout: str, degrees: Degrees, folder: Path, shm: Path | None = None) -> Contestant:

@@ -44,6 +44,9 @@ class Checkpointer:
         slots: Snapshots in memory per rank, 2 to 8, or "auto" for 3 where they fit and else 2.
         storage_options: Passed to the store.
         compression: "off", "auto", "zstd" or "zstd:LEVEL" (1 to 19), of persisted chunks.
+        replicate: Partner nodes, 0 to 2, whose memory keeps what no other node holds of this node's snapshots (docs/replicas.md).
+        replicate_every: Of the snapshots those are replicated whose step is a multiple of this.
+        replicate_rate: Bytes per second that a node sends to a partner at most; None for no limit.
 
     What a callback raises is logged with its traceback, counted in `stats["callback_errors"]`, and ends nothing.
 
@@ -74,6 +77,9 @@ class Checkpointer:
         slots: int | str = "auto",
         storage_options: Mapping[str, Any] | None = None,
         compression: str = "off",
+        replicate: int = 0,
+        replicate_every: int = 1,
+        replicate_rate: int | None = None,
     ) -> None:
         self._entered_ns = time.monotonic_ns()
         url = root_url(root)
@@ -93,6 +99,9 @@ class Checkpointer:
             slots=slots,
             storage_options=storage_options,  # type: ignore[arg-type]  # Settings makes a dict of it
             compression=compression,
+            replicate=replicate,
+            replicate_every=replicate_every,
+            replicate_rate=replicate_rate,
         )
         check_options(url, self._settings.storage_options)
         self._tracked = StateRegistry(current_world())

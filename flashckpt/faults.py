@@ -34,6 +34,13 @@ CRASH_POINTS: dict[str, str] = {
     "peers.before-round": "another round of ranges is due, none of it requested yet",
     "peers.while-serving": "ranges were requested, none has left its slot",
     "peers.after-round": "ranges have arrived, none is in live state",
+    # replicas in a partner's memory: the sender, the receiver
+    "replica.before-offer": "target pinned, its manifest not yet offered to the partner",
+    "replica.during-send": "some chunks sent",
+    "replica.after-begin": "receiver: header says WRITING, no chunk arrived",
+    "replica.during-receive": "receiver: some chunks in the slot",
+    "replica.before-complete": "receiver: all chunks in the slot and verified, header still WRITING",
+    "replica.after-complete": "receiver: header says COMPLETE, the sender has not heard of it",
     # generation claim
     "generation.before-claim": "number chosen, nothing written",
     "generation.after-claim": "number claimed on the root, not known to the node",
@@ -63,7 +70,7 @@ CRASH_POINTS: dict[str, str] = {
     "prepare.before-tokenizer": "a tokenizer trained, under its temporary name",
     "prepare.during-part": "some documents of a part written, under temporary names",
     "prepare.before-record": "shards of a part durable, its record not written",
-    "prepare.before-index": "all parts recorded, index.json of an earlier preparation or none",
+    "prepare.before-index": "all parts recorded, index of an earlier preparation or none",
     # every object a directory store publishes
     "store.before-publish": "temporary file durable, not yet under its name",
     "store.after-publish": "object under its name, directory not yet synced",

@@ -12,6 +12,7 @@ import torch
 from flashckpt.logs import notice
 from flashckpt.native import implementation
 from flashckpt.node_place import OpenedJob
+from flashckpt.partnering import Partnering
 from flashckpt.planning.inventory import Inventory, local_world
 from flashckpt.restore.coordinator import RestoreCoordinator, RestoreRequest
 from flashckpt.restore.recorded import recorded_beside
@@ -45,6 +46,7 @@ class Opening:
     begins_fresh: bool
     directory: JobDirectory = field(init=False)
     memory: segments.RankSegments = field(init=False)
+    partnering: Partnering | None = field(init=False, default=None)
 
     def __post_init__(self) -> None:
         settings = self.settings
@@ -92,6 +94,7 @@ class Opening:
             settings=self.settings,
             outcome=outcome,
             plan=plan if is_current else None,
+            partnering=self.partnering,
         )
 
     def _open_memory(self, coordinator: RestoreCoordinator) -> tuple[CopyPlan, list[Inventory]]:
@@ -102,7 +105,13 @@ class Opening:
         inventories = coordinator.gather(0 if is_there else need.slot_bytes, segments.free_bytes(directory))
         mates = local_world(inventories, rank)
         missing, wanted = sum(inventories[r].need_bytes for r in mates), self.settings.slot_count
-        slots = segments.slots_for(missing, min(inventories[r].free_bytes for r in mates), wanted)
+        replica_bytes = None
+        if self.settings.replicate and local_world(inventories, 0) != list(range(len(inventories))):
+            self.partnering = Partnering.agree(self.settings, inventories, plan.layout.reserved, self.directory)
+            replica_bytes = self.partnering.missing_bytes
+        slots = segments.slots_for(
+            missing, min(inventories[r].free_bytes for r in mates), wanted, replica_bytes=replica_bytes
+        )
         self.memory.open(need, slots=slots, job=self.settings.job)
         assert self.memory.segment is not None
         if mates[0] == rank:
@@ -129,3 +138,6 @@ class Opening:
             "; with two slots snapshots are skipped while a checkpoint is being written" if slots == 2 else "",
             is_shown=self.tracked.world.rank == 0,
         )  # fmt: skip
+        if self.settings.replicate:
+            text = "replicas: none, the job has one node" if self.partnering is None else self.partnering.text
+            notice(_logger, "%s", text, is_shown=self.tracked.world.rank == 0)

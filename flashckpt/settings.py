@@ -15,6 +15,7 @@ import msgpack
 
 from flashckpt.core.superblock import MAX_SLOTS, MIN_SLOTS
 from flashckpt.errors import ConfigError
+from flashckpt.planning.partners import MOST_REPLICAS
 
 MAX_STEP = 10**15
 """Largest step number, and largest interval: far from the end of a signed 64-bit word."""
@@ -97,6 +98,22 @@ def _slots(name: str, value: object) -> int | str:
     return number
 
 
+def _replicate(name: str, value: object) -> int:
+    number = whole_number(value, least=0, most=MOST_REPLICAS)
+    if number is None:
+        expected = f"a number of partner nodes, 0 to {MOST_REPLICAS}"
+        raise ConfigError(f"invalid {name}", found=_shown(value), expected=expected)
+    return number
+
+
+def _rate(name: str, value: object) -> int | None:
+    number = whole_number(value, least=1)
+    if number is None and value is not None:
+        expected = "bytes per second, at least 1, or None for no limit"
+        raise ConfigError(f"invalid {name}", found=_shown(value), expected=expected)
+    return number
+
+
 def _compression(name: str, value: object) -> object:
     del name
     compression_level(value)
@@ -134,6 +151,9 @@ _RULES: dict[str, Callable[[str, object], Any]] = {
     "slots": _slots,
     "compression": _compression,
     "storage_options": _options,
+    "replicate": _replicate,
+    "replicate_every": _interval,
+    "replicate_rate": _rate,
 }
 
 
@@ -161,10 +181,20 @@ class Settings:
     slots: int | str = "auto"
     storage_options: dict[str, Any] = field(default_factory=dict)
     compression: str = "off"
+    replicate: int = 0
+    replicate_every: int = 1
+    replicate_rate: int | None = None
 
     def __post_init__(self) -> None:
         for name in _RULES:
             object.__setattr__(self, name, checked(name, getattr(self, name)))
+        if self.replicate and self.slots == MIN_SLOTS:
+            raise ConfigError(
+                "two slots are too few to replicate from",
+                found=f"replicate={self.replicate} with slots={self.slots}",
+                expected="at least 3 slots: one is being sent, one is the newest that was sent, one is written",
+                remedy='slots="auto", 3 or more',
+            )
 
     @property
     def slot_count(self) -> int | None:

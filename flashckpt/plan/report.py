@@ -95,6 +95,26 @@ def fitted(layout: ModelLayout, gpus: int) -> ModelLayout:
     return replace(layout, dp=gpus // group)
 
 
+def costs_from(
+    held: float, total: float, *, gpus: int, gpus_per_node: int, rates: Rates, relaunch_s: float, replace_s: float
+) -> Costs:
+    """Return the costs in seconds of checkpoints of `total` bytes, of which the fullest rank holds `held`."""
+    nodes = -(-gpus // gpus_per_node)
+    copy_s = held / rates.copy_bytes_per_s
+    limit = rates.storage_bytes_per_s
+    persist_s = total / min(limit, nodes * rates.write_bytes_per_s)
+    # Every rank reads what it holds: replicas are written once, but read by each of their ranks.
+    read_s = held * gpus / min(limit, nodes * rates.read_bytes_per_s)
+    return Costs(
+        stall_s=rates.call_s + rates.slowdown * copy_s,
+        staged_s=copy_s,
+        persist_stall_s=rates.persist_uplift * persist_s,
+        persist_s=persist_s,
+        restart_memory_s=relaunch_s + copy_s,
+        restart_storage_s=replace_s + read_s,
+    )
+
+
 def costs_of(request: PlanRequest, rates: Rates) -> tuple[Costs, dict[str, float]]:
     """Return the costs in seconds at the asked size, and the bytes they come from."""
     layout = fitted(request.layout, request.gpus)
@@ -102,19 +122,10 @@ def costs_of(request: PlanRequest, rates: Rates) -> tuple[Costs, dict[str, float
         held_bytes(rank_shards(layout, stage * layout.tp * layout.dp)) for stage in {0, layout.pp // 2, layout.pp - 1}
     )
     nodes = -(-request.gpus // request.gpus_per_node)
-    copy_s = held / rates.copy_bytes_per_s
-    limit = rates.storage_bytes_per_s
-    persist_s = layout.total_bytes / min(limit, nodes * rates.write_bytes_per_s)
-    # Every rank reads what it holds: replicas are written once, but read by each of their ranks.
-    read_s = held * request.gpus / min(limit, nodes * rates.read_bytes_per_s)
-    costs = Costs(
-        stall_s=rates.call_s + rates.slowdown * copy_s,
-        staged_s=copy_s,
-        persist_stall_s=rates.persist_uplift * persist_s,
-        persist_s=persist_s,
-        restart_memory_s=request.relaunch_s + copy_s,
-        restart_storage_s=request.replace_s + read_s,
-    )
+    costs = costs_from(
+        held, layout.total_bytes, gpus=request.gpus, gpus_per_node=request.gpus_per_node, rates=rates,
+        relaunch_s=request.relaunch_s, replace_s=request.replace_s,
+    )  # fmt: skip
     sizes: dict[str, float] = {
         "parameters": layout.model.parameters,
         "checkpoint_bytes": layout.total_bytes,

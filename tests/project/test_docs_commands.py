@@ -208,6 +208,18 @@ def _trainer(words: list[str]) -> None:
     from flashckpt.trainer.config import read_config
     from flashckpt.trainer.dry_run.options import take_options
 
+    if words[:1] == ["plan"]:
+        from flashckpt.trainer.plan import options
+
+        _, rest = options.parse(words[1:])
+        read_config(None, rest)
+        return
+    if "--profile" in words:
+        from flashckpt.trainer.watch.profile_range import profile_range
+
+        at = words.index("--profile")
+        assert profile_range(words[at + 1], 1000)
+        words = words[:at] + words[at + 2 :]
     if words[:1] == ["hub"]:
         from flashckpt.trainer.hub.command import parse
 

@@ -47,7 +47,7 @@ def test_variables_of_the_page_are_those_of_the_code() -> None:
 
 
 def test_tests_of_the_failure_table_exist() -> None:
-    for file, name in re.findall(r"\| (test_\w+|nodes\.py): (\w+)", TEXT):
+    for file, name in re.findall(r"[|,(] ?(test_\w+|nodes\w*\.py): (\w+)", TEXT):
         path = next((ROOT / "tests").rglob(file if file.endswith(".py") else f"{file}.py"))
         assert re.search(rf"^def test_\w*{name}", path.read_text(), re.MULTILINE), (file, name)
 

@@ -76,10 +76,11 @@ def ends_digests(trainer: Any) -> dict[str, str]:
 
     place = f"dp {trainer.parallel.dp_rank}, tp {trainer.parallel.coordinate('tp')}"
     found = {}
-    for part, optimizer in zip(trainer.parallel.bare_parts(), trainer.optimizers, strict=True):
+    states = {parameter: state for optimizer in trainer.optimizers for parameter, state in optimizer.state.items()}
+    for part in trainer.parallel.bare_parts():
         for name, parameter in part.named_parameters():
             if name in (EMBEDDING, HEAD):
-                state = optimizer.state[parameter]
+                state = states[parameter]
                 found[f"{name} {place}"] = digest_of([parameter, *(state[key] for key in sorted(state))])
     return found
 
