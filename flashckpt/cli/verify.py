@@ -29,6 +29,7 @@ from flashckpt.cli.output import OutputConsole
 from flashckpt.errors import DamagedError, FlashckptError
 from flashckpt.planning.pieces import GAP_BYTES, JOB_BYTES
 from flashckpt.restore.sources import Spans, StorageSource
+from flashckpt.storage.posix import PosixStore
 from flashckpt.storage.store import Store
 
 THREADS = 4
@@ -49,6 +50,8 @@ def verify(root: str, options: tuple[str, ...], step: str | None, everything: bo
       flashckpt verify s3://bucket/run7 --all --json
     """
     store = open_root(root, options)
+    if isinstance(store, PosixStore):
+        store.past_cache = True  # what the disk has, not what the kernel remembers of it
     infos = checkpoints_of(store) if everything else [choose(store, step)]
     if step is None and not everything:  # newer checkpoints that are damaged
         broken = [info for info in list_checkpoints(store, damaged=True, whole=True) if info.problem]

@@ -25,7 +25,7 @@ from flashckpt.storage.conditional import (
     require_restartable,
     warn_unconditional,
 )
-from flashckpt.storage.direct_io import read_direct, write_durable
+from flashckpt.storage.direct_io import read_direct, read_file, write_durable
 from flashckpt.storage.store import SWEEP_AGE_S, Names, ObjectInfo, Objects, check_key
 
 _TEMPORARY = ".tmp"
@@ -34,10 +34,15 @@ _NO_LINK = (errno.EPERM, errno.EOPNOTSUPP, errno.ENOTSUP, errno.ENOSYS, errno.EM
 
 
 class PosixStore:
-    """Objects as files under `root`, which is created by the first write or by `check`."""
+    """Objects as files under `root`, which is created by the first write or by `check`.
+
+    Attributes:
+        past_cache: Whether large ranges are read from the disk although the page cache has them.
+    """
 
     def __init__(self, root: Path) -> None:
         self.root = root
+        self.past_cache = False
         self.url = str(root)
         self._can_link: bool | None = None
 
@@ -91,9 +96,9 @@ class PosixStore:
             return (self.root / check_key(key)).read_bytes()
 
     def get_range(self, key: str, start: int, out: memoryview) -> None:
-        """Fill `out`; aligned large ranges bypass the page cache."""
+        """Fill `out`; what is not in the page cache bypasses it if the range is large."""
         with self._named(key, "read"):
-            count = read_direct(self.root / check_key(key), start, out)
+            count = (read_direct if self.past_cache else read_file)(self.root / check_key(key), start, out)
         if count != len(out):
             raise DamagedError(
                 f"the object {key} of {self.url} is truncated",

@@ -192,7 +192,7 @@ def test_spawned_ranks_give_stacks_and_tracebacks_too(tmp_path: Path, train: Pat
         "        if step == 6: endless()\n        raise RuntimeError('in the second life')\n    if ckpt.should_stop:",
     )
     train.write_text(text)
-    flags = ("--no-zygote", "--nproc-per-node=2", "--hang-timeout=1.5", "--max-restarts=1")
+    flags = ("--no-zygote", "--nproc-per-node=2", "--hang-timeout=4", "--max-restarts=1")
     code, output = run_dlrun(tmp_path, *flags, train, tmp_path, 100, 0.0)
     assert code == 1, output
     assert "look at rank 1" in output

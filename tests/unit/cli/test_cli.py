@@ -29,6 +29,7 @@ from flashckpt.native import IMPLEMENTATIONS, implementation
 from flashckpt.shm.control import Control
 from flashckpt.shm.job_directory import DaemonStatus
 from flashckpt.storage.factory import open_store
+from flashckpt.storage.posix import PosixStore
 
 Captured = pytest.CaptureFixture[str]
 
@@ -116,6 +117,21 @@ def test_verify_intact_then_a_flipped_bit_is_named(job: FakeJob, capsys: Capture
     assert "object r00001.p0.fck" in damage["problem"]
     assert "1048576 to 1200000" in damage["problem"]
     assert run("verify", job.root, "--step", "10", capsys=capsys)[0] == 0
+
+
+def test_verify_reads_the_disk_and_not_the_page_cache(
+    job: FakeJob, capsys: Captured, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    read: set[bool] = set()
+    real = PosixStore.get_range
+
+    def reading(store: PosixStore, *words: Any) -> None:
+        read.add(store.past_cache)
+        real(store, *words)
+
+    monkeypatch.setattr(PosixStore, "get_range", reading)
+    assert run("verify", job.root, capsys=capsys)[0] == 0
+    assert read == {True}
 
 
 def test_verify_missing_pack_is_named(job: FakeJob, capsys: Captured) -> None:
