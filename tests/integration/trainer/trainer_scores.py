@@ -37,12 +37,13 @@ def run_of(folder: Path, **parallel: Any) -> RunConfig:
 
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory: Any) -> tuple[Path, Any]:
-    """A run of four steps on two ranks, and what it wrote of its last evaluation."""
+    """A run of four steps on two ranks, two and two: it has both checkpoints. And what it wrote of its last evaluation."""
     folder = tmp_path_factory.mktemp("scores")
     write_corpus(folder / "text")
     config = run_of(folder)
     prepare_sets(config)
-    assert values(run_ranks(run_rank, 2, to_values(config), timeout_s=100)) == [0, 0]
+    for part in (replace(config, train=replace(config.train, steps=2)), config):  # each waits for its last commit
+        assert values(run_ranks(run_rank, 2, to_values(part), timeout_s=100)) == [0, 0]
     (line,) = (folder / "log" / "eval.jsonl").read_text().splitlines()
     return folder, json.loads(line)
 
