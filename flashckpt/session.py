@@ -100,26 +100,27 @@ class Session:
 
     # -- step --------------------------------------------------------------------------------------------
 
-    def step(self, step: object, samples: int | None) -> None:
+    def step(self, step: object, samples: int | None, *, persist: bool = False) -> None:
         """As `Checkpointer.step`."""
         began = time.perf_counter()
         number = next_step(step, last=self._last_step)
         self._commits.commit(self.tracked.objects, samples, number)
         loaders.step_is_done()
         try:
-            self._step(number, began)
+            self._step(number, began, persist=persist)
         finally:  # last: from here on the copy thread wants the GIL, and would get it wherever this thread reads a file
             self._stager.hand_over()
 
-    def _step(self, step: int, began: float) -> None:
+    def _step(self, step: int, began: float, *, persist: bool) -> None:
         self._last_step, self._stepped_at = step, self._optimizer_steps
         row, now = self._row, time.monotonic_ns()
         row.step, row.heartbeat_ns = step, now
         if not row.first_step:
             row.first_step = now
         stopping = self._control.stop_after == step
-        is_due = stopping or self._settings.is_due(step)
-        if stopping or self._settings.is_persist(step):
+        persist = persist or stopping or self._settings.is_persist(step)
+        is_due = persist or self._settings.is_due(step)
+        if persist:
             self._wanted.owe(step)
         if not is_due and not self._skips.is_retry(step, unrecoverable=self._unrecoverable):
             self._plans.bind()

@@ -142,7 +142,9 @@ class FlashCheckpoint(TrainerCallback):  # type: ignore[misc]  # transformers is
 
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Say that the step is done."""
-        self.checkpointer.step(state.global_step)
+        # the model that the run ends with is on storage, whatever the intervals are
+        is_last = state.global_step >= state.max_steps or control.should_training_stop
+        self.checkpointer.step(state.global_step, persist=is_last)
         assert self._batches is not None
         state.epoch = self._batches.epochs_done
         if self.checkpointer.should_stop:
@@ -163,8 +165,10 @@ class FlashCheckpoint(TrainerCallback):  # type: ignore[misc]  # transformers is
 
     def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Wait for the last commit, give the memory up."""
-        self.checkpointer.wait()
-        self.checkpointer.close()
+        try:
+            self.checkpointer.wait()
+        finally:
+            self.checkpointer.close()
 
 
 class _Counted:

@@ -112,10 +112,10 @@ def leave_out(name: str) -> None:
         forgotten[name] = things[name]
         track(self, **{**things, name: False if name == "rng" else None})
 
-    def step_and_commit(self: Any, number: int, samples: int | None = None) -> None:
+    def step_and_commit(self: Any, number: int, samples: int | None = None, **options: Any) -> None:
         if name == "sampler":  # the position still moves, only it is not recorded
             forgotten[name].commit()
-        step(self, number, samples)
+        step(self, number, samples, **options)
 
     Checkpointer.track, Checkpointer.step = track_less, step_and_commit  # type: ignore[method-assign, assignment]  # on purpose
 

@@ -376,7 +376,8 @@ class Trainer:
             self.data.sampler.commit()
             return 0.0
         began = time.perf_counter()
-        self.ckpt.step(step)  # commits the sampler's position, then records it with everything else
+        is_last = step == self.config.train.steps
+        self.ckpt.step(step, persist=is_last)  # commits the sampler's position, then records it with everything else
         stall_ms = (time.perf_counter() - began) * 1e3
         return stall_ms if self.watch is None else stall_ms + self.watch.fence_ms(self.ckpt)
 

@@ -45,6 +45,20 @@ def test_persist_step_overwritten_before_the_daemon_came_wait_has_a_newer_one_pe
     assert info.step == 7
 
 
+def test_a_step_between_the_intervals_is_persisted_on_request(tmp_path: Path) -> None:
+    """As the last step of a run: `wait()` returns when it is on storage, and none of the others is."""
+    agent_dir()
+    model = net()
+    with Checkpointer(str(tmp_path / "root"), snapshot_every=4, persist_every=100, job="t") as ckpt:
+        ckpt.track(model=model)
+        ckpt.restore()
+        for step in range(1, 8):
+            ckpt.step(step, persist=step == 7)
+        JobDirectory.open("t").ensure_daemon()
+        ckpt.wait(timeout=60)
+        assert [info.step for info in list_checkpoints(open_store(tmp_path / "root"))] == [7]
+
+
 class Fault:
     """A root on which writing data fails while `error` is set, and what the daemon did about it."""
 
