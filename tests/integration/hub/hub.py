@@ -118,7 +118,8 @@ def ours(folder: Path) -> torch.Tensor:
 
 def close(one: torch.Tensor, other: torch.Tensor) -> None:
     assert one.std() > 0.1  # logits that say something
-    assert float((one - other).abs().max()) < 1e-5
+    scale = max(1.0, float(one.abs().max()))  # rounding is relative: a CPU sums in its own order
+    assert float((one - other).abs().max()) < 1e-5 * scale
 
 
 def same_tensors(one: Path, other: Path) -> None:
