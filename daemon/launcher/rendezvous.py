@@ -7,6 +7,7 @@ loopback address. Several nodes meet in a c10d store whose state is signed (shar
 from __future__ import annotations
 
 import logging
+import secrets
 from collections.abc import Callable
 
 from torch._C._distributed_c10d import HashStore, PrefixStore, TCPStore
@@ -17,7 +18,7 @@ from torch.distributed.elastic.rendezvous import (
     RendezvousStoreInfo,
 )
 from torch.distributed.elastic.rendezvous.c10d_rendezvous_backend import create_backend
-from torch.distributed.elastic.rendezvous.dynamic_rendezvous import create_handler
+from torch.distributed.elastic.rendezvous.dynamic_rendezvous import _NodeDesc, create_handler
 from torch.distributed.elastic.rendezvous.utils import parse_rendezvous_endpoint
 
 from flashckpt.daemon.launcher import job_secret, rendezvous_store
@@ -89,10 +90,6 @@ def handler_of(
     if params.max_nodes == 1 and params.backend in {"c10d", "static"}:
         port = parse_rendezvous_endpoint(params.endpoint, 0)[1] if params.backend == "static" else 0
         return OneNode(params.run_id, params.backend, port)
-    return _several_nodes(params) if params.backend == "c10d" else theirs(params)
-
-
-def _several_nodes(params: RendezvousParameters) -> RendezvousHandler:
     secret = job_secret.read_secret()
     if not secret:
         _log.warning(
@@ -101,8 +98,15 @@ def _several_nodes(params: RendezvousParameters) -> RendezvousHandler:
             params.endpoint,
             job_secret.VARIABLE,
         )
+    return _several_nodes(params, secret) if params.backend == "c10d" else theirs(params)
+
+
+def _several_nodes(params: RendezvousParameters, secret: bytes) -> RendezvousHandler:
     backend, store = create_backend(params)
     handler = create_handler(store, backend, params)
     seal = Seal(secret, f"rendezvous {params.run_id}")
+    node = handler._this_node  # noqa: SLF001 -- torch offers no other way in
+    # a state of an earlier launch never names this node, not even if its address and process id are the same
+    handler._this_node = _NodeDesc(node.addr, node.pid, secrets.randbits(62))  # noqa: SLF001 -- the same
     handler._state_holder = SharedState(store, handler.settings, seal)  # noqa: SLF001 -- torch offers no other way in
     return handler

@@ -4,11 +4,15 @@ from __future__ import annotations
 
 import contextlib
 import socket
+from collections.abc import Callable
 
 from torch._C._distributed_c10d import PrefixStore, TCPStore
 from torch.distributed.elastic.rendezvous import RendezvousHandler, RendezvousInfo, RendezvousStoreInfo
 
+from flashckpt.daemon.launcher.sealed_store import SealedStore
 from flashckpt.errors import ConfigError
+
+_PORT = "flashckpt/port"
 
 
 def loopback() -> str:
@@ -41,21 +45,31 @@ def on_loopback(port: int = 0) -> TCPStore:
     return TCPStore(host, port, is_master=True, wait_for_workers=False, master_listen_fd=listener.detach())
 
 
-def of_static(info: RendezvousInfo, number: int) -> tuple[RendezvousInfo, TCPStore | None]:
-    """Open a new port for round `number` and publish it to the other nodes through the first store."""
-    address, server = _address(info), None
-    key = f"flashckpt/port{number}"
+def of_static(
+    info: RendezvousInfo, run_id: str, number: int, seal: Callable[..., SealedStore]
+) -> tuple[RendezvousInfo, TCPStore | None]:
+    """Return round `number` with a store whose values are signed; after the first one with a new port for the workers.
+
+    Args:
+        info: Of torch's static rendezvous, which has the same store in every round.
+        run_id: Of the job.
+        number: Of the round, from 0.
+        seal: Makes a signed store of a store and its purpose.
+    """
+    server, first = None, info.bootstrap_store_info
+    assert first is not None  # the static rendezvous sets it
+    store = seal(PrefixStore(f"flashckpt/round{number}", info.store), purpose=f"static {run_id} {number}")
+    if not number:
+        return _with(store, info, first), None
+    address = str(first.master_addr)
     if info.rank == 0:
         server = TCPStore(address, 0, is_master=True, wait_for_workers=False)
-        info.store.set(key, str(server.port))
-    port = int(info.store.get(key))
-    store = PrefixStore(f"flashckpt/round{number}", info.store)
-    return RendezvousInfo(store, info.rank, info.world_size, RendezvousStoreInfo(address, port)), server
+        store.set(_PORT, str(server.port))
+    return _with(store, info, RendezvousStoreInfo(address, int(store.get(_PORT)))), server
 
 
-def _address(info: RendezvousInfo) -> str:
-    assert info.bootstrap_store_info is not None  # both kinds of rendezvous set it
-    return str(info.bootstrap_store_info.master_addr)
+def _with(store: SealedStore, info: RendezvousInfo, workers: RendezvousStoreInfo) -> RendezvousInfo:
+    return RendezvousInfo(store, info.rank, info.world_size, workers)  # type: ignore[arg-type]  # it has what torch uses of a Store
 
 
 class Forwarding(RendezvousHandler):

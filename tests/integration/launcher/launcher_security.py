@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import base64
 import copy
+import json
 import os
 import pickle
 import socket
@@ -23,11 +24,11 @@ from torch.distributed.elastic.rendezvous.dynamic_rendezvous import (
     RendezvousSettings,
     RendezvousTimeout,
     _NodeDesc,
-    _RendezvousState,
 )
 
 from flashckpt.daemon.launcher import job_secret, shared_state
 from flashckpt.daemon.launcher.job_secret import Seal, UnsealedError
+from flashckpt.daemon.launcher.shared_state import JobState
 from flashckpt.errors import ConfigError
 
 pytestmark = pytest.mark.timeout(300)
@@ -164,6 +165,66 @@ def test_several_nodes_a_pickle_in_place_of_the_state_is_refused_and_not_decoded
     assert not [path for path in tmp_path.rglob("*") if path.is_file() and SECRET.encode() in path.read_bytes()]
 
 
+FAIL = (
+    WAIT
+    + """
+if dist.get_rank() == 1:
+    raise ValueError("the true cause")
+dist.barrier()
+"""
+)
+FORGED = {
+    "flashckpt/stop/request": "1",
+    "flashckpt/stop/after": "1",
+    "flashckpt/first-failure": json.dumps({"rank": 0, "host": "victim", "cause": "a forged report", "step": 1}),
+    "flashckpt/node/1": json.dumps({"host": "a forged name", "ranks": [1]}),
+    "torchelastic/agent/terminal_state/num_members": "9",
+    "torchelastic/agent/terminal_state/last_member": "1",
+}
+"""What an agent would obey if it were not signed: a stop, a failure, a node, and the end of all nodes."""
+
+
+def forge(port: int, folder: Path, values: dict[str, str]) -> None:
+    """Write values into a store, as a stranger who reaches its port."""
+    for number, value in enumerate(sorted(set(values.values()))):
+        program = folder / f"attack{number}.py"
+        program.write_text(ATTACK)
+        keys = [key for key in values if values[key] == value]
+        warm.run([str(program), str(port), value, *keys], folder, timeout=120).check_returncode()
+
+
+@pytest.mark.parametrize("form", ["unsigned", "marked as a job without a secret marks them"])
+def test_two_nodes_do_not_stop_blame_or_leave_because_a_stranger_says_so(tmp_path: Path, form: str) -> None:
+    script, port = tmp_path / "fail.py", free_port()
+    script.write_text(FAIL)
+    nodes = ("--nnodes=2", "--nproc-per-node=1", "--rdzv-backend=c10d", f"--rdzv-endpoint=127.0.0.1:{port}")
+    flags = (*nodes, "--rdzv-id=victim", "--max-restarts=0", "--grace-timeout=1", script, tmp_path)
+    folders = [tmp_path / "one", tmp_path / "two"]
+    for folder in folders:
+        folder.mkdir()
+    env = {"FLASHCKPT_JOB_SECRET": SECRET}
+    with dlrun(folders[0], *flags, env=env) as one, dlrun(folders[1], *flags, env=env) as two:
+        one.until(lambda: up(tmp_path), "the ranks")
+        mark = "" if form == "unsigned" else "- "
+        round_of = "torch.rendezvous.victim.0/"
+        forge(port, tmp_path, {round_of + key: mark + value for key, value in FORGED.items()})
+        forge(port, tmp_path, {"flashckpt.job.victim.left": f"{mark}9", "flashckpt.job.victim.end": f"{mark}11"})
+        for launch in (one, two):
+            launch.until(
+                lambda of=launch: of.says("flashckpt/stop/request in the rendezvous store is ignored"), "a line"
+            )
+        (tmp_path / "finish").touch()
+        assert [one.wait(), two.wait()] == [1, 1]
+    theirs, mine = sorted((one.output, two.output), key=lambda text: "the true cause" in text)
+    assert "the true cause" in mine
+    assert "rank 1 on " in theirs, "from the report that the other node has signed"
+    for launch in (one, two):
+        assert "forged" not in launch.output
+        assert "stop after step" not in launch.output
+        assert launch.output.count("flashckpt/stop/request") == 1
+        assert SECRET not in launch.output
+
+
 def test_stock_torchrun_runs_the_code(tmp_path: Path, script: Path) -> None:
     """The attack is a real one: otherwise the tests above would show nothing."""
     port = free_port()
@@ -178,8 +239,9 @@ NOW = datetime(2026, 1, 2, 3, 4, 5, 678901, tzinfo=timezone.utc)
 A, B = _NodeDesc("a", 1, 0), _NodeDesc("b\u00fc", 2, 1)
 
 
-def some_state(now: datetime = NOW) -> _RendezvousState:
-    state = _RendezvousState()
+def some_state(now: datetime = NOW) -> JobState:
+    state = JobState()
+    state.draw()
     state.round, state.complete, state.deadline = 3, True, now + timedelta(seconds=2)
     state.participants, state.wait_list, state.redundancy_list = {B: 1, A: 0}, {A, B}, {B}
     state.last_heartbeats = {A: now, B: now}
@@ -191,7 +253,7 @@ def test_state_survives_its_encoding() -> None:
     again = shared_state.decode(shared_state.encode(state))
     assert vars(again) == vars(state)
     assert shared_state.encode(copy.deepcopy(again)) == shared_state.encode(state)
-    assert vars(shared_state.decode(shared_state.encode(_RendezvousState()))) == vars(_RendezvousState())
+    assert vars(shared_state.decode(shared_state.encode(JobState()))) == vars(JobState())
 
 
 @settings(max_examples=300, deadline=None)
@@ -208,7 +270,7 @@ def test_state_that_is_damaged_is_refused_with_one_error(data: st.DataObject) ->
         holder.sync()
     except RendezvousStateError:
         return
-    assert isinstance(holder.state, _RendezvousState)
+    assert isinstance(holder.state, JobState)
 
 
 def of_run(run_id: str) -> RendezvousSettings:

@@ -463,7 +463,7 @@ def test_exit_code_that_one_node_notes_is_read_by_the_others_and_outlives_the_st
     def gone(*_: Any) -> Any:
         raise DistNetworkError("closed")
 
-    lost = mock.Mock(check=gone, set=gone, add=gone)
+    lost = mock.Mock(check=gone, set=gone, timeout=timedelta(seconds=60))
     assert notes_of(lost).ended() == 0
     late = notes_of(lost)
     late.end(11)
@@ -476,7 +476,7 @@ def test_notes_of_a_stranger_do_not_count_nor_does_a_note_under_another_name() -
     notes = JobNotes(store, "job", secret)
     for name, value in (("end", "11"), ("trained", "1"), ("refused.2", "1"), ("end", "- 11")):
         store.set(f"flashckpt.job.job.{name}", value)
-        JobNotes(store, "job", b"another secret of a job")._note("refused.3", "1")
+        JobNotes(store, "job", b"another secret of a job").refuse(3)
         assert [notes.ended(), notes.has_trained(), notes.is_refused(2), notes.is_refused(3)] == [
             0,
             False,
