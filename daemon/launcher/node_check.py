@@ -23,6 +23,7 @@ from datetime import timedelta
 from statistics import median_low
 from typing import Any
 
+from flashckpt.daemon.launcher import rendezvous_store
 from flashckpt.daemon.launcher.options import NodeCheckError
 from flashckpt.daemon.launcher.stop import Group
 
@@ -167,7 +168,7 @@ class Check:
 
     def run(self) -> dict[int, str]:
         """Measure and return the verdict: node -> what is wrong with it; the same on every node."""
-        listener = socket.create_server(("", 0), family=socket.AF_INET)
+        listener = rendezvous_store.listener(self._address, 0) or _on_all_addresses()
         listener.settimeout(self._timeout_s)
         server = threading.Thread(target=_serve, args=(listener, self._delay_s), name="node-check", daemon=True)
         server.start()
@@ -229,6 +230,12 @@ class Check:
                 return min(rounds)  # other pairs' traffic may slow one exchange; a slow node is slow in all of them
         except OSError:
             return float("inf")
+
+
+def _on_all_addresses() -> socket.socket:
+    if socket.has_dualstack_ipv6():
+        return socket.create_server(("", 0), family=socket.AF_INET6, dualstack_ipv6=True)
+    return socket.create_server(("", 0))
 
 
 def _serve(listener: socket.socket, delay_s: float) -> None:

@@ -16,12 +16,14 @@ from torch.distributed.elastic.rendezvous import (
     RendezvousInfo,
     RendezvousParameters,
     RendezvousStoreInfo,
+    c10d_rendezvous_backend,
 )
 from torch.distributed.elastic.rendezvous.c10d_rendezvous_backend import create_backend
 from torch.distributed.elastic.rendezvous.dynamic_rendezvous import _NodeDesc, create_handler
 from torch.distributed.elastic.rendezvous.utils import parse_rendezvous_endpoint
 
 from flashckpt.daemon.launcher import job_secret, rendezvous_store
+from flashckpt.daemon.launcher.elastic_compat import replaced
 from flashckpt.daemon.launcher.job_secret import Seal
 from flashckpt.daemon.launcher.shared_state import SharedState
 
@@ -102,8 +104,10 @@ def handler_of(
 
 
 def _several_nodes(params: RendezvousParameters, secret: bytes) -> RendezvousHandler:
-    backend, store = create_backend(params)
+    with replaced(c10d_rendezvous_backend, "TCPStore", rendezvous_store.tcp_store):
+        backend, store = create_backend(params)
     handler = create_handler(store, backend, params)
+    handler._create_tcp_store_server = rendezvous_store.workers_store  # type: ignore[assignment,method-assign]  # noqa: SLF001 -- torch offers no other way in
     seal = Seal(secret, f"rendezvous {params.run_id}")
     node = handler._this_node  # noqa: SLF001 -- torch offers no other way in
     # a state of an earlier launch never names this node, not even if its address and process id are the same

@@ -16,6 +16,7 @@ from torch.distributed.elastic.rendezvous import (
     RendezvousHandler,
     RendezvousInfo,
     RendezvousTimeoutError,
+    static_tcp_rendezvous,
 )
 from torch.distributed.elastic.rendezvous.dynamic_rendezvous import (
     DynamicRendezvousHandler,
@@ -25,6 +26,7 @@ from torch.distributed.elastic.rendezvous.dynamic_rendezvous import (
 from torch.distributed.elastic.rendezvous.static_tcp_rendezvous import StaticTCPRendezvous
 
 from flashckpt.daemon.launcher import job_secret, rendezvous_store
+from flashckpt.daemon.launcher.elastic_compat import replaced
 from flashckpt.daemon.launcher.job_notes import JobNotes
 from flashckpt.daemon.launcher.sealed_store import SealedStore
 from flashckpt.daemon.launcher.shared_state import JobState
@@ -143,7 +145,9 @@ class FreshStoreRendezvous(rendezvous_store.Forwarding):
             self._info = self._join(inner)
             self._before, self._nodes = self._nodes, dict(inner._state_holder.state.participants)  # noqa: SLF001 -- a copy of what all nodes share
         elif isinstance(inner, StaticTCPRendezvous):
-            info, seal = inner.next_rendezvous(), functools.partial(SealedStore, secret=self._secret)
+            with replaced(static_tcp_rendezvous, "TCPStore", rendezvous_store.tcp_store):
+                info = inner.next_rendezvous()
+            seal = functools.partial(SealedStore, secret=self._secret)
             self._info, self._server = rendezvous_store.of_static(info, inner.get_run_id(), self.rounds, seal)
         else:
             self._info = inner.next_rendezvous()

@@ -165,6 +165,29 @@ def test_several_nodes_a_pickle_in_place_of_the_state_is_refused_and_not_decoded
     assert not [path for path in tmp_path.rglob("*") if path.is_file() and SECRET.encode() in path.read_bytes()]
 
 
+def test_two_nodes_listen_on_the_address_by_which_they_reach_each_other(tmp_path: Path, script: Path) -> None:
+    """Two nodes on one machine, which has all of 127.0.0.0/8: the store of the rendezvous, and that of the workers."""
+    port = free_port()
+    nodes = ("--nnodes=2", "--rdzv-backend=c10d", f"--rdzv-endpoint=127.0.0.2:{port}", "--node-check")
+    flags = (*FLAGS, *nodes, "--nproc-per-node=1")
+    folders = [tmp_path / "one", tmp_path / "two"]
+    for folder in folders:
+        folder.mkdir()
+    env = {"FLASHCKPT_JOB_SECRET": SECRET}
+    with (
+        dlrun(folders[0], *flags, "--local-addr=127.0.0.2", script, tmp_path, env=env) as one,
+        dlrun(folders[1], *flags, "--local-addr=127.0.0.3", script, tmp_path, env=env) as two,
+    ):
+        one.until(lambda: up(tmp_path), "the ranks")
+        sockets = listening([one.process.pid, two.process.pid])
+        (tmp_path / "finish").touch()
+        assert [one.wait(), two.wait()] == [0, 0]
+    assert {address for address, _ in sockets} == {"0200007F"}, sockets
+    assert len(sockets) == 2, "the rendezvous and the workers' store"
+    assert ("0200007F", port) in sockets
+    assert "all addresses" not in one.output + two.output
+
+
 FAIL = (
     WAIT
     + """
