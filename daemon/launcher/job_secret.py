@@ -1,7 +1,7 @@
 """The secret that the nodes of one job share, and what they sign with it (torch-free).
 
 It comes from the environment or a file, never from the command line, which every user of the machine can read. It
-is not passed on to the workers.
+is not passed on to the workers: they get a key that is derived from it (job_key).
 """
 
 from __future__ import annotations
@@ -13,10 +13,9 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from flashckpt.errors import ConfigError
+from flashckpt.job_key import LEAST, VARIABLE
 
-VARIABLE, FILE_VARIABLE = "FLASHCKPT_JOB_SECRET", "FLASHCKPT_JOB_SECRET_FILE"
-LEAST = 16
-"""Fewest characters of a secret."""
+FILE_VARIABLE = f"{VARIABLE}_FILE"
 
 
 class UnsealedError(Exception):
