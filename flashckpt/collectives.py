@@ -26,6 +26,11 @@ def is_alone() -> bool:
     return not (dist.is_available() and dist.is_initialized()) or dist.get_world_size() == 1
 
 
+def rank() -> int:
+    """Return this rank, 0 without a process group."""
+    return 0 if is_alone() else int(dist.get_rank())
+
+
 def all_gather_bytes(data: bytes) -> list[bytes]:
     """Return every rank's `data`, in rank order. A collective: all ranks must call it."""
     if is_alone():
