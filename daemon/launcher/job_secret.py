@@ -16,6 +16,8 @@ from flashckpt.errors import ConfigError
 from flashckpt.job_key import LEAST, VARIABLE
 
 FILE_VARIABLE = f"{VARIABLE}_FILE"
+MOST_BYTES = 8 << 20
+"""Longest message that is looked at; torch's stores take no longer values."""
 
 
 class UnsealedError(Exception):
@@ -37,12 +39,14 @@ class Seal:
         """Return `text` with its signature before it, or with "-" where there is no secret."""
         return f"{self._mark(text)} {text}".encode()
 
-    def open(self, data: bytes) -> str:
-        """Return the text of a sealed message.
+    def open(self, data: bytes, most: int = MOST_BYTES) -> str:
+        """Return the text of a sealed message of at most `most` bytes.
 
         Raises:
             UnsealedError: it is not signed with this secret for this purpose.
         """
+        if len(data) > most:
+            raise UnsealedError(f"it is longer than {most} bytes")
         try:
             mark, space, text = data.decode().partition(" ")
         except UnicodeDecodeError:

@@ -33,6 +33,7 @@ SLOW = 2.0
 NOISE_S = 0.05
 """Differences below this are the scheduler's, not the node's."""
 _BLOCK_BYTES = 4 << 20
+_LENGTH = struct.Struct("<I")
 _ROUNDS = 4
 PREFIX = "flashckpt/node-check"
 
@@ -223,7 +224,7 @@ class Check:
                 for _ in range(_ROUNDS):
                     begun = time.monotonic()
                     time.sleep(self._delay_s)
-                    sock.sendall(struct.pack("<I", len(block)) + block)
+                    sock.sendall(_LENGTH.pack(len(block)) + block)
                     if len(_read(sock, len(block))) != len(block):
                         return float("inf")
                     rounds.append(time.monotonic() - begun)
@@ -253,10 +254,12 @@ def _serve(listener: socket.socket, delay_s: float) -> None:
 
 def _echo(sock: socket.socket, delay_s: float) -> None:
     with sock, contextlib.suppress(OSError):
-        while head := _read(sock, 4):
-            (nbytes,) = struct.unpack("<I", head)
+        while len(head := _read(sock, _LENGTH.size)) == _LENGTH.size:
+            (nbytes,) = _LENGTH.unpack(head)
+            if nbytes > _BLOCK_BYTES:
+                return  # not a node of this job
             time.sleep(delay_s)
-            sock.sendall(_read(sock, min(nbytes, _BLOCK_BYTES)))
+            sock.sendall(_read(sock, nbytes))
 
 
 def _read(sock: socket.socket, nbytes: int) -> bytes:

@@ -20,6 +20,8 @@ from flashckpt.daemon.launcher.job_secret import Seal, UnsealedError
 
 _log = logging.getLogger("flashckpt.dlrun")
 _POLL_S = 0.05
+MOST_BYTES = 1 << 20
+"""Longest value of an agent that is looked at."""
 
 
 class SealedStore:
@@ -104,7 +106,7 @@ class SealedStore:
 
     def _open(self, key: str, data: bytes) -> str | None:
         try:
-            return self._seal(key).open(data)
+            return self._seal(key).open(data, MOST_BYTES)
         except UnsealedError as error:
             if key not in self._refused:
                 _log.warning("%s in the rendezvous store is ignored, as if it were not there: %s", key, error)

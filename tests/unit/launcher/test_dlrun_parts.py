@@ -30,6 +30,7 @@ from flashckpt.daemon.launcher import budget, failure, findings, hang, ledger, s
 from flashckpt.daemon.launcher.job_notes import JobNotes
 from flashckpt.daemon.machine.process import adopt_parent, exit_code, thread_count
 from flashckpt.daemon.zygote import messages, server
+from flashckpt.errors import DamagedError
 
 
 def ended(rank: int, code: int, at_ns: int, summary: str = "") -> failure.WorkerExit:
@@ -396,6 +397,15 @@ def test_messages_keep_bytes_that_are_not_utf8_and_end_with_the_peer() -> None:
     here.close()
     assert messages.receive(there) is None
     there.close()
+
+
+def test_message_of_an_absurd_length_is_refused_before_memory_is_taken() -> None:
+    here, there = socket.socketpair()
+    with here, there:
+        here.sendall(b"\xff\xff\xff\xff")
+        with pytest.raises(DamagedError, match="between dlrun and its zygote") as caught:
+            messages.receive(there)
+    assert f"a message of {2**32 - 1} bytes" in str(caught.value)
 
 
 def test_exit_code_tells_running_exited_and_killed() -> None:

@@ -14,7 +14,7 @@ from torch.distributed import DistStoreError
 from torch.distributed.elastic.utils.store import barrier
 
 from flashckpt.daemon.launcher import findings, node_check, stop
-from flashckpt.daemon.launcher.sealed_store import SealedStore
+from flashckpt.daemon.launcher.sealed_store import MOST_BYTES, SealedStore
 from flashckpt.daemon.launcher.shared_state import JobState
 from flashckpt.daemon.launcher.stop import Group
 
@@ -147,6 +147,15 @@ def test_counter_that_is_changed_all_the_time_ends_in_one_error() -> None:
     mine.set_timeout(timedelta(seconds=0.05))
     with pytest.raises(DistStoreError, match="could not be changed"):
         mine.add("left", 1)
+
+
+def test_value_of_an_absurd_length_is_absent_even_if_it_is_signed() -> None:
+    store = HashStore()
+    mine = sealed(store)
+    mine.set("key", "x" * MOST_BYTES)
+    assert not mine.check(["key"])
+    mine.set("key", "x" * (MOST_BYTES - 100))
+    assert mine.check(["key"])
 
 
 def test_threads_that_count_together_lose_nothing() -> None:

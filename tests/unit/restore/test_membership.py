@@ -12,6 +12,7 @@ from support.ranks import run_ranks, values
 from support.spread import lose, train_spread
 
 from flashckpt import agent_folder
+from flashckpt.errors import DamagedError
 from flashckpt.job_key import derived
 from flashckpt.restore import membership
 
@@ -57,6 +58,57 @@ def test_proof_of_another_rank_or_restore_does_not_count() -> None:
     proofs = {membership.proof(KEY, 0, one), membership.proof(KEY, 1, one), membership.proof(KEY, 0, two)}
     assert len(proofs) == 3
     assert membership.proof(b"", 0, one) == b""
+
+
+def absurd(rank: int, how: str, nbytes: int) -> str:
+    """Rank 1 announces a message of an absurd length; return what rank 0 says about it."""
+    import torch
+    import torch.distributed as dist
+
+    from flashckpt import collectives
+
+    announced = torch.tensor([nbytes], dtype=torch.int64)
+    try:
+        if rank == 1 and how == "all_gather":
+            dist.all_gather([torch.empty(1, dtype=torch.int64) for _ in range(2)], announced)
+        elif rank == 1:
+            dist.all_to_all_single(torch.empty(2, dtype=torch.int64), announced.repeat(2))
+        elif how == "all_gather":
+            collectives.all_gather_bytes(b"said")
+        else:
+            collectives.HostGroup().all_to_all([[b"said"], [b"said"]])
+    except DamagedError as error:
+        return str(error)
+    return ""
+
+
+@pytest.mark.parametrize("how", ["all_gather", "all_to_all"])
+@pytest.mark.parametrize("nbytes", [1 << 60, -1])
+def test_length_that_a_rank_announces_is_not_believed(how: str, nbytes: int) -> None:
+    said = values(run_ranks(absurd, 2, how, nbytes))
+    assert f"{nbytes} bytes" in said[0]
+    assert "Nothing of it was received." in said[0]
+
+
+def heard(rank: int) -> str:
+    """Rank 0 announces that it will broadcast an absurd length."""
+    import torch
+    import torch.distributed as dist
+
+    from flashckpt import collectives
+
+    if rank == 0:
+        dist.broadcast(torch.tensor([1 << 60]), src=0)
+        return ""
+    try:
+        collectives.bytes_from_rank_0(b"")
+    except DamagedError as error:
+        return str(error)
+    return ""
+
+
+def test_length_that_rank_0_announces_is_not_believed() -> None:
+    assert f"{1 << 60} bytes" in values(run_ranks(heard, 2))[1]
 
 
 def trained_as(rank: int, root: str, strangers: list[int], steps: int) -> dict[str, Any]:
