@@ -49,7 +49,7 @@ def _verify(raw: Sequence[bytes], key: bytes) -> None:
 
 
 def proof(key: bytes, rank: int, spoken: bytes) -> bytes:
-    """Return what proves that a rank has the key and heard what was said; b"" without a key."""
+    """Return what proves that a rank has the key and heard the same as the others; b"" without a key."""
     return hmac.digest(key, b"restore %d " % rank + spoken, "sha256") if key else b""
 
 

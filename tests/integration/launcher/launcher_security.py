@@ -10,6 +10,7 @@ import pickle
 import socket
 import stat
 from datetime import datetime, timedelta, timezone
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -240,9 +241,7 @@ def test_two_nodes_do_not_stop_blame_or_leave_because_a_stranger_says_so(tmp_pat
         forge(port, tmp_path, {round_of + key: mark + value for key, value in FORGED.items()})
         forge(port, tmp_path, {"flashckpt.job.victim.left": f"{mark}9", "flashckpt.job.victim.end": f"{mark}11"})
         for launch in (one, two):
-            launch.until(
-                lambda of=launch: of.says("flashckpt/stop/request in the rendezvous store is ignored"), "a line"
-            )
+            launch.until(partial(launch.says, "flashckpt/stop/request in the rendezvous store is ignored"), "a line")
         (tmp_path / "finish").touch()
         assert [one.wait(), two.wait()] == [1, 1]
     theirs, mine = sorted((one.output, two.output), key=lambda text: "the true cause" in text)
@@ -341,13 +340,13 @@ def test_secret_comes_by_the_environment_or_a_file_that_nobody_else_can_read(tmp
     path.write_text(SECRET + "\n")
     path.chmod(0o600)
     assert job_secret.read_secret({}) == b""
-    assert job_secret.read_secret({job_secret.VARIABLE: SECRET}) == SECRET.encode()
+    assert job_secret.read_secret({job_key.VARIABLE: SECRET}) == SECRET.encode()
     assert job_secret.read_secret({job_secret.FILE_VARIABLE: str(path)}) == SECRET.encode()
     path.chmod(0o604)
     assert stat.S_IMODE(path.stat().st_mode) == 0o604
     with pytest.raises(ConfigError, match="others can read"):
         job_secret.read_secret({job_secret.FILE_VARIABLE: str(path)})
-    for name, value in ((job_secret.FILE_VARIABLE, str(tmp_path / "absent")), (job_secret.VARIABLE, "12ab")):
+    for name, value in ((job_secret.FILE_VARIABLE, str(tmp_path / "absent")), (job_key.VARIABLE, "12ab")):
         with pytest.raises(ConfigError) as caught:
             job_secret.read_secret({name: value})
         assert value not in str(caught.value) or name == job_secret.FILE_VARIABLE

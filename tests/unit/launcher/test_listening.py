@@ -81,7 +81,7 @@ def test_address_that_is_not_known_or_not_local_means_all_and_one_line_says_so(
     addresses: tuple[str, ...], reason: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     host = f"node-{os.urandom(4).hex()}"
-    monkeypatch.setattr(rendezvous_store.socket, "getaddrinfo", names(*addresses))
+    monkeypatch.setattr(socket, "getaddrinfo", names(*addresses))
     with caplog.at_level(logging.WARNING, "flashckpt.dlrun"):
         assert [rendezvous_store.listener(host, 0), rendezvous_store.listener(host, 0)] == [None, None]
     (record,) = caplog.records
