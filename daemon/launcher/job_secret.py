@@ -15,7 +15,7 @@ from pathlib import Path
 from flashckpt.errors import ConfigError
 from flashckpt.job_key import LEAST, VARIABLE
 
-FILE_VARIABLE = f"{VARIABLE}_FILE"
+FILE_VARIABLE = "FLASHCKPT_JOB_SECRET_FILE"
 MOST_BYTES = 8 << 20
 """Longest message that is looked at; torch's stores take no longer values."""
 
