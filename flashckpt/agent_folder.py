@@ -1,4 +1,4 @@
-"""The folder in which a rank leaves word for the dlrun agent that started it: its job, a permanent error, a display. Torch-free."""
+"""The folder of a dlrun agent: what its ranks leave there for it (job, permanent error, display), and their key. Torch-free."""
 
 from __future__ import annotations
 
@@ -30,6 +30,21 @@ def read_job(folder: Path) -> Path | None:
     except FileNotFoundError:
         return None
     return Path(text) if text else None
+
+
+def write_key(folder: Path, key: bytes) -> None:
+    """Leave the key of the ranks (job_key) below an agent; nobody else can read it."""
+    flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC | os.O_NOFOLLOW
+    with os.fdopen(os.open(folder / "key", flags, 0o600), "wb") as file:
+        file.write(key)
+
+
+def read_key(folder: Path) -> bytes:
+    """Return the key of the ranks below an agent; b"" where it has left none."""
+    try:
+        return (folder / "key").read_bytes()
+    except FileNotFoundError:
+        return b""
 
 
 def write_permanent_error(folder: Path, exit_code: int) -> None:

@@ -14,6 +14,11 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
+from flashckpt.errors import DamagedError
+
+MOST_BYTES = 4 << 30
+"""Most bytes that one rank may announce to another: many times the manifests of a large job, or a round of a restore."""
+
 
 def _device() -> torch.device:
     """Return the device whose tensors the default group can exchange; host memory if possible."""
@@ -26,6 +31,11 @@ def is_alone() -> bool:
     return not (dist.is_available() and dist.is_initialized()) or dist.get_world_size() == 1
 
 
+def rank() -> int:
+    """Return this rank, 0 without a process group."""
+    return 0 if is_alone() else int(dist.get_rank())
+
+
 def all_gather_bytes(data: bytes) -> list[bytes]:
     """Return every rank's `data`, in rank order. A collective: all ranks must call it."""
     if is_alone():
@@ -33,7 +43,7 @@ def all_gather_bytes(data: bytes) -> list[bytes]:
     device, world = _device(), dist.get_world_size()
     sizes = [torch.empty(1, dtype=torch.int64, device=device) for _ in range(world)]
     dist.all_gather(sizes, torch.tensor([len(data)], dtype=torch.int64, device=device))
-    lengths = [int(size) for size in sizes]
+    lengths = _bounded([int(size) for size in sizes])
     longest = max(1, *lengths)
     mine = torch.zeros(longest, dtype=torch.uint8)
     if data:
@@ -57,12 +67,26 @@ def bytes_from_rank_0(data: bytes) -> bytes:
     dist.broadcast(size, src=0)
     buffer = torch.frombuffer(bytearray(data), dtype=torch.uint8) if is_first and data else None
     if buffer is None:
-        buffer = torch.empty(int(size), dtype=torch.uint8)
+        buffer = torch.empty(*_bounded([int(size)]), dtype=torch.uint8)
     if not buffer.numel():
         return b""
     buffer = buffer.to(device)
     dist.broadcast(buffer, src=0)
     return data if is_first else bytes(buffer.cpu().numpy().data)
+
+
+def _bounded(lengths: list[int]) -> list[int]:
+    """Return what ranks have announced to send, before memory is taken for it. Raises DamagedError."""
+    for n in lengths:
+        if not 0 <= n <= MOST_BYTES:
+            raise DamagedError(
+                "a rank announced a message of an impossible length",
+                found=f"{n} bytes",
+                expected=f"at most {MOST_BYTES} bytes",
+                state="Nothing of it was received.",
+                remedy="start the job again; if it happens again, look for a rank that is not of this job (SECURITY.md)",
+            )
+    return lengths
 
 
 def maximum(data: np.ndarray) -> bytes:
@@ -110,7 +134,7 @@ class HostGroup:
         sizes = [sum(memoryview(b).nbytes for b in part) for part in parts]
         arriving = torch.empty(self.ranks, dtype=torch.int64)
         dist.all_to_all_single(arriving, torch.tensor(sizes, dtype=torch.int64), group=self._own)
-        counts = [int(n) for n in arriving]
+        counts = _bounded([int(n) for n in arriving])
         leaving = torch.empty(sum(sizes), dtype=torch.uint8)
         into, at = leaving.numpy(), 0
         for buffer in (b for part in parts for b in part):

@@ -18,6 +18,7 @@ from flashckpt.collectives import HostGroup
 from flashckpt.core.lineage import BEGINNING
 from flashckpt.core.shard_table import ShardTable
 from flashckpt.errors import FlashckptError
+from flashckpt.job_key import link_key, ranks_key
 from flashckpt.logs import notice
 from flashckpt.planning.inventory import Inventory, host_names, local_world, node_names
 from flashckpt.planning.partners import partner_map, senders_to
@@ -83,7 +84,7 @@ class Partnering:
         sent_bytes: That this node's ranks send of one snapshot, to all partners together.
         kept_bytes: Memory that replicas of other nodes take here, on this node.
         missing_bytes: Of that, what is not there yet.
-        secret: For the persisters of the session.
+        secret: For the persisters of the session; the job secret is in it, where there is one.
     """
 
     settings: Settings
@@ -151,7 +152,7 @@ class Partnering:
             sent_bytes=sum(sum(all_sent[r]) for r in range(len(node_of)) if node_of[r] == node),
             kept_bytes=kept,
             missing_bytes=max(0, kept - facts[first[node]][2]),
-            secret=collectives.bytes_from_rank_0(os.urandom(32)),
+            secret=link_key(ranks_key(), collectives.bytes_from_rank_0(os.urandom(32))),
         )
 
     @property

@@ -1,4 +1,4 @@
-"""An authenticated connection between two nodes of a job: both prove that they know the job secret (torch-free).
+"""An authenticated connection between two nodes of a job: both prove that they know the same secret (torch-free).
 
 Each side sends a random nonce. The connecting side then sends an HMAC over its role, the purpose, the job and both
 nonces; the accepting side verifies it before it answers with its own. The same values give one key per direction, with
@@ -132,7 +132,7 @@ def authenticate(
     Args:
         sock: A connected stream socket.
         accepts: Whether this side accepted the connection; the other one connected.
-        secret: Of the job.
+        secret: The key that both sides have.
         purpose: What the connection is for; both sides must name the same.
         job: Identity of the job; likewise.
         timeout_s: For the whole handshake, however slowly the other side sends.
@@ -145,10 +145,10 @@ def authenticate(
     """
     if len(secret) < LEAST_SECRET:
         raise ConfigError(
-            "nodes cannot authenticate each other without a job secret",
+            f"nodes cannot authenticate each other without a key ({purpose})",
             found=f"{len(secret)} bytes",
             expected=f"at least {LEAST_SECRET}",
-            remedy="set FLASHCKPT_JOB_SECRET to the same value on all nodes (openssl rand -hex 32)",
+            remedy="start the job again: its ranks make a key at each start",
         )
     until = time.monotonic() + timeout_s
     mine = os.urandom(_NONCE)
@@ -162,7 +162,9 @@ def authenticate(
         _write(sock, _proof(secret, _CONNECTS, context), until)
     proof = _read(sock, _MARK, until)
     if not hmac.compare_digest(proof, _proof(secret, _CONNECTS if accepts else _ACCEPTS, context)):
-        raise StrangerError("the other side does not know the job secret, or is of another job")
+        raise StrangerError(
+            f"the other side does not know the key ({purpose}): it is of another job or start, or has another job secret"
+        )
     if accepts:
         _write(sock, _proof(secret, _ACCEPTS, context), until)
     keys = [hmac.digest(secret, b"key " + role + b"\0" + context, "sha256") for role in (_CONNECTS, _ACCEPTS)]

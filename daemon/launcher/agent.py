@@ -33,7 +33,8 @@ from torch.distributed.elastic.rendezvous import (
     RendezvousTimeoutError,
 )
 
-from flashckpt.daemon.launcher import findings, hang, node_check
+from flashckpt import agent_folder, job_key
+from flashckpt.daemon.launcher import findings, hang, job_secret, node_check
 from flashckpt.daemon.launcher.budget import Budget, Verdict
 from flashckpt.daemon.launcher.context import GroupStart, WorkerContext, make_context, script_commands
 from flashckpt.daemon.launcher.elastic_compat import raise_signal, replaced
@@ -95,6 +96,8 @@ class DlrunAgent(LocalElasticAgent):
         names = os.environ.get("TORCHELASTIC_SIGNALS_TO_HANDLE", "SIGTERM,SIGINT,SIGHUP,SIGQUIT")
         self._signals = StopSignals(names, raise_signal)
         self._watch = JobWatch()
+        if key := job_key.derived(job_secret.read_secret(), "ranks"):
+            agent_folder.write_key(self._watch.agent_dir, key)
         self._stop = AgreedStop(self._watch, self._options.grace_s)
         self._reporter = FailureReporter(self._watch, self._options.ledger)
         self._signals.install()

@@ -1,21 +1,18 @@
 """What the nodes of one job share through the rendezvous store, which lasts as long as the job.
 
-Anybody who can reach the store can write to it, so notes are signed, each under its own name: one without the right
-signature counts as absent.
+Anybody who can reach the store can write to it, so notes are signed (sealed_store): a stranger's counts as absent.
 """
 
 from __future__ import annotations
 
 import contextlib
-import logging
 import time
 
 from torch._C._distributed_c10d import Store
 from torch.distributed import DistError
 
-from flashckpt.daemon.launcher.job_secret import Seal, UnsealedError
+from flashckpt.daemon.launcher.sealed_store import SealedStore
 
-_log = logging.getLogger("flashckpt.dlrun")
 _POLL_S = 0.05
 
 
@@ -32,8 +29,7 @@ class JobNotes:
     """
 
     def __init__(self, store: Store, run_id: str, secret: bytes = b"") -> None:
-        self._store, self._prefix, self._secret = store, f"flashckpt.job.{run_id}", secret
-        self._warned = False
+        self._store, self._prefix = SealedStore(store, secret, f"job {run_id}"), f"flashckpt.job.{run_id}"
         self.code = 0
 
     def note_trained(self) -> None:
@@ -81,18 +77,9 @@ class JobNotes:
             return  # its host has left, so all nodes had arrived
 
     def _note(self, name: str, value: str) -> None:
-        key = f"{self._prefix}.{name}"
-        self._store.set(key, Seal(self._secret, key).close(value).decode())
+        self._store.set(f"{self._prefix}.{name}", value)
 
     def _noted(self, name: str) -> str | None:
         """Return a note, None if there is none or a stranger wrote it."""
         key = f"{self._prefix}.{name}"
-        if not self._store.check([key]):
-            return None
-        try:
-            return Seal(self._secret, key).open(self._store.get(key))
-        except UnsealedError as error:
-            if not self._warned:
-                _log.warning("a note in the rendezvous store is ignored: %s", error)
-            self._warned = True
-            return None
+        return self._store.get(key).decode() if self._store.check([key]) else None

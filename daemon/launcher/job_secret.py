@@ -1,7 +1,7 @@
 """The secret that the nodes of one job share, and what they sign with it (torch-free).
 
 It comes from the environment or a file, never from the command line, which every user of the machine can read. It
-is not passed on to the workers.
+is not passed on to the workers: they get a key that is derived from it (job_key).
 """
 
 from __future__ import annotations
@@ -13,10 +13,11 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from flashckpt.errors import ConfigError
+from flashckpt.job_key import LEAST, VARIABLE
 
-VARIABLE, FILE_VARIABLE = "FLASHCKPT_JOB_SECRET", "FLASHCKPT_JOB_SECRET_FILE"
-LEAST = 16
-"""Fewest characters of a secret."""
+FILE_VARIABLE = "FLASHCKPT_JOB_SECRET_FILE"
+MOST_BYTES = 8 << 20
+"""Longest message that is looked at; torch's stores take no longer values."""
 
 
 class UnsealedError(Exception):
@@ -38,12 +39,14 @@ class Seal:
         """Return `text` with its signature before it, or with "-" where there is no secret."""
         return f"{self._mark(text)} {text}".encode()
 
-    def open(self, data: bytes) -> str:
-        """Return the text of a sealed message.
+    def open(self, data: bytes, most: int = MOST_BYTES) -> str:
+        """Return the text of a sealed message of at most `most` bytes.
 
         Raises:
             UnsealedError: it is not signed with this secret for this purpose.
         """
+        if len(data) > most:
+            raise UnsealedError(f"it is longer than {most} bytes")
         try:
             mark, space, text = data.decode().partition(" ")
         except UnicodeDecodeError:

@@ -23,6 +23,7 @@ from datetime import timedelta
 from statistics import median_low
 from typing import Any
 
+from flashckpt.daemon.launcher import rendezvous_store
 from flashckpt.daemon.launcher.options import NodeCheckError
 from flashckpt.daemon.launcher.stop import Group
 
@@ -32,6 +33,7 @@ SLOW = 2.0
 NOISE_S = 0.05
 """Differences below this are the scheduler's, not the node's."""
 _BLOCK_BYTES = 4 << 20
+_LENGTH = struct.Struct("<I")
 _ROUNDS = 4
 PREFIX = "flashckpt/node-check"
 
@@ -167,7 +169,7 @@ class Check:
 
     def run(self) -> dict[int, str]:
         """Measure and return the verdict: node -> what is wrong with it; the same on every node."""
-        listener = socket.create_server(("", 0), family=socket.AF_INET)
+        listener = rendezvous_store.listener(self._address, 0) or _on_all_addresses()
         listener.settimeout(self._timeout_s)
         server = threading.Thread(target=_serve, args=(listener, self._delay_s), name="node-check", daemon=True)
         server.start()
@@ -222,13 +224,19 @@ class Check:
                 for _ in range(_ROUNDS):
                     begun = time.monotonic()
                     time.sleep(self._delay_s)
-                    sock.sendall(struct.pack("<I", len(block)) + block)
+                    sock.sendall(_LENGTH.pack(len(block)) + block)
                     if len(_read(sock, len(block))) != len(block):
                         return float("inf")
                     rounds.append(time.monotonic() - begun)
                 return min(rounds)  # other pairs' traffic may slow one exchange; a slow node is slow in all of them
         except OSError:
             return float("inf")
+
+
+def _on_all_addresses() -> socket.socket:
+    if socket.has_dualstack_ipv6():
+        return socket.create_server(("", 0), family=socket.AF_INET6, dualstack_ipv6=True)
+    return socket.create_server(("", 0))
 
 
 def _serve(listener: socket.socket, delay_s: float) -> None:
@@ -246,10 +254,12 @@ def _serve(listener: socket.socket, delay_s: float) -> None:
 
 def _echo(sock: socket.socket, delay_s: float) -> None:
     with sock, contextlib.suppress(OSError):
-        while head := _read(sock, 4):
-            (nbytes,) = struct.unpack("<I", head)
+        while len(head := _read(sock, _LENGTH.size)) == _LENGTH.size:
+            (nbytes,) = _LENGTH.unpack(head)
+            if nbytes > _BLOCK_BYTES:
+                return  # not a node of this job
             time.sleep(delay_s)
-            sock.sendall(_read(sock, min(nbytes, _BLOCK_BYTES)))
+            sock.sendall(_read(sock, nbytes))
 
 
 def _read(sock: socket.socket, nbytes: int) -> bytes:

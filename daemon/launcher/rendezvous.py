@@ -7,6 +7,7 @@ loopback address. Several nodes meet in a c10d store whose state is signed (shar
 from __future__ import annotations
 
 import logging
+import secrets
 from collections.abc import Callable
 
 from torch._C._distributed_c10d import HashStore, PrefixStore, TCPStore
@@ -15,12 +16,15 @@ from torch.distributed.elastic.rendezvous import (
     RendezvousInfo,
     RendezvousParameters,
     RendezvousStoreInfo,
+    c10d_rendezvous_backend,
 )
 from torch.distributed.elastic.rendezvous.c10d_rendezvous_backend import create_backend
-from torch.distributed.elastic.rendezvous.dynamic_rendezvous import create_handler
+from torch.distributed.elastic.rendezvous.dynamic_rendezvous import _NodeDesc, create_handler
 from torch.distributed.elastic.rendezvous.utils import parse_rendezvous_endpoint
 
+from flashckpt import job_key
 from flashckpt.daemon.launcher import job_secret, rendezvous_store
+from flashckpt.daemon.launcher.elastic_compat import replaced
 from flashckpt.daemon.launcher.job_secret import Seal
 from flashckpt.daemon.launcher.shared_state import SharedState
 
@@ -89,20 +93,25 @@ def handler_of(
     if params.max_nodes == 1 and params.backend in {"c10d", "static"}:
         port = parse_rendezvous_endpoint(params.endpoint, 0)[1] if params.backend == "static" else 0
         return OneNode(params.run_id, params.backend, port)
-    return _several_nodes(params) if params.backend == "c10d" else theirs(params)
-
-
-def _several_nodes(params: RendezvousParameters) -> RendezvousHandler:
     secret = job_secret.read_secret()
     if not secret:
         _log.warning(
             "several nodes and no job secret: anybody who can reach the port of the rendezvous (%s) can disturb this job;"
             " set %s to the same value on all nodes, and close the ports of the nodes to others",
             params.endpoint,
-            job_secret.VARIABLE,
+            job_key.VARIABLE,
         )
-    backend, store = create_backend(params)
+    return _several_nodes(params, secret) if params.backend == "c10d" else theirs(params)
+
+
+def _several_nodes(params: RendezvousParameters, secret: bytes) -> RendezvousHandler:
+    with replaced(c10d_rendezvous_backend, "TCPStore", rendezvous_store.tcp_store):
+        backend, store = create_backend(params)
     handler = create_handler(store, backend, params)
+    handler._create_tcp_store_server = rendezvous_store.workers_store  # type: ignore[assignment,method-assign]  # noqa: SLF001 -- torch offers no other way in
     seal = Seal(secret, f"rendezvous {params.run_id}")
+    node = handler._this_node  # noqa: SLF001 -- torch offers no other way in
+    # a state of an earlier launch never names this node, not even if its address and process id are the same
+    handler._this_node = _NodeDesc(node.addr, node.pid, secrets.randbits(62))  # noqa: SLF001 -- the same
     handler._state_holder = SharedState(store, handler.settings, seal)  # noqa: SLF001 -- torch offers no other way in
     return handler

@@ -1,14 +1,28 @@
-"""A new, empty store for the workers of each generation (torch's own rendezvous return the old one)."""
+"""Stores that listen only where nodes connect, and a new one for the workers of each generation.
+
+torch's servers listen on all addresses, and its rendezvous returns the old store in every generation.
+"""
 
 from __future__ import annotations
 
 import contextlib
+import errno
+import functools
+import ipaddress
+import logging
 import socket
+from collections.abc import Callable
+from typing import Any
 
 from torch._C._distributed_c10d import PrefixStore, TCPStore
+from torch.distributed import DistNetworkError
 from torch.distributed.elastic.rendezvous import RendezvousHandler, RendezvousInfo, RendezvousStoreInfo
 
+from flashckpt.daemon.launcher.sealed_store import SealedStore
 from flashckpt.errors import ConfigError
+
+_log = logging.getLogger("flashckpt.dlrun")
+_PORT = "flashckpt/port"
 
 
 def loopback() -> str:
@@ -30,32 +44,103 @@ def on_loopback(port: int = 0) -> TCPStore:
     """
     host = loopback()
     try:
-        listener = socket.create_server((host, port), family=socket.AF_INET6 if ":" in host else socket.AF_INET)
-    except OSError as error:
+        return tcp_store(host, port, is_master=True, wait_for_workers=False)
+    except RuntimeError as error:
         raise ConfigError(
             "the port of the workers' store cannot be used",
-            found=f"{host} port {port}: {error.strerror or error}",
+            found=f"{host} port {port}: {error}",
             remedy="give another --master-port, or omit it: dlrun then takes a free one",
         ) from error
-    port = int(listener.getsockname()[1])
-    return TCPStore(host, port, is_master=True, wait_for_workers=False, master_listen_fd=listener.detach())
 
 
-def of_static(info: RendezvousInfo, number: int) -> tuple[RendezvousInfo, TCPStore | None]:
-    """Open a new port for round `number` and publish it to the other nodes through the first store."""
-    address, server = _address(info), None
-    key = f"flashckpt/port{number}"
+def listener(host: str, port: int) -> socket.socket | None:
+    """Return a socket that listens on the address of `host` alone; None, which is logged, where only all addresses will do.
+
+    Raises:
+        DistNetworkError: the port is taken.
+    """
+    address, reason = _reached_at(host)
+    if not address:
+        return _on_all(host, reason)
+    family = socket.AF_INET6 if ":" in address else socket.AF_INET
+    try:
+        return socket.create_server((address, port), family=family, backlog=socket.SOMAXCONN)
+    except OSError as error:
+        if error.errno == errno.EADDRNOTAVAIL:
+            return _on_all(host, f"{address} is not an address of this machine (NAT, or the name of a service)")
+        raise DistNetworkError(f"{address} port {port}: {error.strerror or error}") from error
+
+
+def _reached_at(host: str) -> tuple[str, str]:
+    """Return the address by which other nodes reach this one under that name, or why it is not known.
+
+    A name may lead other nodes elsewhere: a machine often has a loopback address for its own, or the name several.
+    """
+    if host == "localhost":
+        return loopback(), ""
+    with contextlib.suppress(ValueError):
+        return str(ipaddress.ip_address(host)), ""
+    try:
+        found = {str(entry[4][0]) for entry in socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)}
+    except (OSError, UnicodeError) as error:
+        return "", f"the name is not known here ({error})"
+    if len(found) > 1:
+        return "", f"the name has several addresses ({', '.join(sorted(found))})"
+    (address,) = found
+    if ipaddress.ip_address(address).is_loopback:
+        return "", f"on this machine the name means {address}, which other nodes cannot reach"
+    return address, ""
+
+
+@functools.cache  # once for each host and reason, not again in every generation
+def _on_all(host: str, reason: str) -> None:
+    _log.warning("listening on all addresses, not only that of %s: %s", host, reason)
+
+
+def tcp_store(host: str, port: int, *args: Any, is_master: bool = False, **rest: Any) -> TCPStore:
+    """Stand in for torch's TCPStore: a server listens on the address of `host` alone, where there is one.
+
+    Raises:
+        DistNetworkError: the port is taken.
+    """
+    if args:  # as the static rendezvous calls it
+        (rest["world_size"], is_master, rest["timeout"]) = args
+    if is_master and (sock := listener(host, port)) is not None:
+        port = int(sock.getsockname()[1])
+        rest["master_listen_fd"] = sock.detach()  # the store closes it
+    return TCPStore(host, port, is_master=is_master, **rest)
+
+
+def workers_store(host: str, port: int) -> TCPStore:
+    """Stand in for the server that torch's rendezvous makes for the workers."""
+    return tcp_store(host, port, is_master=True, wait_for_workers=False)
+
+
+def of_static(
+    info: RendezvousInfo, run_id: str, number: int, seal: Callable[..., SealedStore]
+) -> tuple[RendezvousInfo, TCPStore | None]:
+    """Return round `number` with a store whose values are signed; after the first one with a new port for the workers.
+
+    Args:
+        info: Of torch's static rendezvous, which has the same store in every round.
+        run_id: Of the job.
+        number: Of the round, from 0.
+        seal: Makes a signed store of a store and its purpose.
+    """
+    server, first = None, info.bootstrap_store_info
+    assert first is not None  # the static rendezvous sets it
+    store = seal(PrefixStore(f"flashckpt/round{number}", info.store), purpose=f"static {run_id} {number}")
+    if not number:
+        return _with(store, info, first), None
+    address = str(first.master_addr)
     if info.rank == 0:
-        server = TCPStore(address, 0, is_master=True, wait_for_workers=False)
-        info.store.set(key, str(server.port))
-    port = int(info.store.get(key))
-    store = PrefixStore(f"flashckpt/round{number}", info.store)
-    return RendezvousInfo(store, info.rank, info.world_size, RendezvousStoreInfo(address, port)), server
+        server = workers_store(address, 0)
+        store.set(_PORT, str(server.port))
+    return _with(store, info, RendezvousStoreInfo(address, int(store.get(_PORT)))), server
 
 
-def _address(info: RendezvousInfo) -> str:
-    assert info.bootstrap_store_info is not None  # both kinds of rendezvous set it
-    return str(info.bootstrap_store_info.master_addr)
+def _with(store: SealedStore, info: RendezvousInfo, workers: RendezvousStoreInfo) -> RendezvousInfo:
+    return RendezvousInfo(store, info.rank, info.world_size, workers)  # type: ignore[arg-type]  # it has what torch uses of a Store
 
 
 class Forwarding(RendezvousHandler):

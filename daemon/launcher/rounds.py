@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import logging
 import time
 from collections.abc import Callable
@@ -15,6 +16,7 @@ from torch.distributed.elastic.rendezvous import (
     RendezvousHandler,
     RendezvousInfo,
     RendezvousTimeoutError,
+    static_tcp_rendezvous,
 )
 from torch.distributed.elastic.rendezvous.dynamic_rendezvous import (
     DynamicRendezvousHandler,
@@ -24,7 +26,10 @@ from torch.distributed.elastic.rendezvous.dynamic_rendezvous import (
 from torch.distributed.elastic.rendezvous.static_tcp_rendezvous import StaticTCPRendezvous
 
 from flashckpt.daemon.launcher import job_secret, rendezvous_store
+from flashckpt.daemon.launcher.elastic_compat import replaced
 from flashckpt.daemon.launcher.job_notes import JobNotes
+from flashckpt.daemon.launcher.sealed_store import SealedStore
+from flashckpt.daemon.launcher.shared_state import JobState
 
 if TYPE_CHECKING:
     from torch._C._distributed_c10d import TCPStore
@@ -100,6 +105,8 @@ class UnitRounds(_DistributedRendezvousOpExecutor):
         surplus = len(nodes) % self._unit
         for node in sorted(nodes, key=lambda node: (-nodes[node], node))[len(nodes) - surplus :]:
             del nodes[node]  # it joins the wait list when it next reads the state
+        if isinstance(self._state, JobState):
+            self._state.draw()
         super()._mark_rendezvous_complete()
 
 
@@ -125,8 +132,10 @@ class FreshStoreRendezvous(rendezvous_store.Forwarding):
         self._steps: UnitRounds | None = None
         self._nodes: dict[_NodeDesc, int] = {}
         self._before: dict[_NodeDesc, int] = {}
+        self._secret = job_secret.read_secret()
         if isinstance(inner, DynamicRendezvousHandler):
-            self.notes = JobNotes(inner._store, inner.get_run_id(), job_secret.read_secret())  # noqa: SLF001 -- torch offers no other way in
+            self.notes = JobNotes(inner._store, inner.get_run_id(), self._secret)  # noqa: SLF001 -- torch offers no other way in
+            inner._get_store = self._store_of_round  # type: ignore[assignment,method-assign]  # noqa: SLF001 -- the same
             self._steps = inner._op_executor = UnitRounds(inner, unit, self.notes.is_refused)  # noqa: SLF001 -- the same
 
     def next_rendezvous(self) -> RendezvousInfo:
@@ -135,12 +144,23 @@ class FreshStoreRendezvous(rendezvous_store.Forwarding):
         if isinstance(inner, DynamicRendezvousHandler):
             self._info = self._join(inner)
             self._before, self._nodes = self._nodes, dict(inner._state_holder.state.participants)  # noqa: SLF001 -- a copy of what all nodes share
-        elif isinstance(inner, StaticTCPRendezvous) and self.rounds:
-            self._info, self._server = rendezvous_store.of_static(inner.next_rendezvous(), self.rounds)
+        elif isinstance(inner, StaticTCPRendezvous):
+            with replaced(static_tcp_rendezvous, "TCPStore", rendezvous_store.tcp_store):
+                info = inner.next_rendezvous()
+            seal = functools.partial(SealedStore, secret=self._secret)
+            self._info, self._server = rendezvous_store.of_static(info, inner.get_run_id(), self.rounds, seal)
         else:
             self._info = inner.next_rendezvous()
         self.rounds += 1
         return self._info
+
+    def _store_of_round(self) -> SealedStore:
+        """Return the store of the current round, in place of torch's, which believes whatever it holds."""
+        inner = self.inner
+        assert isinstance(inner, DynamicRendezvousHandler)
+        state = inner._state_holder.state  # noqa: SLF001 -- a copy of what all nodes share
+        purpose = f"round {inner.get_run_id()} {state.token if isinstance(state, JobState) else ''}"
+        return SealedStore(DynamicRendezvousHandler._get_store(inner), self._secret, purpose)  # noqa: SLF001 -- the same
 
     def _join(self, inner: DynamicRendezvousHandler) -> RendezvousInfo:
         assert self._steps is not None

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import logging
+import secrets
 import time
 from datetime import datetime, timezone
 from typing import Any
@@ -28,6 +29,25 @@ _NOTHING = "-"
 _CACHE_S = 1.0
 
 
+class JobState(_RendezvousState):
+    """torch's state of a rendezvous, and a random name of its last complete round.
+
+    What agents sign for each other in a round holds under that name alone: no value of another round verifies, and none
+    of an earlier launch with the same secret and --rdzv-id.
+
+    Attributes:
+        token: That name; "" before the first round is complete.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.token = ""
+
+    def draw(self) -> None:
+        """Give the round that is being completed a new name."""
+        self.token = secrets.token_hex(16)
+
+
 class SharedState(_BackendRendezvousStateHolder):
     """Keeps this node's copy of the state in step with the store; a drop-in for torch's own holder.
 
@@ -39,6 +59,7 @@ class SharedState(_BackendRendezvousStateHolder):
 
     def __init__(self, store: Store, settings: RendezvousSettings, seal: Seal) -> None:
         super().__init__(backend=None, settings=settings)  # type: ignore[arg-type]  # sync, below, is all that uses it
+        self._state = JobState()
         self._store, self._seal = store, seal
         self._key = f"flashckpt.rendezvous.{settings.run_id}"
         self._text = _NOTHING
@@ -59,7 +80,7 @@ class SharedState(_BackendRendezvousStateHolder):
             return None
         else:
             found = self._swap("", _NOTHING)  # sets the key only if it is unset; otherwise it only reads
-        self._state = _RendezvousState() if found == _NOTHING else self._decode(found)
+        self._state = JobState() if found == _NOTHING else self._decode(found)
         self._text, self._dirty, self._last_sync_time = found, False, time.monotonic()
         self._sanitize()
         return has_set
@@ -71,7 +92,7 @@ class SharedState(_BackendRendezvousStateHolder):
             raise RendezvousConnectionError("the rendezvous store cannot be reached") from error
         return bytes(found).decode(errors="replace")
 
-    def _decode(self, text: str) -> _RendezvousState:
+    def _decode(self, text: str) -> JobState:
         try:
             return decode(self._seal.open(text.encode()))
         except UnsealedError as error:
@@ -87,13 +108,13 @@ def encode(state: _RendezvousState) -> str:
     return json.dumps({name: _plain(value) for name, value in sorted(vars(state).items())}, separators=(",", ":"))
 
 
-def decode(text: str) -> _RendezvousState:
+def decode(text: str) -> JobState:
     """Return the state of a JSON text.
 
     Raises:
         ValueError: it is not one, or a field has the wrong type.
     """
-    fields, state = json.loads(text), _RendezvousState()
+    fields, state = json.loads(text), JobState()
     if not isinstance(fields, dict) or fields.keys() != vars(state).keys():
         raise ValueError("the state has other fields")
     for name, empty in vars(state).items():
@@ -116,7 +137,7 @@ def _plain(value: Any) -> Any:
         return {"set": [_plain(item) for item in sorted(value)]}
     if isinstance(value, dict):
         return {"map": [[_plain(key), _plain(value[key])] for key in sorted(value)]}
-    if value is None or isinstance(value, (bool, int)):
+    if value is None or isinstance(value, (bool, int, str)):
         return value
     raise TypeError(f"a {type(value).__name__} in the rendezvous state of this torch is not known")
 
@@ -139,7 +160,7 @@ def _value(plain: Any) -> Any:
     raise ValueError(f"{kind} is not known")
 
 
-def _check(state: _RendezvousState) -> None:
+def _check(state: JobState) -> None:
     """Raise ValueError unless every collection holds nodes, with ranks or times."""
     nodes = [*state.participants, *state.wait_list, *state.redundancy_list, *state.last_heartbeats]
     ranks, times = state.participants.values(), state.last_heartbeats.values()

@@ -14,11 +14,13 @@ from flashckpt.checkpoint import root_summary
 from flashckpt.core.generation import Generation
 from flashckpt.core.snapshot_id import SnapshotId
 from flashckpt.errors import FlashckptError
+from flashckpt.job_key import ranks_key
 from flashckpt.logs import guarded
 from flashckpt.planning.inventory import HeldSlot, Inventory, Member
 from flashckpt.planning.refusals import refuse_damage, require_same_request
 from flashckpt.planning.root_view import RootSummary
 from flashckpt.planning.selection import RestoreRequest
+from flashckpt.restore import membership
 from flashckpt.shm.control import Control
 from flashckpt.shm.job_directory import JobDirectory
 from flashckpt.shm.segment import Segment
@@ -39,6 +41,7 @@ def gather(directory: JobDirectory, request: RestoreRequest, *, need_bytes: int,
     Raises:
         DamagedError: A node's record of its generation cannot be read. On every rank.
         DisagreementError: The ranks were asked for different things. On every rank.
+        ConfigError: A rank does not have the key of the job. On every rank.
     """
     status = directory.path.stat()
     lineage, damage = _lineage(directory)
@@ -55,7 +58,7 @@ def gather(directory: JobDirectory, request: RestoreRequest, *, need_bytes: int,
         committed=_committed(directory),
         damage=damage,
     )
-    found = [Inventory.unpack(packed) for packed in collectives.all_gather(mine.pack())]
+    found = [Inventory.unpack(packed) for packed in membership.gathered(mine.pack(), ranks_key())]
     refuse_damage(found, directory.job)
     require_same_request(found)
     return found

@@ -16,9 +16,11 @@ from typing import Any, Protocol
 from flashckpt.core.generation import Generation
 from flashckpt.core.lineage import is_rolled_back
 from flashckpt.core.snapshot_id import NEVER, SnapshotId
-from flashckpt.shm.control import Control, RankAcks, decode_acks, encode_acks
+from flashckpt.shm.control import MAX_COMPLETE, Control, RankAcks, decode_acks, encode_acks
 
 _PREFIX = "flashckpt/complete"
+_LENGTHS = range(16, 16 * (MAX_COMPLETE + 1) + 1, 16)
+"""Bytes of what a rank publishes: the low watermark, and at most MAX_COMPLETE identities."""
 
 
 class GroupStore(Protocol):
@@ -101,11 +103,16 @@ class SnapshotAcks:
         assert self._store is not None
         keys = [self._key(rank) for rank in range(self._world_size)]
         # check first: get() waits for a key that is not set yet
-        return [decode_acks(bytes(self._store.get(key))) if self._store.check([key]) else None for key in keys]
+        return [_acks_of(bytes(self._store.get(key))) if self._store.check([key]) else None for key in keys]
 
     def _from_control(self) -> list[RankAcks | None]:
         assert self._control is not None
         return rank_acks(self._control, generation=self._generation, rows=self._local_world_size)
+
+
+def _acks_of(raw: bytes) -> RankAcks | None:
+    """Return what a rank has published in the store; None of what no rank writes: nothing is known of it then."""
+    return decode_acks(raw) if len(raw) in _LENGTHS else None
 
 
 def rank_acks(control: Control, *, generation: int, rows: int | None = None) -> list[RankAcks | None]:

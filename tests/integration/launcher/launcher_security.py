@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import base64
 import copy
+import json
 import os
 import pickle
 import socket
 import stat
 from datetime import datetime, timedelta, timezone
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -23,11 +25,12 @@ from torch.distributed.elastic.rendezvous.dynamic_rendezvous import (
     RendezvousSettings,
     RendezvousTimeout,
     _NodeDesc,
-    _RendezvousState,
 )
 
+from flashckpt import job_key
 from flashckpt.daemon.launcher import job_secret, shared_state
 from flashckpt.daemon.launcher.job_secret import Seal, UnsealedError
+from flashckpt.daemon.launcher.shared_state import JobState
 from flashckpt.errors import ConfigError
 
 pytestmark = pytest.mark.timeout(300)
@@ -37,6 +40,10 @@ import os, sys, time, torch.distributed as dist
 dist.init_process_group("gloo")
 dist.barrier()
 assert not [name for name in os.environ if name.startswith("FLASHCKPT_JOB_SECRET")]
+from flashckpt.job_key import ranks_key
+open(f"{sys.argv[1]}/key{dist.get_rank()}", "w").write(ranks_key().hex())
+mode = os.stat(os.path.join(os.environ["FLASHCKPT_AGENT_DIR"], "key")).st_mode & 0o7777 if ranks_key() else 0o600
+assert mode == 0o600, mode
 open(f"{sys.argv[1]}/up{dist.get_rank()}", "w").close()
 while not os.path.exists(f"{sys.argv[1]}/finish"): time.sleep(0.05)
 dist.barrier()
@@ -155,6 +162,8 @@ def test_several_nodes_a_pickle_in_place_of_the_state_is_refused_and_not_decoded
     with dlrun(tmp_path, *FLAGS, *nodes, script, tmp_path, env=env) as launch:
         launch.until(lambda: up(tmp_path), "the ranks")
         assert not secret or not in_an_argument_list(secret)
+        key = job_key.derived(secret.encode(), "ranks").hex()
+        assert [(tmp_path / f"key{rank}").read_text() for rank in range(2)] == [key] * 2
         poison(port, tmp_path / "pwned", *KEYS)
         assert launch.wait() == 1
     assert not (tmp_path / "pwned").exists()
@@ -162,6 +171,87 @@ def test_several_nodes_a_pickle_in_place_of_the_state_is_refused_and_not_decoded
     assert ("no job secret" in launch.output) == (not secret)
     assert SECRET not in launch.output
     assert not [path for path in tmp_path.rglob("*") if path.is_file() and SECRET.encode() in path.read_bytes()]
+
+
+def test_two_nodes_listen_on_the_address_by_which_they_reach_each_other(tmp_path: Path, script: Path) -> None:
+    """Two nodes on one machine, which has all of 127.0.0.0/8: the store of the rendezvous, and that of the workers."""
+    port = free_port()
+    nodes = ("--nnodes=2", "--rdzv-backend=c10d", f"--rdzv-endpoint=127.0.0.2:{port}", "--node-check")
+    flags = (*FLAGS, *nodes, "--nproc-per-node=1")
+    folders = [tmp_path / "one", tmp_path / "two"]
+    for folder in folders:
+        folder.mkdir()
+    env = {"FLASHCKPT_JOB_SECRET": SECRET}
+    with (
+        dlrun(folders[0], *flags, "--local-addr=127.0.0.2", script, tmp_path, env=env) as one,
+        dlrun(folders[1], *flags, "--local-addr=127.0.0.3", script, tmp_path, env=env) as two,
+    ):
+        one.until(lambda: up(tmp_path), "the ranks")
+        sockets = listening([one.process.pid, two.process.pid])
+        (tmp_path / "finish").touch()
+        assert [one.wait(), two.wait()] == [0, 0]
+    assert {address for address, _ in sockets} == {"0200007F"}, sockets
+    assert len(sockets) == 2, "the rendezvous and the workers' store"
+    assert ("0200007F", port) in sockets
+    assert "all addresses" not in one.output + two.output
+
+
+FAIL = (
+    WAIT
+    + """
+if dist.get_rank() == 1:
+    raise ValueError("the true cause")
+dist.barrier()
+"""
+)
+FORGED = {
+    "flashckpt/stop/request": "1",
+    "flashckpt/stop/after": "1",
+    "flashckpt/first-failure": json.dumps({"rank": 0, "host": "victim", "cause": "a forged report", "step": 1}),
+    "flashckpt/node/1": json.dumps({"host": "a forged name", "ranks": [1]}),
+    "torchelastic/agent/terminal_state/num_members": "9",
+    "torchelastic/agent/terminal_state/last_member": "1",
+}
+"""What an agent would obey if it were not signed: a stop, a failure, a node, and the end of all nodes."""
+
+
+def forge(port: int, folder: Path, values: dict[str, str]) -> None:
+    """Write values into a store, as a stranger who reaches its port."""
+    for number, value in enumerate(sorted(set(values.values()))):
+        program = folder / f"attack{number}.py"
+        program.write_text(ATTACK)
+        keys = [key for key in values if values[key] == value]
+        warm.run([str(program), str(port), value, *keys], folder, timeout=120).check_returncode()
+
+
+@pytest.mark.parametrize("form", ["unsigned", "marked as a job without a secret marks them"])
+def test_two_nodes_do_not_stop_blame_or_leave_because_a_stranger_says_so(tmp_path: Path, form: str) -> None:
+    script, port = tmp_path / "fail.py", free_port()
+    script.write_text(FAIL)
+    nodes = ("--nnodes=2", "--nproc-per-node=1", "--rdzv-backend=c10d", f"--rdzv-endpoint=127.0.0.1:{port}")
+    flags = (*nodes, "--rdzv-id=victim", "--max-restarts=0", "--grace-timeout=1", script, tmp_path)
+    folders = [tmp_path / "one", tmp_path / "two"]
+    for folder in folders:
+        folder.mkdir()
+    env = {"FLASHCKPT_JOB_SECRET": SECRET}
+    with dlrun(folders[0], *flags, env=env) as one, dlrun(folders[1], *flags, env=env) as two:
+        one.until(lambda: up(tmp_path), "the ranks")
+        mark = "" if form == "unsigned" else "- "
+        round_of = "torch.rendezvous.victim.0/"
+        forge(port, tmp_path, {round_of + key: mark + value for key, value in FORGED.items()})
+        forge(port, tmp_path, {"flashckpt.job.victim.left": f"{mark}9", "flashckpt.job.victim.end": f"{mark}11"})
+        for launch in (one, two):
+            launch.until(partial(launch.says, "flashckpt/stop/request in the rendezvous store is ignored"), "a line")
+        (tmp_path / "finish").touch()
+        assert [one.wait(), two.wait()] == [1, 1]
+    theirs, mine = sorted((one.output, two.output), key=lambda text: "the true cause" in text)
+    assert "the true cause" in mine
+    assert "rank 1 on " in theirs, "from the report that the other node has signed"
+    for launch in (one, two):
+        assert "forged" not in launch.output
+        assert "stop after step" not in launch.output
+        assert launch.output.count("flashckpt/stop/request") == 1
+        assert SECRET not in launch.output
 
 
 def test_stock_torchrun_runs_the_code(tmp_path: Path, script: Path) -> None:
@@ -178,8 +268,9 @@ NOW = datetime(2026, 1, 2, 3, 4, 5, 678901, tzinfo=timezone.utc)
 A, B = _NodeDesc("a", 1, 0), _NodeDesc("b\u00fc", 2, 1)
 
 
-def some_state(now: datetime = NOW) -> _RendezvousState:
-    state = _RendezvousState()
+def some_state(now: datetime = NOW) -> JobState:
+    state = JobState()
+    state.draw()
     state.round, state.complete, state.deadline = 3, True, now + timedelta(seconds=2)
     state.participants, state.wait_list, state.redundancy_list = {B: 1, A: 0}, {A, B}, {B}
     state.last_heartbeats = {A: now, B: now}
@@ -191,7 +282,7 @@ def test_state_survives_its_encoding() -> None:
     again = shared_state.decode(shared_state.encode(state))
     assert vars(again) == vars(state)
     assert shared_state.encode(copy.deepcopy(again)) == shared_state.encode(state)
-    assert vars(shared_state.decode(shared_state.encode(_RendezvousState()))) == vars(_RendezvousState())
+    assert vars(shared_state.decode(shared_state.encode(JobState()))) == vars(JobState())
 
 
 @settings(max_examples=300, deadline=None)
@@ -208,7 +299,7 @@ def test_state_that_is_damaged_is_refused_with_one_error(data: st.DataObject) ->
         holder.sync()
     except RendezvousStateError:
         return
-    assert isinstance(holder.state, _RendezvousState)
+    assert isinstance(holder.state, JobState)
 
 
 def of_run(run_id: str) -> RendezvousSettings:
@@ -249,13 +340,13 @@ def test_secret_comes_by_the_environment_or_a_file_that_nobody_else_can_read(tmp
     path.write_text(SECRET + "\n")
     path.chmod(0o600)
     assert job_secret.read_secret({}) == b""
-    assert job_secret.read_secret({job_secret.VARIABLE: SECRET}) == SECRET.encode()
+    assert job_secret.read_secret({job_key.VARIABLE: SECRET}) == SECRET.encode()
     assert job_secret.read_secret({job_secret.FILE_VARIABLE: str(path)}) == SECRET.encode()
     path.chmod(0o604)
     assert stat.S_IMODE(path.stat().st_mode) == 0o604
     with pytest.raises(ConfigError, match="others can read"):
         job_secret.read_secret({job_secret.FILE_VARIABLE: str(path)})
-    for name, value in ((job_secret.FILE_VARIABLE, str(tmp_path / "absent")), (job_secret.VARIABLE, "12ab")):
+    for name, value in ((job_secret.FILE_VARIABLE, str(tmp_path / "absent")), (job_key.VARIABLE, "12ab")):
         with pytest.raises(ConfigError) as caught:
             job_secret.read_secret({name: value})
         assert value not in str(caught.value) or name == job_secret.FILE_VARIABLE

@@ -62,11 +62,12 @@ def test_two_agents_meet_at_an_ipv6_address(tmp_path: Path) -> None:
     assert trained(tmp_path)
 
 
-def test_the_host_of_a_rendezvous_store_serves_an_ipv6_address(tmp_path: Path) -> None:
+@pytest.mark.parametrize("address", ["", "::1"])
+def test_the_host_of_a_rendezvous_store_serves_an_ipv6_address(tmp_path: Path, address: str) -> None:
     program = """
 import signal, subprocess, sys
 from torch._C._distributed_c10d import TCPStore
-host = subprocess.Popen([sys.executable, "-m", "flashckpt.daemon.store_host", "0"], stderr=subprocess.PIPE, text=True)
+host = subprocess.Popen([sys.executable, "-m", "flashckpt.daemon.store_host", "0", *sys.argv[1:]], stderr=subprocess.PIPE, text=True)
 try:
     port = next(int(line.split()[-1]) for line in host.stderr if "on port" in line)
     TCPStore("::1", port, is_master=False, wait_for_workers=False).set("a", "b")
@@ -75,5 +76,5 @@ try:
 finally:
     host.kill()
 """
-    code, output = without_ipv4(tmp_path, sys.executable, "-c", program)
+    code, output = without_ipv4(tmp_path, sys.executable, "-c", program, *(["--address", address] if address else []))
     assert code == 0, output

@@ -121,7 +121,7 @@ def test_a_recorded_handshake_is_of_no_use(pair: Pair, later: Callable[..., Futu
     with one, two:
         again = later(one, accepts=True)
         two.sendall(recorded)
-        with pytest.raises(StrangerError, match="does not know the job secret"):
+        with pytest.raises(StrangerError, match="does not know the key"):
             again.result()
 
 
@@ -214,7 +214,7 @@ def test_a_signed_message_that_is_not_msgpack_is_refused(
 
 @pytest.mark.parametrize("secret", [b"", b"short"])
 def test_without_a_secret_nothing_is_sent(pair: Pair, secret: bytes) -> None:
-    with pytest.raises(ConfigError, match="job secret"):
+    with pytest.raises(ConfigError, match=r"without a key \(replicas\)"):
         enter(pair[0], accepts=True, secret=secret)
     assert pair[1].recv(1) == b""
 

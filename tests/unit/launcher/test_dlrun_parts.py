@@ -30,6 +30,7 @@ from flashckpt.daemon.launcher import budget, failure, findings, hang, ledger, s
 from flashckpt.daemon.launcher.job_notes import JobNotes
 from flashckpt.daemon.machine.process import adopt_parent, exit_code, thread_count
 from flashckpt.daemon.zygote import messages, server
+from flashckpt.errors import DamagedError
 
 
 def ended(rank: int, code: int, at_ns: int, summary: str = "") -> failure.WorkerExit:
@@ -398,6 +399,15 @@ def test_messages_keep_bytes_that_are_not_utf8_and_end_with_the_peer() -> None:
     there.close()
 
 
+def test_message_of_an_absurd_length_is_refused_before_memory_is_taken() -> None:
+    here, there = socket.socketpair()
+    with here, there:
+        here.sendall(b"\xff\xff\xff\xff")
+        with pytest.raises(DamagedError, match="between dlrun and its zygote") as caught:
+            messages.receive(there)
+    assert f"a message of {2**32 - 1} bytes" in str(caught.value)
+
+
 def test_exit_code_tells_running_exited_and_killed() -> None:
     codes = []
     actions: list[Callable[[], None]] = [lambda: os._exit(5), lambda: os.kill(os.getpid(), signal.SIGKILL)]
@@ -463,7 +473,7 @@ def test_exit_code_that_one_node_notes_is_read_by_the_others_and_outlives_the_st
     def gone(*_: Any) -> Any:
         raise DistNetworkError("closed")
 
-    lost = mock.Mock(check=gone, set=gone, add=gone)
+    lost = mock.Mock(check=gone, set=gone, timeout=timedelta(seconds=60))
     assert notes_of(lost).ended() == 0
     late = notes_of(lost)
     late.end(11)
@@ -476,7 +486,7 @@ def test_notes_of_a_stranger_do_not_count_nor_does_a_note_under_another_name() -
     notes = JobNotes(store, "job", secret)
     for name, value in (("end", "11"), ("trained", "1"), ("refused.2", "1"), ("end", "- 11")):
         store.set(f"flashckpt.job.job.{name}", value)
-        JobNotes(store, "job", b"another secret of a job")._note("refused.3", "1")
+        JobNotes(store, "job", b"another secret of a job").refuse(3)
         assert [notes.ended(), notes.has_trained(), notes.is_refused(2), notes.is_refused(3)] == [
             0,
             False,

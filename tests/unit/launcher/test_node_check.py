@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
+import socket
 import threading
 from collections.abc import Callable
 
 import pytest
 from torch._C._distributed_c10d import HashStore
 
-from flashckpt.daemon.launcher.node_check import Check, NodeTiming, first_pairs, is_due, second_pairs, verdict
+from flashckpt.daemon.launcher.node_check import Check, NodeTiming, _echo, first_pairs, is_due, second_pairs, verdict
 from flashckpt.daemon.launcher.stop import Group
 
 INFINITE = float("inf")
@@ -99,6 +101,17 @@ def test_newcomer_is_checked_by_nodes_that_were_checked_before() -> None:
         for thread in threads:
             thread.join(60)
         assert found == dict.fromkeys(range(3), due)
+
+
+@pytest.mark.parametrize("data", [b"\xff\xff\xff\xff" + bytes(1000), b"\x01\x00"])
+def test_length_that_no_node_sends_ends_the_connection(data: bytes) -> None:
+    here, there = socket.socketpair()
+    with here:
+        here.sendall(data)
+        here.shutdown(socket.SHUT_WR)
+        _echo(there, 0.0)
+        with contextlib.suppress(ConnectionResetError):  # closed before it had read everything
+            assert here.recv(10) == b""
 
 
 def test_node_that_never_answers_is_named() -> None:

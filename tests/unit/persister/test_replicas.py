@@ -221,6 +221,24 @@ def test_stranger_is_refused_before_anything_is_read(shm_dir: Path) -> None:
             assert link.receive_map(10, SMALL) == {"state": "other session"}
 
 
+@pytest.mark.parametrize("nbytes", [1 << 60, -1])
+def test_chunk_of_an_absurd_length_ends_the_connection(shm_dir: Path, nbytes: int) -> None:
+    them = Replicating(shm_dir, 2)
+    with daemons_of(them) as daemons:
+        turn_all(daemons, lambda: all(d.replication.session for d in daemons), "the session")
+        endpoint = records.read_endpoint(them.jobs[0].directory)
+        session = records.read_session(them.jobs[1].directory)
+        assert endpoint is not None
+        assert session is not None
+        with socket.create_connection(("127.0.0.1", endpoint.port), timeout=10) as node:
+            link = linked(node, session, accepts=False)
+            link.send({"kind": "replicas", "node": 1, "generation": session.generation}, 10)
+            assert link.receive_map(10)["state"] == "ready"
+            link.send({"chunk": 0, "bytes": nbytes}, 10)
+            with pytest.raises(ConnectionError):
+                link.receive(10)
+
+
 def test_next_generation_keeps_what_it_was_restored_from_until_its_own_is_everywhere(shm_dir: Path) -> None:
     them = Replicating(shm_dir, 2, slots=4)
     parent = SnapshotId(1, 4)

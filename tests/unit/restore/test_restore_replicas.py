@@ -12,10 +12,12 @@ from support.ranks import run_ranks, values
 from support.replicas import replicas_of
 from support.spread import lose, node_dir, train_spread
 
+from flashckpt.job_key import VARIABLE, derived, link_key
 from flashckpt.shm.job_directory import JobDirectory
 
 pytestmark = pytest.mark.timeout(600)
 BUSY_S = 200
+SECRET = "correct-horse-battery-staple"
 
 
 @pytest.fixture(autouse=True)
@@ -76,3 +78,34 @@ def test_replicas_of_hsdp_are_the_generators_alone(tmp_path: Path) -> None:
     for manifest in kept.values():
         assert not len(manifest.table)
         assert any(key.startswith("rng@") for key in manifest.values)
+
+
+def keyed(rank: int, root: str) -> dict[str, Any]:
+    """Train with replicas and a job secret; return what rank 0 has drawn for the session, and the key of its persisters."""
+    from flashckpt import collectives
+    from flashckpt.replicate import records
+
+    drawn: list[str] = []
+    give = collectives.bytes_from_rank_0
+
+    def giving(data: bytes) -> bytes:
+        found = give(data)
+        drawn.append(found.hex())
+        return found
+
+    collectives.bytes_from_rank_0 = giving
+    os.environ[VARIABLE] = SECRET
+    found = train_spread(rank, "fsdp", root, [0, 1], 2, {"replicate": 1, "slots": 4, "replicated": True})
+    session = records.read_session(JobDirectory.open("t", create=False))
+    assert session is not None
+    return {**found, "drawn": drawn, "key": session.key.hex()}
+
+
+def test_persisters_sign_with_a_key_that_nobody_sees_between_the_ranks(tmp_path: Path) -> None:
+    """Under another launcher than dlrun; the ranks have the secret in their environment there."""
+    one, other = values(run_ranks(keyed, 2, str(tmp_path), timeout_s=200))
+    assert one["key"] == other["key"]
+    assert one["drawn"] == other["drawn"]
+    ranks = derived(SECRET.encode(), "ranks")
+    assert one["key"] in [link_key(ranks, bytes.fromhex(drawn)).hex() for drawn in one["drawn"]]
+    assert one["key"] not in one["drawn"]

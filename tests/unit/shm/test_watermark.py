@@ -85,6 +85,22 @@ def test_between_nodes_the_store_carries_the_lists_and_is_never_waited_for() -> 
     assert common(c) == [], "keys of an earlier generation do not count"
 
 
+def test_what_no_rank_publishes_counts_as_nothing_known() -> None:
+    store = Store()
+    a, b = (
+        SnapshotAcks(control=None, local_rank=0, rank=r, world_size=2, local_world_size=1, generation=2, store=store)
+        for r in range(2)
+    )
+    for mark in (a, b):
+        mark.publish([SnapshotId(2, 10)])
+    assert common(a) == [(2, 10)]
+    for raw in (b"", b"x", bytes(15), bytes(17), bytes(16 * 18), bytes(1 << 20)):
+        store.set(b._key(1), raw)
+        assert common(a) == []
+    b.publish([SnapshotId(2, 10)])
+    assert common(a) == [(2, 10)]
+
+
 def test_ranks_that_lost_different_snapshots_do_not_wait_for_each_other(control: Any) -> None:
     """Two slots; rank 0 discards step 45, rank 1 holds it: without `low_watermark` nobody could ever overwrite."""
     a, b = marks(control)

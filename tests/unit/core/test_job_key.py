@@ -1,0 +1,84 @@
+"""The key of the ranks and of the persisters' links: made of the job secret, which neither of them has."""
+
+from __future__ import annotations
+
+import os
+import socket
+import stat
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+
+from flashckpt import agent_folder, job_key
+from flashckpt.peer_link import PeerLink, StrangerError
+from flashckpt.replicate.connections import linked
+from flashckpt.replicate.records import ReplicaSession
+
+SECRET = b"correct-horse-battery-staple"
+DRAWN = b"s" * 32
+"""What rank 0 draws for a session, and gives to the others in clear text."""
+
+
+def test_keys_of_other_purposes_secrets_and_sessions_differ_and_none_is_the_secret() -> None:
+    keys = {
+        job_key.derived(SECRET, "ranks"),
+        job_key.derived(SECRET, "another"),
+        job_key.derived(b"another secret of a job", "ranks"),
+        job_key.link_key(job_key.derived(SECRET, "ranks"), DRAWN),
+        job_key.link_key(job_key.derived(SECRET, "ranks"), b"t" * 32),
+        SECRET,
+        DRAWN,
+    }
+    assert len(keys) == 7
+    assert job_key.derived(b"", "ranks") == b""
+    assert job_key.link_key(b"", DRAWN) == DRAWN
+
+
+def test_key_of_an_agent_is_for_this_user_alone_and_goes_before_the_environment(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    secret = {job_key.VARIABLE: SECRET.decode()}
+    monkeypatch.setenv("FLASHCKPT_AGENT_DIR", "")
+    assert job_key.ranks_key({}) == b""
+    assert job_key.ranks_key({job_key.VARIABLE: "short"}) == b""
+    assert job_key.ranks_key(secret) == job_key.derived(SECRET, "ranks")
+    monkeypatch.setenv("FLASHCKPT_AGENT_DIR", str(tmp_path))
+    assert job_key.ranks_key(secret) == b"", "dlrun has left none"
+    before = os.umask(0)
+    try:
+        agent_folder.write_key(tmp_path, DRAWN)
+    finally:
+        os.umask(before)
+    assert stat.S_IMODE((tmp_path / "key").stat().st_mode) == 0o600
+    assert job_key.ranks_key({}) == DRAWN
+
+
+def session(key: bytes) -> ReplicaSession:
+    return ReplicaSession(generation=1, node=0, addresses=(), domains=(), ranks=(), replicas=1, secret={"key": key})
+
+
+def join(one: ReplicaSession, other: ReplicaSession) -> list[PeerLink | BaseException]:
+    left, right = socket.socketpair()
+    with left, right, ThreadPoolExecutor(2) as pool:
+
+        def enter(sock: socket.socket, of: ReplicaSession, *, accepts: bool) -> PeerLink:
+            try:
+                return linked(sock, of, accepts=accepts)
+            except BaseException:
+                sock.close()
+                raise
+
+        both = [pool.submit(enter, left, one, accepts=False), pool.submit(enter, right, other, accepts=True)]
+        return [each.exception() or each.result() for each in both]
+
+
+def test_persisters_of_the_job_join_and_who_has_only_seen_the_sessions_number_does_not() -> None:
+    of_job = session(job_key.link_key(job_key.derived(SECRET, "ranks"), DRAWN))
+    assert [type(each) for each in join(of_job, of_job)] == [PeerLink, PeerLink]
+    for others in ((session(DRAWN), of_job), (of_job, session(DRAWN))):
+        found = join(*others)
+        assert all(isinstance(each, OSError) for each in found), found
+        assert any(
+            isinstance(each, StrangerError) and "does not know the key (replicas)" in str(each) for each in found
+        )
