@@ -41,10 +41,12 @@ class NodeReport:
 
     @property
     def arrived(self) -> tuple[SnapshotId, ...]:
-        """Ids that all its partners hold but for those that are passed over."""
+        """Ids that all its partners hold but for those that are passed over; where no other is left, what it would send them."""
         if not self.passed_over:
             return self.replicated
-        return self.held if self.reached is None else self.reached
+        if self.reached is None:
+            return (self.target,) if self.target is not None and self.target in self.held else ()
+        return self.reached
 
     @property
     def sent(self) -> set[SnapshotId]:
@@ -64,19 +66,21 @@ class RoundDecision:
         target: The id to send; None: nothing, until something newer is there.
         everywhere: Newest id that every partner of every node holds; None before the first, or while a node is silent.
         kept: The id of which nothing may be overwritten: the newest one everywhere, until something newer takes its place.
-        unrecoverable: Ids that some partner holds and that protect nothing: they can never be everywhere, or are given up.
         without: Nodes that are passed over.
     """
 
     target: SnapshotId | None = None
     everywhere: SnapshotId | None = None
     kept: SnapshotId | None = None
-    unrecoverable: tuple[SnapshotId, ...] = ()
     without: tuple[int, ...] = ()
 
 
 def decide(
-    reports: Sequence[NodeReport | None], *, every: int = 1, silent: Collection[int] = frozenset()
+    reports: Sequence[NodeReport | None],
+    *,
+    every: int = 1,
+    silent: Collection[int] = frozenset(),
+    before: RoundDecision | None = None,
 ) -> RoundDecision:
     """Return what follows from the reports of all nodes; None stands for a node that has not reported.
 
@@ -85,34 +89,34 @@ def decide(
 
     While nodes are passed over, the target moves on with what arrives at the others. It takes the place of what was everywhere only
     once that is on storage as well: no partner has all of it, and a silent node's own part may be overwritten at any time.
+    What is in doubt, because it has arrived from all that report and the silent ones may have been heard by another node, stays too.
 
     Args:
         reports: Of all nodes.
         every: Only steps that are multiples of this are replicated.
         silent: Nodes that have not reported for too long; what they reported before is not in `reports`.
+        before: What the same process decided last.
     """
     there = [report for report in reports if report is not None]
     if not there or any(report is None and node not in silent for node, report in enumerate(reports)):
         return RoundDecision()
+    before = before or RoundDecision()
     without = sorted({*silent, *(node for report in there for node in report.passed_over)})
-    everywhere = None if silent else newest(_in_all(report.replicated for report in there))
+    kept = newest([before.kept, *(report.kept for report in there)])
+    # what is older than that may be overwritten already
+    replicated = newest(i for i in _in_all(one.replicated for one in there) if kept is None or i >= kept)
+    everywhere, doubt = (None, replicated) if silent else (replicated, None)
     arrived = newest(_in_all(report.arrived for report in there))
-    kept = newest([everywhere, *(report.kept for report in there)])
-    if without and _is_on_storage(there, newest([everywhere, *(report.everywhere for report in there)])):
+    floor = newest([before.everywhere, everywhere, doubt, *(report.everywhere for report in there)])
+    kept = newest([everywhere, kept])
+    if without and _is_on_storage(there, floor):
         kept = newest([kept, arrived])
-    seen = {identity for report in there for identity in report.sent}
+    elif doubt is not None and doubt != kept:
+        return RoundDecision(target=doubt, kept=kept, without=tuple(without))
     target = _target(there, every, arrived, kept)
     if target is None and without and arrived is not None and arrived != kept:
         target = arrived  # has arrived, and is kept where it comes from until something newer is sent
-    given_up = [i for i in seen if without and target is not None and (kept is None or i > kept) and i < target]
-    lost = {i for i in seen if not all(report.can_finish(i) for report in there)}
-    return RoundDecision(
-        target=target,
-        everywhere=everywhere,
-        kept=kept,
-        unrecoverable=tuple(sorted({*given_up, *lost} - {kept})),
-        without=tuple(without),
-    )
+    return RoundDecision(target=target, everywhere=everywhere, kept=kept, without=tuple(without))
 
 
 def _target(

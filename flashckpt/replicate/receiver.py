@@ -7,6 +7,7 @@ import logging
 import socket
 import threading
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any, Protocol
 
 import numpy as np
@@ -15,10 +16,10 @@ from flashckpt.core.digest import CHUNK_BYTES
 from flashckpt.errors import FlashckptError
 from flashckpt.faults import crash_point
 from flashckpt.peer_link import PeerLink
-from flashckpt.planning.replica_rounds import NodeReport, RoundDecision
+from flashckpt.planning.replica_rounds import NodeReport, RoundDecision, newest
 from flashckpt.replicate.connections import SMALL, linked
 from flashckpt.replicate.records import ReplicaSession
-from flashckpt.replicate.rounds import packed_decision, report_from
+from flashckpt.replicate.rounds import id_or_none, packed_decision, report_from
 from flashckpt.replicate.slots import IncomingReplica, Kept, NoSlotError, ReplicaSlots
 
 SILENCE_S = 60.0
@@ -187,9 +188,11 @@ class _Replicas:
         if kept is None or type(raw) is not bytes:
             self._link.send({"state": "busy", "reason": "what may be overwritten here is not known yet"}, SILENCE_S)
             return
+        # the sender may know already that something newer is everywhere
+        newer = replace(kept, identity=newest([kept.identity, id_or_none(fields.get("kept"))]))
         try:
             self._coming = self._host.slots.begin(
-                raw, kept=kept, persist=fields.get("persist") is True, ranks=self._ranks
+                raw, kept=newer, persist=fields.get("persist") is True, ranks=self._ranks
             )
         except NoSlotError as error:
             self._link.send({"state": "busy", "reason": str(error)}, SILENCE_S)

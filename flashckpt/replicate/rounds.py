@@ -1,8 +1,7 @@
 """Reports and decisions between nodes: the thread that reports, whom it reports to, and what the node that decides has heard.
 
-The first node decides. A node that cannot reach it for `PASSED_OVER_S` reports to the next one, and decides for itself where no node
-before it can be reached. Two nodes that decide at once do no harm: what is kept gives way only to what all nodes have reported to
-hold, or to what is on storage.
+The first node decides. A node that cannot reach it for one and a half times the patience, by when that one counts it as silent, reports
+to the next one, and decides for itself where no node before it can be reached.
 """
 
 from __future__ import annotations
@@ -12,19 +11,17 @@ import socket
 import threading
 import time
 from collections.abc import Callable
-from dataclasses import replace
 from typing import Any
 
 from flashckpt.core.snapshot_id import SnapshotId
 from flashckpt.errors import FlashckptError
 from flashckpt.peer_link import PeerLink
-from flashckpt.planning.replica_rounds import NodeReport, RoundDecision, decide
+from flashckpt.planning.replica_rounds import NodeReport, RoundDecision
+from flashckpt.planning.round_memory import DecidingMemory
 from flashckpt.replicate.connections import SMALL, linked
 from flashckpt.replicate.records import ReplicaSession
 from flashckpt.replicate.sender import ANSWER_S, CONNECT_S, passed_over_s
 
-MOST_GIVEN_UP = 16
-"""Ids that are remembered to be given up: a partner has two slots for a rank."""
 IDLE_S, BUSY_S = 1.0, 0.2
 """Seconds between two reports to the node that decides: with nothing to send, and while something is under way."""
 
@@ -39,7 +36,7 @@ class HeardReports:
     def __init__(self, session: ReplicaSession) -> None:
         self._session = session
         self._reports: dict[int, tuple[float, NodeReport]] = {}
-        self._given_up: set[SnapshotId] = set()
+        self._memory = DecidingMemory(session.every)
         self._began_s = time.monotonic()
         self._lock = threading.Lock()
 
@@ -51,31 +48,7 @@ class HeardReports:
             nodes = range(len(self._session.addresses))
             silent = {k for k in nodes if now - self._reports.get(k, (self._began_s,))[0] > passed_over_s()}
             known = [self._reports[k][1] if k in self._reports and k not in silent else None for k in nodes]
-            reports = [one and without(one, self._given_up) for one in known]
-            decision = decide(reports, every=max(1, self._session.every), silent=silent)
-            self._given_up = still_given_up({*self._given_up, *decision.unrecoverable}, decision.kept)
-            return replace(decision, unrecoverable=tuple(sorted(self._given_up)))
-
-
-def without(report: NodeReport, given_up: set[SnapshotId]) -> NodeReport:
-    """Return a report without ids that were once given up: their replicas may have been overwritten since."""
-    if not given_up:
-        return report
-    return replace(
-        report,
-        held=_left(report.held, given_up),
-        replicated=_left(report.replicated, given_up),
-        reached=None if report.reached is None else _left(report.reached, given_up),
-    )
-
-
-def still_given_up(given_up: set[SnapshotId], kept: SnapshotId | None) -> set[SnapshotId]:
-    """Return those that partners may still hold, or reports on their way name: the newest, and nothing older than what is kept."""
-    return {*sorted(identity for identity in given_up if kept is None or identity > kept)[-MOST_GIVEN_UP:]}
-
-
-def _left(ids: tuple[SnapshotId, ...], given_up: set[SnapshotId]) -> tuple[SnapshotId, ...]:
-    return tuple(identity for identity in ids if identity not in given_up)
+            return self._memory.decide(known, silent)
 
 
 class Reporter:
@@ -136,7 +109,7 @@ class Reporter:
 
     def _leader(self) -> int:
         """Return the first node that answers, or may answer by now; this one where none before it does."""
-        now, patience_s = time.monotonic(), passed_over_s()
+        now, patience_s = time.monotonic(), 1.5 * passed_over_s()  # by then a node that it leaves counts it as silent
         for node in range(self._session.node):
             first_s, tried_s = self._failing.get(node, (now, now))
             if now - first_s < patience_s or now - tried_s > patience_s:
@@ -199,10 +172,10 @@ def report_from(fields: dict[str, Any]) -> NodeReport:
         return NodeReport(
             held=_ids(fields["held"]),
             replicated=_ids(fields["replicated"]),
-            target=_id_or_none(fields["target"]),
-            everywhere=_id_or_none(fields["everywhere"]),
-            kept=_id_or_none(fields["kept"]),
-            committed=_id_or_none(fields["committed"]),
+            target=id_or_none(fields["target"]),
+            everywhere=id_or_none(fields["everywhere"]),
+            kept=id_or_none(fields["kept"]),
+            committed=id_or_none(fields["committed"]),
             passed_over=_nodes(fields["passed_over"]),
             reached=None if fields["reached"] is None else _ids(fields["reached"]),
         )
@@ -219,10 +192,9 @@ def decision_from(fields: dict[str, Any]) -> RoundDecision:
     """Return the decision in a message; ConnectionError where it is none."""
     try:
         return RoundDecision(
-            target=_id_or_none(fields["target"]),
-            everywhere=_id_or_none(fields["everywhere"]),
-            kept=_id_or_none(fields["kept"]),
-            unrecoverable=_ids(fields["unrecoverable"]),
+            target=id_or_none(fields["target"]),
+            everywhere=id_or_none(fields["everywhere"]),
+            kept=id_or_none(fields["kept"]),
             without=_nodes(fields["without"]),
         )
     except (KeyError, TypeError, ValueError) as error:
@@ -233,7 +205,8 @@ def _ids(value: Any) -> tuple[SnapshotId, ...]:
     return tuple(_id(one) for one in value)
 
 
-def _id_or_none(value: Any) -> SnapshotId | None:
+def id_or_none(value: Any) -> SnapshotId | None:
+    """Return the id in a message, or None; TypeError or ValueError where it is neither."""
     return None if value is None else _id(value)
 
 

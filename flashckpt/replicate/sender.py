@@ -76,6 +76,7 @@ class ReplicaTarget:
 
     Attributes:
         identity: Its id.
+        kept: The id that partners may not overwrite for it.
         pins: Leases on the slots of this node's ranks.
         rows: Which partners their rows go to.
     """
@@ -83,6 +84,7 @@ class ReplicaTarget:
     identity: SnapshotId
     pins: Mapping[int, Pin]
     rows: Mapping[int, ReplicaRows]
+    kept: SnapshotId | None = None
 
     def part(self, rank: int, partner: int, replicas: int) -> tuple[Manifest, np.ndarray]:
         """Return what goes to a partner of a rank: its manifest there, and where each of its chunks starts in the slot here."""
@@ -284,7 +286,7 @@ class Sender:
         assert self._link is not None
         crash_point("replica.before-offer")
         persist = target.pins[rank].header.persist
-        self._link.send({"offer": encode_manifest(part), "persist": persist}, ANSWER_S)
+        self._link.send({"offer": encode_manifest(part), "persist": persist, "kept": target.kept}, ANSWER_S)
         sizes = chunk_ranges(part)[1]
         for _ in range(1 + ATTEMPTS):
             answer = self._answer("complete", "send", "busy", "refused")

@@ -18,11 +18,12 @@ from pathlib import Path
 
 from flashckpt.core.generation import Generation
 from flashckpt.core.snapshot_id import SnapshotId
-from flashckpt.planning.replica_rounds import NodeReport, RoundDecision, newest
+from flashckpt.planning.replica_rounds import NodeReport, RoundDecision
+from flashckpt.planning.round_memory import PartnerView, RoundMemory
 from flashckpt.replicate import records
 from flashckpt.replicate.receiver import Listener
 from flashckpt.replicate.records import NodeEndpoint, ReplicaRows, ReplicaSession
-from flashckpt.replicate.rounds import HeardReports, Reporter, still_given_up, without
+from flashckpt.replicate.rounds import HeardReports, Reporter
 from flashckpt.replicate.sender import ReplicaTarget, Sender, passed_over_s
 from flashckpt.replicate.slots import Kept, ReplicaSlots
 from flashckpt.shm import job_records
@@ -75,11 +76,8 @@ class ReplicationService:
         self.session: ReplicaSession | None = None
         self._slots: ReplicaSlots | None = None
         self._record = Generation(number=0)
-        self._decision = RoundDecision()
-        self._everywhere: SnapshotId | None = None
-        self._kept: SnapshotId | None = None
+        self._rounds = RoundMemory()
         self._committed: SnapshotId | None = None
-        self._given_up: set[SnapshotId] = set()
         self._heard: HeardReports | None = None
         self._reporter: Reporter | None = None
         self._senders: list[Sender] = []
@@ -123,7 +121,7 @@ class ReplicationService:
 
     def state(self) -> ReplicaState:
         """Return how far it is."""
-        floor, session = self._kept, self.session
+        floor, session = self._rounds.kept, self.session
         everywhere = floor if floor is not None and floor.generation == self._record.number else None
         begun = self._record.parent.step if self._record.parent is not None else 0
         newest = max(self._held, default=None)
@@ -133,7 +131,7 @@ class ReplicationService:
             problems.append(self._reporter.problem)
         return ReplicaState(
             everywhere=everywhere,
-            without=tuple(session.name(node) for node in self._decision.without) if session is not None else (),
+            without=tuple(session.name(node) for node in self._rounds.decision.without) if session is not None else (),
             lag_steps=max(0, newest.step - (floor.step if floor is not None else begun)) if newest is not None else 0,
             lag_s=time.monotonic() - min(waiting) if waiting else 0.0,
             pending_bytes=sum(sender.progress.pending_bytes for sender in self._senders),
@@ -160,15 +158,10 @@ class ReplicationService:
     def kept(self) -> Kept | None:
         """Return what may not be overwritten here."""
         with self._lock:
-            session, kept, given_up = self.session, self._kept, set(self._given_up)
+            session, kept = self.session, self._rounds.kept
         if session is None:
             return None
-        return Kept(
-            generation=self._record,
-            common=[kept] if kept is not None else [],
-            unrecoverable=given_up - {kept} if kept is not None else given_up,
-            superseded=session.superseded,
-        )
+        return Kept(generation=self._record, identity=kept, superseded=session.superseded)
 
     def take_report(self, node: int, report: NodeReport) -> RoundDecision:
         """Note the report of a node; return what follows from those of all."""
@@ -176,7 +169,7 @@ class ReplicationService:
         if heard is None:
             return RoundDecision()
         decision = heard.take(node, report)
-        if decision != self._decision:
+        if decision != self._rounds.decision:
             self._changed.set()
         return decision
 
@@ -219,9 +212,8 @@ class ReplicationService:
         with self._lock:
             self.session, self._record = session, record
             self._heard = HeardReports(session) if session is not None else None
-            self._decision = RoundDecision()
-            self._kept = self._everywhere = session.restored if session is not None else None
-            self._given_up = set()
+            if session is not None:
+                self._rounds = RoundMemory.begin(record.number, session.restored, self._rounds)
         self._senders, self._targets, self._held = [], {}, ()
         self._seen_s.clear()
         if session is None:
@@ -245,8 +237,8 @@ class ReplicationService:
         found = [i for i in view.complete() if i[0] == session.generation and view.holders(i).keys() >= ranks]
         now = time.monotonic()
         self._seen_s = {i: self._seen_s.get(i, now) for i in {*found, *self._targets} if i[0] == session.generation}
-        decision = self._decision
-        wanted = {i for i in (decision.target, self._kept) if i is not None}
+        decision = self._rounds.decision
+        wanted = self._rounds.pinned()
         for identity in sorted(wanted - self._targets.keys()):
             self._pin(identity, ranks, view)
         target = self._targets.get(decision.target) if decision.target is not None else None
@@ -272,7 +264,7 @@ class ReplicationService:
     def _pin(self, identity: SnapshotId, ranks: set[int], view: NodeInventory) -> None:
         """Pin what this node holds of a snapshot, with the rows that go to partners where it is to be sent."""
         held = view.holders(identity)
-        is_target = identity == self._decision.target
+        is_target = identity == self._rounds.decision.target
         rows: dict[int, ReplicaRows] = {}
         if is_target:
             for rank in ranks:
@@ -287,52 +279,30 @@ class ReplicationService:
         if is_target and pins.keys() != ranks:
             release(pins)
             return
-        self._targets[identity] = ReplicaTarget(identity=identity, pins=pins, rows=rows)
+        self._targets[identity] = ReplicaTarget(identity=identity, kept=self._rounds.kept, pins=pins, rows=rows)
 
     # -- what it reports ---------------------------------------------------------------------------------------
 
     def _report(self, session: ReplicaSession) -> NodeReport | None:
         """Return what this node says now; None until its partners have said what they hold."""
-        senders = self._senders
-        out = [sender for sender in senders if sender.is_passed_over]
-        if any(sender.progress.holds is None for sender in senders if sender not in out):
-            return None
-        damaged = frozenset[SnapshotId]().union(*(sender.progress.damaged for sender in senders))
-        held = tuple(identity for identity in self._held if identity not in damaged)
-        left = [sender for sender in senders if sender not in out]
-        report = NodeReport(
-            held=held,
-            replicated=_held_by_all(senders, session.generation),
-            target=self._decision.target,
-            everywhere=self._everywhere,
-            kept=self._kept,
-            committed=self._committed,
-            passed_over=tuple(sorted(sender.partner for sender in out)),
-            reached=_held_by_all(left, session.generation) if out and left else None,
-        )
+        damaged = frozenset[SnapshotId]().union(*(sender.progress.damaged for sender in self._senders))
+        held = [identity for identity in self._held if identity not in damaged]
+        views = [
+            PartnerView(node=one.partner, holds=one.progress.holds, is_passed_over=one.is_passed_over)
+            for one in self._senders
+        ]
         with self._lock:
-            return without(report, self._given_up)
+            return self._rounds.report(held, views, self._committed) if session is self.session else None
 
     def _take_decision(self, session: ReplicaSession, decision: RoundDecision) -> None:
         with self._lock:
-            if session is not self.session or decision == self._decision:
+            if session is not self.session or decision == self._rounds.decision:
                 return
-            passed_over, before = decision.without, self._decision.without
-            self._everywhere = newest([self._everywhere, decision.everywhere])
-            self._kept = newest([self._kept, decision.kept])
-            # before anything else is sent, for then their replicas may go
-            self._given_up = still_given_up({*self._given_up, *decision.unrecoverable}, self._kept)
-            self._decision = decision
+            passed_over, before = decision.without, self._rounds.decision.without
+            self._rounds.adopt(decision)
         if passed_over != before:
             _say_passed_over(session, passed_over)
         self._wake()
-
-
-def _held_by_all(senders: Sequence[Sender], generation: int) -> tuple[SnapshotId, ...]:
-    if not senders:
-        return ()
-    found = frozenset.intersection(*(sender.progress.holds or frozenset() for sender in senders))
-    return tuple(sorted(identity for identity in found if identity.generation == generation))
 
 
 def _say_passed_over(session: ReplicaSession, nodes: Sequence[int]) -> None:

@@ -14,7 +14,7 @@ from flashckpt.core.digest import chunk_count
 from flashckpt.core.manifest import decode_manifest, encode_manifest
 from flashckpt.core.snapshot_id import SnapshotId
 from flashckpt.planning.partners import partner_map, senders_to
-from flashckpt.planning.replica_rounds import NodeReport, decide
+from flashckpt.planning.replica_rounds import NodeReport, RoundDecision, decide
 from flashckpt.planning.replica_rows import ReplicaMap, masks_of, replica_manifest, row_keys, rows_for
 
 DOMAINS = st.lists(st.sampled_from("abcde"), min_size=1, max_size=12)
@@ -147,18 +147,30 @@ def test_newest_that_all_hold_is_sent_and_stays_the_target_until_it_is_everywher
     assert decide([report([3, 4]), report([3, 4])], every=3).target == (1, 3)
 
 
-def test_what_one_node_has_lost_is_given_up_and_protects_nothing() -> None:
+def test_what_one_node_has_lost_is_not_sent() -> None:
     found = decide([report([6], [2, 4]), report([6], [2])])
-    assert (found.everywhere, found.target, found.unrecoverable) == ((1, 2), (1, 6), ids(4))
+    assert (found.everywhere, found.target) == ((1, 2), (1, 6))
 
 
 def test_silent_node_is_passed_over_what_was_everywhere_stays_and_the_rest_moves_on_beside_it() -> None:
-    first = decide([report([2, 4], [2], kept=2), report([2, 4], [2], kept=2), None], silent={2})
-    assert (first.kept, first.target, first.without) == ((1, 2), (1, 4), (2,))
-    second = decide([report([2, 4], [2, 4], 4, kept=2), report([2, 4], [2, 4], 4, kept=2), None], silent={2})
+    def both(held: Sequence[int], sent: Sequence[int], target: int | None) -> RoundDecision:
+        sends, cannot = report(held, sent, target, kept=2), report(held, [2], target, kept=2, reached=sent)
+        return decide([sends, cannot, None], silent={2})
+
+    first = both([2, 4], [2], None)
+    assert (first.kept, first.target, first.without) == ((1, 2), (1, 4), (1, 2))
+    second = both([2, 4], [2, 4], 4)
     assert (second.kept, second.target) == ((1, 2), (1, 4))  # nothing newer: it stays where it comes from, too
-    third = decide([report([2, 4, 6], [2, 4], 4, kept=2), report([2, 4, 6], [2, 4], 4, kept=2), None], silent={2})
-    assert (third.kept, third.target, third.unrecoverable) == ((1, 2), (1, 6), ids(4))
+    third = both([2, 4, 6], [2, 4], 4)
+    assert (third.kept, third.target) == ((1, 2), (1, 6))
+
+
+def test_what_has_arrived_from_all_but_a_silent_node_may_be_everywhere_and_stays_until_storage_has_it() -> None:
+    """The silent one may have had that decision of a process that is gone, and let go of what was everywhere before."""
+    for committed, kept, target in ((None, 2, 4), (2, 2, 4), (4, 4, 6)):
+        one = report([2, 4, 6], [2, 4], 4, kept=2, committed=committed)
+        found = decide([one, one, None], silent={2})
+        assert (found.kept, found.target) == ((1, kept), (1, target)), committed
 
 
 def test_what_was_everywhere_gives_way_without_a_node_only_once_it_is_on_storage() -> None:
