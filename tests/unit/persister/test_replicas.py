@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import socket
 import threading
 from collections.abc import Iterator
@@ -12,8 +13,9 @@ from pathlib import Path
 import pytest
 from support.daemons import ForkedDaemon, daemon_of
 from support.ranks import wait_for
-from support.replicas import Replicating, everywhere, replicas_of, turn_all
+from support.replicas import Replicating, everywhere, memory_of, replicas_of, turn_all
 
+from flashckpt.cli.main import main
 from flashckpt.core.snapshot_id import SnapshotId
 from flashckpt.daemon.persister.service import Daemon
 from flashckpt.faults import CRASH_POINTS
@@ -322,3 +324,38 @@ def test_next_generation_keeps_what_it_was_restored_from_until_its_own_is_everyw
         assert them.step(5)
         turn_all(daemons, lambda: all(everywhere(d) == (2, 5) for d in daemons), "step 5")
         assert {i for _, i in replicas_of(them.jobs[0].directory)} == {parent, (2, 5)}
+
+
+def test_command_shows_whose_replicas_of_which_step_how_many_bytes_and_the_lag(
+    shm_dir: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+
+    def said(*words: str) -> str:
+        with pytest.raises(SystemExit) as end:
+            main(list(words))
+        assert not end.value.code
+        return capsys.readouterr().out
+
+    them = Replicating(shm_dir, 2, per_node=2, slots=4)
+    with daemons_of(them) as daemons:
+        assert all([job.step(2, persist=True) for job in them.jobs])  # noqa: C419 -- both take it
+        turn_all(daemons, lambda: all(everywhere(d) == (1, 2) for d in daemons), "step 2")
+        read = them.jobs[1].directory.read_status
+        turn_all(daemons, lambda: (s := read()) is not None and s.replicated == s.committed == (1, 2), "the status")
+        nbytes = sum(int(rank.table.nbytes.sum()) for rank in them.jobs[0].ranks)
+        with memory_of(shm_dir / "node1"):
+            (job,) = json.loads(said("status", "--json"))["jobs"]
+            assert job["replicas"]["partners"] == ["node 0"]
+            assert (job["replicas"]["replicated"], job["replicas"]["lag_steps"]) == ([1, 2], 0)
+            (kept,) = job["replicas"]["kept"]
+            assert (kept["step"], kept["node"], kept["ranks"]) == (2, "node 0", [0, 1])
+            assert kept["nbytes"] >= nbytes
+            assert "2.g1 with node 0; keeps" in said("status")
+            assert "of node 0: ranks 0, 1" in said("ls", them.jobs[0].root)
+            rows = json.loads(said("ls", them.jobs[0].root, "--json"))["checkpoints"]
+            (row,) = [row for row in rows if row["state"] == "replica"]
+            assert (row["tier"], row["step"], row["replica_of"]) == ("memory", 2, {"node": "node 0", "ranks": [0, 1]})
+            shown = json.loads(said("inspect", them.jobs[0].root, "--coverage", "--json"))["coverage"]
+            found = {one["source"]: one for one in shown}
+            assert {"rank 2", "rank 3", "replica of rank 0", "replica of rank 1"} < found.keys()
+            assert found["all ranks here"]["missing_bytes"] == 0
