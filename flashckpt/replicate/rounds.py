@@ -51,7 +51,7 @@ class HeardReports:
             return self._memory.decide(known, silent)
 
 
-class Reporter:
+class RoundsReporter:
     """Reports to the node that decides, and takes its decisions, until `close`.
 
     Args:

@@ -23,7 +23,7 @@ from flashckpt.planning.round_memory import PartnerView, RoundMemory
 from flashckpt.replicate import records
 from flashckpt.replicate.receiver import Listener
 from flashckpt.replicate.records import NodeEndpoint, ReplicaRows, ReplicaSession
-from flashckpt.replicate.rounds import HeardReports, Reporter
+from flashckpt.replicate.rounds import HeardReports, RoundsReporter
 from flashckpt.replicate.sender import ReplicaTarget, Sender, passed_over_s
 from flashckpt.replicate.slots import Kept, ReplicaSlots
 from flashckpt.shm import job_records
@@ -79,7 +79,7 @@ class ReplicationService:
         self._rounds = RoundMemory()
         self._committed: SnapshotId | None = None
         self._heard: HeardReports | None = None
-        self._reporter: Reporter | None = None
+        self._reporter: RoundsReporter | None = None
         self._senders: list[Sender] = []
         self._targets: dict[SnapshotId, ReplicaTarget] = {}
         self._held: tuple[SnapshotId, ...] = ()
@@ -222,7 +222,7 @@ class ReplicationService:
             return
         self._changed = threading.Event()
         self._senders = [Sender(session, place, self._changed) for place in range(len(session.partners[session.node]))]
-        self._reporter = Reporter(
+        self._reporter = RoundsReporter(
             session,
             self._changed,
             report=lambda: self._report(session),
