@@ -207,6 +207,7 @@ class Partnering:
             restored=parent if outcome.superseded is None else None,
             superseded=outcome.superseded,
             secret={"key": self.secret},
+            hosts=tuple(self.hosts),
         )
         job_records.write(records.session_path(directory), session)
         directory.notify(self.rank)

@@ -240,7 +240,8 @@ class Daemon:
     def _replicate(self, config: JobConfig, view: NodeInventory, record: Generation) -> None:
         """Take replication a turn further; what fails there costs replicas only."""
         try:
-            self.replication.turn(config, view, record)
+            committed = self.persisting.committed if self.persisting is not None else None
+            self.replication.turn(config, view, record, committed)
         except (FlashckptError, OSError) as error:
             if str(error) != self._replica_trouble:
                 _log.warning("replicas wait: %s", error)

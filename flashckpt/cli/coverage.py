@@ -14,6 +14,8 @@ import numpy as np
 from rich.table import Table
 
 from flashckpt.cli.common import human_bytes, jobs_on_this_machine, new_table
+from flashckpt.cli.replicas import replica_slots
+from flashckpt.core.lineage import is_rolled_back
 from flashckpt.core.manifest import Manifest
 from flashckpt.core.shard import Shard
 from flashckpt.core.shard_table import ShardTable
@@ -43,12 +45,15 @@ def memory_manifests(root: str) -> Iterator[dict[Identity, list[tuple[str, Manif
     """Give, by snapshot, the manifests that this machine's memory holds of a root, with a name for each."""
     found: dict[Identity, list[tuple[str, Manifest]]] = defaultdict(list)
     for directory in jobs_on_this_machine(root):
-        view = scan(directory, [record] if (record := directory.read_generation()) else [])
-        for held in view.slots:
+        lineage = [record] if (record := directory.read_generation()) else []
+        own = [(f"rank {held.rank}", held) for held in scan(directory, lineage).slots]
+        kept = [(f"replica of rank {held.rank}", held) for held in replica_slots(directory)]
+        kept = [(name, held) for name, held in kept if not is_rolled_back(held.header.identity, lineage)]
+        for name, held in [*own, *kept]:
             taken = pin(held) if held.header.is_complete else None
             if taken is not None:
                 with taken:
-                    found[held.header.identity].append((f"rank {held.rank}", taken.manifest()))
+                    found[held.header.identity].append((name, taken.manifest()))
     yield found
 
 

@@ -26,6 +26,7 @@ from flashckpt.cli.common import (
     root_options,
     show,
 )
+from flashckpt.cli.replicas import kept_replicas
 from flashckpt.core.snapshot_id import SnapshotId
 from flashckpt.shm.inventory import scan
 from flashckpt.storage.store import Store
@@ -45,6 +46,7 @@ def ls(root: str, options: tuple[str, ...], as_json: bool) -> None:
             damaged      MANIFEST is there but its start cannot be used; see flashckpt verify
             unfinished   never committed: being written, or left by a writer that died
             snapshot     in memory only: complete on every rank of this machine
+            replica      what this machine keeps in memory of another node
 
     Examples:
       flashckpt ls /checkpoints/run7
@@ -98,7 +100,8 @@ def _storage_rows(store: Store, contents: RootContents) -> list[dict[str, Any]]:
 def _memory_rows(root: str) -> list[dict[str, Any]]:
     rows = []
     for directory in jobs_on_this_machine(root):
-        view = scan(directory, [record] if (record := directory.read_generation()) else [])
+        record = directory.read_generation()
+        view = scan(directory, [record] if record else [])
         for identity in view.complete():
             held = view.holders(identity).values()
             created_s = max(one.path.stat().st_mtime for one in held)
@@ -106,6 +109,10 @@ def _memory_rows(root: str) -> list[dict[str, Any]]:
                 _row(identity[1], identity[0], "memory", "snapshot", created_s)
                 | {"nbytes": sum(one.header.data_bytes for one in held), "world_size": view.world_size(identity[0])}
             )
+        for one in kept_replicas(directory, record):
+            row = _row(one["step"], one["generation"], "memory", "replica", one["created_s"])
+            of = {"node": one["node"], "ranks": one["ranks"]}
+            rows.append(row | {"nbytes": one["nbytes"], "world_size": one["world_size"], "replica_of": of})
     return rows
 
 
@@ -137,6 +144,13 @@ def _table(rows: list[dict[str, Any]]) -> Table:
             human_bytes(row["nbytes"]),
             "" if row["tensors"] is None else str(row["tensors"]),
             "" if row["world_size"] is None else str(row["world_size"]),
-            row["problem"] or ("kept" if row["kept"] else ""),
+            row["problem"] or ("kept" if row["kept"] else _of(row.get("replica_of"))),
         )
     return table
+
+
+def _of(replica: dict[str, Any] | None) -> str:
+    if replica is None:
+        return ""
+    ranks = ", ".join(map(str, replica["ranks"]))
+    return f"of {replica['node'] or 'another node'}: rank{'s' * (len(replica['ranks']) > 1)} {ranks}"

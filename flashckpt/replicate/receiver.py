@@ -7,18 +7,19 @@ import logging
 import socket
 import threading
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any, Protocol
 
 import numpy as np
 
 from flashckpt.core.digest import CHUNK_BYTES
-from flashckpt.core.snapshot_id import SnapshotId
 from flashckpt.errors import FlashckptError
 from flashckpt.faults import crash_point
 from flashckpt.peer_link import PeerLink
-from flashckpt.planning.replica_rounds import NodeReport, RoundDecision
+from flashckpt.planning.replica_rounds import NodeReport, RoundDecision, newest
 from flashckpt.replicate.connections import SMALL, linked
 from flashckpt.replicate.records import ReplicaSession
+from flashckpt.replicate.rounds import id_or_none, packed_decision, report_from
 from flashckpt.replicate.slots import IncomingReplica, Kept, NoSlotError, ReplicaSlots
 
 SILENCE_S = 60.0
@@ -187,9 +188,11 @@ class _Replicas:
         if kept is None or type(raw) is not bytes:
             self._link.send({"state": "busy", "reason": "what may be overwritten here is not known yet"}, SILENCE_S)
             return
+        # the sender may know already that something newer is everywhere
+        newer = replace(kept, identity=newest([kept.identity, id_or_none(fields.get("kept"))]))
         try:
             self._coming = self._host.slots.begin(
-                raw, kept=kept, persist=fields.get("persist") is True, ranks=self._ranks
+                raw, kept=newer, persist=fields.get("persist") is True, ranks=self._ranks
             )
         except NoSlotError as error:
             self._link.send({"state": "busy", "reason": str(error)}, SILENCE_S)
@@ -202,7 +205,11 @@ class _Replicas:
         if self._coming is None:
             self._link.send({"state": "complete"}, SILENCE_S)
         else:
-            self._link.send({"state": "send", "arrived": np.packbits(self._coming.arrived).tobytes()}, SILENCE_S)
+            arrived = np.packbits(self._coming.arrived).tobytes()
+            holds = [
+                list(one) for one in self._host.slots.holds(self._coming.manifest.rank)
+            ]  # less what gave way to it
+            self._link.send({"state": "send", "arrived": arrived, "holds": holds}, SILENCE_S)
 
     def _chunk(self, fields: dict[str, Any]) -> None:
         nbytes = fields.get("bytes")
@@ -220,50 +227,3 @@ class _Replicas:
             self._coming = None
             crash_point("replica.after-complete")
         self._answer()
-
-
-def packed_report(report: NodeReport) -> dict[str, Any]:
-    """Return a report as the fields of a message."""
-    return {"held": report.held, "replicated": report.replicated, "target": report.target}
-
-
-def report_from(fields: dict[str, Any]) -> NodeReport:
-    """Return the report in a message; ConnectionError where it is none."""
-    try:
-        return NodeReport(
-            held=_ids(fields["held"]), replicated=_ids(fields["replicated"]), target=_id_or_none(fields["target"])
-        )
-    except (KeyError, TypeError, IndexError) as error:
-        raise ConnectionError(f"a report cannot be read: {error!r}") from error
-
-
-def packed_decision(decision: RoundDecision) -> dict[str, Any]:
-    """Return a decision as the fields of a message."""
-    return {"target": decision.target, "everywhere": decision.everywhere, "unrecoverable": decision.unrecoverable}
-
-
-def decision_from(fields: dict[str, Any]) -> RoundDecision:
-    """Return the decision in a message; ConnectionError where it is none."""
-    try:
-        return RoundDecision(
-            target=_id_or_none(fields["target"]),
-            everywhere=_id_or_none(fields["everywhere"]),
-            unrecoverable=_ids(fields["unrecoverable"]),
-        )
-    except (KeyError, TypeError, IndexError) as error:
-        raise ConnectionError(f"a decision cannot be read: {error!r}") from error
-
-
-def _ids(value: Any) -> tuple[SnapshotId, ...]:
-    return tuple(_id(one) for one in value)
-
-
-def _id_or_none(value: Any) -> SnapshotId | None:
-    return None if value is None else _id(value)
-
-
-def _id(value: Any) -> SnapshotId:
-    generation, step = value
-    if type(generation) is not int or type(step) is not int:
-        raise TypeError("an id is no pair of integers")
-    return SnapshotId(generation, step)

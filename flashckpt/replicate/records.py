@@ -42,6 +42,7 @@ class ReplicaSession:
         restored: The snapshot in memory that the generation was restored from.
         superseded: The one on storage.
         secret: What the persisters prove to each other to know; {"key": bytes}.
+        hosts: Names of the nodes, for people; none where they are not known.
     """
 
     generation: int
@@ -55,6 +56,7 @@ class ReplicaSession:
     restored: SnapshotId | None = None
     superseded: SnapshotId | None = None
     secret: dict[str, Any] = field(default_factory=dict, repr=False)
+    hosts: tuple[str, ...] = ()
 
     @cached_property
     def partners(self) -> tuple[tuple[int, ...], ...]:
@@ -64,6 +66,10 @@ class ReplicaSession:
     def ranks_of(self, node: int) -> tuple[int, ...]:
         """Return the ranks of a node."""
         return tuple(map(int, self.ranks[node].split()))
+
+    def name(self, node: int) -> str:
+        """Return the name of a node, for people."""
+        return self.hosts[node] if node < len(self.hosts) else f"node {node}"
 
     @property
     def kept_ranks(self) -> set[int]:

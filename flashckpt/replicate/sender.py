@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import os
 import socket
 import threading
 import time
@@ -31,9 +32,18 @@ CONNECT_S = 5.0
 """Seconds within which a partner takes a connection."""
 RETRY_S = (0.2, 5.0)
 """Seconds before the next attempt: the first, and the most."""
+PASSED_OVER_S = 60.0
+"""Seconds after which a partner that takes nothing is passed over, and a node that reports nothing (FLASHCKPT_REPLICA_PATIENCE)."""
 ATTEMPTS = 3
 """Times that chunks which do not match their digests are sent again: then they are damaged here."""
 _log = logging.getLogger(__name__)
+
+
+def passed_over_s() -> float:
+    """Return after how many seconds a node is passed over."""
+    with contextlib.suppress(ValueError):
+        return float(os.environ.get("FLASHCKPT_REPLICA_PATIENCE") or PASSED_OVER_S)
+    return PASSED_OVER_S
 
 
 class DamagedHereError(Exception):
@@ -66,6 +76,7 @@ class ReplicaTarget:
 
     Attributes:
         identity: Its id.
+        kept: The id that partners may not overwrite for it.
         pins: Leases on the slots of this node's ranks.
         rows: Which partners their rows go to.
     """
@@ -73,6 +84,7 @@ class ReplicaTarget:
     identity: SnapshotId
     pins: Mapping[int, Pin]
     rows: Mapping[int, ReplicaRows]
+    kept: SnapshotId | None = None
 
     def part(self, rank: int, partner: int, replicas: int) -> tuple[Manifest, np.ndarray]:
         """Return what goes to a partner of a rank: its manifest there, and where each of its chunks starts in the slot here."""
@@ -94,6 +106,7 @@ class SendProgress:
         pending_bytes: Bytes of the present target that it lacks, as far as known.
         sent_bytes: Bytes of chunks sent to it, in all.
         problem: Why nothing can be sent to it now; "" where something can.
+        failing_s: Since when nothing has arrived there that was to be sent (monotonic); None while something does.
         damaged: An id that cannot be sent, since its bytes here are damaged.
     """
 
@@ -101,6 +114,7 @@ class SendProgress:
     pending_bytes: int = 0
     sent_bytes: int = 0
     problem: str = ""
+    failing_s: float | None = None
     damaged: frozenset[SnapshotId] = field(default_factory=frozenset)
 
 
@@ -116,6 +130,7 @@ class Sender:
     def __init__(self, session: ReplicaSession, place: int, changed: threading.Event) -> None:
         self._session, self._place, self._changed = session, place, changed
         self.partner = session.partners[session.node][place]
+        self._name = session.name(self.partner)
         self.progress = SendProgress()
         self._target: ReplicaTarget | None = None
         self._wake, self._stop = threading.Event(), threading.Event()
@@ -138,6 +153,12 @@ class Sender:
         """Whether the thread may still read from the slots of a target."""
         return self._target is target or not self._idle.is_set()
 
+    @property
+    def is_passed_over(self) -> bool:
+        """Whether the partner has taken nothing for so long that the others do not wait for it."""
+        since_s = self.progress.failing_s
+        return since_s is not None and time.monotonic() - since_s > passed_over_s()
+
     def close(self) -> None:
         """Have the thread end, without waiting for it: it may be waiting for a node that is gone. `is_using` says when it has."""
         self._target = None
@@ -157,7 +178,7 @@ class Sender:
                 self._serve()
                 return
             except OSError as error:
-                self._say(f"node {self.partner} cannot be reached: {error}")
+                self._say(f"{self._name} cannot be reached: {error}")
             except FlashckptError as error:
                 self._say(str(error).splitlines()[0])
             except Exception as error:  # noqa: BLE001 -- replicas wait, the persister does not end
@@ -177,9 +198,15 @@ class Sender:
         if problem and problem != self.progress.problem:
             _log.warning("replicas wait: %s", problem)
         elif self.progress.problem and not problem:
-            _log.info("replicas are sent to node %d again", self.partner)
+            _log.info("replicas are sent to %s again", self._name)
         self.progress.problem = problem
+        if problem and self.progress.failing_s is None:
+            self.progress.failing_s = time.monotonic()
         self._changed.set()
+
+    def _worked(self) -> None:
+        """Something has arrived, or there is nothing to send: a connection alone does not count, it may fail again at once."""
+        self.progress.failing_s = None
 
     def _connect(self) -> None:
         place = self._session.place(self.partner)
@@ -212,6 +239,7 @@ class Sender:
             holds = self.progress.holds or frozenset()
             if target is None or target.identity in holds or target.identity in self.progress.damaged:
                 self.progress.pending_bytes = 0
+                self._worked()
                 self._idle.set()
                 self._changed.set()
                 if not self._wake.wait(1.0):
@@ -258,18 +286,21 @@ class Sender:
         assert self._link is not None
         crash_point("replica.before-offer")
         persist = target.pins[rank].header.persist
-        self._link.send({"offer": encode_manifest(part), "persist": persist}, ANSWER_S)
+        self._link.send({"offer": encode_manifest(part), "persist": persist, "kept": target.kept}, ANSWER_S)
         sizes = chunk_ranges(part)[1]
         for _ in range(1 + ATTEMPTS):
             answer = self._answer("complete", "send", "busy", "refused")
             if answer["state"] == "complete":
+                self._worked()
                 return True
             if answer["state"] in ("busy", "refused"):
-                self._say(f"node {self.partner}: {answer.get('reason')}")
+                self._say(f"{self._name}: {answer.get('reason')}")
                 self._stop.wait(RETRY_S[0] if answer["state"] == "busy" else RETRY_S[1])
                 return False
             if self.progress.problem:
                 self._say("")
+            theirs = {SnapshotId.of(one) for one in answer.get("holds", ())}  # type: ignore[attr-defined]
+            self.progress.holds = frozenset(i for i in self.progress.holds or () if i in theirs)
             arrived = np.unpackbits(np.frombuffer(answer["arrived"], np.uint8), count=len(sizes))  # type: ignore[call-overload]
             missing = np.flatnonzero(arrived == 0)
             self.progress.pending_bytes -= int(sizes[arrived == 1].sum())
@@ -293,6 +324,7 @@ class Sender:
         target.pins[rank].read_into(start, view)
         self._link.send({"chunk": chunk, "bytes": nbytes}, ANSWER_S)
         self._link.send_bytes(view, ANSWER_S)
+        self._worked()
         self.progress.sent_bytes += nbytes
         self.progress.pending_bytes = max(0, self.progress.pending_bytes - nbytes)
         crash_point("replica.during-send")

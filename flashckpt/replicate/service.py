@@ -1,6 +1,6 @@
 """Replication on one node: what the persister's loop calls each turn. Nothing here waits; threads send, receive and report.
 
-The first node of a session decides for all which snapshot is sent next (`planning/replica_rounds`); the others report to it.
+One node decides for all which snapshot is sent next (`planning/replica_rounds`); the others report to it (`replicate/rounds`).
 A snapshot under way, and the newest one that is everywhere, stay pinned in this node's own slots as well: rows that several
 nodes hold are in no replica, and a lost partner takes the replica with it.
 """
@@ -10,23 +10,21 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
-import socket
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from flashckpt.core.generation import Generation
 from flashckpt.core.snapshot_id import SnapshotId
-from flashckpt.errors import FlashckptError
-from flashckpt.peer_link import PeerLink
-from flashckpt.planning.replica_rounds import NodeReport, RoundDecision, decide
+from flashckpt.planning.replica_rounds import NodeReport, RoundDecision
+from flashckpt.planning.round_memory import PartnerView, RoundMemory
 from flashckpt.replicate import records
-from flashckpt.replicate.connections import SMALL, linked
-from flashckpt.replicate.receiver import Listener, decision_from, packed_report
+from flashckpt.replicate.receiver import Listener
 from flashckpt.replicate.records import NodeEndpoint, ReplicaRows, ReplicaSession
-from flashckpt.replicate.sender import ANSWER_S, CONNECT_S, ReplicaTarget, Sender
+from flashckpt.replicate.rounds import HeardReports, RoundsReporter
+from flashckpt.replicate.sender import ReplicaTarget, Sender, passed_over_s
 from flashckpt.replicate.slots import Kept, ReplicaSlots
 from flashckpt.shm import job_records
 from flashckpt.shm.inventory import NodeInventory, pin, release
@@ -34,8 +32,6 @@ from flashckpt.shm.job_directory import JobConfig, JobDirectory
 from flashckpt.shm.job_id import root_digest
 from flashckpt.shm.segment import Pin
 
-IDLE_S, BUSY_S = 1.0, 0.2
-"""Seconds between two reports to the node that decides: with nothing to send, and while something is under way."""
 _log = logging.getLogger(__name__)
 
 
@@ -44,7 +40,9 @@ class ReplicaState:
     """How far replication is, for status and metrics.
 
     Attributes:
-        everywhere: Newest snapshot that all partners of all nodes hold; None before the first of this generation.
+        everywhere: Newest snapshot that all partners of all nodes hold, but for nodes that are passed over; None before the first
+            of this generation.
+        without: Names of the nodes that are passed over.
         lag_steps: Steps that the newest snapshot of this node is ahead of it.
         lag_s: Seconds since this node held a snapshot that is not everywhere; 0 if there is none.
         pending_bytes: Bytes of the snapshot under way that partners lack.
@@ -54,6 +52,7 @@ class ReplicaState:
     """
 
     everywhere: SnapshotId | None = None
+    without: tuple[str, ...] = ()
     lag_steps: int = 0
     lag_s: float = 0.0
     pending_bytes: int = 0
@@ -77,14 +76,15 @@ class ReplicationService:
         self.session: ReplicaSession | None = None
         self._slots: ReplicaSlots | None = None
         self._record = Generation(number=0)
-        self._decision = RoundDecision()
-        self._reports: dict[int, NodeReport] = {}
+        self._rounds = RoundMemory()
+        self._committed: SnapshotId | None = None
+        self._heard: HeardReports | None = None
+        self._reporter: RoundsReporter | None = None
         self._senders: list[Sender] = []
         self._targets: dict[SnapshotId, ReplicaTarget] = {}
         self._held: tuple[SnapshotId, ...] = ()
         self._seen_s: dict[SnapshotId, float] = {}
-        self._changed, self._over = threading.Event(), threading.Event()
-        self._problem = ""
+        self._changed = threading.Event()
         self._lock = threading.Lock()
         self._sent_before = 0
         self._left: list[
@@ -93,13 +93,16 @@ class ReplicationService:
 
     # -- what the loop calls -------------------------------------------------------------------------------
 
-    def turn(self, config: JobConfig, view: NodeInventory, record: Generation) -> None:
+    def turn(
+        self, config: JobConfig, view: NodeInventory, record: Generation, committed: SnapshotId | None = None
+    ) -> None:
         """Do what can be done now.
 
         Args:
             config: Of the job.
             view: This node's own slots.
             record: The current generation.
+            committed: Newest checkpoint on storage that is known of.
 
         Raises:
             FlashckptError, OSError: A record cannot be read, or no socket can be opened; to be tried again.
@@ -110,26 +113,31 @@ class ReplicationService:
             session = None
         if session != self.session:
             self._begin(session, record)
+        # what an earlier generation committed may have been rolled back since
+        self._committed = committed if committed is not None and committed.generation == record.number else None
         if self.session is not None:
             self._advance(self.session, view)
         self._let_go()
 
     def state(self) -> ReplicaState:
         """Return how far it is."""
-        everywhere = self._decision.everywhere
-        floor = everywhere or (self.session.restored if self.session is not None else None)
+        floor, session = self._rounds.kept, self.session
+        everywhere = floor if floor is not None and floor.generation == self._record.number else None
         begun = self._record.parent.step if self._record.parent is not None else 0
         newest = max(self._held, default=None)
         waiting = [at for identity, at in self._seen_s.items() if floor is None or identity > floor]
         problems = [sender.progress.problem for sender in self._senders if sender.progress.problem]
+        if self._reporter is not None and self._reporter.problem:
+            problems.append(self._reporter.problem)
         return ReplicaState(
             everywhere=everywhere,
+            without=tuple(session.name(node) for node in self._rounds.decision.without) if session is not None else (),
             lag_steps=max(0, newest.step - (floor.step if floor is not None else begun)) if newest is not None else 0,
             lag_s=time.monotonic() - min(waiting) if waiting else 0.0,
             pending_bytes=sum(sender.progress.pending_bytes for sender in self._senders),
             sent_bytes=self._sent_before + sum(sender.progress.sent_bytes for sender in self._senders),
             kept_bytes=sum(_nbytes(path) for path in self._directory.replica_segments()),
-            problem="; ".join([*problems, *([self._problem] if self._problem else [])]),
+            problem="; ".join(problems),
         )
 
     def close(self) -> None:
@@ -149,28 +157,19 @@ class ReplicationService:
 
     def kept(self) -> Kept | None:
         """Return what may not be overwritten here."""
-        session, decision = self.session, self._decision
+        with self._lock:
+            session, kept = self.session, self._rounds.kept
         if session is None:
             return None
-        common = [identity for identity in (decision.everywhere, session.restored) if identity is not None]
-        return Kept(
-            generation=self._record,
-            common=common,
-            unrecoverable=[identity for identity in decision.unrecoverable if identity not in common],
-            superseded=session.superseded,
-        )
+        return Kept(generation=self._record, identity=kept, superseded=session.superseded)
 
     def take_report(self, node: int, report: NodeReport) -> RoundDecision:
         """Note the report of a node; return what follows from those of all."""
-        with self._lock:
-            session = self.session
-            if session is None:
-                return RoundDecision()
-            self._reports[node] = report
-            decision = decide(
-                [self._reports.get(k) for k in range(len(session.addresses))], every=max(1, session.every)
-            )
-        if decision != self._decision and session.node == 0:
+        heard = self._heard
+        if heard is None:
+            return RoundDecision()
+        decision = heard.take(node, report)
+        if decision != self._rounds.decision:
             self._changed.set()
         return decision
 
@@ -201,9 +200,9 @@ class ReplicationService:
 
     def _begin(self, session: ReplicaSession | None, record: Generation) -> None:
         """End what is under way for the last session, and begin another one."""
-        with self._lock:
-            self._over.set()
-        self._changed.set()
+        if self._reporter is not None:
+            self._reporter.close()
+            self._reporter = None
         for sender in self._senders:
             sender.close()  # its thread may still count a chunk or two
             self._sent_before += sender.progress.sent_bytes
@@ -212,29 +211,34 @@ class ReplicationService:
         self._left += [(self._senders, target) for target in self._targets.values()]
         with self._lock:
             self.session, self._record = session, record
-            self._reports.clear()
-            self._decision = RoundDecision()
-        self._senders, self._targets, self._held, self._problem = [], {}, (), ""
+            self._heard = HeardReports(session) if session is not None else None
+            if session is not None:
+                self._rounds = RoundMemory.begin(record.number, session.restored, self._rounds)
+        self._senders, self._targets, self._held = [], {}, ()
         self._seen_s.clear()
         if session is None:
             if self._slots is not None:
                 self._slots.close()
             return
-        self._over, self._changed = threading.Event(), threading.Event()
+        self._changed = threading.Event()
         self._senders = [Sender(session, place, self._changed) for place in range(len(session.partners[session.node]))]
-        arguments = (session, self._over, self._changed)
-        threading.Thread(target=self._report_all, args=arguments, name="flashckpt-rounds", daemon=True).start()
-        _log.info(
-            "replicates to nodes %s, every %d steps", ", ".join(str(s.partner) for s in self._senders), session.every
+        self._reporter = RoundsReporter(
+            session,
+            self._changed,
+            report=lambda: self._report(session),
+            decide_here=self.take_report,
+            decided=lambda decision: self._take_decision(session, decision),
         )
+        names = ", ".join(session.name(sender.partner) for sender in self._senders)
+        _log.info("replicates to %s, every %d steps", names, session.every)
 
     def _advance(self, session: ReplicaSession, view: NodeInventory) -> None:
         ranks = set(session.ranks_of(session.node))
         found = [i for i in view.complete() if i[0] == session.generation and view.holders(i).keys() >= ranks]
         now = time.monotonic()
         self._seen_s = {i: self._seen_s.get(i, now) for i in {*found, *self._targets} if i[0] == session.generation}
-        decision = self._decision
-        wanted = {i for i in (decision.target, decision.everywhere or session.restored) if i is not None}
+        decision = self._rounds.decision
+        wanted = self._rounds.pinned()
         for identity in sorted(wanted - self._targets.keys()):
             self._pin(identity, ranks, view)
         target = self._targets.get(decision.target) if decision.target is not None else None
@@ -260,7 +264,7 @@ class ReplicationService:
     def _pin(self, identity: SnapshotId, ranks: set[int], view: NodeInventory) -> None:
         """Pin what this node holds of a snapshot, with the rows that go to partners where it is to be sent."""
         held = view.holders(identity)
-        is_target = identity == self._decision.target
+        is_target = identity == self._rounds.decision.target
         rows: dict[int, ReplicaRows] = {}
         if is_target:
             for rank in ranks:
@@ -275,76 +279,41 @@ class ReplicationService:
         if is_target and pins.keys() != ranks:
             release(pins)
             return
-        self._targets[identity] = ReplicaTarget(identity=identity, pins=pins, rows=rows)
+        self._targets[identity] = ReplicaTarget(identity=identity, kept=self._rounds.kept, pins=pins, rows=rows)
 
-    # -- the thread that reports -------------------------------------------------------------------------------
-
-    def _report_all(self, session: ReplicaSession, over: threading.Event, changed: threading.Event) -> None:
-        """Report to the node that decides, and take its decision, until the session is over."""
-        connection: PeerLink | None = None
-        while not over.is_set():
-            is_busy = self._decision.target is not None or any(i != self._decision.everywhere for i in self._held[-1:])
-            changed.wait(max(BUSY_S, len(session.addresses) / 1000) if is_busy else IDLE_S)
-            changed.clear()
-            report = self._report(session)
-            if over.is_set() or report is None:
-                over.wait(BUSY_S / 4)
-                continue
-            try:
-                if session.node == 0:
-                    decision = self.take_report(0, report)
-                else:
-                    connection = connection or _connected(session)
-                    connection.send(packed_report(report), ANSWER_S)
-                    decision = decision_from(connection.receive_map(ANSWER_S, SMALL))
-                self._problem = ""
-            except (OSError, FlashckptError) as error:
-                self._problem = f"node 0, which decides what is sent, cannot be reached: {error}"
-                if connection is not None:
-                    connection.close()
-                connection = None
-                over.wait(IDLE_S)
-                continue
-            with self._lock:
-                is_news = decision != self._decision and not over.is_set()
-                self._decision = decision if is_news else self._decision
-            if is_news:
-                self._wake()
-        if connection is not None:
-            connection.close()
+    # -- what it reports ---------------------------------------------------------------------------------------
 
     def _report(self, session: ReplicaSession) -> NodeReport | None:
         """Return what this node says now; None until its partners have said what they hold."""
-        progress = [sender.progress for sender in self._senders]
-        if any(one.holds is None for one in progress):
-            return None
-        replicated = (
-            frozenset.intersection(*(one.holds or frozenset() for one in progress)) if progress else frozenset()
-        )
-        damaged = frozenset[SnapshotId]().union(*(one.damaged for one in progress))
-        return NodeReport(
-            held=tuple(identity for identity in self._held if identity not in damaged),
-            replicated=tuple(sorted(i for i in replicated if i[0] == session.generation)),
-            target=self._decision.target,
-        )
+        damaged = frozenset[SnapshotId]().union(*(sender.progress.damaged for sender in self._senders))
+        held = [identity for identity in self._held if identity not in damaged]
+        views = [
+            PartnerView(node=one.partner, holds=one.progress.holds, is_passed_over=one.is_passed_over)
+            for one in self._senders
+        ]
+        with self._lock:
+            return self._rounds.report(held, views, self._committed) if session is self.session else None
+
+    def _take_decision(self, session: ReplicaSession, decision: RoundDecision) -> None:
+        with self._lock:
+            if session is not self.session or decision == self._rounds.decision:
+                return
+            passed_over, before = decision.without, self._rounds.decision.without
+            self._rounds.adopt(decision)
+        if passed_over != before:
+            _say_passed_over(session, passed_over)
+        self._wake()
 
 
-def _connected(session: ReplicaSession) -> PeerLink:
-    place = session.place(0)
-    if place is None:
-        raise ConnectionError("its persister does not listen")
-    connection = socket.create_connection(place, timeout=CONNECT_S)
-    try:
-        link = linked(connection, session, accepts=False)
-        link.send({"kind": "rounds", "node": session.node, "generation": session.generation}, ANSWER_S)
-        is_ready = link.receive_map(ANSWER_S, SMALL).get("state") == "ready"
-    except BaseException:
-        connection.close()
-        raise
-    if not is_ready:
-        connection.close()
-        raise ConnectionError("it is in another session")
-    return link
+def _say_passed_over(session: ReplicaSession, nodes: Sequence[int]) -> None:
+    if nodes:
+        names = ", ".join(session.name(node) for node in nodes)
+        _log.warning(
+            "replicas are sent without %s, which could not be reached for %.0f s: what its senders and it alone hold is as safe "
+            "as the newest replica everywhere, or checkpoint, is new", names, passed_over_s(),
+        )  # fmt: skip
+    else:
+        _log.info("all nodes take part in replication again")
 
 
 def _nbytes(path: Path) -> int:

@@ -42,25 +42,31 @@ class Kept:
 
     Attributes:
         generation: The current generation.
-        common: Ids that every partner of every node holds, or that the generation was restored from in memory.
-        unrecoverable: Ids that can never be everywhere.
+        identity: The id that every partner of every node holds, or what took its place (`RoundMemory.kept`).
         superseded: The checkpoint on storage that the generation was restored from.
     """
 
     generation: Generation
-    common: Collection[SnapshotId] = ()
-    unrecoverable: Collection[SnapshotId] = ()
+    identity: SnapshotId | None = None
     superseded: SnapshotId | None = None
 
     def slot(self, headers: list[SlotHeader], pinned: Collection[int]) -> int | None:
-        """Return the slot that the next replica may overwrite; None if there is none."""
+        """Return the slot that a replica may overwrite; None if there is none.
+
+        That is any but the one with what is kept. Of what is newer nothing can be everywhere: its sender offers something else.
+
+        Args:
+            headers: One per slot.
+            pinned: Slots that are being read or written.
+        """
         complete = [header.identity for header in headers if header.is_complete]
-        left = {identity for identity in complete if is_rolled_back(identity, [self.generation])}
+        newer = {i for i in complete if self.identity is None or i > self.identity}
+        left = {i for i in complete if i != self.identity and is_rolled_back(i, [self.generation])}
         return choose_slot(
             headers,
             pinned=pinned,
-            common=self.common,
-            unrecoverable={*self.unrecoverable, *left},
+            common=[self.identity] if self.identity is not None else [],
+            unrecoverable=newer | left,
             superseded=self.superseded,
         )
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import socket
 import threading
 from collections.abc import Iterator
@@ -12,8 +13,9 @@ from pathlib import Path
 import pytest
 from support.daemons import ForkedDaemon, daemon_of
 from support.ranks import wait_for
-from support.replicas import Replicating, everywhere, replicas_of, turn_all
+from support.replicas import Replicating, everywhere, memory_of, replicas_of, turn_all
 
+from flashckpt.cli.main import main
 from flashckpt.core.snapshot_id import SnapshotId
 from flashckpt.daemon.persister.service import Daemon
 from flashckpt.faults import CRASH_POINTS
@@ -110,6 +112,90 @@ def test_partner_that_is_gone_costs_replicas_and_nothing_else_and_is_found_again
         with daemon_of(them.jobs[1]) as second:  # another process of that node, on the same port
             turn_all([first, second], lambda: everywhere(first) == everywhere(second) == (1, 6), "step 6")
             assert first.replication.state().problem == ""
+
+
+def test_one_node_that_is_gone_does_not_stop_the_others_and_catches_up_when_it_is_back(
+    shm_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Without it what was everywhere stays; what is newer moves on beside it, in the second slot, again and again."""
+    monkeypatch.setenv("FLASHCKPT_REPLICA_PATIENCE", "1.5")
+    them = Replicating(shm_dir, 4, slots=4)
+    with contextlib.ExitStack() as stack:
+        first, second, fourth = (stack.enter_context(daemon_of(them.jobs[node])) for node in (0, 1, 3))
+        rest = [first, second, fourth]
+        with daemon_of(them.jobs[2]) as third:
+            for daemon in (*rest, third):
+                daemon.turn()
+            them.write_session()
+            assert them.step(2)
+            turn_all([*rest, third], lambda: all(everywhere(d) == (1, 2) for d in (*rest, third)), "step 2")
+        for step in (4, 6, 8):
+            for node in (0, 1, 3):
+                assert them.jobs[node].step(step)
+            turn_all(rest, lambda s=step: kept_at(them, 1) == {(0, (1, 2)), (0, (1, s))}, f"step {step} at node 1")  # type: ignore[misc]
+        turn_all(rest, lambda: kept_at(them, 0) == {(3, (1, 2)), (3, (1, 8))}, "step 8 at node 0")
+        assert {everywhere(daemon) for daemon in rest} == {(1, 2)}
+        turn_all(
+            rest, lambda: {d.replication.state().without for d in rest} == {("node 2",)}, "node 2 to be passed over"
+        )
+        assert kept_at(them, 3) == {(2, (1, 2))}  # what it has sent itself is as safe as before
+        assert kept_at(them, 2) == {(1, (1, 2))}
+        with daemon_of(them.jobs[2]) as third:
+            everyone = [*rest, third]
+            turn_all(everyone, lambda: not any(d.replication.state().without for d in everyone), "all to take part")
+            assert them.step(10)
+            turn_all(everyone, lambda: all(everywhere(d) == (1, 10) for d in everyone), "step 10 everywhere")
+        for node in range(4):
+            assert ((node + 3) % 4, (1, 10)) in kept_at(them, node)
+
+
+def test_first_node_that_is_gone_does_not_stop_the_others(shm_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("FLASHCKPT_REPLICA_PATIENCE", "1.5")
+    them = Replicating(shm_dir, 3, slots=4)
+    with daemon_of(them.jobs[1]) as second, daemon_of(them.jobs[2]) as third:
+        with daemon_of(them.jobs[0]) as first:
+            everyone = [first, second, third]
+            for daemon in everyone:
+                daemon.turn()
+            them.write_session()
+            assert them.step(2)
+            turn_all(everyone, lambda: all(everywhere(d) == (1, 2) for d in everyone), "step 2")
+        assert them.jobs[1].step(4), them.jobs[2].step(4)
+        assert them.jobs[2].step(4)
+        turn_all([second, third], lambda: (1, (1, 4)) in kept_at(them, 2), "step 4 at node 2")
+        assert (everywhere(second), everywhere(third)) == ((1, 2), (1, 2))
+        with daemon_of(them.jobs[0]) as first:
+            everyone = [first, second, third]
+            turn_all(everyone, lambda: not any(d.replication.state().without for d in everyone), "all to take part")
+            assert them.step(6)
+            turn_all(everyone, lambda: all(everywhere(d) == (1, 6) for d in everyone), "step 6 everywhere")
+
+
+def test_partner_that_listens_nowhere_is_passed_over_and_what_is_on_storage_need_not_be_kept(
+    shm_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It reports and sends all the same, so that both slots of the others move on as soon as storage has what was everywhere."""
+    monkeypatch.setenv("FLASHCKPT_REPLICA_PATIENCE", "1.5")
+    them = Replicating(shm_dir, 3, slots=4)
+    with daemons_of(them) as daemons:
+        assert them.step(2)
+        turn_all(daemons, lambda: all(everywhere(d) == (1, 2) for d in daemons), "step 2")
+        for job in them.jobs:
+            assert job.step(3, persist=True)
+        turn_all(daemons, lambda: all(d.replication._committed == (1, 3) for d in daemons), "step 3 on storage")
+        turn_all(daemons, lambda: all(everywhere(d) == (1, 3) for d in daemons), "step 3")
+        assert daemons[1].replication._listener is not None
+        daemons[1].replication._listener.close()
+        for step in (4, 6, 8):
+            assert them.step(step)
+            turn_all(daemons, lambda s=step: all(everywhere(d) == (1, s) for d in daemons), f"step {step}")  # type: ignore[misc]
+        assert kept_at(them, 2) == {(1, (1, 6)), (1, (1, 8))}
+        assert kept_at(them, 0) == {(2, (1, 6)), (2, (1, 8))}
+        turn_all(daemons, lambda: daemons[0].replication.state().without == ("node 1",), "node 1 to be passed over")
+
+
+def kept_at(them: Replicating, node: int) -> set[tuple[int, SnapshotId]]:
+    return set(replicas_of(them.jobs[node].directory))
 
 
 class Cutting:
@@ -256,3 +342,38 @@ def test_next_generation_keeps_what_it_was_restored_from_until_its_own_is_everyw
         assert them.step(5)
         turn_all(daemons, lambda: all(everywhere(d) == (2, 5) for d in daemons), "step 5")
         assert {i for _, i in replicas_of(them.jobs[0].directory)} == {parent, (2, 5)}
+
+
+def test_command_shows_whose_replicas_of_which_step_how_many_bytes_and_the_lag(
+    shm_dir: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+
+    def said(*words: str) -> str:
+        with pytest.raises(SystemExit) as end:
+            main(list(words))
+        assert not end.value.code
+        return capsys.readouterr().out
+
+    them = Replicating(shm_dir, 2, per_node=2, slots=4)
+    with daemons_of(them) as daemons:
+        assert all([job.step(2, persist=True) for job in them.jobs])  # noqa: C419 -- both take it
+        turn_all(daemons, lambda: all(everywhere(d) == (1, 2) for d in daemons), "step 2")
+        read = them.jobs[1].directory.read_status
+        turn_all(daemons, lambda: (s := read()) is not None and s.replicated == s.committed == (1, 2), "the status")
+        nbytes = sum(int(rank.table.nbytes.sum()) for rank in them.jobs[0].ranks)
+        with memory_of(shm_dir / "node1"):
+            (job,) = json.loads(said("status", "--json"))["jobs"]
+            assert job["replicas"]["partners"] == ["node 0"]
+            assert (job["replicas"]["replicated"], job["replicas"]["lag_steps"]) == ([1, 2], 0)
+            (kept,) = job["replicas"]["kept"]
+            assert (kept["step"], kept["node"], kept["ranks"]) == (2, "node 0", [0, 1])
+            assert kept["nbytes"] >= nbytes
+            assert "2.g1 with node 0; keeps" in said("status")
+            assert "of node 0: ranks 0, 1" in said("ls", them.jobs[0].root)
+            rows = json.loads(said("ls", them.jobs[0].root, "--json"))["checkpoints"]
+            (row,) = [row for row in rows if row["state"] == "replica"]
+            assert (row["tier"], row["step"], row["replica_of"]) == ("memory", 2, {"node": "node 0", "ranks": [0, 1]})
+            shown = json.loads(said("inspect", them.jobs[0].root, "--coverage", "--json"))["coverage"]
+            found = {one["source"]: one for one in shown}
+            assert {"rank 2", "rank 3", "replica of rank 0", "replica of rank 1"} < found.keys()
+            assert found["all ranks here"]["missing_bytes"] == 0

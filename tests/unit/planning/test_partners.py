@@ -14,7 +14,7 @@ from flashckpt.core.digest import chunk_count
 from flashckpt.core.manifest import decode_manifest, encode_manifest
 from flashckpt.core.snapshot_id import SnapshotId
 from flashckpt.planning.partners import partner_map, senders_to
-from flashckpt.planning.replica_rounds import NodeReport, decide
+from flashckpt.planning.replica_rounds import NodeReport, RoundDecision, decide
 from flashckpt.planning.replica_rows import ReplicaMap, masks_of, replica_manifest, row_keys, rows_for
 
 DOMAINS = st.lists(st.sampled_from("abcde"), min_size=1, max_size=12)
@@ -114,8 +114,27 @@ def ids(*steps: int) -> tuple[SnapshotId, ...]:
     return tuple(SnapshotId(1, step) for step in steps)
 
 
-def report(held: Sequence[int], replicated: Sequence[int] = (), target: int | None = None) -> NodeReport:
-    return NodeReport(held=ids(*held), replicated=ids(*replicated), target=SnapshotId(1, target) if target else None)
+def report(
+    held: Sequence[int],
+    replicated: Sequence[int] = (),
+    target: int | None = None,
+    *,
+    kept: int | None = None,
+    everywhere: int | None = None,
+    committed: int | None = None,
+    reached: Sequence[int] | None = None,
+) -> NodeReport:
+    """A report of a node; where it passes its partner over, `reached` says what the others hold."""
+    return NodeReport(
+        held=ids(*held),
+        replicated=ids(*replicated),
+        target=SnapshotId(1, target) if target else None,
+        everywhere=SnapshotId(1, everywhere or kept or 0) if everywhere or kept else None,
+        kept=SnapshotId(1, kept) if kept else None,
+        committed=SnapshotId(1, committed) if committed else None,
+        passed_over=() if reached is None else (1,),
+        reached=None if reached is None else ids(*reached),
+    )
 
 
 def test_newest_that_all_hold_is_sent_and_stays_the_target_until_it_is_everywhere() -> None:
@@ -123,11 +142,51 @@ def test_newest_that_all_hold_is_sent_and_stays_the_target_until_it_is_everywher
     assert decide([report([2, 4], target=2), report([2, 4])]).target == (1, 2)
     assert decide([report([4], [2]), report([2, 4], target=2)]).target == (1, 2)
     done = decide([report([4], [2]), report([4], [2])])
-    assert (done.everywhere, done.target) == ((1, 2), (1, 4))
+    assert (done.everywhere, done.kept, done.target) == ((1, 2), (1, 2), (1, 4))
     assert decide([report([4], [2]), None]).target is None
     assert decide([report([3, 4]), report([3, 4])], every=3).target == (1, 3)
 
 
-def test_what_one_node_has_lost_is_given_up_and_protects_nothing() -> None:
+def test_what_one_node_has_lost_is_not_sent() -> None:
     found = decide([report([6], [2, 4]), report([6], [2])])
-    assert (found.everywhere, found.target, found.unrecoverable) == ((1, 2), (1, 6), ids(4))
+    assert (found.everywhere, found.target) == ((1, 2), (1, 6))
+
+
+def test_silent_node_is_passed_over_what_was_everywhere_stays_and_the_rest_moves_on_beside_it() -> None:
+    def both(held: Sequence[int], sent: Sequence[int], target: int | None) -> RoundDecision:
+        sends, cannot = report(held, sent, target, kept=2), report(held, [2], target, kept=2, reached=sent)
+        return decide([sends, cannot, None], silent={2})
+
+    first = both([2, 4], [2], None)
+    assert (first.kept, first.target, first.without) == ((1, 2), (1, 4), (1, 2))
+    second = both([2, 4], [2, 4], 4)
+    assert (second.kept, second.target) == ((1, 2), (1, 4))  # nothing newer: it stays where it comes from, too
+    third = both([2, 4, 6], [2, 4], 4)
+    assert (third.kept, third.target) == ((1, 2), (1, 6))
+
+
+def test_what_has_arrived_from_all_but_a_silent_node_may_be_everywhere_and_stays_until_storage_has_it() -> None:
+    """The silent one may have had that decision of a process that is gone, and let go of what was everywhere before."""
+    for committed, kept, target in ((None, 2, 4), (2, 2, 4), (4, 4, 6)):
+        one = report([2, 4, 6], [2, 4], 4, kept=2, committed=committed)
+        found = decide([one, one, None], silent={2})
+        assert (found.kept, found.target) == ((1, kept), (1, target)), committed
+
+
+def test_what_was_everywhere_gives_way_without_a_node_only_once_it_is_on_storage() -> None:
+    for committed, kept in ((None, 2), (1, 2), (2, 4), (3, 4)):
+        them = [report([4, 6], [2, 4], 4, kept=2, committed=committed), report([4, 6], [2], 4, kept=2, reached=[2, 4])]
+        assert decide(them).kept == (1, kept), committed
+    later = report([6, 8], [4, 6], 6, everywhere=2, kept=4, committed=2)
+    assert decide([later, report([6, 8], [2], 6, everywhere=2, kept=4, reached=[4, 6])]).kept == (1, 6)
+    alone = decide([report([4], [4], 4), report([4], [], 4, reached=[4])])
+    assert alone.kept == (1, 4)  # nothing was everywhere before
+
+
+def test_what_is_kept_stays_so_for_a_process_that_has_just_begun_to_decide_and_when_the_node_is_back() -> None:
+    back = decide([report([6], [4], kept=4), report([6], [4], kept=4), report([6], [2], kept=2)])
+    assert (back.kept, back.everywhere, back.target, back.without) == ((1, 4), None, (1, 6), ())
+    holds_it = decide([report([6], [4], kept=4), report([6], [4], kept=4), report([4, 6], [2], kept=2)])
+    assert holds_it.target == (1, 4)
+    done = decide([report([6], [4, 6], kept=4), report([6], [4, 6], kept=4), report([6], [2, 6], kept=2)])
+    assert (done.everywhere, done.kept) == ((1, 6), (1, 6))
