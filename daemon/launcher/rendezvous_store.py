@@ -48,7 +48,7 @@ def on_loopback(port: int = 0) -> TCPStore:
     except RuntimeError as error:
         raise ConfigError(
             "the port of the workers' store cannot be used",
-            found=f"{host} port {port}: {error}",
+            found=str(error),
             remedy="give another --master-port, or omit it: dlrun then takes a free one",
         ) from error
 
