@@ -117,7 +117,7 @@ def workers_store(host: str, port: int) -> TCPStore:
 
 
 def of_static(
-    info: RendezvousInfo, run_id: str, number: int, seal: Callable[..., SealedStore]
+    info: RendezvousInfo, run_id: str, number: int, sign: Callable[..., SealedStore]
 ) -> tuple[RendezvousInfo, TCPStore | None]:
     """Return round `number` with a store whose values are signed; after the first one with a new port for the workers.
 
@@ -125,11 +125,11 @@ def of_static(
         info: Of torch's static rendezvous, which has the same store in every round.
         run_id: Of the job.
         number: Of the round, from 0.
-        seal: Makes a signed store of a store and its purpose.
+        sign: Makes a signed store of a store and its purpose.
     """
     server, first = None, info.bootstrap_store_info
     assert first is not None  # the static rendezvous sets it
-    store = seal(PrefixStore(f"flashckpt/round{number}", info.store), purpose=f"static {run_id} {number}")
+    store = sign(PrefixStore(f"flashckpt/round{number}", info.store), purpose=f"static {run_id} {number}")
     if not number:
         return _with(store, info, first), None
     address = str(first.master_addr)
