@@ -42,6 +42,33 @@ def test_bytes_of_odd_layouts_are_those_that_a_dry_run_counts(world: int, parall
         assert (found.parameters, found.gradients, found.optimizer) == counted
 
 
+THREE = {**SPARSE, "experts": 3}
+
+
+@pytest.mark.parametrize(
+    ("optim", "ema", "world", "parallel", "model"),
+    [
+        ({"name": "muon"}, {}, 3, {}, THREE),
+        ({"name": "muon"}, {}, 4, {"tp": 2}, ODD),
+        ({"name": "adafactor"}, {}, 3, {}, THREE),
+        ({"name": "adafactor"}, {}, 4, {"tp": 2}, ODD),
+        ({"name": "sgd"}, {"decay": 0.9}, 3, {}, ODD),
+        ({"name": "sgd", "momentum": 0.0, "nesterov": False}, {}, 2, {"tp": 2}, ODD),
+        ({"name": "adamw"}, {"decay": 0.9}, 3, {}, THREE),
+    ],
+)
+def test_bytes_of_optimizers_and_of_an_average_are_those_that_a_dry_run_counts(
+    optim: Any, ema: Any, world: int, parallel: Any, model: Any
+) -> None:
+    values = {"model": model, "parallel": parallel, "train": {"global_batch": 24}, "optim": optim, "ema": ema}
+    config = from_values(values)
+    layout = resolve_layout(config, world)
+    for row in describe(config, DryRunOptions(world=world))["ranks"]:
+        found = held(config, layout, row["pp"][0], row["dp_shard"][-1])
+        counted = (row["parameter_bytes"], row["gradient_bytes"], row["optimizer_bytes"])
+        assert (found.parameters, found.gradients, found.optimizer) == counted
+
+
 # -- measured
 
 
