@@ -189,24 +189,17 @@ class Checkpointer:
             RootError: The root cannot be asked, or is empty although checkpoints of this job were committed on it.
             ConfigError: `fresh` together with something to restore.
         """
-        if fresh and (step, generation, root, only) != (None, None, None, None):
-            raise ConfigError(
-                "restore(fresh=True) takes nothing to restore",
-                found="fresh=True with step, generation, root or only",
-                remedy="for a warm start from another root: restore(fresh=True) or restore(root=...)",
-            )
-        request = RestoreRequest(
-            root=self._settings.root if root is None else root_url(root),
-            step=step,
-            generation=generation,
-            only=only,
-            strict=strict,
-            fresh=bool(fresh),
-        )
+        if fresh:
+            _refuse_beside_fresh(step, generation, root, only)
+        url = self._settings.root if root is None else root_url(root)
+        wanted = RestoreRequest(root=url, step=step, generation=generation, only=only, strict=strict, fresh=bool(fresh))
+        return self._restored(wanted, warm=root is not None)
+
+    def _restored(self, request: RestoreRequest, *, warm: bool) -> RestoreReport | None:
         if self._session is not None:
-            report: RestoreReport | None = self._warm_start_after(request, given=root is not None)
+            report: RestoreReport | None = self._warm_start_after(request, given=warm)
         else:
-            report = self._begin(request, warm=root is not None)
+            report = self._begin(request, warm=warm)
         if report is not None:
             notice(_logger, "%s", report, is_shown=self._tracked.world.rank == 0)
             self._call("on_restore", self.on_restore, report)
@@ -359,6 +352,15 @@ class Checkpointer:
                 remedy="call ckpt.restore() once before the loop; on a fresh start it returns None",
             )
         return self._session
+
+
+def _refuse_beside_fresh(*wanted: object) -> None:
+    if any(one is not None for one in wanted):
+        raise ConfigError(
+            "restore(fresh=True) takes nothing to restore",
+            found="fresh=True with step, generation, root or only",
+            remedy="for a warm start from another root: restore(fresh=True) or restore(root=...)",
+        )
 
 
 __all__ = ["Checkpointer", "FlashckptError", "PersistError"]

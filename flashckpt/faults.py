@@ -55,6 +55,9 @@ CRASH_POINTS: dict[str, str] = {
     "persist.before-tombstone": "catalogue entry of an old checkpoint deleted, its MANIFEST still there",
     "persist.during-prune": "MANIFEST of an old checkpoint deleted, its data still there",
     "persist.after-prune": "data of an old checkpoint deleted, not yet noted in the catalogue",
+    # room on a root that is full
+    "room.after-abandoned": "data of abandoned snapshots deleted, not yet noted in the catalogue",
+    "room.before-retry": "room made, the pack that did not fit not yet written again",
     # the sweep of a root
     "sweep.before-entries": "data of orphans deleted, not yet noted in the catalogue",
     "sweep.before-tombstones": "catalogue entries of old tombstones deleted, the tombstones still there",

@@ -6,8 +6,6 @@ Checkpoints are not written through this. Torch-free.
 from __future__ import annotations
 
 import contextlib
-import errno
-import logging
 import os
 import sys
 import threading
@@ -15,44 +13,10 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, TextIO
 
+from flashckpt.nonfatal import Nonfatal, write_all
 from flashckpt.trainer.watch.terminal import CLEAR, is_terminal
 
-logger = logging.getLogger(__name__)
-
-
-class Nonfatal:
-    """Counts lines that could not be written to one place; reports them when writing works again, and at the end.
-
-    Args:
-        place: Its name for the user: a file's path, "standard error".
-        say: Reports the count; the log by default.
-    """
-
-    def __init__(self, place: str, say: Callable[[str], None] | None = None) -> None:
-        self.place = place
-        self.lost = 0
-        self._error = ""
-        self._say = say or (lambda text: logger.warning("%s", text))
-
-    def attempt(self, write: Callable[[], object], lines: int = 1) -> bool:
-        """Call `write` and return whether it worked; `lines` are counted as lost where it did not."""
-        try:
-            write()
-        except (OSError, ValueError) as error:  # ValueError: the file is closed
-            self._error = getattr(error, "strerror", None) or str(error)
-            if lines and not self.lost:
-                self._say(f"{self.place} cannot be written ({self._error}): lines are lost until it can")
-            self.lost += lines
-            return False
-        if lines:
-            self.report(" before writing worked again")
-        return True
-
-    def report(self, ending: str = "") -> None:
-        """Report how many lines were lost since the last report, if any."""
-        if self.lost:
-            count, self.lost = self.lost, 0
-            self._say(f"{self.place}: {count} lines were lost{ending} ({self._error})")
+__all__ = ["LineFile", "Nonfatal", "NonfatalStream", "nonfatal_stream", "nonfatal_streams", "write_all"]
 
 
 class LineFile:
@@ -103,19 +67,6 @@ class LineFile:
         except OSError:
             os.ftruncate(self._fd, size)  # remove a partial line: this needs no space
             raise
-
-
-def write_all(fd: int, data: bytes) -> None:
-    """Write every byte.
-
-    Raises:
-        OSError: the disk is full; a part may have been written.
-    """
-    while data:
-        written = os.write(fd, data)
-        if not written:
-            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-        data = data[written:]
 
 
 class NonfatalStream:

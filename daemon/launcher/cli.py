@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import argparse
 import atexit
+import contextlib
 import logging
 import os
 import shutil
@@ -21,6 +22,7 @@ from flashckpt.daemon.launcher.budget import REFILL_STEPS, RESTARTS
 from flashckpt.daemon.zygote import server
 from flashckpt.daemon.zygote.rehearse import check_target
 from flashckpt.errors import RESUME_EXIT_CODE, ConfigError, FlashckptError
+from flashckpt.nonfatal import log_stream, report_lost
 from flashckpt.printable import PrintableFormatter
 from flashckpt.streams import fill_closed
 
@@ -239,8 +241,10 @@ def main(args: list[str] | None = None) -> int:
         return run_worker(zygote)
     code = _run_program(parsed, zygote)
     atexit._run_exitfuncs()  # noqa: SLF001 -- at once: tearing down torch module by module takes half a second
-    sys.stdout.flush()
-    sys.stderr.flush()
+    for stream in (sys.stdout, sys.stderr):
+        with contextlib.suppress(OSError, ValueError):  # full, or its reader has gone: the exit code counts
+            stream.flush()
+    _report_lost_lines()
     os._exit(code)
 
 
@@ -281,11 +285,16 @@ def _fail(error: FlashckptError) -> int:
 
 
 def _set_up_log() -> None:
-    handler = logging.StreamHandler(sys.stderr)
+    handler = logging.StreamHandler(log_stream("[dlrun] "))
     handler.setFormatter(PrintableFormatter("[dlrun] %(message)s"))
     _log.addHandler(handler)
     _log.setLevel(os.environ.get("FLASHCKPT_LOGLEVEL", "INFO"))
     _log.propagate = False
+
+
+def _report_lost_lines() -> None:
+    for handler in _log.handlers:
+        report_lost(getattr(handler, "stream", None))
 
 
 def __getattr__(name: str) -> Any:

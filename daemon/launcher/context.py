@@ -22,6 +22,7 @@ from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 from flashckpt import agent_folder
 from flashckpt.daemon.launcher import job_secret, spawn_main
 from flashckpt.daemon.launcher.failure import WorkerExit, first_failure, read_error
+from flashckpt.daemon.launcher.log_folders import logs_elsewhere, opened
 from flashckpt.daemon.launcher.watch import JobWatch
 from flashckpt.daemon.machine import numa
 from flashckpt.daemon.machine.process import (
@@ -147,7 +148,7 @@ class WorkerContext(PContext):
     def _spawn(self, local_rank: int) -> int:
         environment = {**job_secret.without(os.environ), **self.envs[local_rank]}
         command = self._command(local_rank)
-        streams = [open(path, "w") if path else None for path in (self.stdouts[local_rank], self.stderrs[local_rank])]  # noqa: PTH123, SIM115
+        streams = [opened(path) for path in (self.stdouts[local_rank], self.stderrs[local_rank])]
         try:
             process = subprocess.Popen(
                 command,
@@ -321,13 +322,17 @@ def make_context(
     """
     for env in envs.values():
         env["TORCHELASTIC_RESTART_COUNT"] = str(start.number)
-    context = WorkerContext(
-        envs=envs,
-        cpus=bindings(numa_options, len(args)),
-        entrypoint=entrypoint if isinstance(entrypoint, str) else sys.executable,
-        args=args if isinstance(entrypoint, str) else {rank: ("-u", *item) for rank, item in args.items()},
+    given = {
+        "envs": envs,
+        "cpus": bindings(numa_options, len(args)),
+        "entrypoint": entrypoint if isinstance(entrypoint, str) else sys.executable,
+        "args": args if isinstance(entrypoint, str) else {rank: ("-u", *item) for rank, item in args.items()},
         **rest,
-    )
+    }
+    try:
+        context = WorkerContext(**given)
+    except OSError as error:  # torch makes the folders of the logs there
+        context = WorkerContext(**given | {"logs_specs": logs_elsewhere(error, start.watch.agent_dir)})
     for local_rank, env in envs.items():
         env.update(start.environment(local_rank))
     return context

@@ -31,6 +31,8 @@ def main() -> int:
     """Run the script; returns the exit code to end with."""
     end = sys.argv.index("--")
     options, argv = sys.argv[1:end], sys.argv[end + 1 :]
+    worker.rebuild_stream(1, "stdout")
+    worker.rebuild_stream(2, "stderr")
     faulthandler.enable(all_threads=True)
     worker.register_stacks(os.environ.get("FLASHCKPT_STACKS_FILE", ""))
     request = {"argv": argv, "module": MODULE in options, "stderr": OWN_LOG in options}

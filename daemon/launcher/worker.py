@@ -12,7 +12,6 @@ import faulthandler
 import gc
 import importlib.machinery
 import importlib.util
-import io
 import json
 import os
 import runpy
@@ -28,6 +27,7 @@ from flashckpt.agent_folder import agent_folder, write_permanent_error
 from flashckpt.daemon.machine import numa
 from flashckpt.daemon.machine.process import set_title
 from flashckpt.errors import FlashckptError
+from flashckpt.nonfatal import NonfatalFile, nonfatal_text, report_lost
 from flashckpt.shm.private import create_file
 
 STACKS_SIGNAL = signal.SIGRTMIN + 7
@@ -50,6 +50,7 @@ def run_worker(request: dict[str, Any]) -> int:
             stream.flush()
         except (OSError, ValueError):
             continue
+        report_lost(stream)
     return code
 
 
@@ -65,8 +66,9 @@ def _become_fresh(request: dict[str, Any]) -> None:
     time.tzset()
     rank = os.environ.get("RANK", str(request["local_rank"]) if "local_rank" in request else "?")
     set_title(f"rank{rank}", f"rank {rank}: {' '.join(request['argv'])}")
-    _redirect(1, "stdout", request["stdout"])
-    _redirect(2, "stderr", request["stderr"])
+    reports = os.dup(2) if request["stdout"] or request["stderr"] else None  # a full log cannot say what it lost
+    _redirect(1, "stdout", request["stdout"], reports)
+    _redirect(2, "stderr", request["stderr"], reports)
     if request.get("cpus") and (refused := numa.bind(request["cpus"])):
         sys.stderr.write(f"[dlrun] local rank {request['local_rank']}: {refused}\n")
     _set_threads()
@@ -75,24 +77,40 @@ def _become_fresh(request: dict[str, Any]) -> None:
     register_stacks(request.get("stacks_file", ""))
 
 
-def _redirect(fd: int, name: str, path: str) -> None:
-    """Point one standard stream at a file, and rebuild the Python object as `python -u` makes it."""
+def _redirect(fd: int, name: str, path: str, reports: int | None) -> None:
+    """Point one standard stream at a file, and rebuild the Python object as `python -u` makes it.
+
+    A file that cannot be made (its disk is full) must not end the rank: its lines then go where dlrun's own go.
+    """
+    problem = ""
     if path:
-        target = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o666)
-        os.dup2(target, fd)
-        os.close(target)
+        try:
+            target = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o666)
+        except OSError as error:
+            problem = f"[dlrun] {path} cannot be opened ({error.strerror}): what belongs there follows here\n"
+        else:
+            os.dup2(target, fd)
+            os.close(target)
+    is_own = bool(path) and not problem
+    rebuild_stream(fd, name, path if is_own else "", reports if is_own else None)
+    if problem:
+        getattr(sys, name).write(problem)
+
+
+def rebuild_stream(fd: int, name: str, path: str = "", reports: int | None = None) -> None:
+    """Give Python a new standard stream, to which a failed write costs lines and raises nothing: it is a log.
+
+    Args:
+        fd: Of the stream.
+        name: "stdout" or "stderr".
+        path: The file that it is; "": dlrun's own stream.
+        reports: Where lost lines are reported; None: in the stream itself.
+    """
     old = getattr(sys, name)
     errors = "backslashreplace" if name == "stderr" else getattr(old, "errors", "strict")
-    raw = io.FileIO(fd, "w", closefd=False)
-    raw.name = f"<{name}>"
-    stream = io.TextIOWrapper(
-        raw,  # unbuffered, as python -u does it
-        encoding=getattr(old, "encoding", None) or "utf-8",
-        errors=errors,
-        write_through=True,
-        line_buffering=name == "stderr",
-    )
-    stream.mode = "w"  # type: ignore[misc]  # as the interpreter sets it
+    encoding = getattr(old, "encoding", None) or "utf-8"
+    place = path or {"stdout": "standard output", "stderr": "standard error"}[name]
+    stream = nonfatal_text(NonfatalFile(fd, place, "[dlrun] ", reports), name, encoding=encoding, errors=errors)
     setattr(sys, name, stream)
     setattr(sys, f"__{name}__", stream)
 

@@ -13,6 +13,7 @@ from contextvars import ContextVar
 from pathlib import Path
 
 from flashckpt.errors import FlashckptError
+from flashckpt.nonfatal import log_stream
 from flashckpt.printable import PrintableFormatter
 from flashckpt.shm.private import private_directory
 
@@ -46,7 +47,7 @@ class WhereFilter(logging.Filter):
 
 def configure() -> None:
     """Write our lines to standard error, which is `daemon.log` in the job directory."""
-    handler = logging.StreamHandler()
+    handler = logging.StreamHandler(log_stream(""))
     handler.addFilter(WhereFilter())
     handler.setFormatter(PrintableFormatter(FORMAT))
     logging.basicConfig(level=logging.INFO, handlers=[handler])

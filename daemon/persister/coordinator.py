@@ -70,8 +70,8 @@ class PersistCoordinator:
         self.flush: Flush | None = None
         self.committed_s: float | None = None
         self.totals = PersistTotals()
-        policy = Policy(keep_last=config.keep_last, keep_every=config.keep_every)
-        self.housekeeper = Housekeeper(lambda: open_store(config.root, **config.storage_options), policy)
+        self._policy = Policy(keep_last=config.keep_last, keep_every=config.keep_every)
+        self.housekeeper = Housekeeper(lambda: open_store(config.root, **config.storage_options), self._policy)
         self._store: Store | None = None
         self._pins: dict[SnapshotId, dict[int, Pin]] = {}
         self._view = NodeInventory(slots=())
@@ -251,7 +251,7 @@ class PersistCoordinator:
         identity = intent.identity
         if self.flush is None:  # before the root is asked for: the pins are the flush's even where that fails
             options = PersistOptions(compression=self.config.compression)
-            self.flush = Flush(identity, self._pins.pop(identity, {}), options)
+            self.flush = Flush(identity, self._pins.pop(identity, {}), options, self._policy)
         self.flush.start(self._connected(), ranks)
 
     def _end_write(self, identity: SnapshotId, outcome: Outcome) -> None:

@@ -8,11 +8,15 @@ import time
 from collections.abc import Iterable
 from concurrent.futures import Future, ThreadPoolExecutor
 
+from flashckpt.checkpoint.retention import Policy
+from flashckpt.checkpoint.room import is_full, make_room
 from flashckpt.checkpoint.writer import PersistOptions, persist_slot, prefix_of
+from flashckpt.core.manifest import Manifest
 from flashckpt.core.snapshot_id import SnapshotId
 from flashckpt.daemon.machine.logs import log_context
 from flashckpt.daemon.persister.protocol import Cause, WriteFailed, WriteFinished
-from flashckpt.errors import DamagedError, DisagreementError, PersistError, ShardGapError
+from flashckpt.errors import DamagedError, DisagreementError, FlashckptError, PersistError, ShardGapError, StoreError
+from flashckpt.faults import crash_point
 from flashckpt.shm.inventory import release
 from flashckpt.shm.segment import Pin
 from flashckpt.storage.store import Store
@@ -31,6 +35,7 @@ class Flush:
         identity: The snapshot.
         pins: Leases on the slots of this node's writers, by rank; may lack ranks whose index is already there.
         options: Passed to `persist_slot`.
+        policy: Which checkpoints stay when the root is full: the others make room, once for this snapshot.
 
     Attributes:
         started_s: time.monotonic() when it was made.
@@ -38,15 +43,16 @@ class Flush:
         error: The first error of the last attempt.
     """
 
-    def __init__(self, identity: SnapshotId, pins: dict[int, Pin], options: PersistOptions) -> None:
+    def __init__(self, identity: SnapshotId, pins: dict[int, Pin], options: PersistOptions, policy: Policy) -> None:
         self.identity, self.pins = identity, pins
         self.started_s = time.monotonic()
         self.persisted_bytes = 0
         self.error: Exception | None = None
-        self._options = options
+        self._options, self._policy = options, policy
+        self._freed: int | None = None
         self._futures: dict[int, Future[None]] | None = None
         self._pool = ThreadPoolExecutor(WRITERS_AT_ONCE, thread_name_prefix="flashckpt-persist")
-        self._lock = threading.Lock()
+        self._lock, self._room = threading.Lock(), threading.Lock()
 
     def start(self, store: Store, ranks: Iterable[int]) -> None:
         """Begin an attempt to write the slots of `ranks`; the one before it has ended."""
@@ -95,13 +101,39 @@ class Flush:
         with log_context(generation=generation, rank=rank, step=step):
             if not pinned.is_current():
                 raise PersistError(f"the snapshot of rank {rank}, step {step}, was abandoned")
-            index = persist_slot(pinned, store, prefix_of(generation, step), options=self._options)
+            index = self._written(pinned, store)
             nbytes = int(index.table.nbytes.sum())
             _log.info(
                 "wrote %.1f MB in %d packs in %.2f s", nbytes / 1e6, len(index.objects), time.monotonic() - started
             )
         with self._lock:
             self.persisted_bytes += nbytes
+
+    def _written(self, pinned: Pin, store: Store) -> Manifest:
+        """Write one slot; where the root is full, make room and try once more."""
+        prefix = prefix_of(*self.identity)
+        try:
+            return persist_slot(pinned, store, prefix, options=self._options)
+        except StoreError as error:
+            if not is_full(error) or not self._makes_room(store):
+                raise
+        crash_point("room.before-retry")
+        return persist_slot(pinned, store, prefix, options=self._options)
+
+    def _makes_room(self, store: Store) -> int:
+        """Delete what need not stay, once; return how many bytes that freed."""
+        with self._room:  # the slots of this node fail together: the others wait for what the first one does
+            if self._freed is None:
+                self._freed = 0  # what fails here is not tried again: the next snapshot does
+                try:
+                    swept = make_room(store, self._policy)
+                except (FlashckptError, OSError) as error:
+                    _log.warning("the root is full, and nothing could be deleted: %s", problem_of(error))
+                    return 0
+                self._freed = swept.nbytes
+                if names := ", ".join((*swept.checkpoints, *swept.orphans)):
+                    _log.warning("the root is full: deleted %s (%d bytes), writing again", names, swept.nbytes)
+        return self._freed
 
 
 def problem_of(error: Exception) -> str:

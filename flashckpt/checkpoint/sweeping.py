@@ -32,7 +32,7 @@ _log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class _Folder:
+class UncommittedFolder:
     """A folder without a checkpoint.
 
     Attributes:
@@ -67,10 +67,10 @@ def sweep(
     contents = read_contents(store, verify=0)
     newest = max((info.identity for info in contents.infos if not info.problem), default=None)
     busy = leased | {prefix_of(*intent.identity) for intent in list_intents(store)}
-    folders = _look_into(store, contents, busy, now)
+    folders = look_into(store, contents, busy, now)
     orphans = [one for one in folders if _is_orphan(one, newest, older_than_s)]
     if not dry_run:
-        orphans = _claim(store, orphans, now)
+        orphans = claim(store, orphans, now)
     removed = [one for one in folders if one.is_deleted and one.data] + orphans
     if not dry_run:
         store.delete_many([entry.key for one in removed for entry in one.data])
@@ -90,13 +90,13 @@ def sweep(
     )
 
 
-def _look_into(store: Store, contents: RootContents, busy: set[str], now: float) -> list[_Folder]:
+def look_into(store: Store, contents: RootContents, busy: set[str], now: float) -> list[UncommittedFolder]:
     """List the folders that hold no checkpoint and that nobody uses, several at a time."""
     states = dict.fromkeys(contents.uncommitted, False) | dict.fromkeys(contents.tombstones, True)
     names = sorted(states.keys() - busy)
     found = parallel(lambda prefix: store.list(f"{prefix}/"), names)
     return [
-        _Folder(
+        UncommittedFolder(
             prefix=prefix,
             data=[entry for entry in entries if not entry.key.endswith(f"/{MANIFEST}")],
             age_s=now - max((entry.mtime for entry in entries), default=now),
@@ -106,13 +106,13 @@ def _look_into(store: Store, contents: RootContents, busy: set[str], now: float)
     ]
 
 
-def _is_orphan(folder: _Folder, newest: SnapshotId | None, older_than_s: float) -> bool:
+def _is_orphan(folder: UncommittedFolder, newest: SnapshotId | None, older_than_s: float) -> bool:
     identity = parse_prefix(folder.prefix)
     assert identity is not None
     return not folder.is_deleted and newest is not None and identity < newest and folder.age_s >= older_than_s
 
 
-def _claim(store: Store, orphans: list[_Folder], now: float) -> list[_Folder]:
+def claim(store: Store, orphans: list[UncommittedFolder], now: float) -> list[UncommittedFolder]:
     """Put tombstones into folders that were never committed; return those that were not committed at this very moment."""
     won = parallel(lambda one: store.put_if_absent(f"{one.prefix}/{MANIFEST}", tombstone("swept", now)), orphans)
     return [one for one, is_ours in zip(orphans, won, strict=True) if is_ours]

@@ -79,43 +79,53 @@ def train_spread(
     on_node(rank, nodes)
     given = dict(options or {})
     width, persisted = given.pop("width", 24), given.pop("persisted", False)
-    replicated = given.pop("replicated", False)
-    wish = given.pop("restore", {})
+    replicated, wish = given.pop("replicated", False), given.pop("restore", {})
     model, mesh = spread_model(kind, width)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     torch.manual_seed(rank)
     ckpt = Checkpointer(root, **{"snapshot_every": 1, "job": "t", **given})
-    ckpt.track(
-        model=model, optimizer=optimizer, rng=True, mesh=mesh, replicated_over=None if mesh is not None else "world"
-    )
+    replicas = None if mesh is not None else "world"
+    ckpt.track(model=model, optimizer=optimizer, rng=True, mesh=mesh, replicated_over=replicas)
     faults.arm(crash)
     if hook is not None:
         hook()
     report = ckpt.restore(**wish)
     faults.arm(crash_later)
-    life = ckpt._session
-    assert life is not None
+    session = ckpt._session
+    assert session is not None
     first = report.step if report else 0
-    restored, whole = digest(model, optimizer), gathered(model, optimizer)
-    states = {}
+    found = {"first": first, "restored": digest(model, optimizer), "whole": gathered(model, optimizer)}
     try:
-        for step in range(first + 1, steps + 1):
-            batch = torch.randn(8, width, generator=torch.Generator().manual_seed(step))
-            optimizer.zero_grad()
-            model(batch).pow(2).mean().backward()
-            for parameter in model.parameters() if mesh is None else ():
-                torch.distributed.all_reduce(parameter.grad)  # equal on all ranks: replicas
-            optimizer.step()
-            ckpt.step(step)
-            states[str(step)] = gathered(model, optimizer)
+        found["states"] = _train(ckpt, model, optimizer, range(first + 1, steps + 1), width, is_plain=mesh is None)
         if persisted:
             ckpt.wait(60)
         if replicated:
-            life._stager.finish()
-            wait_for(lambda: _replicated(life.directory) == steps, what="the replicas of the last step", deadline_s=60)
+            session._stager.finish()
+            _wait_for_replicas(session.directory, steps)
     finally:
-        life.close()  # as after a crash: the snapshot under way is finished, everything stays
-    return {"first": first, "restored": restored, "whole": whole, "states": states, "report": told(report)}
+        session.close()  # as after a crash: the snapshot under way is finished, everything stays
+    return {**found, "report": told(report)}
+
+
+def _train(ckpt: Any, model: Any, optimizer: Any, steps: range, width: int, *, is_plain: bool) -> dict[str, str]:
+    """Train the steps and return the digest of the whole state after each."""
+    import torch
+
+    states = {}
+    for step in steps:
+        batch = torch.randn(8, width, generator=torch.Generator().manual_seed(step))
+        optimizer.zero_grad()
+        model(batch).pow(2).mean().backward()
+        for parameter in model.parameters() if is_plain else ():
+            torch.distributed.all_reduce(parameter.grad)  # equal on all ranks: replicas
+        optimizer.step()
+        ckpt.step(step)
+        states[str(step)] = gathered(model, optimizer)
+    return states
+
+
+def _wait_for_replicas(directory: Any, step: int) -> None:
+    wait_for(lambda: _replicated(directory) == step, what="the replicas of the last step", deadline_s=60)
 
 
 def _replicated(directory: Any) -> int | None:

@@ -13,6 +13,7 @@ from functools import cache
 from flashckpt.errors import LayoutError
 from flashckpt.trainer.config import RunConfig
 from flashckpt.trainer.model_config import ModelConfig
+from flashckpt.trainer.optim_config import OptimConfig
 from flashckpt.trainer.parallel.layout import Layout, needs_fsdp
 from flashckpt.trainer.plan.activations import MASTER
 
@@ -85,17 +86,16 @@ def held(config: RunConfig, layout: Layout, pp_rank: int, shard: int = 0) -> Sta
     """Return what a rank holds at its coordinates along "pp" and "dp_shard"; along the others all hold as much."""
     is_cut = config.parallel.data_parallel != "ddp" and needs_fsdp(config, layout)
     cut = _Cut(layout.tp, layout.dp_shard, shard, is_cut)
-    layers = config.model.layers
-    units = [(n, _unit(config.model, -1 if n < 0 else int(n == layers), cut)) for n in _units(layout, pp_rank)]
+    layers, rule = config.model.layers, _rule(config.optim)
+    units = [(n, _unit(config.model, -1 if n < 0 else int(n == layers), cut, rule)) for n in _units(layout, pp_rank)]
     elements = sum(unit.elements for _, unit in units)
-    tensors = sum(unit.tensors for _, unit in units)
     blocks = [unit.gathered for number, unit in units if 0 <= number < layers]
     whole = sum(unit.gathered for _, unit in units)
     nbytes = MASTER * elements
     return StateBytes(
         parameters=nbytes,
         gradients=nbytes,
-        optimizer=2 * nbytes + MASTER * tensors,  # AdamW: two moments, and a step of 4 bytes per tensor
+        optimizer=sum(unit.state for _, unit in units) + (nbytes if config.ema.decay else 0),
         block=max(blocks, default=0),
         rest=whole - sum(blocks),
         whole=whole,
@@ -124,24 +124,48 @@ class _Cut:
 
 @dataclass(frozen=True, slots=True)
 class _Unit:
+    """Elements of parameters, bytes of optimizer state, elements that FSDP gathers."""
+
     elements: int
-    tensors: int
+    state: int
     gathered: int
 
 
 @cache
-def _unit(model: ModelConfig, place: int, cut: _Cut) -> _Unit:
+def _unit(model: ModelConfig, place: int, cut: _Cut, rule: str) -> _Unit:
     """Return the sizes of the embedding (place -1), a layer (0), or final norm and head (1) on a rank."""
     found = weights(model, place)
     return _Unit(
         elements=sum(math.prod(_local(weight, cut)) for weight in found),
-        tensors=len(found),
+        state=sum(_state_bytes(weight, cut, _rule_of(rule, weight, place)) for weight in found),
         gathered=sum(
             math.prod(weight.shape) // (cut.tp if weight.cut is not None else 1)
             for weight in found
             if not weight.is_expert
         ),
     )
+
+
+def _rule(optim: OptimConfig) -> str:
+    """Return the optimizer by name; "plain": SGD without momentum, which has no state."""
+    return "plain" if optim.name == "sgd" and not optim.momentum else optim.name
+
+
+def _rule_of(rule: str, weight: Weight, place: int) -> str:
+    """Return what updates one parameter: Muon the matrices of the layers alone, AdamW then the rest."""
+    is_matrix = place == 0 and len(weight.shape) > 1 and not weight.is_expert
+    return "adamw" if rule == "muon" and not is_matrix else rule
+
+
+def _state_bytes(weight: Weight, cut: _Cut, rule: str) -> int:
+    """Return the bytes of optimizer state of one parameter on a rank."""
+    if rule == "adafactor":  # a row and a column of a matrix, whole on every rank, and a step
+        *rows, columns = weight.shape
+        factors = math.prod(rows) + math.prod(rows[:-1]) * columns if rows else columns
+        return MASTER * (factors + 1)
+    own = math.prod(_local(weight, cut))
+    # AdamW: two moments, and a step of 4 bytes
+    return MASTER * {"adamw": 2 * own + 1, "muon": own, "sgd": own, "plain": 0}[rule]
 
 
 def weights(model: ModelConfig, place: int) -> Sequence[Weight]:

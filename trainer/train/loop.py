@@ -9,7 +9,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import logging
 import math
@@ -20,39 +19,29 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from flashckpt.errors import RESUME_EXIT_CODE, ConfigError, FlashckptError, SamplerStateError
-from flashckpt.trainer.changes import compare, other_data, refuse_changes
+from flashckpt.errors import RESUME_EXIT_CODE, FlashckptError
 from flashckpt.trainer.config import RunConfig
 from flashckpt.trainer.data.corpus import prepare_corpus
 from flashckpt.trainer.data.mixed import open_data
 from flashckpt.trainer.data.prepared import check_prepared
-from flashckpt.trainer.data.training_data import TrainingData
 from flashckpt.trainer.data.windows import ids_digest
-from flashckpt.trainer.evaluate.scores import Evaluator
-from flashckpt.trainer.generate.samples import SampleMaker
-from flashckpt.trainer.model.initial import name_seed
 from flashckpt.trainer.optim.average import WeightAverage
 from flashckpt.trainer.optim.builders import apply_settings, build_optimizers, set_rate, settings_of
 from flashckpt.trainer.parallel.apply import MicroBatch, build_parallel
-from flashckpt.trainer.parallel.distributed import (
-    check_root,
-    device_name,
-    is_first_start,
-    note_restore,
-    process_group,
-)
+from flashckpt.trainer.parallel.distributed import check_root, is_first_start, note_restore, process_group
 from flashckpt.trainer.parallel.layout import Layout, resolve_layout
-from flashckpt.trainer.parallel.switches import host_memory_switches, with_precision
+from flashckpt.trainer.parallel.switches import with_precision
 from flashckpt.trainer.phases import Phase, check_layouts, phase_at, phases_of
-from flashckpt.trainer.plan.start import start_line
 from flashckpt.trainer.rate_jump import rate_jump
 from flashckpt.trainer.train.anomaly import Guard
+from flashckpt.trainer.train.interludes import Interludes
 from flashckpt.trainer.train.metrics import StepRecord
 from flashckpt.trainer.train.nonfinite import report_nonfinite
 from flashckpt.trainer.train.optim import clamp_gradients, clip_gradients
 from flashckpt.trainer.train.phased_data import PhasedData
 from flashckpt.trainer.train.record import RunRecord, SpikeError, say_once
-from flashckpt.trainer.train.reporter import Reporter
+from flashckpt.trainer.train.saving import checkpointer, explain
+from flashckpt.trainer.train.starting import announce, announce_phase, reporter_of, seed_rng, training_data
 from flashckpt.trainer.train.step import Totals, TrainStep
 from flashckpt.trainer.watch.engine import EngineWatch
 from flashckpt.trainer.watch.events import Events
@@ -62,6 +51,7 @@ from flashckpt.trainer.watch.profiler import StepProfiler
 
 if TYPE_CHECKING:
     from flashckpt import Checkpointer
+    from flashckpt.trainer.train.reporter import Reporter
 
 logger = logging.getLogger(__name__)
 
@@ -97,7 +87,7 @@ class Trainer:
         self.optimizers = build_optimizers(config.optim, self.parallel.parts, tied=config.model.tied_embeddings)
         self._settings = settings_of(self.optimizers)
         self.average = WeightAverage(config.ema, self.parallel.bare_parts()) if config.ema.decay else None
-        self.data = PhasedData(self.phases, self._training_data)
+        self.data = PhasedData(self.phases, functools.partial(training_data, parallel=self.parallel, layout=layout))
         self.train_step = self._step_of(config)
         self.guard = Guard(config.guard)
         self.record = RunRecord(config)
@@ -107,19 +97,7 @@ class Trainer:
         self.ckpt: Checkpointer | None = None
         self.done = 0
         self._has_weights = False
-        self._seed_rng()
-
-    def _training_data(self, config: RunConfig, seed: int) -> TrainingData:
-        return TrainingData(
-            open_data(config, "train"),
-            dp_rank=self.parallel.dp_rank,
-            dp_size=self.layout.dp,
-            global_batch=config.train.global_batch,
-            rows=resolve_layout(config, self.layout.world).local_batch,
-            seed=seed,
-            ahead=config.data.read_ahead,
-            pin=self.parallel.device.type == "cuda",
-        )
+        seed_rng(config, self.parallel)
 
     def _step_of(self, config: RunConfig) -> TrainStep:
         return TrainStep(
@@ -141,19 +119,7 @@ class Trainer:
         self.parallel = replace(self.parallel, layout=layout, micro_batch=MicroBatch.of(config, layout))
         self.train_step = self._step_of(config)
         self.phase, self.record.phase = phase, phase.config
-        if phase.number:
-            train = config.train
-            say_once(
-                logging.INFO,
-                f"phase {phase.number} from step {phase.first_step}: seq_len {train.seq_len}, global batch "
-                f"{train.global_batch}, rope base {config.model.rope_base:g}, lr {config.optim.lr:g}",
-            )
-
-    def _seed_rng(self) -> None:
-        # Without sequence parallelism the tensor-parallel ranks hold the same activations: same dropout.
-        tp = self.parallel.coordinate("tp") if self.config.parallel.sequence_parallel else 0
-        name = f"rng:{self.parallel.coordinate('pp')}:{self.parallel.dp_rank}:{tp}"
-        torch.manual_seed(name_seed(self.config.train.seed, name))
+        announce_phase(phase)
 
     def initialise(self) -> None:
         """Fill the weights, unless they are: a restore overwrites all of them, so it comes first."""
@@ -172,7 +138,7 @@ class Trainer:
     def run(self) -> int:
         """Train to the last step; return the exit code (0, or 75: start me again)."""
         self.clock.reach("build")
-        self._announce()
+        announce(self.config, self.layout, self.parallel.device)
         self._restore()
         self.clock.reach("restore" if self.done else "weights")
         began = f"restored step {self.done}" if self.done else "cold"
@@ -192,36 +158,13 @@ class Trainer:
             self.ckpt.close()
         return code
 
-    def _announce(self) -> None:
-        train = self.config.train
-        where = f"{train.precision} on {self.parallel.device.type}, {self.config.parallel.data_parallel}"
-        say_once(logging.INFO, f"{self.layout.describe()}; {where}")
-        if self.parallel.device.type == "cpu" and (moved := host_memory_switches(self.config.parallel)):
-            say_once(logging.WARNING, f"{moved}: all is in host memory on a CPU: nothing is saved")
-        say_once(logging.INFO, start_line(self.config, self.layout, device_name(self.parallel.device)))
-        if not self.config.checkpoint.root:
-            say_once(logging.WARNING, "no checkpoints are made: checkpoint.root is empty, [checkpoint] has no effect")
-
     def _open_reporter(self) -> None:
         if self.reporter is not None:
             self.reporter.close()
-        if self.parallel.reporter:
-            device = self.parallel.device
-            is_cuda = device.type == "cuda"
-            self.reporter = Reporter(
-                self.phase.config,
-                world=self.layout.world,
-                after=self.done,
-                engine=self.watch,
-                events=self.events,
-                device=device_name(device),
-                device_bytes=functools.partial(torch.cuda.max_memory_allocated, device) if is_cuda else None,
-            )
-            if self.watch is not None and self.watch.restored:
-                self.reporter.note(self.done, self.watch.restored)
+        self.reporter = reporter_of(self)
 
     def _train(self, began: str) -> int:
-        evaluator, maker, phase = *self._beside(), self.phase
+        interludes, phase = self._interludes(), self.phase
         while self.done < self.config.train.steps:
             if self.profiler is not None:
                 self.profiler.before(self.done + 1)
@@ -236,11 +179,8 @@ class Trainer:
             if self.ckpt is not None and self.ckpt.should_stop:
                 return RESUME_EXIT_CODE
             if phase is not self.phase:
-                evaluator, maker, phase = *self._beside(), self.phase
-            if evaluator is not None and self.done % self.config.eval.every == 0:
-                self._evaluate(evaluator)
-            if maker is not None and self.done % self.config.samples.every == 0:
-                self._sample(maker)
+                interludes, phase = self._interludes(), self.phase
+            interludes.after(self.done, self.ckpt, self.reporter)
         return 0
 
     def _report(self, record: StepRecord, began: str) -> None:
@@ -250,13 +190,8 @@ class Trainer:
             if line := self.clock.finish(began):
                 self.reporter.started(record.step, line)
 
-    def _beside(self) -> tuple[Evaluator | None, SampleMaker | None]:
-        """Return what looks at the model as it is in this phase."""
-        config = self.phase.config
-        return (
-            Evaluator(config, self.parallel) if config.eval.every else None,
-            SampleMaker(config, self.parallel) if config.samples.every else None,
-        )
+    def _interludes(self) -> Interludes:
+        return Interludes(self.phase.config, self.parallel, self.average)
 
     def _roll_back(self, spike: SpikeError) -> None:
         """Restore the newest snapshot in memory, and skip the samples between it and the spike. Collective."""
@@ -274,27 +209,10 @@ class Trainer:
             skipped,
         )
 
-    def _evaluate(self, evaluator: Evaluator) -> None:
-        with contextlib.nullcontext() if self.ckpt is None else self.ckpt.paused():
-            if self.average is not None and self.config.ema.evaluate:
-                self._fence()
-                with self.average.as_weights():
-                    scores = evaluator.scores()
-            else:
-                scores = evaluator.scores()
-        if self.reporter is not None:
-            self.reporter.scores(self.done, scores)
-
     def _fence(self) -> None:
         """Wait until no snapshot is copying the weights or their average any more."""
         if self.ckpt is not None:
             self.ckpt.fence()
-
-    def _sample(self, maker: SampleMaker) -> None:
-        with contextlib.nullcontext() if self.ckpt is None else self.ckpt.paused():
-            samples = maker.samples()
-        if self.reporter is not None:
-            self.reporter.samples(self.done, samples)
 
     def one_step(self) -> StepRecord:
         """Train one step and return its record. Collective.
@@ -305,11 +223,7 @@ class Trainer:
         """
         self.timer.start()
         step = self.done + 1
-        if (phase := phase_at(self.phases, step)).number != self.phase.number:
-            self._enter(phase)
-            self.guard.forget()  # other data, other losses
-            if self.reporter is not None:
-                self._open_reporter()  # with the sizes of the phase
+        self._enter_phase_of(step)
         batch = self.data.next()
         self.timer.reach("data")
         samples = ids_digest(self.data.global_ids()) if self.parallel.reporter else ""
@@ -317,11 +231,7 @@ class Trainer:
         self.timer.reach("log")
         totals = self.train_step.backward(batch)
         rate = self.phase.rate(step)
-        overflowed = self.record.scaler.overflowed(totals.loss, totals.norm)
-        accepted = not overflowed and self._judge(totals, step) and self._apply(totals, rate)
-        if self.average is not None and self.average.is_due(step):
-            self._fence()
-            self.average.update()
+        accepted = self._update(totals, step, rate)
         self.done = step
         self.record.tokens += self._batch_tokens()
         self.timer.reach("log")
@@ -341,6 +251,23 @@ class Trainer:
             stall_ms=stall_ms,
             phases=phases,
         )
+
+    def _enter_phase_of(self, step: int) -> None:
+        phase = phase_at(self.phases, step)
+        if phase.number != self.phase.number:
+            self._enter(phase)
+            self.guard.forget()  # other data, other losses
+            if self.reporter is not None:
+                self._open_reporter()  # with the sizes of the phase
+
+    def _update(self, totals: Totals, step: int, rate: float) -> bool:
+        """Step the optimizer unless this batch is skipped, then the average; return whether it stepped."""
+        overflowed = self.record.scaler.overflowed(totals.loss, totals.norm)
+        accepted = not overflowed and self._judge(totals, step) and self._apply(totals, rate)
+        if self.average is not None and self.average.is_due(step):
+            self._fence()
+            self.average.update()
+        return accepted
 
     def _judge(self, totals: Totals, step: int) -> bool:
         """Return whether the optimizer may step; every rank holds the same totals and makes the same decision."""
@@ -387,13 +314,13 @@ class Trainer:
         self.initialise()
 
     def _restore_state(self) -> None:
-        self.ckpt = self._checkpointer()
+        self.ckpt = checkpointer(self)
         if self.watch is not None:
             self.watch.attach(self.ckpt)
         try:
             report = self.ckpt.restore()
         except FlashckptError as error:
-            self._explain(error)
+            explain(self.config, error)
             raise
         if self.watch is not None:
             self.watch.began(report)
@@ -406,48 +333,6 @@ class Trainer:
             if self.record.before is not None and (jump := rate_jump(self.record.before, self.config, self.done)):
                 say_once(logging.WARNING, jump)
             note_restore(self.config.log.folder, report)
-
-    def _explain(self, error: FlashckptError) -> None:
-        """Raise ConfigError or DataError instead of `error` if a changed setting or other data is the reason."""
-        from flashckpt.trainer.train.recorded_config import recorded_config
-
-        settings = self.config.checkpoint
-        before = recorded_config(settings.root, settings.job or None, settings.storage_options)
-        if before is not None:
-            try:
-                refuse_changes(compare(before, self.config))
-            except ConfigError as clearer:
-                raise clearer from error
-            if isinstance(error, SamplerStateError):
-                raise other_data(error) from error
-
-    def _checkpointer(self) -> Checkpointer:
-        from flashckpt import Checkpointer
-
-        settings = self.config.checkpoint
-        ckpt = Checkpointer(
-            settings.root,
-            snapshot_every=settings.snapshot_every,
-            persist_every=settings.persist_every,
-            keep_last=settings.keep_last,
-            job=settings.job or None,
-            storage_options=settings.storage_options,
-            replicate=settings.replicate,
-            replicate_every=settings.replicate_every,
-            replicate_rate=settings.replicate_rate or None,
-        )
-        ckpt.track(
-            model=self.parallel.parts,
-            optimizer=self.optimizers,
-            sampler=self.data.sampler,
-            rng=True,
-            run=self.record,
-            guard=self.guard,
-            ema=None if self.average is None else self.average.modules,
-            fenced=("ema",),
-            mesh=self.parallel.mesh,
-        )
-        return ckpt
 
     def _batch_tokens(self) -> int:
         return self.phase.config.train.global_batch * self.phase.config.train.seq_len

@@ -24,6 +24,7 @@ from support.ranks import wait_for
 
 from flashckpt import Checkpointer
 from flashckpt.checkpoint.catalog import list_checkpoints
+from flashckpt.checkpoint.retention import keep, unkeep
 from flashckpt.cli.status import describe
 from flashckpt.cli.verify import verify_checkpoint
 from flashckpt.errors import PersistError, SharedMemoryError
@@ -189,6 +190,56 @@ def test_root_fails_training_and_memory_go_on_and_the_next_persist_succeeds_by_i
         assert not describe(job)["error"]
         _holds(root, model, optimizer, step=8)
         assert not list(root.rglob("*.tmp*")), "a failed write leaves nothing"
+        ckpt.close()
+        wait_for(lambda: not any(memory_root().iterdir()), what="the memory to be given back")
+
+
+@pytest.mark.parametrize("kind", [tmpfs, ext4], ids=lambda kind: kind.__name__)
+def test_a_full_root_makes_room_of_what_retention_does_not_keep(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    kind: Callable[..., contextlib.AbstractContextManager[Disk]],
+) -> None:
+    """A checkpoint loses its keep mark; before the next commit, after which it would be deleted, the disk is full."""
+    monkeypatch.setenv("FLASHCKPT_DAEMON_LINGER", "0.2")
+    with kind(tmp_path / "root", "64m") as disk:
+        root = disk.path / "run"
+        model = torch.nn.Linear(800, 800)
+        optimizer = torch.optim.AdamW(model.parameters())
+        ckpt = Checkpointer(str(root), snapshot_every=1, persist_every=2, keep_last=KEEP_LAST, job="mounted")
+        ckpt.track(model=model, optimizer=optimizer)
+        ckpt.restore()
+        store = open_store(str(root))
+
+        def train(*steps: int) -> None:
+            for step in steps:
+                model(torch.ones(2, 800)).square().sum().backward()
+                optimizer.step()
+                optimizer.zero_grad()
+                ckpt.step(step)
+            ckpt.wait(60)
+
+        def steps_of() -> list[int]:
+            return sorted(info.step for info in list_checkpoints(store))
+
+        train(1, 2)
+        (first,) = list_checkpoints(store)
+        keep(store, first.prefix)
+        train(3, 4)
+        train(5, 6)
+        train(7, 8)
+        wait_for(lambda: steps_of() == [2, 6, 8], what="retention")
+        unkeep(store, first.prefix)
+        disk.fill()
+        os.truncate(disk.path / "filler", (disk.path / "filler").stat().st_size - MIB)  # room for names, not for 7.7 MB
+        train(9, 10)
+        job = JobDirectory.open("mounted", create=False)
+        log = (job.path / "daemon.log").read_text()
+        assert f"the root is full: deleted {first.prefix} (" in log
+        assert "persist failed" not in log
+        assert not describe(job)["error"]
+        wait_for(lambda: steps_of() == [8, 10], what="retention after the commit")
+        _holds(root, model, optimizer, step=10)
         ckpt.close()
         wait_for(lambda: not any(memory_root().iterdir()), what="the memory to be given back")
 

@@ -167,6 +167,7 @@ def test_views_of_one_storage_count_once() -> None:
     assert len(views) == 100
 
 
+@pytest.mark.filterwarnings("ignore:Sparse:UserWarning")  # torch warns at the first sparse tensor of a process
 def test_tensors_without_a_storage_hinder_no_list() -> None:
     """Whatever else the process holds; the parts of a sparse tensor are no objects of Python until asked for."""
     values = torch.ones(7, 11)

@@ -1,0 +1,122 @@
+"""`plan`: its bytes against ranks that a dry run builds, and against measured peaks."""
+
+from __future__ import annotations
+
+import weakref
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from flashckpt.trainer.config import from_values
+from flashckpt.trainer.dry_run.command import describe
+from flashckpt.trainer.dry_run.options import DryRunOptions
+from flashckpt.trainer.model.loss import per_token_loss
+from flashckpt.trainer.model.transformer import Transformer
+from flashckpt.trainer.parallel.layout import resolve_layout
+from flashckpt.trainer.plan.activations import estimate
+from flashckpt.trainer.plan.held import held
+from flashckpt.trainer.plan.recompute import parse_recompute
+
+ODD: dict[str, Any] = {"dim": 24, "heads": 4, "kv_heads": 2, "ffn": 40, "layers": 4, "head_dim": 8, "qkv_bias": True}
+SPARSE = {**ODD, "qk_norm": True, "experts": 4, "ffn": 16, "shared_ffn": 24, "tied_embeddings": True}
+
+
+@pytest.mark.parametrize(
+    ("world", "parallel", "model"),
+    [
+        (3, {}, {**ODD, "vocab": 257}),
+        (4, {"dp_replicate": 2, "tp": 2, "dp_shard": 1, "sequence_parallel": False}, ODD),
+        (8, {"pp": 2, "tp": 2, "schedule": "ZBVZeroBubble"}, SPARSE),
+    ],
+)
+def test_bytes_of_odd_layouts_are_those_that_a_dry_run_counts(world: int, parallel: Any, model: Any) -> None:
+    config = from_values({"model": model, "parallel": parallel, "train": {"global_batch": 24}})
+    layout = resolve_layout(config, world)
+    for row in describe(config, DryRunOptions(world=world))["ranks"]:
+        found = held(config, layout, row["pp"][0], row["dp_shard"][-1])
+        counted = (row["parameter_bytes"], row["gradient_bytes"], row["optimizer_bytes"])
+        assert (found.parameters, found.gradients, found.optimizer) == counted
+
+
+THREE = {**SPARSE, "experts": 3}
+
+
+@pytest.mark.parametrize(
+    ("optim", "ema", "world", "parallel", "model"),
+    [
+        ({"name": "muon"}, {}, 3, {}, THREE),
+        ({"name": "muon"}, {}, 4, {"tp": 2}, ODD),
+        ({"name": "adafactor"}, {}, 3, {}, THREE),
+        ({"name": "adafactor"}, {}, 4, {"tp": 2}, ODD),
+        ({"name": "sgd"}, {"decay": 0.9}, 3, {}, ODD),
+        ({"name": "sgd", "momentum": 0.0, "nesterov": False}, {}, 2, {"tp": 2}, ODD),
+        ({"name": "adamw"}, {"decay": 0.9}, 3, {}, THREE),
+    ],
+)
+def test_bytes_of_optimizers_and_of_an_average_are_those_that_a_dry_run_counts(
+    optim: Any, ema: Any, world: int, parallel: Any, model: Any
+) -> None:
+    values = {"model": model, "parallel": parallel, "train": {"global_batch": 24}, "optim": optim, "ema": ema}
+    config = from_values(values)
+    layout = resolve_layout(config, world)
+    for row in describe(config, DryRunOptions(world=world))["ranks"]:
+        found = held(config, layout, row["pp"][0], row["dp_shard"][-1])
+        counted = (row["parameter_bytes"], row["gradient_bytes"], row["optimizer_bytes"])
+        assert (found.parameters, found.gradients, found.optimizer) == counted
+
+
+# -- measured
+
+
+class LiveBytes(TorchDispatchMode):  # type: ignore[no-untyped-call]  # untyped in torch
+    """Counts the bytes of tensors that operators make, while they exist."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]  # as above
+        self.now = self.peak = 0
+        self._known: set[int] = set()
+
+    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = function(*args, **(kwargs or {}))
+        given = {_key(one) for one in tree_leaves((args, kwargs)) if isinstance(one, Tensor)}
+        for one in tree_leaves(out):
+            if isinstance(one, Tensor) and _key(one) not in self._known | given:
+                storage = one.untyped_storage()
+                self._known.add(_key(one))
+                self.now += storage.nbytes()
+                self.peak = max(self.peak, self.now)
+                weakref.finalize(storage, self._free, _key(one), storage.nbytes())
+        return out
+
+    def _free(self, key: int, nbytes: int) -> None:
+        self._known.discard(key)
+        self.now -= nbytes
+
+
+def _key(tensor: Tensor) -> int:
+    return int(tensor.untyped_storage()._cdata)
+
+
+@pytest.mark.parametrize("mode", ["none", "ffn", "every:2", "full", "groups:2", "selective"])
+@pytest.mark.parametrize("vocab", [256, 4096])
+def test_activations_are_within_a_tenth_of_a_measured_peak(mode: str, vocab: int) -> None:
+    sizes = {"dim": 128, "layers": 4, "heads": 4, "kv_heads": 2, "ffn": 384, "vocab": vocab}
+    config = from_values({
+        "model": sizes, "train": {"seq_len": 128, "micro_batch": 2, "global_batch": 2},
+        "parallel": {"activation_checkpoint": mode},
+    })  # fmt: skip
+    model = Transformer(config.model, 128)
+    for parameter in model.parameters():
+        nn.init.normal_(parameter, std=0.02)
+        parameter.grad = torch.zeros_like(parameter)
+    model.set_recompute(parse_recompute(mode))
+    tokens, targets = torch.randint(0, vocab, (2, 128)), torch.randint(0, vocab, (2, 128))
+    per_token_loss(model(tokens), targets).mean().backward()  # type: ignore[no-untyped-call]  # tables of positions are made
+    with LiveBytes() as live:
+        per_token_loss(model(tokens), targets).mean().backward()  # type: ignore[no-untyped-call]  # as above
+    found = estimate(config, resolve_layout(config, 1), 0, block=0, rest=0, whole=0, is_plain=True).activations
+    assert found == pytest.approx(live.peak, rel=0.2 if mode == "selective" else 0.1)

@@ -1,0 +1,88 @@
+"""What a rank makes of its configuration before it trains, and what it says of it."""
+
+from __future__ import annotations
+
+import functools
+import logging
+from typing import TYPE_CHECKING
+
+import torch
+
+from flashckpt.trainer.config import RunConfig
+from flashckpt.trainer.data.mixed import open_data
+from flashckpt.trainer.data.training_data import TrainingData
+from flashckpt.trainer.model.initial import name_seed
+from flashckpt.trainer.parallel.apply import Parallel
+from flashckpt.trainer.parallel.distributed import device_name
+from flashckpt.trainer.parallel.layout import Layout, resolve_layout
+from flashckpt.trainer.parallel.switches import host_memory_switches
+from flashckpt.trainer.phases import Phase
+from flashckpt.trainer.plan.start import start_line
+from flashckpt.trainer.train.record import say_once
+from flashckpt.trainer.train.reporter import Reporter
+
+if TYPE_CHECKING:
+    from flashckpt.trainer.train.loop import Trainer
+
+
+def training_data(config: RunConfig, seed: int, parallel: Parallel, layout: Layout) -> TrainingData:
+    """Return this rank's batches of a phase; `layout` is that of the run."""
+    return TrainingData(
+        open_data(config, "train"),
+        dp_rank=parallel.dp_rank,
+        dp_size=layout.dp,
+        global_batch=config.train.global_batch,
+        rows=resolve_layout(config, layout.world).local_batch,
+        seed=seed,
+        ahead=config.data.read_ahead,
+        pin=parallel.device.type == "cuda",
+    )
+
+
+def seed_rng(config: RunConfig, parallel: Parallel) -> None:
+    """Seed torch's generators: for dropout, as far as ranks may drop different activations."""
+    # Without sequence parallelism the tensor-parallel ranks hold the same activations: same dropout.
+    tp = parallel.coordinate("tp") if config.parallel.sequence_parallel else 0
+    torch.manual_seed(name_seed(config.train.seed, f"rng:{parallel.coordinate('pp')}:{parallel.dp_rank}:{tp}"))
+
+
+def announce(config: RunConfig, layout: Layout, device: torch.device) -> None:
+    """Log the layout, the plan, and what has no effect."""
+    where = f"{config.train.precision} on {device.type}, {config.parallel.data_parallel}"
+    say_once(logging.INFO, f"{layout.describe()}; {where}")
+    if device.type == "cpu" and (moved := host_memory_switches(config.parallel)):
+        say_once(logging.WARNING, f"{moved}: all is in host memory on a CPU: nothing is saved")
+    say_once(logging.INFO, start_line(config, layout, device_name(device)))
+    if not config.checkpoint.root:
+        say_once(logging.WARNING, "no checkpoints are made: checkpoint.root is empty, [checkpoint] has no effect")
+
+
+def announce_phase(phase: Phase) -> None:
+    """Log what a phase changes; the first one changes nothing."""
+    if phase.number:
+        config = phase.config
+        say_once(
+            logging.INFO,
+            f"phase {phase.number} from step {phase.first_step}: seq_len {config.train.seq_len}, global batch "
+            f"{config.train.global_batch}, rope base {config.model.rope_base:g}, lr {config.optim.lr:g}",
+        )
+
+
+def reporter_of(trainer: Trainer) -> Reporter | None:
+    """Return what writes this run's outputs, on the rank that does; it begins after the step that is done."""
+    if not trainer.parallel.reporter:
+        return None
+    device = trainer.parallel.device
+    is_cuda = device.type == "cuda"
+    reporter = Reporter(
+        trainer.phase.config,
+        world=trainer.layout.world,
+        after=trainer.done,
+        engine=trainer.watch,
+        events=trainer.events,
+        device=device_name(device),
+        device_bytes=functools.partial(torch.cuda.max_memory_allocated, device) if is_cuda else None,
+    )
+    if trainer.watch is not None and trainer.watch.restored:
+        reporter.note(trainer.done, trainer.watch.restored)
+    return reporter
