@@ -153,6 +153,8 @@ class Trainer:
         # Without sequence parallelism the tensor-parallel ranks hold the same activations: same dropout.
         tp = self.parallel.coordinate("tp") if self.config.parallel.sequence_parallel else 0
         name = f"rng:{self.parallel.coordinate('pp')}:{self.parallel.dp_rank}:{tp}"
+        if self.parallel.context is not None:  # other tokens of the same rows
+            name += f":{self.parallel.context.rank}"
         torch.manual_seed(name_seed(self.config.train.seed, name))
 
     def initialise(self) -> None:
