@@ -159,8 +159,7 @@ class Transformer(nn.Module):
         if documents is not None:
             positions = with_documents(positions, documents, mask=self._needs_mask())
         if self.uses_flex:
-            rows, tokens = x.shape[:2]
-            masks = FlexMasks(rows, tokens, window=self.window, documents=documents, device=x.device)
+            masks = FlexMasks(len(x), window=self.window, documents=documents, device=x.device, held=self.context)
             positions = replace(positions, flex=masks)
         if self.context is not None:
             context = ContextAttention(self.context, window=self.window, documents=documents)

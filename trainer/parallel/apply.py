@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from datetime import timedelta
 from typing import Any
 
 import torch
@@ -190,14 +191,14 @@ def build_parallel(config: RunConfig, layout: Layout, device: torch.device) -> P
     adopt(mesh)
     pp_rank = mesh["pp"].get_local_rank()
     data_rank = mesh["dp_replicate"].get_local_rank() * layout.dp_shard + mesh["dp_shard"].get_local_rank()
-    dp_rank, context = data_rank // layout.cp, _context(layout)
+    dp_rank, context = data_rank // layout.cp, _context(config, layout)
     stages = layout.stages_of(pp_rank)
     has_last = layout.stages - 1 in stages
     return Parallel(
         layout=layout,
         mesh=mesh,
         device=device,
-        parts=[_build_part(config, layout, mesh, device, stage, context) for stage in stages],
+        parts=[_build_part(config, layout, mesh, device, stage, context=context) for stage in stages],
         stages=stages,
         dp_rank=dp_rank,
         has_first=0 in stages,
@@ -209,12 +210,12 @@ def build_parallel(config: RunConfig, layout: Layout, device: torch.device) -> P
     )
 
 
-def _context(layout: Layout) -> ContextSlice | None:
+def _context(config: RunConfig, layout: Layout) -> ContextSlice | None:
     """Return which part of its rows this rank holds. Collective; no mesh dimension: to parameters its ranks are data-parallel."""
     if layout.cp == 1:
         return None
     together = torch.arange(layout.world).view(-1, layout.cp, layout.tp).transpose(1, 2).reshape(-1, layout.cp).tolist()
-    group, _ = dist.new_subgroups_by_enumeration(together)
+    group, _ = dist.new_subgroups_by_enumeration(together, timeout=timedelta(seconds=config.parallel.timeout_s))
     return ContextSlice(dist.get_rank() // layout.tp % layout.cp, layout.cp, group)
 
 
@@ -231,7 +232,13 @@ def build_stage(config: RunConfig, layout: Layout, stage: int) -> Transformer:
 
 
 def _build_part(
-    config: RunConfig, layout: Layout, mesh: DeviceMesh, device: torch.device, stage: int, context: ContextSlice | None
+    config: RunConfig,
+    layout: Layout,
+    mesh: DeviceMesh,
+    device: torch.device,
+    stage: int,
+    *,
+    context: ContextSlice | None,
 ) -> nn.Module:
     part = build_stage(config, layout, stage)
     part.context = context

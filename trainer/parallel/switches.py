@@ -112,16 +112,12 @@ def _check_kept(config: RunConfig, recompute: Recompute) -> None:
 
 
 def _check_context(config: RunConfig) -> None:
-    reason = ""
-    if config.train.compile:
-        reason = "train.compile = true: the collectives inside of attention would be compiled with it, which was not tried"
-    elif config.train.attention == "flex":
-        reason = "train.attention = flex: its masks are of whole rows"
-    if config.parallel.cp > 1 and reason:
+    if config.parallel.cp > 1 and config.train.compile:
         raise _refused(
-            "context parallelism does not go with this run",
-            found=f"parallel.cp = {config.parallel.cp}, {reason}",
-            expected='parallel.cp = 1, or train.compile = false and train.attention = "sdpa"',
+            "train.compile does not go with context parallelism: the collectives inside of attention would be compiled "
+            "with it, which was not tried",
+            found=f"train.compile = true, parallel.cp = {config.parallel.cp}",
+            expected="one of the two",
         )
 
 
