@@ -2,11 +2,13 @@
 
 As Llama 3 was trained: of 2N equal chunks of a row, rank r of N holds chunk r and chunk 2N - 1 - r, so that all ranks have
 equally many keys to look at; keys and values of a layer are gathered before its attention, their gradients are summed and
-scattered in backward. Masks come from true positions. What is gathered lies in memory until backward has used it, and a
-mask of T / N x T booleans beside it.
+scattered in backward. Masks come from true positions. What is gathered lies in memory until backward has used it, and one
+mask for all layers beside it, of about T x T / 2N numbers.
 """
 
 from __future__ import annotations
+
+import math
 
 import torch
 import torch.distributed as dist
@@ -73,33 +75,35 @@ class ContextAttention:
 
     def __init__(self, held: ContextSlice, *, window: int, documents: Tensor | None) -> None:
         self.held, self._window, self._documents = held, window, documents
-        self._made: dict[int, Tensor] = {}
+        self._made: dict[int, list[tuple[slice, Tensor]]] = {}
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, *, has_window: bool) -> Tensor:
         """Return what the queries (B, H, T / N, K) find in keys and values (B, G, T / N, K) of all ranks. Collective."""
-        window = self._window if has_window else 0
         keys, values = self.held.gathered(torch.stack([k, v])).unbind(0)
-        mask, length = self._mask(window, q), q.shape[2] // 2
-        found = []
-        for half, chunk in enumerate(self.held.chunks):  # each sees no key behind its end
-            rows = slice(half * length, (half + 1) * length)
-            seen = slice(max(0, chunk * length - window + 1) if window else 0, (chunk + 1) * length)
-            found.append(
-                F.scaled_dot_product_attention(
-                    q[:, :, rows], keys[:, :, seen], values[:, :, seen],
-                    attn_mask=mask[..., rows, seen], enable_gqa=q.shape[1] != k.shape[1],
-                )
-            )  # fmt: skip
+        masks, is_grouped = self._masks(self._window if has_window else 0, q), q.shape[1] != k.shape[1]
+        found = [
+            F.scaled_dot_product_attention(
+                part, keys[:, :, seen], values[:, :, seen], attn_mask=mask, enable_gqa=is_grouped
+            )
+            for part, (seen, mask) in zip(q.chunk(2, 2), masks, strict=True)
+        ]
         return torch.cat(found, 2)
 
-    def _mask(self, window: int, q: Tensor) -> Tensor:
+    def _masks(self, window: int, q: Tensor) -> list[tuple[slice, Tensor]]:
+        """Return for each chunk held the keys that it can see, and what is added to their scores."""
         if window not in self._made:
-            query = self.held.index(q.shape[2], q.device)
-            key = torch.arange(q.shape[2] * self.held.ranks, device=q.device)
-            seen = key <= query[:, None]
-            if window:
-                seen &= key > query[:, None] - window
-            if self._documents is not None:
-                seen = seen & (self._documents[:, None, query, None] == self._documents[:, None, None, :])
-            self._made[window] = seen
+            self._made[window] = [self._mask(chunk, window, q) for chunk in self.held.chunks]
         return self._made[window]
+
+    def _mask(self, chunk: int, window: int, q: Tensor) -> tuple[slice, Tensor]:
+        # numbers, not booleans: those every layer would turn into numbers again, and keep until backward
+        length = q.shape[2] // 2
+        first, end = max(0, chunk * length - window + 1) if window else 0, (chunk + 1) * length
+        query = torch.arange(chunk * length, end, device=q.device)[:, None]
+        key = torch.arange(first, end, device=q.device)
+        seen = key <= query
+        if window:
+            seen &= key > query - window
+        if self._documents is not None:
+            seen = seen & (self._documents[:, None, query[:, 0], None] == self._documents[:, None, None, first:end])
+        return slice(first, end), torch.zeros(seen.shape, dtype=q.dtype, device=q.device).masked_fill_(~seen, -math.inf)
