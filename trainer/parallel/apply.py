@@ -215,7 +215,8 @@ def _context(config: RunConfig, layout: Layout) -> ContextSlice | None:
     if layout.cp == 1:
         return None
     together = torch.arange(layout.world).view(-1, layout.cp, layout.tp).transpose(1, 2).reshape(-1, layout.cp).tolist()
-    group, _ = dist.new_subgroups_by_enumeration(together, timeout=timedelta(seconds=config.parallel.timeout_s))
+    timeout = timedelta(seconds=config.parallel.timeout_s)
+    group, _ = dist.new_subgroups_by_enumeration(together, timeout=timeout)  # type: ignore[no-untyped-call]  # untyped in torch
     return ContextSlice(dist.get_rank() // layout.tp % layout.cp, layout.cp, group)
 
 
@@ -238,7 +239,7 @@ def _build_part(
     device: torch.device,
     stage: int,
     *,
-    context: ContextSlice | None,
+    context: ContextSlice | None = None,
 ) -> nn.Module:
     part = build_stage(config, layout, stage)
     part.context = context

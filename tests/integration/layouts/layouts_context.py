@@ -120,7 +120,8 @@ def leg(rank: int, config_values: dict[str, Any], folder: str, name: str) -> Non
                 kept, trainer.ckpt = trainer.ckpt, None  # from here on nothing is recorded
                 assert kept is not None
                 kept.wait(100)
-            losses[trainer.done] = trainer.one_step().loss.hex()
+            record = trainer.one_step()
+            losses[record.step] = record.loss.hex()
         noted = {"began": began, "losses": losses, "parameters": parameter_digest(trainer)}
         Path(folder, f"{name}-{rank}").write_text(json.dumps(noted))
         if name == "killed":
@@ -139,7 +140,7 @@ def test_ranks_killed_in_a_step_continue_bit_for_bit(name: str, corpus: Any, tmp
     for rank in range(world):
         killed, resumed = (json.loads((tmp_path / f"{one}-{rank}").read_text()) for one in ("killed", "resumed"))
         assert (killed["began"], resumed["began"]) == (0, 2)
-        assert resumed["losses"] == {step: killed["losses"][step] for step in ("2", "3")}
+        assert resumed["losses"] == {step: killed["losses"][step] for step in ("3", "4")}
         assert resumed["parameters"] == killed["parameters"]
 
 
@@ -154,7 +155,7 @@ def held_for_backward(_rank: int, config_values: dict[str, Any]) -> int:
         trainer = loop.Trainer(config, layout, device)
         trainer.initialise()
         trainer.one_step()  # tables of positions are made once
-        held = []
+        held: list[int] = []
         step: Any = trainer.train_step
         loss = step._loss
 
