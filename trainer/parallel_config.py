@@ -10,9 +10,10 @@ RECOMPUTE_MODES = "none | full | ffn | every:N | groups:N | selective"
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ParallelConfig:
-    """Degrees of the mesh ("pp", "dp_replicate", "dp_shard", "tp"); `dp_shard` -1 fills up to the world size.
+    """Degrees of the mesh ("pp", "dp_replicate", "dp_shard", "cp", "tp"); `dp_shard` -1 fills up to the world size.
 
     Attributes:
+        cp: Ranks that share each row: every one holds 1 / cp of its tokens.
         zero: What is cut over `dp_shard`: 0 nothing, 1 optimizer state, 2 and gradients, 3 and parameters; -1: parameters
             (with a pipeline optimizer state), and gradients once per step.
         bucket_mb: MiB of gradients that DDP sends at once.
@@ -24,6 +25,7 @@ class ParallelConfig:
     pp: int = 1
     dp_replicate: int = 1
     dp_shard: int = -1
+    cp: int = 1
     tp: int = 1
     sequence_parallel: bool = True
     loss_parallel: bool = False

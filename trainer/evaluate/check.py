@@ -50,6 +50,7 @@ def single_process(config: RunConfig) -> RunConfig:
         pp=1,
         dp_replicate=1,
         dp_shard=1,
+        cp=1,
         tp=1,
         layers_per_stage=(),
         data_parallel="fsdp",

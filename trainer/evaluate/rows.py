@@ -122,7 +122,7 @@ class RowScorer:
                 if results is not None and parallel.coordinate("tp") == 0 and len(mine):
                     numbers = torch.from_numpy(mine).to(parallel.device)
                     found[numbers, :4] = results[: len(mine)]
-                    if rows.nbytes is not None:
+                    if rows.nbytes is not None and (parallel.context is None or parallel.context.rank == 0):
                         found[numbers, 4] = torch.from_numpy(rows.nbytes).to(parallel.device)
         dist.all_reduce(found)
         return RowScores(
@@ -131,9 +131,9 @@ class RowScorer:
 
     def _forward(self, rows: Rows) -> Tensor | None:
         """Return sums per row, (B, 4); None where the last stage is not."""
-        tokens, targets = self._micro(rows.tokens), self._micro(rows.targets)
+        tokens, targets = self._micro(rows.tokens, is_cut=True), self._micro(rows.targets, is_cut=True)
         documents = [None] * len(tokens) if rows.documents is None else self._micro(rows.documents)
-        text = [None] * len(tokens) if rows.text is None else self._micro(rows.text)
+        text = [None] * len(tokens) if rows.text is None else self._micro(rows.text, is_cut=True)
         with loss_context(is_sharded=self._is_sharded):
             if self._parallel.layout.pp == 1:
                 part = self._parallel.parts[0]
@@ -147,8 +147,11 @@ class RowScorer:
                 results = [self._sums(out, y, is_text) for out, y, is_text in zip(logits, targets, text, strict=False)]
         return torch.cat(results) if results else None
 
-    def _micro(self, values: npt.NDArray[Any]) -> list[Tensor]:
-        return list(torch.from_numpy(values).to(self._parallel.device).chunk(self._parallel.layout.micro_batches))
+    def _micro(self, values: npt.NDArray[Any], *, is_cut: bool = False) -> list[Tensor]:
+        rows = torch.from_numpy(values)
+        if is_cut and self._parallel.context is not None:  # results are then sums over a part of each row
+            rows = self._parallel.context.cut(rows)
+        return list(rows.to(self._parallel.device).chunk(self._parallel.layout.micro_batches))
 
     def _sums(self, logits: Tensor, targets: Tensor, text: Tensor | None) -> Tensor:
         losses = per_token_loss(logits, targets)

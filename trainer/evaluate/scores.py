@@ -46,7 +46,8 @@ class Evaluator:
 
     def __init__(self, config: RunConfig, parallel: Parallel) -> None:
         self._batch, self._seq_len = config.train.global_batch, config.train.seq_len
-        self._multiple = parallel.layout.tp if config.parallel.sequence_parallel else 1
+        cp, tp = parallel.layout.cp, parallel.layout.tp if config.parallel.sequence_parallel else 1
+        self._multiple = cp * (tp if cp == 1 else math.lcm(2, tp))
         self._scorer = RowScorer(parallel, loss_parallel_on=config.parallel.loss_parallel)
         self._held = (
             _channels(open_data(config, "held"), self._batch * config.eval.batches) if config.eval.held_out else {}

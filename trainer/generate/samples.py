@@ -47,7 +47,7 @@ class SampleMaker:
     def __init__(self, config: RunConfig, parallel: Parallel) -> None:
         self._settings, self._parallel = config.samples, parallel
         self._codec, self._prompts = read_prompts(config)
-        self._rows, self._length = parallel.micro_batch.tokens.shape
+        self._rows, self._length = parallel.micro_batch.tokens.shape[0], config.train.seq_len
         last = parallel.layout.rank_of_stage(parallel.layout.stages - 1)
         self._chooses = int(parallel.mesh.mesh[last, 0, 0, 0])
         """The rank that chooses tokens: the last stage's first."""
@@ -77,19 +77,25 @@ class SampleMaker:
 
     def _next(self, texts: Sequence[Sequence[int]], choosers: Sequence[Chooser], is_open: Sequence[bool]) -> list[int]:
         """Return the next token of each text, _ENDED for one that is finished. Collective over the world."""
-        tokens = self._windows(texts)
+        tokens, context = self._windows(texts), self._parallel.context
+        tokens = tokens if context is None else context.cut(tokens)
         outputs = self._parallel.forward_only(list(torch.split(tokens, self._rows)))
         whole = [output.full_tensor() if isinstance(output, DTensor) else output for output in outputs]
         chosen = torch.full((len(texts),), _ENDED, dtype=torch.int64)
+        rows = torch.cat(whole) if whole else None
+        logits = [] if rows is None else [self._last(rows, i, len(text) - 1) for i, text in enumerate(texts)]
         if dist.get_rank() == self._chooses:
-            logits = torch.cat(whole)
-            for number, text in enumerate(texts):
+            for number in range(len(texts)):
                 if is_open[number]:
-                    token = choosers[number].next(logits[number, len(text) - 1])
+                    token = choosers[number].next(logits[number])
                     chosen[number] = _ENDED if token in self._codec.ends else token
         chosen = chosen.to(self._parallel.device)
         dist.broadcast(chosen, src=self._chooses)
         return chosen.tolist()
+
+    def _last(self, logits: Tensor, row: int, position: int) -> Tensor:
+        context = self._parallel.context
+        return logits[row, position] if context is None else context.at(logits, row, position)
 
     def _windows(self, texts: Sequence[Sequence[int]]) -> Tensor:
         """Return whole micro-batches of windows: a text, and zeros behind it, which nothing before them sees."""

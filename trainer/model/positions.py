@@ -18,6 +18,7 @@ from flashckpt.trainer.model_config import ModelConfig
 
 if TYPE_CHECKING:
     from flashckpt.trainer.model.cache import KeyValueCache
+    from flashckpt.trainer.model.context import ContextAttention
     from flashckpt.trainer.model.flex import FlexMasks
 
 
@@ -32,6 +33,7 @@ class Positions:
             tokens are one document.
         cache: Keys and values of the tokens before these; None: these are all.
         flex: Attention is computed by FlexAttention with these masks, in place of `window` and `documents`; None: it is not.
+        context: Attention from a part of each row to all of it, in place of `window` and `documents`; None: rows are whole.
     """
 
     cosines: Tensor
@@ -40,9 +42,14 @@ class Positions:
     documents: Tensor | None = None
     cache: KeyValueCache | None = None
     flex: FlexMasks | None = None
+    context: ContextAttention | None = None
 
     def tables(self, tokens: int) -> tuple[Tensor, Tensor]:
         """Return cosines and sines for `tokens` tokens of heads: (T, 1, K / 2) or (B, T, 1, K / 2)."""
+        if self.context is not None:
+            index = self.context.held.index(tokens, self.cosines.device)
+            cosines, sines = (table.index_select(-2, index) for table in (self.cosines, self.sines))
+            return cosines[..., None, :], sines[..., None, :]
         return self.cosines[..., :tokens, None, :], self.sines[..., :tokens, None, :]
 
     def mask(self, tokens: int, *, has_window: bool) -> Tensor | None:

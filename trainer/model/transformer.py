@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from flashckpt.trainer.model.cache import KeyValueCache, continued
+from flashckpt.trainer.model.context import ContextAttention, ContextSlice
 from flashckpt.trainer.model.flex import FlexMasks
 from flashckpt.trainer.model.joint import joins, turned_projections
 from flashckpt.trainer.model.kept import moved_to_host, selective
@@ -67,6 +68,8 @@ class Attention(nn.Module):
         """(B, H, T, K), (B, G, T, K) twice -> (B, H, T, K)."""
         if positions.flex is not None:
             return positions.flex.attend(q, k, v, has_window=self.has_window)
+        if positions.context is not None:
+            return positions.context.attend(q, k, v, has_window=self.has_window)
         mask = positions.mask(q.shape[2], has_window=self.has_window)
         if positions.cache is not None:
             k, v = positions.cache.extend(self, k, v)
@@ -136,6 +139,7 @@ class Transformer(nn.Module):
         self.norm = RMSNorm(config.dim, eps=config.norm_eps) if last else None
         self.output = nn.Linear(config.dim, config.vocab, bias=False) if last else None
         self.window, self.uses_flex = config.window, False
+        self.context: ContextSlice | None = None
         self.group, self.loss_chunk = 1, 0
         self.use_positions(config, seq_len)
 
@@ -149,14 +153,17 @@ class Transformer(nn.Module):
 
         With `targets` (B, T) the last stage gives the loss of each token instead, float32 (B, T), by `loss_chunk`.
         `documents`, integers (B, T), tells tokens of one document from those of another; None: a row is one document.
+        With a `context` T is this rank's part of the rows, and `documents` are of all their tokens.
         """
         positions = self._known_positions()
         if documents is not None:
-            positions = with_documents(positions, documents, mask=not self.uses_flex)
+            positions = with_documents(positions, documents, mask=self._needs_mask())
         if self.uses_flex:
-            rows, tokens = x.shape[:2]
-            masks = FlexMasks(rows, tokens, window=self.window, documents=documents, device=x.device)
+            masks = FlexMasks(len(x), window=self.window, documents=documents, device=x.device, held=self.context)
             positions = replace(positions, flex=masks)
+        if self.context is not None:
+            context = ContextAttention(self.context, window=self.window, documents=documents)
+            positions = replace(positions, context=context)
         return self._through(x, positions, targets)
 
     def step(self, tokens: Tensor, cache: KeyValueCache) -> Tensor:
@@ -170,8 +177,11 @@ class Transformer(nn.Module):
 
     def _known_positions(self) -> Positions:
         if self._positions is None:  # not before: the model is made on the meta device
-            self._positions = self._make_positions(next(self.parameters()).device, mask=not self.uses_flex)
+            self._positions = self._make_positions(next(self.parameters()).device, mask=self._needs_mask())
         return self._positions
+
+    def _needs_mask(self) -> bool:
+        return not self.uses_flex and self.context is None
 
     def _through(self, x: Tensor, positions: Positions, targets: Tensor | None = None) -> Tensor:
         hidden = x if self.tok_embeddings is None else self.tok_embeddings(x)

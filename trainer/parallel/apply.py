@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from datetime import timedelta
 from typing import Any
 
 import torch
@@ -23,6 +24,7 @@ from torch.distributed.tensor import DTensor
 
 from flashckpt.rehearsal import adopt
 from flashckpt.trainer.config import RunConfig
+from flashckpt.trainer.model.context import ContextSlice
 from flashckpt.trainer.model.initial import fill, materialise
 from flashckpt.trainer.model.moe import spread_experts
 from flashckpt.trainer.model.transformer import Transformer
@@ -49,7 +51,7 @@ class MicroBatch:
     @classmethod
     def of(cls, config: RunConfig, layout: Layout) -> MicroBatch:
         """Return that of a run."""
-        rows, seq_len = layout.local_batch // layout.micro_batches, config.train.seq_len
+        rows, seq_len = layout.local_batch // layout.micro_batches, config.train.seq_len // layout.cp
         half = half_type(config)
         # FSDP casts the parameters and with them all activations; under autocast the sums between blocks stay float32
         is_cast = half is not None and config.parallel.data_parallel == "fsdp"
@@ -87,6 +89,7 @@ class Parallel:
         micro_batch: What goes through the stages.
         tied: Whether the head is tied to the embedding.
         reporter: Whether this is the one rank that writes traces: last stage, data rank 0, tensor rank 0.
+        context: Which part of its rows this rank holds; None: all.
     """
 
     layout: Layout
@@ -100,6 +103,7 @@ class Parallel:
     micro_batch: MicroBatch
     tied: bool
     reporter: bool
+    context: ContextSlice | None = None
 
     def coordinate(self, name: str) -> int:
         """Return this rank's coordinate along one mesh dimension."""
@@ -186,22 +190,34 @@ def build_parallel(config: RunConfig, layout: Layout, device: torch.device) -> P
     mesh = init_device_mesh("cpu" if device.type == "meta" else device.type, sizes, mesh_dim_names=MESH_NAMES)
     adopt(mesh)
     pp_rank = mesh["pp"].get_local_rank()
-    dp_rank = mesh["dp_replicate"].get_local_rank() * layout.dp_shard + mesh["dp_shard"].get_local_rank()
+    data_rank = mesh["dp_replicate"].get_local_rank() * layout.dp_shard + mesh["dp_shard"].get_local_rank()
+    dp_rank, context = data_rank // layout.cp, _context(config, layout)
     stages = layout.stages_of(pp_rank)
     has_last = layout.stages - 1 in stages
     return Parallel(
         layout=layout,
         mesh=mesh,
         device=device,
-        parts=[_build_part(config, layout, mesh, device, stage) for stage in stages],
+        parts=[_build_part(config, layout, mesh, device, stage, context=context) for stage in stages],
         stages=stages,
         dp_rank=dp_rank,
         has_first=0 in stages,
         has_last=has_last,
         micro_batch=MicroBatch.of(config, layout),
         tied=config.model.tied_embeddings,
-        reporter=has_last and dp_rank == 0 and mesh["tp"].get_local_rank() == 0,
+        reporter=has_last and data_rank == 0 and mesh["tp"].get_local_rank() == 0,
+        context=context,
     )
+
+
+def _context(config: RunConfig, layout: Layout) -> ContextSlice | None:
+    """Return which part of its rows this rank holds. Collective; no mesh dimension: to parameters its ranks are data-parallel."""
+    if layout.cp == 1:
+        return None
+    together = torch.arange(layout.world).view(-1, layout.cp, layout.tp).transpose(1, 2).reshape(-1, layout.cp).tolist()
+    timeout = timedelta(seconds=config.parallel.timeout_s)
+    group, _ = dist.new_subgroups_by_enumeration(together, timeout=timeout)  # type: ignore[no-untyped-call]  # untyped in torch
+    return ContextSlice(dist.get_rank() // layout.tp % layout.cp, layout.cp, group)
 
 
 def build_stage(config: RunConfig, layout: Layout, stage: int) -> Transformer:
@@ -216,8 +232,17 @@ def build_stage(config: RunConfig, layout: Layout, stage: int) -> Transformer:
         )
 
 
-def _build_part(config: RunConfig, layout: Layout, mesh: DeviceMesh, device: torch.device, stage: int) -> nn.Module:
+def _build_part(
+    config: RunConfig,
+    layout: Layout,
+    mesh: DeviceMesh,
+    device: torch.device,
+    stage: int,
+    *,
+    context: ContextSlice | None = None,
+) -> nn.Module:
     part = build_stage(config, layout, stage)
+    part.context = context
     if layout.tp > 1:
         tensor_parallel(part, mesh["tp"], config)
     part.set_recompute(recompute_of(config.parallel), offload=config.parallel.activation_offload)

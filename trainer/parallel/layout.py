@@ -6,6 +6,7 @@ Pure and torch-free: a layout that cannot work is refused before torch is import
 from __future__ import annotations
 
 import difflib
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -27,6 +28,9 @@ class Layout:
     """A layout that fits.
 
     Attributes:
+        dp_replicate, dp_shard: Ranks over which state is repeated and cut. One of them has `cp` in it, whose ranks are to
+            parameters what data-parallel ranks are: cp x dp_shard, with DDP or zero = 0 cp x dp_replicate.
+        cp: Ranks that share each row.
         stage_layers: Entry i: layers of stage i.
         micro_batches: Micro-batches of a step, the same on each data-parallel rank.
         local_batch: Rows of a step on each data-parallel rank. What they are more than its samples is padding.
@@ -43,16 +47,17 @@ class Layout:
     micro_batches: int
     local_batch: int
     global_batch: int
+    cp: int = 1
 
     @property
     def dp(self) -> int:
         """Number of data-parallel ranks: each reads its own samples."""
-        return self.dp_replicate * self.dp_shard
+        return self.dp_replicate * self.dp_shard // self.cp
 
     @property
     def world(self) -> int:
         """Number of ranks."""
-        return self.pp * self.dp * self.tp
+        return self.pp * self.dp * self.cp * self.tp
 
     @property
     def stages(self) -> int:
@@ -90,6 +95,7 @@ class Layout:
     def describe(self) -> str:
         """Return one line for people."""
         dp = f"DP {self.dp_shard}" if self.dp_replicate == 1 else f"DP {self.dp_replicate}x{self.dp_shard} (HSDP)"
+        dp += f" with CP {self.cp} in it" if self.cp > 1 else ""
         pp = f"PP {self.pp}" + (f" ({self.schedule}, {self.stages} stages)" if self.pp > 1 else "")
         bubble = f", bubble {self.bubble:.1%}" if self.pp > 1 else ""
         padding = f" ({self.padding} of {self.local_batch * self.dp} rows are padding)" if self.padding else ""
@@ -104,12 +110,13 @@ def resolve_layout(config: RunConfig, world: int) -> Layout:
     """
     degrees = _degrees(config, world)
     _check_model(config, degrees["tp"])
+    _check_context(config)
     _check_experts(config, degrees)
     schedule = _schedule_name(config.parallel.schedule)
     per_rank = _stages_per_rank(config, schedule, degrees["pp"])
     stages = per_rank * degrees["pp"]
     rounds = Rounds(schedule=schedule, pp=degrees["pp"], stages=stages)
-    replicas = degrees["dp_replicate"] * degrees["dp_shard"]
+    replicas = degrees["dp_replicate"] * degrees["dp_shard"] // degrees["cp"]
     micro_batches, rows = split_batch(config.train.global_batch, replicas, config.train.micro_batch, rounds)
     layout = Layout(
         **degrees,
@@ -158,19 +165,19 @@ def stage_layers(layers: int, stages: int, override: Sequence[int] = ()) -> tupl
 
 def _degrees(config: RunConfig, world: int) -> dict[str, int]:
     p = config.parallel
-    degrees = {"pp": p.pp, "dp_replicate": p.dp_replicate, "dp_shard": p.dp_shard, "tp": p.tp}
+    degrees = {"pp": p.pp, "dp_replicate": p.dp_replicate, "dp_shard": p.dp_shard, "cp": p.cp, "tp": p.tp}
     for name, degree in degrees.items():
         if degree < 1 and not (name == "dp_shard" and degree == -1):
             raise LayoutError(f"parallel.{name} is not a degree", found=str(degree), expected="1 or more")
     check_zero(p)
     degrees["dp_replicate"] = replicas_of(p, world)
     if p.dp_shard == -1:
-        degrees["dp_shard"] = max(1, world // (p.pp * degrees["dp_replicate"] * p.tp))
-    product = degrees["pp"] * degrees["dp_replicate"] * degrees["dp_shard"] * degrees["tp"]
+        degrees["dp_shard"] = max(1, world // (p.pp * degrees["dp_replicate"] * p.cp * p.tp))
+    product = math.prod(degrees.values())
     if product != world:
         raise LayoutError(
             "the layout does not fill the world",
-            found=f"{world} ranks, pp {p.pp} x dp_replicate {p.dp_replicate} x dp_shard {p.dp_shard} x tp {p.tp}",
+            found=f"{world} ranks, pp {p.pp} x dp_replicate {p.dp_replicate} x dp_shard {p.dp_shard} x cp {p.cp} x tp {p.tp}",
             expected=f"{product} ranks, or degrees whose product is {world}",
             state="Nothing was started.",
             remedy=f"start with --nproc-per-node {product}, or change [parallel]; dp_shard = -1 fills up",
@@ -182,7 +189,15 @@ def _degrees(config: RunConfig, world: int) -> dict[str, int]:
             expected="tp = 1, dp_shard = 1, dp_replicate = N",
             remedy="use data_parallel = fsdp: DDP over tensor parallel runs, but with wrong gradient norms",
         )
+    degrees["dp_replicate" if p.data_parallel == "ddp" or p.zero == 0 else "dp_shard"] *= p.cp
     return degrees
+
+
+def _check_context(config: RunConfig) -> None:
+    cp, tp = config.parallel.cp, config.parallel.tp
+    _divides("train.seq_len", config.train.seq_len, "two chunks for each rank of parallel.cp", 2 * cp if cp > 1 else 1)
+    if config.parallel.sequence_parallel:
+        _divides("train.seq_len (sequence parallel)", config.train.seq_len, "parallel.cp x parallel.tp", cp * tp)
 
 
 def _check_model(config: RunConfig, tp: int) -> None:
@@ -292,4 +307,4 @@ def _divides(name: str, value: int, by_name: str, by: int) -> None:
 def needs_fsdp(config: RunConfig, layout: Layout) -> bool:
     """Return whether there is something to gather or to cast: a single data-parallel rank would only copy weights and gradients."""
     is_half = config.train.precision in ("bfloat16", "float16")
-    return layout.dp > 1 or is_half or config.model.experts > 0 or config.parallel.offload != "none"
+    return layout.dp * layout.cp > 1 or is_half or config.model.experts > 0 or config.parallel.offload != "none"

@@ -25,7 +25,7 @@ def recompute_of(parallel: ParallelConfig) -> Recompute:
 def replicas_of(parallel: ParallelConfig, world: int) -> int:
     """Return `dp_replicate`; under zero = 0, which cuts nothing, replicas fill up the world where no degree is given."""
     if parallel.zero == 0 and parallel.dp_shard == -1 and parallel.dp_replicate == 1:
-        return max(1, world // (parallel.pp * parallel.tp))
+        return max(1, world // (parallel.pp * parallel.cp * parallel.tp))
     return parallel.dp_replicate
 
 
@@ -71,6 +71,7 @@ def check_switches(config: RunConfig, pp: int, dp_shard: int, tp: int) -> None:
             expected="dp_shard of 2 or more, or zero = 0",
         )
     _check_kept(config, recompute_of(parallel))
+    _check_context(config)
     _check_offload(config, pp)
     if config.train.loss_chunk and tp > 1:
         raise _refused(
@@ -106,6 +107,16 @@ def _check_kept(config: RunConfig, recompute: Recompute) -> None:
         raise _refused(
             "activation_offload does not go with train.compile: compiled blocks save through their own graphs",
             found="parallel.activation_offload = true, train.compile = true",
+            expected="one of the two",
+        )
+
+
+def _check_context(config: RunConfig) -> None:
+    if config.parallel.cp > 1 and config.train.compile:
+        raise _refused(
+            "train.compile does not go with context parallelism: the collectives inside of attention would be compiled "
+            "with it, which was not tried",
+            found=f"train.compile = true, parallel.cp = {config.parallel.cp}",
             expected="one of the two",
         )
 

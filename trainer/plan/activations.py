@@ -50,7 +50,7 @@ def _gathered(config: RunConfig, layout: Layout, block: int, rest: int, whole: i
 
 
 def _activations(config: RunConfig, layout: Layout, pp_rank: int, *, is_plain: bool) -> int:
-    tokens = config.train.micro_batch * config.train.seq_len
+    tokens = config.train.micro_batch * config.train.seq_len // layout.cp
     stages = layout.stages_of(pp_rank)
     layers = [number for stage in stages for number in layout.stage_layers[stage]]
     kept = sum(_layer(config, layout, number, is_plain=is_plain) for number in layers)
@@ -58,9 +58,32 @@ def _activations(config: RunConfig, layout: Layout, pp_rank: int, *, is_plain: b
     # Logits are freed before the first layer is made again for its backward.
     per_token += max(_made_again(config, layout, layers, is_plain=is_plain), _logits(config, layout, stages))
     total = tokens * per_token
-    if config.data.sources and config.data.document_mask and config.train.attention == "sdpa":
+    if layout.cp == 1 and _has_document_mask(config):
         total += tokens * config.train.seq_len * in_flight(layout, pp_rank)
-    return total
+    return total + _context(config, layout, layers) * in_flight(layout, pp_rank) // len(stages)
+
+
+def _context(config: RunConfig, layout: Layout, layers: Sequence[int]) -> int:
+    """Return the bytes of the keys and values that context parallelism gathers, while their layers keep them, and of its mask."""
+    if layout.cp == 1:
+        return 0
+    keeping = sum(recompute_of(config.parallel.activation_checkpoint, number) != FULL for number in layers)
+    mask = 0
+    if config.train.attention == "sdpa":  # of two chunks of T / 2N queries, to T (2N + 1) / 2N keys
+        rows = config.train.micro_batch if _has_document_mask(config) else 1
+        mask = rows * config.train.seq_len**2 * (2 * layout.cp + 1) // (4 * layout.cp**2) * itemsize(config)
+    most = max(keeping, group_size(config.parallel.activation_checkpoint))  # those of a group are made again together
+    return most * gathered_elements(config, layout) * itemsize(config) + mask
+
+
+def _has_document_mask(config: RunConfig) -> bool:
+    return bool(config.data.sources) and config.data.document_mask and config.train.attention == "sdpa"
+
+
+def gathered_elements(config: RunConfig, layout: Layout) -> int:
+    """Return the elements of the keys and values of whole rows, of one layer and micro-batch: what context parallelism gathers."""
+    width = 2 * config.model.kv_heads * config.model.head_size // layout.tp
+    return config.train.micro_batch * config.train.seq_len * width
 
 
 def _logits(config: RunConfig, layout: Layout, stages: Sequence[int]) -> int:

@@ -23,7 +23,7 @@ EFFICIENCY = 0.75
 RESERVED = 0.08
 """Share of a device's memory that is left to torch, NCCL and fragments."""
 
-WAITED_FOR = ("tp", "ep")
+WAITED_FOR = ("tp", "cp", "ep")
 FILL_SCRATCH = 40 << 15
 """Bytes beside the parameters while weights are drawn (see `counter_normal`)."""
 

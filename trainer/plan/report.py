@@ -86,7 +86,7 @@ def layout_document(layout: Layout, config: RunConfig) -> dict[str, Any]:
     """Return degrees, schedule and batch."""
     return {
         "text": layout.describe(), "pp": layout.pp, "dp_replicate": layout.dp_replicate, "dp_shard": layout.dp_shard,
-        "tp": layout.tp, "stages": layout.stages, "micro_batch": config.train.micro_batch,
+        "cp": layout.cp, "tp": layout.tp, "stages": layout.stages, "micro_batch": config.train.micro_batch,
         "micro_batches": layout.micro_batches, "bubble": layout.bubble, "data_parallel": config.parallel.data_parallel,
         "recompute": config.parallel.activation_checkpoint, "sequence_parallel": config.parallel.sequence_parallel,
     }  # fmt: skip
@@ -124,7 +124,11 @@ def _by_recompute(config: RunConfig, layout: Layout, gpu: Gpu) -> dict[str, int]
 def _by_stage(parameters: int, layout: Layout) -> list[dict[str, float]]:
     held = parameters / (layout.tp * layout.pp)
     return [
-        {"stage": stage, "bytes": zero_bytes(held, layout.dp, stage).total, "wire_passes": sharded_passes(stage)}
+        {
+            "stage": stage,
+            "bytes": zero_bytes(held, layout.dp * layout.cp, stage).total,
+            "wire_passes": sharded_passes(stage),
+        }
         for stage in range(4)
     ]
 

@@ -136,7 +136,7 @@ def to_paste(one: LayoutChoice) -> str:
     parallel, default = one.config.parallel, ParallelConfig()
     lines = ["[parallel]"]
     for name in (
-        "pp", "dp_replicate", "dp_shard", "tp", "sequence_parallel", "loss_parallel", "data_parallel", "schedule",
+        "pp", "dp_replicate", "dp_shard", "cp", "tp", "sequence_parallel", "loss_parallel", "data_parallel", "schedule",
         "stages_per_rank", "activation_checkpoint",
     ):  # fmt: skip
         value = getattr(parallel, name)
@@ -148,7 +148,9 @@ def to_paste(one: LayoutChoice) -> str:
 
 def _variants(config: RunConfig, gpus: int, ranks_per_node: int) -> Iterator[RunConfig]:
     for pp, tp in _degrees(config, gpus, ranks_per_node):
-        for data_parallel, replicas, shards in _data_degrees(config, gpus // (pp * tp), tp, ranks_per_node):
+        for data_parallel, replicas, shards in _data_degrees(
+            config, gpus // (pp * tp * config.parallel.cp), tp, ranks_per_node
+        ):
             for schedule in SCHEDULES if pp > 1 else SCHEDULES[:1]:
                 for micro_batch in MICRO_BATCHES:
                     for mode in RECOMPUTE:
@@ -164,14 +166,14 @@ def _variants(config: RunConfig, gpus: int, ranks_per_node: int) -> Iterator[Run
 def _degrees(config: RunConfig, gpus: int, ranks_per_node: int) -> Iterator[tuple[int, int]]:
     for tp in (2**power for power in range(ranks_per_node.bit_length())):
         for pp in range(1, config.model.layers + 1):
-            if gpus % (tp * pp) == 0:
+            if gpus % (tp * pp * config.parallel.cp) == 0:
                 yield pp, tp
 
 
 def _data_degrees(config: RunConfig, dp: int, tp: int, ranks_per_node: int) -> Iterator[tuple[str, int, int]]:
     """Yield (data_parallel, dp_replicate, dp_shard): cut over all, over a node and repeated, or repeated everywhere."""
     yield "fsdp", 1, dp
-    inside = ranks_per_node // tp
+    inside = ranks_per_node // (tp * config.parallel.cp)
     if 1 < inside < dp and dp % inside == 0:
         yield "fsdp", dp // inside, inside
     if tp == 1 and dp > 1 and not config.model.experts:

@@ -10,10 +10,10 @@ from dataclasses import dataclass
 
 from flashckpt.trainer.config import RunConfig
 from flashckpt.trainer.parallel.layout import Layout, needs_fsdp
-from flashckpt.trainer.plan.activations import MASTER, itemsize
+from flashckpt.trainer.plan.activations import MASTER, gathered_elements, itemsize
 from flashckpt.trainer.plan.gpus import Gpu
 from flashckpt.trainer.plan.held import StateBytes
-from flashckpt.trainer.plan.recompute import recompute_of
+from flashckpt.trainer.plan.recompute import FULL, recompute_of
 
 NODE_LINK, NETWORK = "node", "network"
 
@@ -23,7 +23,8 @@ class Traffic:
     """What one dimension of the mesh moves.
 
     Attributes:
-        dimension: "tp", "pp", "dp_shard", "dp_replicate" or "ep" (experts, over the ranks of dp_shard).
+        dimension: "tp", "cp", "pp", "dp_shard", "dp_replicate" or "ep" (experts, over the ranks of dp_shard). Parameters and
+            experts move over the ranks of cp too, which one of the data-parallel dimensions has in it.
         sent: Bytes that a rank sends per step.
         link: "node" or "network".
         rate: Bytes per second of that link for one rank, in one direction.
@@ -66,6 +67,7 @@ def traffic(
     """Return what the dimensions of more than one rank move in a step."""
     sent = {
         "tp": _tensor(config, layout, pp_rank),
+        "cp": _context(config, layout, pp_rank),
         "ep": _experts(config, layout, pp_rank),
         "dp_shard": _shards(config, layout, held),
         "dp_replicate": _replicas(layout, held),
@@ -75,13 +77,14 @@ def traffic(
 
 
 def _over_link(name: str, sent: int, layout: Layout, gpu: Gpu, ranks_per_node: int) -> Traffic:
-    """Ranks count tp fastest, then dp_shard, dp_replicate, pp: a dimension inside a node uses its links."""
+    """Ranks count tp fastest, then cp, dp_shard, dp_replicate, pp: a dimension inside a node uses its links."""
     stride, degree = {
         "tp": (1, layout.tp),
+        "cp": (layout.tp, layout.cp),
         "ep": (layout.tp, layout.dp_shard),
         "dp_shard": (layout.tp, layout.dp_shard),
         "dp_replicate": (layout.tp * layout.dp_shard, layout.dp_replicate),
-        "pp": (layout.tp * layout.dp, layout.pp),
+        "pp": (layout.world // layout.pp, layout.pp),
     }[name]
     if stride * degree <= ranks_per_node:
         return Traffic(dimension=name, sent=sent, link=NODE_LINK, rate=gpu.node_link)
@@ -94,14 +97,14 @@ def _ring(ranks: int) -> float:
     return (ranks - 1) / ranks
 
 
-def _stream(config: RunConfig) -> int:
-    return config.train.micro_batch * config.train.seq_len * config.model.dim * itemsize(config)
+def _stream(config: RunConfig, layout: Layout) -> int:
+    return config.train.micro_batch * config.train.seq_len // layout.cp * config.model.dim * itemsize(config)
 
 
 def _tensor(config: RunConfig, layout: Layout, pp_rank: int) -> float:
     if layout.tp == 1:
         return 0.0
-    one = _stream(config) * _ring(layout.tp)
+    one = _stream(config, layout) * _ring(layout.tp)
     passes = 0.0
     for stage in layout.stages_of(pp_rank):
         for layer in layout.stage_layers[stage]:
@@ -111,9 +114,21 @@ def _tensor(config: RunConfig, layout: Layout, pp_rank: int) -> float:
         passes += 4 if stage == layout.stages - 1 else 0  # the head's input, and its gradient's sum
     total = passes * one
     if layout.stages - 1 in layout.stages_of(pp_rank) and not config.parallel.loss_parallel:
-        tokens = config.train.micro_batch * config.train.seq_len
+        tokens = config.train.micro_batch * config.train.seq_len // layout.cp
         total += tokens * config.model.vocab * itemsize(config) * _ring(layout.tp)  # logits are gathered
     return total * layout.micro_batches
+
+
+def _context(config: RunConfig, layout: Layout, pp_rank: int) -> float:
+    if layout.cp == 1:
+        return 0.0
+    passes = 0
+    for stage in layout.stages_of(pp_rank):
+        for layer in layout.stage_layers[
+            stage
+        ]:  # gathered, and their gradients scattered; gathered again where recomputed
+            passes += 2 + (recompute_of(config.parallel.activation_checkpoint, layer) == FULL)
+    return passes * gathered_elements(config, layout) * itemsize(config) * _ring(layout.cp) * layout.micro_batches
 
 
 def _experts(config: RunConfig, layout: Layout, pp_rank: int) -> float:
@@ -123,7 +138,7 @@ def _experts(config: RunConfig, layout: Layout, pp_rank: int) -> float:
     for stage in layout.stages_of(pp_rank):
         for layer in layout.stage_layers[stage]:  # there and back, and so backward; forward again where recomputed
             passes += 4 + 2 * (recompute_of(config.parallel.activation_checkpoint, layer) in ("full", "ffn"))
-    rows = config.model.experts_per_token * _stream(config)
+    rows = config.model.experts_per_token * _stream(config, layout)
     return passes * rows * _ring(layout.dp_shard) * layout.micro_batches
 
 
@@ -141,6 +156,6 @@ def _replicas(layout: Layout, held: StateBytes) -> float:
 def _pipeline(config: RunConfig, layout: Layout) -> float:
     if layout.pp == 1:
         return 0.0
-    cut = layout.tp if config.parallel.sequence_parallel else 1
+    cut = layout.cp * (layout.tp if config.parallel.sequence_parallel else 1)
     elements = pipeline_elements(config.train.micro_batch, config.train.seq_len, config.model.dim)
     return elements * itemsize(config) / cut * layout.stages_per_rank * layout.micro_batches

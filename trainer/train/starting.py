@@ -43,7 +43,10 @@ def seed_rng(config: RunConfig, parallel: Parallel) -> None:
     """Seed torch's generators: for dropout, as far as ranks may drop different activations."""
     # Without sequence parallelism the tensor-parallel ranks hold the same activations: same dropout.
     tp = parallel.coordinate("tp") if config.parallel.sequence_parallel else 0
-    torch.manual_seed(name_seed(config.train.seed, f"rng:{parallel.coordinate('pp')}:{parallel.dp_rank}:{tp}"))
+    name = f"rng:{parallel.coordinate('pp')}:{parallel.dp_rank}:{tp}"
+    if parallel.context is not None:  # other tokens of the same rows
+        name += f":{parallel.context.rank}"
+    torch.manual_seed(name_seed(config.train.seed, name))
 
 
 def announce(config: RunConfig, layout: Layout, device: torch.device) -> None:

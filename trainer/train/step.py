@@ -136,7 +136,10 @@ class TrainStep:
         if documents is not None:  # rows of one document each need no mask
             has_several = bool((documents != documents[:, :1]).any())
             documents = documents.to(device, non_blocking=True) if has_several else None
-        return batch.tokens.to(device, non_blocking=True), batch.targets.to(device, non_blocking=True), documents
+        tokens, targets = batch.tokens, batch.targets
+        if (context := self._parallel.context) is not None:
+            tokens, targets = context.cut(tokens), context.cut_targets(targets)
+        return tokens.to(device, non_blocking=True), targets.to(device, non_blocking=True), documents
 
     def _micro(
         self, tokens: Tensor, targets: Tensor, documents: Tensor | None

@@ -88,12 +88,23 @@ JOURNEYS: dict[str, tuple[dict[str, Any], list[tuple[str, dict[str, Any]]]]] = {
             ("4x1x1, experts over 4", {"dp_shard": 4}),
         ],
     ),
+    "context": (
+        {},
+        [
+            ("2x1x1, rows over 2", {"dp_shard": 2, "cp": 2}),
+            ("1x1x1", {}),
+            ("1x2x2, rows over 2", {"dp_shard": 1, "cp": 2, "tp": 2, "pp": 2}),
+            ("2x1x1 DDP, rows over 2", {"dp_replicate": 2, "dp_shard": 1, "cp": 2, "data_parallel": "ddp"}),
+            ("1x1x1, rows over 4", {"dp_shard": 1, "cp": 4}),
+            ("2x2x1", dense(2, 2, 1)),
+        ],
+    ),
 }
 
 
 def world_of(parallel: dict[str, Any]) -> int:
     size = 1
-    for dimension in ("pp", "dp_replicate", "dp_shard", "tp"):
+    for dimension in ("pp", "dp_replicate", "dp_shard", "cp", "tp"):
         size *= parallel.get(dimension, 1)
     return size
 
@@ -163,6 +174,7 @@ def run_leg(rank: int, values: dict[str, Any], steps: int, beyond: int) -> dict[
             "read": dict(report.read_bytes) if report else {},
         }
         leads = trainer.parallel.coordinate("pp") == trainer.parallel.coordinate("tp") == 0
+        leads = leads and (trainer.parallel.context is None or trainer.parallel.context.rank == 0)
         trained = [(trainer.data.next().ids.tolist(), trainer.one_step().loss) for _ in range(steps)]
         result["samples"] = [sample for ids, _ in trained if leads for sample in ids]
         result["losses"] = [loss for _, loss in trained]

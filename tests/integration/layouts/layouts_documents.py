@@ -27,6 +27,9 @@ LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
     "ddp2 x pp2, interleaved": (4, {**DDP, "pp": 2, "schedule": "Interleaved1F1B"}),
     "fsdp2 x pp2, recomputed": (4, {"pp": 2, "activation_checkpoint": "full"}),
     **{schedule: (2, {"pp": 2, "schedule": schedule}) for schedule in (*SINGLE_STAGE, *MULTI_STAGE)},
+    "cp4": (4, {"cp": 4}),
+    "cp2 x ddp2": (4, {**DDP, "cp": 2}),
+    "cp2 x tp2 x pp2": (8, {"cp": 2, "tp": 2, "pp": 2}),
 }
 
 
@@ -74,7 +77,9 @@ def score_rank(_rank: int, config_values: Any) -> Any:
         return losses + [score.loss for score in evaluator.scores().held_out.values()]
 
 
-@pytest.mark.parametrize("name", ["ddp2", "tp2 x pp2, loss parallel", "ZBVZeroBubble", "DualPipeV"])
+@pytest.mark.parametrize(
+    "name", ["ddp2", "tp2 x pp2, loss parallel", "ZBVZeroBubble", "DualPipeV", "cp4", "cp2 x tp2 x pp2"]
+)
 def test_held_out_documents_score_alike_in_every_layout(name: str, folder: Any) -> None:
     world, parallel = LAYOUTS[name]
     (wanted,) = values(run_ranks(score_rank, 1, to_values(documents_run(folder, {})), timeout_s=100))

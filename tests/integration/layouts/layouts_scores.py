@@ -41,12 +41,16 @@ LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
     "fsdp2 x DualPipeV": (4, {"pp": 2, "schedule": "DualPipeV"}),
     "tp2 x ZBVZeroBubble, loss parallel": (4, {"tp": 2, "pp": 2, "loss_parallel": True, "schedule": "ZBVZeroBubble"}),
     "tp2 x DualPipeV": (4, {"tp": 2, "pp": 2, "schedule": "DualPipeV"}),
+    "cp3": (3, {"cp": 3}),
+    "cp2 x fsdp2": (4, {"cp": 2}),
+    "cp2 x tp2 x ZBVZeroBubble": (8, {"cp": 2, "tp": 2, "pp": 2, "schedule": "ZBVZeroBubble"}),
 }
 EXPERT_LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
     "experts over 2": (2, {}),
     "experts over 2 x tp2, loss parallel": (4, {"tp": 2, "loss_parallel": True}),
     "experts over 2 x InterleavedZeroBubble": (4, {"pp": 2, "schedule": "InterleavedZeroBubble"}),
     "experts over 2 x ZBVZeroBubble": (4, {"pp": 2, "schedule": "ZBVZeroBubble"}),
+    "experts over cp2": (2, {"cp": 2}),
 }
 
 

@@ -68,6 +68,7 @@ FACTORS: dict[str, dict[str, Sections]] = {
         "sequence": parallel(tp=2),
         "loss": parallel(tp=2, sequence_parallel=False, loss_parallel=True),
     },
+    "context": {"whole rows": {}, "cp 2": parallel(cp=2)},
     "loss": {"whole": {}, "pieces": {"train": {"loss_chunk": 5}}},
     "precision": {"float32": {}, "bfloat16": {"train": {"precision": "bfloat16"}}, "float16": {"train": {"precision": "float16"}}},
     "state": {"device": {}, "host": parallel(offload="state")},
@@ -93,7 +94,7 @@ def sections_of(row: Row) -> Sections:
 
 def world_of(sections: Sections) -> int:
     size = 1
-    for name in ("pp", "dp_replicate", "dp_shard", "tp"):
+    for name in ("pp", "dp_replicate", "dp_shard", "cp", "tp"):
         size *= sections["parallel"].get(name, 1)
     return size
 

@@ -65,6 +65,8 @@ LAYOUTS = {
     "pp2, ZBVZeroBubble": (2, {"pp": 2, "schedule": "ZBVZeroBubble"}),
     "ddp2": (2, {"dp_replicate": 2, "dp_shard": 1, "data_parallel": "ddp"}),
     "2x2x2": (8, {"pp": 2, "tp": 2}),
+    "cp2": (2, {"cp": 2}),
+    "cp2 x pp2": (4, {"cp": 2, "pp": 2}),
 }
 
 

@@ -44,6 +44,10 @@ DDP = {"data_parallel": "ddp", "dp_replicate": 2, "dp_shard": 1}
         ),
         ({"parallel": {"tp": 2}, "train": {"loss_chunk": 8}}, 2, "different columns of the logits"),
         ({"parallel": {"activation_checkpoint": "groups:0"}}, 1, "no such mode"),
+        ({"parallel": {"cp": 2}, "train": {"compile": True}}, 2, "compile does not go with context parallelism"),
+        ({"parallel": {"cp": 2}, "train": {"seq_len": 18}}, 2, "two chunks for each rank of parallel.cp"),
+        ({"parallel": {"cp": 2, "tp": 4}, "train": {"seq_len": 12}}, 8, "seq_len .* is not divisible by"),
+        ({"parallel": {"cp": 2}}, 3, "does not fill the world"),
     ],
 )
 def test_a_pair_that_cannot_work_is_refused_with_the_reason(sections: Any, world: int, why: str) -> None:
