@@ -11,6 +11,7 @@ from torch.utils.checkpoint import checkpoint
 
 from flashckpt.errors import ConfigError, LayoutError
 from flashckpt.trainer.config import from_values
+from flashckpt.trainer.hub.start import refuse_other_model
 from flashckpt.trainer.model.moe import MixtureOfExperts
 from flashckpt.trainer.model.router_loss import balance_loss, set_router_scale
 from flashckpt.trainer.model_config import ModelConfig
@@ -72,3 +73,9 @@ def test_router_losses_need_experts_and_full_batches(key: str) -> None:
     sections: dict[str, Any] = {"model": {key: 0.1, "experts": 4}, "train": {"global_batch": 6, "micro_batch": 4}}
     with pytest.raises(LayoutError, match="does not go with padding"):
         resolve_layout(from_values(sections), 4)
+
+
+def test_weights_train_on_with_other_router_losses() -> None:
+    refuse_other_model(ModelConfig(experts=4, router_aux_loss=AUX, router_z_loss=Z), ModelConfig(experts=4), "here")
+    with pytest.raises(ConfigError):
+        refuse_other_model(ModelConfig(experts=8), ModelConfig(experts=4), "here")
