@@ -31,7 +31,7 @@ class Change:
 
 # severity of a change on resume: the first matching prefix decides, everything else is a note
 SEVERITY = (
-    ("model.dropout", "warning"), ("model.", "error"), ("train.seq_len", "error"), ("train.seed", "error"),
+    ("model.dropout", "warning"), ("model.router_", "warning"), ("model.", "error"), ("train.seq_len", "error"), ("train.seed", "error"),
     ("train.global_batch", "warning"), ("train.micro_batch", "warning"), ("train.precision", "warning"),
     ("train.compile", "warning"), ("train.attention", "warning"), ("train.tf32", "warning"),
     ("optim.name", "error"), ("optim.", "warning"), ("ema.decay", "warning"), ("ema.every", "warning"),

@@ -24,6 +24,8 @@ class ModelConfig:
         rope_attention: "yarn": factor of queries and keys; 0: 0.1 ln(rope_factor) + 1.
         normalize_experts: Whether the weights of the chosen experts are made to add up to 1.
         shared_ffn: Size of a shared expert with a gate (Qwen 2 MoE), which every token meets; 0: none.
+        router_aux_loss: Coefficient of the load-balancing loss of each layer (Switch Transformer); 0: none.
+        router_z_loss: Coefficient of the squared log-sum-exp of each router's scores (ST-MoE); 0: none.
     """
 
     family: str = ""
@@ -55,6 +57,8 @@ class ModelConfig:
     experts_per_token: int = 2
     normalize_experts: bool = True
     shared_ffn: int = 0
+    router_aux_loss: float = 0.0
+    router_z_loss: float = 0.0
 
     @property
     def head_size(self) -> int:

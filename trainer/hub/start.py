@@ -15,7 +15,7 @@ from flashckpt.trainer.model_config import ModelConfig
 if TYPE_CHECKING:
     from torch import nn
 
-_FREE = ("family", "context", "dropout")
+_FREE = ("family", "context", "dropout", "router_aux_loss", "router_z_loss")
 """Settings that change no weight."""
 
 

@@ -16,6 +16,7 @@ from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 
 from flashckpt.trainer.model.joint import feed_forward, joins
 from flashckpt.trainer.model.operators import swiglu
+from flashckpt.trainer.model.router_loss import RouterLoss
 from flashckpt.trainer.model_config import ModelConfig
 
 EXPERT_WEIGHTS = ("experts.w1", "experts.w2", "experts.w3")
@@ -70,11 +71,13 @@ class MixtureOfExperts(nn.Module):
         self.shared_gate = nn.Linear(config.dim, 1, bias=False) if config.shared_ffn else None
         self.number, self.top_k, self.normalized = config.experts, config.experts_per_token, config.normalize_experts
         self.group: dist.ProcessGroup | None = None
+        self.router_loss = RouterLoss(config)
 
     def forward(self, x: Tensor) -> Tensor:
         """(B, T, D) -> (B, T, D)."""
         flat = x.reshape(-1, x.shape[-1])
-        weight, chosen = torch.topk(torch.softmax(self.router(flat).float(), -1), self.top_k, dim=-1)
+        logits = self.router(flat).float()
+        weight, chosen = torch.topk(torch.softmax(logits, -1), self.top_k, dim=-1)
         if self.normalized:
             weight = weight / weight.sum(-1, keepdim=True)
         order = torch.argsort(chosen.reshape(-1), stable=True)  # rows by expert
@@ -85,7 +88,7 @@ class MixtureOfExperts(nn.Module):
         out = torch.zeros_like(flat).index_add(0, order // self.top_k, done)
         if self.shared is not None and self.shared_gate is not None:
             out = out + torch.sigmoid(self.shared_gate(flat)) * self.shared(flat)
-        return out.view_as(x)
+        return (self.router_loss.carried(out, logits, counts) if self.training else out).view_as(x)
 
     def _exchange(self, rows: Tensor, counts: Tensor) -> Tensor:
         """Send each row to the rank of its expert, apply it there, and bring it back. Collective over `group`."""
@@ -115,6 +118,7 @@ def spread_experts(module: nn.Module, mesh: DeviceMesh) -> set[nn.Parameter]:
     for layer in module.modules():
         if isinstance(layer, MixtureOfExperts):
             layer.group = mesh["dp_shard"].get_group()
+            layer.router_loss.groups = [mesh.get_group(dim) for dim in (0, 1) if mesh.size(dim) > 1]
             for name, weight in list(layer.experts.named_parameters()):
                 inner = 2 if name == "w2" else 1
                 placements: list[Placement] = [Replicate(), Shard(0), Shard(inner)]

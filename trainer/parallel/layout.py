@@ -129,6 +129,7 @@ def resolve_layout(config: RunConfig, world: int) -> Layout:
     )
     _check_ddp(config, layout)
     _check_compile(config, layout)
+    _check_router_losses(config, layout)
     check_switches(config, layout.pp, layout.dp_shard, layout.tp)
     return layout
 
@@ -247,6 +248,19 @@ def _check_ddp(config: RunConfig, layout: Layout) -> None:
             expected="a schedule whose backward is one pass: 1F1B, GPipe, Interleaved1F1B or LoopedBFS",
             state="Nothing was started.",
             remedy="use data_parallel = fsdp: DDP would not average the gradients of these schedules",
+        )
+
+
+def _check_router_losses(config: RunConfig, layout: Layout) -> None:
+    # Padding passes through the routers, where nothing tells it from samples.
+    model = config.model
+    if layout.padding and (model.router_aux_loss or model.router_z_loss):
+        raise LayoutError(
+            "a router loss does not go with padding: rows without a sample would count as tokens",
+            found=f"train.global_batch = {layout.global_batch}, {layout.local_batch * layout.dp} rows in this layout",
+            expected=f"a global batch that fills the rows, such as {layout.local_batch * layout.dp}",
+            state="Nothing was started.",
+            remedy="change train.global_batch, train.micro_batch or the layout, or omit model.router_aux_loss and router_z_loss",
         )
 
 

@@ -149,6 +149,7 @@ class LocalExperts(ParallelStyle):
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
         assert isinstance(module, MixtureOfExperts)
+        module.router_loss.holders = device_mesh.size()
         for gate in (module.router, module.shared_gate):
             if gate is not None:
                 gate.register_parameter("weight", _cut(gate.weight, device_mesh, Replicate()))

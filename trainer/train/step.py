@@ -18,6 +18,7 @@ from torch.distributed.tensor.parallel import loss_parallel
 
 from flashckpt.trainer.data.windows import Batch
 from flashckpt.trainer.model.loss import per_token_loss
+from flashckpt.trainer.model.router_loss import set_router_scale
 from flashckpt.trainer.parallel.apply import Parallel, local_tensor, set_gradient_sync
 from flashckpt.trainer.parallel_config import ParallelConfig
 from flashckpt.trainer.train.optim import local_square_sum, scale_gradients, settle_gradients
@@ -109,6 +110,8 @@ class TrainStep:
         for parameter in self._parallel.parameters():
             parameter.grad = None
         tokens, targets, documents = self._on_device(batch)
+        layout = self._parallel.layout  # with a pipeline, gradients are divided after backward
+        set_router_scale(self._parallel.parts, self.scale / (layout.divisor if layout.pp == 1 else 1.0))
         with loss_context(is_sharded=self._sharded_loss):
             if self._parallel.layout.pp == 1:
                 self._accumulate(tokens, targets, documents)
