@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import zipfile
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -100,9 +100,7 @@ def open_foreign(path: Path, kind: str, selection: Selection, parameters: Sequen
         taken = framework_state.read(path, kind, parameters, wants=selection.may_take)
         with decoding(path, f"a {kind} checkpoint"):
             found = _from_state_dict(taken.state, kind, selection, path)
-        found.values.update(
-            {key: value for key, value in taken.values.items() if selection.takes(key.partition("@")[0])}
-        )
+        found.values.update(_selected(taken.values, selection))
         return replace(found, step=taken.step, omitted=taken.omitted)
     if parameters is not None:
         raise ConfigError(
@@ -117,6 +115,16 @@ def open_foreign(path: Path, kind: str, selection: Selection, parameters: Sequen
     state = dcp_folders.read_dcp_folder(path) if kind == "dcp" else torch_files.read_torch_file(path)
     with decoding(path, f"a {kind} checkpoint"):
         return _from_state_dict(state, kind, selection, path)
+
+
+def _selected(values: Mapping[str, Any], selection: Selection) -> dict[str, Any]:
+    """Return the values that are taken, under their new names; second names of tensors follow their tensor."""
+    found = {selection.rename(key): one for key, one in values.items() if selection.takes(key.partition("@")[0])}
+    found.pop("aliases", None)
+    pairs = {alias: name for alias, name in values.get("aliases", {}).items() if selection.takes(name)}
+    if pairs:
+        found["aliases"] = {selection.rename(alias): selection.rename(name) for alias, name in pairs.items()}
+    return found
 
 
 def _from_safetensors(tensors: Iterable[st.Incoming], selection: Selection) -> Foreign:

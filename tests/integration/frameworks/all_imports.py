@@ -17,7 +17,7 @@ from flashckpt import Checkpointer
 pytestmark = pytest.mark.filterwarnings("ignore")
 
 
-def needs(name: str) -> Any:
+def needs(name: str) -> pytest.MarkDecorator:
     return pytest.mark.skipif(importlib.util.find_spec(name) is None, reason=f"needs {name} (make test-frameworks)")
 
 

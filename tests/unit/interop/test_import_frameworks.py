@@ -212,6 +212,24 @@ def test_fsdp_folders_of_a_trainer_are_read_by_name(tmp_path: Path, capsys: Capt
     program.assert_equals(restored(tmp_path / "root"))
 
 
+def test_tied_weights_are_taken_once_and_found_under_both_names(tmp_path: Path, capsys: Captured) -> None:
+    def tied() -> nn.ModuleDict:
+        model = nn.ModuleDict({"embed": nn.Embedding(6, 4), "head": nn.Linear(4, 6, bias=False)})
+        model["head"].weight = model["embed"].weight
+        return model
+
+    model, folder = tied(), tmp_path / "checkpoint-3"
+    folder.mkdir()
+    (folder / "trainer_state.json").write_text(json.dumps({"global_step": 3}))
+    torch.save(model.state_dict(), folder / "pytorch_model.bin")
+    assert imported(folder, capsys, "--only", "model.*")["tensors"] == 1
+    for other in (tied(), nn.ModuleDict({"head": nn.Linear(4, 6, bias=False)})):
+        reader = Checkpointer.readonly(str(tmp_path / "root"))
+        reader.track(model=other)
+        reader.restore(strict="embed" in other)
+        assert torch.equal(other["head"].weight, model["embed"].weight)
+
+
 # -- Lightning -------------------------------------------------------------------------------------------
 
 
@@ -368,9 +386,9 @@ class Layers(nn.Module):
 def test_torch_dist_folder_of_megatron_gives_each_layer_its_tensors(tmp_path: Path, capsys: Captured) -> None:
     model = Layers(1)
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.125)
-    sum(p.pow(2).sum() for p in model.parameters()).backward()
+    torch.stack([p.pow(2).sum() for p in model.parameters()]).sum().backward()
     optimizer.step()
-    layers = model.decoder.layers
+    layers: Any = model.decoder.layers
     stacked = {key: torch.stack([getattr(layer, key).detach() for layer in layers]) for key in ("weight", "bias")}
     state: dict[str, Any] = {f"decoder.layers.{key}": value for key, value in stacked.items()}
     state["embedding.weight"] = model.embedding.weight.detach()
