@@ -59,7 +59,7 @@ def import_(
     try:
         if not source.exists() or kind is None:
             kind = detect(source)
-        names = None if parameters is None else Path(parameters).read_text().split()
+        names = None if parameters is None else Path(parameters).read_text(errors="replace").split()
         foreign = open_foreign(source, kind, selection, names)
     except OSError as error:
         place = error.filename or path

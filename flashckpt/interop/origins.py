@@ -42,7 +42,9 @@ def folder_of_newest(folder: Path, kind: str) -> Path | None:
         if (tracker := folder / name).is_file():
             with decoding(tracker, "the name of the newest checkpoint"):
                 text = tracker.read_text()[:200].strip()
-            inside = folder / (f"iter_{int(text):07d}" if kind == "megatron" and text.isdigit() else text)
+            inside = folder / (
+                f"iter_{int(text):07d}" if kind == "megatron" and text.isdecimal() and text.isascii() else text
+            )
             if inside.parent == folder and (inside / marker).exists():
                 return inside
     return None
