@@ -6,6 +6,7 @@
     dcp.save({"model": model_state, "optimizer": optimizer_state}, storage_writer=FlashStorageWriter(root, step=100))
     dcp.load(state_dict, storage_reader=FlashStorageReader(root, step=100))
 
+Or, for a loop with `checkpoint_id=`, one changed line: `import flashckpt.dcp as dcp` gives `save`, `async_save` and `load`.
 docs/interop.md says how names map and what is refused.
 """
 
@@ -14,12 +15,17 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    from flashckpt.dcp.calls import async_save, load, save
     from flashckpt.dcp.reader import FlashStorageReader
     from flashckpt.dcp.writer import FlashStorageWriter
 
-__all__ = ["FlashStorageReader", "FlashStorageWriter"]
+__all__ = ["FlashStorageReader", "FlashStorageWriter", "async_save", "load", "save"]
 
-_LAZY = {"FlashStorageReader": "flashckpt.dcp.reader", "FlashStorageWriter": "flashckpt.dcp.writer"}
+_LAZY = {
+    "FlashStorageReader": "flashckpt.dcp.reader",
+    "FlashStorageWriter": "flashckpt.dcp.writer",
+    **dict.fromkeys(("async_save", "load", "save"), "flashckpt.dcp.calls"),
+}
 
 
 def __getattr__(name: str) -> object:

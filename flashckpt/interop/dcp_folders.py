@@ -11,7 +11,7 @@ import io
 import mmap
 import pickle
 import warnings
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -94,8 +94,12 @@ class _Filling(DefaultSavePlanner):
         return tensor.view(getattr(torch, one.dtype)).reshape(one.shape)
 
 
-def read_dcp_folder(folder: Path) -> StateDict:
+def read_dcp_folder(folder: Path, *, skips: Callable[[str], bool] = lambda _: False) -> StateDict:
     """Return what a folder of torch.distributed.checkpoint holds; tensors are read when they are asked for.
+
+    Args:
+        folder: The folder.
+        skips: Whether the value of a key is not even read; those are listed as `skipped`.
 
     Raises:
         DamagedError: Its metadata or a file cannot be read.
@@ -108,6 +112,9 @@ def read_dcp_folder(folder: Path) -> StateDict:
         places: Mapping[MetadataIndex, Any] = metadata.storage_data or {}
         for key, kind in metadata.state_dict_metadata.items():
             found.paths.setdefault(_text(key), (key,))
+            if not isinstance(kind, TensorStorageMetadata) and skips(_text(key)):
+                found.skipped.append(key)
+                continue
             if not isinstance(kind, TensorStorageMetadata):
                 found.values[key] = _load_item(folder, key, places.get(MetadataIndex(key)))
                 refuse_boundless([found.values[key]], folder, path.stat().st_size)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import fnmatch
+import re
 from collections.abc import Iterable
 from dataclasses import dataclass
 
@@ -25,6 +26,16 @@ class Selection:
     def takes(self, *names: str) -> bool:
         """Return whether a thing is taken that goes by any of these names."""
         return not self.only or any(fnmatch.fnmatchcase(name, pattern) for name in names for pattern in self.only)
+
+    def may_take(self, label: str) -> bool:
+        """Return whether names that begin with this label may be taken: whether its file has to be read at all."""
+        heads = [re.split(r"[.*?[]", pattern, maxsplit=1)[0] for pattern in self.only]
+        exact = [
+            pattern[len(head) : len(head) + 1] in ("", ".") for pattern, head in zip(self.only, heads, strict=True)
+        ]
+        return not self.only or any(
+            label == head if whole else label.startswith(head) for head, whole in zip(heads, exact, strict=True)
+        )
 
     def rename(self, name: str) -> str:
         """Return the name on the other side."""

@@ -26,11 +26,13 @@ class StateDict:
         tensors: Boxes by flattened key; one row per box, `shard.fqn` is the key.
         values: Other leaves by flattened key.
         paths: Places in the nested state dict.
+        skipped: Keys of values that were not asked for.
     """
 
     tensors: list[StreamedRow] = field(default_factory=list)
     values: dict[str, Any] = field(default_factory=dict)
     paths: dict[str, StatePath] = field(default_factory=dict)
+    skipped: list[str] = field(default_factory=list)
 
 
 def nest(leaves: Mapping[str, Any], paths: Mapping[str, StatePath]) -> dict[str, Any]:

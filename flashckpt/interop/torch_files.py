@@ -10,7 +10,7 @@ import pickle
 import struct
 import zipfile
 import zlib
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -118,20 +118,47 @@ def read_torch_file(path: Path) -> StateDict:
         DamagedError: It cannot be read as such a file.
         ConfigError: It holds no dict.
     """
+    return flattened(load_torch_file(path), path)
+
+
+def load_torch_file(path: Path, *, with_numpy: bool = False, inert: Sequence[str] = ()) -> dict[Any, Any]:
+    """Return the dict of a torch.save file; arguments and errors as `load_torch_value`."""
+    loaded = load_torch_value(path, with_numpy=with_numpy, inert=inert)
+    if not isinstance(loaded, dict):
+        raise ConfigError(f"{path} holds no state dict", found=type(loaded).__name__, expected="a dict of tensors")
+    return loaded
+
+
+def load_torch_value(path: Path, *, with_numpy: bool = False, inert: Sequence[str] = ()) -> Any:
+    """Return what a torch.save file holds, nested as it was saved; raises as `read_torch_file`.
+
+    Args:
+        path: The file.
+        with_numpy: Arrays of numpy are let through too, as generators of random numbers need them.
+        inert: Full names of classes whose objects are read as empty ones of a class of ours, which drops what they
+            held: known holders of settings that nothing here needs.
+    """
     if not path.is_file():
         raise ConfigError(f"{path} is no file", expected="a file of torch.save")
     nbytes = path.stat().st_size
     if not nbytes:
         raise DamagedError(f"{path} is empty", expected="a file of torch.save", state="Nothing was imported.")
+    allowed = [*(_NUMPY if with_numpy else ()), *((_Inert, name) for name in inert)]
     with decoding(path, "a file of torch.save", nbytes=nbytes):
         try:
-            loaded = _load(path)
+            with torch.serialization.safe_globals(allowed):
+                loaded = _load(path)
         except pickle.UnpicklingError as error:
             raise unpickling(str(path), error) from error
-        if not isinstance(loaded, dict):
-            raise ConfigError(f"{path} holds no state dict", found=type(loaded).__name__, expected="a dict of tensors")
-        refuse_boundless(loaded, path, nbytes)
-        flat, paths = flatten_state_dict(dict(loaded))
+        if isinstance(loaded, (dict, list, tuple)):
+            refuse_boundless(loaded, path, nbytes)
+    return loaded
+
+
+def flattened(nested: Mapping[Any, Any], path: Path) -> StateDict:
+    """Return the leaves of a nested state dict; `path` is where it was read, for error texts."""
+    with decoding(path, "a state dict"):
+        flat, paths = flatten_state_dict(dict(nested))
         found = StateDict(paths=dict(paths))
         for key, leaf in flat.items():
             if isinstance(leaf, torch.Tensor):
@@ -140,6 +167,27 @@ def read_torch_file(path: Path) -> StateDict:
             else:
                 found.values[key] = leaf
     return found
+
+
+class _Inert:
+    """Stands for an object whose class is not imported; whatever it held is dropped."""
+
+    def __init__(self, *_args: Any) -> None:
+        """Take what the class would be called with."""
+
+    def __setstate__(self, _state: Any) -> None:
+        """Drop the state."""
+
+
+_RECONSTRUCT: Any = np.zeros(0).__reduce__()[0]
+_NUMPY: tuple[Any, ...] = (
+    np.ndarray,
+    np.dtype,
+    *{type(np.dtype(kind)) for kind in ("u1", "u4", "u8", "i4", "i8", "f4", "f8")},
+    (_RECONSTRUCT, "numpy.core.multiarray._reconstruct"),
+    (_RECONSTRUCT, "numpy._core.multiarray._reconstruct"),
+)
+"""What a pickled array of numbers names, before and since numpy 2. None of it runs code of the file."""
 
 
 def _load(path: Path) -> Any:

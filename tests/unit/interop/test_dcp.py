@@ -26,7 +26,7 @@ from flashckpt.checkpoint import direct_writer
 from flashckpt.checkpoint.catalog import list_checkpoints, read_manifest
 from flashckpt.dcp import FlashStorageReader, FlashStorageWriter
 from flashckpt.dcp.names import default_path, optimizer_labels, to_dcp, to_ours
-from flashckpt.errors import FlashckptError
+from flashckpt.errors import ConfigError, FlashckptError
 from flashckpt.shm.job_directory import JobDirectory
 from flashckpt.storage.factory import open_store
 
@@ -246,6 +246,24 @@ def test_async_save_takes_the_state_of_the_call_and_keep_last_prunes(tmp_path: P
     dcp.load(state, storage_reader=FlashStorageReader(root))
     assert state["step"] == 3
     assert torch.equal(state["w"], torch.full((1000,), 3.0))  # type: ignore[arg-type]
+
+
+def test_one_changed_import_saves_asynchronously_and_loads(tmp_path: Path) -> None:
+    import flashckpt.dcp
+
+    weights = torch.full((1000,), 1.0)
+    done = flashckpt.dcp.async_save({"w": weights, "step": 7}, checkpoint_id=tmp_path / "root" / "step-7")
+    weights.fill_(-1)
+    done.result()
+    flashckpt.dcp.save({"w": weights, "step": 8}, checkpoint_id=f"{tmp_path}/root/8/", keep_last=2)
+    assert [i.step for i in list_checkpoints(open_store(tmp_path / "root"))] == [8, 7]
+    state: dict[str, Any] = {"w": torch.zeros(1000), "step": 0}
+    flashckpt.dcp.load(state, checkpoint_id=tmp_path / "root" / "7")
+    assert state["step"] == 7
+    assert torch.equal(state["w"], torch.full((1000,), 1.0))
+    for wrong in (None, "120", tmp_path / "last", tmp_path / "120.g3", "s3://120"):
+        with pytest.raises(ConfigError, match="does not say its root and its step"):
+            flashckpt.dcp.save(state, checkpoint_id=wrong)
 
 
 class Foreign:

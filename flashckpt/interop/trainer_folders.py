@@ -1,0 +1,198 @@
+"""Folders of Hugging Face's Trainer (checkpoint-120/) and of PEFT adapters: weights, optimizer, scheduler, generators."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from flashckpt.checkpoint.direct_writer import StreamedRow
+from flashckpt.errors import DamagedError, UnsupportedStateError
+from flashckpt.interop import safetensors_files as st
+from flashckpt.interop.foreign_files import decoding
+from flashckpt.interop.framework_state import MODEL, OPTIMIZER, SCHEDULER, Taken, Wants, shapes_of
+from flashckpt.interop.origins import step_of_trainer
+
+_ADAPTER = "adapter_model"
+_WEIGHTS = "pytorch_model.bin"
+_FOLDERS = {MODEL: "pytorch_model_fsdp_0", OPTIMIZER: "optimizer_0"}
+_LEFT = ("training_args.bin", "scaler.pt")
+
+
+def read_folder(folder: Path, parameters: Sequence[str] | None, *, wants: Wants) -> Taken:
+    """Return what a folder of a Trainer, or of an adapter alone, holds.
+
+    Raises:
+        ConfigError: The names of the optimizer's parameters are not certain.
+        DamagedError: There are no weights, or a file cannot be read.
+    """
+    found = Taken(step=step_of_trainer(folder))
+    has_order = _add_weights(folder, found)
+    if wants(OPTIMIZER):
+        shapes = shapes_of(found.state)
+        ordered = shapes if has_order else None if parameters else _order_of_class(folder)
+        _add_optimizer(folder, found, parameters, ordered)
+    if wants(SCHEDULER) and (path := folder / "scheduler.pt").is_file():
+        from flashckpt.interop import torch_files
+
+        found.add_schedulers([torch_files.load_torch_file(path)])
+    if wants("rng"):
+        _add_generators(folder, found)
+    found.omitted += [f"{name}: made again by the program" for name in _LEFT if (folder / name).is_file()]
+    return found
+
+
+def _add_weights(folder: Path, found: Taken) -> bool:
+    """Add the model; return whether its tensors came in the order of its modules."""
+    from flashckpt.interop import dcp_folders, torch_files
+
+    if (folder / _FOLDERS[MODEL]).is_dir():
+        found.join(dcp_folders.read_dcp_folder(folder / _FOLDERS[MODEL]))
+        return False
+    if any(folder.glob(f"*{st.SUFFIX}")):
+        adapter = (folder / f"{_ADAPTER}{st.SUFFIX}").is_file() and not (folder / f"model{st.SUFFIX}").is_file()
+        rename = _adapter_names(folder) if adapter else str
+        for one in st.read_file(folder / f"{_ADAPTER}{st.SUFFIX}") if adapter else st.read_folder(folder):
+            name = rename(one.name)
+            key = f"{MODEL}.{name}"
+            found.state.tensors.append(StreamedRow(shard=one.shard(key), read=one.read))
+            found.state.paths[key] = (MODEL, name)
+        return False
+    files = _parts(folder)
+    if not files:
+        raise DamagedError(
+            f"{folder} holds no weights",
+            found=", ".join(sorted(one.name for one in folder.iterdir())[:8]),
+            expected=f"model{st.SUFFIX}, {_WEIGHTS}, {_ADAPTER}{st.SUFFIX} or {_FOLDERS[MODEL]}/",
+            state="Nothing was imported.",
+        )
+    for path in files:
+        found.add(MODEL, _without_aliases(torch_files.load_torch_file(path), found), path)
+    return len(files) == 1
+
+
+def _parts(folder: Path) -> list[Path]:
+    """Return the files of pytorch_model.bin, as its index names them where it is in several."""
+    if (folder / _WEIGHTS).is_file():
+        return [folder / _WEIGHTS]
+    index = folder / f"{_WEIGHTS}.index.json"
+    if not index.is_file():
+        return []
+    with decoding(index, "the index of a folder of weights", nbytes=index.stat().st_size):
+        names = sorted({str(name) for name in json.loads(index.read_bytes())["weight_map"].values()})
+        if bad := [name for name in names if "/" in name or not (folder / name).is_file()]:
+            raise DamagedError(f"{index} is damaged", found=f"it names {bad[0]!r:.80}, which is not in the folder")
+    return [folder / name for name in names]
+
+
+def _without_aliases(loaded: Mapping[str, Any], found: Taken) -> dict[str, Any]:
+    """Return the tensors without those that are another one's memory under a second name; these become aliases."""
+    kept: dict[str, Any] = {}
+    seen: dict[tuple[Any, ...], str] = {}
+    for name, tensor in loaded.items():
+        if isinstance(tensor, torch.Tensor) and tensor.numel():
+            place = (tensor.data_ptr(), tensor.dtype, tuple(tensor.shape), tensor.stride())
+            if (first := seen.setdefault(place, name)) != name:
+                found.values.setdefault("aliases", {})[f"{MODEL}.{name}"] = f"{MODEL}.{first}"
+                continue
+        kept[name] = tensor
+    return kept
+
+
+def _adapter_names(folder: Path) -> Any:
+    """Return what turns a name of an adapter's file into that of the live module, which has the adapter's name in it."""
+    path = folder / "adapter_config.json"
+    whole: list[str] = []
+    if path.is_file():
+        with decoding(path, "the configuration of an adapter", nbytes=path.stat().st_size):
+            whole = [str(name) for name in json.loads(path.read_bytes()).get("modules_to_save") or []]
+
+    def live(name: str) -> str:
+        head, dot, leaf = name.rpartition(".")
+        for module in whole:
+            if f".{module}." in f".{head}.":
+                return (
+                    re.sub(rf"(^|\.){re.escape(module)}(\.|$)", rf"\1{module}.modules_to_save.default\2", head)
+                    + dot
+                    + leaf
+                )
+        if re.search(r"lora_\w+$", head):
+            return f"{head}.default.{leaf}"
+        return f"{name}.default" if leaf.startswith("lora_") else name
+
+    return live
+
+
+def _order_of_class(folder: Path) -> dict[str, tuple[int, ...]] | None:
+    """Return the parameters of a model in its order, from the class of transformers that config.json names.
+
+    Files of safetensors are sorted by name. Only classes of the installed package are used, built without data; None
+    where there is no such class or no such package.
+    """
+    path = folder / "config.json"
+    try:
+        import transformers
+    except ImportError:
+        return None
+    if not path.is_file():
+        return None
+    with decoding(path, "the configuration of a model"):
+        name = str((json.loads(path.read_bytes()).get("architectures") or [""])[0])
+        kind = getattr(transformers, name, None) if name.isidentifier() else None
+        if not isinstance(kind, type) or not issubclass(kind, transformers.PreTrainedModel):
+            return None
+        with torch.device("meta"):
+            model = kind(transformers.AutoConfig.from_pretrained(folder))
+        return {name: tuple(one.shape) for name, one in model.named_parameters()}
+
+
+def _add_optimizer(
+    folder: Path, found: Taken, parameters: Sequence[str] | None, ordered: Mapping[str, tuple[int, ...]] | None
+) -> None:
+    from flashckpt.interop import dcp_folders, torch_files
+
+    if (folder / _FOLDERS[OPTIMIZER]).is_dir():
+        found.join(dcp_folders.read_dcp_folder(folder / _FOLDERS[OPTIMIZER]))
+        return
+    path = folder / "optimizer.pt"
+    if not path.is_file():
+        return
+    loaded = torch_files.load_torch_file(path)
+    shapes = shapes_of(found.state)
+    with decoding(path, "the state of an optimizer"):
+        found.add_optimizer(loaded, path, ordered=ordered, parameters=parameters, shapes=shapes)
+
+
+def _add_generators(folder: Path, found: Taken) -> None:
+    from flashckpt.interop import torch_files
+
+    for path in sorted(folder.glob("rng_state*.pth")):
+        number = re.fullmatch(r"rng_state(?:_(\d{1,6}))?\.pth", path.name)
+        if number is None:
+            continue
+        try:
+            loaded = torch_files.load_torch_file(path, with_numpy=True)
+        except UnsupportedStateError as error:
+            found.omitted.append(f"{path.name}: {error.found}")
+            continue
+        with decoding(path, "the state of the random number generators"):
+            found.values[f"rng@rank{int(number[1] or 0)}"] = _generators(loaded)
+
+
+def _generators(loaded: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the states of generators as a snapshot holds them."""
+    version, words, gauss = loaded["python"]
+    kind, keys, position, has_gauss, cached = loaded["numpy"]
+    state: dict[str, Any] = {
+        "torch": loaded["cpu"].numpy().tobytes(),
+        "python": [int(version), np.asarray(words, "<u4").tobytes(), gauss],
+        "numpy": [str(kind), np.asarray(keys, "<u4").tobytes(), int(position), int(has_gauss), float(cached)],
+    }
+    if isinstance(cuda := loaded.get("cuda"), torch.Tensor):
+        state["cuda"] = cuda.numpy().tobytes()
+    return state
