@@ -32,7 +32,7 @@ class RouterLoss:
         self.groups: list[dist.ProcessGroup] = []
         self.holders, self.scale = 1, 1.0
 
-    @torch.compiler.disable  # `scale` changes between steps
+    @torch.compiler.disable  # type: ignore[untyped-decorator]  # untyped in torch; `scale` changes between steps
     def carried(self, out: Tensor, logits: Tensor, counts: Tensor) -> Tensor:
         """Return `out` unchanged, whose backward also gives the gradients of the losses. Collective over `groups`.
 

@@ -20,7 +20,7 @@ from flashckpt.trainer.parallel.layout import resolve_layout
 AUX, Z = 0.3, 0.2
 
 
-def layer_of(**losses: float) -> MixtureOfExperts:
+def layer_of(**losses: Any) -> MixtureOfExperts:
     torch.manual_seed(0)
     layer = MixtureOfExperts(ModelConfig(dim=8, ffn=16, experts=4, experts_per_token=2, **losses))
     for weight in layer.parameters():
