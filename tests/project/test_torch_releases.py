@@ -78,7 +78,7 @@ def test_dropout_is_that_of_a_run_whose_pipeline_was_not_tried_first(monkeypatch
     schedule = Schedule(stage)
     parallel = SimpleNamespace(
         parts=[stage], device=torch.device("cpu"), layout=SimpleNamespace(pp=2, micro_batches=1),
-        has_first=True, has_last=True, parameters=list, schedule=lambda _: schedule,
+        has_first=True, has_last=True, context=None, parameters=list, schedule=lambda _: schedule,
     )  # fmt: skip
     step = TrainStep(cast("Parallel", parallel), [])
     monkeypatch.setattr("flashckpt.trainer.train.step.settle_gradients", lambda _: None)
