@@ -84,7 +84,9 @@ class Taken:
         if parameters is not None:
             names: Mapping[int, str] | None = optimizer_names.as_given(groups, known, parameters, shapes)
         else:
-            names = None if ordered is None else optimizer_names.by_order(groups, known, ordered)
+            names = optimizer_names.as_recorded(state_dict["param_groups"], known, shapes)
+            if names is None and ordered is not None:
+                names = optimizer_names.by_order(groups, known, ordered)
         if names is None:
             raise optimizer_names.refuse_numbers(path, sum(map(len, groups)))
         self.add(OPTIMIZER, optimizer_names.named(state_dict, names), path)

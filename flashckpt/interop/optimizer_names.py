@@ -64,6 +64,21 @@ def _leftmost(wanted: Sequence[Shape | None], shapes: Sequence[Shape]) -> list[i
     return places
 
 
+def as_recorded(
+    groups: Sequence[Mapping[str, Any]], shapes: Mapping[int, Shape], known: Mapping[str, Shape]
+) -> dict[int, str] | None:
+    """Return number -> name where the groups say it: torch records `param_names` if it was given named parameters.
+
+    None where they do not, or where the names are not those of the model's tensors.
+    """
+    pairs = [pair for group in groups for pair in zip(group["params"], group.get("param_names") or (), strict=False)]
+    names = dict(pairs)
+    if len(set(names.values())) != sum(len(group["params"]) for group in groups):
+        return None
+    fits = all(name in known and shapes.get(number, known[name]) == known[name] for number, name in pairs)
+    return names if fits else None
+
+
 def as_given(
     groups: Sequence[Sequence[int]], shapes: Mapping[int, Shape], names: Sequence[str], known: Mapping[str, Shape]
 ) -> dict[int, str]:

@@ -433,6 +433,30 @@ def test_a_name_is_given_only_where_no_other_fits() -> None:
         optimizer_names.as_given([[0, 1]], {}, ["a.weight", "a.weight"], order)
 
 
+def test_names_that_the_optimizer_recorded_are_used_where_they_are_those_of_the_model() -> None:
+    shapes = {0: (4, 4), 1: (4, 4)}
+    known = {"a.weight": (4, 4), "b.weight": (4, 4), "c.bias": (4,)}
+    groups: list[dict[str, Any]] = [
+        {"params": [0], "param_names": ["b.weight"]},
+        {"params": [1], "param_names": ["a.weight"]},
+    ]
+    assert optimizer_names.as_recorded(groups, shapes, known) == {0: "b.weight", 1: "a.weight"}
+    for wrong in (["module.a.weight"], ["b.weight"], ["c.bias"], [], None):
+        groups[1]["param_names"] = wrong
+        assert optimizer_names.as_recorded(groups, shapes, known) is None
+
+
+def test_an_optimizer_with_named_parameters_needs_no_list(tmp_path: Path, capsys: Captured) -> None:
+    program = Program(3)
+    folder = trainer_folder(tmp_path / "checkpoint-3", program, weights="safetensors")
+    state, names = program.optimizer.state_dict(), iter(program.names())
+    for group in state["param_groups"]:
+        group["param_names"] = [next(names) for _ in group["params"]]
+    torch.save(state, folder / "optimizer.pt")
+    imported(folder, capsys)
+    program.assert_equals(restored(tmp_path / "root"))
+
+
 def test_files_are_read_only_where_their_names_are_wanted() -> None:
     assert Selection().may_take("optimizer")
     for pattern in ("optimizer.*", "*", "opt*", "optimizer", "*.weight"):
