@@ -14,6 +14,7 @@ from flashckpt.printable import printable
 from flashckpt.trainer.command_line import CommandParser
 from flashckpt.trainer.generate.codec import TextStream
 from flashckpt.trainer.generate.subject import Subject, open_subject
+from flashckpt.trainer.hub.source import AVERAGE, MODEL
 from flashckpt.trainer.sample_config import Choice, check_choice
 
 INTERRUPTED = 130
@@ -62,6 +63,7 @@ def parse(words: Sequence[str]) -> argparse.Namespace:
     parser.add_argument(
         "--live", action="store_true", help="SOURCE is a root: ask the job on this machine that writes to it"
     )
+    parser.add_argument("--ema", action="store_true", help="the average of the weights, of a run with ema.decay")
     parser.add_argument("--tokenizer", default="", metavar="FOLDER_OR_FILE", help='another tokenizer.json, or "bytes"')
     parser.add_argument("-o", dest="options", action="append", default=[], metavar="KEY=VALUE", help="storage option")
     parser.add_argument("--json", action="store_true", help="print one JSON document at the end instead")
@@ -80,6 +82,7 @@ def _generate(given: argparse.Namespace) -> int:
         step=given.step,
         tokenizer=given.tokenizer,
         options=parse_options(tuple(given.options)),
+        label=AVERAGE if given.ema else MODEL,
     )
     try:
         tokens = subject.codec.encode(prompt, subject.weights.model.vocab)

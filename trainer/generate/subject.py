@@ -12,7 +12,7 @@ from flashckpt.sampler.datasets.remote_file import RemoteFile
 from flashckpt.storage.factory import is_process_local
 from flashckpt.trainer.generate.codec import TOKENIZER, TextCodec, codec_of_files
 from flashckpt.trainer.hub.memory import LiveWeights, is_in_memory, job_of_root
-from flashckpt.trainer.hub.source import CheckpointWeights, HubFolder, SavedWeights, WeightSource, is_hub_folder
+from flashckpt.trainer.hub.source import MODEL, CheckpointWeights, HubFolder, SavedWeights, WeightSource, is_hub_folder
 from flashckpt.trainer.hub.tokenizer_files import files_of_folder, files_of_saved
 
 _EXPECTED = (
@@ -42,6 +42,7 @@ def open_subject(
     step: str | None = None,
     tokenizer: str = "",
     options: Mapping[str, Any] | None = None,
+    label: str = MODEL,
 ) -> Subject:
     """Return the model that SOURCE names.
 
@@ -51,12 +52,13 @@ def open_subject(
         step: Which checkpoint or snapshot; None: the newest.
         tokenizer: A tokenizer.json or a folder with one; empty: the model's own.
         options: Of the store.
+        label: MODEL or AVERAGE: which weights of a run.
 
     Raises:
-        ConfigError: It is none of these, or no tokenizer is known.
+        ConfigError: It is none of these, has no average, or no tokenizer is known.
         NoCheckpointError, RootError, DamagedError, ShardGapError: There is no such state, or not all of it.
     """
-    weights = _open(where, live=live, step=step, options=options)
+    weights = _open(where, live=live, step=step, options=options, label=label)
     try:
         codec = _codec(weights, tokenizer, options)
     except BaseException:
@@ -66,12 +68,21 @@ def open_subject(
     return Subject(weights=weights, codec=codec, context=weights.model.context or seq_len)
 
 
-def _open(where: str, *, live: bool, step: str | None, options: Mapping[str, Any] | None) -> WeightSource:
+def _open(
+    where: str, *, live: bool, step: str | None, options: Mapping[str, Any] | None, label: str = MODEL
+) -> WeightSource:
     if live:
-        return LiveWeights(where if _is_job(where) else job_of_root(where), _number(step))
+        return LiveWeights(where if _is_job(where) else job_of_root(where), _number(step), label)
     if _is_job(where):
-        return LiveWeights(where, _number(step))
+        return LiveWeights(where, _number(step), label)
     if is_hub_folder(where):
+        if label != MODEL:
+            raise ConfigError(
+                f"{where} holds no average of the weights",
+                found="a Hugging Face folder",
+                expected="a root or a job of a run with ema.decay above 0",
+                remedy="leave --ema out, or export the average: hub export",
+            )
         if step is not None:
             raise ConfigError(
                 "--step has no effect on a Hugging Face folder", found=f"--step {step}", expected="a root"
@@ -79,7 +90,7 @@ def _open(where: str, *, live: bool, step: str | None, options: Mapping[str, Any
         return HubFolder(Path(where))
     if not where or is_process_local(where) or ("://" not in where and not Path(where).is_dir()):
         raise ConfigError(f"{where!r} is no model", found=_what_is_there(where), expected=_EXPECTED)
-    return CheckpointWeights(where, step, options)
+    return CheckpointWeights(where, step, options, label)
 
 
 def _is_job(where: str) -> bool:

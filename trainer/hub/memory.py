@@ -19,7 +19,7 @@ from flashckpt.shm.inventory import NodeInventory, scan
 from flashckpt.shm.job_directory import JobDirectory, jobs_in_memory
 from flashckpt.shm.job_id import root_url
 from flashckpt.shm.segment import Segment
-from flashckpt.trainer.hub.source import RECORD, SavedWeights, held_name
+from flashckpt.trainer.hub.source import MODEL, RECORD, SavedWeights, held_name
 
 _TRIES = 8
 
@@ -30,22 +30,23 @@ class LiveWeights(SavedWeights):
     Args:
         job: Id of the job.
         step: Of the snapshot; None: the newest.
+        label: MODEL or AVERAGE.
 
     Raises:
         NoCheckpointError: There is no such job or snapshot here.
         ShardGapError: The ranks of this node hold a part of the model.
-        ConfigError: The job is not of the trainer.
+        ConfigError: The job is not of the trainer, or has no average.
     """
 
     may_be_part = True
 
-    def __init__(self, job: str, step: int | None = None) -> None:
+    def __init__(self, job: str, step: int | None = None, label: str = MODEL) -> None:
         directory = _directory(job)
         identity, sources = _pinned(directory, step)
         with contextlib.ExitStack() as undo:
             for source in sources:
                 undo.callback(source.close)
-            super().__init__(sources, _values(sources), f"step {identity.step} in memory (job {job})")
+            super().__init__(sources, _values(sources), f"step {identity.step} in memory (job {job})", label)
             self._refuse_part()
             undo.pop_all()
         self.step = identity.step
@@ -53,7 +54,7 @@ class LiveWeights(SavedWeights):
     def _refuse_part(self) -> None:
         wanted = [
             Shard(
-                fqn=held_name(name),
+                fqn=held_name(name, self.label),
                 dtype=self.dtype(name),
                 global_shape=shape,
                 offsets=(0,) * len(shape),

@@ -151,7 +151,11 @@ class SavedWeights:
         for name, shape in self.shapes.items():
             held_as = held_name(name, label)
             found = self._first(held_as)
-            if found is None and label == AVERAGE:
+            if (
+                found is None
+                and label == AVERAGE
+                and not any(self._first(held_name(one, label)) for one in self.shapes)
+            ):
                 raise ConfigError(
                     f"{where} holds no average of the weights",
                     found=f"no {held_as}",

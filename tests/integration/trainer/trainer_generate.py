@@ -15,7 +15,7 @@ from support.training import run_config, write_corpus
 
 import flashckpt.checkpointer  # noqa: F401 -- imported before the fork, so that ranks start in 0.2 s
 from flashckpt.checkpoint import direct_writer
-from flashckpt.errors import DamagedError, NoCheckpointError, ShardGapError
+from flashckpt.errors import ConfigError, DamagedError, NoCheckpointError, ShardGapError
 from flashckpt.restore.sources import MemorySource
 from flashckpt.shm.inventory import scan
 from flashckpt.shm.job_directory import JobDirectory
@@ -138,6 +138,31 @@ def test_half_of_each_tensor_is_a_part_of_the_model(tmp_path: Path, capsys: Any)
     directory.segments()[1].unlink()
     assert main(["generate", "half", "x"]) == ShardGapError.exit_code
     assert "this node holds only a part of the model: step 1 in memory (job half)" in capsys.readouterr().err
+
+
+def test_the_average_of_the_weights_is_asked_where_a_run_keeps_one(tmp_path: Path, capsys: Any) -> None:
+    config = run_config(
+        tmp_path,
+        data={"source": write_corpus(tmp_path / "text")},
+        optim={"lr": 0.1, "warmup_steps": 0},
+        ema={"decay": 0.7},
+        checkpoint={"root": str(tmp_path / "root"), "snapshot_every": 1, "persist_every": 4, "job": "averaged"},
+    )
+    values(run_ranks(train_and_stay, 2, to_values(config), 4, 1, timeout_s=100))
+    root, words = str(tmp_path / "root"), ("The ", "--max-tokens", "9", "--seed", "4")
+    found = asked(capsys, root, *words, "--ema")
+    assert found["tokens"] != asked(capsys, root, *words)["tokens"]
+    assert asked(capsys, "averaged", *words, "--ema")["tokens"] == found["tokens"]
+    assert main(["hub", "export", root, str(tmp_path / "hub"), "--ema"]) == 0
+    assert asked(capsys, str(tmp_path / "hub"), *words)["tokens"] == found["tokens"]
+    assert main(["generate", str(tmp_path / "hub"), "x", "--ema"]) == ConfigError.exit_code
+    assert "a Hugging Face folder" in capsys.readouterr().err
+
+
+def test_a_run_without_an_average_refuses_to_be_asked_for_it(run: Path, capsys: Any) -> None:
+    for where in (str(run / "root"), "talks"):
+        assert main(["generate", where, "x", "--ema"]) == ConfigError.exit_code
+        assert "holds no average of the weights" in capsys.readouterr().err
 
 
 def test_a_slot_that_is_overwritten_meanwhile_is_looked_for_again(

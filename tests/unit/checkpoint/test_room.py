@@ -6,6 +6,7 @@ import errno
 import os
 import signal
 from pathlib import Path
+from typing import Any, cast
 
 import pytest
 from support.ranks import wait_for
@@ -22,6 +23,7 @@ from flashckpt.core.snapshot_id import SnapshotId
 from flashckpt.daemon.persister.flush import Flush
 from flashckpt.daemon.persister.protocol import WriteFailed, WriteFinished
 from flashckpt.errors import FencedError, StoreError
+from flashckpt.shm.segment import Pin
 from flashckpt.storage.factory import open_store
 from flashckpt.storage.store import Store
 
@@ -134,17 +136,17 @@ class Small:
     def __getattr__(self, name: str) -> object:
         return getattr(self._store, name)
 
-    def put_object(self, key: str, *args: object, **kwargs: object) -> object:
+    def put_object(self, key: str, *args: Any, **kwargs: Any) -> None:
         if key.endswith(".fck") and sum(one.key.endswith(".fck") for one in self._store.list("step-")) >= self._room:
             self.refused += 1
             why = OSError(self._number, os.strerror(self._number))
-            raise StoreError(f"cannot write {key}", found=why.strerror) from why
-        return self._store.put_object(key, *args, **kwargs)  # type: ignore[arg-type]
+            raise StoreError(f"cannot write {key}", found=os.strerror(self._number)) from why
+        self._store.put_object(key, *args, **kwargs)
 
 
 def flushed(store: Store, step: int, policy: Policy) -> tuple[Flush, object]:
     pin = make_pin([shard("w", (40_000,))], step=step, generation=1)
-    flush = Flush(SnapshotId(1, step), {0: pin}, PersistOptions(), policy)
+    flush = Flush(SnapshotId(1, step), {0: cast("Pin", pin)}, PersistOptions(), policy)
     flush.start(store, [0])
     found: list[object] = []
 
