@@ -253,20 +253,22 @@ class Checkpointer:
 
     # -- the training loop -------------------------------------------------------------------------------
 
-    def step(self, step: int, samples: int | None = None) -> None:
+    def step(self, step: int, samples: int | None = None, *, persist: bool = False) -> None:
         """Say that optimizer step `step` is done; take a snapshot if one is due. No collective, no large copy.
 
         Args:
             step: Number of the step just completed: a whole number above the last one of this run, from 1 on; after
                 a restore above the step that was restored. It counts optimizer steps over all epochs.
             samples: Global samples that the step consumed; None lets the tracked sampler say it.
+            persist: Persist this step whatever `persist_every` says: the last step of a run, the end of an epoch. The
+                same on every rank. Its snapshot is not skipped: where no slot is free the call waits for one.
 
         Raises:
             ConfigError: `restore()` was not called, or `step` is no such number; nothing was counted or taken.
             SamplerStateError: A tracked sampler did not move, for the second step in a row.
             SharedMemoryError: The memory that was promised could not be reserved.
         """
-        self._alive().step(step, samples)
+        self._alive().step(step, samples, persist=persist)
 
     def fence(self) -> None:
         """Return when parameters and optimizer state may be changed. Tracked optimizers call it automatically."""
