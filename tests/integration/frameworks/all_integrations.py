@@ -22,12 +22,17 @@ needs_transformers = pytest.mark.skipif(
     importlib.util.find_spec("transformers") is None, reason="needs transformers (make test-frameworks)"
 )
 
+needs_lightning = pytest.mark.skipif(
+    importlib.util.find_spec("lightning") is None, reason="needs lightning (make test-frameworks)"
+)
+LIGHTNING = "lightning_job.py"
 
-def run(folder: Path, world: int, *words: object) -> str:
+
+def run(folder: Path, world: int, *words: object, program: str = "hf_job.py") -> str:
     """Run the program under dlrun to its end; return what it printed."""
     folder.mkdir(exist_ok=True)
     code, output = run_dlrun(
-        folder, "--nproc-per-node", world, PROGRAMS / "hf_job.py", folder, *words, deadline_s=500, fresh=True
+        folder, "--nproc-per-node", world, PROGRAMS / program, folder, *words, deadline_s=500, fresh=True
     )
     assert code == 0, output
     return output
@@ -126,3 +131,40 @@ def test_trainers_that_end_early_fail_or_are_refused(tmp_path: Path) -> None:
     )
     found = dict(line.split(": ", 1) for line in done.stdout.splitlines() if line.partition(":")[0] in ENDS)
     assert found == ENDS, done.stderr
+
+
+@needs_lightning
+@pytest.mark.timeout(1100)
+@pytest.mark.parametrize(("strategy", "kill"), [("ddp", 11), ("ddp", 15), ("fsdp2", 5)])
+def test_lightning_whose_rank_is_killed_ends_as_the_unbroken_run(strategy: str, kill: int, tmp_path: Path) -> None:
+    """In the middle of the second epoch and after its last step: validation and the epoch's scheduler come there."""
+    words = ("--strategy", strategy, "--drop", 0.1, *(("--steps", 9) if strategy == "fsdp2" else ("--epochs", 3)))
+    run(tmp_path / "whole", 2, *words, program=LIGHTNING)
+    output = run(tmp_path / "killed", 2, *words, "--kill-at", kill, program=LIGHTNING)
+    assert f"restored step {kill - 1} " in output, output
+    last = 9 if strategy == "fsdp2" else STEPS
+    assert newest_checkpoint(tmp_path / "killed") == last
+    for rank in range(2):
+        whole = lines(tmp_path / "whole", rank)
+        assert sorted(whole) == list(range(1, last + 1))
+        assert lines(tmp_path / "killed", rank) == whole
+
+
+@needs_lightning
+@pytest.mark.timeout(1500)
+def test_lightning_continues_on_one_rank_and_on_four(tmp_path: Path) -> None:
+    whole, moved = tmp_path / "whole", tmp_path / "moved"
+    run(whole, 1, "--epochs", 3, program=LIGHTNING)
+    expected = steps(whole, 1)
+    reached = 0
+    for world, last in ((2, 7), (1, 13), (4, STEPS)):  # no persist steps
+        for file in moved.glob("rank*.txt"):
+            file.unlink()
+        stop = ["--stop-after", last] if last < STEPS else []
+        run(moved, world, "--epochs", 3, "--persist-every", 4, *stop, program=LIGHTNING)
+        found = steps(moved, world)
+        assert sorted(found) == list(range(reached + 1, last + 1))
+        for step, (samples, loss) in found.items():
+            assert samples == sorted(expected[step][0])
+            assert loss == pytest.approx(expected[step][1], rel=1e-4)
+        reached = last

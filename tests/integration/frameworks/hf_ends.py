@@ -9,6 +9,7 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import torch
 from torch.utils.data import IterableDataset
@@ -37,7 +38,7 @@ class WorseAndWorse(Trainer):  # type: ignore[misc]
 
     def evaluate(self, *_args, **_kwargs):
         metrics = {"eval_score": -self.state.global_step}
-        self.control = self.callback_handler.on_evaluate(self.args, self.state, self.control, metrics)
+        self.callback_handler.on_evaluate(self.args, self.state, self.control, metrics)
         return metrics
 
 
@@ -92,18 +93,13 @@ def max_steps(folder: Path) -> str:
 
 def storage_fails(folder: Path) -> str:
     flash = FlashCheckpoint(folder / "root", persist_every=1000)
-    closed = []
-
-    def fail(*_: object) -> None:
-        raise PersistError("storage is gone")
-
-    close = flash.checkpointer.close
-    flash.checkpointer.wait = fail
-    flash.checkpointer.close = lambda: closed.append(close())
-    try:
-        trainer(folder, flash=flash).train()
-    except PersistError as error:
-        return f"{error.problem}, closed {len(closed)} times"
+    real: Any = flash.checkpointer
+    fails = mock.patch.object(real, "wait", side_effect=PersistError("storage is gone"))
+    with fails, mock.patch.object(real, "close", wraps=real.close) as close:
+        try:
+            trainer(folder, flash=flash).train()
+        except PersistError as error:
+            return f"{error.problem}, closed {close.call_count} times"
     return "no error"
 
 
