@@ -253,8 +253,8 @@ class Checkpointer:
             step: Number of the step just completed: a whole number above the last one of this run, from 1 on; after
                 a restore above the step that was restored. It counts optimizer steps over all epochs.
             samples: Global samples that the step consumed; None lets the tracked sampler say it.
-            persist: Whether a snapshot of this step is to be persisted whatever the intervals are, such as the last one of
-                a run. The same on all ranks. `wait()` returns when it is on storage.
+            persist: Persist this step whatever `persist_every` says: the last step of a run, the end of an epoch. The
+                same on every rank. Its snapshot is not skipped: where no slot is free the call waits for one.
 
         Raises:
             ConfigError: `restore()` was not called, or `step` is no such number; nothing was counted or taken.

@@ -107,20 +107,18 @@ class Session:
         self._commits.commit(self.tracked.objects, samples, number)
         loaders.step_is_done()
         try:
-            self._step(number, began, persist=persist)
+            self._step(number, began, is_wanted=persist or self._control.stop_after == number)
         finally:  # last: from here on the copy thread wants the GIL, and would get it wherever this thread reads a file
             self._stager.hand_over()
 
-    def _step(self, step: int, began: float, *, persist: bool) -> None:
+    def _step(self, step: int, began: float, *, is_wanted: bool) -> None:
         self._last_step, self._stepped_at = step, self._optimizer_steps
         row, now = self._row, time.monotonic_ns()
         row.step, row.heartbeat_ns = step, now
         if not row.first_step:
             row.first_step = now
-        stopping = self._control.stop_after == step
-        persist = persist or stopping or self._settings.is_persist(step)
-        is_due = persist or self._settings.is_due(step)
-        if persist:
+        is_due = is_wanted or self._settings.is_due(step)
+        if is_wanted or self._settings.is_persist(step):
             self._wanted.owe(step)
         if not is_due and not self._skips.is_retry(step, unrecoverable=self._unrecoverable):
             self._plans.bind()
@@ -129,7 +127,7 @@ class Session:
         self._count("finish_s", time.perf_counter() - began)
         self._skips.tried(step, is_due=is_due)
         if not self._take(step):
-            self._await_slot(step) if stopping else self._skip(step)
+            self._await_slot(step) if is_wanted else self._skip(step)
         self._watch_commits()
         self._count("call_s", time.perf_counter() - began)
 
@@ -138,8 +136,8 @@ class Session:
         return self._watermark.known().unrecoverable if self.tracked.world.size == len(self.mates) else ()
 
     def _await_slot(self, step: int) -> None:
-        """Take the last snapshot before a stop, however long it takes: there is no training left that would wait."""
-        _log.info("step %d is the last one: waiting for memory to keep it in", step)
+        """Take the snapshot of a step that must be persisted, however long it takes: the next one may never come."""
+        _log.info("step %d is to be persisted: waiting for memory to keep it in", step)
         while not self._take(step):
             self.heartbeat()
             time.sleep(_POLL_S)

@@ -11,6 +11,23 @@ from flashckpt.errors import SamplerStateError
 from flashckpt.sampler import ElasticSampler
 from flashckpt.sampler.iterator import EpochWalk
 
+_KEPT = (
+    "collate_fn",
+    "num_workers",
+    "pin_memory",
+    "timeout",
+    "worker_init_fn",
+    "multiprocessing_context",
+    "prefetch_factor",
+    "persistent_workers",
+    "in_order",
+)
+
+
+def same_but_order(loader: Any) -> dict[str, Any]:
+    """Return the arguments that make a DataLoader like this one in everything but data set and order."""
+    return {name: getattr(loader, name) for name in _KEPT if hasattr(loader, name)}
+
 
 class StepBatches(Sampler[list[int]]):
     """Cut the endless stream of an elastic sampler into epochs of equally many optimizer steps.
@@ -79,6 +96,16 @@ class StepBatches(Sampler[list[int]]):
         return self._order.position, self.done
 
     @property
+    def batches_dealt(self) -> int:
+        """Micro-batches of the current epoch in the finished steps."""
+        return self.done % self._steps * self._micro
+
+    @property
+    def ends_epoch(self) -> bool:
+        """Whether the step under way is the last one of its epoch."""
+        return (self.done + 1) % self._steps == 0
+
+    @property
     def epochs_done(self) -> float:
         """Epochs so far, with the part of the current one."""
         return self.done / self._steps
@@ -110,4 +137,4 @@ class StepBatches(Sampler[list[int]]):
         self.done = done if steps == self._steps else done // steps * self._steps + done % steps * self._steps // steps
 
 
-__all__ = ["StepBatches"]
+__all__ = ["StepBatches", "same_but_order"]

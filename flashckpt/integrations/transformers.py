@@ -15,25 +15,14 @@ import os
 from typing import Any
 
 from torch.utils.data import DataLoader, IterableDataset
-from transformers import Trainer, TrainerCallback
+from transformers import EarlyStoppingCallback, Trainer, TrainerCallback
 
 from flashckpt.checkpointer import Checkpointer
 from flashckpt.errors import ConfigError
-from flashckpt.integrations.step_batches import StepBatches
+from flashckpt.integrations.step_batches import StepBatches, same_but_order
 from flashckpt.sampler import ElasticSampler
 from flashckpt.state import rng
 
-_LOADER = (
-    "collate_fn",
-    "num_workers",
-    "pin_memory",
-    "timeout",
-    "worker_init_fn",
-    "multiprocessing_context",
-    "prefetch_factor",
-    "persistent_workers",
-    "in_order",
-)
 _COUNTED = ("best_metric", "best_global_step", "best_model_checkpoint", "num_input_tokens_seen", "total_flos")
 
 
@@ -112,8 +101,7 @@ class FlashCheckpoint(TrainerCallback):  # type: ignore[misc]  # transformers is
         length = len(made.dataset)
         steps = length // step if args.dataloader_drop_last else -(-length // step)
         self._batches = StepBatches(sampler, batch_size=batch, steps=max(1, steps))
-        same = {name: getattr(made, name) for name in _LOADER if hasattr(made, name)}
-        return DataLoader(made.dataset, batch_sampler=self._batches, **same)
+        return DataLoader(made.dataset, batch_sampler=self._batches, **same_but_order(made))
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Track what the Trainer has made, and restore."""
@@ -141,15 +129,22 @@ class FlashCheckpoint(TrainerCallback):  # type: ignore[misc]  # transformers is
                 self._batches.finish()
 
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        """Say that the step is done."""
-        # the model that the run ends with is on storage, whatever the intervals are
-        is_last = state.global_step >= state.max_steps or control.should_training_stop
-        self.checkpointer.step(state.global_step, persist=is_last)
+        """Say that the step is done; it is persisted if it is the last one, before Trainer loads its best model."""
         assert self._batches is not None
+        self.checkpointer.step(state.global_step, persist=self._may_be_last(args, state, control))
         state.epoch = self._batches.epochs_done
         if self.checkpointer.should_stop:
             control.should_training_stop = True
         self._keep_generators(control)
+
+    def _may_be_last(self, args: Any, state: Any, control: Any) -> bool:
+        """Whether no step may follow: that is known now, or an early stop decides it after this step's evaluation."""
+        if control.should_training_stop or state.global_step >= state.max_steps:
+            return True
+        assert self._batches is not None
+        is_evaluated = control.should_evaluate or (args.eval_strategy == "epoch" and self._batches.ends_epoch)
+        others = self._trainer.callback_handler.callbacks
+        return is_evaluated and any(isinstance(other, EarlyStoppingCallback) for other in others)
 
     def on_epoch_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Note the generators before an evaluation at the end of the epoch."""

@@ -12,6 +12,9 @@ import pytest
 from support.dlrun import run_dlrun
 from support.paths import ROOT
 
+from flashckpt.checkpoint.catalog import list_checkpoints
+from flashckpt.storage.factory import open_store
+
 PROGRAMS = ROOT / "tests/integration/frameworks"
 STEPS = 21
 """Three epochs of 50 samples in steps of 8."""
@@ -19,12 +22,17 @@ needs_transformers = pytest.mark.skipif(
     importlib.util.find_spec("transformers") is None, reason="needs transformers (make test-frameworks)"
 )
 
+needs_lightning = pytest.mark.skipif(
+    importlib.util.find_spec("lightning") is None, reason="needs lightning (make test-frameworks)"
+)
+LIGHTNING = "lightning_job.py"
 
-def run(folder: Path, world: int, *words: object) -> str:
+
+def run(folder: Path, world: int, *words: object, program: str = "hf_job.py") -> str:
     """Run the program under dlrun to its end; return what it printed."""
     folder.mkdir(exist_ok=True)
     code, output = run_dlrun(
-        folder, "--nproc-per-node", world, PROGRAMS / "hf_job.py", folder, *words, deadline_s=500, fresh=True
+        folder, "--nproc-per-node", world, PROGRAMS / program, folder, *words, deadline_s=500, fresh=True
     )
     assert code == 0, output
     return output
@@ -34,6 +42,11 @@ def lines(folder: Path, rank: int) -> dict[int, str]:
     """Return what a rank said of each step, the last time it trained it: samples and loss."""
     said = (folder / f"rank{rank}.txt").read_text().splitlines()
     return {int(line.split()[0]): line.split(maxsplit=1)[1] for line in said}
+
+
+def newest_checkpoint(folder: Path) -> int:
+    """Return the step of the newest checkpoint on the root."""
+    return max(info.step for info in list_checkpoints(open_store(folder / "root")))
 
 
 def steps(folder: Path, world: int) -> dict[int, tuple[list[int], float]]:
@@ -53,9 +66,24 @@ def test_trainer_whose_rank_is_killed_ends_as_the_unbroken_run(tmp_path: Path) -
     run(tmp_path / "whole", 2, "--epochs", 3, "--drop", 0.1)
     output = run(tmp_path / "killed", 2, "--epochs", 3, "--drop", 0.1, "--kill-at", 11)
     assert "restored step 10 " in output, output
+    assert newest_checkpoint(tmp_path / "killed") == STEPS  # 21 is no persist step
     for rank in range(2):
         whole = lines(tmp_path / "whole", rank)
         assert sorted(whole) == list(range(1, STEPS + 1))
+        assert lines(tmp_path / "killed", rank) == whole
+
+
+@needs_transformers
+@pytest.mark.timeout(1100)
+def test_trainer_with_sharded_parameters_whose_rank_is_killed_ends_as_the_unbroken_run(tmp_path: Path) -> None:
+    """FSDP2 of accelerate, by `max_steps` instead of epochs."""
+    words = ("--fsdp", "--steps", 9, "--drop", 0.1)
+    run(tmp_path / "whole", 2, *words)
+    output = run(tmp_path / "killed", 2, *words, "--kill-at", 5)
+    assert "restored step 4 " in output, output
+    for rank in range(2):
+        whole = lines(tmp_path / "whole", rank)
+        assert sorted(whole) == list(range(1, 10))
         assert lines(tmp_path / "killed", rank) == whole
 
 
@@ -66,10 +94,10 @@ def test_trainer_continues_on_one_rank_and_on_four(tmp_path: Path) -> None:
     run(whole, 1, "--epochs", 3)
     expected = steps(whole, 1)
     reached = 0
-    for world, last in ((2, 6), (1, 14), (4, STEPS)):
+    for world, last in ((2, 7), (1, 13), (4, STEPS)):  # no persist steps
         for file in moved.glob("rank*.txt"):
             file.unlink()
-        run(moved, world, "--epochs", 3, *(["--stop-after", last] if last < STEPS else []))
+        run(moved, world, "--epochs", 3, "--persist-every", 4, *(["--stop-after", last] if last < STEPS else []))
         found = steps(moved, world)
         assert sorted(found) == list(range(reached + 1, last + 1))
         for step, (samples, loss) in found.items():
@@ -78,27 +106,65 @@ def test_trainer_continues_on_one_rank_and_on_four(tmp_path: Path) -> None:
         reached = last
 
 
+ENDS = {
+    "early-stop": "step 14 of 14 is on storage, the last one True, the best one False",
+    "max-steps": "step 3 is on storage, again 3, trained False",
+    "storage-fails": "storage is gone, closed 1 times",
+    "stream": "the order of the training data cannot be resumed",
+    "by-length": "this order of the training data cannot be resumed",
+    "global-batch": "the global batch does not divide into micro-batches",
+    "added-late": "the callback FlashCheckpoint was added to a Trainer that was there already",
+}
+
+
 @needs_transformers
-@pytest.mark.timeout(300)
-def test_trainer_with_data_that_cannot_be_resumed_is_refused(tmp_path: Path) -> None:
-    program = (
-        "from torch.utils.data import IterableDataset\n"
-        "import sys, torch, transformers\n"
-        "from flashckpt.integrations.transformers import FlashCheckpoint\n"
-        "class Stream(IterableDataset):\n"
-        "    def __iter__(self):\n"
-        "        yield {'x': torch.ones(1)}\n"
-        "args = transformers.TrainingArguments(sys.argv[1], max_steps=2, use_cpu=True, report_to=[])\n"
-        "flash = FlashCheckpoint(sys.argv[1] + '/root')\n"
-        "transformers.Trainer(torch.nn.Linear(1, 1), args, train_dataset=Stream(), callbacks=[flash]).train()\n"
-    )
+@pytest.mark.timeout(600)
+def test_trainers_that_end_early_fail_or_are_refused(tmp_path: Path) -> None:
+    """The last step is on storage, not the best one; a failed commit is raised after everything is closed."""
     done = subprocess.run(
-        [sys.executable, "-c", program, str(tmp_path)],
+        [sys.executable, "-m", "integration.frameworks.hf_ends", str(tmp_path), *ENDS],
         capture_output=True,
         text=True,
-        timeout=280,
-        env=os.environ,
+        timeout=580,
+        env={**os.environ, "PYTHONPATH": f"{ROOT}:{ROOT / 'tests'}"},
         check=False,
     )
-    assert done.returncode != 0
-    assert "the order of the training data cannot be resumed" in done.stderr
+    found = dict(line.split(": ", 1) for line in done.stdout.splitlines() if line.partition(":")[0] in ENDS)
+    assert found == ENDS, done.stderr
+
+
+@needs_lightning
+@pytest.mark.timeout(1100)
+@pytest.mark.parametrize(("strategy", "kill"), [("ddp", 11), ("ddp", 15), ("fsdp2", 5)])
+def test_lightning_whose_rank_is_killed_ends_as_the_unbroken_run(strategy: str, kill: int, tmp_path: Path) -> None:
+    """In the middle of the second epoch and after its last step: validation and the epoch's scheduler come there."""
+    words = ("--strategy", strategy, "--drop", 0.1, *(("--steps", 9) if strategy == "fsdp2" else ("--epochs", 3)))
+    run(tmp_path / "whole", 2, *words, program=LIGHTNING)
+    output = run(tmp_path / "killed", 2, *words, "--kill-at", kill, program=LIGHTNING)
+    assert f"restored step {kill - 1} " in output, output
+    last = 9 if strategy == "fsdp2" else STEPS
+    assert newest_checkpoint(tmp_path / "killed") == last
+    for rank in range(2):
+        whole = lines(tmp_path / "whole", rank)
+        assert sorted(whole) == list(range(1, last + 1))
+        assert lines(tmp_path / "killed", rank) == whole
+
+
+@needs_lightning
+@pytest.mark.timeout(1500)
+def test_lightning_continues_on_one_rank_and_on_four(tmp_path: Path) -> None:
+    whole, moved = tmp_path / "whole", tmp_path / "moved"
+    run(whole, 1, "--epochs", 3, program=LIGHTNING)
+    expected = steps(whole, 1)
+    reached = 0
+    for world, last in ((2, 7), (1, 13), (4, STEPS)):  # no persist steps
+        for file in moved.glob("rank*.txt"):
+            file.unlink()
+        stop = ["--stop-after", last] if last < STEPS else []
+        run(moved, world, "--epochs", 3, "--persist-every", 4, *stop, program=LIGHTNING)
+        found = steps(moved, world)
+        assert sorted(found) == list(range(reached + 1, last + 1))
+        for step, (samples, loss) in found.items():
+            assert samples == sorted(expected[step][0])
+            assert loss == pytest.approx(expected[step][1], rel=1e-4)
+        reached = last

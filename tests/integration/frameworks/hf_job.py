@@ -70,6 +70,7 @@ def main():
     parser.add_argument("--drop", type=float, default=0.0)
     parser.add_argument("--micro", type=int, default=2)
     parser.add_argument("--fsdp", action="store_true")
+    parser.add_argument("--persist-every", type=int, default=2)
     given = parser.parse_args()
     torch.manual_seed(0)
     fsdp = {"fsdp": True, "fsdp_config": {"fsdp_version": 2}} if given.fsdp else {}
@@ -90,7 +91,9 @@ def main():
     )
     model = Regression(given.drop)
     with (given.folder / f"rank{args.process_index}.txt").open("a") as file:
-        flash = FlashCheckpoint(given.folder / "root", global_batch_size=BATCH, snapshot_every=2, persist_every=2)
+        flash = FlashCheckpoint(
+            given.folder / "root", global_batch_size=BATCH, snapshot_every=2, persist_every=given.persist_every
+        )
         report = Report(model, file, given.kill_at, given.stop_after)
         Trainer(
             model=model, args=args, train_dataset=Numbers(), eval_dataset=Numbers(), callbacks=[report, flash]

@@ -36,7 +36,7 @@ BLOCKS = {
     ("engine.md", "ckpt.track(model=stage_modules"): "not run: The two snippets with a mesh were not run as they stand",
     ("interop.md", "import torch.distributed.checkpoint as dcp"): HERE,
     ("recipes.md", "from flashckpt.integrations.transformers"): "test_recipes.py::test_recipe_killed_in_an_epoch",
-    ("recipes.md", "sampler = ElasticSampler(data, dp_rank=rank"): "test_recipes.py::test_recipe_killed_in_an_epoch",
+    ("recipes.md", "from flashckpt.integrations.lightning"): "test_recipes.py::test_recipe_killed_in_an_epoch",
     ("launching.md", "#!/bin/bash\n#SBATCH --nodes=4"): "slurm.py::test_job_of_several_nodes",
     ("launching.md", "#!/bin/bash\n#SBATCH --nodes=1"): "slurm.py::test_job_of_one_node_without_srun",
     ("trainer.md", "#!/bin/bash\n#SBATCH --nodes=1"): (

@@ -8,7 +8,7 @@ import pytest
 from torch.utils.data import DataLoader
 
 from flashckpt.errors import SamplerStateError
-from flashckpt.integrations.step_batches import StepBatches
+from flashckpt.integrations.step_batches import StepBatches, same_but_order
 from flashckpt.sampler import ElasticSampler
 
 LENGTH, GLOBAL = 50, 8
@@ -85,6 +85,23 @@ def test_other_global_batch_continues_in_the_same_part_of_the_epoch() -> None:
     data.load_state_dict(first.state_dict())
     assert data.done == 4 + 2
     assert sampler.position == (STEPS + 4) * GLOBAL
+
+
+def test_the_place_in_an_epoch_is_counted_in_micro_batches() -> None:
+    data = batches()
+    assert data.batches_dealt == 0
+    trained(data, STEPS - 1)
+    assert (data.ends_epoch, data.batches_dealt) == (True, 4 * (STEPS - 1))
+    trained(data, 1)
+    assert (data.ends_epoch, data.batches_dealt) == (False, 0)
+    assert data.epochs_done == 1
+
+
+def test_a_loader_of_another_order_is_alike_in_everything_else() -> None:
+    made: Any = DataLoader(range(LENGTH), batch_size=2, collate_fn=sum, timeout=0)  # type: ignore[arg-type]
+    other: Any = DataLoader(range(LENGTH), batch_sampler=batches(), **same_but_order(made))  # type: ignore[arg-type]
+    assert other.collate_fn is sum
+    assert len(list(other)) == STEPS * 4
 
 
 def test_state_of_something_else_is_refused() -> None:

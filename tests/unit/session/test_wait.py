@@ -268,3 +268,26 @@ def test_s3_blip_between_two_waits_costs_nothing(tmp_path: Path, monkeypatch: py
         assert steps[0] == 3
         crash(ckpt)
         proxy.stop()
+
+
+def test_a_step_that_is_to_be_persisted_is_on_storage_whatever_the_interval(tmp_path: Path) -> None:
+    ckpt = begun(tmp_path / "root", snapshot_every=100, persist_every=100)
+    with turning("t"):
+        ckpt.step(1)
+        ckpt.step(2, persist=True)
+        ckpt.step(3)
+        ckpt.wait(30)
+    assert [i.step for i in list_checkpoints(open_store(tmp_path / "root"))] == [2]
+    crash(ckpt)
+
+
+def test_a_step_that_is_to_be_persisted_waits_for_a_slot(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Were it skipped, `wait()` would take it later: of a model that something else may have changed by then."""
+    ckpt = begun(tmp_path / "root", snapshot_every=100, persist_every=100)
+    life = ckpt._alive()
+    take, refusals = life._take, iter([False, False])
+    monkeypatch.setattr(life, "_take", lambda step: next(refusals, True) and take(step))
+    ckpt.step(1, persist=True)
+    assert life._wanted.taken == (1, 1)
+    assert not life.stats.get("skipped")
+    crash(ckpt)
