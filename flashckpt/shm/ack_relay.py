@@ -1,6 +1,6 @@
 """Acknowledgements between nodes: rows of this node -> one record of it -> one record of the job -> its control page.
 
-The first rank of each node has a relay, in a thread of its own. It publishes one record for the ranks of its node in the
+The first rank of each node has a relay, in a separate thread. It publishes one record for the ranks of its node in the
 store of the process group. The first rank of the job, the *aggregator*, reads the records of all nodes with one request
 and publishes one record for the job. Each node's first rank reads that record and writes it into its control page, where
 `step()` finds it. So a snapshot costs each node the same few requests, however many there are.

@@ -44,7 +44,7 @@ class GroupAcks:
         lacked: Ids that some rank holds and another does not and never will, newest first.
         open: Ids that some rank holds and that may still become common, newest first.
         low_watermark: The highest of its ranks'.
-        listed_above: All ids above this one that a rank holds are listed here; of others nothing is said.
+        listed_above: All ids above this one that a rank holds are listed here; of others nothing is known.
     """
 
     is_whole: bool
