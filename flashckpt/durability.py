@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 
 from flashckpt.core.snapshot_id import SnapshotId
 from flashckpt.errors import PersistError
-from flashckpt.shm.acks import AckedSnapshots
+from flashckpt.shm.group_acks import AckedSnapshots
 from flashckpt.shm.job_directory import DaemonStatus, JobDirectory
 from flashckpt.shm.persisted import await_persister
 
@@ -16,7 +16,7 @@ Identity = SnapshotId
 POLL_S = 0.01
 """Seconds between two looks at the daemon's status, 0.3 ms each: a watch on the file would save half of it, and cost threads in every rank."""
 _LOOK_S = 1.0
-"""Seconds between two polls of what the other ranks hold: on several nodes each poll is a round of requests."""
+"""Seconds between two looks at what the other ranks hold."""
 _WITHOUT_DAEMON_S = 15.0
 
 

@@ -21,6 +21,12 @@ CRASH_POINTS: dict[str, str] = {
     "slot.before-manifest": "all chunks copied, manifest area still old",
     "slot.before-complete": "manifest written, header still WRITING",
     "slot.after-complete": "header says COMPLETE",
+    # acknowledgements, of a rank and of all: from rows to the node's record, the job's record, the control pages
+    "acks.during-list": "pairs of a list in the control file written, its digest still of the list before",
+    "acks.before-node": "lists of the node's ranks combined, its record not in the store",
+    "acks.before-job": "records of all nodes combined, the job's record not in the store",
+    "acks.before-page": "the job's record read, not in the control page",
+    "acks.after-page": "the job's record in the control page",
     # segment creation
     "segment.before-reserve": "file exists, no superblock",
     "segment.before-rename": "superblock written under the temporary name",

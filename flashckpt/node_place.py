@@ -17,6 +17,7 @@ from flashckpt.partnering import Partnering
 from flashckpt.planning.inventory import local_world
 from flashckpt.restore.coordinator import RestoreOutcome
 from flashckpt.settings import Settings
+from flashckpt.shm.ack_relay import AckRelay, RelayStore, RelayThread
 from flashckpt.shm.acks import SnapshotAcks
 from flashckpt.shm.control import Control, ControlRow
 from flashckpt.shm.job_directory import JobConfig, JobDirectory
@@ -86,12 +87,14 @@ class NodePlace:
         control: The page that agent, daemon and ranks share.
         row: This rank's row in it.
         watermark: Which snapshots this rank, and all ranks, hold.
+        relay: Carries that between the nodes; of the first rank of each, None elsewhere and on a single node.
     """
 
     lease: Lease
     control: Control
     row: ControlRow
     watermark: SnapshotAcks
+    relay: RelayThread | None = None
 
     @classmethod
     def take(cls, opened: OpenedJob, *, entered_ns: int, initialised_ns: int) -> NodePlace:
@@ -110,9 +113,10 @@ class NodePlace:
         control = Control.open(directory.control_path, rows=len(mates))
         row = control.row(mates.index(world.rank))
         _fill(row, opened, entered_ns=entered_ns, initialised_ns=initialised_ns)
-        watermark = _acks(opened, control)
+        relay = _relay(opened, control)
+        watermark = _acks(opened, control, relay)
         watermark.publish(opened.memory.complete())
-        return cls(lease=lease, control=control, row=row, watermark=watermark)
+        return cls(lease=lease, control=control, row=row, watermark=watermark, relay=relay)
 
 
 def _fill(row: ControlRow, opened: OpenedJob, *, entered_ns: int, initialised_ns: int) -> None:
@@ -127,7 +131,7 @@ def _fill(row: ControlRow, opened: OpenedJob, *, entered_ns: int, initialised_ns
     row.restore_started = initialised_ns
 
 
-def _acks(opened: OpenedJob, control: Control) -> SnapshotAcks:
+def _acks(opened: OpenedJob, control: Control, relay: RelayThread | None) -> SnapshotAcks:
     world, mates, outcome = opened.tracked.world, opened.mates, opened.outcome
     record = outcome.record
     return SnapshotAcks(
@@ -137,12 +141,35 @@ def _acks(opened: OpenedJob, control: Control) -> SnapshotAcks:
         world_size=world.size,
         local_world_size=len(mates),
         generation=record.number,
-        store=_c10d_store() if world.size > len(mates) else None,
         restored=record.parent if outcome.superseded is None and record.parent != BEGINNING else None,
         parent=record.parent,
+        on_publish=relay.wake if relay is not None else lambda: None,
     )
 
 
-def _c10d_store() -> Any:
-    """Return the store behind the default process group: how nodes tell each other what they hold."""
-    return dist.distributed_c10d._get_default_store()  # noqa: SLF001 -- there is no public way to the store
+def _relay(opened: OpenedJob, control: Control) -> RelayThread | None:
+    """Start what carries acknowledgements to and from the other nodes, if there are any and this rank does it for its node."""
+    world, mates, outcome = opened.tracked.world, opened.mates, opened.outcome
+    if world.size == len(mates) or mates[0] != world.rank:
+        return None
+    firsts: dict[str, int] = {}
+    for rank, inventory in enumerate(outcome.inventories):
+        firsts.setdefault(inventory.node, rank)
+    relay = AckRelay(
+        control=control,
+        store=_c10d_store(),
+        generation=outcome.record.number,
+        firsts=list(firsts.values()),
+        first=world.rank,
+        local_world_size=len(mates),
+    )
+    return RelayThread(relay)
+
+
+def _c10d_store() -> RelayStore:
+    """Return a connection to the store of the default process group: others may wait on theirs, and keep it busy meanwhile."""
+    store: Any = dist.distributed_c10d._get_default_store()  # noqa: SLF001 -- there is no public way to the store
+    try:
+        return store.clone()  # type: ignore[no-any-return]
+    except (AttributeError, RuntimeError):  # a store of another kind, or a host that takes no more connections
+        return store  # type: ignore[no-any-return]

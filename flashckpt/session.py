@@ -48,7 +48,7 @@ class Session:
         self.outcome, self.mates = opened.outcome, opened.mates
         self.stats: dict[str, float] = {}
         self._settings, self._callback = opened.settings, callback
-        self._pid, self._lease = os.getpid(), place.lease
+        self._pid, self._lease, self._relay = os.getpid(), place.lease, place.relay
         self._control, self._row, self._watermark = place.control, place.row, place.watermark
         world, generation = self.tracked.world, self.outcome.record.number
         self._commits, self._skips = Commits(is_alone=world.size == 1), Skips(generation)
@@ -132,8 +132,8 @@ class Session:
         self._count("call_s", time.perf_counter() - began)
 
     def _unrecoverable(self) -> Collection[SnapshotId]:
-        """Ids that some rank of this node missed; between nodes it would be a round of requests, and is not asked."""
-        return self._watermark.known().unrecoverable if self.tracked.world.size == len(self.mates) else ()
+        """Ids that some rank missed."""
+        return self._watermark.known().unrecoverable
 
     def _await_slot(self, step: int) -> None:
         """Take the snapshot of a step that must be persisted, however long it takes: the next one may never come."""
@@ -314,6 +314,8 @@ class Session:
         """Finish the snapshot under way and let go of everything; files stay."""
         atexit.unregister(self._at_exit)
         self._stager.close()
+        if self._relay is not None:
+            self._relay.close()
         self.pause(paused=True)  # no step is to be expected any more
         self.memory.release()
         self._lease.close()

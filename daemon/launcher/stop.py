@@ -14,11 +14,10 @@ import types
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import Protocol
+from typing import Any, Protocol
 
 from flashckpt.daemon.launcher.watch import JobWatch
 from flashckpt.errors import DamagedError
-from flashckpt.shm.acks import GroupStore
 from flashckpt.shm.control import ControlRow
 
 _REQUEST, _STEPS, _AFTER = "flashckpt/stop/request", "flashckpt/stop/steps", "flashckpt/stop/after"
@@ -29,8 +28,17 @@ MAX_AHEAD = 1000
 _log = logging.getLogger("flashckpt.dlrun")
 
 
-class KeyValueStore(GroupStore, Protocol):
-    """The part of a c10d store that the agreement uses."""
+class KeyValueStore(Protocol):
+    """The part of a c10d store that the agreement uses; `check` does not wait for a key."""
+
+    def set(self, key: str, value: Any, /) -> None:
+        """Set a key."""
+
+    def get(self, key: str, /) -> bytes:
+        """Return a key's value (waits for it)."""
+
+    def check(self, keys: list[str], /) -> bool:
+        """Return whether all keys exist."""
 
     def wait(self, keys: list[str], timeout: timedelta) -> None:
         """Return when all keys are set; RuntimeError after the timeout."""

@@ -1,6 +1,6 @@
 """The control file of a job on one node: a header page and one 512-byte row per local rank, mapped by all ranks.
 
-Ranks write their own row, the agent writes `stop_after`. Every field is one aligned 8-byte word in the machine's
+Ranks write their own row, the agent writes `stop_after`, the node's first rank what the whole job has acknowledged. Every field is one aligned 8-byte word in the machine's
 byte order, written in one store (struct's native mode copies a word at once, its standard modes byte by byte);
 the list of COMPLETE ids is bracketed by a counter (odd while it changes) and carries a digest, so that a
 rank killed halfway leaves a row that reads as empty, never as wrong.
@@ -23,12 +23,15 @@ from typing import Any
 from flashckpt.core.digest import digest
 from flashckpt.core.snapshot_id import NEVER, SnapshotId
 from flashckpt.errors import DamagedError
+from flashckpt.faults import crash_point
 
 MAGIC = b"FCKCTRL1"
 PAGE, ROW_BYTES = 4096, 512
 MAX_COMPLETE = 16
 """Identities published per rank (8 slots in each of two layouts); of more, the newest."""
 _STOP_AT = 16
+_JOB_AT, _JOB_PAIRS = 512, 220
+"""Of the header page: what the whole job has acknowledged, as a sealed list (`_write_list`)."""
 
 _INT_FIELDS: dict[str, int] = {  # name -> byte offset in the row; signed 64-bit
     "rank": 0,
@@ -138,15 +141,8 @@ class ControlRow:
     @property
     def published(self) -> RankAcks | None:
         """What this rank last published; None if it never did, is doing so now, or belongs to another generation."""
-        at = self._at + _LIST_AT
-        raw = bytes(self._map[at : at + 24 + 16 * (1 + MAX_COMPLETE)])
-        counter, count, expected = struct.unpack_from("QQQ", raw)
-        if counter % 2 or not 0 < count <= 1 + MAX_COMPLETE:
-            return None
-        pairs = raw[24 : 24 + 16 * count]
-        if digest(struct.pack("q", self.generation) + pairs) != expected:
-            return None
-        return decode_acks(pairs)
+        pairs = _read_list(self._map, self._at + _LIST_AT, self.generation, at_most=1 + MAX_COMPLETE)
+        return None if pairs is None else decode_acks(pairs)
 
     @property
     def complete(self) -> list[SnapshotId]:
@@ -160,14 +156,7 @@ class ControlRow:
 
     def publish(self, what: RankAcks) -> None:
         """Set what this rank holds. A digest ties it to the row's generation: set that one first."""
-        pairs = encode_acks(what)
-        at = self._at + _LIST_AT
-        counter = int(struct.unpack_from("Q", self._map, at)[0]) | 1
-        struct.pack_into("Q", self._map, at, counter)
-        self._map[at + 24 : at + 24 + len(pairs)] = pairs
-        seal = digest(struct.pack("q", self.generation) + pairs)
-        struct.pack_into("QQ", self._map, at + 8, len(pairs) // 16, seal)
-        struct.pack_into("Q", self._map, at, (counter + 1) % 2**64)  # even over a damaged page
+        _write_list(self._map, self._at + _LIST_AT, self.generation, encode_acks(what))
 
     def forget(self) -> None:
         """Withdraw the list: this rank's snapshots are unknown."""
@@ -216,6 +205,17 @@ class Control:
     def stop_after(self, step: int) -> None:
         struct.pack_into("q", self._map, _STOP_AT, step)
         struct.pack_into("Q", self._map, _STOP_AT + 8, _check_of(step))
+
+    def job_acks(self, generation: int) -> bytes | None:
+        """Return what all ranks of a generation have acknowledged, as last published; None if nothing is known."""
+        return _read_list(self._map, _JOB_AT, generation, at_most=_JOB_PAIRS)
+
+    def publish_job_acks(self, generation: int, pairs: bytes) -> None:
+        """Set what all ranks have acknowledged (16 bytes per pair); the first rank of the node alone calls this."""
+        assert len(pairs) <= 16 * _JOB_PAIRS
+        crash_point("acks.before-page")
+        _write_list(self._map, _JOB_AT, generation, pairs)
+        crash_point("acks.after-page")
 
     def row(self, index: int) -> ControlRow:
         """Return row `index` (the local rank).
@@ -303,6 +303,27 @@ class ControlView:
             state="The snapshots in memory are intact; ranks that use the file die of SIGBUS.",
             remedy="find out which process writes there; the next start of the ranks restores the size of the file",
         )
+
+
+def _write_list(mapping: Any, at: int, generation: int, pairs: bytes) -> None:
+    """Write counter, number of pairs, digest and pairs: whoever reads meanwhile, or after a kill here, finds nothing."""
+    counter = int(struct.unpack_from("Q", mapping, at)[0]) | 1
+    struct.pack_into("Q", mapping, at, counter)
+    mapping[at + 24 : at + 24 + len(pairs)] = pairs
+    crash_point("acks.during-list")
+    seal = digest(struct.pack("q", generation) + pairs)
+    struct.pack_into("QQ", mapping, at + 8, len(pairs) // 16, seal)
+    struct.pack_into("Q", mapping, at, (counter + 1) % 2**64)  # even over a damaged page
+
+
+def _read_list(mapping: Any, at: int, generation: int, *, at_most: int) -> bytes | None:
+    """Return what `_write_list` wrote for this generation; None if nothing, another one's, damaged or half of it is there."""
+    raw = bytes(mapping[at : at + 24 + 16 * at_most])
+    counter, count, expected = struct.unpack_from("QQQ", raw)
+    if counter % 2 or not 0 < count <= at_most:
+        return None
+    pairs = raw[24 : 24 + 16 * count]
+    return pairs if digest(struct.pack("q", generation) + pairs) == expected else None
 
 
 def _stop_in(page: mmap.mmap | bytes) -> int:

@@ -15,7 +15,7 @@ from flashckpt.errors import ConfigError, DamagedError, FlashckptError, FormatVe
 from flashckpt.logs import guarded
 from flashckpt.planning.slot_policy import choose_slot
 from flashckpt.shm import capacity
-from flashckpt.shm.acks import AckedSnapshots
+from flashckpt.shm.group_acks import AckedSnapshots
 from flashckpt.shm.job_directory import JobDirectory
 from flashckpt.shm.segment import Segment, SegmentSpec, SlotPinned, SlotWriter
 from flashckpt.snapshot.reservation import Reservation

@@ -22,8 +22,9 @@ from flashckpt.core.slot_header import SlotHeader, SlotState
 from flashckpt.core.snapshot_id import NEVER, SnapshotId
 from flashckpt.daemon.persister.retire import superseded
 from flashckpt.planning.slot_policy import choose_slot
-from flashckpt.shm.acks import AckedSnapshots, combine_acks
+from flashckpt.shm.acks import combine_acks
 from flashckpt.shm.control import RankAcks
+from flashckpt.shm.group_acks import NOBODY, AckedSnapshots, GroupAcks, merge_acks, node_acks
 from flashckpt.shm.inventory import NodeInventory, SlotEntry
 
 Identity = SnapshotId
@@ -60,12 +61,29 @@ class Rank:
     known: AckedSnapshots = field(default_factory=AckedSnapshots)
 
 
+@dataclass
+class Node:
+    """A node among several: its record in the store, and what its control page says of the job."""
+
+    record: GroupAcks | None = None
+    page: GroupAcks = NOBODY
+
+
+ACTIONS = ["take", "complete", "discard", "publish", "combine", "aggregate", "distribute", "refresh"]
+
+
 class M1(RuleBasedStateMachine):
     """Ranks of one job, its memory, its storage, and the newest snapshot that ever was common."""
 
-    @initialize(slots=st.integers(2, 3), world=st.integers(1, 3), late=st.booleans(), mirrored=st.booleans())
-    def start(self, slots: int, world: int, late: bool, mirrored: bool) -> None:
-        self.slots, self.late, self.mirrored = slots, late, mirrored
+    @initialize(
+        slots=st.integers(2, 3),
+        world=st.integers(1, 3),
+        late=st.booleans(),
+        mirrored=st.booleans(),
+        per_node=st.integers(0, 2),
+    )
+    def start(self, slots: int, world: int, late: bool, mirrored: bool, per_node: int = 0) -> None:
+        self.slots, self.late, self.mirrored, self.per_node = slots, late, mirrored, per_node
         self.members: dict[int, int] = {}
         self.memories: dict[tuple[int, int], Memory] = {}
         self.storage: set[Identity] = set()
@@ -110,6 +128,8 @@ class M1(RuleBasedStateMachine):
         self.members |= dict.fromkeys(range(world), self.generation)
         self.restored = None if from_storage else parent
         self.superseded = parent if from_storage else None
+        self.nodes = [Node() for _ in range(-(-world // self.per_node) if self.per_node else 0)]
+        self.job = NOBODY
         self.ranks = [
             Rank(rank=r, memory=self._memory(r, layout), step=parent[1] if parent else 0) for r in range(world)
         ]
@@ -127,13 +147,36 @@ class M1(RuleBasedStateMachine):
         rank.low_watermark = rank.published.low_watermark
 
     def _refresh(self, rank: Rank) -> None:
-        rank.known = combine_acks([r.published for r in self.ranks], restored=self.restored)
+        if self.nodes:
+            rank.known = self._node_of(rank).page.known(self.restored)
+        else:
+            rank.known = combine_acks([r.published for r in self.ranks], restored=self.restored)
+
+    def _node_of(self, rank: Rank) -> Node:
+        return self.nodes[rank.rank // self.per_node]
+
+    def _combine(self, rank: Rank) -> None:
+        """The first rank of a node publishes what the node's ranks have."""
+        if self.nodes:
+            first = rank.rank // self.per_node * self.per_node
+            self._node_of(rank).record = node_acks([r.published for r in self.ranks[first : first + self.per_node]])
+
+    def _aggregate(self, rank: Rank) -> None:
+        """The first rank of the job publishes what all nodes have, once all of them have something."""
+        del rank
+        if self.nodes and all(node.record is not None for node in self.nodes):
+            self.job = merge_acks(node.record for node in self.nodes if node.record is not None)
+
+    def _distribute(self, rank: Rank) -> None:
+        """The first rank of a node writes that into its control page."""
+        if self.nodes:
+            self._node_of(rank).page = self.job
 
     # -- training --------------------------------------------------------------------------------------
 
     @rule(
         actions=st.lists(
-            st.tuples(st.sampled_from(["take", "complete", "discard", "publish", "refresh"]), st.integers(0, 2)),
+            st.tuples(st.sampled_from(ACTIONS), st.integers(0, 2)),
             min_size=1,
             max_size=12,
         )
@@ -290,7 +333,15 @@ class M1(RuleBasedStateMachine):
             self._complete(rank)
             rank.step = last
         for _ in range(3):
-            for act in (self._publish, self._refresh, self._take, self._complete):
+            for act in (
+                self._publish,
+                self._combine,
+                self._aggregate,
+                self._distribute,
+                self._refresh,
+                self._take,
+                self._complete,
+            ):
                 for rank in self.ranks:
                     act(rank)
         assert self.restorable() == (self.generation, last + 3), f"stuck at {self.restorable()}"

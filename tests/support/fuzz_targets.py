@@ -47,7 +47,9 @@ from flashckpt.planning.peer_index import encode_held_rows
 from flashckpt.sampler.datasets import index_file
 from flashckpt.sampler.order.state import SamplerState
 from flashckpt.shm import segment_file
+from flashckpt.shm.acks import job_acks
 from flashckpt.shm.control import Control, RankAcks
+from flashckpt.shm.group_acks import encode_group, node_acks
 from flashckpt.shm.job_directory import DaemonStatus, JobConfig, JobDirectory
 from flashckpt.shm.segment import Segment
 from flashckpt.storage.posix import PosixStore
@@ -219,7 +221,9 @@ def control(folder: Path) -> Target:
     row = mapped.row(1)
     row.clear()
     row.rank, row.generation, row.step = 1, 3, 120
-    row.publish(RankAcks.of([SnapshotId(3, 120), SnapshotId(3, 100)], SnapshotId(3, 125)))
+    published = RankAcks.of([SnapshotId(3, 120), SnapshotId(3, 100)], SnapshotId(3, 125))
+    row.publish(published)
+    mapped.publish_job_acks(3, encode_group(node_acks([published, None])))
     mapped.close()
 
     def decode(raw: bytes) -> None:
@@ -227,6 +231,7 @@ def control(folder: Path) -> Target:
         again = Control.open(path)
         try:
             assert isinstance(again.stop_after, int)
+            job_acks(again, 3)
             for index in range(again.rows):
                 known = again.row(index).published
                 assert known is None or known.lacks(SnapshotId(3, 125)) in (True, False)

@@ -37,6 +37,7 @@ from flashckpt.core.superblock import SegmentSpec, Superblock
 from flashckpt.errors import DamagedError, FormatVersionError
 from flashckpt.shm import control, segment_file
 from flashckpt.shm.control import Control, RankAcks
+from flashckpt.shm.group_acks import GroupAcks, decode_group, encode_group
 from flashckpt.shm.job_directory import DaemonStatus, JobConfig, JobDirectory
 from flashckpt.shm.segment import Segment
 
@@ -71,6 +72,14 @@ READY = NodeProposal(
     urgent=True,
 )
 LEASE_S = 1_790_000_000.125
+GROUP = GroupAcks(
+    is_whole=True,
+    common=(SnapshotId(3, 120), SnapshotId(2, 100)),
+    lacked=(SnapshotId(3, 125),),
+    open=(SnapshotId(3, 130),),
+    low_watermark=SnapshotId(3, 130),
+    listed_above=SnapshotId(2, 90),
+)
 STATUS = DaemonStatus(committed=SnapshotId(3, 60), failures=2, error="disk full", lag=1, pid=7, updated_ns=5)
 
 
@@ -309,6 +318,12 @@ def test_every_test_that_the_documentation_names_exists(page: str) -> None:
     assert len(named) > 10
     for name in named:
         assert f"{name}.py" in files or f"def {name}(" in sources, name
+
+
+def test_the_record_of_what_a_group_of_ranks_has_acknowledged_is_written_and_read() -> None:
+    raw = (V1_2 / "group-acks").read_bytes()
+    assert encode_group(GROUP) == raw
+    assert decode_group(raw) == GROUP
 
 
 def write_all(folder: Path) -> None:

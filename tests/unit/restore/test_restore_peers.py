@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -399,3 +400,44 @@ def test_peer_that_sends_wrong_bytes_is_replaced_by_another_replica(tmp_path: Pa
     after = values(run_ranks(lying, 3, str(tmp_path), [0, 1, 3], how))
     assert after[2]["whole"] == before[0]["states"]["2"]
     assert [one["first"] for one in after] == [2, 2, 2]
+
+
+class WatchedStore:
+    """The store of a process group; writes down which thread asks it for what."""
+
+    def __init__(self, store: Any) -> None:
+        self.store = store
+        self.asked: list[tuple[str, str]] = []
+
+    def __getattr__(self, name: str) -> Any:
+        if name == "clone":
+            raise AttributeError(name)  # then all go through this one
+        asked = getattr(self.store, name)
+
+        def call(*arguments: Any) -> Any:
+            self.asked.append((threading.current_thread().name, name))
+            return asked(*arguments)
+
+        return call
+
+
+def trains_with_a_watched_store(rank: int, root: str) -> dict[str, Any]:
+    """Two nodes of one rank each; what is common is waited for between steps, outside `ckpt.step()`."""
+    import torch.distributed as dist
+
+    from flashckpt import node_place
+
+    watched = WatchedStore(dist.distributed_c10d._get_default_store())
+    node_place._c10d_store = lambda: watched
+    result = train_spread(rank, "plain", root, [0, 1], 4, {"slots": 3})
+    return {
+        "first": result["first"],
+        "threads": sorted({thread for thread, _ in watched.asked}),
+        "count": len(watched.asked),
+    }
+
+
+def test_steps_of_a_job_on_two_nodes_ask_the_store_for_nothing_on_the_training_thread(tmp_path: Path) -> None:
+    for one in values(run_ranks(trains_with_a_watched_store, 2, str(tmp_path))):
+        assert one["count"] > 0
+        assert one["threads"] == ["flashckpt-acks"]

@@ -1,4 +1,4 @@
-"""What all ranks are known to hold: on one node through rows, between nodes through a store."""
+"""What all ranks of one node are known to hold, through their rows; between nodes: `test_ack_relay.py`."""
 
 from __future__ import annotations
 
@@ -10,22 +10,6 @@ import pytest
 from flashckpt.core.snapshot_id import SnapshotId
 from flashckpt.shm.acks import SnapshotAcks, combine_acks
 from flashckpt.shm.control import Control, RankAcks
-
-
-class Store:
-    """A store in a dict; `get` of an absent key would wait for ever, so it fails here."""
-
-    def __init__(self) -> None:
-        self.keys: dict[str, bytes] = {}
-
-    def set(self, key: str, value: Any, /) -> None:
-        self.keys[key] = value
-
-    def get(self, key: str, /) -> bytes:
-        return self.keys[key]
-
-    def check(self, keys: list[str], /) -> bool:
-        return all(key in self.keys for key in keys)
 
 
 @pytest.fixture
@@ -69,36 +53,6 @@ def test_a_row_whose_generation_was_set_before_its_list_does_not_count(control: 
     for i in range(2):
         control.row(i).generation, control.row(i).rank = 2, i
     assert common(marks(control)[0]) == []
-
-
-def test_between_nodes_the_store_carries_the_lists_and_is_never_waited_for() -> None:
-    store = Store()
-    a, b = (
-        SnapshotAcks(control=None, local_rank=0, rank=r, world_size=2, local_world_size=1, generation=2, store=store)
-        for r in range(2)
-    )
-    a.publish([SnapshotId(2, 10)])
-    assert common(a) == []
-    b.publish([SnapshotId(2, 10), SnapshotId(2, 5)])
-    assert common(a) == [(2, 10)]
-    c = SnapshotAcks(control=None, local_rank=0, rank=0, world_size=2, local_world_size=1, generation=3, store=store)
-    assert common(c) == [], "keys of an earlier generation do not count"
-
-
-def test_what_no_rank_publishes_counts_as_nothing_known() -> None:
-    store = Store()
-    a, b = (
-        SnapshotAcks(control=None, local_rank=0, rank=r, world_size=2, local_world_size=1, generation=2, store=store)
-        for r in range(2)
-    )
-    for mark in (a, b):
-        mark.publish([SnapshotId(2, 10)])
-    assert common(a) == [(2, 10)]
-    for raw in (b"", b"x", bytes(15), bytes(17), bytes(16 * 18), bytes(1 << 20)):
-        store.set(b._key(1), raw)
-        assert common(a) == []
-    b.publish([SnapshotId(2, 10)])
-    assert common(a) == [(2, 10)]
 
 
 def test_ranks_that_lost_different_snapshots_do_not_wait_for_each_other(control: Any) -> None:
@@ -150,18 +104,3 @@ def test_an_abandoned_snapshot_is_not_published_even_before_its_slot_is_marked(c
         mark.publish([SnapshotId(1, 30), SnapshotId(1, 10)])
     assert common(a) == [(1, 10)]
     assert control.row(0).complete == [(1, 10)]
-
-
-def test_a_real_store_carries_the_lists_without_waiting() -> None:
-    """torch's own store keeps any bytes, and `check` answers for a key that nobody has set."""
-    import torch.distributed as dist
-
-    store = dist.PrefixStore("g2", dist.HashStore())  # type: ignore[attr-defined]  # torch does not list them
-    a, b = (
-        SnapshotAcks(control=None, local_rank=0, rank=r, world_size=2, local_world_size=1, generation=2, store=store)
-        for r in range(2)
-    )
-    a.publish([SnapshotId(2, 10), SnapshotId(1, 2**40)])
-    assert common(a) == []
-    b.publish([SnapshotId(2, 10)], low_watermark=SnapshotId(2, 15))
-    assert common(a) == common(b) == [(2, 10)]
