@@ -116,7 +116,7 @@ def gathered(trainer: Any) -> dict[str, str]:
     """Return a digest of each whole tensor of this rank's stages: parameters and optimizer state. Collective."""
     digests = {}
     states = {parameter: state for optimizer in trainer.optimizers for parameter, state in optimizer.state.items()}
-    for part in trainer.parallel.parts:
+    for part in trainer.parallel.bare_parts():  # names without DDP's
         for name, parameter in part.named_parameters():
             state = states.get(parameter, {})
             for kind, value in (("", parameter), *sorted(state.items())):
