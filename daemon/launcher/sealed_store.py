@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import secrets
 import time
 from collections.abc import Sequence
 from datetime import timedelta
@@ -84,7 +85,8 @@ class SealedStore:
             count = _number(self._open(key, found)) if found else 0
             if not amount:
                 return count
-            wanted = self._close(key, str(count + amount))
+            # a random part: else two that count at once write the same, and each takes the other's value for its own
+            wanted = self._close(key, f"{count + amount} {secrets.token_hex(8)}")
             swapped = self._inner.compare_set(key, found, wanted)  # type: ignore[arg-type]  # torch takes bytes too
             if bytes(swapped) == wanted.encode():
                 return count + amount
@@ -127,5 +129,5 @@ def _text(value: str | bytes) -> str:
 
 def _number(text: str | None) -> int:
     with contextlib.suppress(ValueError):
-        return int(text or 0)
+        return int((text or "0").partition(" ")[0])
     return 0

@@ -6,6 +6,7 @@ the first test. Command lines: test_docs_commands.py.
 
 from __future__ import annotations
 
+import pathlib
 import re
 from pathlib import Path
 from typing import Any
@@ -35,6 +36,7 @@ BLOCKS = {
     ): "not run: The two snippets with a mesh were not run as they stand",
     ("engine.md", "ckpt.track(model=stage_modules"): "not run: The two snippets with a mesh were not run as they stand",
     ("interop.md", "import torch.distributed.checkpoint as dcp"): HERE,
+    ("interop.md", "names = {id(param): name"): HERE,
     ("recipes.md", "from flashckpt.integrations.transformers"): "test_recipes.py::test_recipe_killed_in_an_epoch",
     ("recipes.md", "from flashckpt.integrations.lightning"): "test_recipes.py::test_recipe_killed_in_an_epoch",
     ("launching.md", "#!/bin/bash\n#SBATCH --nodes=4"): "slurm.py::test_job_of_several_nodes",
@@ -104,6 +106,7 @@ def world(tmp_path: Path) -> dict[str, Any]:
         "sampler": sampler,
         "DataLoader": DataLoader, "SeededSamples": SeededSamples, "loss": 0.0, "log": lambda *_: None,
         "evaluate": lambda: None, "batch": lambda: torch.randn(2, 4), "array": torch.arange(8).numpy(),
+        "pathlib": pathlib,
     }  # fmt: skip
 
 

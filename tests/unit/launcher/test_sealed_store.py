@@ -158,6 +158,27 @@ def test_value_of_an_absurd_length_is_absent_even_if_it_is_signed() -> None:
     assert mine.check(["key"])
 
 
+class Overtaken:
+    """A store in which somebody else counts between the read and the swap of the first `add`."""
+
+    def __init__(self, inner: HashStore) -> None:
+        self.inner, self.is_first = inner, True
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.inner, name)
+
+    def compare_set(self, *words: Any) -> Any:
+        if self.is_first:
+            self.is_first = False
+            assert sealed(self.inner).add("n", 1) == 1
+        return self.inner.compare_set(*words)
+
+
+def test_two_that_count_to_the_same_number_at_once_both_count() -> None:
+    store: Any = Overtaken(HashStore())
+    assert sealed(store).add("n", 1) == 2
+
+
 def test_threads_that_count_together_lose_nothing() -> None:
     store = HashStore()
     threads = [
