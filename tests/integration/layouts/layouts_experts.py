@@ -23,6 +23,8 @@ LAYOUTS: dict[str, tuple[int, int, dict[str, Any]]] = {  # ranks, rows of a micr
         4, 2, {"tp": 2, "sequence_parallel": False, "activation_checkpoint": "ffn"},
     ),
     "PP 2 x DP 2, 1F1B": (4, 2, {"pp": 2, "activation_checkpoint": "groups:2"}),
+    "CP 2": (2, 4, {"cp": 2}),
+    "CP 2 x DP 2": (4, 2, {"cp": 2, "dp_shard": 2}),
     "PP 2, interleaved": (2, 4, {"pp": 2, "schedule": "Interleaved1F1B"}),
     "PP 2 x DP 2, InterleavedZeroBubble": (4, 2, {"pp": 2, "schedule": "InterleavedZeroBubble"}),
     "PP 2 x DP 2, ZBV": (4, 2, {"pp": 2, "schedule": "ZBVZeroBubble"}),
