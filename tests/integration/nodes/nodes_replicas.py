@@ -67,7 +67,7 @@ def run_on(them: Nodes, node: int, words: Sequence[object], nnodes: str, ranks: 
 
 def restores(them: Nodes, node: int = 0) -> list[str]:
     """What the log of a node says of its restores."""
-    return re.findall(r"flashckpt: (restored step.*)", them.log(node))
+    return re.findall(r"\[rank 0\] flashckpt: (restored step.*)", them.log(node))
 
 
 def reference(folder: Path, steps: int) -> list[dict[str, Any]]:
