@@ -104,7 +104,7 @@ class DlrunAgent(LocalElasticAgent):
         try:
             # torch returns None for a node that was never needed (more joined than --nnodes allows)
             result = super().run(role) or RunResult(state=WorkerState.SUCCEEDED)
-            self._stores.may_close = not self._outcome.resume
+            self._stores.may_close, self._stores.has_failed = not self._outcome.resume, result.is_failed()
             self._ended = not result.is_failed() and not self._outcome.resume
             if self._ended:
                 self._watch.request("ended")

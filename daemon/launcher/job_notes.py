@@ -65,7 +65,7 @@ class JobNotes:
     def leave(self, nodes: int, timeout_s: float) -> None:
         """Return once `nodes` nodes have called this, at the latest after `timeout_s` seconds.
 
-        The store may end with the calling process: a node that has not read the exit code by then never will.
+        The store may end with the calling process: a node that has not read by then why the job ends never will.
         """
         until = time.monotonic() + timeout_s
         try:

@@ -117,6 +117,7 @@ class FreshStoreRendezvous(rendezvous_store.Forwarding):
     final for all nodes.
 
     Attributes:
+        has_failed: Whether the job ended by a failure: the other nodes read here what it was before the store goes.
         rounds: Number of rounds so far.
         notes: What the nodes share about the job; None if the number of nodes is fixed.
     """
@@ -124,7 +125,7 @@ class FreshStoreRendezvous(rendezvous_store.Forwarding):
     def __init__(self, inner: RendezvousHandler, *, unit: int = 1) -> None:
         super().__init__(inner)
         self.rounds = 0
-        self.may_close = False
+        self.may_close = self.has_failed = False
         self.notes: JobNotes | None = None
         self._info: RendezvousInfo | None = None
         self._server: TCPStore | None = None
@@ -219,10 +220,12 @@ class FreshStoreRendezvous(rendezvous_store.Forwarding):
         ended = self.notes is not None and self.notes.code  # not asked for: the host of the store may be lost
         if not self.may_close and not ended:
             return True
+        staying = len(self._nodes) - len(self.lost_in_this_round()) if self.has_failed else len(self._nodes)
         closed = bool(self.inner.shutdown())
-        if ended and self.notes is not None:
-            self.notes.leave(self.held or len(self._nodes), _LEAVE_S)
-            return closed
+        if (ended or self.has_failed) and self.notes is not None:
+            self.notes.leave(self.held or staying, _LEAVE_S)
+            if ended:
+                return closed
         if isinstance(self.inner, DynamicRendezvousHandler):
             state = self.inner._state_holder.state  # noqa: SLF001 -- a copy of what all nodes share
             if state.wait_list or state.redundancy_list:

@@ -500,6 +500,23 @@ def test_node_unit_waits_longer_than_the_join_timeout_and_ends_with_the_job(meet
     meeting.until({"a": (0, 2), "b": (1, 2), "c": "RendezvousGracefulExitError"})
 
 
+def test_the_store_of_a_failed_job_stays_until_the_other_nodes_have_read_why(meeting: Meeting) -> None:
+    for name in "ab":
+        meeting.join(name)
+    meeting.until({"a": (0, 2), "b": (1, 2)})
+    for name in "ab":
+        meeting.nodes[name].may_close = meeting.nodes[name].has_failed = True
+    left = "flashckpt.job.meeting.left"
+    first = threading.Thread(target=meeting.nodes["a"].shutdown)
+    first.start()
+    wait_for(lambda: meeting.store.check([left]) and b"1 " in meeting.store.get(left), what="a, which waits for b")
+    assert first.is_alive()
+    meeting.nodes["b"].shutdown()
+    first.join(30)
+    assert not first.is_alive()
+    assert b"2 " in meeting.store.get(left)
+
+
 @pytest.mark.parametrize("nnodes", ["3", "1:4", "2:5"])
 def test_node_unit_that_does_not_divide_the_nodes_is_refused(script: str, nnodes: str) -> None:
     with pytest.raises(ConfigError, match=r"multiples of 2"):
