@@ -63,11 +63,14 @@ test-clouds: setup  ## the storage tests against emulators of Google Cloud Stora
 # A separate venv on top of .venv: site.addsitedir also reads the .pth files there. A package that does not install is named, its cases are skipped.
 FRAMEWORKS := .venv-frameworks
 FRAMEWORKS_PINS := tests/integration/frameworks/requirements.txt
+# An index that hangs costs cases, not the whole of .ci/run
+PATIENCE := --timeout 20 --retries 1
 $(FRAMEWORKS)/.ready: $(FRAMEWORKS_PINS) $(VENV)/.ready
 	test -d $(FRAMEWORKS) || $(PYTHON) -m venv $(FRAMEWORKS)
 	echo "import site; site.addsitedir('$$($(BIN)/python -c $(PURELIB))')" > $$($(FRAMEWORKS)/bin/python -c $(PURELIB))/base.pth
-	$(FRAMEWORKS)/bin/pip install --quiet --no-deps -r $(FRAMEWORKS_PINS) || \
-	for pin in $$(grep -v '^#' $(FRAMEWORKS_PINS)); do $(FRAMEWORKS)/bin/pip install --quiet --no-deps $$pin || echo "$$pin does not install: its cases will be skipped"; done
+	timeout 300 $(FRAMEWORKS)/bin/pip $(PATIENCE) install --quiet --no-deps -r $(FRAMEWORKS_PINS) || \
+	timeout 300 bash -c 'for pin in $$(grep -v "^#" $(FRAMEWORKS_PINS)); do $(FRAMEWORKS)/bin/pip $(PATIENCE) install --quiet --no-deps $$pin || echo "$$pin does not install: its cases will be skipped"; done' || \
+	echo "the package index does not answer in time: what is missing will be skipped"
 	touch $@
 
 test-frameworks: $(FRAMEWORKS)/.ready  ## optimizers, modules, dtypes, wrappers, other projects: restored exactly or refused in time

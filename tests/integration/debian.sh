@@ -13,7 +13,7 @@ install_packages() {  # PACKAGE...: as root; no daemon is started by apt
         trap 'rm -f /usr/sbin/policy-rc.d' EXIT
     fi
     export DEBIAN_FRONTEND=noninteractive
-    apt-get update -q
-    apt-get install -y -q --no-install-recommends "$@"
+    apt-get -o Acquire::http::Timeout=30 -o Acquire::Retries=3 update -q
+    apt-get -o Acquire::http::Timeout=30 -o Acquire::Retries=3 install -y -q --no-install-recommends "$@"
     if [ -n "$ours" ]; then rm -f /usr/sbin/policy-rc.d; trap - EXIT; fi
 }
