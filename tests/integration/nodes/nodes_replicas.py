@@ -116,8 +116,8 @@ def test_node_replaced_no_byte_from_storage_and_the_trace_is_that_of_a_run_witho
         (said,) = restores(them)
         assert "same layout" in said
         assert "peer" in them.log(0).partition(said)[2].partition("\nstep ")[0]
-        assert not list((tmp_path / "root").glob("step-*/MANIFEST")), (
-            "nothing is on storage, so that no byte came from there"
+        assert not list((tmp_path / "root").glob("step-*.g1/MANIFEST")), (
+            "nothing of before the loss is on storage, so that no byte came from there"
         )
         stop(them, [*range(count - 1), count])
     check_trace(tmp_path, same_layout=True)
