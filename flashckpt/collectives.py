@@ -11,6 +11,7 @@ from typing import Any
 
 import msgpack
 import numpy as np
+import numpy.typing as npt
 import torch
 import torch.distributed as dist
 
@@ -18,6 +19,11 @@ from flashckpt.errors import DamagedError
 
 MOST_BYTES = 4 << 30
 """Most bytes that one rank may announce to another: many times the manifests of a large job, or a round of a restore."""
+
+_HEAD = 1024
+"""Bytes of the first exchange with each rank: a length, and what there is room for."""
+_MOST_GATHERED = 1 << 20
+"""Bytes of all ranks up to which gathering and comparing takes less time than a reduction."""
 
 
 def _device() -> torch.device:
@@ -37,20 +43,39 @@ def rank() -> int:
 
 
 def all_gather_bytes(data: bytes) -> list[bytes]:
-    """Return every rank's `data`, in rank order. A collective: all ranks must call it."""
+    """Return every rank's `data`, in rank order. A collective: all ranks must call it.
+
+    The first exchange carries the lengths and the beginnings; what is short needs no second one.
+    """
     if is_alone():
         return [data]
+    heads = _all_gather(np.frombuffer((len(data).to_bytes(8, "little") + data)[:_HEAD].ljust(_HEAD, b"\0"), np.uint8))
+    lengths = _bounded([int.from_bytes(head[:8].tobytes(), "little", signed=True) for head in heads])
+    parts = [head[8 : 8 + n].tobytes() for head, n in zip(heads, lengths, strict=True)]
+    if max(lengths) > _HEAD - 8:
+        mine = np.zeros(max(lengths), np.uint8)
+        mine[: len(data)] = np.frombuffer(data, np.uint8)
+        parts = [whole[:n].tobytes() for whole, n in zip(_all_gather(mine), lengths, strict=True)]
+    parts[dist.get_rank()] = data  # whoever passed it on: this rank knows best what it said
+    return parts
+
+
+def _all_gather(mine: npt.NDArray[np.uint8]) -> npt.NDArray[np.uint8]:
+    """Return every rank's bytes, equally many of each, as rows. A collective.
+
+    gloo gathers for all in a ring: n * (n - 1) messages, one after another. To one rank and from there to all it is 2 * (n - 1).
+    """
     device, world = _device(), dist.get_world_size()
-    sizes = [torch.empty(1, dtype=torch.int64, device=device) for _ in range(world)]
-    dist.all_gather(sizes, torch.tensor([len(data)], dtype=torch.int64, device=device))
-    lengths = _bounded([int(size) for size in sizes])
-    longest = max(1, *lengths)
-    mine = torch.zeros(longest, dtype=torch.uint8)
-    if data:
-        mine[: len(data)] = torch.frombuffer(bytearray(data), dtype=torch.uint8)
-    everything = [torch.empty(longest, dtype=torch.uint8, device=device) for _ in range(world)]
-    dist.all_gather(everything, mine.to(device))
-    return [part.cpu().numpy()[:n].tobytes() for part, n in zip(everything, lengths, strict=True)]
+    sent, everything = (
+        torch.from_numpy(mine.copy()).to(device),
+        torch.empty(world, len(mine), dtype=torch.uint8, device=device),
+    )
+    if device.type == "cpu":
+        dist.gather(sent, list(everything) if dist.get_rank() == 0 else None, dst=0)
+        dist.broadcast(everything, src=0)
+    else:
+        dist.all_gather(list(everything), sent)
+    return everything.cpu().numpy()
 
 
 def all_gather(value: Any) -> list[Any]:
@@ -93,6 +118,8 @@ def maximum(data: np.ndarray) -> bytes:
     """Return the maximum over all ranks of each byte; all pass equally many. A collective."""
     if is_alone():
         return data.tobytes()
+    if data.nbytes * dist.get_world_size() <= _MOST_GATHERED:
+        return bytes(_all_gather(np.ascontiguousarray(data, np.uint8)).max(axis=0))
     mine = torch.from_numpy(np.ascontiguousarray(data, np.uint8)).to(_device())
     dist.all_reduce(mine, op=dist.ReduceOp.MAX)
     return mine.cpu().numpy().tobytes()

@@ -201,10 +201,11 @@ def _copied(sock: socket.socket, agent: int, request: dict[str, Any]) -> socket.
 
 def _await_go(gate: int, opener: int, agent: int, worker: dict[str, Any]) -> dict[str, Any]:
     os.close(opener)
-    adopt_parent(agent)
     if os.read(gate, 1) != b"g":
         os._exit(1)
     os.close(gate)
+    # behind the gate, where it is the parent already: before, each worker would look for it all the time the others are forked
+    adopt_parent(agent)
     return worker
 
 

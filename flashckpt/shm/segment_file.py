@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import os
 import uuid
 from pathlib import Path
@@ -13,6 +14,7 @@ from flashckpt.errors import DamagedError, SharedMemoryError
 from flashckpt.shm import prefault
 
 
+@functools.cache  # a process does not outlast a boot, and a restore asks for every segment of the node
 def boot_id() -> bytes:
     """Return the 16 bytes that name this boot of the machine."""
     return uuid.UUID(Path("/proc/sys/kernel/random/boot_id").read_text().strip()).bytes

@@ -70,7 +70,8 @@ def absurd(rank: int, how: str, nbytes: int) -> str:
     announced = torch.tensor([nbytes], dtype=torch.int64)
     try:
         if rank == 1 and how == "all_gather":
-            dist.all_gather([torch.empty(1, dtype=torch.int64) for _ in range(2)], announced)
+            dist.gather(announced.view(torch.uint8).repeat(128), dst=0)  # a length, where each rank begins with its own
+            dist.broadcast(torch.empty(2, 1024, dtype=torch.uint8), src=0)
         elif rank == 1:
             dist.all_to_all_single(torch.empty(2, dtype=torch.int64), announced.repeat(2))
         elif how == "all_gather":
@@ -88,6 +89,27 @@ def test_length_that_a_rank_announces_is_not_believed(how: str, nbytes: int) -> 
     said = values(run_ranks(absurd, 2, how, nbytes))
     assert f"{nbytes} bytes" in said[0]
     assert "Nothing of it was received." in said[0]
+
+
+def changed_on_the_way(rank: int) -> Any:
+    """Rank 0, which passes on what the others say, changes what rank 2 has said."""
+    import torch.distributed as dist
+
+    broadcast: Any = dist.broadcast
+
+    def lying(tensor: Any, *, src: int) -> None:
+        if rank == 0:
+            tensor[2, 8 + 32 + 3] ^= 1  # behind a length and the number that the rank has drawn
+        broadcast(tensor, src=src)
+
+    vars(dist)["broadcast"] = lying
+    return membership.gathered("said", KEY)
+
+
+def test_what_a_rank_said_cannot_be_changed_by_the_one_that_passes_it_on() -> None:
+    for result in run_ranks(changed_on_the_way, 3):
+        assert REFUSED.partition(":")[0] in result.error
+        assert "Nothing was restored" in result.error
 
 
 def heard(rank: int) -> str:
