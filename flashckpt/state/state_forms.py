@@ -91,7 +91,7 @@ def allocate(
         return DTensor.from_local(local, mesh, [Replicate()] * mesh.ndim, run_check=False)
     if shape == tuple(param.shape) and shape and kind != PLAIN:
         like = local_of(param).detach() if kind == LOCAL else param
-        made = torch.empty_like(like, dtype=dtype, requires_grad=False, memory_format=torch.preserve_format)
+        made = _beside(like, dtype)
         return made.to(device) if device and not isinstance(made, DTensor) else made
     if isinstance(param, DTensor) and shape and kind != PLAIN:
         raise UnsupportedStateError(
@@ -101,6 +101,17 @@ def allocate(
             remedy="take one optimizer step before restore(), so that the optimizer makes its state itself",
         )
     return torch.empty(shape, dtype=dtype, device=device or _device(param, key, shape, group))
+
+
+def _beside(like: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """Return an unfilled tensor of the shape, placement and device of another."""
+    if type(like) is DTensor and local_of(like).device.type == like.device_mesh.device_type:
+        # Of the local part: as an operation on a DTensor it would first have to be planned, per shape and placement.
+        local = _beside(local_of(like).detach(), dtype)
+        return DTensor.from_local(
+            local, like.device_mesh, like.placements, run_check=False, shape=like.shape, stride=like.stride()
+        )
+    return torch.empty_like(like, dtype=dtype, requires_grad=False, memory_format=torch.preserve_format)
 
 
 def _device(param: torch.Tensor, key: str, shape: tuple[int, ...], group: Mapping[str, Any]) -> torch.device:

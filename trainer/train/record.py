@@ -27,6 +27,7 @@ class RunRecord:
 
     def __init__(self, config: RunConfig) -> None:
         self.config = config
+        self._recorded = recorded_values(config)  # once: it is read with every snapshot
         self.phase = config  # as it is in the phase that runs
         self.scaler = LossScaler(enabled=config.train.precision == "float16")
         self.tokens = 0
@@ -34,7 +35,7 @@ class RunRecord:
 
     def state_dict(self) -> dict[str, Any]:
         """Return plain values."""
-        state: dict[str, Any] = {"config": recorded_values(self.config), "tokens": self.tokens}
+        state: dict[str, Any] = {"config": self._recorded, "tokens": self.tokens}
         if scaler := self.scaler.state_dict():
             state["scaler"] = scaler
         if self.config.phase.each:
