@@ -16,6 +16,8 @@ from flashckpt.daemon.persister.protocol import Action, Event, NodeSlots, Outcom
 
 TAKEOVER_S = 5.0
 """Seconds that a node waits for the leader, times its place among the nodes, before it commits in its place."""
+TAKEOVER_WRITERS = 2500
+"""Writers up to which that is long enough: a commit of more takes longer, and is waited for as much longer."""
 INTENT_PATIENCE_S = 600.0
 """Seconds that the leader waits for the writers of other nodes before it gives an intent up."""
 EARLIER_PATIENCE_S = 60.0
@@ -91,7 +93,7 @@ class Persist:
 
     def _may_commit(self, waited_s: float, patience_s: float) -> Generator[Action, Event, bool]:
         """Whether it is this node's turn and every writer's index is there; the leader's patience ends some day."""
-        if waited_s >= self.place * TAKEOVER_S:
+        if waited_s >= self.place * TAKEOVER_S * max(1.0, len(self.intent.writers) / TAKEOVER_WRITERS):
             indexes = yield from p.ask(p.ReadIndexes(self.intent.identity, self.intent.writers), p.IndexesRead)
             if not indexes.missing:
                 return True

@@ -12,7 +12,7 @@ import msgpack
 from flashckpt.core.records import Record, is_sealed, unpack, unseal
 from flashckpt.errors import DamagedError, FormatVersionError
 
-IN_FLIGHT = 32
+IN_FLIGHT = 64
 """Requests in flight at a time where many small ones are made: the connections that an S3 client keeps open."""
 
 _T = TypeVar("_T")
@@ -61,5 +61,5 @@ def parallel(work: Callable[[_T], _R], items: Iterable[_T]) -> list[_R]:
     todo = list(items)
     if len(todo) < 2:
         return [work(item) for item in todo]
-    with ThreadPoolExecutor(max_workers=min(IN_FLIGHT, len(todo)), thread_name_prefix="flashckpt-list") as pool:
+    with ThreadPoolExecutor(max_workers=min(IN_FLIGHT, len(todo)), thread_name_prefix="flashckpt-root") as pool:
         return list(pool.map(work, todo))

@@ -11,8 +11,7 @@ from __future__ import annotations
 import logging
 import re
 import time
-from collections.abc import Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -25,6 +24,7 @@ from flashckpt.checkpoint.compression import (
     plan_frames,
     worth_compressing,
 )
+from flashckpt.checkpoint.root_records import parallel
 from flashckpt.checkpoint.slot_parts import Buffers, PinnedSlot, SlotParts, parts_of, read
 from flashckpt.core.manifest import Manifest, decode_manifest, encode_manifest, merge
 from flashckpt.core.manifest_header import HEAD_BYTES, decode_manifest_header
@@ -221,7 +221,7 @@ def _existing_index(store: Store, prefix: str, manifest: Manifest) -> Manifest |
         return None
     try:
         there = decode_manifest(store.get(key))
-        _check_packs(store, prefix, there)
+        _check_packs(store, prefix, there, {})
     except (DamagedError, ObjectMissingError):
         return None
     same = there.identity == manifest.identity and there.job == manifest.job
@@ -260,11 +260,11 @@ def _committed(store: Store, prefix: str) -> bool:
 
 
 def _read_indexes(store: Store, prefix: str, writers: Sequence[int]) -> list[Manifest]:
-    with ThreadPoolExecutor(max_workers=min(8, max(1, len(writers))), thread_name_prefix="flashckpt-commit") as pool:
-        return list(pool.map(lambda rank: _read_index(store, prefix, rank), writers))
+    sizes = {info.key: info.nbytes for info in store.list(f"{prefix}/r")}  # of all packs, 1,000 of them per request
+    return parallel(lambda rank: _read_index(store, prefix, rank, sizes), writers)
 
 
-def _read_index(store: Store, prefix: str, rank: int) -> Manifest:
+def _read_index(store: Store, prefix: str, rank: int, sizes: Mapping[str, int]) -> Manifest:
     key = f"{prefix}/{index_name(rank)}"
     try:
         index = decode_manifest(store.get(key))
@@ -282,20 +282,32 @@ def _read_index(store: Store, prefix: str, rank: int) -> Manifest:
             found=f"rank {index.rank}, {prefix_of(index.generation, index.step)}",
             expected=f"rank {rank}, {prefix}",
         )
-    _check_packs(store, prefix, index)
+    _check_packs(store, prefix, index, sizes)
     return index
 
 
-def _check_packs(store: Store, prefix: str, index: Manifest) -> None:
-    """Raise DamagedError where a pack is missing or shorter than its rows say."""
+def _check_packs(store: Store, prefix: str, index: Manifest, sizes: Mapping[str, int]) -> None:
+    """Raise DamagedError where a pack is missing or shorter than its rows say.
+
+    A listing may lag behind, so where it lacks a pack or shows a shorter one, the pack itself is asked for.
+
+    Args:
+        store: The root.
+        prefix: Folder of the checkpoint.
+        index: Says which packs there are.
+        sizes: Key -> bytes, as a listing of the checkpoint shows them; may be empty.
+    """
     table = index.table
     for number, name in enumerate(index.objects):
         rows = table.object_id == number
         needed = int((table.byte_offset[rows] + table.nbytes[rows]).max(initial=0))
-        info = store.head(f"{prefix}/{name}")
-        if info is None or (name.endswith(PACK_SUFFIX) and info.nbytes < needed):
+        needed_there = needed if name.endswith(PACK_SUFFIX) else 0
+        if sizes.get(key := f"{prefix}/{name}", -1) >= needed_there:
+            continue
+        info = store.head(key)
+        if info is None or info.nbytes < needed_there:
             raise DamagedError(
-                f"the pack {prefix}/{name} of {store.url} is {'missing' if info is None else 'truncated'}",
+                f"the pack {key} of {store.url} is {'missing' if info is None else 'truncated'}",
                 found="no object" if info is None else f"{info.nbytes} bytes",
                 expected=f"at least {needed} bytes",
                 state="MANIFEST was not written.",

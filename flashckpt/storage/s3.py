@@ -346,7 +346,7 @@ class S3Store(ProbedStore):
             config = {
                 "request_checksum_calculation": "when_required",
                 "response_checksum_validation": "when_required",
-                "max_pool_connections": 32,
+                "max_pool_connections": 64,
                 "connect_timeout": min(10.0, self._timeout_s),
                 "read_timeout": self._timeout_s,
                 "retries": {"mode": "standard", "max_attempts": 1},  # ours below cover the body too

@@ -32,7 +32,7 @@ from flashckpt.errors import (
 )
 from flashckpt.planning.packs import index_name, plan_packs
 from flashckpt.storage.factory import open_store
-from flashckpt.storage.store import Store
+from flashckpt.storage.store import ObjectInfo, Store
 
 SHARDS = [
     shard("big", (700, 1000)),
@@ -200,6 +200,36 @@ def test_killed_writer_leaves_the_last_commit_and_the_next_one_finishes(store: S
     assert_equal(store, prefix_of(1, 20), [pin])
     sweep(store)
     assert not list(Path(store.url).rglob("*.tmp"))
+
+
+@pytest.mark.parametrize("shows", ["all", "shorter", "no packs"])
+def test_a_commit_lists_once_and_asks_for_a_pack_alone_where_the_listing_lags(
+    store: Store, shows: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pins = [
+        make_pin([shard(f"t{rank}.{n}", (30_000,)) for n in range(2)], rank=rank, world_size=3) for rank in range(3)
+    ]
+    for pin in pins:
+        persist_slot(pin, store, "step-000000010.g1", options=PersistOptions(pack_bytes=64 << 10))
+    listed, asked, list_all, head = [], [], store.list, store.head
+
+    def lagging(prefix: str = "") -> list[ObjectInfo]:
+        listed.append(prefix)
+        found = [info for info in list_all(prefix) if shows != "no packs" or not info.key.endswith(".fck")]
+        return [replace(info, nbytes=info.nbytes // 2) for info in found] if shows == "shorter" else found
+
+    def counted(key: str) -> ObjectInfo | None:
+        asked.append(key)
+        return head(key)
+
+    monkeypatch.setattr(store, "list", lagging)
+    monkeypatch.setattr(store, "head", counted)
+    assert commit(store, "step-000000010.g1", range(3))
+    packs = [info.key for info in list_all("step-000000010.g1/r") if info.key.endswith(".fck")]
+    assert len(packs) > 3
+    assert listed == ["step-000000010.g1/r"]
+    assert sorted(asked) == sorted(["step-000000010.g1/MANIFEST", *([] if shows == "all" else packs)])
+    assert_equal(store, "step-000000010.g1", pins)
 
 
 def test_pack_truncated_before_the_commit_is_named(store: Store) -> None:
