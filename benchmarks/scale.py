@@ -26,7 +26,7 @@ from typing import Any, cast
 import numpy as np
 
 from flashckpt.checkpoint.intents import read_intents
-from flashckpt.checkpoint.proposals import publish_proposal, read_proposals
+from flashckpt.checkpoint.proposals import Proposals
 from flashckpt.checkpoint.root_records import IN_FLIGHT
 from flashckpt.checkpoint.writer import MANIFEST, commit, prefix_of
 from flashckpt.core.intent import NodeProposal
@@ -35,8 +35,7 @@ from flashckpt.core.manifest import Manifest, encode_manifest
 from flashckpt.core.shard import Shard
 from flashckpt.core.shard_table import ShardTable
 from flashckpt.core.snapshot_id import SnapshotId
-from flashckpt.daemon.persister.negotiation import ROOT_LOOK_S
-from flashckpt.daemon.persister.service import SCAN_S
+from flashckpt.daemon.persister.negotiation import IDLE_LOOK_S
 from flashckpt.errors import ObjectMissingError
 from flashckpt.planning.packs import index_name, pack_name
 from flashckpt.shm.ack_relay import AckRelay
@@ -84,6 +83,10 @@ class CountedRoot:
         with self._lock:
             self.requests["head"] += 1
         return ObjectInfo(key=key, nbytes=1 << 30, mtime=0.0) if key in self.objects else None
+
+    def delete_many(self, keys: Sequence[str]) -> None:
+        """Nothing is replaced here."""
+        assert not keys
 
     def list(self, prefix: str = "") -> list[ObjectInfo]:
         """Return the objects below a prefix, 1,000 per request, as large as any pack."""
@@ -176,25 +179,29 @@ def acknowledgements(nodes: int) -> dict[str, float]:
 
 
 def agreement(nodes: int, latency_s: float) -> dict[str, float]:
-    """One look of an idle persister at the root, where all nodes have a proposal."""
-    root = CountedRoot()
+    """One look of a persister at the root: where every node has proposed something new, and where none has."""
+    root, boards = CountedRoot(), (Proposals(), Proposals())
     store = cast("Store", root)
     for node in range(nodes):
         ranks = tuple(range(node * RANKS, (node + 1) * RANKS))
-        publish_proposal(store, 1, NodeProposal(ranks=ranks, world_size=nodes * RANKS, complete=(SnapshotId(1, 10),)))
-    root.requests.clear()
+        boards[0].publish(store, 1, NodeProposal(ranks=ranks, world_size=nodes * RANKS, pinned=SnapshotId(1, 10)))
 
     def look() -> None:
         read_intents(store)
-        read_proposals(store, 1)
+        boards[1].read(store, 1)
 
-    cpu_s, asked = cpu_of(look), root.requests.total()
-    look_s = max(SCAN_S, ROOT_LOOK_S, asked * latency_s)
+    root.requests.clear()
+    cpu_s, reads = cpu_of(look), root.requests["get"]
+    lists = root.requests["list"]
+    root.requests.clear()
+    look()
+    idle = root.requests.total()
     return {
-        "root requests of a node per look": asked,
-        "root requests of the job per idle minute, modelled": nodes * asked * 60 / look_s,
-        "CPU s of a look": cpu_s,
-        "modelled s of a look": asked * latency_s,
+        "root requests of a node per look, all proposals new": lists + reads,
+        "modelled s of such a look": (lists + -(-reads // IN_FLIGHT)) * latency_s + cpu_s,
+        "CPU s of such a look": cpu_s,
+        "root requests of a node per look, idle": idle,
+        "root requests of the job per idle minute, modelled": nodes * idle * 60 / IDLE_LOOK_S,
     }
 
 

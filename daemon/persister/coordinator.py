@@ -16,7 +16,7 @@ from dataclasses import dataclass, replace
 from flashckpt.checkpoint.catalog import newest_checkpoint
 from flashckpt.checkpoint.generations import check_fence, read_generations
 from flashckpt.checkpoint.intents import abandon_intent, abandoned_reason, close_intent, put_intent, read_intents
-from flashckpt.checkpoint.proposals import publish_proposal, read_proposals
+from flashckpt.checkpoint.proposals import Proposals
 from flashckpt.checkpoint.retention import Policy
 from flashckpt.checkpoint.writer import MANIFEST, PersistOptions, commit, missing_writers, prefix_of
 from flashckpt.core.generation import Generation
@@ -73,6 +73,7 @@ class PersistCoordinator:
         self._policy = Policy(keep_last=config.keep_last, keep_every=config.keep_every)
         self.housekeeper = Housekeeper(lambda: open_store(config.root, **config.storage_options), self._policy)
         self._store: Store | None = None
+        self._proposals = Proposals()
         self._pins: dict[SnapshotId, dict[int, Pin]] = {}
         self._view = NodeInventory(slots=())
         self._record = Generation(number=0)
@@ -191,7 +192,7 @@ class PersistCoordinator:
                 intents, abandoned = read_intents(store)
                 return p.IntentsRead(tuple(intents), frozenset(abandoned))
             case p.ReadProposals(generation):
-                return p.ProposalsRead(tuple(read_proposals(store, generation)))
+                return p.ProposalsRead(tuple(self._proposals.read(store, generation)))
             case p.ReadIndexes(identity, writers):
                 return p.IndexesRead(tuple(missing_writers(store, prefix_of(*identity), writers)))
             case p.ReadOutcome(identity):
@@ -209,7 +210,7 @@ class PersistCoordinator:
             case p.CheckFence():
                 check_fence(store, replace(self._record, created_s=time.time()))
             case p.PublishProposal(generation, proposal):
-                publish_proposal(store, generation, proposal)
+                self._proposals.publish(store, generation, proposal)
             case p.WriteIntent(identity, writers):
                 leader = f"{socket.gethostname()} pid {os.getpid()}"
                 generation, step = identity

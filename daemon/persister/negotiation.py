@@ -21,7 +21,7 @@ from collections.abc import Generator
 
 from flashckpt.core.intent import Intent, NodeProposal
 from flashckpt.core.lineage import is_rolled_back
-from flashckpt.core.snapshot_id import BEFORE_ALL, SnapshotId
+from flashckpt.core.snapshot_id import BEFORE_ALL, NOTHING, SnapshotId
 from flashckpt.core.superblock import MIN_SLOTS
 from flashckpt.daemon.persister import protocol as p
 from flashckpt.daemon.persister.agreement import Search, choose_proposal, next_candidate, of_other_nodes, spacing
@@ -30,6 +30,8 @@ from flashckpt.daemon.persister.protocol import Action, Event, NodeSlots, Outcom
 
 ROOT_LOOK_S = 0.5
 """Seconds between two looks at the root while this node waits for others: events come with every snapshot."""
+IDLE_LOOK_S = 8.0
+"""The most between two looks while nothing is to be persisted here and no other node is known to want anything."""
 SWEEP_EVERY_S = 1800.0
 """Seconds between two sweeps of the root."""
 
@@ -67,6 +69,7 @@ class Negotiation:
         self._heard: list[NodeProposal] = []
         self._published: NodeProposal | None = None
         self._looked_s = self._swept_s = float("-inf")
+        self._idle_look_s = ROOT_LOOK_S
         self._turn: p.Turn | None = None
         self._question: Action | None = None
 
@@ -196,17 +199,32 @@ class Negotiation:
         """Whether the newest generation here has ranks on other nodes."""
         return self._node_count > 1 and not node.is_whole(node.newest_generation())
 
-    def _may_look(self, now_s: float) -> bool:
-        """Whether the root may be polled again; polling it with every event would waste requests."""
-        if now_s - self._looked_s < ROOT_LOOK_S:
+    def _may_look(self, now_s: float, *, is_idle: bool = False) -> bool:
+        """Whether the root may be polled again; polling it with every event would waste requests.
+
+        Args:
+            now_s: The time.
+            is_idle: Nothing would be done at once about what is found: each look is twice as late as the one before.
+        """
+        if not is_idle:
+            self._idle_look_s = ROOT_LOOK_S
+        if now_s - self._looked_s < self._idle_look_s:
             return False
         self._looked_s = now_s
+        if is_idle:
+            self._idle_look_s = min(2 * self._idle_look_s, IDLE_LOOK_S)
         return True
+
+    def _is_idle(self, tick: Tick) -> bool:
+        """Whether neither this node has anything to persist nor another one, as far as it has heard."""
+        known = max(self.floor, NOTHING)
+        is_wanted = any(one.urgent or max(one.at_least, one.pinned or NOTHING) > known for one in self._heard)
+        return not (tick.urgent or is_wanted or self.candidate is not None or self._flagged(tick.node))
 
     def _decide(self, tick: Tick) -> p.Turn:
         """Adopt the open intent, or open one if this node may and the nodes agree."""
         has_others = self._has_others(tick.node)
-        look = not self._intents_are_read or (has_others and self._may_look(tick.now_s))
+        look = not self._intents_are_read or (has_others and self._may_look(tick.now_s, is_idle=self._is_idle(tick)))
         if look and (yield from self._adopt(tick)):
             return
         self._intents_are_read = True  # a node that has all ranks is the only one that opens intents from here on
@@ -248,7 +266,7 @@ class Negotiation:
             world_size=world_size,
             pinned=self.candidate,
             at_least=self._search.target,
-            complete=tuple(alike),
+            complete=() if self._is_idle(tick) else tuple(alike),  # it changes with every snapshot, for nobody
             urgent=tick.urgent,
         )
         if look:

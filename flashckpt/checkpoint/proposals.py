@@ -1,14 +1,14 @@
 """Proposals of the nodes as small objects on the root: what each of them would persist next. Torch-free.
 
-intents/000003-000000120             the intent (flashckpt.checkpoint.intents)
-intents/000003-000000120.abandoned   it will never be committed
-intents/ready-000003/r00008          what the node whose lowest rank is 8 proposes
+intents/000003-000000120               the intent (flashckpt.checkpoint.intents)
+intents/000003-000000120.abandoned     it will never be committed
+intents/ready-000003/r00008.000000004  what the node whose lowest rank is 8 proposes, the fifth time
 """
 
 from __future__ import annotations
 
 from flashckpt.checkpoint.intents import INTENTS
-from flashckpt.checkpoint.root_records import explaining, open_record
+from flashckpt.checkpoint.root_records import explaining, open_record, parallel
 from flashckpt.core.intent import NodeProposal
 from flashckpt.core.records import pack, seal
 from flashckpt.errors import ObjectMissingError
@@ -17,20 +17,55 @@ from flashckpt.storage.store import Store
 READY = f"{INTENTS}ready-"
 
 
-def publish_proposal(store: Store, generation: int, proposal: NodeProposal) -> None:
-    """Put this node's proposal, named by its lowest rank."""
-    store.put(f"{_ready_prefix(generation)}r{min(proposal.ranks):05d}", encode_proposal(proposal))
+class Proposals:
+    """What the nodes propose: each proposal is another object, so that one that was read need not be read again.
+
+    A node numbers its own; its newest counts, and it removes those before. An object without a number is from before.
+    """
+
+    def __init__(self) -> None:
+        self._read: dict[str, NodeProposal] = {}
+        self._keys: dict[str, list[str]] = {}
+        self._listed: int | None = None
+
+    def read(self, store: Store, generation: int) -> list[NodeProposal]:
+        """Return the newest proposals of all nodes in one generation: one listing, and one request for each new one."""
+        self._list(store, generation)
+        newest = [keys[-1] for keys in self._keys.values()]
+        new = [key for key in newest if key not in self._read]
+        found = dict(zip(new, parallel(lambda key: _get(store, key), new), strict=True))
+        self._read = {key: one for key in newest if (one := self._read.get(key) or found.get(key)) is not None}
+        return list(self._read.values())
+
+    def publish(self, store: Store, generation: int, proposal: NodeProposal) -> None:
+        """Put this node's proposal, named by its lowest rank, and remove what it proposed before."""
+        if self._listed != generation:
+            self._list(store, generation)
+        node = f"{_ready_prefix(generation)}r{min(proposal.ranks):05d}"
+        before = self._keys.get(node, [])
+        key = f"{node}.{_number(before[-1]) + 1 if before else 0:09d}"
+        store.put(key, encode_proposal(proposal))
+        self._keys[node] = [key]
+        store.delete_many(before)
+
+    def _list(self, store: Store, generation: int) -> None:
+        """Learn the keys of each node's proposals, oldest first."""
+        self._keys, self._listed = {}, None
+        for info in store.list(_ready_prefix(generation)):  # sorted: by number
+            self._keys.setdefault(info.key.partition(".")[0], []).append(info.key)
+        self._listed = generation
 
 
-def read_proposals(store: Store, generation: int) -> list[NodeProposal]:
-    """Return the proposals of all nodes in one generation."""
-    found = []
-    for info in store.list(_ready_prefix(generation)):
-        try:
-            found.append(decode_proposal(store.get(info.key), info.key, store.url))
-        except ObjectMissingError:
-            continue
-    return found
+def _get(store: Store, key: str) -> NodeProposal | None:
+    try:
+        return decode_proposal(store.get(key), key, store.url)
+    except ObjectMissingError:
+        return None  # a newer one has taken its place meanwhile
+
+
+def _number(key: str) -> int:
+    number = key.rpartition(".")[2]
+    return int(number) if number.isdigit() else -1
 
 
 def clear_proposals(store: Store, below: int) -> None:
