@@ -18,6 +18,7 @@ Failures, and how each is handled:
 from __future__ import annotations
 
 from collections.abc import Generator
+from dataclasses import replace
 
 from flashckpt.core.intent import Intent, NodeProposal
 from flashckpt.core.lineage import is_rolled_back
@@ -266,7 +267,7 @@ class Negotiation:
             world_size=world_size,
             pinned=self.candidate,
             at_least=self._search.target,
-            complete=() if self._is_idle(tick) else tuple(alike),  # it changes with every snapshot, for nobody
+            complete=tuple(alike),
             urgent=tick.urgent,
         )
         if look:
@@ -274,7 +275,7 @@ class Negotiation:
 
     def _propose(self, tick: Tick, generation: int, mine: NodeProposal) -> p.Turn:
         """Publish this node's proposal where it has changed; decide where all agree and this node leads."""
-        if mine != self._published:
+        if mine != (self._aged(mine) if self._is_idle(tick) else self._published):
             yield p.PublishProposal(generation, mine)
             self._published = mine
         nodes = [mine, *self._heard]
@@ -286,6 +287,10 @@ class Negotiation:
             return
         yield from self._open(chosen[0], tuple(range(mine.world_size)))
         yield from self._adopt(tick)
+
+    def _aged(self, mine: NodeProposal) -> NodeProposal | None:
+        """Return what is published as if it named what is complete now: that changes with every snapshot, for nobody."""
+        return self._published and replace(self._published, complete=mine.complete)
 
     def _open(self, identity: SnapshotId, writers: tuple[int, ...]) -> p.Turn:
         yield p.CheckFence()
