@@ -35,6 +35,7 @@ _LIMIT_GPUS = 10_000_000
 @click.option("--read-rate", type=SIZE, help="Bytes read per second and node.")
 @click.option("--storage-rate", type=SIZE, help="Bytes per second of the shared storage for all nodes together.")
 @click.option("--copy-rate", type=SIZE, help="Bytes per second and rank into host memory.")
+@click.option("--request-time", type=DURATION, help="Seconds of a small request to the shared storage.")
 @click.option("--stall", "stall_s", type=DURATION, help="Stall per snapshot, instead of the one from the rates.")
 @click.option("--persist", "persist_s", type=DURATION, help="Seconds from the snapshot to the commit.")
 @click.option("--restart-memory", "restart_memory_s", type=DURATION, help="Failure to first step, from memory.")
@@ -103,13 +104,15 @@ def _rates(options: dict[str, Any]) -> Any:
         rates = measured_rates(read_json(path), rates)
     given = {f"{kind}_bytes_per_s": options[f"{kind}_rate"] for kind in ("write", "read", "copy", "storage")}
     given = {name: float(value) for name, value in given.items() if value is not None}
+    if options["request_time"] is not None:
+        given["request_s"] = options["request_time"]
     return replace(rates, **given, sources={**rates.sources, **dict.fromkeys(given, "given")})
 
 
 def _show(document: dict[str, Any], json_path: Path | None) -> None:
     from flashckpt.bench.measure import plain as without_nan
     from flashckpt.bench.measure import write_json
-    from flashckpt.plan.text import headline, provenance, size_table, wrong_table
+    from flashckpt.plan.text import headline, provenance, size_table, wall_lines, wrong_table
 
     if json_path is not None and str(json_path) == "-":
         click.echo(to_json(without_nan(document), indent=1))
@@ -123,4 +126,6 @@ def _show(document: dict[str, Any], json_path: Path | None) -> None:
     for line in provenance(document):
         out.print(line, markup=False)
     out.print(size_table(document))
+    for line in wall_lines(document):
+        out.print(line, markup=False)
     out.print(wrong_table(document))

@@ -9,9 +9,12 @@ from typing import Any
 
 from flashckpt.bench.layouts import BYTES_PER_PARAMETER, ModelLayout, held_bytes, rank_shards
 from flashckpt.errors import ConfigError, LayoutError
-from flashckpt.plan.model import Costs, Failures, Intervals, at_sizes, best, daly, forecast, wrong_intervals, young
+from flashckpt.plan.coordination import AtSize, Coordination, coordination, plain, walls
+from flashckpt.plan.model import Costs, Failures, Intervals, best, daly, forecast, wrong_intervals, young
 
 SIZES = (8, 1_024, 16_384, 100_000)
+WALL_SIZES = tuple(8 * 2**n for n in range(15))
+"""GPUs at which walls are looked for: 8 to 131,072."""
 SCHEMA = 1
 
 
@@ -27,6 +30,7 @@ class Rates:
         read_bytes_per_s: One node's reads.
         storage_bytes_per_s: What the shared storage moves for all nodes together, at most.
         persist_uplift: Share by which steps get longer while a persist runs.
+        request_s: A small request to the shared storage.
         sources: Where each figure is from, by field name; "assumed" where it is missing.
     """
 
@@ -37,6 +41,7 @@ class Rates:
     read_bytes_per_s: float = 1e9
     storage_bytes_per_s: float = math.inf
     persist_uplift: float = 0.02
+    request_s: float = 20e-3
     sources: Mapping[str, str] = field(default_factory=dict)
 
 
@@ -127,6 +132,7 @@ def costs_of(request: PlanRequest, rates: Rates) -> tuple[Costs, dict[str, float
         relaunch_s=request.relaunch_s, replace_s=request.replace_s,
     )  # fmt: skip
     sizes: dict[str, float] = {
+        "rank_rows": len(rank_shards(layout, 0)),
         "parameters": layout.model.parameters,
         "checkpoint_bytes": layout.total_bytes,
         "rank_bytes": held,
@@ -148,11 +154,20 @@ def plan_document(
         sizes: Numbers of GPUs of the table.
     """
     costs, state = costs_of(request, rates)
+    data_s = costs.persist_s
+    asked = _coordination(request, state, rates, request.gpus)
+    costs = replace(costs, persist_s=data_s + asked.seconds)
     costs = replace(costs, **overrides)
     if "persist_s" in overrides:
         costs = replace(costs, persist_stall_s=rates.persist_uplift * costs.persist_s)
     failures = Failures(gpus=request.gpus, gpu_mtbf_s=request.gpu_mtbf_s, storage_share=request.storage_share)
     chosen = best(failures, costs, step_s=request.step_s)
+
+    def at(size: int) -> tuple[Coordination, Costs]:
+        """Return the costs with as many bytes per rank on another number of GPUs."""
+        own = _coordination(request, state, rates, size)
+        return own, costs if "persist_s" in overrides else replace(costs, persist_s=data_s + own.seconds)
+
     return {
         "schema": SCHEMA,
         "kind": "plan",
@@ -170,9 +185,16 @@ def plan_document(
         "rules": _rules(failures, costs, request.step_s),
         "needs": _needs(request, state, chosen),
         "sizes": [
-            {"gpus": size, "mtbf_s": request.gpu_mtbf_s / size, **_choice(choice, request.step_s)}
-            for size, choice in zip(sizes, at_sizes(failures, costs, sizes, step_s=request.step_s), strict=True)
+            {
+                "gpus": size,
+                "mtbf_s": request.gpu_mtbf_s / size,
+                "coordination_s": at(size)[0].seconds,
+                **_choice(best(replace(failures, gpus=size), at(size)[1], step_s=request.step_s), request.step_s),
+            }
+            for size in sizes
         ],
+        "coordination": plain(asked),
+        "walls": walls([_at_size(failures, size, *at(size)) for size in WALL_SIZES]),
         "wrong_interval": [
             {"factor": factor, "snapshot_goodput": snapshot, "persist_goodput": persist}
             for factor, snapshot, persist in wrong_intervals(failures, costs, chosen)
@@ -180,6 +202,23 @@ def plan_document(
         "lost_gpu_hours_per_day": (1 - chosen.forecast.goodput) * request.gpus * 24,
         "curve": curve(failures, costs, chosen),
     }
+
+
+def _coordination(request: PlanRequest, state: Mapping[str, float], rates: Rates, gpus: int) -> Coordination:
+    """Return what agreement and commit cost at a size, with as many bytes and tensors per rank as at the asked one."""
+    return coordination(
+        ranks=gpus,
+        nodes=-(-gpus // request.gpus_per_node),
+        checkpoint_bytes=state["checkpoint_bytes"] / request.gpus * gpus,
+        rows=int(state["rank_rows"]),
+        request_s=rates.request_s,
+    )
+
+
+def _at_size(failures: Failures, gpus: int, own: Coordination, costs: Costs) -> AtSize:
+    failures = replace(failures, gpus=gpus)
+    wanted_s = young(costs.persist_stall_s, 1 / failures.storage_rate) if failures.storage_rate > 0 else math.inf
+    return AtSize(gpus=gpus, costs=own, persist_s=costs.persist_s, wanted_s=wanted_s)
 
 
 def _rules(failures: Failures, costs: Costs, step_s: float) -> dict[str, float]:

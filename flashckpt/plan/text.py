@@ -45,6 +45,10 @@ def headline(plan: Mapping[str, Any]) -> list[str]:
             f"costs: stall {show_s(costs['stall_s'])} per snapshot, restorable after {show_s(costs['staged_s'])}, durable"
             f" after {show_s(costs['persist_s'])}"
         ),
+        (
+            f"  of it {show_s(plan['coordination']['agree_s'])} until the nodes agree and"
+            f" {show_s(plan['coordination']['commit_s'])} for the commit: {plan['coordination']['job_requests']:,} requests"
+        ),
         f"  restart {show_s(costs['restart_memory_s'])} from memory, {show_s(costs['restart_storage_s'])} from storage",
         (
             f"needs: {show_bytes(needs['host_memory_node_bytes'])} of host memory per node,"
@@ -82,6 +86,7 @@ def size_table(plan: Mapping[str, Any]) -> Table:
         "MTBF",
         "snapshot",
         "persist",
+        "agree+commit",
         "goodput",
         "stall",
         "recompute",
@@ -90,9 +95,17 @@ def size_table(plan: Mapping[str, Any]) -> Table:
         table.add_column(name, justify="right", no_wrap=True)
     for row in plan["sizes"]:
         shares = [f"{row[name]:.2%}" for name in ("goodput", "stall", "recompute", "restart")]
-        times = [show_s(row[name]) for name in ("mtbf_s", "snapshot_s", "persist_s")]
+        times = [show_s(row[name]) for name in ("mtbf_s", "snapshot_s", "persist_s", "coordination_s")]
         table.add_row(f"{row['gpus']:,}", *times, *shares)
     return table
+
+
+def wall_lines(plan: Mapping[str, Any]) -> list[str]:
+    """Return at which size each cost becomes too much, with as many bytes per GPU."""
+    return ["with as many bytes per GPU:"] + [
+        f"  {one['wall']}: {'from ' + format(one['gpus'], ',') + ' GPUs on' if one['gpus'] else 'at no size up to 131,072 GPUs'}"
+        for one in plan["walls"]
+    ]
 
 
 def wrong_table(plan: Mapping[str, Any]) -> Table:

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import difflib
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from typing import Any
 
 from flashckpt.errors import ConfigError
+from flashckpt.plan.coordination import coordination
 from flashckpt.plan.model import PUBLISHED_GPU_HOURS, Failures, best
 from flashckpt.plan.report import Rates, costs_from
 from flashckpt.trainer.plan.forecast import Memory
@@ -57,10 +58,19 @@ def failure_forecast(
         step_s: Seconds per step.
     """
     failures = Failures(gpus=gpus, gpu_mtbf_s=hours * 3600)
+    rates = Rates()
     costs = costs_from(
-        needed.held.state, checkpoint_bytes, gpus=gpus, gpus_per_node=ranks_per_node, rates=Rates(),
+        needed.held.state, checkpoint_bytes, gpus=gpus, gpus_per_node=ranks_per_node, rates=rates,
         relaunch_s=RELAUNCH_S, replace_s=REPLACE_S,
     )  # fmt: skip
+    between = coordination(
+        ranks=gpus,
+        nodes=-(-gpus // ranks_per_node),
+        checkpoint_bytes=checkpoint_bytes,
+        rows=0,
+        request_s=rates.request_s,
+    )
+    costs = replace(costs, persist_s=costs.persist_s + between.seconds)
     chosen = best(failures, costs, step_s=step_s)
     return {
         "gpu_hours": hours,

@@ -1,0 +1,120 @@
+"""The requests that a plan counts are those of the functions that make them."""
+
+from __future__ import annotations
+
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import pytest
+from support.slots import make_pin, shard
+
+from flashckpt.checkpoint import root_records
+from flashckpt.checkpoint.intents import read_intents
+from flashckpt.checkpoint.proposals import Proposals
+from flashckpt.checkpoint.retention import Policy, prune
+from flashckpt.checkpoint.writer import commit, persist_slot, prefix_of
+from flashckpt.core.intent import NodeProposal
+from flashckpt.daemon.persister import negotiation
+from flashckpt.plan import coordination as model
+from flashckpt.plan.coordination import AtSize, Coordination, coordination, walls
+from flashckpt.storage.factory import open_store
+from flashckpt.storage.store import Store
+
+REQUESTS = (
+    "get",
+    "get_range",
+    "put",
+    "put_if_absent",
+    "put_object",
+    "head",
+    "list",
+    "folders",
+    "delete",
+    "delete_many",
+)
+
+
+@pytest.fixture
+def store(tmp_path: Path) -> Store:
+    return open_store(str(tmp_path / "root"))
+
+
+@pytest.fixture
+def asked(store: Store, monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
+    """Requests so far, where 1,000 keys are one."""
+    counted: Counter[str] = Counter()
+
+    def count(name: str) -> Any:
+        real = getattr(store, name)
+
+        def counting(*arguments: Any, **more: Any) -> Any:
+            found = real(*arguments, **more)
+            many = found if name == "list" else arguments[0] if name == "delete_many" else ()
+            counted[name] += max(1, -(-len(many) // model.KEYS_PER_REQUEST))
+            return found
+
+        return counting
+
+    for name in REQUESTS:
+        monkeypatch.setattr(store, name, count(name))
+    return counted
+
+
+def costs(ranks: int, nodes: int) -> Coordination:
+    return coordination(ranks=ranks, nodes=nodes, checkpoint_bytes=ranks * 400, rows=1, request_s=0.02)
+
+
+@pytest.mark.parametrize("nodes", [2, 5])
+def test_looks(store: Store, asked: Counter[str], nodes: int) -> None:
+    for node in range(nodes):
+        ranks = (2 * node, 2 * node + 1)
+        Proposals().publish(store, 1, NodeProposal(ranks=ranks, world_size=2 * nodes))
+    board, made = Proposals(), costs(2 * nodes, nodes)
+    asked.clear()
+    read_intents(store)
+    board.read(store, 1)
+    assert asked.total() == made.look_requests
+    asked.clear()
+    read_intents(store)
+    board.read(store, 1)
+    assert asked.total() * nodes / negotiation.IDLE_LOOK_S == made.idle_requests_per_s
+
+
+@pytest.mark.parametrize("ranks", [1, 3, 8])
+def test_commit_and_retention(store: Store, asked: Counter[str], ranks: int) -> None:
+    for step in (10, 20):
+        for rank in range(ranks):
+            pin = make_pin([shard(f"t{rank}", (100,))], rank=rank, world_size=ranks, step=step)
+            persist_slot(pin, store, prefix_of(1, step))
+        asked.clear()
+        assert commit(store, prefix_of(1, step), range(ranks))
+        assert asked.total() == costs(ranks, 1).commit_requests
+    asked.clear()
+    assert prune(store, Policy(keep_last=1)).checkpoints
+    assert asked.total() == costs(ranks, 1).retention_requests, asked
+
+
+def test_what_the_model_takes_from_the_product_is_what_the_product_does() -> None:
+    assert root_records.IN_FLIGHT == model.IN_FLIGHT
+    assert negotiation.ROOT_LOOK_S == model.LOOK_S
+    assert negotiation.IDLE_LOOK_S == model.IDLE_LOOK_S
+
+
+def test_a_node_alone_has_nobody_to_agree_with() -> None:
+    made = costs(8, 1)
+    assert (made.look_requests, made.idle_requests_per_s, made.agree_s) == (0, 0.0, 0.0)
+    assert made.commit_requests == made.job_requests == 12
+
+
+def test_walls_are_named_with_the_size_at_which_they_begin() -> None:
+    def at(gpus: int, *, persist_s: float, wanted_s: float) -> AtSize:
+        return AtSize(gpus=gpus, costs=costs(gpus, gpus // 8), persist_s=persist_s, wanted_s=wanted_s)
+
+    sizes = [
+        at(8, persist_s=20, wanted_s=600),
+        at(1024, persist_s=30, wanted_s=60),
+        at(16384, persist_s=30, wanted_s=20),
+    ]
+    found = {one["wall"]: one["gpus"] for one in walls(sizes)}
+    assert list(found.values()) == [16384, 16384, None, 1024, 16384]
