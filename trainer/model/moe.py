@@ -16,6 +16,7 @@ from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 
 from flashckpt.trainer.model.joint import feed_forward, joins
 from flashckpt.trainer.model.operators import swiglu
+from flashckpt.trainer.model.router_load import RouterLoad, choose
 from flashckpt.trainer.model.router_loss import RouterLoss
 from flashckpt.trainer.model_config import ModelConfig
 
@@ -71,18 +72,22 @@ class MixtureOfExperts(nn.Module):
         self.shared_gate = nn.Linear(config.dim, 1, bias=False) if config.shared_ffn else None
         self.number, self.top_k, self.normalized = config.experts, config.experts_per_token, config.normalize_experts
         self.group: dist.ProcessGroup | None = None
-        self.router_loss = RouterLoss(config)
+        self.router_loss, self.router_load = RouterLoss(config), RouterLoad()
+        self.router_bias: Tensor | None
+        self.register_buffer("router_bias", torch.zeros(config.experts) if config.router_bias_rate else None)
 
     def forward(self, x: Tensor) -> Tensor:
         """(B, T, D) -> (B, T, D)."""
         flat = x.reshape(-1, x.shape[-1])
         logits = self.router(flat).float()
-        weight, chosen = torch.topk(torch.softmax(logits, -1), self.top_k, dim=-1)
+        weight, chosen = choose(torch.softmax(logits, -1), self.top_k, self.router_bias)
         if self.normalized:
             weight = weight / weight.sum(-1, keepdim=True)
         order = torch.argsort(chosen.reshape(-1), stable=True)  # rows by expert
         rows = flat[order // self.top_k]
         counts = torch.bincount(chosen.reshape(-1), minlength=self.number)
+        if self.training:
+            self.router_load.add(counts)
         done = self.experts(rows, counts.tolist()) if self.group is None else self._exchange(rows, counts)
         done = done * weight.to(x.dtype).reshape(-1)[order][:, None]
         out = torch.zeros_like(flat).index_add(0, order // self.top_k, done)
