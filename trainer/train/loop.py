@@ -138,7 +138,7 @@ class Trainer:
     def run(self) -> int:
         """Train to the last step; return the exit code (0, or 75: start me again)."""
         self.clock.reach("build")
-        announce(self.config, self.layout, self.parallel.device)
+        announce(self.config, self.layout, self.parallel)
         self._restore()
         self.clock.reach("restore" if self.done else "weights")
         began = f"restored step {self.done}" if self.done else "cold"
