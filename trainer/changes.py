@@ -63,6 +63,10 @@ def _new_state(before: Mapping[str, Any], now: RunConfig) -> list[Change]:
     decay = before.get("ema", {}).get("decay", 0.0)
     if before and (decay > 0) != (now.ema.decay > 0):
         changes.append(Change(key="ema.decay", before=decay, now=now.ema.decay, severity="error"))
+    bias = before.get("model", {}).get("router_bias_rate", 0.0)
+    if before and (bias > 0) != (now.model.router_bias_rate > 0):  # the bias is state
+        rate = now.model.router_bias_rate
+        changes.append(Change(key="model.router_bias_rate", before=bias, now=rate, severity="error"))
     phases = before.get("phase", {}).get("each", [])
     if phases and not now.phase.each:
         changes.append(Change(key="phase", before=f"{len(phases)} phases", now="none", severity="error"))

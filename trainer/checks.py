@@ -41,7 +41,7 @@ MINIMUM: Mapping[str, float] = {
     "model.head_dim": 0, "model.window": 0, "model.window_from": 0, "model.context": 0, "model.shared_ffn": 0,
     "model.rope_factor": 1.0, "model.rope_context": 0, "model.rope_low": 0.0, "model.rope_high": 0.0,
     "model.rope_beta_fast": 0.0, "model.rope_beta_slow": 0.0, "model.rope_attention": 0.0,
-    "model.router_aux_loss": 0.0, "model.router_z_loss": 0.0,
+    "model.router_aux_loss": 0.0, "model.router_z_loss": 0.0, "model.router_bias_rate": 0.0,
     "parallel.cp": 1, "parallel.timeout_s": 1.0, "parallel.bucket_mb": 0.001,
     "optim.lr": 0.0, "optim.min_lr": 0.0, "optim.warmup_steps": 0, "optim.decay_steps": 0, "optim.weight_decay": 0.0,
     "optim.eps": 0.0, "ema.every": 1, "optim.clip_norm": 0.0, "optim.clip_value": 0.0,
@@ -72,6 +72,7 @@ NEEDS = (
     Need("model.shared_ffn", "model.experts of 1 or more", lambda v: v["model"]["experts"] > 0),
     Need("model.router_aux_loss", "model.experts of 1 or more", lambda v: v["model"]["experts"] > 0),
     Need("model.router_z_loss", "model.experts of 1 or more", lambda v: v["model"]["experts"] > 0),
+    Need("model.router_bias_rate", "model.experts of 1 or more", lambda v: v["model"]["experts"] > 0),
     Need("model.window_from", "a model.window", lambda v: v["model"]["window"] > 0),
     Need("model.rope_factor", "a model.rope_scaling", lambda v: v["model"]["rope_scaling"] != "none"),
     Need(

@@ -26,6 +26,7 @@ class ModelConfig:
         shared_ffn: Size of a shared expert with a gate (Qwen 2 MoE), which every token meets; 0: none.
         router_aux_loss: Coefficient of the load-balancing loss of each layer (Switch Transformer); 0: none.
         router_z_loss: Coefficient of the squared log-sum-exp of each router's scores (ST-MoE); 0: none.
+        router_bias_rate: By how much a step moves the bias with which each expert is chosen towards equal loads; 0: no bias.
     """
 
     family: str = ""
@@ -59,6 +60,7 @@ class ModelConfig:
     shared_ffn: int = 0
     router_aux_loss: float = 0.0
     router_z_loss: float = 0.0
+    router_bias_rate: float = 0.0
 
     @property
     def head_size(self) -> int:

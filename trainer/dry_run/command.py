@@ -107,6 +107,7 @@ def _row(config: RunConfig, layout: Layout, kind: RankKind, held: RankHoldings) 
     first = kind.pp_ranks[0]  # has the most in flight
     guess = estimate(config, layout, first, block=held.block, rest=held.rest, whole=held.whole)
     state = held.parameters + held.gradients + held.optimizer
+    on_host = state if config.parallel.offload == "state" else 0
     return {
         "count": kind.count(layout),
         "example": kind.example(layout),
@@ -119,9 +120,10 @@ def _row(config: RunConfig, layout: Layout, kind: RankKind, held: RankHoldings) 
         "slot_data_bytes": held.slot_data,
         "slot_bytes": held.slot,
         "snapshot_bytes": held.snapshots,
+        "state_on_host_bytes": on_host,
         "estimate": {
             "gathered_bytes": guess.gathered,
             "activation_bytes": guess.activations,
-            "device_bytes": state + guess.gathered + guess.activations,
+            "device_bytes": state - on_host + guess.gathered + guess.activations,
         },
     }

@@ -36,9 +36,14 @@ def as_text(document: dict[str, Any]) -> str:
         "",
         *_table(document["ranks"]),
         "",
+        *(["Parameters, gradients and optimizer state are in host memory."] if _on_host(document) else []),
         "Per rank; *: an estimate by formula (docs/trainer-dry-run.md), the rest is counted.",
     ]
     return "\n".join(lines) + "\n"
+
+
+def _on_host(document: dict[str, Any]) -> bool:
+    return any(one["state_on_host_bytes"] for one in document["ranks"])
 
 
 def _table(ranks: Sequence[dict[str, Any]]) -> list[str]:

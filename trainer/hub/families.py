@@ -178,6 +178,13 @@ def tensors_of(config: ModelConfig) -> list[HubTensor]:
     return [*found, _tensor(_NORM, "", "", sizes), _tensor(head, "", "", sizes)]
 
 
+def router_biases(config: ModelConfig) -> dict[str, tuple[int, ...]]:
+    """Return the shape of each bias of a router by its name; no family of Hugging Face has one."""
+    if not config.router_bias_rate:
+        return {}
+    return {f"layers.{layer}.feed_forward.router_bias": (config.experts,) for layer in range(config.layers)}
+
+
 def _tensor(row: Row, ours: str, theirs: str, sizes: dict[str, int], expert: int | None = None) -> HubTensor:
     shape = tuple(sizes[word] for word in row[2].split())
     whole = shape if expert is None else (sizes["experts"], *shape)

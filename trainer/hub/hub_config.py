@@ -161,6 +161,13 @@ def to_hub(config: ModelConfig, seq_len: int, dtype: str, before: Mapping[str, A
     Raises:
         ConfigError: No family has what the model has.
     """
+    if config.router_bias_rate:
+        raise ConfigError(
+            "no family of Hugging Face has a bias in its routers, without which tokens would meet other experts",
+            found=f"model.router_bias_rate = {config.router_bias_rate}",
+            expected="a model without one: router_aux_loss balances experts that are to be exported",
+            state="Nothing was written.",
+        )
     family = family_of(config)
     kept = dict(before or {}) if (before or {}).get("model_type") == family.name else {}
     for key in (*_ROPE_KEYS, "layer_types", "torch_dtype", "transformers_version", "num_experts", "num_local_experts"):

@@ -21,7 +21,7 @@ from flashckpt.restore.executor import Target, execute_reads
 from flashckpt.restore.sources import Source, StorageSource
 from flashckpt.storage.factory import open_store
 from flashckpt.trainer.config import RunConfig, from_values
-from flashckpt.trainer.hub.families import HubTensor, tensors_of
+from flashckpt.trainer.hub.families import HubTensor, router_biases, tensors_of
 from flashckpt.trainer.hub.hub_config import from_hub
 from flashckpt.trainer.model_config import ModelConfig
 
@@ -147,9 +147,11 @@ class SavedWeights:
         self.where, self._sources, self.label = where, list(sources), label
         self.run, self.recorded = _recorded(values, where)
         self.model = self.run.model
-        self.shapes = {tensor.ours: tensor.whole for tensor in tensors_of(self.model)}
+        biases = router_biases(self.model)
+        self.shapes = {tensor.ours: tensor.whole for tensor in tensors_of(self.model)} | biases
+        self._beside_average = frozenset(biases)
         for name, shape in self.shapes.items():
-            held_as = held_name(name, label)
+            held_as = self._held_as(name)
             found = self._first(held_as)
             if (
                 found is None
@@ -173,6 +175,10 @@ class SavedWeights:
             name: self._file(name, held.global_shape[0]) for name in BESIDE if (held := self._first(_FILE + name))
         }
 
+    def _held_as(self, name: str) -> str:
+        """Return what a tensor is called in the sources; biases of routers have no average."""
+        return held_name(name, MODEL if name in self._beside_average else self.label)
+
     def _part(self, missing: str) -> ShardGapError:
         """Return the error of a node that does not hold the whole model."""
         first = self._sources[0].manifest
@@ -193,14 +199,14 @@ class SavedWeights:
 
     def dtype(self, name: str) -> str:
         """See WeightSource."""
-        held = self._first(held_name(name, self.label))
+        held = self._first(self._held_as(name))
         assert held is not None, "all tensors of the model were there"
         return held.dtype
 
     def read(self, name: str, offsets: Sequence[int], lengths: Sequence[int]) -> Bytes:
         """See WeightSource."""
         shard = Shard(
-            fqn=held_name(name, self.label),
+            fqn=self._held_as(name),
             dtype=self.dtype(name),
             global_shape=self.shapes[name],
             offsets=tuple(offsets),

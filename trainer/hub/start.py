@@ -15,8 +15,8 @@ from flashckpt.trainer.model_config import ModelConfig
 if TYPE_CHECKING:
     from torch import nn
 
-_FREE = ("family", "context", "dropout", "router_aux_loss", "router_z_loss")
-"""Settings that change no weight."""
+_FREE = ("family", "context", "dropout", "router_aux_loss", "router_z_loss", "router_bias_rate")
+"""Settings that change no weight, or as the rate of a bias add one that begins at 0."""
 
 
 def with_model_of_weights(config: RunConfig) -> RunConfig:
@@ -66,6 +66,8 @@ def refuse_other_model(mine: ModelConfig, theirs: ModelConfig, where: str) -> No
     differing = [name for name in names if getattr(mine, name) != getattr(theirs, name)]
     if mine.head_size == theirs.head_size and "head_dim" in differing:
         differing.remove("head_dim")
+    if theirs.router_bias_rate and not mine.router_bias_rate:
+        differing.append("router_bias_rate")  # their tokens would go to other experts than in training
     if differing:
         raise ConfigError(
             f"{where} holds weights of another model: {', '.join(f'model.{name}' for name in differing)}",

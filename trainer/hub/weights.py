@@ -20,7 +20,7 @@ _FLOATS = ("float64", "float32", "bfloat16", "float16")
 
 @torch.no_grad()
 def load(parts: Sequence[nn.Module], source: WeightSource) -> None:
-    """Overwrite all parameters of model parts, or this rank's shards of them; no communication.
+    """Overwrite all parameters and the biases of routers of model parts, or this rank's shards of them; no communication.
 
     Args:
         parts: Without wrappers around them; floating-point parameters.
@@ -34,6 +34,9 @@ def load(parts: Sequence[nn.Module], source: WeightSource) -> None:
         for name, parameter in part.named_parameters():
             offsets, local = box(parameter)
             _load(name, offsets, local, source)
+        for name, bias in part.named_buffers():
+            if source.model.router_bias_rate:  # else it begins at 0
+                _load(name, (0,), bias, source)
 
 
 def _load(name: str, offsets: tuple[int, ...], local: Tensor, source: WeightSource) -> None:

@@ -55,14 +55,14 @@ def box(tensor: Tensor) -> tuple[tuple[int, ...], Tensor]:
 
 
 def materialise(part: nn.Module, device: torch.device) -> None:
-    """Give the parameters of a part on the meta device memory on `device`: zeros.
+    """Give the parameters and buffers of a part on the meta device memory on `device`: zeros.
 
     Zeros and not what lies there: whatever a restore decides, ranks that hold the same tensor hold the same bytes.
     """
     part.to_empty(device=device)
     with torch.no_grad():
-        for parameter in part.parameters():
-            box(parameter)[1].zero_()
+        for tensor in (*part.parameters(), *part.buffers()):
+            box(tensor)[1].zero_()
 
 
 def name_seed(seed: int, name: str) -> int:

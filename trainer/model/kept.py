@@ -18,6 +18,7 @@ KEPT_OPERATORS = frozenset(
         "aten::mm",
         "aten::addmm",
         "aten::bmm",
+        "aten::_grouped_mm",
         "aten::_scaled_dot_product_flash_attention",
         "aten::_scaled_dot_product_flash_attention_for_cpu",
         "aten::_scaled_dot_product_efficient_attention",

@@ -14,8 +14,10 @@ from torch.distributed._functional_collectives import all_to_all_single_autograd
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 
+from flashckpt.trainer.model.grouped import grouped_linear, obstacle
 from flashckpt.trainer.model.joint import feed_forward, joins
 from flashckpt.trainer.model.operators import swiglu
+from flashckpt.trainer.model.router_load import RouterLoad, choose
 from flashckpt.trainer.model.router_loss import RouterLoss
 from flashckpt.trainer.model_config import ModelConfig
 
@@ -40,23 +42,35 @@ class FeedForward(nn.Module):
 
 
 class Experts(nn.Module):
-    """SwiGLU experts as three 3-D weights, first dimension the expert, then as `nn.Linear` has them: out, in."""
+    """SwiGLU experts as three 3-D weights, first dimension the expert, then as `nn.Linear` has them: out, in.
+
+    Attributes:
+        obstacle: Why experts are computed one after another; "": they are computed as one grouped product.
+    """
 
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
         self.w1 = nn.Parameter(torch.empty(config.experts, config.ffn, config.dim))
         self.w2 = nn.Parameter(torch.empty(config.experts, config.dim, config.ffn))
         self.w3 = nn.Parameter(torch.empty(config.experts, config.ffn, config.dim))
+        self.obstacle = "nothing was chosen"
 
-    def forward(self, x: Tensor, counts: list[int]) -> Tensor:
+    def choose_product(self, device: torch.device, dtype: torch.dtype) -> None:
+        """Compute experts together where torch can for their sizes on this rank, the device and the type."""
+        self.obstacle = obstacle(device, dtype, _local(self.w1).shape[1:])
+
+    def forward(self, x: Tensor, counts: Tensor) -> Tensor:
         """Apply local expert i to the i-th run of rows.
 
         Args:
             x: (N, D), rows sorted by local expert.
-            counts: Rows of each local expert; they add up to N.
+            counts: Rows of each local expert, integers; they add up to N.
         """
         w1, w2, w3 = (_local(weight).to(x.dtype) for weight in (self.w1, self.w2, self.w3))
-        runs = enumerate(torch.split(x, counts))
+        if not self.obstacle and len(x):
+            ends = counts.cumsum(0).to(torch.int32)
+            return grouped_linear(swiglu(grouped_linear(x, w1, ends), grouped_linear(x, w3, ends)), w2, ends)
+        runs = enumerate(torch.split(x, counts.tolist()))
         return torch.cat([F.linear(swiglu(F.linear(rows, w1[i]), F.linear(rows, w3[i])), w2[i]) for i, rows in runs])
 
 
@@ -71,19 +85,23 @@ class MixtureOfExperts(nn.Module):
         self.shared_gate = nn.Linear(config.dim, 1, bias=False) if config.shared_ffn else None
         self.number, self.top_k, self.normalized = config.experts, config.experts_per_token, config.normalize_experts
         self.group: dist.ProcessGroup | None = None
-        self.router_loss = RouterLoss(config)
+        self.router_loss, self.router_load = RouterLoss(config), RouterLoad()
+        self.router_bias: Tensor | None
+        self.register_buffer("router_bias", torch.zeros(config.experts) if config.router_bias_rate else None)
 
     def forward(self, x: Tensor) -> Tensor:
         """(B, T, D) -> (B, T, D)."""
         flat = x.reshape(-1, x.shape[-1])
         logits = self.router(flat).float()
-        weight, chosen = torch.topk(torch.softmax(logits, -1), self.top_k, dim=-1)
+        weight, chosen = choose(torch.softmax(logits, -1), self.top_k, self.router_bias)
         if self.normalized:
             weight = weight / weight.sum(-1, keepdim=True)
         order = torch.argsort(chosen.reshape(-1), stable=True)  # rows by expert
         rows = flat[order // self.top_k]
         counts = torch.bincount(chosen.reshape(-1), minlength=self.number)
-        done = self.experts(rows, counts.tolist()) if self.group is None else self._exchange(rows, counts)
+        if self.training:
+            self.router_load.add(counts)
+        done = self.experts(rows, counts) if self.group is None else self._exchange(rows, counts)
         done = done * weight.to(x.dtype).reshape(-1)[order][:, None]
         out = torch.zeros_like(flat).index_add(0, order // self.top_k, done)
         if self.shared is not None and self.shared_gate is not None:
@@ -101,7 +119,7 @@ class MixtureOfExperts(nn.Module):
         here = all_to_all_single_autograd(rows, got, sent, self.group)
         expert = torch.arange(self.number // ranks, device=rows.device).repeat(ranks).repeat_interleave(theirs)
         order = torch.argsort(expert, stable=True)
-        done = self.experts(here[order], theirs.view(ranks, -1).sum(0).tolist())
+        done = self.experts(here[order], theirs.view(ranks, -1).sum(0))
         back: Tensor = all_to_all_single_autograd(done[torch.argsort(order)], sent, got, self.group)
         return back
 
@@ -130,6 +148,24 @@ def spread_experts(module: nn.Module, mesh: DeviceMesh) -> set[nn.Parameter]:
                 layer.experts.register_parameter(name, nn.Parameter(whole))
                 spread.add(getattr(layer.experts, name))
     return spread
+
+
+def choose_products(module: nn.Module, device: torch.device, dtype: torch.dtype) -> None:
+    """Let the experts of a model part be computed together where that can be."""
+    for layer in module.modules():
+        if isinstance(layer, Experts):
+            layer.choose_product(device, dtype)
+
+
+def described_products(module: nn.Module) -> str:
+    """Return how the experts of a model part are computed, for people; "" where it has none."""
+    for layer in module.modules():
+        if isinstance(layer, Experts):
+            why = layer.obstacle
+            return (
+                f"experts are computed one after another: {why}" if why else "experts are computed as grouped products"
+            )
+    return ""
 
 
 def average_expert_gradients(module: nn.Module) -> None:

@@ -26,7 +26,7 @@ from flashckpt.rehearsal import adopt
 from flashckpt.trainer.config import RunConfig
 from flashckpt.trainer.model.context import ContextSlice
 from flashckpt.trainer.model.initial import fill, materialise
-from flashckpt.trainer.model.moe import spread_experts
+from flashckpt.trainer.model.moe import choose_products, spread_experts
 from flashckpt.trainer.model.transformer import Transformer
 from flashckpt.trainer.parallel.layout import MESH_NAMES, SPLIT_BACKWARD, Layout, needs_fsdp
 from flashckpt.trainer.parallel.switches import recompute_of
@@ -256,6 +256,7 @@ def _build_part(
         return _replicated(part, mesh, device, config)
     if needs_fsdp(config, layout):
         _fully_shard(part, mesh, config, layout)
+    choose_products(part, device, half_type(config) or torch.float32)
     materialise(part, torch.device("cpu") if is_offloaded(config) and device.type == "cuda" else device)
     return part
 

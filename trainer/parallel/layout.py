@@ -254,13 +254,13 @@ def _check_ddp(config: RunConfig, layout: Layout) -> None:
 def _check_router_losses(config: RunConfig, layout: Layout) -> None:
     # Padding passes through the routers, where nothing tells it from samples.
     model = config.model
-    if layout.padding and (model.router_aux_loss or model.router_z_loss):
+    if layout.padding and (model.router_aux_loss or model.router_z_loss or model.router_bias_rate):
         raise LayoutError(
-            "a router loss does not go with padding: rows without a sample would count as tokens",
+            "what evens out a router does not go with padding: rows without a sample would count as tokens",
             found=f"train.global_batch = {layout.global_batch}, {layout.local_batch * layout.dp} rows in this layout",
             expected=f"a global batch that fills the rows, such as {layout.local_batch * layout.dp}",
             state="Nothing was started.",
-            remedy="change train.global_batch, train.micro_batch or the layout, or omit model.router_aux_loss and router_z_loss",
+            remedy="change train.global_batch, train.micro_batch or the layout, or omit model.router_aux_loss, router_z_loss and router_bias_rate",
         )
 
 

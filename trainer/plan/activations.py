@@ -32,21 +32,24 @@ def estimate(
     `is_plain`: on a processor in float32 without tensor parallelism, where the model's own operators keep less.
     """
     return Estimate(
-        gathered=_gathered(config, layout, block, rest, whole),
+        gathered=_gathered(config, layout, pp_rank, block=block, rest=rest, whole=whole),
         activations=_activations(config, layout, pp_rank, is_plain=is_plain),
     )
 
 
-def _gathered(config: RunConfig, layout: Layout, block: int, rest: int, whole: int) -> int:
+def _gathered(config: RunConfig, layout: Layout, pp_rank: int, *, block: int, rest: int, whole: int) -> int:
     item = itemsize(config)
     if config.parallel.data_parallel == "ddp":
         return whole * (4 + (2 if item == 2 else 0))  # buckets of gradients; casts that autocast keeps
     if not needs_fsdp(config, layout):
         return 0
-    stays = layout.pp > 1  # gathered until the step ends
+    stays = layout.pp > 1 or config.parallel.zero in (0, 1, 2)  # gathered until the step ends
     parameters = whole if stays else rest + 2 * block
-    gradients = whole * 4 if layout.micro_batches > 1 else block * item
-    return parameters * item + gradients
+    if layout.micro_batches > 1 and config.parallel.zero < 2:  # all add up to the last one
+        return parameters * item + whole * MASTER
+    # Block by block; those of the head, which come first, are scattered with those of the embedding, which come last.
+    embedding = config.model.vocab * config.model.dim // layout.tp if 0 in layout.stages_of(pp_rank) else 0
+    return (parameters + max(block + rest - embedding, rest)) * item
 
 
 def _activations(config: RunConfig, layout: Layout, pp_rank: int, *, is_plain: bool) -> int:
@@ -54,10 +57,12 @@ def _activations(config: RunConfig, layout: Layout, pp_rank: int, *, is_plain: b
     stages = layout.stages_of(pp_rank)
     layers = [number for stage in stages for number in layout.stage_layers[stage]]
     kept = sum(_layer(config, layout, number, is_plain=is_plain) for number in layers)
+    again = tokens * _made_again(config, layout, layers, is_plain=is_plain)
+    if config.parallel.activation_offload:  # what layers keep is in host memory, but for the one that is at work
+        kept, again = 0, max(again, tokens * _whole_layer(config, layout, is_plain=is_plain) * itemsize(config))
     per_token = kept * in_flight(layout, pp_rank) // len(stages) * itemsize(config)
     # Logits are freed before the first layer is made again for its backward.
-    per_token += max(_made_again(config, layout, layers, is_plain=is_plain), _logits(config, layout, stages))
-    total = tokens * per_token
+    total = tokens * per_token + max(again, _loss(config, layout, stages, tokens))
     if layout.cp == 1 and _has_document_mask(config):
         total += tokens * config.train.seq_len * in_flight(layout, pp_rank)
     return total + _context(config, layout, layers) * in_flight(layout, pp_rank) // len(stages)
@@ -84,6 +89,15 @@ def gathered_elements(config: RunConfig, layout: Layout) -> int:
     """Return the elements of the keys and values of whole rows, of one layer and micro-batch: what context parallelism gathers."""
     width = 2 * config.model.kv_heads * config.model.head_size // layout.tp
     return config.train.micro_batch * config.train.seq_len * width
+
+
+def _loss(config: RunConfig, layout: Layout, stages: Sequence[int], tokens: int) -> int:
+    """Return the bytes that the loss of a micro-batch needs at a time."""
+    chunk = config.train.loss_chunk
+    if not 0 < chunk < tokens or layout.stages - 1 not in stages:
+        return tokens * _logits(config, layout, stages)
+    # Each piece makes a gradient of the whole head, which is added to that of the pieces before.
+    return chunk * _logits(config, layout, stages) + 2 * config.model.vocab * config.model.dim * itemsize(config)
 
 
 def _logits(config: RunConfig, layout: Layout, stages: Sequence[int]) -> int:

@@ -36,27 +36,30 @@ class Memory:
         pp_rank: Which along "pp".
         held: Parameters, gradients, optimizer state.
         gathered, activations: As `Estimate`.
+        is_offloaded: Whether what is held lies in host memory.
     """
 
     pp_rank: int
     held: StateBytes
     gathered: int
     activations: int
+    is_offloaded: bool = False
 
     @property
     def start(self) -> int:
         """While first weights are drawn: what comes from the meta device is the rank's part alone."""
-        return self.held.parameters + FILL_SCRATCH
+        return FILL_SCRATCH if self.is_offloaded else self.held.parameters + FILL_SCRATCH
 
     @property
     def restore(self) -> int:
         """While a snapshot is read: into parameters and optimizer state, which are there before."""
-        return self.held.parameters + self.held.optimizer
+        return 0 if self.is_offloaded else self.held.parameters + self.held.optimizer
 
     @property
     def step(self) -> int:
         """In a step, at the end of forward."""
-        return self.restore + self.held.gradients + self.gathered + self.activations
+        state = 0 if self.is_offloaded else self.restore + self.held.gradients
+        return state + self.gathered + self.activations
 
     @property
     def peak(self) -> int:
@@ -71,6 +74,11 @@ class Memory:
     def slots(self) -> int:
         """Of the host, for the data of all snapshots."""
         return SLOTS * self.held.state
+
+    @property
+    def host(self) -> int:
+        """Of the host in all: snapshots, and with `parallel.offload` parameters, gradients and optimizer state."""
+        return self.slots + (self.held.state + self.held.gradients if self.is_offloaded else 0)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -104,7 +112,15 @@ def memory(config: RunConfig, layout: Layout, *, is_plain: bool = False) -> Memo
     for pp_rank in range(layout.pp):
         one = held(config, layout, pp_rank)
         guess = estimate(config, layout, pp_rank, block=one.block, rest=one.rest, whole=one.whole, is_plain=is_plain)
-        found.append(Memory(pp_rank=pp_rank, held=one, gathered=guess.gathered, activations=guess.activations))
+        found.append(
+            Memory(
+                pp_rank=pp_rank,
+                held=one,
+                gathered=guess.gathered,
+                activations=guess.activations,
+                is_offloaded=config.parallel.offload == "state",
+            )
+        )
     return max(found, key=lambda memory: memory.peak)
 
 

@@ -108,7 +108,8 @@ def memory_document(needed: Memory, gpu: Gpu, ranks_per_node: int) -> dict[str, 
         "fits": needed.fits(gpu),
         "slots": SLOTS,
         "slot_bytes": needed.held.state,
-        "host_node_bytes": needed.slots * ranks_per_node,
+        "state_on_host_bytes": needed.host - needed.slots,
+        "host_node_bytes": needed.host * ranks_per_node,
     }
 
 

@@ -37,11 +37,12 @@ def _memory(plan: dict[str, Any]) -> list[str]:
     held = plan["memory"]
     names = ("parameter", "gradient", "optimizer", "gathered", "activation")
     rows = ", ".join(f"{name} {human_bytes(held[f'{name}_bytes'])}" for name in names)
+    on_host = held["state_on_host_bytes"]
     room = "fits" if held["fits"] else "DOES NOT FIT"
     modes = ", ".join(f"{mode} {human_bytes(nbytes)}" for mode, nbytes in plan["activations"].items())
     stages = ", ".join(f"{one['stage']}: {human_bytes(one['bytes'])}" for one in plan["zero"])
     return [
-        f"bytes on the fullest rank (pp {held['pp']}): {rows}",
+        f"bytes on the fullest rank (pp {held['pp']}): {rows}" + ("; state in host memory" if on_host else ""),
         (
             f"  at start {human_bytes(held['start_bytes'])}, at restore {human_bytes(held['restore_bytes'])}, in a step "
             f"{human_bytes(held['step_bytes'])} of {human_bytes(held['usable_bytes'])} usable: {room}"
@@ -49,8 +50,8 @@ def _memory(plan: dict[str, Any]) -> list[str]:
         f"  activations by recompute mode: {modes}",
         f"  states by ZeRO stage, at 16 bytes per parameter: {stages} (stage 3 sends 1.5 times as much)",
         (
-            f"  host: {held['slots']} slots of {human_bytes(held['slot_bytes'])}, {human_bytes(held['host_node_bytes'])} per node; "
-            f"checkpoint {human_bytes(plan['checkpoint_bytes'])}"
+            f"  host: {held['slots']} slots of {human_bytes(held['slot_bytes'])}, {human_bytes(held['host_node_bytes'])} per node"
+            f"{', state included' if on_host else ''}; checkpoint {human_bytes(plan['checkpoint_bytes'])}"
         ),
     ]
 

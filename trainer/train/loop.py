@@ -138,7 +138,7 @@ class Trainer:
     def run(self) -> int:
         """Train to the last step; return the exit code (0, or 75: start me again)."""
         self.clock.reach("build")
-        announce(self.config, self.layout, self.parallel.device)
+        announce(self.config, self.layout, self.parallel)
         self._restore()
         self.clock.reach("restore" if self.done else "weights")
         began = f"restored step {self.done}" if self.done else "cold"
@@ -250,6 +250,7 @@ class Trainer:
             seconds=sum(phases.values()),
             stall_ms=stall_ms,
             phases=phases,
+            experts=totals.experts,
         )
 
     def _enter_phase_of(self, step: int) -> None:
@@ -294,6 +295,7 @@ class Trainer:
         set_rate(self.optimizers, rate)
         for optimizer in self.optimizers:
             optimizer.step()
+        self.train_step.experts.balance(totals.experts, self.config.model.router_bias_rate)
         self.timer.reach("optimizer")
         self.guard.record(totals.loss, totals.norm)
         return True

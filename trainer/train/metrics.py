@@ -21,6 +21,7 @@ class StepRecord:
 
     `stall_ms`: how long `Checkpointer.step()` and its fence held the training thread of this rank.
     `phases`: seconds by phase (`watch.phases.PHASES`); they add up to `seconds`.
+    `experts`: of each layer the tokens that chose each expert; [] without experts.
     """
 
     step: int
@@ -34,9 +35,23 @@ class StepRecord:
     skipped: bool = False
     stall_ms: float = 0.0
     phases: dict[str, float] = field(default_factory=dict)
+    experts: list[list[int]] = field(default_factory=list)
 
-    def to_line(self) -> str:
-        """Return one JSON line; the loss is also given bit for bit, as `float.hex()`."""
+    def expert_loads(self) -> list[float]:
+        """Return for each layer the load of its most loaded expert as a multiple of the mean: 1 where all are equal."""
+        return [max(tokens) * len(tokens) / max(1, sum(tokens)) for tokens in self.experts]
+
+    def to_line(self, *, each_expert: bool = False) -> str:
+        """Return one JSON line; the loss is also given bit for bit, as `float.hex()`.
+
+        Args:
+            each_expert: Whether the tokens of every expert are in it; else the most loaded one of each layer.
+        """
+        experts: dict[str, Any] = {}
+        if self.experts:
+            experts["expert_load"] = [round(load, 4) for load in self.expert_loads()]
+        if self.experts and each_expert:
+            experts["expert_tokens"] = self.experts
         return json.dumps(
             {
                 "step": self.step,
@@ -51,6 +66,7 @@ class StepRecord:
                 "seconds": round(self.seconds, 4),
                 "stall_ms": round(self.stall_ms, 3),
                 "phases_ms": {name: round(seconds * 1e3, 3) for name, seconds in self.phases.items()},
+                **experts,
                 "time": round(time.time(), 3),
             }
         )

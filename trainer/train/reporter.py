@@ -60,7 +60,7 @@ class Reporter:
         folder = config.log.folder
         self._world, self._events = world, events or Events()
         self._pages = [(page, Beside(name)) for name, page in _pages(config, after).items()]
-        self._trace = Trace(folder, after)
+        self._trace, self._every = Trace(folder, after), config.log.every
         self._eval = Trace(folder, after, name=EVAL, abandoned=f"abandoned.{EVAL}") if config.eval.every else None
         self._samples = (
             Trace(folder, after, name=SAMPLES, abandoned=f"abandoned.{SAMPLES}") if config.samples.every else None
@@ -80,7 +80,8 @@ class Reporter:
 
     def step(self, record: StepRecord) -> None:
         """Write one finished step."""
-        self._trace.write(record.to_line())
+        # every expert of every layer is thousands of numbers in some models: as often as the log has a line
+        self._trace.write(record.to_line(each_expert=record.step % self._every == 0))
         figures = self._meter.measure(record)
         self._display.show(record, figures)
         if self._pages:

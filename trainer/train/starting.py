@@ -12,6 +12,7 @@ from flashckpt.trainer.config import RunConfig
 from flashckpt.trainer.data.mixed import open_data
 from flashckpt.trainer.data.training_data import TrainingData
 from flashckpt.trainer.model.initial import name_seed
+from flashckpt.trainer.model.moe import described_products
 from flashckpt.trainer.parallel.apply import Parallel
 from flashckpt.trainer.parallel.distributed import device_name
 from flashckpt.trainer.parallel.layout import Layout, resolve_layout
@@ -49,12 +50,15 @@ def seed_rng(config: RunConfig, parallel: Parallel) -> None:
     torch.manual_seed(name_seed(config.train.seed, name))
 
 
-def announce(config: RunConfig, layout: Layout, device: torch.device) -> None:
+def announce(config: RunConfig, layout: Layout, parallel: Parallel) -> None:
     """Log the layout, the plan, and what has no effect."""
+    device = parallel.device
     where = f"{config.train.precision} on {device.type}, {config.parallel.data_parallel}"
     say_once(logging.INFO, f"{layout.describe()}; {where}")
     if device.type == "cpu" and (moved := host_memory_switches(config.parallel)):
         say_once(logging.WARNING, f"{moved}: all is in host memory on a CPU: nothing is saved")
+    if products := described_products(parallel.parts[0]):
+        say_once(logging.INFO, products)
     say_once(logging.INFO, start_line(config, layout, device_name(device)))
     if not config.checkpoint.root:
         say_once(logging.WARNING, "no checkpoints are made: checkpoint.root is empty, [checkpoint] has no effect")

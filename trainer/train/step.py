@@ -7,7 +7,7 @@ import math
 import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -21,17 +21,22 @@ from flashckpt.trainer.model.loss import per_token_loss
 from flashckpt.trainer.model.router_loss import set_router_scale
 from flashckpt.trainer.parallel.apply import Parallel, local_tensor, set_gradient_sync
 from flashckpt.trainer.parallel_config import ParallelConfig
+from flashckpt.trainer.train.expert_load import ExpertLoad
 from flashckpt.trainer.train.optim import local_square_sum, scale_gradients, settle_gradients
 from flashckpt.trainer.watch.phases import PhaseTimer
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Totals:
-    """The totals after backward, equal on all ranks: loss in nats per token, gradient norm, loss per channel."""
+    """The totals after backward, equal on all ranks: loss in nats per token, gradient norm, loss per channel.
+
+    `experts`: of each layer the tokens that chose each expert; [] without experts.
+    """
 
     loss: float
     norm: float
     channels: dict[str, float]
+    experts: list[list[int]] = field(default_factory=list)
 
 
 @contextmanager
@@ -84,6 +89,7 @@ class TrainStep:
 
     Attributes:
         scale: Factor of the loss before backward, which the gradients are divided by.
+        experts: What the routers count.
     """
 
     def __init__(
@@ -100,6 +106,7 @@ class TrainStep:
         self._settings = settings or ParallelConfig()
         self._sharded_loss = self._settings.loss_parallel and parallel.layout.tp > 1
         self._has_losses, self.scale = has_losses, 1.0
+        self.experts = ExpertLoad(parallel)
         self._schedule: Any = None
         # (summed loss, channel, targets) per sample, one entry per micro-batch
         self._parts: list[tuple[Tensor, Tensor, Tensor]] = []
@@ -107,6 +114,7 @@ class TrainStep:
     def backward(self, batch: Batch) -> Totals:
         """Compute the gradients of the global batch and return the totals of the step. Collective."""
         self._parts.clear()
+        self.experts.begin()
         for parameter in self._parallel.parameters():
             parameter.grad = None
         tokens, targets, documents = self._on_device(batch)
@@ -121,6 +129,8 @@ class TrainStep:
         if self.scale != 1.0:
             scale_gradients(self._parallel, 1.0 / self.scale)
         totals = self._reduce(local_square_sum(self._parallel))
+        if experts := self.experts.total():
+            totals = replace(totals, experts=experts)
         self._phases.reach("sync")
         return totals
 

@@ -103,5 +103,7 @@ def curves(record: StepRecord, figures: Figures, world: int) -> dict[str, float]
         "checkpoint/restarts so far": float(figures.restarts),
     }
     values |= {f"train/loss {name}": value for name, value in record.channels.items()}
+    for layer, load in enumerate(loads := record.expert_loads()):
+        values |= {f"experts/layer {layer} load, max over mean": load, "experts/load, max over mean": max(loads)}
     values |= {f"phase/{name} ms": seconds * 1e3 for name, seconds in record.phases.items()}
     return {name: value for name, value in values.items() if value is not None}

@@ -39,8 +39,9 @@ def progress_text(record: StepRecord, figures: Figures, *, steps: int, left_s: f
     mfu = "n/a" if figures.mfu is None else f"{figures.mfu:.1%}"
     mfu += "" if figures.mfu is None or figures.planned_mfu is None else f" (plan {figures.planned_mfu:.1%})"
     skipped = "  skipped" if record.skipped else ""
+    load = f"load {max(record.expert_loads()):.2f}  " if record.experts else ""
     return (
-        f"step {record.step}/{steps}  loss {record.loss:.4f}  gnorm {record.norm:.2f}  lr {record.rate:.1e}  "
+        f"step {record.step}/{steps}  loss {record.loss:.4f}  gnorm {record.norm:.2f}  lr {record.rate:.1e}  {load}"
         f"tok/s {figures.tokens_per_s:,.0f}  mfu {mfu}  snap {record.stall_ms:.1f} ms  eta {duration(left_s)}{skipped}"
     )
 

@@ -1,15 +1,22 @@
-"""Losses of the routers train every layout as they train one process: loads are those of all data-parallel ranks."""
+"""What evens out routers trains every layout as it trains one process: loads are those of all data-parallel ranks."""
 
 from __future__ import annotations
 
+import os
 from typing import Any
 
 import pytest
+import torch
 from support.ranks import run_ranks, values
-from support.training import floats, run_config, train_rank, write_corpus
+from support.training import digest_of, floats, run_config, train_rank, write_corpus
 
-from flashckpt.trainer.config import to_values
-from flashckpt.trainer.train import loop  # noqa: F401 -- imported before the fork, so that ranks start in 0.2 s
+from flashckpt.trainer.config import from_values, to_values
+from flashckpt.trainer.hub.source import open_weights
+from flashckpt.trainer.hub.weights import load
+from flashckpt.trainer.model.initial import materialise
+from flashckpt.trainer.model.transformer import Transformer
+from flashckpt.trainer.parallel.distributed import process_group
+from flashckpt.trainer.train import loop
 
 STEPS = 3
 EXPERTS = {"experts": 4, "ffn": 32}
@@ -73,3 +80,119 @@ def test_each_router_loss_changes_gradients_and_not_the_reported_loss(left_out: 
 def test_router_losses_are_scaled_with_the_loss_in_float16(corpus: Any, alone: Any) -> None:
     half = train(corpus, 1, 4, {}, LOSSES, precision="float16")[0]
     assert floats(half["norms"]) == pytest.approx(floats(alone["norms"]), rel=2e-2)
+
+
+# -- the bias
+
+
+BIAS = {"router_bias_rate": 0.02, "router_aux_loss": 0.1}
+BIAS_LAYOUTS = ("2 ranks", "HSDP 2x2, all recomputed", "TP 2, sequence parallel", "CP 2 x DP 2", "PP 2 x DP 2, ZBV")
+
+
+def train_with_bias(rank: int, config_values: Any, steps: int) -> dict[str, Any]:
+    """Restore, train to a step and return what this rank has then; nothing is written at the end."""
+    config = from_values(config_values)
+    layout = loop.prepare(config, int(os.environ["WORLD_SIZE"]))
+    with process_group(config) as device:
+        trainer = loop.Trainer(config, layout, device)
+        trainer._restore()
+        began, restored = trainer.done, biases(trainer)
+        records = [trainer.one_step() for _ in range(steps - began)]
+        if trainer.ckpt is not None:
+            trainer.ckpt.wait(100)
+            trainer.ckpt.close()
+        trainer.data.close()
+        return {
+            "began": began,
+            "restored": restored,
+            "losses": [record.loss.hex() for record in records],
+            "experts": [record.experts for record in records],
+            "biases": biases(trainer),
+            "weights": digest_of(trainer.parallel.parameters()),
+        }
+
+
+def biases(trainer: Any) -> dict[str, list[str]]:
+    """Return the bias of each layer that this rank holds, as float.hex()."""
+    named = [pair for part in trainer.parallel.parts for pair in part.named_buffers()]
+    return {name: [value.hex() for value in bias.tolist()] for name, bias in named}
+
+
+def in_a_model_of(root: Any) -> dict[str, list[str]]:
+    """Return the biases that a model has whose weights are those of the newest checkpoint, as `generate` reads it."""
+    source = open_weights(str(root))
+    with torch.device("meta"):
+        part = Transformer(source.model, 16)
+    materialise(part, torch.device("cpu"))
+    load([part], source)
+    source.close()
+    return {name: [value.hex() for value in bias.tolist()] for name, bias in part.named_buffers()}
+
+
+def bias_run(folder: Any, corpus: Any, world: int, rows: int, parallel: Any, steps: int, *, job: str = "") -> Any:
+    data, source = corpus
+    settings: dict[str, Any] = {
+        "parallel": parallel, "model": {**EXPERTS, **BIAS}, "train": {"global_batch": 16, "micro_batch": rows, "steps": 8},
+        "data": {"source": source, "folder": str(data / "tokens")}, "optim": {"schedule": "constant"},
+    }  # fmt: skip
+    if job:
+        settings["checkpoint"] = {"root": str(folder / job), "job": job, "snapshot_every": 1, "persist_every": 1}
+    config = run_config(folder, **settings)
+    return values(run_ranks(train_with_bias, world, to_values(config), steps, timeout_s=200))
+
+
+def whole(ranks: Any, key: str = "biases") -> dict[str, list[str]]:
+    """Return the biases of all ranks together; those that hold the same hold the same bits."""
+    found: dict[str, list[str]] = {}
+    for rank in ranks:
+        for name, bias in rank[key].items():
+            assert found.setdefault(name, bias) == bias
+    return found
+
+
+@pytest.fixture(scope="module")
+def balanced(corpus: Any, tmp_path_factory: Any) -> Any:
+    return bias_run(tmp_path_factory.mktemp("balanced"), corpus, 1, 4, {}, STEPS)[0]
+
+
+@pytest.mark.parametrize("name", BIAS_LAYOUTS)
+def test_every_layout_counts_and_moves_biases_as_one_process(
+    name: str, corpus: Any, balanced: Any, tmp_path: Any
+) -> None:
+    world, rows, parallel = LAYOUTS[name]
+    ranks = bias_run(tmp_path, corpus, world, rows, parallel, STEPS)
+    for rank in ranks:
+        assert rank["experts"] == balanced["experts"]
+    assert whole(ranks) == balanced["biases"]
+    assert len(balanced["biases"]) == 4
+    assert len({value for bias in balanced["biases"].values() for value in bias}) > 1
+    assert [sum(tokens) for tokens in balanced["experts"][0]] == [16 * 16 * 2] * 4  # rows, tokens, choices
+
+
+def test_biases_continue_bit_for_bit_and_in_another_layout(corpus: Any, balanced: Any, tmp_path: Any) -> None:
+    unbroken = bias_run(tmp_path, corpus, 2, 2, {}, 4, job="unbroken")
+    first = bias_run(tmp_path, corpus, 2, 2, {}, 2, job="broken")
+    again = bias_run(tmp_path, corpus, 2, 2, {}, 4, job="broken")
+    assert [rank["began"] for rank in again] == [2, 2]
+    assert whole(again, "restored") == whole(first)
+    for before, after in zip(unbroken, again, strict=True):
+        for key in ("biases", "weights"):
+            assert before[key] == after[key]
+        for key in ("losses", "experts"):
+            assert before[key][2:] == after[key]
+    other = bias_run(tmp_path, corpus, 4, 2, {"pp": 2}, 4, job="broken")  # restored where the others ended
+    assert [rank["began"] for rank in other] == [4] * 4
+    assert whole(other, "restored") == whole(unbroken)
+    assert in_a_model_of(tmp_path / "broken") == whole(other)
+
+
+def test_a_run_with_a_bias_ends_with_even_loads(corpus: Any, tmp_path: Any) -> None:
+    def last(rate: float) -> float:
+        model = {**EXPERTS, "router_bias_rate": rate}
+        train_settings = {"global_batch": 16, "micro_batch": 16, "steps": 40}
+        config = run_config(tmp_path, data={"source": corpus[1]}, model=model, train=train_settings, optim={"lr": 1e-3})
+        (only,) = values(run_ranks(train_with_bias, 1, to_values(config), 40, timeout_s=200))
+        loads = [max(layer) * len(layer) / sum(layer) for step in only["experts"][-5:] for layer in step]
+        return float(sum(loads) / len(loads))
+
+    assert last(0.003) < 0.85 * last(0.0)  # 1.46 and 1.98 times the mean

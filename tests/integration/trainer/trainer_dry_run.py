@@ -13,6 +13,9 @@ import pytest
 from support.paths import ROOT
 from support.ranks import run_ranks, values
 from support.training import run_config, write_corpus
+from torch import nn
+from torch.distributed.fsdp import FSDPModule
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import flashckpt.checkpointer  # noqa: F401 -- imported before the fork, so that ranks start in 0.2 s
 from flashckpt.checkpoint.catalog import list_checkpoints, read_manifest
@@ -32,6 +35,7 @@ EXPERTS = {**DENSE, "experts": 4, "ffn": 16, "shared_ffn": 24, "tied_embeddings"
 LAYOUTS: dict[str, tuple[int, dict[str, Any], dict[str, Any]]] = {
     "one": (1, {}, DENSE),
     "ddp": (2, {"dp_replicate": 2, "dp_shard": 1, "data_parallel": "ddp"}, DENSE),
+    "zero 1, state in host memory": (2, {"zero": 1, "offload": "state"}, DENSE),
     "fsdp over three, uneven": (3, {}, {**DENSE, "vocab": 257}),
     "2x2x2": (8, {"pp": 2, "tp": 2}, DENSE),
     "4x2x1, uneven over tp": (8, {"dp_shard": 4, "tp": 2}, {**DENSE, "dim": 20, "ffn": 36, "vocab": 260}),
@@ -103,6 +107,11 @@ def test_a_dry_run_counts_what_real_ranks_hold_byte_for_byte(name: str, tmp_path
         (row,) = [one for one in found["ranks"] if pp in one["pp"] and shard in one["dp_shard"]]
         for key in ("parameter_bytes", "gradient_bytes", "optimizer_bytes", "slot_data_bytes"):
             assert row[key] == numbers[key], (name, rank, key)
+        state = sum(numbers[key] for key in ("parameter_bytes", "gradient_bytes", "optimizer_bytes"))
+        on_host = state if parallel.get("offload") else 0
+        assert row["state_on_host_bytes"] == on_host
+        guess = row["estimate"]
+        assert guess["device_bytes"] == state - on_host + guess["gathered_bytes"] + guess["activation_bytes"]
         assert abs(row["slot_bytes"] - numbers["slot_bytes"]) <= PAGES
         assert abs(row["snapshot_bytes"] - numbers["snapshot_bytes"]) <= 3 * PAGES
         assert found["snapshots"]["slots"] == numbers["slots"]
@@ -123,3 +132,70 @@ def test_sixteen_thousand_ranks_take_less_than_two_gigabytes() -> None:
     assert process.returncode == 0
     assert found["model"]["parameters"] == 405_853_388_800
     assert usage.ru_maxrss < 2_000_000  # kB, of the largest of its processes
+
+
+# -- what is gathered and kept for a while
+
+
+class Peaks(TorchDispatchMode):  # type: ignore[no-untyped-call]  # untyped in torch
+    """Notes at every operator how many bytes FSDP holds beyond the rank's own parts: whole parameters and gradients."""
+
+    def __init__(self, part: nn.Module) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]  # as above
+        states = [module._get_fsdp_state() for module in part.modules() if isinstance(module, FSDPModule)]
+        self._parameters = [p for state in states for group in state._fsdp_param_groups for p in group.fsdp_params]
+        self.parameters = self.gradients = self.both = 0
+
+    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = function(*args, **(kwargs or {}))
+        parameters = gradients = 0
+        for one in self._parameters:
+            whole = getattr(one, "_unsharded_param", None)
+            if whole is not None and whole.untyped_storage().size():
+                parameters += local_tensor(whole).nbytes
+            added_up = (None if whole is None else whole.grad, one.unsharded_accumulated_grad)
+            gradients += sum(local_tensor(grad).nbytes for grad in added_up if grad is not None)
+        self.parameters, self.gradients = max(self.parameters, parameters), max(self.gradients, gradients)
+        self.both = max(self.both, parameters + gradients)
+        return out
+
+
+def gathered(_rank: int, config_values: Any) -> dict[str, int]:
+    """Return the most that this rank had gathered in its second step; the first makes what later ones have."""
+    config = from_values(config_values)
+    layout = prepare(config, int(os.environ["WORLD_SIZE"]))
+    with process_group(config) as device:
+        trainer = Trainer(config, layout, device)
+        trainer.initialise()
+        trainer.one_step()
+        with Peaks(trainer.parallel.parts[0]) as peaks:
+            trainer.one_step()
+        trainer.data.close()
+        return {"parameters": peaks.parameters, "gradients": peaks.gradients, "both": peaks.both}
+
+
+WIDE: dict[str, int] = {"dim": 48, "heads": 4, "kv_heads": 2, "ffn": 96, "layers": 6}
+CUTS: dict[str, tuple[dict[str, Any], int]] = {
+    "0": ({"zero": 0, "dp_replicate": 2, "dp_shard": 1}, 2),
+    "1": ({"zero": 1}, 2),
+    "2": ({"zero": 2}, 2),
+    "3": ({"zero": 3}, 2),
+    "-1": ({}, 2),
+    "1, one micro-batch": ({"zero": 1}, 1),
+    "3, one micro-batch": ({"zero": 3}, 1),
+}
+
+
+@pytest.mark.parametrize("name", CUTS)
+def test_what_a_dry_run_says_is_gathered_is_what_each_zero_gathers(name: str, tmp_path: Path) -> None:
+    parallel, micro_batches = CUTS[name]
+    train = {"steps": 4, "global_batch": 4, "micro_batch": 2 // micro_batches}
+    data = {"source": write_corpus(tmp_path / "text")}
+    config = run_config(tmp_path, model=WIDE, parallel=parallel, train=train, data=data)
+    (row,) = describe(config, DryRunOptions(world=2))["ranks"]
+    ranks = values(run_ranks(gathered, 2, to_values(config), timeout_s=240))
+    block = 4 * (2 * WIDE["dim"] + 2 * WIDE["dim"] * 48 + 2 * WIDE["dim"] * 24 + 3 * WIDE["dim"] * WIDE["ffn"])
+    ahead = (
+        0 if parallel.get("zero", -1) in (0, 1, 2) else block
+    )  # on a device the next block is gathered beside this one
+    assert [rank["both"] for rank in ranks] == [row["estimate"]["gathered_bytes"] - ahead] * 2

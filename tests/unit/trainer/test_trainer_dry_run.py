@@ -206,10 +206,42 @@ def test_gradients_are_gathered_where_several_micro_batches_add_up() -> None:
     once = estimate(config, resolve_layout(config, 8), 0, block=10, rest=5, whole=100).gathered
     several = replace(config, train=replace(config.train, micro_batch=1))
     twice = estimate(several, resolve_layout(several, 8), 0, block=10, rest=5, whole=100).gathered
-    assert (once, twice) == (2 * (5 + 20) + 20, 2 * (5 + 20) + 400)
+    # with the head: what is outside of blocks is no more than an embedding here, whose gradient is scattered last
+    assert (once, twice) == (2 * (5 + 20) + 2 * 5, 2 * (5 + 20) + 400)
 
 
-@pytest.mark.parametrize(("precision", "gathered"), [("float32", 0), ("bfloat16", 2 * (5 + 20) + 20)])
+def test_each_zero_gathers_what_its_number_says() -> None:
+    block, head = 1000, 512 * 64
+    rest, whole = 2 * head, 2 * head + 4 * block
+
+    def gathered(zero: int, micro_batch: int) -> int:
+        parallel = {"zero": zero} if zero else {"zero": 0, "dp_shard": 1, "dp_replicate": 2}
+        train = {"micro_batch": micro_batch, "global_batch": 4}
+        config = from_values({"model": {"vocab": 512, "dim": 64}, "parallel": parallel, "train": train})
+        return estimate(config, resolve_layout(config, 2), 0, block=block, rest=rest, whole=whole).gathered
+
+    blockwise = 4 * (rest + 2 * block)
+    for micro_batch, gradients in ((1, (whole, whole, rest, rest)), (2, (rest,) * 4)):
+        found = [gathered(zero, micro_batch) for zero in (0, 1, 2, 3)]
+        parameters = (4 * whole, 4 * whole, 4 * whole, blockwise)
+        assert found == [one + 4 * other for one, other in zip(parameters, gradients, strict=True)]
+
+
+def test_pieces_of_the_loss_and_activations_in_host_memory_are_taken_off() -> None:
+    model = {"dim": 64, "layers": 4, "heads": 4, "kv_heads": 2, "ffn": 192, "vocab": 4096}
+    train = {"seq_len": 64, "micro_batch": 2}
+    layer = 2 * 64 + 64 + 2 * (4 + 2) * 16 + 64 + 4 * 192
+    kept = 128 * 4 * 4 * layer
+    pieces = 16 * 4096 * 8 + 2 * 4096 * 64 * 4  # and two gradients of the head
+    assert activations(model=model, train=train) == kept + 128 * 4096 * 8
+    assert activations(model=model, train={**train, "loss_chunk": 16}) == kept + pieces
+    assert activations(model=model, train={**train, "loss_chunk": 1000}) == kept + 128 * 4096 * 8
+    moved = {"activation_offload": True}
+    assert activations(model=model, train={**train, "loss_chunk": 16}, parallel=moved) == max(128 * 4 * layer, pieces)
+    assert activations(model=model, train=train, parallel=moved) == 128 * 4096 * 8
+
+
+@pytest.mark.parametrize(("precision", "gathered"), [("float32", 0), ("bfloat16", 2 * (5 + 20) + 2 * 5)])
 def test_nothing_is_gathered_where_there_is_nothing_to_gather(precision: str, gathered: int) -> None:
     config = from_values({"train": {"precision": precision, "global_batch": 1}})
     assert estimate(config, resolve_layout(config, 1), 0, block=10, rest=5, whole=100).gathered == gathered
