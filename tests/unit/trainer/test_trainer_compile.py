@@ -4,10 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
+from torch.nn.parallel import DistributedDataParallel
 
 from flashckpt.trainer.config import from_values
 from flashckpt.trainer.model.initial import fill, materialise
@@ -53,6 +56,22 @@ def test_compiled_blocks_have_the_names_the_loss_and_the_gradients_of_plain_ones
     assert list(own) == list(others)
     for name, value in own.items():  # not to the bit: of a value used twice, gradients are added in another order
         torch.testing.assert_close(value.grad, others[name].grad, rtol=1e-5, atol=1e-8)
+
+
+def test_blocks_are_compiled_under_ddp_with_buckets_smaller_than_its_first(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ran: Any = []
+    monkeypatch.setattr(
+        torch, "compile", partial(torch.compile, backend=lambda graph, _: lambda *w: (ran.append(1), graph(*w))[1])
+    )
+    dist.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
+    try:
+        model = DistributedDataParallel(built("none", compiled=True), bucket_cap_mb=0.5)
+        model(torch.arange(24).reshape(2, 12)).float().square().mean().backward()
+    finally:
+        dist.destroy_process_group()
+    assert len(ran) == 2
 
 
 def test_nothing_is_compiled_unless_asked_for() -> None:
