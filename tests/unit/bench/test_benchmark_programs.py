@@ -106,6 +106,19 @@ def test_sizes_that_do_not_fit_are_left_out_and_named(monkeypatch: pytest.Monkey
         loss.sizes_that_fit([2.0, 4.0])
 
 
+def test_steps_count_as_beside_a_transfer_by_the_counters_of_the_link() -> None:
+    replication = program("replication")
+    times, counts = [0.0, 1.0, 2.0, 3.0, 4.0], [1000, 1004, 1050, 1094, 1096]
+    assert replication.within(times, counts, 100) == (2.0, 4.0)
+    assert replication.within(times, counts, 200) is None
+    steps = [{"t": end / 10, "seconds": 0.1} for end in range(1, 60)]
+    assert replication.mean_step(steps, (2.0, 4.0)) == pytest.approx(0.1)
+    assert replication.mean_step(steps, (2.0, 2.3)) is None  # too few
+    row = {"in_time": True, "replicas": 0.3, "raw": 0.2, "quiet": 0.1}
+    assert replication.summary([row, {**row, "in_time": False, "replicas": 9.0}])["replicas / raw"].max == 0.3 / 0.2
+    assert replication.summary([{**row, "raw": None}]) == {}
+
+
 def test_a_python_without_dlrover_ends_the_program_with_the_command_that_makes_one(
     capfd: pytest.CaptureFixture[str],
 ) -> None:
