@@ -131,7 +131,7 @@ test-layouts: setup  ## every layout trains and scores as one process does, and 
 	$(BIN)/python -m pytest tests/integration/layouts/layouts.py tests/integration/layouts/layouts_parity.py tests/integration/layouts/layouts_evaluate.py tests/integration/layouts/layouts_documents.py tests/integration/layouts/layouts_batches.py tests/integration/layouts/layouts_scores.py tests/integration/layouts/layouts_switches.py tests/integration/layouts/layouts_optimizers.py tests/integration/layouts/layouts_context.py tests/integration/layouts/layouts_experts.py
 
 test-nodes: setup  ## many nodes as network namespaces: dead nodes, cut links, stops (root)
-	$(BIN)/python -m pytest tests/integration/nodes/nodes.py tests/integration/nodes/nodes_trainer.py tests/integration/nodes/nodes_restore.py tests/integration/nodes/nodes_replicas.py
+	$(BIN)/python -m pytest tests/integration/nodes/nodes.py tests/integration/nodes/nodes_trainer.py tests/integration/nodes/nodes_restore.py tests/integration/nodes/nodes_replicas.py tests/integration/nodes/nodes_benchmarks.py
 
 test-mounts: setup  ## real file systems that fill up or turn read-only under a running job (root)
 	$(BIN)/python -m pytest tests/integration/mounts/mounts.py

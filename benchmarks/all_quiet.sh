@@ -5,6 +5,7 @@
 #   SIZES="0.2" ROUNDS=2 KILLS=2 benchmarks/all_quiet.sh out/bench    # a trial run into another folder
 #
 # Writes one JSON per program and size, and all tables into tables.md, under benchmarks/results or the folder given.
+# The last two programs need root; NODE_GB: GB per node of the first of them (default "0.1 1"), where sizes that do not fit are left out.
 # SIZES: GB (default "0.2 1.5 4"); ROUNDS: at most so many; KILLS: of torn.py, per system (5); S3_TEST_ENDPOINT: a real server instead of moto's;
 # RADOSGW=1 starts one for the run (root, as make test-s3); BIG=1: everything also at 4 ranks of the largest size (+8 minutes).
 set -euo pipefail
@@ -78,5 +79,9 @@ fi
 run 300 "persist, S3" "$python" benchmarks/persist.py --s3 --gb "${S3_GB:-0.2}" --seconds 30 --rounds "$rounds" --json "$results/persist-s3.json"
 # shellcheck disable=SC2086
 run 400 "torn" "$python" benchmarks/torn.py --kills "${KILLS:-5}" $dlrover --json "$results/torn.json"
+if [ "$(id -u)" = 0 ]; then  # nodes are network namespaces
+    run 1500 "a lost node" "$python" benchmarks/node_loss.py --gb ${NODE_GB:-0.1 1} --rounds 3 --json "$results/node-loss.json"
+    run 1200 "replication beside steps" "$python" benchmarks/replication.py --json "$results/replication.json"
+fi
 echo "results and tables.md are in $results; $((SECONDS - began)) s"
 exit $failed

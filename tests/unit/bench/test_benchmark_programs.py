@@ -16,6 +16,8 @@ from typing import Any
 import pytest
 from support.paths import ROOT
 
+from flashckpt.errors import SharedMemoryError
+
 PROGRAMS = ROOT / "benchmarks"
 
 
@@ -68,6 +70,53 @@ def test_what_a_kill_left_is_judged(
     elements: dict[str, float], committed: int | None, complete: int, word: str
 ) -> None:
     assert program("torn").judged({"elements": elements, "committed": committed, "complete": complete}) == word
+
+
+def test_bytes_after_a_lost_node_are_counted_by_where_they_were() -> None:
+    before = {0: "a", 1: "b", 2: "lost"}
+    after = [
+        {"rank": 0, "host": "a", "tiers": {"memory": 1}},
+        {"rank": 1, "host": "new", "tiers": {"peer": 2}},  # ranks have moved: b still holds these rows
+        {"rank": 2, "host": "b", "tiers": {"memory": 4, "peer": 8, "storage": 16}},
+    ]
+    found = program("node_loss").sources_of(before, after, "lost")
+    assert found == {"own memory": 1, "peers": 2, "replica": 12, "storage": 16}
+
+
+@pytest.mark.parametrize(
+    ("values", "words"),
+    [
+        (["x", "x"], ""),
+        (["x", "y"], "step 5: ['x', 'y']"),
+        (["y", "y"], "step 5: y, but ['x'] before the loss"),
+        (["torn: [1, 2]"], "step 5: ['torn: [1, 2]']"),
+    ],
+)
+def test_values_after_a_lost_node_are_compared_with_those_before(values: list[str], words: str) -> None:
+    assert program("node_loss").compared(5, values, {4: {"w"}, 5: {"x"}}) == words
+
+
+def test_sizes_that_do_not_fit_are_left_out_and_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    machine, loss = program("node_machine"), program("node_loss")
+    monkeypatch.setattr(machine, "available_bytes", lambda: 10e9)
+    sizes, left_out = loss.sizes_that_fit([0.1, 4.0])
+    assert sizes == [0.1]
+    assert "3 nodes of 4 GB of state do not fit" in left_out[4.0]
+    with pytest.raises(SharedMemoryError, match="smaller --gb"):
+        loss.sizes_that_fit([2.0, 4.0])
+
+
+def test_steps_count_as_beside_a_transfer_by_the_counters_of_the_link() -> None:
+    replication = program("replication")
+    times, counts = [0.0, 1.0, 2.0, 3.0, 4.0], [1000, 1004, 1050, 1094, 1096]
+    assert replication.within(times, counts, 100) == (2.0, 4.0)
+    assert replication.within(times, counts, 200) is None
+    steps = [{"t": end / 10, "seconds": 0.1} for end in range(1, 60)]
+    assert replication.mean_step(steps, (2.0, 4.0)) == pytest.approx(0.1)
+    assert replication.mean_step(steps, (2.0, 2.3)) is None  # too few
+    row = {"in_time": True, "replicas": 0.3, "raw": 0.2, "quiet": 0.1}
+    assert replication.summary([row, {**row, "in_time": False, "replicas": 9.0}])["replicas / raw"].max == 0.3 / 0.2
+    assert replication.summary([{**row, "raw": None}]) == {}
 
 
 def test_a_python_without_dlrover_ends_the_program_with_the_command_that_makes_one(
