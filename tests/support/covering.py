@@ -46,5 +46,29 @@ def cover(factors: Mapping[str, Sequence[str]], works: Callable[[Row], bool]) ->
     return rows, refused
 
 
+def cover_each(factors: Mapping[str, Sequence[str]], works: Callable[[Row], bool]) -> tuple[list[Row], list[Row]]:
+    """Return rows in which each value occurs that works, and a row for each that does not, even with all defaults beside it.
+
+    Arguments as `cover` has them.
+    """
+    defaults = {name: values[0] for name, values in factors.items()}
+    left, rows, refused = {(name, value) for name in factors for value in factors[name]}, [], []
+    for name, values in factors.items():
+        for value in (value for value in values if (name, value) in left):
+            row = {**defaults, name: value}
+            if not works(row):
+                refused.append(row)
+                continue
+            for other, choices in factors.items():
+                if other != name:
+                    candidates = [{**row, other: choice} for choice in choices]
+                    row = max(
+                        (each for each in candidates if works(each)), key=lambda each: len(set(each.items()) & left)
+                    )
+            rows.append(row)
+            left -= set(row.items())
+    return rows, refused
+
+
 def _pairs_in(row: Row) -> set[Pair]:
     return {frozenset(pair) for pair in itertools.combinations(row.items(), 2)}

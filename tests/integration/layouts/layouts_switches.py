@@ -16,7 +16,8 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from support.covering import Row, cover
+from support.covering import Row, cover, cover_each
+from support.documents import documents_run, write_documents
 from support.ranks import run_ranks, values
 from support.training import floats, run_config, train_rank, write_corpus
 from torch.distributed.fsdp import FSDPModule
@@ -77,16 +78,17 @@ FACTORS: dict[str, dict[str, Sections]] = {
         "one kv head, tied": {"model": {"kv_heads": 1, "tied_embeddings": True}},
         "experts": {"model": {"experts": 4, "ffn": 32}},
     },
+    "rows": {"windows": {}, "documents": {"data": {"packing": "stream"}}},  # see `config_of`
 }  # fmt: skip
 STEPS, BEYOND = 2, 2
-ALONE = ("precision", "model")  # what one process has too
+ALONE = ("precision", "model", "rows")  # what one process has too
 
 
 def sections_of(row: Row) -> Sections:
     merged: Sections = {"train": {"micro_batch": 1}, "parallel": {}, "model": {}}
     for factor, value in row.items():
         for section, content in FACTORS[factor][value].items():
-            merged[section] = {**merged[section], **content}
+            merged[section] = {**merged.get(section, {}), **content}
     degrees = merged["parallel"]
     merged["train"]["global_batch"] = 2 * degrees.get("dp_replicate", 1) * degrees["dp_shard"]
     return merged
@@ -108,7 +110,10 @@ def works(row: Row) -> bool:
     return world_of(sections) <= 8
 
 
-ROWS, REFUSED = cover({name: list(values) for name, values in FACTORS.items()}, works)
+VALUES = {name: list(values) for name, values in FACTORS.items()}
+ROWS, REFUSED = cover(VALUES, works)
+DROPPED, _ = cover_each(VALUES, works)
+"""Rows with dropout: each value once. What is dropped depends on the layout, so one process is no measure for them."""
 
 
 def name_of(row: Row) -> str:
@@ -118,6 +123,8 @@ def name_of(row: Row) -> str:
 @pytest.fixture(scope="module")
 def corpus(tmp_path_factory: Any) -> Any:
     folder = tmp_path_factory.mktemp("switches")
+    (folder / "documents").mkdir()
+    write_documents(folder / "documents")
     return folder, write_corpus(folder / "text")
 
 
@@ -130,7 +137,10 @@ def _memory(monkeypatch: Any, tmp_path: Any) -> None:
 def config_of(corpus: Any, sections: Sections, **more: dict[str, Any]) -> dict[str, Any]:
     folder, source = corpus
     optim = {"schedule": "constant", "warmup_steps": 1}
-    return to_values(run_config(folder, **{"data": {"source": source}, "optim": optim, **sections, **more}))
+    data: dict[str, Any] = {"source": source}
+    if "data" in sections:  # several in a row, each seen by its own tokens alone
+        data = to_values(documents_run(folder / "documents", {}))["data"]
+    return to_values(run_config(folder, **{"optim": optim, **sections, **more, "data": data}))
 
 
 def trained(trainer: Any, steps: int) -> dict[int, str]:
@@ -179,9 +189,8 @@ def alone(corpus: Any) -> Any:
     return losses
 
 
-@pytest.mark.parametrize("row", ROWS, ids=name_of)
-def test_all_pairs_train_as_one_process_and_survive_a_kill(row: Row, corpus: Any, alone: Any, tmp_path: Path) -> None:
-    sections = sections_of(row)
+def killed_and_resumed(sections: Sections, corpus: Any, tmp_path: Path) -> list[float]:
+    """Train, kill every rank in the middle of a step and continue; return the losses, which are the same bits both times."""
     world = world_of(sections)
     checkpoint = {"root": str(tmp_path / "root"), "job": "switches", "snapshot_every": 1, "persist_every": 1000}
     config = config_of(corpus, sections, checkpoint=checkpoint)
@@ -194,8 +203,27 @@ def test_all_pairs_train_as_one_process_and_survive_a_kill(row: Row, corpus: Any
         assert rank["losses"] == {step: loss for step, loss in wanted.items() if int(step) > rank["began"]}
     assert {rank["began"] for rank in killed} == {0}
     assert {rank["began"] for rank in resumed} <= {STEPS - 1, STEPS}
+    return floats(list(wanted.values()))
+
+
+@pytest.mark.parametrize("row", ROWS, ids=name_of)
+def test_all_pairs_train_as_one_process_and_survive_a_kill(row: Row, corpus: Any, alone: Any, tmp_path: Path) -> None:
+    sections = sections_of(row)
+    found = killed_and_resumed(sections, corpus, tmp_path)
     near = 3e-6 if row["precision"] == "float32" else 3e-3  # rounding of another order of sums
-    assert floats(list(wanted.values())) == pytest.approx(alone(row, sections), abs=near)
+    assert found == pytest.approx(alone(row, sections), abs=near)
+
+
+@pytest.mark.parametrize("row", DROPPED, ids=name_of)
+def test_every_switch_goes_with_dropout_and_drops_the_same_after_a_kill(
+    row: Row, corpus: Any, alone: Any, tmp_path: Path
+) -> None:
+    sections = sections_of(row)
+    sections["model"] = {**sections["model"], "dropout": 0.5}
+    found = killed_and_resumed(sections, corpus, tmp_path)
+    whole = alone(row, sections)
+    far = [abs(one - other) for one, other in zip(found, whole, strict=True)]
+    assert 0.003 < max(far) < 0.5, "something is dropped, and it trains all the same"
 
 
 @pytest.mark.parametrize("row", REFUSED, ids=name_of)
