@@ -36,6 +36,7 @@ _LIMIT_GPUS = 10_000_000
 @click.option("--storage-rate", type=SIZE, help="Bytes per second of the shared storage for all nodes together.")
 @click.option("--copy-rate", type=SIZE, help="Bytes per second and rank into host memory.")
 @click.option("--request-time", type=DURATION, help="Seconds of a small request to the shared storage.")
+@click.option("--request-rate", type=click.FloatRange(min=1), help="Requests per second that it answers, of all nodes.")
 @click.option("--stall", "stall_s", type=DURATION, help="Stall per snapshot, instead of the one from the rates.")
 @click.option("--persist", "persist_s", type=DURATION, help="Seconds from the snapshot to the commit.")
 @click.option("--restart-memory", "restart_memory_s", type=DURATION, help="Failure to first step, from memory.")
@@ -106,6 +107,8 @@ def _rates(options: dict[str, Any]) -> Any:
     given = {name: float(value) for name, value in given.items() if value is not None}
     if options["request_time"] is not None:
         given["request_s"] = options["request_time"]
+    if options["request_rate"] is not None:
+        given["requests_per_s"] = options["request_rate"]
     return replace(rates, **given, sources={**rates.sources, **dict.fromkeys(given, "given")})
 
 

@@ -27,8 +27,12 @@ COMMIT_CPU_S = 0.4e-3
 """Seconds of Python per rank in a commit (benchmarks/results/scale.json)."""
 RANK_BYTES, ROW_BYTES = 10_200, 100
 """Bytes of MANIFEST per rank, nearly all of them random generators, and per tensor of a rank."""
+FENCE = 3
+"""Requests that find out whether a newer generation has claimed the root: list, conditional put, get."""
+OUTCOME = 2
+"""Requests of a node that asks whether a checkpoint is committed or abandoned."""
 REQUESTS_PER_S = 3500.0
-"""What one prefix of S3 takes before it answers 503: https://docs.aws.amazon.com/AmazonS3/latest/userguide/optimizing-performance.html"""
+"""What one prefix of S3 takes, of the requests that write, before it answers 503: https://docs.aws.amazon.com/AmazonS3/latest/userguide/optimizing-performance.html"""
 MANIFEST_BYTES = 150e6
 """More than every node should read and decode to restore."""
 
@@ -41,11 +45,12 @@ class Coordination:
         look_requests: Of one node that looks at the root while all nodes have proposed something new.
         commit_requests: Of the node that commits.
         retention_requests: To remove one old checkpoint, beside training.
-        job_requests: Of all nodes for one persist, first to last.
+        job_requests: Of all nodes for one persist, first to last: proposals, packs and indexes, commit, retention.
         idle_requests_per_s: Of all nodes while nothing is to be persisted.
-        agree_s: From the snapshot until all nodes write it.
+        agree_s: From the snapshot until all nodes write it: each reads the proposal of every other one.
         commit_s: From the last pack to the commit.
         manifest_bytes: Of MANIFEST.
+        least_s: Below which persists cannot follow each other, for their requests alone.
     """
 
     look_requests: int
@@ -56,6 +61,7 @@ class Coordination:
     agree_s: float
     commit_s: float
     manifest_bytes: float
+    least_s: float
 
     @property
     def seconds(self) -> float:
@@ -63,7 +69,15 @@ class Coordination:
         return self.agree_s + self.commit_s
 
 
-def coordination(*, ranks: int, nodes: int, checkpoint_bytes: float, rows: int, request_s: float) -> Coordination:
+def coordination(
+    *,
+    ranks: int,
+    nodes: int,
+    checkpoint_bytes: float,
+    rows: int,
+    request_s: float,
+    requests_per_s: float = REQUESTS_PER_S,
+) -> Coordination:
     """Return the costs of one persist.
 
     Args:
@@ -72,39 +86,73 @@ def coordination(*, ranks: int, nodes: int, checkpoint_bytes: float, rows: int, 
         checkpoint_bytes: Of the data of a checkpoint, all ranks together.
         rows: Tensors of a rank.
         request_s: Seconds that a small request takes.
+        requests_per_s: Requests that the storage answers per second, of all nodes together.
     """
     objects = ranks * (max(1, math.ceil(checkpoint_bytes / ranks / PACK_BYTES)) + 1)  # packs and an index
     pages, proposals = (max(1, math.ceil(count / KEYS_PER_REQUEST)) for count in (objects, nodes))
     look = 2 * proposals + nodes
     commit = pages + ranks + 3  # is there a MANIFEST? then the sizes, the indexes, MANIFEST, LATEST
+    decided, taken_back = _agreement(nodes, proposals)
     agree_s = LOOKS * (LOOK_S + request_s * (2 * proposals + math.ceil(nodes / IN_FLIGHT)))
+    commit_s = max(request_s * (pages + 3 + math.ceil(ranks / IN_FLIGHT)), commit / requests_per_s)
+    commit_s += COMMIT_CPU_S * ranks
+    retention = 2 * pages + 17
+    total = decided + taken_back + objects + ranks + _waiting(nodes, pages, commit_s) + commit + retention
     return Coordination(
         look_requests=look if nodes > 1 else 0,
         commit_requests=commit,
-        retention_requests=2 * pages + 17,
-        job_requests=commit + (nodes * (LOOKS * 2 * proposals + 2 * nodes) if nodes > 1 else 0),
+        retention_requests=retention,
+        job_requests=total,
         idle_requests_per_s=nodes * 2 * proposals / IDLE_LOOK_S if nodes > 1 else 0.0,
-        agree_s=agree_s if nodes > 1 else 0.0,
-        commit_s=request_s * (pages + 3 + math.ceil(ranks / IN_FLIGHT)) + COMMIT_CPU_S * ranks,
+        agree_s=max(agree_s, decided / requests_per_s) if nodes > 1 else 0.0,
+        commit_s=commit_s,
         manifest_bytes=ranks * (RANK_BYTES + ROW_BYTES * rows),
+        least_s=total / requests_per_s,
     )
+
+
+def _agreement(nodes: int, pages: int) -> tuple[int, int]:
+    """Return the requests of all nodes until each knows what is decided, and those that take the proposals back.
+
+    Each node reads the proposal of every node twice: as it names the snapshot, and as it names nothing any more.
+    """
+    intent = FENCE + 1 + 2  # written by the leader, and closed together with its mark
+    if nodes == 1:
+        return intent, 0
+    said_and_heard = 2 * nodes + nodes * nodes  # a new object in place of the old one
+    looks = (2 * nodes + 1) + (nodes + 1) * pages  # open intents, proposals
+    joined = nodes * (1 + FENCE + 1)  # what the intent says, and whose indexes are there
+    return said_and_heard + looks + joined + intent, said_and_heard + 2 * nodes * (1 + pages)
+
+
+def _waiting(nodes: int, pages: int, commit_s: float) -> int:
+    """Return the requests of nodes that have written their part, while the leader commits."""
+    looks = max(1, math.ceil(commit_s / LOOK_S))
+    found = (nodes - 1) * (1 + 2)  # there is a MANIFEST, and its first bytes say that it is valid
+    return nodes * FENCE + OUTCOME + pages + found + (nodes - 1) * (looks - 1) * (FENCE + OUTCOME)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AtSize:
-    """A job of one size: `persist_s` is what a persist takes in all, `wanted_s` Young's interval between two."""
+    """A job of one size: `persist_s` is what a persist takes in all, `wanted_s` Young's interval between two.
+
+    `requests_per_s` is what the storage answers.
+    """
 
     gpus: int
     costs: Coordination
     persist_s: float
     wanted_s: float
+    requests_per_s: float = REQUESTS_PER_S
 
 
 WALLS: Mapping[str, Callable[[AtSize], bool]] = {
     "a persist takes longer than the best interval between two": lambda at: at.persist_s > at.wanted_s,
     "agreement and commit are more than half of a persist": lambda at: 2 * at.costs.seconds > at.persist_s,
-    "an idle job asks more per second than a prefix of S3 takes": lambda at: at.costs.idle_requests_per_s > REQUESTS_PER_S,
-    "a persist asks more per second than that": lambda at: at.costs.job_requests > REQUESTS_PER_S * max(at.costs.seconds, 1.0),
+    "an idle job asks more per second than the storage answers": lambda at: (
+        at.costs.idle_requests_per_s > at.requests_per_s
+    ),
+    "the requests of a persist take longer than the best interval": lambda at: at.costs.least_s > at.wanted_s,
     "MANIFEST is larger than 150 MB": lambda at: at.costs.manifest_bytes > MANIFEST_BYTES,
 }
 """What becomes too much as a job grows."""

@@ -206,7 +206,7 @@ def best(
         failures: Rates.
         costs: Seconds.
         step_s: Seconds per step; the snapshot interval becomes a whole number of steps. 0: any interval.
-        persist_floor_s: Lower bound of the persist interval besides `persist_s` (a budget of storage bandwidth).
+        persist_floor_s: Lower bound of the persist interval besides `persist_s` (requests that the storage answers).
     """
     floor_s = max(step_s, costs.staged_s, 1e-3)
 
@@ -264,7 +264,12 @@ def at_sizes(failures: Failures, costs: Costs, sizes: Sequence[int], *, step_s: 
 
 
 def wrong_intervals(
-    failures: Failures, costs: Costs, chosen: Intervals, factors: Sequence[float] = (0.1, 0.25, 0.5, 1, 2, 4, 10)
+    failures: Failures,
+    costs: Costs,
+    chosen: Intervals,
+    factors: Sequence[float] = (0.1, 0.25, 0.5, 1, 2, 4, 10),
+    *,
+    persist_floor_s: float = 0.0,
 ) -> list[tuple[float, float, float]]:
     """Return (factor, goodput with the snapshot interval off by it, goodput with the persist interval off by it)."""
     rows = []
@@ -273,7 +278,7 @@ def wrong_intervals(
         snapshots = forecast(failures, costs, snapshot_s=chosen.snapshot_s * factor, persist_every=every)
         every = max(1, round(chosen.persist_every * factor))
         # Faster than the storage takes them is not possible: intervals below the persist time mean the persist time.
-        least = math.ceil(costs.persist_s / chosen.snapshot_s - 1e-9)
+        least = math.ceil(max(costs.persist_s, persist_floor_s) / chosen.snapshot_s - 1e-9)
         persists = forecast(failures, costs, snapshot_s=chosen.snapshot_s, persist_every=max(every, least, 1))
         rows.append((factor, snapshots.goodput, persists.goodput))
     return rows

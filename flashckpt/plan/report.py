@@ -9,7 +9,7 @@ from typing import Any
 
 from flashckpt.bench.layouts import BYTES_PER_PARAMETER, ModelLayout, held_bytes, rank_shards
 from flashckpt.errors import ConfigError, LayoutError
-from flashckpt.plan.coordination import AtSize, Coordination, coordination, plain, walls
+from flashckpt.plan.coordination import REQUESTS_PER_S, AtSize, Coordination, coordination, plain, walls
 from flashckpt.plan.model import Costs, Failures, Intervals, best, daly, forecast, wrong_intervals, young
 
 SIZES = (8, 1_024, 16_384, 100_000)
@@ -31,6 +31,7 @@ class Rates:
         storage_bytes_per_s: What the shared storage moves for all nodes together, at most.
         persist_uplift: Share by which steps get longer while a persist runs.
         request_s: A small request to the shared storage.
+        requests_per_s: Requests that it answers per second, of all nodes together.
         sources: Where each figure is from, by field name; "assumed" where it is missing.
     """
 
@@ -42,6 +43,7 @@ class Rates:
     storage_bytes_per_s: float = math.inf
     persist_uplift: float = 0.02
     request_s: float = 20e-3
+    requests_per_s: float = REQUESTS_PER_S
     sources: Mapping[str, str] = field(default_factory=dict)
 
 
@@ -161,12 +163,16 @@ def plan_document(
     if "persist_s" in overrides:
         costs = replace(costs, persist_stall_s=rates.persist_uplift * costs.persist_s)
     failures = Failures(gpus=request.gpus, gpu_mtbf_s=request.gpu_mtbf_s, storage_share=request.storage_share)
-    chosen = best(failures, costs, step_s=request.step_s)
+    chosen = best(failures, costs, step_s=request.step_s, persist_floor_s=asked.least_s)
 
     def at(size: int) -> tuple[Coordination, Costs]:
         """Return the costs with as many bytes per rank on another number of GPUs."""
         own = _coordination(request, state, rates, size)
         return own, costs if "persist_s" in overrides else replace(costs, persist_s=data_s + own.seconds)
+
+    def best_at(size: int) -> Intervals:
+        own, there = at(size)
+        return best(replace(failures, gpus=size), there, step_s=request.step_s, persist_floor_s=own.least_s)
 
     return {
         "schema": SCHEMA,
@@ -182,22 +188,22 @@ def plan_document(
         "rates": asdict(rates),
         "state": state,
         "intervals": _choice(chosen, request.step_s),
-        "rules": _rules(failures, costs, request.step_s),
+        "rules": _rules(failures, costs, request.step_s, asked.least_s),
         "needs": _needs(request, state, chosen),
         "sizes": [
             {
                 "gpus": size,
                 "mtbf_s": request.gpu_mtbf_s / size,
                 "coordination_s": at(size)[0].seconds,
-                **_choice(best(replace(failures, gpus=size), at(size)[1], step_s=request.step_s), request.step_s),
+                **_choice(best_at(size), request.step_s),
             }
             for size in sizes
         ],
         "coordination": plain(asked),
-        "walls": walls([_at_size(failures, size, *at(size)) for size in WALL_SIZES]),
+        "walls": walls([_at_size(failures, size, rates, *at(size)) for size in WALL_SIZES]),
         "wrong_interval": [
             {"factor": factor, "snapshot_goodput": snapshot, "persist_goodput": persist}
-            for factor, snapshot, persist in wrong_intervals(failures, costs, chosen)
+            for factor, snapshot, persist in wrong_intervals(failures, costs, chosen, persist_floor_s=asked.least_s)
         ],
         "lost_gpu_hours_per_day": (1 - chosen.forecast.goodput) * request.gpus * 24,
         "curve": curve(failures, costs, chosen),
@@ -212,16 +218,19 @@ def _coordination(request: PlanRequest, state: Mapping[str, float], rates: Rates
         checkpoint_bytes=state["checkpoint_bytes"] / request.gpus * gpus,
         rows=int(state["rank_rows"]),
         request_s=rates.request_s,
+        requests_per_s=rates.requests_per_s,
     )
 
 
-def _at_size(failures: Failures, gpus: int, own: Coordination, costs: Costs) -> AtSize:
+def _at_size(failures: Failures, gpus: int, rates: Rates, own: Coordination, costs: Costs) -> AtSize:
     failures = replace(failures, gpus=gpus)
     wanted_s = young(costs.persist_stall_s, 1 / failures.storage_rate) if failures.storage_rate > 0 else math.inf
-    return AtSize(gpus=gpus, costs=own, persist_s=costs.persist_s, wanted_s=wanted_s)
+    return AtSize(
+        gpus=gpus, costs=own, persist_s=costs.persist_s, wanted_s=wanted_s, requests_per_s=rates.requests_per_s
+    )
 
 
-def _rules(failures: Failures, costs: Costs, step_s: float) -> dict[str, float]:
+def _rules(failures: Failures, costs: Costs, step_s: float, least_s: float) -> dict[str, float]:
     """Return what rules of thumb say, and the bounds below which no interval makes sense; seconds."""
     never_s = failures.mtbf_s * 1e9  # a tier that never fails
     memory_mtbf_s = min(1 / failures.memory_rate if failures.memory_rate > 0 else float("inf"), never_s)
@@ -231,7 +240,7 @@ def _rules(failures: Failures, costs: Costs, step_s: float) -> dict[str, float]:
         "daly_snapshot_s": daly(costs.stall_s, memory_mtbf_s),
         "young_persist_s": young(costs.persist_stall_s, storage_mtbf_s),
         "shortest_snapshot_s": max(costs.staged_s, step_s),
-        "shortest_persist_s": costs.persist_s,
+        "shortest_persist_s": max(costs.persist_s, least_s),
     }
 
 

@@ -38,7 +38,7 @@ def headline(plan: Mapping[str, Any]) -> list[str]:
         ),
         (
             f"  and for the persist: Young {show_s(rules['young_persist_s'])}; not below"
-            f" {show_s(rules['shortest_persist_s'])} (its duration)"
+            f" {show_s(rules['shortest_persist_s'])} (its duration and requests)"
         ),
         "",
         (
@@ -65,11 +65,19 @@ def provenance(plan: Mapping[str, Any]) -> list[str]:
     for name, value in rates.items():
         if not math.isfinite(value):
             continue
-        shown = show_rate(value) if name.endswith("bytes_per_s") else show_s(value) if name.endswith("_s") else value
+        shown = _shown(name, value)
         lines.append(
-            f"  {name.removesuffix('_bytes_per_s').removesuffix('_s')}: {shown} {sources.get(name, 'assumed')}"
+            f"  {name.removesuffix('_bytes_per_s').removesuffix('_per_s').removesuffix('_s')}: {shown} {sources.get(name, 'assumed')}"
         )
     return lines + [f"  {name}: {show_s(plan['costs'][name])} given" for name in plan["given"]]
+
+
+def _shown(name: str, value: float) -> str:
+    if name == "requests_per_s":
+        return f"{value:,.0f} per second"
+    if name.endswith("bytes_per_s"):
+        return show_rate(value)
+    return show_s(value) if name.endswith("_s") else str(value)
 
 
 def _steps(choice: Mapping[str, Any]) -> str:

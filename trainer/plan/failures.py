@@ -71,7 +71,7 @@ def failure_forecast(
         request_s=rates.request_s,
     )
     costs = replace(costs, persist_s=costs.persist_s + between.seconds)
-    chosen = best(failures, costs, step_s=step_s)
+    chosen = best(failures, costs, step_s=step_s, persist_floor_s=between.least_s)
     return {
         "gpu_hours": hours,
         "mtbf_s": failures.mtbf_s,

@@ -7,9 +7,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from support.persisting import job, persist_step, turn
 from support.slots import make_pin, shard
 
-from flashckpt.checkpoint import root_records
+from flashckpt.checkpoint import proposals, root_records
 from flashckpt.checkpoint.intents import read_intents
 from flashckpt.checkpoint.proposals import Proposals
 from flashckpt.checkpoint.retention import Policy, prune
@@ -21,6 +22,8 @@ from flashckpt.plan.coordination import AtSize, Coordination, coordination, wall
 from flashckpt.storage.factory import open_store
 from flashckpt.storage.store import Store
 
+SPARE = 4
+"""Requests per persist that do not grow with anything, by which a commit or its retention may differ."""
 REQUESTS = (
     "get",
     "get_range",
@@ -104,7 +107,28 @@ def test_what_the_model_takes_from_the_product_is_what_the_product_does() -> Non
 def test_a_node_alone_has_nobody_to_agree_with() -> None:
     made = costs(8, 1)
     assert (made.look_requests, made.idle_requests_per_s, made.agree_s) == (0, 0.0, 0.0)
-    assert made.commit_requests == made.job_requests == 12
+    assert made.commit_requests == 12
+
+
+@pytest.mark.parametrize(("nodes", "ranks"), [(1, 8), (2, 8), (16, 4), (128, 1)])
+def test_requests_of_a_persist_are_those_of_all_persisters(
+    nodes: int, ranks: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(proposals, "parallel", lambda work, items: [work(item) for item in items])  # threads cost most
+    jobs = job(nodes, ranks)
+    persist_step(jobs, 10, 1000.0)
+    asked = persist_step(jobs, 20, 2000.0)  # retention deletes the first one
+    made = costs(nodes * ranks, nodes)
+    assert made.job_requests == pytest.approx(sum(asked.values()), abs=SPARE), asked
+    before = jobs[0].counted.total
+    turn(jobs, 3000.0)
+    assert jobs[0].counted.total - before == made.idle_requests_per_s * negotiation.IDLE_LOOK_S
+
+
+def test_a_storage_that_answers_fewer_requests_takes_as_long_as_they_last() -> None:
+    made = coordination(ranks=8192, nodes=1024, checkpoint_bytes=1, rows=1, request_s=0.001, requests_per_s=1000)
+    assert made.agree_s > 1024**2 / 1000
+    assert made.least_s == made.job_requests / 1000
 
 
 def test_walls_are_named_with_the_size_at_which_they_begin() -> None:
@@ -117,4 +141,4 @@ def test_walls_are_named_with_the_size_at_which_they_begin() -> None:
         at(16384, persist_s=30, wanted_s=20),
     ]
     found = {one["wall"]: one["gpus"] for one in walls(sizes)}
-    assert list(found.values()) == [16384, 16384, None, 1024, 16384]
+    assert list(found.values()) == [16384, 16384, None, 16384, 16384]

@@ -118,6 +118,7 @@ def test_picture_and_json_are_written(tmp_path: Path) -> None:
         ["--storage-share", "1.5"],
         ["--slots", "1"],
         ["--keep-last", "0"],
+        ["--request-time", "5"],
         ["--write-rate", "0GB"],
         ["--write-rate", "fast"],
         ["--from", "/nonexistent.json"],
@@ -161,7 +162,8 @@ def test_quantities_need_units_and_show_them() -> None:
 
 
 def test_agreement_and_commit_are_part_of_a_persist_and_slower_requests_make_it_longer() -> None:
-    near, far = document(*BASE, "--request-time", "5ms"), document(*BASE, "--request-time", "100ms")
+    many = [*BASE, "--request-rate", "1000000000"]
+    near, far = document(*many, "--request-time", "5ms"), document(*many, "--request-time", "100ms")
     for made in (near, far):
         data_s = made["costs"]["persist_s"] - made["coordination"]["seconds"]
         assert data_s == pytest.approx(near["costs"]["persist_s"] - near["coordination"]["seconds"])
@@ -171,6 +173,15 @@ def test_agreement_and_commit_are_part_of_a_persist_and_slower_requests_make_it_
     assert far["coordination"]["seconds"] > 2 * near["coordination"]["seconds"]
     given = document(*BASE, "--persist", "30s")
     assert given["costs"]["persist_s"] == 30, "what was measured has it in it"
+
+
+def test_no_interval_of_the_plan_is_shorter_than_the_requests_of_a_persist_take() -> None:
+    for rate in ("100", "3500", "1000000"):
+        made = document(*BASE, "--request-rate", rate)
+        assert made["intervals"]["persist_s"] >= max(made["coordination"]["least_s"], made["costs"]["persist_s"])
+        each = {row["factor"]: row["persist_goodput"] for row in made["wrong_interval"]}
+        assert each[0.1] <= made["intervals"]["goodput"] + 1e-3
+    assert "requests: 1,000 per second given" in run(*BASE, "--request-rate", "1000").output
 
 
 def test_walls_are_part_of_the_advice() -> None:
