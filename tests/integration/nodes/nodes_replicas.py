@@ -14,6 +14,7 @@ import pytest
 from support.nodes import Nodes, nodes
 from support.replicated import (
     FSDP,
+    STEPS,
     TP_PP,
     Replica,
     check_exact,
@@ -102,4 +103,30 @@ def test_two_damaged_replicas_of_one_rank_complete_each_other(tmp_path: Path) ->
     assert found.step == step
     assert set(found.tiers) == {"memory", "peer"}
     assert re.search(r"rank 2 \(memory of .*were read from rank 2 \(memory of .* instead", them.log(3))
+    check_exact(tmp_path, 3)
+
+
+@pytest.mark.parametrize("replicate", [1, 2], ids=["then-storage", "then-the-other-partner"])
+def test_partner_dies_while_it_gives_its_replica_and_the_next_source_takes_over(replicate: int, tmp_path: Path) -> None:
+    """Three nodes of one rank: the last is lost and replaced, and the one that its rank is to be read from dies meanwhile, too."""
+    with nodes(tmp_path, 5) as them:
+        words = write_run(tmp_path, FSDP, replicate=replicate, persist_every=2 if replicate == 1 else STEPS)
+        for node in range(3):
+            dies = {"FLASHCKPT_CRASH_AT": "peers.while-serving"} if node == 0 else None
+            run_on(them, node, words, "3", host=1, env=dies)
+        them.until(lambda: replicated(them, 0) >= 6, "step 6 with all partners")
+        step = hold(them, [2])
+        if replicate == 1:
+            them.until(lambda: step in committed(tmp_path), f"the checkpoint of step {step}")
+        lost = Replica.of(replicas_on(them, 0)[2], step).state_bytes
+        them.kill(2)
+        run_on(them, 3, words, "3", host=1)
+        them.until(lambda: "killed from outside" in them.log(0), "the death of the partner")
+        them.kill(0)
+        run_on(them, 4, words, "3", host=1)
+        found = restore_of(them, 3)
+        train_on(them)
+        stop(them, [1, 3, 4])
+    assert found.step == step
+    assert found.tiers.get("storage", 0) == (lost if replicate == 1 else 0)
     check_exact(tmp_path, 3)
