@@ -130,3 +130,22 @@ def test_partner_dies_while_it_gives_its_replica_and_the_next_source_takes_over(
     assert found.step == step
     assert found.tiers.get("storage", 0) == (lost if replicate == 1 else 0)
     check_exact(tmp_path, 3)
+
+
+@pytest.mark.parametrize(("count", "gone", "replicate"), [(3, [2], 1), (4, [2, 3], 2)], ids=["3-to-2", "4-to-2"])
+def test_nodes_gone_for_good_and_the_job_shrinks_without_a_byte_from_storage(
+    count: int, gone: list[int], replicate: int, tmp_path: Path
+) -> None:
+    """FSDP, at once as many nodes as there are partners; what is trained twice, and after, is the same to rounding."""
+    with nodes(tmp_path, count) as them:
+        words = write_run(tmp_path, FSDP, replicate=replicate)
+        begun(them, words, count, nnodes=f"2:{count}")
+        step = hold(them, gone)
+        for node in gone:
+            them.kill(node)
+        found = restore_of(them, 2)
+        train_on(them)
+        stop(them, [0, 1])
+    assert found.step == step
+    assert set(found.tiers) <= {"memory", "peer"}
+    check_trace(tmp_path, same_layout=False)
