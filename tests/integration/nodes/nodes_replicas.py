@@ -2,6 +2,7 @@
 
 No second holder of the state but the replicas: FSDP over all ranks, or tensor and pipeline parallel. What the restore
 reads comes from memory of the nodes that are left, byte for byte; the trace is that of a run in which nothing happened.
+docs/replicas.md has a table of what is proven here.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ from pathlib import Path
 import pytest
 from support.nodes import Nodes, nodes
 from support.replicated import (
+    DP_TP_PP,
     FSDP,
     STEPS,
     TP_PP,
@@ -149,3 +151,19 @@ def test_nodes_gone_for_good_and_the_job_shrinks_without_a_byte_from_storage(
     assert found.step == step
     assert set(found.tiers) <= {"memory", "peer"}
     check_trace(tmp_path, same_layout=False)
+
+
+def test_node_of_dp_tp_pp_replaced_without_a_byte_from_storage_and_with_the_same_trace(tmp_path: Path) -> None:
+    """Eight ranks, 2 x 2 x 2, two on each of four nodes."""
+    with nodes(tmp_path, 5) as them:
+        words = write_run(tmp_path, DP_TP_PP)
+        begun(them, words, 4, ranks=2)
+        step = hold(them, [3])
+        them.kill(3)
+        run_on(them, 4, words, "4", 2)
+        found = restore_of(them, 8)
+        train_on(them)
+        stop(them, [0, 1, 2, 4])
+    assert found.step == step
+    assert set(found.tiers) == {"memory", "peer"}
+    check_exact(tmp_path, 8)
