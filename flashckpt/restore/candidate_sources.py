@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import logging
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -15,11 +16,14 @@ from flashckpt.checkpoint.retention import leased
 from flashckpt.core.manifest import Manifest
 from flashckpt.core.snapshot_id import SnapshotId
 from flashckpt.errors import FlashckptError, NoCheckpointError
+from flashckpt.logs import guarded
 from flashckpt.planning.selection import SlotLocation
 from flashckpt.restore.peers import PeerSource
 from flashckpt.restore.sources import MemorySource, Source, StorageSource
 from flashckpt.restore.votes import Rejection, attempted
 from flashckpt.shm.segment import Pin, Segment
+
+_log = guarded(logging.getLogger("flashckpt"))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -85,13 +89,18 @@ def share_manifest(
 def open_memory(
     segments: Sequence[Path], id_: SnapshotId, rank: int, stack: contextlib.ExitStack
 ) -> list[MemorySource]:
-    """Return the slots of this node that hold a snapshot, this rank's own first. What cannot be pinned is left out."""
+    """Return the slots of this node that hold a snapshot, this rank's own first. What is damaged is left out, and named."""
     found = []
     for segment, slot in complete_slots(segments, id_, stack):
-        with contextlib.suppress(FlashckptError, OSError):
+        try:
             source = MemorySource(segment, slot, identity=id_)
-            stack.callback(source.close)
-            found.append(source)
+        except OSError:
+            continue  # removed meanwhile
+        except FlashckptError as error:  # nothing else would name it: what it holds only turns out to be missing
+            _log.warning("slot %d of %s is left out: %s", slot, segment.path, error.problem)
+            continue
+        stack.callback(source.close)
+        found.append(source)
     return sorted(found, key=lambda s: (s.manifest.rank != rank, s.manifest.rank))
 
 

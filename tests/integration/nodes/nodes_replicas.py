@@ -2,100 +2,38 @@
 
 No second holder of the state but the replicas: FSDP over all ranks, or tensor and pipeline parallel. What the restore
 reads comes from memory of the nodes that are left, byte for byte; the trace is that of a run in which nothing happened.
+docs/replicas.md has a table of what is proven here.
 """
 
 from __future__ import annotations
 
 import os
 import re
-import signal
-import subprocess
-import sys
-from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 import pytest
 from support.nodes import Nodes, nodes
-from support.training import write_corpus
-
-from flashckpt.errors import RESUME_EXIT_CODE
-from flashckpt.shm.job_directory import JobDirectory
-from flashckpt.trainer.train.metrics import read_trace
+from support.replicated import (
+    DP_TP_PP,
+    FSDP,
+    STEPS,
+    TP_PP,
+    Replica,
+    check_exact,
+    check_trace,
+    committed,
+    hold,
+    replicas_on,
+    replicated,
+    restore_of,
+    restores,
+    run_on,
+    stop,
+    train_on,
+    write_run,
+)
 
 pytestmark = [pytest.mark.timeout(600), pytest.mark.skipif(os.geteuid() != 0, reason="network namespaces need root")]
-
-FSDP = "dp_shard = -1"
-TP_PP = "tp = 2\npp = 2"
-STEPS = 100000
-
-
-def write_run(folder: Path, layout: str, *, replicate: int = 1, steps: int = STEPS, root: str = "root") -> list[object]:
-    """A run of the trainer that keeps a snapshot of every second step, and nothing on storage."""
-    path = folder / f"{root}.toml"
-    path.write_text(
-        f"[model]\ndim = 32\nlayers = 2\nheads = 2\nkv_heads = 2\nffn = 64\n[parallel]\n{layout}\n"
-        f'[train]\nsteps = {steps}\nseq_len = 8\nglobal_batch = 12\nmicro_batch = 2\ndevice = "cpu"\n'
-        "[optim]\nwarmup_steps = 2\ndecay_steps = 1000\n"
-        f'[data]\nsource = {write_corpus(folder / "text")}\nfolder = "{folder}/tokens"\n'
-        f'[checkpoint]\nroot = "{folder}/{root}"\nsnapshot_every = 2\npersist_every = {STEPS}\nreplicate = {replicate}\n'
-        f'[log]\nfolder = "{folder}/{root}-log"\nevery = 1\n'
-    )
-    return ["-m", "flashckpt.trainer", "--config", path]
-
-
-def trace(folder: Path, root: str = "root") -> list[dict[str, Any]]:
-    try:
-        return read_trace(folder / f"{root}-log" / "trace.jsonl")
-    except FileNotFoundError:
-        return []
-
-
-def replicated(them: Nodes, node: int) -> int:
-    """The newest step that all partners hold, as a node's persister says."""
-    for path in them.memory(node).glob("flashckpt-*/*/daemon.msgpack"):
-        status = JobDirectory(path.parent).read_status()
-        if status is not None and status.replicated is not None:
-            return int(status.replicated.step)
-    return 0
-
-
-def run_on(them: Nodes, node: int, words: Sequence[object], nnodes: str, ranks: int) -> None:
-    flags = (f"--nproc-per-node={ranks}", "--max-restarts=3")
-    them.start(node, *flags, *words, nnodes=nnodes, conf="join_timeout=60")
-
-
-def restores(them: Nodes, node: int = 0) -> list[str]:
-    """What the log of a node says of its restores."""
-    return re.findall(r"\[rank 0\] flashckpt: (restored step.*)", them.log(node))
-
-
-def reference(folder: Path, steps: int) -> list[dict[str, Any]]:
-    """The same run in one process without an interruption: its samples are those of any layout, step by step."""
-    words = write_run(folder, "", replicate=0, steps=steps, root="reference")
-    subprocess.run([sys.executable, *map(str, words)], check=True, capture_output=True, cwd=folder, timeout=300)
-    return trace(folder, "reference")
-
-
-def check_trace(folder: Path, *, same_layout: bool) -> None:
-    """Each step once, each sample once; what was trained twice has the same loss, bit for bit on the same layout."""
-    lines = trace(folder)
-    assert [line["step"] for line in lines] == list(range(1, len(lines) + 1))
-    whole = reference(folder, len(lines))
-    assert [line["samples"] for line in lines] == [line["samples"] for line in whole]
-    for ours, other in zip(lines, whole, strict=True):
-        assert float.fromhex(ours["loss"]) == pytest.approx(float.fromhex(other["loss"]), rel=1e-3)
-    if same_layout:
-        kept = {line["step"]: line for line in lines}
-        for line in read_trace(folder / "root-log" / "abandoned.jsonl"):
-            if line["step"] in kept:
-                assert (line["loss"], line["norm"]) == (kept[line["step"]]["loss"], kept[line["step"]]["norm"])
-
-
-def stop(them: Nodes, alive: Sequence[int]) -> None:
-    """Let the job end on all nodes at one step."""
-    them.processes[alive[0]].send_signal(signal.SIGTERM)
-    assert [them.wait(node) for node in alive] == [RESUME_EXIT_CODE] * len(alive), them.log(alive[0])
 
 
 @pytest.mark.parametrize(("layout", "ranks"), [(FSDP, 1), (TP_PP, 2)], ids=["fsdp", "tp2-pp2"])
@@ -111,13 +49,121 @@ def test_node_replaced_no_byte_from_storage_and_the_trace_is_that_of_a_run_witho
         lost = count - 1
         them.kill(lost)
         run_on(them, count, words, str(count), ranks)
-        before = len(trace(tmp_path))
-        them.until(lambda: len(trace(tmp_path)) > before + 6, "6 more steps")
+        train_on(them)
         (said,) = restores(them)
         assert "same layout" in said
         assert "peer" in them.log(0).partition(said)[2].partition("\nstep ")[0]
-        assert not list((tmp_path / "root").glob("step-*.g1/MANIFEST")), (
+        assert not [step for step, generation in committed(tmp_path).items() if generation == 1], (
             "nothing of before the loss is on storage, so that no byte came from there"
         )
         stop(them, [*range(count - 1), count])
     check_trace(tmp_path, same_layout=True)
+
+
+def begun(them: Nodes, words: list[object], count: int, *, nnodes: str = "", ranks: int = 1) -> None:
+    """Train on the first nodes until step 6 is with all partners."""
+    for node in range(count):
+        run_on(them, node, words, nnodes or str(count), ranks)
+    them.until(lambda: replicated(them, 0) >= 6, "step 6 with all partners")
+
+
+def test_damaged_replicas_are_named_and_exactly_what_no_partner_has_whole_comes_from_storage(tmp_path: Path) -> None:
+    """The last of three nodes is replaced. Of the replicas of its rank one has a damaged manifest, the other a damaged row."""
+    with nodes(tmp_path, 4) as them:
+        words = write_run(tmp_path, FSDP, replicate=2, persist_every=2)
+        begun(them, words, 3)
+        step = hold(them, [2])
+        them.until(lambda: step in committed(tmp_path), f"the checkpoint of step {step}")
+        them.kill(2)
+        Replica.of(replicas_on(them, 0)[2], step).damage_record()
+        lost = Replica.of(replicas_on(them, 1)[2], step).damage_row(3)
+        run_on(them, 3, words, "3")
+        found = restore_of(them, 3)
+        train_on(them)
+        stop(them, [0, 1, 3])
+    assert found.step == step
+    assert found.tiers["storage"] == lost
+    assert f"is left out: the snapshot of step {step} in memory is damaged" in them.log(0)
+    assert re.search(r"rank 2 \(memory of .*were read from .* instead", them.log(3))
+    check_exact(tmp_path, 3)
+
+
+def test_two_damaged_replicas_of_one_rank_complete_each_other(tmp_path: Path) -> None:
+    """Both partners have a damaged row, each another one; nothing is on storage."""
+    with nodes(tmp_path, 4) as them:
+        words = write_run(tmp_path, FSDP, replicate=2)
+        begun(them, words, 3)
+        step = hold(them, [2])
+        them.kill(2)
+        for node in (0, 1):
+            Replica.of(replicas_on(them, node)[2], step).damage_row(node)
+        run_on(them, 3, words, "3")
+        found = restore_of(them, 3)
+        train_on(them)
+        assert not [step for step, generation in committed(tmp_path).items() if generation == 1]
+        stop(them, [0, 1, 3])
+    assert found.step == step
+    assert set(found.tiers) == {"memory", "peer"}
+    assert re.search(r"rank 2 \(memory of .*were read from rank 2 \(memory of .* instead", them.log(3))
+    check_exact(tmp_path, 3)
+
+
+@pytest.mark.parametrize("replicate", [1, 2], ids=["then-storage", "then-the-other-partner"])
+def test_partner_dies_while_it_gives_its_replica_and_the_next_source_takes_over(replicate: int, tmp_path: Path) -> None:
+    """Three nodes of one rank: the last is lost and replaced, and the one that its rank is to be read from dies meanwhile, too."""
+    with nodes(tmp_path, 5) as them:
+        words = write_run(tmp_path, FSDP, replicate=replicate, persist_every=2 if replicate == 1 else STEPS)
+        for node in range(3):
+            dies = {"FLASHCKPT_CRASH_AT": "peers.while-serving"} if node == 0 else None
+            run_on(them, node, words, "3", host=1, env=dies)
+        them.until(lambda: replicated(them, 0) >= 6, "step 6 with all partners")
+        step = hold(them, [2])
+        if replicate == 1:
+            them.until(lambda: step in committed(tmp_path), f"the checkpoint of step {step}")
+        lost = Replica.of(replicas_on(them, 0)[2], step).state_bytes
+        them.kill(2)
+        run_on(them, 3, words, "3", host=1)
+        them.until(lambda: "killed from outside" in them.log(0), "the death of the partner")
+        them.kill(0)
+        run_on(them, 4, words, "3", host=1)
+        found = restore_of(them, 3)
+        train_on(them)
+        stop(them, [1, 3, 4])
+    assert found.step == step
+    assert found.tiers.get("storage", 0) == (lost if replicate == 1 else 0)
+    check_exact(tmp_path, 3)
+
+
+@pytest.mark.parametrize(("count", "gone", "replicate"), [(3, [2], 1), (4, [2, 3], 2)], ids=["3-to-2", "4-to-2"])
+def test_nodes_gone_for_good_and_the_job_shrinks_without_a_byte_from_storage(
+    count: int, gone: list[int], replicate: int, tmp_path: Path
+) -> None:
+    """FSDP, at once as many nodes as there are partners; what is trained twice, and after, is the same to rounding."""
+    with nodes(tmp_path, count) as them:
+        words = write_run(tmp_path, FSDP, replicate=replicate)
+        begun(them, words, count, nnodes=f"2:{count}")
+        step = hold(them, gone)
+        for node in gone:
+            them.kill(node)
+        found = restore_of(them, 2)
+        train_on(them)
+        stop(them, [0, 1])
+    assert found.step == step
+    assert set(found.tiers) <= {"memory", "peer"}
+    check_trace(tmp_path, same_layout=False)
+
+
+def test_node_of_dp_tp_pp_replaced_without_a_byte_from_storage_and_with_the_same_trace(tmp_path: Path) -> None:
+    """Eight ranks, 2 x 2 x 2, two on each of four nodes."""
+    with nodes(tmp_path, 5) as them:
+        words = write_run(tmp_path, DP_TP_PP)
+        begun(them, words, 4, ranks=2)
+        step = hold(them, [3])
+        them.kill(3)
+        run_on(them, 4, words, "4", 2)
+        found = restore_of(them, 8)
+        train_on(them)
+        stop(them, [0, 1, 2, 4])
+    assert found.step == step
+    assert set(found.tiers) == {"memory", "peer"}
+    check_exact(tmp_path, 8)

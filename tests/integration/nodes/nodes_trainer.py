@@ -8,20 +8,18 @@ process that nothing interrupted: the same samples in each step, each step once,
 from __future__ import annotations
 
 import contextlib
-import json
 import os
 import signal
 import subprocess
-from collections import defaultdict
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 import pytest
 from support.nodes import Nodes, nodes
 from support.ranks import run_ranks, values
+from support.replicated import restored
 from support.training import floats, train_rank, write_corpus
 
 from flashckpt.errors import RESUME_EXIT_CODE
@@ -115,33 +113,6 @@ def write_run(folder: Path, case: Case) -> Path:
     return path
 
 
-@dataclass(frozen=True, kw_only=True)
-class Restored:
-    """One generation as its ranks reported it: from which step, and the bytes of each tier over all ranks."""
-
-    generation: int
-    step: int
-    tiers: dict[str, int]
-
-
-def restored(folder: Path, world: int, after: int) -> Restored | None:
-    """Return the newest generation after `after` that all of `world` ranks have restored."""
-    found: dict[int, list[dict[str, Any]]] = defaultdict(list)
-    with contextlib.suppress(FileNotFoundError):
-        for line in (folder / "log" / "restores.jsonl").read_text().splitlines():
-            one = json.loads(line)
-            found[one["generation"]].append(one)
-    for generation in sorted((number for number in found if number > after), reverse=True):
-        if {one["rank"] for one in found[generation]} == set(range(world)):
-            tiers: dict[str, int] = defaultdict(int)
-            for one in found[generation]:
-                for tier, count in one["bytes"].items():
-                    tiers[tier] += count
-            (step,) = {one["step"] for one in found[generation]}
-            return Restored(generation=generation, step=step, tiers={tier: n for tier, n in tiers.items() if n})
-    return None
-
-
 def last_step(folder: Path) -> int:
     trace = read_trace(folder / "log" / "trace.jsonl")
     return int(trace[-1]["step"]) if trace else 0
@@ -167,13 +138,15 @@ def test_node_is_lost_and_returns_while_storage_is_cut_and_the_trace_is_that_of_
         if case.is_covered:
             disk.cut()
         them.kill(2)
-        small = them.until(partial(restored, tmp_path, 2 * case.ranks, 0), "two nodes", 300)
+        small = them.until(partial(restored, tmp_path / "log", 2 * case.ranks, 0), "two nodes", 300)
         if not case.is_covered:
             disk.cut()
         durable = disk.committed()
         trained(them, small.step + 12)
         them.start(2, *words, nnodes="2:3")  # its storage is cut, too
-        again = them.until(partial(restored, tmp_path, 3 * case.ranks, small.generation), "three nodes again", 300)
+        again = them.until(
+            partial(restored, tmp_path / "log", 3 * case.ranks, small.generation), "three nodes again", 300
+        )
         trained(them, again.step + 12)
         disk.restore()
         them.until(lambda: disk.committed()[-1] > max(durable[-1], again.step), "a checkpoint of three nodes")

@@ -18,6 +18,7 @@ from flashckpt.checkpoint.catalog import list_checkpoints, read_manifest
 from flashckpt.core.shard import Shard
 from flashckpt.core.snapshot_id import SnapshotId
 from flashckpt.errors import DamagedError, ShardGapError
+from flashckpt.restore.candidate_sources import open_memory
 from flashckpt.restore.executor import RestoreCounts, Target, execute_reads
 from flashckpt.restore.sources import MemorySource, Source, StorageSource
 from flashckpt.shm.segment import Segment
@@ -150,6 +151,17 @@ def test_flipped_bit_in_a_slot_that_chunk_comes_from_storage(job: FakeJob) -> No
     assert "'w' is damaged in rank 1 (memory)" in message
     with sources_of(job) as sources, pytest.raises(DamagedError, match="'w' is damaged in rank 1"):
         restored(wanted(2), sources)
+
+
+def test_slot_with_a_damaged_manifest_is_left_out_and_named(job: FakeJob, caplog: pytest.LogCaptureFixture) -> None:
+    segment = job.ranks[1].segment
+    (slot,) = [k for k, header in enumerate(segment.headers()) if header.identity == (1, 10)]
+    flip(job, 1, segment.spec.manifest_at(slot) + 100 - segment.spec.data_at(slot))
+    with contextlib.ExitStack() as stack:
+        found = open_memory(job.directory.segments(), SnapshotId(1, 10), 1, stack)
+        assert [source.manifest.rank for source in found] == [0]
+    (said,) = [record.getMessage() for record in caplog.records]
+    assert said == f"slot {slot} of {segment.path} is left out: the snapshot of step 10 in memory is damaged"
 
 
 def test_flipped_bit_that_a_strided_read_does_not_need_is_found_all_the_same(job: FakeJob) -> None:
