@@ -197,7 +197,7 @@ def agreement(nodes: int, latency_s: float) -> dict[str, float]:
     look()
     idle = root.requests.total()
     return {
-        "root requests of a node per look, all proposals new": lists + reads,
+        "root requests of the leader per look, all proposals new": lists + reads,
         "modelled s of such a look": (lists + -(-reads // IN_FLIGHT)) * latency_s + cpu_s,
         "CPU s of such a look": cpu_s,
         "root requests of a node per look, idle": idle,

@@ -191,8 +191,8 @@ class PersistCoordinator:
             case p.ReadIntents():
                 intents, abandoned = read_intents(store)
                 return p.IntentsRead(tuple(intents), frozenset(abandoned))
-            case p.ReadProposals(generation):
-                return p.ProposalsRead(tuple(self._proposals.read(store, generation)))
+            case p.ReadProposals(generation, of_all):
+                return p.ProposalsRead(tuple(self._proposals.read(store, generation, of_all=of_all)))
             case p.ReadIndexes(identity, writers):
                 return p.IndexesRead(tuple(missing_writers(store, prefix_of(*identity), writers)))
             case p.ReadOutcome(identity):

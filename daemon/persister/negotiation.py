@@ -242,7 +242,8 @@ class Negotiation:
         node, generation = tick.node, tick.node.newest_generation()
         ranks, world_size = node.ranks(generation), node.world_size(generation)
         if look:
-            answer = yield from p.ask(p.ReadProposals(generation), p.ProposalsRead)
+            # the leader reads what all propose, the others what it proposes: a request for each node, not for each pair
+            answer = yield from p.ask(p.ReadProposals(generation, of_all=0 in ranks), p.ProposalsRead)
             self._heard = of_other_nodes(answer.proposals, ranks)
         alike = [  # of a generation with the same ranks here: others cannot be agreed on in these proposals
             identity

@@ -264,10 +264,11 @@ class ReadIntents(Question):
 
 @dataclass(frozen=True, slots=True)
 class ReadProposals(Question):
-    """List what the nodes propose."""
+    """List what the nodes propose; with `of_all` what each of them does, else only the node that leads."""
 
     answers = (ProposalsRead,)
     generation: int
+    of_all: bool = True
 
 
 @dataclass(frozen=True, slots=True)

@@ -28,10 +28,16 @@ class Proposals:
         self._keys: dict[str, list[str]] = {}
         self._listed: int | None = None
 
-    def read(self, store: Store, generation: int) -> list[NodeProposal]:
-        """Return the newest proposals of all nodes in one generation: one listing, and one request for each new one."""
+    def read(self, store: Store, generation: int, *, of_all: bool = True) -> list[NodeProposal]:
+        """Return the newest proposals in one generation: one listing, and one request for each new one.
+
+        Args:
+            store: The root.
+            generation: Which one.
+            of_all: Of all nodes; else only of the one with the lowest rank.
+        """
         self._list(store, generation)
-        newest = [keys[-1] for keys in self._keys.values()]
+        newest = [keys[-1] for keys in self._keys.values()][: None if of_all else 1]
         new = [key for key in newest if key not in self._read]
         found = dict(zip(new, parallel(lambda key: _get(store, key), new), strict=True))
         self._read = {key: one for key in newest if (one := self._read.get(key) or found.get(key)) is not None}

@@ -42,12 +42,12 @@ class Coordination:
     """Requests and seconds of one persist, besides its data.
 
     Attributes:
-        look_requests: Of one node that looks at the root while all nodes have proposed something new.
+        look_requests: Of the leader that looks at the root while all nodes have proposed something new.
         commit_requests: Of the node that commits.
         retention_requests: To remove one old checkpoint, beside training.
         job_requests: Of all nodes for one persist, first to last: proposals, packs and indexes, commit, retention.
         idle_requests_per_s: Of all nodes while nothing is to be persisted.
-        agree_s: From the snapshot until all nodes write it: each reads the proposal of every other one.
+        agree_s: From the snapshot until all nodes write it: the leader reads the proposal of every other one.
         commit_s: From the last pack to the commit.
         manifest_bytes: Of MANIFEST.
         least_s: Below which persists cannot follow each other, for their requests alone.
@@ -114,12 +114,13 @@ def coordination(
 def _agreement(nodes: int, pages: int) -> tuple[int, int]:
     """Return the requests of all nodes until each knows what is decided, and those that take the proposals back.
 
-    Each node reads the proposal of every node twice: as it names the snapshot, and as it names nothing any more.
+    The leader reads the proposal of every node twice, as it names the snapshot and as it names nothing any more; the other
+    nodes read the leader's.
     """
     intent = FENCE + 1 + 2  # written by the leader, and closed together with its mark
     if nodes == 1:
         return intent, 0
-    said_and_heard = 2 * nodes + nodes * nodes  # a new object in place of the old one
+    said_and_heard = 2 * nodes + 2 * nodes - 1  # a new object in place of the old one
     looks = (2 * nodes + 1) + (nodes + 1) * pages  # open intents, proposals
     joined = nodes * (1 + FENCE + 1)  # what the intent says, and whose indexes are there
     return said_and_heard + looks + joined + intent, said_and_heard + 2 * nodes * (1 + pages)

@@ -251,8 +251,9 @@ class Node:
                 open_ones = [one for key, one in root.intents.items() if key not in root.marks]
                 ordered = sorted(open_ones, key=lambda one: one.identity, reverse=True)
                 return p.IntentsRead(tuple(ordered), frozenset(root.marks & root.intents.keys()))
-            case p.ReadProposals(generation):
-                return p.ProposalsRead(tuple(one for (g, _), one in sorted(root.proposals.items()) if g == generation))
+            case p.ReadProposals(generation, of_all):
+                found = [one for (g, _), one in sorted(root.proposals.items()) if g == generation]
+                return p.ProposalsRead(tuple(found if of_all else found[:1]))
             case p.ReadIndexes(identity, writers):
                 return p.IndexesRead(tuple(rank for rank in writers if rank not in root.indexes[identity]))
             case p.ReadOutcome(identity):
