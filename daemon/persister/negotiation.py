@@ -31,6 +31,8 @@ from flashckpt.daemon.persister.protocol import Action, Event, NodeSlots, Outcom
 
 ROOT_LOOK_S = 0.5
 """Seconds between two looks at the root while this node waits for others: events come with every snapshot."""
+LONG_COMMIT_WRITERS = 1000
+"""Writers of a snapshot from which on a node that waits for its commit looks less often, in proportion."""
 IDLE_LOOK_S = 8.0
 """The most between two looks while nothing is to be persisted here and no other node is known to want anything."""
 SWEEP_EVERY_S = 1800.0
@@ -135,7 +137,10 @@ class Negotiation:
         if self.persist is None:
             yield from self._decide(tick)
         if self.persist is not None:
-            outcome = yield from self.persist.advance(tick, lambda: self._may_look(tick.now_s))
+            many = len(self.persist.intent.writers) / LONG_COMMIT_WRITERS  # their commit takes a while: ask less often
+            outcome = yield from self.persist.advance(
+                tick, lambda: tick.now_s - self._looked_s >= ROOT_LOOK_S * many and self._may_look(tick.now_s)
+            )
             yield from self._end(self.persist, outcome)
         if self.persist is None and tick.now_s - self._swept_s >= SWEEP_EVERY_S:
             self._swept_s = tick.now_s  # a failed retention is not retried at once: nothing depends on it

@@ -21,6 +21,8 @@ LOOK_S = 0.5
 """Seconds between two looks at the root while something is to be persisted."""
 LOOKS = 3
 """Looks from a snapshot to its writing: each node proposes, sees that all have, and hears of the decision."""
+LONG_COMMIT_WRITERS = 1000
+"""Ranks from which on nodes that wait for a commit look less often, in proportion."""
 IDLE_LOOK_S = 8.0
 """Seconds between two looks while nothing is."""
 COMMIT_CPU_S = 0.4e-3
@@ -97,7 +99,7 @@ def coordination(
     commit_s = max(request_s * (pages + 3 + math.ceil(ranks / IN_FLIGHT)), commit / requests_per_s)
     commit_s += COMMIT_CPU_S * ranks
     retention = 2 * pages + 17
-    total = decided + taken_back + objects + ranks + _waiting(nodes, pages, commit_s) + commit + retention
+    total = decided + taken_back + objects + ranks + _waiting(nodes, ranks, pages, commit_s) + commit + retention
     return Coordination(
         look_requests=look if nodes > 1 else 0,
         commit_requests=commit,
@@ -126,9 +128,9 @@ def _agreement(nodes: int, pages: int) -> tuple[int, int]:
     return said_and_heard + looks + joined + intent, said_and_heard + 2 * nodes * (1 + pages)
 
 
-def _waiting(nodes: int, pages: int, commit_s: float) -> int:
+def _waiting(nodes: int, ranks: int, pages: int, commit_s: float) -> int:
     """Return the requests of nodes that have written their part, while the leader commits."""
-    looks = max(1, math.ceil(commit_s / LOOK_S))
+    looks = max(1, math.ceil(commit_s / (LOOK_S * max(1.0, ranks / LONG_COMMIT_WRITERS))))
     found = (nodes - 1) * (1 + 2)  # there is a MANIFEST, and its first bytes say that it is valid
     return nodes * FENCE + OUTCOME + pages + found + (nodes - 1) * (looks - 1) * (FENCE + OUTCOME)
 

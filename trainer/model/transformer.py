@@ -220,7 +220,7 @@ class Transformer(nn.Module):
         """Let torch.compile make the forward of every block, at its first call; names and hooks stay as they are."""
         # DDP's buckets end between blocks, each of which is a graph already: cutting it again is of no use, and fails
         # where the first bucket of torch is not the smallest (bucket_mb below 1).
-        torch._dynamo.config.optimize_ddp = False
+        torch._dynamo.config.optimize_ddp = False  # noqa: SLF001 -- torch documents it under this name
         for block in self.layers.values():
             # not the module: its hooks, with which FSDP gathers parameters, are no part of the graph
             block.forward = torch.compile(block.forward)

@@ -102,6 +102,7 @@ def test_what_the_model_takes_from_the_product_is_what_the_product_does() -> Non
     assert root_records.IN_FLIGHT == model.IN_FLIGHT
     assert negotiation.ROOT_LOOK_S == model.LOOK_S
     assert negotiation.IDLE_LOOK_S == model.IDLE_LOOK_S
+    assert negotiation.LONG_COMMIT_WRITERS == model.LONG_COMMIT_WRITERS
 
 
 def test_a_node_alone_has_nobody_to_agree_with() -> None:
