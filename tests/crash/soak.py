@@ -4,8 +4,9 @@
 
 Two ranks under dlrun take a snapshot each step and commit each second one, as fast as they can. Of ranks, agent and daemon are
 watched: private memory, descriptors, threads; of the job: shared memory, its logs, objects on storage. The first third
-of the time is warming up. Over the rest memory may grow by 1 KB per commit (64 KB in all is noise); of everything else the smallest value of
-the second half must not exceed that of the first by more than 4. Exit code 0 if all of it is flat, 1 if something grows, which is named.
+of the time is warming up. Over the rest memory may grow by 1 KB per commit (64 KB in all is noise), and the daemon's by
+2.5 KB for each checkpoint that was deleted within the hour; of everything else the smallest value of the second half
+must not exceed that of the first by more than 4. Exit code 0 if all of it is flat, 1 if something grows, which is named.
 """
 
 from __future__ import annotations
@@ -36,6 +37,9 @@ SAMPLES = 120
 STEPS_PER_COMMIT = 2
 BYTES_PER_COMMIT = 1024
 NOISE_BYTES = 64 << 10
+DELETED = "root: deleted within the hour"
+BYTES_PER_DELETED = 2500
+"""What the daemon may hold for each of them: the names, read with each commit. In a job that commits once a minute there are 60."""
 NOISE_COUNT = 4
 """Threads, descriptors and objects of what happens to be under way when it is looked at."""
 LOGS_BYTES = 2 * LOG_BYTES + (1 << 20)
@@ -53,11 +57,15 @@ def size_below(folder: Path) -> int:
     return total
 
 
-def count_data(root: Path) -> int:
-    """Objects below a root but those that a deleted checkpoint leaves for an hour: its tombstone and its catalogue entry."""
-    deleted = {
+def deleted_within_the_hour(root: Path) -> set[str]:
+    """Checkpoints of which a tombstone and a catalogue entry are left: for an hour, and the daemon reads their names."""
+    return {
         n.removesuffix("_deleted") for _, _, files in os.walk(root / "catalog") for n in files if n.endswith("_deleted")
     }
+
+
+def count_data(root: Path, deleted: set[str]) -> int:
+    """Objects below a root but those that a deleted checkpoint leaves."""
     return sum(len(files) for base, _, files in os.walk(root) if Path(base).name not in {*deleted, "catalog"})
 
 
@@ -102,12 +110,14 @@ class Soak:
         found: dict[str, float] = {"commits": self.commits()}
         for name, pid in self.pids.items():
             found |= look_at(name, pid)
+        deleted = deleted_within_the_hour(self.folder / "root")
         logs = sum(path.stat().st_blocks * 512 for path in self.directory.path.glob("daemon.log*"))
         return found | {
             "job: shared memory": size_below(self.directory.path) - logs,
             "job: log files": logs,
             "job: output of dlrun": self.launch.log.stat().st_size,
-            "root: objects": count_data(self.folder / "root"),
+            DELETED: len(deleted),
+            "root: objects": count_data(self.folder / "root", deleted),
         }
 
 
@@ -131,7 +141,11 @@ def growth(samples: list[Sample], name: str) -> str:
     rest = samples[len(samples) // 3 :]
     values, commits = [one[name] for one in rest], [one["commits"] for one in rest]
     half = len(values) // 2
+    if name == DELETED:  # as many as commits, until an hour has passed
+        return ""
     if name.endswith(": memory"):
+        if name.startswith("daemon"):
+            values = [one[name] - BYTES_PER_DELETED * one[DELETED] for one in rest]
         each = float(np.polyfit(commits, values, 1)[0])
         if each <= BYTES_PER_COMMIT or each * (commits[-1] - commits[0]) <= NOISE_BYTES:
             return ""
