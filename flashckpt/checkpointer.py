@@ -15,7 +15,7 @@ from typing_extensions import Self
 
 from flashckpt import callbacks, collectives
 from flashckpt.errors import ConfigError, FlashckptError, PersistError
-from flashckpt.logs import notice
+from flashckpt.logs import guarded, notice
 from flashckpt.opening import Opening
 from flashckpt.report import RestoreReport
 from flashckpt.restore.coordinator import RestoreCoordinator, RestoreRequest
@@ -24,6 +24,7 @@ from flashckpt.restore.reader import Reader
 from flashckpt.session import Session
 from flashckpt.settings import Settings
 from flashckpt.shm.job_id import job_id, root_url
+from flashckpt.state.data_sources import PAGE, continuation_of
 from flashckpt.state.placement import current_world
 from flashckpt.state.registry import StateRegistry
 from flashckpt.storage.factory import check_options, is_process_local
@@ -147,8 +148,18 @@ class Checkpointer:
         for name, thing in things.items():
             if thing is not None:
                 self._tracked.add(name, thing, fenced=name in fenced)
+                self._say_how_it_continues(name, thing)
         for optimizer in self._tracked.all_optimizers()[len(self._hooks) :]:
             self._hooks.append(optimizer.register_step_pre_hook(self._before_optimizer_step))
+
+    def _say_how_it_continues(self, name: str, thing: Any) -> None:
+        if (found := continuation_of(thing)) is None:
+            return
+        kind, is_first = type(thing).__qualname__, self._tracked.world.rank == 0
+        if found.is_exact:
+            notice(_logger, "%s (%s): %s", name, kind, found.words, is_shown=is_first)
+        elif is_first:
+            guarded(_logger).warning("%s (%s): %s; see %s", name, kind, found.words, PAGE)
 
     # -- restore -----------------------------------------------------------------------------------------
 

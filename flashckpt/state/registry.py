@@ -14,6 +14,7 @@ from torch.distributed.tensor import DTensor
 from flashckpt.errors import ConfigError, UnsupportedStateError
 from flashckpt.state import modules, optimizer_extra, optimizer_state, samplers
 from flashckpt.state.captured import Captured
+from flashckpt.state.data_sources import refusal_of
 from flashckpt.state.deferred_optimizer import DeferredState
 from flashckpt.state.depth import refuse_deep
 from flashckpt.state.module_tensors import ModuleTensors, collect, may_share
@@ -118,10 +119,13 @@ class StateRegistry:
             refuse_deep(name, *parts)
             self.objects[name] = thing
         else:
+            anything = "a module, an optimizer, a list of them, or anything with state_dict() and load_state_dict()"
+            expected, remedy = refusal_of(thing) or (anything, "")
             raise ConfigError(
                 f"cannot track {name!r}",
                 found=f"an object of class {type(thing).__qualname__}",
-                expected="a module, an optimizer, a list of them, or anything with state_dict() and load_state_dict()",
+                expected=expected,
+                remedy=remedy,
             )
         if fenced:
             self.fenced.add(name)

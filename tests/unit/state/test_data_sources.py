@@ -1,0 +1,126 @@
+"""What `track()` says of a source of data: how it continues, or why it cannot be tracked."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch.utils.data import DataLoader, IterableDataset, TensorDataset
+from torchdata.stateful_dataloader import StatefulDataLoader
+
+from flashckpt import Checkpointer
+from flashckpt.errors import ConfigError
+from flashckpt.sampler import ElasticBatchSampler, ElasticSampler
+from flashckpt.state import data_sources
+from flashckpt.state.data_sources import ELASTIC, LOADER, OWN_STATE, READ_AGAIN, STREAM, Continuation, continuation_of
+
+pytestmark = pytest.mark.filterwarnings("ignore:'set_vital' is deprecated")  # of torch, by torchdata
+
+DATA = TensorDataset(torch.arange(12))
+
+
+class Stream(IterableDataset[int]):
+    """Yields numbers and keeps no state."""
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(range(12))
+
+
+class StreamWithState(Stream):
+    """Says where it is."""
+
+    def state_dict(self) -> dict[str, int]:
+        return {}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        """Continue there."""
+
+
+class WebStream(Stream):
+    """As of another library."""
+
+
+class Foreign:
+    """A class of another library, by its name."""
+
+    def state_dict(self) -> dict[str, int]:
+        return {}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        """Continue there."""
+
+
+def foreign(package: str, name: str) -> Any:
+    return type(name, (Foreign,), {"__module__": package})()
+
+
+def sampler() -> ElasticSampler:
+    return ElasticSampler(DATA, dp_rank=0, dp_size=1, global_batch_size=4, seed=0)
+
+
+SOURCES: dict[str, tuple[Callable[[], Any], Continuation | None]] = {
+    "sampler": (sampler, ELASTIC),
+    "batch sampler": (lambda: ElasticBatchSampler(sampler(), 2), ELASTIC),
+    "loader of a sampler": (lambda: StatefulDataLoader(DATA, sampler=sampler()), ELASTIC),
+    "loader": (lambda: StatefulDataLoader(DATA, batch_size=2, shuffle=True), LOADER),
+    "loader of a stream with state": (lambda: StatefulDataLoader(StreamWithState(), batch_size=2), OWN_STATE),
+    "loader of a stream": (lambda: StatefulDataLoader(Stream(), batch_size=2), READ_AGAIN),
+    "stream of datasets": (lambda: foreign("datasets.iterable_dataset", "IterableDataset"), STREAM),
+    "of a package with a like name": (lambda: foreign("datasets_of_mine", "IterableDataset"), None),
+    "object": (Foreign, None),
+    "module": (lambda: torch.nn.Linear(2, 2), None),
+}
+
+
+@pytest.mark.parametrize("name", SOURCES)
+def test_a_source_is_known_by_its_kind(name: str) -> None:
+    make, wanted = SOURCES[name]
+    assert continuation_of(make()) is wanted
+    assert wanted is None or wanted.words.startswith("exact")
+
+
+@pytest.mark.parametrize(
+    ("name", "level", "words"),
+    [
+        ("sampler", logging.INFO, "data (ElasticSampler): exact on any number of ranks"),
+        (
+            "loader of a stream",
+            logging.WARNING,
+            "data (StatefulDataLoader): exact only if the data set yields the same samples each time",
+        ),
+    ],
+)
+def test_track_says_once_how_it_continues(
+    name: str, level: int, words: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO, logger="flashckpt")
+    Checkpointer(str(tmp_path / "root")).track(data=SOURCES[name][0]())
+    (record,) = [one for one in caplog.records if "exact" in one.getMessage()]
+    assert record.levelno == level
+    assert record.getMessage().startswith(words)
+
+
+@pytest.mark.parametrize(
+    ("thing", "remedy"),
+    [
+        (DataLoader(DATA), "give the loader an ElasticSampler"),
+        (WebStream(), "write both"),
+        (object(), ""),
+    ],
+    ids=["loader", "stream", "anything"],
+)
+def test_a_source_without_state_is_refused_with_what_to_use(thing: Any, remedy: str, tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="cannot track 'data'") as caught:
+        Checkpointer(str(tmp_path / "root")).track(data=thing)
+    assert caught.value.remedy.startswith(remedy)
+    assert bool(caught.value.remedy) == bool(remedy)
+
+
+def test_the_page_that_it_names_is_there() -> None:
+    path, _, section = data_sources.PAGE.partition(", ")
+    page = (Path(__file__).parents[3] / path).read_text()
+    assert section in page.lower()
