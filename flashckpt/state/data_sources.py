@@ -35,9 +35,9 @@ READ_AGAIN = Continuation(
     words="exact only if the data set yields the same samples each time: it keeps no state, and is read again from its beginning",
     is_exact=False,
 )
-STREAM = Continuation(
-    words="exact on the same ranks, iterated in this process; what a shuffle buffer holds is lost by a restart",
-    is_exact=False,
+STREAM = Continuation(words="exact on the same ranks, iterated in this process")
+SHUFFLED_STREAM = Continuation(
+    words="exact but for what its shuffle buffer holds: those samples do not come after a restart", is_exact=False
 )
 
 
@@ -52,7 +52,7 @@ def continuation_of(thing: Any) -> Continuation | None:
             return LOADER
         return OWN_STATE if _keeps_state(data) else READ_AGAIN
     if _is(thing, "datasets", "IterableDataset"):
-        return STREAM
+        return SHUFFLED_STREAM if _has_buffer(thing) else STREAM
     return None
 
 
@@ -73,6 +73,16 @@ def refusal_of(thing: Any) -> tuple[str, str] | None:
 
 def _keeps_state(data: Any) -> bool:
     return callable(getattr(data, "state_dict", None)) and callable(getattr(data, "load_state_dict", None))
+
+
+def _has_buffer(stream: Any) -> bool:
+    """Whether a stream of `datasets` is shuffled within a buffer, or cannot be asked."""
+    part = getattr(stream, "_ex_iterable", None)
+    if part is None:
+        return True
+    while part is not None and type(part).__name__ != "BufferShuffledExamplesIterable":
+        part = getattr(part, "ex_iterable", None)
+    return part is not None
 
 
 def _is(thing: Any, package: str, name: str) -> bool:

@@ -16,7 +16,16 @@ from flashckpt import Checkpointer
 from flashckpt.errors import ConfigError
 from flashckpt.sampler import ElasticBatchSampler, ElasticSampler
 from flashckpt.state import data_sources
-from flashckpt.state.data_sources import ELASTIC, LOADER, OWN_STATE, READ_AGAIN, STREAM, Continuation, continuation_of
+from flashckpt.state.data_sources import (
+    ELASTIC,
+    LOADER,
+    OWN_STATE,
+    READ_AGAIN,
+    SHUFFLED_STREAM,
+    STREAM,
+    Continuation,
+    continuation_of,
+)
 
 pytestmark = pytest.mark.filterwarnings("ignore:'set_vital' is deprecated")  # of torch, by torchdata
 
@@ -54,8 +63,16 @@ class Foreign:
         """Continue there."""
 
 
-def foreign(package: str, name: str) -> Any:
-    return type(name, (Foreign,), {"__module__": package})()
+def foreign(package: str, name: str, **members: Any) -> Any:
+    return type(name, (Foreign,), {"__module__": package, **members})()
+
+
+def stream_of_datasets(*kinds: str) -> Any:
+    """A stream as `datasets` 4.4 nests them, the last one made first."""
+    part = None
+    for kind in kinds:
+        part = foreign("datasets.iterable_dataset", kind, ex_iterable=part)
+    return foreign("datasets.iterable_dataset", "IterableDataset", _ex_iterable=part)
 
 
 def sampler() -> ElasticSampler:
@@ -69,7 +86,12 @@ SOURCES: dict[str, tuple[Callable[[], Any], Continuation | None]] = {
     "loader": (lambda: StatefulDataLoader(DATA, batch_size=2, shuffle=True), LOADER),
     "loader of a stream with state": (lambda: StatefulDataLoader(StreamWithState(), batch_size=2), OWN_STATE),
     "loader of a stream": (lambda: StatefulDataLoader(Stream(), batch_size=2), READ_AGAIN),
-    "stream of datasets": (lambda: foreign("datasets.iterable_dataset", "IterableDataset"), STREAM),
+    "stream of datasets": (lambda: stream_of_datasets("ExamplesIterable", "MappedExamplesIterable"), STREAM),
+    "shuffled stream of datasets": (
+        lambda: stream_of_datasets("ExamplesIterable", "BufferShuffledExamplesIterable", "MappedExamplesIterable"),
+        SHUFFLED_STREAM,
+    ),
+    "stream of other datasets": (lambda: foreign("datasets.iterable_dataset", "IterableDataset"), SHUFFLED_STREAM),
     "of a package with a like name": (lambda: foreign("datasets_of_mine", "IterableDataset"), None),
     "object": (Foreign, None),
     "module": (lambda: torch.nn.Linear(2, 2), None),
