@@ -40,10 +40,11 @@ _LEAVE_S = 5.0
 
 
 class UnitRounds(_DistributedRendezvousOpExecutor):
-    """The steps of a c10d rendezvous, whose every round is cut to a multiple of `unit` nodes; the others wait.
+    """The steps of a c10d rendezvous, whose every round is cut to the most nodes that fit the job; the others wait as spares.
 
-    Nodes that trained in the previous round have precedence: their memory holds the snapshots. A round of a size
-    that the job has refused stays open until a node joins or leaves.
+    What fits is a multiple of `unit`, and no number that the job's layout has refused. Nodes that trained in the previous
+    round have precedence: their memory holds the snapshots. If no number fits, the round stays open until a node joins
+    or leaves.
     """
 
     def __init__(self, inner: DynamicRendezvousHandler, unit: int, is_refused: Callable[[int], bool]) -> None:
@@ -51,6 +52,7 @@ class UnitRounds(_DistributedRendezvousOpExecutor):
         self._unit, self._is_refused = unit, is_refused
         self.has_trained = False
         self.has_waited = False
+        self.is_spare = False
         self.held = 0
 
     def waits(self) -> bool:
@@ -58,9 +60,17 @@ class UnitRounds(_DistributedRendezvousOpExecutor):
         waited, self.has_waited = self.has_waited, False
         return waited
 
+    def fitting(self, count: int) -> int:
+        """Return the most of `count` nodes that the job can run on, 0 if it can on none."""
+        least, most = self._settings.min_nodes, min(count, self._settings.max_nodes)
+        sizes = range(most // self._unit * self._unit, least - 1, -self._unit)
+        return next((size for size in sizes if not self._is_refused(size)), 0)
+
     def _add_to_wait_list(self) -> None:
         self.has_waited = True
         super()._add_to_wait_list()
+        running = len(self._state.participants)
+        self.is_spare = self.fitting(running + len(self._state.wait_list)) <= running
 
     def missing(self, size: int) -> bool:
         """Whether a node of the current round, of `size` nodes, has left it to begin another."""
@@ -83,7 +93,7 @@ class UnitRounds(_DistributedRendezvousOpExecutor):
     def _holds(self) -> bool:
         """Return whether the round must stay open; logs the reason once per size."""
         size = len(self._state.participants) // self._unit * self._unit
-        if not self._is_refused(size):
+        if not self._is_refused(size) or self.fitting(size):
             return False
         if self.held != size:
             _log.warning(
@@ -102,7 +112,10 @@ class UnitRounds(_DistributedRendezvousOpExecutor):
             self._state.deadline = None
             return
         self.held = 0
-        surplus = len(nodes) % self._unit
+        whole = len(nodes) // self._unit * self._unit
+        surplus = len(nodes) - (fitting := self.fitting(whole) or whole)
+        if fitting < whole:
+            _log.warning("the job's layout fits %d of %d nodes: the others wait as spares", fitting, len(nodes))
         for node in sorted(nodes, key=lambda node: (-nodes[node], node))[len(nodes) - surplus :]:
             del nodes[node]  # it joins the wait list when it next reads the state
         if isinstance(self._state, JobState):
@@ -171,15 +184,20 @@ class FreshStoreRendezvous(rendezvous_store.Forwarding):
             try:
                 info = inner.next_rendezvous()
             except RendezvousTimeoutError:
-                if self._unit == 1 or not self._steps.waits():
+                if not self._is_left_over():
                     raise
                 continue  # the others train: a surplus node waits for as long as they do
             except RendezvousClosedError:
-                if self._unit == 1 or not self._steps.waits():
+                if not self._is_left_over():
                     raise
                 raise RendezvousGracefulExitError("the job has ended without this node") from None
-            self._steps.has_trained, self._steps.held = True, 0
+            self._steps.has_trained, self._steps.held, self._steps.is_spare = True, 0, False
             return info
+
+    def _is_left_over(self) -> bool:
+        """Return whether a round has completed without this node because it did not fit."""
+        assert self._steps is not None
+        return self._steps.waits() and (self._unit > 1 or self._steps.is_spare)
 
     @property
     def held(self) -> int:
@@ -209,11 +227,12 @@ class FreshStoreRendezvous(rendezvous_store.Forwarding):
         return _gone(self._before, self._nodes)
 
     def num_nodes_waiting(self) -> int:
-        """Return how many waiting nodes can join: whole units, or any of them once a node has left the round."""
+        """Return how many waiting nodes can join: as many as fit, or any of them once a node has left the round."""
         waiting = int(self.inner.num_nodes_waiting())
-        if self._steps is None or self._info is None or self._steps.missing(self._info.world_size):
+        if not waiting or self._steps is None or self._info is None or self._steps.missing(self._info.world_size):
             return waiting
-        return waiting - waiting % self._unit
+        running = int(self._info.world_size)
+        return max(0, self._steps.fitting(running + waiting) - running)
 
     def shutdown(self) -> bool:
         """Close the rendezvous, but only when the job has ended on every node; gives waiting nodes the time to notice."""

@@ -29,10 +29,16 @@ from torch._C._distributed_c10d import TCPStore
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 from torch.distributed.elastic.rendezvous import RendezvousError
 from torch.distributed.elastic.rendezvous.c10d_rendezvous_backend import C10dRendezvousBackend
-from torch.distributed.elastic.rendezvous.dynamic_rendezvous import DynamicRendezvousHandler, RendezvousTimeout
+from torch.distributed.elastic.rendezvous.dynamic_rendezvous import (
+    DynamicRendezvousHandler,
+    RendezvousTimeout,
+    _RendezvousExitOp,
+)
 from torch.distributed.launcher.api import LaunchConfig
 
 from flashckpt.daemon.launcher import cli as dlrun
+from flashckpt.daemon.launcher import job_secret
+from flashckpt.daemon.launcher.job_notes import JobNotes
 from flashckpt.daemon.launcher.options import RendezvousLostError
 from flashckpt.daemon.launcher.rendezvous import OneNode
 from flashckpt.daemon.launcher.rounds import FreshStoreRendezvous
@@ -396,7 +402,7 @@ class Meeting:
 
     def __init__(self, unit: int, *, least: int, most: int) -> None:
         self.store = TCPStore("localhost", 0, is_master=True, wait_for_workers=False)
-        self.unit, self.least, self.most = unit, least, most
+        self.unit, self.least, self.most, self.last_call_s = unit, least, most, 2.0
         self.threads: list[threading.Thread] = []
         self.places: dict[str, tuple[int, int] | str] = {}
         self.nodes: dict[str, FreshStoreRendezvous] = {}
@@ -410,7 +416,7 @@ class Meeting:
                 self.least,
                 self.most,
                 local_addr=name,
-                timeout=RendezvousTimeout(join=timedelta(seconds=4), last_call=timedelta(seconds=2)),
+                timeout=RendezvousTimeout(join=timedelta(seconds=4), last_call=timedelta(seconds=self.last_call_s)),
             )
             self.nodes[name] = FreshStoreRendezvous(handler, unit=self.unit)
         self.places.pop(name, None)
@@ -498,6 +504,59 @@ def test_node_unit_waits_longer_than_the_join_timeout_and_ends_with_the_job(meet
     meeting.nodes["a"].may_close = True
     meeting.nodes["a"].shutdown()
     meeting.until({"a": (0, 2), "b": (1, 2), "c": "RendezvousGracefulExitError"})
+
+
+@pytest.fixture
+def layout(meeting: Meeting, monkeypatch: pytest.MonkeyPatch) -> Meeting:
+    """Nodes that join one by one, of a job whose layout was found not to fit three."""
+    monkeypatch.setattr(meeting, "unit", 1)
+    JobNotes(meeting.store, "meeting", job_secret.read_secret()).refuse(3)
+    return meeting
+
+
+def test_a_node_that_the_layout_has_no_place_for_is_a_spare_until_another_comes(layout: Meeting) -> None:
+    for name in "abc":
+        layout.join(name)
+    wait_for(lambda: len(layout.places) == 2, what="a round of two")
+    (spare,) = set("abc") - set(layout.places)
+    first, second = sorted(layout.places)
+    wait_for(lambda: int(layout.nodes[first].inner.num_nodes_waiting()) == 1, what="the spare")
+    assert layout.nodes[first].num_nodes_waiting() == 0, "no place for it: no reason to begin again"
+    end = time.monotonic() + 6  # beyond the 4 s of the join timeout
+    wait_for(lambda: time.monotonic() > end, what="the time")
+    assert spare not in layout.places
+    layout.join("d")
+    wait_for(lambda: layout.nodes[first].num_nodes_waiting() == 2, what="two nodes that fit")
+    for name in (first, second):
+        layout.join(name)
+    wait_for(lambda: len(layout.places) == 4, what="a round of four")
+    assert sorted(layout.places.values()) == [(rank, 4) for rank in range(4)], layout.places
+
+
+def test_a_spare_comes_in_place_of_a_node_that_left(layout: Meeting) -> None:
+    layout.last_call_s = 0.5  # well below the join timeout: a node that joins late begins it again
+    for name in "bc":
+        layout.join(name)
+    layout.until({"b": (0, 2), "c": (1, 2)})
+    layout.join("a")
+    wait_for(lambda: int(layout.nodes["b"].inner.num_nodes_waiting()) == 1, what="a waiting node")
+    assert layout.nodes["b"].num_nodes_waiting() == 0
+    leaving = cast("DynamicRendezvousHandler", layout.nodes["c"].inner)
+    leaving._op_executor.run(_RendezvousExitOp(), leaving._get_deadline(timedelta(seconds=10)))
+    wait_for(lambda: layout.nodes["b"].num_nodes_waiting() > 0, what="b is told")
+    layout.join("b")
+    wait_for(lambda: {layout.places.get("a"), layout.places.get("b")} == {(0, 2), (1, 2)}, what="a and b")
+
+
+def test_a_spare_ends_with_the_job_and_without_an_error(layout: Meeting) -> None:
+    for name in "ab":
+        layout.join(name)
+    layout.until({"a": (0, 2), "b": (1, 2)})
+    layout.join("c")
+    wait_for(lambda: int(layout.nodes["a"].inner.num_nodes_waiting()) == 1, what="the spare")
+    layout.nodes["a"].may_close = True
+    layout.nodes["a"].shutdown()
+    layout.until({"a": (0, 2), "b": (1, 2), "c": "RendezvousGracefulExitError"})
 
 
 def test_the_store_of_a_failed_job_stays_until_the_other_nodes_have_read_why(meeting: Meeting) -> None:

@@ -133,6 +133,29 @@ def test_layout_does_not_fit_the_nodes_that_are_left_they_wait_until_one_comes_b
         assert "the layout does not fit the remaining ones" in log
 
 
+def test_layout_fits_two_of_the_three_nodes_that_are_left_and_the_third_is_a_spare(tmp_path: Path) -> None:
+    """Four stages: 8 ranks or 4, not 6. Of four nodes one is lost, then one of the two that train on: the spare comes in its place."""
+    words = trainer_run(tmp_path)
+    config = tmp_path / "run.toml"
+    config.write_text(config.read_text().replace("layers = 2", "layers = 4").replace("pp = 2\ndp_shard = 3", "pp = 4"))
+    with nodes(tmp_path, 4) as them:
+        for node in range(4):
+            them.start(node, *FLAGS, *words, nnodes="2:4")
+        them.until(partial(committed, tmp_path), "a committed checkpoint")
+        them.kill(3)
+        them.until(lambda: any(says(them, node, "fits 2 of 3 nodes") for node in range(3)), "a spare")
+        seen = committed(tmp_path)[-1]
+        them.until(lambda: committed(tmp_path)[-1] > seen + 10, "checkpoints of 4 ranks")
+        trains = max((1, 2), key=lambda node: them.log(node).count("started rank"))
+        them.kill(trains)
+        seen = committed(tmp_path)[-1]
+        them.until(lambda: committed(tmp_path)[-1] > seen + 10, "checkpoints with the spare")
+        left = [node for node in range(3) if node != trains]
+        them.processes[0].send_signal(signal.SIGTERM)
+        assert [them.wait(node) for node in left] == [RESUME_EXIT_CODE] * 2, them.log(0)
+    assert steps(tmp_path) == list(range(1, len(steps(tmp_path)) + 1))
+
+
 def test_layout_does_not_fit_and_no_node_comes_back_the_job_ends_with_its_exit_code(tmp_path: Path) -> None:
     """On the first start that is so at once; after a node was lost when the rendezvous has waited for its time."""
     words = trainer_run(tmp_path)
