@@ -66,6 +66,13 @@ class UnitRounds(_DistributedRendezvousOpExecutor):
         sizes = range(most // self._unit * self._unit, least - 1, -self._unit)
         return next((size for size in sizes if not self._is_refused(size)), 0)
 
+    def joinable(self, running: int, waiting: int) -> int:
+        """Return how many waiting nodes would train if a new round began beside `running` ones."""
+        whole = waiting - waiting % self._unit
+        if not whole or not self._is_refused(running + whole):
+            return whole
+        return max(0, self.fitting(running + whole) - running)
+
     def _add_to_wait_list(self) -> None:
         self.has_waited = True
         super()._add_to_wait_list()
@@ -231,8 +238,7 @@ class FreshStoreRendezvous(rendezvous_store.Forwarding):
         waiting = int(self.inner.num_nodes_waiting())
         if not waiting or self._steps is None or self._info is None or self._steps.missing(self._info.world_size):
             return waiting
-        running = int(self._info.world_size)
-        return max(0, self._steps.fitting(running + waiting) - running)
+        return self._steps.joinable(int(self._info.world_size), waiting)
 
     def shutdown(self) -> bool:
         """Close the rendezvous, but only when the job has ended on every node; gives waiting nodes the time to notice."""
