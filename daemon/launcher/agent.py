@@ -325,7 +325,9 @@ class DlrunAgent(LocalElasticAgent):
     def _may_fit_again(self, refused: int) -> bool:
         """Return whether another number of nodes could fit the layout again: the job has trained with one."""
         notes, size = self._stores.notes, self._worker_group.group_world_size
-        if refused != LayoutError.exit_code or notes is None or not self._stores.may_grow() or not notes.has_trained():
+        if refused != LayoutError.exit_code or notes is None or not notes.has_trained():
+            return False
+        if not self._stores.may_grow() and not self._stores.may_shrink():
             return False
         notes.refuse(int(size or 0))
         return True
@@ -340,7 +342,8 @@ class DlrunAgent(LocalElasticAgent):
         if refused := self._refused():
             if self._may_fit_again(refused):
                 return Verdict(
-                    restart=True, reason="restarting: nodes were lost, and the layout does not fit the remaining ones"
+                    restart=True,
+                    reason="restarting: nodes were lost or joined, and the layout does not fit those there are",
                 )
             self._outcome.refused = refused
             if self._stores.notes is not None:

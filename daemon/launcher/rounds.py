@@ -218,6 +218,10 @@ class FreshStoreRendezvous(rendezvous_store.Forwarding):
             return False
         return int(self._info.world_size) < int(inner.settings.max_nodes)
 
+    def may_shrink(self) -> bool:
+        """Return whether the job could run on fewer nodes than in the current round, as far as is known."""
+        return self._steps is not None and self._info is not None and self._steps.fitting(self._info.world_size - 1) > 0
+
     def lost_in_this_round(self) -> dict[int, str]:
         """Return the nodes that the current round is known to have lost, group rank -> address."""
         inner = self.inner

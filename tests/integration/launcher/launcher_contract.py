@@ -531,6 +531,7 @@ def test_a_node_that_the_layout_has_no_place_for_is_a_spare_until_another_comes(
         layout.join(name)
     wait_for(lambda: len(layout.places) == 4, what="a round of four")
     assert sorted(layout.places.values()) == [(rank, 4) for rank in range(4)], layout.places
+    assert (layout.nodes[first].may_grow(), layout.nodes[first].may_shrink()) == (False, True)
 
 
 def test_a_spare_comes_in_place_of_a_node_that_left(layout: Meeting) -> None:
