@@ -38,7 +38,22 @@ def test_a_lost_node_is_measured_and_its_rows_come_from_the_replica(tmp_path: Pa
 
 
 def test_steps_beside_replicas_are_measured_and_a_cut_link_is_shown(tmp_path: Path) -> None:
-    sizes = ["--gb", 0.01, "--mbit", 80, "--busy", 0.2, "--step-s", 0.02, "--every", 100, "--cycles", 1]
+    sizes = [
+        "--gb",
+        0.01,
+        "--mbit",
+        80,
+        "--busy",
+        0.2,
+        "--step-s",
+        0.05,
+        "--every",
+        40,
+        "--reduced-kb",
+        1,
+        "--cycles",
+        1,
+    ]
     found = results_of("replication", tmp_path, *sizes)
     assert set(found["rows"][0]["rates_mbit"]) == {"replicas", "raw"}
     status, metrics = found["cut"]["status"], found["cut"]["metrics"]
