@@ -182,7 +182,7 @@ test-blocks: setup  ## SIGKILL and strangers' attacks on shared-memory blocks un
 	PATH="$(PYENVS):$$PATH" $(BIN)/nox --session blocks
 
 check: setup  ## ruff, mypy, codespell
-	@for link in sampler trainer daemon; do test -L flashckpt/$$link || { echo "flashckpt/$$link is not a symbolic link: check out again with git config core.symlinks true"; exit 21; }; done
+	@for link in sampler trainer daemon configs examples; do test -L flashckpt/$$link || { echo "flashckpt/$$link is not a symbolic link: check out again with git config core.symlinks true"; exit 21; }; done
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy flashckpt tests benchmarks

@@ -28,6 +28,7 @@ COMMANDS: dict[str, tuple[str, str]] = {
     "gc": ("flashckpt.cli.gc:gc", "Remove garbage: dead jobs' memory, orphans, expired checkpoints."),
     "forget": ("flashckpt.cli.forget:forget", "Start over: forget what this machine's memory holds of a dead job."),
     "status": ("flashckpt.cli.status:status", "Show the jobs on this machine: last snapshot, last persist, failures."),
+    "examples": ("flashckpt.cli.examples:examples", "List example programs and configurations, or write them here."),
     "bench": ("flashckpt.cli.bench:bench", "Measure memory and storage the way flashckpt uses them."),
     "plan": ("flashckpt.cli.plan:plan", "Advise on intervals from measured or assumed costs."),
 }

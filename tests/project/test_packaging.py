@@ -15,9 +15,11 @@ import pytest
 from support.paths import ROOT
 
 LINKED = ("sampler", "trainer", "daemon")
+SHIPPED = {"examples": "*.py", "configs": "*.toml"}
+"""What `flashckpt examples` lists."""
 
 
-@pytest.mark.parametrize("name", LINKED)
+@pytest.mark.parametrize("name", [*LINKED, *SHIPPED])
 def test_link_is_relative_and_points_to_the_folder_beside_the_engine(name: str) -> None:
     link = ROOT / "flashckpt" / name
     assert link.is_symlink()
@@ -37,7 +39,8 @@ def build_wheel(folder: Path, **environment: str) -> Path:
 def test_wheel_has_flashckpt_as_its_only_top_level_name(tmp_path: Path) -> None:
     """`daemon`, `trainer` and `sampler` are names that other distributions install."""
     wheel = build_wheel(tmp_path)
-    names = zipfile.ZipFile(wheel).namelist()
+    archive = zipfile.ZipFile(wheel)
+    names = archive.namelist()
     assert {name.split("/")[0] for name in names if ".dist-info" not in name} == {"flashckpt"}
     for package in LINKED:
         assert f"flashckpt/{package}/__init__.py" in names
@@ -45,6 +48,13 @@ def test_wheel_has_flashckpt_as_its_only_top_level_name(tmp_path: Path) -> None:
     assert "-cp310-abi3-" in wheel.name
     if shutil.which("cc"):
         assert "flashckpt/native/_copy.abi3.so" in names
+    assert {name: archive.read(name) for name in names if name.split("/")[1] in SHIPPED} == shipped()
+
+
+def shipped() -> dict[str, bytes]:
+    """Return the example programs and configurations of the checkout by their name in a wheel."""
+    paths = [path for folder, pattern in SHIPPED.items() for path in (ROOT / folder).glob(pattern)]
+    return {f"flashckpt/{path.relative_to(ROOT)}": path.read_bytes() for path in paths}
 
 
 def test_wheel_without_a_compiler_works_in_python(tmp_path: Path) -> None:
@@ -58,6 +68,10 @@ def test_wheel_without_a_compiler_works_in_python(tmp_path: Path) -> None:
     environment = {**os.environ, "PYTHONPATH": str(unpacked)}
     done = subprocess.run(command, check=True, capture_output=True, text=True, env=environment, cwd=tmp_path)
     assert done.stdout.split() == [str(unpacked / "flashckpt" / "native" / "__init__.py"), "python"]
+    command = [sys.executable, "-m", "flashckpt.cli.main", "examples", "--to", "written"]
+    subprocess.run(command, check=True, capture_output=True, env=environment, cwd=tmp_path)
+    written = [path for path in (tmp_path / "written").rglob("*") if path.is_file()]
+    assert {f"flashckpt/{path.relative_to(tmp_path / 'written')}": path.read_bytes() for path in written} == shipped()
 
 
 def test_source_distribution_can_build_the_c_part(tmp_path: Path) -> None:
@@ -70,6 +84,7 @@ def test_source_distribution_can_build_the_c_part(tmp_path: Path) -> None:
         names = {name.partition("/")[2] for name in tar.getnames()}
     assert {str(path.relative_to(ROOT)) for path in (ROOT / "flashckpt/native").glob("*.[ch]")} <= names
     assert "setup.py" in names
+    assert set(shipped()) <= names
 
 
 def _not_of_the_source(folder: str, names: list[str]) -> set[str]:
