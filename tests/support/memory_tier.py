@@ -18,7 +18,7 @@ from flashckpt.planning.slot_policy import choose_slot
 from flashckpt.shm.job_directory import JobConfig, JobDirectory
 from flashckpt.shm.job_id import root_digest
 from flashckpt.shm.lease import Lease
-from flashckpt.shm.segment import Segment, SegmentSpec
+from flashckpt.shm.segment import Segment, SegmentSpec, SlotPinned
 from support.memory import request_of
 
 
@@ -94,7 +94,10 @@ class FakeRank:
         request = request_of(
             generation, step, rank=self.rank, world_size=self.world, parent=parent, persist=persist
         )  # fmt: skip
-        writer = segment.begin(slot, request)
+        try:
+            writer = segment.begin(slot, request)
+        except SlotPinned:
+            return False  # a persister was quicker: as staging, it takes the next snapshot
         digests = []
         for shard, at in zip(self.shards, self.placement.offsets.tolist(), strict=True):
             raw = self.bytes_of(shard, generation, step)

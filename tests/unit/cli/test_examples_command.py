@@ -5,7 +5,8 @@ from __future__ import annotations
 import json
 import os
 import signal
-import threading
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -13,7 +14,6 @@ from typing import Any
 import pytest
 from support.paths import ROOT
 
-from flashckpt import faults
 from flashckpt.cli import examples
 from flashckpt.cli import main as cli
 
@@ -126,13 +126,11 @@ def test_a_file_that_takes_the_name_before_the_link_is_left(
 
 
 def test_killed_before_it_has_the_name_the_next_call_writes_it(tmp_path: Path, capsys: Captured) -> None:
-    assert threading.active_count() == 1
-    pid = os.fork()
-    if pid == 0:
-        signal.setitimer(signal.ITIMER_REAL, 0)
-        faults.arm("examples.before-link")
-        cli.main(["examples", "first_loop.py"])
-    assert os.WTERMSIG(os.waitpid(pid, 0)[1]) == signal.SIGKILL
+    program = (
+        "from flashckpt import faults; from flashckpt.cli import main as cli; faults.arm('examples.before-link'); "
+    )
+    command = [sys.executable, "-c", program + "cli.main(['examples', 'first_loop.py'])"]
+    assert subprocess.run(command, cwd=tmp_path, check=False).returncode == -signal.SIGKILL
     assert not (tmp_path / "examples/first_loop.py").exists()
     assert run("first_loop.py", capsys=capsys)[1]["written"] == ["examples/first_loop.py"]
     assert (tmp_path / "examples/first_loop.py").read_bytes() == SHIPPED["examples/first_loop.py"]
