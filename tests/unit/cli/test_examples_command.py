@@ -127,9 +127,10 @@ def test_a_file_that_takes_the_name_before_the_link_is_left(
 
 def test_killed_before_it_has_the_name_the_next_call_writes_it(tmp_path: Path, capsys: Captured) -> None:
     program = (
-        "from flashckpt import faults; from flashckpt.cli import main as cli; faults.arm('examples.before-link'); "
+        "import sys; from flashckpt import faults; from flashckpt.cli import main as cli; "
+        "faults.arm(sys.argv[1]); cli.main(['examples', 'first_loop.py'])"
     )
-    command = [sys.executable, "-c", program + "cli.main(['examples', 'first_loop.py'])"]
+    command = [sys.executable, "-c", program, "examples.before-link"]
     assert subprocess.run(command, cwd=tmp_path, check=False).returncode == -signal.SIGKILL
     assert not (tmp_path / "examples/first_loop.py").exists()
     assert run("first_loop.py", capsys=capsys)[1]["written"] == ["examples/first_loop.py"]
