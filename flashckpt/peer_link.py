@@ -24,6 +24,7 @@ LEAST_SECRET = 16
 MOST_BYTES = 64 << 20
 """Default bound of one message, in bytes."""
 _NONCE, _MARK = 32, 32
+_WAKE_BYTES = 64 << 10
 _HEAD = struct.Struct(">Q")
 _CONNECTS, _ACCEPTS = b"connects", b"accepts"
 
@@ -199,13 +200,18 @@ def _read(sock: socket.socket, nbytes: int, until: float) -> bytes:
 
 
 def _read_into(sock: socket.socket, into: memoryview, until: float) -> None:
+    """Fill `into`. The kernel wakes this side once per 64 KiB: woken for every packet, it cost more than all else of a transfer."""
     done = 0
-    while done < len(into):
-        sock.settimeout(_left(until))
-        count = sock.recv_into(into[done:])
-        if not count:
-            raise StrangerError("the other side closed the connection in the middle of a message")
-        done += count
+    try:
+        while done < len(into):
+            sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVLOWAT, min(len(into) - done, _WAKE_BYTES))
+            sock.settimeout(_left(until))
+            count = sock.recv_into(into[done:])
+            if not count:
+                raise StrangerError("the other side closed the connection in the middle of a message")
+            done += count
+    finally:
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVLOWAT, 1)
 
 
 def _left(until: float) -> float:

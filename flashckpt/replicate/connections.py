@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
+import os
 import socket
+import threading
 
 from flashckpt import peer_link
 from flashckpt.peer_link import PeerLink
@@ -14,6 +17,12 @@ SMALL = 64 << 10
 """Most bytes of a message that carries no manifest."""
 LARGE = 256 << 20
 """Most bytes of a message that carries a manifest."""
+
+
+def give_way() -> None:
+    """Let the calling thread take a core only while no rank wants it: what is sent later costs less than a step that is longer."""
+    with contextlib.suppress(OSError):
+        os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), 19)
 
 
 def linked(sock: socket.socket, session: ReplicaSession, *, accepts: bool) -> PeerLink:

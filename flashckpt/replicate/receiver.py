@@ -17,7 +17,7 @@ from flashckpt.errors import FlashckptError
 from flashckpt.faults import crash_point
 from flashckpt.peer_link import PeerLink
 from flashckpt.planning.replica_rounds import NodeReport, RoundDecision, newest
-from flashckpt.replicate.connections import SMALL, linked
+from flashckpt.replicate.connections import SMALL, give_way, linked
 from flashckpt.replicate.records import ReplicaSession
 from flashckpt.replicate.rounds import id_or_none, packed_decision, report_from
 from flashckpt.replicate.slots import IncomingReplica, Kept, NoSlotError, ReplicaSlots
@@ -106,6 +106,7 @@ class Listener:
             threading.Thread(target=self._serve, args=(connection,), name="flashckpt-replica", daemon=True).start()
 
     def _serve(self, connection: socket.socket) -> None:
+        give_way()
         try:
             connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
             session = self._host.session

@@ -21,7 +21,7 @@ from flashckpt.errors import FlashckptError
 from flashckpt.faults import crash_point
 from flashckpt.peer_link import PeerLink
 from flashckpt.planning.replica_rows import masks_of, replica_manifest, row_keys, rows_for
-from flashckpt.replicate.connections import SMALL, linked
+from flashckpt.replicate.connections import SMALL, give_way, linked
 from flashckpt.replicate.records import ReplicaRows, ReplicaSession
 from flashckpt.replicate.slots import chunk_ranges
 from flashckpt.shm.segment import Pin
@@ -171,6 +171,7 @@ class Sender:
     # -- the thread --------------------------------------------------------------------------------------
 
     def _run(self) -> None:
+        give_way()
         pause_s = RETRY_S[0]
         while not self._stop.is_set():
             try:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import socket
 import threading
 from collections.abc import Callable, Iterator
@@ -230,6 +231,26 @@ def test_bytes_behind_a_message_are_signed_in_their_place(pair: Pair, later: Cal
     pair[0].sendall(wire[:-1] + b"d")
     with pytest.raises(StrangerError):
         two.receive_bytes(memoryview(into), 5)
+
+
+def test_a_message_after_many_bytes_is_not_waited_for_as_long_as_they_were(
+    later: Callable[..., Future[PeerLink]],
+) -> None:
+    """The kernel is asked to wake the receiver for 64 KiB at once; of what comes after it a single byte wakes it again."""
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        pair = socket.create_connection(server.getsockname()), server.accept()[0]
+    one, two = linked(pair, later)
+    data, into = os.urandom(300_001), bytearray(300_001)
+    sent = threading.Thread(target=one.send_bytes, args=(memoryview(data), 5))
+    sent.start()
+    two.receive_bytes(memoryview(into), 5)
+    sent.join()
+    assert into == data
+    assert pair[1].getsockopt(socket.SOL_SOCKET, socket.SO_RCVLOWAT) == 1
+    one.send({"a": 1}, 5)
+    assert two.receive_map(5) == {"a": 1}
+    for end in pair:
+        end.close()
 
 
 def test_closer_bound_of_one_message_holds_and_a_map_is_a_map(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import os
 import socket
 import threading
 from collections.abc import Iterator
@@ -70,6 +71,22 @@ def test_replica_slots_are_overwritten_in_turn_and_the_newest_everywhere_stays_p
         turn_all(daemons, lambda: len(segment.busy()) == 1, "one pin")
         (slot,) = segment.busy()
         assert segment.headers()[slot].identity == (1, 10)
+
+
+def test_threads_that_send_and_receive_replicas_give_way_and_no_others(shm_dir: Path) -> None:
+    them = Replicating(shm_dir, 2)
+    with daemons_of(them) as daemons:
+        assert them.step(1)
+        turn_all(daemons, lambda: all(everywhere(d) == (1, 1) for d in daemons), "step 1")
+        found = {
+            one.name: os.getpriority(os.PRIO_PROCESS, one.native_id)
+            for one in threading.enumerate()
+            if one.native_id is not None
+        }
+    bulk = {name for name in found if name == "flashckpt-replica" or name.startswith("flashckpt-send-")}
+    assert bulk == {"flashckpt-replica", "flashckpt-send-0", "flashckpt-send-1"}
+    here = found["MainThread"]
+    assert {name: found[name] for name in found} == {name: 19 if name in bulk else here for name in found}
 
 
 def test_two_partners_each_hold_all_of_a_node(shm_dir: Path) -> None:
@@ -291,7 +308,7 @@ def test_snapshot_that_was_damaged_at_home_is_not_replicated_and_the_next_one_is
 
 
 def test_stranger_is_refused_before_anything_is_read(shm_dir: Path) -> None:
-    them = Replicating(shm_dir, 2)
+    them = Replicating(shm_dir, 3)  # the persister of node 1 sends to node 2: it takes no place of this connection
     with daemons_of(them) as daemons:
         turn_all(daemons, lambda: all(d.replication.session for d in daemons), "the session")
         endpoint = records.read_endpoint(them.jobs[0].directory)
@@ -309,7 +326,7 @@ def test_stranger_is_refused_before_anything_is_read(shm_dir: Path) -> None:
 
 @pytest.mark.parametrize("nbytes", [1 << 60, -1])
 def test_chunk_of_an_absurd_length_ends_the_connection(shm_dir: Path, nbytes: int) -> None:
-    them = Replicating(shm_dir, 2)
+    them = Replicating(shm_dir, 3)  # the persister of node 1 sends to node 2: it takes no place of this connection
     with daemons_of(them) as daemons:
         turn_all(daemons, lambda: all(d.replication.session for d in daemons), "the session")
         endpoint = records.read_endpoint(them.jobs[0].directory)
