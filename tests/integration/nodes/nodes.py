@@ -68,14 +68,21 @@ def start_all(them: Nodes, train: Path, count: int, nnodes: str, steps: int = 10
         them.start(node, *FLAGS, train, them.folder, steps, pause, nnodes=nnodes)
 
 
-def test_node_killed_the_job_shrinks_and_grows_when_it_returns(tmp_path: Path, train: Path) -> None:
-    """3 nodes of 2 ranks, at least 2: the smaller world goes on from the last checkpoint, and the returning node joins it."""
+@pytest.mark.parametrize("silent", [False, True], ids=["closes-its-connections", "falls-silent"])
+def test_node_killed_the_job_shrinks_and_grows_when_it_returns(tmp_path: Path, train: Path, *, silent: bool) -> None:
+    """3 nodes of 2 ranks, at least 2: the smaller world goes on from the last checkpoint, and the returning node joins it.
+
+    A node that loses power closes no connection: the others wait in a collective for what never comes, and only its heartbeat is missing.
+    """
     with nodes(tmp_path, 3) as them:
         start_all(them, train, 3, "2:3")
         them.until(lambda: lived(tmp_path, 6), "6 ranks")
         them.until(lambda: list((tmp_path / "root").glob("step-*/MANIFEST")), "a committed checkpoint")
+        if silent:
+            them.link(2, up=False)
         them.kill(2)
         small = them.until(partial(grew, tmp_path, 4, 1), "4 ranks")
+        them.link(2, up=True)
         them.start(2, *FLAGS, train, tmp_path, 100000, 0.1, nnodes="2:3")
         them.until(partial(grew, tmp_path, 6, small), "6 ranks again")
         assert all(them.processes[node].poll() is None for node in range(3))
