@@ -31,6 +31,8 @@ SPARSE = {**ODD, "qk_norm": True, "experts": 4, "ffn": 16, "shared_ffn": 24, "ti
         (3, {}, {**ODD, "vocab": 257}),
         (4, {"dp_replicate": 2, "tp": 2, "dp_shard": 1, "sequence_parallel": False}, ODD),
         (8, {"pp": 2, "tp": 2, "schedule": "ZBVZeroBubble"}, SPARSE),
+        (6, {"dp_replicate": 2, "dp_shard": 3, "sync_every": 4}, {**ODD, "vocab": 257}),
+        (4, {"dp_replicate": 2, "tp": 2, "sync_every": 4, "outer_rate": 1.0, "outer_momentum": 0.0}, ODD),
     ],
 )
 def test_bytes_of_odd_layouts_are_those_that_a_dry_run_counts(world: int, parallel: Any, model: Any) -> None:
