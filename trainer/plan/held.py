@@ -102,6 +102,12 @@ def held(config: RunConfig, layout: Layout, pp_rank: int, shard: int = 0) -> Sta
     )
 
 
+def stored_sets(config: RunConfig, layout: Layout) -> int:
+    """Return how many tensors of a weight's size a checkpoint has: the weight and two moments, those of each group that trains apart."""
+    apart = _copies(config, layout) if layout.groups > 1 else 0
+    return 3 * layout.groups + apart
+
+
 def _copies(config: RunConfig, layout: Layout) -> int:
     """Return how many more sets of the weights are held: their average, the synchronised ones, the outer momentum."""
     if layout.groups > 1:
