@@ -12,6 +12,7 @@ from flashckpt.trainer.command_line import take_flag, take_value
 from flashckpt.trainer.config import RunConfig, read_config, to_toml, without_secrets
 from flashckpt.trainer.dry_run.options import take_options
 from flashckpt.trainer.nonfatal import nonfatal_streams
+from flashckpt.trainer.parallel.groups import refuse_check
 from flashckpt.trainer.phases import check_layouts, phases_of
 from flashckpt.trainer.train.report_once import report_once
 from flashckpt.trainer.watch.profile_range import ProfileRange, profile_range
@@ -171,6 +172,7 @@ def _train(config: RunConfig, profiled: ProfileRange | None) -> int:
 
 
 def _check(config: RunConfig) -> int:
+    refuse_check(config)
     from flashckpt.trainer.evaluate.check import check
 
     result = check(config)

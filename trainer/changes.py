@@ -67,6 +67,7 @@ def _new_state(before: Mapping[str, Any], now: RunConfig) -> list[Change]:
     if before and (bias > 0) != (now.model.router_bias_rate > 0):  # the bias is state
         rate = now.model.router_bias_rate
         changes.append(Change(key="model.router_bias_rate", before=bias, now=rate, severity="error"))
+    changes += _other_groups(before.get("parallel", {}), now) if before else []
     phases = before.get("phase", {}).get("each", [])
     if phases and not now.phase.each:
         changes.append(Change(key="phase", before=f"{len(phases)} phases", now="none", severity="error"))
@@ -74,6 +75,18 @@ def _new_state(before: Mapping[str, Any], now: RunConfig) -> list[Change]:
         sizes = [(key, before["train"][key], getattr(now.train, key)) for key in ("global_batch",) if "train" in before]
         changes += [Change(key=f"train.{k}", before=b, now=n, severity="error") for k, b, n in sizes if b != n]
     return changes
+
+
+def _other_groups(before: Mapping[str, Any], now: RunConfig) -> list[Change]:
+    """Return what begins or ends that groups train apart, or the momentum of their outer optimizer: both are state."""
+    every, momentum = before.get("sync_every", 0), before.get("outer_momentum", 0.0)
+    parallel = now.parallel
+    if (every > 0) != (parallel.sync_every > 0):
+        return [Change(key="parallel.sync_every", before=every, now=parallel.sync_every, severity="error")]
+    if every and (momentum > 0) != (parallel.outer_momentum > 0):
+        now_is = parallel.outer_momentum
+        return [Change(key="parallel.outer_momentum", before=momentum, now=now_is, severity="error")]
+    return []
 
 
 def refuse_changes(changes: Sequence[Change]) -> None:

@@ -43,6 +43,7 @@ MINIMUM: Mapping[str, float] = {
     "model.rope_beta_fast": 0.0, "model.rope_beta_slow": 0.0, "model.rope_attention": 0.0,
     "model.router_aux_loss": 0.0, "model.router_z_loss": 0.0, "model.router_bias_rate": 0.0,
     "parallel.cp": 1, "parallel.timeout_s": 1.0, "parallel.bucket_mb": 0.001,
+    "parallel.sync_every": 0, "parallel.outer_rate": 0.0,
     "optim.lr": 0.0, "optim.min_lr": 0.0, "optim.warmup_steps": 0, "optim.decay_steps": 0, "optim.weight_decay": 0.0,
     "optim.eps": 0.0, "ema.every": 1, "optim.clip_norm": 0.0, "optim.clip_value": 0.0,
     "checkpoint.snapshot_every": 1, "checkpoint.persist_every": 1, "checkpoint.keep_last": 1,
@@ -50,7 +51,7 @@ MINIMUM: Mapping[str, float] = {
     "data.holdout_every": 2, "data.bpe": 0, "data.read_ahead": 0, "guard.window": 4, "guard.max_skipped": 1, "guard.spike_mads": 0.0, "guard.norm_mads": 0.0, "guard.max_rollbacks": 0,
     "eval.every": 0, "eval.batches": 1, "log.every": 1, "log.peak_tflops": 0.0,
 }  # fmt: skip
-BELOW_ONE = ("model.dropout", "optim.beta1", "optim.beta2", "optim.momentum", "ema.decay")
+BELOW_ONE = ("model.dropout", "optim.beta1", "optim.beta2", "optim.momentum", "ema.decay", "parallel.outer_momentum")
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,6 +86,8 @@ NEEDS = (
     Need("model.rope_attention", "model.rope_scaling = yarn", lambda v: _scales(v, "yarn")),
     Need("parallel.loss_parallel", "parallel.tp of 2 or more", lambda v: v["parallel"]["tp"] > 1),
     Need("parallel.bucket_mb", "parallel.data_parallel = ddp", lambda v: v["parallel"]["data_parallel"] == "ddp"),
+    Need("parallel.outer_rate", "parallel.sync_every of 1 or more", lambda v: v["parallel"]["sync_every"] > 0),
+    Need("parallel.outer_momentum", "parallel.sync_every of 1 or more", lambda v: v["parallel"]["sync_every"] > 0),
     Need("parallel.schedule", "parallel.pp of 2 or more", lambda v: v["parallel"]["pp"] > 1),
     Need("parallel.stages_per_rank", "parallel.pp of 2 or more", lambda v: v["parallel"]["pp"] > 1),
     Need("optim.decay_steps", "an optim.schedule that decays", lambda v: v["optim"]["schedule"] != "constant"),

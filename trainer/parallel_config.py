@@ -20,6 +20,9 @@ class ParallelConfig:
         offload: "state": parameters, gradients and optimizer state lie in host memory, and the optimizer runs there.
         activation_checkpoint: "none", "full", "ffn", "every:N", "groups:N", "selective".
         activation_offload: What forward keeps for backward lies in host memory.
+        sync_every: The ranks of one index along "dp_replicate" are a group, which trains apart from the others for so many
+            steps; 0: gradients are averaged over all in each step.
+        outer_rate, outer_momentum: Of the outer optimizer, SGD with Nesterov momentum. 1 and 0: the parameters are averaged.
     """
 
     pp: int = 1
@@ -38,6 +41,9 @@ class ParallelConfig:
     layers_per_stage: tuple[int, ...] = ()
     activation_checkpoint: str = "none"
     activation_offload: bool = False
+    sync_every: int = 0
+    outer_rate: float = 0.7
+    outer_momentum: float = 0.9
     timeout_s: float = 120.0
 
 

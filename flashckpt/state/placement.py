@@ -24,7 +24,7 @@ from flashckpt.core.shard import ITEMSIZE, Shard
 from flashckpt.errors import UnsupportedStateError
 from flashckpt.planning.write_partition import ROW_BYTES, WriteShare, cut_dimension, split_rows
 
-STAGE_DIMS = frozenset({"pp", "pipe", "pipeline", "stage"})
+STAGE_DIMS = frozenset({"pp", "pipe", "pipeline", "stage", "diloco"})
 """Mesh dimensions whose ranks hold different tensors, so that they never make replicas."""
 
 

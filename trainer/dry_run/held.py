@@ -23,11 +23,14 @@ from flashckpt.trainer.config import RunConfig
 from flashckpt.trainer.model.moe import EXPERT_WEIGHTS
 from flashckpt.trainer.optim.average import WeightAverage
 from flashckpt.trainer.optim.builders import build_optimizers
+from flashckpt.trainer.optim.outer import OuterOptimizer
 from flashckpt.trainer.parallel.apply import Parallel, build_parallel, local_tensor
+from flashckpt.trainer.parallel.groups import group_label
 from flashckpt.trainer.parallel.layout import Layout
 from flashckpt.trainer.plan.held import SLOTS
 from flashckpt.trainer.train.anomaly import Guard
 from flashckpt.trainer.train.record import RunRecord
+from flashckpt.trainer.train.saving import weights_of
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -76,7 +79,10 @@ def held_by(config: RunConfig, layout: Layout, rank: int) -> RankHoldings:
         parallel = build_parallel(config, layout, device)
         optimizers = build_optimizers(config.optim, parallel.parts, tied=config.model.tied_embeddings)
         tracked = StateRegistry(current_world(parallel.mesh), plans_only=True)
-        tracked.add("model", parallel.parts)
+        outer = OuterOptimizer(config.parallel, parallel, last=config.train.steps) if layout.groups > 1 else None
+        for name, thing in weights_of(parallel, outer).items():
+            if thing is not None:
+                tracked.add(name, thing)
         tracked.add("optimizer", optimizers)
         if config.ema.decay:
             tracked.add("ema", WeightAverage(config.ema, parallel.bare_parts()).modules)
@@ -95,14 +101,19 @@ def held_by(config: RunConfig, layout: Layout, rank: int) -> RankHoldings:
         return RankHoldings(
             parameters=parameters,
             gradients=sum(_nbytes(parameter) for parameter in parallel.parameters() if parameter.requires_grad),
-            optimizer=_on_rank(whole, "optimizer.") + _on_rank(whole, "ema."),
+            optimizer=sum(_on_rank(whole, f"{label}.") for label in _beside_weights(layout)),
             slot_data=spec.data_capacity,
             slot=spec.slot_bytes,
             snapshots=spec.nbytes if config.checkpoint.root else 0,
-            shared=_in_checkpoint(whole, own=False),
+            shared=_in_checkpoint(whole, own=False, groups=layout.groups),
             own=_in_checkpoint(whole, own=True),
             **_gathered(parallel),
         )
+
+
+def _beside_weights(layout: Layout) -> tuple[str, ...]:
+    """Return what is tracked of the optimizers; where groups train apart, also the weights that they had in common last."""
+    return ("optimizer", "ema", "outer", *(("model",) if layout.groups > 1 else ()))
 
 
 def _nbytes(tensor: torch.Tensor) -> int:
@@ -115,13 +126,18 @@ def _on_rank(structure: Structure, prefix: str) -> int:
     return sum(structure.box_sets[number].nbytes for name, number in pairs if name.startswith(prefix))
 
 
-def _in_checkpoint(structure: Structure, *, own: bool) -> int:
-    """Return the bytes of whole tensors; `own`: of those that belong to one rank alone, else of the others."""
+def _in_checkpoint(structure: Structure, *, own: bool, groups: int = 1) -> int:
+    """Return the bytes of whole tensors; `own`: of those that belong to one rank alone, else of the others.
+
+    Where several `groups` train apart, each has tensors like those of this rank's.
+    """
+    of_group = (f"{group_label(0)}.", "optimizer.") if groups > 1 else ()
     total = 0
     for name, number in zip(structure.names, structure.sets.tolist(), strict=True):
         kind = structure.box_sets[number]
         if (kind.spread.per_rank or "@" in name) == own:
-            total += torch.Size(kind.whole[0].global_shape).numel() * ITEMSIZE[kind.dtype]
+            nbytes = torch.Size(kind.whole[0].global_shape).numel() * ITEMSIZE[kind.dtype]
+            total += nbytes * (groups if name.startswith(of_group) else 1)
     return total
 
 

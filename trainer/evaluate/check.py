@@ -60,6 +60,9 @@ def single_process(config: RunConfig) -> RunConfig:
         zero=defaults.zero,
         bucket_mb=defaults.bucket_mb,
         offload=defaults.offload,
+        sync_every=0,
+        outer_rate=defaults.outer_rate,
+        outer_momentum=defaults.outer_momentum,
     )
     return replace(config, parallel=alone)
 

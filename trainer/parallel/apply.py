@@ -28,7 +28,7 @@ from flashckpt.trainer.model.context import ContextSlice
 from flashckpt.trainer.model.initial import fill, materialise
 from flashckpt.trainer.model.moe import choose_products, spread_experts
 from flashckpt.trainer.model.transformer import Transformer
-from flashckpt.trainer.parallel.layout import MESH_NAMES, SPLIT_BACKWARD, Layout, needs_fsdp
+from flashckpt.trainer.parallel.layout import SPLIT_BACKWARD, Layout, needs_fsdp
 from flashckpt.trainer.parallel.switches import recompute_of
 from flashckpt.trainer.parallel.tensor import tensor_parallel
 from flashckpt.trainer.parallel.tied import is_tied_head
@@ -85,6 +85,7 @@ class Parallel:
         parts: One Transformer per local stage (DDP-wrapped under data_parallel = ddp).
         stages: Global stage number of each part.
         dp_rank: Which slice of the global batch this rank reads.
+        replica: Its index along dp_replicate; with `parallel.sync_every`, of its group.
         has_first: Whether a part takes tokens; has_last: whether one computes the loss.
         micro_batch: What goes through the stages.
         tied: Whether the head is tied to the embedding.
@@ -98,12 +99,18 @@ class Parallel:
     parts: list[nn.Module]
     stages: tuple[int, ...]
     dp_rank: int
+    replica: int
     has_first: bool
     has_last: bool
     micro_batch: MicroBatch
     tied: bool
     reporter: bool
     context: ContextSlice | None = None
+
+    @property
+    def group(self) -> int:
+        """The number of this rank's group among those that train apart; 0 where all ranks train together."""
+        return self.replica if self.layout.groups > 1 else 0
 
     def coordinate(self, name: str) -> int:
         """Return this rank's coordinate along one mesh dimension."""
@@ -187,10 +194,11 @@ def build_parallel(config: RunConfig, layout: Layout, device: torch.device) -> P
     On the meta device nothing gets memory: what a rank would hold (`dry_run`).
     """
     sizes = (layout.pp, layout.dp_replicate, layout.dp_shard, layout.tp)
-    mesh = init_device_mesh("cpu" if device.type == "meta" else device.type, sizes, mesh_dim_names=MESH_NAMES)
+    mesh = init_device_mesh("cpu" if device.type == "meta" else device.type, sizes, mesh_dim_names=layout.mesh_names)
     adopt(mesh)
     pp_rank = mesh["pp"].get_local_rank()
-    data_rank = mesh["dp_replicate"].get_local_rank() * layout.dp_shard + mesh["dp_shard"].get_local_rank()
+    replica = int(mesh[layout.mesh_names[1]].get_local_rank())
+    data_rank = replica * layout.dp_shard + mesh["dp_shard"].get_local_rank()
     dp_rank, context = data_rank // layout.cp, _context(config, layout)
     stages = layout.stages_of(pp_rank)
     has_last = layout.stages - 1 in stages
@@ -201,6 +209,7 @@ def build_parallel(config: RunConfig, layout: Layout, device: torch.device) -> P
         parts=[_build_part(config, layout, mesh, device, stage, context=context) for stage in stages],
         stages=stages,
         dp_rank=dp_rank,
+        replica=replica,
         has_first=0 in stages,
         has_last=has_last,
         micro_batch=MicroBatch.of(config, layout),
@@ -279,11 +288,12 @@ def _replicated(part: Transformer, mesh: DeviceMesh, device: torch.device, confi
 
 
 def _fully_shard(part: Transformer, mesh: DeviceMesh, config: RunConfig, layout: Layout) -> None:
-    dp_mesh = mesh["dp_replicate", "dp_shard"] if layout.dp_replicate > 1 else mesh["dp_shard"]
+    is_hybrid = layout.dp_replicate > 1 and layout.groups == 1
+    dp_mesh = mesh["dp_replicate", "dp_shard"] if is_hybrid else mesh["dp_shard"]
     half = half_type(config)
     # The sharded float32 parameter is the master copy: one copy is held and stored, not two.
     policy = MixedPrecisionPolicy(param_dtype=half, reduce_dtype=torch.float32) if half else MixedPrecisionPolicy()
-    experts = spread_experts(part, mesh["dp_replicate", "dp_shard", "tp"]) or None
+    experts = spread_experts(part, mesh[layout.mesh_names[1:]]) or None
     options: dict[str, Any] = {"mesh": dp_mesh, "mp_policy": policy, "ignored_params": experts}
     if is_offloaded(config):
         options["offload_policy"] = CPUOffloadPolicy(pin_memory=mesh.device_type == "cuda")

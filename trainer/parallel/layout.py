@@ -13,10 +13,10 @@ from dataclasses import dataclass
 from flashckpt.errors import LayoutError
 from flashckpt.trainer.config import RunConfig
 from flashckpt.trainer.parallel.batch_split import Rounds, split_batch
+from flashckpt.trainer.parallel.groups import check_groups
 from flashckpt.trainer.parallel.switches import check_switches, check_zero, replicas_of
 from flashckpt.trainer.plan import schedules
 
-MESH_NAMES = ("pp", "dp_replicate", "dp_shard", "tp")
 SINGLE_STAGE = ("1F1B", "GPipe")
 MULTI_STAGE = ("Interleaved1F1B", "LoopedBFS", "InterleavedZeroBubble", "ZBVZeroBubble", "DualPipeV")
 V_SHAPED = ("ZBVZeroBubble", "DualPipeV")
@@ -35,6 +35,7 @@ class Layout:
         micro_batches: Micro-batches of a step, the same on each data-parallel rank.
         local_batch: Rows of a step on each data-parallel rank. What they are more than its samples is padding.
         global_batch: Samples of a step over all data-parallel ranks.
+        sync_every: As `parallel.sync_every`: with 1 or more, each index along dp_replicate is a group that trains apart.
     """
 
     pp: int
@@ -48,6 +49,17 @@ class Layout:
     local_batch: int
     global_batch: int
     cp: int = 1
+    sync_every: int = 0
+
+    @property
+    def mesh_names(self) -> tuple[str, str, str, str]:
+        """Names of the mesh dimensions. Groups that train apart hold different state, and a snapshot knows that by this name."""
+        return ("pp", "diloco" if self.sync_every else "dp_replicate", "dp_shard", "tp")
+
+    @property
+    def groups(self) -> int:
+        """Number of groups whose parameters differ between two synchronisations; 1: all ranks have the same."""
+        return self.dp_replicate if self.sync_every else 1
 
     @property
     def dp(self) -> int:
@@ -95,6 +107,8 @@ class Layout:
     def describe(self) -> str:
         """Return one line for people."""
         dp = f"DP {self.dp_shard}" if self.dp_replicate == 1 else f"DP {self.dp_replicate}x{self.dp_shard} (HSDP)"
+        if self.sync_every:
+            dp = f"{self.groups} groups of DP {self.dp_shard}, synchronised every {self.sync_every} steps"
         dp += f" with CP {self.cp} in it" if self.cp > 1 else ""
         pp = f"PP {self.pp}" + (f" ({self.schedule}, {self.stages} stages)" if self.pp > 1 else "")
         bubble = f", bubble {self.bubble:.1%}" if self.pp > 1 else ""
@@ -126,11 +140,13 @@ def resolve_layout(config: RunConfig, world: int) -> Layout:
         micro_batches=micro_batches,
         local_batch=micro_batches * rows,
         global_batch=config.train.global_batch,
+        sync_every=config.parallel.sync_every,
     )
     _check_ddp(config, layout)
     _check_compile(config, layout)
     _check_router_losses(config, layout)
     check_switches(config, layout.pp, layout.dp_shard, layout.tp)
+    check_groups(config, layout.padding)
     return layout
 
 
@@ -321,4 +337,5 @@ def _divides(name: str, value: int, by_name: str, by: int) -> None:
 def needs_fsdp(config: RunConfig, layout: Layout) -> bool:
     """Return whether there is something to gather or to cast: a single data-parallel rank would only copy weights and gradients."""
     is_half = config.train.precision in ("bfloat16", "float16")
-    return layout.dp * layout.cp > 1 or is_half or config.model.experts > 0 or config.parallel.offload != "none"
+    ranks = layout.dp * layout.cp // layout.groups
+    return ranks > 1 or is_half or config.model.experts > 0 or config.parallel.offload != "none"

@@ -95,11 +95,24 @@ def held(config: RunConfig, layout: Layout, pp_rank: int, shard: int = 0) -> Sta
     return StateBytes(
         parameters=nbytes,
         gradients=nbytes,
-        optimizer=sum(unit.state for _, unit in units) + (nbytes if config.ema.decay else 0),
+        optimizer=sum(unit.state for _, unit in units) + nbytes * _copies(config, layout),
         block=max(blocks, default=0),
         rest=whole - sum(blocks),
         whole=whole,
     )
+
+
+def stored_sets(config: RunConfig, layout: Layout) -> int:
+    """Return how many tensors of a weight's size a checkpoint has: the weight and two moments, those of each group that trains apart."""
+    apart = _copies(config, layout) if layout.groups > 1 else 0
+    return 3 * layout.groups + apart
+
+
+def _copies(config: RunConfig, layout: Layout) -> int:
+    """Return how many more sets of the weights are held: their average, the synchronised ones, the outer momentum."""
+    if layout.groups > 1:
+        return 2 if config.parallel.outer_momentum else 1
+    return 1 if config.ema.decay else 0
 
 
 def _units(layout: Layout, pp_rank: int) -> Iterator[int]:

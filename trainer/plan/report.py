@@ -13,7 +13,7 @@ from flashckpt.trainer.plan.failures import failure_forecast, gpu_hours
 from flashckpt.trainer.plan.flops import count_parameters, training_days
 from flashckpt.trainer.plan.forecast import RESERVED, Memory, is_plain, memory, speed, step_time
 from flashckpt.trainer.plan.gpus import Gpu
-from flashckpt.trainer.plan.held import SLOTS, zero_bytes
+from flashckpt.trainer.plan.held import SLOTS, stored_sets, zero_bytes
 from flashckpt.trainer.plan.options import PlanOptions
 from flashckpt.trainer.plan.schedules import bubble
 from flashckpt.trainer.plan.search import RECOMPUTE, Found, LayoutChoice, reasons, to_paste
@@ -49,7 +49,7 @@ def plan_document(one: LayoutChoice, options: PlanOptions, found: Found | None, 
     config, layout, gpu = one.config, one.layout, options.gpu
     parameters = count_parameters(config.model)
     stored = parameters + config.model.tied_embeddings * config.model.vocab * config.model.dim
-    checkpoint = 3 * MASTER * stored
+    checkpoint = MASTER * stored * stored_sets(config, layout)
     return {
         "version": VERSION,
         "gpus": options.gpus,

@@ -137,7 +137,7 @@ def to_paste(one: LayoutChoice) -> str:
     lines = ["[parallel]"]
     for name in (
         "pp", "dp_replicate", "dp_shard", "cp", "tp", "sequence_parallel", "loss_parallel", "data_parallel", "schedule",
-        "stages_per_rank", "activation_checkpoint",
+        "stages_per_rank", "activation_checkpoint", "sync_every", "outer_rate", "outer_momentum",
     ):  # fmt: skip
         value = getattr(parallel, name)
         if value != getattr(default, name):
@@ -172,6 +172,10 @@ def _degrees(config: RunConfig, gpus: int, ranks_per_node: int) -> Iterator[tupl
 
 def _data_degrees(config: RunConfig, dp: int, tp: int, ranks_per_node: int) -> Iterator[tuple[str, int, int]]:
     """Yield (data_parallel, dp_replicate, dp_shard): cut over all, over a node and repeated, or repeated everywhere."""
+    if config.parallel.sync_every:  # another number of groups is another run, not another layout
+        if dp % config.parallel.dp_replicate == 0:
+            yield "fsdp", config.parallel.dp_replicate, dp // config.parallel.dp_replicate
+        return
     yield "fsdp", 1, dp
     inside = ranks_per_node // (tp * config.parallel.cp)
     if 1 < inside < dp and dp % inside == 0:

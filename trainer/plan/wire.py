@@ -150,7 +150,8 @@ def _shards(config: RunConfig, layout: Layout, held: StateBytes) -> float:
 
 
 def _replicas(layout: Layout, held: StateBytes) -> float:
-    return data_elements(held.gradients) * _ring(layout.dp_replicate)
+    """Gradients in each step; parameters, of as many bytes, where groups are synchronised every few steps."""
+    return data_elements(held.gradients) * _ring(layout.dp_replicate) / max(1, layout.sync_every)
 
 
 def _pipeline(config: RunConfig, layout: Layout) -> float:

@@ -27,6 +27,7 @@ from flashckpt.trainer.data.prepared import check_prepared
 from flashckpt.trainer.data.windows import ids_digest
 from flashckpt.trainer.optim.average import WeightAverage
 from flashckpt.trainer.optim.builders import apply_settings, build_optimizers, set_rate, settings_of
+from flashckpt.trainer.optim.outer import OuterOptimizer
 from flashckpt.trainer.parallel.apply import MicroBatch, build_parallel
 from flashckpt.trainer.parallel.distributed import check_root, is_first_start, note_restore, process_group
 from flashckpt.trainer.parallel.layout import Layout, resolve_layout
@@ -40,6 +41,7 @@ from flashckpt.trainer.train.nonfinite import report_nonfinite
 from flashckpt.trainer.train.optim import clamp_gradients, clip_gradients
 from flashckpt.trainer.train.phased_data import PhasedData
 from flashckpt.trainer.train.record import RunRecord, SpikeError, say_once
+from flashckpt.trainer.train.regroup import begin_if_new, has_other_groups
 from flashckpt.trainer.train.saving import checkpointer, explain
 from flashckpt.trainer.train.starting import announce, announce_phase, reporter_of, seed_rng, training_data
 from flashckpt.trainer.train.step import Totals, TrainStep
@@ -87,6 +89,9 @@ class Trainer:
         self.optimizers = build_optimizers(config.optim, self.parallel.parts, tied=config.model.tied_embeddings)
         self._settings = settings_of(self.optimizers)
         self.average = WeightAverage(config.ema, self.parallel.bare_parts()) if config.ema.decay else None
+        self.outer: OuterOptimizer | None = None
+        if layout.groups > 1:
+            self.outer = OuterOptimizer(config.parallel, self.parallel, last=config.train.steps)
         self.data = PhasedData(self.phases, functools.partial(training_data, parallel=self.parallel, layout=layout))
         self.train_step = self._step_of(config)
         self.guard = Guard(config.guard)
@@ -131,8 +136,9 @@ class Trainer:
             load_first_weights(self.config, self.parallel.bare_parts())
         else:
             self.parallel.fill(self.config)
-        if self.average is not None:
-            self.average.begin()
+        for copied in (self.average, self.outer):
+            if copied is not None:
+                copied.begin()
         self._has_weights = True
 
     def run(self) -> int:
@@ -191,7 +197,8 @@ class Trainer:
                 self.reporter.started(record.step, line)
 
     def _interludes(self) -> Interludes:
-        return Interludes(self.phase.config, self.parallel, self.average)
+        anchor = None if self.outer is None else self.outer.anchor
+        return Interludes(self.phase.config, self.parallel, self.average, anchor)
 
     def _roll_back(self, spike: SpikeError) -> None:
         """Restore the newest snapshot in memory, and skip the samples between it and the spike. Collective."""
@@ -262,12 +269,16 @@ class Trainer:
                 self._open_reporter()  # with the sizes of the phase
 
     def _update(self, totals: Totals, step: int, rate: float) -> bool:
-        """Step the optimizer unless this batch is skipped, then the average; return whether it stepped."""
+        """Step the optimizer unless this batch is skipped, then what follows the weights; return whether it stepped."""
         overflowed = self.record.scaler.overflowed(totals.loss, totals.norm)
         accepted = not overflowed and self._judge(totals, step) and self._apply(totals, rate)
         if self.average is not None and self.average.is_due(step):
             self._fence()
             self.average.update()
+        if self.outer is not None and self.outer.is_due(step):
+            self._fence()
+            self.outer.step()
+            self.timer.reach("sync")
         return accepted
 
     def _judge(self, totals: Totals, step: int) -> bool:
@@ -289,7 +300,7 @@ class Trainer:
     def _apply(self, totals: Totals, rate: float) -> bool:
         by_value, by_norm = self.config.optim.clip_value, self.config.optim.clip_norm
         clamp_gradients(self.parallel, by_value)
-        norm = self.train_step.norm() if by_value > 0 and by_norm > 0 else totals.norm
+        norm = self.train_step.norm() if by_value > 0 and by_norm > 0 else totals.group_norm
         clip_gradients(self.parallel, norm, by_norm)
         self.timer.reach("clip")
         set_rate(self.optimizers, rate)
@@ -320,7 +331,8 @@ class Trainer:
         if self.watch is not None:
             self.watch.attach(self.ckpt)
         try:
-            report = self.ckpt.restore()
+            is_regrouped = self.outer is not None and has_other_groups(self.config, self.parallel.device)
+            report = self.ckpt.restore(strict=not is_regrouped)
         except FlashckptError as error:
             explain(self.config, error)
             raise
@@ -329,6 +341,8 @@ class Trainer:
         if report is not None:
             self.done = report.step
             self._has_weights = True
+            if self.outer is not None and begin_if_new(self.outer, self.parallel, report.missing):
+                logger.warning("group %d is new: it begins with the weights synchronised last", self.parallel.group)
             apply_settings(self.optimizers, self._settings)
             if self.data.phase is not self.phase:
                 self._enter(self.data.phase)

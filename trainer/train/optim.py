@@ -24,13 +24,13 @@ def settle_gradients(parallel: Parallel) -> None:
 
 
 def local_square_sum(parallel: Parallel) -> Tensor:
-    """Return this rank's share of the squared gradient norm, float64 scalar; every element counts once in the world.
+    """Return this rank's share of the squared gradient norm, float64 scalar; every element counts once in its group.
 
-    The sum of it over all ranks is the whole norm: one collective, one value for all, where norms
-    reduced one mesh dimension after another may differ between ranks and let replicas drift.
+    The group is the world, without `parallel.sync_every`. The sum of it over all its ranks is the whole norm: one
+    collective, one value for all, where norms reduced one mesh dimension after another may differ between ranks and let replicas drift.
     """
     total = torch.zeros((), dtype=torch.float64, device=parallel.device)
-    first = parallel.coordinate("dp_replicate") == 0
+    first = parallel.layout.groups > 1 or parallel.replica == 0  # the other replicas have the same gradients
     for parameter in parallel.counted_parameters():
         if parameter.grad is not None and first and _owns(parameter.grad):
             total += _square_sum(local_tensor(parameter.grad).detach()).to(total.device)

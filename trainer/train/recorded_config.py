@@ -18,9 +18,20 @@ from flashckpt.storage.factory import open_store
 RECORD = "run"
 
 
-def recorded_config(root: str, job: str | None, storage_options: Mapping[str, Any]) -> dict[str, Any] | None:
-    """Return the recorded values of the newest snapshot or checkpoint; None if none is readable."""
-    found = [*_in_memory(root, job), *_on_storage(root, storage_options)]
+def recorded_config(
+    root: str, job: str | None, storage_options: Mapping[str, Any], *, is_near_enough: bool = False
+) -> dict[str, Any] | None:
+    """Return the recorded values of the newest snapshot or checkpoint; None if none is readable.
+
+    Args:
+        root: Of the run.
+        job: Its id, or None.
+        storage_options: Of its store.
+        is_near_enough: Storage is asked only where there is no snapshot in this node's memory.
+    """
+    found = [*_in_memory(root, job)]
+    if not found or not is_near_enough:
+        found += _on_storage(root, storage_options)
     newest = max(found, key=lambda manifest: manifest.identity, default=None)
     if newest is None:
         return None

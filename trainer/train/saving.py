@@ -7,9 +7,12 @@ from typing import TYPE_CHECKING, Any
 from flashckpt.errors import ConfigError, FlashckptError, SamplerStateError
 from flashckpt.trainer.changes import compare, other_data, refuse_changes
 from flashckpt.trainer.config import RunConfig
+from flashckpt.trainer.parallel.groups import group_label
 
 if TYPE_CHECKING:
     from flashckpt import Checkpointer
+    from flashckpt.trainer.optim.outer import OuterOptimizer
+    from flashckpt.trainer.parallel.apply import Parallel
     from flashckpt.trainer.train.loop import Trainer
 
 
@@ -29,19 +32,31 @@ def checkpointer(trainer: Trainer) -> Checkpointer:
         replicate_every=settings.replicate_every,
         replicate_rate=settings.replicate_rate or None,
     )
-    ckpt.track(**_tracked(trainer), rng=True, fenced=("ema",), mesh=trainer.parallel.mesh)
+    fenced = ("ema",) if trainer.outer is None else ("model", "outer")  # group weights belong to their optimizer
+    ckpt.track(**_tracked(trainer), rng=True, fenced=fenced, mesh=trainer.parallel.mesh)
     return ckpt
 
 
 def _tracked(trainer: Trainer) -> dict[str, Any]:
     return {
-        "model": trainer.parallel.parts,
+        **weights_of(trainer.parallel, trainer.outer),
         "optimizer": trainer.optimizers,
         "sampler": trainer.data.sampler,
         "run": trainer.record,
         "guard": trainer.guard,
         "ema": None if trainer.average is None else trainer.average.modules,
     }
+
+
+def weights_of(parallel: Parallel, outer: OuterOptimizer | None) -> dict[str, Any]:
+    """Return what is tracked of the weights by name: where groups train apart, those of this rank's group are not `model`.
+
+    `model` is what any reader of a checkpoint takes, so it has to be the same in all groups: what they had in common last.
+    """
+    if outer is None:
+        return {"model": parallel.parts}
+    momentum = None if outer.momentum is None else outer.momentum.modules
+    return {group_label(parallel.group): parallel.parts, "model": outer.anchor.modules, "outer": momentum}
 
 
 def explain(config: RunConfig, error: FlashckptError) -> None:

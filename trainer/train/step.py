@@ -28,13 +28,19 @@ from flashckpt.trainer.watch.phases import PhaseTimer
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Totals:
-    """The totals after backward, equal on all ranks: loss in nats per token, gradient norm, loss per channel.
+    """The totals after backward, equal on all ranks but for `group_norm`.
 
-    `experts`: of each layer the tokens that chose each expert; [] without experts.
+    Attributes:
+        loss: Nats per token.
+        norm: Of the gradients; where groups train apart, the largest of theirs.
+        group_norm: Of the gradients of this rank's group.
+        channels: Loss per channel.
+        experts: Of each layer the tokens that chose each expert; [] without experts.
     """
 
     loss: float
     norm: float
+    group_norm: float
     channels: dict[str, float]
     experts: list[list[int]] = field(default_factory=list)
 
@@ -139,10 +145,16 @@ class TrainStep:
         return [losses for losses, _, _ in self._parts[-self._parallel.layout.micro_batches :]]
 
     def norm(self) -> float:
-        """Return the norm of the gradients as they are now, the same on all ranks. Collective."""
-        square = local_square_sum(self._parallel)
-        dist.all_reduce(square)
-        return math.sqrt(square.item())
+        """Return the norm of the gradients of this rank's group as they are now. Collective."""
+        squares = self._by_group(local_square_sum(self._parallel))
+        dist.all_reduce(squares)
+        return math.sqrt(squares[self._parallel.group].item())
+
+    def _by_group(self, square_sum: Tensor) -> Tensor:
+        """Return one number for each group: for this rank's what is given, for the others 0."""
+        squares = torch.zeros(self._parallel.layout.groups, dtype=square_sum.dtype, device=square_sum.device)
+        squares[self._parallel.group] = square_sum
+        return squares
 
     def _on_device(self, batch: Batch) -> tuple[Tensor, Tensor, Tensor | None]:
         device, documents = self._parallel.device, batch.documents
@@ -221,12 +233,14 @@ class TrainStep:
 
     def _reduce(self, square_sum: Tensor) -> Totals:
         # one all-reduce over the world: the ranks then hold the same bits and make the same decisions
-        vector = torch.cat([self._channel_sums().flatten(), square_sum.reshape(1)])
+        vector = torch.cat([self._channel_sums().flatten(), self._by_group(square_sum)])
         dist.all_reduce(vector)
-        *flat, square = vector.tolist()
-        sums, counts = flat[: len(self._channels)], flat[len(self._channels) :]
+        flat, count = vector.tolist(), len(self._channels)
+        sums, counts = flat[:count], flat[count : 2 * count]
+        norms = [math.sqrt(square) if square >= 0 else math.nan for square in flat[2 * count :]]
         return Totals(
             loss=sum(sums) / max(1.0, sum(counts)),
-            norm=math.sqrt(square) if square >= 0 else math.nan,
+            norm=math.nan if any(map(math.isnan, norms)) else max(norms),
+            group_norm=norms[self._parallel.group],
             channels={n: s / c for n, s, c in zip(self._channels, sums, counts, strict=True) if c},
         )

@@ -40,6 +40,12 @@ LAYOUTS: dict[str, tuple[int, dict[str, Any], dict[str, Any]]] = {
     "2x2x2": (8, {"pp": 2, "tp": 2}, DENSE),
     "4x2x1, uneven over tp": (8, {"dp_shard": 4, "tp": 2}, {**DENSE, "dim": 20, "ffn": 36, "vocab": 260}),
     "hsdp, tp": (8, {"dp_replicate": 2, "tp": 2, "sequence_parallel": False}, DENSE),
+    "groups of two": (4, {"dp_replicate": 2, "sync_every": 3}, DENSE),
+    "groups of one rank, averaged": (
+        2,
+        {"dp_replicate": 2, "dp_shard": 1, "sync_every": 1, "outer_momentum": 0.0},
+        DENSE,
+    ),
     "interleaved": (2, {"pp": 2, "schedule": "Interleaved1F1B"}, EXPERTS),
     "2x2x2 with experts, tied": (8, {"pp": 2, "tp": 2}, EXPERTS),
 }
@@ -59,13 +65,15 @@ def held(rank: int, config_values: Any) -> Any:
         memory = trainer.ckpt._session.memory
         parameters = trainer.parallel.parameters()
         states = [state for optimizer in trainer.optimizers for state in optimizer.state.values()]
+        copies = [] if trainer.outer is None else [trainer.outer.anchor, trainer.outer.momentum]
+        beside = sum(local_tensor(held).nbytes for copy in copies if copy is not None for held in copy.held)
         trainer.ckpt.wait(100)
         assert memory.segment is not None
         spec = memory.segment.spec
         result = {
             "parameter_bytes": sum(local_tensor(p).nbytes for p in parameters),
             "gradient_bytes": sum(local_tensor(p.grad).nbytes for p in parameters if p.grad is not None),
-            "optimizer_bytes": sum(local_tensor(value).nbytes for state in states for value in state.values()),
+            "optimizer_bytes": sum(local_tensor(value).nbytes for state in states for value in state.values()) + beside,
             "slot_data_bytes": spec.data_capacity,
             "slot_bytes": spec.slot_bytes,
             "snapshot_bytes": memory.segment.path.stat().st_size,

@@ -57,6 +57,15 @@ def test_a_search_drops_what_does_not_fit_and_ranks_the_rest() -> None:
     assert len(small.ranked) < len(found.ranked)
 
 
+def test_a_search_keeps_the_number_of_groups_that_train_apart() -> None:
+    config = read_config(EIGHT)
+    apart = replace(config, parallel=replace(config.parallel, dp_replicate=2, dp_shard=-1, sync_every=50))
+    found = search(apart, 16, H100, ranks_per_node=8)
+    assert {one.layout.groups for one in found.ranked} == {2}
+    assert "dp_replicate = 2" in to_paste(found.ranked[0])
+    assert "sync_every = 50" in to_paste(found.ranked[0])
+
+
 def test_alike_candidates_are_ranked_by_the_rules_of_the_study() -> None:
     """Micro-batch 1 before more, nothing computed again before recomputation, pipelines before tensor parallelism."""
     found = search(read_config(EIGHT), 8, H100, ranks_per_node=8)

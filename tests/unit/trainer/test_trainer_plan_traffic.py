@@ -136,6 +136,9 @@ def test_a_rank_sends_what_the_collectives_of_its_dimension_move() -> None:
     assert pipeline.sent == 16 * 2 * (2 * 64 * 64) * 4
     replicas = moved(wired(dp_replicate=2, dp_shard=2), 4)
     assert set(replicas) == {"dp_shard", "dp_replicate"}
+    apart = moved(wired(dp_replicate=2, dp_shard=2, sync_every=4), 4)
+    assert apart["dp_replicate"].sent * 4 == replicas["dp_replicate"].sent  # as many parameters, every fourth step
+    assert apart["dp_shard"].sent == replicas["dp_shard"].sent
     assert moved(wired(), 1) == {}
 
 

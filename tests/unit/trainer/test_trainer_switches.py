@@ -10,11 +10,14 @@ from typing import Any
 import pytest
 
 from flashckpt.errors import ConfigError, LayoutError
+from flashckpt.trainer.changes import compare, recorded_values
 from flashckpt.trainer.config import from_values
+from flashckpt.trainer.parallel.groups import refuse_check
 from flashckpt.trainer.parallel.layout import resolve_layout
 from flashckpt.trainer.parallel.switches import with_precision
 from flashckpt.trainer.train.scaler import FIRST, GROW_AFTER, LossScaler
 
+GROUPS = {"dp_replicate": 2, "dp_shard": 1, "sync_every": 4}
 DDP = {"data_parallel": "ddp", "dp_replicate": 2, "dp_shard": 1}
 
 
@@ -48,6 +51,16 @@ DDP = {"data_parallel": "ddp", "dp_replicate": 2, "dp_shard": 1}
         ({"parallel": {"cp": 2}, "train": {"seq_len": 18}}, 2, "two chunks for each rank of parallel.cp"),
         ({"parallel": {"cp": 2, "tp": 4}, "train": {"seq_len": 12}}, 8, "seq_len .* is not divisible by"),
         ({"parallel": {"cp": 2}}, 3, "does not fill the world"),
+        ({"parallel": {"sync_every": 4}}, 2, "dp_replicate is the number of groups"),
+        ({"parallel": {"sync_every": 4, "zero": 0}}, 2, "dp_replicate is the number of groups"),
+        ({"parallel": {"outer_rate": 1.0}}, 1, "outer_rate would have no effect"),
+        ({"parallel": {"outer_momentum": 0.0}}, 1, "outer_momentum would have no effect"),
+        ({"parallel": {**DDP, "sync_every": 4}}, 2, "DDP averages gradients over the groups"),
+        ({"parallel": {**GROUPS, "zero": 0, "cp": 2}}, 4, "the ranks of one row would be in several groups"),
+        ({"parallel": {**GROUPS, "offload": "state"}}, 2, "on the device"),
+        ({"parallel": GROUPS, "model": {"experts": 2}}, 2, "add up what all data-parallel ranks have"),
+        ({"parallel": GROUPS, "ema": {"decay": 0.9}}, 2, "another in each group"),
+        ({"parallel": GROUPS, "train": {"global_batch": 7}}, 2, "different numbers of samples"),
     ],
 )
 def test_a_pair_that_cannot_work_is_refused_with_the_reason(sections: Any, world: int, why: str) -> None:
@@ -71,6 +84,27 @@ def test_refusals_do_not_import_torch() -> None:
     )
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
     assert done.stdout.split() == ["LayoutError", "False"]
+
+
+def test_a_run_of_groups_is_not_compared_with_one_process() -> None:
+    with pytest.raises(LayoutError, match="one process has one group"):
+        refuse_check(from_values({"parallel": GROUPS}))
+
+
+def test_groups_can_be_neither_begun_nor_ended_by_a_resume() -> None:
+    groups, plain = from_values({"parallel": GROUPS}), from_values({"parallel": {**GROUPS, "sync_every": 0}})
+    more = from_values({"parallel": {**GROUPS, "dp_replicate": 3, "outer_momentum": 0.0, "sync_every": 8}})
+    old = recorded_values(plain)
+    del old["parallel"]["sync_every"], old["parallel"]["outer_rate"], old["parallel"]["outer_momentum"]
+    assert compare(old, plain) == []  # recorded before there were groups
+
+    def errors(before: Any, now: Any) -> set[str]:
+        return {change.key for change in compare(before, now) if change.severity == "error"}
+
+    assert errors(old, groups) == errors(recorded_values(plain), groups) == {"parallel.sync_every"}
+    assert errors(recorded_values(groups), plain) == {"parallel.sync_every"}
+    assert errors(recorded_values(groups), more) == {"parallel.outer_momentum"}
+    assert errors(recorded_values(groups), groups) == set()
 
 
 def test_zero_without_cuts_fills_the_world_with_replicas() -> None:
