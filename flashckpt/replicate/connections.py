@@ -20,9 +20,12 @@ LARGE = 256 << 20
 
 
 def give_way() -> None:
-    """Let the calling thread take a core only while no rank wants it: what is sent later costs less than a step that is longer."""
-    with contextlib.suppress(OSError):
-        os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), 19)
+    """Let the calling thread take a core only while no rank wants it: what is sent later costs less than a step that is longer.
+
+    FLASHCKPT_REPLICA_NICE is another priority than the lowest, as of `nice`, where replicas that are newer are worth slower steps.
+    """
+    with contextlib.suppress(ValueError, OSError):
+        os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), int(os.environ.get("FLASHCKPT_REPLICA_NICE") or 19))
 
 
 def linked(sock: socket.socket, session: ReplicaSession, *, accepts: bool) -> PeerLink:

@@ -73,7 +73,11 @@ def test_replica_slots_are_overwritten_in_turn_and_the_newest_everywhere_stays_p
         assert segment.headers()[slot].identity == (1, 10)
 
 
-def test_threads_that_send_and_receive_replicas_give_way_and_no_others(shm_dir: Path) -> None:
+@pytest.mark.parametrize(("asked", "expected"), [("", 19), ("7", 7)])
+def test_threads_that_send_and_receive_replicas_give_way_and_no_others(
+    shm_dir: Path, monkeypatch: pytest.MonkeyPatch, asked: str, expected: int
+) -> None:
+    monkeypatch.setenv("FLASHCKPT_REPLICA_NICE", asked)
     them = Replicating(shm_dir, 2)
     with daemons_of(them) as daemons:
         assert them.step(1)
@@ -86,7 +90,7 @@ def test_threads_that_send_and_receive_replicas_give_way_and_no_others(shm_dir: 
     bulk = {name for name in found if name == "flashckpt-replica" or name.startswith("flashckpt-send-")}
     assert bulk == {"flashckpt-replica", "flashckpt-send-0", "flashckpt-send-1"}
     here = found["MainThread"]
-    assert {name: found[name] for name in found} == {name: 19 if name in bulk else here for name in found}
+    assert {name: found[name] for name in found} == {name: expected if name in bulk else here for name in found}
 
 
 def test_two_partners_each_hold_all_of_a_node(shm_dir: Path) -> None:
