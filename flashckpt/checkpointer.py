@@ -7,7 +7,7 @@ import logging
 import os
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -120,6 +120,7 @@ class Checkpointer:
         mesh: Any = None,
         replicated_over: Any = None,
         fenced: tuple[str, ...] | list[str] = (),
+        exclude: str | Iterable[str] = (),
         **things: Any,
     ) -> None:
         """Name the objects whose state is taken and restored; may be called several times before `restore()`.
@@ -131,12 +132,14 @@ class Checkpointer:
             replicated_over: "world", a process group or a list of ranks over which plain tensors are equal.
             fenced: Names of things that change only inside the `step()` of a tracked optimizer, or never
                 between `ckpt.step()` and `ckpt.fence()`: they are copied beside the next forward/backward.
+            exclude: Patterns over names of module state that no snapshot holds and no restore touches, e.g. "base.*" for the
+                frozen weights of a LoRA: load them where they come from, before `restore()`. With or without the track name.
             **things: Modules, torch optimizers, lists of them, or objects with state_dict/load_state_dict. An
                 object with `flashckpt_replicated = True` has one state for all ranks.
 
         Raises:
-            ConfigError: A name is taken, a thing has no state, an optimizer has foreign parameters, or a sampler
-                is tracked twice (as itself and inside its batch sampler).
+            ConfigError: A name is taken, a thing has no state, an optimizer has foreign parameters, a sampler
+                is tracked twice (as itself and inside its batch sampler), or what is left out is trained.
             UnsupportedStateError: State that is there already cannot be held: nested too deeply, or in an optimizer
                 that wraps another one.
         """
@@ -145,12 +148,24 @@ class Checkpointer:
         self._mesh = mesh if mesh is not None else self._mesh
         self._replicated_over = replicated_over if replicated_over is not None else self._replicated_over
         self._tracked.rng = self._tracked.rng or rng
+        self._tracked.exclusion.add(exclude)
         for name, thing in things.items():
             if thing is not None:
                 self._tracked.add(name, thing, fenced=name in fenced)
                 self._say_how_it_continues(name, thing)
         for optimizer in self._tracked.all_optimizers()[len(self._hooks) :]:
             self._hooks.append(optimizer.register_step_pre_hook(self._before_optimizer_step))
+
+        if self._tracked.exclusion and self._tracked.modules:
+            self._say_what_is_left_out()
+
+    def _say_what_is_left_out(self) -> None:
+        left_out, is_first = self._tracked.left_out(), self._tracked.world.rank == 0
+        total = sum(tensor.numel() * tensor.element_size() for tensor in left_out.values())
+        text = "left out of snapshots: %d tensors, %.1f MB; a restore leaves them as they are"
+        notice(_logger, text, len(left_out), total / 1e6, is_shown=is_first)
+        for pattern in self._tracked.exclusion.unmatched(left_out) if is_first else ():
+            guarded(_logger).warning("exclude=%r matches no parameter or buffer of a tracked module", pattern)
 
     def _say_how_it_continues(self, name: str, thing: Any) -> None:
         if (found := continuation_of(thing)) is None:

@@ -34,5 +34,6 @@ def missing_error(names: Sequence[str], unexpected: Sequence[str], *, is_whole: 
         found=f"instead: {', '.join(unexpected[:5])}" if unexpected else "",
         expected=", ".join(names[:5]),
         state="Nothing was restored.",
-        remedy="restore(strict=False) leaves such state as it is; restore(only='model.*') takes a part",
+        remedy="restore(strict=False) leaves such state as it is; restore(only='model.*') takes a part; where the snapshots were taken "
+        "without frozen weights, give track() the same exclude=",
     )

@@ -41,7 +41,8 @@ def recorded_beside(table: ShardTable, layout: int, directory: JobDirectory, tra
     if mine and manifests and manifests[0].world_size == tracked.world.size:
         held_rows = manifests[0].table
         found = [held_rows.shard(row) for row in range(len(held_rows)) if held_rows.fqn(row) not in known]
-        return [shard for shard in found if shard.fqn.partition("@")[0].partition(".")[0] in labels]
+        named = [(shard.fqn.partition("@")[0], shard) for shard in found]
+        return [shard for fqn, shard in named if fqn.partition(".")[0] in labels and not tracked.exclusion(fqn)]
     state = absent_state(tracked, SourceNames(list(_manifests(held))))
     return [shard for shard in state.shards if shard.fqn not in known]
 

@@ -76,7 +76,7 @@ def compare(
     of_tensors = _tensor_names(live, required)
     unknown |= _unknown_tensors(tracked, manifests, of_tensors)
     found = _own_names(live, names, required, unknown)
-    foreign = frozenset(name for name in unknown - found if only is None or is_wanted(name, only))
+    foreign = frozenset(name for name in unknown - found if is_wanted(name, only) and not tracked.exclusion(name))
     return NameComparison(foreign=foreign, count=len(found), find_own=lambda: found)
 
 

@@ -19,6 +19,7 @@ from torch.nn.parallel import DistributedDataParallel
 from flashckpt.errors import ConfigError
 from flashckpt.state import modules
 from flashckpt.state.box_sets import FORM
+from flashckpt.state.exclusion import Exclusion, refuse_trained
 
 _PLAIN = frozenset({torch.Tensor, nn.Parameter, nn.Buffer})
 _LAYOUT = operator.attrgetter("layout")
@@ -38,6 +39,7 @@ class ModuleTensors:
         aliases: Other names of tensors that are held once: alias -> name.
         aliased: The tensors under those other names.
         walked: (path in its part, module) of every module, once, by track name and part.
+        left_out: Tensors that no snapshot is to hold, by name.
     """
 
     names: list[str] = field(default_factory=list)
@@ -47,6 +49,7 @@ class ModuleTensors:
     aliases: dict[str, str] = field(default_factory=dict)
     aliased: dict[str, torch.Tensor] = field(default_factory=dict)
     walked: list[tuple[str, list[tuple[str, nn.Module]]]] = field(default_factory=list)
+    left_out: dict[str, torch.Tensor] = field(default_factory=dict)
 
     @cached_property
     def ids(self) -> list[int]:
@@ -61,7 +64,8 @@ class ModuleTensors:
     @cached_property
     def shortened(self) -> dict[int, str]:
         """id(tensor) -> its name inside the name of its optimizer state: without the track name `model`."""
-        named = {id(tensor): alias.removeprefix("model.") for alias, tensor in reversed(self.aliased.items())}
+        others = [*self.left_out.items(), *reversed(self.aliased.items())]
+        named = {id(tensor): alias.removeprefix("model.") for alias, tensor in others}
         names = self.names
         if any(label == "model" for label, _ in self.walked):
             names = list(map(str.removeprefix, names, repeat("model.")))
@@ -80,17 +84,23 @@ class ModuleTensors:
         return (module for _, part in self.walked for _, module in part)
 
 
-def collect(parts_by_label: Mapping[str, Sequence[nn.Module]]) -> ModuleTensors:
+def collect(parts_by_label: Mapping[str, Sequence[nn.Module]], exclusion: Exclusion | None = None) -> ModuleTensors:
     """Return the tensors of all tracked modules.
 
+    Args:
+        parts_by_label: The modules by track name.
+        exclusion: What is left out.
+
     Raises:
-        ConfigError: Two tensors of one name.
+        ConfigError: Two tensors of one name, or one that is trained is left out.
         UnsupportedStateError: A module keeps state where a snapshot would not find it, or has not made it yet.
     """
-    found = ModuleTensors()
+    found, exclusion = ModuleTensors(), exclusion or Exclusion()
     for label, parts in parts_by_label.items():
         for part in parts:
-            _walk(found, label, part)
+            _walk(found, label, part, exclusion)
+    if exclusion:
+        found = _without_excluded(found, exclusion)
     modules.refuse_lazy(found.names, found.tensors)
     doubles = _storages_met_twice(found.tensors, map(_LAYOUT_IN_FORM, found.forms))
     if doubles is None or doubles or len(set(found.names)) < len(found.names):
@@ -98,7 +108,23 @@ def collect(parts_by_label: Mapping[str, Sequence[nn.Module]]) -> ModuleTensors:
     return found
 
 
-def _walk(found: ModuleTensors, label: str, part: nn.Module) -> None:
+def _without_excluded(found: ModuleTensors, exclusion: Exclusion) -> ModuleTensors:
+    """Return the columns without what is excluded; before shared tensors are looked for: one may be kept under another name."""
+    kept = ModuleTensors(walked=found.walked)
+    columns = zip(found.names, found.tensors, found.ddp_ranks, found.is_parameter, strict=True)
+    for name, tensor, ranks, is_parameter in columns:
+        if exclusion(name):
+            kept.left_out[name] = tensor
+        else:
+            _append(kept, name, tensor, ranks, is_parameter=is_parameter)
+    held = set(kept.ids)
+    for name, tensor in kept.left_out.items():
+        if id(tensor) not in held:
+            refuse_trained(name, tensor)
+    return kept
+
+
+def _walk(found: ModuleTensors, label: str, part: nn.Module, exclusion: Exclusion) -> None:
     named = list[tuple[str, nn.Module]]()
     _enter_named_modules(named, "", part)
     once = named
@@ -117,7 +143,9 @@ def _walk(found: ModuleTensors, label: str, part: nn.Module) -> None:
     for prefix, module in named:
         parameters, buffers = module._parameters, module._buffers  # noqa: SLF001 -- named_parameters() drops the owner of each
         if type(module) in own_way:
-            modules.refuse_hidden_in(modules.strip(prefix, wrapped), module)
+            path = modules.strip(prefix, wrapped)
+            dotted = f"{label}.{path}." if path else f"{label}."
+            modules.refuse_hidden_in(path, module, lambda key, dotted=dotted: exclusion(dotted + key))  # type: ignore[misc]
         if not parameters and not buffers:
             continue
         clean = prefix if is_plain else modules.strip(prefix, wrapped)
@@ -206,7 +234,7 @@ def _without_aliases(found: ModuleTensors, doubles: set[int] | None) -> ModuleTe
     Raises:
         ConfigError: Two tensors of one name.
     """
-    kept, by_storage = ModuleTensors(walked=found.walked), dict[tuple[object, ...], str]()
+    kept, by_storage = ModuleTensors(walked=found.walked, left_out=found.left_out), dict[tuple[object, ...], str]()
     named: dict[str, torch.Tensor] = {}
     columns = zip(found.names, found.tensors, found.ddp_ranks, found.is_parameter, strict=True)
     for full, tensor, ranks, is_parameter in columns:

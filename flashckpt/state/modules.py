@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -66,15 +66,20 @@ def refuse_lazy(names: Sequence[str], tensors: Sequence[torch.Tensor]) -> None:
     )
 
 
-def refuse_hidden(name: str, part: nn.Module) -> None:
+def refuse_hidden(name: str, part: nn.Module, is_left_out: Callable[[str], bool] = lambda _: False) -> None:
     """Refuse a part in which a module saves state that is no parameter, buffer or extra state.
+
+    Args:
+        name: Track name of the part.
+        part: The part.
+        is_left_out: Tells of a name whether nobody wants that state.
 
     Raises:
         UnsupportedStateError: Names the module, its class and the keys that would be lost.
     """
     for prefix, module in part.named_modules(prefix=name):
         if saves_in_its_own_way(type(module)):
-            refuse_hidden_in(prefix, module)
+            refuse_hidden_in(prefix, module, lambda key, path=prefix: is_left_out(f"{path}.{key}"))  # type: ignore[misc]
 
 
 def saves_in_its_own_way(kind: type[nn.Module]) -> bool:
@@ -83,9 +88,9 @@ def saves_in_its_own_way(kind: type[nn.Module]) -> bool:
     return not is_usual
 
 
-def refuse_hidden_in(path: str, module: nn.Module) -> None:
-    """As `refuse_hidden`, of one module."""
-    hidden = _hidden_keys(module)
+def refuse_hidden_in(path: str, module: nn.Module, is_left_out: Callable[[str], bool] = lambda _: False) -> None:
+    """As `refuse_hidden`, of one module; `is_left_out` is asked of keys."""
+    hidden = [key for key in _hidden_keys(module) if not is_left_out(key)]
     if not hidden:
         return
     kind = f"{type(module).__module__}.{type(module).__qualname__}"
@@ -93,7 +98,7 @@ def refuse_hidden_in(path: str, module: nn.Module) -> None:
         f"the module {path!r} saves state that is neither a parameter nor a buffer",
         found=f"{', '.join(map(repr, hidden[:3]))}{', ...' if len(hidden) > 3 else ''} in the state dict of a {kind}",
         expected="parameters, persistent buffers, or get_extra_state() and set_extra_state() that hold the rest",
-        remedy="track only the modules that train, e.g. the adapters: track(model=torch.nn.ModuleDict(...)); or give "
+        remedy='leave it out where it does not train: track(model=..., exclude="base.*"); or give '
         "its class get_extra_state() and set_extra_state()",
     )
 

@@ -17,6 +17,7 @@ from flashckpt.state.captured import Captured
 from flashckpt.state.data_sources import refusal_of
 from flashckpt.state.deferred_optimizer import DeferredState
 from flashckpt.state.depth import refuse_deep
+from flashckpt.state.exclusion import Exclusion
 from flashckpt.state.module_tensors import ModuleTensors, collect, may_share
 from flashckpt.state.placement import World
 from flashckpt.state.state_layout import StateLayout
@@ -62,6 +63,7 @@ class StateRegistry:
         ahead: Optimizer state in it that does not exist yet.
         aliases: Other names of tensors that are held once: alias -> name.
         fenced: Track names whose tensors the user declared to change only inside `optimizer.step()`.
+        exclusion: State of modules that is left out.
     """
 
     def __init__(self, world: World, *, plans_only: bool = False) -> None:
@@ -71,6 +73,7 @@ class StateRegistry:
         self.objects: dict[str, Any] = {}
         self.rng = False
         self.fenced: set[str] = set()
+        self.exclusion = Exclusion()
         self.planned: Structure | None = None
         self.ahead = DeferredState()
         self.aliases: dict[str, str] = {}
@@ -103,7 +106,7 @@ class StateRegistry:
         if parts and all(isinstance(p, nn.Module) for p in parts):
             refuse_deep(name, *parts)
             for part in parts:
-                modules.refuse_hidden(name, part)
+                modules.refuse_hidden(name, part, self.exclusion)
             self.modules[name] = parts
         elif parts and all(isinstance(p, torch.optim.Optimizer) for p in parts):
             for part in parts:
@@ -138,6 +141,15 @@ class StateRegistry:
     def parts(self) -> list[nn.Module]:
         """Return every tracked module."""
         return [part for group in self.modules.values() for part in group]
+
+    def left_out(self) -> dict[str, torch.Tensor]:
+        """Return the tensors of modules that no snapshot holds, by name.
+
+        Raises:
+            ConfigError: One of them is trained.
+        """
+        self._look_at_modules()
+        return self._found.left_out
 
     # -- structure ---------------------------------------------------------------------------------------
 
@@ -290,9 +302,9 @@ class StateRegistry:
         return self.planned
 
     def _look_at_modules(self) -> None:
-        self._found = collect(self.modules)
+        self._found = collect(self.modules, self.exclusion)
         self._names = self._found.shortened
-        self._reader.look(self._found)
+        self._reader.look(self._found, self.exclusion)
 
     def _watch(self) -> None:
         assert self.planned is not None
@@ -337,7 +349,7 @@ class StateRegistry:
         """
         ids = map(id, chain.from_iterable(map(optimizer_state.parameters, group)))
         if not all(map(self._names.__contains__, ids)):
-            self._names = collect(self.modules).shortened
+            self._names = collect(self.modules, self.exclusion).shortened
             for label, optimizers in self.optimizers.items():
                 for p in (p for o in optimizers for p in optimizer_state.parameters(o)):
                     optimizer_state.name_of(p, self._names, label)

@@ -10,6 +10,7 @@ from torch import nn
 
 from flashckpt.state import modules, optimizer_extra, optimizer_state, pytree, rng
 from flashckpt.state.captured import Captured
+from flashckpt.state.exclusion import Exclusion
 from flashckpt.state.module_tensors import ModuleTensors
 from flashckpt.state.optimizer_entries import OptimizerEntries, StateValue
 from flashckpt.state.placement import World
@@ -51,13 +52,14 @@ class ValueReader:
         self._groups: dict[str, list[list[list[str]]]] = {}
         self._extras = optimizer_extra.Extras()
 
-    def look(self, found: ModuleTensors) -> None:
-        """Record which modules have extra state."""
+    def look(self, found: ModuleTensors, exclusion: Exclusion) -> None:
+        """Record which modules have extra state that is not left out."""
         self._groups = {}
         self.extra = [
             (f"{label}.{name}", module)
             for label, walked in found.walked
             for name, module in modules.extra_states(walked)
+            if not exclusion(f"{label}.{name}")
         ]
 
     def take(self, entries: OptimizerEntries) -> None:

@@ -184,7 +184,7 @@ class Adapted(nn.Module):
         return base + self.up(self.down(batch))
 
 
-def _quantized(kind: str, *, only_adapters: bool = False, **options: Any) -> Program:
+def _quantized(kind: str, *, only_adapters: bool = False, left_out: bool = False, **options: Any) -> Program:
     import bitsandbytes
 
     trained = torch.get_rng_state()
@@ -194,6 +194,8 @@ def _quantized(kind: str, *, only_adapters: bool = False, **options: Any) -> Pro
     model = Adapted(frozen, 64)
     parts = nn.ModuleDict({"down": model.down, "up": model.up})
     program = supervised(model, torch.optim.AdamW(parts.parameters(), lr=1e-3), 64)
+    if left_out:
+        return Program(train=program.train, tracked=program.tracked, options={"exclude": "frozen.*"})
     return Program(train=program.train, tracked={**program.tracked, "model": parts}) if only_adapters else program
 
 
@@ -216,19 +218,36 @@ def adapters(start: Start) -> Program:
     return _quantized("Linear4bit", only_adapters=True)
 
 
-def _lora(start: Start, **options: Any) -> Program:
+@case(GROUP, "bitsandbytes Linear4bit, frozen, left out by exclude=", needs=("bitsandbytes",))
+def frozen_left_out(start: Start) -> Program:
+    return _quantized("Linear4bit", left_out=True)
+
+
+def _lora(start: Start, *, left_out: bool = False, **options: Any) -> Program:
     from peft import LoraConfig, get_peft_model
 
     config = LoraConfig(r=8, lora_dropout=0.1, target_modules=["0", "3"], **options)
-    model = get_peft_model(net(WIDTH), config)  # type: ignore[arg-type]  # any module will do
+    begun = torch.get_rng_state()
+    if left_out:
+        torch.manual_seed(5)  # the weights that a pretrained model brings along
+    base = net(WIDTH)
+    if left_out:
+        torch.set_rng_state(begun)
+    model = get_peft_model(base, config)  # type: ignore[arg-type]  # any module will do
     trainable = [p for p in model.parameters() if p.requires_grad]
-    optimizer = torch.optim.AdamW(trainable, lr=1e-3)
-    return supervised(model, optimizer, WIDTH)
+    program = supervised(model, torch.optim.AdamW(trainable, lr=1e-3), WIDTH)
+    frozen = [name for name, p in model.named_parameters() if not p.requires_grad]
+    return Program(train=program.train, tracked=program.tracked, options={"exclude": frozen} if left_out else {})
 
 
 @case(GROUP, "peft LoRA", needs=("peft",))
 def lora(start: Start) -> Program:
     return _lora(start)
+
+
+@case(GROUP, "peft LoRA, frozen weights left out by exclude=", needs=("peft",))
+def lora_left_out(start: Start) -> Program:
+    return _lora(start, left_out=True)
 
 
 @case(GROUP, "peft LoRA, DoRA with rank-stabilised scaling", needs=("peft",))

@@ -294,7 +294,7 @@ def test_sigterm_reaches_scripts_that_know_nothing_of_flashckpt(tmp_path: Path) 
 
 
 def test_pet_variables_and_unknown_flags(tmp_path: Path) -> None:
-    path = script(tmp_path, "import os; print('world', os.environ['WORLD_SIZE'])")
+    path = script(tmp_path, "import os; os.write(1, f'world {os.environ[\"WORLD_SIZE\"]}\\n'.encode())")
     code, output = run_dlrun(tmp_path, path, env={"PET_NPROC_PER_NODE": "2"})
     assert code == 0
     assert output.count("world 2") == 2

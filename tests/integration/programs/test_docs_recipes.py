@@ -35,6 +35,7 @@ BLOCKS = {
         'mesh = init_device_mesh("cuda", (2, 4)',
     ): "not run: The two snippets with a mesh were not run as they stand",
     ("engine.md", "ckpt.track(model=stage_modules"): "not run: The two snippets with a mesh were not run as they stand",
+    ("engine.md", "frozen = [name for name"): HERE,
     ("interop.md", "import torch.distributed.checkpoint as dcp"): HERE,
     ("interop.md", "names = {id(param): name"): HERE,
     ("recipes.md", "from flashckpt.integrations.transformers"): "test_recipes.py::test_recipe_killed_in_an_epoch",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -129,14 +130,8 @@ def test_by_pieces_the_logits_of_all_tokens_never_exist(kind: torch.dtype) -> No
 def test_the_gradient_norm_makes_no_float64_copy_of_a_gradient() -> None:
     weight = torch.nn.Parameter(torch.zeros(512, 512))
     weight.grad = torch.ones(512, 512)
-    parallel: Any = type(
-        "Alone",
-        (),
-        {
-            "device": torch.device("cpu"),
-            "coordinate": staticmethod(lambda _name: 0),
-            "counted_parameters": staticmethod(lambda: [weight]),
-        },
+    parallel: Any = SimpleNamespace(
+        device=torch.device("cpu"), layout=SimpleNamespace(groups=1), replica=0, counted_parameters=lambda: [weight]
     )
     with LiveBytes() as live:
         assert local_square_sum(parallel).item() == pytest.approx(512 * 512)
