@@ -14,7 +14,7 @@ import numpy as np
 from rich.table import Table
 
 from flashckpt.cli.common import human_bytes, jobs_on_this_machine, new_table
-from flashckpt.cli.replicas import replica_slots
+from flashckpt.cli.replicas import lag_in_words, replica_slots
 from flashckpt.core.lineage import is_rolled_back
 from flashckpt.core.manifest import Manifest
 from flashckpt.core.shard import Shard
@@ -89,8 +89,8 @@ def _row(identity: Identity, tier: str, source: str, covered: tuple[list[int], i
     }
 
 
-def coverage_table(rows: Sequence[dict[str, Any]]) -> Table:
-    """Return the rows for people."""
+def coverage_table(rows: Sequence[dict[str, Any]], replication: Sequence[dict[str, Any]]) -> Table:
+    """Return the rows for people, and below them how far replicas are."""
     table = new_table(
         ">STEP", ">GEN", "TIER", "NODE", "SOURCE", ">COVERS", ">MISSING", ">SHARE", title="coverage of the state"
     )
@@ -105,6 +105,8 @@ def coverage_table(rows: Sequence[dict[str, Any]]) -> Table:
             human_bytes(row["missing_bytes"]),
             f"{row['share']:.1%}",
         )
+    if replication:
+        table.caption = "\n".join(f"replicas of {one['job']}: {lag_in_words(one)}" for one in replication)
     return table
 
 

@@ -26,6 +26,7 @@ from flashckpt.cli.common import (
 )
 from flashckpt.cli.coverage import coverage_rows, coverage_table, parse_layout, plan_layout, plan_table
 from flashckpt.cli.output import FittingTable
+from flashckpt.cli.replicas import lags
 from flashckpt.core.manifest import Manifest
 from flashckpt.core.shard_table import ShardTable
 from flashckpt.printable import counted, plain, printable
@@ -69,7 +70,9 @@ def inspect(
     manifest = read_manifest(store, info)
     if coverage:
         rows = coverage_rows(root, manifest)
-        show({"prefix": info.prefix, "coverage": rows}, as_json=as_json, table=lambda: coverage_table(rows))
+        behind = lags(root)
+        document = {"prefix": info.prefix, "coverage": rows, "replication": behind}
+        show(document, as_json=as_json, table=lambda: coverage_table(rows, behind))
         return
     if wanted is not None:
         plan = plan_layout(root, manifest, wanted)

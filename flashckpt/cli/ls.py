@@ -26,7 +26,7 @@ from flashckpt.cli.common import (
     root_options,
     show,
 )
-from flashckpt.cli.replicas import kept_replicas
+from flashckpt.cli.replicas import kept_replicas, replication
 from flashckpt.core.snapshot_id import SnapshotId
 from flashckpt.shm.inventory import scan
 from flashckpt.storage.store import Store
@@ -102,18 +102,26 @@ def _memory_rows(root: str) -> list[dict[str, Any]]:
     for directory in jobs_on_this_machine(root):
         record = directory.read_generation()
         view = scan(directory, [record] if record else [])
+        state = replication(directory, directory.read_status(), record)
+        partners = state["partners"] if state is not None else []
         for identity in view.complete():
             held = view.holders(identity).values()
             created_s = max(one.path.stat().st_mtime for one in held)
             rows.append(
                 _row(identity[1], identity[0], "memory", "snapshot", created_s)
                 | {"nbytes": sum(one.header.data_bytes for one in held), "world_size": view.world_size(identity[0])}
+                | ({"partners": partners, "replicated": _is_replicated(identity, state)} if partners else {})
             )
         for one in kept_replicas(directory, record):
             row = _row(one["step"], one["generation"], "memory", "replica", one["created_s"])
             of = {"node": one["node"], "ranks": one["ranks"]}
             rows.append(row | {"nbytes": one["nbytes"], "world_size": one["world_size"], "replica_of": of})
     return rows
+
+
+def _is_replicated(identity: SnapshotId, state: dict[str, Any] | None) -> bool:
+    newest = state["replicated"] if state is not None else None
+    return newest is not None and identity <= newest
 
 
 def _row(step: int, generation: int, tier: str, state: str, created_s: float) -> dict[str, Any]:
@@ -144,9 +152,16 @@ def _table(rows: list[dict[str, Any]]) -> Table:
             human_bytes(row["nbytes"]),
             "" if row["tensors"] is None else str(row["tensors"]),
             "" if row["world_size"] is None else str(row["world_size"]),
-            row["problem"] or ("kept" if row["kept"] else _of(row.get("replica_of"))),
+            row["problem"] or ("kept" if row["kept"] else _of(row.get("replica_of")) or _with(row)),
         )
     return table
+
+
+def _with(row: dict[str, Any]) -> str:
+    """Return whether the partners hold a snapshot; "" where there are none."""
+    if not (partners := row.get("partners")):
+        return ""
+    return f"{'with' if row['replicated'] else 'not yet with'} {', '.join(partners)}"
 
 
 def _of(replica: dict[str, Any] | None) -> str:

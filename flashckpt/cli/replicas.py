@@ -7,6 +7,7 @@ from collections import defaultdict
 from collections.abc import Iterator
 from typing import Any
 
+from flashckpt.cli.common import human_bytes, jobs_on_this_machine
 from flashckpt.core.generation import Generation
 from flashckpt.core.lineage import is_rolled_back
 from flashckpt.core.snapshot_id import SnapshotId
@@ -66,6 +67,36 @@ def replication(
         "problem": daemon.replica_problem if daemon else "",
         "kept": kept,
     }
+
+
+def in_words(found: dict[str, Any] | None) -> str:
+    """Return in one line which snapshot is with which partners, how far behind it is, and what is kept of others."""
+    if found is None:
+        return ""
+    parts = [lag_in_words(found)] if found["partners"] else []
+    kept: dict[str, int] = {}
+    for one in found["kept"]:
+        kept[one["node"] or "another node"] = kept.get(one["node"] or "another node", 0) + one["nbytes"]
+    parts += [f"keeps {human_bytes(nbytes)} of {node}" for node, nbytes in sorted(kept.items())]
+    return "; ".join([*parts, *([found["problem"]] if found["problem"] else [])])
+
+
+def lag_in_words(found: dict[str, Any]) -> str:
+    """Return which snapshot is with the partners, and how far behind the newest it is."""
+    lag = f", {found['lag_steps']} steps and {found['lag_s']} s behind" if found["lag_steps"] else ""
+    newest = found["replicated"]
+    return f"{f'{newest[1]}.g{newest[0]}' if newest else 'none'} with {', '.join(found['partners'])}{lag}"
+
+
+def lags(root: str) -> list[dict[str, Any]]:
+    """Return, for each job of a root in this machine's memory that replicates, how far its replicas are, as JSON values."""
+    found = []
+    for directory in jobs_on_this_machine(root):
+        state = replication(directory, directory.read_status(), directory.read_generation())
+        if state is not None and state["partners"]:
+            del state["kept"]
+            found.append({"job": directory.job} | state)
+    return found
 
 
 def _session(directory: JobDirectory) -> ReplicaSession | None:

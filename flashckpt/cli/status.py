@@ -12,7 +12,7 @@ import click
 from rich.table import Table
 
 from flashckpt.cli.common import Command, age_of, human_bytes, json_option, new_table, show, tell_skipped
-from flashckpt.cli.replicas import replication
+from flashckpt.cli.replicas import in_words, replication
 from flashckpt.core.snapshot_id import SnapshotId
 from flashckpt.errors import FlashckptError, PersistError
 from flashckpt.native import IMPLEMENTATIONS, implementation
@@ -165,26 +165,11 @@ def _table(found: list[dict[str, Any]], copied_by: str) -> Table | str:
             str(one["rank_failures"]),
             f"{one['goodput']:.1%}" if one["goodput"] is not None and one["alive"] else "",
             human_bytes(one["nbytes"]),
-            *([_replicas(one["replicas"])] if any(other["replicas"] for other in found) else []),
+            *([in_words(one["replicas"])] if any(other["replicas"] for other in found) else []),
             one["root"] or "",
             "; ".join([*one["notes"], remark]).strip("; "),
         )
     return table
-
-
-def _replicas(found: dict[str, Any] | None) -> str:
-    """Return in one line which snapshot is with which partners, how far behind it is, and what is kept of others."""
-    if found is None:
-        return ""
-    parts = []
-    if found["partners"]:
-        lag = f", {found['lag_steps']} steps and {found['lag_s']} s behind" if found["lag_steps"] else ""
-        parts.append(f"{_identity(found['replicated']) or 'none'} with {', '.join(found['partners'])}{lag}")
-    kept: dict[str, int] = {}
-    for one in found["kept"]:
-        kept[one["node"] or "another node"] = kept.get(one["node"] or "another node", 0) + one["nbytes"]
-    parts += [f"keeps {human_bytes(nbytes)} of {node}" for node, nbytes in sorted(kept.items())]
-    return "; ".join([*parts, *([found["problem"]] if found["problem"] else [])])
 
 
 def _identity(identity: SnapshotId | None) -> str:

@@ -398,3 +398,15 @@ def test_command_shows_whose_replicas_of_which_step_how_many_bytes_and_the_lag(
             found = {one["source"]: one for one in shown}
             assert {"rank 2", "rank 3", "replica of rank 0", "replica of rank 1"} < found.keys()
             assert found["all ranks here"]["missing_bytes"] == 0
+            (behind,) = json.loads(said("inspect", them.jobs[0].root, "--coverage", "--json"))["replication"]
+            assert (behind["partners"], behind["replicated"], behind["lag_steps"]) == (["node 0"], [1, 2], 0)
+            assert "2.g1 with node 0" in said("inspect", them.jobs[0].root, "--coverage")
+            them.jobs[1].step(4)  # nobody has sent it yet
+            rows = json.loads(said("ls", them.jobs[0].root, "--json"))["checkpoints"]
+            snapshots = {row["step"]: row for row in rows if row["state"] == "snapshot"}
+            assert {step: row["replicated"] for step, row in snapshots.items()} == {2: True, 4: False}
+            lines = said("ls", them.jobs[0].root).splitlines()
+            assert [" not yet with node 0" in one for one in lines if " memory " in one and " snapshot " in one] == [
+                True,
+                False,
+            ]
