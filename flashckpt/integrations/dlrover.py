@@ -1,6 +1,8 @@
-"""DLRover's call shapes: its elastic sampler.
+"""DLRover's call shapes: its elastic sampler and its checkpointers.
 
     from flashckpt.integrations.dlrover import ElasticDistributedSampler  # was: from dlrover.trainer.torch.elastic.sampler
+    from flashckpt.integrations.dlrover import DdpCheckpointer, StorageType  # was: ...torch.flash_checkpoint.ddp
+    from flashckpt.integrations.dlrover import FsdpShardCheckpointer  # was: ...torch.flash_checkpoint.fsdp
 
 DLRover itself is not needed.
 """
@@ -11,6 +13,7 @@ from collections.abc import Iterator, Mapping, Sized
 from typing import Any
 
 from flashckpt.errors import SamplerStateError
+from flashckpt.integrations.dlrover_checkpoints import DdpCheckpointer, FsdpShardCheckpointer, StorageType
 from flashckpt.sampler import ElasticSampler
 
 
@@ -91,4 +94,4 @@ class ElasticDistributedSampler(ElasticSampler):
         self._begun = epoch
 
 
-__all__ = ["ElasticDistributedSampler"]
+__all__ = ["DdpCheckpointer", "ElasticDistributedSampler", "FsdpShardCheckpointer", "StorageType"]

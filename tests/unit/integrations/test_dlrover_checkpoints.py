@@ -1,0 +1,215 @@
+"""Stand-ins for DLRover's checkpointers: its call shapes, the same state back through kills, on other numbers of ranks."""
+
+from __future__ import annotations
+
+import inspect
+import logging
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from support.engine import agent_dir
+from support.exact import bits, step_once
+from support.one_rank import agent_of_the_test, crash  # noqa: F401 -- fixtures
+from support.ranks import run_ranks, values
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor
+
+from flashckpt.errors import ConfigError
+from flashckpt.integrations.dlrover import DdpCheckpointer, FsdpShardCheckpointer, StorageType
+
+SHAPES = {
+    (DdpCheckpointer, "__init__"): [
+        "self", "checkpoint_dir", "local_shard_num=1", "global_shard_num=1", "comm_backend=''", "deletion_strategy=None",
+        "save_timeout=600", "replica_count=0",
+    ],
+    (DdpCheckpointer, "save_checkpoint"): ["self", "step", "state_dict", "path=''", "storage_type=DISK"],
+    (DdpCheckpointer, "load_checkpoint"): ["self", "resume_path=''"],
+    (DdpCheckpointer, "wait_latest_checkpoint"): ["self", "timeout=1800"],
+    (FsdpShardCheckpointer, "__init__"): [
+        "self", "checkpoint_dir", "comm_backend=''", "deletion_strategy=None", "save_timeout=600",
+    ],
+    (FsdpShardCheckpointer, "save_checkpoint"): [
+        "self", "step", "model", "optimizer", "extra_sd=None", "path=''", "storage_type=DISK",
+    ],
+    (FsdpShardCheckpointer, "load_checkpoint"): ["self", "model", "optimizer", "resume_path=''"],
+    (FsdpShardCheckpointer, "wait_latest_checkpoint"): ["self", "timeout=1800"],
+}  # fmt: skip
+"""Those of DLRover 0.6.1, but for the mutable default of `extra_sd`, which is an empty dict there."""
+
+
+def shape(method: Any) -> list[str]:
+    found = []
+    for one in inspect.signature(method).parameters.values():
+        if one.kind is not inspect.Parameter.VAR_KEYWORD:
+            default = one.default.name if isinstance(one.default, StorageType) else repr(one.default)
+            found.append(one.name if one.default is inspect.Parameter.empty else f"{one.name}={default}")
+    return found
+
+
+@pytest.mark.parametrize(("kind", "name"), SHAPES, ids=lambda value: getattr(value, "__name__", value))
+def test_arguments_names_and_defaults_are_dlrovers(kind: type, name: str) -> None:
+    assert shape(getattr(kind, name)) == SHAPES[kind, name]
+
+
+def memory_made(flash: DdpCheckpointer | FsdpShardCheckpointer) -> None:
+    """Wait for the memory of the state that was given first: a snapshot before that is left out."""
+    session = flash.checkpointer._session
+    assert session is not None
+    assert session.memory.wait_first(60)
+
+
+def built() -> tuple[nn.Module, torch.optim.Optimizer]:
+    torch.manual_seed(0)
+    model = nn.Linear(8, 8)
+    return model, torch.optim.AdamW(model.parameters())
+
+
+def given(model: nn.Module, optimizer: torch.optim.Optimizer, step: int) -> dict[str, Any]:
+    return {"model": model.state_dict(), "optimizer": optimizer.state_dict(), "step": step, "note": ("a", [1.5])}
+
+
+def test_a_state_dict_comes_back_from_memory_bit_for_bit(tmp_path: Path) -> None:
+    model, optimizer = built()
+    flash = DdpCheckpointer(str(tmp_path), job="t")
+    assert flash.load_checkpoint() == {}
+    for step in (3, 6, 9):
+        step_once(model, optimizer, step)
+        expected = bits(given(model, optimizer, step))
+        flash.save_checkpoint(step, given(model, optimizer, step), storage_type=StorageType.MEMORY)
+        memory_made(flash)
+    step_once(model, optimizer, 10)  # what was given is copied already
+    crash(flash.checkpointer)
+    again = DdpCheckpointer(str(tmp_path), job="t")
+    found = again.load_checkpoint()
+    assert bits(found) == expected
+    other, of_other = built()
+    other.load_state_dict(found["model"])
+    of_other.load_state_dict(found["optimizer"])
+    crash(again.checkpointer)
+
+
+def test_a_run_that_loads_nothing_begins_from_scratch(tmp_path: Path) -> None:
+    for value in (1.0, 2.0):
+        flash = DdpCheckpointer(str(tmp_path), job="t")
+        for step in (1, 2):
+            flash.save_checkpoint(step, {"w": torch.full((3,), value)}, storage_type=StorageType.MEMORY)
+            memory_made(flash)
+        crash(flash.checkpointer)
+    flash = DdpCheckpointer(str(tmp_path), job="t")
+    assert flash.load_checkpoint()["w"].tolist() == [2.0] * 3
+    crash(flash.checkpointer)
+
+
+def test_what_cannot_be_had_is_refused(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    with pytest.raises(ConfigError, match="deletion strategy") as refused:
+        DdpCheckpointer(str(tmp_path), deletion_strategy=object())
+    assert "keep_last" in refused.value.remedy
+    flash = DdpCheckpointer(str(tmp_path), job="t")
+    with pytest.raises(ConfigError, match="from a path"):
+        flash.load_checkpoint("/elsewhere/last.pt")
+    flash.load_checkpoint()
+    with pytest.raises(ConfigError):
+        flash.load_checkpoint()
+    with pytest.raises(ConfigError, match="unknown storage type"):
+        flash.save_checkpoint(1, {}, storage_type="disk")  # type: ignore[arg-type]
+    with caplog.at_level(logging.WARNING, logger="flashckpt"):
+        for step in (1, 2):
+            flash.save_checkpoint(step, {}, path=f"/elsewhere/{step}.pt", storage_type=StorageType.MEMORY)
+    assert caplog.text.count("is not used") == 1
+    crash(flash.checkpointer)
+
+
+def test_model_and_optimizer_are_the_same_objects_in_every_call(tmp_path: Path) -> None:
+    model, optimizer = built()
+    flash = FsdpShardCheckpointer(str(tmp_path), job="t")
+    assert flash.load_checkpoint(model, optimizer) == {}
+    with pytest.raises(ConfigError, match="another model or optimizer"):
+        flash.save_checkpoint(1, *built(), storage_type=StorageType.MEMORY)
+    crash(flash.checkpointer)
+
+
+def train_sharded(rank: int, root: str, seed: int) -> tuple[dict[str, Any], list[Any]]:
+    del rank
+    agent_dir()
+    torch.manual_seed(seed)
+    model = nn.Sequential(nn.Linear(8, 16), nn.Linear(16, 8))
+    fully_shard(model, mesh=init_device_mesh("cpu", (torch.distributed.get_world_size(),)))
+    optimizer = torch.optim.AdamW(model.parameters())
+    flash = FsdpShardCheckpointer(root, job="t")
+    extra = flash.load_checkpoint(model, optimizer)
+    if not extra:
+        for step in (2, 4):
+            step_once(model, optimizer, step)
+            extra = {"step": step, "epoch": 1}
+            flash.save_checkpoint(step, model, optimizer, extra, storage_type=StorageType.MEMORY)
+            memory_made(flash)
+        flash.checkpointer.fence()
+    crash(flash.checkpointer)
+    parameters = [one for one in model.parameters() if isinstance(one, DTensor)]
+    state = [one for p in parameters for _, one in sorted(optimizer.state[p].items())]
+    whole = [one.full_tensor() if isinstance(one, DTensor) else one for one in [*parameters, *state]]
+    return extra, [repr(bits(one.detach())) for one in whole]
+
+
+@pytest.mark.timeout(120)
+def test_shards_of_fsdp_come_back_on_another_number_of_ranks(tmp_path: Path) -> None:
+    first = values(run_ranks(train_sharded, 2, str(tmp_path), 0))
+    assert first[0] == first[1]
+    (alone,) = values(run_ranks(train_sharded, 1, str(tmp_path), 1))
+    assert alone == first[0]
+    assert alone[0] == {"step": 4, "epoch": 1}
+
+
+PROGRAM = """
+import os, signal, sys
+import torch
+from flashckpt.integrations.dlrover import DdpCheckpointer, StorageType
+
+torch.manual_seed(0)
+model = torch.nn.Linear(4, 4)
+optimizer = torch.optim.AdamW(model.parameters())
+flash = DdpCheckpointer("root")
+state = flash.load_checkpoint()
+if state:
+    model.load_state_dict(state["model"])
+    optimizer.load_state_dict(state["optimizer"])
+for step in range(state.get("step", 0) + 1, 9):
+    model(torch.ones(4)).sum().backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    print(step, model.weight.sum().item().hex(), flush=True)
+    kind = StorageType.DISK if step % 3 == 0 else StorageType.MEMORY
+    flash.save_checkpoint(step, {"model": model.state_dict(), "optimizer": optimizer.state_dict(), "step": step}, storage_type=kind)
+    if step == int(sys.argv[1]):
+        flash.wait_latest_checkpoint(60)
+        os.kill(os.getpid(), signal.SIGKILL)
+flash.close()
+"""
+
+
+def test_a_program_that_is_killed_continues_from_memory_and_its_checkpoints_are_on_storage(tmp_path: Path) -> None:
+    def run(folder: Path, kill_at: int) -> tuple[int, dict[int, str]]:
+        folder.mkdir(exist_ok=True)
+        command = [sys.executable, "-c", PROGRAM, str(kill_at)]
+        env = {key: value for key, value in os.environ.items() if key != "FLASHCKPT_AGENT_DIR"}  # as started by a user
+        done = subprocess.run(command, cwd=folder, env=env, stdout=subprocess.PIPE, text=True, check=False, timeout=100)
+        return done.returncode, dict((int(a), b) for a, b in map(str.split, done.stdout.splitlines()))  # noqa: C402
+
+    code, whole = run(tmp_path / "whole", -1)
+    assert (code, sorted(whole)) == (0, list(range(1, 9)))
+    code, before = run(tmp_path / "killed", 5)
+    assert code == -signal.SIGKILL
+    committed = {int(path.parent.name[5:14]) for path in (tmp_path / "killed/root").glob("step-*/MANIFEST")}
+    assert 3 in committed
+    code, after = run(tmp_path / "killed", -1)
+    assert code == 0
+    assert min(after) == 6
+    assert before | after == whole
