@@ -140,12 +140,12 @@ class SkippedSpans:
         return wanted + self._hidden_of(at, within)
 
     def positions(self, position: int, ordinals: Int64Array) -> Int64Array:
-        """Return the positions of the k-th used samples from `position`, for every k of `ordinals` (ascending)."""
+        """Return the positions of the k-th used samples from `position`, for every k of `ordinals`, in any order."""
         if not len(ordinals) or not self._runs or self.end_of_all <= position:
             return ordinals + position
         used = ordinals + (position - self._hidden_before(position))
-        low, begin = self._after(int(used[0]))
-        high, end = self._after(int(used[-1]))
+        low, begin = self._after(int(used.min()))  # not of the first and last: what fills a batch comes from its start
+        high, end = self._after(int(used.max()))
         before = self._hidden_of(low, begin)
         if (low, begin) == (high, end):
             return used + before

@@ -50,7 +50,8 @@ def compare(spans: SkippedSpans, plain: PlainSpans, data: Any) -> None:
     assert spans.advance(first, count) == plain.advance(first, count)
     assert spans.end_of(first) == next((stop for start, stop in plain.spans if start <= first < stop), first)
     ordinals = np.arange(count % 7, count, 1 + last % 5, dtype=np.int64)
-    assert np.array_equal(spans.positions(first, ordinals), plain.positions(first, ordinals))
+    turned = np.roll(ordinals, last)  # rows that fill a batch come from its start: the last is not the largest
+    assert np.array_equal(spans.positions(first, turned), plain.positions(first, turned))
 
 
 def test_real_run_lengths_give_the_same_answers() -> None:
@@ -70,6 +71,22 @@ def test_real_run_lengths_give_the_same_answers() -> None:
     expected = expected.with_span(500, 99_000)
     assert spans.spans == expected.spans
     assert spans.advance(7, 1000) == expected.advance(7, 1000)
+
+
+def test_what_fills_a_batch_that_does_not_divide_moves_no_sample_past_a_skipped_span() -> None:
+    """Of 5 samples from position 0 without 2, rank 1 of two has 1 and 4, and fills its third row with the first again."""
+    for ranks, size in ((2, 5), (3, 4), (5, 7)):
+        samplers = [
+            ElasticSampler(6, dp_rank=rank, dp_size=ranks, global_batch_size=size, order="sequential")
+            for rank in range(ranks)
+        ]
+        for sampler in samplers:
+            sampler.skip(2, 3)
+        used = [0, 1, 3, 4, 5, 0, 1][:size]
+        rows = -(-size // ranks)
+        for rank, sampler in enumerate(samplers):
+            iterator = iter(sampler)
+            assert [next(iterator) for _ in range(rows)] == [used[(row * ranks + rank) % size] for row in range(rows)]
 
 
 def test_an_empty_span_is_refused_and_changes_nothing() -> None:
