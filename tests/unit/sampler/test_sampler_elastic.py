@@ -118,7 +118,7 @@ Elastic.TestCase.settings = settings(
     deadline=None,
     suppress_health_check=list(HealthCheck),
 )
-TestElastic = pytest.mark.timeout(300)(Elastic.TestCase)  # forks ranks, 80 times 25 steps
+TestElastic = Elastic.TestCase
 
 
 def test_batch_size_changed_after_a_loader_fetched_the_whole_epoch_goes_on_where_training_is() -> None:
