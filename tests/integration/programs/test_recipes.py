@@ -39,6 +39,6 @@ def test_recipe_killed_in_an_epoch_goes_on_with_the_losses_of_an_unbroken_run(
                 os.kill(first.pid, signal.SIGKILL)
                 break
     again = losses(run("b"))
-    assert 36 <= min(again) < 90, "the second start restored nothing"
+    assert 31 <= min(again) <= 36, "not restored, or not from a snapshot just before the kill"
     whole = losses(run("a"))
     assert {step: whole[step] for step in again} == again
