@@ -16,6 +16,7 @@ import torch
 
 from flashckpt.errors import ConfigError, UnsupportedStateError
 from flashckpt.state.pytree import Place, flatten, unflatten
+from flashckpt.state.unwrapping import contained
 
 _REQUIRES_GRAD = operator.attrgetter("requires_grad")
 Named = Mapping[int, str]
@@ -36,7 +37,8 @@ def refuse_wrapper(name: str, optimizer: torch.optim.Optimizer) -> None:
     inner = [
         key
         for key, value in vars(optimizer).items()
-        if isinstance(value, torch.optim.Optimizer) and value.state is not vars(optimizer).get("state")
+        if contained(value)
+        or (isinstance(value, torch.optim.Optimizer) and value.state is not vars(optimizer).get("state"))
     ]
     if not inner and hasattr(optimizer, "_optimizer_step_pre_hooks"):
         return

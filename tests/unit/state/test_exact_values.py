@@ -189,6 +189,50 @@ def test_a_lazy_module_and_a_wrapped_optimizer_are_refused_by_name(tmp_path: Pat
     assert "'inner'" in str(refused.value)
 
 
+class Container(torch.optim.Optimizer):
+    """Passes its calls on to one optimizer for each part of a model, as torchtitan's does; holds no state itself."""
+
+    def __init__(self, parts: list[nn.Module]) -> None:
+        self.optimizers = [torch.optim.AdamW(part.parameters()) for part in parts]
+        super().__init__([p for part in parts for p in part.parameters()], {})
+
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        for one in self.optimizers:
+            one.step(closure)
+
+
+def test_a_container_of_optimizers_is_the_optimizers_in_it(tmp_path: Path) -> None:
+    def build() -> tuple[nn.Sequential, Container]:
+        torch.manual_seed(3)
+        model = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8))
+        return model, Container(list(model))
+
+    model, optimizer = build()
+    unbroken = [step_once(model, optimizer, step) for step in range(1, 6)]
+    model, optimizer = build()
+    ckpt, _ = started(tmp_path, model=model, optimizer=optimizer)
+    for step in range(1, 4):
+        assert step_once(model, optimizer, step) == unbroken[step - 1]
+        step_kept(ckpt, step)
+    crash(ckpt)
+    model, optimizer = build()
+    ckpt, report = started(tmp_path, model=model, optimizer=optimizer)
+    assert report is not None
+    assert report.step == 3
+    assert all(set(one.state[p]) >= {"exp_avg", "exp_avg_sq"} for one in optimizer.optimizers for p in one.state)
+    assert [step_once(model, optimizer, step) for step in (4, 5)] == unbroken[3:]
+    crash(ckpt)
+
+
+def test_a_container_with_state_of_its_own_is_refused(tmp_path: Path) -> None:
+    model = nn.Sequential(nn.Linear(8, 8))
+    optimizer = Container(list(model))
+    optimizer.state[next(model.parameters())]["mine"] = torch.zeros(1)
+    with pytest.raises(UnsupportedStateError, match="wraps another optimizer") as refused:
+        started(tmp_path, model=model, optimizer=optimizer)
+    assert "'optimizers'" in str(refused.value)
+
+
 def test_a_plan_larger_than_its_slot_discards_the_snapshot_before_a_byte_moves(tmp_path: Path) -> None:
     model = nn.Linear(8, 8)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
