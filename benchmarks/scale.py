@@ -25,19 +25,20 @@ from typing import Any, cast
 
 import numpy as np
 
+from flashckpt.checkpoint.indexes import put_indexes
 from flashckpt.checkpoint.intents import read_intents
 from flashckpt.checkpoint.proposals import Proposals
 from flashckpt.checkpoint.root_records import IN_FLIGHT
 from flashckpt.checkpoint.writer import MANIFEST, commit, prefix_of
 from flashckpt.core.intent import NodeProposal
 from flashckpt.core.lineage import SlotRecord, common
-from flashckpt.core.manifest import Manifest, encode_manifest
+from flashckpt.core.manifest import Manifest
 from flashckpt.core.shard import Shard
 from flashckpt.core.shard_table import ShardTable
 from flashckpt.core.snapshot_id import SnapshotId
 from flashckpt.daemon.persister.negotiation import IDLE_LOOK_S
 from flashckpt.errors import ObjectMissingError
-from flashckpt.planning.packs import index_name, pack_name
+from flashckpt.planning.packs import pack_name
 from flashckpt.shm.ack_relay import AckRelay
 from flashckpt.shm.acks import SnapshotAcks
 from flashckpt.shm.control import Control
@@ -228,13 +229,16 @@ def index_of(rank: int, world: int) -> Manifest:
 def committing(nodes: int, latency_s: float) -> dict[str, float]:
     """The leader's commit of one checkpoint, whose packs and indexes are there."""
     root, world, prefix = CountedRoot(), nodes * RANKS, prefix_of(1, 10)
-    for rank in range(world):
-        index = index_of(rank, world)
-        root.objects[f"{prefix}/{index_name(rank)}"] = encode_manifest(index)
-        root.objects |= dict.fromkeys([f"{prefix}/{name}" for name in index.objects], b"")
+    for node in range(nodes):
+        indexes = [index_of(rank, world) for rank in range(node * RANKS, (node + 1) * RANKS)]
+        root.objects |= dict.fromkeys([f"{prefix}/{name}" for index in indexes for name in index.objects], b"")
+        put_indexes(cast("Store", root), prefix, indexes)
+    root.requests.clear()
     cpu_s = cpu_of(lambda: commit(cast("Store", root), prefix, range(world)))
-    reads = root.requests["get"]  # side by side; whatever else is asked, one after the other
-    turns = root.requests.total() - reads + -(-reads // IN_FLIGHT)
+    parts = -(-world // 1000)  # of a listing
+    reads = root.requests["get"]  # side by side, as the parts of a listing; whatever else is asked, one after the other
+    lists = root.requests["list"]
+    turns = root.requests.total() - reads - lists + -(-reads // IN_FLIGHT) + -(-lists // min(parts, IN_FLIGHT))
     return {
         "root requests of a commit": root.requests.total(),
         "modelled s of a commit": turns * latency_s + cpu_s,

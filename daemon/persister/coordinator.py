@@ -14,11 +14,13 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 from flashckpt.checkpoint.catalog import newest_checkpoint
+from flashckpt.checkpoint.commit_lease import LeaseObjects
 from flashckpt.checkpoint.generations import check_fence, read_generations
+from flashckpt.checkpoint.indexes import missing_writers
 from flashckpt.checkpoint.intents import abandon_intent, abandoned_reason, close_intent, put_intent, read_intents
 from flashckpt.checkpoint.proposals import Proposals
 from flashckpt.checkpoint.retention import Policy
-from flashckpt.checkpoint.writer import MANIFEST, PersistOptions, commit, missing_writers, prefix_of
+from flashckpt.checkpoint.writer import MANIFEST, PersistOptions, commit, prefix_of
 from flashckpt.core.generation import Generation
 from flashckpt.core.intent import Intent
 from flashckpt.core.snapshot_id import SnapshotId
@@ -74,6 +76,7 @@ class PersistCoordinator:
         self.housekeeper = Housekeeper(lambda: open_store(config.root, **config.storage_options), self._policy)
         self._store: Store | None = None
         self._proposals = Proposals()
+        self._leases = LeaseObjects()
         self._pins: dict[SnapshotId, dict[int, Pin]] = {}
         self._view = NodeInventory(slots=())
         self._record = Generation(number=0)
@@ -179,7 +182,8 @@ class PersistCoordinator:
                 return p.Done()
             case p.Commit(intent):
                 return self._commit(intent)
-        return self._look(action, self._connected()) or self._write(action, self._connected())
+        store = self._connected()
+        return self._look(action, store) or self._lease(action, store) or self._write(action, store)
 
     def _look(self, action: Action, store: Store) -> Event | None:
         """Answer a question about the root; None if it is something to do."""
@@ -234,6 +238,23 @@ class PersistCoordinator:
     def _sweeps_here(self) -> bool:
         """Whether this node sweeps the root: the one with rank 0 does, for all."""
         return self.config.node_count <= 1 or 0 in self._view.ranks(self._view.newest_generation())
+
+    def _lease(self, action: Action, store: Store) -> Event | None:
+        """Look who commits, or do something about it; None where it is about something else."""
+        match action:
+            case p.ReadCommitLease(identity):
+                return p.LeaseRead(*self._leases.read(store, identity, self._holder(identity)))
+            case p.TakeCommitLease(identity, number):
+                is_taken = self._leases.take(store, identity, number, self._holder(identity))
+                return p.LeaseTaken() if is_taken else p.LeaseLost()
+            case p.RenewCommitLease(identity, number):
+                self._leases.renew(store, identity, number, self._holder(identity))
+                return p.Done()
+        return None
+
+    def _holder(self, identity: SnapshotId) -> str:
+        """Return what marks this node's leases: a persister that starts again is the same holder."""
+        return f"{socket.gethostname()} rank {min(self._view.ranks(identity.generation), default=-1)}"
 
     def _connected(self) -> Store:
         if self._store is None:

@@ -1,16 +1,18 @@
-"""The writes of this node for one intent, in the background: each pinned slot into packs, then its index."""
+"""The writes of this node for one intent, in the background: each pinned slot into packs, then one index of them all."""
 
 from __future__ import annotations
 
 import logging
 import threading
 import time
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from concurrent.futures import Future, ThreadPoolExecutor
+from typing import TypeVar
 
+from flashckpt.checkpoint.indexes import put_indexes
 from flashckpt.checkpoint.retention import Policy
 from flashckpt.checkpoint.room import is_full, make_room
-from flashckpt.checkpoint.writer import PersistOptions, persist_slot, prefix_of
+from flashckpt.checkpoint.writer import PersistOptions, prefix_of, write_packs
 from flashckpt.core.manifest import Manifest
 from flashckpt.core.snapshot_id import SnapshotId
 from flashckpt.daemon.machine.logs import log_context
@@ -26,6 +28,7 @@ WRITERS_AT_ONCE = 4
 OF_THE_DATA = (DamagedError, PersistError, ShardGapError, DisagreementError)
 """Errors that are of this snapshot, not of the storage."""
 _log = logging.getLogger(__name__)
+_Written = TypeVar("_Written")
 
 
 class Flush:
@@ -39,7 +42,7 @@ class Flush:
 
     Attributes:
         started_s: time.monotonic() when it was made.
-        persisted_bytes: Bytes of tensors whose index this node has written.
+        persisted_bytes: Bytes of tensors in packs that this node has written.
         error: The first error of the last attempt.
     """
 
@@ -51,11 +54,22 @@ class Flush:
         self._options, self._policy = options, policy
         self._freed: int | None = None
         self._futures: dict[int, Future[None]] | None = None
+        self._indexes: dict[int, Manifest] = {}
+        self._wanted = set[int]()
+        self._is_claimed = self._is_indexed = False
         self._pool = ThreadPoolExecutor(WRITERS_AT_ONCE, thread_name_prefix="flashckpt-persist")
         self._lock, self._room = threading.Lock(), threading.Lock()
 
     def start(self, store: Store, ranks: Iterable[int]) -> None:
-        """Begin an attempt to write the slots of `ranks`; the one before it has ended."""
+        """Begin an attempt to write the slots of `ranks`; the one before it has ended.
+
+        Where only the index failed, the packs are not written again; where the index was written, they were found damaged.
+        """
+        ranks = tuple(ranks)
+        if self._is_indexed:
+            self._indexes = {rank: index for rank, index in self._indexes.items() if rank not in ranks}
+        self._is_claimed = self._is_indexed = False
+        self._wanted.update(ranks)
         self._futures = {rank: self._pool.submit(self._persist, store, rank) for rank in ranks}
 
     def result(self) -> WriteFinished | WriteFailed | None:
@@ -98,27 +112,39 @@ class Flush:
     def _persist(self, store: Store, rank: int) -> None:
         pinned, started = self.pins[rank], time.monotonic()
         generation, step = self.identity
+        prefix = prefix_of(*self.identity)
         with log_context(generation=generation, rank=rank, step=step):
             if not pinned.is_current():
                 raise PersistError(f"the snapshot of rank {rank}, step {step}, was abandoned")
-            index = self._written(pinned, store)
-            nbytes = int(index.table.nbytes.sum())
-            _log.info(
-                "wrote %.1f MB in %d packs in %.2f s", nbytes / 1e6, len(index.objects), time.monotonic() - started
-            )
-        with self._lock:
-            self.persisted_bytes += nbytes
+            if rank not in self._indexes:
+                index = self._with_room(store, lambda: write_packs(pinned, store, prefix, options=self._options))
+                nbytes = int(index.table.nbytes.sum())
+                _log.info(
+                    "wrote %.1f MB in %d packs in %.2f s", nbytes / 1e6, len(index.objects), time.monotonic() - started
+                )
+                with self._lock:
+                    self._indexes[rank] = index
+                    self.persisted_bytes += nbytes
+            if self._completes():
+                self._with_room(store, lambda: put_indexes(store, prefix, self._indexes.values()))
+                self._is_indexed = True
 
-    def _written(self, pinned: Pin, store: Store) -> Manifest:
-        """Write one slot; where the root is full, make room and try once more."""
-        prefix = prefix_of(*self.identity)
+    def _completes(self) -> bool:
+        """Whether all packs of this node are written now; true once in an attempt."""
+        with self._lock:
+            completes = not self._is_claimed and self._indexes.keys() >= self._wanted
+            self._is_claimed |= completes
+        return completes
+
+    def _with_room(self, store: Store, write: Callable[[], _Written]) -> _Written:
+        """Write; where the root is full, make room and try once more."""
         try:
-            return persist_slot(pinned, store, prefix, options=self._options)
+            return write()
         except StoreError as error:
             if not is_full(error) or not self._makes_room(store):
                 raise
         crash_point("room.before-retry")
-        return persist_slot(pinned, store, prefix, options=self._options)
+        return write()
 
     def _makes_room(self, store: Store) -> int:
         """Delete what need not stay, once; return how many bytes that freed."""

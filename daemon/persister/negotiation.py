@@ -7,10 +7,10 @@ store and no thread in here: time comes with the events. `coordinator` executes;
 Failures, and how each is handled:
 
 * The leader dies before it has decided: the next daemon of its node decides. After its index, or before its commit:
-  another node commits, each `persist.TAKEOVER_S` later than the one before it. Everything that is written may be repeated.
+  one other node takes the lease (`committer`) and commits. Everything that is written may be repeated.
 * A node is late: its snapshot is not complete yet (it waits), or is overwritten already (it abandons the intent, and all
-  unpin). Other writers that never finish: the leader abandons the intent after `persist.INTENT_PATIENCE_S`, and sooner
-  once a newer generation runs.
+  unpin). Other writers that never finish: the holder of the lease abandons the intent after `persist.INTENT_PATIENCE_S`,
+  and sooner once a newer generation runs.
 * There is a tombstone in place of MANIFEST: the snapshot is given up here, and never committed.
 * A snapshot was abandoned and all daemons have restarted since: its mark keeps them from deciding on it again.
 """
@@ -372,6 +372,6 @@ class Negotiation:
         self._seen -= older
         self.skipped += len(older - ({identity} if is_committed else set()))
         yield p.EndWrite(identity, outcome)
-        if is_committed and persist.place == 0:
+        if is_committed and persist.leads:
             yield p.CloseIntent(identity)
             yield p.ApplyRetention()

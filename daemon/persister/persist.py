@@ -12,14 +12,11 @@ from dataclasses import dataclass
 from flashckpt.core.intent import Intent
 from flashckpt.core.lineage import is_rolled_back
 from flashckpt.daemon.persister import protocol as p
+from flashckpt.daemon.persister.committer import CommitLease, lease_of
 from flashckpt.daemon.persister.protocol import Action, Event, NodeSlots, Outcome, Tick
 
-TAKEOVER_S = 5.0
-"""Seconds that a node waits for the leader, times its place among the nodes, before it commits in its place."""
-TAKEOVER_WRITERS = 2500
-"""Writers up to which that is long enough: a commit of more takes longer, and is waited for as much longer."""
 INTENT_PATIENCE_S = 600.0
-"""Seconds that the leader waits for the writers of other nodes before it gives an intent up."""
+"""Seconds that the node that commits waits for the writers of others before it gives an intent up."""
 EARLIER_PATIENCE_S = 60.0
 """The same once a newer generation runs: writers may have gone with their machine, and newer snapshots wait to be persisted."""
 ATTEMPTS = 4
@@ -42,7 +39,8 @@ class Persist:
         written_s: When the last index of this node became durable; None before.
         has_waited: Whether the other writers were not done when this node was.
         attempts: Failures that were not the storage's.
-        place: This node's place among those that may commit, as last seen; 0 leads.
+        leads: Whether this is the node of the lowest writer, as last seen.
+        lease: Who commits; None before this node has written, and where all writers are its own.
         problem: Why the snapshot was given up, where it was for a failure; "" before.
     """
 
@@ -53,7 +51,8 @@ class Persist:
     written_s: float | None = None
     has_waited: bool = False
     attempts: int = 0
-    place: int = 0
+    leads: bool = True
+    lease: CommitLease | None = None
     problem: str = ""
 
     def advance(self, tick: Tick, may_look: Callable[[], bool]) -> _Work:
@@ -70,13 +69,13 @@ class Persist:
         if is_rolled_back(identity, [tick.generation]):
             yield p.AbandonIntent(identity, ROLLED_BACK)
             return Outcome.GIVEN_UP
-        self.place = _place(self.intent, tick.node)
+        self._see(tick.node)
         found = yield p.ReadOutcome(identity)
         if isinstance(found, p.AbandonmentFound):
             return Outcome.GIVEN_UP
         is_there = isinstance(found, p.CommitFound)
         patience_s = INTENT_PATIENCE_S if tick.generation.number == identity.generation else EARLIER_PATIENCE_S
-        if is_there or (yield from self._may_commit(tick.now_s - self.written_s, patience_s)):
+        if is_there or (yield from self._may_commit(tick.now_s, patience_s)):
             return (yield from self._commit(is_there=is_there))
         return None
 
@@ -91,16 +90,26 @@ class Persist:
             return None
         return (yield from self._failed(event.cause, event.problem))
 
-    def _may_commit(self, waited_s: float, patience_s: float) -> Generator[Action, Event, bool]:
-        """Whether it is this node's turn and every writer's index is there; the leader's patience ends some day."""
-        if waited_s >= self.place * TAKEOVER_S * max(1.0, len(self.intent.writers) / TAKEOVER_WRITERS):
-            indexes = yield from p.ask(p.ReadIndexes(self.intent.identity, self.intent.writers), p.IndexesRead)
-            if not indexes.missing:
-                return True
+    def _may_commit(self, now_s: float, patience_s: float) -> Generator[Action, Event, bool]:
+        """Whether it is this node's turn and every writer's index is there; its patience ends some day."""
+        assert self.written_s is not None
+        if self.lease is not None and not (yield from self.lease.hold(now_s, leads=self.leads)):
+            self.has_waited = True
+            return False
+        indexes = yield from p.ask(p.ReadIndexes(self.intent.identity, self.intent.writers), p.IndexesRead)
+        if not indexes.missing:
+            return True
         self.has_waited = True
-        if waited_s > patience_s and self.place == 0:
+        if now_s - self.written_s > patience_s:
             yield p.AbandonIntent(self.intent.identity, "other writers did not finish")
         return False
+
+    def _see(self, node: NodeSlots) -> None:
+        """Take in which ranks are here; a node that was restarted and holds nothing yet counts as it did."""
+        here = set(node.ranks(self.intent.generation))
+        self.leads = not here or min(here) == min(self.intent.writers)
+        if self.lease is None and self.written_s is not None and not here.issuperset(self.intent.writers):
+            self.lease = lease_of(self.intent.identity, len(self.intent.writers), self.written_s)
 
     def _commit(self, *, is_there: bool) -> _Work:
         answer = yield p.Commit(self.intent)
@@ -118,11 +127,3 @@ class Persist:
         yield p.AbandonIntent(self.intent.identity, problem)
         self.problem = problem
         return Outcome.GIVEN_UP
-
-
-def _place(intent: Intent, node: NodeSlots) -> int:
-    """Return this node's place in the order of those that may commit: 0 for the node of the lowest writer."""
-    here = node.ranks(intent.generation)
-    if not here or min(here) == min(intent.writers):
-        return 0
-    return 1 + min(here) // max(len(here), 1)

@@ -149,6 +149,31 @@ class IndexesRead:
 
 
 @dataclass(frozen=True, slots=True)
+class LeaseRead:
+    """Who commits, at present.
+
+    Attributes:
+        number: Of the newest lease; -1 where there is none.
+        stamp: When it was renewed, by the clock of the storage: only whether it changes counts.
+        is_own: Whether this node took it.
+    """
+
+    number: int = -1
+    stamp: float = 0.0
+    is_own: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class LeaseTaken:
+    """This node commits."""
+
+
+@dataclass(frozen=True, slots=True)
+class LeaseLost:
+    """Another node took the lease of this number before."""
+
+
+@dataclass(frozen=True, slots=True)
 class Pinned:
     """The slots are pinned."""
 
@@ -193,7 +218,7 @@ class CommitFailed:
 
 Event = (
     Tick | Paused | WriteFinished | WriteFailed | Done | RootRead | IntentsRead | ProposalsRead | IndexesRead
-    | Pinned | PinLost | CommitFound | AbandonmentFound | NothingFound | Committed | TombstoneFound | CommitFailed
+    | LeaseRead | LeaseTaken | LeaseLost | Pinned | PinLost | CommitFound | AbandonmentFound | NothingFound | Committed | TombstoneFound | CommitFailed
 )  # fmt: skip
 STARTING = (Tick, Paused, WriteFinished, WriteFailed)
 """Events that answer nothing: each begins a turn."""
@@ -322,6 +347,31 @@ class ReadOutcome(Question):
 
     answers = (CommitFound, AbandonmentFound, NothingFound)
     identity: SnapshotId
+
+
+@dataclass(frozen=True, slots=True)
+class ReadCommitLease(Question):
+    """Look who is to commit a snapshot."""
+
+    answers = (LeaseRead,)
+    identity: SnapshotId
+
+
+@dataclass(frozen=True, slots=True)
+class TakeCommitLease(Question):
+    """Become the node that commits, by the lease of this number; one of all that try does."""
+
+    answers = (LeaseTaken, LeaseLost)
+    identity: SnapshotId
+    number: int
+
+
+@dataclass(frozen=True, slots=True)
+class RenewCommitLease(Question):
+    """Show that this node still is the one that commits."""
+
+    identity: SnapshotId
+    number: int
 
 
 @dataclass(frozen=True, slots=True)

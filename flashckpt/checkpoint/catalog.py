@@ -15,6 +15,7 @@ from dataclasses import asdict, dataclass
 
 from flashckpt.checkpoint.catalog_entries import CommittedEntry, RootNames, read_names
 from flashckpt.checkpoint.generations import read_generations
+from flashckpt.checkpoint.ranged_reads import with_values
 from flashckpt.checkpoint.root_records import parallel
 from flashckpt.checkpoint.writer import MANIFEST, TOMBSTONE, parse_prefix, prefix_of, read_start
 from flashckpt.core.generation import Generation
@@ -170,15 +171,21 @@ def _doubted(names: RootNames, infos: Iterable[CheckpointInfo]) -> list[str]:
     return [name for name, found in identities.items() if newest is None or (found is not None and found > newest)]
 
 
-def read_manifest(store: Store, info: CheckpointInfo | str) -> Manifest:
+def read_manifest(store: Store, info: CheckpointInfo | str, *, values: bool = True) -> Manifest:
     """Return the MANIFEST of a checkpoint, its digest verified.
+
+    Args:
+        store: The root.
+        info: The checkpoint, or its folder.
+        values: Also those that it names by range; else they are left where they are.
 
     Raises:
         NoCheckpointError: It was never committed, or has been deleted.
-        DamagedError: It is damaged; the message names it.
+        DamagedError: It, or such a value, is damaged; the message names it.
     """
     prefix = info if isinstance(info, str) else info.prefix
-    return manifest_from(store.url, prefix, read_manifest_bytes(store, prefix))
+    manifest = manifest_from(store.url, prefix, read_manifest_bytes(store, prefix))
+    return with_values(store, prefix, manifest) if values else manifest
 
 
 def read_manifest_bytes(store: Store, prefix: str) -> bytes:
@@ -251,7 +258,7 @@ def examine(store: Store, prefix: str, *, whole: bool = False) -> CheckpointInfo
         summary = None if whole else read_summary(store, prefix, head.nbytes)
         is_whole = summary is None
         if summary is None:
-            summary = header_of(read_manifest(store, prefix))
+            summary = header_of(read_manifest(store, prefix, values=False))
     except NoCheckpointError:
         return Absent.DELETED
     except (DamagedError, FormatVersionError) as error:

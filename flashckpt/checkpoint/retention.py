@@ -229,7 +229,7 @@ def tombstone(why: str, now_s: float) -> bytes:
 
 def keep(store: Store, prefix: str) -> None:
     """Mark a checkpoint to be kept whatever the policy says."""
-    read_manifest(store, prefix)
+    read_manifest(store, prefix, values=False)
     store.put(KEEP + prefix, b"")
 
 

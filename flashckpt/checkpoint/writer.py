@@ -1,9 +1,9 @@
 """From a pinned slot to a committed checkpoint: packs, then this writer's index, then MANIFEST.
 
-Write order per writer: packs (durable one by one), index. The leader of the job commits when all
+Write order per node: packs (durable one by one), index (`indexes`). The leader of the job commits when all
 indexes are there: it verifies them, merges them, and creates MANIFEST, the one write that makes the
-checkpoint exist. Every step may be repeated after a crash: packs are written again, an index that
-is there and equal is kept, a second MANIFEST is refused by the store.
+checkpoint exist. Every step may be repeated after a crash: packs and indexes are written again, a second
+MANIFEST is refused by the store.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from __future__ import annotations
 import logging
 import re
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -24,7 +24,7 @@ from flashckpt.checkpoint.compression import (
     plan_frames,
     worth_compressing,
 )
-from flashckpt.checkpoint.root_records import parallel
+from flashckpt.checkpoint.indexes import check_packs, put_indexes, read_indexes
 from flashckpt.checkpoint.slot_parts import Buffers, PinnedSlot, SlotParts, parts_of, read
 from flashckpt.core.manifest import Manifest, decode_manifest, encode_manifest, merge
 from flashckpt.core.manifest_header import HEAD_BYTES, decode_manifest_header
@@ -80,7 +80,19 @@ class PersistOptions:
 
 
 def persist_slot(pin: PinnedSlot, store: Store, prefix: str, *, options: PersistOptions | None = None) -> Manifest:
-    """Write the rows of one pinned slot that this rank writes (replica 0), then its index; return the index.
+    """Write the packs of one pinned slot, then its index; return the index, which is kept where it is there already.
+
+    Args and errors as `write_packs`.
+    """
+    if (there := _existing_index(store, prefix, pin.manifest())) is not None:
+        return there
+    index = write_packs(pin, store, prefix, options=options)
+    put_indexes(store, prefix, [index])
+    return index
+
+
+def write_packs(pin: PinnedSlot, store: Store, prefix: str, *, options: PersistOptions | None = None) -> Manifest:
+    """Write the rows of one pinned slot that this rank writes (replica 0); return its index, for `put_indexes`.
 
     Args:
         pin: The leased slot.
@@ -95,8 +107,6 @@ def persist_slot(pin: PinnedSlot, store: Store, prefix: str, *, options: Persist
     """
     options = options or PersistOptions()
     manifest = pin.manifest()
-    if (there := _existing_index(store, prefix, manifest)) is not None:
-        return there
     packs = plan_packs(manifest.table, pin.nbytes, options.pack_bytes)
     writer = _PackWriter(store, prefix, manifest, pin, options)
     try:
@@ -110,16 +120,7 @@ def persist_slot(pin: PinnedSlot, store: Store, prefix: str, *, options: Persist
             f"the snapshot of step {manifest.step} was abandoned while rank {manifest.rank} was being persisted",
             state="No index was written; its packs are swept later.",
         )
-    index = index_manifest(manifest, packs, names)
-    crash_point("persist.before-index")
-    store.put(f"{prefix}/{index_name(manifest.rank)}", encode_manifest(index))
-    return index
-
-
-def missing_writers(store: Store, prefix: str, writers: Sequence[int]) -> list[int]:
-    """Return the writers whose index is not there yet (a lagging listing may name one too many, never one too few)."""
-    names = {info.key.rpartition("/")[2] for info in store.list(f"{prefix}/r")}
-    return [rank for rank in writers if index_name(rank) not in names]
+    return index_manifest(manifest, packs, names)
 
 
 def commit(store: Store, prefix: str, writers: Sequence[int]) -> bool:
@@ -221,7 +222,7 @@ def _existing_index(store: Store, prefix: str, manifest: Manifest) -> Manifest |
         return None
     try:
         there = decode_manifest(store.get(key))
-        _check_packs(store, prefix, there, {})
+        check_packs(store, prefix, there, {})
     except (DamagedError, ObjectMissingError):
         return None
     same = there.identity == manifest.identity and there.job == manifest.job
@@ -260,58 +261,15 @@ def _committed(store: Store, prefix: str) -> bool:
 
 
 def _read_indexes(store: Store, prefix: str, writers: Sequence[int]) -> list[Manifest]:
-    sizes = {info.key: info.nbytes for info in store.list(f"{prefix}/r")}  # of all packs, 1,000 of them per request
-    return parallel(lambda rank: _read_index(store, prefix, rank, sizes), writers)
-
-
-def _read_index(store: Store, prefix: str, rank: int, sizes: Mapping[str, int]) -> Manifest:
-    key = f"{prefix}/{index_name(rank)}"
-    try:
-        index = decode_manifest(store.get(key))
-    except ObjectMissingError as error:
-        raise PersistError(
-            f"the checkpoint {prefix} cannot be committed yet",
-            found=f"{key} is missing",
-            expected="every writer's index",
-        ) from error
-    except DamagedError as error:
-        raise DamagedError(f"the index {key} of {store.url} is damaged", found=error.found) from error
-    if index.rank != rank or not prefix.endswith(prefix_of(index.generation, index.step)):
-        raise PersistError(
-            f"the index {key} is of another snapshot",
-            found=f"rank {index.rank}, {prefix_of(index.generation, index.step)}",
-            expected=f"rank {rank}, {prefix}",
-        )
-    _check_packs(store, prefix, index, sizes)
-    return index
-
-
-def _check_packs(store: Store, prefix: str, index: Manifest, sizes: Mapping[str, int]) -> None:
-    """Raise DamagedError where a pack is missing or shorter than its rows say.
-
-    A listing may lag behind, so where it lacks a pack or shows a shorter one, the pack itself is asked for.
-
-    Args:
-        store: The root.
-        prefix: Folder of the checkpoint.
-        index: Says which packs there are.
-        sizes: Key -> bytes, as a listing of the checkpoint shows them; may be empty.
-    """
-    table = index.table
-    for number, name in enumerate(index.objects):
-        rows = table.object_id == number
-        needed = int((table.byte_offset[rows] + table.nbytes[rows]).max(initial=0))
-        needed_there = needed if name.endswith(PACK_SUFFIX) else 0
-        if sizes.get(key := f"{prefix}/{name}", -1) >= needed_there:
-            continue
-        info = store.head(key)
-        if info is None or info.nbytes < needed_there:
-            raise DamagedError(
-                f"the pack {key} of {store.url} is {'missing' if info is None else 'truncated'}",
-                found="no object" if info is None else f"{info.nbytes} bytes",
-                expected=f"at least {needed} bytes",
-                state="MANIFEST was not written.",
+    indexes = read_indexes(store, prefix, writers)
+    for index in indexes:
+        if not prefix.endswith(found := prefix_of(*index.identity)):
+            raise PersistError(
+                f"an index of {prefix} is of another snapshot",
+                found=f"rank {index.rank}, {found}",
+                expected=f"rank {index.rank}, {prefix}",
             )
+    return indexes
 
 
 def prefix_of(generation: int, step: int) -> str:

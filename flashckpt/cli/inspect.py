@@ -29,6 +29,7 @@ from flashckpt.cli.output import FittingTable
 from flashckpt.cli.replicas import lags
 from flashckpt.core.manifest import Manifest
 from flashckpt.core.shard_table import ShardTable
+from flashckpt.planning.packs import is_of_values
 from flashckpt.printable import counted, plain, printable
 
 MANY = 40
@@ -115,7 +116,8 @@ def _writer_bytes(manifest: Manifest) -> dict[str, int]:
     sums: dict[str, int] = defaultdict(int)
     sizes = np.bincount(manifest.table.object_id, manifest.table.nbytes, len(manifest.objects))
     for name, nbytes in zip(manifest.objects, sizes.tolist(), strict=False):
-        sums[name.partition(".")[0]] += int(nbytes)
+        if not is_of_values(name):
+            sums[name.partition(".")[0]] += int(nbytes)
     return dict(sorted(sums.items()))
 
 

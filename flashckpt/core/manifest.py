@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import struct
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from itertools import accumulate
 from typing import Any
 
 import msgpack
@@ -21,6 +22,7 @@ from flashckpt.core.manifest_header import (
     KEY,
     MAGIC,
     MAJOR,
+    MAJOR_WITH_RANGES,
     MINOR,
     MINOR_WITH_SUMMARY,
     PREFIX,
@@ -30,6 +32,7 @@ from flashckpt.core.manifest_header import (
     encode_manifest_header,
     read_frame,
 )
+from flashckpt.core.ranged_values import NO_RANGES, RangedValues, concatenate, ranged_from
 from flashckpt.core.records import integer, snapshot_id, text
 from flashckpt.core.schema import check_objects, check_rows, cut_tensors_with_gaps
 from flashckpt.core.shard_table import ShardTable, columns_of, table_from_columns
@@ -38,7 +41,7 @@ from flashckpt.core.snapshot_request import SnapshotRequest
 from flashckpt.core.values import pack_values, packed, unpack_values
 from flashckpt.errors import DisagreementError
 
-__all__ = ["Manifest", "ShardTable", "decode_manifest", "encode_manifest", "encode_table", "merge"]
+__all__ = ["Manifest", "ShardTable", "cover", "decode_manifest", "encode_manifest", "encode_table", "merge"]
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -59,6 +62,8 @@ class Manifest:
         values: Non-tensor state by key; None, bool, int, float, str, bytes, list, tuple, dict only.
         objects: Pack names that `table.object_id` points into; [] in a slot.
         is_part: It lacks rows that its rank holds, for other nodes hold them too: it is of a replica slot.
+        covers: Ranks whose indexes one index of several ranks stands for; () anywhere else.
+        ranged: Values that are not in `values`, but in an object of `objects`.
     """
 
     job: str
@@ -74,6 +79,8 @@ class Manifest:
     values: dict[str, Any] = field(default_factory=dict)
     objects: list[str] = field(default_factory=list)
     is_part: bool = False
+    covers: tuple[int, ...] = ()
+    ranged: RangedValues = NO_RANGES
 
     @classmethod
     def of(
@@ -139,8 +146,12 @@ def encode_manifest(m: Manifest, *, table_bytes: bytes | None = None) -> bytes:
         "values": pack_values(m.values),
     }
     body_map |= {"is_part": True} if m.is_part else {}
+    body_map |= {"covers": list(m.covers)} if m.covers else {}
+    body_map |= {"ranged": m.ranged.packed()} if len(m.ranged) else {}
     body = msgpack.packb(body_map)
-    prefix = PREFIX.pack(MAGIC, MAJOR, MINOR_WITH_SUMMARY if m.rank < 0 else MINOR, 0, len(body))
+    # A program that does not know ranges would restore without these values, so it has to refuse the whole.
+    major = MAJOR_WITH_RANGES if len(m.ranged) else MAJOR
+    prefix = PREFIX.pack(MAGIC, major, MINOR_WITH_SUMMARY if m.rank < 0 else MINOR, 0, len(body))
     return b"".join((prefix, struct.pack("<Q", digest(prefix + body)), body))
 
 
@@ -184,7 +195,8 @@ def merge(manifests: Sequence[Manifest]) -> Manifest:
     """Return one MANIFEST of all writers' manifests: rank -1, objects renumbered, one copy of equal boxes.
 
     Of equal boxes the lowest rank's copy is kept. A value that several ranks give is kept once; where
-    they differ, the lowest rank's stays under its key and the others move to `<key>@rank<r>`.
+    they differ, the lowest rank's stays under its key and the others move to `<key>@rank<r>`. The merger of mergers
+    (`cover`) is the merger of them all.
 
     Raises:
         DisagreementError: The manifests are not of one snapshot.
@@ -199,6 +211,8 @@ def merge(manifests: Sequence[Manifest]) -> Manifest:
                 expected=f"rank {first.rank}: job {first.job}, {first.identity}, parent {first.parent}",
             )
     table, digests = ShardTable.concatenate([(m.table, m.digests, len(m.objects)) for m in parts])
+    objects, places = _objects(parts)
+    ranged = concatenate([(m.ranged, start) for m, start in zip(parts, _first_objects(parts), strict=True)])
     return Manifest(
         job=first.job,
         generation=first.generation,
@@ -208,22 +222,54 @@ def merge(manifests: Sequence[Manifest]) -> Manifest:
         rank=-1,
         writers=sorted({r for m in parts for r in (m.writers or [m.rank])}),
         coordinates={},
-        table=table,
+        table=table.in_objects(places),
         digests=digests,
-        values=_merge_values(parts),
-        objects=[name for m in parts for name in m.objects],
+        values=_without(_merge_values(parts), ranged.keys),
+        objects=objects,
+        ranged=ranged.in_objects(places),
     )
+
+
+def cover(manifests: Sequence[Manifest]) -> Manifest:
+    """Return the one index that stands for those of several ranks."""
+    ranks = tuple(sorted(m.rank for m in manifests))
+    return replace(merge(manifests), rank=ranks[0], covers=ranks)
+
+
+def _without(values: dict[str, Any], ranged: Sequence[str]) -> dict[str, Any]:
+    """Return the values without those that are in ranges as well: a rank may be in two indexes."""
+    return {key: value for key, value in values.items() if key not in known} if (known := set(ranged)) else values
+
+
+def _objects(parts: Sequence[Manifest]) -> tuple[list[str], np.ndarray]:
+    """Return all names, each once, and which of them each one is: a rank may be in two indexes that cover several."""
+    names = [name for m in parts for name in m.objects]
+    places = {name: place for place, name in enumerate(dict.fromkeys(names))}
+    return list(places), np.array([places[name] for name in names], np.int32)
+
+
+def _first_objects(parts: Sequence[Manifest]) -> list[int]:
+    return [0, *accumulate(len(m.objects) for m in parts[:-1])]
 
 
 def _merge_values(parts: Sequence[Manifest]) -> dict[str, Any]:
     values: dict[str, Any] = {}
     for m in parts:
         for key, value in m.values.items():
+            if m.covers and _is_what_all_have(key, value, m, values):
+                continue
             if key not in values:
                 values[key] = value
             elif packed(values[key]) != packed(value):  # by bytes: 1 and 1.0, or NaN, compare wrongly by ==
-                values[f"{key}@rank{m.rank}"] = value
+                own = {name: value for rank in m.covers or (m.rank,) if (name := f"{key}@rank{rank}") not in m.values}
+                values |= own
     return values
+
+
+def _is_what_all_have(key: str, value: Any, m: Manifest, values: dict[str, Any]) -> bool:
+    """Whether one of several ranks differs from the first of them, and not from the first of all."""
+    base, _, owner = key.rpartition("@rank")
+    return base in m.values and owner.isdecimal() and int(owner) in m.covers and packed(values[base]) == packed(value)
 
 
 def _manifest_from(head: Any) -> Manifest:
@@ -250,8 +296,11 @@ def _manifest_from(head: Any) -> Manifest:
         values=unpack_values(head["values"]),
         objects=[text(name) for name in _list(head["objects"])],
         is_part=head.get("is_part") is True,
+        covers=tuple(integer(rank) for rank in _list(head.get("covers", []))),
     )
     check_objects(m.objects)
+    if "ranged" in head:
+        m = replace(m, ranged=ranged_from(_map(head["ranged"]), objects=len(m.objects), others=m.values))
     check_rows(m.table, objects=len(m.objects), digests=m.digests.size, is_slot=m.rank >= 0 and not m.objects)
     if m.rank < 0 and (gaps := cut_tensors_with_gaps(m.table)):
         raise ValueError(f"the boxes of {m.table.fqns[gaps[0]]!r} do not cover it ({len(gaps)} tensors with gaps)")

@@ -1,6 +1,6 @@
 """The first bytes of a manifest: its frame, and in a MANIFEST a summary with its own digest. Pure.
 
-The summary answers what a listing asks without the whole MANIFEST, which has 150 MB at 16,384 ranks. It proves
+The summary answers what a listing asks without the whole MANIFEST, which may have 100 MB. It proves
 itself, not what follows: whoever uses a checkpoint reads its MANIFEST whole and verifies that digest.
 """
 
@@ -18,7 +18,7 @@ from flashckpt.core.snapshot_id import SnapshotId
 from flashckpt.errors import DamagedError, FormatVersionError
 
 MAGIC = b"FCKMANIF"
-MAJOR = 1
+MAJOR, MAJOR_WITH_RANGES = 1, 2
 MINOR, MINOR_WITH_SUMMARY = 0, 1
 HEADER = struct.Struct("<8sHHIQQ")  # magic, major, minor, zero, body bytes, digest of the 24 bytes before and the body
 PREFIX = struct.Struct("<8sHHIQ")
@@ -68,11 +68,11 @@ def read_frame(raw: memoryview) -> tuple[int, int]:
     if len(raw) < HEADER.size or raw[:8] != MAGIC:
         damaged(f"{len(raw)} bytes starting {bytes(raw[:8])!r}", f"at least {HEADER.size} bytes starting {MAGIC!r}")
     _, major, minor, _, body_bytes, expected = HEADER.unpack_from(raw)
-    if major != MAJOR:
+    if major not in (MAJOR, MAJOR_WITH_RANGES):
         raise FormatVersionError(
             "a manifest was written in a format this program does not read",
             found=f"format version {major}.{minor}",
-            expected=f"format version {MAJOR}.x",
+            expected=f"format version {MAJOR}.x or {MAJOR_WITH_RANGES}.x",
             state="Nothing was restored.",
             remedy="use the flashckpt release that wrote it, or a newer one",
         )

@@ -263,6 +263,16 @@ class ShardTable:
             found[having, dim] = column[starts[having] + dim]
         return found
 
+    def in_objects(self, places: np.ndarray) -> ShardTable:
+        """Return the table with object n called `places[n]`; the table itself where that changes nothing."""
+        if np.array_equal(places, np.arange(len(places))):
+            return self
+        columns = {name: getattr(self, name) for name in (*_COLUMNS, *_DIMS)}
+        held = np.flatnonzero(self.nbytes > 0)  # rows without bytes may name an object that there is not
+        columns["object_id"] = self.object_id.copy()
+        columns["object_id"][held] = places[self.object_id[held]]
+        return ShardTable(self.fqns, self.dtypes, columns)
+
     def take(self, rows: np.ndarray) -> ShardTable:
         """Return the table of some rows, at the places where they are; `first_chunk` counts from 0."""
         rows = np.asarray(rows, np.int64)

@@ -25,14 +25,18 @@ LONG_COMMIT_WRITERS = 1000
 """Ranks from which on nodes that wait for a commit look less often, in proportion."""
 IDLE_LOOK_S = 8.0
 """Seconds between two looks while nothing is."""
-COMMIT_CPU_S = 0.4e-3
+COMMIT_CPU_S = 0.11e-3
 """Seconds of Python per rank in a commit (benchmarks/results/scale.json)."""
-RANK_BYTES, ROW_BYTES = 10_200, 100
-"""Bytes of MANIFEST per rank, nearly all of them random generators, and per tensor of a rank."""
+RANGED_FROM = 64
+"""Ranks from which on the state of their generators is beside MANIFEST, an object per node."""
+RANK_BYTES, RANGED_BYTES, ROW_BYTES = 10_200, 150, 100
+"""Bytes of MANIFEST per rank, with its generators and without, and per tensor of a rank."""
 FENCE = 3
 """Requests that find out whether a newer generation has claimed the root: list, conditional put, get."""
 OUTCOME = 2
 """Requests of a node that asks whether a checkpoint is committed or abandoned."""
+LEASE = 1
+"""Requests of a node that looks which node commits."""
 REQUESTS_PER_S = 3500.0
 """What one prefix of S3 takes, of the requests that write, before it answers 503: https://docs.aws.amazon.com/AmazonS3/latest/userguide/optimizing-performance.html"""
 MANIFEST_BYTES = 150e6
@@ -90,16 +94,20 @@ def coordination(
         request_s: Seconds that a small request takes.
         requests_per_s: Requests that the storage answers per second, of all nodes together.
     """
-    objects = ranks * (max(1, math.ceil(checkpoint_bytes / ranks / PACK_BYTES)) + 1)  # packs and an index
-    pages, proposals = (max(1, math.ceil(count / KEYS_PER_REQUEST)) for count in (objects, nodes))
+    is_ranged = ranks >= RANGED_FROM
+    objects = ranks * max(1, math.ceil(checkpoint_bytes / ranks / PACK_BYTES)) + nodes * (1 + is_ranged)
+    parts = max(1, math.ceil(ranks / KEYS_PER_REQUEST))  # of a listing, side by side
+    pages = max(1, parts * math.ceil(objects / parts / KEYS_PER_REQUEST))
+    proposals = max(1, math.ceil(nodes / KEYS_PER_REQUEST))
     look = 2 * proposals + nodes
-    commit = pages + ranks + 3  # is there a MANIFEST? then the sizes, the indexes, MANIFEST, LATEST
+    commit = pages + nodes + 3  # is there a MANIFEST? then the sizes, the indexes, MANIFEST, LATEST
     decided, taken_back = _agreement(nodes, proposals)
     agree_s = LOOKS * (LOOK_S + request_s * (2 * proposals + math.ceil(nodes / IN_FLIGHT)))
-    commit_s = max(request_s * (pages + 3 + math.ceil(ranks / IN_FLIGHT)), commit / requests_per_s)
+    turns = math.ceil(pages / min(parts, IN_FLIGHT)) + 3 + math.ceil(nodes / IN_FLIGHT)
+    commit_s = max(request_s * turns, commit / requests_per_s)
     commit_s += COMMIT_CPU_S * ranks
     retention = 2 * pages + 17
-    total = decided + taken_back + objects + ranks + _waiting(nodes, ranks, pages, commit_s) + commit + retention
+    total = decided + taken_back + objects + _waiting(nodes, ranks, pages, commit_s) + commit + retention
     return Coordination(
         look_requests=look if nodes > 1 else 0,
         commit_requests=commit,
@@ -108,7 +116,7 @@ def coordination(
         idle_requests_per_s=nodes * 2 * proposals / IDLE_LOOK_S if nodes > 1 else 0.0,
         agree_s=max(agree_s, decided / requests_per_s) if nodes > 1 else 0.0,
         commit_s=commit_s,
-        manifest_bytes=ranks * (RANK_BYTES + ROW_BYTES * rows),
+        manifest_bytes=ranks * ((RANGED_BYTES if is_ranged else RANK_BYTES) + ROW_BYTES * rows),
         least_s=total / requests_per_s,
     )
 
@@ -132,7 +140,8 @@ def _waiting(nodes: int, ranks: int, pages: int, commit_s: float) -> int:
     """Return the requests of nodes that have written their part, while the leader commits."""
     looks = max(1, math.ceil(commit_s / (LOOK_S * max(1.0, ranks / LONG_COMMIT_WRITERS))))
     found = (nodes - 1) * (1 + 2)  # there is a MANIFEST, and its first bytes say that it is valid
-    return nodes * FENCE + OUTCOME + pages + found + (nodes - 1) * (looks - 1) * (FENCE + OUTCOME)
+    taken = LEASE + 1 if nodes > 1 else 0
+    return nodes * FENCE + OUTCOME + taken + pages + found + (nodes - 1) * (looks - 1) * (FENCE + OUTCOME + LEASE)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

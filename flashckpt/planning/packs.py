@@ -22,6 +22,7 @@ PAGE_BYTES = 4096
 
 PACK_SUFFIX = ".fck"
 COMPRESSED_SUFFIX = ".fcz"
+INDEX_SUFFIX = ".idx"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -46,9 +47,32 @@ def pack_name(rank: int, number: int, suffix: str = PACK_SUFFIX) -> str:
     return f"r{rank:05d}.p{number}{suffix}"
 
 
-def index_name(rank: int) -> str:
-    """Return the object name of a rank's index, e.g. "r00003.idx"."""
-    return f"r{rank:05d}.idx"
+def index_name(first: int, last: int | None = None) -> str:
+    """Return the object name of the index of a rank, or of ranks that follow each other: "r00003.idx", "r00000-00007.idx"."""
+    return f"{_ranks(first, last)}{INDEX_SUFFIX}"
+
+
+def values_name(first: int, last: int) -> str:
+    """Return the object name of the values that only their own ranks ask for, e.g. "r00000-00007.values.fck"."""
+    return f"{_ranks(first, last)}.values{PACK_SUFFIX}"
+
+
+def is_of_values(name: str) -> bool:
+    """Return whether `values_name` made this name."""
+    return name.endswith(f".values{PACK_SUFFIX}")
+
+
+def ranks_of_index(name: str) -> range | None:
+    """Return the ranks that an index of this name stands for; None for the name of anything else."""
+    stem, ends = name.removesuffix(INDEX_SUFFIX), name.endswith(INDEX_SUFFIX)
+    numbers = stem[1:].split("-")
+    if not ends or stem[:1] != "r" or len(numbers) > 2 or not all(n.isascii() and n.isdecimal() for n in numbers):
+        return None
+    return range(int(numbers[0]), int(numbers[-1]) + 1)
+
+
+def _ranks(first: int, last: int | None) -> str:
+    return f"r{first:05d}" if last is None or last == first else f"r{first:05d}-{last:05d}"
 
 
 def plan_packs(table: ShardTable, data_bytes: int, pack_bytes: int = PACK_BYTES) -> list[Pack]:

@@ -163,7 +163,7 @@ def _open(
         storage: list[StorageSource] = []
         if checkpoint is not None:
             try:
-                storage.append(open_storage(checkpoint, stack))
+                storage.append(open_storage(checkpoint, attempt.tracked.world.suffix, stack))
             except (FlashckptError, OSError):
                 if not attempt.locations and not memory:  # memory may do without the root
                     raise

@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 from flashckpt import collectives
 from flashckpt.checkpoint import root_summary
 from flashckpt.checkpoint.catalog import manifest_from, read_manifest_bytes
+from flashckpt.checkpoint.ranged_reads import with_values
 from flashckpt.checkpoint.retention import leased
 from flashckpt.core.manifest import Manifest
 from flashckpt.core.snapshot_id import SnapshotId
@@ -104,8 +105,8 @@ def open_memory(
     return sorted(found, key=lambda s: (s.manifest.rank != rank, s.manifest.rank))
 
 
-def open_storage(checkpoint: Checkpoint, stack: contextlib.ExitStack) -> StorageSource:
-    """Return a checkpoint as a source.
+def open_storage(checkpoint: Checkpoint, owner: str, stack: contextlib.ExitStack) -> StorageSource:
+    """Return a checkpoint as a source, with the values that no other rank than `owner` asks for.
 
     Raises:
         FlashckptError, OSError: Its MANIFEST or the root cannot be read.
@@ -116,6 +117,7 @@ def open_storage(checkpoint: Checkpoint, stack: contextlib.ExitStack) -> Storage
         raise NoCheckpointError(f"rank 0 could not read MANIFEST of {checkpoint.prefix}")
     store = stack.enter_context(root_summary.open_root(checkpoint.root, checkpoint.options))
     manifest = manifest_from(store.url, checkpoint.prefix, checkpoint.manifest)
+    manifest = with_values(store, checkpoint.prefix, manifest, owner=owner)
     source = StorageSource(store, manifest, checkpoint.prefix)
     stack.callback(source.close)
     return source

@@ -24,9 +24,12 @@ from support.daemons import (
 from support.memory_tier import FakeJob
 from support.ranks import wait_for
 
-from flashckpt.checkpoint.writer import persist_slot
+from flashckpt.checkpoint import indexes
+from flashckpt.checkpoint.catalog import read_manifest
+from flashckpt.checkpoint.writer import prefix_of, write_packs
 from flashckpt.core.snapshot_id import SnapshotId
 from flashckpt.daemon.persister import flush, service
+from flashckpt.errors import StoreError
 from flashckpt.faults import CRASH_POINTS
 from flashckpt.shm.lease import Lease
 from flashckpt.storage.factory import open_store
@@ -62,6 +65,49 @@ def test_daemon_killed_at_point_nothing_half_visible_and_the_next_one_finishes(j
     assert not [
         path for path in Path(job.root).rglob("*.tmp*") if "step-000000020" not in str(path)
     ] or point.startswith(("store", "persist.during-pack")), "only what the sweep removes by age may be left"
+
+
+@pytest.mark.parametrize("point", ["ranges.before-put", "persist.before-index", "persist.before-manifest"])
+def test_daemon_killed_about_values_in_ranges_the_next_one_finishes(
+    job: FakeJob, point: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(indexes, "RANGED_FROM", 1)
+    job.step(10, persist=True)
+    with forked(job, crash_at=point) as doomed:
+        doomed.wait_killed()
+    assert identities(job) == []
+    with daemon_of(job) as daemon:
+        turn_until(daemon, lambda: identities(job) == [(1, 10)], "the commit")
+    assert_bitwise(job, (1, 10))
+    store = open_store(job.root)
+    assert [info.key for info in store.list(prefix_of(1, 10)) if info.key.endswith(".values.fck")]
+    assert len(read_manifest(store, prefix_of(1, 10), values=False).ranged) == len(job.ranks)
+
+
+def test_index_that_cannot_be_written_packs_are_not_written_again(
+    job: FakeJob, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One index for both ranks; until it is there, neither of them has written."""
+    real, refusals, packs = indexes.put_indexes, [StoreError("no"), StoreError("no")], list[object]()
+
+    def refused(*args: Any) -> None:
+        if refusals:
+            raise refusals.pop()
+        real(*args)
+
+    def counted(*args: Any, **kwargs: Any) -> object:
+        packs.append(args[0])
+        return write_packs(*args, **kwargs)
+
+    monkeypatch.setattr(flush, "put_indexes", refused)
+    monkeypatch.setattr(flush, "write_packs", counted)
+    job.step(10, persist=True)
+    with daemon_of(job) as daemon:
+        turn_until(daemon, lambda: identities(job) == [(1, 10)], "the commit")
+    assert (refusals, len(packs)) == ([], len(job.ranks))
+    assert_bitwise(job, (1, 10))
+    names = sorted(path.name for path in Path(job.root).rglob("*.idx"))
+    assert names == ["r00000-00001.idx"]
 
 
 def test_daemon_killed_after_intent_and_slots_overwritten_intent_is_given_up(job: FakeJob) -> None:
@@ -113,14 +159,14 @@ def test_two_daemons_at_once_exactly_one_commit_and_it_is_whole(job: FakeJob, tm
 
 def _stop_before_writing() -> None:
     """In the child: stop for good when the first slot is to be written, as a paused container or a lost VM does."""
-    real, first = persist_slot, threading.Lock()
+    real, first = write_packs, threading.Lock()
 
     def frozen(*args: Any, **kwargs: Any) -> object:
         if first.acquire(blocking=False):
             os.kill(os.getpid(), signal.SIGSTOP)
         return real(*args, **kwargs)
 
-    mock.patch.object(flush, "persist_slot", frozen).start()  # in a child of its own, which ends with it
+    mock.patch.object(flush, "write_packs", frozen).start()  # in a child of its own, which ends with it
 
 
 def test_daemon_frozen_across_a_restart_elsewhere_is_fenced_when_it_wakes(

@@ -15,7 +15,7 @@ from support.transcripts import play
 
 from flashckpt.core.generation import Generation
 from flashckpt.core.snapshot_id import SnapshotId
-from flashckpt.daemon.persister import agreement, negotiation, persist, protocol
+from flashckpt.daemon.persister import agreement, committer, negotiation, persist, protocol
 from flashckpt.daemon.persister.negotiation import Negotiation
 from flashckpt.daemon.persister.protocol import Cause
 
@@ -50,7 +50,9 @@ def test_a_transcript_with_one_action_more_or_less_is_wrong(path: Path) -> None:
 @pytest.mark.parametrize(
     ("owner", "name", "value", "scenario"),
     [
-        (persist, "TAKEOVER_S", 0.0, "leader-dies-after-its-index"),
+        (committer, "LEASE_S", 0.0, "leader-dies-after-its-index"),
+        (committer, "LEASE_S", 50.0, "committer-dies"),
+        (committer, "RENEWALS", 0.01, "holder-waits"),
         (persist, "INTENT_PATIENCE_S", 1e9, "writers-that-never-finish"),
         (persist, "EARLIER_PATIENCE_S", 1e9, "node-lost-for-good-restored-that-step"),
         (persist, "ATTEMPTS", 2, "damaged-in-memory"),
@@ -59,7 +61,7 @@ def test_a_transcript_with_one_action_more_or_less_is_wrong(path: Path) -> None:
         (persist, "is_rolled_back", lambda *_: False, "rolled-back-while-it-waits"),
         (negotiation, "is_rolled_back", lambda *_: False, "rolled-back-before-anybody-joined"),
         (negotiation, "of_other_nodes", lambda proposals, _: list(proposals), "early-look"),
-        (persist, "_place", lambda *_: 1, "all-nodes-agree"),
+        (persist, "lease_of", lambda *_: None, "all-nodes-agree"),
     ],
 )
 def test_a_machine_that_decides_otherwise_does_not_follow_its_transcript(
@@ -96,7 +98,9 @@ def test_the_page_on_transcripts_names_every_action() -> None:
 # -- the machine is pure ------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("module", [negotiation, persist, agreement, protocol], ids=lambda module: module.__name__)
+@pytest.mark.parametrize(
+    "module", [negotiation, persist, committer, agreement, protocol], ids=lambda module: module.__name__
+)
 def test_the_machine_has_no_clock_no_store_and_no_thread(module: object) -> None:
     pure = {"__future__", "collections.abc", "dataclasses", "enum", "itertools", "typing"}
     ours = ("flashckpt.core.", "flashckpt.daemon.persister")

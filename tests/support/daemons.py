@@ -143,6 +143,7 @@ def assert_bitwise(jobs: FakeJob | list[FakeJob], identity: tuple[int, int]) -> 
     (info,) = [i for i in list_checkpoints(store) if i.identity == identity]
     source = StorageSource(store, read_manifest(store, info), info.prefix)
     for rank in [rank for job in jobs for rank in job.ranks]:
+        assert source.manifest.values[f"rng@rank{rank.rank}"] == rank.generator(*identity)
         for shard in rank.shards:
             buffer = bytearray(shard.nbytes)
             execute_reads([Target(shard=shard, buffer=memoryview(buffer))], [source])

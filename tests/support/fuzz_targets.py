@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import io
 import json
 import os
@@ -30,8 +31,9 @@ from flashckpt.core import slot_header, superblock
 from flashckpt.core.digest import chunk_digests, digest
 from flashckpt.core.generation import Generation
 from flashckpt.core.intent import Intent, NodeProposal
-from flashckpt.core.manifest import Manifest, ShardTable, decode_manifest, encode_manifest, header_of, merge
+from flashckpt.core.manifest import Manifest, ShardTable, cover, decode_manifest, encode_manifest, header_of, merge
 from flashckpt.core.manifest_header import HEAD_BYTES, decode_manifest_header, encode_manifest_header
+from flashckpt.core.ranged_values import concatenate, cut
 from flashckpt.core.records import seal
 from flashckpt.core.shard import Shard, place
 from flashckpt.core.slot_header import SlotHeader, SlotState
@@ -80,6 +82,14 @@ def merged() -> Manifest:
     return merge([manifest(0, ("r00000.p0.fck",)), manifest(1, ("r00001.p0.fck",))])
 
 
+def ranged() -> Manifest:
+    """The index of two ranks, their generators' state in a range of another object."""
+    values = {f"rng@pp{rank}": bytes([rank]) for rank in range(2)}
+    _, ranges, _ = cut(values, 0)
+    first = replace(manifest(0, ("r00000.p0.fck", "r00000-00001.values.fck")), ranged=concatenate([(ranges, 1)]))
+    return cover([first, manifest(1, ("r00001.p0.fck",))])
+
+
 # -- manifests -------------------------------------------------------------------------------------------
 
 
@@ -119,6 +129,12 @@ def use_manifest(raw: bytes) -> None:
     again = encode_manifest(m)
     decode_manifest(again)
     merge([m, m])
+    for entry in range(len(m.ranged)):
+        number, offset, nbytes = m.ranged.range(entry)
+        assert m.objects[number]
+        assert offset >= 0
+        with contextlib.suppress(DamagedError):
+            m.ranged.value(entry, bytes(min(nbytes, 1 << 20)))
     encode_held_rows(m, 0)
     if m.rank < 0:
         refuse_gaps(m.table)
@@ -481,7 +497,8 @@ def _unpack(raw: bytes) -> Any:
 
 TARGETS: dict[str, Callable[[Path], Target]] = {
     "manifest": lambda _: Target(
-        seeds=[encode_manifest(manifest(0)), encode_manifest(manifest(1, ("a.fck",))), encode_manifest(merged())],
+        seeds=[encode_manifest(manifest(0)), encode_manifest(manifest(1, ("a.fck",))), encode_manifest(merged()),
+               encode_manifest(ranged()), encode_manifest(merge([ranged()]))],
         decode=use_manifest, reseal=sealed_manifest, tree=(manifest_tree, manifest_bytes),
     ),
     "summary": lambda _: Target(

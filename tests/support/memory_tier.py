@@ -114,11 +114,15 @@ class FakeRank:
             coordinates={},
             table=self.table,
             digests=np.concatenate(digests),
-            values={"step": step},
+            values={"step": step, f"rng@rank{self.rank}": self.generator(generation, step)},
         )
         writer.commit(encode_manifest(manifest))
         self.directory.notify(self.rank)
         return True
+
+    def generator(self, generation: int, step: int) -> bytes:
+        """What stands for the state of this rank's generators."""
+        return f"{generation} {step} {self.rank} ".encode() * 50
 
     @staticmethod
     def bytes_of(shard: Shard, generation: int, step: int) -> bytes:

@@ -40,6 +40,7 @@ class Root:
     committed: set[SnapshotId] = field(default_factory=set)
     tombstones: set[SnapshotId] = field(default_factory=set)
     claims: set[int] = field(default_factory=set)
+    leases: dict[SnapshotId, list[tuple[str, int]]] = field(default_factory=lambda: defaultdict(list))
     decided: dict[SnapshotId, tuple[int, ...]] = field(default_factory=dict)
 
     def decide(self, intent: Intent) -> bool:
@@ -260,6 +261,10 @@ class Node:
                 if identity in root.committed | root.tombstones:
                     return p.CommitFound()
                 return p.AbandonmentFound() if identity in root.marks else p.NothingFound()
+            case p.ReadCommitLease(identity):
+                held = root.leases[identity]
+                holder, renewals = held[-1] if held else ("", 0)
+                return p.LeaseRead(len(held) - 1, renewals, holder == self.name)
         return None
 
     def _write(self, action: Action) -> Event:
@@ -285,6 +290,17 @@ class Node:
             case p.AbandonIntent(identity, _):
                 root.marks.add(identity)
                 self._did(f"abandon {_id(identity)}")
+            case p.TakeCommitLease(identity, number):
+                if len(root.leases[identity]) != number:
+                    self._did(f"lose lease {number}")
+                    return p.LeaseLost()
+                root.leases[identity].append((self.name, 0))
+                self._did(f"lease {number}")
+                return p.LeaseTaken()
+            case p.RenewCommitLease(identity, number):
+                holder, renewals = root.leases[identity][number]
+                assert holder == self.name, "the lease of another node is never renewed"
+                root.leases[identity][number] = holder, renewals + 1
             case p.Commit(intent):
                 return self._commit(intent)
             case p.ApplyRetention():

@@ -9,9 +9,11 @@ from collections import Counter
 from dataclasses import dataclass, field
 from typing import cast
 
+from flashckpt.checkpoint.indexes import put_indexes
 from flashckpt.checkpoint.retention import Policy, prune
-from flashckpt.checkpoint.writer import commit, persist_slot, prefix_of
+from flashckpt.checkpoint.writer import commit, prefix_of, write_packs
 from flashckpt.core.intent import Intent
+from flashckpt.core.manifest import Manifest
 from flashckpt.daemon.persister import protocol as p
 from flashckpt.daemon.persister.coordinator import PersistCoordinator
 from flashckpt.daemon.persister.negotiation import IDLE_LOOK_S, ROOT_LOOK_S
@@ -38,14 +40,15 @@ class CountedNode(Node):
         return answer
 
     def _look(self, action: Action) -> Event | None:
-        return self._asked()._look(action, cast("Store", self.counted))
+        store = cast("Store", self.counted)
+        self._asked()._view = self.inventory()
+        return self._asked()._look(action, store) or self._asked()._lease(action, store)
 
     def _write(self, action: Action) -> Event:
         store = cast("Store", self.counted)
         match action:
             case p.StartWrite(intent, ranks):
-                for rank in ranks:
-                    self._persist(intent, rank, store)
+                put_indexes(store, prefix_of(*intent.identity), [self._packs(intent, rank, store) for rank in ranks])
                 self.result = p.WriteFinished(0.0)
                 return p.Done()
             case p.Commit(intent):
@@ -59,10 +62,11 @@ class CountedNode(Node):
                 return p.Done()
         return self._asked()._write(action, store)
 
-    def _persist(self, intent: Intent, rank: int, store: Store) -> None:
+    def _packs(self, intent: Intent, rank: int, store: Store) -> Manifest:
         part = shard("weight", (self.world_size, 8), offsets=(rank, 0), lengths=(1, 8))
-        pin = make_pin([part], rank=rank, world_size=self.world_size, step=intent.step)
-        persist_slot(pin, store, prefix_of(*intent.identity))
+        values = {"step": intent.step, f"rng@rank{rank}": b"state of the generators"}
+        pin = make_pin([part], rank=rank, world_size=self.world_size, step=intent.step, values=values)
+        return write_packs(pin, store, prefix_of(*intent.identity))
 
     def _asked(self) -> PersistCoordinator:
         if self.executor is None:

@@ -18,8 +18,9 @@ from support.ranks import wait_for
 from support.slots import make_pin, shard
 
 from flashckpt.checkpoint import slot_parts
+from flashckpt.checkpoint.indexes import missing_writers
 from flashckpt.checkpoint.slot_parts import COPIED_PART_BYTES, Buffers, SlotParts, parts_of
-from flashckpt.checkpoint.writer import PersistOptions, missing_writers, persist_slot
+from flashckpt.checkpoint.writer import PersistOptions, persist_slot
 from flashckpt.errors import DamagedError, StoreError
 from flashckpt.native import guarding
 from flashckpt.planning.packs import plan_packs

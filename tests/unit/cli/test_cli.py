@@ -15,10 +15,12 @@ from typing import Any
 
 import click.testing
 import pytest
+from support.daemons import two_checkpoints
 from support.memory_tier import FakeJob
 from support.paths import ROOT
 from support.ranks import wait_for
 
+from flashckpt.checkpoint import indexes
 from flashckpt.checkpoint.catalog import list_checkpoints
 from flashckpt.checkpoint.generations import claim_generation
 from flashckpt.cli import main as cli
@@ -95,7 +97,9 @@ def test_inspect_shows_tensors_layout_and_values(job: FakeJob, capsys: Captured)
     assert weights == {
         "fqn": "model.layers.0.w", "dtype": "float32", "shape": [600, 1000], "shards": 2, "nbytes": 2400000,
     }  # fmt: skip
-    assert document["values"] == {"step": 10}
+    generators = {f"rng@rank{rank.rank}" for rank in job.ranks}
+    assert document["values"].keys() == {"step"} | generators
+    assert document["values"]["step"] == 10
     assert sum(document["writer_bytes"].values()) == document["nbytes"]
     code, out, _ = run("inspect", job.root, capsys=capsys)
     assert "w  float32 600x1000  2.4 MB in 2 shards" in out
@@ -148,9 +152,31 @@ def test_diff_counts_differing_elements_and_equal_ones(job: FakeJob, capsys: Cap
         "model.layers.0.w": (600000, True),
         "model.layers.0.b": (7, True),
     }
-    assert document["values"] == {"step": [10, 20]}
+    assert document["values"].keys() == {"step", "rng@rank0", "rng@rank1"}
+    assert document["values"]["step"] == [10, 20]
     code, document = run_json("diff", job.root, "20", "20", capsys=capsys)
     assert (code, document["equal"], document["tensors"]) == (0, 2, [])
+
+
+def test_values_in_ranges_are_inspected_compared_and_verified(
+    tmp_path: Path, capsys: Captured, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(indexes, "RANGED_FROM", 1)
+    with two_checkpoints(tmp_path / "root", {"model.w": (60, 10)}) as root:
+        code, document = run_json("inspect", root, "--step", "10", capsys=capsys)
+        assert code == 0
+        assert document["values"].keys() == {"step", "rng@rank0", "rng@rank1"}
+        assert document["writer_bytes"].keys() == {"r00000", "r00001"}
+        _, document = run_json("diff", root, "10", "20", capsys=capsys)
+        assert document["values"].keys() == {"step", "rng@rank0", "rng@rank1"}
+        assert run("verify", root, "--all", capsys=capsys)[0] == 0
+        (path,) = Path(root, "step-000000010.g1").glob("*.values.fck")
+        raw = bytearray(path.read_bytes())
+        raw[-1] ^= 1
+        path.write_bytes(raw)
+        code, out, _ = run("verify", root, "--step", "10", capsys=capsys)
+        assert code == 32
+        assert "values of step-000000010.g1" in out
 
 
 def test_status_shows_snapshot_commit_and_lag(job: FakeJob, capsys: Captured) -> None:
@@ -356,7 +382,7 @@ def test_shell_completion_completes_commands(capsys: Captured, monkeypatch: pyte
 def test_a_checkpoint_of_a_newer_format_is_called_that_and_not_damaged(job: FakeJob, capsys: Captured) -> None:
     manifest = Path(job.root) / "step-000000020.g1/MANIFEST"
     raw = bytearray(manifest.read_bytes())
-    raw[8] += 1
+    raw[8] = 3
     manifest.write_bytes(raw)
     for command in (["inspect"], ["verify"], ["keep", "20"], ["export", "--to", "x.pt"]):
         name, *rest = command

@@ -122,8 +122,8 @@ def test_values_that_json_and_python_text_lack_are_shown(
     assert code in (0, 1), err
     assert "<integer of 20001 bits>" in out
     if "--json" in command:
-        found = json.loads(out, parse_constant=pytest.fail)["values"]
-        assert set(found) == ({"big", "step"} if "diff" in command else {*HUGE, "step"})
+        found = set(json.loads(out, parse_constant=pytest.fail)["values"]) - {"rng@rank0", "rng@rank1"}
+        assert found == ({"big", "step"} if "diff" in command else {*HUGE, "step"})
 
 
 def test_equality_of_values_tells_kinds_apart_and_nan_is_itself() -> None:

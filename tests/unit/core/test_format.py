@@ -28,8 +28,9 @@ from flashckpt.core import slot_header, superblock
 from flashckpt.core.digest import chunk_digests, digest
 from flashckpt.core.generation import Generation
 from flashckpt.core.intent import Intent, NodeProposal
-from flashckpt.core.manifest import Manifest, ShardTable, decode_manifest, encode_manifest, header_of, merge
+from flashckpt.core.manifest import Manifest, ShardTable, cover, decode_manifest, encode_manifest, header_of, merge
 from flashckpt.core.manifest_header import HEAD_BYTES, decode_manifest_header
+from flashckpt.core.ranged_values import concatenate, cut
 from flashckpt.core.shard import Shard, place
 from flashckpt.core.slot_header import SlotHeader, SlotState
 from flashckpt.core.snapshot_id import SnapshotId
@@ -193,6 +194,46 @@ def test_manifest_of_version_1_1_is_that_of_1_0_with_a_summary_in_front() -> Non
     assert next(iter(body)) == "summary"
     del body["summary"]
     assert msgpack.packb(body) == old[32:], "a reader of 1.0 ignores the key"
+
+
+def with_ranges() -> dict[str, bytes]:
+    """An index of two ranks, the MANIFEST of it, and the object that holds what only one rank asks for."""
+    parts, blobs, at = [], [], 0
+    for rank in range(2):
+        values, ranges, blob = cut(manifest(rank).values, at)
+        parts.append((replace(manifest(rank, objects=(f"r{rank:05d}.p0.fck",)), values=values), ranges))
+        blobs.append(blob)
+        at += len(blob)
+    first = parts[0][0]
+    first = replace(
+        first, objects=[*first.objects, "r00000-00001.values.fck"], ranged=concatenate((r, 1) for _, r in parts)
+    )
+    index = cover([first, parts[1][0]])
+    return {
+        "index-of-ranks": encode_manifest(index),
+        "merged-with-ranges": encode_manifest(merge([index])),
+        "values-of-ranks": b"".join(blobs),
+    }
+
+
+@pytest.mark.parametrize("name", with_ranges())
+def test_manifests_with_ranges_are_written_as_they_always_were(name: str) -> None:
+    assert with_ranges()[name] == (V1_2 / name).read_bytes()
+
+
+def test_manifests_with_ranges_are_read() -> None:
+    index, whole = (decode_manifest((V1_2 / n).read_bytes()) for n in ("index-of-ranks", "merged-with-ranges"))
+    blob = (V1_2 / "values-of-ranks").read_bytes()
+    assert (index.rank, index.covers, index.writers) == (0, (0, 1), [0, 1])
+    assert (whole.rank, whole.covers, whole.objects) == (-1, (), index.objects)
+    assert {key: value for key, value in whole.values.items() if key.startswith("rng")} == {}
+    for entry, rank in enumerate(range(2)):
+        number, offset, nbytes = whole.ranged.range(entry)
+        assert whole.objects[number] == "r00000-00001.values.fck"
+        assert whole.ranged.value(entry, blob[offset : offset + nbytes]) == (f"rng@rank{rank}", b"\x00\xff")
+    raw = (V1_2 / "merged-with-ranges").read_bytes()
+    assert raw[8:12] == bytes([2, 0, 1, 0]), "a program before 1.2 refuses it instead of restoring without its values"
+    assert decode_manifest_header(raw[:HEAD_BYTES], len(raw)) == header_of(whole)
 
 
 def test_any_flipped_bit_of_a_summary_is_found_and_a_wrong_size_too() -> None:

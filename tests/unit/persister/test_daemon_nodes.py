@@ -11,14 +11,14 @@ from typing import Any
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from support.daemons import assert_bitwise, daemon_of, identities
+from support.daemons import assert_bitwise, daemon_of, forked, identities
 from support.memory_tier import FakeJob
 from support.ranks import wait_for
 
-from flashckpt.checkpoint.writer import persist_slot
+from flashckpt.checkpoint.writer import write_packs
 from flashckpt.core.intent import NodeProposal
 from flashckpt.core.snapshot_id import SnapshotId
-from flashckpt.daemon.persister import flush, negotiation, persist
+from flashckpt.daemon.persister import committer, flush, negotiation
 from flashckpt.daemon.persister.agreement import Search, choose_proposal, next_candidate, of_other_nodes
 from flashckpt.daemon.persister.housekeeping import Housekeeper
 from flashckpt.daemon.persister.retire import superseded
@@ -35,7 +35,7 @@ NODES = 3
 @pytest.fixture
 def nodes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[list[FakeJob]]:
     """One job on three nodes of two ranks each: three memory tiers, one root."""
-    monkeypatch.setattr(persist, "TAKEOVER_S", 0.0)
+    monkeypatch.setattr(committer, "LEASE_S", 0.0)
     monkeypatch.setattr(negotiation, "ROOT_LOOK_S", 0.0)
     made = []
     for node in range(NODES):
@@ -102,7 +102,7 @@ class _Clock:
         with self.changed:
             end = self.now + self.durations[pin.header.rank // 2]
             self.changed.wait_for(lambda: self.now >= end, timeout=30)
-        return persist_slot(pin, *args, **kwargs)
+        return write_packs(pin, *args, **kwargs)
 
     def tick(self) -> None:
         with self.changed:
@@ -115,7 +115,7 @@ def test_three_daemons_of_different_speed_all_slower_than_the_interval_still_com
 ) -> None:
     """Persist steps come every 4 steps; a persist takes 6, 9 and 14; daemons look every 1, 2 and 3 steps."""
     clock = _Clock({0: 6, 1: 9, 2: 14})
-    monkeypatch.setattr(flush, "persist_slot", clock.persist)
+    monkeypatch.setattr(flush, "write_packs", clock.persist)
     with daemons_of(nodes) as daemons:
         for step in range(1, 161):
             for job in nodes:
@@ -148,6 +148,28 @@ def test_leader_lost_after_its_index_is_taken_over(nodes: list[FakeJob], monkeyp
         assert leader.persisting.flush is not None
         writes = leader.persisting.flush
         wait_for(lambda: not writes.is_writing, what="the leader's own slots")
+        turn_all(others, lambda: identities(nodes[0]) == [(1, 10)], "another node to commit")
+    assert_bitwise(nodes, (1, 10))
+
+
+@pytest.mark.parametrize("point", ["lease.before-take", "lease.after-take"])
+def test_leader_killed_about_its_lease_another_node_commits(nodes: list[FakeJob], point: str) -> None:
+    with daemons_of(nodes[1:]) as others, forked(nodes[0], crash_at=point) as leader:
+        for job in nodes:
+            job.step(10, persist=True)
+
+        def dead() -> bool:
+            for daemon in others:
+                daemon.turn()
+            return leader.poll() is not None
+
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(committer, "LEASE_S", 1e6)  # nobody else takes it before
+            wait_for(dead, what="the leader to die")
+        leader.wait_killed()
+        assert identities(nodes[0]) == []
+        assert bool(list(Path(nodes[0].root).rglob("committer.*"))) == (point == "lease.after-take")
+    with daemons_of(nodes[1:]) as others:
         turn_all(others, lambda: identities(nodes[0]) == [(1, 10)], "another node to commit")
     assert_bitwise(nodes, (1, 10))
 

@@ -10,11 +10,12 @@ import pytest
 from support.persisting import job, persist_step, turn
 from support.slots import make_pin, shard
 
-from flashckpt.checkpoint import proposals, root_records
+from flashckpt.checkpoint import indexes, proposals, root_records
+from flashckpt.checkpoint.indexes import put_indexes
 from flashckpt.checkpoint.intents import read_intents
 from flashckpt.checkpoint.proposals import Proposals
 from flashckpt.checkpoint.retention import Policy, prune
-from flashckpt.checkpoint.writer import commit, persist_slot, prefix_of
+from flashckpt.checkpoint.writer import commit, prefix_of, write_packs
 from flashckpt.core.intent import NodeProposal
 from flashckpt.daemon.persister import negotiation
 from flashckpt.plan import coordination as model
@@ -87,9 +88,8 @@ def test_looks(store: Store, asked: Counter[str], nodes: int) -> None:
 @pytest.mark.parametrize("ranks", [1, 3, 8])
 def test_commit_and_retention(store: Store, asked: Counter[str], ranks: int) -> None:
     for step in (10, 20):
-        for rank in range(ranks):
-            pin = make_pin([shard(f"t{rank}", (100,))], rank=rank, world_size=ranks, step=step)
-            persist_slot(pin, store, prefix_of(1, step))
+        pins = [make_pin([shard(f"t{r}", (100,))], rank=r, world_size=ranks, step=step) for r in range(ranks)]
+        put_indexes(store, prefix_of(1, step), [write_packs(pin, store, prefix_of(1, step)) for pin in pins])
         asked.clear()
         assert commit(store, prefix_of(1, step), range(ranks))
         assert asked.total() == costs(ranks, 1).commit_requests
@@ -103,12 +103,13 @@ def test_what_the_model_takes_from_the_product_is_what_the_product_does() -> Non
     assert negotiation.ROOT_LOOK_S == model.LOOK_S
     assert negotiation.IDLE_LOOK_S == model.IDLE_LOOK_S
     assert negotiation.LONG_COMMIT_WRITERS == model.LONG_COMMIT_WRITERS
+    assert indexes.RANGED_FROM == model.RANGED_FROM
 
 
 def test_a_node_alone_has_nobody_to_agree_with() -> None:
     made = costs(8, 1)
     assert (made.look_requests, made.idle_requests_per_s, made.agree_s) == (0, 0.0, 0.0)
-    assert made.commit_requests == 12
+    assert made.commit_requests == 5
 
 
 @pytest.mark.parametrize(("nodes", "ranks"), [(1, 8), (2, 8), (16, 4), (128, 1)])
@@ -144,4 +145,6 @@ def test_walls_are_named_with_the_size_at_which_they_begin() -> None:
         at(16384, persist_s=30, wanted_s=20),
     ]
     found = {one["wall"]: one["gpus"] for one in walls(sizes)}
-    assert list(found.values()) == [16384, 16384, None, 16384, 16384]
+    assert list(found.values()) == [16384, None, None, 16384, None]
+    larger = AtSize(gpus=1 << 20, costs=costs(1 << 20, 1 << 17), persist_s=20, wanted_s=600)
+    assert [begins(larger) for begins in model.WALLS.values()] == [False, True, True, True, True]

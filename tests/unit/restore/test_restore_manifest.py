@@ -12,6 +12,7 @@ from support.engine import agent_dir, digest, net
 from support.ranks import run_ranks, values, wait_for
 
 from flashckpt import Checkpointer
+from flashckpt.checkpoint import indexes
 from flashckpt.checkpoint.catalog import read_manifest
 from flashckpt.checkpoint.writer import MANIFEST, commit, persist_slot
 from flashckpt.shm.job_directory import JobDirectory
@@ -138,3 +139,47 @@ def test_pack_damaged_on_storage_is_named_and_the_newest_intact_checkpoint_is_re
         assert "step 2 of generation 1 is not restored" in one["found"]["passed"][0]
         assert pack.name in one["found"]["passed"][0]
         assert one["digest"] == before["digest"], "step 2 was trained again to the same state"
+
+
+def drawn(rank: int, root: str, steps: int) -> dict[str, Any]:
+    """Train with generators: what each rank draws, and which values it read of the root."""
+    read: list[str] = []
+    kept = PosixStore.get_range
+
+    def get_range(self: PosixStore, key: str, start: int, out: memoryview) -> None:
+        read.append(key.rpartition("/")[2])
+        kept(self, key, start, out)
+
+    PosixStore.get_range = get_range  # type: ignore[method-assign]  # in this forked rank only
+    indexes.RANGED_FROM = 1
+    model = net().eval()
+    torch.manual_seed(rank)
+    ckpt = Checkpointer(root, snapshot_every=1, job="t", slots=3)
+    ckpt.track(model=model, replicated_over="world", rng=True)
+    report = ckpt.restore()
+    drawn = []
+    for step in range(1 if report is None else report.step + 1, steps + 1):
+        drawn.append((str(step), torch.rand(1).item()))
+        ckpt.step(step)
+        torch.distributed.barrier()
+    ckpt.fence()
+    ckpt.close()
+    return {"drawn": dict(drawn), "step": report and report.step, "values": [k for k in read if ".values." in k]}
+
+
+@pytest.mark.parametrize("world", [3, 2], ids=["the same world", "a smaller one"])
+def test_generators_come_back_from_their_ranges_and_each_rank_reads_its_own(
+    tmp_path: Path, shm_dir: Path, world: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    root = tmp_path / "root"
+    monkeypatch.setattr(indexes, "RANGED_FROM", 1)
+    unbroken = values(run_ranks(drawn, 3, str(tmp_path / "unbroken"), 6))
+    shutil.rmtree(JobDirectory.open("t", create=False).path)
+    values(run_ranks(drawn, 3, str(root), 3))
+    assert commit_all(root, 3)[-1] == 3
+    shutil.rmtree(JobDirectory.open("t", create=False).path)
+    resumed = values(run_ranks(drawn, world, str(root), 6))
+    for rank, (one, before) in enumerate(zip(resumed, unbroken, strict=False)):
+        assert one["step"] == 3
+        assert one["values"] == [f"r{rank:05d}.values.fck"]
+        assert one["drawn"] == {step: before["drawn"][step] for step in "456"}

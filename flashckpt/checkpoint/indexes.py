@@ -1,0 +1,155 @@
+"""The indexes of a checkpoint that is not committed yet: one object for all ranks of a node that follow each other.
+
+At 16,384 ranks the leader reads 2,048 objects instead of 16,384, and what only one rank ever asks for, the state of its
+generators, lies in an object beside them: it is neither read for a commit nor a part of MANIFEST.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
+
+import numpy as np
+
+from flashckpt.checkpoint.root_records import parallel
+from flashckpt.core.manifest import Manifest, cover, decode_manifest, encode_manifest
+from flashckpt.core.ranged_values import NO_RANGES, concatenate, cut
+from flashckpt.errors import DamagedError, ObjectMissingError, PersistError
+from flashckpt.faults import crash_point
+from flashckpt.planning.packs import PACK_SUFFIX, index_name, ranks_of_index, values_name
+from flashckpt.storage.store import Store
+
+RANGED_FROM = 64
+"""Ranks of a job from which on values of one rank are ranges: below, MANIFEST is small, and older releases read it."""
+
+
+def put_indexes(store: Store, prefix: str, indexes: Iterable[Manifest]) -> None:
+    """Write what some ranks' packs hold: from here on these ranks have written.
+
+    Args:
+        store: The root.
+        prefix: Folder of the checkpoint.
+        indexes: Of each rank its own (`index_manifest`); their packs are durable.
+
+    Raises:
+        StoreError, RootError: The storage failed; may be called again.
+    """
+    for run in _runs(sorted(indexes, key=lambda index: index.rank)):
+        parts = _with_ranges(store, prefix, run) if run[0].world_size >= RANGED_FROM else run
+        index = parts[0] if len(parts) == 1 else cover(parts)
+        crash_point("persist.before-index")
+        store.put(f"{prefix}/{index_name(run[0].rank, run[-1].rank)}", encode_manifest(index))
+
+
+def missing_writers(store: Store, prefix: str, writers: Sequence[int]) -> list[int]:
+    """Return the writers whose index is not there yet (a lagging listing may name one too many, never one too few)."""
+    found = (ranks_of_index(key.rpartition("/")[2]) for key in _listed(store, prefix, writers))
+    written = {rank for ranks in found if ranks is not None for rank in ranks}
+    return [rank for rank in writers if rank not in written]
+
+
+def read_indexes(store: Store, prefix: str, writers: Sequence[int]) -> list[Manifest]:
+    """Return indexes that together are those of all writers, by rank, their packs looked at.
+
+    Raises:
+        PersistError: A writer has none, or one is not of the ranks in its name.
+        DamagedError: One cannot be decoded, or a pack is missing or too short.
+    """
+    sizes = _listed(store, prefix, writers)
+    names = (key.rpartition("/")[2] for key in sizes)
+    wanted = _needed([ranks for name in names if (ranks := ranks_of_index(name)) is not None], writers)
+    return parallel(lambda ranks: _read_index(store, prefix, ranks, sizes), wanted)
+
+
+def check_packs(store: Store, prefix: str, index: Manifest, sizes: Mapping[str, int]) -> None:
+    """Raise DamagedError where a pack is missing or shorter than its rows say.
+
+    A listing may lag behind, so where it lacks a pack or shows a shorter one, the pack itself is asked for.
+
+    Args:
+        store: The root.
+        prefix: Folder of the checkpoint.
+        index: Says which packs there are.
+        sizes: Key -> bytes, as a listing of the checkpoint shows them; may be empty.
+    """
+    table = index.table
+    ends = np.zeros(len(index.objects), np.int64)
+    held = table.nbytes > 0
+    np.maximum.at(ends, table.object_id[held], (table.byte_offset + table.nbytes)[held])
+    needs = np.maximum(ends, index.ranged.ends(len(index.objects))).tolist()
+    for name, needed in zip(index.objects, needs, strict=True):
+        needed_there = needed if name.endswith(PACK_SUFFIX) else 0
+        if sizes.get(key := f"{prefix}/{name}", -1) >= needed_there:
+            continue
+        info = store.head(key)
+        if info is None or info.nbytes < needed_there:
+            raise DamagedError(
+                f"the pack {key} of {store.url} is {'missing' if info is None else 'truncated'}",
+                found="no object" if info is None else f"{info.nbytes} bytes",
+                expected=f"at least {needed} bytes",
+                state="MANIFEST was not written.",
+            )
+
+
+def _listed(store: Store, prefix: str, writers: Sequence[int]) -> dict[str, int]:
+    """Return the bytes of all packs and indexes by key: 1,000 per request, and those of each 1,000 ranks side by side."""
+    starts = ["r"] if max(writers, default=0) < 1000 else [f"r{k:02d}" for k in range(max(writers) // 1000 + 1)]
+    return {info.key: info.nbytes for part in parallel(lambda s: store.list(f"{prefix}/{s}"), starts) for info in part}
+
+
+def _runs(indexes: Sequence[Manifest]) -> list[list[Manifest]]:
+    """Return the indexes in groups of ranks that follow each other."""
+    runs: list[list[Manifest]] = []
+    for index in indexes:
+        if runs and index.rank == runs[-1][-1].rank + 1:
+            runs[-1].append(index)
+        else:
+            runs.append([index])
+    return runs
+
+
+def _with_ranges(store: Store, prefix: str, run: list[Manifest]) -> list[Manifest]:
+    """Write the values of single ranks into an object of theirs; return the indexes that name it."""
+    name, at, blobs, found = values_name(run[0].rank, run[-1].rank), 0, [], []
+    for index in run:
+        stays, ranges, blob = cut(index.values, at)
+        found.append(replace(index, values=stays, ranged=ranges))
+        blobs.append(blob)
+        at += len(blob)
+    if not at:
+        return run
+    crash_point("ranges.before-put")
+    store.put(f"{prefix}/{name}", b"".join(blobs))
+    ranges = concatenate((index.ranged, len(run[0].objects)) for index in found)
+    first = replace(found[0], objects=[*found[0].objects, name], ranged=ranges)
+    return [first, *(replace(index, ranged=NO_RANGES) for index in found[1:])]
+
+
+def _needed(there: Iterable[range], writers: Sequence[int]) -> list[range]:
+    """Return the fewest indexes that stand for all writers: the widest first; one of a single rank where none is there."""
+    left, chosen = set(writers), []
+    for ranks in sorted(there, key=lambda ranks: (-len(ranks), ranks.start)):
+        if not left.isdisjoint(ranks):
+            chosen.append(ranks)
+            left.difference_update(ranks)
+    return sorted([*chosen, *(range(rank, rank + 1) for rank in left)], key=lambda ranks: ranks.start)
+
+
+def _read_index(store: Store, prefix: str, ranks: range, sizes: Mapping[str, int]) -> Manifest:
+    key = f"{prefix}/{index_name(ranks[0], ranks[-1])}"
+    try:
+        index = decode_manifest(store.get(key))
+    except ObjectMissingError as error:
+        raise PersistError(
+            f"the checkpoint {prefix} cannot be committed yet",
+            found=f"{key} is missing",
+            expected="every writer's index",
+        ) from error
+    except DamagedError as error:
+        raise DamagedError(f"the index {key} of {store.url} is damaged", found=error.found) from error
+    if (index.covers or (index.rank,)) != tuple(ranks):
+        raise PersistError(
+            f"the index {key} is of other ranks", found=f"{index.covers or index.rank}", expected=f"{[*ranks]}"
+        )
+    check_packs(store, prefix, index, sizes)
+    return index
