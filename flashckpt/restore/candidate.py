@@ -10,10 +10,12 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 
 from flashckpt.core.manifest import Manifest
+from flashckpt.errors import TensorMismatchError
 from flashckpt.planning.peer_index import PeerQuery
 from flashckpt.planning.read_plan import ReadPlan, plan_reads
 from flashckpt.planning.same_layout import has_same_regions
 from flashckpt.planning.selection import Candidate, RestoreRequest, SlotLocation
+from flashckpt.printable import counted
 from flashckpt.report import RestoreReport
 from flashckpt.restore import live_memory, unexpected
 from flashckpt.restore.candidate_sources import CandidateSources
@@ -26,6 +28,7 @@ from flashckpt.restore.source_names import SourceNames
 from flashckpt.restore.sources import Source
 from flashckpt.restore.values import Applied, Values, apply_values, missing_values, unnamed_values, value_tensors
 from flashckpt.restore.votes import Rejection, attempted
+from flashckpt.state import left_out
 from flashckpt.state.registry import StateRegistry
 
 
@@ -132,6 +135,8 @@ def prepare(attempt: Attempt, sources: CandidateSources, *, exact: bool, named_b
     with attempt.phases("requirements"):
         names = SourceNames(manifests)
         values = Values(manifests, names, attempt.rank)
+        if attempt.is_strict:
+            _refuse_another_base(tracked, values)
         in_values = value_tensors(tracked, values)
         required = requirements(attempt.live, names, manifests, in_values=in_values, only=only, exact=exact)
         if exact:
@@ -147,6 +152,19 @@ def prepare(attempt: Attempt, sources: CandidateSources, *, exact: bool, named_b
         if has_all_values and only is None:
             required = required.with_missing(unexpected.ungrouped(tracked, manifests))
     return Prepared(sources=sources, values=values, required=required, plan=plan, comparison=comparison)
+
+
+def _refuse_another_base(tracked: StateRegistry, values: Values) -> None:
+    """Raise TensorMismatchError where what `exclude=` leaves out is not what it was when the snapshot was taken."""
+    changed = tracked.changed_left_out(values.recorded(left_out.KEY)) if tracked.exclusion else []
+    if changed:
+        raise TensorMismatchError(
+            f"{changed[0]!r} is left out by exclude= and is not the tensor that the snapshot was taken with",
+            found=f"other elements, dtype or shape in {counted(len(changed), 'parameter')} that exclude= leaves out",
+            expected="the base model of that run, loaded before restore()",
+            state="Nothing was read.",
+            remedy="load the base model that the run began with; restore(strict=False) continues on this one",
+        )
 
 
 def queries(attempt: Attempt, prepared: Prepared, *, has_asked: bool) -> list[PeerQuery]:

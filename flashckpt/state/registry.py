@@ -12,7 +12,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from flashckpt.errors import ConfigError, UnsupportedStateError
-from flashckpt.state import modules, optimizer_extra, optimizer_state, samplers
+from flashckpt.state import left_out, modules, optimizer_extra, optimizer_state, samplers
 from flashckpt.state.captured import Captured
 from flashckpt.state.data_sources import refusal_of
 from flashckpt.state.deferred_optimizer import DeferredState
@@ -150,6 +150,11 @@ class StateRegistry:
         """
         self._look_at_modules()
         return self._found.left_out
+
+    def changed_left_out(self, recorded: Iterable[Any]) -> list[str]:
+        """Return the parameters that are left out and are not those of which a snapshot holds these samples."""
+        ours = self._reader.sample_of_left_out() if self.exclusion else b""
+        return sorted({name for theirs in recorded for name in left_out.differing(ours, theirs)}) if ours else []
 
     # -- structure ---------------------------------------------------------------------------------------
 

@@ -8,7 +8,7 @@ from typing import Any, Protocol
 import torch
 from torch import nn
 
-from flashckpt.state import modules, optimizer_extra, optimizer_state, pytree, rng
+from flashckpt.state import left_out, modules, optimizer_extra, optimizer_state, pytree, rng
 from flashckpt.state.captured import Captured
 from flashckpt.state.exclusion import Exclusion
 from flashckpt.state.module_tensors import ModuleTensors
@@ -51,10 +51,15 @@ class ValueReader:
         self._others: list[tuple[str, list[dict[Any, Any]]]] = []
         self._groups: dict[str, list[list[list[str]]]] = {}
         self._extras = optimizer_extra.Extras()
+        self._left_out: dict[str, torch.Tensor] = {}
+        self._sample: bytes | None = None
 
     def look(self, found: ModuleTensors, exclusion: Exclusion) -> None:
-        """Record which modules have extra state that is not left out."""
+        """Record which modules have extra state that is not left out, and which parameters are."""
         self._groups = {}
+        kept = set(found.ids)
+        self._left_out = {name: tensor for name, tensor in found.left_out.items() if id(tensor) not in kept}
+        self._sample = None
         self.extra = [
             (f"{label}.{name}", module)
             for label, walked in found.walked
@@ -76,6 +81,12 @@ class ValueReader:
             return name
         return f"{name}@{self._tracked.world.suffix}"
 
+    def sample_of_left_out(self) -> bytes:
+        """Return elements of the parameters that are left out, as they were when this was first asked; b"" without any."""
+        if self._sample is None:
+            self._sample = left_out.sample(self._left_out) if self._left_out else b""
+        return self._sample
+
     def read(self) -> Captured:
         """Read everything as it is now.
 
@@ -94,6 +105,8 @@ class ValueReader:
             tensors |= own
         if self._tracked.aliases:
             values["aliases"] = self._tracked.aliases
+        if sample := self.sample_of_left_out():
+            values[f"{left_out.KEY}@{self._tracked.world.suffix}"] = sample
         if self._tracked.rng:
             values[f"rng@{self._tracked.world.suffix}"] = rng.capture()
         return Captured(values=values, tensors=tensors)

@@ -19,7 +19,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 
 from flashckpt import Checkpointer
-from flashckpt.errors import ConfigError, ShardGapError
+from flashckpt.errors import ConfigError, ShardGapError, TensorMismatchError
 from flashckpt.report import RestoreReport
 
 
@@ -39,12 +39,12 @@ class Adapted(nn.Module):
 
 
 def opened(
-    root: Path, model: nn.Module, exclude: str | Sequence[str] = ()
+    root: Path, model: nn.Module, exclude: str | Sequence[str] = (), *, strict: bool = True
 ) -> tuple[Checkpointer, Any, RestoreReport | None]:
     optimizer = torch.optim.AdamW(model.parameters())  # the frozen ones too, as many programs do
     ckpt = Checkpointer(str(root), snapshot_every=1, job="t")
     ckpt.track(model=model, optimizer=optimizer, exclude=exclude)
-    return ckpt, optimizer, ckpt.restore()
+    return ckpt, optimizer, ckpt.restore(strict=strict)
 
 
 def trained(root: Path, exclude: str | Sequence[str] = (), *, steps: int = 2) -> Adapted:
@@ -67,7 +67,7 @@ def test_what_is_left_out_is_not_in_snapshots_and_stays_as_it_is(tmp_path: Path,
     before = trained(tmp_path, exclude)
     other = Adapted(base_seed=8)
     base = {name: one.clone() for name, one in other.base.state_dict().items()}
-    ckpt, optimizer, report = opened(tmp_path, other, exclude)
+    ckpt, optimizer, report = opened(tmp_path, other, exclude, strict=False)
     assert report is not None
     assert (report.step, report.missing, report.unexpected) == (2, (), ())
     assert all(torch.equal(base[name], one) for name, one in other.base.state_dict().items())
@@ -76,6 +76,48 @@ def test_what_is_left_out_is_not_in_snapshots_and_stays_as_it_is(tmp_path: Path,
     assert set(optimizer.state[other.up.weight]) == {"step", "exp_avg", "exp_avg_sq"}
     assert {name for name in held(ckpt) if name.startswith("model.")} == {"model.down.weight", "model.up.weight"}
     crash(ckpt)
+
+
+@pytest.mark.parametrize("change", ["seed", "dtype", "shape", "one element"])
+def test_another_base_model_is_refused_before_anything_is_read(tmp_path: Path, change: str) -> None:
+    trained(tmp_path, "base.*")
+    other = Adapted(base_seed=8 if change == "seed" else 7)
+    with torch.no_grad():
+        if change == "dtype":
+            other.base.bfloat16()
+        if change == "shape":
+            other.base = nn.Linear(9, 8).requires_grad_(requires_grad=False)
+        if change == "one element":
+            other.base.bias[1] += 1
+    up = other.up.weight.clone()
+    with pytest.raises(TensorMismatchError, match=r"model\.base\.\w+' is left out by exclude=") as refused:
+        opened(tmp_path, other, "base.*")
+    assert "load the base model" in refused.value.remedy
+    assert "loaded before restore()" in refused.value.expected
+    assert torch.equal(other.up.weight, up)
+
+
+def test_buffers_and_what_has_no_elements_yet_are_not_compared(tmp_path: Path) -> None:
+    """Running means of a frozen model may change; a base on the meta device may be loaded after the restore."""
+
+    def made() -> nn.Module:
+        torch.manual_seed(3)
+        return nn.ModuleDict({"base": nn.BatchNorm1d(4).requires_grad_(requires_grad=False), "up": nn.Linear(4, 4)})
+
+    model = made()
+    ckpt, _, _ = opened(tmp_path, model, "base.*")
+    ckpt.step(1)
+    crash(ckpt)
+    other = made()
+    torch.add(other["base"].running_mean, 1, out=other["base"].running_mean)  # type: ignore[index]
+    ckpt, _, report = opened(tmp_path, other, "base.*")
+    crash(ckpt)
+    assert report is not None
+    later = made()
+    later["base"].to("meta")  # type: ignore[index]
+    ckpt, _, report = opened(tmp_path, later, "base.*")
+    crash(ckpt)
+    assert report is not None
 
 
 def test_the_losses_after_a_restart_are_those_of_a_run_without_one(tmp_path: Path) -> None:
@@ -196,7 +238,7 @@ def train_sharded(rank: int, root: str, steps: int, base_seed: int) -> tuple[Any
     mesh = init_device_mesh("cpu", (torch.distributed.get_world_size(),))
     fully_shard(model.base, mesh=mesh)
     fully_shard(model, mesh=mesh)
-    ckpt, optimizer, report = opened(Path(root), model, "base.*")
+    ckpt, optimizer, report = opened(Path(root), model, "base.*", strict=base_seed == 7)
     first = report.step if report else 0
     restored = [one.full_tensor().clone() for one in model.parameters() if isinstance(one, DTensor)]
     for step in range(first + 1, first + 1 + steps):
@@ -208,11 +250,27 @@ def train_sharded(rank: int, root: str, steps: int, base_seed: int) -> tuple[Any
     return [one.tolist() for one in restored], after, names
 
 
+def train_sharded_elsewhere(rank: int, root: str) -> str:
+    """With shards of another base model on another number of ranks."""
+    del rank
+    agent_dir()
+    model = Adapted(8)
+    fully_shard(model, mesh=init_device_mesh("cpu", (torch.distributed.get_world_size(),)))
+    try:
+        opened(Path(root), model, "base.*")
+    except TensorMismatchError as error:
+        return type(error).__name__
+    return ""
+
+
 @pytest.mark.timeout(120)
 def test_shards_of_fsdp_are_left_out_and_the_rest_is_resharded(tmp_path: Path) -> None:
     (_, after, names), _ = values(run_ranks(train_sharded, 2, str(tmp_path), 2, 7))
     assert not [name for name in names if "base" in name]
     base, bias, down, up = after
+    values(run_ranks(train_sharded, 1, str(tmp_path), 0, 7))
+    refused = run_ranks(train_sharded_elsewhere, 1, str(tmp_path))
+    assert values(refused) == ["TensorMismatchError"]
     ((restored, _, _),) = values(run_ranks(train_sharded, 1, str(tmp_path), 0, 8))
     assert restored[2:] == [down, up]
     assert base not in restored
