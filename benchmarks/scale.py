@@ -12,11 +12,13 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import platform
 import sys
 import tempfile
 import threading
 import time
+import tracemalloc
 from collections import Counter
 from collections.abc import Callable, Sequence
 from math import log
@@ -32,13 +34,16 @@ from flashckpt.checkpoint.root_records import IN_FLIGHT
 from flashckpt.checkpoint.writer import MANIFEST, commit, prefix_of
 from flashckpt.core.intent import NodeProposal
 from flashckpt.core.lineage import SlotRecord, common
-from flashckpt.core.manifest import Manifest
+from flashckpt.core.manifest import Manifest, decode_manifest
 from flashckpt.core.shard import Shard
 from flashckpt.core.shard_table import ShardTable
 from flashckpt.core.snapshot_id import SnapshotId
 from flashckpt.daemon.persister.negotiation import IDLE_LOOK_S
 from flashckpt.errors import ObjectMissingError
 from flashckpt.planning.packs import pack_name
+from flashckpt.planning.read_plan import plan_reads
+from flashckpt.restore import shared_manifest
+from flashckpt.restore.source_names import SourceNames
 from flashckpt.shm.ack_relay import AckRelay
 from flashckpt.shm.acks import SnapshotAcks
 from flashckpt.shm.control import Control
@@ -244,6 +249,30 @@ def committing(nodes: int, latency_s: float) -> dict[str, float]:
         "modelled s of a commit": turns * latency_s + cpu_s,
         "CPU s of a commit": cpu_s,
         "bytes of MANIFEST": len(root.objects[f"{prefix}/{MANIFEST}"]),
+        **planning(root.objects[f"{prefix}/{MANIFEST}"], world),
+    }
+
+
+def planning(raw: bytes, world: int) -> dict[str, float]:
+    """A rank that plans its restore from the MANIFEST that the first rank of its node has decoded."""
+    decode_s = cpu_of(lambda: decode_manifest(raw))
+    fd = shared_manifest.share(decode_manifest(raw))
+    wanted = index_of(world // 2, world).table
+    tracemalloc.start()
+
+    def plan() -> None:
+        manifest = shared_manifest.attach(shared_manifest.path_of(fd))
+        SourceNames([manifest])
+        plan_reads(wanted, [manifest.table], names=["MANIFEST"]).require_complete(["MANIFEST"])
+
+    cpu_s = cpu_of(plan)
+    peak = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    os.close(fd)
+    return {
+        "CPU s to decode MANIFEST, once per node": decode_s,
+        "CPU s of another rank to plan its restore from it": cpu_s,
+        "peak bytes of a rank to plan its restore": peak,
     }
 
 

@@ -20,8 +20,8 @@ from flashckpt.errors import TensorMismatchError
 from flashckpt.planning.reads import Gap, Reads
 
 Ints = npt.NDArray[np.int64]
-MOST_PAIRS = 1 << 18
-"""Pairs of a wanted box and a row that are looked at together: bounds memory to about 60 MB."""
+MOST_PAIRS = 1 << 16
+"""Pairs of a wanted box and a row that are looked at together: bounds memory to about 15 MB."""
 
 
 class Match(NamedTuple):

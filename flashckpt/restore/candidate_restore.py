@@ -150,7 +150,7 @@ def restore_candidate(
         filled, ballot = _fill_again(attempt, exchange, opened, filled, prepared.left_behind)
     if ballot.rejecting_rank is not None or isinstance(filled, Rejection):
         return _rejected(attempt, filled, ballot)
-    manifest_bytes = 0 if checkpoint is None else len(checkpoint.manifest)
+    manifest_bytes = 0 if checkpoint is None else checkpoint.nbytes
     return replace(filled, nodes=_by_node(inventories, ballot), manifest_bytes=manifest_bytes)
 
 

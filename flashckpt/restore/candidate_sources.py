@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import os
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -15,14 +16,17 @@ from flashckpt.checkpoint.catalog import manifest_from, read_manifest_bytes
 from flashckpt.checkpoint.ranged_reads import with_values
 from flashckpt.checkpoint.retention import leased
 from flashckpt.core.manifest import Manifest
+from flashckpt.core.manifest_header import HEADER
 from flashckpt.core.snapshot_id import SnapshotId
 from flashckpt.errors import FlashckptError, NoCheckpointError
 from flashckpt.logs import guarded
 from flashckpt.planning.selection import SlotLocation
+from flashckpt.restore import shared_manifest
 from flashckpt.restore.peers import PeerSource
 from flashckpt.restore.sources import MemorySource, Source, StorageSource
 from flashckpt.restore.votes import Rejection, attempted
 from flashckpt.shm.segment import Pin, Segment
+from flashckpt.storage.store import Store
 
 _log = guarded(logging.getLogger("flashckpt"))
 
@@ -51,29 +55,45 @@ class CandidateSources:
         return replace(self, peers=tuple(peers))
 
 
+SHARED_FROM = 4 << 20
+"""Bytes of a MANIFEST from which on it is decoded once per node."""
+
+
 class Checkpoint(NamedTuple):
     """A candidate on the root.
 
     Attributes:
         root, options: The root, and how to open it.
         prefix: Folder of the checkpoint.
-        manifest: MANIFEST as rank 0 read it; empty where that failed.
-        rejection: Why it failed, on rank 0.
+        nbytes: Of MANIFEST; 0 where rank 0 could not read it.
+        manifest: MANIFEST as rank 0 read it; empty where it is shared, or was not read.
+        shared: Where the first rank of this node has it decoded; empty where it has not.
+        rejection: Why it could not be read, on the rank that tried.
     """
 
     root: str
     options: Mapping[str, Any]
     prefix: str
+    nbytes: int
     manifest: bytes
+    shared: str
     rejection: Rejection | None
 
 
+class NodeReader(NamedTuple):
+    """Which ranks read a MANIFEST: `rank` is this one, `first` the first of its node."""
+
+    rank: int
+    first: int
+
+
 def share_manifest(
-    root: str, options: Mapping[str, Any], prefix: str, *, is_rank_0: bool, stack: contextlib.ExitStack
+    root: str, options: Mapping[str, Any], prefix: str, reader: NodeReader, stack: contextlib.ExitStack
 ) -> Checkpoint:
     """Let rank 0 read MANIFEST and take a lease for all; give it to every rank. Collective.
 
-    It has 150 MB at 16,384 ranks, and a lease per rank would be as many objects to write and to renew.
+    A lease per rank would be as many objects to write and to renew. What is large goes to no rank over the network: the first
+    rank of each node reads it as well, and decodes it for the others.
     """
 
     def read() -> bytes:
@@ -81,10 +101,40 @@ def share_manifest(
         stack.enter_context(leased(store, prefix))
         return read_manifest_bytes(store, prefix)
 
-    found = attempted(read) if is_rank_0 else b""
+    found = attempted(read) if reader.rank == 0 else b""
     rejection = found if isinstance(found, Rejection) else None
-    raw = collectives.bytes_from_rank_0(b"" if isinstance(found, Rejection) else found)
-    return Checkpoint(root, options, prefix, raw, rejection)
+    raw = b"" if isinstance(found, Rejection) else found
+    frame, nbytes = collectives.from_rank_0([raw[: HEADER.size], len(raw)])
+    checkpoint = Checkpoint(root, options, prefix, nbytes, b"", "", rejection)
+    if not nbytes:
+        return checkpoint
+    if nbytes < SHARED_FROM:
+        return checkpoint._replace(manifest=collectives.bytes_from_rank_0(raw))
+    mine = attempted(lambda: _shared(checkpoint, raw, frame, stack)) if reader.rank == reader.first else ""
+    failed = mine if isinstance(mine, Rejection) else None
+    paths = collectives.all_gather("" if isinstance(mine, Rejection) else mine)
+    return checkpoint._replace(shared=paths[reader.first], rejection=failed)
+
+
+def _shared(checkpoint: Checkpoint, raw: bytes, frame: bytes, stack: contextlib.ExitStack) -> str:
+    """Decode MANIFEST for the ranks of this node; return where it is until the stack ends."""
+    with root_summary.open_root(checkpoint.root, checkpoint.options) as store:
+        raw = raw or read_manifest_bytes(store, checkpoint.prefix)
+        if raw[: len(frame)] != frame:
+            raise NoCheckpointError(f"the MANIFEST of {checkpoint.prefix} is not the one that rank 0 has read")
+        fd = shared_manifest.share(manifest_from(store.url, checkpoint.prefix, raw))
+    stack.callback(os.close, fd)
+    return shared_manifest.path_of(fd)
+
+
+def _manifest_of(checkpoint: Checkpoint, store: Store) -> Manifest:
+    if checkpoint.manifest:
+        return manifest_from(store.url, checkpoint.prefix, checkpoint.manifest)
+    try:
+        return shared_manifest.attach(checkpoint.shared)
+    except OSError as error:  # another PID namespace, or a /proc that hides the processes of others
+        _log.debug("MANIFEST is read again: %s", error)
+        return manifest_from(store.url, checkpoint.prefix, read_manifest_bytes(store, checkpoint.prefix))
 
 
 def open_memory(
@@ -111,12 +161,13 @@ def open_storage(checkpoint: Checkpoint, owner: str, stack: contextlib.ExitStack
     Raises:
         FlashckptError, OSError: Its MANIFEST or the root cannot be read.
     """
-    if not checkpoint.manifest:
-        if checkpoint.rejection is not None:
-            raise checkpoint.rejection.error
-        raise NoCheckpointError(f"rank 0 could not read MANIFEST of {checkpoint.prefix}")
+    if checkpoint.rejection is not None:
+        raise checkpoint.rejection.error
+    if not checkpoint.manifest and not checkpoint.shared:
+        reader = "the first rank of this node" if checkpoint.nbytes else "rank 0"
+        raise NoCheckpointError(f"{reader} could not read MANIFEST of {checkpoint.prefix}")
     store = stack.enter_context(root_summary.open_root(checkpoint.root, checkpoint.options))
-    manifest = manifest_from(store.url, checkpoint.prefix, checkpoint.manifest)
+    manifest = _manifest_of(checkpoint, store)
     manifest = with_values(store, checkpoint.prefix, manifest, owner=owner)
     source = StorageSource(store, manifest, checkpoint.prefix)
     stack.callback(source.close)

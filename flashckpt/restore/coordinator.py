@@ -27,7 +27,7 @@ from flashckpt.report import RestoreReport
 from flashckpt.restore import claim, gather
 from flashckpt.restore.candidate import Attempt, read_state
 from flashckpt.restore.candidate_restore import Rejected, restore_candidate
-from flashckpt.restore.candidate_sources import share_manifest
+from flashckpt.restore.candidate_sources import NodeReader, share_manifest
 from flashckpt.restore.phases import Phases, collector_paused
 from flashckpt.shm.job_directory import JobDirectory
 from flashckpt.shm.segment import Segment
@@ -206,10 +206,10 @@ class RestoreCoordinator:
             if candidate.on_root:
                 assert root is not None
                 prefix = root.prefixes[root.committed.index(candidate.identity)]
+                first = local_world(inventories, world.rank)[0] if inventories else world.rank
                 with self.phases("root"):
-                    checkpoint = share_manifest(
-                        self.request.root, self.options, prefix, is_rank_0=world.rank == 0, stack=stack
-                    )
+                    reader = NodeReader(world.rank, first)
+                    checkpoint = share_manifest(self.request.root, self.options, prefix, reader, stack)
             return restore_candidate(attempt, segments, checkpoint, inventories, stack)
 
     def _select(self, inventories: Sequence[Inventory], root: RootSummary | None) -> Candidates:

@@ -51,7 +51,7 @@ def test_each_node_keeps_what_its_neighbour_alone_holds_and_nothing_else(shm_dir
                 own = them.jobs[rank // 2].ranks[rank % 2]
                 assert manifest.is_part
                 assert sorted(manifest.table.fqns) == sorted(own.table.fqns)
-                assert manifest.values == {"step": 2}
+                assert manifest.values == {"step": 2, f"rng@rank{own.rank}": own.generator(1, 2)}
         state = daemons[0].replication.state()
         assert (state.lag_steps, state.pending_bytes, state.problem) == (0, 0, "")
         read = them.jobs[1].directory.read_status

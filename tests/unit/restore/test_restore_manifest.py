@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 import shutil
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -10,11 +12,17 @@ import pytest
 import torch
 from support.engine import agent_dir, digest, net
 from support.ranks import run_ranks, values, wait_for
+from support.slots import make_pin, shard
 
 from flashckpt import Checkpointer
-from flashckpt.checkpoint import indexes
+from flashckpt.checkpoint import catalog, indexes
 from flashckpt.checkpoint.catalog import read_manifest
 from flashckpt.checkpoint.writer import MANIFEST, commit, persist_slot
+from flashckpt.core.manifest import encode_manifest, merge
+from flashckpt.core.ranged_values import concatenate, cut
+from flashckpt.core.snapshot_id import SnapshotId
+from flashckpt.errors import DamagedError, FlashckptError
+from flashckpt.restore import candidate_sources, shared_manifest
 from flashckpt.shm.job_directory import JobDirectory
 from flashckpt.shm.segment import Segment
 from flashckpt.storage.factory import open_store
@@ -82,7 +90,11 @@ def commit_all(root: Path, world: int) -> list[int]:
     return sorted(steps)
 
 
-def test_one_rank_reads_manifest_and_takes_the_lease_for_all(tmp_path: Path, shm_dir: Path) -> None:
+@pytest.mark.parametrize("shared_from", [1, 4 << 20], ids=["mapped", "sent"])
+def test_one_rank_reads_manifest_and_takes_the_lease_for_all(
+    tmp_path: Path, shm_dir: Path, shared_from: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(candidate_sources, "SHARED_FROM", shared_from)  # the ranks are forked from here
     root = tmp_path / "root"
     first = values(run_ranks(trained, 3, str(root), 3))
     assert commit_all(root, 3)[-1] == 3
@@ -96,6 +108,71 @@ def test_one_rank_reads_manifest_and_takes_the_lease_for_all(tmp_path: Path, shm
     assert [len(one["manifests"]) for one in resumed] == [1, 0, 0]
     assert [len(one["leases"]) for one in resumed] == [1, 0, 0]
     wait_for(lambda: not [p for p in (root / "leases").rglob("*") if p.is_file()], what="the lease to be given back")
+
+
+def attached(rank: int, root: str, how: str) -> dict[str, Any]:
+    """Restore, where another process may not be looked into, or the first rank of the node cannot read MANIFEST."""
+    candidate_sources.SHARED_FROM = 1
+    decoded: list[int] = []
+    real = catalog.manifest_from
+
+    def manifest_from(*words: Any) -> Any:
+        decoded.append(rank)
+        if how == "unreadable" and rank == 0:
+            raise DamagedError("the MANIFEST is damaged here")
+        return real(*words)
+
+    vars(candidate_sources)["manifest_from"] = manifest_from  # in this forked rank only
+    if how == "hidden":
+        shared_manifest.path_of = lambda fd: "/proc/1/fd/none"
+    fds = len(list(Path("/proc/self/fd").iterdir()))
+    model = net().eval()
+    ckpt = Checkpointer(root, snapshot_every=1, job="t", slots=3)
+    ckpt.track(model=model, replicated_over="world")
+    error = ""
+    try:
+        report = ckpt.restore()
+    except FlashckptError as failed:
+        report, error = None, str(failed)
+    found = None if report is None else report.step
+    ckpt.close()
+    left = [str(path.readlink()) for path in Path("/proc/self/fd").iterdir() if path.is_symlink()]
+    return {"step": found, "decoded": len(decoded), "error": error, "fds": fds,
+            "left": [name for name in left if "flashckpt-manifest" in name]}  # fmt: skip
+
+
+@pytest.mark.parametrize("how", ["mapped", "hidden", "unreadable"])
+def test_manifest_is_decoded_by_the_first_rank_of_a_node_and_by_others_only_where_they_must(
+    tmp_path: Path, shm_dir: Path, how: str
+) -> None:
+    root = tmp_path / "root"
+    values(run_ranks(trained, 2, str(root), 1))
+    assert commit_all(root, 2) == [1]
+    shutil.rmtree(JobDirectory.open("t", create=False).path)
+    found = values(run_ranks(attached, 2, str(root), how))
+    assert [one["left"] for one in found] == [[], []], "no descriptor is left open"
+    if how == "unreadable":
+        assert all("is damaged here" in one["error"] or "could not read MANIFEST" in one["error"] for one in found)
+        return
+    assert [one["step"] for one in found] == [1, 1]
+    assert [one["decoded"] for one in found] == ([1, 0] if how == "mapped" else [2, 1])
+
+
+def test_manifest_that_is_shared_comes_back_as_it_was() -> None:
+    pins = [make_pin([shard(f"w{r}", (9, 5)), shard("empty", (0,))], rank=r, world_size=3) for r in range(3)]
+    parts = [replace(pin.manifest(), objects=[f"r{r:05d}.p0.fck"]) for r, pin in enumerate(pins)]
+    stays, ranges, _ = cut({"step": 1, "tuple": (1, 2**90), "rng@rank0": b"x"}, 0)
+    first = replace(parts[0], values=stays, objects=["r00000.p0.fck", "v"], ranged=concatenate([(ranges, 1)]))
+    for manifest in (merge([first, *parts[1:]]), merge(parts), replace(parts[0], parent=SnapshotId(1, 2))):
+        fd = shared_manifest.share(manifest)
+        try:
+            again = shared_manifest.attach(shared_manifest.path_of(fd))
+        finally:
+            os.close(fd)
+        assert encode_manifest(again) == encode_manifest(manifest)
+        assert not again.table.nbytes.flags.owndata
+        assert not again.digests.flags.owndata
+        assert again.table.byte_offset.flags.aligned
 
 
 @pytest.mark.parametrize("memory", [False, True], ids=["storage", "memory"])
