@@ -193,7 +193,7 @@ def agreement(nodes: int, latency_s: float) -> dict[str, float]:
         boards[0].publish(store, 1, NodeProposal(ranks=ranks, world_size=nodes * RANKS, pinned=SnapshotId(1, 10)))
 
     def look() -> None:
-        read_intents(store)
+        read_intents(store, 1)
         boards[1].read(store, 1)
 
     root.requests.clear()
@@ -201,13 +201,19 @@ def agreement(nodes: int, latency_s: float) -> dict[str, float]:
     lists = root.requests["list"]
     root.requests.clear()
     look()
+    leader, other = root.requests.total(), Proposals()
+    other.read(store, 1, of_all=False)
+    root.requests.clear()
+    read_intents(store, 1)
+    other.read(store, 1, of_all=False)
     idle = root.requests.total()
     return {
         "root requests of the leader per look, all proposals new": lists + reads,
         "modelled s of such a look": (lists + -(-reads // IN_FLIGHT)) * latency_s + cpu_s,
         "CPU s of such a look": cpu_s,
-        "root requests of a node per look, idle": idle,
-        "root requests of the job per idle minute, modelled": nodes * idle * 60 / IDLE_LOOK_S,
+        "root requests of the leader per look, idle": leader,
+        "root requests of any other node per look, idle": idle,
+        "root requests of the job per idle minute, modelled": (leader + (nodes - 1) * idle) * 60 / IDLE_LOOK_S,
     }
 
 

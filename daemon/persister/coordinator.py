@@ -193,7 +193,7 @@ class PersistCoordinator:
                 newest = newest_checkpoint(store, generations=claims)
                 return p.RootRead(None if newest is None else newest.identity)
             case p.ReadIntents():
-                intents, abandoned = read_intents(store)
+                intents, abandoned = read_intents(store, self._record.number)
                 return p.IntentsRead(tuple(intents), frozenset(abandoned))
             case p.ReadProposals(generation, of_all):
                 return p.ProposalsRead(tuple(self._proposals.read(store, generation, of_all=of_all)))

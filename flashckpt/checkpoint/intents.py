@@ -18,6 +18,7 @@ from flashckpt.errors import ObjectMissingError
 from flashckpt.faults import crash_point
 from flashckpt.storage.store import Store
 
+SIX_DIGITS = 100_000
 INTENTS = "intents/"
 _MARK = ".abandoned"
 _NAME = re.compile(r"^(\d{6,})-(\d{9,})$")
@@ -36,9 +37,15 @@ def list_intents(store: Store) -> list[Intent]:
     return read_intents(store)[0]
 
 
-def read_intents(store: Store) -> tuple[list[Intent], set[SnapshotId]]:
-    """Return what `list_intents` does, and the snapshots whose intents carry the mark that they were abandoned."""
-    names = {info.key[len(INTENTS) :] for info in store.list(INTENTS)}
+def read_intents(store: Store, newest: int = SIX_DIGITS) -> tuple[list[Intent], set[SnapshotId]]:
+    """Return what `list_intents` does, and the snapshots whose intents carry the mark that they were abandoned.
+
+    Args:
+        store: The root.
+        newest: No generation is newer than this one. Names of the first 100,000 begin with a 0: what nodes propose, below
+            the same folder, is not listed then.
+    """
+    names = {info.key[len(INTENTS) :] for info in store.list(INTENTS if newest >= SIX_DIGITS else f"{INTENTS}0")}
     found, marked = [], set()
     for name in names:
         if (parts := _NAME.match(name)) is None:

@@ -25,19 +25,16 @@ class Proposals:
 
     def __init__(self) -> None:
         self._read: dict[str, NodeProposal] = {}
-        self._keys: dict[str, list[str]] = {}
-        self._listed: int | None = None
 
     def read(self, store: Store, generation: int, *, of_all: bool = True) -> list[NodeProposal]:
-        """Return the newest proposals in one generation: one listing, and one request for each new one.
+        """Return the newest proposals in one generation: a listing, and one request for each new one.
 
         Args:
             store: The root.
             generation: Which one.
-            of_all: Of all nodes; else only of the one with the lowest rank.
+            of_all: Of all nodes; else only of the node of rank 0, whose listing does not grow with the nodes.
         """
-        self._list(store, generation)
-        newest = [keys[-1] for keys in self._keys.values()][: None if of_all else 1]
+        newest = [keys[-1] for keys in _listed(store, generation, None if of_all else 0).values()]
         new = [key for key in newest if key not in self._read]
         found = dict(zip(new, parallel(lambda key: _get(store, key), new), strict=True))
         self._read = {key: one for key in newest if (one := self._read.get(key) or found.get(key)) is not None}
@@ -45,21 +42,26 @@ class Proposals:
 
     def publish(self, store: Store, generation: int, proposal: NodeProposal) -> None:
         """Put this node's proposal, named by its lowest rank, and remove what it proposed before."""
-        if self._listed != generation:
-            self._list(store, generation)
-        node = f"{_ready_prefix(generation)}r{min(proposal.ranks):05d}"
-        before = self._keys.get(node, [])
+        node = _node_key(generation, first := min(proposal.ranks))
+        before = _listed(store, generation, first).get(
+            node, []
+        )  # each time: a number of somebody else would outweigh ours
         key = f"{node}.{_number(before[-1]) + 1 if before else 0:09d}"
         store.put(key, encode_proposal(proposal))
-        self._keys[node] = [key]
         store.delete_many(before)
 
-    def _list(self, store: Store, generation: int) -> None:
-        """Learn the keys of each node's proposals, oldest first."""
-        self._keys, self._listed = {}, None
-        for info in store.list(_ready_prefix(generation)):  # sorted: by number
-            self._keys.setdefault(info.key.partition(".")[0], []).append(info.key)
-        self._listed = generation
+
+def _listed(store: Store, generation: int, first: int | None) -> dict[str, list[str]]:
+    """Return the keys of each node's proposals, oldest first; with `first` only those of the node of that lowest rank."""
+    keys: dict[str, list[str]] = {}
+    prefix = _ready_prefix(generation) if first is None else _node_key(generation, first)
+    for info in store.list(prefix):  # sorted: by number
+        keys.setdefault(info.key.partition(".")[0], []).append(info.key)
+    return keys
+
+
+def _node_key(generation: int, first: int) -> str:
+    return f"{_ready_prefix(generation)}r{first:05d}"
 
 
 def _get(store: Store, key: str) -> NodeProposal | None:

@@ -113,7 +113,7 @@ def coordination(
         commit_requests=commit,
         retention_requests=retention,
         job_requests=total,
-        idle_requests_per_s=nodes * 2 * proposals / IDLE_LOOK_S if nodes > 1 else 0.0,
+        idle_requests_per_s=(2 * nodes + proposals - 1) / IDLE_LOOK_S if nodes > 1 else 0.0,
         agree_s=max(agree_s, decided / requests_per_s) if nodes > 1 else 0.0,
         commit_s=commit_s,
         manifest_bytes=ranks * ((RANGED_BYTES if is_ranged else RANK_BYTES) + ROW_BYTES * rows),
@@ -130,10 +130,10 @@ def _agreement(nodes: int, pages: int) -> tuple[int, int]:
     intent = FENCE + 1 + 2  # written by the leader, and closed together with its mark
     if nodes == 1:
         return intent, 0
-    said_and_heard = 2 * nodes + 2 * nodes - 1  # a new object in place of the old one
-    looks = (2 * nodes + 1) + (nodes + 1) * pages  # open intents, proposals
+    said_and_heard = 3 * nodes + 2 * nodes - 1  # a new object in place of the old one, which is looked for
+    looks = (2 * nodes + 1) + (nodes - 1) + 2 * pages  # open intents, proposals
     joined = nodes * (1 + FENCE + 1)  # what the intent says, and whose indexes are there
-    return said_and_heard + looks + joined + intent, said_and_heard + 2 * nodes * (1 + pages)
+    return said_and_heard + looks + joined + intent, said_and_heard + 2 * (2 * nodes - 1 + pages)
 
 
 def _waiting(nodes: int, ranks: int, pages: int, commit_s: float) -> int:

@@ -8,8 +8,9 @@ from pathlib import Path
 
 import pytest
 
+from flashckpt.checkpoint.intents import put_intent, read_intents
 from flashckpt.checkpoint.proposals import Proposals, clear_proposals, encode_proposal
-from flashckpt.core.intent import NodeProposal
+from flashckpt.core.intent import Intent, NodeProposal
 from flashckpt.core.snapshot_id import SnapshotId
 from flashckpt.errors import DamagedError
 from flashckpt.storage.factory import open_store
@@ -54,9 +55,32 @@ def test_only_what_has_changed_is_read_again(store: Store, asked: Counter[str]) 
     assert asked == {"list": 2, "get": 2}
     changed = replace(SECOND, pinned=SnapshotId(1, 10))
     writers[1].publish(store, 1, changed)
+    assert asked == {"list": 3, "get": 2}, "the writer looks for what it said before"
     assert reader.read(store, 1) == [FIRST, changed]
-    assert asked == {"list": 3, "get": 3}
+    assert asked == {"list": 4, "get": 3}
     assert reader.read(store, 2) == []
+
+
+def test_of_the_leader_alone_the_listing_names_no_other_node(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
+    for proposal in (SECOND, FIRST):
+        Proposals().publish(store, 1, proposal)
+    prefixes: list[str] = []
+    list_all = store.list
+
+    def listing(prefix: str = "") -> Objects:
+        prefixes.append(prefix)
+        return list_all(prefix)
+
+    monkeypatch.setattr(store, "list", listing)
+    reader = Proposals()
+    assert reader.read(store, 1, of_all=False) == [FIRST]
+    assert prefixes == ["intents/ready-000001/r00000"]
+    assert reader.read(store, 1) == [FIRST, SECOND]
+    prefixes.clear()
+    read_intents(store, 99_999)
+    assert prefixes == ["intents/0"], "what nodes propose is not listed with the intents"
+    put_intent(store, Intent(generation=100_001, step=1, writers=(0,)))
+    assert [one.generation for one in read_intents(store, 100_001)[0]] == [100_001]
 
 
 def test_a_persister_that_starts_again_proposes_after_what_it_said_before(store: Store) -> None:

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from collections import Counter
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 from support.persisting import job, persist_step, turn
+from support.requests import RequestStore
 from support.slots import make_pin, shard
 
 from flashckpt.checkpoint import indexes, proposals, root_records
@@ -96,6 +97,29 @@ def test_commit_and_retention(store: Store, asked: Counter[str], ranks: int) -> 
     asked.clear()
     assert prune(store, Policy(keep_last=1)).checkpoints
     assert asked.total() == costs(ranks, 1).retention_requests, asked
+
+
+@pytest.mark.parametrize("nodes", [2, 16, 128, 2048])
+def test_an_idle_node_asks_what_it_asks_whatever_their_number_and_a_commit_asks_each_once(nodes: int) -> None:
+    counted = RequestStore()
+    root = cast("Store", counted)
+    for node in range(nodes):
+        Proposals().publish(root, 1, NodeProposal(ranks=(node,), world_size=nodes))
+    board = Proposals()
+    board.read(root, 1, of_all=False)
+    counted.reset()
+    read_intents(root, 1)
+    board.read(root, 1, of_all=False)
+    assert counted.total == 2
+    prefix = prefix_of(1, 10)
+    for node in range(nodes):
+        pin = make_pin([shard(f"t{node}", (10,))], rank=node, world_size=nodes, values={f"rng@rank{node}": b"x"})
+        put_indexes(root, prefix, [write_packs(pin, root, prefix)])
+    counted.reset()
+    assert commit(root, prefix, range(nodes))
+    made = coordination(ranks=nodes, nodes=nodes, checkpoint_bytes=nodes * 400, rows=1, request_s=0.02)
+    assert counted.total == pytest.approx(made.commit_requests, abs=SPARE)
+    assert counted.total <= nodes + 4 + nodes * 3 // 500
 
 
 def test_what_the_model_takes_from_the_product_is_what_the_product_does() -> None:
