@@ -102,10 +102,13 @@ def held(config: RunConfig, layout: Layout, pp_rank: int, shard: int = 0) -> Sta
     )
 
 
-def stored_sets(config: RunConfig, layout: Layout) -> int:
-    """Return how many tensors of a weight's size a checkpoint has: the weight and two moments, those of each group that trains apart."""
-    apart = _copies(config, layout) if layout.groups > 1 else 0
-    return 3 * layout.groups + apart
+def stored_bytes(config: RunConfig, layout: Layout) -> int:
+    """Return the bytes of a checkpoint: weights, optimizer state and averages, what ranks hold alike once, groups that train apart each."""
+    whole, layers, rule = _Cut(tp=1, dp_shard=1, shard=0, is_cut=False), config.model.layers, _rule(config.optim)
+    units = [_unit(config.model, place, whole, rule) for place in (-1, *[0] * layers, 1)]
+    weights_bytes = MASTER * sum(unit.elements for unit in units)
+    trained = weights_bytes + sum(unit.state for unit in units)
+    return layout.groups * trained + weights_bytes * _copies(config, layout)
 
 
 def _copies(config: RunConfig, layout: Layout) -> int:

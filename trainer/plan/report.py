@@ -8,12 +8,11 @@ from typing import Any
 from flashckpt.errors import LayoutError
 from flashckpt.trainer.config import RunConfig
 from flashckpt.trainer.parallel.layout import Layout, resolve_layout
-from flashckpt.trainer.plan.activations import MASTER
 from flashckpt.trainer.plan.failures import failure_forecast, gpu_hours
 from flashckpt.trainer.plan.flops import count_parameters, training_days
 from flashckpt.trainer.plan.forecast import RESERVED, Memory, is_plain, memory, speed, step_time
 from flashckpt.trainer.plan.gpus import Gpu
-from flashckpt.trainer.plan.held import SLOTS, stored_sets, zero_bytes
+from flashckpt.trainer.plan.held import SLOTS, stored_bytes, zero_bytes
 from flashckpt.trainer.plan.options import PlanOptions
 from flashckpt.trainer.plan.schedules import bubble
 from flashckpt.trainer.plan.search import RECOMPUTE, Found, LayoutChoice, reasons, to_paste
@@ -48,8 +47,7 @@ def plan_document(one: LayoutChoice, options: PlanOptions, found: Found | None, 
     """
     config, layout, gpu = one.config, one.layout, options.gpu
     parameters = count_parameters(config.model)
-    stored = parameters + config.model.tied_embeddings * config.model.vocab * config.model.dim
-    checkpoint = MASTER * stored * stored_sets(config, layout)
+    checkpoint = stored_bytes(config, layout)
     return {
         "version": VERSION,
         "gpus": options.gpus,
