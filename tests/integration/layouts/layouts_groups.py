@@ -297,6 +297,58 @@ def test_dlrun_restarts_a_killed_rank_between_synchronisations_same_trace(text: 
     assert (restored.step, restored.ranks, set(restored.tiers)) == (SNAPSHOT, 4, {"memory"})
 
 
+def rolled_back(_rank: int, config_values: Any, spike_at: int) -> Any:
+    """Run with a guard that sees a spike at the first visit of one step; return the visits, and the weights after each."""
+    config = from_values(config_values)
+    layout = loop.prepare(config, int(os.environ["WORLD_SIZE"]))
+    with process_group(config) as device:
+        trainer = loop.Trainer(config, layout, device)
+        visits: list[int] = []
+        weights: dict[str, list[float]] = {}
+        plain = trainer._commit
+
+        def is_spike(_loss: float) -> bool:
+            visits.append(trainer.done + 1)
+            return visits[-1] == spike_at and visits.count(spike_at) == 1
+
+        def commit(step: int) -> float:
+            weights[str(step)] = flat(trainer.parallel.parameters()).tolist()
+            return plain(step)
+
+        trainer.guard.is_spike = is_spike  # type: ignore[method-assign, assignment]  # what the loop asks
+        trainer._commit = commit  # type: ignore[method-assign]  # called after each step
+        return trainer.run(), visits, weights
+
+
+def test_a_spike_rolls_all_groups_back_and_they_meet_at_the_next_synchronisation(text: Any) -> None:
+    unbroken = train(text, "calm", TWO)
+    config = config_of(text, "rolled", TWO, saved=True, guard={"on_spike": "rollback"})
+    ranks = values(run_ranks(rolled_back, 2, config, KILL_AT, timeout_s=100))
+    assert [(code, visits) for code, visits, _ in ranks] == [
+        (0, [*range(1, KILL_AT + 1), *range(SNAPSHOT + 1, STEPS + 1)])
+    ] * 2
+    trace = read_trace(text[0] / "rolled" / "trace.jsonl")
+    assert [line["loss"] for line in trace[:SNAPSHOT]] == [line["loss"] for line in unbroken[:SNAPSHOT]]
+    left_out = unbroken[SNAPSHOT]["samples"]
+    assert [line["samples"] for line in trace[SNAPSHOT:-1]] == [line["samples"] for line in unbroken[SNAPSHOT + 1 :]]
+    assert left_out not in [line["samples"] for line in trace]
+    (_, _, first), (_, _, second) = ranks
+    assert [step for step in range(1, STEPS + 1) if first[str(step)] == second[str(step)]] == [4, 8, STEPS], (
+        "the last step synchronises, too"
+    )
+
+
+PHASES: dict[str, Any] = {"phase": {"each": [{"from_step": 6, "seq_len": 32, "global_batch": 4}]}}
+
+
+def test_rank_killed_between_synchronisations_and_after_a_change_of_phase_same_trace(text: Any) -> None:
+    unbroken = train(text, "phases-unbroken", TWO, **PHASES)
+    train(text, "phases", TWO, {"rank": 1, "step": KILL_AT}, saved=True, **PHASES)
+    check_same(unbroken, train(text, "phases", TWO, saved=True, **PHASES))
+    (restored,) = read_restores(text[0] / "phases")
+    assert (restored.step, set(restored.tiers)) == (SNAPSHOT, {"memory"})
+
+
 # -- another number of groups --------------------------------------------------------------------------------
 
 
