@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import socket
 from collections.abc import Callable
+from types import FunctionType
 from typing import Any
 
 from torch.distributed import DistError
@@ -52,7 +53,12 @@ def _answers(endpoint: str) -> bool:
     return True
 
 
-_rendezvous_of_torch = registry.get_rendezvous_handler
+def _is_of_torch(factory: Any) -> bool:
+    """Whether this is the function that torch defines: it may have been replaced before this module was imported."""
+    is_plain = isinstance(factory, FunctionType) and not hasattr(
+        factory, "__wrapped__"
+    )  # functools.wraps copies __module__
+    return is_plain and factory.__module__ == registry.__name__
 
 
 def launch(
@@ -71,14 +77,15 @@ def launch(
     def build(*rest: Any, **kwargs: Any) -> DlrunAgent:
         return DlrunAgent(*rest, zygote=zygote, options=options, outcome=outcome, **kwargs)
 
-    def meet(params: RendezvousParameters) -> RendezvousHandler:
-        return handler_of(params, _rendezvous_of_torch)
-
     # another agent or rendezvous that somebody has put in place of torch's is kept
     theirs, factory = vars(launcher_api)["LocalElasticAgent"], registry.get_rendezvous_handler
+
+    def meet(params: RendezvousParameters) -> RendezvousHandler:
+        return handler_of(params, factory)
+
     with (
         replaced(launcher_api, "LocalElasticAgent", build if theirs is LocalElasticAgent else theirs),
-        replaced(registry, "get_rendezvous_handler", meet if factory is _rendezvous_of_torch else factory),
+        replaced(registry, "get_rendezvous_handler", meet if _is_of_torch(factory) else factory),
     ):
         try:
             launcher_api.launch_agent(config, entrypoint, args)
