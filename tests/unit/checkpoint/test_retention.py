@@ -31,6 +31,7 @@ from flashckpt.checkpoint.retention import (
     Policy,
     ReadLease,
     choose_expired,
+    decode_lease,
     keep,
     leased_prefixes,
     prune,
@@ -141,8 +142,13 @@ def test_reader_holds_its_checkpoint_against_retention_until_it_lets_go(store: S
     make(store, 10, 20, 30)
     with reading(store, prefix_of(1, 10), seconds=2.0) as manifest:
         assert manifest.step == 10
-        first = store.get(store.list("leases/")[0].key)
-        wait_for(lambda: store.get(store.list("leases/")[0].key) > first, what="the lease to be renewed")
+
+        def expires_s() -> float:
+            key = store.list("leases/")[0].key
+            return decode_lease(store.get(key), key)
+
+        first = expires_s()
+        wait_for(lambda: expires_s() > first, what="the lease to be renewed")
         prune(store, Policy(keep_last=1))
         assert steps_of(store) == [10, 30]
     prune(store, Policy(keep_last=1))
