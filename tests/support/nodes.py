@@ -7,6 +7,7 @@ once, and its memory tier removed.
 from __future__ import annotations
 
 import contextlib
+import itertools
 import os
 import shutil
 import signal
@@ -15,10 +16,11 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from string import ascii_lowercase
 from typing import Any
 
 PORT = 29400
-_TAGS = iter("abcdefghijklmnopqrstuvwxyz")
+_TAGS = map("".join, itertools.product(ascii_lowercase, repeat=2))
 
 
 def ip(*words: object, check: bool = True) -> str:
