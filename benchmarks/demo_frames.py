@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
@@ -79,13 +80,15 @@ def _row(cells: Sequence[pyte.screens.Char]) -> Row:
             runs[-1] = StyledRun(last.column, last.cells + 1, last.text + cell.data, last.colour, last.is_bold)
         else:
             runs.append(StyledRun(column, 1, cell.data, colour, is_bold))
-    return tuple(_stripped(run) for run in runs if run.text.strip())
+    return tuple(part for run in runs for part in _words(run))
 
 
-def _stripped(run: StyledRun) -> StyledRun:
-    left = len(run.text) - len(run.text.lstrip(" "))
-    right = len(run.text) - len(run.text.rstrip(" "))
-    return StyledRun(run.column + left, run.cells - left - right, run.text.strip(" "), run.colour, run.is_bold)
+def _words(run: StyledRun) -> list[StyledRun]:
+    """Return a run without its gaps: what is two blanks apart is placed apart, for not every viewer keeps them."""
+    if run.cells != len(run.text):  # with wide characters a place in the text is no column
+        return [run] if run.text.strip() else []
+    found = re.finditer(r"\S+(?: \S+)*", run.text)
+    return [StyledRun(run.column + m.start(), len(m[0]), m[0], run.colour, run.is_bold) for m in found]
 
 
 def paced(frames: Sequence[Frame], pacing: Pacing) -> tuple[list[Frame], int]:

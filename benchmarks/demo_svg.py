@@ -51,7 +51,7 @@ def animated_svg(frames: Sequence[Frame], columns: int, title: str, notes: Seque
         for number, note in enumerate(notes)
     )
     return (
-        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {total}" width="{width}" height="{total}" role="img">'
+        f'<svg xmlns="http://www.w3.org/2000/svg" xml:space="preserve" viewBox="0 0 {width} {total}" width="{width}" height="{total}" role="img">'
         f"<title>{escape(printable(title))}</title><style>{base_style()}{motion}{''.join(rules)}</style>"
         f'<rect class="b" x=".5" y=".5" width="{width - 1}" height="{total - 1}" rx="8"/>{"".join(groups)}{captions}</svg>\n'
     )

@@ -72,7 +72,10 @@ def test_the_timeline_has_a_bar_for_each_phase_one_behind_the_other(programs: Mo
         assert float(other.get("x", 0)) == pytest.approx(end, abs=0.3)
     widths = [float(bar.get("width", 0)) for bar in bars]
     assert widths[4] / widths[2] == pytest.approx(2.0, rel=1e-2)
-    assert "in all 1.000 s" in texts(svg)
+    assert any(text.startswith("in all 1.000 s") for text in texts(svg))
+    assert any(
+        text.startswith("in all 0.900 s") for text in texts(programs.timeline_svg(record | {"total_s": 0.9}, "", []))
+    )
     with pytest.raises(ValueError, match="no next step"):
         programs.timeline_svg({"rank": 5, "seconds": {"detect": 0.1}}, "title", [])
 
@@ -87,9 +90,9 @@ def test_a_program_is_recorded_and_drawn_from_its_recording(programs: ModuleType
     assert "".join(text for _, text in events) == f"True {programs.COLUMNS}\r\n"
     ledger.write_text(json.dumps({"rank": 5, "steps_lost": 2, "seconds": {"fork": 0.5, "first_step": 0.5}}) + "\n")
     programs.draw(recording, ledger, tmp_path / "assets")
-    for name, expected in (("demo.svg", f"True {programs.COLUMNS}"), ("restart.svg", "in all 1.000 s")):
+    for name, expected in (("demo.svg", f"True {programs.COLUMNS}"), ("restart.svg", "fork")):
         shown = texts((tmp_path / "assets" / name).read_text())
-        assert expected in shown
+        assert any(expected in text for text in shown)
         assert "recorded on 2000-01-01: a machine" in shown
 
 
