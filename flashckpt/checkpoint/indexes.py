@@ -6,7 +6,7 @@ generators, lies in an object beside them: it is neither read for a commit nor a
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 
 import numpy as np
@@ -58,10 +58,14 @@ def read_indexes(store: Store, prefix: str, writers: Sequence[int]) -> list[Mani
     sizes = _listed(store, prefix, writers)
     names = (key.rpartition("/")[2] for key in sizes)
     wanted = _needed([ranks for name in names if (ranks := ranks_of_index(name)) is not None], writers)
-    return parallel(lambda ranks: _read_index(store, prefix, ranks, sizes), wanted)
+    # decoded in one thread: 64 of them in Python take half as long again
+    found = parallel(lambda ranks: _get_index(store, prefix, ranks), wanted)
+    indexes = [_decoded(store, prefix, ranks, raw) for ranks, raw in zip(wanted, found, strict=True)]
+    check_packs(store, prefix, indexes, sizes)
+    return indexes
 
 
-def check_packs(store: Store, prefix: str, index: Manifest, sizes: Mapping[str, int]) -> None:
+def check_packs(store: Store, prefix: str, indexes: Iterable[Manifest], sizes: Mapping[str, int]) -> None:
     """Raise DamagedError where a pack is missing or shorter than its rows say.
 
     A listing may lag behind, so where it lacks a pack or shows a shorter one, the pack itself is asked for.
@@ -69,19 +73,12 @@ def check_packs(store: Store, prefix: str, index: Manifest, sizes: Mapping[str, 
     Args:
         store: The root.
         prefix: Folder of the checkpoint.
-        index: Says which packs there are.
+        indexes: Say which packs there are.
         sizes: Key -> bytes, as a listing of the checkpoint shows them; may be empty.
     """
-    table = index.table
-    ends = np.zeros(len(index.objects), np.int64)
-    held = table.nbytes > 0
-    np.maximum.at(ends, table.object_id[held], (table.byte_offset + table.nbytes)[held])
-    needs = np.maximum(ends, index.ranged.ends(len(index.objects))).tolist()
-    for name, needed in zip(index.objects, needs, strict=True):
-        needed_there = needed if name.endswith(PACK_SUFFIX) else 0
-        if sizes.get(key := f"{prefix}/{name}", -1) >= needed_there:
-            continue
-        info = store.head(key)
+
+    def check(name: str, needed: int, needed_there: int) -> None:
+        info = store.head(key := f"{prefix}/{name}")
         if info is None or info.nbytes < needed_there:
             raise DamagedError(
                 f"the pack {key} of {store.url} is {'missing' if info is None else 'truncated'}",
@@ -89,6 +86,20 @@ def check_packs(store: Store, prefix: str, index: Manifest, sizes: Mapping[str, 
                 expected=f"at least {needed} bytes",
                 state="MANIFEST was not written.",
             )
+
+    needs = [one for index in indexes for one in _needed_bytes(index)]
+    parallel(lambda one: check(*one), [one for one in needs if sizes.get(f"{prefix}/{one[0]}", -1) < one[2]])
+
+
+def _needed_bytes(index: Manifest) -> Iterator[tuple[str, int, int]]:
+    """Yield each object of an index, the bytes that its rows need of it, and those that the object must have as it is."""
+    table = index.table
+    ends = np.zeros(len(index.objects), np.int64)
+    held = table.nbytes > 0
+    np.maximum.at(ends, table.object_id[held], (table.byte_offset + table.nbytes)[held])
+    needs = np.maximum(ends, index.ranged.ends(len(index.objects))).tolist()
+    for name, needed in zip(index.objects, needs, strict=True):
+        yield name, needed, needed if name.endswith(PACK_SUFFIX) else 0  # a compressed one is shorter than its rows
 
 
 def _listed(store: Store, prefix: str, writers: Sequence[int]) -> dict[str, int]:
@@ -135,21 +146,26 @@ def _needed(there: Iterable[range], writers: Sequence[int]) -> list[range]:
     return sorted([*chosen, *(range(rank, rank + 1) for rank in left)], key=lambda ranks: ranks.start)
 
 
-def _read_index(store: Store, prefix: str, ranks: range, sizes: Mapping[str, int]) -> Manifest:
+def _get_index(store: Store, prefix: str, ranks: range) -> bytes:
     key = f"{prefix}/{index_name(ranks[0], ranks[-1])}"
     try:
-        index = decode_manifest(store.get(key))
+        return store.get(key)
     except ObjectMissingError as error:
         raise PersistError(
             f"the checkpoint {prefix} cannot be committed yet",
             found=f"{key} is missing",
             expected="every writer's index",
         ) from error
+
+
+def _decoded(store: Store, prefix: str, ranks: range, raw: bytes) -> Manifest:
+    key = f"{prefix}/{index_name(ranks[0], ranks[-1])}"
+    try:
+        index = decode_manifest(raw)
     except DamagedError as error:
         raise DamagedError(f"the index {key} of {store.url} is damaged", found=error.found) from error
     if (index.covers or (index.rank,)) != tuple(ranks):
         raise PersistError(
             f"the index {key} is of other ranks", found=f"{index.covers or index.rank}", expected=f"{[*ranks]}"
         )
-    check_packs(store, prefix, index, sizes)
     return index

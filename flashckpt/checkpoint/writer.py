@@ -222,7 +222,7 @@ def _existing_index(store: Store, prefix: str, manifest: Manifest) -> Manifest |
         return None
     try:
         there = decode_manifest(store.get(key))
-        check_packs(store, prefix, there, {})
+        check_packs(store, prefix, [there], {})
     except (DamagedError, ObjectMissingError):
         return None
     same = there.identity == manifest.identity and there.job == manifest.job

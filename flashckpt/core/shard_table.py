@@ -156,31 +156,21 @@ class ShardTable:
         Object numbers are shifted behind those of the writers before; of rows with the same fqn and box
         the first is kept.
         """
-        fqn_ids: dict[str, int] = {}
-        dtype_ids: dict[str, int] = {}
-        pieces: dict[str, list[np.ndarray]] = {name: [] for name in (*_COLUMNS, *_DIMS)}
-        digests: list[np.ndarray] = []
-        seen: set[bytes] = set()
-        most_dims = max((int(table.ndim.max(initial=0)) for table, _, _ in parts), default=0)
-        shift = 0
-        for table, chunk_digests, objects in parts:
-            names = np.array([fqn_ids.setdefault(f, len(fqn_ids)) for f in table.fqns], np.uint32)
-            kinds = np.array([dtype_ids.setdefault(d, len(dtype_ids)) for d in table.dtypes], np.uint8)
-            ids = names[table.fqn_id] if len(table) else table.fqn_id
-            keep = _first_of_each_box(table, ids, seen, most_dims)
-            pieces["fqn_id"].append(ids[keep])
-            pieces["dtype_id"].append(kinds[table.dtype_id[keep]] if len(keep) else table.dtype_id[keep])
-            for name in ("ndim", "replica", "byte_offset", "nbytes"):
-                pieces[name].append(getattr(table, name)[keep])
-            pieces["object_id"].append(table.object_id[keep] + np.int32(shift))
-            dims = ranges(table.dim_start[:-1][keep], table.ndim[keep])
-            for name in _DIMS:
-                pieces[name].append(getattr(table, name)[dims])
-            digests.append(chunk_digests[ranges(table.first_chunk[keep], chunk_counts(table.nbytes[keep]))])
-            shift += objects
-        columns = {name: np.concatenate(arrays) for name, arrays in pieces.items() if arrays}
+        tables = [table for table, _, _ in parts]
+        whole, rows = cls.stacked(tables), np.array([len(table) for table in tables])
+        shifts, starts = (
+            np.repeat(np.cumsum(counts) - counts, rows)
+            for counts in (np.array([count for _, _, count in parts]), np.array([len(found) for _, found, _ in parts]))
+        )
+        keep = _first_of_each_box(whole)
+        columns = {name: getattr(whole, name)[keep] for name in _COLUMNS}
+        columns["object_id"] = (whole.object_id + shifts.astype(np.int32))[keep]
+        dims = ranges(whole.dim_start[:-1][keep], columns["ndim"])
+        columns |= {name: getattr(whole, name)[dims] for name in _DIMS}
         columns["first_chunk"] = first_chunks(columns["nbytes"])
-        return cls(list(fqn_ids), list(dtype_ids), columns), np.concatenate(digests)
+        first = (np.concatenate([table.first_chunk for table in tables]) + starts)[keep]  # where its writer says
+        digests = np.concatenate([found for _, found, _ in parts])[ranges(first, chunk_counts(columns["nbytes"]))]
+        return cls(whole.fqns, whole.dtypes, columns), digests
 
     def __len__(self) -> int:
         return len(self.fqn_id)
@@ -365,17 +355,15 @@ def ranges(starts: np.ndarray, counts: np.ndarray) -> np.ndarray:
     return indexes
 
 
-def _first_of_each_box(table: ShardTable, ids: np.ndarray, seen: set[bytes], most_dims: int) -> np.ndarray:
-    """Return the rows whose (tensor, box) is not in `seen` yet, and add them: one key of fixed width per row."""
-    keys = np.full((len(table), 2 + 2 * most_dims), -1, np.int64)
-    keys[:, 0], keys[:, 1] = ids, table.ndim
-    for dim in range(int(table.ndim.max(initial=0))):
+def _first_of_each_box(table: ShardTable) -> np.ndarray:
+    """Return the first row of each (tensor, box), ascending: rows are compared by one key of fixed width each."""
+    dims = int(table.ndim.max(initial=0))
+    keys = np.full((len(table), 2 + 2 * dims), -1, np.int64)
+    keys[:, 0], keys[:, 1] = table.fqn_id, table.ndim
+    for dim in range(dims):
         rows = np.flatnonzero(table.ndim > dim)
         keys[rows, 2 + 2 * dim] = table.offsets[table.dim_start[rows] + dim]
         keys[rows, 3 + 2 * dim] = table.lengths[table.dim_start[rows] + dim]
-    keep = []
-    for row, key in enumerate(keys.view(f"V{keys.shape[1] * 8}").ravel().tolist()):
-        if key not in seen:
-            seen.add(key)
-            keep.append(row)
-    return np.array(keep, np.int64)
+    found = keys.view(f"V{keys.shape[1] * 8}").ravel().tolist()
+    last_first = range(len(found) - 1, -1, -1)
+    return np.sort(np.fromiter(dict(zip(reversed(found), last_first, strict=True)).values(), np.int64))

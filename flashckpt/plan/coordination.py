@@ -25,7 +25,7 @@ LONG_COMMIT_WRITERS = 1000
 """Ranks from which on nodes that wait for a commit look less often, in proportion."""
 IDLE_LOOK_S = 8.0
 """Seconds between two looks while nothing is."""
-COMMIT_CPU_S = 0.11e-3
+COMMIT_CPU_S = 0.07e-3
 """Seconds of Python per rank in a commit (benchmarks/results/scale.json)."""
 RANGED_FROM = 64
 """Ranks from which on the state of their generators is beside MANIFEST, an object per node."""
