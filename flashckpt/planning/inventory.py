@@ -44,7 +44,7 @@ class Inventory:
 
     Attributes:
         node: Name of the node: equal for ranks that share a job directory.
-        slots: Each COMPLETE slot.
+        slots: Each COMPLETE slot; where several ranks of a node publish, only the lowest one's are unpacked.
         generation: What the node's generation record says, or None.
         restart: Restarts so far under the rank's agent; above 0 the memory tier is current.
         need_bytes: Bytes of one slot of this rank that are not reserved yet.
@@ -84,12 +84,12 @@ class Inventory:
         ]
 
     @classmethod
-    def unpack(cls, packed: list[Any]) -> Inventory:
+    def unpack(cls, packed: list[Any], *, with_slots: bool = True) -> Inventory:
         """Return what `pack` packed."""
         node, slots, generation, restart, need, free, members, host, request, committed, damage = packed
         return cls(
             node=node,
-            slots=tuple(HeldSlot(r, g, s, w, h, _snapshot_id(p)) for r, g, s, w, h, p in slots),
+            slots=tuple(HeldSlot(r, g, s, w, h, _snapshot_id(p)) for r, g, s, w, h, p in (slots if with_slots else ())),
             generation=None if generation is None else records.unpack(Generation, generation),
             restart=restart,
             need_bytes=need,
@@ -100,6 +100,12 @@ class Inventory:
             committed=_snapshot_id(committed),
             damage=damage,
         )
+
+
+def unpack_all(packed: Sequence[list[Any]]) -> list[Inventory]:
+    """Return what all ranks packed, by rank: of a node's slots, which all of its ranks have listed, the first list."""
+    firsts = {one[0]: rank for rank, one in reversed(list(enumerate(packed)))}
+    return [Inventory.unpack(one, with_slots=firsts[one[0]] == rank) for rank, one in enumerate(packed)]
 
 
 def _snapshot_id(value: Any) -> SnapshotId | None:

@@ -16,7 +16,7 @@ from flashckpt.core.snapshot_id import SnapshotId
 from flashckpt.errors import FlashckptError
 from flashckpt.job_key import ranks_key
 from flashckpt.logs import guarded
-from flashckpt.planning.inventory import HeldSlot, Inventory, Member
+from flashckpt.planning.inventory import HeldSlot, Inventory, Member, unpack_all
 from flashckpt.planning.refusals import refuse_damage, require_same_request
 from flashckpt.planning.root_view import RootSummary
 from flashckpt.planning.selection import RestoreRequest
@@ -58,7 +58,7 @@ def gather(directory: JobDirectory, request: RestoreRequest, *, need_bytes: int,
         committed=_committed(directory),
         damage=damage,
     )
-    found = [Inventory.unpack(packed) for packed in membership.gathered(mine.pack(), ranks_key())]
+    found = unpack_all(membership.gathered(mine.pack(), ranks_key()))
     refuse_damage(found, directory.job)
     require_same_request(found)
     return found

@@ -29,7 +29,10 @@ def recorded_beside(table: ShardTable, layout: int, directory: JobDirectory, tra
         directory: Of the job on this node.
         tracked: The live objects, after `structure`.
     """
-    slots = list(_slots(directory))
+    own = [(identity, held) for identity, _, held, *_ in _slots(directory.segments(rank=tracked.world.rank))]
+    if own and max(own)[1] == layout:  # the usual restart: without a look at the segments of all other ranks
+        return []
+    slots = list(_slots(directory.segments()))
     newest = max((identity for identity, *_ in slots), default=None)
     held = [one for one in slots if one[0] == newest]
     mine = [one for one in held if one[1] == tracked.world.rank]
@@ -47,9 +50,9 @@ def recorded_beside(table: ShardTable, layout: int, directory: JobDirectory, tra
     return [shard for shard in state.shards if shard.fqn not in known]
 
 
-def _slots(directory: JobDirectory) -> Iterator[tuple[SnapshotId, int, int, Path, int]]:
-    """Yield (identity, rank, layout hash, segment, slot) of each COMPLETE slot of this node."""
-    for path in directory.segments():
+def _slots(segments: Sequence[Path]) -> Iterator[tuple[SnapshotId, int, int, Path, int]]:
+    """Yield (identity, rank, layout hash, segment, slot) of each COMPLETE slot of some segments of this node."""
+    for path in segments:
         with contextlib.suppress(FlashckptError, OSError), contextlib.closing(Segment.attach(path)) as segment:
             for slot, header in enumerate(segment.headers()):
                 if header.is_complete:

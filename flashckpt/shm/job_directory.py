@@ -151,9 +151,10 @@ class JobDirectory:
         """Return the file of a request: `persist-now`, `retry-now` or `ended`."""
         return self.path / "requests" / name
 
-    def segments(self) -> list[Path]:
-        """Return the segments of all ranks and layouts, by rank, oldest file name first."""
-        return _segments_in(self.path)
+    def segments(self, *, rank: int | None = None) -> list[Path]:
+        """Return the segments of all layouts, by rank, oldest file name first; with `rank` only those of one."""
+        found = _segments_in(self.path)
+        return found if rank is None else [path for path in found if path.name.startswith(f"r{rank:05d}-")]
 
     def notify(self, rank: int) -> None:
         """Wake the daemon: a snapshot of `rank` is COMPLETE."""
