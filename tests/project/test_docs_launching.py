@@ -1,4 +1,4 @@
-"""docs/launching.md and docs/jobset.yaml against the code: options, exit codes, variables, manifest, batch script."""
+"""docs/launching.md, docs/jobset.yaml and docs/trainjob.yaml against the code: options, exit codes, variables, manifest, batch script."""
 
 from __future__ import annotations
 
@@ -16,6 +16,9 @@ from support.paths import ROOT
 from flashckpt import errors
 from flashckpt.daemon.launcher import cli
 from flashckpt.daemon.zygote import server
+from flashckpt.trainer.config import read_config
+from flashckpt.trainer.dry_run.command import describe
+from flashckpt.trainer.dry_run.options import DryRunOptions
 
 TEXT = (ROOT / "docs" / "launching.md").read_text()
 
@@ -69,17 +72,27 @@ def test_batch_scripts_are_valid_shell_and_their_commands_are_accepted(tmp_path:
         assert args.grace_timeout < int(ahead_s)
 
 
-def manifest_and_problems(change: Callable[[Any], None] = lambda manifest: None) -> tuple[Any, list[str]]:
-    """docs/jobset.yaml against the fields of JobSet's own schema (tests/integration/kubernetes/jobset_schema.py cuts it out of the CRD)."""
-    yaml, jsonschema = pytest.importorskip("yaml"), pytest.importorskip("jsonschema")
-    manifest = yaml.safe_load((ROOT / "docs" / "jobset.yaml").read_text())
-    change(manifest)
-    schema = json.loads((ROOT / "tests" / "format" / "jobset-v1alpha2.json").read_text())
-    return manifest, [error.message for error in jsonschema.Draft7Validator(schema).iter_errors(manifest)]
+def documents(file: str) -> dict[str, Any]:
+    """The documents of a manifest in docs/ by kind."""
+    yaml = pytest.importorskip("yaml")
+    return {one["kind"]: one for one in yaml.safe_load_all((ROOT / "docs" / file).read_text())}
+
+
+def problems(manifest: Any) -> list[str]:
+    """A manifest against the fields of the project's own schema (tests/integration/kubernetes/manifest_schemas.py cuts it out)."""
+    jsonschema = pytest.importorskip("jsonschema")
+    name = f"{manifest['kind'].lower()}-{manifest['apiVersion'].rpartition('/')[2]}.json"
+    schema = json.loads((ROOT / "tests" / "format" / name).read_text())
+    return [error.message for error in jsonschema.Draft7Validator(schema).iter_errors(manifest)]
+
+
+def job_named(jobset: Any, name: str) -> Any:
+    (found,) = [job for job in jobset["replicatedJobs"] if job["name"] == name]
+    return found
 
 
 def pod(manifest: Any) -> Any:
-    return manifest["spec"]["replicatedJobs"][0]["template"]["spec"]["template"]["spec"]
+    return job_named(manifest["spec"], "node")["template"]["spec"]["template"]["spec"]
 
 
 @pytest.mark.parametrize(
@@ -95,27 +108,100 @@ def pod(manifest: Any) -> Any:
     ],
 )
 def test_wrong_manifest_is_refused(change: Callable[[Any], None], says: str) -> None:
-    _, problems = manifest_and_problems(change)
-    assert any(says in problem for problem in problems), problems
+    manifest = documents("jobset.yaml")["JobSet"]
+    change(manifest)
+    found = problems(manifest)
+    assert any(says in problem for problem in found), found
 
 
-def test_jobset_manifest_fits_jobsets_schema_and_has_a_command_that_dlrun_accepts() -> None:
-    manifest, problems = manifest_and_problems()
-    assert problems == []
-    (job,) = manifest["spec"]["replicatedJobs"]
+def trainer_volumes(jobset: Any) -> list[Any]:
+    volumes: list[Any] = job_named(jobset, "node")["template"]["spec"]["template"]["spec"]["volumes"]
+    return volumes
+
+
+def require_safe_jobs(jobset: Any, args: Any) -> Any:
+    """What both manifests promise of their jobs; returns the container of the trainer."""
+    job = job_named(jobset, "node")
     spec = job["template"]["spec"]
-    (container,) = spec["template"]["spec"]["containers"]
+    pods = spec["template"]["spec"]
+    (container,) = pods["containers"]
+    assert args.grace_timeout < pods["terminationGracePeriodSeconds"]
+    exits = [rule["onExitCodes"] for rule in spec["podFailurePolicy"]["rules"] if "onExitCodes" in rule]
+    assert {one["containerName"] for one in exits} == {container["name"]}
+    assert exits[0]["values"] == [errors.RESUME_EXIT_CODE]
+    assert errors.RestartBudgetError.exit_code in exits[1]["values"]
+    rules = jobset["failurePolicy"]["rules"]  # else JobSet restarts what its podFailurePolicy has failed
+    assert [(rule["action"], rule["onJobFailureReasons"]) for rule in rules] == [("FailJobSet", ["PodFailurePolicy"])]
+    mounts = {mount["mountPath"]: mount["name"] for mount in container["volumeMounts"]}
+    volumes = {volume["name"]: volume for volume in pods["volumes"]}
+    assert set(mounts.values()) == set(volumes)
+    assert volumes[mounts["/dev/shm"]]["emptyDir"]["medium"] == "Memory"
+    assert job["dependsOn"] == [{"name": "prepare", "status": "Complete"}]
+    return container
+
+
+def require_trainer(files: dict[str, Any], jobset: Any, args: Any, tmp_path: Path) -> None:
+    """The product's trainer with the run of the ConfigMap, whose folders are mounted where it says."""
+    assert (args.module, args.training_script) == (True, "flashckpt.trainer")
+    assert args.training_script_args == ["--config", "/etc/run/run.toml"]
+    path = tmp_path / "run.toml"
+    path.write_text(files["ConfigMap"]["data"]["run.toml"])
+    config = read_config(path)
+    limit = next(v["emptyDir"]["sizeLimit"] for v in trainer_volumes(jobset) if "emptyDir" in v)
+    for world in (2 * int(args.nproc_per_node), int(args.nproc_per_node)):  # all nodes, and one of two lost
+        found = describe(config, DryRunOptions(world=world, ranks_per_node=int(args.nproc_per_node)))
+        assert found["snapshots"]["node_bytes"] <= int(limit.removesuffix("Gi")) << 30
+    for name in ("prepare", "node"):
+        pods = job_named(jobset, name)["template"]["spec"]["template"]["spec"]
+        mounts = {mount["mountPath"] for mount in pods["containers"][0]["volumeMounts"]}
+        assert mounts >= {"/etc/run", "/data", "/checkpoints"}
+        assert {"name": "run", "configMap": {"name": files["ConfigMap"]["metadata"]["name"]}} in pods["volumes"]
+    command = job_named(jobset, "prepare")["template"]["spec"]["template"]["spec"]["containers"][0]["command"]
+    assert command == [
+        *["python", "-m", "flashckpt.trainer", "data", "prepare", "--config"],
+        args.training_script_args[1],
+    ]
+    places = [config.data.folder, config.checkpoint.root, config.log.folder, *config.data.sources[0].urls]
+    assert all(str(place).startswith(("/checkpoints/", "/data/")) for place in places)
+
+
+def test_jobset_manifest_fits_jobsets_schema_and_has_a_command_that_dlrun_accepts(tmp_path: Path) -> None:
+    files = documents("jobset.yaml")
+    manifest = files["JobSet"]
+    assert problems(manifest) == []
+    (container,) = pod(manifest)["containers"]
     assert container["command"][0] == "dlrun"
     args = cli.parse_args(container["command"][1:])
-    assert args.grace_timeout < spec["template"]["spec"]["terminationGracePeriodSeconds"]
-    codes = [rule["onExitCodes"]["values"] for rule in spec["podFailurePolicy"]["rules"] if "onExitCodes" in rule]
-    assert codes[0] == [errors.RESUME_EXIT_CODE]
-    assert errors.RestartBudgetError.exit_code in codes[1]
-    rules = manifest["spec"]["failurePolicy"]["rules"]  # else JobSet restarts what its podFailurePolicy has failed
-    assert [(rule["action"], rule["onJobFailureReasons"]) for rule in rules] == [("FailJobSet", ["PodFailurePolicy"])]
+    require_safe_jobs(manifest["spec"], args)
+    require_trainer(files, manifest["spec"], args, tmp_path)
     assert container["resources"]["limits"]["nvidia.com/gpu"] == int(args.nproc_per_node)
-    mounts = {mount["mountPath"]: mount["name"] for mount in container["volumeMounts"]}
-    memory = next(v for v in spec["template"]["spec"]["volumes"] if v["name"] == mounts["/dev/shm"])
-    assert memory["emptyDir"]["medium"] == "Memory"
-    host = f"{manifest['metadata']['name']}-{job['name']}-0-0.{spec['template']['spec']['subdomain']}"
+    host = f"{manifest['metadata']['name']}-node-0-0.{pod(manifest)['subdomain']}"
     assert args.rdzv_endpoint.split(":")[0] == host
+
+
+def test_trainjob_manifest_fits_kubeflows_schemas_and_dlrun_obeys_its_command_line(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    files = documents("trainjob.yaml")
+    runtime, job = files["TrainingRuntime"], files["TrainJob"]
+    assert problems(runtime) + problems(job) == []
+    trainer = job["spec"]["trainer"]
+    # what Kubeflow Trainer's torch plugin gives the container `node` of the job that carries its label
+    name = job["metadata"]["name"]
+    given = {"NNODES": "2", "NPROC_PER_NODE": "2", "NODE_RANK": "1", "MASTER_ADDR": f"{name}-node-0-0.{name}"}
+    for variable, value in (given | {"MASTER_PORT": "29400"}).items():
+        monkeypatch.setenv(f"PET_{variable}", value)
+    assert trainer["command"] == ["dlrun"]
+    args = cli.parse_args(trainer["args"])
+    assert (args.nnodes, args.nproc_per_node, args.rdzv_backend) == ("1:2", "2", "c10d")
+    assert args.rdzv_endpoint == f"{name}-node-0-0.{name}:29400"
+    jobset = runtime["spec"]["template"]["spec"]
+    container = require_safe_jobs(jobset, args)
+    require_trainer(files, jobset, args, tmp_path)
+    labels = job_named(jobset, "node")["template"]["metadata"]["labels"]
+    assert (labels, container["name"]) == ({"trainer.kubeflow.org/trainjob-ancestor-step": "trainer"}, "node")
+    assert job["spec"]["runtimeRef"] == {"name": runtime["metadata"]["name"], "kind": runtime["kind"]}
+    assert (
+        trainer["resourcesPerNode"]["limits"]["nvidia.com/gpu"] == trainer["numProcPerNode"] == int(args.nproc_per_node)
+    )
+    assert str(trainer["numNodes"]) == args.nnodes.partition(":")[2]

@@ -1,7 +1,10 @@
-"""Cut the schema of docs/jobset.yaml out of JobSet's own: `python tests/integration/kubernetes/jobset_schema.py CRD.yaml`.
+"""Cut the schemas of docs/jobset.yaml and docs/trainjob.yaml out of the projects' own.
 
-CRD.yaml is config/components/crd/bases/jobset.x-k8s.io_jobsets.yaml of a kubernetes-sigs/jobset checkout. The manifest is
-checked against all of it; then what the manifest touches is written to tests/format/jobset-v1alpha2.json, with the names of
+`python tests/integration/kubernetes/manifest_schemas.py CRD.yaml...`, with jobset.x-k8s.io_jobsets.yaml of
+kubernetes-sigs/jobset (config/components/crd/bases) and trainer.kubeflow.org_trainjobs.yaml and _trainingruntimes.yaml of
+kubeflow/trainer (manifests/base/crds).
+
+A manifest is checked against all of its schema; then what the manifest touches is written to tests/format, with the names of
 all other fields beside it, for the tests, which run without a network. Needs PyYAML and jsonschema.
 """
 
@@ -16,7 +19,8 @@ import yaml
 from jsonschema import Draft7Validator  # type: ignore[import-untyped]
 
 ROOT = Path(__file__).resolve().parents[3]
-SCHEMA = ROOT / "tests" / "format" / "jobset-v1alpha2.json"
+FORMAT = ROOT / "tests" / "format"
+MANIFESTS = {"JobSet": "jobset.yaml", "TrainJob": "trainjob.yaml", "TrainingRuntime": "trainjob.yaml"}
 KEPT = ("type", "required", "enum", "pattern", "anyOf", "minimum", "maximum", "minLength", "maxLength", "format")
 
 
@@ -53,16 +57,32 @@ def problems(schema: dict[str, Any], manifest: Any) -> list[str]:
     return sorted(f"{'.'.join(map(str, error.absolute_path))}: {error.message}" for error in found)
 
 
-def main() -> int:
-    crd = yaml.safe_load(Path(sys.argv[1]).read_text(encoding="utf-8"))
-    (whole,) = [one["schema"]["openAPIV3Schema"] for one in crd["spec"]["versions"] if one["name"] == "v1alpha2"]
-    whole["properties"]["metadata"] = {"type": "object", "properties": {"name": {"type": "string"}}}
-    manifest = yaml.safe_load((ROOT / "docs" / "jobset.yaml").read_text(encoding="utf-8"))
+def document(kind: str) -> Any:
+    """Return the document of a kind in its manifest of docs/."""
+    documents = yaml.safe_load_all((ROOT / "docs" / MANIFESTS[kind]).read_text(encoding="utf-8"))
+    (found,) = [one for one in documents if one["kind"] == kind]
+    return found
+
+
+def written_problems(crd: Any) -> list[str]:
+    """Check the document that a custom resource definition is about; write its cut where nothing is wrong."""
+    kind = crd["spec"]["names"]["kind"]
+    manifest = document(kind)
+    version = manifest["apiVersion"].rpartition("/")[2]
+    (whole,) = [one["schema"]["openAPIV3Schema"] for one in crd["spec"]["versions"] if one["name"] == version]
+    labels = {"type": "object", "additionalProperties": {"type": "string"}}
+    whole["properties"]["metadata"] = {"type": "object", "properties": {"name": {"type": "string"}, "labels": labels}}
     schema = cut(whole, manifest)
     bad = problems(whole, manifest) + problems(schema, manifest)
-    sys.stdout.write("\n".join(bad) + "\n" if bad else f"docs/jobset.yaml fits; {SCHEMA} is written\n")
     if not bad:
-        SCHEMA.write_text(json.dumps(schema, indent=1, sort_keys=True) + "\n", encoding="utf-8")
+        path = FORMAT / f"{kind.lower()}-{version}.json"
+        path.write_text(json.dumps(schema, indent=1, sort_keys=True) + "\n", encoding="utf-8")
+    return bad
+
+
+def main() -> int:
+    bad = [one for path in sys.argv[1:] for one in written_problems(yaml.safe_load(Path(path).read_text("utf-8")))]
+    sys.stdout.write("\n".join(bad or ["the manifests fit; their schemas are written"]) + "\n")
     return 1 if bad else 0
 
 
