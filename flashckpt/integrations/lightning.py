@@ -18,6 +18,7 @@ from torch.utils.data import DataLoader, DistributedSampler, RandomSampler, Sequ
 
 from flashckpt.checkpointer import Checkpointer
 from flashckpt.errors import ConfigError
+from flashckpt.integrations.lightning_io import FlashCheckpointIO
 from flashckpt.integrations.step_batches import StepBatches, same_but_order
 from flashckpt.sampler import ElasticSampler
 from flashckpt.state import rng
@@ -225,4 +226,4 @@ def _refuse_settings(trainer: Any, pl_module: Any) -> None:
         )
 
 
-__all__ = ["FlashCheckpoint"]
+__all__ = ["FlashCheckpoint", "FlashCheckpointIO"]

@@ -1,4 +1,4 @@
-"""Where an export goes: a temporary name beside it, made durable, then renamed. Nothing is overwritten unasked."""
+"""Where an export goes, or one checkpoint: a temporary name beside it, made durable, then renamed. Nothing is overwritten unasked."""
 
 from __future__ import annotations
 
@@ -18,10 +18,13 @@ from flashckpt.faults import crash_point
 from flashckpt.storage.posix import machine_tag
 
 _AT_FDCWD, _RENAME_EXCHANGE = -100, 2
+_SMALLER = "free some room, choose another disk, or take less with --only or --dtype"
 
 
 @contextlib.contextmanager
-def replacing(path: Path, *, nbytes: int, force: bool, is_ours: Callable[[Path], bool]) -> Iterator[Path]:
+def replacing(
+    path: Path, *, nbytes: int, force: bool, is_ours: Callable[[Path], bool], remedy: str = _SMALLER
+) -> Iterator[Path]:
     """Give a temporary path to write to (a file or a folder); afterwards it is durable and called `path`.
 
     Args:
@@ -29,6 +32,7 @@ def replacing(path: Path, *, nbytes: int, force: bool, is_ours: Callable[[Path],
         nbytes: Bytes that will be written; refused at once where the disk has less room.
         force: Replace what is there.
         is_ours: Tells whether something inside an existing folder may be deleted with it.
+        remedy: What to do where the disk is full.
 
     Raises:
         ConfigError: Something is there already, or a folder holds what no export wrote.
@@ -39,12 +43,12 @@ def replacing(path: Path, *, nbytes: int, force: bool, is_ours: Callable[[Path],
         path.parent.mkdir(parents=True, exist_ok=True)
     free = shutil.disk_usage(path.parent).free
     if free < nbytes:
-        raise _full(path, nbytes, free)
-    with _explained(path, nbytes):
-        _sweep(path)
-    temporary = path.with_name(f"{_ours(path)}{os.getpid()}-{secrets.token_hex(4)}.tmp")
+        raise _full(path, nbytes, free, remedy)
+    with _explained(path, nbytes, remedy):
+        sweep(path.parent, _ours(path))
+    temporary = _temporary(path)
     try:
-        with _explained(path, nbytes):
+        with _explained(path, nbytes, remedy):
             yield temporary
             for one in sorted(temporary.rglob("*")) if temporary.is_dir() else []:
                 _sync(one)
@@ -60,12 +64,40 @@ def _ours(path: Path) -> str:
     return f".{path.name}.{machine_tag()}."  # host names may be equal: containers that share a file system
 
 
-def _sweep(path: Path) -> None:
-    """Remove what killed exports to `path` left: temporaries of this machine whose process is gone."""
-    for one in path.parent.iterdir():
-        pid = re.fullmatch(re.escape(_ours(path)) + r"(\d+)-[0-9a-f]{8}\.tmp", one.name)
+def _temporary(path: Path) -> Path:
+    return path.with_name(f"{_ours(path)}{os.getpid()}-{secrets.token_hex(4)}.tmp")
+
+
+def sweep(folder: Path, prefix: str = "") -> None:
+    """Remove what killed processes left in a folder: temporaries of this machine whose process is gone.
+
+    Args:
+        folder: Where to look.
+        prefix: What their names begin with, all but process and number; "": of every path.
+    """
+    begin = re.escape(prefix) or r"\..+" + re.escape(f".{machine_tag()}.")
+    for one in folder.iterdir():
+        pid = re.fullmatch(begin + r"(\d+)-[0-9a-f]{8}\.tmp", one.name)
         if pid and not Path(f"/proc/{pid[1]}").exists():
             _remove(one)
+
+
+def remove_whole(path: Path) -> None:
+    """Remove a file or a folder of which no part must ever be seen under its name; nothing where there is none.
+
+    Raises:
+        StoreError: It cannot be removed.
+    """
+    if not os.path.lexists(path):
+        return
+    aside = _temporary(path)
+    try:
+        path.rename(aside)
+        _sync(path.parent)
+        crash_point("removal.renamed")
+        _remove(aside)
+    except OSError as error:
+        raise StoreError(f"{path} cannot be removed", found=str(error), remedy="check its permissions") from error
 
 
 def _refuse_existing(path: Path, *, force: bool, is_ours: Callable[[Path], bool]) -> None:
@@ -88,12 +120,12 @@ def _refuse_existing(path: Path, *, force: bool, is_ours: Callable[[Path], bool]
 
 
 def _publish(temporary: Path, path: Path) -> None:
-    """Rename; a folder that is there changes names with the new one, and is removed under the temporary's.
+    """Rename; where one of the two is a folder they change names, and the old one is removed under the temporary's.
 
     Where the file system cannot do that in one step (NFS) it goes aside first: who is killed between the two renames
     leaves it as `.NAME.*.old`.
     """
-    if not path.is_dir():
+    if not os.path.lexists(path) or not (path.is_dir() or temporary.is_dir()):
         temporary.rename(path)
         return
     if _exchange(temporary, path):
@@ -135,22 +167,22 @@ def _sync(path: Path) -> None:
 
 
 @contextlib.contextmanager
-def _explained(path: Path, nbytes: int) -> Iterator[None]:
+def _explained(path: Path, nbytes: int, remedy: str = _SMALLER) -> Iterator[None]:
     try:
         yield
     except OSError as error:
         if error.errno in (errno.ENOSPC, errno.EDQUOT):
-            raise _full(path, nbytes, shutil.disk_usage(path.parent).free) from error
+            raise _full(path, nbytes, shutil.disk_usage(path.parent).free, remedy) from error
         raise StoreError(
-            f"{path} cannot be written", found=str(error), state="Nothing is left there.", remedy="check the path"
+            f"{path} cannot be written", found=str(error), state="Nothing of it is left.", remedy="check the path"
         ) from error
 
 
-def _full(path: Path, nbytes: int, free: int) -> StoreError:
+def _full(path: Path, nbytes: int, free: int, remedy: str) -> StoreError:
     return StoreError(
         f"the disk of {path} is full",
         found=f"{free / 1e9:.3f} GB free",
-        expected=f"{nbytes / 1e9:.3f} GB for the export",
-        state="Nothing is left there.",
-        remedy="free some room, choose another disk, or take less with --only or --dtype",
+        expected=f"{nbytes / 1e9:.3f} GB",
+        state="Nothing of it is left.",
+        remedy=remedy,
     )

@@ -1,6 +1,7 @@
 """A user's program with Lightning, that says which samples each step trained and with which losses.
 
-lightning_job.py FOLDER [--steps N | --epochs N] [--kill-at STEP | --stop-after STEP] [--micro N] [--strategy S] [--drop P]
+lightning_job.py FOLDER [--steps N | --epochs N] [--kill-at STEP | --stop-after STEP] [--micro N] [--strategy S] [--drop P] [--files]
+--files: with Lightning's own ModelCheckpoint beside the callback, through FlashCheckpointIO.
 """
 
 from __future__ import annotations
@@ -12,9 +13,10 @@ from pathlib import Path
 
 import lightning
 import torch
+from lightning.pytorch.callbacks import ModelCheckpoint
 from torch.utils.data import DataLoader, Dataset
 
-from flashckpt.integrations.lightning import FlashCheckpoint
+from flashckpt.integrations.lightning import FlashCheckpoint, FlashCheckpointIO
 
 SAMPLES, BATCH = 50, 8  # 50 does not divide by 8: the order crosses the end of the data inside a step
 
@@ -90,6 +92,7 @@ def main():
     parser.add_argument("--micro", type=int, default=2)
     parser.add_argument("--strategy", default="ddp")
     parser.add_argument("--persist-every", type=int, default=2)
+    parser.add_argument("--files", action="store_true")
     given = parser.parse_args()
     torch.manual_seed(0)
     world, rank = int(os.environ["WORLD_SIZE"]), os.environ["RANK"]
@@ -98,13 +101,17 @@ def main():
         flash = FlashCheckpoint(
             given.folder / "root", global_batch_size=BATCH, snapshot_every=2, persist_every=given.persist_every
         )
+        kept = ModelCheckpoint(
+            given.folder / "kept", monitor="val", save_top_k=2, save_last=True, enable_version_counter=False
+        )
         trainer = lightning.Trainer(
             max_steps=given.steps,
             max_epochs=given.epochs,
             accelerator="cpu",
             devices=world,
             strategy=strategy,
-            callbacks=[flash, Lines(file, given.kill_at, given.stop_after)],
+            callbacks=[flash, Lines(file, given.kill_at, given.stop_after), *([kept] if given.files else [])],
+            plugins=[FlashCheckpointIO()] if given.files else [],
             enable_progress_bar=False,
             enable_model_summary=False,
             logger=False,
