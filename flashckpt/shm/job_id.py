@@ -9,7 +9,7 @@ from flashckpt.core.digest import digest
 from flashckpt.errors import ConfigError
 from flashckpt.shm.roots import root_url
 
-__all__ = ["job_id", "root_digest", "root_url"]
+__all__ = ["job_id", "job_id_of_root", "root_digest", "root_url"]
 
 _SAFE = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,127}")
 _VARIABLES = (
@@ -38,6 +38,11 @@ def job_id(root: str | os.PathLike[str], explicit: str | None = None) -> str:
     for name, prefix in _VARIABLES:
         if value := os.environ.get(name):
             return _checked(prefix + value, name)
+    return job_id_of_root(root)
+
+
+def job_id_of_root(root: str | os.PathLike[str]) -> str:
+    """Return the id of a job that nothing but its root and user identify."""
     return f"root-{digest(f'{root_url(root)}|{os.getuid()}'.encode()):016x}"
 
 

@@ -1,0 +1,213 @@
+"""Where Accelerate's training is in its data: which sources can be resumed, and the position of a prepared loader."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from accelerate.data_loader import DataLoaderDispatcher, DataLoaderShard, SeedableRandomSampler
+from torch.utils.data import DataLoader, IterableDataset, RandomSampler, SequentialSampler
+
+from flashckpt.errors import ConfigError, SamplerStateError
+from flashckpt.sampler import ElasticBatchSampler, ElasticSampler
+
+_REMEDY = (
+    "leave the loader out of prepare() and give it an ElasticSampler, or prepare it with "
+    "DataLoaderConfiguration(use_stateful_dataloader=True, use_seedable_sampler=True)"
+)
+
+
+def positions_of(sources: Sequence[Any], accelerator: Any) -> list[Any]:
+    """Return what is tracked of each source of the training data.
+
+    Raises:
+        ConfigError: The position of one cannot be resumed.
+    """
+    if not [source for source in sources if source is not None]:
+        raise ConfigError(
+            "what the training reads from is not named",
+            expected="FlashCheckpoint(accelerator, root, data=loader)",
+            remedy=_REMEDY,
+        )
+    return [_position(source, accelerator) for source in sources]
+
+
+def refuse_other_loaders(accelerator: Any, sources: Sequence[Any]) -> None:
+    """Refuse prepared loaders that would silently begin again: what shuffles is for training. Others are for evaluation.
+
+    Raises:
+        ConfigError: One is not among the sources, and shuffles.
+    """
+    for loader in accelerator._dataloaders:  # noqa: SLF001 -- what its save_state reads
+        if any(loader is source for source in sources):
+            continue
+        if _elastic(loader) is not None:
+            raise _dealt_twice()
+        if isinstance(_sampler_of(loader), RandomSampler):
+            raise ConfigError(
+                "a prepared loader shuffles, and its position is in no snapshot",
+                found=f"a loader over {type(loader.dataset).__qualname__} that is not in data=",
+                expected="every loader of the training in data=",
+                remedy=_REMEDY + "; for evaluation: shuffle=False",
+            )
+
+
+def _position(source: Any, accelerator: Any) -> Any:
+    is_prepared = isinstance(source, (DataLoaderShard, DataLoaderDispatcher))
+    if (elastic := _elastic(source)) is not None:
+        if is_prepared:
+            raise _dealt_twice()
+        _check_share(elastic, source, accelerator)
+        return elastic
+    if is_prepared:
+        return PreparedPosition(source, ranks=accelerator.num_processes)
+    if isinstance(source, DataLoader) and not callable(getattr(source, "state_dict", None)):
+        raise ConfigError(
+            "the position of a loader cannot be resumed",
+            found=f"a {type(source).__qualname__} with a {type(source.sampler).__qualname__}, not prepared",
+            expected="an ElasticSampler in it, or a StatefulDataLoader",
+            remedy=_REMEDY,
+        )
+    return source
+
+
+def _elastic(source: Any) -> Any:
+    """Return the elastic sampler that a source is or has; None where there is none."""
+    todo, seen = [source], 0
+    while todo and seen < 8:  # accelerate nests batch samplers two deep
+        part, seen = todo.pop(0), seen + 1
+        if isinstance(part, (ElasticSampler, ElasticBatchSampler)):
+            return part
+        todo += [inner for name in ("batch_sampler", "sampler") if (inner := getattr(part, name, None)) is not None]
+    return None
+
+
+def _check_share(elastic: Any, source: Any, accelerator: Any) -> None:
+    """Refuse a sampler that deals this rank another part than its own, or other steps than the accelerator makes."""
+    sampler = elastic if isinstance(elastic, ElasticSampler) else elastic.sampler
+    share, own = (sampler.dp_rank, sampler.dp_size), (accelerator.process_index, accelerator.num_processes)
+    if share != own:
+        raise ConfigError(
+            "the ElasticSampler deals the samples of another rank",
+            found=f"dp_rank {share[0]} of dp_size {share[1]}",
+            expected=f"dp_rank {own[0]} of dp_size {own[1]}",
+            remedy="ElasticSampler(dp_rank=accelerator.process_index, dp_size=accelerator.num_processes, ...)",
+        )
+    if sampler.cursor.tail == "short" and accelerator.gradient_accumulation_steps > 1:
+        raise ConfigError(
+            "the last optimizer step of an epoch would have fewer batches, which accumulate() does not see",
+            found=f"tail='short' and {accelerator.gradient_accumulation_steps} gradient accumulation steps",
+            expected="an ElasticSampler with another tail",
+            remedy="leave tail out: the last step of an epoch then takes the first samples of the next one",
+        )
+    micro, batch = getattr(source, "batch_size", None), sampler.global_batch_size
+    if batch is None or micro is None:
+        return
+    if batch != micro * own[1] * accelerator.gradient_accumulation_steps:
+        raise ConfigError(
+            "the global batch of the ElasticSampler is not what an optimizer step trains",
+            found=f"global_batch_size={batch}; {own[1]} ranks with micro-batches of {micro} and "
+            f"{accelerator.gradient_accumulation_steps} gradient accumulation steps",
+            expected="global batch = micro-batch * accumulation * ranks",
+            remedy="Accelerator(gradient_accumulation_steps=global batch // (micro-batch * ranks)), or change the global batch",
+        )
+
+
+def _dealt_twice() -> ConfigError:
+    return ConfigError(
+        "a prepared loader has an ElasticSampler, and its samples would be dealt to the ranks twice",
+        expected="a loader that prepare() did not see",
+        remedy="leave it out of prepare(), and move its batches to accelerator.device",
+    )
+
+
+def _sampler_of(loader: Any) -> Any:
+    return None if isinstance(loader.dataset, IterableDataset) else loader.get_sampler()
+
+
+class PreparedPosition:
+    """The position of a prepared loader over a stateful one, for as many ranks: batches of this rank, and the epoch.
+
+    Accelerate restores the former only, and orders each epoch by the number that its loader counts from 0 again.
+
+    Args:
+        loader: What `prepare` returned.
+        ranks: Of the accelerator.
+
+    Raises:
+        ConfigError: Its position cannot be resumed.
+    """
+
+    def __init__(self, loader: Any, *, ranks: int) -> None:
+        self._loader, self._ranks = loader, ranks
+        self._stage = "unused"
+        if problem := self._problem():
+            raise ConfigError(
+                "the position of a prepared loader cannot be resumed",
+                found=problem,
+                expected="a stateful loader in sequence, or shuffled by a seed",
+                remedy=_REMEDY,
+            )
+
+    def _problem(self) -> str:
+        loader = self._loader
+        if isinstance(loader, DataLoaderDispatcher):
+            return "batches that rank 0 reads for all (dispatch_batches)"
+        if not loader.use_stateful_dataloader:
+            return "use_stateful_dataloader=False"
+        if isinstance(loader.dataset, IterableDataset):
+            return f"{type(loader.dataset).__qualname__}, which is read in sequence and has no index"
+        if type(_sampler_of(loader)) not in {SeedableRandomSampler, SequentialSampler}:
+            return f"a {type(_sampler_of(loader)).__qualname__}: its order is not that of a seed"
+        return ""
+
+    @property
+    def batch_sampler(self) -> Any:
+        """What the loader inside draws from: by it a restore knows the first iterator."""
+        return self._loader.batch_sampler
+
+    @property
+    def restored_stage(self) -> str:
+        """See `ElasticSampler.restored_stage`."""
+        return self._stage
+
+    def commit(self, samples: int | None = None) -> None:
+        """Nothing to do: the loader has counted. That it moves is checked."""
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the epoch, the seed of the order, and what the loader says of its batches."""
+        state: Mapping[str, Any] = self._loader.state_dict()
+        return {
+            "epoch": self._loader.iteration,
+            "is_end": bool(state.get("_iterator_finished")),
+            "seed": getattr(_sampler_of(self._loader), "initial_seed", None),
+            "shares": [self._ranks, self._loader.total_batch_size],
+            "loader": dict(state),
+        }
+
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+        """Continue at a recorded position.
+
+        Raises:
+            SamplerStateError: It is one on another number of ranks, or with batches of another size.
+        """
+        shares = [self._ranks, self._loader.total_batch_size]
+        if list(state_dict["shares"]) != shares:
+            found, now = ("{} ranks with {} samples together".format(*one) for one in (state_dict["shares"], shares))
+            raise SamplerStateError(
+                "the position of a prepared loader is one on other ranks",
+                found=found,
+                expected=now,
+                state="Nothing was trained.",
+                remedy="continue on as many ranks, or read from a loader with an ElasticSampler",
+            )
+        if state_dict["seed"] is not None:
+            _sampler_of(self._loader).initial_seed = state_dict["seed"]
+        is_end = state_dict["is_end"]
+        self._loader.iteration = state_dict["epoch"] + is_end
+        self._stage = "between" if is_end else "running"
+        # at the end of an epoch: nothing, but the iterator that was made when it was first asked for its state
+        self._loader.load_state_dict({} if is_end else dict(state_dict["loader"]))
+
+
+__all__ = ["PreparedPosition", "positions_of", "refuse_other_loaders"]
