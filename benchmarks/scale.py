@@ -38,7 +38,7 @@ from flashckpt.core.manifest import Manifest, decode_manifest
 from flashckpt.core.shard import Shard
 from flashckpt.core.shard_table import ShardTable
 from flashckpt.core.snapshot_id import SnapshotId
-from flashckpt.daemon.persister.negotiation import IDLE_LOOK_S
+from flashckpt.daemon.persister.negotiation import CARRIED_LOOK_S, IDLE_LOOK_S
 from flashckpt.errors import ObjectMissingError
 from flashckpt.planning.packs import pack_name
 from flashckpt.planning.read_plan import plan_reads
@@ -213,7 +213,8 @@ def agreement(nodes: int, latency_s: float) -> dict[str, float]:
         "CPU s of such a look": cpu_s,
         "root requests of the leader per look, idle": leader,
         "root requests of any other node per look, idle": idle,
-        "root requests of the job per idle minute, modelled": (leader + (nodes - 1) * idle) * 60 / IDLE_LOOK_S,
+        "root requests of the job per idle minute, modelled": (leader + (nodes - 1) * idle) * 60 / CARRIED_LOOK_S,
+        "the same where no ranks run, modelled": (leader + (nodes - 1) * idle) * 60 / IDLE_LOOK_S,
     }
 
 

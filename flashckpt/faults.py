@@ -25,6 +25,7 @@ CRASH_POINTS: dict[str, str] = {
     "acks.during-list": "pairs of a list in the control file written, its digest still of the list before",
     "acks.before-node": "lists of the node's ranks combined, its record not in the store",
     "acks.before-job": "records of all nodes combined, the job's record not in the store",
+    "acks.before-delivery": "messages of other persisters read, not written for this node's",
     "acks.before-page": "the job's record read, not in the control page",
     "acks.after-page": "the job's record in the control page",
     # segment creation

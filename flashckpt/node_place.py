@@ -22,6 +22,7 @@ from flashckpt.shm.acks import SnapshotAcks
 from flashckpt.shm.control import Control, ControlRow
 from flashckpt.shm.job_directory import JobConfig, JobDirectory
 from flashckpt.shm.lease import Lease
+from flashckpt.shm.messages import MessageFiles
 from flashckpt.snapshot.copy_plan import CopyPlan
 from flashckpt.snapshot.segments import RankSegments
 from flashckpt.state.registry import StateRegistry
@@ -162,6 +163,7 @@ def _relay(opened: OpenedJob, control: Control) -> RelayThread | None:
         firsts=list(firsts.values()),
         first=world.rank,
         local_world_size=len(mates),
+        messages=MessageFiles(opened.directory.path),
     )
     return RelayThread(relay)
 

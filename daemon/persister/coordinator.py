@@ -6,6 +6,7 @@ headers, so a daemon that is killed anywhere is replaced by the next one, which 
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
 import socket
@@ -22,7 +23,7 @@ from flashckpt.checkpoint.proposals import Proposals
 from flashckpt.checkpoint.retention import Policy
 from flashckpt.checkpoint.writer import MANIFEST, PersistOptions, commit, prefix_of
 from flashckpt.core.generation import Generation
-from flashckpt.core.intent import Intent
+from flashckpt.core.intent import Intent, NodeMessage
 from flashckpt.core.snapshot_id import SnapshotId
 from flashckpt.daemon.machine.logs import log_context
 from flashckpt.daemon.persister import protocol as p
@@ -56,6 +57,7 @@ class PersistCoordinator:
     Args:
         config: The job.
         on_commit: Called when a snapshot was committed, before its slots are released.
+        send: Gives the ranks a message to carry to the other nodes.
 
     Attributes:
         negotiation: All decisions.
@@ -65,9 +67,14 @@ class PersistCoordinator:
         totals: Counters.
     """
 
-    def __init__(self, config: JobConfig, on_commit: Callable[[NodeInventory], None] | None = None) -> None:
+    def __init__(
+        self,
+        config: JobConfig,
+        on_commit: Callable[[NodeInventory], None] | None = None,
+        send: Callable[[NodeMessage], None] = lambda _: None,
+    ) -> None:
         self.config = config
-        self._on_commit = on_commit
+        self._on_commit, self._send = on_commit, send
         self.negotiation = Negotiation(config.node_count)
         self.flush: Flush | None = None
         self.committed_s: float | None = None
@@ -84,13 +91,21 @@ class PersistCoordinator:
 
     # -- what the loop calls --------------------------------------------------------------------------------
 
-    def turn(self, view: NodeInventory, record: Generation, *, urgent: bool) -> None:
+    def turn(
+        self,
+        view: NodeInventory,
+        record: Generation,
+        *,
+        urgent: bool,
+        received: tuple[NodeMessage, ...] | None = None,
+    ) -> None:
         """Do what can be done now; returns quickly except for small storage operations.
 
         Args:
             view: This node's slots.
             record: The current generation of the job.
             urgent: Persist the newest common snapshot now, whether it is of a persist step or not.
+            received: What the ranks carry from the persisters of other nodes; None where they carry nothing.
 
         Raises:
             RootError, StoreError, FencedError, DamagedError, PersistError, OSError: nothing
@@ -100,7 +115,8 @@ class PersistCoordinator:
         if self.flush is not None and (result := self.flush.result()) is not None:
             self._error = self.flush.error if isinstance(result, p.WriteFailed) else None
             self._run(view, result)
-        self._run(view, p.Tick(now_s=time.monotonic(), node=view, generation=record, urgent=urgent))
+        now_s = time.monotonic()
+        self._run(view, p.Tick(now_s=now_s, node=view, generation=record, urgent=urgent, received=received))
 
     def pause(self, view: NodeInventory, *, urgent: bool = False, failing: bool = False) -> None:
         """Keep the candidate pinned without accessing the root; release it if storage fails and training needs the slot."""
@@ -168,15 +184,12 @@ class PersistCoordinator:
 
     def _execute(self, action: Action) -> Event | None:
         """Do one thing; return the answer where it is a question."""
+        if not action.answers:
+            self._settle(action)
+            return None
         match action:
             case p.PinSlots(identity, ranks):
                 return self._pin(identity, ranks)
-            case p.Unpin(identity):
-                release(self._pins.pop(identity, {}))
-                return None
-            case p.EndWrite(identity, outcome):
-                self._end_write(identity, outcome)
-                return None
             case p.StartWrite(intent, ranks):
                 self._start_write(intent, ranks)
                 return p.Done()
@@ -184,6 +197,17 @@ class PersistCoordinator:
                 return self._commit(intent)
         store = self._connected()
         return self._look(action, store) or self._lease(action, store) or self._write(action, store)
+
+    def _settle(self, action: Action) -> None:
+        """Do what cannot fail."""
+        match action:
+            case p.Unpin(identity):
+                release(self._pins.pop(identity, {}))
+            case p.EndWrite(identity, outcome):
+                self._end_write(identity, outcome)
+            case p.Send(message):
+                with contextlib.suppress(OSError):  # no room: who waits in vain asks the root
+                    self._send(message)
 
     def _look(self, action: Action, store: Store) -> Event | None:
         """Answer a question about the root; None if it is something to do."""

@@ -18,14 +18,14 @@ Failures, and how each is handled:
 from __future__ import annotations
 
 from collections.abc import Generator
-from dataclasses import replace
 
-from flashckpt.core.intent import Intent, NodeProposal
+from flashckpt.core.intent import Intent, NodeMessage, NodeProposal
 from flashckpt.core.lineage import is_rolled_back
 from flashckpt.core.snapshot_id import BEFORE_ALL, NOTHING, SnapshotId
 from flashckpt.core.superblock import MIN_SLOTS
 from flashckpt.daemon.persister import protocol as p
 from flashckpt.daemon.persister.agreement import Search, choose_proposal, next_candidate, of_other_nodes, spacing
+from flashckpt.daemon.persister.messaging import Messaging, aged
 from flashckpt.daemon.persister.persist import ROLLED_BACK, Persist
 from flashckpt.daemon.persister.protocol import Action, Event, NodeSlots, Outcome, Tick
 
@@ -35,6 +35,8 @@ LONG_COMMIT_WRITERS = 1000
 """Writers of a snapshot from which on a node that waits for its commit looks less often, in proportion."""
 IDLE_LOOK_S = 8.0
 """The most between two looks while nothing is to be persisted here and no other node is known to want anything."""
+CARRIED_LOOK_S = 64.0
+"""Seconds between two looks while the ranks carry messages, and none of them names a new decision."""
 SWEEP_EVERY_S = 1800.0
 """Seconds between two sweeps of the root."""
 
@@ -71,6 +73,8 @@ class Negotiation:
         self._seen: set[SnapshotId] = set()
         self._heard: list[NodeProposal] = []
         self._published: NodeProposal | None = None
+        self._messaging = Messaging()
+        self._announced = NOTHING
         self._looked_s = self._swept_s = float("-inf")
         self._idle_look_s = ROOT_LOOK_S
         self._turn: p.Turn | None = None
@@ -137,6 +141,7 @@ class Negotiation:
         if self.persist is None:
             yield from self._decide(tick)
         if self.persist is not None:
+            yield from self._messaging.announce(tick, self.persist.intent.identity)
             many = len(self.persist.intent.writers) / LONG_COMMIT_WRITERS  # their commit takes a while: ask less often
             outcome = yield from self.persist.advance(
                 tick, lambda: tick.now_s - self._looked_s >= ROOT_LOOK_S * many and self._may_look(tick.now_s)
@@ -205,48 +210,67 @@ class Negotiation:
         """Whether the newest generation here has ranks on other nodes."""
         return self._node_count > 1 and not node.is_whole(node.newest_generation())
 
-    def _may_look(self, now_s: float, *, is_idle: bool = False) -> bool:
+    def _may_look(self, now_s: float, *, is_idle: bool = False, is_quiet: bool = False) -> bool:
         """Whether the root may be polled again; polling it with every event would waste requests.
 
         Args:
             now_s: The time.
             is_idle: Nothing would be done at once about what is found: each look is twice as late as the one before.
+            is_quiet: A message would name a decision, and none does: a node that waits need not look.
         """
+        if is_quiet and not is_idle:
+            return False
         if not is_idle:
             self._idle_look_s = ROOT_LOOK_S
-        if now_s - self._looked_s < self._idle_look_s:
+        if now_s - self._looked_s < (CARRIED_LOOK_S if is_quiet else self._idle_look_s):
             return False
         self._looked_s = now_s
-        if is_idle:
+        if is_idle and not is_quiet:
             self._idle_look_s = min(2 * self._idle_look_s, IDLE_LOOK_S)
         return True
 
     def _is_idle(self, tick: Tick) -> bool:
-        """Whether neither this node has anything to persist nor another one, as far as it has heard."""
-        known = max(self.floor, NOTHING)
-        is_wanted = any(one.urgent or max(one.at_least, one.pinned or NOTHING) > known for one in self._heard)
+        """Whether neither this node has anything to persist nor another one, as far as it has received."""
+        is_wanted = any(map(self._is_wanting, self._heard))
         return not (tick.urgent or is_wanted or self.candidate is not None or self._flagged(tick.node))
+
+    def _is_wanting(self, one: NodeProposal) -> bool:
+        return one.urgent or max(one.at_least, one.pinned or NOTHING) > max(self.floor, NOTHING)
 
     def _decide(self, tick: Tick) -> p.Turn:
         """Adopt the open intent, or open one if this node may and the nodes agree."""
         has_others = self._has_others(tick.node)
-        look = not self._intents_are_read or (has_others and self._may_look(tick.now_s, is_idle=self._is_idle(tick)))
+        is_idle = self._is_idle(tick)
+        received = self._messaging.believed(tick, is_idle=is_idle) if has_others else None
+        announced = self._messaging.announced(received or (), floor=self.floor, abandoned=self._abandoned)
+        is_quiet = received is not None and announced is None
+        look = not self._intents_are_read or (
+            has_others and self._may_look(tick.now_s, is_idle=is_idle, is_quiet=is_quiet)
+        )
+        if announced is not None and announced != self._announced:
+            look, self._announced = True, announced
+        if look and received is not None:
+            self._looked_s = tick.now_s
         if look and (yield from self._adopt(tick)):
             return
+        if look and is_quiet and is_idle:
+            received = None  # once in a while: of a node whose ranks carry nothing only the root knows
         self._intents_are_read = True  # a node that has all ranks is the only one that opens intents from here on
         if has_others:
             if tick.node.newest_generation():
-                yield from self._agree(tick, look=look)
+                yield from self._agree(tick, received, look=look)
         elif self.candidate is not None:
             identity, writers = self.candidate, tuple(range(tick.node.world_size(self.candidate[0])))
             yield from self._open(identity, writers)
             self._start(Intent(generation=identity[0], step=identity[1], writers=writers), self._pinned)
 
-    def _agree(self, tick: Tick, *, look: bool) -> p.Turn:
+    def _agree(self, tick: Tick, received: tuple[NodeMessage, ...] | None, *, look: bool) -> p.Turn:
         """Pin what the nodes converge on, propose it, and open the intent once they agree and this node leads."""
         node, generation = tick.node, tick.node.newest_generation()
         ranks, world_size = node.ranks(generation), node.world_size(generation)
-        if look:
+        if received is not None:
+            self._heard = of_other_nodes([one for one in received if one.proposes_in == generation], ranks)
+        elif look:
             # the leader reads what all propose, the others what it proposes: a request for each node, not for each pair
             answer = yield from p.ask(p.ReadProposals(generation, of_all=0 in ranks), p.ProposalsRead)
             self._heard = of_other_nodes(answer.proposals, ranks)
@@ -276,14 +300,15 @@ class Negotiation:
             complete=tuple(alike),
             urgent=tick.urgent,
         )
-        if look:
-            yield from self._propose(tick, generation, mine)
+        is_idle = self._is_idle(tick)
+        if received is not None:
+            yield from self._messaging.send(tick, mine, waits=not is_idle)
+        if look or received is not None:
+            yield from self._publish(tick, mine, is_carried=received is not None)
+            yield from self._choose(tick, mine)
 
-    def _propose(self, tick: Tick, generation: int, mine: NodeProposal) -> p.Turn:
-        """Publish this node's proposal where it has changed; decide where all agree and this node leads."""
-        if mine != (self._aged(mine) if self._is_idle(tick) else self._published):
-            yield p.PublishProposal(generation, mine)
-            self._published = mine
+    def _choose(self, tick: Tick, mine: NodeProposal) -> p.Turn:
+        """Decide where all agree and this node leads."""
         nodes = [mine, *self._heard]
         chosen = choose_proposal(nodes, self.floor)
         if chosen is None or min(mine.ranks) != min(min(one.ranks) for one in nodes):
@@ -294,9 +319,16 @@ class Negotiation:
         yield from self._open(chosen[0], tuple(range(mine.world_size)))
         yield from self._adopt(tick)
 
-    def _aged(self, mine: NodeProposal) -> NodeProposal | None:
-        """Return what is published as if it named what is complete now: that changes with every snapshot, for nobody."""
-        return self._published and replace(self._published, complete=mine.complete)
+    def _publish(self, tick: Tick, mine: NodeProposal, *, is_carried: bool) -> p.Turn:
+        """Propose on the root where it is news; if the ranks carry proposals, then no more than that this one is over."""
+        is_idle, published = self._is_idle(tick), self._published
+        if is_carried or (is_idle and tick.received is not None):
+            is_over = is_idle and published is not None and self._is_wanting(published)
+            if not is_over:
+                return
+        if mine != (aged(mine, published) if is_idle else published):
+            yield p.PublishProposal(tick.node.newest_generation(), mine)
+            self._published = mine
 
     def _open(self, identity: SnapshotId, writers: tuple[int, ...]) -> p.Turn:
         yield p.CheckFence()
@@ -344,6 +376,7 @@ class Negotiation:
 
     def _start(self, intent: Intent, pinned: tuple[int, ...]) -> None:
         """Work on an intent; the pins of the candidate are its own from here on."""
+        self._messaging.decided()
         self.persist = Persist(intent=intent, pinned=pinned, left=pinned)
         self.candidate, self._pinned = None, ()
 

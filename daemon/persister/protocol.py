@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import ClassVar, Protocol, TypeVar
 
 from flashckpt.core.generation import Generation
-from flashckpt.core.intent import Intent, NodeProposal
+from flashckpt.core.intent import Intent, NodeMessage, NodeProposal
 from flashckpt.core.snapshot_id import SnapshotId
 
 
@@ -78,12 +78,15 @@ class Tick:
         node: This node's slots.
         generation: The current generation of the job.
         urgent: Persist the newest common snapshot now, whether it is of a persist step or not.
+        received: Messages of other nodes, which the ranks carry: all of them for the leader, the leader's for the
+            others. None while no ranks carry anything.
     """
 
     now_s: float
     node: NodeSlots
     generation: Generation
     urgent: bool = False
+    received: tuple[NodeMessage, ...] | None = None
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -254,6 +257,13 @@ class EndWrite(Action):
 
     identity: SnapshotId
     outcome: Outcome
+
+
+@dataclass(frozen=True, slots=True)
+class Send(Action):
+    """Let the ranks carry a message to the other nodes, in the place of the one before."""
+
+    message: NodeMessage
 
 
 @dataclass(frozen=True, slots=True)

@@ -20,6 +20,7 @@ from pathlib import Path
 from types import FrameType
 
 from flashckpt.core.generation import Generation
+from flashckpt.core.intent import NodeMessage
 from flashckpt.core.snapshot_id import SnapshotId
 from flashckpt.daemon.machine.logs import configure, log_context, turn_over
 from flashckpt.daemon.persister import metrics
@@ -39,6 +40,7 @@ from flashckpt.shm.gc import take_away
 from flashckpt.shm.inventory import Identity, NodeInventory, scan
 from flashckpt.shm.job_directory import DaemonStatus, JobConfig, JobDirectory
 from flashckpt.shm.lease import Lease
+from flashckpt.shm.messages import MessageFiles
 from flashckpt.shm.private import private_directory, remove_tree
 
 SCAN_S = 1.0
@@ -103,6 +105,7 @@ class Daemon:
         self._numbers: dict[str, float] = {}
         self.endpoint: metrics.Endpoint | None = None
         self._wakeup = Wakeup([directory.path / "events", directory.path / "requests"])
+        self._messages = MessageFiles(directory.path)
         self.replication = ReplicationService(directory, self._wakeup.wake)
         self._replica_trouble = ""
 
@@ -145,7 +148,7 @@ class Daemon:
         if self.persisting is None or self.persisting.config != config:
             if self.persisting is not None:
                 self.persisting.close()
-            self.persisting = PersistCoordinator(config, self._report_commit)
+            self.persisting = PersistCoordinator(config, self._report_commit, self._messages.send)
             if self.endpoint is None:
                 self.endpoint = metrics.serve(self, job=config.job, node=config.node)
         view = scan(self.directory, [record])
@@ -230,12 +233,16 @@ class Daemon:
         if persisting.flush is None or not persisting.flush.is_begun:
             self.attempts.begin(asked_ns)
         try:
-            persisting.turn(view, record, urgent=urgent)
+            persisting.turn(view, record, urgent=urgent, received=self._received(record))
         except (FlashckptError, OSError) as error:
             if self.attempts.failed(error, record.number):
                 persisting.disconnect()
             return
         self.attempts.went_well(is_over=persisting.flush is None or not persisting.flush.is_begun)
+
+    def _received(self, record: Generation) -> tuple[NodeMessage, ...] | None:
+        """Return what the ranks carry from other nodes; nothing after their end, however late that was noticed."""
+        return None if self.directory.request_path("ended").exists() else self._messages.received(record.number)
 
     def _replicate(self, config: JobConfig, view: NodeInventory, record: Generation) -> None:
         """Take replication a turn further; what fails there costs replicas only."""

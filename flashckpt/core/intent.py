@@ -28,6 +28,23 @@ class NodeProposal:
     urgent: bool = False
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class NodeMessage(NodeProposal):
+    """What the persister of a node sends to the others through the ranks, while those run.
+
+    Attributes:
+        generation: Of the ranks that carry it.
+        proposes_in: Generation of the snapshots that it proposes.
+        decided: The newest snapshot whose intent this node knows to be open or to have been; the leader's counts.
+        waits: Whether this node has something to persist and waits for the others.
+    """
+
+    generation: int
+    proposes_in: int
+    decided: SnapshotId = NOTHING
+    waits: bool = False
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Intent:
     """The leader's decision which snapshot the job persists.

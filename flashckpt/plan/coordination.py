@@ -18,13 +18,13 @@ KEYS_PER_REQUEST = 1000
 IN_FLIGHT = 64
 """Indexes or proposals that are read at a time."""
 LOOK_S = 0.5
-"""Seconds between two looks at the root while something is to be persisted."""
-LOOKS = 3
-"""Looks from a snapshot to its writing: each node proposes, sees that all have, and hears of the decision."""
+"""Seconds between two looks at the root while a node waits for the commit."""
+CARRIED_S = 1.0
+"""Seconds from a snapshot until the ranks have carried what all nodes propose: where they rest, they look once a second."""
 LONG_COMMIT_WRITERS = 1000
 """Ranks from which on nodes that wait for a commit look less often, in proportion."""
-IDLE_LOOK_S = 8.0
-"""Seconds between two looks while nothing is."""
+CARRIED_LOOK_S = 64.0
+"""Seconds between two looks while nothing is to be persisted, and the ranks run."""
 COMMIT_CPU_S = 0.07e-3
 """Seconds of Python per rank in a commit (benchmarks/results/scale.json)."""
 RANGED_FROM = 64
@@ -33,6 +33,8 @@ RANK_BYTES, RANGED_BYTES, ROW_BYTES = 10_200, 150, 100
 """Bytes of MANIFEST per rank, with its generators and without, and per tensor of a rank."""
 FENCE = 3
 """Requests that find out whether a newer generation has claimed the root: list, conditional put, get."""
+JOIN = 2 + FENCE + 1
+"""Requests of a node that joins: which intents there are, what the one says, no newer generation, whose indexes are there."""
 OUTCOME = 2
 """Requests of a node that asks whether a checkpoint is committed or abandoned."""
 LEASE = 1
@@ -48,12 +50,13 @@ class Coordination:
     """Requests and seconds of one persist, besides its data.
 
     Attributes:
-        look_requests: Of the leader that looks at the root while all nodes have proposed something new.
+        look_requests: Of the leader that looks at the root where no ranks run and all nodes have proposed something new.
         commit_requests: Of the node that commits.
         retention_requests: To remove one old checkpoint, beside training.
-        job_requests: Of all nodes for one persist, first to last: proposals, packs and indexes, commit, retention.
+        job_requests: Of all nodes for one persist, first to last: decision, packs and indexes, commit, retention.
         idle_requests_per_s: Of all nodes while nothing is to be persisted.
-        agree_s: From the snapshot until all nodes write it: the leader reads the proposal of every other one.
+        agree_s: From the snapshot until all nodes write it: what they propose goes through the ranks, the decision is read
+            from the root.
         commit_s: From the last pack to the commit.
         manifest_bytes: Of MANIFEST.
         least_s: Below which persists cannot follow each other, for their requests alone.
@@ -101,19 +104,19 @@ def coordination(
     proposals = max(1, math.ceil(nodes / KEYS_PER_REQUEST))
     look = 2 * proposals + nodes
     commit = pages + nodes + 3  # is there a MANIFEST? then the sizes, the indexes, MANIFEST, LATEST
-    decided, taken_back = _agreement(nodes, proposals)
-    agree_s = LOOKS * (LOOK_S + request_s * (2 * proposals + math.ceil(nodes / IN_FLIGHT)))
+    decided = _decision(nodes)
+    agree_s = CARRIED_S + request_s * (FENCE + 1 + JOIN)
     turns = math.ceil(pages / min(parts, IN_FLIGHT)) + 3 + math.ceil(nodes / IN_FLIGHT)
     commit_s = max(request_s * turns, commit / requests_per_s)
     commit_s += COMMIT_CPU_S * ranks
     retention = 2 * pages + 17
-    total = decided + taken_back + objects + _waiting(nodes, ranks, pages, commit_s) + commit + retention
+    total = decided + objects + _waiting(nodes, ranks, pages, commit_s) + commit + retention
     return Coordination(
         look_requests=look if nodes > 1 else 0,
         commit_requests=commit,
         retention_requests=retention,
         job_requests=total,
-        idle_requests_per_s=(2 * nodes + proposals - 1) / IDLE_LOOK_S if nodes > 1 else 0.0,
+        idle_requests_per_s=(2 * nodes + proposals - 1) / CARRIED_LOOK_S if nodes > 1 else 0.0,
         agree_s=max(agree_s, decided / requests_per_s) if nodes > 1 else 0.0,
         commit_s=commit_s,
         manifest_bytes=ranks * ((RANGED_BYTES if is_ranged else RANK_BYTES) + ROW_BYTES * rows),
@@ -121,19 +124,10 @@ def coordination(
     )
 
 
-def _agreement(nodes: int, pages: int) -> tuple[int, int]:
-    """Return the requests of all nodes until each knows what is decided, and those that take the proposals back.
-
-    The leader reads the proposal of every node twice, as it names the snapshot and as it names nothing any more; the other
-    nodes read the leader's.
-    """
+def _decision(nodes: int) -> int:
+    """Return the requests of all nodes until each knows what is decided. What they propose asks nothing of the root."""
     intent = FENCE + 1 + 2  # written by the leader, and closed together with its mark
-    if nodes == 1:
-        return intent, 0
-    said_and_heard = 3 * nodes + 2 * nodes - 1  # a new object in place of the old one, which is looked for
-    looks = (2 * nodes + 1) + (nodes - 1) + 2 * pages  # open intents, proposals
-    joined = nodes * (1 + FENCE + 1)  # what the intent says, and whose indexes are there
-    return said_and_heard + looks + joined + intent, said_and_heard + 2 * (2 * nodes - 1 + pages)
+    return intent + (nodes * JOIN if nodes > 1 else 0)
 
 
 def _waiting(nodes: int, ranks: int, pages: int, commit_s: float) -> int:

@@ -8,11 +8,16 @@ and publishes one record for the job. Each node's first rank reads that record a
 Every record says what was true when it was written, and each step may stop for ever: then other ranks learn late, or not
 before the next generation, that a snapshot is common, and keep more than they need. Keys carry the generation, so that
 nothing of a dead one is read.
+
+The same records carry the messages of the persisters (`messages`): those of all nodes to the node of the aggregator, and
+that one's to the others. While nothing moves, a node looks for it once in a few seconds.
 """
 
 from __future__ import annotations
 
+import contextlib
 import logging
+import struct
 import threading
 from collections.abc import Iterable, Sequence
 from typing import Any, Protocol
@@ -23,8 +28,11 @@ from flashckpt.logs import guarded
 from flashckpt.shm.acks import rank_acks
 from flashckpt.shm.control import Control
 from flashckpt.shm.group_acks import NOBODY, GroupAcks, decode_group, encode_group, merge_acks, node_acks
+from flashckpt.shm.messages import NO_MESSAGE, MessageFiles, OutgoingMessage
 
 _PREFIX = "flashckpt/acks"
+RESTS = 8
+"""Turns after which a node that rests looks for a new message: as many seconds."""
 SHORTEST_S, LONGEST_S = 0.001, 1.0
 """Seconds between two turns: after something was published, and at most; each is twice the one before."""
 CLOSE_S = 1.0
@@ -55,6 +63,7 @@ class AckRelay:
         firsts: The first rank of every node, ascending.
         first: The first rank of this node.
         local_world_size: Ranks of this node.
+        messages: Of the node's persister; None: the relay carries acknowledgements alone.
     """
 
     def __init__(
@@ -66,17 +75,21 @@ class AckRelay:
         firsts: Sequence[int],
         first: int,
         local_world_size: int,
+        messages: MessageFiles | None = None,
     ) -> None:
         """Sends nothing yet."""
-        self._control, self._store = control, store
+        self._control, self._store, self._messages = control, store, messages
         self._generation, self._rows = generation, local_world_size
         self._own = f"{_PREFIX}/g{generation}/r{first}"
         self._job_key = f"{_PREFIX}/g{generation}/job"
         self._nodes = [f"{_PREFIX}/g{generation}/r{rank}" for rank in firsts] if first == firsts[0] else []
-        self._published: GroupAcks | None = None
+        self._published: tuple[GroupAcks, bytes] | None = None
+        self._sent_to_all = b""  # aggregator: what is in the job's record of its persister
+        self._rested = 0
         self._present: set[str] = set()  # keys of which one is known to exist; none is ever deleted
         self._seen: frozenset[bytes] = frozenset()
         self._job = NOBODY
+        self._received: tuple[bytes, ...] = ()
         self._open: tuple[SnapshotId, ...] = ()  # aggregator: what some nodes hold and others may come to
 
     def turn(self) -> bool:
@@ -85,34 +98,60 @@ class AckRelay:
         Reads the rows only, and sends nothing, as long as that is so and they have not changed.
         """
         mine = node_acks(rank_acks(self._control, generation=self._generation, rows=self._rows))
-        if mine == self._published and not self._nodes and is_settled(mine, self._job):
+        outgoing = NO_MESSAGE if self._messages is None else self._messages.outgoing(self._generation)
+        if self._may_rest(mine, outgoing):
+            self._deliver(self._received)
             return True
-        if mine != self._published:
+        if (mine, outgoing.message) != self._published:
             crash_point("acks.before-node")
-            self._store.set(self._own, encode_group(mine))
-            self._published = mine
-        job = self._aggregate() if self._nodes else self._fetch()
+            self._store.set(self._own, _joined(mine, outgoing.message))
+            self._published = mine, outgoing.message
+        job, received = self._aggregate(outgoing) if self._nodes else self._fetch()
         if job != self._job:
             self._control.publish_job_acks(self._generation, encode_group(job))
             self._job = job
-        return is_settled(mine, job) and not _may_become_common(job, self._open)
+        self._deliver(received)
+        return is_settled(mine, job) and not _may_become_common(job, self._open) and not outgoing.waits
 
-    def _aggregate(self) -> GroupAcks:
-        """Return the record of the job, and publish it where it has changed."""
-        distinct = frozenset(map(bytes, self._read(self._nodes)))  # most nodes say the same
-        if distinct in (self._seen, frozenset()):
-            return self._job
+    def close(self) -> None:
+        """Remove what was received."""
+        if self._messages is not None:
+            self._messages.forget()
+
+    def _may_rest(self, mine: GroupAcks, outgoing: OutgoingMessage) -> bool:
+        """Whether this turn may do without a request: nothing is new, nothing is waited for."""
+        is_quiet = (mine, outgoing.message) == self._published and not outgoing.waits and is_settled(mine, self._job)
+        self._rested = self._rested + 1 if is_quiet and not self._nodes else 0
+        return self._rested > 0 and (self._messages is None or self._rested % RESTS > 0)
+
+    def _deliver(self, received: tuple[bytes, ...]) -> None:
+        self._received = received
+        if self._messages is not None:
+            crash_point("acks.before-delivery")
+            with contextlib.suppress(OSError):  # no room: the persister receives nothing, and asks the root
+                self._messages.deliver(self._generation, received)
+
+    def _aggregate(self, outgoing: OutgoingMessage) -> tuple[GroupAcks, tuple[bytes, ...]]:
+        """Return the record of the job and the messages of all nodes; publish it where it has changed."""
+        records = [_parted(bytes(raw)) for raw in self._read(self._nodes)]
+        distinct = frozenset(acks for acks, _ in records)  # most nodes say the same
+        received = tuple(message for _, message in records if message)
+        if not distinct or (distinct == self._seen and outgoing.message == self._sent_to_all):
+            return self._job, received
         whole = merge_acks(decode_group(raw) for raw in distinct)
         job = GroupAcks(is_whole=whole.is_whole, common=whole.common, lacked=whole.lacked)  # what ranks ask for
-        if job != self._job:
+        if job != self._job or outgoing.message != self._sent_to_all:
             crash_point("acks.before-job")
-            self._store.set(self._job_key, encode_group(job))
-        self._seen, self._open = distinct, whole.open
-        return job
+            self._store.set(self._job_key, _joined(job, outgoing.message))
+        self._seen, self._open, self._sent_to_all = distinct, whole.open, outgoing.message
+        return job, received
 
-    def _fetch(self) -> GroupAcks:
+    def _fetch(self) -> tuple[GroupAcks, tuple[bytes, ...]]:
         found = self._read([self._job_key])
-        return decode_group(bytes(found[0])) if found else self._job
+        if not found:
+            return self._job, ()
+        acks, message = _parted(bytes(found[0]))
+        return decode_group(acks), (message,) if message else ()
 
     def _read(self, keys: list[str]) -> list[bytes]:
         """Return the values of keys; none before all of them exist, for a request would wait until then."""
@@ -121,6 +160,17 @@ class AckRelay:
                 return []
             self._present.add(keys[-1])
         return list(self._store.multi_get(keys))
+
+
+def _joined(acks: GroupAcks, message: bytes) -> bytes:
+    """Return a record of the store: the length of the acknowledgements, they, and the message."""
+    raw = encode_group(acks)
+    return struct.pack("<Q", len(raw)) + raw + message
+
+
+def _parted(record: bytes) -> tuple[bytes, bytes]:
+    (nbytes,) = struct.unpack_from("<Q", record)
+    return record[8 : 8 + nbytes], record[8 + nbytes :]
 
 
 def is_settled(mine: GroupAcks, job: GroupAcks) -> bool:
@@ -156,6 +206,8 @@ class RelayThread:
         self._is_closed = True
         self._wake.set()
         self._thread.join(CLOSE_S)
+        with contextlib.suppress(OSError):
+            self._relay.close()
 
     def _run(self) -> None:
         pause_s = SHORTEST_S

@@ -15,7 +15,7 @@ from support.transcripts import play
 
 from flashckpt.core.generation import Generation
 from flashckpt.core.snapshot_id import SnapshotId
-from flashckpt.daemon.persister import agreement, committer, negotiation, persist, protocol
+from flashckpt.daemon.persister import agreement, committer, messaging, negotiation, persist, protocol
 from flashckpt.daemon.persister.negotiation import Negotiation
 from flashckpt.daemon.persister.protocol import Cause
 
@@ -61,6 +61,9 @@ def test_a_transcript_with_one_action_more_or_less_is_wrong(path: Path) -> None:
         (persist, "is_rolled_back", lambda *_: False, "rolled-back-while-it-waits"),
         (negotiation, "is_rolled_back", lambda *_: False, "rolled-back-before-anybody-joined"),
         (negotiation, "of_other_nodes", lambda proposals, _: list(proposals), "early-look"),
+        (messaging, "PATIENCE_S", 50.0, "ranks-of-one-node-hang"),
+        (messaging, "PATIENCE_S", 0.05, "ranks-carry-messages"),
+        (negotiation, "CARRIED_LOOK_S", 600.0, "asked-where-the-ranks-hang"),
         (persist, "lease_of", lambda *_: None, "all-nodes-agree"),
     ],
 )
@@ -99,7 +102,7 @@ def test_the_page_on_transcripts_names_every_action() -> None:
 
 
 @pytest.mark.parametrize(
-    "module", [negotiation, persist, committer, agreement, protocol], ids=lambda module: module.__name__
+    "module", [negotiation, messaging, persist, committer, agreement, protocol], ids=lambda module: module.__name__
 )
 def test_the_machine_has_no_clock_no_store_and_no_thread(module: object) -> None:
     pure = {"__future__", "collections.abc", "dataclasses", "enum", "itertools", "typing"}
@@ -132,6 +135,7 @@ def test_an_answer_that_nobody_waits_for_changes_nothing() -> None:
 OPERATIONS = (
     *["advance"] * 9, *["round"] * 6, *["finish"] * 5, *["step"] * 2, *["start"] * 3, *["back"] * 2,
     "die", "cut", "fail", "bury", "forget", "urgent", "pause", "lose", "commit-fails", "wait", "restore", "all-start",
+    *["all-carry"] * 2, "carry", "silent",
 )  # fmt: skip
 
 
@@ -174,6 +178,11 @@ class Job:
                     one.start()
             case "start" if node.machine is None:
                 node.start()
+            case "carry" | "silent":
+                node.carries = what == "carry"
+            case "all-carry":
+                for one in self.nodes:
+                    one.carries = True
             case "cut" | "back":
                 node.reachable = what == "back"
             case "bury" | "forget":
@@ -233,7 +242,7 @@ class Job:
             node.generation = generation
 
     def settle(self) -> None:
-        """Faults end: all persisters live and reach the root."""
+        """Faults end: all persisters live and reach the root. Ranks that carry nothing may do so for ever."""
         for node in self.nodes:
             node.reachable, node.fails = True, None
             if node.machine is None:
@@ -263,7 +272,8 @@ def test_any_course_of_events_commits_only_what_is_whole_and_goes_on(
         job.do(what, at % count, amount)
     job.settle()
     before = set(job.root.committed)
-    for _ in range(400):
+    for number in range(400):
+        job.now_s += persist.INTENT_PATIENCE_S if number == 200 else 0  # for writers whose memory was lost
         job.round()
         if max(job.root.committed - before, default=SnapshotId(0, 0)) > max(before, default=SnapshotId(0, 0)):
             return

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from flashckpt.core.generation import Generation
-from flashckpt.core.intent import Intent, NodeProposal
+from flashckpt.core.intent import Intent, NodeMessage, NodeProposal
 from flashckpt.core.lineage import is_rolled_back
 from flashckpt.core.slot_header import SlotHeader, SlotState
 from flashckpt.core.snapshot_id import SnapshotId
@@ -42,6 +42,9 @@ class Root:
     claims: set[int] = field(default_factory=set)
     leases: dict[SnapshotId, list[tuple[str, int]]] = field(default_factory=lambda: defaultdict(list))
     decided: dict[SnapshotId, tuple[int, ...]] = field(default_factory=dict)
+    carried: dict[int, NodeMessage] = field(
+        default_factory=dict
+    )  # by the ranks, not on the root: by the lowest of a node
 
     def decide(self, intent: Intent) -> bool:
         """As `put_intent`."""
@@ -95,6 +98,8 @@ class Node:
         writing: What is being written in the background.
         result: How it ended, which the persister has not heard of.
         reachable: Whether the root answers this node.
+        carries: Whether its ranks carry messages, at once; one that was carried before stays where it is.
+        sent: What its ranks are to carry.
         fails: What the next commit of this node fails with.
     """
 
@@ -111,6 +116,8 @@ class Node:
     result: p.WriteFinished | p.WriteFailed | None = None
     pinned: set[SnapshotId] = field(default_factory=set)
     reachable: bool = True
+    carries: bool = False
+    sent: NodeMessage | None = None
     fails: Cause | None = None
     effects: list[str] = field(default_factory=list)
     _headers: dict[int, list[SlotHeader]] = field(default_factory=dict)
@@ -172,7 +179,19 @@ class Node:
         assert not self.pending, "the turn before it is not over"
         self.hear()
         self.run()
-        self.feed(p.Tick(now_s=now_s, node=self.inventory(), generation=self.generation, urgent=urgent))
+        node, received = self.inventory(), self.received()
+        self.feed(p.Tick(now_s=now_s, node=node, generation=self.generation, urgent=urgent, received=received))
+
+    def received(self) -> tuple[NodeMessage, ...] | None:
+        """What the ranks have carried here: all to the leader, the leader's to the others."""
+        if not self.carries:
+            return None
+        if self.sent is not None and self.sent.generation == self.generation.number:
+            self.root.carried[self.ranks[0]] = self.sent
+        found = [
+            (rank, one) for rank, one in sorted(self.root.carried.items()) if one.generation == self.generation.number
+        ]
+        return tuple(one for rank, one in found if 0 in self.ranks or rank == 0)
 
     def advance(self) -> Action:
         """Execute the next action; what fails ends the turn, as an error raised to the loop does."""
@@ -227,6 +246,12 @@ class Node:
                 self.pinned.discard(identity)
                 self._did(f"end {_id(identity)} {outcome.value}")
                 assert outcome is not Outcome.COMMITTED or identity in self.root.committed | self.root.tombstones
+                return None
+            case p.Send(message):
+                self.sent = message
+                self.received()
+                decided = f" decided {_id(message.decided)}" if message.decided[1] else ""
+                self._did(f"send {_proposal(message)}{decided}")
                 return None
         if not self.reachable:
             raise UnreachableError

@@ -75,13 +75,13 @@ class CountedNode(Node):
         return self.executor
 
 
-def job(nodes: int, ranks: int = 8) -> list[CountedNode]:
-    """Return the nodes of a job, each with a persister."""
+def job(nodes: int, ranks: int = 8, *, carries: bool = False) -> list[CountedNode]:
+    """Return the nodes of a job, each with a persister; `carries`: their ranks live, and carry what these say."""
     root, counted = Root(), RequestStore()
     found = [
         CountedNode(
             root=root, name=f"n{at}", ranks=tuple(range(at * ranks, (at + 1) * ranks)), world_size=nodes * ranks,
-            nodes=nodes, counted=counted,
+            nodes=nodes, counted=counted, carries=carries,
         )
         for at in range(nodes)
     ]  # fmt: skip
@@ -107,7 +107,7 @@ def persist_step(nodes: list[CountedNode], step: int, now_s: float) -> dict[str,
         turn(nodes, now_s + looks * ROOT_LOOK_S)
     for _ in range(2):  # propose nothing any more, and hear that of the others
         looks += 1
-        turn(nodes, now_s + looks * IDLE_LOOK_S)
+        turn(nodes, now_s + looks * (ROOT_LOOK_S if nodes[0].carries else IDLE_LOOK_S))
     return sum((node.requests for node in nodes), Counter())
 
 

@@ -6,10 +6,12 @@ from collections import Counter
 from pathlib import Path
 from typing import Any
 
+from flashckpt.core.intent import NodeMessage
 from flashckpt.core.snapshot_id import SnapshotId
 from flashckpt.shm.ack_relay import AckRelay
 from flashckpt.shm.acks import SnapshotAcks
 from flashckpt.shm.control import Control
+from flashckpt.shm.messages import MessageFiles
 
 
 class CountedStore:
@@ -60,10 +62,27 @@ class RelayedNode:
             )
             for local in range(ranks)
         ]  # fmt: skip
+        directory = folder / f"job-{node}"
+        (directory / "events").mkdir(parents=True, exist_ok=True)
+        self.messages, self._own_ranks = MessageFiles(directory), tuple(range(first, first + ranks))
         self.relay = AckRelay(
             control=self.control, store=store, generation=generation, first=first, local_world_size=ranks,
-            firsts=[one * ranks for one in range(nodes)],
+            firsts=[one * ranks for one in range(nodes)], messages=MessageFiles(directory),
         )  # fmt: skip
+        self._generation = generation
+
+    def send(self, step: int, *, waits: bool = True, generation: int | None = None) -> NodeMessage:
+        """The persister of the node proposes a step."""
+        message = NodeMessage(
+            ranks=self._own_ranks, world_size=99, pinned=SnapshotId(2, step), waits=waits,
+            generation=generation or self._generation, proposes_in=2,
+        )  # fmt: skip
+        self.messages.send(message)
+        return message
+
+    def received(self, generation: int | None = None) -> tuple[NodeMessage, ...] | None:
+        """What its persister hears."""
+        return self.messages.received(generation or self._generation)
 
     def publish(self, *steps: int, low_watermark: int | None = None) -> None:
         """All ranks of the node publish the same."""

@@ -130,6 +130,8 @@ class Stage:
                 node.fails = Cause[cause.upper()]
             case ["is", "cut", "off"] | ["is", "back"]:
                 node.reachable = words[1] == "back"
+            case ["carries"] | ["carries", "nothing"]:
+                node.carries = len(words) == 1
             case ["loses", "its", "memory"]:
                 node.lose_memory()
             case ["restores", parent, "as", number]:

@@ -7,7 +7,7 @@ from collections import Counter
 import pytest
 from support.negotiations import Node, Root
 
-from flashckpt.daemon.persister.negotiation import IDLE_LOOK_S, ROOT_LOOK_S
+from flashckpt.daemon.persister.negotiation import CARRIED_LOOK_S, IDLE_LOOK_S, ROOT_LOOK_S
 
 TENTH = 0.1
 
@@ -40,6 +40,22 @@ def test_idle_nodes_look_seldom_and_write_nothing_while_snapshots_come() -> None
     assert 0 < asked["ReadProposals"] <= 3 * looks
     assert asked["ReadIntents"] <= 3 * looks
     assert not asked["PublishProposal"], "what nobody waits for is not published with each snapshot"
+
+
+def test_idle_nodes_whose_ranks_carry_messages_look_once_a_minute_and_send_nothing() -> None:
+    nodes, asked = job(3), Counter[str]()
+    for node in nodes:
+        node.carries = True
+    for at in range(3000):
+        for node in nodes:
+            node.take(at)
+            done = tick(node, at * TENTH)
+            asked.update(done if at >= 600 else ())
+    looks = 240 / CARRIED_LOOK_S + 1
+    assert 0 < asked["ReadIntents"] <= 3 * looks
+    assert asked["ReadProposals"] <= 3 * looks
+    assert not asked["PublishProposal"]
+    assert not asked["Send"]
 
 
 def committed_after(nodes: list[Node], began: int, *, urgent: bool) -> int:

@@ -21,6 +21,7 @@ from flashckpt.core.intent import NodeProposal
 from flashckpt.daemon.persister import negotiation
 from flashckpt.plan import coordination as model
 from flashckpt.plan.coordination import AtSize, Coordination, coordination, walls
+from flashckpt.shm import ack_relay
 from flashckpt.storage.factory import open_store
 from flashckpt.storage.store import Store
 
@@ -83,7 +84,7 @@ def test_looks(store: Store, asked: Counter[str], nodes: int) -> None:
     asked.clear()
     read_intents(store)
     board.read(store, 1)
-    assert asked.total() * nodes / negotiation.IDLE_LOOK_S == made.idle_requests_per_s
+    assert asked.total() * nodes / negotiation.CARRIED_LOOK_S == made.idle_requests_per_s
 
 
 @pytest.mark.parametrize("ranks", [1, 3, 8])
@@ -125,7 +126,8 @@ def test_an_idle_node_asks_what_it_asks_whatever_their_number_and_a_commit_asks_
 def test_what_the_model_takes_from_the_product_is_what_the_product_does() -> None:
     assert root_records.IN_FLIGHT == model.IN_FLIGHT
     assert negotiation.ROOT_LOOK_S == model.LOOK_S
-    assert negotiation.IDLE_LOOK_S == model.IDLE_LOOK_S
+    assert negotiation.CARRIED_LOOK_S == model.CARRIED_LOOK_S
+    assert ack_relay.LONGEST_S == model.CARRIED_S
     assert negotiation.LONG_COMMIT_WRITERS == model.LONG_COMMIT_WRITERS
     assert indexes.RANGED_FROM == model.RANGED_FROM
 
@@ -141,14 +143,28 @@ def test_requests_of_a_persist_are_those_of_all_persisters(
     nodes: int, ranks: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(proposals, "parallel", lambda work, items: [work(item) for item in items])  # threads cost most
-    jobs = job(nodes, ranks)
+    jobs = job(nodes, ranks, carries=True)
     persist_step(jobs, 10, 1000.0)
-    asked = persist_step(jobs, 20, 2000.0)  # retention deletes the first one
+    asked = persist_step(jobs, 20, 1010.0)  # retention deletes the first one
     made = costs(nodes * ranks, nodes)
     assert made.job_requests == pytest.approx(sum(asked.values()), abs=SPARE), asked
+    assert not {"PublishProposal", "ReadProposals"} & {name for name, count in asked.items() if count}
     before = jobs[0].counted.total
-    turn(jobs, 3000.0)
-    assert jobs[0].counted.total - before == made.idle_requests_per_s * negotiation.IDLE_LOOK_S
+    for second in range(int(negotiation.CARRIED_LOOK_S)):
+        turn(jobs, 1080.0 + second)
+    assert jobs[0].counted.total - before == made.idle_requests_per_s * negotiation.CARRIED_LOOK_S
+
+
+def test_where_no_ranks_carry_it_nodes_agree_by_objects_on_the_root_and_ask_more() -> None:
+    asked = []
+    for carries in (True, False):
+        jobs = job(5, 1, carries=carries)
+        persist_step(jobs, 10, 1000.0)
+        asked.append(persist_step(jobs, 20, 1010.0 if carries else 2000.0))
+    told, by_objects = asked
+    assert by_objects["PublishProposal"] > 5
+    assert by_objects["ReadProposals"] > 5
+    assert sum(by_objects.values()) > sum(told.values())
 
 
 def test_a_storage_that_answers_fewer_requests_takes_as_long_as_they_last() -> None:
@@ -166,7 +182,7 @@ def test_walls_are_named_with_the_size_at_which_they_begin() -> None:
     sizes = [
         at(8, persist_s=20, wanted_s=600),
         at(1024, persist_s=30, wanted_s=60),
-        at(16384, persist_s=30, wanted_s=20),
+        at(16384, persist_s=30, wanted_s=10),
     ]
     found = {one["wall"]: one["gpus"] for one in walls(sizes)}
     assert list(found.values()) == [16384, None, None, 16384, None]
