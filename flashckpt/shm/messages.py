@@ -57,7 +57,7 @@ class MessageFiles:
         self._event = folder / "events" / "incoming"
         self._written: tuple[int, tuple[bytes, ...]] | None = None
         self._written_s = float("-inf")
-        self._decoded: dict[bytes, NodeMessage] = {}
+        self._decoded: dict[bytes, NodeMessage | None] = {}
 
     # -- the persister's side -------------------------------------------------------------------------------
 
@@ -80,22 +80,9 @@ class MessageFiles:
         silent_s = (time.monotonic_ns() - stamp_ns) / 1e9
         if not 0 <= silent_s < SILENT_S or not _is_running(pid):
             return None
-        found = [self._message(one) for one in _parts(raw, _IN.size, count)]
-        return tuple(one for one in found if one is not None)
-
-    def _message(self, raw: bytes) -> NodeMessage | None:
-        """Return a message; None where it is damaged. It came over a network, from another process."""
-        if raw not in self._decoded:
-            try:
-                message = unpack(NodeMessage, unseal(raw, "a message"), partial=True)
-            except (DamagedError, FormatVersionError, ValueError, KeyError):
-                return None
-            if not message.ranks:
-                return None
-            if len(self._decoded) > 1 << 14:  # one per node and change
-                self._decoded.clear()
-            self._decoded[raw] = message
-        return self._decoded[raw]
+        known = self._decoded  # each is decoded once: most are as they were
+        self._decoded = {one: known.get(one) or _decoded(one) for one in _parts(raw, _IN.size, count)}
+        return tuple(one for one in self._decoded.values() if one is not None)
 
     # -- the relay's side -----------------------------------------------------------------------------------
 
@@ -126,6 +113,15 @@ class MessageFiles:
         """Remove what was received: the relay ends."""
         self._written = None
         self._incoming.unlink(missing_ok=True)
+
+
+def _decoded(raw: bytes) -> NodeMessage | None:
+    """Return a message; None where it is damaged. It came over a network, from another process."""
+    try:
+        message = unpack(NodeMessage, unseal(raw, "a message"), partial=True)
+    except (DamagedError, FormatVersionError, ValueError, KeyError):
+        return None
+    return message if message.ranks else None
 
 
 def _parts(raw: bytes, at: int, count: int) -> list[bytes]:

@@ -188,10 +188,9 @@ class Node:
             return None
         if self.sent is not None and self.sent.generation == self.generation.number:
             self.root.carried[self.ranks[0]] = self.sent
-        found = [
-            (rank, one) for rank, one in sorted(self.root.carried.items()) if one.generation == self.generation.number
-        ]
-        return tuple(one for rank, one in found if 0 in self.ranks or rank == 0)
+        carried = self.root.carried
+        found = sorted(carried.items()) if 0 in self.ranks else [(0, carried[0])] if 0 in carried else []
+        return tuple(one for _, one in found if one.generation == self.generation.number)
 
     def advance(self) -> Action:
         """Execute the next action; what fails ends the turn, as an error raised to the loop does."""

@@ -123,6 +123,23 @@ def test_an_idle_node_asks_what_it_asks_whatever_their_number_and_a_commit_asks_
     assert counted.total <= nodes + 4 + nodes * 3 // 500
 
 
+@pytest.mark.parametrize("nodes", [2, 16, 128, 2048])
+def test_an_idle_minute_of_a_job_that_runs_is_a_look_per_node(nodes: int) -> None:
+    jobs = job(nodes, 1, carries=True)
+    for node in jobs:
+        node.take(5)
+    turn(jobs, 1000.0)
+    before, seconds = jobs[0].counted.total, int(negotiation.CARRIED_LOOK_S)
+    for second in range(16, seconds + 1, 16):
+        turn(jobs, 1000.0 + second)
+    asked = jobs[0].counted.total - before
+    assert asked == 2 * nodes
+    made = coordination(ranks=nodes, nodes=nodes, checkpoint_bytes=nodes * 400, rows=1, request_s=0.02)
+    assert (
+        made.idle_requests_per_s * seconds - asked == (nodes - 1) // model.KEYS_PER_REQUEST
+    )  # pages of a full listing
+
+
 def test_what_the_model_takes_from_the_product_is_what_the_product_does() -> None:
     assert root_records.IN_FLIGHT == model.IN_FLIGHT
     assert negotiation.ROOT_LOOK_S == model.LOOK_S
