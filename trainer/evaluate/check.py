@@ -51,6 +51,7 @@ def single_process(config: RunConfig) -> RunConfig:
         dp_replicate=1,
         dp_shard=1,
         cp=1,
+        ep=0,
         tp=1,
         layers_per_stage=(),
         data_parallel="fsdp",

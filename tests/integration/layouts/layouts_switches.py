@@ -77,6 +77,7 @@ FACTORS: dict[str, dict[str, Sections]] = {
         "dense": {},
         "one kv head, tied": {"model": {"kv_heads": 1, "tied_embeddings": True}},
         "experts": {"model": {"experts": 4, "ffn": 32}},
+        "experts, cut": {"model": {"experts": 4, "ffn": 32}, **parallel(ep=1)},
     },
     "rows": {"windows": {}, "documents": {"data": {"packing": "stream"}}},  # see `config_of`
 }  # fmt: skip
