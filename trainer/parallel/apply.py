@@ -258,7 +258,7 @@ def _build_part(
     part.loss_chunk = config.train.loss_chunk
     if layout.schedule in SPLIT_BACKWARD and layout.pp > 1:
         part.split_layers()
-    part.uses_flex = config.train.attention == "flex"
+    part.uses_flex, part.uses_ring = config.train.attention == "flex", config.parallel.cp_exchange == "ring"
     if config.train.compile:
         part.compile_blocks()
     if config.parallel.data_parallel == "ddp":

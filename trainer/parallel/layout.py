@@ -257,13 +257,6 @@ def expert_dimension(experts: int, ranks: int) -> int:
 def _expert_ranks(config: RunConfig, degrees: dict[str, int]) -> int:
     """Return how many ranks share the experts."""
     ep, ranks = config.parallel.ep, degrees["dp_shard"]
-    if ep < 0 or (ep and not config.model.experts):
-        raise LayoutError(
-            f"parallel.ep = {ep} would have no effect" if ep > 0 else "parallel.ep is not a degree",
-            found=f"parallel.ep = {ep}, model.experts = {config.model.experts}",
-            expected="parallel.ep omitted" if ep > 0 else "1 or more, or 0: all ranks of dp_shard share the experts",
-            state="Nothing was started.",
-        )
     if not config.model.experts:
         return ranks
     _divides(

@@ -119,6 +119,13 @@ def _check_context(config: RunConfig) -> None:
             found=f"train.compile = true, parallel.cp = {config.parallel.cp}",
             expected="one of the two",
         )
+    if config.parallel.cp_exchange == "ring" and config.train.attention == "flex":
+        raise _refused(
+            "train.attention = flex does not go with parallel.cp_exchange = ring: its backward is for the keys of one round, "
+            "without the sums of the others",
+            found='train.attention = "flex", parallel.cp_exchange = "ring"',
+            expected='attention = "sdpa", or cp_exchange = "gather"',
+        )
 
 
 def _check_offload(config: RunConfig, pp: int) -> None:

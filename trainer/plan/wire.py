@@ -131,7 +131,10 @@ def _context(config: RunConfig, layout: Layout, pp_rank: int) -> float:
             stage
         ]:  # gathered, and their gradients scattered; gathered again where recomputed
             passes += 2 + (recompute_of(config.parallel.activation_checkpoint, layer) == FULL)
-    return passes * gathered_elements(config, layout) * itemsize(config) * _ring(layout.cp) * layout.micro_batches
+    # In a ring keys and values go round again in backward, where all-gathered ones are kept, with gradients in float32.
+    gradients = sum(len(layout.stage_layers[stage]) for stage in layout.stages_of(pp_rank)) * MASTER
+    nbytes = passes * itemsize(config) + (gradients if config.parallel.cp_exchange == "ring" else 0)
+    return nbytes * gathered_elements(config, layout) * _ring(layout.cp) * layout.micro_batches
 
 
 def _experts(config: RunConfig, layout: Layout, pp_rank: int) -> float:

@@ -69,7 +69,7 @@ FACTORS: dict[str, dict[str, Sections]] = {
         "sequence": parallel(tp=2),
         "loss": parallel(tp=2, sequence_parallel=False, loss_parallel=True),
     },
-    "context": {"whole rows": {}, "cp 2": parallel(cp=2)},
+    "context": {"whole rows": {}, "cp 2": parallel(cp=2), "ring 2": parallel(cp=2, cp_exchange="ring")},
     "loss": {"whole": {}, "pieces": {"train": {"loss_chunk": 5}}},
     "precision": {"float32": {}, "bfloat16": {"train": {"precision": "bfloat16"}}, "float16": {"train": {"precision": "float16"}}},
     "state": {"device": {}, "host": parallel(offload="state")},

@@ -143,6 +143,21 @@ def test_a_rank_sends_what_the_collectives_of_its_dimension_move() -> None:
     assert moved(wired(), 1) == {}
 
 
+def test_a_ring_sends_keys_once_more_and_their_gradients_in_float32() -> None:
+    def bytes_of(precision: str, **parallel: Any) -> int:
+        config = wired(cp=2, dp_shard=1, **parallel)
+        found = moved(replace(config, train=replace(config.train, precision=precision)), 2)["cp"]
+        return int(found.sent)
+
+    keys = (
+        16 * 4 * (2 * 2 * 64 * 64) // 2
+    )  # micro-batches, layers, keys and values of two rows, of which a ring of two sends half
+    assert bytes_of("float32") == keys * 2 * 4
+    assert bytes_of("float32", cp_exchange="ring") == keys * 3 * 4
+    assert bytes_of("bfloat16", cp_exchange="ring") == keys * (2 + 2 + 4)
+    assert bytes_of("bfloat16", cp_exchange="ring", activation_checkpoint="full") == keys * (2 + 2 + 2 + 4)
+
+
 def test_tokens_go_to_the_ranks_that_share_experts_and_weights_to_those_with_the_same() -> None:
     def sparse(**parallel: Any) -> RunConfig:
         config = wired(**parallel)

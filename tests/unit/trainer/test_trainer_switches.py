@@ -48,8 +48,9 @@ DDP = {"data_parallel": "ddp", "dp_replicate": 2, "dp_shard": 1}
         ({"parallel": {"tp": 2}, "train": {"loss_chunk": 8}}, 2, "different columns of the logits"),
         ({"parallel": {"activation_checkpoint": "groups:0"}}, 1, "no such mode"),
         ({"parallel": {"cp": 2}, "train": {"compile": True}}, 2, "compile does not go with context parallelism"),
-        ({"parallel": {"ep": 2}}, 2, "ep = 2 would have no effect"),
-        ({"parallel": {"ep": -1}, "model": {"experts": 4}}, 2, "ep is not a degree"),
+        ({"parallel": {"ep": 2}}, 2, "parallel.ep would have no effect"),
+        ({"parallel": {"cp_exchange": "ring"}}, 2, "cp_exchange would have no effect"),
+        ({"parallel": {"cp": 2, "cp_exchange": "ring"}, "train": {"attention": "flex"}}, 2, "without the sums"),
         ({"parallel": {"ep": 3}, "model": {"experts": 6}}, 4, "dp_shard is not divisible by parallel.ep"),
         (
             {"parallel": {"ep": 4, "cp": 2}, "model": {"experts": 6}},
@@ -94,7 +95,12 @@ def test_a_pair_that_cannot_work_is_refused_with_the_reason(sections: Any, world
 
 
 def test_values_that_no_switch_has_are_refused() -> None:
-    for sections in ({"parallel": {"zero": 4}}, {"parallel": {"offload": "disk"}}, {"train": {"precision": "float8"}}):
+    for sections in (
+        {"parallel": {"zero": 4}},
+        {"parallel": {"cp": 2, "cp_exchange": "tree"}},
+        {"parallel": {"offload": "disk"}},
+        {"train": {"precision": "float8"}},
+    ):
         with pytest.raises(ConfigError, match="no such choice"):
             from_values(sections)
 
