@@ -149,9 +149,10 @@ def test_a_ring_sends_keys_once_more_and_their_gradients_in_float32() -> None:
         found = moved(replace(config, train=replace(config.train, precision=precision)), 2)["cp"]
         return int(found.sent)
 
+    width = wired().model.kv_heads * wired().model.head_size
     keys = (
-        16 * 4 * (2 * 2 * 64 * 64) // 2
-    )  # micro-batches, layers, keys and values of two rows, of which a ring of two sends half
+        16 * 4 * (2 * 2 * 64 * width) // 2
+    )  # micro-batches, layers, keys and values of two rows; a ring of two sends half
     assert bytes_of("float32") == keys * 2 * 4
     assert bytes_of("float32", cp_exchange="ring") == keys * 3 * 4
     assert bytes_of("bfloat16", cp_exchange="ring") == keys * (2 + 2 + 4)
@@ -160,8 +161,9 @@ def test_a_ring_sends_keys_once_more_and_their_gradients_in_float32() -> None:
 
 def test_tokens_go_to_the_ranks_that_share_experts_and_weights_to_those_with_the_same() -> None:
     def sparse(**parallel: Any) -> RunConfig:
-        config = wired(**parallel)
-        return replace(config, model=replace(config.model, experts=4, ffn=96))
+        config = wired()
+        model = replace(config.model, experts=4, ffn=96)
+        return replace(config, model=model, parallel=replace(config.parallel, **parallel))
 
     shared, cut, alone = moved(sparse(), 4), moved(sparse(ep=2), 4), moved(sparse(ep=1), 4)
     assert set(shared) == {"ep", "dp_shard"}
