@@ -115,7 +115,7 @@ class _Ring(torch.autograd.Function):
                 of_q, *of_pair = _attend_backward(halves[mine], keys, values, mask, is_causal=is_causal)
                 grad_q.chunk(2, 2)[mine].add_(of_q)
                 for whole, part in zip(grads.chunk(2, 3)[theirs], of_pair, strict=True):
-                    whole.add_(part.unflatten(1, (k.shape[1], -1)).sum(2))
+                    whole.add_(part.view(k.shape[0], k.shape[1], -1, *part.shape[2:]).sum(2))
             if step == 0:  # of a rank's own keys: they stay
                 home = grads
                 continue

@@ -139,7 +139,7 @@ def to_paste(one: LayoutChoice) -> str:
     parallel, default = one.config.parallel, ParallelConfig()
     lines = ["[parallel]"]
     for name in (
-        "pp", "dp_replicate", "dp_shard", "cp", "ep", "tp", "sequence_parallel", "loss_parallel", "data_parallel", "schedule",
+        "pp", "dp_replicate", "dp_shard", "cp", "cp_exchange", "ep", "tp", "sequence_parallel", "loss_parallel", "data_parallel", "schedule",
         "stages_per_rank", "activation_checkpoint", "sync_every", "outer_rate", "outer_momentum",
     ):  # fmt: skip
         value = getattr(parallel, name)

@@ -134,7 +134,8 @@ def whole_attention(case: dict[str, Any]) -> tuple[list[Tensor], Tensor, Tensor]
     if case["documents"] is not None:
         documents = torch.tensor(case["documents"])
         mask = mask & (documents[:, None, :, None] == documents[:, None, None, :])
-    out = F.scaled_dot_product_attention(*inputs, attn_mask=mask, enable_gqa=heads != shared)
+    q, k, v = inputs
+    out = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, enable_gqa=heads != shared)
     grad = torch.randn_like(out)
     out.backward(grad)  # type: ignore[no-untyped-call]  # untyped in torch
     return inputs, out.detach(), grad
@@ -143,7 +144,7 @@ def whole_attention(case: dict[str, Any]) -> tuple[list[Tensor], Tensor, Tensor]
 def attend_in_a_ring(rank: int, case: dict[str, Any]) -> dict[str, float]:
     """Return how far this rank's part is from that of whole rows: outputs and gradients."""
     if not case["kernel"]:
-        ring._has_kernel = lambda _: False  # as on a GPU, in a process of its own
+        ring._has_kernel = lambda q: False  # as on a GPU, in a process of its own
     inputs, out, grad = whole_attention(case)
     held = ContextSlice(rank, dist.get_world_size(), dist.group.WORLD)
     places = held.index(TOKENS // held.ranks)
@@ -151,7 +152,7 @@ def attend_in_a_ring(rank: int, case: dict[str, Any]) -> dict[str, float]:
     documents = None if case["documents"] is None else torch.tensor(case["documents"])
     attention = ring.RingAttention(held, window=case["window"], documents=documents)
     found = attention.attend(*mine, has_window=case["window"] > 0)
-    found.backward(grad[:, :, places])
+    found.backward(grad[:, :, places])  # type: ignore[no-untyped-call]  # untyped in torch
     far = {"out": (found - out[:, :, places]).abs().max().item()}
     for name, part, whole in zip("qkv", mine, inputs, strict=True):
         assert part.grad is not None
@@ -247,7 +248,7 @@ def test_a_rank_keeps_its_part_of_the_activations_and_the_keys_and_values_of_all
     sections = {"train": {"seq_len": length, "global_batch": rows, "micro_batch": rows, "loss_chunk": 64}}
     held = {}
     for ranks in (1, 2, 4):
-        parallel = {"cp": ranks, "zero": 0}
+        parallel: dict[str, Any] = {"cp": ranks, "zero": 0}
         counts = values(run_ranks(held_for_backward, ranks, config_of(corpus, parallel, **sections), timeout_s=200))
         assert max(counts) - min(counts) < max(counts) // 50  # the load is balanced
         held[ranks] = max(counts)

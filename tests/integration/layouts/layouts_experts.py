@@ -240,6 +240,7 @@ def test_experts_that_are_cut_are_updated_as_in_one_process(optim: str, corpus: 
 def whole_state(trainer: Any) -> dict[str, str]:
     """Return digests of whole weights, averages and moments by name. Collective over the ranks that hold parts."""
     found = {}
+    assert trainer.average is not None
     averages = iter(trainer.average.held)
     for part in trainer.parallel.parts:
         for name, parameter in part.named_parameters():
@@ -275,7 +276,7 @@ def train_cut(rank: int, config_values: Any, steps: int, kill_at: int) -> dict[s
         trainer.data.close()
         mine = [local_tensor(parameter) for parameter in trainer.parallel.parameters()]
         states = [value for each in trainer.optimizers for state in each.state.values() for value in state.values()]
-        states += trainer.average.held
+        states += [] if trainer.average is None else trainer.average.held
         return {
             "began": began,
             "losses": losses,
