@@ -74,6 +74,11 @@ DDP = {"data_parallel": "ddp", "dp_replicate": 2, "dp_shard": 1}
             2,
             "experts that are cut further",
         ),
+        (
+            {"parallel": {"ep": 1, "activation_checkpoint": "selective"}, "model": {"experts": 2}},
+            2,
+            "operators are counted",
+        ),
         ({"parallel": {"cp": 2}, "train": {"seq_len": 18}}, 2, "two chunks for each rank of parallel.cp"),
         ({"parallel": {"cp": 2, "tp": 4}, "train": {"seq_len": 12}}, 8, "seq_len .* is not divisible by"),
         ({"parallel": {"cp": 2}}, 3, "does not fill the world"),
