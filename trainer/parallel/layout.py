@@ -14,7 +14,7 @@ from flashckpt.errors import LayoutError
 from flashckpt.trainer.config import RunConfig
 from flashckpt.trainer.parallel.batch_split import Rounds, split_batch
 from flashckpt.trainer.parallel.groups import check_groups
-from flashckpt.trainer.parallel.switches import check_switches, check_zero, replicas_of
+from flashckpt.trainer.parallel.switches import check_cut_experts, check_switches, check_zero, replicas_of
 from flashckpt.trainer.plan import schedules
 
 SINGLE_STAGE = ("1F1B", "GPipe")
@@ -153,7 +153,7 @@ def resolve_layout(config: RunConfig, world: int) -> Layout:
     )
     _check_ddp(config, layout)
     _check_compile(config, layout)
-    _check_cut_experts(config, layout)
+    check_cut_experts(config, layout.ep, layout.dp_shard)
     _check_router_losses(config, layout)
     check_switches(config, layout.pp, layout.dp_shard, layout.tp)
     check_groups(config, layout.padding)
@@ -359,31 +359,6 @@ def _check_compile(config: RunConfig, layout: Layout) -> None:
             state="Nothing was started.",
             remedy="omit train.compile, or choose another layout",
         )
-
-
-def _check_cut_experts(config: RunConfig, layout: Layout) -> None:
-    """Refuse what does not go with experts that FSDP gathers in the middle of a block."""
-    if layout.edp == 1:
-        return
-    reasons = {
-        "train.compile = true": (
-            config.train.compile,
-            "they would be gathered inside of what is compiled, which was not tried",
-        ),
-        'parallel.activation_checkpoint = "selective"': (
-            config.parallel.activation_checkpoint == "selective",
-            "operators are counted, and in backward experts are not always gathered as often as in forward",
-        ),
-    }
-    for setting, (does_apply, reason) in reasons.items():
-        if does_apply:
-            raise LayoutError(
-                f"{setting} does not go with experts that are cut further: {reason}",
-                found=f"{setting}, parallel.ep = {layout.ep}, {layout.dp_shard} ranks",
-                expected="parallel.ep omitted, or a run without the other",
-                state="Nothing was started.",
-                remedy="change one of the two settings",
-            )
 
 
 def _divides(name: str, value: int, by_name: str, by: int) -> None:

@@ -128,6 +128,28 @@ def _check_context(config: RunConfig) -> None:
         )
 
 
+def check_cut_experts(config: RunConfig, ep: int, dp_shard: int) -> None:
+    """Refuse what does not go with experts that FSDP gathers in the middle of a block, as it does with fewer than all ranks for them.
+
+    Raises:
+        LayoutError: something does not; the message says why.
+    """
+    reasons = {
+        "train.compile = true": (config.train.compile, "they would be inside of what is compiled, which was not tried"),
+        'parallel.activation_checkpoint = "selective"': (
+            recompute_of(config.parallel).mode == "selective",
+            "operators are counted, and in backward experts are not always gathered as often as in forward",
+        ),
+    }
+    for setting, (does_apply, reason) in reasons.items():
+        if does_apply and ep < dp_shard:
+            raise _refused(
+                f"{setting} does not go with experts that are cut further: {reason}",
+                found=f"{setting}, parallel.ep = {ep} of {dp_shard} ranks",
+                expected="parallel.ep omitted, or a run without the other",
+            )
+
+
 def _check_offload(config: RunConfig, pp: int) -> None:
     parallel, model = config.parallel, config.model
     if parallel.offload == "none":
