@@ -14,6 +14,9 @@ class ParallelConfig:
 
     Attributes:
         cp: Ranks that share each row: every one holds 1 / cp of its tokens.
+        cp_exchange: How their keys and values meet: "gather", all are brought to each rank; "ring", they go round.
+        ep: Ranks that share the experts, a divisor of `dp_shard` x `cp`; over the rest of these their weights are cut as others
+            are. 0: all of them share the experts, which are then nowhere gathered.
         zero: What is cut over `dp_shard`: 0 nothing, 1 optimizer state, 2 and gradients, 3 and parameters; -1: parameters
             (with a pipeline optimizer state), and gradients once per step.
         bucket_mb: MiB of gradients that DDP sends at once.
@@ -29,6 +32,8 @@ class ParallelConfig:
     dp_replicate: int = 1
     dp_shard: int = -1
     cp: int = 1
+    cp_exchange: str = "gather"
+    ep: int = 0
     tp: int = 1
     sequence_parallel: bool = True
     loss_parallel: bool = False

@@ -103,7 +103,7 @@ def _step(config: RunConfig, layout: Layout) -> str:
 
 def _unplannable(config: RunConfig, parallel: Parallel) -> str:
     if strange := leftovers(parallel.mesh):
-        return f"meshes of dimensions {', '.join(strange)} cannot be passed on"
+        return f"meshes of dimensions {', '.join(dict.fromkeys(strange))} cannot be passed on"
     work = 6.0 * sum(p.numel() for p in parallel.parameters()) * parallel.layout.local_batch * config.train.seq_len
     if work > MOST_WORK:
         return f"a step of {work:.1e} multiplications and additions takes longer than its plans"

@@ -22,7 +22,8 @@ def verify(structure: Structure) -> None:
     """
     if collectives.is_alone():
         return
-    mine = [_described(e) for e in structure.entries if e.replicas > 1 and isinstance(e.tensor, torch.nn.Parameter)]
+    repeated = (e for e in structure.entries if e.replicas > 1 and isinstance(e.tensor, torch.nn.Parameter))
+    mine = [_described(e) for e in repeated if e.local.numel()]  # nothing of it is equal to any other nothing
     seen: dict[tuple[str, Any], tuple[int, int, dict[Any, int]]] = {}
     for rank, rows in enumerate(collectives.all_gather(mine)):
         for fqn, whole, value, pieces in rows:

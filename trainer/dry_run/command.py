@@ -52,7 +52,8 @@ def describe(config: RunConfig, options: DryRunOptions) -> dict[str, Any]:
         "world": options.world,
         "layout": {
             "text": layout.describe(), "pp": layout.pp, "dp_replicate": layout.dp_replicate,
-            "dp_shard": layout.dp_shard, "cp": layout.cp, "tp": layout.tp, "stages": layout.stages,
+            "dp_shard": layout.dp_shard, "cp": layout.cp, "ep": layout.ep if config.model.experts else 0, "tp": layout.tp,
+            "stages": layout.stages,
             "micro_batches": layout.micro_batches, "padding": layout.padding, "bubble": layout.bubble,
         },
         "model": {

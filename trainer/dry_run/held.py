@@ -142,11 +142,11 @@ def _in_checkpoint(structure: Structure, *, own: bool, groups: int = 1) -> int:
 
 
 def _gathered(parallel: Parallel) -> dict[str, int]:
-    """Return the elements that all-gathers bring together: experts stay where they are."""
+    """Return the elements that all-gathers bring together: experts stay where they are, unless several ranks have the same."""
     units: Counter[str] = Counter()
     for part in parallel.bare_parts():
         for name, parameter in part.named_parameters():
-            if not name.endswith(EXPERT_WEIGHTS):
+            if not name.endswith(EXPERT_WEIGHTS) or "ep" in _mesh_names(parameter):
                 units[".".join(name.split(".")[:2]) if name.startswith("layers.") else ""] += _whole_of(parameter)
     rest = units.pop("", 0)
     return {"block": max(units.values(), default=0), "rest": rest, "whole": rest + sum(units.values())}
@@ -156,8 +156,14 @@ def _whole_of(parameter: Any) -> int:
     """Return the elements of a parameter before data parallelism cuts it."""
     if not isinstance(parameter, DTensor):
         return int(parameter.numel())
-    names = parameter.device_mesh.mesh_dim_names or ()
-    cut = next((p for name, p in zip(names, parameter.placements, strict=True) if name == "tp"), None)
-    return int(parameter.numel()) // (
-        parameter.device_mesh["tp"].size() if cut is not None and not cut.is_replicate() else 1
-    )
+    whole = int(parameter.numel())
+    for name, placement, ranks in zip(
+        _mesh_names(parameter), parameter.placements, parameter.device_mesh.shape, strict=True
+    ):
+        if name in ("tp", "ep") and not placement.is_replicate():
+            whole //= ranks
+    return whole
+
+
+def _mesh_names(parameter: Any) -> tuple[str, ...]:
+    return tuple(parameter.device_mesh.mesh_dim_names or ()) if isinstance(parameter, DTensor) else ()

@@ -51,6 +51,8 @@ def single_process(config: RunConfig) -> RunConfig:
         dp_replicate=1,
         dp_shard=1,
         cp=1,
+        cp_exchange=defaults.cp_exchange,
+        ep=0,
         tp=1,
         layers_per_stage=(),
         data_parallel="fsdp",

@@ -6,12 +6,15 @@ back. So experts are state that is not replicated over data parallelism: no rank
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F  # noqa: N812 -- the name everybody reads
 from torch import Tensor, nn
 from torch.distributed._functional_collectives import all_to_all_single_autograd
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 
 from flashckpt.trainer.model.grouped import grouped_linear, obstacle
@@ -57,7 +60,7 @@ class Experts(nn.Module):
 
     def choose_product(self, device: torch.device, dtype: torch.dtype) -> None:
         """Compute experts together where torch can for their sizes on this rank, the device and the type."""
-        self.obstacle = obstacle(device, dtype, _local(self.w1).shape[1:])
+        self.obstacle = obstacle(device, dtype, _widths(self.w1))
 
     def forward(self, x: Tensor, counts: Tensor) -> Tensor:
         """Apply local expert i to the i-th run of rows.
@@ -132,53 +135,88 @@ def spread_experts(module: nn.Module, mesh: DeviceMesh) -> set[nn.Parameter]:
         mesh: ("dp_replicate", "dp_shard", "tp"): experts are repeated over the first and cut over the second; over the
             third each expert's inner features are cut.
     """
-    spread: set[nn.Parameter] = set()
+    _share_experts(module, mesh, mesh["dp_shard"].get_group())
+    return {weight for experts in experts_of(module) for weight in _placed(experts, mesh, [Replicate(), Shard(0)])}
+
+
+def place_experts(module: nn.Module, mesh: DeviceMesh, own: DeviceMesh) -> None:
+    """Give each rank of `own` its experts, as DTensors, to be cut further by FSDP.
+
+    Args:
+        module: A model part on the meta device.
+        mesh: ("dp_replicate", "dp_shard", "tp"), all ranks that have tokens.
+        own: ("ep", "tp"): experts are cut over the first, and each expert's inner features over the second.
+    """
+    _share_experts(module, mesh, own["ep"].get_group() if own["ep"].size() > 1 else None)
+    for experts in experts_of(module):
+        _placed(experts, own, [Shard(0)])
+
+
+def experts_of(module: nn.Module) -> Iterator[Experts]:
+    """Yield the experts of each layer of a model part."""
+    return (layer for layer in list(module.modules()) if isinstance(layer, Experts))
+
+
+def _share_experts(module: nn.Module, mesh: DeviceMesh, group: dist.ProcessGroup | None) -> None:
     for layer in module.modules():
         if isinstance(layer, MixtureOfExperts):
-            layer.group = mesh["dp_shard"].get_group()
+            layer.group = group
             layer.router_loss.groups = [mesh.get_group(dim) for dim in (0, 1) if mesh.size(dim) > 1]
-            for name, weight in list(layer.experts.named_parameters()):
-                inner = 2 if name == "w2" else 1
-                placements: list[Placement] = [Replicate(), Shard(0), Shard(inner)]
-                lengths = list(weight.shape)
-                lengths[0] //= mesh["dp_shard"].size()
-                lengths[inner] //= mesh["tp"].size()
-                part = torch.empty(lengths, dtype=weight.dtype, device=weight.device)
-                whole = DTensor.from_local(part, mesh, placements, run_check=False)
-                layer.experts.register_parameter(name, nn.Parameter(whole))
-                spread.add(getattr(layer.experts, name))
-    return spread
+
+
+def _placed(experts: Experts, mesh: DeviceMesh, outer: list[Placement]) -> list[nn.Parameter]:
+    """Make weights DTensors, placed as `outer` says, and along the last dimension of the mesh by inner features."""
+    for name, weight in list(experts.named_parameters()):
+        placements: list[Placement] = [*outer, Shard(2 if name == "w2" else 1)]
+        lengths = list(weight.shape)
+        for placement, ranks in zip(placements, mesh.shape, strict=True):
+            if isinstance(placement, Shard):
+                lengths[placement.dim] //= ranks
+        part = torch.empty(lengths, dtype=weight.dtype, device=weight.device)
+        whole = DTensor.from_local(part, mesh, placements, run_check=False)
+        experts.register_parameter(name, nn.Parameter(whole))
+    return list(experts.parameters())
 
 
 def choose_products(module: nn.Module, device: torch.device, dtype: torch.dtype) -> None:
     """Let the experts of a model part be computed together where that can be."""
-    for layer in module.modules():
-        if isinstance(layer, Experts):
-            layer.choose_product(device, dtype)
+    for experts in experts_of(module):
+        experts.choose_product(device, dtype)
 
 
 def described_products(module: nn.Module) -> str:
     """Return how the experts of a model part are computed, for people; "" where it has none."""
-    for layer in module.modules():
-        if isinstance(layer, Experts):
-            why = layer.obstacle
-            return (
-                f"experts are computed one after another: {why}" if why else "experts are computed as grouped products"
-            )
+    for experts in experts_of(module):
+        why = experts.obstacle
+        return f"experts are computed one after another: {why}" if why else "experts are computed as grouped products"
     return ""
 
 
 def average_expert_gradients(module: nn.Module) -> None:
-    """Turn the sums that experts hold after backward into means over all data-parallel ranks. Collective."""
-    for layer in module.modules():
-        if not isinstance(layer, Experts):
-            continue
-        for weight in layer.parameters():
+    """Turn the sums that experts hold after backward into means over all data-parallel ranks. Collective.
+
+    Where FSDP cuts experts, they hold means over the ranks with the same experts, of sums over those that share them.
+    """
+    for experts in experts_of(module):
+        for weight in experts.parameters():
             if isinstance(weight, DTensor) and isinstance(weight.grad, DTensor):
                 mesh, local = weight.device_mesh, weight.grad.to_local()
+                if isinstance(experts, FSDPModule):
+                    local.div_(_size(mesh, "ep"))
+                    continue
                 if mesh.size(0) > 1:
                     dist.all_reduce(local, group=mesh.get_group(0))
                 local.div_(mesh.size(0) * mesh.size(1))
+
+
+def _widths(weight: Tensor) -> list[int]:
+    """Return the lengths of an expert's first weight as products have it: inner features of this rank, and D."""
+    inner, outer = weight.shape[1:]
+    return [inner // (_size(weight.device_mesh, "tp") if isinstance(weight, DTensor) else 1), outer]
+
+
+def _size(mesh: DeviceMesh, name: str) -> int:
+    return mesh.size((mesh.mesh_dim_names or ()).index(name))
 
 
 def _local(weight: Tensor) -> Tensor:

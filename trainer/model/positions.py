@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from flashckpt.trainer.model.cache import KeyValueCache
     from flashckpt.trainer.model.context import ContextAttention
     from flashckpt.trainer.model.flex import FlexMasks
+    from flashckpt.trainer.model.ring import RingAttention
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -42,7 +43,7 @@ class Positions:
     documents: Tensor | None = None
     cache: KeyValueCache | None = None
     flex: FlexMasks | None = None
-    context: ContextAttention | None = None
+    context: ContextAttention | RingAttention | None = None
 
     def tables(self, tokens: int) -> tuple[Tensor, Tensor]:
         """Return cosines and sines for `tokens` tokens of heads: (T, 1, K / 2) or (B, T, 1, K / 2)."""

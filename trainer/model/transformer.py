@@ -27,6 +27,7 @@ from flashckpt.trainer.model.loss import chunked_losses
 from flashckpt.trainer.model.moe import FeedForward, MixtureOfExperts
 from flashckpt.trainer.model.operators import RMSNorm
 from flashckpt.trainer.model.positions import Positions, make_positions, rotate, with_documents
+from flashckpt.trainer.model.ring import RingAttention
 from flashckpt.trainer.model_config import ModelConfig
 from flashckpt.trainer.parallel_config import Recompute
 
@@ -138,7 +139,7 @@ class Transformer(nn.Module):
         self.layers = nn.ModuleDict({str(i): Block(config, i) for i in numbers})
         self.norm = RMSNorm(config.dim, eps=config.norm_eps) if last else None
         self.output = nn.Linear(config.dim, config.vocab, bias=False) if last else None
-        self.window, self.uses_flex = config.window, False
+        self.window, self.uses_flex, self.uses_ring = config.window, False, False
         self.context: ContextSlice | None = None
         self.group, self.loss_chunk = 1, 0
         self.use_positions(config, seq_len)
@@ -162,7 +163,9 @@ class Transformer(nn.Module):
             masks = FlexMasks(len(x), window=self.window, documents=documents, device=x.device, held=self.context)
             positions = replace(positions, flex=masks)
         if self.context is not None:
-            context = ContextAttention(self.context, window=self.window, documents=documents)
+            context = (RingAttention if self.uses_ring else ContextAttention)(
+                self.context, window=self.window, documents=documents
+            )
             positions = replace(positions, context=context)
         return self._through(x, positions, targets)
 

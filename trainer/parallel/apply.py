@@ -20,15 +20,15 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.pipelining import PipelineStage
 from torch.distributed.pipelining.schedules import get_schedule_class
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Shard
 
 from flashckpt.rehearsal import adopt
 from flashckpt.trainer.config import RunConfig
 from flashckpt.trainer.model.context import ContextSlice
 from flashckpt.trainer.model.initial import fill, materialise
-from flashckpt.trainer.model.moe import choose_products, spread_experts
+from flashckpt.trainer.model.moe import choose_products, experts_of, place_experts, spread_experts
 from flashckpt.trainer.model.transformer import Transformer
-from flashckpt.trainer.parallel.layout import SPLIT_BACKWARD, Layout, needs_fsdp
+from flashckpt.trainer.parallel.layout import SPLIT_BACKWARD, Layout, expert_dimension, needs_fsdp
 from flashckpt.trainer.parallel.switches import recompute_of
 from flashckpt.trainer.parallel.tensor import tensor_parallel
 from flashckpt.trainer.parallel.tied import is_tied_head
@@ -258,7 +258,7 @@ def _build_part(
     part.loss_chunk = config.train.loss_chunk
     if layout.schedule in SPLIT_BACKWARD and layout.pp > 1:
         part.split_layers()
-    part.uses_flex = config.train.attention == "flex"
+    part.uses_flex, part.uses_ring = config.train.attention == "flex", config.parallel.cp_exchange == "ring"
     if config.train.compile:
         part.compile_blocks()
     if config.parallel.data_parallel == "ddp":
@@ -293,16 +293,33 @@ def _fully_shard(part: Transformer, mesh: DeviceMesh, config: RunConfig, layout:
     half = half_type(config)
     # The sharded float32 parameter is the master copy: one copy is held and stored, not two.
     policy = MixedPrecisionPolicy(param_dtype=half, reduce_dtype=torch.float32) if half else MixedPrecisionPolicy()
-    experts = spread_experts(part, mesh[layout.mesh_names[1:]]) or None
-    options: dict[str, Any] = {"mesh": dp_mesh, "mp_policy": policy, "ignored_params": experts}
+    options: dict[str, Any] = {"mp_policy": policy}
     if is_offloaded(config):
         options["offload_policy"] = CPUOffloadPolicy(pin_memory=mesh.device_type == "cuda")
     # with pipelines, gathering again for every micro-batch costs more than it frees
     reshard = layout.pp == 1 and config.parallel.zero in (-1, 3)
+    if layout.edp > 1:
+        _cut_experts(part, mesh, config, layout, {**options, "reshard_after_forward": reshard})
+        options["mesh"] = dp_mesh
+    else:
+        experts = spread_experts(part, mesh[layout.mesh_names[1:]]) or None
+        options |= {"mesh": dp_mesh, "ignored_params": experts}
     for block in part.layers.values():
         fully_shard(block, reshard_after_forward=reshard, **options)
     # The head is the first that backward needs: to free it after forward would be to gather it twice.
     fully_shard(part, reshard_after_forward=False, **options)
+
+
+def _cut_experts(
+    part: Transformer, mesh: DeviceMesh, config: RunConfig, layout: Layout, options: dict[str, Any]
+) -> None:
+    """Give experts to each of `ep` ranks, and cut them over those that have the same: FSDP gathers them there alone."""
+    split = mesh._unflatten("dp_shard", (layout.edp, layout.ep), ("edp", "ep"))  # noqa: SLF001 -- torch has no public name for it
+    over = split["dp_replicate", "edp"] if layout.dp_replicate > 1 else split["edp"]
+    cut = Shard(expert_dimension(config.model.experts, layout.dp_shard))
+    place_experts(part, mesh[layout.mesh_names[1:]], split["ep", "tp"])
+    for experts in experts_of(part):
+        fully_shard(experts, mesh=over, shard_placement_fn=lambda _: cut, **options)
 
 
 def half_type(config: RunConfig) -> torch.dtype | None:

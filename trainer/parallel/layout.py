@@ -14,7 +14,7 @@ from flashckpt.errors import LayoutError
 from flashckpt.trainer.config import RunConfig
 from flashckpt.trainer.parallel.batch_split import Rounds, split_batch
 from flashckpt.trainer.parallel.groups import check_groups
-from flashckpt.trainer.parallel.switches import check_switches, check_zero, replicas_of
+from flashckpt.trainer.parallel.switches import check_cut_experts, check_switches, check_zero, replicas_of
 from flashckpt.trainer.plan import schedules
 
 SINGLE_STAGE = ("1F1B", "GPipe")
@@ -31,6 +31,7 @@ class Layout:
         dp_replicate, dp_shard: Ranks over which state is repeated and cut. One of them has `cp` in it, whose ranks are to
             parameters what data-parallel ranks are: cp x dp_shard, with DDP or zero = 0 cp x dp_replicate.
         cp: Ranks that share each row.
+        ep: Ranks next to each other along `dp_shard` that share the experts; all of them without `parallel.ep`, and without experts.
         stage_layers: Entry i: layers of stage i.
         micro_batches: Micro-batches of a step, the same on each data-parallel rank.
         local_batch: Rows of a step on each data-parallel rank. What they are more than its samples is padding.
@@ -49,7 +50,13 @@ class Layout:
     local_batch: int
     global_batch: int
     cp: int = 1
+    ep: int = 1
     sync_every: int = 0
+
+    @property
+    def edp(self) -> int:
+        """Number of ranks along `dp_shard` that have the same experts, of each of which they hold a part; 1: none is gathered."""
+        return self.dp_shard // self.ep
 
     @property
     def mesh_names(self) -> tuple[str, str, str, str]:
@@ -110,6 +117,7 @@ class Layout:
         if self.sync_every:
             dp = f"{self.groups} groups of DP {self.dp_shard}, synchronised every {self.sync_every} steps"
         dp += f" with CP {self.cp} in it" if self.cp > 1 else ""
+        dp += f", each expert on one of {self.ep} and cut over {self.edp}" if self.edp > 1 else ""
         pp = f"PP {self.pp}" + (f" ({self.schedule}, {self.stages} stages)" if self.pp > 1 else "")
         bubble = f", bubble {self.bubble:.1%}" if self.pp > 1 else ""
         padding = f" ({self.padding} of {self.local_batch * self.dp} rows are padding)" if self.padding else ""
@@ -125,7 +133,7 @@ def resolve_layout(config: RunConfig, world: int) -> Layout:
     degrees = _degrees(config, world)
     _check_model(config, degrees["tp"])
     _check_context(config)
-    _check_experts(config, degrees)
+    ep = _expert_ranks(config, degrees)
     schedule = _schedule_name(config.parallel.schedule)
     per_rank = _stages_per_rank(config, schedule, degrees["pp"])
     stages = per_rank * degrees["pp"]
@@ -134,6 +142,7 @@ def resolve_layout(config: RunConfig, world: int) -> Layout:
     micro_batches, rows = split_batch(config.train.global_batch, replicas, config.train.micro_batch, rounds)
     layout = Layout(
         **degrees,
+        ep=ep,
         schedule=schedule,
         stages_per_rank=per_rank,
         stage_layers=stage_layers(config.model.layers, stages, config.parallel.layers_per_stage),
@@ -144,6 +153,7 @@ def resolve_layout(config: RunConfig, world: int) -> Layout:
     )
     _check_ddp(config, layout)
     _check_compile(config, layout)
+    check_cut_experts(config, layout.ep, layout.dp_shard)
     _check_router_losses(config, layout)
     check_switches(config, layout.pp, layout.dp_shard, layout.tp)
     check_groups(config, layout.padding)
@@ -237,11 +247,38 @@ def _check_model(config: RunConfig, tp: int) -> None:
         raise LayoutError("the head dimension is odd", found=f"{model.head_size}", expected="even (rotary pairs)")
 
 
-def _check_experts(config: RunConfig, degrees: dict[str, int]) -> None:
-    model = config.model
-    if not model.experts:
-        return
-    _divides("model.experts", model.experts, "parallel.dp_shard", degrees["dp_shard"])
+def expert_dimension(experts: int, ranks: int) -> int:
+    """Return the dimension of experts' weights that is cut over the ranks with the same experts.
+
+    0, whole experts, where those divide over all `ranks` along "dp_shard"; else 1, rows of each.
+    """
+    return 0 if experts % ranks == 0 else 1
+
+
+def _expert_ranks(config: RunConfig, degrees: dict[str, int]) -> int:
+    """Return how many ranks share the experts."""
+    ep, ranks = config.parallel.ep, degrees["dp_shard"]
+    if not config.model.experts:
+        return ranks
+    _divides(
+        "parallel.dp_shard x parallel.cp" if config.parallel.cp > 1 else "parallel.dp_shard",
+        ranks,
+        "parallel.ep",
+        ep or ranks,
+    )
+    _check_experts(config, ep or ranks, degrees)
+    return ep or ranks
+
+
+def _check_experts(config: RunConfig, ep: int, degrees: dict[str, int]) -> None:
+    model, same = config.model, degrees["dp_shard"] // ep
+    _divides("model.experts", model.experts, "parallel.ep" if config.parallel.ep else "parallel.dp_shard", ep)
+    if (
+        expert_dimension(model.experts, degrees["dp_shard"]) and same > 1
+    ):  # torch cuts other dimensions than the first evenly
+        each = "the ranks with the same experts (dp_shard / ep)"
+        _divides("model.dim", model.dim, each, same)
+        _divides("model.ffn", model.ffn, f"parallel.tp x {each}", degrees["tp"] * same)
     if not 1 <= model.experts_per_token <= model.experts:
         raise LayoutError(
             "model.experts_per_token does not fit", found=str(model.experts_per_token), expected=f"1 to {model.experts}"

@@ -119,6 +119,35 @@ def _check_context(config: RunConfig) -> None:
             found=f"train.compile = true, parallel.cp = {config.parallel.cp}",
             expected="one of the two",
         )
+    if config.parallel.cp_exchange == "ring" and config.train.attention == "flex":
+        raise _refused(
+            "train.attention = flex does not go with parallel.cp_exchange = ring: its backward is for the keys of one round, "
+            "without the sums of the others",
+            found='train.attention = "flex", parallel.cp_exchange = "ring"',
+            expected='attention = "sdpa", or cp_exchange = "gather"',
+        )
+
+
+def check_cut_experts(config: RunConfig, ep: int, dp_shard: int) -> None:
+    """Refuse what does not go with experts that FSDP gathers in the middle of a block, as it does with fewer than all ranks for them.
+
+    Raises:
+        LayoutError: something does not; the message says why.
+    """
+    reasons = {
+        "train.compile = true": (config.train.compile, "they would be inside of what is compiled, which was not tried"),
+        'parallel.activation_checkpoint = "selective"': (
+            recompute_of(config.parallel).mode == "selective",
+            "operators are counted, and in backward experts are not always gathered as often as in forward",
+        ),
+    }
+    for setting, (does_apply, reason) in reasons.items():
+        if does_apply and ep < dp_shard:
+            raise _refused(
+                f"{setting} does not go with experts that are cut further: {reason}",
+                found=f"{setting}, parallel.ep = {ep} of {dp_shard} ranks",
+                expected="parallel.ep omitted, or a run without the other",
+            )
 
 
 def _check_offload(config: RunConfig, pp: int) -> None:

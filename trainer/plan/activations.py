@@ -72,6 +72,8 @@ def _context(config: RunConfig, layout: Layout, layers: Sequence[int]) -> int:
     """Return the bytes of the keys and values that context parallelism gathers, while their layers keep them, and of its mask."""
     if layout.cp == 1:
         return 0
+    if config.parallel.cp_exchange == "ring":
+        return _ring(config, layout, layers)
     keeping = sum(recompute_of(config.parallel.activation_checkpoint, number) != FULL for number in layers)
     mask = 0
     if config.train.attention == "sdpa":  # of two chunks of T / 2N queries, to T (2N + 1) / 2N keys
@@ -79,6 +81,18 @@ def _context(config: RunConfig, layout: Layout, layers: Sequence[int]) -> int:
         mask = rows * config.train.seq_len**2 * (2 * layout.cp + 1) // (4 * layout.cp**2) * itemsize(config)
     most = max(keeping, group_size(config.parallel.activation_checkpoint))  # those of a group are made again together
     return most * gathered_elements(config, layout) * itemsize(config) + mask
+
+
+def _ring(config: RunConfig, layout: Layout, layers: Sequence[int]) -> int:
+    """Return the bytes of what goes round for the layer at work, of one mask, and of the logarithms that layers keep."""
+    model, train = config.model, config.train
+    part = gathered_elements(config, layout) // layout.cp
+    at_work = part * (2 * itemsize(config) + 3 * MASTER)  # here and arriving; gradients made, arriving, and at home
+    is_masked = bool(model.window) or _has_document_mask(config)
+    mask = (train.micro_batch if _has_document_mask(config) else 1) * (train.seq_len // (2 * layout.cp)) ** 2
+    logarithms = train.micro_batch * train.seq_len // layout.cp * model.heads // layout.tp * MASTER
+    keeping = sum(recompute_of(config.parallel.activation_checkpoint, number) != FULL for number in layers)
+    return at_work + mask * itemsize(config) * is_masked + keeping * logarithms
 
 
 def _has_document_mask(config: RunConfig) -> bool:

@@ -14,7 +14,7 @@ from flashckpt.errors import LayoutError
 from flashckpt.trainer.config import RunConfig
 from flashckpt.trainer.model_config import ModelConfig
 from flashckpt.trainer.optim_config import OptimConfig
-from flashckpt.trainer.parallel.layout import Layout, needs_fsdp
+from flashckpt.trainer.parallel.layout import Layout, expert_dimension, needs_fsdp
 from flashckpt.trainer.plan.activations import MASTER
 
 SLOTS = 3
@@ -32,7 +32,10 @@ class Weight:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class StateBytes:
-    """What a rank holds, in bytes; `block`, `rest`, `whole` in elements that FSDP gathers, as in `RankHoldings`."""
+    """What a rank holds, in bytes; `block`, `rest`, `whole` in elements that FSDP gathers, as in `RankHoldings`.
+
+    `experts` are those of `whole` that are gathered over the ranks with the same experts alone.
+    """
 
     parameters: int
     gradients: int
@@ -40,6 +43,7 @@ class StateBytes:
     block: int
     rest: int
     whole: int
+    experts: int = 0
 
     @property
     def state(self) -> int:
@@ -85,7 +89,7 @@ def zero_bytes(parameters: float, ranks: int, stage: int, *, optimizer: float = 
 def held(config: RunConfig, layout: Layout, pp_rank: int, shard: int = 0) -> StateBytes:
     """Return what a rank holds at its coordinates along "pp" and "dp_shard"; along the others all hold as much."""
     is_cut = config.parallel.data_parallel != "ddp" and needs_fsdp(config, layout)
-    cut = _Cut(layout.tp, layout.dp_shard, shard, is_cut)
+    cut = _Cut(layout.tp, layout.dp_shard, layout.ep, shard, is_cut)
     layers, rule = config.model.layers, _rule(config.optim)
     units = [(n, _unit(config.model, -1 if n < 0 else int(n == layers), cut, rule)) for n in _units(layout, pp_rank)]
     elements = sum(unit.elements for _, unit in units)
@@ -99,12 +103,13 @@ def held(config: RunConfig, layout: Layout, pp_rank: int, shard: int = 0) -> Sta
         block=max(blocks, default=0),
         rest=whole - sum(blocks),
         whole=whole,
+        experts=sum(unit.experts for _, unit in units),
     )
 
 
 def stored_bytes(config: RunConfig, layout: Layout) -> int:
     """Return the bytes of a checkpoint: weights, optimizer state and averages, what ranks hold alike once, groups that train apart each."""
-    whole, layers, rule = _Cut(tp=1, dp_shard=1, shard=0, is_cut=False), config.model.layers, _rule(config.optim)
+    whole, layers, rule = _Cut(tp=1, dp_shard=1, ep=1, shard=0, is_cut=False), config.model.layers, _rule(config.optim)
     units = [_unit(config.model, place, whole, rule) for place in (-1, *[0] * layers, 1)]
     weights_bytes = MASTER * sum(unit.elements for unit in units)
     trained = weights_bytes + sum(unit.state for unit in units)
@@ -130,35 +135,41 @@ def _units(layout: Layout, pp_rank: int) -> Iterator[int]:
 
 @dataclass(frozen=True, slots=True)
 class _Cut:
-    """How tensors are cut: degrees of "tp" and "dp_shard", the coordinate along the latter, and whether FSDP cuts them."""
+    """How tensors are cut: degrees of "tp", "dp_shard" and "ep", the coordinate along the second, and whether FSDP cuts them."""
 
     tp: int
     dp_shard: int
+    ep: int
     shard: int
     is_cut: bool
 
 
 @dataclass(frozen=True, slots=True)
 class _Unit:
-    """Elements of parameters, bytes of optimizer state, elements that FSDP gathers."""
+    """Elements of parameters, bytes of optimizer state, elements that FSDP gathers, and those of them that are experts'."""
 
     elements: int
     state: int
     gathered: int
+    experts: int
 
 
 @cache
 def _unit(model: ModelConfig, place: int, cut: _Cut, rule: str) -> _Unit:
     """Return the sizes of the embedding (place -1), a layer (0), or final norm and head (1) on a rank."""
     found = weights(model, place)
+    experts = sum(math.prod(weight.shape) // (cut.tp * cut.ep) for weight in found if weight.is_expert)
+    experts = experts if cut.dp_shard > cut.ep else 0  # else each rank has its own
     return _Unit(
         elements=sum(math.prod(_local(weight, cut)) for weight in found),
         state=sum(_state_bytes(weight, cut, _rule_of(rule, weight, place)) for weight in found),
-        gathered=sum(
+        gathered=experts
+        + sum(
             math.prod(weight.shape) // (cut.tp if weight.cut is not None else 1)
             for weight in found
             if not weight.is_expert
         ),
+        experts=experts,
     )
 
 
@@ -225,7 +236,8 @@ def _local(weight: Weight, cut: _Cut) -> tuple[int, ...]:
     if weight.cut is not None:
         lengths[weight.cut] //= cut.tp
     if weight.is_expert:
-        lengths[0] //= cut.dp_shard
+        lengths[0] //= cut.ep
+        lengths[expert_dimension(weight.shape[0], cut.dp_shard)] //= cut.dp_shard // cut.ep
     elif cut.is_cut:  # as torch.chunk: equal parts, the last ones shorter or empty
         most = -(-lengths[0] // cut.dp_shard)
         lengths[0] = min(max(lengths[0] - cut.shard * most, 0), most)

@@ -84,7 +84,8 @@ def layout_document(layout: Layout, config: RunConfig) -> dict[str, Any]:
     """Return degrees, schedule and batch."""
     return {
         "text": layout.describe(), "pp": layout.pp, "dp_replicate": layout.dp_replicate, "dp_shard": layout.dp_shard,
-        "cp": layout.cp, "tp": layout.tp, "stages": layout.stages, "micro_batch": config.train.micro_batch,
+        "cp": layout.cp, "ep": layout.ep if config.model.experts else 0, "tp": layout.tp, "stages": layout.stages,
+        "micro_batch": config.train.micro_batch,
         "micro_batches": layout.micro_batches, "bubble": layout.bubble, "data_parallel": config.parallel.data_parallel,
         "recompute": config.parallel.activation_checkpoint, "sequence_parallel": config.parallel.sequence_parallel,
     }  # fmt: skip

@@ -7,6 +7,7 @@ before recomputation, pipelines before tensor parallelism; sequence parallelism 
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
@@ -126,6 +127,8 @@ def reasons(one: LayoutChoice) -> list[str]:
         found.append(
             f"TP {layout.tp} inside a node" + (f"; sequence parallel {why}" if parallel.sequence_parallel else "")
         )
+    if layout.edp > 1:
+        found.append(f"each expert on one of {layout.ep} ranks, cut over the {layout.edp} that have the same")
     again = one.time.hardware_flops / one.time.flops - 1
     found.append(f"computes {again:.0%} again" if again else "nothing is computed again")
     return found
@@ -136,7 +139,7 @@ def to_paste(one: LayoutChoice) -> str:
     parallel, default = one.config.parallel, ParallelConfig()
     lines = ["[parallel]"]
     for name in (
-        "pp", "dp_replicate", "dp_shard", "cp", "tp", "sequence_parallel", "loss_parallel", "data_parallel", "schedule",
+        "pp", "dp_replicate", "dp_shard", "cp", "cp_exchange", "ep", "tp", "sequence_parallel", "loss_parallel", "data_parallel", "schedule",
         "stages_per_rank", "activation_checkpoint", "sync_every", "outer_rate", "outer_momentum",
     ):  # fmt: skip
         value = getattr(parallel, name)
@@ -151,16 +154,16 @@ def _variants(config: RunConfig, gpus: int, ranks_per_node: int) -> Iterator[Run
         for data_parallel, replicas, shards in _data_degrees(
             config, gpus // (pp * tp * config.parallel.cp), tp, ranks_per_node
         ):
-            for schedule in SCHEDULES if pp > 1 else SCHEDULES[:1]:
-                for micro_batch in MICRO_BATCHES:
-                    for mode in RECOMPUTE:
-                        parallel = replace(
-                            config.parallel, pp=pp, tp=tp, dp_replicate=replicas, dp_shard=shards, schedule=schedule,
-                            stages_per_rank=0, layers_per_stage=(), activation_checkpoint=mode, sequence_parallel=True,
-                            loss_parallel=tp > 1 and config.parallel.loss_parallel, data_parallel=data_parallel,
-                        )  # fmt: skip
-                        train = replace(config.train, micro_batch=micro_batch)
-                        yield replace(config, parallel=parallel, train=train)
+            schedules = SCHEDULES if pp > 1 else SCHEDULES[:1]
+            degrees = _expert_degrees(config, shards * config.parallel.cp, ranks_per_node // tp)
+            for ep, schedule, micro_batch, mode in itertools.product(degrees, schedules, MICRO_BATCHES, RECOMPUTE):
+                parallel = replace(
+                    config.parallel, pp=pp, tp=tp, dp_replicate=replicas, dp_shard=shards, ep=ep, schedule=schedule,
+                    stages_per_rank=0, layers_per_stage=(), activation_checkpoint=mode, sequence_parallel=True,
+                    loss_parallel=tp > 1 and config.parallel.loss_parallel, data_parallel=data_parallel,
+                )  # fmt: skip
+                train = replace(config.train, micro_batch=micro_batch)
+                yield replace(config, parallel=parallel, train=train)
 
 
 def _degrees(config: RunConfig, gpus: int, ranks_per_node: int) -> Iterator[tuple[int, int]]:
@@ -168,6 +171,14 @@ def _degrees(config: RunConfig, gpus: int, ranks_per_node: int) -> Iterator[tupl
         for pp in range(1, config.model.layers + 1):
             if gpus % (tp * pp * config.parallel.cp) == 0:
                 yield pp, tp
+
+
+def _expert_degrees(config: RunConfig, ranks: int, inside: int) -> list[int]:
+    """Return how many of the `ranks` along dp_shard may share the experts: as many as can, and as many as can inside a node."""
+    if config.parallel.ep or not config.model.experts:
+        return [config.parallel.ep]
+    most = math.gcd(config.model.experts, ranks)
+    return list(dict.fromkeys(0 if each == ranks else each for each in (most, math.gcd(most, max(1, inside)))))
 
 
 def _data_degrees(config: RunConfig, dp: int, tp: int, ranks_per_node: int) -> Iterator[tuple[str, int, int]]:

@@ -23,8 +23,9 @@ class Traffic:
     """What one dimension of the mesh moves.
 
     Attributes:
-        dimension: "tp", "cp", "pp", "dp_shard", "dp_replicate" or "ep" (experts, over the ranks of dp_shard). Parameters and
-            experts move over the ranks of cp too, which one of the data-parallel dimensions has in it.
+        dimension: "tp", "cp", "pp", "dp_shard", "dp_replicate", "ep" (tokens, over the ranks that share the experts) or "edp"
+            (weights of experts, over the ranks with the same ones). Both are in dp_shard. Parameters and experts move over the
+            ranks of cp too, which one of the data-parallel dimensions has in it.
         sent: Bytes that a rank sends per step.
         link: "node" or "network".
         rate: Bytes per second of that link for one rank, in one direction.
@@ -69,6 +70,7 @@ def traffic(
         "tp": _tensor(config, layout, pp_rank),
         "cp": _context(config, layout, pp_rank),
         "ep": _experts(config, layout, pp_rank),
+        "edp": _gathers(config, layout) * held.experts * _ring(layout.edp),
         "dp_shard": _shards(config, layout, held),
         "dp_replicate": _replicas(layout, held),
         "pp": _pipeline(config, layout),
@@ -81,7 +83,8 @@ def _over_link(name: str, sent: int, layout: Layout, gpu: Gpu, ranks_per_node: i
     stride, degree = {
         "tp": (1, layout.tp),
         "cp": (layout.tp, layout.cp),
-        "ep": (layout.tp, layout.dp_shard),
+        "ep": (layout.tp, layout.ep),
+        "edp": (layout.tp * layout.ep, layout.edp),
         "dp_shard": (layout.tp, layout.dp_shard),
         "dp_replicate": (layout.tp * layout.dp_shard, layout.dp_replicate),
         "pp": (layout.world // layout.pp, layout.pp),
@@ -128,25 +131,33 @@ def _context(config: RunConfig, layout: Layout, pp_rank: int) -> float:
             stage
         ]:  # gathered, and their gradients scattered; gathered again where recomputed
             passes += 2 + (recompute_of(config.parallel.activation_checkpoint, layer) == FULL)
-    return passes * gathered_elements(config, layout) * itemsize(config) * _ring(layout.cp) * layout.micro_batches
+    # In a ring keys and values go round again in backward, where all-gathered ones are kept, with gradients in float32.
+    gradients = sum(len(layout.stage_layers[stage]) for stage in layout.stages_of(pp_rank)) * MASTER
+    nbytes = passes * itemsize(config) + (gradients if config.parallel.cp_exchange == "ring" else 0)
+    return nbytes * gathered_elements(config, layout) * _ring(layout.cp) * layout.micro_batches
 
 
 def _experts(config: RunConfig, layout: Layout, pp_rank: int) -> float:
-    if not config.model.experts or layout.dp_shard == 1:
+    if not config.model.experts or layout.ep == 1:
         return 0.0
     passes = 0
     for stage in layout.stages_of(pp_rank):
         for layer in layout.stage_layers[stage]:  # there and back, and so backward; forward again where recomputed
             passes += 4 + 2 * (recompute_of(config.parallel.activation_checkpoint, layer) in ("full", "ffn"))
     rows = config.model.experts_per_token * _stream(config, layout)
-    return passes * rows * _ring(layout.dp_shard) * layout.micro_batches
+    return passes * rows * _ring(layout.ep) * layout.micro_batches
 
 
 def _shards(config: RunConfig, layout: Layout, held: StateBytes) -> float:
     if layout.dp_shard == 1 or config.parallel.data_parallel == "ddp" or not needs_fsdp(config, layout):
         return 0.0
+    return _gathers(config, layout) * (held.whole - held.experts) * _ring(layout.dp_shard)
+
+
+def _gathers(config: RunConfig, layout: Layout) -> int:
+    """Return the bytes that pass for each element that is gathered, its gradient with them, which is scattered in float32."""
     gathers = 1 if layout.pp > 1 else 2 * layout.micro_batches  # with a pipeline they stay for the step
-    return held.whole * _ring(layout.dp_shard) * (gathers * itemsize(config) + MASTER)  # gradients scattered in float32
+    return gathers * itemsize(config) + MASTER
 
 
 def _replicas(layout: Layout, held: StateBytes) -> float:

@@ -9,18 +9,25 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F  # noqa: N812 -- the name everybody reads
 from support.live_bytes import LiveBytes
 from support.ranks import run_ranks, values
 from support.training import floats, parameter_digest, run_config, train_rank, write_corpus
+from torch import Tensor
 
 import flashckpt.checkpointer  # noqa: F401 -- imported before the fork, so that ranks start in 0.2 s
 from flashckpt.shm.job_directory import JobDirectory
 from flashckpt.trainer.config import from_values, to_values
+from flashckpt.trainer.model import ring
+from flashckpt.trainer.model.context import ContextSlice
 from flashckpt.trainer.parallel.distributed import process_group
 from flashckpt.trainer.train import loop
 
-STEPS = 3
+STEPS, TOKENS = 3, 24
 DDP = {"data_parallel": "ddp", "dp_shard": 1}
+RING = {"cp_exchange": "ring"}
 LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
     "cp2": (2, {"cp": 2}),
     "cp4": (4, {"cp": 4}),
@@ -36,6 +43,15 @@ LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
     "cp2 x pp2, interleaved": (4, {"cp": 2, "pp": 2, "schedule": "Interleaved1F1B"}),
     "cp2 x pp2, zero bubble V": (4, {"cp": 2, "pp": 2, "schedule": "ZBVZeroBubble"}),
     "cp2 x tp2 x pp2, loss parallel": (8, {"cp": 2, "tp": 2, "pp": 2, "loss_parallel": True}),
+    "ring 2": (2, {"cp": 2, **RING}),
+    "ring 4 x fsdp2, zero 3": (8, {"cp": 4, "dp_shard": 2, "zero": 3, **RING}),
+    "ring 2 x ddp2": (4, {"cp": 2, "dp_replicate": 2, **DDP, **RING}),
+    "ring 4, recomputed": (4, {"cp": 4, "activation_checkpoint": "full", **RING}),
+    "ring 2, selective": (2, {"cp": 2, "activation_checkpoint": "selective", **RING}),
+    "ring 2, kept in host memory": (2, {"cp": 2, "activation_offload": True, **RING}),
+    "ring 2 x tp2": (4, {"cp": 2, "tp": 2, **RING}),
+    "ring 2 x pp2, interleaved": (4, {"cp": 2, "pp": 2, "schedule": "Interleaved1F1B", **RING}),
+    "ring 2 x pp2, zero bubble V": (4, {"cp": 2, "pp": 2, "schedule": "ZBVZeroBubble", **RING}),
 }
 BATCH = {"global_batch": 8, "micro_batch": 2}
 
@@ -100,7 +116,64 @@ SECTIONS: dict[str, dict[str, Any]] = {
 def test_models_and_losses_of_each_kind_train_as_one_process(name: str, corpus: Any) -> None:
     near = 3e-3 if name == "bfloat16" else 2e-6
     alone = train(corpus, 1, {}, **SECTIONS[name])
-    check_same(train(corpus, 4, {"cp": 2, "dp_shard": 2}, **SECTIONS[name]), alone, near)
+    for more in ({}, RING):
+        check_same(train(corpus, 4, {"cp": 2, "dp_shard": 2, **more}, **SECTIONS[name]), alone, near)
+
+
+# -- keys and values that go round
+
+
+def whole_attention(case: dict[str, Any]) -> tuple[list[Tensor], Tensor, Tensor]:
+    """Return queries, keys and values of whole rows, what attention finds there, and a gradient of it."""
+    torch.manual_seed(1)
+    heads, shared = case["heads"]
+    inputs = [torch.randn(2, count, TOKENS, 8, requires_grad=True) for count in (heads, shared, shared)]
+    mask = torch.ones(TOKENS, TOKENS, dtype=torch.bool).tril()
+    if case["window"]:
+        mask = mask.triu(1 - case["window"])
+    if case["documents"] is not None:
+        documents = torch.tensor(case["documents"])
+        mask = mask & (documents[:, None, :, None] == documents[:, None, None, :])
+    q, k, v = inputs
+    out = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, enable_gqa=heads != shared)
+    grad = torch.randn_like(out)
+    out.backward(grad)  # type: ignore[no-untyped-call]  # untyped in torch
+    return inputs, out.detach(), grad
+
+
+def attend_in_a_ring(rank: int, case: dict[str, Any]) -> dict[str, float]:
+    """Return how far this rank's part is from that of whole rows: outputs and gradients."""
+    if not case["kernel"]:
+        ring._has_kernel = lambda q: False  # as on a GPU, in a process of its own
+    inputs, out, grad = whole_attention(case)
+    held = ContextSlice(rank, dist.get_world_size(), dist.group.WORLD)
+    places = held.index(TOKENS // held.ranks)
+    mine = [each.detach()[:, :, places].requires_grad_() for each in inputs]
+    documents = None if case["documents"] is None else torch.tensor(case["documents"])
+    attention = ring.RingAttention(held, window=case["window"], documents=documents)
+    found = attention.attend(*mine, has_window=case["window"] > 0)
+    found.backward(grad[:, :, places])  # type: ignore[no-untyped-call]  # untyped in torch
+    far = {"out": (found - out[:, :, places]).abs().max().item()}
+    for name, part, whole in zip("qkv", mine, inputs, strict=True):
+        assert part.grad is not None
+        assert whole.grad is not None
+        far[name] = (part.grad - whole.grad[:, :, places]).abs().max().item()
+    return far
+
+
+DOCUMENTS = [[0] * 7 + [1] * 17, [0] * 12 + [1] * 2 + [2] * 10]
+
+
+@pytest.mark.parametrize("kernel", [True, False], ids=["kernel", "products"])
+@pytest.mark.parametrize("documents", [None, DOCUMENTS], ids=["rows", "documents"])
+@pytest.mark.parametrize("window", [0, 5])
+@pytest.mark.parametrize(("ranks", "heads"), [(2, (4, 2)), (3, (4, 4)), (4, (4, 1))])
+def test_a_ring_finds_and_learns_what_attention_of_whole_rows_does(
+    ranks: int, heads: Any, window: int, documents: Any, kernel: bool
+) -> None:
+    case = {"heads": heads, "window": window, "documents": documents, "kernel": kernel}
+    for far in values(run_ranks(attend_in_a_ring, ranks, case, timeout_s=100)):
+        assert max(far.values()) < 1e-5
 
 
 # -- a kill in the middle of a step
@@ -175,7 +248,7 @@ def test_a_rank_keeps_its_part_of_the_activations_and_the_keys_and_values_of_all
     sections = {"train": {"seq_len": length, "global_batch": rows, "micro_batch": rows, "loss_chunk": 64}}
     held = {}
     for ranks in (1, 2, 4):
-        parallel = {"cp": ranks, "zero": 0}
+        parallel: dict[str, Any] = {"cp": ranks, "zero": 0}
         counts = values(run_ranks(held_for_backward, ranks, config_of(corpus, parallel, **sections), timeout_s=200))
         assert max(counts) - min(counts) < max(counts) // 50  # the load is balanced
         held[ranks] = max(counts)
@@ -183,3 +256,6 @@ def test_a_rank_keeps_its_part_of_the_activations_and_the_keys_and_values_of_all
     for ranks in (2, 4):
         mask = 4 * length**2 * (2 * ranks + 1) // (4 * ranks**2)
         assert gathered < held[ranks] < held[1] / ranks + gathered + mask + held[1] // 20
+        parallel = {"cp": ranks, "zero": 0, **RING}
+        counts = values(run_ranks(held_for_backward, ranks, config_of(corpus, parallel, **sections), timeout_s=200))
+        assert max(counts) < held[1] / ranks + held[1] // 20  # its part of all, and of nobody's else

@@ -28,6 +28,7 @@ LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
     "fsdp2 x pp2, recomputed": (4, {"pp": 2, "activation_checkpoint": "full"}),
     **{schedule: (2, {"pp": 2, "schedule": schedule}) for schedule in (*SINGLE_STAGE, *MULTI_STAGE)},
     "cp4": (4, {"cp": 4}),
+    "ring of 4": (4, {"cp": 4, "cp_exchange": "ring"}),
     "cp2 x ddp2": (4, {**DDP, "cp": 2}),
     "cp2 x tp2 x pp2": (8, {"cp": 2, "tp": 2, "pp": 2}),
 }

@@ -69,7 +69,7 @@ FACTORS: dict[str, dict[str, Sections]] = {
         "sequence": parallel(tp=2),
         "loss": parallel(tp=2, sequence_parallel=False, loss_parallel=True),
     },
-    "context": {"whole rows": {}, "cp 2": parallel(cp=2)},
+    "context": {"whole rows": {}, "cp 2": parallel(cp=2), "ring 2": parallel(cp=2, cp_exchange="ring")},
     "loss": {"whole": {}, "pieces": {"train": {"loss_chunk": 5}}},
     "precision": {"float32": {}, "bfloat16": {"train": {"precision": "bfloat16"}}, "float16": {"train": {"precision": "float16"}}},
     "state": {"device": {}, "host": parallel(offload="state")},
@@ -77,6 +77,7 @@ FACTORS: dict[str, dict[str, Sections]] = {
         "dense": {},
         "one kv head, tied": {"model": {"kv_heads": 1, "tied_embeddings": True}},
         "experts": {"model": {"experts": 4, "ffn": 32}},
+        "experts, cut": {"model": {"experts": 4, "ffn": 32}, **parallel(ep=1)},
     },
     "rows": {"windows": {}, "documents": {"data": {"packing": "stream"}}},  # see `config_of`
 }  # fmt: skip

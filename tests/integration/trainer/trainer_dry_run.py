@@ -25,7 +25,9 @@ from flashckpt.trainer.dry_run.command import describe
 from flashckpt.trainer.dry_run.options import DryRunOptions
 from flashckpt.trainer.parallel.apply import local_tensor
 from flashckpt.trainer.parallel.distributed import process_group
+from flashckpt.trainer.parallel.layout import resolve_layout
 from flashckpt.trainer.plan.flops import count_parameters
+from flashckpt.trainer.plan.held import held as plan_held
 from flashckpt.trainer.train.loop import Trainer, prepare
 
 PAGES = 4 * 4096
@@ -48,6 +50,9 @@ LAYOUTS: dict[str, tuple[int, dict[str, Any], dict[str, Any]]] = {
     ),
     "interleaved": (2, {"pp": 2, "schedule": "Interleaved1F1B"}, EXPERTS),
     "2x2x2 with experts, tied": (8, {"pp": 2, "tp": 2}, EXPERTS),
+    "experts over two of four": (4, {"ep": 2}, EXPERTS),
+    "more ranks than experts, tp": (8, {"ep": 2, "tp": 2}, {**DENSE, "experts": 2, "ffn": 16}),
+    "a ring": (4, {"cp": 2, "cp_exchange": "ring"}, DENSE),
 }
 
 
@@ -159,7 +164,7 @@ class Peaks(TorchDispatchMode):  # type: ignore[no-untyped-call]  # untyped in t
         parameters = gradients = 0
         for one in self._parameters:
             whole = getattr(one, "_unsharded_param", None)
-            if whole is not None and whole.untyped_storage().size():
+            if whole is not None and local_tensor(whole).untyped_storage().size():
                 parameters += local_tensor(whole).nbytes
             added_up = (None if whole is None else whole.grad, one.unsharded_accumulated_grad)
             gradients += sum(local_tensor(grad).nbytes for grad in added_up if grad is not None)
@@ -207,3 +212,27 @@ def test_what_a_dry_run_says_is_gathered_is_what_each_zero_gathers(name: str, tm
         0 if parallel.get("zero", -1) in (0, 1, 2) else block
     )  # on a device the next block is gathered beside this one
     assert [rank["both"] for rank in ranks] == [row["estimate"]["gathered_bytes"] - ahead] * 2
+
+
+@pytest.mark.parametrize("micro_batches", [1, 2])
+@pytest.mark.parametrize("zero", [1, 2, 3, -1])
+@pytest.mark.parametrize("experts", [2, 3])  # cut by experts, and by rows of each
+def test_what_a_dry_run_says_is_gathered_has_the_experts_in_it(
+    experts: int, zero: int, micro_batches: int, tmp_path: Path
+) -> None:
+    train = {"steps": 4, "global_batch": 4, "micro_batch": 2 // micro_batches}
+    data, model = {"source": write_corpus(tmp_path / "text")}, {**WIDE, "experts": experts}
+    config = run_config(tmp_path, model=model, parallel={"ep": 1, "zero": zero}, train=train, data=data)
+    ranks = values(run_ranks(gathered, 2, to_values(config), timeout_s=240))
+    plan = plan_held(config, resolve_layout(config, 2), 0)
+    said = {row["estimate"]["gathered_bytes"] for row in describe(config, DryRunOptions(world=2))["ranks"]}
+    most = max(said) - (
+        0 if zero in (1, 2) else 4 * plan.block
+    )  # on a device the next block is gathered beside this one
+    ours = 4 * plan.experts // WIDE["layers"]
+    assert ours == 4 * 3 * experts * WIDE["dim"] * WIDE["ffn"]
+    # gradients of a block's experts are scattered before those of the rest of it are made; the estimate has both
+    apart = (
+        0 if (zero, micro_batches) == (1, 2) or (zero, micro_batches) == (-1, 2) else min(ours, 4 * plan.block - ours)
+    )
+    assert [rank["both"] for rank in ranks] == [most - apart] * 2

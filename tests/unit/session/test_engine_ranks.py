@@ -129,6 +129,29 @@ def test_snapshots_of_two_sharded_ranks_restore_into_three_plain_ones_from_memor
     assert len({*sharded, *plain}) == 1
 
 
+def fewer_rows_than_ranks(rank: int, root: str) -> int:
+    """Return the rows of the weight that this rank of two replicas of three shards holds, once a checkpointer takes it."""
+    import torch
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import fully_shard
+
+    from flashckpt import Checkpointer
+
+    mesh = init_device_mesh("cpu", (2, 3), mesh_dim_names=("dp_replicate", "dp_shard"))
+    torch.manual_seed(0)
+    model = fully_shard(torch.nn.Linear(4, 1, bias=False), mesh=mesh)
+    ckpt = Checkpointer(root, job="t")
+    ckpt.track(model=model, mesh=mesh)
+    assert ckpt.restore() is None
+    assert ckpt._session is not None
+    ckpt._session.close()
+    return len(model.weight.to_local())
+
+
+def test_several_ranks_may_hold_nothing_of_a_tensor_that_has_replicas(tmp_path: Path) -> None:
+    assert values(run_ranks(fewer_rows_than_ranks, 6, str(tmp_path))) == [1, 0, 0, 1, 0, 0]
+
+
 def differing_replicas(rank: int, root: str) -> str:
     import torch
 

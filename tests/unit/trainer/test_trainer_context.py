@@ -11,6 +11,7 @@ from flashckpt.trainer.config import from_values
 from flashckpt.trainer.model import context
 from flashckpt.trainer.model.context import ContextAttention, ContextSlice
 from flashckpt.trainer.model.flex import FlexMasks
+from flashckpt.trainer.model.ring import Sight
 from flashckpt.trainer.parallel.layout import resolve_layout
 
 pytestmark = pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")
@@ -70,6 +71,47 @@ def test_attention_of_a_part_is_a_part_of_attention(
         for way in (attention, flex):
             found = way.attend(part(q, held), part(k, held), part(v, held), has_window=window > 0)
             torch.testing.assert_close(found, part(whole, held))
+
+
+@pytest.mark.parametrize("documents", [None, [[0] * 7 + [1] * 17]])
+@pytest.mark.parametrize("window", [0, 3, 4, 5, 9])
+def test_pairs_of_chunks_in_a_ring_are_the_whole_mask_and_equally_many_in_each_round(
+    window: int, documents: list[list[int]] | None
+) -> None:
+    rows = None if documents is None else torch.tensor(documents)
+    wanted = torch.ones(TOKENS, TOKENS, dtype=torch.bool).tril()
+    wanted = wanted.triu(1 - window) if window else wanted
+    if rows is not None:
+        wanted = wanted & (rows[0][:, None] == rows[0])
+    seen = torch.zeros(TOKENS, TOKENS, dtype=torch.bool)
+    length, counts = TOKENS // (2 * RANKS), set()
+    for held in slices():
+        sight = Sight(held, window, rows)
+        for source in range(RANKS):
+            pairs = list(sight.pairs(source, torch.empty(1, 1, 2 * length, 8)))
+            counts.add((len(pairs), source == held.rank))
+            for mine, theirs, mask, is_causal in pairs:
+                query, key = held.chunks[mine] * length, ContextSlice(source, RANKS).chunks[theirs] * length
+                part = seen[query : query + length, key : key + length]
+                assert not part.any()
+                part |= torch.ones(length, length, dtype=torch.bool).tril() if is_causal else mask is None
+                if mask is not None:
+                    assert torch.isfinite(mask).all()
+                    part |= mask.view(length, length) == 0
+    torch.testing.assert_close(seen, wanted)
+    if not window:
+        assert counts == {(3, True), (2, False)}
+
+
+def test_masks_are_made_only_where_a_chunk_is_seen_in_part() -> None:
+    q = torch.empty(1, 1, 2 * 4, 8)
+    masks = [mask for source in range(RANKS) for *_, mask, _ in Sight(slices()[1]).pairs(source, q)]
+    assert masks == [None] * 7
+    windowed = [
+        mask is None for source in range(RANKS) for *_, mask, _ in Sight(slices()[1], window=8).pairs(source, q)
+    ]
+    assert windowed.count(True) == 4  # two on the diagonal, and two all of whose keys are near
+    assert len(windowed) == 5  # of seven pairs, the others lie behind the window
 
 
 @pytest.mark.parametrize(

@@ -57,6 +57,19 @@ def test_a_search_drops_what_does_not_fit_and_ranks_the_rest() -> None:
     assert len(small.ranked) < len(found.ranked)
 
 
+def test_a_search_tries_experts_over_as_many_ranks_as_divide_and_as_a_node_has() -> None:
+    model = {"layers": 2, "dim": 128, "heads": 4, "kv_heads": 4, "ffn": 128, "vocab": 256, "experts": 16}
+    config = from_values({"model": model, "train": {"global_batch": 64}})
+    ranked = search(config, 32, H100, ranks_per_node=8).ranked
+    assert {one.layout.ep for one in ranked if one.layout.dp_shard == 32} == {16, 8}
+    assert {one.layout.ep for one in ranked if (one.layout.dp_shard, one.layout.tp) == (8, 1)} == {8}
+    best = next(one for one in ranked if one.layout.ep == 8 and one.layout.edp == 4)
+    assert "ep = 8" in to_paste(best)
+    assert "cut over the 4 that have the same" in " ".join(reasons(best))
+    fixed = replace(config, parallel=replace(config.parallel, ep=4))
+    assert {one.layout.ep for one in search(fixed, 32, H100, ranks_per_node=8).ranked} == {4}
+
+
 def test_a_search_keeps_the_number_of_groups_that_train_apart() -> None:
     config = read_config(EIGHT)
     apart = replace(config, parallel=replace(config.parallel, dp_replicate=2, dp_shard=-1, sync_every=50))

@@ -31,6 +31,9 @@ SPARSE = {**ODD, "qk_norm": True, "experts": 4, "ffn": 16, "shared_ffn": 24, "ti
         (3, {}, {**ODD, "vocab": 257}),
         (4, {"dp_replicate": 2, "tp": 2, "dp_shard": 1, "sequence_parallel": False}, ODD),
         (8, {"pp": 2, "tp": 2, "schedule": "ZBVZeroBubble"}, SPARSE),
+        (4, {"ep": 2}, SPARSE),
+        (8, {"ep": 2, "dp_replicate": 2}, {**SPARSE, "experts": 2}),
+        (8, {"ep": 2, "tp": 2, "dp_shard": 4}, {**SPARSE, "experts": 6}),
         (6, {"dp_replicate": 2, "dp_shard": 3, "sync_every": 4}, {**ODD, "vocab": 257}),
         (4, {"dp_replicate": 2, "tp": 2, "sync_every": 4, "outer_rate": 1.0, "outer_momentum": 0.0}, ODD),
     ],
@@ -42,6 +45,20 @@ def test_bytes_of_odd_layouts_are_those_that_a_dry_run_counts(world: int, parall
         found = held(config, layout, row["pp"][0], row["dp_shard"][-1])
         counted = (row["parameter_bytes"], row["gradient_bytes"], row["optimizer_bytes"])
         assert (found.parameters, found.gradients, found.optimizer) == counted
+
+
+@pytest.mark.parametrize("parallel", [{"ep": 2}, {"ep": 1}, {"ep": 2, "tp": 2}, {"ep": 4}, {}])
+def test_what_is_gathered_of_experts_is_counted_as_a_dry_run_counts_it(parallel: Any) -> None:
+    train = {"global_batch": 24, "precision": "float32"}
+    config = from_values({"model": SPARSE, "parallel": parallel, "train": train})
+    world = 4 * parallel.get("tp", 1)
+    layout = resolve_layout(config, world)
+    found = held(config, layout, 0)
+    (row, *_) = describe(config, DryRunOptions(world=world))["ranks"]
+    guess = estimate(config, layout, 0, block=found.block, rest=found.rest, whole=found.whole)
+    assert row["estimate"]["gathered_bytes"] == guess.gathered
+    every = 4 * 3 * 4 * 16 * 24 // parallel.get("tp", 1)  # layers, weights, experts, their sizes
+    assert found.experts == (0 if layout.ep == 4 else every // layout.ep)
 
 
 THREE = {**SPARSE, "experts": 3}

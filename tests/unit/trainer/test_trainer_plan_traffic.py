@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -140,6 +141,43 @@ def test_a_rank_sends_what_the_collectives_of_its_dimension_move() -> None:
     assert apart["dp_replicate"].sent * 4 == replicas["dp_replicate"].sent  # as many parameters, every fourth step
     assert apart["dp_shard"].sent == replicas["dp_shard"].sent
     assert moved(wired(), 1) == {}
+
+
+def test_a_ring_sends_keys_once_more_and_their_gradients_in_float32() -> None:
+    def bytes_of(precision: str, **parallel: Any) -> int:
+        config = wired(cp=2, dp_shard=1, **parallel)
+        found = moved(replace(config, train=replace(config.train, precision=precision)), 2)["cp"]
+        return int(found.sent)
+
+    width = wired().model.kv_heads * wired().model.head_size
+    keys = (
+        16 * 4 * (2 * 2 * 64 * width) // 2
+    )  # micro-batches, layers, keys and values of two rows; a ring of two sends half
+    assert bytes_of("float32") == keys * 2 * 4
+    assert bytes_of("float32", cp_exchange="ring") == keys * 3 * 4
+    assert bytes_of("bfloat16", cp_exchange="ring") == keys * (2 + 2 + 4)
+    assert bytes_of("bfloat16", cp_exchange="ring", activation_checkpoint="full") == keys * (2 + 2 + 2 + 4)
+
+
+def test_tokens_go_to_the_ranks_that_share_experts_and_weights_to_those_with_the_same() -> None:
+    def sparse(**parallel: Any) -> RunConfig:
+        config = wired()
+        model = replace(config.model, experts=4, ffn=96)
+        return replace(config, model=model, parallel=replace(config.parallel, **parallel))
+
+    shared, cut, alone = moved(sparse(), 4), moved(sparse(ep=2), 4), moved(sparse(ep=1), 4)
+    assert set(shared) == {"ep", "dp_shard"}
+    assert set(cut) == {"ep", "edp", "dp_shard"}
+    assert set(alone) == {"edp", "dp_shard"}
+    assert shared["dp_shard"].sent == cut["dp_shard"].sent == alone["dp_shard"].sent  # the rest of the weights
+    rows = 4 * 4 * 4 * 2 * (2 * 64) * 64 * 4  # layers, ways, micro-batches, choices, tokens, dim, bytes
+    assert (shared["ep"].sent, cut["ep"].sent) == (rows * 3 // 4, rows // 2)
+    experts = 4 * 3 * 4 * 96 * 64  # layers, weights, experts, their sizes
+    passes = 2 * 4 * 4 + 4  # gathered twice for each of 4 micro-batches, scattered once
+    assert alone["edp"].sent == experts * passes * 3 // 4
+    assert cut["edp"].sent == experts // 2 * passes // 2
+    apart = moved(sparse(ep=2), 4, ranks_per_node=2)
+    assert (apart["ep"].link, apart["edp"].link) == ("node", "network")  # tokens stay inside a node
 
 
 def test_a_dimension_within_a_node_uses_its_links_and_others_the_network() -> None:

@@ -13,7 +13,7 @@ from flashckpt.errors import ConfigError, LayoutError
 from flashckpt.trainer.changes import compare, recorded_values
 from flashckpt.trainer.config import from_values
 from flashckpt.trainer.parallel.groups import refuse_check
-from flashckpt.trainer.parallel.layout import resolve_layout
+from flashckpt.trainer.parallel.layout import expert_dimension, resolve_layout
 from flashckpt.trainer.parallel.switches import with_precision
 from flashckpt.trainer.train.scaler import FIRST, GROW_AFTER, LossScaler
 
@@ -48,6 +48,37 @@ DDP = {"data_parallel": "ddp", "dp_replicate": 2, "dp_shard": 1}
         ({"parallel": {"tp": 2}, "train": {"loss_chunk": 8}}, 2, "different columns of the logits"),
         ({"parallel": {"activation_checkpoint": "groups:0"}}, 1, "no such mode"),
         ({"parallel": {"cp": 2}, "train": {"compile": True}}, 2, "compile does not go with context parallelism"),
+        ({"parallel": {"ep": 2}}, 2, "parallel.ep would have no effect"),
+        ({"parallel": {"cp_exchange": "ring"}}, 2, "cp_exchange would have no effect"),
+        ({"parallel": {"cp": 2, "cp_exchange": "ring"}, "train": {"attention": "flex"}}, 2, "without the sums"),
+        ({"parallel": {"ep": 3}, "model": {"experts": 6}}, 4, "dp_shard is not divisible by parallel.ep"),
+        (
+            {"parallel": {"ep": 4, "cp": 2}, "model": {"experts": 6}},
+            12,
+            "dp_shard x parallel.cp is not divisible|experts is not",
+        ),
+        ({"parallel": {"ep": 4}, "model": {"experts": 6}}, 4, "experts is not divisible by parallel.ep"),
+        ({"parallel": {"zero": 0, "ep": 2}, "model": {"experts": 2}}, 2, "dp_shard is not divisible by parallel.ep"),
+        (
+            {"parallel": {"ep": 1}, "model": {"experts": 2, "dim": 40, "heads": 4}},
+            3,
+            "dim is not divisible by the ranks",
+        ),
+        (
+            {"parallel": {"ep": 1}, "model": {"experts": 2, "dim": 48, "heads": 4, "ffn": 64}},
+            3,
+            "ffn is not divisible by",
+        ),
+        (
+            {"parallel": {"ep": 1}, "model": {"experts": 2}, "train": {"compile": True}},
+            2,
+            "experts that are cut further",
+        ),
+        (
+            {"parallel": {"ep": 1, "activation_checkpoint": "selective"}, "model": {"experts": 2}},
+            2,
+            "operators are counted",
+        ),
         ({"parallel": {"cp": 2}, "train": {"seq_len": 18}}, 2, "two chunks for each rank of parallel.cp"),
         ({"parallel": {"cp": 2, "tp": 4}, "train": {"seq_len": 12}}, 8, "seq_len .* is not divisible by"),
         ({"parallel": {"cp": 2}}, 3, "does not fill the world"),
@@ -69,7 +100,12 @@ def test_a_pair_that_cannot_work_is_refused_with_the_reason(sections: Any, world
 
 
 def test_values_that_no_switch_has_are_refused() -> None:
-    for sections in ({"parallel": {"zero": 4}}, {"parallel": {"offload": "disk"}}, {"train": {"precision": "float8"}}):
+    for sections in (
+        {"parallel": {"zero": 4}},
+        {"parallel": {"cp": 2, "cp_exchange": "tree"}},
+        {"parallel": {"offload": "disk"}},
+        {"train": {"precision": "float8"}},
+    ):
         with pytest.raises(ConfigError, match="no such choice"):
             from_values(sections)
 
@@ -110,6 +146,29 @@ def test_groups_can_be_neither_begun_nor_ended_by_a_resume() -> None:
 def test_zero_without_cuts_fills_the_world_with_replicas() -> None:
     layout = resolve_layout(from_values({"parallel": {"zero": 0, "tp": 2}}), 8)
     assert (layout.dp_replicate, layout.dp_shard, layout.tp) == (4, 1, 2)
+
+
+@pytest.mark.parametrize(
+    ("world", "parallel", "degrees"),
+    [
+        (4, {}, (4, 1)),
+        (4, {"ep": 2}, (2, 2)),
+        (8, {"ep": 4, "tp": 2}, (4, 1)),
+        (8, {"ep": 2, "dp_replicate": 2}, (2, 2)),
+        (8, {"ep": 4, "cp": 2, "dp_shard": 4}, (4, 2)),
+        (4, {"zero": 0}, (1, 1)),
+    ],
+)
+def test_experts_are_shared_by_ep_ranks_and_cut_over_the_rest(
+    world: int, parallel: Any, degrees: tuple[int, int]
+) -> None:
+    layout = resolve_layout(from_values({"parallel": parallel, "model": {"experts": 4}}), world)
+    assert (layout.ep, layout.edp) == degrees
+    assert ("each expert on one of" in layout.describe()) == (layout.edp > 1)
+
+
+def test_whole_experts_are_cut_where_they_divide_and_else_rows_of_each() -> None:
+    assert [expert_dimension(8, ranks) for ranks in (2, 4, 8, 16, 3)] == [0, 0, 0, 1, 1]
 
 
 def test_auto_is_bfloat16_on_a_gpu_and_float32_elsewhere() -> None:
