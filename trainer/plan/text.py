@@ -29,8 +29,15 @@ def _head(plan: dict[str, Any]) -> list[str]:
             f"{plan['gpus']:,} x {gpu['name']}: {gpu['memory'] / 1e9:.0f} GB, {gpu['flops'] / 1e12:,.4g} TFLOPS, of which "
             f"products reach {plan['efficiency']['share']:.0%} ({plan['efficiency']['from']})"
         ),
+        *_float8(plan["float8"], model["hardware_flops_per_token"]),
         f"{layout['text']}; micro-batch {layout['micro_batch']}, {layout['data_parallel']}, recompute {layout['recompute']}",
     ]
+
+
+def _float8(float8: dict[str, float] | None, of: float) -> list[str]:
+    if float8 is None:
+        return []
+    return [f"float8: {float8['flops_per_token'] / of:.0%} of these FLOPs, at {float8['rate'] / 1e12:,.4g} TFLOPS"]
 
 
 def _memory(plan: dict[str, Any]) -> list[str]:
