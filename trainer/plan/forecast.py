@@ -36,7 +36,7 @@ class Memory:
     Attributes:
         pp_rank: Which along "pp".
         held: Parameters, gradients, optimizer state.
-        gathered, activations: As `Estimate`.
+        gathered, activations, moved: As `Estimate`.
         is_offloaded: Whether what is held lies in host memory.
     """
 
@@ -44,6 +44,7 @@ class Memory:
     held: StateBytes
     gathered: int
     activations: int
+    moved: int = 0
     is_offloaded: bool = False
 
     @property
@@ -78,8 +79,13 @@ class Memory:
 
     @property
     def host(self) -> int:
-        """Of the host in all: snapshots, and with `parallel.offload` parameters, gradients and optimizer state."""
-        return self.slots + (self.held.state + self.held.gradients if self.is_offloaded else 0)
+        """Of the host in all: snapshots, activations that are moved there, and with `parallel.offload` the state."""
+        return self.slots + self.moved + self.state_on_host
+
+    @property
+    def state_on_host(self) -> int:
+        """Of the host, for parameters, gradients and optimizer state with `parallel.offload`."""
+        return self.held.state + self.held.gradients if self.is_offloaded else 0
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -121,6 +127,7 @@ def memory(config: RunConfig, layout: Layout, *, is_plain: bool = False) -> Memo
                 held=one,
                 gathered=guess.gathered,
                 activations=guess.activations,
+                moved=guess.moved,
                 is_offloaded=config.parallel.offload == "state",
             )
         )

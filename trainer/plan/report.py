@@ -112,7 +112,8 @@ def memory_document(needed: Memory, gpu: Gpu, ranks_per_node: int) -> dict[str, 
         "fits": needed.fits(gpu),
         "slots": SLOTS,
         "slot_bytes": needed.held.state,
-        "state_on_host_bytes": needed.host - needed.slots,
+        "state_on_host_bytes": needed.state_on_host,
+        "activations_on_host_bytes": needed.moved,
         "host_node_bytes": needed.host * ranks_per_node,
     }
 

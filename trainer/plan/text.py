@@ -44,7 +44,7 @@ def _memory(plan: dict[str, Any]) -> list[str]:
     held = plan["memory"]
     names = ("parameter", "gradient", "optimizer", "gathered", "activation")
     rows = ", ".join(f"{name} {human_bytes(held[f'{name}_bytes'])}" for name in names)
-    on_host = held["state_on_host_bytes"]
+    on_host, moved = held["state_on_host_bytes"], held["activations_on_host_bytes"]
     room = "fits" if held["fits"] else "DOES NOT FIT"
     modes = ", ".join(f"{mode} {human_bytes(nbytes)}" for mode, nbytes in plan["activations"].items())
     stages = ", ".join(f"{one['stage']}: {human_bytes(one['bytes'])}" for one in plan["zero"])
@@ -58,7 +58,7 @@ def _memory(plan: dict[str, Any]) -> list[str]:
         f"  states by ZeRO stage, at 16 bytes per parameter: {stages} (stage 3 sends 1.5 times as much)",
         (
             f"  host: {held['slots']} slots of {human_bytes(held['slot_bytes'])}, {human_bytes(held['host_node_bytes'])} per node"
-            f"{', state included' if on_host else ''}; checkpoint {human_bytes(plan['checkpoint_bytes'])}"
+            f"{', state included' if on_host else ''}{f', with {human_bytes(moved)} of activations' if moved else ''}; checkpoint {human_bytes(plan['checkpoint_bytes'])}"
         ),
     ]
 
