@@ -1,6 +1,6 @@
 """Linear layers of the blocks in float8, by torchao: which is imported only where they are.
 
-Scales are found anew in every product (dynamic scaling), so there is no state: parameters keep their names, their type and
+Scales are found in every product (dynamic scaling), so there is no state: parameters keep their names, their type and
 their bits, and a checkpoint is that of a run without float8.
 """
 

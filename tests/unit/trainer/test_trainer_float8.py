@@ -185,5 +185,6 @@ def test_a_dry_run_holds_what_a_run_without_float8_holds_and_needs_no_torchao(ca
         words = ["--dry-run", "--world", "2", "--json", "--train.float8", float8]
         words += [word for name, size in SIZES.items() for word in (f"--model.{name}", str(size))]
         assert command.main(words) == 0
-        held.append(json.loads(capfd.readouterr().out)["ranks"])
+        ranks = json.loads(capfd.readouterr().out)["ranks"]
+        held.append([{name: rank[name] for name in rank if not name.startswith(("slot_b", "snap"))} for rank in ranks])
     assert held[0] == held[1]
