@@ -31,10 +31,7 @@ def convert_layers(part: Transformer, config: RunConfig, tp: int, device: torch.
         return
     refuse_without_torchao(config)
     _refuse_without_products(config, device)
-    from torchao.float8 import (  # type: ignore[import-not-found, unused-ignore]  # where it is installed
-        Float8LinearConfig,
-        convert_to_float8_training,
-    )
+    from torchao.float8 import Float8LinearConfig, convert_to_float8_training
 
     recipe = Float8LinearConfig.from_recipe_name(config.train.float8)
     settings, wanted = replace(recipe, emulate=config.train.float8_emulate), float8_layers(config.model, tp)
