@@ -21,9 +21,12 @@ from flashckpt.shm.job_directory import JobDirectory
 from flashckpt.trainer.__main__ import main
 from flashckpt.trainer.config import from_values
 from flashckpt.trainer.hub.source import HubFolder
+from flashckpt.trainer.model import kept
+from flashckpt.trainer.model.transformer import Transformer
 from flashckpt.trainer.parallel.apply import build_parallel
 from flashckpt.trainer.parallel.distributed import process_group
-from flashckpt.trainer.parallel.float8 import described_float8
+from flashckpt.trainer.parallel.float8 import convert_layers, described_float8
+from flashckpt.trainer.parallel.switches import recompute_of
 from flashckpt.trainer.plan.float8 import float8_layers
 from flashckpt.trainer.train import loop
 
@@ -146,6 +149,31 @@ def test_float8_is_near_float32_and_is_not_it(scaling: str, corpus: Any) -> None
     )
     assert found == pytest.approx(wanted, rel=5e-3)
     assert all(one != other for one, other in zip(found, wanted, strict=True))
+
+
+def test_forward_keeps_as_many_bytes_as_without_float8(monkeypatch: Any) -> None:
+    moved: list[int] = []
+    copied = kept._copied
+
+    def noting(tensor: torch.Tensor) -> torch.Tensor:
+        moved.append(tensor.nbytes)
+        return copied(tensor)
+
+    monkeypatch.setattr(kept, "_copied", noting)
+    totals = []
+    for train in (BASE["train"], {}):
+        config = from_values({"model": SIZES, "train": train})
+        model = Transformer(config.model, 32)
+        for parameter in model.parameters():
+            torch.nn.init.normal_(parameter, std=0.02)
+        convert_layers(model, config, 1, torch.device("cpu"))
+        model.split_layers()
+        model.set_recompute(recompute_of(config.parallel), offload=True)
+        model.to(torch.bfloat16)
+        moved.clear()
+        torch.autograd.backward(model(torch.arange(64).reshape(2, 32)).float().mean())
+        totals.append(sum(moved))
+    assert totals[0] == totals[1] > 0
 
 
 # -- from float8 to none and back
