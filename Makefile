@@ -73,8 +73,8 @@ $(FRAMEWORKS)/.ready: $(FRAMEWORKS_PINS) $(VENV)/.ready
 	echo "the package index does not answer in time: what is missing will be skipped"
 	touch $@
 
-test-frameworks: $(FRAMEWORKS)/.ready  ## optimizers, modules, dtypes, wrappers, other projects: restored exactly or refused in time
-	$(FRAMEWORKS)/bin/python -m pytest --workers $(WORKERS) tests/integration/frameworks/all_frameworks.py tests/integration/frameworks/all_integrations.py tests/integration/frameworks/all_imports.py tests/integration/frameworks/all_ray.py tests/integration/programs/test_recipes.py
+test-frameworks: $(FRAMEWORKS)/.ready  ## optimizers, modules, dtypes, wrappers, other projects: restored exactly or refused in time; the trainer's float8
+	$(FRAMEWORKS)/bin/python -m pytest --workers $(WORKERS) tests/integration/frameworks/all_frameworks.py tests/integration/frameworks/all_integrations.py tests/integration/frameworks/all_imports.py tests/integration/frameworks/all_ray.py tests/integration/programs/test_recipes.py tests/integration/layouts/layouts_float8.py
 
 test-hub: $(FRAMEWORKS)/.ready  ## models from and to Hugging Face folders: transformers gives the same logits, in one process and in 2x2x2; any tokenizer.json
 	$(FRAMEWORKS)/bin/python -m pytest tests/integration/hub/hub.py tests/unit/trainer/test_trainer_prepare.py tests/unit/trainer/test_trainer_sources.py tests/unit/trainer/test_trainer_evaluation.py
@@ -128,7 +128,7 @@ test-trainer: setup  ## whole runs of the trainer that are started, killed, resu
 	$(BIN)/python -m pytest --workers $(WORKERS) tests/integration/trainer/trainer_resume.py tests/integration/trainer/trainer_outputs.py tests/integration/trainer/trainer_data.py tests/integration/trainer/trainer_guard.py tests/integration/trainer/trainer_start.py tests/integration/trainer/trainer_rehearsal.py tests/integration/trainer/trainer_scores.py tests/integration/trainer/trainer_samples.py tests/integration/trainer/trainer_generate.py tests/integration/trainer/trainer_display.py tests/integration/trainer/trainer_dry_run.py tests/integration/trainer/trainer_optimizers.py tests/integration/trainer/trainer_phases.py
 
 test-layouts: setup  ## every layout trains and scores as one process does, and continues in each of a dozen others: same bits, same losses
-	$(BIN)/python -m pytest tests/integration/layouts/layouts.py tests/integration/layouts/layouts_parity.py tests/integration/layouts/layouts_evaluate.py tests/integration/layouts/layouts_documents.py tests/integration/layouts/layouts_batches.py tests/integration/layouts/layouts_scores.py tests/integration/layouts/layouts_switches.py tests/integration/layouts/layouts_optimizers.py tests/integration/layouts/layouts_context.py tests/integration/layouts/layouts_experts.py tests/integration/layouts/layouts_groups.py
+	$(BIN)/python -m pytest tests/integration/layouts/layouts.py tests/integration/layouts/layouts_parity.py tests/integration/layouts/layouts_evaluate.py tests/integration/layouts/layouts_documents.py tests/integration/layouts/layouts_batches.py tests/integration/layouts/layouts_scores.py tests/integration/layouts/layouts_switches.py tests/integration/layouts/layouts_compile.py tests/integration/layouts/layouts_optimizers.py tests/integration/layouts/layouts_context.py tests/integration/layouts/layouts_experts.py tests/integration/layouts/layouts_groups.py
 
 test-nodes: setup  ## many nodes as network namespaces: dead nodes, cut links, stops (root)
 	$(BIN)/python -m pytest tests/integration/nodes/nodes.py tests/integration/nodes/nodes_trainer.py tests/integration/nodes/nodes_restore.py tests/integration/nodes/nodes_replicas.py tests/integration/nodes/nodes_benchmarks.py

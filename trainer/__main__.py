@@ -14,6 +14,7 @@ from flashckpt.trainer.dry_run.options import take_options
 from flashckpt.trainer.nonfatal import nonfatal_streams
 from flashckpt.trainer.parallel.groups import refuse_check
 from flashckpt.trainer.phases import check_layouts, phases_of
+from flashckpt.trainer.plan.float8 import refuse_without_torchao
 from flashckpt.trainer.train.report_once import report_once
 from flashckpt.trainer.watch.profile_range import ProfileRange, profile_range
 from flashckpt.trainer.watch.terminal import terminal_of
@@ -123,6 +124,7 @@ def _run(words: list[str]) -> int:
 def _check_inputs(config: RunConfig, *, evaluate_only: bool) -> None:
     """Refuse what can be known to be wrong before torch is imported."""
     check_layouts(config, int(os.environ.get("WORLD_SIZE", "1")))
+    refuse_without_torchao(config)
     if config.data.sources and (config.eval.held_out or not evaluate_only):
         from flashckpt.trainer.data.prepared import check_sources
 

@@ -33,7 +33,7 @@ class Change:
 SEVERITY = (
     ("model.dropout", "warning"), ("model.router_", "warning"), ("model.", "error"), ("train.seq_len", "error"), ("train.seed", "error"),
     ("train.global_batch", "warning"), ("train.micro_batch", "warning"), ("train.precision", "warning"),
-    ("train.compile", "warning"), ("train.attention", "warning"), ("train.tf32", "warning"),
+    ("train.compile", "warning"), ("train.attention", "warning"), ("train.tf32", "warning"), ("train.float8", "warning"),
     ("optim.name", "error"), ("optim.", "warning"), ("ema.decay", "warning"), ("ema.every", "warning"),
     ("parallel.timeout_s", "note"), ("parallel.", "warning"), ("data.", "warning"), ("phase.", "warning"),
 )  # fmt: skip

@@ -79,8 +79,13 @@ def _unsuitable(config: RunConfig, layout: Layout) -> str:
         return "without tensor parallelism there is little to plan"
     if config.parallel.loss_parallel and layout.pp > 1:
         return "with parallel.loss_parallel the stages of a pipeline ask each other for their shapes"
-    if config.train.compile or config.train.loss_chunk or config.parallel.offload != "none":
-        return "train.compile, train.loss_chunk or parallel.offload"
+    if (
+        config.train.compile
+        or config.train.float8 != "off"
+        or config.train.loss_chunk
+        or config.parallel.offload != "none"
+    ):
+        return "train.compile, train.float8, train.loss_chunk or parallel.offload"
     return ""
 
 

@@ -125,6 +125,7 @@ def _row(config: RunConfig, layout: Layout, kind: RankKind, held: RankHoldings) 
         "estimate": {
             "gathered_bytes": guess.gathered,
             "activation_bytes": guess.activations,
+            "activations_on_host_bytes": guess.moved,
             "device_bytes": state - on_host + guess.gathered + guess.activations,
         },
     }

@@ -72,9 +72,8 @@ def fake_rank(rank: int, world: int) -> Iterator[torch.device]:
 
 def held_by(config: RunConfig, layout: Layout, rank: int) -> RankHoldings:
     """Build one rank of a run and return what it holds; the process must be in no process group, and build no other rank."""
-    config = replace(
-        config, train=replace(config.train, compile=False)
-    )  # holds the same, and the compiler loads for seconds
+    # holds the same without, the compiler loads for seconds, and torchao need not be there
+    config = replace(config, train=replace(config.train, compile=False, float8="off"))
     with fake_rank(rank, layout.world) as device:
         parallel = build_parallel(config, layout, device)
         optimizers = build_optimizers(config.optim, parallel.parts, tied=config.model.tied_embeddings)

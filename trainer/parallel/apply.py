@@ -1,6 +1,6 @@
 """Applies a layout to the model: mesh, pipeline stages, tensor + sequence parallel, FSDP2 / HSDP / DDP.
 
-Order: build the stage on the meta device -> tensor parallel -> activation checkpointing -> torch.compile -> data parallel ->
+Order: build the stage on the meta device -> float8 -> tensor parallel -> activation checkpointing -> torch.compile -> data parallel ->
 memory for what this rank holds. Nothing is filled here: a restore, a folder of weights or `Parallel.fill` does that, once.
 The mesh always has four dimensions, size-1 ones kept. Where there is one data-parallel rank, `fully_shard` has nothing to
 shard and is left out: it would copy every weight twice and every gradient once in each step.
@@ -28,6 +28,7 @@ from flashckpt.trainer.model.context import ContextSlice
 from flashckpt.trainer.model.initial import fill, materialise
 from flashckpt.trainer.model.moe import choose_products, experts_of, place_experts, spread_experts
 from flashckpt.trainer.model.transformer import Transformer
+from flashckpt.trainer.parallel.float8 import convert_layers
 from flashckpt.trainer.parallel.layout import SPLIT_BACKWARD, Layout, expert_dimension, needs_fsdp
 from flashckpt.trainer.parallel.switches import recompute_of
 from flashckpt.trainer.parallel.tensor import tensor_parallel
@@ -252,6 +253,7 @@ def _build_part(
 ) -> nn.Module:
     part = build_stage(config, layout, stage)
     part.context = context
+    convert_layers(part, config, layout.tp, device)
     if layout.tp > 1:
         tensor_parallel(part, mesh["tp"], config)
     part.set_recompute(recompute_of(config.parallel), offload=config.parallel.activation_offload)

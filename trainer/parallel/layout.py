@@ -16,6 +16,7 @@ from flashckpt.trainer.parallel.batch_split import Rounds, split_batch
 from flashckpt.trainer.parallel.groups import check_groups
 from flashckpt.trainer.parallel.switches import check_cut_experts, check_switches, check_zero, replicas_of
 from flashckpt.trainer.plan import schedules
+from flashckpt.trainer.plan.float8 import check_float8
 
 SINGLE_STAGE = ("1F1B", "GPipe")
 MULTI_STAGE = ("Interleaved1F1B", "LoopedBFS", "InterleavedZeroBubble", "ZBVZeroBubble", "DualPipeV")
@@ -157,6 +158,8 @@ def resolve_layout(config: RunConfig, world: int) -> Layout:
     _check_router_losses(config, layout)
     check_switches(config, layout.pp, layout.dp_shard, layout.tp)
     check_groups(config, layout.padding)
+    tokens = layout.local_batch // layout.micro_batches * config.train.seq_len // layout.cp
+    check_float8(config, tp=layout.tp, tokens=tokens)
     return layout
 
 

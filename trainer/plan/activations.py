@@ -18,10 +18,11 @@ MASTER = 4
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Estimate:
-    """Bytes on a device: what data parallelism gathers and what forward keeps for backward."""
+    """Bytes on a device: what data parallelism gathers and what forward keeps for backward; `moved`: of that, in host memory."""
 
     gathered: int
     activations: int
+    moved: int = 0
 
 
 def estimate(
@@ -34,6 +35,7 @@ def estimate(
     return Estimate(
         gathered=_gathered(config, layout, pp_rank, block=block, rest=rest, whole=whole),
         activations=_activations(config, layout, pp_rank, is_plain=is_plain),
+        moved=moved_bytes(config, layout, pp_rank, is_plain=is_plain),
     )
 
 
@@ -59,13 +61,56 @@ def _activations(config: RunConfig, layout: Layout, pp_rank: int, *, is_plain: b
     kept = sum(_layer(config, layout, number, is_plain=is_plain) for number in layers)
     again = tokens * _made_again(config, layout, layers, is_plain=is_plain)
     if config.parallel.activation_offload:  # what layers keep is in host memory, but for the one that is at work
-        kept, again = 0, max(again, tokens * _whole_layer(config, layout, is_plain=is_plain) * itemsize(config))
+        kept, again = 0, tokens * _at_work(config, layout) * itemsize(config)
     per_token = kept * in_flight(layout, pp_rank) // len(stages) * itemsize(config)
     # Logits are freed before the first layer is made again for its backward.
     total = tokens * per_token + max(again, _loss(config, layout, stages, tokens))
     if layout.cp == 1 and _has_document_mask(config):
         total += tokens * config.train.seq_len * in_flight(layout, pp_rank)
     return total + _context(config, layout, layers) * in_flight(layout, pp_rank) // len(stages)
+
+
+def _at_work(config: RunConfig, layout: Layout) -> int:
+    """Return the elements per token of the layer whose backward runs while its activations come back, an operator's at a time.
+
+    What enters it and goes out, and of its feed-forward part or attention what it saved, with gradients.
+    """
+    heads = 4 * (config.model.heads + config.model.kv_heads) * config.model.head_size // layout.tp
+    attention = _gathered_input(config, layout) + heads
+    return 2 * _stream(config, layout) + max(attention, _feed_forward(config, layout, is_plain=False))
+
+
+def moved_bytes(config: RunConfig, layout: Layout, pp_rank: int, *, is_plain: bool) -> int:
+    """Return the bytes that `activation_offload` holds in host memory, of all micro-batches that wait for their backward.
+
+    Without experts and tensor parallelism on a processor in float32 to the byte; elsewhere with what torch's operators for
+    GPUs save. Each tensor once, however many operators save it; without the mask of documents, which is no float.
+    """
+    if not config.parallel.activation_offload:
+        return 0
+    stages = layout.stages_of(pp_rank)
+    layers = sum(len(layout.stage_layers[stage]) for stage in stages)
+    tokens = config.train.micro_batch * config.train.seq_len // layout.cp
+    rows = config.train.micro_batch if config.data.sources else 1  # of documents, each row has other positions
+    angles = rows * config.train.seq_len // layout.cp * config.model.head_size
+    tables = 0 if is_plain and not config.model.qk_norm else angles
+    of_layer = tokens * _moved_per_token(config, layout, is_plain=is_plain) + tables * MASTER
+    gathered = gathered_elements(config, layout) * itemsize(config) if layout.cp > 1 else 0
+    return (of_layer + gathered) * layers * in_flight(layout, pp_rank) // len(stages)
+
+
+def _moved_per_token(config: RunConfig, layout: Layout, *, is_plain: bool) -> int:
+    """Return the bytes per token of what a layer saves: its activations, and scales of norms and of attention in float32."""
+    model = config.model
+    norms = (model.heads + model.kv_heads) // layout.tp if model.qk_norm else 0
+    scales = model.heads // layout.tp + norms + 1  # of attention, of queries and keys, of the first norm
+    if recompute_of(config.parallel.activation_checkpoint, 0) == FEED_FORWARD:
+        kept = _whole_layer(config, layout, is_plain=is_plain) - _feed_forward(config, layout, is_plain=is_plain)
+        return kept * itemsize(config) + scales * MASTER
+    # what the last product takes is made again on a processor, but where float8 saves it
+    again = _width(config, layout) if is_plain else 0
+    kept = _whole_layer(config, layout, is_plain=is_plain) - again
+    return kept * itemsize(config) + (scales + 1) * MASTER
 
 
 def _context(config: RunConfig, layout: Layout, layers: Sequence[int]) -> int:

@@ -10,6 +10,7 @@ from typing import Any
 
 from flashckpt.trainer.config import RunConfig, read_config
 from flashckpt.trainer.parallel.switches import with_precision
+from flashckpt.trainer.plan.float8 import refuse_plan
 from flashckpt.trainer.plan.forecast import EFFICIENCY
 from flashckpt.trainer.plan.options import PlanOptions, parse, refuse_without_effect
 from flashckpt.trainer.plan.report import candidate, plan_document, refuse_misfit
@@ -40,6 +41,7 @@ def plan(words: Sequence[str]) -> int:
 
 def make_plan(config: RunConfig, options: PlanOptions) -> tuple[LayoutChoice, dict[str, Any]]:
     """Return the run that is described, the best one of a search, and the document; raises as `plan`."""
+    refuse_plan(config, options.gpu, measures=options.measure)
     found: Found | None = None
     origin = "assumed" if options.efficiency == EFFICIENCY else "given"
     if options.search:

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from flashckpt.trainer.config import RunConfig
 from flashckpt.trainer.parallel.layout import Layout
 from flashckpt.trainer.plan.activations import MASTER, estimate, itemsize
+from flashckpt.trainer.plan.float8 import float8_flops_per_token, uses_float8
 from flashckpt.trainer.plan.flops import flops_per_token, mfu, recomputed_flops_per_token
 from flashckpt.trainer.plan.gpus import Gpu
 from flashckpt.trainer.plan.held import SLOTS, StateBytes, held
@@ -35,7 +36,7 @@ class Memory:
     Attributes:
         pp_rank: Which along "pp".
         held: Parameters, gradients, optimizer state.
-        gathered, activations: As `Estimate`.
+        gathered, activations, moved: As `Estimate`.
         is_offloaded: Whether what is held lies in host memory.
     """
 
@@ -43,6 +44,7 @@ class Memory:
     held: StateBytes
     gathered: int
     activations: int
+    moved: int = 0
     is_offloaded: bool = False
 
     @property
@@ -77,8 +79,13 @@ class Memory:
 
     @property
     def host(self) -> int:
-        """Of the host in all: snapshots, and with `parallel.offload` parameters, gradients and optimizer state."""
-        return self.slots + (self.held.state + self.held.gradients if self.is_offloaded else 0)
+        """Of the host in all: snapshots, activations that are moved there, and with `parallel.offload` the state."""
+        return self.slots + self.moved + self.state_on_host
+
+    @property
+    def state_on_host(self) -> int:
+        """Of the host, for parameters, gradients and optimizer state with `parallel.offload`."""
+        return self.held.state + self.held.gradients if self.is_offloaded else 0
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -86,16 +93,17 @@ class StepTime:
     """Seconds of a step.
 
     Attributes:
-        compute_s: Products of the busiest rank, without idling.
+        compute_s: Products of the busiest rank, without idling; peak_s: at the full peak.
         optimizer_s: Reading and writing the state once.
         traffic: By dimension.
         bubble: Idle share.
         lower_s, upper_s, estimate_s: Of the whole step.
         flops: Model FLOPs per token.
-        hardware_flops: With what is computed again.
+        hardware_flops: With what is computed again; float8_flops: of these, per token, products in float8.
     """
 
     compute_s: float
+    peak_s: float
     optimizer_s: float
     traffic: tuple[Traffic, ...]
     bubble: float
@@ -104,6 +112,7 @@ class StepTime:
     estimate_s: float
     flops: float
     hardware_flops: float
+    float8_flops: float = 0.0
 
 
 def memory(config: RunConfig, layout: Layout, *, is_plain: bool = False) -> Memory:
@@ -118,6 +127,7 @@ def memory(config: RunConfig, layout: Layout, *, is_plain: bool = False) -> Memo
                 held=one,
                 gathered=guess.gathered,
                 activations=guess.activations,
+                moved=guess.moved,
                 is_offloaded=config.parallel.offload == "state",
             )
         )
@@ -126,7 +136,12 @@ def memory(config: RunConfig, layout: Layout, *, is_plain: bool = False) -> Memo
 
 def is_plain(config: RunConfig, layout: Layout, gpu: Gpu) -> bool:
     """Return whether the model's operators for processors are used."""
-    return not gpu.device and layout.tp == 1 and itemsize(config) == MASTER
+    return not gpu.device and layout.tp == 1 and itemsize(config) == MASTER and not uses_float8(config)
+
+
+def float8_rate(config: RunConfig, gpu: Gpu) -> float:
+    """Return the peak of products in float8; emulated ones are counted at that of bfloat16."""
+    return gpu.float8_flops if gpu.float8_flops and not config.train.float8_emulate else gpu.flops
 
 
 def step_time(
@@ -152,8 +167,10 @@ def step_time(
     hardware = flops + recomputed_flops_per_token(
         config.model, config.train.seq_len, config.parallel.activation_checkpoint
     )
+    float8 = float8_flops_per_token(config, layout.tp)
     tokens = config.train.global_batch * config.train.seq_len
-    compute_s = hardware * tokens / layout.world / (gpu.flops * efficiency)
+    peak_s = ((hardware - float8) / gpu.flops + float8 / float8_rate(config, gpu)) * tokens / layout.world
+    compute_s = peak_s / efficiency
     # Each element of parameters and two moments is read and written, each of the gradients read (and cleared).
     optimizer_s = (2 * needed.held.state + 2 * needed.held.gradients) / gpu.memory_rate
     moved = traffic(config, layout, needed.pp_rank, needed.held, gpu=gpu, ranks_per_node=ranks_per_node)
@@ -163,6 +180,7 @@ def step_time(
     busy = compute_s * idle
     return StepTime(
         compute_s=compute_s,
+        peak_s=peak_s,
         optimizer_s=optimizer_s,
         traffic=tuple(moved),
         bubble=layout.bubble,
@@ -171,6 +189,7 @@ def step_time(
         estimate_s=max((compute_s + waits) * idle, beside) + optimizer_s,
         flops=flops,
         hardware_flops=hardware,
+        float8_flops=float8,
     )
 
 

@@ -4,7 +4,7 @@ Sources: NVIDIA's data sheets of V100 (SXM2), A100 (SXM4), H100 (SXM5), H200 (SX
 MI300X. Links count one direction: half of what the sheets give for NVLink (300, 600, 900 and 1,800 GB/s) and for
 Infinity Fabric (seven links of 128 GB/s). The network is what the vendor's node of eight has for each: DGX-1 four adapters of
 100 Gb/s, DGX A100 eight of 200, DGX H100, H200 and B200 and AMD's MI300X platform eight of 400. L40S has no NVLink: PCIe 4.0
-x16; its network is taken as 100 Gb/s. "cpu" is a nominal core (3 GHz, two AVX2 products per cycle), to be measured or given.
+x16; its network is taken as 100 Gb/s. V100 and A100 have no float8 products. "cpu" is a nominal core (3 GHz, two AVX2 products per cycle), to be measured or given.
 """
 
 from __future__ import annotations
@@ -55,6 +55,7 @@ class Gpu:
         device: A name as its driver reports it; "" for a processor.
         memory: Bytes.
         flops: Of dense bfloat16 (V100: float16) products, per second.
+        float8_flops: Of dense float8 products, per second; 0: it has none.
         memory_rate: Bytes per second of its memory.
         node_link: Bytes per second to others of its node, in one direction.
         network: Bytes per second to other nodes, in one direction.
@@ -67,6 +68,7 @@ class Gpu:
     memory_rate: float
     node_link: float
     network: float
+    float8_flops: float = 0.0
 
     def is_named(self, device: str) -> bool:
         """Return whether a driver's name is that of this kind of device."""
@@ -75,10 +77,10 @@ class Gpu:
 
 
 def _gpu(name: str, device: str, gigabytes: int, *rates: float) -> Gpu:
-    memory_rate, node_link, network = rates  # GB/s
+    memory_rate, node_link, network, *float8 = rates  # GB/s, and TFLOPS in float8
     return Gpu(
         name=name, device=device, memory=gigabytes * 10**9, flops=peak_tflops(device) * 1e12, memory_rate=memory_rate * 1e9,
-        node_link=node_link * 1e9, network=network * 1e9,
+        node_link=node_link * 1e9, network=network * 1e9, float8_flops=sum(float8) * 1e12,
     )  # fmt: skip
 
 
@@ -89,11 +91,11 @@ GPUS = {
         _gpu("v100", "Tesla V100-SXM2-32GB", 32, 900, 150, 6.25),
         _gpu("a100-40", "NVIDIA A100-SXM4-40GB", 40, 1555, 300, 25),
         _gpu("a100-80", "NVIDIA A100-SXM4-80GB", 80, 2039, 300, 25),
-        _gpu("h100", "NVIDIA H100 80GB HBM3", 80, 3350, 450, 50),
-        _gpu("h200", "NVIDIA H200", 141, 4800, 450, 50),
-        _gpu("b200", "NVIDIA B200", 180, 8000, 900, 50),
-        _gpu("l40s", "NVIDIA L40S", 48, 864, 32, 12.5),
-        _gpu("mi300x", "AMD Instinct MI300X", 192, 5300, 448, 50),
+        _gpu("h100", "NVIDIA H100 80GB HBM3", 80, 3350, 450, 50, 1979),
+        _gpu("h200", "NVIDIA H200", 141, 4800, 450, 50, 1979),
+        _gpu("b200", "NVIDIA B200", 180, 8000, 900, 50, 4500),
+        _gpu("l40s", "NVIDIA L40S", 48, 864, 32, 12.5, 733),
+        _gpu("mi300x", "AMD Instinct MI300X", 192, 5300, 448, 50, 2615),
         _CPU,
     )
 }

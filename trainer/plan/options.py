@@ -17,6 +17,7 @@ _SUFFIX = {"": 1, "K": 1e3, "M": 1e6, "G": 1e9, "B": 1e9, "T": 1e12}
 _FIGURES = {
     "gpu_memory": ("memory", 1e9, "GB of a device"),
     "gpu_flops": ("flops", 1e12, "TFLOPS of a device, dense bfloat16"),
+    "gpu_float8_flops": ("float8_flops", 1e12, "TFLOPS of a device, dense float8"),
     "memory_rate": ("memory_rate", 1e9, "GB/s of a device's memory"),
     "node_link": ("node_link", 1e9, "GB/s between devices of a node, one direction"),
     "network": ("network", 1e9, "GB/s of a device to other nodes, one direction"),

@@ -10,7 +10,7 @@ from flashckpt.trainer.config import RunConfig
 from flashckpt.trainer.parallel.layout import Layout, resolve_layout
 from flashckpt.trainer.plan.failures import failure_forecast, gpu_hours
 from flashckpt.trainer.plan.flops import count_parameters, training_days
-from flashckpt.trainer.plan.forecast import RESERVED, Memory, is_plain, memory, speed, step_time
+from flashckpt.trainer.plan.forecast import RESERVED, Memory, float8_rate, is_plain, memory, speed, step_time
 from flashckpt.trainer.plan.gpus import Gpu
 from flashckpt.trainer.plan.held import SLOTS, stored_bytes, zero_bytes
 from flashckpt.trainer.plan.options import PlanOptions
@@ -52,13 +52,14 @@ def plan_document(one: LayoutChoice, options: PlanOptions, found: Found | None, 
         "version": VERSION,
         "gpus": options.gpus,
         "gpu": {**asdict(gpu), "ranks_per_node": options.ranks_per_node},
-        "efficiency": {"share": _efficiency(one, gpu), "from": efficiency_from},
+        "efficiency": {"share": _efficiency(one), "from": efficiency_from},
         "model": {
             "parameters": parameters,
             "active_parameters": count_parameters(config.model, active=True),
             "flops_per_token": one.time.flops,
             "hardware_flops_per_token": one.time.hardware_flops,
         },
+        "float8": _float8(one, gpu),
         "layout": layout_document(layout, config),
         "memory": memory_document(one.memory, gpu, options.ranks_per_node),
         "activations": _by_recompute(config, layout, gpu),
@@ -75,9 +76,14 @@ def plan_document(one: LayoutChoice, options: PlanOptions, found: Found | None, 
     }  # fmt: skip
 
 
-def _efficiency(one: LayoutChoice, gpu: Gpu) -> float:
-    tokens = one.config.train.global_batch * one.config.train.seq_len
-    return one.time.hardware_flops * tokens / one.layout.world / (gpu.flops * one.time.compute_s)
+def _float8(one: LayoutChoice, gpu: Gpu) -> dict[str, float] | None:
+    if not one.time.float8_flops:
+        return None
+    return {"flops_per_token": one.time.float8_flops, "rate": float8_rate(one.config, gpu)}
+
+
+def _efficiency(one: LayoutChoice) -> float:
+    return one.time.peak_s / one.time.compute_s
 
 
 def layout_document(layout: Layout, config: RunConfig) -> dict[str, Any]:
@@ -107,7 +113,8 @@ def memory_document(needed: Memory, gpu: Gpu, ranks_per_node: int) -> dict[str, 
         "fits": needed.fits(gpu),
         "slots": SLOTS,
         "slot_bytes": needed.held.state,
-        "state_on_host_bytes": needed.host - needed.slots,
+        "state_on_host_bytes": needed.state_on_host,
+        "activations_on_host_bytes": needed.moved,
         "host_node_bytes": needed.host * ranks_per_node,
     }
 
@@ -177,7 +184,7 @@ def search_document(found: Found, options: PlanOptions) -> dict[str, Any]:
                 "peak_bytes": one.memory.peak,
                 "step_s": one.time.estimate_s,
                 "mfu": speed(one.config, one.time, options.gpu, one.layout.world, one.time.estimate_s).mfu,
-                "efficiency": _efficiency(one, options.gpu),
+                "efficiency": _efficiency(one),
                 "reasons": reasons(one),
             }
             for one in shown

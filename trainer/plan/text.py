@@ -29,15 +29,22 @@ def _head(plan: dict[str, Any]) -> list[str]:
             f"{plan['gpus']:,} x {gpu['name']}: {gpu['memory'] / 1e9:.0f} GB, {gpu['flops'] / 1e12:,.4g} TFLOPS, of which "
             f"products reach {plan['efficiency']['share']:.0%} ({plan['efficiency']['from']})"
         ),
+        *_float8(plan["float8"], model["hardware_flops_per_token"]),
         f"{layout['text']}; micro-batch {layout['micro_batch']}, {layout['data_parallel']}, recompute {layout['recompute']}",
     ]
+
+
+def _float8(float8: dict[str, float] | None, of: float) -> list[str]:
+    if float8 is None:
+        return []
+    return [f"float8: {float8['flops_per_token'] / of:.0%} of these FLOPs, at {float8['rate'] / 1e12:,.4g} TFLOPS"]
 
 
 def _memory(plan: dict[str, Any]) -> list[str]:
     held = plan["memory"]
     names = ("parameter", "gradient", "optimizer", "gathered", "activation")
     rows = ", ".join(f"{name} {human_bytes(held[f'{name}_bytes'])}" for name in names)
-    on_host = held["state_on_host_bytes"]
+    on_host, moved = held["state_on_host_bytes"], held["activations_on_host_bytes"]
     room = "fits" if held["fits"] else "DOES NOT FIT"
     modes = ", ".join(f"{mode} {human_bytes(nbytes)}" for mode, nbytes in plan["activations"].items())
     stages = ", ".join(f"{one['stage']}: {human_bytes(one['bytes'])}" for one in plan["zero"])
@@ -51,7 +58,7 @@ def _memory(plan: dict[str, Any]) -> list[str]:
         f"  states by ZeRO stage, at 16 bytes per parameter: {stages} (stage 3 sends 1.5 times as much)",
         (
             f"  host: {held['slots']} slots of {human_bytes(held['slot_bytes'])}, {human_bytes(held['host_node_bytes'])} per node"
-            f"{', state included' if on_host else ''}; checkpoint {human_bytes(plan['checkpoint_bytes'])}"
+            f"{', state included' if on_host else ''}{f', with {human_bytes(moved)} of activations' if moved else ''}; checkpoint {human_bytes(plan['checkpoint_bytes'])}"
         ),
     ]
 

@@ -15,6 +15,7 @@ from flashckpt.trainer.model.initial import name_seed
 from flashckpt.trainer.model.moe import described_products
 from flashckpt.trainer.parallel.apply import Parallel
 from flashckpt.trainer.parallel.distributed import device_name
+from flashckpt.trainer.parallel.float8 import described_float8
 from flashckpt.trainer.parallel.layout import Layout, resolve_layout
 from flashckpt.trainer.parallel.switches import host_memory_switches
 from flashckpt.trainer.phases import Phase
@@ -57,6 +58,8 @@ def announce(config: RunConfig, layout: Layout, parallel: Parallel) -> None:
     say_once(logging.INFO, f"{layout.describe()}; {where}")
     if device.type == "cpu" and (moved := host_memory_switches(config.parallel)):
         say_once(logging.WARNING, f"{moved}: all is in host memory on a CPU: nothing is saved")
+    if float8 := described_float8(config, parallel.parts):
+        say_once(logging.INFO, float8)
     if products := described_products(parallel.parts[0]):
         say_once(logging.INFO, products)
     say_once(logging.INFO, start_line(config, layout, device_name(device)))

@@ -1,15 +1,13 @@
 """Every pair of the trainer's switches: in some run both are on, which trains as one process does and survives a kill.
 
-The rows are made from the table `FACTORS`: each pair of values occurs in one of them, or is refused before torch is
+The rows are made from the table `support.switches.FACTORS`: each pair of values occurs in one of them, or is refused before torch is
 imported. In a row, ranks train, are killed by SIGKILL in the middle of a step, and are started again: what they train
 then is what they had trained without the kill, bit for bit, and to rounding what one process trains.
 """
 
 from __future__ import annotations
 
-import json
 import os
-import signal
 from pathlib import Path
 from typing import Any
 
@@ -17,9 +15,18 @@ import pytest
 import torch
 import torch.distributed as dist
 from support.covering import Row, cover, cover_each
-from support.documents import documents_run, write_documents
 from support.ranks import run_ranks, values
-from support.training import floats, run_config, train_rank, write_corpus
+from support.switches import (
+    FACTORS,
+    Alone,
+    Switches,
+    config_of,
+    killed_and_resumed,
+    parallel,
+    world_of,
+    write_texts,
+)
+from support.training import run_config
 from torch.distributed.fsdp import FSDPModule
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
@@ -27,106 +34,26 @@ from torch.utils._pytree import tree_leaves
 import flashckpt.checkpointer  # noqa: F401 -- imported before the fork, so that ranks start in 0.2 s
 from flashckpt.errors import ConfigError, LayoutError
 from flashckpt.shm.job_directory import JobDirectory
-from flashckpt.trainer.config import from_values, to_values
+from flashckpt.trainer.config import from_values
 from flashckpt.trainer.parallel import apply
 from flashckpt.trainer.parallel.distributed import process_group
 from flashckpt.trainer.parallel.layout import resolve_layout
 from flashckpt.trainer.train import loop
 
-Sections = dict[str, dict[str, Any]]
-
-
-def parallel(**settings: Any) -> Sections:
-    return {"parallel": settings}
-
-
-FACTORS: dict[str, dict[str, Sections]] = {
-    "keep": {
-        "all": {},
-        "full": parallel(activation_checkpoint="full"),
-        "every:2": parallel(activation_checkpoint="every:2"),
-        "groups:2": parallel(activation_checkpoint="groups:2"),
-        "selective": parallel(activation_checkpoint="selective"),
-        "ffn, moved": parallel(activation_checkpoint="ffn", activation_offload=True),
-    },
-    "data": {
-        "one": parallel(dp_shard=1),
-        "ddp": parallel(data_parallel="ddp", dp_replicate=2, dp_shard=1, bucket_mb=0.02),
-        "zero 0": parallel(zero=0, dp_replicate=2, dp_shard=1),
-        "zero 1": parallel(zero=1, dp_shard=2),
-        "zero 2": parallel(zero=2, dp_shard=2),
-        "zero 3": parallel(zero=3, dp_shard=2),
-        "hsdp": parallel(dp_replicate=2, dp_shard=2),
-    },
-    "pipeline": {
-        "none": {},
-        "1F1B": parallel(pp=2),
-        "interleaved": parallel(pp=2, schedule="Interleaved1F1B"),
-        "zbv": parallel(pp=2, schedule="ZBVZeroBubble"),
-    },
-    "tensor": {
-        "none": {},
-        "sequence": parallel(tp=2),
-        "loss": parallel(tp=2, sequence_parallel=False, loss_parallel=True),
-    },
-    "context": {"whole rows": {}, "cp 2": parallel(cp=2), "ring 2": parallel(cp=2, cp_exchange="ring")},
-    "loss": {"whole": {}, "pieces": {"train": {"loss_chunk": 5}}},
-    "precision": {"float32": {}, "bfloat16": {"train": {"precision": "bfloat16"}}, "float16": {"train": {"precision": "float16"}}},
-    "state": {"device": {}, "host": parallel(offload="state")},
-    "model": {
-        "dense": {},
-        "one kv head, tied": {"model": {"kv_heads": 1, "tied_embeddings": True}},
-        "experts": {"model": {"experts": 4, "ffn": 32}},
-        "experts, cut": {"model": {"experts": 4, "ffn": 32}, **parallel(ep=1)},
-    },
-    "rows": {"windows": {}, "documents": {"data": {"packing": "stream"}}},  # see `config_of`
-}  # fmt: skip
-STEPS, BEYOND = 2, 2
-ALONE = ("precision", "model", "rows")  # what one process has too
-
-
-def sections_of(row: Row) -> Sections:
-    merged: Sections = {"train": {"micro_batch": 1}, "parallel": {}, "model": {}}
-    for factor, value in row.items():
-        for section, content in FACTORS[factor][value].items():
-            merged[section] = {**merged.get(section, {}), **content}
-    degrees = merged["parallel"]
-    merged["train"]["global_batch"] = 2 * degrees.get("dp_replicate", 1) * degrees["dp_shard"]
-    return merged
-
-
-def world_of(sections: Sections) -> int:
-    size = 1
-    for name in ("pp", "dp_replicate", "dp_shard", "cp", "tp"):
-        size *= sections["parallel"].get(name, 1)
-    return size
-
-
-def works(row: Row) -> bool:
-    sections = sections_of(row)
-    try:
-        resolve_layout(run_config(Path("unused"), **sections), world_of(sections))
-    except (LayoutError, ConfigError):
-        return False
-    return world_of(sections) <= 8
-
-
-VALUES = {name: list(values) for name, values in FACTORS.items()}
-ROWS, REFUSED = cover(VALUES, works)
-DROPPED, _ = cover_each(VALUES, works)
+SWITCHES = Switches(factors=FACTORS)
+ROWS, REFUSED = cover(SWITCHES.values, SWITCHES.works)
+DROPPED, _ = cover_each(SWITCHES.values, SWITCHES.works)
 """Rows with dropout: each value once. What is dropped depends on the layout, so one process is no measure for them."""
-
-
-def name_of(row: Row) -> str:
-    return ", ".join(value for factor, value in row.items() if value != next(iter(FACTORS[factor])))
 
 
 @pytest.fixture(scope="module")
 def corpus(tmp_path_factory: Any) -> Any:
-    folder = tmp_path_factory.mktemp("switches")
-    (folder / "documents").mkdir()
-    write_documents(folder / "documents")
-    return folder, write_corpus(folder / "text")
+    return write_texts(tmp_path_factory.mktemp("switches"))
+
+
+@pytest.fixture(scope="module")
+def alone(corpus: Any) -> Any:
+    return Alone(SWITCHES, corpus)
 
 
 @pytest.fixture(autouse=True)
@@ -135,101 +62,29 @@ def _memory(monkeypatch: Any, tmp_path: Any) -> None:
     monkeypatch.setattr(JobDirectory, "ensure_daemon", lambda *_: None)  # restores here are from memory
 
 
-def config_of(corpus: Any, sections: Sections, **more: dict[str, Any]) -> dict[str, Any]:
-    folder, source = corpus
-    optim = {"schedule": "constant", "warmup_steps": 1}
-    data: dict[str, Any] = {"source": source}
-    if "data" in sections:  # several in a row, each seen by its own tokens alone
-        data = to_values(documents_run(folder / "documents", {}))["data"]
-    return to_values(run_config(folder, **{"optim": optim, **sections, **more, "data": data}))
-
-
-def trained(trainer: Any, steps: int) -> dict[int, str]:
-    records = [trainer.one_step() for _ in range(steps)]
-    return {record.step: record.loss.hex() for record in records}
-
-
-def run_leg(rank: int, values: dict[str, Any], folder: str, leg: str) -> None:
-    """Restore and train; the losses go to a file, for in the leg "killed" the ranks then die in the middle of a step."""
-    config = from_values(values)
-    layout = loop.prepare(config, int(os.environ["WORLD_SIZE"]))
-    with process_group(config) as device:
-        trainer = loop.Trainer(config, layout, device)
-        trainer._restore()
-        began = trainer.done
-        losses = trained(trainer, STEPS - began)
-        kept, trainer.ckpt = trainer.ckpt, None  # from here on nothing is recorded
-        losses |= trained(trainer, BEYOND)
-        Path(folder, f"{leg}-{rank}").write_text(json.dumps({"began": began, "losses": losses}))
-        if leg == "killed":
-            trainer._apply = lambda *_: os.kill(os.getpid(), signal.SIGKILL)  # type: ignore[method-assign, assignment]  # dies there
-            trainer.one_step()
-        assert kept is not None
-
-
-def results(folder: Path, leg: str, world: int) -> list[dict[str, Any]]:
-    return [json.loads((folder / f"{leg}-{rank}").read_text()) for rank in range(world)]
-
-
-@pytest.fixture(scope="module")
-def alone(corpus: Any) -> Any:
-    cache: dict[str, list[float]] = {}
-
-    def losses(row: Row, sections: Sections) -> list[float]:
-        same = {name: row[name] for name in ALONE}
-        key = f"{same} {sections['train']['global_batch']}"
-        if key not in cache:
-            own: Sections = {"train": {"global_batch": sections["train"]["global_batch"], "micro_batch": 1}}
-            for factor, value in same.items():
-                for section, content in FACTORS[factor][value].items():
-                    own[section] = {**own.get(section, {}), **content}
-            (only,) = values(run_ranks(train_rank, 1, config_of(corpus, own), STEPS + BEYOND, timeout_s=100))
-            cache[key] = floats(only["losses"])
-        return cache[key]
-
-    return losses
-
-
-def killed_and_resumed(sections: Sections, corpus: Any, tmp_path: Path) -> list[float]:
-    """Train, kill every rank in the middle of a step and continue; return the losses, which are the same bits both times."""
-    world = world_of(sections)
-    checkpoint = {"root": str(tmp_path / "root"), "job": "switches", "snapshot_every": 1, "persist_every": 1000}
-    config = config_of(corpus, sections, checkpoint=checkpoint)
-    ended = run_ranks(run_leg, world, config, str(tmp_path), "killed", timeout_s=200)
-    assert {rank.signal for rank in ended} == {signal.SIGKILL}, ended[0].error
-    values(run_ranks(run_leg, world, config, str(tmp_path), "resumed", timeout_s=200))
-    killed, resumed = (results(tmp_path, leg, world) for leg in ("killed", "resumed"))
-    wanted = killed[0]["losses"]
-    for rank in (*killed, *resumed):
-        assert rank["losses"] == {step: loss for step, loss in wanted.items() if int(step) > rank["began"]}
-    assert {rank["began"] for rank in killed} == {0}
-    assert {rank["began"] for rank in resumed} <= {STEPS - 1, STEPS}
-    return floats(list(wanted.values()))
-
-
-@pytest.mark.parametrize("row", ROWS, ids=name_of)
+@pytest.mark.parametrize("row", ROWS, ids=SWITCHES.name_of)
 def test_all_pairs_train_as_one_process_and_survive_a_kill(row: Row, corpus: Any, alone: Any, tmp_path: Path) -> None:
-    sections = sections_of(row)
+    sections = SWITCHES.sections_of(row)
     found = killed_and_resumed(sections, corpus, tmp_path)
     near = 3e-6 if row["precision"] == "float32" else 3e-3  # rounding of another order of sums
-    assert found == pytest.approx(alone(row, sections), abs=near)
+    assert found == pytest.approx(alone(row), abs=near)
 
 
-@pytest.mark.parametrize("row", DROPPED, ids=name_of)
+@pytest.mark.parametrize("row", DROPPED, ids=SWITCHES.name_of)
 def test_every_switch_goes_with_dropout_and_drops_the_same_after_a_kill(
     row: Row, corpus: Any, alone: Any, tmp_path: Path
 ) -> None:
-    sections = sections_of(row)
+    sections = SWITCHES.sections_of(row)
     sections["model"] = {**sections["model"], "dropout": 0.5}
     found = killed_and_resumed(sections, corpus, tmp_path)
-    whole = alone(row, sections)
+    whole = alone(row)
     far = [abs(one - other) for one, other in zip(found, whole, strict=True)]
     assert 0.003 < max(far) < 0.5, "something is dropped, and it trains all the same"
 
 
-@pytest.mark.parametrize("row", REFUSED, ids=name_of)
+@pytest.mark.parametrize("row", REFUSED, ids=SWITCHES.name_of)
 def test_a_pair_that_no_run_can_have_is_refused_with_the_reason(row: Row) -> None:
-    sections = sections_of(row)
+    sections = SWITCHES.sections_of(row)
     with pytest.raises((LayoutError, ConfigError)) as caught:
         resolve_layout(run_config(Path("unused"), **sections), world_of(sections))
     assert caught.value.found

@@ -14,6 +14,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from flashckpt.trainer.config import from_values
 from flashckpt.trainer.model.initial import fill, materialise
+from flashckpt.trainer.model.moe import choose_products, described_products
 from flashckpt.trainer.model.transformer import Transformer
 from flashckpt.trainer.parallel.apply import build_stage
 from flashckpt.trainer.parallel_config import Recompute
@@ -21,8 +22,8 @@ from flashckpt.trainer.parallel_config import Recompute
 pytestmark = pytest.mark.filterwarnings("default")  # torch warns about its own look at a tensor's .grad
 
 
-def built(mode: str, *, compiled: bool) -> Transformer:
-    run = from_values({"model": {"dim": 32, "layers": 2, "heads": 4, "kv_heads": 2, "ffn": 64}})
+def built(mode: str, *, compiled: bool, **sizes: int) -> Transformer:
+    run = from_values({"model": {"dim": 32, "layers": 2, "heads": 4, "kv_heads": 2, "ffn": 64, **sizes}})
     layout: Any = type("Layout", (), {"stage_layers": ((0, 1),), "stages": 1})
     model = build_stage(run, layout, 0)
     model.set_recompute(Recompute.parse(mode) or Recompute(mode="none"))
@@ -72,6 +73,22 @@ def test_blocks_are_compiled_under_ddp_with_buckets_smaller_than_its_first(
     finally:
         dist.destroy_process_group()
     assert len(ran) == 2
+
+
+def test_experts_are_compiled_although_the_compiler_does_not_know_their_product(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """torch 2.13 computes the grouped product in float32, and refuses to compile it."""
+    monkeypatch.setattr(torch, "compile", partial(torch.compile, backend="eager"))
+    tokens = torch.arange(24).reshape(2, 12)
+    models = [built("none", compiled=compiled, experts=4) for compiled in (False, True)]
+    for model in models:
+        choose_products(model, torch.device("cpu"), torch.float32)
+    if "grouped" not in described_products(models[0]):
+        pytest.skip(described_products(models[0]))
+    losses = [model(tokens).float().square().mean() for model in models]
+    torch.testing.assert_close(losses[0], losses[1], rtol=1e-6, atol=0)
+    losses[1].backward()
 
 
 def test_nothing_is_compiled_unless_asked_for() -> None:

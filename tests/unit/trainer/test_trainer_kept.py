@@ -12,6 +12,7 @@ from torch import Tensor
 
 from flashckpt.trainer.config import from_values
 from flashckpt.trainer.model.initial import fill, materialise
+from flashckpt.trainer.model.kept import _HostCopies
 from flashckpt.trainer.model.loss import chunked_losses, per_token_loss
 from flashckpt.trainer.model.transformer import Transformer
 from flashckpt.trainer.parallel.switches import recompute_of
@@ -91,6 +92,25 @@ def test_what_is_moved_to_host_memory_is_all_that_blocks_save_but_weights(monkey
     assert sum(moved) > 4 * 2 * 64 * 4 * (
         2 * MODEL["dim"] + 2 * MODEL["ffn"]
     )  # per layer: both inputs, gate and its partner
+
+
+def test_memory_is_copied_once_until_it_is_written_or_given_out_again() -> None:
+    copies = _HostCopies()
+    one = torch.arange(24.0).view(2, 3, 4)
+    first = copies.of(one)
+    assert copies.of(one.transpose(0, 1)) is first
+    assert copies.of(one.view(6, 4)) is first
+    assert torch.equal(first, one.flatten())
+    assert copies.of(one[:1]) is not first
+    gaps = copies.of(one[:, :1])
+    assert torch.equal(gaps, one[:, :1])
+    one.add_(1)
+    assert torch.equal(copies.of(one), one.flatten())
+    assert not torch.equal(first, one.flatten())
+    for value in range(8):  # the allocator gives the same memory again
+        again = torch.full((64,), float(value))
+        assert torch.equal(copies.of(again), again)
+        del again
 
 
 @pytest.mark.parametrize("chunk", [1000, 32, 7])

@@ -14,10 +14,12 @@ from torch.utils._pytree import tree_leaves
 from flashckpt.trainer.config import from_values
 from flashckpt.trainer.dry_run.command import describe
 from flashckpt.trainer.dry_run.options import DryRunOptions
+from flashckpt.trainer.model import kept
 from flashckpt.trainer.model.loss import per_token_loss
 from flashckpt.trainer.model.transformer import Transformer
 from flashckpt.trainer.parallel.layout import resolve_layout
 from flashckpt.trainer.plan.activations import estimate
+from flashckpt.trainer.plan.forecast import memory
 from flashckpt.trainer.plan.held import held, stored_bytes
 from flashckpt.trainer.plan.recompute import parse_recompute
 
@@ -150,6 +152,71 @@ def test_activations_are_within_a_tenth_of_a_measured_peak(mode: str, vocab: int
         step()
     found = estimate(config, resolve_layout(config, 1), 0, block=0, rest=0, whole=0, is_plain=True).activations
     assert found == pytest.approx(live.peak, rel=0.2 if mode == "selective" else 0.1)
+
+
+class DeviceBytes(LiveBytes):  # type: ignore[no-untyped-call]  # as above
+    """Counts those that are not copies in host memory."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        super().__init__()
+        self.on_host = self.most_on_host = self.device_peak = 0
+        copied = kept._copied
+
+        def noting(tensor: Tensor) -> Tensor:
+            host = copied(tensor)
+            self.on_host += host.nbytes
+            self.most_on_host = max(self.most_on_host, self.on_host)
+            weakref.finalize(host.untyped_storage(), self._dropped, host.nbytes)
+            return host
+
+        hooks = torch.autograd.graph.saved_tensors_hooks
+        monkeypatch.setattr(kept, "_copied", noting)
+
+        def noting_hooks(pack: Any, unpack: Any) -> Any:
+            # what comes back is the copy itself on a CPU; on a device it is other memory
+            return hooks(pack, lambda one: one if isinstance(one, Tensor) else unpack(one).clone())
+
+        monkeypatch.setattr(torch.autograd.graph, "saved_tensors_hooks", noting_hooks)
+
+    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = super().__torch_dispatch__(function, types, args, kwargs)
+        self.device_peak = max(self.device_peak, self.now - self.on_host)
+        return out
+
+    def _dropped(self, nbytes: int) -> None:
+        self.on_host -= nbytes
+
+
+@pytest.mark.parametrize("mode", ["none", "ffn"])
+@pytest.mark.parametrize("more", [{}, {"qk_norm": True, "kv_heads": 4}, {"vocab": 4096, "head_dim": 16}])
+def test_what_is_moved_to_host_memory_is_the_formula_to_the_byte(
+    mode: str, more: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sizes = {"dim": 128, "layers": 4, "heads": 4, "kv_heads": 2, "ffn": 384, "vocab": 256, **more}
+    config = from_values({
+        "model": sizes, "train": {"seq_len": 128, "micro_batch": 2, "global_batch": 2},
+        "parallel": {"activation_checkpoint": mode, "activation_offload": True},
+    })  # fmt: skip
+    model = Transformer(config.model, 128)
+    for parameter in model.parameters():
+        nn.init.normal_(parameter, std=0.02)
+        parameter.grad = torch.zeros_like(parameter)
+    model.set_recompute(parse_recompute(mode), offload=True)
+    tokens, targets = (torch.randint(0, sizes["vocab"], (2, 128)) for _ in range(2))
+
+    def step() -> None:
+        torch.autograd.backward(per_token_loss(model(tokens), targets).mean())
+
+    step()  # tables of positions are made
+    with DeviceBytes(monkeypatch) as live:
+        step()
+    needed = memory(config, resolve_layout(config, 1), is_plain=True)
+    assert needed.moved == live.most_on_host
+    assert needed.host == needed.slots + live.most_on_host
+    assert live.on_host == 0  # after the step nothing of it is left
+    # one process has no gradients that are gathered: those of a feed-forward part, before they are added
+    weights = 0 if sizes["vocab"] > 256 else 3 * sizes["dim"] * sizes["ffn"] * 4
+    assert needed.activations + weights == pytest.approx(live.device_peak, rel=0.1)
 
 
 @pytest.mark.parametrize(
