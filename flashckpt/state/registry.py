@@ -19,6 +19,7 @@ from flashckpt.state.deferred_optimizer import DeferredState
 from flashckpt.state.depth import refuse_deep
 from flashckpt.state.exclusion import Exclusion
 from flashckpt.state.module_tensors import ModuleTensors, collect, may_share
+from flashckpt.state.parts import PartsByLabel, parts_of
 from flashckpt.state.placement import World
 from flashckpt.state.state_layout import StateLayout
 from flashckpt.state.structure import Structure
@@ -141,6 +142,10 @@ class StateRegistry:
     def parts(self) -> list[nn.Module]:
         """Return every tracked module."""
         return [part for group in self.modules.values() for part in group]
+
+    def in_parts(self) -> PartsByLabel:
+        """Return the tensors of objects that lie in parts, by track name."""
+        return parts_of(self.objects)
 
     def left_out(self) -> dict[str, torch.Tensor]:
         """Return the tensors of modules that no snapshot holds, by name.
@@ -298,6 +303,7 @@ class StateRegistry:
             fenced=self.fenced,
             captured=captured,
             ahead=self.ahead,
+            parts=self.in_parts(),
             plans_only=self._plans_only,
         )
         self.planned, entries = build(tracked)
@@ -313,7 +319,7 @@ class StateRegistry:
 
     def _watch(self) -> None:
         assert self.planned is not None
-        dicts: list[Any] = list(modules.watched(self._found.walked_modules()))
+        dicts: list[Any] = [*modules.watched(self._found.walked_modules()), *self.in_parts().values()]
         lists: list[Any] = []
         mixed: list[Any] = []
         changing = {id(value.state) for value in self._reader.values}

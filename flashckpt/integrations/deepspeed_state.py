@@ -1,0 +1,296 @@
+"""The state of a DeepSpeed engine as objects that a Checkpointer tracks: tensors by the name of their parameter, and the rest."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+
+from flashckpt.core.digest import digest
+from flashckpt.errors import ConfigError, UnsupportedStateError
+from flashckpt.integrations.deepspeed_fragments import Fragment, all_ranks, fragments_of, share_of_partitioned
+from flashckpt.state.parts import Part, cut
+
+_COUNTERS = ("global_steps", "global_samples", "skipped_steps")
+_SCALE = ("cur_scale", "cur_iter", "last_overflow_iter", "cur_hysteresis")
+_HALF_RESTORED = "Weights and moments were restored, settings were not: train nothing with them."
+
+
+class Trained:
+    """The tensors of an engine, found again where DeepSpeed has replaced some.
+
+    Args:
+        engine: One that `refuse_unsupported` let pass.
+
+    Attributes:
+        inner: The torch optimizer that updates the fp32 weights.
+        fragments: This rank's share of every trained parameter.
+        weights: Parts of the fp32 weights, of parameters that are not trained, and of buffers, by name.
+        moments: Parts of the state of the optimizer, by parameter and key.
+    """
+
+    def __init__(self, engine: Any) -> None:
+        self._engine = engine
+        self.inner: torch.optim.Optimizer = getattr(engine.optimizer, "optimizer", engine.optimizer)
+        self.fragments: list[Fragment] = []
+        self.weights: dict[str, Sequence[Part]] = {}
+        self.moments: dict[str, Sequence[Part]] = {}
+        self._owners: list[torch.Tensor] = []
+        self._buffers: list[tuple[str, dict[str, Any], str]] = []
+        self._known: list[tuple[int, int]] = []
+
+    def look(self) -> None:
+        """Find the tensors; a cheap comparison where they are still those that were found before.
+
+        Raises:
+            UnsupportedStateError: The optimizer makes its state in its first step, in a way that is not known here.
+        """
+        held = self._held() if self.fragments else []
+        if held and held == self._known:
+            return
+        names = {id(param): name for name, param in self._engine.module.named_parameters()}
+        self.fragments = fragments_of(self._engine, names)
+        groups = {fragment.owner: self.inner.param_groups[fragment.group] for fragment in self.fragments}
+        for owner, group in groups.items():
+            make_state(self.inner, owner, group)
+        self._owners, self._buffers = list(groups), list(_buffers(self._engine.module))
+        self._refill(self.weights, self._weights())
+        self._refill(self.moments, self._moments())
+        self._known = self._held()
+
+    @staticmethod
+    def _refill(known: dict[str, Sequence[Part]], found: Mapping[str, Sequence[Part]]) -> None:
+        known.clear()
+        known.update({name: parts for name, parts in found.items() if parts})
+
+    def _held(self) -> list[tuple[int, int]]:
+        """Return what tells each tensor from one that would be in its place."""
+        tensors = [*self._owners, *(value for owner in self._owners for value in beside(self.inner, owner).values())]
+        tensors += [buffers[key] for _, buffers, key in self._buffers]
+        return [(tensor.data_ptr(), tensor.numel()) for tensor in tensors]
+
+    def _weights(self) -> dict[str, Sequence[Part]]:
+        found = {fragment.name: fragment.parts(fragment.owner) for fragment in self.fragments}
+        for name, param in self._engine.module.named_parameters():
+            if name not in found:
+                found[name] = _frozen(param)
+        for name, buffers, key in self._buffers:
+            found[name] = _equal(buffers[key])
+        return found
+
+    def _moments(self) -> dict[str, Sequence[Part]]:
+        return {
+            f"{fragment.name}.{key}": fragment.parts(tensor)
+            for fragment in self.fragments
+            for key, tensor in beside(self.inner, fragment.owner).items()
+        }
+
+
+def beside(inner: torch.optim.Optimizer, owner: torch.Tensor) -> dict[str, torch.Tensor]:
+    """Return the state of a tensor that has its shape, by key."""
+    state = inner.state.get(owner, {})
+    return {key: v for key, v in state.items() if isinstance(v, torch.Tensor) and v.dim() and v.shape == owner.shape}
+
+
+def make_state(inner: torch.optim.Optimizer, owner: torch.Tensor, group: Mapping[str, Any]) -> None:
+    """Make the state of one tensor as the first step would, so that there is something to restore into.
+
+    Raises:
+        UnsupportedStateError: That is not known of this optimizer.
+    """
+    if inner.state.get(owner):
+        return
+    kind = type(inner)
+    is_fused_adam = (kind.__module__, kind.__qualname__) == ("deepspeed.ops.adam.fused_adam", "FusedAdam")
+    if kind not in {torch.optim.Adam, torch.optim.AdamW} and not is_fused_adam:
+        raise UnsupportedStateError(
+            "what this optimizer keeps is made in its first step only, so that nothing could be restored into it",
+            found=f"{kind.__module__}.{kind.__qualname__}",
+            expected="torch.optim.AdamW or Adam, or DeepSpeed's FusedAdam",
+            state="Nothing was tracked.",
+            remedy='deepspeed.initialize(optimizer=torch.optim.AdamW(...)), with "zero_allow_untested_optimizer": true',
+        )
+    keys = ["exp_avg", "exp_avg_sq", *(["max_exp_avg_sq"] if group.get("amsgrad") else [])]
+    moments = {key: torch.zeros_like(owner, requires_grad=False) for key in keys}
+    on_device = group.get("capturable") or group.get("fused")
+    step: Any = 0 if is_fused_adam else torch.tensor(0.0, device=owner.device if on_device else "cpu")
+    inner.state[owner].update({"step": step, **moments})
+
+
+def _buffers(module: torch.nn.Module) -> Iterator[tuple[str, dict[str, Any], str]]:
+    """Yield the persistent buffers: a name, the dict that holds the buffer, and its key there."""
+    for prefix, part in module.named_modules():
+        transient = part._non_persistent_buffers_set  # noqa: SLF001 -- the only place that says so
+        for key, buffer in part._buffers.items():  # noqa: SLF001 -- to see one that is replaced
+            if buffer is not None and key not in transient:
+                yield f"{prefix}.{key}" if prefix else key, part._buffers, key  # noqa: SLF001 -- as above
+
+
+def _frozen(param: Any) -> tuple[Part, ...]:
+    """Return the parts of a parameter that is not trained."""
+    if not hasattr(param, "ds_tensor"):
+        return _equal(param.detach(), is_fenced=True)
+    share = share_of_partitioned(param)
+    return cut(param.ds_tensor[: share["count"]], share["start"], tuple(param.ds_shape), is_fenced=True)
+
+
+def _equal(tensor: torch.Tensor, *, is_fenced: bool = False) -> tuple[Part, ...]:
+    """Return a tensor that every rank has as a whole."""
+    shape = tuple(tensor.shape)
+    whole = (0,) * len(shape)
+    return (Part(tensor=tensor, global_shape=shape, offsets=whole, ranks=all_ranks(), is_fenced=is_fenced),)
+
+
+class Weights:
+    """The weights, tracked as `model`."""
+
+    flashckpt_replicated = True
+
+    def __init__(self, trained: Trained) -> None:
+        self._trained = trained
+
+    def flashckpt_parts(self) -> dict[str, Sequence[Part]]:
+        """Return the fp32 weights, parameters that are not trained, and buffers."""
+        return self._trained.weights
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return nothing more."""
+        return {}
+
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+        """Do nothing: the parts are restored in place."""
+
+
+class Moments:
+    """The state of the optimizer, tracked as `optimizer`."""
+
+    flashckpt_replicated = True
+
+    def __init__(self, trained: Trained) -> None:
+        self._trained = trained
+
+    def flashckpt_parts(self) -> dict[str, Sequence[Part]]:
+        """Return exp_avg and the like."""
+        return self._trained.moments
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the settings of each group, and the numbers that the optimizer keeps: its count of steps."""
+        groups = []
+        for members, group in zip(self._members(), self._trained.inner.param_groups, strict=True):
+            settings = {k: v for k, v in group.items() if k != "params" and not k.startswith("_ds_")}
+            numbers = [(fragment.name, self._numbers(fragment)) for fragment in members]
+            usual = numbers[0][1] if numbers else {}
+            others = {name: own for name, own in numbers if own != usual}
+            entry = {"members": _digest(members), "settings": settings, "numbers": usual, "others": others}
+            groups.append(entry)
+        return {"groups": groups}
+
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+        """Give each group its settings and numbers.
+
+        Raises:
+            ConfigError: The parameters are in other groups than they were.
+        """
+        recorded = {group["members"]: group for group in state_dict["groups"]}
+        for members, group in zip(self._members(), self._trained.inner.param_groups, strict=True):
+            if (found := recorded.get(_digest(members))) is None:
+                raise ConfigError(
+                    "the groups of the optimizer have other parameters than in the snapshot",
+                    found=f"a group of {len(members)} parameters that was none",
+                    expected=f"{len(recorded)} groups as they were",
+                    state=_HALF_RESTORED,
+                    remedy="make the groups as they were, or restore the weights alone: restore(only='model.*')",
+                )
+            for key, value in found["settings"].items():
+                _set(group, key, value)
+            for fragment in members:
+                state = self._trained.inner.state[fragment.owner]
+                for key, value in found["others"].get(fragment.name, found["numbers"]).items():
+                    _set(state, key, value)
+
+    def _members(self) -> list[list[Fragment]]:
+        """Return the fragments of each group."""
+        found: list[list[Fragment]] = [[] for _ in self._trained.inner.param_groups]
+        for fragment in self._trained.fragments:
+            found[fragment.group].append(fragment)
+        return found
+
+    def _numbers(self, fragment: Fragment) -> dict[str, Any]:
+        """Return the state of a parameter that has not its shape."""
+        state, moments = self._trained.inner.state[fragment.owner], beside(self._trained.inner, fragment.owner)
+        numbers = {key: value for key, value in state.items() if key not in moments}
+        return {k: v.item() if isinstance(v, torch.Tensor) and not v.dim() else v for k, v in numbers.items()}
+
+
+def _digest(members: Sequence[Fragment]) -> int:
+    return digest("\n".join(sorted(fragment.name for fragment in members)).encode())
+
+
+def _set(where: Any, key: str, value: Any) -> None:
+    live = where.get(key)
+    if isinstance(live, torch.Tensor):
+        with torch.no_grad():
+            live.copy_(torch.as_tensor(value))
+    else:
+        where[key] = tuple(value) if isinstance(live, tuple) else value
+
+
+class Progress:
+    """What the engine counts, and the loss scale, tracked as `engine`."""
+
+    flashckpt_replicated = True
+
+    def __init__(self, engine: Any) -> None:
+        self._engine = engine
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return steps, samples, micro-batches and the loss scale."""
+        counts = {name: int(getattr(self._engine, name)) for name in (*_COUNTERS, "micro_steps")}
+        scaler = _scaler(self._engine)
+        scale = {key: value for key in _SCALE if (value := getattr(scaler, key, None)) is not None}
+        return {**counts, "accumulation": self._engine.gradient_accumulation_steps(), "loss_scale": scale}
+
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+        """Count on; micro-batches as if all had been of this many ranks."""
+        for name in _COUNTERS:
+            setattr(self._engine, name, state_dict[name])
+        steps, rest = divmod(state_dict["micro_steps"], state_dict["accumulation"])
+        accumulation = self._engine.gradient_accumulation_steps()
+        self._engine.micro_steps = steps * accumulation + (rest if accumulation == state_dict["accumulation"] else 0)
+        scaler = _scaler(self._engine)
+        if is_dynamic(scaler):
+            for key, value in state_dict["loss_scale"].items():
+                setattr(scaler, key, value)
+
+
+def _scaler(engine: Any) -> Any:
+    """Return what holds the loss scale; None where there is none."""
+    optimizer = engine.optimizer
+    return getattr(optimizer, "loss_scaler", None) or getattr(optimizer, "loss_scale_config", None)
+
+
+def is_dynamic(scaler: Any) -> bool:
+    """Whether a loss scale changes during training."""
+    return bool(getattr(scaler, "dynamic", getattr(scaler, "dynamic_loss_scale", False)))
+
+
+class Schedule:
+    """A scheduler of the learning rate: one state for all ranks."""
+
+    flashckpt_replicated = True
+
+    def __init__(self, scheduler: Any) -> None:
+        self._scheduler = scheduler
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return its state."""
+        state: dict[str, Any] = self._scheduler.state_dict()
+        return state
+
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+        """Continue from a state."""
+        self._scheduler.load_state_dict(dict(state_dict))
+
+
+__all__ = ["Moments", "Progress", "Schedule", "Trained", "Weights"]
