@@ -113,11 +113,14 @@ class PartSets:
 
 
 def _shares(parts: PartsByLabel) -> dict[str, tuple[WriteShare, ...]]:
-    """Return which of the ranks with equal copies persists which rows of each tensor, equally many bytes each."""
+    """Return which of the ranks with equal copies persists which rows of each tensor, equally many bytes each.
+
+    What is not fenced (a buffer: ranks may not agree on it) stays with the first one, and is not among them.
+    """
     equal: dict[int, list[WritePart]] = {}
     for label, by_name in parts.items():
         for name, own in by_name.items():
-            if own and len(own[0].ranks) > 1:
+            if own and own[0].is_fenced and len(own[0].ranks) > 1:
                 lengths, nbytes = tuple(own[0].tensor.shape), sum(part.tensor.nbytes for part in own)
                 rows = lengths[cut_dimension(lengths)] if lengths and len(own) == 1 else 1
                 part = WritePart(name=f"{label}.{name}", rows=rows, nbytes=nbytes, weight=nbytes)

@@ -1,12 +1,14 @@
 """A user's program with DeepSpeed, that says which samples each step trained and with which losses.
 
-deepspeed_job.py FOLDER --stage N [--dtype bf16] [--steps N] [--kill-at STEP] [--plain] [--dump]
---plain: without flashckpt. --dump: each rank writes what it was started with, gathered: weights, moments, what the model computes with.
+deepspeed_job.py FOLDER --stage N [--dtype bf16] [--steps N] [--kill-at STEP] [--drop P] [--plain] [--dump]
+--plain: without flashckpt. --dump: each rank writes what was restored, and what it ends with: the weights and moments as
+DeepSpeed gathers them, and what the model computes with.
 """
 
 from __future__ import annotations
 
 import argparse
+import json
 import logging
 import os
 import signal
@@ -56,7 +58,7 @@ def config_of(given):
     return {
         "train_batch_size": BATCH,
         "train_micro_batch_size_per_gpu": MICRO,
-        "zero_optimization": {"stage": given.stage, "stage3_param_persistence_threshold": 20, **given.zero},
+        "zero_optimization": {"stage": given.stage, "stage3_param_persistence_threshold": 20},
         "zero_allow_untested_optimizer": True,
         "zero_force_ds_cpu_optimizer": False,
         "gradient_clipping": 1.0,
@@ -137,6 +139,11 @@ class Training:
         if self.given.kill_at == step and dist.get_rank() == 1 and os.environ.get("FLASHCKPT_RESTART") == "0":
             os.kill(os.getpid(), signal.SIGKILL)
 
+    def commit(self):
+        """What a tracked sampler is told by every step."""
+        if self.engine.micro_steps % self.engine.gradient_accumulation_steps() == 0:
+            self.sampler.commit()
+
     def run(self, step, file):
         """Train; `step` is called after every batch and tells whether to stop."""
         done = self.engine.global_steps
@@ -150,7 +157,7 @@ class Training:
                     return
 
 
-def main():
+def parsed():
     parser = argparse.ArgumentParser()
     parser.add_argument("folder", type=Path)
     parser.add_argument("--stage", type=int, required=True)
@@ -160,30 +167,39 @@ def main():
     parser.add_argument("--drop", type=float, default=0.0)
     parser.add_argument("--plain", action="store_true")
     parser.add_argument("--dump", action="store_true")
-    parser.add_argument("--zero", type=eval, default={})
-    parser.add_argument("--config", type=eval, default={})
-    given = parser.parse_args()
-    engine = engine_of(given)
-    training = Training(given, engine)
-    name = f"rank{dist.get_rank()}"
+    parser.add_argument("--config", type=json.loads, default={})
+    return parser.parse_args()
+
+
+def trained_with_flashckpt(given, training, file, dump):
+    from flashckpt.integrations.deepspeed import FlashCheckpoint
+
+    def step():
+        flash.step(persist=flash.steps + 1 == given.steps)
+        return flash.should_stop
+
+    options = {"data": training.loader, "snapshot_every": 1, "persist_every": 4}
+    with FlashCheckpoint(training.engine, given.folder / "root", **options) as flash:
+        if flash.restore():
+            dump("begin")
+        training.run(step, file)
+
+
+def main():
+    given = parsed()
+    training, name = Training(given, engine_of(given)), f"rank{dist.get_rank()}"
+
+    def dump(when):
+        if given.dump:
+            torch.save(gathered(training.engine), given.folder / f"{name}-{when}.pt")
+
     with (given.folder / f"{name}.txt").open("a") as file:
         if given.plain:
-            training.run(lambda: training.sampler.commit() if engine.micro_steps % engine.gradient_accumulation_steps() == 0 else None, file)
+            training.run(training.commit, file)
         else:
-            from flashckpt.integrations.deepspeed import FlashCheckpoint
-
-            def step():
-                flash.step(persist=flash.steps + 1 == given.steps)
-                return flash.should_stop
-
-            with FlashCheckpoint(engine, given.folder / "root", data=training.loader, snapshot_every=1, persist_every=4) as flash:
-                flash.restore()
-                if given.dump:
-                    torch.save(gathered(engine), given.folder / f"{name}-begin.pt")
-                training.run(step, file)
-    if given.dump:
-        torch.save(gathered(engine), given.folder / f"{name}-end.pt")
-    dist.destroy_process_group()
+            trained_with_flashckpt(given, training, file, dump)
+    dump("end")
+    dist.destroy_process_group()  # a process that ends with one may be aborted by gloo
 
 
 if __name__ == "__main__":
