@@ -23,7 +23,7 @@ from flashckpt.checkpointer import Checkpointer
 from flashckpt.errors import ConfigError
 from flashckpt.integrations.deepspeed_fragments import refresh_weights
 from flashckpt.integrations.deepspeed_refusals import refuse_unsupported
-from flashckpt.integrations.deepspeed_state import Moments, Progress, Schedule, Trained, Weights
+from flashckpt.integrations.deepspeed_state import EngineState, Schedule, Trained
 from flashckpt.integrations.elastic_share import Share, check_share, elastic_in
 from flashckpt.report import RestoreReport
 
@@ -78,8 +78,8 @@ class FlashCheckpoint:
         engine, trained = self._engine, self._trained
         trained.look()
         scheduler = None if engine.lr_scheduler is None else Schedule(engine.lr_scheduler)
-        self.checkpointer.track(model=Weights(trained), optimizer=Moments(trained), engine=Progress(engine))
-        self.checkpointer.track(scheduler=scheduler, data=self._positions, rng=True)
+        state = EngineState(engine, trained)
+        self.checkpointer.track(engine=state, scheduler=scheduler, data=self._positions, rng=True)
         self._hook = trained.inner.register_step_pre_hook(lambda *_: self.checkpointer.fence())
         report = self.checkpointer.restore(**wanted)
         if report is not None:

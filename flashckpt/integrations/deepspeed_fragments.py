@@ -10,7 +10,7 @@ import itertools
 import operator
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypedDict
 
 import torch
 import torch.distributed as dist
@@ -53,6 +53,15 @@ class Fragment:
         return cut(flat, self.start, self.shape, ranks=self.ranks, is_fenced=True)
 
 
+class _Place(TypedDict):
+    """What differs between the kinds of optimizers."""
+
+    at: int
+    start: int
+    count: int
+    ranks: tuple[int, ...]
+
+
 Names = dict[int, str]
 
 
@@ -72,11 +81,11 @@ def all_ranks() -> tuple[int, ...]:
     return tuple(range(size)) if size > 1 else ()
 
 
-def _of_partition(flat: torch.Tensor, rank: int, offset: int, numel: int) -> dict[str, int]:
+def _of_partition(flat: torch.Tensor, rank: int, offset: int, numel: int) -> _Place:
     """Return the common elements of a parameter and of one of the equal pieces of its group."""
     first = rank * flat.numel()
     start, stop = max(offset, first), min(offset + numel, first + flat.numel())
-    return {"at": max(0, start - first), "start": max(0, start - offset), "count": max(0, stop - start)}
+    return {"at": max(0, start - first), "start": max(0, start - offset), "count": max(0, stop - start), "ranks": ()}
 
 
 def _zero_1_and_2(optimizer: Any, names: Names) -> Iterator[Fragment]:
@@ -103,14 +112,20 @@ def _zero_3(optimizer: Any, names: Names) -> Iterator[Fragment]:
                 shape=tuple(param.ds_shape),
                 group=optimizer.sub_group_to_group_id[sub_group],
                 owner=flat,
-                at=at,
-                **share_of_partitioned(param),
+                **_Place(at=at, **share_of_partitioned(param), ranks=()),
             )
             at += param.ds_tensor.ds_numel
 
 
-def share_of_partitioned(param: Any) -> dict[str, int]:
-    """Return `start` and `count` of this rank's share of a parameter of ZeRO 3."""
+class Share(TypedDict):
+    """Elements of a parameter that this rank has, at the beginning of its piece."""
+
+    start: int
+    count: int
+
+
+def share_of_partitioned(param: Any) -> Share:
+    """Return this rank's share of a parameter of ZeRO 3."""
     size = param.ds_tensor.ds_numel
     start = min(dist.get_rank(param.ds_process_group) * size, param.ds_numel)
     return {"start": start, "count": min(size, param.ds_numel - start)}
@@ -132,10 +147,8 @@ def _fused(optimizer: Any, names: Names) -> Iterator[Fragment]:
     for group, (params, flat) in enumerate(zip(optimizer.fp16_groups, optimizer.fp32_groups_flat, strict=True)):
         offsets = itertools.accumulate((param.numel() for param in params), initial=0)
         for param, at in zip(params, offsets, strict=False):
-            place = {"at": at, "start": 0, "count": param.numel()}
-            yield Fragment(
-                name=names[id(param)], shape=tuple(param.shape), group=group, owner=flat, ranks=ranks, **place
-            )
+            place = _Place(at=at, start=0, count=param.numel(), ranks=ranks)
+            yield Fragment(name=names[id(param)], shape=tuple(param.shape), group=group, owner=flat, **place)
 
 
 def _unfused(optimizer: Any, names: Names) -> Iterator[Fragment]:
@@ -151,8 +164,8 @@ def _plain(optimizer: Any, names: Names) -> Iterator[Fragment]:
 
 
 def _whole(name: str, owner: torch.Tensor, group: int) -> Fragment:
-    place = {"at": 0, "start": 0, "count": owner.numel()}
-    return Fragment(name=name, shape=tuple(owner.shape), group=group, owner=owner, ranks=all_ranks(), **place)
+    place = _Place(at=0, start=0, count=owner.numel(), ranks=all_ranks())
+    return Fragment(name=name, shape=tuple(owner.shape), group=group, owner=owner, **place)
 
 
 _FRAGMENTS: dict[str, Callable[[Any, Names], Iterator[Fragment]]] = {

@@ -1,4 +1,4 @@
-"""The state of a DeepSpeed engine as objects that a Checkpointer tracks: tensors by the name of their parameter, and the rest."""
+"""The state of a DeepSpeed engine as a Checkpointer tracks it: tensors by the name of their parameter, and the rest."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _HALF_RESTORED = "Weights and moments were restored, settings were not: train no
 
 
 class Trained:
-    """The tensors of an engine, found again where DeepSpeed has replaced some.
+    """The tensors of an engine, found again where DeepSpeed has given some other memory.
 
     Args:
         engine: One that `refuse_unsupported` let pass.
@@ -26,22 +26,21 @@ class Trained:
     Attributes:
         inner: The torch optimizer that updates the fp32 weights.
         fragments: This rank's share of every trained parameter.
-        weights: Parts of the fp32 weights, of parameters that are not trained, and of buffers, by name.
-        moments: Parts of the state of the optimizer, by parameter and key.
+        parts: Of the fp32 weights, of parameters that are not trained, and of buffers (`model.<name>`); and of the state of
+            the optimizer (`optimizer.<name>.<key>`).
     """
 
     def __init__(self, engine: Any) -> None:
         self._engine = engine
         self.inner: torch.optim.Optimizer = getattr(engine.optimizer, "optimizer", engine.optimizer)
         self.fragments: list[Fragment] = []
-        self.weights: dict[str, Sequence[Part]] = {}
-        self.moments: dict[str, Sequence[Part]] = {}
+        self.parts: dict[str, Sequence[Part]] = {}
         self._owners: list[torch.Tensor] = []
         self._buffers: list[tuple[str, dict[str, Any], str]] = []
         self._known: list[tuple[int, int]] = []
 
     def look(self) -> None:
-        """Find the tensors; a cheap comparison where they are still those that were found before.
+        """Find the tensors; a cheap comparison where they lie where they were found before.
 
         Raises:
             UnsupportedStateError: The optimizer makes its state in its first step, in a way that is not known here.
@@ -55,14 +54,10 @@ class Trained:
         for owner, group in groups.items():
             make_state(self.inner, owner, group)
         self._owners, self._buffers = list(groups), list(_buffers(self._engine.module))
-        self._refill(self.weights, self._weights())
-        self._refill(self.moments, self._moments())
+        self.parts.clear()
+        self.parts.update((f"model.{name}", parts) for name, parts in self._weights().items() if parts)
+        self.parts.update((f"optimizer.{name}", parts) for name, parts in self._moments().items() if parts)
         self._known = self._held()
-
-    @staticmethod
-    def _refill(known: dict[str, Sequence[Part]], found: Mapping[str, Sequence[Part]]) -> None:
-        known.clear()
-        known.update({name: parts for name, parts in found.items() if parts})
 
     def _held(self) -> list[tuple[int, int]]:
         """Return what tells each tensor from one that would be in its place."""
@@ -71,7 +66,7 @@ class Trained:
         return [(tensor.data_ptr(), tensor.numel()) for tensor in tensors]
 
     def _weights(self) -> dict[str, Sequence[Part]]:
-        found = {fragment.name: fragment.parts(fragment.owner) for fragment in self.fragments}
+        found: dict[str, Sequence[Part]] = {one.name: one.parts(one.owner) for one in self.fragments}
         for name, param in self._engine.module.named_parameters():
             if name not in found:
                 found[name] = _frozen(param)
@@ -142,52 +137,36 @@ def _equal(tensor: torch.Tensor, *, is_fenced: bool = False) -> tuple[Part, ...]
     return (Part(tensor=tensor, global_shape=shape, offsets=whole, ranks=all_ranks(), is_fenced=is_fenced),)
 
 
-class Weights:
-    """The weights, tracked as `model`."""
+class EngineState:
+    """All state of an engine: one for all ranks, but for the parts of tensors.
+
+    Args:
+        engine: One that `refuse_unsupported` let pass.
+        trained: Its tensors.
+    """
 
     flashckpt_replicated = True
 
-    def __init__(self, trained: Trained) -> None:
-        self._trained = trained
+    def __init__(self, engine: Any, trained: Trained) -> None:
+        self._engine, self._trained = engine, trained
 
     def flashckpt_parts(self) -> dict[str, Sequence[Part]]:
-        """Return the fp32 weights, parameters that are not trained, and buffers."""
-        return self._trained.weights
+        """Return what this rank holds of weights and moments."""
+        return self._trained.parts
 
     def state_dict(self) -> dict[str, Any]:
-        """Return nothing more."""
-        return {}
-
-    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Do nothing: the parts are restored in place."""
-
-
-class Moments:
-    """The state of the optimizer, tracked as `optimizer`."""
-
-    flashckpt_replicated = True
-
-    def __init__(self, trained: Trained) -> None:
-        self._trained = trained
-
-    def flashckpt_parts(self) -> dict[str, Sequence[Part]]:
-        """Return exp_avg and the like."""
-        return self._trained.moments
-
-    def state_dict(self) -> dict[str, Any]:
-        """Return the settings of each group, and the numbers that the optimizer keeps: its count of steps."""
+        """Return the settings of each group, what the optimizer and the engine count, and the loss scale."""
         groups = []
         for members, group in zip(self._members(), self._trained.inner.param_groups, strict=True):
             settings = {k: v for k, v in group.items() if k != "params" and not k.startswith("_ds_")}
             numbers = [(fragment.name, self._numbers(fragment)) for fragment in members]
             usual = numbers[0][1] if numbers else {}
             others = {name: own for name, own in numbers if own != usual}
-            entry = {"members": _digest(members), "settings": settings, "numbers": usual, "others": others}
-            groups.append(entry)
-        return {"groups": groups}
+            groups.append({"members": _digest(members), "settings": settings, "numbers": usual, "others": others})
+        return {"groups": groups, **counted(self._engine)}
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Give each group its settings and numbers.
+        """Give each group its settings and numbers, and count on.
 
         Raises:
             ConfigError: The parameters are in other groups than they were.
@@ -208,6 +187,7 @@ class Moments:
                 state = self._trained.inner.state[fragment.owner]
                 for key, value in found["others"].get(fragment.name, found["numbers"]).items():
                     _set(state, key, value)
+        count_on(self._engine, state_dict)
 
     def _members(self) -> list[list[Fragment]]:
         """Return the fragments of each group."""
@@ -236,32 +216,25 @@ def _set(where: Any, key: str, value: Any) -> None:
         where[key] = tuple(value) if isinstance(live, tuple) else value
 
 
-class Progress:
-    """What the engine counts, and the loss scale, tracked as `engine`."""
+def counted(engine: Any) -> dict[str, Any]:
+    """Return the steps, samples and micro-batches of an engine, and its loss scale."""
+    counts = {name: int(getattr(engine, name)) for name in (*_COUNTERS, "micro_steps")}
+    scaler = _scaler(engine)
+    scale = {key: value for key in _SCALE if (value := getattr(scaler, key, None)) is not None}
+    return {**counts, "accumulation": engine.gradient_accumulation_steps(), "loss_scale": scale}
 
-    flashckpt_replicated = True
 
-    def __init__(self, engine: Any) -> None:
-        self._engine = engine
-
-    def state_dict(self) -> dict[str, Any]:
-        """Return steps, samples, micro-batches and the loss scale."""
-        counts = {name: int(getattr(self._engine, name)) for name in (*_COUNTERS, "micro_steps")}
-        scaler = _scaler(self._engine)
-        scale = {key: value for key in _SCALE if (value := getattr(scaler, key, None)) is not None}
-        return {**counts, "accumulation": self._engine.gradient_accumulation_steps(), "loss_scale": scale}
-
-    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Count on; micro-batches as if all had been of this many ranks."""
-        for name in _COUNTERS:
-            setattr(self._engine, name, state_dict[name])
-        steps, rest = divmod(state_dict["micro_steps"], state_dict["accumulation"])
-        accumulation = self._engine.gradient_accumulation_steps()
-        self._engine.micro_steps = steps * accumulation + (rest if accumulation == state_dict["accumulation"] else 0)
-        scaler = _scaler(self._engine)
-        if is_dynamic(scaler):
-            for key, value in state_dict["loss_scale"].items():
-                setattr(scaler, key, value)
+def count_on(engine: Any, state: Mapping[str, Any]) -> None:
+    """Let an engine continue from what `counted` returned: micro-batches as if all had been of this many ranks."""
+    for name in _COUNTERS:
+        setattr(engine, name, state[name])
+    accumulation = engine.gradient_accumulation_steps()
+    steps, rest = divmod(state["micro_steps"], state["accumulation"])
+    engine.micro_steps = steps * accumulation + (rest if accumulation == state["accumulation"] else 0)
+    scaler = _scaler(engine)
+    if is_dynamic(scaler):
+        for key, value in state["loss_scale"].items():
+            setattr(scaler, key, value)
 
 
 def _scaler(engine: Any) -> Any:
@@ -293,4 +266,4 @@ class Schedule:
         self._scheduler.load_state_dict(dict(state_dict))
 
 
-__all__ = ["Moments", "Progress", "Schedule", "Trained", "Weights"]
+__all__ = ["EngineState", "Schedule", "Trained"]

@@ -1,13 +1,14 @@
 """Tensors in parts: state of named tensors that a framework keeps flattened, padded and cut over the ranks in its own way.
 
-An object that is tracked may have `flashckpt_parts()`: by the name of a tensor, what this rank holds of it. The parts are
-held and restored in place, like the tensors of a module, and are boxes of the tensor as it would be whole, so that they
-reshard. What is left of the object's state, `state_dict()` returns.
+An object that is tracked may have `flashckpt_parts()`: by the global name of a tensor (`model.layers.0.weight`, whatever the
+object is tracked as), what this rank holds of it. The parts are held and restored in place, like the tensors of a module,
+and are boxes of the tensor as it would be whole, so that they reshard. What is left of the object's state, `state_dict()`
+returns.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -38,6 +39,10 @@ class Part:
     is_fenced: bool = False
 
 
+Parts = Sequence[Mapping[str, Sequence[Part]]]
+"""Of each object that has some: by name, in the order of the elements."""
+
+
 class HasParts(Protocol):
     """A tracked object with tensors in parts."""
 
@@ -45,12 +50,9 @@ class HasParts(Protocol):
         """Return what this rank holds, in the order of the elements: always the same dict, which may get other members."""
 
 
-PartsByLabel = dict[str, dict[str, Sequence[Part]]]
-
-
-def parts_of(objects: dict[str, Any]) -> PartsByLabel:
-    """Return the parts of those objects that have some, by track name."""
-    return {label: thing.flashckpt_parts() for label, thing in objects.items() if hasattr(thing, "flashckpt_parts")}
+def parts_of(objects: Iterable[Any]) -> list[dict[str, Sequence[Part]]]:
+    """Return the parts of each object that has some."""
+    return [thing.flashckpt_parts() for thing in objects if hasattr(thing, "flashckpt_parts")]
 
 
 def cut(
@@ -79,12 +81,12 @@ class PartSets:
     """The kinds of boxes of all parts: a number for each part.
 
     Args:
-        parts: By track name.
+        parts: By name, of each object.
         world: The ranks.
         box_sets: The kinds of tensors in the structure; grows.
     """
 
-    def __init__(self, parts: PartsByLabel, world: World, box_sets: BoxSets) -> None:
+    def __init__(self, parts: Parts, world: World, box_sets: BoxSets) -> None:
         self._world, self._box_sets = world, box_sets
         self._numbers: dict[Any, int] = {}
         self._shares = _shares(parts)
@@ -112,17 +114,17 @@ class PartSets:
         return Replication(replicas=len(part.ranks), index=index, over=part.ranks)
 
 
-def _shares(parts: PartsByLabel) -> dict[str, tuple[WriteShare, ...]]:
+def _shares(parts: Parts) -> dict[str, tuple[WriteShare, ...]]:
     """Return which of the ranks with equal copies persists which rows of each tensor, equally many bytes each.
 
     What is not fenced (a buffer: ranks may not agree on it) stays with the first one, and is not among them.
     """
     equal: dict[int, list[WritePart]] = {}
-    for label, by_name in parts.items():
+    for by_name in parts:
         for name, own in by_name.items():
             if own and own[0].is_fenced and len(own[0].ranks) > 1:
                 lengths, nbytes = tuple(own[0].tensor.shape), sum(part.tensor.nbytes for part in own)
                 rows = lengths[cut_dimension(lengths)] if lengths and len(own) == 1 else 1
-                part = WritePart(name=f"{label}.{name}", rows=rows, nbytes=nbytes, weight=nbytes)
+                part = WritePart(name=name, rows=rows, nbytes=nbytes, weight=nbytes)
                 equal.setdefault(len(own[0].ranks), []).append(part)
     return {name: shares for count, own in equal.items() for name, shares in partition_writes(own, count).items()}

@@ -79,9 +79,7 @@ def engine_of(given):
     groups = [{"params": decayed, "weight_decay": 0.1}, {"params": others, "weight_decay": 0.0}]
     optimizer = torch.optim.AdamW(groups, lr=1e-2)
     scheduler = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.9)
-    engine, *_ = deepspeed.initialize(
-        model=model, optimizer=optimizer, lr_scheduler=scheduler, config=config_of(given)
-    )
+    engine, *_ = deepspeed.initialize(model=model, optimizer=optimizer, lr_scheduler=scheduler, config=config_of(given))
     torch.manual_seed(dist.get_rank())
     return engine
 
@@ -132,7 +130,9 @@ class Training:
     def report(self, step, file):
         numbers, loss = ",".join(map(str, self.seen)), sum(self.losses) / len(self.losses)
         engine = self.engine
-        counts = f"{engine.global_steps} {engine.global_samples} {engine.skipped_steps} {engine.lr_scheduler.get_last_lr()}"
+        counts = (
+            f"{engine.global_steps} {engine.global_samples} {engine.skipped_steps} {engine.lr_scheduler.get_last_lr()}"
+        )
         print(step, numbers, loss.hex(), counts.replace(", ", ","), file=file, flush=True)
         self.seen.clear()
         self.losses.clear()
