@@ -90,11 +90,6 @@ def _zero_plus_plus(engine: Any) -> str:
     return ", ".join(name for name, is_given in given.items() if is_given)
 
 
-def _mics(engine: Any) -> str:
-    size = getattr(engine._config.zero_config, "mics_shard_size", -1)  # noqa: SLF001 -- the engine has no method for it
-    return f"mics_shard_size {size}" if size > 0 else ""
-
-
 def _one_bit(engine: Any) -> str:
     inner = getattr(engine.optimizer, "optimizer", engine.optimizer)
     return name if (name := type(inner).__qualname__) in _ONE_BIT else ""
@@ -153,11 +148,6 @@ _REFUSALS = (
         _zero_plus_plus,
         "ZeRO++ keeps a second, or a quantized, copy of the parameters",
         "leave these settings out, or keep to engine.save_checkpoint()",
-    ),
-    _Refusal(
-        _mics,
-        "MiCS deals parameters to groups of ranks of its own",
-        "leave mics_shard_size out, or keep to engine.save_checkpoint()",
     ),
     _Refusal(
         _one_bit,
