@@ -23,7 +23,7 @@ from flashckpt.checkpointer import Checkpointer
 from flashckpt.errors import ConfigError
 from flashckpt.integrations.deepspeed_fragments import refresh_weights
 from flashckpt.integrations.deepspeed_refusals import refuse_unsupported
-from flashckpt.integrations.deepspeed_state import EngineState, Schedule, Trained
+from flashckpt.integrations.deepspeed_state import EngineState, OneSchedule, Trained
 from flashckpt.integrations.elastic_share import Share, check_share, elastic_in
 from flashckpt.report import RestoreReport
 
@@ -77,7 +77,7 @@ class FlashCheckpoint:
         """
         engine, trained = self._engine, self._trained
         trained.look()
-        scheduler = None if engine.lr_scheduler is None else Schedule(engine.lr_scheduler)
+        scheduler = None if engine.lr_scheduler is None else OneSchedule(engine.lr_scheduler)
         state = EngineState(engine, trained)
         self.checkpointer.track(engine=state, scheduler=scheduler, data=self._positions, rng=True)
         self._hook = trained.inner.register_step_pre_hook(lambda *_: self.checkpointer.fence())

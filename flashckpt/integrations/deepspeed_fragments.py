@@ -15,7 +15,7 @@ from typing import Any, TypedDict
 import torch
 import torch.distributed as dist
 
-from flashckpt.state.parts import Part, cut
+from flashckpt.state.parts import TensorPart, cut
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -43,12 +43,14 @@ class Fragment:
     count: int
     ranks: tuple[int, ...] = ()
 
-    def parts(self, tensor: torch.Tensor) -> tuple[Part, ...]:
+    def parts(self, tensor: torch.Tensor) -> tuple[TensorPart, ...]:
         """Return the fragment of `owner`, or of state that lies beside it."""
         tensor = tensor.detach()
         if tuple(tensor.shape) == self.shape and self.count == tensor.numel():
             whole = (0,) * len(self.shape)
-            return (Part(tensor=tensor, global_shape=self.shape, offsets=whole, ranks=self.ranks, is_fenced=True),)
+            return (
+                TensorPart(tensor=tensor, global_shape=self.shape, offsets=whole, ranks=self.ranks, is_fenced=True),
+            )
         flat = tensor.view(-1)[self.at : self.at + self.count]
         return cut(flat, self.start, self.shape, ranks=self.ranks, is_fenced=True)
 
@@ -117,14 +119,14 @@ def _zero_3(optimizer: Any, names: Names) -> Iterator[Fragment]:
             at += param.ds_tensor.ds_numel
 
 
-class Share(TypedDict):
+class HeldElements(TypedDict):
     """Elements of a parameter that this rank has, at the beginning of its piece."""
 
     start: int
     count: int
 
 
-def share_of_partitioned(param: Any) -> Share:
+def share_of_partitioned(param: Any) -> HeldElements:
     """Return this rank's share of a parameter of ZeRO 3."""
     size = param.ds_tensor.ds_numel
     start = min(dist.get_rank(param.ds_process_group) * size, param.ds_numel)

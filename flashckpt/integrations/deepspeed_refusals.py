@@ -136,7 +136,7 @@ _REFUSALS = (
     ),
     _Refusal(
         lambda engine: "an MoE layer" if engine.has_moe_layers else "",
-        "experts lie in groups of ranks of their own",
+        "each group of ranks has other experts",
         "train a model without deepspeed.moe, or keep to engine.save_checkpoint()",
     ),
     _Refusal(

@@ -10,7 +10,7 @@ import torch
 from flashckpt.core.digest import digest
 from flashckpt.errors import ConfigError, UnsupportedStateError
 from flashckpt.integrations.deepspeed_fragments import Fragment, all_ranks, fragments_of, share_of_partitioned
-from flashckpt.state.parts import Part, cut
+from flashckpt.state.parts import TensorPart, cut
 
 _COUNTERS = ("global_steps", "global_samples", "skipped_steps")
 _SCALE = ("cur_scale", "cur_iter", "last_overflow_iter", "cur_hysteresis")
@@ -34,7 +34,7 @@ class Trained:
         self._engine = engine
         self.inner: torch.optim.Optimizer = getattr(engine.optimizer, "optimizer", engine.optimizer)
         self.fragments: list[Fragment] = []
-        self.parts: dict[str, Sequence[Part]] = {}
+        self.parts: dict[str, Sequence[TensorPart]] = {}
         self._owners: list[torch.Tensor] = []
         self._buffers: list[tuple[str, dict[str, Any], str]] = []
         self._known: list[tuple[int, int]] = []
@@ -65,8 +65,8 @@ class Trained:
         tensors += [buffers[key] for _, buffers, key in self._buffers]
         return [(tensor.data_ptr(), tensor.numel()) for tensor in tensors]
 
-    def _weights(self) -> dict[str, Sequence[Part]]:
-        found: dict[str, Sequence[Part]] = {one.name: one.parts(one.owner) for one in self.fragments}
+    def _weights(self) -> dict[str, Sequence[TensorPart]]:
+        found: dict[str, Sequence[TensorPart]] = {one.name: one.parts(one.owner) for one in self.fragments}
         for name, param in self._engine.module.named_parameters():
             if name not in found:
                 found[name] = _frozen(param)
@@ -74,7 +74,7 @@ class Trained:
             found[name] = _equal(buffers[key])
         return found
 
-    def _moments(self) -> dict[str, Sequence[Part]]:
+    def _moments(self) -> dict[str, Sequence[TensorPart]]:
         return {
             f"{fragment.name}.{key}": fragment.parts(tensor)
             for fragment in self.fragments
@@ -122,7 +122,7 @@ def _buffers(module: torch.nn.Module) -> Iterator[tuple[str, dict[str, Any], str
                 yield f"{prefix}.{key}" if prefix else key, part._buffers, key  # noqa: SLF001 -- as above
 
 
-def _frozen(param: Any) -> tuple[Part, ...]:
+def _frozen(param: Any) -> tuple[TensorPart, ...]:
     """Return the parts of a parameter that is not trained."""
     if not hasattr(param, "ds_tensor"):
         return _equal(param.detach(), is_fenced=True)
@@ -130,11 +130,11 @@ def _frozen(param: Any) -> tuple[Part, ...]:
     return cut(param.ds_tensor[: share["count"]], share["start"], tuple(param.ds_shape), is_fenced=True)
 
 
-def _equal(tensor: torch.Tensor, *, is_fenced: bool = False) -> tuple[Part, ...]:
+def _equal(tensor: torch.Tensor, *, is_fenced: bool = False) -> tuple[TensorPart, ...]:
     """Return a tensor that every rank has as a whole."""
     shape = tuple(tensor.shape)
     whole = (0,) * len(shape)
-    return (Part(tensor=tensor, global_shape=shape, offsets=whole, ranks=all_ranks(), is_fenced=is_fenced),)
+    return (TensorPart(tensor=tensor, global_shape=shape, offsets=whole, ranks=all_ranks(), is_fenced=is_fenced),)
 
 
 class EngineState:
@@ -150,7 +150,7 @@ class EngineState:
     def __init__(self, engine: Any, trained: Trained) -> None:
         self._engine, self._trained = engine, trained
 
-    def flashckpt_parts(self) -> dict[str, Sequence[Part]]:
+    def flashckpt_parts(self) -> dict[str, Sequence[TensorPart]]:
         """Return what this rank holds of weights and moments."""
         return self._trained.parts
 
@@ -248,7 +248,7 @@ def is_dynamic(scaler: Any) -> bool:
     return bool(getattr(scaler, "dynamic", getattr(scaler, "dynamic_loss_scale", False)))
 
 
-class Schedule:
+class OneSchedule:
     """A scheduler of the learning rate: one state for all ranks."""
 
     flashckpt_replicated = True
@@ -266,4 +266,4 @@ class Schedule:
         self._scheduler.load_state_dict(dict(state_dict))
 
 
-__all__ = ["EngineState", "Schedule", "Trained"]
+__all__ = ["EngineState", "OneSchedule", "Trained"]

@@ -21,7 +21,7 @@ from flashckpt.state.placement import LocalBox, Replication, World
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class Part:
+class TensorPart:
     """One box of a tensor.
 
     Attributes:
@@ -39,40 +39,40 @@ class Part:
     is_fenced: bool = False
 
 
-Parts = Sequence[Mapping[str, Sequence[Part]]]
+Parts = Sequence[Mapping[str, Sequence[TensorPart]]]
 """Of each object that has some: by name, in the order of the elements."""
 
 
 class HasParts(Protocol):
     """A tracked object with tensors in parts."""
 
-    def flashckpt_parts(self) -> dict[str, Sequence[Part]]:
+    def flashckpt_parts(self) -> dict[str, Sequence[TensorPart]]:
         """Return what this rank holds, in the order of the elements: always the same dict, which may get other members."""
 
 
-def parts_of(objects: Iterable[Any]) -> list[dict[str, Sequence[Part]]]:
+def parts_of(objects: Iterable[Any]) -> list[dict[str, Sequence[TensorPart]]]:
     """Return the parts of each object that has some."""
     return [thing.flashckpt_parts() for thing in objects if hasattr(thing, "flashckpt_parts")]
 
 
 def cut(
     flat: torch.Tensor, start: int, shape: Sequence[int], *, ranks: tuple[int, ...] = (), is_fenced: bool = False
-) -> tuple[Part, ...]:
+) -> tuple[TensorPart, ...]:
     """Return the parts that a flat tensor makes, which is elements `start` and following of a tensor of this shape.
 
     Args:
         flat: One-dimensional and contiguous, without padding.
         start: Place of its first element, in row-major order.
         shape: Of the whole tensor.
-        ranks: As in `Part`.
-        is_fenced: As in `Part`.
+        ranks: As in `TensorPart`.
+        is_fenced: As in `TensorPart`.
     """
     parts, at = [], 0
     for box in Box((0,) * len(shape), tuple(shape)).flat(start, start + flat.numel()):
         piece = flat[at : at + box.elements].view(box.lengths)
         at += box.elements
         parts.append(
-            Part(tensor=piece, global_shape=tuple(shape), offsets=box.offsets, ranks=ranks, is_fenced=is_fenced)
+            TensorPart(tensor=piece, global_shape=tuple(shape), offsets=box.offsets, ranks=ranks, is_fenced=is_fenced)
         )
     return tuple(parts)
 
@@ -91,7 +91,7 @@ class PartSets:
         self._numbers: dict[Any, int] = {}
         self._shares = _shares(parts)
 
-    def number(self, name: str, part: Part) -> int:
+    def number(self, name: str, part: TensorPart) -> int:
         """Return the number of a part's box in the structure; equal boxes have one.
 
         Raises:
@@ -107,7 +107,7 @@ class PartSets:
             self._numbers[key] = self._box_sets.add(name, part.tensor, self._spread(part), shares, whole=(box,))
         return self._numbers[key]
 
-    def _spread(self, part: Part) -> Replication:
+    def _spread(self, part: TensorPart) -> Replication:
         if len(part.ranks) < 2:
             return Replication()
         index = part.ranks.index(self._world.rank)

@@ -19,7 +19,7 @@ from flashckpt.state.deferred_optimizer import DeferredState
 from flashckpt.state.depth import refuse_deep
 from flashckpt.state.exclusion import Exclusion
 from flashckpt.state.module_tensors import ModuleTensors, collect, may_share
-from flashckpt.state.parts import Part, parts_of
+from flashckpt.state.parts import TensorPart, parts_of
 from flashckpt.state.placement import World
 from flashckpt.state.state_layout import StateLayout
 from flashckpt.state.structure import Structure
@@ -143,7 +143,7 @@ class StateRegistry:
         """Return every tracked module."""
         return [part for group in self.modules.values() for part in group]
 
-    def in_parts(self) -> list[dict[str, Sequence[Part]]]:
+    def in_parts(self) -> list[dict[str, Sequence[TensorPart]]]:
         """Return the tensors that lie in parts, of each object that has some."""
         return parts_of(self.objects.values())
 

@@ -51,7 +51,7 @@ def state(folder: Path, rank: int, when: str) -> dict[str, torch.Tensor]:
 
 @needs_deepspeed
 @pytest.mark.timeout(1200)
-@pytest.mark.parametrize(("stage", "dtype"), [(0, "fp32"), (0, "bf16"), (1, "bf16"), (2, "fp32"), (3, "bf16")])
+@pytest.mark.parametrize(("stage", "dtype"), [(0, "fp32"), (0, "bf16"), (1, "bf16"), (2, "fp16"), (3, "fp32")])
 def test_engine_that_is_killed_ends_as_plain_deepspeed_and_continues_on_one_and_four_ranks(
     stage: int, dtype: str, tmp_path: Path
 ) -> None:

@@ -24,6 +24,7 @@ from deepspeed.utils import safe_get_full_fp32_param, safe_get_full_optimizer_st
 from torch.utils.data import DataLoader, Dataset
 
 SAMPLES, BATCH, MICRO = 50, 8, 2
+SCALE = {"initial_scale_power": 14, "loss_scale_window": 3, "hysteresis": 1}
 KEYS = ("exp_avg", "exp_avg_sq")
 
 
@@ -64,7 +65,11 @@ def config_of(given):
         "zero_force_ds_cpu_optimizer": False,
         "gradient_clipping": 1.0,
         "steps_per_print": 10**9,
-        **({given.dtype: {"enabled": True}} if given.dtype != "fp32" else {}),
+        **(
+            {}
+            if given.dtype == "fp32"
+            else {given.dtype: {"enabled": True, **(SCALE if given.dtype == "fp16" else {})}}
+        ),
         **given.config,
     }
 
@@ -132,10 +137,9 @@ class Training:
     def report(self, step, file):
         numbers, loss = ",".join(map(str, self.seen)), sum(self.losses) / len(self.losses)
         engine = self.engine
-        counts = (
-            f"{engine.global_steps} {engine.global_samples} {engine.skipped_steps} {engine.lr_scheduler.get_last_lr()}"
-        )
-        print(step, numbers, loss.hex(), counts.replace(", ", ","), file=file, flush=True)
+        counts = engine.global_steps, engine.global_samples, engine.skipped_steps, engine.lr_scheduler.get_last_lr()
+        scale = getattr(engine.optimizer, "loss_scale", 1.0)
+        print(step, numbers, loss.hex(), *counts, scale, file=file, flush=True)
         self.seen.clear()
         self.losses.clear()
         if self.given.kill_at == step and dist.get_rank() == 1 and os.environ.get("FLASHCKPT_RESTART") == "0":

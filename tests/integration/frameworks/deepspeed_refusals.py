@@ -68,7 +68,7 @@ def settings(folder, engine):
     nvme = SimpleNamespace(device=SimpleNamespace(value="nvme"))
     sgd = SimpleNamespace(optimizer=type("OnebitAdam", (), {})())
     cases = [
-        ("MoE", "has_moe_layers", True, "experts lie in groups"),
+        ("MoE", "has_moe_layers", True, "each group of ranks has other experts"),
         ("nvme", "zero_offload_param", lambda: nvme, "ZeRO-Infinity keeps state on NVMe"),
         ("zero_hpz_partition_size", "zero_hpz_partition_size", lambda: 2, "ZeRO++ keeps a second"),
         ("zero_quantized_gradients", "zero_quantized_gradients", lambda: True, "ZeRO++ keeps a second"),

@@ -12,7 +12,7 @@ from support.one_rank import agent_of_the_test, crash, opened  # noqa: F401 -- a
 from torch import nn
 
 from flashckpt.errors import ConfigError, ShardGapError, UnexpectedStateError
-from flashckpt.state.parts import Part, cut
+from flashckpt.state.parts import TensorPart, cut
 from flashckpt.state.placement import World
 from flashckpt.state.registry import StateRegistry
 
@@ -28,12 +28,12 @@ class Flat:
         total = sum(torch.Size(shape).numel() for shape in shapes.values())
         self.flat = torch.randn(-(-total // size) * size, generator=torch.Generator().manual_seed(seed))
         self.total, self.shapes = total, shapes
-        self.parts: dict[str, Sequence[Part]] = {}
+        self.parts: dict[str, Sequence[TensorPart]] = {}
         mine = range(0, total, size) if pieces is None else [piece * size for piece in pieces]
         at = 0
         for name, shape in shapes.items():
             stop = at + torch.Size(shape).numel()
-            found: list[Part] = []
+            found: list[TensorPart] = []
             for first in mine:
                 low, high = max(at, first), min(stop, first + size)
                 if low < high:
@@ -43,7 +43,7 @@ class Flat:
             at = stop
         self.steps = seed
 
-    def flashckpt_parts(self) -> dict[str, Sequence[Part]]:
+    def flashckpt_parts(self) -> dict[str, Sequence[TensorPart]]:
         return self.parts
 
     def state_dict(self) -> dict[str, Any]:
@@ -139,10 +139,12 @@ def test_equal_copies_are_persisted_once_in_equal_shares_and_buffers_by_the_firs
         thing = Flat(20, 1)
         trained = {str(k): torch.ones(300, 200) for k in range(4)}
         thing.parts = {
-            f"model.{name}": (Part(tensor=t, global_shape=(300, 200), offsets=(0, 0), ranks=ranks, is_fenced=True),)
+            f"model.{name}": (
+                TensorPart(tensor=t, global_shape=(300, 200), offsets=(0, 0), ranks=ranks, is_fenced=True),
+            )
             for name, t in trained.items()
         }
-        thing.parts["model.mean"] = (Part(tensor=torch.ones(9), global_shape=(9,), offsets=(0,), ranks=ranks),)
+        thing.parts["model.mean"] = (TensorPart(tensor=torch.ones(9), global_shape=(9,), offsets=(0,), ranks=ranks),)
         return rows(thing, rank=rank, size=3)
 
     written = [[shard for shard in of(rank) if not shard.replica] for rank in ranks]
