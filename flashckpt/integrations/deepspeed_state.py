@@ -26,6 +26,7 @@ class Trained:
     Attributes:
         inner: The torch optimizer that updates the fp32 weights.
         fragments: This rank's share of every trained parameter.
+        owners: The tensors that these lie in, each once.
         parts: Of the fp32 weights, of parameters that are not trained, and of buffers (`model.<name>`); and of the state of
             the optimizer (`optimizer.<name>.<key>`).
     """
@@ -34,8 +35,8 @@ class Trained:
         self._engine = engine
         self.inner: torch.optim.Optimizer = getattr(engine.optimizer, "optimizer", engine.optimizer)
         self.fragments: list[Fragment] = []
+        self.owners: list[torch.Tensor] = []
         self.parts: dict[str, Sequence[TensorPart]] = {}
-        self._owners: list[torch.Tensor] = []
         self._buffers: list[tuple[str, dict[str, Any], str]] = []
         self._known: list[tuple[int, int]] = []
 
@@ -53,7 +54,7 @@ class Trained:
         groups = {fragment.owner: self.inner.param_groups[fragment.group] for fragment in self.fragments}
         for owner, group in groups.items():
             make_state(self.inner, owner, group)
-        self._owners, self._buffers = list(groups), list(_buffers(self._engine.module))
+        self.owners, self._buffers = list(groups), list(_buffers(self._engine.module))
         self.parts.clear()
         self.parts.update((f"model.{name}", parts) for name, parts in self._weights().items() if parts)
         self.parts.update((f"optimizer.{name}", parts) for name, parts in self._moments().items() if parts)
@@ -61,7 +62,7 @@ class Trained:
 
     def _held(self) -> list[tuple[int, int]]:
         """Return what tells each tensor from one that would be in its place."""
-        tensors = [*self._owners, *(value for owner in self._owners for value in beside(self.inner, owner).values())]
+        tensors = [*self.owners, *(value for owner in self.owners for value in beside(self.inner, owner).values())]
         tensors += [buffers[key] for _, buffers, key in self._buffers]
         return [(tensor.data_ptr(), tensor.numel()) for tensor in tensors]
 
@@ -156,10 +157,10 @@ class EngineState:
 
     def state_dict(self) -> dict[str, Any]:
         """Return the settings of each group, what the optimizer and the engine count, and the loss scale."""
-        groups = []
+        groups, known = [], {id(owner): self._numbers(owner) for owner in self._trained.owners}
         for members, group in zip(self._members(), self._trained.inner.param_groups, strict=True):
             settings = {k: v for k, v in group.items() if k != "params" and not k.startswith("_ds_")}
-            numbers = [(fragment.name, self._numbers(fragment)) for fragment in members]
+            numbers = [(fragment.name, known[id(fragment.owner)]) for fragment in members]
             usual = numbers[0][1] if numbers else {}
             others = {name: own for name, own in numbers if own != usual}
             groups.append({"members": _digest(members), "settings": settings, "numbers": usual, "others": others})
@@ -196,9 +197,9 @@ class EngineState:
             found[fragment.group].append(fragment)
         return found
 
-    def _numbers(self, fragment: Fragment) -> dict[str, Any]:
-        """Return the state of a parameter that has not its shape."""
-        state, moments = self._trained.inner.state[fragment.owner], beside(self._trained.inner, fragment.owner)
+    def _numbers(self, owner: torch.Tensor) -> dict[str, Any]:
+        """Return the state of a tensor that has not its shape."""
+        state, moments = self._trained.inner.state[owner], beside(self._trained.inner, owner)
         numbers = {key: value for key, value in state.items() if key not in moments}
         return {k: v.item() if isinstance(v, torch.Tensor) and not v.dim() else v for k, v in numbers.items()}
 

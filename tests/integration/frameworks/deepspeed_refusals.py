@@ -59,7 +59,7 @@ def refused(problem, found, make, kind: type[FlashckptError] = ConfigError):
     assert error.remedy, error
 
 
-class Pipeline(DeepSpeedEngine):
+class Pipeline(DeepSpeedEngine):  # type: ignore[misc]  # it is Any where deepspeed is not installed
     """Stands for the pipeline engine."""
 
 
