@@ -73,8 +73,10 @@ $(FRAMEWORKS)/.ready: $(FRAMEWORKS_PINS) $(VENV)/.ready
 	echo "the package index does not answer in time: what is missing will be skipped"
 	touch $@
 
+FRAMEWORK_TESTS := $(addprefix tests/integration/frameworks/all_,$(addsuffix .py,frameworks integrations imports ray torchtitan deepspeed)) \
+    tests/integration/programs/test_recipes.py tests/integration/layouts/layouts_float8.py
 test-frameworks: $(FRAMEWORKS)/.ready  ## optimizers, modules, dtypes, wrappers, other projects: restored exactly or refused in time; the trainer's float8
-	$(FRAMEWORKS)/bin/python -m pytest --workers $(WORKERS) tests/integration/frameworks/all_frameworks.py tests/integration/frameworks/all_integrations.py tests/integration/frameworks/all_imports.py tests/integration/frameworks/all_ray.py tests/integration/programs/test_recipes.py tests/integration/layouts/layouts_float8.py
+	$(FRAMEWORKS)/bin/python -m pytest --workers $(WORKERS) $(FRAMEWORK_TESTS)
 
 test-hub: $(FRAMEWORKS)/.ready  ## models from and to Hugging Face folders: transformers gives the same logits, in one process and in 2x2x2; any tokenizer.json
 	$(FRAMEWORKS)/bin/python -m pytest tests/integration/hub/hub.py tests/unit/trainer/test_trainer_prepare.py tests/unit/trainer/test_trainer_sources.py tests/unit/trainer/test_trainer_evaluation.py

@@ -9,7 +9,7 @@ from accelerate.data_loader import DataLoaderDispatcher, DataLoaderShard, Seedab
 from torch.utils.data import DataLoader, IterableDataset, RandomSampler, SequentialSampler
 
 from flashckpt.errors import ConfigError, SamplerStateError
-from flashckpt.sampler import ElasticBatchSampler, ElasticSampler
+from flashckpt.integrations.elastic_share import Share, check_share, elastic_in
 
 _REMEDY = (
     "leave the loader out of prepare() and give it an ElasticSampler, or prepare it with "
@@ -41,7 +41,7 @@ def refuse_other_loaders(accelerator: Any, sources: Sequence[Any]) -> None:
     for loader in accelerator._dataloaders:  # noqa: SLF001 -- what its save_state reads
         if any(loader is source for source in sources):
             continue
-        if _elastic(loader) is not None:
+        if elastic_in(loader) is not None:
             raise _dealt_twice()
         if isinstance(_sampler_of(loader), RandomSampler):
             raise ConfigError(
@@ -54,10 +54,10 @@ def refuse_other_loaders(accelerator: Any, sources: Sequence[Any]) -> None:
 
 def _position(source: Any, accelerator: Any) -> Any:
     is_prepared = isinstance(source, (DataLoaderShard, DataLoaderDispatcher))
-    if (elastic := _elastic(source)) is not None:
+    if (elastic := elastic_in(source)) is not None:
         if is_prepared:
             raise _dealt_twice()
-        _check_share(elastic, source, accelerator)
+        check_share(elastic, source, _share(accelerator))
         return elastic
     if is_prepared:
         return PreparedPosition(source, ranks=accelerator.num_processes)
@@ -71,46 +71,14 @@ def _position(source: Any, accelerator: Any) -> Any:
     return source
 
 
-def _elastic(source: Any) -> Any:
-    """Return the elastic sampler that a source is or has; None where there is none."""
-    todo, seen = [source], 0
-    while todo and seen < 8:  # accelerate nests batch samplers two deep
-        part, seen = todo.pop(0), seen + 1
-        if isinstance(part, (ElasticSampler, ElasticBatchSampler)):
-            return part
-        todo += [inner for name in ("batch_sampler", "sampler") if (inner := getattr(part, name, None)) is not None]
-    return None
-
-
-def _check_share(elastic: Any, source: Any, accelerator: Any) -> None:
-    """Refuse a sampler that deals this rank another part than its own, or other steps than the accelerator makes."""
-    sampler = elastic if isinstance(elastic, ElasticSampler) else elastic.sampler
-    share, own = (sampler.dp_rank, sampler.dp_size), (accelerator.process_index, accelerator.num_processes)
-    if share != own:
-        raise ConfigError(
-            "the ElasticSampler deals the samples of another rank",
-            found=f"dp_rank {share[0]} of dp_size {share[1]}",
-            expected=f"dp_rank {own[0]} of dp_size {own[1]}",
-            remedy="ElasticSampler(dp_rank=accelerator.process_index, dp_size=accelerator.num_processes, ...)",
-        )
-    if sampler.cursor.tail == "short" and accelerator.gradient_accumulation_steps > 1:
-        raise ConfigError(
-            "the last optimizer step of an epoch would have fewer batches, which accumulate() does not see",
-            found=f"tail='short' and {accelerator.gradient_accumulation_steps} gradient accumulation steps",
-            expected="an ElasticSampler with another tail",
-            remedy="leave tail out: the last step of an epoch then takes the first samples of the next one",
-        )
-    micro, batch = getattr(source, "batch_size", None), sampler.global_batch_size
-    if batch is None or micro is None:
-        return
-    if batch != micro * own[1] * accelerator.gradient_accumulation_steps:
-        raise ConfigError(
-            "the global batch of the ElasticSampler is not what an optimizer step trains",
-            found=f"global_batch_size={batch}; {own[1]} ranks with micro-batches of {micro} and "
-            f"{accelerator.gradient_accumulation_steps} gradient accumulation steps",
-            expected="global batch = micro-batch * accumulation * ranks",
-            remedy="Accelerator(gradient_accumulation_steps=global batch // (micro-batch * ranks)), or change the global batch",
-        )
+def _share(accelerator: Any) -> Share:
+    return Share(
+        rank=accelerator.process_index,
+        size=accelerator.num_processes,
+        accumulation=accelerator.gradient_accumulation_steps,
+        place_remedy="ElasticSampler(dp_rank=accelerator.process_index, dp_size=accelerator.num_processes, ...)",
+        batch_remedy="Accelerator(gradient_accumulation_steps=global batch // (micro-batch * ranks)), or change the global batch",
+    )
 
 
 def _dealt_twice() -> ConfigError:

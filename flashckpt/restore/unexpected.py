@@ -124,6 +124,7 @@ def _unknown_tensors(tracked: StateRegistry, manifests: Sequence[Manifest], own:
     What is not tracked at all (a model read without its optimizer) is nobody's mistake and not among them.
     """
     labels, found = {*tracked.modules, *tracked.optimizers}, set[str]()
+    labels |= {name.partition(".")[0] for parts in tracked.in_parts() for name in parts}
     prefixes = tuple(f"{label}." for label in labels)
     for manifest in manifests:
         inside: set[str] = set()  # tensors that values consist of come and go with their value

@@ -119,6 +119,8 @@ class BoxSets:
         tensor: torch.Tensor,
         spread: Replication,
         shares: tuple[WriteShare, ...] = (),
+        *,
+        whole: tuple[LocalBox, ...] | None = None,
     ) -> int:
         """Return the number of a tensor's kind; a new one for each call.
 
@@ -127,13 +129,14 @@ class BoxSets:
             tensor: The first of its kind.
             spread: Its replicas.
             shares: Who persists which rows.
+            whole: Its boxes, where the tensor itself does not tell.
 
         Raises:
             UnsupportedStateError: A tensor that cannot be held.
         """
         dtype = dtype_name(name, tensor, takes_meta=self._takes_meta)
         local = local_of(tensor)
-        whole = boxes_of(name, tensor)
+        whole = boxes_of(name, tensor) if whole is None else whole
         cut = split_among_replicas(whole, dtype, spread, shares)
         self.known.append(
             BoxSet(

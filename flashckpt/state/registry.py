@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from itertools import chain
 from typing import Any, NamedTuple
 
@@ -19,6 +19,7 @@ from flashckpt.state.deferred_optimizer import DeferredState
 from flashckpt.state.depth import refuse_deep
 from flashckpt.state.exclusion import Exclusion
 from flashckpt.state.module_tensors import ModuleTensors, collect, may_share
+from flashckpt.state.parts import TensorPart, parts_of
 from flashckpt.state.placement import World
 from flashckpt.state.state_layout import StateLayout
 from flashckpt.state.structure import Structure
@@ -141,6 +142,10 @@ class StateRegistry:
     def parts(self) -> list[nn.Module]:
         """Return every tracked module."""
         return [part for group in self.modules.values() for part in group]
+
+    def in_parts(self) -> list[dict[str, Sequence[TensorPart]]]:
+        """Return the tensors that lie in parts, of each object that has some."""
+        return parts_of(self.objects.values())
 
     def left_out(self) -> dict[str, torch.Tensor]:
         """Return the tensors of modules that no snapshot holds, by name.
@@ -298,6 +303,7 @@ class StateRegistry:
             fenced=self.fenced,
             captured=captured,
             ahead=self.ahead,
+            parts=self.in_parts(),
             plans_only=self._plans_only,
         )
         self.planned, entries = build(tracked)
@@ -313,7 +319,7 @@ class StateRegistry:
 
     def _watch(self) -> None:
         assert self.planned is not None
-        dicts: list[Any] = list(modules.watched(self._found.walked_modules()))
+        dicts: list[Any] = [*modules.watched(self._found.walked_modules()), *self.in_parts()]
         lists: list[Any] = []
         mixed: list[Any] = []
         changing = {id(value.state) for value in self._reader.values}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import operator
+from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import chain, compress, count, repeat
@@ -19,6 +20,7 @@ from flashckpt.state.captured import Captured
 from flashckpt.state.deferred_optimizer import DeferredState
 from flashckpt.state.module_tensors import ModuleTensors, two_of_one_name
 from flashckpt.state.optimizer_entries import NamedParameters, OptimizerEntries, StateColumns
+from flashckpt.state.parts import Parts, PartSets
 from flashckpt.state.placement import Replication, World, spread_of_dtensor, spread_of_plain
 from flashckpt.state.structure import StateForecast, Structure, arranged
 
@@ -37,6 +39,7 @@ class Tracked:
         fenced: Track names whose tensors change only inside `optimizer.step()`, as the user says.
         captured: What was read last; objects' tensors are taken from it.
         ahead: Optimizer state that does not exist yet and is planned all the same.
+        parts: Tensors that lie in parts, of each object that has some.
         plans_only: Tensors may be on the meta device.
     """
 
@@ -47,6 +50,7 @@ class Tracked:
     fenced: Collection[str]
     captured: Captured
     ahead: DeferredState
+    parts: Parts
     plans_only: bool = False
 
 
@@ -71,6 +75,7 @@ def build(tracked: Tracked) -> tuple[Structure, OptimizerEntries]:
     state = entries.columns
     columns.extend(state.names, state.tensors, state.sets, state.fenced)
     _enter_captured(columns, tracked, box_sets)
+    names = [*columns.names, *_enter_parts(columns, tracked, box_sets)]  # the parts of a tensor share one
     structure = arranged(
         columns.names,
         columns.tensors,
@@ -83,9 +88,13 @@ def build(tracked: Tracked) -> tuple[Structure, OptimizerEntries]:
         fresh=frozenset(tracked.captured.tensors),
         forms=tracked.captured.forms,
     )
-    if structure.first_double is not None:
-        raise two_of_one_name(structure.first_double)
+    if structure.first_double is not None and (double := _first_double(names)) is not None:
+        raise two_of_one_name(double)
     return structure, entries
+
+
+def _first_double(names: Sequence[str]) -> str | None:
+    return next((name for name, times in Counter(names).items() if times > 1), None)
 
 
 def _module_sets(found: ModuleTensors, world: World, optimizers: Optimizers, box_sets: BoxSets) -> list[int]:
@@ -158,3 +167,15 @@ def _enter_captured(columns: StateColumns, tracked: Tracked, box_sets: BoxSets) 
         if isinstance(tensor, DTensor):
             spread = spread_of_dtensor(tensor, tracked.world)
         columns.extend([name], [tensor], [box_sets.add(name, tensor, spread)], [False])
+
+
+def _enter_parts(columns: StateColumns, tracked: Tracked, box_sets: BoxSets) -> list[str]:
+    """Enter what this rank holds of tensors that lie in parts, under one name each; return the names."""
+    part_sets, names = PartSets(tracked.parts, tracked.world, box_sets), list[str]()
+    for by_name in tracked.parts:
+        for name, parts in by_name.items():
+            numbers = [part_sets.number(name, part) for part in parts]
+            fenced = [part.is_fenced and not part.tensor.is_inference() for part in parts]
+            columns.extend([name] * len(parts), [part.tensor for part in parts], numbers, fenced)
+            names.append(name)
+    return names
