@@ -29,6 +29,7 @@ LAYOUTS: dict[str, dict[str, Any]] = {
         },
         "model": {"layers": 4},
     },
+    "CP 2 x TP 2, a ring": {"parallel": {"tp": 2, "cp": 2, "cp_exchange": "ring"}},
     "bfloat16": {"parallel": {"tp": 2}, "train": {"precision": "bfloat16"}},
 }  # fmt: skip
 

@@ -134,6 +134,7 @@ def fewer_rows_than_ranks(rank: int, root: str) -> int:
     import torch
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import fully_shard
+    from torch.distributed.tensor import DTensor
 
     from flashckpt import Checkpointer
 
@@ -145,7 +146,9 @@ def fewer_rows_than_ranks(rank: int, root: str) -> int:
     assert ckpt.restore() is None
     assert ckpt._session is not None
     ckpt._session.close()
-    return len(model.weight.to_local())
+    (weight,) = model.parameters()
+    assert isinstance(weight, DTensor)
+    return len(weight.to_local())
 
 
 def test_several_ranks_may_hold_nothing_of_a_tensor_that_has_replicas(tmp_path: Path) -> None:
