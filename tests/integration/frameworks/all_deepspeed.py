@@ -67,7 +67,7 @@ def weights_on_the_root(folder: Path) -> dict[str, torch.Tensor]:
 def test_engine_that_is_killed_ends_as_plain_deepspeed_and_continues_on_one_and_four_ranks(
     stage: int, dtype: str, tmp_path: Path
 ) -> None:
-    """With accumulation on two ranks and on one; the state is gathered by DeepSpeed itself before and after.
+    """With accumulation on two ranks and on one, and on four ranks in another stage; the state is gathered by DeepSpeed itself before and after.
 
     fp16 is not said to be supported by DeepSpeed on CPU; the first steps overflow, so that the loss scale moves.
     """
@@ -82,8 +82,9 @@ def test_engine_that_is_killed_ends_as_plain_deepspeed_and_continues_on_one_and_
         assert sorted(expected) == list(range(1, 15))
         assert lines(killed, rank) == {step: line for step, line in expected.items() if step <= 9}
     left, reached = state(killed, 0, "end"), 9
-    for world, last in ((1, 11), (4, 14)):  # no persist steps
-        output = run(killed, world, *words, "--steps", last, "--dump")
+    other = {1: 3, 3: 2}.get(stage, stage)
+    for world, then, last in ((1, stage, 11), (4, other, 14)):  # no persist steps
+        output = run(killed, world, "--stage", then, "--dtype", dtype, "--steps", last, "--dump")
         assert f"restored step {reached} " in output, output
         for rank in range(world):
             assert_same(state(killed, rank, "begin"), left)
