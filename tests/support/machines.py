@@ -57,6 +57,7 @@ class Machine:
         self.log = folder / f"{role}.log"
         self._line, theirs = socket.socketpair()
         self._heard = b""
+        self.is_idle = False
         command = [
             KERNEL, f"mem={memory}", f"uml_dir={folder}", f"umid={role}", "loglevel=5",
             "rootfstype=hostfs", "rootflags=/", "ro", "con=null", "con0=null,fd:1", f"con1=fd:{theirs.fileno()}",
@@ -69,19 +70,20 @@ class Machine:
                 pass_fds=[theirs.fileno(), *(end.fileno() for end, _ in plugs)], env={**os.environ, "TMPDIR": _room(folder)},
             )  # fmt: skip
 
-    def ready(self, deadline_s: float = 60) -> None:
+    def ready(self, deadline_s: float = 150) -> None:
         assert self.answer(deadline_s) == "ready"
 
-    def call(self, function: str, *arguments: object, deadline_s: float = 60) -> Any:
+    def call(self, function: str, *arguments: object, deadline_s: float = 100) -> Any:
         """Call `module:function` there, and return what it returns."""
         self.begin(function, *arguments)
         return self.answer(deadline_s)
 
     def begin(self, function: str, *arguments: object) -> None:
         module, _, name = function.partition(":")
+        self.is_idle = False
         self._line.sendall(json.dumps([module, name, arguments]).encode() + b"\n")
 
-    def answer(self, deadline_s: float = 60) -> Any:
+    def answer(self, deadline_s: float = 100) -> Any:
         end = time.monotonic() + deadline_s
         while b"\n" not in self._heard:
             self._line.settimeout(max(0.001, end - time.monotonic()))
@@ -93,6 +95,7 @@ class Machine:
                 raise AssertionError(f"the machine has ended; it said:\n{self._said()}")
             self._heard += more
         line, _, self._heard = self._heard.partition(b"\n")
+        self.is_idle = True
         answer = json.loads(line)
         assert "error" not in answer, answer["error"]
         return answer["value"]
@@ -107,6 +110,7 @@ class Machine:
         """
         with contextlib.suppress(ProcessLookupError):
             os.killpg(self._process.pid, signal.SIGKILL)
+        self.is_idle = False
         self._process.wait()
         self._line.close()
 
@@ -138,6 +142,11 @@ class Network:
         """Start it, again after `server.kill()`; `server.ready()` waits until it serves."""
         plugs = [cable.plug(0, cable.number) for cable in self._cables]
         self.server = Machine(self.folder, "server", plugs, memory="256M", disk=self._disk)
+
+    @property
+    def is_idle(self) -> bool:
+        """Whether every machine runs and has answered all that it was asked."""
+        return all(machine.is_idle for machine in (self.server, *self.clients))
 
     def close(self) -> None:
         for machine in (*self.clients, self.server):

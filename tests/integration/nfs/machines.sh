@@ -25,7 +25,7 @@ own_places() {
     mkdir -p /dev/shm /run/tmp /run/home /run/kernel/lib/modules
     mount -t tmpfs shm /dev/shm
     mount --bind /usr/lib/uml/modules /run/kernel/lib/modules
-    export HOME=/run/home TMPDIR=/run/tmp PYTHONDONTWRITEBYTECODE=1 OMP_NUM_THREADS=1 OPENBLAS_NUM_THREADS=1
+    export PATH=/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin HOME=/run/home TMPDIR=/run/tmp PYTHONDONTWRITEBYTECODE=1 OMP_NUM_THREADS=1 OPENBLAS_NUM_THREADS=1
 }
 
 modules() { modprobe -d /run/kernel -a "$@"; }
