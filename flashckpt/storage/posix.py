@@ -309,7 +309,7 @@ def rename(source: Path, target: Path) -> None:
     """Rename; where NFS repeats a request whose answer was lost, the source is gone and the target is our file."""
     number = source.lstat().st_ino
     try:
-        os.rename(source, target)
+        source.rename(target)
     except FileNotFoundError:
         _open_folder(target.parent)
         if not os.path.lexists(target) or target.lstat().st_ino != number:

@@ -172,37 +172,37 @@ def finished() -> Any:
 
 
 @contextlib.contextmanager
-def _replaced(name: str, call: Callable[..., Any]) -> Iterator[None]:
-    real = getattr(os, name)
-    setattr(os, name, call)
+def _replaced(owner: Any, name: str, call: Callable[..., Any]) -> Iterator[None]:
+    real = getattr(owner, name)
+    setattr(owner, name, call)
     try:
         yield
     finally:
-        setattr(os, name, real)
+        setattr(owner, name, real)
 
 
 def publish_unanswered(folder: str, what: str) -> None:
     """Publish something, and hear no answer of the server from the call on that publishes it; `answered` goes on."""
-    name = "link" if what == "claim" else "rename"
-    real, calls = getattr(os, name), [0]
+    owner, name = (os, "link") if what == "claim" else (Path, "rename")
+    real, calls = getattr(owner, name), [0]
 
-    def cutting(*arguments: Any, **options: Any) -> None:
+    def cutting(*arguments: Any) -> None:
         calls[0] += 1
         if calls[0] == (2 if what == "export over a folder" else 1):  # the first puts the old folder aside
             _drop_answers(*arguments)
-        real(*arguments, **options)
+        real(*arguments)
 
     def work() -> list[Any]:
         store = store_in(folder)
         assert store.is_conditional
-        with _replaced(name, cutting):
+        with _replaced(owner, name, cutting):
             match what:
                 case "claim":
                     return [store.put_if_absent("claim", b"mine"), store.get("claim").decode(), calls[0]]
                 case "object":
                     store.put("object", b"mine")
                     return [True, store.get("object").decode(), calls[0]]
-        return [export(folder, "new", instead=_replaced(name, cutting)), "new", calls[0]]
+        return [export(folder, "new", instead=_replaced(owner, name, cutting)), "new", calls[0]]
 
     _begin(work)
 
@@ -216,7 +216,7 @@ def _drop_answers(*paths: Any) -> None:
     """Let the next call that changes these names be the first that is not answered: what it asks before is known already."""
     for path in paths:
         os.access(Path(path).parent, os.W_OK | os.X_OK)
-        os.path.lexists(path)
+        os.access(path, os.R_OK | os.W_OK)
     for words in (
         "qdisc add dev vec0 handle ffff: ingress",
         "filter add dev vec0 parent ffff: matchall action drop",
@@ -259,7 +259,7 @@ def list_slowly(folder: str, prefix: str) -> None:
 
 
 def _looked_at(folder: str, prefix: str, scandir: Callable[[str], Any]) -> list[Any]:
-    with _replaced("scandir", scandir):
+    with _replaced(os, "scandir", scandir):
         store = store_in(folder)
         return [[one.key for one in store.list(f"{prefix}/")], store.folders(f"{prefix}/")]
 
@@ -273,7 +273,7 @@ def read_slowly(folder: str, key: str, nbytes: int) -> None:
         return real(*arguments)
 
     def work() -> str:
-        with _replaced("preadv", waiting):
+        with _replaced(os, "preadv", waiting):
             store = store_in(folder)
             store.past_cache = True  # opens it once
             store.get_range(key, 0, memoryview(bytearray(nbytes)))

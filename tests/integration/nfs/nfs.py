@@ -238,8 +238,10 @@ def test_server_dies_in_the_middle_of_a_persist_training_goes_on_and_the_commit_
     told = nfs.call("told")
     assert not told["error"]
     assert told["failed"] == bool(options), "said once"
-    wait_for(lambda: len(nfs.on_server("-name MANIFEST")) == 2, what="retention, which no commit waits for")
-    assert nfs.call("restored") == nfs.call("checkpoints", nfs.folder, client=nfs.other)[-1] == 8
+    wait_for(lambda: len(nfs.on_server("-name '*.fck'")) == 2, what="retention, which no commit waits for")
+    steps = nfs.call("checkpoints", nfs.folder, client=nfs.other)
+    assert nfs.call("restored") == steps[-1] == 8
+    assert len(steps) == len(set(steps)) == 2
     code, said = nfs.call("verify", nfs.folder)
     assert code == 0, said
     assert nfs.call("finish") == []
