@@ -300,8 +300,12 @@ def _link(source: Path, target: Path) -> bool:
     try:
         os.link(source, target)
     except FileExistsError:
-        # NFS repeats a request whose answer was lost: two links on our file mean that our link succeeded
-        return source.stat().st_nlink == 2
+        # NFS repeats a request whose answer was lost: if the target is our file, our link succeeded. The count of links
+        # would not tell: it comes out of the client's memory
+        _open_folder(target.parent)
+        with contextlib.suppress(FileNotFoundError):
+            return source.samefile(target)
+        return False
     return True
 
 

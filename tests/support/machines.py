@@ -33,6 +33,17 @@ def missing() -> str:
     return next((name for name in PROGRAMS if not shutil.which(name)), "")
 
 
+def refusal() -> str:
+    """Return why no such machine runs here (a container that forbids ptrace), "" where one does."""
+    with tempfile.TemporaryDirectory(prefix="nfs-") as folder:
+        command = [KERNEL, "mem=64M", f"uml_dir={folder}", "rootfstype=hostfs", "rootflags=/", "ro", "init=/bin/true"]
+        done = subprocess.run(
+            command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, check=False, timeout=100
+        )  # fmt: skip
+    said = done.stdout.decode(errors="replace")
+    return "" if "Run /bin/true as init process" in said else (said.strip().splitlines() or ["nothing is said"])[-1]
+
+
 class Cable:
     """Joins two machines; outlives both, so that one of them may be killed and started again."""
 

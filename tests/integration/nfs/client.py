@@ -27,6 +27,7 @@ def shell(command: str) -> tuple[int, str]:
 def mount(version: str, client: int, options: str) -> None:
     """Mount the server's export, in place of an earlier mount."""
     MOUNTED.mkdir(exist_ok=True)
+    shell("tc qdisc del dev vec0 ingress")
     if MOUNTED.is_mount():
         subprocess.run(["umount", "-l", str(MOUNTED)], check=True)
     place, more = ("/run/disk/export", ",nolock,port=2049,mountport=20048") if version == "3" else ("/", "")
@@ -214,14 +215,11 @@ def answered() -> Any:
 
 def _drop_answers(*paths: Any) -> None:
     """Let the next call that changes these names be the first that is not answered: what it asks before is known already."""
+    subprocess.run(["tc", "qdisc", "add", "dev", "vec0", "handle", "ffff:", "ingress"], check=True)
     for path in paths:
         os.access(Path(path).parent, os.W_OK | os.X_OK)
         os.access(path, os.R_OK | os.W_OK)
-    for words in (
-        "qdisc add dev vec0 handle ffff: ingress",
-        "filter add dev vec0 parent ffff: matchall action drop",
-    ):
-        subprocess.run(["tc", *words.split()], check=True)
+    subprocess.run(["tc", "filter", "add", "dev", "vec0", "parent", "ffff:", "matchall", "action", "drop"], check=True)
 
 
 def export(folder: str, content: str, instead: contextlib.AbstractContextManager[None] | None = None) -> bool:
