@@ -11,7 +11,7 @@ export OPENBLAS_NUM_THREADS ?= 1
 # The tests start hundreds of interpreters: each would compile the package again.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: fuzz soak help setup preflight demo test test-s3 test-clouds bench-all check clean test-launcher test-trainer test-layouts test-nodes test-mounts test-restarts docs changelog hooks test-pythons test-blocks test-frameworks test-hub test-wandb compatibility test-slurm test-torch-versions test-native-sanitized test-native-arm gpu gpu-wheels
+.PHONY: fuzz soak help setup preflight demo test test-s3 test-clouds bench-all check clean test-launcher test-trainer test-layouts test-nodes test-mounts test-nfs test-restarts docs changelog hooks test-pythons test-blocks test-frameworks test-hub test-wandb compatibility test-slurm test-torch-versions test-native-sanitized test-native-arm gpu gpu-wheels
 
 help:  ## list the targets
 	@grep -E '^[a-z0-9-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 16
@@ -137,6 +137,10 @@ test-nodes: setup  ## many nodes as network namespaces: dead nodes, cut links, s
 
 test-mounts: setup  ## real file systems that fill up or turn read-only under a running job (root)
 	$(BIN)/python -m pytest tests/integration/mounts/mounts.py
+
+test-nfs: setup  ## checkpoints on NFS: kernels of User Mode Linux as server and clients, the server dies (needs root: installs them by apt)
+	tests/integration/nfs/machines.sh install
+	$(BIN)/python -m pytest tests/integration/nfs/nfs.py
 
 test-slurm: setup  ## the batch scripts of docs/launching.md in a Slurm of two nodes (needs root: installs Slurm by apt)
 	tests/integration/slurm/cluster.sh install

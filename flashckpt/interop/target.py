@@ -15,7 +15,7 @@ from typing import Any
 
 from flashckpt.errors import ConfigError, StoreError
 from flashckpt.faults import crash_point
-from flashckpt.storage.posix import machine_tag
+from flashckpt.storage.posix import machine_tag, rename
 
 _AT_FDCWD, _RENAME_EXCHANGE = -100, 2
 _SMALLER = "free some room, choose another disk, or take less with --only or --dtype"
@@ -92,7 +92,7 @@ def remove_whole(path: Path) -> None:
         return
     aside = _temporary(path)
     try:
-        path.rename(aside)
+        rename(path, aside)
         _sync(path.parent)
         crash_point("removal.renamed")
         _remove(aside)
@@ -126,18 +126,18 @@ def _publish(temporary: Path, path: Path) -> None:
     leaves it as `.NAME.*.old`.
     """
     if not os.path.lexists(path) or not (path.is_dir() or temporary.is_dir()):
-        temporary.rename(path)
+        rename(temporary, path)
         return
     if _exchange(temporary, path):
         crash_point("export.exchanged")
         return
     aside = path.with_name(f".{path.name}.{secrets.token_hex(4)}.old")
-    path.rename(aside)
+    rename(path, aside)
     try:
         crash_point("export.between-renames")
-        temporary.rename(path)
+        rename(temporary, path)
     except OSError:
-        aside.rename(path)
+        rename(aside, path)
         raise
     _remove(aside)
 

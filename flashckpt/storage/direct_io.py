@@ -8,6 +8,7 @@ nothing is copied; unaligned data goes through one aligned bounce buffer per thr
 
 from __future__ import annotations
 
+import ctypes
 import errno
 import mmap
 import os
@@ -15,6 +16,7 @@ import queue
 import threading
 from collections.abc import Iterable, Iterator
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -186,10 +188,21 @@ def _open(path: Path) -> tuple[int, bool]:
 def _reserve(fd: int, nbytes: int) -> None:
     """Reserve the space at once, so that a full disk is noticed before anything is written."""
     try:
-        os.posix_fallocate(fd, 0, nbytes)
+        _fallocate(fd, nbytes)
     except OSError as error:
         if error.errno not in (*_NO_DIRECT, errno.ENOSYS):
             raise
+
+
+def _fallocate(fd: int, nbytes: int) -> None:
+    """Ask the kernel, not the C library: where a file system cannot, that one writes a byte into each page.
+
+    On NFS before 4.2 each of these is a request to the server.
+    """
+    libc: Any = ctypes.CDLL(None, use_errno=True)
+    while libc.fallocate(fd, 0, ctypes.c_int64(0), ctypes.c_int64(nbytes)):
+        if (number := ctypes.get_errno()) != errno.EINTR:
+            raise OSError(number, os.strerror(number))
 
 
 class _Writers:

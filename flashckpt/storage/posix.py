@@ -3,6 +3,9 @@
 Publishing is always the same four steps: write a temporary file in the same directory, fsync it,
 rename or link it to its name, fsync the directory. `link` fails where the name exists, which makes
 `put_if_absent` atomic; a file system without hard links is detected at the first conditional write.
+
+What NFS does differently is met here: it repeats requests whose answer was lost, remembers for half a minute which names
+were not there, keeps deleted files that are open as `.nfs*`, and calls a folder that another machine removed stale.
 """
 
 from __future__ import annotations
@@ -15,7 +18,7 @@ import secrets
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
-from typing import NoReturn
+from typing import NoReturn, TypeVar
 
 from flashckpt.errors import DamagedError, ObjectMissingError, RootError, StoreError
 from flashckpt.faults import crash_point
@@ -28,7 +31,9 @@ from flashckpt.storage.conditional import (
 from flashckpt.storage.direct_io import read_direct, read_file, write_durable
 from flashckpt.storage.store import SWEEP_AGE_S, Names, ObjectInfo, Objects, check_key
 
+_T = TypeVar("_T")
 _TEMPORARY = ".tmp"
+_DELETED_OPEN = ".nfs"
 _ATTEMPTS = 2
 _NO_LINK = (errno.EPERM, errno.EOPNOTSUPP, errno.ENOTSUP, errno.ENOSYS, errno.EMLINK)
 
@@ -76,7 +81,7 @@ class PosixStore:
 
     def put(self, key: str, data: bytes) -> None:
         """Publish a small object by rename."""
-        self._publish(key, [memoryview(data)], len(data), os.rename)
+        self._publish(key, [memoryview(data)], len(data), rename)
 
     def put_if_absent(self, key: str, data: bytes) -> bool:
         """Publish a small object by link; False where the name exists."""
@@ -88,17 +93,18 @@ class PosixStore:
 
     def put_object(self, key: str, parts: Iterable[memoryview], nbytes: int | None = None) -> None:
         """Stream a large object through O_DIRECT and publish it by rename."""
-        self._publish(key, require_restartable(parts), nbytes, os.rename)
+        self._publish(key, require_restartable(parts), nbytes, rename)
 
     def get(self, key: str) -> bytes:
         """Return a whole small object."""
         with self._named(key, "read"):
-            return (self.root / check_key(key)).read_bytes()
+            return self._found((self.root / check_key(key)).parent, (self.root / key).read_bytes)
 
     def get_range(self, key: str, start: int, out: memoryview) -> None:
         """Fill `out`; what is not in the page cache bypasses it if the range is large."""
         with self._named(key, "read"):
-            count = (read_direct if self.past_cache else read_file)(self.root / check_key(key), start, out)
+            path, read = self.root / check_key(key), read_direct if self.past_cache else read_file
+            count = self._found(path.parent, lambda: read(path, start, out))
         if count != len(out):
             raise DamagedError(
                 f"the object {key} of {self.url} is truncated",
@@ -111,19 +117,26 @@ class PosixStore:
         """Return the files under the root whose key starts with `prefix`."""
         with self._named(prefix, "list"):
             start = self.root / prefix.rpartition("/")[0]
+            with contextlib.suppress(FileNotFoundError, NotADirectoryError):
+                self._ask_again(start.parent if start != self.root else start)
             found = [info for info in self._walk(start) if info.key.startswith(prefix)]
         return sorted(found, key=lambda info: info.key)
 
     def folders(self, prefix: str = "") -> Names:
         """Return the directories directly under `prefix`."""
-        with self._named(prefix, "list"), contextlib.suppress(FileNotFoundError), os.scandir(self.root / prefix) as it:
-            return sorted(entry.name for entry in it if entry.is_dir())
+        with self._named(prefix, "list"):
+            try:
+                with os.scandir(self.root / prefix) as it:
+                    return sorted(entry.name for entry in it if entry.is_dir())
+            except OSError as error:
+                _unless_missing(error)
         return []
 
     def head(self, key: str) -> ObjectInfo | None:
         """Return size and time of a file."""
         with self._named(key, "read"), contextlib.suppress(FileNotFoundError, NotADirectoryError):
-            status = (self.root / check_key(key)).stat()
+            path = self.root / check_key(key)
+            status = self._found(path.parent, path.stat)
             return ObjectInfo(key=key, nbytes=status.st_size, mtime=status.st_mtime)
         return None
 
@@ -175,6 +188,20 @@ class PosixStore:
     def close(self) -> None:
         """Nothing is kept open."""
 
+    def _found(self, folder: Path, look: Callable[[], _T]) -> _T:
+        """Look, and where nothing is there look again with what the server says of the folder now."""
+        try:
+            return look()
+        except FileNotFoundError:
+            self._ask_again(folder)
+            return look()
+
+    def _ask_again(self, folder: Path) -> None:
+        """Open the folders from the root down: NFS asks the server then, and else answers for 30 s from what it knew."""
+        depth = len(folder.relative_to(self.root).parts)
+        for name in reversed([folder, *folder.parents][: depth + 1]):
+            _open_folder(name)
+
     def _publish(
         self, key: str, parts: Iterable[memoryview], nbytes: int | None, publish: Callable[[Path, Path], bool | None]
     ) -> bool:
@@ -225,7 +252,7 @@ class PosixStore:
         for folder, _, names in os.walk(start, onerror=_unless_missing):
             for name in names:
                 path = Path(folder) / name
-                if name.endswith(_TEMPORARY):
+                if name.endswith(_TEMPORARY) or name.startswith(_DELETED_OPEN):
                     continue
                 with contextlib.suppress(FileNotFoundError):  # deleted while we walk
                     status = path.stat()
@@ -242,7 +269,7 @@ class PosixStore:
     def _raise(self, error: OSError, key: str, verb: str) -> NoReturn:
         name = f"{self.url}/{key}" if key else self.url
         found = error.strerror or str(error)
-        if isinstance(error, FileNotFoundError):
+        if isinstance(error, FileNotFoundError) or (key and _is_gone(error, self.root / key)):
             raise ObjectMissingError(f"the object {key} of {self.url} is missing", found=found) from error
         if error.errno in (errno.EROFS, errno.EACCES, errno.EPERM, errno.ENOTDIR, errno.EEXIST):
             raise RootError(
@@ -273,15 +300,47 @@ def _link(source: Path, target: Path) -> bool:
     try:
         os.link(source, target)
     except FileExistsError:
-        # NFS repeats a request whose answer was lost: two links on our file mean that our link succeeded
-        return source.stat().st_nlink == 2
+        # NFS repeats a request whose answer was lost: if the target is our file, our link succeeded. The count of links
+        # would not tell: it comes out of the client's memory
+        _open_folder(target.parent)
+        with contextlib.suppress(FileNotFoundError):
+            return source.samefile(target)
+        return False
     return True
+
+
+def rename(source: Path, target: Path) -> None:
+    """Rename; where NFS repeats a request whose answer was lost, the source is gone and the target is our file."""
+    number = source.lstat().st_ino
+    try:
+        source.rename(target)
+    except FileNotFoundError:
+        _open_folder(target.parent)
+        if not os.path.lexists(target) or target.lstat().st_ino != number:
+            raise
+
+
+def _open_folder(path: Path) -> None:
+    os.close(os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC))
 
 
 def _unless_missing(error: OSError) -> None:
     """Raise errors that os.walk would swallow: an unreadable folder must not look empty."""
-    if not isinstance(error, FileNotFoundError):
+    if not isinstance(error, FileNotFoundError) and not _is_gone(error, Path(error.filename or "")):
         raise error
+
+
+def _is_gone(error: OSError, path: Path) -> bool:
+    """Return whether a file or folder of NFS fails because another machine removed it while it was open here."""
+    if error.errno not in (errno.ESTALE, errno.EIO):
+        return False
+    try:
+        path.lstat()
+    except FileNotFoundError:
+        return True
+    except OSError:  # the whole export is stale
+        return False
+    return False
 
 
 def _make_directories(path: Path) -> None:

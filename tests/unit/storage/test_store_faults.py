@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import http.server
 import os
 import signal
@@ -541,6 +542,85 @@ def test_folder_that_cannot_be_read_is_an_error_and_never_looks_empty(
     for look in (lambda: store.list("generations/"), store.folders, store.sweep):
         with pytest.raises(RootError, match="Permission denied"):
             look()
+
+
+def test_rename_whose_answer_was_lost_is_a_success_and_writes_nothing_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """NFS repeats the request after a restart of the server, and then finds no source."""
+    real, calls = Path.rename, []
+
+    def twice(source: Path, target: Path) -> None:
+        calls.append(target.name)
+        real(source, target)
+        real(source, target)
+
+    monkeypatch.setattr(Path, "rename", twice)
+    store = open_store(tmp_path)
+    store.put("a", b"x")
+    store.put_object("b", blob(1))
+    assert calls == ["a", "b"]
+    assert store.get("a") == b"x"
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["a", "b"]
+
+
+def test_link_whose_answer_was_lost_is_won_whatever_the_count_of_links_says(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    real = os.link
+
+    def twice(source: Path, target: Path) -> None:
+        real(source, tmp_path / f"{source.name}.third")  # NFS tells a count that it remembers: not two
+        real(source, target)
+        real(source, target)
+
+    store = open_store(tmp_path)
+    assert store.is_conditional
+    monkeypatch.setattr("flashckpt.storage.posix.os.link", twice)
+    assert store.put_if_absent("a", b"first")
+    assert not store.put_if_absent("a", b"second")
+
+
+def test_room_that_the_kernel_cannot_reserve_is_not_written_by_hand(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The C library's posix_fallocate would write a byte into each page: on NFS a request each."""
+
+    def refusing(*_: object) -> None:
+        raise OSError(errno.EOPNOTSUPP, "Operation not supported")
+
+    monkeypatch.setattr("os.posix_fallocate", lambda *_: pytest.fail("room is asked of the C library"))
+    store = open_store(tmp_path)
+    store.put_object("a", blob(1), PART_BYTES)
+    monkeypatch.setattr("flashckpt.storage.direct_io._fallocate", refusing)
+    store.put_object("b", blob(1), PART_BYTES)
+    assert store.get("a") == store.get("b") == bytes(PART_BYTES)
+
+
+def test_stale_folder_is_empty_if_it_is_gone_and_an_error_if_it_is_there(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store = open_store(tmp_path)
+    store.put("there/a", b"x")
+
+    def stale(path: str) -> None:
+        raise OSError(errno.ESTALE, "Stale file handle", str(path))
+
+    monkeypatch.setattr("os.scandir", stale)
+    for look in (lambda: store.list("there/"), lambda: store.folders("there/"), store.sweep):
+        with pytest.raises(StoreError, match="cannot"):
+            look()
+    (tmp_path / "there" / "a").unlink()
+    (tmp_path / "there").rmdir()
+    assert store.list("there/") == []
+    assert store.folders("there/") == []
+
+
+def test_deleted_file_that_nfs_keeps_while_it_is_open_is_no_object(tmp_path: Path) -> None:
+    store = open_store(tmp_path)
+    store.put("a/b", b"x")
+    (tmp_path / "a" / ".nfs00000001").write_bytes(b"x")
+    assert [info.key for info in store.list()] == ["a/b"]
 
 
 def test_temporary_file_of_a_dead_writer_is_swept_at_once_and_a_living_ones_stays(tmp_path: Path) -> None:
