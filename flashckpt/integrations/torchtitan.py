@@ -7,8 +7,6 @@ goes to a Checkpointer; torchtitan's own manager still reads and writes what is 
 weights, and those for Hugging Face at the end.
 """
 
-# ruff: noqa: SLF001 -- names of torchtitan's interface for managers begin with an underscore
-
 from __future__ import annotations
 
 import logging
@@ -49,11 +47,11 @@ class FlashCheckpointManager(BaseCheckpointManager):  # type: ignore[misc]  # to
 
     @dataclass(kw_only=True, slots=True)
     class Config(BaseCheckpointManager.Config):  # type: ignore[misc]  # as above
-        """What torchtitan's managers share, and what is new. Of the former, with another meaning:
+        """The settings that torchtitan's managers share, and new ones.
 
-        `interval`: steps between checkpoints on storage; the last step is always one. `keep_latest_k`: of these.
-        `load_step`: a step of this run. `folder`: of torchtitan's own checkpoints. If `root` has none yet, the newest one
-        there is continued; the final weights for Hugging Face go there (`last_save_in_hf`).
+        Of the former, `interval` counts steps between checkpoints on storage, and the last step is always one;
+        `keep_latest_k` and `load_step` are about these. `folder` has torchtitan's own checkpoints: the newest is continued
+        where `root` has none yet, and the final weights for Hugging Face go there (`last_save_in_hf`).
 
         Raises:
             ConfigError: Something is set that this manager cannot do.
@@ -131,7 +129,7 @@ class FlashCheckpointManager(BaseCheckpointManager):  # type: ignore[misc]  # to
             rank, ranks = dist.get_rank(), dist.get_world_size()
         else:
             rank, ranks = mesh.get_local_rank("batch"), mesh.size(_MESH.index("batch"))
-        counted = {name: _Shared(thing) for name, thing in self._states.items()}
+        counted: dict[str, Any] = {name: _Shared(thing) for name, thing in self._states.items()}
         self.checkpointer.track(
             model=parts["model_parts"],
             optimizer=list(parts["optimizers"]),
@@ -144,12 +142,13 @@ class FlashCheckpointManager(BaseCheckpointManager):  # type: ignore[misc]  # to
         if (loader := parts["dataloader"]) is not None:
             _say_how_it_continues(loader, is_first=rank == 0)
             _take_positions(loader, every=self._config.snapshot_every, instead_of=self._config.interval)
-            self.checkpointer.track(**{"data": found, f"data-{rank}": _Position(loader, ranks)})
+            positions: dict[str, Any] = {"data": found, f"data-{rank}": _Position(loader, ranks)}
+            self.checkpointer.track(**positions)
         return found
 
     def _load(self, step: int = -1) -> bool:
         trainer = self._trainer
-        # a restart goes on with what the first start made of that step
+        # a restart continues what the first start made of that step
         wanted = None if step == -1 or _is_restart() else step
         report = self.checkpointer.restore(step=wanted)
         if report is not None:
@@ -172,7 +171,9 @@ class FlashCheckpointManager(BaseCheckpointManager):  # type: ignore[misc]  # to
                 remedy="train on as many data-parallel ranks, in any layout, or read the data from its beginning: "
                 "--checkpoint.data-on-other-ranks restart",
             )
-        _log.warning("step %d was trained on %d data-parallel ranks, now %d: the data begins again", step, before, ranks)
+        _log.warning(
+            "step %d was trained on %d data-parallel ranks, now %d: the data begins again", step, before, ranks
+        )
 
     def _load_initial(self) -> bool:
         """Let torchtitan's own manager load what a new run starts from, if there is anything."""
@@ -308,7 +309,7 @@ def _take_positions(loader: Any, *, every: int, instead_of: int) -> None:
         loader.snapshot_every_n_steps = max(1, steps * every // instead_of)
 
 
-def _end_when_asked(trainer: Any, checkpointer: Checkpointer) -> None:
+def _end_when_asked(trainer: Any, checkpointer: Any) -> None:
     """End the loop of a Trainer when every rank is to stop."""
     may_continue: Callable[[], bool] = trainer.should_continue_training
     trainer.should_continue_training = lambda: may_continue() and not checkpointer.should_stop
@@ -359,14 +360,13 @@ def _refuse_settings(config: Any) -> None:
         "load_only": (config.load_only, "read the root with Checkpointer.readonly(root), which writes nothing"),
         "exclude_from_loading": (
             bool(config.exclude_from_loading),
-            "for the data alone: --checkpoint.data-on-other-ranks restart; for weights alone: a new root and "
-            "--checkpoint.initial-load-path",
+            "to begin the data again: --checkpoint.data-on-other-ranks restart; to take weights alone: --checkpoint.initial-load-path",
         ),
     }
     for name, (is_set, remedy) in remedies.items():
         if is_set:
             raise ConfigError(
-                f"FlashCheckpointManager cannot do what checkpoint.{name} asks",
+                f"this manager cannot do what checkpoint.{name} asks",
                 found=f"{name}={getattr(config, name)!r}",
                 state="Nothing was loaded or written.",
                 remedy=remedy,

@@ -63,7 +63,9 @@ def run(folder: Path, world: int, *words: object, code: int = 0) -> str:
     for file in folder.glob("rank*.txt"):
         file.unlink()
     env = {**FOUND, **OFFLINE, "HF_HOME": str(folder.parent / "hf")}
-    found, output = run_dlrun(folder, "--nproc-per-node", world, JOB, folder, *words, deadline_s=300, fresh=True, env=env)
+    found, output = run_dlrun(
+        folder, "--nproc-per-node", world, JOB, folder, *words, deadline_s=300, fresh=True, env=env
+    )
     assert found == code, output
     return output
 
@@ -75,12 +77,12 @@ def lines(folder: Path, rank: int = 0) -> dict[int, str]:
 
 
 def loss(line: str) -> float:
-    return float.fromhex(line.split()[0])
+    return float.fromhex(line.split(maxsplit=1)[0])
 
 
 def digests(folder: Path, name: str, world: int) -> dict[str, str]:
     """Return the digest of every parameter and moment, of all pipeline stages."""
-    found = {}
+    found: dict[str, str] = {}
     for rank in range(world):
         found |= json.loads((folder / f"{name}{rank}.json").read_text())
     return found

@@ -15,16 +15,9 @@ import sys
 from pathlib import Path
 
 import torch
-from integration.frameworks import torchtitan_cpu
 from torch.distributed.tensor import DTensor
 
-torchtitan_cpu.prepare()
-
-from torchtitan import train
-from torchtitan.models.llama3.config_registry import llama3_debugmodel
-from torchtitan.trainer import Trainer
-
-from flashckpt.integrations.torchtitan import FlashCheckpointManager
+from integration.frameworks import torchtitan_cpu
 
 STEPS = 12
 """Of the schedule of the learning rate, also where a run ends earlier."""
@@ -32,6 +25,10 @@ STEPS = 12
 
 def flash():
     """What a user writes into a registry."""
+    from torchtitan.models.llama3.config_registry import llama3_debugmodel
+
+    from flashckpt.integrations.torchtitan import FlashCheckpointManager
+
     config = llama3_debugmodel()
     config.checkpoint = FlashCheckpointManager.Config(snapshot_every=2, interval=4)
     return config
@@ -39,6 +36,8 @@ def flash():
 
 def plain():
     """With torchtitan's own manager."""
+    from torchtitan.models.llama3.config_registry import llama3_debugmodel
+
     config = llama3_debugmodel()
     config.checkpoint.enable, config.checkpoint.interval = True, 4
     return config
@@ -46,7 +45,7 @@ def plain():
 
 def digests(trainer):
     """Return name -> digest of the parameters and moments of this rank's model parts, each of them whole."""
-    tensors = {}
+    tensors: dict[str, torch.Tensor] = {}
     for part in trainer.model_parts:
         names = {param: name for name, param in part.named_parameters()}
         tensors |= {name: param.detach() for param, name in names.items()}
@@ -101,8 +100,12 @@ def main():
     parser.add_argument("--steps", type=int, default=STEPS)
     parser.add_argument("--registry", default="flash")
     given, rest = parser.parse_known_args()
-    assets = given.folder.parent / "assets"
+    torchtitan_cpu.prepare()
+    from torchtitan import train
+    from torchtitan.trainer import Trainer
+
     Trainer.train = observed(Trainer.train, given)
+    assets = given.folder.parent / "assets"
     options = {
         "module": "integration.frameworks.torchtitan_job",
         "config": given.registry,
