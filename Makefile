@@ -74,7 +74,7 @@ $(FRAMEWORKS)/.ready: $(FRAMEWORKS_PINS) $(VENV)/.ready
 	touch $@
 
 test-frameworks: $(FRAMEWORKS)/.ready  ## optimizers, modules, dtypes, wrappers, other projects: restored exactly or refused in time
-	$(FRAMEWORKS)/bin/python -m pytest --workers $(WORKERS) tests/integration/frameworks/all_frameworks.py tests/integration/frameworks/all_integrations.py tests/integration/frameworks/all_imports.py tests/integration/frameworks/all_ray.py tests/integration/frameworks/all_torchtitan.py tests/integration/programs/test_recipes.py
+	$(FRAMEWORKS)/bin/python -m pytest --workers $(WORKERS) tests/integration/frameworks/all_frameworks.py tests/integration/frameworks/all_integrations.py tests/integration/frameworks/all_imports.py tests/integration/frameworks/all_ray.py tests/integration/frameworks/all_torchtitan.py tests/integration/dcp/upstream_e2e.py tests/integration/programs/test_recipes.py
 
 test-hub: $(FRAMEWORKS)/.ready  ## models from and to Hugging Face folders: transformers gives the same logits, in one process and in 2x2x2; any tokenizer.json
 	$(FRAMEWORKS)/bin/python -m pytest tests/integration/hub/hub.py tests/unit/trainer/test_trainer_prepare.py tests/unit/trainer/test_trainer_sources.py tests/unit/trainer/test_trainer_evaluation.py
