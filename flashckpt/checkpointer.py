@@ -135,7 +135,8 @@ class Checkpointer:
             exclude: Patterns over names of module state that no snapshot holds and no restore touches, e.g. "base.*" for the
                 frozen weights of a LoRA: load them where they come from, before `restore()`. With or without the track name.
             **things: Modules, torch optimizers, lists of them, or objects with state_dict/load_state_dict. An
-                object with `flashckpt_replicated = True` has one state for all ranks.
+                object with `flashckpt_replicated = True` has one state for all ranks; one with `flashckpt_optional = True`
+                stays as it is where no rank of the snapshot had any under its name.
 
         Raises:
             ConfigError: A name is taken, a thing has no state, an optimizer has foreign parameters, a sampler

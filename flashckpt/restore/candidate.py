@@ -190,8 +190,9 @@ def queries(attempt: Attempt, prepared: Prepared, *, has_asked: bool) -> list[Pe
 
 def lacks_values(attempt: Attempt, prepared: Prepared) -> list[str]:
     """Return the groups, objects and extra state that are missing, where that is not allowed."""
-    lost = missing_values(attempt.tracked, prepared.values, attempt.request.only)
-    return lost if not prepared.is_whole(attempt.candidate) or attempt.is_strict else []
+    is_whole = prepared.is_whole(attempt.candidate)
+    lost = missing_values(attempt.tracked, prepared.values, attempt.request.only, is_whole=is_whole)
+    return lost if not is_whole or attempt.is_strict else []
 
 
 def require_covered(attempt: Attempt, prepared: Prepared) -> Prepared:

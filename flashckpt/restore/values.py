@@ -118,7 +118,7 @@ def apply_values(
         found, skeleton = values.find(tracked.key_of(name, thing))
         if found:
             thing.load_state_dict(pytree.unflatten(skeleton, tensor, place=_to_device))
-        else:
+        elif not _is_optional(thing):
             missing.append(name)
     for label, optimizers in tracked.optimizers.items():
         if is_wanted(f"{label}.groups", only):
@@ -144,9 +144,22 @@ def _filled(tensors: Mapping[str, torch.Tensor], name: str) -> torch.Tensor:
     return tensors[name]
 
 
-def missing_values(tracked: StateRegistry, values: Values, only: str | None) -> list[str]:
-    """Return what `apply_values` would find missing, before any live tensor is written."""
-    things = [(name, tracked.key_of(name, thing)) for name, thing in tracked.objects.items()]
+def _is_optional(thing: Any) -> bool:
+    """Whether an object stays as it is where a whole snapshot has no state under its name."""
+    return bool(getattr(thing, "flashckpt_optional", False))
+
+
+def missing_values(tracked: StateRegistry, values: Values, only: str | None, *, is_whole: bool) -> list[str]:
+    """Return what `apply_values` would find missing, before any live tensor is written.
+
+    Args:
+        tracked: The live objects.
+        values: Of the snapshot.
+        only: A pattern over names, or None.
+        is_whole: No rank's part of the snapshot is lost: what it lacks was never in it.
+    """
+    wanted = [(name, one) for name, one in tracked.objects.items() if not (is_whole and _is_optional(one))]
+    things = [(name, tracked.key_of(name, thing)) for name, thing in wanted]
     things += [(name, name) for name, _ in tracked.extra_states()]
     missing = [name for name, key in things if is_wanted(name, only) and not values.find(key)[0]]
     for label, optimizers in tracked.optimizers.items():

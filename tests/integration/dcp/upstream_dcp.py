@@ -16,7 +16,7 @@ import subprocess
 import sys
 import tempfile
 import xml.etree.ElementTree as ET
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -100,10 +100,11 @@ def prepare(source: Path, target: Path, *, ours: bool) -> None:
 
 def run_file(path: Path, root: Path) -> dict[str, str]:
     """Run one file of tests and return test -> "passed", "skipped", or what it failed with."""
-    here = Path(__file__).resolve().parents[2]
+    here = Path(__file__).resolve()
     report = root / "report.xml"
     report.unlink(missing_ok=True)
-    python = os.pathsep.join([str(here), str(here.parent), str(path.parent), os.environ.get("PYTHONPATH", "")])
+    places = [here.parent, here.parents[3], path.parent]  # upstream_dcp, flashckpt, what the tests import of each other
+    python = os.pathsep.join([*map(str, places), os.environ.get("PYTHONPATH", "")])
     environment = {**os.environ, "PYTHONPATH": python, "OMP_NUM_THREADS": "1"}
     flags = ["-q", "-c", os.devnull, "--rootdir", str(root), "-p", "no:cacheprovider"]
     command = [
@@ -147,6 +148,26 @@ def _last_error(text: str) -> str:
     return ([*errors, *own] or ["failed"])[-1][:200]
 
 
+def compared(source: Path, folder: Path, only: Collection[str]) -> Iterator[tuple[Path, dict[str, tuple[str, str]]]]:
+    """Run files of tests on both storages; yield each and test -> (on torch's, on ours).
+
+    Args:
+        source: A PyTorch source tree.
+        folder: An empty one, for copies and checkpoints.
+        only: File names; empty: all.
+    """
+    first, second = folder / "theirs", folder / "ours"
+    prepare(source, first, ours=False)
+    prepare(source, second, ours=True)
+    for path in sorted(first.rglob("test_*.py")):
+        if only and path.name not in only:
+            continue
+        relative = path.relative_to(first)
+        theirs, mine = run_file(path, first), run_file(second / relative, second)
+        names = sorted(theirs | mine)
+        yield relative, {name: (theirs.get(name, "not run"), mine.get(name, "not run")) for name in names}
+
+
 def main() -> int:
     """Run all files on both storages and print what differs; 1 if anything does."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -155,19 +176,10 @@ def main() -> int:
     options = parser.parse_args()
     differs = 0
     with tempfile.TemporaryDirectory(prefix="upstream-dcp-") as folder:
-        for ours in (False, True):
-            prepare(options.source, Path(folder, f"ours-{ours}"), ours=ours)
-        first = Path(folder, "ours-False")
-        for path in sorted(first.rglob("test_*.py")):
-            if options.only and path.name not in options.only:
-                continue
-            relative = path.relative_to(first)
-            theirs = run_file(path, first)
-            mine = run_file(Path(folder, "ours-True", relative), Path(folder, "ours-True"))
-            same = sum(mine.get(name) == PASSED for name, outcome in theirs.items() if outcome == PASSED)
-            print(f"{relative}: {same} pass on both, of {len(theirs | mine)}", flush=True)
-            for name in sorted(theirs | mine):
-                one, other = theirs.get(name, "not run"), mine.get(name, "not run")
+        for relative, found in compared(options.source, Path(folder), options.only):
+            same = sum(outcomes == (PASSED, PASSED) for outcomes in found.values())
+            print(f"{relative}: {same} pass on both, of {len(found)}", flush=True)
+            for name, (one, other) in found.items():
                 if (one, other) != (PASSED, PASSED):
                     differs += one == PASSED
                     print(f"    {name}\n        torch:     {one}\n        flashckpt: {other}", flush=True)

@@ -17,6 +17,8 @@ from torch import nn
 from flashckpt import Checkpointer
 from flashckpt.errors import ConfigError, NoCheckpointError, ShardGapError, UnsupportedStateError
 from flashckpt.native import IMPLEMENTATIONS, implementation
+from flashckpt.restore.source_names import SourceNames
+from flashckpt.restore.values import Values, missing_values
 from flashckpt.shm.control import ControlView
 from flashckpt.shm.job_directory import jobs_in_memory
 
@@ -129,6 +131,31 @@ def test_a_name_that_no_snapshot_has_is_an_error_unless_it_is_allowed(tmp_path: 
     crash(lenient)
     assert report is not None
     assert report.missing == ("model.1.bias", "model.1.weight")
+
+
+class Optional(Holder):
+    flashckpt_optional = True
+
+
+def test_an_optional_object_stays_as_it_is_only_where_the_snapshot_never_had_it(tmp_path: Path) -> None:
+    model = nn.Linear(3, 3)
+    ckpt = opened(tmp_path, model=model)
+    ckpt.step(1)
+    crash(ckpt)
+    with pytest.raises(ShardGapError, match="place"):
+        opened(tmp_path, model=model, place=Holder(at=7))
+    place = Optional(at=7)
+    ckpt = opened(tmp_path, model=model, place=place)
+    assert place.state == {"at": 7}
+    tracked = ckpt._tracked
+    nothing = Values([], SourceNames([]), 0)
+    assert missing_values(tracked, nothing, None, is_whole=True) == []
+    assert missing_values(tracked, nothing, None, is_whole=False) == ["place"]  # a rank that is lost may have had it
+    ckpt.step(2)
+    crash(ckpt)
+    place = Optional(at=0)
+    crash(opened(tmp_path, model=model, place=place))
+    assert place.state == {"at": 7}
 
 
 def test_an_abandoned_step_is_never_chosen_again(tmp_path: Path) -> None:
