@@ -140,7 +140,8 @@ def fewer_rows_than_ranks(rank: int, root: str) -> int:
 
     mesh = init_device_mesh("cpu", (2, 3), mesh_dim_names=("dp_replicate", "dp_shard"))
     torch.manual_seed(0)
-    model: Any = fully_shard(torch.nn.Linear(4, 1, bias=False), mesh=mesh)
+    model = torch.nn.Linear(4, 1, bias=False)
+    fully_shard(model, mesh=mesh)
     ckpt = Checkpointer(root, job="t")
     ckpt.track(model=model, mesh=mesh)
     assert ckpt.restore() is None
