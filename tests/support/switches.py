@@ -204,14 +204,14 @@ class Alone:
         return self._known[repr(own)]
 
 
-def killed_and_resumed(sections: Sections, corpus: Any, tmp_path: Path) -> list[float]:
+def killed_and_resumed(sections: Sections, corpus: Any, tmp_path: Path, *, timeout_s: float = 200) -> list[float]:
     """Train, kill every rank in the middle of a step and continue; return the losses, which are the same bits both times."""
     world = world_of(sections)
     checkpoint = {"root": str(tmp_path / "root"), "job": "switches", "snapshot_every": 1, "persist_every": 1000}
     config = config_of(corpus, sections, checkpoint=checkpoint)
-    ended = run_ranks(run_leg, world, config, str(tmp_path), "killed", timeout_s=200)
+    ended = run_ranks(run_leg, world, config, str(tmp_path), "killed", timeout_s=timeout_s)
     assert {rank.signal for rank in ended} == {signal.SIGKILL}, ended[0].error
-    values(run_ranks(run_leg, world, config, str(tmp_path), "resumed", timeout_s=200))
+    values(run_ranks(run_leg, world, config, str(tmp_path), "resumed", timeout_s=timeout_s))
     killed, resumed = (results(tmp_path, leg, world) for leg in ("killed", "resumed"))
     wanted: dict[str, str] = killed[0]["losses"]
     for rank in (*killed, *resumed):

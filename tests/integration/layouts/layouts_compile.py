@@ -23,9 +23,9 @@ with warnings.catch_warnings():
     warnings.simplefilter("ignore")  # of torch about torch
     import torch._inductor.compile_fx  # noqa: F401
 
-pytestmark = [pytest.mark.filterwarnings("default"), pytest.mark.timeout(500)]  # a busy machine is slow to compile
-DATA = {name: FACTORS["data"][name] for name in ("one", "ddp", "zero 1", "zero 3", "hsdp")}
-"""Without `zero` of 0 and 2: to a block they are hsdp, and what 1 and 3 are together; each row compiles for seconds."""
+pytestmark = [pytest.mark.filterwarnings("default"), pytest.mark.timeout(1000)]  # a busy machine is slow to compile
+DATA = {name: value for name, value in FACTORS["data"].items() if name != "zero 2"}
+"""1 and 3 have what 2 has; each row compiles for seconds."""
 SWITCHES = Switches(factors={**FACTORS, "data": DATA}, base={"train": {"compile": True}})
 ROWS, REFUSED = cover_each(SWITCHES.values, SWITCHES.works)
 
@@ -52,7 +52,7 @@ def _apart(monkeypatch: Any, tmp_path: Any, corpus: Any) -> None:
 def test_compiled_blocks_train_as_plain_ones_in_one_process_and_survive_a_kill(
     row: Row, corpus: Any, alone: Any, tmp_path: Path
 ) -> None:
-    found = killed_and_resumed(SWITCHES.sections_of(row), corpus, tmp_path)
+    found = killed_and_resumed(SWITCHES.sections_of(row), corpus, tmp_path, timeout_s=450)
     near = 3e-6 if row["precision"] == "float32" else 3e-3  # rounding of another order of sums
     assert found == pytest.approx(alone(row), abs=near)
 
