@@ -131,7 +131,10 @@ class FlashCheckpoint(TrainerCallback):  # type: ignore[misc]  # transformers is
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Say that the step is done; it is persisted if it is the last one, before Trainer loads its best model."""
         assert self._batches is not None
-        self.checkpointer.step(state.global_step, persist=self._may_be_last(args, state, control))
+        may_be_last = self._may_be_last(args, state, control)
+        self.checkpointer.step(state.global_step, persist=may_be_last)
+        if may_be_last:
+            self.checkpointer.fence()  # else the best model is loaded while the last one is copied
         state.epoch = self._batches.epochs_done
         if self.checkpointer.should_stop:
             control.should_training_stop = True

@@ -5,8 +5,10 @@ hf_ends.py FOLDER CASE ...: prints "CASE: " and what came of each.
 
 from __future__ import annotations
 
+import contextlib
 import sys
-from collections.abc import Callable
+import threading
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -18,6 +20,7 @@ from transformers import EarlyStoppingCallback, Trainer, TrainerCallback, Traini
 from flashckpt import Checkpointer
 from flashckpt.errors import ConfigError, PersistError
 from flashckpt.integrations.transformers import FlashCheckpoint
+from flashckpt.snapshot.stager import Snapshot, Stager
 from integration.frameworks.hf_job import Numbers, Regression
 
 
@@ -70,13 +73,32 @@ def on_storage(folder: Path) -> tuple[int, dict[str, torch.Tensor]]:
     return report.step, dict(model.named_parameters())
 
 
+@contextlib.contextmanager
+def copies_that_wait(made: Any) -> Iterator[None]:
+    """Let each copy of what is persisted begin when the best model is there; after 2 s, where somebody waits for it first."""
+    loaded, take, load = threading.Event(), Stager._take, made._load_best_model
+
+    def late(self: Stager, snapshot: Snapshot) -> None:
+        if snapshot.request.persist:
+            loaded.wait(2.0)
+        take(self, snapshot)
+
+    def load_best() -> None:
+        load()
+        loaded.set()
+
+    with mock.patch.object(Stager, "_take", late), mock.patch.object(made, "_load_best_model", load_best):
+        yield
+
+
 def early_stop(folder: Path) -> str:
     kept = Kept()
     made = trainer(
         folder, WorseAndWorse, [kept, EarlyStoppingCallback(1)], max_steps=-1, num_train_epochs=9, eval_strategy="epoch",
         save_strategy="epoch", load_best_model_at_end=True, metric_for_best_model="score", greater_is_better=True,
     )  # fmt: skip
-    made.train()
+    with copies_that_wait(made):
+        made.train()
     step, found = on_storage(folder)
     is_last = all(torch.equal(found[name], kept.parameters[name]) for name in found)
     is_best = all(torch.equal(found[name], p) for name, p in made.model.named_parameters())
