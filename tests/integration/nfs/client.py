@@ -88,6 +88,10 @@ def delete(folder: str, *keys: str) -> None:
     store_in(folder).delete_many(keys)
 
 
+def sweep(folder: str) -> list[str]:
+    return store_in(folder).sweep()
+
+
 def claims(folder: str, me: str, count: int) -> list[str]:
     """Try to create so many objects that another machine tries to create too; return those that this one created."""
     store = store_in(folder)

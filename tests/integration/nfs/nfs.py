@@ -252,4 +252,6 @@ def test_server_dies_in_the_middle_of_a_persist_training_goes_on_and_the_commit_
     code, said = nfs.call("verify", nfs.folder)
     assert code == 0, said
     assert nfs.call("finish") == []
+    swept = nfs.call("sweep", nfs.folder)
+    assert not swept or options, "mounted soft, a temporary file cannot be removed either while the server is dead"
     assert not nfs.left_behind()
