@@ -88,6 +88,11 @@ def delete(folder: str, *keys: str) -> None:
     store_in(folder).delete_many(keys)
 
 
+def sweep(folder: str) -> list[str]:
+    """Remove what a job that has ended left; its processes are zombies here, where the first process reaps none."""
+    return store_in(folder).sweep(older_than_s=0)
+
+
 def claims(folder: str, me: str, count: int) -> list[str]:
     """Try to create so many objects that another machine tries to create too; return those that this one created."""
     store = store_in(folder)
