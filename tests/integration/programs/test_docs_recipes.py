@@ -45,6 +45,10 @@ BLOCKS = {
         "recipes.md",
         "from flashckpt.integrations.ray",
     ): "all_ray.py::test_ray_restarts_workers_from_memory_and_continues_on_one",
+    (
+        "recipes.md",
+        "from flashckpt.integrations.deepspeed",
+    ): "all_deepspeed.py::test_page_of_deepspeed_runs_and_what_no_snapshot_would_hold_is_refused",
     ("recipes.md", "from torchtitan.models.llama3"): "all_torchtitan.py::test_what_the_manager_cannot_do_is_refused",
     ("launching.md", "#!/bin/bash\n#SBATCH --nodes=4"): "slurm.py::test_job_of_several_nodes",
     ("launching.md", "#!/bin/bash\n#SBATCH --nodes=1"): "slurm.py::test_job_of_one_node_without_srun",
