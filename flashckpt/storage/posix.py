@@ -269,7 +269,7 @@ class PosixStore:
     def _raise(self, error: OSError, key: str, verb: str) -> NoReturn:
         name = f"{self.url}/{key}" if key else self.url
         found = error.strerror or str(error)
-        is_gone = verb == "read" and bool(key) and _is_gone(error, self.root / key)  # who writes is not looking for it
+        is_gone = verb != "write" and bool(key) and _is_gone(error, self.root / key)  # who writes is not looking for it
         if isinstance(error, FileNotFoundError) or is_gone:
             raise ObjectMissingError(f"the object {key} of {self.url} is missing", found=found) from error
         if error.errno in (errno.EROFS, errno.EACCES, errno.EPERM, errno.ENOTDIR, errno.EEXIST):
