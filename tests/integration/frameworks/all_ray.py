@@ -40,7 +40,7 @@ def check_restart(starts: list[str]) -> None:
 
 @needs_ray
 @pytest.mark.timeout(600)
-def test_ray_restarts_workers_from_memory_and_continues_on_one(tmp_path: Path) -> None:
+def test_ray_restarts_workers_from_memory_and_continues_on_one_and_four(tmp_path: Path) -> None:
     """A worker is killed while the other one is in all_reduce: the run ends as the unbroken one."""
     done = subprocess.run(
         [sys.executable, ROOT / "tests/integration/frameworks/ray_job.py", tmp_path],
@@ -60,14 +60,16 @@ def test_ray_restarts_workers_from_memory_and_continues_on_one(tmp_path: Path) -
     assert (tmp_path / "killed" / "killed").exists()
     assert (tmp_path / "ray" / "killed-root").is_dir()
     whole = [said(tmp_path / "whole", rank)[1] for rank in range(2)]
-    killed = [said(tmp_path / "killed", rank) for rank in range(2)]
-    assert all(sorted(lines) == list(range(1, 17)) for lines in whole)
-    for rank, (starts, lines) in enumerate(killed):
+    killed = [said(tmp_path / "killed", rank) for rank in range(4)]
+    assert all(sorted(lines) == list(range(1, 21)) for lines in whole)
+    for rank, (starts, lines) in enumerate(killed[:2]):
         check_restart(starts[:2])
         assert {step: lines[step] for step in range(1, 13)} == {step: whole[rank][step] for step in range(1, 13)}
     assert "restored step 12 of generation 2" in killed[0][0][2]
     assert "another layout" in killed[0][0][2]
-    for step in range(13, 17):
-        (expected, mean), (samples, loss) = joined(whole, step), joined([killed[0][1]], step)
+    assert all("restored step 16 of generation 3" in starts[-1] for starts, _ in killed)
+    for step in range(13, 21):
+        ranks = [lines for _, lines in killed[: 1 if step < 17 else 4]]
+        (expected, mean), (samples, loss) = joined(whole, step), joined(ranks, step)
         assert samples == expected
         assert loss == pytest.approx(mean, rel=1e-4)

@@ -1,6 +1,6 @@
 """A user's program with Ray Train, that says which samples each step trained and with which losses.
 
-ray_job.py FOLDER: an unbroken run, one whose worker is killed, and its continuation by another `fit()` on one worker.
+ray_job.py FOLDER: an unbroken run, one whose worker is killed, and its continuation by another `fit()` on one worker, and on four.
 """
 
 from __future__ import annotations
@@ -89,11 +89,12 @@ def main():
         print(error.problem)
     os.environ["SLURM_JOB_ID"] = "7"  # of the allocation that the cluster runs in
     with tempfile.TemporaryDirectory(prefix="ray") as temporary:  # a short name: sockets lie in it
-        ray.init(num_cpus=2, include_dashboard=False, object_store_memory=10**8, _temp_dir=temporary)
+        ray.init(num_cpus=4, include_dashboard=False, object_store_memory=10**8, _temp_dir=temporary)
         try:
-            fit(folder / "whole", steps=16)
+            fit(folder / "whole", steps=20)
             fit(folder / "killed", steps=12, kill_at=8)
             fit(folder / "killed", steps=16, workers=1)
+            fit(folder / "killed", steps=20, workers=4)
         finally:
             ray.shutdown()
 

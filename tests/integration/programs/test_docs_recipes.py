@@ -44,7 +44,7 @@ BLOCKS = {
     (
         "recipes.md",
         "from flashckpt.integrations.ray",
-    ): "all_ray.py::test_ray_restarts_workers_from_memory_and_continues_on_one",
+    ): "all_ray.py::test_ray_restarts_workers_from_memory_and_continues_on_one_and_four",
     (
         "recipes.md",
         "from flashckpt.integrations.deepspeed",
