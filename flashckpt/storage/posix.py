@@ -333,7 +333,7 @@ def _unless_missing(error: OSError) -> None:
 
 def _is_gone(error: OSError, path: Path) -> bool:
     """Return whether a file or folder of NFS fails because another machine removed it while it was open here."""
-    if error.errno not in (errno.ESTALE, errno.EIO):
+    if error.errno not in (errno.ESTALE, errno.EIO, errno.EBADF):  # the last: its server has ended since
         return False
     try:
         path.lstat()

@@ -297,7 +297,7 @@ def delete_while_open(folder: str, key: str) -> list[str]:
 
 # -- a job -----------------------------------------------------------------------------------------------
 
-_WIDTH = 1600  # 31 MB with the optimizer's moments
+_WIDTH = 2000  # 48 MB with the optimizer's moments
 _job: dict[str, Any] = {}
 
 
