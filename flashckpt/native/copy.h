@@ -31,10 +31,13 @@ struct level {
     const struct xxh3_level *hash;
     /* Copy n bytes by stores that pass the cache; target aligned to 64, n a multiple of 64. NULL: there are none. */
     void (*stream)(uint8_t *target, const uint8_t *source, size_t n);
+    size_t piece; /* bytes that are copied before they are digested, a multiple of a block */
 };
 
+#define MOST_LEVELS 5
+
 /* The levels that this CPU has, the best one last; returns how many. */
-size_t usable_levels(const struct level *found[], size_t room);
+size_t usable_levels(const struct level *found[MOST_LEVELS]);
 
 /* Do what rows say. They must have been checked: see check.h. Everything is visible to other CPUs on return. */
 void copy_rows(const struct level *level, const struct row *rows, size_t count, const struct digest_output *out);

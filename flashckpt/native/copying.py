@@ -22,7 +22,7 @@ _NATIVE: tuple[str, ...] = part.levels() if part is not None else ()
 LEVEL_VARIABLE = "FLASHCKPT_COPY"
 """Environment variable that chooses a level by name, for measurements and for machines where the best one misbehaves."""
 PYTHON = "python"
-IMPLEMENTATIONS = ("", PYTHON, "native plain", "native avx2", "native avx512", "native neon")
+IMPLEMENTATIONS = ("", PYTHON, "native plain", "native avx2", "native avx512", "native neon", "native avx2-near")
 """Every answer of `implementation`, at the place that is its number in a control row; 0: not known. Only ever appended to."""
 
 
@@ -32,7 +32,7 @@ def levels() -> tuple[str, ...]:
 
 
 def implementation() -> str:
-    """Return what copies: "native avx512", "native avx2", "native neon", "native plain" or "python".
+    """Return what copies: "python", or "native" and one of the C part's `levels` ("native avx512").
 
     Raises:
         ConfigError: FLASHCKPT_COPY names a level that does not work here.

@@ -7,8 +7,6 @@
 #include "guard.h"
 #include "objects.h"
 
-#define MOST_LEVELS 8
-
 static const struct level *levels[MOST_LEVELS];
 static size_t level_count;
 
@@ -88,7 +86,7 @@ static PyMethodDef methods[] = {
 
 static int prepare(PyObject *module) {
     (void)module;
-    level_count = usable_levels(levels, MOST_LEVELS);
+    level_count = usable_levels(levels);
     return 0;
 }
 

@@ -36,8 +36,8 @@ static int run(const struct level *level, size_t nbytes, size_t source_alignment
 }
 
 int main(void) {
-    const struct level *levels[8];
-    size_t count = usable_levels(levels, 8), nbytes, source_alignment, target_alignment;
+    const struct level *levels[MOST_LEVELS];
+    size_t count = usable_levels(levels), nbytes, source_alignment, target_alignment;
     while (scanf("%zu %zu %zu", &nbytes, &source_alignment, &target_alignment) == 3)
         for (size_t k = 0; k < count; k++)
             if (run(levels[k], nbytes, source_alignment, target_alignment)) return 1;
