@@ -23,6 +23,7 @@ from flashckpt.shm.job_directory import DaemonStatus
 from flashckpt.skips import Skips
 from flashckpt.snapshot.copy_plan import CopyPlan
 from flashckpt.snapshot.current_plan import CurrentPlan
+from flashckpt.snapshot.offer import JoinedOften
 from flashckpt.snapshot.stager import Snapshot, Stager, StaleWatch
 from flashckpt.state import loaders
 from flashckpt.state.samplers import Commits
@@ -52,7 +53,7 @@ class Session:
         self._control, self._row, self._watermark = place.control, place.row, place.watermark
         world, generation = self.tracked.world, self.outcome.record.number
         self._commits, self._skips = Commits(is_alone=world.size == 1), Skips(generation)
-        self._wanted, self._stale = Wanted(generation), StaleWatch()
+        self._wanted, self._stale, self._joined_often = Wanted(generation), StaleWatch(), JoinedOften()
         self._stager = Stager(self._completed, self._failed)
         self._plans = CurrentPlan(
             self.tracked,
@@ -195,6 +196,7 @@ class Session:
         self._count("copy_s", snapshot.copied_s - snapshot.started_s)
         self._count("complete_s", snapshot.done_s - snapshot.started_s)
         self._count("copy_cpu_s", snapshot.cpu_s)
+        self._note_joined(snapshot)
         if self._stale.look(snapshot):
             _log.warning(
                 "three snapshots up to step %d hold equal parameters and optimizer state although the optimizer "
@@ -202,6 +204,19 @@ class Session:
                 snapshot.request.id.step,
             )
         self._call("on_snapshot", snapshot.request.id.step)
+
+    def _note_joined(self, snapshot: Snapshot) -> None:
+        offer, total = snapshot.offer, snapshot.plan.end
+        self._count("joined_bytes", offer.joined_bytes)
+        if self._joined_often.look(offer, total):
+            _log.warning(
+                "three snapshots up to step %d were not copied in time for the next optimizer step, where training then "
+                "helped: %d %% of the last one; the copy thread had a core for %d %% of its time. Where steps become "
+                "too slow, leave a core free or raise snapshot_every",
+                snapshot.request.id.step,
+                100 * offer.joined_bytes // total,
+                100 * snapshot.cpu_s / max(snapshot.done_s - snapshot.started_s, 1e-9),
+            )
 
     def _wake_daemon(self) -> None:
         try:

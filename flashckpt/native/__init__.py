@@ -16,12 +16,14 @@ from flashckpt.native.copying import (
 )
 from flashckpt.native.descriptors import DescriptorError, UnusableMemoryError
 from flashckpt.native.guarding import GuardedMap
+from flashckpt.native.shared_copy import SharedCopy
 
 __all__ = [
     "IMPLEMENTATIONS",
     "LEVEL_VARIABLE",
     "DescriptorError",
     "GuardedMap",
+    "SharedCopy",
     "UnusableMemoryError",
     "copy_and_digest",
     "digest_ranges",

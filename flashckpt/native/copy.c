@@ -198,14 +198,21 @@ static void ask_for_row(const struct row *row) {
     for (int64_t at = 0; at < row->nbytes && at < 512; at += LINE) __builtin_prefetch(source + at);
 }
 
-void copy_rows(const struct level *level, const struct row *rows, size_t count, const struct digest_output *out) {
-    int64_t next = 0;
-    for (size_t k = 0; k < count; k++) {
+static size_t take_row(int64_t *next, size_t own) {
+    return next == NULL ? own : (size_t)__atomic_fetch_add(next, 1, __ATOMIC_RELAXED);
+}
+
+int64_t copy_rows(const struct level *level, const struct row *rows, size_t count, const struct digest_output *out,
+                  int64_t *next) {
+    int64_t chunks = 0, copied = 0;
+    for (size_t k = take_row(next, 0); k < count; k = take_row(next, k + 1)) {
         if (k + AHEAD < count) ask_for_row(&rows[k + AHEAD]);
         if (rows[k].nbytes == 0) continue;
-        int64_t first = out->first != NULL ? out->first[k] : next;
-        next += chunk_count(rows[k].nbytes);
+        int64_t first = out->first != NULL ? out->first[k] : chunks;
+        chunks += chunk_count(rows[k].nbytes);
         copy_row(level, &rows[k], out->digests != NULL && first >= 0 ? out->digests + first : NULL);
+        copied += rows[k].nbytes;
     }
     settle();
+    return copied;
 }

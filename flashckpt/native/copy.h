@@ -39,7 +39,11 @@ struct level {
 /* The levels that this CPU has, the best one last; returns how many. */
 size_t usable_levels(const struct level *found[MOST_LEVELS]);
 
-/* Do what rows say. They must have been checked: see check.h. Everything is visible to other CPUs on return. */
-void copy_rows(const struct level *level, const struct row *rows, size_t count, const struct digest_output *out);
+/* Do what rows say. They must have been checked: see check.h. Everything is visible to other CPUs on return.
+ *
+ * `next` NULL: all of them. Else it is the number of the next row, which several threads with the same arguments take
+ * from it, one by one, until none is left; `out->first` is needed then. Returns how many bytes this call copied. */
+int64_t copy_rows(const struct level *level, const struct row *rows, size_t count, const struct digest_output *out,
+                  int64_t *next);
 
 #endif

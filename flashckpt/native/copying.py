@@ -17,7 +17,7 @@ except ImportError:  # installed without a compiler, or on a machine that the C 
     part: Any = None
 else:
     part = _built
-_NATIVE: tuple[str, ...] = part.levels() if part is not None else ()
+NATIVE: tuple[str, ...] = part.levels() if part is not None else ()
 
 LEVEL_VARIABLE = "FLASHCKPT_COPY"
 """Environment variable that chooses a level by name, for measurements and for machines where the best one misbehaves."""
@@ -28,7 +28,7 @@ IMPLEMENTATIONS = ("", PYTHON, "native plain", "native avx2", "native avx512", "
 
 def levels() -> tuple[str, ...]:
     """Return the levels that work here, the best one last: "python", then those of the C part if it was built."""
-    return (PYTHON, *_NATIVE)
+    return (PYTHON, *NATIVE)
 
 
 def implementation() -> str:
@@ -37,13 +37,13 @@ def implementation() -> str:
     Raises:
         ConfigError: FLASHCKPT_COPY names a level that does not work here.
     """
-    name = _choose(None)
+    name = choose_level(None)
     return name if name == PYTHON else f"native {name}"
 
 
 def is_native() -> bool:
     """Return whether the C part copies. Raises as `implementation`."""
-    return _choose(None) != PYTHON
+    return choose_level(None) != PYTHON
 
 
 def copy_and_digest(
@@ -84,13 +84,13 @@ def copy_and_digest(
     rows = rows_of(descriptors)
     first = first_chunks_of(first_chunks, rows) if digest else None
     out = output_of(digests, rows, first) if digest else None
-    name = _choose(level)
+    name = choose_level(level)
     if name == PYTHON:
         finding = fallback.run(rows, first, out, check=check)
     else:
         at = [0 if array is None else array.ctypes.data for array in (rows, first, out)]
         room = 0 if out is None else len(out)
-        finding = Refusal(*part.run(_NATIVE.index(name), at[0], len(rows), at[1], at[2], room, check))
+        finding = Refusal(*part.run(NATIVE.index(name), at[0], len(rows), at[1], at[2], room, 0, check))
     if finding.problem:
         raise error_of(finding, rows)
     return out if out is not None else np.zeros(0, np.uint64)
@@ -117,7 +117,8 @@ def digest_ranges(memory: Any, starts: Any, sizes: Any) -> Digests:
     return copy_and_digest(rows, check=False)
 
 
-def _choose(level: str | None) -> str:
+def choose_level(level: str | None) -> str:
+    """Return the level of a name, or for None what FLASHCKPT_COPY names or the best one. Raises as `implementation`."""
     usable = levels()
     if name := level or os.environ.get(LEVEL_VARIABLE, ""):
         if name not in usable:

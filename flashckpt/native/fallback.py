@@ -8,6 +8,7 @@ from __future__ import annotations
 import ctypes
 import errno
 import os
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -27,24 +28,44 @@ Flags = npt.NDArray[np.bool_]
 
 def run(rows: Integers, first: Integers | None, digests: Digests | None, *, check: bool) -> Refusal:
     """Check the rows, then copy and digest them; return what the check found."""
+    finding, first = checked(rows, first, digests, check=check)
+    if not finding.problem:
+        copy_rows(rows, first, digests, iter(range(len(rows))))
+    return finding
+
+
+def checked(
+    rows: Integers, first: Integers | None, digests: Digests | None, *, check: bool
+) -> tuple[Refusal, Integers]:
+    """Return what is wrong with the rows, and the first digest of each."""
     counts = -(-rows[:, 2] // CHUNK_BYTES)
     if first is None:
         first = np.cumsum(counts) - counts
     finding = check_rows(rows, first, None if digests is None else len(digests))
     if check and not finding.problem:
         finding = check_memory(rows)
-    if not finding.problem:
-        starts = [-1] * len(rows) if digests is None else first.tolist()
-        for (source, target, nbytes), start in zip(rows.tolist(), starts, strict=True):
-            if start < 0 or digests is None:
+    return finding, first
+
+
+def copy_rows(rows: Integers, first: Integers, digests: Digests | None, numbers: Iterator[int]) -> int:
+    """Copy and digest the rows of these numbers, which other threads may take from too; return how many bytes.
+
+    A range's iterator gives each number once, whatever the threads that ask it.
+    """
+    copied = 0
+    listed, starts = rows.tolist(), [-1] * len(rows) if digests is None else first.tolist()
+    for number in numbers:
+        (source, target, nbytes), start = listed[number], starts[number]
+        if start < 0 or digests is None:
+            ctypes.memmove(target, source, nbytes)
+        elif nbytes > PIECE_BYTES:
+            _copy_row(source, target, nbytes, digests[start:])
+        elif nbytes:
+            if target:
                 ctypes.memmove(target, source, nbytes)
-            elif nbytes > PIECE_BYTES:
-                _copy_row(source, target, nbytes, digests[start:])
-            elif nbytes:
-                if target:
-                    ctypes.memmove(target, source, nbytes)
-                digests[start] = xxhash.xxh3_64_intdigest((ctypes.c_ubyte * nbytes).from_address(source))
-    return finding
+            digests[start] = xxhash.xxh3_64_intdigest((ctypes.c_ubyte * nbytes).from_address(source))
+        copied += nbytes
+    return copied
 
 
 def _copy_row(source: int, target: int, nbytes: int, digests: Digests) -> None:

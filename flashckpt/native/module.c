@@ -1,6 +1,7 @@
 /* The Python module flashckpt.native._copy: addresses in, findings out. Limited API: one build for every Python. */
 #define PY_SSIZE_T_CLEAN
 #include <Python.h>
+#include <sched.h>
 
 #include "check.h"
 #include "copy.h"
@@ -20,30 +21,69 @@ static PyObject *level_names(PyObject *self, PyObject *none) {
     return names;
 }
 
+/* What `run` and `join` are given: addresses, 0 for none. */
+struct work {
+    const struct level *level;
+    const struct row *rows;
+    Py_ssize_t count;
+    struct digest_output out;
+    int64_t *next;
+};
+
+static int parse_work(PyObject *args, struct work *work, int *check) {
+    unsigned long long rows_at, first_at, digests_at, next_at;
+    Py_ssize_t level;
+    long long digest_count;
+    if (!PyArg_ParseTuple(args, "nKnKKLKp", &level, &rows_at, &work->count, &first_at, &digests_at, &digest_count,
+                          &next_at, check))
+        return 0;
+    if (level < 0 || (size_t)level >= level_count || work->count < 0) {
+        PyErr_SetString(PyExc_ValueError, "no such level, or a negative number of rows");
+        return 0;
+    }
+    work->level = levels[level];
+    work->rows = (const struct row *)(uintptr_t)rows_at;
+    work->out = (struct digest_output){(uint64_t *)(uintptr_t)digests_at, digest_count,
+                                       (const int64_t *)(uintptr_t)first_at};
+    work->next = (int64_t *)(uintptr_t)next_at;
+    return 1;
+}
+
+/* A thread that joins finds NOT_CHECKED until the rows are known to be good, then the next row, or `count` if they are not. */
+#define NOT_CHECKED (-1)
+
+static void open_rows(const struct work *work, enum problem problem) {
+    if (work->next != NULL) __atomic_store_n(work->next, problem == FINE ? 0 : work->count, __ATOMIC_RELEASE);
+}
+
 static PyObject *run(PyObject *self, PyObject *args) {
     (void)self;
-    unsigned long long rows_at, first_at, digests_at;
-    Py_ssize_t count, level;
-    long long digest_count;
+    struct work work;
     int check;
-    if (!PyArg_ParseTuple(args, "nKnKKLp", &level, &rows_at, &count, &first_at, &digests_at, &digest_count, &check))
-        return NULL;
-    if (level < 0 || (size_t)level >= level_count || count < 0) {
-        PyErr_SetString(PyExc_ValueError, "no such level, or a negative number of rows");
-        return NULL;
-    }
-    const struct row *rows = (const struct row *)(uintptr_t)rows_at;
-    const struct digest_output out = {(uint64_t *)(uintptr_t)digests_at, digest_count,
-                                      (const int64_t *)(uintptr_t)first_at};
+    if (!parse_work(args, &work, &check)) return NULL;
     struct finding finding;
     Py_BEGIN_ALLOW_THREADS
-    finding = check_rows(rows, (size_t)count, &out);
-    if (finding.problem == FINE && check) finding = check_memory(rows, (size_t)count);
-    if (finding.problem == FINE) copy_rows(levels[level], rows, (size_t)count, &out);
+    finding = check_rows(work.rows, (size_t)work.count, &work.out);
+    if (finding.problem == FINE && check) finding = check_memory(work.rows, (size_t)work.count);
+    open_rows(&work, finding.problem);
+    if (finding.problem == FINE) copy_rows(work.level, work.rows, (size_t)work.count, &work.out, work.next);
     Py_END_ALLOW_THREADS
     if (finding.problem == NO_MEMORY) return PyErr_NoMemory();
     return Py_BuildValue("iKK", (int)finding.problem, (unsigned long long)finding.row,
                          (unsigned long long)finding.other);
+}
+
+static PyObject *join(PyObject *self, PyObject *args) {
+    (void)self;
+    struct work work;
+    int check;
+    if (!parse_work(args, &work, &check)) return NULL;
+    int64_t copied;
+    Py_BEGIN_ALLOW_THREADS
+    while (__atomic_load_n(work.next, __ATOMIC_ACQUIRE) == NOT_CHECKED) sched_yield();
+    copied = copy_rows(work.level, work.rows, (size_t)work.count, &work.out, work.next);
+    Py_END_ALLOW_THREADS
+    return PyLong_FromLongLong(copied);
 }
 
 /* The three of guard.h: calls are made with the GIL, one at a time. */
@@ -72,7 +112,9 @@ static PyObject *is_range_lost(PyObject *self, PyObject *args) {
 static PyMethodDef methods[] = {
     {"levels", level_names, METH_NOARGS, "Names of the levels this CPU has, the best one last."},
     {"run", run, METH_VARARGS,
-     "run(level, rows, count, first, digests, digest_count, check) -> (problem, row, other); addresses, 0 for none."},
+     "run(level, rows, count, first, digests, digest_count, next, check) -> (problem, row, other); addresses, 0 for none."},
+    {"join", join, METH_VARARGS,
+     "join(as run) -> bytes copied: takes rows of a run that is under way, or about to begin, in another thread."},
     {"guard", guard_range, METH_VARARGS, "guard(address, nbytes) -> number of the range, -1 where it cannot be guarded."},
     {"unguard", unguard_range, METH_VARARGS, "unguard(number): before the range is unmapped."},
     {"is_lost", is_range_lost, METH_VARARGS, "is_lost(number): whether pages of the range were replaced by zeros."},

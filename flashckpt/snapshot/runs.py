@@ -12,8 +12,9 @@ import torch
 
 from flashckpt import faults
 from flashckpt.core.digest import CHUNK_BYTES
-from flashckpt.native import copy_and_digest, is_native
+from flashckpt.native import SharedCopy, copy_and_digest, is_native
 from flashckpt.snapshot.copy import Buffer, Item, StalePlanError, stale_plan
+from flashckpt.snapshot.offer import Offer
 
 Ints = npt.NDArray[np.int64]
 _SHAPE = operator.attrgetter("shape")
@@ -23,6 +24,8 @@ _STORAGE, _ADDRESS = torch.Tensor.untyped_storage, torch.Tensor.data_ptr
 _BASE, _ROOM = torch.UntypedStorage.data_ptr, torch.UntypedStorage.nbytes
 _AT_A_TIME = 1024  # looked up without releasing the GIL to training
 _POINT = "slot.during-copy"
+_DEALT_BYTES = 8 << 20
+"""A longer item is dealt in parts of so many bytes to the threads that copy: what one waits for the other at the end."""
 
 
 class HeldMemory(NamedTuple):
@@ -54,9 +57,8 @@ class HostRuns:
         self._shapes, self._dtypes = [item.shape for item in items], [item.dtype for item in items]
         self._sizes = [item.local_bytes for item in items]
         columns = [(item.start, item.offset, item.nbytes, item.first_chunk, item.local_bytes) for item in items]
-        self._start, self._offset, self._nbytes, self._first, self._room = (
-            np.array(columns, np.int64).reshape(-1, 5).T.copy()
-        )
+        *parts, self._room = np.array(columns, np.int64).reshape(-1, 5).T.copy()
+        self._item, (self._start, self._offset, self._nbytes, self._first) = _dealt(*parts)
         self._checked_addresses = np.zeros(0, np.int64)
         self._checked_slots: set[int] = set()
 
@@ -80,8 +82,10 @@ class HostRuns:
         self._refuse_lost(held)
         self._note_checked(held, buffer)
 
-    def copy_and_digest(self, buffer: Buffer, digests: npt.NDArray[np.uint64]) -> None:
+    def copy_and_digest(self, buffer: Buffer, digests: npt.NDArray[np.uint64], offer: Offer | None = None) -> None:
         """Copy and digest in the copy thread, after `check_forms`; the GIL is free except while tensors are looked up.
+
+        With `offer` another thread may take part, as soon as the tensors are looked up.
 
         Raises:
             StalePlanError: A tensor is not contiguous any more, or lost its memory meanwhile.
@@ -95,8 +99,12 @@ class HostRuns:
         check = self._is_new(held, buffer) or is_native()
         if faults.is_armed(_POINT):
             _copy_by_chunk(rows, self._first, digests)
-        else:
+        elif offer is None:
             copy_and_digest(rows, digests=digests, first_chunks=self._first, check=check)
+        else:
+            shared = SharedCopy(rows, digests, self._first)
+            with offer.open(shared):
+                shared.run(check=check)
         self._refuse_lost(held)
         self._note_checked(held, buffer)
 
@@ -162,7 +170,7 @@ class HostRuns:
         self._checked_slots.add(buffer.address)
 
     def _rows(self, held: HeldMemory, buffer: Buffer) -> Ints:
-        return np.column_stack((held.addresses + self._start, self._offset + buffer.address, self._nbytes))
+        return np.column_stack((held.addresses[self._item] + self._start, self._offset + buffer.address, self._nbytes))
 
     def _parts(self) -> Iterator[slice]:
         return (slice(first, first + _AT_A_TIME) for first in range(0, len(self._items), _AT_A_TIME))
@@ -172,6 +180,16 @@ class HostRuns:
             local = item.local
             if (local.dtype, local.shape) != (item.dtype, item.shape) or not local.is_contiguous():
                 raise stale_plan(item, local)
+
+
+def _dealt(start: Ints, offset: Ints, nbytes: Ints, first: Ints) -> tuple[Ints, tuple[Ints, Ints, Ints, Ints]]:
+    """Cut long items into parts; return each part's item, and start, offset, bytes and first digest of the parts."""
+    parts = np.maximum(-(-nbytes // _DEALT_BYTES), 1)
+    item = np.repeat(np.arange(len(nbytes)), parts)
+    part = np.arange(len(item)) - np.repeat(np.cumsum(parts) - parts, parts)
+    at = part * _DEALT_BYTES
+    size = np.minimum(nbytes[item] - at, _DEALT_BYTES)
+    return item, (start[item] + at, offset[item] + at, size, first[item] + at // CHUNK_BYTES)
 
 
 def places_of(items: Sequence[Item]) -> Ints:

@@ -29,6 +29,7 @@ from flashckpt.snapshot.copy import (
 )
 from flashckpt.snapshot.copy_plan import CopyPlan
 from flashckpt.snapshot.device import DeviceCopier
+from flashckpt.snapshot.offer import Offer
 from flashckpt.snapshot.runs import digest_in_slot, places_of
 from flashckpt.snapshot.version_counters import Counts, counter_path
 from flashckpt.state.captured import Captured
@@ -49,6 +50,7 @@ class Snapshot:
         error: Why it was discarded, or None.
         optimizer_steps: How often a tracked optimizer had stepped when it was taken.
         digests: Of its chunks, once it is COMPLETE.
+        offer: What the training thread takes part in at the fence.
         started_s, copied_s, done_s: `time.perf_counter()` of the phases.
     """
 
@@ -70,6 +72,7 @@ class Snapshot:
     checked: bool = False
     digests: np.ndarray | None = None
     lock: threading.Lock = field(default_factory=threading.Lock)
+    offer: Offer = field(default_factory=Offer)
 
     @property
     def needs_other_plan(self) -> bool:
@@ -182,6 +185,7 @@ class Stager:
         if snapshot is None:
             return
         if not snapshot.copied.is_set():
+            snapshot.offer.join()
             snapshot.copied.wait()
         if snapshot.plan.uses_device:
             snapshot.check()
@@ -221,7 +225,7 @@ class Stager:
         plan.runs.check_forms()
         digests = np.zeros(plan.layout.table.chunks, np.uint64)
         batches = self._lanes.enqueue(plan.device, buffer, snapshot.marks) if plan.uses_device else []
-        plan.runs.copy_and_digest(buffer, digests)
+        plan.runs.copy_and_digest(buffer, digests, snapshot.offer)
         for item in plan.others:
             copy_item(item, buffer)
             crash_point("slot.during-copy")
@@ -257,6 +261,7 @@ class Stager:
         except Exception:  # noqa: BLE001 -- a user's callback must not end the copy thread
             _log.exception("the snapshot of step %d: a callback failed", snapshot.request.id.step)
         finally:
+            snapshot.offer.end()
             snapshot.copied.set()
             snapshot.done.set()
 

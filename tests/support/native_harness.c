@@ -26,7 +26,7 @@ static int run(const struct level *level, size_t nbytes, size_t source_alignment
     struct row row = {(int64_t)(uintptr_t)source, (int64_t)(uintptr_t)target, (int64_t)nbytes};
     struct digest_output out = {digests, 16, NULL};
     if (check_rows(&row, 1, &out).problem != FINE) return 1;
-    copy_rows(level, &row, 1, &out);
+    copy_rows(level, &row, 1, &out, NULL);
     printf("%s", level->name);
     for (int64_t k = 0; k < chunk_count((int64_t)nbytes); k++) printf(" %" PRIu64, digests[k]);
     printf("\n");
