@@ -5,7 +5,8 @@
 #   SIZES="0.2" ROUNDS=2 KILLS=2 benchmarks/all_quiet.sh out/bench    # a trial run into another folder
 #
 # Writes one JSON per program and size, and all tables into tables.md, under benchmarks/results or the folder given.
-# The last two programs need root; NODE_GB: GB per node of the first of them (default "0.1 1"), where sizes that do not fit are left out.
+# The last two programs need root and NODES=1; NODE_GB: GB per node of the first of them (default "0.1 1"), where sizes that do not fit are left out.
+# TRAINER="--torchtitan VENV --nanogpt FOLDER": what trainer_speed.py is to be compared with; without it that program is left out.
 # SIZES: GB (default "0.2 1.5 4"); ROUNDS: at most so many; KILLS: of torn.py, per system (5); S3_TEST_ENDPOINT: a real server instead of moto's;
 # RADOSGW=1 starts one for the run (root, as make test-s3); BIG=1: everything also at 4 ranks of the largest size (+8 minutes).
 set -euo pipefail
@@ -79,7 +80,16 @@ fi
 run 300 "persist, S3" "$python" benchmarks/persist.py --s3 --gb "${S3_GB:-0.2}" --seconds 30 --rounds "$rounds" --json "$results/persist-s3.json"
 # shellcheck disable=SC2086
 run 400 "torn" "$python" benchmarks/torn.py --kills "${KILLS:-5}" $dlrover --json "$results/torn.json"
-if [ "$(id -u)" = 0 ]; then  # nodes are network namespaces
+run 200 "restart, 1 MB" "$python" benchmarks/restart.py --state-mb 1 --runs 2 --kills 3 --json "$results/restart-1mb.json"
+run 300 "restart, 1.5 GB" "$python" benchmarks/restart.py --state-mb 1500 --runs 2 --kills 3 --build empty --json "$results/restart-1500mb.json"
+run 300 "many tensors" "$python" benchmarks/many_tensors.py --json "$results/many.json"
+run 400 "restores of many tensors" "$python" benchmarks/many_tensors_restore.py 100000 --json "$results/many-restore.json"
+run 100 "sampler" "$python" benchmarks/sampler.py --json "$results/sampler.json"
+if [ -n "${TRAINER:-}" ]; then
+    # shellcheck disable=SC2086
+    run 900 "the trainer" "$python" benchmarks/trainer_speed.py $TRAINER --json "$results/trainer-speed.json"
+fi
+if [ -n "${NODES:-}" ]; then  # nodes are network namespaces: root
     run 1500 "a lost node" "$python" benchmarks/node_loss.py --gb ${NODE_GB:-0.1 1} --rounds 3 --json "$results/node-loss.json"
     run 1200 "replication beside steps" "$python" benchmarks/replication.py --json "$results/replication.json"
 fi
