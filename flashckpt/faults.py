@@ -26,6 +26,8 @@ CRASH_POINTS: dict[str, str] = {
     "acks.before-node": "lists of the node's ranks combined, its record not in the store",
     "acks.before-job": "records of all nodes combined, the job's record not in the store",
     "acks.before-delivery": "messages of other persisters read, not written for this node's",
+    "messages.before-rename": "a message of persisters written under the temporary name, the one before it still there",
+    "messages.after-rename": "the message has its name, nobody was woken",
     "acks.before-page": "the job's record read, not in the control page",
     "acks.after-page": "the job's record in the control page",
     # segment creation

@@ -18,6 +18,7 @@ from flashckpt.core.digest import digest_of
 from flashckpt.core.intent import NodeMessage
 from flashckpt.core.records import pack, seal, unpack, unseal
 from flashckpt.errors import DamagedError, FormatVersionError
+from flashckpt.faults import crash_point
 
 SILENT_S = 3.0
 """Seconds after which a relay that did not turn is taken to be dead or cut off; it turns once a second."""
@@ -156,4 +157,6 @@ def _replace(path: Path, raw: bytes) -> None:
     fd = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
     with os.fdopen(fd, "wb") as file:
         file.write(raw)
+    crash_point("messages.before-rename")
     temporary.replace(path)
+    crash_point("messages.after-rename")

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from support.memory import ended, fork
+from support.memory import ended, fork, killed_at
 from support.relays import CountedStore, RelayedNode
 
 from flashckpt.core.intent import NodeMessage
@@ -175,3 +175,37 @@ def test_what_is_said_comes_back_whole(shm_dir: Path) -> None:
     assert files.outgoing(3).waits
     files.deliver(3, [files.outgoing(3).message])
     assert files.received(3) == (message,)
+
+
+@pytest.mark.parametrize("point", ["messages.before-rename", "messages.after-rename"])
+def test_a_persister_that_is_killed_while_it_writes_a_message_leaves_a_whole_one(
+    shm_dir: Path, store: Any, point: str
+) -> None:
+    a, b = job(shm_dir, store, nodes=2)
+    first = a.send(10)
+    killed_at(point, lambda: a.send(20))
+    turn(a, b)
+    turn(a, b)
+    (heard,) = b.received()
+    assert heard.pinned == (first.pinned if point == "messages.before-rename" else SnapshotId(2, 20))
+    again = a.send(30)  # the next persister
+    turn(a, b)
+    turn(a, b)
+    assert b.received() == (again,)
+    assert not list(shm_dir.rglob(".*.tmp")), "what the killed one left was written over"
+
+
+@pytest.mark.parametrize("point", ["messages.before-rename", "messages.after-rename"])
+def test_a_rank_that_is_killed_while_it_writes_messages_leaves_whole_ones(
+    shm_dir: Path, store: Any, point: str
+) -> None:
+    a, b = job(shm_dir, store, nodes=2)
+    sent = a.send(10)
+    turn(a, b)
+    turn(a)  # the leader's message is in the store
+    killed_at(point, lambda: turn(b))
+    before: Any = () if point == "messages.before-rename" else None  # from a process that is dead nothing is believed
+    assert b.received() == before
+    turn(a, b)
+    turn(a, b)
+    assert b.received() == (sent,)
