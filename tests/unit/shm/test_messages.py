@@ -186,8 +186,9 @@ def test_a_persister_that_is_killed_while_it_writes_a_message_leaves_a_whole_one
     killed_at(point, lambda: a.send(20))
     turn(a, b)
     turn(a, b)
-    (heard,) = b.received()
-    assert heard.pinned == (first.pinned if point == "messages.before-rename" else SnapshotId(2, 20))
+    heard = b.received()
+    assert heard is not None
+    assert heard[0].pinned == (first.pinned if point == "messages.before-rename" else SnapshotId(2, 20))
     again = a.send(30)  # the next persister
     turn(a, b)
     turn(a, b)
