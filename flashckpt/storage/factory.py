@@ -76,6 +76,8 @@ def check_options(url: str, options: Mapping[str, object]) -> None:
             found=", ".join(unknown),
             remedy="remove storage_options, or give an s3:// or gs:// root",
         )
+    if protocol == "webhdfs":
+        _refuse_password(url)
     known = _NAMED.get(protocol)
     if known and (unknown := sorted(set(options) - known)):
         near = [name for one in unknown for name in difflib.get_close_matches(one, known, 1)]
@@ -87,6 +89,16 @@ def check_options(url: str, options: Mapping[str, object]) -> None:
         )
     if protocol not in _COMMON:
         _refuse_unknown_protocol(url, protocol)
+
+
+def _refuse_password(url: str) -> None:
+    user = url.partition("://")[2].partition("/")[0].rpartition("@")[0]
+    name, colon, _ = user.partition(":")
+    if colon:
+        raise ConfigError(
+            f"the root {url.replace(user, name)} has a password in it, which logs and errors would show",
+            remedy="give it as the storage option password",
+        )
 
 
 def _refuse_unknown_protocol(url: str, protocol: str) -> None:

@@ -38,6 +38,7 @@ _FINAL = (
     "No",
 )
 _TOKEN = re.compile(r"(delegation|token|password)=[^&\s'\")]+")
+FIRST_PAUSE_S = 0.2
 _log = logging.getLogger(__name__)
 
 
@@ -169,7 +170,7 @@ class WebHdfsStore(FsspecStore):
                 if attempt + 1 >= self._retries:
                     raise error from None  # the text of its cause may show a token
                 _log.debug("%s/%s: attempt %d failed: %s", self.url, key, attempt + 1, error)
-            time.sleep(min(0.2 * 2**attempt, 10.0))
+            time.sleep(min(FIRST_PAUSE_S * 2**attempt, 10.0))
         raise AssertionError  # pragma: no cover -- retries is at least 1
 
     def _words(self, error: Exception) -> str:
@@ -205,7 +206,7 @@ def _may_pass(error: BaseException | None) -> bool:
     """Return whether a request that failed may succeed later: requests' errors are OSError."""
     if isinstance(error, HdfsError):
         return not error.is_final
-    return isinstance(error, OSError)
+    return isinstance(error, OSError) and not isinstance(error, FileNotFoundError)
 
 
 def _write(fs: Any, path: str, parts: Iterable[memoryview]) -> tuple[str, int]:
