@@ -35,7 +35,6 @@ _FINAL = (
     "IllegalArgument",
     "Unsupported",
     "TooLong",
-    "No",
 )
 _TOKEN = re.compile(r"(delegation|token|password)=[^&\s'\")]+")
 FIRST_PAUSE_S = 0.2

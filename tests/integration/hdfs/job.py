@@ -17,7 +17,7 @@ def tell(what: str, value: Any) -> None:
 
 
 def main(root: str, options: str, last: int, pause: int) -> None:
-    """Train to `last`; with `pause`, wait there until stdin ends once step `pause` is durable."""
+    """Train to `last`, which is durable then; with `pause`, tell that this step is durable, and at the end wait for stdin's."""
     model = net()
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     torch.manual_seed(7)
@@ -40,6 +40,7 @@ def main(root: str, options: str, last: int, pause: int) -> None:
             tell("durable", step)
     if pause:
         sys.stdin.read()
+    ckpt.wait(100)
     ckpt.close()
 
 
