@@ -11,7 +11,7 @@ export OPENBLAS_NUM_THREADS ?= 1
 # The tests start hundreds of interpreters: each would compile the package again.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: fuzz soak help setup preflight demo test test-s3 test-clouds bench-all check clean test-launcher test-trainer test-layouts test-nodes test-mounts test-nfs test-restarts docs changelog hooks test-pythons test-blocks test-frameworks test-hub test-wandb compatibility test-slurm test-torch-versions test-native-sanitized test-native-arm gpu gpu-wheels
+.PHONY: fuzz soak help setup preflight demo test test-s3 test-clouds bench-all check clean test-launcher test-trainer test-layouts test-nodes test-mounts test-nfs test-hdfs test-restarts docs changelog hooks test-pythons test-blocks test-frameworks test-hub test-wandb compatibility test-slurm test-torch-versions test-native-sanitized test-native-arm gpu gpu-wheels
 
 help:  ## list the targets
 	@grep -E '^[a-z0-9-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 16
@@ -142,6 +142,10 @@ test-nfs: setup  ## checkpoints on NFS: kernels of User Mode Linux as server and
 	tests/integration/nfs/machines.sh install
 	$(BIN)/python -m pytest tests/integration/nfs/nfs.py
 
+test-hdfs: setup  ## checkpoints on HDFS: Hadoop's own NameNode and DataNode, killed and started (needs root: installs Java by apt; fetches 220 MB)
+	PYTHON=$(BIN)/python tests/integration/hdfs/hadoop.sh install .hadoop-jars
+	$(BIN)/python -m pytest tests/integration/hdfs/hdfs.py
+
 test-slurm: setup  ## the batch scripts of docs/launching.md in a Slurm of two nodes (needs root: installs Slurm by apt)
 	tests/integration/slurm/cluster.sh install
 	$(BIN)/python -m pytest tests/integration/slurm/slurm.py
@@ -197,4 +201,4 @@ check: setup  ## ruff, mypy, codespell
 	$(BIN)/python -m mkdocs build --strict 2>&1 | { ! grep -E "WARNING|ERROR|Aborted"; }
 
 clean:  ## remove .venv and everything that was generated
-	rm -rf $(VENV) .venv-clouds .venv-frameworks .venv-wandb .venv-versions .gpu-wheels build dist *.egg-info out
+	rm -rf $(VENV) .venv-clouds .venv-frameworks .venv-wandb .venv-versions .gpu-wheels .hadoop-jars build dist *.egg-info out

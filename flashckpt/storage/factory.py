@@ -18,7 +18,13 @@ S3_OPTIONS = frozenset({
     "conditional", "retries", "timeout_s", "backend",
 })  # fmt: skip
 """Storage options of s3://: those of s3fs (which silently accepts any other name), and ours."""
-_COMMON = ("file", "s3", "s3a", "gs", "gcs", "az", "abfs", "memory")
+WEBHDFS_OPTIONS = frozenset({
+    "user", "password", "token", "kerberos", "kerb_kwargs", "proxy_to", "data_proxy", "use_https", "session_cert",
+    "session_verify", "conditional", "retries", "timeout_s",
+})  # fmt: skip
+"""Storage options of webhdfs://: those of fsspec (which silently accepts any other name), and ours."""
+_NAMED = {"s3": S3_OPTIONS, "s3a": S3_OPTIONS, "webhdfs": WEBHDFS_OPTIONS}
+_COMMON = ("file", "s3", "s3a", "gs", "gcs", "az", "abfs", "webhdfs", "memory")
 """Protocols that are known without importing fsspec."""
 
 
@@ -26,7 +32,7 @@ def open_store(url: str | Path, *, backend: str = "auto", **options: object) -> 
     """Return the store behind a root URL or path, without touching it yet.
 
     Args:
-        url: A path, file://, s3://, or any other fsspec protocol (gs://, az://, memory://).
+        url: A path, file://, s3://, or any other fsspec protocol (gs://, az://, webhdfs://, memory://).
         backend: For s3:// only: "s3fs", "obstore", or "auto" (obstore where it is installed).
         options: fsspec's names (key, secret, token, endpoint_url, client_kwargs, ...) for object
             stores, and `conditional`, `retries`, `timeout_s`; none for directories.
@@ -43,6 +49,10 @@ def open_store(url: str | Path, *, backend: str = "auto", **options: object) -> 
         return PosixStore(Path(local_path(text)))
     if protocol in ("s3", "s3a"):
         return _open_s3(text, backend, options)
+    if protocol == "webhdfs":
+        from flashckpt.storage.webhdfs import WebHdfsStore
+
+        return WebHdfsStore(text, options)
     from flashckpt.storage.fsspec_store import FsspecStore
 
     return FsspecStore(text, options)
@@ -66,16 +76,29 @@ def check_options(url: str, options: Mapping[str, object]) -> None:
             found=", ".join(unknown),
             remedy="remove storage_options, or give an s3:// or gs:// root",
         )
-    if protocol in ("s3", "s3a") and (unknown := sorted(set(options) - S3_OPTIONS)):
-        near = [name for one in unknown for name in difflib.get_close_matches(one, S3_OPTIONS, 1)]
+    if protocol == "webhdfs":
+        _refuse_password(url)
+    known = _NAMED.get(protocol)
+    if known and (unknown := sorted(set(options) - known)):
+        near = [name for one in unknown for name in difflib.get_close_matches(one, known, 1)]
         raise ConfigError(
             f"the root {url} has no such storage option",
             found=", ".join(unknown),
-            expected=", ".join(near or sorted(S3_OPTIONS)),
-            remedy="flashckpt passes them to s3fs or obstore, whose names they have",
+            expected=", ".join(near or sorted(known)),
+            remedy="flashckpt passes them to the client of the protocol, whose names they have",
         )
     if protocol not in _COMMON:
         _refuse_unknown_protocol(url, protocol)
+
+
+def _refuse_password(url: str) -> None:
+    user = url.partition("://")[2].partition("/")[0].rpartition("@")[0]
+    name, colon, _ = user.partition(":")
+    if colon:
+        raise ConfigError(
+            f"the root {url.replace(user, name)} has a password in it, which logs and errors would show",
+            remedy="give it as the storage option password",
+        )
 
 
 def _refuse_unknown_protocol(url: str, protocol: str) -> None:

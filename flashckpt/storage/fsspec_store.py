@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import os
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 from flashckpt.errors import ConfigError, FlashckptError, ObjectMissingError, RootError, StoreError
@@ -56,7 +56,7 @@ class FsspecStore(ProbedStore):
                 for _, view in extents(parts, PART_BYTES):
                     file.write(bytes(view))
             except BaseException:
-                _discard(file)
+                discard(file)
                 raise
             file.close()
 
@@ -87,8 +87,7 @@ class FsspecStore(ProbedStore):
         def find(fs: Any) -> Objects:
             fs.invalidate_cache()
             base = self._path(prefix.rpartition("/")[0])
-            entries = fs.find(base, detail=True) if fs.exists(base) or self._is_bucket_root(base) else {}
-            found = [self._info(entry) for entry in entries.values()]
+            found = [self._info(entry) for entry in self._files(fs, base)]
             return sorted((info for info in found if info.key.startswith(prefix)), key=lambda info: info.key)
 
         infos: Objects = self._do(prefix, find)
@@ -184,6 +183,12 @@ class FsspecStore(ProbedStore):
         if not self._is_bucket_root(parent):
             fs.makedirs(parent, exist_ok=True)
 
+    def _files(self, fs: Any, base: str) -> Iterable[dict[str, Any]]:
+        if not _is_object_store(fs):
+            return _walk(fs, base)
+        found: dict[str, Any] = fs.find(base, detail=True) if fs.exists(base) or self._is_bucket_root(base) else {}
+        return found.values()
+
     def _in_memory(self) -> bool:
         return self.url.startswith("memory:")
 
@@ -214,6 +219,10 @@ class FsspecStore(ProbedStore):
             self._root, self._pid = path.rstrip("/"), os.getpid()
         return self._fs
 
+    def _words(self, error: Exception) -> str:
+        """Return what is shown of an error of the file system."""
+        return f"{type(error).__name__}: {error}"
+
     def _do(self, key: str, work: Callable[[Any], Any]) -> Any:
         fs = self._open()
         try:
@@ -230,7 +239,7 @@ class FsspecStore(ProbedStore):
             ) from error
         except Exception as error:
             raise StoreError(
-                f"the request for {key or 'the root'} of {self.url} failed", found=f"{type(error).__name__}: {error}"
+                f"the request for {key or 'the root'} of {self.url} failed", found=self._words(error)
             ) from error
 
 
@@ -238,12 +247,25 @@ def _cat(path: str, start: int, end: int, fs: Any) -> bytes:
     return bytes(fs.cat_file(path, start=start, end=end))
 
 
+def _walk(fs: Any, folder: str) -> Iterator[dict[str, Any]]:
+    """Find files as `fs.find` does, which takes folders that cannot be read for empty ones."""
+    try:
+        entries = fs.ls(folder, detail=True)
+    except FileNotFoundError:
+        return
+    for entry in entries:
+        if entry["type"] == "directory":
+            yield from _walk(fs, entry["name"])
+        else:
+            yield entry
+
+
 def _is_object_store(fs: Any) -> bool:
     names = {fs.protocol} if isinstance(fs.protocol, str) else {*fs.protocol}
     return bool(names & {"gs", "gcs", "az", "abfs", "abfss", "oss", "oci", "r2"})
 
 
-def _discard(file: Any) -> None:
+def discard(file: Any) -> None:
     """Drop a file that is being written without publishing what it holds."""
     with contextlib.suppress(Exception):  # many implementations have no discard; then only the local state is dropped
         file.discard()

@@ -12,9 +12,7 @@ from __future__ import annotations
 
 import contextlib
 import errno
-import hashlib
 import os
-import secrets
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
@@ -30,9 +28,9 @@ from flashckpt.storage.conditional import (
 )
 from flashckpt.storage.direct_io import read_direct, read_file, write_durable
 from flashckpt.storage.store import SWEEP_AGE_S, Names, ObjectInfo, Objects, check_key
+from flashckpt.storage.temporary import TEMPORARY, is_orphan, temporary_name
 
 _T = TypeVar("_T")
-_TEMPORARY = ".tmp"
 _DELETED_OPEN = ".nfs"
 _ATTEMPTS = 2
 _NO_LINK = (errno.EPERM, errno.EOPNOTSUPP, errno.ENOTSUP, errno.ENOSYS, errno.EMLINK)
@@ -180,7 +178,7 @@ class PosixStore:
             for folder, _, names in os.walk(self.root, onerror=_unless_missing):
                 for name in names:
                     path = Path(folder) / name
-                    if name.endswith(_TEMPORARY) and _is_orphan(path, older_than_s):
+                    if name.endswith(TEMPORARY) and _is_orphan(path, older_than_s):
                         path.unlink(missing_ok=True)
                         swept.append(str(path.relative_to(self.root)))
         return swept
@@ -229,7 +227,7 @@ class PosixStore:
         raise AssertionError  # pragma: no cover -- the last attempt returned or raised
 
     def _temporary(self, final: Path) -> Path:
-        return final.with_name(f"{final.name}.{machine_tag()}-{os.getpid()}-{secrets.token_hex(4)}{_TEMPORARY}")
+        return final.with_name(temporary_name(final.name))
 
     def _probe_link(self) -> bool:
         with self._named("", "write to"):
@@ -252,7 +250,7 @@ class PosixStore:
         for folder, _, names in os.walk(start, onerror=_unless_missing):
             for name in names:
                 path = Path(folder) / name
-                if name.endswith(_TEMPORARY) or name.startswith(_DELETED_OPEN):
+                if name.endswith(TEMPORARY) or name.startswith(_DELETED_OPEN):
                     continue
                 with contextlib.suppress(FileNotFoundError):  # deleted while we walk
                     status = path.stat()
@@ -368,25 +366,8 @@ def _sync_directory(path: Path) -> None:
         os.close(fd)
 
 
-def machine_tag() -> str:
-    """Return 8 hex digits that name this boot and process id space: a pid means something only inside it."""
-    try:
-        boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
-        space = Path("/proc/self/ns/pid").readlink()
-    except OSError:
-        return "00000000"
-    return hashlib.sha256(f"{boot}{space}".encode()).hexdigest()[:8]
-
-
 def _is_orphan(path: Path, older_than_s: float) -> bool:
     try:
-        age_s = time.time() - path.stat().st_mtime
+        return is_orphan(path.name, time.time() - path.stat().st_mtime, older_than_s)
     except FileNotFoundError:
         return False
-    if age_s > older_than_s:
-        return True
-    machine, _, rest = path.name.removesuffix(_TEMPORARY).rpartition(".")[2].partition("-")
-    pid = rest.partition("-")[0]
-    if machine != machine_tag() or not pid.isdigit():
-        return False
-    return not Path(f"/proc/{pid}").exists()

@@ -138,7 +138,8 @@ def test_answer_that_is_lost_with_the_server_is_no_failure(
         assert not nfs.call("exchanges", f"{nfs.folder}/names"), "no file system that this is written for"
     nfs.call("publish_unanswered", nfs.folder, what)
     aside = "-name '*.old'" if what == "export over a folder" else published  # the first rename of two has put it there
-    wait_for(lambda: nfs.on_server(published) and nfs.on_server(aside), what="the server to publish it")
+    # in this order: the old folder is published, too, until it is put aside
+    wait_for(lambda: nfs.on_server(aside) and nfs.on_server(published), what="the server to publish it")
     nfs.restart()
     assert nfs.call("answered", deadline_s=120) == [True, "new" if "export" in what else "mine", calls]
     assert not nfs.left_behind()

@@ -544,6 +544,27 @@ def test_folder_that_cannot_be_read_is_an_error_and_never_looks_empty(
             look()
 
 
+def test_folder_of_another_protocol_that_cannot_be_read_is_an_error_and_never_looks_empty(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from fsspec.implementations.memory import MemoryFileSystem
+
+    store = open_store(f"memory://{tmp_path.name}")
+    store.put("step-1/MANIFEST", b"x")
+    real, broken = MemoryFileSystem.ls, [f"/{tmp_path.name}/step-1"]
+
+    def ls(fs: object, path: str, **options: object) -> object:
+        if path in broken:
+            raise OSError("the server does not answer")
+        return real(fs, path, **options)
+
+    monkeypatch.setattr(MemoryFileSystem, "ls", ls)
+    for place in (f"/{tmp_path.name}/step-1", f"/{tmp_path.name}"):
+        broken[:] = [place]
+        with pytest.raises(StoreError, match="does not answer"):
+            store.list()
+
+
 def test_rename_whose_answer_was_lost_is_a_success_and_writes_nothing_again(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
