@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 
-from flashckpt.errors import ConfigError, NoCheckpointError
+from flashckpt.errors import ConfigError, NoCheckpointError, ShardGapError
 from flashckpt.integrations.deepspeed_state import OneSchedule
 from flashckpt.integrations.dlrover_checkpoints import Flash, Given, StorageType
 
@@ -104,13 +104,18 @@ class MegatronCheckpointer(Flash):
         self._state = MegatronState(chunks, optimizer, Coordinate.here())
         for one in self._state.optimizers:
             self._removers.append(one.optimizer.register_step_pre_hook(lambda *_: self.checkpointer.fence()))
-        step = self._open(
-            fresh=fresh,
-            megatron=self._state,
-            opt_param_scheduler=None if scheduler is None else OneSchedule(scheduler),
-            progress=self._progress,
-            rng=True,
-        )
+        schedule = None if scheduler is None else OneSchedule(scheduler)
+        tracked = {"megatron": self._state, "opt_param_scheduler": schedule, "progress": self._progress}
+        try:
+            step = self._open(fresh=fresh, rng=True, **tracked)
+        except ShardGapError as error:
+            raise ConfigError(
+                "the newest state is of another model, or of other tensor or pipeline parallel sizes",
+                found=error.found.removeprefix("instead: "),
+                expected=error.expected,
+                state=error.state,
+                remedy="start with the model and the sizes that it was saved with; data-parallel ranks may be more or fewer",
+            ) from error
         self._of = (*chunks, optimizer, scheduler)
         return step
 

@@ -102,7 +102,7 @@ def _instances(chunks: Sequence[Any], _optimizer: Any) -> str:
 
 def _unfenced_gather(chunks: Sequence[Any], optimizer: Any) -> str:
     is_overlapped = any(getattr(getattr(chunk, "ddp_config", None), "overlap_param_gather", False) for chunk in chunks)
-    has_fp32 = any(any(group) for one in optimizers_of(optimizer) for group in getattr(one, "shard_fp32_groups", ()))
+    has_fp32 = any(len(group) for one in optimizers_of(optimizer) for group in getattr(one, "shard_fp32_groups", ()))
     return "overlap_param_gather with fp32 parameters" if is_overlapped and has_fp32 else ""
 
 

@@ -11,15 +11,10 @@ import argparse
 import logging
 import os
 import signal
-import warnings
 from pathlib import Path
 
 import torch
 import torch.distributed as dist
-
-warnings.simplefilter("ignore")
-logging.disable(logging.WARNING)
-from integration.frameworks import megatron_cpu
 from megatron.core import parallel_state
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig, finalize_model_grads
 from megatron.core.models.gpt import GPTModel
@@ -29,6 +24,8 @@ from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
 from megatron.core.transformer import TransformerConfig
 from megatron.core.transformer.module import Float16Module
+
+from integration.frameworks import megatron_cpu
 
 WORDS, LENGTH, BATCH = 32, 8, 4
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
@@ -137,6 +134,7 @@ def gathered(model, optimizer):
 
 def main():
     given = parsed()
+    logging.getLogger("megatron").setLevel(logging.ERROR)  # it warns of generators that are no card's
     dist.init_process_group("gloo")
     megatron_cpu.install()
     parallel_state.initialize_model_parallel(tensor_model_parallel_size=given.tp)
