@@ -186,8 +186,8 @@ class FlashStorageWriter(StorageWriter):
         if found:
             place = store.url if self._step is None else f"step {self._step} of {store.url}"
             raise ConfigError(
-                "Checkpoint already exists",  # torch's words, capital and all: loops and tests look for them
-                found=f"overwrite=False, and {place} has {found[0].prefix.rstrip('/')}",
+                "overwrite=False: Checkpoint already exists",  # with torch's words: loops and tests look for them
+                found=f"{place} has {found[0].prefix.rstrip('/')}",
                 state="Nothing was written.",
                 remedy="name another step or root, or leave overwrite out: a save never replaces another",
             )

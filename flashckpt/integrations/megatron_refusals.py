@@ -15,7 +15,7 @@ _CHAINS = frozenset({"ChainedOptimizer"})
 _KEEP = "keep to Megatron's own checkpoints"
 
 
-class _Refusal(NamedTuple):
+class _MegatronRefusal(NamedTuple):
     """One of them.
 
     Attributes:
@@ -107,14 +107,22 @@ def _unfenced_gather(chunks: Sequence[Any], optimizer: Any) -> str:
 
 
 _REFUSALS = (
-    _Refusal(_megatron_fsdp, "Megatron's FSDP lays parameters out in another way", f"leave it out, or {_KEEP}"),
-    _Refusal(_another_optimizer, "it is not known where this optimizer keeps its state", f"use Adam, or {_KEEP}"),
-    _Refusal(_another_rule, "it is not known what this optimizer keeps before its first step", f"use Adam, or {_KEEP}"),
-    _Refusal(_precision_aware, "the fp32 weights are inside the fused optimizer", f"leave it out, or {_KEEP}"),
-    _Refusal(_low_precision, "the layers keep scales of past steps beside their weights", f"use bf16, or {_KEEP}"),
-    _Refusal(_experts, "each group of ranks has other experts", f"leave expert parallelism out, or {_KEEP}"),
-    _Refusal(_instances, "several instances of the optimizer deal the state anew", f"leave it out, or {_KEEP}"),
-    _Refusal(
+    _MegatronRefusal(_megatron_fsdp, "Megatron's FSDP lays parameters out in another way", f"leave it out, or {_KEEP}"),
+    _MegatronRefusal(
+        _another_optimizer, "it is not known where this optimizer keeps its state", f"use Adam, or {_KEEP}"
+    ),
+    _MegatronRefusal(
+        _another_rule, "it is not known what this optimizer keeps before its first step", f"use Adam, or {_KEEP}"
+    ),
+    _MegatronRefusal(_precision_aware, "the fp32 weights are inside the fused optimizer", f"leave it out, or {_KEEP}"),
+    _MegatronRefusal(
+        _low_precision, "the layers keep scales of past steps beside their weights", f"use bf16, or {_KEEP}"
+    ),
+    _MegatronRefusal(_experts, "each group of ranks has other experts", f"leave expert parallelism out, or {_KEEP}"),
+    _MegatronRefusal(
+        _instances, "several instances of the optimizer deal the state in another way", f"leave it out, or {_KEEP}"
+    ),
+    _MegatronRefusal(
         _unfenced_gather,
         "parameters are gathered in place while a snapshot reads them",
         "train in bf16, or without overlap_param_gather",

@@ -123,7 +123,8 @@ class Training:
         self.given, self.engine = given, engine
         rank, size = dist.get_rank(), dist.get_world_size()
         self.sampler = ElasticSampler(Counted(), dp_rank=rank, dp_size=size, global_batch_size=BATCH, seed=1)
-        self.loader = DataLoader(Counted(), batch_size=MICRO, sampler=self.sampler)
+        own = torch.Generator()  # an iterator begins with a draw, which dropout would notice after a restart
+        self.loader = DataLoader(Counted(), batch_size=MICRO, sampler=self.sampler, generator=own)
         self.seen, self.losses = [], []
 
     def train(self, x, y, number):
