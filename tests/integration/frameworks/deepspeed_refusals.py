@@ -176,7 +176,7 @@ def dlrovers_calls(folder):
     engine.backward(engine(torch.ones(2, 2)).sum())
     engine.step()
     with pytest.raises(ConfigError, match="unknown storage type"):
-        flash.save_checkpoint(root, "1", {"epoch": 3}, storage_type="disk")
+        flash.save_checkpoint(root, "1", {"epoch": 3}, storage_type="disk")  # type: ignore[arg-type]  # on purpose
     flash.save_checkpoint(root, "1", {"epoch": 3}, storage_type=StorageType.DISK)
     flash.wait_latest_checkpoint(60)
     flash.close()
