@@ -11,7 +11,6 @@ from flashckpt.errors import ConfigError
 from flashckpt.integrations.megatron_state import optimizers_of, unwrapped_chunk
 
 _OPTIMIZERS = frozenset({"DistributedOptimizer", "Float16OptimizerWithFloat16Params", "FP32Optimizer"})
-_CHAINS = frozenset({"ChainedOptimizer"})
 _KEEP = "keep to Megatron's own checkpoints"
 
 
@@ -47,10 +46,8 @@ def refuse_unsupported(chunks: Sequence[Any], optimizer: Any) -> None:
 
 
 def _another_optimizer(_chunks: Sequence[Any], optimizer: Any) -> str:
-    if optimizer is None:
-        return ""
-    outer = [] if hasattr(optimizer, "chained_optimizers") is False else [optimizer]
-    odd = [one for one in outer if type(one).__qualname__ not in _CHAINS]
+    outer = [optimizer] if hasattr(optimizer, "chained_optimizers") else []
+    odd = [one for one in outer if type(one).__qualname__ != "ChainedOptimizer"]
     odd += [one for one in optimizers_of(optimizer) if type(one).__qualname__ not in _OPTIMIZERS]
     return ", ".join(f"{type(one).__module__}.{type(one).__qualname__}" for one in odd)
 

@@ -169,7 +169,7 @@ def kept(given, things, train, dump):
     calls = dlrover_megatron_dist_ckpt if given.dist_ckpt else dlrover_megatron
     root = str(given.folder / "root")
     begun, flops = calls.load_checkpoint(*things, checkpoint_dir=root)
-    print("continues at", begun, flops, flush=True)
+    print(f"continues at {begun} {flops}\n", end="", flush=True)  # one write: all ranks have one output
     if begun:
         dump("begin")
     for iteration in range(begun + 1, given.steps + 1):
