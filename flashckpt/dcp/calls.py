@@ -80,6 +80,7 @@ def load(
     if storage_reader is None:
         root, step = root_and_step(checkpoint_id)
         storage_reader = FlashStorageReader(root, step=step, storage_options=storage_options)
+        storage_reader.checkpoint_id = checkpoint_id or root
     torch_dcp.load(state_dict, storage_reader=storage_reader, **others)  # type: ignore[attr-defined]  # as above
 
 
@@ -87,7 +88,9 @@ def _writer(
     checkpoint_id: CheckpointId | None, options: Mapping[str, Any] | None, keep_last: int | None
 ) -> FlashStorageWriter:
     root, step = root_and_step(checkpoint_id)
-    return FlashStorageWriter(root, step=step, storage_options=options, keep_last=keep_last)
+    writer = FlashStorageWriter(root, step=step, storage_options=options, keep_last=keep_last)
+    writer.checkpoint_id = checkpoint_id or root
+    return writer
 
 
 def root_and_step(checkpoint_id: CheckpointId | None) -> tuple[str, int]:

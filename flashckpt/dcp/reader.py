@@ -52,6 +52,7 @@ class FlashStorageReader(StorageReader):
 
     Attributes:
         step, generation: Of the checkpoint that was read last.
+        checkpoint_id: The root, or what `dcp.load(checkpoint_id=...)` was given.
     """
 
     def __init__(
@@ -63,6 +64,7 @@ class FlashStorageReader(StorageReader):
         storage_options: Mapping[str, Any] | None = None,
     ) -> None:
         self.root = os.fspath(root)
+        self.checkpoint_id: str | os.PathLike[str] = self.root
         self._wanted = step, generation
         self._options = dict(storage_options or {})
         self.step: int | None = None
@@ -75,6 +77,7 @@ class FlashStorageReader(StorageReader):
         """Take step and generation from `dcp.load(checkpoint_id=...)`."""
         if checkpoint_id is not None:
             self._wanted = parse_step(checkpoint_id)
+            self.checkpoint_id = checkpoint_id
         self.load_id = uuid.uuid4().hex
 
     @classmethod
@@ -106,7 +109,7 @@ class FlashStorageReader(StorageReader):
             planner_data=dict(self._contents.paths),
             version="1.0.0",
             storage_meta=StorageMeta(
-                checkpoint_id=f"{self.step}.g{self.generation}",
+                checkpoint_id=self.checkpoint_id,
                 save_id=self._contents.save_id or self._info.prefix.rstrip("/"),
                 load_id=self.load_id,
             ),

@@ -16,6 +16,7 @@ from torch.distributed.checkpoint.storage import StorageWriter, WriteResult
 from torch.futures import Future
 
 from flashckpt.checkpoint import direct_writer
+from flashckpt.checkpoint.catalog import list_checkpoints
 from flashckpt.checkpoint.retention import Policy, prune
 from flashckpt.core.shard import ITEMSIZE, Shard
 from flashckpt.dcp import contents, names
@@ -55,12 +56,15 @@ class FlashStorageWriter(StorageWriter):
         root: A directory, s3://bucket/run, gs://...
         step: Number of the checkpoint; None takes the one after the newest on the root (1 on an empty one).
             `dcp.save(checkpoint_id=...)` gives a step too.
+        overwrite: False: refuse a save where a checkpoint is already, of this step or, without a step, of any. True saves
+            beside it, as a newer generation or the next step: nothing is overwritten either way.
         storage_options: As `Checkpointer`.
         keep_last, keep_every: Retention after each commit; None for `keep_last` deletes nothing.
 
     Attributes:
         place: Folder of the last save of this object (on the coordinator); `place.prefix` is its folder.
         save_id: Name of the save that is next or under way.
+        checkpoint_id: The root, or what `dcp.save(checkpoint_id=...)` was given.
 
     Raises:
         ConfigError: The step is not a number.
@@ -71,11 +75,14 @@ class FlashStorageWriter(StorageWriter):
         root: str | os.PathLike[str],
         *,
         step: int | None = None,
+        overwrite: bool = True,
         storage_options: Mapping[str, Any] | None = None,
         keep_last: int | None = None,
         keep_every: int | None = None,
     ) -> None:
         self.root = os.fspath(root)
+        self.checkpoint_id: str | os.PathLike[str] = self.root
+        self.overwrite = overwrite
         self._step = None if step is None else parse_step(step)[0]
         self._options = dict(storage_options or {})
         self._policy = Policy(keep_last=keep_last, keep_every=keep_every)
@@ -86,11 +93,12 @@ class FlashStorageWriter(StorageWriter):
         """Take the step from `dcp.save(checkpoint_id=...)`."""
         if checkpoint_id is not None:
             self._step = parse_step(checkpoint_id)[0]
+            self.checkpoint_id = checkpoint_id
         self.save_id = uuid.uuid4().hex
 
     def storage_meta(self) -> StorageMeta:
-        """Return the names of the checkpoint and of this save; the reader gives those of the coordinator."""
-        return StorageMeta(checkpoint_id=None if self._step is None else str(self._step), save_id=self.save_id)
+        """Return what the caller named and the name of this save; the reader gives that of the coordinator."""
+        return StorageMeta(checkpoint_id=self.checkpoint_id, save_id=self.save_id)
 
     @classmethod
     def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
@@ -115,7 +123,11 @@ class FlashStorageWriter(StorageWriter):
         return plan
 
     def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
-        """Claim the place of this save (coordinator only) and tell it to every rank."""
+        """Claim the place of this save (coordinator only) and tell it to every rank.
+
+        Raises:
+            ConfigError: With `overwrite=False`, there is one already; or a plan is cached.
+        """
         if not all(plan.usable for plan in plans):
             raise ConfigError(
                 "cached plans cannot be used with FlashStorageWriter: a plan contains the place of its checkpoint",
@@ -129,7 +141,9 @@ class FlashStorageWriter(StorageWriter):
         store = self._open()
         try:
             store.check(write=True)
+            self._refuse_existing(store)  # before a claim, which would fence another saver off for nothing
             self.place = direct_writer.begin(store, self._step, world_size=len(plans))
+            self._refuse_existing(store)  # again: who commits from now on has a later claim, and fences this save off
         finally:
             store.close()
         return [
@@ -164,6 +178,19 @@ class FlashStorageWriter(StorageWriter):
             self._prune(store)
         finally:
             store.close()
+
+    def _refuse_existing(self, store: Store) -> None:
+        if self.overwrite:
+            return
+        found = [one for one in list_checkpoints(store, damaged=True) if self._step in {None, one.step}]
+        if found:
+            place = store.url if self._step is None else f"step {self._step} of {store.url}"
+            raise ConfigError(
+                "overwrite=False: Checkpoint already exists",  # with torch's words: loops and tests look for them
+                found=f"{place} has {found[0].prefix.rstrip('/')}",
+                state="Nothing was written.",
+                remedy="name another step or root, or leave overwrite out: a save never replaces another",
+            )
 
     def _prune(self, store: Store) -> None:
         if self._policy.keep_last is None:

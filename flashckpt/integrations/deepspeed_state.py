@@ -54,7 +54,7 @@ class Trained:
         groups = {fragment.owner: self.inner.param_groups[fragment.group] for fragment in self.fragments}
         for owner, group in groups.items():
             make_state(self.inner, owner, group)
-        self.owners, self._buffers = list(groups), list(_buffers(self._engine.module))
+        self.owners, self._buffers = list(groups), list(persistent_buffers(self._engine.module))
         self.parts.clear()
         self.parts.update((f"model.{name}", parts) for name, parts in self._weights().items() if parts)
         self.parts.update((f"optimizer.{name}", parts) for name, parts in self._moments().items() if parts)
@@ -114,7 +114,7 @@ def make_state(inner: torch.optim.Optimizer, owner: torch.Tensor, group: Mapping
     inner.state[owner].update({"step": step, **moments})
 
 
-def _buffers(module: torch.nn.Module) -> Iterator[tuple[str, dict[str, Any], str]]:
+def persistent_buffers(module: torch.nn.Module) -> Iterator[tuple[str, dict[str, Any], str]]:
     """Yield the persistent buffers: a name, the dict that holds the buffer, and its key there."""
     for prefix, part in module.named_modules():
         transient = part._non_persistent_buffers_set  # noqa: SLF001 -- the only place that says so
@@ -183,11 +183,11 @@ class EngineState:
                     remedy="make the groups as they were, or restore the weights alone: restore(only='model.*')",
                 )
             for key, value in found["settings"].items():
-                _set(group, key, value)
+                set_in(group, key, value)
             for fragment in members:
                 state = self._trained.inner.state[fragment.owner]
                 for key, value in found["others"].get(fragment.name, found["numbers"]).items():
-                    _set(state, key, value)
+                    set_in(state, key, value)
         count_on(self._engine, state_dict)
 
     def _members(self) -> list[list[Fragment]]:
@@ -208,7 +208,8 @@ def _digest(members: Sequence[Fragment]) -> int:
     return digest("\n".join(sorted(fragment.name for fragment in members)).encode())
 
 
-def _set(where: Any, key: str, value: Any) -> None:
+def set_in(where: Any, key: str, value: Any) -> None:
+    """Set a number or a setting: in place where it is a tensor, as a tuple where it is one."""
     live = where.get(key)
     if isinstance(live, torch.Tensor):
         with torch.no_grad():
@@ -267,4 +268,4 @@ class OneSchedule:
         self._scheduler.load_state_dict(dict(state_dict))
 
 
-__all__ = ["EngineState", "OneSchedule", "Trained"]
+__all__ = ["EngineState", "OneSchedule", "Trained", "beside", "make_state", "persistent_buffers", "set_in"]

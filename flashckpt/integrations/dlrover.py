@@ -3,8 +3,9 @@
     from flashckpt.integrations.dlrover import ElasticDistributedSampler  # was: from dlrover.trainer.torch.elastic.sampler
     from flashckpt.integrations.dlrover import DdpCheckpointer, StorageType  # was: ...torch.flash_checkpoint.ddp
     from flashckpt.integrations.dlrover import FsdpShardCheckpointer  # was: ...torch.flash_checkpoint.fsdp
+    from flashckpt.integrations.dlrover import DeepSpeedCheckpointer  # was: ...torch.flash_checkpoint.deepspeed
 
-DLRover itself is not needed.
+Those for Megatron are in `flashckpt.integrations.dlrover_megatron`. DLRover itself is not needed.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ from typing import Any
 
 from flashckpt.errors import SamplerStateError
 from flashckpt.integrations.dlrover_checkpoints import DdpCheckpointer, FsdpShardCheckpointer, StorageType
+from flashckpt.integrations.dlrover_deepspeed import DeepSpeedCheckpointer
 from flashckpt.sampler import ElasticSampler
 
 
@@ -94,4 +96,10 @@ class ElasticDistributedSampler(ElasticSampler):
         self._begun = epoch
 
 
-__all__ = ["DdpCheckpointer", "ElasticDistributedSampler", "FsdpShardCheckpointer", "StorageType"]
+__all__ = [
+    "DdpCheckpointer",
+    "DeepSpeedCheckpointer",
+    "ElasticDistributedSampler",
+    "FsdpShardCheckpointer",
+    "StorageType",
+]

@@ -24,7 +24,22 @@ class StorageType(Enum):
     DISK = auto()
 
 
-class _Given:
+def refuse_strategy(deletion_strategy: Any) -> None:
+    """Refuse a deletion strategy of DLRover.
+
+    Raises:
+        ConfigError: It is one.
+    """
+    if deletion_strategy is not None:
+        raise ConfigError(
+            "a deletion strategy of DLRover is not known here",
+            found=type(deletion_strategy).__qualname__,
+            expected="None",
+            remedy="pass keep_last=N, keep_every=N: options of flashckpt.Checkpointer",
+        )
+
+
+class Given:
     """State that the caller gives with each save.
 
     Args:
@@ -36,14 +51,16 @@ class _Given:
         self.state: dict[str, Any] = {}
 
     def state_dict(self) -> dict[str, Any]:
+        """Return what was given last."""
         return self.state
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Keep it for the caller."""
         self.state = dict(state)
 
 
-class _Flash:
-    """What both classes have in common.
+class Flash:
+    """What all of them have in common.
 
     Args:
         checkpoint_dir: The root.
@@ -53,13 +70,7 @@ class _Flash:
     """
 
     def __init__(self, checkpoint_dir: str, deletion_strategy: Any, replicate: int, options: Mapping[str, Any]) -> None:
-        if deletion_strategy is not None:
-            raise ConfigError(
-                "a deletion strategy of DLRover is not known here",
-                found=type(deletion_strategy).__qualname__,
-                expected="None",
-                remedy="pass keep_last=N, keep_every=N: options of flashckpt.Checkpointer",
-            )
+        refuse_strategy(deletion_strategy)
         settings = {"snapshot_every": 1, "persist_every": _NEVER, "keep_last": None, "replicate": replicate}
         self.checkpointer = Checkpointer(checkpoint_dir, **{**settings, **options})
         self._is_open = self._is_path_said = False
@@ -76,12 +87,12 @@ class _Flash:
         """End the job cleanly: nothing stays in memory. DLRover's classes have no such method."""
         self.checkpointer.close()
 
-    def _open(self, *, fresh: bool, **things: Any) -> bool:
-        """Track and restore, once; return whether there was something."""
+    def _open(self, *, fresh: bool, **things: Any) -> int:
+        """Track and restore, once; return the step of what was there, 0 where there was nothing."""
         self.checkpointer.track(**things)
         report = self.checkpointer.restore(fresh=fresh)
         self._is_open = True
-        return report is not None
+        return 0 if report is None else report.step
 
     def _save(self, step: int, path: str, storage_type: StorageType) -> None:
         if not isinstance(storage_type, StorageType):
@@ -106,7 +117,7 @@ class _Flash:
             )
 
 
-class DdpCheckpointer(_Flash):
+class DdpCheckpointer(Flash):
     """Takes DLRover's `DdpCheckpointer`'s place: the caller gives a state dict, and gets it back.
 
     What is given is copied before `save_checkpoint` returns, into one of several slots: a kill in the middle leaves the
@@ -136,7 +147,7 @@ class DdpCheckpointer(_Flash):
     ) -> None:
         del local_shard_num, comm_backend, save_timeout
         super().__init__(checkpoint_dir, deletion_strategy, replica_count, options)
-        self._given = _Given(is_replicated=global_shard_num == 1)
+        self._given = Given(is_replicated=global_shard_num == 1)
 
     def save_checkpoint(
         self, step: int, state_dict: Mapping[str, Any], path: str = "", storage_type: StorageType = StorageType.DISK
@@ -165,7 +176,7 @@ class DdpCheckpointer(_Flash):
         return self._given.state
 
 
-class FsdpShardCheckpointer(_Flash):
+class FsdpShardCheckpointer(Flash):
     """Takes DLRover's `FsdpShardCheckpointer`'s place, for models under FSDP2 (`fully_shard`), DDP or none.
 
     The model and the optimizer are tracked and read where they lie; they are copied beside the next forward and backward.
@@ -188,7 +199,7 @@ class FsdpShardCheckpointer(_Flash):
     ) -> None:
         del comm_backend, save_timeout
         super().__init__(checkpoint_dir, deletion_strategy, 0, options)
-        self._extra = _Given(is_replicated=True)
+        self._extra = Given(is_replicated=True)
         self._of: tuple[torch.nn.Module, torch.optim.Optimizer] | None = None
 
     def save_checkpoint(  # noqa: PLR0917 -- the positions of DLRover's, whose place it takes

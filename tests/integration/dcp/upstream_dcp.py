@@ -63,21 +63,23 @@ def _replace_storage() -> None:
     class Folder:
         """A folder is a root here: each save into it is its next step, each load takes the newest."""
 
-        def __init__(self, path: Any, *_args: Any, **_kwargs: Any) -> None:  # how bytes are laid out is ours alone
-            super().__init__(path)  # type: ignore[call-arg]  # of the class it is mixed into
+        def __init__(self, path: Any, *_args: Any, **kwargs: Any) -> None:  # how bytes are laid out is ours alone
+            named = {"overwrite": kwargs["overwrite"]} if "overwrite" in kwargs else {}
+            super().__init__(path, **named)  # type: ignore[call-arg]  # of the class it is mixed into
 
         def reset(self, checkpoint_id: Any = None) -> None:
             super().reset()  # type: ignore[misc]  # of the class it is mixed into
-            self.root = os.fspath(checkpoint_id) if checkpoint_id else self.root  # type: ignore[has-type]  # the same
+            if checkpoint_id:
+                self.root = self.checkpoint_id = os.fspath(checkpoint_id)
 
         @classmethod
         def validate_checkpoint_id(cls, checkpoint_id: Any) -> bool:
             return "://" not in os.fspath(checkpoint_id)
 
-    class Writer(Folder, FlashStorageWriter):  # type: ignore[misc]  # the mixed-in signatures are wider on purpose
+    class Writer(Folder, FlashStorageWriter):
         pass
 
-    class Reader(Folder, FlashStorageReader):  # type: ignore[misc]  # the same
+    class Reader(Folder, FlashStorageReader):
         pass
 
     for module in (dcp, _storage_utils, filesystem, format_utils):

@@ -1,7 +1,7 @@
 """A user's program with DeepSpeed, that says which samples each step trained and with which losses.
 
-deepspeed_job.py FOLDER --stage N [--dtype bf16] [--steps N] [--kill-at STEP] [--drop P] [--plain] [--dump]
---plain: without flashckpt. --dump: each rank writes what was restored, and what it ends with: the weights and moments as
+deepspeed_job.py FOLDER --stage N [--dtype bf16] [--steps N] [--kill-at STEP] [--drop P] [--plain] [--dlrover] [--dump]
+--plain: without flashckpt. --dlrover: by the call shape of DLRover's DeepSpeedCheckpointer. --dump: each rank writes what was restored, and what it ends with: the weights and moments as
 DeepSpeed gathers them, and what the model computes with.
 """
 
@@ -123,7 +123,8 @@ class Training:
         self.given, self.engine = given, engine
         rank, size = dist.get_rank(), dist.get_world_size()
         self.sampler = ElasticSampler(Counted(), dp_rank=rank, dp_size=size, global_batch_size=BATCH, seed=1)
-        self.loader = DataLoader(Counted(), batch_size=MICRO, sampler=self.sampler)
+        own = torch.Generator()  # an iterator begins with a draw, which dropout would notice after a restart
+        self.loader = DataLoader(Counted(), batch_size=MICRO, sampler=self.sampler, generator=own)
         self.seen, self.losses = [], []
 
     def train(self, x, y, number):
@@ -172,6 +173,7 @@ def parsed():
     parser.add_argument("--kill-at", type=int)
     parser.add_argument("--drop", type=float, default=0.0)
     parser.add_argument("--plain", action="store_true")
+    parser.add_argument("--dlrover", action="store_true")
     parser.add_argument("--dump", action="store_true")
     parser.add_argument("--config", type=json.loads, default={})
     return parser.parse_args()
@@ -191,6 +193,30 @@ def trained_with_flashckpt(given, training, file, dump):
         training.run(step, file)
 
 
+def trained_with_dlrovers_calls(given, training, file, dump):
+    from flashckpt.integrations.dlrover import DeepSpeedCheckpointer, StorageType
+
+    engine, root = training.engine, str(given.folder / "root")
+    flash = DeepSpeedCheckpointer(engine, root)
+    place, client = flash.load_checkpoint(root)
+    if place is not None:
+        training.sampler.load_state_dict(client["sampler"])
+        dump("begin")
+    seen = engine.global_steps
+
+    def step():
+        nonlocal seen
+        training.commit()
+        if engine.global_steps > seen:
+            seen = engine.global_steps
+            kind = StorageType.DISK if seen % 4 == 0 or seen == given.steps else StorageType.MEMORY
+            flash.save_checkpoint(root, seen, {"sampler": training.sampler.state_dict()}, storage_type=kind)
+
+    training.run(step, file)
+    flash.wait_latest_checkpoint(120)
+    flash.close()
+
+
 def main():
     given = parsed()
     training, name = Training(given, engine_of(given)), f"rank{dist.get_rank()}"
@@ -203,7 +229,7 @@ def main():
         if given.plain:
             training.run(training.commit, file)
         else:
-            trained_with_flashckpt(given, training, file, dump)
+            (trained_with_dlrovers_calls if given.dlrover else trained_with_flashckpt)(given, training, file, dump)
     dump("end")
     dist.destroy_process_group()  # a process that ends with one may be aborted by gloo
 

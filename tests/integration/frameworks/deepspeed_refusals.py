@@ -25,6 +25,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from flashckpt.errors import ConfigError, FlashckptError, UnsupportedStateError
 from flashckpt.integrations.deepspeed import FlashCheckpoint
+from flashckpt.integrations.dlrover import DeepSpeedCheckpointer, StorageType
 from flashckpt.sampler import ElasticSampler
 
 DATA = TensorDataset(torch.arange(40.0).reshape(20, 2))
@@ -159,6 +160,34 @@ def loop_of_the_page(folder):
         names["engine"].destroy()
 
 
+def dlrovers_calls(folder):
+    """The first save begins from scratch; what of DLRover's arguments cannot be done is refused."""
+    root = str(folder / "dlrover")
+    engine = engine_of()
+    flash = DeepSpeedCheckpointer(engine, root)
+    refused("by its tag", "tag='100'", lambda: flash.load_checkpoint(root, tag="100"))
+    refused("from a path", "elsewhere", lambda: flash.load_checkpoint(folder / "elsewhere"))
+    for part in ({"load_module_only": True}, {"load_optimizer_states": False}, {"load_module_strict": False}):
+        refused("loaded whole", "part of it", lambda part=part: flash.load_checkpoint(root, **part))
+    refused("deletion strategy", "object", lambda: DeepSpeedCheckpointer(engine, root, deletion_strategy=object()))
+    assert flash.load_checkpoint(root) == (None, None)
+    engine.backward(engine(torch.ones(2, 2)).sum())
+    engine.step()
+    engine.backward(engine(torch.ones(2, 2)).sum())
+    engine.step()
+    with pytest.raises(ConfigError, match="unknown storage type"):
+        flash.save_checkpoint(root, "1", {"epoch": 3}, storage_type="disk")  # type: ignore[arg-type]  # on purpose
+    flash.save_checkpoint(root, "1", {"epoch": 3}, storage_type=StorageType.DISK)
+    flash.wait_latest_checkpoint(60)
+    flash.close()
+    again = DeepSpeedCheckpointer(other := engine_of(), root)
+    assert again.load_checkpoint(root) == (root, {"epoch": 3})
+    assert other.global_steps == engine.global_steps == 1
+    for one, two in zip(other.module.parameters(), engine.module.parameters(), strict=True):
+        assert torch.equal(one, two)
+    again.close()
+
+
 def main():
     logging.getLogger("DeepSpeed").setLevel(logging.ERROR)
     deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False  # it would be compiled at the first start
@@ -171,6 +200,7 @@ def main():
     optimizers(folder, engine)
     other_groups(folder)
     loop_of_the_page(folder)
+    dlrovers_calls(folder)
     dist.destroy_process_group()
     print("all as expected")
 

@@ -23,9 +23,10 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 
 from flashckpt.errors import ConfigError
-from flashckpt.integrations.dlrover import DdpCheckpointer, FsdpShardCheckpointer, StorageType
+from flashckpt.integrations import dlrover_megatron, dlrover_megatron_dist_ckpt
+from flashckpt.integrations.dlrover import DdpCheckpointer, DeepSpeedCheckpointer, FsdpShardCheckpointer, StorageType
 
-SHAPES = {
+SHAPES: dict[tuple[Any, str], list[str]] = {
     (DdpCheckpointer, "__init__"): [
         "self", "checkpoint_dir", "local_shard_num=1", "global_shard_num=1", "comm_backend=''", "deletion_strategy=None",
         "save_timeout=600", "replica_count=0",
@@ -41,21 +42,57 @@ SHAPES = {
     ],
     (FsdpShardCheckpointer, "load_checkpoint"): ["self", "model", "optimizer", "resume_path=''"],
     (FsdpShardCheckpointer, "wait_latest_checkpoint"): ["self", "timeout=1800"],
+    (DeepSpeedCheckpointer, "__init__"): [
+        "self", "engine", "checkpoint_dir", "comm_backend=''", "deletion_strategy=None", "save_timeout=600",
+    ],
+    (DeepSpeedCheckpointer, "save_checkpoint"): [
+        "self", "save_dir", "tag=None", "client_state=None", "save_latest=True", "storage_type=DISK",
+    ],
+    (DeepSpeedCheckpointer, "load_checkpoint"): [
+        "self", "load_dir", "tag=None", "load_module_strict=True", "load_optimizer_states=True",
+        "load_lr_scheduler_states=True", "load_module_only=False", "custom_load_fn=None",
+    ],
+    (DeepSpeedCheckpointer, "wait_latest_checkpoint"): ["self", "timeout=1800"],
+    (dlrover_megatron.MegatronCheckpointer, "__init__"): [
+        "self", "checkpoint_dir", "storage=None", "comm_backend=''", "save_timeout=600", "replica_count=0",
+    ],
+    (dlrover_megatron, "save_checkpoint"): [
+        "iteration", "model", "optimizer", "opt_param_scheduler", "num_floating_point_operations_so_far=0",
+        "storage_type=DISK", "storage=None", "comm_backend=''", "save_timeout=600", "replica_count=0",
+    ],
+    (dlrover_megatron, "load_checkpoint"): [
+        "model", "optimizer", "opt_param_scheduler", "load_arg='load'", "strict=True", "storage=None", "comm_backend=''",
+        "save_timeout=600", "replica_count=0",
+    ],
+    (dlrover_megatron, "wait_latest_checkpoint"): ["timeout=1800"],
+    (dlrover_megatron_dist_ckpt, "save_checkpoint"): [
+        "iteration", "model", "optimizer", "opt_param_scheduler", "num_floating_point_operations_so_far",
+        "storage_type=DISK", "comm_backend=''", "deletion_strategy=None", "save_timeout=600",
+    ],
+    (dlrover_megatron_dist_ckpt, "load_checkpoint"): [
+        "model", "optimizer", "opt_param_scheduler", "load_arg='load'", "strict=True", "comm_backend=''",
+        "deletion_strategy=None", "save_timeout=600",
+    ],
+    (dlrover_megatron_dist_ckpt, "wait_latest_checkpoint"): ["timeout=1800"],
 }  # fmt: skip
-"""Those of DLRover 0.6.1, but for the mutable default of `extra_sd`, which is an empty dict there."""
+"""Those of DLRover 0.6.1, but for the mutable defaults of `extra_sd` and `client_state`, which are empty dicts there."""
+OURS = {"checkpoint_dir"}
+"""Of the functions for Megatron, by keyword alone: where there is no `--save`."""
 
 
 def shape(method: Any) -> list[str]:
     found = []
     for one in inspect.signature(method).parameters.values():
-        if one.kind is not inspect.Parameter.VAR_KEYWORD:
+        if one.kind is inspect.Parameter.KEYWORD_ONLY:
+            assert one.name in OURS
+        elif one.kind is not inspect.Parameter.VAR_KEYWORD:
             default = one.default.name if isinstance(one.default, StorageType) else repr(one.default)
             found.append(one.name if one.default is inspect.Parameter.empty else f"{one.name}={default}")
     return found
 
 
 @pytest.mark.parametrize(("kind", "name"), SHAPES, ids=lambda value: getattr(value, "__name__", value))
-def test_arguments_names_and_defaults_are_dlrovers(kind: type, name: str) -> None:
+def test_arguments_names_and_defaults_are_dlrovers(kind: Any, name: str) -> None:
     assert shape(getattr(kind, name)) == SHAPES[kind, name]
 
 
@@ -213,3 +250,47 @@ def test_a_program_that_is_killed_continues_from_memory_and_its_checkpoints_are_
     assert code == 0
     assert min(after) == 6
     assert before | after == whole
+
+
+class Args:
+    """Megatron's arguments, as far as they are looked at."""
+
+    save: str | None = None
+    load: str | None = None
+    finetune = no_load_optim = False
+    consumed_train_samples = 0
+
+
+def megatron_asked(monkeypatch: pytest.MonkeyPatch, **given: Any) -> None:
+    args = Args()
+    for key, value in given.items():
+        setattr(args, key, value)
+    monkeypatch.setattr(dlrover_megatron, "megatron_args", lambda: args)
+    monkeypatch.setattr(dlrover_megatron, "_made", {})
+
+
+@pytest.mark.parametrize(
+    ("given", "call", "problem"),
+    [
+        ({}, {}, "where to keep checkpoints"),
+        ({"save": "root", "finetune": True}, {}, "asks for part of the state"),
+        ({"save": "root", "load": "elsewhere"}, {}, "another place than it is saved to"),
+        ({"save": "root"}, {"strict": False}, "loaded whole"),
+        ({"save": "root"}, {"storage": object()}, "a storage of DLRover"),
+    ],
+)
+def test_what_megatron_cannot_have_is_refused(
+    given: dict[str, Any], call: dict[str, Any], problem: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    megatron_asked(monkeypatch, **given)
+    with pytest.raises(ConfigError, match=problem):
+        dlrover_megatron.load_checkpoint([], None, None, **call)
+
+
+def test_a_deletion_strategy_is_refused_for_megatron_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    megatron_asked(monkeypatch, save="root")
+    with pytest.raises(ConfigError, match="deletion strategy"):
+        dlrover_megatron_dist_ckpt.load_checkpoint([], None, None, deletion_strategy=object())
+    with pytest.raises(ConfigError, match="deletion strategy"):
+        dlrover_megatron_dist_ckpt.save_checkpoint(1, [], None, None, 0, deletion_strategy=object())

@@ -21,6 +21,7 @@ from torch.distributed.checkpoint.default_planner import DefaultSavePlanner, _Em
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 from torch.distributed.checkpoint.state_dict_loader import _load_state_dict
 
+import flashckpt.dcp
 from flashckpt import Checkpointer, faults
 from flashckpt.checkpoint import direct_writer
 from flashckpt.checkpoint.catalog import list_checkpoints, read_manifest
@@ -323,17 +324,70 @@ def test_metadata_names_the_save_and_the_load(tmp_path: Path) -> None:
     root = str(tmp_path / "root")
     writer = FlashStorageWriter(root, step=3)
     dcp.save({"w": torch.ones(3)}, storage_writer=writer)
-    assert writer.storage_meta().save_id == writer.save_id
+    assert (writer.storage_meta().checkpoint_id, writer.storage_meta().save_id) == (root, writer.save_id)
     reader = FlashStorageReader(root)
     first, again = reader.read_metadata().storage_meta, FlashStorageReader(root).read_metadata().storage_meta
     assert first is not None
     assert again is not None
-    assert (first.checkpoint_id, first.save_id) == (f"3.g{reader.generation}", writer.save_id)
+    assert (first.checkpoint_id, first.save_id, first.load_id) == (root, writer.save_id, reader.load_id)
     assert (again.checkpoint_id, again.save_id) == (first.checkpoint_id, first.save_id)
     assert len({first.load_id, again.load_id, None}) == 3
     saved = writer.save_id
     writer.reset(checkpoint_id="4")
     assert writer.save_id != saved
+    assert writer.storage_meta().checkpoint_id == "4"
+    reader.reset(checkpoint_id=f"3.g{reader.generation}")
+    meta = reader.read_metadata().storage_meta
+    assert meta is not None
+    assert meta.checkpoint_id == f"3.g{reader.generation}"
+
+
+def test_metadata_names_the_folder_that_a_loop_gave(tmp_path: Path) -> None:
+    place = tmp_path / "root" / "step-7"
+    state = {"w": torch.ones(3)}
+    saved = flashckpt.dcp.save(state, checkpoint_id=place)
+    assert saved.storage_meta is None or saved.storage_meta.checkpoint_id == place
+    seen: list[Any] = []
+
+    class Planner(DefaultSavePlanner):
+        def set_up_planner(self, state_dict: Any, storage_meta: Any = None, is_coordinator: bool = False) -> None:
+            seen.append(storage_meta.checkpoint_id)
+            super().set_up_planner(state_dict, storage_meta, is_coordinator)
+
+    flashckpt.dcp.save(state, checkpoint_id=place, planner=Planner())
+    assert seen == [place]
+
+
+def test_overwrite_false_refuses_a_save_where_a_checkpoint_is(tmp_path: Path) -> None:
+    root, state = str(tmp_path / "root"), {"w": torch.ones(3)}
+    dcp.save(state, storage_writer=FlashStorageWriter(root, step=3, overwrite=False))
+    for writer in (FlashStorageWriter(root, overwrite=False), FlashStorageWriter(root, step=3, overwrite=False)):
+        with pytest.raises(Failed, match="Checkpoint already exists"):
+            dcp.save(state, storage_writer=writer)
+    with pytest.raises(Failed, match="Checkpoint already exists"):
+        dcp.save(state, storage_writer=FlashStorageWriter(root, overwrite=False), checkpoint_id="3")
+    assert [path.name for path in (tmp_path / "root").glob("step-*")] == ["step-000000003.g1"]
+    dcp.save(state, storage_writer=FlashStorageWriter(root, step=4, overwrite=False))
+    dcp.save({"w": torch.zeros(3)}, storage_writer=FlashStorageWriter(root, step=3, overwrite=True))
+    dcp.load(state, storage_reader=FlashStorageReader(root))
+    assert state["w"].tolist() == [0.0] * 3
+
+
+def test_overwrite_false_sees_what_another_committed_before_its_claim(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    root, state = str(tmp_path / "root"), {"w": torch.ones(3)}
+    begin = direct_writer.begin
+
+    def late(*args: Any, **kwargs: Any) -> Any:
+        monkeypatch.setattr(direct_writer, "begin", begin)
+        dcp.save(state, storage_writer=FlashStorageWriter(root, step=1))
+        return begin(*args, **kwargs)
+
+    monkeypatch.setattr(direct_writer, "begin", late)
+    with pytest.raises(Failed, match="Checkpoint already exists"):
+        dcp.save(state, storage_writer=FlashStorageWriter(root, step=1, overwrite=False))
+    assert len(list((tmp_path / "root").glob("step-*/MANIFEST"))) == 1
 
 
 def test_a_tensor_of_another_dtype_is_cast_as_torch_would(tmp_path: Path) -> None:
