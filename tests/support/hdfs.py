@@ -120,7 +120,8 @@ class Hdfs:
 
     def _command(self, server: str) -> list[str]:
         classes = [self.folder / "conf", self.folder, *sorted(JARS.glob("*.jar"))]
-        return [java(), *_JAVA, "-cp", ":".join(map(str, classes)), _SERVERS[server]]
+        temporary = f"-Djava.io.tmpdir={self.folder}"  # where Jetty leaves folders
+        return [java(), *_JAVA, temporary, "-cp", ":".join(map(str, classes)), _SERVERS[server]]
 
     def _configure(self, name: str, values: dict[str, str]) -> None:
         lines = (f"<property><name>{key}</name><value>{value}</value></property>" for key, value in values.items())
