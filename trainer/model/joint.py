@@ -14,7 +14,7 @@ import torch.nn.functional as F  # noqa: N812 -- the name everybody reads
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from flashckpt.trainer.model.products import onednn_is_faster, product
+from flashckpt.trainer.model.products import product
 
 
 def joins(x: Tensor, *linears: nn.Linear) -> bool:
@@ -27,13 +27,13 @@ def joins(x: Tensor, *linears: nn.Linear) -> bool:
 
 
 class Linear(nn.Linear):
-    """`torch.nn.Linear`, with its products by `product` where that is faster and the layer is `joint`."""
+    """`torch.nn.Linear`, its products by `product` where it is `joint` and can be."""
 
     joint = True
 
     def forward(self, x: Tensor) -> Tensor:
         """(..., D) -> (..., F)."""
-        if self.joint and joins(x, self) and onednn_is_faster():
+        if self.joint and joins(x, self):
             return _Linear.apply(x, self.weight)  # type: ignore[no-any-return, no-untyped-call]  # untyped in torch
         return super().forward(x)
 
