@@ -29,11 +29,13 @@ def product(a: Tensor, b: Tensor) -> Tensor:
 @functools.cache
 def onednn_is_faster() -> bool:
     """Return whether this processor has AVX-512, MKL does not use it, and this build of torch has oneDNN."""
-    if not (torch.backends.mkldnn.is_available() and hasattr(torch.ops.mkldnn, "_linear_pointwise")):
-        return False
-    if not torch.backends.mkl.is_available() or torch.backends.cpu.get_cpu_capability() != "AVX512":
-        return False
-    return _vendor() != "GenuineIntel"
+    has_both: bool = torch.backends.mkl.is_available() and has_onednn()  # type: ignore[no-untyped-call]  # untyped in torch
+    return has_both and torch.backends.cpu.get_cpu_capability() == "AVX512" and _vendor() != "GenuineIntel"
+
+
+def has_onednn() -> bool:
+    """Return whether this build of torch has the operator that `product` calls."""
+    return hasattr(torch.ops.mkldnn, "_linear_pointwise")
 
 
 def _vendor() -> str:

@@ -12,7 +12,7 @@ from flashckpt.trainer.model import products
 from flashckpt.trainer.model.joint import Linear
 from flashckpt.trainer.model.products import onednn_is_faster, product
 
-has_onednn = pytest.mark.skipif(not torch.backends.mkldnn.is_available(), reason="this build of torch has no oneDNN")
+has_onednn = pytest.mark.skipif(not products.has_onednn(), reason="this build of torch has no oneDNN")
 CHOICES = {
     "amd": ("AuthenticAMD", "AVX512", True, True),
     "intel": ("GenuineIntel", "AVX512", True, False),
