@@ -14,6 +14,8 @@ import torch.nn.functional as F  # noqa: N812 -- the name everybody reads
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
+from flashckpt.trainer.model.products import product
+
 
 def joins(x: Tensor, *linears: nn.Linear) -> bool:
     """Return whether `x` (..., D) and the layers that it goes through can be computed jointly."""
@@ -22,6 +24,18 @@ def joins(x: Tensor, *linears: nn.Linear) -> bool:
     tensors = [x, *(linear.weight for linear in linears)]
     is_plain = all(t.device.type == "cpu" and t.dtype == torch.float32 and not isinstance(t, DTensor) for t in tensors)
     return is_plain and all(linear.bias is None for linear in linears)
+
+
+class Linear(nn.Linear):
+    """`torch.nn.Linear`, its products by `product` where it is `joint` and can be."""
+
+    joint = True
+
+    def forward(self, x: Tensor) -> Tensor:
+        """(..., D) -> (..., F)."""
+        if self.joint and joins(x, self):
+            return _Linear.apply(x, self.weight)  # type: ignore[no-any-return, no-untyped-call]  # untyped in torch
+        return super().forward(x)
 
 
 def feed_forward(x: Tensor, w1: Tensor, w2: Tensor, w3: Tensor) -> Tensor:
@@ -49,13 +63,27 @@ def turned_projections(
     return _TurnedProjections.apply(x, torch.complex(cosines, sines), *weights)  # type: ignore[no-any-return, no-untyped-call]  # untyped in torch
 
 
+class _Linear(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor) -> Tensor:
+        rows = x.flatten(0, -2)
+        ctx.save_for_backward(rows, weight)
+        return product(rows, weight.t()).view(*x.shape[:-1], -1)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor]:
+        rows, weight = ctx.saved_tensors
+        out = grad.reshape(-1, grad.shape[-1])
+        return product(out, weight).view(*grad.shape[:-1], -1), product(out.t(), rows)
+
+
 class _FeedForward(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, w1: Tensor, w2: Tensor, w3: Tensor) -> Tensor:
         rows = x.flatten(0, -2)
-        gate, up = rows @ w1.t(), rows @ w3.t()
+        gate, up = product(rows, w1.t()), product(rows, w3.t())
         ctx.save_for_backward(rows, gate, up, w1, w2, w3)  # what w2 takes is computed again: a fourth less is held
-        out = F.silu(gate).mul_(up) @ w2.t()
+        out = product(F.silu(gate).mul_(up), w2.t())
         return out.view(*x.shape[:-1], -1)
 
     @staticmethod
@@ -64,13 +92,14 @@ class _FeedForward(torch.autograd.Function):
         out = grad.reshape(-1, grad.shape[-1])
         silu = F.silu(gate)
         hidden = silu * up
-        grad_w2 = out.t() @ hidden
-        torch.mm(out, w2, out=hidden)  # from here on the gradient of what it was
+        grad_w2 = product(out.t(), hidden)
+        del hidden  # its memory is that of its gradient
+        hidden = product(out, w2)  # its gradient
         grad_up = silu.mul_(hidden)
         hidden.mul_(up)
         grad_gate = torch.ops.aten.silu_backward.grad_input(hidden, gate, grad_input=hidden)
-        grad_x = (grad_gate @ w1).addmm_(grad_up, w3)
-        return grad_x.view(*grad.shape[:-1], -1), grad_gate.t() @ rows, grad_w2, grad_up.t() @ rows
+        grad_x = product(grad_gate, w1).add_(product(grad_up, w3))
+        return grad_x.view(*grad.shape[:-1], -1), product(grad_gate.t(), rows), grad_w2, product(grad_up.t(), rows)
 
 
 class _TurnedProjections(torch.autograd.Function):
@@ -79,10 +108,10 @@ class _TurnedProjections(torch.autograd.Function):
         (wq, wk, wv), rows, size = weights, x.flatten(0, -2), 2 * turns.shape[-1]
         ctx.save_for_backward(rows, turns, *weights)
         shape = (*x.shape[:-1], -1, size)
-        q, k = ((rows @ _paired(weight, size).t()).view(shape) for weight in (wq, wk))
+        q, k = (product(rows, _paired(weight, size).t()).view(shape) for weight in (wq, wk))
         for heads in (q, k):
             _as_complex(heads).mul_(turns)
-        return q, k, (rows @ wv.t()).view(shape)
+        return q, k, product(rows, wv.t()).view(shape)
 
     @staticmethod
     def backward(ctx: Any, grad_q: Tensor, grad_k: Tensor, grad_v: Tensor) -> tuple[Tensor | None, ...]:
@@ -90,9 +119,9 @@ class _TurnedProjections(torch.autograd.Function):
         size, length = 2 * turns.shape[-1], rows.shape[0]
         q, k = (torch.view_as_real(_as_complex(grad) * turns.conj()).view(length, -1) for grad in (grad_q, grad_k))
         v = grad_v.reshape(length, -1)
-        grad_x = (q @ _paired(wq, size)).addmm_(k, _paired(wk, size)).addmm_(v, wv)
-        of_q, of_k = (_unpaired(grad.t() @ rows, size) for grad in (q, k))
-        return grad_x.view(*grad_q.shape[:-2], -1), None, of_q, of_k, v.t() @ rows
+        grad_x = product(q, _paired(wq, size)).add_(product(k, _paired(wk, size))).add_(product(v, wv))
+        of_q, of_k = (_unpaired(product(grad.t(), rows), size) for grad in (q, k))
+        return grad_x.view(*grad_q.shape[:-2], -1), None, of_q, of_k, product(v.t(), rows)
 
 
 def _as_complex(heads: Tensor) -> Tensor:

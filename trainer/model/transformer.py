@@ -21,7 +21,7 @@ from torch.utils.checkpoint import checkpoint
 from flashckpt.trainer.model.cache import KeyValueCache, continued
 from flashckpt.trainer.model.context import ContextAttention, ContextSlice
 from flashckpt.trainer.model.flex import FlexMasks
-from flashckpt.trainer.model.joint import joins, turned_projections
+from flashckpt.trainer.model.joint import Linear, joins, turned_projections
 from flashckpt.trainer.model.kept import moved_to_host, selective
 from flashckpt.trainer.model.loss import chunked_losses
 from flashckpt.trainer.model.moe import FeedForward, MixtureOfExperts
@@ -41,7 +41,7 @@ class Attention(nn.Module):
         self.wq = nn.Linear(config.dim, config.heads * self.head_dim, bias=config.qkv_bias)
         self.wk = nn.Linear(config.dim, config.kv_heads * self.head_dim, bias=config.qkv_bias)
         self.wv = nn.Linear(config.dim, config.kv_heads * self.head_dim, bias=config.qkv_bias)
-        self.wo = nn.Linear(config.heads * self.head_dim, config.dim, bias=False)
+        self.wo = Linear(config.heads * self.head_dim, config.dim, bias=False)
         self.q_norm = RMSNorm(self.head_dim, eps=config.norm_eps) if config.qk_norm else None
         self.k_norm = RMSNorm(self.head_dim, eps=config.norm_eps) if config.qk_norm else None
 
@@ -138,7 +138,7 @@ class Transformer(nn.Module):
         self.tok_embeddings = nn.Embedding(config.vocab, config.dim) if first else None
         self.layers = nn.ModuleDict({str(i): Block(config, i) for i in numbers})
         self.norm = RMSNorm(config.dim, eps=config.norm_eps) if last else None
-        self.output = nn.Linear(config.dim, config.vocab, bias=False) if last else None
+        self.output = Linear(config.dim, config.vocab, bias=False) if last else None
         self.window, self.uses_flex, self.uses_ring = config.window, False, False
         self.context: ContextSlice | None = None
         self.group, self.loss_chunk = 1, 0
@@ -216,7 +216,7 @@ class Transformer(nn.Module):
     def split_layers(self) -> None:
         """Compute each linear layer separately: backward may then give the gradients of inputs and of weights at two times."""
         for module in self.modules():
-            if isinstance(module, Attention | FeedForward):
+            if isinstance(module, Attention | FeedForward | Linear):
                 module.joint = False
 
     def compile_blocks(self) -> None:

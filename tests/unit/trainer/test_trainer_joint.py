@@ -10,7 +10,8 @@ import torch
 from torch import Tensor, nn
 
 from flashckpt.trainer.config import from_values
-from flashckpt.trainer.model import joint
+from flashckpt.trainer.model import joint, products
+from flashckpt.trainer.model.joint import Linear
 from flashckpt.trainer.model.moe import FeedForward
 from flashckpt.trainer.model.positions import make_positions, with_documents
 from flashckpt.trainer.model.transformer import Attention
@@ -19,7 +20,17 @@ from flashckpt.trainer.parallel.apply import _build_part
 from flashckpt.trainer.parallel.layout import resolve_layout
 
 CONFIG = ModelConfig(dim=32, layers=2, heads=4, kv_heads=2, head_dim=16, ffn=48, vocab=64)
+LAYERS = (Attention, FeedForward, Linear)
 DOCUMENTS = torch.tensor([[0, 0, 0, 1, 1, 1], [0, 1, 1, 1, 1, 1]])
+
+
+@pytest.fixture(params=["onednn", "torch"], autouse=True)
+def library(request: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Compute all products, of a few rows too, by one library."""
+    if request.param == "onednn" and not products.has_onednn():
+        pytest.skip("this build of torch has no oneDNN")
+    monkeypatch.setattr(products, "onednn_is_faster", lambda: request.param == "onednn")
+    monkeypatch.setattr(products, "_LEAST_ROWS", 1)
 
 
 def random(*shape: int) -> Tensor:
@@ -45,7 +56,9 @@ def filled(module: nn.Module) -> Any:
 
 def assert_the_same(module: Any, *inputs: Any) -> None:
     found = results(module, *inputs)
-    module.joint = False
+    for part in module.modules():
+        if isinstance(part, LAYERS):
+            part.joint = False
     expected = results(module, *inputs)
     assert len(found) == len(expected) == 2 + len(list(module.parameters()))
     for one, other in zip(found, expected, strict=True):
@@ -117,6 +130,6 @@ def test_layers_are_split_where_the_backward_is(schedule: str, joined: bool) -> 
     config = from_values(values)
     layout, device = resolve_layout(config, 2), torch.device("meta")
     part = _build_part(config, layout, None, device, 0)  # type: ignore[arg-type]  # without data parallelism no mesh is used
-    found = [module.joint for module in part.modules() if isinstance(module, Attention | FeedForward)]
+    found = [module.joint for module in part.modules() if isinstance(module, LAYERS)]
     assert found
     assert set(found) == {joined}
