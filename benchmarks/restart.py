@@ -114,7 +114,12 @@ def one_launch(launcher: str, args: argparse.Namespace) -> dict[str, list[dict[s
         process = subprocess.Popen(command, stdout=log, stderr=log, env=environment, start_new_session=True)
     try:
         until(partial(has_trained, folder, args.ranks, 1), "the first generation")
-        result = {"cold": [phases(begun, generations(folder, args.ranks)[0])], "restart": [], "restart_cpu": [], "steps": []}
+        result = {
+            "cold": [phases(begun, generations(folder, args.ranks)[0])],
+            "restart": [],
+            "restart_cpu": [],
+            "steps": [],
+        }
         for kill in range(args.kills):
             generation = generations(folder, args.ranks)[kill]
             steps = until(partial(ordinary_steps, folder, generation), "12 steps")
