@@ -24,8 +24,7 @@ _ONE_CALL = 1 << 20
 HUGE = 2 << 20
 HUGE_FROM = 8 << 20
 """Smaller memory is left alone: each range of huge pages is a mapping of its own, and a process may have some 65,000."""
-_PIECE = 1 << 20
-_TRIAL_BYTES = 8 << 20
+_TRIAL_BYTES = 4 << 20
 _SLOW_S_PER_BYTE = 0.5e-9
 """Huge pages that cost more come from a host, or from memory that has to be tidied up: small ones are quicker there."""
 # not mmap.madvise: that one holds the GIL, and knows only its own mapping
@@ -93,18 +92,18 @@ class FreshMemory:
 
     def make(self, address: int, nbytes: int) -> None:
         """Make what is not there yet of [address, address + nbytes), which costs less than page by page under a copy."""
-        began = time.thread_time()
-        made = 0
-        for start in range(address, address + nbytes, _PIECE):
-            size = min(_PIECE, address + nbytes - start)
-            if not is_mapped(start + size - 1):
-                populate(start, size)
-                made += size
-        if made and self._huge:
-            self._weigh(nbytes, time.thread_time() - began)
+        start, end = address, address + nbytes
+        while start < end:
+            stop = min(end, (start // HUGE + 1) * HUGE)
+            if not is_mapped(stop - 1):
+                began = time.thread_time()
+                populate(start, stop - start)
+                if self._huge:
+                    self._weigh(stop - start, time.thread_time() - began)
+            start = stop
 
     def _weigh(self, nbytes: int, seconds: float) -> None:
-        """Give huge pages up where they turn out slow."""
+        """Give huge pages up where all of them so far were slow: the next ones come from where the last one came from."""
         self._made_bytes, self._made_s = self._made_bytes + nbytes, self._made_s + seconds
         if self._made_bytes >= _TRIAL_BYTES and self._made_s > _SLOW_S_PER_BYTE * self._made_bytes:
             ranges, self._huge = self._huge, []
