@@ -35,7 +35,7 @@ def address_of(mapping: mmap.mmap) -> int:
 @contextlib.contextmanager
 def new_file(nbytes: int) -> Iterator[int]:
     """Give a file in shared memory without a page."""
-    with tempfile.TemporaryFile(dir="/dev/shm") as file:  # noqa: S108 -- what slots are made of
+    with tempfile.TemporaryFile(dir="/dev/shm") as file:
         os.ftruncate(file.fileno(), nbytes)
         yield file.fileno()
 
@@ -100,7 +100,7 @@ def main() -> None:
     if args.json:
         arguments = {"mb": args.mb, "rounds": args.rounds}
         measured = {"cpu_s_per_gb": summary, "rows": found, "kept_huge_pages": kept}
-        write_json(args.json, document("pages", arguments, measured, load=load, paths=[Path("/dev/shm")]))  # noqa: S108
+        write_json(args.json, document("pages", arguments, measured, load=load, paths=[Path("/dev/shm")]))
 
 
 if __name__ == "__main__":

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import mmap
 import os
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -69,7 +70,7 @@ def test_huge_pages_that_turn_out_slow_are_given_up(fresh: mmap.mmap, monkeypatc
     if not memory.huge_bytes:
         pytest.skip("the kernel has no huge pages")
     clock = iter(range(1000))
-    monkeypatch.setattr(prefault.time, "thread_time", lambda: next(clock))
+    monkeypatch.setattr(time, "thread_time", lambda: next(clock))
     memory.make(address_of(fresh), SIZE)
     assert memory.huge_bytes == 0
 

@@ -39,10 +39,11 @@ from flashckpt.core.slot_header import (
     newest_copy,
 )
 from flashckpt.core.snapshot_id import SnapshotId
-from flashckpt.core.superblock import PAGE
+from flashckpt.core.superblock import PAGE, SegmentSpec
 from flashckpt.errors import ConfigError, DamagedError, FormatVersionError, JobInUseError, SharedMemoryError
 from flashckpt.faults import CRASH_POINTS
 from flashckpt.shm.segment import Segment, SlotPinned, SlotState
+from flashckpt.shm.segment_file import fill_holes
 
 
 @pytest.fixture
@@ -505,8 +506,13 @@ def test_memory_that_is_there_is_searched_for_holes_once(path: Any, monkeypatch:
 
     segment = new(path, sizes=(3 << 20,) * len(SIZES))
     segment.reserve()
-    searched, search = [], module.fill_holes
-    monkeypatch.setattr(module, "fill_holes", lambda *words: searched.append(words) or search(*words))
+    searched: list[int] = []
+
+    def search(fd: int, spec: SegmentSpec, start: int, stop: int) -> int:
+        searched.append(start)
+        return fill_holes(fd, spec, start, stop)
+
+    monkeypatch.setattr(module, "fill_holes", search)
     monkeypatch.setattr(module, "_LOCKED_BYTES", PAGE)
     segment.reserve()
     assert len(searched) <= 1 + segment.spec.slots, "once, and once at each header that is not written yet"
