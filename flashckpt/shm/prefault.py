@@ -23,7 +23,7 @@ _AROUND = 64 << 10
 _ONE_CALL = 1 << 20
 HUGE = 2 << 20
 HUGE_FROM = 8 << 20
-"""Smaller memory is left alone: each range of huge pages is a mapping of its own, and a process may have some 65,000."""
+"""Smaller memory is left alone: each range of huge pages becomes a separate mapping, and a process may have some 65,000."""
 _TRIAL_BYTES = 4 << 20
 _SLOW_S_PER_BYTE = 0.5e-9
 """Huge pages that cost more come from a host, or from memory that has to be tidied up: small ones are quicker there."""
