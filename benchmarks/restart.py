@@ -76,6 +76,13 @@ def phases(begun: float, generation: list[dict[str, Any]]) -> dict[str, float]:
     return {**named, "total": moments[-1] - begun}
 
 
+def cpu_phases(generation: list[dict[str, Any]]) -> dict[str, float]:
+    """Return the processor seconds of all ranks together by phase: other work on the machine changes them least."""
+    sums = [0.0, *(sum(marks[f"cpu_{name}"] for marks in generation) for name in MARKS)]
+    named = dict(zip(PHASES, (late - early for early, late in pairwise(sums)), strict=True))
+    return {**named, "total": sums[-1]}
+
+
 def one_launch(launcher: str, args: argparse.Namespace) -> dict[str, list[dict[str, float]]]:
     """Launch once, kill `args.kills` times; return the phases of the cold start and of each restart."""
     folder = Path(tempfile.mkdtemp(prefix="restart-"))
@@ -107,7 +114,12 @@ def one_launch(launcher: str, args: argparse.Namespace) -> dict[str, list[dict[s
         process = subprocess.Popen(command, stdout=log, stderr=log, env=environment, start_new_session=True)
     try:
         until(partial(has_trained, folder, args.ranks, 1), "the first generation")
-        result = {"cold": [phases(begun, generations(folder, args.ranks)[0])], "restart": [], "steps": []}
+        result = {
+            "cold": [phases(begun, generations(folder, args.ranks)[0])],
+            "restart": [],
+            "restart_cpu": [],
+            "steps": [],
+        }
         for kill in range(args.kills):
             generation = generations(folder, args.ranks)[kill]
             steps = until(partial(ordinary_steps, folder, generation), "12 steps")
@@ -115,7 +127,9 @@ def one_launch(launcher: str, args: argparse.Namespace) -> dict[str, list[dict[s
             killed = time.time()
             os.kill(generation[(kill + 1) % args.ranks]["pid"], signal.SIGKILL)
             until(partial(has_trained, folder, args.ranks, kill + 2), f"generation {kill + 1}")
-            result["restart"].append(phases(killed, generations(folder, args.ranks)[kill + 1]))
+            again = generations(folder, args.ranks)[kill + 1]
+            result["restart"].append(phases(killed, again))
+            result["restart_cpu"].append(cpu_phases(again))
         return result
     finally:
         for marks in (line for generation in generations(folder, args.ranks) for line in generation):
@@ -170,7 +184,7 @@ def main() -> None:
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that what was launched is ended
     load = LoadWatch()
     results: dict[str, dict[str, list[dict[str, float]]]] = {
-        name: {"cold": [], "restart": [], "steps": []} for name in args.launchers
+        name: {"cold": [], "restart": [], "restart_cpu": [], "steps": []} for name in args.launchers
     }
     loads = []
     for run in range(args.runs):
@@ -198,11 +212,11 @@ def main() -> None:
 
 
 def show(table: dict[str, Any]) -> None:
-    for kind in ("restart", "cold"):
+    for kind, what in (("restart", "seconds"), ("restart_cpu", "CPU seconds of all ranks"), ("cold", "seconds")):
         columns = [launcher for launcher in table if kind in table[launcher]]
         if not columns:
             continue
-        print(f"\n{kind}, seconds, median [min-max]\n{'':12}" + "".join(f"{name:>26}" for name in columns))
+        print(f"\n{kind}, {what}, median [min-max]\n{'':12}" + "".join(f"{name:>26}" for name in columns))
         for phase in (*PHASES, "total"):
             print(f"{phase:12}" + "".join(f"{table[name][kind][phase].text():>26}" for name in columns))
         if len(columns) == 2:

@@ -6,7 +6,7 @@ JSON line per phase, so that the restart can be cut into phases from outside.
 
 import time
 
-ENTERED = time.time()
+ENTERED, ENTERED_CPU = time.time(), time.process_time()
 
 import json  # noqa: E402 -- the time of the first line is the measurement
 import os  # noqa: E402
@@ -17,7 +17,7 @@ from pathlib import Path  # noqa: E402
 import torch  # noqa: E402
 import torch.distributed as dist  # noqa: E402
 
-IMPORTED = time.time()
+IMPORTED, IMPORTED_CPU = time.time(), time.process_time()
 
 
 def save(path: str, state: dict[str, object]) -> None:
@@ -25,18 +25,23 @@ def save(path: str, state: dict[str, object]) -> None:
     Path(f"{path}.part").replace(path)
 
 
+def reached(marks: dict[str, float], name: str) -> None:
+    """Note the time, and the processor seconds of this process so far."""
+    marks[name], marks[f"cpu_{name}"] = time.time(), time.process_time()
+
+
 def main() -> None:
     folder, engine, state_bytes, build = sys.argv[1], sys.argv[2], int(sys.argv[3]), sys.argv[4]
-    marks = {"entered": ENTERED, "imported": IMPORTED}
+    marks = {"entered": ENTERED, "imported": IMPORTED, "cpu_entered": ENTERED_CPU, "cpu_imported": IMPORTED_CPU}
     dist.init_process_group("gloo")
     rank = dist.get_rank()
-    marks["initialised"] = time.time()
+    reached(marks, "initialised")
     width = max(16, state_bytes // 3 // 4 // 256)  # parameter, and AdamW's two moments, float32
     # "empty" leaves the weights unfilled where a restore is going to overwrite them, as large models are built
     make = torch.nn.Linear if build == "random" else partial(torch.nn.utils.skip_init, torch.nn.Linear)
     model = make(256, width, bias=False)
     optimizer = torch.optim.AdamW(model.parameters(), foreach=True)
-    marks["built"] = time.time()
+    reached(marks, "built")
     first, path = 0, f"{os.environ['BENCH_SHM']}/state{rank}"
     ckpt = None
     if engine == "flashckpt":
@@ -53,7 +58,7 @@ def main() -> None:
         first = state["step"]
     if not first and build == "empty":
         model.reset_parameters()
-    marks["restored"] = time.time()
+    reached(marks, "restored")
     step, seconds = first, []
     while not Path(f"{folder}/finish{step}").exists():
         step += 1
@@ -67,7 +72,7 @@ def main() -> None:
         elif step % 5 == 0:
             save(path, {"model": model.state_dict(), "optimizer": optimizer.state_dict(), "step": step})
         if step == first + 1:
-            marks["stepped"] = time.time()
+            reached(marks, "stepped")
             line = json.dumps({"rank": rank, "pid": os.getpid(), "first": first, **marks})
             with Path(f"{folder}/marks").open("a") as file:
                 file.write(line + "\n")

@@ -112,7 +112,7 @@ class Opening:
         slots = segments.slots_for(
             missing, min(inventories[r].free_bytes for r in mates), wanted, replica_bytes=replica_bytes
         )
-        self.memory.open(need, slots=slots, job=self.settings.job)
+        self.memory.open(need, slots=slots, job=self.settings.job, is_opening=True)
         assert self.memory.segment is not None
         if mates[0] == rank:
             self._say(self.memory.segment.spec.slots, need, ranks=len(mates))

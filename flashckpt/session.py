@@ -84,6 +84,8 @@ class Session:
         try:
             session._stager.ready()
             session.plan_ahead(opened.plan)
+            if opened.settings.is_due(session._last_step + 1):
+                session.memory.use()  # else behind the first step, which training is waiting for
         except BaseException:
             session.close()
             raise
@@ -119,6 +121,7 @@ class Session:
         if not row.first_step:
             row.first_step = now
         is_due = is_wanted or self._settings.is_due(step)
+        self.memory.use()
         if is_wanted or self._settings.is_persist(step):
             self._wanted.owe(step)
         if not is_due and not self._skips.is_retry(step, unrecoverable=self._unrecoverable):

@@ -56,26 +56,37 @@ class LedgerEntry:
         return json.dumps(data, sort_keys=True)
 
 
-def advance(failure: LedgerEntry, rows: Sequence[Stamps], now_ns: int) -> bool:
-    """Fill the phases of the new generation from its control rows; True once the lost steps are trained again.
+def seconds_of_start(rows: Sequence[Stamps], forked_ns: int) -> dict[str, float] | None:
+    """Return the seconds of init, restore and first_step of a generation; None until all its ranks have trained a step.
 
-    Only rows stamped after the fork count: earlier ones belong to the generation that failed.
+    Only rows stamped after the fork count: earlier ones belong to the generation before.
     """
-    fresh = [row for row in rows if row.entered >= failure.forked_ns > 0]
+    fresh = [row for row in rows if row.entered >= forked_ns > 0]
     if not fresh or len(fresh) < len(rows) or not all(row.first_step for row in fresh):
-        return False
+        return None
     marks = {name: max(getattr(row, name) for row in fresh) for name in ("initialised", "restored", "first_step")}
-    begun = max(marks["initialised"], failure.forked_ns)
+    begun = max(marks["initialised"], forked_ns)
     restored = max(marks["restored"], begun)
-    failure.seconds["init"] = (begun - failure.forked_ns) / 1e9
-    failure.seconds["restore"] = (restored - begun) / 1e9
-    failure.seconds["first_step"] = max(0, marks["first_step"] - restored) / 1e9
-    failure.total_s = round((marks["first_step"] - failure.begun_ns) / 1e9, 4)
-    failure.restored_step = max(row.restored_step for row in fresh)
-    failure.steps_lost = max(0, failure.step - max(failure.restored_step, 0)) if failure.step >= 0 else -1
-    if min(row.step for row in fresh) < failure.step:
+    return {
+        "init": (begun - forked_ns) / 1e9,
+        "restore": (restored - begun) / 1e9,
+        "first_step": max(0, marks["first_step"] - restored) / 1e9,
+    }
+
+
+def advance(failure: LedgerEntry, rows: Sequence[Stamps], now_ns: int) -> bool:
+    """Fill the phases of the new generation from its control rows; True once the lost steps are trained again."""
+    seconds = seconds_of_start(rows, failure.forked_ns)
+    if seconds is None:
         return False
-    failure.seconds["recompute"] = max(0, now_ns - marks["first_step"]) / 1e9
+    failure.seconds |= seconds
+    stepped_ns = max(row.first_step for row in rows)
+    failure.total_s = round((stepped_ns - failure.begun_ns) / 1e9, 4)
+    failure.restored_step = max(row.restored_step for row in rows)
+    failure.steps_lost = max(0, failure.step - max(failure.restored_step, 0)) if failure.step >= 0 else -1
+    if min(row.step for row in rows) < failure.step:
+        return False
+    failure.seconds["recompute"] = max(0, now_ns - stepped_ns) / 1e9
     return True
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import socket
 import time
 from collections.abc import Mapping, Sequence
@@ -13,7 +14,7 @@ from flashckpt.daemon.launcher import failure as failures
 from flashckpt.daemon.launcher import findings, hang
 from flashckpt.daemon.launcher.context import WorkerContext
 from flashckpt.daemon.launcher.findings import Finding
-from flashckpt.daemon.launcher.ledger import Ledger, LedgerEntry, advance
+from flashckpt.daemon.launcher.ledger import Ledger, LedgerEntry, advance, seconds_of_start
 from flashckpt.daemon.launcher.stop import Group
 from flashckpt.daemon.launcher.watch import JobWatch
 
@@ -30,8 +31,30 @@ class Suspect:
     known: bool
 
 
+_log = logging.getLogger("flashckpt.dlrun")
 _STOPPED = "it was stopped (SIGSTOP or a debugger), and its peers timed out"
 _ELSEWHERE = "connection lost to a rank of another node"
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Start:
+    """The start of a generation: when it was forked, and the seconds until then."""
+
+    forked_ns: int
+    rendezvous_s: float
+    fork_s: float
+
+    def line(self, rows: Sequence[Any]) -> str:
+        """Return where the time to the first step of all ranks of this node went; "" until then."""
+        seconds = seconds_of_start(rows, self.forked_ns)
+        if seconds is None:
+            return ""
+        seconds = {"rendezvous": self.rendezvous_s, "fork": self.fork_s, **seconds}
+        seconds["init"] = max(0.0, seconds["init"] - self.fork_s)  # counted from before the fork
+        parts = ", ".join(f"{name.replace('_', ' ')} {value:.2f}" for name, value in seconds.items())
+        step = max(row.restored_step for row in rows)
+        how = f"restored step {step}" if step >= 0 else "nothing restored"
+        return f"first step of all ranks {sum(seconds.values()):.2f} s after the start ({how}): {parts} s"
 
 
 class FailureReporter:
@@ -42,6 +65,7 @@ class FailureReporter:
         self._ledger = Ledger(ledger_path)
         self._pending: LedgerEntry | None = None
         self._oom_kills = failures.oom_kills()
+        self._start: _Start | None = None
 
     def failure(
         self, context: WorkerContext, rows: Sequence[Any], *, restart: int, others: Group | None = None
@@ -119,12 +143,17 @@ class FailureReporter:
 
     def started(self, *, rendezvous_s: float, fork_s: float) -> None:
         """Record how long the new generation took to rendezvous and to fork, in seconds."""
+        forked_ns = time.monotonic_ns() - int(fork_s * 1e9)
+        self._start = _Start(forked_ns=forked_ns, rendezvous_s=rendezvous_s, fork_s=fork_s)
         if self._pending is not None:
             self._pending.seconds |= {"rendezvous": rendezvous_s, "fork": fork_s}
-            self._pending.forked_ns = time.monotonic_ns() - int(fork_s * 1e9)
+            self._pending.forked_ns = forked_ns
 
     def tick(self, rows: Sequence[Any]) -> None:
-        """Follow the new generation; write the line once its lost steps are trained again."""
+        """Follow the new generation: log where its start went, and write the ledger's line once its lost steps are trained again."""
+        if self._start is not None and (line := self._start.line(rows)):
+            _log.info("%s", line)
+            self._start = None
         if self._pending is not None and advance(self._pending, rows, time.monotonic_ns()):
             self.finish("restarted")
 

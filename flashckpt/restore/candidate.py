@@ -28,6 +28,7 @@ from flashckpt.restore.source_names import SourceNames
 from flashckpt.restore.sources import Source
 from flashckpt.restore.values import Applied, Values, apply_values, missing_values, unnamed_values, value_tensors
 from flashckpt.restore.votes import Rejection, attempted
+from flashckpt.shm.segment import Segment
 from flashckpt.state import left_out
 from flashckpt.state.registry import StateRegistry
 
@@ -45,6 +46,7 @@ class Attempt:
         locations: Every slot that holds it, the same list on every rank; empty on one node.
         node: Index of this rank's node.
         phases: Counts seconds.
+        own: The segment that this process owns, if any.
     """
 
     tracked: StateRegistry
@@ -54,6 +56,7 @@ class Attempt:
     locations: Sequence[SlotLocation]
     node: int
     phases: Phases
+    own: Segment | None = None
 
     @property
     def live(self) -> LiveState:

@@ -159,7 +159,7 @@ def _open(
 ) -> CandidateSources:
     """Open this node's slots and the checkpoint."""
     with attempt.phases("open"):
-        memory = open_memory(segments, attempt.candidate.identity, attempt.rank, stack)
+        memory = open_memory(segments, attempt.candidate.identity, attempt.rank, stack, own=attempt.own)
         storage: list[StorageSource] = []
         if checkpoint is not None:
             try:

@@ -138,13 +138,22 @@ def _manifest_of(checkpoint: Checkpoint, store: Store) -> Manifest:
 
 
 def open_memory(
-    segments: Sequence[Path], id_: SnapshotId, rank: int, stack: contextlib.ExitStack
+    segments: Sequence[Path], id_: SnapshotId, rank: int, stack: contextlib.ExitStack, *, own: Segment | None = None
 ) -> list[MemorySource]:
-    """Return the slots of this node that hold a snapshot, this rank's own first. What is damaged is left out, and named."""
+    """Return the slots of this node that hold a snapshot, this rank's own first. What is damaged is left out, and named.
+
+    Args:
+        segments: Of this node.
+        id_: The candidate.
+        rank: This rank.
+        stack: Closes the sources.
+        own: The segment that this process owns, if any: its mapping is read.
+    """
     found = []
     for segment, slot in complete_slots(segments, id_, stack):
         try:
-            source = MemorySource(segment, slot, identity=id_)
+            owner = own if own is not None and own.is_same(segment) else None
+            source = MemorySource(segment, slot, identity=id_, owner=owner)
         except OSError:
             continue  # removed meanwhile
         except FlashckptError as error:  # nothing else would name it: what it holds only turns out to be missing

@@ -116,7 +116,7 @@ class RestoreCoordinator:
             root = self._ask_root()
             if not self._is_explicit:
                 _refuse_emptied_root(self.request, inventories, root)
-        search = self._search(inventories, root)
+        search = self._search(inventories, root, own)
         if search.restored is None:
             self._refuse_silent_fresh_start(search, explicit=self._is_explicit)
         parent = None if search.restored is None or self.request.is_partial else search.restored.identity
@@ -149,7 +149,7 @@ class RestoreCoordinator:
     def read(self) -> RestoreReport:
         """Fill live state from the root alone and begin nothing (read-only access). Collective; errors as `run`."""
         gather.require_same(self.request)
-        search = self._search([], self._ask_root())
+        search = self._search([], self._ask_root(), None)
         if search.report is None:
             self._refuse_silent_fresh_start(search, explicit=True)
             raise AssertionError
@@ -158,7 +158,7 @@ class RestoreCoordinator:
     # -- candidates --------------------------------------------------------------------------------------
 
     @collector_paused()
-    def _search(self, inventories: Sequence[Inventory], root: RootSummary | None) -> _Search:
+    def _search(self, inventories: Sequence[Inventory], root: RootSummary | None, own: Segment | None) -> _Search:
         """Try candidates in their order until every rank could fill one.
 
         The root is asked as soon as memory alone does not do: it may hold what is missing of the very same snapshot.
@@ -177,7 +177,7 @@ class RestoreCoordinator:
                 return _Search(found, root, error=error)
             candidate = left[0]
             tried.add((candidate.identity, candidate.on_root))
-            answer = self._try(candidate, inventories, root)
+            answer = self._try(candidate, inventories, root, own)
             if not isinstance(answer, Rejected):
                 return _Search(found, root, candidate, replace(answer, passed_over=tuple(rejected)))
             _log.warning("%s", answer.here)
@@ -186,7 +186,7 @@ class RestoreCoordinator:
                 error = answer.error
 
     def _try(
-        self, candidate: Candidate, inventories: Sequence[Inventory], root: RootSummary | None
+        self, candidate: Candidate, inventories: Sequence[Inventory], root: RootSummary | None, own: Segment | None
     ) -> RestoreReport | Rejected:
         """Open one candidate, and close it again once all ranks have filled it or given it up. Collective."""
         names, world = node_names(inventories), self.tracked.world
@@ -198,6 +198,7 @@ class RestoreCoordinator:
             locations=slot_locations(candidate, inventories) if len(names) > 1 else [],
             node=names.index(inventories[world.rank].node) if inventories else 0,
             phases=self.phases,
+            own=own,
         )
         directory = self.directory
         segments = [] if directory is None else [*directory.segments(), *directory.replica_segments()]

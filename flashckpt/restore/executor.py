@@ -30,6 +30,7 @@ from flashckpt.planning.reads import Gap, SourceRow
 from flashckpt.restore.destinations import Destinations, Target, address_of, copy_bytes
 from flashckpt.restore.scatter import scatter
 from flashckpt.restore.sources import Source, Spans
+from flashckpt.shm.prefault import FreshMemory
 
 __all__ = ["JOB_BYTES", "RemoteFetcher", "RestoreCounts", "Target", "execute", "execute_reads", "thread_count"]
 
@@ -171,6 +172,7 @@ class _Executor:
         self, plan: ReadPlan, destinations: Destinations, sources: Sequence[Source], counts: RestoreCounts
     ) -> None:
         self._plan, self._destinations, self._sources, self._counts = plan, destinations, sources, counts
+        self._fresh = FreshMemory(destinations.addresses, destinations.nbytes)
         self._lock = threading.Lock()
 
     def run_all(self, jobs: list[Job], remote: RemoteFetcher | None) -> None:
@@ -233,6 +235,8 @@ class _Executor:
             with writer.filling(target, at, nbytes) as memory:
                 source.read(row, start, memory)
         else:
+            if source.in_place:
+                self._fresh.make(int(self._destinations.addresses[target]) + at, nbytes)
             source.read(row, start, self._destinations.view(target)[at : at + nbytes].data)
         return nbytes
 

@@ -118,6 +118,8 @@ class MemorySource:
         segment: An attached segment; it may be closed afterwards.
         slot: Index of the slot.
         identity: (generation, step) that the slot must hold; any if None.
+        owner: The same segment where this process owns it: its mapping is read, which later snapshots need anyway. It stays
+            open for as long as this object is.
 
     Raises:
         DamagedError: The slot is not COMPLETE (any more), or its manifest is broken.
@@ -126,9 +128,11 @@ class MemorySource:
     tier = "memory"
     in_place = True
 
-    def __init__(self, segment: Segment, slot: int, *, identity: SnapshotId | None = None) -> None:
+    def __init__(
+        self, segment: Segment, slot: int, *, identity: SnapshotId | None = None, owner: Segment | None = None
+    ) -> None:
         self._pin: Pin | None = segment.pin(slot)
-        self._slot = slot
+        self._slot, self._owner = slot, owner
         self.meter = Meter()
         self.name = f"rank {segment.spec.rank} (memory)"
         if self._pin is None:
@@ -152,7 +156,6 @@ class MemorySource:
         held = self._held(row, begin, begin + _rounded(start, stop, end))
         t0 = time.perf_counter()
         into = np.frombuffer(out, np.uint8)
-        _make_pages(address_of(into), len(into))
         rows, first_chunks = _rows_of_read(address_of(held) - begin, address_of(into) - start, (start, stop, end))
         # `held` lies within a file that was long enough when it was mapped, `out` is memory of this restore
         found = copy_and_digest(rows, first_chunks=first_chunks, check=False)
@@ -171,7 +174,7 @@ class MemorySource:
         rows, starts, stops = (np.asarray(column, np.int64) for column in spans)
         places = self.manifest.table.byte_offset[rows] + starts
         low, high = int(places.min()), int((places + stops - starts).max())
-        prefault.populate(address_of(mapped) + low, high - low, write=False)
+        prefault.map_held(address_of(mapped) + low, high - low)
         found = Verified(mapped, places)
         verify_spans(self, spans, found)
         self.meter.add(int((stops - starts).sum()), 0.0, time.perf_counter() - t0)
@@ -195,14 +198,15 @@ class MemorySource:
             if self._mapped is None:
                 if self._pin is None:
                     raise self._gone("the pin was given up")
-                self._mapped = np.frombuffer(self._pin.map(populate=False), np.uint8)
+                whole = None if self._owner is None else self._owner.buffer
+                self._mapped = np.frombuffer(self._pin.map(populate=False, within=whole), np.uint8)
             return self._mapped
 
     def _held(self, row: int, start: int, stop: int) -> Bytes:
         """Return bytes [start, stop) of a row where they lie in the slot."""
         base = int(self.manifest.table.byte_offset[row])
         held = self._map()[base + start : base + stop]
-        prefault.populate(address_of(held), len(held), write=False)
+        prefault.map_held(address_of(held), len(held))
         return held
 
     def _gone(self, what: str) -> DamagedError:
@@ -337,14 +341,6 @@ def _rows_of_read(source: int, target: int, at: tuple[int, int, int]) -> tuple[I
         first.append(number)
         start = high
     return np.array(rows, np.int64).reshape(-1, 3), np.array(first, np.int64)
-
-
-def _make_pages(address: int, nbytes: int) -> None:
-    """Make memory that was never touched, which costs less than making it page by page under the copy."""
-    for start in range(address, address + nbytes, CHUNK_BYTES):
-        size = min(CHUNK_BYTES, address + nbytes - start)
-        if not prefault.is_mapped(start + size - 1):
-            prefault.populate(start, size)
 
 
 def _rounded(start: int, stop: int, end: int) -> int:

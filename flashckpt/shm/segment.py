@@ -40,12 +40,14 @@ from flashckpt.faults import crash_point
 from flashckpt.shm import block, capacity
 from flashckpt.shm.lease import Lease, is_at
 from flashckpt.shm.pin import Pin
-from flashckpt.shm.segment_file import address_of, boot_id, check_place, describe_process, lay_out, touch
+from flashckpt.shm.segment_file import address_of, boot_id, check_place, describe_process, fill_holes, lay_out, touch
 from flashckpt.shm.slot_writer import SlotWriter
 
 __all__ = ["Pin", "Segment", "SegmentSpec", "SlotHeader", "SlotPinned", "SlotState", "SlotWriter"]
 
 RESERVE_BYTES = 64 << 20
+_LOCKED_BYTES = 4 << 20
+"""Per system call: a header that is written meanwhile, by `step()`, waits for the one under way."""
 _OWNER_BYTE = 0  # slot k is byte 1 + k
 
 
@@ -71,6 +73,7 @@ class Segment:
             raise FileNotFoundError(path)
         self._block = memory
         self._writing: set[int] = set()
+        self._next_hole = 0
         self._owned = False
 
     # -- lifetime -----------------------------------------------------------------------------------
@@ -148,7 +151,7 @@ class Segment:
         """
         assert self._block is not None, "attach(writable=True)"
         buffer = self._block.buf
-        address = address_of(buffer)
+        address, self._next_hole = address_of(buffer), 0
         for start in range(0, self.spec.nbytes, RESERVE_BYTES):
             if self._fd < 0 or (stop is not None and stop.is_set()):
                 return
@@ -156,6 +159,11 @@ class Segment:
             self._reserve_step(start, size)
             touch(buffer, address, start, size)
             progress(start + size)
+
+    @property
+    def is_allocated(self) -> bool:
+        """Whether all of its memory was reserved before, by a process that made it."""
+        return os.fstat(self._fd).st_blocks * 512 >= self.spec.nbytes
 
     def close(self) -> None:
         """Give up ownership and unmap; buffers still in use keep the mapping until they are freed."""
@@ -181,6 +189,10 @@ class Segment:
         """Remove both names of the memory; it is freed with its last mapping."""
         block.withdraw(self.path)
         self.path.unlink(missing_ok=True)
+
+    def is_same(self, other: Segment) -> bool:
+        """Whether another object has the same file open."""
+        return os.path.samestat(os.fstat(self._fd), os.fstat(other._fd))
 
     @property
     def buffer(self) -> memoryview:
@@ -325,12 +337,17 @@ class Segment:
         return header
 
     def _reserve_step(self, start: int, size: int) -> None:
-        missing = 0 if os.fstat(self._fd).st_blocks * 512 >= self.spec.nbytes else size
+        missing = 0 if self.is_allocated else size
         least = capacity.capacities(self.path.parent)[0]
         cause: OSError | None = None
         try:
             if least.nbytes >= missing:
-                os.posix_fallocate(self._fd, start, size)
+                for at in range(start, start + size, _LOCKED_BYTES):
+                    piece = min(_LOCKED_BYTES, start + size - at)
+                    if missing:
+                        os.posix_fallocate(self._fd, at, piece)
+                    if self._next_hole < at + piece:
+                        self._next_hole = fill_holes(self._fd, self.spec, at, at + piece)
                 return
         except OSError as error:
             cause = error

@@ -13,6 +13,8 @@ from flashckpt.core.superblock import PAGE, SegmentSpec, Superblock
 from flashckpt.errors import DamagedError, SharedMemoryError
 from flashckpt.shm import prefault
 
+_ZEROS = memoryview(bytes(1 << 20))
+
 
 @functools.cache  # a process does not outlast a boot, and a restore asks for every segment of the node
 def boot_id() -> bytes:
@@ -72,11 +74,42 @@ def address_of(mapping: memoryview) -> int:
     return int(np.frombuffer(mapping, np.uint8).ctypes.data)
 
 
-def touch(mapping: memoryview, address: int, start: int, size: int) -> None:
-    """Map every page now, so that the first snapshot is as fast as the second (1.4 GB/s untouched, 11 warm).
+def fill_holes(fd: int, spec: SegmentSpec, start: int, stop: int) -> int:
+    """Write zeros where slots have no bytes yet, in [start, stop): half the cost of a page fault for each page.
 
-    Reading them is enough, and half the work if an earlier process has written them: the mapping is shared and writable.
+    A hole is what the kernel calls one: nothing was ever written there, and no slot that it is in has been given out.
+    System calls take no lock on the address space, for which training would wait whenever it asks for memory.
+
+    Returns:
+        Where the next hole begins, at `stop` or behind it: up to there nothing is to be done. To search costs more than to fill.
     """
-    if not prefault.populate(address + start, size, write=False):
-        touched = np.frombuffer(mapping, np.uint8)[start : start + size : PAGE]  # kernels before 5.14
-        int(touched.sum())
+    areas = [(spec.manifest_at(slot), spec.manifest_at(slot) + spec.slot_bytes - PAGE) for slot in range(spec.slots)]
+    at = start
+    while at < stop and (at := os.lseek(fd, at, os.SEEK_HOLE)) < stop:
+        until = min(stop, _next_data(fd, at))
+        for low, high in areas:
+            _write_zeros(fd, max(at, low), min(until, high))
+        at = until
+    return at
+
+
+def _write_zeros(fd: int, at: int, until: int) -> None:
+    while at < until:
+        at += os.pwrite(fd, _ZEROS[: until - at], at)
+
+
+def _next_data(fd: int, at: int) -> int:
+    """Return where bytes begin behind a hole; the end of the file where none do."""
+    try:
+        return os.lseek(fd, at, os.SEEK_DATA)
+    except OSError:  # ENXIO
+        return os.fstat(fd).st_size
+
+
+def touch(mapping: memoryview, address: int, start: int, size: int) -> None:
+    """Map every page now, so that the first snapshot is as fast as the second.
+
+    Reading them is enough if they were written before: the mapping is shared and writable.
+    """
+    assert len(mapping) >= start + size
+    prefault.map_held(address + start, size)

@@ -42,6 +42,7 @@ class RankSegments:
         self._directory, self._root_digest, self._rank, self._pin_for = directory, root_digest, rank, pin_for
         self._reservation = Reservation(pin_for=pin_for)
         self._coming: MemoryNeed | None = None
+        self._waits = False  # for `use`
         self._replace_again: Callable[[], None] | None = None
 
     @property
@@ -104,26 +105,37 @@ class RankSegments:
         """Whether a snapshot fits; half of the manifest's need is headroom for values that grow."""
         return spec.data_capacity >= need.data_bytes and spec.manifest_capacity >= need.manifest_bytes // 2
 
-    def open(self, need: MemoryNeed, *, slots: int | None, job: str) -> None:
+    def open(self, need: MemoryNeed, *, slots: int | None, job: str, is_opening: bool = False) -> None:
         """Adopt or create the segment and reserve it in the background.
 
         Args:
             need: Of one slot.
             slots: Number of slots; None for 3, falling back to 2 where 3 do not fit.
             job: Job id.
+            is_opening: The restore and the first step come first, and want the cores: large slots of an adopted segment, whose
+                memory is there already, are mapped from `use()` on.
 
         Raises:
             SharedMemoryError: There is too little room for 2 slots.
             JobInUseError: A live process holds this rank's segment.
         """
         self.release()
-        segment = self._obtain(need, slots, job)
+        adopted = self.own_existing(need)
+        segment = adopted if adopted is not None else self._create(need, slots, job)
         self._reservation = Reservation(pin_for=self._pin_for)
         self._reservation.segment = segment
-        self._reservation.start(lambda: segment)
+        self._waits = is_opening and adopted is not None and need.slot_bytes > SMALL_SLOT_BYTES
+        if not self._waits:
+            self._reservation.start(lambda: segment)
         self._coming = need
         self._replace_again = partial(self.replace, need, slots=slots, job=job)
         self.wait_if_small()
+
+    def use(self) -> None:
+        """Begin to map an adopted segment, where `open` left that for now."""
+        if self._waits:
+            segment, self._waits = self._reservation.segment, False
+            self._reservation.start(lambda: segment)
 
     def wait_if_small(self) -> None:
         """Wait for the first slot where that takes some 10 ms. Not for the training loop: while the job begins. Raises as `open`."""

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import logging
 import os
 import signal
 import socket
 import subprocess
 import sys
 import threading
+import time
 import traceback
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -26,8 +28,9 @@ from support.ranks import wait_for
 from torch._C._distributed_c10d import HashStore
 from torch.distributed import DistNetworkError
 
-from flashckpt.daemon.launcher import budget, failure, findings, hang, ledger, stop
+from flashckpt.daemon.launcher import budget, failure, findings, hang, ledger, reporting, stop
 from flashckpt.daemon.launcher.job_notes import JobNotes
+from flashckpt.daemon.launcher.watch import JobWatch
 from flashckpt.daemon.machine.process import adopt_parent, exit_code, thread_count
 from flashckpt.daemon.zygote import messages, server
 from flashckpt.errors import DamagedError
@@ -192,6 +195,22 @@ def test_lost_steps_not_yet_trained_again_keep_the_record_open() -> None:
     one = pending()
     assert not ledger.advance(one, [row(step=19)], 9 * SECOND)
     assert one.total_s == 7.0  # already known, and written if the next failure comes before the steps are back
+
+
+def test_every_start_is_said_once_with_its_phases(caplog: pytest.LogCaptureFixture) -> None:
+    reporter = reporting.FailureReporter(JobWatch(), "")
+    with caplog.at_level(logging.INFO, logger="flashckpt.dlrun"):
+        begun = time.monotonic_ns() - 2 * SECOND
+        reporter.started(rendezvous_s=1.0, fork_s=2.0)
+        now = {"entered": 3, "initialised": 4, "restored": 6, "first_step": 9}
+        started = Row(**{name: begun + seconds * SECOND for name, seconds in now.items()}, restored_step=7)
+        reporter.tick([Row(entered=begun + SECOND), started])
+        assert not caplog.records
+        for _ in range(2):
+            reporter.tick([started])
+    (line,) = [record.getMessage() for record in caplog.records]
+    phases = "(restored step 7): rendezvous 1.00, fork 2.00, init 2.00, restore 2.00, first step 3.00 s"
+    assert line == f"first step of all ranks 10.00 s after the start {phases}"
 
 
 def test_ledger_line_cut_short_is_left_out(tmp_path: Path) -> None:

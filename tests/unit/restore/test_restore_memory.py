@@ -9,6 +9,7 @@ import signal
 from collections.abc import Iterator
 from pathlib import Path
 
+import numpy as np
 import pytest
 from support.daemons import daemon_of, steps, turn_until
 from support.memory_tier import FakeJob, FakeRank, split
@@ -55,6 +56,24 @@ def storage_of(job: FakeJob) -> StorageSource:
     store = open_store(job.root)
     (info,) = list_checkpoints(store)
     return StorageSource(store, read_manifest(store, info), info.prefix)
+
+
+def test_a_segment_that_this_process_owns_is_read_through_the_mapping_it_has(job: FakeJob) -> None:
+    own = job.ranks[0].segment
+    with contextlib.ExitStack() as stack:
+        found = open_memory(job.directory.segments(), SnapshotId(1, 10), 0, stack, own=own)
+        assert [source.manifest.rank for source in found] == list(range(len(job.ranks)))
+        start = np.frombuffer(own.buffer, np.uint8).ctypes.data
+        places = [source._map() for source in found]
+        inside = [start <= place.ctypes.data < start + own.spec.nbytes for place in places]
+        assert inside == [True] + [False] * (len(job.ranks) - 1)
+        assert not any(place.flags.writeable for place in places)
+        out = bytearray(int(found[0].manifest.table.nbytes[0]))
+        found[0].read(0, 0, memoryview(out))
+        whole = own.spec.data_at(found[0]._slot) + int(found[0].manifest.table.byte_offset[0])
+        assert bytes(own.buffer[whole : whole + len(out)]) == bytes(out)
+        del places
+    own.reserve()  # its mapping is as it was
 
 
 def wanted(ranks: int) -> list[Shard]:

@@ -39,10 +39,11 @@ from flashckpt.core.slot_header import (
     newest_copy,
 )
 from flashckpt.core.snapshot_id import SnapshotId
-from flashckpt.core.superblock import PAGE
+from flashckpt.core.superblock import PAGE, SegmentSpec
 from flashckpt.errors import ConfigError, DamagedError, FormatVersionError, JobInUseError, SharedMemoryError
 from flashckpt.faults import CRASH_POINTS
 from flashckpt.shm.segment import Segment, SlotPinned, SlotState
+from flashckpt.shm.segment_file import fill_holes
 
 
 @pytest.fixture
@@ -485,6 +486,36 @@ def test_reserving_touches_every_page_and_keeps_what_is_there(path: Any) -> None
     assert path.stat().st_blocks * 512 >= segment.spec.nbytes
     segment.reserve()
     assert restorable(path) == [10]
+    segment.close()
+
+
+def test_reserving_writes_zeros_where_nothing_was_written_and_nowhere_else(path: Any) -> None:
+    segment = new(path, 10, slots=3)
+    before = path.read_bytes()
+    segment.reserve()
+    spec, fd = segment.spec, segment._fd
+    assert path.read_bytes() == before
+    assert restorable(path) == [10]
+    holes = [at for at in range(0, spec.nbytes, PAGE) if os.lseek(fd, at, os.SEEK_HOLE) == at]
+    assert set(holes) <= {spec.header_at(slot) for slot in range(spec.slots)}, "headers belong to those who write them"
+    segment.close()
+
+
+def test_memory_that_is_there_is_searched_for_holes_once(path: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    from flashckpt.shm import segment as module
+
+    segment = new(path, sizes=(3 << 20,) * len(SIZES))
+    segment.reserve()
+    searched: list[int] = []
+
+    def search(fd: int, spec: SegmentSpec, start: int, stop: int) -> int:
+        searched.append(start)
+        return fill_holes(fd, spec, start, stop)
+
+    monkeypatch.setattr(module, "fill_holes", search)
+    monkeypatch.setattr(module, "_LOCKED_BYTES", PAGE)
+    segment.reserve()
+    assert len(searched) <= 1 + segment.spec.slots, "once, and once at each header that is not written yet"
     segment.close()
 
 

@@ -244,6 +244,38 @@ def test_the_first_slot_is_used_while_the_others_are_still_being_reserved(
     assert opened_as(tmp_path, "t", model=model) == 3
 
 
+@pytest.mark.parametrize("due", [2, 3])
+def test_memory_of_an_earlier_generation_is_mapped_behind_the_first_step_unless_that_takes_a_snapshot(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, due: int
+) -> None:
+    from flashckpt.snapshot import segments as memory_of
+
+    model = nn.Linear(500, 500)
+    ckpt = opened(tmp_path, model=model)
+    reserved(ckpt)
+    ckpt.step(1)
+    finished(ckpt)
+    kept = model.weight.detach().clone()
+    crash(ckpt)
+    with torch.no_grad():
+        model.weight.zero_()
+    monkeypatch.setattr(memory_of, "SMALL_SLOT_BYTES", 0)
+    again = Checkpointer(str(tmp_path), snapshot_every=due, job="t")
+    again.track(model=model)
+    assert again.restore() is not None
+    assert torch.equal(model.weight, kept)
+    memory = again._alive().memory
+    assert memory._waits == (due == 3)
+    again.step(2)
+    assert not memory._waits
+    assert memory.wait_first(60)
+    reserved(again)
+    again.step(3)
+    finished(again)
+    assert memory.complete()[0].step in (2, 3)
+    crash(again)
+
+
 def test_two_jobs_on_one_machine_keep_their_snapshots_apart(tmp_path: Path, shm_dir: Path) -> None:
     first, second = nn.Linear(3, 3), nn.Linear(3, 3)
     kept = [p.detach().clone() for p in (*first.parameters(), *second.parameters())]
