@@ -196,7 +196,6 @@ class _Executor:
     def _run(self, job: Job) -> _Failure | None:
         """Fetch, verify and copy one job; return what failed instead of raising, so that others continue."""
         source, pieces = self._sources[job.source], job.pieces
-        started = time.perf_counter()
         try:
             is_direct = self._direct(job, source)
             copied = 0
@@ -214,13 +213,16 @@ class _Executor:
 
     def _read_rest(self, pieces: Pieces, which: np.ndarray, source: Source) -> int:
         """Read pieces that are too small for one call each; return the bytes copied."""
-        spans = Spans(pieces.row[which], pieces.start[which], pieces.stop[which])
+        starts, stops = pieces.start[which], pieces.stop[which]
+        spans = Spans(pieces.row[which], starts, stops)
         addresses = self._destinations.addresses[pieces.target[which]]
         if bool((_is_whole(pieces, which) & (addresses != 0)).all()):
-            at = pieces.target_start[which] + spans.starts - pieces.source_start[which]
-            with contextlib.suppress(DescriptorError):  # live tensors may be views of each other: one after another then
+            at = pieces.target_start[which] + starts - pieces.source_start[which]
+            with contextlib.suppress(
+                DescriptorError
+            ):  # live tensors may be views of each other: one after another then
                 copy_verified(source, spans, source.located(spans), addresses + at)
-                return int((spans.stops - spans.starts).sum())
+                return int((stops - starts).sum())
         data, offsets = source.verified(spans)
         started = time.perf_counter()
         copied = self._copy(pieces, which, data, np.asarray(offsets, np.int64))
