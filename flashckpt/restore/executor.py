@@ -218,9 +218,8 @@ class _Executor:
         addresses = self._destinations.addresses[pieces.target[which]]
         if bool((_is_whole(pieces, which) & (addresses != 0)).all()):
             at = pieces.target_start[which] + starts - pieces.source_start[which]
-            with contextlib.suppress(
-                DescriptorError
-            ):  # live tensors may be views of each other: one after another then
+            # live tensors may be views of each other: one after another then
+            with contextlib.suppress(DescriptorError):
                 copy_verified(source, spans, source.located(spans), addresses + at)
                 return int((stops - starts).sum())
         data, offsets = source.verified(spans)

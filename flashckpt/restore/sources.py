@@ -304,10 +304,13 @@ def copy_verified(source: Source, spans: Spans, found: Located, targets: Ints) -
     Raises:
         DamagedError: A chunk does not match; the targets hold it.
         DescriptorError: Two targets lie over each other; nothing was copied.
+        ValueError: A range is not in the bytes.
     """
     t0 = time.perf_counter()
-    sizes = np.asarray(spans.stops, np.int64) - np.asarray(spans.starts, np.int64)
-    rows = np.column_stack((address_of(found.data) + np.asarray(found.offsets, np.int64), targets, sizes))
+    offsets, sizes = np.asarray(found.offsets, np.int64), np.asarray(spans.stops) - np.asarray(spans.starts)
+    if offsets.min() < 0 or (offsets + sizes).max() > found.data.nbytes:
+        raise ValueError(f"ranges to byte {(offsets + sizes).max()} of {found.data.nbytes} bytes")
+    rows = np.column_stack((address_of(found.data) + offsets, targets, sizes))
     # the source is a slot that is mapped to its end, or memory of this restore, and so are the targets
     _compare(source, spans, copy_and_digest(rows, check=False))
     source.meter.add(0, 0.0, time.perf_counter() - t0, requests=0)
