@@ -20,9 +20,8 @@ from training_loop import Blocking, Case, Loop, WarmCopy
 
 from flashckpt import Checkpointer
 from flashckpt.checkpoint.writer import MANIFEST, prefix_of
-from flashckpt.planning.read_plan import plan_reads
 from flashckpt.restore.destinations import Destinations, address_of
-from flashckpt.restore.executor import execute
+from flashckpt.restore.executor import execute_table
 from flashckpt.restore.sources import MemorySource
 from flashckpt.shm.job_directory import JobDirectory
 from flashckpt.shm.segment import Segment
@@ -181,9 +180,7 @@ def _restore(case: Flashckpt, loop: Loop, threads: int | None) -> None:
         assert ends[-1] <= len(target)
         addresses = address_of(target) + ends - table.nbytes
         destinations = Destinations(addresses=addresses, nbytes=table.nbytes, owners=[target])
-        plan = plan_reads(table, [table], names=[source.name])
-        plan.require_complete()
-        execute(plan, destinations, [source], threads=threads)
+        execute_table(table, destinations, [source], threads=threads)
 
 
 def on_perf_counter(file_time: float) -> float:

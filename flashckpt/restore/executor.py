@@ -22,12 +22,13 @@ import numpy as np
 from flashckpt.core.box import Box
 from flashckpt.core.digest import CHUNK_BYTES
 from flashckpt.core.shard import ITEMSIZE, Shard
+from flashckpt.core.shard_table import ShardTable
 from flashckpt.errors import DamagedError, FlashckptError
 from flashckpt.faults import crash_point
 from flashckpt.logs import guarded
 from flashckpt.native.descriptors import DescriptorError
 from flashckpt.planning.pieces import JOB_BYTES, Job, Pieces, cut_pieces, distinct, merge_pieces
-from flashckpt.planning.read_plan import ReadPlan, plan_gaps, plan_reads
+from flashckpt.planning.read_plan import ReadPlan, as_table, plan_gaps, plan_reads
 from flashckpt.planning.reads import Gap, SourceRow
 from flashckpt.restore.destinations import Destinations, Target, address_of, copy_bytes
 from flashckpt.restore.scatter import scatter
@@ -99,10 +100,16 @@ def execute_reads(targets: Sequence[Target], sources: Sequence[Source], *, threa
         DamagedError: Some range is damaged in its last source; targets hold a mixture and must not be used.
         ValueError: A buffer does not fit its shard.
     """
+    return execute_table(as_table([t.shard for t in targets]), Destinations.of(targets), sources, threads=threads)
+
+
+def execute_table(
+    wanted: ShardTable, destinations: Destinations, sources: Sequence[Source], *, threads: int | None = None
+) -> RestoreCounts:
+    """Do the same for the rows of a table, whose memory `destinations` has in their order; no object is made per row."""
     started = time.perf_counter()
-    destinations = Destinations.of(targets)
     names = [source.name for source in sources]
-    plan = plan_reads([target.shard for target in targets], [s.manifest.table for s in sources], names=names)
+    plan = plan_reads(wanted, [source.manifest.table for source in sources], names=names)
     plan.require_complete(names)
     plan_s = time.perf_counter() - started
     counts = execute(plan, destinations, sources, threads=threads)
