@@ -94,7 +94,10 @@ def measure(tensors: int, folder: Path, profiled: str | None) -> dict[str, list[
 
 def run(tensors: int, profiled: str | None) -> dict[str, list[Spent]]:
     """Measure in a separate process with its own memory."""
-    with tempfile.TemporaryDirectory() as folder, tempfile.TemporaryDirectory(dir="/dev/shm") as memory:
+    with (
+        tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as folder,  # the daemon persists the last snapshot
+        tempfile.TemporaryDirectory(dir="/dev/shm", ignore_cleanup_errors=True) as memory,
+    ):
         command = [sys.executable, __file__, "--child", folder, "--tensors", str(tensors)]
         command += ["--profile", profiled] if profiled else []
         environment = {**os.environ, "FLASHCKPT_SHM_DIR": memory}

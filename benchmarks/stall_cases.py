@@ -9,6 +9,7 @@ import time
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
@@ -19,7 +20,8 @@ from training_loop import Blocking, Case, Loop, WarmCopy
 
 from flashckpt import Checkpointer
 from flashckpt.checkpoint.writer import MANIFEST, prefix_of
-from flashckpt.restore.executor import Target, execute_reads
+from flashckpt.restore.destinations import Destinations, address_of
+from flashckpt.restore.executor import execute_table
 from flashckpt.restore.sources import MemorySource
 from flashckpt.shm.job_directory import JobDirectory
 from flashckpt.shm.segment import Segment
@@ -148,7 +150,8 @@ _jobs: dict[str, Job] = {}
 def alone(case: Flashckpt, loop: Loop) -> dict[str, float]:
     """Take one snapshot and restore it from its slot with nothing beside, as multiples of a memcpy right before.
 
-    The restore attaches and maps the segment, verifies every byte, and goes to touched memory: the target of the memcpy.
+    The restore attaches and maps the segment, plans over columns as `restore()` does, verifies every byte, and goes to
+    touched memory: the target of the memcpy.
     """
     memcpy, _ = loop.memcpy()
     started = time.perf_counter()
@@ -171,12 +174,13 @@ def _restore(case: Flashckpt, loop: Loop, threads: int | None) -> None:
         complete = {header.identity: slot for slot, header in enumerate(segment.headers()) if header.is_complete}
         source = MemorySource(segment, complete[max(complete)])
     with contextlib.closing(source):
-        view, at, targets = memoryview(loop.target), 0, []
-        for row in range(len(source.manifest.table)):
-            shard = source.manifest.table.shard(row)
-            targets.append(Target(shard=shard, buffer=view[at : at + shard.nbytes]))
-            at += shard.nbytes
-        execute_reads(targets, [source], threads=threads)
+        table = source.manifest.table
+        ends = np.cumsum(table.nbytes)
+        target = np.frombuffer(loop.target, np.uint8)
+        assert ends[-1] <= len(target)
+        addresses = address_of(target) + ends - table.nbytes
+        destinations = Destinations(addresses=addresses, nbytes=table.nbytes, owners=[target])
+        execute_table(table, destinations, [source], threads=threads)
 
 
 def on_perf_counter(file_time: float) -> float:

@@ -194,6 +194,7 @@ class Session:
 
     def _completed(self, snapshot: Snapshot) -> None:
         self._watermark.publish(self.memory.complete())
+        self._watermark.known()  # kept by it: `step()` will ask
         self._wake_daemon()
         self._count("snapshots", 1)
         self._count("copy_s", snapshot.copied_s - snapshot.started_s)

@@ -7,6 +7,7 @@ does the restore fail. Sources are only ever read.
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
 import threading
@@ -21,15 +22,17 @@ import numpy as np
 from flashckpt.core.box import Box
 from flashckpt.core.digest import CHUNK_BYTES
 from flashckpt.core.shard import ITEMSIZE, Shard
+from flashckpt.core.shard_table import ShardTable
 from flashckpt.errors import DamagedError, FlashckptError
 from flashckpt.faults import crash_point
 from flashckpt.logs import guarded
+from flashckpt.native.descriptors import DescriptorError
 from flashckpt.planning.pieces import JOB_BYTES, Job, Pieces, cut_pieces, distinct, merge_pieces
-from flashckpt.planning.read_plan import ReadPlan, plan_gaps, plan_reads
+from flashckpt.planning.read_plan import ReadPlan, as_table, plan_gaps, plan_reads
 from flashckpt.planning.reads import Gap, SourceRow
 from flashckpt.restore.destinations import Destinations, Target, address_of, copy_bytes
 from flashckpt.restore.scatter import scatter
-from flashckpt.restore.sources import Source, Spans
+from flashckpt.restore.sources import Source, Spans, copy_verified
 from flashckpt.shm.prefault import FreshMemory
 
 __all__ = ["JOB_BYTES", "RemoteFetcher", "RestoreCounts", "Target", "execute", "execute_reads", "thread_count"]
@@ -98,10 +101,16 @@ def execute_reads(targets: Sequence[Target], sources: Sequence[Source], *, threa
         DamagedError: Some range is damaged in its last source; targets hold a mixture and must not be used.
         ValueError: A buffer does not fit its shard.
     """
+    return execute_table(as_table([t.shard for t in targets]), Destinations.of(targets), sources, threads=threads)
+
+
+def execute_table(
+    wanted: ShardTable, destinations: Destinations, sources: Sequence[Source], *, threads: int | None = None
+) -> RestoreCounts:
+    """Do the same for the rows of a table, whose memory `destinations` has in their order; no object is made per row."""
     started = time.perf_counter()
-    destinations = Destinations.of(targets)
     names = [source.name for source in sources]
-    plan = plan_reads([target.shard for target in targets], [s.manifest.table for s in sources], names=names)
+    plan = plan_reads(wanted, [source.manifest.table for source in sources], names=names)
     plan.require_complete(names)
     plan_s = time.perf_counter() - started
     counts = execute(plan, destinations, sources, threads=threads)
@@ -196,35 +205,45 @@ class _Executor:
     def _run(self, job: Job) -> _Failure | None:
         """Fetch, verify and copy one job; return what failed instead of raising, so that others continue."""
         source, pieces = self._sources[job.source], job.pieces
-        started = time.perf_counter()
         try:
             is_direct = self._direct(job, source)
             copied = 0
             for piece in (np.flatnonzero(is_direct) + job.first).tolist():
                 copied += self._read_direct(pieces, piece, source)
             rest = np.flatnonzero(~is_direct) + job.first
-            copy_s = 0.0
             if len(rest):
-                spans = Spans(pieces.row[rest], pieces.start[rest], pieces.stop[rest])
-                data, offsets = source.verified(spans)
-                started = time.perf_counter()
-                copied += self._copy(pieces, rest, data, np.asarray(offsets, np.int64))
-                copy_s = time.perf_counter() - started
+                copied += self._read_rest(pieces, rest, source)
             source.check()
         except (FlashckptError, OSError) as error:
             return _Failure(job, error)
-        self._count(source.tier, copied, copy_s)
+        self._count(source.tier, copied)
         crash_point("restore.during-read")
         return None
+
+    def _read_rest(self, pieces: Pieces, which: np.ndarray, source: Source) -> int:
+        """Read pieces that are too small for one call each; return the bytes copied."""
+        starts, stops = pieces.start[which], pieces.stop[which]
+        spans = Spans(pieces.row[which], starts, stops)
+        addresses = self._destinations.addresses[pieces.target[which]]
+        if bool((_is_whole(pieces, which) & (addresses != 0)).all()):
+            at = pieces.target_start[which] + starts - pieces.source_start[which]
+            # live tensors may be views of each other: one after another then
+            with contextlib.suppress(DescriptorError):
+                copy_verified(source, spans, source.located(spans), addresses + at)
+                return int((stops - starts).sum())
+        data, offsets = source.verified(spans)
+        started = time.perf_counter()
+        copied = self._copy(pieces, which, data, np.asarray(offsets, np.int64))
+        with self._lock:
+            self._counts.copy_s += time.perf_counter() - started
+        return copied
 
     @staticmethod
     def _direct(job: Job, source: Source) -> np.ndarray:
         """Return which pieces to read straight into their target; one request for several beats that on storage."""
-        p, at = job.pieces, job.rows
-        start, stop, begin = p.start[at], p.stop[at], p.source_start[at]
-        is_whole = (p.part[at] < 0) & (begin <= start) & (stop <= begin + p.nbytes[at])
-        worth_it = (stop - start >= DIRECT_BYTES) if source.in_place else np.full(len(job), len(job) == 1)
-        found: np.ndarray = is_whole & worth_it
+        sizes = job.pieces.stop[job.rows] - job.pieces.start[job.rows]
+        worth_it = (sizes >= DIRECT_BYTES) if source.in_place else np.full(len(job), len(job) == 1)
+        found: np.ndarray = _is_whole(job.pieces, job.rows) & worth_it
         return found
 
     def _read_direct(self, pieces: Pieces, piece: int, source: Source) -> int:
@@ -268,10 +287,9 @@ class _Executor:
             addresses, at, sources, sizes = addresses[~away], at[~away], sources[~away], sizes[~away]
         copy_bytes(addresses + at, sources, sizes)
 
-    def _count(self, tier: str, nbytes: int, copy_s: float) -> None:
+    def _count(self, tier: str, nbytes: int) -> None:
         with self._lock:
             self._counts.needed_bytes[tier] = self._counts.needed_bytes.get(tier, 0) + nbytes
-            self._counts.copy_s += copy_s
 
     # -- damage ------------------------------------------------------------------------------------------
 
@@ -305,6 +323,13 @@ class _Executor:
         self._counts.damaged.append(message)
         _log.warning("%s", message)
         return merge_pieces(cut_pieces(plan, without))
+
+
+def _is_whole(pieces: Pieces, which: slice | np.ndarray) -> np.ndarray:
+    """Return which pieces are wanted byte for byte, in one run: their chunks can be read straight into their place."""
+    start, stop, begin = pieces.start[which], pieces.stop[which], pieces.source_start[which]
+    found: np.ndarray = (pieces.part[which] < 0) & (begin <= start) & (stop <= begin + pieces.nbytes[which])
+    return found
 
 
 def _lost(error: Exception, shard: Shard) -> DamagedError:

@@ -27,7 +27,7 @@ from flashckpt.planning.peer_index import ANSWER, RECORD, PeerQuery
 from flashckpt.planning.pieces import JOB_BYTES, Job
 from flashckpt.planning.selection import SlotLocation
 from flashckpt.restore.destinations import Bytes
-from flashckpt.restore.sources import Meter, Source, Spans, Verified, verify_spans
+from flashckpt.restore.sources import Located, Meter, Source, Spans, verify_spans
 from flashckpt.shm.segment import Pin
 from flashckpt.state import pytree
 
@@ -77,17 +77,17 @@ class PeerSource:
         """See Source: a range that has arrived is copied, then verified in its new place."""
         began = time.perf_counter()
         spans = Spans([row], [start], [start + len(out)])
-        data, (at,) = self._located(spans)
+        data, (at,) = self.located(spans)
         into = np.frombuffer(out, np.uint8)
         np.copyto(into, data[at : at + len(out)])
         copied = time.perf_counter()
-        verify_spans(self, spans, Verified(into, [0]))
+        verify_spans(self, spans, Located(into, [0]))
         self.meter.add(0, copied - began, time.perf_counter() - copied, requests=0)
 
-    def verified(self, spans: Spans) -> Verified:
+    def verified(self, spans: Spans) -> Located:
         """See Source: the bytes as they arrived."""
         began = time.perf_counter()
-        found = self._located(spans)
+        found = self.located(spans)
         verify_spans(self, spans, found)
         self.meter.add(0, 0.0, time.perf_counter() - began, requests=0)
         return found
@@ -118,8 +118,8 @@ class PeerSource:
             at += one.nbytes
         self.meter.add(at, 0.0, 0.0, requests=len(ranges))
 
-    def _located(self, spans: Spans) -> Verified:
-        """Return where ranges lie among what has arrived; those of several rounds are put together."""
+    def located(self, spans: Spans) -> Located:
+        """See Source: where ranges lie among what has arrived; those of several rounds are put together."""
         starts = (self.manifest.table.byte_offset[spans.rows] + np.array(spans.starts, np.int64)).tolist()
         sizes = (np.asarray(spans.stops) - np.asarray(spans.starts)).tolist()
         found = [self._arrived.get(SlotRange(*one)) for one in zip(starts, sizes, strict=True)]
@@ -131,9 +131,9 @@ class PeerSource:
                 state="Nothing was taken from it.",
             )
         if len({id(block) for block, _ in places}) == 1:
-            return Verified(places[0][0], [at for _, at in places])
+            return Located(places[0][0], [at for _, at in places])
         whole = np.concatenate([block[at : at + n] for (block, at), n in zip(places, sizes, strict=True)])
-        return Verified(whole, [0, *itertools.accumulate(sizes)][:-1])
+        return Located(whole, [0, *itertools.accumulate(sizes)][:-1])
 
 
 class Peers:

@@ -22,6 +22,7 @@ from flashckpt.core.shard_table import chunk_counts, ranges
 from flashckpt.core.snapshot_id import SnapshotId
 from flashckpt.errors import DamagedError
 from flashckpt.native import copy_and_digest, digest_ranges
+from flashckpt.native.descriptors import Digests
 from flashckpt.restore.destinations import Bytes, address_of
 from flashckpt.shm import prefault
 from flashckpt.shm.segment import Pin, Segment
@@ -38,8 +39,8 @@ class Spans(NamedTuple):
     stops: Sequence[int] | Ints
 
 
-class Verified(NamedTuple):
-    """Bytes that match their digests.
+class Located(NamedTuple):
+    """Bytes, and where ranges lie in them.
 
     Attributes:
         data: np.uint8, holds them all.
@@ -76,7 +77,7 @@ class Source(Protocol):
         tier: "memory", "peer" or "storage": what the report counts under.
         name: What an error calls it.
         manifest: What it holds; `table.byte_offset` counts from the start of its data.
-        in_place: Whether `verified` costs no copy (a slot mapped into this process).
+        in_place: Whether `located` costs no copy (a slot mapped into this process).
         meter: Counters.
     """
 
@@ -95,15 +96,19 @@ class Source(Protocol):
         """
         ...
 
-    def verified(self, spans: Spans) -> Verified:
-        """Return the verified bytes of ranges that follow each other closely in one object.
+    def located(self, spans: Spans) -> Located:
+        """Return the bytes of ranges that follow each other closely in one object, not yet compared with their digests.
 
         They are only read, and hold until this thread's next call. Raises as `read`.
         """
         ...
 
+    def verified(self, spans: Spans) -> Located:
+        """Return the same once they match their digests."""
+        ...
+
     def check(self) -> None:
-        """Raise DamagedError where what `verified` returned may have changed since."""
+        """Raise DamagedError where what was read may have been another snapshot's."""
         ...
 
     def close(self) -> None:
@@ -167,18 +172,19 @@ class MemorySource:
         self.check()
         self.meter.add(len(held), time.perf_counter() - t0, 0.0)
 
-    def verified(self, spans: Spans) -> Verified:
-        """See Source: the slot's own bytes, verified in place."""
+    def located(self, spans: Spans) -> Located:
+        """See Source: the slot's own bytes, where they lie."""
         t0 = time.perf_counter()
         mapped = self._map()
-        rows, starts, stops = (np.asarray(column, np.int64) for column in spans)
-        places = self.manifest.table.byte_offset[rows] + starts
-        low, high = int(places.min()), int((places + stops - starts).max())
+        places, low, high = _extent(self.manifest, spans)
         prefault.map_held(address_of(mapped) + low, high - low)
-        found = Verified(mapped, places)
-        verify_spans(self, spans, found)
-        self.meter.add(int((stops - starts).sum()), 0.0, time.perf_counter() - t0)
-        return found
+        nbytes = int((np.asarray(spans.stops, np.int64) - np.asarray(spans.starts, np.int64)).sum())
+        self.meter.add(nbytes, time.perf_counter() - t0, 0.0)
+        return Located(mapped, places)
+
+    def verified(self, spans: Spans) -> Located:
+        """See Source."""
+        return _verified(self, spans)
 
     def check(self) -> None:
         """See Source: the header is read again (a pin holds writers off, but is never the proof)."""
@@ -244,24 +250,22 @@ class StorageSource:
         if (first, last) == (start, stop):
             self._fetch(row, start, out)
             t0 = time.perf_counter()
-            verify_spans(self, Spans([row], [start], [stop]), Verified(np.frombuffer(out, np.uint8), [0]))
+            verify_spans(self, Spans([row], [start], [stop]), Located(np.frombuffer(out, np.uint8), [0]))
             self.meter.add(0, 0.0, time.perf_counter() - t0, requests=0)
             return
         data, (at,) = self.verified(Spans([row], [first], [last]))
         np.copyto(np.frombuffer(out, np.uint8), data[at + start - first : at + stop - first])
 
-    def verified(self, spans: Spans) -> Verified:
+    def located(self, spans: Spans) -> Located:
         """See Source: one request for all ranges."""
-        rows, starts, stops = (np.asarray(column, np.int64) for column in spans)
-        places = self.manifest.table.byte_offset[rows] + starts
-        base, end = int(places.min()), int((places + stops - starts).max())
-        scratch = self._buffer(end - base)
-        self._fetch(int(rows[0]), base - int(self.manifest.table.byte_offset[rows[0]]), scratch)
-        t0 = time.perf_counter()
-        found = Verified(np.frombuffer(scratch, np.uint8), places - base)
-        verify_spans(self, spans, found)
-        self.meter.add(0, 0.0, time.perf_counter() - t0, requests=0)
-        return found
+        places, base, end = _extent(self.manifest, spans)
+        scratch, row = self._buffer(end - base), int(spans.rows[0])
+        self._fetch(row, base - int(self.manifest.table.byte_offset[row]), scratch)
+        return Located(np.frombuffer(scratch, np.uint8), places - base)
+
+    def verified(self, spans: Spans) -> Located:
+        """See Source."""
+        return _verified(self, spans)
 
     def check(self) -> None:
         """See Source: objects are written once and never changed."""
@@ -283,13 +287,50 @@ class StorageSource:
         return memoryview(self._scratch.data)[:nbytes]
 
 
-def verify_spans(source: Source, spans: Spans, found: Verified) -> None:
+def _extent(manifest: Manifest, spans: Spans) -> tuple[Ints, int, int]:
+    """Return where ranges begin in their object, and from where to where all of them reach."""
+    places = manifest.table.byte_offset[np.asarray(spans.rows, np.int64)] + np.asarray(spans.starts, np.int64)
+    ends = places + np.asarray(spans.stops, np.int64) - np.asarray(spans.starts, np.int64)
+    return places, int(places.min()), int(ends.max())
+
+
+def _verified(source: Source, spans: Spans) -> Located:
+    found = source.located(spans)
+    t0 = time.perf_counter()
+    verify_spans(source, spans, found)
+    source.meter.add(0, 0.0, time.perf_counter() - t0, requests=0)
+    return found
+
+
+def copy_verified(source: Source, spans: Spans, found: Located, targets: Ints) -> None:
+    """Copy each range to an address and compare with the digests what was copied: the bytes are read once.
+
+    Raises:
+        DamagedError: A chunk does not match; the targets hold it.
+        DescriptorError: Two targets lie over each other; nothing was copied.
+        ValueError: A range is not in the bytes.
+    """
+    t0 = time.perf_counter()
+    offsets, sizes = np.asarray(found.offsets, np.int64), np.asarray(spans.stops) - np.asarray(spans.starts)
+    if offsets.min() < 0 or (offsets + sizes).max() > found.data.nbytes:
+        raise ValueError(f"ranges to byte {(offsets + sizes).max()} of {found.data.nbytes} bytes")
+    rows = np.column_stack((address_of(found.data) + offsets, targets, sizes))
+    # the source is a slot that is mapped to its end, or memory of this restore, and so are the targets
+    _compare(source, spans, copy_and_digest(rows, check=False))
+    source.meter.add(0, 0.0, time.perf_counter() - t0, requests=0)
+
+
+def verify_spans(source: Source, spans: Spans, found: Located) -> None:
     """Compare bytes with the digests of their manifest; DamagedError names the first bad chunk."""
+    sizes = np.asarray(spans.stops, np.int64) - np.asarray(spans.starts, np.int64)
+    _compare(source, spans, digest_ranges(found.data, found.offsets, sizes))
+
+
+def _compare(source: Source, spans: Spans, actual: Digests) -> None:
     manifest = source.manifest
     rows, starts, stops = (np.asarray(column, np.int64) for column in spans)
-    counts = chunk_counts(stops - starts)
-    expected = manifest.digests[ranges(manifest.table.first_chunk[rows] + starts // CHUNK_BYTES, counts)]
-    actual = digest_ranges(found.data, found.offsets, stops - starts)
+    first, counts = manifest.table.first_chunk[rows] + starts // CHUNK_BYTES, chunk_counts(stops - starts)
+    expected = manifest.digests[first if (counts == 1).all() else ranges(first, counts)]
     if len(wrong := np.flatnonzero(actual != expected)):
         at, ends = int(wrong[0]), np.cumsum(counts)
         span = int(np.searchsorted(ends, at, side="right"))

@@ -11,12 +11,13 @@ common one.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterable, Sequence
 
 from flashckpt.core.generation import Generation
 from flashckpt.core.lineage import is_rolled_back
 from flashckpt.core.snapshot_id import NEVER, SnapshotId
-from flashckpt.shm.control import Control, RankAcks
+from flashckpt.shm.control import Control, RankAcks, published_in
 from flashckpt.shm.group_acks import NOBODY, AckedSnapshots, GroupAcks, decode_group, node_acks
 
 
@@ -76,17 +77,20 @@ class SnapshotAcks:
         """Return what all ranks of this generation hold, and what can never become common; from mapped memory alone."""
         if self._world_size > self._local_world_size:
             return (job_acks(self._control, self._generation) or NOBODY).known(self._restored)
-        held = rank_acks(self._control, generation=self._generation, rows=self._local_world_size)
-        return combine_acks(held, restored=self._restored)
+        rows = tuple(self._control.row(index).acks_bytes for index in range(self._local_world_size))
+        return _known_from(rows, self._generation, self._restored)
+
+
+@functools.lru_cache(maxsize=8)  # the copy thread asks after each publication, and `step()` finds the answer
+def _known_from(rows: tuple[bytes, ...], generation: int, restored: SnapshotId | None) -> AckedSnapshots:
+    """Return what follows from the rows of all ranks: a matter of their bytes alone."""
+    return combine_acks([published_in(row, generation) for row in rows], restored=restored)
 
 
 def rank_acks(control: Control, *, generation: int, rows: int | None = None) -> list[RankAcks | None]:
     """Return what each row has published; None for a row of another generation (a dead previous owner)."""
-    found: list[RankAcks | None] = []
-    for index in range(control.rows if rows is None else rows):
-        row = control.row(index)
-        found.append(row.published if row.generation == generation else None)
-    return found
+    count = control.rows if rows is None else rows
+    return [published_in(control.row(index).acks_bytes, generation) for index in range(count)]
 
 
 def job_acks(control: Control, generation: int) -> GroupAcks | None:

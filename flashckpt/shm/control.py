@@ -52,6 +52,7 @@ _INT_FIELDS: dict[str, int] = {  # name -> byte offset in the row; signed 64-bit
 _LIST_AT = (
     128  # counter, number of pairs, digest, then the low watermark and up to MAX_COMPLETE pairs (generation, step)
 )
+_GENERATION_AT, _LIST_END = _INT_FIELDS["generation"], _LIST_AT + 24 + 16 * (1 + MAX_COMPLETE)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -141,8 +142,7 @@ class ControlRow:
     @property
     def published(self) -> RankAcks | None:
         """What this rank last published; None if it never did, is doing so now, or belongs to another generation."""
-        pairs = _read_list(self._map, self._at + _LIST_AT, self.generation, at_most=1 + MAX_COMPLETE)
-        return None if pairs is None else decode_acks(pairs)
+        return published_in(self.acks_bytes, self.generation)
 
     @property
     def complete(self) -> list[SnapshotId]:
@@ -153,6 +153,14 @@ class ControlRow:
     @complete.setter
     def complete(self, identities: Iterable[SnapshotId]) -> None:
         self.publish(RankAcks.of(identities))
+
+    @property
+    def acks_bytes(self) -> bytes:
+        """All that `published` depends on, as it is now."""
+        at = self._at
+        generation: bytes = self._map[at + _GENERATION_AT : at + _GENERATION_AT + 8]
+        found: bytes = self._map[at + _LIST_AT : at + _LIST_END]
+        return generation + found
 
     def publish(self, what: RankAcks) -> None:
         """Set what this rank holds. A digest ties it to the row's generation: set that one first."""
@@ -167,6 +175,14 @@ class ControlRow:
         self.forget()
         for name in _INT_FIELDS:
             setattr(self, name, -1 if name in {"rank", "generation", "step", "restored_step"} else 0)
+
+
+def published_in(acks_bytes: bytes, generation: int) -> RankAcks | None:
+    """Return what a row with these `acks_bytes` has published; None as `ControlRow.published`, or if it is of another generation."""
+    if int(struct.unpack_from("q", acks_bytes)[0]) != generation:
+        return None
+    pairs = _read_list(acks_bytes, 8, generation, at_most=1 + MAX_COMPLETE)
+    return None if pairs is None else decode_acks(pairs)
 
 
 class Control:

@@ -258,6 +258,11 @@ class Segment:
         pinned = {slot for slot in range(self.spec.slots) if self._lease.held_by_other(1 + slot)}
         return pinned | self._writing
 
+    @property
+    def writing(self) -> set[int]:
+        """The slots that are being written by this process."""
+        return set(self._writing)
+
     def begin(self, slot: int, request: SnapshotRequest) -> SlotWriter:
         """Set a slot to WRITING and return its writer. The caller owns the segment and chose by `choose_slot`.
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from functools import cached_property
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -85,15 +86,24 @@ def is_run(local: torch.Tensor) -> bool:
 
 
 class Buffer:
-    """The data area of one slot as the copies see it: an address, tensors where needed.
+    """The data area of one slot as the copies see it: an address, tensors where needed; made by the thread that asks first.
 
     Holds the memory until `close()` releases the slot's view.
     """
 
     def __init__(self, data: memoryview) -> None:
-        self._array: Any = np.frombuffer(data, np.uint8)
+        self._data: memoryview | None = data
         self._by_dtype: dict[torch.dtype, torch.Tensor] = {}
-        self.address = int(self._array.ctypes.data)
+
+    @cached_property
+    def _array(self) -> Any:
+        assert self._data is not None, "closed"
+        return np.frombuffer(self._data, np.uint8)
+
+    @cached_property
+    def address(self) -> int:
+        """Of its first byte."""
+        return int(self._array.ctypes.data)
 
     def tensor(self, item: Item) -> torch.Tensor:
         """Return the destination of an item as a tensor of integers as wide as its elements."""
@@ -110,7 +120,8 @@ class Buffer:
 
     def close(self) -> None:
         """Forget the memory."""
-        self._array, self._by_dtype = None, {}
+        self._data, self._by_dtype = None, {}
+        self.__dict__.pop("_array", None)
 
 
 def source_of(item: Item, tensor: torch.Tensor | None = None) -> torch.Tensor:

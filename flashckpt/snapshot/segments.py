@@ -224,10 +224,10 @@ class RankSegments:
             )
             self._replace_again()
             return None
-        busy = segment.busy() | self._reservation.unreserved()
+        busy, headers = segment.writing | self._reservation.unreserved(), segment.headers()
         while True:
             slot = choose_slot(
-                segment.headers(),
+                headers,
                 pinned=busy,
                 common=known.common,
                 unrecoverable=known.unrecoverable,
@@ -237,7 +237,7 @@ class RankSegments:
                 return None
             try:
                 return segment.begin(slot, request)
-            except SlotPinned:  # a reader took it between the look and the lock
+            except SlotPinned:  # a reader holds it: only of the slot that is chosen does it matter, and is it asked
                 busy.add(slot)
 
     def complete(self) -> list[SnapshotId]:

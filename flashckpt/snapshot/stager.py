@@ -32,7 +32,7 @@ from flashckpt.snapshot.device import DeviceCopier
 from flashckpt.snapshot.offer import Offer
 from flashckpt.snapshot.runs import digest_in_slot, places_of
 from flashckpt.snapshot.version_counters import Counts, counter_path
-from flashckpt.state.captured import Captured
+from flashckpt.state.captured import Captured, ValuesRead
 
 _log = guarded(logging.getLogger("flashckpt"))
 
@@ -58,7 +58,7 @@ class Snapshot:
     plan: CopyPlan
     writer: SlotWriter
     buffer: Buffer
-    values: dict[str, Any]
+    values: ValuesRead
     versions: Counts
     marks: Any = None
     optimizer_steps: int = 0
@@ -146,7 +146,7 @@ class Stager:
         started = time.perf_counter()
         buffer = Buffer(writer.data)
         try:
-            snapshot = Snapshot(request, plan, writer, buffer, captured.values, [], started_s=started)
+            snapshot = Snapshot(request, plan, writer, buffer, captured.read, [], started_s=started)
             try:
                 check_slot(plan.end, len(writer.data), request.id.step)
                 plan.unfenced_runs.copy(buffer)
@@ -242,7 +242,8 @@ class Stager:
 
     def _commit(self, snapshot: Snapshot, digests: np.ndarray) -> None:
         layout = snapshot.plan.layout
-        manifest = Manifest.of(snapshot.request, table=layout.table, digests=digests, values=snapshot.values)
+        values = snapshot.values.packed()
+        manifest = Manifest.of(snapshot.request, table=layout.table, digests=digests, values=values)
         encoded = encode_manifest(manifest, table_bytes=layout.table_bytes)
         snapshot.buffer.close()
         snapshot.writer.commit(encoded, data_bytes=layout.total)

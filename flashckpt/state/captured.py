@@ -3,9 +3,30 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
+
+from flashckpt.state.rng import Generators
+
+
+class ValuesRead(NamedTuple):
+    """Non-tensor state as it was read: all of it is of that instant.
+
+    Attributes:
+        plain: By key, msgpack types.
+        generators: Key and state of the random number generators, where they are tracked.
+    """
+
+    plain: dict[str, Any]
+    generators: tuple[str, Generators] | None = None
+
+    def packed(self) -> dict[str, Any]:
+        """Return all of it by key, msgpack types; for a snapshot the copy thread asks, so that `step()` packs no generators."""
+        if self.generators is None:
+            return self.plain
+        key, state = self.generators
+        return {**self.plain, key: state.packed()}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -13,12 +34,17 @@ class Captured:
     """The part of the state that is read for every snapshot.
 
     Attributes:
-        values: Non-tensor state by key, msgpack types.
+        read: Non-tensor state.
         tensors: Tensors returned by objects, by name.
     """
 
-    values: dict[str, Any]
+    read: ValuesRead
     tensors: dict[str, torch.Tensor]
+
+    @property
+    def values(self) -> dict[str, Any]:
+        """Non-tensor state by key, msgpack types."""
+        return self.read.packed()
 
     @property
     def forms(self) -> tuple[Any, ...]:

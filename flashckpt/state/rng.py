@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 import struct
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -12,17 +12,41 @@ import torch
 from flashckpt.errors import UnsupportedStateError
 
 
+class Generators(NamedTuple):
+    """The state of all generators at one instant, each as its library gives it out: copies, which nothing changes any more."""
+
+    torch: torch.Tensor
+    python: tuple[Any, ...]
+    numpy: Any
+    cuda: torch.Tensor | None
+
+    @classmethod
+    def now(cls) -> Generators:
+        """Return them as they are. Draws nothing, initialises no device."""
+        has_cuda = torch.cuda.is_initialized() and torch.cuda.is_available()  # type: ignore[no-untyped-call]  # torch leaves it without types
+        return cls(
+            torch=torch.get_rng_state(),
+            python=random.getstate(),
+            numpy=np.random.get_state(legacy=True),  # noqa: NPY002 -- the global generator is what users' code draws from
+            cuda=torch.cuda.get_rng_state() if has_cuda else None,
+        )
+
+    def packed(self) -> dict[str, Any]:
+        """Return them as msgpack values, about 8 KB: half of the work, which a snapshot leaves to the copy thread."""
+        kind, keys, position, has_gauss, gauss = self.numpy
+        state: dict[str, Any] = {
+            "torch": self.torch.numpy().tobytes(),
+            "python": _python(self.python),
+            "numpy": [kind, np.asarray(keys).tobytes(), int(position), int(has_gauss), float(gauss)],
+        }
+        if self.cuda is not None:
+            state["cuda"] = self.cuda.numpy().tobytes()
+        return state
+
+
 def capture() -> dict[str, Any]:
-    """Return the state of all generators as msgpack values, about 8 KB. Draws nothing, initialises no device."""
-    kind, keys, position, has_gauss, gauss = np.random.get_state(legacy=True)  # noqa: NPY002 -- the global generator is what users' code draws from
-    state: dict[str, Any] = {
-        "torch": torch.get_rng_state().numpy().tobytes(),
-        "python": _python(random.getstate()),
-        "numpy": [kind, np.asarray(keys).tobytes(), int(position), int(has_gauss), float(gauss)],
-    }
-    if torch.cuda.is_initialized() and torch.cuda.is_available():  # type: ignore[no-untyped-call]  # torch leaves it without types
-        state["cuda"] = torch.cuda.get_rng_state().numpy().tobytes()
-    return state
+    """Return the state of all generators as msgpack values. Draws nothing, initialises no device."""
+    return Generators.now().packed()
 
 
 def _python(state: Any) -> list[Any]:

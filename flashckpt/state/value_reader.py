@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from flashckpt.state import left_out, modules, optimizer_extra, optimizer_state, pytree, rng
-from flashckpt.state.captured import Captured
+from flashckpt.state.captured import Captured, ValuesRead
 from flashckpt.state.exclusion import Exclusion
 from flashckpt.state.module_tensors import ModuleTensors
 from flashckpt.state.optimizer_entries import OptimizerEntries, StateValue
@@ -107,9 +107,10 @@ class ValueReader:
             values["aliases"] = self._tracked.aliases
         if sample := self.sample_of_left_out():
             values[f"{left_out.KEY}@{self._tracked.world.suffix}"] = sample
+        generators = None
         if self._tracked.rng:
-            values[f"rng@{self._tracked.world.suffix}"] = rng.capture()
-        return Captured(values=values, tensors=tensors)
+            generators = f"rng@{self._tracked.world.suffix}", rng.Generators.now()
+        return Captured(read=ValuesRead(values, generators), tensors=tensors)
 
     def _read_optimizers(self, values: dict[str, Any], tensors: dict[str, torch.Tensor]) -> None:
         world = self._tracked.world

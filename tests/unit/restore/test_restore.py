@@ -18,7 +18,10 @@ from flashckpt.core.shard import ITEMSIZE, Shard, place
 from flashckpt.core.shard_table import ShardTable
 from flashckpt.errors import DamagedError, ShardGapError
 from flashckpt.planning.pieces import JOB_BYTES, cut_pieces
+from flashckpt.planning.read_plan import plan_reads
 from flashckpt.restore import executor as restore
+from flashckpt.restore import sources
+from flashckpt.restore.destinations import Destinations, address_of
 from flashckpt.restore.executor import RestoreCounts, Target, execute_reads
 from flashckpt.restore.sources import Source, StorageSource
 from flashckpt.storage.factory import open_store
@@ -169,6 +172,37 @@ def test_flipped_bit_falls_back_for_that_chunk_only_and_is_named(packs: Packs) -
     (message,) = counts.damaged
     assert "'w' is damaged in near (ranks 0)" in message
     assert "far (ranks 0-2) instead" in message
+
+
+def test_small_tensors_are_copied_and_compared_with_their_digests_in_one_pass(
+    packs: Packs, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def second_pass(*_: object) -> None:
+        raise AssertionError("bytes that were copied are read again for their digest")
+
+    many = [shard(f"t{k:03d}", (k + 1, 3)) for k in range(200)]
+    found = packs.source("a", [many])
+    with monkeypatch.context() as patched:
+        patched.setattr(sources, "digest_ranges", second_pass)
+        restored(packs, many, [found])
+    packs.flip("a/r0.fck", int(found.manifest.table.byte_offset[77]) + 5)
+    counts = restored(packs, many, [found, packs.source("b", [many])])
+    assert len(counts.damaged) == 1
+    assert "'t077'" in counts.damaged[0]
+
+
+def test_small_tensors_that_lie_in_the_same_memory_are_restored_one_after_another(packs: Packs) -> None:
+    """Live tensors may be views of each other: the later one has its bytes there."""
+    many = [shard("a", (4, 3)), shard("b", (4, 3)), shard("c", (2, 3))]
+    source = packs.source("a", [many])
+    memory = np.zeros(96, np.uint8)
+    at = address_of(memory)
+    nbytes = source.manifest.table.nbytes
+    places = Destinations(addresses=np.array([at, at + 48, at + 24]), nbytes=nbytes, owners=[memory])
+    restore.execute(plan_reads(many, [source.manifest.table]), places, [source])
+    whole = packs.cut(many[0])[:24] + packs.cut(many[2]) + packs.cut(many[1])
+    assert memory[24:48].tobytes() == packs.cut(many[2])
+    assert memory[:24].tobytes() + memory[24:48].tobytes() + memory[48:].tobytes() == whole
 
 
 def test_damage_in_a_strided_read_falls_back_bitwise(packs: Packs) -> None:

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from flashckpt.core.snapshot_id import SnapshotId
+from flashckpt.shm import acks
 from flashckpt.shm.acks import SnapshotAcks, combine_acks
 from flashckpt.shm.control import Control, RankAcks
 
@@ -25,9 +26,9 @@ def marks(control: Control, generation: int = 2, restored: Any = None, **world: 
     ]
 
 
-def common(acks: SnapshotAcks) -> list[SnapshotId]:
+def common(mark: SnapshotAcks) -> list[SnapshotId]:
     """Return the snapshots that all ranks hold, newest first."""
-    return list(acks.known().common)
+    return list(mark.known().common)
 
 
 def test_nothing_is_common_until_everybody_has_published(control: Any) -> None:
@@ -90,6 +91,29 @@ def test_the_snapshot_restored_from_counts_as_common_even_on_a_rank_with_an_empt
     b.publish([SnapshotId(2, 45)])
     assert (1, 40) not in a.known().unrecoverable, "never given up before something newer is common"
     assert a.known().common == ((1, 40),)
+
+
+def test_what_is_known_is_worked_out_once_for_the_same_rows_and_again_for_any_other(
+    control: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The copy thread asks after it has published, so that `step()` finds the answer: of these very rows, never of older ones."""
+    asked: list[int] = []
+
+    def counting(held: Any, **rest: Any) -> Any:
+        asked.append(len(held))
+        return combine_acks(held, **rest)
+
+    monkeypatch.setattr(acks, "combine_acks", counting)
+    a, b = marks(control, generation=7)
+    for step in (1, 2, 3):
+        for mark in (a, b):
+            mark.publish([SnapshotId(7, step)])
+            a.known()
+            assert common(b) == ([(7, step)] if mark is b else []), "the other rank's row counts too"
+    assert len(asked) == 6, "once for each publication"
+    b.publish([SnapshotId(7, 3)], low_watermark=SnapshotId(7, 4))
+    a.publish([SnapshotId(7, 4), SnapshotId(7, 3)])
+    assert a.known().unrecoverable == {(7, 4)}
 
 
 def test_known_of_nobody_is_nothing() -> None:

@@ -281,6 +281,24 @@ def test_random_state_comes_back_bit_for_bit() -> None:
     assert draw() == first
 
 
+def test_random_state_is_of_the_instant_it_was_read_however_late_it_is_packed() -> None:
+    """A snapshot packs it in the copy thread, while the training thread draws already."""
+    import random
+
+    import numpy as np
+
+    found = tracked(model=nn.Linear(2, 2))
+    found.rng = True
+    expected = rng.capture()
+    captured = found.capture()
+    torch.randn(700)
+    random.gauss(0, 1)
+    np.random.standard_normal(701)  # noqa: NPY002 -- the global generator is what is captured
+    assert captured.read.packed() == captured.values
+    (state,) = (value for key, value in captured.read.packed().items() if key.startswith("rng@"))
+    assert state == expected != rng.capture()
+
+
 def test_pieces_of_a_strided_shard_become_runs() -> None:
     assert contiguous_runs([0, 1, 4, 5, 6]) == [(0, 2), (4, 3)]
     assert contiguous_runs([]) == [(0, 0)]
