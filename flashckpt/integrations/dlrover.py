@@ -2,7 +2,7 @@
 
     from flashckpt.integrations.dlrover import ElasticDistributedSampler  # was: from dlrover.trainer.torch.elastic.sampler
     from flashckpt.integrations.dlrover import DdpCheckpointer, StorageType  # was: ...torch.flash_checkpoint.ddp
-    from flashckpt.integrations.dlrover import FsdpShardCheckpointer  # was: ...torch.flash_checkpoint.fsdp
+    from flashckpt.integrations.dlrover import FsdpShardCheckpointer, FsdpFullCheckpointer  # was: ...fsdp
     from flashckpt.integrations.dlrover import DeepSpeedCheckpointer  # was: ...torch.flash_checkpoint.deepspeed
 
 Those for Megatron are in `flashckpt.integrations.dlrover_megatron`. DLRover itself is not needed.
@@ -14,7 +14,12 @@ from collections.abc import Iterator, Mapping, Sized
 from typing import Any
 
 from flashckpt.errors import SamplerStateError
-from flashckpt.integrations.dlrover_checkpoints import DdpCheckpointer, FsdpShardCheckpointer, StorageType
+from flashckpt.integrations.dlrover_checkpoints import (
+    DdpCheckpointer,
+    FsdpFullCheckpointer,
+    FsdpShardCheckpointer,
+    StorageType,
+)
 from flashckpt.integrations.dlrover_deepspeed import DeepSpeedCheckpointer
 from flashckpt.sampler import ElasticSampler
 
@@ -100,6 +105,7 @@ __all__ = [
     "DdpCheckpointer",
     "DeepSpeedCheckpointer",
     "ElasticDistributedSampler",
+    "FsdpFullCheckpointer",
     "FsdpShardCheckpointer",
     "StorageType",
 ]

@@ -24,7 +24,13 @@ from torch.distributed.tensor import DTensor
 
 from flashckpt.errors import ConfigError
 from flashckpt.integrations import dlrover_megatron, dlrover_megatron_dist_ckpt
-from flashckpt.integrations.dlrover import DdpCheckpointer, DeepSpeedCheckpointer, FsdpShardCheckpointer, StorageType
+from flashckpt.integrations.dlrover import (
+    DdpCheckpointer,
+    DeepSpeedCheckpointer,
+    FsdpFullCheckpointer,
+    FsdpShardCheckpointer,
+    StorageType,
+)
 
 SHAPES: dict[tuple[Any, str], list[str]] = {
     (DdpCheckpointer, "__init__"): [
@@ -42,6 +48,14 @@ SHAPES: dict[tuple[Any, str], list[str]] = {
     ],
     (FsdpShardCheckpointer, "load_checkpoint"): ["self", "model", "optimizer", "resume_path=''"],
     (FsdpShardCheckpointer, "wait_latest_checkpoint"): ["self", "timeout=1800"],
+    (FsdpFullCheckpointer, "__init__"): [
+        "self", "checkpoint_dir", "comm_backend=''", "deletion_strategy=None", "save_timeout=600",
+    ],
+    (FsdpFullCheckpointer, "save_checkpoint"): [
+        "self", "step", "model", "optimizer", "extra_sd=None", "path=''", "storage_type=DISK",
+    ],
+    (FsdpFullCheckpointer, "load_checkpoint"): ["self", "model", "optimizer", "resume_path=''"],
+    (FsdpFullCheckpointer, "wait_latest_checkpoint"): ["self", "timeout=1800"],
     (DeepSpeedCheckpointer, "__init__"): [
         "self", "engine", "checkpoint_dir", "comm_backend=''", "deletion_strategy=None", "save_timeout=600",
     ],
