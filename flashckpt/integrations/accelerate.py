@@ -17,18 +17,18 @@ from collections.abc import Iterable
 from typing import Any
 
 from accelerate.utils import DistributedType
-from typing_extensions import Self
 
 from flashckpt.checkpointer import Checkpointer
 from flashckpt.errors import ConfigError
 from flashckpt.integrations.prepared_data import positions_of, refuse_other_loaders
+from flashckpt.integrations.shared import OwnsCheckpointer, SharedState
 from flashckpt.report import RestoreReport
 
 _OTHER_ENGINES = {DistributedType.DEEPSPEED: "DeepSpeed", DistributedType.MEGATRON_LM: "Megatron-LM"}
 _TAKEN = ("_models", "_optimizers", "_schedulers", "_custom_objects")
 
 
-class FlashCheckpoint:
+class FlashCheckpoint(OwnsCheckpointer):
     """Takes the place of `save_state` and `load_state` in a loop; call its methods on every rank.
 
     It tracks the prepared models, optimizers and schedulers, the GradScaler, what `register_for_checkpointing` was
@@ -96,7 +96,7 @@ class FlashCheckpoint:
             "model": models,  # with DDP or FSDP around it: says which tensors are equal on all ranks
             "optimizer": optimizers,
             "scheduler": schedulers,
-            "registered": [_Registered(one) for one in registered],
+            "registered": [SharedState(one) for one in registered],
             "data": self._positions,
         }
 
@@ -132,47 +132,6 @@ class FlashCheckpoint:
 
     def _counts(self) -> list[int]:
         return [len(getattr(self._accelerator, name)) for name in _TAKEN]
-
-    @property
-    def should_stop(self) -> bool:
-        """Whether every rank is to end after the step just done."""
-        return self.checkpointer.should_stop
-
-    def close(self) -> None:
-        """Wait for the last commit, give the memory up.
-
-        Raises:
-            PersistError: As `Checkpointer.wait`; the memory is given up nevertheless.
-        """
-        try:
-            self.checkpointer.wait()
-        finally:
-            self.checkpointer.close()
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
-        if kind is None:
-            self.close()
-        else:
-            self.checkpointer.close()
-
-
-class _Registered:
-    """What `register_for_checkpointing` was given: one state for all ranks, as Accelerate writes it."""
-
-    flashckpt_replicated = True
-
-    def __init__(self, thing: Any) -> None:
-        self._thing = thing
-
-    def state_dict(self) -> dict[str, Any]:
-        state: dict[str, Any] = self._thing.state_dict()
-        return state
-
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        self._thing.load_state_dict(state_dict)
 
 
 def _named(label: str, things: Iterable[Any]) -> dict[str, Any]:

@@ -17,7 +17,6 @@ from typing import Any
 
 import torch.distributed as dist
 from torch.utils.data import DataLoader
-from typing_extensions import Self
 
 from flashckpt.checkpointer import Checkpointer
 from flashckpt.errors import ConfigError
@@ -25,12 +24,13 @@ from flashckpt.integrations.deepspeed_fragments import refresh_weights
 from flashckpt.integrations.deepspeed_refusals import refuse_unsupported
 from flashckpt.integrations.deepspeed_state import EngineState, OneSchedule, Trained
 from flashckpt.integrations.elastic_share import Share, check_share, elastic_in
+from flashckpt.integrations.shared import OwnsCheckpointer
 from flashckpt.report import RestoreReport
 
 _LOADERS = "give the loader an ElasticSampler, or use torchdata's StatefulDataLoader"
 
 
-class FlashCheckpoint:
+class FlashCheckpoint(OwnsCheckpointer):
     """Takes the place of `save_checkpoint` and `load_checkpoint` in a loop; call its methods on every rank.
 
     It tracks the fp32 weights and the state of the optimizer by the names of the parameters, parameters that are not
@@ -112,35 +112,10 @@ class FlashCheckpoint:
         self.checkpointer.step(self.steps, persist=persist)
         return True
 
-    @property
-    def should_stop(self) -> bool:
-        """Whether every rank is to end after the step just done."""
-        return self.checkpointer.should_stop
-
-    def close(self) -> None:
-        """Wait for the last commit, give the memory up.
-
-        Raises:
-            PersistError: As `Checkpointer.wait`; the memory is given up nevertheless.
-        """
-        try:
-            self.checkpointer.wait()
-        finally:
-            self._end()
-
     def _end(self) -> None:
         if self._hook is not None:
             self._hook.remove()
-        self.checkpointer.close()
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
-        if kind is None:
-            self.close()
-        else:
-            self._end()
+        super()._end()
 
 
 def _positions_of(sources: list[Any], engine: Any) -> list[Any]:

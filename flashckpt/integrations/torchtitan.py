@@ -25,6 +25,7 @@ from torchtitan.tools import filesystem
 
 from flashckpt.checkpointer import Checkpointer
 from flashckpt.errors import ConfigError, SamplerStateError
+from flashckpt.integrations.shared import SharedState
 from flashckpt.logs import guarded
 from flashckpt.state import rng
 from flashckpt.state.data_sources import PAGE, continuation_of
@@ -129,11 +130,11 @@ class FlashCheckpointManager(BaseCheckpointManager):  # type: ignore[misc]  # to
             rank, ranks = dist.get_rank(), dist.get_world_size()
         else:
             rank, ranks = mesh.get_local_rank("batch"), mesh.size(_MESH.index("batch"))
-        counted: dict[str, Any] = {name: _Shared(thing) for name, thing in self._states.items()}
+        counted: dict[str, Any] = {name: SharedState(thing) for name, thing in self._states.items()}
         self.checkpointer.track(
             model=parts["model_parts"],
             optimizer=list(parts["optimizers"]),
-            lr_scheduler=_Shared(parts["lr_schedulers"]),
+            lr_scheduler=SharedState(parts["lr_schedulers"]),
             mesh=mesh,
             rng=True,
             **counted,
@@ -216,22 +217,6 @@ class FlashCheckpointManager(BaseCheckpointManager):  # type: ignore[misc]  # to
                 self.checkpointer.wait()
         finally:
             self.checkpointer.close()
-
-
-class _Shared:
-    """What torchtitan keeps once for all ranks."""
-
-    flashckpt_replicated = True
-
-    def __init__(self, thing: Any) -> None:
-        self._thing = thing
-
-    def state_dict(self) -> dict[str, Any]:
-        state: dict[str, Any] = self._thing.state_dict()
-        return state
-
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        self._thing.load_state_dict(state_dict)
 
 
 class _DataRanks:
