@@ -21,7 +21,7 @@ from accelerate.utils import DistributedType
 from flashckpt.checkpointer import Checkpointer
 from flashckpt.errors import ConfigError
 from flashckpt.integrations.prepared_data import positions_of, refuse_other_loaders
-from flashckpt.integrations.shared import OwnsCheckpointer, SharedState
+from flashckpt.integrations.shared import OneForAllRanks, OwnsCheckpointer
 from flashckpt.report import RestoreReport
 
 _OTHER_ENGINES = {DistributedType.DEEPSPEED: "DeepSpeed", DistributedType.MEGATRON_LM: "Megatron-LM"}
@@ -96,7 +96,7 @@ class FlashCheckpoint(OwnsCheckpointer):
             "model": models,  # with DDP or FSDP around it: says which tensors are equal on all ranks
             "optimizer": optimizers,
             "scheduler": schedulers,
-            "registered": [SharedState(one) for one in registered],
+            "registered": [OneForAllRanks(one) for one in registered],
             "data": self._positions,
         }
 

@@ -9,7 +9,7 @@ from typing_extensions import Self
 from flashckpt.checkpointer import Checkpointer
 
 
-class SharedState:
+class OneForAllRanks:
     """A framework's object whose state is the same on all ranks, and is kept once.
 
     Args:

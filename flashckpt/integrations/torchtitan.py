@@ -25,7 +25,7 @@ from torchtitan.tools import filesystem
 
 from flashckpt.checkpointer import Checkpointer
 from flashckpt.errors import ConfigError, SamplerStateError
-from flashckpt.integrations.shared import SharedState
+from flashckpt.integrations.shared import OneForAllRanks
 from flashckpt.logs import guarded
 from flashckpt.state import rng
 from flashckpt.state.data_sources import PAGE, continuation_of
@@ -130,11 +130,11 @@ class FlashCheckpointManager(BaseCheckpointManager):  # type: ignore[misc]  # to
             rank, ranks = dist.get_rank(), dist.get_world_size()
         else:
             rank, ranks = mesh.get_local_rank("batch"), mesh.size(_MESH.index("batch"))
-        counted: dict[str, Any] = {name: SharedState(thing) for name, thing in self._states.items()}
+        counted: dict[str, Any] = {name: OneForAllRanks(thing) for name, thing in self._states.items()}
         self.checkpointer.track(
             model=parts["model_parts"],
             optimizer=list(parts["optimizers"]),
-            lr_scheduler=SharedState(parts["lr_schedulers"]),
+            lr_scheduler=OneForAllRanks(parts["lr_schedulers"]),
             mesh=mesh,
             rng=True,
             **counted,
