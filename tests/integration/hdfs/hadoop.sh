@@ -9,7 +9,7 @@ set -euo pipefail
 
 source "$(dirname "$0")/../debian.sh"
 
-URL=https://files.pythonhosted.org/packages/13/29/1a5d7c60609dfc8fd79c86965e95ea7e9e181385d839bc43913d277effa2/pyspark-2.4.8.tar.gz
+ARCHIVE=pyspark-2.4.8.tar.gz
 SHA256=3a19b71b8dc8dd91ebc943604a05e1ab01bce052456d42937035632d852d78dc
 JARS=(
     hadoop-{hdfs,common,auth,annotations}-2.7.3 jetty-{,util-}6.1.26 netty-3.9.9.Final netty-all-4.1.47.Final
@@ -24,10 +24,8 @@ fetch() {  # DIR
     if [ -e "$1/complete" ]; then return; fi
     rm -rf "$1"
     mkdir -p "$1"
-    if ! "${PYTHON:-python3}" -c 'import shutil, sys, urllib.request
-with urllib.request.urlopen(sys.argv[1], timeout=60) as answer, open(sys.argv[2], "wb") as file:
-    shutil.copyfileobj(answer, file, 1 << 20)' "$URL" "$1/pyspark.tar.gz"; then
-        echo "hadoop.sh: $URL cannot be fetched: the tests will be skipped"
+    if ! "${PYTHON:-python3}" "$(dirname "$0")/fetch_archive.py" "$ARCHIVE" "$1/pyspark.tar.gz"; then
+        echo "hadoop.sh: $ARCHIVE cannot be fetched from the package index: the tests will be skipped"
         return
     fi
     echo "$SHA256  $1/pyspark.tar.gz" | sha256sum --check --quiet
