@@ -23,7 +23,6 @@ from flashckpt.shm.job_directory import DaemonStatus
 from flashckpt.skips import Skips
 from flashckpt.snapshot.copy_plan import CopyPlan
 from flashckpt.snapshot.current_plan import CurrentPlan
-from flashckpt.snapshot.offer import JoinedOften
 from flashckpt.snapshot.stager import Snapshot, Stager, StaleWatch
 from flashckpt.state import loaders
 from flashckpt.state.samplers import Commits
@@ -53,7 +52,7 @@ class Session:
         self._control, self._row, self._watermark = place.control, place.row, place.watermark
         world, generation = self.tracked.world, self.outcome.record.number
         self._commits, self._skips = Commits(is_alone=world.size == 1), Skips(generation)
-        self._wanted, self._stale, self._joined_often = Wanted(generation), StaleWatch(), JoinedOften()
+        self._wanted, self._stale, self._is_full_logged = Wanted(generation), StaleWatch(), False
         self._stager = Stager(self._completed, self._failed)
         self._plans = CurrentPlan(
             self.tracked,
@@ -200,7 +199,7 @@ class Session:
         self._count("copy_s", snapshot.copied_s - snapshot.started_s)
         self._count("complete_s", snapshot.done_s - snapshot.started_s)
         self._count("copy_cpu_s", snapshot.cpu_s)
-        self._note_joined(snapshot)
+        self._note_where(snapshot)
         if self._stale.look(snapshot):
             _log.warning(
                 "three snapshots up to step %d hold equal parameters and optimizer state although the optimizer "
@@ -209,17 +208,16 @@ class Session:
             )
         self._call("on_snapshot", snapshot.request.id.step)
 
-    def _note_joined(self, snapshot: Snapshot) -> None:
-        offer, total = snapshot.offer, snapshot.plan.end
-        self._count("joined_bytes", offer.joined_bytes)
-        if self._joined_often.look(offer, total):
+    def _note_where(self, snapshot: Snapshot) -> None:
+        """Count what the training thread copied, and log once that it does."""
+        self._count("copied_in_step", snapshot.is_copied_here)
+        self._count("joined_bytes", snapshot.offer.joined_bytes)
+        if snapshot.found_full and not self._is_full_logged:
+            self._is_full_logged = True
             _log.warning(
-                "three snapshots up to step %d were not copied in time for the next optimizer step, where training then "
-                "helped: %d %% of the last one; the copy thread had a core for %d %% of its time. Where steps become "
-                "too slow, leave a core free or raise snapshot_every",
+                "no core is free for copying snapshots beside training: from step %d on they are copied inside "
+                "ckpt.step() while that is so, which costs training less",
                 snapshot.request.id.step,
-                100 * offer.joined_bytes // total,
-                100 * snapshot.cpu_s / max(snapshot.done_s - snapshot.started_s, 1e-9),
             )
 
     def _wake_daemon(self) -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import threading
-import time
 from collections.abc import Iterator
 
 from flashckpt.native import SharedCopy
@@ -15,11 +14,10 @@ class Offer:
 
     Attributes:
         joined_bytes: That the training thread copied.
-        joined_s: Seconds that it was here.
     """
 
     def __init__(self) -> None:
-        self.joined_bytes, self.joined_s = 0, 0.0
+        self.joined_bytes = 0
         self._is_decided, self._copying = threading.Event(), threading.Lock()
         self._shared: SharedCopy | None = None
 
@@ -41,26 +39,7 @@ class Offer:
 
     def join(self) -> None:
         """Wait until there is something to copy or nothing any more, and copy until all is taken."""
-        began = time.perf_counter()
         self._is_decided.wait()
         with self._copying:
             if self._shared is not None:
                 self.joined_bytes += self._shared.join()
-        self.joined_s += time.perf_counter() - began
-
-
-class JoinedOften:
-    """Notices when training waits for its copies again and again: no core is free for them, or steps are short."""
-
-    PART, LEAST_S, SNAPSHOTS = 0.25, 0.02, 3
-
-    def __init__(self) -> None:
-        self._in_a_row = 0
-
-    def look(self, offer: Offer, total_bytes: int) -> bool:
-        """Take note of a snapshot; True once, for the third in a row of which training copied a good part, and long."""
-        if self._in_a_row < self.SNAPSHOTS:
-            is_long = offer.joined_s > self.LEAST_S and offer.joined_bytes > self.PART * total_bytes
-            self._in_a_row = self._in_a_row + 1 if is_long else 0
-            return self._in_a_row == self.SNAPSHOTS
-        return False

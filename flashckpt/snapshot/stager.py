@@ -28,6 +28,7 @@ from flashckpt.snapshot.copy import (
     copy_item,
 )
 from flashckpt.snapshot.copy_plan import CopyPlan
+from flashckpt.snapshot.crowding import CoreTime, Crowding
 from flashckpt.snapshot.device import DeviceCopier
 from flashckpt.snapshot.offer import Offer
 from flashckpt.snapshot.runs import digest_in_slot, places_of
@@ -49,8 +50,11 @@ class Snapshot:
         done: Set when it is COMPLETE or was discarded.
         error: Why it was discarded, or None.
         optimizer_steps: How often a tracked optimizer had stepped when it was taken.
-        digests: Of its chunks, once it is COMPLETE.
+        digests: Of its chunks, once they are copied.
+        batches: Of copies under way on an accelerator.
         offer: What the training thread takes part in at the fence.
+        is_copied_here: Whether the training thread has copied it, in `hand_over`.
+        found_full: Whether from now on the training thread copies, as no core was free for this copy.
         started_s, copied_s, done_s: `time.perf_counter()` of the phases.
     """
 
@@ -71,6 +75,9 @@ class Snapshot:
     cpu_s: float = 0.0
     checked: bool = False
     digests: np.ndarray | None = None
+    batches: Any = ()
+    is_copied_here: bool = False
+    found_full: bool = False
     lock: threading.Lock = field(default_factory=threading.Lock)
     offer: Offer = field(default_factory=Offer)
 
@@ -119,7 +126,7 @@ class Stager:
         self._on_complete, self._on_failure = on_complete, on_failure
         self._queue: queue.SimpleQueue[Snapshot | None] = queue.SimpleQueue()
         self._thread: threading.Thread | None = None
-        self._lanes = DeviceCopier()
+        self._lanes, self._crowding = DeviceCopier(), Crowding()
         self._prepared: Snapshot | None = None
         self.current: Snapshot | None = None
 
@@ -172,11 +179,22 @@ class Stager:
         return snapshot
 
     def hand_over(self) -> None:
-        """Let the copy thread begin with what was prepared, if anything was."""
-        if self._prepared is not None:
-            self.ready()
-            self._queue.put(self._prepared)
-            self._prepared = None
+        """Let the copy thread begin with what was prepared, if anything was; copy it here where no core is free for that."""
+        snapshot, self._prepared = self._prepared, None
+        if snapshot is None:
+            return
+        self.ready()
+        if not snapshot.plan.uses_device and self._crowding.next_here(snapshot.plan.end):
+            self._copy_here(snapshot)
+        self._queue.put(snapshot)
+
+    def _copy_here(self, snapshot: Snapshot) -> None:
+        started = time.thread_time()
+        try:
+            self._copy(snapshot)
+        except Exception as error:  # noqa: BLE001 -- as in the copy thread, which discards it
+            snapshot.error = error
+        snapshot.is_copied_here, snapshot.cpu_s = True, time.thread_time() - started
 
     def fence(self) -> None:
         """Return when live state may be changed: copies are done, or on an accelerator ordered before what follows."""
@@ -212,19 +230,25 @@ class Stager:
         while (snapshot := self._queue.get()) is not None:
             started = time.thread_time()
             try:
-                self._take(snapshot)
+                if not snapshot.is_copied_here:
+                    before = CoreTime.now()
+                    self._copy(snapshot)
+                    snapshot.found_full = self._crowding.saw(before, CoreTime.now(), snapshot.plan.end)
+                if snapshot.error is None:
+                    self._conclude(snapshot)
             except Exception as error:  # noqa: BLE001 -- training continues whatever happens to one snapshot
                 snapshot.error = error
                 with contextlib.suppress(Exception):  # of a device that failed; the error of the snapshot says more
                     self._lanes.wait()  # nothing may still be on its way into a slot that is given up
-            self._end(snapshot, time.thread_time() - started)
+            self._end(snapshot, snapshot.cpu_s + time.thread_time() - started)
 
-    def _take(self, snapshot: Snapshot) -> None:
+    def _copy(self, snapshot: Snapshot) -> None:
+        """Read live tensors, in whichever thread; nothing is read any more when `copied` is set."""
         plan, buffer = snapshot.plan, snapshot.buffer
         plan.unfenced_runs.check_forms()
         plan.runs.check_forms()
-        digests = np.zeros(plan.layout.table.chunks, np.uint64)
-        batches = self._lanes.enqueue(plan.device, buffer, snapshot.marks) if plan.uses_device else []
+        snapshot.digests = digests = np.zeros(plan.layout.table.chunks, np.uint64)
+        snapshot.batches = self._lanes.enqueue(plan.device, buffer, snapshot.marks) if plan.uses_device else []
         plan.runs.copy_and_digest(buffer, digests, snapshot.offer)
         for item in plan.others:
             copy_item(item, buffer)
@@ -233,8 +257,13 @@ class Stager:
             snapshot.check()
         snapshot.copied_s = time.perf_counter()
         snapshot.copied.set()
+
+    def _conclude(self, snapshot: Snapshot) -> None:
+        """Digest what lies in the slot only, and make the snapshot COMPLETE."""
+        plan, buffer, digests = snapshot.plan, snapshot.buffer, snapshot.digests
+        assert digests is not None
         digest_in_slot(plan.digested_later, buffer, digests)
-        for items in self._lanes.arrivals(batches, buffer):
+        for items in self._lanes.arrivals(snapshot.batches, buffer):
             digest_in_slot(places_of(items), buffer, digests)
         snapshot.check()
         if snapshot.error is None:
@@ -247,7 +276,6 @@ class Stager:
         encoded = encode_manifest(manifest, table_bytes=layout.table_bytes)
         snapshot.buffer.close()
         snapshot.writer.commit(encoded, data_bytes=layout.total)
-        snapshot.digests = digests
         snapshot.done_s = time.perf_counter()
 
     def _end(self, snapshot: Snapshot, cpu_s: float) -> None:

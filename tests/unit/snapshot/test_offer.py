@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import threading
 from pathlib import Path
 from typing import Any
@@ -16,7 +15,6 @@ from torch import nn
 from flashckpt.native import SharedCopy
 from flashckpt.snapshot import runs
 from flashckpt.snapshot.copy import StalePlanError
-from flashckpt.snapshot.offer import JoinedOften, Offer
 
 
 class Starved(SharedCopy):
@@ -71,32 +69,3 @@ def test_a_copy_that_cannot_begin_lets_training_go_at_once(tmp_path: Path, monke
     ckpt.fence()
     assert [type(error) for error in failures] == [StalePlanError]
     crash(ckpt)
-
-
-def test_it_is_noticed_once_that_training_waits_for_its_copies(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    model = nn.Linear(20, 20)
-    ckpt = opened(tmp_path, model=model, optimizer=torch.optim.SGD(model.parameters(), lr=0.1))
-    session: Any = ckpt._session
-    session._joined_often.PART, session._joined_often.LEAST_S = -1.0, -1.0
-    with caplog.at_level(logging.WARNING, "flashckpt"):
-        for step in range(1, 8):
-            ckpt.step(step)
-            ckpt.fence()
-    crash(ckpt)
-    (line,) = [record.getMessage() for record in caplog.records if "copied in time" in record.getMessage()]
-    assert "up to step 3" in line
-
-
-def test_short_waits_and_waits_now_and_then_are_not_worth_a_word() -> None:
-    often, long = JoinedOften(), Offer()
-    long.joined_bytes, long.joined_s = 60, 0.1
-    short = Offer()
-    short.joined_bytes, short.joined_s = 60, 0.001
-    little = Offer()
-    little.joined_bytes, little.joined_s = 10, 0.1
-    rounds = [long, long, short, long, long, little, long, long]
-    assert not any(often.look(one, 100) for one in rounds)
-    assert often.look(long, 100)
-    assert not often.look(long, 100)
