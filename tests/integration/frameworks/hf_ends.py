@@ -76,7 +76,7 @@ def on_storage(folder: Path) -> tuple[int, dict[str, torch.Tensor]]:
 @contextlib.contextmanager
 def copies_that_wait(made: Any) -> Iterator[None]:
     """Let each copy of what is persisted begin when the best model is there; after 2 s, where somebody waits for it first."""
-    loaded, take, load = threading.Event(), Stager._take, made._load_best_model
+    loaded, take, load = threading.Event(), Stager._copy, made._load_best_model
 
     def late(self: Stager, snapshot: Snapshot) -> None:
         if snapshot.request.persist:
@@ -87,7 +87,7 @@ def copies_that_wait(made: Any) -> Iterator[None]:
         load()
         loaded.set()
 
-    with mock.patch.object(Stager, "_take", late), mock.patch.object(made, "_load_best_model", load_best):
+    with mock.patch.object(Stager, "_copy", late), mock.patch.object(made, "_load_best_model", load_best):
         yield
 
 
