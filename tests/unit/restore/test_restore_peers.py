@@ -124,7 +124,8 @@ def test_snapshot_that_one_rank_never_completed_stands_behind_the_one_that_all_h
     assert results[1].signal == 9
     (path,) = node_dir(0).rglob("r00000-*.seg")
     segment = Segment.attach(path)
-    assert max(h.identity for h in segment.headers() if h.is_complete) == (1, 3)
+    # rank 1 trains on while its copy thread dies: rank 0 may have completed the fourth one as well
+    assert max(h.identity for h in segment.headers() if h.is_complete) in {(1, 3), (1, 4)}
     segment.close()
     for one in trained("plain", tmp_path, [0, 1], 2):
         assert one["first"] == 2
