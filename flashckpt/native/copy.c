@@ -68,7 +68,6 @@ AVX2 static void near_avx2(uint8_t *target, const uint8_t *source, size_t n) {
     for (; at < n; at += LINE) line_avx2(target + at, source + at);
 }
 
-
 static void settle(void) { _mm_sfence(); } /* such stores are ordered by nothing else */
 
 static const struct level level_avx2 = {"avx2", &xxh3_avx2, stream_avx2, LANES_PIECE};

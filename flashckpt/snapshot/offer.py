@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import threading
+import time
 from collections.abc import Iterator
 
 from flashckpt.native import SharedCopy
@@ -14,10 +15,11 @@ class Offer:
 
     Attributes:
         joined_bytes: That the training thread copied.
+        joined_cpu_s: That it took.
     """
 
     def __init__(self) -> None:
-        self.joined_bytes = 0
+        self.joined_bytes, self.joined_cpu_s = 0, 0.0
         self._is_decided, self._copying = threading.Event(), threading.Lock()
         self._shared: SharedCopy | None = None
 
@@ -42,4 +44,6 @@ class Offer:
         self._is_decided.wait()
         with self._copying:
             if self._shared is not None:
+                began = time.thread_time()
                 self.joined_bytes += self._shared.join()
+                self.joined_cpu_s += time.thread_time() - began

@@ -180,21 +180,29 @@ class Stager:
 
     def hand_over(self) -> None:
         """Let the copy thread begin with what was prepared, if anything was; copy it here where no core is free for that."""
-        snapshot, self._prepared = self._prepared, None
+        snapshot = self._prepared
         if snapshot is None:
             return
         self.ready()
-        if not snapshot.plan.uses_device and self._crowding.next_here(snapshot.plan.end):
-            self._copy_here(snapshot)
-        self._queue.put(snapshot)
+        try:
+            if not snapshot.plan.uses_device and self._crowding.next_here(snapshot.plan.end):
+                self._copy_here(snapshot)
+        finally:  # Ctrl-C too: what is not handed over is never done, and the end of the job waits for it
+            self._queue.put(snapshot)
+            self._prepared = None
 
     def _copy_here(self, snapshot: Snapshot) -> None:
         started = time.thread_time()
+        snapshot.is_copied_here = True
         try:
             self._copy(snapshot)
         except Exception as error:  # noqa: BLE001 -- as in the copy thread, which discards it
             snapshot.error = error
-        snapshot.is_copied_here, snapshot.cpu_s = True, time.thread_time() - started
+        except BaseException:
+            snapshot.error = InterruptedError("the program was interrupted while it was copied")
+            raise
+        finally:
+            snapshot.cpu_s = time.thread_time() - started
 
     def fence(self) -> None:
         """Return when live state may be changed: copies are done, or on an accelerator ordered before what follows."""
@@ -240,7 +248,7 @@ class Stager:
                 snapshot.error = error
                 with contextlib.suppress(Exception):  # of a device that failed; the error of the snapshot says more
                     self._lanes.wait()  # nothing may still be on its way into a slot that is given up
-            self._end(snapshot, snapshot.cpu_s + time.thread_time() - started)
+            self._end(snapshot, snapshot.cpu_s + snapshot.offer.joined_cpu_s + time.thread_time() - started)
 
     def _copy(self, snapshot: Snapshot) -> None:
         """Read live tensors, in whichever thread; nothing is read any more when `copied` is set."""

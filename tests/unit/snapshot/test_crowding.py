@@ -103,6 +103,35 @@ def test_on_a_full_machine_the_training_thread_copies(
     assert digest(model, optimizer) == kept
 
 
+def test_ctrl_c_inside_the_copy_ends_step_and_leaves_nothing_that_is_waited_for(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = nn.Linear(20, 20)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    ckpt = opened(tmp_path, model=model, optimizer=optimizer)
+    failures: list[Exception] = []
+    ckpt.on_failure = failures.append
+    ckpt.step(1)
+    finished(ckpt)
+    kept = digest(model, optimizer)
+    monkeypatch.setattr(Crowding, "next_here", lambda *_: True)
+
+    def interrupt(*_: Any) -> None:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr("flashckpt.snapshot.runs.HostRuns.check_forms", interrupt)
+        with pytest.raises(KeyboardInterrupt):
+            ckpt.step(2)
+    finished(ckpt)  # and so would the end of the program
+    assert [type(error) for error in failures] == [InterruptedError]
+    crash(ckpt)
+    with torch.no_grad():
+        model.weight.zero_()
+    crash(opened(tmp_path, model=model, optimizer=optimizer))
+    assert digest(model, optimizer) == kept
+
+
 def test_what_cannot_be_copied_inside_step_is_discarded_as_elsewhere(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

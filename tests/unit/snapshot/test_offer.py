@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -39,11 +40,15 @@ def starved(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(runs, "SharedCopy", Starved)
 
 
-def test_training_copies_what_the_copy_thread_has_no_core_for(tmp_path: Path, starved: None, copied_by: str) -> None:
+def test_training_copies_what_the_copy_thread_has_no_core_for(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, starved: None, copied_by: str
+) -> None:
     wide = nn.Linear(3000, 1000)  # 12 MB: more than one part of a tensor
     model = nn.Sequential(wide, nn.Linear(1000, 3))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     ckpt = opened(tmp_path, model=model, optimizer=optimizer)
+    clock = iter([10.0, 12.5])
+    monkeypatch.setattr("flashckpt.snapshot.offer.time", SimpleNamespace(thread_time=lambda: next(clock)))
     ckpt.step(1)
     kept = digest(model, optimizer)
     ckpt.fence()
@@ -51,6 +56,7 @@ def test_training_copies_what_the_copy_thread_has_no_core_for(tmp_path: Path, st
         wide.weight.zero_()
     ckpt.wait()
     assert ckpt.stats["joined_bytes"] == sum(p.nbytes for p in model.parameters())
+    assert ckpt.stats["copy_cpu_s"] >= 2.5, "what both threads took"
     crash(ckpt)
     crash(opened(tmp_path, model=model, optimizer=optimizer))
     assert digest(model, optimizer) == kept
