@@ -1,4 +1,6 @@
-"""What a snapshot costs the copy thread: CPU seconds from ckpt.step() to COMPLETE, by what copies.
+"""What the copy of a snapshot costs: CPU seconds from ckpt.step() to COMPLETE, by what copies.
+
+The training thread waits at once, and so takes part: two threads that share the memory use more CPU than one alone (`memory_copy.py`).
 
 States of few large and of very many small tensors; beside them one memcpy of as many bytes in the same rounds. `step()` is the
 CPU time of the training thread inside ckpt.step(). CPU time, not wall time, so that a busy machine can be used.
