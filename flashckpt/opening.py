@@ -7,8 +7,7 @@ import logging
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
-import torch
-
+from flashckpt.accelerator import index_of
 from flashckpt.logs import notice
 from flashckpt.native import implementation
 from flashckpt.node_place import OpenedJob
@@ -55,7 +54,7 @@ class Opening:
             self.directory,
             root_digest=root_digest(settings.root),
             rank=self.tracked.world.rank,
-            pin_for=torch.cuda.current_device() if torch.cuda.is_available() and torch.cuda.is_initialized() else None,  # type: ignore[no-untyped-call]  # torch leaves it without types
+            pin_for=index_of(p.device for part in self.tracked.parts() for p in part.parameters()),
         )
 
     @contextlib.contextmanager

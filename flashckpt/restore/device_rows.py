@@ -7,7 +7,6 @@ stream per device takes all copies in the order they were queued, so that bytes 
 from __future__ import annotations
 
 import contextlib
-import logging
 import threading
 from collections import deque
 from collections.abc import Iterator, Mapping
@@ -16,8 +15,8 @@ from typing import Any
 import numpy as np
 import torch
 
+from flashckpt.accelerator import host_buffer
 from flashckpt.core.shard import round_up
-from flashckpt.logs import guarded
 from flashckpt.planning.runs import Runs
 from flashckpt.restore.destinations import Bytes, Ints, address_of, copy_bytes
 from flashckpt.restore.scatter import strided_blocks
@@ -32,8 +31,6 @@ _ALIGN = 16
 cuda: Any = torch.cuda
 """Or a stand-in, so that the order of operations is tested without a GPU."""
 
-_log = guarded(logging.getLogger("flashckpt"))
-
 
 class DeviceRows:
     """Writes into rows of device memory, from any thread.
@@ -46,7 +43,7 @@ class DeviceRows:
         self.rows = rows
         self._free: list[torch.Tensor] = []
         self._under_way: deque[tuple[Any, torch.Tensor]] = deque()
-        self._made, self._may_lock = 0, True
+        self._made = 0
         self._lock = threading.Lock()
         self._streams: dict[torch.device, Any] = {}
         for device in {row.device for row in rows.values()}:
@@ -141,20 +138,10 @@ class DeviceRows:
             used = self._under_way.popleft() if self._under_way and self._made >= BLOCKS else None
             self._made += used is None
         if used is None:
-            return self._new_block(device)
+            return host_buffer(BLOCK_BYTES, device, api=cuda)
         event, block = used
         event.synchronize()
         return block
-
-    def _new_block(self, device: torch.device) -> torch.Tensor:
-        if device.type == "cuda" and self._may_lock:
-            try:
-                with cuda.device(device):  # as in `_queueing`
-                    return torch.empty(BLOCK_BYTES, dtype=torch.uint8, pin_memory=True)
-            except RuntimeError as error:
-                self._may_lock = False
-                _log.warning("no page-locked memory for the restore, which is slower without: %s", error)
-        return torch.empty(BLOCK_BYTES, dtype=torch.uint8)
 
     def _give_back(self, staging: torch.Tensor) -> None:
         if len(staging) == BLOCK_BYTES:

@@ -96,24 +96,25 @@ class Buffer:
         self._by_dtype: dict[torch.dtype, torch.Tensor] = {}
 
     @cached_property
-    def _array(self) -> Any:
+    def array(self) -> Any:
+        """Its bytes, uint8[n]."""
         assert self._data is not None, "closed"
         return np.frombuffer(self._data, np.uint8)
 
     @cached_property
     def address(self) -> int:
         """Of its first byte."""
-        return int(self._array.ctypes.data)
+        return int(self.array.ctypes.data)
 
     def tensor(self, item: Item) -> torch.Tensor:
         """Return the destination of an item as a tensor of integers as wide as its elements."""
-        flat = torch.from_numpy(self._array[item.offset : item.offset + item.nbytes])
+        flat = torch.from_numpy(self.array[item.offset : item.offset + item.nbytes])
         return flat.view(_INTEGERS[item.local.element_size()]).view(item.box.lengths)
 
     def like_live(self, item: Item) -> torch.Tensor:
         """Return the destination of an item that `is_plain`, of the dtype and strides of its live tensor."""
         if item.dtype not in self._by_dtype:
-            whole = self._array[: len(self._array) // 8 * 8]
+            whole = self.array[: len(self.array) // 8 * 8]
             self._by_dtype[item.dtype] = torch.from_numpy(whole).view(item.dtype)
         at = item.offset // item.dtype.itemsize
         return self._by_dtype[item.dtype].as_strided(item.shape, item.local.stride(), at)
@@ -121,7 +122,7 @@ class Buffer:
     def close(self) -> None:
         """Forget the memory."""
         self._data, self._by_dtype = None, {}
-        self.__dict__.pop("_array", None)
+        self.__dict__.pop("array", None)
 
 
 def source_of(item: Item, tensor: torch.Tensor | None = None) -> torch.Tensor:

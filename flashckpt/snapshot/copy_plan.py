@@ -13,6 +13,7 @@ import torch
 from flashckpt.snapshot.copy import Item, StalePlanError, is_run, run_starts
 from flashckpt.snapshot.runs import HostRuns, places_of
 from flashckpt.snapshot.version_counters import Counts, VersionCounters
+from flashckpt.snapshot.witness import Sampler
 from flashckpt.state.placement import local_of
 from flashckpt.state.state_layout import Ints, StateLayout
 
@@ -186,12 +187,23 @@ class CopyPlan:
 
     def items(self, rows: Ints) -> list[Item]:
         """Return rows as items. Raises as `fenced`."""
+        owners = self.layout.row_tensors[rows].tolist()
+        return self._items(rows, list(map(self._locals.__getitem__, owners)) if owners else [])
+
+    def some_items(self, rows: Ints) -> list[Item]:
+        """Return a few rows as items, without a look at the others; in the training thread."""
+        structure, owners = self.layout.structure, self.layout.row_tensors[rows]
+        late = np.flatnonzero(np.isin(structure.awaited, owners)).tolist() if self.bound else []
+        found = {int(structure.awaited[place]): self.bound[place] for place in late}
+        tensors = [found.get(owner, structure.tensors[owner]) for owner in owners.tolist()]
+        here = [tensor is not None for tensor in tensors]
+        return self._items(rows[here], [local_of(tensor) for tensor in tensors if tensor is not None])
+
+    def _items(self, rows: Ints, locals_: Sequence[torch.Tensor]) -> list[Item]:
         layout, structure, table = self.layout, self.layout.structure, self.layout.table
-        numbers = rows.tolist()
         owners = layout.row_tensors[rows].tolist()
-        locals_ = list(map(self._locals.__getitem__, owners)) if numbers else []
         kinds = [structure.box_sets[number] for number in structure.sets[layout.row_tensors[rows]].tolist()]
-        starts = _run_starts(layout)
+        starts = self._starts
         boxes = layout.row_boxes[rows].tolist()
         sizes = {id(one): one.form[1].numel() * one.form[0].itemsize for one in kinds}
         columns = zip(
@@ -208,6 +220,17 @@ class CopyPlan:
             strict=True,
         )
         return list(map(Item._make, columns))
+
+    @cached_property
+    def _starts(self) -> list[int]:
+        """For each box of the layout the byte where it starts in its local tensor, if that is contiguous; -1 if it is no run."""
+        sets = self.layout.structure.box_sets
+        return [start for one in sets for start in run_starts(one.boxes, one.form[1], one.form[0].itemsize)]
+
+    @cached_property
+    def sampler(self) -> Sampler:
+        """Chooses what is read in `step()` to show writes that torch does not count."""
+        return Sampler(self.order.fenced, self.order.device, self.some_items)
 
     @cached_property
     def _locals(self) -> Sequence[torch.Tensor]:
@@ -250,10 +273,3 @@ class CopyPlan:
         names = [name for name, tensor, fenced in columns if fenced and tensor is not None]
         names += [structure.names[place] for place in structure.awaited.tolist()]
         return [names[place] for place in places]
-
-
-def _run_starts(layout: StateLayout) -> list[int]:
-    """Return for each box of a layout the byte where it starts in its local tensor, if that is contiguous; -1 if it is no run."""
-    return [
-        start for one in layout.structure.box_sets for start in run_starts(one.boxes, one.form[1], one.form[0].itemsize)
-    ]

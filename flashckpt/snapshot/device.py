@@ -15,11 +15,11 @@ from typing import Any
 import numpy as np
 import torch
 
+from flashckpt.accelerator import host_buffer
 from flashckpt.core.shard import ALIGN_SMALL, SMALL_BYTES, round_up
 from flashckpt.native import copy_and_digest
-from flashckpt.snapshot.copy import Buffer, Item, StalePlanError, is_plain, source_of
+from flashckpt.snapshot.copy import Buffer, Item, is_plain, source_of
 
-_PORTABLE = 1  # cudaHostRegisterPortable
 BATCH_BYTES = 64 << 20
 """Bytes per event: the host hashes one batch while the next is on the wire."""
 
@@ -29,13 +29,15 @@ class StreamEvents:
     """What `mark` recorded: an event per device, clones of what is not fenced, and small ones of it gathered.
 
     Attributes:
+        samples: Blocks as they were then, gathered; compared with the slot when all has arrived.
         error: Why this snapshot cannot be taken; raised by `enqueue` in the copy thread, so that training continues.
     """
 
     events: dict[torch.device, Any]
     clones: list[tuple[Item, torch.Tensor]]
     packs: list[SmallBatch]
-    error: StalePlanError | None = None
+    samples: list[SmallBatch]
+    error: Exception | None = None
 
 
 class SmallBatch:
@@ -48,20 +50,22 @@ class SmallBatch:
     def __init__(self, items: Sequence[Item]) -> None:
         self.items = items
         self.device = items[0].local.device
-        *starts, total = accumulate((round_up(item.nbytes, ALIGN_SMALL) for item in items), initial=0)
+        *starts, self._total = accumulate((round_up(item.nbytes, ALIGN_SMALL) for item in items), initial=0)
         self._starts = starts
-        self._on_device = torch.empty(total, dtype=torch.uint8, device=self.device)
+        self._on_device: torch.Tensor | None = None
+        self._typed: list[torch.Tensor] = []
+        self._integers: list[torch.Tensor] = []
         self._on_host: torch.Tensor | None = None
-        flat = [self._on_device[start : start + item.nbytes] for item, start in zip(items, starts, strict=True)]
-        pairs = list(zip(flat, items, strict=True))
-        self._typed = [part.view(item.dtype).view(item.box.lengths) for part, item in pairs]
-        self._integers = [part.view(source_of(item).dtype).view(item.box.lengths) for part, item in pairs]
 
     def gather(self) -> None:
         """Queue the gathering on the current stream.
 
+        The device's memory is made here, the first time: it belongs to the stream that writes it. Of another stream it may
+        be what training has just freed and still reads, and both would be wrong.
         One kernel copies many tensors only if they are of one type, and only if all of them are plain: others stand apart.
         """
+        if self._on_device is None:
+            self._on_device = self._made()
         groups: dict[tuple[torch.dtype, bool], tuple[list[torch.Tensor], list[torch.Tensor]]] = {}
         for number, item in enumerate(self.items):
             plain = is_plain(item) and item.local.stride() == self._typed[number].stride()
@@ -73,16 +77,34 @@ class SmallBatch:
             for parts, sources in groups.values():
                 torch._foreach_copy_(parts, sources)
 
+    def _made(self) -> torch.Tensor:
+        memory = torch.empty(self._total, dtype=torch.uint8, device=self.device)
+        flat = [memory[start : start + item.nbytes] for item, start in zip(self.items, self._starts, strict=True)]
+        pairs = list(zip(flat, self.items, strict=True))
+        self._typed = [part.view(item.dtype).view(item.box.lengths) for part, item in pairs]
+        self._integers = [part.view(source_of(item).dtype).view(item.box.lengths) for part, item in pairs]
+        return memory
+
     def fetch(self) -> None:
         """Queue the copy to the host on the current stream (copy thread).
 
         The page-locked buffer is made here and not with the pack: making it holds up the device, and `step()` with it.
         """
+        assert self._on_device is not None, "gather() comes first"
         if self._on_host is None:
-            self._on_host = torch.empty(
-                self._on_device.numel(), dtype=torch.uint8, pin_memory=self.device.type == "cuda"
-            )
+            self._on_host = host_buffer(self._total, self.device)
         self._on_host.copy_(self._on_device, non_blocking=True)
+
+    def differing(self, buffer: Buffer) -> list[str]:
+        """Return the names of those whose bytes in the slot are not what was gathered; the copy must have arrived."""
+        assert self._on_host is not None, "fetch() comes first"
+        own, slot = self._on_host.numpy(), buffer.array
+        pairs = zip(self.items, self._starts, strict=True)
+        return [
+            item.fqn
+            for item, start in pairs
+            if not np.array_equal(own[start : start + item.nbytes], slot[item.offset : item.offset + item.nbytes])
+        ]
 
     def deal(self, buffer: Buffer) -> None:
         """Put every tensor into its place in the slot; the copy must have arrived."""
@@ -147,6 +169,7 @@ class DeviceCopier:
         devices: Iterable[torch.device],
         unfenced: Sequence[Item],
         fresh: Sequence[tuple[Item, torch.Tensor]] = (),
+        blocks: Sequence[Item] = (),
     ) -> StreamEvents:
         """Record what is queued now on each device's current stream: copies start behind it.
 
@@ -155,24 +178,28 @@ class DeviceCopier:
             unfenced: Tensors that may change as soon as `step()` returns: cloned or gathered on the device first, in
                 stream order. The snapshot before must be at its end: its gathered tensors are overwritten.
             fresh: The same, each with what its owner returned for this snapshot.
+            blocks: Of fenced tensors: gathered, for the comparison in `changed`.
         """
         clones: list[tuple[Item, torch.Tensor]] = []
         packs: list[SmallBatch] = []
+        samples: list[SmallBatch] = []
         error = None
         try:
             large, packs = self._unfenced.of(unfenced)
             clones += [(item, source_of(item).clone()) for item in large]
             clones += [(item, source_of(item, tensor).clone()) for item, tensor in fresh]
-            for pack in packs:
+            samples = SmallBatches().of(blocks)[1]
+            for pack in [*packs, *samples]:
                 pack.gather()
-        except StalePlanError as found:
+        except Exception as found:  # noqa: BLE001 -- out of memory too ends this snapshot, not training
             error = found
+            clones, packs, samples = [], [], []
         events = {}
         for device in {*devices, *self._devices.of(unfenced), *(clone.device for _, clone in clones)}:
             event = self._api.Event()
             event.record(self._api.current_stream(device))
             events[device] = event
-        return StreamEvents(events=events, clones=clones, packs=packs, error=error)
+        return StreamEvents(events=events, clones=clones, packs=packs, samples=samples, error=error)
 
     def enqueue(self, items: Sequence[Item], buffer: Buffer, marks: StreamEvents) -> list[Any]:
         """Queue every copy on the side streams (copy thread); return batches of (event, items, pack or None).
@@ -191,6 +218,10 @@ class DeviceCopier:
                     stream.wait_event(mark)
                     own = [copy for copy in copies if (copy[0].local if copy[1] is None else copy[1]).device == device]
                     batches += self._queue(device, buffer, own, packs, marks.packs)
+                    for pack in marks.samples:
+                        if pack.device == device:
+                            pack.fetch()
+                            batches.append((self._recorded(device), (), None))
         except BaseException:
             self.wait()
             raise
@@ -226,6 +257,11 @@ class DeviceCopier:
         event = self._last[device] = self._api.Event(blocking=True)
         event.record(self._stream(device))
         return event
+
+    @staticmethod
+    def changed(marks: StreamEvents | None, buffer: Buffer) -> list[str]:
+        """Return the names of tensors of which a block was copied otherwise than it was at `mark`; all must have arrived."""
+        return [name for pack in (marks.samples if marks is not None else ()) for name in pack.differing(buffer)]
 
     def fence(self) -> None:
         """Make what the training thread queues from now on wait for the copies; returns at once."""
@@ -269,26 +305,3 @@ def _batches(copies: Sequence[tuple[Item, torch.Tensor | None]]) -> Iterator[lis
             batch, size = [], 0
     if batch:
         yield batch
-
-
-def register(address: int, nbytes: int, *, index: int, api: Any = None) -> bool:
-    """Page-lock host memory for direct transfers of every device of this process.
-
-    Args:
-        address: Of the mapping.
-        nbytes: Its size.
-        index: The device of this rank: a thread begins on device 0, and would make a context there.
-        api: `torch.cuda`, or a stand-in.
-
-    Returns:
-        False where it was refused (a limit on locked memory): copies then go through the driver's own buffers.
-    """
-    cuda = api if api is not None else torch.cuda
-    with cuda.device(index):
-        return int(cuda.cudart().cudaHostRegister(address, nbytes, _PORTABLE)) == 0
-
-
-def unregister(address: int, *, api: Any = None) -> None:
-    """Give page-locked memory back; before it is unmapped."""
-    cuda = api if api is not None else torch.cuda
-    cuda.cudart().cudaHostUnregister(address)

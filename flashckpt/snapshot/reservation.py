@@ -10,9 +10,9 @@ from typing import Any
 
 import numpy as np
 
+from flashckpt import accelerator
 from flashckpt.logs import guarded
 from flashckpt.shm.segment import Segment
-from flashckpt.snapshot import device
 
 _log = guarded(logging.getLogger("flashckpt"))
 
@@ -37,7 +37,7 @@ class Reservation:
         self.error: Exception | None = None
         self.seconds = 0.0
         self._pin_for = pin_for
-        self._page_locked: list[int] = []
+        self._page_locked: list[tuple[int, int]] = []  # address, index of the device
         self._usable: set[int] = set()
         self._thread: threading.Thread | None = None
 
@@ -80,8 +80,8 @@ class Reservation:
     def _page_lock(self, address: int, nbytes: int) -> None:
         if self._pin_for is None:
             return
-        if device.register(address, nbytes, index=self._pin_for):
-            self._page_locked.append(address)
+        if accelerator.register(address, nbytes, index=self._pin_for):
+            self._page_locked.append((address, self._pin_for))
         else:
             _log.warning("the snapshots' memory could not be page-locked: copies from the device are slower")
             self._pin_for = None  # the limit that refused this slot refuses the others
@@ -110,7 +110,8 @@ class Reservation:
             self._thread.join()
             self._thread = None
         while self._page_locked:
-            device.unregister(self._page_locked.pop())
+            address, index = self._page_locked.pop()
+            accelerator.unregister(address, index=index)
         segment, self.segment = self.segment, None
         if segment is not None:
             if unlink_unused and not any(header.is_complete for header in segment.headers()):

@@ -77,9 +77,9 @@ class HostRuns:
         for part in self._parts():
             if list(map(_NBYTES, self._locals[part])) != self._sizes[part]:
                 self._refuse(part)
-        held = self._hold()
+        held = self.hold()
         copy_and_digest(self._rows(held, buffer), digest=False, check=self._is_new(held, buffer))
-        self._refuse_lost(held)
+        self.refuse_lost(held)
         self._note_checked(held, buffer)
 
     def copy_and_digest(self, buffer: Buffer, digests: npt.NDArray[np.uint64], offer: Offer | None = None) -> None:
@@ -93,7 +93,7 @@ class HostRuns:
         """
         if not self._items:
             return
-        held = self._hold()
+        held = self.hold()
         rows = self._rows(held, buffer)
         # asking for the map of memory is cheap in C alone
         check = self._is_new(held, buffer) or is_native()
@@ -105,7 +105,7 @@ class HostRuns:
             shared = SharedCopy(rows, digests, self._first)
             with offer.open(shared):
                 shared.run(check=check)
-        self._refuse_lost(held)
+        self.refuse_lost(held)
         self._note_checked(held, buffer)
 
     def check_forms(self) -> None:
@@ -121,7 +121,15 @@ class HostRuns:
             if list(map(_DTYPE, tensors)) != self._dtypes[part] or list(map(_SHAPE, tensors)) != self._shapes[part]:
                 self._refuse(part)
 
-    def _hold(self) -> HeldMemory:
+    def addresses_now(self) -> Ints | None:
+        """Return where each tensor is, for a read by the thread that trains, at once; None where one has another form or no memory."""
+        tensors = self._locals
+        if list(map(_NBYTES, tensors)) != self._sizes or not all(map(torch.Tensor.is_contiguous, tensors)):
+            return None
+        addresses = np.array(list(map(_ADDRESS, tensors)), np.int64)
+        return addresses if addresses.all() else None
+
+    def hold(self) -> HeldMemory:
         """Return what keeps every storage alive, and where each tensor is in it.
 
         A storage is taken first and its bounds after, so that the address is in memory that is held, whatever other threads do.
@@ -144,7 +152,7 @@ class HostRuns:
         self._refuse_first(outside & (self._room > 0), held)
         return held
 
-    def _refuse_lost(self, held: HeldMemory) -> None:
+    def refuse_lost(self, held: HeldMemory) -> None:
         """Refuse what was copied of a storage that got other memory meanwhile: its bytes were anybody's."""
         for part in self._parts():
             self._refuse_first(held.bases[part] != list(map(_BASE, held.storages[part])), held, part.start)

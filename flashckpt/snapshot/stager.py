@@ -18,7 +18,6 @@ from flashckpt.core.snapshot_request import SnapshotRequest
 from flashckpt.errors import FenceError, FlashckptError, SharedMemoryError
 from flashckpt.faults import crash_point
 from flashckpt.logs import guarded
-from flashckpt.native import UnusableMemoryError
 from flashckpt.shm.segment import SlotWriter
 from flashckpt.snapshot.copy import (
     Buffer,
@@ -33,9 +32,11 @@ from flashckpt.snapshot.device import DeviceCopier
 from flashckpt.snapshot.offer import Offer
 from flashckpt.snapshot.runs import digest_in_slot, places_of
 from flashckpt.snapshot.version_counters import Counts, counter_path
+from flashckpt.snapshot.witness import Witness
 from flashckpt.state.captured import Captured, ValuesRead
 
 _log = guarded(logging.getLogger("flashckpt"))
+UNCOUNTED = "a write that torch does not count (through .data or numpy, or by averaged weights that were swapped in)"
 
 
 @dataclass(eq=False)
@@ -49,6 +50,7 @@ class Snapshot:
         copied: Set when nothing more is read from live tensors (on an accelerator: when all copies are queued).
         done: Set when it is COMPLETE or was discarded.
         error: Why it was discarded, or None.
+        witness: What was read in `step()`, to show writes that torch does not count.
         optimizer_steps: How often a tracked optimizer had stepped when it was taken.
         digests: Of its chunks, once they are copied.
         batches: Of copies under way on an accelerator.
@@ -65,6 +67,7 @@ class Snapshot:
     values: ValuesRead
     versions: Counts
     marks: Any = None
+    witness: Witness | None = None
     optimizer_steps: int = 0
     copied: threading.Event = field(default_factory=threading.Event)
     done: threading.Event = field(default_factory=threading.Event)
@@ -90,22 +93,28 @@ class Snapshot:
         return isinstance(self.error, (StalePlanError, SlotOverflowError, SharedMemoryError))
 
     def check(self) -> None:
-        """Compare the version counters once: before the training thread may mutate, after the last read."""
+        """Compare the version counters and the samples once: before the training thread may mutate, after the last read."""
         with self.lock:
             if self.checked:
                 return
             self.checked = True
-            names = self.plan.changed(self.versions)
-        if names:
-            self.error = fence_error(names, self.request.id.step)
+            try:
+                if names := self.plan.changed(self.versions):
+                    self.error = fence_error(names, self.request.id.step)
+                elif self.witness is not None and (names := self.witness.changed(self.buffer)):
+                    self.error = fence_error(names, self.request.id.step, found=UNCOUNTED)
+            except StalePlanError as error:  # here, for the fence asks too, in the training thread
+                self.error = error
 
 
-def fence_error(names: Sequence[str], step: int) -> FenceError:
+def fence_error(
+    names: Sequence[str], step: int, *, found: str = "a write outside the step() of a tracked optimizer"
+) -> FenceError:
     """Return the error for tensors that were changed while they were copied."""
     more = f" and {len(names) - 1} more" if len(names) > 1 else ""
     return FenceError(
         f"{names[0]!r}{more} was changed while the snapshot of step {step} was copied",
-        found="a write outside the step() of a tracked optimizer",
+        found=found,
         expected="no write to parameters or optimizer state between ckpt.step() and the next optimizer.step()",
         state="That snapshot was discarded; the one before it is intact and training continues.",
         remedy="call ckpt.fence() before the write, or move it before ckpt.step()",
@@ -162,15 +171,17 @@ class Stager:
                         copy_item(item, buffer)
                 for item in plan.fresh:
                     copy_item(item, buffer, captured.tensors[item.fqn])
-            except (SlotOverflowError, StalePlanError, UnusableMemoryError) as error:
+            except Exception as error:  # noqa: BLE001 -- out of memory too ends this snapshot, not training
                 snapshot.error = error
                 self._end(snapshot, 0.0)
                 return snapshot
             snapshot.versions = plan.versions()
+            snapshot.witness = plan.sampler.take()
             snapshot.optimizer_steps = optimizer_steps
             if plan.uses_device:
                 fresh = [(item, captured.tensors[item.fqn]) for item in plan.device_fresh]
-                snapshot.marks = self._lanes.mark(plan.devices, plan.device_unfenced, fresh)
+                blocks = snapshot.witness.on_device if snapshot.witness is not None else ()
+                snapshot.marks = self._lanes.mark(plan.devices, plan.device_unfenced, fresh, blocks)
         except BaseException:
             buffer.close()
             writer.discard()
@@ -241,7 +252,8 @@ class Stager:
                 if not snapshot.is_copied_here:
                     before = CoreTime.now()
                     self._copy(snapshot)
-                    snapshot.found_full = self._crowding.saw(before, CoreTime.now(), snapshot.plan.end)
+                    if not snapshot.plan.uses_device:  # those of a device are never copied in step()
+                        snapshot.found_full = self._crowding.saw(before, CoreTime.now(), snapshot.plan.end)
                 if snapshot.error is None:
                     self._conclude(snapshot)
             except Exception as error:  # noqa: BLE001 -- training continues whatever happens to one snapshot
@@ -273,6 +285,8 @@ class Stager:
         digest_in_slot(plan.digested_later, buffer, digests)
         for items in self._lanes.arrivals(snapshot.batches, buffer):
             digest_in_slot(places_of(items), buffer, digests)
+        if names := self._lanes.changed(snapshot.marks, buffer):
+            raise fence_error(names, snapshot.request.id.step, found=UNCOUNTED)
         snapshot.check()
         if snapshot.error is None:
             self._commit(snapshot, digests)

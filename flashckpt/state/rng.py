@@ -1,34 +1,53 @@
-"""The random number generators of one rank: torch (CPU, CUDA where it is initialised), Python and numpy."""
+"""The random number generators of one rank: torch (CPU, accelerators that are in use), Python and numpy."""
 
 from __future__ import annotations
 
+import logging
 import random
 import struct
+from collections.abc import Iterable
 from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 
 from flashckpt.errors import UnsupportedStateError
+from flashckpt.logs import guarded
+
+_log = guarded(logging.getLogger("flashckpt"))
+_Device = torch.device
 
 
 class Generators(NamedTuple):
-    """The state of all generators at one instant, each as its library gives it out: copies, which nothing changes any more."""
+    """The state of all generators at one instant, each as its library gives it out: copies, which nothing changes any more.
+
+    Attributes:
+        current: (type, state) of the accelerator that is the current one, where one is in use.
+        others: By device, of those beside it.
+    """
 
     torch: torch.Tensor
     python: tuple[Any, ...]
     numpy: Any
-    cuda: torch.Tensor | None
+    current: tuple[str, torch.Tensor] | None
+    others: dict[str, torch.Tensor]
 
     @classmethod
-    def now(cls) -> Generators:
-        """Return them as they are. Draws nothing, initialises no device."""
-        has_cuda = torch.cuda.is_initialized() and torch.cuda.is_available()  # type: ignore[no-untyped-call]  # torch leaves it without types
+    def now(cls, devices: Iterable[_Device] = ()) -> Generators:
+        """Return them as they are. Draws nothing, initialises no device.
+
+        Args:
+            devices: That hold tracked tensors: dropout on one that is not the current one draws from its own generator.
+        """
+        kind, api = _accelerator()
+        here = None if api is None else api.current_device()
+        beside = [] if api is None else [d for d in devices if d.type == kind and d.index not in (None, here)]
         return cls(
             torch=torch.get_rng_state(),
             python=random.getstate(),
             numpy=np.random.get_state(legacy=True),  # noqa: NPY002 -- the global generator is what users' code draws from
-            cuda=torch.cuda.get_rng_state() if has_cuda else None,
+            current=None if api is None else (kind, api.get_rng_state()),
+            others={str(device): api.get_rng_state(device) for device in beside},
         )
 
     def packed(self) -> dict[str, Any]:
@@ -39,14 +58,25 @@ class Generators(NamedTuple):
             "python": _python(self.python),
             "numpy": [kind, np.asarray(keys).tobytes(), int(position), int(has_gauss), float(gauss)],
         }
-        if self.cuda is not None:
-            state["cuda"] = self.cuda.numpy().tobytes()
+        if self.current is not None:
+            state[self.current[0]] = self.current[1].numpy().tobytes()
+        if self.others:
+            state["devices"] = {device: own.numpy().tobytes() for device, own in self.others.items()}
         return state
 
 
-def capture() -> dict[str, Any]:
-    """Return the state of all generators as msgpack values. Draws nothing, initialises no device."""
-    return Generators.now().packed()
+def _accelerator() -> tuple[str, Any]:
+    """Return the type of this machine's accelerator and torch's module of it; None for the module where it is not in use."""
+    device = torch.accelerator.current_accelerator()
+    if device is None:
+        return "", None
+    api = torch.get_device_module(device)
+    return device.type, api if hasattr(api, "get_rng_state") and api.is_available() and api.is_initialized() else None
+
+
+def capture(devices: Iterable[torch.device] = ()) -> dict[str, Any]:
+    """Return the state of all generators as msgpack values. Draws nothing, initialises no device; `devices` as `Generators.now`."""
+    return Generators.now(devices).packed()
 
 
 def _python(state: Any) -> list[Any]:
@@ -70,8 +100,23 @@ def restore(state: dict[str, Any]) -> None:
         raise UnsupportedStateError(
             "the random state was taken by another Python or numpy", found=str(error)
         ) from error
-    if "cuda" in state and torch.cuda.is_available():
-        torch.cuda.set_rng_state(torch.frombuffer(bytearray(state["cuda"]), dtype=torch.uint8))
+    _restore_accelerators(state)
+
+
+def _restore_accelerators(state: dict[str, Any]) -> None:
+    device = torch.accelerator.current_accelerator()
+    if device is None or device.type not in state:
+        return
+    api = torch.get_device_module(device)
+    if not api.is_available():
+        return
+    api.set_rng_state(torch.frombuffer(bytearray(state[device.type]), dtype=torch.uint8))
+    for name, own in state.get("devices", {}).items():
+        there = torch.device(name)
+        if there.type == device.type and there.index < api.device_count():
+            api.set_rng_state(torch.frombuffer(bytearray(own), dtype=torch.uint8), there)
+        else:
+            _log.warning("the random state of %s is not restored: this process has no such device", name)
 
 
 def reseed(*, step: int, rank: int) -> None:

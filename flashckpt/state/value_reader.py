@@ -53,11 +53,15 @@ class ValueReader:
         self._extras = optimizer_extra.Extras()
         self._left_out: dict[str, torch.Tensor] = {}
         self._sample: bytes | None = None
+        self._devices: set[torch.device] = set()
 
     def look(self, found: ModuleTensors, exclusion: Exclusion) -> None:
         """Record which modules have extra state that is not left out, and which parameters are."""
         self._groups = {}
         kept = set(found.ids)
+        self._devices = {
+            tensor.device for module in found.walked_modules() for tensor in module.parameters(recurse=False)
+        }
         self._left_out = {name: tensor for name, tensor in found.left_out.items() if id(tensor) not in kept}
         self._sample = None
         self.extra = [
@@ -109,7 +113,7 @@ class ValueReader:
             values[f"{left_out.KEY}@{self._tracked.world.suffix}"] = sample
         generators = None
         if self._tracked.rng:
-            generators = f"rng@{self._tracked.world.suffix}", rng.Generators.now()
+            generators = f"rng@{self._tracked.world.suffix}", rng.Generators.now(self._devices)
         return Captured(read=ValuesRead(values, generators), tensors=tensors)
 
     def _read_optimizers(self, values: dict[str, Any], tensors: dict[str, torch.Tensor]) -> None:

@@ -12,6 +12,7 @@ import pytest
 import torch
 from support.fake_cuda import FakeCuda, LateCuda, OnDevice, install
 
+from flashckpt import accelerator
 from flashckpt.core.shard_table import ShardTable
 from flashckpt.planning.runs import Runs
 from flashckpt.restore import device_rows, live_memory
@@ -141,11 +142,12 @@ def test_without_page_locked_memory_the_restore_takes_pageable(
         return real(*shape, **kinds)
 
     monkeypatch.setattr(device_rows, "cuda", FakeCuda())
+    monkeypatch.setattr(accelerator, "_refused", set())
     live, wanted = torch.zeros(900, dtype=torch.uint8), noise(900)
     rows = DeviceRows({0: live})
     monkeypatch.setattr(torch, "empty", empty)
     for _ in range(2):
-        rows._new_block(torch.device("cuda", 0))
+        rows._take(900, torch.device("cuda", 0))
     assert asked == [True, False, False], "asked for once"
     assert caplog.text.count("no page-locked memory") == 1
     fill(rows, 0, wanted)

@@ -130,7 +130,7 @@ class FakeRuntime:
         return self.code
 
     def cudaHostUnregister(self, address: int) -> int:
-        self.calls.append(("unregister", address))
+        self.calls.append(("unregister", self.device, address))
         return 0
 
 
@@ -141,8 +141,9 @@ def runtime_of(code: int, monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeRunti
 
     @contextlib.contextmanager
     def on(index: int) -> Iterator[None]:
-        runtime.device = index
+        before, runtime.device = runtime.device, index
         yield
+        runtime.device = before
 
     monkeypatch.setattr(torch.cuda, "cudart", lambda: runtime)
     monkeypatch.setattr(torch.cuda, "device", on)
@@ -178,7 +179,7 @@ def test_the_slots_are_page_locked_for_this_ranks_device_and_given_back_before_t
     assert [(index, nbytes) for _, index, _, nbytes, _ in tried] == [(3, spec.data_capacity)] * (1 if code else 2)
     addresses = [address for _, _, address, _, _ in tried]
     assert addresses[-1] - addresses[0] == (0 if code else spec.data_at(1) - spec.data_at(0))
-    assert sorted(runtime.calls[len(tried) :]) == ([] if code else [("unregister", one) for one in addresses])
+    assert sorted(runtime.calls[len(tried) :]) == ([] if code else [("unregister", 3, one) for one in addresses])
     assert unmapped == [len(runtime.calls)]
     assert caplog.text.count("page-locked") == (code != 0)
 

@@ -18,8 +18,9 @@ from support.fake_cuda import FakeCuda, FakeEvent, LateCuda, tensors_as_on_a_dev
 from support.one_rank import agent_of_the_test, crash, finished, opened  # noqa: F401 -- a fixture
 from torch import nn
 
+from flashckpt import accelerator
 from flashckpt.snapshot import device, stager
-from flashckpt.snapshot.copy import Buffer, Item, StalePlanError
+from flashckpt.snapshot.copy import Buffer, Item, StalePlanError, source_of
 from flashckpt.snapshot.copy_plan import CopyPlan
 from flashckpt.snapshot.device import DeviceCopier, SmallBatch, SmallBatches
 from flashckpt.state.placement import current_world
@@ -326,3 +327,90 @@ def test_a_snapshot_that_fails_while_copies_are_under_way_waits_for_them_before_
         crash(ckpt)
     assert ckpt.stats["discarded"] == 1
     assert cuda.log.index(("host waits for all", "side1")) < cuda.log.index(("given up",))
+
+
+@pytest.mark.parametrize("eager", SCHEDULES)
+def test_memory_of_a_device_is_made_on_the_stream_that_writes_it(eager: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Memory of another stream may be what training has just freed there, and still reads."""
+    loop, made = Loop(eager), list[tuple[Any, Any]]()
+    real_empty, real_gather = torch.empty, SmallBatch.gather
+
+    def empty(*shape: Any, **kinds: Any) -> torch.Tensor:
+        if "device" in kinds and kinds["dtype"] is torch.uint8:
+            made.append(("made", loop.cuda.current))
+        return real_empty(*shape, **kinds)
+
+    def gather(pack: SmallBatch) -> None:
+        real_gather(pack)
+        made.append(("written", loop.cuda.current))
+
+    monkeypatch.setattr(torch, "empty", empty)
+    monkeypatch.setattr(SmallBatch, "gather", gather)
+    loop.snapshots(2)
+    kinds = [kind for kind, _ in made]
+    assert kinds[:4] == ["made", "written", "made", "written"], "each pack once, when it is gathered the first time"
+    assert kinds[4:] == ["written", "written"]
+    assert [stream is loop.cuda.main for _, stream in made[:4]] == [True, True, False, False]
+
+
+@pytest.mark.parametrize("where", ["clone", "empty"])
+def test_out_of_memory_on_a_device_discards_that_snapshot_and_training_goes_on(
+    where: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model, failures = nn.Sequential(nn.Linear(8, 8), nn.BatchNorm1d(8)), list[Exception]()
+    model.register_buffer("table", torch.zeros(200, 100))
+    full, real = threading.Event(), device.SmallBatch._made
+    with tensors_as_on_a_device(monkeypatch):
+        ckpt = opened(tmp_path / "root", model=model, optimizer=torch.optim.SGD(model.parameters(), lr=0.1))
+        ckpt.on_failure = failures.append
+
+        def refused(*given: Any, **kinds: Any) -> Any:
+            if full.is_set():
+                raise torch.OutOfMemoryError("tried to allocate")
+            return made(*given, **kinds)
+
+        made: Any = real if where == "empty" else source_of
+        owner, name = (device.SmallBatch, "_made") if where == "empty" else (device, "source_of")
+        monkeypatch.setattr(owner, name, refused)
+        full.set()
+        ckpt.step(1)
+        finished(ckpt)
+        full.clear()
+        ckpt.step(2)
+        finished(ckpt)
+        assert (ckpt.stats["discarded"], ckpt.stats["snapshots"]) == (1, 1)
+        crash(ckpt)
+    assert isinstance(failures[0], torch.OutOfMemoryError)
+
+
+def test_refused_page_locking_costs_speed_and_no_snapshot(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    real = torch.empty
+
+    def empty(*shape: Any, pin_memory: bool = False, **kinds: Any) -> torch.Tensor:
+        if pin_memory:
+            raise RuntimeError("CUDA error: out of memory")
+        return real(*shape, **kinds)
+
+    monkeypatch.setattr(torch, "empty", empty)
+    monkeypatch.setattr(accelerator, "_refused", set())
+    there = torch.device("cuda", 1)
+    buffers = [accelerator.host_buffer(100, there, api=FakeCuda()) for _ in range(3)]
+    assert [len(one) for one in buffers] == [100] * 3
+    assert caplog.text.count("no page-locked memory for copies of cuda:1") == 1
+
+
+def test_no_core_free_is_not_said_of_copies_that_are_never_made_in_step(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = nn.Linear(8, 8)
+    with tensors_as_on_a_device(monkeypatch):
+        ckpt = opened(tmp_path / "root", model=model, optimizer=torch.optim.SGD(model.parameters(), lr=0.1))
+        monkeypatch.setattr(
+            ckpt._alive()._stager._crowding, "saw", lambda *_: pytest.fail("asked for a copy by a device")
+        )
+        ckpt.step(1)
+        finished(ckpt)
+        assert ckpt.stats["snapshots"] == 1
+        crash(ckpt)

@@ -1,0 +1,201 @@
+"""Samples of live state, read in `step()`: they show writes that torch does not count, as through `.data`, numpy or a kernel.
+
+Version counters prove that nobody wrote by torch's own ways while a snapshot was copied. Averaged weights that are swapped
+in through `.data` for an evaluation are none of these, and a snapshot of them would be committed and verify. So blocks of
+the state are read in `step()`, at places that move from snapshot to snapshot, and compared with what the copy found there,
+and with what is live once it is done: a difference discards the snapshot. Blocks are spread evenly over the bytes, so
+whatever was changed as a whole is seen; a few elements that are changed alone may not be.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from flashckpt.logs import guarded
+from flashckpt.native import copy_and_digest
+from flashckpt.snapshot.copy import Buffer, Item, StalePlanError, source_of
+from flashckpt.snapshot.runs import HostRuns
+
+_log = guarded(logging.getLogger("flashckpt"))
+Ints = npt.NDArray[np.int64]
+_Items = Callable[[Ints], list[Item]]
+BLOCKS, BLOCK_BYTES = 128, 1024
+"""Read of host memory per snapshot: 0.1 to 0.2 ms of the training thread, most of it to find the tensors' memory."""
+FEW, FEW_BYTES = 16, 4096
+"""The same of tensors on an accelerator, and of those that are no run of memory: each costs some operators of torch."""
+_GOLDEN = (5**0.5 - 1) / 2  # its multiples are spread evenly over [0, 1) however many there are
+
+
+class HostSamples:
+    """Blocks of up to BLOCKS tensors, each a run of host memory; read again for each snapshot, one at a time.
+
+    Args:
+        items: With `start` >= 0 and bytes.
+    """
+
+    def __init__(self, items: Sequence[Item]) -> None:
+        self._items, self._runs = items, HostRuns(items)
+        columns = [(item.start, item.offset, item.nbytes) for item in items]
+        self._start, self._offset, self._nbytes = np.array(columns, np.int64).reshape(-1, 3).T
+        each = max(BLOCKS // max(len(items), 1), 1)
+        self._is_whole = self._nbytes <= each * BLOCK_BYTES
+        counts = np.where(self._is_whole, 1, each)
+        self._item = np.repeat(np.arange(len(items)), counts)
+        part = np.arange(len(self._item)) - np.repeat(np.cumsum(counts) - counts, counts)
+        self._size = np.where(self._is_whole, self._nbytes, BLOCK_BYTES)[self._item]
+        room = (self._nbytes / counts)[self._item]  # each block moves in an equal part of its tensor
+        self._first, self._slack = part * room, np.maximum(room - self._size, 0)
+        ends = np.cumsum(self._size)
+        self._places = ends - self._size
+        self._before, self._after = np.empty((2, int(ends[-1]) if len(ends) else 0), np.uint8)
+        self._at = np.zeros_like(self._item)
+
+    def take(self, phase: float) -> bool:
+        """Read the blocks at a place in [0, 1) of their parts; False where memory is gone: the copy will say why."""
+        self._at = (self._first + phase * self._slack).astype(np.int64)
+        addresses = self._runs.addresses_now()
+        if addresses is None:
+            return False
+        self._read(addresses + self._start, self._before)
+        return True
+
+    def changed(self, buffer: Buffer) -> list[str]:
+        """Return the names of tensors of which a block in the slot, or a live one now, is not as it was read.
+
+        Raises:
+            StalePlanError: As `HostRuns.copy`.
+        """
+        names = self._differing(self._read(buffer.address + self._offset, self._after))
+        if not names:
+            held = self._runs.hold()
+            names = self._differing(self._read(held.addresses + self._start, self._after))
+            self._runs.refuse_lost(held)
+        return names
+
+    def _read(self, starts: Ints, into: npt.NDArray[np.uint8]) -> npt.NDArray[np.uint8]:
+        rows = np.column_stack((starts[self._item] + self._at, into.ctypes.data + self._places, self._size))
+        copy_and_digest(rows, digest=False, check=False)
+        return into
+
+    def _differing(self, found: npt.NDArray[np.uint8]) -> list[str]:
+        if np.array_equal(found, self._before):
+            return []
+        first = np.flatnonzero(found != self._before)
+        blocks = np.unique(np.searchsorted(self._places, first, side="right") - 1)
+        return [self._items[number].fqn for number in dict.fromkeys(self._item[blocks].tolist())]
+
+
+class LooseSamples:
+    """Blocks of tensors in host memory that are no runs of it, for one snapshot.
+
+    Args:
+        blocks: As of `block_of`.
+    """
+
+    def __init__(self, blocks: Sequence[Item]) -> None:
+        self._blocks, self._before = blocks, [_bytes_of(block) for block in blocks]
+
+    def changed(self, buffer: Buffer) -> list[str]:
+        """As of `HostSamples`."""
+        pairs = list(zip(self._blocks, self._before, strict=True))
+        return [
+            block.fqn
+            for block, before in pairs
+            if not (torch.equal(before, _bits(buffer.tensor(block))) and torch.equal(before, _bytes_of(block)))
+        ]
+
+
+def _bits(tensor: torch.Tensor) -> torch.Tensor:
+    # clone: of one element the strides may be any, which `contiguous` leaves
+    return tensor.clone(memory_format=torch.contiguous_format).reshape(-1).view(torch.uint8)
+
+
+def _bytes_of(block: Item) -> torch.Tensor:
+    return _bits(source_of(block))
+
+
+def block_of(item: Item, phase: float) -> Item:
+    """Return a few neighbouring elements of an item as an item: from a place in [0, 1) of its elements on."""
+    lengths, size = item.box.lengths, item.dtype.itemsize
+    element = min(int(phase * math.prod(lengths)), math.prod(lengths) - 1)
+    index = np.unravel_index(element, lengths) if lengths else ()
+    run = min(lengths[-1] - int(index[-1]), FEW_BYTES // size) if lengths else 1
+    starts = tuple(start + int(at) for start, at in zip(item.box.starts, index, strict=True))
+    box = replace(item.box, starts=starts, lengths=(*(1 for _ in lengths[:-1]), *((run,) if lengths else ())))
+    return item._replace(box=box, offset=item.offset + element * size, nbytes=run * size, start=-1)
+
+
+class Witness:
+    """What was read in `step()` for one snapshot.
+
+    Attributes:
+        on_device: Blocks that are read in the order of each device's stream: the caller gathers and compares them.
+    """
+
+    def __init__(self, samples: Sequence[HostSamples | LooseSamples], on_device: Sequence[Item]) -> None:
+        self._samples, self.on_device = samples, on_device
+
+    def changed(self, buffer: Buffer) -> list[str]:
+        """Return the names of tensors in host memory that were written meanwhile, as far as the samples show it."""
+        return [name for one in self._samples for name in one.changed(buffer)]
+
+
+class Sampler:
+    """Chooses what is read for the snapshots of one plan: up to BLOCKS tensors each time, in turn.
+
+    Args:
+        fenced, device: Rows of the plan, of host memory and of accelerators.
+        items: Returns rows as items.
+    """
+
+    def __init__(self, fenced: Ints, device: Ints, items: _Items) -> None:
+        self._items = items
+        self._host = [_Sampled(fenced[at : at + BLOCKS]) for at in range(0, len(fenced), BLOCKS)]
+        self._device = [_Sampled(device[at : at + FEW], on_host=False) for at in range(0, len(device), FEW)]
+        self._number, self._is_warned = 0, False
+
+    def take(self) -> Witness | None:
+        """Read this snapshot's samples, in the training thread."""
+        self._number += 1
+        phase, samples = self._number * _GOLDEN % 1, list[HostSamples | LooseSamples]()
+        try:
+            if self._host:
+                turn = self._host[self._number % len(self._host)].seen(self._items)
+                if turn.runs is not None and turn.runs.take(phase):
+                    samples.append(turn.runs)
+                if turn.loose:
+                    samples.append(LooseSamples([block_of(item, phase) for item in turn.loose]))
+            loose = self._device[self._number % len(self._device)].seen(self._items).loose if self._device else []
+            return Witness(samples, [block_of(item, phase) for item in loose])
+        except StalePlanError:
+            return None  # the copy finds it too, and says what it is
+        except Exception:  # noqa: BLE001 -- training does not end for a look at it
+            if not self._is_warned:
+                _log.warning("writes that torch does not count are not looked for", exc_info=True)
+            self._is_warned = True
+            return None
+
+
+class _Sampled:
+    """Rows of one turn; looked up when it comes the first time."""
+
+    def __init__(self, rows: Ints, *, on_host: bool = True) -> None:
+        self._rows: Ints | None = rows
+        self._on_host = on_host
+        self.runs: HostSamples | None = None
+        self.loose: list[Item] = []
+
+    def seen(self, items: _Items) -> _Sampled:
+        if self._rows is not None:
+            found = [item for item in items(self._rows) if item.nbytes]
+            runs = [item for item in found if item.start >= 0 and self._on_host]
+            self.runs = HostSamples(runs) if runs else None
+            self.loose, self._rows = [item for item in found if item.start < 0 or not self._on_host][:FEW], None
+        return self
