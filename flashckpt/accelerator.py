@@ -15,6 +15,12 @@ _log = guarded(logging.getLogger("flashckpt"))
 _refused: set[torch.device] = set()
 
 
+def runtime() -> Any:
+    """Return torch's module of this process's accelerator (`torch.cuda`, `torch.xpu`, ...); `torch.cuda` where there is none."""
+    found = torch.accelerator.current_accelerator()
+    return torch.cuda if found is None else torch.get_device_module(found)
+
+
 def host_buffer(nbytes: int, device: torch.device, *, api: Any = None) -> torch.Tensor:
     """Return uint8[nbytes] on the host for copies of a device: page-locked, or not where that is refused.
 
@@ -23,11 +29,11 @@ def host_buffer(nbytes: int, device: torch.device, *, api: Any = None) -> torch.
     Args:
         nbytes: Its size.
         device: Made the current one meanwhile: a thread begins on device 0, and would make a context there.
-        api: `torch.cuda`, or a stand-in.
+        api: `runtime()`, or a stand-in.
     """
-    if device.type == "cuda" and device not in _refused:
+    if device.type != "cpu" and device not in _refused:
         try:
-            with (api if api is not None else torch.cuda).device(device):
+            with (api if api is not None else runtime()).device(device):
                 return torch.empty(nbytes, dtype=torch.uint8, pin_memory=True)
         except RuntimeError as error:
             _refused.add(device)
@@ -42,21 +48,23 @@ def register(address: int, nbytes: int, *, index: int, api: Any = None) -> bool:
         address: Of the mapping.
         nbytes: Its size.
         index: The device of this rank: a thread begins on device 0, and would make a context there.
-        api: `torch.cuda`, or a stand-in.
+        api: `runtime()`, or a stand-in.
 
     Returns:
-        False where it was refused (a limit on locked memory): copies then go through the driver's own buffers.
+        False where it was refused (a limit on locked memory), or there is no way to: copies then go through the driver's own buffers.
     """
-    cuda = api if api is not None else torch.cuda
-    with cuda.device(index):
-        return int(cuda.cudart().cudaHostRegister(address, nbytes, _PORTABLE)) == 0
+    api = api if api is not None else runtime()
+    if not hasattr(api, "cudart"):
+        return False
+    with api.device(index):
+        return int(api.cudart().cudaHostRegister(address, nbytes, _PORTABLE)) == 0
 
 
 def unregister(address: int, *, index: int, api: Any = None) -> None:
     """Give page-locked memory back, on the device that locked it; before it is unmapped."""
-    cuda = api if api is not None else torch.cuda
-    with cuda.device(index):
-        cuda.cudart().cudaHostUnregister(address)
+    api = api if api is not None else runtime()
+    with api.device(index):
+        api.cudart().cudaHostUnregister(address)
 
 
 def index_of(devices: Iterable[torch.device]) -> int | None:
@@ -64,7 +72,8 @@ def index_of(devices: Iterable[torch.device]) -> int | None:
 
     Asking initialises no device.
     """
-    if not (torch.cuda.is_available() and torch.cuda.is_initialized()):  # type: ignore[no-untyped-call]  # torch leaves it without types
+    api = runtime()
+    if not (api.is_available() and api.is_initialized()):
         return None
-    held = (device.index for device in devices if device.type == "cuda" and device.index is not None)
-    return next(held, int(torch.cuda.current_device()))
+    held = (device.index for device in devices if device.type != "cpu" and device.index is not None)
+    return next(held, int(api.current_device()))

@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from flashckpt.accelerator import host_buffer
+from flashckpt.accelerator import host_buffer, runtime
 from flashckpt.core.shard import round_up
 from flashckpt.planning.runs import Runs
 from flashckpt.restore.destinations import Bytes, Ints, address_of, copy_bytes
@@ -28,7 +28,7 @@ BLOCKS = 16
 _ALIGN = 16
 """Runs that share a block begin at multiples of this: a kernel then copies them by whole words."""
 
-cuda: Any = torch.cuda
+cuda: Any = runtime()
 """Or a stand-in, so that the order of operations is tested without a GPU."""
 
 

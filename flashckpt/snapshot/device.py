@@ -1,7 +1,7 @@
 """Copies from an accelerator: a side stream per device, batches with an event each, the fence as a stream wait.
 
 The host is never blocked by a copy. Small tensors are gathered into one buffer on the device and cross the bus as
-one copy: a separate copy costs each of them more than its bytes. `api` is `torch.cuda` or an object with the
+one copy: a separate copy costs each of them more than its bytes. `api` is `torch.cuda`, or another accelerator's module, or an object with the
 same Event, Stream, stream and current_stream, so that the order of operations is tested without a GPU.
 """
 
@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from flashckpt.accelerator import host_buffer
+from flashckpt.accelerator import host_buffer, runtime
 from flashckpt.core.shard import ALIGN_SMALL, SMALL_BYTES, round_up
 from flashckpt.native import copy_and_digest
 from flashckpt.snapshot.copy import Buffer, Item, is_plain, source_of
@@ -155,11 +155,11 @@ class DeviceCopier:
     """The side streams of one rank.
 
     Args:
-        api: `torch.cuda`, or a stand-in.
+        api: `runtime()`, or a stand-in.
     """
 
     def __init__(self, api: Any = None) -> None:
-        self._api = api if api is not None else torch.cuda
+        self._api = api if api is not None else runtime()
         self._streams: dict[torch.device, Any] = {}
         self._last: dict[torch.device, Any] = {}
         self._fenced, self._unfenced, self._devices = SmallBatches(), SmallBatches(), Devices()

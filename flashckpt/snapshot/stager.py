@@ -302,7 +302,9 @@ class Stager:
 
     def _end(self, snapshot: Snapshot, cpu_s: float) -> None:
         snapshot.cpu_s, snapshot.marks = cpu_s, None
-        snapshot.buffer.close()
+        with snapshot.lock:  # the fence may be about to look at it
+            snapshot.checked = True
+            snapshot.buffer.close()
         try:
             if snapshot.error is None:
                 self._on_complete(snapshot)
