@@ -84,6 +84,7 @@ def import_(
         "values": len(foreign.values.get("dcp", {}).get("values", {})),
         "nbytes": nbytes,
         "omitted": foreign.omitted,
+        "renamed": foreign.renamed,
     }
     show(document, as_json=as_json, table=lambda: _table(document))
 
@@ -109,6 +110,8 @@ def _table(document: dict[str, Any]) -> Table:
         human_bytes(document["nbytes"]),
         document["root"],
     )
+    notes = [f"{top} is taken as {label}" for top, label in document["renamed"].items()]
     if document["omitted"]:
-        table.caption = "not taken: " + "; ".join(document["omitted"])
+        notes.append("not taken: " + "; ".join(document["omitted"]))
+    table.caption = "; ".join(notes) or None
     return table
