@@ -15,7 +15,7 @@ from flashckpt.dcp.names import Path as StatePath
 from flashckpt.errors import ConfigError
 from flashckpt.interop import origins
 from flashckpt.interop import safetensors_files as st
-from flashckpt.interop.foreign_files import decoding, refuse_shape
+from flashckpt.interop.foreign_files import decoding, refuse_shape, seeing
 from flashckpt.interop.selection import Selection, refuse_clashes, refuse_nothing
 
 if TYPE_CHECKING:
@@ -81,12 +81,14 @@ def _detect(path: Path) -> str:
         f"{path} is no checkpoint that can be imported",
         found=found,
         expected="a .safetensors file, a Hugging Face folder, a torch.save file, a folder with .metadata (dcp), or a checkpoint "
-        "of Hugging Face's Trainer, PEFT, Lightning, DeepSpeed (universal) or Megatron",
+        "of Hugging Face's Trainer, Accelerate, PEFT, Lightning, DeepSpeed (universal) or Megatron",
         remedy="give the path of one, or say with --format what it is",
     )
 
 
-def open_foreign(path: Path, kind: str, selection: Selection, parameters: Sequence[str] | None = None) -> Foreign:
+def open_foreign(
+    path: Path, kind: str, selection: Selection, parameters: Sequence[str] | None = None, *, is_asked: bool = False
+) -> Foreign:
     """Return what is taken of a foreign checkpoint; nothing but headers is read yet.
 
     Args:
@@ -94,11 +96,37 @@ def open_foreign(path: Path, kind: str, selection: Selection, parameters: Sequen
         kind: One of KINDS.
         selection: Which names, and what they become.
         parameters: Names of the optimizer's parameters in its order, where the checkpoint numbers them.
+        is_asked: The user named this kind: what others would read is left out.
 
     Raises:
-        ConfigError: Names clash, nothing is taken, or parameters have numbers that no name can be found for.
+        ConfigError: Names clash, nothing is taken, parameters have numbers that no name can be found for, or a file
+            of an optimizer would be left out.
         DamagedError, UnsupportedStateError: The files cannot be read.
     """
+    with seeing() as seen:
+        found = _opened(path, kind, selection, parameters)
+    left = seen.left_in(path) if path.is_dir() else []
+    said = {one.partition(":")[0] for one in found.omitted}
+    optimizers = [name for name in left if name not in said and _is_optimizer(path / name, kind)]
+    if optimizers and selection.may_take("optimizer") and not (is_asked and kind == "safetensors"):
+        raise ConfigError(
+            f"{path} holds the state of an optimizer that would not be imported",
+            found=", ".join(optimizers[:4]),
+            expected=f"a file that --format {kind} reads",
+            state="Nothing was imported.",
+            remedy="take the model alone: --format trainer --only 'model.*', or the path of the file of weights",
+        )
+    more = [*seen.notes, *(f"{name}: not read" for name in left if name not in said)]
+    return replace(found, omitted=[*found.omitted, *more])
+
+
+def _is_optimizer(path: Path, kind: str) -> bool:
+    """Return whether this is the state of an optimizer, by its name; DeepSpeed's is in a folder of a Trainer's."""
+    is_step = kind == "trainer" and path.name.startswith("global_step")
+    return "optim" in path.name or (is_step and any(path.glob("*optim*")))
+
+
+def _opened(path: Path, kind: str, selection: Selection, parameters: Sequence[str] | None) -> Foreign:
     if kind in origins.ORIGINS:
         from flashckpt.interop import framework_state
         from flashckpt.interop.numbered_state import Renaming
@@ -162,7 +190,8 @@ def _from_safetensors(tensors: Iterable[st.Incoming], selection: Selection) -> F
     refuse_clashes(taken)
     new = dict(taken)
     rows = [StreamedRow(shard=one.shard(new[one.name]), read=one.read) for one in found if one.name in new]
-    return Foreign(kind="safetensors", rows=rows, values={}, tensors=len(rows))
+    aliases = {new_name(alias): new[one.name] for one in found if one.name in new for alias in one.also}
+    return Foreign(kind="safetensors", rows=rows, values={"aliases": aliases} if aliases else {}, tensors=len(rows))
 
 
 def _from_state_dict(state: StateDict, kind: str, selection: Selection, path: Path, new_name: Renaming) -> Foreign:
