@@ -181,7 +181,7 @@ def _torch(wanted: _Wanted, source: StorageSource) -> dict[str, Any]:
     from flashckpt.state import pytree
 
     manifest, selection = source.manifest, wanted.selection
-    held = contents_of(manifest)
+    held = contents_of(manifest, is_typed=True)
     pairs = [(key, selection.rename(key)) for key in held.paths if selection.takes(key, held.tensors.get(key, key))]
     refuse_clashes(pairs)
     tensors = {
@@ -198,8 +198,8 @@ def _torch(wanted: _Wanted, source: StorageSource) -> dict[str, Any]:
     write = torch_files.write_torch_file if wanted.kind == "torch" else dcp_folders.write_dcp_folder
     with wanted.replaced(nbytes, _is_dcp) as temporary:
         write(temporary, tensors, values, paths, source)
-    kept = set(held.tensors.values())
-    left = sorted(name for name in manifest.table.fqns if "@" in name and name not in kept and selection.takes(name))
+    kept = {*held.tensors.values(), *(name for one in held.values.values() for name in pytree.tensor_names(one))}
+    left = sorted(name for name in manifest.table.fqns if name not in kept and selection.takes(name))
     return {
         "tensors": len(tensors),
         "values": len(values),

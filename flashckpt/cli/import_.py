@@ -43,7 +43,7 @@ def import_(
 ) -> None:
     """Make a checkpoint of ROOT from PATH: a .safetensors file, a Hugging Face folder, a torch.save file, a dcp folder.
 
-    Or a checkpoint of Hugging Face's Trainer, PEFT, Lightning, DeepSpeed (universal) or Megatron (torch_dist).
+    Or a checkpoint of Hugging Face's Trainer, Accelerate, PEFT, Lightning, DeepSpeed (universal) or Megatron (torch_dist).
     Nothing is unpickled but tensors and plain values. ROOT may be new; the checkpoint becomes its newest.
     Checkpointer tracks a model as model.*: weights without that prefix get it by --rename =model.; those of frameworks
     have it. The optimizers of Trainer and Lightning number their parameters: where the order of the model does not say
@@ -56,11 +56,12 @@ def import_(
     """
     source = Path(path)
     selection = parse_selection(only, strip, rename)
+    is_asked = kind is not None
     try:
         if not source.exists() or kind is None:
             kind = detect(source)
         names = None if parameters is None else Path(parameters).read_text(errors="replace").split()
-        foreign = open_foreign(source, kind, selection, names)
+        foreign = open_foreign(source, kind, selection, names, is_asked=is_asked)
     except OSError as error:
         place = error.filename or path
         raise ConfigError(f"{place} cannot be read", found=error.strerror or str(error), remedy="check it") from error
@@ -84,6 +85,7 @@ def import_(
         "values": len(foreign.values.get("dcp", {}).get("values", {})),
         "nbytes": nbytes,
         "omitted": foreign.omitted,
+        "renamed": foreign.renamed,
     }
     show(document, as_json=as_json, table=lambda: _table(document))
 
@@ -109,6 +111,8 @@ def _table(document: dict[str, Any]) -> Table:
         human_bytes(document["nbytes"]),
         document["root"],
     )
+    notes = [f"{top} is taken as {label}" for top, label in document["renamed"].items()]
     if document["omitted"]:
-        table.caption = "not taken: " + "; ".join(document["omitted"])
+        notes.append("not taken: " + "; ".join(document["omitted"]))
+    table.caption = "; ".join(notes) or None
     return table

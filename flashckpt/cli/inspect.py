@@ -28,6 +28,7 @@ from flashckpt.cli.coverage import coverage_rows, coverage_table, parse_layout, 
 from flashckpt.cli.output import FittingTable
 from flashckpt.cli.replicas import lags
 from flashckpt.core.manifest import Manifest
+from flashckpt.core.shard import split_owner
 from flashckpt.core.shard_table import ShardTable
 from flashckpt.planning.packs import is_of_values
 from flashckpt.printable import counted, plain, printable
@@ -133,7 +134,8 @@ def _page(document: dict[str, Any], manifest: Manifest, *, everything: bool) -> 
     values = Tree("values (data position, random state, configuration)")
     seen: dict[str, int] = defaultdict(int)
     for key, value in document["values"].items():
-        name = key.partition("@rank")[0] if "@rank" in key else ""
+        base, owner = split_owner(key)
+        name = base if owner.startswith("rank") else ""
         seen[name] += 1
         if everything or not name or seen[name] == 1:
             _value(values, key, value)

@@ -9,13 +9,15 @@ from typing import Any
 import torch
 
 from flashckpt.core.manifest import Manifest
-from flashckpt.dcp.names import GROUPS, Path, default_path, to_dcp
+from flashckpt.core.shard import split_owner
+from flashckpt.dcp.names import GROUPS, STATE, Path, default_path, to_dcp
 from flashckpt.errors import UnsupportedStateError
 from flashckpt.state import pytree
 
 RECORD = "dcp"
 """Key of the value that says what dcp wrote: optimizer names, leaves by dcp's name, paths that are not the default."""
-_RESERVED = (RECORD, "aliases", "rng")
+RESERVED = (RECORD, "aliases", "rng")
+"""Keys of values that are no tracked object's."""
 
 
 @dataclass(kw_only=True)
@@ -27,22 +29,34 @@ class Contents:
         values: dcp's name -> skeleton (`trees.put_together` gives the value).
         paths: dcp's name -> place in the nested state dict.
         save_id: What dcp's writer called its save; "" for a Checkpointer's.
+        is_typed: As in `contents_of`.
     """
 
     tensors: dict[str, str] = field(default_factory=dict)
     values: dict[str, Any] = field(default_factory=dict)
     paths: dict[str, Path] = field(default_factory=dict)
     save_id: str = ""
+    is_typed: bool = False
 
 
-def contents_of(manifest: Manifest, rank: int = 0) -> Contents:
-    """Return what a checkpoint holds, whoever wrote it; of per-rank state that of `rank`, else the first one's."""
+def contents_of(manifest: Manifest, rank: int = 0, *, is_typed: bool = False) -> Contents:
+    """Return what a checkpoint holds, whoever wrote it.
+
+    Args:
+        manifest: Of the checkpoint.
+        rank: Of per-rank state take that of this one, else the first one's.
+        is_typed: An empty dict, and one whose keys are not all strings, is one value: dcp's names have no place for it.
+    """
     records = [value for key, value in sorted(manifest.values.items()) if key.partition("@")[0] == RECORD]
-    return _written_by_dcp(manifest, records) if records else _written_by_us(manifest, rank)
+    return (
+        _written_by_dcp(manifest, records, is_typed=is_typed)
+        if records
+        else _written_by_us(manifest, rank, is_typed=is_typed)
+    )
 
 
-def _written_by_dcp(manifest: Manifest, records: Iterable[Mapping[str, Any]]) -> Contents:
-    found = Contents()
+def _written_by_dcp(manifest: Manifest, records: Iterable[Mapping[str, Any]], *, is_typed: bool) -> Contents:
+    found = Contents(is_typed=is_typed)
     labels: list[str] = []
     paths: dict[str, Path] = {}
     for record in records:
@@ -55,11 +69,17 @@ def _written_by_dcp(manifest: Manifest, records: Iterable[Mapping[str, Any]]) ->
     # a group's tensor, such as a learning rate on the device, keeps dcp's name
     keys = [*found.tensors, *found.values]
     found.paths = {key: paths.get(key, default_path(key, labels)) for key in keys}
+    tensors = {found.paths[key][0] for key in found.tensors}
+    for top in {path[0] for key, path in found.paths.items() if key in found.values} - tensors if is_typed else ():
+        if (whole := manifest.values.get(str(top))) is not None:  # as a Checkpointer would have recorded it
+            for key in [key for key in found.values if found.paths[key][0] == top]:
+                del found.values[key], found.paths[key]
+            _flatten(whole, (top,), found)
     return found
 
 
-def _written_by_us(manifest: Manifest, rank: int) -> Contents:
-    found = Contents()
+def _written_by_us(manifest: Manifest, rank: int, *, is_typed: bool) -> Contents:
+    found = Contents(is_typed=is_typed)
     values = _of_rank(manifest.values, rank)
     labels = [key.removesuffix(".groups") for key in values if key.endswith(".groups") and key.count(".") == 1]
     inside = _inside(manifest.values)
@@ -76,7 +96,8 @@ def _written_by_us(manifest: Manifest, rank: int) -> Contents:
     aliases = manifest.aliases
     names |= {alias: names[name] for alias, name in aliases.items() if name in names}
     for name, held in names.items():
-        key = to_dcp(name, labels)
+        label, _, rest = name.partition(".")
+        key = f"{label}.{STATE}.{rest}" if label in labels else name  # tensors of groups are in values
         found.tensors[key] = held
         found.paths[key] = default_path(key, labels)
     return found
@@ -85,8 +106,8 @@ def _written_by_us(manifest: Manifest, rank: int) -> Contents:
 def _of_rank(named: Mapping[str, Any], rank: int) -> dict[str, Any]:
     """Return entries by name without `@...`: the common one, else this rank's, else the first."""
     found: dict[str, Any] = {}
-    for key in sorted(named, key=lambda key: ("@" in key, not key.endswith(f"@rank{rank}"), key)):
-        found.setdefault(key.partition("@")[0], named[key])
+    for _, key in sorted(((split_owner(key)[1] != "", not key.endswith(f"@rank{rank}")), key) for key in named):
+        found.setdefault(split_owner(key)[0], named[key])
     return found
 
 
@@ -98,13 +119,21 @@ def _inside(values: Mapping[str, Any]) -> set[str]:
 def _flatten(skeleton: Any, path: Path, found: Contents) -> None:
     """Add the leaves below `path`, cut where dcp cuts: dicts always, lists only where a dict or tensor is inside."""
     key = ".".join(map(str, path))
+    if found.paths.get(key, path) != path:
+        raise UnsupportedStateError(
+            f"two values would have the name {key!r}",
+            found=f"places {found.paths[key]!r:.100} and {path!r:.100}",
+            expected="keys that differ when they are joined with dots",
+            state="Nothing was read.",
+            remedy="export to safetensors, or leave the object out with --only",
+        )
     mark = skeleton.get(pytree._MARK) if isinstance(skeleton, dict) else None  # noqa: SLF001 -- the format of skeletons is one
     if mark == "tensor":
         found.tensors[key], found.paths[key] = skeleton["name"], path
-    elif isinstance(skeleton, dict) and mark is None:
+    elif isinstance(skeleton, dict) and mark is None and (skeleton or not found.is_typed):
         for name, item in skeleton.items():
             _flatten(item, (*path, str(name)), found)
-    elif mark == "dict":
+    elif mark == "dict" and not found.is_typed:
         for name, item in skeleton["items"]:
             _flatten(item, (*path, str(name)), found)
     elif isinstance(skeleton, list) and _has_parts(skeleton):
@@ -153,7 +182,7 @@ def values_for_checkpointer(
         by_top.setdefault(str(paths[key][0]), []).append(key)
     for top, keys in by_top.items():
         others = [key for key in keys if not isinstance(leaves[key], torch.Tensor)]
-        if not others or top in _RESERVED or "@" in top:
+        if not others or top in RESERVED or "@" in top:
             continue
         if top in labels:
             values[f"{top}.groups"] = _groups(top, keys, leaves, paths)
@@ -180,9 +209,12 @@ def _nested(keys: Iterable[str], leaves: Mapping[str, Any], paths: Mapping[str, 
 
 
 def _lists(node: Any) -> Any:
-    """Turn dicts whose keys are 0, 1, 2, ... back into lists."""
+    """Turn dicts whose keys are 0, 1, 2, ... back into lists, and the steps of MultiStepLR, which dcp made strings, into ints."""
     if type(node) is not dict:
         return node
+    if set(map(type, steps := node.get("milestones", ()))) == {str} and all(map(str.isdecimal, steps)):
+        node = node | {"milestones": {int(step): count for step, count in steps.items()}}
+        return {key: value if key == "milestones" else _lists(value) for key, value in node.items()}
     if node and all(type(key) is int for key in node):
         return [_lists(node[key]) for key in sorted(node)]
     return {key: _lists(value) for key, value in node.items()}

@@ -133,7 +133,8 @@ class FlashStorageWriter(StorageWriter):
                 "cached plans cannot be used with FlashStorageWriter: a plan contains the place of its checkpoint",
                 remedy="use DefaultSavePlanner(enable_plan_caching=False), which is the default",
             )
-        labels = names.optimizer_labels(item.index.fqn for plan in plans for item in plan.items)
+        items = (item for plan in plans for item in plan.items if item.type == WriteItemType.BYTE_IO)
+        labels = names.optimizer_labels(item.index.fqn for item in items)
         paths: dict[str, names.Path] = {}
         for plan in plans:
             paths |= plan.planner_data if isinstance(plan.planner_data, dict) else {}

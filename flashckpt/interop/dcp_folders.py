@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import importlib
 import io
+import itertools
+import math
 import mmap
 import pickle
 import warnings
@@ -28,7 +30,7 @@ from flashckpt.checkpoint.direct_writer import StreamedRow
 from flashckpt.core.shard import Shard
 from flashckpt.dcp.names import Path as StatePath
 from flashckpt.errors import DamagedError, UnsupportedStateError
-from flashckpt.interop.foreign_files import decoding, refuse_boundless, refuse_expanded, refuse_shape
+from flashckpt.interop.foreign_files import decoding, refuse_boundless, refuse_expanded, refuse_shape, saw
 from flashckpt.interop.outgoing import Outgoing
 from flashckpt.interop.state_dicts import StateDict, nest, reader_of, refuse_tensor, shard_of
 from flashckpt.interop.torch_files import unpickling
@@ -110,6 +112,8 @@ def read_dcp_folder(folder: Path, *, skips: Callable[[str], bool] = lambda _: Fa
         metadata = _read_metadata(path)
         found = StateDict(paths={_text(key): _place_of(place) for key, place in (metadata.planner_data or {}).items()})
         places: Mapping[MetadataIndex, Any] = metadata.storage_data or {}
+        _note_others(metadata, path)
+        _refuse_shared_bytes(places, folder)
         for key, kind in metadata.state_dict_metadata.items():
             found.paths.setdefault(_text(key), (key,))
             if not isinstance(kind, TensorStorageMetadata) and skips(_text(key)):
@@ -119,6 +123,7 @@ def read_dcp_folder(folder: Path, *, skips: Callable[[str], bool] = lambda _: Fa
                 found.values[key] = _load_item(folder, key, places.get(MetadataIndex(key)))
                 refuse_boundless([found.values[key]], folder, path.stat().st_size)
                 continue
+            _refuse_gaps(key, kind, metadata, path)
             for chunk in kind.chunks:
                 place = places.get(MetadataIndex(key, chunk.offsets))
                 for shape in (kind.size, chunk.offsets, chunk.sizes):
@@ -127,6 +132,66 @@ def read_dcp_folder(folder: Path, *, skips: Callable[[str], bool] = lambda _: Fa
                 refuse_expanded(key, shard.nbytes, _stored_bytes(folder, key, place), folder)
                 found.tensors.append(StreamedRow(shard=shard, read=reader_of(_lazy(folder, key, place, shard))))
     return found
+
+
+def _note_others(metadata: Metadata, path: Path) -> None:
+    """Say which names the metadata has a place for, in a file or in the nested dict, and nothing else."""
+    known = metadata.state_dict_metadata.keys()
+    named = {*(metadata.planner_data or {}), *(index.fqn for index in metadata.storage_data or {})}
+    if others := sorted(map(str, named - known)):
+        saw(
+            path,
+            f"{len(others)} names of which {path.name} gives no shape: {others[0]:.80}"
+            + (", ..." if others[1:] else ""),
+        )
+
+
+def _refuse_shared_bytes(places: Mapping[MetadataIndex, Any], folder: Path) -> None:
+    """Raise DamagedError where two items lie in the same bytes of a file: one of them is not what its name says."""
+    held = [
+        (str(place.relative_path), int(place.offset), int(place.length), str(index.fqn))
+        for index, place in places.items()
+    ]
+    for (file, start, length, name), (other_file, other_start, _, other) in itertools.pairwise(sorted(held)):
+        if file == other_file and start + length > other_start and length:
+            raise DamagedError(
+                f"{folder / METADATA} is damaged",
+                found=f"{name!r:.80} and {other!r:.80} share bytes of {file}",
+                expected="bytes of its own for each item",
+                state="Nothing was imported.",
+            )
+
+
+def _refuse_gaps(key: str, kind: TensorStorageMetadata, metadata: Metadata, path: Path) -> None:
+    """Raise DamagedError where the chunks of a tensor are not all of it, each element once.
+
+    Raises:
+        UnsupportedStateError: Megatron wrote it in another shape than it has.
+    """
+    original = getattr(metadata, "mcore_data", {}).get(key, {}).get("nd_reformulated_orig_global_shape")
+    if original is not None and tuple(original) != tuple(kind.size):
+        raise UnsupportedStateError(
+            f"the tensor {key!r} of {path.parent} is written in another shape than it has",
+            found=f"shape {list(kind.size)}", expected=f"shape {list(original)}", state="Nothing was imported.",
+            remedy="save it with Megatron's fully_sharded_model_space, or leave it out with --only",
+        )  # fmt: skip
+    begins = np.array([tuple(chunk.offsets) for chunk in kind.chunks], np.int64).reshape(len(kind.chunks), -1)
+    ends = begins + np.array([tuple(chunk.sizes) for chunk in kind.chunks], np.int64).reshape(begins.shape)
+    problem = ""
+    if len(kind.chunks) and (begins.min(initial=0) < 0 or (ends > np.array(tuple(kind.size), np.int64)).any()):
+        problem = "a part beyond its end"
+    elif sum(math.prod(chunk.sizes) for chunk in kind.chunks) < math.prod(kind.size):
+        problem = "parts that leave some of it out"
+    else:
+        full = np.all(ends > begins, axis=1)
+        for at in np.flatnonzero(full).tolist():
+            meets = np.all((begins[at + 1 :] < ends[at]) & (ends[at + 1 :] > begins[at]), axis=1)
+            problem = "parts that overlap" if np.any(meets & full[at + 1 :]) else problem
+    if problem:
+        raise DamagedError(
+            f"{path} is damaged", found=f"{key!r:.80} of shape {list(kind.size)}: {problem}",
+            expected="parts that are all of it, each element once", state="Nothing was imported.",
+        )  # fmt: skip
 
 
 def _text(value: Any) -> str:
@@ -161,6 +226,7 @@ def _file_of(folder: Path, key: str, place: Any) -> str:
             found="no place in the metadata" if place is None else f"{place!r:.200}",
             expected="a file of the folder, written without extensions",
         )
+    saw(folder / name)
     return name
 
 
@@ -169,11 +235,12 @@ def _lazy(folder: Path, key: str, place: Any, shard: Shard) -> Any:
         found: Any = _load_item(folder, key, place)
         if isinstance(found, torch.Tensor):
             refuse_tensor(key, found, folder)
-        if not isinstance(found, torch.Tensor) or tuple(found.shape) != shard.lengths:
+        dtype = str(getattr(found, "dtype", "")).removeprefix("torch.")
+        if not isinstance(found, torch.Tensor) or tuple(found.shape) != shard.lengths or dtype != shard.dtype:
             raise DamagedError(
                 f"the tensor {key!r} of {folder} is not what its metadata says",
-                found=str(getattr(found, "shape", type(found).__name__)),
-                expected=f"shape {list(shard.lengths)}",
+                found=f"{dtype} of shape {list(found.shape)}" if dtype else type(found).__name__,
+                expected=f"{shard.dtype} of shape {list(shard.lengths)}",
             )
         return found
 

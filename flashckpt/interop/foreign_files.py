@@ -7,8 +7,10 @@ they run with the process's data limited (RLIMIT_DATA), and everything they rais
 from __future__ import annotations
 
 import contextlib
+import contextvars
 import resource
 from collections.abc import Iterator
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +22,44 @@ SPARE_BYTES = 1 << 30
 EXPANDED_BYTES = 16 << 20
 """Most bytes of a tensor that is larger than what is stored of it (`expand`)."""
 _MOST_DIMS = 64
+
+
+@dataclass(kw_only=True)
+class Seen:
+    """What an import looked at.
+
+    Attributes:
+        files: That were decoded.
+        notes: What they say and what is not taken.
+    """
+
+    files: set[Path] = field(default_factory=set)
+    notes: list[str] = field(default_factory=list)
+
+    def left_in(self, folder: Path) -> list[str]:
+        """Return the names in a folder of what was not looked at."""
+        known = {one.relative_to(folder).parts[0] for one in self.files if one != folder and one.is_relative_to(folder)}
+        return sorted(one.name for one in folder.iterdir() if one.name not in known and not one.name.startswith("."))
+
+
+_seen: contextvars.ContextVar[Seen | None] = contextvars.ContextVar("seen", default=None)
+
+
+@contextlib.contextmanager
+def seeing() -> Iterator[Seen]:
+    """Give what is looked at within the block."""
+    before = _seen.set(seen := Seen())
+    try:
+        yield seen
+    finally:
+        _seen.reset(before)
+
+
+def saw(path: Path, note: str = "") -> None:
+    """Say that a file was looked at, and what of it is not taken."""
+    if (seen := _seen.get()) is not None:
+        seen.files.add(path)
+        seen.notes += [note] if note and note not in seen.notes else []
 
 
 @contextlib.contextmanager
@@ -35,6 +75,8 @@ def decoding(path: Path | str, what: str, *, nbytes: int | None = None) -> Itera
         ConfigError: It cannot be opened or read.
         DamagedError: Any other exception of the block that is not ours.
     """
+    if isinstance(path, Path):
+        saw(path)
     try:
         with _limited(nbytes):
             yield

@@ -3,20 +3,23 @@
 from __future__ import annotations
 
 import zipfile
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from flashckpt.checkpoint.direct_writer import StreamedRow
+from flashckpt.core.shard import split_owner
 from flashckpt.dcp import names
+from flashckpt.dcp.names import Path as StatePath
 from flashckpt.errors import ConfigError
 from flashckpt.interop import origins
 from flashckpt.interop import safetensors_files as st
-from flashckpt.interop.foreign_files import decoding, refuse_shape
+from flashckpt.interop.foreign_files import decoding, refuse_shape, seeing
 from flashckpt.interop.selection import Selection, refuse_clashes, refuse_nothing
 
 if TYPE_CHECKING:
+    from flashckpt.interop.numbered_state import Renaming
     from flashckpt.interop.state_dicts import StateDict
 
 KINDS = ("safetensors", "torch", "dcp", *origins.ORIGINS)
@@ -33,6 +36,7 @@ class Foreign:
         tensors: Number of tensors (a dcp folder has several rows of one).
         step: What it says about its step; None where it says nothing.
         omitted: What it has and what is not taken, with the reason.
+        renamed: Members of it -> the track name they are taken under.
     """
 
     kind: str
@@ -41,6 +45,7 @@ class Foreign:
     tensors: int
     step: int | None = None
     omitted: list[str] = field(default_factory=list)
+    renamed: dict[str, str] = field(default_factory=dict)
 
 
 def detect(path: Path) -> str:
@@ -76,12 +81,14 @@ def _detect(path: Path) -> str:
         f"{path} is no checkpoint that can be imported",
         found=found,
         expected="a .safetensors file, a Hugging Face folder, a torch.save file, a folder with .metadata (dcp), or a checkpoint "
-        "of Hugging Face's Trainer, PEFT, Lightning, DeepSpeed (universal) or Megatron",
+        "of Hugging Face's Trainer, Accelerate, PEFT, Lightning, DeepSpeed (universal) or Megatron",
         remedy="give the path of one, or say with --format what it is",
     )
 
 
-def open_foreign(path: Path, kind: str, selection: Selection, parameters: Sequence[str] | None = None) -> Foreign:
+def open_foreign(
+    path: Path, kind: str, selection: Selection, parameters: Sequence[str] | None = None, *, is_asked: bool = False
+) -> Foreign:
     """Return what is taken of a foreign checkpoint; nothing but headers is read yet.
 
     Args:
@@ -89,55 +96,105 @@ def open_foreign(path: Path, kind: str, selection: Selection, parameters: Sequen
         kind: One of KINDS.
         selection: Which names, and what they become.
         parameters: Names of the optimizer's parameters in its order, where the checkpoint numbers them.
+        is_asked: The user named this kind: what others would read is left out.
 
     Raises:
-        ConfigError: Names clash, nothing is taken, or parameters have numbers that no name can be found for.
+        ConfigError: Names clash, nothing is taken, parameters have numbers that no name can be found for, or a file
+            of an optimizer would be left out.
         DamagedError, UnsupportedStateError: The files cannot be read.
     """
+    with seeing() as seen:
+        found = _opened(path, kind, selection, parameters)
+    left = seen.left_in(path) if path.is_dir() else []
+    said = {one.partition(":")[0] for one in found.omitted}
+    optimizers = [name for name in left if name not in said and _is_optimizer(path / name, kind)]
+    if optimizers and selection.may_take("optimizer") and not (is_asked and kind == "safetensors"):
+        raise ConfigError(
+            f"{path} holds the state of an optimizer that would not be imported",
+            found=", ".join(optimizers[:4]),
+            expected=f"a file that --format {kind} reads",
+            state="Nothing was imported.",
+            remedy="take the model alone: --format trainer --only 'model.*', or the path of the file of weights",
+        )
+    more = [*seen.notes, *(f"{name}: not read" for name in left if name not in said)]
+    return replace(found, omitted=[*found.omitted, *more])
+
+
+def _is_optimizer(path: Path, kind: str) -> bool:
+    """Return whether this is the state of an optimizer, by its name; DeepSpeed's is in a folder of a Trainer's."""
+    is_step = kind == "trainer" and path.name.startswith("global_step")
+    return "optim" in path.name or (is_step and any(path.glob("*optim*")))
+
+
+def _opened(path: Path, kind: str, selection: Selection, parameters: Sequence[str] | None) -> Foreign:
     if kind in origins.ORIGINS:
         from flashckpt.interop import framework_state
+        from flashckpt.interop.numbered_state import Renaming
 
         taken = framework_state.read(path, kind, parameters, wants=selection.may_take)
+        new = Renaming(selection, taken.state, is_plain=False)
         with decoding(path, f"a {kind} checkpoint"):
-            found = _from_state_dict(taken.state, kind, selection, path)
-        found.values.update(_selected(taken.values, selection))
+            found = _from_state_dict(taken.state, kind, selection, path, new)
+        found.values.update(_selected(taken.values, selection, new))
         return replace(found, step=taken.step, omitted=taken.omitted)
-    if parameters is not None:
-        raise ConfigError(
-            "--parameters is of no use here",
-            found=f"a {kind} checkpoint",
-            expected="a checkpoint of " + ", ".join(origins.ORIGINS) + " that numbers the parameters of its optimizer",
-        )
     if kind == "safetensors":
+        if parameters is not None:
+            raise ConfigError("--parameters is of no use here", found="safetensors, which holds no optimizer")
         return _from_safetensors(st.read_folder(path) if path.is_dir() else st.read_file(path), selection)
     from flashckpt.interop import dcp_folders, torch_files
+    from flashckpt.interop.numbered_state import Renaming, named
 
     state = dcp_folders.read_dcp_folder(path) if kind == "dcp" else torch_files.read_torch_file(path)
     with decoding(path, f"a {kind} checkpoint"):
-        return _from_state_dict(state, kind, selection, path)
+        new = Renaming(selection, state, is_plain=True)
+        state = named(state, new, lambda key: selection.takes(key, new(key)), parameters, path)
+        return replace(_from_state_dict(state, kind, selection, path, new), renamed=new.labels)
 
 
-def _selected(values: Mapping[str, Any], selection: Selection) -> dict[str, Any]:
+def _selected(values: Mapping[str, Any], selection: Selection, new: Renaming) -> dict[str, Any]:
     """Return the values that are taken, under their new names; second names of tensors follow their tensor."""
-    found = {selection.rename(key): one for key, one in values.items() if selection.takes(key.partition("@")[0])}
+    found = {new(key): one for key, one in values.items() if selection.takes(split_owner(key)[0])}
     found.pop("aliases", None)
     pairs = {alias: name for alias, name in values.get("aliases", {}).items() if selection.takes(name)}
     if pairs:
-        found["aliases"] = {selection.rename(alias): selection.rename(name) for alias, name in pairs.items()}
+        found["aliases"] = {new(alias): new(name) for alias, name in pairs.items()}
     return found
+
+
+def _place(key: str, to: str, path: StatePath, labels: Iterable[str]) -> StatePath:
+    """Return where a renamed leaf lies: where it lay, if no more than the member of the file has another name."""
+    if key == to:
+        return path
+    top, tail = str(path[0]), key.removeprefix(str(path[0]))
+    head = to.removesuffix(tail) if key.startswith(top) and to.endswith(tail) else "."
+    return (head, *path[1:]) if "." not in head and head else names.default_path(to, labels)
+
+
+def _is_names(value: Any, path: StatePath) -> bool:
+    """Return whether this is the list of the parameters of an optimizer's group, by name."""
+    is_list = path[-3:-2] == (names.GROUPS,) and path[-1] == "params" and isinstance(value, list)
+    return is_list and all(type(name) is str for name in value)
 
 
 def _from_safetensors(tensors: Iterable[st.Incoming], selection: Selection) -> Foreign:
     found = list(tensors)
-    taken = [(one.name, selection.rename(one.name)) for one in found if selection.takes(one.name)]
+    new_name: Callable[[str], str] = selection.rename
+    if any(wrapper in one.name for one in found for wrapper in ("module.", "_wrapped_module", "_orig_mod")):
+        from flashckpt.interop.numbered_state import Renaming
+        from flashckpt.interop.state_dicts import StateDict
+
+        held = [StreamedRow(shard=one.shard(one.name), read=one.read) for one in found]
+        new_name = Renaming(selection, StateDict(tensors=held), is_plain=True)
+    taken = [(one.name, new_name(one.name)) for one in found if selection.takes(one.name)]
     refuse_nothing(len(taken), selection, (one.name for one in found))
     refuse_clashes(taken)
     new = dict(taken)
     rows = [StreamedRow(shard=one.shard(new[one.name]), read=one.read) for one in found if one.name in new]
-    return Foreign(kind="safetensors", rows=rows, values={}, tensors=len(rows))
+    aliases = {new_name(alias): new[one.name] for one in found if one.name in new for alias in one.also}
+    return Foreign(kind="safetensors", rows=rows, values={"aliases": aliases} if aliases else {}, tensors=len(rows))
 
 
-def _from_state_dict(state: StateDict, kind: str, selection: Selection, path: Path) -> Foreign:
+def _from_state_dict(state: StateDict, kind: str, selection: Selection, path: Path, new_name: Renaming) -> Foreign:
     """Rename, then store as `dcp.save` through our writer would: names of ours, values without pickle."""
     import torch
 
@@ -147,13 +204,14 @@ def _from_state_dict(state: StateDict, kind: str, selection: Selection, path: Pa
     keys = list(dict.fromkeys([*(row.shard.fqn for row in state.tensors), *state.values]))
     for key in keys:
         refuse_shape(key, (), path)
-    labels = names.optimizer_labels(keys)
-    taken = [(key, selection.rename(key)) for key in keys if selection.takes(key, names.to_ours(key, labels))]
+    labels = names.optimizer_labels(state.values)
+    pairs = [(key, new_name(key)) for key in keys]
+    taken = [(key, to) for key, to in pairs if selection.takes(key, names.to_ours(key, labels), to)]
     refuse_nothing(len(taken), selection, keys)
     refuse_clashes(taken)
     new = dict(taken)
-    labels = names.optimizer_labels(new.values())
-    paths = {to: state.paths.get(key, (key,)) if key == to else names.default_path(to, labels) for key, to in taken}
+    labels = names.optimizer_labels(new[key] for key in state.values if key in new)
+    paths = {to: _place(key, to, state.paths.get(key, (key,)), labels) for key, to in taken}
     rows: list[StreamedRow] = []
     leaves: dict[str, Any] = {}
     values: dict[str, Any] = {}
@@ -164,8 +222,8 @@ def _from_state_dict(state: StateDict, kind: str, selection: Selection, path: Pa
     loose: dict[str, torch.Tensor] = {}
     for key, value in state.values.items():
         if (to := new.get(key)) is not None:
-            leaves[to] = value
-            values[to], own = contents.take_apart(value, to)
+            leaves[to] = list(map(new_name.bare, value)) if _is_names(value, paths[to]) else value
+            values[to], own = contents.take_apart(leaves[to], to)
             loose |= own
     tensors = len({row.shard.fqn for row in rows})
     record = {
@@ -173,5 +231,22 @@ def _from_state_dict(state: StateDict, kind: str, selection: Selection, path: Pa
         "values": values,
         "paths": {key: list(path) for key, path in paths.items() if path != names.default_path(key, labels)},
     }
-    recorded = contents.values_for_checkpointer(leaves, paths, labels) | {contents.RECORD: record}
-    return Foreign(kind=kind, rows=[*rows, *rows_of(loose)], values=recorded, tensors=tensors)
+    recorded = contents.values_for_checkpointer(leaves, paths, labels) | _whole(
+        state, {key: paths[to] for key, to in taken}, labels
+    )
+    return Foreign(
+        kind=kind, rows=[*rows, *rows_of(loose)], values=recorded | {contents.RECORD: record}, tensors=tensors
+    )
+
+
+def _whole(state: StateDict, places: Mapping[str, StatePath], labels: Sequence[str]) -> dict[str, Any]:
+    """Return the members without tensors as they are, by new name, where all of one is taken."""
+    from flashckpt.dcp import contents
+
+    found: dict[str, Any] = {}
+    for top, whole in state.whole.items():
+        inside = [key for key in state.values if state.paths.get(key, (key,))[0] == top]
+        tops = {str(places[key][0]) if key in places else "" for key in inside}
+        if len(tops) == 1 and (to := tops.pop()) not in ("", *labels, *contents.RESERVED) and not {"@", "."} & set(to):
+            found[to] = contents.take_apart(whole, to)[0]
+    return found

@@ -7,6 +7,7 @@ a box is one range of it.
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Callable, Iterator
 from dataclasses import replace
@@ -14,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from flashckpt.checkpoint.direct_writer import StreamedRow
-from flashckpt.errors import ConfigError, UnsupportedStateError
+from flashckpt.errors import ConfigError, DamagedError, UnsupportedStateError
 from flashckpt.interop.foreign_files import decoding
 from flashckpt.interop.framework_state import MODEL, OPTIMIZER, Taken, Wants
 from flashckpt.interop.origins import folder_of_newest, step_in_name
@@ -33,13 +34,22 @@ def read_folder(path: Path, *, wants: Wants) -> Taken:
     if folder is None:
         raise ConfigError(f"{path} is no checkpoint of Megatron", expected="a folder with common.pt and .metadata")
     found = Taken(step=step_in_name(folder))
+    _refuse_other_backend(folder / "metadata.json")
     _add_common(folder, found)
     raw = dcp_folders.read_dcp_folder(folder, skips=_is_object)
     names: dict[str, None] = {}
+    origins: dict[str, str] = {}
     with decoding(folder, "a checkpoint of Megatron"):
         for row in raw.tensors:
             for one in _rows(row):
                 fqn = one.shard.fqn
+                if origins.setdefault(fqn, row.shard.fqn) != row.shard.fqn:
+                    raise DamagedError(
+                        f"{folder} holds {fqn!r} twice",
+                        found=f"in {origins[fqn]!r} and in {row.shard.fqn!r}",
+                        expected="the layers of a model stacked, or each on its own",
+                        state="Nothing was imported.",
+                    )
                 if (moment := _STATE.match(fqn)) and wants(OPTIMIZER):
                     names.setdefault(moment[2])
                     _keep(found.state, one, (OPTIMIZER, "state", moment[2], moment[1]))
@@ -95,6 +105,22 @@ def _part_of(read: Callable[[int, int], memoryview], first: int) -> Callable[[in
     return lambda start, stop: read(first + start, first + stop)
 
 
+def _refuse_other_backend(path: Path) -> None:
+    """Raise UnsupportedStateError where metadata.json says that tensors are written by something else than dcp."""
+    if not path.is_file():
+        return
+    with decoding(path, "the description of a checkpoint of Megatron", nbytes=path.stat().st_size):
+        backend = json.loads(path.read_bytes()).get("sharded_backend", "torch_dist")
+    if backend != "torch_dist":
+        raise UnsupportedStateError(
+            f"{path.parent} is written in another format",
+            found=f"sharded_backend {backend!r:.40} in {path.name}",
+            expected="'torch_dist'",
+            state="Nothing was imported.",
+            remedy="load it with Megatron and save it with --ckpt-format torch_dist",
+        )
+
+
 def _add_common(folder: Path, found: Taken) -> None:
     """Take the step from common.pt, where that can be read: it holds arguments of the run as objects, as a rule."""
     from flashckpt.interop import torch_files
@@ -105,5 +131,7 @@ def _add_common(folder: Path, found: Taken) -> None:
         found.omitted.append(f"common.pt: {error.found}")
         return
     if type(step := common.get("iteration")) is int:
+        if found.step not in (None, step):
+            found.omitted.append(f"{folder.name}: step {found.step} by this name, while common.pt says {step}")
         found.step = step
     found.omitted.append("common.pt: arguments, schedulers and settings of Megatron")

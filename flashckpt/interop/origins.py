@@ -9,18 +9,30 @@ from pathlib import Path
 
 from flashckpt.interop.foreign_files import decoding
 
-ORIGINS = ("trainer", "peft", "lightning", "deepspeed", "megatron")
-"""Hugging Face's Trainer and PEFT, Lightning, DeepSpeed (universal), Megatron (torch_dist)."""
+ORIGINS = ("trainer", "peft", "accelerate", "lightning", "deepspeed", "megatron")
+"""Hugging Face's Trainer, PEFT and Accelerate, Lightning, DeepSpeed (universal), Megatron (torch_dist)."""
 _MEMBERS = re.compile(rb"pytorch-lightning_version")
 _HEAD_BYTES = 64 << 20
 
 
 def origin_of(folder: Path) -> str | None:
     """Return the framework that wrote a folder: one of ORIGINS; None where it is none of them."""
+    return _of_hugging_face(folder) or _of_ranks(folder)
+
+
+def _of_hugging_face(folder: Path) -> str | None:
     if (folder / "trainer_state.json").is_file():
         return "trainer"
+    if (folder / "optimizer.bin").is_file() or any(folder.glob("random_states_*.pkl")):
+        return "accelerate"
     if (folder / "adapter_config.json").is_file():
         return "peft"
+    if (folder / "optimizer.pt").is_file() and any(folder.glob("*.safetensors")):
+        return "trainer"
+    return None
+
+
+def _of_ranks(folder: Path) -> str | None:
     if (folder / ".metadata").is_file() and (folder / "common.pt").is_file():
         return "megatron"
     if folder_of_newest(folder, "deepspeed") is not None or _has_zero_files(folder):

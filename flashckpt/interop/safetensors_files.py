@@ -9,15 +9,17 @@ import itertools
 import json
 import math
 import os
+import re
 import struct
+from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, BinaryIO
 
 from flashckpt.core.shard import ITEMSIZE, Shard
 from flashckpt.errors import DamagedError, UnsupportedStateError
-from flashckpt.interop.foreign_files import decoding, refuse_shape
+from flashckpt.interop.foreign_files import decoding, refuse_shape, saw
 from flashckpt.interop.outgoing import Outgoing
 from flashckpt.restore.sources import StorageSource
 
@@ -31,6 +33,10 @@ _NAMES = {ours: theirs for theirs, ours in DTYPES.items()}
 SUFFIX = ".safetensors"
 INDEX = "model.safetensors.index.json"
 _MOST_HEADER_BYTES = 100_000_000  # the limit of the library
+_METADATA = "__metadata__"
+_LAYOUTS = ("pt", "np", "mlx")
+"""What `format` may say: tensors lie in these as torch has them, in those of Flax and TensorFlow they do not."""
+_NUMBERED = re.compile(r"(.*)-(\d+)-of-(\d+)\.safetensors")
 
 
 def is_ours(path: Path) -> bool:
@@ -104,13 +110,14 @@ def write_folder(
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Incoming:
-    """One tensor of a file: where its bytes lie."""
+    """One tensor of a file: where its bytes lie, and other names of it."""
 
     path: Path
     name: str
     dtype: str
     shape: tuple[int, ...]
     start: int
+    also: tuple[str, ...] = ()
 
     def shard(self, name: str) -> Shard:
         """Return it as one box under a name of ours."""
@@ -137,30 +144,119 @@ def read_file(path: Path) -> list[Incoming]:
         size = path.stat().st_size
         with path.open("rb") as file:
             header, data_start = _read_header(path, file, size)
-        found = [
-            _incoming(path, name, entry, data_start, size) for name, entry in header.items() if name != "__metadata__"
-        ]
-        _refuse_overlaps(path, found)
+        metadata = _metadata(path, header.pop(_METADATA, {}))
+        also: dict[str, list[str]] = {}
+        for alias, name in metadata.items():  # how the library writes tensors that share their memory, each once
+            if name in header and alias not in header:
+                also.setdefault(name, []).append(alias)
+        others = sorted(metadata.keys() - {alias for own in also.values() for alias in own})
+        if others:
+            saw(path, f"metadata of {path.name}: " + ", ".join(others[:5]) + (", ..." if len(others) > 5 else ""))
+        found = [_incoming(path, name, entry, data_start, size) for name, entry in header.items()]
+        found = [replace(one, also=tuple(also.get(one.name, ()))) for one in found]
+        _refuse_overlaps(path, found, data_start, size)
     return found
 
 
-def read_folder(folder: Path) -> list[Incoming]:
-    """Return the tensors of a Hugging Face folder: by its index, else of all its safetensors files."""
+def _metadata(path: Path, metadata: Any) -> dict[str, str]:
+    """Return what a header says besides its tensors and how they lie; an unknown way to lie is refused."""
+    if not isinstance(metadata, dict) or not {str}.issuperset(map(type, metadata.values())):
+        raise _damaged(path, f"its {_METADATA} is no map of texts")
+    layout = metadata.pop("format", "pt")
+    if layout not in _LAYOUTS:
+        raise UnsupportedStateError(
+            f"the tensors of {path} do not lie as torch has them",
+            found=f"{_METADATA} says format {layout!r:.40}",
+            expected=" or ".join(map(repr, _LAYOUTS)),
+            state="Nothing was imported.",
+            remedy="load it with the library that wrote it, and save it for torch",
+        )
+    for key in [key for key in metadata if key.startswith("flashckpt.")]:
+        del metadata[key]
+    return metadata
+
+
+def read_folder(folder: Path, *, is_judged: bool = False) -> list[Incoming]:
+    """Return the tensors of a Hugging Face folder: by its index, else of all its safetensors files.
+
+    Args:
+        folder: The folder.
+        is_judged: The caller knows which tensors there have to be: of numbered files some may be missing.
+
+    Raises:
+        DamagedError: Index and files do not say the same, or a numbered file is missing.
+    """
+    index = _index_of(folder)
+    if index is None:
+        files = [path for path in sorted(folder.glob(f"*{SUFFIX}")) if "optim" not in path.name]
+        if not is_judged:
+            _refuse_missing(files)
+        found = [one for path in files for one in read_file(path)]
+        if doubles := [name for name, count in Counter(one.name for one in found).items() if count > 1]:
+            both = [one.path.name for one in found if one.name == doubles[0]]
+            raise _damaged(folder, f"{doubles[0]!r:.80} is in {both[0]} and in {both[1]}")
+        return found
+    weight_map, nbytes = read_index(index)
+    found = [one for name in sorted(set(weight_map.values())) for one in read_file(folder / name)]
+    held: dict[str, list[str]] = {}
+    for one in found:
+        held.setdefault(one.path.name, []).append(one.name)
+    refuse_other_tensors(index, weight_map, held)
+    if nbytes not in (None, total := sum(one.shard(one.name).nbytes for one in found)):
+        saw(index, f"total_size of {index.name}: {nbytes!r:.40}, while its files hold {total} bytes of tensors")
+    return found
+
+
+def _index_of(folder: Path) -> Path | None:
+    """Return the index of a folder; None where there is none."""
     indexes = sorted(folder.glob(f"*{SUFFIX}.index.json"))
-    if not indexes:
-        return [one for path in sorted(folder.glob(f"*{SUFFIX}")) for one in read_file(path)]
-    with decoding(indexes[0], "the index of a safetensors folder", nbytes=indexes[0].stat().st_size):
-        weight_map = json.loads(indexes[0].read_bytes())["weight_map"]
+    index = folder / INDEX if folder / INDEX in indexes else next(iter(indexes), None)
+    single = folder / f"model{SUFFIX}"
+    if (len(indexes) > 1 and index != folder / INDEX) or (index == folder / INDEX and single.is_file()):
+        both = [one.name for one in indexes] if index != folder / INDEX else [INDEX, single.name]
+        raise DamagedError(
+            f"{folder} holds more than one set of weights",
+            found=", ".join(both[:4]),
+            expected="one",
+            state="Nothing was imported.",
+            remedy="remove the others, or give the path of the one file that is wanted",
+        )
+    return index
+
+
+def read_index(index: Path) -> tuple[dict[str, str], Any]:
+    """Return (tensor -> file, total_size) of an index; every file is in its folder."""
+    with decoding(index, "the index of a folder of weights", nbytes=index.stat().st_size):
+        document = json.loads(index.read_bytes(), object_pairs_hook=_once)
+        weight_map, more = document["weight_map"], document.get("metadata") or {}
         if not isinstance(weight_map, dict) or not all(type(name) is str for name in weight_map.values()):
-            raise _damaged(indexes[0], "a weight_map that is no map of names to files")
-        files = sorted(set(weight_map.values()))
-        for name in files:
-            if "/" in name or not (folder / name).is_file():
-                raise _damaged(indexes[0], f"it names {name!r:.80}, which is not in the folder")
-    found = [one for name in files for one in read_file(folder / name) if weight_map.get(one.name) == name]
-    if missing := sorted(set(weight_map) - {one.name for one in found}):
-        raise _damaged(indexes[0], f"{missing[0]!r} is not in {weight_map[missing[0]]}")
-    return found
+            raise _damaged(index, "a weight_map that is no map of names to files")
+        for name in sorted(set(weight_map.values())):
+            if "/" in name or not (index.parent / name).is_file():
+                raise _damaged(index, f"it names {name!r:.80}, which is not in the folder")
+    return weight_map, more.get("total_size")
+
+
+def refuse_other_tensors(index: Path, weight_map: Mapping[str, str], held: Mapping[str, Sequence[str]]) -> None:
+    """Raise DamagedError where files hold other tensors than the index says: names of each file in `held`."""
+    for file, own in sorted(held.items()):
+        wanted = {name for name, place in weight_map.items() if place == file}
+        if missing := sorted(wanted.difference(own)):
+            raise _damaged(index, f"{missing[0]!r:.80} is not in {file}")
+        if extra := [name for name in own if name not in wanted]:
+            said = f"says that it is in {weight_map[extra[0]]}" if extra[0] in weight_map else "does not name it"
+            raise _damaged(index, f"{extra[0]!r:.80} is in {file}, and the index {said}")
+
+
+def _refuse_missing(files: Sequence[Path]) -> None:
+    """Raise DamagedError where one of several numbered files (model-00001-of-00003) is missing."""
+    sets: dict[tuple[str, str], list[int]] = {}
+    for path in files:
+        if found := _NUMBERED.fullmatch(path.name):
+            sets.setdefault((found[1], found[3]), []).append(int(found[2]))
+    for (name, count), numbers in sets.items():
+        if len(numbers) != int(count):
+            raise _damaged(files[0].parent, f"{len(numbers)} of the {int(count)} files {name}-*-of-{count}{SUFFIX}")
 
 
 def _read_header(path: Path, file: BinaryIO, size: int) -> tuple[dict[str, Any], int]:
@@ -170,7 +266,7 @@ def _read_header(path: Path, file: BinaryIO, size: int) -> tuple[dict[str, Any],
         raise _damaged(path, f"a file of {size} bytes whose header would have {nbytes}")
     with decoding(path, "a safetensors file", nbytes=nbytes):
         try:
-            header = json.loads(file.read(nbytes))
+            header = json.loads(file.read(nbytes), object_pairs_hook=_once)
         except ValueError as error:
             raise _damaged(path, f"its header is not JSON ({str(error)[:100]})") from error
     if not isinstance(header, dict):
@@ -197,13 +293,25 @@ def _incoming(path: Path, name: str, entry: Any, data_start: int, size: int) -> 
     return Incoming(path=path, name=name, dtype=DTYPES[kind], shape=shape, start=data_start + begin)
 
 
-def _refuse_overlaps(path: Path, tensors: Sequence[Incoming]) -> None:
-    """Raise DamagedError where two tensors share bytes; the library refuses that too."""
+def _refuse_overlaps(path: Path, tensors: Sequence[Incoming], begin: int, end: int) -> None:
+    """Raise DamagedError where two tensors share bytes, or bytes are of none; the library refuses both too."""
     ends = sorted((one.start, one.start + one.shard(one.name).nbytes, one.name) for one in tensors)
-    held = [range_ for range_ in ends if range_[0] < range_[1]]
+    held = [(begin, begin, "its header"), *(one for one in ends if one[0] < one[1]), (end, end, "its end")]
     for (_, stop, name), (start, _, other) in itertools.pairwise(held):
         if start < stop:
             raise _damaged(path, f"{name!r:.80} and {other!r:.80} share bytes")
+        if start > stop:
+            raise _damaged(path, f"{start - stop} bytes between {name!r:.80} and {other!r:.80} are of no tensor")
+
+
+def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """Return a JSON object; ValueError where a key is in it twice."""
+    found = dict(pairs)
+    if len(found) < len(pairs):
+        raise ValueError(
+            f"{next(key for key, count in Counter(key for key, _ in pairs).items() if count > 1)!r:.80} twice"
+        )
+    return found
 
 
 def _damaged(path: Path, found: str) -> DamagedError:

@@ -27,12 +27,16 @@ class StateDict:
         values: Other leaves by flattened key.
         paths: Places in the nested state dict.
         skipped: Keys of values that were not asked for.
+        doubles: Keys of tensors that are the memory of an earlier one: tied weights.
+        whole: Members of the nested dict that hold no tensor, as they are: flattening makes strings of their keys.
     """
 
     tensors: list[StreamedRow] = field(default_factory=list)
     values: dict[str, Any] = field(default_factory=dict)
     paths: dict[str, StatePath] = field(default_factory=dict)
     skipped: list[str] = field(default_factory=list)
+    doubles: set[str] = field(default_factory=set)
+    whole: dict[str, Any] = field(default_factory=dict)
 
 
 def nest(leaves: Mapping[str, Any], paths: Mapping[str, StatePath]) -> dict[str, Any]:
@@ -43,9 +47,11 @@ def nest(leaves: Mapping[str, Any], paths: Mapping[str, StatePath]) -> dict[str,
     return nested
 
 
-def at_path(flat: Mapping[str, Any], path: StatePath) -> Any:
-    """Return the leaf of a place, from leaves flattened by torch."""
-    return flat[".".join(map(str, path))]
+def at_path(nested: Any, path: StatePath) -> Any:
+    """Return the leaf of a place in a nested state dict."""
+    for part in path:
+        nested = nested[part]
+    return nested
 
 
 def rows_of(tensors: Mapping[str, torch.Tensor]) -> list[StreamedRow]:

@@ -52,7 +52,7 @@ def write_torch_file(
     with torch.serialization.skip_data(materialize_fake_tensors=True):
         torch.save(nested, path)
     with FakeTensorMode():
-        places, _ = flatten_state_dict(torch.load(path, weights_only=True))
+        places = torch.load(path, weights_only=True)
     checksums: dict[int, int] = {}
     with path.open("r+b") as file:
         for key, one in tensors.items():
@@ -160,12 +160,20 @@ def flattened(nested: Mapping[Any, Any], path: Path) -> StateDict:
     with decoding(path, "a state dict"):
         flat, paths = flatten_state_dict(dict(nested))
         found = StateDict(paths=dict(paths))
+        seen: set[Any] = set()
         for key, leaf in flat.items():
             if isinstance(leaf, torch.Tensor):
                 refuse_tensor(key, leaf, path)
                 found.tensors.append(row_of(key, leaf))
+                place = (leaf.data_ptr(), leaf.dtype, leaf.shape, leaf.stride())
+                found.doubles |= {key} if leaf.numel() and place in seen else set()
+                seen.add(place)
             else:
                 found.values[key] = leaf
+        tops = {places[0] for key, places in paths.items() if key not in found.values}
+        found.whole = {
+            key: one for key, one in nested.items() if isinstance(one, dict) and type(key) is str and key not in tops
+        }
     return found
 
 

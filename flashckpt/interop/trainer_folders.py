@@ -1,4 +1,4 @@
-"""Folders of Hugging Face's Trainer (checkpoint-120/) and of PEFT adapters: weights, optimizer, scheduler, generators."""
+"""Folders of Hugging Face's Trainer (checkpoint-120/), Accelerate and PEFT: weights, optimizer, scheduler, generators."""
 
 from __future__ import annotations
 
@@ -22,6 +22,9 @@ _ADAPTER = "adapter_model"
 _WEIGHTS = "pytorch_model.bin"
 _FOLDERS = {MODEL: "pytorch_model_fsdp_0", OPTIMIZER: "optimizer_0"}
 _LEFT = ("training_args.bin", "scaler.pt")
+_ACCELERATE = ("random_state", "numpy_random_seed", "torch_manual_seed", "torch_cuda_manual_seed")
+"""What Accelerate calls the states of python, numpy, torch and its devices."""
+_SECOND = re.compile(r"(model|pytorch_model|optimizer|scheduler)_[1-9]\d*\.(safetensors|bin)")
 
 
 def read_folder(folder: Path, parameters: Sequence[str] | None, *, wants: Wants) -> Taken:
@@ -32,12 +35,20 @@ def read_folder(folder: Path, parameters: Sequence[str] | None, *, wants: Wants)
         DamagedError: There are no weights, or a file cannot be read.
     """
     found = Taken(step=step_of_trainer(folder))
+    if seconds := sorted(one.name for one in folder.iterdir() if _SECOND.fullmatch(one.name)):
+        raise UnsupportedStateError(
+            f"{folder} holds more than one model, optimizer or scheduler",
+            found=", ".join(seconds[:4]),
+            expected="the folder of a job with one of each",
+            state="Nothing was imported.",
+            remedy="import the file of each model alone, each with --rename =NAME.",
+        )
     has_order = _add_weights(folder, found)
     if wants(OPTIMIZER):
         shapes = shapes_of(found.state)
         ordered = shapes if has_order else None if parameters else _order_of_class(folder)
         _add_optimizer(folder, found, parameters, ordered)
-    if wants(SCHEDULER) and (path := folder / "scheduler.pt").is_file():
+    if wants(SCHEDULER) and (path := _either(folder, "scheduler")) is not None:
         from flashckpt.interop import torch_files
 
         found.add_schedulers([torch_files.load_torch_file(path)])
@@ -62,6 +73,8 @@ def _add_weights(folder: Path, found: Taken) -> bool:
             key = f"{MODEL}.{name}"
             found.state.tensors.append(StreamedRow(shard=one.shard(key), read=one.read))
             found.state.paths[key] = (MODEL, name)
+            for alias in map(rename, one.also):
+                found.values.setdefault("aliases", {})[f"{MODEL}.{alias}"] = key
         return False
     files = _parts(folder)
     if not files:
@@ -71,8 +84,12 @@ def _add_weights(folder: Path, found: Taken) -> bool:
             expected=f"model{st.SUFFIX}, {_WEIGHTS}, {_ADAPTER}{st.SUFFIX} or {_FOLDERS[MODEL]}/",
             state="Nothing was imported.",
         )
-    for path in files:
-        found.add(MODEL, _without_aliases(torch_files.load_torch_file(path), found), path)
+    loaded = {path: torch_files.load_torch_file(path) for path in files}
+    if files[0].name != _WEIGHTS:
+        index = folder / f"{_WEIGHTS}.index.json"
+        st.refuse_other_tensors(index, st.read_index(index)[0], {path.name: list(own) for path, own in loaded.items()})
+    for path, own in loaded.items():
+        found.add(MODEL, _without_aliases(own, found), path)
     return len(files) == 1
 
 
@@ -83,11 +100,7 @@ def _parts(folder: Path) -> list[Path]:
     index = folder / f"{_WEIGHTS}.index.json"
     if not index.is_file():
         return []
-    with decoding(index, "the index of a folder of weights", nbytes=index.stat().st_size):
-        names = sorted({str(name) for name in json.loads(index.read_bytes())["weight_map"].values()})
-        if bad := [name for name in names if "/" in name or not (folder / name).is_file()]:
-            raise DamagedError(f"{index} is damaged", found=f"it names {bad[0]!r:.80}, which is not in the folder")
-    return [folder / name for name in names]
+    return [folder / name for name in sorted(set(st.read_index(index)[0].values()))]
 
 
 def _without_aliases(loaded: Mapping[str, Any], found: Taken) -> dict[str, Any]:
@@ -151,6 +164,11 @@ def _order_of_class(folder: Path) -> dict[str, tuple[int, ...]] | None:
         return {name: tuple(one.shape) for name, one in model.named_parameters()}
 
 
+def _either(folder: Path, name: str) -> Path | None:
+    """Return the file of this name: Trainer calls it .pt and Accelerate .bin; None where there is none."""
+    return next((path for end in ("pt", "bin") if (path := folder / f"{name}.{end}").is_file()), None)
+
+
 def _add_optimizer(
     folder: Path, found: Taken, parameters: Sequence[str] | None, ordered: Mapping[str, tuple[int, ...]] | None
 ) -> None:
@@ -159,8 +177,8 @@ def _add_optimizer(
     if (folder / _FOLDERS[OPTIMIZER]).is_dir():
         found.join(dcp_folders.read_dcp_folder(folder / _FOLDERS[OPTIMIZER]))
         return
-    path = folder / "optimizer.pt"
-    if not path.is_file():
+    path = _either(folder, "optimizer")
+    if path is None:
         return
     loaded = torch_files.load_torch_file(path)
     shapes = shapes_of(found.state)
@@ -171,8 +189,8 @@ def _add_optimizer(
 def _add_generators(folder: Path, found: Taken) -> None:
     from flashckpt.interop import torch_files
 
-    for path in sorted(folder.glob("rng_state*.pth")):
-        number = re.fullmatch(r"rng_state(?:_(\d{1,6}))?\.pth", path.name)
+    for path in sorted([*folder.glob("rng_state*.pth"), *folder.glob("random_states_*.pkl")]):
+        number = re.fullmatch(r"(?:rng_state(?:_(\d{1,6}))?\.pth|random_states_(?P<of>\d{1,6})\.pkl)", path.name)
         if number is None:
             continue
         try:
@@ -181,18 +199,22 @@ def _add_generators(folder: Path, found: Taken) -> None:
             found.omitted.append(f"{path.name}: {error.found}")
             continue
         with decoding(path, "the state of the random number generators"):
-            found.values[f"rng@rank{int(number[1] or 0)}"] = _generators(loaded)
+            found.values[f"rng@rank{int(number[1] or number['of'] or 0)}"] = _generators(loaded)
 
 
 def _generators(loaded: Mapping[str, Any]) -> dict[str, Any]:
     """Return the states of generators as a snapshot holds them."""
-    version, words, gauss = loaded["python"]
-    kind, keys, position, has_gauss, cached = loaded["numpy"]
+    names = _ACCELERATE if "torch_manual_seed" in loaded else ("python", "numpy", "cpu", "cuda")
+    version, words, gauss = loaded[names[0]]
+    kind, keys, position, has_gauss, cached = loaded[names[1]]
+    cuda = loaded.get(names[3])
     state: dict[str, Any] = {
-        "torch": loaded["cpu"].numpy().tobytes(),
+        "torch": loaded[names[2]].numpy().tobytes(),
         "python": [int(version), np.asarray(words, "<u4").tobytes(), gauss],
         "numpy": [str(kind), np.asarray(keys, "<u4").tobytes(), int(position), int(has_gauss), float(cached)],
     }
-    if isinstance(cuda := loaded.get("cuda"), torch.Tensor):
+    if isinstance(cuda, list) and len(cuda) == 1:
+        (cuda,) = cuda
+    if isinstance(cuda, torch.Tensor):
         state["cuda"] = cuda.numpy().tobytes()
     return state

@@ -18,7 +18,7 @@ import numpy.typing as npt
 
 from flashckpt.core.digest import digest
 from flashckpt.core.manifest import Manifest
-from flashckpt.core.shard import Shard
+from flashckpt.core.shard import Shard, split_owner
 from flashckpt.core.shard_table import ShardTable, chunk_counts, ranges
 
 DIMS = 4
@@ -69,7 +69,7 @@ def owner_of(keys: npt.NDArray[np.uint64], ranks: int) -> npt.NDArray[np.int64]:
 
 def keys_of(fqn: str) -> tuple[str, str]:
     """Return what a row is filed under: its name without coordinate, and everything below its parent."""
-    base = fqn.partition("@")[0]
+    base, _ = split_owner(fqn)
     return base, f"{base.rpartition('.')[0]}.*"
 
 
@@ -94,7 +94,7 @@ def encode_held_rows(manifest: Manifest, slot: int) -> Records:
     names: dict[str, list[str]] = {fqn: [*keys_of(fqn)] for fqn in table.fqns}
     for alias, fqn in manifest.aliases.items():
         if fqn in names:
-            names[fqn].append(alias.partition("@")[0])
+            names[fqn].append(split_owner(alias)[0])
     parts = []
     for fqn, keys in names.items():
         for key in keys:

@@ -18,7 +18,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from flashckpt.core.shard import Shard
+from flashckpt.core.shard import Shard, split_owner
 from flashckpt.core.shard_table import ShardTable
 from flashckpt.restore.source_names import Kind, SourceNames
 from flashckpt.state import state_forms
@@ -171,7 +171,7 @@ def _recorded_keys(label: str, names: SourceNames) -> list[str]:
     prefix = f"{label}."
     state = [fqn for fqn in names.index if fqn.startswith(prefix)]
     if names.of_ranks:
-        state = [fqn.partition("@")[0] for fqn in state]
+        state = [split_owner(fqn)[0] for fqn in state]
     return sorted(set(map(_LAST, map(str.rpartition, state, repeat(".")))))
 
 

@@ -10,6 +10,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 
 from flashckpt.core.manifest import Manifest
+from flashckpt.core.shard import split_owner
 from flashckpt.errors import TensorMismatchError
 from flashckpt.planning.peer_index import PeerQuery
 from flashckpt.planning.read_plan import ReadPlan, plan_reads
@@ -144,7 +145,7 @@ def prepare(attempt: Attempt, sources: CandidateSources, *, exact: bool, named_b
         required = requirements(attempt.live, names, manifests, in_values=in_values, only=only, exact=exact)
         if exact:
             known = names.index
-            lost = [PeerQuery(n.partition("@")[0], n, None) for n in sorted(in_values) if n not in known]
+            lost = [PeerQuery(split_owner(n)[0], n, None) for n in sorted(in_values) if n not in known]
             required = replace(required, unnamed=(*required.unnamed, *lost))
     with attempt.phases("plan"):
         tables = [source.manifest.table for source in sources.all]
@@ -185,7 +186,7 @@ def queries(attempt: Attempt, prepared: Prepared, *, has_asked: bool) -> list[Pe
     for target, box in boxes:
         shard = plan.wanted.shard(target)
         part = replace(shard, offsets=box.offsets, lengths=box.lengths)
-        found.append(PeerQuery(shard.fqn.partition("@")[0], shard.fqn, part))
+        found.append(PeerQuery(split_owner(shard.fqn)[0], shard.fqn, part))
     if not has_asked:
         found += unnamed_values(attempt.tracked, prepared.values, attempt.request.only)
     return found

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from flashckpt.core.manifest import Manifest
-from flashckpt.core.shard import Shard
+from flashckpt.core.shard import Shard, split_owner
 from flashckpt.core.shard_table import ShardTable
 from flashckpt.core.snapshot_id import SnapshotId
 from flashckpt.errors import FlashckptError
@@ -44,7 +44,7 @@ def recorded_beside(table: ShardTable, layout: int, directory: JobDirectory, tra
     if mine and manifests and manifests[0].world_size == tracked.world.size:
         held_rows = manifests[0].table
         found = [held_rows.shard(row) for row in range(len(held_rows)) if held_rows.fqn(row) not in known]
-        named = [(shard.fqn.partition("@")[0], shard) for shard in found]
+        named = [(split_owner(shard.fqn)[0], shard) for shard in found]
         return [shard for fqn, shard in named if fqn.partition(".")[0] in labels and not tracked.exclusion(fqn)]
     state = absent_state(tracked, SourceNames(list(_manifests(held))))
     return [shard for shard in state.shards if shard.fqn not in known]

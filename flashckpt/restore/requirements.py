@@ -13,6 +13,7 @@ import numpy.typing as npt
 import torch
 
 from flashckpt.core.manifest import Manifest
+from flashckpt.core.shard import split_owner
 from flashckpt.core.shard_table import ShardTable
 from flashckpt.planning.peer_index import PeerQuery
 from flashckpt.restore.absent_state import AbsentState, absent_state
@@ -171,7 +172,7 @@ def _unnamed_tensors(table: ShardTable, lost: set[str]) -> Iterator[PeerQuery]:
     """Yield a query for each box of live tensors that no source names."""
     for row in range(len(table) if lost else 0):
         if (fqn := table.fqn(row)) in lost:
-            yield PeerQuery(fqn.partition("@")[0], fqn, replace(table.shard(row), replica=0))
+            yield PeerQuery(split_owner(fqn)[0], fqn, replace(table.shard(row), replica=0))
 
 
 def is_wanted(fqn: str, only: str | None) -> bool:
@@ -212,6 +213,6 @@ def _listed(label: str, manifests: Sequence[Manifest]) -> Iterator[str]:
     """Yield the parameters of every optimizer that recorded its groups under `label`."""
     for manifest in manifests:
         for key, value in manifest.values.items():
-            if key.partition("@")[0] == f"{label}.groups":
+            if split_owner(key)[0] == f"{label}.groups":
                 for group in (g for one in pytree.unflatten(value, lambda _: torch.empty(0)) for g in one):
                     yield from group["params"]

@@ -12,7 +12,7 @@ import numpy.typing as npt
 from flashckpt.core.digest import chunk_count
 from flashckpt.core.manifest import Manifest
 from flashckpt.core.schema import mixed_coordinates
-from flashckpt.core.shard import Shard
+from flashckpt.core.shard import Shard, split_owner
 from flashckpt.core.shard_table import ShardTable
 from flashckpt.state import state_forms
 from flashckpt.state.state_forms import Form
@@ -57,7 +57,7 @@ class SourceNames:
             return fqn
         if (other := self.aliases.get(fqn)) in self.index:
             return other
-        base = fqn.partition("@")[0]
+        base, _ = split_owner(fqn)
         if base in self.index:
             return base
         others = None if exact else self.of_ranks.get(base)
@@ -70,8 +70,9 @@ class SourceNames:
         if "@" not in "\0".join(self.index):  # nearly always, and one search says so
             return found
         for fqn in self.index:
-            if "@" in fqn:
-                found.setdefault(fqn.partition("@")[0], []).append(fqn)
+            base, owner = split_owner(fqn)
+            if owner:
+                found.setdefault(base, []).append(fqn)
         return found
 
     def are_equal(self, alias: str, fqn: str) -> bool:
@@ -96,7 +97,7 @@ class SourceNames:
 
     def form(self, fqn: str) -> Form:
         """Return how a tensor of optimizer state lies beside its parameter."""
-        return self.forms.get(fqn.partition("@")[0], state_forms.USUAL) if self.forms else state_forms.USUAL
+        return self.forms.get(split_owner(fqn)[0], state_forms.USUAL) if self.forms else state_forms.USUAL
 
     @cached_property
     def forms(self) -> dict[str, Form]:
@@ -104,7 +105,7 @@ class SourceNames:
         found: dict[str, Form] = {}
         for manifest in self._manifests:
             for key, value in manifest.values.items():
-                label, _, rest = key.partition("@")[0].partition(".")
+                label, _, rest = split_owner(key)[0].partition(".")
                 if rest == "forms" and isinstance(value, dict):
                     for name, (kind, device) in value.items():
                         found.setdefault(f"{label}.{name}", (kind, device))

@@ -21,6 +21,7 @@ import numpy.typing as npt
 from flashckpt import collectives
 from flashckpt.core.digest import digest
 from flashckpt.core.manifest import Manifest
+from flashckpt.core.shard import split_owner
 from flashckpt.errors import UnexpectedStateError
 from flashckpt.restore.requirements import LiveState, Requirements, is_wanted
 from flashckpt.restore.source_names import SourceNames
@@ -32,7 +33,7 @@ _OF_THE_WHOLE = frozenset({"groups", "forms", "state"})
 
 
 def _base(fqn: str) -> str:
-    return fqn.partition("@")[0]
+    return split_owner(fqn)[0]
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)

@@ -10,6 +10,7 @@ import torch
 from torch.distributed.tensor import DTensor, Replicate
 
 from flashckpt.core.manifest import Manifest
+from flashckpt.core.shard import split_owner
 from flashckpt.planning.peer_index import PeerQuery
 from flashckpt.restore.absent_state import is_of_this_rank
 from flashckpt.restore.gaps import half_restored
@@ -38,10 +39,10 @@ class Values:
         """Return (found, value) of a key: its own, that of all ranks, or that of the others if they agree."""
         if key in self.all:
             return True, self.all[key]
-        base = key.partition("@")[0]
+        base, _ = split_owner(key)
         if base in self.all:
             return True, self.all[base]
-        others = [value for name, value in self.all.items() if name.partition("@")[0] == base]
+        others = [value for name, value in self.all.items() if split_owner(name)[0] == base]
         if others and all(value == others[0] for value in others):
             return True, others[0]
         return False, None
@@ -52,21 +53,21 @@ class Values:
             value
             for manifest in self._manifests
             for key, value in manifest.values.items()
-            if key.partition("@")[0] == base
+            if split_owner(key)[0] == base
         ]
 
     def of_parameters(self, label: str, suffix: str) -> dict[str, dict[str, Any]]:
         """Return parameter name -> key -> value of one optimizer's state, this rank's own where ranks differ."""
         keys: dict[tuple[str, str], str] = {}
         for key in self.all:
-            base, _, owner = key.partition("@")
+            base, owner = split_owner(key)
             if not base.startswith(f"{label}.") or base.removeprefix(f"{label}.") in _OF_THE_WHOLE:
                 continue
             name, _, state_key = base.removeprefix(f"{label}.").rpartition(".")
             if owner not in ("", suffix) and is_of_this_rank(name, suffix, self._names.index):
                 continue
             known = keys.get((name, state_key))
-            if known is None or _rank_of(owner, suffix) < _rank_of(known.partition("@")[2], suffix):
+            if known is None or _rank_of(owner, suffix) < _rank_of(split_owner(known)[1], suffix):
                 keys[name, state_key] = key
         found: dict[str, dict[str, Any]] = {}
         for (name, state_key), key in keys.items():

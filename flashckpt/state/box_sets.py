@@ -62,7 +62,7 @@ class BoxSet:
 
     def name(self, fqn: str, suffix: str) -> str:
         """Return the global name of a tensor, with the rank's suffix if it belongs to this rank alone."""
-        return f"{fqn}@{suffix}" if self.spread.per_rank and "@" not in fqn else fqn
+        return f"{fqn}@{suffix}" if self.spread.per_rank else fqn
 
 
 def first_alike(

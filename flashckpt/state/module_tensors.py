@@ -16,6 +16,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
+from flashckpt.core.shard import split_owner
 from flashckpt.errors import ConfigError
 from flashckpt.state import modules
 from flashckpt.state.box_sets import FORM
@@ -102,10 +103,24 @@ def collect(parts_by_label: Mapping[str, Sequence[nn.Module]], exclusion: Exclus
     if exclusion:
         found = _without_excluded(found, exclusion)
     modules.refuse_lazy(found.names, found.tensors)
+    refuse_coordinates(found.names)
     doubles = _storages_met_twice(found.tensors, map(_LAYOUT_IN_FORM, found.forms))
     if doubles is None or doubles or len(set(found.names)) < len(found.names):
         return _without_aliases(found, doubles)
     return found
+
+
+def refuse_coordinates(names: Sequence[str]) -> None:
+    """Raise ConfigError for a name that cannot be told from the state of one rank: "x@rank0"."""
+    of_ranks = [name for name in names if split_owner(name)[1]] if "@" in "\0".join(names) else []
+    if of_ranks:
+        raise ConfigError(
+            f"the tensor {of_ranks[0]!r} is named as state of one rank is",
+            found=f"'@{split_owner(of_ranks[0])[1]}' at its end",
+            expected="a name that does not end in '@', letters and digits",
+            state="Nothing was tracked.",
+            remedy="give the parameter, buffer or module another name, or leave it out with track(exclude=)",
+        )
 
 
 def _without_excluded(found: ModuleTensors, exclusion: Exclusion) -> ModuleTensors:

@@ -80,7 +80,7 @@ class HubFolder:
         self.beside: Mapping[str, bytes] = {
             name: (folder / name).read_bytes() for name in BESIDE if (folder / name).is_file()
         }
-        there = {one.name: one for one in st.read_folder(folder)}
+        there = {name: one for one in st.read_folder(folder, is_judged=True) for name in (one.name, *one.also)}
         self.parts: dict[str, list[tuple[HubTensor, st.Incoming]]] = {}
         for tensor in tensors_of(self.model):
             found = there.get(tensor.theirs)
