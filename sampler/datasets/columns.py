@@ -81,7 +81,9 @@ class RowGroups:
             raise IndexError(f"row {row} of {len(self)}")
         number = bisect_right(self._ends, row)
         inside = row - (self._ends[number - 1] if number else 0)
-        return dict(self._table(number).slice(inside, 1).to_pylist()[0])
+        table = self._table(number)
+        file = self._groups[number][0]
+        return dict(self._guarded(file, lambda: table.slice(inside, 1).to_pylist()[0]))  # text may be no UTF-8
 
     def _table(self, number: int) -> Any:
         if self._process != os.getpid():
@@ -129,6 +131,15 @@ class RowGroups:
             ) from error
 
     def _count(self, file: int) -> int:
+        names = self._guarded(file, lambda: self._names(self._open(file)))
+        lacking = [name for name in self._columns or () if name not in names and name.split(".")[0] not in names]
+        if lacking:  # pyarrow would leave them out
+            raise DataError(
+                f"{self.urls[file]} has no column {lacking[0]!r}",
+                found=f"columns {', '.join(names)}",
+                expected=", ".join(self._columns or ()),
+                remedy="correct columns",
+            )
         return int(self._guarded(file, lambda: self._group_count(self._open(file))))
 
     def _rows(self, file: int, group: int) -> int:
@@ -137,6 +148,9 @@ class RowGroups:
     # -- what differs between the formats
 
     def _reader(self, source: Any) -> Any:
+        raise NotImplementedError
+
+    def _names(self, reader: Any) -> list[str]:
         raise NotImplementedError
 
     def _group_count(self, reader: Any) -> int:
@@ -158,6 +172,9 @@ class ParquetRows(RowGroups):
         import pyarrow.parquet
 
         return pyarrow.parquet.ParquetFile(source, page_checksum_verification=True)
+
+    def _names(self, reader: Any) -> list[str]:
+        return list(reader.schema_arrow.names)
 
     def _group_count(self, reader: Any) -> int:
         return int(reader.metadata.num_row_groups)
@@ -182,6 +199,9 @@ class ArrowRows(RowGroups):
         import pyarrow as pa
 
         return pa.ipc.open_file(pa.memory_map(source) if isinstance(source, str) else source)
+
+    def _names(self, reader: Any) -> list[str]:
+        return list(reader.schema.names)
 
     def _group_count(self, reader: Any) -> int:
         return int(reader.num_record_batches)

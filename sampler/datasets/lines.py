@@ -11,6 +11,7 @@ import numpy as np
 
 from flashckpt.errors import DataError
 from flashckpt.sampler.datasets import index_file
+from flashckpt.sampler.datasets.contents import HEAD_BYTES, refuse_no_text
 from flashckpt.sampler.datasets.index_file import Array
 from flashckpt.sampler.datasets.remote_file import RemoteFile, is_remote
 
@@ -58,6 +59,7 @@ class TextLines:
             url, storage_options=storage_options, block_bytes=block_bytes, cache_blocks=cache_blocks
         )
         facts = _facts(self._blob)
+        refuse_no_text(self._blob.url, self._blob.read(0, min(HEAD_BYTES, self._blob.nbytes)))
         self.fingerprint = f"lines:{facts['data']}"
         self._starts = self._index(os.fspath(index) if index is not None else None, facts, storage_options)
         if len(self._starts) < 2:
@@ -95,7 +97,7 @@ class TextLines:
             raise IndexError(f"line {line} of {len(self)}")
         start, stop = int(self._starts[line]), int(self._starts[line + 1])
         try:
-            return self._blob.read(start, stop).decode().rstrip("\r\n")
+            return self._blob.read(start, stop).decode("utf-8" if start else "utf-8-sig").rstrip("\r\n")
         except UnicodeDecodeError as error:
             raise self._damaged(line, str(error), "UTF-8") from error
 

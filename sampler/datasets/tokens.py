@@ -11,6 +11,7 @@ import numpy as np
 import numpy.typing as npt
 
 from flashckpt.errors import ConfigError, DataError
+from flashckpt.sampler.datasets.contents import HEAD_BYTES, token_body
 from flashckpt.sampler.datasets.index_file import Array
 from flashckpt.sampler.datasets.remote_file import RemoteFile
 
@@ -31,15 +32,15 @@ class TokenFile:
     Args:
         url: A path or fsspec URL.
         window: Tokens of a sample.
-        dtype: uint8, uint16, uint32, int32 or int64, little endian.
+        dtype: uint8, uint16, uint32, int32 or int64, little endian; files of np.save and of llm.c say it themselves.
         extra: Tokens after the window that come with it (1 for next-token targets).
-        header_bytes: Bytes to skip at the start of the file.
+        header_bytes: Bytes to skip at the start of the file, whatever they are; 0: a header that is known is skipped.
         storage_options: For fsspec.
         block_bytes: See `RemoteFile`.
         cache_blocks: See `RemoteFile`.
 
     Raises:
-        DataError: the file is missing, cut inside a token, or shorter than one window.
+        DataError: the file is missing, cut inside a token, shorter than one window, or holds something else than such tokens.
     """
 
     def __init__(
@@ -64,6 +65,11 @@ class TokenFile:
             url, storage_options=storage_options, block_bytes=block_bytes, cache_blocks=cache_blocks
         )
         self._dtype = np.dtype(dtype).newbyteorder("<")
+        if not header_bytes:
+            head = self._blob.read(0, min(HEAD_BYTES, self._blob.nbytes))
+            body_of = token_body(self._blob.url, head, self._blob.nbytes, self._dtype)
+            header_bytes, self._dtype = body_of.start, body_of.dtype
+            dtype = dtype if not header_bytes else self._dtype.str
         self._header, self.window, self.extra = header_bytes, window, extra
         body = self._blob.nbytes - header_bytes
         if body < 0 or body % self._dtype.itemsize:
@@ -183,6 +189,8 @@ def _decode_index(index: RemoteFile, data: RemoteFile) -> tuple[np.dtype[Any], A
     pointers = np.frombuffer(content, "<i8", sequences, at + sizes[0])
     documents = np.frombuffer(content, "<i8", boundaries, at + sizes[0] + sizes[1])
     ends = np.cumsum(lengths, dtype=np.int64) * dtype.itemsize
+    if boundaries and documents[0] != 0:
+        raise _misfit(index, f"a first document at sequence {documents[0]}", "0")
     if (lengths < 0).any() or not np.array_equal(pointers[1:], ends[:-1]) or (sequences and pointers[0] != 0):
         raise _misfit(index, "pointers that do not follow from the lengths", "sequences one after another")
     if boundaries and (documents.min() < 0 or documents.max() > sequences or (np.diff(documents) < 0).any()):

@@ -10,6 +10,7 @@ from typing import Any
 from flashckpt.errors import ConfigError
 from flashckpt.trainer.config import read_config
 from flashckpt.trainer.data.prepare import PrepareProgress, prepare
+from flashckpt.trainer.data.prepared import not_held_out
 from flashckpt.trainer.data.sets import prepare_sets, sets_of
 
 INTERRUPTED = 130
@@ -25,10 +26,13 @@ def data(words: Sequence[str], path: str | None) -> int:
     try:
         if config.data.sources or not config.eval.sets:
             lines = _Lines()
-            _say(config.data.folder, lines, prepare(config.data, lines))
+            index = prepare(config.data, lines)
+            _say(config.data.folder, lines, index)
+            for line in not_held_out(config, index):
+                sys.stderr.write(f"warning: {line}; lower data.holdout_every, or add documents\n")
         lines = _Lines()
-        if (index := prepare_sets(config, lines)) is not None:
-            _say(sets_of(config).data.folder, lines, index)
+        if (of_sets := prepare_sets(config, lines)) is not None:
+            _say(sets_of(config).data.folder, lines, of_sets)
     except KeyboardInterrupt:
         sys.stderr.write("interrupted; the finished parts are kept, and the same command continues after them\n")
         return INTERRUPTED

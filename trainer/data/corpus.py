@@ -20,6 +20,7 @@ from typing import IO, Any
 
 from flashckpt.errors import DataError
 from flashckpt.faults import crash_point
+from flashckpt.sampler.datasets.contents import HEAD_BYTES, decoded, refuse_no_text
 
 VERSION = 1
 STDLIB = "stdlib"
@@ -201,4 +202,6 @@ def _file_texts(patterns: Sequence[str]) -> Iterator[tuple[str, str]]:
                 remedy="correct data.source; patterns are relative to the folder the run starts in",
             )
         for file in files:
-            yield channel, file.read_text(encoding="utf-8", errors="replace")
+            data = file.read_bytes()
+            refuse_no_text(str(file), data[:HEAD_BYTES])
+            yield channel, decoded(data, str(file))

@@ -11,6 +11,7 @@ from typing import Any
 from urllib.parse import urlsplit
 
 from flashckpt.errors import ConfigError, DataError
+from flashckpt.sampler.datasets.contents import HEAD_BYTES, decoded, refuse_no_text, refuse_other
 from flashckpt.sampler.datasets.remote_file import RemoteFile, is_remote, local_path
 from flashckpt.trainer.data.corpus import stdlib_texts
 from flashckpt.trainer.data.files import file_system, full_name, matching_files, unreadable
@@ -41,7 +42,8 @@ class TextPart:
     @property
     def facts(self) -> list[Any]:
         """What its documents depend on, apart from the tokenizer; without the place of the files."""
-        return [self.source.kind, self.source.key, self.first, self.last, list(self.identities)]
+        facts = [self.source.kind, self.source.key, self.first, self.last, list(self.identities)]
+        return [*facts, "utf-8"] if self.source.kind == "text" else facts  # earlier releases replaced what is no UTF-8
 
 
 def parts_of(source: SourceConfig, *, split_bytes: int = SPLIT_BYTES) -> list[TextPart]:
@@ -63,12 +65,17 @@ def parts_of(source: SourceConfig, *, split_bytes: int = SPLIT_BYTES) -> list[Te
 
 
 def documents_of(part: TextPart) -> Iterator[str]:
-    """Yield the texts of a part, empty ones included.
+    """Return the texts of a part, empty ones included.
 
     Raises:
         DataError: a file is missing or damaged, or a line or row has no text under `key`.
     """
-    yield from _READERS[part.source.kind](part)
+    return (text for _, text in placed_documents(part))
+
+
+def placed_documents(part: TextPart) -> Iterator[tuple[str, str]]:
+    """Yield where each text is and the text, as `documents_of` does."""
+    return _READERS[part.source.kind](part)
 
 
 def _arrow_files(source: SourceConfig, url: str) -> list[str]:
@@ -93,6 +100,17 @@ def _blob(source: SourceConfig, url: str) -> RemoteFile:
     return RemoteFile(url, storage_options=source.storage_options if is_remote(url) else None, block_bytes=_BLOCK)
 
 
+def _looked_at(source: SourceConfig, url: str) -> RemoteFile:
+    """Return a file of a source; DataError if it begins like one of another kind."""
+    blob = _blob(source, url)
+    head = blob.read(0, min(HEAD_BYTES, blob.nbytes))
+    if source.kind in ("text", "jsonl"):
+        refuse_no_text(url, head, "text in UTF-8" if source.kind == "text" else "JSON Lines in UTF-8")
+    else:
+        refuse_other(url, head, f"a file of kind {source.kind!r}", but="Parquet" if source.kind == "parquet" else "")
+    return blob
+
+
 def _stdlib_part(source: SourceConfig, name: str) -> TextPart:
     if name not in ("code", "doc", "prose"):
         raise ConfigError("the Python library has no such text", found=name, expected="code, doc or prose")
@@ -112,7 +130,7 @@ def _joined(source: SourceConfig, urls: Sequence[str], limit: int) -> list[TextP
     identities: list[str] = []
     size = 0
     for url in urls:
-        blob = _blob(source, url)
+        blob = _looked_at(source, url)
         names.append(url)
         identities.append(blob.identity())
         size += blob.nbytes
@@ -123,7 +141,7 @@ def _joined(source: SourceConfig, urls: Sequence[str], limit: int) -> list[TextP
 
 
 def _ranges(source: SourceConfig, url: str, split_bytes: int) -> list[TextPart]:
-    blob = _blob(source, url)
+    blob = _looked_at(source, url)
     identity = (blob.identity(),)
     edges = [*range(0, blob.nbytes, split_bytes), blob.nbytes]
     return [
@@ -133,33 +151,34 @@ def _ranges(source: SourceConfig, url: str, split_bytes: int) -> list[TextPart]:
 
 
 def _row_groups(source: SourceConfig, url: str, _: int) -> list[TextPart]:
-    identity = (_blob(source, url).identity(),)
+    identity = (_looked_at(source, url).identity(),)
     count = _arrow(url, lambda: _parquet(source, url).num_row_groups)
     return [TextPart(source=source, urls=(url,), first=i, last=i + 1, identities=identity) for i in range(count)]
 
 
 def _whole(source: SourceConfig, url: str, _: int) -> list[TextPart]:
-    return [TextPart(source=source, urls=(url,), identities=(_blob(source, url).identity(),))]
+    return [TextPart(source=source, urls=(url,), identities=(_looked_at(source, url).identity(),))]
 
 
 _SPLITTERS = {"jsonl": _ranges, "parquet": _row_groups, "datasets": _whole}
 
 
-def _text_files(part: TextPart) -> Iterator[str]:
+def _text_files(part: TextPart) -> Iterator[tuple[str, str]]:
     for url in part.urls:
-        blob = _blob(part.source, url)
-        yield b"".join(data for _, data in blob.chunks()).decode("utf-8", "replace")
+        yield url, decoded(b"".join(data for _, data in _blob(part.source, url).chunks()), url)
 
 
-def _json_lines(part: TextPart) -> Iterator[str]:
-    for start, line in _lines(_blob(part.source, part.urls[0]), part.first, part.last):
+def _json_lines(part: TextPart) -> Iterator[tuple[str, str]]:
+    url = part.urls[0]
+    for start, line in _lines(_blob(part.source, url), part.first, part.last):
         if not line.strip():
             continue
+        words, where = decoded(line, url, offset=start), f"the line at byte {start}"
         try:
-            text = json.loads(line)[part.source.key]
-        except (ValueError, KeyError, TypeError) as error:
-            raise _damaged(part, f"the line at byte {start}", f"{type(error).__name__}: {error}") from error
-        yield _checked(part, f"the line at byte {start}", text)
+            text = json.loads(words)[part.source.key]
+        except (ValueError, KeyError, TypeError, RecursionError) as error:
+            raise _damaged(part, where, f"{type(error).__name__}: {error}") from error
+        yield _checked(part, where, text)
 
 
 def _lines(blob: RemoteFile, first: int, last: int) -> Iterator[tuple[int, bytes]]:
@@ -178,16 +197,24 @@ def _lines(blob: RemoteFile, first: int, last: int) -> Iterator[tuple[int, bytes
         yield start, rest
 
 
-def _rows(part: TextPart) -> Iterator[str]:
+def _rows(part: TextPart) -> Iterator[tuple[str, str]]:
     url = part.urls[0]
     file = _arrow(url, lambda: _parquet(part.source, url))
     _check_column(part, file.schema_arrow)
     table = _arrow(url, lambda: file.read_row_group(part.first, columns=[part.source.key]))
-    for row, text in enumerate(table.column(part.source.key).to_pylist()):
+    for row, text in enumerate(_texts(part, table, f"group {part.first}")):
         yield _checked(part, f"row {row} of group {part.first}", text)
 
 
-def _data_set_rows(part: TextPart) -> Iterator[str]:
+def _texts(part: TextPart, table: Any, where: str) -> list[Any]:
+    """Return a column as Python values; DataError where its bytes are no UTF-8, or it is there twice."""
+    try:
+        return list(table.column(part.source.key).to_pylist())
+    except (UnicodeDecodeError, KeyError, ValueError) as error:
+        raise _damaged(part, where, f"{type(error).__name__}: {error}") from error
+
+
+def _data_set_rows(part: TextPart) -> Iterator[tuple[str, str]]:
     url, row = part.urls[0], 0
     with _arrow(url, lambda: _stream(part.source, url)) as reader:
         _check_column(part, reader.schema)
@@ -196,7 +223,7 @@ def _data_set_rows(part: TextPart) -> Iterator[str]:
                 batch = _arrow(url, reader.read_next_batch)
             except StopIteration:
                 return
-            for text in batch.column(part.source.key).to_pylist():
+            for text in _texts(part, batch, f"the batch of row {row}"):
                 yield _checked(part, f"row {row}", text)
                 row += 1
 
@@ -206,10 +233,10 @@ def _check_column(part: TextPart, schema: Any) -> None:
         raise _damaged(part, "the table", f"columns {', '.join(schema.names)}")
 
 
-def _checked(part: TextPart, where: str, text: Any) -> str:
+def _checked(part: TextPart, where: str, text: Any) -> tuple[str, str]:
     if not isinstance(text, str):
         raise _damaged(part, where, f"{type(text).__name__} under {part.source.key!r}")
-    return text
+    return f"{where} of {part.urls[0]}", text
 
 
 def _parquet(source: SourceConfig, url: str) -> Any:
@@ -248,9 +275,9 @@ def _arrow(url: str, work: Callable[[], Any]) -> Any:
         raise unreadable(url, error) from error
 
 
-_READERS: dict[str, Callable[[TextPart], Iterator[str]]] = {
+_READERS: dict[str, Callable[[TextPart], Iterator[tuple[str, str]]]] = {
     "text": _text_files, "jsonl": _json_lines, "parquet": _rows, "datasets": _data_set_rows,
-    "stdlib": lambda part: _stdlib(part.urls[0]),
+    "stdlib": lambda part: (("the Python library", text) for text in _stdlib(part.urls[0])),
 }  # fmt: skip
 
 

@@ -9,11 +9,11 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from flashckpt.errors import ConfigError
 from flashckpt.sampler import Mixture
 from flashckpt.trainer.config import RunConfig
+from flashckpt.trainer.data.corpus import read_index
 from flashckpt.trainer.data.prepared import read_prepared
-from flashckpt.trainer.data.token_windows import Windows, open_windows, too_short
+from flashckpt.trainer.data.token_windows import Windows, open_windows, refuse_outside, too_short
 from flashckpt.trainer.data.windows import NO_TARGET, Batch, Data, TokenDataset
 
 
@@ -61,8 +61,7 @@ class MixedDataset:
         rows = [self.samples[int(number)] for number in numbers]
         tokens = np.stack([row for row, _ in rows])
         documents = np.stack([row for _, row in rows])
-        if tokens.max() >= self._vocab:
-            raise _outside(int(tokens.max()), self._vocab)
+        refuse_outside(tokens, self._vocab, f"samples {', '.join(map(str, numbers[:8]))}")
         without = documents[:, 1:] < 0
         if self._data.document_mask:  # the first token of a document does not follow from the end of another
             without |= documents[:, 1:] != documents[:, :-1]
@@ -110,10 +109,9 @@ def open_data(config: RunConfig, split: str) -> Data:
     return TokenDataset(config.data.folder, split, config.train.seq_len)
 
 
-def _outside(token: int, vocab: int) -> ConfigError:
-    return ConfigError(
-        "a token is outside the vocabulary of the model",
-        found=f"token {token}",
-        expected=f"0 to {vocab - 1} (model.vocab)",
-        remedy="name the tokens of this model in data.sources, and their dtype",
-    )
+def channels_of(config: RunConfig) -> list[str]:
+    """Return the channels that a run trains on, whether or not anything of them is held out."""
+    if config.data.sources:
+        return list(dict.fromkeys(source.channel for source in config.data.sources))
+    sets = read_index(config.data.folder)["sets"].values()
+    return list(dict.fromkeys(entry["channel"] for entry in sets if entry["split"] == "train"))

@@ -25,7 +25,7 @@ from flashckpt.errors import ConfigError, DataError
 from flashckpt.faults import crash_point
 from flashckpt.sampler.datasets import index_file
 from flashckpt.trainer.data.corpus import is_held_out
-from flashckpt.trainer.data.documents import SPLIT_BYTES, TextPart, documents_of, parts_of
+from flashckpt.trainer.data.documents import SPLIT_BYTES, TextPart, documents_of, parts_of, placed_documents
 from flashckpt.trainer.data.vocabulary import Vocabulary, read_vocabulary, tokenizer_file, train_bpe
 from flashckpt.trainer.data_config import DataConfig
 
@@ -226,8 +226,12 @@ def _write_part(target: _Target, name: str, part: TextPart, vocabulary: Vocabula
     try:
         for texts in _batches(documents_of(part)):
             held = [is_held_out(text.encode("utf-8", "replace"), target.every) for text in texts]
-            shards["train"].add([text for text, out in zip(texts, held, strict=True) if not out], vocabulary)
-            shards["held"].add([text for text, out in zip(texts, held, strict=True) if out], vocabulary)
+            try:
+                shards["train"].add([text for text, out in zip(texts, held, strict=True) if not out], vocabulary)
+                shards["held"].add([text for text, out in zip(texts, held, strict=True) if out], vocabulary)
+            except DataError:
+                _name_culprit(part, vocabulary)
+                raise
             crash_point("prepare.during-part")
         record = {"name": name, **{split: shard.publish() for split, shard in shards.items()}}
     finally:
@@ -236,6 +240,21 @@ def _write_part(target: _Target, name: str, part: TextPart, vocabulary: Vocabula
     crash_point("prepare.before-record")
     _replace(target.folder / f"{name}.json", json.dumps(record).encode())
     return record
+
+
+def _name_culprit(part: TextPart, vocabulary: Vocabulary) -> None:
+    """Raise DataError for the first text of a part that the tokenizer does not take."""
+    for where, text in placed_documents(part):
+        try:
+            vocabulary.encode_with_bytes([text])
+        except DataError as error:
+            raise DataError(
+                f"{where} cannot be tokenised",
+                found=error.found,
+                expected=f"text that the tokenizer {vocabulary.name} takes",
+                state="The parts that were tokenised are kept.",
+                remedy="repair or leave out the text, or use another tokenizer",
+            ) from error
 
 
 def _batches(texts: Iterator[str]) -> Iterator[list[str]]:

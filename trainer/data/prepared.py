@@ -96,11 +96,40 @@ def check_sources(config: RunConfig) -> None:
     index = check_prepared(config)
     for number, source in enumerate(config.data.sources):
         if not source.has_text:
-            check_token_files(source, config.train.seq_len)
+            check_token_files(source, config.train.seq_len, config.model.vocab)
         elif index is not None and config.data.packing == "stream":
             tokens = sum(record["train"]["tokens"] for record in index["sources"][number])
             if tokens <= config.train.seq_len:
                 raise too_short(number, config.train.seq_len)
+    if index is not None and config.eval.every and config.eval.held_out:
+        missing = not_held_out(config, index)
+        if len(missing) == len({source.channel for source in config.data.sources}):
+            raise DataError(
+                "nothing is held out for the evaluation",
+                found="; ".join(missing),
+                expected=f"more than {config.train.seq_len} tokens (train.seq_len) of a channel",
+                state="Nothing was started.",
+                remedy="lower data.holdout_every and prepare again, add documents, or set eval.held_out = false",
+            )
+
+
+def not_held_out(config: RunConfig, index: dict[str, Any]) -> list[str]:
+    """Return a sentence for each channel of text of which not one window is held out, with the numbers behind it."""
+    data, found = config.data, []
+    needed = config.train.seq_len + 1 if data.packing == "stream" else 1
+    pairs = list(zip(data.sources, index["sources"], strict=True))
+    for channel in dict.fromkeys(source.channel for source in data.sources):
+        mine = [records for source, records in pairs if source.channel == channel]
+        texts = [source.has_text for source in data.sources if source.channel == channel]
+        tokens = [sum(record["held"]["tokens"] for record in records) for records in mine]
+        if not all(texts) or max(tokens) >= needed:
+            continue
+        held, train = (sum(one[split]["documents"] for few in mine for one in few) for split in ("held", "train"))
+        found.append(
+            f"channel {channel}: {held} of {held + train} documents, {sum(tokens)} tokens are held out (about one document "
+            f"in data.holdout_every = {data.holdout_every}): it cannot be evaluated"
+        )
+    return found
 
 
 def check_prepared(config: RunConfig) -> dict[str, Any] | None:

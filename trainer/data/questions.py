@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from flashckpt.errors import DataError
+from flashckpt.sampler.datasets.contents import HEAD_BYTES, decoded, refuse_no_text
 from flashckpt.sampler.datasets.remote_file import RemoteFile, is_remote
 from flashckpt.trainer.eval_config import ProbeConfig
 
@@ -42,8 +43,9 @@ def read_questions(probe: ProbeConfig) -> list[ProbeQuestion]:
     options = probe.storage_options if is_remote(probe.url) else None
     blob = RemoteFile(probe.url, storage_options=options)
     content = b"".join(data for _, data in blob.chunks())
+    refuse_no_text(probe.url, content[:HEAD_BYTES], "JSON Lines in UTF-8")
     questions: list[ProbeQuestion] = []
-    for number, line in enumerate(content.split(b"\n"), 1):
+    for number, line in enumerate(decoded(content, probe.url).split("\n"), 1):
         if line.strip() and not 0 < probe.limit <= len(questions):
             questions.append(_question(probe, number, line))
     if not questions:
@@ -56,10 +58,10 @@ def read_questions(probe: ProbeConfig) -> list[ProbeQuestion]:
     return questions
 
 
-def _question(probe: ProbeConfig, number: int, line: bytes) -> ProbeQuestion:
+def _question(probe: ProbeConfig, number: int, line: str) -> ProbeQuestion:
     try:
         return _checked(_parsed(json.loads(line), probe.kind))
-    except (ValueError, KeyError, TypeError, IndexError, AttributeError) as error:
+    except (ValueError, KeyError, TypeError, IndexError, AttributeError, RecursionError) as error:
         found = f"no {error.args[0]}" if isinstance(error, KeyError) else str(error)
         raise DataError(
             f"{probe.url}:{number} is no question of kind {probe.kind!r}",

@@ -97,7 +97,7 @@ def check_sets(config: RunConfig) -> None:
         raise _too_large(index["vocab"], config)
     for source in found.data.sources:
         if not source.has_text:
-            check_token_files(source, config.train.seq_len)
+            check_token_files(source, config.train.seq_len, config.model.vocab)
 
 
 def check_evaluation(config: RunConfig) -> None:

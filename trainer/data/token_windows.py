@@ -14,7 +14,7 @@ from typing import Any, Protocol
 import numpy as np
 import numpy.typing as npt
 
-from flashckpt.errors import DataError
+from flashckpt.errors import ConfigError, DataError
 from flashckpt.sampler.datasets import index_file
 from flashckpt.sampler.datasets.packing import PackedWindows
 from flashckpt.sampler.datasets.tokens import MegatronFile, TokenFile
@@ -60,7 +60,10 @@ class Shards:
         self._files = [TokenFile(f"{name}.{ending}", window=1, dtype=kind, extra=0) for name in names]
         self._first = np.concatenate([[0], np.cumsum([file.tokens for file in self._files])]).astype(np.int64)
         self.tokens = int(self._first[-1])
-        lengths = [index_file.read(f"{name}.idx", KIND)[1]["lengths"] for name in names]
+        lengths = [
+            _lengths(f"{name}.idx", {key: record[split][key] for key in ("tokens", "sha256")})
+            for name, record in zip(names, used, strict=True)
+        ]
         self.lengths: Ints = np.concatenate([np.zeros(0, np.int64), *lengths])
         self.starts: Ints = np.concatenate([[0], np.cumsum(self.lengths)]).astype(np.int64)
         self.fingerprint = f"shards:{[record[split]['sha256'] for record in used]}"
@@ -80,6 +83,14 @@ class Shards:
             pieces.append(self._files[number].slice(first - base, end - base))
             first, number = end, number + 1
         return np.concatenate(pieces) if len(pieces) != 1 else pieces[0]
+
+
+def _lengths(name: str, facts: dict[str, Any]) -> Ints:
+    """Return the lengths of the documents of a shard; DataError where its index is of other tokens."""
+    found, arrays = index_file.read(name, KIND)
+    lengths = arrays["lengths"].astype(np.int64)
+    index_file.check_facts(name, {**found, "tokens": int(lengths.sum())}, facts)
+    return lengths
 
 
 class StreamWindows:
@@ -240,17 +251,34 @@ def token_files(source: SourceConfig) -> list[str]:
     return found
 
 
-def check_token_files(source: SourceConfig, window: int) -> None:
-    """Open every file of a source of tokens.
+def check_token_files(source: SourceConfig, window: int, vocab: int) -> None:
+    """Open every file of a source of tokens, and look at both ends.
 
     Raises:
         DataError: one is missing, damaged, or shorter than a window.
+        ConfigError: a token at an end is none of `vocab`.
     """
     for url in token_files(source):
         if source.kind == "tokens":
-            FileWindows(source, url, window)
+            windows = FileWindows(source, url, window)
+            ends = [windows[sample][0] for sample in {0, len(windows) - 1}]
         else:
-            MegatronFile(url, storage_options=source.storage_options)
+            file = MegatronFile(url, storage_options=source.storage_options)
+            ends = [file[sample] for sample in {0, len(file) - 1}]
+        for tokens in ends:
+            refuse_outside(tokens, vocab, url)
+
+
+def refuse_outside(tokens: Ints, vocab: int, where: str) -> None:
+    """Raise ConfigError if one of the tokens is none of the model's."""
+    if tokens.size and (tokens.max() >= vocab or tokens.min() < 0):
+        token = int(tokens.max() if tokens.max() >= vocab else tokens.min())
+        raise ConfigError(
+            "a token is outside the vocabulary of the model",
+            found=f"token {token} in {where}",
+            expected=f"0 to {vocab - 1} (model.vocab)",
+            remedy="name the tokens of this model in data.sources, and their dtype",
+        )
 
 
 def _file_windows(data: DataConfig, source: SourceConfig, url: str, window: int) -> Windows:

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
-from flashckpt.errors import ConfigError, DataError
+from flashckpt.errors import ConfigError, DataError, FlashckptError
 from flashckpt.sampler.datasets.remote_file import RemoteFile
 from flashckpt.trainer.hub.byte_tokenizer import byte_tokenizer
 
@@ -65,7 +65,8 @@ class Vocabulary:
             return [
                 np.frombuffer(text.encode("utf-8", "replace") + b"\0", np.uint8).astype(np.uint32) for text in texts
             ]
-        found = self._tokenizer.encode_batch_fast(list(texts), add_special_tokens=False)
+        tokenizer, valid = self._tokenizer, list(map(valid_text, texts))
+        found = self._guarded(lambda: tokenizer.encode_batch_fast(valid, add_special_tokens=False))
         return [np.array([*one.ids, self.end], np.uint32) for one in found]
 
     def encode_with_bytes(self, texts: Sequence[str]) -> list[tuple[Tokens, Tokens]]:
@@ -77,11 +78,15 @@ class Vocabulary:
         if self._tokenizer is None:
             found = self.encode(texts)
             return [(one, np.where(np.arange(len(one)) < len(one) - 1, 2, 0).astype(np.uint32)) for one in found]
-        encoded = self._tokenizer.encode_batch(list(texts), add_special_tokens=False)
+        tokenizer, valid = self._tokenizer, list(map(valid_text, texts))
+        encoded = self._guarded(lambda: tokenizer.encode_batch(valid, add_special_tokens=False))
         return [
             (np.array([*one.ids, self.end], np.uint32), _text_bytes(text, one.offsets))
-            for text, one in zip(texts, encoded, strict=True)
+            for text, one in zip(valid, encoded, strict=True)
         ]
+
+    def _guarded(self, work: Callable[[], Any]) -> Any:
+        return guarded(work, f"the tokenizer {self.name} cannot encode a text")
 
     def number_of(self, token: str) -> int | None:
         """Return the number of a token by its name; None: there is none."""
@@ -93,14 +98,34 @@ def _text_bytes(text: str, offsets: Sequence[tuple[int, int]]) -> Tokens:
     """Return bytes plus one of each token whose characters are at `offsets`, and 0 for the end token after them."""
     marks = np.zeros(len(offsets) + 1, np.uint32)
     if len(offsets):
-        points = np.frombuffer(text.encode("utf-32-le", "surrogatepass"), "<u4")
+        points = np.frombuffer(text.encode("utf-32-le"), "<u4")
         sizes = 1 + (points >= 0x80).astype(np.int64) + (points >= 0x800) + (points >= 0x10000)
-        sizes[(points >= 0xD800) & (points < 0xE000)] = 1  # half a pair: encoded as "?"
         before = np.concatenate([[0], np.cumsum(sizes)])
         ends = before[np.maximum.accumulate(np.array([end for _, end in offsets], np.int64))]
         ends[-1] = before[-1]
         marks[:-1] = np.diff(ends, prepend=0) + 1
     return marks
+
+
+def valid_text(text: str) -> str:
+    """Return a text in which halves of characters, which JSON may hold, are "?": no tokenizer takes them."""
+    return text.encode("utf-8", "replace").decode()
+
+
+def guarded(work: Callable[[], Any], problem: str) -> Any:
+    """Return what `work` does with the tokenizers library.
+
+    Raises:
+        DataError: `problem`; the library raised, whatever it was.
+    """
+    try:
+        return work()
+    except FlashckptError:  # of the texts, as they were read
+        raise
+    except BaseException as error:  # a panic of the library is no Exception
+        if not isinstance(error, Exception) and type(error).__name__ != "PanicException":
+            raise
+        raise DataError(problem, found=f"{type(error).__name__}: {error}"[:300], expected="text in Unicode") from error
 
 
 def read_vocabulary(place: str, end_token: str) -> Vocabulary:
@@ -158,7 +183,9 @@ def train_bpe(texts: Iterable[str], size: int) -> bytes:
         initial_alphabet=sorted(library.pre_tokenizers.ByteLevel.alphabet()),
         show_progress=False,
     )
-    tokenizer.train_from_iterator(texts, trainer)
+    guarded(
+        lambda: tokenizer.train_from_iterator(map(valid_text, texts), trainer), "no tokenizer can be made of the text"
+    )
     if tokenizer.get_vocab_size() != size:
         raise DataError(
             "the text is too small for this vocabulary",

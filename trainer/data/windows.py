@@ -115,7 +115,7 @@ class TokenDataset:
                 f"the {split} split of the corpus in {folder} has no sample",
                 found=f"no channel with {seq_len + 1} tokens",
                 expected=f"at least {seq_len + 1} bytes of text",
-                remedy="add text to data.source, or lower train.seq_len",
+                remedy="add text to data.source, lower train.seq_len, or lower data.holdout_every",
             )
 
     @property

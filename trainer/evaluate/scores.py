@@ -6,20 +6,24 @@ as a run without it, bit for bit.
 
 from __future__ import annotations
 
+import logging
 import math
+import os
 from collections.abc import Mapping
 from dataclasses import dataclass
 
 import numpy as np
 
 from flashckpt.trainer.config import RunConfig
-from flashckpt.trainer.data.mixed import MixedDataset, open_data
+from flashckpt.trainer.data.mixed import MixedDataset, channels_of, open_data
 from flashckpt.trainer.data.sets import run_vocabulary, sets_of
 from flashckpt.trainer.data.windows import Data
 from flashckpt.trainer.evaluate.probes import Probe, open_probes
 from flashckpt.trainer.evaluate.results import Score, Scores
 from flashckpt.trainer.evaluate.rows import NO_TARGET, Chunk, Ints, Rows, RowScorer, RowScores, chunks_of
 from flashckpt.trainer.parallel.apply import Parallel
+
+logger = logging.getLogger(__name__)
 
 
 def score_of(rows: RowScores) -> Score:
@@ -49,9 +53,7 @@ class Evaluator:
         cp, tp = parallel.layout.cp, parallel.layout.tp if config.parallel.sequence_parallel else 1
         self._multiple = cp * (tp if cp == 1 else math.lcm(2, tp))
         self._scorer = RowScorer(parallel, loss_parallel_on=config.parallel.loss_parallel)
-        self._held = (
-            _channels(open_data(config, "held"), self._batch * config.eval.batches) if config.eval.held_out else {}
-        )
+        self._held = _held_out(config) if config.eval.held_out else {}
         self._sets = _sets(config)
         self._probes = _probes(config)
 
@@ -94,6 +96,19 @@ class _Text:
             if sizes is None
             else np.where(predicted & (sizes >= 0), sizes, 0).sum(1).astype(np.float64),
         )
+
+
+def _held_out(config: RunConfig) -> dict[str, _Text]:
+    data = open_data(config, "held")
+    if missing := [name for name in channels_of(config) if name not in data.channels]:
+        text = "nothing is held out of %s: not evaluated; lower data.holdout_every (%d), or add documents"
+        logger.log(
+            logging.WARNING if os.environ.get("RANK", "0") == "0" else logging.DEBUG,
+            text,
+            ", ".join(f"channel {name}" for name in missing),
+            config.data.holdout_every,
+        )
+    return _channels(data, config.train.global_batch * config.eval.batches)
 
 
 def _channels(data: Data, most: int) -> dict[str, _Text]:

@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from flashckpt.errors import ConfigError
-from flashckpt.trainer.data.vocabulary import KNOWN_ENDS, parse_tokenizer
+from flashckpt.trainer.data.vocabulary import KNOWN_ENDS, guarded, parse_tokenizer, valid_text
 from flashckpt.trainer.hub.byte_tokenizer import byte_tokenizer
 
 TOKENIZER = "tokenizer.json"
@@ -65,8 +65,9 @@ class TextCodec:
         if self._library is None:
             tokens = list(prompt.encode("utf-8", "surrogateescape"))
         else:
-            text = prompt.encode("utf-8", "replace").decode()
-            tokens = list(self._library.encode(text, add_special_tokens=self._special).ids)
+            text, library = valid_text(prompt), self._library
+            work = lambda: library.encode(text, add_special_tokens=self._special).ids  # noqa: E731 -- a line
+            tokens = list(guarded(work, f"the tokenizer {self.name} cannot encode a prompt"))
         tokens = tokens or sorted(self.ends)[:1]
         if not tokens:
             raise ConfigError("the prompt is empty", found=f"no token, and {self.name} has none that ends a text")

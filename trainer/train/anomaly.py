@@ -13,9 +13,19 @@ from typing import Any
 from flashckpt.errors import DivergedError
 from flashckpt.trainer.config import GuardConfig
 
+_REMEDY = (
+    "lower optim.lr, or look at the samples in trace.jsonl and spikes.jsonl: with a changed setting the next start takes the "
+    "loss that it restores as it is. To go back further: flashckpt forget ROOT --apply; older checkpoints: flashckpt ls ROOT"
+)
+
 
 class Guard:
-    """Counts skipped steps and compares loss and gradient norm with windows of recent ones.
+    """Counts interventions and compares loss and gradient norm with windows of recent ones.
+
+    No intervention goes on for ever: `max_skipped` steps in a row that did not train, for whatever reason, end the run,
+    and so does one rollback more than `max_rollbacks`. An accepted step makes up for skipped ones, `window` accepted steps
+    that were not reached before for rollbacks. What a skipped step showed is in the windows all the same: a level that
+    stays is no spike for long.
 
     Its state is part of every checkpoint, so a resumed run decides like the unbroken one.
     """
@@ -29,27 +39,43 @@ class Guard:
         self.skipped = 0
         self.in_a_row = 0
         self.rollbacks = 0
+        self.since_rollback = 0
+        self.reached = 0
+        self._step, self._before = 0, 0
 
     def admit(self, loss: float, norm: float, *, step: int) -> bool:
-        """Return whether the optimizer may step.
+        """Return whether the optimizer may step, unless the step turns out to be a spike that is skipped.
 
         Raises:
-            DivergedError: `max_skipped` steps in a row were not finite.
+            DivergedError: `max_skipped` steps in a row did not train.
         """
+        self._step, self._before = step, self.in_a_row
         if math.isfinite(loss) and math.isfinite(norm):
             self.in_a_row = 0
             return True
+        self._count_skip("was not finite", loss, norm, expected="finite numbers")
+        return False
+
+    def skip_spike(self, loss: float, norm: float) -> None:
+        """Count a spike that is not trained.
+
+        Raises:
+            DivergedError: `max_skipped` steps in a row did not train.
+        """
+        self._count_skip("spiked or was not finite", loss, norm, expected=self._usual())
+        self._see(loss, norm)
+
+    def _count_skip(self, what: str, loss: float, norm: float, *, expected: str) -> None:
         self.skipped += 1
-        self.in_a_row += 1
+        self.in_a_row = self._before + 1
         if self.in_a_row >= self.config.max_skipped:
             raise DivergedError(
-                f"loss or gradient was not finite for {self.in_a_row} steps in a row",
-                found=f"step {step}: loss {loss}, gradient norm {norm}",
-                expected="finite numbers",
-                state="The parameters are those of the last finite step.",
-                remedy="lower optim.lr, raise optim.warmup_steps, or look at the samples of these steps in the trace",
+                f"loss or gradient {what} for {self.in_a_row} steps in a row",
+                found=f"step {self._step}: loss {loss}, gradient norm {norm}",
+                expected=expected,
+                state=f"The parameters are those of step {self._step - self.in_a_row}, the last that was accepted.",
+                remedy=_REMEDY,
             )
-        return False
 
     def is_spike(self, loss: float) -> bool:
         """Return whether `loss` is far outside the window: median +- `spike_mads` median deviations."""
@@ -69,12 +95,32 @@ class Guard:
 
     def record(self, loss: float, norm: float) -> None:
         """Add an accepted step's loss and gradient norm to the windows."""
+        self._see(loss, norm)
+        if self._step > self.reached:  # steps before a rollback that are trained again earn nothing
+            self.reached = self._step
+            self.since_rollback += 1
+            if self.since_rollback >= self.config.window:
+                self.rollbacks = 0
+
+    def _see(self, loss: float, norm: float) -> None:
         self.window = [*self.window, loss][-self.config.window :]
         self.norms = [*self.norms, norm][-self.config.window :]
+
+    def _usual(self) -> str:
+        return f"about {statistics.median(self.window):.4f}, {statistics.median(self.norms):.4f}"
 
     def forget(self) -> None:
         """Begin new windows: what follows is not to be compared with what was."""
         self.window, self.norms = [], []
+
+    def budget(self) -> tuple[int, int, int]:
+        """Return what a rollback must not give back."""
+        return self.in_a_row, self.rollbacks, self.reached
+
+    def keep_budget(self, budget: tuple[int, int, int]) -> None:
+        """Go on with a budget after a rollback has brought back earlier counters."""
+        self.in_a_row, self.rollbacks, self.reached = budget
+        self.since_rollback = 0
 
     def count_rollback(self, *, step: int, loss: float, norm: float) -> None:
         """Count one rollback.
@@ -83,12 +129,14 @@ class Guard:
             DivergedError: `max_rollbacks` are used up.
         """
         self.rollbacks += 1
+        self.reached, self.in_a_row = max(self.reached, step), self._before
         if self.rollbacks > self.config.max_rollbacks:
             raise DivergedError(
                 f"the loss or the gradient norm spiked again after {self.config.max_rollbacks} rollbacks",
                 found=f"step {step}: loss {loss}, gradient norm {norm}",
-                expected=f"about {statistics.median(self.window):.4f}, {statistics.median(self.norms):.4f}",
-                remedy="lower optim.lr, or look at the samples in spikes.jsonl",
+                expected=self._usual(),
+                state="The parameters are those of the step before.",
+                remedy=_REMEDY,
             )
 
     def state_dict(self) -> dict[str, Any]:
@@ -99,6 +147,8 @@ class Guard:
             "skipped": self.skipped,
             "in_a_row": self.in_a_row,
             "rollbacks": self.rollbacks,
+            "since_rollback": self.since_rollback,
+            "reached": self.reached,
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -107,3 +157,4 @@ class Guard:
         self.norms = [float(value) for value in state.get("norms", [])]
         self.skipped, self.in_a_row = int(state["skipped"]), int(state["in_a_row"])
         self.rollbacks = int(state["rollbacks"])
+        self.since_rollback, self.reached = int(state.get("since_rollback", 0)), int(state.get("reached", 0))

@@ -101,7 +101,8 @@ class Trainer:
         self.watch = EngineWatch(self.events) if self.parallel.reporter and config.checkpoint.root else None
         self.ckpt: Checkpointer | None = None
         self.done = 0
-        self._has_weights = False
+        self._rolled_back_to = -1
+        self._has_weights = self._owes_persist = False
         seed_rng(config, self.parallel)
 
     def _step_of(self, config: RunConfig) -> TrainStep:
@@ -203,10 +204,11 @@ class Trainer:
     def _roll_back(self, spike: SpikeError) -> None:
         """Restore the newest snapshot in memory, and skip the samples between it and the spike. Collective."""
         assert self.ckpt is not None
-        rollbacks, stream = self.guard.rollbacks, self.phase.stream
+        budget, stream = self.guard.budget(), self.phase.stream
         self.ckpt.close()  # while `spike` is being handled: close() then keeps the snapshots
         self._restore()
-        self.guard.rollbacks = rollbacks
+        self.guard.keep_budget(budget)
+        self._rolled_back_to = self.done
         skipped = self.data.skip_to(stream, spike.end)
         self._open_reporter()
         logger.warning(
@@ -242,7 +244,7 @@ class Trainer:
         self.done = step
         self.record.tokens += self._batch_tokens()
         self.timer.reach("log")
-        stall_ms = self._commit(step)
+        stall_ms = self._commit(step, accepted=accepted)
         self.timer.reach("snapshot")
         phases = self.timer.seconds()
         return StepRecord(
@@ -283,18 +285,29 @@ class Trainer:
 
     def _judge(self, totals: Totals, step: int) -> bool:
         """Return whether the optimizer may step; every rank holds the same totals and makes the same decision."""
+        judged_anew, self.record.judged_anew = self.record.judged_anew, False
         if not (math.isfinite(totals.loss) and math.isfinite(totals.norm)):
             report_nonfinite(self.parallel, self.train_step.own_losses(), step)
         if not self.guard.admit(totals.loss, totals.norm, step=step):
             return False
         if not (self.guard.is_spike(totals.loss) or self.guard.is_norm_spike(totals.norm)):
             return True
+        if judged_anew:  # no setting of this process has moved the weights yet: they were restored like this
+            say_once(
+                logging.WARNING, f"step {step}: loss {totals.loss:.4f} is the level that was restored, not a spike"
+            )
+            self.guard.forget()
+            return True
         action = self.config.guard.on_spike
+        if action == "rollback" and self.done == self._rolled_back_to:
+            action = "skip"  # this is the state that it would go back to
         if self.reporter is not None:
             self.reporter.spike(step, totals.loss, totals.norm, self.data.global_ids(), action)
         if action == "rollback":
             self.guard.count_rollback(step=step, loss=totals.loss, norm=totals.norm)
             raise SpikeError(step, self.data.position_after_next())
+        if action == "skip":
+            self.guard.skip_spike(totals.loss, totals.norm)
         return action == "warn"
 
     def _apply(self, totals: Totals, rate: float) -> bool:
@@ -311,13 +324,18 @@ class Trainer:
         self.guard.record(totals.loss, totals.norm)
         return True
 
-    def _commit(self, step: int) -> float:
-        if self.ckpt is None:
+    def _commit(self, step: int, *, accepted: bool) -> float:
+        is_last = step == self.config.train.steps
+        if self.ckpt is None or not (accepted or is_last):
             self.data.sampler.commit()
+            if self.ckpt is not None:  # every snapshot is of an accepted step: a skipped one pushes no checkpoint out
+                self.ckpt.fence()  # in place of the optimizer's: the snapshot before becomes complete
+                self.ckpt.heartbeat()
+                self._owes_persist |= step % self.config.checkpoint.persist_every == 0
             return 0.0
         began = time.perf_counter()
-        is_last = step == self.config.train.steps
-        self.ckpt.step(step, persist=is_last)  # commits the sampler's position, then records it with everything else
+        persist, self._owes_persist = is_last or self._owes_persist, False
+        self.ckpt.step(step, persist=persist)  # commits the sampler's position, then records it with everything else
         stall_ms = (time.perf_counter() - began) * 1e3
         return stall_ms if self.watch is None else stall_ms + self.watch.fence_ms(self.ckpt)
 

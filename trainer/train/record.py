@@ -12,6 +12,8 @@ from flashckpt.trainer.config import RunConfig
 from flashckpt.trainer.train.scaler import LossScaler
 
 logger = logging.getLogger(__name__)
+_JUDGED = ("model.", "optim.", "data.", "guard.", "train.global_batch", "train.precision")
+"""Settings that losses and gradient norms depend on, or how they are judged."""
 
 
 def say_once(level: int, text: str) -> None:
@@ -32,6 +34,9 @@ class RunRecord:
         self.scaler = LossScaler(enabled=config.train.precision == "float16")
         self.tokens = 0
         self.before: dict[str, Any] | None = None
+        self.judged_anew = (
+            False  # whether the first loss may be another level: a setting was changed since it was recorded
+        )
 
     def state_dict(self) -> dict[str, Any]:
         """Return plain values."""
@@ -53,6 +58,7 @@ class RunRecord:
         self.scaler.load_state_dict(state.get("scaler", {}))
         changes = compare(self.before, self.config)
         refuse_changes(changes)
+        self.judged_anew = any(change.key.startswith(_JUDGED) for change in changes)
         for change in changes:
             level = logging.WARNING if change.severity == "warning" else logging.INFO
             say_once(level, f"{change.key} changed since the checkpoint: {change.before!r} -> {change.now!r}")

@@ -13,7 +13,10 @@ from support.ranks import run_ranks, values, wait_for
 from support.training import run_config, write_corpus
 
 import flashckpt.checkpointer  # noqa: F401 -- imported before the fork, so that ranks start in 0.2 s
+from flashckpt.checkpoint.catalog import list_checkpoints
+from flashckpt.errors import DivergedError
 from flashckpt.shm.job_directory import memory_root
+from flashckpt.storage.factory import open_store
 from flashckpt.trainer.config import from_values, to_toml, to_values
 from flashckpt.trainer.parallel.distributed import process_group
 from flashckpt.trainer.train.anomaly import Guard
@@ -129,6 +132,35 @@ def test_a_loss_that_is_not_a_number_is_skipped_on_all_ranks(text: Any) -> None:
     told, trace = run(text, "nan", nan_at=4)
     assert told["skipped"] == 1
     assert [line["step"] for line in trace if line["skipped"]] == [4]
+
+
+def run_spiking(_rank: int, config_values: Any, spikes: range) -> Any:
+    """Return the code of a run whose guard sees a spike at some steps."""
+    config = from_values(config_values)
+    layout = prepare(config, int(os.environ["WORLD_SIZE"]))
+    with process_group(config) as device:
+        trainer = Trainer(config, layout, device)
+        trainer.guard.is_spike = lambda _: trainer.done + 1 in spikes  # type: ignore[method-assign]  # what the loop asks
+        try:
+            return trainer.run()
+        except DivergedError as error:
+            return error.exit_code
+
+
+def test_no_checkpoint_of_skipped_steps_pushes_out_one_of_accepted_steps(text: Any) -> None:
+    folder = text[0] / "frozen"
+    checkpoint = {"root": str(folder / "root"), "job": "test-frozen", "snapshot_every": 1, "persist_every": 2}
+    values_of_run = config_of(text, "frozen", guard={"on_spike": "skip"}, checkpoint={**checkpoint, "keep_last": 1})
+
+    def on_storage() -> list[int]:
+        return [info.step for info in list_checkpoints(open_store(values_of_run["checkpoint"]["root"]))]
+
+    for spikes, code, last in ((range(5, 99), 50, 4), (range(5, 99), 50, 4), (range(5, 7), 0, STEPS)):
+        assert values(run_ranks(run_spiking, 2, values_of_run, spikes, timeout_s=100)) == [code] * 2
+        wait_for(lambda last=last: on_storage() == [last], what=f"step {last} alone on storage")  # type: ignore[misc]
+    trace = read_trace(folder / "trace.jsonl")
+    assert [line["step"] for line in trace if line["skipped"]] == [5, 6]
+    assert len(trace) == STEPS
 
 
 POISONED = """
