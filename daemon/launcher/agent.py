@@ -49,7 +49,7 @@ from flashckpt.daemon.launcher.stop import AgreedStop, Group, KeyValueStore, Sto
 from flashckpt.daemon.launcher.watch import JobWatch
 from flashckpt.daemon.machine.process import become_subreaper
 from flashckpt.daemon.zygote.client import ZygoteClient
-from flashckpt.errors import FINAL_CODES, LayoutError
+from flashckpt.errors import FINAL_CODES, PASSING_CODES, LayoutError
 from flashckpt.shm.control import ControlRow
 
 _log = logging.getLogger("flashckpt.dlrun")
@@ -302,6 +302,7 @@ class DlrunAgent(LocalElasticAgent):
         self._remaining_restarts = self._budget.left
         self._failures += 1
         self._starts += 1
+        time.sleep(verdict.pause_s)  # a stop signal ends it, as it ends a rendezvous
         self._restart_workers(group)
         if others is not None:
             self._name_cause(others.store, self._stores.lost_since_the_round_before())
@@ -352,7 +353,9 @@ class DlrunAgent(LocalElasticAgent):
         ran_s = time.monotonic() - self._started_s
         if report is None:
             return self._budget.spend(fingerprint="", step=self._pace.highest, ran_s=ran_s)
-        return self._budget.spend(fingerprint=report.fingerprint, step=report.step, ran_s=ran_s)
+        may_pass, step = report.first.may_pass, report.step
+        self._outcome.passing = report.first.code if report.first.code in PASSING_CODES else 0
+        return self._budget.spend(fingerprint=report.fingerprint, step=step, ran_s=ran_s, may_pass=may_pass)
 
     def _end_hang(self, context: WorkerContext, rows: Sequence[ControlRow], limit_s: float) -> RunResult:
         """Record all stacks, then kill every rank; the rank that differs counts as the one that failed."""

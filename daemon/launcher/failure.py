@@ -9,15 +9,24 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from flashckpt.errors import PASSING_CODES
+
 _ECHO = re.compile(
     r"connection closed|connection reset|connection refused|connectfullmesh|broken pipe|socket closed"
     r"|closed by peer|remote process exited|timed out waiting|heartbeat monitor|no route to host",
+    re.IGNORECASE,
+)
+_PASSING = re.compile(
+    r"\bgaierror\b|name resolution|name or service not known|\bDistNetworkError\b|\bDistStoreError\b"
+    r"|network is unreachable|stale file handle|transport endpoint is not connected",
     re.IGNORECASE,
 )
 _CAUSED = "The above exception was the direct cause of the following exception:"
 _MEANING = {
     1: "an exception or an exit(1) in the script",
     2: "wrong command line, or an exit(2) in the script",
+    40: "storage did not take the checkpoint",
+    41: "storage could not be reached",
     126: "the command was found but may not be executed",
     127: "the command was not found",
     128: "the shell or a device runtime failed (128)",
@@ -57,8 +66,17 @@ class WorkerExit:
 
         Pipeline stages raise an error of theirs from it ("failed to run forward"), so causes count too.
         """
+        return self._says(_ECHO)
+
+    def _says(self, pattern: re.Pattern[str]) -> str:
+        """Return the first text of the error and its causes in which a pattern is found, "" if there is none."""
         causes = [part.rstrip().rpartition("\n")[2] for part in self.traceback.split(_CAUSED)[:-1]]
-        return next((text for text in (self.summary, *causes) if _ECHO.search(text)), "")
+        return next((text for text in (self.summary, *causes) if pattern.search(text)), "")
+
+    @property
+    def may_pass(self) -> bool:
+        """Whether it ended because something it needs (storage, a name, the network) could not be reached."""
+        return self.code in PASSING_CODES or bool(self._says(_PASSING))
 
     @property
     def is_echo(self) -> bool:
@@ -86,7 +104,8 @@ class FailureReport:
     @property
     def fingerprint(self) -> str:
         """What makes this failure the same as another; "" where it is not the script's own error."""
-        return fingerprint(self.first) if self.first.traceback and not self.first.is_echo else ""
+        is_own = bool(self.first.traceback) and not self.first.is_echo and not self.first.may_pass
+        return fingerprint(self.first) if is_own else ""
 
     def render(self, action: str) -> str:
         """Return the report as the lines a user reads; `action` says what is done about it."""
