@@ -38,7 +38,7 @@ from flashckpt.daemon.launcher import findings, hang, job_secret, node_check
 from flashckpt.daemon.launcher.budget import Budget, Verdict
 from flashckpt.daemon.launcher.context import GroupStart, WorkerContext, make_context, script_commands
 from flashckpt.daemon.launcher.elastic_compat import raise_signal, replaced
-from flashckpt.daemon.launcher.failure import FailureReport
+from flashckpt.daemon.launcher.failure import FailureReport, is_wrong_command
 from flashckpt.daemon.launcher.hang import Pace
 from flashckpt.daemon.launcher.node_check import Check
 from flashckpt.daemon.launcher.options import AgentOptions, LaunchOutcome, RefusedError
@@ -176,9 +176,10 @@ class DlrunAgent(LocalElasticAgent):
         if not rows or not isinstance(context, WorkerContext):
             return None
         self._pace.see(time.monotonic(), max(row.step for row in rows))
-        if not self._has_trained and self._stores.notes is not None and any(row.first_step for row in rows):
+        if not self._has_trained and any(row.first_step for row in rows):
             self._has_trained = True
-            self._stores.notes.note_trained()
+            if self._stores.notes is not None:
+                self._stores.notes.note_trained()
         if any(row.first_step for row in rows):
             context.rehearse(self._options.warm)
         self._reporter.tick(rows)
@@ -317,8 +318,11 @@ class DlrunAgent(LocalElasticAgent):
         self._reporter.named_elsewhere(cause)
         return cause
 
-    def _refused(self) -> int:
+    def _refused(self, report: FailureReport | None) -> int:
         """Return the exit code of a rank whose error a restart cannot fix, 0 if there is none."""
+        ran_s = time.monotonic() - self._started_s
+        if report is not None and is_wrong_command(report, has_trained=self._has_trained, ran_s=ran_s):
+            return report.first.code
         context = self._pcontext
         exits = context.exits() if isinstance(context, WorkerContext) else []
         return self._watch.refused() or next((item.code for item in exits if item.code in FINAL_CODES), 0)
@@ -340,7 +344,7 @@ class DlrunAgent(LocalElasticAgent):
             return Verdict(
                 restart=False, reason="not restarting: a rank is stuck in the kernel and still holds its device"
             )
-        if refused := self._refused():
+        if refused := self._refused(report):
             if self._may_fit_again(refused):
                 return Verdict(
                     restart=True,

@@ -140,6 +140,17 @@ class FailureReport:
         return f"  after it: rank{'s' if len(self.others) > 1 else ''} {ranks}{where}"
 
 
+_SEEN_NS = 1_000_000_000
+_WRONG_COMMAND = (2, 126, 127)
+_COMMAND_S = 600.0  # as long as running is no progress where no steps are counted
+
+
+def is_wrong_command(report: FailureReport, *, has_trained: bool, ran_s: float) -> bool:
+    """Return whether a generation ended as a wrong command line does: with its exit code, before any step of the job."""
+    is_early = report.step < 0 and not has_trained and ran_s < _COMMAND_S
+    return report.first.code in _WRONG_COMMAND and not report.first.traceback and is_early
+
+
 def first_failure(exits: Sequence[WorkerExit]) -> WorkerExit:
     """Return the exit that caused the others: the earliest one that is not an echo, else the earliest echo.
 
@@ -147,6 +158,16 @@ def first_failure(exits: Sequence[WorkerExit]) -> WorkerExit:
     its own end is seen: so exits by signal and true errors rank before echoes whatever their time.
     """
     return min((item for item in exits if item.failed), key=lambda item: (item.is_echo, item.at_ns, item.rank))
+
+
+def left_before(echo: WorkerExit, exits: Sequence[WorkerExit]) -> list[WorkerExit]:
+    """Return the ranks that had ended with 0 when their peers failed by a lost connection: they are the ones that were lost.
+
+    The end of a process is seen a moment after its peers' error, which is dated by its file: both orders count.
+    """
+    return sorted(
+        (item for item in exits if not item.failed and item.at_ns < echo.at_ns + _SEEN_NS), key=lambda item: item.at_ns
+    )
 
 
 def describe_exit(code: int, *, oom_kills: int = 0) -> str:

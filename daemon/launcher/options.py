@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from pathlib import Path
 
 from flashckpt.daemon.launcher.budget import REFILL_STEPS
 from flashckpt.errors import FlashckptError, HangError, LayoutError, RestartBudgetError
@@ -89,6 +90,22 @@ class RefusedError(FlashckptError):
         """Return the error of a node whose job was refused by a rank of another one."""
         return cls(
             "the job cannot start: see the error reported by a rank of another node in its log", exit_code=exit_code
+        )
+
+
+class CommandError(FlashckptError):
+    """What dlrun is to run is not there."""
+
+    exit_code = 2
+
+    @classmethod
+    def missing(cls, what: str, name: str) -> CommandError:
+        """Return the error of a script, module or program that was not found."""
+        return cls(
+            f"there is no {what} {name!r}",
+            expected=f"a {what} to run on every rank, found from {Path.cwd()}",
+            state="Nothing was started.",
+            remedy=f"dlrun [OPTIONS] {'-m MODULE' if what == 'module' else what.upper()} [ARGUMENTS]",
         )
 
 

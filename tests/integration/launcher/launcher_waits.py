@@ -54,3 +54,31 @@ def test_storage_that_comes_back_is_waited_for_and_a_bucket_that_is_not_there_is
             proxy.start()
             assert launch.wait() == 0, launch.output
         assert launch.says("from 2")
+
+
+EARLY = """
+import os, sys, torch, torch.distributed as dist
+dist.init_process_group("gloo")
+for step in range(100):
+    dist.all_reduce(torch.ones(1))
+    if step == 20 and dist.get_rank() == 1:
+        os._exit(0)
+"""
+
+
+def test_a_rank_that_leaves_with_0_is_named_and_not_those_that_missed_it(tmp_path: Path) -> None:
+    (tmp_path / "early.py").write_text(EARLY)
+    code, output = run_dlrun(tmp_path, "--nproc-per-node=3", "--max-restarts=0", tmp_path / "early.py")
+    assert code == 1, output
+    assert "rank 1 (local 1, pid" in output
+    assert "failed first: it ended with exit code 0 while its peers still needed it" in output
+
+
+@pytest.mark.parametrize(
+    ("words", "starts"),
+    [(["nope.py"], 0), (["-m", "nope"], 0), (["args.py", "--unknown"], 1), (["--no-python", "./missing"], 0)],
+)
+def test_a_wrong_command_line_ends_at_once(tmp_path: Path, words: list[str], starts: int) -> None:
+    (tmp_path / "args.py").write_text("import argparse; argparse.ArgumentParser().parse_args()")
+    code, output = run_dlrun(tmp_path, "--nproc-per-node=2", *words)
+    assert (code, output.count("started rank 0")) == (2, starts), output
