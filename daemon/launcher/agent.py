@@ -38,7 +38,7 @@ from flashckpt.daemon.launcher import findings, hang, job_secret, node_check
 from flashckpt.daemon.launcher.budget import Budget, Verdict
 from flashckpt.daemon.launcher.context import GroupStart, WorkerContext, make_context, script_commands
 from flashckpt.daemon.launcher.elastic_compat import raise_signal, replaced
-from flashckpt.daemon.launcher.failure import FailureReport, is_wrong_command
+from flashckpt.daemon.launcher.failure import FailureReport, is_of_stop, is_wrong_command
 from flashckpt.daemon.launcher.hang import Pace
 from flashckpt.daemon.launcher.node_check import Check
 from flashckpt.daemon.launcher.options import AgentOptions, LaunchOutcome, RefusedError
@@ -54,6 +54,7 @@ from flashckpt.shm.control import ControlRow
 
 _log = logging.getLogger("flashckpt.dlrun")
 _TICK_S = 0.2
+_SIGNAL_S = 1.0  # within it the other processes of a job have the signal that one has
 _CAUSE_S = 8.0  # longer than a silent node counts as alive under the default settings
 _ON_LOOPBACK = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
 
@@ -93,7 +94,7 @@ class DlrunAgent(LocalElasticAgent):
     def run(self, role: str = "default") -> RunResult:
         """Supervise the worker group until it ends; owns the signals, the job watch and the zygote meanwhile."""
         become_subreaper()
-        names = os.environ.get("TORCHELASTIC_SIGNALS_TO_HANDLE", "SIGTERM,SIGINT,SIGHUP,SIGQUIT")
+        names = os.environ.get("TORCHELASTIC_SIGNALS_TO_HANDLE", "SIGTERM,SIGINT,SIGHUP,SIGQUIT,SIGUSR1")
         self._signals = StopSignals(names, raise_signal)
         self._watch = JobWatch()
         if key := job_key.derived(job_secret.read_secret(), "ranks"):
@@ -282,6 +283,8 @@ class DlrunAgent(LocalElasticAgent):
         if isinstance(context, WorkerContext) and result.is_failed() and not hung:
             report = self._reporter.failure(context, self._rows(), restart=self._starts + 1, others=others)
             self._knows_cause = not report.elsewhere
+            if is_of_stop(report) and self._signals.await_first(_SIGNAL_S if report.first.is_signalled else 0.0):
+                self._leave_with_signal(report)
         verdict = self._judge(report)
         action = verdict.reason
         if report is not None:
@@ -308,6 +311,17 @@ class DlrunAgent(LocalElasticAgent):
         if others is not None:
             self._name_cause(others.store, self._stores.lost_since_the_round_before())
         return True
+
+    def _leave_with_signal(self, report: FailureReport) -> None:
+        """End as a stop: the signal reached ranks, or what they had forked, which did not wait for the agreed step."""
+        first, number = report.first, self._signals.received[0]
+        _log.warning(
+            "%s reached rank %d too, which ended before all ranks could stop together (%s): newest common snapshot is kept",
+            signal.Signals(number).name, first.rank, report.cause,
+        )  # fmt: skip
+        self._reporter.finish("ended")
+        self._watch.request("persist-now")
+        raise_signal(number)
 
     def _name_cause(self, store: KeyValueStore, lost: Mapping[int, str]) -> str:
         """Report what ended the generation if it was not on this node: a lost machine, or a rank elsewhere."""

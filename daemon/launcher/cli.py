@@ -86,6 +86,8 @@ def get_args_parser() -> argparse.ArgumentParser:
     parser = torchrun.get_args_parser()
     if "PET_MASTER_PORT" not in os.environ:  # torch 2.11 has 29500 here, and with it the static rendezvous
         parser.set_defaults(master_port=None)
+    if "PET_SIGNALS_TO_HANDLE" not in os.environ:  # Slurm's --signal=USR1@90 asks for a stop as well
+        parser.set_defaults(signals_to_handle="SIGTERM,SIGINT,SIGHUP,SIGQUIT,SIGUSR1")
     parser.prog = _OWN
     parser.description = "Launch and keep alive a distributed PyTorch job (every torchrun option, and dlrun's own)"
     _restart_by_default(parser)

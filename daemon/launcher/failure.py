@@ -21,6 +21,11 @@ _PASSING = re.compile(
     r"|network is unreachable|stale file handle|transport endpoint is not connected",
     re.IGNORECASE,
 )
+_SIGNALLED = re.compile(
+    r"killed by signal: (terminated|interrupt|hangup|quit|user defined)|DataLoader worker .*exited unexpectedly|^KeyboardInterrupt\b",
+    re.IGNORECASE,
+)
+_STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT, signal.SIGUSR1)
 _CAUSED = "The above exception was the direct cause of the following exception:"
 _MEANING = {
     1: "an exception or an exit(1) in the script",
@@ -72,6 +77,12 @@ class WorkerExit:
         """Return the first text of the error and its causes in which a pattern is found, "" if there is none."""
         causes = [part.rstrip().rpartition("\n")[2] for part in self.traceback.split(_CAUSED)[:-1]]
         return next((text for text in (self.summary, *causes) if pattern.search(text)), "")
+
+    @property
+    def is_signalled(self) -> bool:
+        """Whether a stop signal ended it, or something it had forked (a loader worker)."""
+        code = -self.code if self.code < 0 else self.code - 128
+        return code in _STOP_SIGNALS or bool(self._says(_SIGNALLED))
 
     @property
     def may_pass(self) -> bool:
@@ -138,6 +149,11 @@ class FailureReport:
         files = [self.error_files[item.rank] for item in self.others if item.rank in self.error_files]
         where = f" (tracebacks: {files[0]}{', ...' if len(files) > 1 else ''})" if files else ""
         return f"  after it: rank{'s' if len(self.others) > 1 else ''} {ranks}{where}"
+
+
+def is_of_stop(report: FailureReport) -> bool:
+    """Return whether a failure can be the work of a signal that asked the whole job to stop, and is no error of the script."""
+    return report.first.is_signalled or report.first.is_echo
 
 
 _SEEN_NS = 1_000_000_000

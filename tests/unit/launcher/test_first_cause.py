@@ -10,7 +10,14 @@ from pathlib import Path
 import pytest
 
 from flashckpt.daemon.launcher import cli
-from flashckpt.daemon.launcher.failure import FailureReport, WorkerExit, first_failure, is_wrong_command, left_before
+from flashckpt.daemon.launcher.failure import (
+    FailureReport,
+    WorkerExit,
+    first_failure,
+    is_of_stop,
+    is_wrong_command,
+    left_before,
+)
 from flashckpt.daemon.launcher.options import CommandError
 
 CLOSED = "RuntimeError: [gloo/transport/tcp/pair.cc:553] Connection closed by peer [::1]:2"
@@ -76,3 +83,22 @@ def test_rank_that_left_with_0_is_blamed_for_lost_connections_and_for_nothing_el
     assert first.rank == 0
     assert [one.rank for one in left_before(first, exits)] == ([1] if left_ms < 1500 else [])
     assert not first_failure([*exits, ended(3, 1, 700, TRUE)]).is_echo
+
+
+@pytest.mark.parametrize(
+    ("code", "summary", "wanted"),
+    [
+        *((code, "", True) for code in (-15, -2, -10, -1, -3, 143, 130, 138)),
+        *((code, "", False) for code in (-9, -11, -6, 137, 139, 1, 2, 33)),
+        (1, "RuntimeError: DataLoader worker (pid 12) is killed by signal: Terminated. ", True),
+        (1, "RuntimeError: DataLoader worker (pid(s) 12, 13) exited unexpectedly", True),
+        (130, "KeyboardInterrupt: ", True),
+        (1, CLOSED, True),
+        (1, "RuntimeError: DataLoader worker (pid 12) is killed by signal: Killed. ", False),
+        (1, "RuntimeError: DataLoader worker (pid 12) is killed by signal: Segmentation fault. ", False),
+        (1, TRUE, False),
+        (10, "ConfigError: x", False),
+    ],
+)
+def test_only_what_a_stop_signal_can_have_done_counts_as_part_of_a_stop(code: int, summary: str, wanted: bool) -> None:
+    assert is_of_stop(FailureReport(first=ended(0, code, 1, summary), host="a", cause="x")) is wanted

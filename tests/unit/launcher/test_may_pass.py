@@ -30,7 +30,8 @@ from flashckpt.trainer.train.report_once import report_once
 
 def answer(status: int, code: str = "Code") -> Exception:
     response: Any = {"Error": {"Code": code}, "ResponseMetadata": {"HTTPStatusCode": status}}
-    return botocore.exceptions.ClientError(response, "GetObject")
+    error: Exception = botocore.exceptions.ClientError(response, "GetObject")
+    return error
 
 
 PASSING = {
