@@ -66,6 +66,19 @@ def forget_permanent_error(folder: Path) -> None:
     (folder / "refused").unlink(missing_ok=True)
 
 
+def note_waiting(folder: Path) -> None:
+    """Record that a rank waits for storage just now: it does not hang."""
+    (folder / "waiting").touch()
+
+
+def waited_at(folder: Path) -> float:
+    """Return when a rank last recorded that it waits, 0 if none did."""
+    try:
+        return (folder / "waiting").stat().st_mtime
+    except OSError:
+        return 0.0
+
+
 def note_display(folder: Path) -> None:
     """Record that a rank draws on the terminal: whoever writes there next erases what is below the cursor first."""
     (folder / "display").touch()

@@ -7,10 +7,26 @@ Torch-free; imported by every other part of the project.
 
 from __future__ import annotations
 
+import errno
+
 from flashckpt.printable import printable
 
 FINAL_CODES = range(10, 20)
 """Exit codes of permanent errors: a restart cannot change the configuration, layout, data, root or machine."""
+PASSING_CODES = frozenset({40, 41})
+"""Exit codes of what may pass: storage that cannot be reached now. Whoever restarts waits a little before."""
+
+_PASSING_ERRNO = frozenset({
+    errno.EIO, errno.ESTALE, errno.ENOTCONN, errno.ETIMEDOUT, errno.ECONNREFUSED, errno.ECONNRESET, errno.ECONNABORTED,
+    errno.EHOSTUNREACH, errno.EHOSTDOWN, errno.ENETUNREACH, errno.ENETDOWN, errno.ENETRESET, errno.EREMOTEIO,
+    errno.ENOLINK, errno.ECOMM,
+})  # fmt: skip
+_PASSING_NAMES = frozenset({
+    "ConnectionError", "TimeoutError", "Timeout", "gaierror", "herror", "URLError", "HTTPClientError",
+    "ClientConnectionError", "ClientPayloadError", "TransportError", "CredentialRetrievalError", "TokenRetrievalError",
+})  # fmt: skip
+"""Classes of Python, botocore, aiohttp, requests and httpx: known by name, since none of them is imported here."""
+_PASSING_STATUS = (408, 425, 429)
 
 
 class FlashckptError(Exception):
@@ -39,6 +55,13 @@ class FlashckptError(Exception):
         lines += [f"  {label + ':':<10}{text}" for label, text in parts if text]
         lines.append(f"  exit code {self.exit_code}")
         return printable("\n".join(lines), keep="\n")
+
+    def settle(self) -> int:
+        """Return the exit code to end with: that of a StoreError where a permanent one was caused by what may pass."""
+        if self.exit_code in FINAL_CODES and may_pass(self):
+            self.exit_code = StoreError.exit_code
+            self.args = (self.render(),)
+        return self.exit_code
 
     def __reduce__(self) -> tuple[object, ...]:
         """Rebuild from the parts (exceptions with keyword arguments do not copy by default)."""
@@ -196,3 +219,33 @@ class DivergedError(FlashckptError):
 
 RESUME_EXIT_CODE = 75
 """Exit code that means "stopped on request with state kept: start me again" (EX_TEMPFAIL)."""
+
+
+def may_pass(error: BaseException | None) -> bool:
+    """Return whether trying again may help: the error, or one that it was raised from, is of a network or a server.
+
+    A refusal (no such bucket, no permission), a wrong name and damage stay what they are.
+    """
+    while error is not None:
+        if isinstance(error, StoreError) and not isinstance(error, ObjectMissingError):
+            return True
+        if not isinstance(error, FlashckptError) and _is_passing(error):
+            return True
+        error = error.__cause__
+    return False
+
+
+def _is_passing(error: BaseException) -> bool:
+    if status := http_status(error):
+        return status >= 500 or status in _PASSING_STATUS
+    names = {cls.__name__ for cls in type(error).__mro__}
+    return bool(names & _PASSING_NAMES) or (isinstance(error, OSError) and error.errno in _PASSING_ERRNO)
+
+
+def http_status(error: BaseException) -> int:
+    """Return the status of the answer that an error of some client is about; 0 where there was none."""
+    response = getattr(error, "response", None)
+    if isinstance(response, dict):
+        return int(response.get("ResponseMetadata", {}).get("HTTPStatusCode", 0))
+    found = (getattr(place, name, 0) for place in (response, error) for name in ("status_code", "status", "code"))
+    return next((one for one in found if isinstance(one, int) and 100 <= one < 600), 0)

@@ -26,6 +26,7 @@ from flashckpt.snapshot.current_plan import CurrentPlan
 from flashckpt.snapshot.stager import Snapshot, Stager, StaleWatch
 from flashckpt.state import loaders
 from flashckpt.state.samplers import Commits
+from flashckpt.stop_signals import DeferredSignals
 
 _log = guarded(logging.getLogger("flashckpt"))
 _POLL_S = 0.002
@@ -50,6 +51,7 @@ class Session:
         self._settings, self._callback = opened.settings, callback
         self._pid, self._lease, self._relay = os.getpid(), place.lease, place.relay
         self._control, self._row, self._watermark = place.control, place.row, place.watermark
+        self._signals = DeferredSignals(place.control, place.row)
         world, generation = self.tracked.world, self.outcome.record.number
         self._commits, self._skips = Commits(is_alone=world.size == 1), Skips(generation)
         self._wanted, self._stale, self._is_full_logged = Wanted(generation), StaleWatch(), False
@@ -80,6 +82,7 @@ class Session:
         place = NodePlace.take(opened, entered_ns=entered_ns, initialised_ns=initialised_ns)
         session = cls(opened, place, callback)
         atexit.register(session._at_exit)
+        session._signals.install()
         try:
             session._stager.ready()
             session.plan_ahead(opened.plan)
@@ -330,6 +333,7 @@ class Session:
     def close(self) -> None:
         """Finish the snapshot under way and let go of everything; files stay."""
         atexit.unregister(self._at_exit)
+        self._signals.restore()
         self._stager.close()
         if self._relay is not None:
             self._relay.close()

@@ -38,7 +38,7 @@ from flashckpt.daemon.launcher import findings, hang, job_secret, node_check
 from flashckpt.daemon.launcher.budget import Budget, Verdict
 from flashckpt.daemon.launcher.context import GroupStart, WorkerContext, make_context, script_commands
 from flashckpt.daemon.launcher.elastic_compat import raise_signal, replaced
-from flashckpt.daemon.launcher.failure import FailureReport
+from flashckpt.daemon.launcher.failure import FailureReport, is_of_stop, is_wrong_command
 from flashckpt.daemon.launcher.hang import Pace
 from flashckpt.daemon.launcher.node_check import Check
 from flashckpt.daemon.launcher.options import AgentOptions, LaunchOutcome, RefusedError
@@ -49,11 +49,12 @@ from flashckpt.daemon.launcher.stop import AgreedStop, Group, KeyValueStore, Sto
 from flashckpt.daemon.launcher.watch import JobWatch
 from flashckpt.daemon.machine.process import become_subreaper
 from flashckpt.daemon.zygote.client import ZygoteClient
-from flashckpt.errors import FINAL_CODES, LayoutError
+from flashckpt.errors import FINAL_CODES, PASSING_CODES, LayoutError
 from flashckpt.shm.control import ControlRow
 
 _log = logging.getLogger("flashckpt.dlrun")
 _TICK_S = 0.2
+_SIGNAL_S = 1.0  # within it the other processes of a job have the signal that one has
 _CAUSE_S = 8.0  # longer than a silent node counts as alive under the default settings
 _ON_LOOPBACK = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
 
@@ -93,7 +94,7 @@ class DlrunAgent(LocalElasticAgent):
     def run(self, role: str = "default") -> RunResult:
         """Supervise the worker group until it ends; owns the signals, the job watch and the zygote meanwhile."""
         become_subreaper()
-        names = os.environ.get("TORCHELASTIC_SIGNALS_TO_HANDLE", "SIGTERM,SIGINT,SIGHUP,SIGQUIT")
+        names = os.environ.get("TORCHELASTIC_SIGNALS_TO_HANDLE", "SIGTERM,SIGINT,SIGHUP,SIGQUIT,SIGUSR1")
         self._signals = StopSignals(names, raise_signal)
         self._watch = JobWatch()
         if key := job_key.derived(job_secret.read_secret(), "ranks"):
@@ -176,9 +177,10 @@ class DlrunAgent(LocalElasticAgent):
         if not rows or not isinstance(context, WorkerContext):
             return None
         self._pace.see(time.monotonic(), max(row.step for row in rows))
-        if not self._has_trained and self._stores.notes is not None and any(row.first_step for row in rows):
+        if not self._has_trained and any(row.first_step for row in rows):
             self._has_trained = True
-            self._stores.notes.note_trained()
+            if self._stores.notes is not None:
+                self._stores.notes.note_trained()
         if any(row.first_step for row in rows):
             context.rehearse(self._options.warm)
         self._reporter.tick(rows)
@@ -281,6 +283,8 @@ class DlrunAgent(LocalElasticAgent):
         if isinstance(context, WorkerContext) and result.is_failed() and not hung:
             report = self._reporter.failure(context, self._rows(), restart=self._starts + 1, others=others)
             self._knows_cause = not report.elsewhere
+            if is_of_stop(report) and self._signals.await_first(_SIGNAL_S if report.first.is_signalled else 0.0):
+                self._leave_with_signal(report)
         verdict = self._judge(report)
         action = verdict.reason
         if report is not None:
@@ -302,10 +306,22 @@ class DlrunAgent(LocalElasticAgent):
         self._remaining_restarts = self._budget.left
         self._failures += 1
         self._starts += 1
+        time.sleep(verdict.pause_s)  # a stop signal ends it, as it ends a rendezvous
         self._restart_workers(group)
         if others is not None:
             self._name_cause(others.store, self._stores.lost_since_the_round_before())
         return True
+
+    def _leave_with_signal(self, report: FailureReport) -> None:
+        """End as a stop: the signal reached ranks, or what they had forked, which did not wait for the agreed step."""
+        first, number = report.first, self._signals.received[0]
+        _log.warning(
+            "%s reached rank %d too, which ended before all ranks could stop together (%s): newest common snapshot is kept",
+            signal.Signals(number).name, first.rank, report.cause,
+        )  # fmt: skip
+        self._reporter.finish("ended")
+        self._watch.request("persist-now")
+        raise_signal(number)
 
     def _name_cause(self, store: KeyValueStore, lost: Mapping[int, str]) -> str:
         """Report what ended the generation if it was not on this node: a lost machine, or a rank elsewhere."""
@@ -316,8 +332,11 @@ class DlrunAgent(LocalElasticAgent):
         self._reporter.named_elsewhere(cause)
         return cause
 
-    def _refused(self) -> int:
+    def _refused(self, report: FailureReport | None) -> int:
         """Return the exit code of a rank whose error a restart cannot fix, 0 if there is none."""
+        ran_s = time.monotonic() - self._started_s
+        if report is not None and is_wrong_command(report, has_trained=self._has_trained, ran_s=ran_s):
+            return report.first.code
         context = self._pcontext
         exits = context.exits() if isinstance(context, WorkerContext) else []
         return self._watch.refused() or next((item.code for item in exits if item.code in FINAL_CODES), 0)
@@ -339,7 +358,7 @@ class DlrunAgent(LocalElasticAgent):
             return Verdict(
                 restart=False, reason="not restarting: a rank is stuck in the kernel and still holds its device"
             )
-        if refused := self._refused():
+        if refused := self._refused(report):
             if self._may_fit_again(refused):
                 return Verdict(
                     restart=True,
@@ -352,7 +371,9 @@ class DlrunAgent(LocalElasticAgent):
         ran_s = time.monotonic() - self._started_s
         if report is None:
             return self._budget.spend(fingerprint="", step=self._pace.highest, ran_s=ran_s)
-        return self._budget.spend(fingerprint=report.fingerprint, step=report.step, ran_s=ran_s)
+        may_pass, step = report.first.may_pass, report.step
+        self._outcome.passing = report.first.code if report.first.code in PASSING_CODES else 0
+        return self._budget.spend(fingerprint=report.fingerprint, step=step, ran_s=ran_s, may_pass=may_pass)
 
     def _end_hang(self, context: WorkerContext, rows: Sequence[ControlRow], limit_s: float) -> RunResult:
         """Record all stacks, then kill every rank; the rank that differs counts as the one that failed."""

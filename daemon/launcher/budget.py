@@ -10,15 +10,18 @@ REFILL_STEPS = 20
 """New steps between two failures that refill the budget."""
 REFILL_S = 600.0
 """Seconds between two failures that refill it if the script reports no steps and --max-restarts is not given."""
+LONGEST_PAUSE_S = 15.0
+"""Failures that may pass, one after another, are restarted 1, 2, 4, ... seconds after the start before, at most this."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Verdict:
-    """Whether to restart; `reason` is for the user, `repeats` says that the script keeps failing at one step."""
+    """Whether to restart, `pause_s` from now; `reason` is for the user, `repeats` says that the script keeps failing at one step."""
 
     restart: bool
     reason: str
     repeats: bool = False
+    pause_s: float = 0.0
 
 
 class Budget:
@@ -37,15 +40,18 @@ class Budget:
         self._refill_steps = refill_steps
         self._highest = -1
         self._last: tuple[str, int] | None = None
+        self._passing = 0
 
-    def spend(self, *, fingerprint: str, step: int, ran_s: float = 0.0) -> Verdict:
+    def spend(self, *, fingerprint: str, step: int, ran_s: float = 0.0, may_pass: bool = False) -> Verdict:
         """Record one failure and decide whether to restart.
 
         Args:
             fingerprint: What makes two errors the same (a traceback); "" for anything but the script's own error.
             step: The step the failing rank had completed; -1 if the script reports no steps, which never refills by steps.
             ran_s: Seconds from the start of the workers to the failure.
+            may_pass: What the script needs cannot be reached now: this is no crash loop, and is not restarted at once.
         """
+        self._passing = self._passing + 1 if may_pass else 0
         counted = step >= 0
         rested = not counted and not self._chosen and self._refill_steps > 0 and ran_s >= REFILL_S
         this = (fingerprint, step)
@@ -66,7 +72,10 @@ class Budget:
         self.left -= 1
         again = f" (the budget was refilled to {self.limit}: the job had made progress)" if refilled else ""
         left = f"{self.left} of {self.limit} restarts are left{again}"
-        return Verdict(restart=True, reason=f"restarting all workers, {left}")
+        pause_s = max(0.0, min(2.0 ** (self._passing - 1), LONGEST_PAUSE_S) - ran_s) if may_pass else 0.0
+        when = f" in {pause_s:.0f} s" if pause_s >= 0.5 else ""
+        why = ", since this may pass" if may_pass else ""
+        return Verdict(restart=True, reason=f"restarting all workers{when}{why}, {left}", pause_s=pause_s)
 
     def _spent(self) -> str:
         """Return why there is no restart, and what to do about it."""

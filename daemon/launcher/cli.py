@@ -10,15 +10,18 @@ from __future__ import annotations
 import argparse
 import atexit
 import contextlib
+import importlib.util
 import logging
 import os
 import shutil
 import signal
 import sys
 import uuid
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from flashckpt.daemon.launcher.budget import REFILL_STEPS, RESTARTS
+from flashckpt.daemon.launcher.options import CommandError
 from flashckpt.daemon.zygote import server
 from flashckpt.daemon.zygote.rehearse import check_target
 from flashckpt.errors import RESUME_EXIT_CODE, ConfigError, FlashckptError
@@ -83,6 +86,8 @@ def get_args_parser() -> argparse.ArgumentParser:
     parser = torchrun.get_args_parser()
     if "PET_MASTER_PORT" not in os.environ:  # torch 2.11 has 29500 here, and with it the static rendezvous
         parser.set_defaults(master_port=None)
+    if "PET_SIGNALS_TO_HANDLE" not in os.environ:  # Slurm's --signal=USR1@90 asks for a stop as well
+        parser.set_defaults(signals_to_handle="SIGTERM,SIGINT,SIGHUP,SIGQUIT,SIGUSR1")
     parser.prog = _OWN
     parser.description = "Launch and keep alive a distributed PyTorch job (every torchrun option, and dlrun's own)"
     _restart_by_default(parser)
@@ -219,6 +224,33 @@ def _unfit_command(args: argparse.Namespace) -> str:
     return ""
 
 
+def _refuse_missing(args: argparse.Namespace) -> None:
+    """Refuse a command that is not there, before anything is started: every restart would miss it again.
+
+    Raises:
+        CommandError: There is no such script, module (its first part: looking further would import it) or program.
+    """
+    name = str(args.training_script)
+    if args.no_python and not args.run_path:
+        found, what = shutil.which(name) is not None, "program"
+    elif args.module and not args.run_path:
+        found, what = _has_module(name.partition(".")[0]) or "PYTHON_EXEC" in os.environ, "module"
+    else:
+        found, what = os.path.exists(name), "script"  # noqa: PTH110 -- "" is no path, and Path("") is the folder
+    if not found:
+        raise CommandError.missing(what, name)
+
+
+def _has_module(name: str) -> bool:
+    sys.path.insert(0, str(Path.cwd()))  # where `python -m` looks first
+    try:
+        return importlib.util.find_spec(name) is not None
+    except (ImportError, ValueError):
+        return name in sys.modules
+    finally:
+        del sys.path[0]
+
+
 def main(args: list[str] | None = None) -> int:
     """Run dlrun; returns its exit code (docs/launching.md lists them).
 
@@ -232,6 +264,7 @@ def main(args: list[str] | None = None) -> int:
     _set_up_log()
     try:
         parsed = parse_args(None)
+        _refuse_missing(parsed)
         zygote = _fork_zygote(parsed)
     except FlashckptError as error:
         return _fail(error)

@@ -9,15 +9,29 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from flashckpt.errors import PASSING_CODES
+
 _ECHO = re.compile(
     r"connection closed|connection reset|connection refused|connectfullmesh|broken pipe|socket closed"
     r"|closed by peer|remote process exited|timed out waiting|heartbeat monitor|no route to host",
     re.IGNORECASE,
 )
+_PASSING = re.compile(
+    r"\bgaierror\b|name resolution|name or service not known|\bDistNetworkError\b|\bDistStoreError\b"
+    r"|network is unreachable|stale file handle|transport endpoint is not connected",
+    re.IGNORECASE,
+)
+_SIGNALLED = re.compile(
+    r"killed by signal: (terminated|interrupt|hangup|quit|user defined)|DataLoader worker .*exited unexpectedly|^KeyboardInterrupt\b",
+    re.IGNORECASE,
+)
+_STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT, signal.SIGUSR1)
 _CAUSED = "The above exception was the direct cause of the following exception:"
 _MEANING = {
     1: "an exception or an exit(1) in the script",
     2: "wrong command line, or an exit(2) in the script",
+    40: "storage did not take the checkpoint",
+    41: "storage could not be reached",
     126: "the command was found but may not be executed",
     127: "the command was not found",
     128: "the shell or a device runtime failed (128)",
@@ -57,8 +71,23 @@ class WorkerExit:
 
         Pipeline stages raise an error of theirs from it ("failed to run forward"), so causes count too.
         """
+        return self._says(_ECHO)
+
+    def _says(self, pattern: re.Pattern[str]) -> str:
+        """Return the first text of the error and its causes in which a pattern is found, "" if there is none."""
         causes = [part.rstrip().rpartition("\n")[2] for part in self.traceback.split(_CAUSED)[:-1]]
-        return next((text for text in (self.summary, *causes) if _ECHO.search(text)), "")
+        return next((text for text in (self.summary, *causes) if pattern.search(text)), "")
+
+    @property
+    def is_signalled(self) -> bool:
+        """Whether a stop signal ended it, or something it had forked (a loader worker)."""
+        code = -self.code if self.code < 0 else self.code - 128
+        return code in _STOP_SIGNALS or bool(self._says(_SIGNALLED))
+
+    @property
+    def may_pass(self) -> bool:
+        """Whether it ended because something it needs (storage, a name, the network) could not be reached."""
+        return self.code in PASSING_CODES or bool(self._says(_PASSING))
 
     @property
     def is_echo(self) -> bool:
@@ -86,7 +115,8 @@ class FailureReport:
     @property
     def fingerprint(self) -> str:
         """What makes this failure the same as another; "" where it is not the script's own error."""
-        return fingerprint(self.first) if self.first.traceback and not self.first.is_echo else ""
+        is_own = bool(self.first.traceback) and not self.first.is_echo and not self.first.may_pass
+        return fingerprint(self.first) if is_own else ""
 
     def render(self, action: str) -> str:
         """Return the report as the lines a user reads; `action` says what is done about it."""
@@ -121,6 +151,22 @@ class FailureReport:
         return f"  after it: rank{'s' if len(self.others) > 1 else ''} {ranks}{where}"
 
 
+def is_of_stop(report: FailureReport) -> bool:
+    """Return whether a failure can be the work of a signal that asked the whole job to stop, and is no error of the script."""
+    return report.first.is_signalled or report.first.is_echo
+
+
+_SEEN_NS = 1_000_000_000
+_WRONG_COMMAND = (2, 126, 127)
+_COMMAND_S = 600.0  # as long as running is no progress where no steps are counted
+
+
+def is_wrong_command(report: FailureReport, *, has_trained: bool, ran_s: float) -> bool:
+    """Return whether a generation ended as a wrong command line does: with its exit code, before any step of the job."""
+    is_early = report.step < 0 and not has_trained and ran_s < _COMMAND_S
+    return report.first.code in _WRONG_COMMAND and not report.first.traceback and is_early
+
+
 def first_failure(exits: Sequence[WorkerExit]) -> WorkerExit:
     """Return the exit that caused the others: the earliest one that is not an echo, else the earliest echo.
 
@@ -128,6 +174,16 @@ def first_failure(exits: Sequence[WorkerExit]) -> WorkerExit:
     its own end is seen: so exits by signal and true errors rank before echoes whatever their time.
     """
     return min((item for item in exits if item.failed), key=lambda item: (item.is_echo, item.at_ns, item.rank))
+
+
+def left_before(echo: WorkerExit, exits: Sequence[WorkerExit]) -> list[WorkerExit]:
+    """Return the ranks that had ended with 0 when their peers failed by a lost connection: they are the ones that were lost.
+
+    The end of a process is seen a moment after its peers' error, which is dated by its file: both orders count.
+    """
+    return sorted(
+        (item for item in exits if not item.failed and item.at_ns < echo.at_ns + _SEEN_NS), key=lambda item: item.at_ns
+    )
 
 
 def describe_exit(code: int, *, oom_kills: int = 0) -> str:

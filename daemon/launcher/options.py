@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from pathlib import Path
 
 from flashckpt.daemon.launcher.budget import REFILL_STEPS
 from flashckpt.errors import FlashckptError, HangError, LayoutError, RestartBudgetError
@@ -45,14 +46,15 @@ class AgentOptions:
 class LaunchOutcome:
     """How the launch ended, for the exit code: stopped on request, hung, or failed with a repeated error.
 
-    `refused` is the exit code of a rank whose error a restart cannot fix; `elsewhere` names what ended the job
-    if that was on another node.
+    `refused` is the exit code of a rank whose error a restart cannot fix, `passing` of one that what it needs could not
+    be reached; `elsewhere` names what ended the job if that was on another node.
     """
 
     resume: bool = False
     hang: str = ""
     repeats: str = ""
     refused: int = 0
+    passing: int = 0
     elsewhere: str = ""
 
     def error(self) -> FlashckptError | None:
@@ -65,6 +67,8 @@ class LaunchOutcome:
             return RestartBudgetError(self.repeats, remedy="fix the script; its traceback is above")
         if self.hang:
             return HangError(self.hang, state="All ranks were killed.")
+        if self.passing:
+            return UnreachableError.after(self.passing)
         return FailedElsewhereError(self.elsewhere) if self.elsewhere else None
 
 
@@ -87,6 +91,34 @@ class RefusedError(FlashckptError):
         return cls(
             "the job cannot start: see the error reported by a rank of another node in its log", exit_code=exit_code
         )
+
+
+class CommandError(FlashckptError):
+    """What dlrun is to run is not there."""
+
+    exit_code = 2
+
+    @classmethod
+    def missing(cls, what: str, name: str) -> CommandError:
+        """Return the error of a script, module or program that was not found."""
+        return cls(
+            f"there is no {what} {name!r}",
+            expected=f"a {what} to run on every rank, found from {Path.cwd()}",
+            state="Nothing was started.",
+            remedy=f"dlrun [OPTIONS] {'-m MODULE' if what == 'module' else what.upper()} [ARGUMENTS]",
+        )
+
+
+class UnreachableError(FlashckptError):
+    """What a rank needs could not be reached, and no restart is left; dlrun ends with that rank's exit code."""
+
+    @classmethod
+    def after(cls, exit_code: int) -> UnreachableError:
+        """Return the error of a rank that ended with this code."""
+        found = cls("storage could not be reached, and no restart is left")
+        found.exit_code, found.remedy = exit_code, "start the job again once it can be: its state is kept"
+        found.args = (found.render(),)
+        return found
 
 
 class FailedElsewhereError(FlashckptError):

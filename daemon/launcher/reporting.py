@@ -33,6 +33,7 @@ class Suspect:
 
 _log = logging.getLogger("flashckpt.dlrun")
 _STOPPED = "it was stopped (SIGSTOP or a debugger), and its peers timed out"
+_LEFT = "it ended with exit code 0 while its peers still needed it"
 _ELSEWHERE = "connection lost to a rank of another node"
 
 
@@ -73,15 +74,15 @@ class FailureReporter:
         """Report the first failing rank of a generation, also to the other nodes, and open its ledger record."""
         exits = [item for item in context.exits() if item.failed]
         first = failures.first_failure(exits)
-        if first.is_echo and context.standing:  # its peers failed first, but this rank is the cause
-            first = context.standing[0]
+        if first.is_echo and (causes := context.standing or failures.left_before(first, context.exits())):
+            first = causes[0]  # its peers failed first, but this rank is the cause
         before, self._oom_kills = self._oom_kills, failures.oom_kills()
         kills = self._oom_kills - before
         log_path = context.stderrs[first.local_rank] or context.stdouts[first.local_rank]
         report = failures.FailureReport(
             first=first,
             host=socket.gethostname(),
-            cause=_STOPPED if first in context.standing else failures.describe_exit(first.code, oom_kills=kills),
+            cause=_cause(first, context, kills),
             others=[item for item in exits if item is not first],
             step=max((row.step for row in rows if row.pid == first.pid), default=-1),
             log_lines=failures.tail(log_path) if log_path and not first.traceback else (),
@@ -166,6 +167,12 @@ class FailureReporter:
             self._ledger.paths = [own, *(path for path in self._ledger.paths if path != own)]
         self._ledger.append(replace(self._pending, outcome=outcome))
         self._pending = None
+
+
+def _cause(first: failures.WorkerExit, context: WorkerContext, oom_kills: int) -> str:
+    if first in context.standing:
+        return _STOPPED
+    return failures.describe_exit(first.code, oom_kills=oom_kills) if first.failed else _LEFT
 
 
 def hang_states(watch: JobWatch, workers: Mapping[int, int], rows: Sequence[Any]) -> list[hang.RankState]:

@@ -17,6 +17,7 @@ from datetime import timedelta
 from typing import Any, Protocol
 
 from flashckpt.daemon.launcher.watch import JobWatch
+from flashckpt.daemon.machine.process import wait_readable
 from flashckpt.errors import DamagedError
 from flashckpt.shm.control import ControlRow
 
@@ -223,6 +224,12 @@ class StopSignals:
             os.write(self._wake, b"s")
         if len(self.received) == 1 and not self.supervising:
             self._interrupt(number)
+
+    def await_first(self, timeout_s: float) -> bool:
+        """Return whether a signal was received, now or within `timeout_s` seconds."""
+        if not self.received:
+            wait_readable([self.fd], timeout_s)
+        return bool(self.received)
 
     def drain(self) -> None:
         """Empty the wake pipe, so that the next wait sleeps again."""

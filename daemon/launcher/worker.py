@@ -167,9 +167,10 @@ def run_recorded(request: dict[str, Any]) -> int:
         _report(request, error)
         return 128 + signal.SIGINT
     except FlashckptError as error:
+        code = error.settle()
         _refuse(error)
         _report(request, error)
-        return error.exit_code
+        return code
     except BaseException as error:  # noqa: BLE001 -- whatever ends the script is reported
         _report(request, error)
         return 1

@@ -4,18 +4,20 @@ from __future__ import annotations
 
 import logging
 import os
+import signal
 import socket
 import subprocess
 import sys
 from dataclasses import dataclass
 from typing import Any
 
-from flashckpt.daemon.machine.process import exit_code
+from flashckpt.daemon.machine.process import exit_code, is_stopped, kill_group, wait_readable
 from flashckpt.daemon.zygote import messages, server
 from flashckpt.daemon.zygote.warm_copy import WarmCopy, key_of
-from flashckpt.errors import DamagedError
 
 _log = logging.getLogger("flashckpt.dlrun")
+_KILL_WAIT_S = 10.0
+_TICK_S = 10.0  # the agent sees no failure meanwhile
 
 
 @dataclass(frozen=True)
@@ -67,7 +69,7 @@ class ZygoteClient:
             if pids:
                 return pids
             self.close()
-        raise Unavailable("the zygote died twice in a row")
+        raise Unavailable("the zygote died, or did not answer, twice in a row")
 
     @property
     def pids(self) -> set[int]:
@@ -91,15 +93,11 @@ class ZygoteClient:
         if self._sock is None or not self._ready or key == self._given_up or (self._warm and self._warm.key == key):
             return
         self._end_copy()
+        if is_stopped(self.pid):  # the job goes on meanwhile; its next restart looks at it
+            return
         here, there = socket.socketpair()
-        try:
-            messages.send(
-                self._sock, {"rehearse": {"target": target, **{k: worker[k] for k in ("argv", "module", "env")}}}
-            )
-            socket.send_fds(self._sock, [b"f"], [there.fileno()])
-            answer = messages.receive(self._sock)
-        except (OSError, DamagedError):
-            answer = None
+        request = {"target": target, **{k: worker[k] for k in ("argv", "module", "env")}}
+        answer = messages.exchange(self._sock, self.pid, {"rehearse": request}, limit_s=_TICK_S, fd=there.fileno())
         there.close()
         if answer and answer["pids"]:
             self._warm = WarmCopy(here, answer["pids"][0], key, is_asked)
@@ -122,28 +120,25 @@ class ZygoteClient:
         self.prepare()
         sock = self._sock
         assert sock is not None
-        try:
-            if not self._ready:
-                self._await_ready(sock)
-            messages.send(sock, {"workers": workers})
-            answer = messages.receive(sock)
-        except (OSError, DamagedError):
-            answer = None
+        if not self._ready and not self._await_ready(sock):
+            return None
+        answer = messages.exchange(sock, self.pid, {"workers": workers})
         pids = answer["pids"] if answer else None
         if pids is not None and len(pids) < len(workers):  # the helper died in between: start over
             _log.warning("only %d of %d workers were forked", len(pids), len(workers))
         return pids if pids and len(pids) == len(workers) else None
 
-    def _await_ready(self, sock: socket.socket) -> None:
-        ready = messages.receive(sock)
+    def _await_ready(self, sock: socket.socket) -> bool:
+        ready = messages.exchange(sock, self.pid, None, limit_s=messages.READY_S)
         if ready is None:
-            raise ConnectionResetError
+            return False
         if ready["unfit"]:
             self.disabled = f"the zygote must not be forked ({ready['unfit']})"
             self.close()
             raise Unavailable(self.disabled)
         _log.debug("zygote %d ready after %.2f s of imports", self.pid, ready["import_s"])
         self._ready = True
+        return True
 
     def _start(self) -> None:
         here, there = socket.socketpair()
@@ -169,15 +164,15 @@ class ZygoteClient:
 
 
 def _end(pid: int) -> None:
+    """Kill a zygote with what it has forked and nobody knows of (workers have groups of their own), and reap it."""
     try:
         pidfd = os.pidfd_open(pid)
     except ProcessLookupError:
         return
     try:
-        os.kill(pid, 9)  # SIGKILL loses nothing, and during its imports it would not notice the closed socket
-        while exit_code(pidfd) is None:
-            os.waitid(os.P_PIDFD, pidfd, os.WEXITED | os.WNOWAIT)
-    except ProcessLookupError:
-        pass
+        kill_group(pid, signal.SIGKILL)  # loses nothing, and during its imports it would not notice the closed socket
+        wait_readable([pidfd], _KILL_WAIT_S)
+        if exit_code(pidfd) is None:
+            _log.error("the zygote, pid %d, did not end after SIGKILL: it is blocked in the kernel", pid)
     finally:
         os.close(pidfd)

@@ -6,15 +6,73 @@ Environment variables may hold bytes that are not UTF-8; JSON carries the surrog
 from __future__ import annotations
 
 import json
+import logging
+import select
 import socket
 import struct
+from collections.abc import Callable
 from typing import Any
 
+from flashckpt.daemon.machine.process import is_stopped
 from flashckpt.errors import DamagedError
 
 _LENGTH = struct.Struct("<I")
 MAX_BYTES = 64 << 20
 """Longest message that is accepted: many times the environments of all ranks of a node."""
+
+
+ANSWER_S = 60.0
+"""Seconds in which an answer is due; the first one comes after the imports, in READY_S."""
+READY_S = 300.0
+STOPPED_S = 10.0
+"""Seconds after which a process that is stopped is not waited for any more."""
+_SLICE_S = 0.5
+_log = logging.getLogger("flashckpt.dlrun")
+
+
+def exchange(
+    sock: socket.socket, pid: int, message: dict[str, Any] | None, *, limit_s: float | None = None, fd: int = -1
+) -> dict[str, Any] | None:
+    """Send a message (None: nothing) and return the answer; None where the process is gone or does not answer in time.
+
+    The caller then kills it: what it answers later would be taken for another answer.
+
+    Args:
+        sock: To the process.
+        pid: The process.
+        message: To send.
+        limit_s: Seconds to wait, ANSWER_S by default. Slices of the wait are counted, not the clock: a suspended machine is no silence.
+        fd: A descriptor to send after it.
+    """
+    limit_s = limit_s or ANSWER_S
+    try:
+        if message is not None:
+            sock.settimeout(limit_s)
+            send(sock, message)
+            if fd >= 0:
+                socket.send_fds(sock, [b"f"], [fd])
+            sock.settimeout(None)
+        return receive(sock, _Limit(sock, pid, limit_s))
+    except TimeoutError:
+        how = "it is stopped (SIGSTOP or a debugger)" if is_stopped(pid) else f"not within {limit_s:.0f} s"
+        _log.warning("the zygote, pid %d, does not answer (%s): it is killed", pid, how)
+    except (OSError, DamagedError):
+        pass
+    return None
+
+
+class _Limit:
+    """Waits for a socket to be readable; TimeoutError once its process has used up its time, or was stopped for too long."""
+
+    def __init__(self, sock: socket.socket, pid: int, limit_s: float) -> None:
+        self._sock, self._pid, self._left_s, self._stopped_s = sock, pid, limit_s, 0.0
+
+    def __call__(self) -> None:
+        while not select.select([self._sock], [], [], _SLICE_S)[0]:
+            self._left_s -= _SLICE_S
+            self._stopped_s = self._stopped_s + _SLICE_S if is_stopped(self._pid) else 0.0
+            if self._left_s <= 0 or self._stopped_s >= STOPPED_S:
+                raise TimeoutError
 
 
 def send(sock: socket.socket, message: dict[str, Any]) -> None:
@@ -23,19 +81,23 @@ def send(sock: socket.socket, message: dict[str, Any]) -> None:
     sock.sendall(_LENGTH.pack(len(body)) + body)
 
 
-def receive(sock: socket.socket) -> dict[str, Any] | None:
+def receive(sock: socket.socket, wait: Callable[[], None] | None = None) -> dict[str, Any] | None:
     """Return the next message, or None when the other side has closed (also in mid-message).
+
+    Args:
+        sock: To the other side.
+        wait: Returns when `sock` is readable, or raises; None waits without a limit.
 
     Raises:
         DamagedError: Not a message; nothing that follows on this socket can be trusted.
     """
-    head = _read(sock, _LENGTH.size)
+    head = _read(sock, _LENGTH.size, wait)
     if head is None:
         return None
     (nbytes,) = _LENGTH.unpack(head)
     if nbytes > MAX_BYTES:
         raise _damaged(f"a message of {nbytes} bytes", f"at most {MAX_BYTES} bytes")
-    body = _read(sock, nbytes)
+    body = _read(sock, nbytes, wait)
     if body is None:
         return None
     try:
@@ -51,10 +113,12 @@ def _damaged(found: str, expected: str) -> DamagedError:
     return DamagedError("a message between dlrun and its zygote is damaged", found=found, expected=expected)
 
 
-def _read(sock: socket.socket, nbytes: int) -> bytes | None:
+def _read(sock: socket.socket, nbytes: int, wait: Callable[[], None] | None) -> bytes | None:
     parts: list[bytes] = []
     while nbytes:
         try:
+            if wait is not None:
+                wait()
             part = sock.recv(min(nbytes, 1 << 20))
         except ConnectionResetError:
             return None

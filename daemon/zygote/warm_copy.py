@@ -9,7 +9,6 @@ from dataclasses import dataclass
 from typing import Any
 
 from flashckpt.daemon.zygote import messages
-from flashckpt.errors import DamagedError
 
 _log = logging.getLogger("flashckpt.dlrun")
 
@@ -44,10 +43,7 @@ class WarmCopy:
         """Look whether it is ready, without waiting; returns False when it is of no use."""
         if self.ready or not select.select([self.sock], [], [], 0)[0]:
             return True
-        try:
-            found = messages.receive(self.sock)
-        except (OSError, DamagedError):
-            found = None
+        found = messages.exchange(self.sock, self.pid, None)
         reason = "its process died" if found is None else str(found["unfit"])
         if found is None or reason:
             level = logging.WARNING if self.is_asked else logging.DEBUG
@@ -61,13 +57,10 @@ class WarmCopy:
         """Fork workers as the zygote does; None where it is not ready, does not fit, or has died."""
         if not workers or key_of(workers[0]) != self.key or not self.poll() or not self.ready:
             return None
-        try:
-            messages.send(self.sock, {"workers": workers})
-            answer = messages.receive(self.sock)
-        except (OSError, DamagedError):
-            answer = None
+        answer = messages.exchange(self.sock, self.pid, {"workers": workers})
         pids: list[int] = answer["pids"] if answer else []
         if len(pids) < len(workers):
+            self.ready, self.key = False, ""  # it fits nothing any more
             return None
         _log.debug("the workers begin with the plans of a rehearsal")
         return pids

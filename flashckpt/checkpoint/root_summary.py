@@ -10,7 +10,7 @@ from typing import Any
 from flashckpt.checkpoint.catalog import list_checkpoints
 from flashckpt.checkpoint.generations import read_generations
 from flashckpt.core.snapshot_id import SnapshotId
-from flashckpt.errors import FlashckptError
+from flashckpt.errors import FlashckptError, may_pass
 from flashckpt.planning.root_view import RootSummary
 from flashckpt.storage.factory import open_store
 from flashckpt.storage.store import Store
@@ -37,7 +37,7 @@ def read_root(root: str, options: Mapping[str, Any]) -> RootSummary:
             is_empty = not infos and not any(name.startswith("step-") for name in store.folders())
     except (FlashckptError, OSError) as error:
         _log.warning("the root %s cannot be read: %s", root, str(error).splitlines()[0])
-        return RootSummary(error=str(error))
+        return RootSummary(error=str(error), may_pass=may_pass(error))
     return RootSummary(
         committed=tuple(SnapshotId(i.generation, i.step) for i in infos),
         prefixes=tuple(i.prefix for i in infos),

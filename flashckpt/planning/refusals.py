@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from flashckpt.core.lineage import is_rolled_back
 from flashckpt.core.snapshot_id import SnapshotId
-from flashckpt.errors import DamagedError, DisagreementError, NoCheckpointError, RootError
+from flashckpt.errors import DamagedError, DisagreementError, FlashckptError, NoCheckpointError, RootError, StoreError
 from flashckpt.planning.inventory import Inventory
 from flashckpt.planning.root_view import RootSummary
 from flashckpt.planning.selection import Candidates
@@ -87,9 +87,10 @@ def no_such_checkpoint(
     )
 
 
-def unreachable(root: str, view: RootSummary, why: str) -> RootError:
-    """Return the error for a root that must be asked and cannot be."""
-    return RootError(
+def unreachable(root: str, view: RootSummary, why: str) -> FlashckptError:
+    """Return the error for a root that must be asked and cannot be: a permanent one, unless that may pass."""
+    kind: type[FlashckptError] = StoreError if view.may_pass else RootError
+    return kind(
         f"the root {root} cannot be asked for checkpoints, {why}",
         found="; ".join(line.strip() for line in view.error.splitlines()[:2]),
         state="Nothing was restored: a fresh start could repeat a run that is already on storage.",

@@ -19,6 +19,7 @@ class RootSummary:
         prefixes: The folder of each below the root.
         claims: Generations claimed on the root, with what they were restored from.
         error: Why the root could not be read; "" if it was.
+        may_pass: Whether it may be readable a moment later.
         is_empty: It holds no trace of a checkpoint, not even of a damaged or unfinished one.
     """
 
@@ -27,6 +28,7 @@ class RootSummary:
     claims: tuple[Generation, ...] = ()
     error: str = ""
     is_empty: bool = False
+    may_pass: bool = False
 
     def pack(self) -> list[Any]:
         """Return it as msgpack types."""
@@ -36,16 +38,18 @@ class RootSummary:
             [pack(one) for one in self.claims],
             self.error,
             self.is_empty,
+            self.may_pass,
         ]
 
     @classmethod
     def unpack(cls, packed: list[Any]) -> RootSummary:
         """Return what `pack` packed."""
-        committed, prefixes, claims, error, is_empty = packed
+        committed, prefixes, claims, error, is_empty, may_pass = packed
         return cls(
             committed=tuple(map(SnapshotId.of, committed)),
             prefixes=tuple(prefixes),
             claims=tuple(unpack(Generation, one) for one in claims),
             error=error,
             is_empty=is_empty,
+            may_pass=may_pass,
         )

@@ -92,9 +92,11 @@ def _empty_abandoned(path: Path, record: Generation, own: Segment | None) -> Non
 
 
 def _packed(error: Exception) -> list[str]:
+    kind = "StoreError" if errors.may_pass(error) else "RootError"
     if isinstance(error, FlashckptError):
-        return [type(error).__name__, error.problem, error.found, error.expected, error.state, error.remedy]
-    return ["RootError", str(error), "", "", "", ""]
+        kind = kind if kind == "StoreError" else type(error).__name__
+        return [kind, error.problem, error.found, error.expected, error.state, error.remedy]
+    return [kind, str(error), "", "", "", ""]
 
 
 def _unpacked(parts: Sequence[str]) -> FlashckptError:

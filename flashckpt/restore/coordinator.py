@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 from flashckpt.core.generation import Generation
 from flashckpt.core.lineage import BEGINNING
 from flashckpt.core.snapshot_id import SnapshotId
-from flashckpt.errors import FlashckptError
+from flashckpt.errors import FlashckptError, StoreError, may_pass
 from flashckpt.logs import guarded
 from flashckpt.planning.inventory import Inventory, local_world, memory_is_current, node_names
 from flashckpt.planning.refusals import emptied, missing_on_root, no_such_checkpoint, unreachable
@@ -28,6 +28,7 @@ from flashckpt.restore import claim, gather
 from flashckpt.restore.candidate import Attempt, read_state
 from flashckpt.restore.candidate_restore import Rejected, restore_candidate
 from flashckpt.restore.candidate_sources import NodeReader, share_manifest
+from flashckpt.restore.patience import Patience
 from flashckpt.restore.phases import Phases, collector_paused
 from flashckpt.shm.job_directory import JobDirectory
 from flashckpt.shm.segment import Segment
@@ -83,6 +84,7 @@ class RestoreCoordinator:
         options: Storage options.
         request: What is wanted.
         phases: Seconds by phase.
+        patience: With storage that cannot be reached now.
     """
 
     tracked: StateRegistry
@@ -90,6 +92,7 @@ class RestoreCoordinator:
     options: Mapping[str, Any]
     request: RestoreRequest
     phases: Phases = field(default_factory=Phases)
+    patience: Patience = field(default_factory=Patience)
 
     def gather(self, need_bytes: int, free_bytes: int) -> list[Inventory]:
         """Publish what this node has; return what all have. Collective; arguments and errors as `gather.gather`."""
@@ -107,16 +110,11 @@ class RestoreCoordinator:
         Raises:
             NoCheckpointError: The wanted step exists nowhere.
             ShardGapError: Something exists and none of it covers the state.
-            RootError: The root cannot be asked and memory does not cover the state.
+            RootError: The root cannot be asked and memory does not cover the state; StoreError: nor after waiting for it.
         """
         if self.request.fresh and not memory_is_current(inventories):
             return self.begin_fresh(inventories, parent=BEGINNING, own=own)
-        root = None
-        if self._is_explicit or not memory_is_current(inventories):
-            root = self._ask_root()
-            if not self._is_explicit:
-                _refuse_emptied_root(self.request, inventories, root)
-        search = self._search(inventories, root, own)
+        search = self._found(inventories, own)
         if search.restored is None:
             self._refuse_silent_fresh_start(search, explicit=self._is_explicit)
         parent = None if search.restored is None or self.request.is_partial else search.restored.identity
@@ -126,6 +124,18 @@ class RestoreCoordinator:
         if report is not None:
             report = replace(report, life=record.number, seconds=self.phases.report())
         return RestoreOutcome(report=report, record=record, superseded=superseded, inventories=inventories)
+
+    def _found(self, inventories: list[Inventory], own: Segment | None) -> _Search:
+        """Search, and again while what the search fails at may pass. Collective."""
+        while True:
+            root = None
+            if self._is_explicit or not memory_is_current(inventories):
+                root = self._ask_root()
+                if not self._is_explicit:
+                    _refuse_emptied_root(self.request, inventories, root)
+            search = self._search(inventories, root, own)
+            if search.restored is not None or search.root is None or not self._again(search.root):
+                return search
 
     def begin_fresh(
         self, inventories: list[Inventory], *, parent: SnapshotId | None = None, own: Segment | None = None
@@ -141,6 +151,8 @@ class RestoreCoordinator:
             RootError: The root cannot be asked or written.
         """
         root = self._ask_root()
+        while root.error and parent is not None and self._again(root):
+            root = self._ask_root()
         if root.error and parent is not None:
             raise unreachable(self.request.root, root, "and a run that starts fresh takes its number from there")
         record = self._claim(select(inventories, root).next_generation, parent, inventories, root, own)
@@ -149,7 +161,7 @@ class RestoreCoordinator:
     def read(self) -> RestoreReport:
         """Fill live state from the root alone and begin nothing (read-only access). Collective; errors as `run`."""
         gather.require_same(self.request)
-        search = self._search([], self._ask_root(), None)
+        search = self._found([], None)
         if search.report is None:
             self._refuse_silent_fresh_start(search, explicit=True)
             raise AssertionError
@@ -181,6 +193,9 @@ class RestoreCoordinator:
             if not isinstance(answer, Rejected):
                 return _Search(found, root, candidate, replace(answer, passed_over=tuple(rejected)))
             _log.warning("%s", answer.here)
+            if candidate.on_root and self.patience.again(may_pass=may_pass(answer.error), why=answer.here):
+                tried.discard((candidate.identity, True))  # an older one would lose steps for a moment's failure
+                continue
             rejected.append(answer.everywhere)
             if error is None and (candidate.is_whole or self._is_explicit):
                 error = answer.error
@@ -237,10 +252,19 @@ class RestoreCoordinator:
         with self.phases("lineage"):
             can_claim = root is not None and not root.error
             where = self.request.root if can_claim else None
-            record = claim.claim(number, parent, world=world, root=where, options=self.options)
+            while True:
+                try:
+                    record = claim.claim(number, parent, world=world, root=where, options=self.options)
+                    break
+                except StoreError as error:  # on every rank
+                    if not self.patience.again(may_pass=may_pass(error), why=str(error)):
+                        raise
             assert self.directory is not None
             claim.begin(self.directory, record, rank=world.rank, ranks=local_world(inventories, world.rank), own=own)
         return record
+
+    def _again(self, root: RootSummary) -> bool:
+        return root.may_pass and self.patience.again(may_pass=True, why=root.error)  # the same on all ranks
 
     @property
     def _is_explicit(self) -> bool:

@@ -12,7 +12,7 @@ import os
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
-from flashckpt.errors import ConfigError, FlashckptError, ObjectMissingError, RootError, StoreError
+from flashckpt.errors import ConfigError, FlashckptError, ObjectMissingError, RootError, StoreError, http_status
 from flashckpt.storage.conditional import ProbedStore, require_restartable, truncated
 from flashckpt.storage.direct_io import extents
 from flashckpt.storage.store import PART_BYTES, SWEEP_AGE_S, Names, ObjectInfo, Objects, check_key
@@ -238,9 +238,8 @@ class FsspecStore(ProbedStore):
                 f"access to {self.url} was refused", found=str(error), remedy="renew or correct the credentials"
             ) from error
         except Exception as error:
-            raise StoreError(
-                f"the request for {key or 'the root'} of {self.url} failed", found=self._words(error)
-            ) from error
+            kind: type[FlashckptError] = RootError if http_status(error) in (401, 403) else StoreError
+            raise kind(f"the request for {key or 'the root'} of {self.url} failed", found=self._words(error)) from error
 
 
 def _cat(path: str, start: int, end: int, fs: Any) -> bytes:

@@ -36,7 +36,9 @@ _PERMANENT = (
 def translate(error: BaseException, url: str, bucket: str, key: str) -> FlashckptError:
     """Return our error for one of botocore or aiohttp."""
     code, status, name = error_code(error), http_status(error), type(error).__name__
-    if name in ("NoCredentialsError", "PartialCredentialsError", "CredentialRetrievalError", "TokenRetrievalError"):
+    if name in ("CredentialRetrievalError", "TokenRetrievalError"):  # their service does not answer now
+        return StoreError(f"the credentials for {url} cannot be had now", found=str(error))
+    if name in ("NoCredentialsError", "PartialCredentialsError"):
         return no_credentials(url, str(error))
     return request_error(url, bucket, key, code=code, status=status, found=f"{code or name}: {error}")
 
@@ -70,7 +72,9 @@ def request_error(url: str, bucket: str, key: str, *, code: str, status: int, fo
             found=found,
             remedy="check network and endpoint_url; persisting then resumes automatically",
         )
-    return StoreError(f"the request for {key or 'the root'} of {url} failed", found=found, expected="HTTP 200")
+    wrong = not key and 300 <= status < 500 and status not in (408, 425, 429) and code not in _BUSY
+    kind: type[FlashckptError] = RootError if wrong else StoreError  # another region, another service: it stays so
+    return kind(f"the request for {key or 'the root'} of {url} failed", found=found, expected="HTTP 200")
 
 
 def no_credentials(url: str, found: str = "") -> RootError:

@@ -21,6 +21,7 @@ def report_once(error: FlashckptError) -> None:
     The first, not rank 0: dlrun ends all ranks as soon as one of them has failed. For the same reason the
     others wait: if they ended, the first one's message would be cut off.
     """
+    error.settle()
     folder = agent_folder()
     if folder is None:
         if os.environ.get("RANK", "0") == "0" or error.exit_code not in FINAL_CODES:

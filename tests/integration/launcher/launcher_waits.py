@@ -1,0 +1,201 @@
+"""What dlrun and its ranks wait for, and for how long: storage that comes back, processes that are stopped or hang."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import re
+import signal
+from functools import partial
+from pathlib import Path
+
+import pytest
+from support.dlrun import alive, dlrun, processes_of, run_dlrun
+from support.proxy import Proxy
+from support.s3 import moto_server
+
+from flashckpt.errors import RESUME_EXIT_CODE, RootError
+from flashckpt.shm.job_directory import memory_root
+
+pytestmark = pytest.mark.timeout(300)
+
+ON_S3 = """
+import json, sys, torch, torch.distributed as dist
+from flashckpt import Checkpointer
+dist.init_process_group("gloo")
+torch.manual_seed(0)
+model = torch.nn.Linear(3, 3)
+optimizer = torch.optim.AdamW(model.parameters())
+ckpt = Checkpointer(f"s3://{sys.argv[1]}/run", persist_every=2, snapshot_every=1, storage_options=json.loads(sys.argv[2]))
+ckpt.track(model=model, optimizer=optimizer, replicated_over="world")
+report = ckpt.restore()
+for step in range((report.step if report else 0) + 1, int(sys.argv[3]) + 1):
+    model(torch.ones(2, 3)).sum().backward()
+    optimizer.step()
+    ckpt.step(step)
+ckpt.wait()
+ckpt.close()
+print("from", report.step if report else None)
+"""
+
+
+def test_storage_that_comes_back_is_waited_for_and_a_bucket_that_is_not_there_is_not(tmp_path: Path) -> None:
+    """A start after all memory was lost, while nobody listens at the endpoint, restores what is on it."""
+    script = tmp_path / "train.py"
+    script.write_text(ON_S3)
+    flags = ("--nproc-per-node=2", "--max-restarts=0", script)
+    with moto_server() as server, Proxy(server.endpoint) as proxy:
+        options = json.dumps(server.options(retries=1, endpoint_url=proxy.endpoint))
+        code, output = run_dlrun(tmp_path, *flags, "no-such-bucket", options, 2)
+        assert (code, output.count("started rank 0")) == (RootError.exit_code, 1), output
+        assert "trying again" not in output
+        code, output = run_dlrun(tmp_path, *flags, server.bucket, options, 2)
+        assert code == 0, output
+        proxy.stop()
+        memory = {"FLASHCKPT_SHM_DIR": str(tmp_path / "another-machine")}
+        with dlrun(tmp_path, *flags, server.bucket, options, 4, env=memory) as launch:
+            launch.until(partial(launch.says, "storage cannot be reached, trying again"), "the wait")
+            proxy.start()
+            assert launch.wait() == 0, launch.output
+        assert launch.says("from 2")
+
+
+EARLY = """
+import os, sys, torch, torch.distributed as dist
+dist.init_process_group("gloo")
+for step in range(100):
+    dist.all_reduce(torch.ones(1))
+    if step == 20 and dist.get_rank() == 1:
+        os._exit(0)
+"""
+
+
+def test_a_rank_that_leaves_with_0_is_named_and_not_those_that_missed_it(tmp_path: Path) -> None:
+    (tmp_path / "early.py").write_text(EARLY)
+    code, output = run_dlrun(tmp_path, "--nproc-per-node=3", "--max-restarts=0", tmp_path / "early.py")
+    assert code == 1, output
+    assert "rank 1 (local 1, pid" in output
+    assert "failed first: it ended with exit code 0 while its peers still needed it" in output
+
+
+@pytest.mark.parametrize(
+    ("words", "starts"),
+    [(["nope.py"], 0), (["-m", "nope"], 0), (["args.py", "--unknown"], 1), (["--no-python", "./missing"], 0)],
+)
+def test_a_wrong_command_line_ends_at_once(tmp_path: Path, words: list[str], starts: int) -> None:
+    (tmp_path / "args.py").write_text("import argparse; argparse.ArgumentParser().parse_args()")
+    code, output = run_dlrun(tmp_path, "--nproc-per-node=2", *words)
+    assert (code, output.count("started rank 0")) == (2, starts), output
+
+
+WITH_WORKERS = """
+import os, sys, torch, torch.distributed as dist
+from flashckpt import Checkpointer
+from flashckpt.sampler import ElasticSampler
+
+class Slow(torch.utils.data.Dataset):
+    def __len__(self): return 100000
+    def __getitem__(self, index): return torch.tensor([float(index)])
+
+folder, last = sys.argv[1], int(sys.argv[2])
+dist.init_process_group("gloo")
+torch.manual_seed(0)
+rank, data = dist.get_rank(), Slow()
+model = torch.nn.Linear(1, 1)
+optimizer = torch.optim.AdamW(model.parameters())
+sampler = ElasticSampler(len(data), global_batch_size=8, dp_rank=rank, dp_size=dist.get_world_size(), seed=1)
+loader = torch.utils.data.DataLoader(data, batch_size=8 // dist.get_world_size(), sampler=sampler, num_workers=2)
+ckpt = Checkpointer(folder + "/root", snapshot_every=7, persist_every=1000)
+ckpt.track(model=model, optimizer=optimizer, sampler=sampler)
+report = ckpt.restore()
+step = report.step if report else 0
+for batch in loader:
+    step += 1
+    model(batch).sum().backward()
+    for parameter in model.parameters():
+        dist.all_reduce(parameter.grad)
+    optimizer.step()
+    optimizer.zero_grad()
+    ckpt.step(step)
+    with open(f"{folder}/samples{rank}", "a") as file:
+        file.write(f"{step} {sorted(int(x) for x in batch)}\\n")
+    if ckpt.should_stop or step >= last:
+        break
+ckpt.wait()
+ckpt.close()
+"""
+
+
+def lines(folder: Path, rank: int) -> list[str]:
+    try:
+        return (folder / f"samples{rank}").read_text().splitlines()
+    except OSError:
+        return []
+
+
+@pytest.mark.parametrize("name", ["SIGTERM", "SIGUSR1", "SIGINT"])
+def test_a_signal_to_every_process_of_a_job_is_an_agreed_stop(tmp_path: Path, name: str) -> None:
+    """dlrun, zygote, ranks, their loader workers and the persister: all ranks end after one step, and no sample is lost."""
+    (tmp_path / "train.py").write_text(WITH_WORKERS)
+    flags = ("--nproc-per-node=2", "--max-restarts=0", tmp_path / "train.py", tmp_path)
+    with dlrun(tmp_path, *flags, 100000) as launch:
+        launch.until(lambda: len(lines(tmp_path, 0)) > 10, "some steps")
+        found = {**processes_of(tmp_path), **processes_of(memory_root())}
+        assert len(found) >= 1 + 1 + 2 + 4 + 1  # dlrun, zygote, ranks, loader workers, persister
+        for pid in found:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, getattr(signal, name))
+        assert launch.wait() == RESUME_EXIT_CODE, launch.output
+    assert launch.says("all ranks stop after step")
+    (stopped,) = {int(lines(tmp_path, rank)[-1].split()[0]) for rank in range(2)}
+    code, output = run_dlrun(tmp_path, *flags, stopped + 3)
+    assert code == 0, output
+    for rank in range(2):
+        steps = [int(line.split()[0]) for line in lines(tmp_path, rank)]
+        assert steps == list(range(1, stopped + 4))  # none twice: what was stopped after was kept
+    samples = [int(one) for rank in range(2) for line in lines(tmp_path, rank) for one in re.findall(r"\d+", line)[1:]]
+    assert len(samples) == len(set(samples)) == 8 * (stopped + 3)
+
+
+def test_a_signal_to_one_rank_alone_ends_it_and_loader_workers_end_with_it(tmp_path: Path) -> None:
+    """Twice, so that the rank does not wait for the agent: a failure as any other, restarted from memory."""
+    (tmp_path / "train.py").write_text(WITH_WORKERS)
+    with dlrun(tmp_path, "--nproc-per-node=2", tmp_path / "train.py", tmp_path, 100000) as launch:
+        launch.until(lambda: len(lines(tmp_path, 0)) > 10, "some steps")
+        (pid,) = re.findall(r"rank 1 pid (\d+)", launch.output)
+
+        def ends() -> bool:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(int(pid), signal.SIGTERM)
+            return not alive(int(pid))
+
+        launch.until(ends, "the end of the rank")
+        launch.until(lambda: launch.output.count("started rank") == 2, "the restart")
+        reached = len(lines(tmp_path, 0))
+        launch.until(lambda: len(lines(tmp_path, 0)) > reached + 3, "more steps")
+        launch.process.send_signal(signal.SIGTERM)
+        assert launch.wait() == RESUME_EXIT_CODE, launch.output
+    assert "rank 1 (local 1" in launch.output
+
+
+def test_a_rank_that_a_signal_ends_makes_no_failure_of_a_stop(tmp_path: Path) -> None:
+    """The script has chosen to end at once: the job stops all the same, and continues from the newest common snapshot."""
+    text = WITH_WORKERS.replace(
+        "step = report", "import signal; signal.signal(signal.SIGTERM, signal.SIG_DFL)\nstep = report"
+    )
+    (tmp_path / "train.py").write_text(text)
+    flags = ("--nproc-per-node=2", "--max-restarts=5", tmp_path / "train.py", tmp_path)
+    with dlrun(tmp_path, *flags, 100000) as launch:
+        launch.until(lambda: len(lines(tmp_path, 0)) > 10, "some steps")
+        for pid in processes_of(tmp_path):
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGTERM)
+        assert launch.wait() == RESUME_EXIT_CODE, launch.output
+    assert launch.says("newest common snapshot is kept")
+    assert launch.output.count("started rank") == 1
+    code, output = run_dlrun(tmp_path, *flags, 30)
+    assert code == 0, output
+    for rank in range(2):
+        seen = lines(tmp_path, rank)
+        assert len(dict(line.split(" ", 1) for line in seen)) == len(set(seen))  # what is trained again is the same
