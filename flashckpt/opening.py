@@ -25,6 +25,7 @@ from flashckpt.state import replication
 from flashckpt.state.registry import StateRegistry
 from flashckpt.state.state_layout import MemoryNeed, need_of
 from flashckpt.state.structure import in_order
+from flashckpt.storage.factory import place_of
 
 _logger = logging.getLogger("flashckpt")
 
@@ -138,6 +139,8 @@ class Opening:
             "; with two slots snapshots are skipped while a checkpoint is being written" if slots == 2 else "",
             is_shown=self.tracked.world.rank == 0,
         )  # fmt: skip
+        if self.tracked.world.rank == 0 and (place := place_of(self.settings.root, self.settings.storage_options)):
+            notice(_logger, "checkpoints: %s at %s", self.settings.root, place)
         if self.settings.replicate:
             text = "replicas: none, the job has one node" if self.partnering is None else self.partnering.text
             notice(_logger, "%s", text, is_shown=self.tracked.world.rank == 0)

@@ -5,7 +5,8 @@ from __future__ import annotations
 import asyncio
 from typing import Any
 
-from flashckpt.errors import FlashckptError, ObjectMissingError, RootError, StoreError
+from flashckpt.errors import ConfigError, FlashckptError, ObjectMissingError, RootError, StoreError
+from flashckpt.storage.conditional import UnknownRequestError
 
 MISSING_KEY = ("NoSuchKey", "404", "NotFound")
 REFUSED = (
@@ -33,11 +34,16 @@ _PERMANENT = (
 )
 
 
+_UNKNOWN_REQUEST = ("NotImplemented", "MethodNotAllowed")
+
+
 def translate(error: BaseException, url: str, bucket: str, key: str) -> FlashckptError:
     """Return our error for one of botocore or aiohttp."""
     code, status, name = error_code(error), http_status(error), type(error).__name__
     if name in ("NoCredentialsError", "PartialCredentialsError", "CredentialRetrievalError", "TokenRetrievalError"):
         return no_credentials(url, str(error))
+    if name in ("ProfileNotFound", "ConfigParseError"):
+        return unknown_place(url, error)
     return request_error(url, bucket, key, code=code, status=status, found=f"{code or name}: {error}")
 
 
@@ -55,7 +61,7 @@ def request_error(url: str, bucket: str, key: str, *, code: str, status: int, fo
     if code == "NoSuchBucket" or (not key and status == 404):
         problem, remedy = f"the bucket {bucket} does not exist", f"create it, or correct the root {url}"
         return RootError(problem, found=found, remedy=remedy)
-    if code in MISSING_KEY or status == 404:
+    if code in MISSING_KEY or (status == 404 and code != "NoSuchUpload"):
         return ObjectMissingError(f"the object {key} of {url} is missing", found=found)
     if code in REFUSED or status in (401, 403):
         return RootError(
@@ -70,13 +76,22 @@ def request_error(url: str, bucket: str, key: str, *, code: str, status: int, fo
             found=found,
             remedy="check network and endpoint_url; persisting then resumes automatically",
         )
-    return StoreError(f"the request for {key or 'the root'} of {url} failed", found=found, expected="HTTP 200")
+    kind = UnknownRequestError if code in _UNKNOWN_REQUEST or status in (405, 501) else StoreError
+    return kind(f"the request for {key or 'the root'} of {url} failed", found=found, expected="HTTP 200")
 
 
 def no_credentials(url: str, found: str = "") -> RootError:
     """Return the error for a root to which no credentials were found at all."""
     remedy = "set AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, a profile, or storage_options"
     return RootError(f"no credentials for {url}", found=found, remedy=remedy)
+
+
+def unknown_place(url: str, error: BaseException) -> ConfigError:
+    """Return the error for a configuration that does not say where the root is."""
+    remedy = "correct AWS_PROFILE, its file, AWS_ENDPOINT_URL or endpoint_url"
+    return ConfigError(
+        f"{url} cannot be found: the configuration does not say where it is", found=str(error), remedy=remedy
+    )
 
 
 def _response(error: BaseException) -> dict[str, Any]:
