@@ -8,7 +8,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 from flashckpt.accelerator import index_of
-from flashckpt.logs import notice
+from flashckpt.errors import FlashckptError
+from flashckpt.logs import guarded, notice
 from flashckpt.native import implementation
 from flashckpt.node_place import OpenedJob
 from flashckpt.partnering import Partnering
@@ -17,13 +18,14 @@ from flashckpt.restore.coordinator import RestoreCoordinator, RestoreRequest
 from flashckpt.restore.recorded import recorded_beside
 from flashckpt.settings import Settings
 from flashckpt.shm.job_directory import JobDirectory
-from flashckpt.shm.job_id import root_digest
+from flashckpt.shm.job_id import earlier_job_id, root_digest
 from flashckpt.snapshot import segments
 from flashckpt.snapshot.copy_plan import CopyPlan
 from flashckpt.state import replication
 from flashckpt.state.registry import StateRegistry
 from flashckpt.state.state_layout import MemoryNeed, need_of
 from flashckpt.state.structure import in_order
+from flashckpt.storage.factory import place_of
 
 _logger = logging.getLogger("flashckpt")
 
@@ -137,6 +139,22 @@ class Opening:
             "; with two slots snapshots are skipped while a checkpoint is being written" if slots == 2 else "",
             is_shown=self.tracked.world.rank == 0,
         )  # fmt: skip
+        if self.tracked.world.rank == 0 and (place := place_of(self.settings.root, self.settings.storage_options)):
+            notice(_logger, "checkpoints: %s at %s", self.settings.root, place)
+        self._say_what_is_left()
         if self.settings.replicate:
             text = "replicas: none, the job has one node" if self.partnering is None else self.partnering.text
             notice(_logger, "%s", text, is_shown=self.tracked.world.rank == 0)
+
+    def _say_what_is_left(self) -> None:
+        """Name the memory that this job left on this node under the id of an earlier release."""
+        settings = self.settings
+        if (old := earlier_job_id(settings.job, settings.root)) is None:
+            return
+        with contextlib.suppress(FlashckptError, OSError):
+            config = JobDirectory.open(old, create=False).read_config()
+            if config is not None and config.root == settings.root:
+                guarded(_logger).warning(
+                    "job %s has another id now, %s: to restore from its memory start once with FLASHCKPT_JOB_ID=%s; flashckpt gc frees it",
+                    old, settings.job, old,
+                )  # fmt: skip

@@ -12,7 +12,7 @@ from flashckpt.checkpoint.generations import read_generations
 from flashckpt.core.snapshot_id import SnapshotId
 from flashckpt.errors import FlashckptError, may_pass
 from flashckpt.planning.root_view import RootSummary
-from flashckpt.storage.factory import open_store
+from flashckpt.storage.factory import open_in_rank
 from flashckpt.storage.store import Store
 
 _log = logging.getLogger("flashckpt")
@@ -20,8 +20,8 @@ _log = logging.getLogger("flashckpt")
 
 @contextmanager
 def open_root(root: str, options: Mapping[str, Any]) -> Iterator[Store]:
-    """Open a root for the length of a `with` block."""
-    store = open_store(root, **options)
+    """Open a root in a rank for the length of a `with` block."""
+    store = open_in_rank(root, options)
     try:
         yield store
     finally:

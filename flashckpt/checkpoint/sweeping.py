@@ -24,7 +24,7 @@ from flashckpt.checkpoint.retention import (
 from flashckpt.checkpoint.root_records import parallel
 from flashckpt.checkpoint.writer import MANIFEST, TOMBSTONE, parse_prefix, prefix_of
 from flashckpt.core.snapshot_id import SnapshotId
-from flashckpt.errors import DamagedError, ObjectMissingError, RootError
+from flashckpt.errors import DamagedError, ObjectMissingError, RootError, StoreError
 from flashckpt.faults import crash_point
 from flashckpt.storage.store import SWEEP_AGE_S, Objects, Store
 
@@ -142,10 +142,10 @@ def _is_tombstone(store: Store, prefix: str) -> bool:
 
 
 def _sweep_temporary(store: Store, older_than_s: float) -> tuple[str, ...]:
-    """Remove temporary objects and uploads; without the right to list uploads that is left to a lifecycle rule."""
+    """Remove temporary objects and uploads; where that fails, e.g. for want of the right to list uploads, they stay."""
     try:
         return tuple(store.sweep(older_than_s=older_than_s))
-    except RootError as error:
+    except (RootError, StoreError) as error:
         _log.warning("unfinished uploads of %s cannot be swept: %s", store.url, error.found or error.problem)
         return ()
 

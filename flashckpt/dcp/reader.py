@@ -34,7 +34,7 @@ from flashckpt.restore.executor import Target, execute_reads
 from flashckpt.restore.live_memory import bytes_of
 from flashckpt.restore.sources import StorageSource
 from flashckpt.state import pytree
-from flashckpt.storage.factory import open_store
+from flashckpt.storage.factory import open_in_rank
 from flashckpt.storage.store import Store
 
 BATCH_BYTES = 256 << 20
@@ -163,7 +163,7 @@ class FlashStorageReader(StorageReader):
         return pytree.unflatten(skeleton, lambda name: whole_tensor(source, name))
 
     def _open(self) -> Store:
-        return open_store(self.root, **self._options)
+        return open_in_rank(self.root, self._options)
 
 
 def _tensor_metadata(manifest: Manifest, name: str) -> TensorStorageMetadata:

@@ -23,7 +23,7 @@ from flashckpt.dcp import contents, names
 from flashckpt.errors import ConfigError, FlashckptError, UnsupportedStateError
 from flashckpt.restore.live_memory import bytes_of
 from flashckpt.state.placement import dtype_name
-from flashckpt.storage.factory import open_store
+from flashckpt.storage.factory import open_in_rank
 from flashckpt.storage.store import Store
 
 _log = logging.getLogger("flashckpt")
@@ -202,7 +202,7 @@ class FlashStorageWriter(StorageWriter):
             _log.warning("older checkpoints of %s were not removed: %s", store.url, str(error).splitlines()[0])
 
     def _open(self) -> Store:
-        return open_store(self.root, **self._options)
+        return open_in_rank(self.root, self._options)
 
 
 def parse_step(text: object) -> tuple[int, int | None]:

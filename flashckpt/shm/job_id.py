@@ -9,7 +9,7 @@ from flashckpt.core.digest import digest
 from flashckpt.errors import ConfigError
 from flashckpt.shm.roots import root_url
 
-__all__ = ["job_id", "job_id_of_root", "root_digest", "root_url"]
+__all__ = ["earlier_job_id", "job_id", "job_id_of_root", "root_digest", "root_url"]
 
 _SAFE = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,127}")
 _VARIABLES = (
@@ -26,9 +26,9 @@ def root_digest(root: str) -> int:
 
 
 def job_id(root: str | os.PathLike[str], explicit: str | None = None) -> str:
-    """Return the job id: `explicit`, FLASHCKPT_JOB_ID, Slurm's or the JobSet's id, else a digest of root and uid.
+    """Return the job id: `explicit`, FLASHCKPT_JOB_ID, Slurm's or the JobSet's id with a digest of root and uid, or that alone.
 
-    A random run id, such as torchrun makes per launch, does not identify a job and is ignored.
+    Runs with different roots in one allocation of a scheduler are different jobs; a requeue changes neither part. A random run id, such as torchrun makes per launch, does not identify a job and is ignored.
 
     Raises:
         ConfigError: The id cannot name a directory.
@@ -37,13 +37,24 @@ def job_id(root: str | os.PathLike[str], explicit: str | None = None) -> str:
         return _checked(explicit, "job=")
     for name, prefix in _VARIABLES:
         if value := os.environ.get(name):
-            return _checked(prefix + value, name)
+            of_root = f"-{_of_root(root)}" if prefix else ""
+            return _checked(prefix + value + of_root, name)
     return job_id_of_root(root)
+
+
+def earlier_job_id(job: str, root: str) -> str | None:
+    """Return the id that an earlier release gave a scheduler's job, which did not contain the root; None where it was the same."""
+    head, _, of_root = job.rpartition("-")
+    return head if of_root == _of_root(root) and head != "root" else None
 
 
 def job_id_of_root(root: str | os.PathLike[str]) -> str:
     """Return the id of a job that nothing but its root and user identify."""
-    return f"root-{digest(f'{root_url(root)}|{os.getuid()}'.encode()):016x}"
+    return f"root-{_of_root(root)}"
+
+
+def _of_root(root: str | os.PathLike[str]) -> str:
+    return f"{digest(f'{root_url(root)}|{os.getuid()}'.encode()):016x}"
 
 
 def _checked(value: object, where: str) -> str:

@@ -18,8 +18,15 @@ if TYPE_CHECKING:
 SETTLE_S = 1.0
 """Seconds a writer waits before it reads back what it wrote, where writes cannot be conditional."""
 
+PROBE = "probe"
+"""Folder of the objects that are written to find out what a service can do; empty otherwise."""
+
 _DELETES_IN_FLIGHT = 16
 _log = logging.getLogger(__name__)
+
+
+class UnknownRequestError(StoreError):
+    """The server has no such request, or ignores what it is asked for in it: not to be tried again, but done in another way."""
 
 
 def require_restartable(parts: Iterable[memoryview]) -> Iterable[memoryview]:
@@ -117,9 +124,11 @@ class ProbedStore(ABC):
 
     def _probe(self) -> bool:
         """Return whether the second write of a random key was refused; the key is removed."""
-        key = f"probe/{secrets.token_hex(8)}"
+        key = f"{PROBE}/{secrets.token_hex(8)}"
         try:
             return self._create(key, b"first") and not self._create(key, b"second")
+        except UnknownRequestError:
+            return False
         finally:
             self.delete(key)
 

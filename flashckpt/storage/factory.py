@@ -6,7 +6,7 @@ import difflib
 from collections.abc import Mapping
 from pathlib import Path
 
-from flashckpt.errors import ConfigError
+from flashckpt.errors import ConfigError, FlashckptError
 from flashckpt.shm.roots import local_path, root_url, scheme_of
 from flashckpt.storage.store import Store
 
@@ -56,6 +56,25 @@ def open_store(url: str | Path, *, backend: str = "auto", **options: object) -> 
     from flashckpt.storage.fsspec_store import FsspecStore
 
     return FsspecStore(text, options)
+
+
+def open_in_rank(url: str, options: Mapping[str, object]) -> Store:
+    """Open a root as `open_store` does, but s3:// through s3fs unless the options name a client.
+
+    A program that trains forks the workers of its loaders, and obstore's runtime, if it was used before, hangs in them.
+    """
+    others = dict(options)
+    backend = others.pop("backend", "auto")
+    return open_store(url, backend="s3fs" if backend == "auto" else str(backend), **others)
+
+
+def place_of(url: str, options: Mapping[str, object]) -> str:
+    """Return endpoint and region of an s3:// root for a message; "" for another root, or where that is unknown."""
+    store = open_in_rank(url, options)
+    try:
+        return str(getattr(store, "address", ""))
+    except FlashckptError:
+        return ""
 
 
 def is_process_local(url: str) -> bool:
@@ -115,9 +134,11 @@ def _refuse_unknown_protocol(url: str, protocol: str) -> None:
 
 def _open_s3(url: str, backend: str, options: dict[str, object]) -> Store:
     from flashckpt.storage.s3 import S3Store
+    from flashckpt.storage.s3_address import fsspec_defaults
 
     if backend not in ("auto", "s3fs", "obstore"):
         raise ConfigError(f"unknown S3 backend {backend!r}", expected="auto, s3fs or obstore")
+    options = {**fsspec_defaults(), **options}
     if backend == "s3fs":
         return S3Store(url, options)
     from flashckpt.storage.obstore_store import ObstoreStore, is_usable

@@ -8,23 +8,28 @@ keep at most PARTS_IN_FLIGHT parts in memory and start the next as soon as one i
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import functools
 import itertools
 import logging
-import os
 import secrets
 import time
-from collections.abc import Awaitable, Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, TypeAlias
-from urllib.parse import urlsplit
 
-from flashckpt.errors import ConfigError, FlashckptError, RootError, StoreError
-from flashckpt.storage.conditional import ProbedStore, delete_each, raise_undeleted, require_restartable, truncated
+from flashckpt.errors import FlashckptError, ObjectMissingError, RootError, StoreError
+from flashckpt.storage.conditional import (
+    PROBE,
+    UnknownRequestError,
+    delete_each,
+    raise_undeleted,
+    require_restartable,
+    truncated,
+)
 from flashckpt.storage.direct_io import extents
-from flashckpt.storage.etags import Tags
 from flashckpt.storage.s3_delete import delete_batch, delete_batch_retried, has_no_batch_delete, undeleted
-from flashckpt.storage.s3_errors import MISSING_KEY, error_code, http_status, is_network, is_transient, translate
-from flashckpt.storage.s3_pieces import drain, pieces_of
+from flashckpt.storage.s3_errors import MISSING_KEY, error_code, http_status
+from flashckpt.storage.s3_session import S3Session, say_once
 from flashckpt.storage.store import (
     DELETE_BATCH,
     PART_BYTES,
@@ -37,37 +42,17 @@ from flashckpt.storage.store import (
 )
 
 _log = logging.getLogger(__name__)
-
 _Parts: TypeAlias = list[dict[str, Any]]
 
 
-def split_s3(url: str) -> tuple[str, str]:
-    """Return (bucket, key prefix without slashes around it) of an s3:// URL."""
-    parts = urlsplit(url)
-    if not parts.netloc:
-        raise ConfigError(f"{url} names no bucket", expected="s3://bucket/path")
-    return parts.netloc, parts.path.strip("/")
-
-
-class S3Store(ProbedStore):
+class S3Store(S3Session):
     """Objects of one bucket under one key prefix, through s3fs."""
-
-    def __init__(self, url: str, options: dict[str, Any]) -> None:
-        self._options = dict(options)
-        super().__init__(url.rstrip("/"), self._options.pop("conditional", None))
-        self.bucket, self.prefix = split_s3(url)
-        self._retries = int(self._options.pop("retries", 8))
-        self._timeout_s = float(self._options.pop("timeout_s", 60.0))
-        self._tags = Tags()
-        self._has_batch_delete = True
-        self._fs: Any = None
-        self._pid = 0
 
     def check(self, *, write: bool = True) -> None:
         """Raise RootError unless the bucket is there, the credentials hold and, with `write`, writing works."""
         self._run("", lambda s3: s3.list_objects_v2(Bucket=self.bucket, Prefix=self._key(""), MaxKeys=1))
         if write:
-            key = f"probe/{secrets.token_hex(8)}"
+            key = f"{PROBE}/{secrets.token_hex(8)}"
             self.put(key, b"flashckpt")
             self.delete(key)
 
@@ -88,7 +73,24 @@ class S3Store(ProbedStore):
 
     def get_range(self, key: str, start: int, out: memoryview) -> None:
         """Fill `out` by ranged reads of 16 MiB, four in flight, each retried with its body."""
-        self._call(key, lambda s3: self._download(s3, key, start, out.cast("B") if out.format != "B" else out))
+        with self._shown_the_end(key, start + out.nbytes):
+            self._call(key, lambda s3: self._download(s3, key, start, out.cast("B") if out.format != "B" else out))
+
+    @contextlib.contextmanager
+    def _shown_the_end(self, key: str, needed: int) -> Iterator[None]:
+        """Distinguish a range past the end, to which not every server answers 416, from a failed request."""
+        try:
+            yield
+        except ObjectMissingError:
+            raise
+        except StoreError as error:
+            try:
+                info = self.head(key)
+            except FlashckptError:
+                raise error from None
+            if info is None or info.nbytes >= needed:
+                raise
+            raise truncated(self.url, key, found=f"{info.nbytes} bytes", needed=needed) from error
 
     def list(self, prefix: str = "") -> Objects:
         """Return the objects under a prefix."""
@@ -99,7 +101,9 @@ class S3Store(ProbedStore):
                 Bucket=self.bucket, Prefix=self._key(prefix)
             ):
                 found += [
-                    self._info(entry["Key"], entry["Size"], entry["LastModified"]) for entry in page.get("Contents", ())
+                    self._info(entry["Key"], entry["Size"], entry["LastModified"])
+                    for entry in page.get("Contents", ())
+                    if not entry["Key"].endswith("/")  # marks a folder: consoles and gateways make such objects
                 ]
             return found
 
@@ -116,7 +120,29 @@ class S3Store(ProbedStore):
                 found += [entry["Prefix"][len(start) :].strip("/") for entry in page.get("CommonPrefixes", ())]
             return found
 
-        return sorted(self._run(prefix, pages, is_paged=True))
+        return self._not_empty(prefix, sorted(self._run(prefix, pages, is_paged=True)))
+
+    def _not_empty(self, prefix: str, names: Names) -> Names:
+        """Leave out what some servers continue to list after its last object is gone. `probe/`, which is emptied, shows it."""
+        if not prefix and PROBE in names:
+            self._keeps_folders = not self.list(f"{PROBE}/")
+        if not self._keeps_folders:
+            return names
+
+        async def ask(s3: Any) -> Names:
+            gate = asyncio.Semaphore(PARTS_IN_FLIGHT)
+
+            async def holds(name: str) -> bool:
+                start = self._key(f"{prefix}{name}/")
+                async with gate:  # two: the first may be the folder's own mark
+                    page = await s3.list_objects_v2(Bucket=self.bucket, Prefix=start, MaxKeys=2)
+                return any(entry["Key"] != start for entry in page.get("Contents", ()))
+
+            found = await asyncio.gather(*map(holds, names))
+            return list(itertools.compress(names, found))
+
+        left: Names = self._run(prefix, ask, is_paged=True)
+        return left
 
     def head(self, key: str) -> ObjectInfo | None:
         """Return size and time of an object."""
@@ -146,7 +172,7 @@ class S3Store(ProbedStore):
             batch = [check_key(key) for key in keys[start : start + DELETE_BATCH]]
             answers = self._call(batch[0], functools.partial(self._delete_batch, batch))
             if answers is None:
-                _log.warning("%s has no batch delete: objects are deleted one by one", self.url)
+                say_once("%s has no batch delete: objects are deleted one by one", self.url)
                 self._has_batch_delete = False
                 delete_each(self.url, keys[start:], self.delete)
                 break
@@ -185,23 +211,12 @@ class S3Store(ProbedStore):
                         swept.append(f"{upload['Key']} (upload {upload['UploadId']})")
             return swept
 
-        swept: Names = self._run("", abort, is_paged=True)
+        try:
+            swept: Names = self._run("", abort, is_paged=True)
+        except UnknownRequestError:
+            say_once("%s cannot list unfinished uploads: they are left to a lifecycle rule of the bucket", self.url)
+            return []
         return swept
-
-    def close(self) -> None:
-        """Forget the session; the next call opens another."""
-        fs, self._fs = self._fs, None
-        if fs is not None and self._pid == os.getpid():
-            from fsspec.asyn import sync
-
-            async def close_client() -> None:
-                client = await fs.get_s3(self.bucket)
-                await client.close()
-
-            try:
-                sync(fs.loop, close_client, timeout=10)
-            except Exception:  # noqa: BLE001 -- the connections die with the process at the latest
-                _log.debug("closing the S3 session failed", exc_info=True)
 
     # -- one operation ---------------------------------------------------------------------------
 
@@ -231,7 +246,7 @@ class S3Store(ProbedStore):
             return bytes(await body.read())
 
     async def _upload(self, s3: Any, key: str, parts: Iterable[memoryview]) -> None:
-        pieces = pieces_of(parts)
+        pieces = _pieces_of(parts)
         head = list(itertools.islice(pieces, 2))
         if len(head) < 2:
             await self._retry(key, lambda: self._put(s3, key, b"".join(head)))
@@ -239,7 +254,7 @@ class S3Store(ProbedStore):
         created = await self._retry(key, lambda: s3.create_multipart_upload(Bucket=self.bucket, Key=key))
         upload = {"Bucket": self.bucket, "Key": key, "UploadId": created["UploadId"]}
         try:
-            done = await self._send_parts(s3, upload, drain(head, pieces))
+            done = await self._send_parts(s3, upload, _drain(head, pieces))
             answer = await self._retry(
                 key, lambda: s3.complete_multipart_upload(**upload, MultipartUpload={"Parts": done})
             )
@@ -307,76 +322,27 @@ class S3Store(ProbedStore):
                 raise ConnectionError(f"the connection ended {len(view) - filled} bytes early")  # retried
             raise truncated(self.url, key, found=f"{start + filled} bytes", needed=start + len(view))
 
-    # -- session, retries, errors ----------------------------------------------------------------
-
-    def _key(self, key: str) -> str:
-        return f"{self.prefix}/{key}" if self.prefix else key
-
     def _info(self, key: str, nbytes: int, modified: Any) -> ObjectInfo:
         return ObjectInfo(key=key[len(self._key("")) :], nbytes=nbytes, mtime=modified.timestamp())
 
-    def _run(self, key: str, ask: Callable[[Any], Awaitable[Any]], *, is_paged: bool = False) -> Any:
-        """Run one small request, or one paged listing, with retries."""
-        return self._call(key, lambda s3: self._retry(key, lambda: ask(s3), is_paged=is_paged))
 
-    def _call(self, key: str, work: Callable[[Any], Awaitable[Any]]) -> Any:
-        """Run `work(client)` on the event loop of s3fs and translate its errors."""
-        from fsspec.asyn import sync
-
-        fs = self._open()
-
-        async def whole() -> Any:
-            await fs.set_session()
-            return await work(await fs.get_s3(self.bucket))
-
-        try:
-            return sync(fs.loop, whole)
-        except FlashckptError:
-            raise
-        except Exception as error:
-            if not (error_code(error) or is_network(error)):
-                raise
-            raise translate(error, self.url, self.bucket, key) from error
-
-    def _open(self) -> Any:
-        if self._fs is None or self._pid != os.getpid():
-            import s3fs
-
-            options = dict(self._options)
-            config = {
-                "request_checksum_calculation": "when_required",
-                "response_checksum_validation": "when_required",
-                "max_pool_connections": 64,
-                "connect_timeout": min(10.0, self._timeout_s),
-                "read_timeout": self._timeout_s,
-                "retries": {"mode": "standard", "max_attempts": 1},  # ours below cover the body too
-            }
-            if options.get("endpoint_url") or os.environ.get("AWS_ENDPOINT_URL"):
-                config["s3"] = {"addressing_style": "path"}
-            options["config_kwargs"] = {**config, **(options.get("config_kwargs") or {})}
-            try:
-                self._fs = s3fs.S3FileSystem(use_listings_cache=False, skip_instance_cache=True, **options)
-            except TypeError as error:
-                raise ConfigError(f"unknown storage option for {self.url}", found=str(error)) from error
-            self._fs.retries = 1
-            self._pid = os.getpid()
-        return self._fs
-
-    async def _retry(self, key: str, ask: Callable[[], Awaitable[Any]], *, is_paged: bool = False) -> Any:
-        limit_s = None if is_paged else 2 * self._timeout_s  # pages are GETs, each under read_timeout
-        for attempt in range(self._retries):
-            try:
-                # aiohttp waits for "100 Continue" without a limit: a server that stalls there would block us forever
-                return await asyncio.wait_for(_as_coroutine(ask), limit_s)
-            except FlashckptError:
-                raise
-            except Exception as error:
-                if attempt + 1 >= self._retries or not is_transient(error):
-                    raise
-                _log.debug("%s/%s: attempt %d failed: %s", self.url, key, attempt + 1, error)
-                await asyncio.sleep(min(0.2 * 2**attempt, 10.0))
-        raise AssertionError  # pragma: no cover -- retries is at least 1
+def _pieces_of(parts: Iterable[memoryview]) -> Iterator[bytes]:
+    """Cut and join parts into bytes of PART_BYTES: S3 wants every part but the last at 5 MiB or more."""
+    buffer = bytearray()
+    for _, view in extents(parts, PART_BYTES):
+        if not buffer and len(view) == PART_BYTES:
+            yield bytes(view)
+            continue
+        buffer += view
+        while len(buffer) >= PART_BYTES:
+            yield bytes(memoryview(buffer)[:PART_BYTES])
+            del buffer[:PART_BYTES]
+    if buffer:
+        yield bytes(buffer)
 
 
-async def _as_coroutine(ask: Callable[[], Awaitable[Any]]) -> Any:
-    return await ask()
+def _drain(head: list[bytes], rest: Iterator[bytes]) -> Iterator[bytes]:
+    """Yield the pieces read ahead, letting go of each, then the rest: memory stays bounded."""
+    while head:
+        yield head.pop(0)
+    yield from rest

@@ -13,13 +13,13 @@ from flashckpt.storage.s3_errors import error_code, http_status, is_transient_co
 FIRST_PAUSE_S = 0.2
 """Seconds before keys that failed are sent again; each pause is twice the one before."""
 _log = logging.getLogger(__name__)
-_UNKNOWN_REQUEST = ("NotImplemented", "MethodNotAllowed", "MissingContentMD5", "InvalidRequest", "MalformedXML")
+_REFUSED_BATCH = ("NotImplemented", "MethodNotAllowed", "MissingContentMD5", "InvalidRequest", "MalformedXML")
 """Answers of servers that have no batch delete, or want other checksums for it than the client sends."""
 
 
 def has_no_batch_delete(error: BaseException) -> bool:
     """Return whether a server refused the request as such, so that keys have to be deleted one by one."""
-    return error_code(error) in _UNKNOWN_REQUEST or http_status(error) in (405, 501)
+    return error_code(error) in _REFUSED_BATCH or http_status(error) in (405, 501)
 
 
 async def delete_batch(s3: Any, bucket: str, keys: Sequence[str]) -> dict[str, tuple[str, str]]:

@@ -5,7 +5,8 @@ from __future__ import annotations
 import asyncio
 from typing import Any
 
-from flashckpt.errors import FlashckptError, ObjectMissingError, RootError, StoreError
+from flashckpt.errors import ConfigError, FlashckptError, ObjectMissingError, RootError, StoreError
+from flashckpt.storage.conditional import UnknownRequestError
 
 MISSING_KEY = ("NoSuchKey", "404", "NotFound")
 REFUSED = (
@@ -33,6 +34,9 @@ _PERMANENT = (
 )
 
 
+_UNKNOWN_REQUEST = ("NotImplemented", "MethodNotAllowed")
+
+
 def translate(error: BaseException, url: str, bucket: str, key: str) -> FlashckptError:
     """Return our error for one of botocore or aiohttp."""
     code, status, name = error_code(error), http_status(error), type(error).__name__
@@ -40,6 +44,8 @@ def translate(error: BaseException, url: str, bucket: str, key: str) -> Flashckp
         return StoreError(f"the credentials for {url} cannot be had now", found=str(error))
     if name in ("NoCredentialsError", "PartialCredentialsError"):
         return no_credentials(url, str(error))
+    if name in ("ProfileNotFound", "ConfigParseError"):
+        return unknown_place(url, error)
     return request_error(url, bucket, key, code=code, status=status, found=f"{code or name}: {error}")
 
 
@@ -57,7 +63,7 @@ def request_error(url: str, bucket: str, key: str, *, code: str, status: int, fo
     if code == "NoSuchBucket" or (not key and status == 404):
         problem, remedy = f"the bucket {bucket} does not exist", f"create it, or correct the root {url}"
         return RootError(problem, found=found, remedy=remedy)
-    if code in MISSING_KEY or status == 404:
+    if code in MISSING_KEY or (status == 404 and code != "NoSuchUpload"):
         return ObjectMissingError(f"the object {key} of {url} is missing", found=found)
     if code in REFUSED or status in (401, 403):
         return RootError(
@@ -72,8 +78,11 @@ def request_error(url: str, bucket: str, key: str, *, code: str, status: int, fo
             found=found,
             remedy="check network and endpoint_url; persisting then resumes automatically",
         )
-    wrong = not key and 300 <= status < 500 and status not in (408, 425, 429) and code not in _BUSY
-    kind: type[FlashckptError] = RootError if wrong else StoreError  # another region, another service: it stays so
+    if code in _UNKNOWN_REQUEST or status in (405, 501):
+        kind: type[FlashckptError] = UnknownRequestError
+    else:  # another region, another service: it stays so
+        wrong = not key and 300 <= status < 500 and status not in (408, 425, 429) and code not in _BUSY
+        kind = RootError if wrong else StoreError
     return kind(f"the request for {key or 'the root'} of {url} failed", found=found, expected="HTTP 200")
 
 
@@ -81,6 +90,14 @@ def no_credentials(url: str, found: str = "") -> RootError:
     """Return the error for a root to which no credentials were found at all."""
     remedy = "set AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, a profile, or storage_options"
     return RootError(f"no credentials for {url}", found=found, remedy=remedy)
+
+
+def unknown_place(url: str, error: BaseException) -> ConfigError:
+    """Return the error for a configuration that does not say where the root is."""
+    remedy = "correct AWS_PROFILE, its file, AWS_ENDPOINT_URL or endpoint_url"
+    return ConfigError(
+        f"{url} cannot be found: the configuration does not say where it is", found=str(error), remedy=remedy
+    )
 
 
 def _response(error: BaseException) -> dict[str, Any]:

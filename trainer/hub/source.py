@@ -19,7 +19,7 @@ from flashckpt.errors import ConfigError, DamagedError, ShardGapError
 from flashckpt.interop import safetensors_files as st
 from flashckpt.restore.executor import Target, execute_reads
 from flashckpt.restore.sources import Source, StorageSource
-from flashckpt.storage.factory import open_store
+from flashckpt.storage.factory import open_in_rank
 from flashckpt.trainer.config import RunConfig, from_values
 from flashckpt.trainer.hub.families import HubTensor, router_biases, tensors_of
 from flashckpt.trainer.hub.hub_config import from_hub
@@ -252,7 +252,7 @@ class CheckpointWeights(SavedWeights):
     def __init__(
         self, root: str, step: str | None = None, options: Mapping[str, Any] | None = None, label: str = MODEL
     ) -> None:
-        store = open_store(root, **(options or {}))
+        store = open_in_rank(root, options or {})
         info = choose(store, step)
         with ExitStack() as held:
             manifest = held.enter_context(reading(store, info.prefix))

@@ -19,7 +19,7 @@ from torch._C._distributed_c10d import HashStore
 from flashckpt.errors import ConfigError, RootError, StoreError
 from flashckpt.report import RestoreReport
 from flashckpt.shm.roots import root_url
-from flashckpt.storage.factory import open_store
+from flashckpt.storage.factory import open_in_rank
 from flashckpt.trainer.config import RunConfig
 from flashckpt.trainer.nonfatal import Nonfatal, write_all
 
@@ -40,7 +40,7 @@ def check_root(root: str, storage_options: Mapping[str, Any]) -> None:
     if not url.startswith("file://") and os.environ.get("RANK", "0") != "0":
         return
     try:
-        open_store(url, **storage_options).check(write=True)
+        open_in_rank(url, storage_options).check(write=True)
     except StoreError as error:
         raise RootError(
             f"the checkpoint root {url} cannot be written: {error.problem}",

@@ -13,7 +13,7 @@ from flashckpt.errors import FlashckptError
 from flashckpt.shm.job_directory import JobDirectory
 from flashckpt.shm.job_id import job_id
 from flashckpt.shm.segment import Segment
-from flashckpt.storage.factory import open_store
+from flashckpt.storage.factory import open_in_rank
 
 RECORD = "run"
 
@@ -61,7 +61,7 @@ def _of_segment(segment: Segment) -> Iterator[Manifest]:
 
 def _on_storage(root: str, storage_options: Mapping[str, Any]) -> Iterator[Manifest]:
     with contextlib.suppress(FlashckptError, OSError):
-        store = open_store(root, **storage_options)
+        store = open_in_rank(root, storage_options)
         for info in list_checkpoints(store):
             if not info.problem:
                 yield read_manifest(store, info)

@@ -17,7 +17,7 @@ from flashckpt.core.generation import Generation
 from flashckpt.core.snapshot_id import SnapshotId
 from flashckpt.errors import ConfigError, DamagedError, FormatVersionError, JobInUseError, SharedMemoryError
 from flashckpt.shm.job_directory import DaemonStatus, JobConfig, JobDirectory, memory_root
-from flashckpt.shm.job_id import job_id, root_digest, root_url
+from flashckpt.shm.job_id import earlier_job_id, job_id, job_id_of_root, root_digest, root_url
 from flashckpt.shm.lease import Lease
 
 # -- identity -------------------------------------------------------------------------------------------
@@ -27,12 +27,32 @@ def test_the_id_is_the_first_that_is_given(monkeypatch: Any) -> None:
     for name in ("SLURM_JOB_ID", "JOBSET_UID", "JOB_UID"):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setenv("JOBSET_UID", "abc")
-    assert job_id("/r") == "jobset-abc"
+    of_root = job_id_of_root("/r").removeprefix("root-")
+    assert job_id("/r") == f"jobset-abc-{of_root}"
     monkeypatch.setenv("SLURM_JOB_ID", "17")
-    assert job_id("/r") == "slurm-17"
+    assert job_id("/r") == f"slurm-17-{of_root}"
     monkeypatch.setenv("FLASHCKPT_JOB_ID", "named")
     assert job_id("/r") == "named"
     assert job_id("/r", "explicit") == "explicit"
+
+
+@pytest.mark.parametrize("variable", ["SLURM_JOB_ID", "JOBSET_UID", "JOB_UID"])
+def test_roots_in_one_allocation_are_jobs_that_a_requeue_finds_again(variable: str, monkeypatch: Any) -> None:
+    for name in ("SLURM_JOB_ID", "JOBSET_UID", "JOB_UID"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv(variable, "4711")
+    roots = ("/r", "/r2", "s3://bucket/run", "s3://bucket/run2")
+    assert len({job_id(root) for root in roots}) == len(roots)
+    for root in roots:
+        first = job_id(root)
+        monkeypatch.setenv("SLURM_RESTART_COUNT", "1")
+        assert job_id(root) == job_id(f"{root}/") == first
+        assert earlier_job_id(first, root) == first.rpartition("-")[0]
+        assert first.startswith(str(earlier_job_id(first, root)))
+    monkeypatch.setenv(variable, "4712")
+    assert job_id("/r") != first
+    assert earlier_job_id(job_id_of_root("/r"), "/r") is None
+    assert earlier_job_id("mine-4711", "/r") is None
 
 
 def test_without_a_name_the_root_and_the_user_are_the_job(monkeypatch: Any, tmp_path: Any) -> None:

@@ -1,0 +1,152 @@
+"""One root of s3:// as s3fs' client sees it: where it is, its session and event loop, retries, errors."""
+
+from __future__ import annotations
+
+import asyncio
+import functools
+import logging
+import os
+from collections.abc import Awaitable, Callable
+from typing import Any
+from urllib.parse import urlsplit
+
+from flashckpt.errors import ConfigError, FlashckptError
+from flashckpt.storage.conditional import ProbedStore
+from flashckpt.storage.etags import Tags
+from flashckpt.storage.s3_address import S3Address, address_of
+from flashckpt.storage.s3_errors import error_code, is_network, is_transient, translate, unknown_place
+
+_log = logging.getLogger(__name__)
+
+
+def split_s3(url: str) -> tuple[str, str]:
+    """Return (bucket, key prefix without slashes around it) of an s3:// URL."""
+    parts = urlsplit(url)
+    if not parts.netloc:
+        raise ConfigError(f"{url} names no bucket", expected="s3://bucket/path")
+    return parts.netloc, parts.path.strip("/")
+
+
+class S3Session(ProbedStore):
+    """The requests of a store, without what they say."""
+
+    def __init__(self, url: str, options: dict[str, Any]) -> None:
+        self._options = dict(options)
+        super().__init__(url.rstrip("/"), self._options.pop("conditional", None))
+        self.bucket, self.prefix = split_s3(url)
+        self._retries = int(self._options.pop("retries", 8))
+        self._timeout_s = float(self._options.pop("timeout_s", 60.0))
+        self._tags = Tags()
+        self._has_batch_delete = True
+        self._keeps_folders = False
+        self._fs: Any = None
+        self._pid = 0
+
+    @functools.cached_property
+    def address(self) -> S3Address:
+        """Where the bucket is."""
+        try:
+            return address_of(self.bucket, self._options)
+        except ValueError as error:
+            raise unknown_place(self.url, error) from error
+        except Exception as error:
+            raise translate(error, self.url, self.bucket, "") from error
+
+    def close(self) -> None:
+        """Forget the session; the next call opens another."""
+        fs, self._fs = self._fs, None
+        if fs is not None and self._pid == os.getpid():
+            from fsspec.asyn import sync
+
+            async def close_client() -> None:
+                client = await fs.get_s3(self.bucket)
+                await client.close()
+
+            try:
+                sync(fs.loop, close_client, timeout=10)
+            except Exception:  # noqa: BLE001 -- the connections die with the process at the latest
+                _log.debug("closing the S3 session failed", exc_info=True)
+
+    def _key(self, key: str) -> str:
+        return f"{self.prefix}/{key}" if self.prefix else key
+
+    def _run(self, key: str, ask: Callable[[Any], Awaitable[Any]], *, is_paged: bool = False) -> Any:
+        """Run one small request, or one paged listing, with retries."""
+        return self._call(key, lambda s3: self._retry(key, lambda: ask(s3), is_paged=is_paged))
+
+    def _call(self, key: str, work: Callable[[Any], Awaitable[Any]]) -> Any:
+        """Run `work(client)` on the event loop of s3fs and translate its errors."""
+        from fsspec.asyn import sync
+
+        fs = self._open()
+        complete = functools.partial(_with_additional, {**fs.s3_additional_kwargs, **fs.req_kw})
+
+        async def whole() -> Any:
+            try:
+                await fs.set_session()
+            except ValueError as error:
+                raise unknown_place(self.url, error) from error
+            client = await fs.get_s3(self.bucket)
+            client.meta.events.register("provide-client-params.s3", complete, unique_id="flashckpt")  # once per client
+            return await work(client)
+
+        try:
+            return sync(fs.loop, whole)
+        except FlashckptError:
+            raise
+        except Exception as error:
+            if not (error_code(error) or is_network(error)):
+                raise
+            raise translate(error, self.url, self.bucket, key) from error
+
+    def _open(self) -> Any:
+        if self._fs is None or self._pid != os.getpid():
+            import s3fs
+
+            options = dict(self._options)
+            config = {
+                "request_checksum_calculation": "when_required",
+                "response_checksum_validation": "when_required",
+                "max_pool_connections": 64,
+                "connect_timeout": min(10.0, self._timeout_s),
+                "read_timeout": self._timeout_s,
+                "retries": {"mode": "standard", "max_attempts": 1},  # ours below cover the body too
+            }
+            options["config_kwargs"] = {**config, **(options.get("config_kwargs") or {})}
+            try:
+                self._fs = s3fs.S3FileSystem(use_listings_cache=False, skip_instance_cache=True, **options)
+            except TypeError as error:
+                raise ConfigError(f"unknown storage option for {self.url}", found=str(error)) from error
+            self._fs.retries = 1
+            self._pid = os.getpid()
+        return self._fs
+
+    async def _retry(self, key: str, ask: Callable[[], Awaitable[Any]], *, is_paged: bool = False) -> Any:
+        limit_s = None if is_paged else 2 * self._timeout_s  # pages are GETs, each under read_timeout
+        for attempt in range(self._retries):
+            try:
+                # aiohttp waits for "100 Continue" without a limit: a server that stalls there would block us forever
+                return await asyncio.wait_for(_as_coroutine(ask), limit_s)
+            except FlashckptError:
+                raise
+            except Exception as error:
+                if attempt + 1 >= self._retries or not is_transient(error):
+                    raise
+                _log.debug("%s/%s: attempt %d failed: %s", self.url, key, attempt + 1, error)
+                await asyncio.sleep(min(0.2 * 2**attempt, 10.0))
+        raise AssertionError  # pragma: no cover -- retries is at least 1
+
+
+def _with_additional(additional: dict[str, Any], params: dict[str, Any], model: Any, **_: object) -> dict[str, Any]:
+    """Return the parameters of a request with those of `s3_additional_kwargs` and `requester_pays` that it takes."""
+    return {**{name: value for name, value in additional.items() if name in model.input_shape.members}, **params}
+
+
+@functools.cache
+def say_once(text: str, url: str) -> None:
+    """Log what a server lacks, once per process: stores are opened again and again."""
+    _log.warning(text, url)
+
+
+async def _as_coroutine(ask: Callable[[], Awaitable[Any]]) -> Any:
+    return await ask()
