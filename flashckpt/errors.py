@@ -146,7 +146,7 @@ class ShardGapError(FlashckptError):
 
 
 class TensorMismatchError(ShardGapError):
-    """A tensor differs in dtype or global shape from the snapshot's tensor of that name; no older snapshot is tried."""
+    """A tensor of another dtype or shape, or an optimizer or scheduler of another class or other groups; no older snapshot is tried."""
 
     exit_code = 39
 

@@ -20,6 +20,7 @@ class RestoreReport:
         missing: Names that were wanted and are in no source (only with strict=False).
         unexpected: Names of parameters, buffers and optimizer state in the source that no rank has: left behind (only with
             strict=False or `only`).
+        overruled: In words, settings of optimizers that the program has changed since, and that are those of the snapshot again.
         damaged: One sentence per range that came from another source than planned.
         read_bytes: Bytes that were read for them, by tier: rounded out to 1 MiB chunks.
         manifest_bytes: Bytes of MANIFEST, which rank 0 read from storage and sent to the others; 0 without storage.
@@ -37,6 +38,7 @@ class RestoreReport:
     seconds: Mapping[str, float] = field(default_factory=dict)
     missing: tuple[str, ...] = ()
     unexpected: tuple[str, ...] = ()
+    overruled: tuple[str, ...] = ()
     damaged: tuple[str, ...] = ()
     read_bytes: Mapping[str, int] = field(default_factory=dict)
     manifest_bytes: int = 0
@@ -63,6 +65,7 @@ class RestoreReport:
             line += f"; {len(self.unexpected)} names that the program lacks were not restored"
         if self.reseeded:
             line += f"; {', '.join(self.reseeded)} is in no snapshot: reseeded from (step, rank)"
+        line += "".join(f"\n  {sentence}" for sentence in self.overruled)
         if len(self.nodes) > 1:
             line += "".join(f"\n  {host}: {_amounts(tiers)}" for host, tiers in self.nodes.items())
         if self.passed_over:

@@ -170,7 +170,9 @@ def _safetensors(wanted: _Wanted, source: StorageSource) -> dict[str, Any]:
             files = [wanted.path.name]
         else:
             files = st.write_folder(temporary, tensors, source, metadata, limit=wanted.limit_bytes)
-    left = sorted(key for key in manifest.values if key.partition("@")[0] != "dcp" and selection.takes(key))
+    left = sorted(
+        key for key in manifest.values if key.partition("@")[0] != "dcp" and key[0] != "." and selection.takes(key)
+    )
     return {"tensors": len(tensors), "values": 0, "nbytes": nbytes, "files": files, "left_out": left}
 
 

@@ -84,7 +84,7 @@ def _written_by_us(manifest: Manifest, rank: int, *, is_typed: bool) -> Contents
     labels = [key.removesuffix(".groups") for key in values if key.endswith(".groups") and key.count(".") == 1]
     inside = _inside(manifest.values)
     for key, value in values.items():
-        if key == "aliases":
+        if key == "aliases" or key.startswith("."):  # what no track name can be says something of the snapshot
             continue
         if key.removesuffix(".groups") in labels:
             label = key.removesuffix(".groups")

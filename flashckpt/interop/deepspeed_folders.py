@@ -101,9 +101,9 @@ def _moments(place: Path, weight: torch.Tensor) -> dict[str, Any]:
 
 
 def _groups(folder: Path, weights: Mapping[str, Any], found: Taken) -> list[dict[str, Any]]:
-    """Return one group with every name: which group a parameter was in is only known by number.
+    """Return a group for each name: which group a parameter was in is only known by number.
 
-    Groups that all have the same settings give theirs; else the settings of the live optimizer stay.
+    Groups that all have the same settings give theirs; else the settings of the live optimizer stay, and one group has all.
     """
     path = folder / "zero" / _GROUPS
     settings: list[dict[str, Any]] = []
@@ -120,7 +120,7 @@ def _groups(folder: Path, weights: Mapping[str, Any], found: Taken) -> list[dict
         found.omitted.append(
             f"the settings of {len(settings)} parameter groups: the checkpoint does not name their members"
         )
-    return [{**same, "params": list(weights)}]
+    return [{**same, "params": [name]} for name in weights] if same else [{"params": list(weights)}]
 
 
 def _add_rest(folder: Path, found: Taken, wants: Wants) -> None:

@@ -21,7 +21,7 @@ import torch
 from flashckpt.core.shard import Shard, split_owner
 from flashckpt.core.shard_table import ShardTable
 from flashckpt.restore.source_names import Kind, SourceNames
-from flashckpt.state import state_forms
+from flashckpt.state import optimizer_state, state_forms
 from flashckpt.state.box_sets import first_alike
 from flashckpt.state.placement import LocalBox, boxes_of
 from flashckpt.state.registry import StateRegistry
@@ -152,7 +152,7 @@ def absent_state(
             for group in optimizer.param_groups:
                 params = group["params"]
                 search = _StateSearch(label, [live[id(param)] for param in params], names, tracked.world.suffix, exact)
-                found = {key: search.find(key) for key in keys}
+                found = {key: search.find(key) for key in optimizer_state.key_order(optimizer, group, keys)}
                 if optimizer.state:
                     found = {key: _unmade(optimizer, params, key, fqns) for key, fqns in found.items()}
                 if wanted is not None:

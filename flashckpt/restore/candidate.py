@@ -24,13 +24,15 @@ from flashckpt.restore.executor import RemoteFetcher, RestoreCounts, execute
 from flashckpt.restore.gaps import half_restored, missing_error
 from flashckpt.restore.live_memory import LiveMemory
 from flashckpt.restore.phases import Phases
-from flashckpt.restore.requirements import LiveState, Requirements, requirements
+from flashckpt.restore.program import Program, compare
+from flashckpt.restore.requirements import LiveState, Requirements, Wanted, requirements
 from flashckpt.restore.source_names import SourceNames
 from flashckpt.restore.sources import Source
 from flashckpt.restore.values import Applied, Values, apply_values, missing_values, unnamed_values, value_tensors
 from flashckpt.restore.votes import Rejection, attempted
 from flashckpt.shm.segment import Segment
 from flashckpt.state import left_out
+from flashckpt.state.optimizer_state import in_program_order
 from flashckpt.state.registry import StateRegistry
 
 
@@ -95,6 +97,8 @@ class Prepared:
         values: Its non-tensor state.
         required: What this rank requires of it.
         plan: Which bytes of which source fill that: of `sources.all`, in their order.
+        program: How the program that took the snapshot compares with this one.
+        only: What is wanted of it.
         comparison: Names that the sources have, and names that this rank has.
         left_behind: Names that the sources have and no rank has.
     """
@@ -103,6 +107,8 @@ class Prepared:
     values: Values
     required: Requirements
     plan: ReadPlan
+    program: Program
+    only: Wanted
     comparison: unexpected.NameComparison
     left_behind: Sequence[str] = ()
 
@@ -132,15 +138,19 @@ def prepare(attempt: Attempt, sources: CandidateSources, *, exact: bool, named_b
         named_by: The sources whose names and values count.
 
     Raises:
-        TensorMismatchError: A live tensor has another dtype or shape than the candidate's.
+        TensorMismatchError: A live tensor has another dtype or shape than the candidate's, or an optimizer other groups.
     """
-    only, tracked = attempt.request.only, attempt.tracked
+    tracked = attempt.tracked
     manifests = [source.manifest for source in named_by]
     with attempt.phases("requirements"):
         names = SourceNames(manifests)
         values = Values(manifests, names, attempt.rank)
         if attempt.is_strict:
             _refuse_another_base(tracked, values)
+        program = compare(tracked, values.recorded, values.find, names, attempt.request.only)
+        if attempt.is_strict and program.refusals:
+            raise program.refusals[0]
+        only = program.wanted(attempt.request.only)
         in_values = value_tensors(tracked, values)
         required = requirements(attempt.live, names, manifests, in_values=in_values, only=only, exact=exact)
         if exact:
@@ -153,9 +163,17 @@ def prepare(attempt: Attempt, sources: CandidateSources, *, exact: bool, named_b
     with attempt.phases("names"):
         comparison = unexpected.compare(attempt.live, names, manifests, required, only)
         has_all_values = bool(sources.storage) or (attempt.candidate.is_common and not attempt.may_ask)
-        if has_all_values and only is None:
-            required = required.with_missing(unexpected.ungrouped(tracked, manifests))
-    return Prepared(sources=sources, values=values, required=required, plan=plan, comparison=comparison)
+        if has_all_values and attempt.request.only is None:
+            required = required.with_missing(unexpected.ungrouped(tracked, manifests, only))
+    return Prepared(
+        sources=sources,
+        values=values,
+        required=required,
+        plan=plan,
+        program=program,
+        only=only,
+        comparison=comparison,
+    )
 
 
 def _refuse_another_base(tracked: StateRegistry, values: Values) -> None:
@@ -188,14 +206,14 @@ def queries(attempt: Attempt, prepared: Prepared, *, has_asked: bool) -> list[Pe
         part = replace(shard, offsets=box.offsets, lengths=box.lengths)
         found.append(PeerQuery(split_owner(shard.fqn)[0], shard.fqn, part))
     if not has_asked:
-        found += unnamed_values(attempt.tracked, prepared.values, attempt.request.only)
+        found += unnamed_values(attempt.tracked, prepared.values, prepared.only)
     return found
 
 
 def lacks_values(attempt: Attempt, prepared: Prepared) -> list[str]:
     """Return the groups, objects and extra state that are missing, where that is not allowed."""
     is_whole = prepared.is_whole(attempt.candidate)
-    lost = missing_values(attempt.tracked, prepared.values, attempt.request.only, is_whole=is_whole)
+    lost = missing_values(attempt.tracked, prepared.values, prepared.only, program=prepared.program, is_whole=is_whole)
     return lost if not is_whole or attempt.is_strict else []
 
 
@@ -222,6 +240,7 @@ def fill(attempt: Attempt, prepared: Prepared, remote: RemoteFetcher | None) -> 
         DamagedError: A range is damaged in its last source.
         ShardGapError: A value turned out to be missing.
     """
+    stateless = [optimizer for optimizer in attempt.tracked.all_optimizers() if not optimizer.state]
     with attempt.phases("allocate"):
         memory: LiveMemory = live_memory.allocate(prepared.required)
     with attempt.phases("read"):
@@ -231,8 +250,12 @@ def fill(attempt: Attempt, prepared: Prepared, remote: RemoteFetcher | None) -> 
             memory.settle()
         memory.finish()
     with attempt.phases("values"):
-        step, only = attempt.candidate.identity.step, attempt.request.only
-        applied = apply_values(attempt.tracked, prepared.values, memory.in_values, step=step, only=only)
+        step, program = attempt.candidate.identity.step, prepared.program
+        applied = apply_values(
+            attempt.tracked, prepared.values, memory.in_values, program=program, step=step, only=prepared.only
+        )
+        for optimizer in stateless:
+            in_program_order(optimizer)
     if applied.missing and (not prepared.is_whole(attempt.candidate) or attempt.is_strict):
         raise half_restored(applied.missing)  # settings that are tensors: known only now
     with attempt.phases("report"):
@@ -246,7 +269,8 @@ def _report(attempt: Attempt, prepared: Prepared, counts: RestoreCounts, applied
         life=0,
         tier_bytes=dict(counts.needed_bytes),
         missing=(*prepared.required.missing, *applied.missing),
-        unexpected=tuple(prepared.left_behind),
+        unexpected=(*prepared.left_behind, *prepared.program.left_behind()),
+        overruled=tuple(applied.overruled),
         damaged=tuple(counts.damaged),
         read_bytes={tier: n for tier, n in counts.read_bytes.items() if n},
         reseeded=tuple(applied.reseeded),

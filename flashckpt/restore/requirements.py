@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import fnmatch
 import functools
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass, field, replace
-from typing import cast
+from typing import TypeAlias, cast
 
 import numpy as np
 import numpy.typing as npt
@@ -25,6 +25,8 @@ from flashckpt.state.registry import StateRegistry
 from flashckpt.state.state_layout import StateLayout
 
 Ints = npt.NDArray[np.int64]
+Wanted: TypeAlias = "str | Callable[[str], bool] | None"
+"""What is asked for: a pattern over names, what tells it of a name, or None for everything."""
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -105,7 +107,7 @@ def requirements(
     manifests: Sequence[Manifest],
     *,
     in_values: Collection[str] = (),
-    only: str | None = None,
+    only: Wanted = None,
     exact: bool = False,
 ) -> Requirements:
     """Return what is required of the sources.
@@ -148,7 +150,7 @@ def requirements(
 
 
 def _named_rows(
-    live: LiveState, names: SourceNames, only: str | None, *, exact: bool
+    live: LiveState, names: SourceNames, only: Wanted, *, exact: bool
 ) -> tuple[ShardTable, LiveRows, list[str]]:
     """Return the rows of live tensors that sources name, under the names they have there, and the names of others."""
     table, index = live.table, names.index
@@ -175,9 +177,9 @@ def _unnamed_tensors(table: ShardTable, lost: set[str]) -> Iterator[PeerQuery]:
             yield PeerQuery(split_owner(fqn)[0], fqn, replace(table.shard(row), replica=0))
 
 
-def is_wanted(fqn: str, only: str | None) -> bool:
+def is_wanted(fqn: str, only: Wanted) -> bool:
     """Whether a name is part of what the caller asked for."""
-    return only is None or fnmatch.fnmatchcase(fqn, only)
+    return only is None or (fnmatch.fnmatchcase(fqn, only) if isinstance(only, str) else only(fqn))
 
 
 def _whole_tensors(fqns: Sequence[str], names: SourceNames) -> ShardTable:
@@ -189,7 +191,7 @@ def _whole_tensors(fqns: Sequence[str], names: SourceNames) -> ShardTable:
 
 
 def _unnamed_state(
-    tracked: StateRegistry, manifests: Sequence[Manifest], absent: AbsentState, only: str | None
+    tracked: StateRegistry, manifests: Sequence[Manifest], absent: AbsentState, only: Wanted
 ) -> Iterator[PeerQuery]:
     """Yield a query for the optimizer state of each parameter that no source has state of.
 

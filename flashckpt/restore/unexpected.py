@@ -23,7 +23,7 @@ from flashckpt.core.digest import digest
 from flashckpt.core.manifest import Manifest
 from flashckpt.core.shard import split_owner
 from flashckpt.errors import UnexpectedStateError
-from flashckpt.restore.requirements import LiveState, Requirements, is_wanted
+from flashckpt.restore.requirements import LiveState, Requirements, Wanted, is_wanted
 from flashckpt.restore.source_names import SourceNames
 from flashckpt.state import optimizer_extra, optimizer_state, pytree
 from flashckpt.state.registry import StateRegistry
@@ -57,7 +57,7 @@ class NameComparison:
 
 
 def compare(
-    live: LiveState, names: SourceNames, manifests: Sequence[Manifest], required: Requirements, only: str | None
+    live: LiveState, names: SourceNames, manifests: Sequence[Manifest], required: Requirements, only: Wanted
 ) -> NameComparison:
     """Compare the names that sources have with those that this rank has: what is unexpected follows from all ranks'.
 
@@ -172,10 +172,10 @@ def _parameters(tracked: StateRegistry, label: str) -> set[str]:
     return {*map(names.__getitem__, map(id, chain.from_iterable(map(optimizer_state.parameters, optimizers))))}
 
 
-def ungrouped(tracked: StateRegistry, manifests: Sequence[Manifest]) -> list[str]:
+def ungrouped(tracked: StateRegistry, manifests: Sequence[Manifest], only: Wanted = None) -> list[str]:
     """Return the parameters of live optimizers that no recorded group has; to be asked where all values are known."""
     missing = []
-    for label in tracked.optimizers:
+    for label in (label for label in tracked.optimizers if is_wanted(f"{label}.groups", only)):
         groups = [v for m in manifests for k, v in m.values.items() if _base(k) == f"{label}.groups"]
         if any(_are_parameters(tracked, label, value) for value in groups):
             continue

@@ -12,11 +12,14 @@ from torch.distributed.tensor import DTensor, Replicate
 from flashckpt.core.manifest import Manifest
 from flashckpt.core.shard import split_owner
 from flashckpt.planning.peer_index import PeerQuery
+from flashckpt.restore import program as programs
 from flashckpt.restore.absent_state import is_of_this_rank
 from flashckpt.restore.gaps import half_restored
-from flashckpt.restore.requirements import is_wanted
+from flashckpt.restore.program import Program
+from flashckpt.restore.requirements import Wanted, is_wanted
 from flashckpt.restore.source_names import SourceNames
-from flashckpt.state import loaders, optimizer_extra, optimizer_state, pytree, rng, samplers
+from flashckpt.state import builds, loaders, optimizer_extra, optimizer_state, pytree, rng, samplers
+from flashckpt.state.group_lists import beside, in_live_order
 from flashckpt.state.registry import StateRegistry
 
 _OF_THE_WHOLE = frozenset({"groups", "forms", "state", "extra"})
@@ -56,6 +59,11 @@ class Values:
             if split_owner(key)[0] == base
         ]
 
+    def as_built(self, label: str) -> list[Any]:
+        """Return the settings that optimizers were built with, beside `recorded(f"{label}.groups")`; [] where that is not known."""
+        found = [one.get("built", {}).get(label, []) for one in self.recorded(builds.KEY)]
+        return found if len(found) == len(self.recorded(f"{label}.groups")) else []
+
     def of_parameters(self, label: str, suffix: str) -> dict[str, dict[str, Any]]:
         """Return parameter name -> key -> value of one optimizer's state, this rank's own where ranks differ."""
         keys: dict[tuple[str, str], str] = {}
@@ -80,7 +88,7 @@ def _rank_of(owner: str, suffix: str) -> tuple[bool, str]:
     return owner != suffix, owner
 
 
-def unnamed_values(tracked: StateRegistry, values: Values, only: str | None) -> list[PeerQuery]:
+def unnamed_values(tracked: StateRegistry, values: Values, only: Wanted) -> list[PeerQuery]:
     """Return queries for the values of this rank and its objects that the sources lack under their own name."""
     keys = [tracked.key_of(name, thing) for name, thing in tracked.objects.items() if is_wanted(name, only)]
     if tracked.rng and is_wanted("rng", only):
@@ -89,14 +97,27 @@ def unnamed_values(tracked: StateRegistry, values: Values, only: str | None) -> 
 
 
 class Applied(NamedTuple):
-    """What became of the values: names that were missing, and generators that were seeded from (step, rank)."""
+    """What became of the values.
+
+    Attributes:
+        missing: Names that were missing.
+        reseeded: Generators that were seeded from (step, rank).
+        overruled: In words, settings that the program has changed and the snapshot has set again.
+    """
 
     missing: list[str]
     reseeded: list[str]
+    overruled: list[str]
 
 
 def apply_values(
-    tracked: StateRegistry, values: Values, tensors: Mapping[str, torch.Tensor], *, step: int, only: str | None
+    tracked: StateRegistry,
+    values: Values,
+    tensors: Mapping[str, torch.Tensor],
+    *,
+    program: Program,
+    step: int,
+    only: Wanted,
 ) -> Applied:
     """Give every object its state back.
 
@@ -104,29 +125,33 @@ def apply_values(
         tracked: The live objects.
         values: Of the snapshot.
         tensors: Those that objects' state consists of, filled, by name.
+        program: How the live groups of optimizers compare with the recorded ones.
         step: The restored step; seeds generators whose own state was never taken.
         only: A pattern over names, or None.
 
     Raises:
         ShardGapError: A value consists of a tensor that no source has.
     """
-    tensor = functools.partial(_filled, tensors)
-    missing = []
+    tensor, orders = functools.partial(_filled, tensors), program.all_orders
+    missing: list[str] = []
+    overruled: list[str] = []
     # samplers last: asked for its state before the restore, a stateful loader began an iterator, which it drops now
     for name, thing in sorted(tracked.objects.items(), key=lambda item: samplers.is_sampler(item[1])):
         if not is_wanted(name, only):
             continue
         found, skeleton = values.find(tracked.key_of(name, thing))
         if found:
-            thing.load_state_dict(pytree.unflatten(skeleton, tensor, place=_to_device))
+            state, misfits = in_live_order(name, thing, pytree.unflatten(skeleton, tensor, place=_to_device), orders)
+            thing.load_state_dict(state)
+            missing += misfits
         elif not _is_optional(thing):
             missing.append(name)
-    for label, optimizers in tracked.optimizers.items():
+    for label in tracked.optimizers:
         if is_wanted(f"{label}.groups", only):
-            names = tracked.names_for(optimizers)
-            recorded = values.recorded(f"{label}.groups")
-            missing += optimizer_state.restore_groups(optimizers, names, recorded, tensor, _to_device)
-            missing += _restore_state(tracked, label, values, tensor)
+            recorded = [pytree.unflatten(v, tensor, place=_to_device) for v in values.recorded(f"{label}.groups")]
+            lost, changed = programs.set_groups(tracked, label, recorded, values.as_built(label))
+            missing += lost + _restore_state(tracked, label, values, tensor, program)
+            overruled += changed
     for name, module in tracked.extra_states():
         if not is_wanted(name, only):
             continue
@@ -136,7 +161,7 @@ def apply_values(
         else:
             missing.append(name)
     reseeded = _restore_rng(tracked, values, step) if tracked.rng and is_wanted("rng", only) else []
-    return Applied(missing, reseeded)
+    return Applied(missing, reseeded, overruled)
 
 
 def _filled(tensors: Mapping[str, torch.Tensor], name: str) -> torch.Tensor:
@@ -150,23 +175,26 @@ def _is_optional(thing: Any) -> bool:
     return bool(getattr(thing, "flashckpt_optional", False))
 
 
-def missing_values(tracked: StateRegistry, values: Values, only: str | None, *, is_whole: bool) -> list[str]:
+def missing_values(
+    tracked: StateRegistry, values: Values, only: Wanted, *, program: Program, is_whole: bool
+) -> list[str]:
     """Return what `apply_values` would find missing, before any live tensor is written.
 
     Args:
         tracked: The live objects.
         values: Of the snapshot.
         only: A pattern over names, or None.
+        program: As for `apply_values`.
         is_whole: No rank's part of the snapshot is lost: what it lacks was never in it.
     """
     wanted = [(name, one) for name, one in tracked.objects.items() if not (is_whole and _is_optional(one))]
     things = [(name, tracked.key_of(name, thing)) for name, thing in wanted]
     things += [(name, name) for name, _ in tracked.extra_states()]
     missing = [name for name, key in things if is_wanted(name, only) and not values.find(key)[0]]
-    for label, optimizers in tracked.optimizers.items():
+    for label in tracked.optimizers:
         if is_wanted(f"{label}.groups", only):
-            recorded = values.recorded(f"{label}.groups")
-            missing += optimizer_state.misfits(optimizers, tracked.names_for(optimizers), recorded)
+            for number, match in enumerate(program.matches[label]):
+                missing += programs.conflicts_of(match, number)
             missing += _missing_state(tracked, label, values)
     return missing
 
@@ -216,7 +244,7 @@ def _restore_rng(tracked: StateRegistry, values: Values, step: int) -> list[str]
     return [key]
 
 
-def _restore_state(tracked: StateRegistry, label: str, values: Values, tensor: Tensors) -> list[str]:
+def _restore_state(tracked: StateRegistry, label: str, values: Values, tensor: Tensors, program: Program) -> list[str]:
     """Set optimizer state that is no tensor, e.g. a Python `step` or a list of tensors; return what is missing."""
     missing = _missing_state(tracked, label, values)
     for optimizer, param, _, recorded in _per_parameter(tracked, label, values):
@@ -225,11 +253,15 @@ def _restore_state(tracked: StateRegistry, label: str, values: Values, tensor: T
     found, others = values.find(f"{label}.state@{tracked.world.suffix}")
     optimizers = tracked.optimizers[label]
     if found and len(others) == len(optimizers):
-        for optimizer, other in zip(optimizers, others, strict=True):
-            optimizer.state.update(pytree.unflatten(other, tensor, place=_to_device))
-    for optimizer, extra in zip(optimizers, _recorded_extra(tracked, label, values) or (), strict=False):
+        for one, other in zip(program.orders[label], others, strict=True):
+            state, lost = beside(one, pytree.unflatten(other, tensor, place=_to_device), f"{label}.state")
+            one.optimizer.state.update(state)
+            missing += lost
+    for one, extra in zip(program.orders[label], _recorded_extra(tracked, label, values) or (), strict=False):
         if extra:
-            optimizer_extra.give_back(optimizer, pytree.unflatten(extra, tensor, place=_to_device))
+            state, lost = beside(one, pytree.unflatten(extra, tensor, place=_to_device), f"{label}.extra")
+            optimizer_extra.give_back(one.optimizer, state)
+            missing += lost
     return missing
 
 

@@ -110,7 +110,7 @@ def hold(vote: Vote, rejection: Rejection | None = None) -> Ballot:
 
     Raises:
         DisagreementError: Another rank tries another candidate; names it. On every rank.
-        TensorMismatchError: A live tensor of some rank has another form than the candidate's. On every rank: an older
+        TensorMismatchError: What some rank has is of another form than the candidate's. On every rank: an older
             candidate might fit by chance, and everything since would be lost.
     """
     votes = [Vote.unpack(packed) for packed in collectives.all_gather(vote.pack())]

@@ -8,14 +8,13 @@ from __future__ import annotations
 
 import itertools
 import operator
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 
 from flashckpt.errors import ConfigError, UnsupportedStateError
-from flashckpt.state.pytree import Place, flatten, unflatten
 from flashckpt.state.unwrapping import contained
 
 _REQUIRES_GRAD = operator.attrgetter("requires_grad")
@@ -117,35 +116,6 @@ def has_only_tensors(optimizer: torch.optim.Optimizer) -> bool:
     return {torch.Tensor}.issuperset(map(type, itertools.chain.from_iterable(map(dict.values, state.values()))))
 
 
-def group_names(optimizers: Sequence[torch.optim.Optimizer], names: Named) -> list[list[list[str]]]:
-    """Return the parameters' names per optimizer and group: static, so that it is made once per structure."""
-    return [
-        [list(map(names.__getitem__, map(id, group["params"]))) for group in optimizer.param_groups]
-        for optimizer in optimizers
-    ]
-
-
-def groups(
-    optimizers: Sequence[torch.optim.Optimizer], named: Sequence[Any], path: str
-) -> tuple[Any, dict[str, torch.Tensor]]:
-    """Return (value, tensors) of the hyperparameters: per optimizer, per group, all keys, `params` as names.
-
-    Args:
-        optimizers: The live ones.
-        named: `group_names` of them.
-        path: Prefix of the names of tensors among the hyperparameters.
-    """
-    hyper = [
-        [{k: v for k, v in group.items() if k not in ("params", "param_names")} for group in optimizer.param_groups]
-        for optimizer in optimizers
-    ]
-    skeleton, tensors = flatten(hyper, path)
-    for one, own in zip(skeleton, named, strict=True):
-        for group, params in zip(one, own, strict=True):
-            group["params"] = params
-    return skeleton, tensors
-
-
 @dataclass(frozen=True, slots=True, eq=False)
 class PredictedBlock:
     """State that the first step will make of one group: for each parameter every key, in this order.
@@ -179,26 +149,49 @@ def predicted(optimizer: torch.optim.Optimizer) -> Iterator[PredictedBlock]:
             yield PredictedBlock(group, params, keys, scalar)
 
 
-_KEYS: tuple[tuple[type[torch.optim.Optimizer], tuple[tuple[str, str], ...]], ...] = (
-    (torch.optim.Adam, (("exp_avg", ""), ("exp_avg_sq", ""), ("max_exp_avg_sq", "amsgrad"))),
-    (torch.optim.SGD, (("momentum_buffer", "momentum"),)),
-    (torch.optim.RMSprop, (("square_avg", ""), ("momentum_buffer", "momentum"), ("grad_avg", "centered"))),
-    (torch.optim.Adagrad, (("sum", ""),)),
-    (torch.optim.Adadelta, (("square_avg", ""), ("acc_delta", ""))),
-    (torch.optim.Adamax, (("exp_avg", ""), ("exp_inf", ""))),
-    (torch.optim.NAdam, (("exp_avg", ""), ("exp_avg_sq", ""))),
-    (torch.optim.RAdam, (("exp_avg", ""), ("exp_avg_sq", ""))),
+_KEYS: tuple[tuple[type[torch.optim.Optimizer], str, tuple[tuple[str, str], ...]], ...] = (
+    (torch.optim.Adam, "betas", (("exp_avg", ""), ("exp_avg_sq", ""), ("max_exp_avg_sq", "amsgrad"))),
+    (torch.optim.SGD, "momentum", (("momentum_buffer", "momentum"),)),
+    (torch.optim.RMSprop, "alpha", (("square_avg", ""), ("momentum_buffer", "momentum"), ("grad_avg", "centered"))),
+    (torch.optim.Adagrad, "lr_decay", (("sum", ""),)),
+    (torch.optim.Adadelta, "rho", (("square_avg", ""), ("acc_delta", ""))),
+    (torch.optim.Adamax, "betas", (("exp_avg", ""), ("exp_inf", ""))),
+    (torch.optim.NAdam, "betas", (("exp_avg", ""), ("exp_avg_sq", ""))),
+    (torch.optim.RAdam, "betas", (("exp_avg", ""), ("exp_avg_sq", ""))),
 )
-"""Keys of state of a parameter's shape, in the order in which torch makes them, and the option that asks for them."""
+"""A setting that tells the class, and the keys of state of a parameter's shape, in the order in which torch makes them, with
+the option that asks for them."""
 _SCALARS = {torch.optim.SGD: (), torch.optim.NAdam: ("step", "mu_product")}
 
 
+def key_order(optimizer: torch.optim.Optimizer, group: Mapping[str, Any], keys: Iterable[str]) -> list[str]:
+    """Return keys of a parameter's state in the order in which a step makes them, as far as that is known."""
+    known = [key for key, _ in _predicted_keys(optimizer, group)]
+    return sorted(keys, key=lambda key: (known.index(key) if key in known else len(known), key))
+
+
 def _predicted_keys(optimizer: torch.optim.Optimizer, group: Mapping[str, Any]) -> list[tuple[str, bool]]:
-    for kind, keys in _KEYS:
+    for kind, _, keys in _KEYS:
         if isinstance(optimizer, kind):
             scalars = [(key, False) for key in _SCALARS.get(kind, ("step",))]
             return scalars + [(key, True) for key, option in keys if not option or group.get(option)]
     return []
+
+
+def state_keys(optimizer: torch.optim.Optimizer) -> tuple[frozenset[str], str]:
+    """Return the state that every parameter of an optimizer of torch has after steps, and a setting of its class.
+
+    Both are empty where the class is not known.
+    """
+    if type(optimizer).__module__.startswith("torch.optim."):
+        for kind, setting, keys in _KEYS:
+            if isinstance(optimizer, kind):
+                return frozenset(key for key, option in keys if not option or kind is torch.optim.SGD), setting
+    return frozenset(), ""
+
+
+ALL_STATE_KEYS = frozenset(key for _, _, keys in _KEYS for key, _ in keys)
+ALL_SETTINGS = frozenset(setting for _, setting, _ in _KEYS)
 
 
 def bytes_per_byte(optimizers: Sequence[torch.optim.Optimizer]) -> dict[int, int]:
@@ -222,92 +215,13 @@ def groups_by_parameter(optimizer: torch.optim.Optimizer) -> dict[int, dict[str,
     return {id(p): group for group in optimizer.param_groups for p in group["params"]}
 
 
-def restore_groups(
-    optimizers: Sequence[torch.optim.Optimizer],
-    names: Named,
-    recorded: Sequence[Any],
-    tensor: Any,
-    place: Place | None = None,
-) -> list[str]:
-    """Set hyperparameters by parameter name; return what did not fit ([] when all did).
-
-    Args:
-        optimizers: The live ones.
-        names: Their parameters' names.
-        recorded: Values made by `groups`, one per rank that recorded them; groups are found by the names of
-            their parameters, and by position where a group has none.
-        tensor: Gives the tensors in them by name.
-        place: Brings them to where they lay.
-    """
-    fitting, missing = _fitting(optimizers, names, [unflatten(value, tensor, place=place) for value in recorded])
-    for group, found in fitting:
-        _set_group(group, found)
-    return missing
-
-
-def misfits(optimizers: Sequence[torch.optim.Optimizer], names: Named, recorded: Sequence[Any]) -> list[str]:
-    """Return what `restore_groups` would, before any tensor is there: settings that are tensors are not compared."""
-    return _fitting(optimizers, names, [unflatten(value, lambda _: torch.empty(0)) for value in recorded])[1]
-
-
-def _fitting(
-    optimizers: Sequence[torch.optim.Optimizer], names: Named, recorded: Sequence[Any]
-) -> tuple[list[tuple[dict[str, Any], dict[str, Any]]], list[str]]:
-    """Return (live group, recorded group) of what fits, and what does not."""
-    if recorded and (same := _same_groups(optimizers, names, recorded[-1])) is not None:
-        return same, []
-    by_name: dict[str, dict[str, Any]] = {}
-    by_place: dict[tuple[int, int], dict[str, Any]] = {}
-    for value in recorded:
-        for i, one in enumerate(value):
-            for j, group in enumerate(one):
-                by_place.setdefault((i, j), group)
-                by_name.update(dict.fromkeys(group["params"], group))
-    fitting, missing = [], []
-    for i, optimizer in enumerate(optimizers):
-        for j, group in enumerate(optimizer.param_groups):
-            known = [by_name[n] for p in group["params"] if (n := names[id(p)]) in by_name]
-            found = known[0] if known else by_place.get((i, j))
-            if found is None:
-                missing.append(f"group {j} of optimizer {i}")
-            elif any(one is not found and _settings(one) != _settings(found) for one in known):
-                missing.append(f"one setting for group {j} of optimizer {i}: its parameters were in groups that differ")
-            else:
-                fitting.append((group, found))
-    return fitting, missing
-
-
-def _same_groups(
-    optimizers: Sequence[torch.optim.Optimizer], names: Named, recorded: Any
-) -> list[tuple[dict[str, Any], dict[str, Any]]] | None:
-    """Return (live group, recorded group) where all groups have the same parameters; None where they have not.
-
-    What was recorded last counts, as the names of its parameters say which group is theirs.
-    """
-    live = [group for optimizer in optimizers for group in optimizer.param_groups]
-    held = [group for one in recorded for group in one]
-    if not all(group["params"] for group in live):
-        return None  # a group without parameters is found by its place
-    if [len(o.param_groups) for o in optimizers] != [len(one) for one in recorded]:
-        return None
-    own = [list(map(names.__getitem__, map(id, group["params"]))) for group in live]
-    return list(zip(live, held, strict=True)) if own == [group["params"] for group in held] else None
-
-
-def _settings(group: Mapping[str, Any]) -> dict[str, Any]:
-    """Return hyperparameters that can be compared by ==."""
-    return {
-        k: v.tolist() if isinstance(v, torch.Tensor) else v for k, v in group.items() if k not in ("params", "name")
-    }
-
-
-def _set_group(group: dict[str, Any], recorded: Mapping[str, Any]) -> None:
-    for key, value in recorded.items():
-        if key == "params":
-            continue
-        live = group.get(key)
-        if isinstance(live, torch.Tensor) and isinstance(value, torch.Tensor):
-            with torch.no_grad():
-                live.copy_(value)
-        else:
-            group[key] = value
+def in_program_order(optimizer: torch.optim.Optimizer) -> None:
+    """Bring state that a restore has made into the order in which steps make it: that of the groups."""
+    state = optimizer.state
+    ordered = [param for param in parameters(optimizer) if param in state]
+    if all(map(operator.is_, ordered, state)):
+        return
+    others = [key for key in state if not isinstance(key, torch.Tensor)]
+    for key in [*ordered, *others]:
+        own = state.pop(key)  # to the end
+        state[key] = own

@@ -8,7 +8,16 @@ from typing import Any, Protocol
 import torch
 from torch import nn
 
-from flashckpt.state import left_out, modules, optimizer_extra, optimizer_state, pytree, rng
+from flashckpt.state import (
+    builds,
+    left_out,
+    modules,
+    named_groups,
+    optimizer_extra,
+    optimizer_state,
+    pytree,
+    rng,
+)
 from flashckpt.state.captured import Captured, ValuesRead
 from flashckpt.state.exclusion import Exclusion
 from flashckpt.state.module_tensors import ModuleTensors
@@ -51,6 +60,8 @@ class ValueReader:
         self._others: list[tuple[str, list[dict[Any, Any]]]] = []
         self._groups: dict[str, list[list[list[str]]]] = {}
         self._extras = optimizer_extra.Extras()
+        self._built: dict[str, Any] = {}
+        self._program: dict[str, Any] = {}
         self._left_out: dict[str, torch.Tensor] = {}
         self._sample: bytes | None = None
         self._devices: set[torch.device] = set()
@@ -73,7 +84,7 @@ class ValueReader:
 
     def take(self, entries: OptimizerEntries) -> None:
         """Take note of the optimizers' state: what of it is no tensor."""
-        self.values, self._forms = entries.values, entries.forms
+        self.values, self._forms, self._program = entries.values, entries.forms, {}
         self._others = [
             (label, [dict.fromkeys(optimizer_state.other_keys(optimizer), optimizer.state) for optimizer in group])
             for label, group in self._tracked.optimizers.items()
@@ -116,12 +127,25 @@ class ValueReader:
             generators = f"rng@{self._tracked.world.suffix}", rng.Generators.now(self._devices)
         return Captured(read=ValuesRead(values, generators), tensors=tensors)
 
+    def _read_program(self) -> dict[str, Any]:
+        """Return the record of the program; settings as they are when they are first read, before a restore."""
+        tracked = self._tracked
+        if not tracked.optimizers and not any(map(builds.is_scheduler, tracked.objects.values())):
+            return {}
+        for label, optimizers in tracked.optimizers.items():
+            if label not in self._built:
+                self._built[label] = builds.built(optimizers)
+        self._program = builds.record(tracked.optimizers, tracked.objects, self._built)
+        return self._program
+
     def _read_optimizers(self, values: dict[str, Any], tensors: dict[str, torch.Tensor]) -> None:
         world = self._tracked.world
         suffix, stage = world.suffix, f"@{world.stage}" if world.stage else ""
+        if program := self._program or self._read_program():
+            values[f"{builds.KEY}{stage}"] = program
         for label, group in self._tracked.optimizers.items():
             key = f"{label}.groups{stage}"
-            values[key], own = optimizer_state.groups(group, self.group_names(label), f"{label}.groups@{suffix}")
+            values[key], own = named_groups.groups(group, self.group_names(label), f"{label}.groups@{suffix}")
             tensors |= own
             if any(extra := self._extras.read(group)):
                 key = f"{label}.extra@{suffix}"
@@ -145,5 +169,5 @@ class ValueReader:
         known = self._groups.get(label)
         counts = [[len(g["params"]) for g in o.param_groups] for o in group]
         if known is None or [[len(names) for names in one] for one in known] != counts:
-            known = self._groups[label] = optimizer_state.group_names(group, self._tracked.names_for(group))
+            known = self._groups[label] = named_groups.group_names(group, self._tracked.names_for(group))
         return known

@@ -20,7 +20,7 @@ from flashckpt.restore import unexpected
 from flashckpt.restore.foreseen_state import foreseen_state
 from flashckpt.restore.requirements import LiveState, Requirements, requirements
 from flashckpt.restore.source_names import SourceNames
-from flashckpt.state import optimizer_state
+from flashckpt.state import named_groups, optimizer_state
 from flashckpt.state.placement import World
 from flashckpt.state.registry import StateRegistry
 
@@ -193,7 +193,7 @@ def test_a_group_with_a_parameter_of_no_live_optimizer_is_foreign_although_all_t
     ]
 
 
-def test_groups_of_the_same_parameters_fit_as_they_do_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_groups_of_the_same_parameters_fit_as_they_do_by_name() -> None:
     model = model_of((2,), (2,), (5, 1), (2,))
     optimizer = in_two_groups(model)
     names = {id(param): str(k) for k, param in enumerate(model)}
@@ -201,16 +201,18 @@ def test_groups_of_the_same_parameters_fit_as_they_do_by_name(monkeypatch: pytes
     def recorded(lr: float) -> list[Any]:
         return [[{"params": ["2", "3"], "lr": lr}, {"params": ["0", "1"], "lr": 2 * lr}]]
 
-    def fitting(values: list[Any]) -> Any:
-        return optimizer_state._fitting([optimizer], names, values)
+    def fitting(values: list[Any], *, quickly: bool) -> Any:
+        groups = named_groups.Groups(values)
+        (match,) = groups.match([optimizer], names)
+        if not quickly:
+            homes = groups._homes[-1]
+            match = replace(match, refs=[list(dict.fromkeys(map(homes.__getitem__, own))) for own in match.names])
+        return [(live, groups[ref]) for _, live, ref in match.found()]
 
     for values in ([recorded(0.1)], [recorded(0.1), recorded(0.5)], [[[*recorded(0.3)[0][::-1]]]]):
-        quick = fitting(values)
-        with monkeypatch.context() as patch:
-            patch.setattr(optimizer_state, "_same_groups", lambda *_: None)
-            assert fitting(values) == quick
-        assert not quick[1]
-        assert len(quick[0]) == 2
+        quick = fitting(values, quickly=True)
+        assert fitting(values, quickly=False) == quick
+        assert [group["params"] for _, group in quick] == [["2", "3"], ["0", "1"]]
 
 
 def test_state_that_is_not_only_tensors_is_looked_at_one_by_one() -> None:

@@ -17,6 +17,7 @@ from torch import nn
 from flashckpt import Checkpointer
 from flashckpt.errors import ConfigError, NoCheckpointError, ShardGapError, UnsupportedStateError
 from flashckpt.native import IMPLEMENTATIONS, implementation
+from flashckpt.restore.program import Program
 from flashckpt.restore.source_names import SourceNames
 from flashckpt.restore.values import Values, missing_values
 from flashckpt.shm.control import ControlView
@@ -149,8 +150,10 @@ def test_an_optional_object_stays_as_it_is_only_where_the_snapshot_never_had_it(
     assert place.state == {"at": 7}
     tracked = ckpt._tracked
     nothing = Values([], SourceNames([]), 0)
-    assert missing_values(tracked, nothing, None, is_whole=True) == []
-    assert missing_values(tracked, nothing, None, is_whole=False) == ["place"]  # a rank that is lost may have had it
+    assert missing_values(tracked, nothing, None, program=Program(), is_whole=True) == []
+    assert missing_values(tracked, nothing, None, program=Program(), is_whole=False) == [
+        "place"
+    ]  # a rank that is lost may have had it
     ckpt.step(2)
     crash(ckpt)
     place = Optional(at=0)

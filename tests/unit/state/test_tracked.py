@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from flashckpt.errors import ConfigError, UnsupportedStateError
-from flashckpt.state import optimizer_state, pytree, rng
+from flashckpt.state import named_groups, pytree, rng
 from flashckpt.state.placement import LocalBox, contiguous_runs, current_world
 from flashckpt.state.registry import StateRegistry
 from flashckpt.state.state_layout import StateLayout
@@ -260,8 +260,12 @@ def test_hyperparameters_follow_their_parameters_through_another_order_of_groups
     old = torch.optim.SGD([{"params": [a], "lr": 0.1}, {"params": [b], "lr": 0.2}], lr=1.0)
     new = torch.optim.SGD([{"params": [b]}, {"params": [a]}], lr=1.0)
     named = {id(a): "0.weight", id(b): "1.weight"}
-    value, _ = optimizer_state.groups([old], optimizer_state.group_names([old], named), "optimizer.groups")
-    assert optimizer_state.restore_groups([new], named, [value], None) == []
+    value, _ = named_groups.groups([old], named_groups.group_names([old], named), "optimizer.groups")
+    recorded = named_groups.Groups([value])
+    (match,) = recorded.match([new], named)
+    for _, group, ref in match.found():
+        named_groups.set_group(group, recorded[ref])
+    assert recorded.order(match) == named_groups.GroupOrder(2, ((1,), (0,)))
     assert [g["lr"] for g in new.param_groups] == [0.2, 0.1]
 
 

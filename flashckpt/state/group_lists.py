@@ -1,0 +1,220 @@
+"""Lists that have one entry for each parameter group, in the state of schedulers and of other objects beside an optimizer.
+
+They are by position. Where a program makes its groups in another order, the entries follow the groups that they belong to;
+a list of which that cannot be said is refused.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from flashckpt.state.named_groups import GroupOrder, plain
+
+BY_GROUP = frozenset(
+    {"base_lrs", "_last_lr", "min_lrs", "max_lrs", "lr_lambdas", "base_momentums", "max_momentums", "swa_lrs"}
+)
+"""What torch's schedulers keep for each group."""
+NOT_BY_GROUP = frozenset({"_milestones", "milestones", "_schedulers", "_schedule_phases"})
+"""What they keep in lists otherwise."""
+_DEEPEST, _MOST_SEEN = 4, 2000
+_OPAQUE = (torch.Tensor, torch.nn.Module, type, str, bytes, int, float)
+
+
+@dataclass(frozen=True, eq=False)
+class GroupsOf:
+    """The groups of one live optimizer.
+
+    Attributes:
+        optimizer: It.
+        order: Which recorded ones they are.
+        recorded: The settings of all groups of the recorded optimizer, in its order.
+    """
+
+    optimizer: torch.optim.Optimizer
+    order: GroupOrder
+    recorded: Sequence[Mapping[Any, Any]] = ()
+
+
+@dataclass(eq=False)
+class InLiveOrder:
+    """One state on its way from the recorded order of groups to the live one.
+
+    Attributes:
+        misfits: Places in the state whose entries cannot be said to belong to any group; the live ones stay there.
+    """
+
+    groups: GroupsOf | None
+    knows_lists: bool
+    is_beside: bool
+    misfits: list[str] = field(default_factory=list)
+
+    def node(self, state: Any, live: Any, path: str) -> Any:
+        """Return a part of the state, with its lists in the live order."""
+        if isinstance(state, dict):
+            if self.is_beside and not self.knows_lists and _is_counted(state):
+                entries = self._entries(list(state.values()), None, path, is_known=False)
+                return dict(enumerate(entries))
+            known = live if isinstance(live, Mapping) else {}
+            return {key: self._member(key, value, known.get(key), f"{path}.{key}") for key, value in state.items()}
+        if type(state) in (list, tuple):
+            there = list(live) if isinstance(live, (list, tuple)) and len(live) == len(state) else [None] * len(state)
+            parts = [self.node(v, w, f"{path}.{i}") for i, (v, w) in enumerate(zip(state, there, strict=True))]
+            return type(state)(parts)
+        return state
+
+    def _member(self, key: Any, value: Any, live: Any, path: str) -> Any:
+        is_known = key in BY_GROUP
+        if key in NOT_BY_GROUP:
+            return value if key != "_schedulers" else self.node(value, live, path)
+        if type(value) in (list, tuple) and (is_known or not self.knows_lists):
+            own = live if isinstance(live, (list, tuple)) else None
+            return type(value)(self._entries(list(value), own, path, is_known=is_known))
+        if isinstance(value, torch.Tensor) and not self.knows_lists and self.is_beside and self._is_of_groups(value):
+            self.misfits.append(path)
+            return value if live is None else live
+        return self.node(value, live, path)
+
+    def _entries(self, entries: list[Any], live: Sequence[Any] | None, path: str, *, is_known: bool) -> Sequence[Any]:
+        groups = self.groups
+        total = 0 if groups is None else groups.order.total
+        if is_known and (not total or len(entries) != total):
+            if live is None or len(live) == len(entries):
+                return entries
+        elif is_known or (groups and self._is_known_by_its_entries(entries, live)):
+            return self._moved(entries, live, path)
+        elif not self._may_be_by_group(entries, live):
+            return [self.node(one, None, f"{path}.{i}") for i, one in enumerate(entries)]
+        self.misfits.append(path)
+        return entries if live is None else live
+
+    def _is_known_by_its_entries(self, entries: list[Any], live: Sequence[Any] | None) -> bool:
+        """Whether a list is a setting of all groups, or what the program makes now, put into the recorded order."""
+        assert self.groups is not None
+        if len(entries) != self.groups.order.total or _is_column(entries, self.groups.recorded):
+            return len(entries) == self.groups.order.total
+        order = self.groups.order
+        moved = [entries[of[0]] for of in order.of if of]
+        return live is not None and len(moved) == len(order.of) == len(live) and _are_alike(live, moved)
+
+    def _may_be_by_group(self, entries: list[Any], live: Sequence[Any] | None) -> bool:
+        """Whether a list that nobody knows may have an entry per group, in another order than the live one."""
+        if not self.is_beside or self.groups is None or self.groups.order.is_same or _are_equal(entries):
+            return False
+        is_as_built = live is not None and len(live) == len(entries) and _are_alike(live, entries)
+        return len(entries) == self.groups.order.total and not is_as_built
+
+    def _moved(self, entries: list[Any], live: Sequence[Any] | None, path: str) -> Sequence[Any]:
+        assert self.groups is not None
+        moved = []
+        for place, sources in enumerate(self.groups.order.of):
+            found = [entries[source] for source in sources]
+            if found and _are_equal(found):
+                moved.append(found[0])
+            elif live is not None and place < len(live):
+                if found:
+                    self.misfits.append(path)
+                moved.append(live[place])
+            else:
+                self.misfits.append(path)
+                return entries if live is None else live
+        return moved
+
+    def _is_of_groups(self, value: torch.Tensor) -> bool:
+        order = None if self.groups is None else self.groups.order
+        return order is not None and not order.is_same and value.dim() == 1 and len(value) == order.total
+
+
+def in_live_order(name: str, thing: Any, state: Any, groups: Sequence[GroupsOf]) -> tuple[Any, list[str]]:
+    """Return the recorded state of an object in the order of the live groups, and the places where that cannot be said.
+
+    Args:
+        name: Of the object.
+        thing: The object.
+        state: What was recorded of it.
+        groups: Of all optimizers.
+    """
+    own = group_of(thing, groups)
+    is_scheduler = isinstance(thing, torch.optim.lr_scheduler.LRScheduler)
+    if own is None and not is_scheduler:
+        moved = [one for one in groups if not one.order.is_same]
+        if len(moved) != 1:
+            return state, []
+        walk = InLiveOrder(moved[0], knows_lists=False, is_beside=False)
+    elif own is not None and own.order.is_same:
+        return state, []
+    else:
+        walk = InLiveOrder(own, knows_lists=all(map(_is_of_torch, schedulers_in(thing))), is_beside=True)
+    live = thing.state_dict() if own is not None or is_scheduler else None
+    return walk.node(state, live, name), walk.misfits
+
+
+def beside(groups: GroupsOf, state: Any, path: str) -> tuple[Any, list[str]]:
+    """Do the same for what an optimizer itself keeps beside the state of its parameters."""
+    if groups.order.is_same:
+        return state, []
+    walk = InLiveOrder(groups, knows_lists=False, is_beside=True)
+    return walk.node(state, None, path), walk.misfits
+
+
+def group_of(thing: Any, groups: Sequence[GroupsOf]) -> GroupsOf | None:
+    """Return the groups of the optimizer that an object holds, itself or in what it consists of; None where it holds none."""
+    by_id = {id(one.optimizer.param_groups): one for one in groups}
+    return next((by_id[id(found)] for found in _param_groups(thing) if id(found) in by_id), None)
+
+
+def schedulers_in(thing: Any) -> list[Any]:
+    """Return an object, and the schedulers that it calls where it is a scheduler of others."""
+    inner = vars(thing).get("_schedulers", ()) if hasattr(thing, "__dict__") else ()
+    return [thing, *itertools.chain.from_iterable(map(schedulers_in, inner if type(inner) in (list, tuple) else ()))]
+
+
+def _is_of_torch(thing: Any) -> bool:
+    return type(thing).__module__.startswith("torch.")
+
+
+def _param_groups(thing: Any) -> Iterator[Any]:
+    """Yield every `param_groups` of an object and of its members, the nearest first."""
+    level, seen = [thing], {id(thing)}
+    for _ in range(_DEEPEST):
+        below: list[Any] = []
+        for one in level:
+            with contextlib.suppress(Exception):  # an attribute of anybody's class
+                yield one.param_groups
+            for member in itertools.islice(_members(one), _MOST_SEEN - len(seen)):
+                if not isinstance(member, _OPAQUE) and id(member) not in seen:
+                    seen.add(id(member))
+                    below.append(member)
+        level = below
+
+
+def _members(thing: Any) -> Iterable[Any]:
+    if type(thing) in (list, tuple):
+        return thing  # type: ignore[no-any-return]  # one of the two
+    return list((thing if type(thing) is dict else getattr(thing, "__dict__", {})).values())
+
+
+def _is_counted(state: Mapping[Any, Any]) -> bool:
+    """Whether a dict is a list in other words: its keys are 0, 1, 2, ..."""
+    return len(state) > 1 and all(type(key) is int and key == place for place, key in enumerate(state))
+
+
+def _are_equal(entries: Sequence[Any]) -> bool:
+    if any(isinstance(one, torch.Tensor) for one in entries):
+        return all(one is entries[0] for one in entries)
+    return all(type(one) is type(entries[0]) and one == entries[0] for one in entries)
+
+
+def _are_alike(some: Sequence[Any], others: Sequence[Any]) -> bool:
+    return all(_are_equal(pair) for pair in zip(some, others, strict=True))
+
+
+def _is_column(entries: Sequence[Any], recorded: Sequence[Mapping[Any, Any]]) -> bool:
+    """Whether a list is one setting of all groups, which so differ in it."""
+    keys = set(recorded[0]).intersection(*recorded) if recorded else set()
+    return any([plain(group[key]) for group in recorded] == list(entries) for key in keys)
