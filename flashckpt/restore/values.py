@@ -16,6 +16,7 @@ from flashckpt.restore.gaps import half_restored
 from flashckpt.restore.requirements import is_wanted
 from flashckpt.restore.source_names import SourceNames
 from flashckpt.state import loaders, optimizer_extra, optimizer_state, pytree, rng, samplers
+from flashckpt.state.loaded import Giving, ask
 from flashckpt.state.registry import StateRegistry
 
 _OF_THE_WHOLE = frozenset({"groups", "forms", "state", "extra"})
@@ -108,18 +109,10 @@ def apply_values(
 
     Raises:
         ShardGapError: A value consists of a tensor that no source has.
+        ObjectStateError: An object raised, or is not what it was given.
     """
     tensor = functools.partial(_filled, tensors)
-    missing = []
-    # samplers last: asked for its state before the restore, a stateful loader began an iterator, which it drops now
-    for name, thing in sorted(tracked.objects.items(), key=lambda item: samplers.is_sampler(item[1])):
-        if not is_wanted(name, only):
-            continue
-        found, skeleton = values.find(tracked.key_of(name, thing))
-        if found:
-            thing.load_state_dict(pytree.unflatten(skeleton, tensor, place=_to_device))
-        elif not _is_optional(thing):
-            missing.append(name)
+    missing = _give_objects(tracked, values, tensor, only)
     for label, optimizers in tracked.optimizers.items():
         if is_wanted(f"{label}.groups", only):
             names = tracked.names_for(optimizers)
@@ -131,11 +124,29 @@ def apply_values(
             continue
         found, value = values.find(name)
         if found:
-            module.set_extra_state(pytree.unflatten(value, tensor, place=_to_device))
+            ask(name, module, "set_extra_state", pytree.unflatten(value, tensor, place=_to_device))
         else:
             missing.append(name)
     reseeded = _restore_rng(tracked, values, step) if tracked.rng and is_wanted("rng", only) else []
     return Applied(missing, reseeded)
+
+
+def _give_objects(tracked: StateRegistry, values: Values, tensor: Tensors, only: str | None) -> list[str]:
+    """Give objects their state, then see whether they took it; return the names of those that no source has."""
+    missing, given = [], list[tuple[Giving, Callable[[], Any]]]()
+    # samplers last: one that a loader also knows is to have its own
+    for name, thing in sorted(tracked.objects.items(), key=lambda item: samplers.is_sampler(item[1])):
+        found, skeleton = values.find(tracked.key_of(name, thing)) if is_wanted(name, only) else (False, None)
+        if found:
+            state = functools.partial(pytree.unflatten, skeleton, tensor, place=_to_device)
+            given.append((Giving(name, thing), state))
+            given[-1][0].give(state())
+        elif is_wanted(name, only) and not _is_optional(thing):
+            missing.append(name)
+        tracked.was_given(name)
+    for one, recorded in given:
+        one.check(recorded)
+    return missing
 
 
 def _filled(tensors: Mapping[str, torch.Tensor], name: str) -> torch.Tensor:
