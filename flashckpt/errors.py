@@ -211,6 +211,12 @@ class ObjectMissingError(StoreError):
     exit_code = 42
 
 
+class ObjectStateError(FlashckptError):
+    """A tracked object's own method raised, or the object is not what it was given; no older snapshot is tried."""
+
+    exit_code = 43
+
+
 class DivergedError(FlashckptError):
     """Training diverged: too many non-finite steps in a row, or too many rollbacks."""
 

@@ -28,6 +28,7 @@ from flashckpt.state.structure import in_order
 from flashckpt.storage.factory import place_of
 
 _logger = logging.getLogger("flashckpt")
+_UNREAD_BYTES = 256 << 10
 
 
 @dataclass(eq=False, kw_only=True)
@@ -83,11 +84,14 @@ class Opening:
         )
         self.memory.refuse_other_run()
         plan, inventories = self._open_memory(coordinator)
+        unread = set(self.tracked.unread)
         begin = coordinator.begin_fresh if self.begins_fresh else coordinator.run
         outcome = begin(inventories, own=self.memory.segment)
         if outcome.report is None and not self.begins_fresh:
             replication.verify(plan.layout.structure)
-        is_current = self.tracked.planned is plan.layout.structure and outcome.report is None
+            self.tracked.nothing_is_given()
+        is_current = unread == self.tracked.unread and self.tracked.planned is plan.layout.structure
+        is_current = is_current and outcome.report is None
         return OpenedJob(
             tracked=self.tracked,
             directory=self.directory,
@@ -127,6 +131,10 @@ class Opening:
         if more := recorded_beside(layout.reserved, need.layout, self.directory, self.tracked):
             planned = map(layout.reserved.shard, range(len(layout.reserved)))
             need = need_of(in_order([*planned, *more]), value_bytes=value_bytes)
+        if (
+            self.tracked.unread
+        ):  # not asked yet whether there are tensors in their state: room for positions and generators
+            need = need.with_room(_UNREAD_BYTES)
         return CopyPlan.of(layout, self.tracked.ahead.refused), need
 
     def _say(self, slots: int, need: MemoryNeed, *, ranks: int) -> None:

@@ -150,6 +150,7 @@ class Session:
 
     def _take(self, step: int) -> bool:
         """Begin a snapshot of the present state; False, at once, where no slot can be written now."""
+        self.tracked.unread.clear()  # training is on its way: what a source says now is where it is
         captured = self.tracked.capture()
         plan, captured = self._plans.of(captured)
         if not self.memory.has_slot:

@@ -19,7 +19,8 @@ from flashckpt.restore.program import Program
 from flashckpt.restore.requirements import Wanted, is_wanted
 from flashckpt.restore.source_names import SourceNames
 from flashckpt.state import builds, loaders, optimizer_extra, optimizer_state, pytree, rng, samplers
-from flashckpt.state.group_lists import beside, in_live_order
+from flashckpt.state.group_lists import GroupsOf, beside, in_live_order
+from flashckpt.state.loaded import Giving, ask
 from flashckpt.state.registry import StateRegistry
 
 _OF_THE_WHOLE = frozenset({"groups", "forms", "state", "extra"})
@@ -131,21 +132,11 @@ def apply_values(
 
     Raises:
         ShardGapError: A value consists of a tensor that no source has.
+        ObjectStateError: An object raised, or is not what it was given.
     """
     tensor, orders = functools.partial(_filled, tensors), program.all_orders
-    missing: list[str] = []
     overruled: list[str] = []
-    # samplers last: asked for its state before the restore, a stateful loader began an iterator, which it drops now
-    for name, thing in sorted(tracked.objects.items(), key=lambda item: samplers.is_sampler(item[1])):
-        if not is_wanted(name, only):
-            continue
-        found, skeleton = values.find(tracked.key_of(name, thing))
-        if found:
-            state, misfits = in_live_order(name, thing, pytree.unflatten(skeleton, tensor, place=_to_device), orders)
-            thing.load_state_dict(state)
-            missing += misfits
-        elif not _is_optional(thing):
-            missing.append(name)
+    missing = _give_objects(tracked, values, tensor, only, orders)
     for label in tracked.optimizers:
         if is_wanted(f"{label}.groups", only):
             recorded = [pytree.unflatten(v, tensor, place=_to_device) for v in values.recorded(f"{label}.groups")]
@@ -157,11 +148,37 @@ def apply_values(
             continue
         found, value = values.find(name)
         if found:
-            module.set_extra_state(pytree.unflatten(value, tensor, place=_to_device))
+            ask(name, module, "set_extra_state", pytree.unflatten(value, tensor, place=_to_device))
         else:
             missing.append(name)
     reseeded = _restore_rng(tracked, values, step) if tracked.rng and is_wanted("rng", only) else []
     return Applied(missing, reseeded, overruled)
+
+
+def _give_objects(
+    tracked: StateRegistry, values: Values, tensor: Tensors, only: Wanted, orders: Sequence[GroupsOf]
+) -> list[str]:
+    """Give objects their state, then see whether they took it; return the names of those that no source has."""
+    missing: list[str] = []
+    given = list[tuple[Giving, Callable[[], Any]]]()
+
+    def state_of(name: str, thing: Any, skeleton: Any) -> Any:
+        state, misfits = in_live_order(name, thing, pytree.unflatten(skeleton, tensor, place=_to_device), orders)
+        missing.extend(one for one in misfits if one not in missing)
+        return state
+
+    # samplers last: one that a loader also knows is to have its own
+    for name, thing in sorted(tracked.objects.items(), key=lambda item: samplers.is_sampler(item[1])):
+        found, skeleton = values.find(tracked.key_of(name, thing)) if is_wanted(name, only) else (False, None)
+        if found:
+            given.append((Giving(name, thing), functools.partial(state_of, name, thing, skeleton)))
+            given[-1][0].give(given[-1][1]())
+        elif is_wanted(name, only) and not _is_optional(thing):
+            missing.append(name)
+        tracked.was_given(name)
+    for one, recorded in given:
+        one.check(recorded)
+    return missing
 
 
 def _filled(tensors: Mapping[str, torch.Tensor], name: str) -> torch.Tensor:

@@ -9,11 +9,12 @@ from typing import Any, TypeVar
 
 from flashckpt import collectives
 from flashckpt.core.snapshot_id import SnapshotId
-from flashckpt.errors import DisagreementError, FlashckptError, TensorMismatchError
+from flashckpt.errors import DisagreementError, FlashckptError, ObjectStateError, TensorMismatchError
 
 MOST_REASON_CHARS = 300
 """Most characters of an error that are sent to every rank."""
 Result = TypeVar("Result")
+_OF_THE_PROGRAM = (TensorMismatchError, ObjectStateError)
 
 
 class CandidateState(IntEnum):
@@ -41,7 +42,7 @@ class Rejection:
     @property
     def state(self) -> CandidateState:
         """What the rank votes."""
-        is_mismatch = isinstance(self.error, TensorMismatchError)
+        is_mismatch = isinstance(self.error, _OF_THE_PROGRAM)
         return CandidateState.MISMATCH if is_mismatch else CandidateState.REJECTED
 
 
@@ -110,8 +111,8 @@ def hold(vote: Vote, rejection: Rejection | None = None) -> Ballot:
 
     Raises:
         DisagreementError: Another rank tries another candidate; names it. On every rank.
-        TensorMismatchError: What some rank has is of another form than the candidate's. On every rank: an older
-            candidate might fit by chance, and everything since would be lost.
+        TensorMismatchError: What some rank has is of another form than the candidate's, or an object does not take its
+            state. On every rank: an older candidate might fit by chance, and everything since would be lost.
     """
     votes = [Vote.unpack(packed) for packed in collectives.all_gather(vote.pack())]
     for rank, other in enumerate(votes):
@@ -126,7 +127,7 @@ def hold(vote: Vote, rejection: Rejection | None = None) -> Ballot:
     first = next((rank for rank, other in enumerate(votes) if other.state is CandidateState.MISMATCH), None)
     if first is None:
         return Ballot(votes)
-    if rejection is not None and isinstance(rejection.error, TensorMismatchError):
+    if rejection is not None and isinstance(rejection.error, _OF_THE_PROGRAM):
         raise rejection.error
     raise TensorMismatchError(
         f"{vote.id} is not of this program: rank {first} says why",

@@ -5,11 +5,16 @@ Kinds of other libraries are known by their names, so that none of them is impor
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Set as AbstractSet
 from dataclasses import dataclass
 from typing import Any
 
-from torch.utils.data import DataLoader, IterableDataset
+import torch
+from torch.utils.data import BatchSampler, DataLoader, IterableDataset
 
+_OF_NUMBERS = ("SequentialSampler", "DistributedSampler", "SeedableRandomSampler", "_InfiniteConstantSampler")
+"""Samplers whose order follows from numbers that the program gives them: the epoch, a seed."""
 PAGE = "docs/data.md, which data source is exact"
 
 
@@ -28,11 +33,16 @@ class Continuation:
 
 ELASTIC = Continuation(words="exact on any number of ranks")
 LOADER = Continuation(words="exact on the same number of ranks; with ElasticSampler as its sampler on any")
+NODES = Continuation(words="exact on the same number of ranks")
 OWN_STATE = Continuation(
     words="exact on the same ranks and loader workers, if load_state_dict() of the data set continues at the next sample"
 )
 READ_AGAIN = Continuation(
     words="exact only if the data set yields the same samples each time: it keeps no state, and is read again from its beginning",
+    is_exact=False,
+)
+ORDER_AGAIN = Continuation(
+    words="exact only if its sampler gives the same order each time: it keeps no state, and is read again from its beginning",
     is_exact=False,
 )
 STREAM = Continuation(words="exact on the same ranks, iterated in this process")
@@ -47,13 +57,93 @@ def continuation_of(thing: Any) -> Continuation | None:
     if any(type(part).__module__.startswith("flashckpt.sampler.") for part in parts):
         return ELASTIC
     if _is(thing, "torchdata.stateful_dataloader", "StatefulDataLoader"):
-        data = thing.dataset
-        if not isinstance(data, IterableDataset):
-            return LOADER
-        return OWN_STATE if _keeps_state(data) else READ_AGAIN
+        return _of_loader(thing)
+    if _is(thing, "torchdata.nodes", "Loader"):
+        found = [LOADER if _keeps_state(part) else _read_again(part) for part in _leaves(thing.root)]
+        return NODES if all(one.is_exact for one in found) else ORDER_AGAIN
     if _is(thing, "datasets", "IterableDataset"):
         return SHUFFLED_STREAM if _has_buffer(thing) else STREAM
     return None
+
+
+def _of_loader(loader: Any) -> Continuation:
+    data = loader.dataset
+    if not isinstance(data, IterableDataset):
+        return _of_order(loader.sampler if loader.batch_sampler is None else loader.batch_sampler)
+    if _is(data, "datasets", "IterableDataset") and _has_buffer(data):
+        return SHUFFLED_STREAM
+    return OWN_STATE if _keeps_state(data) else READ_AGAIN
+
+
+def _of_order(order: Any) -> Continuation:
+    """Return how a loader continues whose samples are ordered so: by a state that is recorded, or read again up to the place."""
+    inner = getattr(order, "sampler", None)
+    if _keeps_state(order) or _is(order, "torchdata", "RandomSampler"):
+        return LOADER
+    if _is(order, "torchdata", "BatchSampler"):  # its iterator keeps its own state, and that of the sampler's
+        return _of_order(inner)
+    if type(order) is BatchSampler:
+        return _read_again(inner)
+    return _read_again(order)
+
+
+def _read_again(order: Any) -> Continuation:
+    """Return how a loader continues of which the order is not recorded."""
+    is_same = isinstance(order, (range, list, tuple)) or any(
+        kind.__name__ in _OF_NUMBERS for kind in type(order).__mro__
+    )
+    return LOADER if is_same else ORDER_AGAIN
+
+
+def _leaves(node: Any) -> Iterator[Any]:
+    """Yield what the nodes of torchdata draw from: samplers and iterables, and nothing that other nodes wrap."""
+    waiting, seen = [node], set[int]()
+    while waiting:
+        part = waiting.pop()
+        if id(part) in seen:
+            continue
+        seen.add(id(part))
+        for name, value in vars(part).items():
+            inside = list(value.values()) if isinstance(value, dict) else [value]
+            waiting += [one for one in inside if _is(one, "torchdata.nodes", "BaseNode")]
+            if name in ("sampler", "iterable"):
+                yield value
+
+
+def begins_when_read(thing: Any) -> bool:
+    """Whether an object may begin to read data when it is asked for its state: sources of data, and what has one inside."""
+    return bool(_sources_in(thing))
+
+
+def may_be_read_first(thing: Any) -> bool:
+    """Whether a source can be given its state also after it was asked for it."""
+    return all(isinstance(part, DataLoader) or _is(part, "datasets", "IterableDataset") for part in _sources_in(thing))
+
+
+def is_lazy(thing: Any) -> bool:
+    """Whether a source takes what it is given only when it is iterated: until then it tells something else, or fetches."""
+    return any(isinstance(part, DataLoader) or fetches_when_read(part) for part in _sources_in(thing))
+
+
+def fetches_when_read(thing: Any) -> bool:
+    """Whether a source that was given its state fetches the next samples when it is asked for it, before the loop does."""
+    return any(_is(part, "torchdata.nodes", "Loader") for part in (thing, *_members(thing)))
+
+
+def _members(thing: Any) -> list[Any]:
+    return list(getattr(thing, "__dict__", {}).values())
+
+
+def _sources_in(thing: Any) -> list[Any]:
+    parts = [thing, *(part for part in _members(thing) if isinstance(part, DataLoader) or _keeps_state(part))]
+    return [part for part in parts if _is_source(part)]
+
+
+def _is_source(thing: Any) -> bool:
+    plain = (Mapping, Sequence, AbstractSet, torch.Tensor, torch.nn.Module, torch.optim.Optimizer, type)
+    if type(thing).__module__.startswith("flashckpt.") or isinstance(thing, plain):
+        return False
+    return any(hasattr(thing, name) for name in ("__iter__", "__next__", "commit"))
 
 
 def refusal_of(thing: Any) -> tuple[str, str] | None:

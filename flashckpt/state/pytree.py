@@ -109,7 +109,8 @@ def _from_array(array: np.ndarray, path: str) -> torch.Tensor:
     plain = type(array) in (np.ndarray, np.memmap) and array.dtype.kind in "biufc" and array.dtype.isnative
     if plain:
         try:
-            return torch.from_numpy(np.ascontiguousarray(array).reshape(array.shape))
+            own = array if array.flags.writeable else array.copy()  # torch warns of memory that nobody may write
+            return torch.from_numpy(np.ascontiguousarray(own).reshape(array.shape))
         except TypeError:  # a dtype that torch has not, e.g. longdouble
             pass
     found = f"a {type(array).__module__}.{type(array).__qualname__} of dtype {array.dtype.str}"

@@ -14,7 +14,7 @@ from torch.distributed.tensor import DTensor
 from flashckpt.errors import ConfigError, UnsupportedStateError
 from flashckpt.state import left_out, modules, optimizer_extra, optimizer_state, samplers
 from flashckpt.state.captured import Captured
-from flashckpt.state.data_sources import refusal_of
+from flashckpt.state.data_sources import begins_when_read, fetches_when_read, may_be_read_first, refusal_of
 from flashckpt.state.deferred_optimizer import DeferredState
 from flashckpt.state.depth import refuse_deep
 from flashckpt.state.exclusion import Exclusion
@@ -59,6 +59,7 @@ class StateRegistry:
         modules: Model parts by track name.
         optimizers: torch optimizers by track name.
         objects: Everything else with state_dict and load_state_dict, by track name.
+        unread: Track names of sources of data whose state is not asked for yet: asked before it is loaded, some begin then.
         rng: Whether the random number generators are part of the state.
         planned: The structure built last, which `holds` speaks of.
         ahead: Optimizer state in it that does not exist yet.
@@ -72,6 +73,7 @@ class StateRegistry:
         self.modules: dict[str, list[nn.Module]] = {}
         self.optimizers: dict[str, list[torch.optim.Optimizer]] = {}
         self.objects: dict[str, Any] = {}
+        self.unread: set[str] = set()
         self.rng = False
         self.fenced: set[str] = set()
         self.exclusion = Exclusion()
@@ -122,6 +124,7 @@ class StateRegistry:
             samplers.refuse_second(name, thing, self.objects)
             refuse_deep(name, *parts)
             self.objects[name] = thing
+            self.unread |= {name} if begins_when_read(thing) else set()
         else:
             anything = "a module, an optimizer, a list of them, or anything with state_dict() and load_state_dict()"
             expected, remedy = refusal_of(thing) or (anything, "")
@@ -335,6 +338,15 @@ class StateRegistry:
         self._built_of = self._owners()
 
     # -- values ------------------------------------------------------------------------------------------
+
+    def was_given(self, name: str) -> None:
+        """Record that an object has its state, or that nobody has any for it; some are asked once they continue."""
+        if not fetches_when_read(self.objects[name]):
+            self.unread.discard(name)
+
+    def nothing_is_given(self) -> None:
+        """Record that nothing is restored: what a later restore can load all the same may be asked."""
+        self.unread = {name for name in self.unread if not may_be_read_first(self.objects[name])}
 
     def capture(self) -> Captured:
         """Read what is not a held tensor: hyperparameters, objects' state, random number generators."""

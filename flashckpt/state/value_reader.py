@@ -20,6 +20,7 @@ from flashckpt.state import (
 )
 from flashckpt.state.captured import Captured, ValuesRead
 from flashckpt.state.exclusion import Exclusion
+from flashckpt.state.loaded import ask
 from flashckpt.state.module_tensors import ModuleTensors
 from flashckpt.state.optimizer_entries import OptimizerEntries, StateValue
 from flashckpt.state.placement import World
@@ -34,6 +35,7 @@ class Readable(Protocol):
     world: World
     optimizers: dict[str, list[torch.optim.Optimizer]]
     objects: dict[str, Any]
+    unread: set[str]
     rng: bool
     aliases: dict[str, str]
 
@@ -107,16 +109,19 @@ class ValueReader:
 
         Raises:
             UnsupportedStateError: A value that cannot be held; names it.
+            ObjectStateError: An object's own method raised.
         """
         values: dict[str, Any] = {}
         tensors: dict[str, torch.Tensor] = {}
         for name, thing in self._tracked.objects.items():
+            if name in self._tracked.unread:
+                continue
             key = self.key_of(name, thing)
-            values[key], own = pytree.flatten(thing.state_dict(), key)
+            values[key], own = pytree.flatten(ask(name, thing, "state_dict"), key)
             tensors |= own
         self._read_optimizers(values, tensors)
         for name, module in self.extra:
-            values[name], own = pytree.flatten(module.get_extra_state(), name)
+            values[name], own = pytree.flatten(ask(name, module, "get_extra_state"), name)
             tensors |= own
         if self._tracked.aliases:
             values["aliases"] = self._tracked.aliases

@@ -9,8 +9,22 @@ from typing import Any
 
 import pytest
 import torch
-from torch.utils.data import DataLoader, IterableDataset, TensorDataset
+from torch.utils.data import (
+    BatchSampler,
+    DataLoader,
+    DistributedSampler,
+    IterableDataset,
+    RandomSampler,
+    Sampler,
+    SequentialSampler,
+    SubsetRandomSampler,
+    TensorDataset,
+    WeightedRandomSampler,
+)
+from torchdata.nodes import Batcher, Loader, Prefetcher, SamplerWrapper
 from torchdata.stateful_dataloader import StatefulDataLoader
+from torchdata.stateful_dataloader import sampler as torchdata_sampler
+from torchdata.stateful_dataloader.sampler import StatefulDistributedSampler
 
 from flashckpt import Checkpointer
 from flashckpt.errors import ConfigError
@@ -19,6 +33,8 @@ from flashckpt.state import data_sources
 from flashckpt.state.data_sources import (
     ELASTIC,
     LOADER,
+    NODES,
+    ORDER_AGAIN,
     OWN_STATE,
     READ_AGAIN,
     SHUFFLED_STREAM,
@@ -63,8 +79,42 @@ class Foreign:
         """Continue there."""
 
 
-def foreign(package: str, name: str, **members: Any) -> Any:
-    return type(name, (Foreign,), {"__module__": package, **members})()
+def foreign(package: str, name: str, *, base: type = object, **members: Any) -> Any:
+    return type(name, (Foreign,) if base is object else (Foreign, base), {"__module__": package, **members})()
+
+
+class Shuffled(Sampler[int]):
+    """Draws an order, and keeps none."""
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(torch.randperm(12).tolist())
+
+    def __len__(self) -> int:
+        return 12
+
+
+class ShuffledWithState(Foreign, Shuffled):
+    """Says where it is."""
+
+
+OF_NUMBERS = ("sequence", "epoch", "epoch with state")
+
+
+def orders() -> dict[str, tuple[Callable[[], Any], Continuation]]:
+    """Everything that may order the samples of a loader, and what a loader that it is given to is."""
+    weights = torch.ones(12)
+    return {
+        "sequence": (lambda: SequentialSampler(DATA), LOADER),
+        "epoch": (lambda: DistributedSampler(DATA, num_replicas=1, rank=0), LOADER),
+        "epoch with state": (lambda: StatefulDistributedSampler(DATA, num_replicas=1, rank=0), LOADER),
+        "own state": (ShuffledWithState, LOADER),
+        "torchdata's random": (lambda: torchdata_sampler.RandomSampler(DATA), LOADER),
+        "random": (lambda: RandomSampler(DATA), ORDER_AGAIN),
+        "seeded random": (lambda: RandomSampler(DATA, generator=torch.Generator().manual_seed(1)), ORDER_AGAIN),
+        "weights": (lambda: WeightedRandomSampler(weights, 12), ORDER_AGAIN),
+        "subset": (lambda: SubsetRandomSampler(range(12)), ORDER_AGAIN),
+        "one's own": (Shuffled, ORDER_AGAIN),
+    }
 
 
 def stream_of_datasets(*kinds: str) -> Any:
@@ -79,11 +129,34 @@ def sampler() -> ElasticSampler:
     return ElasticSampler(DATA, dp_rank=0, dp_size=1, global_batch_size=4, seed=0)
 
 
+ORDERS = orders()
 SOURCES: dict[str, tuple[Callable[[], Any], Continuation | None]] = {
     "sampler": (sampler, ELASTIC),
     "batch sampler": (lambda: ElasticBatchSampler(sampler(), 2), ELASTIC),
     "loader of a sampler": (lambda: StatefulDataLoader(DATA, sampler=sampler()), ELASTIC),
     "loader": (lambda: StatefulDataLoader(DATA, batch_size=2, shuffle=True), LOADER),
+    **{
+        f"loader by {kind}": (lambda make=make: StatefulDataLoader(DATA, batch_size=2, sampler=make()), wanted)
+        for kind, (make, wanted) in ORDERS.items()
+    },
+    **{
+        f"loader by batches of {kind}": (
+            lambda make=make: StatefulDataLoader(DATA, batch_sampler=BatchSampler(make(), 2, drop_last=False)),
+            LOADER if kind in OF_NUMBERS else ORDER_AGAIN,
+        )
+        for kind, (make, _) in ORDERS.items()
+    },
+    **{
+        f"nodes by {kind}": (
+            lambda make=make: Loader(Prefetcher(Batcher(SamplerWrapper(make()), 2), 2)),
+            NODES if wanted is LOADER and kind != "torchdata's random" else ORDER_AGAIN,
+        )
+        for kind, (make, wanted) in ORDERS.items()
+    },
+    "loader of a shuffled stream of datasets": (
+        lambda: StatefulDataLoader(foreign("datasets.iterable_dataset", "IterableDataset", base=Stream), batch_size=2),
+        SHUFFLED_STREAM,
+    ),
     "loader of a stream with state": (lambda: StatefulDataLoader(StreamWithState(), batch_size=2), OWN_STATE),
     "loader of a stream": (lambda: StatefulDataLoader(Stream(), batch_size=2), READ_AGAIN),
     "stream of datasets": (lambda: stream_of_datasets("ExamplesIterable", "MappedExamplesIterable"), STREAM),
