@@ -10,6 +10,20 @@ import numpy as np
 import numpy.typing as npt
 
 from flashckpt.errors import LayoutError, ReplicaMismatchError
+from flashckpt.sampler.order.state import whole
+
+
+def either(one: int | None, other: int | None) -> int | None:
+    """Return the one of two names of an argument that was given; None if neither was.
+
+    Raises:
+        LayoutError: both were, and they differ.
+    """
+    if one is not None and other is not None and one != other:
+        raise LayoutError(
+            "two contradicting data-parallel numbers were given", found=f"{one} and {other}", expected="one of the two"
+        )
+    return other if one is None else one
 
 
 def resolve(dp_rank: int | None, dp_size: int | None, mesh: Any = None) -> tuple[int, int]:
@@ -23,6 +37,7 @@ def resolve(dp_rank: int | None, dp_size: int | None, mesh: Any = None) -> tuple
     Raises:
         LayoutError: the numbers are missing, contradictory or out of range.
     """
+    dp_rank, dp_size = whole("dp_rank", dp_rank), whole("dp_size", dp_size)
     if mesh is not None:
         if dp_rank is not None or dp_size is not None:
             raise LayoutError("give either a mesh or dp_rank and dp_size", found="both", expected="one of the two")

@@ -10,12 +10,13 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterable, Iterator, Mapping, Sized
+from numbers import Integral
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from flashckpt.errors import ConfigError, DataError, LayoutError
+from flashckpt.errors import ConfigError, DataError
 from flashckpt.sampler import errors
 from flashckpt.sampler.iterations import Iterations
 from flashckpt.sampler.iterator import ElasticIterator, EpochWalk
@@ -24,10 +25,10 @@ from flashckpt.sampler.order.dealing import samples_of, weights_of
 from flashckpt.sampler.order.mixture import Mixture, MixtureStream
 from flashckpt.sampler.order.permutation import MAX_LENGTH, Int64Array
 from flashckpt.sampler.order.schedule import BatchSizes
-from flashckpt.sampler.order.state import SamplerState, fingerprint_of
+from flashckpt.sampler.order.state import SamplerState, fingerprint_of, whole
 from flashckpt.sampler.order.stream import EpochStream, Order, Stream
 from flashckpt.sampler.place import Place
-from flashckpt.sampler.replicas import resolve
+from flashckpt.sampler.replicas import either, resolve
 from flashckpt.sampler.seeded import SeededSamples
 
 _log = logging.getLogger("flashckpt")
@@ -90,14 +91,15 @@ class ElasticSampler(Place):
         ramp_up: Iterable[tuple[int, int]] = (),
         auto_commit: bool = False,
     ) -> None:
-        self.dp_rank, self.dp_size = resolve(_either(dp_rank, rank), _either(dp_size, num_replicas), mesh)
-        self.dataset, self.shuffle, self.seed = dataset, shuffle, seed
+        self.dp_rank, self.dp_size = resolve(either(dp_rank, rank), either(dp_size, num_replicas), mesh)
+        self.dataset, self.shuffle, self.seed = dataset, bool(shuffle), whole("seed", seed)
         inner = dataset.dataset if isinstance(dataset, SeededSamples) else dataset
         self.key_stride = len(dataset) if isinstance(dataset, SeededSamples) else 0
-        identity = dataset if fingerprint is None and not isinstance(dataset, int) else fingerprint
+        is_length = isinstance(dataset, Integral)
+        identity = dataset if fingerprint is None and not is_length else fingerprint
         self.cursor = Cursor(
-            _stream_of(inner, seed, _order_of(order, shuffle=shuffle)),
-            seed=seed,
+            _stream_of(inner, self.seed, _order_of(order, shuffle=self.shuffle)),
+            seed=self.seed,
             fingerprint=0 if identity is None else fingerprint_of(identity),
             tail=tail or ("drop" if drop_last else "span"),
             unit=self.dp_size,
@@ -150,7 +152,7 @@ class ElasticSampler(Place):
             self._again, self._restored_end = self._restored_end, None
             yield self._again
             self._again = None
-        for epoch in range(self.epoch, stop):
+        for epoch in range(self.epoch, whole("stop", stop)):
             if (
                 self._iterations.in_hand(self.position, is_asked=True) is None
             ):  # else the last step has yet to be committed, to its own epoch
@@ -163,6 +165,7 @@ class ElasticSampler(Place):
         Raises:
             SamplerStateError: `epoch` is already trained, or the previous one was iterated and never committed.
         """
+        epoch = whole("epoch", epoch)
         if epoch == self.epoch:
             self._iterations.forget()  # on purpose: iterate over the untrained rest again
             return
@@ -187,7 +190,7 @@ class ElasticSampler(Place):
         Raises:
             SamplerStateError: more is committed than this replica's iterator has handed out.
         """
-        left = self.cursor.left(self.position)
+        samples, left = whole("samples", samples), self.cursor.left(self.position)
         count = self._size_of_step(samples)
         if self.cursor.tail in {"short", "drop"} and samples is not None and samples > left:
             raise errors.too_many(samples, left, f"left of epoch {self.epoch}")
@@ -287,6 +290,7 @@ class ElasticSampler(Place):
             SamplerStateError: some of them are already trained, or an iterator is running.
             ConfigError: the span is empty.
         """
+        first, last = whole("first", first), whole("last", last)
         self._check_ahead("positions are skipped", first)
         self._iterations.forget()  # as for another batch size
         self.cursor.skips.add(first, last)
@@ -308,10 +312,10 @@ class ElasticSampler(Place):
                 found=f"weights for {sorted(weights)}",
                 expected=f"one for each of {self._mixture.names if self._mixture else 'no sources: not a mixture'}",
             )
-        place = self.position if start is None else start
+        place = self.position if start is None else whole("start", start)
         self._check_ahead("weights are changed", place)
         self._iterations.forget()  # as for another batch size
-        stream.set_weights(place, [weights[name] for name in self._mixture.names])
+        stream.set_weights(place, [whole("a weight", weights[name]) for name in self._mixture.names])
 
     def source_counts(self) -> dict[str, int]:
         """Return the samples of each source of a mixture that are trained, skipped ones not counted."""
@@ -386,15 +390,7 @@ def _order_of(order: str | Order, *, shuffle: bool) -> Order:
 def _stream_of(dataset: Sized | int, seed: int, order: Order) -> Stream:
     if isinstance(dataset, Mixture):
         return dataset.stream(seed=seed, order=order)
-    length = dataset if isinstance(dataset, int) else len(dataset)
+    length = whole("length", dataset) if isinstance(dataset, Integral) else len(dataset)  # type: ignore[arg-type]
     if not 1 <= length <= MAX_LENGTH:
         raise DataError("the data set is empty", found=f"{length} samples", expected="1 to 2**62 samples")
     return EpochStream(length, seed=seed, order=order)
-
-
-def _either(one: int | None, other: int | None) -> int | None:
-    if one is not None and other is not None and one != other:
-        raise LayoutError(
-            "two contradicting data-parallel numbers were given", found=f"{one} and {other}", expected="one of the two"
-        )
-    return other if one is None else one

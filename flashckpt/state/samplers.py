@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import copy
+import itertools
 import logging
 import multiprocessing
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from flashckpt.errors import ConfigError, SamplerStateError
+from flashckpt import collectives
+from flashckpt.errors import ConfigError, LayoutError, SamplerStateError
 from flashckpt.logs import guarded
 
 _log = guarded(logging.getLogger("flashckpt"))
@@ -16,6 +18,9 @@ _PATIENCE = 2
 """Steps in a row without a move that are an error: a single one may be the end of an epoch."""
 _AHEAD_STEPS = 3
 """Steps in a row with the same samples in flight that are a loop which fetches ahead."""
+
+_DEPTH = 8
+"""Maximum depth of nested samplers that are searched."""
 
 
 def is_sampler(thing: Any) -> bool:
@@ -47,6 +52,42 @@ def _reached(thing: Any) -> Iterator[Any]:
     while is_sampler(thing):
         yield thing
         thing = next((p for key in ("sampler", "batch_sampler") if is_sampler(p := getattr(thing, key, None))), None)
+
+
+def refuse_gaps(tracked: Mapping[str, Any]) -> None:
+    """Compare the data-parallel places of tracked samplers: together they must deal all samples. Collective.
+
+    Ranks of one replica have one place, and ranks that get their batches from others track no sampler.
+
+    Raises:
+        LayoutError: On every rank; names the places that nobody has.
+    """
+    mine = [[name, *place] for name, thing in tracked.items() if (place := _share(thing))]
+    found: dict[tuple[str, int], set[int]] = {}
+    everybody = collectives.all_gather(mine)
+    for name, rank, size in itertools.chain.from_iterable(everybody):
+        found.setdefault((name, size), set()).add(rank)
+    for (name, size), ranks in found.items():
+        if len(ranks) < size:
+            some = sorted(ranks)
+            raise LayoutError(
+                f"nobody trains a part of what the tracked sampler {name!r} deals",
+                found=f"dp_size {size}, and dp_rank {str(some)[1:-1]:.100} on the {len(everybody)} ranks of this run",
+                expected=f"every dp_rank from 0 to {size - 1} on some rank",
+                state="Nothing was restored, and nothing was trained.",
+                remedy=f"dp_size={len(some)}, the number of replicas that train; or a mesh: ElasticSampler(..., mesh=mesh)",
+            )
+
+
+def _share(thing: Any) -> tuple[int, int] | None:
+    todo = [thing]
+    for part in todo:
+        place = getattr(part, "dp_rank", None), getattr(part, "dp_size", None)
+        if type(place[0]) is int and type(place[1]) is int:
+            return place[0], place[1]
+        inner = (getattr(part, name, None) for name in ("batch_sampler", "sampler", "order"))
+        todo += [one for one in inner if one is not None and len(todo) < _DEPTH]
+    return None
 
 
 class Commits:
