@@ -81,7 +81,7 @@ class Opening:
             request=self.request,
         )
         self.memory.refuse_other_run()
-        samplers.refuse_gaps(self.tracked.objects)
+        samplers.refuse_gaps(self.tracked.objects, self.tracked.parts())
         plan, inventories = self._open_memory(coordinator)
         begin = coordinator.begin_fresh if self.begins_fresh else coordinator.run
         outcome = begin(inventories, own=self.memory.segment)

@@ -2,13 +2,24 @@
 
 from __future__ import annotations
 
-from flashckpt.errors import ConfigError, SamplerStateError
+from flashckpt.errors import ConfigError, LayoutError, SamplerStateError
 
 UNWEIGHTED = (
     "the global batch of %d samples does not divide over %d replicas, and sampler.weights was not read: a mean over rows "
     "counts padding, and samples of replicas that have fewer of them count more. Multiply the loss of each row by its weight"
 )
 """A warning of a loop that takes the plain mean of a batch that does not divide."""
+
+
+def assumed(world: int) -> LayoutError:
+    """A sampler without a place among several ranks, which nothing has confirmed."""
+    return LayoutError(
+        "the sampler needs its data-parallel rank",
+        found=f"no dp_rank and dp_size in a world of {world} ranks",
+        expected="dp_rank=, dp_size= or mesh= (the global rank is wrong where a replica has several ranks), or a "
+        "Checkpointer that tracks the sampler and a model in DDP or FSDP2 over all ranks, and restore() before iterating",
+        remedy="without tensor or pipeline parallelism pass num_replicas=world_size, rank=rank",
+    )
 
 
 def backwards(epoch: int, *, now: int, offset: int) -> SamplerStateError:

@@ -27,7 +27,7 @@ def either(one: int | None, other: int | None) -> int | None:
 
 
 def resolve(dp_rank: int | None, dp_size: int | None, mesh: Any = None) -> tuple[int, int]:
-    """Return (dp rank, dp size) from explicit numbers, from a device mesh, or (0, 1) for a single process.
+    """Return (dp rank, dp size) from explicit numbers, from a device mesh, or of the process group.
 
     Args:
         dp_rank: Index of this replica; tensor- and pipeline-parallel ranks of one replica share it.
@@ -43,15 +43,7 @@ def resolve(dp_rank: int | None, dp_size: int | None, mesh: Any = None) -> tuple
             raise LayoutError("give either a mesh or dp_rank and dp_size", found="both", expected="one of the two")
         return _from_mesh(mesh)
     if dp_rank is None and dp_size is None:
-        world = _world_size()
-        if world > 1:
-            raise LayoutError(
-                "the sampler needs its data-parallel rank",
-                found=f"no dp_rank and dp_size in a world of {world} ranks",
-                expected="dp_rank=, dp_size= or mesh= (the global rank is wrong where a replica has several ranks)",
-                remedy="without tensor or pipeline parallelism pass num_replicas=world_size, rank=rank",
-            )
-        return 0, 1
+        return of_group()
     if dp_rank is None or dp_size is None or not 0 <= dp_rank < dp_size:
         raise LayoutError(
             "data-parallel rank and size do not fit",
@@ -77,11 +69,12 @@ def _from_mesh(mesh: Any) -> tuple[int, int]:
     return rank, size
 
 
-def _world_size() -> int:
+def of_group() -> tuple[int, int]:
+    """Return this process's rank of the default group, and its size; (0, 1) without one."""
     distributed = sys.modules.get("torch.distributed")
     if distributed is None or not distributed.is_available() or not distributed.is_initialized():
-        return 1
-    return int(distributed.get_world_size())
+        return 0, 1
+    return int(distributed.get_rank()), int(distributed.get_world_size())
 
 
 def check_same_samples(ids: npt.ArrayLike, group: Any = None, *, device: Any = None) -> None:

@@ -50,7 +50,7 @@ class ElasticSampler(Place):
         seed: Key of the order; part of the state.
         drop_last: The same as tail="drop".
         dp_rank: Index of this replica. Tensor- and pipeline-parallel ranks of a replica pass the same one.
-        dp_size: Number of replicas.
+        dp_size: Number of replicas. Both may be left out where every rank is one: `Checkpointer.restore` confirms it.
         mesh: A DeviceMesh to take both from (dimensions named "dp...").
         global_batch_size: Samples of one optimizer step over all replicas and micro-batches. Without it
             `commit` needs the number of samples that a step trained.
@@ -91,14 +91,16 @@ class ElasticSampler(Place):
         ramp_up: Iterable[tuple[int, int]] = (),
         auto_commit: bool = False,
     ) -> None:
-        self.dp_rank, self.dp_size = resolve(either(dp_rank, rank), either(dp_size, num_replicas), mesh)
+        dp_rank, dp_size = either(dp_rank, rank), either(dp_size, num_replicas)
+        self.dp_rank, self.dp_size = resolve(dp_rank, dp_size, mesh)
+        self.place_is_assumed = dp_rank is None and mesh is None and self.dp_size > 1
         self.dataset, self.shuffle, self.seed = dataset, bool(shuffle), whole("seed", seed)
         inner = dataset.dataset if isinstance(dataset, SeededSamples) else dataset
         self.key_stride = len(dataset) if isinstance(dataset, SeededSamples) else 0
         is_length = isinstance(dataset, Integral)
         identity = dataset if fingerprint is None and not is_length else fingerprint
         self.cursor = Cursor(
-            _stream_of(inner, self.seed, _order_of(order, shuffle=self.shuffle)),
+            _stream_of(inner, self.seed, Order.of(order, shuffle=self.shuffle)),
             seed=self.seed,
             fingerprint=0 if identity is None else fingerprint_of(identity),
             tail=tail or ("drop" if drop_last else "span"),
@@ -121,15 +123,20 @@ class ElasticSampler(Place):
 
         No padding: where the batch does not divide, replicas have one more or one less, or none.
         """
-        self.was_drawn_from = True
+        self._begin_drawing()
         walk = EpochWalk(self, self.position)
         size = min(self._size_of_step(None), walk.total)
         return walk.ids(0, samples_of(size, self.dp_rank, self.dp_size))
 
+    def _begin_drawing(self) -> None:
+        if self.place_is_assumed:
+            raise errors.assumed(self.dp_size)
+        self.was_drawn_from = True
+
     # -- iterating
 
     def __iter__(self) -> ElasticIterator:
-        self.was_drawn_from = True
+        self._begin_drawing()
         if self._again is not None:
             return ElasticIterator.over(EpochWalk.over_nothing(self, self.position))
         latest = self._iterations.latest
@@ -379,12 +386,6 @@ class ElasticSampler(Place):
         self._check_idle(what)
         if position < self.position:
             raise errors.trained_already(what, position, committed=self.position)
-
-
-def _order_of(order: str | Order, *, shuffle: bool) -> Order:
-    if not shuffle:
-        return Order(kind="sequential")
-    return order if isinstance(order, Order) else Order(kind=order)
 
 
 def _stream_of(dataset: Sized | int, seed: int, order: Order) -> Stream:

@@ -52,6 +52,7 @@ class ElasticDistributedSampler(ElasticSampler):
     ) -> None:
         tail = "drop" if drop_last else "pad"
         super().__init__(dataset, num_replicas, rank, shuffle, seed, tail=tail, auto_commit=True)
+        self.place_is_assumed = False  # DLRover's replicas are ranks
         self._begun = 0  # the epoch being iterated: the position is in the next one as soon as a loader has fetched all
 
     def set_epoch(self, epoch: int) -> None:

@@ -41,6 +41,13 @@ class Order:
                 expected=", ".join(ORDERS) + "; positive sizes",
             )
 
+    @classmethod
+    def of(cls, order: str | Order, *, shuffle: bool) -> Order:
+        """Return an order, or the one of this kind; in sequence without `shuffle`."""
+        if not shuffle:
+            return cls(kind="sequential")
+        return order if isinstance(order, Order) else cls(kind=order)
+
     @property
     def name(self) -> str:
         """What a state records: kind, sizes and version."""

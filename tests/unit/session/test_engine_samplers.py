@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -12,6 +13,7 @@ import torch
 from support.counting import Numbers
 from support.one_rank import Holder, agent_of_the_test, crash, opened, opened_as  # noqa: F401 -- fixtures
 from torch import nn
+from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader
 
 from flashckpt import Checkpointer, collectives
@@ -188,3 +190,29 @@ def test_steps_settings_and_samples_may_be_numbers_of_numpy(of: Any, tmp_path: P
     again = ElasticSampler(64, dp_rank=0, dp_size=1, seed=3)
     assert opened_as(tmp_path, "t", model=nn.Linear(2, 2), data=again) == 3
     assert again.position == 3
+
+
+def ddp_over(ranks: int) -> nn.Module:
+    """What is asked of DDP: the group of its ranks."""
+    module = DistributedDataParallel.__new__(DistributedDataParallel)
+    nn.Module.__init__(module)
+    module.process_group = SimpleNamespace(size=lambda: ranks)  # type: ignore[assignment]  # all that is asked
+    return nn.Sequential(module)
+
+
+@pytest.mark.parametrize("ranks", [0, 2, 4])
+def test_a_place_of_the_process_group_is_taken_where_ddp_says_that_every_rank_is_a_replica(
+    ranks: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.distributed, "is_initialized", lambda: True)
+    monkeypatch.setattr(torch.distributed, "get_world_size", lambda: 4)
+    monkeypatch.setattr(torch.distributed, "get_rank", lambda: 1)
+    monkeypatch.setattr(collectives, "all_gather", lambda _: [[["data", rank, 4]] for rank in range(4)])
+    sampler = ElasticSampler(64, global_batch_size=8)
+    assert (sampler.dp_rank, sampler.dp_size) == (1, 4)
+    refuse_gaps({"data": ElasticBatchSampler(sampler, 2)}, [ddp_over(ranks) if ranks else nn.Linear(2, 2)])
+    if ranks == 4:
+        assert len(sampler.next_ids()) == 2
+        return
+    with pytest.raises(LayoutError, match="needs its data-parallel rank"):
+        sampler.next_ids()
