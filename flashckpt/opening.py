@@ -21,7 +21,7 @@ from flashckpt.shm.job_directory import JobDirectory
 from flashckpt.shm.job_id import earlier_job_id, root_digest
 from flashckpt.snapshot import segments
 from flashckpt.snapshot.copy_plan import CopyPlan
-from flashckpt.state import replication
+from flashckpt.state import replication, samplers
 from flashckpt.state.registry import StateRegistry
 from flashckpt.state.state_layout import MemoryNeed, need_of
 from flashckpt.state.structure import in_order
@@ -83,6 +83,7 @@ class Opening:
             request=self.request,
         )
         self.memory.refuse_other_run()
+        samplers.refuse_gaps(self.tracked.objects, self.tracked.parts())
         plan, inventories = self._open_memory(coordinator)
         unread = set(self.tracked.unread)
         begin = coordinator.begin_fresh if self.begins_fresh else coordinator.run

@@ -11,6 +11,7 @@ from torch.utils.data import Sampler
 from flashckpt.errors import LayoutError
 from flashckpt.sampler.iterator import ElasticIterator
 from flashckpt.sampler.order.dealing import micro_batches_of, samples_of
+from flashckpt.sampler.order.state import whole
 from flashckpt.sampler.sampler import ElasticSampler
 
 
@@ -68,6 +69,7 @@ class ElasticBatchSampler(Sampler[list[int]]):
     flashckpt_replicated = True
 
     def __init__(self, sampler: ElasticSampler, batch_size: int, accumulation: int | None = None) -> None:
+        batch_size, accumulation = whole("batch_size", batch_size), whole("accumulation", accumulation)
         self.sampler, self.batch_size = sampler, batch_size
         if sampler.global_batch_size is None:
             sampler.set_global_batch_size(batch_size * sampler.dp_size * (accumulation or 1))

@@ -2,13 +2,24 @@
 
 from __future__ import annotations
 
-from flashckpt.errors import ConfigError, SamplerStateError
+from flashckpt.errors import ConfigError, LayoutError, SamplerStateError
 
 UNWEIGHTED = (
     "the global batch of %d samples does not divide over %d replicas, and sampler.weights was not read: a mean over rows "
     "counts padding, and samples of replicas that have fewer of them count more. Multiply the loss of each row by its weight"
 )
 """A warning of a loop that takes the plain mean of a batch that does not divide."""
+
+
+def assumed(world: int) -> LayoutError:
+    """A sampler without a place among several ranks, which nothing has confirmed."""
+    return LayoutError(
+        "the sampler needs its data-parallel rank",
+        found=f"no dp_rank and dp_size in a world of {world} ranks",
+        expected="dp_rank=, dp_size= or mesh= (the global rank is wrong where a replica has several ranks), or a "
+        "Checkpointer that tracks the sampler and a model in DDP or FSDP2 over all ranks, and restore() before iterating",
+        remedy="without tensor or pipeline parallelism pass num_replicas=world_size, rank=rank",
+    )
 
 
 def backwards(epoch: int, *, now: int, offset: int) -> SamplerStateError:
@@ -22,14 +33,28 @@ def backwards(epoch: int, *, now: int, offset: int) -> SamplerStateError:
     )
 
 
-def too_many(samples: int, why: str) -> SamplerStateError:
+def too_many(samples: int, taken: int, what: str) -> SamplerStateError:
     """A commit of samples that were not handed out."""
+    other = f"ElasticSampler(..., global_batch_size={taken})" if taken else "pass global_batch_size="
     return SamplerStateError(
         "more samples are committed than were handed out",
-        found=f"commit of {samples} samples; {why}",
+        found=f"commit of {samples} samples; {taken} {what}",
         expected="samples of one optimizer step, over all replicas and micro-batches",
         state="The sampler keeps its position.",
-        remedy="pass global_batch_size=, or commit the samples that were trained, counted over all replicas",
+        remedy=f"{other}, or commit the samples that were trained, counted over all replicas",
+    )
+
+
+def too_few(taken: int, samples: int, *, lead: int) -> SamplerStateError:
+    """Commits of less than the loop takes, one after another."""
+    return SamplerStateError(
+        "the loop takes more samples for each step than it commits",
+        found=f"{taken} samples taken since the last step, over all replicas, and {samples} committed; "
+        f"{lead} are not committed by now",
+        expected="as many: those of one optimizer step, over all replicas and micro-batches",
+        state="The sampler keeps its position. A restart would train again what was not committed.",
+        remedy=f"ElasticSampler(..., global_batch_size={taken}), or ckpt.step(step, samples={taken}); "
+        f"or call ckpt.step() after every {samples} samples",
     )
 
 
@@ -43,12 +68,12 @@ def unknown_size(samples: int | None) -> SamplerStateError:
     )
 
 
-def never_committed(position: int, *, epoch: int, offset: int) -> SamplerStateError:
-    """An iteration to the end without a commit."""
+def never_committed(position: int, *, epoch: int, offset: int, taken: int) -> SamplerStateError:
+    """An iteration to the end without a commit, or with the epoch before it not yet committed."""
     return SamplerStateError(
         "the sampler was iterated to its end and never committed",
-        found=f"position {position} (epoch {epoch}, offset {offset}) before and after",
-        expected="commit() after every optimizer step",
+        found=f"position {position} (epoch {epoch}, offset {offset}); handed out up to position {taken}",
+        expected="commit() after every optimizer step, of the samples that it trained",
         state="Nothing of the last iteration counts as trained; a restart would repeat it.",
         remedy="track the sampler and call ckpt.step(), or sampler.commit(samples), or pass auto_commit=True",
     )

@@ -11,6 +11,7 @@ from typing import Any, Protocol
 import numpy as np
 
 from flashckpt.errors import SamplerStateError
+from flashckpt.sampler.drawing import Drawing
 from flashckpt.sampler.order.cursor import Cursor
 from flashckpt.sampler.order.dealing import Dealing
 from flashckpt.sampler.order.permutation import Int64Array
@@ -26,8 +27,12 @@ class EpochPlan(Protocol):
     cursor: Cursor
     key_stride: int
 
-    def ran_out(self, start: int, total: int) -> None:
-        """Record that an iteration from `start` handed out its last sample."""
+    def drawn_from(self) -> None:
+        """Record that the program begins an iteration: a loader may ask for it twice, and drop the first one."""
+        ...
+
+    def ran_out(self, walk: EpochWalk) -> None:
+        """Record that the program came to the end of an iteration."""
         ...
 
     def jump(self, position: int, *, is_end: bool) -> int:
@@ -45,7 +50,8 @@ class EpochWalk(Iterator[Iterator[int]]):
 
     def __init__(self, plan: EpochPlan, start: int) -> None:
         self._plan = plan
-        self.exhausted = False
+        self.exhausted = self.is_over = False
+        self.drawing: Drawing | None = None
         self._begin(start)
 
     def _begin(self, start: int) -> None:
@@ -65,13 +71,16 @@ class EpochWalk(Iterator[Iterator[int]]):
     def over_nothing(cls, plan: EpochPlan, start: int) -> EpochWalk:
         """Return a walk that hands out nothing and moves nothing."""
         walk = cls(plan, start)
-        walk._own, walk.exhausted = 0, True
+        walk._empty()
         return walk
 
     def __iter__(self) -> EpochWalk:
         return self
 
     def __next__(self) -> Iterator[int]:
+        if self.drawing is None:
+            self.drawing = Drawing(self._plan, self.close)
+            self._plan.drawn_from()
         if self._made >= self._own:
             self._finish()
             raise StopIteration
@@ -87,6 +96,8 @@ class EpochWalk(Iterator[Iterator[int]]):
             batch += islice(next(self), size - len(batch))
         if not batch:
             self._finish()
+        elif self.drawing is not None:
+            self.drawing.cut(self.handed_out)
         return batch
 
     def left_of_batch(self) -> tuple[int, int]:
@@ -99,10 +110,27 @@ class EpochWalk(Iterator[Iterator[int]]):
         return self._made - length_hint(self._items)
 
     @property
+    def taken(self) -> int:
+        """Rows of this replica that the program has got: without those that a loader holds for it."""
+        return self.handed_out if self.drawing is None else self.drawing.taken(self.handed_out)
+
+    @property
     def position(self) -> int:
         """The stream position after the last sample that any replica can have handed out by now."""
-        done = self.handed_out
-        return self._plan.cursor.reached(self.start, self.total if done >= self._own else self._dealing.reached(done))
+        return self._reached(self.handed_out)
+
+    @property
+    def batch(self) -> int:
+        """Rows of a batch of the loader that draws from it; 0: none is known to."""
+        return self.drawing.batch if self.drawing is not None and self.drawing.is_loader else 0
+
+    @property
+    def taken_to(self) -> int:
+        """The stream position after the last sample that the program of any replica can have got by now."""
+        return self._reached(self.taken)
+
+    def _reached(self, rows: int) -> int:
+        return self._plan.cursor.reached(self.start, self.total if rows >= self._own else self._dealing.reached(rows))
 
     @property
     def end(self) -> int:
@@ -140,12 +168,24 @@ class EpochWalk(Iterator[Iterator[int]]):
         deque(self._items, maxlen=0)
         self._begin(self._plan.jump(position, is_end=bool(state_dict["ended"])))
         if state_dict["ended"]:  # its epoch was finished: this iterator is empty, the next one continues
-            self._own, self.exhausted = 0, True
+            self._empty()
+
+    def _empty(self) -> None:
+        self._own, self.total, self.exhausted = 0, 0, True
 
     def _finish(self) -> None:
         if not self.exhausted:
             self.exhausted = True
-            self._plan.ran_out(self.start, self.total)
+            drawing = self.drawing
+            # a loader says so, when it has delivered what it was dealt; but not while it asks for its first batch
+            if drawing is None or not drawing.is_loader or not (drawing.has_workers or self.taken):
+                self.close()
+
+    def close(self) -> None:
+        """Record that the program came to the end."""
+        if not self.is_over:
+            self.is_over = True
+            self._plan.ran_out(self)
 
 
 class ElasticIterator(chain[int]):

@@ -10,10 +10,24 @@ import numpy as np
 import numpy.typing as npt
 
 from flashckpt.errors import LayoutError, ReplicaMismatchError
+from flashckpt.sampler.order.state import whole
+
+
+def either(one: int | None, other: int | None) -> int | None:
+    """Return the one of two names of an argument that was given; None if neither was.
+
+    Raises:
+        LayoutError: both were, and they differ.
+    """
+    if one is not None and other is not None and one != other:
+        raise LayoutError(
+            "two contradicting data-parallel numbers were given", found=f"{one} and {other}", expected="one of the two"
+        )
+    return other if one is None else one
 
 
 def resolve(dp_rank: int | None, dp_size: int | None, mesh: Any = None) -> tuple[int, int]:
-    """Return (dp rank, dp size) from explicit numbers, from a device mesh, or (0, 1) for a single process.
+    """Return (dp rank, dp size) from explicit numbers, from a device mesh, or of the process group.
 
     Args:
         dp_rank: Index of this replica; tensor- and pipeline-parallel ranks of one replica share it.
@@ -23,20 +37,13 @@ def resolve(dp_rank: int | None, dp_size: int | None, mesh: Any = None) -> tuple
     Raises:
         LayoutError: the numbers are missing, contradictory or out of range.
     """
+    dp_rank, dp_size = whole("dp_rank", dp_rank), whole("dp_size", dp_size)
     if mesh is not None:
         if dp_rank is not None or dp_size is not None:
             raise LayoutError("give either a mesh or dp_rank and dp_size", found="both", expected="one of the two")
         return _from_mesh(mesh)
     if dp_rank is None and dp_size is None:
-        world = _world_size()
-        if world > 1:
-            raise LayoutError(
-                "the sampler needs its data-parallel rank",
-                found=f"no dp_rank and dp_size in a world of {world} ranks",
-                expected="dp_rank=, dp_size= or mesh= (the global rank is wrong where a replica has several ranks)",
-                remedy="without tensor or pipeline parallelism pass num_replicas=world_size, rank=rank",
-            )
-        return 0, 1
+        return of_group()
     if dp_rank is None or dp_size is None or not 0 <= dp_rank < dp_size:
         raise LayoutError(
             "data-parallel rank and size do not fit",
@@ -62,11 +69,12 @@ def _from_mesh(mesh: Any) -> tuple[int, int]:
     return rank, size
 
 
-def _world_size() -> int:
+def of_group() -> tuple[int, int]:
+    """Return this process's rank of the default group, and its size; (0, 1) without one."""
     distributed = sys.modules.get("torch.distributed")
     if distributed is None or not distributed.is_available() or not distributed.is_initialized():
-        return 1
-    return int(distributed.get_world_size())
+        return 0, 1
+    return int(distributed.get_rank()), int(distributed.get_world_size())
 
 
 def check_same_samples(ids: npt.ArrayLike, group: Any = None, *, device: Any = None) -> None:

@@ -9,28 +9,31 @@ same set of samples whatever the layout. Iterators run ahead of the position and
 from __future__ import annotations
 
 import logging
-import weakref
 from collections.abc import Iterable, Iterator, Mapping, Sized
+from numbers import Integral
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from flashckpt.errors import ConfigError, DataError, LayoutError
+from flashckpt.errors import ConfigError, DataError
 from flashckpt.sampler import errors
+from flashckpt.sampler.iterations import Iterations
 from flashckpt.sampler.iterator import ElasticIterator, EpochWalk
 from flashckpt.sampler.order.cursor import Cursor
 from flashckpt.sampler.order.dealing import samples_of, weights_of
 from flashckpt.sampler.order.mixture import Mixture, MixtureStream
 from flashckpt.sampler.order.permutation import MAX_LENGTH, Int64Array
 from flashckpt.sampler.order.schedule import BatchSizes
-from flashckpt.sampler.order.state import SamplerState, fingerprint_of
+from flashckpt.sampler.order.state import SamplerState, fingerprint_of, whole
 from flashckpt.sampler.order.stream import EpochStream, Order, Stream
 from flashckpt.sampler.place import Place
-from flashckpt.sampler.replicas import resolve
+from flashckpt.sampler.replicas import either, resolve
 from flashckpt.sampler.seeded import SeededSamples
 
 _log = logging.getLogger("flashckpt")
+_MOST_IN_HAND = 3
+"""Batches of a loader that a loop may hold when it comes to the end of an iteration from which nothing is committed."""
 
 
 class ElasticSampler(Place):
@@ -47,7 +50,7 @@ class ElasticSampler(Place):
         seed: Key of the order; part of the state.
         drop_last: The same as tail="drop".
         dp_rank: Index of this replica. Tensor- and pipeline-parallel ranks of a replica pass the same one.
-        dp_size: Number of replicas.
+        dp_size: Number of replicas. Both may be left out where every rank is one: `Checkpointer.restore` confirms it.
         mesh: A DeviceMesh to take both from (dimensions named "dp...").
         global_batch_size: Samples of one optimizer step over all replicas and micro-batches. Without it
             `commit` needs the number of samples that a step trained.
@@ -88,14 +91,17 @@ class ElasticSampler(Place):
         ramp_up: Iterable[tuple[int, int]] = (),
         auto_commit: bool = False,
     ) -> None:
-        self.dp_rank, self.dp_size = resolve(_either(dp_rank, rank), _either(dp_size, num_replicas), mesh)
-        self.dataset, self.shuffle, self.seed = dataset, shuffle, seed
+        dp_rank, dp_size = either(dp_rank, rank), either(dp_size, num_replicas)
+        self.dp_rank, self.dp_size = resolve(dp_rank, dp_size, mesh)
+        self.place_is_assumed = dp_rank is None and mesh is None and self.dp_size > 1
+        self.dataset, self.shuffle, self.seed = dataset, bool(shuffle), whole("seed", seed)
         inner = dataset.dataset if isinstance(dataset, SeededSamples) else dataset
         self.key_stride = len(dataset) if isinstance(dataset, SeededSamples) else 0
-        identity = dataset if fingerprint is None and not isinstance(dataset, int) else fingerprint
+        is_length = isinstance(dataset, Integral)
+        identity = dataset if fingerprint is None and not is_length else fingerprint
         self.cursor = Cursor(
-            _stream_of(inner, seed, _order_of(order, shuffle=shuffle)),
-            seed=seed,
+            _stream_of(inner, self.seed, Order.of(order, shuffle=self.shuffle)),
+            seed=self.seed,
             fingerprint=0 if identity is None else fingerprint_of(identity),
             tail=tail or ("drop" if drop_last else "span"),
             unit=self.dp_size,
@@ -103,10 +109,7 @@ class ElasticSampler(Place):
         self._mixture = inner if isinstance(inner, Mixture) else None
         self._auto_commit = auto_commit
         self._touched = False  # a commit or a load has happened
-        self._spent_at: int | None = None  # an iterator was exhausted here and nothing was committed since
-        self._running: weakref.ref[ElasticIterator] | None = None
-        self._latest = (0, 0)  # stream positions at which the last iteration began and will end
-        self._drained = False  # it handed out its last sample
+        self._iterations = Iterations()
         self._again: int | None = None  # the epoch that `epochs` yields again, with no samples left
         self._restored_end: int | None = None  # the epoch whose last step was restored, until the position moves
         self.was_drawn_from = False
@@ -120,28 +123,30 @@ class ElasticSampler(Place):
 
         No padding: where the batch does not divide, replicas have one more or one less, or none.
         """
-        self.was_drawn_from = True
+        self._begin_drawing()
         walk = EpochWalk(self, self.position)
         size = min(self._size_of_step(None), walk.total)
         return walk.ids(0, samples_of(size, self.dp_rank, self.dp_size))
 
+    def _begin_drawing(self) -> None:
+        if self.place_is_assumed:
+            raise errors.assumed(self.dp_size)
+        self.was_drawn_from = True
+
     # -- iterating
 
     def __iter__(self) -> ElasticIterator:
-        self.was_drawn_from = True
+        self._begin_drawing()
         if self._again is not None:
             return ElasticIterator.over(EpochWalk.over_nothing(self, self.position))
+        latest = self._iterations.latest
+        if self._auto_commit and latest is not None and latest.exhausted and latest.taken >= latest.handed_out:
+            latest.close()  # a loop that takes as many batches as there are never asks for one more
         self._check_spent()
         self.cursor.settle(self.position)
-        walk = EpochWalk(self, self.cursor.settled(self._latest[1]) if self._has_handed_out_all() else self.position)
-        iterator = ElasticIterator.over(walk)
-        self._latest, self._drained = (walk.start, walk.end), False
-        self._running = weakref.ref(iterator)
-        return iterator
-
-    def _has_handed_out_all(self) -> bool:
-        """Return whether the last iteration is exhausted but not fully committed: the loop fetches ahead."""
-        return self._drained and self._latest[0] < self.position < self._latest[1]
+        ahead = self._iterations.in_hand(self.position)
+        start = self.position if ahead is None else self.cursor.settled(ahead.end)
+        return self._iterations.begin(EpochWalk(self, start), self.cursor.skips.count(self.position, start))
 
     def epochs(self, stop: int) -> Iterator[int]:
         """Yield the remaining epochs up to `stop` (exclusive), beginning each one: the outer loop of a training run.
@@ -154,8 +159,10 @@ class ElasticSampler(Place):
             self._again, self._restored_end = self._restored_end, None
             yield self._again
             self._again = None
-        for epoch in range(self.epoch, stop):
-            if not self._has_handed_out_all():  # else the last step has yet to be committed, to its own epoch
+        for epoch in range(self.epoch, whole("stop", stop)):
+            if (
+                self._iterations.in_hand(self.position, is_asked=True) is None
+            ):  # else the last step has yet to be committed, to its own epoch
                 self.set_epoch(epoch)
             yield epoch
 
@@ -165,16 +172,18 @@ class ElasticSampler(Place):
         Raises:
             SamplerStateError: `epoch` is already trained, or the previous one was iterated and never committed.
         """
+        epoch = whole("epoch", epoch)
         if epoch == self.epoch:
-            self._spent_at, self._drained = None, False  # on purpose: iterate over the untrained rest again
+            self._iterations.forget()  # on purpose: iterate over the untrained rest again
             return
         self._check_spent()
         if epoch < self.epoch and self._touched:
             raise errors.backwards(epoch, now=self.epoch, offset=self.offset)
-        if self._has_handed_out_all():
-            left = self._latest[1] - self.position
+        if (ahead := self._iterations.in_hand(self.position)) is not None:
+            left = ahead.end - self.position
             _log.warning("set_epoch(%d): %d samples handed out before and not committed count as trained", epoch, left)
-        self._again, self._drained, self.cursor.ended = None, False, None
+        self._again, self.cursor.ended = None, None
+        self._iterations.forget()
         self.cursor.settle(epoch * self.length)
 
     # -- the committed position
@@ -188,19 +197,17 @@ class ElasticSampler(Place):
         Raises:
             SamplerStateError: more is committed than this replica's iterator has handed out.
         """
-        left = self.cursor.left(self.position)
+        samples, left = whole("samples", samples), self.cursor.left(self.position)
         count = self._size_of_step(samples)
         if self.cursor.tail in {"short", "drop"} and samples is not None and samples > left:
-            raise errors.too_many(samples, f"{left} samples are left of epoch {self.epoch}")
+            raise errors.too_many(samples, left, f"left of epoch {self.epoch}")
         target = self.cursor.skips.advance(self.position, count if self.cursor.tail == "span" else min(count, left))
-        running = self._active()
-        if running is not None and target > running.position:
-            raise errors.too_many(count, f"this replica's iterator has handed out up to position {running.position}")
-        epoch = self.epoch
-        self.cursor.settle(target)
-        is_end = self.epoch > epoch and self._latest[0] < self.position  # else the next iteration has already begun
-        self.cursor.ended = epoch if is_end else None
-        self._touched, self._spent_at, self._restored_end = True, None, None
+        self._iterations.check(target, count, self)
+        epoch, latest = self.epoch, self._iterations.latest
+        self.cursor.settle(self._iterations.behind_dropped(target))
+        has_begun = latest is not None and latest.start >= self.position  # the next iteration, already
+        self.cursor.ended = epoch if self.epoch > epoch and not has_begun else None
+        self._touched, self._iterations.ended, self._restored_end = True, None, None
         if samples is None and count % self.dp_size and not self.is_weighted and self.cursor.tail != "short":
             self.is_weighted = True  # logged once
             _log.warning(errors.UNWEIGHTED, count, self.dp_size)
@@ -227,9 +234,9 @@ class ElasticSampler(Place):
 
     @property
     def ahead(self) -> int:
-        """Samples, over all replicas, that the running iteration has handed out and that are not committed."""
-        running = self._active()
-        return 0 if running is None else max(0, running.position - self.position)
+        """Samples, over all replicas, that the program has got of the running iteration and that are not committed."""
+        running = self._iterations.running
+        return 0 if running is None else max(0, running.taken_to - self.position)
 
     @property
     def restored_stage(self) -> str:
@@ -260,8 +267,8 @@ class ElasticSampler(Place):
         state = SamplerState.from_dict(state_dict)
         self._check_idle("a sampler state is loaded")
         self.cursor.adopt(state)
-        self._touched, self._spent_at, self._running = True, None, None
-        self._latest, self._drained, self._again, self._restored_end = (0, 0), False, None, self.cursor.ended
+        self._touched, self._iterations = True, Iterations()
+        self._again, self._restored_end = None, self.cursor.ended
 
     # -- changes during training (on every rank, at the same position)
 
@@ -278,7 +285,8 @@ class ElasticSampler(Place):
         self._check_idle("the global batch size is changed")
         sizes = BatchSizes.of(samples, ramp_up)
         # no iterator is running: samples that the last one handed out uncommitted will come again
-        self.cursor.sizes, self._spent_at, self._drained = sizes, None, False
+        self.cursor.sizes = sizes
+        self._iterations.forget()
 
     def skip(self, first: int, last: int) -> None:
         """Skip the stream positions `first` to `last` (exclusive): the bad batches of a loss spike.
@@ -289,8 +297,9 @@ class ElasticSampler(Place):
             SamplerStateError: some of them are already trained, or an iterator is running.
             ConfigError: the span is empty.
         """
+        first, last = whole("first", first), whole("last", last)
         self._check_ahead("positions are skipped", first)
-        self._drained = False  # as for another batch size
+        self._iterations.forget()  # as for another batch size
         self.cursor.skips.add(first, last)
         self.cursor.settle(self.position)
 
@@ -310,10 +319,10 @@ class ElasticSampler(Place):
                 found=f"weights for {sorted(weights)}",
                 expected=f"one for each of {self._mixture.names if self._mixture else 'no sources: not a mixture'}",
             )
-        place = self.position if start is None else start
+        place = self.position if start is None else whole("start", start)
         self._check_ahead("weights are changed", place)
-        self._drained = False  # as for another batch size
-        stream.set_weights(place, [weights[name] for name in self._mixture.names])
+        self._iterations.forget()  # as for another batch size
+        stream.set_weights(place, [whole("a weight", weights[name]) for name in self._mixture.names])
 
     def source_counts(self) -> dict[str, int]:
         """Return the samples of each source of a mixture that are trained, skipped ones not counted."""
@@ -324,17 +333,18 @@ class ElasticSampler(Place):
 
     # -- for its iterators
 
-    def ran_out(self, start: int, total: int) -> None:
-        """Note that an iteration from `start` on handed out its last sample."""
-        self._drained = self._latest[0] == start
-        if self.position != start or not total:
-            return
-        if self._auto_commit:
-            after = self.cursor.skips.advance(start, total)
-            self.cursor.settle(after if self.cursor.tail == "span" else self.cursor.epoch_end(start))
+    def drawn_from(self) -> None:
+        """Note that the program begins an iteration."""
+        self._iterations.ended = None
+
+    def ran_out(self, walk: EpochWalk) -> None:
+        """Note that the program came to the end of an iteration."""
+        self._iterations.end(walk)
+        self.cursor.settle(self._iterations.behind_dropped(self.position))
+        if self._auto_commit and walk.total and self.position == walk.start:
+            after = self.cursor.skips.advance(walk.start, walk.total)
+            self.cursor.settle(after if self.cursor.tail == "span" else self.cursor.epoch_end(walk.start))
             self._touched = True
-        else:
-            self._spent_at = start
 
     def jump(self, position: int, *, is_end: bool) -> int:
         """Make `position` the committed one, as a stateful loader was restored; return the position reached.
@@ -345,14 +355,11 @@ class ElasticSampler(Place):
         """
         self.cursor.settle(position)
         self.cursor.ended = self._restored_end = (position - 1) // self.length if is_end and position else None
-        self._touched, self._spent_at = True, None
+        self._touched = True
+        self._iterations.forget()
         return self.position
 
     # -- checks
-
-    def _active(self) -> EpochWalk | None:
-        running = self._running() if self._running else None
-        return running.walk if running is not None and running.walk.handed_out else None
 
     def _size_of_step(self, samples: int | None) -> int:
         size = self.global_batch_size if samples is None else samples
@@ -361,11 +368,17 @@ class ElasticSampler(Place):
         return size
 
     def _check_spent(self) -> None:
-        if self._spent_at is not None and self._spent_at == self.position:
-            raise errors.never_committed(self.position, epoch=self.epoch, offset=self.offset)
+        ended = self._iterations.ended
+        if ended is None or not ended.total or self.position > ended.start:
+            return
+        in_hand = (
+            ended.batch * self.dp_size * _MOST_IN_HAND
+        )  # begun again shortly before its end, by a loop that fetches ahead
+        if self.cursor.skips.count(self.position, ended.end) > in_hand:
+            raise errors.never_committed(self.position, epoch=self.epoch, offset=self.offset, taken=ended.end)
 
     def _check_idle(self, what: str) -> None:
-        running = self._active()
+        running = self._iterations.running
         if running is not None and not running.exhausted:
             raise errors.iterating(what, running.handed_out)
 
@@ -375,24 +388,10 @@ class ElasticSampler(Place):
             raise errors.trained_already(what, position, committed=self.position)
 
 
-def _order_of(order: str | Order, *, shuffle: bool) -> Order:
-    if not shuffle:
-        return Order(kind="sequential")
-    return order if isinstance(order, Order) else Order(kind=order)
-
-
 def _stream_of(dataset: Sized | int, seed: int, order: Order) -> Stream:
     if isinstance(dataset, Mixture):
         return dataset.stream(seed=seed, order=order)
-    length = dataset if isinstance(dataset, int) else len(dataset)
+    length = whole("length", dataset) if isinstance(dataset, Integral) else len(dataset)  # type: ignore[arg-type]
     if not 1 <= length <= MAX_LENGTH:
         raise DataError("the data set is empty", found=f"{length} samples", expected="1 to 2**62 samples")
     return EpochStream(length, seed=seed, order=order)
-
-
-def _either(one: int | None, other: int | None) -> int | None:
-    if one is not None and other is not None and one != other:
-        raise LayoutError(
-            "two contradicting data-parallel numbers were given", found=f"{one} and {other}", expected="one of the two"
-        )
-    return other if one is None else one

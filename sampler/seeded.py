@@ -19,6 +19,7 @@ import torch
 from torch.utils.data import Dataset
 
 from flashckpt.errors import DataError
+from flashckpt.sampler.order.state import whole
 
 
 class SeededSamples(Dataset[Any]):
@@ -35,7 +36,7 @@ class SeededSamples(Dataset[Any]):
     """
 
     def __init__(self, dataset: Any, seed: int = 0) -> None:
-        self.dataset, self.seed = dataset, seed
+        self.dataset, self.seed = dataset, whole("seed", seed)
         self._length = len(dataset)
 
     @property

@@ -22,6 +22,7 @@ from flashckpt.integrations.dlrover_checkpoints import (
 )
 from flashckpt.integrations.dlrover_deepspeed import DeepSpeedCheckpointer
 from flashckpt.sampler import ElasticSampler
+from flashckpt.sampler.order.state import whole
 
 
 class ElasticDistributedSampler(ElasticSampler):
@@ -51,11 +52,12 @@ class ElasticDistributedSampler(ElasticSampler):
     ) -> None:
         tail = "drop" if drop_last else "pad"
         super().__init__(dataset, num_replicas, rank, shuffle, seed, tail=tail, auto_commit=True)
+        self.place_is_assumed = False  # DLRover's replicas are ranks
         self._begun = 0  # the epoch being iterated: the position is in the next one as soon as a loader has fetched all
 
     def set_epoch(self, epoch: int) -> None:
         """Begin an epoch, or continue the one that was restored; one that was restored at its end deals nothing."""
-        self._again = None
+        self._again, epoch = None, whole("epoch", epoch)
         if epoch == self._restored_end and epoch < self.epoch:
             self._again = epoch
         else:
@@ -67,16 +69,18 @@ class ElasticDistributedSampler(ElasticSampler):
             self._begun = self.epoch
         return super().__iter__()
 
-    def state_dict(self, iter_step: int | None = None, micro_batch_size: int | None = None) -> dict[str, Any]:
+    def state_dict(self, iter_step: float | None = None, micro_batch_size: int | None = None) -> dict[str, Any]:
         """Return the place in the data.
 
         Args:
-            iter_step: Steps of this epoch that are trained, those before a restore included.
+            iter_step: Steps of this epoch that are trained, those before a restore included; parts of one may be too.
             micro_batch_size: Samples of one of them on one replica. Without the two: as `ElasticSampler`.
         """
         if iter_step is None or micro_batch_size is None:
             return super().state_dict()
-        return {"completed_num": iter_step * micro_batch_size * self.dp_size, "epoch": self._begun}
+        step, size = (getattr(one, "item", lambda one=one: one)() for one in (iter_step, micro_batch_size))
+        done = whole("iter_step * micro_batch_size", step * size)  # not in numpy's types, which overflow
+        return {"completed_num": done * self.dp_size, "epoch": self._begun}
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Continue at a place that `state_dict` gave.

@@ -3,12 +3,20 @@
 from __future__ import annotations
 
 import copy
+import itertools
 import logging
 import multiprocessing
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from flashckpt.errors import ConfigError, SamplerStateError
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor
+from torch.nn.parallel import DistributedDataParallel
+
+from flashckpt import collectives
+from flashckpt.errors import ConfigError, LayoutError, SamplerStateError
 from flashckpt.logs import guarded
 
 _log = guarded(logging.getLogger("flashckpt"))
@@ -16,6 +24,9 @@ _PATIENCE = 2
 """Steps in a row without a move that are an error: a single one may be the end of an epoch."""
 _AHEAD_STEPS = 3
 """Steps in a row with the same samples in flight that are a loop which fetches ahead."""
+
+_DEPTH = 8
+"""Maximum depth of nested samplers that are searched."""
 
 
 def is_sampler(thing: Any) -> bool:
@@ -47,6 +58,63 @@ def _reached(thing: Any) -> Iterator[Any]:
     while is_sampler(thing):
         yield thing
         thing = next((p for key in ("sampler", "batch_sampler") if is_sampler(p := getattr(thing, key, None))), None)
+
+
+def refuse_gaps(tracked: Mapping[str, Any], modules: Sequence[nn.Module] = ()) -> None:
+    """Compare the data-parallel places of tracked samplers: together they must deal all samples. Collective.
+
+    Ranks of one replica have one place, and ranks that get their batches from others track no sampler. A place that was
+    taken from the process group is confirmed where the modules say that every rank is a replica.
+
+    Args:
+        tracked: Objects by track name.
+        modules: The tracked modules.
+
+    Raises:
+        LayoutError: On every rank; names the places that nobody has.
+    """
+    placed = {name: part for name, thing in tracked.items() if (part := _placed(thing)) is not None}
+    if any(getattr(part, "place_is_assumed", False) for part in placed.values()) and _each_is_a_replica(modules):
+        for part in placed.values():
+            part.place_is_assumed = False
+    mine = [[name, part.dp_rank, part.dp_size] for name, part in placed.items()]
+    found: dict[tuple[str, int], set[int]] = {}
+    everybody = collectives.all_gather(mine)
+    for name, rank, size in itertools.chain.from_iterable(everybody):
+        found.setdefault((name, size), set()).add(rank)
+    for (name, size), ranks in found.items():
+        if len(ranks) < size:
+            some = sorted(ranks)
+            raise LayoutError(
+                f"nobody trains a part of what the tracked sampler {name!r} deals",
+                found=f"dp_size {size}, and dp_rank {str(some)[1:-1]:.100} on the {len(everybody)} ranks of this run",
+                expected=f"every dp_rank from 0 to {size - 1} on some rank",
+                state="Nothing was restored, and nothing was trained.",
+                remedy=f"dp_size={len(some)}, the number of replicas that train; or a mesh: ElasticSampler(..., mesh=mesh)",
+            )
+
+
+def _each_is_a_replica(modules: Sequence[nn.Module]) -> bool:
+    """Return whether DDP or FSDP2 says that all ranks train one model on different samples."""
+    world = dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1
+    for part in itertools.chain.from_iterable(module.modules() for module in modules):
+        if isinstance(part, DistributedDataParallel) and part.process_group.size() == world:
+            return True
+        if isinstance(part, FSDPModule):
+            meshes = [p.device_mesh for p in part.parameters() if isinstance(p, DTensor)]
+            return bool(meshes) and all(mesh.ndim == 1 and mesh.size() == world for mesh in meshes)
+    return False
+
+
+def _placed(thing: Any) -> Any:
+    """Return the part of a thing that has a place among the replicas; None where none has."""
+    todo = [thing]
+    for part in todo:
+        if type(getattr(part, "dp_rank", None)) is int and type(getattr(part, "dp_size", None)) is int:
+            return part
+        inner = (getattr(part, name, None) for name in ("batch_sampler", "sampler", "order"))
+        todo += [one for one in inner if one is not None and len(todo) < _DEPTH]
+    return None
 
 
 class Commits:

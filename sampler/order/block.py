@@ -14,6 +14,7 @@ import numpy as np
 
 from flashckpt.errors import ConfigError
 from flashckpt.sampler.order.permutation import Int64Array, Permutation, derive_keys
+from flashckpt.sampler.order.state import whole
 
 
 class BlockCore:
@@ -80,10 +81,11 @@ class BlockPermutation(Permutation):
         self, n: int, seed: int = 0, epoch: int = 0, *, block_size: int = 1024, window_blocks: int = 16
     ) -> None:
         super().__init__(n, seed, epoch)
+        block_size, window_blocks = whole("block_size", block_size), whole("window_blocks", window_blocks)
         if block_size < 1 or window_blocks < 1:
             raise ConfigError(
                 "block order needs positive sizes",
                 found=f"block_size {block_size}, window_blocks {window_blocks}",
                 expected="1 or more",
             )
-        self.core = BlockCore(n, seed, epoch, block_size, window_blocks)
+        self.core = BlockCore(self._n, self.seed, self.epoch, block_size, window_blocks)

@@ -20,7 +20,7 @@ import numpy as np
 from flashckpt.errors import ConfigError, DataError
 from flashckpt.sampler.order.permutation import Int64Array, Permutation, derive_keys
 from flashckpt.sampler.order.spans import SkippedSpans
-from flashckpt.sampler.order.state import fingerprint_of
+from flashckpt.sampler.order.state import fingerprint_of, whole
 from flashckpt.sampler.order.stream import EpochStream, Order
 from flashckpt.sampler.order.together import take_each
 
@@ -173,14 +173,14 @@ class Mixture:
             raise ConfigError("a mixture needs sources", found="none", expected='{"name": (data set, weight), ...}')
         self.names = list(sources)
         self.datasets = [dataset for dataset, _ in sources.values()]
-        self.weights = [weight for _, weight in sources.values()]
+        self.weights = [whole("a weight", weight) for _, weight in sources.values()]
         self.lengths = [len(dataset) for dataset in self.datasets]
         for name, length in zip(self.names, self.lengths, strict=True):
             if length < 1:
                 raise DataError(f"source {name!r} of the mixture is empty", found="0 samples", expected="1 or more")
         Schedule(self.weights)  # raises for bad weights here, where the user gave them
         self._ends = np.cumsum(self.lengths).tolist()
-        self.epoch_length = epoch_length or self._ends[-1]
+        self.epoch_length = whole("epoch_length", epoch_length) or self._ends[-1]
 
     def __len__(self) -> int:
         """Samples of all sources together: the range of ids."""

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 
 from flashckpt.errors import ConfigError
 from flashckpt.sampler.order.spans import SkippedSpans
+from flashckpt.sampler.order.state import whole
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -35,7 +36,8 @@ class BatchSizes:
     @classmethod
     def of(cls, base: int, ramp_up: Iterable[tuple[int, int]] = ()) -> BatchSizes:
         """Return `base` from position 0, replaced by each (position, size) of `ramp_up` from that position."""
-        steps = [(0, base), *((int(at), int(size)) for at, size in ramp_up)]
+        given = [(0, base), *ramp_up]
+        steps = [(whole("a position", at), whole("global_batch_size", size)) for at, size in given]
         places = [at for at, _ in steps]
         if any(size < 1 for _, size in steps) or places != sorted(set(places)):
             raise ConfigError(

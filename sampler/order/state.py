@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import hashlib
+import operator
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from numbers import Integral
+from typing import Any, overload
 
-from flashckpt.errors import SamplerStateError
+from flashckpt.errors import ConfigError, SamplerStateError
 
 STATE_VERSION = 1
 Segment = tuple[Any, ...]
@@ -77,6 +79,28 @@ class SamplerState:
         return cls(**{name: state[name] for name in _INTEGERS}, order=state["order"], segments=segments)
 
 
+@overload
+def whole(name: str, value: int) -> int: ...
+@overload
+def whole(name: str, value: int | None) -> int | None: ...  # type: ignore[overload-overlap]
+@overload
+def whole(name: str, value: object) -> int: ...
+def whole(name: str, value: object) -> int | None:
+    """Return a whole number of any type (numpy, torch, 4.0) as an int: what is recorded must be one. None stays None.
+
+    Raises:
+        ConfigError: It is none.
+    """
+    if value is None:
+        return None
+    try:
+        return operator.index(value)  # type: ignore[arg-type]  # what is asked
+    except TypeError:
+        if getattr(value, "is_integer", bool)():
+            return int(value)  # type: ignore[call-overload,no-any-return]  # a float
+    raise ConfigError(f"{name} is not a whole number", found=f"{value!r:.60}", expected="a whole number")
+
+
 def _segment(segment: Any) -> Segment:
     parts = list(segment) if isinstance(segment, (list, tuple)) else []
     lengths = {"skip": 3, "batch": 3, "weights": len(parts), "ended": 2}
@@ -118,7 +142,7 @@ def check_same(state: SamplerState, own: SamplerState) -> None:
 
 def fingerprint_of(value: object) -> int:
     """Return 63 bits that identify a data set: from an explicit value, or from its `fingerprint`; 0 if it has none."""
-    if not isinstance(value, (int, str, bytes)) or isinstance(value, bool):
+    if isinstance(value, bool) or not isinstance(value, (int, Integral, str, bytes)):
         value = getattr(value, "fingerprint", None) or getattr(value, "_fingerprint", None)
         value = value() if callable(value) else value
         if value is None:

@@ -12,6 +12,7 @@ import numpy as np
 from flashckpt.errors import ConfigError
 from flashckpt.sampler.order.block import BlockPermutation
 from flashckpt.sampler.order.permutation import PERMUTATION_ID, Int64Array, Permutation
+from flashckpt.sampler.order.state import whole
 
 ORDERS = ("global", "block", "sequential")
 
@@ -31,12 +32,21 @@ class Order:
     window_blocks: int = 16
 
     def __post_init__(self) -> None:
+        for name in ("block_size", "window_blocks"):
+            object.__setattr__(self, name, whole(name, getattr(self, name)))
         if self.kind not in ORDERS or self.block_size < 1 or self.window_blocks < 1:
             raise ConfigError(
                 "unknown order",
                 found=f"{self.kind!r}, block_size {self.block_size}, window_blocks {self.window_blocks}",
                 expected=", ".join(ORDERS) + "; positive sizes",
             )
+
+    @classmethod
+    def of(cls, order: str | Order, *, shuffle: bool) -> Order:
+        """Return an order, or the one of this kind; in sequence without `shuffle`."""
+        if not shuffle:
+            return cls(kind="sequential")
+        return order if isinstance(order, Order) else cls(kind=order)
 
     @property
     def name(self) -> str:

@@ -327,8 +327,11 @@ def test_replica_is_never_guessed_from_the_global_rank(monkeypatch: Any) -> None
     """Different: theirs takes rank and world size of the default group, wrong as soon as TP or PP is used."""
     monkeypatch.setattr(torch.distributed, "is_initialized", lambda: True)
     monkeypatch.setattr(torch.distributed, "get_world_size", lambda: 4)
-    with pytest.raises(LayoutError, match="data-parallel rank"):
-        ElasticSampler(Numbers(10))
+    monkeypatch.setattr(torch.distributed, "get_rank", lambda: 3)
+    sampler = ElasticSampler(Numbers(10), global_batch_size=4)
+    for draw in (iter, ElasticSampler.next_ids):
+        with pytest.raises(LayoutError, match="data-parallel rank"):
+            draw(sampler)
 
 
 def test_table_in_the_docs_lists_every_behaviour() -> None:

@@ -2,18 +2,24 @@
 
 from __future__ import annotations
 
+import contextlib
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
+from support.counting import Numbers
 from support.one_rank import Holder, agent_of_the_test, crash, opened, opened_as  # noqa: F401 -- fixtures
 from torch import nn
+from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader
 
-from flashckpt.errors import SamplerStateError
+from flashckpt import Checkpointer, collectives
+from flashckpt.errors import LayoutError, SamplerStateError
 from flashckpt.sampler import ElasticBatchSampler, ElasticSampler
-from flashckpt.state.samplers import Commits
+from flashckpt.state.samplers import Commits, refuse_gaps
 
 
 class Stuck(Holder):
@@ -124,3 +130,89 @@ def test_a_loop_that_fetches_its_batches_ahead_is_told_so_once_and_workers_that_
     found = [r.getMessage() for r in caplog.records]
     assert len(found) == said
     assert not said or "'data' has 4 samples that are fetched and not yet trained" in found[0]
+
+
+GAPS = [  # what each rank tracks, and whether together they deal everything
+    ([(0, 1)], True),
+    ([(0, 2)], False),
+    ([(1, 2)], False),
+    ([(0, 2), (1, 2)], True),
+    ([(0, 2), (0, 2)], False),
+    ([(0, 1), (0, 1)], True),  # tensor-parallel
+    ([(0, 2), (0, 2), (1, 2), (1, 2)], True),
+    ([(0, 4), (1, 4), (2, 4), (2, 4)], False),
+    ([(0, 2), None, (1, 2), None], True),  # pipeline stages that get theirs from others
+    ([(0, 2), None], False),
+    ([(0, 3), (1, 3), (0, 1)], False),
+]
+
+
+@pytest.mark.parametrize(("places", "covers"), GAPS)
+@pytest.mark.parametrize(
+    "wrap", [lambda s: s, lambda s: ElasticBatchSampler(s, 2), lambda s: DataLoader(Numbers(64), sampler=s)]
+)
+def test_places_that_leave_samples_to_nobody_are_refused_on_every_rank(
+    places: list[Any], covers: bool, wrap: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    of_ranks = [
+        {} if place is None else {"data": wrap(ElasticSampler(64, dp_rank=place[0], dp_size=place[1]))}
+        for place in places
+    ]
+    said: list[Any] = []
+    monkeypatch.setattr(collectives, "all_gather", lambda mine: [said.append(mine), mine][1:])  # type: ignore[func-returns-value]
+    for objects in of_ranks:
+        with contextlib.suppress(LayoutError):
+            refuse_gaps(objects)
+    monkeypatch.setattr(collectives, "all_gather", lambda _: said[: len(of_ranks)])
+    for objects in of_ranks:
+        if covers:
+            refuse_gaps(objects)
+            continue
+        with pytest.raises(LayoutError, match="nobody trains a part of what the tracked sampler 'data' deals"):
+            refuse_gaps(objects)
+
+
+def test_a_dp_size_above_the_ranks_of_the_run_is_refused_by_restore(tmp_path: Path) -> None:
+    with pytest.raises(LayoutError, match="dp_size 2, and dp_rank 0 on the 1 ranks"):
+        opened(tmp_path, model=nn.Linear(2, 2), data=ElasticSampler(64, dp_rank=0, dp_size=2, global_batch_size=4))
+
+
+@pytest.mark.parametrize("of", [int, np.int64, np.int32, np.uint8])
+def test_steps_settings_and_samples_may_be_numbers_of_numpy(of: Any, tmp_path: Path) -> None:
+    sampler = ElasticSampler(64, dp_rank=of(0), dp_size=of(1), seed=of(3))
+    ckpt = Checkpointer(tmp_path, job="t", snapshot_every=of(1), persist_every=of(50), keep_last=of(2))
+    ckpt.track(model=nn.Linear(2, 2), data=sampler)
+    ckpt.restore()
+    for step in (1, 2, 3):
+        next(iter(sampler))
+        ckpt.step(of(step), samples=of(1))
+    crash(ckpt)
+    again = ElasticSampler(64, dp_rank=0, dp_size=1, seed=3)
+    assert opened_as(tmp_path, "t", model=nn.Linear(2, 2), data=again) == 3
+    assert again.position == 3
+
+
+def ddp_over(ranks: int) -> nn.Module:
+    """What is asked of DDP: the group of its ranks."""
+    module = DistributedDataParallel.__new__(DistributedDataParallel)
+    nn.Module.__init__(module)
+    module.process_group = SimpleNamespace(size=lambda: ranks)  # type: ignore[assignment]  # all that is asked
+    return nn.Sequential(module)
+
+
+@pytest.mark.parametrize("ranks", [0, 2, 4])
+def test_a_place_of_the_process_group_is_taken_where_ddp_says_that_every_rank_is_a_replica(
+    ranks: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.distributed, "is_initialized", lambda: True)
+    monkeypatch.setattr(torch.distributed, "get_world_size", lambda: 4)
+    monkeypatch.setattr(torch.distributed, "get_rank", lambda: 1)
+    monkeypatch.setattr(collectives, "all_gather", lambda _: [[["data", rank, 4]] for rank in range(4)])
+    sampler = ElasticSampler(64, global_batch_size=8)
+    assert (sampler.dp_rank, sampler.dp_size) == (1, 4)
+    refuse_gaps({"data": ElasticBatchSampler(sampler, 2)}, [ddp_over(ranks) if ranks else nn.Linear(2, 2)])
+    if ranks == 4:
+        assert len(sampler.next_ids()) == 2
+        return
+    with pytest.raises(LayoutError, match="needs its data-parallel rank"):
+        sampler.next_ids()

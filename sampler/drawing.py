@@ -1,0 +1,115 @@
+"""Who draws from an iteration, and how much of it has reached the program: loaders of torch deal ahead to their workers.
+
+A loader keeps what it has dealt and not yet delivered; nothing public tells it. So the loader's iterator is found on
+the stack when it draws for the first time. Whatever is not found draws for itself: what it takes, the program has.
+"""
+
+from __future__ import annotations
+
+import sys
+import threading
+import weakref
+from collections import deque
+from collections.abc import Callable, Sized
+from types import FrameType
+from typing import Any
+
+from torch.utils.data import BatchSampler
+from torch.utils.data.dataloader import _BaseDataLoaderIter
+
+_LOADERS = ("torch.utils.data.dataloader", "torchdata.stateful_dataloader.stateful_dataloader")
+_DEPTH = 24
+"""Most frames between a sampler and the loader that draws from it."""
+
+
+class Drawing:
+    """What draws from one iteration; made when its first rows are asked for.
+
+    Args:
+        sampler: The elastic sampler that the iteration is of.
+        ended: Called when a loader has said to the program that the iteration is over.
+
+    Attributes:
+        thread: The one that took from it last.
+        is_loader: Whether it is a loader, which says when it is at its end.
+        batch: Rows of its batches, of the first where they differ; 0: not known.
+    """
+
+    def __init__(self, sampler: object, ended: Callable[[], None]) -> None:
+        self.thread, self.batch, self._drops = threading.get_ident(), 0, False
+        self._cuts: deque[int] | None = None
+        self._tasks: Sized = ()
+        self._most = 0
+        loader = _loader_above()
+        self.is_loader, self.has_workers = loader is not None, hasattr(loader, "_task_info")
+        if loader is None:
+            return
+        batches: Any = loader._index_sampler  # noqa: SLF001 -- see above
+        if batches is sampler:
+            self.batch = 1  # batch_size=None
+        elif isinstance(batches, BatchSampler) and batches.sampler is sampler:
+            self.batch, self._drops = batches.batch_size, batches.drop_last
+        self._tasks = getattr(loader, "_task_info", ())
+        self._most = getattr(loader, "_prefetch_factor", 1) * getattr(loader, "_num_workers", 1)
+        self._loader = weakref.ref(loader, self._left)
+        self._watch = loader._next_data = self._watching(type(loader)._next_data, ended)  # noqa: SLF001 -- as above
+
+    def _watching(self, inner: Callable[[Any], Any], ended: Callable[[], None]) -> Callable[[], Any]:
+        def _next_data() -> Any:
+            self.thread = threading.get_ident()
+            try:
+                return inner(self._loader())
+            except StopIteration:
+                ended()
+                raise
+
+        return _next_data
+
+    def _left(self, _: object) -> None:
+        self._tasks = range(len(self._tasks))  # the number alone: batches that nobody will take are let go
+
+    @property
+    def is_open(self) -> bool:
+        """Whether a loader has it and no other iteration: what is dealt to its workers is still to come."""
+        return self.is_loader and getattr(self._loader(), "_next_data", None) is self._watch
+
+    @property
+    def is_exact(self) -> bool:
+        """Whether `taken` is what the program has; else it may be too much: batches of a kind that is not known."""
+        return not self.has_workers or bool(self.batch)
+
+    def cut(self, rows: int) -> None:
+        """Note that a batch ends after so many rows of the iteration."""
+        if self._cuts is None:
+            self._cuts, self.batch = deque(maxlen=self._most + 2), rows
+        self._cuts.append(rows)
+
+    def taken(self, rows: int) -> int:
+        """Return how many of the rows that were handed out the program has."""
+        ahead = len(self._tasks)
+        if not ahead and not self._drops:
+            return rows
+        if self._cuts is not None:
+            return self._cuts[-1 - ahead] if ahead < len(self._cuts) else 0
+        if not self.batch:
+            return rows
+        batches = rows // self.batch if self._drops else -(-rows // self.batch)
+        return max(0, min(rows, (batches - ahead) * self.batch))
+
+
+def _loader_above() -> Any:
+    """Return the loader's iterator that is asking; None if none is."""
+    frame: FrameType | None = sys._getframe(2)  # noqa: SLF001 -- there is no other name for it
+    for _ in range(_DEPTH):
+        if frame is None:
+            break
+        # the locals of other frames are not looked at: before Python 3.13 a look keeps them alive
+        if frame.f_globals.get("__name__") in _LOADERS and isinstance(
+            found := frame.f_locals.get("self"), _BaseDataLoaderIter
+        ):
+            return found
+        frame = frame.f_back
+    return None
+
+
+__all__ = ["Drawing"]

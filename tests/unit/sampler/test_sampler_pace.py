@@ -1,0 +1,229 @@
+"""What a loop takes between two steps is what the step commits, or the second step says so."""
+
+from __future__ import annotations
+
+import threading
+from collections import deque
+from collections.abc import Callable, Iterator
+from queue import Queue
+from typing import Any
+
+import pytest
+from support.counting import Numbers
+from torch.utils.data import DataLoader
+
+from flashckpt.errors import SamplerStateError
+from flashckpt.sampler import ElasticBatchSampler, ElasticSampler
+
+pytestmark = pytest.mark.filterwarnings("ignore:'set_vital' is deprecated")  # of torch, by torchdata
+N, MICRO = 202, 4
+
+
+def loader_of(sampler: ElasticSampler, kind: str = "plain", *, workers: int = 0, **options: Any) -> DataLoader[Any]:
+    made: Any = DataLoader
+    if kind == "stateful":
+        made = pytest.importorskip("torchdata.stateful_dataloader").StatefulDataLoader
+    if workers:
+        options["num_workers"] = workers
+    if kind == "micro":
+        return DataLoader(Numbers(N), batch_sampler=ElasticBatchSampler(sampler, MICRO), **options)
+    return made(Numbers(N), batch_size=MICRO, sampler=sampler, **options)  # type: ignore[no-any-return]  # one of the two
+
+
+def train(sampler: ElasticSampler, batches: Iterator[Any], accumulation: int, steps: int) -> None:
+    for _ in range(steps):
+        for _ in range(accumulation):
+            next(batches)
+        sampler.commit()
+
+
+def forever(loader: Any) -> Iterator[Any]:
+    while True:
+        yield from loader
+
+
+KINDS: list[tuple[str, dict[str, Any]]] = [
+    ("plain", {}),
+    ("micro", {}),
+    ("stateful", {}),
+    ("plain", {"workers": 2}),
+    ("micro", {"workers": 1, "prefetch_factor": 5}),
+    ("plain", {"workers": 2, "persistent_workers": True, "prefetch_factor": 3}),
+    ("stateful", {"workers": 1}),
+]
+
+
+@pytest.mark.parametrize(("kind", "options"), KINDS)
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_a_loop_that_takes_more_than_it_commits_is_told_at_its_second_step(
+    kind: str, options: dict[str, Any], ranks: int
+) -> None:
+    for taken, committed in ((4, 1), (2, 1), (3, 2))[: None if not options else 1]:
+        sampler = ElasticSampler(N, dp_rank=ranks - 1, dp_size=ranks, global_batch_size=MICRO * committed * ranks)
+        batches = iter(loader_of(sampler, kind, **options))
+        train(sampler, batches, taken, 1)
+        with pytest.raises(SamplerStateError, match="takes more samples for each step") as told:
+            train(sampler, batches, taken, 1)
+        assert f"{MICRO * taken * ranks} samples taken" in told.value.found
+        assert f"{MICRO * committed * ranks} committed" in told.value.found
+        assert f"global_batch_size={MICRO * taken * ranks}" in told.value.remedy
+        assert sampler.position == MICRO * committed * ranks, "the second step was not counted"
+
+
+@pytest.mark.parametrize(("kind", "options"), KINDS)
+def test_a_loop_that_takes_less_than_it_commits_is_told_at_its_first_step(kind: str, options: dict[str, Any]) -> None:
+    sampler = ElasticSampler(N, dp_rank=0, dp_size=1, global_batch_size=MICRO * 4)
+    with pytest.raises(SamplerStateError, match="more samples are committed") as told:
+        train(sampler, iter(loader_of(sampler, kind, **options)), 2, 1)
+    assert told.value.found.startswith("commit of 16 samples; 8 taken")
+    assert sampler.position == 0
+
+
+@pytest.mark.parametrize(("kind", "options"), KINDS)
+@pytest.mark.parametrize("tail", ["span", "short", "pad", "drop"])
+def test_a_loop_that_accumulates_what_it_commits_is_not(kind: str, options: dict[str, Any], tail: str) -> None:
+    """Over the ends of epochs, whose last step may be smaller; with workers two epochs."""
+    sampler = ElasticSampler(N, dp_rank=0, dp_size=1, global_batch_size=MICRO * 4, tail=tail)
+    loader, steps = loader_of(sampler, kind, **options), 0
+    for _ in sampler.epochs(2 if options else 4):
+        rows = 0
+        for batch in loader:
+            rows += len(batch)
+            if rows == min(MICRO * 4, N - sampler.offset if tail == "short" else N):
+                sampler.commit()
+                rows, steps = 0, steps + 1
+        assert rows == 0
+    assert sampler.epoch >= (2 if options else 4), "every epoch was committed to its end"
+
+
+def fetched_ahead(loader: Any, depth: int) -> Iterator[Any]:
+    batches, hand = forever(loader), deque[Any]()
+    while True:
+        while len(hand) <= depth:
+            hand.append(next(batches))
+        yield hand.popleft()
+
+
+def by_a_thread(loader: Any) -> Iterator[Any]:
+    """What a prefetching wrapper does: another thread takes, at its own pace, up to nine batches more."""
+    queue: Queue[Any] = Queue(maxsize=9)
+    over = threading.Event()
+
+    def fill() -> None:
+        for batch in forever(loader):
+            queue.put(batch)
+            if over.is_set():
+                return
+
+    thread = threading.Thread(target=fill)
+    thread.start()
+    try:
+        while True:
+            yield queue.get()
+    finally:
+        over.set()
+        while thread.is_alive():
+            if not queue.empty():
+                queue.get()
+            thread.join(0.001)
+
+
+WRAPPED: dict[str, Callable[[Any], Iterator[Any]]] = {
+    "one batch ahead": lambda loader: fetched_ahead(loader, 1),
+    "seven batches ahead": lambda loader: fetched_ahead(loader, 7),
+    "a thread": by_a_thread,
+}
+
+
+@pytest.mark.parametrize("wrapped", WRAPPED)
+@pytest.mark.parametrize("options", [{}, {"workers": 2}])
+@pytest.mark.parametrize("ramp_up", [(), [(64, 16), (96, 24), (160, 32)]])
+def test_a_loop_that_fetches_ahead_is_not(wrapped: str, options: dict[str, Any], ramp_up: Any) -> None:
+    sampler = ElasticSampler(N, dp_rank=0, dp_size=1, global_batch_size=MICRO * 2, ramp_up=ramp_up)
+    batches = WRAPPED[wrapped](loader_of(sampler, **options))
+    for _ in range(40):
+        for _ in range((sampler.global_batch_size or 0) // MICRO):
+            next(batches)
+        sampler.commit()
+    batches.close()  # type: ignore[attr-defined]  # a generator
+
+
+@pytest.mark.parametrize(("batch", "step"), [(4, 1), (4, 3), (10, 9), (9, 10), (3, 7), (1, 4)])
+@pytest.mark.parametrize("by_hand", [True, False])
+def test_a_loop_that_cuts_batches_into_steps_of_another_size_is_not(batch: int, step: int, by_hand: bool) -> None:
+    sampler = ElasticSampler(N, dp_rank=0, dp_size=1, global_batch_size=step)
+    loader: DataLoader[Any] = DataLoader(Numbers(N), batch_size=batch, sampler=sampler)
+    stream: Any = sampler if by_hand else (number for batch in forever(loader) for number in batch)
+    numbers: Iterator[Any] = forever(stream)
+    rows = 0
+    for _ in range(150):
+        while rows < step:
+            for _ in range(batch if by_hand else 1):
+                next(numbers)
+            rows += batch if by_hand else 1
+        rows -= step
+        sampler.commit()
+
+
+def test_another_iterator_between_two_steps_does_not_count() -> None:
+    """A look at a batch, and an evaluation over what the training reads from, while its own iterator goes on."""
+    sampler = ElasticSampler(N, dp_rank=0, dp_size=1, global_batch_size=MICRO)
+    loader = loader_of(sampler)
+    batches = forever(loader)
+    for _ in range(30):
+        train(sampler, batches, 1, 3)
+        kept = iter(loader)
+        next(kept)
+        for _ in loader:
+            pass
+    assert sampler.position == 90 * MICRO
+
+
+def leaving_out(sampler: ElasticSampler, batches: Iterator[Any], times: int) -> None:
+    for _ in range(times):
+        train(sampler, batches, 1, 10)
+        next(batches)  # its loss is not finite: no step
+
+
+def test_a_batch_that_is_left_out_once_is_not_yet_an_error_and_a_rule_is() -> None:
+    sampler = ElasticSampler(10_000, dp_rank=0, dp_size=1, global_batch_size=MICRO)
+    batches = iter(DataLoader(Numbers(10_000), batch_size=MICRO, sampler=sampler))
+    leaving_out(sampler, batches, 3)
+    with pytest.raises(SamplerStateError, match="takes more samples for each step"):
+        leaving_out(sampler, batches, 60)
+
+
+def test_samples_that_are_said_with_each_step_are_counted_too() -> None:
+    sampler = ElasticSampler(N, dp_rank=0, dp_size=1)
+    batches = iter(loader_of(sampler))
+    next(batches), next(batches)
+    sampler.commit(MICRO)
+    next(batches), next(batches)
+    with pytest.raises(SamplerStateError, match="takes more samples for each step"):
+        sampler.commit(MICRO)
+
+
+def test_ids_that_are_drawn_by_hand_may_be_read_ahead_at_any_pace_but_not_for_ever() -> None:
+    sampler = ElasticSampler(10_000, dp_rank=0, dp_size=1, global_batch_size=2)
+    ids, taken = iter(sampler), 0
+    for ahead in (0, 2, 8, 20, 40, 41, 80):
+        while taken < sampler.position + 2 + ahead:
+            next(ids)
+            taken += 1
+        sampler.commit()
+    fours = (ids_of_one for ids_of_one in zip(*[ids] * 4, strict=False))
+    with pytest.raises(SamplerStateError, match="takes more samples for each step"):
+        train(sampler, fours, 2, 9)
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_epochs_of_one_step_are_counted_together(workers: int) -> None:
+    sampler = ElasticSampler(16, dp_rank=0, dp_size=1, global_batch_size=MICRO)
+    loader: DataLoader[Any] = DataLoader(Numbers(16), batch_size=MICRO, sampler=sampler, num_workers=workers)
+    for epoch in sampler.epochs(2):
+        assert len(list(loader)) == 4
+        if epoch:
+            break
+        sampler.commit()
+    with pytest.raises(SamplerStateError, match="takes more samples for each step"):
+        sampler.commit()
