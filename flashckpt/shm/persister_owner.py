@@ -31,7 +31,7 @@ START_S = 60.0
 """Seconds within which a persister that was started has taken its lock."""
 STOPPED_S = 10.0
 """Seconds of silence after which a persister that is stopped is killed, and another one started."""
-SILENT_S = 120.0
+SILENT_S = 300.0
 """The same of one that runs and hangs; doubled each time, because a long commit looks alike."""
 STEADY_S = 60.0
 """Seconds after which a persister that was replaced counts as healthy."""
@@ -112,7 +112,7 @@ class PersisterOwner:
         status = self._status()
         silent_s = self._silence.see(status)
         pid = self._child.pid if self._child is not None else status.pid if status is not None else 0
-        if not silent_s and status is not None and (self._child is None or status.pid == pid):
+        if not silent_s and status is not None and status.pid == pid > 0:
             self._confirmed(status, now)
         if silent_s > STOPPED_S:
             self._see_silent(pid, silent_s, now)
@@ -160,9 +160,8 @@ class PersisterOwner:
                 child.kill()
                 reason = f"did not start within {START_S:.0f} s and was killed"
             elif child.code == 0 and (self._is_confirmed or not self._left_quietly):
-                self._left_quietly = (
-                    not self._is_confirmed
-                )  # asked to end, or it found the lock taken by one that is gone
+                # asked to end, or it found the lock taken by one that is gone
+                self._left_quietly = not self._is_confirmed
                 self._again_s = now + LOOK_S
             else:
                 reason = child.how_it_ended()

@@ -163,6 +163,12 @@ FAULTS: dict[str, Fault] = {
     "not a number": Never("FLASHCKPT_DAEMON_GRACE is no number", {"FLASHCKPT_DAEMON_GRACE": "nan"}),
     "a broken interpreter": Never("its log says nothing", hook="os._exit(139)"),
     "a missing module": Never("ModuleNotFoundError", hook='sys.modules["msgpack"] = None'),
+    "storage that never takes anything": Never(
+        "persisting fails .*on purpose.*nothing is on storage",
+        hook="import flashckpt.errors as e, flashckpt.storage.posix as p\n"
+        "    def refuse(*_, **__): raise e.StoreError('on purpose')\n"
+        "    p.PosixStore.put_object = refuse",
+    ),
     "no inotify instance": Fault(
         "",
         hook="import watchdog.observers as o; o.Observer = lambda: (_ for _ in ()).throw(OSError(24, 'inotify'))",
