@@ -22,6 +22,8 @@ from torch import nn
 from torch.nn import functional as F  # noqa: N812 -- as everybody calls it
 
 from flashckpt import Checkpointer
+from flashckpt.agent_folder import LOCK
+from flashckpt.shm.lease import Lease
 
 LAYERS, HEAD, ROWS, LENGTH = 28, 128, 4, 1024
 
@@ -272,4 +274,7 @@ def places(device: str) -> Iterator[Path]:
     ):
         os.environ["FLASHCKPT_SHM_DIR"] = shm
         os.environ["FLASHCKPT_AGENT_DIR"] = disk  # as under an agent: no daemon is started, nothing is persisted
+        agent = Lease(Path(disk) / LOCK, create=True)
+        agent.exclusive(0)
         yield Path(disk)
+        agent.close()

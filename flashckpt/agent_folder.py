@@ -6,12 +6,39 @@ import os
 from pathlib import Path
 
 from flashckpt.errors import FINAL_CODES
+from flashckpt.shm.lease import Lease
+
+_VARIABLE = "FLASHCKPT_AGENT_DIR"
+LOCK = "lock"
+"""File in the folder whose byte 0 the agent holds as long as it runs."""
 
 
 def agent_folder() -> Path | None:
-    """Return the folder of the agent above this process, or None without dlrun."""
-    folder = os.environ.get("FLASHCKPT_AGENT_DIR")
-    return Path(folder) if folder else None
+    """Return the folder of the agent above this process, or None without dlrun.
+
+    None too where the agent that the environment names has ended: the variable was inherited, by a shell or an image.
+    """
+    folder = os.environ.get(_VARIABLE)
+    return Path(folder) if folder and _is_held(Path(folder)) else None
+
+
+def ended_agent() -> str:
+    """Return how the environment names an agent that is not running; "" where it names none, or one that runs."""
+    folder = os.environ.get(_VARIABLE)
+    return f"{_VARIABLE}={folder}" if folder and not _is_held(Path(folder)) else ""
+
+
+def _is_held(folder: Path) -> bool:
+    try:
+        lease = Lease(folder / LOCK)
+    except OSError:
+        return False
+    try:
+        return lease.held_by_other(0)
+    except OSError:
+        return True  # a file system without locks: the agent is believed
+    finally:
+        lease.close()
 
 
 def write_job(folder: Path, job: Path) -> None:

@@ -6,11 +6,14 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from flashckpt.core.snapshot_id import SnapshotId
+from flashckpt.core.snapshot_id import BEFORE_ALL, SnapshotId
 from flashckpt.errors import PersistError
+from flashckpt.report import RestoreReport
 from flashckpt.shm.group_acks import AckedSnapshots
 from flashckpt.shm.job_directory import DaemonStatus, JobDirectory
 from flashckpt.shm.persisted import await_persister
+from flashckpt.shm.persister_owner import SILENT_S, newest_in_words
+from flashckpt.shm.persister_process import LOG_NAME, Silence, in_one_line, state_of
 
 Identity = SnapshotId
 POLL_S = 0.01
@@ -30,6 +33,8 @@ class Wanted:
         taken: Newest snapshot that was taken to be persisted.
         discards: Snapshots discarded so far.
         why: Which one was discarded last, and why; "" if none was.
+        restored: Snapshot that the session began with, if it was in memory and so may not be on storage.
+        due: The newest persist step up to it; 0 where there is none.
     """
 
     generation: int
@@ -37,6 +42,19 @@ class Wanted:
     taken: Identity | None = None
     discards: int = 0
     why: str = ""
+    restored: Identity | None = None
+    due: int = 0
+
+    def began_with(self, report: RestoreReport | None, *, persist_every: int, marked: bool) -> None:
+        """Record what the session began with; `marked`: it is a snapshot to be persisted, whatever its number is."""
+        if report is not None and not report.tier_bytes.get("storage"):
+            self.restored = Identity(report.generation, report.step)
+            self.due = report.step if marked else report.step // persist_every * persist_every
+
+    def count_restored(self, committed: Identity | None) -> None:
+        """Want what the session began with, if its persist steps are not on storage and nothing newer is wanted."""
+        if self.due and self.owed is None and self.taken is None and (committed or BEFORE_ALL)[1] < self.due:
+            self.taken = self.restored
 
     def owe(self, step: int) -> None:
         """Record that the snapshot of `step`, or the next one that can be taken, must be persisted."""
@@ -52,6 +70,16 @@ class Wanted:
         self.why = f"the snapshot of step {identity[1]} was discarded: {str(error).splitlines()[0]}"
         if persist:
             self.owed = identity[1]
+
+
+def persisting_fails(status: DaemonStatus, directory: JobDirectory) -> PersistError:
+    """Return the error that tells a callback of failures that training does not meet."""
+    return PersistError(
+        "persisting fails",
+        found=in_one_line(status.error),
+        state=f"Training continues in memory alone; {newest_in_words(status)}. Failures so far: {status.failures}.",
+        remedy=f"look at the storage and at {directory.path / LOG_NAME}; it is tried again until it succeeds",
+    )
 
 
 @dataclass(kw_only=True)
@@ -82,6 +110,7 @@ class Waiting:
     _newest_asked: bool = False
     _looked_s: float = float("-inf")
     _silent_s: float | None = None
+    _silence: Silence = field(default_factory=Silence)
     _failure: str = ""
     _discards: int = field(init=False)
 
@@ -102,6 +131,7 @@ class Waiting:
         """Whether everything wanted is committed; does what can be done for it where it is not."""
         self.alive()
         self._failure = status.error.partition("\n")[0] if status is not None else ""
+        self.wanted.count_restored(None if status is None else status.committed)
         if self._is_done(status):
             return True
         self._refuse_discards()
@@ -109,7 +139,9 @@ class Waiting:
         if status is not None and status.error:
             self._retry(status)
         self._ask_for_newest_if_gone()
-        self._look_for_daemon()
+        if self.wanted.owed is None and self.wanted.taken == self.wanted.restored and status is not None:
+            self._ask_for_newest()  # it need not be of a persist step
+        self._look_for_daemon(status)
         return False
 
     def _is_done(self, status: DaemonStatus | None) -> bool:
@@ -156,7 +188,8 @@ class Waiting:
 
     def _ask_for_newest_if_gone(self) -> None:
         """Ask for the newest one if the snapshot was overwritten before the daemon saw it: it would never be committed."""
-        if self.wanted.owed is None and self.wanted.taken is not None and not self.holds(self.wanted.taken):
+        wanted = self.wanted
+        if wanted.owed is None and wanted.taken is not None and not self.holds(wanted.taken):
             self._ask_for_newest()
 
     def _ask_for_newest(self) -> None:
@@ -164,8 +197,14 @@ class Waiting:
             self.directory.request("persist-now")
             self._newest_asked = True
 
-    def _look_for_daemon(self) -> None:
+    def _look_for_daemon(self, status: DaemonStatus | None) -> None:
+        """Fail where nobody persists; who owns the daemon has replaced one that is gone or stopped by then."""
         now = time.monotonic()
+        if self._silence.see(status) > SILENT_S:
+            pid = status.pid if status is not None else 0
+            raise self._error(
+                f"the daemon (process {pid}, state {state_of(pid) or 'unknown'}) has said nothing for {SILENT_S:.0f} s"
+            )
         if self.directory.daemon_alive():
             self._silent_s = None
         elif self._silent_s is None:
@@ -175,13 +214,15 @@ class Waiting:
 
     def _error(self, found: str) -> PersistError:
         wanted = self.wanted
-        step = wanted.owed if wanted.owed is not None or wanted.taken is None else wanted.taken[1]
+        generation, step = wanted.taken or (wanted.generation, wanted.owed)
+        if wanted.owed is not None:
+            generation, step = wanted.generation, wanted.owed
         if wanted.why and wanted.why not in found:
             found = f"{found}; {wanted.why}"
         held = "Its snapshot is in host memory; training may continue."
         missing = "There is no snapshot of it; what is in host memory is intact, and training may continue."
         return PersistError(
-            f"step {step} of generation {wanted.generation} is not on storage",
+            f"step {step} of generation {generation} is not on storage",
             found=found,
             state=held if wanted.owed is None else missing,
             remedy=f"look at the storage and at {self.directory.path}/daemon.log, then call wait() again",

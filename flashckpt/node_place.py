@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import time
 from collections.abc import Callable, Sequence
@@ -10,8 +11,9 @@ from typing import Any
 
 import torch.distributed as dist
 
-from flashckpt.agent_folder import agent_folder, write_job
+from flashckpt.agent_folder import agent_folder, ended_agent, write_job
 from flashckpt.core.lineage import BEGINNING
+from flashckpt.logs import guarded
 from flashckpt.native import IMPLEMENTATIONS, implementation
 from flashckpt.partnering import Partnering
 from flashckpt.planning.inventory import local_world
@@ -23,10 +25,12 @@ from flashckpt.shm.control import Control, ControlRow
 from flashckpt.shm.job_directory import JobConfig, JobDirectory
 from flashckpt.shm.lease import Lease
 from flashckpt.shm.messages import MessageFiles
+from flashckpt.shm.persister_owner import OwnerThread, PersisterOwner
 from flashckpt.snapshot.copy_plan import CopyPlan
 from flashckpt.snapshot.segments import RankSegments
 from flashckpt.state.registry import StateRegistry
 
+_log = guarded(logging.getLogger("flashckpt"))
 Callback = Callable[[str], Callable[..., object] | None]
 """Returns the user's callback of a name, or None."""
 
@@ -89,6 +93,7 @@ class NodePlace:
         row: This rank's row in it.
         watermark: Which snapshots this rank, and all ranks, hold.
         relay: Carries that between the nodes; of the first rank of each, None elsewhere and on a single node.
+        owner: Supervises the persister; of the first rank of each node where no agent does.
     """
 
     lease: Lease
@@ -96,17 +101,18 @@ class NodePlace:
     row: ControlRow
     watermark: SnapshotAcks
     relay: RelayThread | None = None
+    owner: OwnerThread | None = None
 
     @classmethod
     def take(cls, opened: OpenedJob, *, entered_ns: int, initialised_ns: int) -> NodePlace:
         """Announce the job on this node, start the daemon where no agent does, and take the control row."""
         directory, mates, world = opened.directory, opened.mates, opened.tracked.world
-        agent, lease = agent_folder(), directory.hold_live()
+        agent, lease, owner = agent_folder(), directory.hold_live(), None
         if mates[0] == world.rank:
             directory.request_path("ended").unlink(missing_ok=True)
             directory.write_config(opened.config)
             if agent is None:
-                directory.ensure_daemon()
+                owner = _own_persister(directory)
         if agent is not None and os.environ.get("LOCAL_RANK", "0") == "0":  # of each agent: a node may have several
             write_job(agent, directory.path)
         if opened.partnering is not None:
@@ -117,7 +123,16 @@ class NodePlace:
         relay = _relay(opened, control)
         watermark = _acks(opened, control, relay)
         watermark.publish(opened.memory.complete())
-        return cls(lease=lease, control=control, row=row, watermark=watermark, relay=relay)
+        return cls(lease=lease, control=control, row=row, watermark=watermark, relay=relay, owner=owner)
+
+
+def _own_persister(directory: JobDirectory) -> OwnerThread:
+    """Start the persister, and what sees that it runs."""
+    if ended := ended_agent():
+        _log.warning("%s names an agent that is not running: this process starts and supervises the persister", ended)
+    owner = PersisterOwner(directory, _log)
+    owner.tick()
+    return OwnerThread(owner)
 
 
 def _fill(row: ControlRow, opened: OpenedJob, *, entered_ns: int, initialised_ns: int) -> None:

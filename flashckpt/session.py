@@ -13,13 +13,14 @@ from flashckpt import callbacks
 from flashckpt.agent_folder import agent_folder
 from flashckpt.core.snapshot_id import SnapshotId
 from flashckpt.core.snapshot_request import SnapshotRequest
-from flashckpt.durability import Waiting, Wanted
+from flashckpt.durability import Waiting, Wanted, persisting_fails
 from flashckpt.errors import DamagedError, FormatVersionError
 from flashckpt.logs import guarded
 from flashckpt.node_place import Callback, NodePlace, OpenedJob
 from flashckpt.settings import next_step
 from flashckpt.shm.control import ControlRow
 from flashckpt.shm.job_directory import DaemonStatus
+from flashckpt.shm.persister_owner import REPEAT_S
 from flashckpt.skips import Skips
 from flashckpt.snapshot.copy_plan import CopyPlan
 from flashckpt.snapshot.current_plan import CurrentPlan
@@ -49,7 +50,7 @@ class Session:
         self.outcome, self.mates = opened.outcome, opened.mates
         self.stats: dict[str, float] = {}
         self._settings, self._callback = opened.settings, callback
-        self._pid, self._lease, self._relay = os.getpid(), place.lease, place.relay
+        self._pid, self._lease, self._relay, self._owner = os.getpid(), place.lease, place.relay, place.owner
         self._control, self._row, self._watermark = place.control, place.row, place.watermark
         self._signals = DeferredSignals(place.control, place.row)
         world, generation = self.tracked.world, self.outcome.record.number
@@ -66,8 +67,10 @@ class Session:
         )
         self._last_step, self._stepped_at, self._optimizer_steps = self._row.step, 0, 0
         self._is_removed = False
+        self._note_restored()
         self._committed: SnapshotId | None = None
         self._status_mark: tuple[int, int, int] | None = None
+        self._failing_s = float("-inf")  # when failures of the persister were reported last
 
     @classmethod
     def start(cls, opened: OpenedJob, *, callback: Callback, entered_ns: int, initialised_ns: int) -> Session:
@@ -289,10 +292,21 @@ class Session:
             return
         status = self._status()
         self._status_mark = mark if status is not None else None
+        if status is not None:
+            self._watch_failures(status)
         if status is not None and status.committed not in (None, self._committed):
             assert status.committed is not None
             self._committed = status.committed
             self._call("on_commit", *status.committed, may_exit=True)
+
+    def _watch_failures(self, status: DaemonStatus) -> None:
+        """Report to the callback that persisting fails: at once, and again while it lasts."""
+        now = time.monotonic()
+        if not status.error:
+            self._failing_s = float("-inf")
+        elif now - self._failing_s > REPEAT_S:
+            self._failing_s = now
+            self._call("on_failure", persisting_fails(status, self.directory))
 
     def wait(self, timeout: float | None) -> None:
         """As `Checkpointer.wait`."""
@@ -320,6 +334,14 @@ class Session:
             self._stager.finish()
         return ""
 
+    def _note_restored(self) -> None:
+        report, segment = self.outcome.report, self.memory.segment
+        headers = segment.headers() if segment is not None else ()
+        marked = report is not None and any(
+            h.persist and h.identity == (report.generation, report.step) for h in headers
+        )
+        self._wanted.began_with(report, persist_every=self._settings.persist_every, marked=marked)
+
     def _holds(self, wanted: SnapshotId) -> bool:
         segment = self.memory.segment
         return segment is not None and any(h.is_complete and h.identity == wanted for h in segment.headers())
@@ -338,6 +360,8 @@ class Session:
         self._stager.close()
         if self._relay is not None:
             self._relay.close()
+        if self._owner is not None:
+            self._owner.close(confirm=self._wanted.taken is not None)
         self.pause(paused=True)  # no step is to be expected any more
         self.memory.release()
         self._lease.close()

@@ -7,6 +7,7 @@ import os
 import sys
 from collections.abc import Sequence
 
+from flashckpt.agent_folder import agent_folder
 from flashckpt.errors import RESUME_EXIT_CODE, ConfigError, FlashckptError
 from flashckpt.trainer.command_line import take_flag, take_value
 from flashckpt.trainer.config import RunConfig, read_config, to_toml, without_secrets
@@ -170,7 +171,7 @@ def _train(config: RunConfig, profiled: ProfileRange | None) -> int:
 
     code = train(config, profiled)
     # Under dlrun an agreed stop is a success of the rank; dlrun itself ends with 75 for all of them.
-    return 0 if code == RESUME_EXIT_CODE and "FLASHCKPT_AGENT_DIR" in os.environ else code
+    return 0 if code == RESUME_EXIT_CODE and agent_folder() is not None else code
 
 
 def _check(config: RunConfig) -> int:

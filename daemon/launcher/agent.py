@@ -109,6 +109,7 @@ class DlrunAgent(LocalElasticAgent):
             self._ended = not result.is_failed() and not self._outcome.resume
             if self._ended:
                 self._watch.request("ended")
+                self._outcome.unpersisted = self._watch.unpersisted()
             return result
         except SignalException:
             self._outcome.resume = self._watch.control() is not None  # a flashckpt job: its state is kept
@@ -173,6 +174,8 @@ class DlrunAgent(LocalElasticAgent):
     def _tick(self, context: PContext) -> RunResult | None:
         """Do what is due several times a second; returns a result if the ranks hang."""
         self._watch.tick()
+        if isinstance(context, WorkerContext):
+            self._watch.reap({*context.pids().values(), *self._zygote.pids})
         rows = self._rows()
         if not rows or not isinstance(context, WorkerContext):
             return None

@@ -71,6 +71,7 @@ def launch(
         RestartBudgetError: the same error came at the same step twice.
         HangError: the ranks hang, and no restart was left.
         SignalException: dlrun was asked to stop and the workers could not agree on a step.
+        PersistError: the workers ended well and a persist step was reached, but nothing is on storage.
     """
     outcome = LaunchOutcome()
 
@@ -101,4 +102,6 @@ def launch(
                 raise clearer from error
             raise
     reap_strays(set())
+    if outcome.unpersisted is not None:
+        raise outcome.unpersisted
     return outcome

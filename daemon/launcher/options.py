@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from flashckpt.daemon.launcher.budget import REFILL_STEPS
-from flashckpt.errors import FlashckptError, HangError, LayoutError, RestartBudgetError
+from flashckpt.errors import FlashckptError, HangError, LayoutError, PersistError, RestartBudgetError
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -47,7 +47,8 @@ class LaunchOutcome:
     """How the launch ended, for the exit code: stopped on request, hung, or failed with a repeated error.
 
     `refused` is the exit code of a rank whose error a restart cannot fix, `passing` of one that what it needs could not
-    be reached; `elsewhere` names what ended the job if that was on another node.
+    be reached; `elsewhere` names what ended the job if that was on another node;
+    `unpersisted` is the error of a job that ended well and has nothing on storage.
     """
 
     resume: bool = False
@@ -56,6 +57,7 @@ class LaunchOutcome:
     refused: int = 0
     passing: int = 0
     elsewhere: str = ""
+    unpersisted: PersistError | None = None
 
     def error(self) -> FlashckptError | None:
         """Return the error to end with after workers failed; None if their own failure is the clearest one."""

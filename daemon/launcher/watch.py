@@ -14,16 +14,17 @@ from pathlib import Path
 
 from flashckpt import agent_folder
 from flashckpt.core.snapshot_id import BEFORE_ALL
-from flashckpt.daemon.launcher.drain import is_last_process, wait_for_flush
-from flashckpt.errors import DamagedError, FlashckptError
+from flashckpt.daemon.launcher.drain import is_last_process, unpersisted, wait_for_flush
+from flashckpt.daemon.machine.process import reap, zombies
+from flashckpt.errors import DamagedError, FlashckptError, PersistError
 from flashckpt.shm.control import ControlRow, ControlView
 from flashckpt.shm.job_directory import DaemonStatus, JobDirectory, memory_root
 from flashckpt.shm.lease import Lease
 from flashckpt.shm.persisted import await_persister
+from flashckpt.shm.persister_owner import LOOK_S, PersisterOwner
 from flashckpt.shm.private import private_directories, private_directory, remove_tree
 
 _log = logging.getLogger("flashckpt.dlrun")
-_DAEMON_CHECK_S = 1.0
 
 
 class JobWatch:
@@ -42,22 +43,30 @@ class JobWatch:
         self._live: Lease | None = None
         self._control: ControlView | None = None
         self._is_cut_short = False
-        self._checked_s = 0.0
+        self._owner: PersisterOwner | None = None
+        self._zombies: set[int] = set()
+        self._looked_s = 0.0
 
     def stacks_file(self, local_rank: int) -> Path:
         """Return the file to which a rank writes the stacks of its threads on request."""
         return self.agent_dir / f"stacks-{local_rank}"
 
     def tick(self) -> None:
-        """Look for the job directory; once it is there, hold its live lock and keep its daemon alive."""
-        job, now = self._find(), time.monotonic()
-        if job is None or now - self._checked_s < _DAEMON_CHECK_S:
+        """Look for the job directory; once it is there, hold its live lock and supervise its persister."""
+        if self._find() is not None and self._owner is not None:
+            self._owner.tick()
+
+    def reap(self, known: set[int]) -> None:
+        """Reap the orphans that this subreaper inherited, at most once a second; not `known`, whose end somebody waits for.
+
+        One that ended since the last look is left: it may be a child of whoever runs dlrun inside another program.
+        """
+        if (now := time.monotonic()) - self._looked_s < LOOK_S:
             return
-        self._checked_s = now
-        try:
-            job.ensure_daemon()
-        except OSError as error:
-            _log.warning("the persisting daemon cannot be started: %s", error)
+        self._looked_s = now
+        found = zombies() - known - (self._owner.pids if self._owner is not None else set())
+        reap(found & self._zombies)
+        self._zombies = found
 
     def _find(self) -> JobDirectory | None:
         """Return the job directory once local rank 0 has named it."""
@@ -67,11 +76,12 @@ class JobWatch:
             path = agent_folder.read_job(self.agent_dir)
             if path is None:
                 return None
-            self.job = JobDirectory.open(path.name, create=False)
-            self._live = self.job.hold_live()
+            job = JobDirectory.open(path.name, create=False)
+            self._live = job.hold_live()
         except (OSError, FlashckptError):
             return None
-        return self.job
+        self.job, self._owner = job, PersisterOwner(job, _log)
+        return job
 
     def control(self) -> ControlView | None:
         """Return the shared control page, None where no rank has made one. It is read, never mapped, so that truncation cannot kill dlrun."""
@@ -140,8 +150,15 @@ class JobWatch:
             return await_persister(job, is_over, timeout_s=timeout_s)
         return False
 
+    def unpersisted(self) -> PersistError | None:
+        """Return the error of a job that ended well and has nothing on storage though it should; see `drain.unpersisted`."""
+        job = self._find()
+        return None if job is None else unpersisted(job, [row for row in self._every_row() if row.pid > 0], self.tick)
+
     def close(self) -> None:
         """Release the locks and remove the agent's directory."""
+        if self._owner is not None:
+            self._owner.close()
         for lease in (self._live, self._lock):
             if lease is not None:
                 lease.close()
@@ -162,8 +179,8 @@ def _make_agent_dir(base: Path) -> tuple[Path, Lease]:
             private_directory(base, create=True) as above,
             private_directory(folder, create=True, within=above) as inside,
         ):
-            lease = Lease("lock", create=True, dir_fd=inside)
-            if lease.exclusive(0) and (folder / "lock").exists():
+            lease = Lease(agent_folder.LOCK, create=True, dir_fd=inside)
+            if lease.exclusive(0) and (folder / agent_folder.LOCK).exists():
                 return folder, lease
             lease.close()
 
@@ -173,7 +190,7 @@ def _sweep(base: Path) -> None:
     for folder in private_directories(base)[0]:
         try:
             with private_directory(base) as above, private_directory(folder, within=above) as inside:
-                lease = Lease("lock", dir_fd=inside)
+                lease = Lease(agent_folder.LOCK, dir_fd=inside)
                 if lease.exclusive(0):
                     remove_tree(folder.name, above)
                 lease.close()

@@ -10,6 +10,8 @@ import signal
 import time
 from pathlib import Path
 
+from flashckpt.shm.persister_process import state_of
+
 _PR_SET_PDEATHSIG = 1
 _PR_SET_NAME = 15
 _PR_SET_CHILD_SUBREAPER = 36
@@ -68,20 +70,12 @@ def adopt_parent(parent: int, *, deadline_s: float = 30.0) -> None:
 
 def has_ended(pid: int) -> bool:
     """Return whether a process is gone or waits to be reaped."""
-    try:
-        text = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8", errors="replace")
-    except OSError:
-        return True
-    return text.rpartition(")")[2].split()[:1] in (["Z"], ["X"])
+    return state_of(pid) in ("", "Z", "X")
 
 
 def is_stopped(pid: int) -> bool:
     """Return whether a process is stopped (SIGSTOP, a debugger)."""
-    try:
-        text = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8", errors="replace")
-    except OSError:
-        return False
-    return text.rpartition(")")[2].split()[:1] in (["T"], ["t"])
+    return state_of(pid) in ("T", "t")
 
 
 def thread_count() -> int:
@@ -123,6 +117,21 @@ def exit_code(pidfd: int) -> int | None:
     if result is None:
         return None
     return result.si_status if result.si_code == os.CLD_EXITED else -result.si_status
+
+
+def zombies() -> set[int]:
+    """Return the ended children of this process that nobody has waited for."""
+    with contextlib.suppress(OSError):  # CONFIG_PROC_CHILDREN, a thread that ended meanwhile
+        lists = [path.read_text(encoding="utf-8") for path in Path("/proc/self/task").glob("*/children")]
+        return {pid for words in lists for pid in map(int, words.split()) if state_of(pid) == "Z"}
+    return set()
+
+
+def reap(pids: set[int]) -> None:
+    """Reap these children, where they have ended and nobody has done so."""
+    for pid in pids:
+        with contextlib.suppress(ChildProcessError):
+            os.waitid(os.P_PID, pid, os.WEXITED | os.WNOHANG)
 
 
 def reap_strays(known: set[int]) -> int:

@@ -4,16 +4,27 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Iterable, Mapping
+import socket
+import time
+from collections.abc import Callable, Iterable, Mapping
+from socketserver import TCPServer
 from typing import Protocol
+from wsgiref.simple_server import WSGIRequestHandler, WSGIServer, make_server
 
-from prometheus_client import CollectorRegistry, start_http_server
+from prometheus_client import CollectorRegistry, make_wsgi_app
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 from prometheus_client.metrics_core import Metric
+
+from flashckpt.acceptor import Acceptor
 
 _log = logging.getLogger(__name__)
 LABELS = ("job", "node")
 LOOPBACK = "127.0.0.1"
+AGAIN_S = 10.0
+"""Seconds between two attempts to listen."""
+EXCHANGE_S = 5.0
+"""Seconds of silence after which a scrape is given up."""
+MOST_SCRAPES = 64
 
 
 class Observed(Protocol):
@@ -72,6 +83,29 @@ class _Collector:
                 yield counter
 
 
+class _QuietHandler(WSGIRequestHandler):
+    timeout = EXCHANGE_S
+
+    def log_message(self, *_: object) -> None:
+        """Log nothing."""
+
+
+class _Server(WSGIServer):
+    request_queue_size = 128
+
+    def __init__(self, address: tuple[str, int], handler: type[WSGIRequestHandler]) -> None:
+        """Bind without asking a name service for this machine's name, which may not answer for seconds."""
+        super().__init__(address, handler, bind_and_activate=False)
+        try:
+            TCPServer.server_bind(self)
+            self.server_activate()
+        except BaseException:
+            self.server_close()
+            raise
+        self.server_name, self.server_port = str(self.server_address[0]), int(self.server_address[1])
+        self.setup_environ()
+
+
 class Endpoint:
     """A metrics endpoint until `close`.
 
@@ -83,23 +117,65 @@ class Endpoint:
     def __init__(self, observed: Observed, *, job: str, node: int, port: int, host: str = LOOPBACK) -> None:
         registry = CollectorRegistry()
         registry.register(_Collector(observed, (job, str(node))))
-        self._server, self._thread = start_http_server(port, addr=host, registry=registry)
+        family, _, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)[0]
+        server = type("_FamilyServer", (_Server,), {"address_family": family})
+        self._server: WSGIServer = make_server(
+            str(address[0]), port, make_wsgi_app(registry), server_class=server, handler_class=_QuietHandler
+        )
+        try:
+            self._acceptor = Acceptor(
+                self._server.socket, self._server.finish_request, name="flashckpt-scrape", most=MOST_SCRAPES
+            )
+        except RuntimeError:
+            self._server.server_close()
+            raise
         self.host = host
         self.port = int(self._server.server_port)
 
     def close(self) -> None:
         """Stop serving and join the thread."""
-        self._server.shutdown()
+        self._acceptor.close()
         self._server.server_close()
-        self._thread.join()
 
 
-def serve(observed: Observed, *, job: str, node: int) -> Endpoint | None:
+class Scrapes:
+    """The endpoint where one is asked for; tries again while it cannot listen: the port may be held by a daemon that ends.
+
+    Args:
+        observed: What is shown.
+        report: Called with a sentence where there are no metrics though they are asked for, and with "" when there are.
+    """
+
+    def __init__(self, observed: Observed, report: Callable[[str], None]) -> None:
+        self.endpoint: Endpoint | None = None
+        self._observed, self._report = observed, report
+        self._problem, self._again_s = "", float("-inf")
+
+    def turn(self, *, job: str, node: int) -> None:
+        """Listen, if that is due."""
+        if self.endpoint is not None or time.monotonic() < self._again_s:
+            return
+        self._again_s = time.monotonic() + AGAIN_S
+        problem: list[str] = []
+        self.endpoint = serve(self._observed, job=job, node=node, report=problem.append)
+        if (now := "".join(problem)) != self._problem:
+            self._problem = now
+            self._report(now)
+
+    def close(self) -> None:
+        """Stop serving."""
+        if self.endpoint is not None:
+            self.endpoint.close()
+
+
+def serve(
+    observed: Observed, *, job: str, node: int, report: Callable[[str], None] = lambda _: None
+) -> Endpoint | None:
     """Start the endpoint if FLASHCKPT_METRICS_PORT is set, None where it is not.
 
     It listens on FLASHCKPT_METRICS_HOST, which is the loopback address unless it is set: anybody who can reach the port can
     read it. Node k of several on one machine takes port + k. An address or port that cannot be used costs only the
-    metrics, and a warning.
+    metrics, and a warning, which `report` gets too.
     """
     wanted = os.environ.get("FLASHCKPT_METRICS_PORT")
     if not wanted:
@@ -107,8 +183,10 @@ def serve(observed: Observed, *, job: str, node: int) -> Endpoint | None:
     host = os.environ.get("FLASHCKPT_METRICS_HOST") or LOOPBACK
     try:
         endpoint = Endpoint(observed, job=job, node=node, port=int(wanted) + node if int(wanted) else 0, host=host)
-    except (OSError, ValueError, OverflowError) as error:
-        _log.warning("no metrics: port %s on %s cannot be used (%s)", wanted, host, error)
+    except (OSError, ValueError, OverflowError, RuntimeError) as error:
+        problem = f"no metrics: port {wanted} on {host} cannot be used ({error})"
+        _log.warning("%s", problem)
+        report(problem)
         return None
     shown = f"[{host}]" if ":" in host else host
     _log.info("metrics at http://%s:%d/metrics", shown, endpoint.port)

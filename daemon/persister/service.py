@@ -15,7 +15,7 @@ import signal
 import sys
 import time
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from types import FrameType
 
@@ -27,6 +27,7 @@ from flashckpt.daemon.persister import metrics
 from flashckpt.daemon.persister.attempts import Attempts
 from flashckpt.daemon.persister.coordinator import PersistCoordinator
 from flashckpt.daemon.persister.retire import retire
+from flashckpt.daemon.persister.timeouts import DaemonTimeouts
 from flashckpt.daemon.persister.wakeup import Wakeup
 from flashckpt.errors import (
     DamagedError,
@@ -50,31 +51,7 @@ LEAST_S = 0.03
 BUSY_S = 0.05
 """Seconds between two looks while a flush is running."""
 _log = logging.getLogger("flashckpt.daemon")
-
-
-@dataclass(frozen=True, kw_only=True)
-class DaemonTimeouts:
-    """How long the daemon stays, in seconds, from the environment.
-
-    Args:
-        linger_s: After the last rank and agent, once its work is done (FLASHCKPT_DAEMON_LINGER).
-        patience_s: After the last rank and agent, while storage keeps failing (FLASHCKPT_DAEMON_PATIENCE); also
-            after SIGTERM while a flush is running without a failure.
-        grace_s: After SIGTERM, while a flush is pending and storage keeps failing (FLASHCKPT_DAEMON_GRACE).
-    """
-
-    linger_s: float = 30.0
-    patience_s: float = 600.0
-    grace_s: float = 60.0
-
-    @classmethod
-    def from_environment(cls) -> DaemonTimeouts:
-        """Read the variables."""
-        return cls(
-            linger_s=float(os.environ.get("FLASHCKPT_DAEMON_LINGER") or cls.linger_s),
-            patience_s=float(os.environ.get("FLASHCKPT_DAEMON_PATIENCE") or cls.patience_s),
-            grace_s=float(os.environ.get("FLASHCKPT_DAEMON_GRACE") or cls.grace_s),
-        )
+__all__ = ["Daemon", "DaemonTimeouts", "main"]
 
 
 class Daemon:
@@ -103,7 +80,7 @@ class Daemon:
         self._goal: tuple[Identity, int] | None = None  # what persist-now asks for, and when it was asked
         self._status = DaemonStatus()
         self._numbers: dict[str, float] = {}
-        self.endpoint: metrics.Endpoint | None = None
+        self._scrapes = metrics.Scrapes(self, directory.note)
         self._wakeup = Wakeup([directory.path / "events", directory.path / "requests"])
         self._messages = MessageFiles(directory.path)
         self.replication = ReplicationService(directory, self._wakeup.wake)
@@ -112,6 +89,7 @@ class Daemon:
     def run(self) -> None:
         """Turn until the work is done and no rank is running, or a signal came and nothing is pending."""
         try:
+            self._introduce()
             while not self._safe_turn():
                 turn_over(self.directory.path / "daemon.log")
                 flushing = self.persisting is not None and self.persisting.flush is not None and not self.error
@@ -124,6 +102,14 @@ class Daemon:
         if not self.exit_code:  # else writers may hang in the storage that fails: they end with the process
             self.close()
 
+    def _introduce(self) -> None:
+        """Confirm the start to the owner before anything is asked of storage; what an earlier persister counted is kept."""
+        with contextlib.suppress(DamagedError, FormatVersionError):
+            before = self.directory.read_status() or DaemonStatus()
+            self.attempts.failures = before.failures
+            error = before.error if before.pid else ""  # without a pid it is the owner's: that none is running
+            self._say(replace(before, error=error, pid=os.getpid()))
+
     def _safe_turn(self) -> bool:
         """One turn; an unforeseen error is logged with its traceback, and the turn retried: snapshots wait to be persisted."""
         try:
@@ -131,7 +117,17 @@ class Daemon:
         except Exception as error:  # noqa: BLE001 -- the daemon must not give up
             if str(error) != self._surprise:
                 _log.exception("a turn failed")
+                self.attempts.failures += 1
             self._surprise = str(error)
+            self._say(
+                replace(
+                    self._status,
+                    failures=self.attempts.failures,
+                    error=f"the persister fails: {type(error).__name__}: {error}",
+                    answered_ns=self.directory.asked_ns("retry-now") or 0,
+                    pid=os.getpid(),
+                )
+            )
             if self._stopping:
                 self.exit_code = FlashckptError.exit_code
             return self._stopping or not self.directory.path.exists()
@@ -149,8 +145,7 @@ class Daemon:
             if self.persisting is not None:
                 self.persisting.close()
             self.persisting = PersistCoordinator(config, self._report_commit, self._messages.send)
-            if self.endpoint is None:
-                self.endpoint = metrics.serve(self, job=config.job, node=config.node)
+        self._scrapes.turn(job=config.job, node=config.node)
         view = scan(self.directory, [record])
         urgent = self._urgent(self.persisting, view, alive=alive)
         with log_context(generation=record.number, step=max(view.complete(), default=(0, 0))[1]):
@@ -160,6 +155,11 @@ class Daemon:
         self._replicate(config, view, record)
         self._report(self.persisting, view, alive=alive)
         return self._finished(self.persisting, view, record, alive=alive, urgent=urgent, silent_s=silent_s)
+
+    @property
+    def endpoint(self) -> metrics.Endpoint | None:
+        """Where the metrics are, if they are asked for."""
+        return self._scrapes.endpoint
 
     @property
     def error(self) -> str:
@@ -183,8 +183,7 @@ class Daemon:
 
     def close(self) -> None:
         """Release everything."""
-        if self.endpoint is not None:
-            self.endpoint.close()
+        self._scrapes.close()
         self.replication.close()
         if self.persisting is not None:
             self.persisting.close()

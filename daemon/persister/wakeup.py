@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from watchdog.events import FileSystemEvent, FileSystemEventHandler
@@ -32,7 +32,7 @@ class Wakeup(FileSystemEventHandler):
         self._event = threading.Event()
         self._folders, self._poll_s = folders, poll_s
         self.is_polling = False
-        self._observer = self._started(Observer())
+        self._observer = self._started()
 
     def wait(self, timeout_s: float) -> bool:
         """Wait at most `timeout_s` seconds; True if something happened."""
@@ -46,25 +46,31 @@ class Wakeup(FileSystemEventHandler):
 
     def close(self) -> None:
         """Stop the observer and join its thread."""
-        self._observer.stop()
-        self._observer.join()
+        if self._observer is not None:
+            self._observer.stop()
+            self._observer.join()
 
     def on_any_event(self, event: FileSystemEvent) -> None:
         """Wake on every change (a touch is "attrib" or "modified", by version of watchdog); reading a file is none."""
         if event.event_type not in _READING:
             self._event.set()
 
-    def _started(self, observer: BaseObserver) -> BaseObserver:
+    def _started(self) -> BaseObserver | None:
+        """Return what watches the folders, None where nothing can: then the daemon looks once a second."""
         try:
-            self._schedule(observer)
-        except OSError as error:  # no inotify instance or watch left, or not supported here
+            return self._watching(Observer)
+        except Exception as error:  # noqa: BLE001 -- no inotify instance, watch or thread left, not supported: a comfort
             _log.warning("inotify is not available (%s): looking for changes every %s s", error, self._poll_s)
-            self.is_polling = True
-            observer = PollingObserver(timeout=self._poll_s)
-            self._schedule(observer)
-        return observer
+        self.is_polling = True
+        try:
+            return self._watching(lambda: PollingObserver(timeout=self._poll_s))
+        except Exception as error:  # noqa: BLE001 -- as above
+            _log.warning("changes cannot be watched for (%s): looking once a second", error)
+        return None
 
-    def _schedule(self, observer: BaseObserver) -> None:
+    def _watching(self, make: Callable[[], BaseObserver]) -> BaseObserver:
+        observer = make()
         for folder in self._folders:
             observer.schedule(self, str(folder), recursive=False)
         observer.start()
+        return observer

@@ -16,12 +16,14 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from flashckpt.agent_folder import LOCK
 from flashckpt.bench.job_results import Gathered, JobMeasurement, results
 from flashckpt.bench.layouts import ModelLayout, held_bytes, shards_of
 from flashckpt.bench.measure import interleave, median, summarise
 from flashckpt.bench.scratch import Scratch
 from flashckpt.bench.worker import Workers
 from flashckpt.errors import ConfigError, FlashckptError
+from flashckpt.shm.lease import Lease
 
 MOST_RANKS = 256
 JOB = "bench"
@@ -107,6 +109,8 @@ class BenchJob:
     def __init__(self, run: JobRun, memory: Path, scratch: Scratch | None, progress: Progress) -> None:
         self.run, self.memory, self.scratch, self._progress = run, memory, scratch, progress
         self.workers = Workers(memory)
+        self._agent = Lease(memory / LOCK, create=True)
+        self._agent.exclusive(0)
         self.found, self.first = Gathered(), Gathered()
         self._step = 0
         self._bytes = 0

@@ -56,6 +56,8 @@ def describe(directory: JobDirectory) -> dict[str, Any]:
     config, record = read(directory.read_config), read(directory.read_generation)
     daemon = read(directory.read_status)
     rows = read(lambda: _rows(directory)) or []
+    if notice := read(directory.read_notice):
+        notes.append(notice)
     view = scan(directory, [record] if record else [])
     newest = max(view.complete(), default=None)
     return {

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import logging
 import socket
 import threading
 from collections.abc import Callable
@@ -12,6 +11,7 @@ from typing import Any, Protocol
 
 import numpy as np
 
+from flashckpt.acceptor import Acceptor
 from flashckpt.core.digest import CHUNK_BYTES
 from flashckpt.errors import FlashckptError
 from flashckpt.faults import crash_point
@@ -26,7 +26,6 @@ SILENCE_S = 60.0
 """Seconds after which a connection on which nothing comes is closed; the other side says something every second or so."""
 MOST_CONNECTIONS = 4096
 """A leader of that many nodes has one connection to each."""
-_log = logging.getLogger(__name__)
 
 
 class Host(Protocol):
@@ -60,7 +59,6 @@ class Listener:
         self._host = host
         family = socket.AF_INET6 if ":" in address else socket.AF_INET
         self._socket = socket.socket(family, socket.SOCK_STREAM)
-        self._open: set[socket.socket] = set()
         self._senders: dict[int, socket.socket] = {}
         self._lock = threading.Lock()
         try:
@@ -76,61 +74,35 @@ class Listener:
             self._socket.close()
             raise
         self.port = int(self._socket.getsockname()[1])
-        threading.Thread(target=self._accept, name="flashckpt-replicas", daemon=True).start()
+        self._acceptor = Acceptor(self._socket, self._serve, name="flashckpt-replica", most=MOST_CONNECTIONS)
 
     def close(self) -> None:
         """Close the socket and every connection; their threads end."""
-        with contextlib.suppress(OSError):
-            self._socket.shutdown(socket.SHUT_RDWR)
+        self._acceptor.close()
         self._socket.close()
-        self.drop()
 
     def drop(self) -> None:
         """Close every connection: they are of a session that is over."""
-        with self._lock:
-            for one in self._open:
-                with contextlib.suppress(OSError):
-                    one.shutdown(socket.SHUT_RDWR)
+        self._acceptor.drop()
 
-    def _accept(self) -> None:
-        while True:
-            try:
-                connection, _ = self._socket.accept()
-            except OSError:
-                return
-            with self._lock:
-                if len(self._open) >= MOST_CONNECTIONS:
-                    connection.close()
-                    continue
-                self._open.add(connection)
-            threading.Thread(target=self._serve, args=(connection,), name="flashckpt-replica", daemon=True).start()
-
-    def _serve(self, connection: socket.socket) -> None:
+    def _serve(self, connection: socket.socket, _: object) -> None:
         give_way()
-        try:
-            connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-            session = self._host.session
-            if session is None:
-                return
-            link = linked(connection, session, accepts=True)
-            hello = link.receive_map(SILENCE_S, SMALL)
-            node, generation = hello.get("node"), hello.get("generation")
-            if type(node) is not int or generation != session.generation or not 0 <= node < len(session.addresses):
-                link.send({"state": "other session"}, SILENCE_S)
-                return
-            if hello.get("kind") == "rounds":
-                _Rounds(self._host, link, node, session).run()
-                return
-            self._take_place_of_earlier(node, connection)
-            _Replicas(self._host, link, node, session).run()
-        except OSError as error:
-            _log.debug("a connection of another node ended: %s", error)
-        except Exception:  # noqa: BLE001 -- a thread that must not end unseen
-            _log.exception("a replica could not be taken in")
-        finally:
-            with self._lock:
-                self._open.discard(connection)
-            connection.close()
+        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        session = self._host.session
+        if session is None:
+            return
+        link = linked(connection, session, accepts=True)
+        self._acceptor.proven(connection)
+        hello = link.receive_map(SILENCE_S, SMALL)
+        node, generation = hello.get("node"), hello.get("generation")
+        if type(node) is not int or generation != session.generation or not 0 <= node < len(session.addresses):
+            link.send({"state": "other session"}, SILENCE_S)
+            return
+        if hello.get("kind") == "rounds":
+            _Rounds(self._host, link, node, session).run()
+            return
+        self._take_place_of_earlier(node, connection)
+        _Replicas(self._host, link, node, session).run()
 
     def _take_place_of_earlier(self, node: int, connection: socket.socket) -> None:
         """A node has one connection for replicas: where it comes again, the one before is dead, whether TCP knows it or not."""

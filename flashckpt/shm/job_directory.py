@@ -17,6 +17,7 @@ from flashckpt.shm import job_records
 from flashckpt.shm.block import SEGMENT_NAME
 from flashckpt.shm.job_records import DaemonStatus, JobConfig
 from flashckpt.shm.lease import Lease, is_at
+from flashckpt.shm.persister_process import LOG_NAME, MODULE
 from flashckpt.shm.private import Skipped, private_directories, private_directory
 
 _REMOVAL_S = 10.0
@@ -241,6 +242,21 @@ class JobDirectory:
         is_settled = abs(time.time_ns() - found.st_mtime_ns) > _SETTLED_NS
         return (found.st_ino, found.st_mtime_ns, found.st_size) if is_settled else None
 
+    def note(self, text: str) -> None:
+        """Leave a sentence about what the daemon works without, for the job's output and `flashckpt status`; "" takes it away."""
+        with contextlib.suppress(OSError):  # tmpfs full: a comfort
+            if text:
+                (self.path / "notice").write_text(text, encoding="utf-8")
+            else:
+                (self.path / "notice").unlink(missing_ok=True)
+
+    def read_notice(self) -> str:
+        """Return that sentence, "" where there is none."""
+        try:
+            return (self.path / "notice").read_text(encoding="utf-8", errors="replace")[:1000]
+        except FileNotFoundError:
+            return ""
+
     def forget_status(self) -> None:
         """Remove `daemon.msgpack`, the record of what is committed. The caller holds the daemon's lock."""
         (self.path / "daemon.msgpack").unlink(missing_ok=True)
@@ -279,31 +295,22 @@ class JobDirectory:
         """Return whether a daemon of this job is running on this node."""
         return _is_held(self.daemon_lock_path)
 
-    def ensure_daemon(self) -> None:
-        """Start the daemon, detached in its own process session, unless one is running.
+    def ensure_daemon(self) -> int:
+        """Start the daemon, detached in its own process session, unless one is running; return its pid, else 0.
 
-        Two callers may both start one: the second daemon finds the lock taken and exits.
+        Two callers may both start one: the second daemon finds the lock taken and exits. `PersisterOwner` sees that it runs.
         """
         if self.daemon_alive():
-            return
+            return 0
         flags = os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC | os.O_NOFOLLOW
         with private_directory(self.path) as inside:
-            log = os.open("daemon.log", flags, 0o600, dir_fd=inside)
+            log = os.open(LOG_NAME, flags, 0o600, dir_fd=inside)
         try:
-            # the shell in between exits at once, so that no process of ours has to reap the daemon
-            subprocess.run(
-                [
-                    "/bin/sh",
-                    "-c",
-                    '"$@" &',
-                    "sh",
-                    sys.executable,
-                    "-m",
-                    "flashckpt.daemon.persister.service",
-                    str(self.path),
-                ],
+            # the shell in between exits at once, so that no rank has to reap the daemon
+            started = subprocess.run(
+                ["/bin/sh", "-c", '"$@" >&2 & echo $!', "sh", sys.executable, "-m", MODULE, str(self.path)],
                 stdin=subprocess.DEVNULL,
-                stdout=log,
+                stdout=subprocess.PIPE,
                 stderr=log,
                 start_new_session=True,
                 check=False,
@@ -312,6 +319,7 @@ class JobDirectory:
             )
         finally:
             os.close(log)
+        return int(started.stdout or 0)
 
 
 def _daemon_environment() -> dict[str, str]:

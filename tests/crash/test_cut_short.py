@@ -14,7 +14,7 @@ from support.memory_tier import FakeJob
 from support.ranks import wait_for
 
 from flashckpt.cli.status import describe
-from flashckpt.daemon.persister.service import DaemonTimeouts
+from flashckpt.daemon.persister.timeouts import DaemonTimeouts
 from flashckpt.errors import DamagedError
 from flashckpt.shm.control import PAGE, ROW_BYTES, Control, ControlView
 from flashckpt.shm.job_directory import memory_root

@@ -26,6 +26,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from support.agents import pretend_agent
 from support.lineage import newest
 from support.memory import ended, fork, request_of, spec_of, take, verified
 
@@ -364,7 +365,7 @@ def torture_engine(kills: int, seed: int, *, ranks: int = 1, tell: Callable[...,
     folder = Path(tempfile.mkdtemp(prefix="flashckpt-torture-", dir="/dev/shm"))
     os.environ["FLASHCKPT_SHM_DIR"] = str(folder)
     (folder / "agent").mkdir()
-    os.environ["FLASHCKPT_AGENT_DIR"] = str(folder / "agent")  # an agent would start the daemon: none here
+    os.environ["FLASHCKPT_AGENT_DIR"] = pretend_agent(folder / "agent")  # an agent would start the daemon: none here
     job = Trainers(folder, ranks, random.Random(seed))
     done = 0
     try:

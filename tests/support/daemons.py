@@ -13,7 +13,8 @@ from pathlib import Path
 
 from flashckpt import faults
 from flashckpt.checkpoint.catalog import list_checkpoints, read_manifest
-from flashckpt.daemon.persister.service import Daemon, DaemonTimeouts
+from flashckpt.daemon.persister.service import Daemon
+from flashckpt.daemon.persister.timeouts import DaemonTimeouts
 from flashckpt.restore.executor import Target, execute_reads
 from flashckpt.restore.sources import StorageSource
 from flashckpt.storage.factory import open_store

@@ -14,11 +14,12 @@ from torch import nn
 
 from flashckpt import Checkpointer, faults
 from flashckpt.state.placement import local_of
+from support.agents import pretend_agent
 
 
 def agent_dir() -> None:
     """Pretend that an agent runs, so that no daemon is started; its folder lies in the test's own memory tier."""
-    os.environ["FLASHCKPT_AGENT_DIR"] = tempfile.mkdtemp(dir=os.environ["FLASHCKPT_SHM_DIR"])
+    os.environ["FLASHCKPT_AGENT_DIR"] = pretend_agent(Path(tempfile.mkdtemp(dir=os.environ["FLASHCKPT_SHM_DIR"])))
 
 
 def net(width: int = 24) -> nn.Sequential:

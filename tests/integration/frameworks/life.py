@@ -18,6 +18,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from support.agents import pretend_agent
 from support.one_rank import step_kept
 
 from flashckpt import Checkpointer
@@ -87,7 +88,7 @@ def live(case: Case, plan: Plan, rank: int, journal: Journal) -> None:
             _train(program, step, journal)
         return
     os.environ["FLASHCKPT_SHM_DIR"] = plan.memory
-    os.environ["FLASHCKPT_AGENT_DIR"] = tempfile.mkdtemp(dir=plan.memory)  # no daemon is started
+    os.environ["FLASHCKPT_AGENT_DIR"] = pretend_agent(Path(tempfile.mkdtemp(dir=plan.memory)))  # no daemon is started
     _tracked_life(program, plan, journal)
 
 

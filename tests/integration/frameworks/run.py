@@ -108,7 +108,8 @@ def in_child(work: Callable[[], None], folder: Path) -> None:
 def persist(memory: str) -> None:
     """Persist the newest snapshot that all ranks left in memory."""
     from flashckpt.daemon.machine.logs import configure
-    from flashckpt.daemon.persister.service import Daemon, DaemonTimeouts
+    from flashckpt.daemon.persister.service import Daemon
+    from flashckpt.daemon.persister.timeouts import DaemonTimeouts
     from flashckpt.shm.job_directory import JobDirectory, memory_root
 
     configure()

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from support.agents import pretend_agent
 from support.dlrun import run_dlrun
 from support.paths import ROOT
 
@@ -14,7 +15,7 @@ from flashckpt import errors
 from flashckpt.daemon.launcher import cli, worker
 from flashckpt.daemon.launcher.budget import RESTARTS
 from flashckpt.daemon.launcher.options import LaunchOutcome, NodeCheckError
-from flashckpt.errors import FINAL_CODES, RESUME_EXIT_CODE, FlashckptError, HangError, RestartBudgetError
+from flashckpt.errors import FINAL_CODES, RESUME_EXIT_CODE, FlashckptError, HangError, PersistError, RestartBudgetError
 
 pytestmark = pytest.mark.timeout(300)
 TEXT = (ROOT / "docs" / "launching.md").read_text()
@@ -37,7 +38,7 @@ def test_every_error_is_final_or_retried_as_the_table_says(
     cls: type[FlashckptError], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """A rank that ends with it leaves word for the agent exactly if the table says that it would fail again."""
-    monkeypatch.setenv("FLASHCKPT_AGENT_DIR", str(tmp_path))
+    monkeypatch.setenv("FLASHCKPT_AGENT_DIR", pretend_agent(tmp_path))
 
     def explode(*_: Any, **__: Any) -> None:
         raise cls("on purpose")
@@ -63,6 +64,7 @@ def test_rows_of_the_table_are_the_codes_of_dlrun() -> None:
         "40, 41": LaunchOutcome(passing=41).error(),
         str(HangError.exit_code): LaunchOutcome(hang="x").error(),
         str(NodeCheckError.exit_code): NodeCheckError("x"),
+        str(PersistError.exit_code): PersistError("x"),
         str(RESUME_EXIT_CODE): RESUME_EXIT_CODE,
         "128+n": 128,
     }

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 from support import warm
+from support.agents import pretend_agent
 from support.paths import TESTS
 from support.ranks import wait_for
 
@@ -60,7 +61,7 @@ print("took", step)
 def test_a_script_that_ends_in_the_middle_of_a_copy_without_close_keeps_the_whole_snapshot(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setenv("FLASHCKPT_AGENT_DIR", str(tmp_path))  # no daemon is needed for this
+    monkeypatch.setenv("FLASHCKPT_AGENT_DIR", pretend_agent(tmp_path))  # no daemon is needed for this
     expected = "restored 0"
     program = tmp_path / "program.py"
     program.write_text(FORGETFUL)

@@ -21,6 +21,7 @@ from typing import Any
 
 import pytest
 import torch
+from support.agents import pretend_agent
 from support.ranks import run_ranks, values
 from support.training import run_config, write_corpus
 
@@ -236,7 +237,7 @@ def make_journey(folder: Path, name: str) -> list[Leg]:
     legs = [Leg(layouts[0][0], launch(layouts[0][1], FIRST_STEPS, STEPS))]
     for layout, parallel in layouts[1:]:
         with tempfile.TemporaryDirectory() as elsewhere:  # another memory tier: nothing in it, and no daemon is started
-            env = {"FLASHCKPT_SHM_DIR": elsewhere, "FLASHCKPT_AGENT_DIR": elsewhere}
+            env = {"FLASHCKPT_SHM_DIR": elsewhere, "FLASHCKPT_AGENT_DIR": pretend_agent(Path(elsewhere))}
             from_storage = launch(parallel, 0, 0, env)
         legs.append(Leg(layout, launch(parallel, STEPS, STEPS), from_storage))
     return legs

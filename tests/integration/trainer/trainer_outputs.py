@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from support.agents import pretend_agent
 from support.training import run_config, write_corpus
 
 from flashckpt.errors import FINAL_CODES, ConfigError, FlashckptError
@@ -180,7 +181,7 @@ def test_a_progress_line_that_cannot_be_shown_is_counted(monkeypatch: Any) -> No
 
 def test_an_error_that_cannot_be_shown_keeps_its_exit_code(monkeypatch: Any, tmp_path: Path) -> None:
     monkeypatch.setattr(sys, "stderr", Full())
-    monkeypatch.setenv("FLASHCKPT_AGENT_DIR", str(tmp_path))
+    monkeypatch.setenv("FLASHCKPT_AGENT_DIR", pretend_agent(tmp_path))
     report_once(ConfigError("wrong"))
     assert (tmp_path / "refused").read_text() == str(ConfigError.exit_code)
 
@@ -199,7 +200,7 @@ def test_what_no_restart_changes_is_the_launchers_list(monkeypatch: Any, tmp_pat
         report_once(kind("wrong"))
         assert bool(capsys.readouterr().err) == (code not in FINAL_CODES)
         (folder := tmp_path / str(code)).mkdir()
-        monkeypatch.setenv("FLASHCKPT_AGENT_DIR", str(folder))
+        monkeypatch.setenv("FLASHCKPT_AGENT_DIR", pretend_agent(folder))
         report_once(kind("wrong"))
         capsys.readouterr()
         assert (folder / "refused").exists() == (code in FINAL_CODES)

@@ -15,7 +15,8 @@ from support.ranks import run_ranks, values
 from flashckpt import Checkpointer
 from flashckpt.checkpoint.catalog import list_checkpoints
 from flashckpt.cli import main as cli
-from flashckpt.daemon.persister.service import Daemon, DaemonTimeouts
+from flashckpt.daemon.persister.service import Daemon
+from flashckpt.daemon.persister.timeouts import DaemonTimeouts
 from flashckpt.errors import ConfigError, RootError
 from flashckpt.shm.job_directory import JobDirectory
 from flashckpt.storage.factory import open_store

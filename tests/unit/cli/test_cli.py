@@ -26,7 +26,8 @@ from flashckpt.checkpoint.generations import claim_generation
 from flashckpt.cli import main as cli
 from flashckpt.core.generation import Generation
 from flashckpt.core.snapshot_id import SnapshotId
-from flashckpt.daemon.persister.service import Daemon, DaemonTimeouts
+from flashckpt.daemon.persister.service import Daemon
+from flashckpt.daemon.persister.timeouts import DaemonTimeouts
 from flashckpt.native import IMPLEMENTATIONS, implementation
 from flashckpt.shm.control import Control
 from flashckpt.shm.job_directory import DaemonStatus

@@ -9,6 +9,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
+from support.agents import pretend_agent
 
 from flashckpt import agent_folder, job_key
 from flashckpt.peer_link import PeerLink, StrangerError
@@ -43,7 +44,7 @@ def test_key_of_an_agent_is_for_this_user_alone_and_goes_before_the_environment(
     assert job_key.ranks_key({}) == b""
     assert job_key.ranks_key({job_key.VARIABLE: "short"}) == b""
     assert job_key.ranks_key(secret) == job_key.derived(SECRET, "ranks")
-    monkeypatch.setenv("FLASHCKPT_AGENT_DIR", str(tmp_path))
+    monkeypatch.setenv("FLASHCKPT_AGENT_DIR", pretend_agent(tmp_path))
     assert job_key.ranks_key(secret) == b"", "dlrun has left none"
     before = os.umask(0)
     try:

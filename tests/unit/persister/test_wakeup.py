@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 from watchdog.observers import Observer
 
+from flashckpt.daemon.persister import wakeup as wakeup_module
 from flashckpt.daemon.persister.wakeup import Wakeup
 
 
@@ -36,6 +37,24 @@ def test_touched_file_wakes(
             os.utime(file, ns=(time.time_ns(), time.time_ns()))
             woken = wakeup.wait(1.0)
         assert woken
+
+
+@pytest.mark.parametrize("error", [OSError(errno.EMFILE, "inotify instance limit reached"), RuntimeError("no thread")])
+@pytest.mark.parametrize("polls", [True, False])
+def test_observer_that_cannot_even_be_made_costs_the_quick_wakeup_only(
+    tmp_path: Path, error: Exception, polls: bool, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def refuse(*_: object, **__: object) -> None:
+        raise error
+
+    monkeypatch.setattr(wakeup_module, "Observer", refuse)
+    if not polls:
+        monkeypatch.setattr(wakeup_module, "PollingObserver", refuse)
+    with caplog.at_level(logging.WARNING), contextlib.closing(Wakeup([tmp_path], poll_s=0.05)) as wakeup:
+        assert not wakeup.wait(0.0)
+        wakeup.wake()
+        assert wakeup.wait(0.0)
+    assert len(caplog.records) == (1 if polls else 2)
 
 
 def test_reading_a_file_does_not_wake(tmp_path: Path) -> None:

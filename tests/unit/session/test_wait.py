@@ -16,13 +16,13 @@ from support.proxy import Proxy
 from support.ranks import wait_for
 from support.s3 import s3_server
 
-from flashckpt import Checkpointer
+from flashckpt import Checkpointer, durability
 from flashckpt.checkpoint.catalog import list_checkpoints
 from flashckpt.core.snapshot_id import SnapshotId
 from flashckpt.daemon.persister import attempts, coordinator, service
 from flashckpt.daemon.persister.service import Daemon
 from flashckpt.errors import PersistError, StoreError, UnsupportedStateError
-from flashckpt.shm.job_directory import JobDirectory
+from flashckpt.shm.job_directory import DaemonStatus, JobDirectory
 from flashckpt.storage.factory import open_store
 
 
@@ -291,3 +291,83 @@ def test_a_step_that_is_to_be_persisted_waits_for_a_slot(tmp_path: Path, monkeyp
     assert life._wanted.taken == (1, 1)
     assert not life.stats.get("skipped")
     crash(ckpt)
+
+
+def trained(root: Path, upto: int, *, wait_s: float, persist: bool = False) -> tuple[int, Checkpointer]:
+    """Restore, train up to a step, and call wait(); return the step that was restored."""
+    model = net()
+    ckpt = Checkpointer(str(root), snapshot_every=1, persist_every=5, job="t")
+    ckpt.track(model=model)
+    report = ckpt.restore()
+    first = report.step if report else 0
+    try:
+        for step in range(first + 1, upto + 1):
+            ckpt.step(step, persist=persist)
+            ckpt._alive()._stager.finish()
+        ckpt.wait(wait_s)
+    finally:
+        crash(ckpt)
+    return first, ckpt
+
+
+def test_steps_restored_from_memory_before_the_first_persist_step_are_not_waited_for(tmp_path: Path) -> None:
+    """As without the restart: nothing is to be on storage yet."""
+    for restored in (0, 4):
+        assert trained(tmp_path / "root", 4, wait_s=0.2)[0] == restored
+
+
+@pytest.mark.parametrize("last", [5, 7], ids=["of a persist step", "of another step"])
+def test_what_was_restored_from_memory_is_waited_for_until_it_is_on_storage(tmp_path: Path, last: int) -> None:
+    root = tmp_path / "root"
+    with pytest.raises(PersistError, match="step 5 of generation 1"):
+        trained(root, last, wait_s=0.2)
+    with pytest.raises(PersistError, match=f"step {last} of generation 1 is not on storage"):
+        trained(root, last, wait_s=0.2)
+    JobDirectory.open("t").ensure_daemon()
+    assert trained(root, last, wait_s=60)[0] == last
+    assert max(info.step for info in list_checkpoints(open_store(root))) == last
+    before = [info.identity for info in list_checkpoints(open_store(root))]
+    assert trained(root, last, wait_s=60)[0] == last
+    assert [info.identity for info in list_checkpoints(open_store(root))] == before, "it was there already"
+
+
+def test_step_that_was_persisted_on_request_and_restored_from_memory_is_waited_for(tmp_path: Path) -> None:
+    for _ in range(2):
+        with pytest.raises(PersistError, match="step 2 of generation 1 is not on storage"):
+            trained(tmp_path / "root", 2, wait_s=0.2, persist=True)
+
+
+def test_what_was_restored_from_storage_is_not_waited_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    root = tmp_path / "root"
+    with pytest.raises(PersistError):
+        trained(root, 5, wait_s=0.1)
+    JobDirectory.open("t").ensure_daemon()
+    trained(root, 5, wait_s=60)
+    (tmp_path / "elsewhere").mkdir()
+    monkeypatch.setenv("FLASHCKPT_SHM_DIR", str(tmp_path / "elsewhere"))
+    assert trained(root, 5, wait_s=0.2)[0] == 5
+
+
+def test_silent_daemon_ends_a_wait_without_a_limit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It holds its lock and says nothing, and nobody replaces it."""
+    monkeypatch.setattr(durability, "SILENT_S", 0.3)
+    lock = JobDirectory.open("t").hold_daemon()
+    assert lock is not None
+    with pytest.raises(PersistError, match="has said nothing for"):
+        trained(tmp_path / "root", 5, wait_s=60)
+    lock.close()
+
+
+def test_failures_of_the_persister_reach_the_callback_once_and_again_after_they_had_ended(tmp_path: Path) -> None:
+    directory, seen = JobDirectory.open("t"), list[Exception]()
+    ckpt = Checkpointer(str(tmp_path / "root"), snapshot_every=1, persist_every=5, job="t")
+    ckpt.on_failure = seen.append
+    ckpt.track(model=net())
+    ckpt.restore()
+    for step, error in enumerate(["", "full", "full", "fuller", "", "full"], start=1):
+        status = DaemonStatus(error=error and f"the disk is {error}\n  found:    0 B", failures=step, updated_ns=step)
+        directory.write_status(status)
+        ckpt.step(step)
+    crash(ckpt)
+    assert [getattr(error, "found", "") for error in seen] == ["the disk is full; found: 0 B"] * 2
+    assert all(isinstance(error, PersistError) for error in seen)

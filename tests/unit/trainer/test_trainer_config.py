@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 from support import warm
+from support.agents import pretend_agent
 from support.paths import ROOT
 
 from flashckpt.errors import ConfigError, FlashckptError, LayoutError
@@ -352,7 +353,7 @@ def test_the_command_ends_with_one_message_and_the_code_before_torch(words: Any,
 def test_the_error_of_many_ranks_is_told_once(tmp_path: Any, monkeypatch: Any, capsys: Any) -> None:
     from flashckpt.trainer.__main__ import main
 
-    monkeypatch.setenv("FLASHCKPT_AGENT_DIR", str(tmp_path))
+    monkeypatch.setenv("FLASHCKPT_AGENT_DIR", pretend_agent(tmp_path))
     monkeypatch.setenv("WORLD_SIZE", "3")
     for rank in (2, 0, 1):
         monkeypatch.setenv("RANK", str(rank))

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from support.agents import pretend_agent
 from support.ranks import wait_for
 from support.screen import Terminal, terminal
 
@@ -231,7 +232,7 @@ def test_streams_that_are_no_terminals_are_written_as_ever(monkeypatch: Any, cap
 def test_an_error_of_a_rank_stands_clean_where_another_one_draws(monkeypatch: Any, tmp_path: Path) -> None:
     from flashckpt.errors import ConfigError
 
-    monkeypatch.setenv("FLASHCKPT_AGENT_DIR", str(tmp_path))
+    monkeypatch.setenv("FLASHCKPT_AGENT_DIR", pretend_agent(tmp_path))
     with terminal() as at, at.stream() as stream:
         monkeypatch.setattr(sys, "stderr", stream)
         display = display_on(at)
