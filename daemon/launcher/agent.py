@@ -35,7 +35,7 @@ from torch.distributed.elastic.rendezvous import (
 
 from flashckpt import agent_folder, job_key
 from flashckpt.daemon.launcher import findings, hang, job_secret, node_check
-from flashckpt.daemon.launcher.budget import Budget, Verdict
+from flashckpt.daemon.launcher.budget import REFILL_S, Budget, Verdict
 from flashckpt.daemon.launcher.context import GroupStart, WorkerContext, make_context, script_commands
 from flashckpt.daemon.launcher.elastic_compat import raise_signal, replaced
 from flashckpt.daemon.launcher.failure import FailureReport, is_of_stop, is_wrong_command
@@ -47,6 +47,7 @@ from flashckpt.daemon.launcher.reporting import FailureReporter
 from flashckpt.daemon.launcher.rounds import FreshStoreRendezvous
 from flashckpt.daemon.launcher.stop import AgreedStop, Group, KeyValueStore, StopSignals
 from flashckpt.daemon.launcher.watch import JobWatch
+from flashckpt.daemon.launcher.way_back import way_back
 from flashckpt.daemon.machine.process import become_subreaper
 from flashckpt.daemon.zygote.client import ZygoteClient
 from flashckpt.errors import FINAL_CODES, PASSING_CODES, LayoutError
@@ -85,7 +86,8 @@ class DlrunAgent(LocalElasticAgent):
         self._checked = False
         self._ended = False
         self._pace = Pace()
-        self._started_s = 0.0
+        self._started_s = self._start_s = self._longest_s = 0.0
+        self._stalls = hang.StallWatch(options.hang_s)
         self._has_trained = False
         self._knows_cause = True
 
@@ -174,7 +176,11 @@ class DlrunAgent(LocalElasticAgent):
         """Do what is due several times a second; returns a result if the ranks hang."""
         self._watch.tick()
         rows = self._rows()
-        if not rows or not isinstance(context, WorkerContext):
+        if not isinstance(context, WorkerContext):
+            return None
+        if not self._stop.is_under_way and (stall := self._stall(rows)) is not None:
+            return self._end_hang(context, rows, stall)
+        if not rows:
             return None
         self._pace.see(time.monotonic(), max(row.step for row in rows))
         if not self._has_trained and any(row.first_step for row in rows):
@@ -187,7 +193,19 @@ class DlrunAgent(LocalElasticAgent):
         limit_s = hang.timeout_s(self._pace.step_s, self._options.hang_s)
         if self._stop.is_under_way or not hang.is_hanging(rows, time.monotonic_ns(), limit_s):
             return None
-        return self._end_hang(context, rows, limit_s)
+        return self._end_hang(context, rows, hang.Stall(what="", limit_s=limit_s))
+
+    def _stall(self, rows: Sequence[ControlRow]) -> hang.Stall | None:
+        """Return what does not go on, although no step is due. Where no state would be kept, only a young job is ended for it."""
+        ran_s, workers = time.monotonic() - self._started_s, self._worker_group.workers
+        is_starting = len(rows) < len(workers) or not all(row.first_step for row in rows)
+        if rows and not is_starting and not self._start_s:
+            self._start_s, self._longest_s = ran_s, max(ran_s, self._longest_s)
+        if self._watch.control() is None and ran_s > REFILL_S:
+            return None
+        ranks = {worker.global_rank: int(worker.id) for worker in workers}
+        waited = agent_folder.waited_at(self._watch.agent_dir)
+        return self._stalls.look(time.monotonic(), ranks, is_starting=is_starting, waited=waited)
 
     def _rows(self) -> list[ControlRow]:
         return self._watch.rows(set(self._pcontext.pids().values())) if self._pcontext else []
@@ -239,7 +257,11 @@ class DlrunAgent(LocalElasticAgent):
         _log.info("started %s", ", ".join(names))
         if isinstance(self._pcontext, WorkerContext):
             self._reporter.started(rendezvous_s=self._rendezvous_s, fork_s=self._pcontext.fork_s)
-        self._pace = Pace()
+        self._pace, self._start_s = Pace(), 0.0
+        known_s = (
+            self._longest_s if self._others(worker_group) is None else 0.0
+        )  # ranks here may wait for those of other nodes
+        self._stalls = hang.StallWatch(self._options.hang_s, known_s)
         return pids
 
     def _start_context(
@@ -294,6 +316,8 @@ class DlrunAgent(LocalElasticAgent):
         self._watch.request("persist-now")
         if not verdict.restart:
             self._outcome.repeats = action if verdict.repeats else ""
+            if verdict.repeats and report is not None:
+                self._outcome.remedy = way_back(self._watch.job, report.step)
             self._stop_workers(group)
             if others is not None and not self._knows_cause:
                 lost = findings.await_cause(others.store, self._stores.lost_in_this_round, timeout_s=_CAUSE_S)
@@ -375,10 +399,11 @@ class DlrunAgent(LocalElasticAgent):
         self._outcome.passing = report.first.code if report.first.code in PASSING_CODES else 0
         return self._budget.spend(fingerprint=report.fingerprint, step=step, ran_s=ran_s, may_pass=may_pass)
 
-    def _end_hang(self, context: WorkerContext, rows: Sequence[ControlRow], limit_s: float) -> RunResult:
+    def _end_hang(self, context: WorkerContext, rows: Sequence[ControlRow], stall: hang.Stall) -> RunResult:
         """Record all stacks, then kill every rank; the rank that differs counts as the one that failed."""
         others = self._others(self._worker_group)
-        suspect = self._reporter.hang(context, rows, limit_s, restart=self._starts + 1, others=others)
+        beats = hang.beats_of(rows, {w.global_rank: int(w.id) for w in self._worker_group.workers}, self._started_s)
+        suspect = self._reporter.hang(context, beats, stall, restart=self._starts + 1, others=others)
         self._knows_cause = suspect.known
         self._outcome.hang = suspect.text
         worker = next(worker for worker in self._worker_group.workers if worker.global_rank == suspect.rank)

@@ -110,7 +110,7 @@ class FailureReporter:
         self,
         context: WorkerContext,
         rows: Sequence[Any],
-        limit_s: float,
+        stall: hang.Stall,
         *,
         restart: int,
         others: Group | None = None,
@@ -118,9 +118,9 @@ class FailureReporter:
         """Collect the stacks of this node's ranks, kill them all, and open the ledger record of a hang."""
         silent_s = (time.monotonic_ns() - min(row.heartbeat_ns for row in rows)) / 1e9
         states = hang_states(self._watch, context.pids(), rows)
-        text = hang.render(states, silent_s=silent_s, limit_s=limit_s)
+        odd = list(stall.ranks) or hang.odd_ranks(states)
+        text = hang.render(states, silent_s=silent_s, limit_s=stall.limit_s, stall=stall)
         context.abort()
-        odd = hang.odd_ranks(states)
         step = max(state.step for state in states)
         rank = odd[0] if odd else -1
         if odd and others is not None:
