@@ -86,7 +86,7 @@ class DlrunAgent(LocalElasticAgent):
         self._checked = False
         self._ended = False
         self._pace = Pace()
-        self._started_s = self._start_s = self._longest_s = 0.0
+        self._started_s = self._longest_s = 0.0
         self._stalls = hang.StallWatch(options.hang_s)
         self._has_trained = False
         self._knows_cause = True
@@ -183,10 +183,6 @@ class DlrunAgent(LocalElasticAgent):
         if not rows:
             return None
         self._pace.see(time.monotonic(), max(row.step for row in rows))
-        if not self._has_trained and any(row.first_step for row in rows):
-            self._has_trained = True
-            if self._stores.notes is not None:
-                self._stores.notes.note_trained()
         if any(row.first_step for row in rows):
             context.rehearse(self._options.warm)
         self._reporter.tick(rows)
@@ -198,14 +194,23 @@ class DlrunAgent(LocalElasticAgent):
     def _stall(self, rows: Sequence[ControlRow]) -> hang.Stall | None:
         """Return what does not go on, although no step is due. Where no state would be kept, only a young job is ended for it."""
         ran_s, workers = time.monotonic() - self._started_s, self._worker_group.workers
-        is_starting = len(rows) < len(workers) or not all(row.first_step for row in rows)
-        if rows and not is_starting and not self._start_s:
-            self._start_s, self._longest_s = ran_s, max(ran_s, self._longest_s)
+        is_starting = not self._has_begun(rows)
         if self._watch.control() is None and ran_s > REFILL_S:
             return None
         ranks = {worker.global_rank: int(worker.id) for worker in workers}
         waited = agent_folder.waited_at(self._watch.agent_dir)
         return self._stalls.look(time.monotonic(), ranks, is_starting=is_starting, waited=waited)
+
+    def _has_begun(self, rows: Sequence[ControlRow]) -> bool:
+        """Return whether all ranks of this node have trained a step of this generation; note it, and how long that took."""
+        if not self._has_trained and any(row.first_step for row in rows):
+            self._has_trained = True
+            if self._stores.notes is not None:
+                self._stores.notes.note_trained()
+        if not rows or len(rows) < len(self._worker_group.workers) or not all(row.first_step for row in rows):
+            return False
+        self._longest_s = max(self._longest_s, max(row.first_step for row in rows) / 1e9 - self._started_s)
+        return True
 
     def _rows(self) -> list[ControlRow]:
         return self._watch.rows(set(self._pcontext.pids().values())) if self._pcontext else []
@@ -257,7 +262,7 @@ class DlrunAgent(LocalElasticAgent):
         _log.info("started %s", ", ".join(names))
         if isinstance(self._pcontext, WorkerContext):
             self._reporter.started(rendezvous_s=self._rendezvous_s, fork_s=self._pcontext.fork_s)
-        self._pace, self._start_s = Pace(), 0.0
+        self._pace = Pace()
         known_s = (
             self._longest_s if self._others(worker_group) is None else 0.0
         )  # ranks here may wait for those of other nodes
@@ -301,12 +306,15 @@ class DlrunAgent(LocalElasticAgent):
     def _after_failure(self, group: WorkerGroup, result: RunResult) -> bool:
         """Report the failure and restart; returns False if the group is not restarted."""
         context, hung, others = self._pcontext, bool(self._outcome.hang), self._others(group)
+        self._has_begun(self._rows())  # it may have been killed before anybody looked
         report = None
         if isinstance(context, WorkerContext) and result.is_failed() and not hung:
             report = self._reporter.failure(context, self._rows(), restart=self._starts + 1, others=others)
             self._knows_cause = not report.elsewhere
             if is_of_stop(report) and self._signals.await_first(_SIGNAL_S if report.first.is_signalled else 0.0):
-                self._leave_with_signal(report)
+                self._reporter.stopped_by(number := self._signals.received[0], report)
+                self._watch.request("persist-now")
+                raise_signal(number)
         verdict = self._judge(report)
         action = verdict.reason
         if report is not None:
@@ -335,17 +343,6 @@ class DlrunAgent(LocalElasticAgent):
         if others is not None:
             self._name_cause(others.store, self._stores.lost_since_the_round_before())
         return True
-
-    def _leave_with_signal(self, report: FailureReport) -> None:
-        """End as a stop: the signal reached ranks, or what they had forked, which did not wait for the agreed step."""
-        first, number = report.first, self._signals.received[0]
-        _log.warning(
-            "%s reached rank %d too, which ended before all ranks could stop together (%s): newest common snapshot is kept",
-            signal.Signals(number).name, first.rank, report.cause,
-        )  # fmt: skip
-        self._reporter.finish("ended")
-        self._watch.request("persist-now")
-        raise_signal(number)
 
     def _name_cause(self, store: KeyValueStore, lost: Mapping[int, str]) -> str:
         """Report what ended the generation if it was not on this node: a lost machine, or a rank elsewhere."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import signal
 import socket
 import time
 from collections.abc import Mapping, Sequence
@@ -128,6 +129,12 @@ class FailureReporter:
             self._publish(others, rank, f"hangs: {silent.kernel or silent.stack[0]}", silent.step)
         self._open(f"hang: {text.splitlines()[0]}", rank, step, restart=restart, detect_s=silent_s, context=context)
         return Suspect(rank=odd[0] if odd else states[0].rank, text=text, known=bool(odd) or others is None)
+
+    def stopped_by(self, number: int, report: failures.FailureReport) -> None:
+        """Report that a stop signal also reached ranks, or what they had forked, which did not wait for the agreed step."""
+        text = "%s reached rank %d too, which ended before all ranks could stop together (%s): the newest common snapshot is kept"
+        _log.warning(text, signal.Signals(number).name, report.first.rank, report.cause)
+        self.finish("ended")
 
     def _open(self, cause: str, rank: int, step: int, *, restart: int, detect_s: float, context: WorkerContext) -> None:
         self.finish("failed again")
