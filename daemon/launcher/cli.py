@@ -318,8 +318,9 @@ def _run_program(parsed: argparse.Namespace, zygote: ZygoteClient) -> int:
 
 
 def _fail(error: FlashckptError) -> int:
+    code = error.settle()
     _log.error("%s: %s", type(error).__name__, error)
-    return error.exit_code
+    return code
 
 
 def _set_up_log() -> None:
