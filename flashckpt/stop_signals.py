@@ -74,7 +74,9 @@ class DeferredSignals:
                 signal.signal(number, old)
 
     def _on_signal(self, number: int, _frame: types.FrameType | None) -> None:
-        """Ignore it once: the agent was signalled too. Twice, or where no stop is agreed in time, it does what it did."""
+        """Ignore it once, and while a stop is agreed: the agent was signalled too. Else it does what it did."""
+        if self._control.stop_after >= 0:
+            return
         if number in self._seen:
             signal.signal(number, self._old[number])
             os.kill(os.getpid(), number)

@@ -35,7 +35,7 @@ from torch.distributed.elastic.rendezvous import (
 
 from flashckpt import agent_folder, job_key
 from flashckpt.daemon.launcher import findings, hang, job_secret, node_check
-from flashckpt.daemon.launcher.budget import Budget, Verdict
+from flashckpt.daemon.launcher.budget import REFILL_S, Budget, Verdict
 from flashckpt.daemon.launcher.context import GroupStart, WorkerContext, make_context, script_commands
 from flashckpt.daemon.launcher.elastic_compat import raise_signal, replaced
 from flashckpt.daemon.launcher.failure import FailureReport, is_of_stop, is_wrong_command
@@ -47,6 +47,7 @@ from flashckpt.daemon.launcher.reporting import FailureReporter
 from flashckpt.daemon.launcher.rounds import FreshStoreRendezvous
 from flashckpt.daemon.launcher.stop import AgreedStop, Group, KeyValueStore, StopSignals
 from flashckpt.daemon.launcher.watch import JobWatch
+from flashckpt.daemon.launcher.way_back import way_back
 from flashckpt.daemon.machine.process import become_subreaper
 from flashckpt.daemon.zygote.client import ZygoteClient
 from flashckpt.errors import FINAL_CODES, PASSING_CODES, LayoutError
@@ -85,7 +86,8 @@ class DlrunAgent(LocalElasticAgent):
         self._checked = False
         self._ended = False
         self._pace = Pace()
-        self._started_s = 0.0
+        self._started_s = self._longest_s = 0.0
+        self._stalls = hang.StallWatch(options.hang_s)
         self._has_trained = False
         self._knows_cause = True
 
@@ -177,20 +179,41 @@ class DlrunAgent(LocalElasticAgent):
         if isinstance(context, WorkerContext):
             self._watch.reap({*context.pids().values(), *self._zygote.pids})
         rows = self._rows()
-        if not rows or not isinstance(context, WorkerContext):
+        if not isinstance(context, WorkerContext):
+            return None
+        if not self._stop.is_under_way and (stall := self._stall(rows)) is not None:
+            return self._end_hang(context, rows, stall)
+        if not rows:
             return None
         self._pace.see(time.monotonic(), max(row.step for row in rows))
-        if not self._has_trained and any(row.first_step for row in rows):
-            self._has_trained = True
-            if self._stores.notes is not None:
-                self._stores.notes.note_trained()
         if any(row.first_step for row in rows):
             context.rehearse(self._options.warm)
         self._reporter.tick(rows)
         limit_s = hang.timeout_s(self._pace.step_s, self._options.hang_s)
         if self._stop.is_under_way or not hang.is_hanging(rows, time.monotonic_ns(), limit_s):
             return None
-        return self._end_hang(context, rows, limit_s)
+        return self._end_hang(context, rows, hang.Stall(what="", limit_s=limit_s))
+
+    def _stall(self, rows: Sequence[ControlRow]) -> hang.Stall | None:
+        """Return what does not go on, although no step is due. Where no state would be kept, only a young job is ended for it."""
+        ran_s, workers = time.monotonic() - self._started_s, self._worker_group.workers
+        is_starting = not self._has_begun(rows)
+        if self._watch.control() is None and ran_s > REFILL_S:
+            return None
+        ranks = {worker.global_rank: int(worker.id) for worker in workers}
+        waited = agent_folder.waited_at(self._watch.agent_dir)
+        return self._stalls.look(time.monotonic(), ranks, is_starting=is_starting, waited=waited)
+
+    def _has_begun(self, rows: Sequence[ControlRow]) -> bool:
+        """Return whether all ranks of this node have trained a step of this generation; note it, and how long that took."""
+        if not self._has_trained and any(row.first_step for row in rows):
+            self._has_trained = True
+            if self._stores.notes is not None:
+                self._stores.notes.note_trained()
+        if not rows or len(rows) < len(self._worker_group.workers) or not all(row.first_step for row in rows):
+            return False
+        self._longest_s = max(self._longest_s, max(row.first_step for row in rows) / 1e9 - self._started_s)
+        return True
 
     def _rows(self) -> list[ControlRow]:
         return self._watch.rows(set(self._pcontext.pids().values())) if self._pcontext else []
@@ -243,6 +266,10 @@ class DlrunAgent(LocalElasticAgent):
         if isinstance(self._pcontext, WorkerContext):
             self._reporter.started(rendezvous_s=self._rendezvous_s, fork_s=self._pcontext.fork_s)
         self._pace = Pace()
+        known_s = (
+            self._longest_s if self._others(worker_group) is None else 0.0
+        )  # ranks here may wait for those of other nodes
+        self._stalls = hang.StallWatch(self._options.hang_s, known_s)
         return pids
 
     def _start_context(
@@ -282,12 +309,15 @@ class DlrunAgent(LocalElasticAgent):
     def _after_failure(self, group: WorkerGroup, result: RunResult) -> bool:
         """Report the failure and restart; returns False if the group is not restarted."""
         context, hung, others = self._pcontext, bool(self._outcome.hang), self._others(group)
+        self._has_begun(self._rows())  # it may have been killed before anybody looked
         report = None
         if isinstance(context, WorkerContext) and result.is_failed() and not hung:
             report = self._reporter.failure(context, self._rows(), restart=self._starts + 1, others=others)
             self._knows_cause = not report.elsewhere
             if is_of_stop(report) and self._signals.await_first(_SIGNAL_S if report.first.is_signalled else 0.0):
-                self._leave_with_signal(report)
+                self._reporter.stopped_by(number := self._signals.received[0], report)
+                self._watch.request("persist-now")
+                raise_signal(number)
         verdict = self._judge(report)
         action = verdict.reason
         if report is not None:
@@ -297,6 +327,8 @@ class DlrunAgent(LocalElasticAgent):
         self._watch.request("persist-now")
         if not verdict.restart:
             self._outcome.repeats = action if verdict.repeats else ""
+            if verdict.repeats and report is not None:
+                self._outcome.remedy = way_back(self._watch.job, report.step)
             self._stop_workers(group)
             if others is not None and not self._knows_cause:
                 lost = findings.await_cause(others.store, self._stores.lost_in_this_round, timeout_s=_CAUSE_S)
@@ -314,17 +346,6 @@ class DlrunAgent(LocalElasticAgent):
         if others is not None:
             self._name_cause(others.store, self._stores.lost_since_the_round_before())
         return True
-
-    def _leave_with_signal(self, report: FailureReport) -> None:
-        """End as a stop: the signal reached ranks, or what they had forked, which did not wait for the agreed step."""
-        first, number = report.first, self._signals.received[0]
-        _log.warning(
-            "%s reached rank %d too, which ended before all ranks could stop together (%s): newest common snapshot is kept",
-            signal.Signals(number).name, first.rank, report.cause,
-        )  # fmt: skip
-        self._reporter.finish("ended")
-        self._watch.request("persist-now")
-        raise_signal(number)
 
     def _name_cause(self, store: KeyValueStore, lost: Mapping[int, str]) -> str:
         """Report what ended the generation if it was not on this node: a lost machine, or a rank elsewhere."""
@@ -378,10 +399,11 @@ class DlrunAgent(LocalElasticAgent):
         self._outcome.passing = report.first.code if report.first.code in PASSING_CODES else 0
         return self._budget.spend(fingerprint=report.fingerprint, step=step, ran_s=ran_s, may_pass=may_pass)
 
-    def _end_hang(self, context: WorkerContext, rows: Sequence[ControlRow], limit_s: float) -> RunResult:
+    def _end_hang(self, context: WorkerContext, rows: Sequence[ControlRow], stall: hang.Stall) -> RunResult:
         """Record all stacks, then kill every rank; the rank that differs counts as the one that failed."""
         others = self._others(self._worker_group)
-        suspect = self._reporter.hang(context, rows, limit_s, restart=self._starts + 1, others=others)
+        beats = hang.beats_of(rows, {w.global_rank: int(w.id) for w in self._worker_group.workers}, self._started_s)
+        suspect = self._reporter.hang(context, beats, stall, restart=self._starts + 1, others=others)
         self._knows_cause = suspect.known
         self._outcome.hang = suspect.text
         worker = next(worker for worker in self._worker_group.workers if worker.global_rank == suspect.rank)

@@ -20,8 +20,10 @@ import uuid
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from flashckpt import job_key
 from flashckpt.daemon.launcher.budget import REFILL_STEPS, RESTARTS
 from flashckpt.daemon.launcher.options import CommandError
+from flashckpt.daemon.machine.process import hide_variable
 from flashckpt.daemon.zygote import server
 from flashckpt.daemon.zygote.rehearse import check_target
 from flashckpt.errors import RESUME_EXIT_CODE, ConfigError, FlashckptError
@@ -261,6 +263,9 @@ def main(args: list[str] | None = None) -> int:
         run(parse_args(args))
         return 0
     fill_closed()
+    hide_variable(
+        job_key.VARIABLE
+    )  # before the zygote is forked: its environment, and that of the ranks, would show it
     _set_up_log()
     try:
         parsed = parse_args(None)
@@ -313,8 +318,9 @@ def _run_program(parsed: argparse.Namespace, zygote: ZygoteClient) -> int:
 
 
 def _fail(error: FlashckptError) -> int:
+    code = error.settle()
     _log.error("%s: %s", type(error).__name__, error)
-    return error.exit_code
+    return code
 
 
 def _set_up_log() -> None:

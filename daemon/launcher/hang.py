@@ -14,10 +14,16 @@ from statistics import median
 from typing import Protocol
 
 from flashckpt.daemon.launcher.worker import STACKS_SIGNAL
+from flashckpt.daemon.machine.process import session_cpu_s, stat_of
 
 MINIMUM_S = 60.0
 LEARNT_STEPS = 20
 """A learnt timeout is this many median steps, and never under MINIMUM_S."""
+
+LONG_START_S = 300.0
+"""A restart in which no rank does anything has at least this long, and ten times the longest start of the job."""
+_LOOK_S = 0.5
+_BUSY_S = 0.05  # of all ranks together: ranks that only wait for one another use less in minutes
 
 _FRAME = re.compile(r'^  File "(?P<file>.+)", line (?P<line>\d+) in (?P<name>.+)$')
 
@@ -31,6 +37,81 @@ class Beat(Protocol):
     heartbeat_ns: int
     first_step: int
     paused: int
+
+
+@dataclass(kw_only=True)
+class NoRow:
+    """A rank that has not come to its checkpointer yet; see Beat."""
+
+    rank: int
+    pid: int
+    heartbeat_ns: int
+    step: int = -1
+    first_step: int = 0
+    paused: int = 0
+
+
+@dataclass(frozen=True, kw_only=True)
+class Stall:
+    """Ranks that do not go on, although no step is due; `ranks` are the suspects, empty where the stacks have to tell."""
+
+    what: str
+    ranks: Sequence[int] = ()
+    limit_s: float
+
+
+class StallWatch:
+    """Sees what `is_hanging` cannot: a rank that is stopped in any phase, and a restart in which no rank does anything.
+
+    Args:
+        explicit_s: As of `timeout_s`.
+        known_s: How long the longest start of this job took, in seconds; 0: a restart has no limit yet.
+    """
+
+    def __init__(self, explicit_s: float | None, known_s: float = 0.0) -> None:
+        self._stop_s = MINIMUM_S if explicit_s is None else explicit_s or float("inf")
+        least_s = max(LONG_START_S, 10 * known_s) if explicit_s is None else max(self._stop_s, 3 * known_s)
+        self._quiet_limit_s = least_s if known_s > 0 else float("inf")
+        self._known_s = known_s
+        self._stopped_s: dict[int, float] = {}
+        self._last_s: float | None = None
+        self._quiet_s, self._mark = 0.0, (0.0, 0.0)
+
+    def look(self, now_s: float, ranks: Mapping[int, int], *, is_starting: bool, waited: float) -> Stall | None:
+        """Return what has not gone on for too long. To be called several times a second.
+
+        Args:
+            now_s: Monotonic clock; what is counted is the time in which this process looked, not that of a suspended machine.
+            ranks: Rank -> pid.
+            is_starting: Some rank has not trained a step of this generation.
+            waited: When a rank last recorded that it waits for storage.
+        """
+        passed_s = 0.0 if self._last_s is None else min(now_s - self._last_s, 1.0)
+        if self._last_s is not None and passed_s < _LOOK_S:
+            return None
+        self._last_s = now_s
+        for rank, pid in ranks.items():
+            stopped = stat_of(pid)[:1] == ["T"]  # "t" is a debugger: somebody looks at it
+            self._stopped_s[rank] = self._stopped_s.get(rank, 0.0) + passed_s if stopped else 0.0
+        if still := [rank for rank, seconds in self._stopped_s.items() if seconds > self._stop_s]:
+            names = ", ".join(f"{rank} (pid {ranks[rank]})" for rank in still)
+            what = f"rank{'s' if len(still) > 1 else ''} {names} stopped (SIGSTOP) for {self._stop_s:.1f} s"
+            return Stall(what=what, ranks=still, limit_s=self._stop_s)
+        if not is_starting or self._quiet_limit_s == float("inf"):
+            return None
+        self._quiet_s = 0.0 if self._is_busy(ranks, waited) else self._quiet_s + passed_s
+        if self._quiet_s <= self._quiet_limit_s:
+            return None
+        what = f"no rank has done anything for {self._quiet_s:.1f} s of a restart (a start took {self._known_s:.1f} s before)"
+        return Stall(what=what, limit_s=self._quiet_limit_s)
+
+    def _is_busy(self, ranks: Mapping[int, int], waited: float) -> bool:
+        """Return whether the ranks have used the processor since they last had, or wait for storage."""
+        cpu_s = session_cpu_s(set(ranks.values()))
+        if cpu_s - self._mark[0] < _BUSY_S and waited == self._mark[1]:
+            return False
+        self._mark = (cpu_s, waited)
+        return True
 
 
 class Pace:
@@ -63,6 +144,15 @@ class Pace:
     def step_s(self) -> float:
         """Median seconds per step; 0 before two steps were seen."""
         return median(self._samples) if self._samples else 0.0
+
+
+def beats_of(rows: Sequence[Beat], ranks: Mapping[int, int], started_s: float) -> list[Beat]:
+    """Return the rows, and for each rank (-> pid) that has none yet one of the time when it was started."""
+    missing = ranks.keys() - {row.rank for row in rows}
+    none: list[Beat] = [
+        NoRow(rank=rank, pid=ranks[rank], heartbeat_ns=int(started_s * 1e9)) for rank in sorted(missing)
+    ]
+    return [*rows, *none]
 
 
 def timeout_s(step_s: float, explicit_s: float | None) -> float:
@@ -202,11 +292,14 @@ def _groups(states: Sequence[RankState]) -> list[list[RankState]]:
     return sorted(by_stack.values(), key=lambda group: (-len(group), group[0].rank))
 
 
-def render(states: Sequence[RankState], *, silent_s: float, limit_s: float, frames: int = 12) -> str:
+def render(
+    states: Sequence[RankState], *, silent_s: float, limit_s: float, stall: Stall | None = None, frames: int = 12
+) -> str:
     """Return the report of a hang: groups of equal stacks, and the ranks to look at."""
-    odd = odd_ranks(states)
+    odd = (stall.ranks if stall is not None else None) or odd_ranks(states)
+    what = (stall.what if stall is not None else "") or f"no step for {silent_s:.1f} s"
     who = f"; look at rank{'s' if len(odd) > 1 else ''} {', '.join(map(str, odd))}" if odd else ""
-    lines = [f"no step for {silent_s:.1f} s (hang timeout {limit_s:.1f} s){who}"]
+    lines = [f"{what} (hang timeout {limit_s:.1f} s){who}"]
     for group in _groups(states):
         ranks = ", ".join(f"{state.rank} (step {state.step})" for state in group)
         if group[0].stack:

@@ -44,7 +44,7 @@ class AgentOptions:
 
 @dataclass(kw_only=True)
 class LaunchOutcome:
-    """How the launch ended, for the exit code: stopped on request, hung, or failed with a repeated error.
+    """How the launch ended, for the exit code: stopped on request, hung, or failed with a repeated error (`remedy`: what to do about it).
 
     `refused` is the exit code of a rank whose error a restart cannot fix, `passing` of one that what it needs could not
     be reached; `elsewhere` names what ended the job if that was on another node;
@@ -54,6 +54,7 @@ class LaunchOutcome:
     resume: bool = False
     hang: str = ""
     repeats: str = ""
+    remedy: str = "fix the script; its traceback is above"
     refused: int = 0
     passing: int = 0
     elsewhere: str = ""
@@ -66,7 +67,7 @@ class LaunchOutcome:
         if self.refused:
             return RefusedError("the job cannot start: see the error reported by a rank above", exit_code=self.refused)
         if self.repeats:
-            return RestartBudgetError(self.repeats, remedy="fix the script; its traceback is above")
+            return RestartBudgetError(self.repeats, remedy=self.remedy)
         if self.hang:
             return HangError(self.hang, state="All ranks were killed.")
         if self.passing:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import signal
 import socket
 import time
 from collections.abc import Mapping, Sequence
@@ -110,7 +111,7 @@ class FailureReporter:
         self,
         context: WorkerContext,
         rows: Sequence[Any],
-        limit_s: float,
+        stall: hang.Stall,
         *,
         restart: int,
         others: Group | None = None,
@@ -118,9 +119,9 @@ class FailureReporter:
         """Collect the stacks of this node's ranks, kill them all, and open the ledger record of a hang."""
         silent_s = (time.monotonic_ns() - min(row.heartbeat_ns for row in rows)) / 1e9
         states = hang_states(self._watch, context.pids(), rows)
-        text = hang.render(states, silent_s=silent_s, limit_s=limit_s)
+        odd = list(stall.ranks) or hang.odd_ranks(states)
+        text = hang.render(states, silent_s=silent_s, limit_s=stall.limit_s, stall=stall)
         context.abort()
-        odd = hang.odd_ranks(states)
         step = max(state.step for state in states)
         rank = odd[0] if odd else -1
         if odd and others is not None:
@@ -128,6 +129,12 @@ class FailureReporter:
             self._publish(others, rank, f"hangs: {silent.kernel or silent.stack[0]}", silent.step)
         self._open(f"hang: {text.splitlines()[0]}", rank, step, restart=restart, detect_s=silent_s, context=context)
         return Suspect(rank=odd[0] if odd else states[0].rank, text=text, known=bool(odd) or others is None)
+
+    def stopped_by(self, number: int, report: failures.FailureReport) -> None:
+        """Report that a stop signal also reached ranks, or what they had forked, which did not wait for the agreed step."""
+        text = "%s reached rank %d too, which ended before all ranks could stop together (%s): the newest common snapshot is kept"
+        _log.warning(text, signal.Signals(number).name, report.first.rank, report.cause)
+        self.finish("ended")
 
     def _open(self, cause: str, rank: int, step: int, *, restart: int, detect_s: float, context: WorkerContext) -> None:
         self.finish("failed again")

@@ -8,14 +8,17 @@ import os
 import select
 import signal
 import time
+from collections.abc import Collection
 from pathlib import Path
 
-from flashckpt.shm.persister_process import state_of
+from flashckpt.shm.persister_process import stat_of, state_of
 
 _PR_SET_PDEATHSIG = 1
 _PR_SET_NAME = 15
 _PR_SET_CHILD_SUBREAPER = 36
 _ARG_START = 45  # of /proc/PID/stat, counted from the state: where the memory of the command line begins, then its end
+_ENV_START = 47
+_SESSION, _CPU = 3, slice(11, 15)  # counted likewise: user and system time, its own and of children that were reaped
 _libc = ctypes.CDLL(None, use_errno=True)
 
 
@@ -41,6 +44,21 @@ def set_title(name: str, line: str) -> None:
         text = line.encode(errors="surrogateescape")[: end - start - 1]
         ctypes.memset(start, 0, end - start)
         ctypes.memmove(start, text, len(text))
+
+
+def hide_variable(name: str) -> None:
+    """Overwrite the value of a variable where /proc/PID/environ shows it; forks inherit that. `os.environ` keeps it."""
+    fields = stat_of(os.getpid())
+    if len(fields) <= _ENV_START + 1:
+        return
+    start, end = int(fields[_ENV_START]), int(fields[_ENV_START + 1])
+    if not 0 < start < end:
+        return
+    at = start
+    for entry in ctypes.string_at(start, end - start).split(b"\0"):
+        if entry.startswith(os.fsencode(f"{name}=")):
+            ctypes.memset(at + len(name) + 1, 0, len(entry) - len(name) - 1)
+        at += len(entry) + 1
 
 
 def die_with_parent() -> None:
@@ -76,6 +94,16 @@ def has_ended(pid: int) -> bool:
 def is_stopped(pid: int) -> bool:
     """Return whether a process is stopped (SIGSTOP, a debugger)."""
     return state_of(pid) in ("T", "t")
+
+
+def session_cpu_s(leaders: Collection[int]) -> float:
+    """Return the seconds of processor time that the sessions of these processes have used: they, and what they have started."""
+    ticks = 0
+    for entry in Path("/proc").iterdir():
+        fields = stat_of(int(entry.name)) if entry.name.isdigit() else []
+        if len(fields) > _CPU.stop and int(fields[_SESSION]) in leaders:
+            ticks += sum(map(int, fields[_CPU]))
+    return ticks / os.sysconf("SC_CLK_TCK")
 
 
 def thread_count() -> int:

@@ -97,7 +97,7 @@ def _guarded(arguments: list[str]) -> int:
         code = _run(arguments)
         output.flush()
     except FlashckptError as error:
-        code = error.exit_code
+        code = error.settle()
         output.print_error(output.error_fields(error), f"{type(error).__name__}: {error}", as_json=as_json)
     except click.exceptions.Exit as error:
         code = error.exit_code

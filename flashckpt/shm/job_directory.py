@@ -10,6 +10,7 @@ import threading
 import time
 from pathlib import Path
 
+from flashckpt import job_key
 from flashckpt.core.generation import Generation
 from flashckpt.errors import JobInUseError, SharedMemoryError
 from flashckpt.settings import checked
@@ -326,7 +327,9 @@ def _daemon_environment() -> dict[str, str]:
     """The caller's environment, extended so that the daemon imports the same flashckpt from any directory."""
     home = str(Path(__file__).resolve().parents[2])  # the folder that holds the package
     paths = [home, *filter(None, os.environ.get("PYTHONPATH", "").split(os.pathsep))]
-    return {**os.environ, "PYTHONPATH": os.pathsep.join(dict.fromkeys(paths))}
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(dict.fromkeys(paths))}
+    environment.pop(job_key.VARIABLE, None)  # who signs what is a matter of agents and ranks
+    return environment
 
 
 def _segments_in(folder: Path) -> list[Path]:

@@ -21,13 +21,18 @@ _IS_ROUTINE = re.compile(r"\S+ \S+ INFO \[")
 _PREFIX = re.compile(r"^\S+ \S+ [A-Z]+ \[[^]]*\] ")
 
 
-def state_of(pid: int) -> str:
-    """Return the kernel's letter for the state of a process (R, S, D, T, t, Z, X), "" where it is gone."""
+def stat_of(pid: int) -> list[str]:
+    """Return the fields of /proc/PID/stat from the state on; [] where the process is gone."""
     try:
         text = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8", errors="replace")
     except OSError:
-        return ""
-    return "".join(text.rpartition(")")[2].split()[:1])
+        return []
+    return text.rpartition(")")[2].split()
+
+
+def state_of(pid: int) -> str:
+    """Return the kernel's letter for the state of a process (R, S, D, T, t, Z, X), "" where it is gone."""
+    return "".join(stat_of(pid)[:1])
 
 
 class PersisterProcess:

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import base64
+import contextlib
 import copy
 import json
 import os
 import pickle
+import signal
 import socket
 import stat
 from datetime import datetime, timedelta, timezone
@@ -18,7 +20,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from support import warm
-from support.dlrun import Launch, dlrun
+from support.dlrun import ENGINE, Launch, dlrun, first_steps, processes_of
 from torch._C._distributed_c10d import HashStore, TCPStore
 from torch.distributed.elastic.rendezvous import RendezvousStateError
 from torch.distributed.elastic.rendezvous.dynamic_rendezvous import (
@@ -32,6 +34,7 @@ from flashckpt.daemon.launcher import job_secret, shared_state
 from flashckpt.daemon.launcher.job_secret import Seal, UnsealedError
 from flashckpt.daemon.launcher.shared_state import JobState
 from flashckpt.errors import ConfigError
+from flashckpt.shm.job_directory import memory_root
 
 pytestmark = pytest.mark.timeout(300)
 SECRET = "correct-horse-battery-staple"
@@ -171,6 +174,34 @@ def test_several_nodes_a_pickle_in_place_of_the_state_is_refused_and_not_decoded
     assert ("no job secret" in launch.output) == (not secret)
     assert SECRET not in launch.output
     assert not [path for path in tmp_path.rglob("*") if path.is_file() and SECRET.encode() in path.read_bytes()]
+
+
+@pytest.mark.parametrize("flags", [(), ("--no-zygote",)])
+def test_no_process_of_a_job_shows_the_secret_in_its_environment(tmp_path: Path, flags: tuple[str, ...]) -> None:
+    """dlrun, zygote, ranks and persister; also the zygote and the persister that are started in place of killed ones."""
+    (tmp_path / "train.py").write_text(ENGINE)
+    env = {"FLASHCKPT_JOB_SECRET": SECRET}
+    with dlrun(
+        tmp_path, *flags, "--nproc-per-node=2", tmp_path / "train.py", tmp_path, 10**6, 0.01, env=env, fresh=True
+    ) as launch:
+        launch.until(partial(first_steps, tmp_path, 0, 2), "the ranks")
+        for life in range(2):
+            pids = launch.until(partial(persisted_by, tmp_path, life), "the persister")
+            assert len(pids) >= 4 + (not flags)
+            assert not [pid for pid in pids if SECRET.encode() in Path(f"/proc/{pid}/environ").read_bytes()]
+            if life == 0:
+                for pid in set(pids) - {launch.process.pid}:
+                    with contextlib.suppress(ProcessLookupError):
+                        os.kill(pid, signal.SIGKILL)
+                launch.until(partial(first_steps, tmp_path, 1, 2), "the next life")
+        launch.process.send_signal(signal.SIGTERM)
+        assert launch.wait() == 75, launch.output
+
+
+def persisted_by(folder: Path, life: int) -> list[int]:
+    """Every process of the job of this life, [] until its persister is there."""
+    persisters = [pid for pid, line in processes_of(memory_root()).items() if "persister" in line]
+    return [*processes_of(folder), *persisters] if persisters and first_steps(folder, life, 2) else []
 
 
 def test_two_nodes_listen_on_the_address_by_which_they_reach_each_other(tmp_path: Path, script: Path) -> None:

@@ -199,3 +199,104 @@ def test_a_rank_that_a_signal_ends_makes_no_failure_of_a_stop(tmp_path: Path) ->
     for rank in range(2):
         seen = lines(tmp_path, rank)
         assert len(dict(line.split(" ", 1) for line in seen)) == len(set(seen))  # what is trained again is the same
+
+
+PHASED = """
+import os, sys, time, torch, torch.distributed as dist
+from flashckpt import Checkpointer
+
+folder, life = sys.argv[1], os.environ["FLASHCKPT_RESTART"]
+
+def reach(phase):
+    open(f"{folder}/{life}-{phase}-{os.environ['RANK']}", "w").write(str(os.getpid()))
+    while os.environ["RANK"] == "1" and os.path.exists(f"{folder}/hold-{life}-{phase}"):
+        time.sleep(0.01)
+
+reach("start")
+dist.init_process_group("gloo")
+torch.manual_seed(0)
+model = torch.nn.Linear(3, 3)
+optimizer = torch.optim.AdamW(model.parameters())
+ckpt = Checkpointer(folder + "/root", snapshot_every=1, persist_every=1000)
+ckpt.track(model=model, optimizer=optimizer)
+reach("before restore")
+report = ckpt.restore()
+reach("restored")
+for step in range((report.step if report else 0) + 1, 10**6):
+    dist.all_reduce(torch.ones(1))
+    model(torch.ones(2, 3)).sum().backward()
+    optimizer.step()
+    ckpt.step(step)
+    if step % 10 == 0:
+        reach("training")
+    if step % 10 == 5:
+        with ckpt.paused():
+            reach("evaluation")
+            dist.all_reduce(torch.ones(1))
+    if ckpt.should_stop:
+        break
+    time.sleep(0.005)
+ckpt.wait()
+ckpt.close()
+"""
+
+
+def there(folder: Path, name: str) -> int:
+    """The pid that a rank has left when it reached a phase; 0 until then."""
+    try:
+        return int((folder / name).read_text() or 0)
+    except OSError:
+        return 0
+
+
+@pytest.mark.parametrize("life", [0, 1])
+@pytest.mark.parametrize("phase", ["start", "before restore", "restored", "training", "evaluation"])
+def test_a_rank_that_is_stopped_in_any_phase_is_named_and_the_job_goes_on(
+    tmp_path: Path, phase: str, life: int
+) -> None:
+    (tmp_path / "train.py").write_text(PHASED)
+    (tmp_path / f"hold-{life}-{phase}").touch()
+    flags = ("--nproc-per-node=2", "--hang-timeout=2", tmp_path / "train.py", tmp_path)
+    with dlrun(tmp_path, *flags) as launch:
+        if life:
+            os.kill(launch.until(partial(there, tmp_path, "0-training-0"), "a first life"), signal.SIGKILL)
+        pid = launch.until(partial(there, tmp_path, f"{life}-{phase}-1"), "the phase")
+        os.kill(pid, signal.SIGSTOP)
+        (tmp_path / f"hold-{life}-{phase}").unlink()
+        launch.until(partial(there, tmp_path, f"{life + 1}-training-0"), "the next life")
+        launch.process.send_signal(signal.SIGTERM)
+        assert launch.wait() == RESUME_EXIT_CODE, launch.output
+    assert "look at rank 1" in launch.output
+    assert "state T (stopped)" in launch.output
+
+
+def test_a_restart_in_which_a_rank_waits_for_ever_is_ended_and_named(tmp_path: Path) -> None:
+    """Not stopped, and nothing to see of it but that nobody does anything, in a start that took seconds before."""
+    (tmp_path / "train.py").write_text(PHASED)
+    (tmp_path / "hold-1-before restore").touch()
+    text = (tmp_path / "train.py").read_text().replace("time.sleep(0.01)", "time.sleep(10000)")
+    (tmp_path / "train.py").write_text(text)
+    with dlrun(tmp_path, "--nproc-per-node=2", "--hang-timeout=2", tmp_path / "train.py", tmp_path) as launch:
+        os.kill(launch.until(partial(there, tmp_path, "0-training-0"), "a first life"), signal.SIGKILL)
+        launch.until(partial(there, tmp_path, "2-training-0"), "the life after the one that waited")
+        launch.process.send_signal(signal.SIGTERM)
+        assert launch.wait() == RESUME_EXIT_CODE, launch.output
+    assert launch.says("no rank has done anything for")
+
+
+@pytest.mark.parametrize("first", [True, False])
+def test_a_stopped_zygote_is_named_and_replaced(tmp_path: Path, *, first: bool) -> None:
+    """Before the first ranks are forked from it (it imports then), and at a restart."""
+    (tmp_path / "train.py").write_text(PHASED)
+    with dlrun(tmp_path, "--nproc-per-node=2", tmp_path / "train.py", tmp_path, fresh=first) as launch:
+        pid = 0 if first else launch.until(partial(there, tmp_path, "0-training-0"), "a first life")
+        zygotes = launch.until(
+            lambda: [pid for pid, line in processes_of(tmp_path).items() if "dlrun zygote" in line], "it"
+        )
+        os.kill(zygotes[0], signal.SIGSTOP)
+        if pid:
+            os.kill(pid, signal.SIGKILL)
+        launch.until(partial(there, tmp_path, f"{0 if first else 1}-training-0"), "training")
+        launch.process.send_signal(signal.SIGTERM)
+        assert launch.wait() == RESUME_EXIT_CODE, launch.output
+    assert re.search(rf"the zygote, pid {zygotes[0]}, does not answer \(it is stopped", launch.output), launch.output

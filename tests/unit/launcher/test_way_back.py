@@ -1,0 +1,59 @@
+"""A failure that comes again at one step names the older checkpoints, and nothing where there are none."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from flashckpt.daemon.launcher import way_back as module
+from flashckpt.daemon.launcher.options import LaunchOutcome
+from flashckpt.daemon.launcher.way_back import way_back
+from flashckpt.errors import StoreError
+
+FIX = "fix the script; its traceback is above"
+
+
+def job(root: Path) -> Any:
+    return SimpleNamespace(read_config=lambda: SimpleNamespace(root=str(root), storage_options={}))
+
+
+@pytest.mark.parametrize(
+    ("held", "step", "named"),
+    [
+        ([], 43, []),
+        ([43, 50], 43, []),
+        ([20, 30, 40, 43], 43, [40, 30, 20]),
+        ([30, 20], -1, []),
+        (range(100), 60, [*range(59, 51, -1)]),
+    ],
+)
+def test_steps_before_the_failing_one_are_named_newest_first(
+    held: Any, step: int, named: list[int], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(module, "list_checkpoints", lambda _: [SimpleNamespace(step=one) for one in held])
+    text = way_back(job(tmp_path), step)
+    assert text.startswith(FIX)
+    if not named:
+        assert text == FIX
+        return
+    assert f"(steps {', '.join(map(str, named))}" in text
+    assert f"restore(step={named[0]})" in text
+    assert f"flashckpt keep {tmp_path} {named[0]}" in text
+    assert text in str(LaunchOutcome(repeats="x", remedy=text).error())
+
+
+@pytest.mark.parametrize("how", ["no job", "unreachable", "hangs"])
+def test_without_an_answer_the_message_is_as_before(how: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "_LIMIT_S", 0.05)
+
+    def fail(_: object) -> Any:
+        if how == "hangs":
+            time.sleep(1.0)
+        raise StoreError("away")
+
+    monkeypatch.setattr(module, "list_checkpoints", fail)
+    assert way_back(None if how == "no job" else job(tmp_path), 43) == FIX
