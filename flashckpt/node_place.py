@@ -23,6 +23,7 @@ from flashckpt.shm.control import Control, ControlRow
 from flashckpt.shm.job_directory import JobConfig, JobDirectory
 from flashckpt.shm.lease import Lease
 from flashckpt.shm.messages import MessageFiles
+from flashckpt.shm.private import remove_file
 from flashckpt.snapshot.copy_plan import CopyPlan
 from flashckpt.snapshot.segments import RankSegments
 from flashckpt.state.registry import StateRegistry
@@ -103,7 +104,7 @@ class NodePlace:
         directory, mates, world = opened.directory, opened.mates, opened.tracked.world
         agent, lease = agent_folder(), directory.hold_live()
         if mates[0] == world.rank:
-            directory.request_path("ended").unlink(missing_ok=True)
+            remove_file(directory.request_path("ended"))
             directory.write_config(opened.config)
             if agent is None:
                 directory.ensure_daemon()

@@ -17,7 +17,15 @@ from flashckpt.shm import job_records
 from flashckpt.shm.block import SEGMENT_NAME
 from flashckpt.shm.job_records import DaemonStatus, JobConfig
 from flashckpt.shm.lease import Lease, is_at
-from flashckpt.shm.private import Skipped, private_directories, private_directory
+from flashckpt.shm.private import (
+    Skipped,
+    mark_file,
+    open_file,
+    private_directories,
+    private_directory,
+    remove_file,
+    replace,
+)
 
 _REMOVAL_S = 10.0
 _PAGE = 4096
@@ -158,13 +166,12 @@ class JobDirectory:
 
     def notify(self, rank: int) -> None:
         """Wake the daemon: a snapshot of `rank` is COMPLETE."""
-        path = self.event_path(rank)
-        path.touch(mode=0o600, exist_ok=True)
+        mark_file(self.event_path(rank))
 
     def request(self, name: str) -> None:
         """Leave a request for the daemon; idempotent. Does nothing if the directory was removed."""
         with contextlib.suppress(FileNotFoundError):  # a caller that waits for an answer sees that no daemon is running
-            self.request_path(name).touch(mode=0o600, exist_ok=True)
+            mark_file(self.request_path(name))
 
     def ask(self, name: str, *, after: int = 0) -> int:
         """Leave a request, and return its time as the daemon reads it: nanoseconds since the epoch, above `after`.
@@ -177,13 +184,13 @@ class JobDirectory:
         with contextlib.suppress(FileNotFoundError):  # as `request`
             temporary.touch(mode=0o600)
             os.utime(temporary, ns=(now, now))
-            temporary.replace(path)  # one call: with two different times the daemon would see two requests
+            replace(temporary, path)  # one call: with two different times the daemon would see two requests
         return self.asked_ns(name) or now
 
     def asked_ns(self, name: str) -> int | None:
         """Return when a request was last left, in nanoseconds since the epoch; None if there is none."""
         try:
-            return self.request_path(name).stat().st_mtime_ns
+            return self.request_path(name).lstat().st_mtime_ns
         except FileNotFoundError:
             return None
 
@@ -221,7 +228,7 @@ class JobDirectory:
             raw = job_records.framed(status)
             if not path.exists() or len(raw) > _PAGE:
                 raise
-            with path.open("r+b") as file:  # its page exists already
+            with os.fdopen(open_file(path, os.O_RDWR), "r+b") as file:  # its page exists already
                 file.write(raw)
                 file.truncate()
 
@@ -235,7 +242,7 @@ class JobDirectory:
         A file that was written a moment ago may be written in place again without getting another time.
         """
         try:
-            found = os.stat(f"{self.path}/daemon.msgpack")  # noqa: PTH116 -- at each snapshot: a path costs more than the call
+            found = os.lstat(f"{self.path}/daemon.msgpack")  # at each snapshot: a path costs more than the call
         except FileNotFoundError:
             return None
         is_settled = abs(time.time_ns() - found.st_mtime_ns) > _SETTLED_NS
@@ -243,7 +250,7 @@ class JobDirectory:
 
     def forget_status(self) -> None:
         """Remove `daemon.msgpack`, the record of what is committed. The caller holds the daemon's lock."""
-        (self.path / "daemon.msgpack").unlink(missing_ok=True)
+        remove_file(self.path / "daemon.msgpack")
 
     def hold_live(self) -> Lease:
         """Return a lease that marks the job as running until it is closed or the process dies.
@@ -286,9 +293,8 @@ class JobDirectory:
         """
         if self.daemon_alive():
             return
-        flags = os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC | os.O_NOFOLLOW
         with private_directory(self.path) as inside:
-            log = os.open("daemon.log", flags, 0o600, dir_fd=inside)
+            log = open_file("daemon.log", os.O_WRONLY | os.O_CREAT | os.O_APPEND, dir_fd=inside)
         try:
             # the shell in between exits at once, so that no process of ours has to reap the daemon
             subprocess.run(
