@@ -26,6 +26,7 @@ from flashckpt.shm.job_directory import JobConfig, JobDirectory
 from flashckpt.shm.lease import Lease
 from flashckpt.shm.messages import MessageFiles
 from flashckpt.shm.persister_owner import OwnerThread, PersisterOwner
+from flashckpt.shm.private import remove_file
 from flashckpt.snapshot.copy_plan import CopyPlan
 from flashckpt.snapshot.segments import RankSegments
 from flashckpt.state.registry import StateRegistry
@@ -109,7 +110,7 @@ class NodePlace:
         directory, mates, world = opened.directory, opened.mates, opened.tracked.world
         agent, lease, owner = agent_folder(), directory.hold_live(), None
         if mates[0] == world.rank:
-            directory.request_path("ended").unlink(missing_ok=True)
+            remove_file(directory.request_path("ended"))
             directory.write_config(opened.config)
             if agent is None:
                 owner = _own_persister(directory)

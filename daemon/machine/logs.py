@@ -15,7 +15,7 @@ from pathlib import Path
 from flashckpt.errors import FlashckptError
 from flashckpt.nonfatal import log_stream
 from flashckpt.printable import PrintableFormatter
-from flashckpt.shm.private import private_directory
+from flashckpt.shm.private import open_file, private_directory
 
 _where: ContextVar[tuple[tuple[str, int], ...]] = ContextVar("flashckpt_where", default=())
 LOG_BYTES = 4 << 20
@@ -73,8 +73,7 @@ def turn_over(path: Path, *, streams: Sequence[int] = (1, 2), limit: int = LOG_B
         if not os.path.samestat(held, os.stat(path.name, dir_fd=inside, follow_symlinks=False)):
             return False
         os.rename(path.name, f"{path.name}.1", src_dir_fd=inside, dst_dir_fd=inside)
-        flags = os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC | os.O_NOFOLLOW
-        new = os.open(path.name, flags, 0o600, dir_fd=inside)
+        new = open_file(path.name, os.O_WRONLY | os.O_CREAT | os.O_APPEND, dir_fd=inside)
         for stream in streams:
             os.dup2(new, stream)
         os.close(new)

@@ -16,7 +16,7 @@ from dataclasses import dataclass, replace
 
 from flashckpt.checkpoint.catalog import newest_checkpoint
 from flashckpt.checkpoint.commit_lease import LeaseObjects
-from flashckpt.checkpoint.generations import check_fence, read_generations
+from flashckpt.checkpoint.generations import ReplacedRoot, check_fence, read_generations
 from flashckpt.checkpoint.indexes import missing_writers
 from flashckpt.checkpoint.intents import abandon_intent, abandoned_reason, close_intent, put_intent, read_intents
 from flashckpt.checkpoint.proposals import Proposals
@@ -82,6 +82,7 @@ class PersistCoordinator:
         self._policy = Policy(keep_last=config.keep_last, keep_every=config.keep_every)
         self.housekeeper = Housekeeper(lambda: open_store(config.root, **config.storage_options), self._policy)
         self._store: Store | None = None
+        self._replaced = ReplacedRoot()
         self._proposals = Proposals()
         self._leases = LeaseObjects()
         self._pins: dict[SnapshotId, dict[int, Pin]] = {}
@@ -236,7 +237,9 @@ class PersistCoordinator:
         """Change something on the root."""
         match action:
             case p.CheckFence():
-                check_fence(store, replace(self._record, created_s=time.time()))
+                claim = replace(self._record, created_s=time.time())
+                check_fence(store, claim, on_missing=lambda: self._replaced.refuse(store, claim))
+                self._replaced.note(store, claim)
             case p.PublishProposal(generation, proposal):
                 self._proposals.publish(store, generation, proposal)
             case p.WriteIntent(identity, writers):

@@ -42,7 +42,7 @@ from flashckpt.shm.inventory import Identity, NodeInventory, scan
 from flashckpt.shm.job_directory import DaemonStatus, JobConfig, JobDirectory
 from flashckpt.shm.lease import Lease
 from flashckpt.shm.messages import MessageFiles
-from flashckpt.shm.private import private_directory, remove_tree
+from flashckpt.shm.private import private_directory, remove_file, remove_tree
 
 SCAN_S = 1.0
 """Seconds between two scans without an event."""
@@ -260,7 +260,7 @@ class Daemon:
         if self._goal is None or (persisting.floor < self._goal[0] and persisting.undone(view, urgent=True)):
             return
         if self.directory.asked_ns("persist-now") == self._goal[1]:  # not asked again meanwhile
-            self.directory.request_path("persist-now").unlink(missing_ok=True)
+            remove_file(self.directory.request_path("persist-now"))
         self._goal = None
 
     def _report_commit(self, view: NodeInventory) -> None:
@@ -336,7 +336,7 @@ class Daemon:
         idle = not persisting.undone(view, urgent=urgent)
         if self.directory.request_path("ended").exists():
             if self._ended_generation not in (None, record.number):  # the job was started again meanwhile
-                self.directory.request_path("ended").unlink(missing_ok=True)
+                remove_file(self.directory.request_path("ended"))
                 self._ended_generation = None
                 return False
             self._ended_generation = record.number

@@ -6,12 +6,15 @@ number; a newer claim fences every older writer.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from pathlib import Path
+
 from flashckpt.checkpoint.root_records import explaining, open_record, parallel
 from flashckpt.checkpoint.writer import parse_prefix
 from flashckpt.core.generation import Generation
 from flashckpt.core.lineage import BEGINNING
 from flashckpt.core.records import is_sealed, pack, seal
-from flashckpt.errors import FencedError, ObjectMissingError
+from flashckpt.errors import FencedError, ObjectMissingError, RootError
 from flashckpt.faults import crash_point
 from flashckpt.storage.store import Store
 
@@ -55,21 +58,65 @@ def newest_generation(store: Store) -> int:
     return max([*_claimed(store), *used], default=0)
 
 
-def check_fence(store: Store, claim: Generation) -> None:
+def check_fence(store: Store, claim: Generation, *, on_missing: Callable[[], None] = lambda: None) -> None:
     """Raise unless the root's newest generation is `claim`; claim it where it is free, before anything is persisted.
 
     Args:
         store: The root.
         claim: This generation of the job.
+        on_missing: Called before it is claimed where it is free.
 
     Raises:
         FencedError: A newer generation is there, or this number belongs to another run.
     """
-    newest = max(_claimed(store), default=0)
-    if newest > claim.number:
+    claimed = {*_claimed(store)}
+    if (newest := max(claimed, default=0)) > claim.number:
         raise _fenced(claim, f"generation {newest} was claimed on {store.url}")
+    if claim.number not in claimed:
+        on_missing()
     if not claim_generation(store, claim):
         raise _fenced(claim, f"generation {claim.number} of {store.url} belongs to another run")
+
+
+class ReplacedRoot:
+    """Notices that a generation which was claimed on the root is there no more."""
+
+    def __init__(self) -> None:
+        self._seen: tuple[int, int | None] | None = None
+        self._was_refused = False
+
+    def note(self, store: Store, claim: Generation) -> None:
+        """Remember where the claim is."""
+        self._seen = claim.number, _device(store)
+
+    def refuse(self, store: Store, claim: Generation) -> None:
+        """Raise RootError if the claim was there before: once where the root was emptied, else until it is there again."""
+        seen = self._seen if self._seen is not None and self._seen[0] == claim.number else None
+        if (seen is None and not claim.claimed) or owns_generation(
+            store, claim
+        ):  # its first claim, or a listing that lags
+            return
+        is_elsewhere = seen is not None and seen[1] != _device(store)
+        if self._was_refused and not is_elsewhere:
+            return
+        self._was_refused = True
+        raise RootError(
+            f"{store.url} is no more what this job has written to",
+            found=f"no record of generation {claim.number}" + (", and another file system" if is_elsewhere else ""),
+            expected="what the job wrote there when it began",
+            state="Nothing was written now; snapshots in memory continue. What was committed there is not there.",
+            remedy="mount it again: persisting then resumes automatically"
+            if is_elsewhere
+            else "nothing, if it was emptied on purpose: the next attempt writes there",
+        )
+
+
+def _device(store: Store) -> int | None:
+    """Return the number of the file system that a directory is on; None for another store."""
+    root: Path | None = getattr(store, "root", None)
+    while root is not None and not root.exists() and root != root.parent:
+        root = root.parent
+    return None if root is None else root.stat().st_dev
 
 
 def encode_claim(claim: Generation) -> bytes:

@@ -98,7 +98,9 @@ class RestoreCoordinator:
         """Publish what this node has; return what all have. Collective; arguments and errors as `gather.gather`."""
         assert self.directory is not None
         with self.phases("inventory"):
-            return gather.gather(self.directory, self.request, need_bytes=need_bytes, free_bytes=free_bytes)
+            return gather.gather(
+                self.directory, self.request, self.options, need_bytes=need_bytes, free_bytes=free_bytes
+            )
 
     def run(self, inventories: list[Inventory], *, own: Segment | None = None) -> RestoreOutcome:
         """Restore, or find that there is nothing to restore; claim the generation that begins. Collective.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import resource
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -33,9 +34,23 @@ def require_capacity(path: Path, need: int, *, what: str, proc: Path = Path("/pr
 
     The error names need, free space, what limits it, and the remedies.
     """
+    refuse_file_limit(need, what=what)
     least = capacities(path, proc=proc)[0]
     if need > least.nbytes:
         raise insufficient_memory(path, need, least, what=what)
+
+
+def refuse_file_limit(need: int, *, what: str) -> None:
+    """Raise SharedMemoryError where this process may not make a file of `need` bytes, which a segment is (RLIMIT_FSIZE)."""
+    limit = resource.getrlimit(resource.RLIMIT_FSIZE)[0]
+    if 0 <= limit < need:
+        raise SharedMemoryError(
+            f"the limit on the size of files is too low for the snapshots of {what}",
+            found=f"ulimit -f: {limit} bytes",
+            expected=f"at least {need} bytes: the snapshots of a rank are one file in shared memory",
+            state="Nothing of this job was kept in memory; snapshots of other jobs are untouched.",
+            remedy="ulimit -f unlimited, before the job is started",
+        )
 
 
 def insufficient_memory(path: Path, need: int, least: Capacity, *, what: str) -> SharedMemoryError:

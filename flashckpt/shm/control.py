@@ -24,6 +24,7 @@ from flashckpt.core.digest import digest
 from flashckpt.core.snapshot_id import NEVER, SnapshotId
 from flashckpt.errors import DamagedError
 from flashckpt.faults import crash_point
+from flashckpt.shm.private import open_file
 
 MAGIC = b"FCKCTRL1"
 PAGE, ROW_BYTES = 4096, 512
@@ -200,8 +201,7 @@ class Control:
             FileNotFoundError: It does not exist and `rows` is None.
             DamagedError: It is not a control file.
         """
-        flags = os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW | (os.O_CREAT if rows is not None else 0)
-        fd = os.open(path, flags, 0o600)
+        fd = open_file(path, os.O_RDWR | (os.O_CREAT if rows is not None else 0))
         try:
             if rows is not None:
                 _grow(fd, rows)
@@ -305,7 +305,7 @@ class ControlView:
 
     @contextlib.contextmanager
     def _open(self, flags: int) -> Iterator[int]:
-        fd = os.open(self.path, flags | os.O_CLOEXEC | os.O_NOFOLLOW)
+        fd = open_file(self.path, flags)
         try:
             yield fd
         finally:

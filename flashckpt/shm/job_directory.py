@@ -12,17 +12,27 @@ from pathlib import Path
 
 from flashckpt import job_key
 from flashckpt.core.generation import Generation
-from flashckpt.errors import JobInUseError, SharedMemoryError
+from flashckpt.errors import DamagedError, JobInUseError, SharedMemoryError
 from flashckpt.settings import checked
 from flashckpt.shm import job_records
 from flashckpt.shm.block import SEGMENT_NAME
 from flashckpt.shm.job_records import DaemonStatus, JobConfig
 from flashckpt.shm.lease import Lease, is_at
 from flashckpt.shm.persister_process import LOG_NAME, MODULE
-from flashckpt.shm.private import Skipped, private_directories, private_directory
+from flashckpt.shm.private import (
+    Skipped,
+    mark_file,
+    open_file,
+    private_directories,
+    private_directory,
+    read_file,
+    remove_file,
+    replace,
+)
 
 _REMOVAL_S = 10.0
 _PAGE = 4096
+_NOTICE_BYTES = 1000
 _SETTLED_NS = 100_000_000
 """Clocks of file systems have ticks of a few milliseconds."""
 
@@ -160,13 +170,12 @@ class JobDirectory:
 
     def notify(self, rank: int) -> None:
         """Wake the daemon: a snapshot of `rank` is COMPLETE."""
-        path = self.event_path(rank)
-        path.touch(mode=0o600, exist_ok=True)
+        mark_file(self.event_path(rank))
 
     def request(self, name: str) -> None:
         """Leave a request for the daemon; idempotent. Does nothing if the directory was removed."""
         with contextlib.suppress(FileNotFoundError):  # a caller that waits for an answer sees that no daemon is running
-            self.request_path(name).touch(mode=0o600, exist_ok=True)
+            mark_file(self.request_path(name))
 
     def ask(self, name: str, *, after: int = 0) -> int:
         """Leave a request, and return its time as the daemon reads it: nanoseconds since the epoch, above `after`.
@@ -179,13 +188,13 @@ class JobDirectory:
         with contextlib.suppress(FileNotFoundError):  # as `request`
             temporary.touch(mode=0o600)
             os.utime(temporary, ns=(now, now))
-            temporary.replace(path)  # one call: with two different times the daemon would see two requests
+            replace(temporary, path)  # one call: with two different times the daemon would see two requests
         return self.asked_ns(name) or now
 
     def asked_ns(self, name: str) -> int | None:
         """Return when a request was last left, in nanoseconds since the epoch; None if there is none."""
         try:
-            return self.request_path(name).stat().st_mtime_ns
+            return self.request_path(name).lstat().st_mtime_ns
         except FileNotFoundError:
             return None
 
@@ -223,7 +232,7 @@ class JobDirectory:
             raw = job_records.framed(status)
             if not path.exists() or len(raw) > _PAGE:
                 raise
-            with path.open("r+b") as file:  # its page exists already
+            with os.fdopen(open_file(path, os.O_RDWR), "r+b") as file:  # its page exists already
                 file.write(raw)
                 file.truncate()
 
@@ -237,7 +246,7 @@ class JobDirectory:
         A file that was written a moment ago may be written in place again without getting another time.
         """
         try:
-            found = os.stat(f"{self.path}/daemon.msgpack")  # noqa: PTH116 -- at each snapshot: a path costs more than the call
+            found = os.lstat(f"{self.path}/daemon.msgpack")  # at each snapshot: a path costs more than the call
         except FileNotFoundError:
             return None
         is_settled = abs(time.time_ns() - found.st_mtime_ns) > _SETTLED_NS
@@ -245,22 +254,23 @@ class JobDirectory:
 
     def note(self, text: str) -> None:
         """Leave a sentence about what the daemon works without, for the job's output and `flashckpt status`; "" takes it away."""
-        with contextlib.suppress(OSError):  # tmpfs full: a comfort
+        with contextlib.suppress(OSError, DamagedError):  # tmpfs full, or something else in its place: a comfort
             if text:
-                (self.path / "notice").write_text(text, encoding="utf-8")
+                with os.fdopen(open_file(self.path / "notice", os.O_WRONLY | os.O_CREAT | os.O_TRUNC), "wb") as file:
+                    file.write(text.encode()[:_NOTICE_BYTES])
             else:
-                (self.path / "notice").unlink(missing_ok=True)
+                remove_file(self.path / "notice")
 
     def read_notice(self) -> str:
         """Return that sentence, "" where there is none."""
         try:
-            return (self.path / "notice").read_text(encoding="utf-8", errors="replace")[:1000]
-        except FileNotFoundError:
+            return read_file(self.path / "notice", most=_NOTICE_BYTES).decode(errors="replace")
+        except (FileNotFoundError, DamagedError):
             return ""
 
     def forget_status(self) -> None:
         """Remove `daemon.msgpack`, the record of what is committed. The caller holds the daemon's lock."""
-        (self.path / "daemon.msgpack").unlink(missing_ok=True)
+        remove_file(self.path / "daemon.msgpack")
 
     def hold_live(self) -> Lease:
         """Return a lease that marks the job as running until it is closed or the process dies.
@@ -303,9 +313,8 @@ class JobDirectory:
         """
         if self.daemon_alive():
             return 0
-        flags = os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC | os.O_NOFOLLOW
         with private_directory(self.path) as inside:
-            log = os.open(LOG_NAME, flags, 0o600, dir_fd=inside)
+            log = open_file(LOG_NAME, os.O_WRONLY | os.O_CREAT | os.O_APPEND, dir_fd=inside)
         try:
             # the shell in between exits at once, so that no rank has to reap the daemon
             started = subprocess.run(

@@ -18,8 +18,10 @@ from flashckpt.core.records import Record, pack, seal, unpack, unseal
 from flashckpt.core.snapshot_id import BEFORE_ALL, SnapshotId
 from flashckpt.errors import DamagedError
 from flashckpt.shm import capacity
+from flashckpt.shm.private import read_file, replace
 
 _LEFT = "It was left as it is; checkpoints on storage are not touched."
+_LARGEST = 16 << 20
 _ROOT_ONLY: dict[Any, tuple[str, ...]] = {Generation: ("created_s",)}
 """Fields that a kind of record carries on the root alone."""
 
@@ -106,7 +108,7 @@ def _replace(path: Path, raw: bytes) -> None:
     try:
         with os.fdopen(fd, "wb") as file:
             file.write(raw)
-        temporary.replace(path)
+        replace(temporary, path)
     except BaseException:
         temporary.unlink(missing_ok=True)
         raise
@@ -119,7 +121,7 @@ def read(path: Path, kind: type[Record]) -> Record | None:
         DamagedError: Its digest does not hold, or a field is of another type.
     """
     try:
-        raw = path.read_bytes()
+        raw = read_file(path, most=_LARGEST)
     except FileNotFoundError:
         return None
     with _explained(path):

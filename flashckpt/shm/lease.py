@@ -15,6 +15,8 @@ import threading
 import weakref
 from pathlib import Path
 
+from flashckpt.shm.private import open_file
+
 _FLOCK = struct.Struct("hhqqi")  # l_type, l_whence, l_start, l_len, l_pid: native alignment of struct flock
 _GUARD = threading.Lock()  # no fork between opening a lock descriptor and knowing it
 _OPEN: weakref.WeakSet[Lease] = weakref.WeakSet()
@@ -24,9 +26,9 @@ class Lease:
     """A separate descriptor on `path`, for locks on single bytes; `close()` or garbage collection ends them all."""
 
     def __init__(self, path: str | Path, *, create: bool = False, dir_fd: int | None = None) -> None:
-        flags = os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW | (os.O_CREAT if create else 0)
+        flags = os.O_RDWR | (os.O_CREAT if create else 0)
         with _GUARD:
-            self._cell = [os.open(path, flags, 0o600, dir_fd=dir_fd)]
+            self._cell = [open_file(path, flags, dir_fd=dir_fd)]
             _OPEN.add(self)
         weakref.finalize(self, _close, self._cell).atexit = False
 
@@ -78,7 +80,7 @@ def _close(cell: list[int]) -> None:
 def is_at(path: Path, fd: int) -> bool:
     """Return whether `path` still names the open file (st_nlink is not enough: `create` links)."""
     try:
-        return path.stat().st_ino == os.fstat(fd).st_ino
+        return path.lstat().st_ino == os.fstat(fd).st_ino
     except FileNotFoundError:
         return False
 

@@ -19,6 +19,7 @@ from flashckpt.core.intent import NodeMessage
 from flashckpt.core.records import pack, seal, unpack, unseal
 from flashckpt.errors import DamagedError, FormatVersionError
 from flashckpt.faults import crash_point
+from flashckpt.shm.private import mark_file, open_file, read_file, remove_file, replace
 
 SILENT_S = 3.0
 """Seconds after which a relay that did not turn is taken to be dead or cut off; it turns once a second."""
@@ -26,6 +27,7 @@ RESTAMP_S = 0.9
 """Seconds after which a relay writes again that it turned, where it has nothing new."""
 LARGEST = 1 << 16
 """Bytes of one message at most."""
+_MOST = LARGEST << 12
 _OUT = struct.Struct("<8sQqq")  # magic, digest of the rest, generation, whether it waits
 _IN = struct.Struct("<8sQqqqq")  # magic, digest of the rest, generation, pid, CLOCK_MONOTONIC ns, messages
 _OUT_MAGIC, _IN_MAGIC = b"FCKMSGO1", b"FCKMSGI1"
@@ -108,12 +110,12 @@ class MessageFiles:
         _replace(self._incoming, _IN_MAGIC + struct.pack("<Q", digest_of(rest)) + rest)
         self._written, self._written_s = content, now_s
         if is_new:
-            self._event.touch(mode=0o600, exist_ok=True)
+            mark_file(self._event)
 
     def forget(self) -> None:
         """Remove what was received: the relay ends."""
         self._written = None
-        self._incoming.unlink(missing_ok=True)
+        remove_file(self._incoming)
 
 
 def _decoded(raw: bytes) -> NodeMessage | None:
@@ -146,17 +148,17 @@ def _is_running(pid: int) -> bool:
 
 def _read(path: Path) -> bytes:
     try:
-        return path.read_bytes()
-    except FileNotFoundError:
+        return read_file(path, most=_MOST)
+    except (FileNotFoundError, DamagedError):  # what stands there instead is replaced by the next message
         return b""
 
 
 def _replace(path: Path, raw: bytes) -> None:
     """Replace a file in one move. One process writes it: a temporary one that a kill left is written over."""
     temporary = path.with_name(f".{path.name}.tmp")
-    fd = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
+    fd = open_file(temporary, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
     with os.fdopen(fd, "wb") as file:
         file.write(raw)
     crash_point("messages.before-rename")
-    temporary.replace(path)
+    replace(temporary, path)
     crash_point("messages.after-rename")

@@ -10,7 +10,9 @@ import signal
 import time
 from pathlib import Path
 
+from flashckpt.errors import DamagedError
 from flashckpt.shm.job_records import DaemonStatus
+from flashckpt.shm.private import open_file
 
 MODULE = "flashckpt.daemon.persister.service"
 LOG_NAME = "daemon.log"
@@ -130,11 +132,11 @@ def last_words(log: Path, start: int = 0) -> str:
     Of a traceback that is its last line; of a message of several lines, all of them.
     """
     try:
-        with log.open("rb") as file:
+        with os.fdopen(open_file(log, os.O_RDONLY), "rb") as file:
             size = log_size(log)
             file.seek(max(start if start <= size else 0, size - _TAIL))  # a log that was turned over is shorter
             lines = file.read(_TAIL).decode(errors="replace").splitlines()
-    except OSError:
+    except (OSError, DamagedError):  # something else in its place
         return ""
     lines = [line for line in lines if line.strip()]
     first = next((number for number in reversed(range(len(lines))) if not lines[number].startswith(" ")), 0)

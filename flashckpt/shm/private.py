@@ -1,13 +1,15 @@
-"""Our directories in shared memory: owned by this user, mode 0700, no links. Created and checked only here. Torch-free.
+"""Our directories in shared memory: owned by this user, mode 0700, no links; and our files, which are regular ones. Torch-free.
 
 `/dev/shm` is open to every user of the machine: a file there under our name may be another user's, or a link to
 anywhere. A directory is therefore opened first, without following a link, and checked by its descriptor; operations
-relative to the descriptor (`dir_fd`) then act on the checked directory, even if the path is swapped.
+relative to the descriptor (`dir_fd`) then act on the checked directory, even if the path is swapped. In them, and on a root,
+something else may stand in place of a file: a link may lead anywhere, a FIFO waits for ever, a device has no end.
 """
 
 from __future__ import annotations
 
 import contextlib
+import errno
 import os
 import shutil
 import stat
@@ -15,7 +17,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from flashckpt.errors import ConfigError, SharedMemoryError
+from flashckpt.errors import ConfigError, DamagedError, SharedMemoryError
 
 _DIRECTORY = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
 
@@ -80,6 +82,85 @@ def private_directories(base: Path) -> tuple[list[Path], list[Skipped]]:
     except (ConfigError, SharedMemoryError) as error:
         return [], [Skipped(path=base, reason=error.found)]
     return found, skipped
+
+
+def open_file(
+    path: str | Path, flags: int, mode: int = 0o600, *, dir_fd: int | None = None, follow: bool = False
+) -> int:
+    """Return a descriptor of one of our files; never waits, and never opens anything but a regular file.
+
+    Args:
+        path: The file.
+        flags: As of `os.open`; O_CLOEXEC is added.
+        mode: Of a new file.
+        dir_fd: Descriptor of its directory.
+        follow: Whether it may be reached through a link.
+
+    Raises:
+        DamagedError: Something else stands in its place.
+        OSError: As `os.open`.
+    """
+    given = flags | os.O_CLOEXEC | (0 if follow else os.O_NOFOLLOW)
+    try:
+        fd = os.open(path, given | os.O_NONBLOCK, mode, dir_fd=dir_fd)
+    except OSError as error:
+        with contextlib.suppress(OSError):
+            status = os.stat(path, dir_fd=dir_fd, follow_symlinks=follow)
+            if not stat.S_ISREG(status.st_mode):
+                raise _displaced(path, status) from error
+            if error.errno == errno.EAGAIN:  # of a regular file: another host holds a lease on it, which is waited for
+                return os.open(path, given, mode, dir_fd=dir_fd)
+        if error.errno == errno.ELOOP:
+            raise _displaced(path, os.stat(path, dir_fd=dir_fd, follow_symlinks=False)) from error
+        raise
+    if not stat.S_ISREG((status := os.fstat(fd)).st_mode):
+        os.close(fd)
+        raise _displaced(path, status)
+    return fd
+
+
+def read_file(path: str | Path, *, most: int, follow: bool = False) -> bytes:
+    """Return the bytes of one of our files. Raises as `open_file`; DamagedError also where it has more than `most` bytes."""
+    with os.fdopen(open_file(path, os.O_RDONLY, follow=follow), "rb") as file:
+        if (size := os.fstat(file.fileno()).st_size) > most:
+            raise DamagedError(f"the file {path} is too large", found=f"{size} bytes", expected=f"at most {most} bytes")
+        return file.read()
+
+
+def mark_file(path: Path) -> None:
+    """Set the time of one of our files to now, and make it where it is missing; whatever stands there is not opened."""
+    try:
+        os.utime(path, follow_symlinks=False)
+    except FileNotFoundError:
+        os.close(open_file(path, os.O_WRONLY | os.O_CREAT))
+
+
+def replace(temporary: Path, path: Path) -> None:
+    """Move a new file to its place; what stands there is replaced. DamagedError where that is a directory."""
+    try:
+        temporary.replace(path)
+    except IsADirectoryError as error:
+        raise _displaced(path, path.lstat()) from error
+
+
+def remove_file(path: Path) -> None:
+    """Remove one of our files, or what stands in its place, if it is there. DamagedError where that is a directory."""
+    try:
+        path.unlink(missing_ok=True)
+    except IsADirectoryError as error:
+        raise _displaced(path, path.lstat()) from error
+
+
+def _displaced(path: str | Path, status: os.stat_result) -> DamagedError:
+    return DamagedError(
+        f"something else stands in place of the file {path}",
+        found={"l": "a link", "d": "a directory", "p": "a FIFO", "s": "a socket"}.get(
+            stat.filemode(status.st_mode)[0], "a device"
+        ),
+        expected="a regular file",
+        state="It was left as it is.",
+        remedy="remove it",
+    )
 
 
 def create_file(path: Path, *, flags: int = os.O_WRONLY) -> int:

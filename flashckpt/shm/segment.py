@@ -40,6 +40,7 @@ from flashckpt.faults import crash_point
 from flashckpt.shm import block, capacity
 from flashckpt.shm.lease import Lease, is_at
 from flashckpt.shm.pin import Pin
+from flashckpt.shm.private import open_file
 from flashckpt.shm.segment_file import address_of, boot_id, check_place, describe_process, fill_holes, lay_out, touch
 from flashckpt.shm.slot_writer import SlotWriter
 
@@ -129,7 +130,7 @@ class Segment:
             FormatVersionError: Written by another major version.
         """
         path = Path(path)
-        fd = os.open(path, (os.O_RDWR if writable else os.O_RDONLY) | os.O_CLOEXEC | os.O_NOFOLLOW)
+        fd = open_file(path, os.O_RDWR if writable else os.O_RDONLY)
         try:
             superblock = decode_superblock(os.pread(fd, OWNER_AT, 0), path=str(path))
             check_place(fd, superblock, path)
@@ -359,6 +360,7 @@ class Segment:
         if not any(h.is_complete for h in self.headers()):
             self.remove_names()
         what = f"job {self.spec.job!r}, rank {self.spec.rank}"
+        capacity.refuse_file_limit(start + size, what=what)
         raise capacity.insufficient_memory(self.path.parent, self.spec.nbytes - start, least, what=what) from cause
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import os
 import time
 from collections.abc import Callable
 from functools import partial
@@ -164,7 +165,7 @@ class RankSegments:
         return segment if segment is not None else self._create(need, slots, job)
 
     def _create(self, need: MemoryNeed, slots: int | None, job: str) -> Segment:
-        path = next(p for p in self._paths(need.layout) if not p.exists())
+        path = next(p for p in self._paths(need.layout) if not os.path.lexists(p))
         for count in [slots] if slots else [3, 2]:
             spec = SegmentSpec(
                 job=job,

@@ -20,6 +20,8 @@ from typing import Any
 
 import numpy as np
 
+from flashckpt.shm.private import open_file
+
 EXTENT_BYTES = 16 << 20
 PAGE_BYTES = 4096
 WRITERS = 2
@@ -92,7 +94,7 @@ def read_file(path: Path, start: int, out: memoryview) -> int:
 
 def _read_cached(path: Path, start: int, out: memoryview) -> int:
     """Read up to the first byte that the page cache has not; 0 where the kernel or file system cannot say."""
-    fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+    fd = open_file(path, os.O_RDONLY, follow=True)
     done = 0
     try:
         while done < len(out) and (count := os.preadv(fd, [out[done:]], start + done, os.RWF_NOWAIT)):
@@ -113,7 +115,7 @@ def read_direct(path: Path, start: int, out: memoryview) -> int:
     """
     if len(out) >= DIRECT_READ_BYTES:
         try:
-            fd = os.open(path, os.O_RDONLY | os.O_DIRECT | os.O_CLOEXEC)
+            fd = open_file(path, os.O_RDONLY | os.O_DIRECT, follow=True)
             try:
                 return _read_pages(fd, start, out)
             finally:
@@ -121,7 +123,7 @@ def read_direct(path: Path, start: int, out: memoryview) -> int:
         except OSError as error:
             if error.errno not in _NO_DIRECT:
                 raise
-    fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+    fd = open_file(path, os.O_RDONLY, follow=True)
     try:
         return _read_all(fd, start, out)
     finally:

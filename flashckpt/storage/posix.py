@@ -20,6 +20,7 @@ from typing import NoReturn, TypeVar
 
 from flashckpt.errors import DamagedError, ObjectMissingError, RootError, StoreError
 from flashckpt.faults import crash_point
+from flashckpt.shm import private
 from flashckpt.storage.conditional import (
     publish_unconditional,
     raise_undeleted,
@@ -32,6 +33,7 @@ from flashckpt.storage.temporary import TEMPORARY, is_orphan, temporary_name
 
 _T = TypeVar("_T")
 _DELETED_OPEN = ".nfs"
+_LARGEST = 4 << 30  # of an object that is read whole: nothing that we write is as large
 _ATTEMPTS = 2
 _NO_LINK = (errno.EPERM, errno.EOPNOTSUPP, errno.ENOTSUP, errno.ENOSYS, errno.EMLINK)
 
@@ -96,7 +98,8 @@ class PosixStore:
     def get(self, key: str) -> bytes:
         """Return a whole small object."""
         with self._named(key, "read"):
-            return self._found((self.root / check_key(key)).parent, (self.root / key).read_bytes)
+            path = self.root / check_key(key)
+            return self._found(path.parent, lambda: private.read_file(path, most=_LARGEST, follow=True))
 
     def get_range(self, key: str, start: int, out: memoryview) -> None:
         """Fill `out`; what is not in the page cache bypasses it if the range is large."""
@@ -253,7 +256,7 @@ class PosixStore:
                 if name.endswith(TEMPORARY) or name.startswith(_DELETED_OPEN):
                     continue
                 with contextlib.suppress(FileNotFoundError):  # deleted while we walk
-                    status = path.stat()
+                    status = path.stat() if path.exists() else path.lstat()  # a link to nothing holds its name too
                     key = path.relative_to(self.root).as_posix()
                     yield ObjectInfo(key=key, nbytes=status.st_size, mtime=status.st_mtime)
 
@@ -281,8 +284,10 @@ class PosixStore:
             expected = "a path of at most 4095 bytes, each part at most 255, through at most 40 links"
             raise RootError(f"cannot {verb} {name}", found=found, expected=expected, remedy="check the path") from error
         remedy = "check the file system of the checkpoint root"
-        if error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
+        if error.errno in (errno.ENOSPC, errno.EDQUOT):
             remedy = "free space on it; persisting then resumes automatically"
+        if error.errno == errno.EFBIG:
+            remedy = "raise the limit on the size of files (ulimit -f unlimited) and start the job again"
         raise StoreError(f"cannot {verb} {name}", found=found, remedy=remedy) from error
 
 

@@ -93,11 +93,12 @@ def address_of(bucket: str, options: Mapping[str, Any]) -> S3Address:
     parts = urlsplit(endpoint)
     has_region = bool(arguments.get("region_name") or config.region_name or session.get_config_variable("region"))
     is_known = url in (f"{endpoint}/{bucket}", f"{parts.scheme}://{bucket}.{parts.netloc}{parts.path}")
+    has_bundle = parts.scheme == "https" and bool(session.get_config_variable("ca_bundle"))
     is_of_aws = (parts.hostname or "").endswith((".amazonaws.com", ".amazonaws.com.cn"))
     return S3Address(
         endpoint=endpoint,
         region=client.meta.region_name,
         url=url,
         is_virtual=url != f"{endpoint}/{bucket}" and (client.meta.config.s3 or {}).get("addressing_style") == "virtual",
-        is_plain=is_known and (has_region or not is_of_aws) and not session.get_config_variable("ca_bundle"),
+        is_plain=is_known and (has_region or not is_of_aws) and not has_bundle,
     )

@@ -42,8 +42,7 @@ class Stub:
     """What the server holds, lacks and was asked.
 
     Attributes:
-        refused: Status and code for kinds of requests ("batch", "uploads", "condition", "begin", "complete", "part").
-        times: How often a kind is refused before it is granted; absent: always.
+        refused: Status and code for kinds of requests by their names below.
         ignores_conditions: A conditional write is written in any case.
         keeps_folders: A folder is listed after its last object is gone.
         range_error: Answer to a range that begins behind the end.
@@ -53,7 +52,6 @@ class Stub:
     endpoint: str = ""
     bucket: str = "bucket"
     refused: dict[str, tuple[int, str]] = field(default_factory=dict)
-    times: dict[str, int] = field(default_factory=dict)
     ignores_conditions: bool = False
     keeps_folders: bool = False
     range_error: tuple[int, str] = (416, "InvalidRange")
@@ -64,15 +62,6 @@ class Stub:
     uploads: dict[str, tuple[str, dict[int, bytes]]] = field(default_factory=dict)
     lock: threading.RLock = field(default_factory=threading.RLock)
     ended: threading.Event = field(default_factory=threading.Event)
-
-    def refuses(self, kind: str) -> tuple[int, str] | None:
-        if kind not in self.refused:
-            return None
-        if kind in self.times:
-            self.times[kind] -= 1
-            if self.times[kind] < 0:
-                return None
-        return self.refused[kind]
 
     def options(self, **changed: Any) -> dict[str, Any]:
         base = {"endpoint_url": self.endpoint, "key": "k", "secret": "s", "client_kwargs": {"region_name": "us-east-1"}}
@@ -105,7 +94,7 @@ class _Handler(BaseHTTPRequestHandler):
         with self.stub.lock:
             self.stub.asked.append(found)
             kind = self._kind()
-            refused = self.stub.refuses(kind)
+            refused = self.stub.refused.get(kind)
         if kind in self.stub.silent:
             self.stub.ended.wait(60)
             self.close_connection = True

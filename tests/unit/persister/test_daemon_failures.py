@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import logging
 import os
+import shutil
 import signal
 import threading
 import time
@@ -17,6 +18,7 @@ from support.daemons import assert_bitwise, daemon_of, forked, identities, steps
 from support.memory_tier import FakeJob
 from support.ranks import wait_for
 
+from flashckpt.checkpoint import generations
 from flashckpt.daemon.persister import attempts, coordinator, service
 from flashckpt.errors import RootError, StoreError
 from flashckpt.storage import factory as stores
@@ -254,3 +256,38 @@ def test_memory_of_a_daemon_that_persists_is_bounded_by_its_parts(tmp_path: Path
 def _private_kib(pid: int) -> int:
     lines = Path(f"/proc/{pid}/status").read_text().splitlines()
     return int(next(line.split()[1] for line in lines if line.startswith("RssAnon")))
+
+
+def test_a_root_that_was_emptied_is_said_once_and_written_again(job: FakeJob, caplog: pytest.LogCaptureFixture) -> None:
+    with daemon_of(job) as daemon:
+        job.step(5, persist=True)
+        turn_until(daemon, lambda: steps(job) == [5], "the first commit")
+        root = Path(stores.open_store(job.root).url)
+        root.rename(root.with_name("away"))
+        for count in (1, 2):
+            job.step(5 + 5 * count, persist=True)
+            turn_until(daemon, lambda: len(steps(job)) == count, "a commit on the emptied root")  # noqa: B023 -- called here
+    assert caplog.text.count("is no more what this job has written to") == 1
+    assert daemon.attempts.failures == 1
+
+
+def test_nothing_is_written_to_another_file_system_in_place_of_the_root(
+    job: FakeJob, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    root = Path(stores.open_store(job.root).url)
+    with daemon_of(job) as daemon:
+        job.step(5, persist=True)
+        turn_until(daemon, lambda: steps(job) == [5], "the first commit")
+        device = root.stat().st_dev
+        monkeypatch.setattr(generations, "_device", lambda _: device + 1)
+        root.rename(away := root.with_name("away"))
+        job.step(10, persist=True)
+        turn_until(daemon, lambda: daemon.attempts.failures > 2, "attempts that are refused")
+        assert "another file system" in daemon.error
+        assert "mount it again" in daemon.error
+        assert not any(path.is_file() for path in root.rglob("*"))
+        shutil.rmtree(root, ignore_errors=True)
+        away.rename(root)
+        monkeypatch.setattr(generations, "_device", lambda _: device)
+        turn_until(daemon, lambda: steps(job) == [5, 10], "the commit after it was mounted again")
+        assert not daemon.error

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -13,9 +14,12 @@ from support.ranks import run_ranks, values
 from torch import nn
 
 from flashckpt import Checkpointer
+from flashckpt.checkpoint.generations import claim_generation
 from flashckpt.cli.main import main
+from flashckpt.core.generation import Generation
 from flashckpt.errors import DamagedError
 from flashckpt.shm.job_directory import JobDirectory
+from flashckpt.storage.factory import open_store
 
 
 def _on_a_node_of_its_own(rank: int, root: str, shm: str) -> Any:
@@ -28,6 +32,7 @@ def _on_a_node_of_its_own(rank: int, root: str, shm: str) -> Any:
     if rank == 1:
         path = JobDirectory.open("t", create=False).path / "generation.msgpack"
         path.write_bytes(path.read_bytes()[:-1])
+        shutil.rmtree(Path(root) / "generations")
     try:
         opened(Path(root), model=nn.Linear(2, 2))
     except DamagedError as error:
@@ -49,6 +54,7 @@ def test_the_way_out_that_the_error_names_is_one(tmp_path: Path, monkeypatch: py
     crash(ckpt)
     path = JobDirectory.open("t", create=False).path / "generation.msgpack"
     path.write_bytes(path.read_bytes()[:-1])
+    shutil.rmtree(tmp_path / "generations")
     again = Checkpointer(str(tmp_path), snapshot_every=1, job="t")
     again.track(model=model)
     with pytest.raises(DamagedError) as refused:
@@ -60,3 +66,40 @@ def test_the_way_out_that_the_error_names_is_one(tmp_path: Path, monkeypatch: py
     capsys.readouterr()
     assert again.restore() is None
     crash(again)
+
+
+@pytest.mark.parametrize("at", range(0, 90, 11))
+def test_a_bit_that_flipped_is_replaced_from_the_root(
+    at: int, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    ckpt = opened(tmp_path, model=(model := nn.Linear(2, 2)))
+    ckpt.step(1)
+    crash(ckpt)
+    path = JobDirectory.open("t", create=False).path / "generation.msgpack"
+    raw = bytearray(good := path.read_bytes())
+    raw[at % len(raw)] ^= 1
+    path.write_bytes(raw)
+    again = Checkpointer(str(tmp_path), snapshot_every=1, job="t")
+    again.track(model=model)
+    report = again.restore()
+    crash(again)
+    assert report is not None
+    assert report.step == 1
+    record = JobDirectory.open("t", create=False).read_generation()
+    assert record is not None
+    assert record.number == 2
+    assert good != bytes(raw)
+    assert caplog.text.count("replaced by what the root says of generation 1") == 1
+
+
+def test_a_claim_that_is_not_of_the_run_in_memory_replaces_nothing(tmp_path: Path) -> None:
+    ckpt = opened(tmp_path, model=(model := nn.Linear(2, 2)))
+    ckpt.step(1)
+    crash(ckpt)
+    path = JobDirectory.open("t", create=False).path / "generation.msgpack"
+    path.write_bytes(path.read_bytes()[:-1])
+    assert claim_generation(open_store(tmp_path), Generation(number=2, token="of another"))
+    again = Checkpointer(str(tmp_path), snapshot_every=1, job="t")
+    again.track(model=model)
+    with pytest.raises(DamagedError, match="which run the snapshots in memory belong to"):
+        again.restore()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -34,10 +35,10 @@ def direct_opens(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """Counts files opened with O_DIRECT."""
     opened, real = [], os.open
 
-    def opening(path: str, flags: int, *args: int) -> int:
+    def opening(path: str, flags: int, *args: int, **more: Any) -> int:
         if flags & os.O_DIRECT:
             opened.append(flags)
-        return real(path, flags, *args)
+        return real(path, flags, *args, **more)
 
     monkeypatch.setattr("flashckpt.storage.direct_io.os.open", opening)
     return opened

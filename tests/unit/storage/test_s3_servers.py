@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -10,15 +11,17 @@ from support.s3_stub import s3_stub
 from support.slots import make_pin, shard
 
 from flashckpt.checkpoint.catalog import list_checkpoints
+from flashckpt.checkpoint.generations import claim_generation
 from flashckpt.checkpoint.retention import Policy
 from flashckpt.checkpoint.sweeping import sweep
 from flashckpt.checkpoint.writer import commit, persist_slot, prefix_of
+from flashckpt.core.generation import Generation
 from flashckpt.core.snapshot_id import SnapshotId
 from flashckpt.daemon.persister.housekeeping import sweep_root
-from flashckpt.errors import DamagedError, ObjectMissingError
+from flashckpt.errors import DamagedError, ObjectMissingError, StoreError
 from flashckpt.storage import conditional, s3_session
 from flashckpt.storage.factory import open_store
-from flashckpt.storage.store import Store
+from flashckpt.storage.store import PART_BYTES, Store
 
 both = pytest.mark.parametrize("client", ["s3fs", "obstore"])
 UNKNOWN = [(501, "NotImplemented"), (405, "MethodNotAllowed")]
@@ -57,9 +60,10 @@ def test_whole_life_of_a_root(
     monkeypatch.setattr(conditional, "SETTLE_S", 0.0)
     s3_session.say_once.cache_clear()
     with s3_stub(**lack) as stub, caplog.at_level(logging.WARNING, "flashckpt"):
-        for number in (1, 2) if stub.refused else (1,):  # as the daemon does: a connection for each pass
+        for number in (1, 2) if len(stub.refused) > 1 else (1,):  # as the daemon does: a connection for each pass
             store = open_store("s3://bucket/run", **stub.options(backend=client))
             store.check()
+            assert (getattr(store, "_obstore", None) is not None) == (client == "obstore")
             assert store.is_conditional == ("condition" not in stub.refused and not stub.ignores_conditions)
             assert store.put_if_absent(f"claim{number}", b"x")
             assert not store.put_if_absent(f"claim{number}", b"y")
@@ -80,3 +84,71 @@ def test_whole_life_of_a_root(
     lacks = {"batch": "has no batch delete", "uploads": "cannot list unfinished uploads"}
     for kind, words in lacks.items():
         assert sum(words in text for text in said) == (kind in stub.refused)
+
+
+@both
+def test_server_that_says_slow_down_costs_attempts_and_nothing_else(client: str) -> None:
+    """Longer than one upload repeats its requests: it fails as a request that may succeed later, and later it does."""
+    with s3_stub(refused={"begin": (503, "SlowDown")}) as stub:
+        store = open_store("s3://bucket/run", **stub.options(backend=client))
+        parts = [memoryview(bytes(PART_BYTES)), memoryview(b"rest")]
+        with pytest.raises(StoreError, match="SlowDown"):
+            store.put_object("big", parts, PART_BYTES + 4)
+        assert store.list() == []
+        stub.refused.clear()
+        store.put_object("big", parts, PART_BYTES + 4)
+        head = store.head("big")
+        assert head is not None
+        assert head.nbytes == PART_BYTES + 4
+        assert not stub.uploads
+        store.close()
+
+
+@both
+def test_completion_that_is_never_answered_ends_in_an_error_and_shows_nothing(client: str) -> None:
+    with s3_stub(silent={"complete"}) as stub:
+        store = open_store("s3://bucket/run", **stub.options(backend=client, timeout_s=0.5))
+        parts = [memoryview(bytes(PART_BYTES)), memoryview(b"rest")]
+        with pytest.raises(StoreError):
+            store.put_object("big", parts, PART_BYTES + 4)
+        assert store.list() == []
+        stub.silent.clear()
+        store.put_object("big", parts, PART_BYTES + 4)
+        assert [info.key for info in store.list()] == ["big"]
+        store.close()
+
+
+@both
+@pytest.mark.parametrize("refusal", [(405, "MethodNotAllowed"), (404, "NoSuchUpload"), (501, "NotImplemented")])
+def test_refused_abort_does_not_hide_that_the_upload_failed(client: str, refusal: tuple[int, str]) -> None:
+    with s3_stub(refused={"part": (500, "InternalError"), "abort": refusal}) as stub:
+        store = open_store("s3://bucket/run", **stub.options(backend=client))
+        with pytest.raises(StoreError, match=r"InternalError|the upload of big to s3://bucket/run failed") as raised:
+            store.put_object("big", [memoryview(bytes(PART_BYTES)), memoryview(b"rest")], PART_BYTES + 4)
+        assert type(raised.value) is StoreError
+        store.close()
+
+
+@both
+def test_root_that_was_copied_to_a_bucket_loses_nothing_to_the_sweep(client: str, tmp_path: Path) -> None:
+    """In the order of a plain copy, with its times; in the middle of it, after it, and with a job that begins there."""
+    local = open_store(tmp_path)
+    assert claim_generation(local, Generation(number=1, token="t"))
+    make(local, 10, 20, 30)
+    with s3_stub() as stub:
+        store = open_store("s3://bucket/run", **stub.options(backend=client))
+        infos = local.list()
+        for info in infos[: len(infos) // 2]:
+            store.put(info.key, local.get(info.key))
+        sweep(store)
+        for info in infos[len(infos) // 2 :]:
+            store.put(info.key, local.get(info.key))
+        stub.objects = {name: (data, written - 86400.0) for name, (data, written) in stub.objects.items()}
+        assert claim_generation(store, Generation(number=2, token="u", parent=SnapshotId(1, 30)))
+        for _ in range(2):
+            sweep_root(store, Policy(keep_last=3), SnapshotId(1, 30))
+            assert steps_of(store) == [10, 20, 30]
+            for info in infos:
+                if info.key.startswith("step-"):
+                    assert store.get(info.key) == local.get(info.key)
+        store.close()
