@@ -9,6 +9,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import logging
 import math
@@ -20,6 +21,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from flashckpt.errors import RESUME_EXIT_CODE, FlashckptError
+from flashckpt.sampler.datasets import reaching
 from flashckpt.trainer.config import RunConfig
 from flashckpt.trainer.data.corpus import prepare_corpus
 from flashckpt.trainer.data.mixed import open_data
@@ -42,7 +44,7 @@ from flashckpt.trainer.train.optim import clamp_gradients, clip_gradients
 from flashckpt.trainer.train.phased_data import PhasedData
 from flashckpt.trainer.train.record import RunRecord, SpikeError, say_once
 from flashckpt.trainer.train.regroup import begin_if_new, has_other_groups
-from flashckpt.trainer.train.saving import checkpointer, explain
+from flashckpt.trainer.train.saving import checkpointer, explain, waiting_for_data
 from flashckpt.trainer.train.starting import announce, announce_phase, reporter_of, seed_rng, training_data
 from flashckpt.trainer.train.step import Totals, TrainStep
 from flashckpt.trainer.watch.engine import EngineWatch
@@ -154,9 +156,11 @@ class Trainer:
                 logging.WARNING, f"step {self.done} of {self.config.train.steps} is already trained: nothing to do"
             )
         self._open_reporter()
+        reaching.waiting = functools.partial(waiting_for_data, self)
         try:
             code = self._train(began)
         finally:
+            reaching.waiting = contextlib.nullcontext
             self.data.close()
             if self.reporter is not None:
                 self.reporter.close()
