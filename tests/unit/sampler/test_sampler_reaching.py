@@ -30,7 +30,7 @@ class Server:
     """Serves the files of a folder with ranges, unless it is away: "503", "429", "cut" (half an answer), "closed" (none)."""
 
     def __init__(self, folder: Path) -> None:
-        self.folder, self.away, self.asked = folder, "", 0
+        self.folder, self.away, self.asked, self.away_after = folder, "", 0, 0
         owner = self
 
         class Handler(BaseHTTPRequestHandler):
@@ -53,24 +53,30 @@ class Server:
 
     def answer(self, request: BaseHTTPRequestHandler) -> None:
         self.asked += 1
+        if self.away_after and self.asked > self.away_after:
+            self.away = "503"
         path = self.folder / request.path.strip("/")
         if self.away == "closed":
             request.close_connection = True
             return
         status = int(self.away) if self.away.isdigit() else 200 if path.is_file() else 404
-        whole = path.read_bytes() if status == 200 else b""
-        first, last = 0, len(whole)
-        if whole and (wanted := request.headers.get("Range")):
+        size = path.stat().st_size if status == 200 else 0
+        first, last = 0, size
+        if size and (wanted := request.headers.get("Range")):
             begin, end = wanted.removeprefix("bytes=").split("-")
-            first, last, status = int(begin), min(int(end) + 1, len(whole)), 206
+            first, last, status = int(begin), min(int(end) + 1, size), 206
         request.send_response(status)
         request.send_header("Accept-Ranges", "bytes")
         request.send_header("Content-Length", str(last - first))
         if status == 206:
-            request.send_header("Content-Range", f"bytes {first}-{last - 1}/{len(whole)}")
+            request.send_header("Content-Range", f"bytes {first}-{last - 1}/{size}")
         request.end_headers()
         if request.command == "GET":
-            data = whole[first:last]
+            data = b""
+            if last > first:
+                with path.open("rb") as file:
+                    file.seek(first)
+                    data = file.read(last - first)
             request.wfile.write(data[: len(data) // 2] if self.away == "cut" else data)
             request.close_connection = self.away == "cut"
 
