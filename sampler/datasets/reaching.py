@@ -17,8 +17,8 @@ from flashckpt.sampler.errors import unreachable
 _log = logging.getLogger(__name__)
 _T = TypeVar("_T")
 
-PATIENCE_S = 180.0
-"""Seconds for which a read is tried again: what a rolling restart of a storage takes."""
+PATIENCE_S = 90.0
+"""Seconds for which a read is tried again: less than other ranks wait in a collective (120 s in the trainer)."""
 _FIRST_WAIT_S, _LONGEST_WAIT_S = 0.5, 15.0
 _PASSING = frozenset({
     errno.EIO, errno.ESTALE, errno.EAGAIN, errno.EBUSY, errno.EINTR, errno.ETIMEDOUT, errno.ECONNREFUSED, errno.ECONNRESET,
