@@ -5,6 +5,7 @@ from __future__ import annotations
 import atexit
 import logging
 import os
+import threading
 import time
 from collections.abc import Collection
 from typing import Any
@@ -66,6 +67,7 @@ class Session:
             on_new_plan=lambda: self._count("plans", 1),
         )
         self._last_step, self._stepped_at, self._optimizer_steps = self._row.step, 0, 0
+        self._pauses, self._pause_lock = 0, threading.Lock()
         self._is_removed = False
         self._note_restored()
         self._committed: SnapshotId | None = None
@@ -276,8 +278,10 @@ class Session:
         self._row.heartbeat_ns = time.monotonic_ns()
 
     def pause(self, *, paused: bool) -> None:
-        """Begin or end a time without steps."""
-        self._row.paused = int(paused)
+        """Begin or end a time without steps; times of several threads may overlap."""
+        with self._pause_lock:
+            self._pauses += 1 if paused else -1
+            self._row.paused = int(self._pauses > 0)
         self.heartbeat()
 
     def _status(self) -> DaemonStatus | None:

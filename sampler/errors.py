@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from flashckpt.errors import ConfigError, LayoutError, SamplerStateError
+from flashckpt.errors import ConfigError, LayoutError, SamplerStateError, StoreError
 
 UNWEIGHTED = (
     "the global batch of %d samples does not divide over %d replicas, and sampler.weights was not read: a mean over rows "
@@ -108,4 +108,15 @@ def nothing_padded() -> ConfigError:
         found='tail="short"',
         expected='tail="span", "pad" or "drop"',
         remedy="weigh each sample alike, or choose another tail",
+    )
+
+
+def unreachable(url: str, error: BaseException, seconds: float) -> StoreError:
+    """Training data that could not be reached for some time: it may be all right, so a restart can help."""
+    return StoreError(
+        f"{url} cannot be reached",
+        found=f"{type(error).__name__}: {error}, for {seconds:.0f} s",
+        expected="a storage that answers",
+        state="The position in the data is that of the last step; nothing is lost.",
+        remedy="check network and endpoint; start again when it answers (dlrun does so itself)",
     )

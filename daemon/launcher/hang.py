@@ -14,7 +14,8 @@ from statistics import median
 from typing import Protocol
 
 from flashckpt.daemon.launcher.worker import STACKS_SIGNAL
-from flashckpt.daemon.machine.process import session_cpu_s, stat_of
+from flashckpt.daemon.machine.process import session_cpu_s
+from flashckpt.shm.persister_process import stat_of
 
 MINIMUM_S = 60.0
 LEARNT_STEPS = 20

@@ -16,6 +16,7 @@ from urllib.parse import urlsplit
 import numpy as np
 
 from flashckpt.errors import ConfigError, DataError
+from flashckpt.sampler.datasets.reaching import reach
 from flashckpt.sampler.datasets.remote_file import RemoteFile, is_remote, local_path
 
 
@@ -112,23 +113,18 @@ class RowGroups:
         return filesystem.open(url, "rb", cache_type="none")  # pyarrow asks for the ranges it needs
 
     def _guarded(self, file: int, work: Any) -> Any:
-        try:
-            return work()
-        except ModuleNotFoundError as error:
-            raise ConfigError(
-                "pyarrow is needed for Parquet and Arrow files",
-                found=str(error),
-                remedy="pip install 'flashckpt[data]'",
-            ) from error
-        except DataError:
-            raise
-        except Exception as error:
-            raise DataError(
-                f"{self.urls[file]} cannot be read",
-                found=f"{type(error).__name__}: {error}",
-                expected=f"a whole {self.kind} file",
-                remedy="the file is missing, truncated or of another format",
-            ) from error
+        def guarded() -> Any:
+            try:
+                return work()
+            except ModuleNotFoundError as error:
+                raise ConfigError(
+                    "pyarrow is needed for Parquet and Arrow files",
+                    found=str(error),
+                    remedy="pip install 'flashckpt[data]'",
+                ) from error
+
+        url = self.urls[file]
+        return reach(url, guarded, f"a whole {self.kind} file", forget=lambda: self._files.pop(file, None))
 
     def _count(self, file: int) -> int:
         names = self._guarded(file, lambda: self._names(self._open(file)))

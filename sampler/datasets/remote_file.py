@@ -17,6 +17,7 @@ from typing import Any
 from urllib.parse import urlsplit
 
 from flashckpt.errors import DataError
+from flashckpt.sampler.datasets.reaching import reach
 
 EDGE_BYTES = 1 << 16  # bytes that a fingerprint reads at either end
 
@@ -42,6 +43,7 @@ class RemoteFile:
 
     Raises:
         DataError: on first use: the file is missing or cannot be read.
+        StoreError: its storage could not be reached; see `reach`.
     """
 
     def __init__(
@@ -114,21 +116,25 @@ class RemoteFile:
         return f"{self.nbytes}:{hashlib.blake2b(head + tail, digest_size=8).hexdigest()}"
 
     def _size(self) -> int:
-        try:
-            if is_remote(self.url):
-                return int(self._remote().size(self._key()))
-            return local_path(self.url).stat().st_size
-        except Exception as error:
-            raise self._unreadable(f"{type(error).__name__}: {error}") from error
+        def size() -> int:
+            return int(self._remote().size(self._key())) if is_remote(self.url) else local_path(self.url).stat().st_size
+
+        return reach(self.url, size, forget=self._drop)
+
+    def _drop(self) -> None:
+        """Let go of what a failed read may have left behind: an answer that was kept, a dead connection."""
+        if self._filesystem is not None:
+            self._filesystem.invalidate_cache()
+        self._filesystem = None
 
     def _mapped(self) -> mmap.mmap | bytes:
+        def opened() -> mmap.mmap | bytes:
+            with local_path(self.url).open("rb") as file:
+                size = os.fstat(file.fileno()).st_size
+                return mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) if size else b""
+
         if self._map is None:
-            try:
-                with local_path(self.url).open("rb") as file:
-                    size = os.fstat(file.fileno()).st_size
-                    self._map = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) if size else b""
-            except OSError as error:
-                raise self._unreadable(str(error)) from error
+            self._map = reach(self.url, opened)
         return self._map
 
     def _remote(self) -> Any:
@@ -162,12 +168,15 @@ class RemoteFile:
         return data
 
     def _fetch(self, start: int, stop: int) -> bytes:
-        filesystem = self._remote()
+        def fetch() -> bytes:
+            data = bytes(self._remote().cat_file(self._key(), start=start, end=stop))
+            if len(data) < stop - start and int(self._remote().size(self._key())) == self.nbytes:
+                raise ConnectionError(f"{len(data)} of {stop - start} bytes from byte {start}")  # an answer cut short
+            return data
+
+        self._remote()
         self.fetches += 1
-        try:
-            return bytes(filesystem.cat_file(self._key(), start=start, end=stop))
-        except Exception as error:
-            raise self._unreadable(f"bytes {start} to {stop}: {type(error).__name__}: {error}") from error
+        return reach(self.url, fetch, f"bytes {start} to {stop} of a readable file", forget=self._drop)
 
     def _unreadable(self, why: str) -> DataError:
         return DataError(

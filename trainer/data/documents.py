@@ -12,9 +12,11 @@ from urllib.parse import urlsplit
 
 from flashckpt.errors import ConfigError, DataError
 from flashckpt.sampler.datasets.contents import HEAD_BYTES, decoded, refuse_no_text, refuse_other
+from flashckpt.sampler.datasets.reaching import may_pass, reach, unreadable
 from flashckpt.sampler.datasets.remote_file import RemoteFile, is_remote, local_path
+from flashckpt.sampler.errors import unreachable
 from flashckpt.trainer.data.corpus import stdlib_texts
-from flashckpt.trainer.data.files import file_system, full_name, matching_files, unreadable
+from flashckpt.trainer.data.files import file_system, full_name, matching_files
 from flashckpt.trainer.data_config import SourceConfig
 
 SPLIT_BYTES = 64 << 20
@@ -81,18 +83,22 @@ def placed_documents(part: TextPart) -> Iterator[tuple[str, str]]:
 def _arrow_files(source: SourceConfig, url: str) -> list[str]:
     """Return the files of a Hugging Face data set on disk."""
     filesystem, path = file_system(url, source.storage_options)
-    try:
-        names = [one["filename"] for one in json.loads(filesystem.cat_file(f"{path}/state.json"))["_data_files"]]
-    except (FileNotFoundError, NotADirectoryError) as error:
-        raise DataError(
-            f"{path} is no data set on disk",
-            found="no state.json"
-            + (", but dataset_dict.json" if filesystem.exists(f"{path}/dataset_dict.json") else ""),
-            expected="the folder of one split, as save_to_disk wrote it",
-            remedy="name the folder of the split in data.sources.urls",
-        ) from error
-    except Exception as error:
-        raise unreadable(f"{path}/state.json", error) from error
+
+    def listed() -> list[str]:
+        try:
+            return [one["filename"] for one in json.loads(filesystem.cat_file(f"{path}/state.json"))["_data_files"]]
+        except (FileNotFoundError, NotADirectoryError) as error:
+            if may_pass(error):
+                raise
+            raise DataError(
+                f"{path} is no data set on disk",
+                found="no state.json"
+                + (", but dataset_dict.json" if filesystem.exists(f"{path}/dataset_dict.json") else ""),
+                expected="the folder of one split, as save_to_disk wrote it",
+                remedy="name the folder of the split in data.sources.urls",
+            ) from error
+
+    names = reach(f"{path}/state.json", listed)
     return [full_name(filesystem, url, f"{path}/{name}") for name in names]
 
 
@@ -272,6 +278,8 @@ def _arrow(url: str, work: Callable[[], Any]) -> Any:
             remedy="pip install 'flashckpt[data]'",
         ) from error
     except Exception as error:
+        if may_pass(error):  # what was read of a file is lost with it: `data prepare` begins the part again
+            raise unreachable(url, error, 0.0) from error
         raise unreadable(url, error) from error
 
 

@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from flashckpt.errors import DataError
+from flashckpt.sampler.datasets.reaching import may_pass, reach
 from flashckpt.sampler.datasets.remote_file import is_remote
 
 
@@ -22,13 +23,13 @@ def matching_files(url: str, storage_options: Mapping[str, Any]) -> list[str]:
         DataError: there is none, or the storage cannot be asked.
     """
     filesystem, path = file_system(url, storage_options)
-    try:
+
+    def matching() -> list[str]:
         if has_pattern(path):
-            found = sorted(name for name in filesystem.glob(path) if filesystem.isfile(name))
-        else:
-            found = [path] if filesystem.isfile(path) else []
-    except Exception as error:
-        raise unreadable(url, error) from error
+            return sorted(name for name in filesystem.glob(path) if filesystem.isfile(name))
+        return [path] if _is_file(filesystem, path) else []
+
+    found = reach(url, matching, "one file or more", forget=filesystem.invalidate_cache)
     if not found:
         raise DataError(
             f"no file matches {url!r}",
@@ -48,23 +49,20 @@ def file_system(url: str, storage_options: Mapping[str, Any]) -> tuple[Any, str]
     """
     import fsspec
 
-    try:
-        filesystem, path = fsspec.core.url_to_fs(os.fspath(url), **storage_options)
-    except Exception as error:
-        raise unreadable(url, error) from error
+    filesystem, path = reach(url, lambda: fsspec.core.url_to_fs(os.fspath(url), **storage_options))
     return filesystem, path
+
+
+def _is_file(filesystem: Any, path: str) -> bool:
+    """Return what `isfile` does, which takes any error for a missing file."""
+    try:
+        return bool(filesystem.info(path)["type"] == "file")
+    except FileNotFoundError as error:
+        if may_pass(error):
+            raise
+        return False
 
 
 def full_name(filesystem: Any, url: str, path: str) -> str:
     """Return a path of the file system of `url` as what can be opened: a URL, or a local path."""
     return str(filesystem.unstrip_protocol(path)) if is_remote(url) else path
-
-
-def unreadable(url: str, error: Exception) -> DataError:
-    """Return the error for a file that cannot be read."""
-    return DataError(
-        f"{url} cannot be read",
-        found=f"{type(error).__name__}: {error}",
-        expected="a readable file",
-        remedy="check the path, the kind and the access",
-    )

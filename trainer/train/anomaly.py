@@ -22,7 +22,7 @@ _REMEDY = (
 class Guard:
     """Counts interventions and compares loss and gradient norm with windows of recent ones.
 
-    No intervention goes on for ever: `max_skipped` steps in a row that did not train, for whatever reason, end the run,
+    No intervention lasts for ever: `max_skipped` steps in a row that did not train, for whatever reason, end the run,
     and so does one rollback more than `max_rollbacks`. An accepted step makes up for skipped ones, `window` accepted steps
     that were not reached before for rollbacks. What a skipped step showed is in the windows all the same: a level that
     stays is no spike for long.
@@ -118,7 +118,7 @@ class Guard:
         return self.in_a_row, self.rollbacks, self.reached
 
     def keep_budget(self, budget: tuple[int, int, int]) -> None:
-        """Go on with a budget after a rollback has brought back earlier counters."""
+        """Continue with a budget after a rollback has brought back earlier counters."""
         self.in_a_row, self.rollbacks, self.reached = budget
         self.since_rollback = 0
 

@@ -9,6 +9,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import logging
 import math
@@ -20,6 +21,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from flashckpt.errors import RESUME_EXIT_CODE, FlashckptError
+from flashckpt.sampler.datasets import reaching
 from flashckpt.trainer.config import RunConfig
 from flashckpt.trainer.data.corpus import prepare_corpus
 from flashckpt.trainer.data.mixed import open_data
@@ -42,7 +44,7 @@ from flashckpt.trainer.train.optim import clamp_gradients, clip_gradients
 from flashckpt.trainer.train.phased_data import PhasedData
 from flashckpt.trainer.train.record import RunRecord, SpikeError, say_once
 from flashckpt.trainer.train.regroup import begin_if_new, has_other_groups
-from flashckpt.trainer.train.saving import checkpointer, explain
+from flashckpt.trainer.train.saving import checkpointer, explain, waiting_for_data
 from flashckpt.trainer.train.starting import announce, announce_phase, reporter_of, seed_rng, training_data
 from flashckpt.trainer.train.step import Totals, TrainStep
 from flashckpt.trainer.watch.engine import EngineWatch
@@ -102,7 +104,7 @@ class Trainer:
         self.ckpt: Checkpointer | None = None
         self.done = 0
         self._rolled_back_to = -1
-        self._has_weights = self._owes_persist = False
+        self._accepted = self._has_weights = self._owes_persist = False
         seed_rng(config, self.parallel)
 
     def _step_of(self, config: RunConfig) -> TrainStep:
@@ -154,9 +156,11 @@ class Trainer:
                 logging.WARNING, f"step {self.done} of {self.config.train.steps} is already trained: nothing to do"
             )
         self._open_reporter()
+        reaching.waiting = functools.partial(waiting_for_data, self)
         try:
             code = self._train(began)
         finally:
+            reaching.waiting = contextlib.nullcontext
             self.data.close()
             if self.reporter is not None:
                 self.reporter.close()
@@ -240,11 +244,11 @@ class Trainer:
         self.timer.reach("log")
         totals = self.train_step.backward(batch)
         rate = self.phase.rate(step)
-        accepted = self._update(totals, step, rate)
+        self._accepted = self._update(totals, step, rate)
         self.done = step
         self.record.tokens += self._batch_tokens()
         self.timer.reach("log")
-        stall_ms = self._commit(step, accepted=accepted)
+        stall_ms = self._commit(step)
         self.timer.reach("snapshot")
         phases = self.timer.seconds()
         return StepRecord(
@@ -255,7 +259,7 @@ class Trainer:
             tokens=self.record.tokens,
             samples=samples,
             channels=totals.channels,
-            skipped=not accepted,
+            skipped=not self._accepted,
             seconds=sum(phases.values()),
             stall_ms=stall_ms,
             phases=phases,
@@ -285,14 +289,14 @@ class Trainer:
 
     def _judge(self, totals: Totals, step: int) -> bool:
         """Return whether the optimizer may step; every rank holds the same totals and makes the same decision."""
-        judged_anew, self.record.judged_anew = self.record.judged_anew, False
+        settings_changed, self.record.settings_changed = self.record.settings_changed, False
         if not (math.isfinite(totals.loss) and math.isfinite(totals.norm)):
             report_nonfinite(self.parallel, self.train_step.own_losses(), step)
         if not self.guard.admit(totals.loss, totals.norm, step=step):
             return False
         if not (self.guard.is_spike(totals.loss) or self.guard.is_norm_spike(totals.norm)):
             return True
-        if judged_anew:  # no setting of this process has moved the weights yet: they were restored like this
+        if settings_changed:  # no setting of this process has moved the weights yet: they were restored like this
             say_once(
                 logging.WARNING, f"step {step}: loss {totals.loss:.4f} is the level that was restored, not a spike"
             )
@@ -324,9 +328,9 @@ class Trainer:
         self.guard.record(totals.loss, totals.norm)
         return True
 
-    def _commit(self, step: int, *, accepted: bool) -> float:
+    def _commit(self, step: int) -> float:
         is_last = step == self.config.train.steps
-        if self.ckpt is None or not (accepted or is_last):
+        if self.ckpt is None or not (self._accepted or is_last):
             self.data.sampler.commit()
             if self.ckpt is not None:  # every snapshot is of an accepted step: a skipped one pushes no checkpoint out
                 self.ckpt.fence()  # in place of the optimizer's: the snapshot before becomes complete

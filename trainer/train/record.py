@@ -34,9 +34,7 @@ class RunRecord:
         self.scaler = LossScaler(enabled=config.train.precision == "float16")
         self.tokens = 0
         self.before: dict[str, Any] | None = None
-        self.judged_anew = (
-            False  # whether the first loss may be another level: a setting was changed since it was recorded
-        )
+        self.settings_changed = False  # since what was restored: its first loss may be another level
 
     def state_dict(self) -> dict[str, Any]:
         """Return plain values."""
@@ -58,7 +56,7 @@ class RunRecord:
         self.scaler.load_state_dict(state.get("scaler", {}))
         changes = compare(self.before, self.config)
         refuse_changes(changes)
-        self.judged_anew = any(change.key.startswith(_JUDGED) for change in changes)
+        self.settings_changed = any(change.key.startswith(_JUDGED) for change in changes)
         for change in changes:
             level = logging.WARNING if change.severity == "warning" else logging.INFO
             say_once(level, f"{change.key} changed since the checkpoint: {change.before!r} -> {change.now!r}")

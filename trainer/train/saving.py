@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
 from flashckpt.errors import ConfigError, FlashckptError, SamplerStateError
@@ -35,6 +37,16 @@ def checkpointer(trainer: Trainer) -> Checkpointer:
     fenced = ("ema",) if trainer.outer is None else ("model", "outer")  # group weights belong to their optimizer
     ckpt.track(**_tracked(trainer), rng=True, fenced=fenced, mesh=trainer.parallel.mesh)
     return ckpt
+
+
+@contextlib.contextmanager
+def waiting_for_data(trainer: Trainer) -> Iterator[None]:
+    """Expect no step while data is waited for; the checkpointer of a rollback may be closed meanwhile."""
+    with contextlib.ExitStack() as stack:
+        with contextlib.suppress(FlashckptError):
+            if trainer.ckpt is not None:
+                stack.enter_context(trainer.ckpt.paused())
+        yield
 
 
 def _tracked(trainer: Trainer) -> dict[str, Any]:

@@ -267,6 +267,8 @@ def test_rows_come_by_row_group(tmp_path: Any, kind: Any) -> None:
     assert [data[i] for i in (0, 49, 50, 129, 130, 249)] == [table.to_pylist()[i] for i in (0, 49, 50, 129, 130, 249)]
     assert len(data._tables) == 2
     assert (ParquetRows if kind == "parquet" else ArrowRows)(paths[0], columns=["id"])[3] == {"id": 3}
+    with pytest.raises(DataError, match="b has no column 'idd'"):  # pyarrow would leave it out
+        (ParquetRows if kind == "parquet" else ArrowRows)(paths[1], columns=["id", "idd"])
     order = Order(kind="block", block_size=50, window_blocks=2)
     assert sorted(row["id"] for row in read_in_two_runs(data, 0, order=order)) == list(range(250))
     paths[1].write_bytes(paths[1].read_bytes()[:-20])

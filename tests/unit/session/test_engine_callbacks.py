@@ -51,6 +51,20 @@ def test_every_callback_may_raise(tmp_path: Path, caplog: pytest.LogCaptureFixtu
     crash(again)
 
 
+def test_pauses_of_several_threads_overlap(tmp_path: Path) -> None:
+    ckpt = opened(tmp_path, model=torch.nn.Linear(2, 2))
+    assert ckpt._session is not None
+    row = ckpt._session._row
+    evaluation, reading = ckpt.paused(), ckpt.paused()
+    evaluation.__enter__()
+    reading.__enter__()
+    evaluation.__exit__(None, None, None)
+    assert row.paused, "data is still waited for"
+    reading.__exit__(None, None, None)
+    assert not row.paused
+    crash(ckpt)
+
+
 def snapshot_of(ckpt: Checkpointer, step: int) -> Any:
     """Something that has the request of a snapshot."""
     from types import SimpleNamespace

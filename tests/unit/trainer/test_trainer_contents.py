@@ -16,9 +16,10 @@ from typing import Any
 
 import numpy as np
 import pytest
+from support.megatron import write_megatron
 
 from flashckpt.errors import ConfigError, DataError
-from flashckpt.sampler import JsonLines, TextLines, TokenFile
+from flashckpt.sampler import JsonLines, MegatronFile, TextLines, TokenFile
 from flashckpt.trainer.config import from_values, read_config
 from flashckpt.trainer.data import vocabulary
 from flashckpt.trainer.data.command import data as data_command
@@ -311,3 +312,31 @@ def test_a_channel_of_which_nothing_is_held_out_is_named_with_its_numbers(tmp_pa
             assert [name for name in channels_of(config) if name not in MixedDataset(config, "held").channels] == [
                 "few"
             ]
+
+
+def test_parts_of_a_megatron_data_set_that_contradict_each_other_are_refused(tmp_path: Path) -> None:
+    documents = [np.arange(number, number + 5 + number % 3) for number in range(100, 112)]
+    whole = np.concatenate(documents)
+    write_megatron(tmp_path / "m", documents, 8, "<u2")
+    index, data = (tmp_path / "m.idx").read_bytes(), (tmp_path / "m.bin").read_bytes()
+    count = len(documents)
+    wrong: dict[str, tuple[bytes, bytes]] = {
+        f"version {number}": (index[:9] + struct.pack("<Q", number) + index[17:], data) for number in (0, 2, 1 << 40)
+    }
+    wrong |= {f"type {code}": (index[:17] + bytes([code]) + index[18:], data) for code in (0, 1, 2, 4, 5, 6, 7, 9, 255)}
+    for at, name in ((18, "sequences"), (26, "documents")):
+        for number in (0, 1, count - 1, count + 2, 1 << 60):
+            wrong[f"{name} {number}"] = (index[:at] + struct.pack("<Q", number) + index[at + 8 :], data)
+    for at in (34, 38, 34 + 4 * count, 42 + 4 * count, 34 + 12 * count, len(index) - 8):  # lengths, pointers, documents
+        wrong[f"changed at {at}"] = (index[:at] + struct.pack("<i", 77) + index[at + 4 :], data)
+    for cut in (1, 2, 7, len(data) // 2, len(data)):
+        wrong[f"bin without {cut}"] = (index, data[:-cut])
+        wrong[f"bin and {cut}"] = (index, data + bytes(cut))
+        wrong[f"idx without {cut}"] = (index[:-cut], data)
+    for name, (idx, content) in {"right": (index, data), **wrong}.items():
+        (tmp_path / "m.idx").write_bytes(idx)
+        (tmp_path / "m.bin").write_bytes(content)
+        found = outcome(lambda: MegatronFile(tmp_path / "m"), tmp_path / "m")
+        assert isinstance(found, DataError) == (name != "right"), name
+        if name == "right":
+            assert np.array_equal(np.concatenate([found[number] for number in range(len(found))]), whole)

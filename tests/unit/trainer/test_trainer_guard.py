@@ -29,7 +29,7 @@ class Run:
     def __init__(self, policy: str) -> None:
         settings = GuardConfig(on_spike=policy, window=WINDOW, max_skipped=4, max_rollbacks=2)
         self.guard, self.config = Guard(settings), SimpleNamespace(guard=settings)
-        self.record = SimpleNamespace(judged_anew=False)
+        self.record = SimpleNamespace(settings_changed=False)
         self.reporter = self.parallel = None
         self.train_step = SimpleNamespace(own_losses=list)
         self.data = SimpleNamespace(position_after_next=int)
@@ -102,12 +102,12 @@ def test_a_level_that_stays_is_trained_or_ends_the_run_and_can_be_continued(poli
     went_on = run.train(itertools.repeat(3.0 * factor), 60)
     assert went_on == (policy == "warn")
     state, done = run.saved[1], run.saved[0]
-    for judged_anew in (False, True):  # as it was; with a setting changed
+    for settings_changed in (False, True):  # as it was; with a setting changed
         again = Run(policy)
         again.guard.load_state_dict(state)
-        again.done, again.record.judged_anew, again.saved = done, judged_anew, (done, state)
-        assert again.train(itertools.repeat(3.0 * factor), 90) == (judged_anew or went_on)
-        if not judged_anew:
+        again.done, again.record.settings_changed, again.saved = done, settings_changed, (done, state)
+        assert again.train(itertools.repeat(3.0 * factor), 90) == (settings_changed or went_on)
+        if not settings_changed:
             cured = Run(policy)
             cured.guard.load_state_dict(state)
             cured.done, cured.saved = done, (done, state)
