@@ -54,7 +54,7 @@ def from_hub(values: Mapping[str, Any], where: str) -> ModelConfig:
             f"{where} is of a family that is not known", found=repr(kind), expected=", ".join(FAMILIES),
             state="Nothing was read.",
         )  # fmt: skip
-    values = _ABSENT[kind] | values
+    values = {**_ABSENT[kind], **values}
     for key, allowed in _NEUTRAL.items():
         if key in values and values[key] not in allowed:
             raise _refused(where, key, values[key], " or ".join(repr(one) for one in allowed if one is not None))
